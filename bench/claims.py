@@ -1,21 +1,25 @@
 #!/usr/bin/env python3
-"""What this library's sources claim for themselves, measured through halfstep.compat with their own usage snippets. Over 500 lines
-because every claim is a small experiment.
+"""What this library's sources claim for themselves, measured through halfstep.compat with their own
+usage snippets. Over 500 lines because every claim is a small experiment.
 
     python bench/claims.py                     every row of docs/claims.md
-    python bench/claims.py --only release      rows whose name contains the word, or matches as a regular expression
+    python bench/claims.py --only release      rows whose name contains the word, or matches as a
+                                               regular expression
     python bench/claims.py --list
 
-Memory. A model of 37.9 M parameters (12 transformer layers of width 512) is trained for some steps on 8 positions, so that
-activations are small beside it. Two figures of the peak between the built model and the end of the last step, each case in a
-process of its own: `peak`, what torch's allocator had handed out at the worst instant, from the events of torch.profiler
-(exact: every tensor and temporary, whichever library asked torch for it); `RSS`, by how much the process grew (the kernel's
-high-water mark), which also has what torch does not see: this library's own memory, oneDNN's, the interpreter's. Everything
-is warmed up with one layer first.
+Memory. A model of 37.9 M parameters (12 transformer layers of width 512) is trained for some steps
+on 8 positions, so that activations are small beside it. Two figures of the peak between the built
+model and the end of the last step, each case in a process of its own: `peak`, what torch's
+allocator had handed out at the worst instant, from the events of torch.profiler (exact: every
+tensor and temporary, whichever library asked torch for it); `RSS`, by how much the process grew
+(the kernel's high-water mark), which also has what torch does not see: this library's own memory,
+oneDNN's, the interpreter's. Everything is warmed up with one layer first.
 
-Speed. Steps of two optimizers over the model's tensors in turn, in one process; the ratio of each pair, its median and
-quartiles. On one thread, the default, time is processor time, which other programs disturb less than they do wall time; with
---threads it is wall time, of which the same can only be said on an idle machine."""
+Speed. Steps of two optimizers over the model's tensors in turn, in one process; the ratio of each
+pair, its median and quartiles. On one thread, the default, time is processor time, which other
+programs disturb less than they do wall time; with --threads it is wall time, of which the same can
+only be said on an idle machine."""
+
 from __future__ import annotations
 
 import argparse
@@ -31,7 +35,8 @@ import time
 import warnings
 from statistics import quantiles
 
-# Freed memory goes back at once, and threads have no pools of their own, so that RSS tells what is in use.
+# Freed memory goes back at once, and threads have no pools of their own, so that RSS tells what is
+# in use.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
 os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -46,15 +51,21 @@ PATIENCE = 900  # seconds for one case
 
 
 class Model(nn.Module):
-    """Layers as torch has them. Its value is a loss, which is what the sources' snippets call backward() of."""
+    """Layers as torch has them. Its value is a loss, which is what the sources' snippets call
+    backward() of."""
 
     width, depth = 512, 12
 
     def __init__(self, depth=None):
         super().__init__()
-        self.layers = nn.Sequential(*(
-            nn.TransformerEncoderLayer(self.width, 8, 4 * self.width, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(depth or self.depth)))
+        self.layers = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(
+                    self.width, 8, 4 * self.width, dropout=0.0, batch_first=True, norm_first=True
+                )
+                for _ in range(depth or self.depth)
+            )
+        )
         self.head = nn.Linear(self.width, 64)
 
     def forward(self, x):
@@ -67,9 +78,9 @@ def batch(dtype=torch.float32, tokens=8, sequences=1):
     return torch.randn(sequences, tokens, Model.width).to(dtype)
 
 
-# ---- Memory: usage snippets ----------------------------------------------------------------------------------------------
-# Each is a generator that yields the model when it is built and the optimizer when it has been trained. `source` imports a
-# package by its name: ours in its place, or the source itself.
+# ---- Memory: usage snippets ----------------------------------------------------------------------
+# Each is a generator that yields the model when it is built and the optimizer when it has been
+# trained. `source` imports a package by its name: ours in its place, or the source itself.
 
 
 def torch_adamw(source, depth=None, dtype=torch.float32, **options):
@@ -92,7 +103,8 @@ def torch_fused(source, depth=None):
 
 
 def torch_autocast(source, depth=None):
-    """Mixed precision: fp32 weights, of which autocast makes BF16 copies that live until backward() is through them."""
+    """Mixed precision: fp32 weights, of which autocast makes BF16 copies that live until backward()
+    is through them."""
     model = Model(depth)
     yield model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -106,7 +118,8 @@ def torch_autocast(source, depth=None):
 
 
 def torch_buffers(source, depth=None, autocast=False):
-    """fp32 AdamW with micro-gradients summed in tensors of their own, as frameworks do that reduce them elsewhere."""
+    """fp32 AdamW with micro-gradients summed in tensors of their own, as frameworks do that reduce
+    them elsewhere."""
     model = Model(depth)
     yield model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -204,7 +217,9 @@ def adamw_bfloat16(source, depth=None):
     LR, AdamW_BF16 = package.LR, package.AdamW_BF16
     model = Model(depth).to(BF16)
     yield model
-    optimizer = AdamW_BF16(model.parameters(), lr_function=LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25))
+    optimizer = AdamW_BF16(
+        model.parameters(), lr_function=LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25)
+    )
     for _ in range(STEPS):
         loss = model(batch(BF16))
         loss.backward()
@@ -216,7 +231,9 @@ def lamb16(source, depth=None, name="Lamb16", **options):
     Optimizer = getattr(source("pytorch_lamb"), name)
     model = Model(depth)
     yield model
-    optimizer = Optimizer(model.parameters(), lr=0.02, weight_decay=0.01, betas=(.9, .999), **options)
+    optimizer = Optimizer(
+        model.parameters(), lr=0.02, weight_decay=0.01, betas=(0.9, 0.999), **options
+    )
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(batch()).backward()
@@ -279,7 +296,8 @@ def optimi_accumulation(source, depth=None):
 
 
 def optimi_buffers(source, depth=None):
-    """Kahan summation with micro-gradients summed stochastically in BF16, in this library's accumulator."""
+    """Kahan summation with micro-gradients summed stochastically in BF16, in this library's
+    accumulator."""
     import halfstep
 
     model = Model(depth).to(BF16)
@@ -331,7 +349,9 @@ def int4(source, depth=None, release=False):
 
     model = Model(depth).to(BF16)
     yield model
-    optimizer = halfstep.optimizer("adamw/bf16-sr/int4", model.named_parameters(), lr=1e-3, gradient_release=release)
+    optimizer = halfstep.optimizer(
+        "adamw/bf16-sr/int4", model.named_parameters(), lr=1e-3, gradient_release=release
+    )
     for _ in range(STEPS):
         model(batch(BF16)).backward()
         optimizer.step()
@@ -393,9 +413,15 @@ def measure(name, source, checkpoint):
 
     run = case(source)
     model = next(run)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         optimizer = next(run)
-    events = [(e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [
+        (e.start_ns(), e.nbytes())
+        for e in profile.profiler.kineto_results.events()
+        if e.name() == "[memory]"
+    ]
     weights = sum(p.nbytes for p in model.parameters())
     now = peak = weights
     for _, change in sorted(events, key=lambda event: event[0]):
@@ -403,8 +429,13 @@ def measure(name, source, checkpoint):
         peak = max(peak, now)
 
     count = sum(p.numel() for p in model.parameters())
-    found = {"parameters": count, "peak": peak / count, "rss": rss / count, "weights": weights / count,
-             "states": sum(nbytes(state) for state in optimizer.state.values()) / count}
+    found = {
+        "parameters": count,
+        "peak": peak / count,
+        "rss": rss / count,
+        "weights": weights / count,
+        "states": sum(nbytes(state) for state in optimizer.state.values()) / count,
+    }
     if checkpoint:
         with tempfile.NamedTemporaryFile() as file:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -428,15 +459,23 @@ class Cases:
         if key not in self.known:
             command = [sys.executable, os.path.abspath(__file__), "--case", name]
             try:
-                done = subprocess.run(command + ["--theirs"] * theirs + ["--checkpoint"] * checkpoint, capture_output=True,
-                                      text=True, timeout=PATIENCE)
+                done = subprocess.run(
+                    command + ["--theirs"] * theirs + ["--checkpoint"] * checkpoint,
+                    capture_output=True,
+                    text=True,
+                    timeout=PATIENCE,
+                )
             except subprocess.TimeoutExpired:
                 raise Failed(f"{name}: not done after {PATIENCE} s") from None
             if done.returncode:
                 lines = [line for line in done.stderr.splitlines() if line.strip()]
                 raise Failed(f"{name}: {lines[-1] if lines else done.returncode}")
             self.known[key] = json.loads(done.stdout.splitlines()[-1])
-            print(f"  {name}{' (theirs)' if theirs else ''}: {self.known[key]}", file=sys.stderr, flush=True)
+            print(
+                f"  {name}{' (theirs)' if theirs else ''}: {self.known[key]}",
+                file=sys.stderr,
+                flush=True,
+            )
         return self.known[key]
 
 
@@ -461,7 +500,7 @@ def theirs(name, what):
         return f"; {what}: does not run here ({str(failure).split(': ', 1)[-1][:80]})"
 
 
-# ---- Speed ---------------------------------------------------------------------------------------------------------------
+# ---- Speed ---------------------------------------------------------------------------------------
 
 
 def tensors(dtype):
@@ -521,133 +560,336 @@ def ratio(first, second, rounds):
 def pace(what, first, second):
     def measured(rounds):
         return f"{what} {{:.2f}} ({{:.2f}} to {{:.2f}})".format(*ratio(first(), second(), rounds))
+
     return measured
 
 
 def against_torch(what, package, name, dtype, **options):
-    """Over torch's fused fp32 AdamW: as it is, and where the caller vouches for gradients, which torch never looks at."""
+    """Over torch's fused fp32 AdamW: as it is, and where the caller vouches for gradients, which
+    torch never looks at."""
+
     def measured(rounds):
-        scanned, finite = (ratio(of(package, name, dtype, scan=scan, **options)(), fused(), rounds)
-                           for scan in (None, "known-finite"))
-        return (f"{what} over torch's fused fp32 AdamW: {scanned[0]:.2f} ({scanned[1]:.2f} to {scanned[2]:.2f}); with "
-                f"`scan=\"known-finite\"` {finite[0]:.2f}")
+        scanned, finite = (
+            ratio(of(package, name, dtype, scan=scan, **options)(), fused(), rounds)
+            for scan in (None, "known-finite")
+        )
+        return (
+            f"{what} over torch's fused fp32 AdamW: {scanned[0]:.2f} ({scanned[1]:.2f} to"
+            f" {scanned[2]:.2f}); with "
+            f'`scan="known-finite"` {finite[0]:.2f}'
+        )
+
     return measured
 
 
 def optimi_training(name):
-    return lambda: training(BF16, lambda model: getattr(ours("optimi"), name)(model.parameters(), lr=1e-4), False)
+    return lambda: training(
+        BF16, lambda model: getattr(ours("optimi"), name)(model.parameters(), lr=1e-4), False
+    )
 
 
 def mixed_training():
-    return training(torch.float32, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), True)
+    return training(
+        torch.float32,
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+        True,
+    )
 
 
 def of(package, name, dtype, scan=None, **options):
     """A stepper of one of our classes."""
+
     def make(params):
         optimizer = getattr(ours(package), name)(params, **options)
         optimizer.scan = scan
         return optimizer
+
     return lambda: stepper(make, dtype)
 
 
-# ---- The rows: name -> (source, claim, what to measure) ------------------------------------------------------------------
+# ---- The rows: name -> (source, claim, what to measure) ------------------------------------------
 
 ROWS = {
-    "torchastic-adam": ("torchastic", "Adam in fp32 takes 16 B/param", lambda n: peak("torch_fused", "torch AdamW, fused:")),
-    "torchastic-adam8bit": ("torchastic", "Adam8bit with fp32 weights takes 10 B/param", lambda n:
-                            peak("torchao_8bit_f32", "`torchao.AdamW8bit`:") + theirs("torchao_8bit_f32", "torchao's")),
-    "torchastic-adamw": ("torchastic", "all in BF16: 8 B/param, gradient accumulator included; 50 % less than Adam, "
-                         "20 % less than Adam8bit", lambda n: peak("torchastic", "`AdamW` with `StochasticAccumulator`:")
-                         + f", {less('torchastic', 'torch_fused')} and {less('torchastic', 'torchao_8bit_f32')} less"
-                         + theirs("torchastic", "torchastic's")),
-    "torchastic-others": ("torchastic", "Compass 8, LPFAdamW 10, RMSProp 6 B/param (by its states)", lambda n: "; ".join((
-        peak("torchastic_compass", "Compass"), peak("torchastic_lpf", "LPFAdamW"), peak("torchastic_rmsprop", "RMSProp")))),
-    "torchao-8bit": ("torchao", "8-bit states with BF16 weights: 51.6 to 39.1 GB (−24 %) in a BF16 fine-tune, 6.03 B/param",
-                     lambda n: peak("torch_bf16", "torch AdamW BF16:") + "; " + peak("torchao_8bit", "`AdamW8bit`:")
-                     + f", {less('torchao_8bit', 'torch_bf16')} less" + theirs("torchao_8bit", "torchao's")),
-    "torchao-4bit": ("torchao", "4-bit states: 51.6 to 33.2 GB (−36 %), 5.06 B/param", lambda n:
-                     peak("torchao_4bit", "`AdamW4bit`:") + f", {less('torchao_4bit', 'torch_bf16')} less"
-                     + theirs("torchao_4bit", "torchao's")),
-    "torchao-fp8": ("torchao", "fp8 states: as 8-bit, 6.03 B/param", lambda n: peak("torchao_fp8", "`AdamWFp8`:")),
-    "torchao-sr-memory": ("torchao", "stochastic rounding takes no memory", lambda n:
-                          peak("torchao_sr", "`_AdamW` with") + "; " + peak("torchao_nearest", "without")),
-    "torchao-sr-speed": ("torchao", "stochastic rounding at nearest's speed", pace(
-        "`_AdamW`, stochastic over nearest:", of("torchao", "_AdamW", BF16, bf16_stochastic_round=True),
-        of("torchao", "_AdamW", BF16))),
-    "torchao-sr-speed-8bit": ("torchao", "the same with 8-bit states", pace(
-        "`AdamW8bit`, stochastic over nearest:", of("torchao", "AdamW8bit", BF16, bf16_stochastic_round=True),
-        of("torchao", "AdamW8bit", BF16))),
-    "torchao-sr-speed-4bit": ("torchao", "the same with 4-bit states", pace(
-        "`AdamW4bit`, stochastic over nearest:", of("torchao", "AdamW4bit", BF16, bf16_stochastic_round=True),
-        of("torchao", "AdamW4bit", BF16))),
-    "torchao-speed": ("torchao", "8-bit AdamW at about the speed of torch's fused one (whole training on a GPU: 42.5 "
-                      "to 41.9 images/s)", against_torch("step of `AdamW8bit` (BF16, SR)", "torchao", "AdamW8bit", BF16,
-                                                         bf16_stochastic_round=True)),
-    "torchao-speed-4bit": ("torchao", "4-bit AdamW likewise (42.4 to 41.9 images/s)", against_torch(
-        "step of `AdamW4bit` (BF16, SR)", "torchao", "AdamW4bit", BF16, bf16_stochastic_round=True)),
-    "adamw-bf16-memory": ("adamw_bfloat16", "about 25 % less than the built-in AdamW", lambda n:
-                          peak("adamw_bfloat16", "`AdamW_BF16` with `step(zero_grad=True)`:")
-                          + f", {less('adamw_bfloat16', 'torch_fused')} less than torch AdamW fp32, "
-                          f"{less('adamw_bfloat16', 'torch_autocast')} less than under autocast"),
-    "adamw-bf16-speed": ("adamw_bfloat16", "nothing is said of speed", against_torch(
-        "step of `AdamW_BF16`", "adamw_bfloat16", "AdamW_BF16", BF16)),
-    "lamb16-state": ("LAMB16", "16 bits of state per parameter, a quarter of Adam's", lambda n: (
-        lambda own, published, adam: f"`Lamb16`: {own:.3f} B of state per parameter, Adam's {adam:.3f}: {own / adam:.3f} "
-        f"(with its published scaling {published:.3f}, {published / adam:.3f}); ")(
-            *(cases(name)["states"] for name in ("lamb16", "lamb16_published", "torch_fused")))
-        + peak("lamb16", "whole:") + ", " + peak("lamb", "`Lamb`")),
-    "lamb16-speed": ("LAMB16", "should be much faster than LAMB", pace(
-        "step of `Lamb16` over `Lamb`, both ours:", of("lamb16", "Lamb16", torch.float32),
-        of("lamb16", "Lamb", torch.float32))),
-    "lamb16-speed-adam": ("LAMB16", "should be much faster than Adam", against_torch(
-        "step of `Lamb16`", "lamb16", "Lamb16", torch.float32)),
-    "optimi-kahan": ("optimi", "BF16 with Kahan summation: 37.5 % less than mixed precision with Adam (16 → 10 B/param)",
-                     lambda n: peak("torch_fused", "torch AdamW fp32:") + ", " + peak("torch_autocast", "under autocast:")
-                     + "; "
-                     + peak("optimi", "`AdamW` BF16:") + f", {less('optimi', 'torch_fused')} and "
-                     f"{less('optimi', 'torch_autocast')} less" + theirs("optimi", "optimi's")),
-    "optimi-kahan-accumulation": ("optimi", "up to 45.5 % less, with gradient accumulation in a buffer of its own (22 → 12 "
-                                  "B/param)", lambda n: peak("torch_autocast_buffers", "autocast, fp32 buffer:") + "; "
-                                  + peak("optimi_buffers", "`AdamW` BF16, `GradientAccumulator`:")
-                                  + f", {less('optimi_buffers', 'torch_autocast_buffers')} less"),
-    "optimi-release": ("optimi", "gradient release: about 25 % less for Adam", lambda n:
-                       peak("optimi_release_f32", "fp32 with release:")
-                       + f", {less('optimi_release_f32', 'torch_fused')} less than torch AdamW; "
-                       + peak("optimi_release", "BF16 Kahan:") + f", {less('optimi_release', 'optimi')} less than without"
-                       + theirs("optimi_release_f32", "optimi's fp32") + theirs("optimi_release", "BF16")),
-    "optimi-accumulation": ("optimi", "optimizer accumulation: about 40 % less than Adam with gradient accumulation",
-                            lambda n:
-                            peak("torch_buffers", "torch AdamW with a buffer:") + "; "
-                            + peak("optimi_accumulation_f32", "fp32 accumulated in states:")
-                            + f", {less('optimi_accumulation_f32', 'torch_buffers')} less "
-                            f"({less('optimi_accumulation_f32', 'torch_fused')} where they are summed in `.grad`); "
-                            + peak("optimi_accumulation", "BF16 Kahan:")),
-    "optimi-training-speed": ("optimi", "training in BF16 is about 10 % faster than mixed precision", pace(
-        "training step of `AdamW` BF16 Kahan over torch autocast with fused fp32 AdamW:", optimi_training("AdamW"),
-        mixed_training)),
-    "optimi-speed": ("optimi", "faster than torch's fused optimizers (Triton, on a GPU)", against_torch(
-        "step of `AdamW` fp32", "optimi", "AdamW", torch.float32, lr=1e-4)),
-    "optimi-speed-kahan": ("optimi", "the same with Kahan summation", against_torch(
-        "step of `AdamW` BF16 Kahan", "optimi", "AdamW", BF16, lr=1e-4)),
-    "flashoptim-memory": ("FlashOptim", "7.125 B/param (57 % less for Adam)", lambda n:
-                          peak("flashoptim", "`FlashAdamW`:") + f", {less('flashoptim', 'torch_fused')} less; "
-                          + peak("flashoptim_32", "32 bits:") + ", " + peak("flashoptim_none", "none:")),
-    "flashoptim-release": ("FlashOptim", "5.125 B/param with gradient release", lambda n:
-                           peak("flashoptim_release", "`enable_gradient_release`:")),
-    "flashoptim-checkpoint": ("FlashOptim", "checkpoints 57 % smaller (model and optimizer)", lambda n: (
-        lambda a, b: f"{a:.2f} B/param on disk, torch AdamW fp32 {b:.2f}: {100 * (1 - a / b):.1f} % smaller")(
-            cases("flashoptim", checkpoint=True)["checkpoint"], cases("torch_fused", checkpoint=True)["checkpoint"])),
-    "flashoptim-speed": ("FlashOptim", "no practical overhead", against_torch(
-        "step of `FlashAdamW`", "flashoptim", "FlashAdamW", BF16)),
-    "int4": ("beyond them", "5.1 B/param with 4-bit states, 3.1 with gradient release (design)", lambda n:
-             peak("int4", "`adamw/bf16-sr/int4`:") + "; " + peak("int4_release", "with release:")),
+    "torchastic-adam": (
+        "torchastic",
+        "Adam in fp32 takes 16 B/param",
+        lambda n: peak("torch_fused", "torch AdamW, fused:"),
+    ),
+    "torchastic-adam8bit": (
+        "torchastic",
+        "Adam8bit with fp32 weights takes 10 B/param",
+        lambda n: (
+            peak("torchao_8bit_f32", "`torchao.AdamW8bit`:")
+            + theirs("torchao_8bit_f32", "torchao's")
+        ),
+    ),
+    "torchastic-adamw": (
+        "torchastic",
+        (
+            "all in BF16: 8 B/param, gradient accumulator included; 50 % less than Adam, "
+            "20 % less than Adam8bit"
+        ),
+        lambda n: (
+            peak("torchastic", "`AdamW` with `StochasticAccumulator`:")
+            + f", {less('torchastic', 'torch_fused')} and {less('torchastic', 'torchao_8bit_f32')} less"
+            + theirs("torchastic", "torchastic's")
+        ),
+    ),
+    "torchastic-others": (
+        "torchastic",
+        "Compass 8, LPFAdamW 10, RMSProp 6 B/param (by its states)",
+        lambda n: "; ".join(
+            (
+                peak("torchastic_compass", "Compass"),
+                peak("torchastic_lpf", "LPFAdamW"),
+                peak("torchastic_rmsprop", "RMSProp"),
+            )
+        ),
+    ),
+    "torchao-8bit": (
+        "torchao",
+        "8-bit states with BF16 weights: 51.6 to 39.1 GB (−24 %) in a BF16 fine-tune, 6.03 B/param",
+        lambda n: (
+            peak("torch_bf16", "torch AdamW BF16:")
+            + "; "
+            + peak("torchao_8bit", "`AdamW8bit`:")
+            + f", {less('torchao_8bit', 'torch_bf16')} less"
+            + theirs("torchao_8bit", "torchao's")
+        ),
+    ),
+    "torchao-4bit": (
+        "torchao",
+        "4-bit states: 51.6 to 33.2 GB (−36 %), 5.06 B/param",
+        lambda n: (
+            peak("torchao_4bit", "`AdamW4bit`:")
+            + f", {less('torchao_4bit', 'torch_bf16')} less"
+            + theirs("torchao_4bit", "torchao's")
+        ),
+    ),
+    "torchao-fp8": (
+        "torchao",
+        "fp8 states: as 8-bit, 6.03 B/param",
+        lambda n: peak("torchao_fp8", "`AdamWFp8`:"),
+    ),
+    "torchao-sr-memory": (
+        "torchao",
+        "stochastic rounding takes no memory",
+        lambda n: peak("torchao_sr", "`_AdamW` with") + "; " + peak("torchao_nearest", "without"),
+    ),
+    "torchao-sr-speed": (
+        "torchao",
+        "stochastic rounding at nearest's speed",
+        pace(
+            "`_AdamW`, stochastic over nearest:",
+            of("torchao", "_AdamW", BF16, bf16_stochastic_round=True),
+            of("torchao", "_AdamW", BF16),
+        ),
+    ),
+    "torchao-sr-speed-8bit": (
+        "torchao",
+        "the same with 8-bit states",
+        pace(
+            "`AdamW8bit`, stochastic over nearest:",
+            of("torchao", "AdamW8bit", BF16, bf16_stochastic_round=True),
+            of("torchao", "AdamW8bit", BF16),
+        ),
+    ),
+    "torchao-sr-speed-4bit": (
+        "torchao",
+        "the same with 4-bit states",
+        pace(
+            "`AdamW4bit`, stochastic over nearest:",
+            of("torchao", "AdamW4bit", BF16, bf16_stochastic_round=True),
+            of("torchao", "AdamW4bit", BF16),
+        ),
+    ),
+    "torchao-speed": (
+        "torchao",
+        (
+            "8-bit AdamW at about the speed of torch's fused one (whole training on a GPU: 42.5 "
+            "to 41.9 images/s)"
+        ),
+        against_torch(
+            "step of `AdamW8bit` (BF16, SR)",
+            "torchao",
+            "AdamW8bit",
+            BF16,
+            bf16_stochastic_round=True,
+        ),
+    ),
+    "torchao-speed-4bit": (
+        "torchao",
+        "4-bit AdamW likewise (42.4 to 41.9 images/s)",
+        against_torch(
+            "step of `AdamW4bit` (BF16, SR)",
+            "torchao",
+            "AdamW4bit",
+            BF16,
+            bf16_stochastic_round=True,
+        ),
+    ),
+    "adamw-bf16-memory": (
+        "adamw_bfloat16",
+        "about 25 % less than the built-in AdamW",
+        lambda n: (
+            peak("adamw_bfloat16", "`AdamW_BF16` with `step(zero_grad=True)`:")
+            + f", {less('adamw_bfloat16', 'torch_fused')} less than torch AdamW fp32, "
+            f"{less('adamw_bfloat16', 'torch_autocast')} less than under autocast"
+        ),
+    ),
+    "adamw-bf16-speed": (
+        "adamw_bfloat16",
+        "nothing is said of speed",
+        against_torch("step of `AdamW_BF16`", "adamw_bfloat16", "AdamW_BF16", BF16),
+    ),
+    "lamb16-state": (
+        "LAMB16",
+        "16 bits of state per parameter, a quarter of Adam's",
+        lambda n: (
+            (
+                lambda own, published, adam: (
+                    f"`Lamb16`: {own:.3f} B of state per parameter, Adam's {adam:.3f}: {own / adam:.3f}"
+                    f" (with its published scaling {published:.3f}, {published / adam:.3f}); "
+                )
+            )(*(cases(name)["states"] for name in ("lamb16", "lamb16_published", "torch_fused")))
+            + peak("lamb16", "whole:")
+            + ", "
+            + peak("lamb", "`Lamb`")
+        ),
+    ),
+    "lamb16-speed": (
+        "LAMB16",
+        "should be much faster than LAMB",
+        pace(
+            "step of `Lamb16` over `Lamb`, both ours:",
+            of("lamb16", "Lamb16", torch.float32),
+            of("lamb16", "Lamb", torch.float32),
+        ),
+    ),
+    "lamb16-speed-adam": (
+        "LAMB16",
+        "should be much faster than Adam",
+        against_torch("step of `Lamb16`", "lamb16", "Lamb16", torch.float32),
+    ),
+    "optimi-kahan": (
+        "optimi",
+        "BF16 with Kahan summation: 37.5 % less than mixed precision with Adam (16 → 10 B/param)",
+        lambda n: (
+            peak("torch_fused", "torch AdamW fp32:")
+            + ", "
+            + peak("torch_autocast", "under autocast:")
+            + "; "
+            + peak("optimi", "`AdamW` BF16:")
+            + f", {less('optimi', 'torch_fused')} and {less('optimi', 'torch_autocast')} less"
+            + theirs("optimi", "optimi's")
+        ),
+    ),
+    "optimi-kahan-accumulation": (
+        "optimi",
+        "up to 45.5 % less, with gradient accumulation in a buffer of its own (22 → 12 B/param)",
+        lambda n: (
+            peak("torch_autocast_buffers", "autocast, fp32 buffer:")
+            + "; "
+            + peak("optimi_buffers", "`AdamW` BF16, `GradientAccumulator`:")
+            + f", {less('optimi_buffers', 'torch_autocast_buffers')} less"
+        ),
+    ),
+    "optimi-release": (
+        "optimi",
+        "gradient release: about 25 % less for Adam",
+        lambda n: (
+            peak("optimi_release_f32", "fp32 with release:")
+            + f", {less('optimi_release_f32', 'torch_fused')} less than torch AdamW; "
+            + peak("optimi_release", "BF16 Kahan:")
+            + f", {less('optimi_release', 'optimi')} less than without"
+            + theirs("optimi_release_f32", "optimi's fp32")
+            + theirs("optimi_release", "BF16")
+        ),
+    ),
+    "optimi-accumulation": (
+        "optimi",
+        "optimizer accumulation: about 40 % less than Adam with gradient accumulation",
+        lambda n: (
+            peak("torch_buffers", "torch AdamW with a buffer:")
+            + "; "
+            + peak("optimi_accumulation_f32", "fp32 accumulated in states:")
+            + f", {less('optimi_accumulation_f32', 'torch_buffers')} less "
+            f"({less('optimi_accumulation_f32', 'torch_fused')} where they are summed in `.grad`); "
+            + peak("optimi_accumulation", "BF16 Kahan:")
+        ),
+    ),
+    "optimi-training-speed": (
+        "optimi",
+        "training in BF16 is about 10 % faster than mixed precision",
+        pace(
+            "training step of `AdamW` BF16 Kahan over torch autocast with fused fp32 AdamW:",
+            optimi_training("AdamW"),
+            mixed_training,
+        ),
+    ),
+    "optimi-speed": (
+        "optimi",
+        "faster than torch's fused optimizers (Triton, on a GPU)",
+        against_torch("step of `AdamW` fp32", "optimi", "AdamW", torch.float32, lr=1e-4),
+    ),
+    "optimi-speed-kahan": (
+        "optimi",
+        "the same with Kahan summation",
+        against_torch("step of `AdamW` BF16 Kahan", "optimi", "AdamW", BF16, lr=1e-4),
+    ),
+    "flashoptim-memory": (
+        "FlashOptim",
+        "7.125 B/param (57 % less for Adam)",
+        lambda n: (
+            peak("flashoptim", "`FlashAdamW`:")
+            + f", {less('flashoptim', 'torch_fused')} less; "
+            + peak("flashoptim_32", "32 bits:")
+            + ", "
+            + peak("flashoptim_none", "none:")
+        ),
+    ),
+    "flashoptim-release": (
+        "FlashOptim",
+        "5.125 B/param with gradient release",
+        lambda n: peak("flashoptim_release", "`enable_gradient_release`:"),
+    ),
+    "flashoptim-checkpoint": (
+        "FlashOptim",
+        "checkpoints 57 % smaller (model and optimizer)",
+        lambda n: (
+            lambda a, b: (
+                f"{a:.2f} B/param on disk, torch AdamW fp32 {b:.2f}: {100 * (1 - a / b):.1f} %"
+                " smaller"
+            )
+        )(
+            cases("flashoptim", checkpoint=True)["checkpoint"],
+            cases("torch_fused", checkpoint=True)["checkpoint"],
+        ),
+    ),
+    "flashoptim-speed": (
+        "FlashOptim",
+        "no practical overhead",
+        against_torch("step of `FlashAdamW`", "flashoptim", "FlashAdamW", BF16),
+    ),
+    "int4": (
+        "beyond them",
+        "5.1 B/param with 4-bit states, 3.1 with gradient release (design)",
+        lambda n: (
+            peak("int4", "`adamw/bf16-sr/int4`:") + "; " + peak("int4_release", "with release:")
+        ),
+    ),
 }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAME", help="rows whose name contains this or matches it as a regular expression")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        help="rows whose name contains this or matches it as a regular expression",
+    )
     parser.add_argument("--list", action="store_true", help="names of the rows")
     parser.add_argument("--rounds", type=int, default=21, help="pairs of timed steps (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="for timed steps (%(default)s)")

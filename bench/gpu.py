@@ -1,19 +1,25 @@
 #!/usr/bin/env python3
-"""Optimizer steps on a GPU as a fraction of a copy in the same run, of this library and of its peers.
+"""Optimizer steps on a GPU as a fraction of a copy in the same run, of this library and of its
+peers.
 
-    python bench/gpu.py                                    every contestant on one matrix of 2^30 parameters, and on a model's tensors
+    python bench/gpu.py                                    every contestant on one matrix of 2^30
+                                                           parameters, and on a model's tensors
     python bench/gpu.py --only torch,adamw/bf16-sr/int8 --shapes one --elements 2^28
-    python bench/gpu.py --small 300                        what a step of so many small tensors costs the process, in microseconds
+    python bench/gpu.py --small 300                        what a step of so many small tensors
+                                                           costs the process, in microseconds
 
-Every round is a copy within the GPU's memory, a step, and a copy; times are of events on the stream. "Of a copy" is the median over the
-rounds of the bytes that a step has to move over its time, against the same of the copies beside it: weights and all that the optimizer
-holds read and written once, gradients read once, or twice where ours looks for gradients that are not finite (the default; ":finite" has
-been told that there are none), and all of it read once more by rules that need sums over a tensor before its update (lamb16). Contestants
-are made one after the other, each alone on the GPU. One that is missing, or fails, says why; the status is 1 if that is one of ours. Below
-the table stand the aims with what came out.
+Every round is a copy within the GPU's memory, a step, and a copy; times are of events on the
+stream. "Of a copy" is the median over the rounds of the bytes that a step has to move over its
+time, against the same of the copies beside it: weights and all that the optimizer holds read and
+written once, gradients read once, or twice where ours looks for gradients that are not finite (the
+default; ":finite" has been told that there are none), and all of it read once more by rules that
+need sums over a tensor before its update (lamb16). Contestants are made one after the other, each
+alone on the GPU. One that is missing, or fails, says why; the status is 1 if that is one of ours.
+Below the table stand the aims with what came out.
 
 --device cpu times the same on the processor, to see that everything runs; its figures mean nothing.
 """
+
 import argparse
 import gc
 import json
@@ -28,19 +34,57 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import peers  # noqa: E402
 import peers_common as common  # noqa: E402
 
-#: of this library: fp32 and what is stored in 16, 8 and 4 bits, and rules with one state, none, and norms
-RECIPES = ("adamw/f32/f32", "adamw/bf16-sr/bf16-sr", "adamw/bf16-kahan/bf16-sr", "adamw/bf16-ecc8/int8", "adamw/bf16-sr/int8", "adamw/bf16-sr/int4",
-           "lion/bf16-sr/bf16-sr", "lion/bf16-sr/int8", "sgd/bf16-sr", "lamb16/bf16-sr/bf16-sr")
-PEERS = ("torch", "torch-bf16", "optimi", "optimi-kahan", "torchao-8bit", "torchao-4bit", "flashoptim", "bitsandbytes")
+#: of this library: fp32 and what is stored in 16, 8 and 4 bits, and rules with one state, none, and
+#: norms
+RECIPES = (
+    "adamw/f32/f32",
+    "adamw/bf16-sr/bf16-sr",
+    "adamw/bf16-kahan/bf16-sr",
+    "adamw/bf16-ecc8/int8",
+    "adamw/bf16-sr/int8",
+    "adamw/bf16-sr/int4",
+    "lion/bf16-sr/bf16-sr",
+    "lion/bf16-sr/int8",
+    "sgd/bf16-sr",
+    "lamb16/bf16-sr/bf16-sr",
+)
+PEERS = (
+    "torch",
+    "torch-bf16",
+    "optimi",
+    "optimi-kahan",
+    "torchao-8bit",
+    "torchao-4bit",
+    "flashoptim",
+    "bitsandbytes",
+)
 #: of a copy, gradients known to be finite: at least so much
-SHARES = {"adamw/f32/f32": 0.90, "adamw/bf16-sr/bf16-sr": 0.90, "adamw/bf16-kahan/bf16-sr": 0.90, "lion/bf16-sr/bf16-sr": 0.90, "sgd/bf16-sr": 0.90,
-          "lamb16/bf16-sr/bf16-sr": 0.90, "adamw/bf16-sr/int8": 0.75, "adamw/bf16-ecc8/int8": 0.75, "lion/bf16-sr/int8": 0.75}
+SHARES = {
+    "adamw/f32/f32": 0.90,
+    "adamw/bf16-sr/bf16-sr": 0.90,
+    "adamw/bf16-kahan/bf16-sr": 0.90,
+    "lion/bf16-sr/bf16-sr": 0.90,
+    "sgd/bf16-sr": 0.90,
+    "lamb16/bf16-sr/bf16-sr": 0.90,
+    "adamw/bf16-sr/int8": 0.75,
+    "adamw/bf16-ecc8/int8": 0.75,
+    "lion/bf16-sr/int8": 0.75,
+}
 #: who stores about as much as a recipe, which has to be ahead of them as users have it
-RIVALS = {"adamw/f32/f32": ("torch", "optimi"), "adamw/bf16-sr/bf16-sr": ("torch-bf16",), "adamw/bf16-kahan/bf16-sr": ("optimi-kahan",),
-          "adamw/bf16-ecc8/int8": ("flashoptim",), "adamw/bf16-sr/int8": ("torchao-8bit", "bitsandbytes"), "adamw/bf16-sr/int4": ("torchao-4bit",)}
+RIVALS = {
+    "adamw/f32/f32": ("torch", "optimi"),
+    "adamw/bf16-sr/bf16-sr": ("torch-bf16",),
+    "adamw/bf16-kahan/bf16-sr": ("optimi-kahan",),
+    "adamw/bf16-ecc8/int8": ("flashoptim",),
+    "adamw/bf16-sr/int8": ("torchao-8bit", "bitsandbytes"),
+    "adamw/bf16-sr/int4": ("torchao-4bit",),
+}
 #: tensors of a list, and microseconds that it may cost the process
 SMALL, SUBMITTED = 300, 30.0
-SHAPES = {"one": lambda given: peers.one_shape(given.elements), "model": lambda given: peers.model_shapes(given.scale)}
+SHAPES = {
+    "one": lambda given: peers.one_shape(given.elements),
+    "model": lambda given: peers.model_shapes(given.scale),
+}
 #: the hyper-parameters that every rule has
 LR = {"lr": 1e-3}
 
@@ -48,21 +92,34 @@ LR = {"lr": 1e-3}
 def ours(recipe, finite):
     def make(params, hyper):
         import halfstep
+
         return halfstep.optimizer(recipe, params, scan="known-finite" if finite else "scan", **LR)
-    return common.Contestant(recipe + (":finite" if finite else ""), recipe, "halfstep", recipe.split("/")[1].split("-")[0], make, recipe=recipe,
-                             passes=1 if finite else 2)
+
+    return common.Contestant(
+        recipe + (":finite" if finite else ""),
+        recipe,
+        "halfstep",
+        recipe.split("/")[1].split("-")[0],
+        make,
+        recipe=recipe,
+        passes=1 if finite else 2,
+    )
 
 
 def contestants():
     known = {c.key: c for c in common.peers()}
-    return [ours(recipe, finite) for recipe in RECIPES for finite in (True, False)] + [known[key] for key in PEERS]
+    return [ours(recipe, finite) for recipe in RECIPES for finite in (True, False)] + [
+        known[key] for key in PEERS
+    ]
 
 
 def reads_twice(contestant):
-    """Whether a rule of ours needs sums first. Phases go over all tensors, so that no cache holds any in between."""
+    """Whether a rule of ours needs sums first. Phases go over all tensors, so that no cache holds
+    any in between."""
     if not contestant.ours:
         return False
     from halfstep import _abi
+
     return bool(_abi.rules[contestant.recipe.split("/")[0]].two_pass)
 
 
@@ -71,6 +128,7 @@ class Clock:
 
     def __init__(self, device):
         import torch
+
         self.torch, self.gpu = torch, device == "cuda"
 
     def __call__(self, function):
@@ -89,10 +147,15 @@ class Clock:
 def subject_of(contestant, shapes, device):
     """Parameters with gradients on the device, and the optimizer."""
     import torch
+
     generator = torch.Generator(device).manual_seed(1)
     params = []
     for shape in shapes:
-        p = torch.nn.Parameter(torch.empty(shape, dtype=contestant.dtype(), device=device).normal_(0, 0.02, generator=generator))
+        p = torch.nn.Parameter(
+            torch.empty(shape, dtype=contestant.dtype(), device=device).normal_(
+                0, 0.02, generator=generator
+            )
+        )
         p.grad = torch.empty_like(p).normal_(0, 1e-3, generator=generator)
         params.append(p)
     return params, contestant.build(params, {}, len(shapes) > 64)
@@ -100,6 +163,7 @@ def subject_of(contestant, shapes, device):
 
 def measure(contestant, shapes, given):
     import torch
+
     params, optimizer = subject_of(contestant, shapes, given.device)
     clock = Clock(given.device)
     gradients = [p.grad for p in params]
@@ -115,7 +179,11 @@ def measure(contestant, shapes, given):
     n = sum(p.numel() for p in params)
     stored = sum(p.numel() * p.element_size() for p in params) + common.state_bytes(optimizer)
     given_bytes = sum(g.numel() * g.element_size() for g in gradients)
-    moved = 2 * stored + contestant.passes * given_bytes + (stored + given_bytes if reads_twice(contestant) else 0)
+    moved = (
+        2 * stored
+        + contestant.passes * given_bytes
+        + (stored + given_bytes if reads_twice(contestant) else 0)
+    )
     size = min(moved // 2, given.copy)
     here, there = (torch.empty(size, dtype=torch.uint8, device=given.device) for _ in range(2))
 
@@ -129,13 +197,21 @@ def measure(contestant, shapes, given):
         rates.append(2 * size / (0.5 * (before + after)))
         times.append(seconds)
         fractions.append(moved / seconds / rates[-1])
-    return {"ms": 1e3 * median(times), "of_copy": median(fractions), "ns_per_param": 1e9 * median(times) / n, "bytes_per_param": moved / n,
-            "copy_gb_per_s": 1e-9 * median(rates), "params": n}
+    return {
+        "ms": 1e3 * median(times),
+        "of_copy": median(fractions),
+        "ns_per_param": 1e9 * median(times) / n,
+        "bytes_per_param": moved / n,
+        "copy_gb_per_s": 1e-9 * median(rates),
+        "params": n,
+    }
 
 
 def submission(contestant, given):
-    """Microseconds of the process for a step of small tensors, which the GPU does later; of ours also of the call of C alone."""
+    """Microseconds of the process for a step of small tensors, which the GPU does later; of ours
+    also of the call of C alone."""
     import torch
+
     params, optimizer = subject_of(contestant, [(64, 64)] * given.small, given.device)
     gradients = [p.grad for p in params]
 
@@ -157,7 +233,12 @@ def submission(contestant, given):
     with common.patience(given.patience):
         found = {"us": microseconds(step), "tensors": given.small}
     if contestant.ours:
-        bare = peers.Bare(contestant.recipe, types.SimpleNamespace(params=params, gradients=gradients), 0, given.device)
+        bare = peers.Bare(
+            contestant.recipe,
+            types.SimpleNamespace(params=params, gradients=gradients),
+            0,
+            given.device,
+        )
         found["bare_us"] = microseconds(lambda: bare.step(time.perf_counter))
         bare.close()
     return found
@@ -169,19 +250,38 @@ def aims(found):
     judged = []
 
     def judge(text, wanted, measured, most=False):
-        judged.append({"aim": text, "wanted": wanted, "measured": measured, "reached": measured <= wanted if most else measured >= wanted})
+        judged.append(
+            {
+                "aim": text,
+                "wanted": wanted,
+                "measured": measured,
+                "reached": measured <= wanted if most else measured >= wanted,
+            }
+        )
 
     for kind in SHAPES:
         for recipe, share in SHARES.items():
             if (kind, recipe + ":finite") in rows:
-                judge(f"{kind}: `{recipe}` of a copy", share, rows[kind, recipe + ":finite"]["of_copy"])
+                judge(
+                    f"{kind}: `{recipe}` of a copy",
+                    share,
+                    rows[kind, recipe + ":finite"]["of_copy"],
+                )
         for recipe, others in RIVALS.items():
             for other in others:
                 if (kind, recipe) in rows and (kind, other) in rows:
-                    judge(f"{kind}: time of {other} over `{recipe}`", 1.0, rows[kind, other]["ms"] / rows[kind, recipe]["ms"])
+                    judge(
+                        f"{kind}: time of {other} over `{recipe}`",
+                        1.0,
+                        rows[kind, other]["ms"] / rows[kind, recipe]["ms"],
+                    )
         pair = [rows.get((kind, f"adamw/bf16-sr/{states}")) for states in ("bf16-sr", "int4")]
         if all(pair):
-            judge(f"{kind}: time of `adamw/bf16-sr` over `adamw/bf16-sr/int4`", 1.0, pair[0]["ms"] / pair[1]["ms"])
+            judge(
+                f"{kind}: time of `adamw/bf16-sr` over `adamw/bf16-sr/int4`",
+                1.0,
+                pair[0]["ms"] / pair[1]["ms"],
+            )
     for (kind, key), row in rows.items():
         if kind == "small" and row["tensors"] == SMALL and "bare_us" in row:
             judge(f"`{key}`, {SMALL} small tensors, µs (at most)", SUBMITTED, row["us"], most=True)
@@ -191,7 +291,12 @@ def aims(found):
 
 def write(path, where, found):
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"machine": where, "results": found, "aims": aims(found)}, file, indent=1, ensure_ascii=False)
+        json.dump(
+            {"machine": where, "results": found, "aims": aims(found)},
+            file,
+            indent=1,
+            ensure_ascii=False,
+        )
         file.write("\n")
 
 
@@ -210,15 +315,35 @@ def number(text):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="words that keys contain, with commas between")
-    parser.add_argument("--shapes", default="one,model", help="one (matrix), model (the tensors of one of 1.1 B parameters), or both (default)")
-    parser.add_argument("--elements", type=number, default=1 << 30, help="of the matrix (default: 2^30)")
+    parser.add_argument(
+        "--shapes",
+        default="one,model",
+        help="one (matrix), model (the tensors of one of 1.1 B parameters), or both (default)",
+    )
+    parser.add_argument(
+        "--elements", type=number, default=1 << 30, help="of the matrix (default: 2^30)"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="of the model")
-    parser.add_argument("--copy", type=number, default=1 << 32, help="the most bytes of a copy (default: 2^32)")
-    parser.add_argument("--small", type=int, default=0, help="so many tensors of 64 by 64: only what a step costs the process")
+    parser.add_argument(
+        "--copy", type=number, default=1 << 32, help="the most bytes of a copy (default: 2^32)"
+    )
+    parser.add_argument(
+        "--small",
+        type=int,
+        default=0,
+        help="so many tensors of 64 by 64: only what a step costs the process",
+    )
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--patience", type=float, default=120.0, help="seconds for the first steps, in which some compile")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120.0,
+        help="seconds for the first steps, in which some compile",
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", help="write the results to a file as well")
     given = parser.parse_args(arguments)
@@ -228,7 +353,9 @@ def main(arguments=None):
         print(f"gpu.py: --shapes {unknown[0]}: there are {' and '.join(SHAPES)}", file=sys.stderr)
         return 2
     # Of small tensors what is asked is the process, which looks at no gradient.
-    chosen = common.select([c for c in contestants() if not given.small or not c.ours or c.passes > 1], given.only)
+    chosen = common.select(
+        [c for c in contestants() if not given.small or not c.ours or c.passes > 1], given.only
+    )
     if not chosen:
         print(f"gpu.py: no contestant matches {given.only!r}", file=sys.stderr)
         return 2
@@ -241,10 +368,20 @@ def main(arguments=None):
     if why:
         print(f"gpu.py: {why}; --device cpu runs everything on the processor", file=sys.stderr)
         return 1
-    where = torch.cuda.get_device_name() if given.device == "cuda" else f"the processor ({platform.machine()}): figures mean nothing"
-    print(f"{where}, torch {torch.__version__}, " + ", ".join(f"{k} {v}" for k, v in common.versions(chosen).items() if v))
-    columns = "us a step of the process | of C alone |" if given.small else (
-        "shapes | ms a step | of a copy | ns a parameter | bytes a parameter | copy, GB/s |")
+    where = (
+        torch.cuda.get_device_name()
+        if given.device == "cuda"
+        else f"the processor ({platform.machine()}): figures mean nothing"
+    )
+    print(
+        f"{where}, torch {torch.__version__}, "
+        + ", ".join(f"{k} {v}" for k, v in common.versions(chosen).items() if v)
+    )
+    columns = (
+        "us a step of the process | of C alone |"
+        if given.small
+        else ("shapes | ms a step | of a copy | ns a parameter | bytes a parameter | copy, GB/s |")
+    )
     print("\n| contestant | " + columns)
     print("|---|" + "---:|" * (2 if given.small else 6))
     found, failed = [], False
@@ -252,7 +389,11 @@ def main(arguments=None):
         shapes = None if kind == "small" else SHAPES[kind](given)
         for contestant in chosen:
             try:
-                row = submission(contestant, given) if given.small else measure(contestant, shapes, given)
+                row = (
+                    submission(contestant, given)
+                    if given.small
+                    else measure(contestant, shapes, given)
+                )
             except Exception as error:
                 failed = failed or contestant.ours
                 print(f"| {contestant.title} | {common.reason(error)} |", flush=True)
@@ -262,16 +403,29 @@ def main(arguments=None):
                 if given.device == "cuda":
                     torch.cuda.empty_cache()
             found.append({"contestant": contestant.key, "shapes": kind, **row})
-            print(f"| {contestant.key} | {row['us']:.1f} | {row.get('bare_us', float('nan')):.1f} |" if given.small else
-                  f"| {contestant.key} | {kind} | {row['ms']:.3f} | {row['of_copy']:.2f} | {row['ns_per_param']:.4f} | {row['bytes_per_param']:.2f} | "
-                  f"{row['copy_gb_per_s']:.0f} |", flush=True)
+            print(
+                (
+                    f"| {contestant.key} | {row['us']:.1f} |"
+                    f" {row.get('bare_us', float('nan')):.1f} |"
+                    if given.small
+                    else (
+                        f"| {contestant.key} | {kind} | {row['ms']:.3f} | {row['of_copy']:.2f} |"
+                        f" {row['ns_per_param']:.4f} | {row['bytes_per_param']:.2f} |"
+                        f" {row['copy_gb_per_s']:.0f} |"
+                    )
+                ),
+                flush=True,
+            )
             if given.json:  # now, for whoever is stopped later
                 write(given.json, where, found)
     judged = aims(found)
     if judged:
         print("\n| aim | wanted | measured | |\n|---|---:|---:|---|")
     for line in judged:
-        print(f"| {line['aim']} | {line['wanted']:g} | {line['measured']:.2f} | {'' if line['reached'] else 'missed'} |")
+        print(
+            f"| {line['aim']} | {line['wanted']:g} | {line['measured']:.2f} |"
+            f" {'' if line['reached'] else 'missed'} |"
+        )
     return 0 if found and not failed else 1
 
 

@@ -1,16 +1,23 @@
 #!/usr/bin/env python3
-"""Everything that a GPU has to show, in running order: its bits first, then its faults, then its speed.
+"""Everything that a GPU has to show, in running order: its bits first, then its faults, then its
+speed.
 
-    python bench/gpu_session.py                     every step, each with a limit and a log; status 1 if any fails
-    python bench/gpu_session.py --call 1            bits and faults, beside each other; 2: what is timed, one after another
+    python bench/gpu_session.py                     every step, each with a limit and a log; status
+                                                    1 if any fails
+    python bench/gpu_session.py --call 1            bits and faults, beside each other; 2: what is
+                                                    timed, one after another
     python bench/gpu_session.py --only golden,one   steps by name
     python bench/gpu_session.py --list              the steps with their commands
-    python bench/gpu_session.py --dry               without a GPU: whether every command is there and takes its options, and what is lacking
+    python bench/gpu_session.py --dry               without a GPU: whether every command is there
+                                                    and takes its options, and what is lacking
 
-What it wants: a build with device code (`bash scripts/build.sh build 8 -DHALFSTEP_CUDA=ON`, which takes clang), and a Python with torch for
-CUDA, numpy and pytest; of the peers what is installed (tests/python/requirements.txt). Where there is no clang, take along from elsewhere the build and what
-`python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes. Logs, and tables for programs, are put into --logs.
+What it wants: a build with device code (`bash scripts/build.sh build 8 -DHALFSTEP_CUDA=ON`, which
+takes clang), and a Python with torch for CUDA, numpy and pytest; of the peers what is installed
+(tests/python/requirements.txt). Where there is no clang, take along from elsewhere the build and
+what `python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes. Logs, and tables
+for programs, are put into --logs.
 """
+
 import argparse
 import concurrent.futures
 import importlib.util
@@ -29,13 +36,15 @@ from dataclasses import dataclass
 import gpu
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-#: A GPU is lent for 15 minutes, its machine takes half a minute to start, and no call may be longer than ten. Steps of call 1 are not timed.
+#: A GPU is lent for 15 minutes, its machine takes half a minute to start, and no call may be longer
+#: than ten. Steps of call 1 are not timed.
 CALLS, CALL_SECONDS, SECONDS = (1, 2), 600, 840
 
 
 @dataclass(frozen=True)
 class Step:
-    """Words of a command may name what is decided elsewhere: {build}, {logs}, {recipes}. A script of Python is run by this Python."""
+    """Words of a command may name what is decided elsewhere: {build}, {logs}, {recipes}. A script
+    of Python is run by this Python."""
 
     name: str
     call: int
@@ -45,31 +54,122 @@ class Step:
     modules: str = ""  # that Python must have
 
 
-#: A sanitizer rewrites every kernel of the library, and then slows each launch, so that it gets a share of the golden cases.
+#: A sanitizer rewrites every kernel of the library, and then slows each launch, so that it gets a
+#: share of the golden cases.
 STEPS = (
-    Step("arithmetic", 1, 250, "2^32 roots and 2^33 quotients, double precision and estimated roots: as the processor takes them",
-         "lab/gpu_arithmetic.py{ptx}", "numpy"),
-    Step("info", 1, 20, "the driver, the GPU, and the device code of this build", "{build}/halfstep info"),
-    Step("golden", 1, 250, "golden hashes of every rule and format: the processor's", "{build}/halfstep verify --device cuda"),
-    Step("model", 1, 250, "300 steps of a transformer, bit for bit", "lab/gpu_model.py --steps 300", "torch"),
-    Step("torch", 1, 250, "through PyTorch: every rule, streams, graphs, scalers, offload and streaming",
-         "-m pytest -q -p no:cacheprovider tests/python/test_cuda.py tests/python/test_offload.py tests/python/test_streaming.py", "torch pytest"),
-    Step("memcheck", 1, 250, "no access out of bounds",
-         "compute-sanitizer --tool memcheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 61"),
-    Step("racecheck", 1, 250, "no race in shared memory",
-         "compute-sanitizer --tool racecheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 211"),
-    Step("limit", 2, 60, "full fine-tuning of 6.7 billion parameters in 24 GB", "bench/gpu_train.py limit --json {logs}/limit.json", "torch"),
-    Step("small", 2, 60, "what 300 small tensors cost the process", "bench/gpu.py --small 300 --patience 20 --json {logs}/small.json", "torch"),
-    Step("one", 2, 90, "fraction of a copy and peers, 2^30 parameters in one matrix",
-         "bench/gpu.py --shapes one --patience 40 --rounds 7 --json {logs}/one.json", "torch"),
-    Step("shapes", 2, 90, "the same, the tensors of a model of 1.1 B parameters",
-         "bench/gpu.py --shapes model --patience 40 --rounds 7 --json {logs}/shapes.json", "torch"),
-    Step("bench", 2, 30, "fraction of a copy from C, 2^30 parameters",
-         "{build}/halfstep bench --device cuda --params 1073741824 --tensors 1 --rounds 7 --csv {logs}/bench.csv --recipes {recipes}"),
-    Step("ladder", 2, 150, "losses of int8 and int4 states beside fp32's, 10 to 127 million parameters",
-         "bench/gpu_train.py ladder --steps 400 --json {logs}/ladder.json", "torch"),
-    Step("offload", CALLS[-1] + 1, 300, "offload and streaming beside a plain step and torchao (not of the calls: where time is left)",
-         "bench/offload.py", "torch"),
+    Step(
+        "arithmetic",
+        1,
+        250,
+        "2^32 roots and 2^33 quotients, double precision and estimated roots: as the processor"
+        " takes them",
+        "lab/gpu_arithmetic.py{ptx}",
+        "numpy",
+    ),
+    Step(
+        "info",
+        1,
+        20,
+        "the driver, the GPU, and the device code of this build",
+        "{build}/halfstep info",
+    ),
+    Step(
+        "golden",
+        1,
+        250,
+        "golden hashes of every rule and format: the processor's",
+        "{build}/halfstep verify --device cuda",
+    ),
+    Step(
+        "model",
+        1,
+        250,
+        "300 steps of a transformer, bit for bit",
+        "lab/gpu_model.py --steps 300",
+        "torch",
+    ),
+    Step(
+        "torch",
+        1,
+        250,
+        "through PyTorch: every rule, streams, graphs, scalers, offload and streaming",
+        "-m pytest -q -p no:cacheprovider tests/python/test_cuda.py tests/python/test_offload.py"
+        " tests/python/test_streaming.py",
+        "torch pytest",
+    ),
+    Step(
+        "memcheck",
+        1,
+        250,
+        "no access out of bounds",
+        "compute-sanitizer --tool memcheck --error-exitcode 9 {build}/halfstep verify --device cuda"
+        " --every 61",
+    ),
+    Step(
+        "racecheck",
+        1,
+        250,
+        "no race in shared memory",
+        "compute-sanitizer --tool racecheck --error-exitcode 9 {build}/halfstep verify --device"
+        " cuda --every 211",
+    ),
+    Step(
+        "limit",
+        2,
+        60,
+        "full fine-tuning of 6.7 billion parameters in 24 GB",
+        "bench/gpu_train.py limit --json {logs}/limit.json",
+        "torch",
+    ),
+    Step(
+        "small",
+        2,
+        60,
+        "what 300 small tensors cost the process",
+        "bench/gpu.py --small 300 --patience 20 --json {logs}/small.json",
+        "torch",
+    ),
+    Step(
+        "one",
+        2,
+        90,
+        "fraction of a copy and peers, 2^30 parameters in one matrix",
+        "bench/gpu.py --shapes one --patience 40 --rounds 7 --json {logs}/one.json",
+        "torch",
+    ),
+    Step(
+        "shapes",
+        2,
+        90,
+        "the same, the tensors of a model of 1.1 B parameters",
+        "bench/gpu.py --shapes model --patience 40 --rounds 7 --json {logs}/shapes.json",
+        "torch",
+    ),
+    Step(
+        "bench",
+        2,
+        30,
+        "fraction of a copy from C, 2^30 parameters",
+        "{build}/halfstep bench --device cuda --params 1073741824 --tensors 1 --rounds 7 --csv"
+        " {logs}/bench.csv --recipes {recipes}",
+    ),
+    Step(
+        "ladder",
+        2,
+        150,
+        "losses of int8 and int4 states beside fp32's, 10 to 127 million parameters",
+        "bench/gpu_train.py ladder --steps 400 --json {logs}/ladder.json",
+        "torch",
+    ),
+    Step(
+        "offload",
+        CALLS[-1] + 1,
+        300,
+        "offload and streaming beside a plain step and torchao (not of the calls: where time is"
+        " left)",
+        "bench/offload.py",
+        "torch",
+    ),
 )
 #: whose output is shown whole
 TABLES = ("limit", "small", "one", "shapes", "bench", "ladder")
@@ -78,8 +178,14 @@ TABLES = ("limit", "small", "one", "shapes", "bench", "ladder")
 def words_of(step, options):
     """The command as it is run."""
     ptx = os.path.join(options.build, "arithmetic.ptx")
-    words = shlex.split(step.command.format(build=shlex.quote(options.build), logs=shlex.quote(options.logs), recipes=",".join(gpu.RECIPES),
-                                            ptx=" --ptx " + shlex.quote(ptx) if os.path.exists(os.path.join(ROOT, ptx)) else ""))
+    words = shlex.split(
+        step.command.format(
+            build=shlex.quote(options.build),
+            logs=shlex.quote(options.logs),
+            recipes=",".join(gpu.RECIPES),
+            ptx=" --ptx " + shlex.quote(ptx) if os.path.exists(os.path.join(ROOT, ptx)) else "",
+        )
+    )
     return [sys.executable, *words] if words[0].endswith(".py") or words[0] == "-m" else words
 
 
@@ -87,17 +193,32 @@ def environment(options):
     """This library and this package for Python, whatever is installed."""
     build = os.path.join(ROOT, options.build)
     paths = [os.path.join(ROOT, "python"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "HALFSTEP_BUILD": build, "HALFSTEP_LIBRARY": os.path.join(build, "libhalfstep.so"),
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path), "PYTHONUNBUFFERED": "1"}
+    return {
+        **os.environ,
+        "HALFSTEP_BUILD": build,
+        "HALFSTEP_LIBRARY": os.path.join(build, "libhalfstep.so"),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
-# ---- Without a GPU -------------------------------------------------------------------------------------------------------
+# ---- Without a GPU -------------------------------------------------------------------------------
 
 
 def help_of(words, options):
     """What the program at the beginning of a command prints of its options, or None."""
-    command = itertools.takewhile(lambda word: not word.startswith("-"), words)  # a program, a script, and what they call a command
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=ROOT, env=environment(options), timeout=60, check=False)
+    command = itertools.takewhile(
+        lambda word: not word.startswith("-"), words
+    )  # a program, a script, and what they call a command
+    done = subprocess.run(
+        [*command, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(options),
+        timeout=60,
+        check=False,
+    )
     return done.stdout if done.returncode == 0 else None
 
 
@@ -105,27 +226,47 @@ def parts_of(words):
     """The commands in a command: what runs another one, and that."""
     if os.path.basename(words[0]) != "compute-sanitizer":
         return [words]
-    at = next((i for i, word in enumerate(words) if i and os.path.basename(word) == "halfstep"), len(words))
+    at = next(
+        (i for i, word in enumerate(words) if i and os.path.basename(word) == "halfstep"),
+        len(words),
+    )
     return [words[:at], words[at:]]
 
 
 def check(step, options):
     """(what is wrong with a command, what is lacking here to run it)."""
-    wrong, lacking = [], [f"Python's {name}" for name in step.modules.split() if not importlib.util.find_spec(name)]
+    wrong, lacking = (
+        [],
+        [f"Python's {name}" for name in step.modules.split() if not importlib.util.find_spec(name)],
+    )
     for words in parts_of(words_of(step, options)):
         ours = words[0] == sys.executable or os.path.basename(words[0]) == "halfstep"
-        if not shutil.which(words[0], path=os.environ.get("PATH")) and not os.access(os.path.join(ROOT, words[0]), os.X_OK):
+        if not shutil.which(words[0], path=os.environ.get("PATH")) and not os.access(
+            os.path.join(ROOT, words[0]), os.X_OK
+        ):
             lacking.append(words[0])
             continue
-        wrong += [f"there is no {word}" for word in words[1:] if word.endswith(".py") and not os.path.exists(os.path.join(ROOT, word))]
+        wrong += [
+            f"there is no {word}"
+            for word in words[1:]
+            if word.endswith(".py") and not os.path.exists(os.path.join(ROOT, word))
+        ]
         if not ours or "-m" in words or wrong or lacking:
             continue
         text = help_of(words, options)
         if text is None:
             wrong.append(f"{' '.join(words[:2])} --help fails")
             continue
-        wrong += [f"{' '.join(words[:2])} has no {word}" for word in words if word.startswith("--") and not re.search(rf"(?<![\w-]){word}\b", text)]
-    if step.name == "arithmetic" and "--ptx" not in words_of(step, options) and not shutil.which("clang"):
+        wrong += [
+            f"{' '.join(words[:2])} has no {word}"
+            for word in words
+            if word.startswith("--") and not re.search(rf"(?<![\w-]){word}\b", text)
+        ]
+    if (
+        step.name == "arithmetic"
+        and "--ptx" not in words_of(step, options)
+        and not shutil.which("clang")
+    ):
         lacking.append("clang, or arithmetic.ptx in the build's folder")
     return wrong, lacking
 
@@ -133,9 +274,18 @@ def check(step, options):
 def too_long(steps):
     """The limits that do not fit, as sentences."""
     limits = {call: [step.limit for step in steps if step.call == call] for call in CALLS}
-    sums = {call: max(of, default=0) if call == CALLS[0] else sum(of) for call, of in limits.items()}
-    return [f"call {call}: {seconds} s of {CALL_SECONDS}" for call, seconds in sums.items() if seconds > CALL_SECONDS] + [
-        f"calls {CALLS[0]} to {CALLS[-1]}: {sum(sums.values())} s of {SECONDS}" for _ in [0] if sum(sums.values()) > SECONDS]
+    sums = {
+        call: max(of, default=0) if call == CALLS[0] else sum(of) for call, of in limits.items()
+    }
+    return [
+        f"call {call}: {seconds} s of {CALL_SECONDS}"
+        for call, seconds in sums.items()
+        if seconds > CALL_SECONDS
+    ] + [
+        f"calls {CALLS[0]} to {CALLS[-1]}: {sum(sums.values())} s of {SECONDS}"
+        for _ in [0]
+        if sum(sums.values()) > SECONDS
+    ]
 
 
 def dry(steps, options):
@@ -147,8 +297,15 @@ def dry(steps, options):
         wrong, lacking = check(step, options)
         bad += bool(wrong)
         ready += not wrong and not lacking
-        print(f"{'WRONG' if wrong else 'lacks' if lacking else 'ready'}  {step.name:12}{'; '.join(wrong or lacking)}".rstrip(), flush=True)
-    print(f"{ready} of {len(steps)} steps could run here, but for a GPU" + (f"; {bad} wrong" if bad else ""))
+        print(
+            f"{'WRONG' if wrong else 'lacks' if lacking else 'ready'} "
+            f" {step.name:12}{'; '.join(wrong or lacking)}".rstrip(),
+            flush=True,
+        )
+    print(
+        f"{ready} of {len(steps)} steps could run here, but for a GPU"
+        + (f"; {bad} wrong" if bad else "")
+    )
     found = cuda(options)
     if isinstance(found, dict) and not found["images"]:
         print(no_code(options))
@@ -156,16 +313,28 @@ def dry(steps, options):
 
 
 def no_code(options):
-    return f"the library in {options.build} has no device code: bash scripts/build.sh {options.build} 8 -DHALFSTEP_CUDA=ON"
+    return (
+        f"the library in {options.build} has no device code: bash scripts/build.sh {options.build}"
+        " 8 -DHALFSTEP_CUDA=ON"
+    )
 
 
 def cuda(options):
     """What the program finds of drivers, GPUs and device code; or a sentence."""
     program = os.path.join(ROOT, options.build, "halfstep")
     if not os.access(program, os.X_OK):
-        return f"{options.build}/halfstep is not built: bash scripts/build.sh {options.build} 8 -DHALFSTEP_CUDA=ON"
-    done = subprocess.run([program, "info", "--json"], capture_output=True, text=True, timeout=60, check=False)
-    return json.loads(done.stdout)["cuda"] if done.returncode == 0 else done.stderr.strip() or f"{program} info fails"
+        return (
+            f"{options.build}/halfstep is not built: bash scripts/build.sh {options.build} 8"
+            " -DHALFSTEP_CUDA=ON"
+        )
+    done = subprocess.run(
+        [program, "info", "--json"], capture_output=True, text=True, timeout=60, check=False
+    )
+    return (
+        json.loads(done.stdout)["cuda"]
+        if done.returncode == 0
+        else done.stderr.strip() or f"{program} info fails"
+    )
 
 
 def no_gpu(options):
@@ -174,18 +343,30 @@ def no_gpu(options):
     if isinstance(found, str):
         return found
     if not any(one["usable"] for one in found["gpus"]):
-        return "no GPU here: " + found.get("unusable", "none that is usable") + " (--list and --dry need none)"
+        return (
+            "no GPU here: "
+            + found.get("unusable", "none that is usable")
+            + " (--list and --dry need none)"
+        )
     return None if found["images"] else no_code(options)
 
 
-# ---- On one --------------------------------------------------------------------------------------------------------------
+# ---- On one --------------------------------------------------------------------------------------
 
 
 def ended(words, limit, options, file):
-    """Runs a command, its output into a file; None, or why it failed. Everything that it started is ended with it."""
+    """Runs a command, its output into a file; None, or why it failed. Everything that it started is
+    ended with it."""
     try:
-        process = subprocess.Popen(words, cwd=ROOT, env=environment(options), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                                   start_new_session=True)
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment(options),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     try:
@@ -203,15 +384,27 @@ def ended(words, limit, options, file):
 
 def run(step, options):
     """Whether it failed; what it came to is printed."""
-    log, words, begun = os.path.join(options.logs, step.name + ".log"), words_of(step, options), time.monotonic()
+    log, words, begun = (
+        os.path.join(options.logs, step.name + ".log"),
+        words_of(step, options),
+        time.monotonic(),
+    )
     with open(log, "w", encoding="utf-8") as file:
         file.write("$ " + shlex.join(words) + "\n")
         file.flush()
         failed = ended(words, step.limit, options, file)
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = [line.rstrip() for line in file if line.strip()][1:]
-    head = f"{'FAIL' if failed else 'ok  '} {step.name}: {failed + '; ' if failed else ''}{time.monotonic() - begun:.0f} s; {log}"
-    print("\n     ".join([head, *(lines if step.name in TABLES else lines[-3:] if failed else lines[-1:])]), flush=True)
+    head = (
+        f"{'FAIL' if failed else 'ok  '} {step.name}:"
+        f" {failed + '; ' if failed else ''}{time.monotonic() - begun:.0f} s; {log}"
+    )
+    print(
+        "\n     ".join(
+            [head, *(lines if step.name in TABLES else lines[-3:] if failed else lines[-1:])]
+        ),
+        flush=True,
+    )
     return failed is not None
 
 
@@ -222,7 +415,10 @@ def run_all(steps, options):
         fails = dict(zip(beside, pool.map(lambda step: run(step, options), beside)))
     fails.update((step, run(step, options)) for step in steps if step not in fails)
     failed = [step.name for step in steps if fails[step]]
-    print(f"{len(steps) - len(failed)} of {len(steps)} steps passed" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    print(
+        f"{len(steps) - len(failed)} of {len(steps)} steps passed"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
     return 1 if failed else 0
 
 
@@ -230,29 +426,55 @@ def listing(steps, options):
     for step in steps:
         words = words_of(step, options)
         words = ["python", *words[1:]] if words[0] == sys.executable else words
-        print(f"{step.name} (call {step.call}, at most {step.limit} s): {step.question}\n    {shlex.join(words)}")
-    print(f"One of them by itself: export HALFSTEP_BUILD={options.build} HALFSTEP_LIBRARY={options.build}/libhalfstep.so PYTHONPATH=python")
+        print(
+            f"{step.name} (call {step.call}, at most {step.limit} s): {step.question}\n   "
+            f" {shlex.join(words)}"
+        )
+    print(
+        f"One of them by itself: export HALFSTEP_BUILD={options.build}"
+        f" HALFSTEP_LIBRARY={options.build}/libhalfstep.so PYTHONPATH=python"
+    )
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", metavar="NAME,...", help="these steps")
-    parser.add_argument("--call", type=int, choices=sorted({step.call for step in STEPS}), help="the steps of one call (default: of the first two)")
+    parser.add_argument(
+        "--call",
+        type=int,
+        choices=sorted({step.call for step in STEPS}),
+        help="the steps of one call (default: of the first two)",
+    )
     parser.add_argument("--list", action="store_true", help="print steps and commands")
     parser.add_argument("--dry", action="store_true", help="check every command without a GPU")
     parser.add_argument("--build", default="build", help="folder of the build (default: build)")
-    parser.add_argument("--logs", default=None, help="folder for logs and tables (default: gpu in the folder of the build)")
+    parser.add_argument(
+        "--logs",
+        default=None,
+        help="folder for logs and tables (default: gpu in the folder of the build)",
+    )
     options = parser.parse_args(arguments)
-    options.logs = os.path.abspath(options.logs) if options.logs else os.path.join(options.build, "gpu")
+    options.logs = (
+        os.path.abspath(options.logs) if options.logs else os.path.join(options.build, "gpu")
+    )
     by_name, steps = {step.name: step for step in STEPS}, STEPS
     if options.only:
         unknown = [name for name in options.only.split(",") if name not in by_name]
         if unknown:
-            print(f"gpu_session.py: there is no step '{unknown[0]}': they are {', '.join(by_name)}", file=sys.stderr)
+            print(
+                f"gpu_session.py: there is no step '{unknown[0]}': they are {', '.join(by_name)}",
+                file=sys.stderr,
+            )
             return 2
         steps = [by_name[name] for name in options.only.split(",")]
     elif options.call or not (options.list or options.dry):
-        steps = [step for step in STEPS if (step.call == options.call if options.call else step.call in CALLS)]
+        steps = [
+            step
+            for step in STEPS
+            if (step.call == options.call if options.call else step.call in CALLS)
+        ]
     if options.list:
         return listing(steps, options)
     if options.dry:

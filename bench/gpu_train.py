@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
-"""Trains language models on a GPU: a large one under a hard limit of memory, and small ones beside fp32.
+"""Trains language models on a GPU: a large one under a hard limit of memory, and small ones beside
+fp32.
 
-    python bench/gpu_train.py limit                     full fine-tuning steps of 6.7 billion parameters in 24 GB: peak, tokens a second
-    python bench/gpu_train.py ladder --data TEXT        fp32 against int8 and int4 states for 10, 40 and 120 million parameters: losses
+    python bench/gpu_train.py limit                     full fine-tuning steps of 6.7 billion
+                                                        parameters in 24 GB: peak, tokens a second
+    python bench/gpu_train.py ladder --data TEXT        fp32 against int8 and int4 states for 10, 40
+                                                        and 120 million parameters: losses
     python bench/gpu_train.py limit --device cpu --width 64 --depth 2 --context 32 --vocab 256      without a GPU, to see that everything runs
 
-`limit` trains a Llama-shaped model of plain modules with activation checkpointing. Its first weights are random. The whole process may hold
---memory bytes of the GPU. torch's allocator gets what the context and device code leave of them. A peak above them is an error.
+`limit` trains a Llama-shaped model of plain modules with activation checkpointing. Its first
+weights are random. The whole process may hold --memory bytes of the GPU. torch's allocator gets
+what the context and device code leave of them. A peak above them is an error.
 
-`ladder` trains the model of bench/trainer_torch.py from the same weights on the same batches in each recipe. Matrix products take BF16 in
-all of them. Losses are of text that no step has seen.
+`ladder` trains the model of bench/trainer_torch.py from the same weights on the same batches in
+each recipe. Matrix products take BF16 in all of them. Losses are of text that no step has seen.
 """
+
 import argparse
 import gc
 import itertools
@@ -32,8 +37,12 @@ import halfstep  # noqa: E402
 TEXT = os.path.join(BENCH, os.pardir, "data", "demo.txt")
 #: of `limit`: what is printed, and the optimizer of named parameters
 WAYS = {
-    "bf16-sr/int4 released": lambda named: halfstep.optimizer("adamw/bf16-sr/int4", named, lr=1e-5, gradient_release=True),
-    "StateStreaming bf16-sr/int8 released": lambda named: halfstep.StateStreaming(named, "adamw/bf16-sr/int8", lr=1e-5, gradient_release=True),
+    "bf16-sr/int4 released": lambda named: halfstep.optimizer(
+        "adamw/bf16-sr/int4", named, lr=1e-5, gradient_release=True
+    ),
+    "StateStreaming bf16-sr/int8 released": lambda named: halfstep.StateStreaming(
+        named, "adamw/bf16-sr/int8", lr=1e-5, gradient_release=True
+    ),
     "torch.optim.AdamW, BF16": lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-5),
 }
 #: of `ladder`: width, depth, heads, rate
@@ -53,11 +62,14 @@ class Checkpointed(torch.nn.Module):
 
 
 def model_of(shape, device, dtype, seed, checkpointed=False):
-    """The model with normal weights, made where it will lie: no copy of a large one exists elsewhere."""
+    """The model with normal weights, made where it will lie: no copy of a large one exists
+    elsewhere."""
     with torch.device("meta"):
         model = trainer_torch.Llama(shape).to(dtype)
     if checkpointed:
-        model.model.layers = torch.nn.ModuleList([Checkpointed(layer) for layer in model.model.layers])
+        model.model.layers = torch.nn.ModuleList(
+            [Checkpointed(layer) for layer in model.model.layers]
+        )
     model = model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -78,7 +90,7 @@ def held():
     return total - free
 
 
-# ---- A large model under a limit ---------------------------------------------------------------------------------------------------
+# ---- A large model under a limit -----------------------------------------------------------------
 
 
 def train_limited(way, shape, given):
@@ -101,14 +113,21 @@ def train_limited(way, shape, given):
     synchronize(given.device)
     seconds = time.perf_counter() - begun
     peak = held() + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() if on_gpu else 0
-    return {"peak": peak, "tokens": (given.steps - 2) * shape.batch * shape.context / seconds, "losses": [float(losses[0]), float(losses[-1])]}
+    return {
+        "peak": peak,
+        "tokens": (given.steps - 2) * shape.batch * shape.context / seconds,
+        "losses": [float(losses[0]), float(losses[-1])],
+    }
 
 
 def limit(given):
-    shape = trainer_torch.Shape(given.width, given.depth, given.heads, given.context, given.batch, given.vocab)
+    shape = trainer_torch.Shape(
+        given.width, given.depth, given.heads, given.context, given.batch, given.vocab
+    )
     total = torch.cuda.mem_get_info()[1] if given.device == "cuda" else 0
     if total:
-        # Device code and contexts are there before the limit is set, so that it holds for everything.
+        # Device code and contexts are there before the limit is set, so that it holds for
+        # everything.
         p = torch.nn.Parameter(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16))
         warm = halfstep.optimizer("adamw/bf16-sr/int4", [p])
         p.grad = torch.ones_like(p)
@@ -119,14 +138,26 @@ def limit(given):
         torch.cuda.empty_cache()
         outside = held() - torch.cuda.memory_reserved()
         torch.cuda.set_per_process_memory_fraction((given.memory - outside) / total)
-        print(f"{torch.cuda.get_device_name()}; limit {given.memory / 1e9:.1f} GB, of which {outside / 1e9:.2f} GB are context and device code")
-    print(f"{shape.params / 1e9:.2f} billion parameters, batches of {shape.batch} x {shape.context} tokens\n")
-    print("| way | peak, GB | tokens a second | loss, first and last of so many steps |\n|---|---:|---:|---|")
+        print(
+            f"{torch.cuda.get_device_name()}; limit {given.memory / 1e9:.1f} GB, of which"
+            f" {outside / 1e9:.2f} GB are context and device code"
+        )
+    print(
+        f"{shape.params / 1e9:.2f} billion parameters, batches of {shape.batch} x {shape.context}"
+        " tokens\n"
+    )
+    print(
+        "| way | peak, GB | tokens a second | loss, first and last of so many steps"
+        " |\n|---|---:|---:|---|"
+    )
     failed, found = False, []
     for way in [way for way in WAYS if not given.only or given.only in way]:
         try:
             row = train_limited(way, shape, given)
-            text = f"{row['peak'] / 1e9:.2f} | {row['tokens']:.0f} | {row['losses'][0]:.3f}, {row['losses'][1]:.3f} of {given.steps}"
+            text = (
+                f"{row['peak'] / 1e9:.2f} | {row['tokens']:.0f} | {row['losses'][0]:.3f},"
+                f" {row['losses'][1]:.3f} of {given.steps}"
+            )
             failed = failed or row["peak"] > given.memory or not math.isfinite(row["losses"][1])
             found.append({"way": way, **row})
         except torch.OutOfMemoryError:
@@ -139,7 +170,7 @@ def limit(given):
     return failed, found
 
 
-# ---- Small models beside fp32 ------------------------------------------------------------------------------------------------------
+# ---- Small models beside fp32 --------------------------------------------------------------------
 
 
 def train_small(recipe, shape, rate, given):
@@ -148,7 +179,15 @@ def train_small(recipe, shape, rate, given):
     model = model_of(shape, given.device, torch.float32, given.seed)
     if low:
         model = model.to(torch.bfloat16)
-    optimizer = halfstep.optimizer(recipe, model.named_parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.95), clip_norm=1.0, seed=given.seed)
+    optimizer = halfstep.optimizer(
+        recipe,
+        model.named_parameters(),
+        lr=rate,
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        clip_norm=1.0,
+        seed=given.seed,
+    )
     text = trainer_torch.Text(given.data, shape, given.seed)
 
     def loss_of(batch):
@@ -171,17 +210,35 @@ def train_small(recipe, shape, rate, given):
 
 
 def ladder(given):
-    print("| parameters | recipe | steps | seconds | loss | beside fp32 |\n|---|---|---:|---:|---:|---:|")
+    print(
+        "| parameters | recipe | steps | seconds | loss | beside fp32"
+        " |\n|---|---|---:|---:|---:|---:|"
+    )
     found = []
-    for (name, (width, depth, heads, rate)), given.seed in itertools.product(LADDER.items(), range(1, given.seeds + 1)):
+    for (name, (width, depth, heads, rate)), given.seed in itertools.product(
+        LADDER.items(), range(1, given.seeds + 1)
+    ):
         if given.only and given.only not in name:
             continue
         shape, first = trainer_torch.Shape(width, depth, heads, given.context, given.batch), None
         for recipe in RECIPES:
             loss, seconds = train_small(recipe, shape, rate, given)
             first = loss if first is None else first
-            found.append({"parameters": shape.params, "recipe": recipe, "steps": given.steps, "seconds": seconds, "loss": loss, "gap": loss - first})
-            print(f"| {shape.params / 1e6:.1f} M | `{recipe}` | {given.steps} | {seconds:.0f} | {loss:.4f} | {loss - first:+.4f} |", flush=True)
+            found.append(
+                {
+                    "parameters": shape.params,
+                    "recipe": recipe,
+                    "steps": given.steps,
+                    "seconds": seconds,
+                    "loss": loss,
+                    "gap": loss - first,
+                }
+            )
+            print(
+                f"| {shape.params / 1e6:.1f} M | `{recipe}` | {given.steps} | {seconds:.0f} |"
+                f" {loss:.4f} | {loss - first:+.4f} |",
+                flush=True,
+            )
             gc.collect()
             if given.device == "cuda":
                 torch.cuda.empty_cache()
@@ -189,15 +246,31 @@ def ladder(given):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="limit|ladder")
     one = commands.add_parser("limit", help="a large model under a limit of memory")
     one.add_argument("--memory", type=float, default=24e9, help="bytes of the GPU (default: 24e9)")
-    for name, value in (("width", 4096), ("depth", 32), ("heads", 32), ("context", 1024), ("batch", 1), ("vocab", 32000), ("steps", 6)):
+    for name, value in (
+        ("width", 4096),
+        ("depth", 32),
+        ("heads", 32),
+        ("context", 1024),
+        ("batch", 1),
+        ("vocab", 32000),
+        ("steps", 6),
+    ):
         one.add_argument("--" + name, type=int, default=value)
     two = commands.add_parser("ladder", help="small models beside fp32")
     two.add_argument("--data", default=TEXT, help="a text (default: data/demo.txt)")
-    for name, value in (("context", 256), ("batch", 32), ("steps", 1000), ("evaluation", 8), ("seeds", 1)):
+    for name, value in (
+        ("context", 256),
+        ("batch", 32),
+        ("steps", 1000),
+        ("evaluation", 8),
+        ("seeds", 1),
+    ):
         two.add_argument("--" + name, type=int, default=value)
     for part in (one, two):
         part.add_argument("--only", help="what a way's or a size's name contains")

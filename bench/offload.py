@@ -1,14 +1,21 @@
 #!/usr/bin/env python3
-"""Offloaded steps against plain ones, and against torchao's CPUOffloadOptimizer: time, memory, bytes copied.
+"""Offloaded steps against plain ones, and against torchao's CPUOffloadOptimizer: time, memory,
+bytes copied.
 
-    offload.py [--layers 16] [--width 1024] [--batch 64] [--rounds 12] [--only REGEX] [--no-memory] [--out bench/offload.md]
-    offload.py --plan [--only REGEX]      peaks of memory beside what halfstep.plan() says, instead of times
-    offload.py --profile WAY              steps of one way alone, for nsys: the capture begins after the first ones, phases are NVTX ranges
+    offload.py [--layers 16] [--width 1024] [--batch 64] [--rounds 12] [--only REGEX] [--no-memory]
+    [--out bench/offload.md]
+    offload.py --plan [--only REGEX]      peaks of memory beside what halfstep.plan() says, instead
+                                          of times
+    offload.py --profile WAY              steps of one way alone, for nsys: the capture begins after
+                                          the first ones, phases are NVTX ranges
 
-With a GPU the model lies there. Without one the CPU stands for it: what would cross the bus is copied from memory to memory, at once, so
-that the cost of what each package does beside its copies can be seen, and how much it copies. What cannot be seen then is any overlap,
-since both sides have the same cores. Ways take turns, a step each; times are medians and ratios to the plain step beside them.
+With a GPU the model lies there. Without one the CPU stands for it: what would cross the bus is
+copied from memory to memory, at once, so that the cost of what each package does beside its copies
+can be seen, and how much it copies. What cannot be seen then is any overlap, since both sides have
+the same cores. Ways take turns, a step each; times are medians and ratios to the plain step beside
+them.
 """
+
 import argparse
 import contextlib
 import ctypes
@@ -30,13 +37,14 @@ from halfstep import _devices, offload, streaming
 
 GPU = torch.cuda.is_available()
 RECIPE = "adamw/bf16-sr/int8"
-#: of StateStreaming: of a few layers, so that there are more of them than of buffers; the plan is for the package's own size
+#: of StateStreaming: of a few layers, so that there are more of them than of buffers; the plan is
+#: for the package's own size
 BUFFER, PLANNED = 8 << 20, streaming.BUFFER_BYTES
 #: copied to the process and back by the way that is stepping
 COPIED = [0, 0]
 
 
-# ---- The CPU in the place of a GPU ----
+# ---- The CPU in the place of a GPU ---------------------------------------------------------------
 
 
 class Bus(TorchDispatchMode):
@@ -85,10 +93,18 @@ def stand_in():
             made = function(*arguments, **options)
             HOST.add(made.data_ptr())
             return made
+
         return call
 
     def of(tensor):
-        return torch.device("cpu" if not ACTIVE[0] or tensor.data_ptr() in HOST or tensor.dim() == 0 or tensor.dtype != torch.bfloat16 else "cuda:0")
+        return torch.device(
+            "cpu"
+            if not ACTIVE[0]
+            or tensor.data_ptr() in HOST
+            or tensor.dim() == 0
+            or tensor.dtype != torch.bfloat16
+            else "cuda:0"
+        )
 
     _devices.of, _devices.Side, _devices.wait = of, Side, lambda event: None
     _devices.pinned = kept(lambda shape, dtype: torch.empty(shape, dtype=dtype))
@@ -98,43 +114,59 @@ def stand_in():
         if not _devices.is_asynchronous(device):
             return zeros(shape, dtype)
         made = torch.zeros(shape, dtype=dtype)
-        HOST.difference_update([at for at in HOST if made.data_ptr() <= at < made.data_ptr() + made.nbytes])  # of what was freed
+        HOST.difference_update(
+            [at for at in HOST if made.data_ptr() <= at < made.data_ptr() + made.nbytes]
+        )  # of what was freed
         return made
 
     _devices.zeros = zeros_on
     # Steps on the "GPU" are the processor's.
     _devices.c_name = _devices.stream = lambda device: None
-    _devices.record, _devices.capturing, _devices.is_pinned = lambda tensors, device: None, lambda device: False, lambda tensor: tensor.data_ptr() in HOST
+    _devices.record, _devices.capturing, _devices.is_pinned = (
+        lambda tensors, device: None,
+        lambda device: False,
+        lambda tensor: tensor.data_ptr() in HOST,
+    )
     offload._steps_on[torch.device("cuda:0")] = False
 
     import torchao.optim.cpu_offload as theirs
+
     bus = Bus()
     bus.device = set()
     plain = torch.empty_like
     theirs.get_available_devices = lambda: ["cpu", "xpu"]
-    torch.xpu.Stream, torch.xpu.current_stream, torch.xpu.stream = Stream, Stream, lambda stream: bus
-    theirs.torch = types.SimpleNamespace(**{**vars(torch), "empty_like": lambda *a, pin_memory=False, **k: plain(*a, **k)})
+    torch.xpu.Stream, torch.xpu.current_stream, torch.xpu.stream = (
+        Stream,
+        Stream,
+        lambda stream: bus,
+    )
+    theirs.torch = types.SimpleNamespace(
+        **{**vars(torch), "empty_like": lambda *a, pin_memory=False, **k: plain(*a, **k)}
+    )
     torch.Tensor.record_stream = lambda self, stream: None
     return bus
 
 
-# ---- Ways ----
+# ---- Ways ----------------------------------------------------------------------------------------
 
 
 def ways(bus, buffer=BUFFER):
     from torchao.optim import AdamW8bit
     from torchao.optim.cpu_offload import CPUOffloadOptimizer
+
     plain = halfstep.rules.class_and_options(RECIPE)
 
     def theirs(cls, **options):
         def make(model):
             return CPUOffloadOptimizer(model.parameters(), cls, lr=1e-4, **options)
+
         return make
 
     def ours(cls, **options):
         def make(model):
             ACTIVE[0] = not GPU
             return cls(model.named_parameters(), RECIPE, lr=1e-4, **options)
+
         return make
 
     found = {
@@ -143,9 +175,13 @@ def ways(bus, buffer=BUFFER):
         "CPUOffload, offload_gradients": ours(halfstep.CPUOffload, offload_gradients=True),
         "CPUOffload, gradient_release": ours(halfstep.CPUOffload, gradient_release=True),
         "StateStreaming": ours(halfstep.StateStreaming, buffer=buffer),
-        "StateStreaming, gradient_release": ours(halfstep.StateStreaming, buffer=buffer, gradient_release=True),
+        "StateStreaming, gradient_release": ours(
+            halfstep.StateStreaming, buffer=buffer, gradient_release=True
+        ),
         "torchao, torch.optim.AdamW": theirs(torch.optim.AdamW, fused=True),
-        "torchao, torch.optim.AdamW, offload_gradients": theirs(torch.optim.AdamW, fused=True, offload_gradients=True),
+        "torchao, torch.optim.AdamW, offload_gradients": theirs(
+            torch.optim.AdamW, fused=True, offload_gradients=True
+        ),
     }
     if GPU:  # whose kernels are compiled: on a CPU this takes minutes
         found["torchao, AdamW8bit"] = theirs(AdamW8bit)
@@ -180,8 +216,8 @@ def batch(given):
 
 
 def memory(given, way):
-    """In a process of its own: the most that a way takes beside the model, gradients and activations among it: in the process, on the GPU,
-    and of memory that torch has pinned."""
+    """In a process of its own: the most that a way takes beside the model, gradients and
+    activations among it: in the process, on the GPU, and of memory that torch has pinned."""
     bus = None if GPU else stand_in()
     model, x = network(given), batch(given)
     model(x).float().square().mean().backward()  # what torch loads then is not the optimizer's
@@ -200,24 +236,49 @@ def memory(given, way):
     opt = ways(bus, PLANNED if given.plan else BUFFER)[way](model)
     for _ in range(3):
         step(model, opt, x)
-    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if GPU and hasattr(torch.cuda, "host_memory_stats") else 0
-    print(json.dumps([status("VmHWM") - before[0], (torch.cuda.max_memory_allocated() - before[1]) if GPU else 0, pinned]))
+    pinned = (
+        torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+        if GPU and hasattr(torch.cuda, "host_memory_stats")
+        else 0
+    )
+    print(
+        json.dumps(
+            [
+                status("VmHWM") - before[0],
+                (torch.cuda.max_memory_allocated() - before[1]) if GPU else 0,
+                pinned,
+            ]
+        )
+    )
 
 
 def in_a_process(given, way):
-    command = [sys.executable, os.path.abspath(__file__), "--memory", way, *(f"--{k}={getattr(given, k)}" for k in ("layers", "width", "batch")),
-               *(["--plan"] if given.plan else [])]
+    command = [
+        sys.executable,
+        os.path.abspath(__file__),
+        "--memory",
+        way,
+        *(f"--{k}={getattr(given, k)}" for k in ("layers", "width", "batch")),
+        *(["--plan"] if given.plan else []),
+    ]
     child = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(child.stdout.splitlines()[-1])
 
 
 def against_the_plan(given):
-    """Lines of a table: for each way that halfstep.plan() knows, what it says and what there was, in MiB beside the weights."""
+    """Lines of a table: for each way that halfstep.plan() knows, what it says and what there was,
+    in MiB beside the weights."""
     with torch.device("meta"):
         model = network(given, place=False)
     measured = {"GPU": "plain halfstep"}
-    lines = ["| way | GPU, plan | GPU, peak | process, plan | process, peak | pinned by torch |" if GPU else
-             "| way | process, plan (what would be on the GPU among it) | process, peak |", "|---|---|---|" + ("---|---|---|" if GPU else "")]
+    lines = [
+        (
+            "| way | GPU, plan | GPU, peak | process, plan | process, peak | pinned by torch |"
+            if GPU
+            else "| way | process, plan (what would be on the GPU among it) | process, peak |"
+        ),
+        "|---|---|---|" + ("---|---|---|" if GPU else ""),
+    ]
     for row in halfstep.plan(model, RECIPE, device_memory="1T").rows:
         way = measured.get(row.way, row.way)
         if way == "GPU, gradient_release" or not re.search(given.only, way):
@@ -225,7 +286,7 @@ def against_the_plan(given):
         host, device, pinned = in_a_process(given, way)
         there = row.total - row.weights
         sizes = [there, device, row.host, host, pinned] if GPU else [there + row.host, host]
-        lines.append(f"| {way} | " + " | ".join(f"{size / 2 ** 20:.0f}" for size in sizes) + " |")
+        lines.append(f"| {way} | " + " | ".join(f"{size / 2**20:.0f}" for size in sizes) + " |")
     return lines
 
 
@@ -250,17 +311,34 @@ def profile(given, way):
         step(model, opt, x, phase)
     if GPU:
         torch.cuda.profiler.stop()
-    return ["| phase of " + way + " | ms |", "|---|---|", *(f"| {name} | {1e3 * statistics.median(some):.2f} |" for name, some in times.items())]
+    return [
+        "| phase of " + way + " | ms |",
+        "|---|---|",
+        *(f"| {name} | {1e3 * statistics.median(some):.2f} |" for name, some in times.items()),
+    ]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in (("layers", 16), ("width", 1024), ("batch", 64), ("rounds", 12)):
         parser.add_argument("--" + name, type=int, default=value)
     parser.add_argument("--out", help="Markdown to write the table into, between its marks")
-    parser.add_argument("--no-memory", action="store_true", help="leave the memory out, which takes a process for each way")
-    parser.add_argument("--only", default="", metavar="REGEX", help="ways whose names it is found in, and the plain one")
-    parser.add_argument("--plan", action="store_true", help="peaks of memory beside what halfstep.plan() says")
+    parser.add_argument(
+        "--no-memory",
+        action="store_true",
+        help="leave the memory out, which takes a process for each way",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="REGEX",
+        help="ways whose names it is found in, and the plain one",
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="peaks of memory beside what halfstep.plan() says"
+    )
     parser.add_argument("--profile", metavar="WAY", help="a row of the table: steps of it alone")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -288,17 +366,27 @@ def main():
             copies.append(tuple(COPIED))
     n = sum(p.numel() for p in network(given).parameters())
     base = made["plain halfstep"][2]
-    lines = [f"{n / 1e6:.1f} M parameters in BF16, batch {given.batch}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-             + (torch.cuda.get_device_name() if GPU else "the CPU in the place of a GPU") + f", kernels of {halfstep._abi.lib.halfstep_isa().decode()}.",
-             "", "| way | ms a step | of a plain step | bytes a parameter to the process (counted where the CPU stands in) | and back | peak of the process beside the model, bytes a parameter |"
-             + (" of the GPU |" if GPU else ""), "|---|---|---|---|---|---|" + ("---|" if GPU else "")]
+    lines = [
+        f"{n / 1e6:.1f} M parameters in BF16, batch {given.batch}, {platform.machine()},"
+        f" {os.cpu_count()} cores, torch {torch.__version__}, "
+        + (torch.cuda.get_device_name() if GPU else "the CPU in the place of a GPU")
+        + f", kernels of {halfstep._abi.lib.halfstep_isa().decode()}.",
+        "",
+        "| way | ms a step | of a plain step | bytes a parameter to the process (counted where the"
+        " CPU stands in) | and back | peak of the process beside the model, bytes a parameter |"
+        + (" of the GPU |" if GPU else ""),
+        "|---|---|---|---|---|---|" + ("---|" if GPU else ""),
+    ]
     for way, (_, _, times, copies) in made.items():
         host = device = ""
         if not given.no_memory:
             host, device = (f"{size / n:.1f}" for size in in_a_process(given, way)[:2])
         ratio = statistics.median(a / b for a, b in zip(times, base))
         down, up = ("", "") if GPU else (f"{copies[-1][0] / n:.2f}", f"{copies[-1][1] / n:.2f}")
-        lines.append(f"| {way} | {1e3 * statistics.median(times):.1f} | {ratio:.2f} | {down} | {up} | {host} |" + (f" {device} |" if GPU else ""))
+        lines.append(
+            f"| {way} | {1e3 * statistics.median(times):.1f} | {ratio:.2f} | {down} | {up} |"
+            f" {host} |" + (f" {device} |" if GPU else "")
+        )
     text = "\n".join(lines)
     print(text)
     if given.out:

@@ -1,6 +1,9 @@
-"""What peers.py and traps.py share: the contestants, how each is made with the same hyper-parameters, and what they hold.
+"""What peers.py and traps.py share: the contestants, how each is made with the same
+hyper-parameters, and what they hold.
 
-Nothing is imported before it is needed: a package that is missing, or that refuses this machine, is a reason to print."""
+Nothing is imported before it is needed: a package that is missing, or that refuses this machine, is
+a reason to print.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,16 @@ MiB = 1 << 20
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 # The recipes that a page has room for. traps.py takes every other from the library's tables.
-RECIPES = ("adamw/f32/f32", "adamw/bf16/bf16", "adamw/bf16-sr/bf16-sr", "adamw/bf16-kahan/bf16-sr",
-           "adamw/bf16-ecc8/bf16-sr", "adamw/bf16-ecc8/int8", "adamw/bf16-sr/int8", "adamw/bf16-sr/int4")
+RECIPES = (
+    "adamw/f32/f32",
+    "adamw/bf16/bf16",
+    "adamw/bf16-sr/bf16-sr",
+    "adamw/bf16-kahan/bf16-sr",
+    "adamw/bf16-ecc8/bf16-sr",
+    "adamw/bf16-ecc8/int8",
+    "adamw/bf16-sr/int8",
+    "adamw/bf16-sr/int4",
+)
 
 
 def deliver(report: dict, options, write_csv: Callable, print_report: Callable) -> None:
@@ -43,7 +54,8 @@ def deliver(report: dict, options, write_csv: Callable, print_report: Callable) 
 
 
 def threads_before_torch(threads: Optional[int]) -> int:
-    """Sets the threads of everything that counts them when it is loaded, so before any such package is."""
+    """Sets the threads of everything that counts them when it is loaded, so before any such package
+    is."""
     n = threads or len(os.sched_getaffinity(0))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HALFSTEP_THREADS"):
         os.environ[name] = str(n)
@@ -63,20 +75,24 @@ def version(package: str) -> str:
 
 @dataclass
 class Contestant:
-    """An optimizer of somebody. `make(params, hyper)` returns it; `weights` is what its parameters are stored in when it is
-    made (it may change that)."""
+    """An optimizer of somebody. `make(params, hyper)` returns it; `weights` is what its parameters
+    are stored in when it is made (it may change that)."""
 
     key: str
     title: str
     package: str
     weights: str
     make: Callable
-    recipe: str = ""              # of ours
-    many: Optional[Callable] = None  # instead of make, for more tensors than it can do at once in reasonable time
+    recipe: str = ""  # of ours
+    many: Optional[Callable] = (
+        None  # instead of make, for more tensors than it can do at once in reasonable time
+    )
     many_note: str = ""
-    residual: str = ""            # name in the state of what is kept beside a weight
-    decode: Optional[Callable] = None  # (optimizer, parameter) -> fp32 weight with its residual; else the parameter itself
-    passes: int = 1               # times that it has to read the gradient
+    residual: str = ""  # name in the state of what is kept beside a weight
+    decode: Optional[Callable] = (
+        None  # (optimizer, parameter) -> fp32 weight with its residual; else the parameter itself
+    )
+    passes: int = 1  # times that it has to read the gradient
 
     @property
     def ours(self) -> bool:
@@ -120,7 +136,9 @@ def _heavyball_weight(optimizer, parameter):
     from heavyball import utils
 
     code = optimizer.state[parameter][0]["param::ecc"]
-    return utils._ULPState(code, utils._ULPState._SMAX[code.dtype]).decode(parameter.detach().view(code.shape))
+    return utils._ULPState(code, utils._ULPState._SMAX[code.dtype]).decode(
+        parameter.detach().view(code.shape)
+    )
 
 
 def _plus(name: str) -> Callable:
@@ -128,60 +146,182 @@ def _plus(name: str) -> Callable:
 
 
 def peers() -> List[Contestant]:
-    """Every peer, installed or not. Titles say what is stored: weights, then states, where they differ."""
+    """Every peer, installed or not. Titles say what is stored: weights, then states, where they
+    differ."""
+
     def heavyball(key, title, weights, decode=None, residual="", **fixed):
-        return Contestant(key, title, "heavyball", weights, _heavyball(True, **fixed), many=_heavyball(False, **fixed),
-                          many_note="multi_tensor=False: one compiled graph over hundreds of tensors takes too long",
-                          decode=decode, residual=residual)
+        return Contestant(
+            key,
+            title,
+            "heavyball",
+            weights,
+            _heavyball(True, **fixed),
+            many=_heavyball(False, **fixed),
+            many_note=(
+                "multi_tensor=False: one compiled graph over hundreds of tensors takes too long"
+            ),
+            decode=decode,
+            residual=residual,
+        )
 
     adamw = "AdamW"
     return [
-        Contestant("torch", "torch AdamW, fused, fp32", "torch", "f32", _class_of("torch.optim", adamw, fused=True)),
-        Contestant("torch-foreach", "torch AdamW, foreach, fp32", "torch", "f32",
-                   _class_of("torch.optim", adamw, foreach=True)),
-        Contestant("torch-bf16", "torch AdamW, fused, all BF16", "torch", "bf16",
-                   _class_of("torch.optim", adamw, fused=True)),
-        Contestant("optimi", "optimi AdamW, fp32", "torch-optimi", "f32", _class_of("optimi", adamw)),
-        Contestant("optimi-kahan", "optimi AdamW, BF16, Kahan", "torch-optimi", "bf16", _class_of("optimi", adamw),
-                   residual="kahan_comp", decode=_plus("kahan_comp")),
-        Contestant("torchao-sr", "torchao _AdamW, all BF16, SR", "torchao", "bf16",
-                   _class_of("torchao.optim", "_AdamW", bf16_stochastic_round=True)),
-        Contestant("torchao-8bit-f32", "torchao AdamW8bit, fp32", "torchao", "f32", _class_of("torchao.optim", "AdamW8bit")),
-        Contestant("torchao-8bit", "torchao AdamW8bit, BF16, SR", "torchao", "bf16",
-                   _class_of("torchao.optim", "AdamW8bit", bf16_stochastic_round=True)),
-        Contestant("torchao-4bit", "torchao AdamW4bit, BF16, SR", "torchao", "bf16",
-                   _class_of("torchao.optim", "AdamW4bit", bf16_stochastic_round=True)),
-        Contestant("torchao-fp8", "torchao AdamWFp8, BF16, SR", "torchao", "bf16",
-                   _class_of("torchao.optim", "AdamWFp8", bf16_stochastic_round=True)),
+        Contestant(
+            "torch",
+            "torch AdamW, fused, fp32",
+            "torch",
+            "f32",
+            _class_of("torch.optim", adamw, fused=True),
+        ),
+        Contestant(
+            "torch-foreach",
+            "torch AdamW, foreach, fp32",
+            "torch",
+            "f32",
+            _class_of("torch.optim", adamw, foreach=True),
+        ),
+        Contestant(
+            "torch-bf16",
+            "torch AdamW, fused, all BF16",
+            "torch",
+            "bf16",
+            _class_of("torch.optim", adamw, fused=True),
+        ),
+        Contestant(
+            "optimi", "optimi AdamW, fp32", "torch-optimi", "f32", _class_of("optimi", adamw)
+        ),
+        Contestant(
+            "optimi-kahan",
+            "optimi AdamW, BF16, Kahan",
+            "torch-optimi",
+            "bf16",
+            _class_of("optimi", adamw),
+            residual="kahan_comp",
+            decode=_plus("kahan_comp"),
+        ),
+        Contestant(
+            "torchao-sr",
+            "torchao _AdamW, all BF16, SR",
+            "torchao",
+            "bf16",
+            _class_of("torchao.optim", "_AdamW", bf16_stochastic_round=True),
+        ),
+        Contestant(
+            "torchao-8bit-f32",
+            "torchao AdamW8bit, fp32",
+            "torchao",
+            "f32",
+            _class_of("torchao.optim", "AdamW8bit"),
+        ),
+        Contestant(
+            "torchao-8bit",
+            "torchao AdamW8bit, BF16, SR",
+            "torchao",
+            "bf16",
+            _class_of("torchao.optim", "AdamW8bit", bf16_stochastic_round=True),
+        ),
+        Contestant(
+            "torchao-4bit",
+            "torchao AdamW4bit, BF16, SR",
+            "torchao",
+            "bf16",
+            _class_of("torchao.optim", "AdamW4bit", bf16_stochastic_round=True),
+        ),
+        Contestant(
+            "torchao-fp8",
+            "torchao AdamWFp8, BF16, SR",
+            "torchao",
+            "bf16",
+            _class_of("torchao.optim", "AdamWFp8", bf16_stochastic_round=True),
+        ),
         heavyball("heavyball", "HeavyBall AdamW, all BF16, SR", "bf16", storage_dtype="bfloat16"),
-        heavyball("heavyball-ecc8", "HeavyBall AdamW, all BF16+8", "f32", _heavyball_weight, "param::ecc", ecc="bf16+8",
-                  param_ecc="bf16+8"),
-        Contestant("torchastic", "torchastic AdamW, all BF16, SR", "torchastic", "bf16", _class_of("torchastic", adamw)),
-        Contestant("adamw-bf16", "adamw_bf16, BF16 with correction", "adamw-bf16", "bf16",
-                   _class_of("adamw_bf16", "AdamWBF16"), residual="shift", decode=_plus("shift")),
-        Contestant("deepspeed", "DeepSpeed CPUAdam, fp32", "deepspeed", "f32",
-                   _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam")),
-        Contestant("deepspeed-mixed", "DeepSpeed CPUAdam, BF16, fp32 states", "deepspeed", "bf16",
-                   _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam")),
-        Contestant("deepspeed-bf16", "DeepSpeed CPUAdam, all BF16", "deepspeed", "bf16",
-                   _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam", fp32_optimizer_states=False)),
-        Contestant("bitsandbytes-f32", "bitsandbytes AdamW8bit, fp32", "bitsandbytes", "f32",
-                   _class_of("bitsandbytes.optim", "AdamW8bit")),
-        Contestant("bitsandbytes", "bitsandbytes AdamW8bit, BF16", "bitsandbytes", "bf16",
-                   _class_of("bitsandbytes.optim", "AdamW8bit")),
-        Contestant("flashoptim", "FlashOptim FlashAdamW, BF16+8, 8 bit", "flashoptim", "bf16",
-                   _class_of("flashoptim", "FlashAdamW")),
+        heavyball(
+            "heavyball-ecc8",
+            "HeavyBall AdamW, all BF16+8",
+            "f32",
+            _heavyball_weight,
+            "param::ecc",
+            ecc="bf16+8",
+            param_ecc="bf16+8",
+        ),
+        Contestant(
+            "torchastic",
+            "torchastic AdamW, all BF16, SR",
+            "torchastic",
+            "bf16",
+            _class_of("torchastic", adamw),
+        ),
+        Contestant(
+            "adamw-bf16",
+            "adamw_bf16, BF16 with correction",
+            "adamw-bf16",
+            "bf16",
+            _class_of("adamw_bf16", "AdamWBF16"),
+            residual="shift",
+            decode=_plus("shift"),
+        ),
+        Contestant(
+            "deepspeed",
+            "DeepSpeed CPUAdam, fp32",
+            "deepspeed",
+            "f32",
+            _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+        ),
+        Contestant(
+            "deepspeed-mixed",
+            "DeepSpeed CPUAdam, BF16, fp32 states",
+            "deepspeed",
+            "bf16",
+            _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+        ),
+        Contestant(
+            "deepspeed-bf16",
+            "DeepSpeed CPUAdam, all BF16",
+            "deepspeed",
+            "bf16",
+            _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam", fp32_optimizer_states=False),
+        ),
+        Contestant(
+            "bitsandbytes-f32",
+            "bitsandbytes AdamW8bit, fp32",
+            "bitsandbytes",
+            "f32",
+            _class_of("bitsandbytes.optim", "AdamW8bit"),
+        ),
+        Contestant(
+            "bitsandbytes",
+            "bitsandbytes AdamW8bit, BF16",
+            "bitsandbytes",
+            "bf16",
+            _class_of("bitsandbytes.optim", "AdamW8bit"),
+        ),
+        Contestant(
+            "flashoptim",
+            "FlashOptim FlashAdamW, BF16+8, 8 bit",
+            "flashoptim",
+            "bf16",
+            _class_of("flashoptim", "FlashAdamW"),
+        ),
     ]
 
 
 def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
-    """A recipe, with options after colons ("adamw/bf16-sr/int8:cautious=1"). With scan="known-finite" the caller vouches for the
-    gradients, which are then read once."""
+    """A recipe, with options after colons ("adamw/bf16-sr/int8:cautious=1"). With
+    scan="known-finite" the caller vouches for the gradients, which are then read once."""
     formats, _, special = recipe.partition(":")
-    fixed.update((name, float(value)) for name, value in (word.split("=") for word in special.split(":") if word))
+    fixed.update(
+        (name, float(value))
+        for name, value in (word.split("=") for word in special.split(":") if word)
+    )
     # Of other rules their own decay rates; and an eps that is no part of a root.
     rule = formats.split("/")[0]
-    left = () if rule in ("adam", "adamw") else ("betas", "eps") if rule in ("adafactor", "came") else ("betas",)
+    left = (
+        ()
+        if rule in ("adam", "adamw")
+        else ("betas", "eps")
+        if rule in ("adafactor", "came")
+        else ("betas",)
+    )
 
     def make(params, hyper):
         import halfstep
@@ -191,20 +331,30 @@ def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
 
     weights = recipe.split("/")[1]
     finite = scan == "known-finite"
-    return Contestant(recipe + (":finite" if finite else ""), f"`{recipe}`" + (", known finite" if finite else ""),
-                      "halfstep", weights.split("-")[0], make, recipe=recipe, passes=1 if finite else 2,
-                      residual="weight.extra", decode=lambda optimizer, parameter: optimizer.read_weight(parameter))
+    return Contestant(
+        recipe + (":finite" if finite else ""),
+        f"`{recipe}`" + (", known finite" if finite else ""),
+        "halfstep",
+        weights.split("-")[0],
+        make,
+        recipe=recipe,
+        passes=1 if finite else 2,
+        residual="weight.extra",
+        decode=lambda optimizer, parameter: optimizer.read_weight(parameter),
+    )
 
 
 def every_recipe() -> List[str]:
-    """AdamW in every weight format with every state format that can hold both moments, from the library's tables. Formats
-    that cannot be combined are left out by the library itself."""
+    """AdamW in every weight format with every state format that can hold both moments, from the
+    library's tables. Formats that cannot be combined are left out by the library itself."""
     from halfstep import _abi
 
     weights = [f.name for f in _abi.formats.values() if f.roles & _abi.ROLE_WEIGHT]
     both = _abi.ROLE_SIGNED | _abi.ROLE_NONNEG
     # Formats made for one rule are named after it.
-    states = [f.name for f in _abi.formats.values() if f.roles & both == both and "lamb" not in f.name]
+    states = [
+        f.name for f in _abi.formats.values() if f.roles & both == both and "lamb" not in f.name
+    ]
     states.insert(states.index("int4") if "int4" in states else len(states), "int8+int4")
     found = []
     for weight in weights:
@@ -217,7 +367,8 @@ def every_recipe() -> List[str]:
 
 
 def select(contestants: Iterable[Contestant], only: Optional[str]) -> List[Contestant]:
-    """Those whose key contains, or matches as a regular expression, one of the comma-separated words."""
+    """Those whose key contains, or matches as a regular expression, one of the comma-separated
+    words."""
     chosen = list(contestants)
     if not only:
         return chosen
@@ -231,7 +382,9 @@ class GaveUp(RuntimeError):
 
 @contextmanager
 def patience(seconds: float):
-    """Ends what is inside with GaveUp after that many seconds; for compilers, which would go on for an hour."""
+    """Ends what is inside with GaveUp after that many seconds; for compilers, which would go on for
+    an hour."""
+
     def ring(*_):
         raise GaveUp(f"gave up after {seconds:g} s")
 
@@ -255,7 +408,7 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-# ---- Parameters, and bytes -----------------------------------------------------------------------------------------------
+# ---- Parameters, and bytes -----------------------------------------------------------------------
 
 
 @dataclass
@@ -286,7 +439,11 @@ class Subject:
             for part in gradient.detach().view(-1).split(1 << 22):
                 part.copy_(torch.randn(part.shape, generator=generator) * 1e-3)
             self.gradients.append(gradient)
-        self.kept = [gradient.clone() for gradient in self.gradients] if self.contestant.package == "torch-optimi" else None
+        self.kept = (
+            [gradient.clone() for gradient in self.gradients]
+            if self.contestant.package == "torch-optimi"
+            else None
+        )
         self.hand_back()
 
     def hand_back(self) -> None:
@@ -323,7 +480,8 @@ def _tensors(thing, seen) -> Iterable:
 
 
 def state_bytes(optimizer) -> int:
-    """Bytes of all tensors that the optimizer holds in its state, each memory once; scalars that count steps included."""
+    """Bytes of all tensors that the optimizer holds in its state, each memory once; scalars that
+    count steps included."""
     storages = {}
     for tensor in _tensors(dict(optimizer.state), set()):
         storage = tensor.untyped_storage()
@@ -331,14 +489,17 @@ def state_bytes(optimizer) -> int:
     return sum(storages.values())
 
 
-# ---- The stream ----------------------------------------------------------------------------------------------------------
+# ---- The stream ----------------------------------------------------------------------------------
 
 
 class Stream:
     """Reads and writes `written` bytes in place, and only reads `read` bytes."""
 
-    forms = ("add a read array to one and a number to the rest", "add a number, then sum the read array",
-             "numpy, a MiB at a time")
+    forms = (
+        "add a read array to one and a number to the rest",
+        "add a number, then sum the read array",
+        "numpy, a MiB at a time",
+    )
 
     def __init__(self, threads: int):
         import torch
@@ -369,21 +530,21 @@ class Stream:
     def _numpy(self, share: int) -> None:
         import numpy
 
-        a, g = self.changed.numpy()[:self.written], self.read.numpy()[:self.only]
+        a, g = self.changed.numpy()[: self.written], self.read.numpy()[: self.only]
         first, end = len(a) * share // self.threads, len(a) * (share + 1) // self.threads
         at, last = len(g) * share // self.threads, len(g) * (share + 1) // self.threads
         turn = MiB // 4
         g_turn = max(1, int(turn * len(g) / max(1, len(a))))
         while first < end or at < last:
-            piece = a[first:min(end, first + turn)]
+            piece = a[first : min(end, first + turn)]
             numpy.add(piece, 1e-3, out=piece)
-            numpy.add.reduce(g[at:min(last, at + g_turn)])
+            numpy.add.reduce(g[at : min(last, at + g_turn)])
             first, at = first + turn, at + g_turn
 
     def run(self) -> float:
         """Seconds of one pass."""
         start = time.perf_counter()
-        a, g = self.changed[:self.written], self.read[:self.only]
+        a, g = self.changed[: self.written], self.read[: self.only]
         if self.form == 0:
             both = min(len(a), len(g))
             a[:both].add_(g[:both])
@@ -396,7 +557,7 @@ class Stream:
         return time.perf_counter() - start
 
 
-# ---- The machine ---------------------------------------------------------------------------------------------------------
+# ---- The machine ---------------------------------------------------------------------------------
 
 
 def available_bytes() -> int:
@@ -437,7 +598,7 @@ def versions(contestants: Iterable[Contestant]) -> Dict[str, str]:
     return found
 
 
-# ---- Tables --------------------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def markdown(columns: List[str], rows: List[List[str]], left: int = 1) -> str:

@@ -1,5 +1,8 @@
-"""The models of `halfstep train lm` and `halfstep train mnist` as PyTorch modules, with the batches that those commands take: what
-bench/trainer.py measures beside them, and tests/python/test_trainer_torch.py holds their losses to."""
+"""The models of `halfstep train lm` and `halfstep train mnist` as PyTorch modules, with the batches
+that those commands take: what bench/trainer.py measures beside them, and
+tests/python/test_trainer_torch.py holds their losses to.
+"""
+
 import dataclasses
 import os
 
@@ -8,7 +11,7 @@ import torch
 
 nn, functional = torch.nn, torch.nn.functional
 
-# ---- What a run of the trainer is a function of ------------------------------------------------------------------------------------
+# ---- What a run of the trainer is a function of --------------------------------------------------
 
 
 def hash_counters(seed, a, b, c):
@@ -34,20 +37,23 @@ def split(text):
 
 
 def windows(part, seed, step, batch, context):
-    """The sequences of a step of `train lm`, context + 1 bytes each (data_window in tools/trainer/data/data.c); part: bytes as an array."""
+    """The sequences of a step of `train lm`, context + 1 bytes each (data_window in
+    tools/trainer/data/data.c); part: bytes as an array."""
     starts = hash_counters(seed, step, 0, numpy.arange(batch)) % numpy.uint64(len(part) - context)
     return part[starts.astype(numpy.int64)[:, None] + numpy.arange(context + 1)]
 
 
 def evaluation_windows(part, count, context):
-    """The sequences of a validation of `train lm` (data_eval_window in tools/trainer/data/data.c); count: of those that fit side by side, at most."""
+    """The sequences of a validation of `train lm` (data_eval_window in tools/trainer/data/data.c);
+    count: of those that fit side by side, at most."""
     last, count = len(part) - context - 1, max(1, min(count, len(part) // (context + 1)))
     starts = [int(last * i / (count - 1)) for i in range(count)] if count > 1 else [last // 2]
     return part[numpy.array(starts)[:, None] + numpy.arange(context + 1)]
 
 
 def image_order(seed, epoch, n):
-    """The order of the images in an epoch of `train mnist` (shuffle in tools/trainer/mnist/train_mnist.c)."""
+    """The order of the images in an epoch of `train mnist` (shuffle in
+    tools/trainer/mnist/train_mnist.c)."""
     order = list(range(n))
     i = numpy.arange(n, dtype=numpy.uint64)
     other = (hash_counters(seed, epoch, i, 0x6D6E697374) % (i + numpy.uint64(1))).tolist()
@@ -56,12 +62,13 @@ def image_order(seed, epoch, n):
     return order
 
 
-# ---- The language model ------------------------------------------------------------------------------------------------------------
+# ---- The language model --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Shape:
     """What --width, --depth, --heads, --context and --batch say."""
+
     width: int = 128
     depth: int = 4
     heads: int = 4
@@ -77,8 +84,12 @@ class Shape:
 
     @property
     def matrices(self):
-        """Elements of the matrices that a token is multiplied with: all but the embedding and the norms."""
-        return self.depth * (4 * self.width**2 + 3 * self.width * self.intermediate) + self.vocab * self.width
+        """Elements of the matrices that a token is multiplied with: all but the embedding and the
+        norms."""
+        return (
+            self.depth * (4 * self.width**2 + 3 * self.width * self.intermediate)
+            + self.vocab * self.width
+        )
 
     @property
     def params(self):
@@ -86,7 +97,8 @@ class Shape:
 
     @property
     def flop(self):
-        """Of a token of training: two for each weight and pair of positions forward, twice that backward. Attention sees half of the square."""
+        """Of a token of training: two for each weight and pair of positions forward, twice that
+        backward. Attention sees half of the square."""
         return 6 * self.matrices + 6 * self.depth * self.width * (self.context + 1)
 
 
@@ -94,10 +106,15 @@ class Attention(nn.Module):
     def __init__(self, shape):
         super().__init__()
         self.heads = shape.heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(shape.width, shape.width, bias=False) for _ in range(4)
+        )
 
     def forward(self, x, cosine, sine):
-        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = (self.rotated(z, cosine, sine) for z in (q, k))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -112,7 +129,9 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, shape):
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(shape.width, shape.intermediate, bias=False) for _ in range(2))
+        self.gate_proj, self.up_proj = (
+            nn.Linear(shape.width, shape.intermediate, bias=False) for _ in range(2)
+        )
         self.down_proj = nn.Linear(shape.intermediate, shape.width, bias=False)
 
     def forward(self, x):
@@ -133,7 +152,8 @@ class Layer(nn.Module):
 
 
 def rotation_tables(shape):
-    """Cosines and sines of the angles by position; these, and the loss, stay in fp32 where a model is converted."""
+    """Cosines and sines of the angles by position; these, and the loss, stay in fp32 where a model
+    is converted."""
     half = shape.width // shape.heads // 2
     frequency = shape.theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(shape.context, dtype=torch.float64)[:, None] * frequency
@@ -155,12 +175,14 @@ class Llama(nn.Module):
 
     def forward(self, tokens):
         """The mean loss over sequences of context + 1 bytes."""
-        cosine, sine = (table[:tokens.shape[1] - 1] for table in self.rotation)
+        cosine, sine = (table[: tokens.shape[1] - 1] for table in self.rotation)
         x = self.model.embed_tokens(tokens[:, :-1])
         for layer in self.model.layers:
             x = layer(x, cosine, sine)
         logits = self.lm_head(self.model.norm(x))
-        return functional.cross_entropy(logits.to(cosine.dtype).flatten(0, 1), tokens[:, 1:].flatten())
+        return functional.cross_entropy(
+            logits.to(cosine.dtype).flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 class Text:
@@ -172,20 +194,35 @@ class Text:
         self.shape, self.seed = shape, seed
 
     def batch(self, step):
-        return (torch.from_numpy(windows(self.part, self.seed, step, self.shape.batch, self.shape.context).astype(numpy.int64)),)
+        return (
+            torch.from_numpy(
+                windows(self.part, self.seed, step, self.shape.batch, self.shape.context).astype(
+                    numpy.int64
+                )
+            ),
+        )
 
     def evaluation(self, batches):
         """Of --eval-batches so many."""
-        tokens = evaluation_windows(self.rest, batches * self.shape.batch, self.shape.context).astype(numpy.int64)
-        return [(torch.from_numpy(tokens[i:i + self.shape.batch]),) for i in range(0, len(tokens), self.shape.batch)]
+        tokens = evaluation_windows(
+            self.rest, batches * self.shape.batch, self.shape.context
+        ).astype(numpy.int64)
+        return [
+            (torch.from_numpy(tokens[i : i + self.shape.batch]),)
+            for i in range(0, len(tokens), self.shape.batch)
+        ]
 
 
-# ---- The network for digits --------------------------------------------------------------------------------------------------------
+# ---- The network for digits ----------------------------------------------------------------------
 
 
 class Digits(nn.Module):
     """Of images of 28 x 28, the only size here; the loss comes with the batch."""
-    FLOP = 6 * (24 * 24 * 25 * 20 + 8 * 8 * 25 * 20 * 50 + 800 * 500 + 500 * 10) - 2 * 24 * 24 * 25 * 20
+
+    FLOP = (
+        6 * (24 * 24 * 25 * 20 + 8 * 8 * 25 * 20 * 50 + 800 * 500 + 500 * 10)
+        - 2 * 24 * 24 * 25 * 20
+    )
 
     def __init__(self):
         super().__init__()
@@ -201,7 +238,8 @@ class Digits(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed):
-        """The first weights of `train mnist` (cnn_init_tensor in tools/trainer/models/cnn_shape.c)."""
+        """The first weights of `train mnist` (cnn_init_tensor in
+        tools/trainer/models/cnn_shape.c)."""
         for i, (name, p) in enumerate(self.named_parameters()):
             inputs = self.get_submodule(name.split(".")[0]).weight[0].numel()
             hashes = hash_counters(seed, i, numpy.arange(p.numel()), 0x636E6E) >> numpy.uint64(11)
@@ -210,8 +248,8 @@ class Digits(nn.Module):
 
 
 class Images:
-    """The batches of `train mnist` with this seed from a folder that write_images() made. Orders are made beforehand, for so many epochs,
-    and then come again."""
+    """The batches of `train mnist` with this seed from a folder that write_images() made. Orders
+    are made beforehand, for so many epochs, and then come again."""
 
     def __init__(self, folder, batch, seed, epochs=4, part="train"):
         def read(name, header):
@@ -219,13 +257,17 @@ class Images:
                 return numpy.frombuffer(file.read(), dtype=numpy.uint8, offset=header)
 
         self.labels = torch.from_numpy(read(f"{part}-labels-idx1-ubyte", 8).astype(numpy.int64))
-        self.pixels = torch.from_numpy(read(f"{part}-images-idx3-ubyte", 16).copy()).view(-1, 1, 28, 28)
+        self.pixels = torch.from_numpy(read(f"{part}-images-idx3-ubyte", 16).copy()).view(
+            -1, 1, 28, 28
+        )
         self.size, self.steps = batch, -(-len(self.labels) // batch)
-        self.orders = [torch.tensor(image_order(seed, epoch, len(self.labels))) for epoch in range(epochs)]
+        self.orders = [
+            torch.tensor(image_order(seed, epoch, len(self.labels))) for epoch in range(epochs)
+        ]
 
     def batch(self, step):
         epoch, number = divmod(step, self.steps)
-        some = self.orders[epoch % len(self.orders)][number * self.size:(number + 1) * self.size]
+        some = self.orders[epoch % len(self.orders)][number * self.size : (number + 1) * self.size]
         return self.pixels[some], self.labels[some]
 
     def whole(self):
@@ -233,20 +275,25 @@ class Images:
 
 
 def write_images(folder, train, test):
-    """Ten blots with noise over them, one label of ten wrong: a task that is learned in some steps but for that, in the four files of MNIST."""
+    """Ten blots with noise over them, one label of ten wrong: a task that is learned in some steps
+    but for that, in the four files of MNIST."""
     random = numpy.random.default_rng(1)
     blots = numpy.kron(random.integers(0, 256, (10, 7, 7)), numpy.ones((4, 4)))
     for name, n in (("train", train), ("t10k", test)):
         labels = random.integers(0, 10, n)
-        pixels = (0.4 * blots[labels] + 0.6 * random.integers(0, 256, (n, 28, 28))).astype(numpy.uint8)
+        pixels = (0.4 * blots[labels] + 0.6 * random.integers(0, 256, (n, 28, 28))).astype(
+            numpy.uint8
+        )
         labels = numpy.where(random.random(n) < 0.1, random.integers(0, 10, n), labels)
         with open(os.path.join(folder, f"{name}-images-idx3-ubyte"), "wb") as file:
             file.write(numpy.array([2051, n, 28, 28], dtype=">u4").tobytes() + pixels.tobytes())
         with open(os.path.join(folder, f"{name}-labels-idx1-ubyte"), "wb") as file:
-            file.write(numpy.array([2049, n], dtype=">u4").tobytes() + labels.astype(numpy.uint8).tobytes())
+            file.write(
+                numpy.array([2049, n], dtype=">u4").tobytes() + labels.astype(numpy.uint8).tobytes()
+            )
 
 
-# ---- The optimizer -----------------------------------------------------------------------------------------------------------------
+# ---- The optimizer -------------------------------------------------------------------------------
 
 
 def groups(model, weight_decay, all_of_them=False):
@@ -254,4 +301,8 @@ def groups(model, weight_decay, all_of_them=False):
     parts = {True: [], False: []}
     for p in model.parameters():
         parts[all_of_them or p.ndim > 1].append(p)
-    return [{"params": part, "weight_decay": weight_decay if decays else 0.0} for decays, part in parts.items() if part]
+    return [
+        {"params": part, "weight_decay": weight_decay if decays else 0.0}
+        for decays, part in parts.items()
+        if part
+    ]

@@ -1,34 +1,46 @@
 #!/usr/bin/env python3
-"""Traps of low precision, measured on every recipe of AdamW here and on every peer that is installed.
+"""Traps of low precision, measured on every recipe of AdamW here and on every peer that is
+installed.
 
     python bench/traps.py                    everything: some minutes of one processor
     python bench/traps.py --recipes short    of ours, only those that a page has room for
     python bench/traps.py --only RULE/ --recipes RULE/bf16-sr/int8,...    another rule of ours
 
-Each figure is a quotient: what the optimizer does over what torch's AdamW does with fp32 weights and states on the same
-gradients (rounded to what the optimizer is given), so that 1 is as it should be; of our rules and options that are not
-torch's AdamW, over what the same does with fp32. Tensors are 16 x 512.
+Each figure is a quotient: what the optimizer does over what torch's AdamW does with fp32 weights
+and states on the same gradients (rounded to what the optimizer is given), so that 1 is as it should
+be; of our rules and options that are not torch's AdamW, over what the same does with fp32. Tensors
+are 16 x 512.
 
 movement    weights of 1.0, gradients of 0.5, lr 1e-5, 2000 steps: the way that the weights went
-decay       no gradients, lr and weight decay 2^-10, so a millionth a step, 10000 steps: what normal weights lost (with 1e-3
-            for both the factor 1 - 1e-6 that torch multiplies by would be off by 1.3 % when it is rounded to fp32)
-fall        normal gradients, a hundredth of them after 1000 steps: mean size of the last 400 of 12000 updates
-noise       gradients of 0.5 and normal noise, new at each step, both a hundredth after 1000 steps: as fall
-spikes      normal gradients times 0.1, and times 30 one time in 1000, for each element by itself: mean size of the last 1000 of
+decay       no gradients, lr and weight decay 2^-10, so a millionth a step, 10000 steps: what normal
+            weights lost (with 1e-3
+            for both the factor 1 - 1e-6 that torch multiplies by would be off by 1.3 % when it is
+            rounded to fp32)
+fall        normal gradients, a hundredth of them after 1000 steps: mean size of the last 400 of
+            12000 updates
+noise       gradients of 0.5 and normal noise, new at each step, both a hundredth after 1000 steps:
+            as fall
+spikes      normal gradients times 0.1, and times 30 one time in 1000, for each element by itself:
+            mean size of the last 1000 of
             4000 updates
-block       every 256th element has gradients 10000 times the others': largest update of 2500 steps but the first 50
+block       every 256th element has gradients 10000 times the others': largest update of 2500 steps
+            but the first 50
 sigma1      normal gradients times exp(normal), which each element keeps: as block
 sigma2      times exp(2 normal)
-tiny        gradients of 1e-10 (IEEE half has none), eps 1e-30: root mean square of the updates of 800 steps but the first 50
-NaN         one NaN in one gradient, lr 1: weights not finite after five more sound steps, counted; weights that moved in
+tiny        gradients of 1e-10 (IEEE half has none), eps 1e-30: root mean square of the updates of
+            800 steps but the first 50
+NaN         one NaN in one gradient, lr 1: weights not finite after five more sound steps, counted;
+            weights that moved in
             that step, in per cent; both should be 0
-resume      20 steps = 10, save, load in a new process, 10: the same bits; "+ rng": only if torch's generator is saved too
+resume      20 steps = 10, save, load in a new process, 10: the same bits; "+ rng": only if torch's
+            generator is saved too
 
-For all from fall to tiny the weights are set to zero before each step and lr is 1, so that no weight's rounding can hide or
-add anything: what is compared is the update. Weights are read with their residuals and error codes.
+For all from fall to tiny the weights are set to zero before each step and lr is 1, so that no
+weight's rounding can hide or add anything: what is compared is the update. Weights are read with
+their residuals and error codes.
 
-EMA: averages of normal weights that follow their halves at decay 0.9999 for 2000 updates; the way that they went over that
-of torch's AveragedModel in fp32.
+EMA: averages of normal weights that follow their halves at decay 0.9999 for 2000 updates; the way
+that they went over that of torch's AveragedModel in fp32.
 
 Longer than 500 lines because every trap is a small experiment of its own."""
 
@@ -52,12 +64,18 @@ SHAPE = (16, 512)
 EMA_DECAY = 0.9999
 POOL = 61  # normal gradients are used again after so many steps
 
+
 class NotApplicable(Exception):
     """The question cannot be asked."""
 
 
-REFERENCE = common.Contestant("reference", "torch AdamW, fp32", "torch", "f32",
-                              common._class_of("torch.optim", "AdamW", foreach=False, fused=False))
+REFERENCE = common.Contestant(
+    "reference",
+    "torch AdamW, fp32",
+    "torch",
+    "f32",
+    common._class_of("torch.optim", "AdamW", foreach=False, fused=False),
+)
 
 
 def reference_of(contestant: common.Contestant) -> common.Contestant:
@@ -75,7 +93,8 @@ def normals(seed: int, *shape: int):
 
 
 class Run:
-    """A contestant on one parameter. Gradients are written anew before each step, since some compute in their memory."""
+    """A contestant on one parameter. Gradients are written anew before each step, since some
+    compute in their memory."""
 
     def __init__(self, contestant: common.Contestant, start, hyper: Dict):
         import torch
@@ -102,11 +121,12 @@ class Run:
 
 
 def as_given(values, half: bool):
-    """Rounded to what the optimizer will see: BF16 for BF16 and fp32 weights, IEEE half for its own."""
+    """Rounded to what the optimizer will see: BF16 for BF16 and fp32 weights, IEEE half for its
+    own."""
     return (values.half() if half else values.bfloat16()).float()
 
 
-# ---- The traps. Each returns a number that is divided by the reference's; `short` divides the steps. ---------------------
+# ---- The traps. Each returns a number that is divided by the reference's; `short` divides the steps.
 
 
 def movement(contestant, short: float, half: bool) -> float:
@@ -122,7 +142,9 @@ def movement(contestant, short: float, half: bool) -> float:
 def decay(contestant, short: float, half: bool) -> float:
     import torch
 
-    run = Run(contestant, as_given(normals(7, *SHAPE), half), {"lr": 2.0**-10, "weight_decay": 2.0**-10})
+    run = Run(
+        contestant, as_given(normals(7, *SHAPE), half), {"lr": 2.0**-10, "weight_decay": 2.0**-10}
+    )
     before, gradient = as_given(normals(7, *SHAPE), half).double(), torch.zeros(SHAPE)
     for _ in range(max(2, round(10000 / short))):
         run.step(gradient)
@@ -141,7 +163,9 @@ def _updates(contestant, gradients, half: bool, eps: float):
 def _open_loop(contestant, scales, half: bool, eps: float):
     """The same for gradients that are normals times scales(step)."""
     pool = [normals(1000 + k, *SHAPE) for k in range(POOL)]
-    return _updates(contestant, (pool[step % POOL] * scale for step, scale in enumerate(scales)), half, eps)
+    return _updates(
+        contestant, (pool[step % POOL] * scale for step, scale in enumerate(scales)), half, eps
+    )
 
 
 def _mean_size(updates, first: int) -> float:
@@ -160,7 +184,9 @@ def _steps_of_fall(short: float):
 
 def fall(contestant, short: float, half: bool) -> float:
     before, after, last = _steps_of_fall(short)
-    return _mean_size(_open_loop(contestant, [1.0] * before + [0.01] * after, half, 1e-8), before + after - last)
+    return _mean_size(
+        _open_loop(contestant, [1.0] * before + [0.01] * after, half, 1e-8), before + after - last
+    )
 
 
 def noise(contestant, short: float, half: bool) -> float:
@@ -168,8 +194,10 @@ def noise(contestant, short: float, half: bool) -> float:
 
     before, after, last = _steps_of_fall(short)
     source = torch.Generator().manual_seed(2000)
-    gradients = ((0.5 + torch.randn(SHAPE, generator=source)) * (1.0 if step < before else 0.01)
-                 for step in range(before + after))
+    gradients = (
+        (0.5 + torch.randn(SHAPE, generator=source)) * (1.0 if step < before else 0.01)
+        for step in range(before + after)
+    )
     return _mean_size(_updates(contestant, gradients, half, 1e-8), before + after - last)
 
 
@@ -178,8 +206,11 @@ def spikes(contestant, short: float, half: bool) -> float:
 
     steps = max(4, round(4000 / short))
     source = torch.Generator().manual_seed(3000)
-    gradients = (torch.randn(SHAPE, generator=source) * torch.where(torch.rand(SHAPE, generator=source) < 1e-3, 30.0, 0.1)
-                 for _ in range(steps))
+    gradients = (
+        torch.randn(SHAPE, generator=source)
+        * torch.where(torch.rand(SHAPE, generator=source) < 1e-3, 30.0, 0.1)
+        for _ in range(steps)
+    )
     return _mean_size(_updates(contestant, gradients, half, 1e-8), steps - steps // 4)
 
 
@@ -226,8 +257,17 @@ def tiny(contestant, short: float, half: bool) -> float:
     return math.sqrt(total / count)
 
 
-FIGURES: Dict[str, Callable] = {"movement": movement, "decay": decay, "fall": fall, "noise": noise, "spikes": spikes,
-                                "block": block, "sigma1": sigma1, "sigma2": sigma2, "tiny": tiny}
+FIGURES: Dict[str, Callable] = {
+    "movement": movement,
+    "decay": decay,
+    "fall": fall,
+    "noise": noise,
+    "spikes": spikes,
+    "block": block,
+    "sigma1": sigma1,
+    "sigma2": sigma2,
+    "tiny": tiny,
+}
 
 
 def nan(contestant, half: bool) -> Dict[str, int]:
@@ -249,7 +289,7 @@ def nan(contestant, half: bool) -> Dict[str, int]:
     return {"poisoned": int((~torch.isfinite(run.weight())).sum()), "moved": moved}
 
 
-# ---- Resume: in processes of their own ------------------------------------------------------------------------------------
+# ---- Resume: in processes of their own -----------------------------------------------------------
 
 
 def _resume_gradient(step: int):
@@ -266,7 +306,11 @@ def resume_save(contestants: List[common.Contestant], folder: str) -> None:
             run = Run(contestant, normals(3, *SHAPE).bfloat16().float(), {"weight_decay": 1e-2})
             for step in range(10):
                 run.step(_resume_gradient(step))
-            saved = {"weight": run.p.detach().clone(), "optimizer": run.optimizer.state_dict(), "rng": torch.get_rng_state()}
+            saved = {
+                "weight": run.p.detach().clone(),
+                "optimizer": run.optimizer.state_dict(),
+                "rng": torch.get_rng_state(),
+            }
             torch.save(saved, os.path.join(folder, f"{i}.middle"))
             for step in range(10, 20):
                 run.step(_resume_gradient(step))
@@ -277,7 +321,8 @@ def resume_save(contestants: List[common.Contestant], folder: str) -> None:
 
 
 def resume_load(contestants: List[common.Contestant], folder: str) -> Dict[str, str]:
-    """Goes on from the file: 'yes' where the end is the same, '+ rng' where it is with torch's generator put back, 'no'."""
+    """Goes on from the file: 'yes' where the end is the same, '+ rng' where it is with torch's
+    generator put back, 'no'."""
     import torch
 
     found = {}
@@ -306,8 +351,12 @@ def resume_load(contestants: List[common.Contestant], folder: str) -> Dict[str, 
                     torch.set_rng_state(saved["rng"])
                 for step in range(10, 20):
                     run.step(_resume_gradient(step))
-                same.append(torch.equal(run.p.detach(), end[0]) and torch.equal(run.weight(), end[1]))
-                saved = torch.load(os.path.join(folder, f"{i}.middle"), weights_only=not note)  # loading may share memory
+                same.append(
+                    torch.equal(run.p.detach(), end[0]) and torch.equal(run.weight(), end[1])
+                )
+                saved = torch.load(
+                    os.path.join(folder, f"{i}.middle"), weights_only=not note
+                )  # loading may share memory
             found[contestant.key] = ("yes" if same[0] else "+ rng" if same[1] else "no") + note
         except Exception as error:
             found[contestant.key] = "error: " + common.reason(error)
@@ -315,14 +364,28 @@ def resume_load(contestants: List[common.Contestant], folder: str) -> Dict[str, 
 
 
 def _resume_pair(group: List[common.Contestant], seconds: float):
-    """Answers by key from one process that saves and one that loads, or the reason why there are none."""
+    """Answers by key from one process that saves and one that loads, or the reason why there are
+    none."""
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "keys"), "w", encoding="utf-8") as file:
             json.dump([c.key for c in group], file)
         for phase in ("save", "load"):
-            command = [sys.executable, os.path.abspath(__file__), "--resume", phase, "--folder", folder]
+            command = [
+                sys.executable,
+                os.path.abspath(__file__),
+                "--resume",
+                phase,
+                "--folder",
+                folder,
+            ]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=seconds * len(group), check=False)
+                done = subprocess.run(
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=seconds * len(group),
+                    check=False,
+                )
             except subprocess.TimeoutExpired:
                 return {}, "took too long"
             if done.returncode:
@@ -331,7 +394,8 @@ def _resume_pair(group: List[common.Contestant], seconds: float):
 
 
 def resume(contestants: List[common.Contestant], seconds: float) -> Dict[str, str]:
-    """All in one pair of processes; should one of them die, a pair for each package, so that none can end another's."""
+    """All in one pair of processes; should one of them die, a pair for each package, so that none
+    can end another's."""
     found, why = _resume_pair(contestants, seconds)
     if not why:
         return found
@@ -353,7 +417,7 @@ def resume_child(phase: str, folder: str) -> None:
         print(json.dumps(resume_load(group, folder)))
 
 
-# ---- Averages of weights --------------------------------------------------------------------------------------------------
+# ---- Averages of weights -------------------------------------------------------------------------
 
 
 def _first():
@@ -382,7 +446,9 @@ def _averaged(dtype, make: Callable, updates: int) -> float:
     for _ in range(updates):
         average.update_parameters(live)
     read = getattr(average, "full_state_dict", None)
-    tensors = [t for t in read().values() if tuple(t.shape) == SHAPE] if read else [average.module.weight]
+    tensors = (
+        [t for t in read().values() if tuple(t.shape) == SHAPE] if read else [average.module.weight]
+    )
     return _way(tensors[0])
 
 
@@ -408,15 +474,23 @@ def averages(updates: int, only: Optional[str]) -> List[Dict]:
     def of_torch(multi: bool) -> Callable:
         def make(model):
             if multi:
-                return swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(EMA_DECAY))
+                return swa_utils.AveragedModel(
+                    model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
+                )
             return swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(EMA_DECAY))
+
         return make
 
     bf16 = torch.bfloat16
-    jobs = [("torch AveragedModel, multi_avg_fn, BF16", lambda: _averaged(bf16, of_torch(True), updates)),
-            ("torch AveragedModel, avg_fn, BF16", lambda: _averaged(bf16, of_torch(False), updates)),
-            ("HeavyBall ema_update, fp32", lambda: _heavyball_average(torch.float32, updates)),
-            ("HeavyBall ema_update, BF16", lambda: _heavyball_average(bf16, updates))]
+    jobs = [
+        (
+            "torch AveragedModel, multi_avg_fn, BF16",
+            lambda: _averaged(bf16, of_torch(True), updates),
+        ),
+        ("torch AveragedModel, avg_fn, BF16", lambda: _averaged(bf16, of_torch(False), updates)),
+        ("HeavyBall ema_update, fp32", lambda: _heavyball_average(torch.float32, updates)),
+        ("HeavyBall ema_update, BF16", lambda: _heavyball_average(bf16, updates)),
+    ]
     try:
         import halfstep
         from halfstep import _abi
@@ -424,8 +498,16 @@ def averages(updates: int, only: Optional[str]) -> List[Dict]:
         for name, form in _abi.formats.items():
             if form.roles & _abi.ROLE_WEIGHT:
                 dtype = {"f32": torch.float32, "bf1": bf16, "f16": torch.float16}[name[:3]]
-                jobs.append((f"`ema/{name}`", lambda name=name, dtype=dtype: _averaged(
-                    dtype, lambda model: halfstep.EMA(model, decay=EMA_DECAY, weights=name), updates)))
+                jobs.append(
+                    (
+                        f"`ema/{name}`",
+                        lambda name=name, dtype=dtype: _averaged(
+                            dtype,
+                            lambda model: halfstep.EMA(model, decay=EMA_DECAY, weights=name),
+                            updates,
+                        ),
+                    )
+                )
     except ImportError as error:
         jobs.append(("halfstep.EMA", lambda error=error: (_ for _ in ()).throw(error)))
     exact = _averaged(torch.float32, of_torch(True), updates)
@@ -440,7 +522,7 @@ def averages(updates: int, only: Optional[str]) -> List[Dict]:
     return rows
 
 
-# ---- All of it ------------------------------------------------------------------------------------------------------------
+# ---- All of it -----------------------------------------------------------------------------------
 
 
 def examine(contestant: common.Contestant, exact: Dict, short: float, patience: float) -> Dict:
@@ -454,7 +536,8 @@ def examine(contestant: common.Contestant, exact: Dict, short: float, patience: 
                 if (name, half, reference.key) not in exact:
                     exact[name, half, reference.key] = trap(reference, short, half)
                 if not exact[name, half, reference.key]:
-                    raise NotApplicable  # it stands still with fp32 too, as Prodigy does without gradients
+                    # it stands still with fp32 too, as Prodigy does without gradients
+                    raise NotApplicable
                 found[name] = trap(contestant, short, half) / exact[name, half, reference.key]
         except NotApplicable:
             continue
@@ -476,17 +559,28 @@ def number(value) -> str:
         return "-"
     if not math.isfinite(value):
         return str(value)
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 100
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.3f}"
+    )
 
 
 #: by format of states: how far from 1 a figure may be, and those of falls
-AIMS = {**dict.fromkeys(("f32", "bf16-sr", "bf16-ecc8", "bf16-ecc16"), (0.02, 0.02)), "int8": (0.01, 0.02), "int4": (0.05, 0.10)}
+AIMS = {
+    **dict.fromkeys(("f32", "bf16-sr", "bf16-ecc8", "bf16-ecc16"), (0.02, 0.02)),
+    "int8": (0.01, 0.02),
+    "int4": (0.05, 0.10),
+}
 #: how large the largest update may be
 LARGEST = {"block": 1.5, "sigma1": 1.4, "sigma2": 2.5}
 
 
 def outside(rows: Dict) -> List[str]:
-    """Of ours, what is not as near to 1 as it should be, and largest updates above what they should be."""
+    """Of ours, what is not as near to 1 as it should be, and largest updates above what they should
+    be."""
     found = []
     for key, row in rows.items():
         if row["package"] != "halfstep":
@@ -500,8 +594,11 @@ def outside(rows: Dict) -> List[str]:
             if name in LARGEST:
                 if not value <= LARGEST[name]:
                     found.append(f"`{key}`: largest update, {name}, {number(value)}")
-            elif weights not in ("bf16", "f16") and all(aims) and not abs(value - 1) <= max(
-                    aim[name in ("fall", "noise")] for aim in aims):
+            elif (
+                weights not in ("bf16", "f16")
+                and all(aims)
+                and not abs(value - 1) <= max(aim[name in ("fall", "noise")] for aim in aims)
+            ):
                 found.append(f"`{key}`: {name} {number(value)}")
         found += [f"`{key}`: {name} {row[name]}" for name in ("poisoned", "moved") if row.get(name)]
         if row.get("resume", "yes") != "yes":
@@ -510,8 +607,11 @@ def outside(rows: Dict) -> List[str]:
 
 
 def print_report(report: Dict) -> None:
-    print(", ".join(f"{k} {v}" for k, v in report["versions"].items()) +
-          (f"; steps divided by {report['short']:g}" if report["short"] != 1 else "") + "\n")
+    print(
+        ", ".join(f"{k} {v}" for k, v in report["versions"].items())
+        + (f"; steps divided by {report['short']:g}" if report["short"] != 1 else "")
+        + "\n"
+    )
     columns = ["optimizer", *FIGURES, "NaN: poisoned", "moved, %", "resume"]
     table, reasons = [], []
     total = SHAPE[0] * SHAPE[1]
@@ -520,19 +620,38 @@ def print_report(report: Dict) -> None:
         if len(row["reasons"]) and "fall" not in row:
             continue  # nothing was measured
         moved = None if row.get("moved") is None else 100 * row["moved"] / total
-        table.append([row["title"]] + [number(row.get(name)) for name in FIGURES] +
-                     [str(row.get("poisoned", "-")), "-" if moved is None else f"{moved:.0f}",
-                      row.get("resume", "-")])
+        table.append(
+            [row["title"]]
+            + [number(row.get(name)) for name in FIGURES]
+            + [
+                str(row.get("poisoned", "-")),
+                "-" if moved is None else f"{moved:.0f}",
+                row.get("resume", "-"),
+            ]
+        )
     print(common.markdown(columns, table))
     print(f"\nEMA at decay {EMA_DECAY}\n")
-    print(common.markdown(["average", "movement"], [[row["title"], number(row.get("movement"))] for row in report["averages"]
-                                                   if "reason" not in row]))
-    reasons += [(row["title"], "EMA", row["reason"]) for row in report["averages"] if "reason" in row]
+    print(
+        common.markdown(
+            ["average", "movement"],
+            [
+                [row["title"], number(row.get("movement"))]
+                for row in report["averages"]
+                if "reason" not in row
+            ],
+        )
+    )
+    reasons += [
+        (row["title"], "EMA", row["reason"]) for row in report["averages"] if "reason" in row
+    ]
     if reasons:
         print("\nNot measured\n")
         cells = [[cell.replace("|", "/") for cell in line] for line in reasons]
         print(common.markdown(["optimizer", "trap", "why"], cells, left=3))
-    print(f"\nOurs outside of what the design holds them to: {len(report['outside'])}" + (":" if report["outside"] else "."))
+    print(
+        f"\nOurs outside of what the design holds them to: {len(report['outside'])}"
+        + (":" if report["outside"] else ".")
+    )
     for line in report["outside"]:
         print(f"* {line}")
 
@@ -544,20 +663,44 @@ def write_csv(report: Dict, path: str) -> None:
         writer.writeheader()
         for key, row in report["traps"].items():
             line = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
-            writer.writerow({**line, "key": key, "reasons": "; ".join(f"{k}: {v}" for k, v in row["reasons"].items())})
+            writer.writerow(
+                {
+                    **line,
+                    "key": key,
+                    "reasons": "; ".join(f"{k}: {v}" for k, v in row["reasons"].items()),
+                }
+            )
         for row in report["averages"]:
-            writer.writerow({"key": "ema", "title": row["title"], "movement": f"{row.get('movement', math.nan):.6g}",
-                             "reasons": row.get("reason", "")})
+            writer.writerow(
+                {
+                    "key": "ema",
+                    "title": row["title"],
+                    "movement": f"{row.get('movement', math.nan):.6g}",
+                    "reasons": row.get("reason", ""),
+                }
+            )
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--only", help="contestants whose key contains or matches one of these words, separated by commas")
+    add(
+        "--only",
+        help="contestants whose key contains or matches one of these words, separated by commas",
+    )
     add("--recipes", default="all", help="of ours: all, short, or recipes separated by commas")
-    add("--short", type=float, default=1, help="divide numbers of steps by this; the figures are then not the page's")
+    add(
+        "--short",
+        type=float,
+        default=1,
+        help="divide numbers of steps by this; the figures are then not the page's",
+    )
     add("--patience", type=float, default=300, help="seconds for each figure, compilers included")
-    add("--no-resume", action="store_true", help="leave out the column that needs processes of its own")
+    add(
+        "--no-resume",
+        action="store_true",
+        help="leave out the column that needs processes of its own",
+    )
     add("--threads", type=int, default=1)
     add("--json", metavar="FILE", help="write everything; - prints it instead of the tables")
     add("--csv", metavar="FILE")
@@ -608,8 +751,12 @@ def main(arguments=None) -> int:
                 traps[key]["reasons"]["resume"] = answer[7:]
             else:
                 traps[key]["resume"] = answer
-    report = {"versions": common.versions(chosen), "short": options.short, "traps": traps,
-              "averages": averages(max(2, round(2000 / options.short)), options.only and None)}
+    report = {
+        "versions": common.versions(chosen),
+        "short": options.short,
+        "traps": traps,
+        "averages": averages(max(2, round(2000 / options.short)), options.only and None),
+    }
     report["outside"] = outside(traps)
     common.deliver(report, options, write_csv, print_report)
     return 0

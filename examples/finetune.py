@@ -2,15 +2,19 @@
 """Fine-tunes a small language model in 16-bit storage, and compares every recipe with fp32 AdamW.
 
     python examples/finetune.py                                       # data/demo.txt, a quarter of an hour on one core
-    python examples/finetune.py --data FILE --recipes adamw/bf16-sr/int8,adamw/bf16 --seeds 5 --svg finetune.svg
+    python examples/finetune.py --data FILE --recipes adamw/bf16-sr/int8,adamw/bf16 --seeds 5 --svg
+    finetune.svg
 
-A transformer over bytes, made of plain torch modules, is trained in fp32 with torch.optim.AdamW on the first half of a text.
-From these weights it is fine-tuned on what follows, up to the last tenth, once for each recipe and seed, and by torch's fp32
-AdamW with the same batches; the last tenth gives the validation loss. Differences to fp32 are taken seed by seed.
+A transformer over bytes, made of plain torch modules, is trained in fp32 with torch.optim.AdamW on
+the first half of a text. From these weights it is fine-tuned on what follows, up to the last tenth,
+once for each recipe and seed, and by torch's fp32 AdamW with the same batches; the last tenth gives
+the validation loss. Differences to fp32 are taken seed by seed.
 
-For a bf16 recipe the model is cast by model.to(torch.bfloat16), so that weights, gradients, activations and states are all
-16-bit or less and there is no fp32 copy of anything. The learning rate is that of a fine-tune: so low that BF16 weights
-rounded to nearest, the recipe adamw/bf16, hardly move. It is there as a control."""
+For a bf16 recipe the model is cast by model.to(torch.bfloat16), so that weights, gradients,
+activations and states are all 16-bit or less and there is no fp32 copy of anything. The learning
+rate is that of a fine-tune: so low that BF16 weights rounded to nearest, the recipe adamw/bf16,
+hardly move. It is there as a control."""
+
 import argparse
 import copy
 import json
@@ -25,8 +29,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-RECIPES = ("adamw/f32", "adamw/bf16-kahan", "adamw/bf16-sr", "adamw/bf16-ecc8/int8", "adamw/bf16-sr/int8",
-           "adamw/bf16-sr/int4", "adamw/bf16")
+RECIPES = (
+    "adamw/f32",
+    "adamw/bf16-kahan",
+    "adamw/bf16-sr",
+    "adamw/bf16-ecc8/int8",
+    "adamw/bf16-sr/int8",
+    "adamw/bf16-sr/int4",
+    "adamw/bf16",
+)
 REFERENCE = "torch.optim.AdamW, fp32"
 DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "data", "demo.txt")
 
@@ -39,10 +50,15 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
@@ -61,7 +77,7 @@ class Model(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, x):
-        return self.head(self.norm(self.blocks(self.bytes(x) + self.places.weight[:x.shape[1]])))
+        return self.head(self.norm(self.blocks(self.bytes(x) + self.places.weight[: x.shape[1]])))
 
 
 def loss_of(model, text, starts, context):
@@ -74,15 +90,20 @@ def loss_of(model, text, starts, context):
 @torch.no_grad()
 def validate(model, text, options):
     starts = torch.arange(0, len(text) - options.context - 1, options.context)
-    losses = [(loss_of(model, text, part, options.context).item(), len(part)) for part in starts.split(64)]
+    losses = [
+        (loss_of(model, text, part, options.context).item(), len(part)) for part in starts.split(64)
+    ]
     return sum(loss * n for loss, n in losses) / len(starts)
 
 
 def train(model, optimizer, text, steps, seed, options):
-    """Steps with a rate that rises over the first twentieth, then falls to a tenth. Gradients of the last are left there."""
+    """Steps with a rate that rises over the first twentieth, then falls to a tenth. Gradients of
+    the last are left there."""
     batches = torch.Generator().manual_seed(seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / (steps / 20), 0.1 + 0.45 * (1 + math.cos(math.pi * i / steps))))
+        optimizer,
+        lambda i: min((i + 1) / (steps / 20), 0.1 + 0.45 * (1 + math.cos(math.pi * i / steps))),
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         starts = torch.randint(len(text) - options.context - 1, (options.batch,), generator=batches)
@@ -92,7 +113,8 @@ def train(model, optimizer, text, steps, seed, options):
 
 
 def held(model, optimizer):
-    """Bytes per parameter that tensors really take: weights with residuals and error codes, gradients, states."""
+    """Bytes per parameter that tensors really take: weights with residuals and error codes,
+    gradients, states."""
     count = sum(p.numel() for p in model.parameters())
     found = {"weights": 0, "gradients": 0, "states": 0}
     for p in model.parameters():
@@ -107,31 +129,50 @@ def held(model, optimizer):
 def dtype_of(recipe):
     """What the model is cast to for a recipe."""
     weights = (recipe.split("/") + [""])[1]
-    return torch.bfloat16 if weights.startswith("bf16") else torch.float16 if weights.startswith("f16") else torch.float32
+    return (
+        torch.bfloat16
+        if weights.startswith("bf16")
+        else torch.float16
+        if weights.startswith("f16")
+        else torch.float32
+    )
 
 
 def summary(name, runs, reference):
     """One row of the table from the runs of a recipe: (loss, bytes) by seed."""
     losses = [loss for loss, _ in runs]
     pairs = [loss - other for loss, (other, _) in zip(losses, reference)]
-    spread, error = ((statistics.stdev(losses), statistics.stdev(pairs) / math.sqrt(len(pairs))) if len(runs) > 1
-                     else (None, None))
-    return {"recipe": name, "losses": losses, "loss": statistics.mean(losses), "spread": spread,
-            "difference": statistics.mean(pairs), "error": error,
-            "bytes_per_param": {**runs[0][1], "total": sum(runs[0][1].values())}}
+    spread, error = (
+        (statistics.stdev(losses), statistics.stdev(pairs) / math.sqrt(len(pairs)))
+        if len(runs) > 1
+        else (None, None)
+    )
+    return {
+        "recipe": name,
+        "losses": losses,
+        "loss": statistics.mean(losses),
+        "spread": spread,
+        "difference": statistics.mean(pairs),
+        "error": error,
+        "bytes_per_param": {**runs[0][1], "total": sum(runs[0][1].values())},
+    }
 
 
 def table(rows):
     def number(x, form):
         return "" if x is None else format(x, form)
 
-    lines = [f"{'recipe':<26} {'val loss':>8} {'spread':>7} {'difference':>11} {'+-':>7} {'weights':>8} {'grads':>6} "
-             f"{'states':>7} {'B/param':>8}"]
+    lines = [
+        f"{'recipe':<26} {'val loss':>8} {'spread':>7} {'difference':>11} {'+-':>7} {'weights':>8}"
+        f" {'grads':>6} {'states':>7} {'B/param':>8}"
+    ]
     for row in rows:
         b = row["bytes_per_param"]
-        lines.append(f"{row['recipe']:<26} {row['loss']:8.4f} {number(row['spread'], '.4f'):>7} {row['difference']:+11.4f} "
-                     f"{number(row['error'], '.4f'):>7} {b['weights']:8.3f} {b['gradients']:6.3f} {b['states']:7.3f} "
-                     f"{b['total']:8.3f}")
+        lines.append(
+            f"{row['recipe']:<26} {row['loss']:8.4f} {number(row['spread'], '.4f'):>7}"
+            f" {row['difference']:+11.4f} {number(row['error'], '.4f'):>7} {b['weights']:8.3f}"
+            f" {b['gradients']:6.3f} {b['states']:7.3f} {b['total']:8.3f}"
+        )
     return "\n".join(lines)
 
 
@@ -139,17 +180,25 @@ COLOURS = {"weights": "#4269d0", "gradients": "#efb118", "states": "#6cc5b0"}
 
 
 def svg(rows, caption):
-    """Differences with their standard errors on the left, bytes on the right. What lies far out is an arrow at the edge."""
+    """Differences with their standard errors on the left, bytes on the right. What lies far out is
+    an arrow at the edge."""
     line, top, left, middle, right = 30, 64, 190, 340, 590
     bottom = top + line * len(rows)
     spread = rows[0]["spread"] or 0.0
     sizes = sorted(abs(row["difference"]) + (row["error"] or 0) for row in rows)
-    limit = max(1.1 * spread, 1.1 * sizes[len(sizes) * 3 // 4], 1e-4)  # three quarters of the recipes fit
+    limit = max(
+        1.1 * spread, 1.1 * sizes[len(sizes) * 3 // 4], 1e-4
+    )  # three quarters of the recipes fit
     unit = 10.0 ** math.floor(math.log10(limit))
     limit = next(n * unit for n in (1, 2, 4, 6, 8, 10) if n * unit >= limit)
     most = max(row["bytes_per_param"]["total"] for row in rows)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="880" height="{bottom + 62}" viewBox="0 0 880 {bottom + 62}" '
-           'font-family="Helvetica, Arial, sans-serif" font-size="13">', '<rect width="100%" height="100%" fill="#fff"/>']
+    out = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="880" height="{bottom + 62}" viewBox="0'
+            f' 0 880 {bottom + 62}" font-family="Helvetica, Arial, sans-serif" font-size="13">'
+        ),
+        '<rect width="100%" height="100%" fill="#fff"/>',
+    ]
 
     def x(value):
         return round(left + middle / 2 * (1 + max(-1.0, min(1.0, value / limit))), 1)
@@ -161,7 +210,9 @@ def svg(rows, caption):
         out.append(f'<path d="{path}" stroke="{colour}" stroke-width="{width}" fill="none"/>')
 
     def box(at, y, wide, high, colour):
-        out.append(f'<rect x="{at:.1f}" y="{y}" width="{wide:.1f}" height="{high}" fill="{colour}"/>')
+        out.append(
+            f'<rect x="{at:.1f}" y="{y}" width="{wide:.1f}" height="{high}" fill="{colour}"/>'
+        )
 
     small = 'font-size="11" fill="#555"'
     write(left, 24, "Validation loss: difference to fp32 AdamW, nat/byte", 'font-weight="bold"')
@@ -175,15 +226,26 @@ def svg(rows, caption):
     for i in range(-2, 3):
         at = x(limit * i / 2)
         stroke(f"M{at} {top - 6}V{bottom}", "#ddd" if i else "#888")
-        write(at, bottom + 16, f"{limit * i / 2:+.2g}" if i else "0", f'text-anchor="middle" {small}')
+        write(
+            at, bottom + 16, f"{limit * i / 2:+.2g}" if i else "0", f'text-anchor="middle" {small}'
+        )
     for i, row in enumerate(rows):
         y = top + line * i + line // 2
         value, error, at = row["difference"], row["error"] or 0.0, x(row["difference"])
         write(left - 12, y + 4, row["recipe"], 'text-anchor="end"')
         if abs(value) > limit:
             way = 1 if value > 0 else -1
-            stroke(f"M{at - 34 * way} {y}H{at}M{at - 7 * way} {y - 5}L{at} {y}L{at - 7 * way} {y + 5}", "#c33", 2)
-            write(at - 40 * way, y + 4, f"{value:+.3f}", f'text-anchor="{"end" if way > 0 else "start"}" fill="#c33"')
+            stroke(
+                f"M{at - 34 * way} {y}H{at}M{at - 7 * way} {y - 5}L{at} {y}L{at - 7 * way} {y + 5}",
+                "#c33",
+                2,
+            )
+            write(
+                at - 40 * way,
+                y + 4,
+                f"{value:+.3f}",
+                f'text-anchor="{"end" if way > 0 else "start"}" fill="#c33"',
+            )
         else:
             stroke(f"M{x(value - error)} {y}H{x(value + error)}", "#222", 2)
             out.append(f'<circle cx="{at}" cy="{y}" r="4" fill="#222"/>')
@@ -205,15 +267,32 @@ class Parser(argparse.ArgumentParser):
 def arguments():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--data", metavar="FILE", default=DEMO, help="any file, taken as bytes (default: the repository's data/demo.txt)")
+    add(
+        "--data",
+        metavar="FILE",
+        default=DEMO,
+        help="any file, taken as bytes (default: the repository's data/demo.txt)",
+    )
     add("--recipes", default=",".join(RECIPES), help="names between commas (default: %(default)s)")
     add("--seeds", type=int, default=3, help="runs of each recipe (%(default)s)")
-    add("--pretrain", type=int, default=1000, metavar="N", help="steps before the fine-tune, in fp32 (%(default)s)")
+    add(
+        "--pretrain",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="steps before the fine-tune, in fp32 (%(default)s)",
+    )
     add("--steps", type=int, default=400, metavar="N", help="steps of the fine-tune (%(default)s)")
     add("--lr", type=float, default=3e-5, help="of the fine-tune (%(default)s)")
     add("--pretrain-lr", type=float, default=2e-3, help="(%(default)s)")
     add("--weight-decay", type=float, default=0.01, help="(%(default)s)")
-    for name, default in (("width", 128), ("depth", 3), ("heads", 4), ("context", 64), ("batch", 16)):
+    for name, default in (
+        ("width", 128),
+        ("depth", 3),
+        ("heads", 4),
+        ("context", 64),
+        ("batch", 16),
+    ):
         add(f"--{name}", type=int, default=default, help="(%(default)s)")
     add("--threads", type=int, default=0, help="of torch and of halfstep (torch's default)")
     add("--json", action="store_true", help="one JSON object instead of the table")
@@ -233,7 +312,9 @@ def arguments():
     recipes = [recipe for recipe in options.recipes.split(",") if recipe]
     for recipe in recipes:
         try:
-            halfstep.optimizer(recipe, [nn.Parameter(torch.zeros(2, 2, dtype=dtype_of(recipe)))], lr=options.lr)
+            halfstep.optimizer(
+                recipe, [nn.Parameter(torch.zeros(2, 2, dtype=dtype_of(recipe)))], lr=options.lr
+            )
         except ValueError as error:
             parser.error(f"--recipes: {recipe}: {error}")
     try:
@@ -244,7 +325,10 @@ def arguments():
     except ValueError:
         text = torch.empty(0)
     if len(text) < 20 * (options.context + 2):
-        parser.error(f"--data: {options.data} has {len(text)} bytes; at least {20 * (options.context + 2)} are needed")
+        parser.error(
+            f"--data: {options.data} has {len(text)} bytes; at least {20 * (options.context + 2)}"
+            " are needed"
+        )
     return options, recipes, text
 
 
@@ -254,7 +338,11 @@ def main():
 
     if options.threads > 0:
         torch.set_num_threads(options.threads)
-    before, tuning, unseen = text[:len(text) // 2], text[len(text) // 2:len(text) * 9 // 10], text[len(text) * 9 // 10:]
+    before, tuning, unseen = (
+        text[: len(text) // 2],
+        text[len(text) // 2 : len(text) * 9 // 10],
+        text[len(text) * 9 // 10 :],
+    )
     began = time.monotonic()
 
     def say(what):
@@ -264,7 +352,9 @@ def main():
     pretrained = Model(options.width, options.depth, options.heads, options.context)
     count = sum(p.numel() for p in pretrained.parameters())
     say(f"{count} parameters; pretraining, {options.pretrain} steps on {len(before)} bytes")
-    optimizer = torch.optim.AdamW(pretrained.parameters(), lr=options.pretrain_lr, weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW(
+        pretrained.parameters(), lr=options.pretrain_lr, weight_decay=options.weight_decay
+    )
     train(pretrained, optimizer, before, options.pretrain, 0, options)
     start = validate(pretrained, unseen, options)
     say(f"validation loss {start:.4f}; fine-tuning, {options.steps} steps on {len(tuning)} bytes")
@@ -275,23 +365,37 @@ def main():
             model = copy.deepcopy(pretrained)
             model.zero_grad()
             if name == REFERENCE:
-                optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+                optimizer = torch.optim.AdamW(
+                    model.parameters(), lr=options.lr, weight_decay=options.weight_decay
+                )
             else:
                 model.to(dtype_of(name))
-                optimizer = halfstep.optimizer(name, model.named_parameters(), lr=options.lr, seed=seed,
-                                               weight_decay=options.weight_decay)
+                optimizer = halfstep.optimizer(
+                    name,
+                    model.named_parameters(),
+                    lr=options.lr,
+                    seed=seed,
+                    weight_decay=options.weight_decay,
+                )
             train(model, optimizer, tuning, options.steps, seed, options)
             runs[name].append((validate(model, unseen, options), held(model, optimizer)))
             say(f"seed {seed}, {name}: {runs[name][-1][0]:.4f}")
 
     rows = [summary(name, found, runs[REFERENCE]) for name, found in runs.items()]
-    caption = (f"{count:,} parameters, {options.steps} steps at learning rate {options.lr:g}; fp32 goes from {start:.4f} to "
-               f"{rows[0]['loss']:.4f}; mean of {options.seeds} seeds, bars: standard error")
+    caption = (
+        f"{count:,} parameters, {options.steps} steps at learning rate {options.lr:g}; fp32 goes"
+        f" from {start:.4f} to {rows[0]['loss']:.4f}; mean of {options.seeds} seeds, bars: standard"
+        " error"
+    )
     if options.svg:
         with open(options.svg, "w", encoding="utf-8") as file:
             file.write(svg(rows, caption))
     if options.json:
-        print(json.dumps({"parameters": count, "loss_before": start, "options": vars(options), "rows": rows}))
+        print(
+            json.dumps(
+                {"parameters": count, "loss_before": start, "options": vars(options), "rows": rows}
+            )
+        )
     else:
         print(f"{caption}\n\n{table(rows)}")
 

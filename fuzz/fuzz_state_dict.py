@@ -1,10 +1,13 @@
-"""Mutated state_dicts given to load_state_dict(): a Python exception and the optimizer as it was, or a load after which steps
-are made and the states can be saved; never a crash.
+"""Mutated state_dicts given to load_state_dict(): a Python exception and the optimizer as it was,
+or a load after which steps are made and the states can be saved; never a crash.
 
     fuzz_state_dict.py [--rounds N] [--seconds N] [--seed N] [--round N]
 
-Types, shapes, dtypes, counters, scales (any bytes) and hyper-parameters change. Each round is by itself a function of seed
-and number, and runs in one of a few child processes, so that a crash is told with its number. Needs torch and halfstep."""
+Types, shapes, dtypes, counters, scales (any bytes) and hyper-parameters change. Each round is by
+itself a function of seed and number, and runs in one of a few child processes, so that a crash is
+told with its number. Needs torch and halfstep.
+"""
+
 import argparse
 import copy
 import io
@@ -21,17 +24,62 @@ import torch
 
 import halfstep
 
-CASES = [("AdamW", {"weights": "bf16-kahan", "states": "int8"}, torch.bfloat16), ("AdamW", {"states": "dyn8"}, torch.float32),
-         ("Lion", {"weights": "bf16-sr", "states": "int4"}, torch.bfloat16), ("SGD", {"momentum": 0.9}, torch.float32),
-         ("Lamb", {"weights": "f16-ecc8", "states": "fp8"}, torch.float16), ("Muon", {"weights": "bf16-ecc16"}, torch.bfloat16),
-         ("ScheduleFree", {"weights": "bf16-ecc8", "states": "dyn4"}, torch.bfloat16), ("Adan", {"states": "bf16-sr"}, torch.float32),
-         ("Lamb16", {}, torch.float32), ("AdamWDelayed", {"weights": "bf16-kahan"}, torch.bfloat16)]
+CASES = [
+    ("AdamW", {"weights": "bf16-kahan", "states": "int8"}, torch.bfloat16),
+    ("AdamW", {"states": "dyn8"}, torch.float32),
+    ("Lion", {"weights": "bf16-sr", "states": "int4"}, torch.bfloat16),
+    ("SGD", {"momentum": 0.9}, torch.float32),
+    ("Lamb", {"weights": "f16-ecc8", "states": "fp8"}, torch.float16),
+    ("Muon", {"weights": "bf16-ecc16"}, torch.bfloat16),
+    ("ScheduleFree", {"weights": "bf16-ecc8", "states": "dyn4"}, torch.bfloat16),
+    ("Adan", {"states": "bf16-sr"}, torch.float32),
+    ("Lamb16", {}, torch.float32),
+    ("AdamWDelayed", {"weights": "bf16-kahan"}, torch.bfloat16),
+]
 SHAPES = [(16, 256), (5, 96), (40,), ()]
-EXCEPTIONS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError, IndexError)
-ODD = [None, -1, 0, 3.5, float("nan"), float("inf"), 2 ** 63, 2 ** 64, -2 ** 70, "", "adamw/bf99", b"\xff", [], {}, (1, 2), True,
-       torch.tensor(-3.0), torch.tensor(float("nan")), torch.zeros(0), torch.zeros(3, 3, dtype=torch.int8)]
-DTYPES = [torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool,
-          torch.complex64]
+EXCEPTIONS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    IndexError,
+)
+ODD = [
+    None,
+    -1,
+    0,
+    3.5,
+    float("nan"),
+    float("inf"),
+    2**63,
+    2**64,
+    -(2**70),
+    "",
+    "adamw/bf99",
+    b"\xff",
+    [],
+    {},
+    (1, 2),
+    True,
+    torch.tensor(-3.0),
+    torch.tensor(float("nan")),
+    torch.zeros(0),
+    torch.zeros(3, 3, dtype=torch.int8),
+]
+DTYPES = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+]
 
 
 def classes():
@@ -41,8 +89,12 @@ def classes():
 def made(case):
     name, options, dtype = case
     generator = torch.Generator().manual_seed(1)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-    return params, getattr(halfstep, name)([(f"p{i}", p) for i, p in enumerate(params)], lr=1e-3, **options)
+    params = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
+    return params, getattr(halfstep, name)(
+        [(f"p{i}", p) for i, p in enumerate(params)], lr=1e-3, **options
+    )
 
 
 def run(params, opt, steps):
@@ -55,7 +107,11 @@ def run(params, opt, steps):
 def everything(value):
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().reshape(-1)
-        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"",
+        )
     if isinstance(value, dict):
         return {k: everything(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -69,36 +125,57 @@ def odd_tensor(rng, tensor):
         flat = tensor.detach().clone().contiguous()
         if flat.numel():
             raw = flat.view(-1).view(torch.uint8)
-            raw.copy_(torch.tensor([rng.randrange(256) for _ in range(min(64, raw.numel()))], dtype=torch.uint8)
-                      .repeat(raw.numel() // min(64, raw.numel()) + 1)[:raw.numel()])
+            raw.copy_(
+                torch.tensor(
+                    [rng.randrange(256) for _ in range(min(64, raw.numel()))], dtype=torch.uint8
+                ).repeat(raw.numel() // min(64, raw.numel()) + 1)[: raw.numel()]
+            )
         return flat
     if kind == 1 and tensor.is_floating_point():
         value = rng.choice([float("nan"), float("inf"), -1.0, -1e30, 1e-40, 0.0, 3e38])
         out = tensor.detach().clone()
         if out.numel():
-            out.view(-1)[rng.randrange(out.numel())::rng.randrange(1, 9)] = value
+            out.view(-1)[rng.randrange(out.numel()) :: rng.randrange(1, 9)] = value
         return out
     if kind == 2:
         return tensor.to(rng.choice(DTYPES))
     if kind == 3:
-        return tensor.detach().clone().reshape(-1)[:rng.randrange(tensor.numel() + 1)]
+        return tensor.detach().clone().reshape(-1)[: rng.randrange(tensor.numel() + 1)]
     if kind == 4:
-        return torch.cat([tensor.detach().reshape(-1), tensor.detach().reshape(-1)[:rng.randrange(3)]])
+        return torch.cat(
+            [tensor.detach().reshape(-1), tensor.detach().reshape(-1)[: rng.randrange(3)]]
+        )
     if kind == 5:  # another layout of the same elements
-        return tensor.detach().clone().t().contiguous().t() if tensor.dim() == 2 else tensor.detach().clone().expand(tensor.shape)
+        return (
+            tensor.detach().clone().t().contiguous().t()
+            if tensor.dim() == 2
+            else tensor.detach().clone().expand(tensor.shape)
+        )
     return tensor.detach().clone().reshape(1, *tensor.shape)
 
 
 def mutate(rng, file):
     for _ in range(rng.randrange(1, 4)):
-        states = [s for s in file.get("state", {}).values() if isinstance(s, dict) and s] if isinstance(file.get("state"), dict) else []
-        groups = [g for g in file["param_groups"] if isinstance(g, dict)] if isinstance(file.get("param_groups"), list) else []
+        states = (
+            [s for s in file.get("state", {}).values() if isinstance(s, dict) and s]
+            if isinstance(file.get("state"), dict)
+            else []
+        )
+        groups = (
+            [g for g in file["param_groups"] if isinstance(g, dict)]
+            if isinstance(file.get("param_groups"), list)
+            else []
+        )
         kind = rng.randrange(8)
         if kind < 4 and states:
             state = rng.choice(states)
             key = rng.choice(sorted(state))
             value = state[key]
-            state[key] = odd_tensor(rng, value) if isinstance(value, torch.Tensor) and rng.randrange(4) else rng.choice(ODD)
+            state[key] = (
+                odd_tensor(rng, value)
+                if isinstance(value, torch.Tensor) and rng.randrange(4)
+                else rng.choice(ODD)
+            )
         elif kind == 4 and states:
             state = rng.choice(states)
             state.pop(rng.choice(sorted(state)))
@@ -109,7 +186,9 @@ def mutate(rng, file):
             group = rng.choice(groups)
             key = rng.choice(sorted(group))
             if isinstance(group[key], (list, tuple)) and group[key]:
-                group[key] = [rng.choice([v, rng.choice(ODD)]) for v in group[key]][:rng.randrange(len(group[key]) + 2)]
+                group[key] = [rng.choice([v, rng.choice(ODD)]) for v in group[key]][
+                    : rng.randrange(len(group[key]) + 2)
+                ]
             else:
                 group.pop(key)
         elif kind == 7 and isinstance(file.get("state"), dict):
@@ -149,7 +228,8 @@ def one(seed, number, counts):
 
 
 def work(seed, first, last, deadline, place):
-    """Rounds first .. last - 1, the present one in place[0]; accepted and refused are counted in place[1:3]."""
+    """Rounds first .. last - 1, the present one in place[0]; accepted and refused are counted in
+    place[1:3]."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts = [0, 0]
@@ -183,7 +263,7 @@ def main():
         return 0
     start = time.time()
     deadline = start + options.seconds if options.seconds else 0
-    last = 10 ** 9 if options.seconds else options.rounds
+    last = 10**9 if options.seconds else options.rounds
     place = multiprocessing.get_context("fork").Array("q", 4, lock=False)
     number = found = 0
     # What is imported late is imported here, once.
@@ -197,10 +277,16 @@ def main():
             break
         found += 1
         how = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "an exception"
-        print(f"     {how}\n     reproduce: python {sys.argv[0]} --seed {options.seed} --round {place[0]}", flush=True)
+        print(
+            f"     {how}\n     reproduce: python {sys.argv[0]} --seed {options.seed} --round"
+            f" {place[0]}",
+            flush=True,
+        )
         number = place[0] + 1
-    print(f"| fuzz_state_dict | {time.time() - start:.0f} | {place[3]} ({place[1]} loads taken, {place[2]} refused) | "
-          f"{f'{found} findings' if found else 'nothing'} |")
+    print(
+        f"| fuzz_state_dict | {time.time() - start:.0f} | {place[3]} ({place[1]} loads taken,"
+        f" {place[2]} refused) | {f'{found} findings' if found else 'nothing'} |"
+    )
     return 1 if found else 0
 
 

@@ -1,20 +1,26 @@
 #!/usr/bin/env python3
-"""Instructions that steps execute, by recipe and instruction set: the same numbers on every run and every machine.
+"""Instructions that steps execute, by recipe and instruction set: the same numbers on every run and
+every machine.
 
     instructions.py BUILD                 counts of one build, as Markdown; --by-rule: in short
     instructions.py OLD NEW               of two, with new / old
-    instructions.py BUILD --write FILE    records them as budgets (`make budgets`: bench/instructions.csv)
+    instructions.py BUILD --write FILE    records them as budgets (`make budgets`:
+                                          bench/instructions.csv)
     instructions.py BUILD --check FILE    the alarm: fails where a row needs more than its budget
 
-BUILD is a build folder of any version, a libhalfstep.so of this one's header, or what --write wrote of one. --rows takes parts of names, or whole rows where nothing that is
-listed has such a part ("muon/f32/f32 rows=4 ns_steps=1"); without it every rule in four formats and every recipe of
-bench/results.csv. --isa takes names; without it all that this machine has but scalar, whose speed nobody counts. A library
-for the other processor is counted by qemu, with a cross compiler: instructions.py build/aarch64. lab/instructions.c does the
-counting and says how; it is compiled with $CC, or cc.
+BUILD is a build folder of any version, a libhalfstep.so of this one's header, or what --write wrote
+of one. --rows takes parts of names, or whole rows where nothing that is listed has such a part
+("muon/f32/f32 rows=4 ns_steps=1"); without it every rule in four formats and every recipe of
+bench/results.csv. --isa takes names; without it all that this machine has but scalar, whose speed
+nobody counts. A library for the other processor is counted by qemu, with a cross compiler:
+instructions.py build/aarch64. lab/instructions.c does the counting and says how; it is compiled
+with $CC, or cc.
 
-A budget belongs to the compiler that made the library: exceeding it by 3 % for each element, or by 10 % for a small tensor,
-is an alarm. Other compilers, or other options (--loose), may exceed the largest that is recorded by 30 %.
+A budget belongs to the compiler that made the library: exceeding it by 3 % for each element, or by
+10 % for a small tensor, is an alarm. Other compilers, or other options (--loose), may exceed the
+largest that is recorded by 30 %.
 """
+
 import argparse
 import concurrent.futures
 import csv
@@ -50,13 +56,16 @@ def machine_of(library):
 
 def compiler_of(library):
     """Name and major version, as the compiler left them in the library."""
-    text = subprocess.run(["readelf", "-p", ".comment", library], capture_output=True, text=True).stdout
+    text = subprocess.run(
+        ["readelf", "-p", ".comment", library], capture_output=True, text=True
+    ).stdout
     clang, gcc = re.search(r"clang version (\d+)", text), re.search(r"GCC: \(.*\) (\d+)", text)
     return f"clang {clang[1]}" if clang else f"gcc {gcc[1]}" if gcc else "unknown"
 
 
 def header_of(library):
-    """The folder of the header that it was built with, where its build folder tells; this tree's otherwise."""
+    """The folder of the header that it was built with, where its build folder tells; this tree's
+    otherwise."""
     cache = os.path.join(os.path.dirname(library), "CMakeCache.txt")
     if os.path.exists(cache):
         with open(cache, encoding="utf-8") as file:
@@ -73,7 +82,9 @@ class Recorded:
         self.budgets = read_budgets(path)
         compilers = {key[0] for key in self.budgets}
         if len(compilers) != 1:
-            sys.exit(f"instructions.py: {path} has counts of {len(compilers)} compilers; leave one in it")
+            sys.exit(
+                f"instructions.py: {path} has counts of {len(compilers)} compilers; leave one in it"
+            )
         self.compiler = compilers.pop()
 
     def isas(self):
@@ -84,11 +95,16 @@ class Recorded:
         return [row for row in rows if not patterns or any(p in row for p in patterns)]
 
     def count(self, isas, rows):
-        return {key[1:]: counts for key, counts in self.budgets.items() if key[1] in isas and key[2] in rows}
+        return {
+            key[1:]: counts
+            for key, counts in self.budgets.items()
+            if key[1] in isas and key[2] in rows
+        }
 
 
 class Counter:
-    """lab/instructions.c, compiled for the processor of a library and with its header, whose structures may differ from ours."""
+    """lab/instructions.c, compiled for the processor of a library and with its header, whose
+    structures may differ from ours."""
 
     def __init__(self, library, folder):
         self.compiler = compiler_of(library)
@@ -96,17 +112,41 @@ class Counter:
         self.program = os.path.join(tempfile.mkdtemp(dir=folder), "instructions")
         here = self.machine == platform.machine()
         compiler = os.environ.get("CC", "cc") if here else f"{self.machine}-linux-gnu-gcc"
-        self.before = [] if here else [f"qemu-{self.machine}", "-L", f"/usr/{self.machine}-linux-gnu"]
+        self.before = (
+            [] if here else [f"qemu-{self.machine}", "-L", f"/usr/{self.machine}-linux-gnu"]
+        )
         for tool in [compiler.split()[0], *self.before[:1]]:
             if not shutil.which(tool):
-                sys.exit(f"instructions.py: {library} is for {self.machine}, and {tool} is not installed")
-        subprocess.run([*compiler.split(), "-std=c11", "-O1", "-I", header_of(library), "-o", self.program,
-                        os.path.join(ROOT, "lab", "instructions.c"), "-ldl"], check=True)
+                sys.exit(
+                    f"instructions.py: {library} is for {self.machine}, and {tool} is not installed"
+                )
+        subprocess.run(
+            [
+                *compiler.split(),
+                "-std=c11",
+                "-O1",
+                "-I",
+                header_of(library),
+                "-o",
+                self.program,
+                os.path.join(ROOT, "lab", "instructions.c"),
+                "-ldl",
+            ],
+            check=True,
+        )
 
     def run(self, *arguments):
-        run = subprocess.run([*self.before, self.program, self.library, *arguments], stdout=subprocess.PIPE, text=True)
+        run = subprocess.run(
+            [*self.before, self.program, self.library, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         if run.returncode:
-            sys.exit(CANNOT if run.returncode == CANNOT else f"instructions.py: {self.library} could not be counted")
+            sys.exit(
+                CANNOT
+                if run.returncode == CANNOT
+                else f"instructions.py: {self.library} could not be counted"
+            )
         return run.stdout.splitlines()
 
     def isas(self):
@@ -119,10 +159,11 @@ class Counter:
         listed = sorted(set(listed))
         if not patterns:
             return listed
-        return sorted({row for p in patterns for row in ([row for row in listed if p in row] or [p])})
+        return sorted({row for p in patterns for row in [row for row in listed if p in row] or [p]})
 
     def count(self, isas, rows):
-        """{(isa, row): (for each element, for each small tensor, for a step)}; what the library does not know is left out."""
+        """{(isa, row): (for each element, for each small tensor, for a step)}; what the library
+        does not know is left out."""
         found = {}
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             for lines in pool.map(lambda isa: self.run("--isa", isa, *rows), isas):
@@ -132,7 +173,7 @@ class Counter:
         return found
 
 
-# ---- Tables ----
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def print_table(head, left, rows):
@@ -147,48 +188,98 @@ def number(value, digits):
 
 
 def print_counts(isas, rows, found):
-    head = ["row", *[f"{isa}, {what}" for what in ("element", "small tensor", "step") for isa in isas]]
-    print_table(head, 1, [[f"`{row}`", *[number(found[isa, row][what] if (isa, row) in found else None, 2 if what == ELEMENT else 0)
-                                         for what in (ELEMENT, TENSOR, STEP) for isa in isas]] for row in rows])
+    head = [
+        "row",
+        *[f"{isa}, {what}" for what in ("element", "small tensor", "step") for isa in isas],
+    ]
+    print_table(
+        head,
+        1,
+        [
+            [
+                f"`{row}`",
+                *[
+                    number(
+                        found[isa, row][what] if (isa, row) in found else None,
+                        2 if what == ELEMENT else 0,
+                    )
+                    for what in (ELEMENT, TENSOR, STEP)
+                    for isa in isas
+                ],
+            ]
+            for row in rows
+        ],
+    )
 
 
 def print_by_rule(isas, rows, found):
-    """Short enough for a page: rules by formats, the instruction sets in one cell, then what is left."""
+    """Short enough for a page: rules by formats, the instruction sets in one cell, then what is
+    left."""
     formats = ["f32/f32", "bf16-sr/bf16-sr", "bf16-sr/int8", "bf16-ecc8/int8"]
 
     def cell(row, what):
-        return "; ".join(number(found[isa, row][what] if (isa, row) in found else None, 1 if what == ELEMENT else 0) for isa in isas)
+        return "; ".join(
+            number(
+                found[isa, row][what] if (isa, row) in found else None, 1 if what == ELEMENT else 0
+            )
+            for isa in isas
+        )
 
     left, lines = set(rows), []
     for rule in dict.fromkeys(row.split("/")[0] for row in rows):
         cells = [f"`{rule}`"]
         for weight, state in (f.split("/") for f in formats):
             # States that the format does not serve take their defaults; ema has none.
-            fits = [row for row in sorted(left) if re.fullmatch(rf"{rule}/{weight}(/{state}(\+{state})*(\+bf16-sr)?)?", row)]
+            fits = [
+                row
+                for row in sorted(left)
+                if re.fullmatch(rf"{rule}/{weight}(/{state}(\+{state})*(\+bf16-sr)?)?", row)
+            ]
             cells.append(cell(fits[0], ELEMENT) if fits else "")
             left.difference_update(fits[:1])
-        lines.append([*cells, cell(f"{rule}/f32/f32" if f"{rule}/f32/f32" in rows else f"{rule}/f32", TENSOR)])
+        lines.append(
+            [
+                *cells,
+                cell(f"{rule}/f32/f32" if f"{rule}/f32/f32" in rows else f"{rule}/f32", TENSOR),
+            ]
+        )
     print(f"{'; '.join(isas)}:\n")
     print_table(["rule", *[f"`{f}`" for f in formats], "small tensor, `f32/f32`"], 1, lines)
-    print_table(["row", "element", "small tensor"], 1, [[f"`{row}`", cell(row, ELEMENT), cell(row, TENSOR)] for row in sorted(left)])
+    print_table(
+        ["row", "element", "small tensor"],
+        1,
+        [[f"`{row}`", cell(row, ELEMENT), cell(row, TENSOR)] for row in sorted(left)],
+    )
 
 
 def print_comparison(isas, rows, old, new):
-    for what, title in ((ELEMENT, "Instructions for each element"), (TENSOR, "Instructions for each small tensor"),
-                        (STEP, "Instructions for a step of one tensor, whatever its size")):
+    for what, title in (
+        (ELEMENT, "Instructions for each element"),
+        (TENSOR, "Instructions for each small tensor"),
+        (STEP, "Instructions for a step of one tensor, whatever its size"),
+    ):
         print(f"{title}:\n")
         lines = []
         for row in rows:
             cells = [f"`{row}`"]
             for isa in isas:
-                a, b = (found[isa, row][what] if (isa, row) in found else None for found in (old, new))
+                a, b = (
+                    found[isa, row][what] if (isa, row) in found else None for found in (old, new)
+                )
                 digits = 2 if what == ELEMENT else 0
                 cells += [number(a, digits), number(b, digits), f"{b / a:.3f}" if a and b else ""]
             lines.append(cells)
-        print_table(["row", *[f"{isa}{column}" for isa in isas for column in (", old", ", new", ", new / old")]], 1, lines)
+        print_table(
+            [
+                "row",
+                *[f"{isa}{column}" for isa in isas for column in (", old", ", new", ", new / old")],
+            ],
+            1,
+            lines,
+        )
 
 
-# ---- Budgets ----
+# ---- Budgets -------------------------------------------------------------------------------------
 
 
 def read_budgets(path):
@@ -196,18 +287,27 @@ def read_budgets(path):
     if not os.path.exists(path):
         return {}
     with open(path, encoding="utf-8") as file:
-        return {(r["compiler"], r["isa"], r["row"]): tuple(float(r[c]) for c in COLUMNS[3:]) for r in csv.DictReader(file)}
+        return {
+            (r["compiler"], r["isa"], r["row"]): tuple(float(r[c]) for c in COLUMNS[3:])
+            for r in csv.DictReader(file)
+        }
 
 
 def write_budgets(path, compiler, isas, found):
     """What this compiler has for these instruction sets is replaced, all else stays."""
-    budgets = {key: counts for key, counts in read_budgets(path).items() if key[0] != compiler or key[1] not in isas}
+    budgets = {
+        key: counts
+        for key, counts in read_budgets(path).items()
+        if key[0] != compiler or key[1] not in isas
+    }
     budgets.update({(compiler, isa, row): counts for (isa, row), counts in found.items()})
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for key in sorted(budgets):
-            writer.writerow([*key, f"{budgets[key][ELEMENT]:.3f}", *[f"{c:.0f}" for c in budgets[key][TENSOR:]]])
+            writer.writerow(
+                [*key, f"{budgets[key][ELEMENT]:.3f}", *[f"{c:.0f}" for c in budgets[key][TENSOR:]]]
+            )
 
 
 def check_budgets(path, compiler, isas, rows, found, loose, listed):
@@ -219,15 +319,22 @@ def check_budgets(path, compiler, isas, rows, found, loose, listed):
             print(f"{isa}: no budgets are recorded for it")
             continue
         if recorded:
-            failures += [f"{row}, {isa}: has a budget, and is no row any more"
-                         for c, i, row in sorted(budgets) if (c, i) == (compiler, isa) and row not in listed]
+            failures += [
+                f"{row}, {isa}: has a budget, and is no row any more"
+                for c, i, row in sorted(budgets)
+                if (c, i) == (compiler, isa) and row not in listed
+            ]
         tolerance = TOLERANCE if recorded and not loose else LOOSE
         for row in rows:
             counts = found.get((isa, row))
             if counts is None:
                 failures.append(f"{row}, {isa}: could not be counted")
                 continue
-            known = [b for (c, i, r), b in budgets.items() if i == isa and r == row and (c == compiler or not recorded)]
+            known = [
+                b
+                for (c, i, r), b in budgets.items()
+                if i == isa and r == row and (c == compiler or not recorded)
+            ]
             if not known:
                 failures.append(f"{row}, {isa}: has no budget")
                 continue
@@ -237,13 +344,23 @@ def check_budgets(path, compiler, isas, rows, found, loose, listed):
                 budget = max(b[what] for b in known)
                 digits = 3 if what == ELEMENT else 0
                 if counts[what] > budget * tolerance[what]:
-                    failures.append(f"{row}, {isa}: {counts[what]:.{digits}f} {WHAT[what]}; its budget is {budget:.{digits}f}, "
-                                    f"and {budget * tolerance[what]:.{digits}f} the most that passes ({compiler})")
-                below += what == ELEMENT and tolerance is TOLERANCE and counts[what] * TOLERANCE[what] < budget
+                    failures.append(
+                        f"{row}, {isa}: {counts[what]:.{digits}f} {WHAT[what]}; its budget is"
+                        f" {budget:.{digits}f}, and {budget * tolerance[what]:.{digits}f} the most"
+                        f" that passes ({compiler})"
+                    )
+                below += (
+                    what == ELEMENT
+                    and tolerance is TOLERANCE
+                    and counts[what] * TOLERANCE[what] < budget
+                )
     for failure in failures:
         print(f"FAIL {failure}")
     if failures:
-        print("What is meant to be so is recorded by `make budgets`, and reviewed as a diff of bench/instructions.csv.")
+        print(
+            "What is meant to be so is recorded by `make budgets`, and reviewed as a diff of"
+            " bench/instructions.csv."
+        )
         return 1
     if not checked:
         print("skipped: nothing has a budget here")
@@ -269,12 +386,21 @@ def main():
     if a.write and a.rows:
         parser.error("--write records every row")
     with tempfile.TemporaryDirectory() as folder:
-        counters = [Recorded(path) if path.endswith(".csv") else Counter(library_of(path), folder) for path in a.build]
+        counters = [
+            Recorded(path) if path.endswith(".csv") else Counter(library_of(path), folder)
+            for path in a.build
+        ]
         last = counters[-1]
         available = last.isas()
-        isas = [isa for isa in available if isa in a.isa] if a.isa else [isa for isa in available if isa != "scalar"]
+        isas = (
+            [isa for isa in available if isa in a.isa]
+            if a.isa
+            else [isa for isa in available if isa != "scalar"]
+        )
         if not isas:
-            print(f"skipped: none of {' '.join(a.isa or ['the vector instruction sets'])} runs here")
+            print(
+                f"skipped: none of {' '.join(a.isa or ['the vector instruction sets'])} runs here"
+            )
             return CANNOT
         listed, rows = last.rows(None), last.rows(a.rows)
         found = [counter.count(isas, rows) for counter in counters]

@@ -1,19 +1,25 @@
 #!/usr/bin/env python3
-"""100,000 steps of a small model at learning rate 1e-5, with the data in random order and in a fixed order of 89 batches.
+"""100,000 steps of a small model at learning rate 1e-5, with the data in random order and in a
+fixed order of 89 batches.
 
-    PYTHONPATH=python lab/long_training.py --text FILE [--steps 100000] [--seeds 3] [--repeat 0 89] [--recipes ...]
+    PYTHONPATH=python lab/long_training.py --text FILE [--steps 100000] [--seeds 3] [--repeat 0 89]
+    [--recipes ...]
 
-Small constant steps over a long time are where errors of rounding add up, and batches that come again in a fixed order are where
-random words that are arranged over time could resonate with the gradients (89 is a Fibonacci number, the worst case of a rotation by
-the golden ratio; docs/random.md). The model is a byte-level perceptron (8 bytes of context, 16 wide each, 64 hidden units; 28,992
-parameters), computed in fp32 from the weights as they are stored. Every recipe gets the same first weights, values of BF16, and the same batches.
-`RECIPE:generator` takes another generator than the default. Averages of the weights at decay 0.9999, one for each of --averages,
-run along with the recipe that --averaged names.
+Small constant steps over a long time are where errors of rounding add up, and batches that come
+again in a fixed order are where random words that are arranged over time could resonate with the
+gradients (89 is a Fibonacci number, the worst case of a rotation by the golden ratio;
+docs/random.md). The model is a byte-level perceptron (8 bytes of context, 16 wide each, 64 hidden
+units; 28,992 parameters), computed in fp32 from the weights as they are stored. Every recipe gets
+the same first weights, values of BF16, and the same batches. `RECIPE:generator` takes another
+generator than the default. Averages of the weights at decay 0.9999, one for each of --averages, run
+along with the recipe that --averaged names.
 
-Prints two markdown tables: validation loss, its difference to the first recipe (paired by seed, mean and standard error) and the root of the
-mean squared distance of the final weights to those of the first recipe; and the same of the averages against the first of them. With --out
-FILE each run is kept there as a line of JSON and is not run again.
+Prints two markdown tables: validation loss, its difference to the first recipe (paired by seed,
+mean and standard error) and the root of the mean squared distance of the final weights to those of
+the first recipe; and the same of the averages against the first of them. With --out FILE each run
+is kept there as a line of JSON and is not run again.
 """
+
 import argparse
 import json
 import math
@@ -34,7 +40,12 @@ class Model(torch.nn.Module):
 
     def __init__(self, generator, stored):
         super().__init__()
-        shapes = {"embedding": (256, WIDTH), "hidden": (CONTEXT * WIDTH, HIDDEN), "bias": (HIDDEN,), "head": (HIDDEN, 256)}
+        shapes = {
+            "embedding": (256, WIDTH),
+            "hidden": (CONTEXT * WIDTH, HIDDEN),
+            "bias": (HIDDEN,),
+            "head": (HIDDEN, 256),
+        }
         for name, shape in shapes.items():
             std = 0.0 if len(shape) == 1 else 1.0 if name == "embedding" else shape[0] ** -0.5
             first = (torch.randn(shape, generator=generator) * std).bfloat16()
@@ -60,18 +71,22 @@ def flat(model):
 
 
 def run(text, recipe, seed, repeat, steps, averages):
-    """One training: (loss, weights) of the model, then of each average. repeat: batches after which their order begins anew, 0 for
-    never."""
+    """One training: (loss, weights) of the model, then of each average. repeat: batches after which
+    their order begins anew, 0 for never."""
     recipe, _, generator = recipe.partition(":")
     stored = torch.float32 if recipe.split("/")[1] == "f32" else torch.bfloat16
     model = Model(torch.Generator().manual_seed(seed), stored)
     held_out = len(text) // 10
     train, rest = text[:-held_out], text[-held_out:]
     validation = batch_at(rest, torch.linspace(0, len(rest) - CONTEXT - 2, 16384).long())
-    optimizer = halfstep.optimizer(recipe, model.named_parameters(), lr=1e-5, weight_decay=0.01, seed=seed)
+    optimizer = halfstep.optimizer(
+        recipe, model.named_parameters(), lr=1e-5, weight_decay=0.01, seed=seed
+    )
     if generator:
         optimizer.generator = generator
-    averages = [halfstep.EMA(model, decay=0.9999, weights=weights, seed=seed) for weights in averages]
+    averages = [
+        halfstep.EMA(model, decay=0.9999, weights=weights, seed=seed) for weights in averages
+    ]
     order = torch.Generator().manual_seed(seed + 1000)
     block = repeat or 4096
     for step in range(steps):
@@ -83,7 +98,10 @@ def run(text, recipe, seed, repeat, steps, averages):
         for average in averages:
             average.update_parameters(model)
     with torch.no_grad():
-        return [(loss_of(m, *validation).item(), flat(m)) for m in (model, *(average.module for average in averages))]
+        return [
+            (loss_of(m, *validation).item(), flat(m))
+            for m in (model, *(average.module for average in averages))
+        ]
 
 
 def spread(values, form):
@@ -94,28 +112,48 @@ def spread(values, form):
 
 def table(title, rows):
     """rows: {(order, name): [runs]}; the first of each order is what the others are held to."""
-    print(f"| batches | {title} | val loss | difference | weights: rms distance |\n| --- | --- | ---: | ---: | ---: |")
+    print(
+        f"| batches | {title} | val loss | difference | weights: rms distance |\n| --- | --- | ---:"
+        " | ---: | ---: |"
+    )
     references = {}
     for (repeat, name), runs in rows.items():
         reference = references.setdefault(repeat, runs)
-        cells = [f"the same {repeat} again" if repeat else "random", f"`{name}`", f"{statistics.fmean(r['loss'] for r in runs):.4f}"]
+        cells = [
+            f"the same {repeat} again" if repeat else "random",
+            f"`{name}`",
+            f"{statistics.fmean(r['loss'] for r in runs):.4f}",
+        ]
         if reference is runs:
             cells += ["reference", "reference"]
         else:
-            cells += [spread([r["loss"] - f["loss"] for r, f in zip(runs, reference)], "{:+.4f}"),
-                      f"{statistics.fmean(r['distance'] for r in runs):.2e}"]
+            cells += [
+                spread([r["loss"] - f["loss"] for r, f in zip(runs, reference)], "{:+.4f}"),
+                f"{statistics.fmean(r['distance'] for r in runs):.2e}",
+            ]
         print("| " + " | ".join(cells) + " |")
     print()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", required=True)
     parser.add_argument("--steps", type=int, default=100000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeat", type=int, nargs="+", default=[0, 89])
-    parser.add_argument("--recipes", nargs="+", default=["adamw/f32", "adamw/bf16-sr", "adamw/bf16-sr:mixer", "adamw/bf16-sr/int8",
-                                                         "adamw/bf16-sr/int4"])
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=[
+            "adamw/f32",
+            "adamw/bf16-sr",
+            "adamw/bf16-sr:mixer",
+            "adamw/bf16-sr/int8",
+            "adamw/bf16-sr/int4",
+        ],
+    )
     parser.add_argument("--averaged", default="adamw/bf16-sr")
     parser.add_argument("--averages", nargs="*", default=["f32", "bf16-sr"])
     parser.add_argument("--out")
@@ -130,19 +168,39 @@ def main():
     trained, averaged = {}, {}
     for seed in range(1, args.seeds + 1):
         for repeat in args.repeat:
-            # What is missing needs the first recipe's weights, so that all recipes of a seed and an order are run together.
+            # What is missing needs the first recipe's weights, so that all recipes of a seed and an
+            # order are run together.
             keys = {recipe: (recipe, seed, repeat, args.steps) for recipe in args.recipes}
             if not all(key in kept for key in keys.values()):
                 first = None
                 for recipe, key in keys.items():
                     start = time.monotonic()
-                    results = run(text, recipe, seed, repeat, args.steps, args.averages if recipe == args.averaged else [])
+                    results = run(
+                        text,
+                        recipe,
+                        seed,
+                        repeat,
+                        args.steps,
+                        args.averages if recipe == args.averaged else [],
+                    )
                     first = results[0][1] if first is None else first
                     bases = [first] + [weights for _, weights in results[1:2]] * len(args.averages)
-                    rows = [{"name": name, "loss": loss, "distance": (weights - base).square().mean().sqrt().item()}
-                            for name, (loss, weights), base in zip([recipe, *args.averages], results, bases)]
+                    rows = [
+                        {
+                            "name": name,
+                            "loss": loss,
+                            "distance": (weights - base).square().mean().sqrt().item(),
+                        }
+                        for name, (loss, weights), base in zip(
+                            [recipe, *args.averages], results, bases
+                        )
+                    ]
                     kept[key] = {"key": key, "rows": rows}
-                    print(f"{recipe}, seed {seed}, repeat {repeat}: {rows}, {time.monotonic() - start:.0f} s", file=sys.stderr)
+                    print(
+                        f"{recipe}, seed {seed}, repeat {repeat}: {rows},"
+                        f" {time.monotonic() - start:.0f} s",
+                        file=sys.stderr,
+                    )
                     if args.out:
                         with open(args.out, "a", encoding="utf-8") as file:
                             file.write(json.dumps(kept[key]) + "\n")

@@ -2,15 +2,19 @@
 """Clocks that llvm-mca predicts for what steps execute, on processors that are not at hand.
 
     mca.py BUILD [--rows PATTERN...] [--isa NAME...] [--cpu NAME...]
-    mca.py BUILD --mix [...]      the most frequent instructions instead, for 32 elements (without llvm-mca)
+    mca.py BUILD --mix [...]      the most frequent instructions instead, for 32 elements (without
+                                  llvm-mca)
 
-BUILD, --rows and --isa as for instructions.py. What is hot is found by counting: from the instruction that ran most, along the way that
-was taken most, until that comes back (a loop) or two thirds of the turns went elsewhere; then again with what is left. Each such trace is
-analysed by itself, as if it were repeated, and counts as often as it ran. Printed for each row: instructions for each
-element, how many of them are in loops, and for each processor two numbers of clocks for each element: what its ports and dispatch
-allow (the reciprocal throughput), and what a simulation of many turns takes, which knows what waits for what within the window of a
-processor, but neither caches nor mispredicted branches. Needs llvm-mca (apt-get install llvm-19; $LLVM_MCA names another).
+BUILD, --rows and --isa as for instructions.py. What is hot is found by counting: from the
+instruction that ran most, along the way that was taken most, until that comes back (a loop) or two
+thirds of the turns went elsewhere; then again with what is left. Each such trace is analysed by
+itself, as if it were repeated, and counts as often as it ran. Printed for each row: instructions
+for each element, how many of them are in loops, and for each processor two numbers of clocks for
+each element: what its ports and dispatch allow (the reciprocal throughput), and what a simulation
+of many turns takes, which knows what waits for what within the window of a processor, but neither
+caches nor mispredicted branches. Needs llvm-mca (apt-get install llvm-19; $LLVM_MCA names another).
 """
+
 import argparse
 import bisect
 import collections
@@ -34,11 +38,18 @@ def disassembly(counter):
     """Addresses in order, and the text at each."""
     tool = "objdump" if not counter.before else f"{counter.machine}-linux-gnu-objdump"
     text = {}
-    run = subprocess.run([tool, "-d", "--no-show-raw-insn", counter.library], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [tool, "-d", "--no-show-raw-insn", counter.library],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for line in run.stdout.splitlines():
         match = re.match(r"^\s*([0-9a-f]+):\t(.*)", line)
         if match:
-            text[int(match[1], 16)] = re.sub(rf"\s*({COMMENT[counter.machine]}|<).*", "", match[2]).strip()
+            text[int(match[1], 16)] = re.sub(
+                rf"\s*({COMMENT[counter.machine]}|<).*", "", match[2]
+            ).strip()
     return sorted(text), text
 
 
@@ -48,12 +59,17 @@ def is_jump(text):
 
 
 def is_branch(text):
-    return is_jump(text) or re.match(r"(bnd |notrack |repz? )*(call|ret|jmp|bl\s|blr\s|br\s)", text) is not None
+    return (
+        is_jump(text)
+        or re.match(r"(bnd |notrack |repz? )*(call|ret|jmp|bl\s|blr\s|br\s)", text) is not None
+    )
 
 
 def traces_of(edges, addresses, text):
-    """[(turns, [instructions in the order they ran], closed)] and how often each instruction ran. A trace goes on along the most
-    frequent way, through calls too, for as long as a third of the turns take it; closed: it comes back to itself."""
+    """[(turns, [instructions in the order they ran], closed)] and how often each instruction ran. A
+    trace goes on along the most frequent way, through calls too, for as long as a third of the
+    turns take it; closed: it comes back to itself.
+    """
     index = {address: i for i, address in enumerate(addresses)}
     edges = [(source, target, count) for source, target, count in edges if target in index]
     branches = sorted({source for source, _, _ in edges if source})
@@ -61,16 +77,21 @@ def traces_of(edges, addresses, text):
     for _, target, count in edges:
         at = bisect.bisect_left(branches, target)
         if at < len(branches):
-            for address in addresses[index[target]:index[branches[at]] + 1]:
+            for address in addresses[index[target] : index[branches[at]] + 1]:
                 ran[address] += count
-    # Blocks begin at targets and end at branches; one that runs into the next has that as its only way.
-    starts, blocks, ways = sorted({target for _, target, _ in edges if ran[target] > 0}), {}, collections.defaultdict(list)
+    # Blocks begin at targets and end at branches; one that runs into the next has that as its only
+    # way.
+    starts, blocks, ways = (
+        sorted({target for _, target, _ in edges if ran[target] > 0}),
+        {},
+        collections.defaultdict(list),
+    )
     for k, start in enumerate(starts):
         end = branches[bisect.bisect_left(branches, start)]
         if k + 1 < len(starts) and starts[k + 1] <= end:
             end = addresses[index[starts[k + 1]] - 1]
             ways[start] = [(ran[end], starts[k + 1])]
-        blocks[start] = addresses[index[start]:index[end] + 1]
+        blocks[start] = addresses[index[start] : index[end] + 1]
     last = {block[-1]: start for start, block in blocks.items() if not ways[start]}
     for source, target, count in edges:
         if source in last and target in blocks and count > 0:
@@ -119,8 +140,19 @@ def predict(machine, cpu, traces, text):
     """Clocks for all turns of all traces: by throughput, by simulation."""
     mca = os.environ.get("LLVM_MCA", "llvm-mca-19")
     source = assembly(traces, text)
-    run = subprocess.run([mca, f"-mtriple={machine}", f"-mcpu={cpu}", f"-iterations={TURNS}", "-instruction-info=0",
-                          "-resource-pressure=0"], input=source, capture_output=True, text=True)
+    run = subprocess.run(
+        [
+            mca,
+            f"-mtriple={machine}",
+            f"-mcpu={cpu}",
+            f"-iterations={TURNS}",
+            "-instruction-info=0",
+            "-resource-pressure=0",
+        ],
+        input=source,
+        capture_output=True,
+        text=True,
+    )
     if run.returncode:
         sys.exit(f"mca.py: {mca}: {run.stderr[:2000]}")
     throughput, simulated, found = 0.0, 0.0, 0
@@ -153,21 +185,47 @@ def main():
                 output = counter.run("--blocks", "--isa", isa, row)
                 if not output:
                     continue
-                edges = [(int(s, 16), int(t, 16), int(n)) for s, t, n in (line.split() for line in output[1:])]
+                edges = [
+                    (int(s, 16), int(t, 16), int(n))
+                    for s, t, n in (line.split() for line in output[1:])
+                ]
                 traces, ran = traces_of(edges, addresses, text)
                 held = sum(turns * len(trace) for turns, trace, closed in traces if closed)
                 if a.mix:
                     mix = collections.Counter()
                     for address, count in ran.items():
                         mix[text[address].split()[0]] += count * 32 / MORE
-                    print(f"{row}, {isa}:", ", ".join(f"{name} {count:.1f}" for name, count in mix.most_common(MIX)))
+                    print(
+                        f"{row}, {isa}:",
+                        ", ".join(f"{name} {count:.1f}" for name, count in mix.most_common(MIX)),
+                    )
                     continue
-                cells = [f"`{row}`", isa, f"{sum(ran.values()) / MORE:.2f}", f"{100 * held / sum(ran.values()):.0f} %"]
+                cells = [
+                    f"`{row}`",
+                    isa,
+                    f"{sum(ran.values()) / MORE:.2f}",
+                    f"{100 * held / sum(ran.values()):.0f} %",
+                ]
                 for cpu in cpus:
-                    cells.append("; ".join(f"{clocks / MORE:.2f}" for clocks in predict(counter.machine, cpu, traces, text)))
+                    cells.append(
+                        "; ".join(
+                            f"{clocks / MORE:.2f}"
+                            for clocks in predict(counter.machine, cpu, traces, text)
+                        )
+                    )
                 lines.append(cells)
     if not a.mix:
-        instructions.print_table(["row", "isa", "instructions", "in loops", *[f"{cpu}: throughput; simulated" for cpu in cpus]], 2, lines)
+        instructions.print_table(
+            [
+                "row",
+                "isa",
+                "instructions",
+                "in loops",
+                *[f"{cpu}: throughput; simulated" for cpu in cpus],
+            ],
+            2,
+            lines,
+        )
 
 
 if __name__ == "__main__":

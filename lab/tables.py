@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Turns a report.json of `halfstep compare` into markdown.
 
-    tables.py results TITLE FILE    losses with spread, differences with standard error
-    tables.py rates TITLE FILE      a grid of learning rates, one row per recipe, each at its best against the first at its
-    tables.py best TITLE FILE       the same where each recipe has rates of its own: only the best is shown
-    tables.py memory TITLE FILE     bytes per parameter with and without release
+tables.py results TITLE FILE    losses with spread, differences with standard error
+tables.py rates TITLE FILE      a grid of learning rates, one row per recipe, each at its best
+                                against the first at its
+tables.py best TITLE FILE       the same where each recipe has rates of its own: only the best is
+                                shown
+tables.py memory TITLE FILE     bytes per parameter with and without release
 """
+
 import json
 import sys
 
@@ -43,16 +46,40 @@ def footer(report):
 
 def results(title, report):
     seeds = report["table"][0]["val_loss"]["n"]
-    header(title, report, ["recipe", "gradients", f"val loss, {seeds} seed{'s' * (seeds != 1)}", "difference to the reference",
-                           "B/param", "tokens/s", "weights changed, %", "skipped"], left=2)
+    header(
+        title,
+        report,
+        [
+            "recipe",
+            "gradients",
+            f"val loss, {seeds} seed{'s' * (seeds != 1)}",
+            "difference to the reference",
+            "B/param",
+            "tokens/s",
+            "weights changed, %",
+            "skipped",
+        ],
+        left=2,
+    )
     for i, line in enumerate(report["table"]):
         changed = line["weights_changed"]["mean"]
-        row([f"`{line['name']}`", line["gradients"], spread(line["val_loss"], "standard_deviation"),
-             "reference" if i == 0 else spread(line["difference"], "standard_error"),
-             number(line["bytes_per_param"]["total"], "{:.3f}"), number(line["tokens_per_s"]["mean"], "{:.0f}"),
-             "-" if changed is None else f"{100 * changed:.2f}", str(line["skipped_steps"])])
+        row(
+            [
+                f"`{line['name']}`",
+                line["gradients"],
+                spread(line["val_loss"], "standard_deviation"),
+                "reference" if i == 0 else spread(line["difference"], "standard_error"),
+                number(line["bytes_per_param"]["total"], "{:.3f}"),
+                number(line["tokens_per_s"]["mean"], "{:.0f}"),
+                "-" if changed is None else f"{100 * changed:.2f}",
+                str(line["skipped_steps"]),
+            ]
+        )
     if seeds > 1:
-        print("\nVal loss: mean ± standard deviation over the seeds. Difference: taken seed by seed, mean ± standard error.")
+        print(
+            "\nVal loss: mean ± standard deviation over the seeds. Difference: taken seed by seed,"
+            " mean ± standard error."
+        )
     footer(report)
 
 
@@ -62,19 +89,26 @@ def by_recipe(report):
     for line in report["table"]:
         words = line["name"].split(":")
         rate = next(word for word in words if word.startswith("lr="))
-        grid.setdefault(":".join(word for word in words if word is not rate), {})[rate.partition("=")[2]] = line
+        grid.setdefault(":".join(word for word in words if word is not rate), {})[
+            rate.partition("=")[2]
+        ] = line
     return grid
 
 
 def best_rate(lines):
-    finite = {rate: line["val_loss"]["mean"] for rate, line in lines.items() if line["val_loss"]["mean"] is not None}
+    finite = {
+        rate: line["val_loss"]["mean"]
+        for rate, line in lines.items()
+        if line["val_loss"]["mean"] is not None
+    }
     if not finite:
         sys.exit("tables: a recipe diverged at every learning rate")
     return min(finite, key=finite.get)
 
 
 def differences(report, grid):
-    """{recipe: its text at its best rate against the first at its}, seed by seed, and the number of seeds."""
+    """{recipe: its text at its best rate against the first at its}, seed by seed, and the number of
+    seeds."""
     names = [line["name"] for line in report["table"]]
     by_name = {name: {} for name in names}
     # Runs come seed by seed, in the order of the table.
@@ -84,9 +118,17 @@ def differences(report, grid):
     reference = next(iter(chosen.values()))
     texts = {}
     for recipe, losses in chosen.items():
-        pairs = [loss - reference[seed] for seed, loss in losses.items() if None not in (loss, reference.get(seed))]
+        pairs = [
+            loss - reference[seed]
+            for seed, loss in losses.items()
+            if None not in (loss, reference.get(seed))
+        ]
         mean = sum(pairs) / len(pairs) if pairs else float("nan")
-        error = (sum((p - mean) ** 2 for p in pairs) / (len(pairs) - 1) / len(pairs)) ** 0.5 if len(pairs) > 1 else None
+        error = (
+            (sum((p - mean) ** 2 for p in pairs) / (len(pairs) - 1) / len(pairs)) ** 0.5
+            if len(pairs) > 1
+            else None
+        )
         texts[recipe] = f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")
         if losses is reference:
             texts[recipe] = "reference"
@@ -94,49 +136,99 @@ def differences(report, grid):
 
 
 def seeds_note(seeds):
-    print(f"\nValidation loss, mean of {seeds} seed{'s' * (seeds != 1)}. Differences are taken seed by seed, mean ± standard error.")
+    print(
+        f"\nValidation loss, mean of {seeds} seed{'s' * (seeds != 1)}. Differences are taken seed"
+        " by seed, mean ± standard error."
+    )
 
 
 def rates(title, report):
     grid = by_recipe(report)
     columns = list(dict.fromkeys(rate for lines in grid.values() for rate in lines))
-    header(title, report, ["recipe"] + [f"lr {rate}" for rate in columns] + ["difference at the best rates", "B/param"])
+    header(
+        title,
+        report,
+        ["recipe"]
+        + [f"lr {rate}" for rate in columns]
+        + ["difference at the best rates", "B/param"],
+    )
     texts, seeds = differences(report, grid)
     for recipe, lines in grid.items():
         best = best_rate(lines)
-        cells = [number(lines[rate]["val_loss"]["mean"], "{:.4f}") if rate in lines else "-" for rate in columns]
-        row([f"`{recipe}`"] + [f"**{cell}**" if rate == best else cell for rate, cell in zip(columns, cells)] +
-            [texts[recipe], f"{lines[best]['bytes_per_param']['total']:.3f}"])
+        cells = [
+            number(lines[rate]["val_loss"]["mean"], "{:.4f}") if rate in lines else "-"
+            for rate in columns
+        ]
+        row(
+            [f"`{recipe}`"]
+            + [f"**{cell}**" if rate == best else cell for rate, cell in zip(columns, cells)]
+            + [texts[recipe], f"{lines[best]['bytes_per_param']['total']:.3f}"]
+        )
     seeds_note(seeds)
     footer(dict(report, sentence=""))
 
 
 def best(title, report):
     grid = by_recipe(report)
-    header(title, report, ["recipe", "rates tried", "best rate", "val loss", "difference", "B/param"])
+    header(
+        title, report, ["recipe", "rates tried", "best rate", "val loss", "difference", "B/param"]
+    )
     texts, seeds = differences(report, grid)
     for recipe, lines in grid.items():
         rate = best_rate(lines)
-        row([f"`{recipe}`", ", ".join(lines), rate, f"{lines[rate]['val_loss']['mean']:.4f}", texts[recipe],
-             f"{lines[rate]['bytes_per_param']['total']:.3f}"])
+        row(
+            [
+                f"`{recipe}`",
+                ", ".join(lines),
+                rate,
+                f"{lines[rate]['val_loss']['mean']:.4f}",
+                texts[recipe],
+                f"{lines[rate]['bytes_per_param']['total']:.3f}",
+            ]
+        )
     seeds_note(seeds)
     footer(dict(report, sentence=""))
 
 
 def memory(title, report):
     """Gradients count at their peak, with the sums that the model itself holds."""
-    header(title, report, ["recipe", "weights", "gradients", "states", "total, B/param", "gradients with release",
-                           "total with release, B/param", "saved by release"])
+    header(
+        title,
+        report,
+        [
+            "recipe",
+            "weights",
+            "gradients",
+            "states",
+            "total, B/param",
+            "gradients with release",
+            "total with release, B/param",
+            "saved by release",
+        ],
+    )
     runs = {}
     for line, run in zip(report["table"], report["runs"]):
         recipe, _, special = line["name"].partition(":")
         runs.setdefault(recipe, {})[special] = run
     for recipe, pair in runs.items():
         held = pair[""]["bytes_per_param"]
-        gradients = [pair[special]["peak_gradient_bytes"] / pair[special]["params"] for special in ("", "release")]
+        gradients = [
+            pair[special]["peak_gradient_bytes"] / pair[special]["params"]
+            for special in ("", "release")
+        ]
         total = [held["weights"] + held["states"] + each for each in gradients]
-        row([f"`{recipe}`", f"{held['weights']:.3f}", f"{gradients[0]:.3f}", f"{held['states']:.3f}", f"{total[0]:.3f}",
-             f"{gradients[1]:.3f}", f"{total[1]:.3f}", f"{100 * (1 - total[1] / total[0]):.0f} %"])
+        row(
+            [
+                f"`{recipe}`",
+                f"{held['weights']:.3f}",
+                f"{gradients[0]:.3f}",
+                f"{held['states']:.3f}",
+                f"{total[0]:.3f}",
+                f"{gradients[1]:.3f}",
+                f"{total[1]:.3f}",
+                f"{100 * (1 - total[1] / total[0]):.0f} %",
+            ]
+        )
     footer(dict(report, sentence=""))
 
 

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""What follows from the library's table of rules and is kept in files: the stub of the package, whose classes are made when it is
-imported (python/halfstep/__init__.pyi); the hash that `python -m halfstep verify` expects; the lists of rules in README.md and of
-classes in docs/python.md.
+"""What follows from the library's table of rules and is kept in files: the stub of the package,
+whose classes are made when it is imported (python/halfstep/__init__.pyi); the hash that `python -m
+halfstep verify` expects; the lists of rules in README.md and of classes in docs/python.md.
 
-    generate.py            names the files that are not as they would be written, and exits with 1 if there are any
+    generate.py            names the files that are not as they would be written, and exits with 1
+                           if there are any
     generate.py --write    writes them
 
-Both take the package in this tree and the library that HALFSTEP_LIBRARY names. `make generate` builds that library first.
+Both take the package in this tree and the library that HALFSTEP_LIBRARY names. `make generate`
+builds that library first.
 """
+
 import inspect
 import os
 import re
@@ -58,22 +61,48 @@ def stub():
     import halfstep
     from halfstep import rules
     from halfstep.optimizer import Optimizer
-    aliases = {name: cls.__name__ for name, cls in vars(halfstep).items() if cls in rules.classes.values() and name not in rules.classes}
+
+    aliases = {
+        name: cls.__name__
+        for name, cls in vars(halfstep).items()
+        if cls in rules.classes.values() and name not in rules.classes
+    }
     known = {*aliases, *rules.classes, *re.findall(r" as (\w+)", HEAD)}
     missing = set(halfstep.__all__) - known
     if missing:
-        sys.exit(f"generate.py: HEAD lacks {', '.join(sorted(missing))}, which halfstep.__all__ has")
+        sys.exit(
+            f"generate.py: HEAD lacks {', '.join(sorted(missing))}, which halfstep.__all__ has"
+        )
     common = inspect.signature(Optimizer.__init__).parameters
     out = [HEAD]
     for name, cls in rules.classes.items():
         lines = [f"class {name}(Optimizer):"]
         text = cls.__doc__.splitlines()
-        lines += ['    """' + text[0], *(("    " + line).rstrip() for line in text[1:]), '    """', ""]
-        call = "def __init__(self, params: Params, " + "".join(parts(cls, common)) + ") -> None: ..."
-        lines += textwrap.wrap(call, 116, initial_indent="    ", subsequent_indent=" " * 17, break_on_hyphens=False)
-        for method, function in vars(cls.__mro__[1]).items() if cls.__mro__[1] is not Optimizer else ():
-            if inspect.isfunction(function) and not method.startswith("_") and not hasattr(Optimizer, method):
-                lines.append(f"    def {method}{inspect.signature(function)}: ...".replace(" -> 'None'", " -> None"))
+        lines += [
+            '    """' + text[0],
+            *(("    " + line).rstrip() for line in text[1:]),
+            '    """',
+            "",
+        ]
+        call = (
+            "def __init__(self, params: Params, " + "".join(parts(cls, common)) + ") -> None: ..."
+        )
+        lines += textwrap.wrap(
+            call, 116, initial_indent="    ", subsequent_indent=" " * 17, break_on_hyphens=False
+        )
+        for method, function in (
+            vars(cls.__mro__[1]).items() if cls.__mro__[1] is not Optimizer else ()
+        ):
+            if (
+                inspect.isfunction(function)
+                and not method.startswith("_")
+                and not hasattr(Optimizer, method)
+            ):
+                lines.append(
+                    f"    def {method}{inspect.signature(function)}: ...".replace(
+                        " -> 'None'", " -> None"
+                    )
+                )
         out.append("\n".join(lines) + "\n")
     out += [f"{name} = {cls}\n" for name, cls in aliases.items()]
     out.append("__all__ = [\n" + "".join(f'    "{name}",\n' for name in halfstep.__all__) + "]\n")
@@ -101,12 +130,22 @@ def between(path, mark, text):
 def files():
     """The text of each file, by path."""
     from halfstep import __main__, _abi, rules
+
     main = os.path.join("python", "halfstep", "__main__.py")
     with open(os.path.join(ROOT, main), encoding="utf-8") as file:
-        verify = re.sub(r'^EXPECTED = ".*"$', f'EXPECTED = "{__main__.run()}"', file.read(), flags=re.M)
-    return {os.path.join("python", "halfstep", "__init__.pyi"): stub(), main: verify,
-            "README.md": between("README.md", "rules", " ".join(f"`{name}`" for name in _abi.rules)),
-            os.path.join("docs", "python.md"): between(os.path.join("docs", "python.md"), "classes", " ".join(f"`{name}`" for name in rules.classes))}
+        verify = re.sub(
+            r'^EXPECTED = ".*"$', f'EXPECTED = "{__main__.run()}"', file.read(), flags=re.M
+        )
+    return {
+        os.path.join("python", "halfstep", "__init__.pyi"): stub(),
+        main: verify,
+        "README.md": between("README.md", "rules", " ".join(f"`{name}`" for name in _abi.rules)),
+        os.path.join("docs", "python.md"): between(
+            os.path.join("docs", "python.md"),
+            "classes",
+            " ".join(f"`{name}`" for name in rules.classes),
+        ),
+    }
 
 
 def main():

@@ -4,8 +4,10 @@
     opt = halfstep.AdamW(model.named_parameters(), lr=1e-4, states="int8")
     opt = halfstep.optimizer("adamw/bf16-sr/int8", model.named_parameters(), lr=1e-4)
 
-The classes are ordinary `torch.optim.Optimizer`s over the C library inside this package. docs/python.md is the manual.
+The classes are ordinary `torch.optim.Optimizer`s over the C library inside this package.
+docs/python.md is the manual.
 """
+
 from . import _abi
 from .accumulate import GradientAccumulator
 from .ema import EMA
@@ -13,7 +15,8 @@ from .full_precision import full_precision_state_dict
 from .offload import CPUOffload
 from .optimizer import Optimizer, name_parameters
 from .plan import plan
-from .rules import classes as _classes, optimizer
+from .rules import classes as _classes
+from .rules import optimizer
 from .streaming import StateStreaming
 
 __version__ = _abi.version()
@@ -22,7 +25,22 @@ HalfstepError = _abi.HalfstepError
 globals().update(_classes)
 #: torch spells it so
 RMSprop = _classes["RMSProp"]
-#: for trainers that take any name which ends in "ScheduleFree" for another package's (docs/frameworks.md)
+#: for trainers that take any name which ends in "ScheduleFree" for another package's
+#: (docs/frameworks.md)
 ScheduleFreeAdamW = _classes["ScheduleFree"]
 
-__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "CPUOffload", "StateStreaming", "full_precision_state_dict", "HalfstepError", "RMSprop", "ScheduleFreeAdamW", *_classes]
+__all__ = [
+    "Optimizer",
+    "optimizer",
+    "name_parameters",
+    "plan",
+    "EMA",
+    "GradientAccumulator",
+    "CPUOffload",
+    "StateStreaming",
+    "full_precision_state_dict",
+    "HalfstepError",
+    "RMSprop",
+    "ScheduleFreeAdamW",
+    *_classes,
+]

@@ -1,4 +1,6 @@
-"""python -m halfstep: what is installed, the memory that training takes, and whether this machine has everybody's bits."""
+"""python -m halfstep: what is installed, the memory that training takes, and whether this machine
+has everybody's bits."""
+
 import argparse
 import hashlib
 import json
@@ -8,7 +10,7 @@ import sys
 
 import torch
 
-from . import _abi, __version__
+from . import __version__, _abi
 from ._abi import lib
 from .plan import plan
 from .rules import classes
@@ -22,36 +24,55 @@ EXPECTED = "04062bd627d69ff1"
 def info(given):
     device = _abi.DeviceInfo.new()
     lib.halfstep_get_device_info(b"cuda", device)
-    found = {"version": __version__, "library": _abi.path, "torch": torch.__version__, "instruction_set": lib.halfstep_isa().decode(),
-             "gpu": device.name.decode() if device.usable else None,
-             "rules": list(_abi.rules), "formats": list(_abi.formats), "classes": sorted(classes)}
+    found = {
+        "version": __version__,
+        "library": _abi.path,
+        "torch": torch.__version__,
+        "instruction_set": lib.halfstep_isa().decode(),
+        "gpu": device.name.decode() if device.usable else None,
+        "rules": list(_abi.rules),
+        "formats": list(_abi.formats),
+        "classes": sorted(classes),
+    }
     if given.json:
         print(json.dumps(found, indent=2))
         return 0
     if not device.usable:
         found["gpu"] = "none: " + (lib.halfstep_error_detail(None) or b"").decode()
     for key, value in found.items():
-        print(f"{key.replace('_', ' '):<16} {', '.join(value) if isinstance(value, list) else value}")
+        print(
+            f"{key.replace('_', ' '):<16} {', '.join(value) if isinstance(value, list) else value}"
+        )
     return 0
 
 
 def _shapes_of_file(path):
-    """Shapes of a safetensors file by name. Fails with a sentence, whatever is wrong with the file."""
+    """Shapes of a safetensors file by name. Fails with a sentence, whatever is wrong with the
+    file."""
     if not os.path.isfile(path):  # a pipe would be waited for
-        raise ValueError(f"{path!r} is not a regular file; give a safetensors file, or a number of parameters such as 7e9 or 7B")
+        raise ValueError(
+            f"{path!r} is not a regular file; give a safetensors file, or a number of parameters"
+            " such as 7e9 or 7B"
+        )
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ValueError(f"{path!r} cannot be read without the package safetensors: pip install safetensors") from None
+        raise ValueError(
+            f"{path!r} cannot be read without the package safetensors: pip install safetensors"
+        ) from None
     try:
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except (SafetensorError, OverflowError) as error:
-        raise ValueError(f"{path!r} is not a sound safetensors file: {error}; fetch it again, or give a number of parameters such as 7e9 or 7B") from None
+        raise ValueError(
+            f"{path!r} is not a sound safetensors file: {error}; fetch it again, or give a number"
+            " of parameters such as 7e9 or 7B"
+        ) from None
 
 
 def _shapes(text):
-    """Shapes of a safetensors file by name, or of a model of so many parameters in matrices of 4096 columns."""
+    """Shapes of a safetensors file by name, or of a model of so many parameters in matrices of 4096
+    columns."""
     if os.path.lexists(text):
         return _shapes_of_file(text)
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
@@ -60,40 +81,68 @@ def _shapes(text):
     except ValueError:
         n = 0
     if not 1 <= n <= 1e15:
-        raise ValueError(f"{text!r} is neither a file nor a number of parameters from 1 to 1e15, such as 7e9 or 7B")
+        raise ValueError(
+            f"{text!r} is neither a file nor a number of parameters from 1 to 1e15, such as 7e9"
+            " or 7B"
+        )
     rows, rest = divmod(int(n), _COLUMNS)
-    shapes = {f"matrix {i}": (min(_ROWS, rows - i * _ROWS), _COLUMNS) for i in range(-(-rows // _ROWS))}
+    shapes = {
+        f"matrix {i}": (min(_ROWS, rows - i * _ROWS), _COLUMNS) for i in range(-(-rows // _ROWS))
+    }
     return {**shapes, "vector": (rest,)} if rest else shapes
 
 
 def _plain(text):
-    """A text as a terminal may show it, in one line: what a terminal obeys, or does not show, is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text)
+    """A text as a terminal may show it, in one line: what a terminal obeys, or does not show, is
+    escaped."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for c in text
+    )
 
 
 def show_plan(given):
     recipes = given.recipes.split(",") if given.recipes else None
     if recipes is not None and len(recipes) == 1:
         recipes = recipes[0]
-    print(plan(_shapes(given.model), recipes, release=given.release, memory=given.memory, offload=given.offload, device_memory=given.device_memory))
+    print(
+        plan(
+            _shapes(given.model),
+            recipes,
+            release=given.release,
+            memory=given.memory,
+            offload=given.offload,
+            device_memory=given.device_memory,
+        )
+    )
     return 0
 
 
 def _numbers(shape, seed):
-    """The same on every machine, which torch.randn() does not promise: between -2 and 2, of integers."""
+    """The same on every machine, which torch.randn() does not promise: between -2 and 2, of
+    integers."""
     index = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu") + 7919 * seed
-    mixed = (index * 2654435761 % 2 ** 32 >> 7) * 40503 % 2 ** 24
-    return (mixed.double() / 2 ** 22 - 2).float().reshape(shape)
+    mixed = (index * 2654435761 % 2**32 >> 7) * 40503 % 2**24
+    return (mixed.double() / 2**22 - 2).float().reshape(shape)
 
 
 def run():
     """A hash of what every rule makes of the same numbers in five recipes."""
     digest = hashlib.sha256()
     for rule, cls in sorted((c.rule, c) for c in classes.values()):
-        for dtype, options in ((torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"weights": "bf16-kahan"}),
-                               (torch.bfloat16, {"weights": "bf16-ecc8", "states": "int8"}), (torch.bfloat16, {"states": "int4"})):
-            params = {name: torch.nn.Parameter(_numbers(shape, i).to(dtype))
-                      for i, (name, shape) in enumerate((("matrix", (24, 96)), ("ragged", (7, 50)), ("vector", (33,))))}
+        for dtype, options in (
+            (torch.float32, {}),
+            (torch.bfloat16, {}),
+            (torch.bfloat16, {"weights": "bf16-kahan"}),
+            (torch.bfloat16, {"weights": "bf16-ecc8", "states": "int8"}),
+            (torch.bfloat16, {"states": "int4"}),
+        ):
+            params = {
+                name: torch.nn.Parameter(_numbers(shape, i).to(dtype))
+                for i, (name, shape) in enumerate(
+                    (("matrix", (24, 96)), ("ragged", (7, 50)), ("vector", (33,)))
+                )
+            }
             opt = cls(params.items(), lr=1e-2, seed=1, threads=1, **options)
             for step in range(4):
                 for i, p in enumerate(params.values()):
@@ -115,7 +164,11 @@ def verify(given):
                 _abi.check(lib.halfstep_set_isa(name))
                 found = run()
                 failed += found != EXPECTED
-                print(f"ok   {name.decode()}: {found}" if found == EXPECTED else f"FAIL {name.decode()}: {found}, expected {EXPECTED}")
+                print(
+                    f"ok   {name.decode()}: {found}"
+                    if found == EXPECTED
+                    else f"FAIL {name.decode()}: {found}, expected {EXPECTED}"
+                )
     finally:
         lib.halfstep_set_isa(before)
     return 1 if failed else 0
@@ -132,11 +185,23 @@ def main(arguments=None):
     one.add_argument("--memory", help="memory to fit into: 24G is 24 * 2^30 bytes")
     one.add_argument("--recipes", help="only these, with commas between")
     one.add_argument("--release", action="store_true", help="gradients are released one by one")
-    one.add_argument("--device-memory", help="that of a GPU: where states should be for each recipe, and the time that it takes; all ways with one "
-                     "recipe in --recipes")
-    one.add_argument("--offload", action="store_true", help="states are in the process's memory, weights and gradients on a GPU")
+    one.add_argument(
+        "--device-memory",
+        help=(
+            "that of a GPU: where states should be for each recipe, and the time that it takes; all"
+            " ways with one recipe in --recipes"
+        ),
+    )
+    one.add_argument(
+        "--offload",
+        action="store_true",
+        help="states are in the process's memory, weights and gradients on a GPU",
+    )
     one.set_defaults(call=show_plan)
-    one = commands.add_parser("verify", help="whether every instruction set of this machine has the bits that all machines have")
+    one = commands.add_parser(
+        "verify",
+        help="whether every instruction set of this machine has the bits that all machines have",
+    )
     one.set_defaults(call=verify)
     given = parser.parse_args(arguments)
     try:

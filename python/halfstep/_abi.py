@@ -1,15 +1,34 @@
-"""The C library, by ctypes: its functions and structures as include/halfstep.h declares them, and its tables of rules,
-formats and hyper-parameters as plain data. Nothing here needs torch.
+"""The C library, by ctypes: its functions and structures as include/halfstep.h declares them, and
+its tables of rules, formats and hyper-parameters as plain data. Nothing here needs torch.
 
-The shared library lies beside this file. The environment variable HALFSTEP_LIBRARY names another one to load instead."""
+The shared library lies beside this file. The environment variable HALFSTEP_LIBRARY names another
+one to load instead.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-from ctypes import (CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t,
-                    c_uint16, c_uint32, c_uint64, c_void_p, create_string_buffer, sizeof)
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    create_string_buffer,
+    sizeof,
+)
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Tuple
 
@@ -48,7 +67,7 @@ SLOT_WEIGHT = 0
 SLOT_GRADIENT = 1
 SLOT_STATE = 2
 
-# ---- Structures. The caller sets struct_size; new() does. ---------------------------------------------------------------
+# ---- Structures. The caller sets struct_size; new() does. ----------------------------------------
 
 
 class _Sized(Structure):
@@ -59,24 +78,62 @@ class _Sized(Structure):
 
 
 class RuleInfo(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("id", c_int32), ("name", c_char_p), ("title", c_char_p), ("states", c_int32),
-                ("state_role", c_int32 * MAX_STATES), ("state_name", c_char_p * MAX_STATES), ("hypers", c_int32),
-                ("decay", c_char_p), ("scalars", c_int32), ("two_pass", c_int32), ("scalar_name", c_char_p * MAX_SCALARS),
-                ("matrix", c_int32), ("raw_gradient", c_int32), ("accumulates", c_int32), ("average", c_int32),
-                ("label", c_char_p), ("state_extent", c_int32 * MAX_STATES), ("totals", c_int32),
-                ("cautious", c_int32), ("precise_if", c_char_p * MAX_STATES), ("precise_format", c_char_p * MAX_STATES)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("id", c_int32),
+        ("name", c_char_p),
+        ("title", c_char_p),
+        ("states", c_int32),
+        ("state_role", c_int32 * MAX_STATES),
+        ("state_name", c_char_p * MAX_STATES),
+        ("hypers", c_int32),
+        ("decay", c_char_p),
+        ("scalars", c_int32),
+        ("two_pass", c_int32),
+        ("scalar_name", c_char_p * MAX_SCALARS),
+        ("matrix", c_int32),
+        ("raw_gradient", c_int32),
+        ("accumulates", c_int32),
+        ("average", c_int32),
+        ("label", c_char_p),
+        ("state_extent", c_int32 * MAX_STATES),
+        ("totals", c_int32),
+        ("cautious", c_int32),
+        ("precise_if", c_char_p * MAX_STATES),
+        ("precise_format", c_char_p * MAX_STATES),
+    ]
 
 
 class FormatInfo(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("id", c_int32), ("name", c_char_p), ("title", c_char_p), ("roles", c_int32),
-                ("code_bits", c_int32), ("extra_bits", c_int32), ("block", c_int32), ("scale_bytes", c_int32),
-                ("stochastic", c_int32), ("code_dtype", c_char_p), ("extra_dtype", c_char_p), ("geometry", c_int32),
-                ("grid", c_int32)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("id", c_int32),
+        ("name", c_char_p),
+        ("title", c_char_p),
+        ("roles", c_int32),
+        ("code_bits", c_int32),
+        ("extra_bits", c_int32),
+        ("block", c_int32),
+        ("scale_bytes", c_int32),
+        ("stochastic", c_int32),
+        ("code_dtype", c_char_p),
+        ("extra_dtype", c_char_p),
+        ("geometry", c_int32),
+        ("grid", c_int32),
+    ]
 
 
 class HyperInfo(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("name", c_char_p), ("title", c_char_p), ("initial", c_double),
-                ("minimum", c_double), ("maximum", c_double), ("exclusive_maximum", c_int32), ("per_optimizer", c_int32)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("name", c_char_p),
+        ("title", c_char_p),
+        ("initial", c_double),
+        ("minimum", c_double),
+        ("maximum", c_double),
+        ("exclusive_maximum", c_int32),
+        ("per_optimizer", c_int32),
+    ]
 
 
 Task = CFUNCTYPE(None, c_void_p, c_int64)
@@ -84,35 +141,81 @@ RunTasks = CFUNCTYPE(None, c_void_p, Task, c_void_p, c_int64)
 
 
 class Options(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("threads", c_int32), ("seed", c_uint64), ("run", RunTasks), ("host", c_void_p),
-                ("device", c_char_p), ("stream", c_void_p)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("threads", c_int32),
+        ("seed", c_uint64),
+        ("run", RunTasks),
+        ("host", c_void_p),
+        ("device", c_char_p),
+        ("stream", c_void_p),
+    ]
 
 
 class DeviceInfo(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("devices", c_int32), ("driver", c_int32), ("minimum_driver", c_int32),
-                ("images", c_int32), ("compute", c_int32), ("multiprocessors", c_int32), ("usable", c_int32),
-                ("memory", c_uint64), ("name", c_char_p)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("devices", c_int32),
+        ("driver", c_int32),
+        ("minimum_driver", c_int32),
+        ("images", c_int32),
+        ("compute", c_int32),
+        ("multiprocessors", c_int32),
+        ("usable", c_int32),
+        ("memory", c_uint64),
+        ("name", c_char_p),
+    ]
 
 
 class Tensor(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("group", c_int32), ("name", c_char_p), ("id", c_uint64), ("ndim", c_int32),
-                ("reserved", c_int32), ("rows", c_int64), ("row_length", c_int64), ("first_row", c_int64),
-                ("n_rows", c_int64), ("first_column", c_int64), ("n_columns", c_int64), ("gradient", c_char_p)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("group", c_int32),
+        ("name", c_char_p),
+        ("id", c_uint64),
+        ("ndim", c_int32),
+        ("reserved", c_int32),
+        ("rows", c_int64),
+        ("row_length", c_int64),
+        ("first_row", c_int64),
+        ("n_rows", c_int64),
+        ("first_column", c_int64),
+        ("n_columns", c_int64),
+        ("gradient", c_char_p),
+    ]
 
 
 class SlotInfo(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("format", c_int32), ("name", c_char_p), ("code_bytes", c_uint64),
-                ("extra_bytes", c_uint64), ("blocks_per_row", c_int64), ("fell_back", c_int32), ("grid", c_int32),
-                ("code", c_void_p), ("extra", c_void_p), ("rows", c_int64), ("columns", c_int64), ("precise", c_int32),
-                ("reserved", c_int32)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("format", c_int32),
+        ("name", c_char_p),
+        ("code_bytes", c_uint64),
+        ("extra_bytes", c_uint64),
+        ("blocks_per_row", c_int64),
+        ("fell_back", c_int32),
+        ("grid", c_int32),
+        ("code", c_void_p),
+        ("extra", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("precise", c_int32),
+        ("reserved", c_int32),
+    ]
 
 
 class Counters(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("reserved", c_int32), ("id", c_uint64), ("state_steps", c_uint64),
-                ("full_steps", c_uint64), ("writes", c_uint64)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("id", c_uint64),
+        ("state_steps", c_uint64),
+        ("full_steps", c_uint64),
+        ("writes", c_uint64),
+    ]
 
 
-# ---- Functions, in the order of the header ------------------------------------------------------------------------------
+# ---- Functions, in the order of the header -------------------------------------------------------
 
 _handle = c_void_p
 _pointers = c_void_p  # an array of pointers: of any ctypes array type, or an address
@@ -170,8 +273,14 @@ signatures = {
     "halfstep_bind_states": (c_int, (_handle, c_void_p, c_uint64)),
     "halfstep_allocate_states": (c_int, (_handle,)),
     "halfstep_bind_slot": (c_int, (_handle, c_int32, c_int32, c_void_p, c_void_p)),
-    "halfstep_read_slot": (c_int, (_handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p)),
-    "halfstep_write_slot": (c_int, (_handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p)),
+    "halfstep_read_slot": (
+        c_int,
+        (_handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
+    ),
+    "halfstep_write_slot": (
+        c_int,
+        (_handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
+    ),
     "halfstep_read_average": (c_int, (_handle, c_int32, c_void_p, c_int64, c_int64, c_void_p)),
     "halfstep_step": (c_int, (_handle, _pointers, _pointers)),
     "halfstep_statistics_count": (c_int64, (_handle,)),
@@ -189,7 +298,10 @@ signatures = {
     "halfstep_round_statistics_count": (c_int64, ()),
     "halfstep_end_round_begin": (c_int, (_handle, c_void_p)),
     "halfstep_end_round_finish": (c_int, (_handle, c_void_p)),
-    "halfstep_accumulate": (c_int, (_handle, c_int32, c_void_p, c_char_p, c_void_p, c_char_p, c_double)),
+    "halfstep_accumulate": (
+        c_int,
+        (_handle, c_int32, c_void_p, c_char_p, c_void_p, c_char_p, c_double),
+    ),
     "halfstep_accumulate_states": (c_int, (_handle, _pointers)),
     "halfstep_accumulate_states_tensor": (c_int, (_handle, c_int32, c_void_p)),
     "halfstep_accumulate_states_begin": (c_int, (_handle, _pointers, c_void_p)),
@@ -216,11 +328,18 @@ signatures = {
     "halfstep_set_seed": (c_int, (_handle, c_uint64)),
     "halfstep_set_skipped_steps": (c_int, (_handle, c_uint64)),
     "halfstep_memory": (c_int, (_handle, _bytes, _bytes, _bytes, _bytes, POINTER(c_int32))),
-    "halfstep_schedule_factor": (c_int, (c_char_p, c_uint64, c_double, c_double, c_double, c_double, c_double,
-                                         POINTER(c_double))),
-    "halfstep_random_words": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int32, c_uint64, POINTER(c_uint32),
-                                      c_size_t)),
-    "halfstep_bf16_stochastic": (c_int, (POINTER(c_float), POINTER(c_uint16), c_size_t, POINTER(c_uint32))),
+    "halfstep_schedule_factor": (
+        c_int,
+        (c_char_p, c_uint64, c_double, c_double, c_double, c_double, c_double, POINTER(c_double)),
+    ),
+    "halfstep_random_words": (
+        c_int,
+        (c_char_p, c_uint64, c_uint64, c_uint64, c_int32, c_uint64, POINTER(c_uint32), c_size_t),
+    ),
+    "halfstep_bf16_stochastic": (
+        c_int,
+        (POINTER(c_float), POINTER(c_uint16), c_size_t, POINTER(c_uint32)),
+    ),
 }
 
 
@@ -228,32 +347,49 @@ def _library_path() -> str:
     chosen = os.environ.get("HALFSTEP_LIBRARY")
     if chosen:
         return os.path.abspath(chosen)  # a bare name would be looked for elsewhere
-    name = {"win32": "halfstep.dll", "darwin": "libhalfstep.dylib"}.get(sys.platform, "libhalfstep.so")
+    name = {"win32": "halfstep.dll", "darwin": "libhalfstep.dylib"}.get(
+        sys.platform, "libhalfstep.so"
+    )
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
 
 
 def _load(path: str) -> ctypes.CDLL:
-    remedy = ("correct or unset the environment variable HALFSTEP_LIBRARY" if os.environ.get("HALFSTEP_LIBRARY")
-              else "install the package again ('pip install .' in its source folder)")
+    remedy = (
+        "correct or unset the environment variable HALFSTEP_LIBRARY"
+        if os.environ.get("HALFSTEP_LIBRARY")
+        else "install the package again ('pip install .' in its source folder)"
+    )
     if not os.path.isfile(path):
-        raise ImportError(f"halfstep: the shared library {path} does not exist; {remedy}", path=path)
+        raise ImportError(
+            f"halfstep: the shared library {path} does not exist; {remedy}", path=path
+        )
     try:
         library = ctypes.CDLL(path)
     except OSError as error:
-        raise ImportError(f"halfstep: the shared library {path} cannot be loaded ({error}); {remedy}",
-                          path=path) from error
+        raise ImportError(
+            f"halfstep: the shared library {path} cannot be loaded ({error}); {remedy}", path=path
+        ) from error
     abi = getattr(library, "halfstep_abi", None)
     if abi is None:
-        raise ImportError(f"halfstep: {path} is not the halfstep library, it has no function halfstep_abi; {remedy}",
-                          path=path)
+        raise ImportError(
+            f"halfstep: {path} is not the halfstep library, it has no function halfstep_abi;"
+            f" {remedy}",
+            path=path,
+        )
     if abi() != ABI:
-        raise ImportError(f"halfstep: the shared library {path} has ABI {abi()}, this package needs {ABI}; {remedy}",
-                          path=path)
+        raise ImportError(
+            f"halfstep: the shared library {path} has ABI {abi()}, this package needs {ABI};"
+            f" {remedy}",
+            path=path,
+        )
     for name, (result, parameters) in signatures.items():
         function = getattr(library, name, None)
         if function is None:
-            raise ImportError(f"halfstep: the shared library {path} is older than this package, it has no function {name}; "
-                              f"{remedy}", path=path)
+            raise ImportError(
+                f"halfstep: the shared library {path} is older than this package, it has no"
+                f" function {name}; {remedy}",
+                path=path,
+            )
         function.restype = result
         function.argtypes = parameters
     return library
@@ -262,11 +398,12 @@ def _load(path: str) -> ctypes.CDLL:
 path = _library_path()
 lib = _load(path)
 
-# ---- Errors -------------------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 class HalfstepError(RuntimeError):
-    """A call that the library refused; `code` is its negative number in halfstep.h. Nothing was changed by it."""
+    """A call that the library refused; `code` is its negative number in halfstep.h. Nothing was
+    changed by it."""
 
     def __init__(self, text: str, code: int):
         super().__init__(text, code)
@@ -284,9 +421,15 @@ class HalfstepMemoryError(HalfstepError, MemoryError):
     """Memory that the operating system did not give."""
 
 
-_error_classes = {ERROR_ARGUMENT: HalfstepValueError, ERROR_NAME: HalfstepValueError, ERROR_RANGE: HalfstepValueError,
-                  ERROR_SHAPE: HalfstepValueError, ERROR_DUPLICATE: HalfstepValueError,
-                  ERROR_UNSUPPORTED: HalfstepValueError, ERROR_MEMORY: HalfstepMemoryError}
+_error_classes = {
+    ERROR_ARGUMENT: HalfstepValueError,
+    ERROR_NAME: HalfstepValueError,
+    ERROR_RANGE: HalfstepValueError,
+    ERROR_SHAPE: HalfstepValueError,
+    ERROR_DUPLICATE: HalfstepValueError,
+    ERROR_UNSUPPORTED: HalfstepValueError,
+    ERROR_MEMORY: HalfstepMemoryError,
+}
 
 
 def _text(value: Optional[bytes]) -> str:
@@ -294,8 +437,8 @@ def _text(value: Optional[bytes]) -> str:
 
 
 def check(code: int, handle=None, detail: str = "") -> None:
-    """Raises what `code` stands for, with the handle's sentence about it; nothing for OK. NONFINITE is no error of a call:
-    callers of steps look for it first, and it raises here."""
+    """Raises what `code` stands for, with the handle's sentence about it; nothing for OK. NONFINITE
+    is no error of a call: callers of steps look for it first, and it raises here."""
     if code == OK:
         return
     text = _text(lib.halfstep_strerror(code))
@@ -303,13 +446,15 @@ def check(code: int, handle=None, detail: str = "") -> None:
     raise _error_classes.get(code, HalfstepError)(f"{text}: {detail}" if detail else text, code)
 
 
-# ---- Tables -------------------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class State:
-    """A state of a rule. `role` is a ROLE_ number; `vector`: over the rows or the columns of a matrix, and only there. While the
-    hyper-parameter `precise_if` is not 0, the state has `precise_format` in place of a block format."""
+    """A state of a rule. `role` is a ROLE_ number; `vector`: over the rows or the columns of a
+    matrix, and only there. While the hyper-parameter `precise_if` is not 0, the state has
+    `precise_format` in place of a block format.
+    """
 
     name: str
     role: int
@@ -334,7 +479,8 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule; the header's halfstep_rule_info says what the fields mean. Hyper-parameters common to all come first."""
+    """A rule; the header's halfstep_rule_info says what the fields mean. Hyper-parameters common to
+    all come first."""
 
     row: int
     id: int
@@ -356,7 +502,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format; the header's halfstep_format_info says what the fields mean. `roles` is a sum of ROLE_ numbers."""
+    """A storage format; the header's halfstep_format_info says what the fields mean. `roles` is a
+    sum of ROLE_ numbers."""
 
     row: int
     id: int
@@ -377,40 +524,83 @@ def _read_hyper(row: int, index: int) -> Hyper:
     info = HyperInfo.new()
     check(lib.halfstep_get_hyper_info(row, index, byref(info)))
     title = _text(info.title)
-    return Hyper(name=_text(info.name), title=title, initial=info.initial, minimum=info.minimum, maximum=info.maximum,
-                 exclusive_maximum=bool(info.exclusive_maximum), per_optimizer=bool(info.per_optimizer),
-                 switch=title.startswith(("0:", "1:")))
+    return Hyper(
+        name=_text(info.name),
+        title=title,
+        initial=info.initial,
+        minimum=info.minimum,
+        maximum=info.maximum,
+        exclusive_maximum=bool(info.exclusive_maximum),
+        per_optimizer=bool(info.per_optimizer),
+        switch=title.startswith(("0:", "1:")),
+    )
 
 
 def _read_rule(row: int) -> Rule:
     info = RuleInfo.new()
     check(lib.halfstep_get_rule_info(row, byref(info)))
     hypers = [_read_hyper(row, i) for i in range(info.hypers)]
-    return Rule(row=row, id=info.id, name=_text(info.name), label=_text(info.label), title=_text(info.title),
-                states=[State(_text(info.state_name[i]), info.state_role[i], bool(info.state_extent[i]), _text(info.precise_if[i]) or None,
-                              _text(info.precise_format[i]) or None) for i in range(info.states)],
-                hypers={h.name: h for h in hypers}, decay=_text(info.decay),
-                scalars=[_text(info.scalar_name[i]) for i in range(info.scalars)], two_pass=bool(info.two_pass),
-                matrix=bool(info.matrix), raw_gradient=bool(info.raw_gradient), accumulates=bool(info.accumulates),
-                average=bool(info.average), totals=info.totals, cautious=bool(info.cautious))
+    return Rule(
+        row=row,
+        id=info.id,
+        name=_text(info.name),
+        label=_text(info.label),
+        title=_text(info.title),
+        states=[
+            State(
+                _text(info.state_name[i]),
+                info.state_role[i],
+                bool(info.state_extent[i]),
+                _text(info.precise_if[i]) or None,
+                _text(info.precise_format[i]) or None,
+            )
+            for i in range(info.states)
+        ],
+        hypers={h.name: h for h in hypers},
+        decay=_text(info.decay),
+        scalars=[_text(info.scalar_name[i]) for i in range(info.scalars)],
+        two_pass=bool(info.two_pass),
+        matrix=bool(info.matrix),
+        raw_gradient=bool(info.raw_gradient),
+        accumulates=bool(info.accumulates),
+        average=bool(info.average),
+        totals=info.totals,
+        cautious=bool(info.cautious),
+    )
 
 
 def _read_format(row: int) -> Format:
     info = FormatInfo.new()
     check(lib.halfstep_get_format_info(row, byref(info)))
-    return Format(row=row, id=info.id, name=_text(info.name), title=_text(info.title), roles=info.roles,
-                  code_bits=info.code_bits, extra_bits=info.extra_bits, block=info.block, scale_bytes=info.scale_bytes,
-                  stochastic=bool(info.stochastic), code_dtype=_text(info.code_dtype),
-                  extra_dtype=_text(info.extra_dtype) or None, geometry=info.geometry)
+    return Format(
+        row=row,
+        id=info.id,
+        name=_text(info.name),
+        title=_text(info.title),
+        roles=info.roles,
+        code_bits=info.code_bits,
+        extra_bits=info.extra_bits,
+        block=info.block,
+        scale_bytes=info.scale_bytes,
+        stochastic=bool(info.stochastic),
+        code_dtype=_text(info.code_dtype),
+        extra_dtype=_text(info.extra_dtype) or None,
+        geometry=info.geometry,
+    )
 
 
-rules: Dict[str, Rule] = {rule.name: rule for rule in map(_read_rule, range(lib.halfstep_rule_count()))}
-formats: Dict[str, Format] = {f.name: f for f in map(_read_format, range(lib.halfstep_format_count()))}
+rules: Dict[str, Rule] = {
+    rule.name: rule for rule in map(_read_rule, range(lib.halfstep_rule_count()))
+}
+formats: Dict[str, Format] = {
+    f.name: f for f in map(_read_format, range(lib.halfstep_format_count()))
+}
 format_rows: List[Format] = list(formats.values())
 
 
 def choices(name: str) -> Tuple[str, ...]:
-    """The values of a choice ("decay", "schedule", "scan", "generator", "clip", "missing"), the default first."""
+    """The values of a choice ("decay", "schedule", "scan", "generator", "clip", "missing"), the
+    default first."""
     values = []
     while True:
         value = lib.halfstep_choice_value(name.encode(), len(values))
@@ -422,18 +612,22 @@ def choices(name: str) -> Tuple[str, ...]:
     return tuple(values)
 
 
-# ---- Functions of names and numbers -------------------------------------------------------------------------------------
+# ---- Functions of names and numbers --------------------------------------------------------------
 
 
 def _about_recipe(recipe: str) -> str:
-    """What to say of a recipe that the library refuses: without a handle it gives no sentence of its own."""
+    """What to say of a recipe that the library refuses: without a handle it gives no sentence of
+    its own."""
     rule, *rest = recipe.split("/")
     if rule not in rules:
         return f"recipe '{recipe}': there is no rule '{rule}'; there are {', '.join(rules)}"
     for part in rest:
         for name in part.split("+"):
             if name not in formats:
-                return f"recipe '{recipe}': there is no format '{name}'; there are {', '.join(formats)}"
+                return (
+                    f"recipe '{recipe}': there is no format '{name}'; there are"
+                    f" {', '.join(formats)}"
+                )
     return f"recipe '{recipe}'"
 
 
@@ -447,10 +641,13 @@ def recipe_full(recipe: str) -> str:
 
 
 def recipe_bytes(recipe: str, ndim: int, rows: int, row_length: int) -> Tuple[int, int, int]:
-    """Bytes of (weight, residual or error codes of the weight, states) of one tensor under a recipe."""
+    """Bytes of (weight, residual or error codes of the weight, states) of one tensor under a
+    recipe."""
     sums = [c_uint64() for _ in range(3)]
-    check(lib.halfstep_recipe_bytes(recipe.encode(), ndim, rows, row_length, *map(byref, sums)),
-          detail=f"recipe '{recipe}', {rows} rows of {row_length}")
+    check(
+        lib.halfstep_recipe_bytes(recipe.encode(), ndim, rows, row_length, *map(byref, sums)),
+        detail=f"recipe '{recipe}', {rows} rows of {row_length}",
+    )
     return sums[0].value, sums[1].value, sums[2].value
 
 

@@ -1,9 +1,12 @@
-"""The step as one operator of torch.library, in pure Python, so that torch.compile(optimizer.step, fullgraph=True) can trace it.
+"""The step as one operator of torch.library, in pure Python, so that torch.compile(optimizer.step,
+fullgraph=True) can trace it.
 
-The operator gets the parameters and gradients and says that it changes the parameters; it has to change those it is given,
-which may be copies that the compiler made. The optimizer is found by a number, and its parameters by their places. States are
-no inputs of the graph: they are reached, as ever, through the optimizer.
+The operator gets the parameters and gradients and says that it changes the parameters; it has to
+change those it is given, which may be copies that the compiler made. The optimizer is found by a
+number, and its parameters by their places. States are no inputs of the graph: they are reached, as
+ever, through the optimizer.
 """
+
 import itertools
 import weakref
 
@@ -16,7 +19,8 @@ _numbers = itertools.count()
 
 
 def register(optimizer):
-    """Gives an optimizer, or a copy of one, the number by which the operator finds it in this process, and a witness."""
+    """Gives an optimizer, or a copy of one, the number by which the operator finds it in this
+    process, and a witness."""
     optimizer._number = next(_numbers)
     optimizer._witness = torch.zeros(1, dtype=torch.float32, device="cpu")
     optimizer._watch = Watch(optimizer._witness)
@@ -27,12 +31,18 @@ if hasattr(torch.library, "custom_op"):
     from typing import List
 
     @torch.library.custom_op("halfstep::step", mutates_args=("params",))
-    def _step_op(params: List[torch.Tensor], grads: List[torch.Tensor], places: List[int], number: int) -> None:
+    def _step_op(
+        params: List[torch.Tensor], grads: List[torch.Tensor], places: List[int], number: int
+    ) -> None:
         optimizer = _optimizers.get(number)
         if optimizer is None:
-            raise RuntimeError("halfstep: the optimizer of this compiled step does not exist any more")
+            raise RuntimeError(
+                "halfstep: the optimizer of this compiled step does not exist any more"
+            )
         flat = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer._step_compiled({flat[i]: pair for i, pair in zip(places, zip(params, grads))}, params[-1])
+        optimizer._step_compiled(
+            {flat[i]: pair for i, pair in zip(places, zip(params, grads))}, params[-1]
+        )
 
     @_step_op.register_fake
     def _(params, grads, places, number):

@@ -1,12 +1,13 @@
 """Decoding and encoding what is stored: one tensor at a time, in a handle of its own."""
+
 import math
 from functools import lru_cache
 
 import torch
 
 from . import _abi, _devices, _layout
-from ._sharding import local
 from ._abi import check, lib
+from ._sharding import local
 
 #: values that are decoded at once where all of a tensor is looked at
 _PIECE = 1 << 20
@@ -17,14 +18,22 @@ class Codec:
 
     def __init__(self, recipe, hypers, shape, name, identity=0, part=None):
         from . import _engine  # which needs this module in turn
-        self.engine, self.recipe, self.hypers, self.name = _engine, recipe, tuple(hypers.items()), name
+
+        self.engine, self.recipe, self.hypers, self.name = (
+            _engine,
+            recipe,
+            tuple(hypers.items()),
+            name,
+        )
         self.rule = _abi.rules[recipe.partition("/")[0]]
         self.handle = _engine.create_handle(1, 0)
         try:
             known = {k: v for k, v in hypers.items() if k in self.rule.hypers}
             group = _engine.add_group(self.handle, recipe, known, {})
             self.index = _engine.add_tensor(self.handle, group, name, identity, shape, "f32", part)
-            self.streams, _ = _engine.lay_out(self.handle, group, self.index, self.rule, part, shape, name)
+            self.streams, _ = _engine.lay_out(
+                self.handle, group, self.index, self.rule, part, shape, name
+            )
         except BaseException:
             self.close()
             raise
@@ -42,11 +51,15 @@ class Codec:
         for key in _layout.scalars_of(self.rule, self.streams):
             value = _layout.take_number(state, key, self.name)
             if value is not None:
-                check(lib.halfstep_set_scalar(self.handle, self.index, key.encode(), value), self.handle)
+                check(
+                    lib.halfstep_set_scalar(self.handle, self.index, key.encode(), value),
+                    self.handle,
+                )
 
     def read(self, slot, data=None):
-        return self.engine.read_rows(lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data,
-                                     rows=self.rows)
+        return self.engine.read_rows(
+            lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data, rows=self.rows
+        )
 
     def pieces(self, slot):
         """The values of a state, a few rows at a time."""
@@ -57,12 +70,17 @@ class Codec:
         for first in range(0, rows, some):
             n = min(some, rows - first)
             out = torch.empty(n, length, dtype=torch.float32, device="cpu")
-            check(lib.halfstep_read_slot(self.handle, self.index, slot, None, first, n, out.data_ptr()), self.handle)
+            check(
+                lib.halfstep_read_slot(
+                    self.handle, self.index, slot, None, first, n, out.data_ptr()
+                ),
+                self.handle,
+            )
             yield out
 
     def all_codes_are_good(self, stream, scale):
-        """Whether every code there is, with this scale, is a finite number of the right sign: then no tensor of smaller scales
-        needs to be looked at."""
+        """Whether every code there is, with this scale, is a finite number of the right sign: then
+        no tensor of smaller scales needs to be looked at."""
         probe = _probe(self.recipe, self.hypers)
         if not any(s.key == stream.key for s in probe.streams):
             return False
@@ -72,10 +90,16 @@ class Codec:
         tensors[stream.name + ".scale"].fill_(scale)
         probe.bind(tensors)
         least, most = torch.aminmax(probe.read(stream.slot))
-        return bool(abs(least) < math.inf and abs(most) < math.inf and (stream.role != _abi.ROLE_NONNEG or least >= 0))
+        return bool(
+            abs(least) < math.inf
+            and abs(most) < math.inf
+            and (stream.role != _abi.ROLE_NONNEG or least >= 0)
+        )
 
     def write(self, slot, values, data=None):
-        self.engine.write_rows(self.handle, self.index, slot, data, _devices.contiguous(values), self.shape, self.rows)
+        self.engine.write_rows(
+            self.handle, self.index, slot, data, _devices.contiguous(values), self.shape, self.rows
+        )
 
 
 @lru_cache(64)
@@ -85,44 +109,77 @@ def _probe(recipe, hypers):
 
 
 def adopt(tensor, stream, name, take=True):
-    """What lies here of a state tensor, of another device or layout, as the stream wants it; ValueError where it is something
-    else."""
+    """What lies here of a state tensor, of another device or layout, as the stream wants it;
+    ValueError where it is something else."""
     tensor = local(tensor)
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != stream.dtype or tuple(tensor.shape) != stream.shape \
-            or tensor.device.type == "meta" or tensor.layout != torch.strided:
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.dtype != stream.dtype
+        or tuple(tensor.shape) != stream.shape
+        or tensor.device.type == "meta"
+        or tensor.layout != torch.strided
+    ):
         found = type(tensor).__name__
         if isinstance(tensor, torch.Tensor):
-            found = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}"
-        raise ValueError(f"halfstep: state {stream.key!r} of parameter {name!r} is {found}, not {stream.dtype} of shape "
-                         f"{stream.shape}")
+            found = (
+                f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}"
+            )
+        raise ValueError(
+            f"halfstep: state {stream.key!r} of parameter {name!r} is {found}, not {stream.dtype}"
+            f" of shape {stream.shape}"
+        )
     return _devices.to_cpu(tensor) if take else tensor
 
 
 def coarse_states(streams, state):
-    """The names of those of a parameter's states that `state` has in a block format where they are precise here, or the other way round:
-    version 0.1.0 kept a maximum, or a mean that is subtracted, as coarsely as any other state, and options may change."""
-    return {s.name for s in streams if not s.extra and s.key not in state and
-            (s.precise and s.name + ".codes" in state or s.part == ".codes" and s.name in state)}
+    """The names of those of a parameter's states that `state` has in a block format where they are
+    precise here, or the other way round: version 0.1.0 kept a maximum, or a mean that is
+    subtracted, as coarsely as any other state, and options may change.
+    """
+    return {
+        s.name
+        for s in streams
+        if not s.extra
+        and s.key not in state
+        and (s.precise and s.name + ".codes" in state or s.part == ".codes" and s.name in state)
+    }
 
 
 def read_coarse(name, slot_role, recipe, shape, label, state, part):
-    """The values of such a state: of its codes in the format that `recipe` names for it, or in its precise format."""
+    """The values of such a state: of its codes in the format that `recipe` names for it, or in its
+    precise format."""
     rule, weight, formats = recipe.split("/")
     formats = formats.split("+")
     named = [s.name for s in _abi.rules[rule].states if s.role != _abi.ROLE_WEIGHT and not s.vector]
     place = named.index(name)
     same = [i for i in range(min(place, len(formats))) if _role(rule, named[i]) == slot_role]
-    fmt = formats[place] if place < len(formats) else formats[0] if len(formats) == 1 or not same else formats[same[-1]]
+    fmt = (
+        formats[place]
+        if place < len(formats)
+        else formats[0]
+        if len(formats) == 1 or not same
+        else formats[same[-1]]
+    )
     if name in state:
         fmt = next(s.precise_format for s in _abi.rules[rule].states if s.name == name) or fmt
     # Any state of that role and format is read alike; Adam has one of each.
     codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
     try:
         other = "exp_avg_sq" if slot_role == _abi.ROLE_NONNEG else "exp_avg"
-        tensors = {s.key: adopt(state[name + s.part], s, label) if s.name == other and name + s.part in state
-                   else torch.zeros(s.shape, dtype=s.dtype, device="cpu") for s in codec.streams}
+        tensors = {
+            s.key: (
+                adopt(state[name + s.part], s, label)
+                if s.name == other and name + s.part in state
+                else torch.zeros(s.shape, dtype=s.dtype, device="cpu")
+            )
+            for s in codec.streams
+        }
         codec.bind(tensors)
-        codec.take_scalars({other + _layout.GRID: state[name + _layout.GRID]} if name + _layout.GRID in state else {})
+        codec.take_scalars(
+            {other + _layout.GRID: state[name + _layout.GRID]}
+            if name + _layout.GRID in state
+            else {}
+        )
         return codec.read(next(s.slot for s in codec.streams if s.name == other))
     finally:
         codec.close()
@@ -134,11 +191,15 @@ def _role(rule, name):
 
 @torch.no_grad()
 def convert(optimizer, m, state, old):
-    """The streams of member m in its recipe, from `state`, which is of the recipe `old`, or plain (None); the keys that are then
-    obsolete; and the weight, if it is stored otherwise. Nothing is changed yet."""
+    """The streams of member m in its recipe, from `state`, which is of the recipe `old`, or plain
+    (None); the keys that are then obsolete; and the weight, if it is stored otherwise. Nothing is
+    changed yet."""
     if m.gathered:
-        raise ValueError(f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'}, not {m.recipe}, and of a DTensor they cannot be "
-                         f"converted, which {optimizer.rule} steps as a whole: load and save them once on one process")
+        raise ValueError(
+            f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'}, not {m.recipe},"
+            f" and of a DTensor they cannot be converted, which {optimizer.rule} steps as a whole:"
+            " load and save them once on one process"
+        )
     rule = _abi.rules[optimizer.rule]
     hypers = optimizer._hypers(optimizer.param_groups[m.group])
     names = [s.name for s in rule.states]
@@ -153,14 +214,21 @@ def convert(optimizer, m, state, old):
         source = Codec(old, hypers, m.shape, m.name, part=m.part)
         try:
             missing = [s for s in source.streams if s.key not in state]
-            tensors = {s.key: adopt(state[s.key], s, m.name) for s in source.streams if s.key in state}
-            # States that this optimizer's hyper-parameters need and the file's did not start at zero.
-            tensors.update((s.key, torch.zeros(s.shape, dtype=s.dtype, device="cpu")) for s in missing)
+            tensors = {
+                s.key: adopt(state[s.key], s, m.name) for s in source.streams if s.key in state
+            }
+            # States that this optimizer's hyper-parameters need and the file's did not start at
+            # zero.
+            tensors.update(
+                (s.key, torch.zeros(s.shape, dtype=s.dtype, device="cpu")) for s in missing
+            )
             source.bind(tensors)
             source.take_scalars(state)
             there = {s.name for s in source.streams} - {s.name for s in missing}
             for name in coarse_states(source.streams, state):
-                values[name] = read_coarse(name, _role(optimizer.rule, name), old, m.shape, m.name, state, m.part)
+                values[name] = read_coarse(
+                    name, _role(optimizer.rule, name), old, m.shape, m.name, state, m.part
+                )
             for i, name in enumerate(names):
                 if name in there:
                     values[name] = source.read(2 + i)
@@ -171,12 +239,23 @@ def convert(optimizer, m, state, old):
     target = Codec(m.recipe, hypers, m.shape, m.name, part=m.part)
     try:
         # The same tensor, so the same streams, on the grid that a new handle has.
-        made = {s.key: torch.zeros(s.shape, dtype=s.dtype, device="cpu") if s.name in values else s.initial(now, now.device) for s in m.streams}
+        made = {
+            s.key: (
+                torch.zeros(s.shape, dtype=s.dtype, device="cpu")
+                if s.name in values
+                else s.initial(now, now.device)
+            )
+            for s in m.streams
+        }
         target.bind(made)
         for i, name in enumerate(names):
             if name in values and any(s.name == name for s in m.streams):
                 target.write(2 + i, values[name])
-        made.update((s.name + _layout.GRID, _layout.number(1.0, s.name + _layout.GRID)) for s in m.streams if s.grid)
+        made.update(
+            (s.name + _layout.GRID, _layout.number(1.0, s.name + _layout.GRID))
+            for s in m.streams
+            if s.grid
+        )
         if weight is not None and "weight.extra" in made:
             held = now.clone()
             target.write(0, weight, held.data_ptr())
@@ -185,8 +264,14 @@ def convert(optimizer, m, state, old):
     obsolete = _layout.keys_of(rule) - set(made)
     if old == m.recipe:  # what was not coarse is as it was
         coarse = coarse_states(m.streams, state)
-        made = {key: value for key, value in made.items() if key.split(".")[0] in coarse or key not in state}
-        obsolete = {name + part for name in coarse for part in ("", *_layout.PARTS, _layout.GRID)} - set(made)
+        made = {
+            key: value
+            for key, value in made.items()
+            if key.split(".")[0] in coarse or key not in state
+        }
+        obsolete = {
+            name + part for name in coarse for part in ("", *_layout.PARTS, _layout.GRID)
+        } - set(made)
         held = None
     for s in m.streams:
         if s.key in made:
@@ -198,4 +283,8 @@ def empty(recipe, hypers, p):
     """The states of a parameter without elements: those that any other would have, as empty."""
     codec = Codec(recipe, hypers, (1,), "empty")
     codec.close()
-    return {s.key: torch.empty(p.shape, dtype=s.dtype, device="cpu") for s in codec.streams if s.key in (s.name, s.name + ".codes")}
+    return {
+        s.key: torch.empty(p.shape, dtype=s.dtype, device="cpu")
+        for s in codec.streams
+        if s.key in (s.name, s.name + ".codes")
+    }

@@ -1,9 +1,11 @@
-"""What differs between tensors in the memory of the process and those on a GPU: who can step them, on which stream, where states
-and copies are made, and what must not be given back before the GPU has read it.
+"""What differs between tensors in the memory of the process and those on a GPU: who can step them,
+on which stream, where states and copies are made, and what must not be given back before the GPU
+has read it.
 
-Everything that the package asks of a device goes through the functions here, by their module, so that tests can put another
-device in their place (tests/python/fake_gpu.py).
+Everything that the package asks of a device goes through the functions here, by their module, so
+that tests can put another device in their place (tests/python/fake_gpu.py).
 """
+
 import warnings
 
 import torch
@@ -27,10 +29,15 @@ def check(p, name):
     device = of(p)
     if device.type == "cuda":
         if torch.version.hip:
-            raise ValueError(f"halfstep: parameter {name!r} is on {device}, which is an AMD GPU in this build of torch (ROCm); "
-                             "halfstep steps tensors of CPUs and of NVIDIA GPUs")
+            raise ValueError(
+                f"halfstep: parameter {name!r} is on {device}, which is an AMD GPU in this build of"
+                " torch (ROCm); halfstep steps tensors of CPUs and of NVIDIA GPUs"
+            )
     elif device.type != "cpu":
-        raise ValueError(f"halfstep: parameter {name!r} is on {device}; halfstep steps tensors of CPUs and of NVIDIA GPUs")
+        raise ValueError(
+            f"halfstep: parameter {name!r} is on {device}; halfstep steps tensors of CPUs and of"
+            " NVIDIA GPUs"
+        )
     check_memory(p, f"parameter {name!r}")
 
 
@@ -50,7 +57,8 @@ def capturing(device):
 
 
 def record(tensors, device):
-    """Tells torch's allocator that the current stream reads these, so that their memory stays until it has."""
+    """Tells torch's allocator that the current stream reads these, so that their memory stays until
+    it has."""
     current = torch.cuda.current_stream(device)
     for tensor in tensors:
         tensor.record_stream(current)
@@ -61,8 +69,10 @@ def zeros(shape, dtype, device):
 
 
 def is_plain(tensor):
-    """Whether the memory of a tensor holds its elements one after another, as they are. It does not where torch negates them when they
-    are read, as in the imaginary part of a conjugate, or knows that they are zero and keeps none."""
+    """Whether the memory of a tensor holds its elements one after another, as they are. It does not
+    where torch negates them when they are read, as in the imaginary part of a conjugate, or knows
+    that they are zero and keeps none.
+    """
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
@@ -83,10 +93,19 @@ def to_cpu(tensor):
 
 
 def check_memory(tensor, what):
-    """Raises ValueError for a tensor that has elements and no memory for them. `what` begins the sentence."""
-    if tensor.numel() and not tensor._is_zerotensor() and tensor.device.type != "meta" and not tensor.data_ptr():
-        raise ValueError(f"halfstep: {what} has {tensor.numel()} elements and no memory: it was freed (untyped_storage().resize_(0)), or it is a "
-                         "stand-in of a transformation of torch; give it memory before the step")
+    """Raises ValueError for a tensor that has elements and no memory for them. `what` begins the
+    sentence."""
+    if (
+        tensor.numel()
+        and not tensor._is_zerotensor()
+        and tensor.device.type != "meta"
+        and not tensor.data_ptr()
+    ):
+        raise ValueError(
+            f"halfstep: {what} has {tensor.numel()} elements and no memory: it was freed"
+            " (untyped_storage().resize_(0)), or it is a stand-in of a transformation of torch;"
+            " give it memory before the step"
+        )
 
 
 def place(tensor, device):
@@ -95,16 +114,20 @@ def place(tensor, device):
 
 
 def pinned(shape, dtype):
-    """Memory of the process that a GPU reads and writes by itself; ordinary memory, which it takes longer for, where the system
-    gives no more of that, with one warning."""
+    """Memory of the process that a GPU reads and writes by itself; ordinary memory, which it takes
+    longer for, where the system gives no more of that, with one warning."""
     global _told
     try:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
         if not _told:
             _told = True
-            warnings.warn(f"halfstep: no memory could be pinned ({str(error).splitlines()[0]}); ordinary memory is used, and copies "
-                          "to and from it hold up the GPU. This is said once", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"halfstep: no memory could be pinned ({str(error).splitlines()[0]}); ordinary"
+                " memory is used, and copies to and from it hold up the GPU. This is said once",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return torch.empty(shape, dtype=dtype, device="cpu")
 
 
@@ -117,7 +140,10 @@ def check_copies(p, name):
     """Raises ValueError where a parameter lies whose copies cannot be put on streams."""
     device = of(p)
     if is_asynchronous(device) and not hasattr(getattr(torch, device.type, None), "Stream"):
-        raise ValueError(f"halfstep: parameter {name!r} is on {device}, from which nothing can be offloaded: torch has no streams there")
+        raise ValueError(
+            f"halfstep: parameter {name!r} is on {device}, from which nothing can be offloaded:"
+            " torch has no streams there"
+        )
 
 
 class Side:
@@ -132,7 +158,8 @@ class Side:
         self.stream.wait_stream(self.torch.current_stream(self.device))
 
     def lead(self, event=None):
-        """What comes on the current stream from now on waits for what is here now, or for what came before an event()."""
+        """What comes on the current stream from now on waits for what is here now, or for what came
+        before an event()."""
         current = self.torch.current_stream(self.device)
         if event is None:
             current.wait_stream(self.stream)
@@ -144,7 +171,8 @@ class Side:
         self.stream.wait_event(event)
 
     def copy(self, to, tensor):
-        """Copies a tensor into another, one of them in memory that is pinned. What lies on the device stays until that is done."""
+        """Copies a tensor into another, one of them in memory that is pinned. What lies on the
+        device stays until that is done."""
         with self.torch.stream(self.stream):
             to.copy_(tensor, non_blocking=True)
         for one in (to, tensor):

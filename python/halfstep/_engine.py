@@ -1,12 +1,14 @@
 """The C handle behind an optimizer: groups, tensors, memory, counters.
 
-States are torch tensors and belong to `optimizer.state`; the handle only holds their addresses. It is a cache that can be
-thrown away at any time between steps (`Engine.save_counters` first) and built again from `state` and `param_groups`: that is
-how parameters that get their first gradient late, loaded states, copies and changed formats all work.
+States are torch tensors and belong to `optimizer.state`; the handle only holds their addresses. It
+is a cache that can be thrown away at any time between steps (`Engine.save_counters` first) and
+built again from `state` and `param_groups`: that is how parameters that get their first gradient
+late, loaded states, copies and changed formats all work.
 
-This file is longer than 500 lines because building a handle, what has to be checked before, and what is kept current after belong
-together.
+This file is longer than 500 lines because building a handle, what has to be checked before, and
+what is kept current after belong together.
 """
+
 import contextlib
 import ctypes
 import math
@@ -21,20 +23,29 @@ import torch
 from . import _abi, _convert, _devices, _layout, _sharding
 from ._abi import check, lib
 from ._sharding import local
-from ._watch import version, versions
+from ._watch import version
 
 WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
 
 #: safetensors' names of what is stored -> torch
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8,
-          "I16": torch.int16}
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+}
 #: what a weight or gradient may be -> its plain format
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _REFUSED = "halfstep: parameter {name!r} is {dtype}; float32, bfloat16 and float16 can be stepped"
 #: what of a group is no hyper-parameter
 _NO_HYPERS = ("params", "param_names", *_layout.TOLD)
-_ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
-    torch.Tensor, torch.nn.Parameter)
+_ORDINARY = (
+    (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if hasattr(torch.nn, "Buffer")
+    else (torch.Tensor, torch.nn.Parameter)
+)
 
 _disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -50,7 +61,8 @@ def no_dynamo(function: _Function) -> _Function:
 
 
 def increment_versions(tensors):
-    """Tells autograd that these tensors were changed, so that it notices where it has saved one of them."""
+    """Tells autograd that these tensors were changed, so that it notices where it has saved one of
+    them."""
     if VERSION >= (2, 5):
         torch.autograd.graph.increment_version(tensors)
     else:  # which take one at a time
@@ -59,8 +71,11 @@ def increment_versions(tensors):
 
 
 def caller():
-    """The `stacklevel` by which a warning of whoever calls this names the line outside of this package and of torch."""
-    ours = tuple(os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (_abi, torch))
+    """The `stacklevel` by which a warning of whoever calls this names the line outside of this
+    package and of torch."""
+    ours = tuple(
+        os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (_abi, torch)
+    )
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(ours):
         frame, level = frame.f_back, level + 1
@@ -68,7 +83,8 @@ def caller():
 
 
 def rows_of(shape):
-    """Rows and row length of a tensor, as the library counts them: dimension 0, and the rest flattened."""
+    """Rows and row length of a tensor, as the library counts them: dimension 0, and the rest
+    flattened."""
     if not shape:
         return 1, 1
     length = 1
@@ -78,25 +94,31 @@ def rows_of(shape):
 
 
 def weight_format(asked, dtype, name):
-    """The format of one weight: what was asked for acts on BF16, float16 takes its namesake, float32 stays as it is."""
+    """The format of one weight: what was asked for acts on BF16, float16 takes its namesake,
+    float32 stays as it is."""
     if dtype not in PLAIN:
         raise TypeError(_REFUSED.format(name=name, dtype=dtype))
     if dtype == torch.float32:
         if asked is not None and asked not in _abi.formats:
-            raise ValueError(f"halfstep: weights={asked!r} is no format; there are: {', '.join(_abi.formats)}")
+            raise ValueError(
+                f"halfstep: weights={asked!r} is no format; there are: {', '.join(_abi.formats)}"
+            )
         return "f32"
     if asked is None:
         asked = "bf16-sr"
     base, dash, how = asked.partition("-")
     found = PLAIN[dtype] + dash + how
     if base not in ("bf16", "f16") or found not in _abi.formats:
-        raise ValueError(f"halfstep: parameter {name!r} is {dtype}, which weights={asked!r} cannot store; "
-                         f"formats are: {', '.join(f for f in _abi.formats if f.startswith(PLAIN[dtype]))}")
+        raise ValueError(
+            f"halfstep: parameter {name!r} is {dtype}, which weights={asked!r} cannot store; "
+            f"formats are: {', '.join(f for f in _abi.formats if f.startswith(PLAIN[dtype]))}"
+        )
     return found
 
 
 def overlaps(tensor):
-    """Whether two elements may share memory: sorted by stride, each dimension has to step over all smaller ones."""
+    """Whether two elements may share memory: sorted by stride, each dimension has to step over all
+    smaller ones."""
     reach = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
         if size == 0:
@@ -110,31 +132,50 @@ def overlaps(tensor):
 def check_parameter(p, name):
     """Raises TypeError or ValueError for what cannot be stepped, whatever its device."""
     if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
-        raise ValueError(f"halfstep: parameter {name!r} is not initialized; pass a batch through the lazy module first")
+        raise ValueError(
+            f"halfstep: parameter {name!r} is not initialized; pass a batch through the lazy module"
+            " first"
+        )
     if _sharding.is_dtensor(p):
         return check_parameter(local(p), name)
-    if type(p) not in _ORDINARY and not (isinstance(p, torch.nn.Parameter) and type(p.data) in _ORDINARY):
-        raise TypeError(f"halfstep: parameter {name!r} is a {type(p).__name__}, a kind of tensor that halfstep does not know")
+    if type(p) not in _ORDINARY and not (
+        isinstance(p, torch.nn.Parameter) and type(p.data) in _ORDINARY
+    ):
+        raise TypeError(
+            f"halfstep: parameter {name!r} is a {type(p).__name__}, a kind of tensor that halfstep"
+            " does not know"
+        )
     if p.layout != torch.strided:
-        raise TypeError(f"halfstep: parameter {name!r} is sparse ({p.layout}); only dense tensors can be stepped")
+        raise TypeError(
+            f"halfstep: parameter {name!r} is sparse ({p.layout}); only dense tensors can be"
+            " stepped"
+        )
     if p.dtype not in PLAIN:
         raise TypeError(_REFUSED.format(name=name, dtype=p.dtype))
     if overlaps(p):
-        raise ValueError(f"halfstep: elements of parameter {name!r} share memory (strides {tuple(p.stride())} of shape "
-                         f"{tuple(p.shape)}, as expand() leaves them); pass it through .clone() first")
+        raise ValueError(
+            f"halfstep: elements of parameter {name!r} share memory (strides {tuple(p.stride())} of"
+            f" shape {tuple(p.shape)}, as expand() leaves them); pass it through .clone() first"
+        )
     if p._is_zerotensor():
-        raise ValueError(f"halfstep: parameter {name!r} is a tensor of zeros without memory; pass it through .clone() first")
+        raise ValueError(
+            f"halfstep: parameter {name!r} is a tensor of zeros without memory; pass it through"
+            " .clone() first"
+        )
 
 
 def check_cpu(p, name):
     """For what works in the process's memory alone."""
     if p.device.type != "cpu":
-        raise ValueError(f"halfstep: parameter {name!r} is on {p.device}; this works on tensors in CPU memory")
+        raise ValueError(
+            f"halfstep: parameter {name!r} is on {p.device}; this works on tensors in CPU memory"
+        )
 
 
 def seed_of(seed):
-    """The number that the option `seed` stands for. None is drawn from torch's default generator, so that torch.manual_seed()
-    governs it; where torch.distributed runs it is 0, which all ranks agree on without a word."""
+    """The number that the option `seed` stands for. None is drawn from torch's default generator,
+    so that torch.manual_seed() governs it; where torch.distributed runs it is 0, which all ranks
+    agree on without a word."""
     if seed is not None:
         return int(seed)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -143,7 +184,8 @@ def seed_of(seed):
 
 
 def create_handle(threads, seed, device=None):
-    """device: a torch.device; None: the processor. A handle on a GPU works on the stream that is current there."""
+    """device: a torch.device; None: the processor. A handle on a GPU works on the stream that is
+    current there."""
     handle = c_void_p()
     options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
     if device is not None and _devices.is_asynchronous(device):
@@ -171,7 +213,9 @@ def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=
     if part is not None:
         fields = part.whole_fields() if whole else part.fields
     index = c_int32()
-    tensor = _abi.Tensor.new(group=group, name=name.encode(), id=identity, gradient=gradient.encode(), **fields)
+    tensor = _abi.Tensor.new(
+        group=group, name=name.encode(), id=identity, gradient=gradient.encode(), **fields
+    )
     try:
         check(lib.halfstep_add_tensor(handle, byref(tensor), byref(index)), handle)
     except _abi.HalfstepError as error:
@@ -180,14 +224,37 @@ def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=
 
 
 class Stream:
-    """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the handle. `name` is that of the
-    state, or "weight"; `extra`: the second tensor of a slot, scales or residuals; `grid`: codes on a grid, which is a number of
-    its own; `precise`: in a finer format than the recipe's. Of a DTensor `shape` is that of the part here, `whole` and `placements` those of the state."""
+    """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the
+    handle. `name` is that of the state, or "weight"; `extra`: the second tensor of a slot, scales
+    or residuals; `grid`: codes on a grid, which is a number of its own; `precise`: in a finer
+    format than the recipe's. Of a DTensor `shape` is that of the part here, `whole` and
+    `placements` those of the state.
+    """
 
-    __slots__ = ("slot", "extra", "name", "part", "dtype", "shape", "role", "grid", "precise", "whole", "placements")
+    __slots__ = (
+        "slot",
+        "extra",
+        "name",
+        "part",
+        "dtype",
+        "shape",
+        "role",
+        "grid",
+        "precise",
+        "whole",
+        "placements",
+    )
 
     def __init__(self, slot, extra, name, part, dtype, shape, role, grid=False, precise=False):
-        self.slot, self.extra, self.name, self.part, self.dtype, self.shape, self.role = slot, extra, name, part, dtype, shape, role
+        self.slot, self.extra, self.name, self.part, self.dtype, self.shape, self.role = (
+            slot,
+            extra,
+            name,
+            part,
+            dtype,
+            shape,
+            role,
+        )
         self.grid, self.precise = grid, precise
 
     @property
@@ -197,19 +264,30 @@ class Stream:
 
     def fits(self, tensor, device):
         tensor = local(tensor)
-        return (isinstance(tensor, torch.Tensor) and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
-                and _devices.of(tensor) == device and tensor.layout == torch.strided and _devices.is_plain(tensor))
+        return (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype == self.dtype
+            and tuple(tensor.shape) == self.shape
+            and _devices.of(tensor) == device
+            and tensor.layout == torch.strided
+            and _devices.is_plain(tensor)
+        )
 
     def initial(self, p, device):
         """What it begins with beside the weight p."""
         if self.role == _abi.ROLE_WEIGHT and not self.extra:
             here = local(p)
-            return _devices.clone(here) if _devices.of(here) == device else _devices.place(_devices.contiguous(here), device)
+            return (
+                _devices.clone(here)
+                if _devices.of(here) == device
+                else _devices.place(_devices.contiguous(here), device)
+            )
         return _devices.zeros(self.shape, self.dtype, device)
 
 
 def streams_of(handle, index, rule, shape, rows=None):
-    """What the library stores for a tensor of this shape here, in the order of its slots. rows: of a flat buffer, 1."""
+    """What the library stores for a tensor of this shape here, in the order of its slots. rows: of
+    a flat buffer, 1."""
     found, fell_back = [], False
     count = math.prod(shape)
     rows = rows_of(shape)[0] if rows is None else rows
@@ -233,8 +311,19 @@ def streams_of(handle, index, rule, shape, rows=None):
                 code_shape = (rows, code_bytes // rows)
             else:
                 code_shape = (code_bytes,)
-            found.append(Stream(slot, False, name, "" if code.is_floating_point else ".codes", code, code_shape, role,
-                                bool(info.grid), bool(info.precise)))
+            found.append(
+                Stream(
+                    slot,
+                    False,
+                    name,
+                    "" if code.is_floating_point else ".codes",
+                    code,
+                    code_shape,
+                    role,
+                    bool(info.grid),
+                    bool(info.precise),
+                )
+            )
         if fmt.extra_bits or fmt.scale_bytes:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
@@ -244,7 +333,18 @@ def streams_of(handle, index, rule, shape, rows=None):
                 extra_shape = (rows, n // rows)
             else:
                 extra_shape = (n,)
-            found.append(Stream(slot, True, name, ".scale" if fmt.block else ".extra", extra, extra_shape, role, precise=bool(info.precise)))
+            found.append(
+                Stream(
+                    slot,
+                    True,
+                    name,
+                    ".scale" if fmt.block else ".extra",
+                    extra,
+                    extra_shape,
+                    role,
+                    precise=bool(info.precise),
+                )
+            )
     return found, fell_back
 
 
@@ -254,7 +354,8 @@ def lay_out(handle, group, index, rule, part, shape, name):
     if part is not None and part.gathered:
         part.place(streams)
     elif part is not None and part.mesh is not None:
-        # All that is sharded has the shape of the whole, which only a handle that holds the whole can tell.
+        # All that is sharded has the shape of the whole, which only a handle that holds the whole
+        # can tell.
         recipe, whole = ctypes.create_string_buffer(256), create_handle(1, 0)
         try:
             check(lib.halfstep_get_group_recipe(handle, group, recipe, 256), handle)
@@ -263,7 +364,16 @@ def lay_out(handle, group, index, rule, part, shape, name):
                 if not hyper.per_optimizer:
                     check(lib.halfstep_get_hyper(handle, group, key.encode(), byref(value)), handle)
                     hypers[key] = value.value
-            place = add_tensor(whole, add_group(whole, recipe.value.decode(), hypers, {}), name, 1, shape, "f32", part, whole=True)
+            place = add_tensor(
+                whole,
+                add_group(whole, recipe.value.decode(), hypers, {}),
+                name,
+                1,
+                shape,
+                "f32",
+                part,
+                whole=True,
+            )
             part.place(streams, streams_of(whole, place, rule, part.global_shape)[0], name)
         finally:
             lib.halfstep_destroy(whole)
@@ -280,7 +390,8 @@ def bind_streams(handle, index, streams, tensors):
 
 
 def _vector(handle, index, slot, shape):
-    """The shape and the rows of a slot that stores a vector over rows or columns of a matrix of this shape; None for any other."""
+    """The shape and the rows of a slot that stores a vector over rows or columns of a matrix of
+    this shape; None for any other."""
     if slot < STATE or len(shape) < 2:
         return None
     info = _abi.SlotInfo.new()
@@ -290,12 +401,25 @@ def _vector(handle, index, slot, shape):
 
 
 def read_rows(function, handle, index, shape, *arguments, rows=None):
-    """All of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average(). rows: as for streams_of()."""
-    vector = _vector(handle, index, arguments[0], shape) if function is lib.halfstep_read_slot else None
+    """All of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average(). rows: as for
+    streams_of()."""
+    vector = (
+        _vector(handle, index, arguments[0], shape) if function is lib.halfstep_read_slot else None
+    )
     shape, rows = vector or (shape, rows)
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
     if out.numel():
-        check(function(handle, index, *arguments, 0, rows_of(shape)[0] if rows is None else rows, out.data_ptr()), handle)
+        check(
+            function(
+                handle,
+                index,
+                *arguments,
+                0,
+                rows_of(shape)[0] if rows is None else rows,
+                out.data_ptr(),
+            ),
+            handle,
+        )
     return out
 
 
@@ -304,20 +428,55 @@ def write_rows(handle, index, slot, data, values, shape, rows=None):
     if values.numel():
         rows = (_vector(handle, index, slot, shape) or (shape, rows))[1]
         rows = rows_of(shape)[0] if rows is None else rows
-        check(lib.halfstep_write_slot(handle, index, slot, data, 0, rows, values.data_ptr()), handle)
+        check(
+            lib.halfstep_write_slot(handle, index, slot, data, 0, rows, values.data_ptr()), handle
+        )
 
 
 class Member:
-    """One parameter, tensor `index` of the handle of its device, which is where it is stepped; `lies`: where its weight is. `numbers` are the small tensors of its state, `written` what they hold, which is behind the
-    library's own counts until somebody asks, and `versions` theirs and the step's as this package left them."""
+    """One parameter, tensor `index` of the handle of its device, which is where it is stepped;
+    `lies`: where its weight is. `numbers` are the small tensors of its state, `written` what they
+    hold, which is behind the library's own counts until somebody asks, and `versions` theirs and
+    the step's as this package left them.
+    """
 
-    __slots__ = ("p", "group", "position", "name", "id", "handle", "index", "gradient", "recipe", "streams", "bound", "step",
-                 "numbers", "written", "versions", "shape", "dtype", "strides", "dense", "address", "part", "device", "lies", "full", "stage")
+    __slots__ = (
+        "p",
+        "group",
+        "position",
+        "name",
+        "id",
+        "handle",
+        "index",
+        "gradient",
+        "recipe",
+        "streams",
+        "bound",
+        "step",
+        "numbers",
+        "written",
+        "versions",
+        "shape",
+        "dtype",
+        "strides",
+        "dense",
+        "address",
+        "part",
+        "device",
+        "lies",
+        "full",
+        "stage",
+    )
 
     def __init__(self, p, group, position, name, device, part=None):
         self.p, self.group, self.position, self.name, self.part = p, group, position, name, part
         here = local(p)
-        self.shape, self.dtype, self.strides, self.dense = tuple(here.shape), p.dtype, here.stride(), _devices.is_plain(here)
+        self.shape, self.dtype, self.strides, self.dense = (
+            tuple(here.shape),
+            p.dtype,
+            here.stride(),
+            _devices.is_plain(here),
+        )
         self.address, self.lies, self.device = here.data_ptr(), _devices.of(here), device
         self.bound, self.full = (), None
         #: what brings its states here from the process's memory and back (streaming.py), or None
@@ -376,9 +535,16 @@ class Plain:
         self.weights = [m.address for m in members]
         self.states = [states[m.p] for m in members]
         self.steps = [m.step for m in members]
-        # Where a number lies is asked only beside no other state: what moves states moves all of them. Its memory stays.
-        numbers = [[m.step, *(tensor for key, tensor, _ in m.bound if key.endswith(_layout.GRID))] for m in members]
-        streams = [[tensor for key, tensor, _ in m.bound if not key.endswith(_layout.GRID)] for m in members]
+        # Where a number lies is asked only beside no other state: what moves states moves all of
+        # them. Its memory stays.
+        numbers = [
+            [m.step, *(tensor for key, tensor, _ in m.bound if key.endswith(_layout.GRID))]
+            for m in members
+        ]
+        streams = [
+            [tensor for key, tensor, _ in m.bound if not key.endswith(_layout.GRID)]
+            for m in members
+        ]
         self.tensors = [tensor for pair in zip(streams, numbers) for tensor in pair[0] or pair[1]]
         self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         self.memory = [tensor.untyped_storage() for held in numbers for tensor in held]
@@ -396,28 +562,42 @@ class Plain:
                 held[0].append(state)
                 held[1].append(tensor)
         self.streams = [(key, *held) for key, held in streams.items()]
-        #: made when a step has found everything as it was: of all weights and of all gradients, or None; and how often
+        #: made when a step has found everything as it was: of all weights and of all gradients, or
+        #: None; and how often
         self.guards, self.guarded = None, 0
 
 
 def declare(handle, optimizer, wanted):
-    """Adds the groups and tensors of `wanted` (parameter, group index, position in the group, gradient format) to an empty
-    handle: the members, the library's groups by (group index, recipe), and the names of those too small for blocks."""
+    """Adds the groups and tensors of `wanted` (parameter, group index, position in the group,
+    gradient format) to an empty handle: the members, the library's groups by (group index, recipe),
+    and the names of those too small for blocks.
+    """
     rule = _abi.rules[optimizer.rule]
     members, c_groups, fallen = [], {}, []
     identities = optimizer._identities([p for p, _, _, _ in wanted])
     for p, g, position, gradient in wanted:
         group = optimizer.param_groups[g]
         name = optimizer._name_of(g, position)
-        m = Member(p, g, position, name, optimizer._home(p), _sharding.part_of(p, name, optimizer.flat, optimizer.rule))
+        m = Member(
+            p,
+            g,
+            position,
+            name,
+            optimizer._home(p),
+            _sharding.part_of(p, name, optimizer.flat, optimizer.rule),
+        )
         m.gradient, m.recipe = gradient, optimizer._full_recipe(g, position)
         key = (g, m.recipe)
         if key not in c_groups:
-            c_groups[key] = add_group(handle, m.recipe, optimizer._hypers(group), optimizer._choices(group))
+            c_groups[key] = add_group(
+                handle, m.recipe, optimizer._hypers(group), optimizer._choices(group)
+            )
         m.id = identities[p]
         m.handle = handle
         m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.whole, gradient, m.part)
-        m.streams, fell_back = lay_out(handle, c_groups[key], m.index, rule, m.part, m.whole, m.name)
+        m.streams, fell_back = lay_out(
+            handle, c_groups[key], m.index, rule, m.part, m.whole, m.name
+        )
         if fell_back:
             fallen.append(m.name)
         members.append(m)
@@ -425,29 +605,49 @@ def declare(handle, optimizer, wanted):
 
 
 class Group:
-    """A group of a handle: the place of the optimizer's group that it is of, and its index in the handle."""
+    """A group of a handle: the place of the optimizer's group that it is of, and its index in the
+    handle."""
 
-    __slots__ = ("place", "handle", "device", "index", "of", "count", "values", "given", "steps", "lr")
+    __slots__ = (
+        "place",
+        "handle",
+        "device",
+        "index",
+        "of",
+        "count",
+        "values",
+        "given",
+        "steps",
+        "lr",
+    )
 
     def __init__(self, place, handle, device, index, groups):
         self.place, self.index, self.of, self.count = place, index, groups[place], len(groups)
         self.handle, self.device = handle, device
-        # What the group held when hyper-parameters were last set, what was set, and the steps that it was last told.
+        # What the group held when hyper-parameters were last set, what was set, and the steps that
+        # it was last told.
         self.values, self.given, self.steps = None, {}, None
         #: where a GPU reads the lr, if that is a tensor on it
         self.lr = None
 
     def take_lr(self, lr):
-        """Has an lr that is a tensor on the GPU read there at each step: without a wait, and anew at every replay of a graph.
-        Says whether it is such."""
-        if not isinstance(lr, torch.Tensor) or not _devices.is_asynchronous(_devices.of(lr)) or not _devices.is_asynchronous(self.device):
+        """Has an lr that is a tensor on the GPU read there at each step: without a wait, and anew
+        at every replay of a graph. Says whether it is such."""
+        if (
+            not isinstance(lr, torch.Tensor)
+            or not _devices.is_asynchronous(_devices.of(lr))
+            or not _devices.is_asynchronous(self.device)
+        ):
             if self.lr is not None:
                 check(lib.halfstep_bind_hyper(self.handle, self.index, b"lr", None), self.handle)
                 self.lr = None
             return False
         if self.lr is None:
             self.lr = _devices.zeros((), torch.float64, self.device)
-            check(lib.halfstep_bind_hyper(self.handle, self.index, b"lr", self.lr.data_ptr()), self.handle)
+            check(
+                lib.halfstep_bind_hyper(self.handle, self.index, b"lr", self.lr.data_ptr()),
+                self.handle,
+            )
             self.given.pop("lr", None)
         self.lr.copy_(lr.reshape(()))
         return True
@@ -456,11 +656,15 @@ class Group:
         """The optimizer's group, wherever it is by now; None where it was removed."""
         if self.place < len(groups) and groups[self.place] is self.of:
             return self.of
-        return next((group for group in groups if group is self.of), groups[self.place] if len(groups) == self.count else None)
+        return next(
+            (group for group in groups if group is self.of),
+            groups[self.place] if len(groups) == self.count else None,
+        )
 
 
 class DevicePart:
-    """A handle: of `n` members from number `first` on, all of one device, whose pointers are parts of the engine's."""
+    """A handle: of `n` members from number `first` on, all of one device, whose pointers are parts
+    of the engine's."""
 
     __slots__ = ("handle", "device", "first", "n", "stage", "stream", "scale", "counted")
 
@@ -479,16 +683,21 @@ class DevicePart:
 
     def slice(self, pointers):
         """Of an array for all members."""
-        return None if pointers is None else (c_void_p * self.n).from_buffer(pointers, self.first * ctypes.sizeof(c_void_p))
+        return (
+            None
+            if pointers is None
+            else (c_void_p * self.n).from_buffer(pointers, self.first * ctypes.sizeof(c_void_p))
+        )
 
     def states(self, needed=True, written=True):
-        """While this is entered, states are where the handle thinks they are; and are kept after it where it has written them."""
+        """While this is entered, states are where the handle thinks they are; and are kept after it
+        where it has written them."""
         return self.stage.states(written=written) if self.stage is not None and needed else _NOTHING
 
 
 class Engine:
-    """The handles for some of an optimizer's parameters, one for each device. `members` says which, in the order of the handles'
-    tensors. Nearly always there is one, `handle`; `parts` are all."""
+    """The handles for some of an optimizer's parameters, one for each device. `members` says which,
+    in the order of the handles' tensors. Nearly always there is one, `handle`; `parts` are all."""
 
     handle = None
     parts = ()
@@ -517,7 +726,9 @@ class Engine:
                 for m in members:
                     m.stage = stage
                 self.members += members
-                self.groups += [Group(g, part.handle, device, c, groups) for (g, _), c in c_groups.items()]
+                self.groups += [
+                    Group(g, part.handle, device, c, groups) for (g, _), c in c_groups.items()
+                ]
             self.handle = self.parts[0].handle
             self.asynchronous = any(part.asynchronous for part in self.parts)
             self.index_of = {m.p: i for i, m in enumerate(self.members)}
@@ -534,8 +745,10 @@ class Engine:
                     with torch.no_grad():
                         local(m.p).copy_(weight)
             for part in self.parts:
-                if not any(m.streams for m in self.members[part.first:part.first + part.n]):
-                    check(lib.halfstep_allocate_states(part.handle), part.handle)  # of no bytes: there is nothing to bind
+                if not any(m.streams for m in self.members[part.first : part.first + part.n]):
+                    check(
+                        lib.halfstep_allocate_states(part.handle), part.handle
+                    )  # of no bytes: there is nothing to bind
             for m in self.members:
                 self._bind(m, optimizer.state[m.p])
                 self._restore_counters(m, optimizer.state[m.p])
@@ -550,12 +763,17 @@ class Engine:
         self.weights_are_plain = False  # whether `weights` holds what `plain` says
         self.params = [m.p for m in self.members]
         #: those with a residual or error code, as keys
-        self.guarded = {m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)}
-        plain = n and all(m.dense and m.address and not m.offloaded and not _sharding.is_dtensor(m.p) for m in self.members)
+        self.guarded = {
+            m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)
+        }
+        plain = n and all(
+            m.dense and m.address and not m.offloaded and not _sharding.is_dtensor(m.p)
+            for m in self.members
+        )
         self.plain = Plain(self, optimizer.state) if plain else None
         self.ranks = _sharding.Ranks(optimizer, self)
 
-    # ---- Building ----
+    # ---- Building --------------------------------------------------------------------------------
 
     def _create_state(self, optimizer, m):
         """_created(), sharded as the parameter is."""
@@ -567,16 +785,21 @@ class Engine:
                     held = made[key] if key in made else local(optimizer.state[m.p][key])
                     if not _devices.is_pinned(held):
                         made[key] = _devices.pinned(held.shape, held.dtype).copy_(held)
-            return {key: m.wrap(streams.get(key), value) for key, value in made.items()}, obsolete, weight
+            return (
+                {key: m.wrap(streams.get(key), value) for key, value in made.items()},
+                obsolete,
+                weight,
+            )
 
     def _created(self, optimizer, m):
-        """The tensors of `state[p]` that are not there yet, or not as the recipe wants them; the keys that go; and the weight, if
-        another format stores it otherwise."""
+        """The tensors of `state[p]` that are not there yet, or not as the recipe wants them; the
+        keys that go; and the weight, if another format stores it otherwise."""
         state = optimizer.state.get(m.p) or {}
         made, obsolete, weight = {}, set(), None
         old = _layout.recipe_of(state, m.name)
         has = any(key in state for key in _layout.keys_of(self.rule))
-        # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first step.
+        # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first
+        # step.
         steps = _layout.step_count(state, m.name, int(has))
         if not _layout.is_step(state.get("step")):
             made["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
@@ -586,10 +809,18 @@ class Engine:
         for key in _layout.numbers_of(self.rule, m.streams):
             if key not in made and not _layout.is_number(state.get(key), key):
                 value = _layout.take_number(state, key, m.name)
-                made[key] = _layout.number(initial.get(key, _layout.initial(key)) if value is None else value, key)
-        begins = has and not steps and old is not None  # what starts as a copy of the weight follows it until the first step
-        if has and old in (m.recipe, None) and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.streams)) and all(s.key in state and s.fits(state[s.key], m.kept)
-                                                                           for s in m.streams):
+                made[key] = _layout.number(
+                    initial.get(key, _layout.initial(key)) if value is None else value, key
+                )
+        begins = (
+            has and not steps and old is not None
+        )  # what starts as a copy of the weight follows it until the first step
+        if (
+            has
+            and old in (m.recipe, None)
+            and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.streams))
+            and all(s.key in state and s.fits(state[s.key], m.kept) for s in m.streams)
+        ):
             return made, obsolete, weight
         if has and (old != m.recipe or _convert.coarse_states(m.streams, state)):
             streams, obsolete, weight = _convert.convert(optimizer, m, state, old)
@@ -606,23 +837,42 @@ class Engine:
         return made, obsolete, weight
 
     def _bind(self, m, state):
-        where = m.part.gather(m.streams, state) if m.gathered else state if m.stage is None else m.stage.addresses(m)
+        where = (
+            m.part.gather(m.streams, state)
+            if m.gathered
+            else state
+            if m.stage is None
+            else m.stage.addresses(m)
+        )
         bind_streams(m.handle, m.index, m.streams, where)
         m.step = state["step"]
         grids = (s.name + _layout.GRID for s in m.streams if s.grid)
-        m.bound = tuple((key, state[key], local(state[key]).data_ptr()) for key in (*(s.key for s in m.streams), *grids))
+        m.bound = tuple(
+            (key, state[key], local(state[key]).data_ptr())
+            for key in (*(s.key for s in m.streams), *grids)
+        )
         m.numbers = {key: state[key] for key in _layout.numbers_of(self.rule, m.streams)}
-        m.versions = {"step": version(m.step), **{key: version(tensor) for key, tensor in m.numbers.items()}}
+        m.versions = {
+            "step": version(m.step),
+            **{key: version(tensor) for key, tensor in m.numbers.items()},
+        }
 
     def _restore_counters(self, m, state):
         steps = _layout.step_count(state, m.name)
         m.written = {key: _layout.take_number(state, key, m.name) for key in m.numbers}
         counts = _layout.agreed({key: m.written[key] for key in _layout.COUNTERS}, steps)
-        check(lib.halfstep_set_counters(m.handle, m.index, byref(_abi.Counters.new(**counts))), m.handle)
+        check(
+            lib.halfstep_set_counters(m.handle, m.index, byref(_abi.Counters.new(**counts))),
+            m.handle,
+        )
         check(lib.halfstep_bind_step(m.handle, m.index, m.step.data_ptr()), m.handle)
         for scalar in _layout.scalars_of(self.rule, m.streams):
-            check(lib.halfstep_set_scalar(m.handle, m.index, scalar.encode(), m.written[scalar]), m.handle)
-        # A state dictionary that somebody keeps is current at any time, all of it: codes mean nothing without their grid.
+            check(
+                lib.halfstep_set_scalar(m.handle, m.index, scalar.encode(), m.written[scalar]),
+                m.handle,
+            )
+        # A state dictionary that somebody keeps is current at any time, all of it: codes mean
+        # nothing without their grid.
         self._bind_numbers(m)
         for s in m.streams:
             if s.grid:
@@ -634,13 +884,19 @@ class Engine:
         counters = (m.numbers[key].data_ptr() for key in _layout.COUNTERS)
         check(lib.halfstep_bind_counters(m.handle, m.index, *counters), m.handle)
         for scalar in self.rule.scalars:
-            check(lib.halfstep_bind_scalar(m.handle, m.index, scalar.encode(), m.numbers[scalar].data_ptr()), m.handle)
+            check(
+                lib.halfstep_bind_scalar(
+                    m.handle, m.index, scalar.encode(), m.numbers[scalar].data_ptr()
+                ),
+                m.handle,
+            )
 
-    # ---- Between steps ----
+    # ---- Between steps ---------------------------------------------------------------------------
 
     def save_counters(self, optimizer):
-        """Writes what the handle alone knows into `state` and `param_groups`. What somebody else has written there since stays,
-        and counts: False says that there was such, so that the handle has to be built anew."""
+        """Writes what the handle alone knows into `state` and `param_groups`. What somebody else
+        has written there since stays, and counts: False says that there was such, so that the
+        handle has to be built anew."""
         if not self.handle:
             return True
         alone = True
@@ -656,15 +912,27 @@ class Engine:
             step = state.get("step")
             if step is not m.step or version(step) != m.versions["step"]:
                 steps = _layout.whole(step)
-                if steps is not None and not _layout.same_count(now["state_steps"], steps) and 0 <= steps < 2 ** 63:
+                if (
+                    steps is not None
+                    and not _layout.same_count(now["state_steps"], steps)
+                    and 0 <= steps < 2**63
+                ):
                     alone = ours = False  # somebody's count; what else they wrote stands beside it
                     now["state_steps"] = now["full_steps"] = steps
             for scalar in _layout.scalars_of(self.rule, m.streams):
-                check(lib.halfstep_get_scalar(m.handle, m.index, scalar.encode(), byref(value)), m.handle)
+                check(
+                    lib.halfstep_get_scalar(m.handle, m.index, scalar.encode(), byref(value)),
+                    m.handle,
+                )
                 now[scalar] = value.value
             for key, tensor in m.numbers.items():
                 held = state.get(key)
-                if held is not tensor and ours and _layout.is_number(held, key) and held.item() in (m.written[key], now.get(key)):
+                if (
+                    held is not tensor
+                    and ours
+                    and _layout.is_number(held, key)
+                    and held.item() in (m.written[key], now.get(key))
+                ):
                     replaced.append(tensor)
                     m.numbers[key], m.versions[key] = held, version(held)
                 elif held is not tensor or version(held) != m.versions[key]:
@@ -683,7 +951,9 @@ class Engine:
         self.take_told(groups)
         steps = ctypes.c_uint64()
         for group in self.groups:
-            check(lib.halfstep_get_group_steps(group.handle, group.index, byref(steps)), group.handle)
+            check(
+                lib.halfstep_get_group_steps(group.handle, group.index, byref(steps)), group.handle
+            )
             group.steps, of = int(steps.value), group.among(groups)
             if of is not None:
                 of["group_steps"] = group.steps
@@ -698,7 +968,8 @@ class Engine:
             self.ranks.tell_estimates(groups)
 
     def take_told(self, groups):
-        """Counts of the groups that are other than tell() left them, as sharding wrappers and loaded groups bring them."""
+        """Counts of the groups that are other than tell() left them, as sharding wrappers and
+        loaded groups bring them."""
         for group in self.groups:
             steps = (group.among(groups) or {}).get("group_steps", group.steps)
             if steps is not group.steps and steps != group.steps:
@@ -706,7 +977,9 @@ class Engine:
                 check(lib.halfstep_set_group_steps(group.handle, group.index, steps), group.handle)
                 group.steps = steps
         first = groups[0] if groups else {}
-        told = tuple(first.get(key, value) for key, value in zip(_layout.TOLD[1:], self.told or (0, 0.0)))
+        told = tuple(
+            first.get(key, value) for key, value in zip(_layout.TOLD[1:], self.told or (0, 0.0))
+        )
         if told != self.told:
             for key, value in zip(_layout.TOLD[1:], told):
                 _layout.check_told(key, value, 0)
@@ -727,14 +1000,20 @@ class Engine:
             self.destroy()
 
     def refresh(self, optimizer):
-        """Hyper-parameters as they are now. False where they change what exists, so that the handle has to be built anew."""
+        """Hyper-parameters as they are now. False where they change what exists, so that the handle
+        has to be built anew."""
         self.take_told(optimizer.param_groups)
         optimizer._check_rates()
         for entry in self.groups:
             handle, group = entry.handle, optimizer.param_groups[entry.place]
-            values = [v for key, v in group.items() if key not in _NO_HYPERS and not (key == "d" and self.rule.totals)]
+            values = [
+                v
+                for key, v in group.items()
+                if key not in _NO_HYPERS and not (key == "d" and self.rule.totals)
+            ]
             cached = entry.values
-            # Numbers are replaced, never changed: the same objects mean the same numbers. Tensors and lists are read again.
+            # Numbers are replaced, never changed: the same objects mean the same numbers. Tensors
+            # and lists are read again.
             if cached is not None and len(cached) == len(values) and all(map(is_, values, cached)):
                 continue
             if not entry.take_lr(group["lr"]):
@@ -752,18 +1031,31 @@ class Engine:
                     check(code, handle)
             for key, value in choices.items():
                 if before.get("choice " + key) != value:
-                    check(lib.halfstep_set_choice(handle, entry.index, key.encode(), value.encode()), handle)
+                    check(
+                        lib.halfstep_set_choice(handle, entry.index, key.encode(), value.encode()),
+                        handle,
+                    )
             entry.given = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
-            entry.values = None if any(isinstance(v, (torch.Tensor, list, dict)) for v in values) else values
+            entry.values = (
+                None if any(isinstance(v, (torch.Tensor, list, dict)) for v in values) else values
+            )
         if self.clip_norm != optimizer.clip_norm:
             for part in self.parts:
-                check(lib.halfstep_set_hyper(part.handle, -1, b"clip_norm", float(optimizer.clip_norm or 0.0)), part.handle)
+                check(
+                    lib.halfstep_set_hyper(
+                        part.handle, -1, b"clip_norm", float(optimizer.clip_norm or 0.0)
+                    ),
+                    part.handle,
+                )
             self.clip_norm = optimizer.clip_norm
         for key in ("scan", "clip", "generator"):
             value = getattr(optimizer, key)
             if value is not None and value != self.choices.get(key):
                 for part in self.parts:
-                    check(lib.halfstep_set_choice(part.handle, -1, key.encode(), value.encode()), part.handle)
+                    check(
+                        lib.halfstep_set_choice(part.handle, -1, key.encode(), value.encode()),
+                        part.handle,
+                    )
                 self.choices[key] = value
         threads = optimizer._threads_now()
         if threads != self.threads:
@@ -776,25 +1068,42 @@ class Engine:
         if self.gradient_scale != scale:
             for part in self.parts:
                 if part.scale is not None:
-                    check(lib.halfstep_bind_hyper(part.handle, _abi.ALL_GROUPS, b"gradient_scale", None), part.handle)
+                    check(
+                        lib.halfstep_bind_hyper(
+                            part.handle, _abi.ALL_GROUPS, b"gradient_scale", None
+                        ),
+                        part.handle,
+                    )
                     part.scale = None
-                check(lib.halfstep_set_hyper(part.handle, _abi.ALL_GROUPS, b"gradient_scale", scale), part.handle)
+                check(
+                    lib.halfstep_set_hyper(part.handle, _abi.ALL_GROUPS, b"gradient_scale", scale),
+                    part.handle,
+                )
             self.gradient_scale = scale
 
     def bind_gradient_scale(self, scale, found_inf):
-        """What a GradScaler left on the GPU, read there: gradients are divided by `scale`, and the step changes nothing where
-        `found_inf` is not 0. Either may be None."""
+        """What a GradScaler left on the GPU, read there: gradients are divided by `scale`, and the
+        step changes nothing where `found_inf` is not 0. Either may be None."""
         for part in self.parts:
             if part.scale is None:
                 part.scale = _devices.zeros((), torch.float64, part.device)
-                check(lib.halfstep_bind_hyper(part.handle, _abi.ALL_GROUPS, b"gradient_scale", part.scale.data_ptr()), part.handle)
-            value = torch.ones((), dtype=torch.float64, device="cpu") if scale is None else scale.double().reciprocal()
+                check(
+                    lib.halfstep_bind_hyper(
+                        part.handle, _abi.ALL_GROUPS, b"gradient_scale", part.scale.data_ptr()
+                    ),
+                    part.handle,
+                )
+            value = (
+                torch.ones((), dtype=torch.float64, device="cpu")
+                if scale is None
+                else scale.double().reciprocal()
+            )
             if found_inf is not None:
                 value = torch.where(found_inf.to(value.device) != 0, torch.inf, value)
             part.scale.copy_(value.reshape(()))
         self.gradient_scale = None
 
-    # ---- Matrices of which parts are kept ----
+    # ---- Matrices of which parts are kept --------------------------------------------------------
 
     def gather(self, m, state):
         """Binds the whole of the states of a member that is gathered, until the next time."""
@@ -809,7 +1118,7 @@ class Engine:
             m.part.scatter(weight, m.p.detach())
         m.full = None
 
-    # ---- Calls ----
+    # ---- Calls -----------------------------------------------------------------------------------
 
     def use_streams(self):
         """Works on the streams that are torch's current ones."""
@@ -821,7 +1130,8 @@ class Engine:
                     part.stream = stream
 
     def hear(self):
-        """Waits for everything that was submitted: NONFINITE if some of it was refused, with the handle that knows which."""
+        """Waits for everything that was submitted: NONFINITE if some of it was refused, with the
+        handle that knows which."""
         code, handle = _abi.OK, self.handle
         for part in self.parts:
             if part.asynchronous:
@@ -833,16 +1143,28 @@ class Engine:
         return code, handle
 
     def keep_until_read(self, tensors):
-        """Keeps memory that the caller lets go of until the streams that may differ from those it was made on have read it."""
+        """Keeps memory that the caller lets go of until the streams that may differ from those it
+        was made on have read it."""
         for part in self.parts:
-            if part.asynchronous and part.stream is not None and not _devices.capturing(part.device):
+            if (
+                part.asynchronous
+                and part.stream is not None
+                and not _devices.capturing(part.device)
+            ):
                 _devices.record([t for t in tensors if _devices.of(t) == part.device], part.device)
 
     def step(self, micro=False):
-        """One step of everything, or a micro-batch, by the pointers there: its code and, where it is NONFINITE, the handle that
-        knows why. Several handles take a wait for each, so that there is one verdict and one norm for all of them."""
+        """One step of everything, or a micro-batch, by the pointers there: its code and, where it
+        is NONFINITE, the handle that knows why. Several handles take a wait for each, so that there
+        is one verdict and one norm for all of them.
+        """
         if self.ranks.needed or len(self.parts) > 1:
-            return self.ranks.step(None if micro else self.weights, self.gradients, micro, self.choices.get("scan", "scan") == "scan")
+            return self.ranks.step(
+                None if micro else self.weights,
+                self.gradients,
+                micro,
+                self.choices.get("scan", "scan") == "scan",
+            )
         with self.parts[0].states():
             if micro:
                 return lib.halfstep_accumulate_states(self.handle, self.gradients), self.handle
@@ -857,7 +1179,8 @@ class Engine:
         return _abi.OK
 
     def recheck_weight(self, m):
-        """The weight lies elsewhere than before. False where that is on another device, which takes another handle."""
+        """The weight lies elsewhere than before. False where that is on another device, which takes
+        another handle."""
         check_parameter(m.p, m.name)
         p = local(m.p)
         if not m.offloaded:
@@ -865,30 +1188,46 @@ class Engine:
         if _devices.of(p) != m.lies:
             return False
         if tuple(p.shape) != m.shape or p.dtype != m.dtype:
-            raise ValueError(f"halfstep: parameter {m.name!r} was {m.dtype} of shape {m.shape} when its states were made and "
-                             f"is {p.dtype} of shape {tuple(p.shape)} now")
+            raise ValueError(
+                f"halfstep: parameter {m.name!r} was {m.dtype} of shape {m.shape} when its states"
+                f" were made and is {p.dtype} of shape {tuple(p.shape)} now"
+            )
         m.strides, m.dense, m.address = p.stride(), _devices.is_plain(p), p.data_ptr()
         return True
 
 
 class SparseGradientError(RuntimeError, TypeError):
-    """What torch's own optimizers raise where a gradient is sparse is a RuntimeError; other wrong gradients are TypeErrors here."""
+    """What torch's own optimizers raise where a gradient is sparse is a RuntimeError; other wrong
+    gradients are TypeErrors here."""
 
 
 def check_gradient(p, grad, name):
     """The format of a gradient; raises for what is none. Of DTensors both are what lies here."""
     p, grad = local(p), local(grad)
     if type(grad) not in _ORDINARY:
-        raise TypeError(f"halfstep: the gradient of {name!r} is a {type(grad).__name__}, a kind of tensor that halfstep does "
-                        "not know")
+        raise TypeError(
+            f"halfstep: the gradient of {name!r} is a {type(grad).__name__}, a kind of tensor that"
+            " halfstep does not know"
+        )
     if grad.layout != torch.strided:
-        raise SparseGradientError(f"halfstep: the gradient of {name!r} is sparse; only dense gradients can be used "
-                                  "(torch.nn.Embedding(sparse=False))")
+        raise SparseGradientError(
+            f"halfstep: the gradient of {name!r} is sparse; only dense gradients can be used "
+            "(torch.nn.Embedding(sparse=False))"
+        )
     if grad.dtype not in PLAIN:
-        raise TypeError(f"halfstep: the gradient of {name!r} is {grad.dtype}; float32, bfloat16 and float16 can be used")
+        raise TypeError(
+            f"halfstep: the gradient of {name!r} is {grad.dtype}; float32, bfloat16 and float16 can"
+            " be used"
+        )
     if _devices.of(grad) != _devices.of(p):
-        raise ValueError(f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on {_devices.of(p)}")
+        raise ValueError(
+            f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on"
+            f" {_devices.of(p)}"
+        )
     if grad.shape != p.shape:
-        raise ValueError(f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter {tuple(p.shape)}")
+        raise ValueError(
+            f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter"
+            f" {tuple(p.shape)}"
+        )
     _devices.check_memory(grad, f"the gradient of {name!r}")
     return PLAIN[grad.dtype]

@@ -1,4 +1,6 @@
-"""Optimizers in safetensors files, in the layout of the library's checkpoints (docs/checkpoints.md)."""
+"""Optimizers in safetensors files, in the layout of the library's checkpoints
+(docs/checkpoints.md)."""
+
 import os
 import secrets
 import stat
@@ -13,17 +15,21 @@ from ._engine import rows_of
 FORMAT = "halfstep optimizer 1"
 
 
-# ---- Writing ------------------------------------------------------------------------------------------------------------
+# ---- Writing -------------------------------------------------------------------------------------
 
 
 def _tensors(optimizer):
     """The tensors and the metadata of the file."""
     rule = _abi.rules[optimizer.rule]
     first = optimizer.param_groups[0]
-    metadata = {"format": FORMAT, "rule": optimizer.rule, "seed": str(optimizer.seed),
-                "generator": optimizer.generator,
-                "skipped_steps": str(first.get("skipped_steps", 0)),
-                "gradient_norm": float(first.get("last_norm", 0.0)).hex()}
+    metadata = {
+        "format": FORMAT,
+        "rule": optimizer.rule,
+        "seed": str(optimizer.seed),
+        "generator": optimizer.generator,
+        "skipped_steps": str(first.get("skipped_steps", 0)),
+        "gradient_norm": float(first.get("last_norm", 0.0)).hex(),
+    }
     tensors = {}
     small = {"step", *_layout.numbers_of(rule)}
     for g, group in enumerate(optimizer.param_groups):
@@ -39,18 +45,26 @@ def _tensors(optimizer):
                 continue
             recipe = _layout.recipe_of(held, name)
             if recipe is None:
-                raise ValueError(f"halfstep: the states of {name!r} were loaded and not used yet; make a step first")
+                raise ValueError(
+                    f"halfstep: the states of {name!r} were loaded and not used yet; make a step"
+                    " first"
+                )
             metadata[f"recipe.{name}"] = recipe
             counts = {key: _layout.take_number(held, key, name) for key in _layout.COUNTERS}
             counts["id"] = _layout.take_number(held, "id", name) % 2**64
-            metadata[f"counters.{name}"] = " ".join(f"{key} {value}" for key, value in counts.items())
-            scalars = [f"{key} {_layout.take_number(held, key, name).hex()}" for key in _layout.scalars_of(rule)
-                       if key in held]
+            metadata[f"counters.{name}"] = " ".join(
+                f"{key} {value}" for key, value in counts.items()
+            )
+            scalars = [
+                f"{key} {_layout.take_number(held, key, name).hex()}"
+                for key in _layout.scalars_of(rule)
+                if key in held
+            ]
             if scalars:
                 metadata[f"scalars.{name}"] = " ".join(scalars)
             for key, value in held.items():
                 if isinstance(value, torch.Tensor) and key not in small:
-                    key = f"{name}/{key[:-len('.codes')] if key.endswith('.codes') else key}"
+                    key = f"{name}/{key[: -len('.codes')] if key.endswith('.codes') else key}"
                     if key in tensors:
                         raise ValueError(f"halfstep: two parameters are called {name!r}")
                     tensors[key] = value.detach().contiguous()
@@ -66,8 +80,9 @@ def _sync(path, flags):
 
 
 def _replace(path, write):
-    """Has a file written beside `path` and puts it there, as halfstep_write_file_atomic() does: through a symbolic link, with
-    the mode of the file that was there, and into what is no regular file in place."""
+    """Has a file written beside `path` and puts it there, as halfstep_write_file_atomic() does:
+    through a symbolic link, with the mode of the file that was there, and into what is no regular
+    file in place."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -79,12 +94,14 @@ def _replace(path, write):
             with open(whole, "rb") as source, open(path, "wb", buffering=0) as target:
                 while piece := memoryview(source.read(1 << 24)):
                     while piece:
-                        piece = piece[target.write(piece):]
+                        piece = piece[target.write(piece) :]
         return
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     temporary = os.path.join(folder, f".halfstep-{os.getpid()}-{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes
+    descriptor = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666
+    )  # less what the umask takes
     try:
         mode = stat.S_IMODE((os.fstat(descriptor) if status is None else status).st_mode)
         os.close(descriptor)
@@ -100,13 +117,17 @@ def _replace(path, write):
 
 
 def _refuse_parts(optimizer):
-    _sharding.refuse((p for group in optimizer.param_groups for p in group["params"]), "a safetensors file",
-                     "torch.distributed.checkpoint saves them, for any number of ranks")
+    _sharding.refuse(
+        (p for group in optimizer.param_groups for p in group["params"]),
+        "a safetensors file",
+        "torch.distributed.checkpoint saves them, for any number of ranks",
+    )
 
 
 def save(optimizer, path):
     """optimizer.save_safetensors()"""
     from safetensors.torch import save_file
+
     _refuse_parts(optimizer)
     optimizer._notice()
     optimizer._sync()
@@ -114,7 +135,7 @@ def save(optimizer, path):
     _replace(os.fspath(path), lambda temporary: save_file(tensors, temporary, metadata))
 
 
-# ---- Reading ------------------------------------------------------------------------------------------------------------
+# ---- Reading -------------------------------------------------------------------------------------
 
 
 def _parsed(metadata, key, convert, path, default=None):
@@ -130,11 +151,13 @@ def _parsed(metadata, key, convert, path, default=None):
 
 def _pairs(convert):
     """Reads "NAME VALUE NAME VALUE" into a dictionary."""
+
     def read(text):
         words = text.split()
         if len(words) % 2 or len(set(words[::2])) != len(words) // 2:
             raise ValueError
         return {name: convert(value) for name, value in zip(words[::2], words[1::2])}
+
     return read
 
 
@@ -157,12 +180,19 @@ def _state(file, path, metadata, name, p, streams):
     try:
         packed = _layout.pack_recipe(_abi.recipe_full(recipe))
     except ValueError:
-        raise ValueError(f"halfstep: the states of parameter {name!r} in {path} are of the recipe {recipe!r}, which this library "
-                         "does not have") from None
+        raise ValueError(
+            f"halfstep: the states of parameter {name!r} in {path} are of the recipe {recipe!r},"
+            " which this library does not have"
+        ) from None
     if not 0 < numbers["id"] < 2**64:
         raise ValueError(f"halfstep: 'counters.{name}' of {path} has the id {numbers['id']}")
-    state = {"step": numbers["state_steps"], **{key: numbers[key] for key in _layout.COUNTERS}, "id": numbers["id"],
-             "recipe": packed, **_parsed(metadata, f"scalars.{name}", _pairs(float.fromhex), path, {})}
+    state = {
+        "step": numbers["state_steps"],
+        **{key: numbers[key] for key in _layout.COUNTERS},
+        "id": numbers["id"],
+        "recipe": packed,
+        **_parsed(metadata, f"scalars.{name}", _pairs(float.fromhex), path, {}),
+    }
     for stream, key in streams:
         if stream in state:
             raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")
@@ -174,29 +204,40 @@ def _weight(file, path, name, p, key):
     """The weight that a single file of the C library holds beside the states."""
     weight = _shaped(file.get_tensor(key), p)
     if weight.dtype != p.dtype or weight.shape != p.shape:
-        raise ValueError(f"halfstep: {key!r} of {path} is {weight.dtype} of shape {tuple(weight.shape)}, parameter {name!r} "
-                         f"{p.dtype} of shape {tuple(p.shape)}")
+        raise ValueError(
+            f"halfstep: {key!r} of {path} is {weight.dtype} of shape {tuple(weight.shape)},"
+            f" parameter {name!r} {p.dtype} of shape {tuple(p.shape)}"
+        )
     return weight
 
 
 def _named(optimizer, metadata, others, path):
-    """The name in the file of each name here. Files whose names are not those of this optimizer are refused; those that do not say which
-    tensors they are of hold as many as they hold."""
-    ours = [optimizer._name_of(g, i) for g, group in enumerate(optimizer.param_groups) for i in range(len(group["params"]))]
+    """The name in the file of each name here. Files whose names are not those of this optimizer are
+    refused; those that do not say which tensors they are of hold as many as they hold."""
+    ours = [
+        optimizer._name_of(g, i)
+        for g, group in enumerate(optimizer.param_groups)
+        for i in range(len(group["params"]))
+    ]
     told = sorted(key.partition(".")[2] for key in metadata if key.startswith("group_of."))
     if not told:
-        theirs = sorted(others | {key.partition(".")[2] for key in metadata if key.startswith("counters.")})
+        theirs = sorted(
+            others | {key.partition(".")[2] for key in metadata if key.startswith("counters.")}
+        )
         return {**dict(zip(ours, ours)), **_names.partly(theirs, ours)}
     found = _names.match(told, ours, os.fspath(path))
     if found is None:
-        raise ValueError(f"halfstep: {path} holds states of {_names.some(told)}, and this optimizer has {_names.some(ours)}: make it with the "
-                         "names of the file")
+        raise ValueError(
+            f"halfstep: {path} holds states of {_names.some(told)}, and this optimizer has"
+            f" {_names.some(ours)}: make it with the names of the file"
+        )
     return {name: told[place] for name, place in zip(ours, found)}
 
 
 def load(optimizer, path):
     """optimizer.load_safetensors()"""
     from safetensors import safe_open
+
     _refuse_parts(optimizer)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
@@ -204,7 +245,9 @@ def load(optimizer, path):
             raise ValueError(f"halfstep: {path} holds no optimizer of halfstep")
         rule = metadata.get("rule") or metadata.get("recipe", "").partition("/")[0]
         if rule != optimizer.rule:
-            raise ValueError(f"halfstep: {path} is of the rule {rule!r}, this optimizer of {optimizer.rule!r}")
+            raise ValueError(
+                f"halfstep: {path} is of the rule {rule!r}, this optimizer of {optimizer.rule!r}"
+            )
         streams, weight_keys, weights = defaultdict(list), {}, []
         for key in file.keys():
             name, _, stream = key.rpartition("/")
@@ -213,11 +256,20 @@ def load(optimizer, path):
             else:
                 streams[name].append((stream, key))
         named = _named(optimizer, metadata, {*streams, *weight_keys}, path)
-        places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-        found = {"state": {}, "param_groups": [{**group, "params": [places[p] for p in group["params"]]}
-                                               for group in optimizer.param_groups]}
+        places = {
+            p: i
+            for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
+        found = {
+            "state": {},
+            "param_groups": [
+                {**group, "params": [places[p] for p in group["params"]]}
+                for group in optimizer.param_groups
+            ],
+        }
         for g, (group, saved) in enumerate(zip(optimizer.param_groups, found["param_groups"])):
-            # The C program's files do not say which tensor is of which group; theirs are then taken in order.
+            # The C program's files do not say which tensor is of which group; theirs are then taken
+            # in order.
             source = str(g)
             for i, p in enumerate(group["params"]):
                 name = named[optimizer._name_of(g, i)]
@@ -236,7 +288,10 @@ def load(optimizer, path):
             _take_hypers(optimizer, saved, metadata, source, path)
         generator = metadata.get("generator", optimizer.generator)
         if generator is not None and generator not in _abi.choices("generator"):
-            raise ValueError(f"halfstep: {path} draws random bits from {generator!r}, which this library does not have")
+            raise ValueError(
+                f"halfstep: {path} draws random bits from {generator!r}, which this library does"
+                " not have"
+            )
     optimizer.load_state_dict(found)
     optimizer.generator = generator
     with torch.no_grad():

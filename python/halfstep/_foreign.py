@@ -1,7 +1,10 @@
-"""States that other packages saved, as plain states under torch's names: decoded exactly as the package decodes them, in fp32.
+"""States that other packages saved, as plain states under torch's names: decoded exactly as the
+package decodes them, in fp32.
 
-A package is a row of `PACKAGES`: how one parameter's state is recognized, what it is, and what its groups are called here.
+A package is a row of `PACKAGES`: how one parameter's state is recognized, what it is, and what its
+groups are called here.
 """
+
 import warnings
 
 import torch
@@ -12,14 +15,25 @@ from . import _abi
 _BNB_WRAPPED = "__bnb_optimizer_quant_state__"
 #: elements of its blocks
 _BNB_BLOCK = 256
-#: of the rules that bitsandbytes has: the states in its first tensor, or its two halves, and in its second
+#: of the rules that bitsandbytes has: the states in its first tensor, or its two halves, and in its
+#: second
 _BNB_RULES = {rule: (("exp_avg",), ("exp_avg_sq",)) for rule in ("adam", "adamw", "lamb")}
 _BNB_RULES |= {"lion": (("exp_avg",),), "ademamix": (("exp_avg", "exp_avg_slow"), ("exp_avg_sq",))}
 #: what it has in every group, and what AdEMAMix calls it here
 _BNB_GROUP = {"alpha": "alpha", "t_alpha": "alpha_warmup", "t_beta3": "beta3_warmup"}
-#: what prodigyopt's groups have that is a number of each tensor here, and what they have besides that is no option here
+#: what prodigyopt's groups have that is a number of each tensor here, and what they have besides
+#: that is no option here
 _PRODIGY_SCALARS = _abi.rules["prodigy"].scalars
-_PRODIGY_TOLD = {*_PRODIGY_SCALARS, "beta3", "use_bias_correction", "decouple", "fsdp_in_use", "k", "d_hat", "d_denom"}
+_PRODIGY_TOLD = {
+    *_PRODIGY_SCALARS,
+    "beta3",
+    "use_bias_correction",
+    "decouple",
+    "fsdp_in_use",
+    "k",
+    "d_hat",
+    "d_denom",
+}
 #: elements that share a scale in FlashOptim
 _FLASH_BLOCK = 32
 
@@ -29,10 +43,14 @@ def _is_bitsandbytes(state):
 
 
 def _bitsandbytes(rule, state, group):
-    """`state1`, `state2`: fp32, or codes of a map of 256 values with a scale for 256 elements (or one for all, before 0.39)."""
+    """`state1`, `state2`: fp32, or codes of a map of 256 values with a scale for 256 elements (or
+    one for all, before 0.39)."""
     held = {**state, **state.get(_BNB_WRAPPED, {})}
     if rule.name not in _BNB_RULES:
-        raise ValueError(f"halfstep: states of bitsandbytes can be loaded by {', '.join(_BNB_RULES)}, not by {rule.name}")
+        raise ValueError(
+            f"halfstep: states of bitsandbytes can be loaded by {', '.join(_BNB_RULES)}, not by"
+            f" {rule.name}"
+        )
     out, lost = {"step": held.get("step", 0)}, set()
     for i, names in enumerate(_BNB_RULES[rule.name], 1):
         codes = held.get(f"state{i}")
@@ -44,7 +62,7 @@ def _bitsandbytes(rule, state, group):
             values = held[f"qmap{i}"].to(torch.float32)[codes.int()].reshape(len(names), -1)
             if f"absmax{i}" in held:  # of the blocks of each half
                 scales = held[f"absmax{i}"].to(torch.float32).reshape(len(names), -1)
-                values *= scales.repeat_interleave(_BNB_BLOCK, 1)[:, :values.shape[1]]
+                values *= scales.repeat_interleave(_BNB_BLOCK, 1)[:, : values.shape[1]]
             else:
                 values *= held[f"max{i}"].to(torch.float32)
             values = values.reshape(codes.shape)
@@ -56,24 +74,39 @@ def _bitsandbytes(rule, state, group):
 
 
 def _is_torchao(state):
-    return any(isinstance(v, torch.Tensor) and type(v) is not torch.Tensor and hasattr(v, "dequantize") and type(v).__module__.startswith("torchao")
-               for v in state.values())
+    return any(
+        isinstance(v, torch.Tensor)
+        and type(v) is not torch.Tensor
+        and hasattr(v, "dequantize")
+        and type(v).__module__.startswith("torchao")
+        for v in state.values()
+    )
 
 
 def _torchao(rule, state, group):
     """Tensors of classes of its own, which decode themselves."""
-    return {key: value.dequantize().to(torch.float32) if type(value) is not torch.Tensor and hasattr(value, "dequantize") else value
-            for key, value in state.items()}, set()
+    return {
+        key: (
+            value.dequantize().to(torch.float32)
+            if type(value) is not torch.Tensor and hasattr(value, "dequantize")
+            else value
+        )
+        for key, value in state.items()
+    }, set()
 
 
 def _is_flashoptim(state):
-    return "error_bits" in state or any(isinstance(key, str) and key.endswith("::quantized") for key in state)
+    return "error_bits" in state or any(
+        isinstance(key, str) and key.endswith("::quantized") for key in state
+    )
 
 
 def _flashoptim(rule, state, group):
-    """Of each state int8 codes of a soft sign, or uint8 codes of a root, with an fp16 scale for 32 elements, which is seen as BF16 beside
-    BF16 weights."""
-    out = {key: value for key, value in state.items() if key != "error_bits" and "::" not in str(key)}
+    """Of each state int8 codes of a soft sign, or uint8 codes of a root, with an fp16 scale for 32
+    elements, which is seen as BF16 beside BF16 weights."""
+    out = {
+        key: value for key, value in state.items() if key != "error_bits" and "::" not in str(key)
+    }
     for key in state:
         name, colons, kind = str(key).partition("::")
         if not colons or kind != "quantized":
@@ -84,9 +117,13 @@ def _flashoptim(rule, state, group):
         values = codes.reshape(-1).to(torch.float32) / (127.0 if signed else 255.0)
         if signed:
             values /= 2.0 - values.abs()
-        values *= scales.to(torch.float32).repeat_interleave(_FLASH_BLOCK)[:values.numel()]
+        values *= scales.to(torch.float32).repeat_interleave(_FLASH_BLOCK)[: values.numel()]
         out[name] = (values if signed else values * values).reshape(codes.shape)
-    lost = {"error_bits (bring its weights over by its get_fp32_model_state_dict())"} if "error_bits" in state else set()
+    lost = (
+        {"error_bits (bring its weights over by its get_fp32_model_state_dict())"}
+        if "error_bits" in state
+        else set()
+    )
     return out, lost
 
 
@@ -95,19 +132,25 @@ def _is_prodigyopt(state):
 
 
 def _prodigyopt(rule, state, group):
-    """States as here, but flat, of every slice_p-th element alone where the estimate is of those, the start weights one 0 where all were, no
-    first moment where beta1 is 0, and the estimate in the groups."""
+    """States as here, but flat, of every slice_p-th element alone where the estimate is of those,
+    the start weights one 0 where all were, no first moment where beta1 is 0, and the estimate in
+    the groups."""
     like = state["exp_avg_sq"]
-    out = {"exp_avg": torch.zeros_like(like), **state, **{key: group[key] for key in _PRODIGY_SCALARS}}
+    out = {
+        "exp_avg": torch.zeros_like(like),
+        **state,
+        **{key: group[key] for key in _PRODIGY_SCALARS},
+    }
     for name in ("s", "p0"):
         whole = torch.zeros_like(like, dtype=state[name].dtype).flatten()
-        whole[::group.get("slice_p", 1)] = state[name].flatten()
+        whole[:: group.get("slice_p", 1)] = state[name].flatten()
         out[name] = whole.reshape(like.shape)
     return out, set()
 
 
 def prodigyopt_group(group, defaults=None):
-    """Options of a group under the names of halfstep.Prodigy; those that already are stay. defaults: what a rate stands beside."""
+    """Options of a group under the names of halfstep.Prodigy; those that already are stay.
+    defaults: what a rate stands beside."""
     out = {key: value for key, value in group.items() if key not in _PRODIGY_TOLD}
     betas = group.get("betas")
     betas = tuple((defaults or {}).get("betas", ()) if betas is None else betas)
@@ -115,7 +158,9 @@ def prodigyopt_group(group, defaults=None):
         beta3 = group.get("beta3", betas[2] if len(betas) == 3 else None)
         out["betas"] = (*betas[:2], beta3 or 0.0)
     if "growth_rate" in group:
-        out["growth_rate"] = min(group["growth_rate"], _abi.rules["prodigy"].hypers["growth_rate"].maximum)
+        out["growth_rate"] = min(
+            group["growth_rate"], _abi.rules["prodigy"].hypers["growth_rate"].maximum
+        )
     if "use_bias_correction" in group:
         out["debias"] = group["use_bias_correction"]
     if "decouple" in group:
@@ -124,67 +169,107 @@ def prodigyopt_group(group, defaults=None):
 
 
 def _is_factored(state):
-    return "recipe" not in state and any(key in state for key in ("row_var", "variance", "exp_avg_sq_row", "RMS"))
+    return "recipe" not in state and any(
+        key in state for key in ("row_var", "variance", "exp_avg_sq_row", "RMS")
+    )
 
 
 def _factors(row, column):
-    """Factors over the last two dimensions, each in the parameter's shape but for one dimension of 1, as vectors over the first dimension and
-    over the rest; as one second moment where there is only one row or column."""
+    """Factors over the last two dimensions, each in the parameter's shape but for one dimension of
+    1, as vectors over the first dimension and over the rest; as one second moment where there is
+    only one row or column."""
     row, column = row.to(torch.float32), column.to(torch.float32)
     whole = row * column / row.mean(-2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     if min(whole.shape[0], whole[0].numel()) < 2:
         return (whole,)
-    return (row.flatten(), column.flatten()) if whole.dim() == 2 else (whole.flatten(1).mean(1), whole.mean(0).flatten())
+    return (
+        (row.flatten(), column.flatten())
+        if whole.dim() == 2
+        else (whole.flatten(1).mean(1), whole.mean(0).flatten())
+    )
 
 
 def _plain_factored(rule, state, group):
-    """torch's Adafactor, transformers' and came_pytorch's CAME. Of tensors of three or more dimensions the factors are averaged anew."""
+    """torch's Adafactor, transformers' and came_pytorch's CAME. Of tensors of three or more
+    dimensions the factors are averaged anew."""
     vectors = [s.name for s in rule.states if s.vector]
     single = next(s.name for s in rule.states if s.role == _abi.ROLE_NONNEG)
     out = {key: value for key, value in state.items() if key == "step" or key == "exp_avg"}
     for key in ("variance", "exp_avg_sq"):
         if key in state:
             out[single] = state[key]
-    for place, (row, column) in enumerate((("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"), ("exp_avg_res_row", "exp_avg_res_col"))):
+    for place, (row, column) in enumerate(
+        (
+            ("row_var", "col_var"),
+            ("exp_avg_sq_row", "exp_avg_sq_col"),
+            ("exp_avg_res_row", "exp_avg_res_col"),
+        )
+    ):
         if row not in state:
             continue
         kept = row == "row_var"  # the dimensions of 1
-        found = _factors(state[row] if kept else state[row].unsqueeze(-1), state[column] if kept else state[column].unsqueeze(-2))
+        found = _factors(
+            state[row] if kept else state[row].unsqueeze(-1),
+            state[column] if kept else state[column].unsqueeze(-2),
+        )
         names = vectors[2:] if place == 2 else vectors[:2]
-        out.update(zip(names, found) if len(found) == 2 else ((single, *found),) if place < 2 else ())
+        out.update(
+            zip(names, found) if len(found) == 2 else ((single, *found),) if place < 2 else ()
+        )
     return out, set()
 
 
 def factored_group(rule, group):
-    """Options of transformers' Adafactor and of came_pytorch's CAME under the names here; those of torch's are the same."""
+    """Options of transformers' Adafactor and of came_pytorch's CAME under the names here; those of
+    torch's are the same."""
     out = dict(group)
     if rule.name == "came" and hasattr(group.get("eps"), "__len__"):
         out["eps"], out["instability_eps"] = group["eps"]
     if rule.name == "adafactor" and "decay_rate" in group:
-        out.update(beta2_decay=out.pop("decay_rate"), d=out.pop("clip_threshold"), beta1=group["beta1"] or 0.0, published=True,
-                   lr=rule.hypers["lr"].initial if group["lr"] is None else group["lr"])
+        out.update(
+            beta2_decay=out.pop("decay_rate"),
+            d=out.pop("clip_threshold"),
+            beta1=group["beta1"] or 0.0,
+            published=True,
+            lr=rule.hypers["lr"].initial if group["lr"] is None else group["lr"],
+        )
     return out
 
 
 def _bitsandbytes_group(rule, group):
-    return {**{key: value for key, value in group.items() if key not in _BNB_GROUP},
-            **{new: group[old] or 0.0 for old, new in _BNB_GROUP.items() if old in group and new in rule.hypers}}
+    return {
+        **{key: value for key, value in group.items() if key not in _BNB_GROUP},
+        **{
+            new: group[old] or 0.0
+            for old, new in _BNB_GROUP.items()
+            if old in group and new in rule.hypers
+        },
+    }
 
 
-#: name, whether a state is one of its, (plain state, names of what is left behind), and a group under the names here
-PACKAGES = (("bitsandbytes", _is_bitsandbytes, _bitsandbytes, _bitsandbytes_group), ("torchao", _is_torchao, _torchao, None),
-            ("flashoptim", _is_flashoptim, _flashoptim, None),
-            ("prodigyopt", _is_prodigyopt, _prodigyopt, lambda rule, group: prodigyopt_group(group)),
-            ("another Adafactor or CAME", _is_factored, _plain_factored, factored_group))
+#: name, whether a state is one of its, (plain state, names of what is left behind), and a group
+#: under the names here
+PACKAGES = (
+    ("bitsandbytes", _is_bitsandbytes, _bitsandbytes, _bitsandbytes_group),
+    ("torchao", _is_torchao, _torchao, None),
+    ("flashoptim", _is_flashoptim, _flashoptim, None),
+    ("prodigyopt", _is_prodigyopt, _prodigyopt, lambda rule, group: prodigyopt_group(group)),
+    ("another Adafactor or CAME", _is_factored, _plain_factored, factored_group),
+)
 
 
 def translate(rule_name, state_dict):
-    """A state dictionary whose parameters have plain states where another package's were. Says once what is left behind."""
+    """A state dictionary whose parameters have plain states where another package's were. Says once
+    what is left behind."""
     states, lost, packages, rule = {}, set(), {}, _abi.rules[rule_name]
     groups = state_dict["param_groups"]
     group_of = {key: group for group in groups for key in group["params"]}
     for key, state in state_dict["state"].items():
-        row = next((row for row in PACKAGES if row[1](state)), None) if isinstance(state, dict) else None
+        row = (
+            next((row for row in PACKAGES if row[1](state)), None)
+            if isinstance(state, dict)
+            else None
+        )
         if row is not None:
             state, left = row[2](rule, state, group_of.get(key, {}))
             packages[row[0]] = row[3]
@@ -195,6 +280,10 @@ def translate(rule_name, state_dict):
     for rename in filter(None, packages.values()):
         groups = [rename(rule, group) for group in groups]
     if lost:
-        warnings.warn(f"halfstep: of the states of {' and '.join(sorted(packages))}, {', '.join(sorted(lost))} cannot be carried over",
-                      UserWarning, stacklevel=5)
+        warnings.warn(
+            f"halfstep: of the states of {' and '.join(sorted(packages))},"
+            f" {', '.join(sorted(lost))} cannot be carried over",
+            UserWarning,
+            stacklevel=5,
+        )
     return {**state_dict, "state": states, "param_groups": groups}

@@ -1,5 +1,6 @@
-"""What optimizers whose states are in the process's memory, beside weights on a GPU, have in common: they are optimizers of the class of a
-recipe, and leave small parameters where they are."""
+"""What optimizers whose states are in the process's memory, beside weights on a GPU, have in
+common: they are optimizers of the class of a recipe, and leave small parameters where they are."""
+
 from typing import Any, Type, Union
 
 from . import rules
@@ -9,7 +10,8 @@ _made = {}
 
 
 class Hosted(Optimizer):
-    """Base of `CPUOffload` and `StateStreaming`: an optimizer of the class of `recipe`, a string or a class of this package."""
+    """Base of `CPUOffload` and `StateStreaming`: an optimizer of the class of `recipe`, a string or
+    a class of this package."""
 
     #: made by _begin(): not saved and not copied
     _own = ()
@@ -17,11 +19,20 @@ class Hosted(Optimizer):
     def __new__(cls, params=None, recipe: Union[str, Type[Optimizer]] = "adamw", **_):
         return object.__new__(_with(cls, _split(recipe, cls)[0]) if not cls.rule else cls)
 
-    def __init__(self, params: Params, recipe: Union[str, Type[Optimizer]] = "adamw", *, minimal_size: int = 4096, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Params,
+        recipe: Union[str, Type[Optimizer]] = "adamw",
+        *,
+        minimal_size: int = 4096,
+        **options: Any,
+    ) -> None:
         if isinstance(minimal_size, bool) or not isinstance(minimal_size, int) or minimal_size < 0:
             raise ValueError(f"halfstep: minimal_size={minimal_size!r} is no number of elements")
         if options.get("compile"):
-            raise ValueError("halfstep: a step whose states leave the GPU cannot be traced: compile=True")
+            raise ValueError(
+                "halfstep: a step whose states leave the GPU cannot be traced: compile=True"
+            )
         self.minimal_size = minimal_size
         self._begin()
         super().__init__(params, **{**_split(recipe, type(self))[1], **options})
@@ -51,18 +62,23 @@ def _split(recipe, cls):
     if isinstance(recipe, str):
         return rules.class_and_options(recipe)
     if not isinstance(recipe, type) or not issubclass(recipe, Optimizer) or not recipe.rule:
-        raise TypeError(f"halfstep.{cls.__name__.partition('[')[0]}(params, recipe): {recipe!r} is neither a recipe such as \"adamw/bf16-sr/int8\" nor "
-                        "a class of halfstep")
+        raise TypeError(
+            f"halfstep.{cls.__name__.partition('[')[0]}(params, recipe): {recipe!r} is neither a"
+            ' recipe such as "adamw/bf16-sr/int8" nor a class of halfstep'
+        )
     return recipe, {}
 
 
 def _with(cls, base):
     """The class of optimizers of `base` that are hosted as `cls` is."""
     if (cls, base) not in _made:
-        _made[cls, base] = type(f"{cls.__name__}[{base.__name__}]", (cls, base), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+        _made[cls, base] = type(
+            f"{cls.__name__}[{base.__name__}]",
+            (cls, base),
+            {"__module__": cls.__module__, "__doc__": cls.__doc__},
+        )
     return _made[cls, base]
 
 
 def _empty(cls, base):
     return object.__new__(_with(cls, base))
-

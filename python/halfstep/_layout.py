@@ -1,21 +1,29 @@
-"""What `state[p]` holds: tensors and nothing else, under keys that depend on the rule, the recipe and the hyper-parameters alone.
-Sharded, flattened and merged checkpoints carry a parameter's whole state that way.
+"""What `state[p]` holds: tensors and nothing else, under keys that depend on the rule, the recipe
+and the hyper-parameters alone. Sharded, flattened and merged checkpoints carry a parameter's whole
+state that way.
 
-    step                                float32: updates of the states, as torch has it; written by the library at every update
+    step                                float32: updates of the states, as torch has it; written by
+                                        the library at every update
     exp_avg ...                         a state in a float format, under torch's name
-    exp_avg.codes, exp_avg.scale        a state in a block format: torch would cast such bytes and go on with them
+    exp_avg.codes, exp_avg.scale        a state in a block format: torch would cast such bytes and
+                                        go on with them
     exp_avg.extra, weight.extra         residuals or error codes of a state, and of the weight
-    id                                  int64: the bits of the unsigned id that keys the parameter's random bits
+    id                                  int64: the bits of the unsigned id that keys the parameter's
+                                        random bits
     recipe                              int64: what the tensors above are, see pack_recipe()
-    state_steps, full_steps, writes     int64: the library's counters; as exact as `step` cannot be beyond 2^24
+    state_steps, full_steps, writes     int64: the library's counters; as exact as `step` cannot be
+                                        beyond 2^24
     weight_sum ...                      float64: what the rule keeps as a number for each parameter
-    weight.train, weight.train.extra    after eval() of schedule-free training: the weight that trains, which train() puts back
-    exp_avg_sq.grid ...                 float64: what the codes of a second moment are to be multiplied by; 1 where it is missing;
+    weight.train, weight.train.extra    after eval() of schedule-free training: the weight that
+                                        trains, which train() puts back
+    exp_avg_sq.grid ...                 float64: what the codes of a second moment are to be
+                                        multiplied by; 1 where it is missing;
                                         written by the library at every update, as `step` is
 
-Older versions kept numbers in place of the small tensors, ids and recipes as lists in the groups, and codes under the names of
-states; modernize() brings such states here.
+Older versions kept numbers in place of the small tensors, ids and recipes as lists in the groups,
+and codes under the names of states; modernize() brings such states here.
 """
+
 import ctypes
 import struct
 from functools import lru_cache
@@ -30,7 +38,8 @@ COUNTERS = WHOLE[2:]
 OLD_GENERATOR = "mixer"
 #: of a group: counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
-#: of schedule-free training, while averages are in the model: the weight that trains; its residual or error code has ".extra" behind that
+#: of schedule-free training, while averages are in the model: the weight that trains; its residual
+#: or error code has ".extra" behind that
 TRAINED = "weight.train"
 #: codes and scales of a state, residuals and error codes
 PARTS = (".codes", ".scale", ".extra")
@@ -48,9 +57,14 @@ def signed(number):
 
 @lru_cache(None)
 def pack_recipe(recipe):
-    """A full recipe as one number: a byte each for the ids of the rule, the weight's format and the formats of the states."""
+    """A full recipe as one number: a byte each for the ids of the rule, the weight's format and the
+    formats of the states."""
     rule, weight, states = recipe.split("/")
-    ids = [_abi.rules[rule].id, _abi.formats[weight].id, *(_abi.formats[s].id for s in states.split("+"))]
+    ids = [
+        _abi.rules[rule].id,
+        _abi.formats[weight].id,
+        *(_abi.formats[s].id for s in states.split("+")),
+    ]
     return sum(number << 8 * place for place, number in enumerate(ids))
 
 
@@ -72,22 +86,29 @@ def unpack_recipe(number):
 
 
 def scalars_of(rule, streams=None):
-    """The names of the numbers that a rule keeps for a parameter with these streams, grids included; for None, for any."""
+    """The names of the numbers that a rule keeps for a parameter with these streams, grids
+    included; for None, for any."""
     if streams is None:
         return (*rule.scalars, *(s.name + GRID for s in rule.states if s.role == _abi.ROLE_NONNEG))
     return (*rule.scalars, *(s.name + GRID for s in streams if s.grid))
 
 
 def precise_states(recipes):
-    """A line for each rule of some full recipes with block formats: which states have a finer format all the same, and under which
-    option."""
+    """A line for each rule of some full recipes with block formats: which states have a finer
+    format all the same, and under which option."""
     lines = []
-    for rule in dict.fromkeys(recipe.split("/")[0] for recipe in recipes
-                              if any(_abi.formats[name].block for name in recipe.split("/")[2].split("+"))):
+    for rule in dict.fromkeys(
+        recipe.split("/")[0]
+        for recipe in recipes
+        if any(_abi.formats[name].block for name in recipe.split("/")[2].split("+"))
+    ):
         states = [state for state in _abi.rules[rule].states if state.precise_if]
         if states:  # of one option and one format
-            lines.append(f"{rule}: with {states[0].precise_if} {' and '.join(state.name for state in states)} in {states[0].precise_format}, not in "
-                         "blocks: errors of coarse codes would not average out there")
+            lines.append(
+                f"{rule}: with {states[0].precise_if}"
+                f" {' and '.join(state.name for state in states)} in {states[0].precise_format},"
+                " not in blocks: errors of coarse codes would not average out there"
+            )
     return lines
 
 
@@ -114,18 +135,29 @@ def number(value, key):
 
 def is_number(tensor, key):
     """Whether the library's numbers can be written where this tensor lies."""
-    return (isinstance(tensor, torch.Tensor) and tensor.dtype == (torch.int64 if key in WHOLE else torch.float64)
-            and tensor.dim() == 0 and tensor.device.type == "cpu")
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype == (torch.int64 if key in WHOLE else torch.float64)
+        and tensor.dim() == 0
+        and tensor.device.type == "cpu"
+    )
 
 
 def is_step(tensor):
-    return (isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.numel() == 1
-            and tensor.device.type == "cpu")
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype == torch.float32
+        and tensor.numel() == 1
+        and tensor.device.type == "cpu"
+    )
 
 
 def write(tensor, value):
-    """Puts a number where is_number() is true, without a count of versions: that is how other writers are told from us."""
-    (ctypes.c_int64 if tensor.dtype == torch.int64 else ctypes.c_double).from_address(tensor.data_ptr()).value = value
+    """Puts a number where is_number() is true, without a count of versions: that is how other
+    writers are told from us."""
+    (ctypes.c_int64 if tensor.dtype == torch.int64 else ctypes.c_double).from_address(
+        tensor.data_ptr()
+    ).value = value
 
 
 def whole(value):
@@ -134,7 +166,12 @@ def whole(value):
         if value.numel() != 1 or value.device.type == "meta" or value.is_complex():
             return None
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value in (float("inf"), float("-inf")):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or value != value
+        or value in (float("inf"), float("-inf"))
+    ):
         return None
     return int(value) if int(value) == value else None
 
@@ -145,8 +182,10 @@ def step_count(state, name, default=0):
     if step is None:
         return default
     count = whole(step)
-    if count is None or not 0 <= count < 2 ** 63:
-        raise ValueError(f"halfstep: state 'step' of parameter {name!r} is {step!r}, which counts nothing")
+    if count is None or not 0 <= count < 2**63:
+        raise ValueError(
+            f"halfstep: state 'step' of parameter {name!r} is {step!r}, which counts nothing"
+        )
     return count
 
 
@@ -156,13 +195,17 @@ def same_count(exact, step):
 
 
 def agreed(counts, steps):
-    """Counters beside a `step`. float32 counts to 2^24; beyond, they know better, as long as both mean the same. Where they do
-    not, the step was set, or the counters were copied before they were brought up to date."""
+    """Counters beside a `step`. float32 counts to 2^24; beyond, they know better, as long as both
+    mean the same. Where they do not, the step was set, or the counters were copied before they were
+    brought up to date."""
     if same_count(counts["state_steps"], steps):
         return counts
     behind = max(steps - counts["state_steps"], 0)
-    return {"state_steps": steps, "full_steps": min(counts["full_steps"] + behind, steps) if behind else steps,
-            "writes": counts["writes"] + behind}
+    return {
+        "state_steps": steps,
+        "full_steps": min(counts["full_steps"] + behind, steps) if behind else steps,
+        "writes": counts["writes"] + behind,
+    }
 
 
 def take_number(state, key, name):
@@ -172,15 +215,23 @@ def take_number(state, key, name):
         return None
     if key in WHOLE:
         found = whole(value)
-        if found is None or not (0 <= found or key == "id") or not -2 ** 63 <= found < 2 ** (64 if key == "id" else 63):
-            raise ValueError(f"halfstep: state {key!r} of parameter {name!r} is {value!r}, which counts nothing")
+        if (
+            found is None
+            or not (0 <= found or key == "id")
+            or not -(2**63) <= found < 2 ** (64 if key == "id" else 63)
+        ):
+            raise ValueError(
+                f"halfstep: state {key!r} of parameter {name!r} is {value!r}, which counts nothing"
+            )
         return signed(found) if key == "id" else found
     try:
         found = float(value)
     except (TypeError, ValueError, RuntimeError):
         found = float("nan")
     if isinstance(value, bool) or not abs(found) < float("inf"):
-        raise ValueError(f"halfstep: state {key!r} of parameter {name!r} is {value!r}, not a number")
+        raise ValueError(
+            f"halfstep: state {key!r} of parameter {name!r} is {value!r}, not a number"
+        )
     return found
 
 
@@ -191,27 +242,34 @@ def recipe_of(state, name):
         return None
     recipe = unpack_recipe(value)
     if recipe is None:
-        raise ValueError(f"halfstep: state 'recipe' of parameter {name!r} is {value}, which is no recipe of this library")
+        raise ValueError(
+            f"halfstep: state 'recipe' of parameter {name!r} is {value}, which is no recipe of this"
+            " library"
+        )
     return recipe
 
 
 def check_told(key, value, place):
     """Raises ValueError where a group's count of its own is none."""
     if key == "last_norm":
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value < float("inf")
+        good = (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and 0.0 <= value < float("inf")
+        )
     else:
-        good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2 ** 63
+        good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     if not good:
         means = "is no norm" if key == "last_norm" else "counts nothing"
         raise ValueError(f"halfstep: {key!r} of group {place} is {value!r}, which {means}")
 
 
-# ---- Older layouts and nested dictionaries ------------------------------------------------------------------------------
+# ---- Older layouts and nested dictionaries -------------------------------------------------------
 
 
 def flat(state):
-    """A state without nested dictionaries: torch's flattened checkpoints come back with one where a key of ours is missing, or
-    begins several keys of the file."""
+    """A state without nested dictionaries: torch's flattened checkpoints come back with one where a
+    key of ours is missing, or begins several keys of the file."""
     out = {}
     for key, value in state.items():
         if isinstance(value, dict):
@@ -224,14 +282,18 @@ def flat(state):
 def _aligned(group, key, place):
     """A list of a group of older versions, taken out of it; None if there is none."""
     values = group.pop(key, None)
-    if values is not None and (not isinstance(values, (list, tuple)) or len(values) != len(group["params"])):
-        raise ValueError(f"halfstep: {key!r} of group {place} is no list of one for each of its parameters")
+    if values is not None and (
+        not isinstance(values, (list, tuple)) or len(values) != len(group["params"])
+    ):
+        raise ValueError(
+            f"halfstep: {key!r} of group {place} is no list of one for each of its parameters"
+        )
     return values
 
 
 def modernize(optimizer, states, groups):
-    """Brings states of older versions, by parameter, and their groups into today's layout. Ids of parameters that have no
-    states yet go to `optimizer._ids`."""
+    """Brings states of older versions, by parameter, and their groups into today's layout. Ids of
+    parameters that have no states yet go to `optimizer._ids`."""
     rule = _abi.rules[optimizer.rule]
     names = {s.name for s in rule.states}
     for g, group in enumerate(groups):
@@ -239,8 +301,11 @@ def modernize(optimizer, states, groups):
         for i, p in enumerate(group["params"]):
             name, state = optimizer._name_of(g, i), states.get(p)
             identity = ids[i] if ids is not None else None
-            if identity is not None and (isinstance(identity, bool) or not isinstance(identity, int)
-                                         or not 0 < identity < 2 ** 64):
+            if identity is not None and (
+                isinstance(identity, bool)
+                or not isinstance(identity, int)
+                or not 0 < identity < 2**64
+            ):
                 raise ValueError(f"halfstep: the id of parameter {name!r} is {identity!r}")
             if not isinstance(state, dict) or not state:
                 if identity is not None:
@@ -257,15 +322,23 @@ def modernize(optimizer, states, groups):
                 new.setdefault("id", number(signed(identity), "id"))
             recipe = recipes[i] if recipes is not None else None
             if recipe is None and "recipe" not in new and any(key.endswith(PARTS) for key in new):
-                recipe = optimizer._full_recipe(g, i)  # of before recipes were kept: the streams are as good
+                recipe = optimizer._full_recipe(
+                    g, i
+                )  # of before recipes were kept: the streams are as good
             if recipe is not None:
                 try:
-                    new.setdefault("recipe", number(pack_recipe(_abi.recipe_full(recipe)), "recipe"))
+                    new.setdefault(
+                        "recipe", number(pack_recipe(_abi.recipe_full(recipe)), "recipe")
+                    )
                 except (ValueError, AttributeError):
-                    raise ValueError(f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r}, which this "
-                                     "library does not have") from None
+                    raise ValueError(
+                        f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r},"
+                        " which this library does not have"
+                    ) from None
             if "step" in new and not is_step(new["step"]) and whole(new["step"]) is not None:
-                new["step"] = torch.tensor(float(whole(new["step"])), dtype=torch.float32, device="cpu")
+                new["step"] = torch.tensor(
+                    float(whole(new["step"])), dtype=torch.float32, device="cpu"
+                )
             for key in numbers_of(rule):
                 if key in new and not is_number(new[key], key):
                     new[key] = number(take_number(new, key, name), key)

@@ -1,28 +1,35 @@
-"""What gradient release has to know of the backward pass that it steps in: who else needs the gradients, whether a GradScaler has
-scaled them, and whether they are only parts, as reentrant checkpointing makes them.
+"""What gradient release has to know of the backward pass that it steps in: who else needs the
+gradients, whether a GradScaler has scaled them, and whether they are only parts, as reentrant
+checkpointing makes them.
 """
+
 import sys
 
 import torch
 
 from . import _devices, _sharding
 
-_ACCUMULATES = ("whoever accumulates gradients (a trainer's gradient_accumulation_steps, accumulate_grad_batches) would get as many updates. "
-                "Let them be 1, or leave gradient_release off, or set optimizer.optimizer_accumulation = True during all micro-batches but the "
-                "last; after a batch whose backward() failed call optimizer.zero_grad()")
+_ACCUMULATES = (
+    "whoever accumulates gradients (a trainer's gradient_accumulation_steps,"
+    " accumulate_grad_batches) would get as many updates. Let them be 1, or leave gradient_release"
+    " off, or set optimizer.optimizer_accumulation = True during all micro-batches but the last;"
+    " after a batch whose backward() failed call optimizer.zero_grad()"
+)
 
 #: the backward pass that began at a loss which a GradScaler had scaled: its number
 _scaled_pass = None
 
 
 def _current_pass():
-    """The number of the backward pass that is running, -1 if there is none, or None in a torch that does not tell."""
+    """The number of the backward pass that is running, -1 if there is none, or None in a torch that
+    does not tell."""
     ask = getattr(torch._C, "_current_graph_task_id", None)
     return None if ask is None else ask()
 
 
 def _is_nested():
-    """Whether the caller runs in a backward pass that another one has begun, as reentrant checkpointing does."""
+    """Whether the caller runs in a backward pass that another one has begun, as reentrant
+    checkpointing does."""
     applied = getattr(torch.autograd.function.BackwardCFunction.apply, "__code__", None)
     frame = sys._getframe(1)
     while frame is not None:
@@ -46,6 +53,7 @@ def _forget_scaled():
 
 def _noting(scale):
     """GradScaler.scale(), whose results tell when a backward pass begins at them."""
+
     def noting(self, outputs):
         found = scale(self, outputs)
         if self.is_enabled():
@@ -61,10 +69,15 @@ def _noting(scale):
 
 
 def watch_scalers():
-    """From now on losses that a GradScaler scales are known. Nothing in a gradient, a parameter or a graph tells it afterwards."""
+    """From now on losses that a GradScaler scales are known. Nothing in a gradient, a parameter or
+    a graph tells it afterwards."""
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
     for scaler in (_devices.scaler(), getattr(sharded, "ShardedGradScaler", None)):
-        if scaler is not None and "scale" in vars(scaler) and not hasattr(scaler.scale, "_halfstep"):
+        if (
+            scaler is not None
+            and "scale" in vars(scaler)
+            and not hasattr(scaler.scale, "_halfstep")
+        ):
             scaler.scale = _noting(scaler.scale)
 
 
@@ -72,13 +85,16 @@ def check_not_scaled():
     """Raises RuntimeError inside a backward pass that a GradScaler has scaled."""
     if _scaled_pass is not None and (_scaled_pass == _current_pass() or _is_nested()):
         _forget_scaled()
-        raise RuntimeError("halfstep: the loss was scaled by a GradScaler, and in gradient release the backward pass steps each gradient before the "
-                           "scaler can unscale it: leave gradient_release off, or call backward() on the loss itself, without a GradScaler "
-                           "(BF16 needs none)")
+        raise RuntimeError(
+            "halfstep: the loss was scaled by a GradScaler, and in gradient release the backward"
+            " pass steps each gradient before the scaler can unscale it: leave gradient_release"
+            " off, or call backward() on the loss itself, without a GradScaler (BF16 needs none)"
+        )
 
 
 class Rounds:
-    """Who owns the gradients that gradient release is about to take: what its hooks have seen since step() or zero_grad() was called."""
+    """Who owns the gradients that gradient release is about to take: what its hooks have seen since
+    step() or zero_grad() was called."""
 
     __slots__ = ("seen", "again", "parts", "stepped", "looked")
 
@@ -90,7 +106,8 @@ class Rounds:
         self.stepped = self.looked = False
 
     def gradient(self, optimizer, p):
-        """A gradient is there, and about to be taken; RuntimeError where somebody else still needs it."""
+        """A gradient is there, and about to be taken; RuntimeError where somebody else still needs
+        it."""
         if not self.looked:
             self.looked = True
             if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -109,7 +126,10 @@ class Rounds:
 
     def step(self):
         """step() was called: rounds end here from now on."""
-        again, what = self.again, self._what(f"{self.again + 1} backward passes came before the first step()")
+        again, what = (
+            self.again,
+            self._what(f"{self.again + 1} backward passes came before the first step()"),
+        )
         self.drop()
         self.stepped = True
         if again:
@@ -122,7 +142,8 @@ class Rounds:
         self.seen.clear()
 
     def zero_grad(self):
-        """The round is over, by zero_grad(): whether all of it was dropped, which is so where step() ends rounds."""
+        """The round is over, by zero_grad(): whether all of it was dropped, which is so where
+        step() ends rounds."""
         what = self._what("") if self.parts else None
         self.drop()
         if what:
@@ -131,6 +152,12 @@ class Rounds:
 
     def _what(self, found):
         if self.parts:
-            return ("halfstep: the gradient of a parameter came in parts, each of which gradient release takes for an update: reentrant checkpointing "
-                    "(use_reentrant=True) of a parameter that is shared does so. Let use_reentrant be False, or leave gradient_release off")
-        return f"halfstep: {found}, and in gradient release each of them is an update: {_ACCUMULATES}"
+            return (
+                "halfstep: the gradient of a parameter came in parts, each of which gradient"
+                " release takes for an update: reentrant checkpointing (use_reentrant=True) of a"
+                " parameter that is shared does so. Let use_reentrant be False, or leave"
+                " gradient_release off"
+            )
+        return (
+            f"halfstep: {found}, and in gradient release each of them is an update: {_ACCUMULATES}"
+        )

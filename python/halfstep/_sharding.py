@@ -1,13 +1,17 @@
-"""Parameters of which this process holds a part: DTensors, as FSDP2, HSDP and tensor parallelism make them, and flat buffers.
+"""Parameters of which this process holds a part: DTensors, as FSDP2, HSDP and tensor parallelism
+make them, and flat buffers.
 
-The library takes a rectangle of a tensor's rows and columns, so a shard is no special case there. What is here finds the
-rectangle, makes states that are sharded like their parameter, brings gradients to its placements, and adds the statistics of
-the ranks between the halves of a step: integers, so that any number of ranks in any order gives the sums of one process.
+The library takes a rectangle of a tensor's rows and columns, so a shard is no special case there.
+What is here finds the rectangle, makes states that are sharded like their parameter, brings
+gradients to its placements, and adds the statistics of the ranks between the halves of a step:
+integers, so that any number of ranks in any order gives the sums of one process.
 
 Nothing is communicated for plain tensors, unless the optimizer was given a `norm_group`.
 
-Over 500 lines because where a shard lies, what its states are and what ranks tell each other follow from one description of it.
+Over 500 lines because where a shard lies, what its states are and what ranks tell each other follow
+from one description of it.
 """
+
 import ctypes
 import gc
 import hashlib
@@ -31,7 +35,8 @@ _NOWHERE = ctypes.c_double()
 
 
 def is_dtensor(tensor):
-    """Without importing torch.distributed.tensor, which nobody who has a DTensor has to wait for."""
+    """Without importing torch.distributed.tensor, which nobody who has a DTensor has to wait
+    for."""
     module = sys.modules.get("torch.distributed.tensor")
     cls = getattr(module, "DTensor", None)
     return cls is not None and isinstance(tensor, cls)
@@ -62,8 +67,8 @@ def _is_part(p):
 
 
 def _flat_identity(p, name):
-    """The name of a shard of an FSDP1 buffer: that of the first parameter in it, and where in the buffer it begins. The same on
-    every replica of the shard, and no other shard's."""
+    """The name of a shard of an FSDP1 buffer: that of the first parameter in it, and where in the
+    buffer it begins. The same on every replica of the shard, and no other shard's."""
     offset = 0
     for fqn, info, numel in zip(p._fqns, getattr(p, "_shard_param_infos", ()), p._numels):
         if info.in_shard:
@@ -73,32 +78,60 @@ def _flat_identity(p, name):
 
 
 class Part:
-    """How a parameter lies in the library: the whole as rows x length, and the rectangle of it that is here. `shape` and `rows`
-    are those of the tensor here as streams_of() takes them, `groups` the process groups that it is divided over."""
+    """How a parameter lies in the library: the whole as rows x length, and the rectangle of it that
+    is here. `shape` and `rows` are those of the tensor here as streams_of() takes them, `groups`
+    the process groups that it is divided over.
+    """
 
     gathered = False
-    __slots__ = ("ndim", "whole", "length", "first_row", "n_rows", "first_column", "n_columns", "shape", "rows", "mesh", "placements",
-                 "groups", "global_shape")
+    __slots__ = (
+        "ndim",
+        "whole",
+        "length",
+        "first_row",
+        "n_rows",
+        "first_column",
+        "n_columns",
+        "shape",
+        "rows",
+        "mesh",
+        "placements",
+        "groups",
+        "global_shape",
+    )
 
     def __init__(self, p, name):
         self.mesh = None
-        self.placements, self.groups, self.global_shape, self.shape = (), (), tuple(p.shape), tuple(local(p).shape)
+        self.placements, self.groups, self.global_shape, self.shape = (
+            (),
+            (),
+            tuple(p.shape),
+            tuple(local(p).shape),
+        )
         if not is_dtensor(p):  # one row
             self.ndim, self.whole, self.length, self.rows = 1, 1, p.numel(), 1
             self.first_row = self.n_rows = self.first_column = self.n_columns = 0
             return
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         self.mesh, self.placements = p.device_mesh, tuple(p.placements)
         for placement in self.placements:
             if placement.is_partial():
-                raise ValueError(f"halfstep: parameter {name!r} is a sum over ranks ({placement}); only Shard and Replicate can be "
-                                 "stepped")
-        self.groups = tuple(self.mesh.get_group(i) for i, placement in enumerate(self.placements)
-                            if not placement.is_replicate() and self.mesh.size(i) > 1)
+                raise ValueError(
+                    f"halfstep: parameter {name!r} is a sum over ranks ({placement}); only Shard"
+                    " and Replicate can be stepped"
+                )
+        self.groups = tuple(
+            self.mesh.get_group(i)
+            for i, placement in enumerate(self.placements)
+            if not placement.is_replicate() and self.mesh.size(i) > 1
+        )
         shape, offset = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
         if tuple(shape) != self.shape:
-            raise ValueError(f"halfstep: parameter {name!r} of shape {self.global_shape} holds {self.shape} on this rank, where its "
-                             f"placements {self.placements} say {tuple(shape)}")
+            raise ValueError(
+                f"halfstep: parameter {name!r} of shape {self.global_shape} holds {self.shape} on"
+                f" this rank, where its placements {self.placements} say {tuple(shape)}"
+            )
         self._cut(tuple(shape), tuple(offset), name)
 
     def _cut(self, shape, offset, name):
@@ -106,8 +139,10 @@ class Part:
         whole = self.global_shape
         cut = [d for d in range(len(whole)) if shape[d] != whole[d]]
         if 0 not in shape and any(shape[d] != 1 for d in range(1, max(cut, default=0))):
-            raise ValueError(f"halfstep: parameter {name!r} of shape {whole} is cut along dimension {max(cut)} ({self.placements}), "
-                             "which is no run of columns; shard it along dimension 0 or 1")
+            raise ValueError(
+                f"halfstep: parameter {name!r} of shape {whole} is cut along dimension {max(cut)}"
+                f" ({self.placements}), which is no run of columns; shard it along dimension 0 or 1"
+            )
         self.ndim = len(whole)
         self.whole = whole[0] if whole else 1
         strides = [1] * len(whole)
@@ -120,7 +155,12 @@ class Part:
         for size in shape[1:]:
             self.n_columns *= size
         if 0 in shape:  # not all zero, which would mean the whole
-            self.first_row, self.n_rows, self.first_column, self.n_columns = self.whole, 0, 0, self.length
+            self.first_row, self.n_rows, self.first_column, self.n_columns = (
+                self.whole,
+                0,
+                0,
+                self.length,
+            )
         self.rows = shape[0] if shape else 1
 
     @property
@@ -130,18 +170,26 @@ class Part:
     @property
     def fields(self):
         """Of the library's structure."""
-        return {"ndim": self.ndim, "rows": self.whole, "row_length": self.length, "first_row": self.first_row,
-                "n_rows": self.n_rows, "first_column": self.first_column, "n_columns": self.n_columns}
+        return {
+            "ndim": self.ndim,
+            "rows": self.whole,
+            "row_length": self.length,
+            "first_row": self.first_row,
+            "n_rows": self.n_rows,
+            "first_column": self.first_column,
+            "n_columns": self.n_columns,
+        }
 
     def whole_fields(self):
         return {"ndim": self.ndim, "rows": self.whole, "row_length": self.length}
 
-    # ---- States ----
+    # ---- States ----------------------------------------------------------------------------------
 
     def place(self, streams, whole, name):
         """Gives the streams of this part their shapes: `whole` are those of the whole tensor."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         for s, all_of_it in zip(streams, whole):
             shape, held = all_of_it.shape, 1
             for size in s.shape:
@@ -152,7 +200,10 @@ class Part:
             if shape == self.global_shape:
                 placements = self.placements
             elif len(shape) == 2:
-                placements = tuple(_along(x, min(x.dim, 1)) if x.is_shard() or hasattr(x, "dim") else x for x in self.placements)
+                placements = tuple(
+                    _along(x, min(x.dim, 1)) if x.is_shard() or hasattr(x, "dim") else x
+                    for x in self.placements
+                )
             elif flat_total == 1:
                 placements = (Replicate(),) * len(self.placements)
             else:
@@ -162,9 +213,13 @@ class Part:
             for size in here:
                 count *= size
             if count != held and not (flat_total == 1 and held == 0):
-                raise ValueError(f"halfstep: {s.key} of parameter {name!r}, {shape} as a whole, is {held} elements on this rank, which "
-                                 f"no placement gives ({here} with {placements}): choose states=\"int8\" or \"int4\", whose blocks "
-                                 "follow the rows, or shard evenly")
+                raise ValueError(
+                    f"halfstep: {s.key} of parameter {name!r}, {shape} as a whole, is {held}"
+                    " elements on this rank, which "
+                    f'no placement gives ({here} with {placements}): choose states="int8" or'
+                    ' "int4", whose blocks '
+                    "follow the rows, or shard evenly"
+                )
             s.whole, s.placements, s.shape = shape, placements, here
 
     def wrap(self, stream, tensor):
@@ -175,14 +230,26 @@ class Part:
 
     def like_parameter(self, tensor):
         """The same of elements in the parameter's own shape."""
-        return tensor if self.mesh is None else self._dtensor(tensor, self.placements, self.global_shape)
+        return (
+            tensor
+            if self.mesh is None
+            else self._dtensor(tensor, self.placements, self.global_shape)
+        )
 
     def _dtensor(self, tensor, placements, shape):
         from torch.distributed.tensor import DTensor
+
         strides = [1] * len(shape)
         for d in range(len(shape) - 2, -1, -1):
             strides[d] = strides[d + 1] * max(shape[d + 1], 1)
-        return DTensor.from_local(tensor, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
+        return DTensor.from_local(
+            tensor,
+            self.mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(strides),
+        )
 
     def take(self, values):
         """This rank's part of values of the whole tensor, or of a DTensor of any placements."""
@@ -196,7 +263,9 @@ class Part:
             return values.new_empty(self.shape)
         grid = values.reshape(self.whole, self.length)
         rows = slice(self.first_row, self.first_row + self.n_rows)
-        return grid[rows, self.first_column:self.first_column + self.n_columns].reshape(self.shape)
+        return grid[rows, self.first_column : self.first_column + self.n_columns].reshape(
+            self.shape
+        )
 
 
 def _along(placement, dim):
@@ -206,8 +275,9 @@ def _along(placement, dim):
 
 
 class Gathered(Part):
-    """A part of a matrix that a rule steps as a whole: the library holds all of it on every rank, which is gathered for each
-    step and cut again after it. The states that are kept are sharded like the parameter."""
+    """A part of a matrix that a rule steps as a whole: the library holds all of it on every rank,
+    which is gathered for each step and cut again after it. The states that are kept are sharded
+    like the parameter."""
 
     __slots__ = ()
     gathered = True
@@ -224,12 +294,24 @@ class Gathered(Part):
     def place(self, streams, whole=None, name=None):
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         for s in streams:
             s.whole = s.shape
-            s.placements = self.placements if s.shape == self.global_shape else tuple(
-                (_along(x, min(x.dim, len(s.whole) - 1)) if len(s.whole) == 2 else Shard(0)) if hasattr(x, "dim") else x
-                for x in self.placements)
-            s.shape = tuple(compute_local_shape_and_global_offset(s.whole, self.mesh, s.placements)[0])
+            s.placements = (
+                self.placements
+                if s.shape == self.global_shape
+                else tuple(
+                    (
+                        (_along(x, min(x.dim, len(s.whole) - 1)) if len(s.whole) == 2 else Shard(0))
+                        if hasattr(x, "dim")
+                        else x
+                    )
+                    for x in self.placements
+                )
+            )
+            s.shape = tuple(
+                compute_local_shape_and_global_offset(s.whole, self.mesh, s.placements)[0]
+            )
 
     def gather(self, streams, state):
         """The whole of each state, by key."""
@@ -238,7 +320,10 @@ class Gathered(Part):
     def scatter(self, whole, kept):
         """Puts this rank's part of a tensor of all elements where it is kept."""
         from torch.distributed.tensor import DTensor, Replicate
-        full = DTensor.from_local(whole, self.mesh, (Replicate(),) * len(kept.placements), run_check=False)
+
+        full = DTensor.from_local(
+            whole, self.mesh, (Replicate(),) * len(kept.placements), run_check=False
+        )
         local(kept).copy_(local(full.redistribute(placements=kept.placements)))
 
 
@@ -247,13 +332,18 @@ def like(p, tensor):
     if not is_dtensor(p):
         return tensor
     from torch.distributed.tensor import DTensor
-    return DTensor.from_local(tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+    return DTensor.from_local(
+        tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
 
 def refuse(params, what, advice):
     """Raises ValueError for what cannot be done with DTensors."""
     if any(map(is_dtensor, params)):
-        raise ValueError(f"halfstep: {what} cannot be had of DTensors, of which each rank holds a part: {advice}")
+        raise ValueError(
+            f"halfstep: {what} cannot be had of DTensors, of which each rank holds a part: {advice}"
+        )
 
 
 def is_gathered(rule, p):
@@ -281,19 +371,24 @@ def is_sharded_buffer(p):
 
 
 def name_here(optimizer, p, name):
-    """What keys the random bits of a parameter of this name: shards of flat buffers, whose elements count from 0 on every rank,
-    have names of their own."""
+    """What keys the random bits of a parameter of this name: shards of flat buffers, whose elements
+    count from 0 on every rank, have names of their own."""
     if is_sharded_buffer(p):
         return _flat_identity(p, name)
-    if optimizer.flat == "shards" and p.dim() == 1 and p.numel() >= _FLAT_ELEMENTS and torch.distributed.is_initialized():
+    if (
+        optimizer.flat == "shards"
+        and p.dim() == 1
+        and p.numel() >= _FLAT_ELEMENTS
+        and torch.distributed.is_initialized()
+    ):
         # The group of the shards, where it is known, has replicas round alike.
         return f"{name} of rank {torch.distributed.get_rank(group_of(optimizer.norm_group))}"
     return name
 
 
 def place_here(optimizer, p, text):
-    """The same for a parameter without a name, which its place stands for: places are alike on the ranks of a norm group, which
-    hold different parameters there."""
+    """The same for a parameter without a name, which its place stands for: places are alike on the
+    ranks of a norm group, which hold different parameters there."""
     group = group_of(optimizer.norm_group)
     if group is not None and not is_dtensor(p):
         return f"{text} of rank {torch.distributed.get_rank(group)}"
@@ -306,43 +401,55 @@ def advice(error, part):
         return error
     if error.code not in (_abi.ERROR_SHAPE, _abi.ERROR_UNSUPPORTED):
         return error
-    text = ("; shard it along dimension 0 (fully_shard's shard_placement_fn), in sizes that are whole blocks, or keep states in a format "
-            "without blocks across the cut: states=\"bf16-sr\"")
+    text = (
+        "; shard it along dimension 0 (fully_shard's shard_placement_fn), in sizes that are whole"
+        ' blocks, or keep states in a format without blocks across the cut: states="bf16-sr"'
+    )
     if error.code == _abi.ERROR_UNSUPPORTED:
         text = "; leave such parameters whole (Replicate), or give them to another rule"
     return _abi.HalfstepValueError(str(error) + text, error.code)
 
 
 def gradient_of(p, grad, name):
-    """The gradient of a DTensor in the parameter's placements. Tensor parallelism leaves others: Replicate beside a sharded
-    embedding, Partial beside a norm of sequence-parallel regions."""
+    """The gradient of a DTensor in the parameter's placements. Tensor parallelism leaves others:
+    Replicate beside a sharded embedding, Partial beside a norm of sequence-parallel regions."""
     if not is_dtensor(p) or grad is None:
         return grad
     if not is_dtensor(grad):
         if grad.shape == local(p).shape and not any(hasattr(x, "dim") for x in p.placements):
             return grad
-        raise TypeError(f"halfstep: the gradient of {name!r} is a plain tensor, the parameter a DTensor")
+        raise TypeError(
+            f"halfstep: the gradient of {name!r} is a plain tensor, the parameter a DTensor"
+        )
     if grad.device_mesh != p.device_mesh:
-        raise ValueError(f"halfstep: the gradient of {name!r} lies on the mesh {grad.device_mesh}, the parameter on {p.device_mesh}")
+        raise ValueError(
+            f"halfstep: the gradient of {name!r} lies on the mesh {grad.device_mesh}, the parameter"
+            f" on {p.device_mesh}"
+        )
     if tuple(grad.placements) != tuple(p.placements):
         grad = grad.redistribute(p.device_mesh, p.placements)
     return grad
 
 
 def check_no_reducer(optimizer):
-    """Raises RuntimeError where a parameter's gradient belongs to the reducer of DistributedDataParallel, which copies it after the
-    hooks of gradient release have taken it. No parameter knows that, but the module that wraps it exists."""
+    """Raises RuntimeError where a parameter's gradient belongs to the reducer of
+    DistributedDataParallel, which copies it after the hooks of gradient release have taken it. No
+    parameter knows that, but the module that wraps it exists.
+    """
     wrapper = torch.nn.parallel.DistributedDataParallel
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for thing in gc.get_objects():
         if issubclass(type(thing), wrapper):
             name = next((name for name, p in thing.module.named_parameters() if id(p) in own), None)
             if name is not None:
-                raise RuntimeError(f"halfstep: gradient release would take the gradient of {name!r} before DistributedDataParallel has "
-                                   "averaged it, and ranks would diverge: use gradient_release=False, or fully_shard()")
+                raise RuntimeError(
+                    f"halfstep: gradient release would take the gradient of {name!r} before"
+                    " DistributedDataParallel has averaged it, and ranks would diverge: use"
+                    " gradient_release=False, or fully_shard()"
+                )
 
 
-# ---- What ranks tell one another ----------------------------------------------------------------------------------------
+# ---- What ranks tell one another -----------------------------------------------------------------
 
 
 def _key(groups):
@@ -350,7 +457,8 @@ def _key(groups):
 
 
 class Class:
-    """The parameters of an optimizer that are divided over the same ranks, in the order of its groups."""
+    """The parameters of an optimizer that are divided over the same ranks, in the order of its
+    groups."""
 
     __slots__ = ("groups", "params")
 
@@ -359,8 +467,8 @@ class Class:
 
 
 def classes_of(optimizer, gathered=True):
-    """The classes of all parameters, in an order that all ranks agree on; first those that nothing is divided of. gathered: those
-    that are gathered for each step count as divided, too."""
+    """The classes of all parameters, in an order that all ranks agree on; first those that nothing
+    is divided of. gathered: those that are gathered for each step count as divided, too."""
     found, seen = {frozenset(): Class(())}, set()
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -369,9 +477,14 @@ def classes_of(optimizer, gathered=True):
             seen.add(id(p))
             groups = ()
             if is_dtensor(p) and (gathered or not is_gathered(optimizer.rule, p)):
-                groups = tuple(p.device_mesh.get_group(i) for i, x in enumerate(p.placements)
-                               if hasattr(x, "dim") and p.device_mesh.size(i) > 1)
-            found.setdefault(_key(groups) if groups else frozenset(), Class(groups)).params.append(p)
+                groups = tuple(
+                    p.device_mesh.get_group(i)
+                    for i, x in enumerate(p.placements)
+                    if hasattr(x, "dim") and p.device_mesh.size(i) > 1
+                )
+            found.setdefault(_key(groups) if groups else frozenset(), Class(groups)).params.append(
+                p
+            )
     return list(found.values())
 
 
@@ -393,9 +506,12 @@ def add_up(numbers, groups, op=None):
 
 
 class Ranks:
-    """What the handles of an optimizer, and other ranks, have to agree on in a step: one norm and one verdict. Made anew with the handles.
+    """What the handles of an optimizer, and other ranks, have to agree on in a step: one norm and
+    one verdict. Made anew with the handles.
 
-    Statistics of all handles are one vector here: sums of squares, a flag for each member, and the sums of the members' rules."""
+    Statistics of all handles are one vector here: sums of squares, a flag for each member, and the
+    sums of the members' rules.
+    """
 
     def __init__(self, optimizer, engine):
         self.classes = classes_of(optimizer, gathered=False)
@@ -407,30 +523,53 @@ class Ranks:
         #: how many sums of the rule are over all tensors, of every handle and of the norm group
         self.totals = engine.rule.totals
         self.sums = HEAD + self.n
-        #: of a rule with such sums: the numbers of groups that share them, each member's among these, and for each part and number the
+        #: of a rule with such sums: the numbers of groups that share them, each member's among
+        #: these, and for each part and number the
         #: first member; what each number's scalars are here or elsewhere
-        self.numbers = sorted({number_of(group) for group in optimizer.param_groups}) if self.totals else []
-        self.rows = [self.numbers.index(number_of(optimizer.param_groups[m.group])) for m in self.members if self.totals]
+        self.numbers = (
+            sorted({number_of(group) for group in optimizer.param_groups}) if self.totals else []
+        )
+        self.rows = [
+            self.numbers.index(number_of(optimizer.param_groups[m.group]))
+            for m in self.members
+            if self.totals
+        ]
         self.firsts = {}
         for i in reversed(range(self.n if self.totals else 0)):
             self.firsts[self.members[i].handle.value, self.rows[i]] = i
         self.estimates = {}
-        #: of each handle: where its flags and its sums are; of each member: where its sums are, and how many
+        #: of each handle: where its flags and its sums are; of each member: where its sums are, and
+        #: how many
         self.slices, self.places, at = [], [], self.sums
         for part in engine.parts:
-            first, summed = at, int(lib.halfstep_statistics_count(part.handle)) > int(lib.halfstep_norms_offset(part.handle))
+            first, summed = (
+                at,
+                int(lib.halfstep_statistics_count(part.handle))
+                > int(lib.halfstep_norms_offset(part.handle)),
+            )
             for i in range(part.n):
-                many = int(lib.halfstep_tensor_statistics_count(part.handle, i) - lib.halfstep_tensor_norms_offset()) if summed else 0
+                many = (
+                    int(
+                        lib.halfstep_tensor_statistics_count(part.handle, i)
+                        - lib.halfstep_tensor_norms_offset()
+                    )
+                    if summed
+                    else 0
+                )
                 self.places.append((at, many))
                 at += many
-            self.slices.append((slice(HEAD + part.first, HEAD + part.first + part.n), slice(first, at)))
+            self.slices.append(
+                (slice(HEAD + part.first, HEAD + part.first + part.n), slice(first, at))
+            )
         self.count = at
         judged = optimizer.clip_norm or optimizer.scan in (None, "scan") or engine.rule.totals
         shards = next((m for m in engine.members if is_sharded_buffer(m.p)), None)
         if shards is not None and self.norm_group is None and judged:
-            raise ValueError(f"halfstep: parameter {shards.name!r} is a shard of an FSDP1 buffer, and this rank cannot know the norm "
-                             "of the others nor whether they are finite: give norm_group=, the process group of the shards (True: "
-                             "all ranks)")
+            raise ValueError(
+                f"halfstep: parameter {shards.name!r} is a shard of an FSDP1 buffer, and this rank"
+                " cannot know the norm of the others nor whether they are finite: give"
+                " norm_group=, the process group of the shards (True: all ranks)"
+            )
 
     @property
     def needed(self):
@@ -441,7 +580,8 @@ class Ranks:
         return [(row, self.index_of[p]) for row, p in enumerate(cls.params) if p in self.index_of]
 
     def _share_flags(self, cls, statistics, gradients):
-        """Adds limbs and flags over the ranks of a class; and looks whether they all gave the same gradients."""
+        """Adds limbs and flags over the ranks of a class; and looks whether they all gave the same
+        gradients."""
         members = self._members(cls)
         size = len(cls.params)
         packed = torch.zeros(HEAD + 2 * size, dtype=torch.int64, device="cpu")
@@ -456,8 +596,10 @@ class Ranks:
         names = {m.p: m.name for m in self.members}
         for row, p in enumerate(cls.params):
             if int(packed[HEAD + size + row]) not in (0, ranks):
-                raise RuntimeError(f"halfstep: parameter {names.get(p, row)!r} has a gradient on "
-                                   f"{int(packed[HEAD + size + row])} of the {ranks} ranks that it is divided over")
+                raise RuntimeError(
+                    f"halfstep: parameter {names.get(p, row)!r} has a gradient on "
+                    f"{int(packed[HEAD + size + row])} of the {ranks} ranks that it is divided over"
+                )
         statistics[:HEAD] = packed[:HEAD]
         for row, i in members:
             statistics[HEAD + i] = packed[HEAD + row]
@@ -466,30 +608,36 @@ class Ranks:
         for cls in self.divided:
             found = [self.places[i] for _, i in self._members(cls) if self.places[i][1]]
             if found:
-                packed = torch.cat([statistics[at:at + many] for at, many in found])
+                packed = torch.cat([statistics[at : at + many] for at, many in found])
                 add_up(packed, cls.groups)
                 for (at, many), piece in zip(found, packed.split([many for _, many in found])):
-                    statistics[at:at + many] = piece
+                    statistics[at : at + many] = piece
 
     def _add_totals(self, statistics, gradients):
-        """The sums over all tensors, of every handle and rank: one member of each handle has them, as halfstep_step_norms() says."""
+        """The sums over all tensors, of every handle and rank: one member of each handle has them,
+        as halfstep_step_norms() says."""
         sums = torch.zeros(len(self.numbers), self.totals * HEAD, dtype=torch.int64, device="cpu")
         for i, row in enumerate(self.rows):
-            own = statistics[self.places[i][0]:][:self.totals * HEAD]
+            own = statistics[self.places[i][0] :][: self.totals * HEAD]
             sums[row] += own
             own.zero_()
         if self.norm_group is not None:
             add_up(sums, (self.norm_group,))
         for (_, row), i in self.firsts.items():
-            statistics[self.places[i][0]:][:self.totals * HEAD] = sums[row]
+            statistics[self.places[i][0] :][: self.totals * HEAD] = sums[row]
 
     def _scalars(self, i):
         return [read_scalar(self.members[i], name) for name in self.engine.rule.scalars]
 
     def _share_estimates(self):
-        """Gives every handle, of every rank, the scalars of the one that has come furthest: a device or a rank may have had nothing to step
-        until now."""
-        found = torch.full((len(self.numbers), len(self.engine.rule.scalars)), -torch.inf, dtype=torch.float64, device="cpu")
+        """Gives every handle, of every rank, the scalars of the one that has come furthest: a
+        device or a rank may have had nothing to step until now."""
+        found = torch.full(
+            (len(self.numbers), len(self.engine.rule.scalars)),
+            -torch.inf,
+            dtype=torch.float64,
+            device="cpu",
+        )
         own = {key: self._scalars(i) for key, i in self.firsts.items()}
         for (_, row), scalars in own.items():
             if scalars[0] > max(found[row, 0], 0.0):
@@ -506,7 +654,10 @@ class Ranks:
                 m = self.members[i]
                 for name, value in zip(self.engine.rule.scalars, scalars):
                     if key[1] == row and own[key] != scalars:
-                        check(lib.halfstep_set_scalar(m.handle, m.index, name.encode(), value), m.handle)
+                        check(
+                            lib.halfstep_set_scalar(m.handle, m.index, name.encode(), value),
+                            m.handle,
+                        )
 
     def tell_estimates(self, groups):
         """Keeps `d` of the groups current."""
@@ -520,17 +671,23 @@ class Ranks:
         call = lib.halfstep_accumulate_states_begin if micro else lib.halfstep_step_begin
         found = torch.zeros(self.count, dtype=torch.int64, device="cpu")
         for part, (flags, sums) in zip(self.engine.parts, self.slices):
-            own = torch.zeros(HEAD + part.n + sums.stop - sums.start, dtype=torch.int64, device="cpu")
+            own = torch.zeros(
+                HEAD + part.n + sums.stop - sums.start, dtype=torch.int64, device="cpu"
+            )
             check(call(part.handle, part.slice(gradients), own.data_ptr()), part.handle)
             found[:HEAD] += own[:HEAD]
-            found[flags] = own[HEAD:HEAD + part.n]
+            found[flags] = own[HEAD : HEAD + part.n]
         return found
 
     def step(self, weights, gradients, micro=False, whole=True):
-        """The call of a whole step, or of a micro-batch: its code and the handle that knows why; None in place of the code where ranks
-        of the norm group refuse it and this one would not. whole: a gradient that is not finite refuses all of it."""
+        """The call of a whole step, or of a micro-batch: its code and the handle that knows why;
+        None in place of the code where ranks of the norm group refuse it and this one would not.
+        whole: a gradient that is not finite refuses all of it.
+        """
         parts, total = self.engine.parts, torch.zeros(self.count, dtype=torch.int64, device="cpu")
-        for stage in [part.stage for part in parts if part.stage is not None][:2]:  # while gradients are looked at
+        for stage in [part.stage for part in parts if part.stage is not None][
+            :2
+        ]:  # while gradients are looked at
             stage.begin()
         for cls in self.classes:
             if not cls.params:
@@ -545,7 +702,7 @@ class Ranks:
                 self._share_flags(cls, statistics, gradients)
             total += statistics
         if self.norm_group is not None:
-            packed = torch.cat([total[:HEAD], (total[HEAD:self.sums] != 0).sum().view(1)])
+            packed = torch.cat([total[:HEAD], (total[HEAD : self.sums] != 0).sum().view(1)])
             own = int(packed[HEAD])
             add_up(packed, (self.norm_group,))
             total[:HEAD] = packed[:HEAD]
@@ -568,8 +725,13 @@ class Ranks:
             for part, flags, sums in chosen:
                 own = statistics_of(flags, sums)
                 with part.states(not whole, False):
-                    check(lib.halfstep_step_norms(part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()), part.handle)
-                total[sums] = own[HEAD + part.n:]
+                    check(
+                        lib.halfstep_step_norms(
+                            part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()
+                        ),
+                        part.handle,
+                    )
+                total[sums] = own[HEAD + part.n :]
             self._share_sums(total)
             if totals:
                 self._add_totals(total, gradients)
@@ -577,9 +739,16 @@ class Ranks:
         for part, flags, sums in chosen:
             own = statistics_of(flags, sums)
             with part.states(not whole):
-                given = (lib.halfstep_accumulate_states_finish(part.handle, part.slice(gradients), own.data_ptr()) if micro else
-                         lib.halfstep_step_finish(part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()))
-            if given == _abi.OK and part.asynchronous and own[HEAD:HEAD + part.n].any():
+                given = (
+                    lib.halfstep_accumulate_states_finish(
+                        part.handle, part.slice(gradients), own.data_ptr()
+                    )
+                    if micro
+                    else lib.halfstep_step_finish(
+                        part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()
+                    )
+                )
+            if given == _abi.OK and part.asynchronous and own[HEAD : HEAD + part.n].any():
                 given = lib.halfstep_synchronize(part.handle)
             if given == _abi.NONFINITE:
                 code = given, part.handle
@@ -592,15 +761,22 @@ class Ranks:
         m = self.members[self.index_of[p]]
         handle, i = m.handle, m.index
         groups = next((c.groups for c in self.classes if any(q is p for q in c.params)), ())
-        statistics = torch.zeros(int(lib.halfstep_tensor_statistics_count(handle, i)), dtype=torch.int64, device="cpu")
+        statistics = torch.zeros(
+            int(lib.halfstep_tensor_statistics_count(handle, i)), dtype=torch.int64, device="cpu"
+        )
         kind = "halfstep_accumulate_states_tensor" if micro else "halfstep_step_tensor"
         check(getattr(lib, kind + "_begin")(handle, i, gradient, statistics.data_ptr()), handle)
         add_up(statistics, groups)
         if micro:
-            return lib.halfstep_accumulate_states_tensor_finish(handle, i, gradient, statistics.data_ptr())
+            return lib.halfstep_accumulate_states_tensor_finish(
+                handle, i, gradient, statistics.data_ptr()
+            )
         offset = int(lib.halfstep_tensor_norms_offset())
         if len(statistics) > offset:
-            check(lib.halfstep_step_tensor_norms(handle, i, weight, gradient, statistics.data_ptr()), handle)
+            check(
+                lib.halfstep_step_tensor_norms(handle, i, weight, gradient, statistics.data_ptr()),
+                handle,
+            )
             sums = statistics[offset:].clone()
             add_up(sums, groups)
             statistics[offset:] = sums
@@ -608,8 +784,10 @@ class Ranks:
 
     def end_round(self):
         if len([c for c in self.classes if c.params]) > 1:
-            raise RuntimeError("halfstep: in release the norm of a round cannot be taken over parameters of several meshes; use "
-                               "clip=\"per-tensor\", or one mesh for all")
+            raise RuntimeError(
+                "halfstep: in release the norm of a round cannot be taken over parameters of"
+                ' several meshes; use clip="per-tensor", or one mesh for all'
+            )
         total = torch.zeros(HEAD, dtype=torch.int64, device="cpu")
         for part in self.engine.parts:
             statistics = torch.zeros_like(total)
@@ -640,7 +818,7 @@ def read_scalar(m, name):
 
 def in_order(bits):
     """Bits of doubles as integers in the order of the doubles, and back."""
-    return torch.where(bits < 0, bits ^ 0x7fffffffffffffff, bits)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
 
 
 def group_of(norm_group):
@@ -651,7 +829,8 @@ def group_of(norm_group):
 
 
 def everywhere(optimizer, value):
-    """Whether a condition holds on all ranks that share the parameters of an optimizer. All of them must ask."""
+    """Whether a condition holds on all ranks that share the parameters of an optimizer. All of them
+    must ask."""
     answer = torch.tensor([int(not value)], dtype=torch.int64, device="cpu")
     for cls in classes_of(optimizer):
         add_up(answer, cls.groups)
@@ -666,11 +845,20 @@ def _digest(text):
 
 
 def agree(optimizer):
-    """Raises on every rank, naming what differs, where ranks that share parameters do not agree on seed, generator, recipes or
-    ids, or ranks of one norm_group on rule, seed, generator, scan or clip_norm. Where nothing differs it costs one number for each group of ranks."""
-    identities = optimizer._identities([p for group in optimizer.param_groups for p in group["params"]])
-    common = {"rule": optimizer.rule, "seed": str(optimizer.seed), "generator": str(optimizer.generator), "scan": str(optimizer.scan),
-              "clip_norm": str(optimizer.clip_norm)}
+    """Raises on every rank, naming what differs, where ranks that share parameters do not agree on
+    seed, generator, recipes or ids, or ranks of one norm_group on rule, seed, generator, scan or
+    clip_norm. Where nothing differs it costs one number for each group of ranks.
+    """
+    identities = optimizer._identities(
+        [p for group in optimizer.param_groups for p in group["params"]]
+    )
+    common = {
+        "rule": optimizer.rule,
+        "seed": str(optimizer.seed),
+        "generator": str(optimizer.generator),
+        "scan": str(optimizer.scan),
+        "clip_norm": str(optimizer.clip_norm),
+    }
     if _abi.rules[optimizer.rule].totals:
         common["d_group"] = str(sorted({number_of(group) for group in optimizer.param_groups}))
     group = group_of(optimizer.norm_group)
@@ -684,8 +872,12 @@ def agree(optimizer):
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if id(p) in known:
-                    told[f"recipe of parameter {place}"] = optimizer._full_recipe(g, i) + (", cautious" if group.get("cautious") else "")
-                    told[f"id of parameter {place}"] = f"{identities[p]:016x} ({optimizer._name_of(g, i)})"
+                    told[f"recipe of parameter {place}"] = optimizer._full_recipe(g, i) + (
+                        ", cautious" if group.get("cautious") else ""
+                    )
+                    told[f"id of parameter {place}"] = (
+                        f"{identities[p]:016x} ({optimizer._name_of(g, i)})"
+                    )
                     place += 1
         _compare(told, cls.groups, "share parameters")
 
@@ -696,7 +888,8 @@ def _compare(told, groups, who):
     number = _digest(repr(sorted(told.items())))
     both = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
     add_up(both, groups, dist.ReduceOp.MAX)
-    # All ranks look alike at the maximum of a number and of its negative, so all of them raise or none does.
+    # All ranks look alike at the maximum of a number and of its negative, so all of them raise or
+    # none does.
     if int(both[0]) == -int(both[1]):
         return
     everyone = [(dist.get_rank(), told)]
@@ -705,7 +898,12 @@ def _compare(told, groups, who):
         dist.all_gather_object(lists, everyone, group=group)
         everyone = [pair for some in lists for pair in some]
     for key in sorted(set().union(*(other for _, other in everyone))):
-        values = {rank: other.get(key, "nothing") for rank, other in sorted(everyone, key=lambda pair: pair[0])}
+        values = {
+            rank: other.get(key, "nothing")
+            for rank, other in sorted(everyone, key=lambda pair: pair[0])
+        }
         if len(set(values.values())) > 1:
-            raise RuntimeError(f"halfstep: ranks that {who} disagree about the {key}: " +
-                               ", ".join(f"{value} on rank {rank}" for rank, value in values.items()))
+            raise RuntimeError(
+                f"halfstep: ranks that {who} disagree about the {key}: "
+                + ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+            )

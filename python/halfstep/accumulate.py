@@ -1,4 +1,6 @@
-"""Gradient accumulation over micro-batches in buffers of two bytes an element, without the stalling of BF16 sums."""
+"""Gradient accumulation over micro-batches in buffers of two bytes an element, without the stalling
+of BF16 sums."""
+
 import ctypes
 import sys
 import weakref
@@ -8,8 +10,17 @@ import torch
 
 from . import _abi, _devices, _layout, _names, _sharding
 from ._abi import check, lib
+from ._engine import (
+    DTYPES,
+    PLAIN,
+    add_group,
+    add_tensor,
+    check_gradient,
+    check_parameter,
+    create_handle,
+    seed_of,
+)
 from ._sharding import local
-from ._engine import (DTYPES, PLAIN, add_group, add_tensor, check_gradient, check_parameter, create_handle, seed_of)
 
 #: what halfstep_accumulate() can add into
 FORMATS = ("f32", "bf16", "bf16-sr", "f16")
@@ -20,12 +31,18 @@ def _named(parameters):
     if isinstance(parameters, torch.nn.Module):
         return list(parameters.named_parameters())
     if isinstance(parameters, torch.Tensor):
-        raise TypeError("halfstep: GradientAccumulator wants a module or an iterable of parameters, not one tensor")
+        raise TypeError(
+            "halfstep: GradientAccumulator wants a module or an iterable of parameters, not one"
+            " tensor"
+        )
     pairs = []
     for item in parameters:
         name, p = item if isinstance(item, tuple) else (None, item)
         if not isinstance(p, torch.Tensor):
-            raise TypeError(f"halfstep: GradientAccumulator can accumulate for tensors, not for a {type(p).__name__}")
+            raise TypeError(
+                "halfstep: GradientAccumulator can accumulate for tensors, not for a"
+                f" {type(p).__name__}"
+            )
         pairs.append((name, p))
     return pairs
 
@@ -36,7 +53,11 @@ _alive = weakref.WeakSet()
 
 def drop(params):
     """Forgets the sums of these parameters in every accumulator."""
-    holding = [accumulator for accumulator in _alive if any(buffer is not None for buffer in accumulator._buffers)]
+    holding = [
+        accumulator
+        for accumulator in _alive
+        if any(buffer is not None for buffer in accumulator._buffers)
+    ]
     if holding:
         params = set(params)
         for accumulator in holding:
@@ -54,13 +75,17 @@ def complain(names):
     """Raises for parameters that no gradient came for, if there are any."""
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        raise RuntimeError(f"halfstep: no gradient was accumulated for {', '.join(map(repr, names[:4]))}{more}; "
-                           "missing=\"skip\" leaves such parameters without one")
+        raise RuntimeError(
+            f"halfstep: no gradient was accumulated for {', '.join(map(repr, names[:4]))}{more}; "
+            'missing="skip" leaves such parameters without one'
+        )
 
 
 class _Hook:
-    """Called by autograd when a gradient is complete. The parameter holds this and this holds the accumulator, which refers
-    to its parameters weakly: hooks are out of sight of Python's cycle collector, so there must be no cycle through them."""
+    """Called by autograd when a gradient is complete. The parameter holds this and this holds the
+    accumulator, which refers to its parameters weakly: hooks are out of sight of Python's cycle
+    collector, so there must be no cycle through them.
+    """
 
     __slots__ = ("accumulator", "index")
 
@@ -72,7 +97,8 @@ class _Hook:
 
 
 class GradientAccumulator:
-    """Sums the gradients of several backward passes in buffers of their own format instead of `p.grad`.
+    """Sums the gradients of several backward passes in buffers of their own format instead of
+    `p.grad`.
 
         accumulator = halfstep.GradientAccumulator(model).attach()
         for batch in batches:
@@ -82,34 +108,43 @@ class GradientAccumulator:
             optimizer.step()
             optimizer.zero_grad()
 
-    As a context, `with accumulator:` attaches before the first backward pass and hands the gradients back at the end:
+    As a context, `with accumulator:` attaches before the first backward pass and hands the
+    gradients back at the end:
 
         with accumulator:
             for micro in batch.chunk(64):
                 (loss(model, micro) / 64).backward()
         optimizer.step()
 
-    While it is attached, a hook on each parameter adds `p.grad` to the parameter's buffer as soon as autograd has finished
-    it, and sets it to None: beside the buffers only one gradient at a time exists in its own precision. With "bf16-sr" the
-    sum of each element is rounded stochastically, so the mean over the random bits is the exact sum; sums to nearest
-    ("bf16") lose every gradient below 1/512 of what is there already. It is a sum, never a mean.
+    While it is attached, a hook on each parameter adds `p.grad` to the parameter's buffer as soon
+    as autograd has finished it, and sets it to None: beside the buffers only one gradient at a time
+    exists in its own precision. With "bf16-sr" the sum of each element is rounded stochastically,
+    so the mean over the random bits is the exact sum; sums to nearest ("bf16") lose every gradient
+    below 1/512 of what is there already. It is a sum, never a mean.
 
-    parameters   a module, `(name, tensor)` pairs or tensors; those that do not require a gradient are left alone. Random
+    parameters   a module, `(name, tensor)` pairs or tensors; those that do not require a gradient
+                 are left alone. Random
                  bits are keyed by the names, so replicas with the same seed round alike
     format       of the buffers: "bf16-sr", "bf16", "f16" or "f32"
-    seed         of the random bits: the same seed, names (else positions) and gradients give the same bits. None: as in
+    seed         of the random bits: the same seed, names (else positions) and gradients give the
+                 same bits. None: as in
                  Optimizer
-    missing      "error": a parameter without a gradient, when the gradients are handed back, is an error; "skip": it keeps
+    missing      "error": a parameter without a gradient, when the gradients are handed back, is an
+                 error; "skip": it keeps
                  `grad` None
-    dtype        of the gradients handed back. None: what the parameter takes, so a float32 parameter gets a float32
-                 gradient, converted one by one while its buffer goes. torch.bfloat16 keeps the buffers for float32
-                 parameters too, which halfstep's optimizers can step with and torch's can not (needs a torch with
-                 `Tensor.grad_dtype`)
+    dtype        of the gradients handed back. None: what the parameter takes, so a float32
+                 parameter gets a float32
+                 gradient, converted one by one while its buffer goes. torch.bfloat16 keeps the
+                 buffers for float32 parameters too, which halfstep's optimizers can step with and
+                 torch's can not (needs a torch with `Tensor.grad_dtype`)
     """
 
     def __init__(self, parameters, format="bf16-sr", seed=None, *, missing="error", dtype=None):
         if format not in FORMATS:
-            raise ValueError(f"halfstep: gradients cannot be accumulated in {format!r}; there are: {', '.join(FORMATS)}")
+            raise ValueError(
+                f"halfstep: gradients cannot be accumulated in {format!r}; there are:"
+                f" {', '.join(FORMATS)}"
+            )
         if missing not in ("error", "skip"):
             raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
         if dtype is not None and dtype not in PLAIN:
@@ -117,7 +152,9 @@ class GradientAccumulator:
         members = []
         for i, (name, p) in enumerate(_named(parameters)):
             if p.requires_grad:
-                members.append((name or getattr(p, "_halfstep_name", None) or f"accumulated {i}", p))
+                members.append(
+                    (name or getattr(p, "_halfstep_name", None) or f"accumulated {i}", p)
+                )
         self._setup(members, format, seed_of(seed), missing, dtype)
 
     def _setup(self, members, format, seed, missing, dtype):
@@ -125,7 +162,10 @@ class GradientAccumulator:
             check_parameter(p, name)
             _devices.check(local(p), name)
             if dtype is not None and dtype != p.dtype and not hasattr(p, "grad_dtype"):
-                raise ValueError(f"halfstep: this torch cannot give {name!r}, which is {p.dtype}, a gradient of {dtype}")
+                raise ValueError(
+                    f"halfstep: this torch cannot give {name!r}, which is {p.dtype}, a gradient of"
+                    f" {dtype}"
+                )
         self.format, self.seed, self.missing, self.dtype = format, seed, missing, dtype
         self._buffer_dtype = DTYPES[_abi.formats[format].code_dtype]
         self._c_format = format.encode()
@@ -139,12 +179,23 @@ class GradientAccumulator:
         self._devices = [_devices.of(local(p)) for _, p in members]
         self._handles, self._groups = {}, {}
         self._generator = _abi.choices("generator")[0]
-        # Nothing is ever stepped here: a rule without states gives each tensor its place, counter and random stream.
+        # Nothing is ever stepped here: a rule without states gives each tensor its place, counter
+        # and random stream.
         for device in dict.fromkeys(self._devices) or (torch.device("cpu"),):
             self._handles[device] = create_handle(self._threads, seed, device)
             self._groups[device] = add_group(self._handles[device], "sgd/f32", {}, {})
-        self._indices = [add_tensor(self._handles[device], self._groups[device], name, 0, tuple(local(p).shape), "f32",
-                                    _sharding.part_of(p, name)) for (name, p), device in zip(members, self._devices)]
+        self._indices = [
+            add_tensor(
+                self._handles[device],
+                self._groups[device],
+                name,
+                0,
+                tuple(local(p).shape),
+                "f32",
+                _sharding.part_of(p, name),
+            )
+            for (name, p), device in zip(members, self._devices)
+        ]
 
     def __del__(self, exiting=sys.is_finalizing):
         # At exit modules may be gone already.
@@ -154,10 +205,13 @@ class GradientAccumulator:
 
     def __repr__(self):
         state = "attached" if self.attached else "not attached"
-        return (f"GradientAccumulator({len(self._names)} parameters, format={self.format!r}, seed={self.seed}, "
-                f"missing={self.missing!r}; {state}, {self.memory()} bytes in buffers)")
+        return (
+            f"GradientAccumulator({len(self._names)} parameters, format={self.format!r},"
+            f" seed={self.seed}, missing={self.missing!r}; {state}, {self.memory()} bytes in"
+            " buffers)"
+        )
 
-    # ---- Hooks ----
+    # ---- Hooks -----------------------------------------------------------------------------------
 
     @property
     def attached(self):
@@ -165,7 +219,8 @@ class GradientAccumulator:
         return any(map(_live, self._hooks))
 
     def attach(self):
-        """Puts the hooks on the parameters; nothing where they are already. Returns the accumulator."""
+        """Puts the hooks on the parameters; nothing where they are already. Returns the
+        accumulator."""
         for i, ref in enumerate(self._params):
             p = ref()
             if p is not None and not _live(self._hooks[i]) and p.requires_grad:
@@ -191,7 +246,7 @@ class GradientAccumulator:
         else:
             self.clear()
 
-    # ---- Sums ----
+    # ---- Sums ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _take(self, i, p):
@@ -202,16 +257,25 @@ class GradientAccumulator:
         name = self._names[i]
         grad = local(_sharding.gradient_of(p, grad, name))
         if grad.shape != self._shapes[i]:
-            raise ValueError(f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}; it was "
-                             f"{tuple(self._shapes[i])} when the accumulator was made")
+            raise ValueError(
+                f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}; it was "
+                f"{tuple(self._shapes[i])} when the accumulator was made"
+            )
         gradient_format, device = check_gradient(p, grad, name), self._devices[i]
         if _devices.of(grad) != device:
-            raise ValueError(f"halfstep: {name!r} is on {_devices.of(grad)}; it was on {device} when the accumulator was made")
+            raise ValueError(
+                f"halfstep: {name!r} is on {_devices.of(grad)}; it was on {device} when the"
+                " accumulator was made"
+            )
         buffer = self._buffers[i]
         grad = grad.detach() if _devices.is_plain(grad) else _devices.contiguous(grad)
         if buffer is None and grad.dtype == self._buffer_dtype:
-            # The first of a sum, exact as it is. A view stays where it is: a bucket that others write must not be a buffer.
-            alone = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+            # The first of a sum, exact as it is. A view stays where it is: a bucket that others
+            # write must not be a buffer.
+            alone = (
+                grad.is_contiguous()
+                and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+            )
             self._buffers[i] = grad if alone else _devices.clone(grad)
             p.grad = None
             return
@@ -225,8 +289,18 @@ class GradientAccumulator:
                 self._threads = threads
             if _devices.is_asynchronous(device):
                 check(lib.halfstep_set_stream(handle, _devices.stream(device)), handle)
-            check(lib.halfstep_accumulate(handle, self._indices[i], buffer.data_ptr(), self._c_format, grad.data_ptr(),
-                                          gradient_format.encode(), 1.0), handle)
+            check(
+                lib.halfstep_accumulate(
+                    handle,
+                    self._indices[i],
+                    buffer.data_ptr(),
+                    self._c_format,
+                    grad.data_ptr(),
+                    gradient_format.encode(),
+                    1.0,
+                ),
+                handle,
+            )
             if _devices.is_asynchronous(device) and not _devices.capturing(device):
                 _devices.record([grad], device)
         self._buffers[i] = buffer
@@ -242,8 +316,8 @@ class GradientAccumulator:
     def reassign(self, missing=None):
         """Hands the sums back as `p.grad` and lets go of the buffers.
 
-        A gradient that was left in `p.grad` by a backward pass without hooks is added to the sum. missing: as in the
-        constructor, for this call; where it raises, nothing has changed.
+        A gradient that was left in `p.grad` by a backward pass without hooks is added to the sum.
+        missing: as in the constructor, for this call; where it raises, nothing has changed.
         """
         missing = self.missing if missing is None else missing
         if missing not in ("error", "skip"):
@@ -279,14 +353,15 @@ class GradientAccumulator:
             p.grad = _sharding.like(p, buffer.to(dtype))
 
     def clear(self):
-        """Forgets the sums, as zero_grad() of halfstep's optimizers does; for those of other packages, and zero_grad() of a model, call it."""
+        """Forgets the sums, as zero_grad() of halfstep's optimizers does; for those of other
+        packages, and zero_grad() of a model, call it."""
         self._buffers = [None] * len(self._buffers)
 
     def memory(self):
         """Bytes of the buffers there are now."""
         return sum(b.numel() * b.element_size() for b in self._buffers if b is not None)
 
-    # ---- Saving and copies ----
+    # ---- Saving and copies -----------------------------------------------------------------------
 
     def _writes(self):
         counters = _abi.Counters.new()
@@ -299,9 +374,15 @@ class GradientAccumulator:
 
     def _set_generator(self, name):
         if name not in _abi.choices("generator"):
-            raise ValueError(f"halfstep: these sums were saved with the generator {name!r}, which this library does not have")
+            raise ValueError(
+                f"halfstep: these sums were saved with the generator {name!r}, which this library"
+                " does not have"
+            )
         for handle in self._handles.values():
-            check(lib.halfstep_set_choice(handle, _abi.ALL_GROUPS, b"generator", name.encode()), handle)
+            check(
+                lib.halfstep_set_choice(handle, _abi.ALL_GROUPS, b"generator", name.encode()),
+                handle,
+            )
         self._generator = name
 
     def _set_writes(self, writes):
@@ -311,26 +392,46 @@ class GradientAccumulator:
             check(lib.halfstep_set_counters(handle, index, byref(counters)), handle)
 
     def state_dict(self):
-        """What has to be saved for a resumed run to draw the same random bits, with the sums if there are any."""
-        return {"format": self.format, "seed": self.seed, "generator": self._generator, "writes": dict(zip(self._names, self._writes())),
-                "buffers": {name: b.clone() for name, b in zip(self._names, self._buffers) if b is not None}}
+        """What has to be saved for a resumed run to draw the same random bits, with the sums if
+        there are any."""
+        return {
+            "format": self.format,
+            "seed": self.seed,
+            "generator": self._generator,
+            "writes": dict(zip(self._names, self._writes())),
+            "buffers": {
+                name: b.clone() for name, b in zip(self._names, self._buffers) if b is not None
+            },
+        }
 
     def load_state_dict(self, state_dict):
-        """Takes seed, generator, counters and sums from `state_dict`; parameters that it does not know keep theirs."""
+        """Takes seed, generator, counters and sums from `state_dict`; parameters that it does not
+        know keep theirs."""
         if state_dict["format"] != self.format:
-            raise ValueError(f"halfstep: these sums were saved as {state_dict['format']!r}; the accumulator was made for "
-                             f"{self.format!r}")
-        buffers, named = list(self._buffers), _names.partly(list({**state_dict["writes"], **state_dict["buffers"]}), self._names)
+            raise ValueError(
+                f"halfstep: these sums were saved as {state_dict['format']!r}; the accumulator was"
+                f" made for {self.format!r}"
+            )
+        buffers, named = (
+            list(self._buffers),
+            _names.partly(list({**state_dict["writes"], **state_dict["buffers"]}), self._names),
+        )
         lost = [name for name in state_dict["buffers"] if name not in named.values()]
         if lost:
-            raise ValueError(f"halfstep: the saved sums of {_names.some(lost)} belong to no parameter here; here are {_names.some(self._names)}: make the "
-                             "accumulator with the parameters that were saved")
+            raise ValueError(
+                f"halfstep: the saved sums of {_names.some(lost)} belong to no parameter here; here"
+                f" are {_names.some(self._names)}: make the accumulator with the parameters that"
+                " were saved"
+            )
         for i, name in enumerate(self._names):
             if named.get(name) in state_dict["buffers"]:
                 saved = state_dict["buffers"][named[name]]
                 if saved.shape != self._shapes[i] or saved.dtype != self._buffer_dtype:
-                    raise ValueError(f"halfstep: the saved sum of {name!r} is {saved.dtype} of shape {tuple(saved.shape)}; "
-                                     f"{self._buffer_dtype} of shape {tuple(self._shapes[i])} is needed")
+                    raise ValueError(
+                        f"halfstep: the saved sum of {name!r} is {saved.dtype} of shape"
+                        f" {tuple(saved.shape)}; {self._buffer_dtype} of shape"
+                        f" {tuple(self._shapes[i])} is needed"
+                    )
                 buffers[i] = _devices.place(_devices.clone(saved), self._devices[i])
             else:
                 buffers[i] = None
@@ -339,14 +440,28 @@ class GradientAccumulator:
         for handle in self._handles.values():
             check(lib.halfstep_set_seed(handle, seed & (2**64 - 1)), handle)
         self.seed = seed
-        self._set_writes([state_dict["writes"].get(named.get(name), old) for name, old in zip(self._names, self._writes())])
+        self._set_writes(
+            [
+                state_dict["writes"].get(named.get(name), old)
+                for name, old in zip(self._names, self._writes())
+            ]
+        )
         self._buffers = buffers
 
     def __getstate__(self):
-        alive = [(name, ref(), n, b) for name, ref, n, b in zip(self._names, self._params, self._writes(), self._buffers)]
-        return {"members": [m for m in alive if m[1] is not None], "format": self.format, "seed": self.seed,
-                "generator": self._generator,
-                "missing": self.missing, "dtype": self.dtype, "attached": self.attached}
+        alive = [
+            (name, ref(), n, b)
+            for name, ref, n, b in zip(self._names, self._params, self._writes(), self._buffers)
+        ]
+        return {
+            "members": [m for m in alive if m[1] is not None],
+            "format": self.format,
+            "seed": self.seed,
+            "generator": self._generator,
+            "missing": self.missing,
+            "dtype": self.dtype,
+            "attached": self.attached,
+        }
 
     def __setstate__(self, state):
         members = state["members"]

@@ -1,5 +1,6 @@
-"""`EMA`: an average of a model's weights that moves by less than the last place of BF16. Over 500 lines because torch has the like of it
-in two classes, and files of both load here."""
+"""`EMA`: an average of a model's weights that moves by less than the last place of BF16. Over 500
+lines because torch has the like of it in two classes, and files of both load here."""
+
 from __future__ import annotations
 
 import ctypes
@@ -13,8 +14,22 @@ import torch
 
 from . import _abi, _devices, _sharding
 from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
-from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, caller, check_parameter, create_handle,
-                      increment_versions, no_dynamo, read_rows, seed_of, weight_format, write_rows)
+from ._engine import (
+    _ORDINARY,
+    DTYPES,
+    PLAIN,
+    add_group,
+    add_tensor,
+    caller,
+    check_parameter,
+    create_handle,
+    increment_versions,
+    no_dynamo,
+    read_rows,
+    seed_of,
+    weight_format,
+    write_rows,
+)
 from ._watch import Watch, clear_rows
 from .optimizer import unwrapped
 
@@ -22,14 +37,21 @@ __all__ = ["EMA"]
 
 _BY_ID = {f.id: f.name for f in _abi.formats.values()}
 #: dtypes of a weight and of the residual or error code beside it -> the format that they are
-_WITH_EXTRA = {(DTYPES[f.code_dtype], DTYPES[f.extra_dtype]): f.name for f in _abi.formats.values()
-               if f.roles & _abi.ROLE_WEIGHT and f.extra_bits}
-# The address of what has no elements: any but NULL, which would mean that there is nothing to follow.
+_WITH_EXTRA = {
+    (DTYPES[f.code_dtype], DTYPES[f.extra_dtype]): f.name
+    for f in _abi.formats.values()
+    if f.roles & _abi.ROLE_WEIGHT and f.extra_bits
+}
+# The address of what has no elements: any but NULL, which would mean that there is nothing to
+# follow.
 _NOTHING = ctypes.create_string_buffer(64)
 
 
 #: what helps where a model is sharded
-_WHOLE = "make the EMA of a whole copy of the model, and load into a second copy what get_model_state_dict(full_state_dict=True) gives"
+_WHOLE = (
+    "make the EMA of a whole copy of the model, and load into a second copy what"
+    " get_model_state_dict(full_state_dict=True) gives"
+)
 
 
 def _extra_dtype(fmt):
@@ -49,12 +71,14 @@ def _address(tensor):
 
 def _dense(tensor, device):
     """The tensor itself where it lies on the device row by row, else a copy that does."""
-    return _devices.place(tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor), device)
+    return _devices.place(
+        tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor), device
+    )
 
 
 class _Handle:
-    """The C handle of an EMA with what it was built for, and what is known of its averages. It belongs to one process and one
-    object, so copies are empty."""
+    """The C handle of an EMA with what it was built for, and what is known of its averages. It
+    belongs to one process and one object, so copies are empty."""
 
     def __init__(self):
         self.handle, self.watch = None, Watch()
@@ -76,11 +100,15 @@ class _Handle:
             self.destroy()
 
     def build(self, members, live, random, generator, threads, device):
-        """members: (name, id, format, shape); live: the formats of what they follow; device: of the averages."""
+        """members: (name, id, format, shape); live: the formats of what they follow; device: of the
+        averages."""
         self.destroy()
         self.handle, self.device = create_handle(threads, random, device), device
         handle = self.handle
-        check(lib.halfstep_set_choice(handle, _abi.ALL_GROUPS, b"generator", generator.encode()), handle)
+        check(
+            lib.halfstep_set_choice(handle, _abi.ALL_GROUPS, b"generator", generator.encode()),
+            handle,
+        )
         groups, unbound = {}, None
         for fmt in {m[2] for m in members}:
             groups[fmt] = add_group(handle, "ema/" + fmt, {}, {})
@@ -117,7 +145,9 @@ class _Handle:
             return
         counters = _abi.Counters.new(state_steps=steps, full_steps=steps, writes=writes)
         for index in range(n):
-            check(lib.halfstep_set_counters(self.handle, index, ctypes.byref(counters)), self.handle)
+            check(
+                lib.halfstep_set_counters(self.handle, index, ctypes.byref(counters)), self.handle
+            )
         self.steps = (steps, writes)
 
 
@@ -127,11 +157,27 @@ def _codec(fmt, weight, extra, values=None):
         return torch.empty(weight.shape, dtype=torch.float32, device="cpu")
     handle = create_handle(1, 0)
     try:
-        index = add_tensor(handle, add_group(handle, "ema/" + fmt, {}, {}), "average", 1, tuple(weight.shape), "f32")
+        index = add_tensor(
+            handle,
+            add_group(handle, "ema/" + fmt, {}, {}),
+            "average",
+            1,
+            tuple(weight.shape),
+            "f32",
+        )
         if extra is not None:
-            check(lib.halfstep_bind_slot(handle, index, SLOT_WEIGHT, None, extra.data_ptr()), handle)
+            check(
+                lib.halfstep_bind_slot(handle, index, SLOT_WEIGHT, None, extra.data_ptr()), handle
+            )
         if values is None:
-            return read_rows(lib.halfstep_read_slot, handle, index, tuple(weight.shape), SLOT_WEIGHT, weight.data_ptr())
+            return read_rows(
+                lib.halfstep_read_slot,
+                handle,
+                index,
+                tuple(weight.shape),
+                SLOT_WEIGHT,
+                weight.data_ptr(),
+            )
         write_rows(handle, index, SLOT_WEIGHT, weight.data_ptr(), values, tuple(weight.shape))
         return values
     finally:
@@ -153,7 +199,8 @@ def _encode(fmt, values):
 
 
 def _plant(root, name, tensor):
-    """Registers a buffer under a dotted name, as a tree of modules, so that it moves, copies and saves as all buffers do."""
+    """Registers a buffer under a dotted name, as a tree of modules, so that it moves, copies and
+    saves as all buffers do."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:
@@ -187,7 +234,8 @@ class _Extras(torch.nn.Module):
 
 
 class EMA(torch.nn.Module):
-    """An exponential moving average of a model, with the interface of `torch.optim.swa_utils.AveragedModel`.
+    """An exponential moving average of a model, with the interface of
+    `torch.optim.swa_utils.AveragedModel`.
 
         ema = EMA(model, decay=0.9999)
         ...
@@ -196,48 +244,82 @@ class EMA(torch.nn.Module):
         ...
         ema(inputs)     # or ema.module, with the averaged weights
 
-    The model is copied at once; the first update takes its weights over, later ones do
-    average += (1 - decay) * (weight - average), in fp32. Rounded to BF16 such a change nearly always vanishes; here averages
-    are rounded stochastically or keep a residual.
+    The model is copied at once; the first update takes its weights over, later ones do average +=
+    (1 - decay) * (weight - average), in fp32. Rounded to BF16 such a change nearly always vanishes;
+    here averages are rounded stochastically or keep a residual.
 
-    decay       of the average, 0 to 1; may be changed between updates (`ema.decay = 0.9999`) and, as in AveragedModel, is
+    decay       of the average, 0 to 1; may be changed between updates (`ema.decay = 0.9999`) and,
+                as in AveragedModel, is
                 not part of the state
-    weights     how averages of BF16 parameters are stored: "bf16-sr" in 2 bytes, "bf16-ecc8" in 3, "bf16-kahan" or
-                "bf16-ecc16" in 4; float16 ones take the namesake, float32 ones stay as they are. "f32" makes all averages
-                float32, and `module` with them. For BF16 averages of a float32 model give a copy of it in BF16:
-                EMA(deepcopy(model).bfloat16()), then update_parameters(model)
+    weights     how averages of BF16 parameters are stored: "bf16-sr" in 2 bytes, "bf16-ecc8" in 3,
+                "bf16-kahan" or
+                "bf16-ecc16" in 4; float16 ones take the namesake, float32 ones stay as they are.
+                "f32" makes all averages float32, and `module` with them. For BF16 averages of a
+                float32 model give a copy of it in BF16: EMA(deepcopy(model).bfloat16()), then
+                update_parameters(model)
     device      of the copy, as in AveragedModel; all averages have to lie on one
-    use_buffers True: buffers are averaged like parameters; False: they are copied from the model at each update
-    debias      True: all weights seen so far count by their age alone, so that the first is no better than the others
-    scan        "scan": weights are looked through before each update, which reads them twice; "known-finite": they are
-                not, and an update takes no longer than torch's lerp_. For models whose optimizer has just looked at the
-                gradients; may be changed between updates, and is not part of the state
+    use_buffers True: buffers are averaged like parameters; False: they are copied from the model at
+    each update
+    debias      True: all weights seen so far count by their age alone, so that the first is no
+                better than the others
+    scan        "scan": weights are looked through before each update, which reads them twice;
+                "known-finite": they are
+                not, and an update takes no longer than torch's lerp_. For models whose optimizer
+                has just looked at the gradients; may be changed between updates, and is not part of
+                the state
     seed, generator, threads    of the random bits and of the work, as in Optimizer
 
-    Frozen parameters that no average can be stored of (whole numbers, fp8, float64, tensors of quantized classes) are copied at each update.
+    Frozen parameters that no average can be stored of (whole numbers, fp8, float64, tensors of
+    quantized classes) are copied at each update.
 
-    `n_averaged` counts updates; setting it to zero starts anew. An update from a model with a weight that is NaN or infinite
-    is refused (see `scan`): nothing changes, `skipped_updates` counts it and the first is warned of. The state_dict() holds
-    tensors only and goes on bit for bit; that of an AveragedModel loads too.
+    `n_averaged` counts updates; setting it to zero starts anew. An update from a model with a
+    weight that is NaN or infinite is refused (see `scan`): nothing changes, `skipped_updates`
+    counts it and the first is warned of. The state_dict() holds tensors only and goes on bit for
+    bit; that of an AveragedModel loads too.
     """
 
     _copied: frozenset = frozenset()  # in pickles that lack it
     _dropped = False  # whether a residual was, and that was said
 
-    def __init__(self, model, decay=0.999, weights="bf16-sr", device=None, use_buffers=False, *, debias=False,
-                 scan="scan", seed=None, generator=None, threads=0):
+    def __init__(
+        self,
+        model,
+        decay=0.999,
+        weights="bf16-sr",
+        device=None,
+        use_buffers=False,
+        *,
+        debias=False,
+        scan="scan",
+        seed=None,
+        generator=None,
+        threads=0,
+    ):
         super().__init__()
         if not 0.0 <= decay <= 1.0:
-            raise ValueError(f"Invalid decay value {decay} provided. Please provide a value in [0,1] range.")
+            raise ValueError(
+                f"Invalid decay value {decay} provided. Please provide a value in [0,1] range."
+            )
         stores = [f.name for f in _abi.formats.values() if f.roles & _abi.ROLE_WEIGHT]
         if weights not in stores:
-            raise ValueError(f"halfstep: weights={weights!r} stores no weights; formats that do: {', '.join(stores)}")
+            raise ValueError(
+                f"halfstep: weights={weights!r} stores no weights; formats that do:"
+                f" {', '.join(stores)}"
+            )
         generator = _abi.choices("generator")[0] if generator is None else generator
         if generator not in _abi.choices("generator"):
-            raise ValueError(f"halfstep: generator={generator!r} is none of {', '.join(_abi.choices('generator'))}")
+            raise ValueError(
+                f"halfstep: generator={generator!r} is none of"
+                f" {', '.join(_abi.choices('generator'))}"
+            )
         self.scan = scan
         self._check_scan()
-        self.decay, self.debias, self.use_buffers, self.threads = decay, debias, use_buffers, threads
+        self.decay, self.debias, self.use_buffers, self.threads = (
+            decay,
+            debias,
+            use_buffers,
+            threads,
+        )
         self._handle = _Handle()
         self._warned = False
         _sharding.refuse(model.parameters(), "averages", _WHOLE)
@@ -245,10 +327,20 @@ class EMA(torch.nn.Module):
         if device is not None:
             self.module = self.module.to(device)
         if weights == "f32":
-            self.module._apply(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
-        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device="cpu" if device is None else device))
-        #: names of frozen parameters of which there is no average, such as those of a quantized base: each update copies them
-        self._copied = {name for name, p in self.module.named_parameters() if not p.requires_grad and not _can_be_averaged(p)}
+            self.module._apply(
+                lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+            )
+        self.register_buffer(
+            "n_averaged",
+            torch.tensor(0, dtype=torch.long, device="cpu" if device is None else device),
+        )
+        #: names of frozen parameters of which there is no average, such as those of a quantized
+        #: base: each update copies them
+        self._copied = {
+            name
+            for name, p in self.module.named_parameters()
+            if not p.requires_grad and not _can_be_averaged(p)
+        }
         names, formats = [], []
         self.extra = _Extras()
         for name, tensor in self._averages():
@@ -257,8 +349,13 @@ class EMA(torch.nn.Module):
             names.append(name)
             formats.append(_abi.formats[fmt].id)
             if _extra_dtype(fmt) is not None:
-                _plant(self.extra, name, torch.zeros(tensor.shape, dtype=_extra_dtype(fmt), device=tensor.device))
-        # Not the optimizer's ids: an average must not round as the weight that it follows, or another average of it, does.
+                _plant(
+                    self.extra,
+                    name,
+                    torch.zeros(tensor.shape, dtype=_extra_dtype(fmt), device=tensor.device),
+                )
+        # Not the optimizer's ids: an average must not round as the weight that it follows, or
+        # another average of it, does.
         ids = [_signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
         self.register_buffer("formats", torch.tensor(formats, dtype=torch.long, device="cpu"))
         self.register_buffer("ids", torch.tensor(ids, dtype=torch.long, device="cpu"))
@@ -271,16 +368,19 @@ class EMA(torch.nn.Module):
         return self.module(*args, **kwargs)
 
     def _check_scan(self):
-        # An average of some tensors of a model and not of others, as "per-tensor" would leave it, is of no use.
+        # An average of some tensors of a model and not of others, as "per-tensor" would leave it,
+        # is of no use.
         if self.scan not in ("scan", "known-finite"):
-            raise ValueError(f"halfstep: scan={self.scan!r} of an average is none of scan, known-finite")
+            raise ValueError(
+                f"halfstep: scan={self.scan!r} of an average is none of scan, known-finite"
+            )
 
     @property
     def skipped_updates(self):
         """Updates refused so far because a weight was not finite."""
         return int(self.counters[1])
 
-    # ---- What is averaged ----
+    # ---- What is averaged ------------------------------------------------------------------------
 
     @staticmethod
     def _tensors_of(module, use_buffers):
@@ -292,44 +392,68 @@ class EMA(torch.nn.Module):
                     yield name, buffer
 
     def _averages(self):
-        return ((name, tensor) for name, tensor in self._tensors_of(self.module, self.use_buffers) if name not in self._copied)
+        return (
+            (name, tensor)
+            for name, tensor in self._tensors_of(self.module, self.use_buffers)
+            if name not in self._copied
+        )
 
     def _generator(self):
         wanted = int(self.random[1])
         for name in _abi.choices("generator"):
             if _signed(_abi.name_id(name)) == wanted:
                 return name
-        raise ValueError("halfstep: this EMA was saved with a generator of random bits that this library does not have")
+        raise ValueError(
+            "halfstep: this EMA was saved with a generator of random bits that this library does"
+            " not have"
+        )
 
     def _members(self):
         """(name, id, format, tensor) of each average."""
         averages = list(self._averages())
         formats, ids = self.formats.tolist(), self.ids.tolist()
         if not len(averages) == len(formats) == len(ids):
-            raise RuntimeError(f"halfstep: the EMA was made for {len(formats)} tensors, its module has {len(averages)}")
-        return [(name, identity, _BY_ID[number], tensor)
-                for (name, tensor), identity, number in zip(averages, ids, formats)]
+            raise RuntimeError(
+                f"halfstep: the EMA was made for {len(formats)} tensors, its module has"
+                f" {len(averages)}"
+            )
+        return [
+            (name, identity, _BY_ID[number], tensor)
+            for (name, tensor), identity, number in zip(averages, ids, formats)
+        ]
 
     @staticmethod
     def _check_average(name, fmt, tensor, device):
         dtype = DTYPES[_abi.formats[fmt].code_dtype]
         if tensor.dtype != dtype:
-            raise ValueError(f"halfstep: the average of {name!r} was made as {dtype} and is {tensor.dtype} now; an EMA "
-                             "cannot be cast, make a new one")
+            raise ValueError(
+                f"halfstep: the average of {name!r} was made as {dtype} and is {tensor.dtype} now;"
+                " an EMA cannot be cast, make a new one"
+            )
         _devices.check(tensor, name)
         if _devices.of(tensor) != device:
-            raise ValueError(f"halfstep: the average of {name!r} is on {_devices.of(tensor)}, others are on {device}; an EMA keeps "
-                             "all of its averages on one device: make one EMA for each part of such a model")
+            raise ValueError(
+                f"halfstep: the average of {name!r} is on {_devices.of(tensor)}, others are on"
+                f" {device}; an EMA keeps all of its averages on one device: make one EMA for each"
+                " part of such a model"
+            )
 
     @staticmethod
     def _live(name, tensor, average, states_of_optimizers):
-        """(tensor in memory order, format, residual or error code or None) of what an average follows."""
-        if type(tensor) not in _ORDINARY or tensor.layout != torch.strided or tensor.dtype not in PLAIN:
+        """(tensor in memory order, format, residual or error code or None) of what an average
+        follows."""
+        if (
+            type(tensor) not in _ORDINARY
+            or tensor.layout != torch.strided
+            or tensor.dtype not in PLAIN
+        ):
             check_parameter(tensor, name)
         _devices.check_memory(tensor, f"the weight {name!r}")
         if tensor.shape != average.shape:
-            raise ValueError(f"halfstep: {name!r} has shape {tuple(tensor.shape)} in the model and {tuple(average.shape)} "
-                             "in the average")
+            raise ValueError(
+                f"halfstep: {name!r} has shape {tuple(tensor.shape)} in the model and"
+                f" {tuple(average.shape)} in the average"
+            )
         extra = None
         for states in states_of_optimizers:
             state = states.get(tensor)
@@ -342,38 +466,58 @@ class EMA(torch.nn.Module):
             return plain, PLAIN[tensor.dtype], None
         fmt = _WITH_EXTRA.get((tensor.dtype, extra.dtype))
         if fmt is None or extra.shape != tensor.shape:
-            raise ValueError(f"halfstep: the optimizer keeps {extra.dtype} of shape {tuple(extra.shape)} beside {name!r}, "
-                             f"which is {tensor.dtype} of shape {tuple(tensor.shape)}")
+            raise ValueError(
+                f"halfstep: the optimizer keeps {extra.dtype} of shape {tuple(extra.shape)} beside"
+                f" {name!r}, which is {tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
         return plain, fmt, _dense(extra, _devices.of(average))
 
-    # ---- Updates ----
+    # ---- Updates ---------------------------------------------------------------------------------
 
     @no_dynamo
     @torch.no_grad()
     def update_parameters(self, model, optimizer=None):
         """Moves the averages towards the weights of `model`, which match them in order.
 
-        optimizer: the halfstep optimizer (or several) that trains the model; where it keeps a residual or an error code
-        beside a weight, the average follows both parts. Without it, it follows the 16-bit weights.
+        optimizer: the halfstep optimizer (or several) that trains the model; where it keeps a
+        residual or an error code beside a weight, the average follows both parts. Without it, it
+        follows the 16-bit weights.
         """
         first = int(self.n_averaged) == 0
         if not first:
             self._notice()
         members = self._members()
-        ours, followed = list(self._tensors_of(self.module, self.use_buffers)), list(self._tensors_of(model, self.use_buffers))
+        ours, followed = (
+            list(self._tensors_of(self.module, self.use_buffers)),
+            list(self._tensors_of(model, self.use_buffers)),
+        )
         if len(followed) != len(ours):
-            raise ValueError(f"halfstep: the model has {len(followed)} tensors to average, the EMA has {len(ours)}")
+            raise ValueError(
+                f"halfstep: the model has {len(followed)} tensors to average, the EMA has"
+                f" {len(ours)}"
+            )
         frozen = [(a, b) for (name, a), (_, b) in zip(ours, followed) if name in self._copied]
         for (name, a), (_, b) in zip(ours, followed):
             if name in self._copied and a.shape != b.shape:
-                raise ValueError(f"halfstep: {name!r} has shape {tuple(b.shape)} in the model and {tuple(a.shape)} in the average")
+                raise ValueError(
+                    f"halfstep: {name!r} has shape {tuple(b.shape)} in the model and"
+                    f" {tuple(a.shape)} in the average"
+                )
         followed = [one for (name, _), one in zip(ours, followed) if name not in self._copied]
-        optimizers = () if optimizer is None else (optimizer,) if hasattr(optimizer, "state") else tuple(optimizer)
+        optimizers = (
+            ()
+            if optimizer is None
+            else (optimizer,)
+            if hasattr(optimizer, "state")
+            else tuple(optimizer)
+        )
         optimizers = tuple(map(unwrapped, optimizers))
         for one in optimizers:
             if not hasattr(one, "read_weight"):
-                raise TypeError(f"halfstep: optimizer={type(one).__name__} is not one of halfstep's; its weights are what "
-                                "they are in the model, so leave it out")
+                raise TypeError(
+                    f"halfstep: optimizer={type(one).__name__} is not one of halfstep's; its"
+                    " weights are what they are in the model, so leave it out"
+                )
             one._notice()
         states = [one.state for one in optimizers]
         lives = []
@@ -383,7 +527,11 @@ class EMA(torch.nn.Module):
         others = self._other_buffers(model)
         for (name, _, _, _), (_, _, extra) in zip(members, lives) if self.scan == "scan" else ():
             # The library looks at the weights themselves.
-            if extra is not None and extra.is_floating_point() and not math.isfinite(extra.sum(dtype=torch.float32)):
+            if (
+                extra is not None
+                and extra.is_floating_point()
+                and not math.isfinite(extra.sum(dtype=torch.float32))
+            ):
                 self._refuse(name)
                 return
         handle = self._ready(members, [live[1] for live in lives])
@@ -424,10 +572,13 @@ class EMA(torch.nn.Module):
         handle.steps = (handle.steps[0] + 1, handle.steps[1] + 1)
 
     def _ready(self, members, formats):
-        """The C handle for these averages and formats of what they follow, with all that may have changed since."""
+        """The C handle for these averages and formats of what they follow, with all that may have
+        changed since."""
         held = self._handle
         device = _devices.of(members[0][3]) if members else torch.device("cpu")
-        members = [(name, identity, fmt, tuple(tensor.shape)) for name, identity, fmt, tensor in members]
+        members = [
+            (name, identity, fmt, tuple(tensor.shape)) for name, identity, fmt, tensor in members
+        ]
         key = members, formats, self.random.tolist(), device
         threads = self.threads or torch.get_num_threads()
         if held.handle is None or held.key != key:
@@ -442,10 +593,15 @@ class EMA(torch.nn.Module):
         held.count(len(members), steps, int(self.counters[0]))
         decay = float(self.decay)
         if not 0.0 <= decay <= 1.0:
-            raise ValueError(f"Invalid decay value {decay} provided. Please provide a value in [0,1] range.")
+            raise ValueError(
+                f"Invalid decay value {decay} provided. Please provide a value in [0,1] range."
+            )
         if held.scan != self.scan:
             self._check_scan()
-            check(lib.halfstep_set_choice(held.handle, _abi.ALL_GROUPS, b"scan", self.scan.encode()), held.handle)
+            check(
+                lib.halfstep_set_choice(held.handle, _abi.ALL_GROUPS, b"scan", self.scan.encode()),
+                held.handle,
+            )
             held.scan = self.scan
         # The rule's decay stays below 1; where nothing may move, its rate of learning is 0.
         held.hyper(b"lr", 0.0 if decay == 1.0 and steps else 1.0)
@@ -454,15 +610,18 @@ class EMA(torch.nn.Module):
         return held
 
     def _take_over(self, members, lives):
-        """The first update copies: what is left for the rule to add are the residuals, as w - (w - g) would not be g.
-        Returns the name of a weight that is not finite, in which case nothing was copied."""
+        """The first update copies: what is left for the rule to add are the residuals, as w - (w -
+        g) would not be g. Returns the name of a weight that is not finite, in which case nothing
+        was copied."""
         for (name, _, _, _), (live, _, _) in zip(members, lives):
             if not bool(torch.isfinite(live).all()):
                 return name
         for (name, _, _, average), (live, _, _) in zip(members, lives):
             most = torch.finfo(average.dtype).max
             # A finite weight stays finite in a narrower format.
-            average.detach().copy_(live.clamp(-most, most) if torch.finfo(live.dtype).max > most else live)
+            average.detach().copy_(
+                live.clamp(-most, most) if torch.finfo(live.dtype).max > most else live
+            )
             extra = _find(self.extra, name)
             if extra is not None:
                 extra.zero_()
@@ -472,21 +631,29 @@ class EMA(torch.nn.Module):
         self.counters[1] += 1
         if not self._warned:
             self._warned = True
-            warnings.warn(f"halfstep: the weight {name!r} is not finite; the update was refused and no average changed. "
-                          "ema.skipped_updates counts how often; this is said once", RuntimeWarning, stacklevel=6)
+            warnings.warn(
+                f"halfstep: the weight {name!r} is not finite; the update was refused and no"
+                " average changed. ema.skipped_updates counts how often; this is said once",
+                RuntimeWarning,
+                stacklevel=6,
+            )
 
     def _other_buffers(self, model):
         """Pairs of (ours, the model's) buffers that the rule does not see."""
         ours, theirs = list(self.module.named_buffers()), list(model.named_buffers())
         if len(ours) != len(theirs):
-            raise ValueError(f"halfstep: the model has {len(theirs)} buffers, the EMA has {len(ours)}")
+            raise ValueError(
+                f"halfstep: the model has {len(theirs)} buffers, the EMA has {len(ours)}"
+            )
         pairs = []
         for (name, a), (_, b) in zip(ours, theirs):
             if self.use_buffers and a.is_floating_point():
                 continue
             if a.shape != b.shape:
-                raise ValueError(f"halfstep: the buffer {name!r} has shape {tuple(b.shape)} in the model and "
-                                 f"{tuple(a.shape)} in the average")
+                raise ValueError(
+                    f"halfstep: the buffer {name!r} has shape {tuple(b.shape)} in the model and "
+                    f"{tuple(a.shape)} in the average"
+                )
             pairs.append((a, b))
         return pairs
 
@@ -494,9 +661,13 @@ class EMA(torch.nn.Module):
         for ours, theirs in pairs:
             theirs = theirs.detach().to(ours.device)
             # As AveragedModel does with whole numbers.
-            ours.detach().copy_(theirs if first or not self.use_buffers else ours * self.decay + theirs * (1 - self.decay))
+            ours.detach().copy_(
+                theirs
+                if first or not self.use_buffers
+                else ours * self.decay + theirs * (1 - self.decay)
+            )
 
-    # ---- Residuals of averages that others write ----
+    # ---- Residuals of averages that others write -------------------------------------------------
 
     def _extras(self):
         """The residual or error code beside each average that has one."""
@@ -505,7 +676,8 @@ class EMA(torch.nn.Module):
 
     @torch.no_grad()
     def _notice(self):
-        """Drops the residuals of averages that something else than update_parameters() has written since."""
+        """Drops the residuals of averages that something else than update_parameters() has written
+        since."""
         watch = self._handle.watch
         if not watch:
             return
@@ -513,8 +685,13 @@ class EMA(torch.nn.Module):
         strangers = watch.strangers(extras.get)
         # Of a tensor in another's place: what is known is the residual that it found there.
         known = {id(note.extra): note for note in watch.notes}
-        strangers += [(average, None) for average, extra in extras.items() if average not in watch.index and id(extra) in known
-                      and known[id(extra)].extra_version == extra._version]
+        strangers += [
+            (average, None)
+            for average, extra in extras.items()
+            if average not in watch.index
+            and id(extra) in known
+            and known[id(extra)].extra_version == extra._version
+        ]
         for average, rows in strangers:
             if average not in extras:
                 continue
@@ -523,11 +700,15 @@ class EMA(torch.nn.Module):
             if not self._dropped:
                 self._dropped = True
                 name = next(name for name, other in self._averages() if other is average)
-                warnings.warn(f"halfstep: the average {name!r} was written by something else than update_parameters(), so the "
-                              "residual kept beside it was dropped: it belonged to the average before. This is said once",
-                              UserWarning, stacklevel=caller())
+                warnings.warn(
+                    f"halfstep: the average {name!r} was written by something else than"
+                    " update_parameters(), so the residual kept beside it was dropped: it belonged"
+                    " to the average before. This is said once",
+                    UserWarning,
+                    stacklevel=caller(),
+                )
 
-    # ---- Reading and saving ----
+    # ---- Reading and saving ----------------------------------------------------------------------
 
     def __getstate__(self):
         self._notice()
@@ -539,7 +720,8 @@ class EMA(torch.nn.Module):
 
     @torch.no_grad()
     def full_state_dict(self):
-        """The averages in fp32, residuals and error codes included, under the names of the model's own state_dict().
+        """The averages in fp32, residuals and error codes included, under the names of the model's
+        own state_dict().
 
         Buffers that are not averaged are copied as they are.
         """
@@ -553,16 +735,23 @@ class EMA(torch.nn.Module):
             if id(value) in found:
                 out[key] = found[id(value)]
             else:
-                out[key] = value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+                out[key] = (
+                    value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+                )
         return out
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
         self._convert(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def _convert(self, state_dict, prefix):
-        """Brings the averages of a state to be loaded into the formats of this EMA: those of another EMA, or the plain
-        tensors of an AveragedModel. Everything else is left for the base class to judge."""
+        """Brings the averages of a state to be loaded into the formats of this EMA: those of
+        another EMA, or the plain tensors of an AveragedModel. Everything else is left for the base
+        class to judge."""
         averages = list(self._averages())
         saved = state_dict.get(prefix + "formats")
         foreign = saved is None and prefix + "n_averaged" in state_dict
@@ -596,7 +785,9 @@ class EMA(torch.nn.Module):
                     state_dict.pop(extra_key, None)
         if foreign:
             steps = state_dict[prefix + "n_averaged"]
-            state_dict[prefix + "counters"] = torch.tensor([int(steps), 0], dtype=torch.long, device="cpu")
+            state_dict[prefix + "counters"] = torch.tensor(
+                [int(steps), 0], dtype=torch.long, device="cpu"
+            )
             state_dict[prefix + "ids"], state_dict[prefix + "random"] = self.ids, self.random
         if foreign or saved is not None:
             state_dict[prefix + "formats"] = self.formats
@@ -605,4 +796,7 @@ class EMA(torch.nn.Module):
             warnings.warn(f"halfstep: averages were saved as {pairs}", UserWarning, stacklevel=5)
 
     def extra_repr(self):
-        return f"decay={self.decay}, formats={'+'.join(sorted({_BY_ID[i] for i in self.formats.tolist()})) or 'none'}"
+        return (
+            f"decay={self.decay},"
+            f" formats={'+'.join(sorted({_BY_ID[i] for i in self.formats.tolist()})) or 'none'}"
+        )

@@ -1,4 +1,5 @@
 """Weights with what is kept beside them, as fp32: how a model leaves a split format."""
+
 from collections.abc import Iterator, Mapping
 from typing import Any, Dict, Iterable, Union
 
@@ -10,7 +11,8 @@ __all__ = ["full_precision_state_dict"]
 
 
 class _Lazy(Mapping):
-    """A state dictionary of which one weight at a time exists in fp32: each is decoded when it is asked for, and not kept."""
+    """A state dictionary of which one weight at a time exists in fp32: each is decoded when it is
+    asked for, and not kept."""
 
     def __init__(self, held: Mapping, owners: Dict[int, Optimizer]):
         self._held, self._owners = held, owners
@@ -32,23 +34,33 @@ class _Lazy(Mapping):
         return len(self._held)
 
 
-def full_precision_state_dict(model: torch.nn.Module, optimizer: Union[Optimizer, Iterable[Optimizer]], lazy: bool = False) -> Mapping:
-    """`model.state_dict()` with every weight in fp32, as training knew it: Kahan residuals and error codes are added to the weights
-    that `optimizer` (one, or several) keeps them beside. Other floating-point tensors are converted, whole numbers copied, and
-    what is tied is one tensor under each of its names.
+def full_precision_state_dict(
+    model: torch.nn.Module, optimizer: Union[Optimizer, Iterable[Optimizer]], lazy: bool = False
+) -> Mapping:
+    """`model.state_dict()` with every weight in fp32, as training knew it: Kahan residuals and
+    error codes are added to the weights that `optimizer` (one, or several) keeps them beside. Other
+    floating-point tensors are converted, whole numbers copied, and what is tied is one tensor under
+    each of its names.
 
-    lazy: a mapping that decodes each weight when it is asked for, so that no second model has to fit beside the first:
+    lazy: a mapping that decodes each weight when it is asked for, so that no second model has to
+    fit beside the first:
 
         for name, weight in halfstep.full_precision_state_dict(model, opt, lazy=True).items(): ...
 
-    `model.save_pretrained(folder, state_dict=halfstep.full_precision_state_dict(model, opt))` writes it with transformers.
+    `model.save_pretrained(folder, state_dict=halfstep.full_precision_state_dict(model, opt))`
+    writes it with transformers.
     """
     optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
     optimizers = [unwrapped(one) for one in optimizers]
     for one in optimizers:
         if not isinstance(one, Optimizer):
-            raise TypeError(f"halfstep: a {type(one).__name__} is none of halfstep's optimizers; its weights are what they are in the model")
-    owners = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+            raise TypeError(
+                f"halfstep: a {type(one).__name__} is none of halfstep's optimizers; its weights"
+                " are what they are in the model"
+            )
+    owners = {
+        id(p): one for one in optimizers for group in one.param_groups for p in group["params"]
+    }
     found = _Lazy(model.state_dict(keep_vars=True), owners)
     if lazy:
         return found

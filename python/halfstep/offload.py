@@ -1,4 +1,5 @@
 """`CPUOffload`: weights on a GPU, states and steps in the process's memory."""
+
 import queue
 import threading
 import weakref
@@ -21,7 +22,8 @@ class _Copy:
     """What this process keeps of one weight of the GPU.
 
     weight, as_of   the weight, pinned; and what _mark() said of the parameter that it is a copy of
-    gradient        pinned; and `given`, whose copy it is: (weak reference, mark), or None where it is the only one there is (`alone`)
+    gradient        pinned; and `given`, whose copy it is: (weak reference, mark), or None where it
+                    is the only one there is (`alone`)
     more            another gradient, (copy, event), that is still to be added to that
     down            event: until what was fetched last, and so all that was fetched before, is here
     """
@@ -34,11 +36,17 @@ class _Copy:
 
     def is_of(self, grad):
         """Whether `gradient` holds what this tensor holds."""
-        return grad is self.gradient or self.given is not None and self.given[0]() is grad and self.given[1] == _mark(grad)
+        return (
+            grad is self.gradient
+            or self.given is not None
+            and self.given[0]() is grad
+            and self.given[1] == _mark(grad)
+        )
 
 
 def _mark(tensor):
-    """What is another one as soon as somebody has written the tensor, or has put other memory there."""
+    """What is another one as soon as somebody has written the tensor, or has put other memory
+    there."""
     return version(tensor), local(tensor).data_ptr()
 
 
@@ -47,7 +55,8 @@ def _fits(held, tensor):
 
 
 class Carrier:
-    """Copies between a GPU and the process, on two streams beside the one that is computed on: one for each direction."""
+    """Copies between a GPU and the process, on two streams beside the one that is computed on: one
+    for each direction."""
 
     def __init__(self):
         self.copies, self.sides = {}, {}
@@ -79,16 +88,19 @@ class Carrier:
 
     def _take_buffer(self, tensor):
         held = self.spare.get((tensor.dtype, tensor.numel()))
-        return held.pop().view(tensor.shape) if held else _devices.pinned(tensor.shape, tensor.dtype)
+        return (
+            held.pop().view(tensor.shape) if held else _devices.pinned(tensor.shape, tensor.dtype)
+        )
 
     def _leave_buffer(self, buffer):
         self.spare.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
-    # ---- Gradients ----
+    # ---- Gradients -------------------------------------------------------------------------------
 
     def take(self, p, grad, alone):
-        """A gradient of p is complete: its copy begins. alone: nobody else will keep it, so that those of further backward passes are
-        added here, in their dtype and in the order of their coming, as they would be there."""
+        """A gradient of p is complete: its copy begins. alone: nobody else will keep it, so that
+        those of further backward passes are added here, in their dtype and in the order of their
+        coming, as they would be there."""
         copy, here = self.of(p), local(grad)
         if copy.alone:
             self._add(copy)
@@ -108,7 +120,8 @@ class Carrier:
             copy.more = None
 
     def gradient(self, p):
-        """What p is to be stepped with: its gradient on the GPU, or the copy of one that was given up."""
+        """What p is to be stepped with: its gradient on the GPU, or the copy of one that was given
+        up."""
         if p.grad is not None:
             return p.grad
         copy = self.copies.get(p)
@@ -129,10 +142,11 @@ class Carrier:
                 self._leave_buffer(copy.more[0])  # what comes there next comes on the same stream
             copy.alone, copy.more = False, None
 
-    # ---- Weights ----
+    # ---- Weights ---------------------------------------------------------------------------------
 
     def bring(self, p, grad):
-        """Weight and gradient as they are here; what still has to come is on its way until arrive()."""
+        """Weight and gradient as they are here; what still has to come is on its way until
+        arrive()."""
         copy, here = self.of(p), local(p).detach()
         if copy.as_of is None or copy.as_of[0] is None or copy.as_of != _mark(p):
             if not _fits(copy.weight, here):
@@ -143,8 +157,8 @@ class Carrier:
         return copy.weight, copy.gradient
 
     def arrive(self, params):
-        """Until weights and gradients of these are here. Weights may be on their way to the GPU still, where nobody reads them before
-        the copies that follow."""
+        """Until weights and gradients of these are here. Weights may be on their way to the GPU
+        still, where nobody reads them before the copies that follow."""
         for p in params:
             copy = self.copies[p]
             if copy.down is not None:
@@ -173,7 +187,7 @@ class Carrier:
             if up:
                 side.lead()
 
-    # ---- Steps while the backward pass goes on ----
+    # ---- Steps while the backward pass goes on ---------------------------------------------------
 
     def send(self, optimizer, p, grad):
         """Has p stepped by a thread of this carrier as soon as its gradient is here."""
@@ -181,7 +195,12 @@ class Carrier:
         down = self._fetch(buffer, local(grad))
         if self.thread is None:
             self.work = queue.SimpleQueue()
-            self.thread = threading.Thread(target=_run, args=(weakref.ref(self), self.work), name="halfstep-offload", daemon=True)
+            self.thread = threading.Thread(
+                target=_run,
+                args=(weakref.ref(self), self.work),
+                name="halfstep-offload",
+                daemon=True,
+            )
             self.thread.start()
         self.work.put((weakref.ref(optimizer), p, buffer, down, optimizer.optimizer_accumulation))
 
@@ -229,41 +248,58 @@ def _run(carrier, work):
 
 
 class CPUOffload(Hosted):
-    """An optimizer whose states and steps are in the process's memory while its weights are on a GPU.
+    """An optimizer whose states and steps are in the process's memory while its weights are on a
+    GPU.
 
-        opt = halfstep.CPUOffload(model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4, clip_norm=1.0)
-        opt = halfstep.CPUOffload(model.named_parameters(), halfstep.Lion, lr=1e-5, states="int4")
+        opt = halfstep.CPUOffload(model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4,
+        clip_norm=1.0) opt = halfstep.CPUOffload(model.named_parameters(), halfstep.Lion, lr=1e-5,
+        states="int4")
 
-    It is an optimizer of the class of its recipe, with all options, the same bits, and state dictionaries that go either way.
-    Gradients come to pinned memory on a stream of their own while the backward pass goes on; step() waits for the last of them, judges
-    and clips them all together, steps, and has weights copied back on another stream, which the next forward pass waits for.
+    It is an optimizer of the class of its recipe, with all options, the same bits, and state
+    dictionaries that go either way. Gradients come to pinned memory on a stream of their own while
+    the backward pass goes on; step() waits for the last of them, judges and clips them all
+    together, steps, and has weights copied back on another stream, which the next forward pass
+    waits for.
 
     recipe              a recipe, or a class of this package
-    offload_gradients   gradients are given up on the GPU as soon as they are here; those of further backward passes are added here,
-                        and step() or zero_grad() forgets them. torch.nn.utils.clip_grad_norm_() finds none then: use clip_norm=; a
-                        GradScaler's step() raises RuntimeError
-    minimal_size        parameters of fewer elements are stepped on the GPU, where their states are, too. There are none of them among
+    offload_gradients   gradients are given up on the GPU as soon as they are here; those of further
+                        backward passes are added here,
+                        and step() or zero_grad() forgets them. torch.nn.utils.clip_grad_norm_()
+                        finds none then: use clip_norm=; a GradScaler's step() raises RuntimeError
+    minimal_size        parameters of fewer elements are stepped on the GPU, where their states are,
+                        too. There are none of them among
                         DTensors, with a norm_group, or where the library has no kernels for the GPU
-    gradient_release    each parameter is stepped by a thread of its own as soon as its gradient is here, while the backward pass goes
-                        on. Tensors are judged singly then, and clipped by the norm of the round before or their own: see
-                        prepare_gradient_release()
+    gradient_release    each parameter is stepped by a thread of its own as soon as its gradient is
+                        here, while the backward pass goes
+                        on. Tensors are judged singly then, and clipped by the norm of the round
+                        before or their own: see prepare_gradient_release()
     options             of the class: lr, betas, clip_norm ...
 
-    A parameter takes host memory for its states, and 2 bytes (BF16) each for copies of the weight and of the gradient; the copies are
-    pinned, the states, which never leave, are not. In gradient_release parameters of one size share copies of gradients, of which there
-    are as many as are on their way at once. Parameters in the process's memory are stepped where they are.
+    A parameter takes host memory for its states, and 2 bytes (BF16) each for copies of the weight
+    and of the gradient; the copies are pinned, the states, which never leave, are not. In
+    gradient_release parameters of one size share copies of gradients, of which there are as many as
+    are on their way at once. Parameters in the process's memory are stepped where they are.
 
-    A gradient that is written after its backward pass is copied again where the write is known: those of torch's operators, of
-    DistributedDataParallel and of a GradScaler are. After torch.distributed.all_reduce(p.grad), or a kernel of your own, call
+    A gradient that is written after its backward pass is copied again where the write is known:
+    those of torch's operators, of DistributedDataParallel and of a GradScaler are. After
+    torch.distributed.all_reduce(p.grad), or a kernel of your own, call
     torch.autograd.graph.increment_version(p.grad).
 
-    In gradient_release step() has to be called after each backward pass: what the GPU does after it comes after the weights.
+    In gradient_release step() has to be called after each backward pass: what the GPU does after it
+    comes after the weights.
     """
 
     _own = ("_carrier", "_copy_handles")
 
-    def __init__(self, params: Params, recipe: Union[str, Type[Optimizer]] = "adamw", *, offload_gradients: bool = False,
-                 minimal_size: int = 4096, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Params,
+        recipe: Union[str, Type[Optimizer]] = "adamw",
+        *,
+        offload_gradients: bool = False,
+        minimal_size: int = 4096,
+        **options: Any,
+    ) -> None:
         self.offload_gradients = bool(offload_gradients)
         super().__init__(params, recipe, minimal_size=minimal_size, **options)
 
@@ -290,9 +326,18 @@ class CPUOffload(Hosted):
     def _is_offloaded(self, p):
         here = local(p)
         device = _devices.of(here)
-        if not _devices.is_asynchronous(device) or here.numel() == 0 or _sharding.is_gathered(self.rule, p):
+        if (
+            not _devices.is_asynchronous(device)
+            or here.numel() == 0
+            or _sharding.is_gathered(self.rule, p)
+        ):
             return False
-        return here.numel() >= self.minimal_size or _sharding.is_dtensor(p) or self.norm_group is not None or not _can_step_on(device)
+        return (
+            here.numel() >= self.minimal_size
+            or _sharding.is_dtensor(p)
+            or self.norm_group is not None
+            or not _can_step_on(device)
+        )
 
     def _check_device(self, p, name):
         if self._is_offloaded(p):
@@ -314,7 +359,7 @@ class CPUOffload(Hosted):
         if self.offload_gradients:
             p.grad = None
 
-    # ---- What differs from an optimizer whose states lie beside the weights ----
+    # ---- What differs from an optimizer whose states lie beside the weights ----------------------
 
     def _home(self, p):
         return _HOST if self._is_offloaded(p) else super()._home(p)
@@ -322,16 +367,22 @@ class CPUOffload(Hosted):
     def _gradient_of(self, p):
         if self.offload_gradients and p.grad is not None:
             copy = self._carrier.copies.get(p)
-            if copy is not None and copy.alone:  # a hook that raised kept it from those that are here
+            if (
+                copy is not None and copy.alone
+            ):  # a hook that raised kept it from those that are here
                 self._copy_gradient(p)
         return self._carrier.gradient(p)
 
     @property
     def _step_supports_amp_scaling(self):
-        # A GradScaler asks for it in each step, and divides gradients by an operator that moves no version counters.
+        # A GradScaler asks for it in each step, and divides gradients by an operator that moves no
+        # version counters.
         mode = "offload_gradients" if self.__dict__.get("offload_gradients") else "gradient_release"
         if self.__dict__.get(mode):
-            raise RuntimeError(f"halfstep: a GradScaler finds no gradients on the GPU where {mode}=True gives them up")
+            raise RuntimeError(
+                f"halfstep: a GradScaler finds no gradients on the GPU where {mode}=True gives"
+                " them up"
+            )
         if "_carrier" in self.__dict__:
             self._carrier.doubt()
         return self.__dict__.get("_step_supports_amp_scaling", False)
@@ -342,19 +393,33 @@ class CPUOffload(Hosted):
 
     def _check_gradient(self, p, grad, name):
         copy = self._carrier.copies.get(p)
-        if copy is not None and grad is copy.gradient and grad.shape == local(p).shape and grad.dtype in PLAIN:
+        if (
+            copy is not None
+            and grad is copy.gradient
+            and grad.shape == local(p).shape
+            and grad.dtype in PLAIN
+        ):
             return PLAIN[grad.dtype]  # it was a gradient of this parameter, and is elsewhere
         return super()._check_gradient(p, grad, name)
 
     def _bring(self, m, p, grad):
         copy = self._carrier.copies.get(p)
-        return self._carrier.bring(p, grad if copy is not None and copy.is_of(grad) else _sharding.gradient_of(p, grad, m.name))
+        return self._carrier.bring(
+            p,
+            (
+                grad
+                if copy is not None and copy.is_of(grad)
+                else _sharding.gradient_of(p, grad, m.name)
+            ),
+        )
 
     def _arrive(self, members):
         self._carrier.arrive([m.p for m in members])
 
     def _return(self, members):
-        if members and not self.gradient_release:  # where the gradient came after all that reads the weight
+        if (
+            members and not self.gradient_release
+        ):  # where the gradient came after all that reads the weight
             self._carrier.follow()
         for m in members:
             self._carrier.put(m.p)
@@ -364,7 +429,7 @@ class CPUOffload(Hosted):
         self._carrier.keep(set(self._flat))
         return engine
 
-    # ---- Steps ----
+    # ---- Steps -----------------------------------------------------------------------------------
 
     def _settle(self):
         self._carrier.join()
@@ -377,7 +442,8 @@ class CPUOffload(Hosted):
         self._carrier.lead()
 
     def _take(self, p):
-        # What is stepped on the GPU keeps its gradient until step(), so that handles belong to one thread at a time.
+        # What is stepped on the GPU keeps its gradient until step(), so that handles belong to one
+        # thread at a time.
         if self._is_offloaded(p):
             grad = self._placed(p)
             check_gradient(p, grad, self._names.get(p, "?"))
@@ -424,4 +490,3 @@ def _can_step_on(device):
         except HalfstepError:
             _steps_on[device] = False
     return _steps_on[device]
-

@@ -1,4 +1,5 @@
 """The memory that training takes under each recipe, before anything is allocated."""
+
 from __future__ import annotations
 
 import math
@@ -15,12 +16,25 @@ from .streaming import BUFFER_BYTES, BUFFERS
 __all__ = ["Plan", "PlanRow", "plan"]
 
 #: from the least memory to the reference
-RECIPES = ("adamw/bf16-sr/int4", "adamw/bf16-sr/int8", "adamw/bf16-ecc8/int8", "adamw/bf16-kahan/bf16-sr", "adamw/f32/f32")
-#: what a bar is made of: field of a row, how it is drawn in a terminal, its colour elsewhere (told apart without colours, too)
-_PARTS = (("weights", "█", "#1f4e79"), ("extras", "▓", "#4a90c2"), ("gradients", "▒", "#c98a2b"), ("states", "░", "#7a9a5b"),
-          ("frozen", "·", "#999999"))
+RECIPES = (
+    "adamw/bf16-sr/int4",
+    "adamw/bf16-sr/int8",
+    "adamw/bf16-ecc8/int8",
+    "adamw/bf16-kahan/bf16-sr",
+    "adamw/f32/f32",
+)
+#: what a bar is made of: field of a row, how it is drawn in a terminal, its colour elsewhere (told
+#: apart without colours, too)
+_PARTS = (
+    ("weights", "█", "#1f4e79"),
+    ("extras", "▓", "#4a90c2"),
+    ("gradients", "▒", "#c98a2b"),
+    ("states", "░", "#7a9a5b"),
+    ("frozen", "·", "#999999"),
+)
 _BAR = 48
-#: bytes a second: one way over a bus to and from pinned memory (PCI Express 5 with 16 lanes); of memory in a step of 16 cores; of memory on
+#: bytes a second: one way over a bus to and from pinned memory (PCI Express 5 with 16 lanes); of
+#: memory in a step of 16 cores; of memory on
 #: a GPU (H100)
 _BUS, _HOST, _DEVICE = 55e9, 170e9, 2.5e12
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -43,11 +57,13 @@ class PlanRow:
     total: int
     #: whether `total` is within the memory asked about; None if none was
     fits: bool | None
-    #: of a process that states are offloaded to, which are not in `total` then: states, extras, copies of weights and gradients
+    #: of a process that states are offloaded to, which are not in `total` then: states, extras,
+    #: copies of weights and gradients
     host: int = 0
     #: what an offloaded step copies to the process and back
     copied: int = 0
-    #: with device_memory=: what the recipe is trained with, and what a step takes beside the backward pass, or under it (`hidden`)
+    #: with device_memory=: what the recipe is trained with, and what a step takes beside the
+    #: backward pass, or under it (`hidden`)
     way: str = ""
     seconds: float | None = None
     hidden: bool = False
@@ -69,34 +85,83 @@ class Plan:
     def _cells(self):
         frozen = any(row.frozen for row in self.rows)
         if self.placed:
-            return (["recipe", "way", "on the GPU", "in the process", "a step", "fits"],
-                    [[row.recipe, row.way, _size(row.total), _size(row.host), f"{'<= ' if row.hidden else ''}{row.seconds:.2g} s", "yes" if row.fits else "no"]
-                     for row in self.rows])
-        head = ["recipe", "weights", "extra", "gradients", "states", *(["frozen"] if frozen else []), "total", "in all",
-                *(["host in all"] if self.offload else []), *(["fits"] if self.memory is not None else [])]
+            return (
+                ["recipe", "way", "on the GPU", "in the process", "a step", "fits"],
+                [
+                    [
+                        row.recipe,
+                        row.way,
+                        _size(row.total),
+                        _size(row.host),
+                        f"{'<= ' if row.hidden else ''}{row.seconds:.2g} s",
+                        "yes" if row.fits else "no",
+                    ]
+                    for row in self.rows
+                ],
+            )
+        head = [
+            "recipe",
+            "weights",
+            "extra",
+            "gradients",
+            "states",
+            *(["frozen"] if frozen else []),
+            "total",
+            "in all",
+            *(["host in all"] if self.offload else []),
+            *(["fits"] if self.memory is not None else []),
+        ]
         body = []
         for row in self.rows:
+
             def each(n):
                 return f"{n / max(self.parameters, 1):.3f}"
 
-            body.append([row.recipe, each(row.weights), each(row.extras), f"{each(row.gradients)} {row.gradient_format}",
-                         each(row.states), *([each(row.frozen)] if frozen else []), each(row.total), _size(row.total),
-                         *([_size(row.host)] if self.offload else []), *([] if row.fits is None else ["yes" if row.fits else "no"])])
+            body.append(
+                [
+                    row.recipe,
+                    each(row.weights),
+                    each(row.extras),
+                    f"{each(row.gradients)} {row.gradient_format}",
+                    each(row.states),
+                    *([each(row.frozen)] if frozen else []),
+                    each(row.total),
+                    _size(row.total),
+                    *([_size(row.host)] if self.offload else []),
+                    *([] if row.fits is None else ["yes" if row.fits else "no"]),
+                ]
+            )
         return head, body
 
     def _lines(self):
         if self.placed:
             fitting = sum(bool(row.fits) for row in self.rows)
-            return (f"{self.parameters} parameters, {_size(self.memory)} on the GPU.",
-                    f"{fitting} of {len(self.rows)} fit. Activations come on top. A step is what comes after the backward pass, or under it (<=); docs/choosing.md has\n"
-                    "the formulas. Ways with gradient_release judge and clip tensors singly; the others lose nothing.")
-        title = f"{self.parameters} parameters{', gradients released' if self.release else ''}{', states offloaded' if self.offload else ''}. Bytes per parameter:"
+            return (
+                f"{self.parameters} parameters, {_size(self.memory)} on the GPU.",
+                (
+                    f"{fitting} of {len(self.rows)} fit. Activations come on top. A step is what"
+                    " comes after the backward pass, or under it (<=); docs/choosing.md has\nthe"
+                    " formulas. Ways with gradient_release judge and clip tensors singly; the"
+                    " others lose nothing."
+                ),
+            )
+        title = (
+            f"{self.parameters}"
+            f" parameters{', gradients released' if self.release else ''}{', states offloaded' if self.offload else ''}."
+            " Bytes per parameter:"
+        )
         foot = "Weights are counted as stored in the recipe's format. Activations come on top."
-        foot += "".join("\n" + line for line in _layout.precise_states(row.recipe for row in self.rows) if not self.placed)
+        foot += "".join(
+            "\n" + line
+            for line in _layout.precise_states(row.recipe for row in self.rows)
+            if not self.placed
+        )
         if self.offload and self.rows:
             copied = max(row.copied for row in self.rows)
-            foot += (f"\nEach step copies up to {_size(copied)} to and fro: {copied / 2 / _BUS:.2g} s each way at {_BUS / 1e9:.0f} GB/s, the "
-                     "first under the backward pass.")
+            foot += (
+                f"\nEach step copies up to {_size(copied)} to and fro: {copied / 2 / _BUS:.2g} s"
+                f" each way at {_BUS / 1e9:.0f} GB/s, the first under the backward pass."
+            )
         if self.memory is not None:
             fitting = sum(bool(row.fits) for row in self.rows)
             text = f"{fitting} of {len(self.rows)} recipes fit into {_size(self.memory)}."
@@ -110,8 +175,13 @@ class Plan:
         (title, foot), (head, body) = self._lines(), self._cells()
         wide = [max(len(cell) for cell in column) for column in zip(head, *body)]
         left = 2 if self.placed else 1
-        table = ["  ".join(cell.ljust(n) if i < left else cell.rjust(n) for i, (cell, n) in enumerate(zip(line, wide))).rstrip()
-                 for line in (head, *body)]
+        table = [
+            "  ".join(
+                cell.ljust(n) if i < left else cell.rjust(n)
+                for i, (cell, n) in enumerate(zip(line, wide))
+            ).rstrip()
+            for line in (head, *body)
+        ]
         return "\n".join([title, "", *table, "", *self._bars(), "", foot])
 
     def _scale(self):
@@ -119,13 +189,18 @@ class Plan:
         return max([row.total for row in self.rows] + [self.memory or 0, 1])
 
     def _label(self, row):
-        return row.way if self.placed and all(other.recipe == row.recipe for other in self.rows) else row.recipe
+        return (
+            row.way
+            if self.placed and all(other.recipe == row.recipe for other in self.rows)
+            else row.recipe
+        )
 
     def _present(self):
         return [part for part in _PARTS if any(getattr(row, part[0]) for row in self.rows)]
 
     def _bars(self):
-        """A line for each recipe, as long as its memory, with | where the memory ends that was asked about."""
+        """A line for each recipe, as long as its memory, with | where the memory ends that was
+        asked about."""
         scale, wide = self._scale(), max((len(self._label(row)) for row in self.rows), default=0)
         limit = None if self.memory is None else round(self.memory / scale * _BAR)
         lines = []
@@ -139,7 +214,14 @@ class Plan:
                 bar = bar[:limit] + "|" + bar[limit:]
             lines.append(f"{self._label(row).ljust(wide)}  {bar}".rstrip())
         signs = "   ".join(f"{sign} {field}" for field, sign, _ in self._present())
-        return [*lines, " " * wide + "  " + signs + ("" if limit is None else f"   | {_size(self.memory)}")] if lines else []
+        return (
+            [
+                *lines,
+                " " * wide + "  " + signs + ("" if limit is None else f"   | {_size(self.memory)}"),
+            ]
+            if lines
+            else []
+        )
 
     __repr__ = __str__
 
@@ -149,35 +231,59 @@ class Plan:
         def line(tag, cells):
             return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-        return "".join([f"<p>{escape(title)}</p><table><thead>", line("th", head), "</thead><tbody>",
-                        *(line("td", cells) for cells in body), "</tbody></table>", self._svg(), f"<p>{escape(foot)}</p>"])
+        return "".join(
+            [
+                f"<p>{escape(title)}</p><table><thead>",
+                line("th", head),
+                "</thead><tbody>",
+                *(line("td", cells) for cells in body),
+                "</tbody></table>",
+                self._svg(),
+                f"<p>{escape(foot)}</p>",
+            ]
+        )
 
     def _svg(self):
         """The bars as a picture, which needs neither script nor style of the page that it is in."""
         scale, left, right, high = self._scale(), 210, 420, 22
         out, y = [], 4
         for row in self.rows:
-            out.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(self._label(row))}</text>')
+            out.append(
+                f'<text x="{left - 8}" y="{y + 13}"'
+                f' text-anchor="end">{escape(self._label(row))}</text>'
+            )
             x = 0.0
             for field, _, colour in _PARTS:
                 size = getattr(row, field) / scale * right
                 if size:
-                    out.append(f'<rect x="{left + x:.1f}" y="{y}" width="{size:.1f}" height="{high - 6}" fill="{colour}">'
-                               f"<title>{field} {_size(getattr(row, field))}</title></rect>")
+                    out.append(
+                        f'<rect x="{left + x:.1f}" y="{y}" width="{size:.1f}" height="{high - 6}"'
+                        f' fill="{colour}"><title>{field}'
+                        f" {_size(getattr(row, field))}</title></rect>"
+                    )
                 x += size
             out.append(f'<text x="{left + right + 8}" y="{y + 13}">{_size(row.total)}</text>')
             y += high
         if self.memory is not None:
             x = left + self.memory / scale * right
-            out.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{y}" stroke="#c00000" stroke-width="2"/>'
-                       f'<text x="{x:.1f}" y="{y + 12}" text-anchor="middle" fill="#c00000">{_size(self.memory)}</text>')
+            out.append(
+                f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{y}" stroke="#c00000"'
+                f' stroke-width="2"/><text x="{x:.1f}" y="{y + 12}" text-anchor="middle"'
+                f' fill="#c00000">{_size(self.memory)}</text>'
+            )
             y += 16
         x = left
         for field, _, colour in self._present():
-            out.append(f'<rect x="{x}" y="{y + 4}" width="10" height="10" fill="{colour}"/><text x="{x + 14}" y="{y + 13}">{field}</text>')
+            out.append(
+                f'<rect x="{x}" y="{y + 4}" width="10" height="10" fill="{colour}"/><text'
+                f' x="{x + 14}" y="{y + 13}">{field}</text>'
+            )
             x += 26 + 7 * len(field)
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right + 100}" height="{y + 20}" font-family="sans-serif" '
-                f'font-size="12" role="img" aria-label="memory by recipe">{"".join(out)}</svg>')
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right + 100}"'
+            f' height="{y + 20}" font-family="sans-serif" font-size="12" role="img"'
+            f' aria-label="memory by recipe">{"".join(out)}</svg>'
+        )
 
 
 def _size(n):
@@ -191,14 +297,19 @@ def _bytes(memory):
     """24e9, "24e9", "24G" or "24 GiB": units are powers of 1024, as in `halfstep plan`."""
     size, unit = memory, ""
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGTP]?)(?:i?B)?\s*", memory, re.IGNORECASE)
+        found = re.fullmatch(
+            r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGTP]?)(?:i?B)?\s*", memory, re.IGNORECASE
+        )
         size, unit = found.groups() if found else ("nan", "")
     try:
         size = float(size) * 1024 ** " KMGTP".index(unit.upper() or " ")
     except OverflowError:
         size = math.inf
-    if not 0 <= size < 2 ** 63:
-        raise ValueError(f"memory={str(memory)[:40]!r} is not a size in bytes below 2^63; write 24e9, '24G' or '512M'")
+    if not 0 <= size < 2**63:
+        raise ValueError(
+            f"memory={str(memory)[:40]!r} is not a size in bytes below 2^63; write 24e9, '24G' or"
+            " '512M'"
+        )
     return int(size)
 
 
@@ -225,44 +336,80 @@ def _tensors(model_or_shapes):
     return [_shape(name, given) for name, given in model_or_shapes], 0
 
 
-def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=False, *, device_memory=None, bus=_BUS, host=_HOST,
-         device=_DEVICE) -> Plan:
-    """A table of the memory that weights, gradients and optimizer states take under each of some recipes.
+def plan(
+    model_or_shapes,
+    recipes=None,
+    release=False,
+    memory=None,
+    offload=False,
+    *,
+    device_memory=None,
+    bus=_BUS,
+    host=_HOST,
+    device=_DEVICE,
+) -> Plan:
+    """A table of the memory that weights, gradients and optimizer states take under each of some
+    recipes.
 
-    It answers for this model with all parameters that train stored as the recipe's weight format says (`model.to(
-    torch.bfloat16)` for the bf16 ones), and gradients in the same width; parameters with requires_grad=False are
-    counted as they are. Nothing is allocated: the model may be on the meta device. Hyper-parameters that change which
-    states exist have their defaults: SGD is without momentum.
+    It answers for this model with all parameters that train stored as the recipe's weight format
+    says (`model.to( torch.bfloat16)` for the bf16 ones), and gradients in the same width;
+    parameters with requires_grad=False are counted as they are. Nothing is allocated: the model may
+    be on the meta device. Hyper-parameters that change which states exist have their defaults: SGD
+    is without momentum.
 
-    model_or_shapes: a module, a dict of shapes by name, or (name, shape) pairs; a tensor may stand for its shape.
-    recipes: names such as "adamw/bf16-sr/int8" (one or several); by default those of the README's table.
-    release: gradients are released, so that only the largest one exists.
-    memory: bytes (or "24G") that each recipe's total is compared with.
-    offload: states are in the process's memory (CPUOffload with minimal_size=0), and what is counted, and compared with `memory`, is that
+    model_or_shapes: a module, a dict of shapes by name, or (name, shape) pairs; a tensor may stand
+    for its shape. recipes: names such as "adamw/bf16-sr/int8" (one or several); by default those of
+    the README's table. release: gradients are released, so that only the largest one exists.
+    memory: bytes (or "24G") that each recipe's total is compared with. offload: states are in the
+    process's memory (CPUOffload with minimal_size=0), and what is counted, and compared with
+    `memory`, is that
         of the GPU; "gradients": gradients leave it as they come, too (offload_gradients=True).
-    device_memory: bytes (or "24G") of a GPU: for each recipe the quickest way that fits, of states on the GPU, `StateStreaming` and
-        `CPUOffload`, with gradients kept (or, where that does not fit, released), and the time that it takes; of a single recipe all ways.
-    bus, host, device: bytes a second, for these times: one way over the bus, of the process's memory, and of the GPU's.
+    device_memory: bytes (or "24G") of a GPU: for each recipe the quickest way that fits, of states
+    on the GPU, `StateStreaming` and
+        `CPUOffload`, with gradients kept (or, where that does not fit, released), and the time that
+        it takes; of a single recipe all ways.
+    bus, host, device: bytes a second, for these times: one way over the bus, of the process's
+    memory, and of the GPU's.
     """
     if device_memory is not None and (offload or release or memory is not None):
-        raise ValueError("device_memory= compares all ways by itself: give it without offload=, release= and memory=")
+        raise ValueError(
+            "device_memory= compares all ways by itself: give it without offload=, release= and"
+            " memory="
+        )
     for name, speed in (("bus", bus), ("host", host), ("device", device)):
         if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not speed > 0:
             raise ValueError(f"{name}={speed!r} is no number of bytes a second")
     if offload not in (False, True, "gradients"):
         raise ValueError(f"offload={offload!r} is none of False, True, 'gradients'")
     if isinstance(model_or_shapes, str):
-        raise TypeError(f"halfstep.plan(model_or_shapes, recipes) takes a model or shapes first; {model_or_shapes!r} is a string, as recipes are")
+        raise TypeError(
+            "halfstep.plan(model_or_shapes, recipes) takes a model or shapes first;"
+            f" {model_or_shapes!r} is a string, as recipes are"
+        )
     if isinstance(recipes, torch.nn.Module) or isinstance(recipes, dict):
-        raise TypeError("halfstep.plan(model_or_shapes, recipes): the recipes are a model or shapes, which come first")
+        raise TypeError(
+            "halfstep.plan(model_or_shapes, recipes): the recipes are a model or shapes, which come"
+            " first"
+        )
     shapes, frozen = _tensors(model_or_shapes)
-    limit = _bytes(memory) if memory is not None else None if device_memory is None else _bytes(device_memory)
+    limit = (
+        _bytes(memory)
+        if memory is not None
+        else None
+        if device_memory is None
+        else _bytes(device_memory)
+    )
     rows = []
-    for recipe in [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes:
+    for recipe in (
+        [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes
+    ):
         recipe = _abi.recipe_full(recipe)
         rule = _abi.rules[recipe.split("/")[0]]
         if rule.totals and release:
-            raise ValueError(f"halfstep: {rule.label} has no gradient release: its update needs sums over the gradients of all tensors first")
+            raise ValueError(
+                f"halfstep: {rule.label} has no gradient release: its update needs sums over the"
+                " gradients of all tensors first"
+            )
         weight = _abi.formats[recipe.split("/")[1]]
         gradient = "bf16" if weight.code_bits <= 16 else "f32"
         if weight.code_dtype == "F16":
@@ -272,27 +419,53 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=Fals
             if shape not in sizes:
                 rows_, length = rows_of(shape)
                 none = rows_ * length == 0
-                sizes[shape] = (0, 0, 0) if none else _abi.recipe_bytes(recipe, len(shape), rows_, length)
+                sizes[shape] = (
+                    (0, 0, 0) if none else _abi.recipe_bytes(recipe, len(shape), rows_, length)
+                )
         weights, extras, states = (sum(sizes[shape][i] for shape in shapes) for i in range(3))
         largest = max((extra + state for _, extra, state in sizes.values()), default=0)
         each = [_count(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]
         if device_memory is not None:
             one = PlanRow(recipe, gradient, weights, extras, sum(each), states, frozen, 0, False)
-            found = _ways(one, max(each, default=0), largest, limit, bus, host, device, not rule.totals)
+            found = _ways(
+                one, max(each, default=0), largest, limit, bus, host, device, not rule.totals
+            )
             rows += found if isinstance(recipes, str) else [min(found, key=_preference)]
             continue
         gradients = max(each, default=0) if release or offload == "gradients" else sum(each)
         host = copied = 0
         if offload:
             copied = weights + sum(each)
-            host = extras + states + copied  # in release it may be less: copies of gradients are used again
+            host = (
+                extras + states + copied
+            )  # in release it may be less: copies of gradients are used again
             extras = states = 0
         total = weights + extras + gradients + states + frozen
-        rows.append(PlanRow(recipe, gradient, weights, extras, gradients, states, frozen, total,
-                            None if limit is None else total <= limit, host, copied))
+        rows.append(
+            PlanRow(
+                recipe,
+                gradient,
+                weights,
+                extras,
+                gradients,
+                states,
+                frozen,
+                total,
+                None if limit is None else total <= limit,
+                host,
+                copied,
+            )
+        )
     if device_memory is None or not isinstance(recipes, str):
         rows.sort(key=lambda row: (row.total, row.host, row.recipe))
-    return Plan(rows, sum(map(_count, shapes)), bool(release), limit, bool(offload), device_memory is not None)
+    return Plan(
+        rows,
+        sum(map(_count, shapes)),
+        bool(release),
+        limit,
+        bool(offload),
+        device_memory is not None,
+    )
 
 
 def _preference(row):
@@ -301,27 +474,61 @@ def _preference(row):
 
 
 def _ways(row, largest_gradient, largest_states, limit, bus, host, device, released):
-    """What docs/choosing.md says of places for states: the ways to train one recipe. released: its rule can step one tensor at a time."""
+    """What docs/choosing.md says of places for states: the ways to train one recipe. released: its
+    rule can step one tensor at a time."""
     kept = row.extras + row.states
     buffers = min(BUFFERS * max(BUFFER_BYTES, largest_states), kept)
     touched = 2 * row.weights + row.gradients + 2 * kept
     there, streamed = touched / device, max(kept / bus, touched / device)
     found = []
-    for release in (False, True)[:1 + released]:
+    for release in (False, True)[: 1 + released]:
         gradients = largest_gradient if release else row.gradients
         option = ", gradient_release" if release else ""
         copies = row.weights + row.gradients
-        found += [("GPU" + option, gradients, row.extras, row.states, 0, there),
-                  ("StateStreaming" + option, gradients, 0, buffers, kept, streamed),
-                  ("CPUOffload" + option, gradients, 0, 0, kept + copies,
-                   max(touched / host, copies / bus) if release else touched / host + row.weights / bus)]
+        found += [
+            ("GPU" + option, gradients, row.extras, row.states, 0, there),
+            ("StateStreaming" + option, gradients, 0, buffers, kept, streamed),
+            (
+                "CPUOffload" + option,
+                gradients,
+                0,
+                0,
+                kept + copies,
+                (
+                    max(touched / host, copies / bus)
+                    if release
+                    else touched / host + row.weights / bus
+                ),
+            ),
+        ]
         if not release:
-            found.append(("CPUOffload, offload_gradients", largest_gradient, 0, 0, kept + copies, touched / host + row.weights / bus))
+            found.append(
+                (
+                    "CPUOffload, offload_gradients",
+                    largest_gradient,
+                    0,
+                    0,
+                    kept + copies,
+                    touched / host + row.weights / bus,
+                )
+            )
     out = []
     for way, gradients, extras, states, there, seconds in found:
         total = row.weights + extras + gradients + states + row.frozen
-        out.append(replace(row, way=way, gradients=gradients, extras=extras, states=states, host=there, total=total, fits=total <= limit, seconds=seconds,
-                           hidden="release" in way))
+        out.append(
+            replace(
+                row,
+                way=way,
+                gradients=gradients,
+                extras=extras,
+                states=states,
+                host=there,
+                total=total,
+                fits=total <= limit,
+                seconds=seconds,
+                hidden="release" in way,
+            )
+        )
     return out
 
 

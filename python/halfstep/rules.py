@@ -1,8 +1,10 @@
-"""The optimizer classes, made from the library's table of rules, and `optimizer()`, which takes a recipe.
+"""The optimizer classes, made from the library's table of rules, and `optimizer()`, which takes a
+recipe.
 
-Nothing here lists rules or their hyper-parameters: a new rule of src/rules/rules.def is a new class. Names, order and defaults are
-torch's where torch has the rule.
+Nothing here lists rules or their hyper-parameters: a new rule of src/rules/rules.def is a new
+class. Names, order and defaults are torch's where torch has the rule.
 """
+
 import functools
 import inspect
 import re
@@ -42,8 +44,9 @@ class _Muon(Optimizer):
     _COEFFICIENTS = ("ns_a", "ns_b", "ns_c")
 
     def __init__(self, params, defaults, **options):
-        # Not among the defaults: schedulers that cycle momentum take an optimizer with default betas for one of Adam's kind, and
-        # would cycle those of the parameters that are no matrices.
+        # Not among the defaults: schedulers that cycle momentum take an optimizer with default
+        # betas for one of Adam's kind, and would cycle those of the parameters that are no
+        # matrices.
         self._betas = defaults.pop("betas")
         super().__init__(params, defaults, **options)
 
@@ -55,14 +58,24 @@ class _Muon(Optimizer):
     def _hypers(self, group):
         out = super()._hypers({k: v for k, v in group.items() if k != "eps"})
         a, b, c = group["ns_coefficients"]
-        out.update(ns_a=float(a), ns_b=float(b), ns_c=float(c), ns_eps=float(group["eps"]), eps=float(group["adam_eps"]),
-                   match_rms=float(group["adjust_lr_fn"] == "match_rms_adamw"))
+        out.update(
+            ns_a=float(a),
+            ns_b=float(b),
+            ns_c=float(c),
+            ns_eps=float(group["eps"]),
+            eps=float(group["adam_eps"]),
+            match_rms=float(group["adjust_lr_fn"] == "match_rms_adamw"),
+        )
         return out
 
     def _take_hyper(self, group, name, value):
         if name in self._COEFFICIENTS:
             place = self._COEFFICIENTS.index(name)
-            group["ns_coefficients"] = (*group["ns_coefficients"][:place], value, *group["ns_coefficients"][place + 1:])
+            group["ns_coefficients"] = (
+                *group["ns_coefficients"][:place],
+                value,
+                *group["ns_coefficients"][place + 1 :],
+            )
         elif name == "match_rms":
             group["adjust_lr_fn"] = "match_rms_adamw" if value else None
         else:
@@ -70,7 +83,9 @@ class _Muon(Optimizer):
 
     def _check_options(self, group):
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
+            raise ValueError(
+                f"Adjust learning rate function {group['adjust_lr_fn']} is not supported"
+            )
         super()._check_options(group)
 
     @staticmethod
@@ -80,9 +95,16 @@ class _Muon(Optimizer):
         adam_eps, options["eps"] = options.pop("eps"), options.pop("ns_eps")
         options.pop("match_rms")
         betas = options.pop("betas")
-        order = {"lr": options.pop("lr"), "weight_decay": options.pop("weight_decay"), "momentum": options.pop("momentum"),
-                 "nesterov": options.pop("nesterov"), "ns_coefficients": tuple(given.values()), "eps": options.pop("eps"),
-                 "ns_steps": options.pop("ns_steps"), "adjust_lr_fn": None}
+        order = {
+            "lr": options.pop("lr"),
+            "weight_decay": options.pop("weight_decay"),
+            "momentum": options.pop("momentum"),
+            "nesterov": options.pop("nesterov"),
+            "ns_coefficients": tuple(given.values()),
+            "eps": options.pop("eps"),
+            "ns_steps": options.pop("ns_steps"),
+            "adjust_lr_fn": None,
+        }
         return {**order, **options, "betas": betas, "adam_eps": adam_eps}
 
 
@@ -94,8 +116,12 @@ class _Adafactor(Optimizer):
         eps = group["eps"]
         eps, given = sequence(eps), eps
         if eps is None or len(eps) != 2:
-            raise TypeError(f"halfstep: eps={given!r} is not a pair of numbers, of which the first may be None")
-        out["eps"] = _abi.rules[self.rule].hypers["eps"].initial if eps[0] is None else float(eps[0])
+            raise TypeError(
+                f"halfstep: eps={given!r} is not a pair of numbers, of which the first may be None"
+            )
+        out["eps"] = (
+            _abi.rules[self.rule].hypers["eps"].initial if eps[0] is None else float(eps[0])
+        )
         out["scale_eps"] = float(eps[1])
         return out
 
@@ -122,13 +148,19 @@ class _Adafactor(Optimizer):
     def _options(options):
         options.pop("eps")
         eps = None, options.pop("scale_eps")
-        order = {"lr": options.pop("lr"), "beta2_decay": options.pop("beta2_decay"), "eps": eps, "d": options.pop("d"),
-                 "weight_decay": options.pop("weight_decay")}
+        order = {
+            "lr": options.pop("lr"),
+            "beta2_decay": options.pop("beta2_decay"),
+            "eps": eps,
+            "d": options.pop("d"),
+            "weight_decay": options.pop("weight_decay"),
+        }
         return {**order, **options}
 
 
 class _ScheduleFree(Optimizer):
-    """The two weights of schedule-free training, one of which is in the model: y, which gradients are taken at, or their average x."""
+    """The two weights of schedule-free training, one of which is in the model: y, which gradients
+    are taken at, or their average x."""
 
     _beside_defaults = ("train_mode",)
     _IN_EVAL = "its weights are the averages to evaluate with, after eval(): call train() before"
@@ -149,16 +181,24 @@ class _ScheduleFree(Optimizer):
 
     def _check_mode(self):
         if self._is_in_eval():
-            raise RuntimeError(f"halfstep: {type(self).__name__} cannot step: {self._IN_EVAL} the next step")
+            raise RuntimeError(
+                f"halfstep: {type(self).__name__} cannot step: {self._IN_EVAL} the next step"
+            )
 
     def _groups_of(self):
-        return [(group, p) for group in self.param_groups for p in group["params"] if p.numel() and self.state.get(p)]
+        return [
+            (group, p)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.numel() and self.state.get(p)
+        ]
 
     @no_dynamo
     @torch.no_grad()
     def eval(self) -> None:
-        """Puts the averages x into the model, to evaluate or to save. The weights that train, y, stay in the state, bit for bit, and train() puts
-        them back. Nothing where the averages are there already."""
+        """Puts the averages x into the model, to evaluate or to save. The weights that train, y,
+        stay in the state, bit for bit, and train() puts them back. Nothing where the averages are
+        there already."""
         if self._is_in_eval():
             return
         self._notice()
@@ -170,7 +210,10 @@ class _ScheduleFree(Optimizer):
         self._left = {}
         for _, p in self._groups_of():
             state, average = self.state[p], super().read_average(p)
-            for key, held in ((_layout.TRAINED, p.detach()), (_layout.TRAINED + ".extra", state.get("weight.extra"))):
+            for key, held in (
+                (_layout.TRAINED, p.detach()),
+                (_layout.TRAINED + ".extra", state.get("weight.extra")),
+            ):
                 if held is not None:
                     state[key] = held.clone()
             self.write_weight(p, average)
@@ -179,8 +222,10 @@ class _ScheduleFree(Optimizer):
     @no_dynamo
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
-        """Puts the weights that train, y, into the model again, bit for bit. Weights that something else has written since eval(), such as those
-        of another checkpoint, count as averages that go on from there. Nothing where y is there already. mode: False is eval()."""
+        """Puts the weights that train, y, into the model again, bit for bit. Weights that something
+        else has written since eval(), such as those of another checkpoint, count as averages that
+        go on from there. Nothing where y is there already. mode: False is eval().
+        """
         if not mode:
             self.eval()
         elif self._is_in_eval():
@@ -192,7 +237,9 @@ class _ScheduleFree(Optimizer):
         left, self._left = self._left or {}, None
         for group, p in self._groups_of():
             state = self.state[p]
-            held, extra = (state.pop(key, None) for key in (_layout.TRAINED, _layout.TRAINED + ".extra"))
+            held, extra = (
+                state.pop(key, None) for key in (_layout.TRAINED, _layout.TRAINED + ".extra")
+            )
             touched = p in left and version(p) != left[p]
             if held is None or touched:  # from the averages there are
                 z, beta = self.read_state(p, "z"), float(group["betas"][0])
@@ -215,10 +262,22 @@ class _ScheduleFree(Optimizer):
             if self._is_in_eval():
                 self._left = None
                 held = {p: self.state[p].get(_layout.TRAINED) for _, p in self._groups_of()}
-                if not before and held and all(kept is not None and torch.equal(local(kept), local(p)) for p, kept in held.items()):
+                if (
+                    not before
+                    and held
+                    and all(
+                        kept is not None and torch.equal(local(kept), local(p))
+                        for p, kept in held.items()
+                    )
+                ):
                     for p in held:  # y is in the model still
-                        if _layout.TRAINED + ".extra" in self.state[p] and "weight.extra" in self.state[p]:
-                            self.state[p]["weight.extra"].copy_(self.state[p][_layout.TRAINED + ".extra"])
+                        if (
+                            _layout.TRAINED + ".extra" in self.state[p]
+                            and "weight.extra" in self.state[p]
+                        ):
+                            self.state[p]["weight.extra"].copy_(
+                                self.state[p][_layout.TRAINED + ".extra"]
+                            )
                             self._watch.wrote([p], self._extra_of)
                     self._put_averages()
             elif before:
@@ -234,8 +293,10 @@ class _ScheduleFree(Optimizer):
 
     def save_safetensors(self, path) -> None:
         if self._is_in_eval():
-            raise RuntimeError(f"halfstep: {type(self).__name__} cannot be written to a safetensors file: {self._IN_EVAL} save_safetensors(), or save "
-                               "state_dict()")
+            raise RuntimeError(
+                f"halfstep: {type(self).__name__} cannot be written to a safetensors file:"
+                f" {self._IN_EVAL} save_safetensors(), or save state_dict()"
+            )
         super().save_safetensors(path)
 
 
@@ -253,8 +314,8 @@ def _torch_order(rule):
 
 
 def _options_of(rule):
-    """The options of a rule and their defaults, in positional order; then those that are keywords only. A few of the positional
-    ones belong to the optimizer (RMSprop's foreach)."""
+    """The options of a rule and their defaults, in positional order; then those that are keywords
+    only. A few of the positional ones belong to the optimizer (RMSprop's foreach)."""
     own, common = {}, {}
     betas = []
     for name, hyper in rule.hypers.items():
@@ -296,15 +357,25 @@ def _options_of(rule):
 
 #: what is in no table: torch's names for what the table calls otherwise
 _TITLES = {
-    "params": "parameters to step, or (name, parameter) pairs such as model.named_parameters(), or dictionaries, one for each group",
+    "params": (
+        "parameters to step, or (name, parameter) pairs such as model.named_parameters(), or"
+        " dictionaries, one for each group"
+    ),
     "lr": "learning rate; a number, or a tensor of one element",
-    "decoupled_weight_decay": "True: weight decay beside the gradient, as AdamW has it, and not in it",
+    "decoupled_weight_decay": (
+        "True: weight decay beside the gradient, as AdamW has it, and not in it"
+    ),
     "ns_coefficients": "coefficients of the Newton-Schulz iteration",
-    "adafactor_eps": "smallest root of a second moment, 2^-23 if None, or with published=True what is added to squares of gradients; smallest root "
-                     "mean square of a weight that scales its step",
+    "adafactor_eps": (
+        "smallest root of a second moment, 2^-23 if None, or with published=True what is added to"
+        " squares of gradients; smallest root mean square of a weight that scales its step"
+    ),
     "adam_eps": "added to the root of the second moment of parameters that are no matrices",
     "differentiable": "False: no gradient goes through a step",
-    "adjust_lr_fn": "None or \"original\": updates are scaled by the shape, as torch.optim.Muon does; \"match_rms_adamw\": to the size of AdamW's",
+    "adjust_lr_fn": (
+        'None or "original": updates are scaled by the shape, as torch.optim.Muon does;'
+        ' "match_rms_adamw": to the size of AdamW\'s'
+    ),
 }
 
 
@@ -342,7 +413,12 @@ def _described(name, title):
 
 
 def _documentation(rule, signature):
-    lines = [rule.title + ".", "", f"Rule \"{rule.name}\" of the library; options are read from the group at each step.", ""]
+    lines = [
+        rule.title + ".",
+        "",
+        f'Rule "{rule.name}" of the library; options are read from the group at each step.',
+        "",
+    ]
     for name in list(signature.parameters)[1:]:
         lines += _described(name, _title(rule, name))
     return "\n".join(lines)
@@ -376,8 +452,16 @@ def make_class(rule):
         base.__init__(self, params, defaults, **values)
 
     __init__.__signature__ = signature
-    return type(rule.label, (base,), {"rule": rule.name, "__init__": __init__, "__module__": "halfstep",
-                                      "__doc__": _documentation(rule, signature)})
+    return type(
+        rule.label,
+        (base,),
+        {
+            "rule": rule.name,
+            "__init__": __init__,
+            "__module__": "halfstep",
+            "__doc__": _documentation(rule, signature),
+        },
+    )
 
 
 #: class name -> class
@@ -392,18 +476,22 @@ def class_and_options(recipe):
     parts = recipe.split("/")
     cls = _by_rule.get(full.partition("/")[0])
     if cls is None:
-        raise ValueError(f"halfstep: {parts[0]!r} is no optimizer but follows weights; see halfstep.EMA")
+        raise ValueError(
+            f"halfstep: {parts[0]!r} is no optimizer but follows weights; see halfstep.EMA"
+        )
     return cls, {name: part for name, part in zip(("weights", "states"), parts[1:]) if part}
 
 
 def optimizer(recipe: str, params: Params, **options: Any) -> Optimizer:
-    """An optimizer by its recipe, "rule/weights/states": `halfstep.optimizer("adamw/bf16-sr/int8", model.named_parameters(),
-    lr=1e-4)`. Parts may be left out; the weight format acts on BF16 parameters, float16 ones take its namesake, and float32
-    ones stay float32."""
+    """An optimizer by its recipe, "rule/weights/states": `halfstep.optimizer("adamw/bf16-sr/int8",
+    model.named_parameters(), lr=1e-4)`. Parts may be left out; the weight format acts on BF16
+    parameters, float16 ones take its namesake, and float32 ones stay float32."""
     if not isinstance(recipe, str):
         other = " (the other way round)" if isinstance(params, str) else ""
-        raise TypeError(f"halfstep.optimizer(recipe, params) takes a recipe such as \"adamw/bf16-sr/int8\" first and then parameters, not a "
-                        f"{type(recipe).__name__}{other}")
+        raise TypeError(
+            'halfstep.optimizer(recipe, params) takes a recipe such as "adamw/bf16-sr/int8" first'
+            f" and then parameters, not a {type(recipe).__name__}{other}"
+        )
     if isinstance(params, str):
         raise TypeError(f"halfstep.optimizer(recipe, params): params={params!r} are no parameters")
     cls, formats = class_and_options(recipe)

@@ -1,4 +1,6 @@
-"""`StateStreaming`: weights and steps on a GPU, states in the process's memory, which pass through the GPU in each step."""
+"""`StateStreaming`: weights and steps on a GPU, states in the process's memory, which pass through
+the GPU in each step."""
+
 import contextlib
 from typing import Any, Type, Union
 
@@ -10,7 +12,8 @@ from ._hosted import Hosted
 from ._sharding import local
 from .optimizer import Optimizer, Params
 
-#: buffers of a device: states come into one and go from another while a third is stepped, so that the bus carries both ways at once
+#: buffers of a device: states come into one and go from another while a third is stepped, so that
+#: the bus carries both ways at once
 BUFFERS = 3
 #: bytes of one, unless a single parameter has more
 BUFFER_BYTES = 256 << 20
@@ -19,13 +22,17 @@ _ALIGNED = 256
 
 
 class _Buffer:
-    """Memory of a GPU for the states of one stage after the other: `owner` is the last, `left` the event after which its states have left
-    it."""
+    """Memory of a GPU for the states of one stage after the other: `owner` is the last, `left` the
+    event after which its states have left it."""
 
     __slots__ = ("memory", "owner", "left")
 
     def __init__(self, size, device):
-        self.memory, self.owner, self.left = _devices.zeros((size,), torch.uint8, device), None, None
+        self.memory, self.owner, self.left = (
+            _devices.zeros((size,), torch.uint8, device),
+            None,
+            None,
+        )
 
 
 class Bus:
@@ -37,7 +44,10 @@ class Bus:
 
     def buffer(self, stage):
         if self.buffers is None:
-            sizes = [max(s.size for s in self.stages[i::BUFFERS]) for i in range(min(BUFFERS, len(self.stages)))]
+            sizes = [
+                max(s.size for s in self.stages[i::BUFFERS])
+                for i in range(min(BUFFERS, len(self.stages)))
+            ]
             self.buffers = [_Buffer(size, self.device) for size in sizes]
         return self.buffers[stage.number % BUFFERS]
 
@@ -86,12 +96,14 @@ class Stage:
             held = self.state[m.p]
             for s in m.streams:
                 at = self.places[m][s.key]
-                yield memory[at:at + _bytes(s)].view(s.dtype).view(s.shape), local(held[s.key])
+                yield memory[at : at + _bytes(s)].view(s.dtype).view(s.shape), local(held[s.key])
 
     def _fetch(self, members):
         """Has states set out for the buffer; the event after which they are there."""
         bus, buffer = self.bus, self.bus.buffer(self)
-        for event in {id(e): e for e in (self.kept.get(m) for m in members) if e is not None}.values():
+        for event in {
+            id(e): e for e in (self.kept.get(m) for m in members) if e is not None
+        }.values():
             bus.up.after(event)
         if buffer.owner is not self and buffer.left is not None:
             bus.up.after(buffer.left)
@@ -100,15 +112,16 @@ class Stage:
         return bus.up.event()
 
     def begin(self):
-        """Has the states of all members set out, if the step that they are for has not had them do so."""
+        """Has the states of all members set out, if the step that they are for has not had them do
+        so."""
         if self.ready is None:
             self.ready = self._fetch(self.places)
             self.bus.buffer(self).owner = self
 
     @contextlib.contextmanager
     def states(self, only=None, written=True):
-        """While this is entered, states are in the buffer, those of all members or of `only`; and if they are written they are on their way
-        back after it."""
+        """While this is entered, states are in the buffer, those of all members or of `only`; and
+        if they are written they are on their way back after it."""
         bus, buffer = self.bus, self.bus.buffer(self)
         members = self.places if only is None else [only]
         if only is None:
@@ -140,30 +153,44 @@ def _bytes(stream):
 
 
 class StateStreaming(Hosted):
-    """An optimizer whose states are in the process's memory, and are stepped on the GPU where its weights and gradients are.
+    """An optimizer whose states are in the process's memory, and are stepped on the GPU where its
+    weights and gradients are.
 
-        opt = halfstep.StateStreaming(model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4, clip_norm=1.0)
+        opt = halfstep.StateStreaming(model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4,
+        clip_norm=1.0)
 
-    It is an optimizer of the class of its recipe, with all options, the same bits, and state dictionaries that go either way. In step()
-    states pass through three buffers on the GPU: while some are stepped, the next come and the last go, so that a step takes as long as the
-    bus takes for all states one way (docs/choosing.md says when that is less than CPUOffload takes).
+    It is an optimizer of the class of its recipe, with all options, the same bits, and state
+    dictionaries that go either way. In step() states pass through three buffers on the GPU: while
+    some are stepped, the next come and the last go, so that a step takes as long as the bus takes
+    for all states one way (docs/choosing.md says when that is less than CPUOffload takes).
 
     recipe              a recipe, or a class of this package
-    buffer              bytes of a buffer. States of one parameter are in it together, so it is larger where one of them needs that
+    buffer              bytes of a buffer. States of one parameter are in it together, so it is
+                        larger where one of them needs that
     minimal_size        parameters of fewer elements have their states on the GPU
-    gradient_release    states of each parameter come and go as soon as its gradient is there, in the backward pass
+    gradient_release    states of each parameter come and go as soon as its gradient is there, in
+                        the backward pass
     options             of the class: lr, betas, clip_norm ...
 
-    States are in pinned memory, of which torch takes powers of two. Where they need more than one buffer, step() waits once for all
-    gradients, unless it looks for nothing in them (scan="known-finite" without clip_norm); it returns before the states are back. Everything
-    here that reads them waits for that; who reads `optimizer.state` by hand synchronizes the device first. Such a step cannot be
-    captured into a CUDA graph. Parameters in the process's memory are stepped there.
+    States are in pinned memory, of which torch takes powers of two. Where they need more than one
+    buffer, step() waits once for all gradients, unless it looks for nothing in them
+    (scan="known-finite" without clip_norm); it returns before the states are back. Everything here
+    that reads them waits for that; who reads `optimizer.state` by hand synchronizes the device
+    first. Such a step cannot be captured into a CUDA graph. Parameters in the process's memory are
+    stepped there.
     """
 
     _own = ("_buses",)
 
-    def __init__(self, params: Params, recipe: Union[str, Type[Optimizer]] = "adamw", *, buffer: int = BUFFER_BYTES, minimal_size: int = 4096,
-                 **options: Any) -> None:
+    def __init__(
+        self,
+        params: Params,
+        recipe: Union[str, Type[Optimizer]] = "adamw",
+        *,
+        buffer: int = BUFFER_BYTES,
+        minimal_size: int = 4096,
+        **options: Any,
+    ) -> None:
         if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
             raise ValueError(f"halfstep: buffer={buffer!r} is no number of bytes")
         self.buffer = buffer
@@ -174,7 +201,11 @@ class StateStreaming(Hosted):
 
     def _is_streamed(self, p):
         here = local(p)
-        return _devices.is_asynchronous(_devices.of(here)) and here.numel() >= max(self.minimal_size, 1) and not _sharding.is_gathered(self.rule, p)
+        return (
+            _devices.is_asynchronous(_devices.of(here))
+            and here.numel() >= max(self.minimal_size, 1)
+            and not _sharding.is_gathered(self.rule, p)
+        )
 
     def _check_device(self, p, name):
         super()._check_device(p, name)
@@ -182,14 +213,19 @@ class StateStreaming(Hosted):
             _devices.check_copies(local(p), name)
 
     def _divide(self, wanted):
-        """Parameters whose states stay where they are stepped; and then stages of about the size of a buffer."""
+        """Parameters whose states stay where they are stepped; and then stages of about the size of
+        a buffer."""
         stay, buses, found = [], {}, []
         for one in wanted:
             if not self._is_streamed(one[0]):
                 stay.append(one)
                 continue
             device = self._home(one[0])
-            size = sum(_abi.recipe_bytes(self._full_recipe(one[1], one[2]), one[0].dim(), *rows_of(local(one[0]).shape))[1:])
+            size = sum(
+                _abi.recipe_bytes(
+                    self._full_recipe(one[1], one[2]), one[0].dim(), *rows_of(local(one[0]).shape)
+                )[1:]
+            )
             if device not in buses:
                 buses[device] = Bus(device), []
             bus, stages = buses[device]
@@ -199,13 +235,20 @@ class StateStreaming(Hosted):
             stages[-1][2].append(one)
         found = super()._divide(stay) if stay else []
         self._buses = [bus for bus, _ in buses.values()]
-        return found + [(device, stage, some) for device, (_, stages) in buses.items() for _, stage, some in stages]
+        return found + [
+            (device, stage, some)
+            for device, (_, stages) in buses.items()
+            for _, stage, some in stages
+        ]
 
     @no_dynamo
     @torch.no_grad()
     def _step(self, given=None):
         if any(_devices.capturing(bus.device) for bus in self._buses):
-            raise RuntimeError("halfstep: a step of StateStreaming cannot be captured into a CUDA graph: its states come from the process's memory")
+            raise RuntimeError(
+                "halfstep: a step of StateStreaming cannot be captured into a CUDA graph: its"
+                " states come from the process's memory"
+            )
         try:
             super()._step(given)
         finally:

@@ -1,12 +1,16 @@
-"""What a save promises beyond calls that fail: order of the syncs (a loss of power), a disk that is full, two trainers in one
-folder, pipes that nobody reads.
+"""What a save promises beyond calls that fail: order of the syncs (a loss of power), a disk that is
+full, two trainers in one folder, pipes that nobody reads.
 
-    durability.py [--all] [--csv]      prints one row per kind of fault: kind | faults | what happened | wrong
+    durability.py [--all] [--csv]      prints one row per kind of fault: kind | faults | what
+                                       happened | wrong
 
-A loss of power is judged in two ways. By the order of calls in the injector's log: a file is synced before it is renamed into
-place, the folder of a checkpoint before the manifest names it, a parent before what it holds is relied on, and the old
-checkpoint goes after the new one stays. And by states: the program is killed before each file call of a save, and what was not
-synced by then is taken back - files become empty, names vanish - in the two extreme ways; the folder must still open."""
+A loss of power is judged in two ways. By the order of calls in the injector's log: a file is synced
+before it is renamed into place, the folder of a checkpoint before the manifest names it, a parent
+before what it holds is relied on, and the old checkpoint goes after the new one stays. And by
+states: the program is killed before each file call of a save, and what was not synced by then is
+taken back - files become empty, names vanish - in the two extreme ways; the folder must still open.
+"""
+
 import os
 import re
 import resource
@@ -19,7 +23,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import sweep
-from sweep import LIBRARY, PROGRAM, TRAIN, Wrong, run, sound, steady_json
+from sweep import PROGRAM, TRAIN, Wrong, run, sound, steady_json
 
 RUN = [*TRAIN, "--checkpoint", "run", "--json"]
 GO_ON = ["train", "lm", "--checkpoint", "run", "--resume", "--steps", "6", "--json", "--quiet"]
@@ -29,15 +33,17 @@ def state_hash(folder):
     return steady_json(sound(folder, GO_ON, "going on"), "going on")["state_hash"]
 
 
-# ---- Loss of power -----------------------------------------------------------------------------------------------------
+# ---- Loss of power -------------------------------------------------------------------------------
+
 
 class Disk:
     """What of a log of calls is on the disk for sure: contents of files, names in folders."""
 
     def __init__(self, root):
         self.root, self.open = root, {}
-        self.dirty = set()           # files with contents that are not synced, by their present path
-        self.names = {}              # path -> "made" | "gone": changes of names that their folder has not been synced for
+        self.dirty = set()  # files with contents that are not synced, by their present path
+        # path -> "made" | "gone": changes of names that their folder has not been synced for
+        self.names = {}
         self.replaced = {}
 
     def path(self, name):
@@ -78,8 +84,11 @@ class Disk:
         self.names[path] = "made"
 
     def rename(self, source, target):
-        moved = {p: target + p[len(source):] for p in [*self.known, *self.dirty, *self.names, *self.folders]
-                 if p == source or p.startswith(source + "/")}
+        moved = {
+            p: target + p[len(source) :]
+            for p in [*self.known, *self.dirty, *self.names, *self.folders]
+            if p == source or p.startswith(source + "/")
+        }
         for group in self.known, self.dirty, self.folders:
             for p in [p for p in group if p in moved]:
                 group.discard(p)
@@ -95,7 +104,18 @@ class Disk:
 def calls(log):
     for line in open(log):
         _, name, who, _, fd, outcome, first, second = line.rstrip("\n").split("\t")
-        if who == "ours" and name in ("open", "write", "fsync", "close", "rename", "link", "symlink", "mkdir", "unlink", "rmdir"):
+        if who == "ours" and name in (
+            "open",
+            "write",
+            "fsync",
+            "close",
+            "rename",
+            "link",
+            "symlink",
+            "mkdir",
+            "unlink",
+            "rmdir",
+        ):
             yield name, fd, outcome, first, second
 
 
@@ -104,7 +124,9 @@ def order(base):
     folder = os.path.join(base, "order")
     os.mkdir(folder)
     log = os.path.join(base, "order.log")
-    status, _, err = run(folder, [*RUN, "--steps", "3", "--checkpoint-every", "1", "--keep", "2"], log=log)
+    status, _, err = run(
+        folder, [*RUN, "--steps", "3", "--checkpoint-every", "1", "--keep", "2"], log=log
+    )
     if status:
         raise Wrong(err)
     disk = Disk(folder)
@@ -121,11 +143,20 @@ def order(base):
             judged += 1
             if target == manifest:
                 saves += 1
-                inside = [p for p in disk.names if "/run/checkpoint-" in p and disk.names[p] == "made"]
+                inside = [
+                    p for p in disk.names if "/run/checkpoint-" in p and disk.names[p] == "made"
+                ]
                 if inside:
-                    raise Wrong(f"the manifest names a checkpoint whose {inside} may be gone after a loss of power")
+                    raise Wrong(
+                        f"the manifest names a checkpoint whose {inside} may be gone after a loss"
+                        " of power"
+                    )
                 waiting = True
-        if name in ("unlink", "rmdir") and "/run/checkpoint-" in disk.path(first) and disk.names.get(manifest):
+        if (
+            name in ("unlink", "rmdir")
+            and "/run/checkpoint-" in disk.path(first)
+            and disk.names.get(manifest)
+        ):
             raise Wrong("an old checkpoint is removed before the new manifest is durable")
         disk.apply(name, fd, outcome, first, second)
     if saves != 3 or judged < 9:
@@ -148,7 +179,11 @@ def power_loss(base, every):
     probe = os.path.join(base, "power.probe")
     subprocess.run(["cp", "-a", fixture, probe], check=True)
     run(probe, again, log=log)
-    total = sum(1 for line in open(log) if line.split("\t")[2] == "ours" and line.split("\t")[1] in FILE_CALLS)
+    total = sum(
+        1
+        for line in open(log)
+        if line.split("\t")[2] == "ours" and line.split("\t")[1] in FILE_CALLS
+    )
     count = 0
     for number in range(1, total + 1, every):
         for extreme in "lost", "names kept":
@@ -158,20 +193,25 @@ def power_loss(base, every):
             run(folder, again, f"FILES:KILL:{number}:ours", log)
             disk = Disk(folder)
             disk.known = {os.path.join(at, n) for at, _, names in os.walk(fixture) for n in names}
-            disk.known = {folder + p[len(fixture):] for p in disk.known}
-            disk.folders = {folder + at[len(fixture):] for at, _, _ in os.walk(fixture)}
+            disk.known = {folder + p[len(fixture) :] for p in disk.known}
+            disk.folders = {folder + at[len(fixture) :] for at, _, _ in os.walk(fixture)}
             for call in calls(log):
                 disk.apply(*call)
             for path in disk.dirty:
                 if os.path.isfile(path):
-                    # A new inode: the contents that are lost are not those of what else links to the old one.
+                    # A new inode: the contents that are lost are not those of what else links to
+                    # the old one.
                     open(path, "wb").close()
             if extreme == "lost":
                 for path in [p for p, how in disk.names.items() if how == "made"]:
                     # A rename over a name brings the old one back.
-                    old = fixture + path[len(folder):]
+                    old = fixture + path[len(folder) :]
                     if os.path.lexists(path):
-                        shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+                        (
+                            shutil.rmtree(path)
+                            if os.path.isdir(path) and not os.path.islink(path)
+                            else os.unlink(path)
+                        )
                     if os.path.isfile(old):
                         shutil.copy2(old, path)
             count += 1
@@ -187,13 +227,20 @@ def power_loss(base, every):
 FILE_CALLS = [name for name, (kind, _) in sweep.known_calls().items() if kind == "FILES"]
 
 
-# ---- A full disk -------------------------------------------------------------------------------------------------------
+# ---- A full disk ---------------------------------------------------------------------------------
+
 
 def full_disk(base):
-    """Disks of rising size: a run either saves or says why not, and what was saved before goes on."""
+    """Disks of rising size: a run either saves or says why not, and what was saved before goes
+    on."""
     ample = os.path.join(base, "ample")
     os.mkdir(ample)
-    expected = steady_json(sound(ample, [*RUN, "--steps", "6", "--checkpoint-every", "2", "--keep", "3"], "room for all"), "")["state_hash"]
+    expected = steady_json(
+        sound(
+            ample, [*RUN, "--steps", "6", "--checkpoint-every", "2", "--keep", "3"], "room for all"
+        ),
+        "",
+    )["state_hash"]
     mountable = os.geteuid() == 0
     refused = 0
     kilobytes = (16, 80, 144, 208, 272, 336, 400, 480, 600, 900)
@@ -201,13 +248,21 @@ def full_disk(base):
         folder = os.path.join(base, f"full-{size}")
         os.mkdir(folder)
         command = [*RUN, "--steps", "6", "--checkpoint-every", "2", "--keep", "3"]
-        if mountable and subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", folder],
-                                        stderr=subprocess.DEVNULL).returncode == 0:
+        if (
+            mountable
+            and subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", folder],
+                stderr=subprocess.DEVNULL,
+            ).returncode
+            == 0
+        ):
             try:
                 status, out, err = run(folder, command)
                 if status == 0 and steady_json(out, "")["state_hash"] != expected:
                     raise Wrong(f"{size} KiB: status 0 with other bits")
-                if status not in (0, 1) or (status == 1 and not re.search(r"^halfstep: .*No space left", err, re.M)):
+                if status not in (0, 1) or (
+                    status == 1 and not re.search(r"^halfstep: .*No space left", err, re.M)
+                ):
                     raise Wrong(f"{size} KiB: status {status}: {err}")
                 refused += status
                 roomy = os.path.join(base, f"roomy-{size}")
@@ -216,21 +271,40 @@ def full_disk(base):
                 subprocess.run(["umount", folder], check=True)
         else:
             mountable = False
-            done = subprocess.run([PROGRAM, *command], cwd=folder, capture_output=True, timeout=60,
-                                  preexec_fn=lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-                                                      resource.setrlimit(resource.RLIMIT_FSIZE, (size * 256, size * 256))))
+            done = subprocess.run(
+                [PROGRAM, *command],
+                cwd=folder,
+                capture_output=True,
+                timeout=60,
+                preexec_fn=lambda: (
+                    signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (size * 256, size * 256)),
+                ),
+            )
             refused += done.returncode
-            if done.returncode not in (0, 1) or (done.returncode and b"halfstep: " not in done.stderr):
+            if done.returncode not in (0, 1) or (
+                done.returncode and b"halfstep: " not in done.stderr
+            ):
                 raise Wrong(f"{size} KiB a file: status {done.returncode}: {done.stderr}")
             roomy = folder
-        if os.path.exists(os.path.join(roomy, "run", "manifest.json")) and state_hash(roomy) != expected:
+        if (
+            os.path.exists(os.path.join(roomy, "run", "manifest.json"))
+            and state_hash(roomy) != expected
+        ):
             raise Wrong(f"{size} KiB: the run goes on with other bits")
     if not 0 < refused < len(kilobytes):
         raise Wrong(f"{refused} of {len(kilobytes)} runs were refused")
-    return len(kilobytes), f"{'tmpfs' if mountable else 'limits of file sizes'}; {refused} refused in a sentence, the others saved"
+    return (
+        len(kilobytes),
+        (
+            f"{'tmpfs' if mountable else 'limits of file sizes'}; {refused} refused in a sentence,"
+            " the others saved"
+        ),
+    )
 
 
-# ---- Two trainers, closed pipes ----------------------------------------------------------------------------------------
+# ---- Two trainers, closed pipes ------------------------------------------------------------------
+
 
 def two_trainers(base, pairs):
     alone = os.path.join(base, "alone")
@@ -240,7 +314,12 @@ def two_trainers(base, pairs):
     for pair in range(pairs):
         folder = os.path.join(base, f"two-{pair}")
         os.mkdir(folder)
-        both = [subprocess.Popen([PROGRAM, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+        both = [
+            subprocess.Popen(
+                [PROGRAM, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            for _ in range(2)
+        ]
         done = []
         for process in both:
             try:
@@ -251,22 +330,48 @@ def two_trainers(base, pairs):
             done.append((process.returncode, out, err.decode()))
         finished = [out for status, out, err in done if status == 0]
         for status, _, err in done:
-            if status not in (0, 1) or (status == 1 and not err.strip().splitlines()[-1].startswith("halfstep: ")):
+            if status not in (0, 1) or (
+                status == 1 and not err.strip().splitlines()[-1].startswith("halfstep: ")
+            ):
                 raise Wrong(f"two trainers: status {status}: {err}")
         if len(finished) != 1:
-            raise Wrong(f"two trainers: {len(finished)} of them end well: {[err for _, _, err in done]}")
+            raise Wrong(
+                f"two trainers: {len(finished)} of them end well: {[err for _, _, err in done]}"
+            )
         if any(steady_json(out, "")["state_hash"] != expected for out in finished):
             raise Wrong("two trainers: other bits")
-        found = steady_json(sound(folder, ["train", "lm", "--checkpoint", "run", "--resume", "--steps", "41", "--json", "--quiet"],
-                                  "after two trainers"), "")
+        found = steady_json(
+            sound(
+                folder,
+                [
+                    "train",
+                    "lm",
+                    "--checkpoint",
+                    "run",
+                    "--resume",
+                    "--steps",
+                    "41",
+                    "--json",
+                    "--quiet",
+                ],
+                "after two trainers",
+            ),
+            "",
+        )
         if found["first_step"] != 40:
             raise Wrong(f"after two trainers the run is at step {found['first_step']}")
     return pairs, "one finished, the other was refused in a sentence"
 
 
 def closed_pipes(base):
-    kinds = (["info"], ["plan", "--params", "7e9", "--all"], ["inspect", "../init"], ["generate", "--checkpoint", "../init", "--bytes", "5000"],
-             [*TRAIN, "--steps", "1"], ["--help"])
+    kinds = (
+        ["info"],
+        ["plan", "--params", "7e9", "--all"],
+        ["inspect", "../init"],
+        ["generate", "--checkpoint", "../init", "--bytes", "5000"],
+        [*TRAIN, "--steps", "1"],
+        ["--help"],
+    )
     for command in kinds:
         for which in "stdout", "stderr":
             ends = os.pipe()
@@ -278,31 +383,58 @@ def closed_pipes(base):
             process = subprocess.Popen([PROGRAM, *command], cwd=folder, **streams)
             os.close(ends[1])
             err = process.communicate(timeout=60)[1]
-            # Python ignores SIGPIPE for its children too, unless told otherwise: both ways are met with here.
+            # Python ignores SIGPIPE for its children too, unless told otherwise: both ways are met
+            # with here.
             if which == "stdout" and process.returncode not in (1, -signal.SIGPIPE):
-                raise Wrong(f"{command[0]} with nobody at stdout: status {process.returncode}: {err}")
+                raise Wrong(
+                    f"{command[0]} with nobody at stdout: status {process.returncode}: {err}"
+                )
             if which == "stderr" and process.returncode not in (0, -signal.SIGPIPE):
                 raise Wrong(f"{command[0]} with nobody at stderr: status {process.returncode}")
     return 2 * len(kinds), "the signal, or status 1"
 
 
 def decimal_commas(base):
-    """The program, and a host that has set such a locale itself and uses the libraries (Python's interpreter)."""
+    """The program, and a host that has set such a locale itself and uses the libraries (Python's
+    interpreter)."""
     place = os.path.join(base, "locale")
     os.mkdir(place)
-    subprocess.run(["localedef", "-c", "-i", "de_DE", "-f", "UTF-8", os.path.join(place, "de_DE.UTF-8")], capture_output=True)
+    subprocess.run(
+        ["localedef", "-c", "-i", "de_DE", "-f", "UTF-8", os.path.join(place, "de_DE.UTF-8")],
+        capture_output=True,
+    )
     environment = {**os.environ, "LOCPATH": place, "LC_ALL": "de_DE.UTF-8", "OMP_NUM_THREADS": "1"}
-    probe = "import locale; locale.setlocale(locale.LC_ALL, ''); print(locale.localeconv()['decimal_point'])"
-    if subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True).stdout.strip() != ",":
+    probe = (
+        "import locale; locale.setlocale(locale.LC_ALL, '');"
+        " print(locale.localeconv()['decimal_point'])"
+    )
+    if (
+        subprocess.run(
+            [sys.executable, "-c", probe], env=environment, capture_output=True, text=True
+        ).stdout.strip()
+        != ","
+    ):
         return 0, "no locale with decimal commas here, and localedef makes none"
-    commands = (["plan", "--params", "1.5e9", "--memory", "2.5G", "--json"], [*RUN, "--steps", "3", "--lr", "2.5e-3", "--log", "log.csv"], GO_ON)
+    commands = (
+        ["plan", "--params", "1.5e9", "--memory", "2.5G", "--json"],
+        [*RUN, "--steps", "3", "--lr", "2.5e-3", "--log", "log.csv"],
+        GO_ON,
+    )
     found = {}
-    for name, env in ("point", {**os.environ, "LC_ALL": "C", "OMP_NUM_THREADS": "1"}), ("comma", environment):
+    for name, env in (
+        ("point", {**os.environ, "LC_ALL": "C", "OMP_NUM_THREADS": "1"}),
+        (
+            "comma",
+            environment,
+        ),
+    ):
         folder = os.path.join(base, name)
         os.mkdir(folder)
         found[name] = []
         for command in commands:
-            done = subprocess.run([PROGRAM, *command], cwd=folder, env=env, capture_output=True, timeout=60)
+            done = subprocess.run(
+                [PROGRAM, *command], cwd=folder, env=env, capture_output=True, timeout=60
+            )
             if done.returncode:
                 raise Wrong(f"{command[0]} with LC_ALL={env['LC_ALL']}: {done.stderr}")
             found[name].append(steady_json(done.stdout, command[0]))
@@ -326,7 +458,12 @@ assert core.halfstep_set_hyper(opt, group, b"beta1", ctypes.c_double(1.5)) < 0
 core.halfstep_error_detail.restype = ctypes.c_char_p
 assert b"1.5" in core.halfstep_error_detail(opt) or b"1,5" in core.halfstep_error_detail(opt)
 """
-    done = subprocess.run([sys.executable, "-c", script, sweep.BUILD], cwd=os.path.join(base, "comma"), env=environment, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, sweep.BUILD],
+        cwd=os.path.join(base, "comma"),
+        env=environment,
+        capture_output=True,
+    )
     if done.returncode:
         raise Wrong(f"the libraries in a host with decimal commas: {done.stderr.decode()[-400:]}")
     return len(commands) + 1, "the numbers of the C locale"
@@ -338,17 +475,27 @@ def main():
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="halfstep-durability-", dir=memory) as base:
         sweep.make_data(base)
-        rows = [("order of syncs in three saves", lambda: (order(base), "every rename after the syncs that it relies on")),
-                ("power lost before a file call", lambda: (power_loss(base, 1 if everything else 35), "goes on with the right bits")),
-                ("full disk", lambda: full_disk(base)),
-                ("two trainers in one folder", lambda: two_trainers(base, 10 if everything else 2)),
-                ("closed pipes", lambda: closed_pipes(base)),
-                ("a locale with decimal commas", lambda: decimal_commas(base))]
+        rows = [
+            (
+                "order of syncs in three saves",
+                lambda: (order(base), "every rename after the syncs that it relies on"),
+            ),
+            (
+                "power lost before a file call",
+                lambda: (power_loss(base, 1 if everything else 35), "goes on with the right bits"),
+            ),
+            ("full disk", lambda: full_disk(base)),
+            ("two trainers in one folder", lambda: two_trainers(base, 10 if everything else 2)),
+            ("closed pipes", lambda: closed_pipes(base)),
+            ("a locale with decimal commas", lambda: decimal_commas(base)),
+        ]
         for name, action in rows:
             start = time.time()
             try:
                 count, what = action()
-                print(f"| {name} | {count} | {what} | 0 |   ({time.time() - start:.0f} s)", flush=True)
+                print(
+                    f"| {name} | {count} | {what} | 0 |   ({time.time() - start:.0f} s)", flush=True
+                )
             except Wrong as wrong:
                 wrongs += 1
                 print(f"| {name} | | {wrong} | 1 |", flush=True)

@@ -1,10 +1,12 @@
-"""The same attacks on the usual ways to save from Python, beside ours: killed in the middle of a save, and a disk that is full.
+"""The same attacks on the usual ways to save from Python, beside ours: killed in the middle of a
+save, and a disk that is full.
 
     peers.py [--kills N]      needs torch, safetensors and halfstep; prints one row per way
 
-Each way saves one optimizer's states again and again to one path, as training does. Killed at random instants, or refused by the
-system because the disk is full, the path must hold a state that loads: the last one that was reported as saved, or the one
-being saved."""
+Each way saves one optimizer's states again and again to one path, as training does. Killed at
+random instants, or refused by the system because the disk is full, the path must hold a state that
+loads: the last one that was reported as saved, or the one being saved."""
+
 import argparse
 import os
 import random
@@ -77,12 +79,16 @@ def ours_load(path):
     return k
 
 
-WAYS = [("torch.save in place", torch_save, torch_load), ("safetensors save_file in place", file_save, file_load),
-        ("halfstep save_safetensors", ours_save, ours_load)]
+WAYS = [
+    ("torch.save in place", torch_save, torch_load),
+    ("safetensors save_file in place", file_save, file_load),
+    ("halfstep save_safetensors", ours_save, ours_load),
+]
 
 
 def kills(save, load, folder, count, rng):
-    """How many of so many kills left nothing that loads, or something older than what was reported."""
+    """How many of so many kills left nothing that loads, or something older than what was
+    reported."""
     path = os.path.join(folder, "state")
     k = 1
     save(path, k)
@@ -122,7 +128,8 @@ def kills(save, load, folder, count, rng):
 
 
 def full(save, load, folder):
-    """What is left when files may not grow beyond half of what a save takes: the old state, or nothing."""
+    """What is left when files may not grow beyond half of what a save takes: the old state, or
+    nothing."""
     path = os.path.join(folder, "full")
     save(path, 5)
     size = os.path.getsize(path)
@@ -136,7 +143,13 @@ def full(save, load, folder):
             os._exit(1)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    told = "an exception" if status == 256 else "no exception" if status == 0 else f"killed by signal {status & 127}"
+    told = (
+        "an exception"
+        if status == 256
+        else "no exception"
+        if status == 0
+        else f"killed by signal {status & 127}"
+    )
     try:
         return f"{told}, the old state is there" if load(path) == 5 else f"{told}, another state"
     except Exception as error:

@@ -2,9 +2,12 @@
 
     LD_PRELOAD=build/tests/libfaults.so python python_sweep.py [--short | FAULT]
 
-Every fault has a process of its own, forked from one that has imported torch: an optimizer is made, stepped, saved, loaded into
-another, and both go on. What raises is done again without the fault; all bits must then be those without one, and a file that
-could not be replaced must be the old one. Calls of the library fail, and file calls of Python and of safetensors."""
+Every fault has a process of its own, forked from one that has imported torch: an optimizer is made,
+stepped, saved, loaded into another, and both go on. What raises is done again without the fault;
+all bits must then be those without one, and a file that could not be replaced must be the old one.
+Calls of the library fail, and file calls of Python and of safetensors.
+"""
+
 import ctypes
 import os
 import signal
@@ -65,16 +68,32 @@ def gradients(params, step):
 
 def made():
     generator = torch.Generator().manual_seed(3)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(torch.bfloat16)) for shape in SHAPES]
+    params = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(torch.bfloat16))
+        for shape in SHAPES
+    ]
     names = [(f"p{i}", p) for i, p in enumerate(params)]
-    return params, attempt(lambda: halfstep.AdamW(names, lr=1e-2, weights="bf16-kahan", states="int8", clip_norm=1.0, seed=5))
+    return params, attempt(
+        lambda: halfstep.AdamW(
+            names, lr=1e-2, weights="bf16-kahan", states="int8", clip_norm=1.0, seed=5
+        )
+    )
 
 
 def bits(params, opt):
     out = [p.detach().view(torch.int16).numpy().tobytes() for p in params]
     for state in attempt(opt.state_dict)["state"].values():
-        out += [(k, v.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if isinstance(v, torch.Tensor) else v)
-                for k, v in sorted(state.items())]
+        out += [
+            (
+                k,
+                (
+                    v.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    if isinstance(v, torch.Tensor)
+                    else v
+                ),
+            )
+            for k, v in sorted(state.items())
+        ]
     return out
 
 
@@ -97,6 +116,7 @@ def scenario(folder):
             raise Wrong(f"a failed save leaves {left}")
         _, other = made()
         other.load_safetensors(path)
+
     attempt(lambda: opt.save_safetensors(path), old_or_new)
     if contents(path) == before:
         raise Wrong("the second save wrote nothing")
@@ -143,7 +163,11 @@ def in_child(function):
     os.close(ends[0])
     status = os.waitpid(child, 0)[1]
     if os.WIFSIGNALED(status):
-        return None, "a hang" if os.WTERMSIG(status) == signal.SIGALRM else signal.Signals(os.WTERMSIG(status)).name
+        return None, (
+            "a hang"
+            if os.WTERMSIG(status) == signal.SIGALRM
+            else signal.Signals(os.WTERMSIG(status)).name
+        )
     return said.decode(), None if status == 0 else said.decode()
 
 
@@ -164,7 +188,12 @@ def listed(folder):
             if who != "ours" and "ENOMEM" in errors:
                 continue
             count = inject.inject_places(call, numbers, 4096)
-            out += [f"{name.decode()}:{error}:{numbers[i]}{plus}:{who}" for i in range(count) for error in errors for plus in ("", "+")]
+            out += [
+                f"{name.decode()}:{error}:{numbers[i]}{plus}:{who}"
+                for i in range(count)
+                for error in errors
+                for plus in ("", "+")
+            ]
     return "\n".join(out)
 
 
@@ -187,6 +216,7 @@ def main():
             faults = faults[::step]
     wrongs = struck = 0
     for fault in faults:
+
         def faulty(folder, fault=fault):
             if not inject.inject_arm(fault.encode()):
                 raise Wrong("the fault is not understood")
@@ -198,14 +228,21 @@ def main():
             if found != reference:
                 raise Wrong("other bits than without a fault")
             return str(hit)
+
         said, wrong = in_child(faulty)
         struck += said not in (None, "0")
         if wrong:
             wrongs += 1
-            print(f"     {fault}: {wrong}\n     reproduce: LD_PRELOAD={os.environ['LD_PRELOAD']} python {sys.argv[0]} {fault}",
-                  flush=True)
+            print(
+                f"     {fault}: {wrong}\n     reproduce: LD_PRELOAD={os.environ['LD_PRELOAD']}"
+                f" python {sys.argv[0]} {fault}",
+                flush=True,
+            )
     print(f"| Python: steps, saves, loads | {len(faults)} | {struck} hit a call | {wrongs} wrong |")
-    print(f"{len(faults)} faults in Python, {struck} hit a call, {wrongs} wrong; {time.time() - start:.0f} s")
+    print(
+        f"{len(faults)} faults in Python, {struck} hit a call, {wrongs} wrong;"
+        f" {time.time() - start:.0f} s"
+    )
     return 1 if wrongs or struck * 2 < len(faults) else 0
 
 

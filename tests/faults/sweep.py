@@ -1,22 +1,25 @@
-"""The program's whole life - train, resume, compare, generate, inspect - with calls into the C library that fail.
+"""The program's whole life - train, resume, compare, generate, inspect - with calls into the C
+library that fail.
 
     sweep.py [--short] [--only SCENARIO] [--who MODULE] [--every N]
     sweep.py SCENARIO FAULT         one fault, and what came of it
 
-A scenario is one command in a folder that is made anew for every run. It runs once with a log of its calls; then once per
-fault with the library tests/libfaults.so before the C library (see inject.c for FAULT). Every call from a new place fails, with
-every error, once and from there on; the short sweep takes one or two calls of each function and each calling library.
+A scenario is one command in a folder that is made anew for every run. It runs once with a log of
+its calls; then once per fault with the library tests/libfaults.so before the C library (see
+inject.c for FAULT). Every call from a new place fails, with every error, once and from there on;
+the short sweep takes one or two calls of each function and each calling library.
 
-In a build with AddressSanitizer the program is build/tests/halfstep_faulty, which has the injector inside: only our own calls fail
-then, and a leak or a report of a sanitizer is as wrong as a crash.
+In a build with AddressSanitizer the program is build/tests/halfstep_faulty, which has the injector
+inside: only our own calls fail then, and a leak or a report of a sanitizer is as wrong as a crash.
 
-No fault may crash the program or make it hang. Status 0: the results, and all that was written, are those without a fault.
-Status 1: one sentence on stderr, and a checkpoint from which the run goes on with the right bits, or none and the same
-command works. Killed (ERROR is KILL): the latter."""
+No fault may crash the program or make it hang. Status 0: the results, and all that was written, are
+those without a fault. Status 1: one sentence on stderr, and a checkpoint from which the run goes on
+with the right bits, or none and the same command works. Killed (ERROR is KILL): the latter."""
+
 import argparse
 import collections
-import copy
 import concurrent.futures
+import copy
 import json
 import os
 import re
@@ -26,7 +29,9 @@ import sys
 import tempfile
 import time
 
-SOURCE = os.environ.get("HALFSTEP_SOURCE") or os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+SOURCE = os.environ.get("HALFSTEP_SOURCE") or os.path.dirname(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+)
 BUILD = os.environ.get("HALFSTEP_BUILD") or os.path.join(SOURCE, "build")
 SANITIZED = os.path.join(BUILD, "tests", "halfstep_faulty")
 WRAPPED = os.path.exists(SANITIZED)
@@ -34,9 +39,36 @@ PROGRAM = SANITIZED if WRAPPED else os.path.join(BUILD, "halfstep")
 LIBRARY = os.path.join(BUILD, "tests", "libfaults.so")
 TIMEOUT = 240 if WRAPPED else 120
 
-SMALL = ["--width", "16", "--depth", "1", "--heads", "2", "--context", "8", "--batch", "2", "--val-every", "2",
-         "--eval-batches", "1", "--sample-bytes", "4", "--quiet"]
-TRAIN = ["train", "lm", "--data", "../data.gz", *SMALL, "--recipe", "adamw/bf16-kahan/int8", "--clip", "1"]
+SMALL = [
+    "--width",
+    "16",
+    "--depth",
+    "1",
+    "--heads",
+    "2",
+    "--context",
+    "8",
+    "--batch",
+    "2",
+    "--val-every",
+    "2",
+    "--eval-batches",
+    "1",
+    "--sample-bytes",
+    "4",
+    "--quiet",
+]
+TRAIN = [
+    "train",
+    "lm",
+    "--data",
+    "../data.gz",
+    *SMALL,
+    "--recipe",
+    "adamw/bf16-kahan/int8",
+    "--clip",
+    "1",
+]
 MNIST = ["--train-images", "12", "--test-images", "4", "--epochs", "1", "--batch", "4", "--quiet"]
 
 
@@ -45,7 +77,12 @@ class Wrong(Exception):
 
 
 def run(folder, command, fault=None, log=None, threads=1):
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HALFSTEP_THREADS": str(threads), "LC_ALL": "C"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "HALFSTEP_THREADS": str(threads),
+        "LC_ALL": "C",
+    }
     for name in "HSTEP_FAULT", "HSTEP_FAULT_LOG":
         environment.pop(name, None)
     if WRAPPED:
@@ -58,8 +95,14 @@ def run(folder, command, fault=None, log=None, threads=1):
     if log:
         environment["HSTEP_FAULT_LOG"] = log
     try:
-        done = subprocess.run([PROGRAM, *command], cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
-                              timeout=TIMEOUT)
+        done = subprocess.run(
+            [PROGRAM, *command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT,
+        )
     except subprocess.TimeoutExpired:
         raise Wrong(f"hangs: {' '.join(command)}")
     return done.returncode, done.stdout, done.stderr.decode(errors="replace")
@@ -77,10 +120,16 @@ VOLATILE = re.compile(r"second|per_s|_ms|date|time|processor|machine|peak_proces
 
 
 def without(value, word):
-    """A JSON value without the keys that have this word in them; of a table, without that column."""
+    """A JSON value without the keys that have this word in them; of a table, without that
+    column."""
     if isinstance(value, dict):
         return {k: without(v, word) for k, v in value.items() if word not in k}
-    if isinstance(value, list) and value and isinstance(value[0], list) and any(word in str(name) for name in value[0]):
+    if (
+        isinstance(value, list)
+        and value
+        and isinstance(value[0], list)
+        and any(word in str(name) for name in value[0])
+    ):
         keep = [i for i, name in enumerate(value[0]) if word not in str(name)]
         return [[row[i] for i in keep] for row in value]
     return [without(v, word) for v in value] if isinstance(value, list) else value
@@ -91,7 +140,9 @@ def difference(expected, found, where=""):
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in {**expected, **found}:
             if expected.get(key, KeyError) != found.get(key, KeyError):
-                return difference(expected.get(key, "(missing)"), found.get(key, "(missing)"), f"{where}.{key}")
+                return difference(
+                    expected.get(key, "(missing)"), found.get(key, "(missing)"), f"{where}.{key}"
+                )
     if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
         for i, (a, b) in enumerate(zip(expected, found)):
             if a != b:
@@ -136,10 +187,12 @@ def steady_csv(path):
     return [[row[i] for i in keep] for row in rows]
 
 
-# ---- Scenarios -------------------------------------------------------------------------------------------------------
+# ---- Scenarios -----------------------------------------------------------------------------------
+
 
 class Scenario:
-    """name, the command, the commands that make its folder, what of its output is compared, threads."""
+    """name, the command, the commands that make its folder, what of its output is compared,
+    threads."""
 
     def __init__(self, name, command, before=(), goes_on=False, files=(), threads=1, text=False):
         self.name, self.command, self.before = name, command, before
@@ -173,7 +226,9 @@ class Scenario:
             path = os.path.join(folder, name)
             if not os.path.exists(path):
                 raise Wrong(f"status 0, but no {name}")
-            found[name] = steady_csv(path) if name.endswith(".csv") else steady_json(open(path).read(), name)
+            found[name] = (
+                steady_csv(path) if name.endswith(".csv") else steady_json(open(path).read(), name)
+            )
         return found
 
     @staticmethod
@@ -184,14 +239,28 @@ class Scenario:
     def go_on(self, folder):
         names = self.names(folder)
         # A first save that was cut off before the manifest names it goes on by its own name.
-        which = "run" if "manifest.json" in names else "run/" + max(n for n in names if n.startswith("checkpoint-"))
-        out = sound(folder, ["train", "lm", "--checkpoint", which, "--resume", "--steps", "6", "--json", "--quiet"], "going on")
-        left = [n for n in os.listdir(os.path.join(folder, "run")) if n.startswith(".") and "lock" not in n]
+        which = (
+            "run"
+            if "manifest.json" in names
+            else "run/" + max(n for n in names if n.startswith("checkpoint-"))
+        )
+        out = sound(
+            folder,
+            ["train", "lm", "--checkpoint", which, "--resume", "--steps", "6", "--json", "--quiet"],
+            "going on",
+        )
+        left = [
+            n
+            for n in os.listdir(os.path.join(folder, "run"))
+            if n.startswith(".") and "lock" not in n
+        ]
         if left:
             raise Wrong(f"left behind after a further save: {left}")
         found = steady_json(out, "going on")
         # Where it went on from is not the same after a fault.
-        return {k: found[k] for k in ("state_hash", "val_loss", "sample", "weights_changed_percent")}
+        return {
+            k: found[k] for k in ("state_hash", "val_loss", "sample", "weights_changed_percent")
+        }
 
     def judge(self, base, fault):
         folder = self.fresh(base)
@@ -205,28 +274,52 @@ class Scenario:
                         raise Wrong(f"status 0, and a note that is not told: {note[:200]!r}")
                 # The one figure that may be missing, and must then be said to be.
                 if re.search("(note|warning): ", err + out.decode(errors="replace")):
-                    found, expected = without(found, "weights_changed"), without(expected, "weights_changed")
+                    found, expected = (
+                        without(found, "weights_changed"),
+                        without(expected, "weights_changed"),
+                    )
                 for name in found:
                     if found[name] != expected[name]:
-                        raise Wrong(f"status 0, but in {name}: {difference(expected[name], found[name])}")
+                        raise Wrong(
+                            f"status 0, but in {name}: {difference(expected[name], found[name])}"
+                        )
             elif status == 1:
                 lines = err.strip().splitlines()
                 # Warnings may come before it; a comparison says which of its runs have failed.
-                said = [line for line in lines if not re.match(r"(halfstep: )?(note|warning): ", line)]
-                whose = r"halfstep: ." if not fault.endswith(":openmp") else "halfstep: .|libgomp: ."
-                if not said or len(said) > (2 if "compare" in self.name else 1) or not all(re.match(whose, line) for line in said):
+                said = [
+                    line for line in lines if not re.match(r"(halfstep: )?(note|warning): ", line)
+                ]
+                whose = (
+                    r"halfstep: ." if not fault.endswith(":openmp") else "halfstep: .|libgomp: ."
+                )
+                if (
+                    not said
+                    or len(said) > (2 if "compare" in self.name else 1)
+                    or not all(re.match(whose, line) for line in said)
+                ):
                     raise Wrong(f"status 1 without one sentence: {err.strip()[:300]!r}")
             elif status in (-6, -11) and fault.endswith(":onednn"):
-                pass  # oneDNN does not survive that its own memory is refused; nobody outside can help
+                # oneDNN does not survive that its own memory is refused; nobody outside can help
+                pass
             elif not (status == -9 and ":KILL:" in fault):
                 raise Wrong(f"status {status}: {err.strip()[-300:]!r}")
             if self.goes_on:
-                if any(n == "manifest.json" or n.startswith("checkpoint-") for n in self.names(folder)):
+                if any(
+                    n == "manifest.json" or n.startswith("checkpoint-") for n in self.names(folder)
+                ):
                     if self.go_on(folder) != self.end:
                         raise Wrong(f"status {status}, and the run goes on with other bits")
                 elif status == 0:
                     raise Wrong("status 0, but no checkpoint")
-                elif self.outcome(folder, sound(folder, self.command, "the same command without a fault", self.threads)) != self.expected:
+                elif (
+                    self.outcome(
+                        folder,
+                        sound(
+                            folder, self.command, "the same command without a fault", self.threads
+                        ),
+                    )
+                    != self.expected
+                ):
                     raise Wrong("the same command gives something else after the failure")
             return status
         finally:
@@ -235,22 +328,79 @@ class Scenario:
 
 LOG = ["--log", "log.csv"]
 RUN = ["--checkpoint", "run"]
-TWO = ["--width", "16", "--depth", "1", "--heads", "2", "--context", "8", "--batch", "2", "--val-every", "2",
-       "--eval-batches", "1", "--steps", "2", "--quiet"]
+TWO = [
+    "--width",
+    "16",
+    "--depth",
+    "1",
+    "--heads",
+    "2",
+    "--context",
+    "8",
+    "--batch",
+    "2",
+    "--val-every",
+    "2",
+    "--eval-batches",
+    "1",
+    "--steps",
+    "2",
+    "--quiet",
+]
 SCENARIOS = [
-    Scenario("train", [*TRAIN, *RUN, *LOG, "--steps", "3", "--checkpoint-every", "1", "--keep", "2", "--json"], goes_on=True,
-             files=["log.csv"]),
-    Scenario("resume", ["train", "lm", *RUN, *LOG, "--resume", "--steps", "5", "--json", "--quiet"],
-             [[*TRAIN, *RUN, *LOG, "--steps", "3"]], goes_on=True, files=["log.csv"]),
-    Scenario("release", [*TRAIN, *RUN, "--steps", "3", "--release", "--micro-steps", "2", "--json"], goes_on=True, threads=2),
+    Scenario(
+        "train",
+        [*TRAIN, *RUN, *LOG, "--steps", "3", "--checkpoint-every", "1", "--keep", "2", "--json"],
+        goes_on=True,
+        files=["log.csv"],
+    ),
+    Scenario(
+        "resume",
+        ["train", "lm", *RUN, *LOG, "--resume", "--steps", "5", "--json", "--quiet"],
+        [[*TRAIN, *RUN, *LOG, "--steps", "3"]],
+        goes_on=True,
+        files=["log.csv"],
+    ),
+    Scenario(
+        "release",
+        [*TRAIN, *RUN, "--steps", "3", "--release", "--micro-steps", "2", "--json"],
+        goes_on=True,
+        threads=2,
+    ),
     Scenario("init", [*TRAIN, "--init", "../init", "--steps", "1", "--json"]),
     Scenario("text", [*TRAIN, "--steps", "1"], text=None),
-    Scenario("compare", ["compare", "lm", "--data", "../data.gz", "--out", "out", "--recipes", "adamw/f32,lion/bf16-sr", "--json",
-                         *TWO], files=["out/report.json", "out/runs.csv", "out/history.csv"]),
+    Scenario(
+        "compare",
+        [
+            "compare",
+            "lm",
+            "--data",
+            "../data.gz",
+            "--out",
+            "out",
+            "--recipes",
+            "adamw/f32,lion/bf16-sr",
+            "--json",
+            *TWO,
+        ],
+        files=["out/report.json", "out/runs.csv", "out/history.csv"],
+    ),
     Scenario("mnist", ["train", "mnist", "--json", *MNIST]),
     Scenario("mnist-data", ["train", "mnist", "--data", "../digits", "--json", *MNIST]),
-    Scenario("compare-mnist", ["compare", "mnist", "--out", "out", "--recipes", "adamw/f32,adamw/bf16-sr", "--json", *MNIST],
-             files=["out/report.json", "out/runs.csv"]),
+    Scenario(
+        "compare-mnist",
+        [
+            "compare",
+            "mnist",
+            "--out",
+            "out",
+            "--recipes",
+            "adamw/f32,adamw/bf16-sr",
+            "--json",
+            *MNIST,
+        ],
+        files=["out/report.json", "out/runs.csv"],
+    ),
     Scenario("generate", ["generate", "--checkpoint", "../init", "--bytes", "6"], text=True),
     Scenario("inspect", ["inspect", "../init", "--json"]),
     Scenario("inspect-file", ["inspect", "../init/model.safetensors"], text=True),
@@ -263,14 +413,20 @@ def make_data(base):
     """A text as gzip, digits as IDX and gzip, and a checkpoint, beside the scenarios' folders."""
     import gzip
     import struct
+
     text = open(os.path.join(SOURCE, "data", "demo.txt"), "rb").read()[:20000]
     with open(os.path.join(base, "data.gz"), "wb") as file:
         file.write(gzip.compress(text, mtime=0))
     os.mkdir(os.path.join(base, "digits"))
     for name, count, pack in (("train", 12, False), ("t10k", 4, True)):
         pixels = bytes((i * 7 + i // 28 * 13) % 256 for i in range(count * 784))
-        for suffix, data in ((f"{name}-images-idx3-ubyte", struct.pack(">IIII", 0x803, count, 28, 28) + pixels),
-                             (f"{name}-labels-idx1-ubyte", struct.pack(">II", 0x801, count) + bytes(i % 10 for i in range(count)))):
+        for suffix, data in (
+            (f"{name}-images-idx3-ubyte", struct.pack(">IIII", 0x803, count, 28, 28) + pixels),
+            (
+                f"{name}-labels-idx1-ubyte",
+                struct.pack(">II", 0x801, count) + bytes(i % 10 for i in range(count)),
+            ),
+        ):
             with open(os.path.join(base, "digits", suffix + (".gz" if pack else "")), "wb") as file:
                 file.write(gzip.compress(data, mtime=0) if pack else data)
     work = os.path.join(base, "work")
@@ -278,7 +434,8 @@ def make_data(base):
     sound(work, [*TRAIN, "--checkpoint", "../init", "--steps", "2"], "preparing init")
 
 
-# ---- Faults ----------------------------------------------------------------------------------------------------------
+# ---- Faults --------------------------------------------------------------------------------------
+
 
 def known_calls():
     """Name -> (kind, errors), from calls.def."""
@@ -296,12 +453,15 @@ def read_log(path):
     for line in open(path):
         _, name, who, chain, *_ = line.split("\t")
         counts[name, who] += 1
-        calls.setdefault((name, who), collections.OrderedDict()).setdefault(chain, []).append(counts[name, who])
+        calls.setdefault((name, who), collections.OrderedDict()).setdefault(chain, []).append(
+            counts[name, who]
+        )
     return calls
 
 
 def faults_of(scenario, short, only_who):
-    """NAME:ERROR:K[+]:WHO. All places of a module's calls; of oneDNN's, which are a thousand, every tenth or so."""
+    """NAME:ERROR:K[+]:WHO. All places of a module's calls; of oneDNN's, which are a thousand, every
+    tenth or so."""
     known, turn = known_calls(), 0
     for (name, who), places in scenario.calls.items():
         if only_who and who != only_who:
@@ -309,21 +469,27 @@ def faults_of(scenario, short, only_who):
         kind, errors = known[name]
         numbers = sorted({n for chain in places.values() for n in (chain[0], chain[-1])})
         if short:
-            # A fixed choice, with the errors in turn: one call of each kind, two in training, and of other libraries where
-            # the scenario is the first to use them.
-            numbers = sorted({numbers[len(numbers) // 5], numbers[len(numbers) * 4 // 5]})[:2 if scenario.name == "train" else 1]
+            # A fixed choice, with the errors in turn: one call of each kind, two in training, and
+            # of other libraries where the scenario is the first to use them.
+            numbers = sorted({numbers[len(numbers) // 5], numbers[len(numbers) * 4 // 5]})[
+                : 2 if scenario.name == "train" else 1
+            ]
             if who != "ours" and scenario.name not in ("train", "mnist-data", "inspect"):
                 continue
         elif who == "onednn":
-            numbers = numbers[::max(1, len(numbers) // 120)]
+            numbers = numbers[:: max(1, len(numbers) // 120)]
         for number in numbers:
             for error in [errors[turn % len(errors)]] if short else errors:
                 for plus in [("", "+")[turn // 2 % 2]] if short else ("", "+"):
                     yield f"{name}:{error}:{number}{plus}:{who}"
             turn += 1
     if scenario.goes_on and not only_who:
-        files = sum(len(n) for (name, who), places in scenario.calls.items() if known[name][0] == "FILES" and who == "ours"
-                    for n in places.values())
+        files = sum(
+            len(n)
+            for (name, who), places in scenario.calls.items()
+            if known[name][0] == "FILES" and who == "ours"
+            for n in places.values()
+        )
         for number in range(1, files + 1, max(1, files // 5) if short else 1):
             yield f"FILES:KILL:{number}:ours"
 
@@ -360,7 +526,7 @@ def main():
         rows = collections.OrderedDict()
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             for scenario in scenarios:
-                faults = list(faults_of(scenario, options.short, options.who))[::options.every]
+                faults = list(faults_of(scenario, options.short, options.who))[:: options.every]
                 row = rows[scenario.name] = collections.Counter()
 
                 def judged(fault, scenario=scenario):
@@ -368,6 +534,7 @@ def main():
                         return fault, scenario.judge(base, fault), None
                     except Wrong as wrong:
                         return fault, None, str(wrong)
+
                 for fault, status, wrong in pool.map(judged, faults):
                     row["faults"] += 1
                     if wrong is None:
@@ -375,13 +542,22 @@ def main():
                         continue
                     row["wrong"] += 1
                     wrongs.append((scenario.name, fault))
-                    print(f"     {scenario.name}: {fault}: {wrong}\n     reproduce: HALFSTEP_BUILD={BUILD} python3 {sys.argv[0]} "
-                          f"{scenario.name} {fault}", flush=True)
+                    print(
+                        f"     {scenario.name}: {fault}: {wrong}\n     reproduce:"
+                        f" HALFSTEP_BUILD={BUILD} python3 {sys.argv[0]} {scenario.name} {fault}",
+                        flush=True,
+                    )
         for name, row in rows.items():
-            print(f"| {name} | {row['faults']} | {row[0]} | {row[1]} | {row[-9]} | {row['wrong']} |")
+            print(
+                f"| {name} | {row['faults']} | {row[0]} | {row[1]} | {row[-9]} | {row['wrong']} |"
+            )
         total = sum(row["faults"] for row in rows.values())
-        print(f"{total} faults: {sum(r[0] for r in rows.values())} without effect on the results, {sum(r[1] for r in rows.values())} "
-              f"ended in a sentence, {sum(r[-9] for r in rows.values())} kills, {len(wrongs)} wrong; {time.time() - start:.0f} s")
+        print(
+            f"{total} faults: {sum(r[0] for r in rows.values())} without effect on the results,"
+            f" {sum(r[1] for r in rows.values())} ended in a sentence,"
+            f" {sum(r[-9] for r in rows.values())} kills, {len(wrongs)} wrong;"
+            f" {time.time() - start:.0f} s"
+        )
         if not total:
             print("no fault was injected")
         return 1 if wrongs or not total else 0

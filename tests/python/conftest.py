@@ -1,4 +1,6 @@
-"""What test files share: the classes under test, recipes, parameters with gradients, all bits of an optimizer. And how the tests run."""
+"""What test files share: the classes under test, recipes, parameters with gradients, all bits of an
+optimizer. And how the tests run."""
+
 import collections
 import functools
 import gc
@@ -26,16 +28,32 @@ RECIPES = {
     "sr-int4": (torch.bfloat16, {"weights": "bf16-sr", "states": "int4"}),
 }
 #: a matrix of whole blocks, one of short ones, an image kernel, a vector, a scalar, nothing at all
-SHAPES = {"body.weight": (24, 96), "head.weight": (17, 50), "conv.weight": (8, 4, 3, 3), "body.bias": (33,), "scale": (),
-          "empty": (0, 4)}
+SHAPES = {
+    "body.weight": (24, 96),
+    "head.weight": (17, 50),
+    "conv.weight": (8, 4, 3, 3),
+    "body.bias": (33,),
+    "scale": (),
+    "empty": (0, 4),
+}
 
-TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "radam": torch.optim.RAdam,
-         "rmsprop": torch.optim.RMSprop}
+TORCH = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+}
 if hasattr(torch.optim, "Muon"):
     TORCH["muon"] = torch.optim.Muon
 #: the rules that torch has, with options that use all of their states
-TORCH_OPTIONS = [("sgd", {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1}), ("adam", {"amsgrad": True}), ("adamw", {}),
-                 ("radam", {"lr": 1e-2}), ("rmsprop", {"lr": 1e-3, "momentum": 0.5, "centered": True})]
+TORCH_OPTIONS = [
+    ("sgd", {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1}),
+    ("adam", {"amsgrad": True}),
+    ("adamw", {}),
+    ("radam", {"lr": 1e-2}),
+    ("rmsprop", {"lr": 1e-3, "momentum": 0.5, "centered": True}),
+]
 
 rules = pytest.mark.parametrize("rule", RULES)
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -48,8 +66,10 @@ def class_of(rule):
 def parameters(dtype=torch.float32, shapes=None, seed=0):
     """Parameters by name, from a seed."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-            for name, shape in (shapes or SHAPES).items()}
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in (shapes or SHAPES).items()
+    }
 
 
 def twins(params):
@@ -72,7 +92,11 @@ def run(opt, params, first, last):
 def bits(tensor):
     """The bytes of a tensor's elements in the order of its indices, whatever its layout."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return (str(tensor.dtype), tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return (
+        str(tensor.dtype),
+        tuple(tensor.shape),
+        flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"",
+    )
 
 
 def plain(value):
@@ -88,7 +112,11 @@ def plain(value):
 
 def everything(opt, params=None):
     """All weights, states, counters and options of an optimizer, comparable with ==."""
-    weights = params.values() if isinstance(params, dict) else [p for g in opt.param_groups for p in g["params"]]
+    weights = (
+        params.values()
+        if isinstance(params, dict)
+        else [p for g in opt.param_groups for p in g["params"]]
+    )
     return [bits(p) for p in weights], plain(opt.state_dict())
 
 
@@ -99,18 +127,30 @@ def states(opt):
 
 def streams(opt, p):
     """What is stored for the elements of a parameter: its state without counters and the like."""
-    return {key: value for key, value in opt.state[p].items()
-            if key != "step" and key not in _layout.numbers_of(_abi.rules[opt.rule])}
+    return {
+        key: value
+        for key, value in opt.state[p].items()
+        if key != "step" and key not in _layout.numbers_of(_abi.rules[opt.rule])
+    }
 
 
 def stored(opt, p):
     """Names of the states that are stored for a parameter."""
-    return [s.name for s in _abi.rules[opt.rule].states if {s.name, s.name + ".codes"} & set(opt.state.get(p, ()))]
+    return [
+        s.name
+        for s in _abi.rules[opt.rule].states
+        if {s.name, s.name + ".codes"} & set(opt.state.get(p, ()))
+    ]
 
 
 def ids(opt):
     """The ids of all parameters that have states."""
-    return [int(opt.state[p]["id"]) % 2**64 for g in opt.param_groups for p in g["params"] if p in opt.state]
+    return [
+        int(opt.state[p]["id"]) % 2**64
+        for g in opt.param_groups
+        for p in g["params"]
+        if p in opt.state
+    ]
 
 
 def group_options(opt):
@@ -122,7 +162,9 @@ def make(rule, recipe="f32", named=True, shapes=None, seed=0, **options):
     """Parameters by name and an optimizer for them; two calls give the same bits."""
     dtype, formats = RECIPES[recipe]
     params = parameters(dtype, shapes)
-    return params, class_of(rule)(list(params.items()) if named else list(params.values()), seed=seed, **formats, **options)
+    return params, class_of(rule)(
+        list(params.items()) if named else list(params.values()), seed=seed, **formats, **options
+    )
 
 
 def saved(state_dict):
@@ -140,13 +182,20 @@ def same(a, b, params_a, params_b):
 
 def assert_close(params, others, rtol=1e-5, atol=1e-6):
     for (name, p), q in zip(params.items(), others.values()):
-        torch.testing.assert_close(p.detach(), q.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            p.detach(), q.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def network(dtype=torch.float32):
     torch.manual_seed(4)
-    return torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32), torch.nn.Tanh(),
-                               torch.nn.Linear(32, 4)).to(dtype)
+    return torch.nn.Sequential(
+        torch.nn.Linear(48, 64),
+        torch.nn.Tanh(),
+        torch.nn.Linear(64, 32),
+        torch.nn.Tanh(),
+        torch.nn.Linear(32, 4),
+    ).to(dtype)
 
 
 def batch(step, dtype=torch.float32):
@@ -171,6 +220,7 @@ def one_thread():
 def pool():
     """Up to four ranks of torch.distributed."""
     from ranks import Pool
+
     pool = Pool(4)
     yield pool
     pool.close()
@@ -184,22 +234,33 @@ def caught():
         yield found
 
 
-# ---- How tests run ----
+# ---- How tests run -------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Chooses the cases that `make test` runs of a test with several parameters: each value at least once, in turn with the values of the
-    others. The other cases of the product are marked "all". A product that a test makes itself joins the names of its values by "|"."""
+    """Chooses the cases that `make test` runs of a test with several parameters: each value at
+    least once, in turn with the values of the others. The other cases of the product are marked
+    "all". A product that a test makes itself joins the names of its values by "|".
+    """
     tests = {}
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("all"):
             tests.setdefault((item.path, item.originalname), []).append(item)
     for cases in tests.values():
-        values = {case: {(i, part) for i, name in enumerate(case.callspec._idlist) for part in name.split("|")} for case in cases}
+        values = {
+            case: {
+                (i, part)
+                for i, name in enumerate(case.callspec._idlist)
+                for part in name.split("|")
+            }
+            for case in cases
+        }
         left, uses = set().union(*values.values()), collections.Counter()
         while left:
-            case = max(values, key=lambda c: (len(values[c] & left), -sum(uses[v] for v in values[c])))
+            case = max(
+                values, key=lambda c: (len(values[c] & left), -sum(uses[v] for v in values[c]))
+            )
             chosen = values.pop(case)
             left -= chosen
             uses.update(chosen)
@@ -209,7 +270,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Gives a file's tests to one process, and all files that start ranks to the same one, so that at most one group of ranks runs at a time."""
+    """Gives a file's tests to one process, and all files that start ranks to the same one, so that
+    at most one group of ranks runs at a time."""
     from xdist.scheduler import LoadFileScheduling
 
     @functools.cache
@@ -225,7 +287,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
-    """Hides from the garbage collector what lives as long as the process, because a test on a fake GPU ends with a collection."""
+    """Hides from the garbage collector what lives as long as the process, because a test on a fake
+    GPU ends with a collection."""
     gc.collect()
     gc.freeze()
 
@@ -235,4 +298,6 @@ def pytest_runtest_makereport(item):
     """Adds the command that runs a failed test alone."""
     report = (yield).get_result()
     if report.failed:
-        report.sections.append(("reproduce", "bash tests/run_python.sh " + shlex.quote(report.nodeid)))
+        report.sections.append(
+            ("reproduce", "bash tests/run_python.sh " + shlex.quote(report.nodeid))
+        )

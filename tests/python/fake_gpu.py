@@ -1,10 +1,12 @@
-"""A GPU for the package's tests where there is none: tests/fake_cuda in the place of the driver, and tensors of torch that lie in
-its memory. To torch these are CPU tensors, so only what the package asks by halfstep._devices is different: where a tensor lies,
-the current stream, copies. What the library does on the "GPU" happens when somebody waits for its stream; what torch does happens at
-once, so tests put writes to gradients into the stream by `later()`.
+"""A GPU for the package's tests where there is none: tests/fake_cuda in the place of the driver,
+and tensors of torch that lie in its memory. To torch these are CPU tensors, so only what the
+package asks by halfstep._devices is different: where a tensor lies, the current stream, copies.
+What the library does on the "GPU" happens when somebody waits for its stream; what torch does
+happens at once, so tests put writes to gradients into the stream by `later()`.
 
 On a machine with a GPU, tests take `Real` instead: the same questions, answered by torch.cuda.
 """
+
 import contextlib
 import ctypes
 import gc
@@ -25,12 +27,20 @@ _TYPES = {"int": ctypes.c_int, "long": ctypes.c_long, "const char *": ctypes.c_c
 
 def _fields():
     """Of the structure in the header, which is the one place that lists them."""
-    with open(os.path.join(os.path.dirname(__file__), os.pardir, "fake_cuda", "fake_cuda.h")) as file:
+    with open(
+        os.path.join(os.path.dirname(__file__), os.pardir, "fake_cuda", "fake_cuda.h")
+    ) as file:
         text = re.sub(r"/\*.*?\*/", "", file.read(), flags=re.S)
     numbers = dict(re.findall(r"#define (\w+) (\w+)", text))
     names = re.search(r"enum fake_cuda_mutation \{(.*?)\}", text, re.S)[1].replace(",", " ").split()
-    for kind, declared in re.findall(r"^ *(int|long|const char \*) ?(\w[^;]*);", re.search(r"struct fake_cuda_control \{(.*?)\}", text, re.S)[1], re.M):
-        for name, room in re.findall(r"(\w+)(?:\[(\w+)\])?", re.sub(r"\s", " ", declared).replace(",", " , ")):
+    for kind, declared in re.findall(
+        r"^ *(int|long|const char \*) ?(\w[^;]*);",
+        re.search(r"struct fake_cuda_control \{(.*?)\}", text, re.S)[1],
+        re.M,
+    ):
+        for name, room in re.findall(
+            r"(\w+)(?:\[(\w+)\])?", re.sub(r"\s", " ", declared).replace(",", " , ")
+        ):
             yield name, _TYPES[kind] * names.index(numbers[room]) if room else _TYPES[kind]
 
 
@@ -53,7 +63,9 @@ def load():
 
 
 #: A process in which torch has loaded a real driver finds no other one of that name.
-needs_fake = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the fake driver cannot take its place")
+needs_fake = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU is here: the fake driver cannot take its place"
+)
 
 
 class Fake:
@@ -65,12 +77,13 @@ class Fake:
         self.blocks = []  # (address, bytes, device)
         self.streams = {0: None, 1: None}
         self.recorded, self.works, self.captured = [], [], False
-        #: copies by a Side: (bytes, whether to the GPU); and what is asked of the driver comes from one thread at a time
+        #: copies by a Side: (bytes, whether to the GPU); and what is asked of the driver comes from
+        #: one thread at a time
         self.moved, self.pins, self.lock = [], [], threading.RLock()
         #: streams: of this test, and of earlier ones; the driver has 64
         self.taken, self.spare = [], []
 
-    # ---- The driver ----
+    # ---- The driver ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def context(self, device=0):
@@ -84,7 +97,8 @@ class Fake:
                 self.driver.cuCtxPopCurrent_v2(ctypes.byref(context))
 
     def synchronize(self):
-        """Until everything on the current streams is done. What is not waited for properly on other streams is still undone."""
+        """Until everything on the current streams is done. What is not waited for properly on other
+        streams is still undone."""
         with self.context():
             for stream in self.streams.values():
                 assert not self.driver.cuStreamSynchronize(ctypes.c_void_p(stream))
@@ -96,7 +110,12 @@ class Fake:
 
     def submit(self, to, tensor, device, stream):
         """A copy in the turn of a stream."""
-        assert to.is_contiguous() and tensor.is_contiguous() and to.dtype == tensor.dtype and to.numel() == tensor.numel()
+        assert (
+            to.is_contiguous()
+            and tensor.is_contiguous()
+            and to.dtype == tensor.dtype
+            and to.numel() == tensor.numel()
+        )
         size = tensor.numel() * tensor.element_size()
         if not size:
             return
@@ -127,7 +146,8 @@ class Fake:
             assert not self.driver.cuEventSynchronize(event)
 
     def wait_for(self, ours, other, event=None):
-        """Work on the stream `ours` from now on comes after what is on `other` now, or after an event."""
+        """Work on the stream `ours` from now on comes after what is on `other` now, or after an
+        event."""
         event = event or self.event(other)
         with self.context():
             self.driver.cuStreamWaitEvent(ctypes.c_void_p(ours), event, 0)
@@ -151,7 +171,8 @@ class Fake:
 
     @contextlib.contextmanager
     def capture(self, stream):
-        """Captures the stream, which is the current one inside; yields a list that gets the replay."""
+        """Captures the stream, which is the current one inside; yields a list that gets the
+        replay."""
         graph, replays = ctypes.c_void_p(), []
         with self.on(stream):
             with self.context():
@@ -162,15 +183,18 @@ class Fake:
             finally:
                 self.captured = False
                 with self.context():
-                    ended = self.driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
+                    ended = self.driver.cuStreamEndCapture(
+                        ctypes.c_void_p(stream), ctypes.byref(graph)
+                    )
         assert not ended
 
         def replay():
             with self.context():
                 assert not self.driver.cuGraphLaunch(graph, ctypes.c_void_p(stream))
+
         replays.append(replay)
 
-    # ---- Tensors ----
+    # ---- Tensors ---------------------------------------------------------------------------------
 
     def tensor(self, values, device=0):
         """A copy of a tensor in the memory of the device."""
@@ -178,18 +202,25 @@ class Fake:
         size = max(values.numel() * values.element_size(), 1)
         address = ctypes.c_uint64()
         with self.context(device):
-            if self.driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t((size + 255) // 256 * 256)):
+            if self.driver.cuMemAlloc_v2(
+                ctypes.byref(address), ctypes.c_size_t((size + 255) // 256 * 256)
+            ):
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         self.blocks.append((address.value, size, device))
         if not values.numel():
             return values.clone()
-        made = torch.frombuffer((ctypes.c_char * size).from_address(address.value), dtype=values.dtype).view(values.shape)
+        made = torch.frombuffer(
+            (ctypes.c_char * size).from_address(address.value), dtype=values.dtype
+        ).view(values.shape)
         made.copy_(values)
         return made
 
     def model(self, model):
-        """The module with its weights, and gradients that torch makes of them, in the memory of a device. torch computes at
-        once what comes on the stream of a GPU in its turn: so who reads the weights waits for what was submitted before."""
+        """The module with its weights, and gradients that torch makes of them, in the memory of a
+        device. torch computes at once what comes on the stream of a GPU in its turn: so who reads
+        the weights waits for what was submitted before.
+        """
+
         def wait(*_):
             self.synchronize()
 
@@ -224,14 +255,28 @@ class Fake:
 
     def install(self, patch):
         for name, function in (
-                ("of", self.of), ("stream", lambda device: self.streams[device.index]), ("capturing", lambda device: self.captured),
-                ("record", lambda tensors, device: self.recorded.extend((t.data_ptr(), device) for t in tensors)),
-                ("zeros", lambda shape, dtype, device: self.place(torch.zeros(shape, dtype=dtype), device)),
-                ("clone", lambda tensor: self.like(tensor, self.read(tensor).clone())),
-                ("contiguous", lambda tensor: self.like(tensor, self.read(tensor))),
-                ("to_cpu", self.read), ("place", self.place), ("pinned", self.pinned),
-                ("is_pinned", self.is_pinned), ("wait", self.wait),
-                ("Side", lambda device: Side(self, device))):
+            ("of", self.of),
+            ("stream", lambda device: self.streams[device.index]),
+            ("capturing", lambda device: self.captured),
+            (
+                "record",
+                lambda tensors, device: self.recorded.extend(
+                    (t.data_ptr(), device) for t in tensors
+                ),
+            ),
+            (
+                "zeros",
+                lambda shape, dtype, device: self.place(torch.zeros(shape, dtype=dtype), device),
+            ),
+            ("clone", lambda tensor: self.like(tensor, self.read(tensor).clone())),
+            ("contiguous", lambda tensor: self.like(tensor, self.read(tensor))),
+            ("to_cpu", self.read),
+            ("place", self.place),
+            ("pinned", self.pinned),
+            ("is_pinned", self.is_pinned),
+            ("wait", self.wait),
+            ("Side", lambda device: Side(self, device)),
+        ):
             assert hasattr(_devices, name)
             patch.setattr(_devices, name, function)
         step = offload.CPUOffload._step_sent
@@ -239,6 +284,7 @@ class Fake:
         def alone(*arguments):  # the library asks the driver, too
             with self.lock:
                 step(*arguments)
+
         patch.setattr(offload.CPUOffload, "_step_sent", alone)
 
     def close(self):
@@ -254,7 +300,14 @@ class Fake:
         for address, _, device in self.blocks:
             with self.context(device):
                 self.driver.cuMemFree_v2(ctypes.c_uint64(address))
-        self.blocks, self.works, self.recorded, self.streams, self.moved, self.pins = [], [], [], {0: None, 1: None}, [], []
+        self.blocks, self.works, self.recorded, self.streams, self.moved, self.pins = (
+            [],
+            [],
+            [],
+            {0: None, 1: None},
+            [],
+            [],
+        )
         assert offence is None, offence
 
     @property
@@ -280,7 +333,9 @@ class Side:
     def copy(self, to, tensor):
         up = self.fake.of(to) == self.device
         host, there = (tensor, to) if up else (to, tensor)
-        assert self.fake.of(there) == self.device and any(at == host.data_ptr() for at, _, _ in self.fake.pins)
+        assert self.fake.of(there) == self.device and any(
+            at == host.data_ptr() for at, _, _ in self.fake.pins
+        )
         self.fake.moved.append((tensor.numel() * tensor.element_size(), up))
         self.fake.submit(to, tensor, self.device.index, self.stream)
         torch.autograd.graph.increment_version([to])

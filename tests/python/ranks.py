@@ -1,7 +1,10 @@
 """Several processes of torch.distributed for tests.
 
-A server is forked once for all tests, so that torch is imported once, and forks fresh ranks for every run. They leave by being killed,
-when all of them have answered: no process ever takes a group down and makes another, which crashes a thread of gloo now and then."""
+A server is forked once for all tests, so that torch is imported once, and forks fresh ranks for
+every run. They leave by being killed, when all of them have answered: no process ever takes a group
+down and makes another, which crashes a thread of gloo now and then.
+"""
+
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -15,14 +18,21 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-#: seconds; more than any test needs on a machine that is busy with other things. Ranks that hang are reported after it
+#: seconds; more than any test needs on a machine that is busy with other things. Ranks that hang
+#: are reported after it
 _TIMEOUT = 480
 
 
 def _rank(rank, size, store, function, arguments, pipe):
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=size, timeout=timedelta(seconds=_TIMEOUT // 2))
+        dist.init_process_group(
+            "gloo",
+            init_method="file://" + store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=_TIMEOUT // 2),
+        )
         answer = True, function(rank, size, *arguments)
     except BaseException:
         answer = False, traceback.format_exc()
@@ -31,9 +41,15 @@ def _rank(rank, size, store, function, arguments, pipe):
 
 
 def _serve(control, pipes):
-    """Forks the ranks of each run, says in the place of one that dies how it did, and kills them when told to."""
-    for module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.optim",
-                   "torch.distributed.tensor.parallel"):  # what every rank would import again
+    """Forks the ranks of each run, says in the place of one that dies how it did, and kills them
+    when told to."""
+    for module in (
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.optim",
+        "torch.distributed.tensor.parallel",
+    ):  # what every rank would import again
         importlib.import_module(module)
     while True:
         size, *task = control.recv()
@@ -50,7 +66,9 @@ def _serve(control, pipes):
             for pid in list(ranks):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    ranks.pop(pid).send((False, f"ended with status {os.waitstatus_to_exitcode(status)}"))
+                    ranks.pop(pid).send(
+                        (False, f"ended with status {os.waitstatus_to_exitcode(status)}")
+                    )
         control.recv()
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)
@@ -70,7 +88,8 @@ class Pool:
         self.control, self.pipes = ours[0], ours[1:]
 
     def run(self, size, function, *arguments):
-        """function(rank, size, *arguments) in `size` processes: what each returns. Raises what the first of them raised."""
+        """function(rank, size, *arguments) in `size` processes: what each returns. Raises what the
+        first of them raised."""
         answers = {}
         with tempfile.TemporaryDirectory() as folder:
             self.control.send((size, os.path.join(folder, "store"), function, arguments))
@@ -84,7 +103,14 @@ class Pool:
         if bad or waiting:
             last = {rank: text.strip().splitlines()[-1] for rank, text in bad.items()}
             hang = [rank for rank in range(size) if rank not in answers]
-            raise AssertionError("\n".join([f"of {size} ranks {hang} hang, and others failed: {last}", *list(bad.values())[:1]]))
+            raise AssertionError(
+                "\n".join(
+                    [
+                        f"of {size} ranks {hang} hang, and others failed: {last}",
+                        *list(bad.values())[:1],
+                    ]
+                )
+            )
         return [answers[rank][1] for rank in range(size)]
 
     def close(self):

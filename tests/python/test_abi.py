@@ -1,5 +1,6 @@
-"""halfstep._abi against include/halfstep.h: functions, structures, tables, errors, and what is said of a library that is
-missing or another one."""
+"""halfstep._abi against include/halfstep.h: functions, structures, tables, errors, and what is said
+of a library that is missing or another one."""
+
 import ctypes
 import math
 import os
@@ -16,9 +17,16 @@ from halfstep import _abi
 SOURCE = Path(os.environ.get("HALFSTEP_SOURCE", Path(__file__).resolve().parents[2]))
 HEADER = re.sub(r"/\*.*?\*/", "", (SOURCE / "include" / "halfstep.h").read_text(), flags=re.S)
 
-STRUCTURES = {"rule_info": _abi.RuleInfo, "format_info": _abi.FormatInfo, "hyper_info": _abi.HyperInfo,
-              "options": _abi.Options, "tensor": _abi.Tensor, "slot_info": _abi.SlotInfo, "counters": _abi.Counters,
-              "device_info": _abi.DeviceInfo}
+STRUCTURES = {
+    "rule_info": _abi.RuleInfo,
+    "format_info": _abi.FormatInfo,
+    "hyper_info": _abi.HyperInfo,
+    "options": _abi.Options,
+    "tensor": _abi.Tensor,
+    "slot_info": _abi.SlotInfo,
+    "counters": _abi.Counters,
+    "device_info": _abi.DeviceInfo,
+}
 
 compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 
@@ -26,20 +34,34 @@ compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 def declarations():
     """name -> (type of the result, types of the parameters), as written."""
     found = {}
-    for result, name, parameters in re.findall(r"HALFSTEP_API\s+([\w\s]+?[\s*]+)(halfstep_\w+)\(([^;]*)\);", HEADER):
+    for result, name, parameters in re.findall(
+        r"HALFSTEP_API\s+([\w\s]+?[\s*]+)(halfstep_\w+)\(([^;]*)\);", HEADER
+    ):
         parameters = [] if parameters.strip() == "void" else parameters.split(",")
-        found[name] = (" ".join(result.split()), [" ".join(re.sub(r"\w+$", "", p.strip()).split()) for p in parameters])
+        found[name] = (
+            " ".join(result.split()),
+            [" ".join(re.sub(r"\w+$", "", p.strip()).split()) for p in parameters],
+        )
     return found
 
 
 DECLARED = declarations()
-NUMBERS = {"int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint16_t": ctypes.c_uint16,
-           "uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64, "size_t": ctypes.c_size_t,
-           "double": ctypes.c_double, "float": ctypes.c_float}
+NUMBERS = {
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint16_t": ctypes.c_uint16,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
+    "double": ctypes.c_double,
+    "float": ctypes.c_float,
+}
 
 
 def test_the_header_was_understood():
-    # Each public function begins with the macro that makes it public, whose definitions are the two other places.
+    # Each public function begins with the macro that makes it public, whose definitions are the two
+    # other places.
     assert len(DECLARED) == len(re.findall(r"HALFSTEP_API\b", HEADER)) - 2 > 60
 
 
@@ -75,9 +97,16 @@ def c_values(folder, expressions):
     """Integers that the compiler computes from expressions over the header."""
     program = folder / "values.c"
     lines = "\n".join(f'    printf("%lld\\n", (long long)({e}));' for e in expressions)
-    program.write_text(f'#include <halfstep.h>\n#include <stdio.h>\nint main(void)\n{{\n{lines}\n    return 0;\n}}\n')
-    subprocess.run(["cc", f"-I{SOURCE / 'include'}", str(program), "-o", str(folder / "values")], check=True)
-    out = subprocess.run([str(folder / "values")], check=True, stdout=subprocess.PIPE, text=True).stdout
+    program.write_text(
+        f"#include <halfstep.h>\n#include <stdio.h>\nint main(void)\n{{\n{lines}\n    return"
+        " 0;\n}\n"
+    )
+    subprocess.run(
+        ["cc", f"-I{SOURCE / 'include'}", str(program), "-o", str(folder / "values")], check=True
+    )
+    out = subprocess.run(
+        [str(folder / "values")], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
     return [int(line) for line in out.split()]
 
 
@@ -88,9 +117,14 @@ def test_structures_have_the_compilers_layout(tmp_path):
         expressions.append(f"sizeof(halfstep_{name})")
         expected.append(ctypes.sizeof(structure))
         for field in structure._fields_:
-            expressions += [f"offsetof(halfstep_{name}, {field[0]})", f"sizeof(((halfstep_{name} *)0)->{field[0]})"]
+            expressions += [
+                f"offsetof(halfstep_{name}, {field[0]})",
+                f"sizeof(((halfstep_{name} *)0)->{field[0]})",
+            ]
             expected += [getattr(structure, field[0]).offset, getattr(structure, field[0]).size]
-    assert dict(zip(expressions, c_values(tmp_path, expressions))) == dict(zip(expressions, expected))
+    assert dict(zip(expressions, c_values(tmp_path, expressions))) == dict(
+        zip(expressions, expected)
+    )
 
 
 @compiler
@@ -98,18 +132,26 @@ def test_constants_are_the_headers(tmp_path):
     names = [n for n in dir(_abi) if re.match(r"(ERROR|ROLE|GEOMETRY|SLOT)_[A-Z]+$", n)]
     names += ["OK", "NONFINITE", "ABI", "ALL_GROUPS", "MAX_STATES"]
     assert len(names) > 20
-    assert dict(zip(names, c_values(tmp_path, ["HALFSTEP_" + n for n in names]))) == {n: getattr(_abi, n) for n in names}
+    assert dict(zip(names, c_values(tmp_path, ["HALFSTEP_" + n for n in names]))) == {
+        n: getattr(_abi, n) for n in names
+    }
 
 
 def test_the_mirror_has_every_field():
     for name, structure in STRUCTURES.items():
-        body = re.search(r"typedef struct halfstep_%s \{(.*?)\} halfstep_%s;" % (name, name), HEADER, flags=re.S).group(1)
-        declared = [re.sub(r"\[.*", "", part).split("*")[-1].split()[-1]
-                    for line in body.split(";") if line.strip() for part in line.split(",")]
+        body = re.search(
+            r"typedef struct halfstep_%s \{(.*?)\} halfstep_%s;" % (name, name), HEADER, flags=re.S
+        ).group(1)
+        declared = [
+            re.sub(r"\[.*", "", part).split("*")[-1].split()[-1]
+            for line in body.split(";")
+            if line.strip()
+            for part in line.split(",")
+        ]
         assert [f[0] for f in structure._fields_] == declared
 
 
-# ---- Tables ----
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def test_tables_are_complete():
@@ -122,16 +164,39 @@ def test_tables_are_complete():
         assert {"lr", "weight_decay", "maximize", "clip_norm"} <= set(rule.hypers)
         for hyper in rule.hypers.values():
             assert hyper.minimum <= hyper.initial <= hyper.maximum and hyper.title
-            assert not hyper.switch or hyper.initial in (0, 1) and (hyper.minimum, hyper.maximum) == (0, 1)
+            assert (
+                not hyper.switch
+                or hyper.initial in (0, 1)
+                and (hyper.minimum, hyper.maximum) == (0, 1)
+            )
     assert len({r.label for r in _abi.rules.values()}) == len(_abi.rules)
     adamw = _abi.rules["adamw"]
-    assert (adamw.label, adamw.decay, adamw.accumulates, adamw.matrix) == ("AdamW", "decoupled", True, False)
+    assert (adamw.label, adamw.decay, adamw.accumulates, adamw.matrix) == (
+        "AdamW",
+        "decoupled",
+        True,
+        False,
+    )
     assert [s.name for s in adamw.states] == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
-    assert [h.name for h in adamw.hypers.values() if h.switch] == ["maximize", "cautious", "amsgrad"]
-    assert [h.name for h in adamw.hypers.values() if h.per_optimizer] == ["gradient_scale", "clip_norm"]
+    assert [h.name for h in adamw.hypers.values() if h.switch] == [
+        "maximize",
+        "cautious",
+        "amsgrad",
+    ]
+    assert [h.name for h in adamw.hypers.values() if h.per_optimizer] == [
+        "gradient_scale",
+        "clip_norm",
+    ]
     assert adamw.hypers["beta1"].exclusive_maximum and not adamw.hypers["eps"].exclusive_maximum
-    assert _abi.rules["lamb"].scalars == ["weight_norm", "update_norm", "trust_ratio"] and _abi.rules["lamb"].two_pass
-    assert _abi.rules["muon"].matrix and _abi.rules["ema"].raw_gradient and _abi.rules["schedulefree"].average
+    assert (
+        _abi.rules["lamb"].scalars == ["weight_norm", "update_norm", "trust_ratio"]
+        and _abi.rules["lamb"].two_pass
+    )
+    assert (
+        _abi.rules["muon"].matrix
+        and _abi.rules["ema"].raw_gradient
+        and _abi.rules["schedulefree"].average
+    )
 
 
 def test_formats_tell_their_bytes():
@@ -153,10 +218,16 @@ def test_choices():
 
 def test_names_and_recipes():
     assert _abi.version() == ".".join(re.findall(r"#define HALFSTEP_VERSION_[A-Z]+ +(\d+)", HEADER))
-    assert _abi.name_id("layer.weight") == 0x3E70BD8E9D8D95BA and _abi.name_id("Größe") != _abi.name_id("Groesse")
+    assert _abi.name_id("layer.weight") == 0x3E70BD8E9D8D95BA and _abi.name_id(
+        "Größe"
+    ) != _abi.name_id("Groesse")
     assert _abi.recipe_full("adamw/bf16-sr/int8") == "adamw/bf16-sr/int8"
     assert _abi.recipe_full("adan") == "adan/f32/f32"
-    assert _abi.recipe_bytes("adamw/bf16-kahan/int8", 2, 64, 64) == (8192, 8192, 2 * (4096 + 64 * 64 // 32 * 2))
+    assert _abi.recipe_bytes("adamw/bf16-kahan/int8", 2, 64, 64) == (
+        8192,
+        8192,
+        2 * (4096 + 64 * 64 // 32 * 2),
+    )
     for wrong in ("adamx", "adamw/bf17", "adamw/bf16/int8/int8", "", "adamw/int8"):
         with pytest.raises(_abi.HalfstepError, match=re.escape(f"'{wrong}'")) as caught:
             _abi.recipe_full(wrong)
@@ -165,7 +236,7 @@ def test_names_and_recipes():
         _abi.recipe_bytes("adamw", 2, -1, 4)
 
 
-# ---- Calls and errors ----
+# ---- Calls and errors ----------------------------------------------------------------------------
 
 
 class Handle:
@@ -173,9 +244,16 @@ class Handle:
 
     def __init__(self, recipe="adamw", elements=8):
         self.o, self.group, self.tensor = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32()
-        self.call("create", ctypes.byref(_abi.Options.new(threads=1, seed=5)), ctypes.byref(self.o), handle=False)
+        self.call(
+            "create",
+            ctypes.byref(_abi.Options.new(threads=1, seed=5)),
+            ctypes.byref(self.o),
+            handle=False,
+        )
         self.call("add_group", recipe.encode(), ctypes.byref(self.group))
-        tensor = _abi.Tensor.new(group=self.group.value, name=b"w", ndim=1, rows=elements, row_length=1, gradient=b"f32")
+        tensor = _abi.Tensor.new(
+            group=self.group.value, name=b"w", ndim=1, rows=elements, row_length=1, gradient=b"f32"
+        )
         self.call("add_tensor", ctypes.byref(tensor), ctypes.byref(self.tensor))
 
     def call(self, name, *arguments, handle=True):
@@ -191,7 +269,13 @@ class Handle:
 
 def test_a_step_through_the_mirror_is_adamw():
     with Handle() as h:
-        for name, value in (("lr", 0.125), ("weight_decay", 0.5), ("beta1", 0.75), ("beta2", 0.5), ("eps", 0.0)):
+        for name, value in (
+            ("lr", 0.125),
+            ("weight_decay", 0.5),
+            ("beta1", 0.75),
+            ("beta2", 0.5),
+            ("eps", 0.0),
+        ):
             h.call("set_hyper", h.group, name.encode(), value)
         h.call("allocate_states")
         step = ctypes.c_float(-1)
@@ -202,7 +286,9 @@ def test_a_step_through_the_mirror_is_adamw():
         h.call("step", *pointers)
         assert step.value == 1
         # The first debiased step is the sign of the gradient.
-        assert list(weight) == pytest.approx([i - 0.125 * (-1) ** i - 0.0625 * i for i in range(8)], abs=1e-6)
+        assert list(weight) == pytest.approx(
+            [i - 0.125 * (-1) ** i - 0.0625 * i for i in range(8)], abs=1e-6
+        )
 
         info = _abi.SlotInfo.new()
         h.call("get_slot_info", h.tensor, _abi.SLOT_STATE, ctypes.byref(info))
@@ -217,7 +303,11 @@ def test_a_step_through_the_mirror_is_adamw():
         gradient[3] = math.nan
         before = list(weight)
         assert _abi.lib.halfstep_step(h.o, *pointers) == _abi.NONFINITE
-        assert list(weight) == before and _abi.lib.halfstep_nonfinite_tensor(h.o) == b"w" and step.value == 1
+        assert (
+            list(weight) == before
+            and _abi.lib.halfstep_nonfinite_tensor(h.o) == b"w"
+            and step.value == 1
+        )
 
 
 def test_a_host_can_lend_its_threads():
@@ -233,12 +323,19 @@ def test_a_host_can_lend_its_threads():
     _abi.check(_abi.lib.halfstep_create(ctypes.byref(_abi.Options.new(run=run)), ctypes.byref(o)))
     _abi.check(_abi.lib.halfstep_add_group(o, b"sgd", ctypes.byref(group)), o)
     n = 1 << 18
-    description = _abi.Tensor.new(group=group.value, name=b"w", ndim=2, rows=n // 256, row_length=256, gradient=b"f32")
+    description = _abi.Tensor.new(
+        group=group.value, name=b"w", ndim=2, rows=n // 256, row_length=256, gradient=b"f32"
+    )
     _abi.check(_abi.lib.halfstep_add_tensor(o, ctypes.byref(description), ctypes.byref(tensor)), o)
     _abi.check(_abi.lib.halfstep_set_hyper(o, group, b"lr", 0.5), o)
     _abi.check(_abi.lib.halfstep_allocate_states(o), o)
     weight, gradient = (ctypes.c_float * n)(), (ctypes.c_float * n)(*([1.0] * n))
-    _abi.check(_abi.lib.halfstep_step(o, *[(ctypes.c_void_p * 1)(ctypes.addressof(a)) for a in (weight, gradient)]), o)
+    _abi.check(
+        _abi.lib.halfstep_step(
+            o, *[(ctypes.c_void_p * 1)(ctypes.addressof(a)) for a in (weight, gradient)]
+        ),
+        o,
+    )
     assert sum(calls) > 1 and set(weight) == {-0.5}
     _abi.lib.halfstep_destroy(o)
 
@@ -248,10 +345,22 @@ def test_numbers_out_of_bounds_are_value_errors(rule):
     with Handle(rule) as h:
         for hyper in _abi.rules[rule].hypers.values():
             group = _abi.ALL_GROUPS if hyper.per_optimizer else h.group
-            wrong = [math.nan, math.inf, -math.inf, math.nextafter(hyper.minimum, -math.inf),
-                     hyper.maximum if hyper.exclusive_maximum else math.nextafter(hyper.maximum, math.inf)]
-            right = [hyper.minimum, hyper.initial,
-                     math.nextafter(hyper.maximum, 0) if hyper.exclusive_maximum else hyper.maximum]
+            wrong = [
+                math.nan,
+                math.inf,
+                -math.inf,
+                math.nextafter(hyper.minimum, -math.inf),
+                (
+                    hyper.maximum
+                    if hyper.exclusive_maximum
+                    else math.nextafter(hyper.maximum, math.inf)
+                ),
+            ]
+            right = [
+                hyper.minimum,
+                hyper.initial,
+                math.nextafter(hyper.maximum, 0) if hyper.exclusive_maximum else hyper.maximum,
+            ]
             if hyper.name == "cautious" and not _abi.rules[rule].cautious:
                 right = [0.0]
                 with pytest.raises(ValueError, match=f"{rule} cannot be cautious: ") as caught:
@@ -270,8 +379,14 @@ def test_numbers_out_of_bounds_are_value_errors(rule):
 
 
 def test_errors_have_the_promised_classes():
-    for code in (_abi.ERROR_ARGUMENT, _abi.ERROR_NAME, _abi.ERROR_RANGE, _abi.ERROR_SHAPE, _abi.ERROR_DUPLICATE,
-                 _abi.ERROR_UNSUPPORTED):
+    for code in (
+        _abi.ERROR_ARGUMENT,
+        _abi.ERROR_NAME,
+        _abi.ERROR_RANGE,
+        _abi.ERROR_SHAPE,
+        _abi.ERROR_DUPLICATE,
+        _abi.ERROR_UNSUPPORTED,
+    ):
         with pytest.raises(ValueError) as caught:
             _abi.check(code)
         assert isinstance(caught.value, _abi.HalfstepError) and caught.value.code == code
@@ -288,31 +403,47 @@ def test_errors_have_the_promised_classes():
 
 def test_errors_survive_pickling():
     import pickle
+
     error = pickle.loads(pickle.dumps(_abi.HalfstepValueError("text", _abi.ERROR_NAME)))
-    assert (str(error), error.code, type(error)) == ("text", _abi.ERROR_NAME, _abi.HalfstepValueError)
+    assert (str(error), error.code, type(error)) == (
+        "text",
+        _abi.ERROR_NAME,
+        _abi.HalfstepValueError,
+    )
 
 
-# ---- Libraries that are not the right one ----
+# ---- Libraries that are not the right one --------------------------------------------------------
 
 
 def load(library):
-    """What importing says with that library: "" or the exception. In a process of its own, without torch."""
+    """What importing says with that library: "" or the exception. In a process of its own, without
+    torch."""
     file = Path(_abi.__file__)
-    program = ("import importlib.util, sys\n"
-               f"spec = importlib.util.spec_from_file_location('abi', {str(file)!r})\n"
-               "module = importlib.util.module_from_spec(spec)\n"
-               "sys.modules['abi'] = module\n"
-               "try:\n    spec.loader.exec_module(module)\n"
-               "except ImportError as error:\n    print(error)\n"
-               "assert 'torch' not in sys.modules\n")
+    program = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('abi', {str(file)!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['abi'] = module\n"
+        "try:\n    spec.loader.exec_module(module)\n"
+        "except ImportError as error:\n    print(error)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
     environment = {**os.environ, "HALFSTEP_LIBRARY": str(library)}
-    return subprocess.run([sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE,
-                          text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.strip()
 
 
 def make_library(folder, text):
     (folder / "other.c").write_text(text)
-    subprocess.run(["cc", "-shared", "-fPIC", str(folder / "other.c"), "-o", str(folder / "other.so")], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", str(folder / "other.c"), "-o", str(folder / "other.so")],
+        check=True,
+    )
     return folder / "other.so"
 
 
@@ -324,13 +455,21 @@ def test_the_environment_names_the_library(tmp_path):
 
 def test_a_missing_library(tmp_path):
     said = load(tmp_path / "nothing.so")
-    assert str(tmp_path / "nothing.so") in said and "does not exist" in said and "HALFSTEP_LIBRARY" in said
+    assert (
+        str(tmp_path / "nothing.so") in said
+        and "does not exist" in said
+        and "HALFSTEP_LIBRARY" in said
+    )
 
 
 def test_a_file_that_is_no_library(tmp_path):
     (tmp_path / "text.so").write_text("no library")
     said = load(tmp_path / "text.so")
-    assert str(tmp_path / "text.so") in said and "cannot be loaded" in said and "HALFSTEP_LIBRARY" in said
+    assert (
+        str(tmp_path / "text.so") in said
+        and "cannot be loaded" in said
+        and "HALFSTEP_LIBRARY" in said
+    )
 
 
 @compiler
@@ -353,5 +492,10 @@ def test_an_older_library_of_the_same_abi(tmp_path):
 
 def test_the_package_raises_it_too(tmp_path):
     environment = {**os.environ, "HALFSTEP_LIBRARY": str(tmp_path / "nothing.so")}
-    done = subprocess.run([sys.executable, "-c", "import halfstep"], env=environment, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import halfstep"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert done.returncode and "ImportError: halfstep: the shared library" in done.stderr

@@ -1,4 +1,5 @@
 """Harmless things in any order between steps leave the bits alone."""
+
 import copy
 import math
 import pickle
@@ -6,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-
 from conftest import RECIPES, RULES, bits, make, run, saved, set_gradients, states, stored, twins
+
 from halfstep import _abi
 
 
@@ -28,7 +29,9 @@ def disturb(kind, opt, params, generator):
         return pickle.loads(pickle.dumps((opt, params)))
     elif kind == "new optimizer":
         fresh = twins(params)
-        other = type(opt)(list(fresh.items()), weights=opt.defaults["weights"], states=opt.defaults["states"])
+        other = type(opt)(
+            list(fresh.items()), weights=opt.defaults["weights"], states=opt.defaults["states"]
+        )
         other.load_state_dict(saved(opt.state_dict()))
         return other, fresh
     elif kind == "move weights":
@@ -77,14 +80,29 @@ def disturb(kind, opt, params, generator):
     return opt, params
 
 
-DISTURBANCES = ["inspect", "save and load", "deepcopy", "pickle", "new optimizer", "move weights", "turn weights",
-                "move states", "no gradients", "not finite", "lr there and back", "release there and back", "threads",
-                "refused options", "another group"]
+DISTURBANCES = [
+    "inspect",
+    "save and load",
+    "deepcopy",
+    "pickle",
+    "new optimizer",
+    "move weights",
+    "turn weights",
+    "move states",
+    "no gradients",
+    "not finite",
+    "lr there and back",
+    "release there and back",
+    "threads",
+    "refused options",
+    "another group",
+]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_order_of_harmless_things(seed):
-    """Steps by step(), by step_param() and in backward, between things that users do: the bits of plain steps."""
+    """Steps by step(), by step_param() and in backward, between things that users do: the bits of
+    plain steps."""
     generator = torch.Generator().manual_seed(seed)
 
     def one_of(values):
@@ -120,5 +138,9 @@ def test_any_order_of_harmless_things(seed):
             opt.step()
             opt.remove_gradient_release()
         run(reference, others, step, step + 1)
-        assert [bits(p) for p in params.values()] == [bits(p) for p in others.values()], (rule, recipe, done)
+        assert [bits(p) for p in params.values()] == [bits(p) for p in others.values()], (
+            rule,
+            recipe,
+            done,
+        )
         assert states(opt) == states(reference), (rule, recipe, done)

@@ -1,15 +1,17 @@
-"""Files that are wrong: a Python exception, and the optimizer as it was; and reading what is not there."""
+"""Files that are wrong: a Python exception, and the optimizer as it was; and reading what is not
+there."""
+
 import copy
 import io
 import math
 
 import pytest
 import torch
+from conftest import bits, everything, parameters, run, set_gradients, twins
+from test_errors import sound
 
 import halfstep
-from conftest import bits, everything, parameters, run, set_gradients, twins
 from halfstep import _abi, _layout
-from test_errors import sound
 
 
 def altered(change):
@@ -17,12 +19,14 @@ def altered(change):
         file = copy.deepcopy(file)
         change(file)
         return file
+
     return make
 
 
 def first_state(key, value):
     def change(file):
         file["state"][0][key] = value
+
     return altered(change)
 
 
@@ -33,13 +37,19 @@ BAD_FILES = {
     "no states": altered(lambda f: f.pop("state")),
     "a short state": first_state("exp_avg.codes", torch.zeros(3, dtype=torch.int8)),
     "a long state": first_state("exp_avg.codes", torch.zeros(25, 96, dtype=torch.int8)),
-    "a state of another dtype": first_state("exp_avg.codes", torch.zeros(24, 96, dtype=torch.float64)),
-    "scales of another shape": first_state("exp_avg.scale", torch.zeros(24, 4, dtype=torch.bfloat16)),
+    "a state of another dtype": first_state(
+        "exp_avg.codes", torch.zeros(24, 96, dtype=torch.float64)
+    ),
+    "scales of another shape": first_state(
+        "exp_avg.scale", torch.zeros(24, 4, dtype=torch.bfloat16)
+    ),
     "a number for a state": first_state("exp_avg.codes", 3.0),
     "a negative learning rate": altered(lambda f: f["param_groups"][0].update(lr=-1.0)),
     "betas out of bounds": altered(lambda f: f["param_groups"][0].update(betas=(0.9, 1.5))),
     "an unknown recipe": first_state("recipe", torch.tensor(99)),
-    "another rule": first_state("recipe", torch.tensor(_layout.pack_recipe("lion/bf16-sr/bf16-sr"))),
+    "another rule": first_state(
+        "recipe", torch.tensor(_layout.pack_recipe("lion/bf16-sr/bf16-sr"))
+    ),
     "a negative step": first_state("step", torch.tensor(-3.0)),
     "not even a dictionary": lambda file: [1, 2],
 }
@@ -84,6 +94,7 @@ def test_truncated_and_foreign_safetensors(tmp_path):
     with pytest.raises(ValueError, match="adamw"):
         other.load_safetensors(path)
     from safetensors.torch import save_file
+
     save_file({"a": torch.ones(3)}, path)
     with pytest.raises(ValueError):
         opt.load_safetensors(path)
@@ -99,12 +110,17 @@ def test_reading_what_is_not_there():
     opt = halfstep.AdamW(list(params.items()), **options)
     run(opt, params, 0, 1)
     stranger = torch.nn.Parameter(torch.ones(3))
-    for call in (lambda: opt.read_state(stranger, "exp_avg"), lambda: opt.recipe(stranger),
-                 lambda: opt.write_state(stranger, "exp_avg", torch.ones(3)), lambda: opt.scalar(stranger, "x"),
-                 lambda: opt.read_state(params["scale"], "no_such"), lambda: opt.scalar(params["scale"], "no_such"),
-                 lambda: opt.write_weight(params["body.weight"], torch.ones(5)),
-                 lambda: opt.write_state(params["body.weight"], "exp_avg", torch.full((24, 96), math.nan)),
-                 lambda: opt.write_state(params["body.weight"], "exp_avg_sq", torch.full((24, 96), -1.0))):
+    for call in (
+        lambda: opt.read_state(stranger, "exp_avg"),
+        lambda: opt.recipe(stranger),
+        lambda: opt.write_state(stranger, "exp_avg", torch.ones(3)),
+        lambda: opt.scalar(stranger, "x"),
+        lambda: opt.read_state(params["scale"], "no_such"),
+        lambda: opt.scalar(params["scale"], "no_such"),
+        lambda: opt.write_weight(params["body.weight"], torch.ones(5)),
+        lambda: opt.write_state(params["body.weight"], "exp_avg", torch.full((24, 96), math.nan)),
+        lambda: opt.write_state(params["body.weight"], "exp_avg_sq", torch.full((24, 96), -1.0)),
+    ):
         before = everything(opt, params)
         with pytest.raises((ValueError, KeyError)):
             call()
@@ -121,8 +137,15 @@ def test_errors_of_the_library_are_of_both_kinds():
 def test_files_that_torch_saves_hold_nothing_odd():
     """Only what weights_only loading admits, even with every option set."""
     params, options = sound()
-    opt = halfstep.AdamW(list(params.items()), clip_norm=1.0, scan="per-tensor", generator="philox7", seed=3, fused=True,
-                         **options)
+    opt = halfstep.AdamW(
+        list(params.items()),
+        clip_norm=1.0,
+        scan="per-tensor",
+        generator="philox7",
+        seed=3,
+        fused=True,
+        **options,
+    )
     run(opt, params, 0, 1)
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)

@@ -1,4 +1,6 @@
-"""States that no training leaves, found when they are loaded: an error that names the parameter, and nothing changed."""
+"""States that no training leaves, found when they are loaded: an error that names the parameter,
+and nothing changed."""
+
 import copy
 import math
 import os
@@ -7,9 +9,9 @@ import threading
 
 import pytest
 import torch
+from conftest import bits, class_of, everything, parameters, run, saved, set_gradients, twins
 
 import halfstep
-from conftest import bits, class_of, everything, parameters, run, saved, set_gradients, twins
 from halfstep import _abi, _layout
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -17,11 +19,17 @@ safetensors = pytest.importorskip("safetensors.torch")
 BF = torch.bfloat16
 SHAPES = {"first": (8, 256), "matrix": (24, 256), "vector": (33,)}
 #: rule, dtype, options; all have a state of every kind in "matrix"
-KINDS = {"f32": ("adamw", torch.float32, {}), "int8": ("adamw", BF, {"weights": "bf16-kahan", "states": "int8"}),
-         "fp8": ("adamw", BF, {"states": "fp8"}), "int4": ("adamw", BF, {"states": "int4"}),
-         "dyn8": ("adamw", BF, {"states": "dyn8"}), "bf16": ("adamw", BF, {"weights": "bf16-ecc8", "states": "bf16-kahan+f32"}),
-         "schedulefree": ("schedulefree", BF, {"weights": "bf16-kahan"}),
-         "adamw-delayed": ("adamw-delayed", BF, {"weight_decay": 0.5}), "lamb": ("lamb", BF, {})}
+KINDS = {
+    "f32": ("adamw", torch.float32, {}),
+    "int8": ("adamw", BF, {"weights": "bf16-kahan", "states": "int8"}),
+    "fp8": ("adamw", BF, {"states": "fp8"}),
+    "int4": ("adamw", BF, {"states": "int4"}),
+    "dyn8": ("adamw", BF, {"states": "dyn8"}),
+    "bf16": ("adamw", BF, {"weights": "bf16-ecc8", "states": "bf16-kahan+f32"}),
+    "schedulefree": ("schedulefree", BF, {"weights": "bf16-kahan"}),
+    "adamw-delayed": ("adamw-delayed", BF, {"weight_decay": 0.5}),
+    "lamb": ("lamb", BF, {}),
+}
 NAN, INF = math.nan, math.inf
 
 
@@ -34,7 +42,8 @@ def trained(kind, steps=2, seed=0):
 
 
 def refused(kind, change, match="matrix", warm=2):
-    """The change makes the file of an optimizer one that another refuses, and stays as it was; unchanged, it is taken."""
+    """The change makes the file of an optimizer one that another refuses, and stays as it was;
+    unchanged, it is taken."""
     _, writer = trained(kind)
     good = saved(writer.state_dict())
     bad = copy.deepcopy(good)
@@ -50,7 +59,9 @@ def refused(kind, change, match="matrix", warm=2):
 
 
 def of_matrix(key, value):
-    """Puts something into the state of the second parameter: a value, a function of what is there, or nothing (drops it)."""
+    """Puts something into the state of the second parameter: a value, a function of what is there,
+    or nothing (drops it)."""
+
     def change(file):
         state = file["state"][1]
         assert key in state
@@ -58,6 +69,7 @@ def of_matrix(key, value):
             del state[key]
         else:
             state[key] = value(state[key]) if callable(value) else value
+
     return change
 
 
@@ -69,6 +81,7 @@ def with_element(value, place=(3, 40)):
         tensor = tensor.clone()
         tensor[place] = value
         return tensor
+
     return put
 
 
@@ -76,13 +89,24 @@ def with_scale(value):
     return lambda tensor: with_element(value, (3, 0) if tensor.dim() == 2 else (2,))(tensor)
 
 
-# ---- Values -------------------------------------------------------------------------------------------------------------
+# ---- Values --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("kind,key", [("f32", "exp_avg"), ("f32", "exp_avg_sq"), ("bf16", "exp_avg"), ("bf16", "exp_avg.extra"),
-                                      ("bf16", "exp_avg_sq"), ("int8", "weight.extra"), ("schedulefree", "z"),
-                                      ("schedulefree", "z.extra"), ("schedulefree", "exp_avg_sq")])
+@pytest.mark.parametrize(
+    "kind,key",
+    [
+        ("f32", "exp_avg"),
+        ("f32", "exp_avg_sq"),
+        ("bf16", "exp_avg"),
+        ("bf16", "exp_avg.extra"),
+        ("bf16", "exp_avg_sq"),
+        ("int8", "weight.extra"),
+        ("schedulefree", "z"),
+        ("schedulefree", "z.extra"),
+        ("schedulefree", "exp_avg_sq"),
+    ],
+)
 def test_values_that_are_not_finite(kind, key, value):
     refused(kind, of_matrix(key, with_element(value)), f"{key}.*matrix.*not finite")
 
@@ -102,11 +126,13 @@ def test_scales(kind, key, value):
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_scales_that_let_codes_overflow(kind):
     """Finite by itself, and not what is decoded with it: only the codes that are there tell."""
-    code = {"int8": 127, "fp8": 0x7e}[kind]
+    code = {"int8": 127, "fp8": 0x7E}[kind]
     for key in ("exp_avg", "exp_avg_sq"):
+
         def change(file, value=code):
             file["state"][1][key + ".scale"][3] = 3e38
             file["state"][1][key + ".codes"][3] = value
+
         refused(kind, change, f"{key}.*matrix.*not finite")
         _, opt = trained(kind)
         file = saved(opt.state_dict())
@@ -115,12 +141,24 @@ def test_scales_that_let_codes_overflow(kind):
             opt.load_state_dict(file)
 
 
-# ---- What has to be there -----------------------------------------------------------------------------------------------
+# ---- What has to be there ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind,key", [("f32", "exp_avg_sq"), ("f32", "exp_avg"), ("f32", "step"), ("int8", "exp_avg_sq.codes"),
-                                      ("int8", "exp_avg_sq.scale"), ("int8", "weight.extra"), ("int8", "step"),
-                                      ("schedulefree", "z"), ("schedulefree", "z.extra"), ("bf16", "exp_avg.extra")])
+@pytest.mark.parametrize(
+    "kind,key",
+    [
+        ("f32", "exp_avg_sq"),
+        ("f32", "exp_avg"),
+        ("f32", "step"),
+        ("int8", "exp_avg_sq.codes"),
+        ("int8", "exp_avg_sq.scale"),
+        ("int8", "weight.extra"),
+        ("int8", "step"),
+        ("schedulefree", "z"),
+        ("schedulefree", "z.extra"),
+        ("bf16", "exp_avg.extra"),
+    ],
+)
 def test_states_that_lack_something(kind, key):
     """exp_avg_sq taken for zeros moved weights by 133 instead of 0.009."""
     refused(kind, of_matrix(key, MISSING))
@@ -150,7 +188,15 @@ def test_plain_states_that_lack_something():
     run(opt, fresh, 2, 3)
 
 
-STRANGERS = {"Adamax": {}, "SGD": {"momentum": 0.9}, "Adagrad": {}, "LBFGS": {}, "Adadelta": {}, "Rprop": {}, "ASGD": {}}
+STRANGERS = {
+    "Adamax": {},
+    "SGD": {"momentum": 0.9},
+    "Adagrad": {},
+    "LBFGS": {},
+    "Adadelta": {},
+    "Rprop": {},
+    "ASGD": {},
+}
 
 
 @pytest.mark.parametrize("name", STRANGERS)
@@ -171,7 +217,13 @@ def test_states_of_other_optimizers(name, rule, named):
     opt = class_of(rule)(list(fresh.items() if named else fresh.values()))
     if rule == "lion" and name == "Adamax":
         pytest.skip("which has an exp_avg that is as good as Lion's")
-    wrong = "Invalid betas" if (name, rule) == ("Adamax", "adan") else "first" if named else "0 of group 0"
+    wrong = (
+        "Invalid betas"
+        if (name, rule) == ("Adamax", "adan")
+        else "first"
+        if named
+        else "0 of group 0"
+    )
     with pytest.raises(ValueError, match=wrong):
         opt.load_state_dict(copy.deepcopy(theirs.state_dict()))
     assert not opt.state
@@ -197,7 +249,7 @@ def test_a_momentum_that_has_not_begun():
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-# ---- Numbers ------------------------------------------------------------------------------------------------------------
+# ---- Numbers -------------------------------------------------------------------------------------
 
 COUNTS = [-1, 1.5, NAN, INF, "3", None, True, 2**63, 2**64, torch.tensor([1, 2]), torch.tensor(-1)]
 
@@ -209,8 +261,16 @@ def test_counters(key, value):
 
 
 @pytest.mark.parametrize("value", [-1, 2**63, NAN, "x", None, 0.5, -0.5, 1e300, INF])
-@pytest.mark.parametrize("kind,key", [("schedulefree", "weight_sum"), ("schedulefree", "lr_max"), ("lamb", "trust_ratio"),
-                                      ("lamb", "weight_norm"), ("adamw-delayed", "accumulated_decay")])
+@pytest.mark.parametrize(
+    "kind,key",
+    [
+        ("schedulefree", "weight_sum"),
+        ("schedulefree", "lr_max"),
+        ("lamb", "trust_ratio"),
+        ("lamb", "weight_norm"),
+        ("adamw-delayed", "accumulated_decay"),
+    ],
+)
 def test_scalars(kind, key, value):
     """What no update leaves: an accumulated decay of 2^63 would have been applied at once."""
     limits = {"weight_sum": 1e300, "lr_max": 1e6, "accumulated_decay": 1.0}
@@ -225,7 +285,9 @@ def test_scalars(kind, key, value):
         refused(kind, of_matrix(key, torch.tensor(float(value), dtype=torch.float64)))
 
 
-@pytest.mark.parametrize("value", [0, None, "x", 1.5, NAN, 2**64, torch.zeros(2, dtype=torch.int64)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [0, None, "x", 1.5, NAN, 2**64, torch.zeros(2, dtype=torch.int64)], ids=repr
+)
 def test_ids(value):
     refused("f32", of_matrix("id", value))
 
@@ -233,22 +295,35 @@ def test_ids(value):
 def test_ids_that_two_parameters_have():
     def change(file):
         file["state"][1]["id"] = file["state"][0]["id"]
+
     refused("f32", change, "first.*matrix.*same id")
 
 
 @pytest.mark.parametrize("recipe", ["lion/bf16-kahan/int8", "radam/bf16-kahan/int8"])
 def test_recipes_of_another_rule(recipe):
-    refused("int8", of_matrix("recipe", torch.tensor(_layout.pack_recipe(recipe))), f"matrix.*{recipe}.*adamw")
+    refused(
+        "int8",
+        of_matrix("recipe", torch.tensor(_layout.pack_recipe(recipe))),
+        f"matrix.*{recipe}.*adamw",
+    )
 
 
-@pytest.mark.parametrize("recipe", ["adamw/bf16-kahan/int4", "adamw/bf16-ecc8/int8", "adamw/bf16-kahan/f32"])
+@pytest.mark.parametrize(
+    "recipe", ["adamw/bf16-kahan/int4", "adamw/bf16-ecc8/int8", "adamw/bf16-kahan/f32"]
+)
 def test_recipes_of_other_tensors(recipe):
     refused("int8", of_matrix("recipe", torch.tensor(_layout.pack_recipe(recipe))))
 
 
-@pytest.mark.parametrize("key,values", [
-    ("seed", [None, "x", 1.5, NAN, True, 2**64, -2**63 - 1, [1]]), ("group_steps", [None, -1, 1.5, "3", True, 2**63]),
-    ("skipped_steps", [None, -1, 1.5, "3", True, 2**63]), ("last_norm", [None, NAN, INF, -1.0, "x", True])])
+@pytest.mark.parametrize(
+    "key,values",
+    [
+        ("seed", [None, "x", 1.5, NAN, True, 2**64, -(2**63) - 1, [1]]),
+        ("group_steps", [None, -1, 1.5, "3", True, 2**63]),
+        ("skipped_steps", [None, -1, 1.5, "3", True, 2**63]),
+        ("last_norm", [None, NAN, INF, -1.0, "x", True]),
+    ],
+)
 def test_numbers_of_groups(key, values):
     for value in values:
         refused("f32", lambda file, value=value: file["param_groups"][0].update({key: value}), key)
@@ -264,11 +339,12 @@ def test_a_state_that_is_no_dictionary(state):
     refused("f32", lambda file: file["state"].update({1: state}))
 
 
-# ---- Files --------------------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 def rewritten(path, tensors=None, metadata=None):
-    """A safetensors file with some tensors and some of the metadata replaced, or dropped where a value is None."""
+    """A safetensors file with some tensors and some of the metadata replaced, or dropped where a
+    value is None."""
     with safetensors.safe_open(path, "pt") as file:
         every, words = {k: file.get_tensor(k) for k in file.keys()}, dict(file.metadata())
     for held, changed in ((every, tensors), (words, metadata)):
@@ -287,31 +363,76 @@ def replaced(word, text):
         words = line.split()
         words[words.index(word) + 1] = text
         return " ".join(words)
+
     return change
 
 
-@pytest.mark.parametrize("kind,tensors,metadata", [
-    ("f32", {"matrix/exp_avg_sq": None}, None), ("f32", {"matrix/exp_avg_sq": with_element(NAN)}, None),
-    ("f32", {"matrix/exp_avg_sq": with_element(-1.0)}, None), ("f32", {"matrix/exp_avg": with_element(INF)}, None),
-    ("int8", {"matrix/exp_avg_sq.scale": with_scale(-1.0)}, None), ("int8", {"matrix/exp_avg": None}, None),
-    ("int8", {"matrix/weight.extra": with_element(NAN)}, None), ("fp8", {"matrix/exp_avg.scale": with_scale(INF)}, None),
-    ("int8", {"matrix/exp_avg": lambda t: t[1:].clone()}, None),
-    *(("f32", None, {"counters.matrix": change}) for change in (
-        None, "", "state_steps", "state_steps 1", "x y", replaced("state_steps", "-1"), replaced("writes", str(2**63)),
-        replaced("full_steps", "1.5"), replaced("id", "0"), replaced("id", str(2**64)), replaced("id", "x"))),
-    *(("adamw-delayed", None, {"scalars.matrix": change}) for change in (
-        "accumulated_decay", "accumulated_decay x", "accumulated_decay nan", "accumulated_decay inf",
-        f"accumulated_decay {float(2**63).hex()}", "accumulated_decay -0x1p-3", "accumulated_decay 0x1p99999")),
-    *(("int8", None, {"recipe.matrix": change}) for change in ("adamw/bf99", "x", "lion/bf16-kahan/int8",
-                                                              "adamw/bf16-kahan/int4")),
-    ("int8", {"matrix/exp_avg_sq.scale": with_scale(3e38), "matrix/exp_avg_sq": with_element(127, (3, slice(None)))}, None),
-    *(("f32", None, {"seed": text}) for text in ("x", "1.5", "", str(2**64))),
-    *(("f32", None, {"skipped_steps": text}) for text in ("x", "-1", "1.5", str(2**63))),
-    *(("f32", None, {"gradient_norm": text}) for text in ("x", "nan", "inf", "-0x1p0", "0x1p99999")),
-    *(("f32", None, {"group.0.steps": text}) for text in ("x", "-1", str(2**63))),
-    *(("f32", None, {"group.0.lr": text}) for text in ("x", "nan", "-1")),
-    ("f32", None, {"group.0.beta1": "1.5"}), ("f32", None, {"generator": "dice"}), ("f32", None, {"format": "other"}),
-    ("f32", None, {"rule": "lion"})])
+@pytest.mark.parametrize(
+    "kind,tensors,metadata",
+    [
+        ("f32", {"matrix/exp_avg_sq": None}, None),
+        ("f32", {"matrix/exp_avg_sq": with_element(NAN)}, None),
+        ("f32", {"matrix/exp_avg_sq": with_element(-1.0)}, None),
+        ("f32", {"matrix/exp_avg": with_element(INF)}, None),
+        ("int8", {"matrix/exp_avg_sq.scale": with_scale(-1.0)}, None),
+        ("int8", {"matrix/exp_avg": None}, None),
+        ("int8", {"matrix/weight.extra": with_element(NAN)}, None),
+        ("fp8", {"matrix/exp_avg.scale": with_scale(INF)}, None),
+        ("int8", {"matrix/exp_avg": lambda t: t[1:].clone()}, None),
+        *(
+            ("f32", None, {"counters.matrix": change})
+            for change in (
+                None,
+                "",
+                "state_steps",
+                "state_steps 1",
+                "x y",
+                replaced("state_steps", "-1"),
+                replaced("writes", str(2**63)),
+                replaced("full_steps", "1.5"),
+                replaced("id", "0"),
+                replaced("id", str(2**64)),
+                replaced("id", "x"),
+            )
+        ),
+        *(
+            ("adamw-delayed", None, {"scalars.matrix": change})
+            for change in (
+                "accumulated_decay",
+                "accumulated_decay x",
+                "accumulated_decay nan",
+                "accumulated_decay inf",
+                f"accumulated_decay {float(2**63).hex()}",
+                "accumulated_decay -0x1p-3",
+                "accumulated_decay 0x1p99999",
+            )
+        ),
+        *(
+            ("int8", None, {"recipe.matrix": change})
+            for change in ("adamw/bf99", "x", "lion/bf16-kahan/int8", "adamw/bf16-kahan/int4")
+        ),
+        (
+            "int8",
+            {
+                "matrix/exp_avg_sq.scale": with_scale(3e38),
+                "matrix/exp_avg_sq": with_element(127, (3, slice(None))),
+            },
+            None,
+        ),
+        *(("f32", None, {"seed": text}) for text in ("x", "1.5", "", str(2**64))),
+        *(("f32", None, {"skipped_steps": text}) for text in ("x", "-1", "1.5", str(2**63))),
+        *(
+            ("f32", None, {"gradient_norm": text})
+            for text in ("x", "nan", "inf", "-0x1p0", "0x1p99999")
+        ),
+        *(("f32", None, {"group.0.steps": text}) for text in ("x", "-1", str(2**63))),
+        *(("f32", None, {"group.0.lr": text}) for text in ("x", "nan", "-1")),
+        ("f32", None, {"group.0.beta1": "1.5"}),
+        ("f32", None, {"generator": "dice"}),
+        ("f32", None, {"format": "other"}),
+        ("f32", None, {"rule": "lion"}),
+    ],
+)
 @pytest.mark.parametrize("warm", [0, 2])
 def test_bad_safetensors(kind, tensors, metadata, warm, tmp_path):
     path = tmp_path / "o.safetensors"
@@ -332,8 +453,10 @@ def test_bad_safetensors(kind, tensors, metadata, warm, tmp_path):
 
 
 def test_loading_a_file_is_no_foreign_write(tmp_path):
-    """The weights first, into an optimizer in use: the residuals that the file brings are theirs."""
+    """The weights first, into an optimizer in use: the residuals that the file brings are
+    theirs."""
     import warnings
+
     params, writer = trained("int8", 3)
     writer.save_safetensors(tmp_path / "o")
     fresh, opt = trained("int8", 2, seed=4)
@@ -347,7 +470,7 @@ def test_loading_a_file_is_no_foreign_write(tmp_path):
     assert [bits(p) for p in fresh.values()] == [bits(p) for p in params.values()]
 
 
-# ---- Where files are written --------------------------------------------------------------------------------------------
+# ---- Where files are written ---------------------------------------------------------------------
 
 
 def mode(path):
@@ -362,7 +485,8 @@ def umask():
 
 
 def test_the_mode_of_a_file(tmp_path, umask):
-    """A new one has what the umask leaves, an old one keeps its own; 0600 was that of the temporary file."""
+    """A new one has what the umask leaves, an old one keeps its own; 0600 was that of the temporary
+    file."""
     _, opt = trained("f32")
     path = tmp_path / "o"
     opt.save_safetensors(path)
@@ -429,5 +553,17 @@ def test_library_bounds_are_those_of_the_tests():
     """The scalars of every rule are checked by the library, with its own bounds."""
     for rule in _abi.rules.values():
         for scalar in rule.scalars:
-            assert scalar in ("update_rms", "weight_rms", "weight_norm", "update_norm", "trust_ratio", "accumulated_decay", "weight_sum", "lr_max",
-                              "gradient_norm", "d", "d_max", "d_numerator")
+            assert scalar in (
+                "update_rms",
+                "weight_rms",
+                "weight_norm",
+                "update_norm",
+                "trust_ratio",
+                "accumulated_decay",
+                "weight_sum",
+                "lr_max",
+                "gradient_norm",
+                "d",
+                "d_max",
+                "d_numerator",
+            )

@@ -1,4 +1,6 @@
-"""bench/peers.py, bench/traps.py and bench/offload.py on sizes that take seconds: what they print is measured, and nobody is left out."""
+"""bench/peers.py, bench/traps.py and bench/offload.py on sizes that take seconds: what they print
+is measured, and nobody is left out."""
+
 import csv
 import json
 import math
@@ -19,26 +21,48 @@ import peers_common as common  # noqa: E402
 import traps  # noqa: E402
 
 pytestmark = pytest.mark.all
-PEERS = ("optimi", "torchao", "heavyball", "torchastic", "adamw_bf16", "deepspeed", "bitsandbytes", "flashoptim")
+PEERS = (
+    "optimi",
+    "torchao",
+    "heavyball",
+    "torchastic",
+    "adamw_bf16",
+    "deepspeed",
+    "bitsandbytes",
+    "flashoptim",
+)
 
 
 def run(script, *arguments, missing=(), status=0):
-    """The script in a process of its own in which some packages cannot be imported; what it printed."""
-    code = (f"import runpy, sys; sys.modules.update(dict.fromkeys({tuple(missing)!r})); "
-            f"sys.argv = {[script, *arguments]!r}; runpy.run_path({os.path.join(BENCH, script)!r}, run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    """The script in a process of its own in which some packages cannot be imported; what it
+    printed."""
+    code = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({tuple(missing)!r})); sys.argv ="
+        f" {[script, *arguments]!r}; runpy.run_path({os.path.join(BENCH, script)!r},"
+        " run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == status, done.stderr[-2000:]
     return done.stdout + (done.stderr if status else "")
 
 
-# ---- Without peers --------------------------------------------------------------------------------------------------------
+# ---- Without peers -------------------------------------------------------------------------------
 
 
 def test_everybody_is_listed_where_no_peer_is_installed():
     printed = run("peers.py", "--list", missing=("torch", *PEERS))
     keys = [line.split()[0] for line in printed.splitlines()]
     assert len(keys) == len(set(keys)) == len(peers.contestants())
-    for package in ("optimi", "torchao-8bit", "heavyball", "deepspeed-bf16", "bitsandbytes", "adamw/bf16-sr/int4:finite"):
+    for package in (
+        "optimi",
+        "torchao-8bit",
+        "heavyball",
+        "deepspeed-bf16",
+        "bitsandbytes",
+        "adamw/bf16-sr/int4:finite",
+    ):
         assert package in keys
 
 
@@ -54,20 +78,47 @@ def test_nobody_matches():
 
 def test_selection():
     keys = [c.key for c in common.select(peers.contestants(), "^torch$,adamw/bf16-sr/int4,kahan")]
-    assert keys == ["adamw/bf16-kahan/bf16-sr", "adamw/bf16-kahan/bf16-sr:finite", "adamw/bf16-sr/int4",
-                    "adamw/bf16-sr/int4:finite", "torch", "optimi-kahan"]
+    assert keys == [
+        "adamw/bf16-kahan/bf16-sr",
+        "adamw/bf16-kahan/bf16-sr:finite",
+        "adamw/bf16-sr/int4",
+        "adamw/bf16-sr/int4:finite",
+        "torch",
+        "optimi-kahan",
+    ]
 
 
-# ---- peers.py -------------------------------------------------------------------------------------------------------------
+# ---- peers.py ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("peers")
     only = "^torch$,^torch-bf16$,^optimi-kahan$,^adamw/f32/f32,^adamw/bf16-sr/int8$,^flashoptim$,^torchastic$"
-    text = run("peers.py", "--only", only, "--elements", "65536", "--scale", "1e-4", "--tensors", "20", "--rounds", "3",
-               "--settle", "0", "--threads", "1", "--memory-elements", "0", "--json", str(folder / "out.json"), "--csv",
-               str(folder / "out.csv"), missing=("torchastic",))
+    text = run(
+        "peers.py",
+        "--only",
+        only,
+        "--elements",
+        "65536",
+        "--scale",
+        "1e-4",
+        "--tensors",
+        "20",
+        "--rounds",
+        "3",
+        "--settle",
+        "0",
+        "--threads",
+        "1",
+        "--memory-elements",
+        "0",
+        "--json",
+        str(folder / "out.json"),
+        "--csv",
+        str(folder / "out.csv"),
+        missing=("torchastic",),
+    )
     found = json.loads((folder / "out.json").read_text())
     found["text"] = text
     found["csv"] = list(csv.DictReader((folder / "out.csv").open()))
@@ -87,23 +138,44 @@ def test_everyone_ran_or_has_a_reason(report):
     assert all(("torchastic", kind) in failed for kind in ("one", "model", "small"))
     reasons = {f["key"]: f["reason"] for f in report["failures"]}
     assert reasons["torchastic"].startswith("not installed")
-    for title in ("torchastic AdamW, all BF16, SR", "One tensor", "Tensors of a model", "Small tensors", "One flat tensor",
-                  "## Aims", "Per tensor and step"):
+    for title in (
+        "torchastic AdamW, all BF16, SR",
+        "One tensor",
+        "Tensors of a model",
+        "Small tensors",
+        "One flat tensor",
+        "## Aims",
+        "Per tensor and step",
+    ):
         assert title in report["text"]
     lines = [(row["shapes"], row["key"]) for row in report["csv"]]
-    assert len(lines) == len(set(lines)) == sum(map(len, report["results"].values())) + len(report["failures"])
+    assert (
+        len(lines)
+        == len(set(lines))
+        == sum(map(len, report["results"].values())) + len(report["failures"])
+    )
 
 
 def test_bytes_are_those_that_are_held(report):
     one = report["results"]["one"]
-    (rows, length), = peers.one_shape(65536)
+    ((rows, length),) = peers.one_shape(65536)
     _, _, states = _abi.recipe_bytes("adamw/bf16-sr/int8", 2, rows, length)
-    # Besides, each tensor has its counts, its id, its recipe and the grid of v: 52 bytes. torch has 4 for its steps.
-    assert one["adamw/bf16-sr/int8"]["bytes_of_states_per_param"] * rows * length == pytest.approx(states, abs=56)
-    assert one["torch"]["bytes_of_states_per_param"] * rows * length == pytest.approx(8 * rows * length, abs=4)
-    assert one["torch-bf16"]["bytes_of_states_per_param"] * rows * length == pytest.approx(4 * rows * length, abs=4)
+    # Besides, each tensor has its counts, its id, its recipe and the grid of v: 52 bytes. torch has
+    # 4 for its steps.
+    assert one["adamw/bf16-sr/int8"]["bytes_of_states_per_param"] * rows * length == pytest.approx(
+        states, abs=56
+    )
+    assert one["torch"]["bytes_of_states_per_param"] * rows * length == pytest.approx(
+        8 * rows * length, abs=4
+    )
+    assert one["torch-bf16"]["bytes_of_states_per_param"] * rows * length == pytest.approx(
+        4 * rows * length, abs=4
+    )
     # Ours reads gradients twice, unless told that they are finite.
-    moved = [one[key]["bytes_moved_per_param"] for key in ("torch", "adamw/f32/f32", "adamw/f32/f32:finite")]
+    moved = [
+        one[key]["bytes_moved_per_param"]
+        for key in ("torch", "adamw/f32/f32", "adamw/f32/f32:finite")
+    ]
     assert moved == pytest.approx([28, 32, 28], abs=0.01)
 
 
@@ -115,7 +187,9 @@ def test_figures_belong_together(report):
             assert row["ms"] > 0 and row["ns_per_param"] == pytest.approx(row["ms"] * 1e6 / params)
             assert 0 < row["of_stream"] < math.inf and 0 < row["to_torch"] < math.inf
             assert row["stream"] in common.Stream.forms
-    assert report["shapes"]["model"]["tensors"] == 201 and report["shapes"]["small"]["tensors"] == 20
+    assert (
+        report["shapes"]["model"]["tensors"] == 201 and report["shapes"]["small"]["tensors"] == 20
+    )
     assert report["shapes"]["flat"]["elements"] == report["shapes"]["small"]["elements"]
 
 
@@ -123,11 +197,15 @@ def test_aims_are_judged_by_what_was_measured(report):
     one = report["results"]["one"]
     by_name = {a["aim"]: a for a in report["aims"]}
     line = by_name["`adamw/bf16-sr/int8` against torch fused fp32"]
-    assert line["measured"] == pytest.approx(one["torch"]["to_torch"] / one["adamw/bf16-sr/int8"]["to_torch"])
+    assert line["measured"] == pytest.approx(
+        one["torch"]["to_torch"] / one["adamw/bf16-sr/int8"]["to_torch"]
+    )
     assert line["reached"] == (line["measured"] >= 1.0)
     cost = report["overhead"]
     assert cost["tensors"] == 20 and cost["bare_us"] > 0 and cost["torch_fused_us"] > 0
-    assert not any("deepspeed" in name.lower() for name in by_name), "no aim without its contestants"
+    assert not any("deepspeed" in name.lower() for name in by_name), (
+        "no aim without its contestants"
+    )
 
 
 def test_one_that_is_too_slow_is_given_up():
@@ -136,6 +214,7 @@ def test_one_that_is_too_slow_is_given_up():
             def step(self, closure=None):
                 while True:
                     pass
+
         return Slow(params, lr=0.1)
 
     contestant = common.Contestant("slow", "slow", "torch", "f32", slow)
@@ -152,9 +231,12 @@ def test_gradients_come_back():
                     for p in group["params"]:
                         p.grad.zero_()
                         p.grad = None
+
         return Spoiler(params, lr=0.1)
 
-    subject = common.Subject(common.Contestant("spoiler", "spoiler", "torch-optimi", "f32", spoiler), [(4, 64)])
+    subject = common.Subject(
+        common.Contestant("spoiler", "spoiler", "torch-optimi", "f32", spoiler), [(4, 64)]
+    )
     before = subject.params[0].grad.clone()
     assert before.abs().min() > 0
     peers.timed_step(subject)
@@ -169,26 +251,40 @@ def test_stream_touches_every_byte(form):
     stream.form = form
     before, read = stream.changed.clone(), stream.read.clone()
     assert stream.run() > 0
-    assert bool((stream.changed[:stream.written] != before[:stream.written]).all())
+    assert bool((stream.changed[: stream.written] != before[: stream.written]).all())
     assert torch.equal(stream.read, read)
 
 
 def test_memory_of_a_process():
-    found = json.loads(run("peers.py", "--memory-of", "torch", "--elements", str(8 * peers.MiB), "--threads", "1"))
+    found = json.loads(
+        run("peers.py", "--memory-of", "torch", "--elements", str(8 * peers.MiB), "--threads", "1")
+    )
     assert found["states_per_param"] == pytest.approx(8, abs=0.01)
     assert 7.9 < found["peak_per_param"] < 12  # torch's fused step needs nothing besides
-    failed = json.loads(run("peers.py", "--memory-of", "torchastic", "--elements", "65536", missing=("torchastic",)))
+    failed = json.loads(
+        run("peers.py", "--memory-of", "torchastic", "--elements", "65536", missing=("torchastic",))
+    )
     assert failed["error"].startswith("not installed")
 
 
-# ---- traps.py -------------------------------------------------------------------------------------------------------------
+# ---- traps.py ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     path = tmp_path_factory.mktemp("traps") / "out.json"
-    text = run("traps.py", "--short", "100", "--recipes", "adamw/f32/f32,adamw/bf16-sr/int8,adamw/bf16/bf16", "--only",
-               "^adamw/,^torch-bf16$,^flashoptim$,^torchastic$", "--json", str(path), missing=("torchastic",))
+    text = run(
+        "traps.py",
+        "--short",
+        "100",
+        "--recipes",
+        "adamw/f32/f32,adamw/bf16-sr/int8,adamw/bf16/bf16",
+        "--only",
+        "^adamw/,^torch-bf16$,^flashoptim$,^torchastic$",
+        "--json",
+        str(path),
+        missing=("torchastic",),
+    )
     return {**json.loads(path.read_text()), "text": text}
 
 
@@ -233,6 +329,7 @@ def test_every_recipe_is_measured_by_default():
 
 def altered(**changes):
     """torch's AdamW with other hyper-parameters than it is asked for: its figures must differ."""
+
     def make(params, hyper):
         hyper = {**hyper, **{name: change(hyper) for name, change in changes.items()}}
         return torch.optim.AdamW(params, **hyper, foreach=False)
@@ -240,11 +337,17 @@ def altered(**changes):
     return common.Contestant("altered", "altered", "torch", "f32", make)
 
 
-@pytest.mark.parametrize("name, contestant, expected", [
-    ("movement", altered(lr=lambda hyper: 2 * hyper["lr"]), 2),
-    ("decay", altered(lr=lambda hyper: 3 * hyper["lr"]), 3),
-    ("fall", altered(lr=lambda hyper: 0.5 * hyper["lr"]), 0.5), ("block", altered(lr=lambda hyper: 2 * hyper["lr"]), 2),
-    ("tiny", altered(lr=lambda hyper: 2 * hyper["lr"]), 2), ("tiny", altered(eps=lambda hyper: 1e-8), 0.01)])
+@pytest.mark.parametrize(
+    "name, contestant, expected",
+    [
+        ("movement", altered(lr=lambda hyper: 2 * hyper["lr"]), 2),
+        ("decay", altered(lr=lambda hyper: 3 * hyper["lr"]), 3),
+        ("fall", altered(lr=lambda hyper: 0.5 * hyper["lr"]), 0.5),
+        ("block", altered(lr=lambda hyper: 2 * hyper["lr"]), 2),
+        ("tiny", altered(lr=lambda hyper: 2 * hyper["lr"]), 2),
+        ("tiny", altered(eps=lambda hyper: 1e-8), 0.01),
+    ],
+)
 def test_figures_are_quotients(name, contestant, expected):
     trap = traps.FIGURES[name]
     found = trap(contestant, 100, False) / trap(traps.REFERENCE, 100, False)
@@ -254,12 +357,14 @@ def test_figures_are_quotients(name, contestant, expected):
 def test_resume_tells_what_is_missing(tmp_path):
     class Random(torch.optim.SGD):
         """Takes random bits from torch."""
+
         def step(self, closure=None):
             for p in self.param_groups[0]["params"]:
                 p.data.add_(torch.rand_like(p))
 
     class Forgetful(torch.optim.SGD):
         """Counts outside of its state."""
+
         count = 0
 
         def step(self, closure=None):
@@ -268,11 +373,17 @@ def test_resume_tells_what_is_missing(tmp_path):
                 p.data.add_(float(self.count))
 
     def contestant(cls):
-        return common.Contestant(cls.__name__, cls.__name__, "torch", "f32", lambda params, hyper: cls(params, lr=0.1))
+        return common.Contestant(
+            cls.__name__, cls.__name__, "torch", "f32", lambda params, hyper: cls(params, lr=0.1)
+        )
 
     group = [contestant(Random), contestant(Forgetful), traps.REFERENCE]
     traps.resume_save(group, str(tmp_path))
-    assert traps.resume_load(group, str(tmp_path)) == {"Random": "+ rng", "Forgetful": "no", "reference": "yes"}
+    assert traps.resume_load(group, str(tmp_path)) == {
+        "Random": "+ rng",
+        "Forgetful": "no",
+        "reference": "yes",
+    }
 
 
 @pytest.mark.filterwarnings("ignore:halfstep. the gradient of parameter")
@@ -284,39 +395,129 @@ def test_nan_is_counted():
 
 def test_gpu_runs_everything_on_the_processor():
     """Its columns, and bytes that follow from the formats; figures of time mean nothing here."""
-    lines = run("gpu.py", "--device", "cpu", "--elements", "2^16", "--scale", "0.001", "--rounds", "1", "--only", "adamw/bf16-sr/int8,sgd,^torch$").splitlines()
+    lines = run(
+        "gpu.py",
+        "--device",
+        "cpu",
+        "--elements",
+        "2^16",
+        "--scale",
+        "0.001",
+        "--rounds",
+        "1",
+        "--only",
+        "adamw/bf16-sr/int8,sgd,^torch$",
+    ).splitlines()
     judged = next(i for i, line in enumerate(lines) if line.startswith("| aim |"))
-    rows = [line.strip("| ").split(" | ") for line in lines[:judged] if line.startswith("| ") and "contestant" not in line]
-    assert [row[:2] for row in rows] == [[key, kind] for kind in ("one", "model") for key in
-                                         ("adamw/bf16-sr/int8:finite", "adamw/bf16-sr/int8", "sgd/bf16-sr:finite", "sgd/bf16-sr", "torch")]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in lines[:judged]
+        if line.startswith("| ") and "contestant" not in line
+    ]
+    assert [row[:2] for row in rows] == [
+        [key, kind]
+        for kind in ("one", "model")
+        for key in (
+            "adamw/bf16-sr/int8:finite",
+            "adamw/bf16-sr/int8",
+            "sgd/bf16-sr:finite",
+            "sgd/bf16-sr",
+            "torch",
+        )
+    ]
     assert [row[5] for row in rows[:5]] == ["10.25", "12.25", "6.00", "8.00", "28.00"]
     assert any(line.startswith("| one: `adamw/bf16-sr/int8` of a copy | 0.75 |") for line in lines)
-    small = run("gpu.py", "--device", "cpu", "--small", "3", "--rounds", "1", "--only", "^torch$,adamw/bf16-sr/int8")
+    small = run(
+        "gpu.py",
+        "--device",
+        "cpu",
+        "--small",
+        "3",
+        "--rounds",
+        "1",
+        "--only",
+        "^torch$,adamw/bf16-sr/int8",
+    )
     assert "us a step of the process" in small and "| torch |" in small
-    row = next(line for line in small.splitlines() if line.startswith("| adamw/bf16-sr/int8 |")).split("|")
+    row = next(
+        line for line in small.splitlines() if line.startswith("| adamw/bf16-sr/int8 |")
+    ).split("|")
     assert float(row[2]) > 0 and float(row[3]) > 0, row
 
 
 def test_gpu_judges_its_aims(tmp_path):
-    """With every recipe and peer of the list on the processor; what is not installed is no failure, what is ours is one."""
+    """With every recipe and peer of the list on the processor; what is not installed is no failure,
+    what is ours is one."""
     asked = {recipe + end for recipe in gpu.RECIPES for end in ("", ":finite")} | set(gpu.PEERS)
     assert {c.key for c in gpu.contestants()} == asked
-    assert set(gpu.SHARES) <= set(gpu.RECIPES) and set(gpu.RIVALS) <= set(gpu.RECIPES) and {r for o in gpu.RIVALS.values() for r in o} <= set(gpu.PEERS)
+    assert (
+        set(gpu.SHARES) <= set(gpu.RECIPES)
+        and set(gpu.RIVALS) <= set(gpu.RECIPES)
+        and {r for o in gpu.RIVALS.values() for r in o} <= set(gpu.PEERS)
+    )
     path = tmp_path / "out.json"
-    run("gpu.py", "--device", "cpu", "--elements", "2^16", "--shapes", "one", "--rounds", "1", "--only",
-        ",".join(f"^{key}$" for key in (*gpu.RECIPES, *(r + ":finite" for r in gpu.RECIPES), "torch", "torch-bf16", "flashoptim")), "--json", str(path),
-        missing=("flashoptim",))
+    run(
+        "gpu.py",
+        "--device",
+        "cpu",
+        "--elements",
+        "2^16",
+        "--shapes",
+        "one",
+        "--rounds",
+        "1",
+        "--only",
+        ",".join(
+            f"^{key}$"
+            for key in (
+                *gpu.RECIPES,
+                *(r + ":finite" for r in gpu.RECIPES),
+                "torch",
+                "torch-bf16",
+                "flashoptim",
+            )
+        ),
+        "--json",
+        str(path),
+        missing=("flashoptim",),
+    )
     report = json.loads(path.read_text())
-    assert {row["contestant"] for row in report["results"]} == asked - set(gpu.PEERS) | {"torch", "torch-bf16"}
+    assert {row["contestant"] for row in report["results"]} == asked - set(gpu.PEERS) | {
+        "torch",
+        "torch-bf16",
+    }
     moved = {row["contestant"]: row["bytes_per_param"] for row in report["results"]}
-    assert moved["lamb16/bf16-sr/bf16-sr:finite"] == pytest.approx(14 + 8, abs=0.05)  # its second reading
+    assert moved["lamb16/bf16-sr/bf16-sr:finite"] == pytest.approx(
+        14 + 8, abs=0.05
+    )  # its second reading
     names = {line["aim"] for line in report["aims"]}
-    assert {"one: `adamw/bf16-sr/int8` of a copy", "one: time of torch over `adamw/f32/f32`",
-            "one: time of `adamw/bf16-sr` over `adamw/bf16-sr/int4`"} <= names
+    assert {
+        "one: `adamw/bf16-sr/int8` of a copy",
+        "one: time of torch over `adamw/f32/f32`",
+        "one: time of `adamw/bf16-sr` over `adamw/bf16-sr/int4`",
+    } <= names
     assert all(line["reached"] == (line["measured"] >= line["wanted"]) for line in report["aims"])
-    row = {"shapes": "small", "contestant": "adamw/f32/f32", "us": 31.0, "bare_us": 29.0, "tensors": gpu.SMALL}
+    row = {
+        "shapes": "small",
+        "contestant": "adamw/f32/f32",
+        "us": 31.0,
+        "bare_us": 29.0,
+        "tensors": gpu.SMALL,
+    }
     assert [line["reached"] for line in gpu.aims([row])] == [False, True]
-    assert "halfstep" in run("gpu.py", "--device", "cpu", "--shapes", "one", "--elements", "2^16", "--only", "^sgd", missing=("halfstep",), status=1)
+    assert "halfstep" in run(
+        "gpu.py",
+        "--device",
+        "cpu",
+        "--shapes",
+        "one",
+        "--elements",
+        "2^16",
+        "--only",
+        "^sgd",
+        missing=("halfstep",),
+        status=1,
+    )
 
 
 def test_gpu_says_what_is_wrong():
@@ -325,16 +526,25 @@ def test_gpu_says_what_is_wrong():
     assert "gpu.py: needs torch" in run("gpu.py", missing=("torch",), status=1)
     if not torch.cuda.is_available():
         said = run("gpu.py", status=1)
-        assert "finds no GPU here" in said and ("built without CUDA" in said) == (torch.version.cuda is None), said
+        assert "finds no GPU here" in said and ("built without CUDA" in said) == (
+            torch.version.cuda is None
+        ), said
 
 
 def test_offload_copies_as_much_as_it_says():
     pytest.importorskip("torchao")
-    rows = [line.strip("| ").split(" | ") for line in run("offload.py", "--rounds", "1", "--layers", "2", "--width", "96", "--no-memory").splitlines()
-            if line.startswith("| ") and "ms a step" not in line]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in run(
+            "offload.py", "--rounds", "1", "--layers", "2", "--width", "96", "--no-memory"
+        ).splitlines()
+        if line.startswith("| ") and "ms a step" not in line
+    ]
     copied = {row[0]: (row[3], row[4]) for row in rows}
     assert len(copied) == 8 and copied.pop("plain halfstep") == ("0.00", "0.00")
-    assert all(pair == ("2.00", "2.00") for way, pair in copied.items() if way.startswith("CPUOffload"))  # torchao leaves small tensors out
+    assert all(
+        pair == ("2.00", "2.00") for way, pair in copied.items() if way.startswith("CPUOffload")
+    )  # torchao leaves small tensors out
     for way in ("StateStreaming", "StateStreaming, gradient_release"):
         assert len(set(copied[way])) == 1 and 2.0 < float(copied[way][0]) < 2.2  # states in int8
     assert all("0.00" not in pair for pair in copied.values())
@@ -342,19 +552,67 @@ def test_offload_copies_as_much_as_it_says():
 
 def test_offload_beside_the_plan_and_in_phases():
     pytest.importorskip("torchao")
-    lines = run("offload.py", "--plan", "--only", "^CPUOffload, offload", "--layers", "3", "--width", "1024").splitlines()
+    lines = run(
+        "offload.py", "--plan", "--only", "^CPUOffload, offload", "--layers", "3", "--width", "1024"
+    ).splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines[2:]]
     assert [row[0] for row in rows] == ["CPUOffload, offload_gradients"]
     for planned, measured in zip(rows[0][1::2], rows[0][2::2]):
         assert int(planned) > 0 and int(measured) > 0.8 * int(planned)
-    text = run("offload.py", "--profile", "StateStreaming", "--rounds", "1", "--layers", "2", "--width", "96")
+    text = run(
+        "offload.py",
+        "--profile",
+        "StateStreaming",
+        "--rounds",
+        "1",
+        "--layers",
+        "2",
+        "--width",
+        "96",
+    )
     assert "phase of StateStreaming" in text
-    assert [line.split(" |")[0] for line in text.splitlines()[2:5]] == ["| forward", "| backward", "| step"]
+    assert [line.split(" |")[0] for line in text.splitlines()[2:5]] == [
+        "| forward",
+        "| backward",
+        "| step",
+    ]
 
 
 def test_models_are_trained_where_there_is_no_gpu():
-    rows = run("gpu_train.py", "limit", "--device", "cpu", "--width", "64", "--depth", "2", "--heads", "4", "--context", "32", "--vocab", "256", "--steps", "3")
+    rows = run(
+        "gpu_train.py",
+        "limit",
+        "--device",
+        "cpu",
+        "--width",
+        "64",
+        "--depth",
+        "2",
+        "--heads",
+        "4",
+        "--context",
+        "32",
+        "--vocab",
+        "256",
+        "--steps",
+        "3",
+    )
     assert len([line for line in rows.splitlines() if line.endswith(" of 3 |")]) == 3
-    rows = run("gpu_train.py", "ladder", "--device", "cpu", "--context", "16", "--batch", "1", "--steps", "2", "--only", "10", "--evaluation", "1")
+    rows = run(
+        "gpu_train.py",
+        "ladder",
+        "--device",
+        "cpu",
+        "--context",
+        "16",
+        "--batch",
+        "1",
+        "--steps",
+        "2",
+        "--only",
+        "10",
+        "--evaluation",
+        "1",
+    )
     losses = [float(line.split(" | ")[4]) for line in rows.splitlines() if "adamw" in line]
     assert len(losses) == 3 and max(losses) - min(losses) < 0.01 and len(set(losses)) > 1

@@ -1,11 +1,13 @@
-"""Cautious groups: against the authors' code, and pytorch-optimizer's where it masks the same update."""
+"""Cautious groups: against the authors' code, and pytorch-optimizer's where it masks the same
+update."""
+
 import pytest
 import torch
+from conftest import RECIPES, bits, class_of, loss_of, make, network, same, set_gradients, states
+from test_new_rules import adopt_clip, check, pair
 
 import halfstep
-from conftest import RECIPES, bits, class_of, loss_of, make, network, same, set_gradients, states
 from halfstep import _abi
-from test_new_rules import adopt_clip, check, pair
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
@@ -13,7 +15,8 @@ CAUTIOUS = [rule for rule in _abi.rules if _abi.rules[rule].cautious]
 
 
 def authors_scale(update, grad):
-    """Liang et al. 2024 as their code has it today: pytorch-optimizer has numel / (sum + 1), without a bound."""
+    """Liang et al. 2024 as their code has it today: pytorch-optimizer has numel / (sum + 1),
+    without a bound."""
     mask = (update * grad > 0).to(grad.dtype)
     update.mul_(mask.div_(mask.mean().clamp_(min=1e-3)))
 
@@ -34,34 +37,54 @@ class CAdamW(torch.optim.Optimizer):
                 s["t"] += 1
                 s["m"].lerp_(p.grad, 0.1)
                 s["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
-                update = s["m"] / (1 - 0.9**s["t"])
+                update = s["m"] / (1 - 0.9 ** s["t"])
                 authors_scale(update, p.grad)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.addcdiv_(update, (s["v"] / (1 - 0.999**s["t"])).sqrt().add_(1e-8), value=-group["lr"])
+                p.addcdiv_(
+                    update, (s["v"] / (1 - 0.999 ** s["t"])).sqrt().add_(1e-8), value=-group["lr"]
+                )
 
 
 def test_adamw_is_the_authors():
     ours, theirs = pair()
-    check(halfstep.AdamW(ours.items(), lr=1e-2, weight_decay=0.1, cautious=True), ours, CAdamW(theirs.values(), 1e-2, 0.1), theirs)
+    check(
+        halfstep.AdamW(ours.items(), lr=1e-2, weight_decay=0.1, cautious=True),
+        ours,
+        CAdamW(theirs.values(), 1e-2, 0.1),
+        theirs,
+    )
 
 
-@pytest.mark.parametrize("name, rate, ours_has, theirs_has", [
-    ("Lion", 3e-3, {"weight_decay": 0.1}, {"weight_decay": 0.1, "weight_decouple": True}),
-    ("ADOPT", 1e-2, {"betas": (0.8, 0.99)}, {"betas": (0.8, 0.99), "clip_lambda": adopt_clip, "foreach": False}),
-    # alpha 0: it masks the fast average alone, and the slow one never
-    ("AdEMAMix", 1e-2, {"alpha": 0.0}, {"alpha": 0.0, "foreach": False}),
-])
+@pytest.mark.parametrize(
+    "name, rate, ours_has, theirs_has",
+    [
+        ("Lion", 3e-3, {"weight_decay": 0.1}, {"weight_decay": 0.1, "weight_decouple": True}),
+        (
+            "ADOPT",
+            1e-2,
+            {"betas": (0.8, 0.99)},
+            {"betas": (0.8, 0.99), "clip_lambda": adopt_clip, "foreach": False},
+        ),
+        # alpha 0: it masks the fast average alone, and the slow one never
+        ("AdEMAMix", 1e-2, {"alpha": 0.0}, {"alpha": 0.0, "foreach": False}),
+    ],
+)
 def test_pytorch_optimizer_s(monkeypatch, name, rate, ours_has, theirs_has):
     peer = getattr(pytorch_optimizer, name)
     monkeypatch.setattr(peer, "apply_cautious", staticmethod(authors_scale))
     ours, theirs = pair()
-    check(getattr(halfstep, name)(ours.items(), lr=rate, cautious=True, **ours_has), ours,
-          peer(theirs.values(), lr=rate, cautious=True, **theirs_has), theirs)
+    check(
+        getattr(halfstep, name)(ours.items(), lr=rate, cautious=True, **ours_has),
+        ours,
+        peer(theirs.values(), lr=rate, cautious=True, **theirs_has),
+        theirs,
+    )
 
 
 @pytest.mark.parametrize("rule", _abi.rules)
 def test_who_has_it(rule):
-    """An option of every class whose rule has a sign to compare; of others neither the class nor a group takes it."""
+    """An option of every class whose rule has a sign to compare; of others neither the class nor a
+    group takes it."""
     if _abi.rules[rule].raw_gradient:
         return
     p = torch.nn.Parameter(torch.ones(4, 40))
@@ -101,7 +124,9 @@ def test_it_is_read_at_each_step_and_saved(recipe):
 def test_release_has_the_bits_of_a_step(rule):
     dtype, formats = RECIPES["ecc8-int8"]
     model, other = network(dtype), network(dtype)
-    opt = class_of(rule)(model.named_parameters(), lr=0.01, gradient_release=True, cautious=True, seed=0, **formats)
+    opt = class_of(rule)(
+        model.named_parameters(), lr=0.01, gradient_release=True, cautious=True, seed=0, **formats
+    )
     reference = class_of(rule)(other.named_parameters(), lr=0.01, cautious=True, seed=0, **formats)
     for step in range(4):
         loss_of(model, step).backward()

@@ -1,4 +1,6 @@
-"""A checkpoint of the C trainer goes on in Python: build/halfstep makes one, load_safetensors() takes its optimizer."""
+"""A checkpoint of the C trainer goes on in Python: build/halfstep makes one, load_safetensors()
+takes its optimizer."""
+
 import os
 import subprocess
 
@@ -17,27 +19,84 @@ pytestmark = pytest.mark.skipif(not os.path.exists(PROGRAM), reason=f"{PROGRAM} 
 
 
 def same(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().flatten().view(torch.uint8),
-                                                                     b.contiguous().flatten().view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(
+            a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
+        )
+    )
 
 
-@pytest.mark.parametrize("recipe", ["adamw/f32", "adamw/bf16-ecc8/int8", "adamw/bf16-kahan/int4", "ranger/bf16-sr/int8",
-                                    "adan/bf16-sr/dyn4+dyn4+dyn4+bf16-sr", "lamb16/bf16-sr", "schedulefree/bf16-kahan"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "adamw/f32",
+        "adamw/bf16-ecc8/int8",
+        "adamw/bf16-kahan/int4",
+        "ranger/bf16-sr/int8",
+        "adan/bf16-sr/dyn4+dyn4+dyn4+bf16-sr",
+        "lamb16/bf16-sr",
+        "schedulefree/bf16-kahan",
+    ],
+)
 def test_a_checkpoint_of_the_c_trainer_goes_on(recipe, tmp_path):
     run = str(tmp_path / "run")
-    subprocess.run([PROGRAM, "train", "lm", "--data", os.path.join(ROOT, "data", "demo.txt"), "--width", "64", "--depth", "1",
-                    "--heads", "2", "--context", "32", "--batch", "2", "--steps", "5", "--threads", "1", "--val-every", "0",
-                    "--eval-batches", "1", "--sample-bytes", "0", "--lr", "3e-4", "--seed", "9", "--recipe", recipe,
-                    "--checkpoint", run], check=True, capture_output=True)
-    params = {name: torch.nn.Parameter(value) for name, value in load_file(os.path.join(run, "model.safetensors")).items()}
+    subprocess.run(
+        [
+            PROGRAM,
+            "train",
+            "lm",
+            "--data",
+            os.path.join(ROOT, "data", "demo.txt"),
+            "--width",
+            "64",
+            "--depth",
+            "1",
+            "--heads",
+            "2",
+            "--context",
+            "32",
+            "--batch",
+            "2",
+            "--steps",
+            "5",
+            "--threads",
+            "1",
+            "--val-every",
+            "0",
+            "--eval-batches",
+            "1",
+            "--sample-bytes",
+            "0",
+            "--lr",
+            "3e-4",
+            "--seed",
+            "9",
+            "--recipe",
+            recipe,
+            "--checkpoint",
+            run,
+        ],
+        check=True,
+        capture_output=True,
+    )
+    params = {
+        name: torch.nn.Parameter(value)
+        for name, value in load_file(os.path.join(run, "model.safetensors")).items()
+    }
     # The trainer's groups: matrices, which decay, and norms, which do not.
-    groups = [{"params": [(n, p) for n, p in params.items() if p.dim() > 1]},
-              {"params": [(n, p) for n, p in params.items() if p.dim() < 2]}]
+    groups = [
+        {"params": [(n, p) for n, p in params.items() if p.dim() > 1]},
+        {"params": [(n, p) for n, p in params.items() if p.dim() < 2]},
+    ]
     opt = halfstep.optimizer(recipe, groups)
     saved = os.path.join(run, "optimizer.safetensors")
     opt.load_safetensors(saved)
     assert opt.seed == 9
-    assert [g["lr"] for g in opt.param_groups] == [3e-4, 3e-4] and opt.param_groups[1]["weight_decay"] == 0.0
+    assert [g["lr"] for g in opt.param_groups] == [3e-4, 3e-4] and opt.param_groups[1][
+        "weight_decay"
+    ] == 0.0
     assert [g["group_steps"] for g in opt.param_groups] == [5, 5]
 
     again = str(tmp_path / "again.safetensors")
@@ -54,4 +113,7 @@ def test_a_checkpoint_of_the_c_trainer_goes_on(recipe, tmp_path):
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p.dtype) * 1e-3
     opt.step()
     assert all(opt.state[p]["step"] == 6 and torch.isfinite(p).all() for p in params.values())
-    assert sum(not torch.equal(a, p.detach()) for a, p in zip(before, params.values())) > len(params) / 2
+    assert (
+        sum(not torch.equal(a, p.detach()) for a, p in zip(before, params.values()))
+        > len(params) / 2
+    )

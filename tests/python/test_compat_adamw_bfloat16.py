@@ -1,4 +1,6 @@
-"""The interface of adamw_bfloat16, which no registry here offers: held to its documented signature, schedule and rule."""
+"""The interface of adamw_bfloat16, which no registry here offers: held to its documented signature,
+schedule and rule."""
+
 import copy
 import ctypes
 import inspect
@@ -8,8 +10,8 @@ import pickle
 
 import pytest
 import torch
-
 from conftest import bits, everything, parameters, run, set_gradients, streams, twins
+
 from halfstep import _abi
 from halfstep.compat import adamw_bfloat16
 from halfstep.compat.adamw_bfloat16 import LR, AdamW_BF16
@@ -24,7 +26,7 @@ def constant(lr):
     return LR(preheat_steps=1, lr=lr, decay_power=0)
 
 
-# ---- The interface ----
+# ---- The interface -------------------------------------------------------------------------------
 
 
 def test_public_names():
@@ -34,13 +36,24 @@ def test_public_names():
 def test_signatures():
     found = inspect.signature(AdamW_BF16).parameters
     assert [(p.name, p.kind) for p in found.values()] == [
-        ("params", inspect.Parameter.POSITIONAL_OR_KEYWORD), ("lr_function", inspect.Parameter.KEYWORD_ONLY),
-        ("betas", inspect.Parameter.KEYWORD_ONLY), ("eps", inspect.Parameter.KEYWORD_ONLY),
-        ("weight_decay", inspect.Parameter.KEYWORD_ONLY), ("options", inspect.Parameter.VAR_KEYWORD)]
+        ("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        ("lr_function", inspect.Parameter.KEYWORD_ONLY),
+        ("betas", inspect.Parameter.KEYWORD_ONLY),
+        ("eps", inspect.Parameter.KEYWORD_ONLY),
+        ("weight_decay", inspect.Parameter.KEYWORD_ONLY),
+        ("options", inspect.Parameter.VAR_KEYWORD),
+    ]
     assert found["lr_function"].default == LR(preheat_steps=3000, lr=1e-3, decay_power=-0.5)
-    assert [found[name].default for name in ("betas", "eps", "weight_decay")] == [(0.9, 0.999), 1e-8, 0]
+    assert [found[name].default for name in ("betas", "eps", "weight_decay")] == [
+        (0.9, 0.999),
+        1e-8,
+        0,
+    ]
     assert [(p.name, p.default) for p in inspect.signature(LR).parameters.values()] == [
-        ("preheat_steps", 3000), ("lr", 1e-3), ("decay_power", -0.5)]
+        ("preheat_steps", 3000),
+        ("lr", 1e-3),
+        ("decay_power", -0.5),
+    ]
     step = list(inspect.signature(AdamW_BF16.step).parameters.values())[1]
     assert (step.name, step.default) == ("zero_grad", False)
     assert AdamW_BF16.decay_threshold == 5e-3
@@ -59,7 +72,9 @@ def test_readme_snippet():
     no_arguments = optimizer
 
     # configure LR schedule. Use built-in scheduling opportunity
-    optimizer = AdamW_BF16(model.parameters(), lr_function=LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25))
+    optimizer = AdamW_BF16(
+        model.parameters(), lr_function=LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25)
+    )
     configured = optimizer
 
     optimizer = AdamW_BF16(model.parameters(), lr_function=LR(lr=1e-2, preheat_steps=20))
@@ -84,25 +99,43 @@ def test_readme_snippet():
     assert optimizer.recipe(model[0].weight) == "adamw-delayed/bf16-kahan/bf16-sr"
 
 
-# ---- The schedule ----
+# ---- The schedule --------------------------------------------------------------------------------
 
 
 def test_lr_has_the_published_values():
     lr = LR()
-    for step, value in ((1, 6.667e-7), (2998, 9.9967e-4), (2999, 1e-3), (3000, 9.9983e-4), (12000, 4.9998e-4)):
+    for step, value in (
+        (1, 6.667e-7),
+        (2998, 9.9967e-4),
+        (2999, 1e-3),
+        (3000, 9.9983e-4),
+        (12000, 4.9998e-4),
+    ):
         assert lr(step) == pytest.approx(value, rel=1e-4)
     assert max(range(1, 6000), key=lr) == 2999
 
 
-@pytest.mark.parametrize("lr", [LR(), LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25), LR(preheat_steps=1, decay_power=0),
-                                LR(preheat_steps=7, lr=3.0, decay_power=-1.0)], ids=str)
+@pytest.mark.parametrize(
+    "lr",
+    [
+        LR(),
+        LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25),
+        LR(preheat_steps=1, decay_power=0),
+        LR(preheat_steps=7, lr=3.0, decay_power=-1.0),
+    ],
+    ids=str,
+)
 def test_the_library_follows_lr(lr):
     handle, group, value = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_double()
     _abi.check(_abi.lib.halfstep_create(None, ctypes.byref(handle)))
     try:
         _abi.check(_abi.lib.halfstep_add_group(handle, b"adamw-delayed", ctypes.byref(group)))
         _abi.check(_abi.lib.halfstep_set_choice(handle, group, b"schedule", b"inverse-power"))
-        for name, number in ((b"lr", lr.lr), (b"warmup_steps", lr.preheat_steps), (b"power", lr.decay_power)):
+        for name, number in (
+            (b"lr", lr.lr),
+            (b"warmup_steps", lr.preheat_steps),
+            (b"power", lr.decay_power),
+        ):
             _abi.check(_abi.lib.halfstep_set_hyper(handle, group, name, float(number)))
         for step in range(1, 12001):
             _abi.check(_abi.lib.halfstep_set_group_steps(handle, group, step - 1))
@@ -113,7 +146,8 @@ def test_the_library_follows_lr(lr):
 
 
 def test_the_steps_of_an_optimizer_follow_lr():
-    """With eps far above the gradients, and a first moment without memory, a step is lr * sqrt(1 - beta2^t) * g / eps."""
+    """With eps far above the gradients, and a first moment without memory, a step is lr * sqrt(1 -
+    beta2^t) * g / eps."""
     lr = LR(preheat_steps=5, lr=0.5)
     p = torch.nn.Parameter(torch.zeros(3))
     opt = AdamW_BF16([p], lr_function=lr, betas=(0.0, 0.5), eps=1.0)
@@ -170,35 +204,42 @@ def test_a_scheduler_multiplies():
     assert moved == pytest.approx([5e-5, 5e-6, 5e-7], rel=1e-3)
 
 
-@pytest.mark.parametrize("options, error, text", [
-    ({"lr_function": lambda step: 1e-3}, TypeError, "three numbers"),
-    ({"lr_function": LR(decay_power=0.5)}, ValueError, "decay_power"),
-    ({"lr_function": LR(preheat_steps=0)}, ValueError, "preheat_steps"),
-    ({"lr_function": LR(preheat_steps=2.5)}, ValueError, "preheat_steps"),
-    ({"lr_function": LR(lr=-1.0)}, ValueError, "Invalid learning rate"),
-    ({"lr_function": LR(lr=math.nan)}, ValueError, "Invalid learning rate"),
-    ({"betas": (1.0, 0.9)}, ValueError, "Invalid beta parameter at index 0: 1.0"),
-    ({"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1: -0.1"),
-    ({"eps": -1.0}, ValueError, "Invalid epsilon value: -1.0"),
-    ({"weight_decay": -1.0}, ValueError, "Invalid weight_decay value: -1.0"),
-    ({"weights": "bf16-khan"}, ValueError, "bf16-khan"),
-])
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        ({"lr_function": lambda step: 1e-3}, TypeError, "three numbers"),
+        ({"lr_function": LR(decay_power=0.5)}, ValueError, "decay_power"),
+        ({"lr_function": LR(preheat_steps=0)}, ValueError, "preheat_steps"),
+        ({"lr_function": LR(preheat_steps=2.5)}, ValueError, "preheat_steps"),
+        ({"lr_function": LR(lr=-1.0)}, ValueError, "Invalid learning rate"),
+        ({"lr_function": LR(lr=math.nan)}, ValueError, "Invalid learning rate"),
+        ({"betas": (1.0, 0.9)}, ValueError, "Invalid beta parameter at index 0: 1.0"),
+        ({"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1: -0.1"),
+        ({"eps": -1.0}, ValueError, "Invalid epsilon value: -1.0"),
+        ({"weight_decay": -1.0}, ValueError, "Invalid weight_decay value: -1.0"),
+        ({"weights": "bf16-khan"}, ValueError, "bf16-khan"),
+    ],
+)
 def test_errors(options, error, text):
     with pytest.raises(error, match=text):
         AdamW_BF16([bf16()], **options)
 
 
-# ---- The rule ----
+# ---- The rule ------------------------------------------------------------------------------------
 
 
 def exact(weights, gradients, lr, betas, eps, steps):
     """The published rule without decay, in fp64."""
-    w, m, v = weights.double(), torch.zeros_like(weights).double(), torch.zeros_like(weights).double()
+    w, m, v = (
+        weights.double(),
+        torch.zeros_like(weights).double(),
+        torch.zeros_like(weights).double(),
+    )
     for t in range(1, steps + 1):
         g = gradients(t).double()
         m = betas[0] * m + (1 - betas[0]) * g
         v = betas[1] * v + (1 - betas[1]) * g * g
-        w = w - lr(t) * math.sqrt(1 - betas[1]**t) * m / (v.sqrt() + eps)
+        w = w - lr(t) * math.sqrt(1 - betas[1] ** t) * m / (v.sqrt() + eps)
     return w
 
 
@@ -207,7 +248,11 @@ def gradients_of(n):
 
 
 def test_trajectory_in_fp32():
-    p, gradients, lr = torch.nn.Parameter(torch.randn(500)), gradients_of(500), LR(preheat_steps=50, lr=1e-2)
+    p, gradients, lr = (
+        torch.nn.Parameter(torch.randn(500)),
+        gradients_of(500),
+        LR(preheat_steps=50, lr=1e-2),
+    )
     wanted = exact(p.detach().clone(), gradients, lr, (0.9, 0.99), 1e-6, 300)
     opt = AdamW_BF16([p], lr_function=lr, betas=(0.9, 0.99), eps=1e-6)
     for t in range(1, 301):
@@ -218,7 +263,8 @@ def test_trajectory_in_fp32():
 
 @pytest.mark.parametrize("weights", ["bf16-kahan", "bf16-ecc8", "bf16"])
 def test_small_steps_arrive(weights):
-    """lr 1e-5 on weights of 1.0, whose last place is 8e-3; nearest is the control that must fail."""
+    """lr 1e-5 on weights of 1.0, whose last place is 8e-3; nearest is the control that must
+    fail."""
     p = bf16(2048, 1.0)
     opt = AdamW_BF16([p], lr_function=constant(1e-5), betas=(0.9, 0.95), weights=weights)
     for _ in range(500):
@@ -258,10 +304,10 @@ def test_decay_threshold_is_the_class_s():
     for _ in range(50):
         opt.step()
         assert opt.scalar(p, "accumulated_decay") == 0.0
-    assert opt.read_weight(p).double().mean().item() == pytest.approx((1 - 1e-4)**50, rel=1e-4)
+    assert opt.read_weight(p).double().mean().item() == pytest.approx((1 - 1e-4) ** 50, rel=1e-4)
 
 
-# ---- step() ----
+# ---- step() --------------------------------------------------------------------------------------
 
 
 def test_zero_grad_is_in_place():
@@ -298,13 +344,16 @@ def test_closure(how):
 
     def closure():
         opt.zero_grad()
-        loss = (p.float()**2).sum()
+        loss = (p.float() ** 2).sum()
         loss.backward()
         return loss
 
-    before = (p.detach().float()**2).sum()
-    loss = {"positional": lambda: opt.step(closure), "named": lambda: opt.step(closure=closure),
-            "with zero_grad": lambda: opt.step(True, closure)}[how]()
+    before = (p.detach().float() ** 2).sum()
+    loss = {
+        "positional": lambda: opt.step(closure),
+        "named": lambda: opt.step(closure=closure),
+        "with zero_grad": lambda: opt.step(True, closure),
+    }[how]()
     assert torch.equal(loss.detach(), before)
     assert bool(p.grad.any()) == (how != "with zero_grad")
 
@@ -319,7 +368,7 @@ def test_hooks_run_once():
     assert calls == ["pre", "post"]
 
 
-# ---- Saving, and the fake step of distributed checkpoints ----
+# ---- Saving, and the fake step of distributed checkpoints ----------------------------------------
 
 
 def everything_of(opt, p):
@@ -353,7 +402,9 @@ def test_distributed_checkpoint_may_prime_a_fresh_optimizer():
     assert "0.weight" in saved["state"]
 
 
-@pytest.mark.parametrize("options", [{}, {"weights": "bf16-ecc8", "states": "int8"}], ids=["default", "ecc8-int8"])
+@pytest.mark.parametrize(
+    "options", [{}, {"weights": "bf16-ecc8", "states": "int8"}], ids=["default", "ecc8-int8"]
+)
 def test_resume_is_bit_exact(options):
     make = dict(lr_function=LR(preheat_steps=8, lr=1e-2), weight_decay=0.5, **options)
     params = parameters(torch.bfloat16)
@@ -379,26 +430,42 @@ def test_states_of_the_package_load():
     """A file as its class writes it: BF16 states, `shift`, and an LR in the group."""
     p = bf16(96)
     n = len(p)
-    state = {"step": 40.0, "exp_avg": torch.randn(n).bfloat16() * 0.01, "exp_avg_sq": torch.rand(n).bfloat16() * 1e-4,
-             "shift": torch.randn(n).bfloat16() * 1e-4, "accumulated_decay": 0.00321}
-    group = {"lr_function": LR(100, 5e-3, -0.25), "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.25, "params": [0]}
+    state = {
+        "step": 40.0,
+        "exp_avg": torch.randn(n).bfloat16() * 0.01,
+        "exp_avg_sq": torch.rand(n).bfloat16() * 1e-4,
+        "shift": torch.randn(n).bfloat16() * 1e-4,
+        "accumulated_decay": 0.00321,
+    }
+    group = {
+        "lr_function": LR(100, 5e-3, -0.25),
+        "betas": (0.8, 0.95),
+        "eps": 1e-7,
+        "weight_decay": 0.25,
+        "params": [0],
+    }
     opt = AdamW_BF16([p])
     opt.load_state_dict({"state": {0: state}, "param_groups": [group]})
     found = opt.param_groups[0]
-    assert [found[key] for key in ("lr", "preheat_steps", "decay_power", "betas", "eps", "weight_decay")] == [
-        5e-3, 100, -0.25, (0.8, 0.95), 1e-7, 0.25]
+    assert [
+        found[key] for key in ("lr", "preheat_steps", "decay_power", "betas", "eps", "weight_decay")
+    ] == [5e-3, 100, -0.25, (0.8, 0.95), 1e-7, 0.25]
     assert "lr_function" not in found
     assert bits(opt.state[p]["weight.extra"]) == bits(state["shift"])
     assert bits(opt.state[p]["exp_avg_sq"]) == bits(state["exp_avg_sq"])
-    torch.testing.assert_close(opt.read_weight(p), p.detach().float() + state["shift"].float(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        opt.read_weight(p), p.detach().float() + state["shift"].float(), rtol=0, atol=0
+    )
     g = torch.randn(n).bfloat16()
     start = opt.read_weight(p).double()
     m = 0.8 * state["exp_avg"].double() + 0.2 * g.double()
-    v = 0.95 * state["exp_avg_sq"].double() + 0.05 * g.double()**2
+    v = 0.95 * state["exp_avg_sq"].double() + 0.05 * g.double() ** 2
     wanted = start - LR(100, 5e-3, -0.25)(41) * math.sqrt(1 - 0.95**41) * m / (v.sqrt() + 1e-7)
     p.grad = g
     opt.step()
-    assert opt.scalar(p, "accumulated_decay") == pytest.approx(0.00321 + 0.25 * LR(100, 5e-3, -0.25)(41))
+    assert opt.scalar(p, "accumulated_decay") == pytest.approx(
+        0.00321 + 0.25 * LR(100, 5e-3, -0.25)(41)
+    )
     torch.testing.assert_close(opt.read_weight(p).double(), wanted, rtol=1e-4, atol=1e-5)
 
 

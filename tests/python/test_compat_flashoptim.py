@@ -1,4 +1,6 @@
-"""halfstep.compat.flashoptim against the installed flashoptim (its unfused path runs on a CPU), torch, and its README."""
+"""halfstep.compat.flashoptim against the installed flashoptim (its unfused path runs on a CPU),
+torch, and its README."""
+
 import copy
 import importlib.metadata
 import inspect
@@ -17,18 +19,29 @@ from halfstep.compat import flashoptim as ours
 theirs = pytest.importorskip("flashoptim")
 
 VARIANTS = [
-    ("FlashAdam", {}), ("FlashAdam", dict(weight_decay=0.1)), ("FlashAdamW", {}), ("FlashAdamW", dict(betas=(0.8, 0.95))),
-    ("FlashAdamW", dict(weight_decay=1e-3, decouple_lr=True)), ("FlashSGD", {}), ("FlashSGD", dict(weight_decay=0.1)),
-    ("FlashSGD", dict(momentum=0.9, dampening=0.3)), ("FlashSGD", dict(momentum=0.9, nesterov=True, weight_decay=0.1)),
-    ("FlashSGDW", dict(momentum=0.9, weight_decay=0.1)), ("FlashSGDW", dict(weight_decay=0.1)),
-    ("FlashSGDW", dict(momentum=0.9, weight_decay=1e-3, decouple_lr=True)), ("FlashLion", dict(weight_decay=0.1)),
-    ("FlashLion", dict(weight_decay=1e-3, decouple_lr=True))]
+    ("FlashAdam", {}),
+    ("FlashAdam", dict(weight_decay=0.1)),
+    ("FlashAdamW", {}),
+    ("FlashAdamW", dict(betas=(0.8, 0.95))),
+    ("FlashAdamW", dict(weight_decay=1e-3, decouple_lr=True)),
+    ("FlashSGD", {}),
+    ("FlashSGD", dict(weight_decay=0.1)),
+    ("FlashSGD", dict(momentum=0.9, dampening=0.3)),
+    ("FlashSGD", dict(momentum=0.9, nesterov=True, weight_decay=0.1)),
+    ("FlashSGDW", dict(momentum=0.9, weight_decay=0.1)),
+    ("FlashSGDW", dict(weight_decay=0.1)),
+    ("FlashSGDW", dict(momentum=0.9, weight_decay=1e-3, decouple_lr=True)),
+    ("FlashLion", dict(weight_decay=0.1)),
+    ("FlashLion", dict(weight_decay=1e-3, decouple_lr=True)),
+]
 IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in options.items())}" for name, options in VARIANTS]
 
 
 def mlp(seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 40), nn.Tanh(), nn.Linear(40, 64))
+    return nn.Sequential(
+        nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 40), nn.Tanh(), nn.Linear(40, 64)
+    )
 
 
 def low(dtype=torch.bfloat16):
@@ -59,7 +72,7 @@ def weights(opt, model):
     return flat(opt.read_weight(p) for p in model.parameters())
 
 
-# ---- Names --------------------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 
 def test_every_public_name_has_the_signature():
@@ -69,19 +82,31 @@ def test_every_public_name_has_the_signature():
         if name == "NumericsError":
             assert issubclass(mine, RuntimeError)
             continue
-        assert [(p.name, p.kind, p.default) for p in inspect.signature(mine).parameters.values()] == \
-            [(p.name, p.kind, p.default) for p in inspect.signature(judge).parameters.values()], name
-    for name in ("step", "step_param", "zero_grad", "recompute_param_stats", "get_fp32_model_state_dict",
-                 "set_fp32_model_state_dict", "state_dict", "load_state_dict"):
-        assert list(inspect.signature(getattr(ours.FlashOptimizer, name)).parameters) == \
-            list(inspect.signature(getattr(theirs.FlashOptimizer, name)).parameters), name
+        assert [
+            (p.name, p.kind, p.default) for p in inspect.signature(mine).parameters.values()
+        ] == [(p.name, p.kind, p.default) for p in inspect.signature(judge).parameters.values()], (
+            name
+        )
+    for name in (
+        "step",
+        "step_param",
+        "zero_grad",
+        "recompute_param_stats",
+        "get_fp32_model_state_dict",
+        "set_fp32_model_state_dict",
+        "state_dict",
+        "load_state_dict",
+    ):
+        assert list(inspect.signature(getattr(ours.FlashOptimizer, name)).parameters) == list(
+            inspect.signature(getattr(theirs.FlashOptimizer, name)).parameters
+        ), name
     for name, _ in VARIANTS:
         assert issubclass(getattr(ours, name), ours.FlashOptimizer)
     with pytest.raises(TypeError):
         ours.FlashOptimizer(mlp().parameters())
 
 
-# ---- Trajectories -------------------------------------------------------------------------------------------------------
+# ---- Trajectories --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, options", VARIANTS, ids=IDS)
@@ -103,11 +128,27 @@ def test_follows_the_peer_in_fp32(name, options):
     assert torch.allclose(flat(mine.parameters()), flat(judge.parameters()), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype, bits", [(torch.float32, None), (torch.bfloat16, 24), (torch.bfloat16, 32),
-                                         (torch.bfloat16, None), (torch.float16, 24), (torch.float16, 32)], ids=str)
-@pytest.mark.parametrize("name, judge, options", [
-    ("FlashAdamW", torch.optim.AdamW, {}), ("FlashAdam", torch.optim.Adam, dict(weight_decay=0.1)),
-    ("FlashSGD", torch.optim.SGD, dict(momentum=0.9, nesterov=True))], ids=["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize(
+    "dtype, bits",
+    [
+        (torch.float32, None),
+        (torch.bfloat16, 24),
+        (torch.bfloat16, 32),
+        (torch.bfloat16, None),
+        (torch.float16, 24),
+        (torch.float16, 32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "name, judge, options",
+    [
+        ("FlashAdamW", torch.optim.AdamW, {}),
+        ("FlashAdam", torch.optim.Adam, dict(weight_decay=0.1)),
+        ("FlashSGD", torch.optim.SGD, dict(momentum=0.9, nesterov=True)),
+    ],
+    ids=["AdamW", "Adam", "SGD"],
+)
 def test_follows_torch_with_8_bit_states(name, judge, options, dtype, bits):
     model = low(dtype)
     wide = copy.deepcopy(model).float()
@@ -126,26 +167,41 @@ def test_follows_torch_with_8_bit_states(name, judge, options, dtype, bits):
 
 
 def test_formats_of_each_option():
-    for dtype, bits, weight in ((torch.bfloat16, 24, "bf16-ecc8"), (torch.bfloat16, 32, "bf16-ecc16"),
-                                (torch.bfloat16, None, "bf16"), (torch.float16, 24, "f16-ecc8"),
-                                (torch.float16, 32, "f16-ecc16"), (torch.float16, None, "f16"),
-                                (torch.float32, None, "f32")):
+    for dtype, bits, weight in (
+        (torch.bfloat16, 24, "bf16-ecc8"),
+        (torch.bfloat16, 32, "bf16-ecc16"),
+        (torch.bfloat16, None, "bf16"),
+        (torch.float16, 24, "f16-ecc8"),
+        (torch.float16, 32, "f16-ecc16"),
+        (torch.float16, None, "f16"),
+        (torch.float32, None, "f32"),
+    ):
         for quantize, states in ((True, "int8"), (False, "f32")):
             model = low(dtype)
-            opt = quiet(ours.FlashAdamW, model.parameters(), master_weight_bits=bits, quantize=quantize)
+            opt = quiet(
+                ours.FlashAdamW, model.parameters(), master_weight_bits=bits, quantize=quantize
+            )
             assert opt.recipe(model[0].weight) == f"adamw/{weight}/{states}"
             assert opt.param_groups[0]["master_bytewidth"] == {None: 0, 24: 3, 32: 4}[bits]
     model = low()
-    opt = ours.FlashAdamW([{"params": model[0].parameters(), "quantize": False},
-                           {"params": model[2].parameters(), "weights": "bf16-sr"}])
-    assert opt.recipe(model[0].weight) == "adamw/bf16-ecc8/f32" and opt.recipe(model[2].weight) == "adamw/bf16-sr/int8"
+    opt = ours.FlashAdamW(
+        [
+            {"params": model[0].parameters(), "quantize": False},
+            {"params": model[2].parameters(), "weights": "bf16-sr"},
+        ]
+    )
+    assert (
+        opt.recipe(model[0].weight) == "adamw/bf16-ecc8/f32"
+        and opt.recipe(model[2].weight) == "adamw/bf16-sr/int8"
+    )
     # 7.125 bytes per parameter where all of it comes in blocks
     opt = ours.FlashAdamW([nn.Parameter(torch.randn(64, 64).bfloat16())])
     assert sum(opt.memory().values()) / 4096 == 7.125
 
 
 def test_more_master_bits_are_nearer():
-    """The peer's test: small updates, the error of the sum of 100 of them. Without codes most of them vanish."""
+    """The peer's test: small updates, the error of the sum of 100 of them. Without codes most of
+    them vanish."""
     errors = {}
     truth = torch.randn(64, 256).bfloat16()
     gradients = [truth.abs().float() * torch.randn(64, 256) * 0.05 for _ in range(100)]
@@ -159,16 +215,23 @@ def test_more_master_bits_are_nearer():
             wide.grad = p.grad.float()
             a.step()
             b.step()
-        errors[bits] = (a.read_weight(p) - wide).abs().sum().item() / (wide - truth.float()).abs().sum().item()
+        errors[bits] = (a.read_weight(p) - wide).abs().sum().item() / (
+            wide - truth.float()
+        ).abs().sum().item()
     assert errors[32] < 1e-4 < errors[24] < 0.1 < errors[None]
 
 
 def test_decoupled_lr_refers_to_each_group():
     a, b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
-    opt = ours.FlashSGDW([{"params": [a]}, {"params": [b], "lr": 0.5}], lr=0.1, weight_decay=0.25, decouple_lr=True,
-                         master_weight_bits=None)
+    opt = ours.FlashSGDW(
+        [{"params": [a]}, {"params": [b], "lr": 0.5}],
+        lr=0.1,
+        weight_decay=0.25,
+        decouple_lr=True,
+        master_weight_bits=None,
+    )
     assert [g["initial_lr"] for g in opt.param_groups] == [0.1, 0.5]
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 0.5 ** i)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 0.5**i)
     for factor in (0.75, 0.875):
         a.grad, b.grad = torch.zeros(8), torch.zeros(8)
         before = a.detach().clone()
@@ -179,8 +242,14 @@ def test_decoupled_lr_refers_to_each_group():
 
 def test_bad_values():
     model = mlp()
-    for bad in (dict(lr=-1.0), dict(master_weight_bits=16), dict(master_weight_bits=0), dict(betas=(-0.1, 0.9)),
-                dict(eps=-1.0), dict(weight_decay=-1.0)):
+    for bad in (
+        dict(lr=-1.0),
+        dict(master_weight_bits=16),
+        dict(master_weight_bits=0),
+        dict(betas=(-0.1, 0.9)),
+        dict(eps=-1.0),
+        dict(weight_decay=-1.0),
+    ):
         with pytest.raises(ValueError):
             ours.FlashAdamW(model.parameters(), **{"master_weight_bits": None, **bad})
     for bad in (dict(nesterov=True), dict(nesterov=True, momentum=0.9, dampening=0.1)):
@@ -199,18 +268,30 @@ def test_master_bits_of_float32_models(monkeypatch, caught):
     ours.FlashAdamW(mixed.parameters())
     assert not caught
     ours.FlashAdamW(mixed.parameters(), master_weight_bits=None)
-    assert len(caught) == 1 and "nearest" in str(caught[0].message) and caught[0].filename == __file__
+    assert (
+        len(caught) == 1 and "nearest" in str(caught[0].message) and caught[0].filename == __file__
+    )
 
 
-# ---- check_numerics -----------------------------------------------------------------------------------------------------
+# ---- check_numerics ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype, bits, mantissa", [
-    (torch.bfloat16, None, 7), (torch.bfloat16, 24, 15), (torch.bfloat16, 32, 23), (torch.float16, None, 10),
-    (torch.float16, 24, 18), (torch.float32, None, 23)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, bits, mantissa",
+    [
+        (torch.bfloat16, None, 7),
+        (torch.bfloat16, 24, 15),
+        (torch.bfloat16, 32, 23),
+        (torch.float16, None, 10),
+        (torch.float16, 24, 18),
+        (torch.float32, None, 23),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("largest", [1.0, 1.99, 100.0, 0.01])
 def test_check_numerics_threshold(dtype, bits, mantissa, largest):
-    """0.49 of the last place of the largest weight: lr of Lion and SGD, a tenth of Adam's. The peer asks for 1 / 0.49."""
+    """0.49 of the last place of the largest weight: lr of Lion and SGD, a tenth of Adam's. The peer
+    asks for 1 / 0.49."""
     for cls, units in ((ours.FlashLion, 1.0), (ours.FlashSGD, 1.0), (ours.FlashAdamW, 0.1)):
         for factor, passes in ((1.02, True), (0.98, False), (0.5, False)):
             p = nn.Parameter(torch.tensor([0.0, -largest, largest / 3], dtype=dtype))
@@ -229,10 +310,11 @@ def test_check_numerics_threshold(dtype, bits, mantissa, largest):
 
 
 def test_the_threshold_is_where_steps_begin_to_count():
-    """What the check is for: in plain BF16 half of the last place moves the largest weight, less does not."""
+    """What the check is for: in plain BF16 half of the last place moves the largest weight, less
+    does not."""
     for factor, moves in ((1.05, True), (0.95, False)):
         p = nn.Parameter(torch.tensor([1.0078125, 0.5]).bfloat16())
-        opt = quiet(ours.FlashLion, [p], lr=factor * 2.0 ** -8, master_weight_bits=None)
+        opt = quiet(ours.FlashLion, [p], lr=factor * 2.0**-8, master_weight_bits=None)
         p.grad = torch.ones_like(p)
         before = p.detach().clone()
         opt.step()
@@ -263,12 +345,15 @@ def test_check_numerics_looks_at_the_weights_when_told():
     opt._check_lr(p, opt.param_groups[0])
 
 
-# ---- State dicts and fp32 weights ---------------------------------------------------------------------------------------
+# ---- State dicts and fp32 weights ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compress", [True, False])
-@pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, 24), (torch.bfloat16, 32), (torch.float32, None),
-                                         (torch.float16, 24)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, bits",
+    [(torch.bfloat16, 24), (torch.bfloat16, 32), (torch.float32, None), (torch.float16, 24)],
+    ids=str,
+)
 def test_resume(dtype, bits, compress):
     model = low(dtype)
     options = dict(lr=1e-2, master_weight_bits=bits, compress_state_dict=compress)
@@ -300,7 +385,9 @@ def test_resume(dtype, bits, compress):
 
 def test_uncompressed_state_dicts_are_torchs():
     model = mlp()
-    opt = ours.FlashAdamW(model.parameters(), lr=1e-2, master_weight_bits=None, compress_state_dict=False)
+    opt = ours.FlashAdamW(
+        model.parameters(), lr=1e-2, master_weight_bits=None, compress_state_dict=False
+    )
     plain = ours.FlashAdamW(model.parameters(), lr=1e-2, master_weight_bits=None)
     for _ in range(5):
         set_gradients(model)
@@ -309,10 +396,15 @@ def test_uncompressed_state_dicts_are_torchs():
         plain.load_state_dict(opt.state_dict())
     saved = opt.state_dict()
     for p, held in zip(model.parameters(), saved["state"].values()):
-        assert held["exp_avg"].dtype == held["exp_avg_sq"].dtype == torch.float32 and held["exp_avg"].shape == p.shape
+        assert (
+            held["exp_avg"].dtype == held["exp_avg_sq"].dtype == torch.float32
+            and held["exp_avg"].shape == p.shape
+        )
         assert not any(key.endswith(".scale") for key in held)
         assert torch.equal(held["exp_avg"], opt.read_state(p, "exp_avg"))
-    assert opt.state[model[0].weight]["exp_avg.codes"].dtype == torch.int8  # the optimizer's own stay
+    assert (
+        opt.state[model[0].weight]["exp_avg.codes"].dtype == torch.int8
+    )  # the optimizer's own stay
     judge = copy.deepcopy(model)
     vanilla = torch.optim.AdamW(judge.parameters(), lr=1.0)
     vanilla.load_state_dict(copy.deepcopy(saved))
@@ -321,10 +413,17 @@ def test_uncompressed_state_dicts_are_torchs():
         set_gradients(model, judge)
         opt.step()
         vanilla.step()
-    assert torch.cosine_similarity(flat(model.parameters()) - before, flat(judge.parameters()) - before, dim=0) > 0.99
+    assert (
+        torch.cosine_similarity(
+            flat(model.parameters()) - before, flat(judge.parameters()) - before, dim=0
+        )
+        > 0.99
+    )
     # and back
     back = ours.FlashAdamW(judge.parameters(), lr=1.0, master_weight_bits=None)
-    back.load_state_dict(copy.deepcopy(vanilla.state_dict()))  # which torch has cast, ids and recipes too
+    back.load_state_dict(
+        copy.deepcopy(vanilla.state_dict())
+    )  # which torch has cast, ids and recipes too
     assert back.param_groups[0]["lr"] == 1e-2
     other = copy.deepcopy(judge)
     vanilla2 = torch.optim.AdamW(other.parameters())
@@ -334,7 +433,12 @@ def test_uncompressed_state_dicts_are_torchs():
         set_gradients(judge, other)
         back.step()
         vanilla2.step()
-    assert torch.cosine_similarity(flat(judge.parameters()) - before, flat(other.parameters()) - before, dim=0) > 0.99
+    assert (
+        torch.cosine_similarity(
+            flat(judge.parameters()) - before, flat(other.parameters()) - before, dim=0
+        )
+        > 0.99
+    )
 
 
 def test_loads_what_the_peer_saved():
@@ -360,8 +464,18 @@ def test_loads_what_the_peer_saved():
         a.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, 24), (torch.bfloat16, 32), (torch.float16, 24),
-                                         (torch.float16, 32), (torch.bfloat16, None), (torch.float32, None)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, bits",
+    [
+        (torch.bfloat16, 24),
+        (torch.bfloat16, 32),
+        (torch.float16, 24),
+        (torch.float16, 32),
+        (torch.bfloat16, None),
+        (torch.float32, None),
+    ],
+    ids=str,
+)
 def test_fp32_state_dict_round_trip(dtype, bits):
     def build():
         net = nn.Sequential(mlp(), nn.BatchNorm1d(64), nn.Linear(64, 64))
@@ -377,7 +491,9 @@ def test_fp32_state_dict_round_trip(dtype, bits):
         opt.step()
     model[1].running_mean.uniform_()
     found = opt.get_fp32_model_state_dict(model)
-    assert set(found) == set(model.state_dict()) and all(v.dtype == torch.float32 for v in found.values())
+    assert set(found) == set(model.state_dict()) and all(
+        v.dtype == torch.float32 for v in found.values()
+    )
     full = torch.cat([found[n].flatten() for n, _ in model.named_parameters()])
     assert torch.equal(full, weights(opt, model))
     if bits:
@@ -392,7 +508,7 @@ def test_fp32_state_dict_round_trip(dtype, bits):
     other.set_fp32_model_state_dict(again, found)  # before any step
     back = other.get_fp32_model_state_dict(again)
     for n, value in found.items():
-        bound = {None: 0.0, 24: 2 ** -15, 32: 0.0}[bits] if dtype != torch.float32 else 0.0
+        bound = {None: 0.0, 24: 2**-15, 32: 0.0}[bits] if dtype != torch.float32 else 0.0
         assert torch.allclose(back[n], value, rtol=bound, atol=0), n
     assert torch.equal(again[1].running_mean, model[1].running_mean)
     for _ in range(2):  # and steps go on from there
@@ -406,8 +522,13 @@ def test_fp32_state_dict_round_trip(dtype, bits):
 
 
 def test_error_codes_by_themselves():
-    x = torch.cat([torch.randn(20000) * 2.0 ** torch.randint(-20, 14, (20000,)), torch.zeros(5),
-                   torch.tensor([1.00390625, -1.00390625, 1.01171875])])  # ties of BF16
+    x = torch.cat(
+        [
+            torch.randn(20000) * 2.0 ** torch.randint(-20, 14, (20000,)),
+            torch.zeros(5),
+            torch.tensor([1.00390625, -1.00390625, 1.01171875]),
+        ]
+    )  # ties of BF16
     for dtype in (torch.bfloat16, torch.float16):
         for width, code in ((3, torch.int8), (4, torch.int16)):
             narrow = x.to(dtype)
@@ -417,25 +538,31 @@ def test_error_codes_by_themselves():
             error = (back - x).abs()
             plain = (narrow.float() - x).abs()
             assert (error <= plain).all()
-            inside = x.abs() > 2.0 ** -13
-            assert (error[inside] <= x[inside].abs() * (2.0 ** -15 if width == 3 else 2.0 ** -23)).all()
+            inside = x.abs() > 2.0**-13
+            assert (error[inside] <= x[inside].abs() * (2.0**-15 if width == 3 else 2.0**-23)).all()
             if width == 4 and dtype == torch.bfloat16:
                 assert (error != 0).sum() <= 3  # a tie that was rounded towards zero
     opt = ours.FlashAdamW([p := nn.Parameter(torch.randn(32, 32).bfloat16())], lr=1e-2)
     p.grad = torch.randn_like(p)
     opt.step()
-    assert torch.equal(ours.reconstruct_fp32_param(p, opt.state[p]["weight.extra"]), opt.read_weight(p))
-    for call in (lambda: ours.reconstruct_fp32_param(torch.ones(2), torch.zeros(2, dtype=torch.int8)),
-                 lambda: ours.reconstruct_fp32_param(torch.ones(2).bfloat16(), torch.zeros(2)),
-                 lambda: ours.reconstruct_fp32_param(torch.ones(2).bfloat16(), torch.zeros(3, dtype=torch.int8)),
-                 lambda: ours.compute_ecc_bits(torch.ones(2).bfloat16(), torch.ones(2).bfloat16()),
-                 lambda: ours.compute_ecc_bits(torch.ones(2), torch.ones(2)),
-                 lambda: ours.compute_ecc_bits(torch.ones(2), torch.ones(2).bfloat16(), 2)):
+    assert torch.equal(
+        ours.reconstruct_fp32_param(p, opt.state[p]["weight.extra"]), opt.read_weight(p)
+    )
+    for call in (
+        lambda: ours.reconstruct_fp32_param(torch.ones(2), torch.zeros(2, dtype=torch.int8)),
+        lambda: ours.reconstruct_fp32_param(torch.ones(2).bfloat16(), torch.zeros(2)),
+        lambda: ours.reconstruct_fp32_param(
+            torch.ones(2).bfloat16(), torch.zeros(3, dtype=torch.int8)
+        ),
+        lambda: ours.compute_ecc_bits(torch.ones(2).bfloat16(), torch.ones(2).bfloat16()),
+        lambda: ours.compute_ecc_bits(torch.ones(2), torch.ones(2)),
+        lambda: ours.compute_ecc_bits(torch.ones(2), torch.ones(2).bfloat16(), 2),
+    ):
         with pytest.raises(ValueError):
             call()
 
 
-# ---- Gradient release ---------------------------------------------------------------------------------------------------
+# ---- Gradient release ----------------------------------------------------------------------------
 
 
 def test_release_matches_ordinary_steps():
@@ -462,8 +589,12 @@ def test_release_matches_ordinary_steps():
                     continue
                 opt.step()
                 opt.zero_grad()
-            runs.append((weights(opt, model), [opt.read_state(p, "exp_avg") for p in model.parameters()
-                                                 if p.requires_grad]))
+            runs.append(
+                (
+                    weights(opt, model),
+                    [opt.read_state(p, "exp_avg") for p in model.parameters() if p.requires_grad],
+                )
+            )
         assert torch.equal(runs[0][0], runs[1][0]) and all(map(torch.equal, runs[0][1], runs[1][1]))
 
 
@@ -495,7 +626,9 @@ def test_release_warns_filters_and_refuses(caught):
     assert len(caught) == 2
     with pytest.raises(NotImplementedError):
         ours.enable_gradient_release(model, opt, grad_scaler=torch.amp.GradScaler("cpu"))
-    wrapper = type("DistributedDataParallel", (nn.Module,), {"__module__": "torch.nn.parallel.distributed"})
+    wrapper = type(
+        "DistributedDataParallel", (nn.Module,), {"__module__": "torch.nn.parallel.distributed"}
+    )
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         ours.enable_gradient_release(wrapper(), opt)
 
@@ -510,11 +643,13 @@ def test_shared_parameters_are_stepped_once():
     assert float(opt.state[layer.weight]["step"]) == 3
 
 
-# ---- cast_model ---------------------------------------------------------------------------------------------------------
+# ---- cast_model ----------------------------------------------------------------------------------
 
 
 def zoo():
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.Embedding(7, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 4)
+    )
     model.add_module("head", nn.Linear(4, 7, bias=False))
     model[1].register_buffer("table", torch.arange(4.0))
     model[1].register_buffer("places", torch.arange(4))
@@ -522,17 +657,26 @@ def zoo():
 
 
 def test_cast_model_dtypes():
-    for options in ({}, dict(dtype=torch.float16), dict(selective=False), dict(full_precision_layers=["head"]),
-                    dict(full_precision_layers=["h*", "1"]), dict(full_precision_recast_layers=["[34]"]),
-                    dict(full_precision_layers=["head"], full_precision_recast_layers=["1"])):
+    for options in (
+        {},
+        dict(dtype=torch.float16),
+        dict(selective=False),
+        dict(full_precision_layers=["head"]),
+        dict(full_precision_layers=["h*", "1"]),
+        dict(full_precision_recast_layers=["[34]"]),
+        dict(full_precision_layers=["head"], full_precision_recast_layers=["1"]),
+    ):
         a, b = zoo(), zoo()
         assert ours.cast_model(a, **options) is None
         theirs.cast_model(b, **options)
         found = {n: t.dtype for n, t in (*a.named_parameters(), *a.named_buffers())}
-        assert found == {n: t.dtype for n, t in (*b.named_parameters(), *b.named_buffers())}, options
+        assert found == {n: t.dtype for n, t in (*b.named_parameters(), *b.named_buffers())}, (
+            options
+        )
         tokens = torch.tensor([0, 3, 6])
         if options.get("selective", True):
-            continue  # batch norm in float32 takes no 16-bit weights' output on a CPU, there as here
+            # batch norm in float32 takes no 16-bit weights' output on a CPU, there as here
+            continue
         assert a(tokens).dtype == b(tokens).dtype
     model = zoo()
     ours.cast_model(model, full_precision_layers=[model[4]])
@@ -540,8 +684,10 @@ def test_cast_model_dtypes():
 
 
 def test_cast_model_hooks_and_ties():
-    for options, out in ((dict(full_precision_layers=["2"]), torch.float32), (dict(full_precision_recast_layers=["2"]),
-                                                                               torch.bfloat16)):
+    for options, out in (
+        (dict(full_precision_layers=["2"]), torch.float32),
+        (dict(full_precision_recast_layers=["2"]), torch.bfloat16),
+    ):
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         twin = copy.deepcopy(model)
         for net, module in ((model, ours), (twin, theirs)):
@@ -557,7 +703,10 @@ def test_cast_model_hooks_and_ties():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.data = model[0].weight.data  # other tensors, the same memory
     ours.cast_model(model)
-    assert model[0].weight.data_ptr() == model[1].weight.data_ptr() and model[0].weight is not model[1].weight
+    assert (
+        model[0].weight.data_ptr() == model[1].weight.data_ptr()
+        and model[0].weight is not model[1].weight
+    )
 
     class Named(nn.Module):
         def forward(self, x, *, scale):
@@ -569,11 +718,12 @@ def test_cast_model_hooks_and_ties():
     model["n"](torch.ones(2).bfloat16(), scale=torch.ones(2).bfloat16())
 
 
-# ---- README -------------------------------------------------------------------------------------------------------------
+# ---- README --------------------------------------------------------------------------------------
 
 
 def test_readme_snippets_run_verbatim(tmp_path, monkeypatch):
-    """All blocks of the manual but DDP's; only the device, the package and what they leave to the reader differ."""
+    """All blocks of the manual but DDP's; only the device, the package and what they leave to the
+    reader differ."""
     text = importlib.metadata.metadata("flashoptim").get_payload()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     monkeypatch.chdir(tmp_path)
@@ -586,7 +736,11 @@ def test_readme_snippets_run_verbatim(tmp_path, monkeypatch):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body, self.target, self.lm_head = nn.Linear(128, 128), nn.Linear(128, 64), nn.Linear(64, 10)
+            self.body, self.target, self.lm_head = (
+                nn.Linear(128, 128),
+                nn.Linear(128, 64),
+                nn.Linear(64, 10),
+            )
 
         def forward(self, x):
             return self.lm_head(self.target(self.body(x)))
@@ -598,9 +752,16 @@ def test_readme_snippets_run_verbatim(tmp_path, monkeypatch):
         model = Model()
         if "cast_model(" not in block:
             model.bfloat16()
-        names = {"torch": torch, "nn": nn, "model": model, "loss_fn": nn.functional.mse_loss,
-                 "dataloader": [(torch.randn(4, 128).bfloat16(), torch.randn(4, 10).bfloat16()) for _ in range(2)],
-                 "torchvision": types.SimpleNamespace(models=types.SimpleNamespace(resnet18=ResNet))}
+        names = {
+            "torch": torch,
+            "nn": nn,
+            "model": model,
+            "loss_fn": nn.functional.mse_loss,
+            "dataloader": [
+                (torch.randn(4, 128).bfloat16(), torch.randn(4, 10).bfloat16()) for _ in range(2)
+            ],
+            "torchvision": types.SimpleNamespace(models=types.SimpleNamespace(resnet18=ResNet)),
+        }
         names.update({n: getattr(ours, n) for n in ours.__all__})
         if "ckpt_dir" in block:
             names["ckpt_dir"] = str(tmp_path / "dcp")
@@ -609,7 +770,11 @@ def test_readme_snippets_run_verbatim(tmp_path, monkeypatch):
             names["optimizer"].step()
             before = weights(names["optimizer"], model)
         code = block.replace("from flashoptim import", "from halfstep.compat.flashoptim import")
-        code = code.replace(".cuda()", "").replace('"cuda"', '"cpu"').replace("import torchvision\n", "")
+        code = (
+            code.replace(".cuda()", "")
+            .replace('"cuda"', '"cpu"')
+            .replace("import torchvision\n", "")
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             exec(code, names)
@@ -619,8 +784,13 @@ def test_readme_snippets_run_verbatim(tmp_path, monkeypatch):
         if "ckpt_dir" in names:
             assert torch.equal(weights(names["optimizer"], model), before)
         if "handle" in names:
-            assert not names["handle"].active and float(names["optimizer"].state[model.body.weight]["step"]) == 2
+            assert (
+                not names["handle"].active
+                and float(names["optimizer"].state[model.body.weight]["step"]) == 2
+            )
         if "fp32_state_dict" in names:
             assert torch.equal(names["model"].fc.weight, names["fp32_state_dict"]["fc.weight"])
     assert ran == len(blocks) - 1 >= 6
-    assert (tmp_path / "checkpoint_int8.pt").stat().st_size <= (tmp_path / "checkpoint_fp32.pt").stat().st_size
+    assert (tmp_path / "checkpoint_int8.pt").stat().st_size <= (
+        tmp_path / "checkpoint_fp32.pt"
+    ).stat().st_size

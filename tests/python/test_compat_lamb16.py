@@ -1,4 +1,6 @@
-"""The interface of the LAMB16 package, which no registry offers: held to its documented signatures and rules."""
+"""The interface of the LAMB16 package, which no registry offers: held to its documented signatures
+and rules."""
+
 import collections
 import inspect
 import io
@@ -7,16 +9,19 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from conftest import everything, parameters, run, twins
 
 import halfstep
-from conftest import everything, parameters, run, twins
 from halfstep.compat import lamb16
 from halfstep.compat.lamb16 import Lamb, Lamb16, log_lamb_rs
 
 
 def leading(callable):
-    return [(p.name, p.default) for p in inspect.signature(callable).parameters.values()
-            if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return [
+        (p.name, p.default)
+        for p in inspect.signature(callable).parameters.values()
+        if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
 
 
 def test_public_names():
@@ -25,17 +30,27 @@ def test_public_names():
 
 def test_signatures():
     empty = inspect.Parameter.empty
-    common = [("params", empty), ("lr", 1e-3), ("betas", (0.9, 0.999)), ("eps", 1e-6), ("weight_decay", 0)]
+    common = [
+        ("params", empty),
+        ("lr", 1e-3),
+        ("betas", (0.9, 0.999)),
+        ("eps", 1e-6),
+        ("weight_decay", 0),
+    ]
     assert leading(Lamb16) == common + [("trust_scale", 0.382)]
     assert leading(Lamb) == common + [("adam", False)]
-    assert leading(log_lamb_rs) == [("optimizer", empty), ("event_writer", empty), ("token_count", empty)]
+    assert leading(log_lamb_rs) == [
+        ("optimizer", empty),
+        ("event_writer", empty),
+        ("token_count", empty),
+    ]
 
 
 def gradient(shape, step):
     return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * 0.1
 
 
-# ---- The rules, in fp64 ----
+# ---- The rules, in fp64 --------------------------------------------------------------------------
 
 
 def exact_lamb(w, steps, lr, betas, eps, decay, adam):
@@ -85,15 +100,17 @@ def exact_lamb16(w, steps, lr, betas, eps, decay, scale, store=None):
         u = m / (v.sqrt() + eps) + decay * w
         norm = (w**2).clip(eps, 1).sum().sqrt() / w.numel()
         length = (u**2).clip(eps, 1).sum().sqrt() / w.numel()
-        ratio = (norm / length * 1e-3 / lr)**scale
+        ratio = (norm / length * 1e-3 / lr) ** scale
         w = w - lr * ratio.clamp(0, 2) * u
         if store:
             m, v = store(m, v, eps)
     return w, ratio.clamp(0, 2)
 
 
-@pytest.mark.parametrize("lr, scale, decay", [(1e-3, 0.382, 0.0), (0.02, 0.382, 0.01), (1e-5, 0.618, 0.1),
-                                              (0.02, 0.0, 0.01)])
+@pytest.mark.parametrize(
+    "lr, scale, decay",
+    [(1e-3, 0.382, 0.0), (0.02, 0.382, 0.01), (1e-5, 0.618, 0.1), (0.02, 0.0, 0.01)],
+)
 def test_lamb16(lr, scale, decay):
     start = torch.randn(20, 30) * 0.1
     p = nn.Parameter(start.clone())
@@ -116,7 +133,8 @@ def published(m, v, eps):
 
 @pytest.mark.skipif(not hasattr(torch, "float8_e4m3fn"), reason="torch without float8")
 def test_published_scaling():
-    """states="fp8-lamb16" keeps what the package keeps. Codes at a tie may differ, so a few elements do."""
+    """states="fp8-lamb16" keeps what the package keeps. Codes at a tie may differ, so a few
+    elements do."""
     start = torch.randn(40, 50) * 0.1
     p = nn.Parameter(start.clone())
     opt = Lamb16([p], 0.02, (0.9, 0.999), 1e-6, 0.01, states="fp8-lamb16")
@@ -134,11 +152,19 @@ def test_published_scaling():
 def test_states_take_a_quarter_of_adam_s():
     p = nn.Parameter(torch.randn(256, 512))
     p.grad = torch.randn_like(p)
-    made = {"lamb16": Lamb16([p]), "published": Lamb16([p], states="fp8-lamb16"), "adam": halfstep.Adam([p])}
+    made = {
+        "lamb16": Lamb16([p]),
+        "published": Lamb16([p], states="fp8-lamb16"),
+        "adam": halfstep.Adam([p]),
+    }
     held = {}
     for name, opt in made.items():
         opt.step()
-        held[name] = sum(t.numel() * t.element_size() for t in opt.state[p].values() if isinstance(t, torch.Tensor))
+        held[name] = sum(
+            t.numel() * t.element_size()
+            for t in opt.state[p].values()
+            if isinstance(t, torch.Tensor)
+        )
     assert held["published"] == pytest.approx(held["adam"] / 4, rel=1e-3)
     assert held["lamb16"] == pytest.approx(held["adam"] / 4, rel=0.04)  # scales for each 128
 
@@ -154,10 +180,16 @@ def test_nothing_moves_at_lr_0():
 
 
 @pytest.mark.parametrize("make", [Lamb, Lamb16])
-@pytest.mark.parametrize("options, text", [
-    ({"lr": -1.0}, "Invalid learning rate: -1.0"), ({"eps": -1.0}, "Invalid epsilon value: -1.0"),
-    ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
-    ({"betas": (0.9, 1.5)}, "Invalid beta parameter at index 1: 1.5"), ({"trust_scales": 1}, "trust_scales")])
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"eps": -1.0}, "Invalid epsilon value: -1.0"),
+        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
+        ({"betas": (0.9, 1.5)}, "Invalid beta parameter at index 1: 1.5"),
+        ({"trust_scales": 1}, "trust_scales"),
+    ],
+)
 def test_errors(make, options, text):
     with pytest.raises((ValueError, TypeError), match=text):
         make([nn.Parameter(torch.ones(3))], **options)
@@ -170,10 +202,12 @@ def test_sparse_gradients_are_refused():
         Lamb16(table.parameters()).step()
 
 
-# ---- Saving ----
+# ---- Saving --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make, options", [(Lamb16, {}), (Lamb16, {"states": "fp8-lamb16"}), (Lamb, {"adam": True})])
+@pytest.mark.parametrize(
+    "make, options", [(Lamb16, {}), (Lamb16, {"states": "fp8-lamb16"}), (Lamb, {"adam": True})]
+)
 def test_resume_is_bit_exact(make, options):
     params = parameters(shapes={"a": (12, 256), "b": (33,)})
     opt = make(params.items(), lr=0.02, weight_decay=0.01, **options)
@@ -192,23 +226,42 @@ def test_resume_is_bit_exact(make, options):
 @pytest.mark.skipif(not hasattr(torch, "float8_e4m3fn"), reason="torch without float8")
 def test_states_of_the_package_load():
     p = nn.Parameter(torch.randn(12, 256))
-    state = {"step": 7, "exp_avg": torch.randn(12, 256).to(torch.float8_e4m3fn), "exp_avg_norm": torch.tensor(1e-3),
-             "exp_avg_sq": torch.rand(12, 256).to(torch.float8_e5m2), "exp_avg_sq_norm": torch.tensor(1e-5),
-             "weight_norm": torch.tensor(0.5), "adam_norm": torch.tensor(0.25), "trust_ratio": torch.tensor(1.5)}
-    group = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.125, "trust_scale": 0.25, "params": [0]}
+    state = {
+        "step": 7,
+        "exp_avg": torch.randn(12, 256).to(torch.float8_e4m3fn),
+        "exp_avg_norm": torch.tensor(1e-3),
+        "exp_avg_sq": torch.rand(12, 256).to(torch.float8_e5m2),
+        "exp_avg_sq_norm": torch.tensor(1e-5),
+        "weight_norm": torch.tensor(0.5),
+        "adam_norm": torch.tensor(0.25),
+        "trust_ratio": torch.tensor(1.5),
+    }
+    group = {
+        "lr": 0.5,
+        "betas": (0.8, 0.9),
+        "eps": 1e-5,
+        "weight_decay": 0.125,
+        "trust_scale": 0.25,
+        "params": [0],
+    }
     opt = Lamb16([p], states="f32")
     opt.load_state_dict({"state": {0: state}, "param_groups": [group]})
     torch.testing.assert_close(opt.read_state(p, "exp_avg"), state["exp_avg"].float() * 1e-3)
     torch.testing.assert_close(opt.read_state(p, "exp_avg_sq"), state["exp_avg_sq"].float() * 1e-5)
-    assert [opt.scalar(p, name) for name in ("weight_norm", "update_norm", "trust_ratio")] == [0.5, 0.25, 1.5]
-    assert [opt.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay", "trust_scale")] == [
-        0.5, (0.8, 0.9), 1e-5, 0.125, 0.25]
+    assert [opt.scalar(p, name) for name in ("weight_norm", "update_norm", "trust_ratio")] == [
+        0.5,
+        0.25,
+        1.5,
+    ]
+    assert [
+        opt.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay", "trust_scale")
+    ] == [0.5, (0.8, 0.9), 1e-5, 0.125, 0.25]
     p.grad = torch.randn_like(p)
     opt.step()
     assert opt.state[p]["step"].item() == 8
 
 
-# ---- Its script ----
+# ---- Its script ----------------------------------------------------------------------------------
 
 
 class Writer:
@@ -251,9 +304,11 @@ def test_training_script(name):
     generator = torch.Generator().manual_seed(1)
     # ---- the package's script, its optimizers' lines
     if name == "lamb16":
-        optimizer = Lamb16(model.parameters(), lr=args.lr, weight_decay=args.wd, betas=(.9, .999))
+        optimizer = Lamb16(model.parameters(), lr=args.lr, weight_decay=args.wd, betas=(0.9, 0.999))
     if name == "lamb":
-        optimizer = Lamb(model.parameters(), lr=args.lr, weight_decay=args.wd, betas=(.9, .999), adam=False)
+        optimizer = Lamb(
+            model.parameters(), lr=args.lr, weight_decay=args.wd, betas=(0.9, 0.999), adam=False
+        )
     losses = []
     for step in range(60):
         data, target = bars(64, generator)
@@ -267,14 +322,23 @@ def test_training_script(name):
         losses.append(loss.item())
     # ----
     assert losses[0] > 2.0 and sum(losses[-5:]) / 5 < 1.0
-    assert sorted(event_writer.histograms) == ["lamb/adam_norm", "lamb/trust_ratio", "lamb/weight_norm"]
-    for tag, scalar in (("adam_norm", "update_norm"), ("trust_ratio", "trust_ratio"), ("weight_norm", "weight_norm")):
+    assert sorted(event_writer.histograms) == [
+        "lamb/adam_norm",
+        "lamb/trust_ratio",
+        "lamb/weight_norm",
+    ]
+    for tag, scalar in (
+        ("adam_norm", "update_norm"),
+        ("trust_ratio", "trust_ratio"),
+        ("weight_norm", "weight_norm"),
+    ):
         entries = event_writer.histograms["lamb/" + tag]
         assert [step for step, _ in entries] == list(range(0, 60, 10))
         assert all(values.shape == (4,) and (values > 0).all() for _, values in entries)
     log_lamb_rs(optimizer, event_writer, 60)
     assert event_writer.histograms["lamb/trust_ratio"][-1][1].tolist() == pytest.approx(
-        [optimizer.scalar(p, "trust_ratio") for p in model.parameters()])
+        [optimizer.scalar(p, "trust_ratio") for p in model.parameters()]
+    )
 
 
 def test_other_optimizers_log_nothing():

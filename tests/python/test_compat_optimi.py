@@ -1,4 +1,6 @@
-"""halfstep.compat.optimi against the installed torch-optimi: names, trajectories, release, accumulation, its README."""
+"""halfstep.compat.optimi against the installed torch-optimi: names, trajectories, release,
+accumulation, its README."""
+
 import copy
 import importlib.metadata
 import inspect
@@ -19,28 +21,45 @@ theirs = pytest.importorskip("optimi")
 FP32, BF16 = dict(atol=1e-6, rtol=1e-5, rate=5e-4), dict(atol=1e-3, rtol=1e-2, rate=1e-2)
 # class -> variants; the decay modes of conventions.md 2.4 C
 VARIANTS = [
-    ("Adam", {}), ("Adam", dict(weight_decay=1e-2)), ("Adam", dict(weight_decay=1e-2, decouple_wd=True)),
+    ("Adam", {}),
+    ("Adam", dict(weight_decay=1e-2)),
+    ("Adam", dict(weight_decay=1e-2, decouple_wd=True)),
     ("Adam", dict(weight_decay=1e-5, decouple_lr=True)),
-    ("AdamW", dict(weight_decay=0)), ("AdamW", {}), ("AdamW", dict(weight_decay=1e-5, decouple_lr=True, max_lr=2e-3)),
-    ("Adan", dict(weight_decay=0)), ("Adan", {}), ("Adan", dict(weight_decay=2e-5, decouple_lr=True)),
-    ("Lion", dict(lr=1e-4)), ("Lion", dict(lr=1e-4, weight_decay=0.1)),
+    ("AdamW", dict(weight_decay=0)),
+    ("AdamW", {}),
+    ("AdamW", dict(weight_decay=1e-5, decouple_lr=True, max_lr=2e-3)),
+    ("Adan", dict(weight_decay=0)),
+    ("Adan", {}),
+    ("Adan", dict(weight_decay=2e-5, decouple_lr=True)),
+    ("Lion", dict(lr=1e-4)),
+    ("Lion", dict(lr=1e-4, weight_decay=0.1)),
     ("Lion", dict(lr=1e-4, weight_decay=1e-5, decouple_lr=True)),
-    ("RAdam", {}), ("RAdam", dict(weight_decay=1e-2)), ("RAdam", dict(weight_decay=1e-2, decouple_wd=True)),
-    ("RAdam", dict(weight_decay=1e-5, decouple_lr=True)), ("RAdam", dict(betas=(0.9, 0.6))),
-    ("Ranger", {}), ("Ranger", dict(weight_decay=1e-2)), ("Ranger", dict(weight_decay=1e-2, decouple_wd=False)),
+    ("RAdam", {}),
+    ("RAdam", dict(weight_decay=1e-2)),
+    ("RAdam", dict(weight_decay=1e-2, decouple_wd=True)),
+    ("RAdam", dict(weight_decay=1e-5, decouple_lr=True)),
+    ("RAdam", dict(betas=(0.9, 0.6))),
+    ("Ranger", {}),
+    ("Ranger", dict(weight_decay=1e-2)),
+    ("Ranger", dict(weight_decay=1e-2, decouple_wd=False)),
     ("Ranger", dict(weight_decay=1e-5, decouple_lr=True, k=4, alpha=0.7)),
-    ("SGD", {}), ("SGD", dict(momentum=0.9)), ("SGD", dict(momentum=0.9, dampening=True)),
+    ("SGD", {}),
+    ("SGD", dict(momentum=0.9)),
+    ("SGD", dict(momentum=0.9, dampening=True)),
     ("SGD", dict(momentum=0.9, dampening=True, torch_init=True, weight_decay=1e-2)),
-    ("SGD", dict(momentum=0.9, weight_decay=1e-2)), ("SGD", dict(weight_decay=1e-2, decouple_wd=True)),
+    ("SGD", dict(momentum=0.9, weight_decay=1e-2)),
+    ("SGD", dict(weight_decay=1e-2, decouple_wd=True)),
     ("SGD", dict(momentum=0.9, weight_decay=1e-5, decouple_lr=True)),
-    ("StableAdamW", dict(weight_decay=0)), ("StableAdamW", {}),
+    ("StableAdamW", dict(weight_decay=0)),
+    ("StableAdamW", {}),
     ("StableAdamW", dict(weight_decay=1e-5, decouple_lr=True)),
 ]
 IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in options.items())}" for name, options in VARIANTS]
 
 
 def make(module, name, params, options, **more):
-    # triton=False: optimi's StableAdamW would take its GPU kernels for CPU tensors wherever Triton can be imported.
+    # triton=False: optimi's StableAdamW would take its GPU kernels for CPU tensors wherever Triton
+    # can be imported.
     options = {"lr": 1e-3, **options, **more}
     if module is theirs:
         options["triton"] = False
@@ -67,7 +86,9 @@ def assert_close(mine, judge, atol, rtol, rate):
     a = torch.cat([p.detach().float().flatten() for p in mine])
     b = torch.cat([p.detach().float().flatten() for p in judge])
     bad = ((a - b).abs() > atol + rtol * b.abs()).sum().item()
-    assert bad <= max(rate * a.numel(), 2), f"{bad} of {a.numel()} elements differ, by up to {(a - b).abs().max():.3g}"
+    assert bad <= max(rate * a.numel(), 2), (
+        f"{bad} of {a.numel()} elements differ, by up to {(a - b).abs().max():.3g}"
+    )
 
 
 def reload(opt):
@@ -86,7 +107,7 @@ def backward(net, x, y):
     nn.functional.mse_loss(net(x.to(dtype)), y.to(dtype)).backward()
 
 
-# ---- Names --------------------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 
 def shape_of(thing):
@@ -94,26 +115,36 @@ def shape_of(thing):
 
 
 def test_every_public_name_has_the_signature():
-    public = [name for name, thing in vars(theirs).items() if not name.startswith("_") and not inspect.ismodule(thing)]
+    public = [
+        name
+        for name, thing in vars(theirs).items()
+        if not name.startswith("_") and not inspect.ismodule(thing)
+    ]
     assert len(public) >= 20
     for name in public:
         assert shape_of(getattr(ours, name)) == shape_of(getattr(theirs, name)), name
         assert name in ours.__all__
     from optimi.optimizer import OptimiOptimizer
+
     for name in ("__init__", "step", "zero_grad"):
-        assert shape_of(getattr(ours.OptimiOptimizer, name)) == shape_of(getattr(OptimiOptimizer, name))
+        assert shape_of(getattr(ours.OptimiOptimizer, name)) == shape_of(
+            getattr(OptimiOptimizer, name)
+        )
     for name, _ in VARIANTS:
         assert issubclass(getattr(ours, name), ours.OptimiOptimizer)
 
 
-# ---- Trajectories -------------------------------------------------------------------------------------------------------
+# ---- Trajectories --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 128)], ids=str)
 @pytest.mark.parametrize("name, options", VARIANTS, ids=IDS)
 def test_follows_in_fp32_through_saving_and_loading(name, options, shape):
     mine, judge = twins(*shape)
-    a, b = make(ours, name, mine.parameters(), options), make(theirs, name, judge.parameters(), options)
+    a, b = (
+        make(ours, name, mine.parameters(), options),
+        make(theirs, name, judge.parameters(), options),
+    )
     for i in range(20):
         x, y = batch(mine)
         for net, opt in ((mine, a), (judge, b)):
@@ -127,11 +158,15 @@ def test_follows_in_fp32_through_saving_and_loading(name, options, shape):
 
 @pytest.mark.parametrize("name, options", VARIANTS, ids=IDS)
 def test_bf16_follows_the_peer_in_fp32(name, options):
-    """Kahan summation has to hold what 16 bits lose: the judge's own weights are float32, its gradients the same numbers."""
+    """Kahan summation has to hold what 16 bits lose: the judge's own weights are float32, its
+    gradients the same numbers."""
     low = Net().to(torch.bfloat16)
     wide = copy.deepcopy(low).float()
     more = {"kahan_sum": True} if name == "Adan" else {}  # None elsewhere
-    a, b = make(ours, name, low.parameters(), options, **more), make(theirs, name, wide.parameters(), options)
+    a, b = (
+        make(ours, name, low.parameters(), options, **more),
+        make(theirs, name, wide.parameters(), options),
+    )
     for i in range(20):
         for p, q in zip(low.parameters(), wide.parameters()):
             p.grad = torch.randn_like(p)
@@ -143,18 +178,31 @@ def test_bf16_follows_the_peer_in_fp32(name, options):
     assert_close(low.parameters(), wide.parameters(), **BF16)
     for p in low.parameters():
         assert "/bf16-kahan" in a.recipe(p) and a.state[p]["weight.extra"].dtype == torch.bfloat16
-        assert (a.read_weight(p) - p.float()).abs().max() <= p.abs().max() * 2 ** -8
-    # Most of the 20 steps are far below a BF16 weight's last place; what the residual holds is nearer than the weight alone.
-    pairs = [(a.read_weight(p), p.detach().float(), q.detach()) for p, q in zip(low.parameters(), wide.parameters())]
-    assert sum(((w - q) ** 2).sum() for w, _, q in pairs) < 0.25 * sum(((w - q) ** 2).sum() for _, w, q in pairs)
+        assert (a.read_weight(p) - p.float()).abs().max() <= p.abs().max() * 2**-8
+    # Most of the 20 steps are far below a BF16 weight's last place; what the residual holds is
+    # nearer than the weight alone.
+    pairs = [
+        (a.read_weight(p), p.detach().float(), q.detach())
+        for p, q in zip(low.parameters(), wide.parameters())
+    ]
+    assert sum(((w - q) ** 2).sum() for w, _, q in pairs) < 0.25 * sum(
+        ((w - q) ** 2).sum() for _, w, q in pairs
+    )
 
 
-@pytest.mark.parametrize("name, options", [v for v in VARIANTS if v[0] not in ("Ranger", "Adan")],
-                         ids=[i for i, v in zip(IDS, VARIANTS) if v[0] not in ("Ranger", "Adan")])
+@pytest.mark.parametrize(
+    "name, options",
+    [v for v in VARIANTS if v[0] not in ("Ranger", "Adan")],
+    ids=[i for i, v in zip(IDS, VARIANTS) if v[0] not in ("Ranger", "Adan")],
+)
 def test_bf16_follows_the_peer_in_bf16(name, options):
-    """The peer's own Kahan run. Its Ranger loses slow progress there (I-1), and its Adan divides the rounded weight."""
+    """The peer's own Kahan run. Its Ranger loses slow progress there (I-1), and its Adan divides
+    the rounded weight."""
     mine, judge = twins(dtype=torch.bfloat16)
-    a, b = make(ours, name, mine.parameters(), options), make(theirs, name, judge.parameters(), options)
+    a, b = (
+        make(ours, name, mine.parameters(), options),
+        make(theirs, name, judge.parameters(), options),
+    )
     for _ in range(20):
         for p, q in zip(mine.parameters(), judge.parameters()):
             p.grad = torch.randn_like(p)
@@ -193,16 +241,30 @@ def test_adan_honours_adam_wd():
         opt.step()
         if i == 0:
             states.append(-grad)
-        theirs.adan([q], [grad.clone()], *[[s] for s in states], lr=1e-2, beta1=0.98, beta2=0.92, beta3=0.99,
-                    weight_decay=0.5, eps=1e-6, step=step, adam_wd=True)
+        theirs.adan(
+            [q],
+            [grad.clone()],
+            *[[s] for s in states],
+            lr=1e-2,
+            beta1=0.98,
+            beta2=0.92,
+            beta3=0.99,
+            weight_decay=0.5,
+            eps=1e-6,
+            step=step,
+            adam_wd=True,
+        )
     assert_close([p], [q], **FP32)
 
 
-# ---- Options ------------------------------------------------------------------------------------------------------------
+# ---- Options -------------------------------------------------------------------------------------
 
 
 def test_kahan_by_itself_and_on_demand():
-    low, half, wide = (nn.Parameter(torch.randn(8, 64).to(t)) for t in (torch.bfloat16, torch.float16, torch.float32))
+    low, half, wide = (
+        nn.Parameter(torch.randn(8, 64).to(t))
+        for t in (torch.bfloat16, torch.float16, torch.float32)
+    )
 
     def recipes(cls, **options):
         opt = cls([low, half, wide], lr=1e-3, **options)
@@ -210,7 +272,11 @@ def test_kahan_by_itself_and_on_demand():
 
     kahan = ["adamw/bf16-kahan/bf16-sr", "adamw/f16-kahan/bf16-sr", "adamw/f32/f32"]
     assert recipes(ours.AdamW) == recipes(ours.AdamW, kahan_sum=True) == kahan
-    assert recipes(ours.AdamW, kahan_sum=False) == ["adamw/bf16/bf16-sr", "adamw/f16/bf16-sr", "adamw/f32/f32"]
+    assert recipes(ours.AdamW, kahan_sum=False) == [
+        "adamw/bf16/bf16-sr",
+        "adamw/f16/bf16-sr",
+        "adamw/f32/f32",
+    ]
     assert ours.Adan([low], lr=1e-3).recipe(low).startswith("adan/bf16/")
     opt = ours.AdamW([{"params": [low], "states": "int8"}], lr=1e-3)
     assert opt.recipe(low) == "adamw/bf16-kahan/int8"
@@ -218,7 +284,9 @@ def test_kahan_by_itself_and_on_demand():
 
 def test_fully_decoupled_decay_refers_to_each_group(caught):
     a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-    opt = ours.SGD([{"params": [a]}, {"params": [b], "lr": 0.5}], lr=0.1, weight_decay=0.25, decouple_lr=True)
+    opt = ours.SGD(
+        [{"params": [a]}, {"params": [b], "lr": 0.5}], lr=0.1, weight_decay=0.25, decouple_lr=True
+    )
     assert [g["max_lr"] for g in opt.param_groups] == [0.1, 0.5]
     assert [str(w.message) for w in caught if "decouple_lr" in str(w.message)] and len(caught) == 1
     assert caught[0].filename == __file__
@@ -235,7 +303,10 @@ def test_schedulers_and_bad_values():
     mine, judge = twins()
     a = make(ours, "AdamW", mine.parameters(), dict(weight_decay=1e-5, decouple_lr=True))
     b = make(theirs, "AdamW", judge.parameters(), dict(weight_decay=1e-5, decouple_lr=True))
-    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=20, cycle_momentum=False) for o in (a, b)]
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=20, cycle_momentum=False)
+        for o in (a, b)
+    ]
     for _ in range(20):
         x, y = batch(mine)
         for net, opt, schedule in ((mine, a, schedules[0]), (judge, b, schedules[1])):
@@ -244,8 +315,15 @@ def test_schedulers_and_bad_values():
             opt.zero_grad()
             schedule.step()
     assert_close(mine.parameters(), judge.parameters(), **FP32)
-    for bad in (dict(lr=-1.0), dict(betas=(1.0, 0.9)), dict(betas=(0.9, -0.1)), dict(eps=-1e-8), dict(weight_decay=-0.1),
-                dict(max_lr=-1.0, decouple_lr=True), dict(max_lr=-1.0)):
+    for bad in (
+        dict(lr=-1.0),
+        dict(betas=(1.0, 0.9)),
+        dict(betas=(0.9, -0.1)),
+        dict(eps=-1e-8),
+        dict(weight_decay=-0.1),
+        dict(max_lr=-1.0, decouple_lr=True),
+        dict(max_lr=-1.0),
+    ):
         for module in (ours, theirs):
             with pytest.raises(ValueError):
                 make(module, "AdamW", mine.parameters(), bad)
@@ -255,8 +333,16 @@ def test_schedulers_and_bad_values():
 
 
 def test_loads_what_the_peer_saved():
-    for name, options in (("AdamW", {}), ("Adan", {}), ("Lion", {}), ("RAdam", {}), ("Ranger", {}),
-                          ("SGD", dict(momentum=0.9)), ("SGD", {}), ("StableAdamW", {})):
+    for name, options in (
+        ("AdamW", {}),
+        ("Adan", {}),
+        ("Lion", {}),
+        ("RAdam", {}),
+        ("Ranger", {}),
+        ("SGD", dict(momentum=0.9)),
+        ("SGD", {}),
+        ("StableAdamW", {}),
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             mine, judge = twins(dtype=dtype)
             more = dict(options, kahan_sum=True, lr=1e-2 if name != "Lion" else 1e-3)
@@ -273,7 +359,7 @@ def test_loads_what_the_peer_saved():
                     for p, q in zip(mine.parameters(), judge.parameters()):
                         residual = b.state[q]["kahan_comp"]
                         held = q.detach().float() + (0.0 if residual is None else residual.float())
-                        assert torch.allclose(a.read_weight(p), held, rtol=2 ** -20, atol=0)
+                        assert torch.allclose(a.read_weight(p), held, rtol=2**-20, atol=0)
                 for p, q in zip(mine.parameters(), judge.parameters()):
                     q.grad = torch.randn_like(q)
                     p.grad = q.grad.clone()
@@ -283,14 +369,23 @@ def test_loads_what_the_peer_saved():
             if dtype == torch.float32:
                 assert_close(mine.parameters(), judge.parameters(), **FP32)
                 continue
-            # The peer rounds every operation to BF16, and so its movement; wrong moments would be off by all of it.
-            moved = torch.cat([(q.detach() - w).float().flatten() for q, w in zip(judge.parameters(), start)])
-            apart = torch.cat([(p.detach() - q.detach()).float().flatten()
-                               for p, q in zip(mine.parameters(), judge.parameters())])
-            assert apart.norm() < (0.5 if name == "Ranger" else 0.1) * moved.norm(), name  # its one residual: I-1
+            # The peer rounds every operation to BF16, and so its movement; wrong moments would be
+            # off by all of it.
+            moved = torch.cat(
+                [(q.detach() - w).float().flatten() for q, w in zip(judge.parameters(), start)]
+            )
+            apart = torch.cat(
+                [
+                    (p.detach() - q.detach()).float().flatten()
+                    for p, q in zip(mine.parameters(), judge.parameters())
+                ]
+            )
+            assert apart.norm() < (0.5 if name == "Ranger" else 0.1) * moved.norm(), (
+                name
+            )  # its one residual: I-1
 
 
-# ---- Release and accumulation -------------------------------------------------------------------------------------------
+# ---- Release and accumulation --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, options", VARIANTS, ids=IDS)
@@ -370,16 +465,28 @@ def test_release_of_a_part_of_the_model():
     ours.prepare_for_gradient_release(mine.body, opt)
     before = {n: p.detach().clone() for n, p in mine.named_parameters()}
     backward(mine, *batch(mine))
-    assert mine.body.weight.grad is None and not torch.equal(mine.body.weight, before["body.weight"])
+    assert mine.body.weight.grad is None and not torch.equal(
+        mine.body.weight, before["body.weight"]
+    )
     assert torch.equal(mine.head.weight, before["head.weight"])
     body = mine.body.weight.detach().clone()
     opt.step()
-    assert torch.equal(mine.body.weight, body) and not torch.equal(mine.head.weight, before["head.weight"])
+    assert torch.equal(mine.body.weight, body) and not torch.equal(
+        mine.head.weight, before["head.weight"]
+    )
 
 
-ACCUMULATING = [v for v in VARIANTS if not (v[0] == "SGD" and not v[1].get("momentum"))
-                and not (v[1].get("weight_decay") and v[0] in ("Adam", "RAdam", "Ranger", "SGD")
-                         and not v[1].get("decouple_wd", v[0] == "Ranger") and not v[1].get("decouple_lr"))]
+ACCUMULATING = [
+    v
+    for v in VARIANTS
+    if not (v[0] == "SGD" and not v[1].get("momentum"))
+    and not (
+        v[1].get("weight_decay")
+        and v[0] in ("Adam", "RAdam", "Ranger", "SGD")
+        and not v[1].get("decouple_wd", v[0] == "Ranger")
+        and not v[1].get("decouple_lr")
+    )
+]
 
 
 def accumulated(module, name, options, net, batches, micro=4):
@@ -392,14 +499,19 @@ def accumulated(module, name, options, net, batches, micro=4):
     module.remove_gradient_release(net)
 
 
-@pytest.mark.parametrize("name, options", ACCUMULATING, ids=[i for i, v in zip(IDS, VARIANTS) if v in ACCUMULATING])
+@pytest.mark.parametrize(
+    "name, options", ACCUMULATING, ids=[i for i, v in zip(IDS, VARIANTS) if v in ACCUMULATING]
+)
 def test_accumulation_into_the_states(name, options):
     mine, judge = twins()
     summed = copy.deepcopy(mine)
     batches = [batch(mine) for _ in range(96)]
     accumulated(ours, name, options, mine, batches)
     if name == "Ranger":
-        options = {**options, "k": 4 * options.get("k", 6)}  # the peer counts micro-steps, here updates of the weight count
+        options = {
+            **options,
+            "k": 4 * options.get("k", 6),
+        }  # the peer counts micro-steps, here updates of the weight count
     accumulated(theirs, name, options, judge, batches)
     assert_close(mine.parameters(), judge.parameters(), atol=2e-6, rtol=2e-5, rate=5e-4)
     # and what it stands for: steps from the sums of the micro-gradients
@@ -424,17 +536,28 @@ def test_micro_steps_that_would_drop_gradients_are_refused():
             backward(mine, *batch(mine))
 
 
-# ---- Helpers ------------------------------------------------------------------------------------------------------------
+# ---- Helpers -------------------------------------------------------------------------------------
 
 
 def test_param_groups_weight_decay():
-    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False)
+    )
     model.add_module("extra", nn.Linear(2, 2))
     model[1].bias.requires_grad_(False)
     for arguments in ((), (0.3,), (0.3, ["extra"]), (0.3, {"0.", "3"})):
-        a, b = ours.param_groups_weight_decay(model, *arguments), theirs.param_groups_weight_decay(model, *arguments)
-        assert [[id(p) for p in g["params"]] for g in a] == [[id(p) for p in g["params"]] for g in b]
-        assert [g["weight_decay"] for g in a] == [g["weight_decay"] for g in b] == [0.0, (arguments or (1e-2,))[0]]
+        a, b = (
+            ours.param_groups_weight_decay(model, *arguments),
+            theirs.param_groups_weight_decay(model, *arguments),
+        )
+        assert [[id(p) for p in g["params"]] for g in a] == [
+            [id(p) for p in g["params"]] for g in b
+        ]
+        assert (
+            [g["weight_decay"] for g in a]
+            == [g["weight_decay"] for g in b]
+            == [0.0, (arguments or (1e-2,))[0]]
+        )
     opt = ours.AdamW(ours.param_groups_weight_decay(model, 0.3), lr=1e-3)
     assert [g["weight_decay"] for g in opt.param_groups] == [0.0, 0.3]
 
@@ -448,7 +571,9 @@ class Rotary(nn.Module):
 
 
 def zoo():
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 7, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(7, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 7, bias=False)
+    )
     model.add_module("rotary_emb", Rotary())
     model.add_module("other", nn.Sequential(Rotary()))
     model.rotary_emb.add_module("inner", Rotary())
@@ -456,19 +581,30 @@ def zoo():
 
 
 def test_to_low_precision():
-    for options in ({}, dict(dtype=torch.float16), dict(fp32_modules=None),
-                    dict(fp32_modules=(nn.Embedding, nn.BatchNorm1d)),
-                    dict(fp32_buffers=None), dict(fp32_buffers=Rotary), dict(device="cpu"),
-                    dict(fp32_buffers=["OTHER", nn.BatchNorm1d])):
+    for options in (
+        {},
+        dict(dtype=torch.float16),
+        dict(fp32_modules=None),
+        dict(fp32_modules=(nn.Embedding, nn.BatchNorm1d)),
+        dict(fp32_buffers=None),
+        dict(fp32_buffers=Rotary),
+        dict(device="cpu"),
+        dict(fp32_buffers=["OTHER", nn.BatchNorm1d]),
+    ):
         a, b = zoo(), zoo()
         assert ours.to_low_precision(a, **options) is a
         theirs.to_low_precision(b, **options)
         found = {n: t.dtype for n, t in (*a.named_parameters(), *a.named_buffers())}
-        assert found == {n: t.dtype for n, t in (*b.named_parameters(), *b.named_buffers())}, options
+        assert found == {n: t.dtype for n, t in (*b.named_parameters(), *b.named_buffers())}, (
+            options
+        )
         assert len(set(found.values())) > 1
     # One word by itself: the peer takes it letter by letter.
     model = ours.to_low_precision(zoo(), fp32_buffers="OTHER")
-    assert model.other[0].table.dtype == torch.float32 and model.rotary_emb.table.dtype == torch.bfloat16
+    assert (
+        model.other[0].table.dtype == torch.float32
+        and model.rotary_emb.table.dtype == torch.bfloat16
+    )
     tied = zoo()
     tied[3].weight = tied[0].weight
     ours.to_low_precision(tied)
@@ -482,18 +618,26 @@ def test_to_low_precision():
             ours.to_low_precision(zoo(), **bad)
 
 
-# ---- Functional forms ---------------------------------------------------------------------------------------------------
+# ---- Functional forms ----------------------------------------------------------------------------
 
 SHAPES = [(8, 16), (5,), (), (3, 4, 5), (0, 4)]
 FUNCTIONS = {
-    "adam": dict(beta1=0.9, beta2=0.99, eps=1e-6), "adamw": dict(beta1=0.9, beta2=0.99, eps=1e-6),
-    "stableadamw": dict(beta1=0.9, beta2=0.99, eps=1e-6), "radam": dict(beta1=0.9, beta2=0.99, eps=1e-6),
+    "adam": dict(beta1=0.9, beta2=0.99, eps=1e-6),
+    "adamw": dict(beta1=0.9, beta2=0.99, eps=1e-6),
+    "stableadamw": dict(beta1=0.9, beta2=0.99, eps=1e-6),
+    "radam": dict(beta1=0.9, beta2=0.99, eps=1e-6),
     "ranger": dict(beta1=0.9, beta2=0.99, eps=1e-6, k=4, alpha=0.5),
     "adan": dict(beta1=0.98, beta2=0.92, beta3=0.99, eps=1e-6),
-    "lion": dict(beta1=0.9, beta2=0.99), "sgd": dict(momentum=0.9, dampening=False)}
+    "lion": dict(beta1=0.9, beta2=0.99),
+    "sgd": dict(momentum=0.9, dampening=False),
+}
 STATES = {"adan": 4, "lion": 1, "sgd": 1, "ranger": 3}
-DECAYS = [dict(weight_decay=0.0), dict(weight_decay=0.1), dict(weight_decay=0.01, decouple_lr=True, max_lr=0.02),
-          dict(weight_decay=0.1, l2=True)]
+DECAYS = [
+    dict(weight_decay=0.0),
+    dict(weight_decay=0.1),
+    dict(weight_decay=0.01, decouple_lr=True, max_lr=0.02),
+    dict(weight_decay=0.1, l2=True),
+]
 
 
 class Lists:
@@ -502,7 +646,9 @@ class Lists:
     def __init__(self, name, dtype=torch.float32, shapes=SHAPES, kahan=False):
         self.name, self.kahan = name, kahan
         self.params = [torch.randn(s).to(dtype) for s in shapes]
-        self.states = [[torch.zeros_like(p) for p in self.params] for _ in range(STATES.get(name, 2))]
+        self.states = [
+            [torch.zeros_like(p) for p in self.params] for _ in range(STATES.get(name, 2))
+        ]
         if name == "ranger":
             self.states[2] = [p.clone() for p in self.params]
         self.comps = [torch.zeros_like(p) for p in self.params] if kahan else None
@@ -520,8 +666,14 @@ class Lists:
             self.states[3] = lists[3] = [-g for g in grads]
         if self.name == "stableadamw":
             lists.append([torch.tensor(1e-12) for _ in self.params])
-        getattr(module, self.name)(self.params, [g.clone() for g in grads], *lists, self.comps, kahan_sum=self.kahan,
-                                   **options)
+        getattr(module, self.name)(
+            self.params,
+            [g.clone() for g in grads],
+            *lists,
+            self.comps,
+            kahan_sum=self.kahan,
+            **options,
+        )
 
     def everything(self):
         return [self.params, *self.states]
@@ -569,10 +721,16 @@ def test_functional_forms_in_16_bits(name, dtype, kahan):
         a, b = torch.cat([s.flatten().float() for s in a]), torch.cat([s.flatten() for s in b])
         assert ((a - b).norm() / b.norm()).item() < 0.02
     if kahan:
-        pairs = [(p.float() + c.float() - q, p.float() - q) for p, c, q in zip(mine.params, mine.comps, wide.params)]
-        # A momentum of Lion that rounding turned to the other side of zero moves its weight by 2 lr.
+        pairs = [
+            (p.float() + c.float() - q, p.float() - q)
+            for p, c, q in zip(mine.params, mine.comps, wide.params)
+        ]
+        # A momentum of Lion that rounding turned to the other side of zero moves its weight by 2
+        # lr.
         kept = [a.abs() < (0.002 if name == "lion" else math.inf) for a, _ in pairs]
-        assert sum((a[k] ** 2).sum() for (a, _), k in zip(pairs, kept)) < 0.2 * sum((b ** 2).sum() for _, b in pairs)
+        assert sum((a[k] ** 2).sum() for (a, _), k in zip(pairs, kept)) < 0.2 * sum(
+            (b**2).sum() for _, b in pairs
+        )
 
 
 def test_functional_forms_on_one_tensor_and_on_strided_ones():
@@ -583,10 +741,25 @@ def test_functional_forms_on_one_tensor_and_on_strided_ones():
     for _ in range(5):
         grad = torch.randn(6, 8)
         options = dict(lr=0.01, weight_decay=0.01, **FUNCTIONS["adamw"])
-        ours.adamw(mine.params[0], grad, mine.states[0][0], mine.states[1][0], step=mine.step, gradient_release=True,
-                   **options)
-        theirs.adamw(judge.params[0], grad, judge.states[0][0], judge.states[1][0], step=judge.step, gradient_release=True,
-                     kahan_comps=[None], **options)
+        ours.adamw(
+            mine.params[0],
+            grad,
+            mine.states[0][0],
+            mine.states[1][0],
+            step=mine.step,
+            gradient_release=True,
+            **options,
+        )
+        theirs.adamw(
+            judge.params[0],
+            grad,
+            judge.states[0][0],
+            judge.states[1][0],
+            step=judge.step,
+            gradient_release=True,
+            kahan_comps=[None],
+            **options,
+        )
         strided.call(ours, [grad.t().contiguous().t()], dict(weight_decay=0.01))
     mine.same(judge, **FP32)
     for a, b in zip(mine.everything(), strided.everything()):
@@ -602,9 +775,16 @@ def test_functional_forms_refuse_what_they_cannot_do(caught):
     assert [w for w in caught if issubclass(w.category, RuntimeWarning)] and good.step == 0
     good.same(before, atol=0, rtol=0, rate=0)
     grads = [torch.ones_like(p) for p in good.params]
-    for more, error in ((dict(decouple_lr=True, weight_decay=0.1), ValueError), (dict(foreach=True, gradient_release=True),
-                        ValueError), (dict(kahan_sum=True), None), (dict(lr=-1.0), ValueError), (dict(step=3), TypeError)):
-        options = dict(lr=0.1, weight_decay=0.0, decouple_wd=True, step=good.step, **FUNCTIONS["adam"])
+    for more, error in (
+        (dict(decouple_lr=True, weight_decay=0.1), ValueError),
+        (dict(foreach=True, gradient_release=True), ValueError),
+        (dict(kahan_sum=True), None),
+        (dict(lr=-1.0), ValueError),
+        (dict(step=3), TypeError),
+    ):
+        options = dict(
+            lr=0.1, weight_decay=0.0, decouple_wd=True, step=good.step, **FUNCTIONS["adam"]
+        )
         options.update(more)
         if error is None:
             ours.adam(good.params, grads, *good.states, **options)  # float32 needs no residual
@@ -622,13 +802,22 @@ def test_functional_forms_refuse_what_they_cannot_do(caught):
         plain.call(ours, [torch.ones(4)], momentum=0.0, optimizer_accumulation=True)
     first = Lists("adan", shapes=[(4,)])
     with pytest.raises(ValueError, match="prev_grads"):
-        ours.adan(first.params, [torch.ones(4)], *first.states, lr=0.1, weight_decay=0.0, step=first.step,
-                  **FUNCTIONS["adan"])
+        ours.adan(
+            first.params,
+            [torch.ones(4)],
+            *first.states,
+            lr=0.1,
+            weight_decay=0.0,
+            step=first.step,
+            **FUNCTIONS["adan"],
+        )
 
 
 def test_equal_tensors_round_independently():
-    """Two calls with one tensor each, of one structure: one handle serves both, but not with the same random bits."""
+    """Two calls with one tensor each, of one structure: one handle serves both, but not with the
+    same random bits."""
     from halfstep.compat import _optimi_lists
+
     ends = []
     before = len(_optimi_lists._handles)
     for _ in range(2):
@@ -644,7 +833,7 @@ def test_equal_tensors_round_independently():
     assert len(_optimi_lists._handles) == _optimi_lists._HANDLES
 
 
-# ---- README -------------------------------------------------------------------------------------------------------------
+# ---- README --------------------------------------------------------------------------------------
 
 
 def test_readme_snippets_run_verbatim():
@@ -652,7 +841,10 @@ def test_readme_snippets_run_verbatim():
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 4
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR
-    names = {"CosineAnnealingLR": lambda opt, *_: cosine(opt, 4), "dataloader": [torch.randn(20, dtype=torch.bfloat16)] * 8}
+    names = {
+        "CosineAnnealingLR": lambda opt, *_: cosine(opt, 4),
+        "dataloader": [torch.randn(20, dtype=torch.bfloat16)] * 8,
+    }
 
     def run(block):
         exec(block.replace("from optimi import", "from halfstep.compat.optimi import"), names)

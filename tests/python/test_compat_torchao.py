@@ -1,9 +1,12 @@
-"""halfstep.compat.torchao beside the installed torchao: the same names and signatures, the same trajectories, not the same
-explosions.
+"""halfstep.compat.torchao beside the installed torchao: the same names and signatures, the same
+trajectories, not the same explosions.
 
-torchao compiles its step; here it runs the same Python code uncompiled ("force_eager"), which needs no compiler and no
-minutes. Its classes draw random bits from torch's global generator and ours do not, so with stochastic rounding two
-runs are compared by their distance, which has to be about that of two runs of torchao with different seeds."""
+torchao compiles its step; here it runs the same Python code uncompiled ("force_eager"), which needs
+no compiler and no minutes. Its classes draw random bits from torch's global generator and ours do
+not, so with stochastic rounding two runs are compared by their distance, which has to be about that
+of two runs of torchao with different seeds.
+"""
+
 import copy
 import inspect
 import logging
@@ -11,8 +14,8 @@ import pickle
 
 import pytest
 import torch
-
 from conftest import streams
+
 from halfstep.compat import torchao as ours
 
 logging.disable(logging.WARNING)  # torchao reports the GPU libraries that it cannot load
@@ -23,8 +26,10 @@ LOW_BIT = ["Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp
 ADAMS = LOW_BIT + ["_AdamW"]
 #: bytes of a state, an element, scales included
 BYTES = {"8bit": 1.0625, "4bit": 0.5625, "Fp8": 1.03125}
-#: how far two runs of different 8-bit, fp8 or 4-bit formats may be from one another after 50 steps, in units of the way that
-#: torch's optimizer goes. Measured in test_trajectory_in_fp32: ours to torchao's 0.024, 0.053, 0.28; torchao's to torch's
+#: how far two runs of different 8-bit, fp8 or 4-bit formats may be from one another after 50 steps,
+#: in units of the way that
+#: torch's optimizer goes. Measured in test_trajectory_in_fp32: ours to torchao's 0.024, 0.053,
+#: 0.28; torchao's to torch's
 #: 0.015, 0.037, 0.21; ours to torch's 0.018, 0.043, 0.18.
 TOLERANCE = {"8bit": 0.04, "4bit": 0.36, "Fp8": 0.08, "": 1e-4}
 
@@ -46,7 +51,9 @@ def width(name):
 
 def net(dtype=torch.float32):
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128)).to(dtype)
+    return torch.nn.Sequential(
+        torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128)
+    ).to(dtype)
 
 
 def train(opt, model, steps=50):
@@ -68,7 +75,7 @@ def vector(model):
     return torch.cat([p.detach().float().flatten() for p in model.parameters()])
 
 
-# ---- Names and signatures ----
+# ---- Names and signatures ------------------------------------------------------------------------
 
 
 def test_every_public_name_is_there():
@@ -83,7 +90,7 @@ def test_signatures_are_the_peers(name):
     assert shape_of(getattr(ours, name)) == shape_of(getattr(peers, name))
 
 
-# ---- The README's snippets ----
+# ---- The README's snippets -----------------------------------------------------------------------
 
 
 def test_snippet_of_the_low_bit_optimizers():
@@ -118,7 +125,9 @@ def test_snippets_of_cpu_offload(tmp_path):
     CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True)
 
     train(optim, model, 3)
-    torch.save({"model": model.state_dict(), "optim": optim.state_dict()}, tmp_path / "checkpoint.pth")
+    torch.save(
+        {"model": model.state_dict(), "optim": optim.state_dict()}, tmp_path / "checkpoint.pth"
+    )
     ckpt = torch.load(tmp_path / "checkpoint.pth")
 
     model = net()
@@ -139,14 +148,19 @@ def test_snippets_of_cpu_offload(tmp_path):
     assert torch.equal(vector(model), before)
 
 
-# ---- Trajectories ----
+# ---- Trajectories --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name if "W" in name else pytest.param(name, marks=pytest.mark.all) for name in ADAMS])
+@pytest.mark.parametrize(
+    "name", [name if "W" in name else pytest.param(name, marks=pytest.mark.all) for name in ADAMS]
+)
 def test_trajectory_in_fp32(name):
     end = {}
-    for tag, make in (("peer", getattr(peers, name)), ("ours", getattr(ours, name)),
-                      ("exact", torch.optim.AdamW if "W" in name else torch.optim.Adam)):
+    for tag, make in (
+        ("peer", getattr(peers, name)),
+        ("ours", getattr(ours, name)),
+        ("exact", torch.optim.AdamW if "W" in name else torch.optim.Adam),
+    ):
         model = net()
         losses = train(make(model.parameters(), lr=1e-3, weight_decay=1e-2), model)
         end[tag] = vector(model), sum(losses[-5:]) / 5
@@ -155,8 +169,10 @@ def test_trajectory_in_fp32(name):
         assert off.float().mean() < 5e-4
         return
     way = (end["exact"][0] - vector(net())).norm()
-    distance = {pair: float((end[pair[0]][0] - end[pair[1]][0]).norm() / way)
-                for pair in (("ours", "peer"), ("ours", "exact"), ("peer", "exact"))}
+    distance = {
+        pair: float((end[pair[0]][0] - end[pair[1]][0]).norm() / way)
+        for pair in (("ours", "peer"), ("ours", "exact"), ("peer", "exact"))
+    }
     assert distance["ours", "peer"] < TOLERANCE[width(name)]
     # Not farther from exact Adam than torchao, but for what 1.0625 and 1.0156 bytes may differ in.
     assert distance["ours", "exact"] < 1.4 * distance["peer", "exact"]
@@ -167,15 +183,22 @@ def test_trajectory_in_fp32(name):
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize("name", ADAMS)
 def test_trajectory_in_bf16(name, stochastic):
-    """As in fp32. With stochastic rounding the yardstick is torchao with another seed (0.03 to 0.11 of the way)."""
+    """As in fp32. With stochastic rounding the yardstick is torchao with another seed (0.03 to 0.11
+    of the way)."""
     end = {}
-    for tag, make, seed in (("peer", getattr(peers, name), 7), ("peer again", getattr(peers, name), 8),
-                            ("ours", getattr(ours, name), 7)):
+    for tag, make, seed in (
+        ("peer", getattr(peers, name), 7),
+        ("peer again", getattr(peers, name), 8),
+        ("ours", getattr(ours, name), 7),
+    ):
         if tag == "peer again" and not stochastic:
             continue
         model = net(torch.bfloat16)
         torch.manual_seed(seed)
-        losses = train(make(model.parameters(), lr=1e-3, weight_decay=1e-2, bf16_stochastic_round=stochastic), model)
+        losses = train(
+            make(model.parameters(), lr=1e-3, weight_decay=1e-2, bf16_stochastic_round=stochastic),
+            model,
+        )
         end[tag] = vector(model), sum(losses[-5:]) / 5
     exact = net()
     with torch.no_grad():
@@ -185,8 +208,10 @@ def test_trajectory_in_bf16(name, stochastic):
     losses = train(kind(exact.parameters(), lr=1e-3, weight_decay=1e-2), exact)
     end["exact"] = vector(exact), sum(losses[-5:]) / 5
     way = (end["exact"][0] - vector(net(torch.bfloat16))).norm()
-    distance = {pair: float((end[pair[0]][0] - end[pair[1]][0]).norm() / way)
-                for pair in (("ours", "peer"), ("ours", "exact"), ("peer", "exact"))}
+    distance = {
+        pair: float((end[pair[0]][0] - end[pair[1]][0]).norm() / way)
+        for pair in (("ours", "peer"), ("ours", "exact"), ("peer", "exact"))
+    }
     noise = float((end["peer"][0] - end["peer again"][0]).norm() / way) if stochastic else 0.0
     # torchao's _AdamW rounds its BF16 states to nearest, which is 0.02 of the way here.
     assert distance["ours", "peer"] < 1.2 * noise + max(TOLERANCE[width(name)], 0.02)
@@ -214,7 +239,8 @@ def test_amsgrad(name):
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamWFp8"])
 def test_no_update_explodes(name):
-    """Gradients whose sizes within a block are log-normal, sigma 2: torchao stores small second moments as zero."""
+    """Gradients whose sizes within a block are log-normal, sigma 2: torchao stores small second
+    moments as zero."""
     generator = torch.Generator().manual_seed(3)
     size = torch.exp(2 * torch.randn(16, 1024, generator=generator))
     worst = {}
@@ -232,7 +258,7 @@ def test_no_update_explodes(name):
     assert worst["peer"] > 100.0
 
 
-# ---- States and weights ----
+# ---- States and weights --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
@@ -253,7 +279,9 @@ def test_stochastic_rounding_moves_what_nearest_cannot():
     for stochastic in (True, False):
         for name in ADAMS:
             p = torch.nn.Parameter(torch.ones(256, 256, dtype=torch.bfloat16))
-            opt = getattr(ours, name)([p], lr=1e-5, weight_decay=0.0, bf16_stochastic_round=stochastic)
+            opt = getattr(ours, name)(
+                [p], lr=1e-5, weight_decay=0.0, bf16_stochastic_round=stochastic
+            )
             for _ in range(100):
                 p.grad = torch.ones_like(p)
                 opt.step()
@@ -269,14 +297,24 @@ def test_stochastic_rounding_moves_what_nearest_cannot():
 
 @pytest.mark.parametrize("name", ADAMS)
 def test_a_model_of_mixed_dtypes(name):
-    """Stochastic rounding is for BF16 parameters; float32 ones get exactly what they get without the flag."""
+    """Stochastic rounding is for BF16 parameters; float32 ones get exactly what they get without
+    the flag."""
     end = {}
     for stochastic in (True, False):
         torch.manual_seed(0)
-        params = {d: torch.nn.Parameter(torch.randn(128, 128).to(d)) for d in (torch.float32, torch.bfloat16, torch.float16)}
-        opt = getattr(ours, name)([(str(d), p) for d, p in params.items()], lr=1e-3, bf16_stochastic_round=stochastic)
+        params = {
+            d: torch.nn.Parameter(torch.randn(128, 128).to(d))
+            for d in (torch.float32, torch.bfloat16, torch.float16)
+        }
+        opt = getattr(ours, name)(
+            [(str(d), p) for d, p in params.items()], lr=1e-3, bf16_stochastic_round=stochastic
+        )
         formats = {d: opt.recipe(p).split("/")[1] for d, p in params.items()}
-        assert formats == {torch.float32: "f32", torch.bfloat16: "bf16-sr" if stochastic else "bf16", torch.float16: "f16"}
+        assert formats == {
+            torch.float32: "f32",
+            torch.bfloat16: "bf16-sr" if stochastic else "bf16",
+            torch.float16: "f16",
+        }
         assert opt.bf16_stochastic_round is stochastic
         for step in range(3):
             for p in params.values():
@@ -320,18 +358,26 @@ def test_block_sizes(name):
 
 def test_groups_may_have_formats_of_their_own():
     a, b = (torch.nn.Parameter(torch.randn(64, 256).bfloat16()) for _ in range(2))
-    opt = ours.AdamW8bit([{"params": [a], "states": "dyn8"}, {"params": [b], "weights": "bf16-kahan", "states": "int4"}])
+    opt = ours.AdamW8bit(
+        [
+            {"params": [a], "states": "dyn8"},
+            {"params": [b], "weights": "bf16-kahan", "states": "int4"},
+        ]
+    )
     assert [opt.recipe(p) for p in (a, b)] == ["adamw/bf16/dyn8", "adamw/bf16-kahan/int4"]
 
 
-# ---- Learning rates ----
+# ---- Learning rates ------------------------------------------------------------------------------
 
 
 def test_lr_is_a_tensor_that_can_be_filled_or_replaced():
     p = torch.nn.Parameter(torch.zeros(128, 128))
     opt = ours.AdamW8bit([p], lr=1e-3, weight_decay=0.0)
     opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))], "lr": 5e-3})
-    assert [(g["lr"].dtype, round(g["lr"].item(), 6)) for g in opt.param_groups] == [(torch.float32, 1e-3), (torch.float32, 5e-3)]
+    assert [(g["lr"].dtype, round(g["lr"].item(), 6)) for g in opt.param_groups] == [
+        (torch.float32, 1e-3),
+        (torch.float32, 5e-3),
+    ]
     moved = []
     for change in ("none", "fill", "number", "tensor"):
         group = opt.param_groups[0]
@@ -362,13 +408,15 @@ def test_schedulers(lr):
     assert isinstance(opt.param_groups[0]["lr"], torch.Tensor)
 
 
-@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"eps": -1.0}, {"betas": (1.0, 0.999)}, {"betas": (0.9, -0.1)}])
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"eps": -1.0}, {"betas": (1.0, 0.999)}, {"betas": (0.9, -0.1)}]
+)
 def test_bad_numbers_are_refused(bad):
     with pytest.raises(ValueError, match="Invalid"):
         ours.AdamW8bit([torch.nn.Parameter(torch.zeros(4))], **bad)
 
 
-# ---- Saving ----
+# ---- Saving --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ADAMS)
@@ -391,7 +439,8 @@ def test_resuming_is_exact(name, tmp_path):
 
 @pytest.mark.parametrize("name", ADAMS)
 def test_states_of_torchao_load(name):
-    """Twenty steps there, then thirty there and here: the ways part by the formats' difference, not by a new start."""
+    """Twenty steps there, then thirty there and here: the ways part by the formats' difference, not
+    by a new start."""
     model = net()
     there = getattr(peers, name)(model.parameters(), lr=1e-3)
     train(there, model, 20)
@@ -403,7 +452,9 @@ def test_states_of_torchao_load(name):
     train(there, model, 30)
     train(here, twin, 30)
     way = (vector(model) - begin).norm()
-    assert float((vector(twin) - vector(model)).norm() / way) < (0.4 if width(name) == "4bit" else 0.1)
+    assert float((vector(twin) - vector(model)).norm() / way) < (
+        0.4 if width(name) == "4bit" else 0.1
+    )
     assert here.state[twin[0].weight]["step"] == 50
 
 
@@ -419,7 +470,7 @@ def test_copies(copied):
     assert other.block_size == 64 and other.bf16_stochastic_round and not other.is_adamw
 
 
-# ---- Offload, in CPU memory ----
+# ---- Offload, in CPU memory ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, ours.AdamW8bit])
@@ -429,10 +480,16 @@ def test_offload_is_the_inner_optimizer(inner):
         model = net()
         model[2].bias.requires_grad_(False)
         named = dict(model.named_parameters())  # the same names, the same random bits
-        groups = [{"params": [(n, p) for n, p in named.items() if p.ndim == 2], "lr": 2e-3},
-                  {"params": [(n, p) for n, p in named.items() if p.ndim == 1]}]
+        groups = [
+            {"params": [(n, p) for n, p in named.items() if p.ndim == 2], "lr": 2e-3},
+            {"params": [(n, p) for n, p in named.items() if p.ndim == 1]},
+        ]
         options = {"fused": True} if inner is torch.optim.AdamW and not wrapped else {}
-        opt = ours.CPUOffloadOptimizer(groups, inner, lr=1e-3) if wrapped else inner(groups, lr=1e-3, **options)
+        opt = (
+            ours.CPUOffloadOptimizer(groups, inner, lr=1e-3)
+            if wrapped
+            else inner(groups, lr=1e-3, **options)
+        )
         schedule = torch.optim.lr_scheduler.StepLR(opt, 5)
         calls = []
         opt.register_step_post_hook(lambda *_: calls.append(1))

@@ -1,8 +1,12 @@
-"""halfstep.compat.torchastic beside the installed torchastic, and halfstep.GradientAccumulator under it.
+"""halfstep.compat.torchastic beside the installed torchastic, and halfstep.GradientAccumulator
+under it.
 
-The package draws its random bits from torch's global generator, halfstep from seed, name, step and position, so no two
-of their BF16 runs can be equal. They are compared as draws of one distribution: the distance of a run of ours to one of
-theirs has to be that of two of theirs, and the mean over many elements has to be the same within five standard errors."""
+The package draws its random bits from torch's global generator, halfstep from seed, name, step and
+position, so no two of their BF16 runs can be equal. They are compared as draws of one distribution:
+the distance of a run of ours to one of theirs has to be that of two of theirs, and the mean over
+many elements has to be the same within five standard errors.
+"""
+
 import copy
 import gc
 import inspect
@@ -14,9 +18,9 @@ import weakref
 
 import pytest
 import torch
+from conftest import streams
 
 import halfstep
-from conftest import streams
 from halfstep.accumulate import GradientAccumulator
 from halfstep.compat import torchastic as ours
 
@@ -53,7 +57,7 @@ def vector(params):
     return torch.cat([p.detach().float().flatten() for p in params])
 
 
-# ---- Names and signatures ----
+# ---- Names and signatures ------------------------------------------------------------------------
 
 
 def test_every_public_name_is_there():
@@ -66,11 +70,12 @@ def test_signatures_are_the_peers(name):
     if name == "StochasticAccumulator":
         for method in ("assign_hooks", "reassign_grad_buffer", "stochastic_grad_accum"):
             assert isinstance(inspect.getattr_static(getattr(ours, name), method), staticmethod)
-            assert shape_of(getattr(ours.StochasticAccumulator, method)) == \
-                shape_of(getattr(peers.StochasticAccumulator, method))
+            assert shape_of(getattr(ours.StochasticAccumulator, method)) == shape_of(
+                getattr(peers.StochasticAccumulator, method)
+            )
 
 
-# ---- The README's snippets ----
+# ---- The README's snippets -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("snippet", ["package", "repository"])
@@ -94,7 +99,6 @@ def test_snippets(snippet):
     losses = []
     # Training
     for step in range(20):
-
         # Gradient accumulation
         for micro in range(grad_accum_length):
             model_input = (batch(step * grad_accum_length + micro, dtype),)
@@ -113,13 +117,16 @@ def test_snippets(snippet):
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
-# ---- Trajectories ----
+# ---- Trajectories --------------------------------------------------------------------------------
 
 
 def gradients(shape, seed):
     """Gradients with a size and a drift of each element's own."""
     generator = torch.Generator().manual_seed(seed)
-    drift, size = torch.randn(shape, generator=generator), torch.exp(0.5 * torch.randn(shape, generator=generator))
+    drift, size = (
+        torch.randn(shape, generator=generator),
+        torch.exp(0.5 * torch.randn(shape, generator=generator)),
+    )
     while True:
         yield (size * (drift + torch.randn(shape, generator=generator))).bfloat16()
 
@@ -127,7 +134,10 @@ def gradients(shape, seed):
 def walk(make, dtype=torch.bfloat16, steps=60, shape=(96, 128), seed=0, begin=1.0, **options):
     """Steps of one matrix and one vector by gradients that do not depend on where it stands."""
     generator = torch.Generator().manual_seed(11)
-    params = [torch.nn.Parameter((begin * torch.randn(s, generator=generator)).to(dtype)) for s in (shape, (shape[0],))]
+    params = [
+        torch.nn.Parameter((begin * torch.randn(s, generator=generator)).to(dtype))
+        for s in (shape, (shape[0],))
+    ]
     opt = make(params, **options)
     torch.manual_seed(seed)
     draws = [gradients(p.shape, 21 + i) for i, p in enumerate(params)]
@@ -149,7 +159,8 @@ def published(name):
 @pytest.mark.parametrize("decay", [0, 0.1], ids=["plain", "decay"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trajectory_in_bf16(name, decay):
-    # At lr 1e-3 one unit of a BF16 weight of 1 is eight steps. Compass's first steps are a hundred times as long.
+    # At lr 1e-3 one unit of a BF16 weight of 1 is eight steps. Compass's first steps are a hundred
+    # times as long.
     options = {"lr": 1e-4 if name == "Compass" else 1e-3, "weight_decay": decay}
     mine, _ = walk(published(name), **options)
     theirs, _ = walk(getattr(peers, name), seed=1, **options)
@@ -157,21 +168,25 @@ def test_trajectory_in_bf16(name, decay):
     start, _ = walk(getattr(peers, name), steps=0, **options)
     if name == "AdamW":
         # What the package decays too much, by dividing with 1 - 0.9 ** t.
-        mine = mine - start * options["lr"] * decay * sum(1 / (1 - 0.9**t) - 1 for t in range(1, 61))
+        mine = mine - start * options["lr"] * decay * sum(
+            1 / (1 - 0.9**t) - 1 for t in range(1, 61)
+        )
     noise = (theirs - again).norm()
     assert (mine - theirs).norm() < 1.1 * noise
     # No drift between them: elements are independent, each with its own gradients.
     for a, b in ((mine, theirs), (mine * start.sign(), theirs * start.sign())):
         difference = a - b
-        assert abs(float(difference.mean())) < 5 * float(difference.std()) / difference.numel() ** 0.5
+        assert (
+            abs(float(difference.mean())) < 5 * float(difference.std()) / difference.numel() ** 0.5
+        )
     assert float((mine - start).norm()) == pytest.approx(float((theirs - start).norm()), rel=0.03)
     # And it went somewhere, in the same direction.
     assert torch.nn.functional.cosine_similarity(mine - start, theirs - start, dim=0) > 0.5
 
 
 def formula(name, params, steps, lr, betas, amp_fac, eps, weight_decay, centralization, correct):
-    """torchastic's arithmetic in fp64; with `correct` as halfstep has it: averages debiased before they amplify, no
-    division of lr and decay."""
+    """torchastic's arithmetic in fp64; with `correct` as halfstep has it: averages debiased before
+    they amplify, no division of lr and decay."""
     weights = [p.detach().double() for p in params]
     states = [[torch.zeros_like(w) for _ in range(3)] for w in weights]
     draws = [gradients(p.shape, 21 + i) for i, p in enumerate(params)]
@@ -198,29 +213,52 @@ def formula(name, params, steps, lr, betas, amp_fac, eps, weight_decay, centrali
 
 
 @pytest.mark.parametrize("centralization", [0, 0.7])
-@pytest.mark.parametrize("name,correct", [("AdamW", True), ("RMSProp", True), ("Compass", True), ("Compass", False),
-                                          ("LPFAdamW", True), ("LPFAdamW", False)])
+@pytest.mark.parametrize(
+    "name,correct",
+    [
+        ("AdamW", True),
+        ("RMSProp", True),
+        ("Compass", True),
+        ("Compass", False),
+        ("LPFAdamW", True),
+        ("LPFAdamW", False),
+    ],
+)
 def test_arithmetic_in_fp32(name, correct, centralization):
-    """The package takes no float32, so its formulas in fp64 are the judge, with states in float32 beside them here: 60
-    steps, tolerances of conventions.md 2.4 (rtol 1e-5, atol 1e-6) for the way that was gone."""
-    betas = {"AdamW": (0.9, 0.999), "Compass": (0.99, 0.999), "LPFAdamW": (0.9, 0.9, 0.999), "RMSProp": (0.999,)}[name]
+    """The package takes no float32, so its formulas in fp64 are the judge, with states in float32
+    beside them here: 60 steps, tolerances of conventions.md 2.4 (rtol 1e-5, atol 1e-6) for the way
+    that was gone."""
+    betas = {
+        "AdamW": (0.9, 0.999),
+        "Compass": (0.99, 0.999),
+        "LPFAdamW": (0.9, 0.9, 0.999),
+        "RMSProp": (0.999,),
+    }[name]
     amp_fac = {"Compass": 5, "LPFAdamW": 2}.get(name, 0)
     make = getattr(ours, name)
     group = {"states": "f32", "published": not correct} if amp_fac else {"states": "f32"}
-    mine, params = walk(lambda params, **options: make([{"params": params, **group}], **options), torch.float32, begin=0.1,
-                        weight_decay=0.1, centralization=centralization)
+    mine, params = walk(
+        lambda params, **options: make([{"params": params, **group}], **options),
+        torch.float32,
+        begin=0.1,
+        weight_decay=0.1,
+        centralization=centralization,
+    )
     start, begin = walk(make, torch.float32, steps=0, begin=0.1)
     exact = formula(name, begin, 60, 1e-3, betas, amp_fac, 1e-8, 0.1, centralization, correct)
     off = ~torch.isclose((mine - start).double(), exact - start.double(), rtol=1e-5, atol=1e-6)
     assert off.double().mean() < 5e-4
     if amp_fac:  # the other form is another trajectory
-        other = formula(name, begin, 60, 1e-3, betas, amp_fac, 1e-8, 0.1, centralization, not correct)
+        other = formula(
+            name, begin, 60, 1e-3, betas, amp_fac, 1e-8, 0.1, centralization, not correct
+        )
         assert (other - exact).norm() > 1e-2 * (exact - start.double()).norm()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_a_small_network(name):
-    """Mean loss of steps 140 to 150 over three seeds, which differ by a few 1e-4 at most: within 3 % of torchastic's."""
+    """Mean loss of steps 140 to 150 over three seeds, which differ by a few 1e-4 at most: within 3
+    % of torchastic's."""
     ends = {}
     options = {"betas": (0.9, 0.999)} if name == "Compass" else {}
     for tag, make in (("ours", published(name)), ("peer", getattr(peers, name))):
@@ -261,8 +299,11 @@ def test_small_steps_add_up(name):
     end = {}
     for weights in ("bf16-sr", "bf16"):
         p = torch.nn.Parameter(torch.ones(256, 256, dtype=torch.bfloat16))
-        # "published": LPFAdamW's amplification grows at first, which makes its steps 6 % longer than lr
-        opt = getattr(ours, name)([{"params": [p], "weights": weights, "published": False}], lr=1e-5)
+        # "published": LPFAdamW's amplification grows at first, which makes its steps 6 % longer
+        # than lr
+        opt = getattr(ours, name)(
+            [{"params": [p], "weights": weights, "published": False}], lr=1e-5
+        )
         for _ in range(100):
             p.grad = torch.ones_like(p)
             opt.step()
@@ -273,16 +314,26 @@ def test_small_steps_add_up(name):
     assert torch.equal(end["bf16"], torch.zeros(256, 256))
 
 
-@pytest.mark.parametrize("name,states", [("AdamW", 2), ("Compass", 2), ("LPFAdamW", 3), ("RMSProp", 1)])
+@pytest.mark.parametrize(
+    "name,states", [("AdamW", 2), ("Compass", 2), ("LPFAdamW", 3), ("RMSProp", 1)]
+)
 def test_everything_is_bf16(name, states):
     model = Model().bfloat16()
     opt = getattr(ours, name)(model.parameters())
     model.loss(batch(0)).backward()
     opt.step()
     count = sum(p.numel() for p in model.parameters())
-    assert opt.memory() == {"weights": 2 * count, "gradients": 2 * count, "extras": 0, "states": 2 * states * count}
+    assert opt.memory() == {
+        "weights": 2 * count,
+        "gradients": 2 * count,
+        "extras": 0,
+        "states": 2 * states * count,
+    }
     for p in model.parameters():
-        assert opt.recipe(p).split("/")[1:] == ["bf16-sr", "bf16-sr"] or opt.recipe(p).count("bf16-sr") == 1 + states
+        assert (
+            opt.recipe(p).split("/")[1:] == ["bf16-sr", "bf16-sr"]
+            or opt.recipe(p).count("bf16-sr") == 1 + states
+        )
         held = list(streams(opt, p).values())
         assert len(held) == states and all(t.dtype == torch.bfloat16 for t in held)
 
@@ -333,7 +384,10 @@ def test_states_of_torchastic_load(name):
     renamed = {"ema": "exp_avg", "ema_squared": "exp_avg_sq", "smoothing": "smoothing"}
     if name == "RMSProp":
         renamed["ema_squared"] = "square_avg"
-    before = {p: {renamed[k]: v.float().clone() for k, v in s.items() if k != "step"} for p, s in there.state.items()}
+    before = {
+        p: {renamed[k]: v.float().clone() for k, v in s.items() if k != "step"}
+        for p, s in there.state.items()
+    }
     here.param_groups[0]["lr"] = 0.0
     weights = vector(model.parameters())
     here.step()
@@ -349,11 +403,12 @@ def test_states_of_torchastic_load(name):
                 assert torch.allclose(now, 0.999 * value + 0.001 * g * g, rtol=2e-2, atol=1e-12)
 
 
-# ---- The accumulator ----
+# ---- The accumulator -----------------------------------------------------------------------------
 
 
 def sums(format, values, count=65536, **options):
-    """The sum of gradients, by value, over `count` elements of a BF16 parameter, by way of backward()."""
+    """The sum of gradients, by value, over `count` elements of a BF16 parameter, by way of
+    backward()."""
     p = torch.nn.Parameter(torch.zeros(count // 256, 256, dtype=torch.bfloat16))
     with GradientAccumulator([("p", p)], format, **options):
         for value in values:
@@ -362,14 +417,18 @@ def sums(format, values, count=65536, **options):
 
 
 def test_sums_are_unbiased_where_nearest_stalls():
-    """1, and 63 times 2^-10: each an eighth of a unit of the sum, less than the half that rounding to nearest needs."""
+    """1, and 63 times 2^-10: each an eighth of a unit of the sum, less than the half that rounding
+    to nearest needs."""
     values = [1.0] + [2.0**-10] * 63
     exact = 1 + 63 * 2.0**-10
     stochastic = sums("bf16-sr", values).float()
     assert abs(float(stochastic.mean()) - exact) < 5 * float(stochastic.std()) / 256
     assert float(stochastic.std()) < 0.03
     assert torch.equal(sums("bf16", values).float(), torch.ones(256, 256))
-    assert torch.equal(sums("f32", values, dtype=torch.bfloat16).float(), torch.full((256, 256), exact).bfloat16().float())
+    assert torch.equal(
+        sums("f32", values, dtype=torch.bfloat16).float(),
+        torch.full((256, 256), exact).bfloat16().float(),
+    )
     # torch's own sums in p.grad
     p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     for value in values:
@@ -389,7 +448,8 @@ def test_sums_of_64_random_gradients_are_unbiased():
     accumulator.reassign()
     error = p.grad.double() - exact
     assert abs(float(error.mean())) < 5 * float(error.std()) / 256
-    # 64 roundings of sums that end around 6 +- 8: units of 1/16 and some of 1/8, each off by half a unit at most in rms
+    # 64 roundings of sums that end around 6 +- 8: units of 1/16 and some of 1/8, each off by half a
+    # unit at most in rms
     assert float(error.std()) < 64**0.5 / 32
 
 
@@ -401,7 +461,9 @@ def test_it_is_the_sum_and_never_the_mean():
         for _ in range(4):
             (3 * p.sum() + 5 * q.sum()).backward()
         accumulator.reassign()
-        assert torch.equal(p.grad.float(), torch.full((8,), 12.0)) and torch.equal(q.grad, torch.full((8,), 20.0))
+        assert torch.equal(p.grad.float(), torch.full((8,), 12.0)) and torch.equal(
+            q.grad, torch.full((8,), 20.0)
+        )
         p.grad = q.grad = None
     assert accumulator.memory() == 0
 
@@ -430,7 +492,8 @@ def test_bits_depend_on_seed_and_names_alone():
 
 
 def test_no_float32_buffer():
-    """No tensor of float32 or of four bytes an element is made on the way, and one gradient at a time exists."""
+    """No tensor of float32 or of four bytes an element is made on the way, and one gradient at a
+    time exists."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
@@ -487,22 +550,32 @@ print((memory("VmHWM") - before) / n)
 
 
 @pytest.mark.all
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read as Linux tells it")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read as Linux tells it"
+)
 def test_peak_memory():
-    """Bytes an element beyond what backward() alone takes: 2, the buffer. The package also makes the sum in float32 and its
-    random numbers in int32."""
+    """Bytes an element beyond what backward() alone takes: 2, the buffer. The package also makes
+    the sum in float32 and its random numbers in int32."""
     peak = {}
-    for tag, module, used in (("none", "torchastic", False), ("ours", "halfstep.compat.torchastic", True),
-                              ("peer", "torchastic", True)):
+    for tag, module, used in (
+        ("none", "torchastic", False),
+        ("ours", "halfstep.compat.torchastic", True),
+        ("peer", "torchastic", True),
+    ):
         script = PEAK.format(module=module, used=used)
-        peak[tag] = float(subprocess.run([sys.executable, "-c", script], check=True, text=True, capture_output=True).stdout)
+        peak[tag] = float(
+            subprocess.run(
+                [sys.executable, "-c", script], check=True, text=True, capture_output=True
+            ).stdout
+        )
     print(peak)
     assert 1.5 < peak["ours"] - peak["none"] < 2.5
     assert peak["peer"] - peak["none"] > 8
 
 
 def test_float32_parameters():
-    """Their gradients are rounded stochastically as well, and come back as float32, or stay BF16 for halfstep's step."""
+    """Their gradients are rounded stochastically as well, and come back as float32, or stay BF16
+    for halfstep's step."""
     p = torch.nn.Parameter(torch.zeros(256, 256))
     value = 1 + 2.0**-10
     with GradientAccumulator([("p", p)]):
@@ -535,7 +608,9 @@ def test_a_missing_gradient():
     with pytest.raises(RuntimeError, match="'first.weight'.*and 2 more"):
         StochasticAccumulator.reassign_grad_buffer(model)
     model.first(batch(0)).sum().backward()
-    with pytest.raises(RuntimeError, match="'norm.weight', 'norm.bias', 'last.weight', 'last.bias';"):
+    with pytest.raises(
+        RuntimeError, match="'norm.weight', 'norm.bias', 'last.weight', 'last.bias';"
+    ):
         StochasticAccumulator.reassign_grad_buffer(model)
     assert model.first.weight.grad is None  # nothing changed
     model.first(batch(0)).sum().backward()
@@ -551,7 +626,10 @@ def test_a_missing_gradient():
     model.last(batch(0, torch.bfloat16).repeat(1, 2)).sum().backward()
     model.norm(model.first(batch(0))).sum().backward()
     StochasticAccumulator.reassign_grad_buffer(model)
-    assert all(p.grad is not None for p in model.parameters()) and twice.shape == model.first.weight.grad.shape
+    assert (
+        all(p.grad is not None for p in model.parameters())
+        and twice.shape == model.first.weight.grad.shape
+    )
 
     with pytest.raises(RuntimeError, match="assign_hooks"):
         StochasticAccumulator.reassign_grad_buffer(Model())
@@ -623,7 +701,9 @@ def test_layouts_shapes_and_shared_parameters():
     torch.manual_seed(0)
     grads = []
     for layout in (torch.contiguous_format, torch.channels_last):
-        p = torch.nn.Parameter(torch.zeros(4, 8, 3, 3, dtype=torch.bfloat16).to(memory_format=layout))
+        p = torch.nn.Parameter(
+            torch.zeros(4, 8, 3, 3, dtype=torch.bfloat16).to(memory_format=layout)
+        )
         draws = torch.Generator().manual_seed(1)
         with GradientAccumulator([("p", p)], seed=0):
             for _ in range(8):
@@ -632,7 +712,9 @@ def test_layouts_shapes_and_shared_parameters():
         grads.append(p.grad)
     assert torch.equal(*grads)
 
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)).bfloat16()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+    ).bfloat16()
     model[1].weight = model[0].weight
     model.scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
     model.empty = torch.nn.Parameter(torch.zeros(0, 3, dtype=torch.bfloat16))
@@ -677,9 +759,12 @@ def test_bad_gradients_and_parameters():
         GradientAccumulator([("same", p), ("same", torch.nn.Parameter(torch.zeros(3)))])
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_copies(copied):
-    """A model with hooks can be copied; the copy has none. A model and its accumulator go together, amid a sum."""
+    """A model with hooks can be copied; the copy has none. A model and its accumulator go together,
+    amid a sum."""
     model = Model().bfloat16()
     ours.StochasticAccumulator.assign_hooks(model)
     model.loss(batch(0)).backward()
@@ -717,13 +802,18 @@ def test_saved_counters_give_the_same_bits(tmp_path):
             m.loss(batch(3 + i)).backward()
         a.reassign()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters()))
-    assert not all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), fresh.parameters()))
+    assert not all(
+        torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), fresh.parameters())
+    )
     with pytest.raises(ValueError, match="bf16-sr"):
         GradientAccumulator(model, "bf16").load_state_dict(accumulator.state_dict())
 
 
 def test_nothing_keeps_a_model_alive():
-    for make in (lambda m: ours.StochasticAccumulator.assign_hooks(m), lambda m: GradientAccumulator(m).attach()):
+    for make in (
+        lambda m: ours.StochasticAccumulator.assign_hooks(m),
+        lambda m: GradientAccumulator(m).attach(),
+    ):
         model = Model().bfloat16()
         kept = make(model)
         model.loss(batch(0)).backward()
@@ -738,11 +828,14 @@ def test_nothing_keeps_a_model_alive():
 
 
 def test_it_composes_with_a_step():
-    """Sums from the accumulator, steps from torch's and from halfstep's optimizer: as with gradients summed in float32."""
+    """Sums from the accumulator, steps from torch's and from halfstep's optimizer: as with
+    gradients summed in float32."""
     end = {}
     for tag in ("exact", "torch", "halfstep"):
         model = Model()
-        opt = (halfstep.AdamW if tag == "halfstep" else torch.optim.AdamW)(model.parameters(), lr=1e-3)
+        opt = (halfstep.AdamW if tag == "halfstep" else torch.optim.AdamW)(
+            model.parameters(), lr=1e-3
+        )
         accumulator = GradientAccumulator(model) if tag != "exact" else None
         losses = []
         for step in range(40):

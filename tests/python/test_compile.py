@@ -1,11 +1,12 @@
 """torch.compile around a training step, and of the step itself, gives the bits of eager."""
+
 import warnings
 
 import pytest
 import torch
+from conftest import RECIPES, bits, class_of, set_gradients, states
 
 import halfstep
-from conftest import RECIPES, bits, class_of, set_gradients, states
 
 pytestmark = pytest.mark.skipif(not hasattr(torch, "compile"), reason="this torch has no compiler")
 BACKENDS = ["eager", "aot_eager"]
@@ -23,7 +24,9 @@ def fresh_compiler():
 
 def network(dtype=torch.float32):
     torch.manual_seed(2)
-    return torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(dtype)
+    return torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(
+        dtype
+    )
 
 
 def make(rule, recipe, **options):
@@ -48,6 +51,7 @@ def training_step(model, opt):
         loss.backward()
         opt.step()
         return loss.detach()
+
     return run
 
 
@@ -68,9 +72,20 @@ def test_compiled_training_step(backend, recipe, compile_option):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rule,recipe", [("adamw", "f32"), ("adamw", "bf16-sr"), ("adamw", "ecc8-int8"),
-                                         ("adamw", "sr-int4"), ("sgd", "f32"), ("lion", "sr-int4"), ("muon", "kahan"),
-                                         ("lamb", "ecc8-int8"), ("schedulefree", "kahan")])
+@pytest.mark.parametrize(
+    "rule,recipe",
+    [
+        ("adamw", "f32"),
+        ("adamw", "bf16-sr"),
+        ("adamw", "ecc8-int8"),
+        ("adamw", "sr-int4"),
+        ("sgd", "f32"),
+        ("lion", "sr-int4"),
+        ("muon", "kahan"),
+        ("lamb", "ecc8-int8"),
+        ("schedulefree", "kahan"),
+    ],
+)
 def test_compiled_optimizer_step(backend, rule, recipe):
     """compile=True: one graph, no break, the same bits as step() of an ordinary optimizer."""
     found = []
@@ -125,8 +140,14 @@ def test_compiled_step_with_gradients_that_come_and_go(backend):
 def test_two_compiled_optimizers_do_not_mix(backend):
     found = []
     for compiled in (False, True):
-        pairs = [make("adamw", "ecc8-int8", compile=compiled), make("lion", "sr-int4", compile=compiled)]
-        steps = [torch.compile(o.step, fullgraph=True, backend=backend) if compiled else o.step for _, o in pairs]
+        pairs = [
+            make("adamw", "ecc8-int8", compile=compiled),
+            make("lion", "sr-int4", compile=compiled),
+        ]
+        steps = [
+            torch.compile(o.step, fullgraph=True, backend=backend) if compiled else o.step
+            for _, o in pairs
+        ]
         for i in range(3):
             for (m, _), step in zip(pairs, steps):
                 set_gradients(dict(m.named_parameters()), i)
@@ -192,7 +213,8 @@ def test_compile_true_is_an_ordinary_optimizer_too():
 
 
 def test_step_and_zero_grad_break_the_graph():
-    """Without compile=True the compiler has to leave the step alone, and says so when asked for one graph."""
+    """Without compile=True the compiler has to leave the step alone, and says so when asked for one
+    graph."""
     model, opt = make("adamw", "f32")
     set_gradients(dict(model.named_parameters()), 0)
     before = [bits(p) for p in model.parameters()]
@@ -217,14 +239,18 @@ def test_gradient_release_under_a_compiled_forward():
 
 @pytest.mark.all
 def test_inductor():
-    """The default backend, where a C++ compiler works: the step is the same operator in its code."""
+    """The default backend, where a C++ compiler works: the step is the same operator in its
+    code."""
     model, opt = make("adamw", "ecc8-int8", compile=True)
     step = torch.compile(opt.step, fullgraph=True)
     try:
         set_gradients(dict(model.named_parameters()), 0)
         step()
     except Exception as error:
-        if "compiler" not in str(error).lower() and "InvalidCxxCompiler" not in type(error).__name__:
+        if (
+            "compiler" not in str(error).lower()
+            and "InvalidCxxCompiler" not in type(error).__name__
+        ):
             raise
         pytest.skip(f"no C++ compiler that inductor can use: {str(error)[:200]}")
     for i in range(1, STEPS):
@@ -239,7 +265,9 @@ def test_inductor():
 
 @pytest.mark.all
 def test_inductor_training_step():
-    """A whole training step by inductor. Its kernels may round otherwise than eager's: this gradient cannot."""
+    """A whole training step by inductor. Its kernels may round otherwise than eager's: this
+    gradient cannot."""
+
     def loss_of(p, x):
         return (p * x).sum()
 
@@ -261,7 +289,10 @@ def test_inductor_training_step():
             for i in range(3):
                 run(torch.randn(16, 64, generator=torch.Generator().manual_seed(i)))
         except Exception as error:
-            if "compiler" not in str(error).lower() and "InvalidCxxCompiler" not in type(error).__name__:
+            if (
+                "compiler" not in str(error).lower()
+                and "InvalidCxxCompiler" not in type(error).__name__
+            ):
                 raise
             pytest.skip(f"no C++ compiler that inductor can use: {str(error)[:200]}")
         found.append((bits(p), states(opt)))
@@ -270,13 +301,18 @@ def test_inductor_training_step():
 
 @pytest.mark.parametrize("attached", ["before", "after"])
 def test_full_graph_with_a_scheduler(attached):
-    """Whose function around step() torch.compile() does not trace: step() notes its calls itself. The bits are those of eager."""
+    """Whose function around step() torch.compile() does not trace: step() notes its calls itself.
+    The bits are those of eager."""
     found = []
     for compiled in (False, True):
         model, opt = make("adamw", "f32", compile=compiled)
         if attached == "before":
             scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
-        step = torch.compile(lambda: opt.step(), fullgraph=True, backend="eager") if compiled else opt.step
+        step = (
+            torch.compile(lambda: opt.step(), fullgraph=True, backend="eager")
+            if compiled
+            else opt.step
+        )
         if attached == "after":
             scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
         with warnings.catch_warnings():

@@ -1,17 +1,35 @@
-"""Every class is the optimizer that users of torch.optim expect: names, defaults, errors, groups."""
+"""Every class is the optimizer that users of torch.optim expect: names, defaults, errors,
+groups."""
+
 import copy
 import inspect
 import math
 
 import pytest
 import torch
+from conftest import (
+    RECIPES,
+    RULES,
+    TORCH,
+    bits,
+    class_of,
+    everything,
+    ids,
+    make,
+    parameters,
+    recipes,
+    rules,
+    run,
+    same,
+    set_gradients,
+    states,
+    twins,
+)
 
 import halfstep
-from conftest import (RECIPES, RULES, TORCH, bits, class_of, everything, ids, make, parameters, recipes, rules, run, same,
-                      set_gradients, states, twins)
 from halfstep import _abi
 
-# ---- The classes --------------------------------------------------------------------------------------------------------
+# ---- The classes ---------------------------------------------------------------------------------
 
 
 @rules
@@ -24,7 +42,9 @@ def test_every_rule_has_a_class(rule):
     assert cls.__module__.startswith("halfstep")
     params = parameters()
     assert type(halfstep.optimizer(rule, list(params.values()))) is cls
-    assert "step" not in vars(halfstep.optimizer(rule, list(params.values())))  # torch wraps it on the class, once
+    assert "step" not in vars(
+        halfstep.optimizer(rule, list(params.values()))
+    )  # torch wraps it on the class, once
 
 
 def test_classes_are_public():
@@ -75,19 +95,24 @@ def test_defaults_are_those_of_the_table(rule):
     for name, hyper in _abi.rules[rule].hypers.items():
         if name.startswith("beta") and name[4:].isdigit() and "betas" in group:
             assert group["betas"][int(name[4:]) - 1] == hyper.initial, name
-        elif name in group and (rule, name) != ("adafactor", "eps") and rule != "muon":  # which torch calls otherwise
+        elif (
+            name in group and (rule, name) != ("adafactor", "eps") and rule != "muon"
+        ):  # which torch calls otherwise
             assert group[name] == hyper.initial, name
     assert opt.defaults["lr"] == _abi.rules[rule].hypers["lr"].initial
 
 
-# ---- Errors -------------------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 
 
 @rules
 def test_errors_of_construction(rule):
     cls = class_of(rule)
     p, q = torch.nn.Parameter(torch.randn(3, 3)), torch.nn.Parameter(torch.randn(3, 3))
-    with pytest.raises(TypeError, match="params argument given to the optimizer should be an iterable of Tensors or dicts"):
+    with pytest.raises(
+        TypeError,
+        match="params argument given to the optimizer should be an iterable of Tensors or dicts",
+    ):
         cls(p)
     with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
         cls([])
@@ -123,11 +148,18 @@ def test_errors_of_construction(rule):
 @pytest.mark.parametrize("rule", [r for r in RULES if "eps" in _abi.rules[r].hypers])
 def test_error_of_eps(rule):
     adafactor = rule == "adafactor"
-    with pytest.raises(ValueError, match="epsilon1 should be >= 0 but is: -1" if adafactor else "Invalid epsilon value: -1"):
-        class_of(rule)([torch.nn.Parameter(torch.randn(3, 3))], eps=(-1.0, 1e-3) if adafactor else -1.0)
+    with pytest.raises(
+        ValueError,
+        match="epsilon1 should be >= 0 but is: -1" if adafactor else "Invalid epsilon value: -1",
+    ):
+        class_of(rule)(
+            [torch.nn.Parameter(torch.randn(3, 3))], eps=(-1.0, 1e-3) if adafactor else -1.0
+        )
 
 
-@pytest.mark.parametrize("rule", [r for r in RULES if {"beta1", "beta2"} <= _abi.rules[r].hypers.keys() and r != "muon"])
+@pytest.mark.parametrize(
+    "rule", [r for r in RULES if {"beta1", "beta2"} <= _abi.rules[r].hypers.keys() and r != "muon"]
+)
 def test_errors_of_betas(rule):
     p = torch.nn.Parameter(torch.randn(3, 3))
     cls = class_of(rule)
@@ -135,9 +167,13 @@ def test_errors_of_betas(rule):
     for index in range(len(good)):
         for wrong in (1.0, -0.5, math.nan):
             betas = tuple(wrong if i == index else b for i, b in enumerate(good))
-            with pytest.raises(ValueError, match=f"Invalid beta parameter at index {index}: {wrong}"):
+            with pytest.raises(
+                ValueError, match=f"Invalid beta parameter at index {index}: {wrong}"
+            ):
                 cls([p], betas=betas)
-            with pytest.raises(ValueError, match=f"Invalid beta parameter at index {index}: {wrong}"):
+            with pytest.raises(
+                ValueError, match=f"Invalid beta parameter at index {index}: {wrong}"
+            ):
                 cls([{"params": [p], "betas": betas}])
     with pytest.raises(ValueError, match="betas"):
         cls([p], betas=good[:-1])
@@ -153,13 +189,17 @@ def test_error_of_momentum(rule):
 
 def test_sgd_nesterov_wants_momentum():
     p = torch.nn.Parameter(torch.randn(3))
-    with pytest.raises(ValueError, match="Nesterov momentum requires a momentum and zero dampening"):
+    with pytest.raises(
+        ValueError, match="Nesterov momentum requires a momentum and zero dampening"
+    ):
         halfstep.SGD([p], nesterov=True)
-    with pytest.raises(ValueError, match="Nesterov momentum requires a momentum and zero dampening"):
+    with pytest.raises(
+        ValueError, match="Nesterov momentum requires a momentum and zero dampening"
+    ):
         halfstep.SGD([p], momentum=0.9, dampening=0.5, nesterov=True)
 
 
-# ---- Groups -------------------------------------------------------------------------------------------------------------
+# ---- Groups --------------------------------------------------------------------------------------
 
 
 def other_value(rule, key, value):
@@ -196,32 +236,76 @@ def other_value(rule, key, value):
     return value * 0.5 if value else 0.3
 
 
-#: need gradients or learning rates of their own to act (test_judges.py and test_new_rules.py have them)
-SILENT = {("adafactor", "eps"), ("adafactor", "relative_step"), ("adopt", "eps"), ("came", "eps"), ("came", "instability_eps"), ("muon", "eps"), ("muon", "exact"), ("prodigy", "d_coef"), ("prodigy", "growth_rate"),
-          ("prodigy", "safeguard_warmup"), ("prodigy", "slice_p"), ("prodigy", "d_group"), ("schedulefree", "weight_lr_power")}
+#: need gradients or learning rates of their own to act (test_judges.py and test_new_rules.py have
+#: them)
+SILENT = {
+    ("adafactor", "eps"),
+    ("adafactor", "relative_step"),
+    ("adopt", "eps"),
+    ("came", "eps"),
+    ("came", "instability_eps"),
+    ("muon", "eps"),
+    ("muon", "exact"),
+    ("prodigy", "d_coef"),
+    ("prodigy", "growth_rate"),
+    ("prodigy", "safeguard_warmup"),
+    ("prodigy", "slice_p"),
+    ("prodigy", "d_group"),
+    ("schedulefree", "weight_lr_power"),
+}
 #: act only together with other options
-BASE = {"sgd": {"momentum": 0.9, "weight_decay": 0.1}, "rmsprop": {"momentum": 0.5, "weight_decay": 0.1}}
+BASE = {
+    "sgd": {"momentum": 0.9, "weight_decay": 0.1},
+    "rmsprop": {"momentum": 0.5, "weight_decay": 0.1},
+}
 
 
 def own_options(rule, options):
-    """The options of a group that belong to the rule: those of the table and torch's names for them."""
+    """The options of a group that belong to the rule: those of the table and torch's names for
+    them."""
     hypers = _abi.rules[rule].hypers
-    names = {"betas", "lr", "weight_decay", "maximize", "centralize", "decay", "decoupled_weight_decay", "ns_coefficients",
-             "adjust_lr_fn"}
-    schedule = {"reference_lr", "warmup_steps", "total_steps", "final_fraction", "decay_start", "power"}
-    return [k for k in options if (k in names or k in hypers) and k not in schedule and options[k] is not None
-            and (rule, k) != ("adamw", "decoupled_weight_decay") or k == "adjust_lr_fn"]  # there for torch's sake only
+    names = {
+        "betas",
+        "lr",
+        "weight_decay",
+        "maximize",
+        "centralize",
+        "decay",
+        "decoupled_weight_decay",
+        "ns_coefficients",
+        "adjust_lr_fn",
+    }
+    schedule = {
+        "reference_lr",
+        "warmup_steps",
+        "total_steps",
+        "final_fraction",
+        "decay_start",
+        "power",
+    }
+    return [
+        k
+        for k in options
+        if (k in names or k in hypers)
+        and k not in schedule
+        and options[k] is not None
+        and (rule, k) != ("adamw", "decoupled_weight_decay")
+        or k == "adjust_lr_fn"
+    ]  # there for torch's sake only
 
 
 @rules
 def test_each_option_can_be_set_for_a_group(rule):
-    """An option of a group acts on that group exactly as it would on an optimizer of its own, and does act."""
+    """An option of a group acts on that group exactly as it would on an optimizer of its own, and
+    does act."""
     cls = class_of(rule)
     base = {"weight_decay": 0.1, "lr": 0.05, **BASE.get(rule, {})}
     shapes = {"w": (6, 40), "b": (9,)}
     tried = own_options(rule, cls(list(parameters(shapes=shapes).items()), **base).param_groups[0])
     assert {"lr", "weight_decay", "maximize"} <= set(tried)
-    assert len(tried) >= 3 + ("beta1" in _abi.rules[rule].hypers) + ("eps" in _abi.rules[rule].hypers)
+    assert len(tried) >= 3 + ("beta1" in _abi.rules[rule].hypers) + (
+        "eps" in _abi.rules[rule].hypers
+    )
     plain_params = parameters(shapes=shapes)
     plain_opt = cls(list(plain_params.items()), **base)
     run(plain_opt, plain_params, 0, 8)
@@ -232,7 +316,11 @@ def test_each_option_can_be_set_for_a_group(rule):
             option["nesterov"] = False
         if key == "nesterov" and rule == "sgd":
             option["dampening"] = 0
-        params, alone, late = parameters(shapes=shapes), parameters(shapes=shapes), parameters(shapes=shapes)
+        params, alone, late = (
+            parameters(shapes=shapes),
+            parameters(shapes=shapes),
+            parameters(shapes=shapes),
+        )
         first = torch.nn.Parameter(torch.randn(5, 5))
         if rule == "prodigy":  # whose groups share an estimate, and so a rate
             option.setdefault("d_group", 1)
@@ -247,8 +335,10 @@ def test_each_option_can_be_set_for_a_group(rule):
             assert torch.equal(params[name], alone[name]), f"{key} of a group"
             assert torch.equal(late[name], alone[name]), f"{key} of a group added later"
         changed = any(not torch.equal(params[name], plain_params[name]) for name in params)
-        assert changed or (rule, key) in SILENT, (f"{key}={option[key]!r} in place of {value!r} changes nothing: other_value() "
-                                                  "has a value that does, or SILENT names it (docs/adding.md)")
+        assert changed or (rule, key) in SILENT, (
+            f"{key}={option[key]!r} in place of {value!r} changes nothing: other_value() "
+            "has a value that does, or SILENT names it (docs/adding.md)"
+        )
 
 
 @rules
@@ -304,17 +394,28 @@ def test_group_added_in_mid_run(rule):
 
 @recipes
 def test_named_parameters(recipe):
-    """Names from (name, tensor) pairs, in groups or not, or from name_parameters(), give the same ids and bits."""
+    """Names from (name, tensor) pairs, in groups or not, or from name_parameters(), give the same
+    ids and bits."""
     dtype, formats = RECIPES[recipe]
     module = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)).to(dtype)
     modules = [copy.deepcopy(module) for _ in range(3)]
-    opts = [halfstep.AdamW(modules[0].named_parameters(), **formats, seed=0),
-            halfstep.AdamW([{"params": [(n, p)]} for n, p in modules[1].named_parameters()], **formats, seed=0)]
+    opts = [
+        halfstep.AdamW(modules[0].named_parameters(), **formats, seed=0),
+        halfstep.AdamW(
+            [{"params": [(n, p)]} for n, p in modules[1].named_parameters()], **formats, seed=0
+        ),
+    ]
     halfstep.name_parameters(modules[2])
     opts.append(halfstep.AdamW(modules[2].parameters(), **formats, seed=0))
-    for opt in opts[:2]:  # beside the groups, as earlier versions have them, and in them, as torch has
-        assert [n for names in opt.state_dict()["param_names"] for n in names] == [n for n, _ in module.named_parameters()]
-        assert [n for g in opt.param_groups for n in g["param_names"]] == [n for n, _ in module.named_parameters()]
+    for opt in opts[
+        :2
+    ]:  # beside the groups, as earlier versions have them, and in them, as torch has
+        assert [n for names in opt.state_dict()["param_names"] for n in names] == [
+            n for n, _ in module.named_parameters()
+        ]
+        assert [n for g in opt.param_groups for n in g["param_names"]] == [
+            n for n, _ in module.named_parameters()
+        ]
     for step in range(3):
         for m, opt in zip(modules, opts):
             set_gradients(dict(m.named_parameters()), step)
@@ -329,7 +430,13 @@ def test_groups_of_any_kind():
     """A single tensor, a generator, nothing at all; numbers of numpy."""
     numpy = pytest.importorskip("numpy")
     p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
-    opt = halfstep.AdamW([{"params": p, "lr": numpy.float32(0.5)}, {"params": []}, {"params": (x for x in (q,)), "lr": 1}])
+    opt = halfstep.AdamW(
+        [
+            {"params": p, "lr": numpy.float32(0.5)},
+            {"params": []},
+            {"params": (x for x in (q,)), "lr": 1},
+        ]
+    )
     opt.add_param_group({"params": [], "weights": "bf16-kahan"})
     p.grad, q.grad = torch.ones(3), torch.ones(3)
     opt.step()
@@ -354,7 +461,10 @@ def test_subclasses_of_users():
             return super().step(closure)
 
     params, others = parameters(), parameters()
-    opt, other = Mine(list(params.items()), scale=2.0, lr=0.01), halfstep.AdamW(list(others.items()), lr=0.01)
+    opt, other = (
+        Mine(list(params.items()), scale=2.0, lr=0.01),
+        halfstep.AdamW(list(others.items()), lr=0.01),
+    )
     for step in range(3):
         set_gradients(params, step)
         set_gradients(others, step)

@@ -1,7 +1,7 @@
-"""Parameters on a GPU: the bits of the processor, without waits. On a machine without one, on the fake of fake_gpu.py; where torch has
-a GPU the tests that do not look into the driver run on it."""
+"""Parameters on a GPU: the bits of the processor, without waits. On a machine without one, on the
+fake of fake_gpu.py; where torch has a GPU the tests that do not look into the driver run on it."""
+
 import copy
-import io
 import itertools
 import os
 import subprocess
@@ -11,10 +11,10 @@ import warnings
 import pytest
 import torch
 from conftest import RECIPES, RULES, class_of, plain, recipes, rules
+from fake_gpu import Fake, Real, needs_fake
 
 import halfstep
 from halfstep import _abi, _devices
-from fake_gpu import Fake, Real, needs_fake
 
 SHAPES = {"body.weight": (24, 96), "head.weight": (17, 50), "body.bias": (33,), "scale": ()}
 _made = []
@@ -38,12 +38,17 @@ def fake(gpu):
 
 def start(dtype, shapes=None):
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in (shapes or SHAPES).items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in (shapes or SHAPES).items()
+    }
 
 
 def gradients(values, step):
     generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(v.shape, generator=generator).to(v.dtype) for name, v in values.items()}
+    return {
+        name: torch.randn(v.shape, generator=generator).to(v.dtype) for name, v in values.items()
+    }
 
 
 def pair(gpu, cls, dtype=torch.float32, shapes=None, device=0, **options):
@@ -70,7 +75,14 @@ def give(gpu, params, given, asynchronous=True):
 def run(gpu, both, first, last, scale=1.0, release=False):
     for step in range(first, last):
         for params, opt in both:
-            give(gpu, params, {name: g * scale for name, g in gradients({n: p for n, p in params.items()}, step).items()})
+            give(
+                gpu,
+                params,
+                {
+                    name: g * scale
+                    for name, g in gradients({n: p for n, p in params.items()}, step).items()
+                },
+            )
             if not release:
                 opt.step()
                 continue
@@ -82,8 +94,13 @@ def run(gpu, both, first, last, scale=1.0, release=False):
 def held(gpu, params, opt):
     """All bits."""
     state = opt.state_dict()
-    tensors = [{key: gpu.read(v) for key, v in held.items()} for _, held in sorted(state["state"].items())]
-    groups = [{key: v for key, v in group.items() if not isinstance(v, torch.Tensor)} for group in state["param_groups"]]
+    tensors = [
+        {key: gpu.read(v) for key, v in held.items()} for _, held in sorted(state["state"].items())
+    ]
+    groups = [
+        {key: v for key, v in group.items() if not isinstance(v, torch.Tensor)}
+        for group in state["param_groups"]
+    ]
     return plain([{name: gpu.read(p) for name, p in params.items()}, tensors, groups])
 
 
@@ -105,23 +122,41 @@ def test_the_bits_of_the_processor(gpu, rule, recipe):
     same(gpu, both)
     for p in both[1][0].values():
         for key, tensor in both[1][1].state[p].items():
-            assert _devices.of(tensor).type == ("cuda" if key not in ("step", *_abi_numbers(both[1][1], p)) else "cpu"), key
+            assert _devices.of(tensor).type == (
+                "cuda" if key not in ("step", *_abi_numbers(both[1][1], p)) else "cpu"
+            ), key
 
 
-@pytest.mark.parametrize("options", [{"states": "int8"}, {"weights": "bf16-kahan", "clip_norm": 1.0}], ids=["int8", "kahan"])
+@pytest.mark.parametrize(
+    "options",
+    [{"states": "int8"}, {"weights": "bf16-kahan", "clip_norm": 1.0}],
+    ids=["int8", "kahan"],
+)
 def test_a_model_for_long(gpu, options):
-    """Gradients of a model in training, the same for both: 1000 steps where there is a GPU, some on the fake."""
+    """Gradients of a model in training, the same for both: 1000 steps where there is a GPU, some on
+    the fake."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(61, 96), torch.nn.Linear(96, 128), torch.nn.GELU(), torch.nn.LayerNorm(128), torch.nn.Linear(128, 61)).bfloat16()
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(61, 96),
+        torch.nn.Linear(96, 128),
+        torch.nn.GELU(),
+        torch.nn.LayerNorm(128),
+        torch.nn.Linear(128, 61),
+    ).bfloat16()
     here = dict(model.named_parameters())
     there = {name: torch.nn.Parameter(gpu.tensor(p)) for name, p in here.items()}
-    both = [(params, halfstep.AdamW(params.items(), lr=3e-3, seed=5, weight_decay=0.1, **options)) for params in (here, there)]
+    both = [
+        (params, halfstep.AdamW(params.items(), lr=3e-3, seed=5, weight_decay=0.1, **options))
+        for params in (here, there)
+    ]
     text = torch.arange(4096) * 7 % 61
     losses = []
     for step in range(1000 if gpu.real else 25):
         at = step * 37 % 4000
         both[0][1].zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(text[at:at + 64]).float(), text[at + 1:at + 65])
+        loss = torch.nn.functional.cross_entropy(
+            model(text[at : at + 64]).float(), text[at + 1 : at + 65]
+        )
         loss.backward()
         losses.append(float(loss))
         for (name, p), q in zip(here.items(), there.values()):
@@ -133,11 +168,17 @@ def test_a_model_for_long(gpu, options):
 
 
 def _abi_numbers(opt, p):
-    return [key for key, tensor in opt.state[p].items() if tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)]
+    return [
+        key
+        for key, tensor in opt.state[p].items()
+        if tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
+    ]
 
 
 def test_a_plain_step_waits_for_nothing(fake):
-    both = pair(fake, halfstep.AdamW, torch.bfloat16, weights="bf16-kahan", states="int8", clip_norm=1.0)
+    both = pair(
+        fake, halfstep.AdamW, torch.bfloat16, weights="bf16-kahan", states="int8", clip_norm=1.0
+    )
     run(fake, both, 1, 3)
     before = fake.waits
     run(fake, both, 3, 20)
@@ -156,7 +197,9 @@ def test_a_step_is_on_the_current_stream(fake, release):
     with fake.on(other):
         run(fake, both, 3, 6, release=release)
         assert not fake.recorded or all(device.index == 0 for _, device in fake.recorded)
-        assert {p.grad.data_ptr() for p in both[1][0].values()} <= {address for address, _ in fake.recorded}
+        assert {p.grad.data_ptr() for p in both[1][0].values()} <= {
+            address for address, _ in fake.recorded
+        }
     fake.wait_for(None, other)
     run(fake, both, 6, 8, release=release)
     fake.wait_for(other, None)
@@ -226,7 +269,10 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_whoever_asks_first_is_told_of_a_refused_step(gpu, question):
-    both, answers = pair(gpu, halfstep.AdamW, torch.bfloat16, weights="bf16-kahan", clip_norm=1.0), []
+    both, answers = (
+        pair(gpu, halfstep.AdamW, torch.bfloat16, weights="bf16-kahan", clip_norm=1.0),
+        [],
+    )
     run(gpu, both, 1, 3)
     for params, opt in both:
         give_a_nan(gpu, params)
@@ -315,7 +361,10 @@ def test_resume_and_change_of_device(gpu, recipe):
     both = pair(gpu, halfstep.AdamW, dtype, **options)
     run(gpu, both, 1, 4)
     # The processor's state goes on on the GPU and the GPU's on the processor.
-    saved = [{"model": {name: gpu.read(p) for name, p in params.items()}, "opt": opt.state_dict()} for params, opt in both]
+    saved = [
+        {"model": {name: gpu.read(p) for name, p in params.items()}, "opt": opt.state_dict()}
+        for params, opt in both
+    ]
     for place, (params, opt) in enumerate(pair(gpu, halfstep.AdamW, dtype, **options)):
         with torch.no_grad():
             for name, p in params.items():
@@ -344,8 +393,17 @@ def test_reading_and_writing(gpu):
         opt.write_weight(p, opt.read_weight(p) * 0.5)
         opt.write_state(p, "exp_avg", opt.read_state(p, "exp_avg") * 0.25)
         assert _devices.of(opt.read_weight(p)) == _devices.of(p)
-        found.append(plain([gpu.read(opt.read_weight(p)), gpu.read(opt.read_state(p, "exp_avg")), opt.memory(), opt.fell_back(),
-                            str(opt).count("\n")]))
+        found.append(
+            plain(
+                [
+                    gpu.read(opt.read_weight(p)),
+                    gpu.read(opt.read_state(p, "exp_avg")),
+                    opt.memory(),
+                    opt.fell_back(),
+                    str(opt).count("\n"),
+                ]
+            )
+        )
     assert found[0] == found[1]
     run(gpu, both, 4, 6)
     same(gpu, both)
@@ -382,17 +440,25 @@ def test_micro_batches_go_into_the_states(gpu):
 
 
 def mixed(gpu, places, cls=halfstep.AdamW, **options):
-    """The same parameters on the processor, and over several places ("cpu" or the number of a GPU)."""
+    """The same parameters on the processor, and over several places ("cpu" or the number of a
+    GPU)."""
     out = []
     for where in (["cpu"] * len(places), places):
-        values = start(torch.float32, {f"p{i}": (40, 64) if i % 2 else (96,) for i in range(len(places))})
-        params = {name: torch.nn.Parameter(v.clone() if w == "cpu" else gpu.tensor(v, w)) for (name, v), w in zip(values.items(), where)}
+        values = start(
+            torch.float32, {f"p{i}": (40, 64) if i % 2 else (96,) for i in range(len(places))}
+        )
+        params = {
+            name: torch.nn.Parameter(v.clone() if w == "cpu" else gpu.tensor(v, w))
+            for (name, v), w in zip(values.items(), where)
+        }
         out.append((params, cls(params.items(), seed=5, **options)))
     return out
 
 
 @pytest.mark.parametrize("places", [["cpu", 0, "cpu", 0], [0, 1, 0, 1], [1, "cpu", 0]], ids=str)
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"cls": halfstep.Lamb}, {"scan": "per-tensor"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 0.5}, {"cls": halfstep.Lamb}, {"scan": "per-tensor"}], ids=str
+)
 def test_several_devices_are_one_optimizer(gpu, places, options):
     if gpu.real and torch.cuda.device_count() < 2 and 1 in places:
         pytest.skip("one GPU")
@@ -496,7 +562,7 @@ def test_a_vector_of_no_elements_counts(gpu):
     same(gpu, both)
 
 
-# ---- Averages and sums ----
+# ---- Averages and sums ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fmt", ["bf16-sr", "bf16-kahan", "f32"])
@@ -504,7 +570,9 @@ def test_averages(gpu, fmt):
     found = []
     for on in (False, True):
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.Linear(24, 3)).to(torch.bfloat16)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.Linear(24, 3)).to(
+            torch.bfloat16
+        )
         if on:
             for p in model.parameters():
                 p.data = gpu.tensor(p.data)
@@ -546,7 +614,7 @@ def test_sums_over_micro_batches(gpu, fmt):
     assert found[0] == found[1] == found[2]
 
 
-# ---- What cannot be ----
+# ---- What cannot be ------------------------------------------------------------------------------
 
 
 def test_amd(gpu, monkeypatch):
@@ -562,7 +630,9 @@ def test_other_kinds_of_devices():
     p = torch.nn.Parameter(torch.empty(3, device="meta"))
     opt = halfstep.AdamW([p])
     p.grad = torch.empty(3, device="meta")
-    with pytest.raises(ValueError, match="is on meta; halfstep steps tensors of CPUs and of NVIDIA GPUs"):
+    with pytest.raises(
+        ValueError, match="is on meta; halfstep steps tensors of CPUs and of NVIDIA GPUs"
+    ):
         opt.step()
 
 
@@ -600,23 +670,39 @@ def test_no_memory_on_the_device(fake):
 
 
 def in_a_process_of_its_own(function, *arguments, **environment):
-    """What a function of this file, named, prints there: what the library has found out of a driver it keeps, and a GPU that has
-    failed stays so."""
+    """What a function of this file, named, prints there: what the library has found out of a driver
+    it keeps, and a GPU that has failed stays so."""
     here = os.path.dirname(os.path.abspath(__file__))
-    done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", f"import test_cuda; test_cuda.{function}(*{arguments!r})"],
-                          cwd=here, env={**os.environ, **environment}, capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "error::RuntimeWarning",
+            "-c",
+            f"import test_cuda; test_cuda.{function}(*{arguments!r})",
+        ],
+        cwd=here,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, f"{environment}: exit status {done.returncode}\n{done.stderr}"
     return done.stdout
 
 
 def unusable(driver):
-    """In a process of its own: a step on what cannot be used changes nothing, and the processor goes on."""
+    """In a process of its own: a step on what cannot be used changes nothing, and the processor
+    goes on."""
     gpu, patch = Fake() if driver else None, pytest.MonkeyPatch()
     p = torch.nn.Parameter(gpu.tensor(torch.ones(3, 5)) if driver else torch.ones(3, 5))
     if driver:
         gpu.install(patch)
     else:
-        patch.setattr(_devices, "of", lambda tensor: torch.device("cuda", 0) if tensor.shape == p.shape else tensor.device)
+        patch.setattr(
+            _devices,
+            "of",
+            lambda tensor: torch.device("cuda", 0) if tensor.shape == p.shape else tensor.device,
+        )
         patch.setattr(_devices, "stream", lambda device: None)
         patch.setattr(_devices, "capturing", lambda device: False)
     p.grad = gpu.tensor(torch.ones(3, 5)) if driver else torch.ones(3, 5)
@@ -632,13 +718,25 @@ def unusable(driver):
 
 
 @needs_fake
-@pytest.mark.parametrize("environment, sentence", [
-    ({"FAKE_CUDA_DEVICES": "0"}, "cuInit: CUDA_ERROR_NO_DEVICE"),
-    pytest.param({"FAKE_CUDA_DRIVER": "11080"}, "the NVIDIA driver speaks CUDA 11.8, and 12.0 is the oldest that will do: install a newer driver",
-                 marks=pytest.mark.all),
-    pytest.param({"FAKE_CUDA_COMPUTE": "75"}, "has compute capability 7.5, and 8.0 is the least", marks=pytest.mark.all),
-    ({"HALFSTEP_CUDA_IMAGE": "/dev/null"}, "CUDA_ERROR_INVALID_IMAGE"),
-], ids=["no GPU", "an old driver", "an unsupported GPU", "an image that is refused"])
+@pytest.mark.parametrize(
+    "environment, sentence",
+    [
+        ({"FAKE_CUDA_DEVICES": "0"}, "cuInit: CUDA_ERROR_NO_DEVICE"),
+        pytest.param(
+            {"FAKE_CUDA_DRIVER": "11080"},
+            "the NVIDIA driver speaks CUDA 11.8, and 12.0 is the oldest that will do: install a"
+            " newer driver",
+            marks=pytest.mark.all,
+        ),
+        pytest.param(
+            {"FAKE_CUDA_COMPUTE": "75"},
+            "has compute capability 7.5, and 8.0 is the least",
+            marks=pytest.mark.all,
+        ),
+        ({"HALFSTEP_CUDA_IMAGE": "/dev/null"}, "CUDA_ERROR_INVALID_IMAGE"),
+    ],
+    ids=["no GPU", "an old driver", "an unsupported GPU", "an image that is refused"],
+)
 def test_what_cannot_be_used_is_told_by_a_sentence(environment, sentence):
     assert sentence in in_a_process_of_its_own("unusable", True, **environment)
 
@@ -650,7 +748,8 @@ def test_no_driver(tmp_path):
 
 
 def failing():
-    """In a process of its own: after a kernel has failed all that is on the GPU is refused, and the processor goes on."""
+    """In a process of its own: after a kernel has failed all that is on the GPU is refused, and the
+    processor goes on."""
     gpu = Fake()
     gpu.install(pytest.MonkeyPatch())
     both, others = pair(gpu, halfstep.AdamW), pair(gpu, halfstep.Lion)
@@ -662,7 +761,13 @@ def failing():
     give(gpu, params, gradients(here, 3))
     opt.step()  # is submitted
     other = others[1][1]
-    for ask in (lambda: opt.skipped_steps, opt.step, opt.state_dict, other.step, lambda: other.grad_norm):
+    for ask in (
+        lambda: opt.skipped_steps,
+        opt.step,
+        opt.state_dict,
+        other.step,
+        lambda: other.grad_norm,
+    ):
         with pytest.raises(halfstep.HalfstepError, match="CUDA_ERROR_ILLEGAL_ADDRESS") as raised:
             ask()
         assert raised.value.code == _abi.ERROR_DEVICE
@@ -676,7 +781,10 @@ def failing():
 @needs_fake
 def test_a_fault_is_lasting_and_the_process_lives_on():
     said = in_a_process_of_its_own("failing")
-    assert "the context on this GPU is lost for the process: save what is not on it, and start anew" in said
+    assert (
+        "the context on this GPU is lost for the process: save what is not on it, and start anew"
+        in said
+    )
 
 
 def test_the_fake_tells_of_misuse(fake):
@@ -688,8 +796,13 @@ def test_the_fake_tells_of_misuse(fake):
 def test_what_differs_is_asked_of_one_module():
     """A place that asks torch itself would not be tested here."""
     folder = os.path.dirname(halfstep.__file__)
-    asked = [f"{name}: {word}" for name in os.listdir(folder) if name.endswith(".py") and name != "_devices.py"
-             for word in ("torch.cuda.", "record_stream") if word in open(os.path.join(folder, name)).read()]
+    asked = [
+        f"{name}: {word}"
+        for name in os.listdir(folder)
+        if name.endswith(".py") and name != "_devices.py"
+        for word in ("torch.cuda.", "record_stream")
+        if word in open(os.path.join(folder, name)).read()
+    ]
     assert not asked
 
 

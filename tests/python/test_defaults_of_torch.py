@@ -1,4 +1,6 @@
-"""torch.set_default_device() and torch.set_default_dtype() are no business of this package: all that it makes says where and what it is."""
+"""torch.set_default_device() and torch.set_default_dtype() are no business of this package: all
+that it makes says where and what it is."""
+
 import ast
 import glob
 import io
@@ -6,24 +8,46 @@ import os
 
 import pytest
 import torch
+from conftest import RECIPES, bits, plain
 
 import halfstep
-from conftest import RECIPES, bits, plain
 from halfstep import _abi
 from halfstep.compat import flashoptim, lamb16, optimi, torchao
 
 ROOT = os.path.dirname(halfstep.__file__)
 #: functions of torch that make a tensor on the default device, unless they are told another
-FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
-             "scalar_tensor", "tensor", "zeros"}
+FACTORIES = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
 
 
 def calls():
     for path in glob.glob(os.path.join(ROOT, "**", "*.py"), recursive=True):
         with open(path, encoding="utf-8") as file:
             for node in ast.walk(ast.parse(file.read())):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES \
-                        and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr in FACTORIES
+                    and isinstance(node.func.value, ast.Name)
+                    and node.func.value.id == "torch"
+                ):
                     yield os.path.relpath(path, ROOT), node
 
 
@@ -32,21 +56,30 @@ def test_every_tensor_is_made_on_a_device_that_is_named():
     assert len(found) > 30
     for path, node in found:
         given = {k.arg for k in node.keywords}
-        assert {"device", "dtype"} <= given, f"{path}:{node.lineno}: torch.{node.func.attr}() without device= or dtype="
+        assert {
+            "device",
+            "dtype",
+        } <= given, f"{path}:{node.lineno}: torch.{node.func.attr}() without device= or dtype="
 
 
 def training(recipe, device, default, release):
     """Everything from construction to loading under other defaults; the bits of it."""
     rule, dtype, formats = recipe
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.Linear(96, 32)).to(dtype)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.Linear(96, 32)
+    ).to(dtype)
     batches = [torch.randn(8, 64).to(dtype) for _ in range(8)]
     first, state = model[0].weight, _abi.rules[rule].states[0].name
     try:
         torch.set_default_dtype(default)
         torch.set_default_device(device)
-        opt = getattr(halfstep, _abi.rules[rule].label)(model.named_parameters(), lr=1e-3, seed=1, gradient_release=release, **formats)
-        ema = halfstep.EMA(model, 0.9, seed=1, weights="f32" if dtype == torch.float32 else "bf16-kahan")
+        opt = getattr(halfstep, _abi.rules[rule].label)(
+            model.named_parameters(), lr=1e-3, seed=1, gradient_release=release, **formats
+        )
+        ema = halfstep.EMA(
+            model, 0.9, seed=1, weights="f32" if dtype == torch.float32 else "bf16-kahan"
+        )
         accumulator = halfstep.GradientAccumulator(model, seed=1)
         for i, x in enumerate(batches):
             if i == 2 and not release:
@@ -66,25 +99,52 @@ def training(recipe, device, default, release):
                 file.seek(0)
                 opt.load_state_dict(torch.load(file, weights_only=True))
             if i == 4:
-                opt.load_state_dict({"state": {}, **{k: v for k, v in opt.state_dict().items() if k == "param_groups"}, **opt.state_dict()})
+                opt.load_state_dict(
+                    {
+                        "state": {},
+                        **{k: v for k, v in opt.state_dict().items() if k == "param_groups"},
+                        **opt.state_dict(),
+                    }
+                )
                 opt.write_weight(first, opt.read_weight(first))
                 opt.write_state(first, state, opt.read_state(first, state))
-                assert repr(opt) and opt.memory() and opt.torch_state_dict() and ema.full_state_dict() and halfstep.plan(model)
+                assert (
+                    repr(opt)
+                    and opt.memory()
+                    and opt.torch_state_dict()
+                    and ema.full_state_dict()
+                    and halfstep.plan(model)
+                )
                 assert halfstep.full_precision_state_dict(model, opt)
         if rule == "schedulefree":
             opt.eval()
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-    return [bits(t) for t in (*model.parameters(), *ema.module.parameters())], plain(opt.state_dict()["state"])
+    return [bits(t) for t in (*model.parameters(), *ema.module.parameters())], plain(
+        opt.state_dict()["state"]
+    )
 
 
 @pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("rule, recipe", [("adamw", "ecc8-int8"), ("muon", "sr-int4"), ("schedulefree", "kahan"), ("lamb", "f32"), ("ranger", "sr-int4")])
+@pytest.mark.parametrize(
+    "rule, recipe",
+    [
+        ("adamw", "ecc8-int8"),
+        ("muon", "sr-int4"),
+        ("schedulefree", "kahan"),
+        ("lamb", "f32"),
+        ("ranger", "sr-int4"),
+    ],
+)
 def test_training_under_other_defaults(rule, recipe, release):
     recipe = rule, *RECIPES[recipe]
     want = training(recipe, None, torch.float32, release)
-    for device, default in (("meta", torch.float32), (None, torch.bfloat16), ("meta", torch.float64)):
+    for device, default in (
+        ("meta", torch.float32),
+        (None, torch.bfloat16),
+        ("meta", torch.float64),
+    ):
         assert training(recipe, device, default, release) == want, (device, default)
 
 
@@ -96,17 +156,35 @@ def test_conversions_and_other_packages_under_another_device():
     values = torch.randn(8, 32)
     torch.set_default_device("meta")
     try:
-        for opt in (halfstep.AdamW(model.parameters(), states="int8"), halfstep.AdamW(model.parameters(), weights="bf16-kahan")):
+        for opt in (
+            halfstep.AdamW(model.parameters(), states="int8"),
+            halfstep.AdamW(model.parameters(), weights="bf16-kahan"),
+        ):
             opt.load_state_dict(states.state_dict())  # plain states are converted
             opt.step()
             opt.param_groups[0]["states"] = "int4"
             opt.step()
-        opts = [torchao.AdamW8bit(model.parameters()), flashoptim.FlashAdamW(model.parameters()), optimi.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=True),
-                lamb16.Lamb16(model.parameters())]
+        opts = [
+            torchao.AdamW8bit(model.parameters()),
+            flashoptim.FlashAdamW(model.parameters()),
+            optimi.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=True),
+            lamb16.Lamb16(model.parameters()),
+        ]
         for opt in opts:
             opt.step()
-        lamb16.log_lamb_rs(opts[-1], type("Writer", (), {"add_histogram": lambda self, tag, found, at: bits(found)})(), 0)
-        assert flashoptim.reconstruct_fp32_param(values.bfloat16(), flashoptim.compute_ecc_bits(values, values.bfloat16())).device.type == "cpu"
+        lamb16.log_lamb_rs(
+            opts[-1],
+            type("Writer", (), {"add_histogram": lambda self, tag, found, at: bits(found)})(),
+            0,
+        )
+        assert (
+            flashoptim.reconstruct_fp32_param(
+                values.bfloat16(), flashoptim.compute_ecc_bits(values, values.bfloat16())
+            ).device.type
+            == "cpu"
+        )
     finally:
         torch.set_default_device(None)
-    assert all(v.device.type == "cpu" for opt in opts for s in opt.state.values() for v in s.values())
+    assert all(
+        v.device.type == "cpu" for opt in opts for s in opt.state.values() for v in s.values()
+    )

@@ -1,45 +1,66 @@
 """DTensor parameters on 2, 3 and 4 ranks: the bits of one process, whatever the mesh."""
+
 import warnings
 
 import pytest
 import torch
-
-import halfstep
 from conftest import RECIPES, RULES, bits, class_of, set_gradients
 
+import halfstep
+
 pytest.importorskip("torch.distributed.tensor", reason="DTensors are public from torch 2.5 on")
-pytestmark = pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-                                reason="no gloo")
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="no gloo",
+)
 
 #: whole blocks, short ones, rows that leave ranks with nothing, a kernel, a vector, a scalar
-SHAPES = {"body.weight": (24, 256), "head.weight": (17, 50), "thin.weight": (2, 64), "conv.weight": (8, 4, 3, 3),
-          "body.bias": (33,), "one": (1,)}
+SHAPES = {
+    "body.weight": (24, 256),
+    "head.weight": (17, 50),
+    "thin.weight": (2, 64),
+    "conv.weight": (8, 4, 3, 3),
+    "body.bias": (33,),
+    "one": (1,),
+}
 
 
 def values_of(shapes, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
 
 
 def mesh_of(shape, names=None):
     from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def cut(values, mesh, placements):
     """Parameters as DTensors; placements by name, or for all."""
     from torch.distributed.tensor import distribute_tensor
-    return {name: torch.nn.Parameter(distribute_tensor(value, mesh, placements(name, value))) for name, value in values.items()}
+
+    return {
+        name: torch.nn.Parameter(distribute_tensor(value, mesh, placements(name, value)))
+        for name, value in values.items()
+    }
 
 
 def give_gradients(params, step, scale=1.0):
     """Those of set_gradients(), cut as the parameters are."""
     from torch.distributed.tensor import DTensor, distribute_tensor
-    whole = {name: torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for name, p in params.items()}
+
+    whole = {
+        name: torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for name, p in params.items()
+    }
     set_gradients(whole, step)
     for name, p in params.items():
         grad = whole[name].grad * scale
-        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        p.grad = (
+            distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        )
 
 
 def whole_bits(tensor):
@@ -49,12 +70,18 @@ def whole_bits(tensor):
 def all_bits(opt, params):
     """Of weights and states, gathered."""
     opt.state_dict()  # brings counters up to date
-    return {name: [whole_bits(p), {key: whole_bits(value) for key, value in sorted(opt.state[p].items())}]
-            for name, p in params.items()}
+    return {
+        name: [
+            whole_bits(p),
+            {key: whole_bits(value) for key, value in sorted(opt.state[p].items())},
+        ]
+        for name, p in params.items()
+    }
 
 
 def rows(name, value):
     from torch.distributed.tensor import Replicate, Shard
+
     return [Shard(0) if value.dim() else Replicate()]
 
 
@@ -66,7 +93,10 @@ def train(opt, params, first, last, scale=1.0):
 
 def alone(rule, recipe, options, shapes=None, steps=3):
     dtype, formats = RECIPES[recipe]
-    params = {name: torch.nn.Parameter(value) for name, value in values_of(shapes or SHAPES, dtype).items()}
+    params = {
+        name: torch.nn.Parameter(value)
+        for name, value in values_of(shapes or SHAPES, dtype).items()
+    }
     opt = class_of(rule)(list(params.items()), lr=0.02, seed=0, **{**formats, **options})
     for step in range(steps):
         set_gradients(params, step)
@@ -86,13 +116,26 @@ def one_mesh(rank, size, cases, shapes):
     return out
 
 
-@pytest.mark.parametrize("size, part", [pytest.param(size, part, marks=[] if (size, part) == (3, 0) else pytest.mark.all)
-                                        for size in (2, 3, 4) for part in range(5)])
+@pytest.mark.parametrize(
+    "size, part",
+    [
+        pytest.param(size, part, marks=[] if (size, part) == (3, 0) else pytest.mark.all)
+        for size in (2, 3, 4)
+        for part in range(5)
+    ],
+)
 def test_rows_over_ranks(pool, size, part):
-    """Shard(0), uneven and empty shards, every rule and format: FSDP2's layout. Each part has every rule, and the recipes in turn."""
-    cases = [(rule, recipe, {"clip_norm": 0.5} if i % 2 else {}) for i, (rule, recipe) in
-             enumerate((rule, recipe) for rule in RULES if rule != "muon" for recipe in RECIPES)]
-    cases += [(rule, recipe, {"cautious": True}) for rule in ("adamw", "adopt") for recipe in RECIPES]
+    """Shard(0), uneven and empty shards, every rule and format: FSDP2's layout. Each part has every
+    rule, and the recipes in turn."""
+    cases = [
+        (rule, recipe, {"clip_norm": 0.5} if i % 2 else {})
+        for i, (rule, recipe) in enumerate(
+            (rule, recipe) for rule in RULES if rule != "muon" for recipe in RECIPES
+        )
+    ]
+    cases += [
+        (rule, recipe, {"cautious": True}) for rule in ("adamw", "adopt") for recipe in RECIPES
+    ]
     cases += [("prodigy", recipe, {"slice_p": 7, "d0": 1e-3}) for recipe in RECIPES]
     cases = [case for i, case in enumerate(cases) if (i + i // len(RECIPES)) % 5 == part]
     found = pool.run(size, one_mesh, cases, SHAPES)
@@ -105,8 +148,16 @@ def test_rows_over_ranks(pool, size, part):
                 assert got[name] == wanted[name], (rule, recipe, name, rank)
 
 
-MUON_CASES = [("muon", recipe, options) for recipe, options in (("f32", {"clip_norm": 0.5}), ("bf16-sr", {}), ("kahan", {}),
-                                                                 ("ecc8-int8", {"clip_norm": 0.1}), ("sr-int4", {}))]
+MUON_CASES = [
+    ("muon", recipe, options)
+    for recipe, options in (
+        ("f32", {"clip_norm": 0.5}),
+        ("bf16-sr", {}),
+        ("kahan", {}),
+        ("ecc8-int8", {"clip_norm": 0.1}),
+        ("sr-int4", {}),
+    )
+]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.all)])
@@ -124,7 +175,11 @@ def test_matrices_are_gathered(pool, size):
 def micro_batches(rank, size, sharded=True):
     """Gradients of two micro-batches go into the states one parameter at a time, then an update."""
     values = values_of({"w": (24, 64), "b": (33,)}, torch.bfloat16)
-    params = cut(values, mesh_of((size,)), rows) if sharded else {n: torch.nn.Parameter(v) for n, v in values.items()}
+    params = (
+        cut(values, mesh_of((size,)), rows)
+        if sharded
+        else {n: torch.nn.Parameter(v) for n, v in values.items()}
+    )
     opt = halfstep.Muon(list(params.items()), lr=0.02, seed=0, states="bf16-sr")
     for step in range(6):
         give_gradients(params, step)
@@ -139,22 +194,31 @@ def test_matrices_are_gathered_for_micro_batches(pool):
     assert pool.run(2, micro_batches) == 2 * [micro_batches(0, 1, False)]
 
 
-# ---- Meshes of two dimensions, mixed lists, columns ----
+# ---- Meshes of two dimensions, mixed lists, columns ----------------------------------------------
 
 
 def wide(rule, recipe, options, layout, rank, size, steps=3):
     """A training under a layout by name: parameters and optimizer."""
     from torch.distributed.tensor import Replicate, Shard
+
     dtype, formats = RECIPES[recipe]
     values = values_of(SHAPES, dtype)
     if layout == "hsdp":
-        params = cut(values, mesh_of((2, 2), ("replicas", "shards")), lambda n, v: [Replicate(), Shard(0)])
+        params = cut(
+            values, mesh_of((2, 2), ("replicas", "shards")), lambda n, v: [Replicate(), Shard(0)]
+        )
     elif layout == "columns":  # where whole blocks allow it
         mesh = mesh_of((size,))
-        params = cut(values, mesh, lambda n, v: [Shard(1) if v.dim() > 1 and n == "body.weight" else Shard(0)])
+        params = cut(
+            values,
+            mesh,
+            lambda n, v: [Shard(1) if v.dim() > 1 and n == "body.weight" else Shard(0)],
+        )
     elif layout == "grid":  # rows over one dimension, columns over the other
         mesh = mesh_of((2, 2), ("dp", "tp"))
-        params = cut(values, mesh, lambda n, v: [Shard(0), Shard(1) if n == "body.weight" else Replicate()])
+        params = cut(
+            values, mesh, lambda n, v: [Shard(0), Shard(1) if n == "body.weight" else Replicate()]
+        )
     elif layout == "mixed":  # a 2-D mesh, its parts and plain tensors in one list
         mesh = mesh_of((2, 2), ("dp", "tp"))
         params = {}
@@ -178,13 +242,30 @@ def many(rank, size, layout, cases):
     return found
 
 
-LAYOUT_CASES = [("adamw", "ecc8-int8", {"clip_norm": 0.5}), ("lamb", "sr-int4", {}), ("stableadamw", "kahan", {"clip_norm": 0.1}),
-                ("schedulefree", "ecc8-int8", {}), ("lion", "f32", {"clip_norm": 1.0}), ("muon", "ecc8-int8", {"clip_norm": 0.5}),
-                ("adamw", "ecc8-int8", {"cautious": True, "clip_norm": 0.5}), ("lion", "sr-int4", {"cautious": True}),
-                ("prodigy", "ecc8-int8", {"slice_p": 7, "d0": 1e-3}), ("adafactor", "bf16-sr", {"beta1": 0.9}), ("came", "ecc8-int8", {"clip_norm": 0.5})]
+LAYOUT_CASES = [
+    ("adamw", "ecc8-int8", {"clip_norm": 0.5}),
+    ("lamb", "sr-int4", {}),
+    ("stableadamw", "kahan", {"clip_norm": 0.1}),
+    ("schedulefree", "ecc8-int8", {}),
+    ("lion", "f32", {"clip_norm": 1.0}),
+    ("muon", "ecc8-int8", {"clip_norm": 0.5}),
+    ("adamw", "ecc8-int8", {"cautious": True, "clip_norm": 0.5}),
+    ("lion", "sr-int4", {"cautious": True}),
+    ("prodigy", "ecc8-int8", {"slice_p": 7, "d0": 1e-3}),
+    ("adafactor", "bf16-sr", {"beta1": 0.9}),
+    ("came", "ecc8-int8", {"clip_norm": 0.5}),
+]
 
 
-@pytest.mark.parametrize("layout, size", [pytest.param("hsdp", 4, marks=pytest.mark.all), ("columns", 2), pytest.param("grid", 4, marks=pytest.mark.all), ("mixed", 4)])
+@pytest.mark.parametrize(
+    "layout, size",
+    [
+        pytest.param("hsdp", 4, marks=pytest.mark.all),
+        ("columns", 2),
+        pytest.param("grid", 4, marks=pytest.mark.all),
+        ("mixed", 4),
+    ],
+)
 def test_layouts(pool, layout, size):
     found = pool.run(size, many, layout, LAYOUT_CASES)
     for i, (rule, recipe, options) in enumerate(LAYOUT_CASES):
@@ -195,7 +276,7 @@ def test_layouts(pool, layout, size):
             assert got == wanted, (rule, recipe, rank, [n for n in got if got[n] != wanted[n]])
 
 
-# ---- torch's own wrappers ----
+# ---- torch's own wrappers ------------------------------------------------------------------------
 
 
 class Net(torch.nn.Module):
@@ -222,7 +303,12 @@ def sharded_net(kind, dtype):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
     size, model = torch.distributed.get_world_size(), Net(dtype)
     if kind == "fsdp2":
         mesh = init_device_mesh("cpu", (size,))
@@ -231,18 +317,30 @@ def sharded_net(kind, dtype):
         return fully_shard(model, mesh=mesh)
     if kind == "columns":
         mesh = init_device_mesh("cpu", (size,))
-        return fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.shape == (3, 64) else Shard(0))
+        return fully_shard(
+            model,
+            mesh=mesh,
+            shard_placement_fn=lambda p: Shard(1) if p.shape == (3, 64) else Shard(0),
+        )
     if kind == "offload":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (size,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        return fully_shard(
+            model,
+            mesh=init_device_mesh("cpu", (size,)),
+            offload_policy=CPUOffloadPolicy(pin_memory=False),
+        )
     if kind == "hsdp":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards")))
+        return fully_shard(
+            model,
+            mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards")),
+        )
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["dp"]) if kind == "fsdp2+tp" else model
 
 
 def wrapped(rank, size, kind, rule, recipe, options):
-    """Trains with backward passes; the same gradients, gathered, drive a whole copy beside it: the two must agree in every bit."""
+    """Trains with backward passes; the same gradients, gathered, drive a whole copy beside it: the
+    two must agree in every bit."""
     dtype, formats = RECIPES[recipe]
     model, twin = sharded_net(kind, dtype), Net(dtype)
     opt = class_of(rule)(model.named_parameters(), lr=0.02, seed=0, **{**formats, **options})
@@ -256,28 +354,47 @@ def wrapped(rank, size, kind, rule, recipe, options):
         whole.step()
         opt.zero_grad()
     kinds = [str(getattr(p, "placements", "plain")) for p in model.parameters()]
-    same = all_bits(opt, dict(model.named_parameters())) == all_bits(whole, dict(twin.named_parameters()))
+    same = all_bits(opt, dict(model.named_parameters())) == all_bits(
+        whole, dict(twin.named_parameters())
+    )
     return same, opt.grad_norm == whole.grad_norm, kinds
 
 
-@pytest.mark.parametrize("kind, size", [("fsdp2", 3), ("offload", 2), ("fsdp2+tp", 4)] +
-                         [pytest.param(kind, size, marks=pytest.mark.all) for kind, size in (("fsdp2", 4), ("columns", 2), ("hsdp", 4), ("tp", 2))])
+@pytest.mark.parametrize(
+    "kind, size",
+    [("fsdp2", 3), ("offload", 2), ("fsdp2+tp", 4)]
+    + [
+        pytest.param(kind, size, marks=pytest.mark.all)
+        for kind, size in (("fsdp2", 4), ("columns", 2), ("hsdp", 4), ("tp", 2))
+    ],
+)
 def test_wrappers(pool, kind, size):
-    for rule, recipe, options in [("adamw", "sr-int4" if kind not in ("tp", "fsdp2+tp", "columns") else "kahan", {"clip_norm": 0.5}),
-                                  ("lamb", "ecc8-int8" if kind not in ("tp", "fsdp2+tp", "columns") else "bf16-sr", {})]:
+    for rule, recipe, options in [
+        (
+            "adamw",
+            "sr-int4" if kind not in ("tp", "fsdp2+tp", "columns") else "kahan",
+            {"clip_norm": 0.5},
+        ),
+        ("lamb", "ecc8-int8" if kind not in ("tp", "fsdp2+tp", "columns") else "bf16-sr", {}),
+    ]:
         found = pool.run(size, wrapped, kind, rule, recipe, options)
         assert all(same and norm for same, norm, _ in found), found
 
 
-# ---- What is refused, and agreed on ----
+# ---- What is refused, and agreed on --------------------------------------------------------------
 
 
 def refused(rank, size):
-    from torch.distributed.tensor import Partial, DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
     mesh = mesh_of((size,))
     said = []
-    for shape, placement, options in (((8, 100), Shard(1), {"states": "int8"}), ((32, 200), Shard(0), {"states": "dyn8"}),
-                                      ((4, 4, 4), Shard(2), {}), ((8, 64), Shard(1), {"states": "int8", "centralize": 1.0})):
+    for shape, placement, options in (
+        ((8, 100), Shard(1), {"states": "int8"}),
+        ((32, 200), Shard(0), {"states": "dyn8"}),
+        ((4, 4, 4), Shard(2), {}),
+        ((8, 64), Shard(1), {"states": "int8", "centralize": 1.0}),
+    ):
         p = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [placement]))
         try:
             opt = halfstep.AdamW([("w", p)], **options)
@@ -305,8 +422,9 @@ def test_cuts_that_cannot_be_served_are_refused_at_construction(pool):
 
 
 def not_finite(rank, size):
-    """One NaN in the last rank's shard; a whole step with empty shards; a gradient on one rank alone."""
-    from torch.distributed.tensor import Shard
+    """One NaN in the last rank's shard; a whole step with empty shards; a gradient on one rank
+    alone."""
+
     mesh = mesh_of((size,))
     params = cut(values_of(SHAPES, torch.bfloat16), mesh, rows)
     opt = halfstep.AdamW(list(params.items()), lr=0.02, states="int8", clip_norm=1.0)
@@ -342,8 +460,14 @@ def test_a_nan_on_one_rank_is_refused_on_all_of_them(pool):
 def mismatched(rank, size, what):
     mesh = mesh_of((size,))
     params = cut(values_of(SHAPES, torch.bfloat16), mesh, rows)
-    options = {"states": "int4" if what == "recipe" and rank else "int8", "seed": rank if what == "seed" else 0}
-    named = [(f"{n}{rank}" if what == "id" and n == "conv.weight" and rank == 1 else n, p) for n, p in params.items()]
+    options = {
+        "states": "int4" if what == "recipe" and rank else "int8",
+        "seed": rank if what == "seed" else 0,
+    }
+    named = [
+        (f"{n}{rank}" if what == "id" and n == "conv.weight" and rank == 1 else n, p)
+        for n, p in params.items()
+    ]
     opt = halfstep.AdamW(named, lr=0.02, **options)
     give_gradients(params, 0)
     before = [whole_bits(p) for p in params.values()]
@@ -355,8 +479,14 @@ def mismatched(rank, size, what):
     return said, before == [whole_bits(p) for p in params.values()]
 
 
-@pytest.mark.parametrize("what, words", [("recipe", ["recipe of parameter", "int8", "int4"]), ("seed", ["the seed", "0 on rank 0", "1 on rank 1"]),
-                                         ("id", ["id of parameter 3", "conv.weight1"])])
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("recipe", ["recipe of parameter", "int8", "int4"]),
+        ("seed", ["the seed", "0 on rank 0", "1 on rank 1"]),
+        ("id", ["id of parameter 3", "conv.weight1"]),
+    ],
+)
 def test_ranks_that_disagree_are_told_so_at_the_first_step(pool, what, words):
     for said, unchanged in pool.run(2, mismatched, what):
         assert all(word in said for word in words) and unchanged, said
@@ -364,9 +494,12 @@ def test_ranks_that_disagree_are_told_so_at_the_first_step(pool, what, words):
 
 def summed(rank, size, fmt):
     """Micro-batches of DTensors in buffers of their own, and of whole tensors beside them."""
-    from torch.distributed.tensor import distribute_tensor
+
     values, found = values_of(SHAPES, torch.bfloat16), []
-    for params in (cut(values, mesh_of((size,)), rows), {name: torch.nn.Parameter(v) for name, v in values.items()}):
+    for params in (
+        cut(values, mesh_of((size,)), rows),
+        {name: torch.nn.Parameter(v) for name, v in values.items()},
+    ):
         sums = halfstep.GradientAccumulator(list(params.items()), format=fmt, seed=3)
         for step in range(4):
             give_gradients(params, step)
@@ -386,7 +519,10 @@ def test_sums_of_micro_batches(pool, fmt):
 def accumulated(rank, size, rule):
     """Micro-batches that go into the states."""
     values, found = values_of(SHAPES, torch.bfloat16), []
-    for params in (cut(values, mesh_of((size,)), rows), {name: torch.nn.Parameter(v) for name, v in values.items()}):
+    for params in (
+        cut(values, mesh_of((size,)), rows),
+        {name: torch.nn.Parameter(v) for name, v in values.items()},
+    ):
         opt = class_of(rule)(list(params.items()), seed=3, states="bf16-sr")
         for step in range(6):
             opt.optimizer_accumulation = bool((step + 1) % 3)
@@ -409,8 +545,12 @@ def impossible(rank, size, folder):
     module = torch.nn.Module()
     module.weight = params["body.weight"]
     said = []
-    for attempt in (lambda: opt.save_safetensors(f"{folder}/file"), lambda: opt.load_safetensors(f"{folder}/file"), lambda: halfstep.EMA(module),
-                    lambda: halfstep.AdamW(list(params.items()), compile=True)):
+    for attempt in (
+        lambda: opt.save_safetensors(f"{folder}/file"),
+        lambda: opt.load_safetensors(f"{folder}/file"),
+        lambda: halfstep.EMA(module),
+        lambda: halfstep.AdamW(list(params.items()), compile=True),
+    ):
         try:
             attempt()
             said.append("done")
@@ -428,13 +568,18 @@ def test_what_cannot_be_had_of_parts_is_refused(pool, tmp_path):
 def read_and_written(rank, size):
     """A matrix that is gathered: what is read is the whole's, and what is written arrives."""
     values, found = values_of(SHAPES, torch.bfloat16), []
-    for params in (cut(values, mesh_of((size,)), rows), {name: torch.nn.Parameter(v) for name, v in values.items()}):
+    for params in (
+        cut(values, mesh_of((size,)), rows),
+        {name: torch.nn.Parameter(v) for name, v in values.items()},
+    ):
         opt = halfstep.Muon(list(params.items()), weights="bf16-ecc8", seed=1)
         train(opt, params, 0, 2)
         p = params["head.weight"]
         opt.write_weight(p, opt.read_weight(p) * 0.5)
         opt.write_state(p, "momentum_buffer", opt.read_state(p, "momentum_buffer") * 0.25)
-        found.append((whole_bits(opt.read_weight(p)), whole_bits(opt.read_state(p, "momentum_buffer"))))
+        found.append(
+            (whole_bits(opt.read_weight(p)), whole_bits(opt.read_state(p, "momentum_buffer")))
+        )
         train(opt, params, 2, 4)
         found.append(all_bits(opt, params))
     return found
@@ -463,23 +608,41 @@ def test_reading_and_writing_a_gathered_matrix(pool):
         assert read == read_whole and bits_then == whole_then
 
 
-# ---- torch.distributed.checkpoint ----
+# ---- torch.distributed.checkpoint ----------------------------------------------------------------
 
 
 def resharded(rank, size, folder, rule, recipe, kind, flatten, last, loads, saves):
-    """Loads the checkpoint `loads` if there is one, trains to the step `last`, saves as `saves`; gives the bits."""
+    """Loads the checkpoint `loads` if there is one, trains to the step `last`, saves as `saves`;
+    gives the bits."""
     import torch.distributed.checkpoint as checkpoint
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
+
     dtype, formats = RECIPES[recipe]
     model = sharded_net(kind, dtype) if kind else Net(dtype)
-    opt = class_of(rule)(model.named_parameters(), lr=0.02 if loads is None else 0.5, seed=0 if loads is None else 9, clip_norm=0.5, **formats)
+    opt = class_of(rule)(
+        model.named_parameters(),
+        lr=0.02 if loads is None else 0.5,
+        seed=0 if loads is None else 9,
+        clip_norm=0.5,
+        **formats,
+    )
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     first = 0
     if loads is not None:
         weights, states = get_state_dict(model, opt, options=options)
         both = {"model": weights, "optimizer": states, "steps": 0}
         checkpoint.load(both, checkpoint_id=f"{folder}/{loads}")
-        set_state_dict(model, opt, model_state_dict=both["model"], optim_state_dict=both["optimizer"], options=options)
+        set_state_dict(
+            model,
+            opt,
+            model_state_dict=both["model"],
+            optim_state_dict=both["optimizer"],
+            options=options,
+        )
         first = both["steps"]
     generator = torch.Generator()
     for step in range(first, last):
@@ -488,26 +651,55 @@ def resharded(rank, size, folder, rule, recipe, kind, flatten, last, loads, save
             grad = torch.randn(p.shape, generator=generator).to(dtype)
             if hasattr(p, "placements"):
                 from torch.distributed.tensor import distribute_tensor
+
                 grad = distribute_tensor(grad, p.device_mesh, p.placements)
             p.grad = grad
         opt.step()
     opt.zero_grad()
     if saves is not None:
         weights, states = get_state_dict(model, opt, options=options)
-        checkpoint.save({"model": weights, "optimizer": states, "steps": last}, checkpoint_id=f"{folder}/{saves}")
+        checkpoint.save(
+            {"model": weights, "optimizer": states, "steps": last},
+            checkpoint_id=f"{folder}/{saves}",
+        )
     return all_bits(opt, dict(model.named_parameters())), opt.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("rule, recipe, flatten", [("adamw", "ecc8-int8", False)] + [
-    pytest.param(rule, recipe, flatten, marks=pytest.mark.all) for rule, recipe in (("adamw", "ecc8-int8"), ("schedulefree", "sr-int4"), ("lamb", "kahan"),
-                                                                                    ("muon", "kahan"))
-    for flatten in (False, True) if (rule, flatten) != ("adamw", False)])
+@pytest.mark.parametrize(
+    "rule, recipe, flatten",
+    [("adamw", "ecc8-int8", False)]
+    + [
+        pytest.param(rule, recipe, flatten, marks=pytest.mark.all)
+        for rule, recipe in (
+            ("adamw", "ecc8-int8"),
+            ("schedulefree", "sr-int4"),
+            ("lamb", "kahan"),
+            ("muon", "kahan"),
+        )
+        for flatten in (False, True)
+        if (rule, flatten) != ("adamw", False)
+    ],
+)
 def test_checkpoints_reshard(pool, tmp_path, rule, recipe, flatten):
-    """4 ranks, then 3, then 1, then 2 of FSDP2, then HSDP: the bits of a run that was never interrupted."""
+    """4 ranks, then 3, then 1, then 2 of FSDP2, then HSDP: the bits of a run that was never
+    interrupted."""
     stages = [(4, "fsdp2"), (3, "fsdp2"), (1, "fsdp2"), (2, "fsdp2"), (4, "hsdp")]
     for i, (size, kind) in enumerate(stages):
-        found = pool.run(size, resharded, str(tmp_path), rule, recipe, kind, flatten, 2 * (i + 1), i - 1 if i else None, i)
-    wanted = pool.run(1, resharded, str(tmp_path), rule, recipe, None, flatten, 2 * len(stages), None, None)
+        found = pool.run(
+            size,
+            resharded,
+            str(tmp_path),
+            rule,
+            recipe,
+            kind,
+            flatten,
+            2 * (i + 1),
+            i - 1 if i else None,
+            i,
+        )
+    wanted = pool.run(
+        1, resharded, str(tmp_path), rule, recipe, None, flatten, 2 * len(stages), None, None
+    )
     for bits_found, lr in found:
         assert lr == 0.02
         assert bits_found == wanted[0][0]

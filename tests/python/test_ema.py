@@ -1,4 +1,6 @@
-"""EMA: the interface and the figures of torch's AveragedModel, in formats in which small changes arrive."""
+"""EMA: the interface and the figures of torch's AveragedModel, in formats in which small changes
+arrive."""
+
 import copy
 import io
 import math
@@ -6,11 +8,11 @@ import pickle
 
 import pytest
 import torch
+from conftest import bits, everything
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfstep
-from conftest import bits, everything
 from halfstep import _abi
 from halfstep.ema import EMA
 
@@ -18,7 +20,8 @@ FORMATS = ["bf16-sr", "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "f32"]
 
 
 class Net(nn.Module):
-    """A vector, matrices, an image kernel, a scalar, an empty tensor, a shared weight and both kinds of buffers."""
+    """A vector, matrices, an image kernel, a scalar, an empty tensor, a shared weight and both
+    kinds of buffers."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +60,7 @@ def pair(dtype=torch.float32, seed=0):
     return Net().to(dtype)
 
 
-# ---- As AveragedModel ----
+# ---- As AveragedModel ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_buffers", [False, True], ids=["copied buffers", "averaged buffers"])
@@ -73,7 +76,9 @@ def test_equal_to_averaged_model(decay, use_buffers):
         if step == 0:
             assert content(ours.module) == content(theirs.module)
     found, wanted = ours.state_dict(), theirs.state_dict()
-    assert set(found) - set(wanted) == {"formats", "ids", "random", "counters"} and set(wanted) <= set(found)
+    assert set(found) - set(wanted) == {"formats", "ids", "random", "counters"} and set(
+        wanted
+    ) <= set(found)
     for key, value in wanted.items():
         if value.is_floating_point():
             torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
@@ -89,7 +94,9 @@ def test_interface():
     ema = EMA(model)
     assert isinstance(ema, nn.Module) and type(ema.module) is Net and ema.decay == 0.999
     assert ema.n_averaged.dtype == torch.long and ema.n_averaged.item() == 0
-    assert [n for n, _ in ema.named_parameters()] == ["module." + n for n, _ in model.named_parameters()]
+    assert [n for n, _ in ema.named_parameters()] == [
+        "module." + n for n, _ in model.named_parameters()
+    ]
     assert ema.update_parameters(model) is None
     assert ema.n_averaged.item() == 1
     for a, b in zip(ema.parameters(), model.parameters()):
@@ -120,7 +127,7 @@ def test_wrapped_model():
     assert content(ema) == content(other)
 
 
-# ---- Formats ----
+# ---- Formats -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", FORMATS + ["bf16"])
@@ -134,16 +141,23 @@ def test_bytes_and_first_copy(weights):
         assert average.dtype == (torch.float32 if weights == "f32" else torch.bfloat16)
         assert torch.equal(average.float(), live.float()) and torch.equal(full[name], live.float())
     count = sum(p.numel() for p in model.parameters())
-    held = sum(t.numel() * t.element_size() for key, t in ema.state_dict(keep_vars=True).items()
-               if key.startswith(("module.", "extra.")) and key != "module.head.weight" and "norm.r" not in key
-               and not key.endswith("tracked"))
-    assert held == count * {"f32": 4, "bf16-kahan": 4, "bf16-ecc16": 4, "bf16-ecc8": 3}.get(weights, 2)
+    held = sum(
+        t.numel() * t.element_size()
+        for key, t in ema.state_dict(keep_vars=True).items()
+        if key.startswith(("module.", "extra."))
+        and key != "module.head.weight"
+        and "norm.r" not in key
+        and not key.endswith("tracked")
+    )
+    assert held == count * {"f32": 4, "bf16-kahan": 4, "bf16-ecc16": 4, "bf16-ecc8": 3}.get(
+        weights, 2
+    )
 
 
 @pytest.mark.parametrize("weights", FORMATS + ["bf16"])
 def test_movement_at_decay_9999(weights):
-    """The live weights jump by some hundredths of themselves; each update moves the average by 1/10000 of what is left.
-    Nearest rounding is the control that must lose it all."""
+    """The live weights jump by some hundredths of themselves; each update moves the average by
+    1/10000 of what is left. Nearest rounding is the control that must lose it all."""
     updates, decay = 2000, 0.9999
     torch.manual_seed(0)
     model = nn.Linear(256, 512, bias=False).bfloat16()
@@ -161,7 +175,8 @@ def test_movement_at_decay_9999(weights):
     if weights == "bf16":
         assert moved < 0.01 * exact
     else:
-        # A lattice meets an average that is pulled with the pull of half its 256 writes before: (1 - decay) * 128 too much.
+        # A lattice meets an average that is pulled with the pull of half its 256 writes before: (1
+        # - decay) * 128 too much.
         assert moved / exact == pytest.approx(1.0, abs=0.02 if weights.endswith("-sr") else 0.01)
 
 
@@ -178,7 +193,9 @@ def test_float16_takes_the_namesake(weights):
     for _ in range(100):
         ema.update_parameters(model)
         exact += 0.01 * (model.weight.double() - exact)
-    error = (ema.full_state_dict()["weight"].double() - exact).abs().mean() / (0.01 * exact.abs().mean())
+    error = (ema.full_state_dict()["weight"].double() - exact).abs().mean() / (
+        0.01 * exact.abs().mean()
+    )
     assert error < (0.2 if how == "sr" else 0.002)
 
 
@@ -187,7 +204,10 @@ def test_mixed_model_keeps_float32():
     ema = EMA(model, 0.9, "bf16-ecc8")
     ema.update_parameters(model)
     assert [p.dtype for p in ema.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
-    assert sorted(k for k in ema.state_dict() if k.startswith("extra")) == ["extra.0.bias", "extra.0.weight"]
+    assert sorted(k for k in ema.state_dict() if k.startswith("extra")) == [
+        "extra.0.bias",
+        "extra.0.weight",
+    ]
 
 
 def test_bf16_average_of_a_float32_model():
@@ -214,15 +234,21 @@ def test_values_stay_finite(live):
         for _ in range(3):
             ema.update_parameters(model)
         assert torch.isfinite(ema.module.weight).all()
-        assert torch.all((ema.module.weight.float() - min(live, torch.finfo(dtype).max)).abs() <= live * 2**-7)
+        assert torch.all(
+            (ema.module.weight.float() - min(live, torch.finfo(dtype).max)).abs() <= live * 2**-7
+        )
 
 
-# ---- Residuals of the live weights ----
+# ---- Residuals of the live weights ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", ["bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16-sr", "f16-kahan", "f16-ecc8", "f32"])
+@pytest.mark.parametrize(
+    "weights", ["bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16-sr", "f16-kahan", "f16-ecc8", "f32"]
+)
 def test_follows_both_parts_of_a_weight(weights):
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[weights.split("-")[0]]
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[
+        weights.split("-")[0]
+    ]
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(33, 40), nn.Linear(40, 5)).to(dtype)
     opt = halfstep.AdamW(model.named_parameters(), lr=1e-5, weights=weights)
@@ -236,7 +262,11 @@ def test_follows_both_parts_of_a_weight(weights):
         ema.update_parameters(model, opt)
         blind.update_parameters(model)
         now = {name: opt.read_weight(p).double() for name, p in model.named_parameters()}
-        exact = now if exact is None else {name: (exact[name] + value) / 2 for name, value in now.items()}
+        exact = (
+            now
+            if exact is None
+            else {name: (exact[name] + value) / 2 for name, value in now.items()}
+        )
     found, without = ema.full_state_dict(), blind.full_state_dict()
     apart = 0.0
     for name, value in exact.items():
@@ -263,7 +293,9 @@ def test_several_optimizers_and_untrained_parameters():
     for opt, layer in ((first, "0"), (second, "1")):
         for name in ("weight", "bias"):
             p = getattr(model[int(layer)], name)
-            torch.testing.assert_close(full[f"{layer}.{name}"], opt.read_weight(p), rtol=2e-7, atol=0)
+            torch.testing.assert_close(
+                full[f"{layer}.{name}"], opt.read_weight(p), rtol=2e-7, atol=0
+            )
             assert not torch.equal(full[f"{layer}.{name}"], p.float())
     assert torch.equal(full["2.weight"], model[2].weight.float())
 
@@ -281,7 +313,7 @@ def test_live_residuals_are_only_read():
         assert before == everything(opt)
 
 
-# ---- Random bits ----
+# ---- Random bits ---------------------------------------------------------------------------------
 
 
 def movements(model, seed=0, **options):
@@ -310,8 +342,13 @@ def test_names_key_the_random_bits():
     assert one["a"] == renamed["a"] and one["b"] != renamed["c"]
     assert movements(models[0], seed=1)["a"] != one["a"]
     assert movements(models[0], threads=3) == one
-    others = {generator: movements(models[0], generator=generator) for generator in _abi.choices("generator")}
-    assert others[_abi.choices("generator")[0]] == one and len({v["a"] for v in others.values()}) == len(others)
+    others = {
+        generator: movements(models[0], generator=generator)
+        for generator in _abi.choices("generator")
+    }
+    assert others[_abi.choices("generator")[0]] == one and len(
+        {v["a"] for v in others.values()}
+    ) == len(others)
 
 
 def test_two_averages_and_the_optimizer_round_apart():
@@ -335,7 +372,7 @@ def test_two_averages_and_the_optimizer_round_apart():
     assert correlation.abs().max() < 0.04
 
 
-# ---- Saving ----
+# ---- Saving --------------------------------------------------------------------------------------
 
 
 def advance(ema, model, first, last):
@@ -398,7 +435,9 @@ def test_zeroed_count_starts_anew():
     ema.n_averaged.zero_()
     ema.update_parameters(model)
     full = ema.full_state_dict()
-    assert all(torch.equal(full[key].float(), value.float()) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(full[key].float(), value.float()) for key, value in model.state_dict().items()
+    )
 
 
 def test_state_of_an_averaged_model():
@@ -428,7 +467,11 @@ def test_loading_converts_formats(have, own, caught):
     ema.load_state_dict(saved.state_dict())
     assert len([w for w in caught if "averages were saved as" in str(w.message)]) == (have != own)
     found, wanted = ema.full_state_dict(), saved.full_state_dict()
-    worst = 0 if have == own else {"bf16-sr": 2**-8, "bf16-kahan": 2**-16, "bf16-ecc8": 2**-16}.get(own, 0)
+    worst = (
+        0
+        if have == own
+        else {"bf16-sr": 2**-8, "bf16-kahan": 2**-16, "bf16-ecc8": 2**-16}.get(own, 0)
+    )
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], wanted[name], rtol=worst, atol=0)
     ema.update_parameters(model)
@@ -477,7 +520,7 @@ def test_full_state_dict():
     torch.testing.assert_close(wide(x), ema.module.float()(x), rtol=0.1, atol=0.05)
 
 
-# ---- Options ----
+# ---- Options -------------------------------------------------------------------------------------
 
 
 def test_decay_may_change():
@@ -507,7 +550,7 @@ def test_debias_is_a_weighted_mean_of_all():
         disturb(model, step)
         seen.append(model.weight.detach().double().clone())
         ema.update_parameters(model)
-    shares = torch.tensor([0.9**(11 - i) for i in range(12)], dtype=torch.float64)
+    shares = torch.tensor([0.9 ** (11 - i) for i in range(12)], dtype=torch.float64)
     wanted = sum(s * w for s, w in zip(shares / shares.sum(), seen))
     torch.testing.assert_close(ema.module.weight.double(), wanted, rtol=1e-6, atol=1e-6)
 
@@ -525,14 +568,21 @@ def test_layouts_give_the_bits_of_contiguous_tensors():
                     average = average.to(memory_format=torch.channels_last)
                 if turned_live:
                     model = model.to(memory_format=torch.channels_last)
-                opt = halfstep.AdamW(model.named_parameters(), lr=1e-4, weights="bf16-kahan", seed=0)
+                opt = halfstep.AdamW(
+                    model.named_parameters(), lr=1e-4, weights="bf16-kahan", seed=0
+                )
                 ema = EMA(average, 0.9, weights, seed=0)
                 for step in range(4):
                     for p in model.parameters():
-                        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+                        p.grad = torch.randn(
+                            p.shape, generator=torch.Generator().manual_seed(step)
+                        ).bfloat16()
                     opt.step()
                     ema.update_parameters(model, opt)
-                assert ema.module.weight.is_contiguous(memory_format=torch.channels_last) == turned_average
+                assert (
+                    ema.module.weight.is_contiguous(memory_format=torch.channels_last)
+                    == turned_average
+                )
                 results.append({key: bits(value) for key, value in ema.full_state_dict().items()})
         assert all(result == results[0] for result in results)
 
@@ -554,7 +604,7 @@ def test_compiled_step():
     assert content(ema) == content(plain)
 
 
-# ---- Bad input ----
+# ---- Bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", ["bf16-sr", "bf16-kahan"])
@@ -575,7 +625,11 @@ def test_weights_that_are_not_finite(bad, updates, weights, caught):
         assert ema.skipped_updates == times and after.pop("counters") != before["counters"]
         assert after == {key: value for key, value in before.items() if key != "counters"}
     warned = [w for w in caught if "not finite" in str(w.message)]
-    assert len(warned) == 1 and "inner.0.weight" in str(warned[0].message) and issubclass(warned[0].category, RuntimeWarning)
+    assert (
+        len(warned) == 1
+        and "inner.0.weight" in str(warned[0].message)
+        and issubclass(warned[0].category, RuntimeWarning)
+    )
     disturb(model, 60)
     ema.update_parameters(model)
     assert int(ema.n_averaged) == updates + 1
@@ -624,9 +678,18 @@ def test_residuals_that_are_not_finite():
         opt.state[model.weight]["weight.extra"][0, 0] = 0
 
 
-@pytest.mark.parametrize("options, text", [({"decay": 1.1}, "Invalid decay value 1.1"), ({"decay": -0.1}, "decay"),
-                                           ({"decay": math.nan}, "decay"), ({"weights": "int8"}, "int8"), ({"scan": "per-tensor"}, "scan"),
-                                           ({"weights": "nothing"}, "bf16-kahan"), ({"generator": "dice"}, "philox7")])
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"decay": 1.1}, "Invalid decay value 1.1"),
+        ({"decay": -0.1}, "decay"),
+        ({"decay": math.nan}, "decay"),
+        ({"weights": "int8"}, "int8"),
+        ({"scan": "per-tensor"}, "scan"),
+        ({"weights": "nothing"}, "bf16-kahan"),
+        ({"generator": "dice"}, "philox7"),
+    ],
+)
 def test_bad_options(options, text):
     with pytest.raises(ValueError, match=text):
         EMA(nn.Linear(2, 2), **options)

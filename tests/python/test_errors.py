@@ -1,11 +1,23 @@
 """Bad input: a Python exception that names the parameter, and not one bit changed anywhere."""
+
 import math
 
 import pytest
 import torch
+from conftest import (
+    RULES,
+    bits,
+    class_of,
+    everything,
+    parameters,
+    plain,
+    run,
+    set_gradients,
+    states,
+    twins,
+)
 
 import halfstep
-from conftest import RULES, bits, class_of, everything, parameters, plain, run, set_gradients, states, twins
 
 ANY = (TypeError, ValueError, RuntimeError, NotImplementedError)
 NAME = "layers.7.odd one"
@@ -21,7 +33,9 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
         made.inner = inner
         return made
 
@@ -35,17 +49,21 @@ class Wrapper(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         def unwrap(x):
             return x.inner if isinstance(x, Wrapper) else x
+
         from torch.utils._pytree import tree_map
+
         return function(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
 
 
 def untrainable(t):
-    """Of a kind that autograd does not know, with a gradient all the same: without one it is frozen, and nobody's business."""
+    """Of a kind that autograd does not know, with a gradient all the same: without one it is
+    frozen, and nobody's business."""
     return with_gradient(torch.nn.Parameter(t, requires_grad=False), t.clone())
 
 
 def fake():
     from torch._subclasses.fake_tensor import FakeTensorMode
+
     with FakeTensorMode():
         p = torch.nn.Parameter(torch.empty(4, 4))
         p.grad = torch.empty(4, 4)
@@ -92,31 +110,46 @@ def elsewhere():
 
 #: what cannot be stepped, each with a gradient where it can have one
 BAD = {
-    "meta": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, 3, device="meta")), torch.ones(3, 3, device="meta")),
+    "meta": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(3, 3, device="meta")), torch.ones(3, 3, device="meta")
+    ),
     "meta, data replaced": elsewhere,
-    "expanded rows": lambda: with_gradient(torch.nn.Parameter(torch.ones(1, 5).expand(4, 5)), torch.ones(4, 5)),
-    "expanded columns": lambda: with_gradient(torch.nn.Parameter(torch.ones(5, 1).expand(5, 4)), torch.ones(5, 4)),
-    "expanded scalar": lambda: with_gradient(torch.nn.Parameter(torch.ones(()).expand(6)), torch.ones(6)),
-    "overlapping windows": lambda: with_gradient(torch.nn.Parameter(torch.ones(10).as_strided((4, 4), (2, 1))),
-                                                 torch.ones(4, 4)),
-    "overlapping columns": lambda: with_gradient(torch.nn.Parameter(torch.ones(10).as_strided((3, 4), (1, 2))),
-                                                 torch.ones(3, 4)),
+    "expanded rows": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(1, 5).expand(4, 5)), torch.ones(4, 5)
+    ),
+    "expanded columns": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(5, 1).expand(5, 4)), torch.ones(5, 4)
+    ),
+    "expanded scalar": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(()).expand(6)), torch.ones(6)
+    ),
+    "overlapping windows": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(10).as_strided((4, 4), (2, 1))), torch.ones(4, 4)
+    ),
+    "overlapping columns": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(10).as_strided((3, 4), (1, 2))), torch.ones(3, 4)
+    ),
     "sparse parameter": lambda: untrainable(torch.ones(3, 3).to_sparse()),
     "sparse rows": lambda: untrainable(torch.ones(3, 3).to_sparse_csr()),
     "sparse gradient": sparse_gradient,
-    "complex": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)),
-                                     torch.ones(3, dtype=torch.complex64)),
+    "complex": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)),
+        torch.ones(3, dtype=torch.complex64),
+    ),
     "int32": lambda: untrainable(torch.ones(3, dtype=torch.int32)),
     "int8": lambda: untrainable(torch.ones(3, dtype=torch.int8)),
     "uint8": lambda: untrainable(torch.ones(3, dtype=torch.uint8)),
     "bool": lambda: untrainable(torch.ones(3, dtype=torch.bool)),
-    "float64": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, dtype=torch.float64)),
-                                     torch.ones(3, dtype=torch.float64)),
+    "float64": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(3, dtype=torch.float64)), torch.ones(3, dtype=torch.float64)
+    ),
     "float8": lambda: untrainable(torch.ones(3).to(torch.float8_e4m3fn)),
-    "subclass": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, 3).as_subclass(Unknown)),
-                                      torch.ones(3, 3)),
-    "subclass without Parameter": lambda: with_gradient(torch.ones(3, 3).as_subclass(Unknown).requires_grad_(),
-                                                        torch.ones(3, 3)),
+    "subclass": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(3, 3).as_subclass(Unknown)), torch.ones(3, 3)
+    ),
+    "subclass without Parameter": lambda: with_gradient(
+        torch.ones(3, 3).as_subclass(Unknown).requires_grad_(), torch.ones(3, 3)
+    ),
     "wrapper": lambda: with_gradient(Wrapper(torch.ones(3, 3)), Wrapper(torch.ones(3, 3))),
     "fake": fake,
     "not made yet": lambda: torch.nn.LazyLinear(3).weight,
@@ -124,8 +157,9 @@ BAD = {
     "gradient in float64": lambda: of_dtype(torch.float64, torch.float32),
     "parameter made complex": lambda: of_dtype(torch.float32, torch.complex64),
     "parameter made float64": lambda: of_dtype(torch.float32, torch.float64),
-    "gradient of a subclass": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, 3)),
-                                                    torch.ones(3, 3).as_subclass(Unknown)),
+    "gradient of a subclass": lambda: with_gradient(
+        torch.nn.Parameter(torch.ones(3, 3)), torch.ones(3, 3).as_subclass(Unknown)
+    ),
 }
 
 
@@ -137,7 +171,8 @@ def sound():
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("rule", ["adamw", "muon", "lamb"])
 def test_bad_parameters(rule, kind):
-    """In the constructor, in add_param_group() or at the step: beside others, which stay as they were."""
+    """In the constructor, in add_param_group() or at the step: beside others, which stay as they
+    were."""
     bad = BAD[kind]()
     params, options = sound()
     set_gradients(params, 0)
@@ -166,7 +201,11 @@ def test_bad_parameters_of_a_later_group(kind):
             pytest.fail("taken, and nothing to step it by")
         opt.step()
     assert NAME in str(caught.value), str(caught.value)
-    weights, saved = everything(opt, params) if len(opt.param_groups) == 1 else ([bits(p) for p in params.values()], None)
+    weights, saved = (
+        everything(opt, params)
+        if len(opt.param_groups) == 1
+        else ([bits(p) for p in params.values()], None)
+    )
     assert weights == before[0]
     if saved is None:  # the group was taken, the step refused
         opt.param_groups.pop()
@@ -187,7 +226,9 @@ def test_bad_parameters_without_a_name(kind):
     good = torch.nn.Parameter(torch.ones(3))
     good.grad = torch.ones(3)
     with pytest.raises(ANY) as caught:
-        halfstep.AdamW([{"params": [good]}, {"params": [torch.nn.Parameter(torch.ones(2)), BAD[kind]()]}]).step()
+        halfstep.AdamW(
+            [{"params": [good]}, {"params": [torch.nn.Parameter(torch.ones(2)), BAD[kind]()]}]
+        ).step()
     assert "1 of group 1" in str(caught.value)
     assert torch.equal(good, torch.ones(3))
 
@@ -203,11 +244,12 @@ def test_names_given_to_the_module_stand_in_messages():
     assert everything(opt)[0] == before[0]
 
 
-# ---- What goes wrong in mid-run -----------------------------------------------------------------------------------------
+# ---- What goes wrong in mid-run ------------------------------------------------------------------
 
 
 def broken(change, match=None, release=False, rule="adamw", error=ANY):
-    """Runs two steps, breaks something, and sees that the next step raises and leaves everything as it was."""
+    """Runs two steps, breaks something, and sees that the next step raises and leaves everything as
+    it was."""
     params, options = sound()
     opt = class_of(rule)(list(params.items()), gradient_release=release, seed=0, **options)
     run(opt, params, 0, 2)
@@ -228,12 +270,21 @@ def replace_data(name, data):
         params[name].data = data
         params[name].grad = torch.ones_like(data)
         return (name,)
+
     return change
 
 
-@pytest.mark.parametrize("data", [torch.ones(5, 5, dtype=torch.bfloat16), torch.ones(24, 97, dtype=torch.bfloat16),
-                                  torch.ones(23, 96, dtype=torch.bfloat16), torch.ones(24 * 96, dtype=torch.bfloat16),
-                                  torch.ones(48, 96, dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)])
+@pytest.mark.parametrize(
+    "data",
+    [
+        torch.ones(5, 5, dtype=torch.bfloat16),
+        torch.ones(24, 97, dtype=torch.bfloat16),
+        torch.ones(23, 96, dtype=torch.bfloat16),
+        torch.ones(24 * 96, dtype=torch.bfloat16),
+        torch.ones(48, 96, dtype=torch.bfloat16),
+        torch.ones((), dtype=torch.bfloat16),
+    ],
+)
 def test_shape_that_changes_in_mid_run(data):
     """Also where the number of elements stays: rows and blocks are others."""
     _, _, before, _ = broken(replace_data("body.weight", data), "body.weight")
@@ -241,10 +292,19 @@ def test_shape_that_changes_in_mid_run(data):
 
 
 @pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("view", [lambda t: t[:8], lambda t: t[:, :48], lambda t: t.view(48, 48),
-                                  lambda t: t.view(torch.float32), lambda t: t.view(-1), lambda t: t[:0],
-                                  lambda t: t.as_strided((24, 96), (0, 1))],
-                         ids=["rows", "columns", "reshaped", "dtype", "flat", "nothing", "overlapping"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[:8],
+        lambda t: t[:, :48],
+        lambda t: t.view(48, 48),
+        lambda t: t.view(torch.float32),
+        lambda t: t.view(-1),
+        lambda t: t[:0],
+        lambda t: t.as_strided((24, 96), (0, 1)),
+    ],
+    ids=["rows", "columns", "reshaped", "dtype", "flat", "nothing", "overlapping"],
+)
 def test_shape_that_changes_at_the_same_address(view, release):
     """The library would write beyond the end, or in the wrong places."""
     memory = torch.ones(24, 96, dtype=torch.bfloat16)
@@ -263,9 +323,16 @@ def test_shape_that_changes_at_the_same_address(view, release):
     assert bits(memory) == before
 
 
-@pytest.mark.parametrize("data", [torch.ones(24, 96, dtype=torch.float64), torch.ones(24, 96, dtype=torch.complex64),
-                                  torch.ones(24, 96), torch.ones(24, 96, dtype=torch.float16),
-                                  torch.ones(1, 96, dtype=torch.bfloat16).expand(24, 96)])
+@pytest.mark.parametrize(
+    "data",
+    [
+        torch.ones(24, 96, dtype=torch.float64),
+        torch.ones(24, 96, dtype=torch.complex64),
+        torch.ones(24, 96),
+        torch.ones(24, 96, dtype=torch.float16),
+        torch.ones(1, 96, dtype=torch.bfloat16).expand(24, 96),
+    ],
+)
 def test_data_that_cannot_be_stepped_in_mid_run(data):
     def change(opt, params):
         params["body.weight"].grad = None
@@ -297,16 +364,35 @@ def test_gradient_that_does_not_fit_in_mid_run():
 def in_group(key, value):
     def change(opt, params):
         opt.param_groups[0][key] = value
+
     return change
 
 
-@pytest.mark.parametrize("key,value", [("lr", -1.0), ("lr", math.nan), ("lr", math.inf), ("lr", "fast"), ("lr", None),
-                                       ("lr", torch.tensor(-1.0)), ("lr", torch.tensor([1.0, 2.0])),
-                                       ("betas", (1.0, 0.999)), ("betas", (0.9, -0.1)), ("betas", (0.9,)), ("betas", 0.9),
-                                       ("eps", -1e-8), ("weight_decay", -0.1), ("weight_decay", math.nan),
-                                       ("weights", "bf17"), ("weights", "int8"), ("states", "int9"),
-                                       ("states", "int8+int8+int8+int8+int8"), ("decay", "sometimes"),
-                                       ("centralize", 2.0)])
+@pytest.mark.parametrize(
+    "key,value",
+    [
+        ("lr", -1.0),
+        ("lr", math.nan),
+        ("lr", math.inf),
+        ("lr", "fast"),
+        ("lr", None),
+        ("lr", torch.tensor(-1.0)),
+        ("lr", torch.tensor([1.0, 2.0])),
+        ("betas", (1.0, 0.999)),
+        ("betas", (0.9, -0.1)),
+        ("betas", (0.9,)),
+        ("betas", 0.9),
+        ("eps", -1e-8),
+        ("weight_decay", -0.1),
+        ("weight_decay", math.nan),
+        ("weights", "bf17"),
+        ("weights", "int8"),
+        ("states", "int9"),
+        ("states", "int8+int8+int8+int8+int8"),
+        ("decay", "sometimes"),
+        ("centralize", 2.0),
+    ],
+)
 def test_options_edited_to_nonsense(key, value):
     """A live edit of a group is judged at the step; put right, everything goes on."""
     opt, params, before, caught = broken(in_group(key, value))
@@ -325,15 +411,28 @@ def test_options_edited_to_nonsense(key, value):
 def tamper(key, value):
     def change(opt, params):
         opt.state[params["body.weight"]][key] = value
+
     return change
 
 
-@pytest.mark.parametrize("key,value", [
-    ("exp_avg.codes", torch.zeros(3, dtype=torch.int8)), ("exp_avg.codes", torch.zeros(24, 96)), ("exp_avg.codes", None), ("exp_avg.codes", 1.0),
-    ("exp_avg.codes", torch.zeros(96, 24, dtype=torch.int8)), ("exp_avg_sq.codes", torch.zeros(24, 95, dtype=torch.int8)),
-    ("exp_avg.codes", torch.zeros(24, 96, dtype=torch.int8, device="meta")), ("weight.extra", torch.zeros(24, 96)),
-    ("exp_avg.codes", torch.zeros(24, 96, dtype=torch.int8).to_sparse()), ("step", "three"), ("step", torch.zeros(3)),
-    ("step", -1.0), ("step", math.nan)])
+@pytest.mark.parametrize(
+    "key,value",
+    [
+        ("exp_avg.codes", torch.zeros(3, dtype=torch.int8)),
+        ("exp_avg.codes", torch.zeros(24, 96)),
+        ("exp_avg.codes", None),
+        ("exp_avg.codes", 1.0),
+        ("exp_avg.codes", torch.zeros(96, 24, dtype=torch.int8)),
+        ("exp_avg_sq.codes", torch.zeros(24, 95, dtype=torch.int8)),
+        ("exp_avg.codes", torch.zeros(24, 96, dtype=torch.int8, device="meta")),
+        ("weight.extra", torch.zeros(24, 96)),
+        ("exp_avg.codes", torch.zeros(24, 96, dtype=torch.int8).to_sparse()),
+        ("step", "three"),
+        ("step", torch.zeros(3)),
+        ("step", -1.0),
+        ("step", math.nan),
+    ],
+)
 def test_states_edited_to_nonsense(key, value):
     """The library writes where states say: none of another size or kind may get there."""
     params, options = sound()
@@ -353,7 +452,9 @@ def test_states_of_equal_meaning_are_taken():
     opt = halfstep.AdamW(list(params.items()), **options, seed=0)
     run(opt, params, 0, 2)
     state = opt.state[params["body.weight"]]
-    state["exp_avg.codes"] = state["exp_avg.codes"].t().clone(memory_format=torch.contiguous_format).t()
+    state["exp_avg.codes"] = (
+        state["exp_avg.codes"].t().clone(memory_format=torch.contiguous_format).t()
+    )
     assert not state["exp_avg.codes"].is_contiguous()
     run(opt, params, 2, 4)
     others, options = sound()
@@ -363,34 +464,71 @@ def test_states_of_equal_meaning_are_taken():
     assert states(opt) == states(other)
 
 
-# ---- Options ------------------------------------------------------------------------------------------------------------
+# ---- Options -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["", "adamx", "adamw/bf17", "adamw/f32/int9", "adamw/bf16-sr/int8+int9",
-                                    "adamw/bf16-sr/int8+int8+int8+int8", "adamw/int8", "adamw/f32/int8/int8", "ADAMW/f32",
-                                    "adamw/bf16-sr/f16+f16", "ema/f32", "lion/f32/int8+int8",
-                                    "adamw/f32/bf16-kahan+bf16-kahan"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "",
+        "adamx",
+        "adamw/bf17",
+        "adamw/f32/int9",
+        "adamw/bf16-sr/int8+int9",
+        "adamw/bf16-sr/int8+int8+int8+int8",
+        "adamw/int8",
+        "adamw/f32/int8/int8",
+        "ADAMW/f32",
+        "adamw/bf16-sr/f16+f16",
+        "ema/f32",
+        "lion/f32/int8+int8",
+        "adamw/f32/bf16-kahan+bf16-kahan",
+    ],
+)
 def test_unknown_recipes(recipe):
     p = torch.nn.Parameter(torch.ones(4, 64))
     with pytest.raises(ValueError) as caught:
         halfstep.optimizer(recipe, [("p", p)])
-    assert not recipe or any(part in str(caught.value) for part in (recipe, *recipe.split("/")) if part)
+    assert not recipe or any(
+        part in str(caught.value) for part in (recipe, *recipe.split("/")) if part
+    )
 
 
 @rules
-@pytest.mark.parametrize("options", [{"weights": "bf17"}, {"weights": "int8"}, {"weights": 8}, {"states": "int9"},
-                                     {"states": 8}, {"states": "f32+f32+f32+f32+f32"}, {"decay": "sometimes"},
-                                     {"clip": "never"},
-                                     {"scan": "maybe"}, {"generator": "dice"}, {"clip_norm": -1.0}, {"clip_norm": math.nan},
-                                     {"clip_norm": "x"}, {"threads": -1}, {"threads": 1 << 20}, {"seed": "x"}, {"lr": "x"},
-                                     {"lr": None}, {"centralize": -1.0}, {"reference_lr": -1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "bf17"},
+        {"weights": "int8"},
+        {"weights": 8},
+        {"states": "int9"},
+        {"states": 8},
+        {"states": "f32+f32+f32+f32+f32"},
+        {"decay": "sometimes"},
+        {"clip": "never"},
+        {"scan": "maybe"},
+        {"generator": "dice"},
+        {"clip_norm": -1.0},
+        {"clip_norm": math.nan},
+        {"clip_norm": "x"},
+        {"threads": -1},
+        {"threads": 1 << 20},
+        {"seed": "x"},
+        {"lr": "x"},
+        {"lr": None},
+        {"centralize": -1.0},
+        {"reference_lr": -1.0},
+    ],
+)
 def test_unknown_options(rule, options):
     """In the constructor, before there is a step; those of groups in a group as well."""
     p = torch.nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16))
     key, value = next(iter(options.items()))
     with pytest.raises((ValueError, TypeError)) as caught:
         class_of(rule)([("p", p)], **options)
-    assert key in str(caught.value) or str(value) in str(caught.value) or key == "lr", str(caught.value)
+    assert key in str(caught.value) or str(value) in str(caught.value) or key == "lr", str(
+        caught.value
+    )
     if key in ("weights", "states", "decay", "lr", "centralize", "reference_lr"):
         good = torch.nn.Parameter(torch.ones(3))
         opt = class_of(rule)([("good", good)])
@@ -443,11 +581,19 @@ def test_step_with_grad_enabled_leaves_no_graph():
     assert p.grad.grad_fn is None and not p.grad.requires_grad
 
 
-@pytest.mark.parametrize("rule,options", [("sgd", {}), ("rmsprop", {}), ("schedulefree", {}),
-                                          ("adamw", {"decay": "l2", "weight_decay": 0.1}),
-                                          ("adam", {"weight_decay": 0.1})])
+@pytest.mark.parametrize(
+    "rule,options",
+    [
+        ("sgd", {}),
+        ("rmsprop", {}),
+        ("schedulefree", {}),
+        ("adamw", {"decay": "l2", "weight_decay": 0.1}),
+        ("adam", {"weight_decay": 0.1}),
+    ],
+)
 def test_accumulation_that_would_lose_gradients(rule, options):
-    """Rules without a state to gather them in, and l2 decay, which only the last gradient would get."""
+    """Rules without a state to gather them in, and l2 decay, which only the last gradient would
+    get."""
     params = parameters()
     opt = class_of(rule)(list(params.items()), lr=0.01, **options)
     run(opt, params, 0, 1)

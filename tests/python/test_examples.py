@@ -1,4 +1,6 @@
-"""examples/finetune.py and bench/claims.py at sizes of seconds: whether they run, what they say, and how they refuse."""
+"""examples/finetune.py and bench/claims.py at sizes of seconds: whether they run, what they say,
+and how they refuse."""
+
 import importlib.util
 import json
 import os
@@ -16,7 +18,10 @@ ROOT = os.path.join(HERE, os.pardir, os.pardir)
 FINETUNE = os.path.join(ROOT, "examples", "finetune.py")
 CLAIMS = os.path.join(ROOT, "bench", "claims.py")
 REFERENCE = "torch.optim.AdamW, fp32"
-SMALL = "--width 64 --depth 1 --heads 2 --context 32 --batch 4 --pretrain 60 --steps 30 --lr 2e-5 --threads 1".split()
+SMALL = (
+    "--width 64 --depth 1 --heads 2 --context 32 --batch 4 --pretrain 60 --steps 30 --lr 2e-5"
+    " --threads 1".split()
+)
 
 
 def load(path):
@@ -38,7 +43,9 @@ def text(tmp_path_factory):
 
 
 def finetune(*arguments):
-    return subprocess.run([sys.executable, FINETUNE, *SMALL, *arguments], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, FINETUNE, *SMALL, *arguments], capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,7 @@ def result(text, tmp_path_factory):
     return found, figure, done
 
 
-# ---- The fine-tune ----
+# ---- The fine-tune -------------------------------------------------------------------------------
 
 
 def test_losses(result):
@@ -62,8 +69,14 @@ def test_losses(result):
     assert gain > 0
     assert all(len(row["losses"]) == 2 for row in rows.values())
     assert abs(rows["adamw/f32"]["difference"]) < 1e-5
-    # What 16-bit activations and the cast cost is a part of it; weights that stay behind cost most of the gain.
-    for recipe in ("adamw/bf16-kahan", "adamw/bf16-sr", "adamw/bf16-sr/int8", "adamw/f16-ecc8/int4"):
+    # What 16-bit activations and the cast cost is a part of it; weights that stay behind cost most
+    # of the gain.
+    for recipe in (
+        "adamw/bf16-kahan",
+        "adamw/bf16-sr",
+        "adamw/bf16-sr/int8",
+        "adamw/f16-ecc8/int4",
+    ):
         assert abs(rows[recipe]["difference"]) < 0.4 * gain, recipe
     assert rows["adamw/bf16"]["difference"] > 0.5 * gain
 
@@ -71,9 +84,16 @@ def test_losses(result):
 def test_bytes_are_those_of_the_formats(result):
     total = {row["recipe"]: row["bytes_per_param"]["total"] for row in result[0]["rows"]}
     # Vectors keep plain states, and every tensor has a step count of four bytes.
-    for recipe, wanted in ((REFERENCE, 16), ("adamw/f32", 16), ("adamw/bf16-kahan", 10), ("adamw/bf16-sr", 8),
-                           ("adamw/bf16-sr/int8", 6.125), ("adamw/f16-ecc8/int4", 6.125), ("lion/bf16-sr", 6),
-                           ("adamw/bf16", 8)):
+    for recipe, wanted in (
+        (REFERENCE, 16),
+        ("adamw/f32", 16),
+        ("adamw/bf16-kahan", 10),
+        ("adamw/bf16-sr", 8),
+        ("adamw/bf16-sr/int8", 6.125),
+        ("adamw/f16-ecc8/int4", 6.125),
+        ("lion/bf16-sr", 6),
+        ("adamw/bf16", 8),
+    ):
         assert wanted <= total[recipe] < wanted + 0.1, recipe
 
 
@@ -86,7 +106,9 @@ def test_a_run_depends_on_its_own_recipe_and_seed_only(result, text):
 
 def test_figure_and_streams(result):
     found, figure, done = result
-    words = [e.text for e in xml.etree.ElementTree.parse(figure).iter() if e.text and e.text.strip()]
+    words = [
+        e.text for e in xml.etree.ElementTree.parse(figure).iter() if e.text and e.text.strip()
+    ]
     assert all(row["recipe"] in words for row in found["rows"])
     assert "nan" not in open(figure, encoding="utf-8").read()
     assert done.stdout.count("\n") == 1 and "seed 2, adamw/bf16:" in done.stderr
@@ -99,23 +121,30 @@ def test_table(result):
     assert lines[1].startswith(REFERENCE)
     run = 1.5, {"weights": 4.0, "gradients": 4.0, "states": 8.0}
     alone = module.summary("x", [run], [run])
-    assert alone["spread"] is None and alone["error"] is None and alone["bytes_per_param"]["total"] == 16.0
+    assert (
+        alone["spread"] is None
+        and alone["error"] is None
+        and alone["bytes_per_param"]["total"] == 16.0
+    )
     assert len(module.table([alone]).splitlines()[1]) == len(lines[0])
     xml.etree.ElementTree.fromstring(module.svg([alone], "one <seed>"))
 
 
-@pytest.mark.parametrize("arguments,words", [
-    (["--data", "nowhere.txt"], ["--data", "nowhere.txt", "No such file"]),
-    (["--data", os.devnull], ["--data", "0 bytes"]),
-    (["--recipes", "adamw/bf17"], ["--recipes", "adamw/bf17", "unknown"]),
-    (["--recipes", "adamw/f32,adamv"], ["--recipes", "adamv"]),
-    (["--recipes", "adamw/bf16-sr/int3"], ["adamw/bf16-sr/int3"]),
-    (["--recipes", "ema"], ["ema", "halfstep.EMA"]),
-    (["--width", "65"], ["--width 65", "--heads 2"]),
-    (["--seeds", "0"], ["--seeds 0"]),
-    (["--steps", "many"], ["--steps", "many"]),
-    (["--svg", "no/such/folder/a.svg"], ["--svg", "no/such/folder"]),
-])
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--data", "nowhere.txt"], ["--data", "nowhere.txt", "No such file"]),
+        (["--data", os.devnull], ["--data", "0 bytes"]),
+        (["--recipes", "adamw/bf17"], ["--recipes", "adamw/bf17", "unknown"]),
+        (["--recipes", "adamw/f32,adamv"], ["--recipes", "adamv"]),
+        (["--recipes", "adamw/bf16-sr/int3"], ["adamw/bf16-sr/int3"]),
+        (["--recipes", "ema"], ["ema", "halfstep.EMA"]),
+        (["--width", "65"], ["--width 65", "--heads 2"]),
+        (["--seeds", "0"], ["--seeds 0"]),
+        (["--steps", "many"], ["--steps", "many"]),
+        (["--svg", "no/such/folder/a.svg"], ["--svg", "no/such/folder"]),
+    ],
+)
 def test_mistakes(arguments, words, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["finetune.py", *SMALL, *arguments])
@@ -127,7 +156,7 @@ def test_mistakes(arguments, words, monkeypatch, capsys, tmp_path):
     assert err.count("\n") == 1 and all(word in err for word in words), err
 
 
-# ---- The claims ----
+# ---- The claims ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -153,16 +182,26 @@ def test_peaks(claims):
     small = claims.cases("torch_fused")["parameters"]
     assert small == sum(p.numel() for p in claims.Model().parameters())
     # One layer's gradients and activations are not small beside this model.
-    for name, least, most in (("torch_fused", 16, 17), ("torch_bf16", 8, 9), ("torchastic", 8, 9.5), ("optimi", 10, 11),
-                              ("optimi_release_f32", 12, 14.5), ("torch_buffers", 20, 21.5), ("adamw_bfloat16", 10, 11.5),
-                              ("int4", 5.125, 6.5), ("flashoptim", 7.125, 8.5)):
+    for name, least, most in (
+        ("torch_fused", 16, 17),
+        ("torch_bf16", 8, 9),
+        ("torchastic", 8, 9.5),
+        ("optimi", 10, 11),
+        ("optimi_release_f32", 12, 14.5),
+        ("torch_buffers", 20, 21.5),
+        ("adamw_bfloat16", 10, 11.5),
+        ("int4", 5.125, 6.5),
+        ("flashoptim", 7.125, 8.5),
+    ):
         assert least <= claims.cases(name)["peak"] < most, name
     assert claims.cases("optimi_release")["peak"] < claims.cases("optimi")["peak"] - 0.5
     assert 7.9 < claims.cases("torch_fused")["states"] < 8.1
 
 
 def test_the_meter_sees_what_is_dropped_again(claims):
-    """A tensor that lives for an instant counts, and so does one that is freed before the next is made, once."""
+    """A tensor that lives for an instant counts, and so does one that is freed before the next is
+    made, once."""
+
     def case(source, depth=None):
         model = torch.nn.Linear(1000, 100, bias=False)
         yield model

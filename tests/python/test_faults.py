@@ -1,4 +1,6 @@
-"""Steps, saves and loads while calls into the C library fail: a short sweep of tests/faults/python_sweep.py."""
+"""Steps, saves and loads while calls into the C library fail: a short sweep of
+tests/faults/python_sweep.py."""
+
 import os
 import subprocess
 import sys
@@ -14,6 +16,12 @@ def test_calls_that_fail():
     if not os.path.exists(library):
         pytest.skip(f"{library} is not built")
     environment = {**os.environ, "LD_PRELOAD": os.path.abspath(library)}
-    done = subprocess.run([sys.executable, SCRIPT, "--short"], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--short"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 0 wrong;" in done.stdout, done.stdout

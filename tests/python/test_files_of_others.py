@@ -1,5 +1,6 @@
-"""Files that other programs made, or damaged: train lm --init computes what their config.json says, python -m halfstep plan reads them or says in one
-line what is wrong."""
+"""Files that other programs made, or damaged: train lm --init computes what their config.json says,
+python -m halfstep plan reads them or says in one line what is wrong."""
+
 import json
 import os
 import struct
@@ -20,15 +21,27 @@ import trainer_torch as ours  # noqa: E402
 
 
 def config_of(shape, **members):
-    usual = {"model_type": "llama", "vocab_size": 256, "hidden_size": shape.width, "intermediate_size": shape.intermediate,
-             "num_hidden_layers": shape.depth, "num_attention_heads": shape.heads, "max_position_embeddings": shape.context,
-             "hidden_act": "silu", "rms_norm_eps": shape.eps, "tie_word_embeddings": False}
+    usual = {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.context,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.eps,
+        "tie_word_embeddings": False,
+    }
     return {**usual, **members}
 
 
-@pytest.mark.parametrize("eps, theta, files", [(1e-5, 1e4, 1), (0.1, 1e4, 1), (1e-5, 33.5, 3), (0.02, 5e5, 2)])
+@pytest.mark.parametrize(
+    "eps, theta, files", [(1e-5, 1e4, 1), (0.1, 1e4, 1), (1e-5, 33.5, 3), (0.02, 5e5, 2)]
+)
 def test_init_computes_the_model_of_the_file(tmp_path, eps, theta, files):
-    """The validation loss before any step is torch's for the same epsilon and base of positions, from one file and from several with an index."""
+    """The validation loss before any step is torch's for the same epsilon and base of positions,
+    from one file and from several with an index."""
     shape = ours.Shape(width=32, depth=2, heads=4, context=32, batch=4, eps=eps, theta=theta)
     model = ours.Llama(shape)
     torch.manual_seed(3)
@@ -36,22 +49,69 @@ def test_init_computes_the_model_of_the_file(tmp_path, eps, theta, files):
         for p in model.parameters():
             p.copy_(torch.randn(p.shape) * (0.3 if p.dim() > 1 else 1.0))
         wanted = [model(*batch).item() for batch in ours.Text(DATA, shape, 7).evaluation(4)]
-    tensors = sorted({name: p.detach().contiguous() for name, p in model.named_parameters()}.items())
-    (tmp_path / "config.json").write_text(json.dumps(config_of(shape, rope_parameters={"rope_theta": theta, "rope_type": "default"})))
+    tensors = sorted(
+        {name: p.detach().contiguous() for name, p in model.named_parameters()}.items()
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_of(shape, rope_parameters={"rope_theta": theta, "rope_type": "default"}))
+    )
     if files == 1:
         save_file(dict(tensors), tmp_path / "model.safetensors")
     else:
         names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
         for i, name in enumerate(names):
             save_file(dict(tensors[i::files]), tmp_path / name)
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(
-            {"metadata": {"total_size": 1}, "weight_map": {tensor: names[i % files] for i, (tensor, _) in enumerate(tensors)}}))
-    for place in (tmp_path, tmp_path / ("model.safetensors" if files == 1 else "model.safetensors.index.json")):
-        done = subprocess.run([PROGRAM, "train", "lm", "--data", DATA, "--init", place, "--recipe", "adamw/f32/f32", "--compute", "f32", "--steps", "0",
-                               "--batch", "4", "--eval-batches", "4", "--sample-bytes", "0", "--seed", "7", "--threads", "1", "--quiet", "--json"],
-                              capture_output=True, text=True, timeout=60, check=False)
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps(
+                {
+                    "metadata": {"total_size": 1},
+                    "weight_map": {
+                        tensor: names[i % files] for i, (tensor, _) in enumerate(tensors)
+                    },
+                }
+            )
+        )
+    for place in (
+        tmp_path,
+        tmp_path / ("model.safetensors" if files == 1 else "model.safetensors.index.json"),
+    ):
+        done = subprocess.run(
+            [
+                PROGRAM,
+                "train",
+                "lm",
+                "--data",
+                DATA,
+                "--init",
+                place,
+                "--recipe",
+                "adamw/f32/f32",
+                "--compute",
+                "f32",
+                "--steps",
+                "0",
+                "--batch",
+                "4",
+                "--eval-batches",
+                "4",
+                "--sample-bytes",
+                "0",
+                "--seed",
+                "7",
+                "--threads",
+                "1",
+                "--quiet",
+                "--json",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.returncode == 0 and not done.stderr, done.stderr
-        assert json.loads(done.stdout)["val_loss"] == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
+        assert json.loads(done.stdout)["val_loss"] == pytest.approx(
+            sum(wanted) / len(wanted), rel=1e-5
+        )
 
 
 def header(text, data=b""):
@@ -84,7 +144,10 @@ def test_plan_of_a_damaged_file(capsys, tmp_path, kind):
     path.write_bytes(DAMAGED[kind])
     code, out, err = planned(capsys, str(path))
     assert code == 1 and not out and err.count("\n") == 1 and err[:-1].isprintable()
-    assert err.startswith("python -m halfstep plan: ") and "m\\x1b[31m\\u202e.safetensors' is not a sound safetensors file: " in err
+    assert (
+        err.startswith("python -m halfstep plan: ")
+        and "m\\x1b[31m\\u202e.safetensors' is not a sound safetensors file: " in err
+    )
 
 
 def test_plan_of_what_is_no_file(capsys, tmp_path, monkeypatch):
@@ -92,10 +155,23 @@ def test_plan_of_what_is_no_file(capsys, tmp_path, monkeypatch):
     os.symlink("nowhere", tmp_path / "link")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "link"):
         code, out, err = planned(capsys, str(path))
-        assert code == 1 and not out and err.count("\n") == 1 and "is not a regular file; give a safetensors file" in err
+        assert (
+            code == 1
+            and not out
+            and err.count("\n") == 1
+            and "is not a regular file; give a safetensors file" in err
+        )
     for number in ("1e400", "1e16", "inf", "nan", "0", "-1", "B", "", "\x1b[2J"):
-        code, out, err = planned(capsys, number) if number[:1] != "-" else planned(capsys, "--", number)
-        assert code == 1 and not out and err.count("\n") == 1 and "from 1 to 1e15" in err and err[:-1].isprintable()
+        code, out, err = (
+            planned(capsys, number) if number[:1] != "-" else planned(capsys, "--", number)
+        )
+        assert (
+            code == 1
+            and not out
+            and err.count("\n") == 1
+            and "from 1 to 1e15" in err
+            and err[:-1].isprintable()
+        )
     (tmp_path / "m.safetensors").write_bytes(header(b"{}"))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     code, out, err = planned(capsys, str(tmp_path / "m.safetensors"))
@@ -105,16 +181,40 @@ def test_plan_of_what_is_no_file(capsys, tmp_path, monkeypatch):
 def test_plan_of_sizes(capsys):
     for size in ("9" * 400 + "G", "1e400", "1e19", "-5", "x", "24\x1b[2J"):
         code, out, err = planned(capsys, "7B", f"--memory={size}")
-        assert code == 1 and not out and err.count("\n") == 1 and "is not a size in bytes below 2^63; write 24e9" in err and err[:-1].isprintable()
-    assert planned(capsys, "7B", "--memory", "24e9")[0] == planned(capsys, "7B", "--memory", "1.5 GiB")[0] == 0
+        assert (
+            code == 1
+            and not out
+            and err.count("\n") == 1
+            and "is not a size in bytes below 2^63; write 24e9" in err
+            and err[:-1].isprintable()
+        )
+    assert (
+        planned(capsys, "7B", "--memory", "24e9")[0]
+        == planned(capsys, "7B", "--memory", "1.5 GiB")[0]
+        == 0
+    )
 
 
-@pytest.mark.parametrize("text", [b'{"__metadata__":null,"a":' + TENSOR + b"}}", b' \n{"a":' + TENSOR + b',"more":{"x":[1,null]}}}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"__metadata__":null,"a":' + TENSOR + b"}}",
+        b' \n{"a":' + TENSOR + b',"more":{"x":[1,null]}}}\n',
+    ],
+)
 def test_headers_that_the_reference_reads(capsys, tmp_path, text):
     """Both programs say the same of them as safetensors does."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(header(text, bytes(60)))
     code, out, _ = planned(capsys, str(path), "--recipes", "adamw/f32/f32")
     assert code == 0 and "15 parameters" in out
-    done = subprocess.run([PROGRAM, "inspect", path, "--json"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0 and json.loads(done.stdout)["tensors"] == [{"name": "a", "dtype": "F32", "shape": [3, 5], "bytes": 60}]
+    done = subprocess.run(
+        [PROGRAM, "inspect", path, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and json.loads(done.stdout)["tensors"] == [
+        {"name": "a", "dtype": "F32", "shape": [3, 5], "bytes": 60}
+    ]

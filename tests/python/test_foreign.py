@@ -1,4 +1,6 @@
-"""State dictionaries that other packages saved: decoded as the package decodes them, and training goes on."""
+"""State dictionaries that other packages saved: decoded as the package decodes them, and training
+goes on."""
+
 import copy
 import os
 import subprocess
@@ -7,17 +9,20 @@ import warnings
 
 import pytest
 import torch
+from conftest import bits, set_gradients
 
 import halfstep
 import halfstep.compat.flashoptim
-from conftest import bits, set_gradients
 
 SHAPES = {"body": (96, 128), "ragged": (67, 71), "bias": (33,)}
 
 
 def params_of(seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in SHAPES.items()
+    }
 
 
 def trained(cls, steps=4, dtype=torch.float32, **options):
@@ -44,18 +49,34 @@ def go_on(params, opt, ours, steps=3):
 
 def bnb_values(state, i):
     import bitsandbytes.functional as F
+
     if state[f"state{i}"].dtype != torch.uint8:
         return state[f"state{i}"]
-    return F.dequantize_blockwise(state[f"state{i}"], absmax=state[f"absmax{i}"], code=state[f"qmap{i}"], blocksize=256)
+    return F.dequantize_blockwise(
+        state[f"state{i}"], absmax=state[f"absmax{i}"], code=state[f"qmap{i}"], blocksize=256
+    )
 
 
-@pytest.mark.parametrize("name, rule", [("AdamW8bit", "AdamW"), ("AdamW32bit", "AdamW"), ("Adam8bit", "Adam"), ("PagedAdamW8bit", "AdamW"), ("Lion8bit", "Lion")])
+@pytest.mark.parametrize(
+    "name, rule",
+    [
+        ("AdamW8bit", "AdamW"),
+        ("AdamW32bit", "AdamW"),
+        ("Adam8bit", "Adam"),
+        ("PagedAdamW8bit", "AdamW"),
+        ("Lion8bit", "Lion"),
+    ],
+)
 def test_bitsandbytes(name, rule):
     optim = pytest.importorskip("bitsandbytes").optim
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         params, opt = trained(getattr(optim, name))
-    assert name == "AdamW32bit" or any(v.dtype == torch.uint8 for v in opt.state[params["body"]].values() if isinstance(v, torch.Tensor))
+    assert name == "AdamW32bit" or any(
+        v.dtype == torch.uint8
+        for v in opt.state[params["body"]].values()
+        if isinstance(v, torch.Tensor)
+    )
     mine = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
     new = getattr(halfstep, rule)(list(mine.items()), states="f32")
     with warnings.catch_warnings():
@@ -81,18 +102,36 @@ def test_ademamix_of_bitsandbytes(bits_of):
     new.load_state_dict(copy.deepcopy(opt.state_dict()))
     for n, p in params.items():
         state = opt.state[p]
-        halves = [dict(state, state1=state["state1"][i], **({"absmax1": state["absmax1"][i]} if "absmax1" in state else {})) for i in (0, 1)]
-        assert state["state1"].dtype == (torch.uint8 if bits_of == 8 and p.numel() >= 4096 else torch.float32)
-        for key, found in (("exp_avg", bnb_values(halves[0], 1)), ("exp_avg_slow", bnb_values(halves[1], 1)), ("exp_avg_sq", bnb_values(state, 2))):
+        halves = [
+            dict(
+                state,
+                state1=state["state1"][i],
+                **({"absmax1": state["absmax1"][i]} if "absmax1" in state else {}),
+            )
+            for i in (0, 1)
+        ]
+        assert state["state1"].dtype == (
+            torch.uint8 if bits_of == 8 and p.numel() >= 4096 else torch.float32
+        )
+        for key, found in (
+            ("exp_avg", bnb_values(halves[0], 1)),
+            ("exp_avg_slow", bnb_values(halves[1], 1)),
+            ("exp_avg_sq", bnb_values(state, 2)),
+        ):
             assert bits(new.read_state(mine[n], key)) == bits(found), (n, key)
     group = new.param_groups[0]
-    assert (group["alpha"], group["alpha_warmup"], group["beta3_warmup"]) == (3.0, 50, 60) and "t_alpha" not in group
+    assert (group["alpha"], group["alpha_warmup"], group["beta3_warmup"]) == (
+        3.0,
+        50,
+        60,
+    ) and "t_alpha" not in group
     assert tuple(group["betas"]) == (0.9, 0.999, 0.9999)
     moved = go_on(params, opt, lambda named: halfstep.AdEMAMix(named, states="f32"))
     assert moved < (0.02 if bits_of == 32 else 4.0)
 
 
-#: what FlashOptim makes of some numbers, by its own kernels, which need a GPU but for Triton's interpreter
+#: what FlashOptim makes of some numbers, by its own kernels, which need a GPU but for Triton's
+#: interpreter
 FLASH = """
 import sys
 import torch
@@ -119,18 +158,38 @@ torch.save(made, sys.argv[1])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flashoptim(tmp_path, dtype):
-    """8-bit states, in a state dictionary as FlashAdamW saves it; the package's own kernels say what they stand for."""
+    """8-bit states, in a state dictionary as FlashAdamW saves it; the package's own kernels say
+    what they stand for."""
     pytest.importorskip("flashoptim")
     file = tmp_path / "states.pt"
-    subprocess.run([sys.executable, "-c", FLASH, str(file)], check=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", FLASH, str(file)],
+        check=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        timeout=300,
+    )
     made = torch.load(file)
     params = params_of(dtype=dtype)
     opt = halfstep.AdamW(list(params.items()), states="f32")
-    drop_in = halfstep.compat.flashoptim.FlashAdamW(list(params_of(dtype=dtype).items()), master_weight_bits=24 if dtype == torch.bfloat16 else None)
-    saved = {"state": {}, "param_groups": [{**{k: v for k, v in drop_in.param_groups[0].items() if k != "params"}, "params": [0, 1, 2]}]}
+    drop_in = halfstep.compat.flashoptim.FlashAdamW(
+        list(params_of(dtype=dtype).items()),
+        master_weight_bits=24 if dtype == torch.bfloat16 else None,
+    )
+    saved = {
+        "state": {},
+        "param_groups": [
+            {
+                **{k: v for k, v in drop_in.param_groups[0].items() if k != "params"},
+                "params": [0, 1, 2],
+            }
+        ],
+    }
     for (i, name), (codes, scales, _) in made.items():
         held = saved["state"].setdefault(i, {"step": torch.tensor(7.0)})
-        held[name + "::quantized"], held[name + "::scales"] = codes, scales if dtype == torch.float32 else scales.view(torch.bfloat16)
+        held[name + "::quantized"], held[name + "::scales"] = (
+            codes,
+            (scales if dtype == torch.float32 else scales.view(torch.bfloat16)),
+        )
         if dtype == torch.bfloat16:
             held["error_bits"] = torch.zeros_like(params[list(SHAPES)[i]])
     with warnings.catch_warnings(record=True) as told:
@@ -147,12 +206,19 @@ def test_flashoptim(tmp_path, dtype):
 def test_what_bitsandbytes_has_alone():
     optim = pytest.importorskip("bitsandbytes").optim
     params, opt = trained(optim.AdEMAMix8bit)
-    with pytest.raises(ValueError, match="states of bitsandbytes can be loaded by adam, adamw, lamb, lion, ademamix, not by sgd"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "states of bitsandbytes can be loaded by adam, adamw, lamb, lion, ademamix, not by sgd"
+        ),
+    ):
         halfstep.SGD(list(params.values())).load_state_dict(opt.state_dict())
     params, opt = trained(optim.AdamW32bit)
     saved = copy.deepcopy(opt.state_dict())
     saved["state"][0]["__bnb_optimizer_quant_state__"]["gnorm_vec"] = torch.ones(100)
-    with pytest.warns(UserWarning, match=r"gnorm_vec \(percentile clipping\) cannot be carried over"):
+    with pytest.warns(
+        UserWarning, match=r"gnorm_vec \(percentile clipping\) cannot be carried over"
+    ):
         halfstep.AdamW(list(params.values())).load_state_dict(saved)
 
 
@@ -160,6 +226,7 @@ def test_what_bitsandbytes_has_alone():
 def test_torchao(name, monkeypatch):
     torchao = pytest.importorskip("torchao.optim")
     import torchao.optim.adam as adam
+
     # compiled steps take minutes; eager ones are the same
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(adam.torch, "compile", lambda function, **_: function)
@@ -179,4 +246,7 @@ def test_torchao(name, monkeypatch):
     coded = halfstep.AdamW(list(mine.items()), states="int8")
     coded.load_state_dict(opt.state_dict())
     wanted = new.read_state(mine["body"], "exp_avg")
-    assert float((coded.read_state(mine["body"], "exp_avg") - wanted).abs().max() / wanted.abs().max()) < 0.02
+    assert (
+        float((coded.read_state(mine["body"], "exp_avg") - wanted).abs().max() / wanted.abs().max())
+        < 0.02
+    )

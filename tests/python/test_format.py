@@ -12,8 +12,11 @@ SOURCE = Path(__file__).resolve().parents[2]
 
 
 def check(tree):
-    return subprocess.run(["bash", str(tree / "scripts/format.sh"), shutil.which("clang-format"), "--check"],
-                          capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", str(tree / "scripts/format.sh"), shutil.which("clang-format"), "--check"],
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_sources_are_laid_out():
@@ -23,7 +26,8 @@ def test_sources_are_laid_out():
 
 @pytest.mark.all
 def test_a_bad_layout_is_found():
-    """A copy with a crooked line, and one with a long line in a folder that is laid out by hand, are refused."""
+    """A copy with a crooked line, and one with a long line in a folder that is laid out by hand,
+    are refused."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         for name in ("src", "include", "tools", "fuzz", "lab", "examples", "bench", "scripts"):
@@ -31,10 +35,15 @@ def test_a_bad_layout_is_found():
         (tree / "tests").mkdir()
         shutil.copy(SOURCE / ".clang-format", tree)
         assert check(tree).returncode == 0
-        for name, line in (("src/base/lock.c", "int  x ;\n"), ("src/rules/lion.h", "/* " + "x" * 120 + " */\n")):
+        for name, line in (
+            ("src/base/lock.c", "int  x ;\n"),
+            ("src/rules/lion.h", "/* " + "x" * 120 + " */\n"),
+        ):
             path = tree / name
             before = path.read_text()
             path.write_text(before + line)
             result = check(tree)
-            assert result.returncode != 0 and os.path.basename(name) in result.stdout + result.stderr, name
+            assert (
+                result.returncode != 0 and os.path.basename(name) in result.stdout + result.stderr
+            ), name
             path.write_text(before)

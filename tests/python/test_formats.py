@@ -2,13 +2,28 @@
 
 import pytest
 import torch
+from conftest import (
+    RECIPES,
+    bits,
+    class_of,
+    ids,
+    make,
+    parameters,
+    recipes,
+    rules,
+    run,
+    same,
+    saved,
+    set_gradients,
+    states,
+    streams,
+    twins,
+)
 
 import halfstep
-from conftest import (RECIPES, bits, class_of, ids, make, parameters, recipes, rules, run, same, saved, set_gradients, states,
-                      streams, twins)
 from halfstep import _abi
 
-# ---- Random bits --------------------------------------------------------------------------------------------------------
+# ---- Random bits ---------------------------------------------------------------------------------
 
 
 @rules
@@ -18,7 +33,9 @@ def test_one_optimizer_per_parameter_gives_the_bits_of_one_over_all(rule, recipe
         pytest.skip("sums over all parameters")
     params, opt = make(rule, recipe, lr=0.02)
     alone = twins(params)
-    opts = {n: class_of(rule)([(n, p)], lr=0.02, **RECIPES[recipe][1], seed=0) for n, p in alone.items()}
+    opts = {
+        n: class_of(rule)([(n, p)], lr=0.02, **RECIPES[recipe][1], seed=0) for n, p in alone.items()
+    }
     for step in range(4):
         set_gradients(params, step)
         set_gradients(alone, step)
@@ -31,11 +48,12 @@ def test_one_optimizer_per_parameter_gives_the_bits_of_one_over_all(rule, recipe
 
 
 def half_steps(names=None, seeds=(0, 0)):
-    """Two weights of 1 moved down by half of BF16's spacing in two optimizers: which elements went."""
+    """Two weights of 1 moved down by half of BF16's spacing in two optimizers: which elements
+    went."""
     moved = []
     for i in range(2):
         p = torch.nn.Parameter(torch.ones(128, 512, dtype=torch.bfloat16))
-        opt = halfstep.SGD([(names[i], p)] if names else [p], lr=2.0 ** -9, seed=seeds[i])
+        opt = halfstep.SGD([(names[i], p)] if names else [p], lr=2.0**-9, seed=seeds[i])
         p.grad = torch.ones_like(p)
         opt.step()
         moved.append((p < 1).flatten())
@@ -55,7 +73,7 @@ def test_random_words_of_two_optimizers():
 
 def test_unnamed_tensors_of_one_optimizer_share_no_random_words():
     params = [torch.nn.Parameter(torch.ones(128, 512, dtype=torch.bfloat16)) for _ in range(3)]
-    opt = halfstep.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=2.0 ** -9)
+    opt = halfstep.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=2.0**-9)
     for p in params:
         p.grad = torch.ones_like(p)
     opt.step()
@@ -81,21 +99,28 @@ def test_ids_survive_a_file():
     assert not set(ids(unnamed)) & set(kept)
 
 
-# ---- Mixed models -------------------------------------------------------------------------------------------------------
+# ---- Mixed models --------------------------------------------------------------------------------
 
 
 @rules
 def test_mixed_dtypes(rule):
     """weights= acts on BF16; float16 takes its namesake; float32 stays."""
-    params = {"a": torch.nn.Parameter(torch.randn(8, 64)), "b": torch.nn.Parameter(torch.randn(8, 64).bfloat16()),
-              "c": torch.nn.Parameter(torch.randn(8, 64).half())}
+    params = {
+        "a": torch.nn.Parameter(torch.randn(8, 64)),
+        "b": torch.nn.Parameter(torch.randn(8, 64).bfloat16()),
+        "c": torch.nn.Parameter(torch.randn(8, 64).half()),
+    }
     opt = class_of(rule)(list(params.items()), weights="bf16-kahan", states="int8", lr=0.01)
     run(opt, params, 0, 3)
     formats = {n: opt.recipe(p).split("/")[1] for n, p in params.items()}
     assert formats == {"a": "f32", "b": "bf16-kahan", "c": "f16-kahan"}
     default = class_of(rule)(list(twins(params).items()), lr=0.01)
     run(default, dict(zip(params, default.param_groups[0]["params"])), 0, 1)
-    assert [default.recipe(p).split("/")[1] for p in default.param_groups[0]["params"]] == ["f32", "bf16-sr", "f16-sr"]
+    assert [default.recipe(p).split("/")[1] for p in default.param_groups[0]["params"]] == [
+        "f32",
+        "bf16-sr",
+        "f16-sr",
+    ]
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -114,8 +139,13 @@ def test_half_weights(grad_dtype):
 
 def test_group_formats_are_read_per_group():
     params = parameters(torch.bfloat16, {"a": (8, 64), "b": (8, 64)})
-    opt = halfstep.AdamW([{"params": [("a", params["a"])], "weights": "bf16-ecc16", "states": "f32"},
-                          {"params": [("b", params["b"])], "states": "int8+int4"}], states="int8")
+    opt = halfstep.AdamW(
+        [
+            {"params": [("a", params["a"])], "weights": "bf16-ecc16", "states": "f32"},
+            {"params": [("b", params["b"])], "states": "int8+int4"},
+        ],
+        states="int8",
+    )
     run(opt, params, 0, 1)
     assert opt.recipe(params["a"]).startswith("adamw/bf16-ecc16/f32")
     assert opt.recipe(params["b"]).startswith("adamw/bf16-sr/int8+int4")
@@ -126,7 +156,9 @@ def test_group_formats_are_read_per_group():
 
 def test_recipe_strings():
     params = parameters(torch.bfloat16)
-    opt = halfstep.optimizer("adamw/bf16-ecc8/int8", list(params.items()), lr=0.02, weight_decay=0.3, seed=0)
+    opt = halfstep.optimizer(
+        "adamw/bf16-ecc8/int8", list(params.items()), lr=0.02, weight_decay=0.3, seed=0
+    )
     assert isinstance(opt, halfstep.AdamW) and opt.param_groups[0]["weight_decay"] == 0.3
     others, other = make("adamw", "ecc8-int8", lr=0.02, weight_decay=0.3)
     run(opt, params, 0, 3)
@@ -155,7 +187,9 @@ def test_read_and_write(rule, recipe):
         opt.read_state(p, "no_such")
     if rule == "adamw":
         opt.write_state(p, "exp_avg_sq", torch.full_like(p, 4.0, dtype=torch.float32))
-        torch.testing.assert_close(opt.read_state(p, "exp_avg_sq"), torch.full(p.shape, 4.0), rtol=0.07, atol=0)
+        torch.testing.assert_close(
+            opt.read_state(p, "exp_avg_sq"), torch.full(p.shape, 4.0), rtol=0.07, atol=0
+        )
         with pytest.raises(ValueError):
             opt.write_state(p, "exp_avg_sq", torch.full(p.shape, -1.0))
         with pytest.raises(ValueError):
@@ -168,6 +202,10 @@ def test_memory_is_what_is_there(recipe):
     run(opt, params, 0, 1)
     memory = opt.memory()
     assert memory["weights"] == sum(p.numel() * p.element_size() for p in params.values())
-    assert memory["gradients"] == sum(p.grad.numel() * p.grad.element_size() for p in params.values())
-    tensors = sum(v.numel() * v.element_size() for p in params.values() for v in streams(opt, p).values())
+    assert memory["gradients"] == sum(
+        p.grad.numel() * p.grad.element_size() for p in params.values()
+    )
+    tensors = sum(
+        v.numel() * v.element_size() for p in params.values() for v in streams(opt, p).values()
+    )
     assert memory["states"] + memory["extras"] == tensors

@@ -1,31 +1,51 @@
 """The snippets of docs/frameworks.md run as they stand there, and step what they are given."""
+
 import os
 import re
 
 import pytest
 import torch
-
-import halfstep
 from test_trainers import Words, batch, language_model, tiny, tokenizer
 
-ROOT = os.environ.get("HALFSTEP_SOURCE") or os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
+import halfstep
+
+ROOT = os.environ.get("HALFSTEP_SOURCE") or os.path.join(
+    os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir
+)
 with open(os.path.join(ROOT, "docs", "frameworks.md"), encoding="utf-8") as _file:
     TEXT = _file.read()
 TESTED, UNTESTED = TEXT.split("\n## Untested\n")
-SNIPPETS = [(title, code) for section in re.split(r"^### ", TESTED, flags=re.M)[1:]
-            for title in [section.splitlines()[0]] for code in re.findall(r"^```python\n(.*?)^```", section, flags=re.M | re.S)]
+SNIPPETS = [
+    (title, code)
+    for section in re.split(r"^### ", TESTED, flags=re.M)[1:]
+    for title in [section.splitlines()[0]]
+    for code in re.findall(r"^```python\n(.*?)^```", section, flags=re.M | re.S)
+]
 
 pytestmark = [pytest.mark.all, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("title, code", SNIPPETS, ids=[f"{i} {title}" for i, (title, _) in enumerate(SNIPPETS)])
+@pytest.mark.parametrize(
+    "title, code", SNIPPETS, ids=[f"{i} {title}" for i, (title, _) in enumerate(SNIPPETS)]
+)
 def test_snippet(title, code, tmp_path):
-    given = {"folder": str(tmp_path), "model": language_model(), "net": tiny(), "dataset": Words(),
-             "loader": torch.utils.data.DataLoader([batch(i)[0] for i in range(16)], batch_size=4)}
+    given = {
+        "folder": str(tmp_path),
+        "model": language_model(),
+        "net": tiny(),
+        "dataset": Words(),
+        "loader": torch.utils.data.DataLoader([batch(i)[0] for i in range(16)], batch_size=4),
+    }
     if "texts" in code:
         import datasets
-        given.update(texts=datasets.Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6 w7 w8"] * 8}), tokenizer=tokenizer(tmp_path))
-    trained = given["model" if re.search(r"\bmodel\b", code) and not re.search(r"\bnet\b", code) else "net"]
+
+        given.update(
+            texts=datasets.Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6 w7 w8"] * 8}),
+            tokenizer=tokenizer(tmp_path),
+        )
+    trained = given[
+        "model" if re.search(r"\bmodel\b", code) and not re.search(r"\bnet\b", code) else "net"
+    ]
     before = {name: p.detach().clone() for name, p in trained.named_parameters()}
     exec(compile(code, title, "exec"), given)
     steps = [value for value in given.values() if isinstance(value, halfstep.Optimizer)]
@@ -40,7 +60,24 @@ def test_snippet(title, code, tmp_path):
 
 def test_every_framework_is_there_and_says_whether_it_is_tested():
     titles = {title for title, _ in SNIPPETS}
-    assert {"transformers", "TRL", "PEFT", "Accelerate", "Lightning", "An optimizer in the backward pass"} == titles
-    for name in ("torchtitan", "torchtune", "sd-scripts", "musubi-tuner", "OneTrainer", "ai-toolkit", "axolotl"):
-        assert re.search(rf"^\*\*([\w-]+, )*{name}(, [\w-]+)* \(untested", UNTESTED, flags=re.M), name
+    assert {
+        "transformers",
+        "TRL",
+        "PEFT",
+        "Accelerate",
+        "Lightning",
+        "An optimizer in the backward pass",
+    } == titles
+    for name in (
+        "torchtitan",
+        "torchtune",
+        "sd-scripts",
+        "musubi-tuner",
+        "OneTrainer",
+        "ai-toolkit",
+        "axolotl",
+    ):
+        assert re.search(rf"^\*\*([\w-]+, )*{name}(, [\w-]+)* \(untested", UNTESTED, flags=re.M), (
+            name
+        )
     assert "```" not in UNTESTED

@@ -1,4 +1,6 @@
-"""halfstep.full_precision_state_dict: a model leaves a split format with all that training knew of its weights."""
+"""halfstep.full_precision_state_dict: a model leaves a split format with all that training knew of
+its weights."""
+
 from collections.abc import Mapping
 
 import pytest
@@ -39,13 +41,19 @@ def test_weights_are_those_of_the_optimizer(weights):
     differs = any(not torch.equal(found[name], p.float()) for name, p in model.named_parameters())
     assert differs == (weights != "bf16-sr")
     assert found["head.weight"] is found["embedding.weight"]
-    assert found["norm.running_mean"].dtype == torch.float32 and found["norm.num_batches_tracked"].dtype == torch.int64
+    assert (
+        found["norm.running_mean"].dtype == torch.float32
+        and found["norm.num_batches_tracked"].dtype == torch.int64
+    )
     Net().float().load_state_dict(found)
 
 
 def test_one_at_a_time():
     model, opt = trained(weights="bf16-kahan")
-    lazy, whole = halfstep.full_precision_state_dict(model, opt, lazy=True), halfstep.full_precision_state_dict(model, opt)
+    lazy, whole = (
+        halfstep.full_precision_state_dict(model, opt, lazy=True),
+        halfstep.full_precision_state_dict(model, opt),
+    )
     assert isinstance(lazy, Mapping) and not isinstance(lazy, dict) and len(lazy) == len(whole)
     assert all(torch.equal(value, whole[name]) for name, value in lazy.items())
     assert lazy["inside.weight"] is not lazy["inside.weight"]  # nothing is kept
@@ -54,20 +62,32 @@ def test_one_at_a_time():
 def test_several_optimizers_and_none_of_ours():
     model = Net()
     named = list(model.named_parameters())
-    opts = [halfstep.AdamW(named[:2], weights="bf16-kahan"), halfstep.Lion(named[2:], weights="bf16-ecc8")]
+    opts = [
+        halfstep.AdamW(named[:2], weights="bf16-kahan"),
+        halfstep.Lion(named[2:], weights="bf16-ecc8"),
+    ]
     set_gradients(dict(named), 0)
     for opt in opts:
         opt.step()
     found = halfstep.full_precision_state_dict(model, opts)
-    assert torch.equal(found[named[0][0]], opts[0].read_weight(named[0][1])) and torch.equal(found[named[3][0]], opts[1].read_weight(named[3][1]))
+    assert torch.equal(found[named[0][0]], opts[0].read_weight(named[0][1])) and torch.equal(
+        found[named[3][0]], opts[1].read_weight(named[3][1])
+    )
     with pytest.raises(TypeError, match="none of halfstep's"):
         halfstep.full_precision_state_dict(model, torch.optim.AdamW(model.parameters()))
 
 
 def test_from_pretrained_reads_what_was_trained(tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-                                      num_key_value_heads=2, max_position_embeddings=16)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
     torch.manual_seed(1)
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     opt = halfstep.AdamW(model.named_parameters(), lr=1e-5, weights="bf16-ecc16")
@@ -84,9 +104,16 @@ def test_save_pretrained(tmp_path):
     """What transformers writes of it is the weights of the split format, in fp32."""
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import load_file
+
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                                      tie_word_embeddings=True)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
     model = transformers.LlamaForCausalLM(config).bfloat16()
     opt = halfstep.AdamW(model.named_parameters(), lr=1e-3, weights="bf16-kahan")
     for _ in range(2):
@@ -99,5 +126,7 @@ def test_save_pretrained(tmp_path):
     named = dict(model.named_parameters())
     assert set(found) == set(named)
     for name, p in named.items():
-        assert found[name].dtype == torch.float32 and torch.equal(found[name], opt.read_weight(p)), name
+        assert found[name].dtype == torch.float32 and torch.equal(
+            found[name], opt.read_weight(p)
+        ), name
     assert any(not torch.equal(found[name], p.float()) for name, p in named.items())

@@ -1,5 +1,7 @@
-"""lab/gpu_model.py: a model in training on a GPU beside the processor, on the fake of fake_gpu.py; where torch has a GPU, on that. It can fail: one bit of
-a gradient or of what is compared is found, with its step."""
+"""lab/gpu_model.py: a model in training on a GPU beside the processor, on the fake of fake_gpu.py;
+where torch has a GPU, on that. It can fail: one bit of a gradient or of what is compared is found,
+with its step."""
+
 import os
 import sys
 import types
@@ -12,8 +14,17 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import gpu_model  # noqa: E402
 
 pytestmark = pytest.mark.all
-OPTIONS = types.SimpleNamespace(seed=1, width=32, depth=1, heads=2, context=16, batch=2, steps=4, every=2,
-                                data=os.path.join(gpu_model.ROOT, "data", "demo.txt"))
+OPTIONS = types.SimpleNamespace(
+    seed=1,
+    width=32,
+    depth=1,
+    heads=2,
+    context=16,
+    batch=2,
+    steps=4,
+    every=2,
+    data=os.path.join(gpu_model.ROOT, "data", "demo.txt"),
+)
 
 
 class OnFake:
@@ -59,7 +70,10 @@ def test_a_bit_of_a_gradient_is_found(place):
 
     place.at, place.read = -1, flipped
     assert gpu_model.compare("adamw/bf16-sr/int8", place, OPTIONS)[0] is None
-    for place.at in (1, count[0]):  # the first gradient that is copied, and the last thing that is compared
+    for place.at in (
+        1,
+        count[0],
+    ):  # the first gradient that is copied, and the last thing that is compared
         count[0] = 0
         wrong, _ = gpu_model.compare("adamw/bf16-sr/int8", place, OPTIONS)
         assert wrong and wrong.startswith(f"after step {2 if place.at == 1 else 4} ")
@@ -79,9 +93,24 @@ def test_its_sentences(capsys):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="torch finds no GPU here; --device cpu"):
             gpu_model.main([])
-    small = ["--device", "cpu", "--steps", "2", "--width", "32", "--depth", "1", "--context", "16", "--batch", "2"]
+    small = [
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--width",
+        "32",
+        "--depth",
+        "1",
+        "--context",
+        "16",
+        "--batch",
+        "2",
+    ]
     assert gpu_model.main([*small, "--recipes", "lion/bf16-sr/int8,adamm/f32"]) == 1
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("ok   lion/bf16-sr/int8: 2 steps, all bits the same") and printed[1].startswith("FAIL adamm/f32: ")
+    assert printed[0].startswith("ok   lion/bf16-sr/int8: 2 steps, all bits the same") and printed[
+        1
+    ].startswith("FAIL adamm/f32: ")
     assert gpu_model.main([*small, "--data", "nowhere"]) == 1
     assert "No such file" in capsys.readouterr().out

@@ -1,4 +1,5 @@
 """The grid of second moments in block codes, as a number of state[p] (docs/formats.md)."""
+
 import copy
 from ctypes import byref
 
@@ -45,7 +46,9 @@ def test_it_follows_beta2_and_resumes(states):
     p, opt = made(states)
     steps(p, opt, 0, 150)
     file = copy.deepcopy(opt.state_dict())
-    assert file["state"][0][KEY].dtype == torch.float64 and file["state"][0][KEY].item() == expected(150) == opt.scalar(p, KEY)
+    assert file["state"][0][KEY].dtype == torch.float64 and file["state"][0][
+        KEY
+    ].item() == expected(150) == opt.scalar(p, KEY)
     q, other = made(states)
     with torch.no_grad():
         q.copy_(p)
@@ -80,7 +83,9 @@ def test_what_no_step_leaves_is_refused(bad):
     p, opt = made("int8")
     steps(p, opt, 0, 3)
     file = copy.deepcopy(opt.state_dict())
-    file["state"][0][KEY] = torch.tensor(bad, dtype=torch.float64) if isinstance(bad, float) else bad
+    file["state"][0][KEY] = (
+        torch.tensor(bad, dtype=torch.float64) if isinstance(bad, float) else bad
+    )
     before = copy.deepcopy(opt.state_dict()["state"][0][KEY])
     with pytest.raises(ValueError, match="grid"):
         opt.load_state_dict(file)

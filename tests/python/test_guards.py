@@ -1,4 +1,6 @@
-"""What tells in one call that all tensors of a step are what they were, and that a step without it does the same."""
+"""What tells in one call that all tensors of a step are what they were, and that a step without it
+does the same."""
+
 import pytest
 import torch
 
@@ -28,7 +30,12 @@ def test_guards_work_with_this_torch():
     with torch.no_grad():
         check = _guards.guard([torch.zeros(3, 2), torch.zeros(5)])
         assert check(torch.ones(3, 2), torch.ones(5))
-        for other in (torch.zeros(2, 3), torch.zeros(3, 2).double(), torch.zeros(2, 3).T, torch.zeros(3, 2, 1)):
+        for other in (
+            torch.zeros(2, 3),
+            torch.zeros(3, 2).double(),
+            torch.zeros(2, 3).T,
+            torch.zeros(3, 2, 1),
+        ):
             assert not check(other, torch.ones(5))
 
 
@@ -59,9 +66,12 @@ def test_one_that_is_wrong_is_not_relied_on(monkeypatch):
     assert _guards.guard([torch.zeros(2)]) is None
 
 
-@pytest.mark.parametrize("change", ["shape", "strides", "gradient strides", "gradient missing", "moved"])
+@pytest.mark.parametrize(
+    "change", ["shape", "strides", "gradient strides", "gradient missing", "moved"]
+)
 def test_what_changes_is_seen(change):
-    """Between steps that find everything as it was. The other optimizer is new at every step and has nothing to go by."""
+    """Between steps that find everything as it was. The other optimizer is new at every step and
+    has nothing to go by."""
     params, others = parameters(), parameters()
     opt, other = halfstep.AdamW(params, lr=0.01, seed=3), halfstep.AdamW(others, lr=0.01, seed=3)
 
@@ -99,7 +109,8 @@ def test_what_changes_is_seen(change):
 
 
 def test_gradients_that_keep_changing_end_the_guards():
-    """Strides of a dimension of one element mean nothing, so that such gradients are as plain as before."""
+    """Strides of a dimension of one element mean nothing, so that such gradients are as plain as
+    before."""
     p = torch.nn.Parameter(torch.zeros(1, 8))
     opt = halfstep.AdamW([p], lr=0.01)
     kinds = torch.ones(1, 8), torch.ones(8, 1).T

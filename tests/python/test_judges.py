@@ -1,8 +1,10 @@
 """Other implementations as judges: our classes follow their trajectories.
 
-torch.optim judges every rule it has; HeavyBall, DeepSpeed's CPU Adam and bitsandbytes judge what they have, each where it is
-installed. torchao, torch-optimi, torchastic and FlashOptim judge in the test_compat_*.py files.
+torch.optim judges every rule it has; HeavyBall, DeepSpeed's CPU Adam and bitsandbytes judge what
+they have, each where it is installed. torchao, torch-optimi, torchastic and FlashOptim judge in the
+test_compat_*.py files.
 """
+
 import math
 import os
 import sysconfig
@@ -10,35 +12,62 @@ import warnings
 
 import pytest
 import torch
-
-import halfstep
 from conftest import class_of
 
-SHAPES = {"matrix": (64, 48), "tall": (130, 33), "vector": (257,), "kernel": (16, 8, 3, 3), "scalar": ()}
+import halfstep
+
+SHAPES = {
+    "matrix": (64, 48),
+    "tall": (130, 33),
+    "vector": (257,),
+    "kernel": (16, 8, 3, 3),
+    "scalar": (),
+}
 MATRICES = {"square": (48, 48), "wide": (24, 96), "tall": (96, 24)}
 
 
 def start(shapes=SHAPES, scale=1.0, dtype=torch.float32):
     g = torch.Generator().manual_seed(5)
-    return {n: torch.nn.Parameter((scale * torch.randn(s, generator=g)).to(dtype)) for n, s in shapes.items()}
+    return {
+        n: torch.nn.Parameter((scale * torch.randn(s, generator=g)).to(dtype))
+        for n, s in shapes.items()
+    }
 
 
 def twins(params, dtype=None):
-    return {n: torch.nn.Parameter(p.detach().clone().to(dtype or p.dtype)) for n, p in params.items()}
+    return {
+        n: torch.nn.Parameter(p.detach().clone().to(dtype or p.dtype)) for n, p in params.items()
+    }
 
 
 def gradients(params, step, scale=1.0, dtype=torch.float32):
     """Equal ones for all who ask, of values that `dtype` represents; noisy, with a mean."""
     for i, (n, p) in enumerate(params.items()):
         g = torch.Generator().manual_seed(1000 * step + i)
-        p.grad = (scale * (torch.randn(p.shape, generator=g) + 0.3 * math.sin(step + i))).to(dtype).to(p.dtype)
+        p.grad = (
+            (scale * (torch.randn(p.shape, generator=g) + 0.3 * math.sin(step + i)))
+            .to(dtype)
+            .to(p.dtype)
+        )
 
 
 def wrong(a, b, rtol, atol):
     return int((~torch.isclose(a.detach().float(), b.detach().float(), rtol=rtol, atol=atol)).sum())
 
 
-def follow(opt, params, judge, reference, steps=40, rtol=1e-5, atol=1e-6, rate=5e-4, few=2, scale=1.0, before=None):
+def follow(
+    opt,
+    params,
+    judge,
+    reference,
+    steps=40,
+    rtol=1e-5,
+    atol=1e-6,
+    rate=5e-4,
+    few=2,
+    scale=1.0,
+    before=None,
+):
     """Steps both; after each at most rate * n elements of a tensor, or a few, may be off."""
     for step in range(steps):
         gradients(params, step, scale)
@@ -50,37 +79,73 @@ def follow(opt, params, judge, reference, steps=40, rtol=1e-5, atol=1e-6, rate=5
         for n, p in params.items():
             off = wrong(p, reference[n], rtol, atol)
             assert off <= max(few, rate * p.numel()), (
-                f"step {step}, {n}: {off} of {p.numel()} off by up to {float((p - reference[n]).abs().max()):.3g}")
+                f"step {step}, {n}: {off} of {p.numel()} off by up to"
+                f" {float((p - reference[n]).abs().max()):.3g}"
+            )
 
 
-# ---- torch.optim --------------------------------------------------------------------------------------------------------
+# ---- torch.optim ---------------------------------------------------------------------------------
 
 TORCH = {
-    "sgd": [{}, {"weight_decay": 0.1}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.9},
-            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, {"momentum": 0.9, "maximize": True},
-            {"momentum": 0.5, "weight_decay": 0.1, "maximize": True}],
-    "adam": [{}, {"weight_decay": 0.1}, {"amsgrad": True}, {"amsgrad": True, "weight_decay": 0.1, "betas": (0.8, 0.9)},
-             {"maximize": True, "weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1},
-             {"eps": 1e-3}, {"betas": (0.0, 0.5)}],
-    "adamw": [{}, {"weight_decay": 0.3}, {"amsgrad": True}, {"maximize": True}, {"betas": (0.95, 0.98), "eps": 1e-6},
-              {"amsgrad": True, "maximize": True, "weight_decay": 0.0}],
-    "radam": [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"maximize": True},
-              {"betas": (0.9, 0.9)}, {"eps": 1e-10}],
-    "rmsprop": [{}, {"centered": True}, {"momentum": 0.9}, {"momentum": 0.9, "centered": True, "weight_decay": 0.01},
-                {"alpha": 0.9, "maximize": True}, {"eps": 1e-3}],
+    "sgd": [
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "dampening": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {"momentum": 0.9, "maximize": True},
+        {"momentum": 0.5, "weight_decay": 0.1, "maximize": True},
+    ],
+    "adam": [
+        {},
+        {"weight_decay": 0.1},
+        {"amsgrad": True},
+        {"amsgrad": True, "weight_decay": 0.1, "betas": (0.8, 0.9)},
+        {"maximize": True, "weight_decay": 0.1},
+        {"decoupled_weight_decay": True, "weight_decay": 0.1},
+        {"eps": 1e-3},
+        {"betas": (0.0, 0.5)},
+    ],
+    "adamw": [
+        {},
+        {"weight_decay": 0.3},
+        {"amsgrad": True},
+        {"maximize": True},
+        {"betas": (0.95, 0.98), "eps": 1e-6},
+        {"amsgrad": True, "maximize": True, "weight_decay": 0.0},
+    ],
+    "radam": [
+        {},
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"maximize": True},
+        {"betas": (0.9, 0.9)},
+        {"eps": 1e-10},
+    ],
+    "rmsprop": [
+        {},
+        {"centered": True},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "centered": True, "weight_decay": 0.01},
+        {"alpha": 0.9, "maximize": True},
+        {"eps": 1e-3},
+    ],
 }
 LR = {"sgd": 0.05, "adam": 0.01, "adamw": 0.01, "radam": 0.02, "rmsprop": 0.003}
 NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "radam": "RAdam", "rmsprop": "RMSprop"}
 
 
-@pytest.mark.parametrize("rule,options", [pytest.param(r, o, id=f"{r}-{'-'.join(o) or 'plain'}")
-                                          for r in TORCH for o in TORCH[r]])
+@pytest.mark.parametrize(
+    "rule,options",
+    [pytest.param(r, o, id=f"{r}-{'-'.join(o) or 'plain'}") for r in TORCH for o in TORCH[r]],
+)
 def test_follows_torch(rule, options):
     params = start()
     reference = twins(params)
     opt = class_of(rule)(list(params.values()), lr=LR[rule], **options)
     judge = getattr(torch.optim, NAMES[rule])(list(reference.values()), lr=LR[rule], **options)
-    # Centred RMSprop divides by the root of a difference of near equals: the last bits of v count for more.
+    # Centred RMSprop divides by the root of a difference of near equals: the last bits of v count
+    # for more.
     loose = {}
     if options.get("centered") or rule == "radam":
         loose = {"rtol": 1e-4, "atol": 1e-4 if rule == "rmsprop" else 3e-6}
@@ -90,7 +155,10 @@ def test_follows_torch(rule, options):
             if key == "step" or value is None:
                 continue
             # RMSprop's buffer holds updates of any size.
-            assert wrong(opt.read_state(p, key), value, 1e-4, 1e-5) <= max(2, 1e-3 * p.numel()), (n, key)
+            assert wrong(opt.read_state(p, key), value, 1e-4, 1e-5) <= max(2, 1e-3 * p.numel()), (
+                n,
+                key,
+            )
 
 
 @pytest.mark.parametrize("rule", TORCH)
@@ -127,16 +195,24 @@ def test_follows_torch_at_any_gradient_scale(scale):
         follow(opt, params, judge, reference, steps=15, rtol=1e-4, atol=1e-5, scale=scale)
 
 
-MUON = [{}, {"nesterov": False}, {"weight_decay": 0.0}, {"momentum": 0.8}, {"adjust_lr_fn": "match_rms_adamw"},
-        {"adjust_lr_fn": "original", "ns_steps": 3}, {"ns_coefficients": (3.0, -3.2, 1.2)}]
+MUON = [
+    {},
+    {"nesterov": False},
+    {"weight_decay": 0.0},
+    {"momentum": 0.8},
+    {"adjust_lr_fn": "match_rms_adamw"},
+    {"adjust_lr_fn": "original", "ns_steps": 3},
+    {"ns_coefficients": (3.0, -3.2, 1.2)},
+]
 with_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
 
 @with_muon
 @pytest.mark.parametrize("options", MUON, ids=["-".join(o) or "plain" for o in MUON])
 def test_follows_torch_muon(options, monkeypatch):
-    """torch orthogonalises in BF16, the library in fp32. Against torch's own arithmetic done in fp32 the trajectories agree
-    as those of other rules do; against what it does, to BF16's precision."""
+    """torch orthogonalises in BF16, the library in fp32. Against torch's own arithmetic done in
+    fp32 the trajectories agree as those of other rules do; against what it does, to BF16's
+    precision."""
     for exact in (True, False):
         with monkeypatch.context() as patch:
             if exact:
@@ -151,7 +227,9 @@ def test_follows_torch_muon(options, monkeypatch):
                 follow(opt, params, judge, reference, steps=5, rtol=2e-2, atol=2e-2, rate=1e-2)
             for n, p in params.items():
                 buffer = judge.state[reference[n]]["momentum_buffer"]
-                torch.testing.assert_close(opt.read_state(p, "momentum_buffer"), buffer, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    opt.read_state(p, "momentum_buffer"), buffer, rtol=1e-5, atol=1e-6
+                )
 
 
 @with_muon
@@ -168,11 +246,14 @@ def test_follows_torch_muon_at_tiny_gradients(monkeypatch):
 
 @pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "radam", "rmsprop"])
 def test_exact_weights_in_bf16_follow_torch_in_fp32(rule):
-    """bf16-ecc16 weights are fp32 in two parts; with f32 states the judge is torch on fp32 parameters."""
+    """bf16-ecc16 weights are fp32 in two parts; with f32 states the judge is torch on fp32
+    parameters."""
     low = start(dtype=torch.bfloat16)
     reference = twins(low, torch.float32)
     options = {"sgd": {"momentum": 0.9}}.get(rule, {})
-    opt = class_of(rule)(list(low.items()), lr=LR[rule], weights="bf16-ecc16", states="f32", **options)
+    opt = class_of(rule)(
+        list(low.items()), lr=LR[rule], weights="bf16-ecc16", states="f32", **options
+    )
     judge = getattr(torch.optim, NAMES[rule])(list(reference.values()), lr=LR[rule], **options)
     for step in range(30):
         gradients(low, step, dtype=torch.bfloat16)
@@ -183,7 +264,7 @@ def test_exact_weights_in_bf16_follow_torch_in_fp32(rule):
         assert wrong(opt.read_weight(p), reference[n], 1e-4, 3e-6) <= max(2, 1e-3 * p.numel()), n
 
 
-@pytest.mark.parametrize("weights,limit", [("bf16-kahan", 1.5 * 2.0 ** -13), ("bf16-ecc8", 2.0 ** -11)])
+@pytest.mark.parametrize("weights,limit", [("bf16-kahan", 1.5 * 2.0**-13), ("bf16-ecc8", 2.0**-11)])
 def test_weights_of_24_bits_follow_torch_in_fp32(weights, limit):
     """Kahan and 24-bit weights drift from fp32 by their rounding only."""
     low = start(dtype=torch.bfloat16)
@@ -196,12 +277,15 @@ def test_weights_of_24_bits_follow_torch_in_fp32(weights, limit):
         opt.step()
         judge.step()
     for n, p in low.items():
-        error = (opt.read_weight(p) - reference[n].detach()).abs() / (reference[n].detach().abs() + 1e-2)
+        error = (opt.read_weight(p) - reference[n].detach()).abs() / (
+            reference[n].detach().abs() + 1e-2
+        )
         assert float(error.max()) < limit, (n, float(error.max()))
 
 
 def test_stochastic_weights_follow_torch_in_the_mean():
-    """lr 1e-5 on BF16 weights of 1: each update is 1/400 of their spacing, nearest rounding would never move."""
+    """lr 1e-5 on BF16 weights of 1: each update is 1/400 of their spacing, nearest rounding would
+    never move."""
     p = torch.nn.Parameter(torch.ones(512, 512, dtype=torch.bfloat16))
     q = torch.nn.Parameter(torch.ones(1))
     opt, judge = halfstep.AdamW([("p", p)], lr=1e-5), torch.optim.AdamW([q], lr=1e-5)
@@ -215,10 +299,20 @@ def test_stochastic_weights_follow_torch_in_the_mean():
     assert abs(moved / want - 1) < 0.05, (moved, want)
 
 
-@pytest.mark.parametrize("states,limit", [("bf16-sr", 0.01), ("int8", 0.04), ("int8+int4", 0.22), ("int4", 0.5),
-                                          ("fp8", 0.09), ("dyn8", 0.06)])
+@pytest.mark.parametrize(
+    "states,limit",
+    [
+        ("bf16-sr", 0.01),
+        ("int8", 0.04),
+        ("int8+int4", 0.22),
+        ("int4", 0.5),
+        ("fp8", 0.09),
+        ("dyn8", 0.06),
+    ],
+)
 def test_quantized_states_follow_torch(states, limit):
-    """Relative error of the whole movement over 60 steps, fp32 weights, gradients of unequal sizes within rows."""
+    """Relative error of the whole movement over 60 steps, fp32 weights, gradients of unequal sizes
+    within rows."""
     params = start({"w": (64, 256)})
     begin = params["w"].detach().clone()
     reference = twins(params)
@@ -237,13 +331,14 @@ def test_quantized_states_follow_torch(states, limit):
     assert error < limit, error
 
 
-# ---- HeavyBall ----------------------------------------------------------------------------------------------------------
+# ---- HeavyBall -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def heavyball():
     module = pytest.importorskip("heavyball")
     import heavyball.utils
+
     before = heavyball.utils.compile_mode
     heavyball.utils.compile_mode = None  # its arithmetic, without minutes of compiling it
     yield module
@@ -251,23 +346,46 @@ def heavyball():
 
 
 HEAVYBALL = [
-    ("AdamW", {"betas": (0.9, 0.99), "weight_decay": 0.1}, "AdamW", {"betas": (0.9, 0.99), "weight_decay": 0.1}),
-    ("AdamW", {"betas": (0.8, 0.999), "weight_decay": 0.0, "eps": 1e-6}, "AdamW",
-     {"betas": (0.8, 0.999), "weight_decay": 0.0, "eps": 1e-6}),
+    (
+        "AdamW",
+        {"betas": (0.9, 0.99), "weight_decay": 0.1},
+        "AdamW",
+        {"betas": (0.9, 0.99), "weight_decay": 0.1},
+    ),
+    (
+        "AdamW",
+        {"betas": (0.8, 0.999), "weight_decay": 0.0, "eps": 1e-6},
+        "AdamW",
+        {"betas": (0.8, 0.999), "weight_decay": 0.0, "eps": 1e-6},
+    ),
     ("SGD", {"momentum": 0.9}, "SGD", {"beta": 0.9}),
-    ("SGD", {"momentum": 0.9, "weight_decay": 0.1, "decay": "decoupled"}, "SGD", {"beta": 0.9, "weight_decay": 0.1}),
+    (
+        "SGD",
+        {"momentum": 0.9, "weight_decay": 0.1, "decay": "decoupled"},
+        "SGD",
+        {"beta": 0.9, "weight_decay": 0.1},
+    ),
     ("RMSProp", {"alpha": 0.99, "debias": True}, "RMSprop", {"betas": (0.0, 0.99), "eps": 1e-8}),
     ("ScheduleFree", {"betas": (0.9, 0.99)}, "SFAdamW", {"betas": (0.9, 0.99), "eps": 1e-8}),
-    ("ScheduleFree", {"betas": (0.8, 0.95), "weight_decay": 0.0}, "SFAdamW", {"betas": (0.8, 0.95), "eps": 1e-8}),
+    (
+        "ScheduleFree",
+        {"betas": (0.8, 0.95), "weight_decay": 0.0},
+        "SFAdamW",
+        {"betas": (0.8, 0.95), "eps": 1e-8},
+    ),
 ]
 
 
-@pytest.mark.parametrize("ours,options,theirs,others", HEAVYBALL, ids=[f"{h[0]}-{i}" for i, h in enumerate(HEAVYBALL)])
+@pytest.mark.parametrize(
+    "ours,options,theirs,others", HEAVYBALL, ids=[f"{h[0]}-{i}" for i, h in enumerate(HEAVYBALL)]
+)
 def test_follows_heavyball(heavyball, ours, options, theirs, others):
     params = start()
     reference = twins(params)
     opt = getattr(halfstep, ours)(list(params.values()), lr=0.01, **options)
-    judge = getattr(heavyball, theirs)(list(reference.values()), lr=0.01, compile_step=False, **others)
+    judge = getattr(heavyball, theirs)(
+        list(reference.values()), lr=0.01, compile_step=False, **others
+    )
     follow(opt, params, judge, reference, rtol=1e-4, atol=5e-6)
 
 
@@ -276,26 +394,42 @@ def test_schedule_free_evaluates_as_heavyball(heavyball):
     params = start({"w": (64, 48)})
     reference = twins(params)
     opt = halfstep.ScheduleFree(list(params.values()), lr=0.01, betas=(0.9, 0.99))
-    judge = heavyball.SFAdamW(list(reference.values()), lr=0.01, betas=(0.9, 0.99), eps=1e-8, compile_step=False)
+    judge = heavyball.SFAdamW(
+        list(reference.values()), lr=0.01, betas=(0.9, 0.99), eps=1e-8, compile_step=False
+    )
     follow(opt, params, judge, reference, steps=20, rtol=1e-4, atol=5e-6)
     judge.eval()
-    torch.testing.assert_close(opt.read_average(params["w"]), reference["w"].detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        opt.read_average(params["w"]), reference["w"].detach(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_muon_points_where_heavyball_points(heavyball):
-    """Its iteration has other coefficients: the updates have to be the same orthogonal matrix to the precision of both."""
+    """Its iteration has other coefficients: the updates have to be the same orthogonal matrix to
+    the precision of both."""
     for nesterov in (False,):
         params = start(MATRICES)
         reference, begin = twins(params), twins(params)
-        opt = halfstep.Muon(list(params.values()), lr=0.01, weight_decay=0.0, nesterov=nesterov, momentum=0.95)
-        judge = heavyball.Muon(list(reference.values()), lr=0.01, betas=(0.95, 0.99), nesterov=nesterov, compile_step=False)
+        opt = halfstep.Muon(
+            list(params.values()), lr=0.01, weight_decay=0.0, nesterov=nesterov, momentum=0.95
+        )
+        judge = heavyball.Muon(
+            list(reference.values()),
+            lr=0.01,
+            betas=(0.95, 0.99),
+            nesterov=nesterov,
+            compile_step=False,
+        )
         for step in range(5):
             gradients(params, step)
             gradients(reference, step)
             opt.step()
             judge.step()
         for n in params:
-            a, b = (params[n] - begin[n]).detach().flatten(), (reference[n] - begin[n]).detach().flatten()
+            a, b = (
+                (params[n] - begin[n]).detach().flatten(),
+                (reference[n] - begin[n]).detach().flatten(),
+            )
             assert float(torch.dot(a, b) / (a.norm() * b.norm())) > 0.97, n
 
 
@@ -305,32 +439,43 @@ def test_bf16_with_stochastic_rounding_moves_as_heavyball(heavyball):
     begin = torch.rand((256, 512), generator=g) + 1
     ours, theirs = (torch.nn.Parameter(begin.bfloat16()) for _ in range(2))
     exact = torch.nn.Parameter(begin.bfloat16().float())
-    opts = (halfstep.AdamW([("p", ours)], lr=1e-4, weight_decay=0.0),
-            heavyball.AdamW([theirs], lr=1e-4, betas=(0.9, 0.999), compile_step=False),
-            torch.optim.AdamW([exact], lr=1e-4, weight_decay=0.0))
+    opts = (
+        halfstep.AdamW([("p", ours)], lr=1e-4, weight_decay=0.0),
+        heavyball.AdamW([theirs], lr=1e-4, betas=(0.9, 0.999), compile_step=False),
+        torch.optim.AdamW([exact], lr=1e-4, weight_decay=0.0),
+    )
     for step in range(20):
         grad = (torch.rand((256, 512), generator=g) + 0.5).bfloat16()
         for p in (ours, theirs, exact):
             p.grad = grad.to(p.dtype).clone()
         for o in opts:
             o.step()
-    moved = [float((p.detach().double() - begin.bfloat16().double()).mean()) for p in (ours, theirs, exact)]
+    moved = [
+        float((p.detach().double() - begin.bfloat16().double()).mean())
+        for p in (ours, theirs, exact)
+    ]
     assert abs(moved[0] / moved[2] - 1) < 0.03, moved
     assert abs(moved[0] - moved[2]) < 2 * abs(moved[1] - moved[2]) + 0.01 * abs(moved[2]), moved
 
 
-# ---- DeepSpeed ----------------------------------------------------------------------------------------------------------
+# ---- DeepSpeed -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def cpu_adam():
-    """DeepSpeed's CPU Adam. It compiles itself at first use, which takes minutes; torch keeps the result."""
+    """DeepSpeed's CPU Adam. It compiles itself at first use, which takes minutes; torch keeps the
+    result."""
     pytest.importorskip("deepspeed")
     if "HALFSTEP_BUILD" in os.environ:
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(os.environ["HALFSTEP_BUILD"], "torch_extensions"))
+        os.environ.setdefault(
+            "TORCH_EXTENSIONS_DIR", os.path.join(os.environ["HALFSTEP_BUILD"], "torch_extensions")
+        )
     scripts = sysconfig.get_path("scripts")
-    os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])  # ninja is installed there
+    os.environ["PATH"] = os.pathsep.join(
+        [scripts, os.environ.get("PATH", "")]
+    )  # ninja is installed there
     from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     try:
         p = torch.nn.Parameter(torch.zeros(8))
         p.grad = torch.ones(8)
@@ -365,7 +510,8 @@ def test_follows_deepspeed_in_its_own_sizes(cpu_adam, size):
 
 @pytest.mark.all
 def test_follows_deepspeed_with_bf16_weights_to_nearest(cpu_adam):
-    """weights="bf16", states="f32" is what it does with BF16 parameters: all but a few roundings are equal."""
+    """weights="bf16", states="f32" is what it does with BF16 parameters: all but a few roundings
+    are equal."""
     params = start(dtype=torch.bfloat16)
     reference = twins(params)
     opt = halfstep.AdamW(list(params.items()), lr=0.01, weights="bf16", states="f32")
@@ -376,12 +522,12 @@ def test_follows_deepspeed_with_bf16_weights_to_nearest(cpu_adam):
         opt.step()
         judge.step()
         for n, p in params.items():
-            assert wrong(p, reference[n], 2.0 ** -7, 0) == 0, n
+            assert wrong(p, reference[n], 2.0**-7, 0) == 0, n
             different = float((p != reference[n]).float().mean())
             assert different < 0.02 or p.numel() < 10, (n, different)
 
 
-# ---- bitsandbytes -------------------------------------------------------------------------------------------------------
+# ---- bitsandbytes --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -412,9 +558,13 @@ def test_dyn8_follows_bitsandbytes(bitsandbytes, rule, name):
 @pytest.mark.parametrize("states", ["int8", "dyn8", "fp8"])
 @pytest.mark.parametrize("rule", ["adam", "adamw"])
 def test_within_the_limits_of_bitsandbytes_tests(rule, states, dtype, limit):
-    """Its test of 8-bit optimizers: 50 steps beside torch in fp32, which is put back on the 8-bit one's state after each;
-    fewer than 20 elements of a state off at atol 3e-3, rtol 1e-3, and a mean error of weights below the limit."""
-    p = torch.nn.Parameter((0.1 * torch.randn((256, 512), generator=torch.Generator().manual_seed(0))).to(dtype))
+    """Its test of 8-bit optimizers: 50 steps beside torch in fp32, which is put back on the 8-bit
+    one's state after each; fewer than 20 elements of a state off at atol 3e-3, rtol 1e-3, and a
+    mean error of weights below the limit.
+    """
+    p = torch.nn.Parameter(
+        (0.1 * torch.randn((256, 512), generator=torch.Generator().manual_seed(0))).to(dtype)
+    )
     q = torch.nn.Parameter(p.detach().float())
     opt = class_of(rule)([("p", p)], lr=1e-3, states=states, weights="bf16-sr")
     judge = getattr(torch.optim, NAMES[rule])([q], lr=1e-3)
@@ -434,8 +584,9 @@ def test_within_the_limits_of_bitsandbytes_tests(rule, states, dtype, limit):
 
 
 def test_int8_is_no_farther_from_fp32_than_bitsandbytes(bitsandbytes):
-    """Side by side for 50 steps without corrections: mean error of the weights, fp32 weights, equal gradients. Codes to nearest,
-    theirs, scatter less over so few steps; what they do over more is in bench/traps.py."""
+    """Side by side for 50 steps without corrections: mean error of the weights, fp32 weights, equal
+    gradients. Codes to nearest, theirs, scatter less over so few steps; what they do over more is
+    in bench/traps.py."""
     params = start({"w": (64, 256)}, 0.1)
     reference, exact = twins(params), twins(params)
     opt = halfstep.Adam(list(params.values()), lr=1e-3, states="int8")
@@ -462,12 +613,14 @@ def test_follows_bitsandbytes_lion(bitsandbytes):
         pytest.skip(f"bitsandbytes has no 32-bit Lion on this device: {error}")
 
 
-# ---- Training -----------------------------------------------------------------------------------------------------------
+# ---- Training ------------------------------------------------------------------------------------
 
 
 def trained(make, steps=60, dtype=torch.float32):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 64), torch.nn.Mish(), torch.nn.Linear(64, 1))
+    model = torch.nn.Sequential(
+        torch.nn.LayerNorm(32), torch.nn.Linear(32, 64), torch.nn.Mish(), torch.nn.Linear(64, 1)
+    )
     model = model.to(dtype)
     opt = make(model)
     losses = []
@@ -494,11 +647,17 @@ def test_trains_as_torch(rule):
         assert math.isclose(a, b, rel_tol=2e-3), (step, a, b)
 
 
-@pytest.mark.parametrize("recipe", ["bf16-sr", "bf16-sr/int8", "bf16-kahan/int8", "bf16-ecc8/int4", "bf16-sr/int4"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16-sr", "bf16-sr/int8", "bf16-kahan/int8", "bf16-ecc8/int4", "bf16-sr/int4"]
+)
 def test_low_precision_trains_as_fp32(recipe):
     """BF16 weights and gradients, 8- and 4-bit states: the loss of fp32 AdamW within its noise."""
     theirs = trained(lambda m: torch.optim.AdamW(m.parameters(), lr=0.005), 150)
-    ours = trained(lambda m: halfstep.optimizer(f"adamw/{recipe}", m.named_parameters(), lr=0.005), 150, torch.bfloat16)
+    ours = trained(
+        lambda m: halfstep.optimizer(f"adamw/{recipe}", m.named_parameters(), lr=0.005),
+        150,
+        torch.bfloat16,
+    )
     late, want = sum(ours[-20:]) / 20, sum(theirs[-20:]) / 20
     assert want < 0.25 * theirs[0]
     assert late < 1.35 * want + 0.02 * theirs[0], (late, want, theirs[0])

@@ -1,11 +1,24 @@
-"""A state_dict() that is kept goes on with its optimizer, all of it, so that it is a state that was whenever it is saved or loaded."""
+"""A state_dict() that is kept goes on with its optimizer, all of it, so that it is a state that was
+whenever it is saved or loaded."""
+
 import copy
 
 import pytest
 import torch
+from conftest import (
+    RECIPES,
+    RULES,
+    bits,
+    class_of,
+    parameters,
+    plain,
+    run,
+    saved,
+    set_gradients,
+    states,
+)
 
 import halfstep
-from conftest import RECIPES, RULES, bits, class_of, parameters, plain, run, saved, set_gradients, states
 from halfstep import _abi
 from halfstep.compat import flashoptim
 
@@ -18,7 +31,11 @@ def make(rule, recipe, **options):
     return params, class_of(rule)(params.items(), lr=0.01, seed=0, **formats, **options)
 
 
-@pytest.mark.parametrize("rule, recipe", [(rule, list(RECIPES)[i % len(RECIPES)]) for i, rule in enumerate(RULES)] + [("adamw", "ecc8-int8")])
+@pytest.mark.parametrize(
+    "rule, recipe",
+    [(rule, list(RECIPES)[i % len(RECIPES)]) for i, rule in enumerate(RULES)]
+    + [("adamw", "ecc8-int8")],
+)
 def test_all_of_it_follows(rule, recipe):
     """After steps, single steps and micro-batches, without anybody asking for it."""
     params, opt = make(rule, recipe)
@@ -40,7 +57,9 @@ def test_all_of_it_follows(rule, recipe):
     other.load_state_dict(saved(file))
     for ps, o in ((params, opt), (others, other)):
         run(o, ps, 5, 7)
-    assert [bits(p) for p in params.values()] == [bits(p) for p in others.values()] and states(opt) == states(other)
+    assert [bits(p) for p in params.values()] == [bits(p) for p in others.values()] and states(
+        opt
+    ) == states(other)
 
 
 def test_a_deep_copy_stays():
@@ -58,16 +77,21 @@ def test_micro_batches_and_loading():
     kept = opt.state_dict()["state"]
     opt.optimizer_accumulation = True
     run(opt, params, 1, 3)
-    assert [int(kept[0][k]) for k in ("state_steps", "full_steps", "writes")] == [3, 1, 3] and kept[0]["step"] == 3
+    assert [int(kept[0][k]) for k in ("state_steps", "full_steps", "writes")] == [3, 1, 3] and kept[
+        0
+    ]["step"] == 3
     opt.optimizer_accumulation = False
     held = plain(kept)
-    opt.load_state_dict(opt.state_dict())  # which takes copies: what was kept before is the old optimizer's
+    opt.load_state_dict(
+        opt.state_dict()
+    )  # which takes copies: what was kept before is the old optimizer's
     run(opt, params, 3, 4)
     assert plain(kept) == held
 
 
 def test_what_somebody_writes_into_it_counts():
-    """In place or replaced, between steps: it is not overwritten by what the library shows there."""
+    """In place or replaced, between steps: it is not overwritten by what the library shows
+    there."""
     for write in (lambda s: s["writes"].fill_(1000), lambda s: s.update(writes=torch.tensor(1000))):
         params, opt = make("adamw", "sr-int4")
         run(opt, params, 0, 2)

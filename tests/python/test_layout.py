@@ -1,4 +1,6 @@
-"""What a state holds and how it travels: flattened, merged, in place, over ranks; and states of older versions."""
+"""What a state holds and how it travels: flattened, merged, in place, over ranks; and states of
+older versions."""
+
 import copy
 import functools
 import gzip
@@ -9,10 +11,26 @@ import warnings
 
 import pytest
 import torch
+from conftest import (
+    RECIPES,
+    bits,
+    class_of,
+    ids,
+    make,
+    network,
+    parameters,
+    recipes,
+    rules,
+    run,
+    same,
+    saved,
+    set_gradients,
+    states,
+    streams,
+    twins,
+)
 
 import halfstep
-from conftest import (RECIPES, bits, class_of, ids, make, network, parameters, recipes, rules, run, same, saved, set_gradients,
-                      states, streams, twins)
 from halfstep import _abi, _layout
 
 dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
@@ -42,25 +60,41 @@ def counts(opt):
     return [{key: group[key] for key in _layout.TOLD} for group in opt.param_groups]
 
 
-# ---- Keys ---------------------------------------------------------------------------------------------------------------
+# ---- Keys ----------------------------------------------------------------------------------------
 
 
 @rules
 @recipes
 def test_a_state_holds_tensors_under_fixed_keys(rule, recipe):
-    """The same keys after any number of steps, as flattened checkpoints need; of no more than one number beside the streams."""
+    """The same keys after any number of steps, as flattened checkpoints need; of no more than one
+    number beside the streams."""
     params, opt = make(rule, recipe, lr=0.02)
     run(opt, params, 0, 1)
     first = [{k: (v.dtype, v.shape) for k, v in opt.state[p].items()} for p in params.values()]
     run(opt, params, 1, 4)
     opt.state_dict()
-    assert [{k: (v.dtype, v.shape) for k, v in opt.state[p].items()} for p in params.values()] == first
+    assert [
+        {k: (v.dtype, v.shape) for k, v in opt.state[p].items()} for p in params.values()
+    ] == first
     for p in params.values():
         state = opt.state[p]
         assert all(isinstance(v, torch.Tensor) for v in state.values())
         small = set(state) - set(streams(opt, p))
-        grids = {s.name + ".grid" for s in _abi.rules[rule].states if s.role == _abi.ROLE_NONNEG and s.name + ".codes" in state}
-        assert small == {"step", "id", "recipe", "state_steps", "full_steps", "writes", *_abi.rules[rule].scalars, *grids}
+        grids = {
+            s.name + ".grid"
+            for s in _abi.rules[rule].states
+            if s.role == _abi.ROLE_NONNEG and s.name + ".codes" in state
+        }
+        assert small == {
+            "step",
+            "id",
+            "recipe",
+            "state_steps",
+            "full_steps",
+            "writes",
+            *_abi.rules[rule].scalars,
+            *grids,
+        }
         assert all(state[key].dim() == 0 for key in small)
         assert _layout.unpack_recipe(int(state["recipe"])) == opt.recipe(p)
         for key, value in streams(opt, p).items():
@@ -68,7 +102,11 @@ def test_a_state_holds_tensors_under_fixed_keys(rule, recipe):
     assert ids(opt) == [_abi.name_id(n) for n in params]
     for group in opt.param_groups:
         assert not {"ids", "recipes"} & set(group)
-        assert all(not isinstance(value, list) for key, value in group.items() if key not in ("params", "param_names"))
+        assert all(
+            not isinstance(value, list)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        )
 
 
 @rules
@@ -85,7 +123,7 @@ def test_recipes_as_numbers(rule):
             assert 0 <= number < 2**63 and _layout.unpack_recipe(number) == full
             found.add((full, number))
     assert len({f for f, _ in found}) == len({n for _, n in found}) > 4
-    for wrong in (-1, 0, 99, 2**62, number ^ 0xff, number | 0xff << 8):
+    for wrong in (-1, 0, 99, 2**62, number ^ 0xFF, number | 0xFF << 8):
         assert _layout.unpack_recipe(wrong) is None
 
 
@@ -94,12 +132,19 @@ def test_group_counts_are_always_current():
     params, opt = make("adamw", "sr-int4", clip_norm=0.5)
     assert counts(opt) == [{"group_steps": 0, "skipped_steps": 0, "last_norm": 0.0}]
     run(opt, params, 0, 2)
-    assert opt.param_groups[0]["group_steps"] == 2 and opt.param_groups[0]["last_norm"] == opt.grad_norm > 0
+    assert (
+        opt.param_groups[0]["group_steps"] == 2
+        and opt.param_groups[0]["last_norm"] == opt.grad_norm > 0
+    )
     set_gradients(params, 2)
     params["scale"].grad.fill_(float("nan"))
     with pytest.warns(RuntimeWarning):
         opt.step()
-    assert (opt.param_groups[0]["skipped_steps"], opt.skipped_steps, opt.param_groups[0]["group_steps"]) == (1, 1, 2)
+    assert (
+        opt.param_groups[0]["skipped_steps"],
+        opt.skipped_steps,
+        opt.param_groups[0]["group_steps"],
+    ) == (1, 1, 2)
     opt.param_groups[0].update(group_steps=40, skipped_steps=7)
     run(opt, params, 3, 4)
     assert (opt.param_groups[0]["group_steps"], opt.skipped_steps) == (41, 7)
@@ -117,7 +162,7 @@ def test_group_counts_are_always_current():
     assert released.param_groups[0]["group_steps"] == 3
 
 
-# ---- In place -----------------------------------------------------------------------------------------------------------
+# ---- In place ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -168,7 +213,8 @@ def test_a_step_count_written_in_place_that_counts_nothing(value):
 @rules
 @recipes
 def test_dcp_load_in_place_resumes(rule, recipe, tmp_path):
-    """torch.distributed.checkpoint.load(optimizer.state_dict()) and nothing else, into an optimizer in mid-run."""
+    """torch.distributed.checkpoint.load(optimizer.state_dict()) and nothing else, into an optimizer
+    in mid-run."""
     checkpoint = pytest.importorskip("torch.distributed.checkpoint")
     params, opt = make(rule, recipe, lr=0.02)
     run(opt, params, 0, 3)
@@ -183,14 +229,19 @@ def test_dcp_load_in_place_resumes(rule, recipe, tmp_path):
         run(other, fresh, 10, 13)
         other.state_dict()
         run(other, fresh, 13, 17)
-        target = {"model": {n: p.detach() for n, p in fresh.items() if n in whole}, "optimizer": other.state_dict()}
+        target = {
+            "model": {n: p.detach() for n, p in fresh.items() if n in whole},
+            "optimizer": other.state_dict(),
+        }
         checkpoint.load(target, checkpoint_id=tmp_path / "c", no_dist=True)
     for _ in range(2):
         run(opt, params, 5, 7)
         run(other, fresh, 5, 7)
         assert [bits(p) for p in params.values()] == [bits(p) for p in fresh.values()]
         a, b = states(opt), states(other)
-        assert [a[i] for i, n in enumerate(params) if n in whole] == [b[i] for i, n in enumerate(params) if n in whole]
+        assert [a[i] for i, n in enumerate(params) if n in whole] == [
+            b[i] for i, n in enumerate(params) if n in whole
+        ]
 
 
 def test_counts_beyond_float32_in_place():
@@ -220,7 +271,8 @@ def test_states_copied_between_two_saves():
 
 
 def test_steps_whose_memory_was_replaced():
-    """state["step"].data = ..., as loops over states do that move optimizers: the library must not write where it was."""
+    """state["step"].data = ..., as loops over states do that move optimizers: the library must not
+    write where it was."""
     params, opt = make("adamw", "f32", lr=0.02)
     others, other = make("adamw", "f32", lr=0.02)
     for step in range(4):
@@ -232,11 +284,13 @@ def test_steps_whose_memory_was_replaced():
     same(opt, other, params, others)
 
 
-# ---- Flattened, merged, divided -----------------------------------------------------------------------------------------
+# ---- Flattened, merged, divided ------------------------------------------------------------------
 
 
 def scheduled(rule, model, recipe, **options):
-    opt = class_of(rule)(model.named_parameters(), **RECIPES[recipe][1], **{**SCHEDULED, "seed": 7, **options})
+    opt = class_of(rule)(
+        model.named_parameters(), **RECIPES[recipe][1], **{**SCHEDULED, "seed": 7, **options}
+    )
     return opt
 
 
@@ -252,7 +306,8 @@ def nan_step(model, opt):
 @rules
 @recipes
 def test_a_flattened_checkpoint_keeps_everything(rule, recipe):
-    """weight_sum, lr_max, counters, ids, group_steps, skipped_steps, the seed: resuming is exact."""
+    """weight_sum, lr_max, counters, ids, group_steps, skipped_steps, the seed: resuming is
+    exact."""
     options = flattened()
     dtype = RECIPES[recipe][0]
     model, other = network(dtype), network(dtype)
@@ -275,16 +330,23 @@ def test_a_flattened_checkpoint_keeps_everything(rule, recipe):
 
 def weight_of_a_flat_checkpoint(cls, named, **options):
     """Bytes of what is no tensor, as a checkpoint writes each value by itself."""
-    model = torch.nn.ParameterDict({f"layer{i:04}": torch.nn.Parameter(torch.zeros(2, 2)) for i in range(1000)})
+    model = torch.nn.ParameterDict(
+        {f"layer{i:04}": torch.nn.Parameter(torch.zeros(2, 2)) for i in range(1000)}
+    )
     opt = cls(model.named_parameters() if named else model.parameters(), **options)
     flat = dcp.get_optimizer_state_dict(model, opt, options=flattened())
     assert len([k for k in flat if k.startswith("state.")]) >= 3000
-    return sum(len(key) + len(pickle.dumps(value)) for key, value in flat.items() if not isinstance(value, torch.Tensor))
+    return sum(
+        len(key) + len(pickle.dumps(value))
+        for key, value in flat.items()
+        if not isinstance(value, torch.Tensor)
+    )
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_flattened_checkpoint_grows_with_its_parameters(named):
-    """Not with their square, but for the names in groups of parameters that were given with names, as torch's own optimizers have them."""
+    """Not with their square, but for the names in groups of parameters that were given with names,
+    as torch's own optimizers have them."""
     ours = weight_of_a_flat_checkpoint(halfstep.AdamW, named)
     theirs = weight_of_a_flat_checkpoint(torch.optim.AdamW, named)
     assert ours < 3 * theirs and (named or ours < 2_000_000)
@@ -293,7 +355,8 @@ def test_a_flattened_checkpoint_grows_with_its_parameters(named):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
 def test_pipeline_stages_merge_and_divide(recipe, flat):
-    """Checkpoints of two stages, each with an optimizer of its own, load as one, and one loads as two; groups too."""
+    """Checkpoints of two stages, each with an optimizer of its own, load as one, and one loads as
+    two; groups too."""
     options = flattened() if flat else dcp.StateDictOptions()
     dtype = RECIPES[recipe][0]
 
@@ -342,7 +405,8 @@ def test_pipeline_stages_merge_and_divide(recipe, flat):
 
 
 def test_plain_states_of_torch_load_flattened():
-    """torch's AdamW wrote it: none of our small tensors are there, and torch hands over what it takes for their place."""
+    """torch's AdamW wrote it: none of our small tensors are there, and torch hands over what it
+    takes for their place."""
     options = flattened()
     model, other = network(), network()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -351,7 +415,10 @@ def test_plain_states_of_torch_load_flattened():
     other.load_state_dict(model.state_dict())
     opt = halfstep.AdamW(other.named_parameters(), lr=0.5)
     file = dcp.get_optimizer_state_dict(model, theirs, options=options)
-    for name, _ in other.named_parameters():  # group keys that torch's has not are the loader's to bring
+    for (
+        name,
+        _,
+    ) in other.named_parameters():  # group keys that torch's has not are the loader's to bring
         for key, value in opt.param_groups[0].items():
             file.setdefault(f"param_groups.{name}.{key}", value)
     dcp.set_optimizer_state_dict(other, opt, file, options=options)
@@ -362,9 +429,12 @@ def test_plain_states_of_torch_load_flattened():
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("there,here", [("sr-int4", "f32"), ("ecc8-int8", "kahan"), ("f32", "ecc8-int8")])
+@pytest.mark.parametrize(
+    "there,here", [("sr-int4", "f32"), ("ecc8-int8", "kahan"), ("f32", "ecc8-int8")]
+)
 def test_flattened_states_of_another_format_load_or_are_refused(there, here):
-    """Where torch hands over all that there is they are converted; where it leaves something out, that is said."""
+    """Where torch hands over all that there is they are converted; where it leaves something out,
+    that is said."""
     options = flattened()
     model, other = network(RECIPES[there][0]), network(RECIPES[here][0])
     opt, into = scheduled("adamw", model, there), scheduled("adamw", other, here)
@@ -388,13 +458,22 @@ def test_flattened_states_of_another_format_load_or_are_refused(there, here):
 
 
 def test_removing_a_group_leaves_the_rest_usable():
-    """Also the first one; its states stay with the optimizer, as in torch, and out of what is saved."""
+    """Also the first one; its states stay with the optimizer, as in torch, and out of what is
+    saved."""
     for gone in (0, 1, 2):
         params = parameters(torch.bfloat16)
         names = list(params)
         split = [names[:2], names[2:4], names[4:]]
-        opt = halfstep.AdamW([{"params": [params[n] for n in part], "lr": 0.01 * (1 + i)} for i, part in enumerate(split)],
-                             weights="bf16-kahan", states="int8", seed=3, clip_norm=1.0)
+        opt = halfstep.AdamW(
+            [
+                {"params": [params[n] for n in part], "lr": 0.01 * (1 + i)}
+                for i, part in enumerate(split)
+            ],
+            weights="bf16-kahan",
+            states="int8",
+            seed=3,
+            clip_norm=1.0,
+        )
         run(opt, params, 0, 2)
         kept = {n: k for n, k in zip(names, ids(opt))}
         removed = opt.param_groups.pop(gone)
@@ -403,8 +482,12 @@ def test_removing_a_group_leaves_the_rest_usable():
         assert opt.state_dict()["param_groups"][0]["group_steps"] == 2
         fresh = twins(rest)
         left = [part for i, part in enumerate(split) if i != gone]
-        other = halfstep.AdamW([{"params": [fresh[n] for n in part]} for part in left], weights="bf16-kahan", states="int8",
-                               clip_norm=1.0)
+        other = halfstep.AdamW(
+            [{"params": [fresh[n] for n in part]} for part in left],
+            weights="bf16-kahan",
+            states="int8",
+            clip_norm=1.0,
+        )
         other.load_state_dict(saved(opt.state_dict()))
         for o, ps in ((opt, rest), (other, fresh)):
             run(o, ps, 2, 4)
@@ -429,7 +512,9 @@ def zero(rank, size):
 
     def made(model):
         halfstep.name_parameters(model)
-        return ZeroRedundancyOptimizer(model.parameters(), halfstep.AdamW, lr=0.02, states="int8", weights="bf16-ecc8")
+        return ZeroRedundancyOptimizer(
+            model.parameters(), halfstep.AdamW, lr=0.02, states="int8", weights="bf16-ecc8"
+        )
 
     model = network(torch.bfloat16)
     opt = made(model)
@@ -446,31 +531,41 @@ def zero(rank, size):
     trained(model, opt, 3, 6)
     trained(again, other, 3, 6)
     plain = network(torch.bfloat16)
-    alone = halfstep.AdamW(plain.named_parameters(), lr=0.02, states="int8", weights="bf16-ecc8", seed=0)
+    alone = halfstep.AdamW(
+        plain.named_parameters(), lr=0.02, states="int8", weights="bf16-ecc8", seed=0
+    )
     trained(plain, alone, 0, 6)
-    return [list(map(bits, m.parameters())) for m in (model, again, plain)], [o.param_groups[0]["group_steps"] for o in (opt, other, alone)]
+    return [list(map(bits, m.parameters())) for m in (model, again, plain)], [
+        o.param_groups[0]["group_steps"] for o in (opt, other, alone)
+    ]
 
 
-@pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo")
+@pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="no gloo",
+)
 def test_zero_redundancy_optimizer(pool):
-    """States divided over two ranks, consolidated, loaded again: the bits of one optimizer, which lists in groups prevented."""
+    """States divided over two ranks, consolidated, loaded again: the bits of one optimizer, which
+    lists in groups prevented."""
     found = pool.run(2, zero)
     for models, steps in found:
         assert models == [found[0][0][2]] * 3
         assert steps == [6, 6, 6]
 
 
-# ---- torch's optimizers -------------------------------------------------------------------------------------------------
+# ---- torch's optimizers --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("states", ["int8", "int4", "fp8", "dyn8"])
 def test_codes_never_stand_under_torchs_names(states):
-    """torch.optim.AdamW takes such a file without a word, as it takes any; its next step then must not go on from codes."""
+    """torch.optim.AdamW takes such a file without a word, as it takes any; its next step then must
+    not go on from codes."""
     params = parameters(shapes={"matrix": (32, 256), "vector": (33,)})
     opt = halfstep.AdamW(list(params.values()), states=states)
     run(opt, params, 0, 2)
-    assert [["exp_avg" in opt.state[p], "exp_avg.codes" in opt.state[p]] for p in params.values()] == [[False, True],
-                                                                                                      [True, False]]
+    assert [
+        ["exp_avg" in opt.state[p], "exp_avg.codes" in opt.state[p]] for p in params.values()
+    ] == [[False, True], [True, False]]
     others = twins(params)
     theirs = torch.optim.AdamW(list(others.values()))
     theirs.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -482,7 +577,8 @@ def test_codes_never_stand_under_torchs_names(states):
 
 
 def test_float_states_are_torchs_own():
-    """An f32 optimizer's file goes on in torch as it is, and comes back without what torch has cast."""
+    """An f32 optimizer's file goes on in torch as it is, and comes back without what torch has
+    cast."""
     params = parameters()
     opt = halfstep.AdamW(list(params.values()), lr=0.01)
     run(opt, params, 0, 3)
@@ -504,7 +600,7 @@ def test_float_states_are_torchs_own():
         assert ids(back) == [_abi.name_id(f"parameter {i}") for i in range(len(cast))]
 
 
-# ---- States of older versions -------------------------------------------------------------------------------------------
+# ---- States of older versions --------------------------------------------------------------------
 
 with gzip.open(os.path.join(os.path.dirname(__file__), "data", "old_states.pt.gz")) as _file:
     OLD = torch.load(io.BytesIO(_file.read()), weights_only=True)
@@ -523,13 +619,16 @@ def old_optimizer(name, **changed):
 
 @functools.lru_cache(None)
 def gone_on(name):
-    """Where two more steps from the state dict lead today: roundings are those of today's library, so near to where the older
-    one went, and the same bits whichever way the state has come."""
+    """Where two more steps from the state dict lead today: roundings are those of today's library,
+    so near to where the older one went, and the same bits whichever way the state has come."""
     params, opt = old_optimizer(name)
     opt.load_state_dict(copy.deepcopy(OLD[name]["state_dict"]))
     run(opt, params, 3, 5)
     for p, before, after in zip(params.values(), OLD[name]["before"], OLD[name]["after"]):
-        way, apart = (after.float() - before.float()).abs(), (p.detach().float() - after.float()).abs()
+        way, apart = (
+            (after.float() - before.float()).abs(),
+            (p.detach().float() - after.float()).abs(),
+        )
         assert apart.numel() == 0 or apart.mean() <= 0.2 * way.mean()
     return [bits(p) for p in params.values()]
 
@@ -543,7 +642,9 @@ def goes_on(name, params, opt):
 def test_old_state_dicts_resume_bit_for_bit(name):
     """Numbers among the states, ids and recipes in the groups, codes under the names of states."""
     file = copy.deepcopy(OLD[name]["state_dict"])
-    assert "ids" in file["param_groups"][0] and any(isinstance(s["writes"], int) for s in file["state"].values())
+    assert "ids" in file["param_groups"][0] and any(
+        isinstance(s["writes"], int) for s in file["state"].values()
+    )
     params, opt = old_optimizer(name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -568,6 +669,7 @@ def test_old_pickles_resume_bit_for_bit(name):
 def test_files_of_old_versions_are_those_of_today(name, tmp_path):
     pytest.importorskip("safetensors")
     from safetensors import safe_open
+
     (tmp_path / "old").write_bytes(OLD[name]["safetensors"].numpy().tobytes())
     params, opt = old_optimizer(name)
     opt.load_safetensors(tmp_path / "old")
@@ -575,7 +677,9 @@ def test_files_of_old_versions_are_those_of_today(name, tmp_path):
     with safe_open(tmp_path / "old", "pt") as old, safe_open(tmp_path / "new", "pt") as new:
         now = {k: v.partition("exp_avg_sq.grid 0x1.0")[0] for k, v in new.metadata().items()}
         since = {k: v for k, v in now.items() if v and k not in old.metadata()}
-        assert old.metadata() == {k: v for k, v in now.items() if k in old.metadata()} and sorted(old.keys()) == sorted(new.keys())
+        assert old.metadata() == {k: v for k, v in now.items() if k in old.metadata()} and sorted(
+            old.keys()
+        ) == sorted(new.keys())
         assert since in ({}, {"group.0.cautious": "0.0"})  # an option of later is off
         assert all(bits(old.get_tensor(k)) == bits(new.get_tensor(k)) for k in old.keys())
     assert goes_on(name, params, opt)
@@ -595,11 +699,21 @@ def test_old_state_dicts_convert():
     assert (a - b).abs().max() < 0.3 * b.abs().max()
 
 
-@pytest.mark.parametrize("change", [lambda g: g.update(ids=[1]), lambda g: g.update(ids="x"), lambda g: g.update(recipes=[None]),
-                                    lambda g: g.update(recipes=["adamw/bf99"] * 4), lambda g: g.update(recipes=[7] * 4),
-                                    lambda g: g.update(ids=["m"] * 4), lambda g: g.update(ids=[0] * 4),
-                                    lambda g: g.update(ids=[5] * 4), lambda g: g.update(ids=[2**64] * 4),
-                                    lambda g: g.update(recipes=["lion/bf16-ecc8/int8"] * 4)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: g.update(ids=[1]),
+        lambda g: g.update(ids="x"),
+        lambda g: g.update(recipes=[None]),
+        lambda g: g.update(recipes=["adamw/bf99"] * 4),
+        lambda g: g.update(recipes=[7] * 4),
+        lambda g: g.update(ids=["m"] * 4),
+        lambda g: g.update(ids=[0] * 4),
+        lambda g: g.update(ids=[5] * 4),
+        lambda g: g.update(ids=[2**64] * 4),
+        lambda g: g.update(recipes=["lion/bf16-ecc8/int8"] * 4),
+    ],
+)
 def test_old_state_dicts_with_broken_lists(change):
     params, opt = old_optimizer("adamw named")
     file = copy.deepcopy(OLD["adamw named"]["state_dict"])

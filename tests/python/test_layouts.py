@@ -1,12 +1,14 @@
-"""Dense permuted tensors, strided slices and gradients of other strides give the bits of the contiguous tensor."""
+"""Dense permuted tensors, strided slices and gradients of other strides give the bits of the
+contiguous tensor."""
+
 import copy
 import io
 
 import pytest
 import torch
+from conftest import RECIPES, RULES, bits, class_of, parameters, plain, states
 
 import halfstep
-from conftest import RECIPES, RULES, bits, class_of, parameters, plain, states
 
 rules = pytest.mark.parametrize("rule", RULES)
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -51,18 +53,30 @@ def offset(t):
     return view
 
 
-LAYOUTS = {"transposed": transposed, "every_other": every_other, "inner_slice": inner_slice, "last_of_stack": last_of_stack,
-           "offset": offset, "channels_last": channels_last}
+LAYOUTS = {
+    "transposed": transposed,
+    "every_other": every_other,
+    "inner_slice": inner_slice,
+    "last_of_stack": last_of_stack,
+    "offset": offset,
+    "channels_last": channels_last,
+}
 SHAPES = {"conv": (8, 6, 5, 7), "matrix": (24, 96), "odd": (17, 50), "vector": (33,)}
 
 
 def gradients(params, step, kind):
     """Equal values with strides of several kinds."""
     for name, p in params.items():
-        g = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + sum(name.encode()))).to(p.dtype)
+        g = torch.randn(
+            p.shape, generator=torch.Generator().manual_seed(100 * step + sum(name.encode()))
+        ).to(p.dtype)
         p.grad = None
-        layout = {"contiguous": lambda t: t, "same": lambda t: torch.empty_like(p).copy_(t), "transposed": transposed,
-                  "sliced": inner_slice}[kind]
+        layout = {
+            "contiguous": lambda t: t,
+            "same": lambda t: torch.empty_like(p).copy_(t),
+            "transposed": transposed,
+            "sliced": inner_slice,
+        }[kind]
         p.grad = layout(g)
         assert torch.equal(p.grad, g)
 
@@ -79,7 +93,10 @@ def laid_out(params, name):
     if name not in ("offset", "channels_last"):
         assert not out["matrix"].is_contiguous()
     if name == "channels_last":
-        assert out["conv"].is_contiguous(memory_format=torch.channels_last) and not out["conv"].is_contiguous()
+        assert (
+            out["conv"].is_contiguous(memory_format=torch.channels_last)
+            and not out["conv"].is_contiguous()
+        )
     return out
 
 
@@ -118,7 +135,9 @@ def test_weights_of_any_layout(rule, recipe):
             assert bits(p) == bits(want[name]), (layout, name)
         assert states(other) == states(opt), layout
         assert [p.stride() for p in params.values()] == strides
-        assert [surroundings(p) for p in params.values()] == around, f"{layout}: wrote beside the view"
+        assert [surroundings(p) for p in params.values()] == around, (
+            f"{layout}: wrote beside the view"
+        )
 
 
 @rules
@@ -127,13 +146,19 @@ def test_gradients_of_any_layout(rule, kind):
     """Contiguous weights with gradients of other strides; the gradients are not written."""
     want, opt = reference(rule, "ecc8-int8")
     params = parameters(torch.bfloat16, SHAPES)
-    other = class_of(rule)(list(params.items()), lr=0.02, weight_decay=0.1, **RECIPES["ecc8-int8"][1], seed=0)
+    other = class_of(rule)(
+        list(params.items()), lr=0.02, weight_decay=0.1, **RECIPES["ecc8-int8"][1], seed=0
+    )
     for step in range(4):
         gradients(params, step, kind)
         held = {n: (p.grad, p.grad.stride(), bits(p.grad)) for n, p in params.items()}
         other.step()
         for n, p in params.items():
-            assert p.grad is held[n][0] and p.grad.stride() == held[n][1] and bits(p.grad) == held[n][2]
+            assert (
+                p.grad is held[n][0]
+                and p.grad.stride() == held[n][1]
+                and bits(p.grad) == held[n][2]
+            )
     assert [bits(p) for p in params.values()] == [bits(p) for p in want.values()]
     assert states(other) == states(opt)
 
@@ -170,7 +195,8 @@ def test_expanded_gradients(rule, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_files_between_layouts(recipe):
-    """States are stored in the order of indices: a file written with one layout goes on in any other with the same bits."""
+    """States are stored in the order of indices: a file written with one layout goes on in any
+    other with the same bits."""
     dtype, formats = RECIPES[recipe]
     want, opt = reference("adamw", recipe, steps=6)
     params, half = reference("adamw", recipe, steps=3)
@@ -190,7 +216,8 @@ def test_files_between_layouts(recipe):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_that_changes_in_mid_run(layout):
-    """model.to(memory_format=...) replaces p.data; clipping, reading and writing go by indices too."""
+    """model.to(memory_format=...) replaces p.data; clipping, reading and writing go by indices
+    too."""
     want, opt = reference("adamw", "ecc8-int8", steps=4)
     params, other = reference("adamw", "ecc8-int8", steps=2)
     moved = laid_out(params, layout)
@@ -260,7 +287,9 @@ def test_clipping_and_release_of_any_layout(layout):
         params = parameters(torch.bfloat16, SHAPES)
         if kind != "contiguous":
             params = laid_out(params, kind)
-        opt = halfstep.AdamW(list(params.items()), lr=0.02, clip_norm=0.5, clip="per-tensor", states="int8", seed=0)
+        opt = halfstep.AdamW(
+            list(params.items()), lr=0.02, clip_norm=0.5, clip="per-tensor", states="int8", seed=0
+        )
         for step in range(2):
             gradients(params, step, "same")
             opt.step()
@@ -271,8 +300,14 @@ def test_clipping_and_release_of_any_layout(layout):
         copies, copied = copy.deepcopy((params, opt))
         gradients(copies, 9, "same")
         copied.step()
-        found.append(([bits(p) for p in params.values()], plain(opt.state_dict()["state"]), opt.grad_norm,
-                      [bits(p) for p in copies.values()]))
+        found.append(
+            (
+                [bits(p) for p in params.values()],
+                plain(opt.state_dict()["state"]),
+                opt.grad_norm,
+                [bits(p) for p in copies.values()],
+            )
+        )
     assert found[0] == found[1]
 
 
@@ -301,15 +336,18 @@ def test_autograd_notices_the_step(layout):
         loss.backward()
 
 
-# ---- Gradients of another dtype -----------------------------------------------------------------------------------------
+# ---- Gradients of another dtype ------------------------------------------------------------------
 
-with_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
+with_grad_dtype = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype"
+)
 
 
 @with_grad_dtype
 @pytest.mark.parametrize("rule", [r for r in RULES if r not in ("muon",)])
 def test_fp32_gradients_on_bf16_parameters(rule):
-    """Exact weights (bf16-ecc16) and f32 states under fp32 gradients are fp32 training, bit for bit."""
+    """Exact weights (bf16-ecc16) and f32 states under fp32 gradients are fp32 training, bit for
+    bit."""
     dense = parameters(torch.float32, SHAPES)
     with torch.no_grad():
         for p in dense.values():
@@ -333,11 +371,17 @@ def test_fp32_gradients_on_bf16_parameters(rule):
 
 @with_grad_dtype
 def test_gradient_dtype_that_changes_in_mid_run():
-    """BF16, fp32 and IEEE half gradients of representable values give the same bits, in any order."""
+    """BF16, fp32 and IEEE half gradients of representable values give the same bits, in any
+    order."""
     found = []
-    for dtypes in ((torch.bfloat16,) * 4, (torch.float32, torch.bfloat16, torch.float32, torch.float16),
-                   (torch.float16, torch.float16, torch.float32, torch.bfloat16)):
-        p = torch.nn.Parameter(torch.randn(24, 96, generator=torch.Generator().manual_seed(0)).bfloat16())
+    for dtypes in (
+        (torch.bfloat16,) * 4,
+        (torch.float32, torch.bfloat16, torch.float32, torch.float16),
+        (torch.float16, torch.float16, torch.float32, torch.bfloat16),
+    ):
+        p = torch.nn.Parameter(
+            torch.randn(24, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+        )
         opt = halfstep.AdamW([("p", p)], weights="bf16-ecc8", states="int8", lr=0.02, seed=0)
         p.grad_dtype = None
         for step, dtype in enumerate(dtypes):

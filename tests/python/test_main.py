@@ -1,4 +1,5 @@
 """python -m halfstep, and what is said to somebody who mistypes."""
+
 import json
 import os
 import re
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 import halfstep
-from halfstep import __main__ as program, _abi
+from halfstep import __main__ as program
+from halfstep import _abi
 
 
 def said(capsys, *arguments):
@@ -19,9 +21,18 @@ def said(capsys, *arguments):
 
 
 def test_it_is_a_program():
-    found = subprocess.run([sys.executable, "-m", "halfstep", "--help"], capture_output=True, text=True)
-    assert found.returncode == 0 and all(word in found.stdout for word in ("info", "plan", "verify"))
-    assert subprocess.run([sys.executable, "-m", "halfstep", "nothing"], capture_output=True).returncode == 2
+    found = subprocess.run(
+        [sys.executable, "-m", "halfstep", "--help"], capture_output=True, text=True
+    )
+    assert found.returncode == 0 and all(
+        word in found.stdout for word in ("info", "plan", "verify")
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-m", "halfstep", "nothing"], capture_output=True
+        ).returncode
+        == 2
+    )
 
 
 def test_info(capsys):
@@ -29,13 +40,19 @@ def test_info(capsys):
     assert code == 0 and "instruction set" in out and "adamw" in out
     code, out, _ = said(capsys, "info", "--json")
     found = json.loads(out)
-    assert found["version"] == halfstep.__version__ and found["rules"] == list(_abi.rules) and found["instruction_set"]
+    assert (
+        found["version"] == halfstep.__version__
+        and found["rules"] == list(_abi.rules)
+        and found["instruction_set"]
+    )
 
 
 def test_every_instruction_set_has_the_bits(capsys):
     before = _abi.lib.halfstep_isa()
     code, out, _ = said(capsys, "verify")
-    available = sum(_abi.lib.halfstep_isa_available(i) for i in range(_abi.lib.halfstep_isa_count()))
+    available = sum(
+        _abi.lib.halfstep_isa_available(i) for i in range(_abi.lib.halfstep_isa_count())
+    )
     assert code == 0 and out.count("ok ") == available >= 1
     assert _abi.lib.halfstep_isa() == before
 
@@ -53,12 +70,17 @@ def test_plan(capsys, tmp_path):
     assert code == 1 and err.count("\n") == 1 and "'seven'" in err
     pytest.importorskip("safetensors")
     from safetensors.torch import save_file
+
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, str(tmp_path / "model.safetensors"))
-    code, out, _ = said(capsys, "plan", str(tmp_path / "model.safetensors"), "--recipes", "adamw/f32/f32")
+    code, out, _ = said(
+        capsys, "plan", str(tmp_path / "model.safetensors"), "--recipes", "adamw/f32/f32"
+    )
     assert code == 0 and "22 parameters" in out and out.count("adamw/") == 2  # a row and its bar
 
 
-ROOT = os.environ.get("HALFSTEP_SOURCE") or os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
+ROOT = os.environ.get("HALFSTEP_SOURCE") or os.path.join(
+    os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir
+)
 
 
 @pytest.mark.parametrize("page, first", [("README.md", None), ("docs/python.md", 1)])
@@ -74,26 +96,49 @@ def test_snippets_run_as_they_stand(capsys, page, first):
         assert "adamw/bf16-sr/int8" in capsys.readouterr().out
 
 
-# ---- Mistakes ----
+# ---- Mistakes ------------------------------------------------------------------------------------
 
 
 def weight(n=3):
     return torch.nn.Parameter(torch.ones(n))
 
 
-@pytest.mark.parametrize("call, error, words", [
-    (lambda: halfstep.optimizer([weight()], "adamw/bf16-sr"), TypeError, "other way round"),
-    (lambda: halfstep.optimizer("adamw", "adamw"), TypeError, "'adamw' are no parameters"),
-    (lambda: halfstep.optimizer(None, [weight()]), TypeError, "not a NoneType"),
-    (lambda: halfstep.plan("adamw/bf16-sr/int8"), TypeError, "a model or shapes first"),
-    (lambda: halfstep.plan("adamw", torch.nn.Linear(2, 2)), TypeError, "a model or shapes first"),
-    (lambda: halfstep.plan({"a": (2, 2)}, torch.nn.Linear(2, 2)), TypeError, "which come first"),
-    (lambda: halfstep.AdamW([weight()], lr="1e-3"), TypeError, "'lr' is '1e-3'"),
-    (lambda: halfstep.AdamW([{"params": [weight()], "wieght_decay": 0.1}]), ValueError, "'wieght_decay'.*'weight_decay' is one"),
-    (lambda: halfstep.AdamW([{"params": [weight()], "beta": (0.9, 0.99)}]), ValueError, "'beta'.*'betas' is one"),
-    (lambda: halfstep.AdamW([("a", weight()), ("a", weight(2))]), ValueError, "two parameters are named 'a'"),
-    (lambda: halfstep.AdamW([weight()], wieghts="bf16"), TypeError, "wieghts"),
-])
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: halfstep.optimizer([weight()], "adamw/bf16-sr"), TypeError, "other way round"),
+        (lambda: halfstep.optimizer("adamw", "adamw"), TypeError, "'adamw' are no parameters"),
+        (lambda: halfstep.optimizer(None, [weight()]), TypeError, "not a NoneType"),
+        (lambda: halfstep.plan("adamw/bf16-sr/int8"), TypeError, "a model or shapes first"),
+        (
+            lambda: halfstep.plan("adamw", torch.nn.Linear(2, 2)),
+            TypeError,
+            "a model or shapes first",
+        ),
+        (
+            lambda: halfstep.plan({"a": (2, 2)}, torch.nn.Linear(2, 2)),
+            TypeError,
+            "which come first",
+        ),
+        (lambda: halfstep.AdamW([weight()], lr="1e-3"), TypeError, "'lr' is '1e-3'"),
+        (
+            lambda: halfstep.AdamW([{"params": [weight()], "wieght_decay": 0.1}]),
+            ValueError,
+            "'wieght_decay'.*'weight_decay' is one",
+        ),
+        (
+            lambda: halfstep.AdamW([{"params": [weight()], "beta": (0.9, 0.99)}]),
+            ValueError,
+            "'beta'.*'betas' is one",
+        ),
+        (
+            lambda: halfstep.AdamW([("a", weight()), ("a", weight(2))]),
+            ValueError,
+            "two parameters are named 'a'",
+        ),
+        (lambda: halfstep.AdamW([weight()], wieghts="bf16"), TypeError, "wieghts"),
+    ],
+)
 def test_mistakes_are_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
@@ -105,13 +150,18 @@ def test_a_name_that_is_taken_by_another_group():
     with pytest.raises(ValueError, match="two parameters are named 'a'"):
         opt.add_param_group({"params": [("a", weight(2))]})
     assert len(opt.param_groups) == 1 and opt.param_groups[0]["params"] == [p]
-    opt.add_param_group({"params": [("b", weight(2))], "lr_scale": 0.5, "name": "head"})  # somebody's own keys
+    opt.add_param_group(
+        {"params": [("b", weight(2))], "lr_scale": 0.5, "name": "head"}
+    )  # somebody's own keys
     assert opt.param_groups[1]["lr_scale"] == 0.5
 
 
-@pytest.mark.parametrize("name", sorted(halfstep.rules.classes) if hasattr(halfstep, "rules") else [])
+@pytest.mark.parametrize(
+    "name", sorted(halfstep.rules.classes) if hasattr(halfstep, "rules") else []
+)
 def test_every_option_is_documented(name):
     import inspect
+
     cls = getattr(halfstep, name)
     for option in list(inspect.signature(cls.__init__).parameters)[1:]:
         lines = [line for line in cls.__doc__.splitlines() if line.strip().split(" ")[0] == option]

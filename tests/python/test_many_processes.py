@@ -1,4 +1,6 @@
-"""DDP, ZeroRedundancyOptimizer, FSDP1 and flat buffers: what ranks do that hold whole parameters, other ones, or parts that nobody told them of."""
+"""DDP, ZeroRedundancyOptimizer, FSDP1 and flat buffers: what ranks do that hold whole parameters,
+other ones, or parts that nobody told them of."""
+
 import contextlib
 import io
 import os
@@ -6,16 +8,18 @@ import warnings
 
 import pytest
 import torch
-
-import halfstep
 from conftest import bits, class_of, network, set_gradients
 
-pytestmark = pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-                                reason="no gloo")
+import halfstep
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="no gloo",
+)
 RECIPE = {"weights": "bf16-ecc8", "states": "int8"}
 
 
-# ---- DistributedDataParallel ----
+# ---- DistributedDataParallel ---------------------------------------------------------------------
 
 
 class Odd(torch.nn.Module):
@@ -59,14 +63,17 @@ def test_ddp_ranks_hold_the_same_bits(pool, named):
     assert found[0][0] != found[0][1]
 
 
-# ---- ZeroRedundancyOptimizer ----
+# ---- ZeroRedundancyOptimizer ---------------------------------------------------------------------
 
 
 def zero(rank, size, base, options, nan):
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
     model = network(torch.bfloat16)
     halfstep.name_parameters(model)
-    opt = ZeroRedundancyOptimizer(model.parameters(), class_of(base), lr=0.02, norm_group=True, **RECIPE, **options)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), class_of(base), lr=0.02, norm_group=True, **RECIPE, **options
+    )
     named = dict(model.named_parameters())
     moved = []
     for step in range(4):
@@ -82,7 +89,9 @@ def zero(rank, size, base, options, nan):
 
 
 @pytest.mark.parametrize("nan", [False, True])
-@pytest.mark.parametrize("base, options", [("adamw", {}), ("adamw", {"clip_norm": 0.25}), ("prodigy", {"d0": 1.0})])
+@pytest.mark.parametrize(
+    "base, options", [("adamw", {}), ("adamw", {"clip_norm": 0.25}), ("prodigy", {"d0": 1.0})]
+)
 def test_zero_redundancy_optimizer_with_a_norm_group(pool, base, options, nan):
     """The norm of all ranks, one verdict, and sums over all tensors: the bits of one process."""
     model = network(torch.bfloat16)
@@ -97,13 +106,16 @@ def test_zero_redundancy_optimizer_with_a_norm_group(pool, base, options, nan):
         assert moved == [6, 6, 0 if nan else 6, 6]
 
 
-# ---- FSDP1, and flat buffers by name ----
+# ---- FSDP1, and flat buffers by name -------------------------------------------------------------
 
 
 def fsdp1(rank, size, group):
     from torch.distributed.fsdp import FullyShardedDataParallel
+
     torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)).bfloat16()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
+    ).bfloat16()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
@@ -121,7 +133,13 @@ def fsdp1(rank, size, group):
         torch.distributed.all_reduce(squares)
         norms.append((opt.grad_norm, float(squares.sqrt())))
         opt.zero_grad()
-    return norms, opt.memory()["states"] / p.numel(), opt.fell_back(), int(opt.state[p]["id"]), p.numel()
+    return (
+        norms,
+        opt.memory()["states"] / p.numel(),
+        opt.fell_back(),
+        int(opt.state[p]["id"]),
+        p.numel(),
+    )
 
 
 def test_fsdp1_keeps_its_formats(pool):
@@ -136,15 +154,20 @@ def test_fsdp1_keeps_its_formats(pool):
 def reshard_fsdp1(rank, size, path, states):
     """Trains and saves where there is no file, else loads: what is held then, and what was said."""
     from torch.distributed.fsdp import FullyShardedDataParallel
+
     torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)).bfloat16()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
+    ).bfloat16()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
         opt = halfstep.AdamW(model.parameters(), lr=0.02, norm_group=True, states=states)
 
         def gathered():
-            return FullyShardedDataParallel.optim_state_dict(model, opt, optim_state_dict=opt.torch_state_dict())
+            return FullyShardedDataParallel.optim_state_dict(
+                model, opt, optim_state_dict=opt.torch_state_dict()
+            )
 
         if not os.path.exists(path):
             for _ in range(2):
@@ -162,8 +185,16 @@ def reshard_fsdp1(rank, size, path, states):
             warnings.simplefilter("always")
             opt.load_state_dict(mine)
         found = gathered()
-    off = max(float((found["state"][name][key] - value).abs().max() / value.abs().max())
-              for name, state in there["state"].items() for key, value in state.items() if key != "step") if rank == 0 else 0.0
+    off = (
+        max(
+            float((found["state"][name][key] - value).abs().max() / value.abs().max())
+            for name, state in there["state"].items()
+            for key, value in state.items()
+            if key != "step"
+        )
+        if rank == 0
+        else 0.0
+    )
     return off, [str(w.message) for w in said if "halfstep" in str(w.message)]
 
 
@@ -172,27 +203,54 @@ def test_fsdp1_reshards_by_plain_states(pool, states, tmp_path):
     path = str(tmp_path / "saved")
     pool.run(2, reshard_fsdp1, path, states)
     for off, said in pool.run(4, reshard_fsdp1, path, states):
-        assert (off == 0.0 and not said) if states == "f32" else (off < 0.02 and len(said) == 1 and "quantized anew" in said[0])
+        assert (
+            (off == 0.0 and not said)
+            if states == "f32"
+            else (off < 0.02 and len(said) == 1 and "quantized anew" in said[0])
+        )
 
 
 def deepspeed(rank, size, folder):
-    """ZeRO 1 over an optimizer of ours: whether a run that was saved and loaded goes on as the one that was not, and what it holds."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
+    """ZeRO 1 over an optimizer of ours: whether a run that was saved and loaded goes on as the one
+    that was not, and what it holds."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu"
+    )
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         import deepspeed
 
         def made():
             torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)).bfloat16()
-            opt = halfstep.AdamW(model.parameters(), lr=1e-2, states="int8", flat="shards", norm_group=True, clip_norm=1.0)
-            config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True,
-                      "bf16": {"enabled": True}}
-            return deepspeed.initialize(model=model, optimizer=opt, config=config, dist_init_required=False)[0], opt
+            model = torch.nn.Sequential(
+                torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
+            ).bfloat16()
+            opt = halfstep.AdamW(
+                model.parameters(),
+                lr=1e-2,
+                states="int8",
+                flat="shards",
+                norm_group=True,
+                clip_norm=1.0,
+            )
+            config = {
+                "train_micro_batch_size_per_gpu": 4,
+                "zero_optimization": {"stage": 1},
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": True},
+            }
+            return (
+                deepspeed.initialize(
+                    model=model, optimizer=opt, config=config, dist_init_required=False
+                )[0],
+                opt,
+            )
 
         def train(engine, first, last):
             for step in range(first, last):
-                x = torch.randn(4, 96, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+                x = torch.randn(
+                    4, 96, generator=torch.Generator().manual_seed(10 * step + rank)
+                ).bfloat16()
                 engine.backward(engine(x).float().pow(2).mean())
                 engine.step()
 
@@ -206,7 +264,13 @@ def deepspeed(rank, size, folder):
         train(again, 3, 6)
     ends = [[bits(p) for p in one.module.parameters()] for one in (engine, again)]
     p = opt.param_groups[0]["params"][0]
-    return ends[0] == ends[1] != before, opt.recipe(p), opt.memory()["states"] / p.numel(), opt.grad_norm == other.grad_norm, opt.grad_norm
+    return (
+        ends[0] == ends[1] != before,
+        opt.recipe(p),
+        opt.memory()["states"] / p.numel(),
+        opt.grad_norm == other.grad_norm,
+        opt.grad_norm,
+    )
 
 
 @pytest.mark.all
@@ -218,22 +282,46 @@ def test_deepspeed_resumes(pool, tmp_path):
 
 
 def flat_buffers(rank, size, flat):
-    buffer = torch.nn.Parameter(torch.randn(8192, generator=torch.Generator().manual_seed(rank)).bfloat16())
+    buffer = torch.nn.Parameter(
+        torch.randn(8192, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    )
     norm = torch.nn.Parameter(torch.ones(512))
-    opt = halfstep.AdamW([("flat", buffer), ("norm", norm)], lr=0.02, flat=flat, norm_group=bool(flat) or None, **RECIPE)
+    opt = halfstep.AdamW(
+        [("flat", buffer), ("norm", norm)],
+        lr=0.02,
+        flat=flat,
+        norm_group=bool(flat) or None,
+        **RECIPE,
+    )
     for step in range(2):
         set_gradients({"flat": buffer, "norm": norm}, step)
         opt.step()
     state = opt.state_dict()
     again = torch.nn.Parameter(buffer.detach().clone())
     other_norm = torch.nn.Parameter(norm.detach().clone())
-    other = halfstep.AdamW([("flat", again), ("norm", other_norm)], lr=0.5, flat=flat, norm_group=bool(flat) or None, **RECIPE)
+    other = halfstep.AdamW(
+        [("flat", again), ("norm", other_norm)],
+        lr=0.5,
+        flat=flat,
+        norm_group=bool(flat) or None,
+        **RECIPE,
+    )
     other.load_state_dict(state)
     for p, o in ((buffer, opt), (again, other)):
         set_gradients({"flat": p, "norm": norm if p is buffer else other_norm}, 5)
         o.step()
-    held = sum(v.numel() * v.element_size() for k, v in opt.state[buffer].items() if k.startswith("exp_avg"))
-    return held / 8192, opt.fell_back(), int(opt.state[buffer]["id"]), bits(buffer) == bits(again), opt.read_state(buffer, "exp_avg").shape
+    held = sum(
+        v.numel() * v.element_size()
+        for k, v in opt.state[buffer].items()
+        if k.startswith("exp_avg")
+    )
+    return (
+        held / 8192,
+        opt.fell_back(),
+        int(opt.state[buffer]["id"]),
+        bits(buffer) == bits(again),
+        opt.read_state(buffer, "exp_avg").shape,
+    )
 
 
 @pytest.mark.parametrize("flat", [False, True, "shards"])
@@ -265,7 +353,7 @@ def test_flat_says_what_it_takes():
         halfstep.AdamW([torch.nn.Parameter(torch.ones(3))], flat="yes")
 
 
-# ---- Gradient release where gradients belong to somebody else ----
+# ---- Gradient release where gradients belong to somebody else ------------------------------------
 
 
 def release_under_ddp(rank, size):
@@ -288,12 +376,15 @@ def test_release_refuses_the_gradients_of_ddp(pool):
 
 def release_under_fsdp2(rank, size):
     from torch.distributed.fsdp import fully_shard
+
     made = []
     for release in (True, False):
         model = fully_shard(network(torch.bfloat16))
         opt = halfstep.AdamW(model.named_parameters(), lr=0.02, gradient_release=release, **RECIPE)
         for step in range(3):
-            x = torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+            x = torch.randn(
+                4, 48, generator=torch.Generator().manual_seed(10 * step + rank)
+            ).bfloat16()
             model(x).float().pow(2).mean().backward()
             assert all((p.grad is None) == release for p in model.parameters())
             opt.step()
@@ -306,12 +397,15 @@ def test_release_under_fsdp2_gives_the_bits_of_steps(pool):
     assert all(pool.run(2, release_under_fsdp2))
 
 
-# ---- What ranks of a norm group compare ----
+# ---- What ranks of a norm group compare ----------------------------------------------------------
 
 
 def compared(rank, size, what):
     p = torch.nn.Parameter(torch.ones(40) * rank)
-    options = {"seed": rank if what == "seed" else 0, "clip_norm": 1.0 + (rank if what == "clip_norm" else 0)}
+    options = {
+        "seed": rank if what == "seed" else 0,
+        "clip_norm": 1.0 + (rank if what == "clip_norm" else 0),
+    }
     opt = halfstep.AdamW([(f"p{rank}", p)], norm_group=True, **options)
     said = []
     for step in range(2):
@@ -331,7 +425,9 @@ def compared(rank, size, what):
     return said
 
 
-@pytest.mark.parametrize("what, when", [("seed", 0), ("clip_norm", 0), ("later", 1), ("loaded", 1), ("nothing", 2)])
+@pytest.mark.parametrize(
+    "what, when", [("seed", 0), ("clip_norm", 0), ("later", 1), ("loaded", 1), ("nothing", 2)]
+)
 def test_ranks_of_a_norm_group_compare_what_they_have_in_common(pool, what, when):
     """At the first step, and at the first after groups were added or states loaded."""
     for said in pool.run(2, compared, what):
@@ -364,7 +460,8 @@ def test_a_rank_that_is_refused_for_another_warns_too(pool):
 
 
 def late_rank(rank, size):
-    """Each rank has a tensor of its own, and that of the last one has no gradient at first: d, and what the tensor became."""
+    """Each rank has a tensor of its own, and that of the last one has no gradient at first: d, and
+    what the tensor became."""
     torch.manual_seed(0)
     goals = torch.randn(size, 16, 64)
     p = torch.nn.Parameter(torch.zeros(16, 64))

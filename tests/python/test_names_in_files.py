@@ -1,28 +1,41 @@
-"""Names decide which state is whose, wherever both sides have them; positions count where none matches, and that is said."""
+"""Names decide which state is whose, wherever both sides have them; positions count where none
+matches, and that is said."""
+
 import copy
 
 import pytest
 import torch
+from conftest import RECIPES, bits, class_of, recipes, saved, set_gradients, states
 
 import halfstep
-from conftest import RECIPES, bits, class_of, recipes, saved, set_gradients, states
 from halfstep.compat import optimi
 
 SHAPES = {"a": (24, 96), "b": (24, 96), "c": (33,)}
 #: names as wrappers leave them, that mean the same
-WRAPPED = {"DDP": "module.{}", "compiled": "_orig_mod.{}", "DDP of a compiled model": "module._orig_mod.{}", "checkpointed": "_checkpoint_wrapped_module.{}",
-           "FSDP1": "_fsdp_wrapped_module.{}", "compiled DDP": "_orig_mod.module.{}"}
+WRAPPED = {
+    "DDP": "module.{}",
+    "compiled": "_orig_mod.{}",
+    "DDP of a compiled model": "module._orig_mod.{}",
+    "checkpointed": "_checkpoint_wrapped_module.{}",
+    "FSDP1": "_fsdp_wrapped_module.{}",
+    "compiled DDP": "_orig_mod.module.{}",
+}
 
 
 def tensors(dtype=torch.float32):
-    return {name: torch.nn.Parameter(torch.full(shape, 0.5).to(dtype)) for name, shape in SHAPES.items()}
+    return {
+        name: torch.nn.Parameter(torch.full(shape, 0.5).to(dtype)) for name, shape in SHAPES.items()
+    }
 
 
 def trained(recipe="f32", rule="adamw", rename="{}", steps=3, **options):
-    """Parameters by their own names, and an optimizer that has made steps with them under other names."""
+    """Parameters by their own names, and an optimizer that has made steps with them under other
+    names."""
     dtype, formats = RECIPES[recipe]
     params = tensors(dtype)
-    opt = class_of(rule)([(rename.format(n), p) for n, p in params.items()], lr=0.01, seed=0, **formats, **options)
+    opt = class_of(rule)(
+        [(rename.format(n), p) for n, p in params.items()], lr=0.01, seed=0, **formats, **options
+    )
     for step in range(steps):
         set_gradients(params, step)
         opt.step()
@@ -33,7 +46,9 @@ def another(params, order, recipe="f32", rule="adamw", rename="{}"):
     """Copies of parameters and an optimizer for them in another order."""
     _, formats = RECIPES[recipe]
     copies = {name: torch.nn.Parameter(params[name].detach().clone()) for name in order}
-    return copies, class_of(rule)([(rename.format(n), p) for n, p in copies.items()], lr=0.5, seed=9, **formats)
+    return copies, class_of(rule)(
+        [(rename.format(n), p) for n, p in copies.items()], lr=0.5, seed=9, **formats
+    )
 
 
 def go_on(params, opt, others, other, steps=3):
@@ -70,6 +85,7 @@ def test_wrappers_add_to_names(kind):
 
 def test_a_wrapped_part_and_a_module_of_that_name():
     from halfstep import _names
+
     assert _names.match(["layers.0.module.w", "layers.1.w"], ["layers.1.w", "layers.0.w"]) == [1, 0]
     # "module" is a name of the model's own where both are there.
     assert _names.match(["module.w", "w"], ["w", "module.w"]) == [1, 0]
@@ -99,12 +115,19 @@ def test_no_name_matches(caught):
     others = {"x" + n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
     other = halfstep.AdamW(others.items(), seed=1, states="int4")
     other.load_state_dict(opt.state_dict())
-    assert len(caught) == 1 and "'a'" in str(caught[0].message) and "'xa'" in str(caught[0].message) and "positions" in str(caught[0].message)
+    assert (
+        len(caught) == 1
+        and "'a'" in str(caught[0].message)
+        and "'xa'" in str(caught[0].message)
+        and "positions" in str(caught[0].message)
+    )
     assert states(other) == states(opt)
     assert other.param_groups[0]["param_names"] == ["a", "b", "c"]  # as torch has it
     other = halfstep.AdamW(others.items(), seed=1, states="int4")
     # The shapes have to agree.
-    wrong = halfstep.AdamW([("x", torch.nn.Parameter(torch.ones(8, 96))), *list(others.items())[1:]], states="int4")
+    wrong = halfstep.AdamW(
+        [("x", torch.nn.Parameter(torch.ones(8, 96))), *list(others.items())[1:]], states="int4"
+    )
     with pytest.raises(ValueError, match="of shape.*none of the names.*'a'.*'x'"):
         wrong.load_state_dict(opt.state_dict())
     assert not wrong.state
@@ -128,15 +151,33 @@ def test_some_names_match():
 
 def test_groups_go_with_their_parameters():
     params = tensors()
-    opt = halfstep.AdamW([{"params": [("a", params["a"]), ("b", params["b"])], "lr": 0.1}, {"params": [("c", params["c"])], "lr": 0.2}])
+    opt = halfstep.AdamW(
+        [
+            {"params": [("a", params["a"]), ("b", params["b"])], "lr": 0.1},
+            {"params": [("c", params["c"])], "lr": 0.2},
+        ]
+    )
     set_gradients(params, 0)
     opt.step()
-    other = halfstep.AdamW([{"params": [("c", params["c"])]}, {"params": [("b", params["b"]), ("a", params["a"])]}])
+    other = halfstep.AdamW(
+        [{"params": [("c", params["c"])]}, {"params": [("b", params["b"]), ("a", params["a"])]}]
+    )
     other.load_state_dict(opt.state_dict())
-    assert [g["lr"] for g in other.param_groups] == [0.2, 0.1] and [g["param_names"] for g in other.param_groups] == [["c"], ["b", "a"]]
-    assert all(bits(other.state[p]["exp_avg"]) == bits(opt.state[p]["exp_avg"]) for p in params.values())
-    mixed = halfstep.AdamW([{"params": [("a", params["a"]), ("c", params["c"])]}, {"params": [("b", params["b"])]}])
-    with pytest.raises(ValueError, match="parameter 'c' is in group 0 here, with 2 parameters, and was saved in group 1, with 1"):
+    assert [g["lr"] for g in other.param_groups] == [0.2, 0.1] and [
+        g["param_names"] for g in other.param_groups
+    ] == [["c"], ["b", "a"]]
+    assert all(
+        bits(other.state[p]["exp_avg"]) == bits(opt.state[p]["exp_avg"]) for p in params.values()
+    )
+    mixed = halfstep.AdamW(
+        [{"params": [("a", params["a"]), ("c", params["c"])]}, {"params": [("b", params["b"])]}]
+    )
+    with pytest.raises(
+        ValueError,
+        match=(
+            "parameter 'c' is in group 0 here, with 2 parameters, and was saved in group 1, with 1"
+        ),
+    ):
         mixed.load_state_dict(opt.state_dict())
 
 
@@ -149,18 +190,25 @@ def test_names_of_name_parameters_count_too():
     assert "param_names" not in opt.param_groups[0]  # torch's are those that were given
     other = halfstep.AdamW(list(model.parameters())[::-1], seed=0)
     other.load_state_dict(saved(opt.state_dict()))
-    assert all(bits(other.state[p]["exp_avg"]) == bits(opt.state[p]["exp_avg"]) for p in model.parameters())
+    assert all(
+        bits(other.state[p]["exp_avg"]) == bits(opt.state[p]["exp_avg"]) for p in model.parameters()
+    )
 
 
 def test_param_names_are_where_torch_has_them():
-    """In the groups and in those of state_dict(), through all that makes groups; a hook that goes by them finds them."""
+    """In the groups and in those of state_dict(), through all that makes groups; a hook that goes
+    by them finds them."""
     params, opt = trained()
     theirs = torch.optim.AdamW(params.items())
     if "param_names" in theirs.param_groups[0]:
         assert opt.param_groups[0]["param_names"] == theirs.param_groups[0]["param_names"]
         opt.load_state_dict(theirs.state_dict())
     for held in (opt, copy.deepcopy(opt)):
-        assert held.param_groups[0]["param_names"] == held.state_dict()["param_groups"][0]["param_names"] == list("abc")
+        assert (
+            held.param_groups[0]["param_names"]
+            == held.state_dict()["param_groups"][0]["param_names"]
+            == list("abc")
+        )
     late = torch.nn.Parameter(torch.ones(3))
     opt.add_param_group({"params": [("late", late)]})
     assert [g["param_names"] for g in opt.param_groups] == [list("abc"), ["late"]]
@@ -170,7 +218,10 @@ def test_param_names_are_where_torch_has_them():
         assert opt.torch_state_dict()["param_groups"][1]["param_names"] == ["late"]
     assert "abc" not in repr(opt) and "late" not in repr(opt)
     plain = halfstep.AdamW(list(tensors().values()))
-    assert "param_names" not in plain.param_groups[0] and "param_names" not in plain.state_dict()["param_groups"][0]
+    assert (
+        "param_names" not in plain.param_groups[0]
+        and "param_names" not in plain.state_dict()["param_groups"][0]
+    )
 
 
 def test_a_hook_that_renames():
@@ -202,36 +253,73 @@ def test_lists_of_older_files_go_with_their_parameters():
 
 
 def test_a_flat_checkpoint_of_torch():
-    """torch.distributed.checkpoint's dictionaries have names in place of numbers and come in the model's order."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+    """torch.distributed.checkpoint's dictionaries have names in place of numbers and come in the
+    model's order."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
     for flat in (False, True):
-        models = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32)) for _ in range(2)]
-        opts = [halfstep.AdamW(list(m.named_parameters())[::way], states="int8", seed=0) for m, way in zip(models, (1, -1))]
+        models = [
+            torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32)) for _ in range(2)
+        ]
+        opts = [
+            halfstep.AdamW(list(m.named_parameters())[::way], states="int8", seed=0)
+            for m, way in zip(models, (1, -1))
+        ]
         set_gradients(dict(models[0].named_parameters()), 0)
         opts[0].step()
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         found = get_optimizer_state_dict(models[0], opts[0], options=options)
         set_optimizer_state_dict(models[1], opts[1], copy.deepcopy(found), options=options)
         for (name, p), q in zip(models[0].named_parameters(), models[1].parameters()):
-            assert all(bits(opts[0].state[p][k]) == bits(opts[1].state[q][k]) for k in opts[0].state[p]), (flat, name)
-        assert opts[1].param_groups[0]["param_names"] == [n for n, _ in models[1].named_parameters()][::-1]
+            assert all(
+                bits(opts[0].state[p][k]) == bits(opts[1].state[q][k]) for k in opts[0].state[p]
+            ), (flat, name)
+        assert (
+            opts[1].param_groups[0]["param_names"]
+            == [n for n, _ in models[1].named_parameters()][::-1]
+        )
 
 
 def test_states_of_optimi_in_another_order():
     params = tensors(torch.bfloat16)
-    steps = {n: {"step": torch.tensor(3.0), "exp_avg": torch.full(SHAPES[n], float(i)), "exp_avg_sq": torch.ones(SHAPES[n]), "kahan_comp": None}
-             for i, n in enumerate("cab")}
+    steps = {
+        n: {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.full(SHAPES[n], float(i)),
+            "exp_avg_sq": torch.ones(SHAPES[n]),
+            "kahan_comp": None,
+        }
+        for i, n in enumerate("cab")
+    }
     other = optimi.AdamW(params.items(), lr=0.1)
-    group = {k: v for k, v in other.state_dict()["param_groups"][0].items() if k not in ("params", "param_names")}
-    other.load_state_dict({"state": {i: steps[n] for i, n in enumerate("cab")},
-                           "param_groups": [{**group, "params": [0, 1, 2], "param_names": ["c", "a", "b"]}]})
-    means = {n: float(other.read_state(p, "exp_avg").mean()) for n, p in params.items() if set_gradients({n: p}, 0) is None}
+    group = {
+        k: v
+        for k, v in other.state_dict()["param_groups"][0].items()
+        if k not in ("params", "param_names")
+    }
+    other.load_state_dict(
+        {
+            "state": {i: steps[n] for i, n in enumerate("cab")},
+            "param_groups": [{**group, "params": [0, 1, 2], "param_names": ["c", "a", "b"]}],
+        }
+    )
+    means = {
+        n: float(other.read_state(p, "exp_avg").mean())
+        for n, p in params.items()
+        if set_gradients({n: p}, 0) is None
+    }
     assert means["c"] == 0.0 and abs(means["b"] / means["a"] - 2.0) < 1e-5
 
 
 def test_sums_of_gradients_go_by_names():
     params = tensors(torch.bfloat16)
-    accumulator = halfstep.GradientAccumulator([("module." + n, p) for n, p in params.items()], seed=0).attach()
+    accumulator = halfstep.GradientAccumulator(
+        [("module." + n, p) for n, p in params.items()], seed=0
+    ).attach()
     sum(p.float().sum() for p in params.values()).backward()
     file = accumulator.state_dict()
     accumulator.detach()
@@ -241,7 +329,10 @@ def test_sums_of_gradients_go_by_names():
     other.reassign()
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in others.values())
     unlike = halfstep.GradientAccumulator([("a", others["a"]), ("x", others["b"])], seed=1)
-    with pytest.raises(ValueError, match="saved sums of 'module.b', 'module.c' belong to no parameter here; here are 'a', 'x'"):
+    with pytest.raises(
+        ValueError,
+        match="saved sums of 'module.b', 'module.c' belong to no parameter here; here are 'a', 'x'",
+    ):
         unlike.load_state_dict(file)
 
 
@@ -252,8 +343,16 @@ def test_safetensors_files_go_by_names(tmp_path):
     others, other = another(params, "cba", "ecc8-int8")
     other.load_safetensors(tmp_path / "file")
     go_on(params, opt, others, other)
-    for names, text in ((("x", "y", "z"), "holds states of 'module.a', 'module.b', 'module.c', and this optimizer has 'x', 'y', 'z'"),
-                        (("a", "y", "c"), "only saved: 'module.b'; only here: 'y'")):
+    for names, text in (
+        (
+            ("x", "y", "z"),
+            (
+                "holds states of 'module.a', 'module.b', 'module.c', and this optimizer has 'x',"
+                " 'y', 'z'"
+            ),
+        ),
+        (("a", "y", "c"), "only saved: 'module.b'; only here: 'y'"),
+    ):
         wrong = halfstep.AdamW(zip(names, params.values()), weights="bf16-ecc8", states="int8")
         with pytest.raises(ValueError, match=text):
             wrong.load_safetensors(tmp_path / "file")

@@ -1,4 +1,6 @@
-"""Rules against the code of their authors, or of pytorch-optimizer, which keeps it: fp32 over a few dozen steps."""
+"""Rules against the code of their authors, or of pytorch-optimizer, which keeps it: fp32 over a few
+dozen steps."""
+
 import pytest
 import torch
 
@@ -17,7 +19,8 @@ def pair(shapes=SHAPES):
 
 
 def gradients(ours, theirs, step):
-    """Of a quadratic with noise: they change sign, and fall. Both get those of `ours`, so that differences do not grow."""
+    """Of a quadratic with noise: they change sign, and fall. Both get those of `ours`, so that
+    differences do not grow."""
     source = torch.Generator().manual_seed(step)
     for name, p in ours.items():
         g = 0.1 * p.detach() + 0.05 * torch.randn(p.shape, generator=source) / (1 + step / 20)
@@ -42,18 +45,29 @@ def check(opt, ours, peer, theirs, bound=6e-6, steps=40):
 
 def adopt_clip(step):
     """pytorch-optimizer counts the first update, the authors' code does not."""
-    return (step - 1)**0.25
+    return (step - 1) ** 0.25
 
 
-@pytest.mark.parametrize("ours_has, theirs_has", [
-    ({}, {"clip_lambda": adopt_clip}),
-    ({"clipped": False, "betas": (0.8, 0.99)}, {"clip_lambda": None, "betas": (0.8, 0.99)}),
-    ({"weight_decay": 0.1, "eps": 1e-2}, {"weight_decay": 0.1, "eps": 1e-2, "clip_lambda": adopt_clip}),
-], ids=["default", "no clip", "l2"])
+@pytest.mark.parametrize(
+    "ours_has, theirs_has",
+    [
+        ({}, {"clip_lambda": adopt_clip}),
+        ({"clipped": False, "betas": (0.8, 0.99)}, {"clip_lambda": None, "betas": (0.8, 0.99)}),
+        (
+            {"weight_decay": 0.1, "eps": 1e-2},
+            {"weight_decay": 0.1, "eps": 1e-2, "clip_lambda": adopt_clip},
+        ),
+    ],
+    ids=["default", "no clip", "l2"],
+)
 def test_adopt(ours_has, theirs_has):
     ours, theirs = pair()
-    check(halfstep.ADOPT(ours.items(), lr=1e-2, **ours_has), ours,
-          pytorch_optimizer.ADOPT(theirs.values(), lr=1e-2, foreach=False, **theirs_has), theirs)
+    check(
+        halfstep.ADOPT(ours.items(), lr=1e-2, **ours_has),
+        ours,
+        pytorch_optimizer.ADOPT(theirs.values(), lr=1e-2, foreach=False, **theirs_has),
+        theirs,
+    )
 
 
 def test_adopt_s_first_update_moves_nothing():
@@ -71,56 +85,103 @@ def test_adopt_s_first_update_moves_nothing():
 @pytest.mark.parametrize("warmup", [None, 25, 1000])
 def test_ademamix(warmup, decoupled):
     ours, theirs = pair()
-    opt = halfstep.AdEMAMix(ours.items(), lr=1e-2, weight_decay=0.1, decay="decoupled" if decoupled else "l2",
-                            alpha_warmup=warmup or 0, beta3_warmup=warmup or 0)
-    peer = pytorch_optimizer.AdEMAMix(theirs.values(), lr=1e-2, weight_decay=0.1, weight_decouple=decoupled,
-                                      t_alpha_beta3=warmup, foreach=False)
+    opt = halfstep.AdEMAMix(
+        ours.items(),
+        lr=1e-2,
+        weight_decay=0.1,
+        decay="decoupled" if decoupled else "l2",
+        alpha_warmup=warmup or 0,
+        beta3_warmup=warmup or 0,
+    )
+    peer = pytorch_optimizer.AdEMAMix(
+        theirs.values(),
+        lr=1e-2,
+        weight_decay=0.1,
+        weight_decouple=decoupled,
+        t_alpha_beta3=warmup,
+        foreach=False,
+    )
     check(opt, ours, peer, theirs)
 
 
 @pytest.mark.parametrize("states, bound", [("bf16-sr", 0.02), ("int8", 0.03)])
 def test_a_slow_average_does_not_wander(states, bound):
-    """At beta3 0.9999 what a gradient adds is far below the last place of 16 bits. Rounded to nearest, 2000 of them add
-    next to nothing."""
+    """At beta3 0.9999 what a gradient adds is far below the last place of 16 bits. Rounded to
+    nearest, 2000 of them add next to nothing."""
     p = torch.nn.Parameter(torch.zeros(64, 64))
     opt = halfstep.AdEMAMix([("p", p)], lr=0.0, states=states)
     for step in range(2000):
-        p.grad = torch.full((64, 64), 0.5) + 0.1 * torch.randn(64, 64, generator=torch.Generator().manual_seed(step))
+        p.grad = torch.full((64, 64), 0.5) + 0.1 * torch.randn(
+            64, 64, generator=torch.Generator().manual_seed(step)
+        )
         opt.step()
     wanted = 0.5 * (1 - 0.9999**2000)
     assert abs(opt.read_state(p, "exp_avg_slow").double().mean().item() / wanted - 1) < bound
 
 
-@pytest.mark.parametrize("options", [{}, {"gamma": 0.5, "betas": (0.9, 0.95), "weight_decay": 0.1}], ids=["default", "gamma"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gamma": 0.5, "betas": (0.9, 0.95), "weight_decay": 0.1}],
+    ids=["default", "gamma"],
+)
 def test_mars(options):
     ours, theirs = pair()
     # eps is added to the raw root there
-    check(halfstep.MARS(ours.items(), lr=1e-2, eps=0.0, **options), ours,
-          pytorch_optimizer.MARS(theirs.values(), lr=1e-2, eps=0.0, optimize_1d=True, weight_decouple=True, foreach=False,
-                                 **{"weight_decay": 0.0, **options}), theirs)
+    check(
+        halfstep.MARS(ours.items(), lr=1e-2, eps=0.0, **options),
+        ours,
+        pytorch_optimizer.MARS(
+            theirs.values(),
+            lr=1e-2,
+            eps=0.0,
+            optimize_1d=True,
+            weight_decouple=True,
+            foreach=False,
+            **{"weight_decay": 0.0, **options},
+        ),
+        theirs,
+    )
 
 
 def test_a_group_of_mars_without_correction_is_adamw():
     ours, theirs = pair()
-    check(halfstep.MARS(ours.items(), lr=1e-2, gamma=0.0, max_norm=0.0, betas=(0.9, 0.95)), ours,
-          torch.optim.AdamW(theirs.values(), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95)), theirs)
+    check(
+        halfstep.MARS(ours.items(), lr=1e-2, gamma=0.0, max_norm=0.0, betas=(0.9, 0.95)),
+        ours,
+        torch.optim.AdamW(theirs.values(), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95)),
+        theirs,
+    )
 
 
-@pytest.mark.parametrize("ours_has, theirs_has", [
-    ({}, {}),
-    ({"debias": True}, {"use_bias_correction": True}),
-    # from 1e-6 a decay of 1e-7 of a weight would be lost to the roundings of the package, which takes it by itself
-    ({"d0": 1e-2, "weight_decay": 0.1}, {"d0": 1e-2, "weight_decay": 0.1}),
-    ({"safeguard_warmup": True, "betas": (0.9, 0.99, 0.95)}, {"safeguard_warmup": True, "betas": (0.9, 0.99), "beta3": 0.95}),
-    ({"growth_rate": 1.5, "d0": 1e-3}, {"growth_rate": 1.5, "d0": 1e-3}),
-    ({"d_coef": 0.5, "weight_decay": 0.1, "decay": "l2"}, {"d_coef": 0.5, "weight_decay": 0.1, "decouple": False}),
-    ({"slice_p": 11, "d0": 1e-4}, {"slice_p": 11, "d0": 1e-4}),
-], ids=["default", "debias", "decay", "warmup", "growth", "l2", "slices"])
+@pytest.mark.parametrize(
+    "ours_has, theirs_has",
+    [
+        ({}, {}),
+        ({"debias": True}, {"use_bias_correction": True}),
+        # from 1e-6 a decay of 1e-7 of a weight would be lost to the roundings of the package, which
+        # takes it by itself
+        ({"d0": 1e-2, "weight_decay": 0.1}, {"d0": 1e-2, "weight_decay": 0.1}),
+        (
+            {"safeguard_warmup": True, "betas": (0.9, 0.99, 0.95)},
+            {"safeguard_warmup": True, "betas": (0.9, 0.99), "beta3": 0.95},
+        ),
+        ({"growth_rate": 1.5, "d0": 1e-3}, {"growth_rate": 1.5, "d0": 1e-3}),
+        (
+            {"d_coef": 0.5, "weight_decay": 0.1, "decay": "l2"},
+            {"d_coef": 0.5, "weight_decay": 0.1, "decouple": False},
+        ),
+        ({"slice_p": 11, "d0": 1e-4}, {"slice_p": 11, "d0": 1e-4}),
+    ],
+    ids=["default", "debias", "decay", "warmup", "growth", "l2", "slices"],
+)
 def test_prodigy(ours_has, theirs_has):
     """One estimate of all tensors, which grows from 1e-6 by five orders of magnitude."""
     prodigyopt = pytest.importorskip("prodigyopt")
     ours, theirs = pair()
-    opt, peer = halfstep.Prodigy(ours.items(), **ours_has), prodigyopt.Prodigy(theirs.values(), **theirs_has)
+    opt, peer = (
+        halfstep.Prodigy(ours.items(), **ours_has),
+        prodigyopt.Prodigy(theirs.values(), **theirs_has),
+    )
     apart, moved = follow(ours, opt, theirs, peer, 60)
     wanted = peer.param_groups[0]["d"]
     assert wanted > 5 * ours_has.get("d0", 1e-6) and moved > 1e-3
@@ -132,36 +193,75 @@ def test_prodigy(ours_has, theirs_has):
 FLAT = {name: shape for name, shape in SHAPES.items() if len(shape) < 3}
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"lr": 0.1, "weight_decay": 0.1, "beta2_decay": -0.5}, {"eps": (1e-2, 0.5), "d": 1.2, "maximize": True},
-    {"eps": (0.5, 1e-3)}], ids=["default", "decay", "eps", "floor"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": 0.1, "weight_decay": 0.1, "beta2_decay": -0.5},
+        {"eps": (1e-2, 0.5), "d": 1.2, "maximize": True},
+        {"eps": (0.5, 1e-3)},
+    ],
+    ids=["default", "decay", "eps", "floor"],
+)
 def test_adafactor_is_torch_s(options):
     ours, theirs = pair(FLAT)
-    check(halfstep.Adafactor(ours.items(), **options), ours, torch.optim.Adafactor(theirs.values(), **options), theirs)
+    check(
+        halfstep.Adafactor(ours.items(), **options),
+        ours,
+        torch.optim.Adafactor(theirs.values(), **options),
+        theirs,
+    )
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"weight_decay": 0.1}, {"beta1": 0.9}, {"lr": 1e-2, "relative_step": False, "scale_parameter": False, "decay_rate": -0.5},
-    {"warmup_init": True}, {"eps": (1e-3, 0.5), "clip_threshold": 2.0}], ids=["default", "decay", "momentum", "lr", "warmup", "eps"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"beta1": 0.9},
+        {"lr": 1e-2, "relative_step": False, "scale_parameter": False, "decay_rate": -0.5},
+        {"warmup_init": True},
+        {"eps": (1e-3, 0.5), "clip_threshold": 2.0},
+    ],
+    ids=["default", "decay", "momentum", "lr", "warmup", "eps"],
+)
 def test_adafactor_is_transformers_too(options):
     theirs_of = pytest.importorskip("transformers.optimization").Adafactor
     from halfstep.compat.transformers import Adafactor
+
     ours, theirs = pair(FLAT)
     opt = Adafactor(ours.items(), **options)
     apart, moved = follow(ours, opt, theirs, theirs_of(theirs.values(), **options))
     assert moved > (1e-4 if "warmup_init" in options else 0.05) and apart < 1e-4 * moved
     group, p = opt.param_groups[0], ours["w"]
-    assert opt._get_lr(group, opt.state[p]) == pytest.approx(theirs_of._get_lr(
-        theirs_of([torch.nn.Parameter(p.detach())], **options).param_groups[0], {"step": 40, "RMS": opt.scalar(p, "weight_rms")}))
+    assert opt._get_lr(group, opt.state[p]) == pytest.approx(
+        theirs_of._get_lr(
+            theirs_of([torch.nn.Parameter(p.detach())], **options).param_groups[0],
+            {"step": 40, "RMS": opt.scalar(p, "weight_rms")},
+        )
+    )
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"weight_decay": 0.1, "clip_threshold": 0.5}, {"betas": (0.8, 0.9, 0.95), "eps": (1e-3, 1e-2)}], ids=["default", "decay", "betas"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1, "clip_threshold": 0.5},
+        {"betas": (0.8, 0.9, 0.95), "eps": (1e-3, 1e-2)},
+    ],
+    ids=["default", "decay", "betas"],
+)
 def test_came(options):
     came_pytorch = pytest.importorskip("came_pytorch")
     from halfstep.compat.came_pytorch import CAME
+
     ours, theirs = pair(FLAT)
-    apart, moved = follow(ours, CAME(ours.items(), lr=1e-2, **options), theirs, came_pytorch.CAME(theirs.values(), lr=1e-2, **options))
+    apart, moved = follow(
+        ours,
+        CAME(ours.items(), lr=1e-2, **options),
+        theirs,
+        came_pytorch.CAME(theirs.values(), lr=1e-2, **options),
+    )
     assert moved > 0.02 and apart < 1e-4 * moved
 
 
@@ -170,7 +270,10 @@ def test_factors_of_more_dimensions_are_of_the_first_and_the_rest():
     torch.manual_seed(1)
     start = torch.randn(8, 3, 5)
     for cls, options in ((halfstep.Adafactor, {}), (halfstep.CAME, {"lr": 1e-2})):
-        kernel, matrix = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.flatten(1).clone())
+        kernel, matrix = (
+            torch.nn.Parameter(start.clone()),
+            torch.nn.Parameter(start.flatten(1).clone()),
+        )
         opts = cls([kernel], **options), cls([matrix], **options)
         for step in range(5):
             kernel.grad = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(step))
@@ -186,8 +289,15 @@ def other_adafactor(name):
         return torch.optim.Adafactor, halfstep.Adafactor, {"lr": 0.05}, {}
     if name == "transformers":
         from halfstep.compat.transformers import Adafactor
-        return pytest.importorskip("transformers.optimization").Adafactor, Adafactor, {"beta1": 0.5}, {}
+
+        return (
+            pytest.importorskip("transformers.optimization").Adafactor,
+            Adafactor,
+            {"beta1": 0.5},
+            {},
+        )
     from halfstep.compat.came_pytorch import CAME
+
     return pytest.importorskip("came_pytorch").CAME, CAME, {"lr": 1e-2}, {"lr": 1.0}
 
 

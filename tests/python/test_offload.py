@@ -1,5 +1,6 @@
-"""Weights on a GPU, states and steps in the process's memory: the bits of plain steps. On the fake of fake_gpu.py, whose copies happen when
-somebody waits for them; where torch has a GPU, on that."""
+"""Weights on a GPU, states and steps in the process's memory: the bits of plain steps. On the fake
+of fake_gpu.py, whose copies happen when somebody waits for them; where torch has a GPU, on that."""
+
 import copy
 import ctypes
 import gc
@@ -29,11 +30,15 @@ def pair(gpu, base, recipe="f32", device=0, how=None, **options):
     there = {name: torch.nn.Parameter(gpu.tensor(v, device)) for name, v in values.items()}
     options = {"seed": 5, **formats, **options}
     how = {"minimal_size": SIZE, **(how or {})}
-    return (here, base(here.items(), **options)), (there, halfstep.CPUOffload(there.items(), base, **how, **options))
+    return (here, base(here.items(), **options)), (
+        there,
+        halfstep.CPUOffload(there.items(), base, **how, **options),
+    )
 
 
 def backward(gpu, params, given, add=False, hooks=True):
-    """What a backward pass does: gradients are written asynchronously, and hooks are called at once."""
+    """What a backward pass does: gradients are written asynchronously, and hooks are called at
+    once."""
     for name, g in given.items():
         p = params[name]
         with torch.no_grad():
@@ -55,7 +60,9 @@ def run(gpu, both, first, last, scale=1.0, add=1, hooks=True):
         for params, opt in both:
             for micro in range(add):
                 given = gradients(params, 10 * step + micro)
-                backward(gpu, params, {name: g * scale for name, g in given.items()}, micro > 0, hooks)
+                backward(
+                    gpu, params, {name: g * scale for name, g in given.items()}, micro > 0, hooks
+                )
             opt.step()
             if opt.gradient_release:
                 assert all(p.grad is None for p in params.values())
@@ -78,10 +85,22 @@ def test_the_bits_of_plain_steps(gpu, rule, recipe):
     for name, p in both[1][0].items():
         wanted = "cuda" if name in SMALL else "cpu"
         numbers = {key for key, value in both[1][1].state[p].items() if value.dim() == 0}
-        assert {_devices.of(value).type for key, value in both[1][1].state[p].items() if key not in numbers} <= {wanted}, name
+        assert {
+            _devices.of(value).type
+            for key, value in both[1][1].state[p].items()
+            if key not in numbers
+        } <= {wanted}, name
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.1, "clip": "per-tensor"}, {"clip_norm": 0.1, "clip": "delayed"}, {"cautious": True}, {}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.1, "clip": "per-tensor"},
+        {"clip_norm": 0.1, "clip": "delayed"},
+        {"cautious": True},
+        {},
+    ],
+)
 @pytest.mark.parametrize("recipe", ["kahan", "ecc8-int8"])
 def test_steps_during_the_backward_pass(gpu, recipe, options):
     both = pair(gpu, halfstep.AdamW, recipe, gradient_release=True, **options)
@@ -138,7 +157,9 @@ def test_a_gradient_that_is_written_after_its_hook_is_copied_again(gpu):
         for params, opt in both:
             backward(gpu, params, gradients(params, step))
             if opt is both[1][1]:
-                _devices.wait(opt._carrier.copies[params["body.weight"]].down)  # of the gradient as it was
+                _devices.wait(
+                    opt._carrier.copies[params["body.weight"]].down
+                )  # of the gradient as it was
             for p in params.values():
                 with torch.no_grad():
                     if _devices.of(p).type == "cpu":
@@ -214,7 +235,8 @@ def test_micro_batches_in_the_states(gpu):
 
 
 def test_states_go_either_way(gpu):
-    """state_dict() with offload is the one without, and both continue alike; copies and pickles, too."""
+    """state_dict() with offload is the one without, and both continue alike; copies and pickles,
+    too."""
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     run(gpu, both, 1, 3)
     buffer = io.BytesIO()
@@ -233,7 +255,11 @@ def test_states_go_either_way(gpu):
     same(gpu, both)
     params, opt = both[1]
     again = pickle.loads(pickle.dumps(opt)) if gpu.real else copy.deepcopy(opt)
-    assert type(again) is type(opt) and isinstance(again, halfstep.CPUOffload) and isinstance(again, halfstep.AdamW)
+    assert (
+        type(again) is type(opt)
+        and isinstance(again, halfstep.CPUOffload)
+        and isinstance(again, halfstep.AdamW)
+    )
     assert again.minimal_size == SIZE and again._copy_handles is not opt._copy_handles
 
 
@@ -245,7 +271,11 @@ def test_read_and_write(gpu):
         for params, opt in both:
             p = params[name]
             opt.write_weight(p, gpu.read(opt.read_weight(p)) * 1.001)
-            found += [bits(gpu.read(opt.read_weight(p))), bits(gpu.read(opt.read_state(p, "exp_avg"))), bits(gpu.read(p))]
+            found += [
+                bits(gpu.read(opt.read_weight(p))),
+                bits(gpu.read(opt.read_state(p, "exp_avg"))),
+                bits(gpu.read(p)),
+            ]
         assert found[:3] == found[3:], name
     run(gpu, both, 3, 5)
     same(gpu, both)
@@ -257,10 +287,18 @@ def test_schedulers_groups_and_frozen_parameters(gpu):
     for offload, put in ((False, torch.clone), (True, gpu.tensor)):
         params = {name: torch.nn.Parameter(put(v)) for name, v in values.items()}
         params["head.weight"].requires_grad_(False)
-        groups = [{"params": [("body.weight", params["body.weight"])], "lr": 0.01},
-                  {"params": [(n, p) for n, p in params.items() if n != "body.weight"], "weight_decay": 0.1}]
-        opt = halfstep.CPUOffload(groups, "adamw/bf16-sr/int8", minimal_size=0, seed=5) if offload else \
-            halfstep.optimizer("adamw/bf16-sr/int8", groups, seed=5)
+        groups = [
+            {"params": [("body.weight", params["body.weight"])], "lr": 0.01},
+            {
+                "params": [(n, p) for n, p in params.items() if n != "body.weight"],
+                "weight_decay": 0.1,
+            },
+        ]
+        opt = (
+            halfstep.CPUOffload(groups, "adamw/bf16-sr/int8", minimal_size=0, seed=5)
+            if offload
+            else halfstep.optimizer("adamw/bf16-sr/int8", groups, seed=5)
+        )
         extra = torch.nn.Parameter(put(torch.ones(64, 64)))
         opt.add_param_group({"params": [("extra", extra)], "lr": 0.5})
         params["extra"] = extra
@@ -277,7 +315,8 @@ def test_schedulers_groups_and_frozen_parameters(gpu):
 
 
 def test_how_much_is_copied(fake):
-    """Each gradient once to the process, each weight once back, and the weight of the first step once more."""
+    """Each gradient once to the process, each weight once back, and the weight of the first step
+    once more."""
     both = pair(fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0}, clip_norm=1.0)
     size = sum(p.numel() * p.element_size() for p in both[1][0].values())
     run(fake, both, 1, 2)
@@ -355,27 +394,38 @@ def test_an_error_in_the_thread_is_told_and_loses_nothing(gpu, monkeypatch):
 @pytest.mark.parametrize("who", ["the copy", "a hook before it", "a hook after it"])
 @pytest.mark.parametrize("give_up", [False, True], ids=["kept", "given up"])
 def test_a_gradient_hook_that_raises_loses_nothing(fake, monkeypatch, who, give_up):
-    """The caller of backward() gets it, and nothing has changed. Going on with other gradients, and with those that there are
-    by then, has the bits of a plain run: of one without the error, and of one with it."""
+    """The caller of backward() gets it, and nothing has changed. Going on with other gradients, and
+    with those that there are by then, has the bits of a plain run: of one without the error, and of
+    one with it."""
+
     def fail():
         if armed:
             raise MemoryError(f"not {armed.pop()}")
 
     def net():
         torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 48)).bfloat16()
+        return torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 48)
+        ).bfloat16()
 
     def loss(model, step):
         generator = torch.Generator().manual_seed(step)
-        return (model(torch.randn(8, 32, generator=generator).bfloat16()) - 1).float().square().mean()
+        return (
+            (model(torch.randn(8, 32, generator=generator).bfloat16()) - 1).float().square().mean()
+        )
 
     armed, options = [], {"lr": 1e-2, "seed": 5, "clip_norm": 0.1, "states": "int8"}
     models = net(), fake.model(net())
     if who == "a hook before it":
         models[1].get_parameter("2.weight").register_post_accumulate_grad_hook(lambda p: fail())
     plain = halfstep.AdamW(models[0].named_parameters(), **options)
-    opt = halfstep.CPUOffload(models[1].named_parameters(), halfstep.AdamW, minimal_size=1000, offload_gradients=give_up,
-                              **options)
+    opt = halfstep.CPUOffload(
+        models[1].named_parameters(),
+        halfstep.AdamW,
+        minimal_size=1000,
+        offload_gradients=give_up,
+        **options,
+    )
     if who == "the copy":
         fetch = opt._carrier._fetch
 
@@ -427,19 +477,36 @@ def test_a_gradient_hook_that_raises_loses_nothing(fake, monkeypatch, who, give_
 
 @pytest.mark.parametrize("release, give_up", [(False, False), (False, True), (True, False)])
 def test_the_plan_is_what_is_held(fake, release, give_up):
-    both = pair(fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0, "offload_gradients": give_up}, gradient_release=release)
+    both = pair(
+        fake,
+        halfstep.AdamW,
+        "ecc8-int8",
+        how={"minimal_size": 0, "offload_gradients": give_up},
+        gradient_release=release,
+    )
     run(fake, both, 1, 4)
     params, opt = both[1]
-    row, = halfstep.plan(params, "adamw/bf16-ecc8/int8", offload="gradients" if give_up else True, release=release).rows
-    states = sum(v.numel() * v.element_size() for state in opt.state.values() for v in state.values()
-                 if v.dim() and _devices.of(v).type == "cpu") + sum(
-        v.numel() * v.element_size() for v in opt.state[params["scale"]].values() if v.dtype in (torch.bfloat16, torch.uint8, torch.int8))
+    (row,) = halfstep.plan(
+        params, "adamw/bf16-ecc8/int8", offload="gradients" if give_up else True, release=release
+    ).rows
+    states = sum(
+        v.numel() * v.element_size()
+        for state in opt.state.values()
+        for v in state.values()
+        if v.dim() and _devices.of(v).type == "cpu"
+    ) + sum(
+        v.numel() * v.element_size()
+        for v in opt.state[params["scale"]].values()
+        if v.dtype in (torch.bfloat16, torch.uint8, torch.int8)
+    )
     weights = sum(p.numel() * p.element_size() for p in params.values())
     pinned = sum(size for _, size, _ in fake.pins)
     assert pinned == 2 * weights and row.weights == weights and row.copied == 2 * weights
     assert row.host == states + pinned
     assert row.extras == row.states == 0 and row.total == row.weights + row.gradients
-    assert row.gradients == (max(p.numel() * 2 for p in params.values()) if release or give_up else weights)
+    assert row.gradients == (
+        max(p.numel() * 2 for p in params.values()) if release or give_up else weights
+    )
     text = str(halfstep.plan(params, offload=True, memory="1M"))
     assert "states offloaded" in text and "host in all" in text and "55 GB/s" in text
     with pytest.raises(ValueError, match="offload="):
@@ -455,7 +522,9 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", refuse)
     monkeypatch.setattr(_devices, "_told", False)
-    with pytest.warns(RuntimeWarning, match="no memory could be pinned .CUDA error: out of memory."):
+    with pytest.warns(
+        RuntimeWarning, match="no memory could be pinned .CUDA error: out of memory."
+    ):
         assert _devices.pinned((3,), torch.float32).shape == (3,)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -479,21 +548,32 @@ def test_a_grad_scaler_in_the_step(gpu):
 def test_under_the_name_of_torchao(gpu):
     """Its class, with halfstep's and with torch's optimizers inside."""
     from halfstep.compat import torchao
-    for inner, plain in ((torchao.AdamW8bit, torchao.AdamW8bit), (torch.optim.AdamW, halfstep.AdamW)):
+
+    for inner, plain in (
+        (torchao.AdamW8bit, torchao.AdamW8bit),
+        (torch.optim.AdamW, halfstep.AdamW),
+    ):
         both = []
         for offload in (False, True):
             values = start(torch.bfloat16)
-            params = {n: torch.nn.Parameter(gpu.tensor(v) if offload else v) for n, v in values.items()}
+            params = {
+                n: torch.nn.Parameter(gpu.tensor(v) if offload else v) for n, v in values.items()
+            }
             torch.manual_seed(3)  # which the seed is drawn from
-            opt = torchao.CPUOffloadOptimizer(params.values(), inner, lr=1e-3, offload_gradients=True) if offload else \
-                plain(params.values(), lr=1e-3)
+            opt = (
+                torchao.CPUOffloadOptimizer(params.values(), inner, lr=1e-3, offload_gradients=True)
+                if offload
+                else plain(params.values(), lr=1e-3)
+            )
             both.append((params, opt.optimizer if offload else opt))
         assert isinstance(both[1][1], halfstep.CPUOffload)
         run(gpu, both, 1, 4)
         (a, x), (b, y) = both
         assert held(gpu, b, y)[:2] == held(gpu, a, x)[:2]
     with pytest.raises(ValueError, match="no LBFGS"):
-        torchao.CPUOffloadOptimizer([torch.nn.Parameter(gpu.tensor(torch.ones(3)))], torch.optim.LBFGS)
+        torchao.CPUOffloadOptimizer(
+            [torch.nn.Parameter(gpu.tensor(torch.ones(3)))], torch.optim.LBFGS
+        )
 
 
 def test_a_library_without_kernels_offloads_everything(gpu, monkeypatch):
@@ -507,17 +587,29 @@ def test_a_library_without_kernels_offloads_everything(gpu, monkeypatch):
 def test_two_gpus(fake):
     values = start(torch.bfloat16)
     here = {n: torch.nn.Parameter(v.clone()) for n, v in values.items()}
-    there = {n: torch.nn.Parameter(fake.tensor(v, i % 2)) for i, (n, v) in enumerate(values.items())}
+    there = {
+        n: torch.nn.Parameter(fake.tensor(v, i % 2)) for i, (n, v) in enumerate(values.items())
+    }
     options = {"seed": 5, "clip_norm": 0.5, "states": "int8"}
-    both = (here, halfstep.AdamW(here.items(), **options)), (there, halfstep.CPUOffload(there.items(), minimal_size=SIZE, **options))
+    both = (
+        (here, halfstep.AdamW(here.items(), **options)),
+        (
+            there,
+            halfstep.CPUOffload(there.items(), minimal_size=SIZE, **options),
+        ),
+    )
     run(fake, both, 1, 4)
     same(fake, both)
 
 
 def test_wrong_arguments(gpu):
     p = torch.nn.Parameter(gpu.tensor(torch.ones(64, 64)))
-    for recipe, error, said in ((torch.optim.AdamW, TypeError, "class of halfstep"), ("adamv", ValueError, "adamv"), (3, TypeError, "3"),
-                                ("ema", ValueError, "halfstep.EMA")):
+    for recipe, error, said in (
+        (torch.optim.AdamW, TypeError, "class of halfstep"),
+        ("adamv", ValueError, "adamv"),
+        (3, TypeError, "3"),
+        ("ema", ValueError, "halfstep.EMA"),
+    ):
         with pytest.raises(error, match=said):
             halfstep.CPUOffload([p], recipe)
     with pytest.raises(ValueError, match="minimal_size"):
@@ -526,18 +618,34 @@ def test_wrong_arguments(gpu):
         halfstep.CPUOffload([p], compile=True)
     with pytest.raises((TypeError, RuntimeError), match="sparse"):
         opt = halfstep.CPUOffload([("w", p)], minimal_size=0)
-        p.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], (64, 64), check_invariants=True, device=p.device)
+        p.grad = torch.sparse_coo_tensor(
+            [[0], [0]], [1.0], (64, 64), check_invariants=True, device=p.device
+        )
         opt.step()
 
 
 def test_on_the_processor_there_is_nothing_to_move():
-    """Parameters in the process's memory are stepped where they are; real backward passes, whose hooks are torch's."""
+    """Parameters in the process's memory are stepped where they are; real backward passes, whose
+    hooks are torch's."""
     for release in (False, True):
         torch.manual_seed(0)
-        nets = [torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).bfloat16() for _ in range(2)]
+        nets = [
+            torch.nn.Sequential(
+                torch.nn.Linear(96, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)
+            ).bfloat16()
+            for _ in range(2)
+        ]
         nets[1].load_state_dict(nets[0].state_dict())
-        opts = [halfstep.Lion(nets[0].named_parameters(), seed=1, gradient_release=release),
-                halfstep.CPUOffload(nets[1].named_parameters(), halfstep.Lion, seed=1, offload_gradients=True, gradient_release=release)]
+        opts = [
+            halfstep.Lion(nets[0].named_parameters(), seed=1, gradient_release=release),
+            halfstep.CPUOffload(
+                nets[1].named_parameters(),
+                halfstep.Lion,
+                seed=1,
+                offload_gradients=True,
+                gradient_release=release,
+            ),
+        ]
         for step in range(3):
             for net, opt in zip(nets, opts):
                 net(torch.ones(4, 96, dtype=torch.bfloat16)).square().mean().backward()
@@ -558,39 +666,77 @@ def test_the_thread_ends_with_its_optimizer(gpu):
 
 
 def hosted_shards(rank, size, cls, rule, shapes, options):
-    """Rows of DTensors that lie on the (fake) GPU of each rank: weights, norm, and where states of one lie."""
+    """Rows of DTensors that lie on the (fake) GPU of each rank: weights, norm, and where states of
+    one lie."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
     made, patch = Fake(), pytest.MonkeyPatch()
     made.install(patch)
     mesh = init_device_mesh("cpu", (size,))
 
     def put(value):
         cut = distribute_tensor(value, mesh, [Shard(0)])
-        return DTensor.from_local(made.tensor(cut.to_local()), mesh, [Shard(0)], run_check=False, shape=cut.shape, stride=cut.stride())
+        return DTensor.from_local(
+            made.tensor(cut.to_local()),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=cut.shape,
+            stride=cut.stride(),
+        )
 
     values = {name: v for name, v in start(torch.bfloat16, shapes).items() if v.dim()}
     params = {name: torch.nn.Parameter(put(v)) for name, v in values.items()}
-    opt = getattr(halfstep, cls)(params.items(), rule + "/bf16-sr/int8", seed=5, clip_norm=0.5, **options)
+    opt = getattr(halfstep, cls)(
+        params.items(), rule + "/bf16-sr/int8", seed=5, clip_norm=0.5, **options
+    )
     for step in range(1, 4):
         for name, g in gradients(values, step).items():
             params[name].grad = put(g)
             for hook in (params[name]._post_accumulate_grad_hooks or {}).values():
                 hook(params[name])
-            assert params[name].grad is None or cls != "CPUOffload" or not params[name].to_local().numel()
+            assert (
+                params[name].grad is None
+                or cls != "CPUOffload"
+                or not params[name].to_local().numel()
+            )
         opt.step()
     norm = opt.grad_norm
     made.synchronize()
-    whole = {n: DTensor.from_local(p.to_local().clone(), mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride()).full_tensor()
-             for n, p in params.items()}
-    return {n: bits(v) for n, v in whole.items()}, norm, {str(_devices.of(v.to_local())) for v in opt.state[params["body.weight"]].values()
-                                                                  if isinstance(v, DTensor)}
+    whole = {
+        n: (
+            DTensor.from_local(
+                p.to_local().clone(),
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=p.shape,
+                stride=p.stride(),
+            ).full_tensor()
+        )
+        for n, p in params.items()
+    }
+    return (
+        {n: bits(v) for n, v in whole.items()},
+        norm,
+        {
+            str(_devices.of(v.to_local()))
+            for v in opt.state[params["body.weight"]].values()
+            if isinstance(v, DTensor)
+        },
+    )
 
 
 @needs_fake
-@pytest.mark.parametrize("cls, rule, options", [
-    ("CPUOffload", "adamw", {"offload_gradients": True}), ("StateStreaming", "adamw", {"buffer": 900, "minimal_size": 500}),
-    ("StateStreaming", "lamb", {"buffer": 900, "minimal_size": 500})])  # of which each is larger than a buffer
+@pytest.mark.parametrize(
+    "cls, rule, options",
+    [
+        ("CPUOffload", "adamw", {"offload_gradients": True}),
+        ("StateStreaming", "adamw", {"buffer": 900, "minimal_size": 500}),
+        ("StateStreaming", "lamb", {"buffer": 900, "minimal_size": 500}),
+    ],
+)  # of which each is larger than a buffer
 def test_shards(pool, cls, rule, options):
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("no gloo")
@@ -603,4 +749,8 @@ def test_shards(pool, cls, rule, options):
             params[name].grad = g
         opt.step()
     for weights, norm, places in found:
-        assert weights == {n: bits(p) for n, p in params.items()} and norm == opt.grad_norm and places == {"cpu"}
+        assert (
+            weights == {n: bits(p) for n, p in params.items()}
+            and norm == opt.grad_norm
+            and places == {"cpu"}
+        )

@@ -1,5 +1,6 @@
-"""A short tour that any torch from 2.1 on must allow: steps, saving and loading, hooks, release, names. It runs with the pinned
-torch too; for another one see docs/packaging.md."""
+"""A short tour that any torch from 2.1 on must allow: steps, saving and loading, hooks, release,
+names. It runs with the pinned torch too; for another one see docs/packaging.md."""
+
 import copy
 import io
 
@@ -9,20 +10,29 @@ import torch
 import halfstep
 
 pytestmark = pytest.mark.all
-RECIPES = [("f32", torch.float32, {}), ("bf16-sr/int8", torch.bfloat16, {"states": "int8"}),
-           ("bf16-kahan", torch.bfloat16, {"weights": "bf16-kahan"})]
-recipes = pytest.mark.parametrize("dtype, options", [r[1:] for r in RECIPES], ids=[r[0] for r in RECIPES])
+RECIPES = [
+    ("f32", torch.float32, {}),
+    ("bf16-sr/int8", torch.bfloat16, {"states": "int8"}),
+    ("bf16-kahan", torch.bfloat16, {"weights": "bf16-kahan"}),
+]
+recipes = pytest.mark.parametrize(
+    "dtype, options", [r[1:] for r in RECIPES], ids=[r[0] for r in RECIPES]
+)
 
 
 def model_of(dtype):
     torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(dtype)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(
+        dtype
+    )
 
 
 def loss_of(model):
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(128, 64, generator=generator).to(next(model.parameters()).dtype)
-    return torch.nn.functional.mse_loss(model(x).float().squeeze(1), x[:, 0].float() * x[:, 1].float())
+    return torch.nn.functional.mse_loss(
+        model(x).float().squeeze(1), x[:, 0].float() * x[:, 1].float()
+    )
 
 
 def train(model, opt, steps):
@@ -83,7 +93,11 @@ def test_release_gives_the_bits_of_steps(dtype, options):
     for model in models:
         halfstep.name_parameters(model)
     train(models[0], halfstep.AdamW(models[0].parameters(), lr=0.01, **options, seed=0), 4)
-    train(models[1], halfstep.AdamW(models[1].parameters(), lr=0.01, gradient_release=True, **options, seed=0), 4)
+    train(
+        models[1],
+        halfstep.AdamW(models[1].parameters(), lr=0.01, gradient_release=True, **options, seed=0),
+        4,
+    )
     assert same(*models)
 
 
@@ -111,9 +125,16 @@ def test_hooks_schedulers_closures_copies():
     assert same(model, both[0])
 
 
-@pytest.mark.parametrize("name", [n for n in halfstep.__all__ if isinstance(getattr(halfstep, n), type)
-                                  and issubclass(getattr(halfstep, n), halfstep.Optimizer)
-                                  and getattr(halfstep, n).rule])
+@pytest.mark.parametrize(
+    "name",
+    [
+        n
+        for n in halfstep.__all__
+        if isinstance(getattr(halfstep, n), type)
+        and issubclass(getattr(halfstep, n), halfstep.Optimizer)
+        and getattr(halfstep, n).rule
+    ],
+)
 def test_every_class_steps(name):
     model = model_of(torch.bfloat16)
     before = model[0].weight.detach().clone()

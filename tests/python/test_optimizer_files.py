@@ -1,18 +1,23 @@
-"""Optimizers in files, between C and Python: what save_safetensors() writes goes on in halfstep_read_optimizer(), and what
-halfstep_write_optimizer() writes in load_safetensors(), with the bits of a run that stays where it is."""
+"""Optimizers in files, between C and Python: what save_safetensors() writes goes on in
+halfstep_read_optimizer(), and what halfstep_write_optimizer() writes in load_safetensors(), with
+the bits of a run that stays where it is.
+"""
+
 import ctypes
 import os
 from ctypes import POINTER, byref, c_char_p, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 
 import pytest
 import torch
+from conftest import RECIPES, class_of, parameters, run, set_gradients, twins
 
 from halfstep import _abi
-from conftest import RECIPES, class_of, parameters, run, set_gradients, twins
 
 pytest.importorskip("safetensors.torch")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-LIBRARY = os.path.join(os.environ.get("HALFSTEP_BUILD", os.path.join(ROOT, "build")), "libhalfstep_io.so")
+LIBRARY = os.path.join(
+    os.environ.get("HALFSTEP_BUILD", os.path.join(ROOT, "build")), "libhalfstep_io.so"
+)
 
 pytestmark = pytest.mark.skipif(not os.path.exists(LIBRARY), reason=f"{LIBRARY} is not built")
 
@@ -20,8 +25,16 @@ FORMATS = {torch.float32: b"f32", torch.bfloat16: b"bf16"}
 
 
 class FileOptions(ctypes.Structure):
-    _fields_ = [("struct_size", c_uint32), ("settings", c_uint32), ("leave", c_void_p), ("subset", c_uint32),
-                ("reserved", c_uint32), ("shapes", c_void_p), ("optimizer_file", c_char_p), ("model_file", c_char_p)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("settings", c_uint32),
+        ("leave", c_void_p),
+        ("subset", c_uint32),
+        ("reserved", c_uint32),
+        ("shapes", c_void_p),
+        ("optimizer_file", c_char_p),
+        ("model_file", c_char_p),
+    ]
 
 
 class InC:
@@ -31,21 +44,37 @@ class InC:
         # Its dependencies too: one copy of the core library serves both.
         self.lib = ctypes.CDLL(LIBRARY)
         for name in ("halfstep_read_optimizer", "halfstep_write_optimizer"):
-            getattr(self.lib, name).argtypes = [c_char_p, c_void_p, c_void_p, POINTER(FileOptions), c_char_p, c_size_t]
+            getattr(self.lib, name).argtypes = [
+                c_char_p,
+                c_void_p,
+                c_void_p,
+                POINTER(FileOptions),
+                c_char_p,
+                c_size_t,
+            ]
         self.params = {name: p.detach().clone() for name, p in params.items()}
         self.handle, group = c_void_p(), c_int32()
         self.must(self.lib.halfstep_create(None, byref(self.handle)))
         self.must(self.lib.halfstep_add_group(self.handle, recipe.encode(), byref(group)))
         for name, p in self.params.items():
-            tensor = _abi.Tensor(struct_size=ctypes.sizeof(_abi.Tensor), group=group, name=name.encode(), ndim=p.dim(),
-                                 rows=p.shape[0] if p.dim() else 1,
-                                 row_length=p[0].numel() if p.dim() > 1 and len(p) else p.shape[1] if p.dim() > 1 else 1,
-                                 gradient=FORMATS[p.dtype])
+            tensor = _abi.Tensor(
+                struct_size=ctypes.sizeof(_abi.Tensor),
+                group=group,
+                name=name.encode(),
+                ndim=p.dim(),
+                rows=p.shape[0] if p.dim() else 1,
+                row_length=(
+                    p[0].numel() if p.dim() > 1 and len(p) else p.shape[1] if p.dim() > 1 else 1
+                ),
+                gradient=FORMATS[p.dtype],
+            )
             self.must(self.lib.halfstep_add_tensor(self.handle, byref(tensor), byref(c_int32())))
         self.must(self.lib.halfstep_allocate_states(self.handle))
         self.sizes = [(c_uint64 * max(p.dim(), 1))(*p.shape) for p in self.params.values()]
         self.shapes = (c_void_p * len(self.sizes))(*(ctypes.addressof(s) for s in self.sizes))
-        self.options = FileOptions(struct_size=ctypes.sizeof(FileOptions), shapes=ctypes.addressof(self.shapes))
+        self.options = FileOptions(
+            struct_size=ctypes.sizeof(FileOptions), shapes=ctypes.addressof(self.shapes)
+        )
 
     def __del__(self):
         self.lib.halfstep_destroy(self.handle)
@@ -55,32 +84,56 @@ class InC:
 
     def read(self, path):
         text = ctypes.create_string_buffer(512)
-        self.must(self.lib.halfstep_read_optimizer(str(path).encode(), self.handle, None, byref(self.options), text, 512),
-                  text.value)
+        self.must(
+            self.lib.halfstep_read_optimizer(
+                str(path).encode(), self.handle, None, byref(self.options), text, 512
+            ),
+            text.value,
+        )
 
     def write(self, path, weights=False, shapes=True):
-        """With weights, the whole training in one file; without shapes, as a program that knows no more than rows."""
+        """With weights, the whole training in one file; without shapes, as a program that knows no
+        more than rows."""
         text = ctypes.create_string_buffer(512)
         held = (c_void_p * len(self.params))(*(p.data_ptr() or 64 for p in self.params.values()))
-        options = FileOptions(struct_size=ctypes.sizeof(FileOptions), shapes=self.options.shapes if shapes else None)
-        self.must(self.lib.halfstep_write_optimizer(str(path).encode(), self.handle, held if weights else None, byref(options), text,
-                                                    512), text.value)
+        options = FileOptions(
+            struct_size=ctypes.sizeof(FileOptions), shapes=self.options.shapes if shapes else None
+        )
+        self.must(
+            self.lib.halfstep_write_optimizer(
+                str(path).encode(),
+                self.handle,
+                held if weights else None,
+                byref(options),
+                text,
+                512,
+            ),
+            text.value,
+        )
 
     def run(self, first, last):
         for step in range(first, last):
             with_gradients = {name: torch.nn.Parameter(p) for name, p in self.params.items()}
             set_gradients(with_gradients, step)
-            weights = (c_void_p * len(self.params))(*(p.data_ptr() or 64 for p in self.params.values()))
-            gradients = (c_void_p * len(self.params))(*(p.grad.data_ptr() or 64 for p in with_gradients.values()))
+            weights = (c_void_p * len(self.params))(
+                *(p.data_ptr() or 64 for p in self.params.values())
+            )
+            gradients = (c_void_p * len(self.params))(
+                *(p.grad.data_ptr() or 64 for p in with_gradients.values())
+            )
             self.must(self.lib.halfstep_step(self.handle, weights, gradients))
 
 
 def same(params, other):
     for name, p in params.items():
-        assert torch.equal(p.detach().flatten().view(torch.uint8), other[name].detach().flatten().view(torch.uint8)), name
+        assert torch.equal(
+            p.detach().flatten().view(torch.uint8), other[name].detach().flatten().view(torch.uint8)
+        ), name
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lion", "lamb", "muon", "ranger", "adan", "schedulefree"])
+@pytest.mark.parametrize(
+    "rule", ["adamw", "lion", "lamb", "muon", "ranger", "adan", "schedulefree"]
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_from_python_to_c_and_back(rule, recipe, tmp_path):
     dtype, options = RECIPES[recipe]

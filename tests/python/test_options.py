@@ -1,5 +1,7 @@
-"""Options that change what a rule keeps, or what a step goes by: one estimate of the learning rate, states that blocks cannot hold, the reference of
-fully decoupled decay, and what a refused gradient is told to be."""
+"""Options that change what a rule keeps, or what a step goes by: one estimate of the learning rate,
+states that blocks cannot hold, the reference of fully decoupled decay, and what a refused gradient
+is told to be."""
+
 import copy
 
 import pytest
@@ -33,13 +35,17 @@ def test_prodigy_has_one_estimate_for_groups_that_come_late_and_shows_it():
     assert _left(x, goals[0]) < 0.05 and _left(y, goals[1]) < 0.05
     # Those of a file of 0.1.0, which differ, become their largest; the file knew no d of groups.
     saved = o.state_dict()
-    saved["state"][1].update(d=torch.tensor(1e-4, dtype=torch.float64), d_max=torch.tensor(1e-4, dtype=torch.float64))
+    saved["state"][1].update(
+        d=torch.tensor(1e-4, dtype=torch.float64), d_max=torch.tensor(1e-4, dtype=torch.float64)
+    )
     for group in saved["param_groups"]:
         del group["d"], group["d_group"]
     again = halfstep.Prodigy([{"params": [("x", x)]}, {"params": [("y", y)]}])
     again.load_state_dict(saved)
     assert [group["d"] for group in again.param_groups] == [o.scalar(x, "d")] * 2
-    assert again.scalar(y, "d") == o.scalar(x, "d") and again.scalar(y, "d_max") == o.scalar(x, "d_max")
+    assert again.scalar(y, "d") == o.scalar(x, "d") and again.scalar(y, "d_max") == o.scalar(
+        x, "d_max"
+    )
 
 
 def test_prodigy_with_two_rates_wants_two_estimates():
@@ -48,7 +54,9 @@ def test_prodigy_with_two_rates_wants_two_estimates():
 
     def make(**options):
         ps = [torch.nn.Parameter(torch.zeros(16, 64)) for _ in range(2)]
-        return ps, halfstep.Prodigy([{"params": [("x", ps[0])]}, {"params": [("y", ps[1])], "lr": 0.5, **options}])
+        return ps, halfstep.Prodigy(
+            [{"params": [("x", ps[0])]}, {"params": [("y", ps[1])], "lr": 0.5, **options}]
+        )
 
     ps, o = make()
     with pytest.raises(ValueError, match="d_group"):
@@ -84,12 +92,21 @@ def test_prodigy_has_one_estimate_for_several_handles():
         for i in range(60):
             _pull(ps, goals, o, idle={1} if i < 20 or i % 3 == 0 else ())
         found.append((o.param_groups[0]["d"], *ps))
-    assert found[0][0] == found[1][0] and all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:]))
+    assert found[0][0] == found[1][0] and all(
+        torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:])
+    )
 
 
 def test_fully_decoupled_decay_wants_a_reference_that_can_be_meant():
-    for first, options, refused in ((1e-3, {}, False), (1e-8, {}, True), (0.0, {}, True), (1e-5, {}, True), (0.0, {"reference_lr": 1e-3}, False),
-                                    (0.0, {"weight_decay": 0.0}, False), (1e-3, {"weight_decay": 1.5}, True)):
+    for first, options, refused in (
+        (1e-3, {}, False),
+        (1e-8, {}, True),
+        (0.0, {}, True),
+        (1e-5, {}, True),
+        (0.0, {"reference_lr": 1e-3}, False),
+        (0.0, {"weight_decay": 0.0}, False),
+        (1e-3, {"weight_decay": 1.5}, True),
+    ):
         for cls in (halfstep.AdamW, halfstep.Lion):
             p = torch.nn.Parameter(torch.ones(8, 8))
             o = cls([p], lr=first, decay="fully-decoupled", **{"weight_decay": 0.1, **options})
@@ -106,21 +123,37 @@ def test_fully_decoupled_decay_wants_a_reference_that_can_be_meant():
 
 def test_states_that_blocks_cannot_hold_are_told_and_decoded_from_old_files():
     torch.manual_seed(0)
-    for recipe, option, names in (("adam/f32/int8", "amsgrad", ("exp_avg_sq", "max_exp_avg_sq")),
-                                  ("rmsprop/bf16-kahan/fp8", "centered", ("square_avg", "grad_avg"))):
+    for recipe, option, names in (
+        ("adam/f32/int8", "amsgrad", ("exp_avg_sq", "max_exp_avg_sq")),
+        ("rmsprop/bf16-kahan/fp8", "centered", ("square_avg", "grad_avg")),
+    ):
         dtype = torch.bfloat16 if "bf16" in recipe else torch.float32
         plain, p = (torch.nn.Parameter(torch.ones(32, 256, dtype=dtype)) for _ in range(2))
         o = halfstep.optimizer(recipe, [("p", p)], **{option: True})
         told = f"with {option} {names[0]} and {names[1]}"
-        assert told in repr(o) and told in str(halfstep.plan({"p": (32, 256)}, recipe)) and told not in repr(halfstep.optimizer(recipe, [plain]))
+        assert (
+            told in repr(o)
+            and told in str(halfstep.plan({"p": (32, 256)}, recipe))
+            and told not in repr(halfstep.optimizer(recipe, [plain]))
+        )
         for _ in range(3):
             p.grad = torch.randn_like(p)
             o.step()
-        assert all(o.state[p][name].is_floating_point() and name + '.codes' not in o.state[p] for name in names)
-        # Codes as 0.1.0 had them: those of a state of the same role and format, which is no maximum.
-        saved, held, values = copy.deepcopy(o.state_dict()), {}, {name: o.read_state(p, name) for name in names}
+        assert all(
+            o.state[p][name].is_floating_point() and name + ".codes" not in o.state[p]
+            for name in names
+        )
+        # Codes as 0.1.0 had them: those of a state of the same role and format, which is no
+        # maximum.
+        saved, held, values = (
+            copy.deepcopy(o.state_dict()),
+            {},
+            {name: o.read_state(p, name) for name in names},
+        )
         for name in names:
-            coder = halfstep.optimizer(f"adamw/{recipe.split('/')[1]}/{recipe.split('/')[2]}", [plain])
+            coder = halfstep.optimizer(
+                f"adamw/{recipe.split('/')[1]}/{recipe.split('/')[2]}", [plain]
+            )
             plain.grad = torch.zeros_like(plain)
             coder.step()
             like = "exp_avg" if name == "grad_avg" else "exp_avg_sq"
@@ -128,23 +161,42 @@ def test_states_that_blocks_cannot_hold_are_told_and_decoded_from_old_files():
             held[name] = coder.read_state(plain, like)
             state = saved["state"][0]
             state.pop(name), state.pop(name + ".extra", None)
-            state.update((name + part, coder.state[plain][like + part]) for part in (".codes", ".scale", ".grid") if like + part in coder.state[plain])
+            state.update(
+                (name + part, coder.state[plain][like + part])
+                for part in (".codes", ".scale", ".grid")
+                if like + part in coder.state[plain]
+            )
         again = halfstep.optimizer(recipe, [("p", p)], **{option: True})
-        others = {key: saved["state"][0][key].clone() for key in saved["state"][0] if key.endswith((".codes", ".scale")) and not key.startswith(names)}
+        others = {
+            key: saved["state"][0][key].clone()
+            for key in saved["state"][0]
+            if key.endswith((".codes", ".scale")) and not key.startswith(names)
+        }
         again.load_state_dict(saved)
         for name in names:
             assert torch.allclose(again.read_state(p, name), held[name], rtol=2**-8)
         p.grad = None
         again.step()
         assert all(torch.equal(again.state[p][key], value) for key, value in others.items())
-        broken = {**saved, "state": {0: {**saved["state"][0], names[0] + ".scale": saved["state"][0][names[0] + ".scale"] * float("inf")}}}
+        broken = {
+            **saved,
+            "state": {
+                0: {
+                    **saved["state"][0],
+                    names[0] + ".scale": saved["state"][0][names[0] + ".scale"] * float("inf"),
+                }
+            },
+        }
         with pytest.raises(ValueError, match=names[0]):
             again.load_state_dict(broken)
 
 
 def test_options_that_change_formats_between_steps_keep_the_states():
     torch.manual_seed(0)
-    for recipe, option, name in (("adam/f32/int8", "amsgrad", "exp_avg_sq"), ("rmsprop/f32/int4", "centered", "square_avg")):
+    for recipe, option, name in (
+        ("adam/f32/int8", "amsgrad", "exp_avg_sq"),
+        ("rmsprop/f32/int4", "centered", "square_avg"),
+    ):
         p = torch.nn.Parameter(torch.ones(32, 256))
         o = halfstep.optimizer(recipe, [("p", p)])
         for on in (False, True, False, True):
@@ -153,7 +205,10 @@ def test_options_that_change_formats_between_steps_keep_the_states():
             p.grad = None
             o.step()
             if before is not None:
-                assert torch.allclose(o.read_state(p, name), before, rtol=0.3, atol=1e-3) and o.read_state(p, name).gt(0).all()
+                assert (
+                    torch.allclose(o.read_state(p, name), before, rtol=0.3, atol=1e-3)
+                    and o.read_state(p, name).gt(0).all()
+                )
             assert (name in o.state[p] if p in o.state else False) == on or not o.state
             p.grad = torch.randn_like(p)
             o.step()

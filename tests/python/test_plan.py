@@ -1,18 +1,26 @@
 """halfstep.plan: what it promises is, to the byte, what an optimizer then holds."""
+
 import itertools
 import re
 import xml.etree.ElementTree
 
 import pytest
 import torch
+from conftest import RULES, SHAPES, class_of, streams
 from torch import nn
 
 import halfstep
-from conftest import RULES, SHAPES, class_of, streams
 from halfstep import _abi
 from halfstep.plan import Plan, plan
 
-BLOCKS = {"table": (300, 257), "up": (96, 128), "short": (40, 20), "kernel": (16, 8, 3, 3), "bias": (5000,), "scale": ()}
+BLOCKS = {
+    "table": (300, 257),
+    "up": (96, 128),
+    "short": (40, 20),
+    "kernel": (16, 8, 3, 3),
+    "bias": (5000,),
+    "scale": (),
+}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -36,29 +44,40 @@ def optimizer_of(recipe, shapes):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_equal_to_what_an_optimizer_holds(rule):
-    for shapes, weights, states in itertools.product((SHAPES, BLOCKS), ("f32", "bf16-sr", "bf16-ecc8", "f16-kahan"),
-                                                     states_for(rule)):
+    for shapes, weights, states in itertools.product(
+        (SHAPES, BLOCKS), ("f32", "bf16-sr", "bf16-ecc8", "f16-kahan"), states_for(rule)
+    ):
         recipe = "/".join(part for part in (rule, weights, states) if part)
         opt, params = optimizer_of(recipe, shapes)
         for p in params.values():
             p.grad = torch.randn_like(p)
         opt.step()
-        row, = plan(shapes, recipe).rows
-        found = {"weights": row.weights, "gradients": row.gradients, "extras": row.extras, "states": row.states}
+        (row,) = plan(shapes, recipe).rows
+        found = {
+            "weights": row.weights,
+            "gradients": row.gradients,
+            "extras": row.extras,
+            "states": row.states,
+        }
         assert found == opt.memory(), recipe
         held = {key: 0 for key in ("extra", "state")}
         for p in params.values():
             for key, value in streams(opt, p).items():
-                held["extra" if key == "weight.extra" else "state"] += value.numel() * value.element_size()
+                held["extra" if key == "weight.extra" else "state"] += (
+                    value.numel() * value.element_size()
+                )
         assert (row.extras, row.states) == (held["extra"], held["state"]), recipe
         assert row.weights == sum(p.numel() * p.element_size() for p in params.values())
         assert row.gradients == sum(p.grad.numel() * p.grad.element_size() for p in params.values())
-        assert row.total == row.weights + row.extras + row.gradients + row.states and row.recipe == _abi.recipe_full(recipe)
+        assert (
+            row.total == row.weights + row.extras + row.gradients + row.states
+            and row.recipe == _abi.recipe_full(recipe)
+        )
 
 
 def test_adafactor_without_a_first_moment_adds_two_vectors():
     """docs/choosing.md: 4 bytes a parameter, gradients included."""
-    row, = plan({"weight": (4096, 4096)}, "adafactor/bf16-sr").rows
+    (row,) = plan({"weight": (4096, 4096)}, "adafactor/bf16-sr").rows
     assert row.states == 4 * (4096 + 4096) and row.extras == 0
     assert row.total == 4 * 4096 * 4096 + row.states
 
@@ -66,22 +85,34 @@ def test_adafactor_without_a_first_moment_adds_two_vectors():
 def test_the_readme_s_table():
     rows = plan({"weight": (4096, 4096)}).rows
     found = {row.recipe: row.total / 4096**2 for row in rows}
-    assert found == {"adamw/bf16-sr/int4": 5.125, "adamw/bf16-sr/int8": 6.125, "adamw/bf16-ecc8/int8": 7.125,
-                     "adamw/bf16-kahan/bf16-sr": 10.0, "adamw/f32/f32": 16.0}
+    assert found == {
+        "adamw/bf16-sr/int4": 5.125,
+        "adamw/bf16-sr/int8": 6.125,
+        "adamw/bf16-ecc8/int8": 7.125,
+        "adamw/bf16-kahan/bf16-sr": 10.0,
+        "adamw/f32/f32": 16.0,
+    }
     assert [row.total for row in rows] == sorted(found[row.recipe] * 4096**2 for row in rows)
 
 
 def net():
-    return nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 1000))
+    return nn.Sequential(
+        nn.Embedding(1000, 64), nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 1000)
+    )
 
 
 def test_modules_shapes_and_pairs_agree():
     with torch.device("meta"):
         model = net()
     wanted = plan(model).rows
-    for given in (net(), {name: tuple(p.shape) for name, p in model.named_parameters()},
-                  [(name, list(p.shape)) for name, p in model.named_parameters()], model.named_parameters(),
-                  dict(model.named_parameters()), model.state_dict()):
+    for given in (
+        net(),
+        {name: tuple(p.shape) for name, p in model.named_parameters()},
+        [(name, list(p.shape)) for name, p in model.named_parameters()],
+        model.named_parameters(),
+        dict(model.named_parameters()),
+        model.state_dict(),
+    ):
         assert plan(given).rows == wanted
     assert plan([("bias", 7)], "adamw/f32").rows[0].total == 7 * 16
     assert plan({}).rows[0].total == 0
@@ -105,47 +136,93 @@ def test_what_cannot_be_released_is_not_planned_so():
 def test_release_keeps_the_largest_gradient():
     whole, released = plan(net()).rows, plan(net(), release=True).rows
     for row in released:
-        same, = (other for other in whole if other.recipe == row.recipe)
+        (same,) = (other for other in whole if other.recipe == row.recipe)
         width = 4 if row.recipe == "adamw/f32/f32" else 2
-        assert row.gradients == 256 * 1000 * width and row.total == same.total - same.gradients + row.gradients
+        assert (
+            row.gradients == 256 * 1000 * width
+            and row.total == same.total - same.gradients + row.gradients
+        )
 
 
 def test_frozen_parameters_count_as_they_are():
     model = net().bfloat16()
     model[0].weight.requires_grad_(False)
     frozen = plan(model, "adamw/f32")
-    rest = plan({name: p.shape for name, p in model.named_parameters() if p.requires_grad}, "adamw/f32")
-    assert frozen.rows[0].frozen == 64000 * 2 and frozen.rows[0].total == rest.rows[0].total + 128000
+    rest = plan(
+        {name: p.shape for name, p in model.named_parameters() if p.requires_grad}, "adamw/f32"
+    )
+    assert (
+        frozen.rows[0].frozen == 64000 * 2 and frozen.rows[0].total == rest.rows[0].total + 128000
+    )
     assert frozen.rows[0].states == rest.rows[0].states and frozen.parameters == rest.parameters
     assert "frozen" in str(frozen) and "frozen" not in str(rest)
 
 
-@pytest.mark.parametrize("memory, n", [(14 * 2**20, 14 * 2**20), ("14M", 14 * 2**20), ("14 MiB", 14 * 2**20),
-                                       ("1.5G", 3 * 2**29), (24e9, 24 * 10**9), ("1000", 1000), ("2kb", 2048)])
+@pytest.mark.parametrize(
+    "memory, n",
+    [
+        (14 * 2**20, 14 * 2**20),
+        ("14M", 14 * 2**20),
+        ("14 MiB", 14 * 2**20),
+        ("1.5G", 3 * 2**29),
+        (24e9, 24 * 10**9),
+        ("1000", 1000),
+        ("2kb", 2048),
+    ],
+)
 def test_memory(memory, n):
     answer = plan(net(), memory=memory)
     assert answer.memory == n
     assert [row.fits for row in answer.rows] == [row.total <= n for row in answer.rows]
-    assert (f"{sum(row.fits for row in answer.rows)} of 5 recipes fit into") in str(answer)
+    assert f"{sum(row.fits for row in answer.rows)} of 5 recipes fit into" in str(answer)
 
 
 def test_text():
-    answer = plan({"a": (1024, 1024), "b": (1024,)}, ["adamw/f32", "lion/bf16-kahan/int8"], memory=2**20)
+    answer = plan(
+        {"a": (1024, 1024), "b": (1024,)}, ["adamw/f32", "lion/bf16-kahan/int8"], memory=2**20
+    )
     assert isinstance(answer, Plan) and repr(answer) == str(answer)
     lines = str(answer).splitlines()
     assert lines[0] == "1049600 parameters. Bytes per parameter:"
-    assert lines[2].split() == ["recipe", "weights", "extra", "gradients", "states", "total", "in", "all", "fits"]
-    assert lines[3].split() == "lion/bf16-kahan/int8 2.000 2.000 2.000 bf16 1.063 7.063 7.07 MiB no".split()
-    assert lines[4].split() == "adamw/f32/f32 4.000 0.000 4.000 f32 8.000 16.000 16.02 MiB no".split()
-    assert "0 of 2 recipes fit into 1.00 MiB. The smallest lacks 6.07 MiB; release=True may help." in lines
+    assert lines[2].split() == [
+        "recipe",
+        "weights",
+        "extra",
+        "gradients",
+        "states",
+        "total",
+        "in",
+        "all",
+        "fits",
+    ]
+    assert (
+        lines[3].split()
+        == "lion/bf16-kahan/int8 2.000 2.000 2.000 bf16 1.063 7.063 7.07 MiB no".split()
+    )
+    assert (
+        lines[4].split() == "adamw/f32/f32 4.000 0.000 4.000 f32 8.000 16.000 16.02 MiB no".split()
+    )
+    assert (
+        "0 of 2 recipes fit into 1.00 MiB. The smallest lacks 6.07 MiB; release=True may help."
+        in lines
+    )
     html = answer._repr_html_()
     assert html.count("<tr>") == 3 and html.count("<td>") == 16 and "lion/bf16-kahan/int8" in html
-    assert "<b>" not in plan({"<b>": (1,)}, release=True)._repr_html_() and "released" in str(plan({}, release=True))
+    assert "<b>" not in plan({"<b>": (1,)}, release=True)._repr_html_() and "released" in str(
+        plan({}, release=True)
+    )
 
 
-@pytest.mark.parametrize("arguments, text", [
-    (({"a": (2, 2)}, "adamw/bf17"), "bf17"), (({"a": (2, 2)}, ["adam", "nothing"]), "nothing"),
-    (({"a": (2, -2)},), "'a'"), (({"a": (2.5,)},), "'a'"), (({"a": (2,)}, None, False, "much"), "much")])
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (({"a": (2, 2)}, "adamw/bf17"), "bf17"),
+        (({"a": (2, 2)}, ["adam", "nothing"]), "nothing"),
+        (({"a": (2, -2)},), "'a'"),
+        (({"a": (2.5,)},), "'a'"),
+        (({"a": (2,)}, None, False, "much"), "much"),
+    ],
+)
 def test_errors(arguments, text):
     with pytest.raises(ValueError, match=text):
         plan(*arguments)
@@ -156,18 +233,32 @@ def test_in_the_package():
 
 
 def test_bars_are_as_long_as_what_they_stand_for():
-    answer = plan({"a": (1024, 1024)}, ["adamw/f32", "adamw/bf16-kahan/bf16-sr", "adamw/bf16-sr/int4"], memory="8M")
+    answer = plan(
+        {"a": (1024, 1024)},
+        ["adamw/f32", "adamw/bf16-kahan/bf16-sr", "adamw/bf16-sr/int4"],
+        memory="8M",
+    )
     bars = [line for line in str(answer).splitlines() if "█" in line][:3]
-    assert [sum(bar.count(sign) for sign in "█▓▒░") for bar in bars] == [round(48 * row.total / answer.rows[-1].total) for row in answer.rows]
-    whole = bars[-1][bars[-1].index("█"):]
-    assert (whole.count("█"), whole.count("▒"), whole.count("░"), whole.index("|")) == (12, 12, 24, 24)
+    assert [sum(bar.count(sign) for sign in "█▓▒░") for bar in bars] == [
+        round(48 * row.total / answer.rows[-1].total) for row in answer.rows
+    ]
+    whole = bars[-1][bars[-1].index("█") :]
+    assert (whole.count("█"), whole.count("▒"), whole.count("░"), whole.index("|")) == (
+        12,
+        12,
+        24,
+        24,
+    )
     assert all(bar.index("|") == bars[-1].index("|") for bar in bars)
     assert "█ weights   ▓ extras   ▒ gradients   ░ states   | 8.00 MiB" in str(answer)
     assert "|" not in str(plan({"a": (1024, 1024)}))
     picture = answer._repr_html_()
-    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)" height="16" fill="#1f4e79"', picture)]
+    widths = [
+        float(w)
+        for w in re.findall(r'<rect [^>]*width="([\d.]+)" height="16" fill="#1f4e79"', picture)
+    ]
     assert widths[2] == pytest.approx(2 * widths[0], abs=0.2) and picture.count("<line") == 1
-    xml.etree.ElementTree.fromstring(picture[picture.index("<svg"):picture.index("</svg>") + 6])
+    xml.etree.ElementTree.fromstring(picture[picture.index("<svg") : picture.index("</svg>") + 6])
 
 
 def test_nothing_to_draw():
@@ -178,26 +269,55 @@ def test_where_states_are():
     """The formulas of docs/choosing.md, by hand."""
     shapes = {f"m{i}": (1 << 15, 1 << 12) for i in range(8)}
     n = 8 << 27
-    every = {row.way: row for row in plan(shapes, "adamw/bf16-sr/int8", device_memory="5G", bus=50e9, host=100e9, device=1e12).rows}
-    one, = plan(shapes, "adamw/bf16-sr/int8").rows
+    every = {
+        row.way: row
+        for row in plan(
+            shapes, "adamw/bf16-sr/int8", device_memory="5G", bus=50e9, host=100e9, device=1e12
+        ).rows
+    }
+    (one,) = plan(shapes, "adamw/bf16-sr/int8").rows
     states, largest = one.states, one.states // 8
     touched = 2 * 2 * n + 2 * n + 2 * states
     assert {way: (row.total, row.host) for way, row in every.items()} == {
-        "GPU": (4 * n + states, 0), "StateStreaming": (4 * n + 3 * largest, states), "CPUOffload": (4 * n, 4 * n + states),
-        "CPUOffload, offload_gradients": (2 * n + n // 4, 4 * n + states), "GPU, gradient_release": (2 * n + n // 4 + states, 0),
-        "StateStreaming, gradient_release": (2 * n + n // 4 + 3 * largest, states), "CPUOffload, gradient_release": (2 * n + n // 4, 4 * n + states)}
-    assert every["StateStreaming"].seconds == states / 50e9 and every["GPU"].seconds == touched / 1e12
-    assert every["CPUOffload"].seconds == touched / 100e9 + 2 * n / 50e9 and not every["CPUOffload"].hidden
-    assert every["CPUOffload, gradient_release"].seconds == max(touched / 100e9, 4 * n / 50e9) and every["CPUOffload, gradient_release"].hidden
+        "GPU": (4 * n + states, 0),
+        "StateStreaming": (4 * n + 3 * largest, states),
+        "CPUOffload": (4 * n, 4 * n + states),
+        "CPUOffload, offload_gradients": (2 * n + n // 4, 4 * n + states),
+        "GPU, gradient_release": (2 * n + n // 4 + states, 0),
+        "StateStreaming, gradient_release": (2 * n + n // 4 + 3 * largest, states),
+        "CPUOffload, gradient_release": (2 * n + n // 4, 4 * n + states),
+    }
+    assert (
+        every["StateStreaming"].seconds == states / 50e9 and every["GPU"].seconds == touched / 1e12
+    )
+    assert (
+        every["CPUOffload"].seconds == touched / 100e9 + 2 * n / 50e9
+        and not every["CPUOffload"].hidden
+    )
+    assert (
+        every["CPUOffload, gradient_release"].seconds == max(touched / 100e9, 4 * n / 50e9)
+        and every["CPUOffload, gradient_release"].hidden
+    )
     # The quickest that fits and loses nothing, then that which judges singly, then the smallest.
-    for memory, way, fits in (("9G", "GPU", True), ("5G", "StateStreaming", True), ("4G", "CPUOffload", True), ("3G", "CPUOffload, offload_gradients", True),
-                              ("2G", "CPUOffload, gradient_release", False)):
-        found, = plan(shapes, ["adamw/bf16-sr/int8"], device_memory=memory).rows
+    for memory, way, fits in (
+        ("9G", "GPU", True),
+        ("5G", "StateStreaming", True),
+        ("4G", "CPUOffload", True),
+        ("3G", "CPUOffload, offload_gradients", True),
+        ("2G", "CPUOffload, gradient_release", False),
+    ):
+        (found,) = plan(shapes, ["adamw/bf16-sr/int8"], device_memory=memory).rows
         assert (found.way, found.fits) == (way, fits), memory
     text = str(plan(shapes, device_memory="5G"))
     assert "StateStreaming" in text and "5.00 GiB on the GPU" in text and "<=" in text
     assert "StateStreaming" in plan(shapes, "lion", device_memory="5G")._repr_html_()
-    for options, said in (({"release": True}, "device_memory="), ({"offload": True}, "device_memory="), ({"memory": "1G"}, "device_memory="), ({"bus": 0}, "bus="),
-                          ({"host": "fast"}, "host="), ({"device": True}, "device=")):
+    for options, said in (
+        ({"release": True}, "device_memory="),
+        ({"offload": True}, "device_memory="),
+        ({"memory": "1G"}, "device_memory="),
+        ({"bus": 0}, "bus="),
+        ({"host": "fast"}, "host="),
+        ({"device": True}, "device="),
+    ):
         with pytest.raises(ValueError, match=said):
             plan(shapes, device_memory="5G", **options)

@@ -1,14 +1,28 @@
-"""Gradient release, with accumulation, clipping and schedulers, and the step protocols of trainers."""
+"""Gradient release, with accumulation, clipping and schedulers, and the step protocols of
+trainers."""
+
 import copy
 import math
 import warnings
 
 import pytest
 import torch
+from conftest import (
+    RECIPES,
+    bits,
+    class_of,
+    loss_of,
+    network,
+    recipes,
+    rules,
+    same,
+    saved,
+    set_gradients,
+    states,
+)
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import halfstep
-from conftest import RECIPES, bits, class_of, loss_of, network, recipes, rules, same, saved, set_gradients, states
 from halfstep import _abi
 
 
@@ -25,7 +39,9 @@ def test_gradient_release_gives_the_bits_of_a_plain_step(rule, recipe):
             opt.prepare_gradient_release()
         assert not opt.gradient_release
         return
-    opt = class_of(rule)(model.named_parameters(), lr=0.01, gradient_release=True, **formats, seed=0)
+    opt = class_of(rule)(
+        model.named_parameters(), lr=0.01, gradient_release=True, **formats, seed=0
+    )
     reference = class_of(rule)(other.named_parameters(), lr=0.01, **formats, seed=0)
     for step in range(4):
         loss_of(model, step).backward()
@@ -44,7 +60,10 @@ def test_gradient_release_gives_the_bits_of_a_plain_step(rule, recipe):
 def test_gradient_release_by_methods():
     """prepare_gradient_release(), then plain steps again after remove_gradient_release()."""
     model, other = network(), network()
-    opt, reference = halfstep.AdamW(model.named_parameters(), seed=0), halfstep.AdamW(other.named_parameters(), seed=0)
+    opt, reference = (
+        halfstep.AdamW(model.named_parameters(), seed=0),
+        halfstep.AdamW(other.named_parameters(), seed=0),
+    )
     for phase in (True, False, True, False):
         if phase:
             opt.prepare_gradient_release()
@@ -78,6 +97,7 @@ def test_hooks_are_registered_once_and_die_with_the_optimizer():
     assert opt.state[model[0].weight]["step"].item() == 2
     del opt
     import gc
+
     gc.collect()
     before = [bits(p) for p in model.parameters()]
     loss_of(model, 2).backward()
@@ -86,7 +106,8 @@ def test_hooks_are_registered_once_and_die_with_the_optimizer():
 
 
 def test_schedulers_in_release_without_step():
-    """The form of optimi's README: backward() and scheduler.step() only, options read all the same."""
+    """The form of optimi's README: backward() and scheduler.step() only, options read all the
+    same."""
     model, other = network(), network()
     opt = halfstep.AdamW(model.named_parameters(), lr=0.01, gradient_release=True, seed=0)
     reference = halfstep.AdamW(other.named_parameters(), lr=0.01, seed=0)
@@ -106,7 +127,9 @@ def test_schedulers_in_release_without_step():
 @pytest.mark.parametrize("limit", [1e-2, 0.5])
 def test_release_with_per_tensor_clipping(limit):
     model, other = network(), network()
-    opt = halfstep.AdamW(model.named_parameters(), lr=0.01, gradient_release=True, clip_norm=limit, clip="per-tensor")
+    opt = halfstep.AdamW(
+        model.named_parameters(), lr=0.01, gradient_release=True, clip_norm=limit, clip="per-tensor"
+    )
     reference = torch.optim.AdamW(other.parameters(), lr=0.01)
     for step in range(5):
         loss_of(model, step).backward()
@@ -123,7 +146,9 @@ def test_release_with_per_tensor_clipping(limit):
 def test_release_with_delayed_clipping():
     """The norm of the round before; in the first each tensor's own."""
     model, other = network(), network()
-    opt = halfstep.SGD(model.named_parameters(), lr=0.5, gradient_release=True, clip_norm=0.05, clip="delayed")
+    opt = halfstep.SGD(
+        model.named_parameters(), lr=0.5, gradient_release=True, clip_norm=0.05, clip="delayed"
+    )
     reference = torch.optim.SGD(other.parameters(), lr=0.5)
     norm = None
     for step in range(6):
@@ -184,13 +209,22 @@ def test_a_copied_model_keeps_its_own_release():
 @pytest.mark.parametrize("recipe", ["f32", "sr-int4"])
 @pytest.mark.parametrize("rule", ["adamw", "lion", "adan", "radam", "stableadamw"])
 def test_accumulation_with_and_without_release(rule, recipe):
-    """Micro-steps put gradients into states and leave weights alone; release makes no difference to the bits."""
+    """Micro-steps put gradients into states and leave weights alone; release makes no difference to
+    the bits."""
     dtype, formats = RECIPES[recipe]
     models, opts = [], []
     for release in (True, False):
         models.append(network(dtype))
-        opts.append(class_of(rule)(models[-1].named_parameters(), lr=0.01, gradient_release=release,
-                                   optimizer_accumulation=True, **formats, seed=0))
+        opts.append(
+            class_of(rule)(
+                models[-1].named_parameters(),
+                lr=0.01,
+                gradient_release=release,
+                optimizer_accumulation=True,
+                **formats,
+                seed=0,
+            )
+        )
     for step in range(8):
         last = step % 4 == 3
         for model, opt in zip(models, opts):
@@ -203,13 +237,23 @@ def test_accumulation_with_and_without_release(rule, recipe):
             assert all(changed) if last else not any(changed)
     assert [bits(p) for p in models[0].parameters()] == [bits(p) for p in models[1].parameters()]
     assert states(opts[0]) == states(opts[1])
-    assert all(s["step"].item() == 8 and s["full_steps"] == 2 for s in opts[0].state_dict()["state"].values())
+    assert all(
+        s["step"].item() == 8 and s["full_steps"] == 2
+        for s in opts[0].state_dict()["state"].values()
+    )
 
 
 def test_release_accumulation_clipping_and_scheduler_together():
     """Everything at once is what the parts say: here against a reference made of plain steps."""
     model, other = network(), network()
-    opt = halfstep.AdamW(model.named_parameters(), lr=0.02, gradient_release=True, clip_norm=0.02, clip="per-tensor", seed=0)
+    opt = halfstep.AdamW(
+        model.named_parameters(),
+        lr=0.02,
+        gradient_release=True,
+        clip_norm=0.02,
+        clip="per-tensor",
+        seed=0,
+    )
     reference = halfstep.AdamW(other.named_parameters(), lr=0.02, seed=0)
     schedulers = [OneCycleLR(o, max_lr=0.05, total_steps=10) for o in (opt, reference)]
     for step in range(4):
@@ -237,8 +281,11 @@ def test_release_with_non_finite_gradients(caught):
     loss_of(model, 0).backward()
     opt.step()
     handle = model[2].weight.register_hook(lambda g: g * math.nan)
+
     def now():
-        return {n: (bits(p), s) for (n, p), s in zip(model.named_parameters(), states(opt).values())}
+        return {
+            n: (bits(p), s) for (n, p), s in zip(model.named_parameters(), states(opt).values())
+        }
 
     before = now()
     loss_of(model, 1).backward()
@@ -255,13 +302,18 @@ def test_release_with_non_finite_gradients(caught):
 
 @recipes
 def test_step_param_and_step_parameter(recipe):
-    """The protocols of the diffusion trainers: one tensor at a time, with its group, and with its position."""
+    """The protocols of the diffusion trainers: one tensor at a time, with its group, and with its
+    position."""
     dtype, formats = RECIPES[recipe]
     models = [network(dtype) for _ in range(4)]
     opts = []
     for m in models:
         named = list(m.named_parameters())
-        opts.append(halfstep.AdamW([{"params": named[:3]}, {"params": named[3:], "lr": 0.05}], **formats, seed=0))
+        opts.append(
+            halfstep.AdamW(
+                [{"params": named[:3]}, {"params": named[3:], "lr": 0.05}], **formats, seed=0
+            )
+        )
     assert opts[0].supports_fused_back_pass() is True
     for step in range(3):
         for m in models:
@@ -314,6 +366,7 @@ def test_gradients_set_by_hand_in_release_mode():
 
 def test_shared_parameters_are_stepped_once_in_release():
     """A tensor used twice gets its whole gradient, then one step."""
+
     def tied():
         torch.manual_seed(1)
         first, second = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
@@ -335,7 +388,8 @@ def test_shared_parameters_are_stepped_once_in_release():
 
 
 def test_release_refuses_a_loop_that_accumulates():
-    """Four backward passes and one step(), as trainers do it: an exception at the first step(), then at the second backward()."""
+    """Four backward passes and one step(), as trainers do it: an exception at the first step(),
+    then at the second backward()."""
     model = network()
     opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
     for step in range(4):

@@ -1,19 +1,26 @@
-"""Residuals and error codes belong to the very weight that they were left over from: a weight that somebody else has written
-has none, and whatever merely looks like a write keeps its own."""
+"""Residuals and error codes belong to the very weight that they were left over from: a weight that
+somebody else has written has none, and whatever merely looks like a write keeps its own."""
+
 import copy
 import pickle
 import warnings
 
 import pytest
 import torch
+from conftest import bits, class_of, run, saved, set_gradients, states
 from torch import nn
 
 import halfstep
-from conftest import bits, class_of, run, saved, set_gradients, states, twins
 from halfstep import EMA
 
-FORMATS = {"bf16-kahan": torch.bfloat16, "bf16-ecc8": torch.bfloat16, "bf16-ecc16": torch.bfloat16,
-           "f16-kahan": torch.float16, "f16-ecc8": torch.float16, "f16-ecc16": torch.float16}
+FORMATS = {
+    "bf16-kahan": torch.bfloat16,
+    "bf16-ecc8": torch.bfloat16,
+    "bf16-ecc16": torch.bfloat16,
+    "f16-kahan": torch.float16,
+    "f16-ecc8": torch.float16,
+    "f16-ecc16": torch.float16,
+}
 formats = pytest.mark.parametrize("weights", FORMATS)
 SHAPES = {"matrix": (24, 96), "scalar": (), "vector": (33,)}
 
@@ -22,8 +29,12 @@ class Model(nn.Module):
     def __init__(self, dtype, seed=0):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.tree = nn.ParameterDict({name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-                                      for name, shape in SHAPES.items()})
+        self.tree = nn.ParameterDict(
+            {
+                name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+                for name, shape in SHAPES.items()
+            }
+        )
 
     def named(self):
         return dict(self.named_parameters())
@@ -32,7 +43,9 @@ class Model(nn.Module):
 def made(weights, rule="adamw", seed=0, **options):
     model = Model(FORMATS[weights], seed)
     asked = weights.replace("f16", "bf16") if weights.startswith("f16") else weights
-    return model, class_of(rule)(model.named_parameters(), lr=2.0 ** -9, weights=asked, seed=0, **options)
+    return model, class_of(rule)(
+        model.named_parameters(), lr=2.0**-9, weights=asked, seed=0, **options
+    )
 
 
 def something_in(opt, model):
@@ -48,14 +61,22 @@ def silent():
 
 OTHER_WAYS = {
     "load_state_dict": lambda model, other: model.load_state_dict(other.state_dict()),
-    "copy_": lambda model, other: [p.copy_(q) for p, q in zip(model.parameters(), other.parameters())],
-    "data": lambda model, other: [setattr(p, "data", q.detach().clone())
-                                  for p, q in zip(model.parameters(), other.parameters())],
-    "through a view": lambda model, other: [p.view(-1).copy_(q.view(-1))
-                                            for p, q in zip(model.parameters(), other.parameters())],
+    "copy_": lambda model, other: [
+        p.copy_(q) for p, q in zip(model.parameters(), other.parameters())
+    ],
+    "data": lambda model, other: [
+        setattr(p, "data", q.detach().clone())
+        for p, q in zip(model.parameters(), other.parameters())
+    ],
+    "through a view": lambda model, other: [
+        p.view(-1).copy_(q.view(-1)) for p, q in zip(model.parameters(), other.parameters())
+    ],
     "vector_to_parameters": lambda model, other: nn.utils.vector_to_parameters(
-        nn.utils.parameters_to_vector(other.parameters()), model.parameters()),
-    "foreach": lambda model, other: torch._foreach_copy_(list(model.parameters()), list(other.parameters())),
+        nn.utils.parameters_to_vector(other.parameters()), model.parameters()
+    ),
+    "foreach": lambda model, other: torch._foreach_copy_(
+        list(model.parameters()), list(other.parameters())
+    ),
 }
 
 
@@ -91,7 +112,8 @@ def test_a_weight_that_others_wrote_has_no_residual(weights, way):
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 def test_a_checkpoint_in_either_order_resumes_bit_for_bit(weights, order, used, silent):
-    """Also in a process that has made steps of its own before, and with looks at the optimizer between the two."""
+    """Also in a process that has made steps of its own before, and with looks at the optimizer
+    between the two."""
     model, opt = made(weights)
     run(opt, model.named(), 0, 3)
     checkpoint = saved({"model": model.state_dict(), "optimizer": opt.state_dict()})
@@ -113,7 +135,8 @@ def test_a_checkpoint_in_either_order_resumes_bit_for_bit(weights, order, used, 
 
 @formats
 def test_a_checkpoint_in_place_resumes_bit_for_bit(weights, silent):
-    """As torch.distributed.checkpoint loads: into the tensors of both, in any order, of an optimizer in mid-run."""
+    """As torch.distributed.checkpoint loads: into the tensors of both, in any order, of an
+    optimizer in mid-run."""
     for first in (0, 1):
         model, opt = made(weights)
         run(opt, model.named(), 0, 3)
@@ -134,7 +157,7 @@ def test_a_checkpoint_in_place_resumes_bit_for_bit(weights, silent):
                     if isinstance(value, torch.Tensor) and key != "step":
                         value.copy_(held[i][key])
 
-        for act in (weights_in, states_in)[::-1 if first else 1]:
+        for act in (weights_in, states_in)[:: -1 if first else 1]:
             act()
         run(other, fresh.named(), 3, 6)
         assert [bits(p) for p in fresh.parameters()] == after
@@ -150,14 +173,31 @@ def test_safetensors_in_either_order(weights, tmp_path, silent):
     run(opt, model.named(), 3, 5)
     for first in (0, 1):
         fresh, other = made(weights, seed=5)
-        for act in (lambda: fresh.load_state_dict(kept), lambda: other.load_safetensors(tmp_path / "o"))[::-1 if first else 1]:
+        for act in (
+            lambda: fresh.load_state_dict(kept),
+            lambda: other.load_safetensors(tmp_path / "o"),
+        )[:: -1 if first else 1]:
             act()
         run(other, fresh.named(), 3, 5)
         assert [bits(p) for p in fresh.parameters()] == [bits(p) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("look", ["read_weight", "read_average", "state_dict", "pickle", "deepcopy", "safetensors", "average",
-                                  "accumulate", "conversion", "release", "torch_state_dict"])
+@pytest.mark.parametrize(
+    "look",
+    [
+        "read_weight",
+        "read_average",
+        "state_dict",
+        "pickle",
+        "deepcopy",
+        "safetensors",
+        "average",
+        "accumulate",
+        "conversion",
+        "release",
+        "torch_state_dict",
+    ],
+)
 def test_every_use_notices(look, tmp_path):
     """Whatever reads the pair first."""
     model, opt = made("bf16-ecc8")
@@ -215,7 +255,9 @@ def test_every_use_notices(look, tmp_path):
 
 
 @formats
-@pytest.mark.parametrize("way", ["step", "release", "write_weight", "strided", "some gradients", "accumulation", "flat"])
+@pytest.mark.parametrize(
+    "way", ["step", "release", "write_weight", "strided", "some gradients", "accumulation", "flat"]
+)
 def test_our_own_writes_are_no_strangers(weights, way, silent):
     """Steps of all kinds, looked at between: no residual goes."""
     results = []
@@ -228,9 +270,14 @@ def test_our_own_writes_are_no_strangers(weights, way, silent):
         if way == "flat":  # one storage, one version counter
             flat = torch.cat([p.detach().reshape(-1) for p in params.values()])
             places = torch.tensor([0] + [p.numel() for p in params.values()]).cumsum(0).tolist()
-            params = {n: nn.Parameter(flat[a:b].view(p.shape)) for (n, p), a, b in zip(params.items(), places, places[1:])}
+            params = {
+                n: nn.Parameter(flat[a:b].view(p.shape))
+                for (n, p), a, b in zip(params.items(), places, places[1:])
+            }
             assert len({p._version for p in params.values()}) == 1
-            opt = type(opt)(list(params.items()), lr=2.0 ** -9, weights=opt.defaults["weights"], seed=0)
+            opt = type(opt)(
+                list(params.items()), lr=2.0**-9, weights=opt.defaults["weights"], seed=0
+            )
         if way == "release":
             opt.prepare_gradient_release()
         for step in range(4):
@@ -289,7 +336,8 @@ def test_a_weight_that_moves_keeps_its_residual(weights, silent):
 
 
 def test_moved_and_written():
-    """First written, then moved: the memory that it had is no proof any more. Memory that was freed proves nothing."""
+    """First written, then moved: the memory that it had is no proof any more. Memory that was freed
+    proves nothing."""
     for order in ("written first", "written after", "freed"):
         model, opt = made("bf16-ecc16")
         run(opt, model.named(), 0, 3)
@@ -310,13 +358,16 @@ def test_moved_and_written():
 
 
 def test_masks_lose_residuals_and_write_weight_keeps_them():
-    """The remedy of the warning: a mask by read_weight() and write_weight() trains as fp32 with the mask does."""
+    """The remedy of the warning: a mask by read_weight() and write_weight() trains as fp32 with the
+    mask does."""
     ends = {}
     for way in ("f32", "mul_", "write_weight"):
-        p = nn.Parameter(torch.full((8, 64), 1.0, dtype=torch.float32 if way == "f32" else torch.bfloat16))
+        p = nn.Parameter(
+            torch.full((8, 64), 1.0, dtype=torch.float32 if way == "f32" else torch.bfloat16)
+        )
         mask = torch.ones(8, 64)
         mask[:, ::2] = 0
-        opt = halfstep.SGD([("p", p)], lr=2.0 ** -13, weights="bf16-ecc16")
+        opt = halfstep.SGD([("p", p)], lr=2.0**-13, weights="bf16-ecc16")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if way == "mul_" else "error")
             for _ in range(64):
@@ -329,16 +380,17 @@ def test_masks_lose_residuals_and_write_weight_keeps_them():
                         p.mul_(mask.to(p.dtype))
         ends[way] = opt.read_weight(p)
     assert torch.equal(ends["write_weight"], ends["f32"])
-    assert ends["f32"][0, 1] == 1 - 2.0 ** -7 and ends["mul_"][0, 1] == 1.0
+    assert ends["f32"][0, 1] == 1 - 2.0**-7 and ends["mul_"][0, 1] == 1.0
 
 
 @pytest.mark.parametrize("rule", ["schedulefree", "ranger"])
 def test_residuals_of_states_stay(rule):
-    """Slow weights and schedule-free's z are states: what is beside them is theirs, whoever writes the weight."""
+    """Slow weights and schedule-free's z are states: what is beside them is theirs, whoever writes
+    the weight."""
     model, opt = made("bf16-kahan", rule)
     run(opt, model.named(), 0, 7)
     p = model.tree["matrix"]
-    key, = (k for k in opt.state[p] if k.endswith(".extra") and k != "weight.extra")
+    (key,) = (k for k in opt.state[p] if k.endswith(".extra") and k != "weight.extra")
     before = bits(opt.state[p][key])
     with torch.no_grad():
         p.mul_(0.5)
@@ -373,21 +425,22 @@ def test_weights_of_inference_mode(silent):
     """They count no versions: nothing can be told, and nothing breaks."""
     with torch.inference_mode():
         p = nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16), requires_grad=False)
-        opt = halfstep.AdamW([("p", p)], weights="bf16-kahan", lr=2.0 ** -12)
+        opt = halfstep.AdamW([("p", p)], weights="bf16-kahan", lr=2.0**-12)
         for _ in range(3):
             p.grad = torch.ones_like(p)
             opt.step()
     assert opt.state[p]["weight.extra"].any()
 
 
-# ---- Compiled steps -----------------------------------------------------------------------------------------------------
+# ---- Compiled steps ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("weights", ["bf16-kahan", "bf16-ecc8"])
 @pytest.mark.skipif(not hasattr(torch, "compile"), reason="this torch has no compiler")
 def test_compiled_steps(backend, weights):
-    """Compilers increment versions around the operator, each in its way: not taken for writes, and writes are seen."""
+    """Compilers increment versions around the operator, each in its way: not taken for writes, and
+    writes are seen."""
     torch._dynamo.reset()
     model, opt = made(weights, compile=True)
     reference, other = made(weights)
@@ -399,7 +452,9 @@ def test_compiled_steps(backend, weights):
             if missing:
                 m.tree[missing].grad = None
             act()
-        assert [bits(p) for p in model.parameters()] == [bits(p) for p in reference.parameters()], number
+        assert [bits(p) for p in model.parameters()] == [bits(p) for p in reference.parameters()], (
+            number
+        )
         assert states(opt) == states(other), number
 
     with warnings.catch_warnings():
@@ -430,7 +485,7 @@ def test_compiled_steps(backend, weights):
     torch._dynamo.reset()
 
 
-# ---- Averages -----------------------------------------------------------------------------------------------------------
+# ---- Averages ------------------------------------------------------------------------------------
 
 
 def averaged(weights):
@@ -459,13 +514,18 @@ def test_averages_that_others_wrote_have_no_residual(weights, use, assign):
             judge.counters[0] = 4
             judge.update_parameters(model)
             ema.update_parameters(model)
-            assert {k: bits(v) for k, v in ema.state_dict().items()} == {k: bits(v) for k, v in judge.state_dict().items()}
+            assert {k: bits(v) for k, v in ema.state_dict().items()} == {
+                k: bits(v) for k, v in judge.state_dict().items()
+            }
         elif use == "full_state_dict":
             full = ema.full_state_dict()
             assert all(torch.equal(full[n], p.float()) for n, p in ema.module.named_parameters())
         else:
-            found = {"state_dict": lambda e: e, "deepcopy": copy.deepcopy,
-                     "pickle": lambda e: pickle.loads(pickle.dumps(e))}[use](ema).state_dict()
+            found = {
+                "state_dict": lambda e: e,
+                "deepcopy": copy.deepcopy,
+                "pickle": lambda e: pickle.loads(pickle.dumps(e)),
+            }[use](ema).state_dict()
             assert not any(v.any() for k, v in found.items() if k.startswith("extra."))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -483,14 +543,17 @@ def test_averages_load_and_move_with_their_residuals(weights, silent):
             other.update_parameters(model)
             other.update_parameters(model)
         other.load_state_dict(kept)
-        assert {k: bits(v) for k, v in other.full_state_dict().items()} == \
-            {k: bits(v) for k, v in ema.full_state_dict().items()}
+        assert {k: bits(v) for k, v in other.full_state_dict().items()} == {
+            k: bits(v) for k, v in ema.full_state_dict().items()
+        }
         follows = copy.deepcopy(ema)
         for e in (other, follows):
             e.module.share_memory()
             e.update_parameters(model)
             e.update_parameters(model)
-        assert {k: bits(v) for k, v in other.state_dict().items()} == {k: bits(v) for k, v in follows.state_dict().items()}
+        assert {k: bits(v) for k, v in other.state_dict().items()} == {
+            k: bits(v) for k, v in follows.state_dict().items()
+        }
 
 
 def test_an_average_that_starts_anew_says_nothing(silent):
@@ -501,7 +564,7 @@ def test_an_average_that_starts_anew_says_nothing(silent):
     assert all(torch.equal(p, q) for p, q in zip(ema.module.parameters(), model.parameters()))
 
 
-# ---- The same bits put back ----------------------------------------------------------------------------------------------------
+# ---- The same bits put back ----------------------------------------------------------------------
 
 
 def knows_hashes(model, opt):
@@ -516,7 +579,8 @@ def knows_hashes(model, opt):
 @formats
 @pytest.mark.parametrize("way", ["step", "step_param", "release", "accumulation", "strided"])
 def test_bits_that_come_back_cost_no_residual(weights, way):
-    """Averages swapped in and out, SAM's climb and return: after every step, bit for bit as if nobody had."""
+    """Averages swapped in and out, SAM's climb and return: after every step, bit for bit as if
+    nobody had."""
     ends = []
     for swapped in (False, True):
         model, opt = made(weights)
@@ -554,9 +618,19 @@ def test_bits_that_come_back_cost_no_residual(weights, way):
 @formats
 def test_only_rows_that_changed_lose_theirs(weights):
     """Rows of a matrix, pieces of 256 of a vector."""
-    matrix, vector = (nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(FORMATS[weights])) for shape in ((24, 96), (600,)))
+    matrix, vector = (
+        nn.Parameter(
+            torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(FORMATS[weights])
+        )
+        for shape in ((24, 96), (600,))
+    )
     params = {"matrix": matrix, "vector": vector}
-    opt = halfstep.AdamW(params.items(), lr=2.0 ** -9, weights=weights.replace("f16", "bf16") if weights.startswith("f16") else weights, seed=0)
+    opt = halfstep.AdamW(
+        params.items(),
+        lr=2.0**-9,
+        weights=weights.replace("f16", "bf16") if weights.startswith("f16") else weights,
+        seed=0,
+    )
     run(opt, params, 0, 3)
     knows_hashes(nn.ParameterDict(params), opt)
     run(opt, params, 3, 6)
@@ -577,7 +651,8 @@ def test_only_rows_that_changed_lose_theirs(weights):
 @formats
 @pytest.mark.parametrize("look", ["nothing", "state_dict", "read_state"])
 def test_a_pair_that_was_loaded_is_judged_by_its_bits(weights, look):
-    """Weights that come after the optimizer's state: those of the state keep their residuals, rows of others have none."""
+    """Weights that come after the optimizer's state: those of the state keep their residuals, rows
+    of others have none."""
     model, opt = made(weights)
     run(opt, model.named(), 0, 3)
     kept = saved({"model": model.state_dict(), "optimizer": opt.state_dict()})
@@ -608,9 +683,19 @@ def test_a_copy_knows_its_weights(way):
     """Weights of a copy that are set to zero have no residuals of other weights."""
     model, opt = made("bf16-kahan")
     run(opt, model.named(), 0, 3)
-    copied, other = copy.deepcopy((model, opt)) if way == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
-    assert torch.equal(other.read_weight(copied.tree["matrix"]), opt.read_weight(model.tree["matrix"]))
-    copied, other = copy.deepcopy((model, opt)) if way == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
+    copied, other = (
+        copy.deepcopy((model, opt))
+        if way == "deepcopy"
+        else pickle.loads(pickle.dumps((model, opt)))
+    )
+    assert torch.equal(
+        other.read_weight(copied.tree["matrix"]), opt.read_weight(model.tree["matrix"])
+    )
+    copied, other = (
+        copy.deepcopy((model, opt))
+        if way == "deepcopy"
+        else pickle.loads(pickle.dumps((model, opt)))
+    )
     with torch.no_grad():
         copied.tree["matrix"].zero_()
     with pytest.warns(UserWarning, match="tree.matrix"):
@@ -618,7 +703,8 @@ def test_a_copy_knows_its_weights(way):
 
 
 def test_full_precision_beside_the_state():
-    """Weights that round to other bits than they had: their rows lose the residuals that belonged to those."""
+    """Weights that round to other bits than they had: their rows lose the residuals that belonged
+    to those."""
     model, opt = made("bf16-kahan")
     run(opt, model.named(), 0, 40)
     whole, state = halfstep.full_precision_state_dict(model, opt), saved(opt.state_dict())
@@ -633,7 +719,8 @@ def test_full_precision_beside_the_state():
 
 
 def test_hashes_of_a_kept_state_end_with_the_next_step():
-    """The residual in a state that is kept goes on, so that the hash beside it is none of its weight any more."""
+    """The residual in a state that is kept goes on, so that the hash beside it is none of its
+    weight any more."""
     model, opt = made("bf16-kahan")
     run(opt, model.named(), 0, 2)
     live, copied = opt.state_dict(), copy.deepcopy(opt.state_dict())
@@ -643,7 +730,9 @@ def test_hashes_of_a_kept_state_end_with_the_next_step():
     fresh, other = made("bf16-kahan", seed=5)
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(live)
-    assert torch.equal(other.read_weight(fresh.tree["matrix"]), opt.read_weight(model.tree["matrix"]))
+    assert torch.equal(
+        other.read_weight(fresh.tree["matrix"]), opt.read_weight(model.tree["matrix"])
+    )
     before = states(other)
     live = {**saved(live), "weight_hashes": [1]}
     live["state"][0]["exp_avg"].zero_()
@@ -663,7 +752,12 @@ def test_averages_that_come_back_keep_their_residuals():
             for step in range(8):
                 with torch.no_grad():
                     for i, p in enumerate(model.parameters()):
-                        p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).bfloat16() * 0.1)
+                        p.add_(
+                            torch.randn(
+                                p.shape, generator=torch.Generator().manual_seed(10 * step + i)
+                            ).bfloat16()
+                            * 0.1
+                        )
                 ema.update_parameters(model)
                 if step == 0 or swapped:  # the first write of somebody else costs what was there
                     with torch.no_grad():

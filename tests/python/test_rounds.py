@@ -1,13 +1,15 @@
-"""Where rounds of gradients begin and end: in gradient release, with micro-batches, and in sums, after batches that failed and under a GradScaler."""
+"""Where rounds of gradients begin and end: in gradient release, with micro-batches, and in sums,
+after batches that failed and under a GradScaler."""
+
 import math
 import warnings
 
 import pytest
 import torch
+from conftest import RECIPES, bits, class_of, loss_of, network, recipes, saved, states
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from conftest import RECIPES, bits, class_of, loss_of, network, recipes, saved, states
 from halfstep.compat import flashoptim, optimi
 
 
@@ -34,7 +36,10 @@ class Net(torch.nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(4)
-        self.first, self.second = torch.nn.Linear(48, 64).to(dtype), torch.nn.Linear(64, 32).to(dtype)
+        self.first, self.second = (
+            torch.nn.Linear(48, 64).to(dtype),
+            torch.nn.Linear(64, 32).to(dtype),
+        )
 
     def forward(self, x):
         return self.second(Fails.apply(torch.tanh(self.first(x))))
@@ -46,15 +51,18 @@ def fail(model, step):
         loss_of(model, step).backward()
 
 
-# ---- A batch that failed ------------------------------------------------------------------------------------------------
+# ---- A batch that failed -------------------------------------------------------------------------
 
 
 @recipes
 def test_zero_grad_ends_a_round_that_failed(recipe):
-    """What the hooks stepped stays stepped; everything after it is as if that batch had only had these gradients."""
+    """What the hooks stepped stays stepped; everything after it is as if that batch had only had
+    these gradients."""
     dtype, formats = RECIPES[recipe]
     model, other = Net(dtype), Net(dtype)
-    opt = halfstep.AdamW(model.named_parameters(), lr=0.01, gradient_release=True, seed=0, **formats)
+    opt = halfstep.AdamW(
+        model.named_parameters(), lr=0.01, gradient_release=True, seed=0, **formats
+    )
     reference = halfstep.AdamW(other.named_parameters(), lr=0.01, seed=0, **formats)
     for step in range(6):
         if step in (0, 3):
@@ -79,7 +87,9 @@ def test_without_zero_grad_the_next_backward_is_refused():
     loss_of(model, 0).backward()
     opt.step()
     fail(model, 1)
-    with pytest.raises(RuntimeError, match="after a batch whose backward.. failed call optimizer.zero_grad"):
+    with pytest.raises(
+        RuntimeError, match="after a batch whose backward.. failed call optimizer.zero_grad"
+    ):
         loss_of(model, 2).backward()
     opt.zero_grad()
     loss_of(model, 3).backward()
@@ -87,9 +97,17 @@ def test_without_zero_grad_the_next_backward_is_refused():
 
 
 def test_release_of_other_packages_after_a_batch_that_failed():
-    for make in (lambda m: flashoptim.enable_gradient_release(m, flashoptim.FlashAdamW(m.parameters(), lr=0.01))._optimizer,
-                 lambda m: (opt := optimi.AdamW(m.parameters(), lr=0.01, gradient_release=True),
-                            optimi.prepare_for_gradient_release(m, opt))[0]):
+    for make in (
+        lambda m: (
+            flashoptim.enable_gradient_release(
+                m, flashoptim.FlashAdamW(m.parameters(), lr=0.01)
+            )._optimizer
+        ),
+        lambda m: (
+            opt := optimi.AdamW(m.parameters(), lr=0.01, gradient_release=True),
+            optimi.prepare_for_gradient_release(m, opt),
+        )[0],
+    ):
         model = Net(torch.bfloat16)
         opt = make(model)
         for step in range(4):
@@ -101,13 +119,18 @@ def test_release_of_other_packages_after_a_batch_that_failed():
                 warnings.simplefilter("ignore")
                 opt.step()
                 opt.zero_grad()
-        assert opt.state[model.second.weight]["step"] == 4 and opt.state[model.first.weight]["step"] == 3
+        assert (
+            opt.state[model.second.weight]["step"] == 4
+            and opt.state[model.first.weight]["step"] == 3
+        )
 
 
 def test_the_norm_of_a_dropped_round_is_not_clipped_by():
     """Half of a round has half of its norm, by which the next would be clipped too little."""
     model = Net()
-    opt = halfstep.SGD(model.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed")
+    opt = halfstep.SGD(
+        model.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed"
+    )
     loss_of(model, 0).backward()
     opt.step()
     norm = opt.grad_norm
@@ -115,7 +138,9 @@ def test_the_norm_of_a_dropped_round_is_not_clipped_by():
     opt.zero_grad()
     assert opt.grad_norm == norm > 0
     fresh = Net()
-    opt = halfstep.SGD(fresh.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed")
+    opt = halfstep.SGD(
+        fresh.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed"
+    )
     fail(fresh, 1)
     opt.zero_grad()
     assert opt.grad_norm == 0.0
@@ -141,7 +166,7 @@ def test_sums_are_dropped_by_zero_grad(format):
     assert accumulator.memory() == 0
 
 
-# ---- Who scales ---------------------------------------------------------------------------------------------------------
+# ---- Who scales ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["release", "fused", "flashoptim", "optimi", "several losses"])
@@ -155,7 +180,9 @@ def test_a_gradscaler_is_refused_before_the_step(kind, caught):
         opt = optimi.AdamW(model.parameters(), lr=0.1, gradient_release=True)
         optimi.prepare_for_gradient_release(model, opt)
     else:
-        opt = halfstep.SGD(model.named_parameters(), lr=1e-3, gradient_release=True, fused=kind == "fused")
+        opt = halfstep.SGD(
+            model.named_parameters(), lr=1e-3, gradient_release=True, fused=kind == "fused"
+        )
     before = [bits(p) for p in model.parameters()]
     loss = loss_of(model, 0)
     scaled = scaler.scale([loss, loss * 2])[1] if kind == "several losses" else scaler.scale(loss)
@@ -177,7 +204,10 @@ def test_a_gradscaler_is_refused_before_the_step(kind, caught):
 def test_scaled_gradients_are_the_scalers_without_release():
     model, other = network(), network()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    opt, reference = halfstep.AdamW(model.named_parameters(), seed=0), halfstep.AdamW(other.named_parameters(), seed=0)
+    opt, reference = (
+        halfstep.AdamW(model.named_parameters(), seed=0),
+        halfstep.AdamW(other.named_parameters(), seed=0),
+    )
     scaler.scale(loss_of(model, 0)).backward()
     scaler.step(opt)
     scaler.update()
@@ -187,19 +217,26 @@ def test_scaled_gradients_are_the_scalers_without_release():
         torch.testing.assert_close(p, q)
 
 
-# ---- Clipping in the first round ------------------------------------------------------------------------------------------
+# ---- Clipping in the first round -----------------------------------------------------------------
 
 
 def test_the_first_round_of_delayed_clipping_is_clipped():
-    """By each tensor's own norm, as no round has had one; from then on by the norm of the round before."""
+    """By each tensor's own norm, as no round has had one; from then on by the norm of the round
+    before."""
     p, q = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
-    opt = halfstep.SGD([("p", p), ("q", q)], lr=1.0, gradient_release=True, clip_norm=1.0, clip="delayed")
+    opt = halfstep.SGD(
+        [("p", p), ("q", q)], lr=1.0, gradient_release=True, clip_norm=1.0, clip="delayed"
+    )
     (1000 * p.sum() + 1e-3 * q.sum()).backward()
-    assert abs(float(p.detach().norm()) - 1.0) < 1e-5 and abs(float(q.detach().norm()) - 8e-3) < 1e-6
+    assert (
+        abs(float(p.detach().norm()) - 1.0) < 1e-5 and abs(float(q.detach().norm()) - 8e-3) < 1e-6
+    )
     opt.step()
     assert abs(opt.grad_norm - 8000.0) < 1e-2
     resumed = [torch.nn.Parameter(t.detach().clone()) for t in (p, q)]
-    other = halfstep.SGD(zip("pq", resumed), lr=1.0, gradient_release=True, clip_norm=1.0, clip="delayed")
+    other = halfstep.SGD(
+        zip("pq", resumed), lr=1.0, gradient_release=True, clip_norm=1.0, clip="delayed"
+    )
     other.load_state_dict(saved(opt.state_dict()))
     for a, b, o in ((p, q, opt), (*resumed, other)):
         a.detach().zero_()
@@ -208,22 +245,25 @@ def test_the_first_round_of_delayed_clipping_is_clipped():
         assert abs(float(a.detach().norm()) - 64 / 8000) < 1e-6
 
 
-# ---- Reentrant checkpointing ----------------------------------------------------------------------------------------------
+# ---- Reentrant checkpointing ---------------------------------------------------------------------
 
 
 def tied(reentrant):
     torch.manual_seed(1)
     shared, own = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
     def forward(x):
         for layer in (shared, own, shared):
             x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=reentrant)
         return x.square().mean()
+
     return torch.nn.ModuleList([shared, own]), forward
 
 
 @pytest.mark.parametrize("ends", ["backward", "step", "zero_grad"])
 def test_reentrant_checkpointing_of_a_shared_parameter_is_refused(ends):
-    """In the backward pass, where step() has been called before; else as soon as the round is over."""
+    """In the backward pass, where step() has been called before; else as soon as the round is
+    over."""
     model, forward = tied(True)
     opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
     x = torch.randn(4, 8, requires_grad=True)
@@ -250,21 +290,34 @@ def test_checkpointing_of_what_is_not_shared(reentrant):
         for model, opt in zip(models, opts):
             y = x
             for layer in model:
-                y = checkpoint(lambda z, layer=layer: torch.tanh(layer(z)), y, use_reentrant=reentrant)
+                y = checkpoint(
+                    lambda z, layer=layer: torch.tanh(layer(z)), y, use_reentrant=reentrant
+                )
             y.square().mean().backward()
             opt.step()
             opt.zero_grad()
-    assert [bits(p) for p in models[0].parameters()] == [bits(p) for p in models[1].parameters()] and states(opts[0]) == states(opts[1])
+    assert [bits(p) for p in models[0].parameters()] == [
+        bits(p) for p in models[1].parameters()
+    ] and states(opts[0]) == states(opts[1])
 
 
-# ---- Micro-batches ----------------------------------------------------------------------------------------------------------
+# ---- Micro-batches -------------------------------------------------------------------------------
 
 
 def micro_batches(rule, recipe, release, idle, zeros=False, steps=2, save=False, **options):
-    """Two parameters alike, of which b has no gradient in the micro-batches that `idle` names, or one of zeros there."""
+    """Two parameters alike, of which b has no gradient in the micro-batches that `idle` names, or
+    one of zeros there."""
     dtype, formats = RECIPES[recipe]
     params = {name: torch.nn.Parameter(torch.ones(16, 64).to(dtype)) for name in "ab"}
-    make = lambda ps: class_of(rule)(ps.items(), lr=0.01, seed=0, weight_decay=0.0, gradient_release=release, **formats, **options)
+    make = lambda ps: class_of(rule)(
+        ps.items(),
+        lr=0.01,
+        seed=0,
+        weight_decay=0.0,
+        gradient_release=release,
+        **formats,
+        **options,
+    )
     opt = make(params)
     for step in range(steps):
         for micro in range(4):
@@ -277,32 +330,51 @@ def micro_batches(rule, recipe, release, idle, zeros=False, steps=2, save=False,
             opt.zero_grad()
             if save and micro == 1:
                 file = saved(opt.state_dict())
-                params = {name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()}
+                params = {
+                    name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()
+                }
                 opt = make(params)
                 opt.load_state_dict(file)
     return params, opt
 
 
 @pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("rule, recipe", [("adamw", "f32"), ("lion", "kahan"), ("adan", "bf16-sr"), ("stableadamw", "ecc8-int8"), ("ademamix", "sr-int4"),
-                                          ("muon", "f32")])
+@pytest.mark.parametrize(
+    "rule, recipe",
+    [
+        ("adamw", "f32"),
+        ("lion", "kahan"),
+        ("adan", "bf16-sr"),
+        ("stableadamw", "ecc8-int8"),
+        ("ademamix", "sr-int4"),
+        ("muon", "f32"),
+    ],
+)
 def test_a_parameter_without_a_gradient_in_the_last_micro_batch_is_stepped(rule, recipe, release):
     """As by a gradient of zeros in it; and one without any is left alone."""
     want, opt = micro_batches(rule, recipe, False, (3,), zeros=True)
     got, other = micro_batches(rule, recipe, release, (3,))
-    assert [bits(p) for p in got.values()] == [bits(p) for p in want.values()] and states(other) == states(opt)
-    assert all(s["full_steps"] == 2 and s["step"] == 8 for s in other.state_dict()["state"].values())
+    assert [bits(p) for p in got.values()] == [bits(p) for p in want.values()] and states(
+        other
+    ) == states(opt)
+    assert all(
+        s["full_steps"] == 2 and s["step"] == 8 for s in other.state_dict()["state"].values()
+    )
     assert all(p.grad is None for p in got.values())
     assert not bits(got["b"]) == bits(torch.ones_like(got["b"]))
     alone, opt = micro_batches(rule, recipe, release, (0, 1, 2, 3))
-    assert torch.equal(alone["b"], torch.ones_like(alone["b"])) and (not opt.state.get(alone["b"]) or opt.state[alone["b"]]["step"] == 0)
+    assert torch.equal(alone["b"], torch.ones_like(alone["b"])) and (
+        not opt.state.get(alone["b"]) or opt.state[alone["b"]]["step"] == 0
+    )
 
 
 def test_micro_batches_are_remembered_by_what_is_saved():
     for release in (False, True):
         want, opt = micro_batches("adamw", "ecc8-int8", release, (2, 3))
         got, other = micro_batches("adamw", "ecc8-int8", release, (2, 3), save=True)
-        assert [bits(p) for p in got.values()] == [bits(p) for p in want.values()] and states(other) == states(opt)
+        assert [bits(p) for p in got.values()] == [bits(p) for p in want.values()] and states(
+            other
+        ) == states(opt)
     assert "pending" not in other.state_dict()
 
 
@@ -312,22 +384,30 @@ def test_a_refused_last_micro_batch_leaves_what_was_gathered(caught):
     params["b"].grad = torch.ones_like(params["b"])
     opt.step()
     before = [bits(p) for p in params.values()]
-    opt.optimizer_accumulation, params["b"].grad, params["a"].grad = False, None, torch.full_like(params["a"], math.nan)
+    opt.optimizer_accumulation, params["b"].grad, params["a"].grad = (
+        False,
+        None,
+        torch.full_like(params["a"], math.nan),
+    )
     opt.step()
-    assert [bits(p) for p in params.values()] == before and params["b"].grad is None and opt.skipped_steps == 1
+    assert (
+        [bits(p) for p in params.values()] == before
+        and params["b"].grad is None
+        and opt.skipped_steps == 1
+    )
     params["a"].grad = torch.ones_like(params["a"])
     opt.step()
     assert bits(params["b"]) != before[1]
 
 
-# ---- Schedulers -------------------------------------------------------------------------------------------------------------
+# ---- Schedulers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["step_param", "step_parameter", "release"])
 def test_schedulers_see_single_steps(form, caught):
     model = network()
     opt = halfstep.AdamW(model.named_parameters(), gradient_release=form == "release")
-    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 0.5 ** n)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 0.5**n)
     loss_of(model, 0).backward()
     if form != "release":
         for p in model.parameters():

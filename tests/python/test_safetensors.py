@@ -1,4 +1,6 @@
-"""The reference safetensors package reads what `train lm` writes: names, shapes and values of a Llama checkpoint."""
+"""The reference safetensors package reads what `train lm` writes: names, shapes and values of a
+Llama checkpoint."""
+
 import json
 import os
 import struct
@@ -21,7 +23,9 @@ def check_file(path, names):
     metadata = header.pop("__metadata__", {})
     with safetensors.safe_open(path, framework="numpy") as f:
         keys = set(f.keys())
-        assert keys == set(header), f"{path}: the package lists {sorted(keys ^ set(header))} differently"
+        assert keys == set(header), (
+            f"{path}: the package lists {sorted(keys ^ set(header))} differently"
+        )
         assert (f.metadata() or {}) == metadata, f"{path}: metadata differ"
         for name in sorted(keys):
             entry = header[name]
@@ -36,17 +40,58 @@ def check_file(path, names):
     assert not missing, f"{path}: no {sorted(missing)}"
 
 
-@pytest.mark.parametrize("recipe", ["adamw/f32", "adamw/bf16-sr/int8", "adamw/bf16-ecc16/bf16-kahan+int8", "lion/bf16-kahan/int8"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["adamw/f32", "adamw/bf16-sr/int8", "adamw/bf16-ecc16/bf16-kahan+int8", "lion/bf16-kahan/int8"],
+)
 def test_checkpoint(recipe, tmp_path):
     program, depth = os.path.join(os.environ["HALFSTEP_BUILD"], "halfstep"), 2
     names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     for layer in range(depth):
-        names += [f"model.layers.{layer}.{part}.weight" for part in (
-            "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-            "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
-    subprocess.run([program, "train", "lm", "--data", os.path.join(os.environ["HALFSTEP_SOURCE"], "data", "demo.txt"), "--recipe", recipe,
-                    "--steps", "2", "--width", "64", "--depth", str(depth), "--heads", "2", "--context", "32",
-                    "--batch", "2", "--eval-batches", "1", "--checkpoint", tmp_path, "--json"], check=True, capture_output=True)
+        names += [
+            f"model.layers.{layer}.{part}.weight"
+            for part in (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+                "self_attn.o_proj",
+                "mlp.gate_proj",
+                "mlp.up_proj",
+                "mlp.down_proj",
+            )
+        ]
+    subprocess.run(
+        [
+            program,
+            "train",
+            "lm",
+            "--data",
+            os.path.join(os.environ["HALFSTEP_SOURCE"], "data", "demo.txt"),
+            "--recipe",
+            recipe,
+            "--steps",
+            "2",
+            "--width",
+            "64",
+            "--depth",
+            str(depth),
+            "--heads",
+            "2",
+            "--context",
+            "32",
+            "--batch",
+            "2",
+            "--eval-batches",
+            "1",
+            "--checkpoint",
+            tmp_path,
+            "--json",
+        ],
+        check=True,
+        capture_output=True,
+    )
     check_file(tmp_path / "model.safetensors", names)
     check_file(tmp_path / "optimizer.safetensors", [])
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,11 +1,25 @@
 """train() and eval() of schedule-free training: averages in the model and back, to the bits."""
+
 import copy
 
 import pytest
 import torch
+from conftest import (
+    RECIPES,
+    bits,
+    everything,
+    loss_of,
+    network,
+    parameters,
+    plain,
+    recipes,
+    run,
+    saved,
+    set_gradients,
+    states,
+)
 
 import halfstep
-from conftest import RECIPES, bits, everything, loss_of, network, parameters, plain, recipes, run, saved, set_gradients, states
 
 SHAPES = {"w": (24, 96), "b": (33,), "s": ()}
 
@@ -34,11 +48,18 @@ def test_averages_in_and_out(recipe):
         opt.eval()  # which it is already
         for n, p in params.items():
             assert torch.equal(opt.read_average(p), opt.read_weight(p))
-            torch.testing.assert_close(p.detach().float(), averages[n], rtol=2 ** -8 if p.dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                p.detach().float(),
+                averages[n],
+                rtol=2**-8 if p.dtype == torch.bfloat16 else 1e-6,
+                atol=1e-6,
+            )
         assert weights(params) != before and not opt.param_groups[0]["train_mode"]
         opt.train()
         opt.train()
-        assert weights(params) == before and states(opt) == held and opt.param_groups[0]["train_mode"]
+        assert (
+            weights(params) == before and states(opt) == held and opt.param_groups[0]["train_mode"]
+        )
         for ps, o in ((params, opt), (others, other)):
             run(o, ps, step, step + 1)
     assert weights(params) == weights(others) and states(opt) == states(other)
@@ -51,9 +72,16 @@ def test_steps_in_eval_are_refused():
     opt.step()
     opt.train(False)
     before = everything(opt)
-    for attempt in (lambda: loss_of(model, 1).backward(), opt.step, lambda: opt.step_param(model[0].weight)):
+    for attempt in (
+        lambda: loss_of(model, 1).backward(),
+        opt.step,
+        lambda: opt.step_param(model[0].weight),
+    ):
         set_gradients({"w": model[0].weight}, 1)
-        with pytest.raises(RuntimeError, match=r"ScheduleFree cannot step: its weights are the averages.*call train\(\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"ScheduleFree cannot step: its weights are the averages.*call train\(\)",
+        ):
             attempt()
     opt.zero_grad()
     assert everything(opt) == before
@@ -68,7 +96,8 @@ def test_steps_in_eval_are_refused():
 @pytest.mark.parametrize("way", ["file", "copy"])
 @recipes
 def test_what_is_saved_in_eval_goes_on(recipe, way):
-    """The state knows that x is in the model and has y; it goes on with the same bits, wherever it is loaded."""
+    """The state knows that x is in the model and has y; it goes on with the same bits, wherever it
+    is loaded."""
     params, opt = pair(recipe)
     run(opt, params, 0, 3)
     opt.eval()
@@ -120,7 +149,9 @@ def test_weights_written_in_eval_are_averages_that_go_on():
     with torch.no_grad():
         params["w"].fill_(0.25)
     opt.train()
-    torch.testing.assert_close(opt.read_average(params["w"]), torch.full(SHAPES["w"], 0.25), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        opt.read_average(params["w"]), torch.full(SHAPES["w"], 0.25), rtol=1e-3, atol=1e-3
+    )
     opt.eval()
     held = plain({n: p.detach() for n, p in params.items()})
     file = pair("kahan")[1]
@@ -128,7 +159,10 @@ def test_weights_written_in_eval_are_averages_that_go_on():
         params["w"].fill_(0.75)
     run(file, {n: p for n, p in zip(SHAPES, file.param_groups[0]["params"])}, 0, 1)
     opt.load_state_dict(file.state_dict())
-    assert torch.equal(params["w"], torch.full_like(params["w"], 0.75)) and plain({n: p.detach() for n, p in params.items()}) != held
+    assert (
+        torch.equal(params["w"], torch.full_like(params["w"], 0.75))
+        and plain({n: p.detach() for n, p in params.items()}) != held
+    )
 
 
 def test_parameters_without_states_and_groups_added_in_eval():
@@ -158,9 +192,9 @@ def test_averages_are_what_others_read_in_eval():
     opt.eval()
     got = halfstep.full_precision_state_dict(model, opt)
     for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=2 ** -14, atol=1e-6)
+        torch.testing.assert_close(got[name], want[name], rtol=2**-14, atol=1e-6)
     ema = halfstep.EMA(model, 0.0, weights="bf16-ecc8")
     ema.update_parameters(model, opt)
     opt.train()
     for name, value in ema.full_state_dict().items():
-        torch.testing.assert_close(value, want[name], rtol=2 ** -13, atol=1e-6)
+        torch.testing.assert_close(value, want[name], rtol=2**-13, atol=1e-6)

@@ -1,12 +1,25 @@
-"""Where random bits come from: names, else positions, and a seed that torch.manual_seed() governs."""
+"""Where random bits come from: names, else positions, and a seed that torch.manual_seed()
+governs."""
+
 import copy
 import pickle
 
 import pytest
 import torch
+from conftest import (
+    bits,
+    class_of,
+    everything,
+    ids,
+    parameters,
+    rules,
+    run,
+    saved,
+    set_gradients,
+    twins,
+)
 
 import halfstep
-from conftest import bits, class_of, everything, ids, parameters, rules, run, saved, set_gradients, twins
 from halfstep import EMA, GradientAccumulator
 from halfstep.compat import optimi
 
@@ -25,7 +38,7 @@ def train(rule="adamw", before=0, manual_seed=5, **options):
     return everything(opt, params)
 
 
-# ---- Optimizers ---------------------------------------------------------------------------------------------------------
+# ---- Optimizers ----------------------------------------------------------------------------------
 
 
 @rules
@@ -38,7 +51,9 @@ def test_the_same_unnamed_training_twice_in_a_process(rule):
 def test_optimizers_built_before_change_nothing():
     """As on a rank that has built others: ids are positions, and nothing counts optimizers."""
     assert train(before=3, seed=9) == train(before=0, seed=9)
-    assert train(before=3) == train(before=0)  # the others' seeds were given, so nothing was drawn for them
+    assert train(before=3) == train(
+        before=0
+    )  # the others' seeds were given, so nothing was drawn for them
 
 
 def test_positions_go_over_all_groups():
@@ -54,8 +69,12 @@ def test_positions_go_over_all_groups():
 
 def test_a_seed_that_is_given_draws_nothing():
     p, model = torch.nn.Parameter(torch.ones(4)), torch.nn.Linear(2, 2)
-    for make in (lambda: halfstep.AdamW([p], seed=5), lambda: halfstep.optimizer("lion/f32", [p], seed=5),
-                 lambda: EMA(model, seed=5), lambda: GradientAccumulator([p], seed=5)):
+    for make in (
+        lambda: halfstep.AdamW([p], seed=5),
+        lambda: halfstep.optimizer("lion/f32", [p], seed=5),
+        lambda: EMA(model, seed=5),
+        lambda: GradientAccumulator([p], seed=5),
+    ):
         before = torch.get_rng_state()
         make()
         assert torch.equal(torch.get_rng_state(), before)
@@ -79,8 +98,13 @@ def test_no_seed_draws_one_number_at_construction():
     opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "seed": None})
     assert [g["seed"] for g in opt.param_groups] == [seed, seed]
     copies = [copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))]
-    fresh = halfstep.AdamW([{"params": [torch.nn.Parameter(torch.ones(4))]}, {"params": [torch.nn.Parameter(torch.ones(2))]}],
-                           seed=3)
+    fresh = halfstep.AdamW(
+        [
+            {"params": [torch.nn.Parameter(torch.ones(4))]},
+            {"params": [torch.nn.Parameter(torch.ones(2))]},
+        ],
+        seed=3,
+    )
     fresh.load_state_dict(saved(opt.state_dict()))
     assert [o.seed for o in (*copies, fresh)] == [seed] * 3
     assert torch.equal(torch.get_rng_state(), before)
@@ -123,7 +147,7 @@ def test_pickles_of_older_versions():
     assert ids(old) == ids(opt)
 
 
-# ---- Averages and accumulators ------------------------------------------------------------------------------------------
+# ---- Averages and accumulators -------------------------------------------------------------------
 
 
 def average(manual_seed, **options):
@@ -167,8 +191,20 @@ def functional(manual_seed):
     grads = [torch.full_like(p, 0.5) for p in params]
     averages, squares = ([torch.zeros_like(p) for p in params] for _ in range(2))
     for step in range(1, 4):
-        optimi.adam(params, grads, averages, squares, [None] * 2, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-6,
-                    step=torch.tensor(step), decouple_wd=False)
+        optimi.adam(
+            params,
+            grads,
+            averages,
+            squares,
+            [None] * 2,
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.0,
+            eps=1e-6,
+            step=torch.tensor(step),
+            decouple_wd=False,
+        )
     return [bits(t) for t in (*params, *averages, *squares)]
 
 
@@ -178,7 +214,8 @@ def test_functional_steps_follow_torchs_seed():
     assert functional(1) == first != functional(2)
 
 
-# ---- Ranks --------------------------------------------------------------------------------------------------------------
+# ---- Ranks ---------------------------------------------------------------------------------------
+
 
 def unseeded(rank, size):
     torch.manual_seed(100 + rank)  # ranks need not agree
@@ -196,9 +233,13 @@ def unseeded(rank, size):
     return everything(opt, params)[0], seeds
 
 
-@pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo")
+@pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="no gloo",
+)
 def test_ranks_with_other_numbers_of_optimizers_hold_the_same_bits(pool):
-    """Two processes, equal gradients as after an all-reduce, no seed given and torch's seeds different."""
+    """Two processes, equal gradients as after an all-reduce, no seed given and torch's seeds
+    different."""
     (first, seeds), (second, others) = pool.run(2, unseeded)
     assert first == second
     assert seeds == others == [FIXED] * 3
@@ -218,6 +259,7 @@ def test_under_an_initialized_process_group_the_seed_is_fixed(monkeypatch):
 
 def test_a_loaded_state_goes_on_with_its_generator():
     """As with the seed: what the bits depend on comes from what is loaded."""
+
     def fresh(**options):
         p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
         return p, halfstep.AdamW([("p", p)], lr=0.01, states="bf16-sr", seed=1, **options)
@@ -243,4 +285,6 @@ def test_a_loaded_state_goes_on_with_its_generator():
         assert goes_on(p, opt) == ends[generator]
     assert len({str(end) for end in ends.values()}) == len(ends)
     with pytest.raises(ValueError, match="dice"):
-        fresh()[1].load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "generator": "dice"}]})
+        fresh()[1].load_state_dict(
+            {**saved, "param_groups": [{**saved["param_groups"][0], "generator": "dice"}]}
+        )

@@ -2,11 +2,27 @@
 
 import pytest
 import torch
+from conftest import (
+    RECIPES,
+    assert_close,
+    bits,
+    class_of,
+    loss_of,
+    make,
+    network,
+    parameters,
+    recipes,
+    rules,
+    run,
+    same,
+    saved,
+    set_gradients,
+    states,
+    twins,
+)
 
 import halfstep
 from halfstep import _sharding
-from conftest import (RECIPES, assert_close, bits, class_of, loss_of, make, network, parameters, recipes, rules, run,
-                      same, saved, set_gradients, states, twins)
 
 
 @rules
@@ -32,7 +48,8 @@ def test_a_step_with_zero_lr_and_zero_gradients_moves_no_weight(rule, recipe, de
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rule", ["adamw", "muon", "ranger"])
 def test_distributed_checkpoint_state_dicts(rule, recipe):
-    """get_ and set_optimizer_state_dict(), by names, in one process; the fake step happens inside."""
+    """get_ and set_optimizer_state_dict(), by names, in one process; the fake step happens
+    inside."""
     dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     dtype, formats = RECIPES[recipe]
     model, other = network(dtype), network(dtype)
@@ -68,7 +85,9 @@ def test_parameters_replaced_before_the_first_step(recipe):
     run(opt, swapped, 0, 3)
     run(other, others, 0, 3)
     same(opt, other, swapped, others)
-    assert all(torch.equal(p, q) for p, q in zip(params.values(), parameters(RECIPES[recipe][0]).values()))
+    assert all(
+        torch.equal(p, q) for p, q in zip(params.values(), parameters(RECIPES[recipe][0]).values())
+    )
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -76,7 +95,10 @@ def test_parameters_replaced_in_mid_run_start_anew(in_place):
     """As torch: state belongs to the tensor object."""
     params = parameters()
     others = twins(params)
-    opt, other = halfstep.AdamW(list(params.values()), lr=0.05), torch.optim.AdamW(list(others.values()), lr=0.05)
+    opt, other = (
+        halfstep.AdamW(list(params.values()), lr=0.05),
+        torch.optim.AdamW(list(others.values()), lr=0.05),
+    )
     run(opt, params, 0, 3)
     run(other, others, 0, 3)
     for o, ps in ((opt, params), (other, others)):
@@ -109,7 +131,8 @@ def test_data_that_moves(rule, recipe):
 
 
 def test_states_that_move():
-    """state[p]["exp_avg"] replaced by equal values elsewhere: the new tensor is read and written."""
+    """state[p]["exp_avg"] replaced by equal values elsewhere: the new tensor is read and
+    written."""
     params, opt = make("adamw", "ecc8-int8", lr=0.02)
     others, other = make("adamw", "ecc8-int8", lr=0.02)
     held = []
@@ -135,7 +158,7 @@ def test_states_thrown_away_start_anew():
     run(other, fresh, 0, 2)
     assert opt.state[params["scale"]]["step"].item() == 2
     for n in params:  # the write counter may go on: random bits differ, values hardly
-        torch.testing.assert_close(params[n], fresh[n], rtol=2 ** -7, atol=1e-2)
+        torch.testing.assert_close(params[n], fresh[n], rtol=2**-7, atol=1e-2)
 
 
 def test_model_cast_before_the_first_step():
@@ -152,7 +175,8 @@ def test_model_cast_before_the_first_step():
 @rules
 @recipes
 def test_a_priming_step_advances_nothing(rule, recipe):
-    """get_optimizer_state_dict() before the first step: the run goes on as if nobody had asked, also where weights are loaded after."""
+    """get_optimizer_state_dict() before the first step: the run goes on as if nobody had asked,
+    also where weights are loaded after."""
     dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     dtype, formats = RECIPES[recipe]
     made = []
@@ -161,7 +185,10 @@ def test_a_priming_step_advances_nothing(rule, recipe):
         opt = class_of(rule)(model.named_parameters(), lr=0.02, seed=0, **formats)
         if asked:
             dcp.get_optimizer_state_dict(model, opt)
-            assert all(opt.state[p]["step"].item() == 0 and opt.state[p]["writes"].item() == 0 for p in model.parameters())
+            assert all(
+                opt.state[p]["step"].item() == 0 and opt.state[p]["writes"].item() == 0
+                for p in model.parameters()
+            )
             assert opt.param_groups[0]["group_steps"] == 0 and opt.param_groups[0]["lr"] == 0.02
         with torch.no_grad():
             for p in model.parameters():
@@ -170,7 +197,9 @@ def test_a_priming_step_advances_nothing(rule, recipe):
             loss_of(model, step).backward()
             opt.step()
             opt.zero_grad()
-        made.append(([bits(p) for p in model.parameters()], states(opt), opt.param_groups[0]["group_steps"]))
+        made.append(
+            ([bits(p) for p in model.parameters()], states(opt), opt.param_groups[0]["group_steps"])
+        )
     assert made[0] == made[1]
 
 
@@ -180,10 +209,14 @@ def test_a_warmup_from_zero_is_no_priming_step():
     assert all(opt.state[p]["step"].item() == 1 for p in params.values())
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:0"])  # the tensor itself is added, or a copy where a group adds, as NCCL on its GPU
+@pytest.mark.parametrize(
+    "device", ["cpu", "cpu:0"]
+)  # the tensor itself is added, or a copy where a group adds, as NCCL on its GPU
 def test_sums_over_groups_come_back_from_where_they_are_made(monkeypatch, device):
     monkeypatch.setattr(_sharding, "_device", lambda group: device)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda numbers, op, group: numbers.mul_(group))
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda numbers, op, group: numbers.mul_(group)
+    )
     numbers = torch.arange(5)
     _sharding.add_up(numbers, (3, 4))
     assert numbers.tolist() == [0, 12, 24, 36, 48]

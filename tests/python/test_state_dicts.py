@@ -1,4 +1,6 @@
-"""Copies and files: deepcopy, pickle, state_dict, safetensors, torch's own states; nothing is lost, not one bit."""
+"""Copies and files: deepcopy, pickle, state_dict, safetensors, torch's own states; nothing is lost,
+not one bit."""
+
 import copy
 import pickle
 import re
@@ -6,13 +8,31 @@ import warnings
 
 import pytest
 import torch
+from conftest import (
+    RECIPES,
+    TORCH,
+    TORCH_OPTIONS,
+    assert_close,
+    class_of,
+    everything,
+    ids,
+    make,
+    parameters,
+    plain,
+    recipes,
+    rules,
+    run,
+    same,
+    saved,
+    set_gradients,
+    stored,
+    twins,
+)
 
 import halfstep
-from conftest import (RECIPES, TORCH, TORCH_OPTIONS, assert_close, class_of, everything, ids, make, parameters, plain, recipes,
-                      rules, run, same, saved, set_gradients, stored, twins)
 from halfstep import _abi
 
-# ---- Copies -------------------------------------------------------------------------------------------------------------
+# ---- Copies --------------------------------------------------------------------------------------
 
 
 @rules
@@ -72,18 +92,24 @@ def test_repr(rule):
         assert "body.bias" in opt.fell_back() and "body.weight" not in opt.fell_back()
 
 
-# ---- Files --------------------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 @rules
 @recipes
 def test_formats_are_kept_exactly(rule, recipe):
-    """The base class casts states to the parameter's dtype while loading; nothing of the kind here, and no warning."""
+    """The base class casts states to the parameter's dtype while loading; nothing of the kind here,
+    and no warning."""
     params, opt = make(rule, recipe)
     run(opt, params, 0, 2)
     opt.state_dict()  # brings counters up to date
     kept = [plain(opt.state[p]) for p in params.values()]
-    dtypes = {v.dtype for p in params.values() for v in opt.state[p].values() if isinstance(v, torch.Tensor)}
+    dtypes = {
+        v.dtype
+        for p in params.values()
+        for v in opt.state[p].values()
+        if isinstance(v, torch.Tensor)
+    }
     if recipe.endswith("int8") and rule != "sgd":
         assert torch.int8 in dtypes and torch.bfloat16 in dtypes
     if recipe.endswith("int4") and rule not in ("sgd", "adafactor"):
@@ -101,13 +127,18 @@ def test_formats_are_kept_exactly(rule, recipe):
 @recipes
 @pytest.mark.parametrize("named", [True, False])
 def test_resume_is_bit_exact(rule, recipe, named):
-    """3 + 3 steps with a file between them are 6 steps; unnamed parameters find their random bits in the file."""
+    """3 + 3 steps with a file between them are 6 steps; unnamed parameters find their random bits
+    in the file."""
     options = {"lr": 0.02, "weight_decay": 0.1, "seed": 77}
-    params, opt = make(rule, recipe, named, **({**options, "momentum": 0.9} if rule == "sgd" else options))
+    params, opt = make(
+        rule, recipe, named, **({**options, "momentum": 0.9} if rule == "sgd" else options)
+    )
     run(opt, params, 0, 3)
     file = saved(opt.state_dict())
     fresh = twins(params)
-    other = class_of(rule)(list(fresh.items()) if named else list(fresh.values()), **RECIPES[recipe][1])
+    other = class_of(rule)(
+        list(fresh.items()) if named else list(fresh.values()), **RECIPES[recipe][1]
+    )
     other.load_state_dict(file)
     for key in ("lr", "weight_decay", "seed"):
         assert other.param_groups[0][key] == opt.param_groups[0][key]
@@ -158,7 +189,9 @@ CONVERSIONS = [
 
 
 @pytest.mark.parametrize("old,new", CONVERSIONS)
-@pytest.mark.parametrize("rule", ["adamw", "lion", "adan", "ranger", "rmsprop", "muon", "schedulefree", "lamb"])
+@pytest.mark.parametrize(
+    "rule", ["adamw", "lion", "adan", "ranger", "rmsprop", "muon", "schedulefree", "lamb"]
+)
 def test_formats_come_from_the_constructor_with_one_warning(rule, old, new, caught):
     """The states keep their values as nearly as the new format can."""
     params = parameters(torch.bfloat16)
@@ -184,7 +217,9 @@ def test_formats_come_from_the_constructor_with_one_warning(rule, old, new, caug
                 assert error < (0.3 if loose else 0.035), (name, state.name, float(error))
     for name, p in params.items():  # the residual goes with it, as far as there is room for one
         a, b = opt.read_weight(p), other.read_weight(fresh[name])
-        assert torch.allclose(a, b, rtol=2.0 ** -8 if new["weights"] == "bf16-sr" else 2.0 ** -14, atol=1e-30), name
+        assert torch.allclose(
+            a, b, rtol=2.0**-8 if new["weights"] == "bf16-sr" else 2.0**-14, atol=1e-30
+        ), name
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(other, fresh, 3, 5)
@@ -197,7 +232,8 @@ def test_formats_come_from_the_constructor_with_one_warning(rule, old, new, caug
 
 @pytest.mark.parametrize("rule", ["adamw", "ranger", "muon"])
 def test_states_that_wait_for_conversion_can_be_saved(rule):
-    """Loaded into other formats and saved again before any step: nothing is lost, however it is copied."""
+    """Loaded into other formats and saved again before any step: nothing is lost, however it is
+    copied."""
     params, opt = make(rule, "ecc8-int8", lr=0.02)
     run(opt, params, 0, 3)
     fresh = twins(params)
@@ -229,7 +265,9 @@ def test_f32_parameters_resume_as_bf16_and_back():
     with pytest.warns(UserWarning):
         other.load_state_dict(saved(opt.state_dict()))
     for n, p in params.items():
-        torch.testing.assert_close(other.read_state(low[n], "exp_avg"), opt.read_state(p, "exp_avg"), rtol=2 ** -7, atol=0)
+        torch.testing.assert_close(
+            other.read_state(low[n], "exp_avg"), opt.read_state(p, "exp_avg"), rtol=2**-7, atol=0
+        )
     run(other, low, 3, 4)
     back = {n: torch.nn.Parameter(p.detach().float()) for n, p in low.items()}
     third = halfstep.AdamW(list(back.items()))
@@ -241,11 +279,15 @@ def test_f32_parameters_resume_as_bf16_and_back():
 
 @rules
 def test_old_state_dicts(rule):
-    """Group keys that a file lacks take the constructor's values; those that nobody knows do no harm."""
+    """Group keys that a file lacks take the constructor's values; those that nobody knows do no
+    harm."""
     params, opt = make(rule, "ecc8-int8", lr=0.02)
     run(opt, params, 0, 2)
     file = opt.state_dict()
-    groups = [{"params": g["params"], "lr": 0.25, "of_another_age": 3, "nested": {"a": [1]}} for g in file["param_groups"]]
+    groups = [
+        {"params": g["params"], "lr": 0.25, "of_another_age": 3, "nested": {"a": [1]}}
+        for g in file["param_groups"]
+    ]
     fresh = twins(params)
     other = class_of(rule)(list(fresh.items()), weight_decay=0.125, **RECIPES["ecc8-int8"][1])
     kept = dict(other.param_groups[0])
@@ -271,20 +313,29 @@ def test_setstate_of_old_pickles(rule):
     state = opt.__getstate__()
     old = class_of(rule).__new__(class_of(rule))
     groups = [{"params": list(params.values()), "lr": 0.01}]
-    old.__setstate__({"defaults": dict(state["defaults"]), "state": state["state"], "param_groups": groups})
+    old.__setstate__(
+        {"defaults": dict(state["defaults"]), "state": state["state"], "param_groups": groups}
+    )
     run(old, params, 1, 2)
     assert repr(old)
 
 
 @pytest.mark.parametrize("rule,options", TORCH_OPTIONS)
 def test_states_of_torch_load_and_go_on(rule, options):
-    """torch's optimizer for five steps, then ours from its state_dict; ours first, then torch's from torch_state_dict()."""
+    """torch's optimizer for five steps, then ours from its state_dict; ours first, then torch's
+    from torch_state_dict()."""
     cls, theirs = class_of(rule), TORCH[rule]
     options = {**options, "weight_decay": 0.1}
-    for first, second, export in ((theirs, cls, lambda o: o.state_dict()), (cls, theirs, lambda o: o.torch_state_dict())):
+    for first, second, export in (
+        (theirs, cls, lambda o: o.state_dict()),
+        (cls, theirs, lambda o: o.torch_state_dict()),
+    ):
         params = parameters()
         reference = twins(params)
-        a, through = first(list(params.values()), **options), theirs(list(reference.values()), **options)
+        a, through = (
+            first(list(params.values()), **options),
+            theirs(list(reference.values()), **options),
+        )
         run(a, params, 0, 5)
         run(through, reference, 0, 5)
         fresh = twins(params)
@@ -339,7 +390,9 @@ def test_muon_exports_to_torch():
     run(opt, params, 0, 3)
     run(other, reference, 0, 3)
     want, ours = other.state_dict(), opt.torch_state_dict()
-    assert {k: set(v) for k, v in ours["state"].items()} == {k: set(v) for k, v in want["state"].items()}
+    assert {k: set(v) for k, v in ours["state"].items()} == {
+        k: set(v) for k, v in want["state"].items()
+    }
     got, expected = (d["state"][0]["momentum_buffer"] for d in (ours, want))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     other.load_state_dict(ours)
@@ -379,9 +432,22 @@ def test_safetensors_round_trip(rule, recipe, tmp_path):
     same(opt, other, params, fresh)
 
 
-@pytest.mark.parametrize("rule, options", [
-    ("muon", {"ns_coefficients": (3.0, -4.0, 2.0), "eps": 1e-5, "adam_eps": 1e-6, "adjust_lr_fn": "match_rms_adamw", "betas": (0.8, 0.9)}),
-    ("adafactor", {"eps": (1e-5, 1e-2), "d": 2.0, "beta2_decay": -0.5, "published": True})])
+@pytest.mark.parametrize(
+    "rule, options",
+    [
+        (
+            "muon",
+            {
+                "ns_coefficients": (3.0, -4.0, 2.0),
+                "eps": 1e-5,
+                "adam_eps": 1e-6,
+                "adjust_lr_fn": "match_rms_adamw",
+                "betas": (0.8, 0.9),
+            },
+        ),
+        ("adafactor", {"eps": (1e-5, 1e-2), "d": 2.0, "beta2_decay": -0.5, "published": True}),
+    ],
+)
 def test_options_that_torch_calls_otherwise_go_through_a_file(rule, options, tmp_path):
     params, opt = make(rule, lr=0.02, **options)
     run(opt, params, 0, 1)
@@ -422,17 +488,17 @@ def test_counts_beyond_those_of_float32():
     run(opt, params, 0, 1)
     file = opt.state_dict()
     for state in file["state"].values():  # shared with opt.state, as torch's are
-        state["step"] = torch.tensor(2.0 ** 24)
-        state["state_steps"] = state["full_steps"] = state["writes"] = torch.tensor(2 ** 24)
+        state["step"] = torch.tensor(2.0**24)
+        state["state_steps"] = state["full_steps"] = state["writes"] = torch.tensor(2**24)
     opt.load_state_dict(file)
     run(opt, params, 1, 4)
     file = saved(opt.state_dict())
     for state in file["state"].values():
-        assert state["state_steps"] == state["full_steps"] == state["writes"] == 2 ** 24 + 3
+        assert state["state_steps"] == state["full_steps"] == state["writes"] == 2**24 + 3
     fresh = twins(params)
     other = halfstep.AdamW(list(fresh.items()), states="int4")
     other.load_state_dict(file)
     run(other, fresh, 4, 6)
     run(opt, params, 4, 6)
     same(opt, other, params, fresh)
-    assert opt.state_dict()["state"][0]["state_steps"] == 2 ** 24 + 5
+    assert opt.state_dict()["state"][0]["state_steps"] == 2**24 + 5

@@ -1,18 +1,40 @@
-"""Steps as users of torch.optim make them: learning rates, closures, gradients of all kinds, scaling, clipping."""
+"""Steps as users of torch.optim make them: learning rates, closures, gradients of all kinds,
+scaling, clipping."""
+
 import copy
 import math
 import warnings
 
 import pytest
 import torch
+from conftest import (
+    FIRST_MOVEMENT,
+    RECIPES,
+    SHAPES,
+    TORCH,
+    TORCH_OPTIONS,
+    assert_close,
+    bits,
+    class_of,
+    everything,
+    make,
+    parameters,
+    plain,
+    recipes,
+    rules,
+    run,
+    same,
+    saved,
+    set_gradients,
+    states,
+    twins,
+)
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import halfstep
-from conftest import (FIRST_MOVEMENT, RECIPES, SHAPES, TORCH, TORCH_OPTIONS, assert_close, bits, class_of, everything, make,
-                      parameters, plain, recipes, rules, run, same, saved, set_gradients, states, twins)
 from halfstep import _abi
 
-# ---- Learning rates -----------------------------------------------------------------------------------------------------
+# ---- Learning rates ------------------------------------------------------------------------------
 
 
 @rules
@@ -35,8 +57,12 @@ def test_tensor_lr(rule):
 
 
 def test_tensor_betas_and_decay():
-    params, opt = make("adamw", betas=(torch.tensor(0.8), torch.tensor(0.99)), weight_decay=torch.tensor(0.25))
-    others, other = make("adamw", betas=(float(torch.tensor(0.8)), float(torch.tensor(0.99))), weight_decay=0.25)
+    params, opt = make(
+        "adamw", betas=(torch.tensor(0.8), torch.tensor(0.99)), weight_decay=torch.tensor(0.25)
+    )
+    others, other = make(
+        "adamw", betas=(float(torch.tensor(0.8)), float(torch.tensor(0.99))), weight_decay=0.25
+    )
     run(opt, params, 0, 3)
     run(other, others, 0, 3)
     assert [bits(p) for p in params.values()] == [bits(p) for p in others.values()]
@@ -62,7 +88,10 @@ def schedule(opt, params, scheduler, steps=12):
 def test_schedulers_as_with_torch(rule, options, name, caught):
     params = parameters()
     others = twins(params)
-    opt, other = class_of(rule)(list(params.values()), **options), TORCH[rule](list(others.values()), **options)
+    opt, other = (
+        class_of(rule)(list(params.values()), **options),
+        TORCH[rule](list(others.values()), **options),
+    )
     for o, ps in ((opt, params), (other, others)):
         schedule(o, ps, SCHEDULERS[name](o))
     assert opt.param_groups[0]["lr"] == other.param_groups[0]["lr"] != options.get("lr", 1e-3)
@@ -89,14 +118,16 @@ def test_schedulers_work_with_every_rule(rule):
 def test_schedule_of_the_library_and_scheduler_agree():
     """schedule="cosine" of the library and torch's scheduler give one trajectory."""
     params = parameters()
-    opt = halfstep.AdamW([{"params": list(params.items()), "schedule": "cosine", "total_steps": 20}], lr=0.05)
+    opt = halfstep.AdamW(
+        [{"params": list(params.items()), "schedule": "cosine", "total_steps": 20}], lr=0.05
+    )
     others, other = make("adamw", lr=0.05)
     schedule(other, others, CosineAnnealingLR(other, T_max=20))
     run(opt, params, 0, 12)
     assert_close(params, others, 1e-5, 1e-6)
 
 
-# ---- Closures -----------------------------------------------------------------------------------------------------------
+# ---- Closures ------------------------------------------------------------------------------------
 
 
 @rules
@@ -139,7 +170,7 @@ def test_closure_runs_though_the_step_is_refused():
     assert opt.skipped_steps == 1
 
 
-# ---- Gradients ----------------------------------------------------------------------------------------------------------
+# ---- Gradients -----------------------------------------------------------------------------------
 
 
 @rules
@@ -157,8 +188,8 @@ def test_zero_grad(rule):
 @rules
 @recipes
 def test_parameters_without_gradient_are_left_alone(rule, recipe):
-    """Frozen, thawed and frozen again in mid-run: states wait, but for numbers that all tensors share. The others do not notice,
-    unless sums are over all of them."""
+    """Frozen, thawed and frozen again in mid-run: states wait, but for numbers that all tensors
+    share. The others do not notice, unless sums are over all of them."""
     params, opt = make(rule, recipe, lr=0.02)
     others, other = make(rule, recipe, lr=0.02)
     frozen = "head.weight"
@@ -166,7 +197,9 @@ def test_parameters_without_gradient_are_left_alone(rule, recipe):
 
     def kept():
         state = opt.state_dict()["state"].get(1, {})
-        return bits(params[frozen]), plain({key: value for key, value in state.items() if key not in shared})
+        return bits(params[frozen]), plain(
+            {key: value for key, value in state.items() if key not in shared}
+        )
 
     for step in range(6):
         set_gradients(params, step)
@@ -193,7 +226,10 @@ def test_first_gradient_arrives_late():
     """Bias corrections count a tensor's own steps, as torch's do."""
     params = parameters()
     others = twins(params)
-    opt, other = halfstep.AdamW(list(params.values()), lr=0.05), torch.optim.AdamW(list(others.values()), lr=0.05)
+    opt, other = (
+        halfstep.AdamW(list(params.values()), lr=0.05),
+        torch.optim.AdamW(list(others.values()), lr=0.05),
+    )
     for step in range(5):
         for o, ps in ((opt, params), (other, others)):
             set_gradients(ps, step)
@@ -249,14 +285,22 @@ def test_no_gradient_at_all(rule):
     before = everything(opt, params)
     opt.step()
     assert everything(opt, params)[0] == before[0]
-    assert not any(len(s) for s in opt.state.values()) or all(s["step"] == 0 for s in opt.state.values())
+    assert not any(len(s) for s in opt.state.values()) or all(
+        s["step"] == 0 for s in opt.state.values()
+    )
 
 
 @rules
 @recipes
 def test_empty_and_scalar_tensors(rule, recipe):
     """Beside others and alone."""
-    for shapes in (SHAPES, {"empty": (0,)}, {"scalar": ()}, {"empty": (3, 0), "scalar": ()}, {"one": (1, 1, 1)}):
+    for shapes in (
+        SHAPES,
+        {"empty": (0,)},
+        {"scalar": ()},
+        {"empty": (3, 0), "scalar": ()},
+        {"one": (1, 1, 1)},
+    ):
         params, opt = make(rule, recipe, shapes=shapes)
         run(opt, params, 0, 2)
         for p in params.values():
@@ -281,29 +325,46 @@ def test_state_of_a_parameter(rule, recipe):
         state = opt.state[p]
         assert len(state) > 0
         step = state["step"]
-        assert step.dtype == torch.float32 and step.shape == () and step.device.type == "cpu" and step.item() == 1
+        assert (
+            step.dtype == torch.float32
+            and step.shape == ()
+            and step.device.type == "cpu"
+            and step.item() == 1
+        )
         for key, value in state.items():
             assert isinstance(value, torch.Tensor), (key, type(value))
     run(opt, params, 1, 4)
     assert step is opt.state[p]["step"] or opt.state[p]["step"].item() == 4
     vectors = {s.name for s in _abi.rules[rule].states if s.vector}
     matrix = _abi.rules[rule].matrix
-    instead = {s.name for s in _abi.rules[rule].states if s.role == _abi.ROLE_NONNEG and matrix} - vectors
-    needless = {"sgd": 1, "rmsprop": 2, "adam": 1, "adamw": 1, "adafactor": 1}.get(rule, 0)  # by the default options
+    instead = {
+        s.name for s in _abi.rules[rule].states if s.role == _abi.ROLE_NONNEG and matrix
+    } - vectors
+    needless = {"sgd": 1, "rmsprop": 2, "adam": 1, "adamw": 1, "adafactor": 1}.get(
+        rule, 0
+    )  # by the default options
     for name, lacking in (("body.bias", vectors), ("body.weight", instead)):
         p, held = params[name], set()
         for described in _abi.rules[rule].states:
             if described.name in opt.state[p] or described.name + ".codes" in opt.state[p]:
                 value = opt.read_state(p, described.name)
                 assert value.dtype == torch.float32 and value.any()
-                assert value.shape == (p.shape if described.name not in vectors else p.shape[:1] if "row" in described.name else p.shape[1:])
+                assert value.shape == (
+                    p.shape
+                    if described.name not in vectors
+                    else p.shape[:1]
+                    if "row" in described.name
+                    else p.shape[1:]
+                )
                 held.add(described.name)
-        assert held.isdisjoint(lacking) and len(held) == len(_abi.rules[rule].states) - needless - len(lacking)
+        assert held.isdisjoint(lacking) and len(held) == len(
+            _abi.rules[rule].states
+        ) - needless - len(lacking)
     file = saved(opt.state_dict())
     assert plain(file) == plain(opt.state_dict())
 
 
-# ---- Gradients that are not finite --------------------------------------------------------------------------------------
+# ---- Gradients that are not finite ---------------------------------------------------------------
 
 
 @rules
@@ -371,10 +432,10 @@ def test_skipped_steps_are_saved():
     assert copy.deepcopy(opt).skipped_steps == 3
 
 
-# ---- Gradient scaling ---------------------------------------------------------------------------------------------------
+# ---- Gradient scaling ----------------------------------------------------------------------------
 
 
-def scaled_run(recipe, fused, poison=(), clip=None, steps=6, scale=2.0 ** 6):
+def scaled_run(recipe, fused, poison=(), clip=None, steps=6, scale=2.0**6):
     params, opt = make("adamw", recipe, lr=0.02, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3, backoff_factor=0.5)
     for step in range(steps):
@@ -400,7 +461,7 @@ def scaled_run(recipe, fused, poison=(), clip=None, steps=6, scale=2.0 ** 6):
 def test_grad_scaler(fused, recipe):
     """A power of two as scale changes no bit."""
     params, opt, scaler = scaled_run(recipe, fused)
-    assert scaler.get_scale() == 2.0 ** 8
+    assert scaler.get_scale() == 2.0**8
     assert bool(getattr(opt, "_step_supports_amp_scaling", False)) == bool(fused)
     others, other = make("adamw", recipe, lr=0.02)
     run(other, others, 0, 6)
@@ -426,7 +487,7 @@ def test_grad_scaler_skips_overflows(fused, recipe):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         params, opt, scaler = scaled_run(recipe, fused, poison=(1,), steps=2)
-    assert scaler.get_scale() == 2.0 ** 5
+    assert scaler.get_scale() == 2.0**5
     others, other = make("adamw", recipe, lr=0.02)
     run(other, others, 0, 1)
     same(opt, other, params, others)
@@ -434,7 +495,8 @@ def test_grad_scaler_skips_overflows(fused, recipe):
 
 
 def test_fused_with_found_inf_by_hand():
-    """What GradScaler hands over: a step with found_inf moves nothing even if the gradients are sound."""
+    """What GradScaler hands over: a step with found_inf moves nothing even if the gradients are
+    sound."""
     params, opt = make("adamw", "ecc8-int8", fused=True)
     run(opt, params, 0, 1)
     before = everything(opt, params)[0], states(opt)
@@ -445,7 +507,7 @@ def test_fused_with_found_inf_by_hand():
     assert (everything(opt, params)[0], states(opt)) == before
 
 
-# ---- Clipping -----------------------------------------------------------------------------------------------------------
+# ---- Clipping ------------------------------------------------------------------------------------
 
 
 @rules
@@ -466,7 +528,9 @@ def test_clip_norm(rule, limit):
     set_gradients(params, 9)
     before = {n: p.grad.clone() for n, p in params.items()}
     opt.step()
-    assert all(torch.equal(before[n], p.grad) for n, p in params.items())  # gradients are the caller's
+    assert all(
+        torch.equal(before[n], p.grad) for n, p in params.items()
+    )  # gradients are the caller's
 
 
 def test_clip_norm_can_be_changed():
@@ -479,7 +543,9 @@ def test_clip_norm_can_be_changed():
                 p.copy_(start[n])
         set_gradients(params, 0)
         opt.step()
-        moved = math.sqrt(sum(float((p.detach() - start[n]).double().pow(2).sum()) for n, p in params.items()))
+        moved = math.sqrt(
+            sum(float((p.detach() - start[n]).double().pow(2).sum()) for n, p in params.items())
+        )
         assert math.isclose(moved, limit or opt_norm(params), rel_tol=1e-4), limit
 
 
@@ -487,7 +553,7 @@ def opt_norm(params):
     return math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in params.values()))
 
 
-# ---- What is said of steps that are skipped, and of parameters that take no part ----
+# ---- What is said of steps that are skipped, and of parameters that take no part -----------------
 
 
 def test_skipped_steps_are_told_again_at_the_10th_and_100th_time():
@@ -502,7 +568,9 @@ def test_skipped_steps_are_told_again_at_the_10th_and_100th_time():
         if caught:
             said[step] = str(caught[0].message)
     assert list(said) == [1, 10, 100]
-    assert all("'p' is not finite" in text and f"{step} by now" in text for step, text in said.items())
+    assert all(
+        "'p' is not finite" in text and f"{step} by now" in text for step, text in said.items()
+    )
 
 
 def test_gradients_that_are_all_nan_are_not_blamed_on_one():
@@ -513,7 +581,9 @@ def test_gradients_that_are_all_nan_are_not_blamed_on_one():
         p.grad = torch.ones(4)
     params["c"].grad[1] = float("nan")
     torch.nn.utils.clip_grad_norm_(list(params.values()), 1.0)
-    with pytest.warns(RuntimeWarning, match="the gradients of all parameters are not finite.*clip_grad_norm_"):
+    with pytest.warns(
+        RuntimeWarning, match="the gradients of all parameters are not finite.*clip_grad_norm_"
+    ):
         opt.step()
     for p in params.values():
         p.grad = torch.ones(4)
@@ -524,8 +594,14 @@ def test_gradients_that_are_all_nan_are_not_blamed_on_one():
 
 
 def test_frozen_parameters_are_not_counted():
-    trained, frozen = torch.nn.Parameter(torch.ones(64, 256)), torch.nn.Parameter(torch.ones(64, 256), requires_grad=False)
-    alone, beside = halfstep.AdamW([("w", trained)]), halfstep.AdamW([("w", trained), ("f", frozen)])
+    trained, frozen = (
+        torch.nn.Parameter(torch.ones(64, 256)),
+        torch.nn.Parameter(torch.ones(64, 256), requires_grad=False),
+    )
+    alone, beside = (
+        halfstep.AdamW([("w", trained)]),
+        halfstep.AdamW([("w", trained), ("f", frozen)]),
+    )
     assert beside.memory() == alone.memory()
     line = next(line for line in repr(alone).splitlines() if line.startswith("memory"))
     assert line in repr(beside)

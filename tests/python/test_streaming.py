@@ -1,5 +1,6 @@
-"""Weights and steps on a GPU, states in the process's memory: the bits of plain steps. On the fake of fake_gpu.py, whose copies happen when
-somebody waits for them; where torch has a GPU, on that."""
+"""Weights and steps on a GPU, states in the process's memory: the bits of plain steps. On the fake
+of fake_gpu.py, whose copies happen when somebody waits for them; where torch has a GPU, on that."""
+
 import copy
 import io
 import pickle
@@ -14,7 +15,17 @@ from test_offload import backward, run, same
 import halfstep
 from halfstep import _devices, streaming
 
-SHAPES = {"body.weight": (24, 96), "head.weight": (17, 50), "body.bias": (33,), "scale": (), "a": (40, 64), "b": (64, 40), "c": (64, 64), "d": (32, 32), "e": (48, 64)}
+SHAPES = {
+    "body.weight": (24, 96),
+    "head.weight": (17, 50),
+    "body.bias": (33,),
+    "scale": (),
+    "a": (40, 64),
+    "b": (64, 40),
+    "c": (64, 64),
+    "d": (32, 32),
+    "e": (48, 64),
+}
 #: what is stepped on the GPU where small parameters are
 SMALL = {"head.weight", "body.bias", "scale"}
 SIZE, BUFFER = 1000, 8000
@@ -28,7 +39,10 @@ def pair(gpu, base, recipe="f32", device=0, how=None, shapes=SHAPES, **options):
     there = {name: torch.nn.Parameter(gpu.tensor(v, device)) for name, v in values.items()}
     options = {"seed": 5, **formats, **options}
     how = {"minimal_size": SIZE, "buffer": BUFFER, **(how or {})}
-    return (here, base(here.items(), **options)), (there, halfstep.StateStreaming(there.items(), base, **how, **options))
+    return (here, base(here.items(), **options)), (
+        there,
+        halfstep.StateStreaming(there.items(), base, **how, **options),
+    )
 
 
 @rules
@@ -41,18 +55,28 @@ def test_the_bits_of_plain_steps(gpu, rule, recipe):
     for name, p in both[1][0].items():
         wanted = "cuda" if name in SMALL else "cpu"
         numbers = {key for key, value in both[1][1].state[p].items() if value.dim() == 0}
-        assert {_devices.of(value).type for key, value in both[1][1].state[p].items() if key not in numbers} <= {wanted}, name
+        assert {
+            _devices.of(value).type
+            for key, value in both[1][1].state[p].items()
+            if key not in numbers
+        } <= {wanted}, name
 
 
 def test_states_take_turns(fake):
-    """Each byte of a state goes up once and comes back once in a step, through three buffers, and step() waits once for gradients."""
+    """Each byte of a state goes up once and comes back once in a step, through three buffers, and
+    step() waits once for gradients."""
     both = pair(fake, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     run(fake, both, 1, 2)
     params, opt = both[1]
-    bus, = opt._buses
+    (bus,) = opt._buses
     assert len(bus.stages) > 4 and len(bus.buffers) == streaming.BUFFERS
     assert all(stage.size <= BUFFER * 1.2 or len(stage.places) == 1 for stage in bus.stages)
-    size = sum(v.numel() * v.element_size() for p, state in opt.state.items() for v in state.values() if v.dim() and _devices.of(v).type == "cpu")
+    size = sum(
+        v.numel() * v.element_size()
+        for p, state in opt.state.items()
+        for v in state.values()
+        if v.dim() and _devices.of(v).type == "cpu"
+    )
     held = sum(b.memory.numel() for b in bus.buffers)
     assert held < size
     for step in range(2, 6):
@@ -61,14 +85,21 @@ def test_states_take_turns(fake):
         before = fake.waits
         run(fake, [both[1]], step, step + 1)
         waited = fake.waits - before
-        assert [sum(n for n, to_gpu in fake.moved if to_gpu == way) for way in (False, True)] == [size, size]
-        assert waited == len(opt._engine.parts)  # all begin before the first ends: one wait for each, for the same gradients
+        assert [sum(n for n, to_gpu in fake.moved if to_gpu == way) for way in (False, True)] == [
+            size,
+            size,
+        ]
+        assert waited == len(
+            opt._engine.parts
+        )  # all begin before the first ends: one wait for each, for the same gradients
         run(fake, [both[0]], step, step + 1)
     same(fake, both)
 
 
 def test_one_buffer_waits_for_nothing(fake):
-    both = pair(fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0, "buffer": 1 << 20}, clip_norm=1.0)
+    both = pair(
+        fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0, "buffer": 1 << 20}, clip_norm=1.0
+    )
     run(fake, both, 1, 3)
     before = fake.waits
     run(fake, both, 3, 9)
@@ -76,7 +107,15 @@ def test_one_buffer_waits_for_nothing(fake):
     same(fake, both)
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.1, "clip": "per-tensor"}, {"clip_norm": 0.1, "clip": "delayed"}, {"cautious": True}, {}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.1, "clip": "per-tensor"},
+        {"clip_norm": 0.1, "clip": "delayed"},
+        {"cautious": True},
+        {},
+    ],
+)
 @pytest.mark.parametrize("recipe", ["kahan", "ecc8-int8"])
 def test_steps_during_the_backward_pass(gpu, recipe, options):
     both = pair(gpu, halfstep.AdamW, recipe, gradient_release=True, **options)
@@ -101,9 +140,12 @@ def test_micro_batches_in_the_states(gpu):
         same(gpu, both)
 
 
-@pytest.mark.parametrize("scan, name", [("scan", "a"), ("scan", "scale"), ("per-tensor", "a"), ("per-tensor", "e")])
+@pytest.mark.parametrize(
+    "scan, name", [("scan", "a"), ("scan", "scale"), ("per-tensor", "a"), ("per-tensor", "e")]
+)
 def test_a_nan(gpu, scan, name):
-    """Refused as a whole, and counted once, or its tensor left alone; what goes through the buffers then is not used later."""
+    """Refused as a whole, and counted once, or its tensor left alone; what goes through the buffers
+    then is not used later."""
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0, scan=scan)
     run(gpu, both, 1, 3)
     with warnings.catch_warnings():
@@ -124,7 +166,14 @@ def test_a_nan(gpu, scan, name):
 
 def test_a_grad_scaler_in_the_step(gpu):
     for buffer in (BUFFER, 1 << 20):
-        both = pair(gpu, halfstep.AdamW, "f32", fused=True, clip_norm=1.0, how={"buffer": buffer, "minimal_size": 0})
+        both = pair(
+            gpu,
+            halfstep.AdamW,
+            "f32",
+            fused=True,
+            clip_norm=1.0,
+            how={"buffer": buffer, "minimal_size": 0},
+        )
         for step, found in ((1, 0.0), (2, 1.0), (3, 0.0)):
             for params, opt in both:
                 backward(gpu, params, {name: g * 8 for name, g in gradients(params, step).items()})
@@ -138,7 +187,8 @@ def test_a_grad_scaler_in_the_step(gpu):
 
 
 def test_states_go_either_way(gpu):
-    """state_dict() is that of plain steps, and both continue alike; copies and pickles, too. What is loaded is pinned."""
+    """state_dict() is that of plain steps, and both continue alike; copies and pickles, too. What
+    is loaded is pinned."""
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     run(gpu, both, 1, 3)
     buffer = io.BytesIO()
@@ -161,7 +211,11 @@ def test_states_go_either_way(gpu):
     params, opt = both[1]
     assert all(_devices.is_pinned(v) for v in opt.state[params["a"]].values() if v.dim())
     again = pickle.loads(pickle.dumps(opt)) if gpu.real else copy.deepcopy(opt)
-    assert type(again) is type(opt) and isinstance(again, halfstep.StateStreaming) and isinstance(again, halfstep.AdamW)
+    assert (
+        type(again) is type(opt)
+        and isinstance(again, halfstep.StateStreaming)
+        and isinstance(again, halfstep.AdamW)
+    )
     assert again.minimal_size == SIZE and again.buffer == BUFFER and again._buses is not opt._buses
 
 
@@ -187,11 +241,13 @@ def test_states_come_back_after_the_step(fake):
     """Where the stream that they come back on is the only one that anybody waits for."""
     both = pair(fake, halfstep.AdamW, "f32", how={"buffer": 1 << 20, "minimal_size": 0})
     run(fake, both, 1, 3)
-    bus, = both[1][1]._buses
+    (bus,) = both[1][1]._buses
     bus.wait()
     for name, p in both[1][0].items():
         for key in ("exp_avg", "exp_avg_sq"):
-            assert bits(both[1][1].state[p][key]) == bits(both[0][1].state[both[0][0][name]][key]), (name, key)
+            assert bits(both[1][1].state[p][key]) == bits(
+                both[0][1].state[both[0][0][name]][key]
+            ), (name, key)
 
 
 def test_another_format(gpu):
@@ -216,7 +272,11 @@ def test_read_and_write(gpu):
             p = params[name]
             opt.write_weight(p, gpu.read(opt.read_weight(p)) * 1.001)
             opt.write_state(p, "exp_avg", gpu.read(opt.read_state(p, "exp_avg")) * 1.001)
-            found += [bits(gpu.read(opt.read_weight(p))), bits(gpu.read(opt.read_state(p, "exp_avg"))), bits(gpu.read(p))]
+            found += [
+                bits(gpu.read(opt.read_weight(p))),
+                bits(gpu.read(opt.read_state(p, "exp_avg"))),
+                bits(gpu.read(p)),
+            ]
         assert found[:3] == found[3:], name
     run(gpu, both, 3, 5)
     same(gpu, both)
@@ -228,16 +288,28 @@ def test_schedulers_groups_and_frozen_parameters(gpu):
     for streamed, put in ((False, torch.clone), (True, gpu.tensor)):
         params = {name: torch.nn.Parameter(put(v)) for name, v in values.items()}
         params["b"].requires_grad_(False)
-        groups = [{"params": [("body.weight", params["body.weight"]), ("d", params["d"])], "lr": 0.01},
-                  {"params": [(n, p) for n, p in params.items() if n not in ("body.weight", "d")], "weight_decay": 0.1}]
-        opt = halfstep.StateStreaming(groups, "adamw/bf16-sr/int8", minimal_size=SIZE, buffer=BUFFER, seed=5) if streamed else \
-            halfstep.optimizer("adamw/bf16-sr/int8", groups, seed=5)
+        groups = [
+            {"params": [("body.weight", params["body.weight"]), ("d", params["d"])], "lr": 0.01},
+            {
+                "params": [(n, p) for n, p in params.items() if n not in ("body.weight", "d")],
+                "weight_decay": 0.1,
+            },
+        ]
+        opt = (
+            halfstep.StateStreaming(
+                groups, "adamw/bf16-sr/int8", minimal_size=SIZE, buffer=BUFFER, seed=5
+            )
+            if streamed
+            else halfstep.optimizer("adamw/bf16-sr/int8", groups, seed=5)
+        )
         both.append((params, opt))
     schedulers = [torch.optim.lr_scheduler.StepLR(opt, 1, 0.5) for _, opt in both]
     for step in range(1, 5):
         for (params, opt), scheduler in zip(both, schedulers):
             if step == 3:
-                extra = params["extra"] = torch.nn.Parameter((torch.clone if opt is both[0][1] else gpu.tensor)(torch.ones(64, 64)))
+                extra = params["extra"] = torch.nn.Parameter(
+                    (torch.clone if opt is both[0][1] else gpu.tensor)(torch.ones(64, 64))
+                )
                 opt.add_param_group({"params": [("extra", extra)], "lr": 0.5})
             given = gradients(params, step)
             backward(gpu, params, {n: given[n] for n, p in params.items() if p.requires_grad})
@@ -250,9 +322,18 @@ def test_schedulers_groups_and_frozen_parameters(gpu):
 def test_two_gpus_and_the_processor(fake):
     values = start(torch.bfloat16, SHAPES)
     here = {n: torch.nn.Parameter(v.clone()) for n, v in values.items()}
-    there = {n: torch.nn.Parameter(fake.tensor(v, i % 2) if i % 3 else v.clone()) for i, (n, v) in enumerate(values.items())}
+    there = {
+        n: torch.nn.Parameter(fake.tensor(v, i % 2) if i % 3 else v.clone())
+        for i, (n, v) in enumerate(values.items())
+    }
     options = {"seed": 5, "clip_norm": 0.5, "states": "int8"}
-    both = (here, halfstep.AdamW(here.items(), **options)), (there, halfstep.StateStreaming(there.items(), minimal_size=SIZE, buffer=BUFFER, **options))
+    both = (
+        (here, halfstep.AdamW(here.items(), **options)),
+        (
+            there,
+            halfstep.StateStreaming(there.items(), minimal_size=SIZE, buffer=BUFFER, **options),
+        ),
+    )
     run(fake, both, 1, 4)
     same(fake, both)
     assert len(both[1][1]._buses) == 2
@@ -271,7 +352,13 @@ def test_another_stream(fake):
 
 
 def test_a_step_returns_before_states_are_back(fake):
-    both = pair(fake, halfstep.AdamW, "bf16-sr", scan="known-finite", how={"buffer": 1 << 20, "minimal_size": 0})
+    both = pair(
+        fake,
+        halfstep.AdamW,
+        "bf16-sr",
+        scan="known-finite",
+        how={"buffer": 1 << 20, "minimal_size": 0},
+    )
     run(fake, both, 1, 2)
     params, opt = both[1]
     fake.synchronize()
@@ -298,18 +385,36 @@ def test_a_capture_is_refused(fake):
 
 
 def test_the_plan_is_what_is_held(fake):
-    both = pair(fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0, "buffer": streaming.BUFFER_BYTES}, shapes={"a": (64, 64), "b": (128, 32)})
+    both = pair(
+        fake,
+        halfstep.AdamW,
+        "ecc8-int8",
+        how={"minimal_size": 0, "buffer": streaming.BUFFER_BYTES},
+        shapes={"a": (64, 64), "b": (128, 32)},
+    )
     run(fake, both, 1, 3)
     params, opt = both[1]
-    row = next(row for row in halfstep.plan(params, "adamw/bf16-ecc8/int8", device_memory="1G").rows if row.way == "StateStreaming")
+    row = next(
+        row
+        for row in halfstep.plan(params, "adamw/bf16-ecc8/int8", device_memory="1G").rows
+        if row.way == "StateStreaming"
+    )
     assert row.host == sum(size for _, size, _ in fake.pins)
     assert row.states == sum(b.memory.numel() for b in opt._buses[0].buffers) and row.extras == 0
 
 
 def test_wrong_arguments(gpu):
     p = torch.nn.Parameter(gpu.tensor(torch.ones(64, 64)))
-    with pytest.raises(TypeError, match=r"halfstep.StateStreaming\(params, recipe\).*class of halfstep"):
+    with pytest.raises(
+        TypeError, match=r"halfstep.StateStreaming\(params, recipe\).*class of halfstep"
+    ):
         halfstep.StateStreaming([p], torch.optim.AdamW)
-    for wrong in ({"buffer": 0}, {"buffer": "1G"}, {"buffer": True}, {"minimal_size": -1}, {"compile": True}):
+    for wrong in (
+        {"buffer": 0},
+        {"buffer": "1G"},
+        {"buffer": True},
+        {"minimal_size": -1},
+        {"compile": True},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             halfstep.StateStreaming([p], **wrong)

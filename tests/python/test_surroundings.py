@@ -1,4 +1,6 @@
-"""What trainers hand over and ask for beside parameters and gradients: keys of groups, sequences, frozen parameters, wrappers, names of classes."""
+"""What trainers hand over and ask for beside parameters and gradients: keys of groups, sequences,
+frozen parameters, wrappers, names of classes."""
+
 import collections.abc
 import os
 import subprocess
@@ -6,9 +8,9 @@ import sys
 
 import pytest
 import torch
+from conftest import bits, parameters, run, saved, set_gradients
 
 import halfstep
-from conftest import bits, parameters, run, saved, set_gradients
 from halfstep.compat import came_pytorch, flashoptim, lamb16, optimi, prodigyopt, torchao
 
 
@@ -16,30 +18,85 @@ def weight(*shape):
     return torch.nn.Parameter(torch.ones(shape or (8, 8)))
 
 
-# ---- Keys of groups -----------------------------------------------------------------------------------------------------
+# ---- Keys of groups ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["weight_decay_scale", "lr_scale", "lr_mult", "wd_mult", "decay_mult", "weight_decay_mult", "lr_multiplier", "wd", "mom",
-                                 "layer_decay", "is_last_layer", "initial_weight_decay", "momentum_scale", "eps_root", "beta1", "name", "layer_id", "decoupled",
-                                 "weight_lr_power_scale", "use_muon_extra", "max_grad_norm", "weights_name", "states_dtype", "clip_norm_scale", "betas_schedule"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "weight_decay_scale",
+        "lr_scale",
+        "lr_mult",
+        "wd_mult",
+        "decay_mult",
+        "weight_decay_mult",
+        "lr_multiplier",
+        "wd",
+        "mom",
+        "layer_decay",
+        "is_last_layer",
+        "initial_weight_decay",
+        "momentum_scale",
+        "eps_root",
+        "beta1",
+        "name",
+        "layer_id",
+        "decoupled",
+        "weight_lr_power_scale",
+        "use_muon_extra",
+        "max_grad_norm",
+        "weights_name",
+        "states_dtype",
+        "clip_norm_scale",
+        "betas_schedule",
+    ],
+)
 def test_keys_of_trainers_are_kept(key):
     for cls in (halfstep.AdamW, halfstep.SGD, halfstep.Muon, halfstep.ScheduleFree):
         opt = cls([{"params": [weight()], key: 0.5}])
         opt.add_param_group({"params": [weight()], key: 0.25})
-        assert [g[key] for g in opt.param_groups] == [g[key] for g in opt.state_dict()["param_groups"]] == [0.5, 0.25]
+        assert (
+            [g[key] for g in opt.param_groups]
+            == [g[key] for g in opt.state_dict()["param_groups"]]
+            == [0.5, 0.25]
+        )
 
 
-@pytest.mark.parametrize("key, option", [("weight_deacy", "weight_decay"), ("wieght_decay", "weight_decay"), ("weightdecay", "weight_decay"), ("weight-decay", "weight_decay"),
-                                         ("Weight_Decay", "weight_decay"), ("beta", "betas"), ("state", "states"), ("maximise", "maximize"), ("cautiuos", "cautious")])
+@pytest.mark.parametrize(
+    "key, option",
+    [
+        ("weight_deacy", "weight_decay"),
+        ("wieght_decay", "weight_decay"),
+        ("weightdecay", "weight_decay"),
+        ("weight-decay", "weight_decay"),
+        ("Weight_Decay", "weight_decay"),
+        ("beta", "betas"),
+        ("state", "states"),
+        ("maximise", "maximize"),
+        ("cautiuos", "cautious"),
+    ],
+)
 def test_slips_are_refused(key, option):
     with pytest.raises(ValueError, match=f"{key!r}.*{option!r} is one"):
         halfstep.AdamW([{"params": [weight()], key: 0.1}])
 
 
-@pytest.mark.parametrize("key, value", [("use_muon", False), ("algorithm", "adamw"), ("algorithm", "lion"), ("use_fallback", True), ("use_adamw", True), ("optimizer", "AdamW")])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("use_muon", False),
+        ("algorithm", "adamw"),
+        ("algorithm", "lion"),
+        ("use_fallback", True),
+        ("use_adamw", True),
+        ("optimizer", "AdamW"),
+    ],
+)
 def test_groups_of_another_algorithm_are_refused_by_muon(key, value):
     groups = lambda: [{"params": [weight()], "lr": 0.02}, {"params": [weight()], key: value}]
-    with pytest.raises(ValueError, match=f"{key!r}: {value!r}, and Muon steps all.*optimizer of that rule"):
+    with pytest.raises(
+        ValueError, match=f"{key!r}: {value!r}, and Muon steps all.*optimizer of that rule"
+    ):
         halfstep.Muon(groups())
     opt = halfstep.Muon([weight()])
     before = len(opt.param_groups)
@@ -53,7 +110,12 @@ def test_groups_of_another_algorithm_are_refused_by_muon(key, value):
 
 
 def test_groups_of_this_algorithm_are_taken():
-    for key, value in (("use_muon", True), ("algorithm", "muon"), ("algorithm", "Muon"), ("use_fallback", False)):
+    for key, value in (
+        ("use_muon", True),
+        ("algorithm", "muon"),
+        ("algorithm", "Muon"),
+        ("use_fallback", False),
+    ):
         assert halfstep.Muon([{"params": [weight()], key: value}]).param_groups[0][key] == value
     halfstep.AdamW([{"params": [weight()], "use_muon": False, "algorithm": "adamw"}])
     for key, value in (("use_muon", True), ("algorithm", "muon")):
@@ -61,7 +123,7 @@ def test_groups_of_this_algorithm_are_taken():
             halfstep.AdamW([{"params": [weight()], key: value}])
 
 
-# ---- Sequences ----------------------------------------------------------------------------------------------------------
+# ---- Sequences -----------------------------------------------------------------------------------
 
 
 class Listed(collections.abc.Sequence):
@@ -77,17 +139,37 @@ class Listed(collections.abc.Sequence):
         return self.items[i]
 
 
-@pytest.mark.parametrize("kind", [Listed, lambda *a: list(a), lambda *a: torch.tensor(a, dtype=torch.float64), lambda *a: __import__("numpy").array(a)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Listed,
+        lambda *a: list(a),
+        lambda *a: torch.tensor(a, dtype=torch.float64),
+        lambda *a: __import__("numpy").array(a),
+    ],
+)
 def test_betas_of_any_sequence(kind):
-    for cls, betas, more in ((halfstep.AdamW, (0.5, 0.75), {}), (halfstep.Adan, (0.5, 0.75, 0.25), {}), (halfstep.Muon, (0.5, 0.75), {}), (prodigyopt.Prodigy, (0.5, 0.75), {}),
-                             (lamb16.Lamb16, (0.5, 0.75), {}), (optimi.AdamW, (0.5, 0.75), {"lr": 0.1}), (flashoptim.FlashLion, (0.5, 0.75), {"master_weight_bits": None}),
-                             (torchao.AdamW8bit, (0.5, 0.75), {})):
+    for cls, betas, more in (
+        (halfstep.AdamW, (0.5, 0.75), {}),
+        (halfstep.Adan, (0.5, 0.75, 0.25), {}),
+        (halfstep.Muon, (0.5, 0.75), {}),
+        (prodigyopt.Prodigy, (0.5, 0.75), {}),
+        (lamb16.Lamb16, (0.5, 0.75), {}),
+        (optimi.AdamW, (0.5, 0.75), {"lr": 0.1}),
+        (flashoptim.FlashLion, (0.5, 0.75), {"master_weight_bits": None}),
+        (torchao.AdamW8bit, (0.5, 0.75), {}),
+    ):
         params, others = parameters(shapes={"w": (8, 64)}), parameters(shapes={"w": (8, 64)})
-        opt, other = (torch.manual_seed(0) and cls(list(ps.values()), betas=given, **more) for ps, given in ((params, kind(*betas)), (others, betas)))
+        opt, other = (
+            torch.manual_seed(0) and cls(list(ps.values()), betas=given, **more)
+            for ps, given in ((params, kind(*betas)), (others, betas))
+        )
         if "betas" in opt.param_groups[0]:
             opt.add_param_group({"params": [weight()], "betas": kind(*betas)})
             assert all(isinstance(g["betas"], (tuple, list)) for g in opt.param_groups)
-            opt.param_groups[0]["betas"] = kind(*opt.param_groups[0]["betas"])  # as a scheduler may put it
+            opt.param_groups[0]["betas"] = kind(
+                *opt.param_groups[0]["betas"]
+            )  # as a scheduler may put it
         for o, ps in ((opt, params), (other, others)):
             run(o, ps, 0, 2)
         saved(opt.state_dict())  # torch.load(weights_only=True) knows what is in there
@@ -95,8 +177,11 @@ def test_betas_of_any_sequence(kind):
 
 
 def test_other_sequences():
-    for make in (lambda s: halfstep.Adafactor([weight()], eps=s(None, 1e-3)), lambda s: halfstep.Muon([weight()], ns_coefficients=s(3.4, -4.7, 2.0)),
-                 lambda s: came_pytorch.CAME([weight()], lr=1e-3, eps=s(1e-30, 1e-16))):
+    for make in (
+        lambda s: halfstep.Adafactor([weight()], eps=s(None, 1e-3)),
+        lambda s: halfstep.Muon([weight()], ns_coefficients=s(3.4, -4.7, 2.0)),
+        lambda s: came_pytorch.CAME([weight()], lr=1e-3, eps=s(1e-30, 1e-16)),
+    ):
         opt = make(Listed)
         p = opt.param_groups[0]["params"][0]
         p.grad = torch.ones_like(p)
@@ -107,31 +192,53 @@ def test_other_sequences():
             halfstep.AdamW([weight()], betas=wrong)
 
 
-# ---- Frozen parameters ----------------------------------------------------------------------------------------------------
+# ---- Frozen parameters ---------------------------------------------------------------------------
 
 
 class Quantized(torch.Tensor):
     """A tensor of a class that nothing here knows."""
 
 
-FROZEN = {"uint8": lambda: torch.ones(8, 8, dtype=torch.uint8), "int8": lambda: torch.ones(8, 8, dtype=torch.int8), "bool": lambda: torch.ones(8, dtype=torch.bool),
-          "float8": lambda: torch.ones(8, 8).to(torch.float8_e4m3fn), "float64": lambda: torch.ones(8, 8, dtype=torch.float64),
-          "complex": lambda: torch.ones(8, dtype=torch.complex64), "quantized class": lambda: torch.ones(8, 8).as_subclass(Quantized),
-          "expanded": lambda: torch.ones(8, 1).expand(8, 8), "meta": lambda: torch.ones(8, 8, device="meta"), "sparse": lambda: torch.ones(8, 8).to_sparse(),
-          "half": lambda: torch.ones(8, 8).half()}
+FROZEN = {
+    "uint8": lambda: torch.ones(8, 8, dtype=torch.uint8),
+    "int8": lambda: torch.ones(8, 8, dtype=torch.int8),
+    "bool": lambda: torch.ones(8, dtype=torch.bool),
+    "float8": lambda: torch.ones(8, 8).to(torch.float8_e4m3fn),
+    "float64": lambda: torch.ones(8, 8, dtype=torch.float64),
+    "complex": lambda: torch.ones(8, dtype=torch.complex64),
+    "quantized class": lambda: torch.ones(8, 8).as_subclass(Quantized),
+    "expanded": lambda: torch.ones(8, 1).expand(8, 8),
+    "meta": lambda: torch.ones(8, 8, device="meta"),
+    "sparse": lambda: torch.ones(8, 8).to_sparse(),
+    "half": lambda: torch.ones(8, 8).half(),
+}
 
 
 @pytest.mark.parametrize("kind", FROZEN)
 def test_frozen_parameters_of_any_kind(kind, tmp_path):
     frozen = torch.nn.Parameter(FROZEN[kind](), requires_grad=False)
     live = torch.nn.Parameter(torch.ones(8, 64).bfloat16())
-    opt = halfstep.AdamW([("frozen", frozen), ("live", live)], states="int8", weights="bf16-kahan", gradient_release=True, seed=0)
+    opt = halfstep.AdamW(
+        [("frozen", frozen), ("live", live)],
+        states="int8",
+        weights="bf16-kahan",
+        gradient_release=True,
+        seed=0,
+    )
     live.float().sum().backward()
     opt.step()
     assert frozen not in opt.state and opt.state[live]["step"] == 1
-    assert "bf16-kahan" in repr(opt) and opt.memory()["weights"] == 8 * 64 * 2 and opt.fell_back() == []
-    opt.load_state_dict(saved(opt.state_dict()) if kind not in ("sparse", "quantized class") else opt.state_dict())
-    opt.add_param_group({"params": [("other", torch.nn.Parameter(FROZEN[kind](), requires_grad=False))]})
+    assert (
+        "bf16-kahan" in repr(opt)
+        and opt.memory()["weights"] == 8 * 64 * 2
+        and opt.fell_back() == []
+    )
+    opt.load_state_dict(
+        saved(opt.state_dict()) if kind not in ("sparse", "quantized class") else opt.state_dict()
+    )
+    opt.add_param_group(
+        {"params": [("other", torch.nn.Parameter(FROZEN[kind](), requires_grad=False))]}
+    )
     live.float().sum().backward()
     opt.step()
     assert opt.state[live]["step"] == 2
@@ -154,7 +261,11 @@ class Base(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        for name, value in (("codes", torch.zeros(8, 8, dtype=torch.uint8)), ("wide", torch.zeros(3, dtype=torch.float64)), ("small", torch.zeros(4).to(torch.float8_e4m3fn))):
+        for name, value in (
+            ("codes", torch.zeros(8, 8, dtype=torch.uint8)),
+            ("wide", torch.zeros(3, dtype=torch.float64)),
+            ("small", torch.zeros(4).to(torch.float8_e4m3fn)),
+        ):
             self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
         self.layer = torch.nn.Linear(8, 8).bfloat16()
 
@@ -169,10 +280,17 @@ def test_averages_of_models_with_frozen_parameters_of_any_dtype():
         ema.update_parameters(model)
     ema.module.requires_grad_(False)  # as who only evaluates with it does
     ema.update_parameters(model)
-    assert torch.equal(ema.module.codes, model.codes) and torch.equal(ema.module.wide, model.wide) and ema.module.small.dtype == torch.float8_e4m3fn
+    assert (
+        torch.equal(ema.module.codes, model.codes)
+        and torch.equal(ema.module.wide, model.wide)
+        and ema.module.small.dtype == torch.float8_e4m3fn
+    )
     other = halfstep.EMA(Base(), 0.5, weights="bf16-kahan")
     other.load_state_dict(saved(ema.state_dict()))
-    assert torch.equal(other.module.codes, model.codes) and other.full_state_dict()["codes"].dtype == torch.uint8
+    assert (
+        torch.equal(other.module.codes, model.codes)
+        and other.full_state_dict()["codes"].dtype == torch.uint8
+    )
     opt = halfstep.AdamW(model.named_parameters(), weights="bf16-kahan")
     set_gradients({"w": model.layer.weight}, 0)
     opt.step()
@@ -184,7 +302,7 @@ def test_averages_of_models_with_frozen_parameters_of_any_dtype():
         halfstep.EMA(bad)
 
 
-# ---- Wrappers, names, the end -----------------------------------------------------------------------------------------------
+# ---- Wrappers, names, the end --------------------------------------------------------------------
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -208,29 +326,48 @@ def test_optimizers_inside_of_wrappers():
         ema.update_parameters(model, one)
     assert bits(emas[0].extra.weight) == bits(emas[1].extra.weight) and emas[1].extra.weight.any()
     full = halfstep.full_precision_state_dict(model, wrapped)
-    assert torch.equal(full["weight"], opt.read_weight(model.weight)) and not torch.equal(full["weight"], model.weight.float())
+    assert torch.equal(full["weight"], opt.read_weight(model.weight)) and not torch.equal(
+        full["weight"], model.weight.float()
+    )
     with pytest.raises(TypeError, match="leave it out"):
         emas[0].update_parameters(model, Wrapped(torch.optim.AdamW(model.parameters())))
     small = lamb16.Lamb16(model.parameters())
     small.step()
     seen = []
-    lamb16.log_lamb_rs(Wrapped(small), type("Writer", (), {"add_histogram": lambda self, tag, values, at: seen.append(tag)})(), 0)
+    lamb16.log_lamb_rs(
+        Wrapped(small),
+        type("Writer", (), {"add_histogram": lambda self, tag, values, at: seen.append(tag)})(),
+        0,
+    )
     assert len(seen) == 3
 
 
 def test_names_that_trainers_do_not_catch():
-    """sd-scripts and others take any name that ends so for another package's, before they look at the path."""
-    aliases = {halfstep.ScheduleFree: ("halfstep", "ScheduleFreeAdamW"), torchao.Adam8bit: ("halfstep.compat.torchao", "AdamInt8"),
-               torchao.AdamW8bit: ("halfstep.compat.torchao", "AdamWInt8")}
-    caught = {cls for module in (halfstep, torchao) for name, cls in vars(module).items()
-              if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and name.lower().endswith(("8bit", "schedulefree"))}
+    """sd-scripts and others take any name that ends so for another package's, before they look at
+    the path."""
+    aliases = {
+        halfstep.ScheduleFree: ("halfstep", "ScheduleFreeAdamW"),
+        torchao.Adam8bit: ("halfstep.compat.torchao", "AdamInt8"),
+        torchao.AdamW8bit: ("halfstep.compat.torchao", "AdamWInt8"),
+    }
+    caught = {
+        cls
+        for module in (halfstep, torchao)
+        for name, cls in vars(module).items()
+        if isinstance(cls, type)
+        and issubclass(cls, torch.optim.Optimizer)
+        and name.lower().endswith(("8bit", "schedulefree"))
+    }
     assert caught == set(aliases)
     for cls, (module, name) in aliases.items():
-        assert getattr(sys.modules[module], name) is cls and not name.lower().endswith(("8bit", "schedulefree"))
+        assert getattr(sys.modules[module], name) is cls and not name.lower().endswith(
+            ("8bit", "schedulefree")
+        )
 
 
 def test_a_program_ends_without_a_word():
-    """Whatever lives until the end: optimizers that loaded block states, averages, sums, lists of functions, threads."""
+    """Whatever lives until the end: optimizers that loaded block states, averages, sums, lists of
+    functions, threads."""
     program = """
 import io, torch, halfstep
 from halfstep.compat import optimi
@@ -253,5 +390,7 @@ optimi.sgd([torch.ones(4)], [torch.ones(4)], [torch.ones(4)], None, lr=0.5, mome
 cycle = [opt, ema, accumulator, offload]
 cycle.append(cycle)
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ))
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ)
+    )
     assert (found.returncode, found.stderr, found.stdout) == (0, "", "")

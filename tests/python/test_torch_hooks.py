@@ -1,12 +1,18 @@
 """PyTorch's hook conventions in the form of its test suite; names as in test_torch_suite.py."""
+
 import copy
 from collections import OrderedDict
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-suite = pytest.importorskip("test_torch_suite", reason="torch.testing._internal is not in this torch's wheel")
+suite = pytest.importorskip(
+    "test_torch_suite", reason="torch.testing._internal is not in this torch's wheel"
+)
 Problem, rules, run = suite.Problem, suite.rules, suite.run
 
 
@@ -67,10 +73,12 @@ def test_step_all_hooks(cls):
     """Global and local, in torch's order, once each."""
     problem, opt = ready(cls)
     order = []
-    handles = [register_optimizer_step_pre_hook(lambda o, a, k: order.append(0)),
-               opt.register_step_pre_hook(lambda o, a, k: order.append(1)),
-               opt.register_step_post_hook(lambda o, a, k: order.append(2)),
-               register_optimizer_step_post_hook(lambda o, a, k: order.append(3))]
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, a, k: order.append(0)),
+        opt.register_step_pre_hook(lambda o, a, k: order.append(1)),
+        opt.register_step_post_hook(lambda o, a, k: order.append(2)),
+        register_optimizer_step_post_hook(lambda o, a, k: order.append(3)),
+    ]
     try:
         opt.step()
         assert order == [0, 1, 2, 3]
@@ -170,7 +178,9 @@ def test_load_state_dict_post_hook(cls):
     assert opt.param_groups[0]["lr"] == 0.25
     handle.remove()
     states = []
-    opt.register_load_state_dict_post_hook(lambda o: states.append({k: type(v) for k, v in o.state.items()}))
+    opt.register_load_state_dict_post_hook(
+        lambda o: states.append({k: type(v) for k, v in o.state.items()})
+    )
     opt.load_state_dict(opt.state_dict())
     assert set(states[0].values()) == {dict}  # everything is in place when it runs
     run(opt, problem, 1)
@@ -187,12 +197,15 @@ def test_load_state_dict_pre_post_hook(cls):
     opt.load_state_dict(opt.state_dict())
     assert order == ["first", "pre", "middle", "post"]
     assert isinstance(opt._optimizer_load_state_dict_pre_hooks, OrderedDict)
-    assert len(opt._optimizer_load_state_dict_pre_hooks) == 2  # nothing of the loader's own stays behind
+    assert (
+        len(opt._optimizer_load_state_dict_pre_hooks) == 2
+    )  # nothing of the loader's own stays behind
 
 
 @rules
 def test_profile_hook_wraps_the_step_once(cls):
     """Classes, subclasses and copies: one wrapping, so one call of a hook."""
+
     class Sub(cls):
         def step(self, closure=None):
             return super().step(closure)

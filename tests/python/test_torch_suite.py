@@ -1,47 +1,67 @@
 """PyTorch's own conventions for optimizers, in the form of its test suite.
 
-The names are those of the tests in torch's test/test_optim.py that run on a CPU; the descriptions of optimizers and their
-options are the wheel's torch.testing._internal.common_optimizers where torch has the rule, and made here where it has not.
-Each test runs over every class and every configuration of it. The tests of hooks are in test_torch_hooks.py.
+The names are those of the tests in torch's test/test_optim.py that run on a CPU; the descriptions
+of optimizers and their options are the wheel's torch.testing._internal.common_optimizers where
+torch has the rule, and made here where it has not. Each test runs over every class and every
+configuration of it. The tests of hooks are in test_torch_hooks.py.
 """
+
 import copy
 import io
 import warnings
 
 import pytest
 import torch
+from conftest import FIRST_MOVEMENT, RULES, class_of
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from conftest import FIRST_MOVEMENT, RULES, class_of
-
-common = pytest.importorskip("torch.testing._internal.common_optimizers", reason="not in this torch's wheel")
+common = pytest.importorskip(
+    "torch.testing._internal.common_optimizers", reason="not in this torch's wheel"
+)
 
 INFOS = {info.optim_cls.__name__.lower(): info for info in common.optim_db}
 #: what torch refuses for the sake of its foreach and graph implementations, which are hints here
-NOT_OURS = ("foreach=True", "betas must be either both floats or both Tensors", "Muon only supports 2D",
-            "does not support complex")
+NOT_OURS = (
+    "foreach=True",
+    "betas must be either both floats or both Tensors",
+    "Muon only supports 2D",
+    "does not support complex",
+)
 
 
 def inputs(rule):
-    """Configurations (options, description) of a class: torch's own, then formats and what only this library has."""
+    """Configurations (options, description) of a class: torch's own, then formats and what only
+    this library has."""
     found = []
     if rule in INFOS:
         found += [(dict(i.kwargs), i.desc) for i in INFOS[rule].optim_inputs_func(device="cpu")]
     else:
-        found += [({}, "default"), ({"lr": 0.01}, "non-default lr"), ({"weight_decay": 0.1}, "nonzero weight_decay"),
-                  ({"weight_decay": 0.1, "maximize": True}, "maximize")]
+        found += [
+            ({}, "default"),
+            ({"lr": 0.01}, "non-default lr"),
+            ({"weight_decay": 0.1}, "nonzero weight_decay"),
+            ({"weight_decay": 0.1, "maximize": True}, "maximize"),
+        ]
     found.append(({"decay": "fully-decoupled", "weight_decay": 1e-4}, "fully decoupled decay"))
     found.append(({"centralize": 1.0}, "centralized gradients"))
     found.append(({"clip_norm": 10.0, "scan": "per-tensor"}, "clipping"))
     for weights, states in (("bf16-sr", "int8"), ("bf16-kahan", "int4"), ("bf16-ecc8", None)):
-        found.append(({"weights": weights, "states": states, "dtype": torch.bfloat16}, f"{weights}, {states}"))
+        found.append(
+            (
+                {"weights": weights, "states": states, "dtype": torch.bfloat16},
+                f"{weights}, {states}",
+            )
+        )
     return found
 
 
 def pairs():
-    return [pytest.param(class_of(rule), options, id=f"{rule}|{desc.replace(' ', '_')}")
-            for rule in RULES for options, desc in inputs(rule)]
+    return [
+        pytest.param(class_of(rule), options, id=f"{rule}|{desc.replace(' ', '_')}")
+        for rule in RULES
+        for options, desc in inputs(rule)
+    ]
 
 
 every = pytest.mark.parametrize("cls,options", pairs())
@@ -56,9 +76,18 @@ def split(options):
 def equal(a, b):
     """Equality of nested dictionaries, lists and tensors, dtypes included."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+        return (
+            isinstance(a, torch.Tensor)
+            and isinstance(b, torch.Tensor)
+            and a.dtype == b.dtype
+            and torch.equal(a, b)
+        )
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
+        return (
+            isinstance(b, dict)
+            and a.keys() == b.keys()
+            and all(equal(v, b[k]) for k, v in a.items())
+        )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
     return a == b
@@ -88,11 +117,15 @@ class Problem:
             loss = (self.weight.mv(self.input) + self.bias).float().pow(2).sum()
             loss.backward()
             return loss
+
         return run
 
     def copy(self):
         other = copy.copy(self)
-        other.weight, other.bias = Parameter(self.weight.detach().clone()), Parameter(self.bias.detach().clone())
+        other.weight, other.bias = (
+            Parameter(self.weight.detach().clone()),
+            Parameter(self.bias.detach().clone()),
+        )
         return other
 
 
@@ -101,7 +134,7 @@ def run(opt, problem, steps):
         opt.step(problem.closure(opt))
 
 
-# ---- Construction -------------------------------------------------------------------------------------------------------
+# ---- Construction --------------------------------------------------------------------------------
 
 
 @every
@@ -115,14 +148,20 @@ def test_errors(cls):
     tried = 0
     info = INFOS.get(cls.rule, INFOS["sgd"])
     for wrong in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
-        if wrong.error_regex and any(text in wrong.error_regex or text in wrong.optimizer_error_input.desc
-                                     for text in NOT_OURS):
+        if wrong.error_regex and any(
+            text in wrong.error_regex or text in wrong.optimizer_error_input.desc
+            for text in NOT_OURS
+        ):
             continue
         if cls.rule not in INFOS and "momentum" in wrong.optimizer_error_input.kwargs:
             continue
         tried += 1
         given = wrong.optimizer_error_input
-        params = given.params if given.params is not None else [Parameter(torch.randn(2, 3)), Parameter(torch.randn(4))]
+        params = (
+            given.params
+            if given.params is not None
+            else [Parameter(torch.randn(2, 3)), Parameter(torch.randn(4))]
+        )
         assert wrong.error_on == common.OptimizerErrorEnum.CONSTRUCTION_ERROR
         if issubclass(wrong.error_type, Warning):
             with pytest.warns(wrong.error_type, match=wrong.error_regex):
@@ -145,7 +184,7 @@ def test_optimizer_can_be_printed(cls, options):
     assert cls.__name__ in repr(opt) and str(opt)
 
 
-# ---- Steps --------------------------------------------------------------------------------------------------------------
+# ---- Steps ---------------------------------------------------------------------------------------
 
 
 def goes_right(cls, options, strided, scheduler=None):
@@ -179,10 +218,15 @@ def test_param_group_with_lrscheduler_goes_right_direction(cls, options):
     apart = {"d_group": 1} if cls.rule == "prodigy" else {}  # two rates are of two estimates
     for makers in info.scheduler_inputs:
         problem = Problem(dtype)
-        opt = cls([{"params": [problem.weight]}, {"params": [problem.bias], "lr": 0.01, **apart}], **options)
+        opt = cls(
+            [{"params": [problem.weight]}, {"params": [problem.bias], "lr": 0.01, **apart}],
+            **options,
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            schedulers = [make(opt) for make in (makers if isinstance(makers, (list, tuple)) else [makers])]
+            schedulers = [
+                make(opt) for make in (makers if isinstance(makers, (list, tuple)) else [makers])
+            ]
         closure = problem.closure(opt)
         first = closure().item()
         for _ in range(20):
@@ -198,13 +242,15 @@ def test_tensor_lr(cls, options):
     """A tensor as lr gives the bits of the float it holds; schedulers may go on with either."""
     dtype, options = split(options)
     options.pop("lr", None)
-    for kind in (torch.tensor(0.5 ** 7), torch.tensor([0.5 ** 7])):
+    for kind in (torch.tensor(0.5**7), torch.tensor([0.5**7])):
         problem = Problem(dtype)
         other = problem.copy()
         names = ("weight", "bias")
         opt = cls(list(zip(names, problem.params)), lr=kind, **options, seed=0)
-        reference = cls(list(zip(names, other.params)), lr=0.5 ** 7, **options, seed=0)
-        schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.5) for o in (opt, reference)]
+        reference = cls(list(zip(names, other.params)), lr=0.5**7, **options, seed=0)
+        schedulers = [
+            torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.5) for o in (opt, reference)
+        ]
         for _ in range(5):
             run(opt, problem, 1)
             run(reference, other, 1)
@@ -227,8 +273,16 @@ def test_param_groups_weight_decay(cls, dtype):
     moved = {}
     for decay in (0.0, 0.9):
         problem = Problem(dtype)
-        opt = cls([{"params": [("w", problem.weight)], "weight_decay": decay}, {"params": [("b", problem.bias)]}],
-                  weight_decay=0.0, lr=0.05, seed=0, **ESTIMATED.get(cls.rule, {}))
+        opt = cls(
+            [
+                {"params": [("w", problem.weight)], "weight_decay": decay},
+                {"params": [("b", problem.bias)]},
+            ],
+            weight_decay=0.0,
+            lr=0.05,
+            seed=0,
+            **ESTIMATED.get(cls.rule, {}),
+        )
         for _ in range(10):
             problem.weight.grad = torch.ones_like(problem.weight) * 1e-3
             problem.bias.grad = torch.ones_like(problem.bias) * 1e-3
@@ -243,8 +297,10 @@ def test_param_groups_weight_decay(cls, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_param_groups_lr(cls, dtype):
     """A group with lr 0 stands still; the options' order does not matter."""
-    for groups in (lambda p: [{"params": [p.weight]}, {"params": [p.bias], "lr": 0.0}],
-                   lambda p: [{"params": [p.weight], "lr": 0.1}, {"params": [p.bias]}]):
+    for groups in (
+        lambda p: [{"params": [p.weight]}, {"params": [p.bias], "lr": 0.0}],
+        lambda p: [{"params": [p.weight], "lr": 0.1}, {"params": [p.bias]}],
+    ):
         problem = Problem(dtype)
         before = problem.copy()
         base = groups(problem)
@@ -288,8 +344,10 @@ def test_step_is_noop_for_zero_grads(cls, options):
 def test_fused_matches_forloop(cls):
     """fused= and foreach= are hints: the bits are the same."""
     problems = [Problem() for _ in range(4)]
-    opts = [cls(list(zip("wb", p.params)), **kw) for p, kw in
-            zip(problems, ({}, {"fused": True}, {"foreach": True}, {"capturable": True}))]
+    opts = [
+        cls(list(zip("wb", p.params)), **kw)
+        for p, kw in zip(problems, ({}, {"fused": True}, {"foreach": True}, {"capturable": True}))
+    ]
     for o, p in zip(opts, problems):
         run(o, p, 5)
     for p in problems[1:]:
@@ -316,12 +374,13 @@ def test_fused_error_on_params_on_meta(cls):
     assert all((p != 0).any() for p in model.parameters())
 
 
-# ---- State dicts --------------------------------------------------------------------------------------------------------
+# ---- State dicts ---------------------------------------------------------------------------------
 
 
 @every
 def test_state_dict_deterministic(cls, options):
-    """20 steps, a copy by state_dict, 20 more side by side: equal weights, equal states, and nobody's dictionary changes."""
+    """20 steps, a copy by state_dict, 20 more side by side: equal weights, equal states, and
+    nobody's dictionary changes."""
     dtype, options = split(options)
     problem = Problem(dtype)
     opt = cls(problem.params, **options)
@@ -349,23 +408,42 @@ def test_can_load_older_state_dict(cls, options):
     problem = Problem(dtype)
     opt = cls(problem.params, **options)
     run(opt, problem, 6)
-    for flag in ("maximize", "foreach", "fused", "capturable", "differentiable", "decay", "centralize", "reference_lr",
-                 "group_steps", "amsgrad", "decoupled_weight_decay"):
+    for flag in (
+        "maximize",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+        "decay",
+        "centralize",
+        "reference_lr",
+        "group_steps",
+        "amsgrad",
+        "decoupled_weight_decay",
+    ):
         file = copy.deepcopy(opt.state_dict())
         for group in file["param_groups"]:
             group.pop(flag, None)
         opt.load_state_dict(file)
         run(opt, problem, 1)
-        assert flag in opt.param_groups[0] or flag in ("group_steps", "amsgrad", "decoupled_weight_decay")
+        assert flag in opt.param_groups[0] or flag in (
+            "group_steps",
+            "amsgrad",
+            "decoupled_weight_decay",
+        )
 
 
 @every
 def test_can_load_from_to_named_state_dict(cls, options):
-    """Between named and unnamed optimizers in all four directions; names of the file win, else those that were there."""
+    """Between named and unnamed optimizers in all four directions; names of the file win, else
+    those that were there."""
     dtype, options = split(options)
     for from_named, to_named in ((True, True), (True, False), (False, True), (False, False)):
         problem = Problem(dtype)
-        opt = cls(list(zip(("weight", "bias"), problem.params)) if from_named else problem.params, **options)
+        opt = cls(
+            list(zip(("weight", "bias"), problem.params)) if from_named else problem.params,
+            **options,
+        )
         run(opt, problem, 5)
         other = problem.copy()
         loaded = cls(list(zip(("w", "b"), other.params)) if to_named else other.params, **options)
@@ -376,7 +454,9 @@ def test_can_load_from_to_named_state_dict(cls, options):
             assert all(torch.equal(p, q) for p, q in zip(problem.params, other.params))
         ours, theirs = loaded.state_dict(), opt.state_dict()
         names = ["weight", "bias"] if from_named else ["w", "b"] if to_named else None
-        assert ours["param_groups"][0].get("param_names") == names and ours.get("param_names") == (names and [names])
+        assert ours["param_groups"][0].get("param_names") == names and ours.get("param_names") == (
+            names and [names]
+        )
         for d in (ours, theirs):
             d.pop("param_names", None)
             d["param_groups"][0].pop("param_names", None)
@@ -443,14 +523,22 @@ def test_deepcopy_copies_all_public_attrs(cls, options):
         assert getattr(copy.deepcopy(opt), key) == getattr(opt, key), key
 
 
-# ---- Where the suites of other packages found differences from torch ------------------------------------------------------
+# ---- Where the suites of other packages found differences from torch -----------------------------
 
 
 @pytest.mark.parametrize("rule", ["muon", "sgd", "rmsprop", "adamw"])
-@pytest.mark.parametrize("make", [
-    lambda opt: torch.optim.lr_scheduler.CyclicLR(opt, 1e-3, 1e-2, step_size_up=3, base_momentum=0.6, max_momentum=0.9),
-    lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 1e-2, total_steps=8, base_momentum=0.6, max_momentum=0.9)],
-    ids=["CyclicLR", "OneCycleLR"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda opt: torch.optim.lr_scheduler.CyclicLR(
+            opt, 1e-3, 1e-2, step_size_up=3, base_momentum=0.6, max_momentum=0.9
+        ),
+        lambda opt: torch.optim.lr_scheduler.OneCycleLR(
+            opt, 1e-2, total_steps=8, base_momentum=0.6, max_momentum=0.9
+        ),
+    ],
+    ids=["CyclicLR", "OneCycleLR"],
+)
 def test_schedulers_cycle_momentum_as_with_torch(rule, make):
     """Muon's AdamW betas, which torch's has not, are left alone."""
     theirs_of = {"muon": "Muon", "sgd": "SGD", "rmsprop": "RMSprop", "adamw": "AdamW"}
@@ -468,7 +556,13 @@ def test_schedulers_cycle_momentum_as_with_torch(rule, make):
             opt.step()
             scheduler.step()
             group = opt.param_groups[0]
-            seen.append((float(group["lr"]), group.get("momentum"), group["betas"][0] if rule == "adamw" else None))
+            seen.append(
+                (
+                    float(group["lr"]),
+                    group.get("momentum"),
+                    group["betas"][0] if rule == "adamw" else None,
+                )
+            )
         if rule == "muon":
             assert opt.param_groups[0].get("betas") == betas
         found.append(seen)
@@ -478,7 +572,9 @@ def test_schedulers_cycle_momentum_as_with_torch(rule, make):
 
 def test_betas_of_muon_are_options_of_groups():
     p, q = Parameter(torch.ones(4)), Parameter(torch.ones(4))
-    opt = class_of("muon")([{"params": [p]}, {"params": [q], "betas": (0.5, 0.6)}], betas=(0.8, 0.9))
+    opt = class_of("muon")(
+        [{"params": [p]}, {"params": [q], "betas": (0.5, 0.6)}], betas=(0.8, 0.9)
+    )
     assert [group["betas"] for group in opt.param_groups] == [(0.8, 0.9), (0.5, 0.6)]
     again = copy.deepcopy(opt)
     again.add_param_group({"params": [Parameter(torch.ones(4))]})
@@ -520,13 +616,23 @@ def test_sparse_gradients_are_a_runtime_error(cls):
 @pytest.mark.parametrize("source,target", [("adamw", "adam"), ("adam", "adamw")])
 @pytest.mark.parametrize("weights,states", [(None, None), ("bf16-ecc8", "int8")])
 def test_adam_loads_the_states_of_adamw(source, target, weights, states):
-    """And goes on with the decay of the file where the file says one, as torch's Adam does; AdamW stays AdamW."""
+    """And goes on with the decay of the file where the file says one, as torch's Adam does; AdamW
+    stays AdamW."""
     dtype = torch.float32 if weights is None else torch.bfloat16
     problem = Problem(dtype)
-    opt = class_of(source)(list(zip(("w", "b"), problem.params)), lr=0.01, weight_decay=0.1, weights=weights, states=states, seed=3)
+    opt = class_of(source)(
+        list(zip(("w", "b"), problem.params)),
+        lr=0.01,
+        weight_decay=0.1,
+        weights=weights,
+        states=states,
+        seed=3,
+    )
     run(opt, problem, 3)
     other = problem.copy()
-    loaded = class_of(target)(list(zip(("w", "b"), other.params)), lr=0.01, weights=weights, states=states)
+    loaded = class_of(target)(
+        list(zip(("w", "b"), other.params)), lr=0.01, weights=weights, states=states
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded.load_state_dict(opt.state_dict())
@@ -557,7 +663,8 @@ def test_a_string_is_no_learning_rate(cls):
 
 
 def test_expected_difference_step_is_float32_under_any_default_dtype():
-    """torch's `step` is float64 under that default; ours is where the library writes, which is float32, beside exact counters."""
+    """torch's `step` is float64 under that default; ours is where the library writes, which is
+    float32, beside exact counters."""
     torch.set_default_dtype(torch.float64)
     try:
         p = Parameter(torch.ones(4, dtype=torch.float32))
@@ -573,8 +680,8 @@ def test_expected_difference_step_is_float32_under_any_default_dtype():
 
 
 def test_expected_difference_gradients_are_never_written():
-    """Under a GradScaler torch's fused step leaves unscaled gradients, ours those of the scaled loss: unscale_() is for who reads
-    them."""
+    """Under a GradScaler torch's fused step leaves unscaled gradients, ours those of the scaled
+    loss: unscale_() is for who reads them."""
     found = []
     for cls in (class_of("adamw"), torch.optim.AdamW):
         p = Parameter(torch.ones(4))
@@ -583,7 +690,9 @@ def test_expected_difference_gradients_are_never_written():
         scaler.scale(p.sum()).backward()
         scaler.step(opt)
         found.append((p.grad.clone(), p.detach().clone()))
-    assert torch.equal(found[0][0], torch.full((4,), 8.0)) and torch.equal(found[1][0], torch.ones(4))
+    assert torch.equal(found[0][0], torch.full((4,), 8.0)) and torch.equal(
+        found[1][0], torch.ones(4)
+    )
     assert torch.allclose(found[0][1], found[1][1])
 
 

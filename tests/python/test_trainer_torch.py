@@ -1,5 +1,9 @@
-"""`halfstep train lm` and `train mnist` against the same models in PyTorch (bench/trainer_torch.py), from the same first weights over the same
-batches: 200 steps end with the same loss within the rounding of fp32. And bench/trainer.py, which compares their speed, at sizes of seconds."""
+"""`halfstep train lm` and `train mnist` against the same models in PyTorch
+(bench/trainer_torch.py), from the same first weights over the same batches: 200 steps end with the
+same loss within the rounding of fp32. And bench/trainer.py, which compares their speed, at sizes of
+seconds.
+"""
+
 import csv
 import json
 import os
@@ -18,17 +22,38 @@ sys.path.insert(0, BENCH)
 import trainer_torch as ours  # noqa: E402
 
 STEPS, SEED, LR, DECAY = 200, 7, 1e-3, 0.1
-#: a loss differs from torch's by at most this; measured 1.1e-6 in 200 steps of train lm, 4e-8 in the first epoch of train mnist (AVX-512)
+#: a loss differs from torch's by at most this; measured 1.1e-6 in 200 steps of train lm, 4e-8 in
+#: the first epoch of train mnist (AVX-512)
 BOUND = 1e-5
-#: train mnist afterwards: a last bit decides which of four pixels is the largest, and Adam makes steps of tiny gradients. Measured 6e-4 after
+#: train mnist afterwards: a last bit decides which of four pixels is the largest, and Adam makes
+#: steps of tiny gradients. Measured 6e-4 after
 #: 188 steps; torch in fp32 is 7e-4 from torch in double there
 BOUND_SWITCHED = 3e-3
 SHAPE = ours.Shape(width=64, depth=2, heads=2, context=64, batch=8)
 
 
 def program(*words):
-    done = subprocess.run([PROGRAM, "train", *map(str, words), "--lr", str(LR), "--weight-decay", str(DECAY), "--seed", str(SEED), "--threads", "1",
-                           "--quiet", "--json"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [
+            PROGRAM,
+            "train",
+            *map(str, words),
+            "--lr",
+            str(LR),
+            "--weight-decay",
+            str(DECAY),
+            "--seed",
+            str(SEED),
+            "--threads",
+            "1",
+            "--quiet",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -59,12 +84,30 @@ def farthest(some, others):
     return max(abs(a - b) for a, b in zip(some, others))
 
 
-# ---- train lm ------------------------------------------------------------------------------------------------------------------------
+# ---- train lm ------------------------------------------------------------------------------------
 
 
 def lm(*words):
-    sizes = [word for name in ("width", "depth", "heads", "context", "batch") for word in (f"--{name}", getattr(SHAPE, name))]
-    return program("lm", "--data", DATA, "--recipe", "adamw/f32/f32", *sizes, "--val-every", 0, "--eval-batches", 4, "--sample-bytes", 0, *words)
+    sizes = [
+        word
+        for name in ("width", "depth", "heads", "context", "batch")
+        for word in (f"--{name}", getattr(SHAPE, name))
+    ]
+    return program(
+        "lm",
+        "--data",
+        DATA,
+        "--recipe",
+        "adamw/f32/f32",
+        *sizes,
+        "--val-every",
+        0,
+        "--eval-batches",
+        4,
+        "--sample-bytes",
+        0,
+        *words,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +131,9 @@ def llama(text):
 def test_lm_ends_where_torch_does(text):
     model, data = llama(text)
     assert sum(p.numel() for p in model.parameters()) == SHAPE.params == text["params"]
-    assert text["validation"][0]["val_loss"] == pytest.approx(evaluated(model, data.evaluation(4)), abs=BOUND)  # before any step
+    assert text["validation"][0]["val_loss"] == pytest.approx(
+        evaluated(model, data.evaluation(4)), abs=BOUND
+    )  # before any step
     losses = trained(model, data, STEPS)
     assert text["losses"][0] == pytest.approx(losses[0], abs=BOUND)
     assert losses[-1] < losses[0] - 2
@@ -98,7 +143,8 @@ def test_lm_ends_where_torch_does(text):
 
 @pytest.mark.all
 def test_lm_is_as_exact_as_torch(text):
-    """Both against double precision: measured 6e-7 for the trainer in C and 1e-6 for torch in fp32."""
+    """Both against double precision: measured 6e-7 for the trainer in C and 1e-6 for torch in
+    fp32."""
     exact = trained(*llama(text), STEPS, torch.float64)
     assert farthest(text["losses"], exact) < BOUND
 
@@ -106,7 +152,9 @@ def test_lm_is_as_exact_as_torch(text):
 @pytest.mark.all
 def test_lm_with_products_in_bf16(text):
     """Weights in fp32: measured 2e-3 at the end."""
-    assert lm("--compute", "bf16", "--steps", STEPS)["val_loss"] == pytest.approx(text["val_loss"], abs=1e-2)
+    assert lm("--compute", "bf16", "--steps", STEPS)["val_loss"] == pytest.approx(
+        text["val_loss"], abs=1e-2
+    )
 
 
 class Interleaved(ours.Attention):
@@ -117,9 +165,12 @@ class Interleaved(ours.Attention):
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("what", ["positions", "epsilon of norms", "decay of norms", "epsilon", "beta2", "seed"])
+@pytest.mark.parametrize(
+    "what", ["positions", "epsilon of norms", "decay of norms", "epsilon", "beta2", "seed"]
+)
 def test_what_differs_is_seen(text, what):
-    """Of what torch could do otherwise, each moves a loss of the first steps by more than the bound."""
+    """Of what torch could do otherwise, each moves a loss of the first steps by more than the
+    bound."""
     model, data = llama(text)
     more = {}
     if what == "positions":
@@ -141,13 +192,25 @@ def test_what_differs_is_seen(text, what):
     assert farthest(text["losses"][:40], losses) > BOUND
 
 
-# ---- train mnist ---------------------------------------------------------------------------------------------------------------------
+# ---- train mnist ---------------------------------------------------------------------------------
 
 
 def test_mnist_ends_where_torch_does(tmp_path):
     images, batch, epochs = 3000, 64, 4  # 47 steps an epoch, the last of 56 images
     ours.write_images(tmp_path, images, 500)
-    found = program("mnist", "--data", tmp_path, "--recipe", "adamw/f32/f32", "--compute", "f32", "--batch", batch, "--epochs", epochs)
+    found = program(
+        "mnist",
+        "--data",
+        tmp_path,
+        "--recipe",
+        "adamw/f32/f32",
+        "--compute",
+        "f32",
+        "--batch",
+        batch,
+        "--epochs",
+        epochs,
+    )
     model, data = ours.Digits(), ours.Images(tmp_path, batch, SEED, epochs)
     model.initialize(SEED)
     test = [ours.Images(tmp_path, batch, SEED, 0, "t10k").whole()]
@@ -155,48 +218,114 @@ def test_mnist_ends_where_torch_does(tmp_path):
     assert found["validation"][0]["val_loss"] == pytest.approx(evaluated(model, test), abs=BOUND)
     losses = trained(model, data, epochs * data.steps, everything=True)
     sizes = [len(data.batch(step)[1]) for step in range(data.steps)]
-    means = [sum(loss * n for loss, n in zip(losses[epoch * data.steps:], sizes)) / images for epoch in range(epochs)]
+    means = [
+        sum(loss * n for loss, n in zip(losses[epoch * data.steps :], sizes)) / images
+        for epoch in range(epochs)
+    ]
     assert means[-1] < means[0] - 0.3
     assert found["epochs"]["train_loss"][0] == pytest.approx(means[0], abs=BOUND)
     assert farthest(found["epochs"]["train_loss"], means) < BOUND_SWITCHED
     assert found["test_loss"] == pytest.approx(evaluated(model, test), abs=BOUND_SWITCHED)
 
 
-# ---- bench/trainer.py ------------------------------------------------------------------------------------------------------------------
+# ---- bench/trainer.py ----------------------------------------------------------------------------
 
 
 @pytest.mark.all
 def test_bench(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- measured -->\n<!-- end -->\nafter\n")
-    done = subprocess.run([sys.executable, os.path.join(BENCH, "trainer.py"), "--program", PROGRAM, "--sizes", "tiny,mnist", "--compute", "f32", "--only",
-                           "halfstep-f32|torch-f32$", "--rounds", "1", "--seconds", "0", "--least", "2", "--check", "3", "--digits", "256", "--threads", "1",
-                           "--no-peak", "--json", tmp_path / "out.json", "--out", page], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [
+            sys.executable,
+            os.path.join(BENCH, "trainer.py"),
+            "--program",
+            PROGRAM,
+            "--sizes",
+            "tiny,mnist",
+            "--compute",
+            "f32",
+            "--only",
+            "halfstep-f32|torch-f32$",
+            "--rounds",
+            "1",
+            "--seconds",
+            "0",
+            "--least",
+            "2",
+            "--check",
+            "3",
+            "--digits",
+            "256",
+            "--threads",
+            "1",
+            "--no-peak",
+            "--json",
+            tmp_path / "out.json",
+            "--out",
+            page,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lm_, mnist = json.loads((tmp_path / "out.json").read_text())["results"]
     for found in (lm_, mnist):
-        assert not found["failures"] and [row["key"] for row in found["rows"]] == ["halfstep-f32", "torch-f32"]
+        assert not found["failures"] and [row["key"] for row in found["rows"]] == [
+            "halfstep-f32",
+            "torch-f32",
+        ]
         for row in found["rows"]:
-            assert row["best"] >= row["median"] > 0 and row["gflops"] == pytest.approx(row["best"] * found["flop"] * 1e-9)
+            assert row["best"] >= row["median"] > 0 and row["gflops"] == pytest.approx(
+                row["best"] * found["flop"] * 1e-9
+            )
             assert row["steps"] >= 2 and row["peak"] > 4e6
     assert lm_["rows"][0]["loss"] == pytest.approx(lm_["rows"][1]["loss"], abs=BOUND)
     text = page.read_text()
     assert text.startswith("before\n<!-- measured -->\n") and text.endswith("<!-- end -->\nafter\n")
-    assert len(re.findall(r"^\| \*\*`halfstep train`\*\*, `adamw/f32/f32` \|", text, flags=re.M)) == 2
+    assert (
+        len(re.findall(r"^\| \*\*`halfstep train`\*\*, `adamw/f32/f32` \|", text, flags=re.M)) == 2
+    )
     assert f"{lm_['rows'][1]['best']:,.0f}" in text
 
 
 @pytest.mark.all
 def test_bench_refuses():
-    for words, line in ((("--sizes", "huge"), "no size huge"), (("--only", "nobody"), "no contestant matches 'nobody'")):
-        done = subprocess.run([sys.executable, os.path.join(BENCH, "trainer.py"), *words], capture_output=True, text=True, check=False)
+    for words, line in (
+        (("--sizes", "huge"), "no size huge"),
+        (("--only", "nobody"), "no contestant matches 'nobody'"),
+    ):
+        done = subprocess.run(
+            [sys.executable, os.path.join(BENCH, "trainer.py"), *words],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 2 and line in done.stderr
 
 
 @pytest.mark.all
 def test_rate_of_onednn(tmp_path):
     built = tmp_path / "onednn_peak"
-    subprocess.run(["cc", "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", os.path.join(ROOT, "lab", "onednn_peak.c"), "-o", built, "-ldnnl"], check=True)
-    found = json.loads(subprocess.run([built, "256", "0.05"], capture_output=True, text=True, check=True).stdout)
+    subprocess.run(
+        [
+            "cc",
+            "-std=c11",
+            "-O2",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            os.path.join(ROOT, "lab", "onednn_peak.c"),
+            "-o",
+            built,
+            "-ldnnl",
+        ],
+        check=True,
+    )
+    found = json.loads(
+        subprocess.run([built, "256", "0.05"], capture_output=True, text=True, check=True).stdout
+    )
     assert 0.1 < found["f32"] < 1e6 and (found["bf16"] is None or found["bf16"] > 0.1)
     assert subprocess.run([built, "0"], capture_output=True, check=False).returncode == 2

@@ -1,9 +1,11 @@
-"""Trainers that people use, around small models and without a network: a run that was saved and gone on with ends with the bits of
-one that was not interrupted, weights and states both, also where states are in the process's memory beside weights on a GPU (the one of
-fake_gpu.py); what trainers say of skipped steps can be read; and gradient release under their accumulation is an exception.
+"""Trainers that people use, around small models and without a network: a run that was saved and
+gone on with ends with the bits of one that was not interrupted, weights and states both, also where
+states are in the process's memory beside weights on a GPU (the one of fake_gpu.py); what trainers
+say of skipped steps can be read; and gradient release under their accumulation is an exception.
 
 A trainer that is not installed fails these tests: they are not skipped.
 """
+
 import copy
 import importlib
 import os
@@ -11,11 +13,11 @@ import warnings
 
 import pytest
 import torch
+from conftest import bits, states
+from test_cuda import fake, gpu  # noqa: F401
 
 import halfstep
 from halfstep import _devices, offload
-from conftest import bits, states
-from test_cuda import fake, gpu  # noqa: F401
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -34,7 +36,9 @@ def test_all_trainers_are_there():
 
 def tiny(seed=0, dtype=torch.bfloat16):
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 32)).to(dtype)
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 32)
+    ).to(dtype)
 
 
 def batch(step, dtype=torch.bfloat16):
@@ -46,7 +50,9 @@ def make(model, lr=1e-2, hosted=None, **options):
     options = {"lr": lr, **OPTIONS, **options}
     if hosted is None:
         return halfstep.AdamW(model.named_parameters(), **options)
-    return getattr(halfstep, hosted[0])(model.named_parameters(), halfstep.AdamW, **hosted[1], **options)
+    return getattr(halfstep, hosted[0])(
+        model.named_parameters(), halfstep.AdamW, **hosted[1], **options
+    )
 
 
 def same(one, other):
@@ -59,14 +65,22 @@ def same(one, other):
     assert states(opt) and states(opt) == states(opt2)
 
 
-# ---- transformers, TRL and PEFT ------------------------------------------------------------------------------------------
+# ---- transformers, TRL and PEFT ------------------------------------------------------------------
 
 
 def language_model(seed=0):
     transformers = importlib.import_module("transformers")
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
-                                      num_key_value_heads=2, max_position_embeddings=32, attn_implementation="eager")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        attn_implementation="eager",
+    )
     return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
@@ -81,8 +95,20 @@ class Words(torch.utils.data.Dataset):
 
 def arguments(folder, cls="TrainingArguments", **options):
     transformers = importlib.import_module("transformers")
-    given = dict(output_dir=str(folder), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, save_steps=3,
-                 save_strategy="steps", report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=1, warmup_steps=2)
+    given = dict(
+        output_dir=str(folder),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        save_steps=3,
+        save_strategy="steps",
+        report_to=[],
+        use_cpu=True,
+        logging_steps=1,
+        disable_tqdm=True,
+        seed=1,
+        warmup_steps=2,
+    )
     given.update(options)
     return getattr(transformers, cls)(**given) if isinstance(cls, str) else cls(**given)
 
@@ -94,7 +120,9 @@ def hf_trainer(folder, how, **options):
         given["optimizers"] = (make(model), None)
     else:
         given["optimizer_cls_and_kwargs"] = (halfstep.AdamW, {"lr": 1e-2, **OPTIONS})
-    return transformers.Trainer(model=model, args=arguments(folder, **options), train_dataset=Words(), **given)
+    return transformers.Trainer(
+        model=model, args=arguments(folder, **options), train_dataset=Words(), **given
+    )
 
 
 def plain_optimizer(trainer):
@@ -120,8 +148,12 @@ def test_transformers_refuses_release_under_accumulation(tmp_path):
     transformers = importlib.import_module("transformers")
     model = language_model()
     opt = make(model, gradient_release=True)
-    trainer = transformers.Trainer(model=model, args=arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=Words(),
-                                   optimizers=(opt, None))
+    trainer = transformers.Trainer(
+        model=model,
+        args=arguments(tmp_path, gradient_accumulation_steps=2),
+        train_dataset=Words(),
+        optimizers=(opt, None),
+    )
     with pytest.raises(RuntimeError, match="gradient_accumulation_steps"):
         trainer.train()
 
@@ -134,10 +166,17 @@ def test_transformers_tells_skipped_steps(tmp_path):
     class Spoil(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kw):
             if state.global_step in (1, 3):
-                next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float("nan")
+                next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float(
+                    "nan"
+                )
 
-    trainer = transformers.Trainer(model=model, args=arguments(tmp_path, max_grad_norm=0.0, save_strategy="no"),
-                                   train_dataset=Words(), optimizers=(make(model, clip_norm=1.0), None), callbacks=[Spoil()])
+    trainer = transformers.Trainer(
+        model=model,
+        args=arguments(tmp_path, max_grad_norm=0.0, save_strategy="no"),
+        train_dataset=Words(),
+        optimizers=(make(model, clip_norm=1.0), None),
+        callbacks=[Spoil()],
+    )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.train()
@@ -151,20 +190,27 @@ def peft_model():
     peft = importlib.import_module("peft")
     model = language_model()
     torch.manual_seed(1)
-    found = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    found = peft.get_peft_model(
+        model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    )
     return found
 
 
 @pytest.mark.all
 def test_peft(tmp_path):
-    """Adapters alone are trained; the frozen rest has no states. The trainer makes the optimizer: its resuming replaces the adapters'
-    parameters, and any optimizer that was made before steps those that were there, torch's too."""
+    """Adapters alone are trained; the frozen rest has no states. The trainer makes the optimizer:
+    its resuming replaces the adapters' parameters, and any optimizer that was made before steps
+    those that were there, torch's too."""
     transformers = importlib.import_module("transformers")
     runs = []
     for folder, resume in (("run", None), ("again", str(tmp_path / "run" / "checkpoint-3"))):
         model = peft_model()
-        trainer = transformers.Trainer(model=model, args=arguments(tmp_path / folder), train_dataset=Words(),
-                                       optimizer_cls_and_kwargs=(halfstep.AdamW, {"lr": 1e-2, **OPTIONS}))
+        trainer = transformers.Trainer(
+            model=model,
+            args=arguments(tmp_path / folder),
+            train_dataset=Words(),
+            optimizer_cls_and_kwargs=(halfstep.AdamW, {"lr": 1e-2, **OPTIONS}),
+        )
         trainer.train(resume_from_checkpoint=resume)
         runs.append((model, plain_optimizer(trainer)))
     assert 0 < len(runs[0][1].state) < len(list(runs[0][0].parameters()))
@@ -173,31 +219,52 @@ def test_peft(tmp_path):
 
 def tokenizer(folder):
     """Of a few words, from a file that is made here."""
-    tokenizers, transformers = importlib.import_module("tokenizers"), importlib.import_module("transformers")
-    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *[f"w{i}" for i in range(61)]])}
+    tokenizers, transformers = (
+        importlib.import_module("tokenizers"),
+        importlib.import_module("transformers"),
+    )
+    words = {
+        word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *[f"w{i}" for i in range(61)]])
+    }
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 @pytest.mark.all
 def test_trl(tmp_path):
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     generator = torch.Generator().manual_seed(3)
-    texts = [" ".join(f"w{int(i)}" for i in torch.randint(61, (12,), generator=generator)) for _ in range(48)]
+    texts = [
+        " ".join(f"w{int(i)}" for i in torch.randint(61, (12,), generator=generator))
+        for _ in range(48)
+    ]
     runs = []
     for folder, resume in (("run", None), ("again", str(tmp_path / "run" / "checkpoint-3"))):
         model = language_model()
         opt = make(model)
-        config = arguments(tmp_path / folder, trl.SFTConfig, max_length=16, bf16=False, gradient_checkpointing=False)
-        trainer = trl.SFTTrainer(model=model, args=config, train_dataset=datasets.Dataset.from_dict({"text": texts}),
-                                 processing_class=tokenizer(tmp_path), optimizers=(opt, None))
+        config = arguments(
+            tmp_path / folder,
+            trl.SFTConfig,
+            max_length=16,
+            bf16=False,
+            gradient_checkpointing=False,
+        )
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=config,
+            train_dataset=datasets.Dataset.from_dict({"text": texts}),
+            processing_class=tokenizer(tmp_path),
+            optimizers=(opt, None),
+        )
         trainer.train(resume_from_checkpoint=resume)
         runs.append((trainer.model, plain_optimizer(trainer)))
     same(*runs)
 
 
-# ---- Accelerate ----------------------------------------------------------------------------------------------------------
+# ---- Accelerate ----------------------------------------------------------------------------------
 
 
 @pytest.mark.all
@@ -229,7 +296,7 @@ def test_accelerate(tmp_path, accumulation):
     same(*runs)
 
 
-# ---- Lightning -----------------------------------------------------------------------------------------------------------
+# ---- Lightning -----------------------------------------------------------------------------------
 
 
 def lightning_module(automatic, gpu=None, start=0, **options):
@@ -242,8 +309,14 @@ def lightning_module(automatic, gpu=None, start=0, **options):
             self.model = tiny(start) if gpu is None else gpu.model(tiny(start))
 
         def training_step(self, data, batch_idx):
-            # Lightning begins an interrupted epoch's data anew, so that these follow the steps instead.
-            loss = (self.model(batch(self.trainer.global_step) * (1 + batch_idx % 2)) - 1).float().pow(2).mean()
+            # Lightning begins an interrupted epoch's data anew, so that these follow the steps
+            # instead.
+            loss = (
+                (self.model(batch(self.trainer.global_step) * (1 + batch_idx % 2)) - 1)
+                .float()
+                .pow(2)
+                .mean()
+            )
             if not automatic:
                 opt = self.optimizers()
                 opt.zero_grad()
@@ -263,12 +336,22 @@ def lightning_module(automatic, gpu=None, start=0, **options):
 def lightning_trainer(folder, **options):
     lightning = importlib.import_module("lightning")
     options.setdefault("enable_checkpointing", False)
-    return lightning.Trainer(max_steps=6, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-                             enable_model_summary=False, default_root_dir=str(folder), **options)
+    return lightning.Trainer(
+        max_steps=6,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+        **options,
+    )
 
 
 def loader():
-    return torch.utils.data.DataLoader([batch(i)[0] for i in range(48)], batch_size=4, shuffle=False)
+    return torch.utils.data.DataLoader(
+        [batch(i)[0] for i in range(48)], batch_size=4, shuffle=False
+    )
 
 
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
@@ -276,7 +359,9 @@ def test_lightning(tmp_path, automatic):
     lightning = importlib.import_module("lightning")
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0} if automatic else {}
     whole, again = lightning_module(automatic), lightning_module(automatic)
-    save = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    save = lightning.pytorch.callbacks.ModelCheckpoint(
+        tmp_path / "saved", every_n_train_steps=3, save_top_k=-1, filename="{step}"
+    )
     first = lightning_trainer(tmp_path, callbacks=[save], enable_checkpointing=True, **options)
     first.fit(whole, loader())
     second = lightning_trainer(tmp_path, **options)
@@ -287,22 +372,29 @@ def test_lightning(tmp_path, automatic):
 
 def test_lightning_refuses_release_under_accumulation(tmp_path):
     with pytest.raises(RuntimeError, match="accumulate_grad_batches"):
-        lightning_trainer(tmp_path, accumulate_grad_batches=2).fit(lightning_module(True, gradient_release=True), loader())
+        lightning_trainer(tmp_path, accumulate_grad_batches=2).fit(
+            lightning_module(True, gradient_release=True), loader()
+        )
 
 
-# ---- States in the process's memory --------------------------------------------------------------------------------------
+# ---- States in the process's memory --------------------------------------------------------------
 
 #: biases stay on the GPU, and matrices take turns in the buffers
-HOSTED = {"offload": ("CPUOffload", {"minimal_size": 1000}),
-          "offload-gradients": ("CPUOffload", {"minimal_size": 1000, "offload_gradients": True}),
-          "streaming": ("StateStreaming", {"minimal_size": 1000, "buffer": 1000})}
+HOSTED = {
+    "offload": ("CPUOffload", {"minimal_size": 1000}),
+    "offload-gradients": ("CPUOffload", {"minimal_size": 1000, "offload_gradients": True}),
+    "streaming": ("StateStreaming", {"minimal_size": 1000, "buffer": 1000}),
+}
 hosted = pytest.mark.parametrize("hosted", HOSTED.values(), ids=list(HOSTED))
 #: of which a GradScaler and a trainer's clipping see the gradients
-seen = pytest.mark.parametrize("hosted", [HOSTED["offload"], HOSTED["streaming"]], ids=["offload", "streaming"])
+seen = pytest.mark.parametrize(
+    "hosted", [HOSTED["offload"], HOSTED["streaming"]], ids=["offload", "streaming"]
+)
 
 
 def arrive(opt):
-    """Until copies of gradients are here: what a trainer writes into gradients afterwards is not in them."""
+    """Until copies of gradients are here: what a trainer writes into gradients afterwards is not in
+    them."""
     for held in getattr(opt, "_carrier", offload.Carrier()).copies.values():
         if held.down is not None:
             _devices.wait(held.down)
@@ -322,7 +414,8 @@ def same_there(gpu, one, other):
 @pytest.mark.all
 @hosted
 def test_accelerate_with_states_elsewhere(fake, tmp_path, hosted):
-    """A whole run and a resumed one have the bits of a loop without Accelerate, whose states are beside the weights."""
+    """A whole run and a resumed one have the bits of a loop without Accelerate, whose states are
+    beside the weights."""
     accelerate = importlib.import_module("accelerate")
     clips = not hosted[1].get("offload_gradients")  # who gives gradients up clips them itself
     plain = tiny()
@@ -338,12 +431,16 @@ def test_accelerate_with_states_elsewhere(fake, tmp_path, hosted):
             expected.zero_grad()
     assert expected.grad_norm > 0.2  # it clips
     for first, last in ((0, 8), (4, 8)):
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
+        accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
+        )
         model = fake.model(tiny(seed=first))
         opt = make(model, hosted=hosted, clip_norm=0.2)
         scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, 4)
         model, wrapped, scheduler = accelerator.prepare(model, opt, scheduler)
-        assert type(wrapped).__name__ == "AcceleratedOptimizer" and isinstance(wrapped.optimizer, torch.optim.Optimizer)
+        assert type(wrapped).__name__ == "AcceleratedOptimizer" and isinstance(
+            wrapped.optimizer, torch.optim.Optimizer
+        )
         if first:
             accelerator.load_state(str(tmp_path / "state"))
         for step in range(first, last):
@@ -377,7 +474,9 @@ def test_lightning_with_states_elsewhere(fake, tmp_path, hosted):
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         expected.step()
         expected.zero_grad()
-    save = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    save = lightning.pytorch.callbacks.ModelCheckpoint(
+        tmp_path / "saved", every_n_train_steps=3, save_top_k=-1, filename="{step}"
+    )
     for resume in (None, str(tmp_path / "saved" / "step=3.ckpt")):
         module = lightning_module(True, fake, 9 if resume else 0, hosted=hosted, clip_norm=0.5)
         more = {} if resume else {"callbacks": [save], "enable_checkpointing": True}
@@ -396,7 +495,9 @@ def test_states_that_a_trainer_moves_to_the_gpu_come_back(fake, hosted):
             if step == 2:
                 opt.load_state_dict(copy.deepcopy(opt.state_dict()))
                 for state in opt.state.values() if opt is runs[1][1] else ():
-                    state.update({key: fake.tensor(value) for key, value in state.items() if value.dim()})
+                    state.update(
+                        {key: fake.tensor(value) for key, value in state.items() if value.dim()}
+                    )
             (model(batch(step)) - 1).float().pow(2).mean().backward()
             opt.step()
             opt.zero_grad()
@@ -406,7 +507,8 @@ def test_states_that_a_trainer_moves_to_the_gpu_come_back(fake, hosted):
 @pytest.mark.parametrize("fused", [False, True], ids=["unscaled by torch", "unscaled in the step"])
 @seen
 def test_grad_scaler_with_states_elsewhere(fake, hosted, fused):
-    """Scales are powers of two, which leave no trace; with an infinity there is no step and half the scale. Whole and resumed."""
+    """Scales are powers of two, which leave no trace; with an infinity there is no step and half
+    the scale. Whole and resumed."""
     plain = tiny()
     expected = make(plain, clip_norm=0.5)
     for step in (0, 1, 3, 4, 5):
@@ -433,7 +535,9 @@ def test_grad_scaler_with_states_elsewhere(fake, hosted, fused):
             scaler.update()
             opt.zero_grad()
             assert scaler.get_scale() == (1024, 2048, 1024, 1024, 2048, 2048)[step]
-            assert (([bits(fake.read(p)) for p in model.parameters()], states(opt)) == before) == (step == 2)
+            assert (([bits(fake.read(p)) for p in model.parameters()], states(opt)) == before) == (
+                step == 2
+            )
         assert opt.skipped_steps == fused
         same_there(fake, (plain, expected), (model, opt))
 
@@ -444,19 +548,23 @@ def test_a_grad_scaler_that_would_see_small_gradients_alone_is_refused(fake, mod
     model = fake.model(tiny())
     opt = make(model, hosted=("CPUOffload", {"minimal_size": 1000, mode: True}), fused=fused)
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(RuntimeError, match=f"GradScaler.*{mode}"):  # by the backward pass, where that steps
+    with pytest.raises(
+        RuntimeError, match=f"GradScaler.*{mode}"
+    ):  # by the backward pass, where that steps
         scaler.scale((model(batch(0)) - 1).float().pow(2).mean()).backward()
         scaler.step(opt)
     opt.zero_grad()
 
 
-# ---- Steps inside the backward pass --------------------------------------------------------------------------------------
+# ---- Steps inside the backward pass --------------------------------------------------------------
 
 
 def one_for_each(model):
-    """torch's recipe: an optimizer for each parameter, stepped by a hook of its own. torchtune's OptimizerInBackwardWrapper is the same
-    with the states under the parameters' names."""
-    made = {p: halfstep.AdamW([(name, p)], lr=1e-2, **OPTIONS) for name, p in model.named_parameters()}
+    """torch's recipe: an optimizer for each parameter, stepped by a hook of its own. torchtune's
+    OptimizerInBackwardWrapper is the same with the states under the parameters' names."""
+    made = {
+        p: halfstep.AdamW([(name, p)], lr=1e-2, **OPTIONS) for name, p in model.named_parameters()
+    }
 
     def hook(p):
         made[p].step()
@@ -468,7 +576,9 @@ def one_for_each(model):
 
 
 def test_optimizer_in_backward(tmp_path):
-    """A resumed run, and one optimizer that releases gradients itself, have the same bits: those follow names."""
+    """A resumed run, and one optimizer that releases gradients itself, have the same bits: those
+    follow names."""
+
     def run(model, first, last):
         for step in range(first, last):
             (model(batch(step)) - 1).float().pow(2).mean().backward()
@@ -476,7 +586,13 @@ def test_optimizer_in_backward(tmp_path):
     model = tiny()
     optimizers = one_for_each(model)
     run(model, 0, 3)
-    torch.save({"model": model.state_dict(), "optim": {name: opt.state_dict() for name, opt in optimizers.items()}}, tmp_path / "half.pt")
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optim": {name: opt.state_dict() for name, opt in optimizers.items()},
+        },
+        tmp_path / "half.pt",
+    )
     run(model, 3, 6)
     resumed = tiny(seed=9)
     others = one_for_each(resumed)
@@ -492,14 +608,18 @@ def test_optimizer_in_backward(tmp_path):
     for step in range(6):
         (released(batch(step)) - 1).float().pow(2).mean().backward()
         opt.step()
-    for (name, p), q, r in zip(model.named_parameters(), resumed.parameters(), released.parameters()):
+    for (name, p), q, r in zip(
+        model.named_parameters(), resumed.parameters(), released.parameters()
+    ):
         assert bits(p) == bits(q), name
         assert bits(p) == bits(r), name
 
 
 def test_apply_optimizer_in_backward():
-    """torch.distributed.optim's own helper, which makes the optimizers itself: as one ordinary step over all."""
+    """torch.distributed.optim's own helper, which makes the optimizers itself: as one ordinary step
+    over all."""
     from torch.distributed.optim import _apply_optimizer_in_backward
+
     model, other = tiny(), tiny()
     halfstep.name_parameters(model)
     _apply_optimizer_in_backward(halfstep.AdamW, model.parameters(), {"lr": 1e-2, **OPTIONS})

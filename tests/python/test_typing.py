@@ -1,4 +1,6 @@
-"""What editors and type checkers see: the stub and lists are those of the classes, examples and a user's file pass, and mistakes in one are found."""
+"""What editors and type checkers see: the stub and lists are those of the classes, examples and a
+user's file pass, and mistakes in one are found."""
+
 import importlib.util
 import os
 import re
@@ -10,7 +12,7 @@ import pytest
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 GENERATE = os.path.join(ROOT, "scripts", "generate.py")
 
-GOOD = '''
+GOOD = """
 import torch
 import halfstep
 
@@ -30,10 +32,16 @@ ema = halfstep.EMA(model, decay=0.99)
 ema.update_parameters(model, opt)
 halfstep.name_parameters(model)
 opt.step()
-'''
+"""
 #: each is found by both checkers
-BAD = ["halfstep.AdamW(model.parameters(), betas=0.9)", "halfstep.AdamW(model.parameters(), wieghts='bf16')", "halfstep.Adamw(model.parameters())",
-       "halfstep.AdamW(model.parameters(), states=8)", "halfstep.optimizer(model.parameters(), 'adamw')", "opt.read_state(model.weight)"]
+BAD = [
+    "halfstep.AdamW(model.parameters(), betas=0.9)",
+    "halfstep.AdamW(model.parameters(), wieghts='bf16')",
+    "halfstep.Adamw(model.parameters())",
+    "halfstep.AdamW(model.parameters(), states=8)",
+    "halfstep.optimizer(model.parameters(), 'adamw')",
+    "opt.read_state(model.weight)",
+]
 
 
 @pytest.fixture
@@ -49,6 +57,7 @@ def files(tmp_path):
 def package():
     """The folder that the package under test is imported from."""
     import halfstep
+
     return os.path.dirname(os.path.dirname(os.path.abspath(halfstep.__file__)))
 
 
@@ -58,15 +67,33 @@ def errors(tool, folder):
     if tool == "mypy":
         if "site-packages" not in package().split(os.sep):
             environment["MYPYPATH"] = package()
-        command = [sys.executable, "-m", "mypy", "--no-incremental", "--no-error-summary", "--follow-imports=silent",
-                   *sorted(path.name for path in folder.glob("*.py"))]
+        command = [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--no-incremental",
+            "--no-error-summary",
+            "--follow-imports=silent",
+            *sorted(path.name for path in folder.glob("*.py")),
+        ]
     else:
-        (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard", "extraPaths": ["%s"], "pythonVersion": "%d.%d"}' % (
-            package(), *sys.version_info[:2]))
-        command = [os.path.join(os.path.dirname(sys.executable), "basedpyright"), "--pythonpath", sys.executable, "-p", "pyrightconfig.json"]
+        (folder / "pyrightconfig.json").write_text(
+            '{"typeCheckingMode": "standard", "extraPaths": ["%s"], "pythonVersion": "%d.%d"}'
+            % (package(), *sys.version_info[:2])
+        )
+        command = [
+            os.path.join(os.path.dirname(sys.executable), "basedpyright"),
+            "--pythonpath",
+            sys.executable,
+            "-p",
+            "pyrightconfig.json",
+        ]
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     out = found.stdout + found.stderr
-    return [(os.path.basename(name), int(line)) for name, line in re.findall(r"^ *(\S+\.py):(\d+).*\berror\b", out, re.M)], out
+    return [
+        (os.path.basename(name), int(line))
+        for name, line in re.findall(r"^ *(\S+\.py):(\d+).*\berror\b", out, re.M)
+    ], out
 
 
 @pytest.mark.skipif(not os.path.exists(GENERATE), reason="the sources are not here")
@@ -75,7 +102,9 @@ def test_what_follows_from_the_table_of_rules_is_current():
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     for path, text in generate.files().items():
-        assert open(os.path.join(ROOT, path), encoding="utf-8").read() == text, f"{path}: make generate"
+        assert open(os.path.join(ROOT, path), encoding="utf-8").read() == text, (
+            f"{path}: make generate"
+        )
 
 
 @pytest.mark.all
@@ -83,6 +112,10 @@ def test_what_follows_from_the_table_of_rules_is_current():
 def test_mistakes_are_found_and_nothing_else(files, tool):
     found, out = errors(tool, files)
     first = GOOD.count("\n") + 1
-    assert {line for name, line in found if name == "bad.py"} == set(range(first, first + len(BAD))), out
+    assert {line for name, line in found if name == "bad.py"} == set(
+        range(first, first + len(BAD))
+    ), out
     assert not [place for place in found if place[0] == "good.py"], out
-    assert not [line for line in out.splitlines() if "finetune.py" in line and "halfstep" in line], out
+    assert not [
+        line for line in out.splitlines() if "finetune.py" in line and "halfstep" in line
+    ], out

@@ -1,10 +1,22 @@
-"""Tensors whose memory does not hold what they are: torch negates them when it reads them, knows that they are zero, or has freed them.
-The library reads memory, so each of them is brought into order before, or refused by name."""
+"""Tensors whose memory does not hold what they are: torch negates them when it reads them, knows
+that they are zero, or has freed them. The library reads memory, so each of them is brought into
+order before, or refused by name."""
+
 import pytest
 import torch
+from conftest import (
+    RECIPES,
+    RULES,
+    bits,
+    class_of,
+    everything,
+    parameters,
+    run,
+    set_gradients,
+    states,
+)
 
 import halfstep
-from conftest import RECIPES, RULES, bits, class_of, everything, parameters, run, set_gradients, states
 from halfstep import _abi, _devices
 from halfstep.compat import flashoptim, optimi
 
@@ -15,7 +27,8 @@ def negated(tensor):
 
 
 def imaginary(tensor):
-    """The same numbers as the imaginary part of a conjugate: every other element of its memory, negated."""
+    """The same numbers as the imaginary part of a conjugate: every other element of its memory,
+    negated."""
     found = torch.complex(torch.zeros_like(tensor), -tensor.detach()).conj().imag
     assert found.is_neg() and not found.is_contiguous() or tensor.numel() < 2
     return found
@@ -24,16 +37,22 @@ def imaginary(tensor):
 SHAPES = {"matrix": (24, 96), "vector": (33,), "scalar": (), "one": (1, 1)}
 
 
-@pytest.mark.parametrize("rule, recipe", [(rule, list(RECIPES)[i % len(RECIPES)]) for i, rule in enumerate(RULES)])
+@pytest.mark.parametrize(
+    "rule, recipe", [(rule, list(RECIPES)[i % len(RECIPES)]) for i, rule in enumerate(RULES)]
+)
 def test_steps(rule, recipe):
-    """A gradient or a weight as such a view is stepped to the bits of the plain one, by every rule, in all recipes by turns, released or not."""
+    """A gradient or a weight as such a view is stepped to the bits of the plain one, by every rule,
+    in all recipes by turns, released or not."""
     dtype, formats = RECIPES[recipe]
     release = not _abi.rules[rule].totals
     plain, seen, kept = (parameters(dtype, SHAPES) for _ in range(3))
     for p in kept.values():
         p.data = negated(p)
         assert p.is_neg()
-    opts = [class_of(rule)(ps.items(), lr=0.01, seed=0, clip_norm=1.0, clip="per-tensor", **formats) for ps in (plain, seen, kept)]
+    opts = [
+        class_of(rule)(ps.items(), lr=0.01, seed=0, clip_norm=1.0, clip="per-tensor", **formats)
+        for ps in (plain, seen, kept)
+    ]
     for step in range(3):
         for params, opt in zip((plain, seen, kept), opts):
             set_gradients(params, step)
@@ -45,13 +64,18 @@ def test_steps(rule, recipe):
                     opt.step_param(p)
             else:
                 opt.step()
-    assert [bits(p.resolve_neg()) for p in kept.values()] == [bits(p) for p in plain.values()] == [bits(p) for p in seen.values()]
+    assert (
+        [bits(p.resolve_neg()) for p in kept.values()]
+        == [bits(p) for p in plain.values()]
+        == [bits(p) for p in seen.values()]
+    )
     assert states(opts[0]) == states(opts[1]) == states(opts[2])
 
 
 @pytest.mark.parametrize("given", [0.0, 1e-3])
 def test_a_gradient_that_autograd_made(given):
-    """The gradient of what goes through an imaginary part: descent stays descent, from the first step on and after plain ones."""
+    """The gradient of what goes through an imaginary part: descent stays descent, from the first
+    step on and after plain ones."""
     p = torch.nn.Parameter(torch.zeros(4, 4))
     opt = halfstep.SGD([p], lr=0.1, clip_norm=given and 1e9)
     for step in range(4):
@@ -61,12 +85,15 @@ def test_a_gradient_that_autograd_made(given):
     q = torch.nn.Parameter(torch.zeros(8, 8))
     opt = halfstep.AdamW([q], lr=0.1, weight_decay=0.0, gradient_release=True)
     for _ in range(3):
-        ((torch.complex(torch.ones(8, 8), q).conj() * 1j).real - 1.0).square().sum().backward()  # (q - 1)^2
+        (
+            (torch.complex(torch.ones(8, 8), q).conj() * 1j).real - 1.0
+        ).square().sum().backward()  # (q - 1)^2
     assert q.detach().mean() > 0.25
 
 
 def test_the_fast_path_looks_at_the_bit():
-    """Where gradients have been plain for long, and where the memory of a weight stays and only its sign goes."""
+    """Where gradients have been plain for long, and where the memory of a weight stays and only its
+    sign goes."""
     p, q = (torch.nn.Parameter(torch.zeros(16, 16)) for _ in range(2))
     opt = halfstep.SGD([("p", p), ("q", q)], lr=1.0)
     for step in range(8):
@@ -102,7 +129,11 @@ def test_micro_batches_and_sums():
 
 
 def test_averages():
-    for weights, dtype in (("bf16-sr", torch.bfloat16), ("bf16-kahan", torch.bfloat16), ("f32", torch.float32)):
+    for weights, dtype in (
+        ("bf16-sr", torch.bfloat16),
+        ("bf16-kahan", torch.bfloat16),
+        ("f32", torch.float32),
+    ):
         model = torch.nn.Linear(16, 16, bias=False).to(dtype)
         ema = halfstep.EMA(model, 0.5, weights=weights, seed=0)
         want = halfstep.EMA(model, 0.5, weights=weights, seed=0)
@@ -144,7 +175,12 @@ def test_states_that_are_views():
         for ps, o in ((params, opt), (others, other)):
             run(o, ps, step, step + 1)
     assert everything(opt) == everything(other)
-    file = {**opt.state_dict(), "state": {k: {**s, "exp_avg": negated(s["exp_avg"])} for k, s in opt.state_dict()["state"].items()}}
+    file = {
+        **opt.state_dict(),
+        "state": {
+            k: {**s, "exp_avg": negated(s["exp_avg"])} for k, s in opt.state_dict()["state"].items()
+        },
+    }
     other.load_state_dict(file)
     assert everything(opt)[1] == everything(other)[1]
 
@@ -153,14 +189,29 @@ def test_functions_of_other_packages():
     p, q = (torch.zeros(16, 16) for _ in range(2))
     p = torch._neg_view(p)
     for one, grad in ((p, negated(torch.ones(16, 16))), (q, torch.ones(16, 16))):
-        optimi.sgd([one], [grad], [torch.zeros(16, 16)], None, lr=0.5, momentum=0.9, weight_decay=0.0, dampening=False,
-                   decouple_wd=True, decouple_lr=False, max_lr=0.5, kahan_sum=False)
+        optimi.sgd(
+            [one],
+            [grad],
+            [torch.zeros(16, 16)],
+            None,
+            lr=0.5,
+            momentum=0.9,
+            weight_decay=0.0,
+            dampening=False,
+            decouple_wd=True,
+            decouple_lr=False,
+            max_lr=0.5,
+            kahan_sum=False,
+        )
     assert torch.equal(p, q) and q.mean() == -0.5
     value = torch.randn(8, 32)
     narrow = value.bfloat16()
     codes = flashoptim.compute_ecc_bits(negated(value), negated(narrow))
     assert torch.equal(codes, flashoptim.compute_ecc_bits(value, narrow))
-    assert torch.equal(flashoptim.reconstruct_fp32_param(negated(narrow), codes), flashoptim.reconstruct_fp32_param(narrow, codes))
+    assert torch.equal(
+        flashoptim.reconstruct_fp32_param(negated(narrow), codes),
+        flashoptim.reconstruct_fp32_param(narrow, codes),
+    )
 
 
 def zeros(shape, dtype=torch.float32):
@@ -185,7 +236,10 @@ def freed(tensor):
     return tensor
 
 
-@pytest.mark.parametrize("without", [lambda: freed(torch.ones(16, 16)), lambda: torch._to_functional_tensor(torch.ones(16, 16))])
+@pytest.mark.parametrize(
+    "without",
+    [lambda: freed(torch.ones(16, 16)), lambda: torch._to_functional_tensor(torch.ones(16, 16))],
+)
 @pytest.mark.parametrize("release", [False, True])
 def test_what_has_no_memory_is_refused_by_name(without, release):
     params = parameters(torch.float32, {"good": (16, 16), "bad": (16, 16)})
@@ -194,7 +248,9 @@ def test_what_has_no_memory_is_refused_by_name(without, release):
         set_gradients(params, step)
         before = everything(opt, params)
         params["bad"].grad = without()
-        with pytest.raises(ValueError, match="the gradient of 'bad' has 256 elements and no memory"):
+        with pytest.raises(
+            ValueError, match="the gradient of 'bad' has 256 elements and no memory"
+        ):
             opt.step_param(params["bad"]) if release else opt.step()
         assert everything(opt, params) == before
         set_gradients(params, step)
@@ -202,7 +258,11 @@ def test_what_has_no_memory_is_refused_by_name(without, release):
     accumulator = halfstep.GradientAccumulator(params.items())
     params["bad"].grad = without()
     with pytest.raises(ValueError, match="the gradient of 'bad' has 256 elements and no memory"):
-        accumulator.reassign(missing="skip") if accumulator._buffers[1] is not None else accumulator._take(1, params["bad"])
+        (
+            accumulator.reassign(missing="skip")
+            if accumulator._buffers[1] is not None
+            else accumulator._take(1, params["bad"])
+        )
 
 
 def test_weights_without_memory_are_refused_by_name():
@@ -226,8 +286,16 @@ def test_weights_without_memory_are_refused_by_name():
 
 
 def test_every_address_is_taken_of_tensors_in_order():
-    """The two functions that all of the package asks: what they bring into order is what torch reads."""
+    """The two functions that all of the package asks: what they bring into order is what torch
+    reads."""
     value = torch.randn(6, 5)
-    for view in (value, negated(value), imaginary(value), value.T.contiguous().T, value[:, :3], zeros((6, 5))):
+    for view in (
+        value,
+        negated(value),
+        imaginary(value),
+        value.T.contiguous().T,
+        value[:, :3],
+        zeros((6, 5)),
+    ):
         for found in (_devices.contiguous(view), _devices.to_cpu(view), _devices.clone(view)):
             assert _devices.is_plain(found) and torch.equal(found, view.clone())

@@ -1,10 +1,13 @@
-"""optimi's functional forms: steps on lists of tensors that are the caller's, states included, in place.
+"""optimi's functional forms: steps on lists of tensors that are the caller's, states included, in
+place.
 
-optimi's states are debiased: m^ = m / (1 - b^t). With b^ = b (1 - b^(t-1)) / (1 - b^t) they obey m^ = b^ m^ + (1 - b^) g,
-so the library's rules update them in the caller's memory as they are, given b^ for b and a count so high that its own
-correction is 1. Two things need raw moments: Adan, whose second beta stands in its update too, and the first steps of RAdam
-and Ranger, which are not rectified. For those the states are scaled in float32, one tensor at a time, and scaled back.
+optimi's states are debiased: m^ = m / (1 - b^t). With b^ = b (1 - b^(t-1)) / (1 - b^t) they obey m^
+= b^ m^ + (1 - b^) g, so the library's rules update them in the caller's memory as they are, given
+b^ for b and a count so high that its own correction is 1. Two things need raw moments: Adan, whose
+second beta stands in its update too, and the first steps of RAdam and Ranger, which are not
+rectified. For those the states are scaled in float32, one tensor at a time, and scaled back.
 """
+
 import ctypes
 import math
 import warnings
@@ -22,24 +25,31 @@ __all__ = ["adam", "adamw", "adan", "lion", "radam", "ranger", "sgd", "stableada
 
 #: float types that a Kahan residual serves
 LOW = (torch.bfloat16, torch.float16)
-_SETTLED = 2 ** 40
+_SETTLED = 2**40
 _HANDLES = 64
 
 
 class _Lists:
-    """A handle for lists of tensors of one structure. Memory and counters are given anew at every call."""
+    """A handle for lists of tensors of one structure. Memory and counters are given anew at every
+    call."""
 
     def __init__(self, rule, members, hypers):
         self.handle = _engine.create_handle(torch.get_num_threads(), 0)
         self.groups: Dict[str, int] = {}
         try:
-            # Steps are given anew at every call, often as a number that only settles the rule, and lattices go by them.
-            check(lib.halfstep_set_choice(self.handle, _abi.ALL_GROUPS, b"generator", b"mixer"), self.handle)
+            # Steps are given anew at every call, often as a number that only settles the rule, and
+            # lattices go by them.
+            check(
+                lib.halfstep_set_choice(self.handle, _abi.ALL_GROUPS, b"generator", b"mixer"),
+                self.handle,
+            )
             for i, (identity, shape, weight, states, gradient) in enumerate(members):
                 recipe = "/".join([rule, weight] + (["+".join(states)] if states else []))
                 if recipe not in self.groups:
                     self.groups[recipe] = _engine.add_group(self.handle, recipe, hypers, {})
-                _engine.add_tensor(self.handle, self.groups[recipe], f"params[{i}]", identity, shape, gradient)
+                _engine.add_tensor(
+                    self.handle, self.groups[recipe], f"params[{i}]", identity, shape, gradient
+                )
         except BaseException:
             self.destroy()
             raise
@@ -60,11 +70,17 @@ class _Lists:
     def set(self, hypers, decay):
         for key, value in hypers.items():
             if self.hypers.get(key) != value:
-                check(lib.halfstep_set_hyper(self.handle, _abi.ALL_GROUPS, key.encode(), value), self.handle)
+                check(
+                    lib.halfstep_set_hyper(self.handle, _abi.ALL_GROUPS, key.encode(), value),
+                    self.handle,
+                )
                 self.hypers[key] = value
         if self.decay != decay:
             for group in self.groups.values():
-                check(lib.halfstep_set_choice(self.handle, group, b"decay", decay.encode()), self.handle)
+                check(
+                    lib.halfstep_set_choice(self.handle, group, b"decay", decay.encode()),
+                    self.handle,
+                )
             self.decay = decay
         threads = torch.get_num_threads()
         if self.threads != threads:
@@ -72,10 +88,17 @@ class _Lists:
             self.threads = threads
 
     def bind(self, i, item):
-        """The memory of one tensor. Tensors without elements have no address, but their slots have to count as bound."""
+        """The memory of one tensor. Tensors without elements have no address, but their slots have
+        to count as bound."""
         slots = [(_abi.SLOT_WEIGHT, None, item.comp)] if item.comp is not None else []
-        slots += [(_abi.SLOT_STATE + k, t, extra) for k, (t, extra) in enumerate(zip(item.states, item.extras))]
-        wanted = [(slot, *(None if t is None else t.data_ptr() or 1 for t in pair)) for slot, *pair in slots]
+        slots += [
+            (_abi.SLOT_STATE + k, t, extra)
+            for k, (t, extra) in enumerate(zip(item.states, item.extras))
+        ]
+        wanted = [
+            (slot, *(None if t is None else t.data_ptr() or 1 for t in pair))
+            for slot, *pair in slots
+        ]
         if self.bound[i] != wanted:
             for slot, code, extra in wanted:
                 check(lib.halfstep_bind_slot(self.handle, i, slot, code, extra), self.handle)
@@ -89,7 +112,8 @@ _slow_residuals = WeakIdKeyDictionary()
 
 
 def _lists(rule, items, hypers) -> _Lists:
-    # A single tensor gets its id at each call, so that one handle serves all of its structure; in long lists that is slow.
+    # A single tensor gets its id at each call, so that one handle serves all of its structure; in
+    # long lists that is slow.
     members = [(item.identity[0] if len(items) > 1 else 0, *item.structure) for item in items]
     key = (rule, tuple(members), hypers.get("momentum", 1.0) != 0.0)
     found = _handles.pop(key, None)
@@ -102,7 +126,8 @@ def _lists(rule, items, hypers) -> _Lists:
 
 
 def _identity(p, place):
-    """[id, writes] of a tensor. The functions have no seed: what an optimizer draws as one goes into the id of each tensor."""
+    """[id, writes] of a tensor. The functions have no seed: what an optimizer draws as one goes
+    into the id of each tensor."""
     found = _identities.get(p)
     if found is None:
         found = _identities[p] = [(_abi.name_id(place) + _engine.seed_of(None)) % 2**64, 0]
@@ -110,7 +135,8 @@ def _identity(p, place):
 
 
 class _Item:
-    """One tensor of the lists as the library takes it, with what has to be copied back into the caller's."""
+    """One tensor of the lists as the library takes it, with what has to be copied back into the
+    caller's."""
 
     def __init__(self, i, param, grad, states, comp, rule, kahan, factors):
         name = f"params[{i}]"
@@ -127,35 +153,58 @@ class _Item:
         weight = _engine.PLAIN[param.dtype] + ("-kahan" if kahan else "")
         self.comp = None
         if kahan:
-            if not isinstance(comp, Tensor) or comp.dtype != param.dtype or comp.shape != param.shape:
-                raise ValueError(f"halfstep: kahan_sum=True needs kahan_comps[{i}] to be a tensor like params[{i}]")
+            if (
+                not isinstance(comp, Tensor)
+                or comp.dtype != param.dtype
+                or comp.shape != param.shape
+            ):
+                raise ValueError(
+                    f"halfstep: kahan_sum=True needs kahan_comps[{i}] to be a tensor like params[{i}]"
+                )
             self.comp = self._dense(comp, True)
         formats: List[str] = []
         self.states: List[Tensor] = []
         self.extras: List[Optional[Tensor]] = []
-        self.scaled: List[Tuple[int, Tensor, float, float]] = []  # state, the caller's, factors in and out
+        self.scaled: List[
+            Tuple[int, Tensor, float, float]
+        ] = []  # state, the caller's, factors in and out
         for k, (s, value) in enumerate(zip(rule.states, states)):
-            if not isinstance(value, Tensor) or value.dtype not in _engine.PLAIN or value.shape != param.shape \
-                    or value.device != param.device:
-                raise ValueError(f"halfstep: state {s.name!r} of {name} must be a float32, bfloat16 or float16 tensor of "
-                                 f"the shape and device of {name}")
+            if (
+                not isinstance(value, Tensor)
+                or value.dtype not in _engine.PLAIN
+                or value.shape != param.shape
+                or value.device != param.device
+            ):
+                raise ValueError(
+                    f"halfstep: state {s.name!r} of {name} must be a float32, bfloat16 or float16 tensor of "
+                    f"the shape and device of {name}"
+                )
             extra = None
             if s.role == _abi.ROLE_WEIGHT:
                 if value.dtype != param.dtype:
-                    raise ValueError(f"halfstep: state {s.name!r} of {name} must be {param.dtype}, as {name} is")
+                    raise ValueError(
+                        f"halfstep: state {s.name!r} of {name} must be {param.dtype}, as {name} is"
+                    )
                 if kahan:
                     extra = _slow_residuals.get(value)
                     if extra is None:
-                        extra = _slow_residuals[value] = torch.zeros(self.shape, dtype=param.dtype, device="cpu")
+                        extra = _slow_residuals[value] = torch.zeros(
+                            self.shape, dtype=param.dtype, device="cpu"
+                        )
                 self.states.append(self._dense(value, True))
             elif s.name in factors or (s.role == _abi.ROLE_NONNEG and value.dtype == torch.float16):
-                # No half format of the library holds second moments: those of small gradients would be zero.
+                # No half format of the library holds second moments: those of small gradients would
+                # be zero.
                 formats.append("f32")
                 self.scaled.append((k, value.detach(), *factors.get(s.name, (1.0, 1.0))))
                 self.states.append(torch.empty(self.shape, dtype=torch.float32, device="cpu"))
             else:
                 half = "f16" if s.role == _abi.ROLE_GRADIENT else "f16-sr"
-                formats.append({torch.float32: "f32", torch.bfloat16: "bf16-sr", torch.float16: half}[value.dtype])
+                formats.append(
+                    {torch.float32: "f32", torch.bfloat16: "bf16-sr", torch.float16: half}[
+                        value.dtype
+                    ]
+                )
                 self.states.append(self._dense(value, True))
             self.extras.append(extra)
         self.structure = (self.shape, weight, tuple(formats), gradient)
@@ -193,9 +242,25 @@ def _listed(value):
 
 
 @torch.no_grad()
-def _step(name, params, grads, states, comps, *, hypers, decay, kahan_sum, options, before=_SETTLED, full=0, writes=None,
-          factors=None, accumulate=False) -> bool:
-    """One step of the library's rule `name` on lists of the caller's tensors. False if a gradient was not finite."""
+def _step(
+    name,
+    params,
+    grads,
+    states,
+    comps,
+    *,
+    hypers,
+    decay,
+    kahan_sum,
+    options,
+    before=_SETTLED,
+    full=0,
+    writes=None,
+    factors=None,
+    accumulate=False,
+) -> bool:
+    """One step of the library's rule `name` on lists of the caller's tensors. False if a gradient
+    was not finite."""
     foreach, _, gradient_release = options
     if foreach and gradient_release:
         raise ValueError("gradient_release and foreach cannot be used together")
@@ -203,13 +268,22 @@ def _step(name, params, grads, states, comps, *, hypers, decay, kahan_sum, optio
     params, grads = _listed(params), _listed(grads)
     states = [_listed(s) for s in states]
     comps = [None] * len(params) if comps is None else _listed(comps)
-    for what, listed in (("grads", grads), ("kahan_comps", comps), *((s.name, l) for s, l in zip(rule.states, states))):
+    for what, listed in (
+        ("grads", grads),
+        ("kahan_comps", comps),
+        *((s.name, l) for s, l in zip(rule.states, states)),
+    ):
         if len(listed) != len(params):
             raise ValueError(f"halfstep: {len(listed)} {what} for {len(params)} params")
-    items = [_Item(i, p, g, [s[i] for s in states], c, rule, kahan_sum, factors or {})
-             for i, (p, g, c) in enumerate(zip(params, grads, comps))]
-    # Scaled states need scratch memory, which is held for one tensor at a time; the others are stepped in one call.
-    batches = [[item for item in items if not item.scaled]] + [[item] for item in items if item.scaled]
+    items = [
+        _Item(i, p, g, [s[i] for s in states], c, rule, kahan_sum, factors or {})
+        for i, (p, g, c) in enumerate(zip(params, grads, comps))
+    ]
+    # Scaled states need scratch memory, which is held for one tensor at a time; the others are
+    # stepped in one call.
+    batches = [[item for item in items if not item.scaled]] + [
+        [item] for item in items if item.scaled
+    ]
     if len(batches) > 2 and not all(bool(item.grad.isfinite().all()) for item in items):
         return _refused("a gradient")
     made = True
@@ -220,7 +294,10 @@ def _step(name, params, grads, states, comps, *, hypers, decay, kahan_sum, optio
         counters.state_steps, counters.full_steps = before, full
         for i, item in enumerate(batch):
             lists.bind(i, item)
-            lists.weights[i], lists.gradients[i] = item.param.data_ptr() or 1, item.grad.data_ptr() or 1
+            lists.weights[i], lists.gradients[i] = (
+                item.param.data_ptr() or 1,
+                item.grad.data_ptr() or 1,
+            )
             counters.id = item.identity[0] if len(batch) == 1 else 0
             counters.writes = item.identity[1] if writes is None else writes
             check(lib.halfstep_set_counters(lists.handle, i, ctypes.byref(counters)), lists.handle)
@@ -235,14 +312,21 @@ def _step(name, params, grads, states, comps, *, hypers, decay, kahan_sum, optio
         if code == _abi.OK and not accumulate:
             _engine.increment_versions([item.owner for item in batch])
         if code == _abi.NONFINITE:
-            made = _refused(lib.halfstep_nonfinite_tensor(lists.handle).decode(), lib.halfstep_gradient_too_large(lists.handle))
+            made = _refused(
+                lib.halfstep_nonfinite_tensor(lists.handle).decode(),
+                lib.halfstep_gradient_too_large(lists.handle),
+            )
         else:
             check(code, lists.handle)
     return made
 
 
 def _refused(what, too_large=False):
-    warnings.warn(f"halfstep: {what} is {'2^62 or more, too large to be squared' if too_large else 'not finite'}; the step was refused and changed nothing", RuntimeWarning, stacklevel=5)
+    warnings.warn(
+        f"halfstep: {what} is {'2^62 or more, too large to be squared' if too_large else 'not finite'}; the step was refused and changed nothing",
+        RuntimeWarning,
+        stacklevel=5,
+    )
     return False
 
 
@@ -256,7 +340,8 @@ def over(weight_decay, lr):
 
 
 def _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate, proximal=False):
-    """Hyper-parameters and mode of the decay. Micro-steps do not decay, and have no L2 term, as in optimi."""
+    """Hyper-parameters and mode of the decay. Micro-steps do not decay, and have no L2 term, as in
+    optimi."""
     lr, weight_decay = float(lr), 0.0 if accumulate else float(weight_decay)
     found = {"lr": lr, "weight_decay": weight_decay, "reference_lr": 0.0}
     if weight_decay == 0.0:
@@ -273,39 +358,89 @@ def _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate, proxi
 
 def _count(step):
     if not isinstance(step, Tensor):
-        raise TypeError(f"halfstep: step is a {type(step).__name__}, not a tensor that can be counted up")
+        raise TypeError(
+            f"halfstep: step is a {type(step).__name__}, not a tensor that can be counted up"
+        )
     return int(step.item()) + 1
 
 
 def _debiased(beta, t):
     """The factor b^ by which a debiased average forgets in its update number t."""
-    power = beta ** t
+    power = beta**t
     return (beta - power) / (1.0 - power)
 
 
-def _adam(name, params, grads, exp_avgs, exp_avg_sqs, kahan_comps, lr, beta1, beta2, weight_decay, eps, step, decouple_wd,
-          decouple_lr, max_lr, kahan_sum, options, accumulate):
+def _adam(
+    name,
+    params,
+    grads,
+    exp_avgs,
+    exp_avg_sqs,
+    kahan_comps,
+    lr,
+    beta1,
+    beta2,
+    weight_decay,
+    eps,
+    step,
+    decouple_wd,
+    decouple_lr,
+    max_lr,
+    kahan_sum,
+    options,
+    accumulate,
+):
     hypers, decay = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate)
     t = _count(step)
     hypers.update(beta1=_debiased(beta1, t), beta2=_debiased(beta2, t), eps=float(eps))
-    if _step(name, params, grads, [exp_avgs, exp_avg_sqs], kahan_comps, hypers=hypers, decay=decay, kahan_sum=kahan_sum,
-             options=options, writes=t - 1, accumulate=accumulate):
+    if _step(
+        name,
+        params,
+        grads,
+        [exp_avgs, exp_avg_sqs],
+        kahan_comps,
+        hypers=hypers,
+        decay=decay,
+        kahan_sum=kahan_sum,
+        options=options,
+        writes=t - 1,
+        accumulate=accumulate,
+    ):
         step.add_(1)
 
 
-def adam(params: List[Tensor], grads: List[Tensor], exp_avgs: List[Tensor], exp_avg_sqs: List[Tensor],
-         kahan_comps: Optional[List[Optional[Tensor]]] = None, *, lr: float, beta1: float, beta2: float, weight_decay: float,
-         eps: float, step: Tensor, decouple_wd: bool, decouple_lr: bool = False, max_lr: Optional[float] = None,
-         kahan_sum: bool = False, foreach: bool = False, triton: bool = False, gradient_release: bool = False,
-         optimizer_accumulation: bool = False):
+def adam(
+    params: List[Tensor],
+    grads: List[Tensor],
+    exp_avgs: List[Tensor],
+    exp_avg_sqs: List[Tensor],
+    kahan_comps: Optional[List[Optional[Tensor]]] = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    step: Tensor,
+    decouple_wd: bool,
+    decouple_lr: bool = False,
+    max_lr: Optional[float] = None,
+    kahan_sum: bool = False,
+    foreach: bool = False,
+    triton: bool = False,
+    gradient_release: bool = False,
+    optimizer_accumulation: bool = False,
+):
     """One step of Adam on lists of tensors (single tensors with `gradient_release`), in place.
 
-    Everything belongs to the caller: parameters, the debiased moments `exp_avgs` and `exp_avg_sqs`, the residuals
-    `kahan_comps`, needed for 16-bit parameters with `kahan_sum`, and the counter `step`, which counts up by one. BF16 states
-    are rounded stochastically. Second moments in float16 are stepped in float32 and rounded back. `grads` are only read.
+    Everything belongs to the caller: parameters, the debiased moments `exp_avgs` and `exp_avg_sqs`,
+    the residuals `kahan_comps`, needed for 16-bit parameters with `kahan_sum`, and the counter
+    `step`, which counts up by one. BF16 states are rounded stochastically. Second moments in
+    float16 are stepped in float32 and rounded back. `grads` are only read.
 
-    The C handle behind it is kept for later calls with tensors of the same shapes and types, at most 64 of them; it holds no
-    states. Beside the step a call costs about 25 microseconds for each tensor, which the classes do not.
+    The C handle behind it is kept for later calls with tensors of the same shapes and types, at
+    most 64 of them; it holds no states. Beside the step a call costs about 25 microseconds for each
+    tensor, which the classes do not.
 
     Args:
         step: how many steps were made, in any dtype.
@@ -313,132 +448,420 @@ def adam(params: List[Tensor], grads: List[Tensor], exp_avgs: List[Tensor], exp_
         optimizer_accumulation: a micro-step: gradients go into the moments, parameters stay.
         foreach, triton: without effect.
     """
-    _adam("adam", params, grads, exp_avgs, exp_avg_sqs, kahan_comps, lr, beta1, beta2, weight_decay, eps, step, decouple_wd,
-          decouple_lr, max_lr, kahan_sum, (foreach, triton, gradient_release), optimizer_accumulation)
+    _adam(
+        "adam",
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        kahan_comps,
+        lr,
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
+        step,
+        decouple_wd,
+        decouple_lr,
+        max_lr,
+        kahan_sum,
+        (foreach, triton, gradient_release),
+        optimizer_accumulation,
+    )
 
 
-def adamw(params: List[Tensor], grads: List[Tensor], exp_avgs: List[Tensor], exp_avg_sqs: List[Tensor],
-          kahan_comps: Optional[List[Optional[Tensor]]] = None, *, lr: float, beta1: float, beta2: float,
-          weight_decay: float, eps: float, step: Tensor, decouple_lr: bool = False, max_lr: Optional[float] = None,
-          kahan_sum: bool = False, foreach: bool = False, triton: bool = False, gradient_release: bool = False,
-          optimizer_accumulation: bool = False):
+def adamw(
+    params: List[Tensor],
+    grads: List[Tensor],
+    exp_avgs: List[Tensor],
+    exp_avg_sqs: List[Tensor],
+    kahan_comps: Optional[List[Optional[Tensor]]] = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    step: Tensor,
+    decouple_lr: bool = False,
+    max_lr: Optional[float] = None,
+    kahan_sum: bool = False,
+    foreach: bool = False,
+    triton: bool = False,
+    gradient_release: bool = False,
+    optimizer_accumulation: bool = False,
+):
     """One step of AdamW on lists of tensors: `adam` with decoupled decay."""
-    _adam("adamw", params, grads, exp_avgs, exp_avg_sqs, kahan_comps, lr, beta1, beta2, weight_decay, eps, step, True,
-          decouple_lr, max_lr, kahan_sum, (foreach, triton, gradient_release), optimizer_accumulation)
+    _adam(
+        "adamw",
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        kahan_comps,
+        lr,
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
+        step,
+        True,
+        decouple_lr,
+        max_lr,
+        kahan_sum,
+        (foreach, triton, gradient_release),
+        optimizer_accumulation,
+    )
 
 
-def stableadamw(params: List[Tensor], grads: List[Tensor], exp_avgs: List[Tensor], exp_avg_sqs: List[Tensor],
-                eps_sqs: List[Tensor], kahan_comps: Optional[List[Optional[Tensor]]] = None, *, lr: float, beta1: float,
-                beta2: float, weight_decay: float, eps: float, step: Tensor, decouple_lr: bool = False,
-                max_lr: Optional[float] = None, kahan_sum: bool = False, foreach: bool = False, triton: bool = False,
-                gradient_release: bool = False, optimizer_accumulation: bool = False,
-                mean_squares: Optional[List[Tensor]] = None):
-    """One step of StableAdamW on lists of tensors; see `adam`. `eps_sqs` and `mean_squares` are optimi's scratch and unused:
-    the square of `eps` is taken from `eps`."""
-    _adam("stableadamw", params, grads, exp_avgs, exp_avg_sqs, kahan_comps, lr, beta1, beta2, weight_decay, eps, step, True,
-          decouple_lr, max_lr, kahan_sum, (foreach, triton, gradient_release), optimizer_accumulation)
+def stableadamw(
+    params: List[Tensor],
+    grads: List[Tensor],
+    exp_avgs: List[Tensor],
+    exp_avg_sqs: List[Tensor],
+    eps_sqs: List[Tensor],
+    kahan_comps: Optional[List[Optional[Tensor]]] = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    step: Tensor,
+    decouple_lr: bool = False,
+    max_lr: Optional[float] = None,
+    kahan_sum: bool = False,
+    foreach: bool = False,
+    triton: bool = False,
+    gradient_release: bool = False,
+    optimizer_accumulation: bool = False,
+    mean_squares: Optional[List[Tensor]] = None,
+):
+    """One step of StableAdamW on lists of tensors; see `adam`. `eps_sqs` and `mean_squares` are
+    optimi's scratch and unused: the square of `eps` is taken from `eps`."""
+    _adam(
+        "stableadamw",
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        kahan_comps,
+        lr,
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
+        step,
+        True,
+        decouple_lr,
+        max_lr,
+        kahan_sum,
+        (foreach, triton, gradient_release),
+        optimizer_accumulation,
+    )
 
 
-def _rectified(name, params, grads, states, kahan_comps, lr, beta1, beta2, weight_decay, eps, step, decouple_wd, decouple_lr,
-               max_lr, kahan_sum, options, accumulate, more):
+def _rectified(
+    name,
+    params,
+    grads,
+    states,
+    kahan_comps,
+    lr,
+    beta1,
+    beta2,
+    weight_decay,
+    eps,
+    step,
+    decouple_wd,
+    decouple_lr,
+    max_lr,
+    kahan_sum,
+    options,
+    accumulate,
+    more,
+):
     hypers, decay = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate)
     t = _count(step)
     hypers.update(more, beta1=beta1, beta2=beta2, eps=float(eps))
-    power = beta2 ** t
+    power = beta2**t
     rho_all = 2.0 / (1.0 - beta2) - 1.0
     rho = rho_all - 2.0 * t * power / (1.0 - power)
     debiased1, debiased2 = _debiased(beta1, t), _debiased(beta2, t)
     before, factors = t - 1, {}
     if accumulate or (rho > 5.0 and debiased2 > 2.0 / 3.0):
-        # Settled, the library's own rectification of these betas is 1 (above 2/3), so the true one goes into lr.
+        # Settled, the library's own rectification of these betas is 1 (above 2/3), so the true one
+        # goes into lr.
         before = _SETTLED
         hypers.update(beta1=debiased1, beta2=debiased2)
         if not accumulate:
-            rate = math.sqrt((rho - 4.0) * (rho - 2.0) * rho_all / ((rho_all - 4.0) * (rho_all - 2.0) * rho))
+            rate = math.sqrt(
+                (rho - 4.0) * (rho - 2.0) * rho_all / ((rho_all - 4.0) * (rho_all - 2.0) * rho)
+            )
             hypers["lr"] *= rate
             if decay != "l2":
                 hypers["weight_decay"] /= rate
     else:
-        factors = {n: (1.0 - b ** (t - 1), 1.0 / (1.0 - b ** t)) for n, b in (("exp_avg", beta1), ("exp_avg_sq", beta2))}
-    if _step(name, params, grads, states, kahan_comps, hypers=hypers, decay=decay, kahan_sum=kahan_sum, options=options,
-             before=before, full=t - 1, writes=t - 1, factors=factors, accumulate=accumulate):
+        factors = {
+            n: (1.0 - b ** (t - 1), 1.0 / (1.0 - b**t))
+            for n, b in (("exp_avg", beta1), ("exp_avg_sq", beta2))
+        }
+    if _step(
+        name,
+        params,
+        grads,
+        states,
+        kahan_comps,
+        hypers=hypers,
+        decay=decay,
+        kahan_sum=kahan_sum,
+        options=options,
+        before=before,
+        full=t - 1,
+        writes=t - 1,
+        factors=factors,
+        accumulate=accumulate,
+    ):
         step.add_(1)
 
 
-def radam(params: List[Tensor], grads: List[Tensor], exp_avgs: List[Tensor], exp_avg_sqs: List[Tensor],
-          kahan_comps: Optional[List[Optional[Tensor]]] = None, *, lr: float, beta1: float, beta2: float,
-          weight_decay: float, eps: float, step: Tensor, decouple_wd: bool, decouple_lr: bool = False,
-          max_lr: Optional[float] = None, kahan_sum: bool = False, foreach: bool = False, triton: bool = False,
-          gradient_release: bool = False, optimizer_accumulation: bool = False):
-    """One step of RAdam on lists of tensors; see `adam`. The first steps, which are not rectified (five of them, or all with
-    beta2 up to 2/3), take scratch memory of 8 bytes for each element of one tensor at a time."""
-    _rectified("radam", params, grads, [exp_avgs, exp_avg_sqs], kahan_comps, lr, beta1, beta2, weight_decay, eps, step,
-               decouple_wd, decouple_lr, max_lr, kahan_sum, (foreach, triton, gradient_release), optimizer_accumulation, {})
+def radam(
+    params: List[Tensor],
+    grads: List[Tensor],
+    exp_avgs: List[Tensor],
+    exp_avg_sqs: List[Tensor],
+    kahan_comps: Optional[List[Optional[Tensor]]] = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    step: Tensor,
+    decouple_wd: bool,
+    decouple_lr: bool = False,
+    max_lr: Optional[float] = None,
+    kahan_sum: bool = False,
+    foreach: bool = False,
+    triton: bool = False,
+    gradient_release: bool = False,
+    optimizer_accumulation: bool = False,
+):
+    """One step of RAdam on lists of tensors; see `adam`. The first steps, which are not rectified
+    (five of them, or all with beta2 up to 2/3), take scratch memory of 8 bytes for each element of
+    one tensor at a time."""
+    _rectified(
+        "radam",
+        params,
+        grads,
+        [exp_avgs, exp_avg_sqs],
+        kahan_comps,
+        lr,
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
+        step,
+        decouple_wd,
+        decouple_lr,
+        max_lr,
+        kahan_sum,
+        (foreach, triton, gradient_release),
+        optimizer_accumulation,
+        {},
+    )
 
 
-def ranger(params: List[Tensor], grads: List[Tensor], exp_avgs: List[Tensor], exp_avg_sqs: List[Tensor],
-           la_params: List[Tensor], kahan_comps: Optional[List[Optional[Tensor]]] = None, *, lr: float, beta1: float,
-           beta2: float, weight_decay: float, eps: float, k: int, alpha: float, step: Tensor, decouple_wd: bool,
-           decouple_lr: bool = False, max_lr: Optional[float] = None, kahan_sum: bool = False, foreach: bool = False,
-           triton: bool = False, gradient_release: bool = False, optimizer_accumulation: bool = False):
-    """One step of Ranger on lists of tensors; see `radam`. The slow weights `la_params` are visited when the new `step` is a
-    multiple of `k`. With `kahan_sum` they have a residual of their own; optimi's signature has no place for it, so it is
-    kept here for as long as the tensor in `la_params` lives, and starts at zero in another process."""
-    _rectified("ranger", params, grads, [exp_avgs, exp_avg_sqs, la_params], kahan_comps, lr, beta1, beta2, weight_decay, eps,
-               step, decouple_wd, decouple_lr, max_lr, kahan_sum, (foreach, triton, gradient_release),
-               optimizer_accumulation, {"k": float(k), "alpha": float(alpha)})
+def ranger(
+    params: List[Tensor],
+    grads: List[Tensor],
+    exp_avgs: List[Tensor],
+    exp_avg_sqs: List[Tensor],
+    la_params: List[Tensor],
+    kahan_comps: Optional[List[Optional[Tensor]]] = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    k: int,
+    alpha: float,
+    step: Tensor,
+    decouple_wd: bool,
+    decouple_lr: bool = False,
+    max_lr: Optional[float] = None,
+    kahan_sum: bool = False,
+    foreach: bool = False,
+    triton: bool = False,
+    gradient_release: bool = False,
+    optimizer_accumulation: bool = False,
+):
+    """One step of Ranger on lists of tensors; see `radam`. The slow weights `la_params` are visited
+    when the new `step` is a multiple of `k`. With `kahan_sum` they have a residual of their own;
+    optimi's signature has no place for it, so it is kept here for as long as the tensor in
+    `la_params` lives, and starts at zero in another process."""
+    _rectified(
+        "ranger",
+        params,
+        grads,
+        [exp_avgs, exp_avg_sqs, la_params],
+        kahan_comps,
+        lr,
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
+        step,
+        decouple_wd,
+        decouple_lr,
+        max_lr,
+        kahan_sum,
+        (foreach, triton, gradient_release),
+        optimizer_accumulation,
+        {"k": float(k), "alpha": float(alpha)},
+    )
 
 
-def adan(params: List[Tensor], grads: List[Tensor], exp_avgs: List[Tensor], exp_avg_diffs: List[Tensor],
-         exp_avg_sqs: List[Tensor], prev_grads: List[Tensor], kahan_comps: Optional[List[Optional[Tensor]]] = None, *,
-         lr: float, beta1: float, beta2: float, beta3: float, weight_decay: float, eps: float, step: Tensor,
-         decouple_lr: bool = False, max_lr: Optional[float] = None, adam_wd: bool = False, kahan_sum: bool = False,
-         foreach: bool = False, triton: bool = False, gradient_release: bool = False, optimizer_accumulation: bool = False):
-    """One step of Adan on lists of tensors; see `adam`. `prev_grads` hold the negative of the previous gradients, before the
-    first step that of the first. Moments are scaled to raw ones and back in scratch memory, 12 bytes for each element of one
-    tensor at a time."""
-    hypers, decay = _decay(lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation, proximal=not adam_wd)
+def adan(
+    params: List[Tensor],
+    grads: List[Tensor],
+    exp_avgs: List[Tensor],
+    exp_avg_diffs: List[Tensor],
+    exp_avg_sqs: List[Tensor],
+    prev_grads: List[Tensor],
+    kahan_comps: Optional[List[Optional[Tensor]]] = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    weight_decay: float,
+    eps: float,
+    step: Tensor,
+    decouple_lr: bool = False,
+    max_lr: Optional[float] = None,
+    adam_wd: bool = False,
+    kahan_sum: bool = False,
+    foreach: bool = False,
+    triton: bool = False,
+    gradient_release: bool = False,
+    optimizer_accumulation: bool = False,
+):
+    """One step of Adan on lists of tensors; see `adam`. `prev_grads` hold the negative of the
+    previous gradients, before the first step that of the first. Moments are scaled to raw ones and
+    back in scratch memory, 12 bytes for each element of one tensor at a time."""
+    hypers, decay = _decay(
+        lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation, proximal=not adam_wd
+    )
     t = _count(step)
     hypers.update(beta1=beta1, beta2=beta2, beta3=beta3, eps=float(eps))
     betas = {"exp_avg": beta1, "exp_avg_diff": beta2, "exp_avg_sq": beta3}
-    factors = {n: (1.0 - b ** (t - 1), 1.0 / (1.0 - b ** t)) for n, b in betas.items()}
+    factors = {n: (1.0 - b ** (t - 1), 1.0 / (1.0 - b**t)) for n, b in betas.items()}
     previous = [p.detach() for p in _listed(prev_grads)]
-    if t == 1 and any(not torch.equal(p, g.detach().neg().to(p.dtype)) for p, g in zip(previous, _listed(grads))):
-        raise ValueError("halfstep: before the first step prev_grads must hold the negative of the first gradients")
+    if t == 1 and any(
+        not torch.equal(p, g.detach().neg().to(p.dtype)) for p, g in zip(previous, _listed(grads))
+    ):
+        raise ValueError(
+            "halfstep: before the first step prev_grads must hold the negative of the first gradients"
+        )
     for p in previous:
         p.neg_()
     try:
-        if _step("adan", params, grads, [exp_avgs, exp_avg_diffs, exp_avg_sqs, previous], kahan_comps, hypers=hypers,
-                 decay=decay, kahan_sum=kahan_sum, options=(foreach, triton, gradient_release), before=t - 1, writes=t - 1,
-                 factors=factors, accumulate=optimizer_accumulation):
+        if _step(
+            "adan",
+            params,
+            grads,
+            [exp_avgs, exp_avg_diffs, exp_avg_sqs, previous],
+            kahan_comps,
+            hypers=hypers,
+            decay=decay,
+            kahan_sum=kahan_sum,
+            options=(foreach, triton, gradient_release),
+            before=t - 1,
+            writes=t - 1,
+            factors=factors,
+            accumulate=optimizer_accumulation,
+        ):
             step.add_(1)
     finally:
         for p in previous:
             p.neg_()
 
 
-def lion(params: List[Tensor], grads: List[Tensor], exp_avgs: List[Optional[Tensor]],
-         kahan_comps: Optional[List[Optional[Tensor]]] = None, *, lr: float, beta1: float, beta2: float, weight_decay: float,
-         decouple_lr: bool = False, max_lr: Optional[float] = None, kahan_sum: bool = False, foreach: bool = False,
-         triton: bool = False, gradient_release: bool = False, optimizer_accumulation: bool = False):
+def lion(
+    params: List[Tensor],
+    grads: List[Tensor],
+    exp_avgs: List[Optional[Tensor]],
+    kahan_comps: Optional[List[Optional[Tensor]]] = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    decouple_lr: bool = False,
+    max_lr: Optional[float] = None,
+    kahan_sum: bool = False,
+    foreach: bool = False,
+    triton: bool = False,
+    gradient_release: bool = False,
+    optimizer_accumulation: bool = False,
+):
     """One step of Lion on lists of tensors; see `adam`."""
     hypers, decay = _decay(lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation)
     hypers.update(beta1=float(beta1), beta2=float(beta2))
-    _step("lion", params, grads, [exp_avgs], kahan_comps, hypers=hypers, decay=decay, kahan_sum=kahan_sum,
-          options=(foreach, triton, gradient_release), accumulate=optimizer_accumulation)
+    _step(
+        "lion",
+        params,
+        grads,
+        [exp_avgs],
+        kahan_comps,
+        hypers=hypers,
+        decay=decay,
+        kahan_sum=kahan_sum,
+        options=(foreach, triton, gradient_release),
+        accumulate=optimizer_accumulation,
+    )
 
 
-def sgd(params: Union[List[Tensor], Tensor], grads: Union[List[Tensor], Tensor],
-        exp_avgs: Union[List[Optional[Tensor]], Tensor, None],
-        kahan_comps: Union[List[Optional[Tensor]], Tensor, None] = None, *, lr: float, momentum: float, weight_decay: float,
-        dampening: bool, decouple_wd: bool, decouple_lr: bool = False, max_lr: Optional[float] = None,
-        kahan_sum: bool = False, foreach: bool = False, triton: bool = False, gradient_release: bool = False,
-        optimizer_accumulation: bool = False):
-    """One step of SGD on lists of tensors; see `adam`. Without momentum `exp_avgs` is not looked at, and a micro-step is
-    refused, since it would drop the gradients."""
+def sgd(
+    params: Union[List[Tensor], Tensor],
+    grads: Union[List[Tensor], Tensor],
+    exp_avgs: Union[List[Optional[Tensor]], Tensor, None],
+    kahan_comps: Union[List[Optional[Tensor]], Tensor, None] = None,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    dampening: bool,
+    decouple_wd: bool,
+    decouple_lr: bool = False,
+    max_lr: Optional[float] = None,
+    kahan_sum: bool = False,
+    foreach: bool = False,
+    triton: bool = False,
+    gradient_release: bool = False,
+    optimizer_accumulation: bool = False,
+):
+    """One step of SGD on lists of tensors; see `adam`. Without momentum `exp_avgs` is not looked
+    at, and a micro-step is refused, since it would drop the gradients."""
     if optimizer_accumulation and not momentum:
-        raise ValueError("halfstep: sgd without momentum keeps no gradient, a micro-step would lose it")
-    hypers, decay = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation)
+        raise ValueError(
+            "halfstep: sgd without momentum keeps no gradient, a micro-step would lose it"
+        )
+    hypers, decay = _decay(
+        lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation
+    )
     hypers.update(momentum=float(momentum), dampening=float(momentum) if dampening else 0.0)
-    _step("sgd", params, grads, [exp_avgs] if momentum else [], kahan_comps, hypers=hypers, decay=decay, kahan_sum=kahan_sum,
-          options=(foreach, triton, gradient_release), accumulate=optimizer_accumulation)
+    _step(
+        "sgd",
+        params,
+        grads,
+        [exp_avgs] if momentum else [],
+        kahan_comps,
+        hypers=hypers,
+        decay=decay,
+        kahan_sum=kahan_sum,
+        options=(foreach, triton, gradient_release),
+        accumulate=optimizer_accumulation,
+    )

@@ -1,8 +1,10 @@
-"""The interface of the adamw_bfloat16 package (0.2.0): `AdamW_BF16` with its built-in schedule `LR`.
+"""The interface of the adamw_bfloat16 package (0.2.0): `AdamW_BF16` with its built-in schedule
+`LR`.
 
-    from halfstep.compat.adamw_bfloat16 import LR, AdamW_BF16
-    optimizer = AdamW_BF16(model.parameters(), lr_function=LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25))
+from halfstep.compat.adamw_bfloat16 import LR, AdamW_BF16 optimizer = AdamW_BF16(model.parameters(),
+lr_function=LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25))
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,10 +18,12 @@ __all__ = ["LR", "AdamW_BF16"]
 
 @dataclass
 class LR:
-    """The package's schedule: up in a line over `preheat_steps`, then down with the power `decay_power` of the step.
+    """The package's schedule: up in a line over `preheat_steps`, then down with the power
+    `decay_power` of the step.
 
-    Its first rate is 2 / preheat_steps of lr, and lr itself comes at step preheat_steps - 1. A power of 0 keeps lr; with
-    `LR(preheat_steps=1, lr=lr, decay_power=0)` the rate is constant, for use with a scheduler of torch.
+    Its first rate is 2 / preheat_steps of lr, and lr itself comes at step preheat_steps - 1. A
+    power of 0 keeps lr; with `LR(preheat_steps=1, lr=lr, decay_power=0)` the rate is constant, for
+    use with a scheduler of torch.
     """
 
     preheat_steps: int = 3000
@@ -33,40 +37,59 @@ class LR:
 
 
 def _numbers(function) -> dict:
-    """What a group keeps of an LR. An object in a group could not be loaded with weights_only=True."""
+    """What a group keeps of an LR. An object in a group could not be loaded with
+    weights_only=True."""
     try:
-        found = {"lr": function.lr, "preheat_steps": function.preheat_steps, "decay_power": function.decay_power}
+        found = {
+            "lr": function.lr,
+            "preheat_steps": function.preheat_steps,
+            "decay_power": function.decay_power,
+        }
     except AttributeError:
-        raise TypeError(f"lr_function must be an LR, of which a group keeps three numbers, not {type(function).__name__}; "
-                        "for another schedule use LR(preheat_steps=1, lr=lr, decay_power=0) and a scheduler") from None
+        raise TypeError(
+            "lr_function must be an LR, of which a group keeps three numbers, not"
+            f" {type(function).__name__}; for another schedule use LR(preheat_steps=1, lr=lr,"
+            " decay_power=0) and a scheduler"
+        ) from None
     if not isinstance(found["lr"], torch.Tensor) and not found["lr"] >= 0.0:
         raise ValueError(f"Invalid learning rate: {found['lr']}")
     if not found["preheat_steps"] >= 1 or found["preheat_steps"] != int(found["preheat_steps"]):
-        raise ValueError(f"Invalid preheat_steps: {found['preheat_steps']}, a whole number from 1 on is needed")
+        raise ValueError(
+            f"Invalid preheat_steps: {found['preheat_steps']}, a whole number from 1 on is needed"
+        )
     if not found["decay_power"] <= 0.0:
         raise ValueError(f"Invalid decay_power: {found['decay_power']}, it must not be positive")
     return found
 
 
 class AdamW_BF16(Optimizer):
-    """AdamW for BF16 parameters with a BF16 residual beside each weight, and weight decay in lumps (rule `adamw-delayed`).
+    """AdamW for BF16 parameters with a BF16 residual beside each weight, and weight decay in lumps
+    (rule `adamw-delayed`).
 
-    `lr_function` may differ between groups. A group holds it as "lr", "preheat_steps" and "decay_power"; "lr" may be
-    changed at any time, and the schedule multiplies it. Steps of the schedule are counted by group, those of bias
-    corrections by parameter.
+    `lr_function` may differ between groups. A group holds it as "lr", "preheat_steps" and
+    "decay_power"; "lr" may be changed at any time, and the schedule multiplies it. Steps of the
+    schedule are counted by group, those of bias corrections by parameter.
 
-    Unlike the package: parameters in float32 are accepted and stay so, float16 ones keep a residual too; a non-finite
-    gradient changes nothing; moments are rounded stochastically, so that the second one can fall; further `options` are
-    those of every halfstep optimizer, such as `weights="bf16-ecc8"` for the residual in one byte, or `states="int8"`.
+    Unlike the package: parameters in float32 are accepted and stay so, float16 ones keep a residual
+    too; a non-finite gradient changes nothing; moments are rounded stochastically, so that the
+    second one can fall; further `options` are those of every halfstep optimizer, such as
+    `weights="bf16-ecc8"` for the residual in one byte, or `states="int8"`.
     """
 
     rule = "adamw-delayed"
     #: decay is gathered until it exceeds this, then applied at once
     decay_threshold = 5e-3
 
-    def __init__(self, params, *, lr_function=LR(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0, **options):
+    def __init__(
+        self, params, *, lr_function=LR(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0, **options
+    ):
         options.setdefault("weights", "bf16-kahan")
-        defaults = {**_numbers(lr_function), "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            **_numbers(lr_function),
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, defaults, **options)
 
     def add_param_group(self, param_group):
@@ -88,11 +111,17 @@ class AdamW_BF16(Optimizer):
         return {**super()._choices(group), "schedule": "inverse-power"}
 
     def load_state_dict(self, state_dict):
-        """As halfstep's; takes what adamw_bfloat16 saved as well: its `shift` is the residual, bit for bit."""
+        """As halfstep's; takes what adamw_bfloat16 saved as well: its `shift` is the residual, bit
+        for bit."""
         saved = state_dict["state"]
         if any("shift" in state for state in saved.values()):
-            states = {key: {"weight.extra" if name == "shift" else name: value for name, value in state.items()}
-                      for key, state in saved.items()}
+            states = {
+                key: {
+                    "weight.extra" if name == "shift" else name: value
+                    for name, value in state.items()
+                }
+                for key, state in saved.items()
+            }
             groups = []
             for group in state_dict["param_groups"]:
                 group = dict(group)
@@ -106,9 +135,11 @@ class AdamW_BF16(Optimizer):
         super().load_state_dict(state_dict)
 
     def step(self, zero_grad=False, closure=None):
-        """One step; with zero_grad=True gradients are then set to zero in place, also after a step that was refused.
+        """One step; with zero_grad=True gradients are then set to zero in place, also after a step
+        that was refused.
 
-        A closure may be given in the first place as well, as schedulers and trainers do that know torch's optimizers.
+        A closure may be given in the first place as well, as schedulers and trainers do that know
+        torch's optimizers.
         """
         if callable(zero_grad):
             zero_grad, closure = False, zero_grad

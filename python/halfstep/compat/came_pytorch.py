@@ -1,8 +1,9 @@
 """The interface of the came_pytorch package (0.1.3): `CAME`.
 
-    from halfstep.compat.came_pytorch import CAME
-    optimizer = CAME(model.parameters(), lr=2e-4, weight_decay=1e-2, betas=(0.9, 0.999, 0.9999), eps=(1e-30, 1e-16))
+from halfstep.compat.came_pytorch import CAME optimizer = CAME(model.parameters(), lr=2e-4,
+weight_decay=1e-2, betas=(0.9, 0.999, 0.9999), eps=(1e-30, 1e-16))
 """
+
 from __future__ import annotations
 
 import torch
@@ -16,17 +17,33 @@ __all__ = ["CAME"]
 class CAME(Optimizer):
     """CAME under the package's signature.
 
-    Groups may be given the package's pair `eps`, and keep halfstep's `eps` and `instability_eps`. Factors of tensors of three or more
-    dimensions are over the first dimension and over the rest; a tensor of one row or one column has none. Further `options` are those of
-    every halfstep optimizer (`states="int8"` for the first moment).
+    Groups may be given the package's pair `eps`, and keep halfstep's `eps` and `instability_eps`.
+    Factors of tensors of three or more dimensions are over the first dimension and over the rest; a
+    tensor of one row or one column has none. Further `options` are those of every halfstep
+    optimizer (`states="int8"` for the first moment).
     """
 
     rule = "came"
 
-    def __init__(self, params, lr=None, eps=(1e-30, 1e-16), clip_threshold=1.0, betas=(0.9, 0.999, 0.9999), weight_decay=0.0, **options):
+    def __init__(
+        self,
+        params,
+        lr=None,
+        eps=(1e-30, 1e-16),
+        clip_threshold=1.0,
+        betas=(0.9, 0.999, 0.9999),
+        weight_decay=0.0,
+        **options,
+    ):
         if not isinstance(lr, torch.Tensor) and (lr is None or not lr > 0.0):
             raise ValueError(f"Invalid learning rate: {lr}")
-        given = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "betas": betas, "weight_decay": weight_decay}
+        given = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "betas": betas,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, _foreign.factored_group(_abi.rules[self.rule], given), **options)
 
     def add_param_group(self, param_group):

@@ -1,23 +1,32 @@
-"""FlashOptim's names over halfstep: `from halfstep.compat.flashoptim import FlashAdamW, cast_model`. Over 500 lines because it has
-many of them.
+"""FlashOptim's names over halfstep: `from halfstep.compat.flashoptim import FlashAdamW,
+cast_model`. Over 500 lines because it has many of them.
 
-Every public name and argument of flashoptim 0.1.4; no CUDA device and no Triton are needed. What its options mean here:
+Every public name and argument of flashoptim 0.1.4; no CUDA device and no Triton are needed. What
+its options mean here:
 
-master_weight_bits    24: `bf16-ecc8`, 32: `bf16-ecc16` (`f16-ecc8`, `f16-ecc16`): error codes beside 16-bit parameters,
-                      in halfstep's own encoding, 24 bits rounded stochastically, 32 bits without loss. None: plain BF16,
-                      rounded to nearest as there, with the same warning: small updates vanish. A group with
-                      `"weights": "bf16-sr"` needs no codes and loses nothing on average
-quantize              True: `int8` states; vectors and rows below 32 elements keep plain ones. False: float32, which is what
+master_weight_bits    24: `bf16-ecc8`, 32: `bf16-ecc16` (`f16-ecc8`, `f16-ecc16`): error codes
+                      beside 16-bit parameters,
+                      in halfstep's own encoding, 24 bits rounded stochastically, 32 bits without
+                      loss. None: plain BF16, rounded to nearest as there, with the same warning:
+                      small updates vanish. A group with `"weights": "bf16-sr"` needs no codes and
+                      loses nothing on average
+quantize              True: `int8` states; vectors and rows below 32 elements keep plain ones.
+                      False: float32, which is what
                       FlashOptim's manual says (its code keeps the parameter's dtype)
-compress_state_dict   True: state_dict() holds the 8-bit codes and scales; False: float32 states that torch's optimizers load
-check_numerics        NumericsError where lr is too small, by the threshold that was meant: FlashOptim has a sign wrong and
-                      asks for steps 4.16 times as large. Only master_weight_bits=None can lose updates here
+compress_state_dict   True: state_dict() holds the 8-bit codes and scales; False: float32 states
+                      that torch's optimizers load
+check_numerics        NumericsError where lr is too small, by the threshold that was meant:
+                      FlashOptim has a sign wrong and
+                      asks for steps 4.16 times as large. Only master_weight_bits=None can lose
+                      updates here
 fused                 without effect; every step is one call
 
-`initial_lr`, which decouple_lr divides by, is each group's own first lr. The momentum of SGD begins with (1 - dampening)
-times the gradient, as there. FlashOptim's checkpoints are read, compressed or not, but for its error bits, which are encoded otherwise:
-its weights come over through get/set_fp32_model_state_dict().
+`initial_lr`, which decouple_lr divides by, is each group's own first lr. The momentum of SGD begins
+with (1 - dampening) times the gradient, as there. FlashOptim's checkpoints are read, compressed or
+not, but for its error bits, which are encoded otherwise: its weights come over through
+get/set_fp32_model_state_dict().
 """
+
 import math
 import os
 import warnings
@@ -33,8 +42,20 @@ from .. import _abi, _convert, _devices, _layout, _release
 from ..optimizer import Optimizer, unwrapped
 from .optimi import constructors, start_from_zeros
 
-__all__ = ["FlashAdam", "FlashAdamW", "FlashLion", "FlashOptimizer", "FlashSGD", "FlashSGDW", "GradientReleaseHandle",
-           "NumericsError", "cast_model", "compute_ecc_bits", "enable_gradient_release", "reconstruct_fp32_param"]
+__all__ = [
+    "FlashAdam",
+    "FlashAdamW",
+    "FlashLion",
+    "FlashOptimizer",
+    "FlashSGD",
+    "FlashSGDW",
+    "GradientReleaseHandle",
+    "NumericsError",
+    "cast_model",
+    "compute_ecc_bits",
+    "enable_gradient_release",
+    "reconstruct_fp32_param",
+]
 
 _Bits = Optional[Literal[24, 32]]
 #: master_weight_bits -> bytes of a weight with its code
@@ -51,10 +72,10 @@ class FlashOptimizer(Optimizer):
     """What FlashOptim's classes have in common.
 
     Args:
-        params: parameters or groups; a group may set `quantize`, and halfstep's own `weights` and `states`.
-        lr: learning rate.
-        quantize, compress_state_dict, master_weight_bits, check_numerics, fused: see the module.
-        defaults: further options of the groups, from subclasses.
+        params: parameters or groups; a group may set `quantize`, and halfstep's own `weights` and
+        `states`. lr: learning rate. quantize, compress_state_dict, master_weight_bits,
+        check_numerics, fused: see the module. defaults: further options of the groups, from
+        subclasses.
     """
 
     _decoupled = False
@@ -62,28 +83,58 @@ class FlashOptimizer(Optimizer):
     #: the smallest update that counts on, in units of lr
     _least_update = 1.0
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, quantize: bool = True, compress_state_dict: bool = True,
-                 master_weight_bits: _Bits = 24, check_numerics: bool = False, fused: bool = True,
-                 defaults: Optional[Dict[str, Any]] = None):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        quantize: bool = True,
+        compress_state_dict: bool = True,
+        master_weight_bits: _Bits = 24,
+        check_numerics: bool = False,
+        fused: bool = True,
+        defaults: Optional[Dict[str, Any]] = None,
+    ):
         if self.rule is None:
-            raise TypeError("FlashOptimizer is the base of FlashAdam and the others, not an optimizer")
+            raise TypeError(
+                "FlashOptimizer is the base of FlashAdam and the others, not an optimizer"
+            )
         if master_weight_bits not in _WIDTHS:
             raise ValueError(f"master_weight_bits={master_weight_bits} is none of None, 24, 32")
-        self._fused, self._compress_state_dict, self._check_numerics = fused, compress_state_dict, check_numerics
+        self._fused, self._compress_state_dict, self._check_numerics = (
+            fused,
+            compress_state_dict,
+            check_numerics,
+        )
         # id(parameter) -> its largest magnitude, when it was last looked at
         self._largest: Dict[int, float] = {}
-        super().__init__(params, {**(defaults or {}), "lr": lr, "master_bytewidth": _WIDTHS[master_weight_bits],
-                                  "quantize": quantize})
+        super().__init__(
+            params,
+            {
+                **(defaults or {}),
+                "lr": lr,
+                "master_bytewidth": _WIDTHS[master_weight_bits],
+                "quantize": quantize,
+            },
+        )
         dtypes = {p.dtype for group in self.param_groups for p in group["params"]}
-        if master_weight_bits is not None and dtypes == {torch.float32} \
-                and not os.environ.get("FLASHOPTIM_ALLOW_INEFFECTIVE_MASTER_WEIGHT_BITS"):
-            raise ValueError(f"master_weight_bits={master_weight_bits} has no effect on float32 parameters, which already "
-                             "have 32 bits; pass master_weight_bits=None")
+        if (
+            master_weight_bits is not None
+            and dtypes == {torch.float32}
+            and not os.environ.get("FLASHOPTIM_ALLOW_INEFFECTIVE_MASTER_WEIGHT_BITS")
+        ):
+            raise ValueError(
+                f"master_weight_bits={master_weight_bits} has no effect on float32 parameters,"
+                " which already have 32 bits; pass master_weight_bits=None"
+            )
         if master_weight_bits is None and dtypes - {torch.float32}:
-            warnings.warn("master_weight_bits=None rounds 16-bit parameters to nearest, where small updates vanish; "
-                          "master_weight_bits=24 keeps them", UserWarning, stacklevel=constructors(self, FlashOptimizer))
+            warnings.warn(
+                "master_weight_bits=None rounds 16-bit parameters to nearest, where small updates"
+                " vanish; master_weight_bits=24 keeps them",
+                UserWarning,
+                stacklevel=constructors(self, FlashOptimizer),
+            )
 
-    # ---- What the options mean to the library ----
+    # ---- What the options mean to the library ----------------------------------------------------
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """As torch's. `initial_lr` is the group's own lr where it is not given."""
@@ -93,26 +144,36 @@ class FlashOptimizer(Optimizer):
 
     def _hypers(self, group):
         found = super()._hypers(group)
-        found["reference_lr"] = float(group.get("initial_lr", group["lr"])) if self._decouple_lr else 0.0
+        found["reference_lr"] = (
+            float(group.get("initial_lr", group["lr"])) if self._decouple_lr else 0.0
+        )
         return found
 
     def _choices(self, group):
-        mode = "l2" if not self._decoupled else "fully-decoupled" if self._decouple_lr else "decoupled"
+        mode = (
+            "l2" if not self._decoupled else "fully-decoupled" if self._decouple_lr else "decoupled"
+        )
         return {**super()._choices(group), "decay": mode}
 
     def _recipe_parts(self, group, p):
         weights, states = group.get("weights"), group.get("states")
-        return (_WEIGHTS[int(group["master_bytewidth"])] if weights is None else weights,
-                ("int8" if group["quantize"] else "f32") if states is None else states)
+        return (
+            _WEIGHTS[int(group["master_bytewidth"])] if weights is None else weights,
+            ("int8" if group["quantize"] else "f32") if states is None else states,
+        )
 
-    # ---- Steps ----
+    # ---- Steps -----------------------------------------------------------------------------------
 
     def step(self, closure: Optional[Callable] = None):
-        """One update of every parameter that has a gradient. While gradients are released there is nothing left to do, which
-        a warning says; the closure runs all the same."""
+        """One update of every parameter that has a gradient. While gradients are released there is
+        nothing left to do, which a warning says; the closure runs all the same."""
         if self._gradient_release:
-            warnings.warn("optimizer.step() has nothing to do while enable_gradient_release() is active: the hooks step",
-                          UserWarning, stacklevel=2)
+            warnings.warn(
+                "optimizer.step() has nothing to do while enable_gradient_release() is active: the"
+                " hooks step",
+                UserWarning,
+                stacklevel=2,
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -136,8 +197,12 @@ class FlashOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; a warning tells while gradients are released."""
         if self._gradient_release:
-            warnings.warn("optimizer.zero_grad() has nothing to do while enable_gradient_release() is active: the hooks "
-                          "free the gradients", UserWarning, stacklevel=2)
+            warnings.warn(
+                "optimizer.zero_grad() has nothing to do while enable_gradient_release() is active:"
+                " the hooks free the gradients",
+                UserWarning,
+                stacklevel=2,
+            )
         super().zero_grad(set_to_none=set_to_none)
 
     def _group_of(self, p):
@@ -157,24 +222,25 @@ class FlashOptimizer(Optimizer):
         elif not self._release_handles:
             self.gradient_release = False  # a copy: the hooks stay with the original
 
-    # ---- check_numerics ----
+    # ---- check_numerics --------------------------------------------------------------------------
 
     @torch.no_grad()
     def _measure(self, p):
         self._largest[id(p)] = float(p.detach().abs().max()) if p.numel() else 0.0
 
     def recompute_param_stats(self) -> None:
-        """Measures the largest magnitude of every parameter, which `check_numerics` goes by. By itself it does so before the
-        first step of a parameter and after loading only."""
+        """Measures the largest magnitude of every parameter, which `check_numerics` goes by. By
+        itself it does so before the first step of a parameter and after loading only."""
         for group in self.param_groups:
             for p in group["params"]:
                 self._measure(p)
 
     def _check_lr(self, p, group):
-        """Raises NumericsError if a step of lr on the largest weight is below half of its last place, less a margin of 2 %.
+        """Raises NumericsError if a step of lr on the largest weight is below half of its last
+        place, less a margin of 2 %.
 
-        FlashOptim adds log2(0.49) to the number of mantissa bits and subtracts the sum, so that it asks for 1 / 0.49 places
-        where it means 0.49.
+        FlashOptim adds log2(0.49) to the number of mantissa bits and subtracts the sum, so that it
+        asks for 1 / 0.49 places where it means 0.49.
         """
         if id(p) not in self._largest:
             self._measure(p)
@@ -188,14 +254,18 @@ class FlashOptimizer(Optimizer):
         needed = 0.49 * 2.0 ** (exponent - mantissa)
         least = lr * self._least_update
         if least < needed:
-            raise NumericsError(f"a learning rate of {lr:.3g} makes steps of about {least:.3g}, but {p.dtype} weights of up "
-                                f"to {largest:.3g} kept in {8 * width} bits need {needed:.3g} to change. Raise the learning "
-                                "rate or master_weight_bits, or set check_numerics=False")
+            raise NumericsError(
+                f"a learning rate of {lr:.3g} makes steps of about {least:.3g}, but {p.dtype}"
+                f" weights of up to {largest:.3g} kept in {8 * width} bits need {needed:.3g} to"
+                " change. Raise the learning rate or master_weight_bits, or set"
+                " check_numerics=False"
+            )
 
-    # ---- State dicts ----
+    # ---- State dicts -----------------------------------------------------------------------------
 
     def state_dict(self):
-        """As halfstep's; with compress_state_dict=False states are decoded to float32, under torch's names."""
+        """As halfstep's; with compress_state_dict=False states are decoded to float32, under
+        torch's names."""
         found = super().state_dict()
         if self._compress_state_dict:
             return found
@@ -207,7 +277,11 @@ class FlashOptimizer(Optimizer):
                 if recipe is None:
                     continue
                 # Copies, so that what is decoded and what is not are of one time.
-                new = {key: value.clone() for key, value in old.items() if key.partition(".")[0] not in names}
+                new = {
+                    key: value.clone()
+                    for key, value in old.items()
+                    if key.partition(".")[0] not in names
+                }
                 for name in names:
                     if name in old or name + ".codes" in old:
                         new[name] = self.read_state(p, name)
@@ -217,7 +291,8 @@ class FlashOptimizer(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Loads what state_dict() gave, compressed or not, and states of torch's optimizers and FlashOptim's, compressed or not."""
+        """Loads what state_dict() gave, compressed or not, and states of torch's optimizers and
+        FlashOptim's, compressed or not."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
@@ -227,21 +302,28 @@ class FlashOptimizer(Optimizer):
         super().__setstate__(state)
         self._largest = {}  # keyed by what was copied
 
-    # ---- fp32 weights ----
+    # ---- fp32 weights ----------------------------------------------------------------------------
 
     def _coded(self):
         """The parameters that have an error code or residual, by id."""
         found = {}
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
-                if p.dtype in _EXPONENTS and _abi.formats[self._full_recipe(g, i).split("/")[1]].extra_bits:
+                if (
+                    p.dtype in _EXPONENTS
+                    and _abi.formats[self._full_recipe(g, i).split("/")[1]].extra_bits
+                ):
                     found[id(p)] = p
         return found
 
     def get_fp32_model_state_dict(self, model: nn.Module) -> Dict[str, Tensor]:
-        """The model's state dict in float32: parameters with their error codes, everything else widened. Copies."""
+        """The model's state dict in float32: parameters with their error codes, everything else
+        widened. Copies."""
         model = _unwrapped(model)
-        found = {name: value.detach().to(torch.float32, copy=True) for name, value in model.state_dict().items()}
+        found = {
+            name: value.detach().to(torch.float32, copy=True)
+            for name, value in model.state_dict().items()
+        }
         coded = self._coded()
         for name, p in model.named_parameters(remove_duplicate=False):
             if id(p) in coded and name in found:
@@ -249,9 +331,13 @@ class FlashOptimizer(Optimizer):
         return found
 
     @torch.no_grad()
-    def set_fp32_model_state_dict(self, model: nn.Module, fp32_state_dict: Dict[str, Tensor]) -> None:
-        """The inverse of get_fp32_model_state_dict(): parameters take their dtype's part, error codes the rest. Buffers are
-        restored too (FlashOptim leaves them). Names that are missing in the dictionary stay as they are."""
+    def set_fp32_model_state_dict(
+        self, model: nn.Module, fp32_state_dict: Dict[str, Tensor]
+    ) -> None:
+        """The inverse of get_fp32_model_state_dict(): parameters take their dtype's part, error
+        codes the rest. Buffers are restored too (FlashOptim leaves them). Names that are missing in
+        the dictionary stay as they are.
+        """
         model = _unwrapped(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -262,7 +348,9 @@ class FlashOptimizer(Optimizer):
             if value.dtype != torch.float32:
                 raise ValueError(f"expected float32 values for '{name}', not {value.dtype}")
             if value.shape != target.shape:
-                raise ValueError(f"'{name}' has shape {tuple(target.shape)}, not {tuple(value.shape)}")
+                raise ValueError(
+                    f"'{name}' has shape {tuple(target.shape)}, not {tuple(value.shape)}"
+                )
         coded = self._coded()
         fresh = {p: p.grad for p in coded.values() if p not in self.state}
         if fresh:
@@ -299,17 +387,36 @@ class FlashLion(FlashOptimizer):
     rule = "lion"
     _decoupled = True
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.99),
-                 weight_decay: float = 0, decouple_lr: bool = False, quantize: bool = True, compress_state_dict: bool = True,
-                 master_weight_bits: _Bits = 24, check_numerics: bool = False, fused: bool = True):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        decouple_lr: bool = False,
+        quantize: bool = True,
+        compress_state_dict: bool = True,
+        master_weight_bits: _Bits = 24,
+        check_numerics: bool = False,
+        fused: bool = True,
+    ):
         self._decouple_lr = decouple_lr
-        super().__init__(params, lr, quantize, compress_state_dict, master_weight_bits, check_numerics, fused,
-                         {"betas": betas, "weight_decay": weight_decay})
+        super().__init__(
+            params,
+            lr,
+            quantize,
+            compress_state_dict,
+            master_weight_bits,
+            check_numerics,
+            fused,
+            {"betas": betas, "weight_decay": weight_decay},
+        )
 
 
 class FlashSGD(FlashOptimizer):
-    """SGD with momentum and L2 decay. The buffer starts from zeros, so that dampening acts on the first gradient too
-    (torch's first buffer is the gradient); with dampening `state[p]["step"]` is one more than the steps made.
+    """SGD with momentum and L2 decay. The buffer starts from zeros, so that dampening acts on the
+    first gradient too (torch's first buffer is the gradient); with dampening `state[p]["step"]` is
+    one more than the steps made.
 
     Args:
         momentum, dampening, nesterov: as in torch.
@@ -320,11 +427,35 @@ class FlashSGD(FlashOptimizer):
 
     rule = "sgd"
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.001, momentum: float = 0.0, dampening: float = 0.0,
-                 weight_decay: float = 0.0, nesterov: bool = False, quantize: bool = True, compress_state_dict: bool = True,
-                 master_weight_bits: _Bits = 24, check_numerics: bool = False, fused: bool = True):
-        super().__init__(params, lr, quantize, compress_state_dict, master_weight_bits, check_numerics, fused,
-                         {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov})
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.001,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        quantize: bool = True,
+        compress_state_dict: bool = True,
+        master_weight_bits: _Bits = 24,
+        check_numerics: bool = False,
+        fused: bool = True,
+    ):
+        super().__init__(
+            params,
+            lr,
+            quantize,
+            compress_state_dict,
+            master_weight_bits,
+            check_numerics,
+            fused,
+            {
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+            },
+        )
 
     def _build(self, also=None, decides=True):
         for group in self.param_groups:
@@ -334,17 +465,40 @@ class FlashSGD(FlashOptimizer):
 
 
 class FlashSGDW(FlashSGD):
-    """`FlashSGD` with decoupled decay, w (1 - lr weight_decay); `decouple_lr`: w (1 - lr / initial_lr weight_decay)."""
+    """`FlashSGD` with decoupled decay, w (1 - lr weight_decay); `decouple_lr`: w (1 - lr /
+    initial_lr weight_decay)."""
 
     _decoupled = True
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.001, momentum: float = 0.0, dampening: float = 0.0,
-                 weight_decay: float = 0.0, nesterov: bool = False, decouple_lr: bool = False, quantize: bool = True,
-                 compress_state_dict: bool = True, master_weight_bits: _Bits = 24, check_numerics: bool = False,
-                 fused: bool = True):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.001,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        decouple_lr: bool = False,
+        quantize: bool = True,
+        compress_state_dict: bool = True,
+        master_weight_bits: _Bits = 24,
+        check_numerics: bool = False,
+        fused: bool = True,
+    ):
         self._decouple_lr = decouple_lr
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, quantize, compress_state_dict,
-                         master_weight_bits, check_numerics, fused)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            quantize,
+            compress_state_dict,
+            master_weight_bits,
+            check_numerics,
+            fused,
+        )
 
 
 class FlashAdam(FlashOptimizer):
@@ -361,34 +515,74 @@ class FlashAdam(FlashOptimizer):
     rule = "adam"
     _least_update = 0.1  # no bound of Adam's, but what FlashOptim counts on
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, quantize: bool = True, compress_state_dict: bool = True,
-                 master_weight_bits: _Bits = 24, check_numerics: bool = False, fused: bool = True):
-        super().__init__(params, lr, quantize, compress_state_dict, master_weight_bits, check_numerics, fused,
-                         {"betas": betas, "weight_decay": weight_decay, "eps": eps})
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        quantize: bool = True,
+        compress_state_dict: bool = True,
+        master_weight_bits: _Bits = 24,
+        check_numerics: bool = False,
+        fused: bool = True,
+    ):
+        super().__init__(
+            params,
+            lr,
+            quantize,
+            compress_state_dict,
+            master_weight_bits,
+            check_numerics,
+            fused,
+            {"betas": betas, "weight_decay": weight_decay, "eps": eps},
+        )
 
 
 class FlashAdamW(FlashAdam):
-    """AdamW: decay by w (1 - lr weight_decay), or w (1 - lr / initial_lr weight_decay) with `decouple_lr`."""
+    """AdamW: decay by w (1 - lr weight_decay), or w (1 - lr / initial_lr weight_decay) with
+    `decouple_lr`."""
 
     rule = "adamw"
     _decoupled = True
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 1e-2, decouple_lr: bool = False, quantize: bool = True,
-                 compress_state_dict: bool = True, master_weight_bits: _Bits = 24, check_numerics: bool = False,
-                 fused: bool = True):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        decouple_lr: bool = False,
+        quantize: bool = True,
+        compress_state_dict: bool = True,
+        master_weight_bits: _Bits = 24,
+        check_numerics: bool = False,
+        fused: bool = True,
+    ):
         self._decouple_lr = decouple_lr
-        super().__init__(params, lr, betas, eps, weight_decay, quantize, compress_state_dict, master_weight_bits,
-                         check_numerics, fused)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            quantize,
+            compress_state_dict,
+            master_weight_bits,
+            check_numerics,
+            fused,
+        )
 
 
-# ---- Gradient release ---------------------------------------------------------------------------------------------------
+# ---- Gradient release ----------------------------------------------------------------------------
 
 
 @dataclass
 class GradientReleaseHandle:
-    """What `enable_gradient_release` gives: `remove()` ends the release, `active` tells whether it lasts."""
+    """What `enable_gradient_release` gives: `remove()` ends the release, `active` tells whether it
+    lasts."""
 
     _hooks: list
     _optimizer: FlashOptimizer
@@ -411,24 +605,43 @@ class GradientReleaseHandle:
         return bool(self._hooks)
 
 
-def enable_gradient_release(model: nn.Module, optimizer: FlashOptimizer, *, grad_scaler: Optional[Any] = None,
-                            pre_step: Optional[Callable[[Tensor, Dict[str, Any]], bool]] = None) -> GradientReleaseHandle:
-    """Steps every parameter of `model` that the optimizer has in the backward pass, and frees its gradient.
+def enable_gradient_release(
+    model: nn.Module,
+    optimizer: FlashOptimizer,
+    *,
+    grad_scaler: Optional[Any] = None,
+    pre_step: Optional[Callable[[Tensor, Dict[str, Any]], bool]] = None,
+) -> GradientReleaseHandle:
+    """Steps every parameter of `model` that the optimizer has in the backward pass, and frees its
+    gradient.
 
     Args:
-        model: no DistributedDataParallel and no FullyShardedDataParallel (FSDP1), which write gradients after the hooks.
-        optimizer: step() and zero_grad() may be called as ever, and have nothing to do.
-        grad_scaler: not None is refused: gradients are gone before a scaler could look at all of them.
-        pre_step: called with the parameter and its group; False leaves the parameter alone. Its gradient is dropped all the
+        model: no DistributedDataParallel and no FullyShardedDataParallel (FSDP1), which write
+        gradients after the hooks. optimizer: step() and zero_grad() may be called as ever, and have
+        nothing to do. grad_scaler: not None is refused: gradients are gone before a scaler could
+        look at all of them. pre_step: called with the parameter and its group; False leaves the
+        parameter alone. Its gradient is dropped all the
             same.
     """
     optimizer = unwrapped(optimizer)
     if grad_scaler is not None:
-        raise NotImplementedError("gradients that are released cannot be unscaled together, so grad_scaler must be None")
-    wrapper = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("torch.")
-                    and c.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")), None)
+        raise NotImplementedError(
+            "gradients that are released cannot be unscaled together, so grad_scaler must be None"
+        )
+    wrapper = next(
+        (
+            c.__name__
+            for c in type(model).__mro__
+            if c.__module__.startswith("torch.")
+            and c.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
+        ),
+        None,
+    )
     if wrapper is not None:
-        raise TypeError(f"enable_gradient_release() cannot work on a {wrapper} model: it writes gradients after the hooks")
+        raise TypeError(
+            f"enable_gradient_release() cannot work on a {wrapper} model: it writes gradients after"
+            " the hooks"
+        )
     # Loading replaces the groups, not their order.
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     this = weakref.ref(optimizer)
@@ -444,16 +657,27 @@ def enable_gradient_release(model: nn.Module, optimizer: FlashOptimizer, *, grad
             held.step_param(p, group)
         p.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad and id(p) in group_of]
+    hooks = [
+        p.register_post_accumulate_grad_hook(hook)
+        for p in model.parameters()
+        if p.requires_grad and id(p) in group_of
+    ]
     optimizer._release_handles += hooks
     optimizer.gradient_release = bool(optimizer._release_handles)
     return GradientReleaseHandle(hooks, optimizer)
 
 
-# ---- Casting ------------------------------------------------------------------------------------------------------------
+# ---- Casting -------------------------------------------------------------------------------------
 
-_RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
-            nn.InstanceNorm3d)
+_RUNNING = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 
 def _widen(value, dtype):
@@ -464,15 +688,19 @@ def _widen(value, dtype):
     return value
 
 
-def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, selective: bool = True,
-               full_precision_layers: Optional[List[Union[str, nn.Module]]] = None,
-               full_precision_recast_layers: Optional[List[Union[str, nn.Module]]] = None) -> None:
+def cast_model(
+    model: nn.Module,
+    dtype: torch.dtype = torch.bfloat16,
+    selective: bool = True,
+    full_precision_layers: Optional[List[Union[str, nn.Module]]] = None,
+    full_precision_recast_layers: Optional[List[Union[str, nn.Module]]] = None,
+) -> None:
     """Casts the floating-point parameters and buffers of a model in place. Tied tensors stay tied.
 
     Args:
-        dtype: what they become.
-        selective: leave out normalization with running statistics (batch and instance norm).
-        full_precision_layers: modules, or patterns of their full dotted names (fnmatch), that stay as they are; their inputs
+        dtype: what they become. selective: leave out normalization with running statistics (batch
+        and instance norm). full_precision_layers: modules, or patterns of their full dotted names
+        (fnmatch), that stay as they are; their inputs
             are cast to float32, their outputs stay float32.
         full_precision_recast_layers: the same, with outputs cast to `dtype`.
     """
@@ -493,7 +721,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, selective:
         if not (selective and isinstance(module, _RUNNING)):
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             casts.update((id(t), t) for t in own if id(t) not in wide and t.is_floating_point())
-    # Different tensors over the same memory stay over the same memory: found while all of it is still there.
+    # Different tensors over the same memory stay over the same memory: found while all of it is
+    # still there.
     tied: Dict[Any, List[Tensor]] = {}
     for t in casts.values():
         tied.setdefault((t.data_ptr() or id(t), t.shape, t.stride(), t.dtype), []).append(t)
@@ -506,30 +735,41 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, selective:
             continue
         module._halfstep_widens = True
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: (_widen(args, torch.float32), {k: _widen(v, torch.float32) for k, v in kwargs.items()}),
-            with_kwargs=True)
+            lambda _, args, kwargs: (
+                _widen(args, torch.float32),
+                {k: _widen(v, torch.float32) for k, v in kwargs.items()},
+            ),
+            with_kwargs=True,
+        )
         if again:
             module.register_forward_hook(lambda _, args, output: _widen(output, dtype))
 
 
-# ---- Error codes --------------------------------------------------------------------------------------------------------
+# ---- Error codes ---------------------------------------------------------------------------------
 
 
 def _codec(dtype, code):
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"only bfloat16 and float16 parameters have error codes, not {dtype}")
-    return ("bf16" if dtype == torch.bfloat16 else "f16") + ("-ecc8" if code == torch.int8 else "-ecc16")
+    return ("bf16" if dtype == torch.bfloat16 else "f16") + (
+        "-ecc8" if code == torch.int8 else "-ecc16"
+    )
 
 
 @torch.no_grad()
 def reconstruct_fp32_param(param: Tensor, error_bits: Tensor) -> Tensor:
-    """The float32 value of a 16-bit parameter and its error code in halfstep's encoding, `state[p]["weight.extra"]`: int8 of
-    master_weight_bits=24, int16 of 32. FlashOptim's own codes mean something else."""
+    """The float32 value of a 16-bit parameter and its error code in halfstep's encoding,
+    `state[p]["weight.extra"]`: int8 of master_weight_bits=24, int16 of 32. FlashOptim's own codes
+    mean something else."""
     if error_bits.dtype not in (torch.int8, torch.int16):
         raise ValueError(f"error_bits must be int8 or int16, not {error_bits.dtype}")
     if error_bits.shape != param.shape:
-        raise ValueError(f"error_bits have shape {tuple(error_bits.shape)}, the parameter {tuple(param.shape)}")
-    codec = _convert.Codec("sgd/" + _codec(param.dtype, error_bits.dtype), {}, tuple(param.shape), "param")
+        raise ValueError(
+            f"error_bits have shape {tuple(error_bits.shape)}, the parameter {tuple(param.shape)}"
+        )
+    codec = _convert.Codec(
+        "sgd/" + _codec(param.dtype, error_bits.dtype), {}, tuple(param.shape), "param"
+    )
     try:
         weight, codes = _devices.contiguous(param), _devices.contiguous(error_bits)
         codec.bind({"weight.extra": codes})
@@ -540,16 +780,22 @@ def reconstruct_fp32_param(param: Tensor, error_bits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth: int = 4) -> Tensor:
-    """The error codes (int8 for 3 bytes, int16 for 4) that bring `narrow_param`, which is `fp32_param` rounded, back to
-    `fp32_param`, as near as they can. The inverse of reconstruct_fp32_param()."""
+    """The error codes (int8 for 3 bytes, int16 for 4) that bring `narrow_param`, which is
+    `fp32_param` rounded, back to `fp32_param`, as near as they can. The inverse of
+    reconstruct_fp32_param()."""
     if fp32_param.dtype != torch.float32:
         raise ValueError(f"fp32_param must be float32, not {fp32_param.dtype}")
     if fp32_param.shape != narrow_param.shape:
-        raise ValueError(f"fp32_param has shape {tuple(fp32_param.shape)}, narrow_param {tuple(narrow_param.shape)}")
+        raise ValueError(
+            f"fp32_param has shape {tuple(fp32_param.shape)}, narrow_param"
+            f" {tuple(narrow_param.shape)}"
+        )
     if master_bytewidth not in (3, 4):
         raise ValueError(f"master_bytewidth={master_bytewidth} is neither 3 nor 4")
     code = torch.int8 if master_bytewidth == 3 else torch.int16
-    codec = _convert.Codec("sgd/" + _codec(narrow_param.dtype, code), {}, tuple(fp32_param.shape), "param")
+    codec = _convert.Codec(
+        "sgd/" + _codec(narrow_param.dtype, code), {}, tuple(fp32_param.shape), "param"
+    )
     try:
         codes = torch.zeros(narrow_param.shape, dtype=code, device="cpu")
         weight = torch.empty(narrow_param.shape, dtype=narrow_param.dtype, device="cpu")
@@ -557,9 +803,10 @@ def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth:
         codec.write(0, _devices.contiguous(fp32_param), weight.data_ptr())
     finally:
         codec.close()
-    # The library rounds ties away from zero. Where the given weight was rounded otherwise, the code goes as far as it can.
-    mine = weight.view(torch.int16).to(torch.int32) & 0x7fff
-    given = _devices.contiguous(narrow_param).view(torch.int16).to(torch.int32) & 0x7fff
+    # The library rounds ties away from zero. Where the given weight was rounded otherwise, the code
+    # goes as far as it can.
+    mine = weight.view(torch.int16).to(torch.int32) & 0x7FFF
+    given = _devices.contiguous(narrow_param).view(torch.int16).to(torch.int32) & 0x7FFF
     limits = torch.iinfo(code)
     codes[given < mine] = limits.max
     codes[given > mine] = limits.min

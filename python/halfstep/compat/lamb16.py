@@ -1,8 +1,10 @@
-"""The interface of the LAMB16 package (`pytorch_lamb`): `Lamb16`, its baseline `Lamb`, and `log_lamb_rs`.
+"""The interface of the LAMB16 package (`pytorch_lamb`): `Lamb16`, its baseline `Lamb`, and
+`log_lamb_rs`.
 
-    from halfstep.compat.lamb16 import Lamb, Lamb16, log_lamb_rs
-    optimizer = Lamb16(model.parameters(), lr=0.02, weight_decay=0.01, betas=(.9, .999))
+from halfstep.compat.lamb16 import Lamb, Lamb16, log_lamb_rs
+optimizer = Lamb16(model.parameters(), lr=0.02, weight_decay=0.01, betas=(.9, .999))
 """
+
 from __future__ import annotations
 
 import torch
@@ -26,20 +28,40 @@ def _check(lr, betas, eps):
 
 
 class Lamb16(Optimizer):
-    """LAMB with states of 8 bits and a trust ratio whose exponent `trust_scale` lets it stand in for most of lr.
+    """LAMB with states of 8 bits and a trust ratio whose exponent `trust_scale` lets it stand in
+    for most of lr.
 
-    States are e4m3 and e5m2 with a scale for every 128 elements of a row, rounded stochastically. `states="fp8-lamb16"`
-    stores them by the package's published scaling instead, one scale for each tensor; its moments are then mostly clipped
-    and lag behind, as published. Further `options` are those of every halfstep optimizer. BF16 parameters are rounded
-    stochastically (`weights="bf16-sr"`); the package is made for float32 ones.
+    States are e4m3 and e5m2 with a scale for every 128 elements of a row, rounded stochastically.
+    `states="fp8-lamb16"` stores them by the package's published scaling instead, one scale for each
+    tensor; its moments are then mostly clipped and lag behind, as published. Further `options` are
+    those of every halfstep optimizer. BF16 parameters are rounded stochastically
+    (`weights="bf16-sr"`); the package is made for float32 ones.
     """
 
     rule = "lamb16"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0, trust_scale=0.382, **options):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-6,
+        weight_decay=0,
+        trust_scale=0.382,
+        **options,
+    ):
         _check(lr, betas, eps)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                                  "trust_scale": trust_scale}, **options)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "trust_scale": trust_scale,
+            },
+            **options,
+        )
 
     def load_state_dict(self, state_dict):
         """As halfstep's; takes what the package saved as well, decoding its states."""
@@ -56,28 +78,40 @@ class Lamb16(Optimizer):
 
 
 class Lamb(Optimizer):
-    """The package's baseline: LAMB without bias corrections, the norm of a weight counting as at most 10.
+    """The package's baseline: LAMB without bias corrections, the norm of a weight counting as at
+    most 10.
 
-    `adam=True` sets every trust ratio to 1. `halfstep.Lamb` is the paper's rule, with bias corrections.
+    `adam=True` sets every trust ratio to 1. `halfstep.Lamb` is the paper's rule, with bias
+    corrections.
     """
 
     rule = "lamb"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0, adam=False, **options):
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0, adam=False, **options
+    ):
         _check(lr, betas, eps)
         self.adam = adam
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options
+        )
 
     def _hypers(self, group):
-        published = {"adam": float(self.adam), "debias": 0.0, "max_weight_norm": 10.0, "trust_scale": 1.0}
+        published = {
+            "adam": float(self.adam),
+            "debias": 0.0,
+            "max_weight_norm": 10.0,
+            "trust_scale": 1.0,
+        }
         return {**super()._hypers(group), **published}
 
 
 def log_lamb_rs(optimizer, event_writer, token_count):
-    """Gives the weight norms, update norms and trust ratios of the last step to `event_writer.add_histogram`.
+    """Gives the weight norms, update norms and trust ratios of the last step to
+    `event_writer.add_histogram`.
 
-    Tags are lamb/weight_norm, lamb/adam_norm and lamb/trust_ratio, with one number for each tensor that was stepped.
-    Other optimizers log nothing.
+    Tags are lamb/weight_norm, lamb/adam_norm and lamb/trust_ratio, with one number for each tensor
+    that was stepped. Other optimizers log nothing.
     """
     optimizer = unwrapped(optimizer)
     found = {}
@@ -89,4 +123,6 @@ def log_lamb_rs(optimizer, event_writer, token_count):
             for tag, scalar in _LOGGED.items():
                 found.setdefault(tag, []).append(optimizer.scalar(p, scalar))
     for tag, values in found.items():
-        event_writer.add_histogram(f"lamb/{tag}", torch.tensor(values, dtype=torch.float32, device="cpu"), token_count)
+        event_writer.add_histogram(
+            f"lamb/{tag}", torch.tensor(values, dtype=torch.float32, device="cpu"), token_count
+        )

@@ -1,18 +1,22 @@
-"""optimi's names over halfstep: `from halfstep.compat.optimi import AdamW, prepare_for_gradient_release`.
+"""optimi's names over halfstep: `from halfstep.compat.optimi import AdamW,
+prepare_for_gradient_release`.
 
-Every class, function and argument of torch-optimi 0.3.3. BF16 and float16 parameters are summed with a Kahan residual by
-themselves, as there (`kahan_sum`; plain BF16 for `Adan`, whose default is False there too); their states are `bf16-sr`,
-which can follow a falling second moment where optimi's plain BF16 cannot. `foreach` and `triton` are hints without effect.
-A group may also have halfstep's own options, such as `{"params": ..., "states": "int8"}`.
+Every class, function and argument of torch-optimi 0.3.3. BF16 and float16 parameters are summed
+with a Kahan residual by themselves, as there (`kahan_sum`; plain BF16 for `Adan`, whose default is
+False there too); their states are `bf16-sr`, which can follow a falling second moment where
+optimi's plain BF16 cannot. `foreach` and `triton` are hints without effect. A group may also have
+halfstep's own options, such as `{"params": ..., "states": "int8"}`.
 
-Where this differs from optimi: the decay of 16-bit parameters is part of the compensated change; `max_lr` defaults to each
-group's own lr; `adam_wd` is honoured; steps are counted per parameter; gradients are never written; a gradient that is not
-finite changes nothing; micro-steps that would drop a gradient (SGD without momentum, L2 decay) are refused. Per-parameter
-states are torch's raw moments, not debiased ones; `load_state_dict` takes optimi's own state dicts and converts them.
+Where this differs from optimi: the decay of 16-bit parameters is part of the compensated change;
+`max_lr` defaults to each group's own lr; `adam_wd` is honoured; steps are counted per parameter;
+gradients are never written; a gradient that is not finite changes nothing; micro-steps that would
+drop a gradient (SGD without momentum, L2 decay) are refused. Per-parameter states are torch's raw
+moments, not debiased ones; `load_state_dict` takes optimi's own state dicts and converts them.
 
-The lower-case functions step lists of tensors that are the caller's, states included, in place. Their states are optimi's:
-debiased moments, the negated previous gradient. See `adam`.
+The lower-case functions step lists of tensors that are the caller's, states included, in place.
+Their states are optimi's: debiased moments, the negated previous gradient. See `adam`.
 """
+
 import warnings
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Type, Union
 
@@ -23,18 +27,39 @@ from .. import _abi, _engine, _names, _release
 from ..optimizer import Optimizer, unwrapped
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
 
-__all__ = ["Adam", "AdamW", "Adan", "Lion", "OptimiOptimizer", "RAdam", "Ranger", "SGD", "StableAdamW", "adam", "adamw",
-           "adan", "lion", "param_groups_weight_decay", "prepare_for_gradient_release", "radam", "ranger",
-           "remove_gradient_release", "sgd", "stableadamw", "to_low_precision"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "Adan",
+    "Lion",
+    "OptimiOptimizer",
+    "RAdam",
+    "Ranger",
+    "SGD",
+    "StableAdamW",
+    "adam",
+    "adamw",
+    "adan",
+    "lion",
+    "param_groups_weight_decay",
+    "prepare_for_gradient_release",
+    "radam",
+    "ranger",
+    "remove_gradient_release",
+    "sgd",
+    "stableadamw",
+    "to_low_precision",
+]
 
-# ---- Classes ------------------------------------------------------------------------------------------------------------
+# ---- Classes -------------------------------------------------------------------------------------
 
 
 class OptimiOptimizer(Optimizer):
-    """What optimi's classes have in common: decay modes, Kahan summation, `step(param=...)`, gradient release.
+    """What optimi's classes have in common: decay modes, Kahan summation, `step(param=...)`,
+    gradient release.
 
-    `optimizer_accumulation = True` makes the steps of gradient release micro-steps, which put gradients into the states and
-    leave the parameters alone, until it is False again.
+    `optimizer_accumulation = True` makes the steps of gradient release micro-steps, which put
+    gradients into the states and leave the parameters alone, until it is False again.
     """
 
     def __init__(self, params: Iterable[Any], defaults: Dict[str, Any]):
@@ -42,11 +67,18 @@ class OptimiOptimizer(Optimizer):
             raise ValueError(f"Invalid maximum learning rate: max_lr={defaults['max_lr']}")
         # Hooks are prepare_for_gradient_release()'s to make.
         super().__init__(params, defaults)
-        high = [g["weight_decay"] for g in self.param_groups if g["decouple_lr"] and g["weight_decay"] >= 1e-3]
+        high = [
+            g["weight_decay"]
+            for g in self.param_groups
+            if g["decouple_lr"] and g["weight_decay"] >= 1e-3
+        ]
         if high:
-            warnings.warn(f"weight_decay={max(high)} is high for decouple_lr=True: fully decoupled decay takes this part of "
-                          "the weight at every step, not this times lr", UserWarning,
-                          stacklevel=constructors(self, OptimiOptimizer))
+            warnings.warn(
+                f"weight_decay={max(high)} is high for decouple_lr=True: fully decoupled decay"
+                " takes this part of the weight at every step, not this times lr",
+                UserWarning,
+                stacklevel=constructors(self, OptimiOptimizer),
+            )
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """As torch's. A group with fully decoupled decay and no `max_lr` refers to its own lr."""
@@ -70,7 +102,11 @@ class OptimiOptimizer(Optimizer):
     def _recipe_parts(self, group, p):
         weights = group.get("weights")
         if weights is None:
-            weights = "bf16" if group["kahan_sum"] is not None and not group["kahan_sum"] else "bf16-kahan"
+            weights = (
+                "bf16"
+                if group["kahan_sum"] is not None and not group["kahan_sum"]
+                else "bf16-kahan"
+            )
         return weights, group.get("states")
 
     def step(self, closure: Optional[Callable] = None, param: Optional[Tensor] = None):
@@ -86,7 +122,8 @@ class OptimiOptimizer(Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True, param: Optional[Tensor] = None):
-        """Drops the gradients of all parameters, or of `param` alone; zeroes them with `set_to_none=False`."""
+        """Drops the gradients of all parameters, or of `param` alone; zeroes them with
+        `set_to_none=False`."""
         if param is None:
             super().zero_grad(set_to_none=set_to_none)
         elif set_to_none:
@@ -95,65 +132,101 @@ class OptimiOptimizer(Optimizer):
             param.grad = param.grad.detach().zero_()
 
     def prepare_gradient_release(self):
-        """Hooks on all parameters of this optimizer; `prepare_for_gradient_release` takes a model's."""
+        """Hooks on all parameters of this optimizer; `prepare_for_gradient_release` takes a
+        model's."""
         if not self.gradient_release:
             super().prepare_gradient_release()
         elif not self._release_handles:
             self.gradient_release = False  # a copy: the hooks stay with the original
 
     def load_state_dict(self, state_dict):
-        """Loads halfstep's state dicts, torch's, and those that torch-optimi's own class has saved."""
+        """Loads halfstep's state dicts, torch's, and those that torch-optimi's own class has
+        saved."""
         if _is_optimi(state_dict):
-            state_dict = _from_optimi(self, {**state_dict, "param_groups": _names.align(self, state_dict["param_groups"])[0]})
+            state_dict = _from_optimi(
+                self,
+                {**state_dict, "param_groups": _names.align(self, state_dict["param_groups"])[0]},
+            )
         super().load_state_dict(state_dict)
 
 
 def constructors(optimizer, base):
     """The stack level of whoever made an optimizer, in a warning of the constructor of `base`."""
     classes = type(optimizer).__mro__
-    return 2 + sum("__init__" in vars(c) for c in classes[:classes.index(base)])
+    return 2 + sum("__init__" in vars(c) for c in classes[: classes.index(base)])
 
 
 def start_from_zeros(optimizer, parameters, also):
-    """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in _build(). The library's first buffer is the
-    gradient itself, so parameters that are about to get states get a count of one update, of a buffer of zeros."""
+    """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in _build(). The
+    library's first buffer is the gradient itself, so parameters that are about to get states get a
+    count of one update, of a buffer of zeros.
+    """
     for p in parameters:
-        wanted = p.grad is not None or (also and p in also) or (optimizer.gradient_release and p.requires_grad)
+        wanted = (
+            p.grad is not None
+            or (also and p in also)
+            or (optimizer.gradient_release and p.requires_grad)
+        )
         if wanted and p not in optimizer.state:
             optimizer.state[p]["step"] = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 def _is_optimi(state_dict):
     # Every state of optimi's has this key, also where it is None.
-    return any(isinstance(s, dict) and "kahan_comp" in s for s in state_dict.get("state", {}).values())
+    return any(
+        isinstance(s, dict) and "kahan_comp" in s for s in state_dict.get("state", {}).values()
+    )
 
 
 class Adam(OptimiOptimizer):
-    """Adam (Kingma & Ba 2015), with L2, decoupled (`decouple_wd`) or fully decoupled (`decouple_lr`) decay.
+    """Adam (Kingma & Ba 2015), with L2, decoupled (`decouple_wd`) or fully decoupled
+    (`decouple_lr`) decay.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
-        betas: decay rates of the first and the second moment.
-        weight_decay: coefficient of the decay.
-        eps: added to the root of the debiased second moment.
-        decouple_wd: w (1 - lr weight_decay) instead of an L2 term in the gradient.
-        decouple_lr: w (1 - lr / max_lr weight_decay) instead of either.
-        max_lr: the largest lr of the schedule, for `decouple_lr`; None: the group's lr.
-        kahan_sum: a residual for 16-bit parameters; None and True mean yes.
-        foreach, triton: accepted, without effect.
-        gradient_release: step each parameter in the backward pass, after `prepare_for_gradient_release`.
+        params: parameters or groups. lr: learning rate. betas: decay rates of the first and the
+        second moment. weight_decay: coefficient of the decay. eps: added to the root of the
+        debiased second moment. decouple_wd: w (1 - lr weight_decay) instead of an L2 term in the
+        gradient. decouple_lr: w (1 - lr / max_lr weight_decay) instead of either. max_lr: the
+        largest lr of the schedule, for `decouple_lr`; None: the group's lr. kahan_sum: a residual
+        for 16-bit parameters; None and True mean yes. foreach, triton: accepted, without effect.
+        gradient_release: step each parameter in the backward pass, after
+        `prepare_for_gradient_release`.
     """
 
     rule = "adam"
 
-    def __init__(self, params: Iterable[Any], lr: float, betas: Tuple[float, float] = (0.9, 0.99), weight_decay: float = 0,
-                 eps: float = 1e-6, decouple_wd: bool = False, decouple_lr: bool = False, max_lr: Optional[float] = None,
-                 kahan_sum: Optional[bool] = None, foreach: Optional[bool] = None, triton: Optional[bool] = None,
-                 gradient_release: bool = False):
-        super().__init__(params, dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
-                                      decouple_wd=decouple_wd, decouple_lr=decouple_lr, max_lr=max_lr, kahan_sum=kahan_sum,
-                                      foreach=foreach, triton=triton, gradient_release=gradient_release))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        eps: float = 1e-6,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: Optional[float] = None,
+        kahan_sum: Optional[bool] = None,
+        foreach: Optional[bool] = None,
+        triton: Optional[bool] = None,
+        gradient_release: bool = False,
+    ):
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                beta1=betas[0],
+                beta2=betas[1],
+                eps=eps,
+                weight_decay=weight_decay,
+                decouple_wd=decouple_wd,
+                decouple_lr=decouple_lr,
+                max_lr=max_lr,
+                kahan_sum=kahan_sum,
+                foreach=foreach,
+                triton=triton,
+                gradient_release=gradient_release,
+            ),
+        )
 
 
 class AdamW(Adam):
@@ -161,42 +234,93 @@ class AdamW(Adam):
 
     rule = "adamw"
 
-    def __init__(self, params: Iterable[Any], lr: float, betas: Tuple[float, float] = (0.9, 0.99),
-                 weight_decay: float = 1e-2, eps: float = 1e-6, decouple_lr: bool = False, max_lr: Optional[float] = None,
-                 kahan_sum: Optional[bool] = None, foreach: Optional[bool] = None, triton: Optional[bool] = None,
-                 gradient_release: bool = False):
-        super().__init__(params, lr, betas=betas, weight_decay=weight_decay, eps=eps, decouple_wd=True,
-                         decouple_lr=decouple_lr, max_lr=max_lr, kahan_sum=kahan_sum, foreach=foreach, triton=triton,
-                         gradient_release=gradient_release)
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 1e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: Optional[float] = None,
+        kahan_sum: Optional[bool] = None,
+        foreach: Optional[bool] = None,
+        triton: Optional[bool] = None,
+        gradient_release: bool = False,
+    ):
+        super().__init__(
+            params,
+            lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            eps=eps,
+            decouple_wd=True,
+            decouple_lr=decouple_lr,
+            max_lr=max_lr,
+            kahan_sum=kahan_sum,
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+        )
 
 
 class Adan(OptimiOptimizer):
-    """Adan (Xie et al. 2022), decay by (w - lr u) / (1 + lr weight_decay), or before the update with `adam_wd`.
+    """Adan (Xie et al. 2022), decay by (w - lr u) / (1 + lr weight_decay), or before the update
+    with `adam_wd`.
 
     Args:
-        betas: decay rates of the first moment, of the gradients' differences and of the second moment.
-        adam_wd: Adam's decay, w (1 - lr weight_decay); optimi's class takes the option and ignores it.
-        kahan_sum: as in `Adam`, but off unless asked for.
+        betas: decay rates of the first moment, of the gradients' differences and of the second
+        moment. adam_wd: Adam's decay, w (1 - lr weight_decay); optimi's class takes the option and
+        ignores it. kahan_sum: as in `Adam`, but off unless asked for.
 
     The others are those of `Adam`.
     """
 
     rule = "adan"
 
-    def __init__(self, params: Iterable[Any], lr: float, betas: Tuple[float, float, float] = (0.98, 0.92, 0.99),
-                 weight_decay: float = 2e-2, eps: float = 1e-6, decouple_lr: bool = False, max_lr: Optional[float] = None,
-                 adam_wd: bool = False, kahan_sum: Optional[bool] = False, foreach: Optional[bool] = None,
-                 triton: Optional[bool] = None, gradient_release: bool = False):
-        super().__init__(params, dict(lr=lr, beta1=betas[0], beta2=betas[1], beta3=betas[2], eps=eps,
-                                      weight_decay=weight_decay, decouple_lr=decouple_lr, max_lr=max_lr, adam_wd=adam_wd,
-                                      kahan_sum=kahan_sum, foreach=foreach, triton=triton,
-                                      gradient_release=gradient_release))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: Tuple[float, float, float] = (0.98, 0.92, 0.99),
+        weight_decay: float = 2e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: Optional[float] = None,
+        adam_wd: bool = False,
+        kahan_sum: Optional[bool] = False,
+        foreach: Optional[bool] = None,
+        triton: Optional[bool] = None,
+        gradient_release: bool = False,
+    ):
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                beta1=betas[0],
+                beta2=betas[1],
+                beta3=betas[2],
+                eps=eps,
+                weight_decay=weight_decay,
+                decouple_lr=decouple_lr,
+                max_lr=max_lr,
+                adam_wd=adam_wd,
+                kahan_sum=kahan_sum,
+                foreach=foreach,
+                triton=triton,
+                gradient_release=gradient_release,
+            ),
+        )
 
     def _hypers(self, group):
         found = super()._hypers(group)
         if group["decouple_lr"] and not group["adam_wd"]:
-            # (w - lr u) / (1 + lr / max_lr weight_decay): the proximal form of a coefficient over max_lr
-            found.update(weight_decay=over(group["weight_decay"], group["max_lr"] or group["lr"]), reference_lr=0.0)
+            # (w - lr u) / (1 + lr / max_lr weight_decay): the proximal form of a coefficient over
+            # max_lr
+            found.update(
+                weight_decay=over(group["weight_decay"], group["max_lr"] or group["lr"]),
+                reference_lr=0.0,
+            )
         return found
 
     def _choices(self, group):
@@ -204,17 +328,39 @@ class Adan(OptimiOptimizer):
 
 
 class Lion(OptimiOptimizer):
-    """Lion (Chen et al. 2023), decoupled decay. `betas`: interpolation of the update, decay rate of the momentum; the others
-    are those of `Adam`."""
+    """Lion (Chen et al. 2023), decoupled decay. `betas`: interpolation of the update, decay rate of
+    the momentum; the others are those of `Adam`."""
 
     rule = "lion"
 
-    def __init__(self, params: Iterable[Any], lr: float, betas: Tuple[float, float] = (0.9, 0.99), weight_decay: float = 0,
-                 decouple_lr: bool = False, max_lr: Optional[float] = None, kahan_sum: Optional[bool] = None,
-                 foreach: Optional[bool] = None, triton: Optional[bool] = None, gradient_release: bool = False):
-        super().__init__(params, dict(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay,
-                                      decouple_lr=decouple_lr, max_lr=max_lr, kahan_sum=kahan_sum, foreach=foreach,
-                                      triton=triton, gradient_release=gradient_release))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        decouple_lr: bool = False,
+        max_lr: Optional[float] = None,
+        kahan_sum: Optional[bool] = None,
+        foreach: Optional[bool] = None,
+        triton: Optional[bool] = None,
+        gradient_release: bool = False,
+    ):
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                beta1=betas[0],
+                beta2=betas[1],
+                weight_decay=weight_decay,
+                decouple_lr=decouple_lr,
+                max_lr=max_lr,
+                kahan_sum=kahan_sum,
+                foreach=foreach,
+                triton=triton,
+                gradient_release=gradient_release,
+            ),
+        )
 
 
 class RAdam(OptimiOptimizer):
@@ -222,35 +368,88 @@ class RAdam(OptimiOptimizer):
 
     rule = "radam"
 
-    def __init__(self, params: Iterable[Any], lr: float, betas: Tuple[float, float] = (0.9, 0.99), weight_decay: float = 0,
-                 eps: float = 1e-6, decouple_wd: bool = False, decouple_lr: bool = False, max_lr: Optional[float] = None,
-                 kahan_sum: Optional[bool] = None, foreach: Optional[bool] = None, triton: Optional[bool] = None,
-                 gradient_release: bool = False):
-        super().__init__(params, dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
-                                      decouple_wd=decouple_wd, decouple_lr=decouple_lr, max_lr=max_lr, kahan_sum=kahan_sum,
-                                      foreach=foreach, triton=triton, gradient_release=gradient_release))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        eps: float = 1e-6,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: Optional[float] = None,
+        kahan_sum: Optional[bool] = None,
+        foreach: Optional[bool] = None,
+        triton: Optional[bool] = None,
+        gradient_release: bool = False,
+    ):
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                beta1=betas[0],
+                beta2=betas[1],
+                eps=eps,
+                weight_decay=weight_decay,
+                decouple_wd=decouple_wd,
+                decouple_lr=decouple_lr,
+                max_lr=max_lr,
+                kahan_sum=kahan_sum,
+                foreach=foreach,
+                triton=triton,
+                gradient_release=gradient_release,
+            ),
+        )
 
 
 class Ranger(OptimiOptimizer):
     """Ranger: RAdam with Lookahead (Zhang et al. 2019), decoupled decay by default.
 
     Args:
-        k: updates of the weight between two visits to the slow weights (optimi counts micro-steps too).
-        alpha: the part of the way that the slow weights go.
+        k: updates of the weight between two visits to the slow weights (optimi counts micro-steps
+        too). alpha: the part of the way that the slow weights go.
 
     The others are those of `Adam`. The slow weights have a residual of their own.
     """
 
     rule = "ranger"
 
-    def __init__(self, params: Iterable[Any], lr: float, betas: Tuple[float, float] = (0.9, 0.99), weight_decay: float = 0,
-                 eps: float = 1e-6, k: int = 6, alpha: float = 0.5, decouple_wd: bool = True, decouple_lr: bool = False,
-                 max_lr: Optional[float] = None, kahan_sum: Optional[bool] = None, foreach: Optional[bool] = None,
-                 triton: Optional[bool] = None, gradient_release: bool = False):
-        super().__init__(params, dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay, k=k,
-                                      alpha=alpha, decouple_wd=decouple_wd, decouple_lr=decouple_lr, max_lr=max_lr,
-                                      kahan_sum=kahan_sum, foreach=foreach, triton=triton,
-                                      gradient_release=gradient_release))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        eps: float = 1e-6,
+        k: int = 6,
+        alpha: float = 0.5,
+        decouple_wd: bool = True,
+        decouple_lr: bool = False,
+        max_lr: Optional[float] = None,
+        kahan_sum: Optional[bool] = None,
+        foreach: Optional[bool] = None,
+        triton: Optional[bool] = None,
+        gradient_release: bool = False,
+    ):
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                beta1=betas[0],
+                beta2=betas[1],
+                eps=eps,
+                weight_decay=weight_decay,
+                k=k,
+                alpha=alpha,
+                decouple_wd=decouple_wd,
+                decouple_lr=decouple_lr,
+                max_lr=max_lr,
+                kahan_sum=kahan_sum,
+                foreach=foreach,
+                triton=triton,
+                gradient_release=gradient_release,
+            ),
+        )
 
 
 class SGD(OptimiOptimizer):
@@ -261,20 +460,45 @@ class SGD(OptimiOptimizer):
         dampening: the gradient enters the buffer times 1 - momentum.
         torch_init: with `dampening`, the first buffer is the first gradient, as in torch.
 
-    The others are those of `Adam`. With dampening and without torch_init the buffer starts from zeros; `state[p]["step"]` is
-    then one more than the steps made.
+    The others are those of `Adam`. With dampening and without torch_init the buffer starts from
+    zeros; `state[p]["step"]` is then one more than the steps made.
     """
 
     rule = "sgd"
 
-    def __init__(self, params: Iterable[Any], lr: float, momentum: float = 0, weight_decay: float = 0,
-                 dampening: bool = False, decouple_wd: bool = False, decouple_lr: bool = False,
-                 max_lr: Optional[float] = None, torch_init: bool = False, kahan_sum: Optional[bool] = None,
-                 foreach: Optional[bool] = None, triton: Optional[bool] = None, gradient_release: bool = False):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=dampening,
-                                      decouple_wd=decouple_wd, decouple_lr=decouple_lr, max_lr=max_lr, kahan_sum=kahan_sum,
-                                      torch_init=torch_init, foreach=foreach, triton=triton,
-                                      gradient_release=gradient_release))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0,
+        weight_decay: float = 0,
+        dampening: bool = False,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: Optional[float] = None,
+        torch_init: bool = False,
+        kahan_sum: Optional[bool] = None,
+        foreach: Optional[bool] = None,
+        triton: Optional[bool] = None,
+        gradient_release: bool = False,
+    ):
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                momentum=momentum,
+                weight_decay=weight_decay,
+                dampening=dampening,
+                decouple_wd=decouple_wd,
+                decouple_lr=decouple_lr,
+                max_lr=max_lr,
+                kahan_sum=kahan_sum,
+                torch_init=torch_init,
+                foreach=foreach,
+                triton=triton,
+                gradient_release=gradient_release,
+            ),
+        )
 
     def _build(self, also=None, decides=True):
         for group in self.param_groups:
@@ -290,24 +514,51 @@ class SGD(OptimiOptimizer):
 
 
 class StableAdamW(OptimiOptimizer):
-    """StableAdamW (Wortsman et al. 2023): AdamW whose updates are clipped tensor by tensor. Arguments as in `Adam`."""
+    """StableAdamW (Wortsman et al. 2023): AdamW whose updates are clipped tensor by tensor.
+    Arguments as in `Adam`."""
 
     rule = "stableadamw"
 
-    def __init__(self, params: Iterable[Any], lr: float, betas: Tuple[float, float] = (0.9, 0.99),
-                 weight_decay: float = 1e-2, eps: float = 1e-6, decouple_lr: bool = False, max_lr: Optional[float] = None,
-                 kahan_sum: Optional[bool] = None, foreach: Optional[bool] = None, triton: Optional[bool] = None,
-                 gradient_release: bool = False):
-        super().__init__(params, dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
-                                      decouple_lr=decouple_lr, max_lr=max_lr, kahan_sum=kahan_sum, foreach=foreach,
-                                      triton=triton, gradient_release=gradient_release))
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: Tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 1e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: Optional[float] = None,
+        kahan_sum: Optional[bool] = None,
+        foreach: Optional[bool] = None,
+        triton: Optional[bool] = None,
+        gradient_release: bool = False,
+    ):
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                beta1=betas[0],
+                beta2=betas[1],
+                eps=eps,
+                weight_decay=weight_decay,
+                decouple_lr=decouple_lr,
+                max_lr=max_lr,
+                kahan_sum=kahan_sum,
+                foreach=foreach,
+                triton=triton,
+                gradient_release=gradient_release,
+            ),
+        )
 
 
-# ---- Gradient release ---------------------------------------------------------------------------------------------------
+# ---- Gradient release ----------------------------------------------------------------------------
 
 
-def prepare_for_gradient_release(model: nn.Module, optimizer: OptimiOptimizer, ignore_existing_hooks: bool = False):
-    """Steps every parameter of `model` in the backward pass, as soon as its gradient is complete, and frees the gradient.
+def prepare_for_gradient_release(
+    model: nn.Module, optimizer: OptimiOptimizer, ignore_existing_hooks: bool = False
+):
+    """Steps every parameter of `model` in the backward pass, as soon as its gradient is complete,
+    and frees the gradient.
 
     Args:
         model: its parameters that require gradients get a hook each.
@@ -321,8 +572,10 @@ def prepare_for_gradient_release(model: nn.Module, optimizer: OptimiOptimizer, i
         raise ValueError("`optimizer` must be initialized with `gradient_release=True`")
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not ignore_existing_hooks and any(p._post_accumulate_grad_hooks for p in parameters):
-        raise ValueError("a parameter of the model already has a post_accumulate_grad_hook; if that is meant, pass "
-                         "`ignore_existing_hooks=True`")
+        raise ValueError(
+            "a parameter of the model already has a post_accumulate_grad_hook; if that is meant,"
+            " pass `ignore_existing_hooks=True`"
+        )
 
     _release.watch_scalers()
 
@@ -331,7 +584,9 @@ def prepare_for_gradient_release(model: nn.Module, optimizer: OptimiOptimizer, i
         optimizer.step(param=p)
         optimizer.zero_grad(param=p)
 
-    hooks = model._gradient_release_hooks = _Hooks(p.register_post_accumulate_grad_hook(hook) for p in parameters)
+    hooks = model._gradient_release_hooks = _Hooks(
+        p.register_post_accumulate_grad_hook(hook) for p in parameters
+    )
     hooks.optimizer = optimizer
     optimizer._release_handles += hooks
     optimizer.gradient_release = True
@@ -350,25 +605,31 @@ def remove_gradient_release(model: nn.Module):
     for hook in hooks:
         hook.remove()
     optimizer = hooks.optimizer
-    optimizer._release_handles = [h for h in optimizer._release_handles if not any(h is other for other in hooks)]
+    optimizer._release_handles = [
+        h for h in optimizer._release_handles if not any(h is other for other in hooks)
+    ]
     if not optimizer._release_handles:
         optimizer.remove_gradient_release()
 
 
-# ---- Helpers ------------------------------------------------------------------------------------------------------------
+# ---- Helpers -------------------------------------------------------------------------------------
 
 
-def param_groups_weight_decay(model: nn.Module, weight_decay: float = 1e-2,
-                              additional_layers: Optional[Iterable[str]] = None) -> List[Dict[str, Any]]:
-    """Two groups of the trainable parameters: without decay vectors, scalars, biases and all whose name contains one of
-    `additional_layers`; with `weight_decay` the rest."""
+def param_groups_weight_decay(
+    model: nn.Module, weight_decay: float = 1e-2, additional_layers: Optional[Iterable[str]] = None
+) -> List[Dict[str, Any]]:
+    """Two groups of the trainable parameters: without decay vectors, scalars, biases and all whose
+    name contains one of `additional_layers`; with `weight_decay` the rest."""
     parts = tuple(additional_layers or ())
     plain, decayed = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
             exempt = p.ndim <= 1 or name.endswith(".bias") or any(part in name for part in parts)
             (plain if exempt else decayed).append(p)
-    return [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": weight_decay}]
+    return [
+        {"params": plain, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+    ]
 
 
 def _module_types(given, argument) -> Tuple[Type[nn.Module], ...]:
@@ -380,12 +641,19 @@ def _module_types(given, argument) -> Tuple[Type[nn.Module], ...]:
     return types
 
 
-def to_low_precision(model: nn.Module, dtype: torch.dtype = torch.bfloat16, device: Union[torch.device, str, None] = None,
-                     fp32_modules: Union[Type[nn.Module], Iterable[Type[nn.Module]], None] = nn.Embedding,
-                     fp32_buffers: Union[str, Type[nn.Module], Iterable[str], Iterable[Type[nn.Module]], None] = (
-                         "rope", "rotary")) -> nn.Module:
-    """Casts a model in place, and returns it. Modules of the types `fp32_modules` are kept (or made) float32; so are the
-    buffers of modules named in `fp32_buffers`, by type or by a part of the qualified name in any case. Integers stay.
+def to_low_precision(
+    model: nn.Module,
+    dtype: torch.dtype = torch.bfloat16,
+    device: Union[torch.device, str, None] = None,
+    fp32_modules: Union[Type[nn.Module], Iterable[Type[nn.Module]], None] = nn.Embedding,
+    fp32_buffers: Union[str, Type[nn.Module], Iterable[str], Iterable[Type[nn.Module]], None] = (
+        "rope",
+        "rotary",
+    ),
+) -> nn.Module:
+    """Casts a model in place, and returns it. Modules of the types `fp32_modules` are kept (or
+    made) float32; so are the buffers of modules named in `fp32_buffers`, by type or by a part of
+    the qualified name in any case. Integers stay.
 
     Args:
         model: the module to cast.
@@ -406,13 +674,22 @@ def to_low_precision(model: nn.Module, dtype: torch.dtype = torch.bfloat16, devi
         parts = whole or isinstance(module, types) or any(word in name.lower() for word in words)
         for tensors, wide in ((module._parameters, whole), (module._buffers, parts)):
             # _apply() knows how this torch replaces data; gradients of parameters go the same way.
-            _cast(module, {id(t) for t in tensors.values() if t is not None}, tensors is module._parameters,
-                  torch.float32 if wide else dtype, device)
+            _cast(
+                module,
+                {id(t) for t in tensors.values() if t is not None},
+                tensors is module._parameters,
+                torch.float32 if wide else dtype,
+                device,
+            )
     return model
 
 
 def _cast(module, own: Set[int], parameters: bool, dtype, device):
-    gradients = {id(p.grad) for p in module._parameters.values() if parameters and p is not None and p.grad is not None}
+    gradients = {
+        id(p.grad)
+        for p in module._parameters.values()
+        if parameters and p is not None and p.grad is not None
+    }
 
     def convert(t):
         if id(t) not in own and id(t) not in gradients:
@@ -422,28 +699,38 @@ def _cast(module, own: Set[int], parameters: bool, dtype, device):
     module._apply(convert, recurse=False)
 
 
-# ---- optimi's state dicts -----------------------------------------------------------------------------------------------
+# ---- optimi's state dicts ------------------------------------------------------------------------
 
 
 def _from_optimi(optimizer, state_dict):
-    """optimi's state dict in halfstep's terms: raw moments in float32, residuals under their name here."""
+    """optimi's state dict in halfstep's terms: raw moments in float32, residuals under their name
+    here."""
     rule = _abi.rules[optimizer.rule]
     groups, states = [dict(g) for g in state_dict["param_groups"]], {}
     for group, own in zip(groups, optimizer.param_groups):
         shared = group.pop("step", None)
         group.pop("setup", None)
-        betas = {"exp_avg": group.get("beta1"), "exp_avg_sq": group.get("beta3", group.get("beta2")),
-                 "exp_avg_diff": group.get("beta2")}
+        betas = {
+            "exp_avg": group.get("beta1"),
+            "exp_avg_sq": group.get("beta3", group.get("beta2")),
+            "exp_avg_diff": group.get("beta2"),
+        }
         group["recipes"] = [None] * len(group["params"])
         for i, (index, p) in enumerate(zip(group["params"], own["params"])):
             old = state_dict["state"].get(index)
             if not old:
                 continue
             step = old.get("step", shared)
-            step = 1.0 if step is None else float(step)  # Lion and SGD count nothing, and need no count
+            step = (
+                1.0 if step is None else float(step)
+            )  # Lion and SGD count nothing, and need no count
             new = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
             for s in rule.states:
-                there = {"slow": "la_param", "previous": "prev_grad", "momentum_buffer": "exp_avg"}.get(s.name, s.name)
+                there = {
+                    "slow": "la_param",
+                    "previous": "prev_grad",
+                    "momentum_buffer": "exp_avg",
+                }.get(s.name, s.name)
                 value = old.get(there)
                 if not isinstance(value, Tensor) or value.shape != p.shape:
                     continue  # there is none, or a placeholder
@@ -459,9 +746,13 @@ def _from_optimi(optimizer, state_dict):
             residual = old["kahan_comp"]
             if p.dtype in LOW and isinstance(residual, Tensor) and residual.shape == p.shape:
                 weights += "-kahan"
-                new["weight.extra"] = residual.to(p.dtype) * (2048 if p.dtype == torch.float16 else 1)
+                new["weight.extra"] = residual.to(p.dtype) * (
+                    2048 if p.dtype == torch.float16 else 1
+                )
                 if "slow" in new:
-                    new["slow.extra"] = torch.zeros(p.shape, dtype=p.dtype, device="cpu")  # optimi has one residual for both
+                    new["slow.extra"] = torch.zeros(
+                        p.shape, dtype=p.dtype, device="cpu"
+                    )  # optimi has one residual for both
             group["recipes"][i] = _abi.recipe_full(f"{rule.name}/{weights}/f32")
             states[index] = new
     return {"state": states, "param_groups": groups}

@@ -1,8 +1,9 @@
 """The interface of the prodigyopt package (1.1.2): `Prodigy`.
 
-    from halfstep.compat.prodigyopt import Prodigy
-    optimizer = Prodigy(model.parameters(), weight_decay=0.01, safeguard_warmup=True, use_bias_correction=True)
+from halfstep.compat.prodigyopt import Prodigy optimizer = Prodigy(model.parameters(),
+weight_decay=0.01, safeguard_warmup=True, use_bias_correction=True)
 """
+
 from __future__ import annotations
 
 import torch
@@ -19,31 +20,69 @@ _ESTIMATE = ("d", "d_max", "d_numerator")
 class Prodigy(Optimizer):
     """Adam that estimates its learning rate, from sums over all parameters.
 
-    Groups may be given with the package's names, and keep halfstep's: `betas` of three, `debias`, `decay`. `group["d"]`, `["d_max"]` and
-    `["d_numerator"]` tell the estimate after the last step, as loggers read it; reading it waits for a GPU, as the package does.
+    Groups may be given with the package's names, and keep halfstep's: `betas` of three, `debias`,
+    `decay`. `group["d"]`, `["d_max"]` and `["d_numerator"]` tell the estimate after the last step,
+    as loggers read it; reading it waits for a GPU, as the package does.
 
-    Unlike the package: sums are exact and the same however parameters are sharded, so `fsdp_in_use` is accepted and says nothing; a
-    gradient that is not finite changes nothing. `slice_p` makes the package's estimate, but states stay whole: to save memory, give states of
-    8 bits. Further `options` are those of every halfstep optimizer (`states="int8"`).
+    Unlike the package: sums are exact and the same however parameters are sharded, so `fsdp_in_use`
+    is accepted and says nothing; a gradient that is not finite changes nothing. `slice_p` makes the
+    package's estimate, but states stay whole: to save memory, give states of 8 bits. Further
+    `options` are those of every halfstep optimizer (`states="int8"`).
     """
 
     rule = "prodigy"
 
-    def __init__(self, params, lr=1.0, betas=(0.9, 0.999), beta3=None, eps=1e-8, weight_decay=0, decouple=True,
-                 use_bias_correction=False, safeguard_warmup=False, d0=1e-6, d_coef=1.0, growth_rate=float("inf"), fsdp_in_use=False,
-                 slice_p=1, **options):
+    def __init__(
+        self,
+        params,
+        lr=1.0,
+        betas=(0.9, 0.999),
+        beta3=None,
+        eps=1e-8,
+        weight_decay=0,
+        decouple=True,
+        use_bias_correction=False,
+        safeguard_warmup=False,
+        d0=1e-6,
+        d_coef=1.0,
+        growth_rate=float("inf"),
+        fsdp_in_use=False,
+        slice_p=1,
+        **options,
+    ):
         if not 0.0 < d0:
             raise ValueError(f"Invalid d0 value: {d0}")
         if not isinstance(lr, torch.Tensor) and not 0.0 < lr:
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 < eps:
             raise ValueError(f"Invalid epsilon value: {eps}")
-        given = {"betas": betas, "beta3": beta3, "use_bias_correction": use_bias_correction, "growth_rate": growth_rate, "slice_p": slice_p,
-                 "decouple": decouple, "fsdp_in_use": fsdp_in_use}
+        given = {
+            "betas": betas,
+            "beta3": beta3,
+            "use_bias_correction": use_bias_correction,
+            "growth_rate": growth_rate,
+            "slice_p": slice_p,
+            "decouple": decouple,
+            "fsdp_in_use": fsdp_in_use,
+        }
         given = _foreign.prodigyopt_group(given)
         options.setdefault("decay", given.pop("decay"))
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "d0": d0, "d_coef": d_coef,
-                                  "safeguard_warmup": safeguard_warmup, "d": d0, "d_max": d0, "d_numerator": 0.0, **given}, **options)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "d0": d0,
+                "d_coef": d_coef,
+                "safeguard_warmup": safeguard_warmup,
+                "d": d0,
+                "d_max": d0,
+                "d_numerator": 0.0,
+                **given,
+            },
+            **options,
+        )
 
     def add_param_group(self, param_group):
         """As in torch; options of the group may have the package's names."""
@@ -52,18 +91,28 @@ class Prodigy(Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure=None):
-        """One step. RuntimeError where groups of one `d_group` have different learning rates, of which the estimate has one; 0 leaves a group
-        out."""
+        """One step. RuntimeError where groups of one `d_group` have different learning rates, of
+        which the estimate has one; 0 leaves a group out."""
         shared = {}
         for group in self.param_groups:
             shared.setdefault(_sharding.number_of(group), []).append(group)
-        if any(len({float(group["lr"]) for group in groups} - {0.0}) > 1 for groups in shared.values()):
-            raise RuntimeError("Setting different lr values in different parameter groups is only supported for values of 0")
+        if any(
+            len({float(group["lr"]) for group in groups} - {0.0}) > 1 for groups in shared.values()
+        ):
+            raise RuntimeError(
+                "Setting different lr values in different parameter groups is only supported for"
+                " values of 0"
+            )
         loss = super().step(closure)
         for groups in shared.values():
             p = next((p for group in groups for p in group["params"] if self.state.get(p)), None)
             if p is not None:
                 told = {name: self.scalar(p, name) for name in _ESTIMATE}
                 for group in groups:
-                    group.update({name: value or group["d0"] * (name != "d_numerator") for name, value in told.items()})
+                    group.update(
+                        {
+                            name: value or group["d0"] * (name != "d_numerator")
+                            for name, value in told.items()
+                        }
+                    )
         return loss

@@ -1,21 +1,25 @@
-"""The interface of `torchao.optim` (0.18.0): Adam and AdamW with states of 8 or 4 bits or fp8, `_AdamW` with BF16 stochastic
-rounding, and `CPUOffloadOptimizer`.
+"""The interface of `torchao.optim` (0.18.0): Adam and AdamW with states of 8 or 4 bits or fp8,
+`_AdamW` with BF16 stochastic rounding, and `CPUOffloadOptimizer`.
 
     from halfstep.compat.torchao import AdamW8bit
     optimizer = AdamW8bit(model.parameters(), lr=1e-4, bf16_stochastic_round=True)
 
-States are halfstep's `int8`, `int4` and `fp8`, of the width that the class names, rather than torchao's maps (`dyn8` and
-`dyn4` here), because second moments that torchao stores as zero let updates grow ten thousandfold; `{"states": "dyn8"}` in a
-group has torchao's formats where its files matter. Also otherwise the same interface and not the same defects:
+States are halfstep's `int8`, `int4` and `fp8`, of the width that the class names, rather than
+torchao's maps (`dyn8` and `dyn4` here), because second moments that torchao stores as zero let
+updates grow ten thousandfold; `{"states": "dyn8"}` in a group has torchao's formats where its files
+matter. Also otherwise the same interface and not the same defects:
 
-* `bf16_stochastic_round` acts on BF16 parameters (`bf16-sr`, without it `bf16`, to nearest), in a model of mixed dtypes too;
-* `block_size` is accepted from the format's own on (32 elements of a row, `fp8` 128): its blocks are the finer ones. A
+* `bf16_stochastic_round` acts on BF16 parameters (`bf16-sr`, without it `bf16`, to nearest), in a
+model of mixed dtypes too; * `block_size` is accepted from the format's own on (32 elements of a
+row, `fp8` 128): its blocks are the finer ones. A
   smaller one is refused, since it cannot be had;
-* states are quantized where a row has a whole block, whatever the number of elements; what stays unquantized, and all states
+* states are quantized where a row has a whole block, whatever the number of elements; what stays
+unquantized, and all states
   of `_AdamW`, is float32 beside float32 parameters and stochastically rounded BF16 beside others;
-* `lr` is kept as a float32 tensor, as torchao does, so `group["lr"].fill_(x)` works, and so does assigning a number;
-* nothing is compiled, and states saved by torchao can be loaded.
+* `lr` is kept as a float32 tensor, as torchao does, so `group["lr"].fill_(x)` works, and so does
+assigning a number; * nothing is compiled, and states saved by torchao can be loaded.
 """
+
 import numbers
 
 import torch
@@ -25,23 +29,59 @@ from ..offload import CPUOffload
 from ..optimizer import Optimizer
 from ..rules import classes
 
-__all__ = ["Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8", "_AdamW", "CPUOffloadOptimizer"]
+__all__ = [
+    "Adam4bit",
+    "Adam8bit",
+    "AdamFp8",
+    "AdamW4bit",
+    "AdamW8bit",
+    "AdamWFp8",
+    "_AdamW",
+    "CPUOffloadOptimizer",
+]
 
 
 class _LowBit(Optimizer):
     """What the classes share. `weights` and `states` may be set by group."""
 
-    def __init__(self, params, lr, betas, eps, weight_decay, amsgrad, states, block_size, bf16_stochastic_round):
+    def __init__(
+        self,
+        params,
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        amsgrad,
+        states,
+        block_size,
+        bf16_stochastic_round,
+    ):
         if block_size is not None:
             finest = _abi.formats[states].block
-            if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral) or block_size < 1:
-                raise ValueError(f"Invalid block_size: {block_size!r}, a positive whole number is needed")
+            if (
+                isinstance(block_size, bool)
+                or not isinstance(block_size, numbers.Integral)
+                or block_size < 1
+            ):
+                raise ValueError(
+                    f"Invalid block_size: {block_size!r}, a positive whole number is needed"
+                )
             if block_size < finest:
-                raise ValueError(f"Invalid block_size: {block_size}; {type(self).__name__} has blocks of {finest} elements, "
-                                 f"which serve every block_size from {finest} on")
+                raise ValueError(
+                    f"Invalid block_size: {block_size}; {type(self).__name__} has blocks of"
+                    f" {finest} elements, which serve every block_size from {finest} on"
+                )
         self.block_size = float("inf") if block_size is None else block_size
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(params, defaults, weights="bf16-sr" if bf16_stochastic_round else "bf16", states=states)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
+        super().__init__(
+            params, defaults, weights="bf16-sr" if bf16_stochastic_round else "bf16", states=states
+        )
 
     @property
     def is_adamw(self):
@@ -50,7 +90,8 @@ class _LowBit(Optimizer):
 
     @property
     def bf16_stochastic_round(self):
-        """Whether BF16 parameters are rounded stochastically. May be set; for single groups `weights` says it."""
+        """Whether BF16 parameters are rounded stochastically. May be set; for single groups
+        `weights` says it."""
         return self.defaults["weights"] == "bf16-sr"
 
     @bf16_stochastic_round.setter
@@ -78,9 +119,21 @@ class Adam8bit(_LowBit):
 
     rule = "adam"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *, block_size=256,
-                 bf16_stochastic_round=False) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "int8", block_size, bf16_stochastic_round)
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0,
+        amsgrad=False,
+        *,
+        block_size=256,
+        bf16_stochastic_round=False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, "int8", block_size, bf16_stochastic_round
+        )
 
 
 class Adam4bit(_LowBit):
@@ -88,9 +141,21 @@ class Adam4bit(_LowBit):
 
     rule = "adam"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *, block_size=128,
-                 bf16_stochastic_round=False) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "int4", block_size, bf16_stochastic_round)
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0,
+        amsgrad=False,
+        *,
+        block_size=128,
+        bf16_stochastic_round=False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, "int4", block_size, bf16_stochastic_round
+        )
 
 
 class AdamFp8(_LowBit):
@@ -98,9 +163,21 @@ class AdamFp8(_LowBit):
 
     rule = "adam"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *, block_size=256,
-                 bf16_stochastic_round=False) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "fp8", block_size, bf16_stochastic_round)
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0,
+        amsgrad=False,
+        *,
+        block_size=256,
+        bf16_stochastic_round=False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, "fp8", block_size, bf16_stochastic_round
+        )
 
 
 class AdamW8bit(_LowBit):
@@ -108,9 +185,21 @@ class AdamW8bit(_LowBit):
 
     rule = "adamw"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *, block_size=256,
-                 bf16_stochastic_round=False) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "int8", block_size, bf16_stochastic_round)
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        block_size=256,
+        bf16_stochastic_round=False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, "int8", block_size, bf16_stochastic_round
+        )
 
 
 class AdamW4bit(_LowBit):
@@ -118,9 +207,21 @@ class AdamW4bit(_LowBit):
 
     rule = "adamw"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *, block_size=128,
-                 bf16_stochastic_round=False) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "int4", block_size, bf16_stochastic_round)
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        block_size=128,
+        bf16_stochastic_round=False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, "int4", block_size, bf16_stochastic_round
+        )
 
 
 class AdamWFp8(_LowBit):
@@ -128,31 +229,65 @@ class AdamWFp8(_LowBit):
 
     rule = "adamw"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *, block_size=256,
-                 bf16_stochastic_round=False) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "fp8", block_size, bf16_stochastic_round)
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        block_size=256,
+        bf16_stochastic_round=False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, "fp8", block_size, bf16_stochastic_round
+        )
 
 
-#: for trainers that take any name which ends in "8bit" for a class of bitsandbytes (docs/frameworks.md)
+#: for trainers that take any name which ends in "8bit" for a class of bitsandbytes
+#: (docs/frameworks.md)
 AdamInt8, AdamWInt8 = Adam8bit, AdamW8bit
 
 
 class _AdamW(_LowBit):
-    """AdamW with states that are not quantized. Parameters of torchao's quantized training are refused."""
+    """AdamW with states that are not quantized. Parameters of torchao's quantized training are
+    refused."""
 
     rule = "adamw"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *,
-                 bf16_stochastic_round=False) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, None, None, bf16_stochastic_round)
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        bf16_stochastic_round=False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, None, None, bf16_stochastic_round
+        )
 
 
 def _own(optimizer_class):
     """This package's class in the place of torch's of the same name."""
     if optimizer_class.__module__.startswith("torch.optim"):
-        found = next((cls for name, cls in classes.items() if name.lower() == optimizer_class.__name__.lower()), None)
+        found = next(
+            (
+                cls
+                for name, cls in classes.items()
+                if name.lower() == optimizer_class.__name__.lower()
+            ),
+            None,
+        )
         if found is None:
-            raise ValueError(f"halfstep has no {optimizer_class.__name__}; there are: {', '.join(classes)}")
+            raise ValueError(
+                f"halfstep has no {optimizer_class.__name__}; there are: {', '.join(classes)}"
+            )
         return found
     return optimizer_class
 
@@ -160,16 +295,25 @@ def _own(optimizer_class):
 class CPUOffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose states and steps are in CPU memory.
 
-    `optimizer_class` gets all parameters in one optimizer with the given groups, which this one speaks for: its `param_groups`,
-    `state`, schedulers, hooks and state_dict are that optimizer's. Parameters that do not require a gradient are left out,
-    as in torchao. Where some are on an accelerator it is a `halfstep.CPUOffload` of the class; a class of `torch.optim` is
-    halfstep's of the same name then, and others are refused. Unlike in torchao, `clip_norm` clips by the norm of all parameters,
-    `offload_gradients` goes with accumulation, and what is saved is what the class saves by itself. Where all are in CPU memory there
-    is nothing to move, so `offload_gradients` and `minimal_size` change nothing.
+    `optimizer_class` gets all parameters in one optimizer with the given groups, which this one
+    speaks for: its `param_groups`, `state`, schedulers, hooks and state_dict are that optimizer's.
+    Parameters that do not require a gradient are left out, as in torchao. Where some are on an
+    accelerator it is a `halfstep.CPUOffload` of the class; a class of `torch.optim` is halfstep's
+    of the same name then, and others are refused. Unlike in torchao, `clip_norm` clips by the norm
+    of all parameters, `offload_gradients` goes with accumulation, and what is saved is what the
+    class saves by itself. Where all are in CPU memory there is nothing to move, so
+    `offload_gradients` and `minimal_size` change nothing.
     """
 
-    def __init__(self, params, optimizer_class=torch.optim.AdamW, *, offload_gradients=False, minimal_size=4096,
-                 **kwargs) -> None:
+    def __init__(
+        self,
+        params,
+        optimizer_class=torch.optim.AdamW,
+        *,
+        offload_gradients=False,
+        minimal_size=4096,
+        **kwargs,
+    ) -> None:
         if optimizer_class is torch.optim.AdamW:
             kwargs.setdefault("fused", True)
         groups = list(params)
@@ -186,8 +330,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             for member in members:
                 p = member[1] if isinstance(member, tuple) else member
                 if p.device.type == "meta":
-                    raise NotImplementedError(f"halfstep: a parameter of shape {tuple(p.shape)} is on {p.device}; call "
-                                              "to_empty() first")
+                    raise NotImplementedError(
+                        f"halfstep: a parameter of shape {tuple(p.shape)} is on {p.device}; call "
+                        "to_empty() first"
+                    )
                 moved |= _devices.is_asynchronous(_devices.of(p))
                 if p.requires_grad:
                     group["params"].append(member)
@@ -197,11 +343,21 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             raise ValueError("optimizer got no parameter that requires a gradient")
         self.offload_gradients, self.minimal_size = offload_gradients, minimal_size
         #: the optimizer that does the work
-        self.optimizer = optimizer_class(kept, **kwargs) if not moved else CPUOffload(
-            kept, _own(optimizer_class), offload_gradients=offload_gradients, minimal_size=minimal_size, **kwargs)
+        self.optimizer = (
+            optimizer_class(kept, **kwargs)
+            if not moved
+            else CPUOffload(
+                kept,
+                _own(optimizer_class),
+                offload_gradients=offload_gradients,
+                minimal_size=minimal_size,
+                **kwargs,
+            )
+        )
 
     def __getattr__(self, name):
-        # Only for what is not found here: defaults, the dictionaries of hooks, and the worker's own methods and attributes.
+        # Only for what is not found here: defaults, the dictionaries of hooks, and the worker's own
+        # methods and attributes.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -1,21 +1,28 @@
-"""The interface of torchastic (0.1.2): AdamW, Compass, LPFAdamW and RMSProp with weights and states in BF16, every one of
-them rounded stochastically, and the `StochasticAccumulator`.
+"""The interface of torchastic (0.1.2): AdamW, Compass, LPFAdamW and RMSProp with weights and states
+in BF16, every one of them rounded stochastically, and the `StochasticAccumulator`.
 
     from halfstep.compat.torchastic import Compass, StochasticAccumulator
 
-BF16 parameters get `bf16-sr` weights and all parameters `bf16-sr` states, as there; float32 parameters, which the package
-refuses, are accepted and stay float32. Random bits are halfstep's: a function of seed, parameter name, step and position;
-torch's global generator gives the seed, once. Where the arithmetic differs:
+BF16 parameters get `bf16-sr` weights and all parameters `bf16-sr` states, as there; float32
+parameters, which the package refuses, are accepted and stay float32. Random bits are halfstep's: a
+function of seed, parameter name, step and position; torch's global generator gives the seed, once.
+Where the arithmetic differs:
 
-* weight decay of `AdamW` and `Compass` is lr * weight_decay in every step; the package divides it by 1 - beta1 ** step,
+* weight decay of `AdamW` and `Compass` is lr * weight_decay in every step; the package divides it
+by 1 - beta1 ** step,
   which makes it ten (Compass: a hundred) times too strong in the first step;
-* `Compass` steps by lr from the start, and the average is debiased before it amplifies. The package divides lr by
-  1 - beta1 ** step and so begins with steps a hundred times too long; a group with `"published": True` does that too;
-* `LPFAdamW` is the package's arithmetic, decay included, with steps of lr from the start. With `"published": False` in a
+* `Compass` steps by lr from the start, and the average is debiased before it amplifies. The package
+divides lr by
+  1 - beta1 ** step and so begins with steps a hundred times too long; a group with `"published":
+  True` does that too;
+* `LPFAdamW` is the package's arithmetic, decay included, with steps of lr from the start. With
+`"published": False` in a
   group the average is debiased before it amplifies and the decay is not divided;
-* `centralization`, a factor in [0, 1], acts on parameters of two or more dimensions; the package also takes the mean of
+* `centralization`, a factor in [0, 1], acts on parameters of two or more dimensions; the package
+also takes the mean of
   vectors from them, and scalars to zero.
 """
+
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..accumulate import GradientAccumulator, complain
@@ -25,7 +32,8 @@ __all__ = ["Compass", "RMSProp", "AdamW", "LPFAdamW", "StochasticAccumulator"]
 
 
 class _Stochastic(Optimizer):
-    """What the four classes share. Group options keep the package's names; `weights` and `states` may be set by group."""
+    """What the four classes share. Group options keep the package's names; `weights` and `states`
+    may be set by group."""
 
     #: names in the package's saved states -> here
     _state_names = {"ema": "exp_avg", "ema_squared": "exp_avg_sq"}
@@ -42,29 +50,71 @@ class _Stochastic(Optimizer):
 
     def load_state_dict(self, state_dict):
         """As halfstep's; takes what torchastic saved as well."""
-        states = {key: {self._state_names.get(name, name): value for name, value in state.items()}
-                  for key, state in state_dict["state"].items()}
+        states = {
+            key: {self._state_names.get(name, name): value for name, value in state.items()}
+            for key, state in state_dict["state"].items()
+        }
         super().load_state_dict({**state_dict, "state": states})
 
 
 class Compass(_Stochastic):
-    """The gradient, amplified by `amp_fac` times its average, over the root of its own second moment."""
+    """The gradient, amplified by `amp_fac` times its average, over the root of its own second
+    moment."""
 
     rule = "compass"
 
-    def __init__(self, params, lr=1e-3, betas=(0.99, 0.999), amp_fac=5, eps=1e-8, weight_decay=0, centralization=0):
-        super().__init__(params, {"lr": lr, "betas": betas, "amp_fac": amp_fac, "eps": eps, "weight_decay": weight_decay,
-                                  "centralization": centralization, "published": False})
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.99, 0.999),
+        amp_fac=5,
+        eps=1e-8,
+        weight_decay=0,
+        centralization=0,
+    ):
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "amp_fac": amp_fac,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "centralization": centralization,
+                "published": False,
+            },
+        )
 
 
 class LPFAdamW(_Stochastic):
-    """AdamW on gradients that are amplified by `amp_fac` times their low-passed version (betas[0])."""
+    """AdamW on gradients that are amplified by `amp_fac` times their low-passed version
+    (betas[0])."""
 
     rule = "lpfadamw"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.9, 0.999), amp_fac=2, eps=1e-8, weight_decay=0, centralization=0):
-        super().__init__(params, {"lr": lr, "betas": betas, "amp_fac": amp_fac, "eps": eps, "weight_decay": weight_decay,
-                                  "centralization": centralization, "published": True})
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.9, 0.999),
+        amp_fac=2,
+        eps=1e-8,
+        weight_decay=0,
+        centralization=0,
+    ):
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "amp_fac": amp_fac,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "centralization": centralization,
+                "published": True,
+            },
+        )
 
 
 class AdamW(_Stochastic):
@@ -72,9 +122,19 @@ class AdamW(_Stochastic):
 
     rule = "adamw"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, centralization=0):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                                  "centralization": centralization})
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, centralization=0
+    ):
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "centralization": centralization,
+            },
+        )
 
 
 class RMSProp(_Stochastic):
@@ -84,8 +144,16 @@ class RMSProp(_Stochastic):
     _state_names = {"ema_squared": "square_avg"}
 
     def __init__(self, params, lr=1e-3, beta=0.999, eps=1e-8, weight_decay=0, centralization=0):
-        super().__init__(params, {"lr": lr, "beta": beta, "eps": eps, "weight_decay": weight_decay,
-                                  "centralization": centralization})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "beta": beta,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "centralization": centralization,
+            },
+        )
 
     def _hypers(self, group):
         return {**super()._hypers(group), "alpha": float(group["beta"]), "debias": 1.0}
@@ -96,8 +164,8 @@ _accumulators = WeakIdKeyDictionary()
 
 
 class StochasticAccumulator:
-    """Sums of gradients over backward passes in BF16, rounded stochastically: halfstep.GradientAccumulator behind the
-    package's names.
+    """Sums of gradients over backward passes in BF16, rounded stochastically:
+    halfstep.GradientAccumulator behind the package's names.
 
         StochasticAccumulator.assign_hooks(model)
         ...
@@ -106,9 +174,10 @@ class StochasticAccumulator:
         StochasticAccumulator.reassign_grad_buffer(model)
         optimizer.step()
 
-    float32 parameters work too (the package cannot give them their sum back) and get it as float32. `seed` and `missing` are
-    read as attributes of the class: the seed by `assign_hooks`, and by `reassign_grad_buffer` whether a parameter without a
-    gradient is an error ("error", as in the package) or stays without ("skip").
+    float32 parameters work too (the package cannot give them their sum back) and get it as float32.
+    `seed` and `missing` are read as attributes of the class: the seed by `assign_hooks`, and by
+    `reassign_grad_buffer` whether a parameter without a gradient is an error ("error", as in the
+    package) or stays without ("skip").
     """
 
     seed = None
@@ -124,7 +193,8 @@ class StochasticAccumulator:
 
     @staticmethod
     def reassign_grad_buffer(model):
-        """Makes the sums the gradients of the model's parameters. If a gradient is missing, nothing has changed."""
+        """Makes the sums the gradients of the model's parameters. If a gradient is missing, nothing
+        has changed."""
         ours, without = {}, []
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, p in trainable:
@@ -134,15 +204,25 @@ class StochasticAccumulator:
             elif p.grad is None:
                 without.append(name)
         if trainable and not ours:
-            raise RuntimeError("halfstep: StochasticAccumulator.assign_hooks() was not called for this model")
+            raise RuntimeError(
+                "halfstep: StochasticAccumulator.assign_hooks() was not called for this model"
+            )
         if StochasticAccumulator.missing != "skip":
-            complain(without + [name for accumulator, indices in ours.values() for name in accumulator._without(indices)])
+            complain(
+                without
+                + [
+                    name
+                    for accumulator, indices in ours.values()
+                    for name in accumulator._without(indices)
+                ]
+            )
         for accumulator, indices in ours.values():
             accumulator._hand_back(indices)
 
     @staticmethod
     def assign_hooks(model):
-        """Puts a hook on each parameter that requires a gradient; those that have one keep it. Returns their handles."""
+        """Puts a hook on each parameter that requires a gradient; those that have one keep it.
+        Returns their handles."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         fresh = [(name, p) for name, p in trainable if p not in _accumulators]
         if fresh:

@@ -1,8 +1,9 @@
 """The interface of `transformers.optimization.Adafactor` (5.23).
 
-    from halfstep.compat.transformers import Adafactor
-    optimizer = Adafactor(model.parameters(), scale_parameter=False, relative_step=False, warmup_init=False, lr=1e-3)
+from halfstep.compat.transformers import Adafactor optimizer = Adafactor(model.parameters(),
+scale_parameter=False, relative_step=False, warmup_init=False, lr=1e-3)
 """
+
 from __future__ import annotations
 
 import math
@@ -16,24 +17,47 @@ __all__ = ["Adafactor"]
 class Adafactor(classes["Adafactor"]):
     """Adafactor as the paper has it, with a learning rate from outside or by the number of updates.
 
-    Groups may be given with transformers' names, and keep halfstep's: `d`, `beta2_decay`; `beta1` is 0 for none, and lr with relative_step
-    is the largest step, 1e-2, which a scheduler may lower. Second moments of tensors of three or more dimensions have factors over the first
-    dimension and over the rest. Further `options` are those of every halfstep optimizer: BF16 parameters are rounded stochastically
-    (`weights="bf16-sr"`), and `states="int8"` stores the first moment in bytes.
+    Groups may be given with transformers' names, and keep halfstep's: `d`, `beta2_decay`; `beta1`
+    is 0 for none, and lr with relative_step is the largest step, 1e-2, which a scheduler may lower.
+    Second moments of tensors of three or more dimensions have factors over the first dimension and
+    over the rest. Further `options` are those of every halfstep optimizer: BF16 parameters are
+    rounded stochastically (`weights="bf16-sr"`), and `states="int8"` stores the first moment in
+    bytes.
     """
 
     rule = "adafactor"
 
-    def __init__(self, params, lr=None, eps=(1e-30, 1e-3), clip_threshold=1.0, decay_rate=-0.8, beta1=None, weight_decay=0.0,
-                 scale_parameter=True, relative_step=True, warmup_init=False, **options):
+    def __init__(
+        self,
+        params,
+        lr=None,
+        eps=(1e-30, 1e-3),
+        clip_threshold=1.0,
+        decay_rate=-0.8,
+        beta1=None,
+        weight_decay=0.0,
+        scale_parameter=True,
+        relative_step=True,
+        warmup_init=False,
+        **options,
+    ):
         if lr is not None and relative_step:
             raise ValueError("Cannot combine manual `lr` and `relative_step=True` options")
         if warmup_init and not relative_step:
             raise ValueError("`warmup_init=True` requires `relative_step=True`")
         if lr is None and not relative_step:
             raise ValueError("`relative_step=False` requires `lr`")
-        given = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1,
-                 "weight_decay": weight_decay, "scale_parameter": scale_parameter, "relative_step": relative_step, "warmup_init": warmup_init}
+        given = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "weight_decay": weight_decay,
+            "scale_parameter": scale_parameter,
+            "relative_step": relative_step,
+            "warmup_init": warmup_init,
+        }
         super().__init__(params, **_foreign.factored_group(_abi.rules[self.rule], given), **options)
 
     def add_param_group(self, param_group):
