@@ -631,7 +631,8 @@ ROWS = {
         ),
         lambda n: (
             peak("torchastic", "`AdamW` with `StochasticAccumulator`:")
-            + f", {less('torchastic', 'torch_fused')} and {less('torchastic', 'torchao_8bit_f32')} less"
+            + f", {less('torchastic', 'torch_fused')}"
+            + f" and {less('torchastic', 'torchao_8bit_f32')} less"
             + theirs("torchastic", "torchastic's")
         ),
     ),
@@ -748,7 +749,8 @@ ROWS = {
         lambda n: (
             (
                 lambda own, published, adam: (
-                    f"`Lamb16`: {own:.3f} B of state per parameter, Adam's {adam:.3f}: {own / adam:.3f}"
+                    f"`Lamb16`: {own:.3f} B of state per parameter, Adam's {adam:.3f}:"
+                    f" {own / adam:.3f}"
                     f" (with its published scaling {published:.3f}, {published / adam:.3f}); "
                 )
             )(*(cases(name)["states"] for name in ("lamb16", "lamb16_published", "torch_fused")))

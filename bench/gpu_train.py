@@ -6,7 +6,8 @@ fp32.
                                                         parameters in 24 GB: peak, tokens a second
     python bench/gpu_train.py ladder --data TEXT        fp32 against int8 and int4 states for 10, 40
                                                         and 120 million parameters: losses
-    python bench/gpu_train.py limit --device cpu --width 64 --depth 2 --context 32 --vocab 256      without a GPU, to see that everything runs
+    python bench/gpu_train.py limit --device cpu --width 64 --depth 2 --context 32 --vocab 256
+                                                        without a GPU, to see that everything runs
 
 `limit` trains a Llama-shaped model of plain modules with activation checkpointing. Its first
 weights are random. The whole process may hold --memory bytes of the GPU. torch's allocator gets

@@ -126,7 +126,7 @@ def as_given(values, half: bool):
     return (values.half() if half else values.bfloat16()).float()
 
 
-# ---- The traps. Each returns a number that is divided by the reference's; `short` divides the steps.
+# ---- The traps. Each returns a number to divide by the reference's. `short` divides the steps.
 
 
 def movement(contestant, short: float, half: bool) -> float:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fine-tunes a small language model in 16-bit storage, and compares every recipe with fp32 AdamW.
 
-    python examples/finetune.py                                       # data/demo.txt, a quarter of an hour on one core
+    python examples/finetune.py     # data/demo.txt, a quarter of an hour on one core
     python examples/finetune.py --data FILE --recipes adamw/bf16-sr/int8,adamw/bf16 --seeds 5 --svg
     finetune.svg
 

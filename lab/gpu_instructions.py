@@ -2,9 +2,10 @@
 """Instructions of the fused kernels for each element, by recipe and architecture, and what they
 leave of memory's speed: without a GPU.
 
-    gpu_instructions.py [--archs 80,90,120] [--rows adamw/bf16-sr/int8,...]     as Markdown
-    gpu_instructions.py --write docs/gpu.md                                    puts the table between its marks there
-    gpu_instructions.py --fused CUBIN                                          the fused multiply-adds in machine code; 1 if there are any
+    gpu_instructions.py [--archs 80,90,120] [--rows adamw/bf16-sr/int8,...]    as Markdown
+    gpu_instructions.py --write docs/gpu.md     puts the table between its marks there
+    gpu_instructions.py --fused CUBIN           prints the fused multiply-adds in machine code;
+                                                exits with 1 if there are any
 
 clang makes PTX of src/device/cuda/code/kernels.cu with one format of weights and one of gradients
 at a time, ptxas 12.9 (scripts/ptxas.sh) makes machine code of it, nvdisasm of the Python index

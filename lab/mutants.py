@@ -2,9 +2,10 @@
 """Changes one place of the sources at a time and shows which tests notice: mutation testing of src,
 python/halfstep and tools.
 
-    lab/mutants.py --seed d2f63ea1 --count 150 --csv mutants.csv        runs, or goes on where this CSV stopped
+    lab/mutants.py --seed d2f63ea1 --count 150 --csv mutants.csv    runs, or goes on where this CSV
+                                                                    stopped
     lab/mutants.py --seed d2f63ea1 --count 150 --csv mutants.csv --table
-    lab/mutants.py --seed d2f63ea1 --count 20 --list                    prints the mutants only
+    lab/mutants.py --seed d2f63ea1 --count 20 --list                prints the mutants only
 
 A mutant replaces an operator, changes a constant, negates a condition, leaves out a call or swaps
 two arguments. A line has at most one. The seed alone chooses the files (in proportion to their
@@ -73,8 +74,10 @@ BUILD_LIMIT = 1800  # seconds for one call of ninja
 Mutant = collections.namedtuple("Mutant", "id file line kind start end new statement")
 
 C_TOKEN = re.compile(
-    r"""(?P<hash>^[ \t]*\#(?:\\\n|/\*.*?\*/|[^\n])*) | (?P<skip>[ \t\r\f]+|\n|\\\n|//[^\n]*|/\*.*?\*/)
-    | (?P<text>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*') | (?P<number>\.?\d(?:[eEpP][+-]|[\w.])*) | (?P<name>[A-Za-z_]\w*)
+    r"""(?P<hash>^[ \t]*\#(?:\\\n|/\*.*?\*/|[^\n])*)
+    | (?P<skip>[ \t\r\f]+|\n|\\\n|//[^\n]*|/\*.*?\*/)
+    | (?P<text>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')
+    | (?P<number>\.?\d(?:[eEpP][+-]|[\w.])*) | (?P<name>[A-Za-z_]\w*)
     | (?P<op><<=|>>=|\.\.\.|->|\+\+|--|<<|>>|[<>=!+*/%&|^-]=|&&|\|\||.)""",
     re.M | re.S | re.X,
 )
@@ -894,8 +897,10 @@ class Insert(ast.NodeTransformer):
     def __init__(self, name):
         self.name = name
     def call(self, s):
-        text = isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) and isinstance(s.value.value, str)
-        if not isinstance(s, ast.stmt) or text or isinstance(s, ast.ImportFrom) and s.module == "__future__":
+        constant = isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
+        text = constant and isinstance(s.value.value, str)
+        future = isinstance(s, ast.ImportFrom) and s.module == "__future__"
+        if not isinstance(s, ast.stmt) or text or future:
             return []
         new = ast.parse(f"__mutants_hit__({self.name!r}, {s.lineno})").body
         return [ast.increment_lineno(new[0], s.lineno - 1)]

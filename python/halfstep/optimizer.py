@@ -740,7 +740,7 @@ class Optimizer(torch.optim.Optimizer):
                 taken.add(found[p])
         return found
 
-    # ---- What an optimizer that steps weights or keeps states elsewhere than they lie has of its own
+    # ---- What an optimizer does differently that steps weights or keeps states elsewhere
     # (offload.py, streaming.py) ----
 
     def _home(self, p):

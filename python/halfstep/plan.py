@@ -147,7 +147,8 @@ class Plan:
             )
         title = (
             f"{self.parameters}"
-            f" parameters{', gradients released' if self.release else ''}{', states offloaded' if self.offload else ''}."
+            f" parameters{', gradients released' if self.release else ''}"
+            f"{', states offloaded' if self.offload else ''}."
             " Bytes per parameter:"
         )
         foot = "Weights are counted as stored in the recipe's format. Activations come on top."

@@ -151,7 +151,6 @@ def order(base):
                         f"the manifest names a checkpoint whose {inside} may be gone after a loss"
                         " of power"
                     )
-                waiting = True
         if (
             name in ("unlink", "rmdir")
             and "/run/checkpoint-" in disk.path(first)
@@ -445,7 +444,8 @@ def decimal_commas(base):
 import ctypes, locale, os, sys
 locale.setlocale(locale.LC_ALL, "")
 assert locale.localeconv()["decimal_point"] == ","
-core, io = ctypes.CDLL(sys.argv[1] + "/libhalfstep.so", ctypes.RTLD_GLOBAL), ctypes.CDLL(sys.argv[1] + "/libhalfstep_io.so")
+core = ctypes.CDLL(sys.argv[1] + "/libhalfstep.so", ctypes.RTLD_GLOBAL)
+io = ctypes.CDLL(sys.argv[1] + "/libhalfstep_io.so")
 opt, group, value = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_double()
 assert core.halfstep_create(None, ctypes.byref(opt)) == 0
 assert core.halfstep_add_group(opt, b"adamw/bf16-sr/int8", ctypes.byref(group)) == 0
@@ -453,7 +453,8 @@ assert core.halfstep_set_hyper(opt, group, b"lr", ctypes.c_double(0.25)) == 0
 core.halfstep_get_hyper(opt, group, b"lr", ctypes.byref(value))
 assert value.value == 0.25
 checkpoint, text = ctypes.c_void_p(), ctypes.create_string_buffer(512)
-assert io.halfstep_open_checkpoint(ctypes.byref(checkpoint), b"run", None, text, 512) == 0, text.value
+code = io.halfstep_open_checkpoint(ctypes.byref(checkpoint), b"run", None, text, 512)
+assert code == 0, text.value
 assert core.halfstep_set_hyper(opt, group, b"beta1", ctypes.c_double(1.5)) < 0
 core.halfstep_error_detail.restype = ctypes.c_char_p
 assert b"1.5" in core.halfstep_error_detail(opt) or b"1,5" in core.halfstep_error_detail(opt)

@@ -522,7 +522,7 @@ def main():
             except Wrong as wrong:
                 print(wrong)
                 return 1
-        total, wrongs, statuses = 0, [], collections.Counter()
+        total, wrongs = 0, []
         rows = collections.OrderedDict()
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             for scenario in scenarios:

@@ -94,7 +94,10 @@ def test_selection():
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("peers")
-    only = "^torch$,^torch-bf16$,^optimi-kahan$,^adamw/f32/f32,^adamw/bf16-sr/int8$,^flashoptim$,^torchastic$"
+    only = (
+        "^torch$,^torch-bf16$,^optimi-kahan$,^adamw/f32/f32,^adamw/bf16-sr/int8$,^flashoptim$,"
+        "^torchastic$"
+    )
     text = run(
         "peers.py",
         "--only",

@@ -51,7 +51,10 @@ def finetune(*arguments):
 @pytest.fixture(scope="module")
 def result(text, tmp_path_factory):
     figure = str(tmp_path_factory.mktemp("figure") / "finetune.svg")
-    recipes = "adamw/f32,adamw/bf16-kahan,adamw/bf16-sr,adamw/bf16-sr/int8,adamw/f16-ecc8/int4,lion/bf16-sr,adamw/bf16"
+    recipes = (
+        "adamw/f32,adamw/bf16-kahan,adamw/bf16-sr,adamw/bf16-sr/int8,adamw/f16-ecc8/int4,"
+        "lion/bf16-sr,adamw/bf16"
+    )
     done = finetune("--data", text, "--recipes", recipes, "--seeds", "2", "--json", "--svg", figure)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

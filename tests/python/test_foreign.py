@@ -149,7 +149,10 @@ for name in ("_triton_quantize_kernel", "_triton_dequantize_kernel"):
 made = {}
 for i, shape in enumerate(((96, 128), (67, 71), (33,))):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(i)) * 10.0 ** -i
-    for name, kind in (("exp_avg", dict(signed=True)), ("exp_avg_sq", dict(signed=False, sqrt=True, softsign=False))):
+    for name, kind in (
+        ("exp_avg", dict(signed=True)),
+        ("exp_avg_sq", dict(signed=False, sqrt=True, softsign=False)),
+    ):
         codes, scales = flash.quantize(values if kind["signed"] else values.square(), **kind)
         made[i, name] = codes, scales, flash.dequantize(codes, scales, **kind)
 torch.save(made, sys.argv[1])

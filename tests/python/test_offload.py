@@ -284,7 +284,7 @@ def test_read_and_write(gpu):
 def test_schedulers_groups_and_frozen_parameters(gpu):
     values = start(torch.bfloat16)
     both = []
-    for offload, put in ((False, torch.clone), (True, gpu.tensor)):
+    for hosted, put in ((False, torch.clone), (True, gpu.tensor)):
         params = {name: torch.nn.Parameter(put(v)) for name, v in values.items()}
         params["head.weight"].requires_grad_(False)
         groups = [
@@ -296,7 +296,7 @@ def test_schedulers_groups_and_frozen_parameters(gpu):
         ]
         opt = (
             halfstep.CPUOffload(groups, "adamw/bf16-sr/int8", minimal_size=0, seed=5)
-            if offload
+            if hosted
             else halfstep.optimizer("adamw/bf16-sr/int8", groups, seed=5)
         )
         extra = torch.nn.Parameter(put(torch.ones(64, 64)))
@@ -554,18 +554,18 @@ def test_under_the_name_of_torchao(gpu):
         (torch.optim.AdamW, halfstep.AdamW),
     ):
         both = []
-        for offload in (False, True):
+        for hosted in (False, True):
             values = start(torch.bfloat16)
             params = {
-                n: torch.nn.Parameter(gpu.tensor(v) if offload else v) for n, v in values.items()
+                n: torch.nn.Parameter(gpu.tensor(v) if hosted else v) for n, v in values.items()
             }
             torch.manual_seed(3)  # which the seed is drawn from
             opt = (
                 torchao.CPUOffloadOptimizer(params.values(), inner, lr=1e-3, offload_gradients=True)
-                if offload
+                if hosted
                 else plain(params.values(), lr=1e-3)
             )
-            both.append((params, opt.optimizer if offload else opt))
+            both.append((params, opt.optimizer if hosted else opt))
         assert isinstance(both[1][1], halfstep.CPUOffload)
         run(gpu, both, 1, 4)
         (a, x), (b, y) = both

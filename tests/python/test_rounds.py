@@ -309,15 +309,18 @@ def micro_batches(rule, recipe, release, idle, zeros=False, steps=2, save=False,
     one of zeros there."""
     dtype, formats = RECIPES[recipe]
     params = {name: torch.nn.Parameter(torch.ones(16, 64).to(dtype)) for name in "ab"}
-    make = lambda ps: class_of(rule)(
-        ps.items(),
-        lr=0.01,
-        seed=0,
-        weight_decay=0.0,
-        gradient_release=release,
-        **formats,
-        **options,
-    )
+
+    def make(ps):
+        return class_of(rule)(
+            ps.items(),
+            lr=0.01,
+            seed=0,
+            weight_decay=0.0,
+            gradient_release=release,
+            **formats,
+            **options,
+        )
+
     opt = make(params)
     for step in range(steps):
         for micro in range(4):

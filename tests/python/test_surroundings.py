@@ -93,7 +93,9 @@ def test_slips_are_refused(key, option):
     ],
 )
 def test_groups_of_another_algorithm_are_refused_by_muon(key, value):
-    groups = lambda: [{"params": [weight()], "lr": 0.02}, {"params": [weight()], key: value}]
+    def groups():
+        return [{"params": [weight()], "lr": 0.02}, {"params": [weight()], key: value}]
+
     with pytest.raises(
         ValueError, match=f"{key!r}: {value!r}, and Muon steps all.*optimizer of that rule"
     ):
@@ -385,8 +387,10 @@ ema.load_state_dict(ema.state_dict())
 accumulator = halfstep.GradientAccumulator(model).attach()
 model(torch.ones(2, 64).bfloat16()).sum().backward()
 offload = halfstep.CPUOffload(model.named_parameters(), "adamw/bf16-sr/int8", gradient_release=True)
-optimi.sgd([torch.ones(4)], [torch.ones(4)], [torch.ones(4)], None, lr=0.5, momentum=0.9, weight_decay=0.0, dampening=False, decouple_wd=True, decouple_lr=False,
-           max_lr=0.5, kahan_sum=False)
+optimi.sgd(
+    [torch.ones(4)], [torch.ones(4)], [torch.ones(4)], None, lr=0.5, momentum=0.9, weight_decay=0.0,
+    dampening=False, decouple_wd=True, decouple_lr=False, max_lr=0.5, kahan_sum=False,
+)
 cycle = [opt, ema, accumulator, offload]
 cycle.append(cycle)
 """

@@ -17,7 +17,9 @@ import torch
 import halfstep
 
 model = torch.nn.Linear(8, 8)
-opt = halfstep.AdamW(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), states="int8", weights="bf16-kahan")
+opt = halfstep.AdamW(
+    model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), states="int8", weights="bf16-kahan"
+)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
 other: halfstep.Optimizer = halfstep.optimizer("lion/bf16-sr/int8", model.parameters(), lr=1e-4)
 muon = halfstep.Muon(model.parameters(), momentum=0.95, nesterov=True)

@@ -159,7 +159,8 @@ class _Item:
                 or comp.shape != param.shape
             ):
                 raise ValueError(
-                    f"halfstep: kahan_sum=True needs kahan_comps[{i}] to be a tensor like params[{i}]"
+                    f"halfstep: kahan_sum=True needs kahan_comps[{i}] to be a tensor like"
+                    f" params[{i}]"
                 )
             self.comp = self._dense(comp, True)
         formats: List[str] = []
@@ -176,8 +177,8 @@ class _Item:
                 or value.device != param.device
             ):
                 raise ValueError(
-                    f"halfstep: state {s.name!r} of {name} must be a float32, bfloat16 or float16 tensor of "
-                    f"the shape and device of {name}"
+                    f"halfstep: state {s.name!r} of {name} must be a float32, bfloat16 or float16"
+                    f" tensor of the shape and device of {name}"
                 )
             extra = None
             if s.role == _abi.ROLE_WEIGHT:
@@ -271,7 +272,7 @@ def _step(
     for what, listed in (
         ("grads", grads),
         ("kahan_comps", comps),
-        *((s.name, l) for s, l in zip(rule.states, states)),
+        *((s.name, held) for s, held in zip(rule.states, states)),
     ):
         if len(listed) != len(params):
             raise ValueError(f"halfstep: {len(listed)} {what} for {len(params)} params")
@@ -322,8 +323,9 @@ def _step(
 
 
 def _refused(what, too_large=False):
+    wrong = "2^62 or more, too large to be squared" if too_large else "not finite"
     warnings.warn(
-        f"halfstep: {what} is {'2^62 or more, too large to be squared' if too_large else 'not finite'}; the step was refused and changed nothing",
+        f"halfstep: {what} is {wrong}; the step was refused and changed nothing",
         RuntimeWarning,
         stacklevel=5,
     )
@@ -763,7 +765,8 @@ def adan(
         not torch.equal(p, g.detach().neg().to(p.dtype)) for p, g in zip(previous, _listed(grads))
     ):
         raise ValueError(
-            "halfstep: before the first step prev_grads must hold the negative of the first gradients"
+            "halfstep: before the first step prev_grads must hold the negative of the first"
+            " gradients"
         )
     for p in previous:
         p.neg_()
