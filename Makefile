@@ -41,8 +41,7 @@ bench: build
 golden: build
 	@HALFSTEP_ISA=scalar $(BUILD)/halfstep verify --write tests/golden/hashes.txt
 
-# Rewrites what follows from the tables of rules and formats: golden generate hashes, the stub of the Python package, the hash that it verifies,
-# lists in the documents.
+# Rewrites what follows from the tables of rules and formats: golden hashes, the hash that the Python package verifies, lists in the documents.
 generate: golden
 	@bash scripts/setup.sh test
 	@bash scripts/venv.sh $(BUILD)/venv

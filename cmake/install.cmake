@@ -36,8 +36,7 @@ if(with_io)
 endif()
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 
-# For the Python package: one real file, since a wheel holds no links, beside the modules that load it. It is copied as it is
-# built, so it must not carry the room for a run path that CMake would fill in (and needs none: it uses the C library alone).
+# The library is copied into the Python package as it is built, so it must not carry the room for a run path that CMake would fill in
+# (and needs none: it uses the C library alone).
 set_target_properties(halfstep PROPERTIES INSTALL_RPATH "")
-install(FILES $<TARGET_FILE:halfstep> DESTINATION halfstep COMPONENT python EXCLUDE_FROM_ALL
-  RENAME ${CMAKE_SHARED_LIBRARY_PREFIX}halfstep${CMAKE_SHARED_LIBRARY_SUFFIX})
+halfstep_install_python($<TARGET_FILE:halfstep>)

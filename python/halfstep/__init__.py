@@ -9,6 +9,7 @@ docs/python.md is the manual.
 """
 
 from . import _abi
+from ._abi import HalfstepError
 from .accumulate import GradientAccumulator
 from .ema import EMA
 from .full_precision import full_precision_state_dict
@@ -20,7 +21,6 @@ from .rules import optimizer
 from .streaming import StateStreaming
 
 __version__ = _abi.version()
-HalfstepError = _abi.HalfstepError
 
 globals().update(_classes)
 #: torch spells it so

@@ -184,52 +184,60 @@ def _keep_plain(options):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Base of all optimizers of halfstep: a `torch.optim.Optimizer` whose step is one call of the C
-    library.
+    """The base of all optimizers of halfstep: a `torch.optim.Optimizer` whose step is one call of
+    the C library.
 
-    Options of every group, read at each step like `lr`:
+    Every class has the common options below. They mean the same in all classes. docs/python.md says
+    more.
+
+    params          the parameters to step: tensors, (name, tensor) pairs such as
+                    `model.named_parameters()`, or a dictionary for each group
+
+    Options of a group, which each step reads anew like `lr`:
 
     weights         format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8",
-                    "bf16-ecc16", "bf16"; float16 ones take
-                    the namesake ("f16-sr"), float32 ones stay as they are
+                    "bf16-ecc16" or "bf16". float16 parameters take the namesake ("f16-sr").
+                    float32 parameters stay float32
     states          format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for
-                    each, "int8+bf16-sr";
-                    None: the rule's default, f32 for float32 parameters and bf16-sr for others
-    decay           "l2", "decoupled", "fully-decoupled" (by lr / reference_lr), "proximal"; None:
-                    the rule's default
-    maximize, centralize, cautious (of the rules that have it), and the hyper-parameters of the rule
+                    each state, "int8+bf16-sr". None: f32 for float32 parameters, bf16-sr for others
+    decay           how `weight_decay` acts: "l2", "decoupled", "fully-decoupled" (by
+                    lr / reference_lr) or "proximal". None: the rule's default
+    reference_lr    the lr at which fully decoupled decay is `weight_decay`. 0: the first lr
+    maximize        True: steps go up the gradient
+    centralize      the fraction of each row's mean that is subtracted from the gradient
+    cautious        True: only elements move whose update has their gradient's sign (Liang et al.
+                    2024). Some rules do not have it
 
     Options of the optimizer:
 
-    clip_norm       gradients are scaled so that their norm over all parameters is at most this; 0:
-                    not. `grad_norm` reads it
-    clip            in gradient release: "delayed" clips by the norm of the round before,
-                    "per-tensor" by each tensor's own
-    scan            "scan": a gradient that is not finite makes the step change nothing at all;
-                    "per-tensor": only its tensor is
-                    left alone; "known-finite": nobody looks
-    generator       "lattice", "mixer" or "philox7", the source of random bits; None: the library's
-                    default
-    seed            of the random bits; None: drawn once from torch's generator, so that
-                    torch.manual_seed() governs it; where
-                    torch.distributed is initialized it is 0 on all ranks
-    threads         0: torch.get_num_threads() at each step
-    gradient_release, optimizer_accumulation    see prepare_gradient_release() and
-                                                `optimizer_accumulation`
-    norm_group      a torch.distributed group (True: of all ranks) whose ranks hold different
-                    parameters, such as those of a
-                    ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by,
-                    the verdict on gradients that are not finite, and a rule's sums over all tensors
-                    are theirs together. Every one of them has to call step() as often. Not saved
-                    and not copied
+    clip_norm       the largest norm of all gradients; larger ones are scaled down to it. 0: no
+                    clipping. `grad_norm` reads the norm
+    clip            with gradient_release: "delayed" clips by the norm of the round before,
+                    "per-tensor" clips each tensor by its own norm
+    scan            "scan" (default): a gradient that is not finite makes the step change nothing.
+                    "per-tensor": only its tensor is left alone. "known-finite": nobody looks
+    generator       the source of random bits: "lattice" (default), "mixer" or "philox7"
+    seed            the seed of the random bits. None: it is drawn once from torch's generator, so
+                    that torch.manual_seed() governs it. Where torch.distributed is initialized it
+                    is 0 on all ranks
+    threads         the number of threads. 0: torch.get_num_threads() at each step
+    gradient_release          True: each parameter is stepped inside the backward pass, see
+                              prepare_gradient_release()
+    optimizer_accumulation    True: gradients go into the states and leave the weights alone, see
+                              `optimizer_accumulation`
+    norm_group      a torch.distributed group (True: all ranks) whose ranks hold different
+                    parameters: ZeroRedundancyOptimizer, a pipeline, flat shards. The norm to clip
+                    by, the verdict on gradients and a rule's sums over all tensors are then those
+                    of the whole group. All its ranks call step() equally often. Not saved and not
+                    copied
     flat            True: vectors of 4096 elements or more are flat buffers of many parameters,
-                    which take block formats; "shards":
-                    and each rank holds another shard, so that each has random bits of its own.
-                    Those of FSDP1 are recognized
-    compile         True: step() can be traced by torch.compile(fullgraph=True)
-    foreach, fused, capturable    accepted; all parameters are always stepped in one call.
-                                  fused=True also lets a GradScaler
-                    leave unscaling to the step
+                    which take block formats. "shards": each rank also holds another shard, and gets
+                    random bits of its own. FSDP1's buffers are recognized without it
+    compile         True: torch.compile(fullgraph=True) can trace step()
+    fused           True: a GradScaler leaves unscaling to the step
+    foreach         accepted and without effect: one call steps all parameters
+    capturable      accepted and without effect
+    differentiable  False: no gradient goes through a step. True is refused
     """
 
     #: name in the library's table of rules

@@ -1,14 +1,11 @@
-"""The optimizer classes, made from the library's table of rules, and `optimizer()`, which takes a
+"""The optimizer classes, one for each rule of the library's table, and `optimizer()`, which takes a
 recipe.
 
-Nothing here lists rules or their hyper-parameters: a new rule of src/rules/rules.def is a new
-class. Names, order and defaults are torch's where torch has the rule.
+_signatures.py says what options a class has. A class whose rule needs more than Optimizer has is a
+child of the class here that has its name after an underscore.
 """
 
-import functools
 import inspect
-import re
-import textwrap
 from typing import Any
 
 import torch
@@ -16,22 +13,17 @@ import torch
 from . import _abi, _layout
 from ._engine import no_dynamo
 from ._sharding import local
+from ._signatures import documentation, options_of
 from ._watch import version
 from .optimizer import Optimizer, Params, sequence
 
-#: hyper-parameters that belong to built-in schedules, which torch's schedulers take the place of
-_SCHEDULE = ("warmup_steps", "total_steps", "final_fraction", "decay_start", "power")
-_COMMON = inspect.signature(Optimizer.__init__).parameters
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-
-
-def _value(hyper):
-    """A default as a user would write it."""
-    if hyper.switch:
-        return bool(hyper.initial)
-    if hyper.name in ("ns_steps", "k", "d_group"):
-        return int(hyper.initial)
-    return hyper.initial
+#: the keywords that Optimizer takes itself
+_COMMON = {
+    name: p
+    for name, p in inspect.signature(Optimizer.__init__).parameters.items()
+    if p.kind is _KEYWORD
+}
 
 
 class _Muon(Optimizer):
@@ -88,25 +80,6 @@ class _Muon(Optimizer):
             )
         super()._check_options(group)
 
-    @staticmethod
-    def _options(options):
-        """The options of the table under torch's names, in torch's order."""
-        given = {key: options.pop(f"ns_{key}") for key in "abc"}
-        adam_eps, options["eps"] = options.pop("eps"), options.pop("ns_eps")
-        options.pop("match_rms")
-        betas = options.pop("betas")
-        order = {
-            "lr": options.pop("lr"),
-            "weight_decay": options.pop("weight_decay"),
-            "momentum": options.pop("momentum"),
-            "nesterov": options.pop("nesterov"),
-            "ns_coefficients": tuple(given.values()),
-            "eps": options.pop("eps"),
-            "ns_steps": options.pop("ns_steps"),
-            "adjust_lr_fn": None,
-        }
-        return {**order, **options, "betas": betas, "adam_eps": adam_eps}
-
 
 class _Adafactor(Optimizer):
     """torch's pair of eps, the first of which may be None."""
@@ -144,19 +117,6 @@ class _Adafactor(Optimizer):
         else:
             super()._take_hyper(group, name, value)
 
-    @staticmethod
-    def _options(options):
-        options.pop("eps")
-        eps = None, options.pop("scale_eps")
-        order = {
-            "lr": options.pop("lr"),
-            "beta2_decay": options.pop("beta2_decay"),
-            "eps": eps,
-            "d": options.pop("d"),
-            "weight_decay": options.pop("weight_decay"),
-        }
-        return {**order, **options}
-
 
 class _ScheduleFree(Optimizer):
     """The two weights of schedule-free training, one of which is in the model: y, which gradients
@@ -166,10 +126,6 @@ class _ScheduleFree(Optimizer):
     _IN_EVAL = "its weights are the averages to evaluate with, after eval(): call train() before"
     #: in eval(), by parameter: its version counter as eval() left it
     _left = None
-
-    @staticmethod
-    def _options(options):
-        return options
 
     def add_param_group(self, param_group):
         if isinstance(param_group, dict):
@@ -300,142 +256,24 @@ class _ScheduleFree(Optimizer):
         super().save_safetensors(path)
 
 
-#: rules with more to say than the table has, or whose options torch calls otherwise
-_SPECIAL = {"muon": _Muon, "adafactor": _Adafactor, "schedulefree": _ScheduleFree}
-
-
-def _torch_order(rule):
-    """Names of the positional options of torch's optimizer of this rule; () where there is none."""
-    for name, thing in vars(torch.optim).items():
-        if name.lower() == rule.label.lower() and isinstance(thing, type):
-            parameters = inspect.signature(thing.__init__).parameters.values()
-            return [p.name for p in parameters if p.kind is _POSITIONAL][2:]
-    return ()
-
-
-def _options_of(rule):
-    """The options of a rule and their defaults, in positional order; then those that are keywords
-    only. A few of the positional ones belong to the optimizer (RMSprop's foreach)."""
-    own, common = {}, {}
-    betas = []
-    for name, hyper in rule.hypers.items():
-        if hyper.per_optimizer or name in _SCHEDULE or name == "reference_lr":
-            continue
-        if name == "cautious" and not rule.cautious:
-            continue
-        if name in ("maximize", "centralize", "cautious"):
-            common[name] = _value(hyper)
-        elif name in _abi.BETAS:
-            betas.append(hyper.initial)
-            own.setdefault("betas", None)
-        else:
-            own[name] = _value(hyper)
-    if len(betas) == 1:  # one rate is a number by itself
-        del own["betas"]
-        own["beta1" if "beta1" in rule.hypers else "beta"] = betas[0]
-    elif betas:
-        own["betas"] = tuple(betas)
-    decay = own.pop("weight_decay")
-    order = {"lr": own.pop("lr")}
-    # Where torch does not say otherwise: lr, betas, eps, weight_decay, the rest.
-    for name in ("betas", "eps"):
-        if name in own:
-            order[name] = own.pop(name)
-    order["weight_decay"] = decay
-    order.update(own)
-    if rule.name in _SPECIAL:
-        order = _SPECIAL[rule.name]._options(order)
-    if rule.name in ("adam", "radam"):
-        common["decoupled_weight_decay"] = False
-    known = {**{n: p.default for n, p in _COMMON.items()}, **common, **order}
-    positional = {n: known[n] for n in _torch_order(rule) if n in known}
-    rest = {**order, **common}
-    if not positional:
-        positional, rest = order, common
-    return positional, {n: v for n, v in rest.items() if n not in positional}
-
-
-#: what is in no table: torch's names for what the table calls otherwise
-_TITLES = {
-    "params": (
-        "parameters to step, or (name, parameter) pairs such as model.named_parameters(), or"
-        " dictionaries, one for each group"
-    ),
-    "lr": "learning rate; a number, or a tensor of one element",
-    "decoupled_weight_decay": (
-        "True: weight decay beside the gradient, as AdamW has it, and not in it"
-    ),
-    "ns_coefficients": "coefficients of the Newton-Schulz iteration",
-    "adafactor_eps": (
-        "smallest root of a second moment, 2^-23 if None, or with published=True what is added to"
-        " squares of gradients; smallest root mean square of a weight that scales its step"
-    ),
-    "adam_eps": "added to the root of the second moment of parameters that are no matrices",
-    "differentiable": "False: no gradient goes through a step",
-    "adjust_lr_fn": (
-        'None or "original": updates are scaled by the shape, as torch.optim.Muon does;'
-        ' "match_rms_adamw": to the size of AdamW\'s'
-    ),
-}
-
-
-@functools.lru_cache(None)
-def _common_titles():
-    """What Optimizer's own documentation says of each option, by name."""
-    found, names = {}, ()
-    for line in Optimizer.__doc__.splitlines():
-        begun = re.match(r" {4}([a-z_]+(?:, [a-z_]+)*) {2,}(\S.*)$", line)
-        if begun:
-            names = begun[1].split(", ")
-            found.update((name, begun[2]) for name in names)
-        elif names and re.match(r" {8,}\S", line):
-            found.update((name, found[name] + " " + line.strip()) for name in names)
-        else:
-            names = ()
-    return found
-
-
-def _title(rule, name):
-    if name == "betas":
-        own = [rule.hypers[n] for n in _abi.BETAS if n in rule.hypers]
-        return "; ".join(hyper.title for hyper in own)
-    if name in _TITLES:
-        return _TITLES[name]
-    if f"{rule.name}_{name}" in _TITLES:
-        return _TITLES[f"{rule.name}_{name}"]
-    hyper = rule.hypers.get("ns_eps" if (rule.name, name) == ("muon", "eps") else name)
-    return hyper.title if hyper is not None else _common_titles().get(name, "")
-
-
-@functools.lru_cache(None)
-def _described(name, title):
-    return textwrap.wrap(f"    {name:<24} {title}", 128, subsequent_indent=" " * 29)
-
-
-def _documentation(rule, signature):
-    lines = [
-        rule.title + ".",
-        "",
-        f'Rule "{rule.name}" of the library; options are read from the group at each step.',
-        "",
-    ]
-    for name in list(signature.parameters)[1:]:
-        lines += _described(name, _title(rule, name))
-    return "\n".join(lines)
-
-
 def make_class(rule):
-    """The class of one rule of the table."""
-    positional, keywords = _options_of(rule)
-    Parameter = inspect.Parameter
-    parameters = [Parameter("self", _POSITIONAL), Parameter("params", _POSITIONAL)]
-    parameters += [Parameter(n, _POSITIONAL, default=v) for n, v in positional.items()]
-    parameters += [Parameter(n, _KEYWORD, default=v) for n, v in keywords.items()]
-    taken = {*positional, *keywords}
-    own = taken - set(_COMMON)
-    common = [p for p in _COMMON.values() if p.kind is _KEYWORD]
-    signature = inspect.Signature(parameters + [p for p in common if p.name not in taken])
-    base = _SPECIAL.get(rule.name, Optimizer)
+    """Makes the class of one rule of the table."""
+    common = {name: p.default for name, p in _COMMON.items()}
+    positional, keywords = options_of(rule, common)
+    options = {**positional, **keywords}
+
+    def parameter(name, kind, **default):
+        annotation = _COMMON[name].annotation if name in _COMMON else inspect.Parameter.empty
+        return inspect.Parameter(name, kind, annotation=annotation, **default)
+
+    signature = inspect.Signature(
+        [
+            *(parameter(name, _POSITIONAL) for name in ("self", "params")),
+            *(parameter(name, _POSITIONAL, default=v) for name, v in positional.items()),
+            *(parameter(name, _KEYWORD, default=v) for name, v in keywords.items()),
+        ]
+    )
+    base = globals().get("_" + rule.label, Optimizer)
 
     def __init__(self, *args, **kwargs):
         try:
@@ -446,7 +284,7 @@ def make_class(rule):
         values = dict(bound.arguments)
         values.pop("self")
         params = values.pop("params")
-        defaults = {name: values.pop(name) for name in signature.parameters if name in own}
+        defaults = {name: values.pop(name) for name in options if name not in common}
         if rule.name == "adamw":
             defaults["decoupled_weight_decay"] = True  # which torch's group has, as Adam's child
         base.__init__(self, params, defaults, **values)
@@ -459,7 +297,7 @@ def make_class(rule):
             "rule": rule.name,
             "__init__": __init__,
             "__module__": "halfstep",
-            "__doc__": _documentation(rule, signature),
+            "__doc__": documentation(rule, options, common),
         },
     )
 

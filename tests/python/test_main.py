@@ -154,15 +154,3 @@ def test_a_name_that_is_taken_by_another_group():
         {"params": [("b", weight(2))], "lr_scale": 0.5, "name": "head"}
     )  # somebody's own keys
     assert opt.param_groups[1]["lr_scale"] == 0.5
-
-
-@pytest.mark.parametrize(
-    "name", sorted(halfstep.rules.classes) if hasattr(halfstep, "rules") else []
-)
-def test_every_option_is_documented(name):
-    import inspect
-
-    cls = getattr(halfstep, name)
-    for option in list(inspect.signature(cls.__init__).parameters)[1:]:
-        lines = [line for line in cls.__doc__.splitlines() if line.strip().split(" ")[0] == option]
-        assert lines and len(lines[0].split()) > 1, option

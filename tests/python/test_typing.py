@@ -1,16 +1,25 @@
-"""What editors and type checkers see: the stub and lists are those of the classes, examples and a
-user's file pass, and mistakes in one are found."""
+"""What editors and type checkers see: the stub is what the classes are, examples and a user's file
+pass, and mistakes in one are found. Lists in documents are current too."""
 
+import ast
 import importlib.util
+import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+import halfstep
+from halfstep import _abi, rules
+from halfstep._signatures import COMMON
+from halfstep.optimizer import Optimizer
+
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 GENERATE = os.path.join(ROOT, "scripts", "generate.py")
+PACKAGE = os.path.dirname(os.path.abspath(halfstep.__file__))
 
 GOOD = """
 import torch
@@ -56,19 +65,25 @@ def files(tmp_path):
     return tmp_path
 
 
-def package():
-    """The folder that the package under test is imported from."""
-    import halfstep
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """The folder of the installed package; of one in a source tree, a copy with a stub."""
+    if "site-packages" in PACKAGE.split(os.sep):
+        return os.path.dirname(PACKAGE)
+    folder = tmp_path_factory.mktemp("package")
+    shutil.copytree(PACKAGE, folder / "halfstep", ignore=shutil.ignore_patterns("*.pyi"))
+    stub = os.path.join(ROOT, "cmake", "stub.py")
+    path = os.path.join(folder, "halfstep", "__init__.pyi")
+    subprocess.run([sys.executable, "-I", stub, _abi.path, path], check=True)
+    return str(folder)
 
-    return os.path.dirname(os.path.dirname(os.path.abspath(halfstep.__file__)))
 
-
-def errors(tool, folder):
+def errors(tool, folder, package):
     """(file, line) of each, and the whole output."""
     environment = {**os.environ, "MYPYPATH": "", "PYTHONPATH": ""}
     if tool == "mypy":
-        if "site-packages" not in package().split(os.sep):
-            environment["MYPYPATH"] = package()
+        if "site-packages" not in package.split(os.sep):
+            environment["MYPYPATH"] = package
         command = [
             sys.executable,
             "-m",
@@ -81,7 +96,7 @@ def errors(tool, folder):
     else:
         (folder / "pyrightconfig.json").write_text(
             '{"typeCheckingMode": "standard", "extraPaths": ["%s"], "pythonVersion": "%d.%d"}'
-            % (package(), *sys.version_info[:2])
+            % (package, *sys.version_info[:2])
         )
         command = [
             os.path.join(os.path.dirname(sys.executable), "basedpyright"),
@@ -109,10 +124,74 @@ def test_what_follows_from_the_table_of_rules_is_current():
         )
 
 
+def stub_of(package):
+    """The stub's classes, by name, and its values."""
+    with open(os.path.join(package, "halfstep", "__init__.pyi"), encoding="utf-8") as file:
+        module = ast.parse(file.read()).body
+    classes = {x.name: x for x in module if isinstance(x, ast.ClassDef)}
+    return classes, {x.targets[0].id: x.value for x in module if isinstance(x, ast.Assign)}
+
+
+def types_of(body):
+    return {x.target.id: ast.unparse(x.annotation) for x in body if isinstance(x, ast.AnnAssign)}
+
+
+def test_the_stub_is_what_the_classes_are(package):
+    """Names, order, kinds, defaults and types of all options are those of the class, and none is
+    left out. An option has one type in all classes."""
+    classes, values = stub_of(package)
+    common = inspect.signature(Optimizer.__init__).parameters
+    shared = types_of(classes.pop("_Options").body)
+    assert classes.keys() == rules.classes.keys()
+    assert ast.literal_eval(values.pop("__all__")) == halfstep.__all__
+    assert {k: v.id for k, v in values.items()} == {
+        name: value.__name__
+        for name, value in vars(halfstep).items()
+        if value in rules.classes.values() and name not in rules.classes
+    }
+    seen = {}
+    for name, cls in rules.classes.items():
+        (init,) = (x.args for x in classes[name].body if isinstance(x, ast.FunctionDef))
+        given = init.args[2:]
+        stub = {
+            x.arg: (ast.unparse(x.annotation), ast.literal_eval(default), kind)
+            for xs, defaults, kind in (
+                (given, init.defaults, inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                (init.kwonlyargs, init.kw_defaults, inspect.Parameter.KEYWORD_ONLY),
+            )
+            for x, default in zip(xs, defaults)
+        }
+        assert len(given) == len(init.defaults)
+        if init.kwarg:
+            assert ast.unparse(init.kwarg.annotation) == "Unpack[_Options]"
+        signature = list(inspect.signature(cls).parameters.values())
+        assert [x.arg for x in init.args[:2]] == ["self", signature.pop(0).name]
+        assert list(stub) == [p.name for p in signature if p.name in stub]
+        for p in signature:
+            kind, default, how = stub.get(p.name) or (
+                shared[p.name],
+                p.default,
+                inspect.Parameter.KEYWORD_ONLY,
+            )
+            assert init.kwarg or p.name in stub, (name, p.name)
+            assert (default, how) == (p.default, p.kind), (name, p.name)
+            if p.name in common:
+                annotation = inspect.formatannotation(common[p.name].annotation)
+                assert kind == annotation.replace("typing.", ""), (name, p.name)
+            if p.name not in ("betas", "eps"):  # as many rates as a rule has; Adafactor's pair
+                assert seen.setdefault(p.name, kind) == kind, (name, p.name)
+        assert stub.keys() | (shared.keys() if init.kwarg else set()) == {p.name for p in signature}
+    assert shared.keys() >= (set(COMMON) - {"cautious"})
+    bases = {name: ast.unparse(node.bases[0]) for name, node in classes.items()}
+    for name, cls in rules.classes.items():
+        base = cls.__base__
+        assert bases[name] == ("Optimizer" if base is Optimizer else f"rules.{base.__name__}")
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("tool", ["mypy", "basedpyright"])
-def test_mistakes_are_found_and_nothing_else(files, tool):
-    found, out = errors(tool, files)
+def test_mistakes_are_found_and_nothing_else(files, package, tool):
+    found, out = errors(tool, files, package)
     first = GOOD.count("\n") + 1
     assert {line for name, line in found if name == "bad.py"} == set(
         range(first, first + len(BAD))

@@ -1,0 +1,157 @@
+"""The options of each class: names, order, defaults, types and meanings, from the library's table
+of rules.
+
+Nothing here lists rules or their hyper-parameters: a new rule of src/rules/rules.def is a new
+class. Nothing here needs torch, so that cmake/stub.py can write the package's stub without it.
+"""
+
+import textwrap
+
+from . import _abi
+
+#: common options that come from the table; Optimizer's docstring describes them beside its own
+COMMON = ("maximize", "centralize", "cautious")
+#: hyper-parameters that belong to built-in schedules, which torch's schedulers take the place of
+_SCHEDULE = ("warmup_steps", "total_steps", "final_fraction", "decay_start", "power")
+_INTEGERS = ("ns_steps", "k", "d_group")
+#: rules that torch has too: the positional options of its class after `lr`, in order. It is fixed,
+#: so that a class is the same beside every torch.
+_ORDER = {
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "adam": ("betas", "eps", "weight_decay", "amsgrad"),
+    "adamw": ("betas", "eps", "weight_decay", "amsgrad"),
+    "radam": ("betas", "eps", "weight_decay", "decoupled_weight_decay"),
+    "rmsprop": (
+        *("alpha", "eps", "weight_decay", "momentum", "centered"),
+        *("capturable", "foreach", "maximize", "differentiable"),
+    ),
+    "muon": (
+        *("weight_decay", "momentum", "nesterov"),
+        *("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+    ),
+    "adafactor": ("beta2_decay", "eps", "d", "weight_decay"),
+}
+
+
+def _value(hyper):
+    """Returns a default as a user would write it."""
+    if hyper.switch:
+        return bool(hyper.initial)
+    return int(hyper.initial) if hyper.name in _INTEGERS else hyper.initial
+
+
+def _rename_muon(own):
+    """Gives options of the table the names that torch's Muon has for them."""
+    own["ns_coefficients"] = tuple(own.pop(f"ns_{key}") for key in "abc")
+    own["betas"], own["adam_eps"], own["eps"] = own.pop("betas"), own.pop("eps"), own.pop("ns_eps")
+    own["adjust_lr_fn"] = None
+    del own["match_rms"]
+
+
+def _rename_adafactor(own):
+    """Makes torch's pair of eps, the first of which may be None."""
+    own["eps"] = None, own.pop("scale_eps")
+
+
+_RENAME = {"muon": _rename_muon, "adafactor": _rename_adafactor}
+
+
+def options_of(rule, common):
+    """Returns the options of a rule's class after `params`, each with its default: the positional
+    ones in order, then those that are keywords only. `common` has the defaults of Optimizer's own
+    keywords. Some of them are positional in torch (RMSprop's foreach)."""
+    own, shared, betas = {}, {}, []
+    for name, hyper in rule.hypers.items():
+        if hyper.per_optimizer or name in common or name in _SCHEDULE:
+            continue
+        if name in COMMON:
+            if name != "cautious" or rule.cautious:
+                shared[name] = _value(hyper)
+        elif name in _abi.BETAS:
+            betas.append(hyper.initial)
+        else:
+            own[name] = _value(hyper)
+    if len(betas) == 1:  # one rate is a number by itself
+        own["beta1" if "beta1" in rule.hypers else "beta"] = betas[0]
+    elif betas:
+        own["betas"] = tuple(betas)
+    if rule.name in _RENAME:
+        _RENAME[rule.name](own)
+    if rule.name in ("adam", "radam"):
+        shared["decoupled_weight_decay"] = False
+    first = ("lr", *_ORDER.get(rule.name, ("betas", "eps", "weight_decay", *own)))
+    known = {**own, **shared, **common}
+    positional = {name: known[name] for name in first if name in known}
+    return positional, {name: v for name, v in known.items() if name not in positional}
+
+
+def type_of(default):
+    """Returns the type of an option of a rule, other than `lr`, as it stands in the stub."""
+    if isinstance(default, tuple):
+        return f"Tuple[{', '.join('Optional[float]' if x is None else 'float' for x in default)}]"
+    return "Optional[str]" if default is None else type(default).__name__
+
+
+#: What is in no table: torch's names for what the table calls otherwise, and plainer words.
+_TITLES = {
+    "lr": "learning rate: a number, or a tensor of one element",
+    "weight_decay": "coefficient of the weight decay, which acts as `decay` says",
+    "decoupled_weight_decay": "True: weight decay acts beside the gradient, as AdamW's does",
+    "ns_coefficients": "coefficients of the Newton-Schulz iteration",
+    "adam_eps": "added to the root of the second moment of parameters that are no matrices",
+    "adjust_lr_fn": (
+        'None or "original": updates are scaled by the shape, as torch.optim.Muon does;'
+        ' "match_rms_adamw": to the size of AdamW\'s'
+    ),
+    ("adafactor", "eps"): (
+        "smallest root of a second moment, 2^-23 if None, or with published=True what is added to"
+        " squares of gradients; smallest root mean square of a weight that scales its step"
+    ),
+}
+
+
+def title_of(rule, name):
+    """Returns what a rule's option means, in one sentence."""
+    if name == "betas":
+        return "; ".join(rule.hypers[n].title for n in _abi.BETAS if n in rule.hypers)
+    for key in ((rule.name, name), name):
+        if key in _TITLES:
+            return _TITLES[key]
+    hyper = rule.hypers["ns_eps" if (rule.name, name) == ("muon", "eps") else name]
+    return (
+        hyper.title.replace("1:", "True:").replace("0:", "False:") if hyper.switch else hyper.title
+    )
+
+
+def about(rule, names):
+    """Returns a rule's title and the meanings of the options `names`, as lines of a docstring that
+    help() shows in 100 columns."""
+    lines, width = [rule.title + ".", ""], max(map(len, names)) + 6
+    for name in names:
+        text = f"    {name}".ljust(width) + title_of(rule, name)
+        lines += textwrap.wrap(text, 96, subsequent_indent=" " * width)
+    return lines
+
+
+def documentation(rule, options, common):
+    """Returns the docstring of a rule's class, whose options are `options`. It names those that
+    Optimizer describes, `common` and COMMON, and describes the others."""
+    named = [name for name in options if name in common or name in COMMON]
+    text = f"Common options, which help(halfstep.Optimizer) describes: {', '.join(named)}."
+    return "\n".join(
+        [
+            *about(rule, [name for name in options if name not in named]),
+            "",
+            *textwrap.wrap(text, 96),
+            "",
+            ">>> import torch, halfstep",
+            ">>> model = torch.nn.Linear(64, 64).bfloat16()",
+            ">>> params = list(model.named_parameters())",
+            f">>> opt = halfstep.{rule.label}("
+            f'params, lr={options["lr"]}, weights="bf16-sr", states="int8")',
+            f'>>> opt = halfstep.optimizer("{rule.name}/bf16-sr/int8", params, lr={options["lr"]})'
+            "  # the same",
+            ">>> model(torch.ones(1, 64).bfloat16()).sum().backward()",
+            ">>> opt.step()",
+        ]
+    )
