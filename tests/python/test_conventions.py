@@ -2,8 +2,11 @@
 groups."""
 
 import copy
+import doctest
 import inspect
 import math
+import os
+import re
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ from conftest import (
 )
 
 import halfstep
-from halfstep import _abi
+from halfstep import _abi, _signatures
 
 # ---- The classes ---------------------------------------------------------------------------------
 
@@ -53,6 +56,15 @@ def test_classes_are_public():
     assert halfstep.RMSprop is halfstep.RMSProp
 
 
+#: torch's classes of the names of ours, by rule
+NAMESAKES = {
+    rule: theirs
+    for name, theirs in vars(torch.optim).items()
+    for rule in RULES
+    if isinstance(theirs, type) and name.lower() == _abi.rules[rule].label.lower()
+}
+
+
 def positional(cls):
     found = []
     for p in inspect.signature(cls).parameters.values():
@@ -62,9 +74,9 @@ def positional(cls):
     return found
 
 
-@pytest.mark.parametrize("rule", TORCH)
+@pytest.mark.parametrize("rule", NAMESAKES)
 def test_positional_order_and_defaults_are_those_of_torch(rule):
-    ours, theirs = positional(class_of(rule)), positional(TORCH[rule])
+    ours, theirs = positional(class_of(rule)), positional(NAMESAKES[rule])
     assert [name for name, _ in ours] == [name for name, _ in theirs]
     assert ours == theirs
 
@@ -100,6 +112,92 @@ def test_defaults_are_those_of_the_table(rule):
         ):  # which torch calls otherwise
             assert group[name] == hyper.initial, name
     assert opt.defaults["lr"] == _abi.rules[rule].hypers["lr"].initial
+
+
+# ---- Keywords and help ---------------------------------------------------------------------------
+
+#: what each class says of an option that stands for another quantity in every rule
+SENTENCES = {
+    "betas": "^(decay rate|interpolation) ",
+    "eps": "^(added to|least|smallest) .*(root|norm|squares)",
+    "momentum": r"\bmomentum\b",
+    "amplify": "^times the .* is added to the gradient$",
+    "debias": "^True: debias|^False: moments as they are",
+    "published": "torchastic's|transformers",
+}
+#: names that publications use for different things
+HOMONYMS = {"alpha"}
+
+
+def common_options():
+    """Names and defaults of what Optimizer takes itself and of what all rules may have."""
+    keywords = inspect.signature(halfstep.Optimizer.__init__).parameters.values()
+    own = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
+    return {**dict.fromkeys(_signatures.COMMON, 0), **own}
+
+
+def described(text):
+    """Options that a docstring describes: their sentences by name."""
+    found = re.findall(r"^ {,4}([a-z]\w*) {2,}(\S.*(?:\n {8,}\S.*)*)", text, re.M)
+    assert len(found) == len(dict(found)), "described twice"
+    return dict(found)
+
+
+def test_a_keyword_means_the_same_in_every_class():
+    common, sentences, types = common_options(), {}, {}
+    for name, cls in halfstep.rules.classes.items():
+        parameters = list(inspect.signature(cls).parameters.values())[1:]
+        for p in parameters:
+            if p.name in common:
+                assert p.default == common[p.name], (name, p.name)
+                continue
+            sentence = _signatures.title_of(_abi.rules[cls.rule], p.name)
+            if p.name in SENTENCES:
+                assert re.search(SENTENCES[p.name], sentence), (name, p.name, sentence)
+            elif p.name not in HOMONYMS:
+                assert sentences.setdefault(p.name, sentence) == sentence, (name, p.name)
+            if p.name != "eps" or not isinstance(p.default, tuple):  # torch's pair, of Adafactor
+                assert types.setdefault(p.name, type(p.default)) is type(p.default), (name, p.name)
+        names = {p.name for p in parameters}
+        missing = common.keys() - names
+        assert missing <= {"cautious"} and ("cautious" in names) == _abi.rules[cls.rule].cautious
+
+
+def test_each_option_is_described_once():
+    """Those of a rule by its class; the common ones by Optimizer and in docs/python.md."""
+    common = common_options()
+    assert described(halfstep.Optimizer.__doc__).keys() == {"params", *common}
+    for cls in halfstep.rules.classes.values():
+        options = list(inspect.signature(cls).parameters)[1:]
+        assert list(described(cls.__doc__)) == [name for name in options if name not in common]
+        (named,) = re.findall(
+            r"^Common options, which help\(.*\) describes: ([^.]*)", cls.__doc__, re.M
+        )
+        assert re.split(r",\s", named) == [name for name in options if name in common]
+    manual = os.path.join(os.path.dirname(__file__), "..", "..", "docs", "python.md")
+    with open(manual, encoding="utf-8") as file:
+        named = set(re.findall(r"`(?:opt\.)?(\w+)", file.read()))
+    assert common.keys() <= named, common.keys() - named
+
+
+@rules
+def test_help_fits_one_screen(rule):
+    """The docstring has 50 lines of 100 columns at most; help() indents it by four."""
+    lines = class_of(rule).__doc__.splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 96
+    assert "halfstep.Optimizer" in class_of(rule).__doc__
+
+
+@rules
+def test_the_example_of_help_runs(rule):
+    cls = class_of(rule)
+    example = doctest.DocTestParser().get_doctest(cls.__doc__, {}, cls.__name__, None, None)
+    assert len(example.examples) >= 5 and any(".step()" in e.source for e in example.examples)
+    runner = doctest.DocTestRunner()
+    assert runner.run(example, clear_globs=False).failed == 0
+    model, opt = example.globs["model"], example.globs["opt"]
+    assert type(opt) is cls and opt.state[model.weight]["step"] == 1
+    assert opt.param_groups[0]["weights"] == "bf16-sr" and opt.param_groups[0]["states"] == "int8"
 
 
 # ---- Errors --------------------------------------------------------------------------------------
