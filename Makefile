@@ -19,15 +19,15 @@ test:
 test-all:
 	@bash scripts/test.sh all $(BUILD) $(JOBS)
 
-# What to run after each change: programs and scripts that are short, without Python and other builds.
+# What to run after each change: programs and scripts that are short and the layout of sources, without the Python package and other builds.
 check:
 	@bash scripts/test.sh check $(BUILD) $(JOBS)
 
-# The C sources, as .clang-format says; a test holds them to it.
+# Lays out the C sources, as .clang-format says, and Python, as pyproject.toml says; a test holds them to it.
 format:
 	@bash scripts/setup.sh test
 	@bash scripts/venv.sh $(BUILD)/venv
-	@bash scripts/format.sh $(BUILD)/venv/bin/clang-format
+	@PATH="$(abspath $(BUILD))/venv/bin:$$PATH" bash scripts/format.sh
 
 # Branches and lines that the tests reach, by folder, and those that they do not.
 coverage:

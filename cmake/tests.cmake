@@ -4,7 +4,7 @@
 # where CI=true.
 #
 # There are two tiers. A test with the label "all" is run by `make test-all` only. The label "long" is left out by `make check`,
-# which takes the tests of the configuration "check" in their place. The first comment of a test says which labels it gets:
+# which takes the tests of the configuration "check" in their place (short runs; of Python's the layout of sources). The first comment of a test says which labels it gets:
 #
 #   --short                              a program has a short run, for `make check` and for builds that run slowly
 #   --all                                a program has a further run, for `make test-all`
@@ -277,6 +277,9 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
   set_tests_properties(python_package PROPERTIES COST 3000 FIXTURES_SETUP python)
   set_tests_properties(python python_all PROPERTIES COST 2000 FIXTURES_REQUIRED python PROCESSORS ${cores})
   set_tests_properties(python_package_sdist python_all PROPERTIES LABELS all)
+  add_test(NAME format CONFIGURATIONS check COMMAND bash ${tests}/run_python.sh -m "not all" tests/python/test_format.py
+    WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  halfstep_test_properties(format "" TIMEOUT 600)
 
   # The same programs from other compilers, with sanitizers, and for the other processor: each a build of its own inside this one,
   # configured, built and run by one test. They are the longest tests, so they start first.

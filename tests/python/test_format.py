@@ -1,21 +1,19 @@
-"""The C sources are laid out as .clang-format says; `make format` does it."""
+"""C sources are laid out as .clang-format says and Python as pyproject.toml says, by `make format`.
+ruff finds nothing in Python."""
 
-import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2]
+FOLDERS = ("src", "include", "tools", "fuzz", "lab", "examples", "bench", "scripts", "python")
 
 
 def check(tree):
     return subprocess.run(
-        ["bash", str(tree / "scripts/format.sh"), shutil.which("clang-format"), "--check"],
-        capture_output=True,
-        text=True,
+        ["bash", str(tree / "scripts/format.sh"), "--check"], capture_output=True, text=True
     )
 
 
@@ -25,25 +23,26 @@ def test_sources_are_laid_out():
 
 
 @pytest.mark.all
-def test_a_bad_layout_is_found():
-    """A copy with a crooked line, and one with a long line in a folder that is laid out by hand,
-    are refused."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        for name in ("src", "include", "tools", "fuzz", "lab", "examples", "bench", "scripts"):
-            shutil.copytree(SOURCE / name, tree / name)
-        (tree / "tests").mkdir()
-        shutil.copy(SOURCE / ".clang-format", tree)
-        assert check(tree).returncode == 0
-        for name, line in (
-            ("src/base/lock.c", "int  x ;\n"),
-            ("src/rules/lion.h", "/* " + "x" * 120 + " */\n"),
-        ):
-            path = tree / name
-            before = path.read_text()
-            path.write_text(before + line)
-            result = check(tree)
-            assert (
-                result.returncode != 0 and os.path.basename(name) in result.stdout + result.stderr
-            ), name
-            path.write_text(before)
+def test_a_bad_layout_is_found(tmp_path):
+    """A copy is refused with a crooked line, with one that is too long in a folder that is laid out
+    by hand, and with what ruff finds in Python."""
+    tree = tmp_path / "tree"
+    for name in FOLDERS:
+        shutil.copytree(SOURCE / name, tree / name)
+    (tree / "tests").mkdir()
+    for name in (".clang-format", "pyproject.toml"):
+        shutil.copy(SOURCE / name, tree)
+    assert check(tree).returncode == 0
+    for name, line, reason in (
+        ("src/base/lock.c", "int  x ;\n", "lock.c"),
+        ("src/rules/lion.h", f"/* {'x' * 120} */\n", "lion.h"),
+        ("python/halfstep/plan.py", "x = {  'a':1 }\n", "python/halfstep/plan.py:"),
+        ("bench/claims.py", f"# {'x ' * 60}x\n", "bench/claims.py:"),
+        ("lab/mutants.py", "import collections\n", "lab/mutants.py:"),
+    ):
+        path = tree / name
+        before = path.read_text()
+        path.write_text(before + line)
+        result = check(tree)
+        assert result.returncode != 0 and reason in result.stdout + result.stderr, name
+        path.write_text(before)
