@@ -5,6 +5,7 @@
  *
  *   mpicc mpi.c -lhalfstep -lm
  *   mpirun -n 3 ./a.out */
+#define HALFSTEP_ADVANCED
 #include <halfstep.h>
 #include <mpi.h>
 
@@ -142,15 +143,16 @@ static void step(int number)
         weights[i] = stored[i] + at;
         sums[i] = gradients[0][i] + at;
     }
-    int64_t n = halfstep_statistics_count(optimizer), norms = halfstep_norms_offset(optimizer);
-    int64_t *statistics = calloc((size_t)n, sizeof *statistics);
-    if (!statistics) MPI_Abort(MPI_COMM_WORLD, 1);
-    check(halfstep_step_begin(optimizer, sums, statistics)); /* what is finite, the norm */
-    add_over_ranks(statistics, n);
-    check(halfstep_step_norms(optimizer, weights, sums, statistics)); /* what the rule needs of whole tensors */
-    add_over_ranks(statistics + norms, n - norms);
-    check(halfstep_step_finish(optimizer, weights, sums, statistics));
-    free(statistics);
+    halfstep_call call = {.struct_size = sizeof call, .weights = weights, .gradients = sums};
+    int64_t n = halfstep_statistics_count(optimizer, &call), norms = halfstep_norms_offset(optimizer, &call);
+    call.statistics = calloc((size_t)n, sizeof *call.statistics);
+    if (!call.statistics) MPI_Abort(MPI_COMM_WORLD, 1);
+    check(halfstep_run_begin(optimizer, &call)); /* what is finite, the norm */
+    add_over_ranks(call.statistics, n);
+    check(halfstep_run_norms(optimizer, &call)); /* what the rule needs of whole tensors */
+    add_over_ranks(call.statistics + norms, n - norms);
+    check(halfstep_run_finish(optimizer, &call));
+    free(call.statistics);
     gather_weights();
 }
 

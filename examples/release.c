@@ -53,11 +53,19 @@ static void backward_and_step(halfstep_optimizer *optimizer)
                 gradient[i][j] = back[i] * at[l][j];
                 below[j] += back[i] * weights[l][i][j];
             }
-        check(halfstep_step_tensor(optimizer, l, weights[l], gradient), optimizer);
+        void *weight = weights[l];
+        const void *its_gradient = gradient;
+        halfstep_call call = {.struct_size = sizeof call,
+                              .kind = HALFSTEP_CALL_TENSOR,
+                              .tensor = l,
+                              .weights = &weight,
+                              .gradients = &its_gradient};
+        check(halfstep_run(optimizer, &call), optimizer);
         for (int j = 0; j < WIDTH; j++) back[j] = below[j];
     }
     /* Schedules and the norm for delayed clipping advance once per round. */
-    check(halfstep_end_round(optimizer), optimizer);
+    halfstep_call round = {.struct_size = sizeof round, .kind = HALFSTEP_CALL_ROUND};
+    check(halfstep_run(optimizer, &round), optimizer);
 }
 
 int main(void)

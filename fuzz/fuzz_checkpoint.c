@@ -3,6 +3,7 @@
  *
  * The first byte of an input says which manifest it is, and how the directory is opened. */
 #define FUZZ_NAME "fuzz_checkpoint"
+#define HALFSTEP_ADVANCED
 #include "fuzz.h"
 
 #include "files.h"

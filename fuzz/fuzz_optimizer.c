@@ -25,30 +25,32 @@ static uint64_t mix(uint64_t hash, const void *data, uint64_t bytes)
 /* Of everything that a file may change. */
 static uint64_t fingerprint(void)
 {
-    uint64_t hash = mix(1, stored, sizeof stored), steps;
+    uint64_t hash = mix(1, stored, sizeof stored);
     double numbers[3] = {halfstep_gradient_norm(optimizer), (double)halfstep_skipped_steps(optimizer), 0};
     for (int i = 0; i < TENSORS; i++) {
-        halfstep_counters counters = {.struct_size = sizeof counters};
-        demand(!halfstep_get_counters(optimizer, i, &counters), "no counters");
-        hash = mix(hash, &counters, sizeof counters);
+        halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_TENSOR, .index = i};
+        demand(!halfstep_get_record(optimizer, &record), "no record");
+        hash = mix(hash, &record, sizeof record);
         for (int32_t slot = 0; slot < HALFSTEP_SLOT_STATE + 3; slot++) {
             halfstep_slot_info info = {.struct_size = sizeof info};
             if (halfstep_get_slot_info(optimizer, i, slot, &info)) continue;
             if (info.code) hash = mix(hash, info.code, info.code_bytes);
             if (info.extra) hash = mix(hash, info.extra, info.extra_bytes);
         }
-        if (!halfstep_get_scalar(optimizer, i, "trust_ratio", &numbers[2])) hash = mix(hash, numbers, sizeof numbers);
+        hash = mix(hash, numbers, sizeof numbers);
     }
     for (int32_t g = 0; g < halfstep_group_count(optimizer); g++) {
         static const char *const names[] = {"lr", "beta1", "beta2", "weight_decay", "warmup_steps", "reference_lr"};
-        demand(!halfstep_get_group_steps(optimizer, g, &steps), "no steps");
-        hash = mix(hash, &steps, sizeof steps);
+        halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_GROUP, .index = g};
+        demand(!halfstep_get_record(optimizer, &record), "no steps");
+        hash = mix(hash, &record, sizeof record);
         for (int i = 0; i < 6; i++)
             if (!halfstep_get_hyper(optimizer, g, names[i], &numbers[2])) hash = mix(hash, numbers, sizeof numbers);
         hash = mix(hash, halfstep_get_choice(optimizer, g, "schedule"), 4);
     }
-    steps = halfstep_get_seed(optimizer);
-    return mix(hash, &steps, sizeof steps);
+    halfstep_record record = {.struct_size = sizeof record};
+    demand(!halfstep_get_record(optimizer, &record), "no seed");
+    return mix(hash, &record, sizeof record);
 }
 
 static void build(void)

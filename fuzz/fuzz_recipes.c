@@ -1,6 +1,7 @@
 /* Any text at all as a recipe, as a name of something, as a hyper-parameter or a choice: an error code and a sentence,
  * or a full form that means the same again. */
 #define FUZZ_NAME "fuzz_recipes"
+#define HALFSTEP_ADVANCED
 #include "fuzz.h"
 
 #include "halfstep.h"

@@ -1,6 +1,7 @@
 /* Any bytes at all, given to the safetensors reader as a file. What it accepts must hold together, be readable in full,
  * and survive being written again by our own writer. fuzz.h says how to run it. */
 #define FUZZ_NAME "fuzz_safetensors"
+#define HALFSTEP_ADVANCED
 #include "fuzz.h"
 
 #include <fcntl.h>

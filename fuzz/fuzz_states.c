@@ -5,6 +5,7 @@
  * it is used up goes on as pseudo-random numbers that depend on all of it. Without libFuzzer the rounds go through all
  * rules and formats in turn. */
 #define FUZZ_NAME "fuzz_states"
+#define HALFSTEP_ADVANCED
 #include "fuzz.h"
 
 #include <math.h>
@@ -216,20 +217,23 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
         for (uint64_t i = 0; i < bytes; i++)
             if (i % 2) s->gradient[i] = (uint8_t)((s->gradient[i] & 0x80) | 0x3a);
     }
-    halfstep_counters counters = {.struct_size = sizeof counters};
+    halfstep_record counters = {.struct_size = sizeof counters, .kind = HALFSTEP_RECORD_TENSOR};
+    halfstep_get_record(s->optimizer, &counters);
     uint8_t age = next_byte(&in);
     counters.state_steps = age < 128 ? age : age < 192 ? (uint64_t)1 << (age % 64) : UINT64_MAX - age;
     counters.full_steps = next_byte(&in);
     counters.writes = counters.state_steps;
-    halfstep_set_counters(s->optimizer, 0, &counters); /* may be refused */
+    halfstep_set_record(s->optimizer, &counters); /* may be refused, as what follows */
+    halfstep_get_record(s->optimizer, &counters);
     for (int32_t i = 0; i < rule.scalars; i++) {
-        double value = ldexp((double)(int8_t)next_byte(&in), (int8_t)next_byte(&in));
-        halfstep_set_scalar(s->optimizer, 0, rule.scalar_name[i], value);
+        halfstep_record scalar = counters;
+        scalar.scalar[i] = ldexp((double)(int8_t)next_byte(&in), (int8_t)next_byte(&in));
+        if (!halfstep_set_record(s->optimizer, &scalar)) counters = scalar;
     }
     for (int32_t i = 0; i < rule.states; i++) {
-        char name[64];
-        snprintf(name, sizeof name, "%s.grid", rule.state_name[i]);
-        halfstep_set_scalar(s->optimizer, 0, name, ldexp((double)next_byte(&in), -8)); /* where there is one */
+        halfstep_record grid = counters;
+        grid.grid[i] = ldexp((double)next_byte(&in), -8);
+        if (!halfstep_set_record(s->optimizer, &grid)) counters = grid;
     }
     return 1;
 }
@@ -287,6 +291,10 @@ static void use_subject(struct subject *s, int which, int steps)
     read_all(s, which, 0);
     halfstep_saturated(s->optimizer, 0, s->weight, &saturated);
     note(which, "saturated", 0, (uint32_t)saturated, 1);
+    const halfstep_call micro = {.struct_size = sizeof micro, .micro = 1, .gradients = gradients};
+    const halfstep_call one = {
+        .struct_size = sizeof one, .kind = HALFSTEP_CALL_TENSOR, .weights = weights, .gradients = gradients};
+    const halfstep_call round = {.struct_size = sizeof round, .kind = HALFSTEP_CALL_ROUND};
     for (int step = 0; step < steps; step++) {
         int code = halfstep_step(s->optimizer, weights, gradients);
         /* Not every hyper-parameter goes with every other and every format. */
@@ -295,9 +303,9 @@ static void use_subject(struct subject *s, int which, int steps)
         note(which, "step", step, (uint32_t)code, 1);
         read_all(s, which, 0);
     }
-    note(which, "micro-step", 0, (uint32_t)halfstep_accumulate_states(s->optimizer, gradients), 1);
-    note(which, "release", 0, (uint32_t)halfstep_step_tensor(s->optimizer, 0, s->weight, s->gradient), 1);
-    halfstep_end_round(s->optimizer);
+    note(which, "micro-step", 0, (uint32_t)halfstep_run(s->optimizer, &micro), 1);
+    note(which, "release", 0, (uint32_t)halfstep_run(s->optimizer, &one), 1);
+    halfstep_run(s->optimizer, &round);
     read_all(s, which, 1);
     read_all(s, which, 0);
 }

@@ -4,6 +4,7 @@
  * The first byte of an input says which checkpoint (its recipe), the second which file: trainer.json, config.json, or
  * the header of a safetensors file, whose tensors stay as they are; the rest is its contents. */
 #define FUZZ_NAME "fuzz_trainer"
+#define HALFSTEP_ADVANCED
 #include "fuzz.h"
 
 #include "files.h"

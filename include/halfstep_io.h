@@ -14,28 +14,18 @@
  *   halfstep_load_optimizer(checkpoint, optimizer, weights, NULL, error, sizeof error);
  *   halfstep_close_checkpoint(checkpoint);
  *
- * Write a checkpoint of other tensors and files:
+ * Read a tensor of a model:
  *
- *   halfstep_safetensors_writer *model;
- *   halfstep_checkpoint_save *save;
+ *   halfstep_open_safetensors(&file, "model.safetensors", error, sizeof error);
+ *   halfstep_safetensor_find(file, "lm_head.weight", &index);
+ *   halfstep_get_safetensor_info(file, index, &tensor);
+ *   halfstep_read_safetensor(file, index, 0, weights, tensor.bytes, error, sizeof error);
+ *
+ * Write other tensors and files into a checkpoint (with HALFSTEP_ADVANCED):
+ *
  *   halfstep_create_safetensors_writer(&model);
  *   halfstep_declare_safetensor(model, "lm_head.weight", "BF16", 2, shape, weights, error, sizeof error);
- *
- *   halfstep_begin_checkpoint(&save, "run", &options, error, sizeof error);
  *   halfstep_save_safetensors(save, "model.safetensors", model, NULL, NULL, error, sizeof error);
- *   halfstep_save_file(save, "config.json", text, strlen(text), error, sizeof error);
- *   halfstep_commit_checkpoint(save, error, sizeof error);
- *
- * Read it back:
- *
- *   halfstep_checkpoint *checkpoint;
- *   halfstep_safetensors *file;
- *   halfstep_safetensor_info tensor = {sizeof tensor};
- *   uint64_t index;
- *   halfstep_open_checkpoint(&checkpoint, "run", NULL, error, sizeof error);    every size and checksum is verified
- *   here halfstep_open_safetensors(&file, halfstep_checkpoint_path(checkpoint, "model.safetensors"), error, sizeof
- *   error); halfstep_safetensor_find(file, "lm_head.weight", &index); halfstep_get_safetensor_info(file, index,
- *   &tensor); halfstep_read_safetensor(file, index, 0, weights, tensor.bytes, error, sizeof error);
  *
  * ERRORS. Functions return HALFSTEP_OK or a negative code of halfstep.h. Where a call takes (error, error_size), a
  * failure writes one line there that names the file, the tensor or the key, and what the operating system said; success
@@ -65,87 +55,6 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* ---- Element types of safetensors -------------------------------------------------------------------------------- */
-
-/* Bits of one element of a safetensors dtype ("F32" 32, "BF16" 16, "F4" 4 ...); 0 for a name that does not exist. */
-HALFSTEP_API uint32_t halfstep_safetensors_dtype_bits(const char *dtype);
-/* The known dtypes, by position from 0; NULL past the last. */
-HALFSTEP_API const char *halfstep_safetensors_dtype(uint32_t position);
-
-/* ---- Reading a safetensors file ---------------------------------------------------------------------------------- */
-
-/* An open file whose header has been checked in full: every tensor lies inside the file, no two overlap, no byte is
- * unaccounted for, every shape agrees with its length. At most 2^20 tensors of at most 64 dimensions, with 2^20 sizes
- * plus 4 for each tensor in all of their shapes, and 2^20 pairs of metadata. */
-typedef struct halfstep_safetensors halfstep_safetensors;
-
-typedef struct halfstep_safetensor_info {
-    uint32_t struct_size;    /* set by the caller: sizeof(halfstep_safetensor_info) */
-    uint32_t dtype_bits;     /* bits per element */
-    const char *name;
-    const char *dtype;       /* "BF16" */
-    uint64_t ndim;           /* 0 for a scalar */
-    const uint64_t *shape;   /* ndim sizes, row-major; a size may be 0; NULL for a scalar */
-    uint64_t elements;
-    uint64_t bytes;          /* end - begin */
-    uint64_t begin, end;     /* data_offsets: relative to the first byte after the header */
-} halfstep_safetensor_info;
-
-/* Opens and checks a file. On failure *file is NULL. */
-HALFSTEP_API int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, char *error,
-                                           size_t error_size);
-HALFSTEP_API void halfstep_close_safetensors(halfstep_safetensors *file); /* NULL is fine */
-
-/* Number of tensors; they are numbered from 0 in the order of their bytes in the file. */
-HALFSTEP_API uint64_t halfstep_safetensor_count(const halfstep_safetensors *file);
-HALFSTEP_API int halfstep_get_safetensor_info(const halfstep_safetensors *file, uint64_t index,
-                                              halfstep_safetensor_info *info);
-/* HALFSTEP_ERROR_NAME if the file has no such tensor. */
-HALFSTEP_API int halfstep_safetensor_find(const halfstep_safetensors *file, const char *name, uint64_t *index);
-
-/* Reads bytes [offset, offset + bytes) of one tensor, little-endian as stored. Fails if the file has changed its size
- * since it was opened. */
-HALFSTEP_API int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, uint64_t offset, void *data,
-                                          uint64_t bytes, char *error, size_t error_size);
-
-/* __metadata__: pairs of strings, sorted by key. */
-HALFSTEP_API uint64_t halfstep_safetensors_metadata_count(const halfstep_safetensors *file);
-HALFSTEP_API int halfstep_get_safetensors_metadata(const halfstep_safetensors *file, uint64_t index, const char **key,
-                                                   const char **value);
-/* The value of one key, or NULL. */
-HALFSTEP_API const char *halfstep_safetensors_metadata_find(const halfstep_safetensors *file, const char *key);
-
-/* ---- Writing a safetensors file ---------------------------------------------------------------------------------- */
-
-/* A list of tensors to be written, within the reader's limits. It may be written several times, and its data may change
- * in between. */
-typedef struct halfstep_safetensors_writer halfstep_safetensors_writer;
-
-/* Supplies bytes [offset, offset + bytes) of the tensor that was declared as number `tensor` (from 0). Tensors are
- * asked for in the order of the file, each from offset 0 upwards without gaps. Pieces are at most 1 MiB; all but the
- * last of a tensor are a multiple of 192 bytes, so that no element of any dtype is cut. Returns 0, or a negative code,
- * which stops the writing and becomes its result. */
-typedef int (*halfstep_fill_function)(void *context, uint64_t tensor, uint64_t offset, void *data, uint64_t bytes);
-
-HALFSTEP_API int halfstep_create_safetensors_writer(halfstep_safetensors_writer **writer);
-HALFSTEP_API void halfstep_destroy_safetensors_writer(halfstep_safetensors_writer *writer); /* NULL is fine */
-
-/* Adds a tensor, contiguous and little-endian. data is read while the file is written, never copied; NULL means that
- * the fill function supplies it. name, dtype and shape are copied. */
-HALFSTEP_API int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char *name, const char *dtype,
-                                             uint64_t ndim, const uint64_t *shape, const void *data, char *error,
-                                             size_t error_size);
-/* Adds a pair to __metadata__, or replaces its value. Strings are copied and must be UTF-8. */
-HALFSTEP_API int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, const char *key,
-                                                       const char *value, char *error, size_t error_size);
-
-/* Writes the file atomically and durably: after HALFSTEP_OK it is complete on the disk, after a failure the path holds
- * what it held before (unless the text says that the new contents are in place: only the last sync failed). fill may be
- * NULL if every tensor was declared with its data. Tensors are ordered by alignment, largest first, then by name, so
- * that each is naturally aligned; the same declarations in any order give the same file. */
-HALFSTEP_API int halfstep_write_safetensors(const halfstep_safetensors_writer *writer, const char *path,
-                                            halfstep_fill_function fill, void *context, char *error, size_t error_size);
 
 /* ---- Checkpoint directories -------------------------------------------------------------------------------------- */
 
@@ -183,9 +92,6 @@ HALFSTEP_API int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, cons
  * failure. */
 HALFSTEP_API int halfstep_save_file(halfstep_checkpoint_save *save, const char *name, const void *data, uint64_t bytes,
                                     char *error, size_t error_size);
-HALFSTEP_API int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name,
-                                           const halfstep_safetensors_writer *writer, halfstep_fill_function fill,
-                                           void *context, char *error, size_t error_size);
 /* Adds a string to the manifest, or replaces it. UTF-8. All names and values of a checkpoint may take 4 MiB. */
 HALFSTEP_API int halfstep_save_value(halfstep_checkpoint_save *save, const char *key, const char *value, char *error,
                                      size_t error_size);
@@ -214,14 +120,6 @@ typedef struct halfstep_checkpoint_info {
     uint64_t files, values;
 } halfstep_checkpoint_info;
 
-typedef struct halfstep_checkpoint_file {
-    uint32_t struct_size;    /* set by the caller: sizeof(halfstep_checkpoint_file) */
-    const char *name;
-    const char *path;
-    uint64_t bytes;
-    uint64_t crc64;
-} halfstep_checkpoint_file;
-
 /* Opens path, which is a checkpoint directory or one DIR/checkpoint-N inside it. HALFSTEP_ERROR_NAME if there is no
  * checkpoint at all (path missing, or without a manifest.json); any other code is about a checkpoint that is there. */
 HALFSTEP_API int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
@@ -229,14 +127,10 @@ HALFSTEP_API int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, cons
 HALFSTEP_API void halfstep_close_checkpoint(halfstep_checkpoint *checkpoint); /* NULL is fine */
 
 HALFSTEP_API int halfstep_get_checkpoint_info(const halfstep_checkpoint *checkpoint, halfstep_checkpoint_info *info);
-HALFSTEP_API int halfstep_get_checkpoint_file(const halfstep_checkpoint *checkpoint, uint64_t index,
-                                              halfstep_checkpoint_file *file);
-/* The path of one file of the checkpoint, or NULL if it has none by that name. */
+/* Returns the path of one file of the checkpoint, or NULL if it has none by that name. */
 HALFSTEP_API const char *halfstep_checkpoint_path(const halfstep_checkpoint *checkpoint, const char *name);
-/* The value of one key given to halfstep_save_value, or NULL; and all of them by number. */
+/* Returns the value of one key given to halfstep_save_value, or NULL. */
 HALFSTEP_API const char *halfstep_checkpoint_value(const halfstep_checkpoint *checkpoint, const char *key);
-HALFSTEP_API int halfstep_get_checkpoint_value(const halfstep_checkpoint *checkpoint, uint64_t index, const char **key,
-                                               const char **value);
 
 /* ---- Optimizers -------------------------------------------------------------------------------------------------- */
 
@@ -287,12 +181,131 @@ HALFSTEP_API int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, 
                                          void *const *weights, const halfstep_file_options *options, char *error,
                                          size_t error_size);
 
-/* The same with one file and no checkpoint directory: replaced atomically, durable after HALFSTEP_OK, weights inside it
- * as "NAME/weight". It has no checksum. */
+/* Write and read the same with one file and no checkpoint directory: replaced atomically, durable after HALFSTEP_OK,
+ * weights inside it as "NAME/weight". It has no checksum. */
 HALFSTEP_API int halfstep_write_optimizer(const char *path, const halfstep_optimizer *optimizer, void *const *weights,
                                           const halfstep_file_options *options, char *error, size_t error_size);
 HALFSTEP_API int halfstep_read_optimizer(const char *path, halfstep_optimizer *optimizer, void *const *weights,
                                          const halfstep_file_options *options, char *error, size_t error_size);
+
+/* ---- Reading a safetensors file ---------------------------------------------------------------------------------- */
+
+/* An open file whose header has been checked in full: every tensor lies inside the file, no two overlap, no byte is
+ * unaccounted for, every shape agrees with its length. At most 2^20 tensors of at most 64 dimensions, with 2^20 sizes
+ * plus 4 for each tensor in all of their shapes, and 2^20 pairs of metadata. */
+typedef struct halfstep_safetensors halfstep_safetensors;
+
+typedef struct halfstep_safetensor_info {
+    uint32_t struct_size;    /* set by the caller: sizeof(halfstep_safetensor_info) */
+    uint32_t dtype_bits;     /* bits per element */
+    const char *name;
+    const char *dtype;       /* "BF16" */
+    uint64_t ndim;           /* 0 for a scalar */
+    const uint64_t *shape;   /* ndim sizes, row-major; a size may be 0; NULL for a scalar */
+    uint64_t elements;
+    uint64_t bytes;          /* end - begin */
+    uint64_t begin, end;     /* data_offsets: relative to the first byte after the header */
+} halfstep_safetensor_info;
+
+/* Opens and checks a file. On failure *file is NULL. */
+HALFSTEP_API int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, char *error,
+                                           size_t error_size);
+HALFSTEP_API void halfstep_close_safetensors(halfstep_safetensors *file); /* NULL is fine */
+
+/* Returns the number of tensors; they are numbered from 0 in the order of their bytes in the file. */
+HALFSTEP_API uint64_t halfstep_safetensor_count(const halfstep_safetensors *file);
+HALFSTEP_API int halfstep_get_safetensor_info(const halfstep_safetensors *file, uint64_t index,
+                                              halfstep_safetensor_info *info);
+/* Finds a tensor by its name. HALFSTEP_ERROR_NAME if the file has none. */
+HALFSTEP_API int halfstep_safetensor_find(const halfstep_safetensors *file, const char *name, uint64_t *index);
+
+/* Reads bytes [offset, offset + bytes) of one tensor, little-endian as stored. Fails if the file has changed its size
+ * since it was opened. */
+HALFSTEP_API int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, uint64_t offset, void *data,
+                                          uint64_t bytes, char *error, size_t error_size);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
+
+/* ---- What few programs need: any safetensors file, any file of a checkpoint ---------------------------------------
+ * */
+
+/* Define HALFSTEP_ADVANCED before this header is included to have what follows. */
+#if defined(HALFSTEP_ADVANCED) && !defined(HALFSTEP_IO_H_ADVANCED)
+#define HALFSTEP_IO_H_ADVANCED
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Element types of safetensors -------------------------------------------------------------------------------- */
+
+/* Returns the bits of one element of a safetensors dtype ("F32" 32, "BF16" 16, "F4" 4 ...); 0 for a name that does not
+ * exist. */
+HALFSTEP_API uint32_t halfstep_safetensors_dtype_bits(const char *dtype);
+/* Returns the known dtypes, by position from 0; NULL past the last. */
+HALFSTEP_API const char *halfstep_safetensors_dtype(uint32_t position);
+
+/* Tell __metadata__: pairs of strings, sorted by key. */
+HALFSTEP_API uint64_t halfstep_safetensors_metadata_count(const halfstep_safetensors *file);
+HALFSTEP_API int halfstep_get_safetensors_metadata(const halfstep_safetensors *file, uint64_t index, const char **key,
+                                                   const char **value);
+/* Returns the value of one key, or NULL. */
+HALFSTEP_API const char *halfstep_safetensors_metadata_find(const halfstep_safetensors *file, const char *key);
+
+/* ---- Writing a safetensors file ---------------------------------------------------------------------------------- */
+
+/* A list of tensors to be written, within the reader's limits. It may be written several times, and its data may change
+ * in between. */
+typedef struct halfstep_safetensors_writer halfstep_safetensors_writer;
+
+/* Supplies bytes [offset, offset + bytes) of the tensor that was declared as number `tensor` (from 0). Tensors are
+ * asked for in the order of the file, each from offset 0 upwards without gaps. Pieces are at most 1 MiB; all but the
+ * last of a tensor are a multiple of 192 bytes, so that no element of any dtype is cut. Returns 0, or a negative code,
+ * which stops the writing and becomes its result. */
+typedef int (*halfstep_fill_function)(void *context, uint64_t tensor, uint64_t offset, void *data, uint64_t bytes);
+
+HALFSTEP_API int halfstep_create_safetensors_writer(halfstep_safetensors_writer **writer);
+HALFSTEP_API void halfstep_destroy_safetensors_writer(halfstep_safetensors_writer *writer); /* NULL is fine */
+
+/* Adds a tensor, contiguous and little-endian. data is read while the file is written, never copied; NULL means that
+ * the fill function supplies it. name, dtype and shape are copied. */
+HALFSTEP_API int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char *name, const char *dtype,
+                                             uint64_t ndim, const uint64_t *shape, const void *data, char *error,
+                                             size_t error_size);
+/* Adds a pair to __metadata__, or replaces its value. Strings are copied and must be UTF-8. */
+HALFSTEP_API int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, const char *key,
+                                                       const char *value, char *error, size_t error_size);
+
+/* Writes the file atomically and durably: after HALFSTEP_OK it is complete on the disk, after a failure the path holds
+ * what it held before (unless the text says that the new contents are in place: only the last sync failed). fill may be
+ * NULL if every tensor was declared with its data. Tensors are ordered by alignment, largest first, then by name, so
+ * that each is naturally aligned; the same declarations in any order give the same file. */
+HALFSTEP_API int halfstep_write_safetensors(const halfstep_safetensors_writer *writer, const char *path,
+                                            halfstep_fill_function fill, void *context, char *error, size_t error_size);
+
+/* ---- Other files of a checkpoint --------------------------------------------------------------------------------- */
+
+/* Adds a safetensors file to a checkpoint, as halfstep_save_file() does a file. */
+HALFSTEP_API int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name,
+                                           const halfstep_safetensors_writer *writer, halfstep_fill_function fill,
+                                           void *context, char *error, size_t error_size);
+
+typedef struct halfstep_checkpoint_file {
+    uint32_t struct_size;    /* set by the caller: sizeof(halfstep_checkpoint_file) */
+    const char *name;
+    const char *path;
+    uint64_t bytes;
+    uint64_t crc64;
+} halfstep_checkpoint_file;
+
+/* Tell the files of a checkpoint, and its values, by number. */
+HALFSTEP_API int halfstep_get_checkpoint_file(const halfstep_checkpoint *checkpoint, uint64_t index,
+                                              halfstep_checkpoint_file *file);
+HALFSTEP_API int halfstep_get_checkpoint_value(const halfstep_checkpoint *checkpoint, uint64_t index, const char **key,
+                                               const char **value);
 
 /* ---- One file, atomically ---------------------------------------------------------------------------------------- */
 
@@ -305,5 +318,4 @@ HALFSTEP_API int halfstep_write_file_atomic(const char *path, const void *data, 
 #ifdef __cplusplus
 }
 #endif
-
 #endif

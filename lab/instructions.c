@@ -15,6 +15,7 @@
  * instruction with a repeat prefix is one. --blocks also prints, for 2048 elements, how often each branch went where:
  * "from to count", addresses in the library's file. On x86-64 objdump says where instructions begin. */
 #define _GNU_SOURCE
+#define HALFSTEP_ADVANCED
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Every rule and storage format of the tables is where users look for it: the defaults in docs/differences.md, the formats in README.md,
+# The program on the first page of halfstep.h compiles and runs. Every rule and storage format of the tables is where users look for it: the defaults in docs/differences.md, the formats in README.md,
 # their bytes in docs/formats.md. (Lists of rules and classes are made by scripts/generate.py.)
 . "$(dirname "$0")/lib.sh"
 cd "$source_dir"
@@ -28,3 +28,13 @@ while read -r name id; do
 done <<<"$formats"
 [ "$failures" = 0 ] || fail "$failures places do not know a rule or a format"
 echo "ok   $(wc -l <<<"$rules") rules and $(wc -l <<<"$formats") formats are in the documents"
+
+need cc
+make_scratch
+sed -n '/^ \* This header is the manual/,/^ \*   }$/p' include/halfstep.h | sed -e 1,2d -e 's/^ \*$//' -e 's/^ \*   //' >"$scratch/first.c"
+[ "$(wc -l <"$scratch/first.c")" -le 25 ] || fail "the program on the first page of halfstep.h has more than 25 lines"
+cc -std=c11 -Wall -Wextra -Werror -Iinclude "$scratch/first.c" -o "$scratch/first" -L"$build_dir" -lhalfstep -lm -pthread ||
+    fail "the program on the first page of halfstep.h does not compile"
+result=$(LD_LIBRARY_PATH="$build_dir" "$scratch/first") || fail "the program on the first page of halfstep.h ends with an error"
+awk -v w="$result" 'BEGIN { exit !(w > 0.5 && w < 1.2) }' || fail "the program on the first page of halfstep.h prints '$result', not a weight near 1"
+echo "ok   the program on the first page of halfstep.h: $result"

@@ -3,6 +3,7 @@
 #ifndef HALFSTEP_TESTS_PROGRAM_LINES_H
 #define HALFSTEP_TESTS_PROGRAM_LINES_H
 
+#define HALFSTEP_ADVANCED
 #include <dirent.h>
 #include <fcntl.h>
 #include <stdint.h>

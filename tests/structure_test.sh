@@ -64,7 +64,7 @@ judge "instruction sets are listed in isas.def only" \
 
 exported() { nm -D --defined-only "$1" | awk '$2 != "A" { print $3 }' | sed 's/@.*//' | sort; }
 declared() {
-    echo "#include \"$1\"" | cc -E -P -Iinclude -x c - | tr '\n' ' ' | tr ';' '\n' | grep 'visibility("default")' |
+    printf '#define HALFSTEP_ADVANCED\n#include "%s"\n' "$1" | cc -E -P -Iinclude -x c - | tr '\n' ' ' | tr ';' '\n' | grep 'visibility("default")' |
         sed -E 's/.*visibility\("default"\)+//' | grep -oE '\bhalfstep_[a-z0-9_]+ *\(' | tr -d ' (' | sort -u
 }
 check_exports() {

@@ -5,6 +5,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#define HALFSTEP_ADVANCED
 #include <math.h>
 #include <stdint.h>
 
@@ -15,6 +16,7 @@
 #include <unistd.h>
 #endif
 
+#include "calls.h"
 #include "ref/fixture.h"
 #include "test.h"
 
@@ -98,12 +100,12 @@ static void test_tables(void)
     TEST("names have the ids that tensors get") {
         halfstep_optimizer *o;
         int32_t g, t;
-        halfstep_counters c = {.struct_size = sizeof c};
+        halfstep_record c = {.struct_size = sizeof c};
         MUST(halfstep_create(NULL, &o));
         MUST(halfstep_add_group(o, "adamw", &g));
         halfstep_tensor d = matrix("layer.weight", 2, 2);
         MUST(halfstep_add_tensor(o, &d, &t));
-        MUST(halfstep_get_counters(o, t, &c));
+        MUST(get_counters(o, t, &c));
         CHECK(halfstep_name_id("layer.weight") == c.id && c.id, "id %016llx", (unsigned long long)c.id);
         /* Files keep ids: the hash may never change. */
         CHECK(c.id == 0x3e70bd8e9d8d95ba, "id %016llx of a name changed", (unsigned long long)c.id);
@@ -476,9 +478,9 @@ static void test_order(void)
         halfstep_tensor t = matrix("w", 1, 64);
         MUST(halfstep_add_tensor(o, &t, &index));
         EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ORDER);
-        EXPECT(halfstep_step_tensor(o, 0, w, grad), HALFSTEP_ERROR_ORDER);
-        EXPECT(halfstep_step_begin(o, gradients, statistics), HALFSTEP_ERROR_ORDER);
-        EXPECT(halfstep_step_finish(o, weights, gradients, statistics), HALFSTEP_ERROR_ORDER);
+        EXPECT(step_tensor(o, 0, w, grad), HALFSTEP_ERROR_ORDER);
+        EXPECT(step_begin(o, gradients, statistics), HALFSTEP_ERROR_ORDER);
+        EXPECT(step_finish(o, weights, gradients, statistics), HALFSTEP_ERROR_ORDER);
         float value;
         EXPECT(halfstep_read_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 1, &value), HALFSTEP_ERROR_ORDER);
         /* One slot of two: still not ready, and by name. */
@@ -498,13 +500,13 @@ static void test_order(void)
         EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ARGUMENT, "w");
         gradients[0] = NULL;
         EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
-        EXPECT(halfstep_step_tensor(o, 1, w, grad), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_step_tensor(o, -1, w, grad), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_step_tensor(o, 0, NULL, grad), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_step_tensor(o, 0, w, NULL), HALFSTEP_OK);
-        EXPECT(halfstep_step_begin(o, NULL, statistics), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_step_begin(o, gradients, NULL), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_end_round(NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(step_tensor(o, 1, w, grad), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(step_tensor(o, -1, w, grad), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(step_tensor(o, 0, NULL, grad), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(step_tensor(o, 0, w, NULL), HALFSTEP_OK);
+        EXPECT(step_begin(o, NULL, statistics), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(step_begin(o, gradients, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(end_round(NULL), HALFSTEP_ERROR_ARGUMENT);
         halfstep_destroy(o);
         /* An optimizer without tensors steps nothing. */
         MUST(halfstep_create(NULL, &o));
@@ -545,10 +547,12 @@ static void test_order(void)
         EXPECT(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, memory), HALFSTEP_ERROR_ARGUMENT);
         halfstep_slot_info info = {.struct_size = 3};
         EXPECT(halfstep_get_slot_info(o, 0, 0, &info), HALFSTEP_ERROR_ARGUMENT);
-        halfstep_counters c = {.struct_size = 3};
-        EXPECT(halfstep_get_counters(o, 0, &c), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_set_counters(o, 0, &c), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_set_group_steps(o, 3, 1), HALFSTEP_ERROR_ARGUMENT);
+        halfstep_record c = {.struct_size = 3};
+        EXPECT(get_counters(o, 0, &c), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_set_record(o, &c), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bind_record(o, 0, &(halfstep_record_places){.struct_size = 3}), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_run(o, &(halfstep_call){.struct_size = 3}), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(set_group_steps(o, 3, 1), HALFSTEP_ERROR_ARGUMENT);
         halfstep_destroy(o);
     }
     TEST("slots are read and written by rows, and refuse what they cannot hold") {
@@ -715,21 +719,21 @@ static void copy_run(const struct run *from, struct run *to)
             memcpy(slot ? y.code : to->weight[i], slot ? x.code : from->weight[i], x.code_bytes);
             if (x.extra) memcpy(y.extra, x.extra, x.extra_bytes);
         }
-        halfstep_counters c = counters_of(from->o, i);
-        MUST(halfstep_set_counters(to->o, i, &c));
+        halfstep_record c = counters_of(from->o, i);
+        MUST(set_counters(to->o, i, &c));
         halfstep_rule_info rule = rule_info(halfstep_rule_find(from->rule));
         for (int j = 0; j < rule.scalars; j++) {
             double value;
-            MUST(halfstep_get_scalar(from->o, i, rule.scalar_name[j], &value));
-            MUST(halfstep_set_scalar(to->o, i, rule.scalar_name[j], value));
+            MUST(get_scalar(from->o, i, rule.scalar_name[j], &value));
+            MUST(set_scalar(to->o, i, rule.scalar_name[j], value));
         }
         copy_grids(from->o, to->o, i);
     }
     uint64_t steps;
-    MUST(halfstep_get_group_steps(from->o, 0, &steps));
-    MUST(halfstep_set_group_steps(to->o, 0, steps));
-    MUST(halfstep_set_seed(to->o, halfstep_get_seed(from->o)));
-    MUST(halfstep_set_skipped_steps(to->o, halfstep_skipped_steps(from->o)));
+    MUST(get_group_steps(from->o, 0, &steps));
+    MUST(set_group_steps(to->o, 0, steps));
+    MUST(set_seed(to->o, get_seed(from->o)));
+    MUST(set_skipped_steps(to->o, halfstep_skipped_steps(from->o)));
 }
 
 /* Calls f for every rule with every weight format and every state format that serves all its states (or for some
@@ -773,19 +777,19 @@ static void resume_recipe(const char *recipe)
 static void step_together(struct run *single, int step, int64_t n)
 {
     enum { MOST = 1024 };
-    int64_t totals[MOST] = {0}, statistics[RUN_TENSORS][MOST], offset = halfstep_norms_offset(single->o);
+    int64_t totals[MOST] = {0}, statistics[RUN_TENSORS][MOST], offset = norms_offset(single->o);
     for (int i = 0; i < RUN_TENSORS; i++) {
         struct run *r = &single[i];
-        CHECK(halfstep_statistics_count(r->o) <= MOST && n <= halfstep_statistics_count(r->o) - offset, "tensor %d", i);
+        CHECK(statistics_count(r->o) <= MOST && n <= statistics_count(r->o) - offset, "tensor %d", i);
         run_gradients(r, step);
-        MUST(halfstep_step_begin(r->o, (const void *const *)r->gradient, statistics[i]));
-        MUST(halfstep_step_norms(r->o, r->weight, (const void *const *)r->gradient, statistics[i]));
+        MUST(step_begin(r->o, (const void *const *)r->gradient, statistics[i]));
+        MUST(step_norms(r->o, r->weight, (const void *const *)r->gradient, statistics[i]));
         for (int64_t j = 0; j < n; j++) totals[j] += statistics[i][offset + j];
     }
     for (int i = 0; i < RUN_TENSORS; i++) {
         struct run *r = &single[i];
         memcpy(statistics[i] + offset, totals, (size_t)n * 8);
-        MUST(halfstep_step_finish(r->o, r->weight, (const void *const *)r->gradient, statistics[i]));
+        MUST(step_finish(r->o, r->weight, (const void *const *)r->gradient, statistics[i]));
     }
 }
 
@@ -800,23 +804,22 @@ static void split_recipe(const char *recipe)
     run_open(&release, recipe, 0, RUN_TENSORS, 0, &options);
     for (int i = 0; i < RUN_TENSORS; i++) run_open(&single[i], recipe, i, 1, 0, &options);
     run_steps(&whole, 0, 4);
-    int64_t *statistics = zeroed((size_t)halfstep_statistics_count(halves.o) * 8);
+    int64_t *statistics = zeroed((size_t)statistics_count(halves.o) * 8);
     for (int step = 0; step < 4; step++) {
         run_gradients(&halves, step);
-        MUST(halfstep_step_begin(halves.o, (const void *const *)halves.gradient, statistics));
-        MUST(halfstep_step_finish(halves.o, halves.weight, (const void *const *)halves.gradient, statistics));
+        MUST(step_begin(halves.o, (const void *const *)halves.gradient, statistics));
+        MUST(step_finish(halves.o, halves.weight, (const void *const *)halves.gradient, statistics));
         run_gradients(&release, step);
         if (info.totals) {
-            EXPECT(halfstep_step_tensor(release.o, 0, release.weight[0], release.gradient[0]),
-                   HALFSTEP_ERROR_UNSUPPORTED);
+            EXPECT(step_tensor(release.o, 0, release.weight[0], release.gradient[0]), HALFSTEP_ERROR_UNSUPPORTED);
             CHECK(strstr(halfstep_error_detail(release.o), "over all tensors"), "%s: '%s'", recipe,
                   halfstep_error_detail(release.o));
-            step_together(single, step, info.totals * halfstep_round_statistics_count());
+            step_together(single, step, info.totals * round_statistics_count(single[0].o));
             continue;
         }
         for (int i = RUN_TENSORS - 1; i >= 0; i--)
-            MUST(halfstep_step_tensor(release.o, i, release.weight[i], release.gradient[i]));
-        MUST(halfstep_end_round(release.o));
+            MUST(step_tensor(release.o, i, release.weight[i], release.gradient[i]));
+        MUST(end_round(release.o));
     }
     compare_runs(&whole, &halves, "begin and finish");
     if (!info.totals) compare_runs(&whole, &release, "tensor by tensor");
@@ -844,17 +847,21 @@ static void test_equalities(void)
         run_open(&a, "lamb/bf16-sr/int8", 0, RUN_TENSORS, 0, NULL);
         int64_t bound[3] = {-1, -1, -1};
         double ratio = -1, asked = -2;
-        EXPECT(halfstep_bind_counters(a.o, 0, &bound[0], &bound[1], &bound[2]), HALFSTEP_OK);
-        EXPECT(halfstep_bind_scalar(a.o, 0, "trust_ratio", &ratio), HALFSTEP_OK);
+        halfstep_record_places places = {
+            .struct_size = sizeof places, .state_steps = &bound[0], .full_steps = &bound[1], .writes = &bound[2]};
+        halfstep_record any = {.struct_size = sizeof any};
+        const int64_t kept = record_place(a.o, &any, "trust_ratio") - any.scalar;
+        places.scalar[kept] = &ratio;
+        EXPECT(halfstep_bind_record(a.o, 0, &places), HALFSTEP_OK);
         for (int call = 0; call < 4; call++) {
             if (call == 0) run_steps(&a, 0, 2);
-            if (call == 1) EXPECT(halfstep_accumulate_states(a.o, (const void *const *)a.gradient), HALFSTEP_OK);
+            if (call == 1) EXPECT(accumulate_states(a.o, (const void *const *)a.gradient), HALFSTEP_OK);
             if (call == 2)
                 EXPECT(halfstep_accumulate(a.o, 0, a.gradient[0], "bf16-sr", a.gradient[0], "bf16", 1), HALFSTEP_OK);
-            if (call == 3) EXPECT(halfstep_set_scalar(a.o, 0, "trust_ratio", 0.5), HALFSTEP_OK);
-            halfstep_counters c = {.struct_size = sizeof c};
-            EXPECT(halfstep_get_counters(a.o, 0, &c), HALFSTEP_OK);
-            EXPECT(halfstep_get_scalar(a.o, 0, "trust_ratio", &asked), HALFSTEP_OK);
+            if (call == 3) EXPECT(set_scalar(a.o, 0, "trust_ratio", 0.5), HALFSTEP_OK);
+            halfstep_record c = {.struct_size = sizeof c};
+            EXPECT(get_counters(a.o, 0, &c), HALFSTEP_OK);
+            EXPECT(get_scalar(a.o, 0, "trust_ratio", &asked), HALFSTEP_OK);
             CHECK((uint64_t)bound[0] == c.state_steps && (uint64_t)bound[1] == c.full_steps &&
                       (uint64_t)bound[2] == c.writes && ratio == asked,
                   "call %d: %lld %lld %lld and %g are shown", call, (long long)bound[0], (long long)bound[1],
@@ -862,10 +869,12 @@ static void test_equalities(void)
         }
         CHECK(ratio == 0.5 && bound[0] == 3 && bound[1] == 2 && bound[2] == 4, "counts %lld %lld %lld",
               (long long)bound[0], (long long)bound[1], (long long)bound[2]);
-        EXPECT(halfstep_bind_scalar(a.o, 0, "trust_ratio", NULL), HALFSTEP_OK);
-        EXPECT(halfstep_set_scalar(a.o, 0, "trust_ratio", 0.25), HALFSTEP_OK);
+        places.scalar[kept] = NULL;
+        EXPECT(halfstep_bind_record(a.o, 0, &places), HALFSTEP_OK);
+        EXPECT(set_scalar(a.o, 0, "trust_ratio", 0.25), HALFSTEP_OK);
         CHECK(ratio == 0.5, "%g after it was unbound", ratio);
-        EXPECT(halfstep_bind_scalar(a.o, 0, "weight_sum", &ratio), HALFSTEP_ERROR_NAME);
+        places.scalar[HALFSTEP_MAX_SCALARS - 1] = &ratio;
+        EXPECT(halfstep_bind_record(a.o, 0, &places), HALFSTEP_ERROR_ARGUMENT);
         run_close(&a);
     }
     TEST("a bound step follows the count of updates") {
@@ -874,7 +883,7 @@ static void test_equalities(void)
         float step[RUN_TENSORS];
         for (int i = 0; i < RUN_TENSORS; i++) {
             step[i] = -1;
-            EXPECT(halfstep_bind_step(a.o, i, step + i), HALFSTEP_OK);
+            EXPECT(bind_step(a.o, i, step + i), HALFSTEP_OK);
             CHECK(step[i] == 0, "tensor %d: %g when bound", i, (double)step[i]);
         }
         run_steps(&a, 0, 2);
@@ -893,25 +902,25 @@ static void test_equalities(void)
         for (int i = 0; i < RUN_TENSORS; i++)
             CHECK(step[i] == (i == 2 ? 2 : 3), "tensor %d: %g after a refused and a partial step", i, (double)step[i]);
 
-        EXPECT(halfstep_step_tensor(a.o, 2, a.weight[2], a.gradient[2]), HALFSTEP_OK);
-        EXPECT(halfstep_end_round(a.o), HALFSTEP_OK);
-        EXPECT(halfstep_accumulate_states(a.o, (const void *const *)a.gradient), HALFSTEP_OK);
+        EXPECT(step_tensor(a.o, 2, a.weight[2], a.gradient[2]), HALFSTEP_OK);
+        EXPECT(end_round(a.o), HALFSTEP_OK);
+        EXPECT(accumulate_states(a.o, (const void *const *)a.gradient), HALFSTEP_OK);
         for (int i = 0; i < RUN_TENSORS; i++)
             CHECK(step[i] == 4, "tensor %d: %g after a micro-step", i, (double)step[i]);
 
-        halfstep_counters c = {.struct_size = sizeof c, .state_steps = 1000};
-        EXPECT(halfstep_set_counters(a.o, 0, &c), HALFSTEP_OK);
+        halfstep_record c = {.struct_size = sizeof c, .state_steps = 1000};
+        EXPECT(set_counters(a.o, 0, &c), HALFSTEP_OK);
         CHECK(step[0] == 1000, "%g after the counters were set", (double)step[0]);
-        EXPECT(halfstep_bind_step(a.o, 1, NULL), HALFSTEP_OK);
+        EXPECT(bind_step(a.o, 1, NULL), HALFSTEP_OK);
         run_steps(&a, 3, 4);
         CHECK(step[0] == 1001 && step[1] == 4 && step[2] == 5, "%g %g %g", (double)step[0], (double)step[1],
               (double)step[2]);
         float late = 0;
-        EXPECT(halfstep_bind_step(a.o, 1, &late), HALFSTEP_OK);
+        EXPECT(bind_step(a.o, 1, &late), HALFSTEP_OK);
         CHECK(late == 5, "%g when bound late", (double)late);
 
-        EXPECT(halfstep_bind_step(a.o, RUN_TENSORS, step), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_bind_step(NULL, 0, step), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(bind_step(a.o, RUN_TENSORS, step), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(bind_step(NULL, 0, step), HALFSTEP_ERROR_ARGUMENT);
         run_close(&a);
     }
     TEST("clipping: halves agree with the whole, and the norm is told") {
@@ -966,7 +975,7 @@ static void test_equalities(void)
             for (int i = 0; i < 100; i++) mean += ((double)from_bits((uint32_t)sr[i] << 16) - 1) / 40000;
         }
         CHECK(fabs(mean / 0.001 - 1) < 0.06, "1 + 0.001 is 1 + %g on average", mean);
-        halfstep_counters c = counters_of(t.o, 0);
+        halfstep_record c = counters_of(t.o, 0);
         CHECK(c.writes == 800 && c.state_steps == 0, "%d writes counted", (int)c.writes);
         one_close(&t);
     }
@@ -1008,7 +1017,7 @@ static void *tensor_in_thread(void *argument)
         struct source s = {(uint64_t)(1000 * step + a->tensor)};
         for (int64_t j = 0; j < shape[1] * shape[2]; j++)
             ((uint16_t *)a->run->gradient[a->tensor])[j] = (uint16_t)(to_bits((float)(next_unit(&s) - 0.5)) >> 16);
-        MUST(halfstep_step_tensor(a->run->o, a->tensor, a->run->weight[a->tensor], a->run->gradient[a->tensor]));
+        MUST(step_tensor(a->run->o, a->tensor, a->run->weight[a->tensor], a->run->gradient[a->tensor]));
     }
     return NULL;
 }

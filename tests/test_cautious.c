@@ -3,6 +3,7 @@
  * hyper-parameters make of them. */
 #include <math.h>
 
+#include "calls.h"
 #include "ref/table.h"
 #include "test.h"
 
@@ -193,7 +194,7 @@ static void judge(int32_t row, struct source *s, enum ref_decay decay, double *w
     r.t = r.full = 1 + (double)(next64(s) % 50);
     snprintf(recipe, sizeof recipe, "%s/f32/f32", ref->rule);
     for (int k = 0; k < 2; k++) {
-        halfstep_counters c = {.struct_size = sizeof c};
+        halfstep_record c = {.struct_size = sizeof c};
         one_open(&t[k], recipe, 2, ROWS, COLUMNS, "f32");
         one_hyper(&t[k], "cautious", k);
         ref_apply(&t[k], row, &h);
@@ -201,10 +202,10 @@ static void judge(int32_t row, struct source *s, enum ref_decay decay, double *w
         if (!k) draw(s, &t[k], &info, &h, &r);
         for (int which = 0; which < 2 + info.states; which++)
             if (which < 2 || state_stored(&t[k], which - 2)) write_input(&t[k], &r, which);
-        MUST(halfstep_get_counters(t[k].o, 0, &c));
+        MUST(get_counters(t[k].o, 0, &c));
         r.id = c.id;
         c.state_steps = c.full_steps = (uint64_t)r.t - 1;
-        MUST(halfstep_set_counters(t[k].o, 0, &c));
+        MUST(set_counters(t[k].o, 0, &c));
         MUST(one_step(&t[k]));
     }
     memcpy(x, given, sizeof x);
@@ -278,9 +279,9 @@ static void test_ends(void)
             g[i] = 1;
             m[i] = i == 7 ? 2.0f : -4.0f;
         }
-        halfstep_counters c = counters_of(t.o, 0);
+        halfstep_record c = counters_of(t.o, 0);
         c.state_steps = c.full_steps = 1;
-        MUST(halfstep_set_counters(t.o, 0, &c));
+        MUST(set_counters(t.o, 0, &c));
         one_write(&t, HALFSTEP_SLOT_WEIGHT, w);
         one_write(&t, HALFSTEP_SLOT_GRADIENT, g);
         one_write(&t, HALFSTEP_SLOT_STATE, m);
@@ -355,7 +356,7 @@ static void step_several(struct several *m, int step, int only, int singly)
         gradients[n++] = m->g[i];
     }
     if (!singly) MUST(halfstep_step(m->o, weights, gradients));
-    for (int i = n; singly && i-- > 0;) MUST(halfstep_step_tensor(m->o, i, weights[i], gradients[i]));
+    for (int i = n; singly && i-- > 0;) MUST(step_tensor(m->o, i, weights[i], gradients[i]));
 }
 
 static void test_handles(void)
@@ -377,9 +378,8 @@ static void test_handles(void)
             CHECK(!memcmp(all.w[i], single.w[i], sizeof all.w[i]), "tensor %d has other bits by itself", i);
         }
         CHECK(memcmp(all.w[0], all.w[1], sizeof all.w[0]), "cautious makes no difference");
-        int64_t n = halfstep_statistics_count(all.o), without = halfstep_statistics_count(part[1].o);
-        CHECK(n - halfstep_norms_offset(all.o) == 2 * halfstep_round_statistics_count() &&
-                  without == halfstep_norms_offset(part[1].o),
+        int64_t n = statistics_count(all.o), without = statistics_count(part[1].o);
+        CHECK(n - norms_offset(all.o) == 2 * round_statistics_count(all.o) && without == norms_offset(part[1].o),
               "a sum for each cautious tensor, and none for others");
         halfstep_destroy(all.o);
         halfstep_destroy(part[0].o);
@@ -397,16 +397,15 @@ static void test_handles(void)
         ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = 2 * ROWS, .row_length = COLUMNS, .n_rows = ROWS,
                    .n_columns = COLUMNS, .gradient = "f32");
         MUST(halfstep_allocate_states(o));
-        CHECK(halfstep_statistics_count(o) <= 200, "more statistics than the test has room for");
+        CHECK(statistics_count(o) <= 200, "more statistics than the test has room for");
         MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
         EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_UNSUPPORTED, "sums over all of it");
-        MUST(halfstep_step_begin(o, gradients, statistics));
-        EXPECT_NAMED(o, halfstep_step_finish(o, weights, gradients, statistics), HALFSTEP_ERROR_ORDER,
-                     "halfstep_step_norms");
-        MUST(halfstep_step_norms(o, weights, gradients, statistics));
-        MUST(halfstep_step_finish(o, weights, gradients, statistics));
+        MUST(step_begin(o, gradients, statistics));
+        EXPECT_NAMED(o, step_finish(o, weights, gradients, statistics), HALFSTEP_ERROR_ORDER, "halfstep_run_norms");
+        MUST(step_norms(o, weights, gradients, statistics));
+        MUST(step_finish(o, weights, gradients, statistics));
         /* Micro-steps need no count, and take parts. */
-        MUST(halfstep_accumulate_states(o, gradients));
+        MUST(accumulate_states(o, gradients));
         halfstep_destroy(o);
     }
 }

@@ -6,10 +6,12 @@
  *   test_compat --write FOLDER   writes a checkpoint and its list, of what no other folder has: FOLDER is the first
  *                                that is not there yet, or an older one where its bits are meant to change
  * Runs under sanitizers. */
+#define HALFSTEP_ADVANCED
 #include <inttypes.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "calls.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
 #include "test.h"
@@ -123,7 +125,7 @@ static uint64_t mix(uint64_t hash, const void *data, size_t n)
 static uint64_t sum_of(const struct run *r, int i)
 {
     uint64_t hash = mix(UINT64_C(0xcbf29ce484222325), r->weight[i], r->weight_bytes[i]);
-    halfstep_counters c = {.struct_size = sizeof c};
+    halfstep_record c = {.struct_size = sizeof c};
     halfstep_rule_info rule = {.struct_size = sizeof rule};
     char name[64];
     double value;
@@ -136,14 +138,14 @@ static uint64_t sum_of(const struct run *r, int i)
         if (info.extra) hash = mix(hash, info.extra, (size_t)info.extra_bytes);
         snprintf(name, sizeof name, "%s.grid", info.name);
         if (!info.grid) continue;
-        MUST(halfstep_get_scalar(r->o, i, name, &value));
+        MUST(get_scalar(r->o, i, name, &value));
         hash = mix(hash, &value, sizeof value);
     }
     for (int k = 0; k < rule.scalars; k++) {
-        MUST(halfstep_get_scalar(r->o, i, rule.scalar_name[k], &value));
+        MUST(get_scalar(r->o, i, rule.scalar_name[k], &value));
         hash = mix(hash, &value, sizeof value);
     }
-    MUST(halfstep_get_counters(r->o, i, &c));
+    MUST(get_counters(r->o, i, &c));
     return mix(mix(mix(hash, &c.state_steps, 8), &c.full_steps, 8), &c.writes, 8);
 }
 

@@ -7,6 +7,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#define HALFSTEP_ADVANCED
 #include <dlfcn.h>
 #include <inttypes.h>
 #include <math.h>
@@ -15,6 +16,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "calls.h"
 #include "test.h"
 
 #include "device/cuda/driver/images.h"
@@ -148,19 +150,19 @@ static uint64_t problem_hash(struct problem *p)
 {
     uint64_t hash = HASH_START;
     for (int i = 0; i < TENSORS; i++) {
-        halfstep_counters c = {.struct_size = sizeof c};
+        halfstep_record c = {.struct_size = sizeof c};
         for (int s = 0; s < 4; s++) {
             if (s == HALFSTEP_SLOT_GRADIENT) continue;
             if (halfstep_read_slot(p->o, i, s, s ? NULL : p->weights[i], 0, p->rows, p->values[i])) return 1;
             hash = hash_bytes(hash, p->values[i], sizeof p->values[i]);
         }
-        if (halfstep_get_counters(p->o, i, &c)) return 2;
+        if (get_counters(p->o, i, &c)) return 2;
         hash = hash_word(hash_word(hash, c.state_steps), c.writes);
     }
     double norm = halfstep_gradient_norm(p->o);
     uint64_t steps = 0, bits;
     memcpy(&bits, &norm, sizeof bits);
-    if (halfstep_get_group_steps(p->o, 0, &steps)) return 3;
+    if (get_group_steps(p->o, 0, &steps)) return 3;
     return hash_finish(hash_word(hash_word(hash, bits), steps));
 }
 
@@ -232,8 +234,8 @@ static void test_submission(const char *recipe)
     CHECK(fake->pageable == pageable, "%s: a step sends memory that is not pinned", recipe);
     CHECK(fake->allocations - allocated <= HSTEP_CUDA_ROOMS, "%s: %ld allocations in steps", recipe,
           fake->allocations - allocated);
-    halfstep_counters c = {.struct_size = sizeof c};
-    MUST(halfstep_get_counters(p.o, 1, &c));
+    halfstep_record c = {.struct_size = sizeof c};
+    MUST(get_counters(p.o, 1, &c));
     CHECK(c.state_steps == 80, "%d steps are counted", (int)c.state_steps);
     uint64_t hash = problem_hash(&p), expected = 0;
     struct problem h;
@@ -310,7 +312,7 @@ static void test_refusal(void)
     float bad[N];
     float step_shown = -1.0f;
     MUST(problem_open(&p, "cuda", "adamw", NULL));
-    MUST(halfstep_bind_step(p.o, 0, &step_shown));
+    MUST(bind_step(p.o, 0, &step_shown));
     for (int step = 0; step < 4; step++) {
         MUST(problem_gradients(&p, step));
         if (step == 1 || step == 2) {
@@ -322,7 +324,7 @@ static void test_refusal(void)
     }
     CHECK(step_shown == 0.0f, "a count is shown before it is asked for");
     CHECK(halfstep_skipped_steps(p.o) == 2, "%d steps skipped", (int)halfstep_skipped_steps(p.o));
-    CHECK(!strcmp(halfstep_nonfinite_tensor(p.o), "c"), "'%s' offends", halfstep_nonfinite_tensor(p.o));
+    CHECK(!strcmp(halfstep_nonfinite_tensor(p.o, NULL), "c"), "'%s' offends", halfstep_nonfinite_tensor(p.o, NULL));
     int told = halfstep_synchronize(p.o);
     CHECK(told == HALFSTEP_NONFINITE && strstr(halfstep_error_detail(p.o), "'c'"), "%s: %s", halfstep_strerror(told),
           halfstep_error_detail(p.o));
@@ -338,22 +340,22 @@ enum question { COUNTERS, GROUP_STEPS, NORM, WEIGHT, STATE, AVERAGE, SCALAR, SAT
 static uint64_t ask(struct problem *p, enum question question)
 {
     static float out[N];
-    halfstep_counters c = {.struct_size = sizeof c};
+    halfstep_record c = {.struct_size = sizeof c};
     uint64_t number = 0;
     double value = 0.0;
     int error = HALFSTEP_OK;
     memset(out, 0, sizeof out);
     switch (question) {
     case COUNTERS:
-        error = halfstep_get_counters(p->o, 1, &c);
+        error = get_counters(p->o, 1, &c);
         number = c.state_steps * 1000 + c.writes;
         break;
-    case GROUP_STEPS: error = halfstep_get_group_steps(p->o, 0, &number); break;
+    case GROUP_STEPS: error = get_group_steps(p->o, 0, &number); break;
     case NORM: value = halfstep_gradient_norm(p->o); break;
     case WEIGHT: error = halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, p->weights[1], 0, ROWS, out); break;
     case STATE: error = halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_STATE, NULL, 0, ROWS, out); break;
     case AVERAGE: error = halfstep_read_average(p->o, 1, p->weights[1], 0, ROWS, out); break;
-    case SCALAR: error = halfstep_get_scalar(p->o, 1, "weight_sum", &value); break;
+    case SCALAR: error = get_scalar(p->o, 1, "weight_sum", &value); break;
     case SATURATED: error = halfstep_saturated(p->o, 1, p->weights[1], &number); break;
     case QUESTIONS: break;
     }
@@ -388,9 +390,9 @@ static void test_refused_readings(void)
                           halfstep_strerror(error));
                 }
                 answer[far] = ask(&p, (enum question)question);
-                CHECK(halfstep_skipped_steps(p.o) == 1 && !strcmp(halfstep_nonfinite_tensor(p.o), "a"),
+                CHECK(halfstep_skipped_steps(p.o) == 1 && !strcmp(halfstep_nonfinite_tensor(p.o, NULL), "a"),
                       "%d steps are skipped, '%s' offends", (int)halfstep_skipped_steps(p.o),
-                      halfstep_nonfinite_tensor(p.o));
+                      halfstep_nonfinite_tensor(p.o, NULL));
                 hash[far] = problem_hash(&p);
                 problem_close(&p);
             }
@@ -412,8 +414,8 @@ static void test_rounds(void)
         MUST(halfstep_set_hyper(p.o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
         for (int step = 0; step < 5; step++) {
             MUST(problem_gradients(&p, step));
-            for (int i = TENSORS - 1; i >= 0; i--) MUST(halfstep_step_tensor(p.o, i, p.weights[i], p.gradients[i]));
-            MUST(halfstep_end_round(p.o));
+            for (int i = TENSORS - 1; i >= 0; i--) MUST(step_tensor(p.o, i, p.weights[i], p.gradients[i]));
+            MUST(end_round(p.o));
         }
         hash[far] = problem_hash(&p);
         problem_close(&p);
@@ -431,15 +433,15 @@ static void test_between_steps(void)
         struct problem p;
         MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/bf16-sr", NULL));
         for (int step = 0; step < 4; step++) {
-            halfstep_counters c = {.struct_size = sizeof c};
+            halfstep_record c = {.struct_size = sizeof c};
             MUST(problem_gradients(&p, step));
             MUST(halfstep_step(p.o, p.weights, p.gradients));
             if (step == 1) {
-                MUST(halfstep_get_counters(p.o, 2, &c));
+                MUST(get_counters(p.o, 2, &c));
                 c.state_steps += 5;
                 c.writes += 5;
-                MUST(halfstep_set_counters(p.o, 2, &c));
-                MUST(halfstep_set_group_steps(p.o, 0, 11));
+                MUST(set_counters(p.o, 2, &c));
+                MUST(set_group_steps(p.o, 0, 11));
                 MUST(halfstep_set_hyper(p.o, HALFSTEP_ALL_GROUPS, "gradient_scale", 0.5));
             }
             if (step == 2)
@@ -478,27 +480,27 @@ static void test_halves(void)
             void *memory = NULL;
             MUST(problem_open(&p, far ? "cuda" : NULL, "lamb/bf16-sr/int8", NULL));
             if (far) MUST(halfstep_device_allocate(p.o, sizeof statistics[1], &memory));
-            CHECK((uint64_t)halfstep_statistics_count(p.o) * 8 <= sizeof statistics[far], "too many statistics");
+            CHECK((uint64_t)statistics_count(p.o) * 8 <= sizeof statistics[far], "too many statistics");
             int64_t *s = far && there ? memory : statistics[far];
             for (int step = 0; step < 2; step++) {
                 MUST(problem_gradients(&p, step));
                 long waits = fake->synchronizations;
-                MUST(halfstep_step_begin(p.o, p.gradients, s));
+                MUST(step_begin(p.o, p.gradients, s));
                 if (!there) check_idle("begin");
-                MUST(halfstep_step_norms(p.o, p.weights, p.gradients, s));
+                MUST(step_norms(p.o, p.weights, p.gradients, s));
                 if (!there) check_idle("norms");
-                MUST(halfstep_step_finish(p.o, p.weights, p.gradients, s));
+                MUST(step_finish(p.o, p.weights, p.gradients, s));
                 CHECK(!there || fake->synchronizations == waits, "statistics on the device are waited for");
             }
             for (int i = TENSORS - 1; i >= 0; i--) {
-                MUST(halfstep_step_tensor_begin(p.o, i, p.gradients[i], s));
+                MUST(step_tensor_begin(p.o, i, p.gradients[i], s));
                 if (!there) check_idle("begin of one tensor");
-                MUST(halfstep_step_tensor_norms(p.o, i, p.weights[i], p.gradients[i], s));
-                MUST(halfstep_step_tensor_finish(p.o, i, p.weights[i], p.gradients[i], s));
+                MUST(step_tensor_norms(p.o, i, p.weights[i], p.gradients[i], s));
+                MUST(step_tensor_finish(p.o, i, p.weights[i], p.gradients[i], s));
             }
-            MUST(halfstep_end_round_begin(p.o, s));
+            MUST(end_round_begin(p.o, s));
             check_idle("begin of the end of a round");
-            MUST(halfstep_end_round_finish(p.o, s));
+            MUST(end_round_finish(p.o, s));
             hash[far] = problem_hash(&p);
             halfstep_device_release(p.o, memory);
             problem_close(&p);
@@ -519,7 +521,7 @@ static void test_micro_steps(void)
         for (int step = 0; step < 4; step++) {
             MUST(problem_gradients(&p, step));
             if (step % 2) MUST(halfstep_step(p.o, p.weights, p.gradients));
-            else MUST(halfstep_accumulate_states(p.o, p.gradients));
+            else MUST(accumulate_states(p.o, p.gradients));
         }
         hash[far] = problem_hash(&p);
         problem_close(&p);
@@ -550,11 +552,11 @@ static void test_choices(void)
                   halfstep_strerror(error));
             /* A round that has had a norm, by which nothing is clipped "per-tensor". */
             if (step == 0) {
-                MUST(halfstep_step_tensor(p.o, 0, p.weights[0], p.gradients[0]));
-                MUST(halfstep_end_round(p.o));
+                MUST(step_tensor(p.o, 0, p.weights[0], p.gradients[0]));
+                MUST(end_round(p.o));
             }
             MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "clip", "per-tensor"));
-            if (step != 1) MUST(halfstep_step_tensor(p.o, 2, p.weights[2], p.gradients[2]));
+            if (step != 1) MUST(step_tensor(p.o, 2, p.weights[2], p.gradients[2]));
         }
         MUST(halfstep_accumulate(p.o, 0, p.weights[0], "bf16-sr", p.gradients[0], "f32", 0.3));
         hash[far] = problem_hash(&p);
@@ -586,7 +588,7 @@ static void test_far_indices(void)
             halfstep_optimizer *o;
             int32_t index;
             void *memory[2] = {values, g};
-            halfstep_counters c = {.struct_size = sizeof c};
+            halfstep_record c = {.struct_size = sizeof c};
             MUST(halfstep_create(&options, &o));
             MUST(halfstep_add_group(o, "adamw/bf16-sr/bf16-sr", &index));
             MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
@@ -605,7 +607,7 @@ static void test_far_indices(void)
                 MUST(halfstep_read_slot(o, 0, slot, slot ? NULL : memory[0], 0, ROWS, in));
                 hash[place][far] = hash_bytes(hash[place][far], in, sizeof in);
             }
-            MUST(halfstep_get_counters(o, 0, &c));
+            MUST(get_counters(o, 0, &c));
             CHECK(c.state_steps == 3, "%d steps are counted", (int)c.state_steps);
             for (int i = 0; i < 2 && far; i++) halfstep_device_release(o, memory[i]);
             halfstep_destroy(o);
@@ -673,8 +675,8 @@ static void test_graph(void)
     DRIVER("cuStreamBeginCapture_v2", void *, int)(stream, 0);
     long ran = fake->kernels;
     MUST(halfstep_step(p.o, p.weights, p.gradients));
-    halfstep_counters c = {.struct_size = sizeof c};
-    int refused = halfstep_get_counters(p.o, 0, &c);
+    halfstep_record c = {.struct_size = sizeof c};
+    int refused = get_counters(p.o, 0, &c);
     CHECK(refused == HALFSTEP_ERROR_ORDER && strstr(halfstep_error_detail(p.o), "captured"), "reading in a capture: %s",
           halfstep_error_detail(p.o));
     int ended = DRIVER("cuStreamEndCapture", void *, void **)(stream, &graph);
@@ -696,7 +698,7 @@ static void test_graph(void)
         MUST(halfstep_bind_hyper(h.o, HALFSTEP_ALL_GROUPS, "gradient_scale", &scale));
         MUST(halfstep_step(h.o, h.weights, h.gradients));
     }
-    MUST(halfstep_get_counters(p.o, 0, &c));
+    MUST(get_counters(p.o, 0, &c));
     CHECK(c.state_steps == 7, "%d steps after 6 replays and one before", (int)c.state_steps);
     uint64_t hash = problem_hash(&p), expected = problem_hash(&h);
     CHECK(hash == expected, "replays: %016" PRIx64 ", on the host %016" PRIx64, hash, expected);
@@ -815,14 +817,14 @@ static void check_foreign(struct problem *p, void *bad, const char *says)
     } while (0)
     FOREIGN(halfstep_step(p->o, weights, p->gradients));
     FOREIGN(halfstep_step(p->o, p->weights, gradients));
-    FOREIGN(halfstep_step_begin(p->o, gradients, statistics));
-    FOREIGN(halfstep_step_tensor(p->o, 1, bad, p->gradients[1]));
-    FOREIGN(halfstep_step_tensor(p->o, 1, p->weights[1], bad));
-    FOREIGN(halfstep_step_tensor_begin(p->o, 1, bad, statistics));
+    FOREIGN(step_begin(p->o, gradients, statistics));
+    FOREIGN(step_tensor(p->o, 1, bad, p->gradients[1]));
+    FOREIGN(step_tensor(p->o, 1, p->weights[1], bad));
+    FOREIGN(step_tensor_begin(p->o, 1, bad, statistics));
     FOREIGN(halfstep_accumulate(p->o, 1, bad, "f32", p->gradients[1], "f32", 1.0));
     FOREIGN(halfstep_accumulate(p->o, 1, p->weights[1], "f32", bad, "f32", 1.0));
-    FOREIGN(halfstep_accumulate_states(p->o, gradients));
-    FOREIGN(halfstep_accumulate_states_tensor(p->o, 1, bad));
+    FOREIGN(accumulate_states(p->o, gradients));
+    FOREIGN(accumulate_states_tensor(p->o, 1, bad));
     FOREIGN(halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, bad, 0, 1, out));
     FOREIGN(halfstep_read_average(p->o, 1, bad, 0, 1, out));
     FOREIGN(halfstep_write_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, bad, 0, 1, out));
@@ -879,7 +881,7 @@ static void test_out_of_memory(void)
         int error = problem_open(&p, "cuda", "lamb/bf16-sr/int8", NULL);
         if (!error) error = problem_gradients(&p, 0);
         if (!error) error = halfstep_step(p.o, p.weights, p.gradients);
-        if (!error) error = halfstep_step_tensor(p.o, 0, p.weights[0], p.gradients[0]);
+        if (!error) error = step_tensor(p.o, 0, p.weights[0], p.gradients[0]);
         if (!error && problem_hash(&p) < 4) error = HALFSTEP_ERROR_MEMORY;
         fired = !fake->fail_allocation;
         CHECK(error == (fired ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK), "allocation %ld: %s", k,
@@ -1049,11 +1051,11 @@ static void fault_and_tell(void)
     if (halfstep_step(p.o, p.weights, p.gradients)) test_leave(2);
     int error = halfstep_synchronize(p.o);
     dprintf(3, "%d %s", error, halfstep_error_detail(p.o));
-    halfstep_counters c = {.struct_size = sizeof c};
+    halfstep_record c = {.struct_size = sizeof c};
     if (halfstep_step(p.o, p.weights, p.gradients) != HALFSTEP_ERROR_DEVICE) test_leave(3);
     if (halfstep_step(q.o, q.weights, q.gradients) != HALFSTEP_ERROR_DEVICE) test_leave(4);
     if (!strstr(halfstep_error_detail(q.o), "ILLEGAL_ADDRESS")) test_leave(5);
-    if (halfstep_get_counters(p.o, 0, &c) != HALFSTEP_ERROR_DEVICE) test_leave(6);
+    if (get_counters(p.o, 0, &c) != HALFSTEP_ERROR_DEVICE) test_leave(6);
     if (halfstep_step(h.o, h.weights, h.gradients)) test_leave(7);
     problem_close(&p);
     problem_close(&q);

@@ -112,7 +112,7 @@ static int count(const struct hstep_call *call)
     return launch_call("halfstep_cuda_count", call, (struct hstep_cuda_what){0});
 }
 
-static int end_round(const struct hstep_call *call)
+static int close_round(const struct hstep_call *call)
 {
     return launch_call("halfstep_cuda_end_round", call, (struct hstep_cuda_what){0});
 }
@@ -166,7 +166,7 @@ static struct hstep_device emulated = {
     .update = update,
     .transform = transform,
     .count = count,
-    .end_round = end_round,
+    .end_round = close_round,
     .accumulate = add_gradient,
     .read = read_slot,
     .write = write_slot,
@@ -198,7 +198,7 @@ static double estimate_slices(const struct hstep_device *device, int64_t row, do
         MUST(one_step(&t));
     }
     one_read(&t, HALFSTEP_SLOT_WEIGHT, weights);
-    MUST(halfstep_get_scalar(t.o, 0, "d", &d));
+    MUST(get_scalar(t.o, 0, "d", &d));
     one_close(&t);
     hstep_default_device = before;
     return d;
@@ -238,7 +238,7 @@ static void check_written(const struct hstep_device *host)
             hstep_default_device = far ? &emulated : host;
             one_open(&t, recipe, 2, ROWS, COLUMNS, "f32");
             one_start(&t);
-            MUST(halfstep_set_scalar(t.o, 0, "exp_avg_sq.grid", 0.75));
+            MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", 0.75));
             one_write(&t, GRIDDED, values);
             one_read(&t, GRIDDED, read[far]);
             one_close(&t);
@@ -331,7 +331,7 @@ int main(int argc, char **argv)
     TEST("a launch that is missing is noticed") {
         uint64_t hash = 0, expected = 0;
         char error[300] = "";
-        emulated.count = end_round;
+        emulated.count = close_round;
         int failed = !golden_expected(list, &cases[0], &expected) ||
                      golden_run(&cases[0], &layouts[0], &hash, error, sizeof error);
         CHECK(failed || hash != expected, "the promised bits without a count");

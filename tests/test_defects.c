@@ -3,8 +3,10 @@
  * I-42). docs/differences.md lists them all, also those that other programs test. Each test passes here and fails on
  * the peer's way, which runs beside as a counter-check where it is cheap. Over 500 lines because every defect needs its
  * own small experiment. Runs are short unless --all is given. Not for an emulator. */
+#define HALFSTEP_ADVANCED
 #include <math.h>
 
+#include "calls.h"
 #include "ref/fixture.h"
 #include "test.h"
 
@@ -87,7 +89,7 @@ static void three_open(struct three *t, const char *recipe, const char *gradient
     struct source s = {37};
     t->o = new_optimizer(recipe, 1, 42);
     if (empty_step) MUST(halfstep_step(t->o, NULL, NULL));
-    if (empty_step) MUST(halfstep_end_round(t->o));
+    if (empty_step) MUST(end_round(t->o));
     MUST(halfstep_set_choice(t->o, HALFSTEP_ALL_GROUPS, "scan", scan));
     for (int i = 0; i < TENSORS; i++)
         ADD_TENSOR(t->o, .name = names[i], .ndim = i == 1 ? 2 : i / 2, .rows = shape[i][0], .row_length = shape[i][1],
@@ -118,10 +120,10 @@ static int step_all(struct three *t, int release)
     if (!release) return halfstep_step(t->o, t->weight, gradients);
     int worst = HALFSTEP_OK;
     for (int i = 0; i < TENSORS; i++) {
-        int result = halfstep_step_tensor(t->o, i, t->weight[i], gradients[i]);
+        int result = step_tensor(t->o, i, t->weight[i], gradients[i]);
         if (result) worst = result;
     }
-    MUST(halfstep_end_round(t->o));
+    MUST(end_round(t->o));
     return worst;
 }
 
@@ -264,22 +266,22 @@ static void test_empty_calls(void)
             three_open(&stray, recipe, "f32", "scan", 0);
             for (int k = 0; k < 6; k++) {
                 struct image before = take(stray.o, 1, stray.weight[1], WHOLE);
-                halfstep_counters c = {.struct_size = sizeof c}, d = {.struct_size = sizeof d};
-                MUST(halfstep_get_counters(stray.o, 1, &c));
+                halfstep_record c = {.struct_size = sizeof c}, d = {.struct_size = sizeof d};
+                MUST(get_counters(stray.o, 1, &c));
                 MUST(halfstep_step(stray.o, stray.weight, none));
-                MUST(halfstep_get_counters(stray.o, 1, &d));
+                MUST(get_counters(stray.o, 1, &d));
                 CHECK(!memcmp(&c, &d, sizeof c), "%s: a step without gradients is counted", recipe);
                 CHECK(still(stray.o, 1, stray.weight[1], before), "%s: a step without gradients changed something",
                       recipe);
                 three_gradients(&plain, k);
                 three_gradients(&stray, k);
                 for (int i = TENSORS - 1; i >= 0; i--) {
-                    MUST(halfstep_step_tensor(plain.o, i, plain.weight[i], plain.gradient[i]));
-                    MUST(halfstep_step_tensor(stray.o, i, stray.weight[i], stray.gradient[i]));
+                    MUST(step_tensor(plain.o, i, plain.weight[i], plain.gradient[i]));
+                    MUST(step_tensor(stray.o, i, stray.weight[i], stray.gradient[i]));
                     if (i) MUST(halfstep_step(stray.o, stray.weight, none));
                 }
-                MUST(halfstep_end_round(plain.o));
-                MUST(halfstep_end_round(stray.o));
+                MUST(end_round(plain.o));
+                MUST(end_round(stray.o));
             }
             CHECK(!models_differ(&plain, &stray), "%s: stray steps changed later ones", recipe);
             three_close(&plain);
@@ -306,7 +308,7 @@ static void test_micro_steps(void)
             for (int full = 1; full <= 3 * k; full++) {
                 const void *gradients[1] = {t.gradient};
                 one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1);
-                for (int i = 1; i < micro; i++) MUST(halfstep_accumulate_states(t.o, gradients));
+                for (int i = 1; i < micro; i++) MUST(accumulate_states(t.o, gradients));
                 MUST(one_step(&t));
                 double now = one_mean(&t, HALFSTEP_SLOT_STATE + 2);
                 CHECK((now != slow) == (full % k == 0), "k %d, %d gradients a step: the slow weights %s in step %d", k,
@@ -401,7 +403,7 @@ static void test_delayed(void)
             MUST(halfstep_allocate_states(o));
             MUST(halfstep_step(o, weights, gradients));
             for (int i = 0; i < COUNT; i++)
-                MUST(halfstep_get_scalar(o, i, "accumulated_decay", &start[run][run == 2 ? COUNT - 1 - i : i]));
+                MUST(get_scalar(o, i, "accumulated_decay", &start[run][run == 2 ? COUNT - 1 - i : i]));
             halfstep_destroy(o);
         }
         for (int i = 0; i < COUNT; i++) {
@@ -572,7 +574,7 @@ static void test_block_states(void)
             }
             struct image clean = take(t[0].o, 0, t[0].weight, WHOLE);
             CHECK(still(t[1].o, 0, t[1].weight, clean), "%s: refused steps changed later ones", recipe);
-            halfstep_counters c = counters_of(t[1].o, 0);
+            halfstep_record c = counters_of(t[1].o, 0);
             CHECK(c.state_steps == 6 && c.full_steps == 6 && halfstep_skipped_steps(t[1].o) == 24,
                   "%d steps are counted, %d skipped", (int)c.state_steps, (int)halfstep_skipped_steps(t[1].o));
             if (info.block) {
@@ -945,7 +947,7 @@ static void test_counters(void)
         gradients[1] = g[1];
         MUST(halfstep_step(o, weights, gradients));
         CHECK(fabsf(w[1][63] - 0.5f) < 1e-5f, "the late tensor moved by %g, not by lr = 0.5", w[1][63]);
-        halfstep_counters c = counters_of(o, 1);
+        halfstep_record c = counters_of(o, 1);
         CHECK(c.state_steps == 1 && c.full_steps == 1, "the late tensor counts %d", (int)c.state_steps);
         /* The group's count for both corrections, as the peers do it, on the same numbers. */
         double peer = 0.5 * (0.1 / (1 - pow(0.9, 1001))) / (sqrt(0.001) / sqrt(1 - pow(0.999, 1001)));
@@ -1359,7 +1361,7 @@ static void test_nonfinite_mode(const char *recipe, const char *gradient, int mo
         for (int place = 0; place < 3; place++)
             for (int b = 0; b < 6; b++) {
                 struct image before[TENSORS];
-                halfstep_counters count[TENSORS], now;
+                halfstep_record count[TENSORS], now;
                 int64_t at = place == 0 ? 0 : place == 1 ? t.n[i] / 2 : t.n[i] - 1;
                 uint32_t old = put_bad(&t, i, at, bad[b]);
                 for (int j = 0; j < TENSORS; j++) {
@@ -1367,16 +1369,16 @@ static void test_nonfinite_mode(const char *recipe, const char *gradient, int mo
                     count[j] = counters_of(t.o, j);
                 }
                 uint64_t round = 0, round_after = 0;
-                MUST(halfstep_get_group_steps(t.o, 0, &round));
+                MUST(get_group_steps(t.o, 0, &round));
                 int result = step_all(&t, mode == 2);
                 skipped++;
                 CHECK(result == HALFSTEP_NONFINITE, "%s: %08x in %s gives %d", recipe, bad[b], names[i], result);
                 CHECK(halfstep_skipped_steps(t.o) == skipped, "%s: %d skipped steps counted", recipe,
                       (int)halfstep_skipped_steps(t.o));
-                CHECK(!strcmp(halfstep_nonfinite_tensor(t.o), names[i]), "%s: '%s' is named, '%s' was meant", recipe,
-                      halfstep_nonfinite_tensor(t.o), names[i]);
+                CHECK(!strcmp(halfstep_nonfinite_tensor(t.o, NULL), names[i]), "%s: '%s' is named, '%s' was meant",
+                      recipe, halfstep_nonfinite_tensor(t.o, NULL), names[i]);
                 CHECK(strstr(halfstep_error_detail(t.o), names[i]), "the detail does not name %s", names[i]);
-                MUST(halfstep_get_group_steps(t.o, 0, &round_after));
+                MUST(get_group_steps(t.o, 0, &round_after));
                 CHECK(round_after == round + (mode != 0), "%s: the group counts %d after %d", modes[mode],
                       (int)round_after, (int)round);
                 for (int j = 0; j < TENSORS; j++) {

@@ -9,6 +9,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "calls.h"
 #include "test.h"
 
 #ifdef _WIN32
@@ -328,7 +329,7 @@ static void test_rounds(void)
 {
     float w[2][100], g[100], *weights[2] = {w[0], w[1]};
     double norm[2];
-    halfstep_counters counters[2];
+    halfstep_record counters[2];
     for (int far = 0; far < 2; far++) {
         hstep_default_device = far ? &apart : &hstep_host_device;
         int32_t tensor;
@@ -342,14 +343,14 @@ static void test_rounds(void)
         for (int step = 0; step < 4; step++) {
             for (int i = 0; i < 100; i++) g[i] = (float)(i - 50 + step) / 10.0f;
             if (step == 2) g[7] = NAN;
-            int result = halfstep_step_tensor(o, tensor, weights[far], g);
+            int result = step_tensor(o, tensor, weights[far], g);
             CHECK(result == (step == 2 ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
                   halfstep_error_detail(o));
-            MUST(halfstep_end_round(o));
+            MUST(end_round(o));
         }
         norm[far] = halfstep_gradient_norm(o);
-        counters[far] = (halfstep_counters){.struct_size = sizeof counters[far]};
-        MUST(halfstep_get_counters(o, tensor, &counters[far]));
+        counters[far] = (halfstep_record){.struct_size = sizeof counters[far]};
+        MUST(get_counters(o, tensor, &counters[far]));
         CHECK(halfstep_skipped_steps(o) == 1, "%d steps skipped", (int)halfstep_skipped_steps(o));
         halfstep_destroy(o);
     }
@@ -401,11 +402,10 @@ static int live(void)
     if (!(result = halfstep_add_group(o, "lamb", &group)) &&
         !(result = halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0)) &&
         !(result = halfstep_add_tensor(o, &t, &tensor)) && !(result = halfstep_allocate_states(o)) &&
-        !(result = halfstep_step(o, weights, gradients)) && !(result = halfstep_step_begin(o, gradients, statistics)) &&
-        !(result = halfstep_step_norms(o, weights, gradients, statistics)) &&
-        !(result = halfstep_step_finish(o, weights, gradients, statistics)) &&
-        !(result = halfstep_step_tensor(o, tensor, w, g)) && !(result = halfstep_end_round_begin(o, statistics)) &&
-        !(result = halfstep_end_round_finish(o, statistics)) &&
+        !(result = halfstep_step(o, weights, gradients)) && !(result = step_begin(o, gradients, statistics)) &&
+        !(result = step_norms(o, weights, gradients, statistics)) &&
+        !(result = step_finish(o, weights, gradients, statistics)) && !(result = step_tensor(o, tensor, w, g)) &&
+        !(result = end_round_begin(o, statistics)) && !(result = end_round_finish(o, statistics)) &&
         !(result = halfstep_accumulate(o, tensor, values, "f32", g, "f32", 1.0)) &&
         !(result = halfstep_write_slot(o, tensor, HALFSTEP_SLOT_STATE, NULL, 0, 32, values)))
         result = halfstep_read_slot(o, tensor, HALFSTEP_SLOT_STATE, NULL, 0, 32, values);

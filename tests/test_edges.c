@@ -2,6 +2,7 @@
  * versions, threads that fail, counters and moments that no update leaves behind. Over 500 lines because each is a
  * small world of its own. Only --all does what takes gigabytes of gradients. Runs under sanitizers. */
 #define _GNU_SOURCE
+#define HALFSTEP_ADVANCED
 #include <fenv.h>
 #include <math.h>
 #include <pthread.h>
@@ -15,6 +16,7 @@
 #include <unistd.h>
 #endif
 
+#include "calls.h"
 #include "base/exact.h"
 #include "base/squares.h"
 #include "decide/prepare.h"
@@ -69,8 +71,8 @@ static void test_sums_without_end(void)
             MUST(halfstep_add_tensor(o, &d, &index));
             MUST(halfstep_allocate_states(o));
             MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1));
-            int64_t *statistics = zeroed((size_t)halfstep_statistics_count(o) * 8);
-            MUST(halfstep_step_begin(o, gradients, statistics));
+            int64_t *statistics = zeroed((size_t)statistics_count(o) * 8);
+            MUST(step_begin(o, gradients, statistics));
             double norm = sqrt(hstep_exact_round(statistics)), wanted = sqrt((double)n) * (double)value;
             CHECK(fabs(norm - wanted) <= 1e-12 * wanted, "the norm of %lld gradients is %.17g instead of %.17g",
                   (long long)n, norm, wanted);
@@ -92,24 +94,24 @@ static void test_sums_without_end(void)
         void *weights[1] = {t.weight}, *before = zeroed(t.weight_bytes);
         const void *gradients[1] = {t.gradient};
         memcpy(before, t.weight, t.weight_bytes);
-        statistics = zeroed((size_t)halfstep_statistics_count(t.o) * 8);
-        MUST(halfstep_step_begin(t.o, gradients, statistics));
+        statistics = zeroed((size_t)statistics_count(t.o) * 8);
+        MUST(step_begin(t.o, gradients, statistics));
         statistics[HSTEP_EXACT_LIMBS - 1] = -1; /* a sum of squares below zero has no root */
-        EXPECT(halfstep_step_finish(t.o, weights, gradients, statistics), HALFSTEP_NONFINITE);
+        EXPECT(step_finish(t.o, weights, gradients, statistics), HALFSTEP_NONFINITE);
         CHECK(strstr(halfstep_error_detail(t.o), "norm"), "'%s'", halfstep_error_detail(t.o));
-        CHECK(!*halfstep_nonfinite_tensor(t.o), "'%s' is to blame", halfstep_nonfinite_tensor(t.o));
+        CHECK(!*halfstep_nonfinite_tensor(t.o, NULL), "'%s' is to blame", halfstep_nonfinite_tensor(t.o, NULL));
         MUST(halfstep_set_choice(t.o, HALFSTEP_ALL_GROUPS, "clip", "per-tensor"));
-        MUST(halfstep_step_tensor_begin(t.o, 0, t.gradient, statistics));
+        MUST(step_tensor_begin(t.o, 0, t.gradient, statistics));
         statistics[HSTEP_EXACT_LIMBS - 1] = -1;
-        EXPECT(halfstep_step_tensor_finish(t.o, 0, t.weight, t.gradient, statistics), HALFSTEP_NONFINITE);
-        halfstep_counters c = counters_of(t.o, 0);
+        EXPECT(step_tensor_finish(t.o, 0, t.weight, t.gradient, statistics), HALFSTEP_NONFINITE);
+        halfstep_record c = counters_of(t.o, 0);
         CHECK(!memcmp(before, t.weight, t.weight_bytes) && c.state_steps == 0 && halfstep_skipped_steps(t.o) == 2,
               "something changed, or the steps are not counted as skipped");
         uint64_t steps;
-        MUST(halfstep_end_round_begin(t.o, round));
+        MUST(end_round_begin(t.o, round));
         round[HSTEP_EXACT_LIMBS - 1] = -1;
-        EXPECT(halfstep_end_round_finish(t.o, round), HALFSTEP_NONFINITE);
-        MUST(halfstep_get_group_steps(t.o, 0, &steps));
+        EXPECT(end_round_finish(t.o, round), HALFSTEP_NONFINITE);
+        MUST(get_group_steps(t.o, 0, &steps));
         CHECK(steps == 0 && halfstep_gradient_norm(t.o) == 0, "the round ended all the same");
         EXPECT(one_step(&t), HALFSTEP_OK);
         free(before);
@@ -204,17 +206,15 @@ static int release_step(struct ranks *r, int tensor)
 {
     static int64_t statistics[RANKS][4096];
     int result = HALFSTEP_OK;
-    if (r->n == 1) return halfstep_step_tensor(r->o[0], tensor, r->weight[0][tensor], r->gradient[0][tensor]);
-    int64_t sums = halfstep_tensor_norms_offset(), end = halfstep_tensor_statistics_count(r->o[0], tensor);
-    for (int k = 0; k < r->n; k++)
-        MUST(halfstep_step_tensor_begin(r->o[k], tensor, r->gradient[k][tensor], statistics[k]));
+    if (r->n == 1) return step_tensor(r->o[0], tensor, r->weight[0][tensor], r->gradient[0][tensor]);
+    int64_t sums = tensor_norms_offset(r->o[0]), end = tensor_statistics_count(r->o[0], tensor);
+    for (int k = 0; k < r->n; k++) MUST(step_tensor_begin(r->o[k], tensor, r->gradient[k][tensor], statistics[k]));
     reduce(statistics, r->n, 0, sums);
     for (int k = 0; k < r->n; k++)
-        MUST(halfstep_step_tensor_norms(r->o[k], tensor, r->weight[k][tensor], r->gradient[k][tensor], statistics[k]));
+        MUST(step_tensor_norms(r->o[k], tensor, r->weight[k][tensor], r->gradient[k][tensor], statistics[k]));
     reduce(statistics, r->n, sums, end);
     for (int k = 0; k < r->n; k++) {
-        int found =
-            halfstep_step_tensor_finish(r->o[k], tensor, r->weight[k][tensor], r->gradient[k][tensor], statistics[k]);
+        int found = step_tensor_finish(r->o[k], tensor, r->weight[k][tensor], r->gradient[k][tensor], statistics[k]);
         CHECK(!k || found == result, "the ranks do not agree: %d and %d", result, found);
         result = found;
     }
@@ -225,12 +225,12 @@ static void finish_round(struct ranks *r)
 {
     static int64_t statistics[RANKS][4096];
     if (r->n == 1) {
-        MUST(halfstep_end_round(r->o[0]));
+        MUST(end_round(r->o[0]));
         return;
     }
-    for (int k = 0; k < r->n; k++) MUST(halfstep_end_round_begin(r->o[k], statistics[k]));
-    reduce(statistics, r->n, 0, halfstep_round_statistics_count());
-    for (int k = 0; k < r->n; k++) MUST(halfstep_end_round_finish(r->o[k], statistics[k]));
+    for (int k = 0; k < r->n; k++) MUST(end_round_begin(r->o[k], statistics[k]));
+    reduce(statistics, r->n, 0, round_statistics_count(r->o[0]));
+    for (int k = 0; k < r->n; k++) MUST(end_round_finish(r->o[k], statistics[k]));
 }
 
 /* Weights and states of the parts are those of the whole. */
@@ -256,9 +256,9 @@ static void compare_ranks(const struct ranks *parts, const struct ranks *whole, 
                 free(all);
                 free(mine);
             }
-            halfstep_counters a = {.struct_size = sizeof a}, b = {.struct_size = sizeof b};
-            MUST(halfstep_get_counters(whole->o[0], t, &a));
-            MUST(halfstep_get_counters(parts->o[k], t, &b));
+            halfstep_record a = {.struct_size = sizeof a}, b = {.struct_size = sizeof b};
+            MUST(get_counters(whole->o[0], t, &a));
+            MUST(get_counters(parts->o[k], t, &b));
             CHECK(!memcmp(&a, &b, sizeof a), "%s: rank %d counts tensor %d otherwise", recipe, k, t);
         }
 }
@@ -322,15 +322,15 @@ static void test_parts(void)
                 EXPECT(halfstep_step(r.o[k], weights, gradients), cases[i].step);
                 if (cases[i].step)
                     CHECK(strstr(halfstep_error_detail(r.o[k]), "'a'"), "'%s'", halfstep_error_detail(r.o[k]));
-                EXPECT(halfstep_step_tensor(r.o[k], 1, r.weight[k][1], r.gradient[k][1]), cases[i].step);
-                EXPECT(halfstep_accumulate_states(r.o[k], gradients), cases[i].micro);
-                EXPECT(halfstep_accumulate_states_tensor(r.o[k], 1, r.gradient[k][1]), cases[i].micro);
-                EXPECT(halfstep_end_round(r.o[k]), cases[i].round);
+                EXPECT(step_tensor(r.o[k], 1, r.weight[k][1], r.gradient[k][1]), cases[i].step);
+                EXPECT(accumulate_states(r.o[k], gradients), cases[i].micro);
+                EXPECT(accumulate_states_tensor(r.o[k], 1, r.gradient[k][1]), cases[i].micro);
+                EXPECT(end_round(r.o[k]), cases[i].round);
                 /* A part that nobody has a gradient for is none of this. */
-                EXPECT(halfstep_step_tensor(r.o[k], 1, r.weight[k][1], NULL), HALFSTEP_OK);
+                EXPECT(step_tensor(r.o[k], 1, r.weight[k][1], NULL), HALFSTEP_OK);
             }
             /* What this rank has all of is stepped as ever. */
-            EXPECT(halfstep_step_tensor(r.o[0], 2, r.weight[0][2], r.gradient[0][2]), HALFSTEP_OK);
+            EXPECT(step_tensor(r.o[0], 2, r.weight[0][2], r.gradient[0][2]), HALFSTEP_OK);
             ranks_close(&r);
         }
     }
@@ -347,11 +347,9 @@ static void test_parts(void)
         struct ranks r;
         static int64_t statistics[4096];
         ranks_open(&r, "lamb/f32", RANKS);
-        MUST(halfstep_step_tensor_begin(r.o[1], 0, r.gradient[1][0], statistics));
-        EXPECT(halfstep_step_tensor_finish(r.o[1], 0, r.weight[1][0], r.gradient[1][0], statistics),
-               HALFSTEP_ERROR_ORDER);
-        CHECK(strstr(halfstep_error_detail(r.o[1]), "halfstep_step_tensor_norms"), "'%s'",
-              halfstep_error_detail(r.o[1]));
+        MUST(step_tensor_begin(r.o[1], 0, r.gradient[1][0], statistics));
+        EXPECT(step_tensor_finish(r.o[1], 0, r.weight[1][0], r.gradient[1][0], statistics), HALFSTEP_ERROR_ORDER);
+        CHECK(strstr(halfstep_error_detail(r.o[1]), "halfstep_run_norms"), "'%s'", halfstep_error_detail(r.o[1]));
         ranks_close(&r);
     }
     TEST("micro-steps in parts, by begin and finish, have the bits of whole ones") {
@@ -370,22 +368,20 @@ static void test_parts(void)
                 free(values);
             }
             for (int t = 0; t < TENSORS && step == 3; t++) {
-                MUST(halfstep_accumulate_states_tensor(whole.o[0], t, whole.gradient[0][t]));
+                MUST(accumulate_states_tensor(whole.o[0], t, whole.gradient[0][t]));
                 for (int k = 0; k < RANKS; k++)
-                    MUST(halfstep_accumulate_states_tensor_begin(parts.o[k], t, parts.gradient[k][t], statistics[k]));
-                reduce(statistics, RANKS, 0, halfstep_tensor_statistics_count(parts.o[0], t));
+                    MUST(accumulate_states_tensor_begin(parts.o[k], t, parts.gradient[k][t], statistics[k]));
+                reduce(statistics, RANKS, 0, tensor_statistics_count(parts.o[0], t));
                 for (int k = 0; k < RANKS; k++)
-                    MUST(halfstep_accumulate_states_tensor_finish(parts.o[k], t, parts.gradient[k][t], statistics[k]));
+                    MUST(accumulate_states_tensor_finish(parts.o[k], t, parts.gradient[k][t], statistics[k]));
             }
             if (step == 3) continue;
-            EXPECT(halfstep_accumulate_states(whole.o[0], (const void *const *)whole.gradient[0]), wanted);
+            EXPECT(accumulate_states(whole.o[0], (const void *const *)whole.gradient[0]), wanted);
             for (int k = 0; k < RANKS; k++)
-                MUST(halfstep_accumulate_states_begin(parts.o[k], (const void *const *)parts.gradient[k],
-                                                      statistics[k]));
-            reduce(statistics, RANKS, 0, halfstep_statistics_count(parts.o[0]));
+                MUST(accumulate_states_begin(parts.o[k], (const void *const *)parts.gradient[k], statistics[k]));
+            reduce(statistics, RANKS, 0, statistics_count(parts.o[0]));
             for (int k = 0; k < RANKS; k++)
-                EXPECT(halfstep_accumulate_states_finish(parts.o[k], (const void *const *)parts.gradient[k],
-                                                         statistics[k]),
+                EXPECT(accumulate_states_finish(parts.o[k], (const void *const *)parts.gradient[k], statistics[k]),
                        wanted);
         }
         compare_ranks(&parts, &whole, "adamw/f32/int8");
@@ -447,12 +443,12 @@ static size_t compute_all(unsigned char *out)
             MUST(halfstep_read_slot(o, 0, slot, slot ? NULL : weight, 0, ROWS, read));
             KEEP(read, sizeof read);
         }
-        halfstep_counters c = {.struct_size = sizeof c, .state_steps = 16777217 + 2, .full_steps = 3, .writes = 9};
+        halfstep_record c = {.struct_size = sizeof c, .state_steps = 16777217 + 2, .full_steps = 3, .writes = 9};
         float step;
-        MUST(halfstep_bind_step(o, 0, &step));
-        MUST(halfstep_set_counters(o, 0, &c));
+        MUST(bind_step(o, 0, &step));
+        MUST(set_counters(o, 0, &c));
         KEEP(&step, sizeof step);
-        MUST(halfstep_bind_step(o, 0, NULL));
+        MUST(bind_step(o, 0, NULL));
         MUST(halfstep_read_average(o, 0, weight, 0, ROWS, read));
         KEEP(read, sizeof read);
         const char *const accumulators[] = {"f32", "bf16", "bf16-sr", "f16"};
@@ -464,14 +460,13 @@ static size_t compute_all(unsigned char *out)
         }
         double lr;
         for (uint64_t steps = 0; steps < 40; steps += 3) {
-            MUST(halfstep_set_group_steps(o, 0, steps));
+            MUST(set_group_steps(o, 0, steps));
             MUST(halfstep_current_lr(o, 0, &lr));
             KEEP(&lr, sizeof lr);
         }
-        MUST(halfstep_set_counters(o, 0,
-                                   &(halfstep_counters){.struct_size = sizeof c, .state_steps = 5, .full_steps = 5}));
-        EXPECT(halfstep_step_tensor(o, 0, weight, values), HALFSTEP_OK);
-        MUST(halfstep_end_round(o));
+        MUST(set_counters(o, 0, &(halfstep_record){.struct_size = sizeof c, .state_steps = 5, .full_steps = 5}));
+        EXPECT(step_tensor(o, 0, weight, values), HALFSTEP_OK);
+        MUST(end_round(o));
         lr = halfstep_gradient_norm(o);
         KEEP(&lr, sizeof lr);
         const void *gradients[1] = {values};
@@ -479,7 +474,7 @@ static size_t compute_all(unsigned char *out)
         EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
         KEEP(weight, N * 2);
         for (int k = 0; k < rule.scalars; k++) {
-            MUST(halfstep_get_scalar(o, 0, rule.scalar_name[k], &lr));
+            MUST(get_scalar(o, 0, rule.scalar_name[k], &lr));
             KEEP(&lr, sizeof lr);
         }
         free(weight);
@@ -622,32 +617,32 @@ static void test_values(void)
 {
     TEST("counters beyond HALFSTEP_MAX_COUNT are refused, and one there is survived") {
         struct one t;
-        halfstep_counters now = {.struct_size = sizeof now};
+        halfstep_record now = {.struct_size = sizeof now};
         one_open(&t, "ranger/f32", 2, 4, 64, "f32");
         one_start(&t);
         one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1);
         one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1);
         for (int i = 0; i < 3; i++) {
-            halfstep_counters c = {.struct_size = sizeof c};
+            halfstep_record c = {.struct_size = sizeof c};
             uint64_t *counts[3] = {&c.state_steps, &c.full_steps, &c.writes};
             static const char *const names[3] = {"state_steps", "full_steps", "writes"};
             *counts[i] = UINT64_MAX;
-            EXPECT(halfstep_set_counters(t.o, 0, &c), HALFSTEP_ERROR_RANGE);
+            EXPECT(set_counters(t.o, 0, &c), HALFSTEP_ERROR_RANGE);
             CHECK(strstr(halfstep_error_detail(t.o), names[i]) && strstr(halfstep_error_detail(t.o), "'w'"), "'%s'",
                   halfstep_error_detail(t.o));
-            MUST(halfstep_get_counters(t.o, 0, &now));
+            MUST(get_counters(t.o, 0, &now));
             CHECK(now.state_steps == 0 && now.full_steps == 0 && now.writes == 0, "a refused counter was taken");
             *counts[i] = (uint64_t)HALFSTEP_MAX_COUNT + 1;
-            EXPECT(halfstep_set_counters(t.o, 0, &c), HALFSTEP_ERROR_RANGE);
+            EXPECT(set_counters(t.o, 0, &c), HALFSTEP_ERROR_RANGE);
         }
-        EXPECT(halfstep_set_group_steps(t.o, 0, UINT64_MAX), HALFSTEP_ERROR_RANGE);
-        EXPECT(halfstep_set_skipped_steps(t.o, UINT64_MAX), HALFSTEP_ERROR_RANGE);
-        halfstep_counters most = {.struct_size = sizeof most,
-                                  .state_steps = HALFSTEP_MAX_COUNT,
-                                  .full_steps = HALFSTEP_MAX_COUNT,
-                                  .writes = HALFSTEP_MAX_COUNT};
-        MUST(halfstep_set_counters(t.o, 0, &most));
-        MUST(halfstep_set_group_steps(t.o, 0, HALFSTEP_MAX_COUNT));
+        EXPECT(set_group_steps(t.o, 0, UINT64_MAX), HALFSTEP_ERROR_RANGE);
+        EXPECT(set_skipped_steps(t.o, UINT64_MAX), HALFSTEP_ERROR_RANGE);
+        halfstep_record most = {.struct_size = sizeof most,
+                                .state_steps = HALFSTEP_MAX_COUNT,
+                                .full_steps = HALFSTEP_MAX_COUNT,
+                                .writes = HALFSTEP_MAX_COUNT};
+        MUST(set_counters(t.o, 0, &most));
+        MUST(set_group_steps(t.o, 0, HALFSTEP_MAX_COUNT));
         EXPECT(one_step(&t), HALFSTEP_OK);
         EXPECT(one_step(&t), HALFSTEP_OK);
         CHECK(isfinite(one_mean(&t, HALFSTEP_SLOT_WEIGHT)), "weights are not finite");
@@ -667,18 +662,18 @@ static void test_values(void)
                                       !strcmp(rule.scalar_name[i], "accumulated_decay") ? 0x1p63 : 1e301};
                 double value;
                 for (int k = 0; k < 4; k++)
-                    EXPECT(halfstep_set_scalar(t.o, 0, rule.scalar_name[i], bad[k]), HALFSTEP_ERROR_RANGE);
+                    EXPECT(set_scalar(t.o, 0, rule.scalar_name[i], bad[k]), HALFSTEP_ERROR_RANGE);
                 CHECK(strstr(halfstep_error_detail(t.o), rule.scalar_name[i]), "'%s'", halfstep_error_detail(t.o));
-                MUST(halfstep_get_scalar(t.o, 0, rule.scalar_name[i], &value));
+                MUST(get_scalar(t.o, 0, rule.scalar_name[i], &value));
                 CHECK(value == 0, "%s of %s was taken", rule.scalar_name[i], rule.name);
-                EXPECT(halfstep_set_scalar(t.o, 0, rule.scalar_name[i], 1), HALFSTEP_OK);
+                EXPECT(set_scalar(t.o, 0, rule.scalar_name[i], 1), HALFSTEP_OK);
             }
             EXPECT(one_step(&t), HALFSTEP_OK);
             /* What a step leaves can be put back. */
             for (int i = 0; i < rule.scalars; i++) {
                 double value;
-                MUST(halfstep_get_scalar(t.o, 0, rule.scalar_name[i], &value));
-                EXPECT(halfstep_set_scalar(t.o, 0, rule.scalar_name[i], value), HALFSTEP_OK);
+                MUST(get_scalar(t.o, 0, rule.scalar_name[i], &value));
+                EXPECT(set_scalar(t.o, 0, rule.scalar_name[i], value), HALFSTEP_OK);
             }
             one_close(&t);
         }
@@ -773,13 +768,13 @@ static void test_versions(void)
         } newer = {.known = {.struct_size = sizeof newer, .threads = 2, .seed = 77}};
         halfstep_optimizer *o;
         MUST(halfstep_create(&newer.known, &o));
-        CHECK(halfstep_get_seed(o) == 77, "the seed is lost");
+        CHECK(get_seed(o) == 77, "the seed is lost");
         halfstep_destroy(o);
         newer.unknown[2] = 1;
         EXPECT(halfstep_create(&newer.known, &o), HALFSTEP_ERROR_ARGUMENT);
         halfstep_options older = {.struct_size = offsetof(halfstep_options, seed), .threads = 1, .seed = 99};
         MUST(halfstep_create(&older, &o));
-        CHECK(halfstep_get_seed(o) == 0, "a field beyond struct_size was read");
+        CHECK(get_seed(o) == 0, "a field beyond struct_size was read");
         older.struct_size = 4;
         older.threads = 5000;
         halfstep_destroy(o);
@@ -807,14 +802,15 @@ static void test_versions(void)
         EXPECT(halfstep_add_tensor(o, &tensor.known, &index), HALFSTEP_ERROR_ARGUMENT);
         MUST(halfstep_allocate_states(o));
 
-        halfstep_counters c = {
-            .struct_size = offsetof(halfstep_counters, writes), .state_steps = 3, .full_steps = 2, .writes = 9};
-        MUST(halfstep_set_counters(o, 0, &c));
-        MUST(halfstep_get_counters(o, 0, &c));
-        CHECK(c.writes == 9 && c.struct_size == offsetof(halfstep_counters, writes),
+        halfstep_record c = {
+            .struct_size = offsetof(halfstep_record, writes), .state_steps = 3, .full_steps = 2, .writes = 9};
+        c.kind = HALFSTEP_RECORD_TENSOR;
+        MUST(halfstep_set_record(o, &c));
+        MUST(halfstep_get_record(o, &c));
+        CHECK(c.writes == 9 && c.struct_size == offsetof(halfstep_record, writes),
               "what lies beyond struct_size was written");
         c.struct_size = sizeof c;
-        MUST(halfstep_get_counters(o, 0, &c));
+        MUST(get_counters(o, 0, &c));
         CHECK(c.state_steps == 3 && c.full_steps == 2 && c.writes == 0, "the counters are not those set");
         halfstep_destroy(o);
     }
@@ -858,7 +854,7 @@ static void *fail_often(void *argument)
     float gradient[64] = {NAN}, weight[64];
     snprintf(name, sizeof name, "'tensor number %d'", f->tensor);
     for (int i = 0; i < 20000 && !f->wrong; i++) {
-        halfstep_step_tensor(f->o, f->tensor, weight, gradient);
+        step_tensor(f->o, f->tensor, weight, gradient);
         f->wrong = !strstr(halfstep_error_detail(f->o), name);
     }
     return NULL;

@@ -10,6 +10,7 @@
  * reported and another goes on behind it. Leaks are counted after each fault, in blocks and descriptors; under
  * AddressSanitizer its leak checker runs at the end of each child. Over 500 lines because the scenario is a life of its
  * own. Runs under sanitizers. */
+#define HALFSTEP_ADVANCED
 #include <dirent.h>
 #include <errno.h>
 #include <signal.h>
@@ -24,6 +25,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "calls.h"
 #include "faults/inject.h"
 #include "folders.h"
 #include "halfstep_io.h"
@@ -182,10 +184,10 @@ static int train(struct model *model, int steps)
     for (int i = 0; i < TENSORS; i++) gradient[i] = gradients[i];
     for (int step = 0; step < steps; step++) {
         TRY(detail(model), halfstep_step(model->optimizer, model->weight, gradient));
-        TRY(detail(model), halfstep_step_tensor(model->optimizer, 0, model->weight[0], gradient[0]));
-        TRY(detail(model), halfstep_end_round(model->optimizer));
+        TRY(detail(model), step_tensor(model->optimizer, 0, model->weight[0], gradient[0]));
+        TRY(detail(model), end_round(model->optimizer));
     }
-    TRY(detail(model), halfstep_accumulate_states_tensor(model->optimizer, 0, gradient[0]));
+    TRY(detail(model), accumulate_states_tensor(model->optimizer, 0, gradient[0]));
     float row[COLUMNS];
     TRY(detail(model), halfstep_read_slot(model->optimizer, 0, HALFSTEP_SLOT_STATE, NULL, 1, 1, row));
     TRY(detail(model), halfstep_write_slot(model->optimizer, 0, HALFSTEP_SLOT_STATE, NULL, 1, 1, row));
@@ -196,7 +198,7 @@ done:
 
 /* All that a checkpoint has to keep beside weights and states. */
 struct position {
-    halfstep_counters counters[TENSORS];
+    halfstep_record counters[TENSORS];
     double scalars[TENSORS][4], grids[TENSORS], norm;
     uint64_t group_steps[TENSORS];
 };
@@ -217,11 +219,11 @@ static void get_position(const struct model *model, struct position *position)
     memset(position, 0, sizeof *position);
     for (int i = 0; i < TENSORS; i++) {
         position->counters[i].struct_size = sizeof position->counters[i];
-        halfstep_get_counters(model->optimizer, i, &position->counters[i]);
-        halfstep_get_group_steps(model->optimizer, i, &position->group_steps[i]);
+        get_counters(model->optimizer, i, &position->counters[i]);
+        get_group_steps(model->optimizer, i, &position->group_steps[i]);
         for (int k = 0; k < 4 && (name = scalar_name(i, k)); k++)
-            halfstep_get_scalar(model->optimizer, i, name, &position->scalars[i][k]);
-        halfstep_get_scalar(model->optimizer, i, "exp_avg_sq.grid", &position->grids[i]);
+            get_scalar(model->optimizer, i, name, &position->scalars[i][k]);
+        get_scalar(model->optimizer, i, "exp_avg_sq.grid", &position->grids[i]);
     }
     position->norm = halfstep_gradient_norm(model->optimizer);
 }
@@ -230,14 +232,14 @@ static int set_position(struct model *model, const struct position *position)
 {
     const char *name;
     for (int i = 0; i < TENSORS; i++) {
-        TRY(detail(model), halfstep_set_counters(model->optimizer, i, &position->counters[i]));
-        TRY(detail(model), halfstep_set_group_steps(model->optimizer, i, position->group_steps[i]));
+        TRY(detail(model), set_counters(model->optimizer, i, &position->counters[i]));
+        TRY(detail(model), set_group_steps(model->optimizer, i, position->group_steps[i]));
         for (int k = 0; k < 4 && (name = scalar_name(i, k)); k++)
-            TRY(detail(model), halfstep_set_scalar(model->optimizer, i, name, position->scalars[i][k]));
+            TRY(detail(model), set_scalar(model->optimizer, i, name, position->scalars[i][k]));
         if (position->grids[i] != 0.0)
-            TRY(detail(model), halfstep_set_scalar(model->optimizer, i, "exp_avg_sq.grid", position->grids[i]));
+            TRY(detail(model), set_scalar(model->optimizer, i, "exp_avg_sq.grid", position->grids[i]));
     }
-    TRY(detail(model), halfstep_set_gradient_norm(model->optimizer, position->norm));
+    TRY(detail(model), set_gradient_norm(model->optimizer, position->norm));
     return 1;
 done:
     return 0;

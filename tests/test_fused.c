@@ -5,6 +5,7 @@
  * Values of every kind: numbers far apart, zeros of both signs and whole blocks of them, subnormals, infinities, NaN,
  * and the largest numbers, which must not become infinite. NaN are equal whatever their payloads.
  * Runs under sanitizers. */
+#define HALFSTEP_ADVANCED
 #include "decide/prepare.h"
 #include "handle/optimizer.h"
 #include "kernels/dispatch.h"

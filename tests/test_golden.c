@@ -6,6 +6,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#define HALFSTEP_ADVANCED
 #include <inttypes.h>
 #include <stdlib.h>
 

@@ -1,9 +1,11 @@
 /* The grid of second moments in block codes (src/base/grid.h). A pure decay rounds nothing, whatever the path, the
  * format and the rate. The number that says where the grid is belongs to the tensor. It moves with what is written and
  * with nothing else, and is read, set, saved and refused as other numbers are. */
+#define HALFSTEP_ADVANCED
 #include <math.h>
 #include <unistd.h>
 
+#include "calls.h"
 #include "decide/prepare.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
@@ -38,7 +40,7 @@ static double grid_of(const struct one *t, const char *state)
     char name[64];
     double value = -1;
     snprintf(name, sizeof name, "%s.grid", state);
-    MUST(halfstep_get_scalar(t->o, 0, name, &value));
+    MUST(get_scalar(t->o, 0, name, &value));
     return value;
 }
 
@@ -187,7 +189,7 @@ static void test_writes(void)
         CHECK(grid_of(&t, "exp_avg_sq") == grid, "a step without a gradient moved the grid");
         ((float *)t.gradient)[7] = 0;
         const void *gradients[1] = {t.gradient};
-        MUST(halfstep_accumulate_states(t.o, gradients));
+        MUST(accumulate_states(t.o, gradients));
         CHECK(grid_of(&t, "exp_avg_sq") == (double)(float)(grid * (double)beta), "a micro-step left the grid");
         grid = grid_of(&t, "exp_avg_sq");
         one_hyper(&t, "lr", 0);
@@ -215,7 +217,7 @@ static void test_writes(void)
         const void *gradients[2] = {g, g};
         double grid[2];
         for (int k = 0; k < 3; k++) MUST(halfstep_step(o, weights, gradients));
-        for (int part = 0; part < 2; part++) MUST(halfstep_get_scalar(o, part, "exp_avg_sq.grid", &grid[part]));
+        for (int part = 0; part < 2; part++) MUST(get_scalar(o, part, "exp_avg_sq.grid", &grid[part]));
         CHECK(grid[0] == grid[1] && grid[0] < 1, "grids of %.9g and %.9g", grid[0], grid[1]);
         halfstep_destroy(o);
     }
@@ -223,18 +225,20 @@ static void test_writes(void)
         struct one t;
         double shown = -1;
         open_grid(&t, "adamw", "int8", 0.999);
-        CHECK(halfstep_bind_grid(t.o, 0, HALFSTEP_SLOT_STATE, &shown) == HALFSTEP_ERROR_ARGUMENT &&
-                  halfstep_bind_grid(t.o, 0, 99, &shown) == HALFSTEP_ERROR_ARGUMENT && shown == -1,
+        halfstep_record_places places = {.struct_size = sizeof places, .grid = {&shown}};
+        CHECK(halfstep_bind_record(t.o, 0, &places) == HALFSTEP_ERROR_ARGUMENT &&
+                  halfstep_bind_record(t.o, 99, &places) == HALFSTEP_ERROR_ARGUMENT && shown == -1,
               "a slot without a grid was bound");
-        MUST(halfstep_bind_grid(t.o, 0, HALFSTEP_SLOT_STATE + 1, &shown));
+        places = (halfstep_record_places){.struct_size = sizeof places, .grid = {NULL, &shown}};
+        MUST(halfstep_bind_record(t.o, 0, &places));
         CHECK(shown == 1, "bound, it is %g", shown);
         for (int k = 0; k < 3; k++) {
             some_steps(&t, k, 1);
             CHECK(shown == grid_of(&t, "exp_avg_sq") && shown < 1, "after a step it is %g", shown);
         }
-        MUST(halfstep_set_scalar(t.o, 0, "exp_avg_sq.grid", 0.5));
+        MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", 0.5));
         CHECK(shown == 0.5, "set to 0.5, it is %g", shown);
-        MUST(halfstep_bind_grid(t.o, 0, HALFSTEP_SLOT_STATE + 1, NULL));
+        MUST(halfstep_bind_record(t.o, 0, NULL));
         some_steps(&t, 3, 1);
         CHECK(shown == 0.5, "no longer bound, it became %g", shown);
         one_close(&t);
@@ -284,7 +288,7 @@ static void test_slots(void)
                       (double)back[i]);
             /* The ends of fp32, on the finest grid and on the coarsest. */
             for (int end = 0; end < 2; end++) {
-                MUST(halfstep_set_scalar(t.o, 0, "exp_avg_sq.grid", end ? 0.25 : 1));
+                MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", end ? 0.25 : 1));
                 one_fill(&t, HALFSTEP_SLOT_STATE + 1, 3e38f);
                 one_read(&t, HALFSTEP_SLOT_STATE + 1, back);
                 for (int i = 0; i < N; i++)
@@ -301,24 +305,26 @@ static void test_slots(void)
         }
     }
     TEST("the number is refused where no step leaves such, or there is none") {
-        static const double bad[] = {0, -1, 0.2, 0.2499999, 1.0000001, 4, NAN, INFINITY, 0.3};
+        static const double bad[] = {-1, 0.2, 0.2499999, 1.0000001, 4, NAN, INFINITY, 0.3};
         static const char *const names[] = {"exp_avg.grid", "exp_avg_sq", "exp_avg_sq.grids",
                                             "grid",         ".grid",      "max_exp_avg_sq.grid"};
         struct one t;
         double value;
         open_grid(&t, "adamw", "int8", 0.999);
-        MUST(halfstep_set_scalar(t.o, 0, "exp_avg_sq.grid", 0.5));
+        MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", 0.5));
         for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-            CHECK(halfstep_set_scalar(t.o, 0, "exp_avg_sq.grid", bad[i]) == HALFSTEP_ERROR_RANGE &&
+            CHECK(set_scalar(t.o, 0, "exp_avg_sq.grid", bad[i]) == HALFSTEP_ERROR_RANGE &&
                       strstr(halfstep_error_detail(t.o), "exp_avg_sq.grid") && grid_of(&t, "exp_avg_sq") == 0.5,
                   "%g was taken: %s", bad[i], halfstep_error_detail(t.o));
         for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-            CHECK(halfstep_set_scalar(t.o, 0, names[i], 0.5) == HALFSTEP_ERROR_NAME &&
-                      halfstep_get_scalar(t.o, 0, names[i], &value) == HALFSTEP_ERROR_NAME,
+            CHECK(set_scalar(t.o, 0, names[i], 0.5) == HALFSTEP_ERROR_NAME &&
+                      get_scalar(t.o, 0, names[i], &value) == HALFSTEP_ERROR_NAME,
                   "'%s' was taken", names[i]);
+        MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", 0));
+        CHECK(grid_of(&t, "exp_avg_sq") == 1, "0 stands for 1, and it is %g", grid_of(&t, "exp_avg_sq"));
         one_close(&t);
         open_grid(&t, "adamw", "bf16-sr", 0.999);
-        CHECK(halfstep_get_scalar(t.o, 0, "exp_avg_sq.grid", &value) == HALFSTEP_ERROR_NAME, "BF16 states have a grid");
+        CHECK(get_scalar(t.o, 0, "exp_avg_sq.grid", &value) == HALFSTEP_ERROR_NAME, "BF16 states have a grid");
         one_close(&t);
         static const char *const some[] = {"int8", "int4", "fp8", "fp8-e5m2"}, *const without[] = {"f32", "dyn8",
                                                                                                    "fp8-lamb16"};
@@ -342,7 +348,7 @@ static void judge_file(const char *format, int known)
     open_grid(&b, "adamw", format, 0.99);
     some_steps(&a, 0, 37);
     double grid = grid_of(&a, "exp_avg_sq");
-    if (!known) MUST(halfstep_set_scalar(a.o, 0, "exp_avg_sq.grid", 1));
+    if (!known) MUST(set_scalar(a.o, 0, "exp_avg_sq.grid", 1));
     void *weights[2] = {a.weight, b.weight};
     CHECK(!halfstep_write_optimizer(path, a.o, &weights[0], NULL, text, sizeof text), "%s", text);
     if (!known) {
@@ -357,7 +363,7 @@ static void judge_file(const char *format, int known)
         fwrite(bytes, 1, n, file);
         fclose(file);
     }
-    MUST(halfstep_set_scalar(b.o, 0, "exp_avg_sq.grid", 0.5));
+    MUST(set_scalar(b.o, 0, "exp_avg_sq.grid", 0.5));
     CHECK(!halfstep_read_optimizer(path, b.o, &weights[1], NULL, text, sizeof text), "%s", text);
     CHECK(grid_of(&b, "exp_avg_sq") == (known ? grid : 1), "%s: the grid was %g and is %g", format, grid,
           grid_of(&b, "exp_avg_sq"));

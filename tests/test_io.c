@@ -2,6 +2,7 @@
  * files, under failing system calls, failing allocations and simulated losses of power. The library's sources are
  * compiled into this file, with the calls that can fail replaced, so that every one of them fails here once: that is
  * why it is over 500 lines. Runs under sanitizers. */
+#define HALFSTEP_ADVANCED
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

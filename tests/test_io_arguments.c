@@ -5,6 +5,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#define HALFSTEP_ADVANCED
 #include <stdint.h>
 #include <sys/socket.h>
 #include <sys/stat.h>

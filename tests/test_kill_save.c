@@ -5,6 +5,7 @@
  *
  * The same seed gives the same instants and sizes, but not the same scheduling: a failure may need some rounds to
  * recur. Runs under sanitizers. */
+#define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>

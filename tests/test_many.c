@@ -2,6 +2,7 @@
  * step of all is held to steps of one tensor at a time, which share nothing. */
 #include <math.h>
 
+#include "calls.h"
 #include "halfstep.h"
 #include "ref/fixture.h"
 #include "tables/layout.h"
@@ -131,7 +132,7 @@ static void set_grids(struct many *m)
             char name[64];
             if (halfstep_get_slot_info(m->o, i, slot, &info) || !info.grid) continue;
             snprintf(name, sizeof name, "%s.grid", info.name);
-            MUST(halfstep_set_scalar(m->o, i, name, 0.75));
+            MUST(set_scalar(m->o, i, name, 0.75));
         }
 }
 
@@ -184,9 +185,9 @@ static void step_each(struct many *m, int step)
 {
     for (int i = TENSORS - 1; i >= 0; i--)
         if (!is_left_out(i, step))
-            EXPECT(halfstep_step_tensor(m->o, i, m->weight[i], m->gradient[i]),
+            EXPECT(step_tensor(m->o, i, m->weight[i], m->gradient[i]),
                    step == 2 && i == 33 ? HALFSTEP_NONFINITE : HALFSTEP_OK);
-    MUST(halfstep_end_round(m->o));
+    MUST(end_round(m->o));
 }
 
 static void steps_of(const char *first, const char *second, const char *gradients, int threads, const char *hyper)

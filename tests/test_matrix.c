@@ -3,6 +3,7 @@
  * largest shapes, --all none. Over 500 lines because the plain loops are here too. */
 #include <math.h>
 
+#include "calls.h"
 #include "device/host/host.h"
 #include "handle/optimizer.h"
 #include "kernels/dispatch.h"
@@ -345,8 +346,8 @@ static void model_run(struct model *m, int steps, int released)
             for (int j = 0; j < layer[i][1] * layer[i][2]; j++) m->gradient[i][j] = (float)(1e-3 * next_normal(&s));
         }
         if (!released) MUST(halfstep_step(m->o, weights, gradients));
-        for (int i = LAYERS - 1; released && i >= 0; i--) MUST(halfstep_step_tensor(m->o, i, weights[i], gradients[i]));
-        if (released) MUST(halfstep_end_round(m->o));
+        for (int i = LAYERS - 1; released && i >= 0; i--) MUST(step_tensor(m->o, i, weights[i], gradients[i]));
+        if (released) MUST(end_round(m->o));
     }
     for (int i = 0; i < LAYERS; i++)
         MUST(halfstep_read_slot(m->o, i, HALFSTEP_SLOT_WEIGHT, m->weight[i], 0, layer[i][1], m->out[i]));
@@ -501,7 +502,7 @@ static void test_muon(void)
             for (int i = 0; i < N; i++) g[step][i] = (float)next_normal(&s);
             one_write(&t, HALFSTEP_SLOT_GRADIENT, g[step]);
             if (step) MUST(one_step(&t));
-            else MUST(halfstep_accumulate_states(t.o, gradients));
+            else MUST(accumulate_states(t.o, gradients));
             one_read(&t, HALFSTEP_SLOT_WEIGHT, after);
             int moved = (int)differences(before, after, N);
             CHECK(!moved == !step, "step %d: %d weights moved", step, moved);

@@ -3,6 +3,7 @@
  * allocations and its reading can fail and its locale can be another one. By itself a third of the recipes; --short:
  * a fifth; --all: all. Over 500 lines because each thing that a file may say wrong is a row.
  * Runs under sanitizers. */
+#define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <inttypes.h>
 #include <malloc.h>
@@ -17,6 +18,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "calls.h"
 #include "folders.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
@@ -243,9 +245,10 @@ static uint64_t fingerprint(const run *r, int settings)
     for (int i = 0; i < r->n; i++) {
         uint64_t hash = UINT64_C(0xcbf29ce484222325);
         halfstep_tensor t = {.struct_size = sizeof t};
-        halfstep_counters c = {.struct_size = sizeof c};
+        halfstep_record c = {.struct_size = sizeof c};
         MUST(halfstep_get_tensor(r->o, i, &t));
-        MUST(halfstep_get_counters(r->o, i, &c));
+        MUST(get_counters(r->o, i, &c));
+        c.index = 0;
         hash = mix_bytes(hash, t.name, strlen(t.name));
         hash = mix_bytes(hash, &c, sizeof c);
         hash = mix_bytes(hash, r->weights[i], (size_t)r->bytes[i]);
@@ -258,17 +261,16 @@ static uint64_t fingerprint(const run *r, int settings)
             char name[64];
             double grid;
             snprintf(name, sizeof name, "%s.grid", info.name);
-            if (!halfstep_get_scalar(r->o, i, name, &grid)) hash = mix_bytes(hash, &grid, sizeof grid);
+            if (!get_scalar(r->o, i, name, &grid)) hash = mix_bytes(hash, &grid, sizeof grid);
         }
         halfstep_rule_info rule = {.struct_size = sizeof rule};
         for (int32_t row = 0; !halfstep_get_rule_info(row, &rule); row++)
             for (int32_t k = 0; k < rule.scalars; k++) {
                 double value;
-                if (!halfstep_get_scalar(r->o, i, rule.scalar_name[k], &value))
-                    hash = mix_bytes(hash, &value, sizeof value);
+                if (!get_scalar(r->o, i, rule.scalar_name[k], &value)) hash = mix_bytes(hash, &value, sizeof value);
             }
         uint64_t steps;
-        MUST(halfstep_get_group_steps(r->o, t.group, &steps));
+        MUST(get_group_steps(r->o, t.group, &steps));
         hash = mix_bytes(hash, &steps, sizeof steps);
         static const char *const choices[] = {"decay", "schedule"};
         for (int k = 0; k < 2 && settings; k++) {
@@ -286,7 +288,7 @@ static uint64_t fingerprint(const run *r, int settings)
         sum += hash;
     }
     double numbers[3] = {halfstep_gradient_norm(r->o), 0, 0};
-    uint64_t counts[2] = {halfstep_skipped_steps(r->o), settings ? halfstep_get_seed(r->o) : 0};
+    uint64_t counts[2] = {halfstep_skipped_steps(r->o), settings ? get_seed(r->o) : 0};
     if (settings) {
         MUST(halfstep_get_hyper(r->o, HALFSTEP_ALL_GROUPS, "clip_norm", &numbers[1]));
         MUST(halfstep_get_hyper(r->o, HALFSTEP_ALL_GROUPS, "gradient_scale", &numbers[2]));
@@ -761,7 +763,7 @@ static void test_settings(void)
     MUST(halfstep_set_choice(b.o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
     CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, &leave, TEXT), "%s", message);
     MUST(halfstep_get_hyper(b.o, 0, "lr", &value));
-    CHECK(value == 0.25 && halfstep_get_seed(b.o) == 99 &&
+    CHECK(value == 0.25 && get_seed(b.o) == 99 &&
               !strcmp(halfstep_get_choice(b.o, HALFSTEP_ALL_GROUPS, "scan"), "known-finite"),
           "what was to be left was not");
     MUST(halfstep_get_hyper(b.o, 0, "beta1", &value));
@@ -812,13 +814,13 @@ static void test_settings(void)
     MUST(halfstep_add_tensor(first, &t, &index));
     MUST(halfstep_allocate_states(first));
     MUST(halfstep_set_hyper(first, group, "lr", 0.75));
-    MUST(halfstep_set_group_steps(first, group, 9));
+    MUST(set_group_steps(first, group, 9));
     CHECK(!halfstep_write_optimizer(at("one"), second, NULL, NULL, TEXT) &&
               !halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT),
           "%s", message);
     uint64_t steps;
     MUST(halfstep_get_hyper(first, group, "lr", &value));
-    MUST(halfstep_get_group_steps(first, group, &steps));
+    MUST(get_group_steps(first, group, &steps));
     CHECK(value == 0.75 && steps == 9, "a group without tensors has lr %g after %d steps", value, (int)steps);
     MUST(halfstep_get_hyper(first, 0, "lr", &value));
     CHECK(value == 0.5, "the other group has lr %g", value);
@@ -874,7 +876,7 @@ static void test_scalars(void)
               message);
         CHECK(!code || fingerprint(&other, 1) == before, "row %zu: a refused file changed the optimizer", i);
         if (!code && rows[i].says) {
-            MUST(halfstep_get_scalar(other.o, 4, "update_norm", &value));
+            MUST(get_scalar(other.o, 4, "update_norm", &value));
             CHECK(value == 2.5, "update_norm is %g", value);
         }
         end(&other);
@@ -957,12 +959,12 @@ static void test_other_writers(void)
         step(&b, 9, 1);
         CHECK(!halfstep_read_optimizer(at("changed"), b.o, b.weights, NULL, TEXT), "way %d: %s", way, message);
         if (way == 0) {
-            MUST(halfstep_set_gradient_norm(b.o, halfstep_gradient_norm(a.o)));
+            MUST(set_gradient_norm(b.o, halfstep_gradient_norm(a.o)));
             CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "a file of the program");
         } else {
-            halfstep_counters c = {.struct_size = sizeof c};
+            halfstep_record c = {.struct_size = sizeof c};
             halfstep_slot_info slot = {.struct_size = sizeof slot};
-            MUST(halfstep_get_counters(b.o, 4, &c));
+            MUST(get_counters(b.o, 4, &c));
             MUST(halfstep_get_slot_info(b.o, 4, HALFSTEP_SLOT_STATE, &slot));
             int bits = 0;
             for (uint64_t i = 0; i < slot.code_bytes; i++) bits |= ((char *)slot.code)[i];
@@ -1020,15 +1022,15 @@ static void test_which_tensors(void)
     end(&b);
 
     /* Ids that changed places, and ids that two tensors claim. */
-    halfstep_counters first = {.struct_size = sizeof first}, second = first;
-    MUST(halfstep_get_counters(a.o, 3, &first));
-    MUST(halfstep_get_counters(a.o, 4, &second));
+    halfstep_record first = {.struct_size = sizeof first}, second = first;
+    MUST(get_counters(a.o, 3, &first));
+    MUST(get_counters(a.o, 4, &second));
     uint64_t id = first.id;
     first.id = 1;
-    MUST(halfstep_set_counters(a.o, 3, &first));
+    MUST(set_counters(a.o, 3, &first));
     first.id = second.id, second.id = id;
-    MUST(halfstep_set_counters(a.o, 4, &second));
-    MUST(halfstep_set_counters(a.o, 3, &first));
+    MUST(set_counters(a.o, 4, &second));
+    MUST(set_counters(a.o, 3, &first));
     CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT), "%s", message);
     if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
     CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT), "ids that changed places: %s", message);
@@ -1038,9 +1040,9 @@ static void test_which_tensors(void)
     if (!build(&c, &usual)) test_fail(__FILE__, __LINE__, "build");
     for (int i = 0; i < 2; i++)
         for (int k = 0; k < 2; k++) {
-            halfstep_counters small = counters_of(i ? c.o : b.o, 3 + k);
+            halfstep_record small = counters_of(i ? c.o : b.o, 3 + k);
             small.id = (uint64_t)(i == k ? 1 : 2);
-            MUST(halfstep_set_counters(i ? c.o : b.o, 3 + k, &small));
+            MUST(set_counters(i ? c.o : b.o, 3 + k, &small));
         }
     CHECK(!halfstep_write_optimizer(at("small"), b.o, b.weights, NULL, TEXT) &&
               !halfstep_read_optimizer(at("small"), c.o, c.weights, NULL, TEXT),
@@ -1083,12 +1085,12 @@ static void test_which_tensors(void)
     t.name = name;
     MUST(halfstep_add_tensor(o, &t, &index));
     MUST(halfstep_allocate_states(o));
-    MUST(halfstep_set_scalar(o, 0, "update_norm", 2.5));
+    MUST(set_scalar(o, 0, "update_norm", 2.5));
     CHECK(!halfstep_write_optimizer(at("long"), o, NULL, NULL, TEXT), "%s", message);
-    MUST(halfstep_set_scalar(o, 0, "update_norm", 1));
+    MUST(set_scalar(o, 0, "update_norm", 1));
     double norm;
     CHECK(!halfstep_read_optimizer(at("long"), o, NULL, NULL, TEXT), "%s", message);
-    MUST(halfstep_get_scalar(o, 0, "update_norm", &norm));
+    MUST(get_scalar(o, 0, "update_norm", &norm));
     CHECK(norm == 2.5, "update_norm is %g", norm);
     halfstep_destroy(o);
     /* A part of a tensor. */

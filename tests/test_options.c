@@ -3,6 +3,7 @@
  * and what a refused gradient is told to be. */
 #include <math.h>
 
+#include "calls.h"
 #include "halfstep.h"
 #include "ref/fixture.h"
 #include "test.h"
@@ -63,7 +64,7 @@ static int pulled_step(struct pulled *p, float scale)
 static double number(const struct pulled *p, int i, const char *name)
 {
     double value;
-    MUST(halfstep_get_scalar(p->o, i, name, &value));
+    MUST(get_scalar(p->o, i, name, &value));
     return value;
 }
 
@@ -125,7 +126,7 @@ static void test_idle_steps(void)
                   "idle steps before the first one matter: d %g and %g", number(&a, 0, "d"), number(&b, 0, "d"));
             /* In the middle d stays where it is, also where it was on its way to its bound. */
             MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "growth_rate", 1.01));
-            MUST(halfstep_set_scalar(a.o, 0, "d_max", 10 * number(&a, 0, "d")));
+            MUST(set_scalar(a.o, 0, "d_max", 10 * number(&a, 0, "d")));
             double d = number(&a, 0, "d");
             EXPECT(pulled_step(&a, 0), HALFSTEP_OK);
             CHECK(number(&a, 0, "d") == d, "zero gradients move d from %g to %g", d, number(&a, 0, "d"));
@@ -191,10 +192,12 @@ static void test_old_numbers(void)
     TEST("prodigy: of numbers that differ by tensor the set with the largest d is everybody's") {
         struct pulled p;
         pulled_open(&p, 3, "prodigy/f32/f32", 1);
-        MUST(halfstep_set_scalar(p.o, 0, "d", 1e-4));
-        MUST(halfstep_set_scalar(p.o, 1, "d", 0.25));
-        MUST(halfstep_set_scalar(p.o, 1, "d_max", 0.5));
-        MUST(halfstep_set_scalar(p.o, 1, "d_numerator", -3));
+        halfstep_record record = record_of(p.o, HALFSTEP_RECORD_TENSOR, 1);
+        MUST(set_scalar(p.o, 0, "d", 1e-4));
+        *record_place(p.o, &record, "d") = 0.25;
+        *record_place(p.o, &record, "d_max") = 0.5;
+        *record_place(p.o, &record, "d_numerator") = -3;
+        MUST(halfstep_set_record(p.o, &record));
         for (int i = 0; i < 3; i++)
             CHECK(number(&p, i, "d") == 0.25 && number(&p, i, "d_max") == 0.5 && number(&p, i, "d_numerator") == -3,
                   "tensor %d has %g, %g, %g", i, number(&p, i, "d"), number(&p, i, "d_max"),
@@ -213,8 +216,8 @@ static void test_two_handles(void)
             pulled_open(&part[k], 2, "prodigy/f32/f32", 1);
             part[k].idle[!k] = 1;
         }
-        int64_t count = halfstep_statistics_count(whole.o), offset = halfstep_norms_offset(whole.o),
-                head = 3 * halfstep_round_statistics_count();
+        int64_t count = statistics_count(whole.o), offset = norms_offset(whole.o),
+                head = 3 * round_statistics_count(whole.o);
         int64_t *statistics[2] = {zeroed((size_t)count * 8), zeroed((size_t)count * 8)};
         for (int step = 0; step < 80; step++) {
             whole.idle[1] = part[1].idle[1] = step < 30;
@@ -223,10 +226,10 @@ static void test_two_handles(void)
             void *weights[2][MOST];
             for (int k = 0; k < 2; k++) {
                 pull(&part[k], 1, gradients[k], weights[k]);
-                EXPECT(halfstep_step_begin(part[k].o, gradients[k], statistics[k]), HALFSTEP_OK);
-                EXPECT(halfstep_step_norms(part[k].o, weights[k], gradients[k], statistics[k]), HALFSTEP_OK);
+                EXPECT(step_begin(part[k].o, gradients[k], statistics[k]), HALFSTEP_OK);
+                EXPECT(step_norms(part[k].o, weights[k], gradients[k], statistics[k]), HALFSTEP_OK);
             }
-            int64_t each = halfstep_tensor_statistics_count(whole.o, 0) - halfstep_tensor_norms_offset();
+            int64_t each = tensor_statistics_count(whole.o, 0) - tensor_norms_offset(whole.o);
             for (int64_t j = 0; j < head; j++) {
                 int64_t sum = 0;
                 for (int k = 0; k < 2; k++)
@@ -237,7 +240,7 @@ static void test_two_handles(void)
                 statistics[0][offset + j] = statistics[1][offset + j] = sum;
             }
             for (int k = 0; k < 2; k++)
-                EXPECT(halfstep_step_finish(part[k].o, weights[k], gradients[k], statistics[k]), HALFSTEP_OK);
+                EXPECT(step_finish(part[k].o, weights[k], gradients[k], statistics[k]), HALFSTEP_OK);
             CHECK(number(&whole, 0, "d") == number(&part[0], 0, "d") &&
                       number(&whole, 0, "d") == number(&part[1], 1, "d"),
                   "step %d: d is %g, and %g and %g of two handles", step, number(&whole, 0, "d"),
@@ -457,8 +460,9 @@ static void test_too_large(void)
                     one_write(&t, HALFSTEP_SLOT_GRADIENT, t.room);
                     EXPECT(one_step(&t), HALFSTEP_NONFINITE);
                     const char *detail = halfstep_error_detail(t.o);
-                    CHECK(halfstep_gradient_too_large(t.o) == !bad && !strstr(detail, "not finite") == !bad &&
-                              strstr(detail, "'w'"),
+                    int32_t too_large;
+                    halfstep_nonfinite_tensor(t.o, &too_large);
+                    CHECK(too_large == !bad && !strstr(detail, "not finite") == !bad && strstr(detail, "'w'"),
                           "value %g: '%s'", (double)values[bad], detail);
                     one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1);
                     EXPECT(one_step(&t), HALFSTEP_OK);

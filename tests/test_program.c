@@ -1,6 +1,7 @@
 /* The program, in this process: what it answers to words, folders and checkpoints of every kind. A failure is a status
  * and one sentence that names what is wrong, and leaves no file behind. Over 500 lines because its tables are most of
  * it. Runs under sanitizers. */
+#define HALFSTEP_ADVANCED
 #include <math.h>
 #include <poll.h>
 #include <sys/ioctl.h>

@@ -1,5 +1,6 @@
 /* What the trainer's models do between matrix products (trainer/loops/rows.h): every function on every instruction set
  * against its definition in double, and against the scalar one's bits. */
+#define HALFSTEP_ADVANCED
 #include <math.h>
 #include <stdint.h>
 

@@ -2,8 +2,10 @@
  * stochastic rounding by enumeration. Prints the largest errors it met. Only --all enumerates everything; the other
  * runs, of which --short is the shortest, sample by fixed strides. Long runs are test_trajectories.c's. Over 500
  * lines because all of them judge by the same reference. */
+#define HALFSTEP_ADVANCED
 #include <math.h>
 
+#include "calls.h"
 #include "ref/table.h"
 #include "test.h"
 
@@ -233,15 +235,15 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     one_write(&t, HALFSTEP_SLOT_GRADIENT, d.g);
     for (int j = 0; j < info.states; j++)
         if (d.stored[j]) write_state(&t, &info, j, &d);
-    halfstep_counters c = counters_of(t.o, 0);
+    halfstep_record c = counters_of(t.o, 0);
     d.r.id = c.id;
     c.state_steps = step - 1;
     c.full_steps = full - 1;
-    MUST(halfstep_set_counters(t.o, 0, &c));
-    MUST(halfstep_set_group_steps(t.o, 0, step - 1));
+    MUST(set_counters(t.o, 0, &c));
+    MUST(set_group_steps(t.o, 0, step - 1));
     for (int j = 0; j < info.scalars; j++) {
         d.r.scalar[j] = full == 1 ? 0 : next_unit(s) * pow(0.1, (double)(next64(s) % 4));
-        MUST(halfstep_set_scalar(t.o, 0, info.scalar_name[j], d.r.scalar[j]));
+        MUST(set_scalar(t.o, 0, info.scalar_name[j], d.r.scalar[j]));
     }
     MUST(one_step(&t));
 
@@ -291,7 +293,7 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     }
     for (int j = 0; j < info.scalars; j++) {
         double value;
-        MUST(halfstep_get_scalar(t.o, 0, info.scalar_name[j], &value));
+        MUST(get_scalar(t.o, 0, info.scalar_name[j], &value));
         /* Summands are fp32, whose range ends. */
         if (fabs(scalar[j]) > 0x1p127) continue;
         CHECK(fabs(value - scalar[j]) <= 8 * 0x1p-24 * scalar_size[j], "%s: %s is %.9g, expected %.9g", ref->rule,

@@ -1,8 +1,10 @@
 /* Steps of more than one pass and states of more than one kind: optimizer accumulation, sums over tensors, averages of
  * weights, copies of weights as states, blocks that do not follow rows. Over 500 lines because each kind has a small
  * reference of its own. Runs under sanitizers. */
+#define HALFSTEP_ADVANCED
 #include <math.h>
 
+#include "calls.h"
 #include "halfstep.h"
 #include "ref/fixture.h"
 #include "test.h"
@@ -30,7 +32,7 @@ static void random_gradient(struct one *t, uint64_t seed)
 static int micro_step(struct one *t)
 {
     const void *gradients[1] = {t->gradient};
-    return halfstep_accumulate_states(t->o, gradients);
+    return accumulate_states(t->o, gradients);
 }
 
 static int same_slot(struct one *a, struct one *b, int slot)
@@ -73,10 +75,10 @@ static void micro_steps_of(const char *rule, const char *formats)
          slot++)
         if (rule_info(halfstep_rule_find(rule)).state_role[slot - HALFSTEP_SLOT_STATE] != HALFSTEP_ROLE_WEIGHT)
             CHECK(same_slot(&a, &b, slot), "%s: slot %d differs", recipe, slot);
-    halfstep_counters c = counters_of(a.o, 0);
+    halfstep_record c = counters_of(a.o, 0);
     CHECK(c.state_steps == 3 && c.full_steps == 0 && c.writes == 3, "%s: counters", recipe);
     uint64_t steps;
-    MUST(halfstep_get_group_steps(a.o, 0, &steps));
+    MUST(get_group_steps(a.o, 0, &steps));
     CHECK(steps == 0, "%s: the schedule went on", recipe);
     /* The step that follows moves the weights. */
     EXPECT(one_step(&a), HALFSTEP_OK);
@@ -106,9 +108,8 @@ static void test_micro_steps(void)
             EXPECT(micro_step(&t), keeps ? HALFSTEP_OK : HALFSTEP_ERROR_UNSUPPORTED);
             CHECK(keeps || strstr(halfstep_error_detail(t.o), rule), "'%s' does not name %s",
                   halfstep_error_detail(t.o), rule);
-            EXPECT(halfstep_accumulate_states_tensor(t.o, 0, t.gradient),
-                   keeps ? HALFSTEP_OK : HALFSTEP_ERROR_UNSUPPORTED);
-            halfstep_counters c = counters_of(t.o, 0);
+            EXPECT(accumulate_states_tensor(t.o, 0, t.gradient), keeps ? HALFSTEP_OK : HALFSTEP_ERROR_UNSUPPORTED);
+            halfstep_record c = counters_of(t.o, 0);
             CHECK(c.state_steps == (keeps ? 2 : 0), "%s: %d state steps", rule, (int)c.state_steps);
             one_close(&t);
         }
@@ -156,12 +157,12 @@ static void test_sums(void)
             MUST(halfstep_allocate_states(o));
             EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_ERROR_UNSUPPORTED);
             CHECK(strstr(halfstep_error_detail(o), "'part'"), "'%s'", halfstep_error_detail(o));
-            EXPECT(halfstep_step_tensor(o, 0, weight, gradient), HALFSTEP_ERROR_UNSUPPORTED);
-            int64_t *statistics = zeroed((size_t)halfstep_statistics_count(o) * 8);
-            EXPECT(halfstep_step_begin(o, gradients, statistics), HALFSTEP_OK);
-            EXPECT(halfstep_step_finish(o, weights, gradients, statistics), HALFSTEP_ERROR_ORDER);
-            EXPECT(halfstep_step_norms(o, weights, gradients, statistics), HALFSTEP_OK);
-            EXPECT(halfstep_step_finish(o, weights, gradients, statistics), HALFSTEP_OK);
+            EXPECT(step_tensor(o, 0, weight, gradient), HALFSTEP_ERROR_UNSUPPORTED);
+            int64_t *statistics = zeroed((size_t)statistics_count(o) * 8);
+            EXPECT(step_begin(o, gradients, statistics), HALFSTEP_OK);
+            EXPECT(step_finish(o, weights, gradients, statistics), HALFSTEP_ERROR_ORDER);
+            EXPECT(step_norms(o, weights, gradients, statistics), HALFSTEP_OK);
+            EXPECT(step_finish(o, weights, gradients, statistics), HALFSTEP_OK);
             free(statistics);
             halfstep_destroy(o);
         }
@@ -173,20 +174,19 @@ static void test_sums(void)
         one_start(&t);
         one_fill(&t, HALFSTEP_SLOT_WEIGHT, 0.5f);
         random_gradient(&t, 3);
-        EXPECT(halfstep_get_scalar(t.o, 0, "trust_ratio", &ratio), HALFSTEP_OK);
+        EXPECT(get_scalar(t.o, 0, "trust_ratio", &ratio), HALFSTEP_OK);
         CHECK(ratio == 0, "trust_ratio starts at %g", ratio);
         MUST(one_step(&t));
         exact = sqrt(256 * 0.25);
-        MUST(halfstep_get_scalar(t.o, 0, "weight_norm", &norm));
-        MUST(halfstep_get_scalar(t.o, 0, "trust_ratio", &ratio));
+        MUST(get_scalar(t.o, 0, "weight_norm", &norm));
+        MUST(get_scalar(t.o, 0, "trust_ratio", &ratio));
         CHECK(fabs(norm - exact) < 1e-12 && ratio > 0, "norm %g, ratio %g", norm, ratio);
-        EXPECT(halfstep_set_scalar(t.o, 0, "weight_norm", 2.5), HALFSTEP_OK);
-        MUST(halfstep_get_scalar(t.o, 0, "weight_norm", &norm));
+        EXPECT(set_scalar(t.o, 0, "weight_norm", 2.5), HALFSTEP_OK);
+        MUST(get_scalar(t.o, 0, "weight_norm", &norm));
         CHECK(norm == 2.5, "set to 2.5, is %g", norm);
-        EXPECT(halfstep_set_scalar(t.o, 0, "weight_norm", NAN), HALFSTEP_ERROR_RANGE);
-        EXPECT(halfstep_get_scalar(t.o, 0, "momentum", &norm), HALFSTEP_ERROR_NAME);
-        EXPECT(halfstep_get_scalar(t.o, 1, "weight_norm", &norm), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_scalar(t.o, 0, NULL, &norm), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(set_scalar(t.o, 0, "weight_norm", NAN), HALFSTEP_ERROR_RANGE);
+        EXPECT(get_scalar(t.o, 0, "momentum", &norm), HALFSTEP_ERROR_NAME);
+        EXPECT(get_scalar(t.o, 1, "weight_norm", &norm), HALFSTEP_ERROR_ARGUMENT);
         one_close(&t);
     }
 }
@@ -402,7 +402,7 @@ static void handle_open(struct handle *h, const char *recipe, int tensors, const
             gradient[j] = 0.001f * (float)((part * h->elements[i] + j) % 97);
         }
     }
-    h->statistics = zeroed((size_t)halfstep_statistics_count(h->o) * 8);
+    h->statistics = zeroed((size_t)statistics_count(h->o) * 8);
 }
 
 static void handle_close(struct handle *h)
@@ -425,12 +425,12 @@ static void test_orders(void)
     TEST("before the states exist, statistics have their length, and an accumulation refuses NULL") {
         struct handle h;
         handle_open(&h, "lamb/f32/fp8-lamb16", 1, four, 64, 0, 1);
-        int64_t before = halfstep_statistics_count(h.o);
+        int64_t before = statistics_count(h.o);
         EXPECT(halfstep_accumulate(h.o, 0, NULL, "f32", h.gradient[0], "f32", 1), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_accumulate(h.o, 0, h.weight[0], "f32", NULL, "f32", 1), HALFSTEP_ERROR_ARGUMENT);
         MUST(halfstep_allocate_states(h.o));
-        CHECK(before == halfstep_statistics_count(h.o) && before - halfstep_norms_offset(h.o) == 4 * 68,
-              "%lld, then %lld", (long long)before, (long long)halfstep_statistics_count(h.o));
+        CHECK(before == statistics_count(h.o) && before - norms_offset(h.o) == 4 * 68, "%lld, then %lld",
+              (long long)before, (long long)statistics_count(h.o));
         handle_close(&h);
     }
     TEST("sums are made anew for every finish, and not taken from norms that failed") {
@@ -439,10 +439,10 @@ static void test_orders(void)
         handle_open(&steps, "lamb", 1, four, 64, 0, 1);
         MUST(halfstep_allocate_states(twice.o));
         MUST(halfstep_allocate_states(steps.o));
-        MUST(halfstep_step_begin(twice.o, gradients_of(&twice), twice.statistics));
-        MUST(halfstep_step_norms(twice.o, weights_of(&twice), gradients_of(&twice), twice.statistics));
+        MUST(step_begin(twice.o, gradients_of(&twice), twice.statistics));
+        MUST(step_norms(twice.o, weights_of(&twice), gradients_of(&twice), twice.statistics));
         for (int i = 0; i < 2; i++) {
-            MUST(halfstep_step_finish(twice.o, weights_of(&twice), gradients_of(&twice), twice.statistics));
+            MUST(step_finish(twice.o, weights_of(&twice), gradients_of(&twice), twice.statistics));
             MUST(halfstep_step(steps.o, weights_of(&steps), gradients_of(&steps)));
             CHECK(!memcmp(twice.weight[0], steps.weight[0], 4 * 256), "finish %d", i + 1);
         }
@@ -452,12 +452,10 @@ static void test_orders(void)
         MUST(halfstep_allocate_states(part.o));
         MUST(halfstep_set_choice(part.o, 0, "decay", "fully-decoupled"));
         MUST(halfstep_set_hyper(part.o, 0, "lr", 0));
-        MUST(halfstep_step_begin(part.o, gradients_of(&part), part.statistics));
-        EXPECT(halfstep_step_norms(part.o, weights_of(&part), gradients_of(&part), part.statistics),
-               HALFSTEP_ERROR_RANGE);
+        MUST(step_begin(part.o, gradients_of(&part), part.statistics));
+        EXPECT(step_norms(part.o, weights_of(&part), gradients_of(&part), part.statistics), HALFSTEP_ERROR_RANGE);
         MUST(halfstep_set_hyper(part.o, 0, "weight_decay", 0));
-        EXPECT(halfstep_step_finish(part.o, weights_of(&part), gradients_of(&part), part.statistics),
-               HALFSTEP_ERROR_ORDER);
+        EXPECT(step_finish(part.o, weights_of(&part), gradients_of(&part), part.statistics), HALFSTEP_ERROR_ORDER);
         handle_close(&part);
     }
     TEST("micro-steps of parts need no sums of rules, tensor by tensor or all at once") {
@@ -470,11 +468,11 @@ static void test_orders(void)
             handle_open(&single, recipe, 1, four, 64, 1, 2);
             MUST(halfstep_allocate_states(all.o));
             MUST(halfstep_allocate_states(single.o));
-            int64_t *statistics = zeroed((size_t)halfstep_statistics_count(all.o) * 8);
-            EXPECT(halfstep_accumulate_states_begin(all.o, gradients_of(&all), statistics), HALFSTEP_OK);
-            EXPECT(halfstep_accumulate_states_finish(all.o, gradients_of(&all), statistics), HALFSTEP_OK);
-            EXPECT(halfstep_accumulate_states_tensor_begin(single.o, 0, single.gradient[0], statistics), HALFSTEP_OK);
-            EXPECT(halfstep_accumulate_states_tensor_finish(single.o, 0, single.gradient[0], statistics), HALFSTEP_OK);
+            int64_t *statistics = zeroed((size_t)statistics_count(all.o) * 8);
+            EXPECT(accumulate_states_begin(all.o, gradients_of(&all), statistics), HALFSTEP_OK);
+            EXPECT(accumulate_states_finish(all.o, gradients_of(&all), statistics), HALFSTEP_OK);
+            EXPECT(accumulate_states_tensor_begin(single.o, 0, single.gradient[0], statistics), HALFSTEP_OK);
+            EXPECT(accumulate_states_tensor_finish(single.o, 0, single.gradient[0], statistics), HALFSTEP_OK);
             free(statistics);
             float a[128], b[128];
             MUST(halfstep_read_slot(all.o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 2, a));
@@ -489,9 +487,9 @@ static void test_orders(void)
         int64_t statistics[128];
         halfstep_optimizer *o = new_optimizer("adamw", 0, 0);
         EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_OK);
-        EXPECT(halfstep_step_begin(o, NULL, statistics), HALFSTEP_OK);
-        EXPECT(halfstep_step_finish(o, NULL, NULL, statistics), HALFSTEP_OK);
-        MUST(halfstep_get_group_steps(o, 0, &steps));
+        EXPECT(step_begin(o, NULL, statistics), HALFSTEP_OK);
+        EXPECT(step_finish(o, NULL, NULL, statistics), HALFSTEP_OK);
+        MUST(get_group_steps(o, 0, &steps));
         CHECK(steps == 2, "%d steps", (int)steps);
         halfstep_destroy(o);
     }
@@ -509,11 +507,11 @@ static void test_large_gradients(void)
             MUST(halfstep_set_hyper(h.o, HALFSTEP_ALL_GROUPS, "clip_norm", 1));
             MUST(halfstep_set_choice(h.o, HALFSTEP_ALL_GROUPS, "clip", clips[mode % 2]));
             floats(h.gradient[0])[7] = 1e30f;
-            int result = mode < 2 ? halfstep_step_tensor(h.o, 0, h.weight[0], h.gradient[0])
-                                  : halfstep_accumulate_states_tensor(h.o, 0, h.gradient[0]);
+            int result = mode < 2 ? step_tensor(h.o, 0, h.weight[0], h.gradient[0])
+                                  : accumulate_states_tensor(h.o, 0, h.gradient[0]);
             CHECK(result == (mode == 1 ? HALFSTEP_OK : HALFSTEP_NONFINITE), "%s, %s: %d", clips[mode % 2],
                   mode < 2 ? "step" : "micro-step", result);
-            EXPECT(halfstep_accumulate_states(h.o, gradients_of(&h)), HALFSTEP_NONFINITE);
+            EXPECT(accumulate_states(h.o, gradients_of(&h)), HALFSTEP_NONFINITE);
             float v[256];
             MUST(halfstep_read_slot(h.o, 0, HALFSTEP_SLOT_STATE + 1, NULL, 0, 4, v));
             CHECK(isfinite(v[7]), "the second moment is %g", (double)v[7]);
@@ -535,10 +533,10 @@ static void test_large_gradients(void)
         /* In the second half of what is one task of the whole, and in the second part. */
         floats(whole.gradient[0])[700 * 64 + 5] = floats(part[1].gradient[0])[100 * 64 + 5] = NAN;
         EXPECT(halfstep_step(whole.o, weights_of(&whole), gradients_of(&whole)), HALFSTEP_NONFINITE);
-        for (int p = 0; p < 2; p++) MUST(halfstep_step_begin(part[p].o, gradients_of(&part[p]), part[p].statistics));
-        for (int64_t i = 0; i < halfstep_statistics_count(whole.o); i++) part[0].statistics[i] += part[1].statistics[i];
+        for (int p = 0; p < 2; p++) MUST(step_begin(part[p].o, gradients_of(&part[p]), part[p].statistics));
+        for (int64_t i = 0; i < statistics_count(whole.o); i++) part[0].statistics[i] += part[1].statistics[i];
         for (int p = 0; p < 2; p++)
-            EXPECT(halfstep_step_finish(part[p].o, weights_of(&part[p]), gradients_of(&part[p]), part[0].statistics),
+            EXPECT(step_finish(part[p].o, weights_of(&part[p]), gradients_of(&part[p]), part[0].statistics),
                    HALFSTEP_NONFINITE);
         CHECK(halfstep_gradient_norm(whole.o) == halfstep_gradient_norm(part[0].o), "norms %g and %g",
               halfstep_gradient_norm(whole.o), halfstep_gradient_norm(part[0].o));
@@ -558,7 +556,7 @@ static void test_large_gradients(void)
             random_gradient(&t, 3);
             ((float *)t.weight)[2] = INFINITY;
             MUST(one_step(&t));
-            MUST(halfstep_get_scalar(t.o, 0, "weight_norm", &norm));
+            MUST(get_scalar(t.o, 0, "weight_norm", &norm));
             CHECK(norm > 0 && norm < 10, "rows of %d: %g", (int)row_length, norm);
             one_close(&t);
         }

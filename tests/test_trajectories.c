@@ -4,6 +4,7 @@
  * measured, for the bounds below, over all steps. */
 #include <math.h>
 
+#include "calls.h"
 #include "ref/table.h"
 #include "test.h"
 
@@ -271,10 +272,10 @@ int main(int argc, char **argv)
     if (table) test_filter = "";
     if (BY_LENGTH(1, !table, 0)) steps = SHORT;
     struct one probe;
-    halfstep_counters counters = {.struct_size = sizeof counters};
+    halfstep_record counters = {.struct_size = sizeof counters};
     one_open(&probe, "sgd", 2, ROWS, 128, "f32");
     one_start(&probe);
-    MUST(halfstep_get_counters(probe.o, 0, &counters));
+    MUST(get_counters(probe.o, 0, &counters));
     one_close(&probe);
     TEST("every format has a bound") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {

@@ -32,7 +32,7 @@ from ctypes import (
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Tuple
 
-ABI = 1  # HALFSTEP_ABI of the header that this file mirrors
+ABI = 2  # HALFSTEP_ABI of the header that this file mirrors
 
 # Codes that functions return, by their names in the header without HALFSTEP_.
 OK = 0
@@ -62,6 +62,14 @@ BETAS = ("beta1", "beta2", "beta3")
 MAX_STATES = 6
 MAX_SCALARS = 4
 ALL_GROUPS = -1
+
+CALL_STEP = 0
+CALL_TENSOR = 1
+CALL_ROUND = 2
+
+RECORD_OPTIMIZER = 0
+RECORD_GROUP = 1
+RECORD_TENSOR = 2
 
 SLOT_WEIGHT = 0
 SLOT_GRADIENT = 1
@@ -204,14 +212,47 @@ class SlotInfo(_Sized):
     ]
 
 
-class Counters(_Sized):
+class Call(_Sized):
     _fields_ = [
         ("struct_size", c_uint32),
+        ("kind", c_int32),
+        ("tensor", c_int32),
+        ("micro", c_int32),
+        ("weights", c_void_p),
+        ("gradients", c_void_p),
+        ("statistics", c_void_p),
+    ]
+
+
+class Record(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("kind", c_int32),
+        ("index", c_int32),
         ("reserved", c_int32),
+        ("seed", c_uint64),
+        ("skipped_steps", c_uint64),
+        ("gradient_norm", c_double),
+        ("steps", c_uint64),
         ("id", c_uint64),
         ("state_steps", c_uint64),
         ("full_steps", c_uint64),
         ("writes", c_uint64),
+        ("scalar", c_double * MAX_SCALARS),
+        ("grid", c_double * MAX_STATES),
+    ]
+
+
+class RecordPlaces(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("step", c_void_p),
+        ("state_steps", c_void_p),
+        ("full_steps", c_void_p),
+        ("writes", c_void_p),
+        ("scalar", c_void_p * MAX_SCALARS),
+        ("grid", c_void_p * MAX_STATES),
     ]
 
 
@@ -224,37 +265,10 @@ _bytes = POINTER(c_uint64)
 # name -> (result, parameters)
 signatures = {
     "halfstep_version": (c_int32, ()),
-    "halfstep_abi": (c_int32, ()),
     "halfstep_strerror": (c_char_p, (c_int,)),
-    "halfstep_rule_count": (c_int32, ()),
-    "halfstep_get_rule_info": (c_int, (c_int32, POINTER(RuleInfo))),
-    "halfstep_rule_find": (c_int32, (c_char_p,)),
-    "halfstep_format_count": (c_int32, ()),
-    "halfstep_get_format_info": (c_int, (c_int32, POINTER(FormatInfo))),
-    "halfstep_format_find": (c_int32, (c_char_p,)),
-    "halfstep_get_hyper_info": (c_int, (c_int32, c_int32, POINTER(HyperInfo))),
-    "halfstep_choice_value": (c_char_p, (c_char_p, c_int32)),
-    "halfstep_recipe_full": (c_int, (c_char_p, c_char_p, c_size_t)),
-    "halfstep_recipe_bytes": (c_int, (c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes)),
-    "halfstep_isa_count": (c_int32, ()),
-    "halfstep_isa_name": (c_char_p, (c_int32,)),
-    "halfstep_isa_available": (c_int32, (c_int32,)),
-    "halfstep_isa": (c_char_p, ()),
-    "halfstep_set_isa": (c_int, (c_char_p,)),
-    "halfstep_isa_warning": (c_char_p, ()),
-    "halfstep_cpu_features": (None, (c_char_p, c_size_t)),
-    "halfstep_default_threads": (c_int32, ()),
     "halfstep_create": (c_int, (POINTER(Options), POINTER(_handle))),
-    "halfstep_set_threads": (c_int, (_handle, c_int32)),
     "halfstep_destroy": (None, (_handle,)),
     "halfstep_error_detail": (c_char_p, (_handle,)),
-    "halfstep_synchronize": (c_int, (_handle,)),
-    "halfstep_set_stream": (c_int, (_handle, c_void_p)),
-    "halfstep_bind_hyper": (c_int, (_handle, c_int32, c_char_p, c_void_p)),
-    "halfstep_device_allocate": (c_int, (_handle, c_uint64, POINTER(c_void_p))),
-    "halfstep_device_release": (None, (_handle, c_void_p)),
-    "halfstep_device_copy": (c_int, (_handle, c_void_p, c_void_p, c_uint64)),
-    "halfstep_get_device_info": (c_int, (c_char_p, POINTER(DeviceInfo))),
     "halfstep_add_group": (c_int, (_handle, c_char_p, POINTER(c_int32))),
     "halfstep_group_count": (c_int32, (_handle,)),
     "halfstep_get_group_recipe": (c_int, (_handle, c_int32, c_char_p, c_size_t)),
@@ -266,13 +280,23 @@ signatures = {
     "halfstep_add_tensor": (c_int, (_handle, POINTER(Tensor), POINTER(c_int32))),
     "halfstep_tensor_count": (c_int32, (_handle,)),
     "halfstep_get_tensor": (c_int, (_handle, c_int32, POINTER(Tensor))),
-    "halfstep_name_id": (c_uint64, (c_char_p,)),
     "halfstep_tensor_find": (c_int32, (_handle, c_char_p)),
     "halfstep_get_slot_info": (c_int, (_handle, c_int32, c_int32, POINTER(SlotInfo))),
     "halfstep_state_bytes": (c_int, (_handle, _bytes)),
     "halfstep_bind_states": (c_int, (_handle, c_void_p, c_uint64)),
     "halfstep_allocate_states": (c_int, (_handle,)),
-    "halfstep_bind_slot": (c_int, (_handle, c_int32, c_int32, c_void_p, c_void_p)),
+    "halfstep_step": (c_int, (_handle, _pointers, _pointers)),
+    "halfstep_run": (c_int, (_handle, POINTER(Call))),
+    "halfstep_accumulate": (
+        c_int,
+        (_handle, c_int32, c_void_p, c_char_p, c_void_p, c_char_p, c_double),
+    ),
+    "halfstep_get_record": (c_int, (_handle, POINTER(Record))),
+    "halfstep_set_record": (c_int, (_handle, POINTER(Record))),
+    "halfstep_skipped_steps": (c_uint64, (_handle,)),
+    "halfstep_gradient_norm": (c_double, (_handle,)),
+    "halfstep_nonfinite_tensor": (c_char_p, (_handle, POINTER(c_int32))),
+    "halfstep_saturated": (c_int, (_handle, c_int32, c_void_p, _bytes)),
     "halfstep_read_slot": (
         c_int,
         (_handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
@@ -282,56 +306,46 @@ signatures = {
         (_handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
     ),
     "halfstep_read_average": (c_int, (_handle, c_int32, c_void_p, c_int64, c_int64, c_void_p)),
-    "halfstep_step": (c_int, (_handle, _pointers, _pointers)),
-    "halfstep_statistics_count": (c_int64, (_handle,)),
-    "halfstep_norms_offset": (c_int64, (_handle,)),
-    "halfstep_step_begin": (c_int, (_handle, _pointers, c_void_p)),
-    "halfstep_step_norms": (c_int, (_handle, _pointers, _pointers, c_void_p)),
-    "halfstep_step_finish": (c_int, (_handle, _pointers, _pointers, c_void_p)),
-    "halfstep_step_tensor": (c_int, (_handle, c_int32, c_void_p, c_void_p)),
-    "halfstep_end_round": (c_int, (_handle,)),
-    "halfstep_tensor_statistics_count": (c_int64, (_handle, c_int32)),
-    "halfstep_tensor_norms_offset": (c_int64, ()),
-    "halfstep_step_tensor_begin": (c_int, (_handle, c_int32, c_void_p, c_void_p)),
-    "halfstep_step_tensor_norms": (c_int, (_handle, c_int32, c_void_p, c_void_p, c_void_p)),
-    "halfstep_step_tensor_finish": (c_int, (_handle, c_int32, c_void_p, c_void_p, c_void_p)),
-    "halfstep_round_statistics_count": (c_int64, ()),
-    "halfstep_end_round_begin": (c_int, (_handle, c_void_p)),
-    "halfstep_end_round_finish": (c_int, (_handle, c_void_p)),
-    "halfstep_accumulate": (
-        c_int,
-        (_handle, c_int32, c_void_p, c_char_p, c_void_p, c_char_p, c_double),
-    ),
-    "halfstep_accumulate_states": (c_int, (_handle, _pointers)),
-    "halfstep_accumulate_states_tensor": (c_int, (_handle, c_int32, c_void_p)),
-    "halfstep_accumulate_states_begin": (c_int, (_handle, _pointers, c_void_p)),
-    "halfstep_accumulate_states_finish": (c_int, (_handle, _pointers, c_void_p)),
-    "halfstep_accumulate_states_tensor_begin": (c_int, (_handle, c_int32, c_void_p, c_void_p)),
-    "halfstep_accumulate_states_tensor_finish": (c_int, (_handle, c_int32, c_void_p, c_void_p)),
-    "halfstep_skipped_steps": (c_uint64, (_handle,)),
-    "halfstep_nonfinite_tensor": (c_char_p, (_handle,)),
-    "halfstep_gradient_too_large": (c_int32, (_handle,)),
-    "halfstep_saturated": (c_int, (_handle, c_int32, c_void_p, _bytes)),
-    "halfstep_gradient_norm": (c_double, (_handle,)),
-    "halfstep_set_gradient_norm": (c_int, (_handle, c_double)),
-    "halfstep_get_counters": (c_int, (_handle, c_int32, POINTER(Counters))),
-    "halfstep_set_counters": (c_int, (_handle, c_int32, POINTER(Counters))),
-    "halfstep_bind_step": (c_int, (_handle, c_int32, c_void_p)),
-    "halfstep_get_scalar": (c_int, (_handle, c_int32, c_char_p, POINTER(c_double))),
-    "halfstep_set_scalar": (c_int, (_handle, c_int32, c_char_p, c_double)),
-    "halfstep_bind_grid": (c_int, (_handle, c_int32, c_int32, c_void_p)),
-    "halfstep_bind_counters": (c_int, (_handle, c_int32, c_void_p, c_void_p, c_void_p)),
-    "halfstep_bind_scalar": (c_int, (_handle, c_int32, c_char_p, c_void_p)),
-    "halfstep_get_group_steps": (c_int, (_handle, c_int32, _bytes)),
-    "halfstep_set_group_steps": (c_int, (_handle, c_int32, c_uint64)),
-    "halfstep_get_seed": (c_uint64, (_handle,)),
-    "halfstep_set_seed": (c_int, (_handle, c_uint64)),
-    "halfstep_set_skipped_steps": (c_int, (_handle, c_uint64)),
     "halfstep_memory": (c_int, (_handle, _bytes, _bytes, _bytes, _bytes, POINTER(c_int32))),
+    "halfstep_rule_count": (c_int32, ()),
+    "halfstep_get_rule_info": (c_int, (c_int32, POINTER(RuleInfo))),
+    "halfstep_rule_find": (c_int32, (c_char_p,)),
+    "halfstep_format_count": (c_int32, ()),
+    "halfstep_get_format_info": (c_int, (c_int32, POINTER(FormatInfo))),
+    "halfstep_format_find": (c_int32, (c_char_p,)),
+    "halfstep_get_hyper_info": (c_int, (c_int32, c_int32, POINTER(HyperInfo))),
+    "halfstep_choice_value": (c_char_p, (c_char_p, c_int32)),
+    "halfstep_recipe_full": (c_int, (c_char_p, c_char_p, c_size_t)),
+    "halfstep_recipe_bytes": (c_int, (c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes)),
+    "halfstep_default_threads": (c_int32, ()),
+    "halfstep_set_threads": (c_int, (_handle, c_int32)),
+    "halfstep_isa": (c_char_p, ()),
+    "halfstep_synchronize": (c_int, (_handle,)),
+    "halfstep_set_stream": (c_int, (_handle, c_void_p)),
+    "halfstep_get_device_info": (c_int, (c_char_p, POINTER(DeviceInfo))),
+    "halfstep_run_begin": (c_int, (_handle, POINTER(Call))),
+    "halfstep_run_norms": (c_int, (_handle, POINTER(Call))),
+    "halfstep_run_finish": (c_int, (_handle, POINTER(Call))),
+    "halfstep_statistics_count": (c_int64, (_handle, POINTER(Call))),
+    "halfstep_norms_offset": (c_int64, (_handle, POINTER(Call))),
+    "halfstep_bind_slot": (c_int, (_handle, c_int32, c_int32, c_void_p, c_void_p)),
+    "halfstep_bind_record": (c_int, (_handle, c_int32, POINTER(RecordPlaces))),
+    "halfstep_bind_hyper": (c_int, (_handle, c_int32, c_char_p, c_void_p)),
+    "halfstep_device_allocate": (c_int, (_handle, c_uint64, POINTER(c_void_p))),
+    "halfstep_device_release": (None, (_handle, c_void_p)),
+    "halfstep_device_copy": (c_int, (_handle, c_void_p, c_void_p, c_uint64)),
+    "halfstep_abi": (c_int32, ()),
     "halfstep_schedule_factor": (
         c_int,
         (c_char_p, c_uint64, c_double, c_double, c_double, c_double, c_double, POINTER(c_double)),
     ),
+    "halfstep_name_id": (c_uint64, (c_char_p,)),
+    "halfstep_isa_count": (c_int32, ()),
+    "halfstep_isa_name": (c_char_p, (c_int32,)),
+    "halfstep_isa_available": (c_int32, (c_int32,)),
+    "halfstep_set_isa": (c_int, (c_char_p,)),
+    "halfstep_isa_warning": (c_char_p, ()),
+    "halfstep_cpu_features": (None, (c_char_p, c_size_t)),
     "halfstep_random_words": (
         c_int,
         (c_char_p, c_uint64, c_uint64, c_uint64, c_int32, c_uint64, POINTER(c_uint32), c_size_t),

@@ -25,7 +25,7 @@
 #ifndef HSTEP_FORMATS_H
 #define HSTEP_FORMATS_H
 
-#include "halfstep.h"
+#include "base/api.h"
 #include "base/scale.h"
 
 #include "formats/bf16.h"

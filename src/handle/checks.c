@@ -88,14 +88,6 @@ int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor)
     return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
 }
 
-/* Updates count on from what is set: so that no counter comes round to 0, where a bias correction would divide by
- * it. */
-int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count)
-{
-    if (count <= HALFSTEP_MAX_COUNT) return HALFSTEP_OK;
-    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is no count", of, name, (unsigned long long)count);
-}
-
 int hstep_why(const halfstep_optimizer *o, int error)
 {
     const char *why = error && o->device->why ? o->device->why() : NULL;

@@ -1,5 +1,5 @@
 /* The inside of a handle, shared by optimizer.c and tensors.c (arguments), plan.c (what exists), slots.c (memory),
- * step.c (steps) and accumulate.c. */
+ * step.c (steps), records.c (what a checkpoint keeps) and accumulate.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -10,11 +10,8 @@
 /* What belongs to a tensor and never reaches a device. */
 struct hstep_label {
     char *name;
-    float *step;               /* the host's copy of state_steps, or NULL */
-    double *grid[HSTEP_SLOTS]; /* and of grids */
-    int64_t *count[3];         /* of state_steps, full_steps and writes */
-    double *scalar[HSTEP_MAX_NAMED_SCALARS];
-    int norms_made; /* by halfstep_step_tensor_norms(), for the next finish */
+    halfstep_record_places places; /* of the host's copies */
+    int norms_made;                /* by halfstep_run_norms() of this tensor, for the next finish */
 };
 
 #define HSTEP_DETAIL_BYTES 256
@@ -42,7 +39,7 @@ struct halfstep_optimizer {
     /* How many are stepped as matrices, have vectors, a rule with sums over all tensors, are parts of one. */
     int matrices, factored, totals, parts;
     int slots_bound;      /* all slots have their memory */
-    int norms_made;       /* by halfstep_step_norms(), for the next finish */
+    int norms_made;       /* by halfstep_run_norms() of all tensors, for the next finish */
     int scalars_unshared; /* those of rules with totals were set, or are new, since tensors last had one set of them */
     void *memory;         /* the library's own, or NULL */
     uint64_t workspace_bytes;
@@ -91,8 +88,6 @@ int hstep_fail_gradient(const halfstep_optimizer *o, int tensor, int too_large);
 /* Errors with ARGUMENT unless there is such a tensor, such a group. */
 int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor);
 int hstep_check_group(const halfstep_optimizer *o, int32_t group);
-/* Errors with RANGE unless it can be counted on from; `of` begins the sentence. */
-int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count);
 /* Waits for the device, after an error too: what was asked for before it may still be on its way to memory of the
  * caller's. Returns the error, or the wait's own. */
 int hstep_wait(const halfstep_optimizer *o, int error);

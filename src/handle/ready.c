@@ -56,8 +56,9 @@ static int check_norms(const struct hstep_request *s)
     const struct hstep_call *c = &s->call;
     for (int i = c->first; o->parts && !*s->norms_made && i < c->first + c->n; i++)
         if (c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro) && !hstep_is_whole(&o->tensors[i]))
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s' is a part of one: %s() comes before finish",
-                              o->labels[i].name, c->single ? "halfstep_step_tensor_norms" : "halfstep_step_norms");
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                              "tensor '%s' is a part of one: halfstep_run_norms() comes before finish",
+                              o->labels[i].name);
     return HALFSTEP_OK;
 }
 
@@ -180,13 +181,13 @@ static int check_memory(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-int hstep_check_ready(const struct hstep_request *s, enum hstep_call_kind kind)
+int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
     int error = check_bound(s);
     if (error || (error = check_accumulates(s)) || (error = check_single(s)) ||
-        (kind != HSTEP_CALL_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
-        (kind == HSTEP_CALL_FINISH && (error = check_norms(s))) ||
-        (kind == HSTEP_CALL_ALONE && (error = check_alone(s))) || (error = check_memory(s)))
+        (part != HSTEP_PART_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
+        (part == HSTEP_PART_FINISH && (error = check_norms(s))) ||
+        (part == HSTEP_PART_ALL && (error = check_alone(s))) || (error = check_memory(s)))
         return error;
     return HALFSTEP_OK;
 }

@@ -11,10 +11,10 @@ struct hstep_request {
     int *norms_made; /* by the call between begin and finish */
 };
 
-/* Which public call it is: one of the three of a step that processes share, or the one that makes all of it. */
-enum hstep_call_kind { HSTEP_CALL_BEGIN, HSTEP_CALL_NORMS, HSTEP_CALL_FINISH, HSTEP_CALL_ALONE };
+/* Which part of a step a call makes: one of the three of a step that processes share, or all of it. */
+enum hstep_part { HSTEP_PART_BEGIN, HSTEP_PART_NORMS, HSTEP_PART_FINISH, HSTEP_PART_ALL };
 
 /* What stands against it, as a sentence; nothing has been asked of the device then. */
-int hstep_check_ready(const struct hstep_request *s, enum hstep_call_kind kind);
+int hstep_check_ready(const struct hstep_request *s, enum hstep_part part);
 
 #endif

@@ -1,7 +1,7 @@
-/* One step over all tensors: statistics, sums, decision, update, in calls to the device. All, one tensor, halves and
- * micro-steps are the same steps, with a public face each. Over 500 lines because of those faces, which are checked
- * and undone by the same few functions. */
+/* One step over all tensors: statistics, sums, decision, update, in calls to the device. All, one tensor, parts and
+ * micro-steps are the same steps, which the caller's halfstep_call chooses among. */
 #include "base/lock.h"
+#include "base/structs.h"
 #include "decide/prepare.h"
 #include "handle/optimizer.h"
 #include "handle/ready.h"
@@ -126,7 +126,7 @@ static int norms(const struct hstep_request *s)
     const struct hstep_call *c = &s->call;
     int64_t count = sums_count(s);
     int error;
-    if (!count) return HALFSTEP_OK;
+    if (!count || c->micro) return HALFSTEP_OK;
     if ((error = device->decide(c)) || (error = zero_sums(s)) || (error = sum_tensors(s, c->first, c->n)) ||
         (error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), count / HSTEP_EXACT_LIMBS)))
         return error;
@@ -153,7 +153,7 @@ static int update_matrix(const struct hstep_request *s, int tensor)
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     if (!c->gradients[tensor - c->first] || !o->tensors[tensor].runs) return HALFSTEP_OK;
-    /* Only calls of halfstep_step_tensor() on other threads can meet here. */
+    /* Only calls about one tensor, on other threads, can meet here. */
     hstep_lock(&o->workspace_lock);
     int error = o->device->update(c, tensor, 1, HSTEP_PASS_DIRECTION);
     if (!error && !c->micro && !(error = transform(s, tensor)))
@@ -271,8 +271,7 @@ static int finish(const struct hstep_request *s)
 
 /* The same on an asynchronous device, which works on statistics of its own: those of the caller may be its memory or
  * the process's, for which there is a wait. */
-static int make_asynchronously(struct hstep_request *s, enum hstep_call_kind kind, int64_t *statistics,
-                               int64_t *scratch)
+static int make_asynchronously(struct hstep_request *s, enum hstep_part part, int64_t *statistics, int64_t *scratch)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_device *device = o->device;
@@ -280,14 +279,14 @@ static int make_asynchronously(struct hstep_request *s, enum hstep_call_kind kin
     int error = hstep_send(o);
     if (error) return error;
     s->call.statistics = scratch;
-    if (kind != HSTEP_CALL_BEGIN) atomic_store(&o->device_ahead, 1);
+    if (part != HSTEP_PART_BEGIN) atomic_store(&o->device_ahead, 1);
     if (device->records && device->records(&o->context)) o->captured = 1;
     error = hstep_send_bound(o);
-    if (!error && (kind == HSTEP_CALL_NORMS || kind == HSTEP_CALL_FINISH))
+    if (!error && (part == HSTEP_PART_NORMS || part == HSTEP_PART_FINISH))
         error = device->copy(&o->context, scratch, statistics, bytes);
-    if (!error && (kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_ALONE)) error = begin(s);
-    if (!error && kind == HSTEP_CALL_NORMS) error = norms(s);
-    if (kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS) {
+    if (!error && (part == HSTEP_PART_BEGIN || part == HSTEP_PART_ALL)) error = begin(s);
+    if (!error && part == HSTEP_PART_NORMS) error = norms(s);
+    if (part == HSTEP_PART_BEGIN || part == HSTEP_PART_NORMS) {
         if (!error) error = device->copy(&o->context, statistics, scratch, bytes);
         return error || hstep_check_owned(o, statistics) ? hstep_wait(o, error) : HALFSTEP_OK;
     }
@@ -296,154 +295,62 @@ static int make_asynchronously(struct hstep_request *s, enum hstep_call_kind kin
     return hstep_why(o, error);
 }
 
-/* statistics: written by HSTEP_CALL_BEGIN and HSTEP_CALL_NORMS, read by HSTEP_CALL_FINISH. scratch: memory of the
+/* statistics: written by HSTEP_PART_BEGIN and HSTEP_PART_NORMS, read by HSTEP_PART_FINISH. scratch: memory of the
  * device for as many. */
-static int make(struct hstep_request *s, enum hstep_call_kind kind, int64_t *statistics, int64_t *scratch)
+static int make(struct hstep_request *s, enum hstep_part part, int64_t *statistics, int64_t *scratch)
 {
     const halfstep_optimizer *o = s->o;
-    int error = hstep_check_ready(s, kind);
+    int error = hstep_check_ready(s, part);
     if (error || (o->scalars_unshared && (error = hstep_fetch(o)))) return error;
     hstep_share_scalars(s->o);
-    if (o->device->asynchronous) return make_asynchronously(s, kind, statistics, scratch);
-    s->call.statistics = kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS ? statistics : scratch;
+    if (o->device->asynchronous) return make_asynchronously(s, part, statistics, scratch);
+    s->call.statistics = part == HSTEP_PART_BEGIN || part == HSTEP_PART_NORMS ? statistics : scratch;
     error = hand_over(s, 0);
-    if (!error && kind == HSTEP_CALL_FINISH)
+    if (!error && part == HSTEP_PART_FINISH)
         error = o->device->copy(&o->context, scratch, statistics, (uint64_t)statistics_count(s) * sizeof *scratch);
-    if (!error && (kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_ALONE)) error = begin(s);
-    if (!error && kind == HSTEP_CALL_NORMS) error = norms(s);
-    return error || kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS ? hstep_wait(o, error) : finish(s);
+    if (!error && (part == HSTEP_PART_BEGIN || part == HSTEP_PART_ALL)) error = begin(s);
+    if (!error && part == HSTEP_PART_NORMS) error = norms(s);
+    return error || part == HSTEP_PART_BEGIN || part == HSTEP_PART_NORMS ? hstep_wait(o, error) : finish(s);
 }
 
-/* ---- The public faces: arguments, and the floating-point environment of what is computed here ---- */
+/* ---- Calls about all tensors, and about one, in the floating-point environment of what is computed here ---- */
 
-int64_t halfstep_norms_offset(const halfstep_optimizer *o) { return o ? hstep_sums_offset(o->n_tensors) : 0; }
-
-int64_t halfstep_statistics_count(const halfstep_optimizer *o)
+static int run_all(halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)
 {
-    if (!o) return 0;
-    return hstep_sums_offset(o->n_tensors) + count_sums(o, 0, o->n_tensors) * HSTEP_EXACT_LIMBS;
-}
-
-int64_t halfstep_tensor_norms_offset(void) { return hstep_sums_offset(1); }
-
-int64_t halfstep_tensor_statistics_count(const halfstep_optimizer *o, int32_t tensor)
-{
-    if (!o || tensor < 0 || tensor >= o->n_tensors) return 0;
-    return hstep_sums_offset(1) + count_sums(o, tensor, 1) * HSTEP_EXACT_LIMBS;
-}
-
-static int call_all(halfstep_optimizer *o, enum hstep_call_kind kind, int micro, void *const *weights,
-                    const void *const *gradients, const int64_t *statistics)
-{
-    if (!o || (kind != HSTEP_CALL_ALONE && !statistics) ||
-        (o->n_tensors && (!gradients || (!weights && !micro && kind != HSTEP_CALL_BEGIN))))
+    if (o->n_tensors && (!call->gradients || (!call->weights && !call->micro && part != HSTEP_PART_BEGIN)))
         return HALFSTEP_ERROR_ARGUMENT;
-    struct hstep_request s = request_of(o, 0, o->n_tensors, micro, gradients);
+    struct hstep_request s = request_of(o, 0, o->n_tensors, call->micro, call->gradients);
     s.norms_made = &o->norms_made;
-    s.call.weights = weights;
+    s.call.weights = call->micro || part == HSTEP_PART_BEGIN ? NULL : call->weights;
     s.call.verdict = o->verdict;
     struct hstep_fp fp = hstep_fp_enter();
-    int result = make(&s, kind, (int64_t *)(uintptr_t)statistics, o->plan.statistics);
+    int result = make(&s, part, call->statistics, o->plan.statistics);
     hstep_fp_leave(fp);
     return result;
 }
 
-static int call_one(halfstep_optimizer *o, enum hstep_call_kind kind, int micro, int32_t tensor, void *weight,
-                    const void *gradient, const int64_t *statistics)
+static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)
 {
-    if (!o || (kind != HSTEP_CALL_ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
+    const int tensor = call->tensor;
     int result = hstep_check_tensor(o, tensor);
     if (result) return result;
+    if (!call->gradients || (!call->weights && !call->micro && part != HSTEP_PART_BEGIN))
+        return HALFSTEP_ERROR_ARGUMENT;
     struct hstep_single_scratch here, *scratch = &here;
     if ((result = hstep_take_scratch(o, tensor, &scratch)))
         return result == HALFSTEP_ERROR_MEMORY
                    ? hstep_fail(o, result, "no memory for a step of tensor '%s'", o->labels[tensor].name)
                    : hstep_why(o, result);
-    struct hstep_request s = request_of(o, tensor, 1, micro, &gradient);
+    struct hstep_request s = request_of(o, tensor, 1, call->micro, call->gradients);
     s.norms_made = &o->labels[tensor].norms_made;
     s.call.single = 1;
-    s.call.weights = micro || kind == HSTEP_CALL_BEGIN ? NULL : &weight;
+    s.call.weights = call->micro || part == HSTEP_PART_BEGIN ? NULL : call->weights;
     s.call.verdict = &scratch->verdict;
     struct hstep_fp fp = hstep_fp_enter();
-    result = make(&s, kind, (int64_t *)(uintptr_t)statistics, scratch->statistics);
+    result = make(&s, part, call->statistics, scratch->statistics);
     hstep_fp_leave(fp);
     hstep_leave_scratch(o, scratch);
     return result;
-}
-
-int halfstep_step_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
-{
-    return call_all(o, HSTEP_CALL_BEGIN, 0, NULL, gradients, statistics);
-}
-
-int halfstep_step_norms(halfstep_optimizer *o, void *const *weights, const void *const *gradients, int64_t *statistics)
-{
-    return call_all(o, HSTEP_CALL_NORMS, 0, weights, gradients, statistics);
-}
-
-int halfstep_step_finish(halfstep_optimizer *o, void *const *weights, const void *const *gradients,
-                         const int64_t *statistics)
-{
-    return call_all(o, HSTEP_CALL_FINISH, 0, weights, gradients, statistics);
-}
-
-int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const *gradients)
-{
-    return call_all(o, HSTEP_CALL_ALONE, 0, weights, gradients, NULL);
-}
-
-int halfstep_step_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient, int64_t *statistics)
-{
-    return call_one(o, HSTEP_CALL_BEGIN, 0, tensor, NULL, gradient, statistics);
-}
-
-int halfstep_step_tensor_norms(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
-                               int64_t *statistics)
-{
-    return call_one(o, HSTEP_CALL_NORMS, 0, tensor, weight, gradient, statistics);
-}
-
-int halfstep_step_tensor_finish(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
-                                const int64_t *statistics)
-{
-    return call_one(o, HSTEP_CALL_FINISH, 0, tensor, weight, gradient, statistics);
-}
-
-int halfstep_step_tensor(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient)
-{
-    return call_one(o, HSTEP_CALL_ALONE, 0, tensor, weight, gradient, NULL);
-}
-
-int halfstep_accumulate_states(halfstep_optimizer *o, const void *const *gradients)
-{
-    return call_all(o, HSTEP_CALL_ALONE, 1, NULL, gradients, NULL);
-}
-
-int halfstep_accumulate_states_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
-{
-    return call_all(o, HSTEP_CALL_BEGIN, 1, NULL, gradients, statistics);
-}
-
-int halfstep_accumulate_states_finish(halfstep_optimizer *o, const void *const *gradients, const int64_t *statistics)
-{
-    return call_all(o, HSTEP_CALL_FINISH, 1, NULL, gradients, statistics);
-}
-
-int halfstep_accumulate_states_tensor(halfstep_optimizer *o, int32_t tensor, const void *gradient)
-{
-    return call_one(o, HSTEP_CALL_ALONE, 1, tensor, NULL, gradient, NULL);
-}
-
-int halfstep_accumulate_states_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient,
-                                            int64_t *statistics)
-{
-    return call_one(o, HSTEP_CALL_BEGIN, 1, tensor, NULL, gradient, statistics);
-}
-
-int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *o, int32_t tensor, const void *gradient,
-                                             const int64_t *statistics)
-{
-    return call_one(o, HSTEP_CALL_FINISH, 1, tensor, NULL, gradient, statistics);
 }
 
 /* ---- Rounds of release ---- */
@@ -463,12 +370,12 @@ static int end_round_asynchronously(halfstep_optimizer *o, struct hstep_request 
 }
 
 /* statistics: limbs of the squares of all parts; NULL: the handle's own. */
-static int end_round(halfstep_optimizer *o, const int64_t *statistics)
+static int end_round(halfstep_optimizer *o, int64_t *statistics)
 {
     struct hstep_verdict verdict;
     struct hstep_request s = request_of(o, 0, 0, 0, NULL);
     if (o->device->asynchronous) return end_round_asynchronously(o, &s, statistics);
-    s.call.statistics = (int64_t *)(uintptr_t)statistics;
+    s.call.statistics = statistics;
     s.call.verdict = o->verdict;
     struct hstep_fp fp = hstep_fp_enter();
     int error = hand_over(&s, 0);
@@ -481,24 +388,8 @@ static int end_round(halfstep_optimizer *o, const int64_t *statistics)
     return HALFSTEP_OK;
 }
 
-int halfstep_end_round(halfstep_optimizer *o)
+static int begin_round(halfstep_optimizer *o, int64_t *statistics)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    for (int i = 0; i < o->n_tensors && o->clip_norm > 0.0; i++)
-        if (!hstep_is_whole(&o->tensors[i]))
-            return hstep_fail(
-                o, HALFSTEP_ERROR_UNSUPPORTED,
-                "tensor '%s' is a part of one, and the norm of the round needs all of it: end the round by "
-                "begin and finish",
-                o->labels[i].name);
-    return end_round(o, NULL);
-}
-
-int64_t halfstep_round_statistics_count(void) { return HSTEP_EXACT_LIMBS; }
-
-int halfstep_end_round_begin(halfstep_optimizer *o, int64_t *statistics)
-{
-    if (!o || !statistics) return HALFSTEP_ERROR_ARGUMENT;
     const uint64_t bytes = HSTEP_EXACT_LIMBS * sizeof *statistics;
     int64_t *limbs = o->device->asynchronous ? o->plan.statistics : statistics;
     int error = o->device->copy(&o->context, limbs, o->plan.round_squares, bytes);
@@ -507,7 +398,76 @@ int halfstep_end_round_begin(halfstep_optimizer *o, int64_t *statistics)
     return hstep_wait(o, error);
 }
 
-int halfstep_end_round_finish(halfstep_optimizer *o, const int64_t *statistics)
+static int run_round(halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)
 {
-    return !o || !statistics ? HALFSTEP_ERROR_ARGUMENT : end_round(o, statistics);
+    if (part == HSTEP_PART_BEGIN) return begin_round(o, call->statistics);
+    if (part == HSTEP_PART_NORMS) return HALFSTEP_OK;
+    for (int i = 0; i < o->n_tensors && o->clip_norm > 0.0 && part == HSTEP_PART_ALL; i++)
+        if (!hstep_is_whole(&o->tensors[i]))
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s' is a part of one, and the norm of the round needs all of it: end the round "
+                              "by begin and finish",
+                              o->labels[i].name);
+    return end_round(o, call->statistics);
+}
+
+/* ---- The public faces ---- */
+
+int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const *gradients)
+{
+    const halfstep_call call = {.weights = weights, .gradients = gradients};
+    return o ? run_all(o, &call, HSTEP_PART_ALL) : HALFSTEP_ERROR_ARGUMENT;
+}
+
+/* Takes a call of the caller's. Errors with ARGUMENT for what is none. */
+static int take_call(const halfstep_optimizer *o, const halfstep_call *given, halfstep_call *call)
+{
+    if (!o || !given || !hstep_take_struct(call, sizeof *call, given)) return HALFSTEP_ERROR_ARGUMENT;
+    if (call->kind < HALFSTEP_CALL_STEP || call->kind > HALFSTEP_CALL_ROUND)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "call: there is no kind %d", (int)call->kind);
+    if (call->micro < 0 || call->micro > 1 || (call->micro && call->kind == HALFSTEP_CALL_ROUND))
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "call: micro = %d; 0 and, of steps, 1 are allowed",
+                          (int)call->micro);
+    return HALFSTEP_OK;
+}
+
+static int run(halfstep_optimizer *o, const halfstep_call *given, enum hstep_part part)
+{
+    halfstep_call call = {0};
+    int error = take_call(o, given, &call);
+    if (error) return error;
+    if ((part == HSTEP_PART_ALL) != !call.statistics)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          call.statistics
+                              ? "call: statistics belong to begin, norms and finish; halfstep_run() has none"
+                              : "call: NULL statistics");
+    return call.kind == HALFSTEP_CALL_STEP     ? run_all(o, &call, part)
+           : call.kind == HALFSTEP_CALL_TENSOR ? run_one(o, &call, part)
+                                               : run_round(o, &call, part);
+}
+
+int halfstep_run(halfstep_optimizer *o, const halfstep_call *call) { return run(o, call, HSTEP_PART_ALL); }
+
+int halfstep_run_begin(halfstep_optimizer *o, const halfstep_call *call) { return run(o, call, HSTEP_PART_BEGIN); }
+
+int halfstep_run_norms(halfstep_optimizer *o, const halfstep_call *call) { return run(o, call, HSTEP_PART_NORMS); }
+
+int halfstep_run_finish(halfstep_optimizer *o, const halfstep_call *call) { return run(o, call, HSTEP_PART_FINISH); }
+
+int64_t halfstep_statistics_count(const halfstep_optimizer *o, const halfstep_call *given)
+{
+    halfstep_call call = {0};
+    if (take_call(o, given, &call)) return 0;
+    if (call.kind == HALFSTEP_CALL_ROUND) return HSTEP_EXACT_LIMBS;
+    if (call.kind == HALFSTEP_CALL_TENSOR && hstep_check_tensor(o, call.tensor)) return 0;
+    const int all = call.kind == HALFSTEP_CALL_STEP, first = all ? 0 : call.tensor, n = all ? o->n_tensors : 1;
+    return hstep_sums_offset(n) + count_sums(o, first, n) * HSTEP_EXACT_LIMBS;
+}
+
+int64_t halfstep_norms_offset(const halfstep_optimizer *o, const halfstep_call *given)
+{
+    halfstep_call call = {0};
+    if (take_call(o, given, &call)) return 0;
+    return call.kind == HALFSTEP_CALL_ROUND ? HSTEP_EXACT_LIMBS
+                                            : hstep_sums_offset(call.kind == HALFSTEP_CALL_STEP ? o->n_tensors : 1);
 }

@@ -109,15 +109,15 @@ void hstep_show(const halfstep_optimizer *o, int first, int n)
 {
     for (int i = first; i < first + n && o->has_bound_copies; i++) {
         const struct hstep_tensor *t = &o->tensors[i];
-        const struct hstep_label *label = &o->labels[i];
-        const uint64_t counts[] = {t->state_steps, t->full_steps, t->writes};
-        if (label->step) *label->step = (float)t->state_steps;
-        for (int c = 0; c < 3; c++)
-            if (label->count[c]) *label->count[c] = (int64_t)counts[c];
-        for (int s = 0; s < HSTEP_MAX_NAMED_SCALARS; s++)
-            if (label->scalar[s]) *label->scalar[s] = t->scalar[s];
-        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
-            if (label->grid[s]) *label->grid[s] = (double)t->slot[s].grid;
+        const halfstep_record_places *places = &o->labels[i].places;
+        if (places->step) *places->step = (float)t->state_steps;
+        if (places->state_steps) *places->state_steps = (int64_t)t->state_steps;
+        if (places->full_steps) *places->full_steps = (int64_t)t->full_steps;
+        if (places->writes) *places->writes = (int64_t)t->writes;
+        for (int s = 0; s < HALFSTEP_MAX_SCALARS; s++)
+            if (places->scalar[s]) *places->scalar[s] = t->scalar[s];
+        for (int s = 0; s < HALFSTEP_MAX_STATES; s++)
+            if (places->grid[s]) *places->grid[s] = (double)t->slot[HALFSTEP_SLOT_STATE + s].grid;
     }
 }
 

@@ -112,8 +112,11 @@ int hstep_read_coarse(const hstep_source *source, const halfstep_tensor *tensor,
     int32_t from = HALFSTEP_SLOT_STATE + stream->nonnegative;
     int code = make_decoder(tensor, coarse, &decoder);
     if (!code) code = halfstep_get_slot_info(decoder, 0, from, &slot);
-    if (!code && slot.grid)
-        code = halfstep_set_scalar(decoder, 0, "exp_avg_sq.grid", grid_among(scalars, stream->suffix));
+    if (!code && slot.grid) {
+        halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_TENSOR};
+        record.grid[stream->nonnegative] = grid_among(scalars, stream->suffix);
+        code = halfstep_set_record(decoder, &record);
+    }
     if (code)
         code = hstep_fail(source->error, code, "%s: \"%s/%s\": %s", source->path, tensor->name, stream->suffix,
                           decoder && *halfstep_error_detail(decoder) ? halfstep_error_detail(decoder)

@@ -26,20 +26,20 @@ typedef struct group_record {
     halfstep_rule_info rule;
     int32_t row;    /* of the rule */
     int64_t source; /* the group of the file that it continues, -1 while unknown */
-    uint64_t steps[BOTH];
+    halfstep_record numbers[BOTH];
 } group_record;
 
-/* What halfstep_get_scalar() has of a tensor: the numbers of its rule, then the grids of its second moments. */
+/* A scalar of a tensor's record, or a grid, by the name that files have for it. */
 typedef struct scalar_record {
     char name[64];
     int is_grid;
-    double value[BOTH];
+    int32_t place; /* in the record's array */
 } scalar_record;
 
 typedef struct tensor_record {
     halfstep_tensor info;
-    halfstep_counters counters[BOTH];
-    scalar_record scalar[4 + HALFSTEP_MAX_STATES];
+    halfstep_record numbers[BOTH];
+    scalar_record scalar[HALFSTEP_MAX_SCALARS + HALFSTEP_MAX_STATES];
     int32_t scalars;
     int has_no_steps; /* the file knows it, but says that it has made no step */
 } tensor_record;
@@ -57,8 +57,7 @@ typedef struct record {
     named_tensor *by_name;
     setting *settings;
     size_t setting_count, setting_capacity;
-    uint64_t seed[BOTH], skipped[BOTH];
-    double norm[BOTH];
+    halfstep_record numbers[BOTH];
 } record;
 
 static void free_record(record *r)
@@ -109,6 +108,14 @@ static int describe_hypers(record *r, int32_t group, int32_t row, hstep_error *e
     return code ? hstep_fail(error, code, "%s", halfstep_strerror(code)) : HALFSTEP_OK;
 }
 
+/* Reads a record, and begins that of the file with it. */
+static int describe_numbers(const record *r, halfstep_record *numbers, int32_t kind, int32_t index)
+{
+    numbers[NOW] = (halfstep_record){.struct_size = sizeof *numbers, .kind = kind, .index = index};
+    numbers[THEN] = numbers[NOW];
+    return halfstep_get_record(r->optimizer, &numbers[NOW]);
+}
+
 static int describe_groups(record *r, hstep_error *error)
 {
     int code = describe_choices(r, HALFSTEP_ALL_GROUPS, error);
@@ -122,7 +129,7 @@ static int describe_groups(record *r, hstep_error *error)
         snprintf(rule, sizeof rule, "%.*s", (int)strcspn(group->recipe, "/"), group->recipe);
         group->row = halfstep_rule_find(rule);
         if (!code) code = halfstep_get_rule_info(group->row, &group->rule);
-        if (!code) code = halfstep_get_group_steps(r->optimizer, g, &group->steps[NOW]);
+        if (!code) code = describe_numbers(r, group->numbers, HALFSTEP_RECORD_GROUP, g);
         if (code) return hstep_fail(error, code, "group %d: %s", g, halfstep_strerror(code));
         code = describe_hypers(r, g, group->row, error);
         if (!code) code = describe_choices(r, g, error);
@@ -130,28 +137,33 @@ static int describe_groups(record *r, hstep_error *error)
     return code;
 }
 
-static int describe_scalar(record *r, int32_t index, const char *name, int is_grid)
+static void describe_scalar(tensor_record *t, const char *name, int is_grid, int32_t place)
 {
-    tensor_record *t = &r->tensors[index];
     scalar_record *s = &t->scalar[t->scalars++];
     snprintf(s->name, sizeof s->name, "%s%s", name, is_grid ? ".grid" : "");
     s->is_grid = is_grid;
-    return halfstep_get_scalar(r->optimizer, index, s->name, &s->value[NOW]);
+    s->place = place;
+}
+
+/* The place of scalar number k in the record of a time. */
+static double *scalar_of(tensor_record *t, int32_t k, int when)
+{
+    halfstep_record *numbers = &t->numbers[when];
+    return &(t->scalar[k].is_grid ? numbers->grid : numbers->scalar)[t->scalar[k].place];
 }
 
 static int describe_tensor(record *r, int32_t index, hstep_error *error)
 {
     tensor_record *t = &r->tensors[index];
     t->info.struct_size = sizeof t->info;
-    t->counters[NOW].struct_size = t->counters[THEN].struct_size = sizeof t->counters[NOW];
     int code = halfstep_get_tensor(r->optimizer, index, &t->info);
-    if (!code) code = halfstep_get_counters(r->optimizer, index, &t->counters[NOW]);
+    if (!code) code = describe_numbers(r, t->numbers, HALFSTEP_RECORD_TENSOR, index);
     const halfstep_rule_info *rule = code ? NULL : &r->groups[t->info.group].rule;
-    for (int32_t i = 0; !code && i < rule->scalars; i++) code = describe_scalar(r, index, rule->scalar_name[i], 0);
+    for (int32_t i = 0; !code && i < rule->scalars; i++) describe_scalar(t, rule->scalar_name[i], 0, i);
     for (int32_t i = 0; !code && i < rule->states; i++) {
         halfstep_slot_info slot = {.struct_size = sizeof slot};
         code = halfstep_get_slot_info(r->optimizer, index, HALFSTEP_SLOT_STATE + i, &slot);
-        if (!code && slot.grid) code = describe_scalar(r, index, slot.name, 1);
+        if (!code && slot.grid) describe_scalar(t, slot.name, 1, i);
     }
     if (code) return hstep_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
     int whole = t->info.n_rows == t->info.rows && t->info.n_columns == t->info.row_length;
@@ -180,10 +192,10 @@ static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error 
     r->groups = calloc((size_t)r->group_count + 1, sizeof *r->groups);
     r->tensors = calloc((size_t)r->tensor_count + 1, sizeof *r->tensors);
     r->by_name = calloc((size_t)r->tensor_count + 1, sizeof *r->by_name);
-    r->seed[NOW] = halfstep_get_seed(optimizer);
-    r->skipped[NOW] = halfstep_skipped_steps(optimizer);
-    r->norm[NOW] = halfstep_gradient_norm(optimizer);
-    int code = r->groups && r->tensors && r->by_name ? describe_groups(r, error) : hstep_fail_memory(error);
+    int code = r->groups && r->tensors && r->by_name ? HALFSTEP_OK : hstep_fail_memory(error);
+    if (!code && (code = describe_numbers(r, r->numbers, HALFSTEP_RECORD_OPTIMIZER, 0)))
+        return hstep_fail(error, code, "%s", halfstep_strerror(code));
+    if (!code) code = describe_groups(r, error);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = describe_tensor(r, i, error);
     if (code) return code;
     qsort(r->by_name, (size_t)r->tensor_count, sizeof *r->by_name, compare_names);
@@ -270,7 +282,7 @@ static char *setting_key(const setting *s)
 
 static int declare_settings(const declaring *d, const record *r)
 {
-    int code = declare_uint64(d, hstep_copy("seed"), r->seed[NOW]);
+    int code = declare_uint64(d, hstep_copy("seed"), r->numbers[NOW].seed);
     for (size_t i = 0; i < r->setting_count && !code; i++) {
         const setting *s = &r->settings[i];
         char number[HSTEP_NUMBER_BYTES];
@@ -278,7 +290,7 @@ static int declare_settings(const declaring *d, const record *r)
         code = declare(d, setting_key(s), s->choice[NOW] ? s->choice[NOW] : number);
     }
     for (int32_t g = 0; g < r->group_count && !code; g++)
-        code = declare_uint64(d, hstep_format("group.%d.steps", g), r->groups[g].steps[NOW]);
+        code = declare_uint64(d, hstep_format("group.%d.steps", g), r->groups[g].numbers[NOW].steps);
     return code;
 }
 
@@ -306,9 +318,9 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
 {
     int code = HALFSTEP_OK;
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
-        const tensor_record *t = &r->tensors[i];
+        tensor_record *t = &r->tensors[i];
         const group_record *g = &r->groups[t->info.group];
-        const halfstep_counters *c = &t->counters[NOW];
+        const halfstep_record *c = &t->numbers[NOW];
         char text[4 * HSTEP_NUMBER_BYTES + 64];
         snprintf(text, sizeof text, "state_steps %llu full_steps %llu writes %llu id %llu", ull(c->state_steps),
                  ull(c->full_steps), ull(c->writes), ull(c->id));
@@ -319,7 +331,7 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
         hstep_buffer scalars = {0};
         for (int32_t k = 0; k < t->scalars; k++) {
             char number[HSTEP_NUMBER_BYTES];
-            hstep_write_double(number, t->scalar[k].value[NOW], 1);
+            hstep_write_double(number, *scalar_of(t, k, NOW), 1);
             hstep_append_text(&scalars, k ? " " : "");
             hstep_append_text(&scalars, t->scalar[k].name);
             hstep_append_text(&scalars, " ");
@@ -336,10 +348,10 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
 static int declare_numbers(const declaring *d, const record *r)
 {
     char norm[HSTEP_NUMBER_BYTES];
-    hstep_write_double(norm, r->norm[NOW], 1);
+    hstep_write_double(norm, r->numbers[NOW].gradient_norm, 1);
     int code = declare(d, hstep_copy("format"), HSTEP_OPTIMIZER_FORMAT);
     if (!code) code = declare_recipe(d, r);
-    if (!code) code = declare_uint64(d, hstep_copy("skipped_steps"), r->skipped[NOW]);
+    if (!code) code = declare_uint64(d, hstep_copy("skipped_steps"), r->numbers[NOW].skipped_steps);
     if (!code) code = declare(d, hstep_copy("gradient_norm"), norm);
     if (!code) code = declare_settings(d, r);
     return code ? code : declare_tensor_numbers(d, r);
@@ -475,12 +487,12 @@ static int take_counter(const char **text, const char *name, uint64_t *value)
 
 static int read_counters(const loading *l, tensor_record *t)
 {
-    halfstep_counters *c = &t->counters[THEN];
+    halfstep_record *c = &t->numbers[THEN];
     const char *text = find_value(l, "counters.", t->info.name);
     const char *group = find_value(l, "group_of.", t->info.name);
     if (!text && group) {
         t->has_no_steps = 1;
-        c->id = t->counters[NOW].id;
+        c->id = t->numbers[NOW].id;
         return HALFSTEP_OK;
     }
     if (!text)
@@ -515,7 +527,7 @@ static int parse_scalars(const char *text, const halfstep_rule_info *rule, tenso
         if (i == t->scalars ? !take_other_grid(&text, rule) : (int)(*found >> i & 1)) return 0;
         if (!hstep_read_double(&text, &value) || !(value - value == 0.0)) return 0;
         if (i < t->scalars) {
-            t->scalar[i].value[THEN] = value;
+            *scalar_of(t, i, THEN) = value;
             *found |= 1u << i;
         }
         if (*text == ' ' && text[1]) text++;
@@ -530,13 +542,12 @@ static int read_scalars(const loading *l, tensor_record *t)
     unsigned found, needed = 0;
     /* A file without grids comes from before there were any: what it has stored is as it is. */
     for (int32_t i = 0; i < t->scalars; i++) {
-        t->scalar[i].value[THEN] = t->scalar[i].is_grid;
+        *scalar_of(t, i, THEN) = t->scalar[i].is_grid;
         needed |= (unsigned)!t->scalar[i].is_grid << i;
     }
     if (!t->scalars || t->has_no_steps) return HALFSTEP_OK;
     /* Python keeps none for a parameter without elements, or that has not been stepped. */
-    if (!text && (!needed || !t->counters[THEN].state_steps || !t->info.rows || !t->info.row_length))
-        return HALFSTEP_OK;
+    if (!text && (!needed || !t->numbers[THEN].state_steps || !t->info.rows || !t->info.row_length)) return HALFSTEP_OK;
     return text && parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found) && (found & needed) == needed
                ? HALFSTEP_OK
                : fail_value(l, "scalars.", t->info.name);
@@ -652,12 +663,12 @@ static int read_seed(const loading *l)
     record *r = l->record;
     int compare = l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE;
     const char *text = find_value(l, "seed", "");
-    r->seed[THEN] = r->seed[NOW];
+    r->numbers[THEN].seed = r->numbers[NOW].seed;
     if (is_left(l, "seed")) return HALFSTEP_OK;
-    if (!text || !hstep_is_uint64(text, &r->seed[THEN])) return fail_value(l, "seed", "");
-    if (compare && r->seed[NOW] != r->seed[THEN])
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "seed is %llu here but %llu in %s", ull(r->seed[NOW]),
-                          ull(r->seed[THEN]), l->states.path);
+    if (!text || !hstep_is_uint64(text, &r->numbers[THEN].seed)) return fail_value(l, "seed", "");
+    if (compare && r->numbers[NOW].seed != r->numbers[THEN].seed)
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "seed is %llu here but %llu in %s",
+                          ull(r->numbers[NOW].seed), ull(r->numbers[THEN].seed), l->states.path);
     return HALFSTEP_OK;
 }
 
@@ -666,20 +677,20 @@ static int read_steps(const loading *l)
     record *r = l->record;
     for (int32_t g = 0; g < r->group_count; g++) {
         group_record *group = &r->groups[g];
-        group->steps[THEN] = group->steps[NOW];
+        group->numbers[THEN].steps = group->numbers[NOW].steps;
         if (group->source < 0) continue;
         char name[32];
         snprintf(name, sizeof name, "group.%lld.steps", (long long)group->source);
         const char *text = find_value(l, name, "");
-        if (!text || !hstep_is_uint64(text, &group->steps[THEN]) || group->steps[THEN] > INT64_MAX)
+        if (!text || !hstep_is_uint64(text, &group->numbers[THEN].steps) || group->numbers[THEN].steps > INT64_MAX)
             return fail_value(l, name, "");
     }
     const char *text = find_value(l, "skipped_steps", "");
-    if (!text || !hstep_is_uint64(text, &r->skipped[THEN]) || r->skipped[THEN] > INT64_MAX)
+    if (!text || !hstep_is_uint64(text, &r->numbers[THEN].skipped_steps) || r->numbers[THEN].skipped_steps > INT64_MAX)
         return fail_value(l, "skipped_steps", "");
     text = find_value(l, "gradient_norm", "");
-    if (text &&
-        (!hstep_is_double(text, &r->norm[THEN]) || !(r->norm[THEN] >= 0.0) || r->norm[THEN] - r->norm[THEN] != 0.0))
+    if (text && (!hstep_is_double(text, &r->numbers[THEN].gradient_norm) || !(r->numbers[THEN].gradient_norm >= 0.0) ||
+                 r->numbers[THEN].gradient_norm - r->numbers[THEN].gradient_norm != 0.0))
         return fail_value(l, "gradient_norm", "");
     return HALFSTEP_OK;
 }
@@ -726,7 +737,7 @@ static int check_ids(const loading *l)
     const record *r = l->record;
     numbered_id *ids = malloc(((size_t)r->tensor_count + 1) * sizeof *ids);
     int code = ids ? HALFSTEP_OK : hstep_fail_memory(l->error);
-    for (int32_t i = 0; i < r->tensor_count && ids; i++) ids[i] = (numbered_id){r->tensors[i].counters[THEN].id, i};
+    for (int32_t i = 0; i < r->tensor_count && ids; i++) ids[i] = (numbered_id){r->tensors[i].numbers[THEN].id, i};
     if (ids && r->tensor_count) qsort(ids, (size_t)r->tensor_count, sizeof *ids, compare_ids);
     for (int32_t i = 1; i < r->tensor_count && !code; i++)
         if (ids[i - 1].id == ids[i].id)
@@ -883,28 +894,28 @@ static int fail_taking(const loading *l, int code)
 static uint64_t unused_id(const record *r, uint64_t from)
 {
     for (int32_t i = 0; i < r->tensor_count; i++)
-        if (r->tensors[i].counters[NOW].id == from || r->tensors[i].counters[THEN].id == from) {
+        if (r->tensors[i].numbers[NOW].id == from || r->tensors[i].numbers[THEN].id == from) {
             from++;
             i = -1;
         }
     return from;
 }
 
-/* Counters and ids. Tensors may have exchanged their ids, which must differ at every moment: those that change are
- * parked under others first. */
-static int set_counters(const record *r, int when)
+/* Sets the records of tensors. Tensors may have exchanged their ids, which must differ at every moment: those that
+ * change are parked under others first. */
+static int set_tensor_records(const record *r, int when)
 {
     uint64_t parked = 0;
     int code = HALFSTEP_OK;
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
         const tensor_record *t = &r->tensors[i];
-        halfstep_counters c = t->counters[when];
-        if (t->counters[NOW].id == t->counters[THEN].id) continue;
+        halfstep_record c = t->numbers[when];
+        if (t->numbers[NOW].id == t->numbers[THEN].id) continue;
         c.id = parked = unused_id(r, parked + 1);
-        code = halfstep_set_counters(r->optimizer, i, &c);
+        code = halfstep_set_record(r->optimizer, &c);
     }
     for (int32_t i = 0; i < r->tensor_count && !code; i++)
-        code = halfstep_set_counters(r->optimizer, i, &r->tensors[i].counters[when]);
+        code = halfstep_set_record(r->optimizer, &r->tensors[i].numbers[when]);
     return code;
 }
 
@@ -929,17 +940,10 @@ static int set_settings(const record *r, int when)
 static int set_numbers(const record *r, int when)
 {
     int code = set_settings(r, when);
-    if (!code) code = set_counters(r, when);
-    if (!code) code = halfstep_set_seed(r->optimizer, r->seed[when]);
-    if (!code) code = halfstep_set_skipped_steps(r->optimizer, r->skipped[when]);
-    if (!code) code = halfstep_set_gradient_norm(r->optimizer, r->norm[when]);
+    if (!code) code = set_tensor_records(r, when);
+    if (!code) code = halfstep_set_record(r->optimizer, &r->numbers[when]);
     for (int32_t g = 0; g < r->group_count && !code; g++)
-        code = halfstep_set_group_steps(r->optimizer, g, r->groups[g].steps[when]);
-    for (int32_t i = 0; i < r->tensor_count && !code; i++) {
-        const tensor_record *t = &r->tensors[i];
-        for (int32_t k = 0; k < t->scalars && !code; k++)
-            code = halfstep_set_scalar(r->optimizer, i, t->scalar[k].name, t->scalar[k].value[when]);
-    }
+        code = halfstep_set_record(r->optimizer, &r->groups[g].numbers[when]);
     return code;
 }
 

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define HALFSTEP_ADVANCED
 #include "halfstep_io.h"
 
 #include "io/json.h"

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "halfstep.h"
+#include "base/api.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

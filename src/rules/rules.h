@@ -2,7 +2,7 @@
 #ifndef HSTEP_RULES_H
 #define HSTEP_RULES_H
 
-#include "halfstep.h"
+#include "base/api.h"
 #include "rules/adafactor.h"
 #include "rules/adam.h"
 #include "rules/adamw.h"

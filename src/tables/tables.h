@@ -2,7 +2,7 @@
 #ifndef HSTEP_TABLES_H
 #define HSTEP_TABLES_H
 
-#include "halfstep.h"
+#include "base/api.h"
 #include "rules/rule.h"
 #include "rules/transforms.h"
 

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "calls.h"
 #include "halfstep.h"
 #include "test.h"
 
@@ -109,10 +110,10 @@ static inline halfstep_slot_info slot_info(const halfstep_optimizer *o, int32_t 
     return info;
 }
 
-static inline halfstep_counters counters_of(const halfstep_optimizer *o, int32_t tensor)
+static inline halfstep_record counters_of(const halfstep_optimizer *o, int32_t tensor)
 {
-    halfstep_counters counters = {.struct_size = sizeof counters};
-    MUST(halfstep_get_counters(o, tensor, &counters));
+    halfstep_record counters = {.struct_size = sizeof counters};
+    MUST(get_counters(o, tensor, &counters));
     return counters;
 }
 
@@ -213,8 +214,8 @@ static inline void copy_grids(const halfstep_optimizer *from, halfstep_optimizer
         double value;
         if (halfstep_get_slot_info(from, tensor, s, &info) || !info.grid) continue;
         snprintf(name, sizeof name, "%s.grid", info.name);
-        MUST(halfstep_get_scalar(from, tensor, name, &value));
-        MUST(halfstep_set_scalar(to, tensor, name, value));
+        MUST(get_scalar(from, tensor, name, &value));
+        MUST(set_scalar(to, tensor, name, value));
     }
 }
 

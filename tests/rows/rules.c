@@ -1,11 +1,13 @@
 /* For tests/new_rows_test.sh: the rules "factored" and "estimate" in the library it is linked with, against their
  * equations in double; the same bits on every instruction set and with any number of threads, in one call as in parts,
  * and after saving and loading. Prints a line for each; 0 if all hold. */
+#define HALFSTEP_ADVANCED
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "calls.h"
 #include "halfstep.h"
 #include "halfstep_io.h"
 
@@ -34,13 +36,14 @@ static float weights[TENSORS][MOST], gradients[TENSORS][MOST];
 static double x[TENSORS][MOST], start[TENSORS][MOST], m[TENSORS][MOST], v[TENSORS][MOST], u[TENSORS][MOST];
 static double vectors[TENSORS][4][300];
 
-static float number_of(uint32_t i) { return (float)((double)(i * 2654435761u) / 0x1p32 - 0.5); }
+static float random_number(uint32_t i) { return (float)((double)(i * 2654435761u) / 0x1p32 - 0.5); }
 
 static void draw_gradients(int step)
 {
     for (int t = 0; t < TENSORS; t++)
         for (int i = 0; i < elements(t); i++)
-            gradients[t][i] = number_of((uint32_t)(i + 7919 * step + 31 * t)) * (float)(1 + i % 5) + (float)(i % 3 - 1);
+            gradients[t][i] =
+                random_number((uint32_t)(i + 7919 * step + 31 * t)) * (float)(1 + i % 5) + (float)(i % 3 - 1);
 }
 
 static halfstep_optimizer *make(const char *recipe, const char *isa, int threads)
@@ -59,7 +62,8 @@ static halfstep_optimizer *make(const char *recipe, const char *isa, int threads
                              .row_length = shapes[t].columns,
                              .gradient = "f32"};
         MUST(halfstep_add_tensor(o, &d, &index));
-        for (int i = 0; i < elements(t); i++) x[t][i] = start[t][i] = weights[t][i] = number_of((uint32_t)(i * 3 + t));
+        for (int i = 0; i < elements(t); i++)
+            x[t][i] = start[t][i] = weights[t][i] = random_number((uint32_t)(i * 3 + t));
     }
     MUST(halfstep_allocate_states(o));
     memset(m, 0, sizeof m);
@@ -78,10 +82,10 @@ static void step(halfstep_optimizer *o, int in_parts)
         MUST(halfstep_step(o, w, g));
         return;
     }
-    int64_t *statistics = calloc((size_t)halfstep_statistics_count(o), sizeof *statistics);
-    MUST(halfstep_step_begin(o, g, statistics));
-    MUST(halfstep_step_norms(o, w, g, statistics));
-    MUST(halfstep_step_finish(o, w, g, statistics));
+    int64_t *statistics = calloc((size_t)statistics_count(o), sizeof *statistics);
+    MUST(step_begin(o, g, statistics));
+    MUST(step_norms(o, w, g, statistics));
+    MUST(step_finish(o, w, g, statistics));
     free(statistics);
 }
 
@@ -184,7 +188,7 @@ static void follow(const char *rule, const char *isa, int threads)
     judge(rule, 2e-5);
     if (!is_factored) {
         double kept;
-        MUST(halfstep_get_scalar(o, 0, "estimate", &kept));
+        MUST(get_scalar(o, 0, "estimate", &kept));
         CHECK(d > 2 * first && fabs(kept / d - 1) < 1e-5, "the estimate is %g, and should be %g", kept, d);
     }
     for (int t = 0; t < TENSORS && is_factored; t++)
@@ -254,12 +258,12 @@ static void refusals(void)
 {
     halfstep_optimizer *o = make("estimate/f32", "scalar", 1);
     draw_gradients(0);
-    CHECK(halfstep_step_tensor(o, 0, weights[0], gradients[0]) == HALFSTEP_ERROR_UNSUPPORTED &&
+    CHECK(step_tensor(o, 0, weights[0], gradients[0]) == HALFSTEP_ERROR_UNSUPPORTED &&
               strstr(halfstep_error_detail(o), "sums over all tensors"),
           "a single tensor: %s", halfstep_error_detail(o));
     halfstep_destroy(o);
     o = make("factored/f32", "scalar", 1);
-    CHECK(halfstep_accumulate_states_tensor(o, 0, gradients[0]) == HALFSTEP_ERROR_UNSUPPORTED, "micro-steps");
+    CHECK(accumulate_states_tensor(o, 0, gradients[0]) == HALFSTEP_ERROR_UNSUPPORTED, "micro-steps");
     halfstep_destroy(o);
     MUST(halfstep_create(NULL, &o));
     int32_t index;

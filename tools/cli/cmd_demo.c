@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include <stdio.h>
 #include <string.h>
 

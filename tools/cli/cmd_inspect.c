@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <signal.h>
 #include <stdint.h>

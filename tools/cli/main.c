@@ -1,4 +1,5 @@
 /* halfstep: trains, compares, plans and inspects models whose weights and optimizer states are stored in few bits. */
+#define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>

@@ -1,5 +1,6 @@
 /* One case of `halfstep bench`: a recipe on tensors of its own, timed between two runs of the stream of the same
  * bytes. */
+#define HALFSTEP_ADVANCED
 #include "cli/bench/bench.h"
 
 #include <math.h>

@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>

@@ -1,4 +1,5 @@
 /* Over 500 lines because the problem, its layouts and the hashing share one description of the tensors. */
+#define HALFSTEP_ADVANCED
 #include "cli/verify/golden.h"
 
 #include <inttypes.h>
@@ -577,7 +578,8 @@ static int add_tensors(struct run *r, int part)
         if (check(r, part, halfstep_add_tensor(o, &d, &index), "halfstep_add_tensor")) return -1;
     }
     if (place_states(r, part)) return -1;
-    r->statistics[part] = zeros(halfstep_statistics_count(o) * (int64_t)sizeof(int64_t));
+    const halfstep_call call = {.struct_size = sizeof call};
+    r->statistics[part] = zeros(halfstep_statistics_count(o, &call) * (int64_t)sizeof(int64_t));
     if (!r->statistics[part]) return complain(r, "out of memory");
     r->tensors = tensors;
     for (int32_t i = 0; i < tensors; i++) {
@@ -661,22 +663,25 @@ static int make_step(struct run *r, int step)
         if (!result && expected) result = halfstep_synchronize(r->optimizer[0]);
         return result == expected ? 0 : complain(r, "step %d: %s", step, halfstep_strerror(result));
     }
-    int64_t n = halfstep_statistics_count(r->optimizer[0]);
+    halfstep_call call[GOLDEN_MAX_PARTS];
+    for (int p = 0; p < r->parts; p++)
+        call[p] = (halfstep_call){.struct_size = sizeof call[p],
+                                  .weights = r->weight[p],
+                                  .gradients = gradients[p],
+                                  .statistics = r->statistics[p]};
+    int64_t n = halfstep_statistics_count(r->optimizer[0], call), sums = halfstep_norms_offset(r->optimizer[0], call);
     for (int p = 0; p < r->parts; p++) {
-        if (check(r, p, halfstep_step_begin(r->optimizer[p], gradients[p], r->statistics[p]), "halfstep_step_begin"))
-            return -1;
+        if (check(r, p, halfstep_run_begin(r->optimizer[p], &call[p]), "halfstep_run_begin")) return -1;
         for (int64_t i = 0; p && i < n; i++) r->statistics[0][i] += r->statistics[p][i];
     }
-    int64_t sums = halfstep_norms_offset(r->optimizer[0]);
     for (int p = 0; p < r->parts; p++) {
         if (p) memcpy(r->statistics[p], r->statistics[0], (size_t)sums * sizeof(int64_t));
-        if (check(r, p, halfstep_step_norms(r->optimizer[p], r->weight[p], gradients[p], r->statistics[p]),
-                  "halfstep_step_norms"))
-            return -1;
+        if (check(r, p, halfstep_run_norms(r->optimizer[p], &call[p]), "halfstep_run_norms")) return -1;
         for (int64_t i = sums; p && i < n; i++) r->statistics[0][i] += r->statistics[p][i];
     }
     for (int p = 0; p < r->parts; p++) {
-        result = halfstep_step_finish(r->optimizer[p], r->weight[p], gradients[p], r->statistics[0]);
+        call[p].statistics = r->statistics[0];
+        result = halfstep_run_finish(r->optimizer[p], &call[p]);
         if (!result && expected) result = halfstep_synchronize(r->optimizer[p]);
         if (result != expected) return complain(r, "step %d, part %d: %s", step, p, halfstep_strerror(result));
     }
@@ -752,20 +757,23 @@ static int has_elements(const struct run *r, int p, int t)
     return h->n_rows > 0 && h->n_columns > 0;
 }
 
-/* Of a matrix (matrix 1) the part that has all of it knows alone. */
-static int hash_scalar(struct run *r, int t, const char *name, int matrix, uint64_t *hash)
+/* Hashes number `place` of a tensor's scalars, or of its grids. Of a matrix (matrix 1) the part that has all of it
+ * knows alone. */
+static int hash_scalar(struct run *r, int t, int is_grid, int place, int matrix, uint64_t *hash)
 {
     uint32_t first = 0, bits;
     int knows = 0, known = 0;
     while (matrix && knows < r->parts && !has_elements(r, knows, t)) knows++;
     for (int p = 0; p < r->parts; p++) {
-        double value;
+        halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_TENSOR, .index = t};
         if (matrix && knows < r->parts && !has_elements(r, p, t)) continue;
-        if (check(r, p, halfstep_get_scalar(r->optimizer[p], t, name, &value), name)) return -1;
-        float rounded = (float)value; /* column cuts may change the last bit of a norm */
+        if (check(r, p, halfstep_get_record(r->optimizer[p], &record), "halfstep_get_record")) return -1;
+        float rounded = (float)(is_grid ? record.grid : record.scalar)[place]; /* column cuts may change the last bit of
+                                                                                  a norm */
         memcpy(&bits, &rounded, sizeof bits);
         if (!known++) first = bits;
-        if (bits != first) return complain(r, "part %d has another %s than those before", p, name);
+        if (bits != first)
+            return complain(r, "part %d has another %s %d than those before", p, is_grid ? "grid" : "scalar", place);
     }
     *hash = hash_word(*hash, first);
     return 0;
@@ -782,22 +790,21 @@ static int hash_all(struct run *r, uint64_t *result)
         if (hash_slot(r, t, HALFSTEP_SLOT_WEIGHT, &hash)) return -1;
         for (int s = 0; s < rule.states; s++)
             if (hash_slot(r, t, HALFSTEP_SLOT_STATE + s, &hash)) return -1;
-        halfstep_counters c = {.struct_size = sizeof c};
+        halfstep_record c = {.struct_size = sizeof c, .kind = HALFSTEP_RECORD_TENSOR, .index = t}, other = c;
         for (int p = 0; p < r->parts; p++) {
-            halfstep_counters other = {.struct_size = sizeof other};
-            if (check(r, p, halfstep_get_counters(r->optimizer[p], t, p ? &other : &c), "halfstep_get_counters"))
-                return -1;
-            if (p && memcmp(&c, &other, sizeof c)) return complain(r, "part %d counts otherwise than part 0", p);
+            if (check(r, p, halfstep_get_record(r->optimizer[p], p ? &other : &c), "halfstep_get_record")) return -1;
+            if (p && (c.id != other.id || c.state_steps != other.state_steps || c.full_steps != other.full_steps ||
+                      c.writes != other.writes))
+                return complain(r, "part %d counts otherwise than part 0", p);
         }
         hash = hash_word(hash_word(hash_word(hash, c.state_steps), c.full_steps), c.writes);
         for (int i = 0; i < rule.scalars; i++)
-            if (hash_scalar(r, t, rule.scalar_name[i], rule.matrix, &hash)) return -1;
+            if (hash_scalar(r, t, 0, i, rule.matrix, &hash)) return -1;
         for (int s = 0; s < rule.states; s++) {
             halfstep_slot_info slot = {.struct_size = sizeof slot};
             if (check(r, 0, halfstep_get_slot_info(r->optimizer[0], t, HALFSTEP_SLOT_STATE + s, &slot), "slot"))
                 return -1;
-            snprintf(name, sizeof name, "%s.grid", slot.name);
-            if (slot.grid && hash_scalar(r, t, name, rule.matrix, &hash)) return -1;
+            if (slot.grid && hash_scalar(r, t, 1, s, rule.matrix, &hash)) return -1;
         }
     }
     if (hash_stream(r, shape_of("rows.1000"), r->accumulator, 2, 1, &hash)) return -1;

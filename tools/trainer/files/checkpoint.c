@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include "trainer/files/checkpoint.h"
 
 #include <inttypes.h>

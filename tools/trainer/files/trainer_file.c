@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include "trainer/files/trainer_file.h"
 
 #include <errno.h>

@@ -203,12 +203,12 @@ static int judge(struct mnist_run *m, int code)
     if (!run->skip_told)
         progress_note(run->progress,
                       "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
-                      (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer), run_refused(run),
+                      (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer, NULL), run_refused(run),
                       run->result->tensors_skip ? "that tensor is" : "all weights are");
     run->skip_told = 1;
     if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
     run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
-             run_refused(run), halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
+             run_refused(run), halfstep_nonfinite_tensor(run->optimizer, NULL), (long long)run->step + 1);
     m->result->diverged = 1;
     return 1;
 }
@@ -329,12 +329,11 @@ static void write_log(struct mnist_run *m, const struct run_point *point)
     add_number(&line, m->epoch ? gradient_norm(m) : NAN, 8);
     add_number(&line, run->trained_seconds > 0 ? (double)m->images_in_all / run->trained_seconds : NAN, 6);
     text_add(&line, ",%.3f,%llu", point->seconds, (unsigned long long)halfstep_skipped_steps(run->optimizer));
-    for (int i = 0; i < run->tensors; i++)
-        for (int s = 0; s < rule.scalars; s++) {
-            double value = NAN;
-            if (m->epoch) halfstep_get_scalar(run->optimizer, i, rule.scalar_name[s], &value);
-            add_number(&line, value, 8);
-        }
+    halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_TENSOR};
+    for (record.index = 0; record.index < run->tensors; record.index++) {
+        if (m->epoch) halfstep_get_record(run->optimizer, &record);
+        for (int s = 0; s < rule.scalars; s++) add_number(&line, m->epoch ? record.scalar[s] : NAN, 8);
+    }
     if ((line.failed || log_line(run->log, line.data) != 0) && !run->log_lost) {
         run->log_lost = 1;
         progress_note(run->progress, "warning: %s: %s; training goes on", run->config->log,

@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include "trainer/ranks/train_ranks.h"
 
 #include <stdio.h>
@@ -330,7 +331,7 @@ static int name_offender(struct run *run)
 {
     int64_t *places = calloc((size_t)run->ranks, sizeof *places), first = 0;
     if (!places) return run_fail(run, "out of memory");
-    int32_t index = halfstep_tensor_find(run->optimizer, halfstep_nonfinite_tensor(run->optimizer));
+    int32_t index = halfstep_tensor_find(run->optimizer, halfstep_nonfinite_tensor(run->optimizer, NULL));
     places[run->rank] = index + 1;
     int bad = run->dist->sum(places, (size_t)run->ranks);
     for (int rank = 0; rank < run->ranks; rank++)
@@ -351,18 +352,19 @@ int ranks_step(struct run *run, int *code)
         *code = halfstep_step(o, run->own_weights, gradients);
         return 0;
     }
-    size_t n = (size_t)halfstep_statistics_count(o), offset = (size_t)halfstep_norms_offset(o);
-    int64_t *statistics = calloc(n + 1, sizeof *statistics);
-    if (!statistics) return run_fail(run, "out of memory");
+    halfstep_call call = {.struct_size = sizeof call, .weights = run->own_weights, .gradients = gradients};
+    size_t n = (size_t)halfstep_statistics_count(o, &call), offset = (size_t)halfstep_norms_offset(o, &call);
+    call.statistics = calloc(n + 1, sizeof *call.statistics);
+    if (!call.statistics) return run_fail(run, "out of memory");
     int bad = 0;
-    *code = halfstep_step_begin(o, gradients, statistics);
-    if (*code == HALFSTEP_OK) bad = run->dist->sum(statistics, n);
+    *code = halfstep_run_begin(o, &call);
+    if (*code == HALFSTEP_OK) bad = run->dist->sum(call.statistics, n);
     if (*code == HALFSTEP_OK && !bad && run->parts.two_sums) {
-        *code = halfstep_step_norms(o, run->own_weights, gradients, statistics);
-        if (*code == HALFSTEP_OK) bad = run->dist->sum(statistics + offset, n - offset);
+        *code = halfstep_run_norms(o, &call);
+        if (*code == HALFSTEP_OK) bad = run->dist->sum(call.statistics + offset, n - offset);
     }
-    if (*code == HALFSTEP_OK && !bad) *code = halfstep_step_finish(o, run->own_weights, gradients, statistics);
-    free(statistics);
+    if (*code == HALFSTEP_OK && !bad) *code = halfstep_run_finish(o, &call);
+    free(call.statistics);
     if (bad) return dist_fail(run);
     if (*code == HALFSTEP_NONFINITE && name_offender(run) != 0) return 1;
     return *code == HALFSTEP_OK || *code == HALFSTEP_NONFINITE ? ranks_hand_out(run) : 0;

@@ -88,58 +88,61 @@ static int take_stream(struct run *run, int tensor, const struct stream *stream)
     return 0;
 }
 
-/* The names of what is kept of a tensor as numbers. */
-static int list_scalars(struct run *run, int tensor, char names[SCALARS][80])
+/* Copies records of one kind. */
+static int copy_records(const halfstep_optimizer *from, halfstep_optimizer *to, int32_t kind, int32_t n)
 {
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    int n = 0;
-    halfstep_get_rule_info(run->rule, &rule);
-    for (int k = 0; k < rule.scalars; k++) snprintf(names[n++], sizeof names[0], "%s", rule.scalar_name[k]);
-    for (int k = 0; k < rule.states; k++) {
-        halfstep_slot_info slot = {.struct_size = sizeof slot};
-        if (halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_STATE + k, &slot) == HALFSTEP_OK && slot.grid)
-            snprintf(names[n++], sizeof names[0], "%s.grid", slot.name);
+    int code = HALFSTEP_OK;
+    for (int32_t i = 0; i < n && !code; i++) {
+        halfstep_record record = {.struct_size = sizeof record, .kind = kind, .index = i};
+        code = halfstep_get_record(from, &record);
+        if (!code) code = halfstep_set_record(to, &record);
     }
-    return n;
+    return code;
 }
 
-/* Numbers of tensors: those of the first rank that has rows of it. */
+/* Scalars and grids of tensors: those of the first rank that has rows of one. */
 static int copy_scalars(struct run *run, halfstep_optimizer *to)
 {
+    enum { SCALARS = HALFSTEP_MAX_SCALARS + HALFSTEP_MAX_STATES };
     double *values = calloc((size_t)run->tensors * SCALARS, sizeof *values);
-    char names[SCALARS][80];
     int status = values ? 0 : run_fail(run, "out of memory");
-    for (int i = 0; i < run->tensors && !status; i++) {
-        int first = 0, n = list_scalars(run, i, names);
-        while (ranks_rows(run, i, first).n == 0) first++;
-        for (int k = 0; k < n && first == run->rank; k++)
-            halfstep_get_scalar(run->optimizer, i, names[k], &values[i * SCALARS + k]);
+    halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_TENSOR};
+    for (record.index = 0; record.index < run->tensors && !status; record.index++) {
+        int first = 0;
+        while (ranks_rows(run, record.index, first).n == 0) first++;
+        if (first != run->rank) continue;
+        halfstep_get_record(run->optimizer, &record);
+        memcpy(&values[record.index * SCALARS], record.scalar, sizeof record.scalar);
+        memcpy(&values[record.index * SCALARS + HALFSTEP_MAX_SCALARS], record.grid, sizeof record.grid);
     }
     if (!status) status = ranks_share_numbers(run, values, (size_t)run->tensors * SCALARS);
-    for (int i = 0; i < run->tensors && to && !status; i++) {
-        int n = list_scalars(run, i, names);
-        for (int k = 0; k < n && !status; k++)
-            if (halfstep_set_scalar(to, i, names[k], values[i * SCALARS + k]) != HALFSTEP_OK)
-                status = run_fail(run, "%s", halfstep_error_detail(to));
+    for (record.index = 0; record.index < run->tensors && to && !status; record.index++) {
+        halfstep_get_record(to, &record);
+        memcpy(record.scalar, &values[record.index * SCALARS], sizeof record.scalar);
+        memcpy(record.grid, &values[record.index * SCALARS + HALFSTEP_MAX_SCALARS], sizeof record.grid);
+        if (halfstep_set_record(to, &record) != HALFSTEP_OK) status = run_fail(run, "%s", halfstep_error_detail(to));
     }
     free(values);
     return status;
 }
 
-/* What belongs to no row. */
+/* Copies what belongs to no row. */
 static int copy_counts(struct run *run, const halfstep_optimizer *from, halfstep_optimizer *to)
 {
-    int code = halfstep_set_skipped_steps(to, halfstep_skipped_steps(from));
-    if (!code) code = halfstep_set_gradient_norm(to, halfstep_gradient_norm(from));
-    for (int32_t g = 0; g < halfstep_group_count(from) && !code; g++) {
-        uint64_t steps;
-        code = halfstep_get_group_steps(from, g, &steps);
-        if (!code) code = halfstep_set_group_steps(to, g, steps);
-    }
+    halfstep_record record = {.struct_size = sizeof record}, seed = record;
+    int code = halfstep_get_record(from, &record);
+    if (!code) code = halfstep_get_record(to, &seed);
+    record.seed = seed.seed;
+    if (!code) code = halfstep_set_record(to, &record);
+    if (!code) code = copy_records(from, to, HALFSTEP_RECORD_GROUP, halfstep_group_count(from));
     for (int i = 0; i < run->tensors && !code; i++) {
-        halfstep_counters counters = {.struct_size = sizeof counters};
-        code = halfstep_get_counters(from, i, &counters);
-        if (!code) code = halfstep_set_counters(to, i, &counters);
+        halfstep_record counts = {.struct_size = sizeof counts, .kind = HALFSTEP_RECORD_TENSOR, .index = i};
+        halfstep_record numbers = counts;
+        code = halfstep_get_record(from, &counts);
+        if (!code) code = halfstep_get_record(to, &numbers);
+        memcpy(counts.scalar, numbers.scalar, sizeof counts.scalar);
+        memcpy(counts.grid, numbers.grid, sizeof counts.grid);
+        if (!code) code = halfstep_set_record(to, &counts);
     }
     /* The schedule's place, which is set for each step. */
     double scale = 1;
@@ -173,15 +176,7 @@ void ranks_drop(struct run *run, struct holding *whole)
 int ranks_take_own(struct run *run, const struct holding *whole)
 {
     int status = each_stream(run, whole, take_stream);
-    char names[SCALARS][80];
-    for (int i = 0; i < run->tensors && !status; i++) {
-        int n = list_scalars(run, i, names);
-        for (int k = 0; k < n && !status; k++) {
-            double value;
-            if (halfstep_get_scalar(whole->optimizer, i, names[k], &value) != HALFSTEP_OK ||
-                halfstep_set_scalar(run->optimizer, i, names[k], value) != HALFSTEP_OK)
-                status = run_fail(run, "%s", halfstep_error_detail(run->optimizer));
-        }
-    }
+    if (!status && copy_records(whole->optimizer, run->optimizer, HALFSTEP_RECORD_TENSOR, run->tensors) != HALFSTEP_OK)
+        status = run_fail(run, "%s", halfstep_error_detail(run->optimizer));
     return status ? status : copy_counts(run, whole->optimizer, run->optimizer);
 }

@@ -40,12 +40,14 @@ static int last_micro_step(const struct run *run) { return run->micro_step + 1 =
 
 static const char *offender(const struct run *run)
 {
-    return run->dist ? run->offender : halfstep_nonfinite_tensor(run->optimizer);
+    return run->dist ? run->offender : halfstep_nonfinite_tensor(run->optimizer, NULL);
 }
 
 const char *run_refused(const struct run *run)
 {
-    return halfstep_gradient_too_large(run->optimizer) ? "too large (2^62 or more)" : "not finite";
+    int32_t too_large;
+    halfstep_nonfinite_tensor(run->optimizer, &too_large);
+    return too_large ? "too large (2^62 or more)" : "not finite";
 }
 
 static void tell_skip(struct run *run)
@@ -86,12 +88,17 @@ static int take_gradient(struct run *run, int tensor, const void *gradient)
             0)
             return 1;
         gradient = sum;
-    } else if (!last_micro_step(run)) {
-        return judge(run, halfstep_accumulate_states_tensor(run->optimizer, tensor, gradient));
     }
+    const halfstep_call call = {.struct_size = sizeof call,
+                                .kind = HALFSTEP_CALL_TENSOR,
+                                .tensor = tensor,
+                                .micro = !run->adds_up && !last_micro_step(run),
+                                .weights = &run->weights[tensor],
+                                .gradients = &gradient};
+    if (call.micro) return judge(run, halfstep_run(run->optimizer, &call));
     if (!c->release || !last_micro_step(run)) return 0;
     run->squares += sum_of_squares(run, tensor, gradient);
-    return judge(run, halfstep_step_tensor(run->optimizer, tensor, run->weights[tensor], gradient));
+    return judge(run, halfstep_run(run->optimizer, &call));
 }
 
 static void on_gradient(void *arg, int tensor, const void *gradient)
@@ -127,7 +134,9 @@ static int micro_step(struct run *run, double *loss)
     if (run->stream_failed) return 1;
     if (run->streams || last_micro_step(run)) return 0;
     double begun = progress_clock();
-    int status = judge(run, halfstep_accumulate_states(run->optimizer, (const void *const *)run->gradients));
+    const halfstep_call call = {
+        .struct_size = sizeof call, .micro = 1, .gradients = (const void *const *)run->gradients};
+    int status = judge(run, halfstep_run(run->optimizer, &call));
     run->optimizer_seconds += progress_clock() - begun;
     return status;
 }
@@ -138,7 +147,8 @@ static int finish_step(struct run *run, double *norm)
 {
     const struct run_config *c = run->config;
     if (c->release) {
-        if (halfstep_end_round(run->optimizer) != HALFSTEP_OK)
+        const halfstep_call round = {.struct_size = sizeof round, .kind = HALFSTEP_CALL_ROUND};
+        if (halfstep_run(run->optimizer, &round) != HALFSTEP_OK)
             return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
         *norm = sqrt(run->squares) / c->loss_scale;
         if (isfinite(*norm)) run->released_norm = *norm;

@@ -175,7 +175,8 @@ static int check_accumulation(struct run *run)
         code = halfstep_add_tensor(trial.optimizer, &t, &index);
     }
     if (!status && code == HALFSTEP_OK) code = halfstep_allocate_states(trial.optimizer);
-    if (!status && code == HALFSTEP_OK) code = halfstep_accumulate_states(trial.optimizer, gradients);
+    const halfstep_call call = {.struct_size = sizeof call, .micro = 1, .gradients = gradients};
+    if (!status && code == HALFSTEP_OK) code = halfstep_run(trial.optimizer, &call);
     if (!status && code != HALFSTEP_OK) {
         run_fail(run, "--accumulator states: %s", halfstep_error_detail(trial.optimizer));
         status = code == HALFSTEP_ERROR_MEMORY ? 1 : 2;

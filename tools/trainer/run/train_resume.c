@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include "trainer/run/train_internal.h"
 
 #include <dirent.h>
@@ -125,11 +126,11 @@ static int same_rates(struct run *run, int64_t saved_steps)
     const struct run_config *c = run->config;
     if (saved_steps == c->steps) return 0;
     double start = 0, power = 0, before, now;
-    uint64_t accepted = 0;
-    halfstep_get_group_steps(run->optimizer, run->decayed, &accepted);
+    halfstep_record group = {.struct_size = sizeof group, .kind = HALFSTEP_RECORD_GROUP, .index = run->decayed};
+    halfstep_get_record(run->optimizer, &group);
     halfstep_get_hyper(run->optimizer, run->decayed, "decay_start", &start);
     halfstep_get_hyper(run->optimizer, run->decayed, "power", &power);
-    for (uint64_t s = 0; s < accepted; s++) {
+    for (uint64_t s = 0; s < group.steps; s++) {
         if (halfstep_schedule_factor(c->schedule, s, (double)c->warmup, (double)saved_steps, c->final_lr, start, power,
                                      &before) != HALFSTEP_OK ||
             halfstep_schedule_factor(c->schedule, s, (double)c->warmup, (double)c->steps, c->final_lr, start, power,

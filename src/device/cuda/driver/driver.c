@@ -7,7 +7,7 @@
 
 #include "base/lock.h"
 #include "device/cuda/driver/library.h"
-#include "halfstep.h"
+#include "base/api.h"
 
 #ifdef _WIN32
 #define LIBRARY "nvcuda.dll"
