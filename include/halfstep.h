@@ -587,8 +587,8 @@ extern "C" {
  * gives the sum to one tensor of each handle, with a gradient or without, and 0 to the others. All handles make every
  * step, and start from equal scalars: set those of the handle whose first scalar is largest.
  *
- * halfstep_statistics_count() and halfstep_norms_offset() read kind and tensor only, and return 0 for what is no
- * call. */
+ * halfstep_statistics_count() and halfstep_norms_offset() read kind and tensor only, and return 0 for what is no call.
+ * The statistics of ROUND are as many for every handle, NULL included. */
 HALFSTEP_API int halfstep_run_begin(halfstep_optimizer *optimizer, const halfstep_call *call);
 HALFSTEP_API int halfstep_run_norms(halfstep_optimizer *optimizer, const halfstep_call *call);
 HALFSTEP_API int halfstep_run_finish(halfstep_optimizer *optimizer, const halfstep_call *call);

@@ -457,10 +457,11 @@ int halfstep_run_finish(halfstep_optimizer *o, const halfstep_call *call) { retu
 int64_t halfstep_statistics_count(const halfstep_optimizer *o, const halfstep_call *given)
 {
     halfstep_call call = {0};
-    if (take_call(o, given, &call)) return 0;
+    if (!given || !hstep_take_struct(&call, sizeof call, given)) return 0;
     if (call.kind == HALFSTEP_CALL_ROUND) return HSTEP_EXACT_LIMBS;
-    if (call.kind == HALFSTEP_CALL_TENSOR && hstep_check_tensor(o, call.tensor)) return 0;
+    if (take_call(o, given, &call)) return 0;
     const int all = call.kind == HALFSTEP_CALL_STEP, first = all ? 0 : call.tensor, n = all ? o->n_tensors : 1;
+    if (!all && hstep_check_tensor(o, first)) return 0;
     return hstep_sums_offset(n) + count_sums(o, first, n) * HSTEP_EXACT_LIMBS;
 }
 

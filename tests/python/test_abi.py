@@ -24,7 +24,9 @@ STRUCTURES = {
     "options": _abi.Options,
     "tensor": _abi.Tensor,
     "slot_info": _abi.SlotInfo,
-    "counters": _abi.Counters,
+    "call": _abi.Call,
+    "record": _abi.Record,
+    "record_places": _abi.RecordPlaces,
     "device_info": _abi.DeviceInfo,
 }
 
@@ -98,7 +100,7 @@ def c_values(folder, expressions):
     program = folder / "values.c"
     lines = "\n".join(f'    printf("%lld\\n", (long long)({e}));' for e in expressions)
     program.write_text(
-        f"#include <halfstep.h>\n#include <stdio.h>\nint main(void)\n{{\n{lines}\n    return"
+        f"#define HALFSTEP_ADVANCED\n#include <halfstep.h>\n#include <stdio.h>\nint main(void)\n{{\n{lines}\n    return"
         " 0;\n}\n"
     )
     subprocess.run(
@@ -129,8 +131,8 @@ def test_structures_have_the_compilers_layout(tmp_path):
 
 @compiler
 def test_constants_are_the_headers(tmp_path):
-    names = [n for n in dir(_abi) if re.match(r"(ERROR|ROLE|GEOMETRY|SLOT)_[A-Z]+$", n)]
-    names += ["OK", "NONFINITE", "ABI", "ALL_GROUPS", "MAX_STATES"]
+    names = [n for n in dir(_abi) if re.match(r"(ERROR|ROLE|GEOMETRY|SLOT|CALL|RECORD)_[A-Z]+$", n)]
+    names += ["OK", "NONFINITE", "ABI", "ALL_GROUPS", "MAX_STATES", "MAX_SCALARS"]
     assert len(names) > 20
     assert dict(zip(names, c_values(tmp_path, ["HALFSTEP_" + n for n in names]))) == {
         n: getattr(_abi, n) for n in names
