@@ -190,18 +190,16 @@ def _role(rule, name):
 
 
 @torch.no_grad()
-def convert(optimizer, m, state, old):
+def convert(rule, hypers, m, state, old):
     """The streams of member m in its recipe, from `state`, which is of the recipe `old`, or plain
     (None); the keys that are then obsolete; and the weight, if it is stored otherwise. Nothing is
     changed yet."""
     if m.gathered:
         raise ValueError(
             f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'}, not {m.recipe},"
-            f" and of a DTensor they cannot be converted, which {optimizer.rule} steps as a whole:"
+            f" and of a DTensor they cannot be converted, which {rule.name} steps as a whole:"
             " load and save them once on one process"
         )
-    rule = _abi.rules[optimizer.rule]
-    hypers = optimizer._hypers(optimizer.param_groups[m.group])
     names = [s.name for s in rule.states]
     values, weight, held = {}, None, None
     now = _devices.to_cpu(local(m.p))  # all of it is worked out on the processor
@@ -227,7 +225,7 @@ def convert(optimizer, m, state, old):
             there = {s.name for s in source.streams} - {s.name for s in missing}
             for name in coarse_states(source.streams, state):
                 values[name] = read_coarse(
-                    name, _role(optimizer.rule, name), old, m.shape, m.name, state, m.part
+                    name, _role(rule.name, name), old, m.shape, m.name, state, m.part
                 )
             for i, name in enumerate(names):
                 if name in there:

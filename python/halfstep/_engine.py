@@ -16,7 +16,7 @@ import os
 import sys
 from ctypes import byref, c_double, c_int32, c_void_p
 from operator import is_
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 import torch
 
@@ -443,7 +443,6 @@ class Member:
     __slots__ = (
         "p",
         "group",
-        "position",
         "name",
         "id",
         "handle",
@@ -468,8 +467,9 @@ class Member:
         "stage",
     )
 
-    def __init__(self, p, group, position, name, device, part=None):
-        self.p, self.group, self.position, self.name, self.part = p, group, position, name, part
+    def __init__(self, wanted, part, handle):
+        p, self.group, _, self.gradient, self.name, self.id, self.recipe, self.device = wanted
+        self.p, self.part, self.handle = p, part, handle
         here = local(p)
         self.shape, self.dtype, self.strides, self.dense = (
             tuple(here.shape),
@@ -477,7 +477,7 @@ class Member:
             here.stride(),
             _devices.is_plain(here),
         )
-        self.address, self.lies, self.device = here.data_ptr(), _devices.of(here), device
+        self.address, self.lies = here.data_ptr(), _devices.of(here)
         self.bound, self.full = (), None
         #: what brings its states here from the process's memory and back (streaming.py), or None
         self.stage = None
@@ -522,7 +522,7 @@ def formats_of(groups):
 
 
 class Plain:
-    """What `Optimizer._gather_plain` compares with, as lists over all members."""
+    """What gathering of the pointers compares with, as lists over all members."""
 
     def __init__(self, engine, states):
         members = engine.members
@@ -552,7 +552,7 @@ class Plain:
         self.counts = [m.numbers[key] for m in members for key in engine.shown]
         self.step_versions = [m.versions["step"] for m in members]
         self.count_versions = [m.versions[key] for m in members for key in engine.shown]
-        # All of `optimizer.state`, in its order: cheaper to compare than to look parameters up.
+        # All states of the optimizer, in their order: cheaper to compare than to look parameters up.
         self.keys, self.values = list(states), list(states.values())
         # For each key of a state: the states that have it, and what they had there.
         streams = {"step": (self.states, self.steps)}
@@ -567,34 +567,49 @@ class Plain:
         self.guards, self.guarded = None, 0
 
 
-def declare(handle, optimizer, wanted):
-    """Adds the groups and tensors of `wanted` (parameter, group index, position in the group,
-    gradient format) to an empty handle: the members, the library's groups by (group index, recipe),
-    and the names of those too small for blocks.
+class Settings(NamedTuple):
+    """The options of an optimizer that its handles are made with and kept current by."""
+
+    rule: str
+    seed: int
+    threads: int
+    clip_norm: Optional[float]
+    clip: Optional[str]
+    scan: Optional[str]
+    generator: Optional[str]
+    flat: Any
+    norm_group: Any
+
+
+class Wanted(NamedTuple):
+    """A parameter that a handle is to have. `group` is the index of its group and `position` its
+    place there, `gradient` the format of its gradient, `home` the device that it is stepped on."""
+
+    p: torch.Tensor
+    group: int
+    position: int
+    gradient: str
+    name: str
+    id: int
+    recipe: str
+    home: torch.device
+
+
+def declare(handle, settings, wanted, meant):
+    """Adds some parameters and the groups that they need to an empty handle. Returns the members,
+    the library's groups by (group index, recipe), and the names of those too small for blocks.
+
+    wanted: a list of Wanted. meant: the hyper-parameters and the choices of each group, by its
+    index.
     """
-    rule = _abi.rules[optimizer.rule]
+    rule = _abi.rules[settings.rule]
     members, c_groups, fallen = [], {}, []
-    identities = optimizer._identities([p for p, _, _, _ in wanted])
-    for p, g, position, gradient in wanted:
-        group = optimizer.param_groups[g]
-        name = optimizer._name_of(g, position)
-        m = Member(
-            p,
-            g,
-            position,
-            name,
-            optimizer._home(p),
-            _sharding.part_of(p, name, optimizer.flat, optimizer.rule),
-        )
-        m.gradient, m.recipe = gradient, optimizer._full_recipe(g, position)
-        key = (g, m.recipe)
+    for one in wanted:
+        m = Member(one, _sharding.part_of(one.p, one.name, settings.flat, settings.rule), handle)
+        key = (one.group, m.recipe)
         if key not in c_groups:
-            c_groups[key] = add_group(
-                handle, m.recipe, optimizer._hypers(group), optimizer._choices(group)
-            )
-        m.id = identities[p]
-        m.handle = handle
-        m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.whole, gradient, m.part)
+            c_groups[key] = add_group(handle, m.recipe, *meant[one.group])
+        m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.whole, m.gradient, m.part)
         m.streams, fell_back = lay_out(
             handle, c_groups[key], m.index, rule, m.part, m.whole, m.name
         )
@@ -616,6 +631,7 @@ class Group:
         "of",
         "count",
         "values",
+        "seen",
         "given",
         "steps",
         "lr",
@@ -624,9 +640,9 @@ class Group:
     def __init__(self, place, handle, device, index, groups):
         self.place, self.index, self.of, self.count = place, index, groups[place], len(groups)
         self.handle, self.device = handle, device
-        # What the group held when hyper-parameters were last set, what was set, and the steps that
-        # it was last told.
-        self.values, self.given, self.steps = None, {}, None
+        # What the group held when hyper-parameters were last set, what it was then found to hold,
+        # what was set, and the steps that it was last told.
+        self.values, self.seen, self.given, self.steps = None, None, {}, None
         #: where a GPU reads the lr, if that is a tensor on it
         self.lr = None
 
@@ -650,6 +666,43 @@ class Group:
             )
             self.given.pop("lr", None)
         self.lr.copy_(lr.reshape(()))
+        return True
+
+    def differs(self, group, totals):
+        """Whether the optimizer's group holds other values than were last set. totals: of a rule
+        whose `d` is no option. Numbers are replaced, never changed: the same objects mean the same
+        numbers. Tensors and lists are read again."""
+        values = [
+            v for key, v in group.items() if key not in _NO_HYPERS and not (key == "d" and totals)
+        ]
+        if (
+            self.values is not None
+            and len(self.values) == len(values)
+            and all(map(is_, values, self.values))
+        ):
+            return False
+        again = any(isinstance(v, (torch.Tensor, list, dict)) for v in values)
+        self.values, self.seen = None, None if again else values
+        return True
+
+    def take(self, hypers, choices):
+        """Sets hyper-parameters and choices of the group. False where they change what exists, so
+        that the handle has to be built anew."""
+        before = self.given
+        for key, value in hypers.items():
+            if before.get(key) != value:
+                code = lib.halfstep_set_hyper(self.handle, self.index, key.encode(), value)
+                if code == _abi.ERROR_ORDER:
+                    return False
+                check(code, self.handle)
+        for key, value in choices.items():
+            if before.get("choice " + key) != value:
+                check(
+                    lib.halfstep_set_choice(self.handle, self.index, key.encode(), value.encode()),
+                    self.handle,
+                )
+        self.given = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
+        self.values = self.seen
         return True
 
     def among(self, groups):
@@ -702,27 +755,27 @@ class Engine:
     handle = None
     parts = ()
 
-    def __init__(self, optimizer, wanted):
-        """wanted: as for declare()."""
-        self.optimizer_state = optimizer.state
-        self.rule = _abi.rules[optimizer.rule]
+    def __init__(self, settings, groups, state, divided, meant):
+        """groups, state: of the optimizer. divided: for each handle its device, what brings states
+        there (streaming.py) or None, and a list of Wanted. meant: as for declare()."""
+        self.optimizer_state = state
+        self.rule = _abi.rules[settings.rule]
         #: keys of the numbers that the library writes into a state
         self.shown = (*_layout.COUNTERS, *self.rule.scalars)
-        self.threads = optimizer._threads_now()
-        groups = optimizer.param_groups
+        self.threads = settings.threads
         self.formats = formats_of(groups)
         self.parts = []
         try:
             self.choices = {}
             self.clip_norm = self.gradient_scale = None
             self.members, self.groups = [], []
-            for device, stage, some in optimizer._divide(wanted) or [(_HOST, None, [])]:
-                part = DevicePart(create_handle(self.threads, optimizer.seed, device), device)
+            for device, stage, some in divided or [(_HOST, None, [])]:
+                part = DevicePart(create_handle(self.threads, settings.seed, device), device)
                 self.parts.append(part)
-                members, c_groups, _ = declare(part.handle, optimizer, some)
+                members, c_groups, _ = declare(part.handle, settings, some, meant)
                 part.first, part.n, part.stage = len(self.members), len(members), stage
                 if stage is not None:
-                    stage.take(members, optimizer.state)
+                    stage.take(members, state)
                 for m in members:
                     m.stage = stage
                 self.members += members
@@ -733,14 +786,14 @@ class Engine:
             self.asynchronous = any(part.asynchronous for part in self.parts)
             self.index_of = {m.p: i for i, m in enumerate(self.members)}
             # From here on nothing can go wrong but memory: states come into being all together.
-            fresh = [(m, *self._create_state(optimizer, m)) for m in self.members]
+            fresh = [(m, *self._create_state(m, state, meant[m.group][0])) for m in self.members]
             #: whose residual or error code is new here
             self.converted = [m.p for m, made, _, _ in fresh if "weight.extra" in made]
             for m, made, obsolete, weight in fresh:
-                state = optimizer.state[m.p]
-                state.update(made)
-                for key in obsolete & set(state):
-                    del state[key]
+                held = state[m.p]
+                held.update(made)
+                for key in obsolete & set(held):
+                    del held[key]
                 if weight is not None:
                     with torch.no_grad():
                         local(m.p).copy_(weight)
@@ -750,8 +803,8 @@ class Engine:
                         lib.halfstep_allocate_states(part.handle), part.handle
                     )  # of no bytes: there is nothing to bind
             for m in self.members:
-                self._bind(m, optimizer.state[m.p])
-                self._restore_counters(m, optimizer.state[m.p])
+                self._bind(m, state[m.p])
+                self._restore_counters(m, state[m.p])
             self.told = None
             self.take_told(groups)
         except BaseException:
@@ -770,19 +823,19 @@ class Engine:
             m.dense and m.address and not m.offloaded and not _sharding.is_dtensor(m.p)
             for m in self.members
         )
-        self.plain = Plain(self, optimizer.state) if plain else None
-        self.ranks = _sharding.Ranks(optimizer, self)
+        self.plain = Plain(self, state) if plain else None
+        self.ranks = _sharding.Ranks(settings, groups, self)
 
     # ---- Building --------------------------------------------------------------------------------
 
-    def _create_state(self, optimizer, m):
+    def _create_state(self, m, states, hypers):
         """_created(), sharded as the parameter is."""
-        made, obsolete, weight = self._created(optimizer, m)
+        made, obsolete, weight = self._created(m, states.get(m.p) or {}, hypers)
         streams = {s.key: s for s in m.streams}
         with torch.no_grad():
             if m.stage is not None:
                 for key in streams:
-                    held = made[key] if key in made else local(optimizer.state[m.p][key])
+                    held = made[key] if key in made else local(states[m.p][key])
                     if not _devices.is_pinned(held):
                         made[key] = _devices.pinned(held.shape, held.dtype).copy_(held)
             return (
@@ -791,10 +844,9 @@ class Engine:
                 weight,
             )
 
-    def _created(self, optimizer, m):
+    def _created(self, m, state, hypers):
         """The tensors of `state[p]` that are not there yet, or not as the recipe wants them; the
         keys that go; and the weight, if another format stores it otherwise."""
-        state = optimizer.state.get(m.p) or {}
         made, obsolete, weight = {}, set(), None
         old = _layout.recipe_of(state, m.name)
         has = any(key in state for key in _layout.keys_of(self.rule))
@@ -823,7 +875,7 @@ class Engine:
         ):
             return made, obsolete, weight
         if has and (old != m.recipe or _convert.coarse_states(m.streams, state)):
-            streams, obsolete, weight = _convert.convert(optimizer, m, state, old)
+            streams, obsolete, weight = _convert.convert(self.rule, hypers, m, state, old)
             made.update(streams)
             return made, obsolete, weight
         for s in m.streams:
@@ -893,8 +945,8 @@ class Engine:
 
     # ---- Between steps ---------------------------------------------------------------------------
 
-    def save_counters(self, optimizer):
-        """Writes what the handle alone knows into `state` and `param_groups`. What somebody else
+    def save_counters(self, states, groups):
+        """Writes what the handle alone knows into the states and groups of the optimizer. What somebody else
         has written there since stays, and counts: False says that there was such, so that the
         handle has to be built anew."""
         if not self.handle:
@@ -904,7 +956,7 @@ class Engine:
         value = c_double()
         for m in self.members:
             # Tensors that were replaced live until the library no longer writes to them.
-            state, replaced, ours = optimizer.state.get(m.p), [], True
+            state, replaced, ours = states.get(m.p), [], True
             if not state:
                 continue
             check(lib.halfstep_get_counters(m.handle, m.index, byref(counters)), m.handle)
@@ -943,7 +995,7 @@ class Engine:
                     m.written[key] = now[key]
             if replaced:
                 self._bind_numbers(m)
-        self.tell(optimizer.param_groups)
+        self.tell(groups)
         return alone
 
     def tell(self, groups):
@@ -999,70 +1051,39 @@ class Engine:
         if not exiting():
             self.destroy()
 
-    def refresh(self, optimizer):
-        """Hyper-parameters as they are now. False where they change what exists, so that the handle
-        has to be built anew."""
-        self.take_told(optimizer.param_groups)
-        optimizer._check_rates()
+    def changed(self, groups):
+        """The groups of the handles whose hyper-parameters have to be set again, each with the
+        optimizer's."""
         for entry in self.groups:
-            handle, group = entry.handle, optimizer.param_groups[entry.place]
-            values = [
-                v
-                for key, v in group.items()
-                if key not in _NO_HYPERS and not (key == "d" and self.rule.totals)
-            ]
-            cached = entry.values
-            # Numbers are replaced, never changed: the same objects mean the same numbers. Tensors
-            # and lists are read again.
-            if cached is not None and len(cached) == len(values) and all(map(is_, values, cached)):
-                continue
-            if not entry.take_lr(group["lr"]):
-                optimizer._check_reference(group)
-            hypers = optimizer._hypers({**group, "lr": 0.0} if entry.lr is not None else group)
-            if entry.lr is not None:
-                del hypers["lr"]
-            choices = optimizer._choices(group)
-            before = entry.given
-            for key, value in hypers.items():
-                if before.get(key) != value:
-                    code = lib.halfstep_set_hyper(handle, entry.index, key.encode(), value)
-                    if code == _abi.ERROR_ORDER:
-                        return False
-                    check(code, handle)
-            for key, value in choices.items():
-                if before.get("choice " + key) != value:
-                    check(
-                        lib.halfstep_set_choice(handle, entry.index, key.encode(), value.encode()),
-                        handle,
-                    )
-            entry.given = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
-            entry.values = (
-                None if any(isinstance(v, (torch.Tensor, list, dict)) for v in values) else values
-            )
-        if self.clip_norm != optimizer.clip_norm:
+            if entry.differs(groups[entry.place], self.rule.totals):
+                yield entry, groups[entry.place]
+
+    def take_settings(self, settings):
+        """Options of the optimizer as they are now."""
+        if self.clip_norm != settings.clip_norm:
             for part in self.parts:
                 check(
                     lib.halfstep_set_hyper(
-                        part.handle, -1, b"clip_norm", float(optimizer.clip_norm or 0.0)
+                        part.handle, _abi.ALL_GROUPS, b"clip_norm", float(settings.clip_norm or 0.0)
                     ),
                     part.handle,
                 )
-            self.clip_norm = optimizer.clip_norm
+            self.clip_norm = settings.clip_norm
         for key in ("scan", "clip", "generator"):
-            value = getattr(optimizer, key)
+            value = getattr(settings, key)
             if value is not None and value != self.choices.get(key):
                 for part in self.parts:
                     check(
-                        lib.halfstep_set_choice(part.handle, -1, key.encode(), value.encode()),
+                        lib.halfstep_set_choice(
+                            part.handle, _abi.ALL_GROUPS, key.encode(), value.encode()
+                        ),
                         part.handle,
                     )
                 self.choices[key] = value
-        threads = optimizer._threads_now()
-        if threads != self.threads:
+        if settings.threads != self.threads:
             for part in self.parts:
-                check(lib.halfstep_set_threads(part.handle, threads), part.handle)
-            self.threads = threads
-        return True
+                check(lib.halfstep_set_threads(part.handle, settings.threads), part.handle)
+            self.threads = settings.threads
 
     def set_gradient_scale(self, scale):
         if self.gradient_scale != scale:
@@ -1169,6 +1190,15 @@ class Engine:
             if micro:
                 return lib.halfstep_accumulate_states(self.handle, self.gradients), self.handle
             return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
+
+    def step_one(self, m, weight, gradient, micro):
+        """An update of one member, or a micro-batch: its code."""
+        with m.states():
+            if self.ranks.divided:
+                return self.ranks.step_one(m.p, None if micro else weight, gradient, micro)
+            if micro:
+                return lib.halfstep_accumulate_states_tensor(m.handle, m.index, gradient)
+            return lib.halfstep_step_tensor(m.handle, m.index, weight, gradient)
 
     def end_round(self, clipped):
         """The end of a round of gradient release: its code."""

@@ -105,15 +105,15 @@ class Rounds:
         self.again = self.parts = 0
         self.stepped = self.looked = False
 
-    def gradient(self, optimizer, p):
+    def gradient(self, groups, p):
         """A gradient is there, and about to be taken; RuntimeError where somebody else still needs
         it."""
         if not self.looked:
             self.looked = True
             if torch.distributed.is_available() and torch.distributed.is_initialized():
-                _sharding.check_no_reducer(optimizer)
+                _sharding.check_no_reducer(groups.params())
         check_not_scaled()
-        if optimizer.optimizer_accumulation:
+        if groups.accumulating:
             return
         nested = _is_nested()
         if id(p) in self.seen:

@@ -370,29 +370,29 @@ def is_sharded_buffer(p):
     return _is_flat_parameter(p) and _is_part(p)
 
 
-def name_here(optimizer, p, name):
+def name_here(settings, p, name):
     """What keys the random bits of a parameter of this name: shards of flat buffers, whose elements
     count from 0 on every rank, have names of their own."""
     if is_sharded_buffer(p):
         return _flat_identity(p, name)
     if (
-        optimizer.flat == "shards"
+        settings.flat == "shards"
         and p.dim() == 1
         and p.numel() >= _FLAT_ELEMENTS
         and torch.distributed.is_initialized()
     ):
         # The group of the shards, where it is known, has replicas round alike.
-        return f"{name} of rank {torch.distributed.get_rank(group_of(optimizer.norm_group))}"
+        return f"{name} of rank {torch.distributed.get_rank(group_of(settings.norm_group))}"
     return name
 
 
-def place_here(optimizer, p, text):
+def place_here(settings, p, text):
     """The same for a parameter without a name, which its place stands for: places are alike on the
     ranks of a norm group, which hold different parameters there."""
-    group = group_of(optimizer.norm_group)
+    group = group_of(settings.norm_group)
     if group is not None and not is_dtensor(p):
         return f"{text} of rank {torch.distributed.get_rank(group)}"
-    return name_here(optimizer, p, text)
+    return name_here(settings, p, text)
 
 
 def advice(error, part):
@@ -431,13 +431,13 @@ def gradient_of(p, grad, name):
     return grad
 
 
-def check_no_reducer(optimizer):
+def check_no_reducer(params):
     """Raises RuntimeError where a parameter's gradient belongs to the reducer of
     DistributedDataParallel, which copies it after the hooks of gradient release have taken it. No
     parameter knows that, but the module that wraps it exists.
     """
     wrapper = torch.nn.parallel.DistributedDataParallel
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = set(map(id, params))
     for thing in gc.get_objects():
         if issubclass(type(thing), wrapper):
             name = next((name for name, p in thing.module.named_parameters() if id(p) in own), None)
@@ -466,25 +466,24 @@ class Class:
         self.groups, self.params = groups, []
 
 
-def classes_of(optimizer, gathered=True):
+def classes_of(rule, groups, gathered=True):
     """The classes of all parameters, in an order that all ranks agree on; first those that nothing
     is divided of. gathered: those that are gathered for each step count as divided, too."""
     found, seen = {frozenset(): Class(())}, set()
-    for group in optimizer.param_groups:
+    for group in groups:
         for p in group["params"]:
             if id(p) in seen:
                 continue
             seen.add(id(p))
-            groups = ()
-            if is_dtensor(p) and (gathered or not is_gathered(optimizer.rule, p)):
-                groups = tuple(
+            ranks = ()
+            if is_dtensor(p) and (gathered or not is_gathered(rule, p)):
+                ranks = tuple(
                     p.device_mesh.get_group(i)
                     for i, x in enumerate(p.placements)
                     if hasattr(x, "dim") and p.device_mesh.size(i) > 1
                 )
-            found.setdefault(_key(groups) if groups else frozenset(), Class(groups)).params.append(
-                p
-            )
+            key = _key(ranks) if ranks else frozenset()
+            found.setdefault(key, Class(ranks)).params.append(p)
     return list(found.values())
 
 
@@ -513,10 +512,10 @@ class Ranks:
     sums of the members' rules.
     """
 
-    def __init__(self, optimizer, engine):
-        self.classes = classes_of(optimizer, gathered=False)
+    def __init__(self, settings, groups, engine):
+        self.classes = classes_of(settings.rule, groups, gathered=False)
         self.divided = [c for c in self.classes if c.groups]
-        self.norm_group = group_of(optimizer.norm_group)
+        self.norm_group = group_of(settings.norm_group)
         self.engine = weakref.proxy(engine)
         self.index_of, self.members = engine.index_of, engine.members
         self.n = len(self.members)
@@ -526,13 +525,9 @@ class Ranks:
         #: of a rule with such sums: the numbers of groups that share them, each member's among
         #: these, and for each part and number the
         #: first member; what each number's scalars are here or elsewhere
-        self.numbers = (
-            sorted({number_of(group) for group in optimizer.param_groups}) if self.totals else []
-        )
+        self.numbers = sorted(set(map(number_of, groups))) if self.totals else []
         self.rows = [
-            self.numbers.index(number_of(optimizer.param_groups[m.group]))
-            for m in self.members
-            if self.totals
+            self.numbers.index(number_of(groups[m.group])) for m in self.members if self.totals
         ]
         self.firsts = {}
         for i in reversed(range(self.n if self.totals else 0)):
@@ -562,7 +557,7 @@ class Ranks:
                 (slice(HEAD + part.first, HEAD + part.first + part.n), slice(first, at))
             )
         self.count = at
-        judged = optimizer.clip_norm or optimizer.scan in (None, "scan") or engine.rule.totals
+        judged = settings.clip_norm or settings.scan in (None, "scan") or engine.rule.totals
         shards = next((m for m in engine.members if is_sharded_buffer(m.p)), None)
         if shards is not None and self.norm_group is None and judged:
             raise ValueError(
@@ -828,57 +823,51 @@ def group_of(norm_group):
     return torch.distributed.group.WORLD if norm_group is True else norm_group
 
 
-def everywhere(optimizer, value):
+def everywhere(settings, groups, value):
     """Whether a condition holds on all ranks that share the parameters of an optimizer. All of them
     must ask."""
     answer = torch.tensor([int(not value)], dtype=torch.int64, device="cpu")
-    for cls in classes_of(optimizer):
+    for cls in classes_of(settings.rule, groups):
         add_up(answer, cls.groups)
-    group = group_of(optimizer.norm_group)
+    group = group_of(settings.norm_group)
     if group is not None:
         add_up(answer, (group,))
     return not int(answer)
+
+
+#: settings that ranks of one norm group, and those that share parameters, have in common
+_COMMON = ("rule", "seed", "generator", "scan", "clip_norm")
 
 
 def _digest(text):
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
-def agree(optimizer):
+def agree(settings, groups, wanted):
     """Raises on every rank, naming what differs, where ranks that share parameters do not agree on
     seed, generator, recipes or ids, or ranks of one norm_group on rule, seed, generator, scan or
     clip_norm. Where nothing differs it costs one number for each group of ranks.
+
+    wanted: of every parameter, its name, id and recipe.
     """
-    identities = optimizer._identities(
-        [p for group in optimizer.param_groups for p in group["params"]]
-    )
-    common = {
-        "rule": optimizer.rule,
-        "seed": str(optimizer.seed),
-        "generator": str(optimizer.generator),
-        "scan": str(optimizer.scan),
-        "clip_norm": str(optimizer.clip_norm),
-    }
-    if _abi.rules[optimizer.rule].totals:
-        common["d_group"] = str(sorted({number_of(group) for group in optimizer.param_groups}))
-    group = group_of(optimizer.norm_group)
+    common = {key: str(getattr(settings, key)) for key in _COMMON}
+    if _abi.rules[settings.rule].totals:
+        common["d_group"] = str(sorted(set(map(number_of, groups))))
+    group = group_of(settings.norm_group)
     if group is not None:  # whose ranks hold other parameters each
         _compare(common, (group,), "have one norm_group")
-    for cls in classes_of(optimizer):
+    for cls in classes_of(settings.rule, groups):
         if not cls.groups:
             continue
         known = {id(p) for p in cls.params}
         told, place = dict(common), 0
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                if id(p) in known:
-                    told[f"recipe of parameter {place}"] = optimizer._full_recipe(g, i) + (
-                        ", cautious" if group.get("cautious") else ""
-                    )
-                    told[f"id of parameter {place}"] = (
-                        f"{identities[p]:016x} ({optimizer._name_of(g, i)})"
-                    )
-                    place += 1
+        for one in wanted:
+            if id(one.p) in known:
+                told[f"recipe of parameter {place}"] = one.recipe + (
+                    ", cautious" if groups[one.group].get("cautious") else ""
+                )
+                told[f"id of parameter {place}"] = f"{one.id:016x} ({one.name})"
+                place += 1
         _compare(told, cls.groups, "share parameters")
 
 

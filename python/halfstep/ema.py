@@ -518,7 +518,7 @@ class EMA(torch.nn.Module):
                     f"halfstep: optimizer={type(one).__name__} is not one of halfstep's; its"
                     " weights are what they are in the model, so leave it out"
                 )
-            one._notice()
+            one._parts.residuals.notice()
         states = [one.state for one in optimizers]
         lives = []
         for (name, _, fmt, average), (_, tensor) in zip(members, followed):

@@ -15,9 +15,10 @@ import torch
 
 from . import _abi, _layout
 from ._engine import no_dynamo
+from ._groups import sequence
 from ._sharding import local
 from ._watch import version
-from .optimizer import Optimizer, Params, sequence
+from .optimizer import Optimizer, Params
 
 #: hyper-parameters that belong to built-in schedules, which torch's schedulers take the place of
 _SCHEDULE = ("warmup_steps", "total_steps", "final_fraction", "decay_start", "power")
@@ -201,7 +202,7 @@ class _ScheduleFree(Optimizer):
         there already."""
         if self._is_in_eval():
             return
-        self._notice()
+        self._parts.residuals.notice()
         self._put_averages()
         for group in self.param_groups:
             group["train_mode"] = False
@@ -248,7 +249,7 @@ class _ScheduleFree(Optimizer):
             p.copy_(held)
             if extra is not None and "weight.extra" in state:
                 state["weight.extra"].copy_(extra)
-                self._watch.wrote([p], self._extra_of)
+                self._parts.residuals.wrote([p])
 
     def read_average(self, p: torch.Tensor) -> torch.Tensor:
         return self.read_weight(p) if self._is_in_eval() else super().read_average(p)
@@ -278,7 +279,7 @@ class _ScheduleFree(Optimizer):
                             self.state[p]["weight.extra"].copy_(
                                 self.state[p][_layout.TRAINED + ".extra"]
                             )
-                            self._watch.wrote([p], self._extra_of)
+                            self._parts.residuals.wrote([p])
                     self._put_averages()
             elif before:
                 for group in groups_before:

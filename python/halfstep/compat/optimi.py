@@ -136,7 +136,7 @@ class OptimiOptimizer(Optimizer):
         model's."""
         if not self.gradient_release:
             super().prepare_gradient_release()
-        elif not self._release_handles:
+        elif not self._parts.release.hooks:
             self.gradient_release = False  # a copy: the hooks stay with the original
 
     def load_state_dict(self, state_dict):
@@ -145,7 +145,12 @@ class OptimiOptimizer(Optimizer):
         if _is_optimi(state_dict):
             state_dict = _from_optimi(
                 self,
-                {**state_dict, "param_groups": _names.align(self, state_dict["param_groups"])[0]},
+                {
+                    **state_dict,
+                    "param_groups": _names.align(
+                        self._parts.names.all(), state_dict["param_groups"]
+                    )[0],
+                },
             )
         super().load_state_dict(state_dict)
 
@@ -157,7 +162,7 @@ def constructors(optimizer, base):
 
 
 def start_from_zeros(optimizer, parameters, also):
-    """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in _build(). The
+    """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in _before_build(). The
     library's first buffer is the gradient itself, so parameters that are about to get states get a
     count of one update, of a buffer of zeros.
     """
@@ -500,11 +505,10 @@ class SGD(OptimiOptimizer):
             ),
         )
 
-    def _build(self, also=None, decides=True):
+    def _before_build(self, also):
         for group in self.param_groups:
             if group["dampening"] and group["momentum"] and not group["torch_init"]:
                 start_from_zeros(self, group["params"], also)
-        return super()._build(also, decides)
 
     def _hypers(self, group):
         found = super()._hypers(group)
@@ -588,7 +592,7 @@ def prepare_for_gradient_release(
         p.register_post_accumulate_grad_hook(hook) for p in parameters
     )
     hooks.optimizer = optimizer
-    optimizer._release_handles += hooks
+    optimizer._parts.release.add(hooks)
     optimizer.gradient_release = True
 
 
@@ -605,10 +609,7 @@ def remove_gradient_release(model: nn.Module):
     for hook in hooks:
         hook.remove()
     optimizer = hooks.optimizer
-    optimizer._release_handles = [
-        h for h in optimizer._release_handles if not any(h is other for other in hooks)
-    ]
-    if not optimizer._release_handles:
+    if not optimizer._parts.release.discard(hooks):
         optimizer.remove_gradient_release()
 
 
