@@ -3,7 +3,7 @@ common: they are optimizers of the class of a recipe, and leave small parameters
 
 from typing import Any, Type, Union
 
-from . import rules
+from . import _devices, _sharding, rules
 from .optimizer import Optimizer, Params
 
 _made = {}
@@ -39,6 +39,15 @@ class Hosted(Optimizer):
 
     def _begin(self):
         """Makes what `_own` names."""
+
+    def _may_leave(self, p):
+        """Tells whether states of p can be in the process's memory while it is on a GPU."""
+        here = _sharding.local(p)
+        return (
+            _devices.is_asynchronous(_devices.of(here))
+            and here.numel() > 0
+            and not _sharding.is_gathered(self.rule, p)
+        )
 
     def __getstate__(self):
         state = super().__getstate__()

@@ -8,10 +8,12 @@ from typing import Any, Type, Union
 import torch
 
 from . import _devices, _sharding
-from ._abi import HalfstepError, lib
-from ._engine import PLAIN, check_gradient, create_handle, no_dynamo
+from ._abi import HalfstepError
+from ._handles import Handle
 from ._hosted import Hosted
+from ._parameters import PLAIN, check_gradient, dense, follow_gradients
 from ._sharding import local
+from ._torch import no_dynamo
 from ._watch import version
 from .optimizer import Optimizer, Params
 
@@ -83,7 +85,7 @@ class Carrier:
         """Begins to copy a tensor of the GPU; the event after which it is here."""
         side = self.side(_devices.of(tensor), False)
         side.follow()
-        side.copy(into, tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor))
+        side.copy(into, dense(tensor))
         return side.event()
 
     def _take_buffer(self, tensor):
@@ -311,32 +313,20 @@ class CPUOffload(Hosted):
         """Has gradients copied as they come, where release does not take them."""
         for handle in self._copy_handles:
             handle.remove()
-        self._copy_handles, this = [], weakref.ref(self)
-
-        def hook(p):
-            optimizer = this()
-            if optimizer is not None and not optimizer.gradient_release:
-                optimizer._copy_gradient(p)
-
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and self._is_offloaded(p):
-                    self._copy_handles.append(p.register_post_accumulate_grad_hook(hook))
+        params = (p for group in self.param_groups for p in group["params"])
+        self._copy_handles = follow_gradients(
+            filter(self._is_offloaded, params),
+            self,
+            lambda held, p: held.gradient_release or held._copy_gradient(p),
+        )
 
     def _is_offloaded(self, p):
         here = local(p)
-        device = _devices.of(here)
-        if (
-            not _devices.is_asynchronous(device)
-            or here.numel() == 0
-            or _sharding.is_gathered(self.rule, p)
-        ):
-            return False
-        return (
+        return self._may_leave(p) and (
             here.numel() >= self.minimal_size
             or _sharding.is_dtensor(p)
             or self.norm_group is not None
-            or not _can_step_on(device)
+            or not _can_step_on(_devices.of(here))
         )
 
     def _check_device(self, p, name):
@@ -485,7 +475,7 @@ def _can_step_on(device):
     """Whether the library has kernels for a device, which it takes for small tensors alone."""
     if device not in _steps_on:
         try:
-            lib.halfstep_destroy(create_handle(1, 0, device))
+            Handle(1, 0, device)
             _steps_on[device] = True
         except HalfstepError:
             _steps_on[device] = False

@@ -16,28 +16,12 @@ import torch
 
 from . import _abi, _devices, _files, _layout, _release, _sharding, _state, accumulate
 from ._abi import check, lib
-from ._engine import (
-    PLAIN,
-    STATE,
-    VERSION,
-    WEIGHT,
-    Engine,
-    Member,
-    caller,
-    check_gradient,
-    check_parameter,
-    create_handle,
-    declare,
-    formats_of,
-    increment_versions,
-    no_dynamo,
-    read_rows,
-    seed_of,
-    weight_format,
-    write_rows,
-)
+from ._engine import STATE, WEIGHT, Engine, Member, declare, formats_of
 from ._guards import guard
+from ._handles import create_handle, read_rows, seed_of, write_rows
+from ._parameters import PLAIN, check_gradient, check_parameter, weight_format
 from ._sharding import local
+from ._torch import VERSION, caller, increment_versions, no_dynamo
 from ._watch import PIECE, Watch, clear_rows, version, versions
 
 _Tensor = torch.Tensor

@@ -2,14 +2,16 @@
 the GPU in each step."""
 
 import contextlib
+import math
 from typing import Any, Type, Union
 
 import torch
 
-from . import _abi, _devices, _sharding
-from ._engine import no_dynamo, rows_of
+from . import _abi, _devices
 from ._hosted import Hosted
+from ._parameters import rows_of
 from ._sharding import local
+from ._torch import no_dynamo
 from .optimizer import Optimizer, Params
 
 #: buffers of a device: states come into one and go from another while a third is stepped, so that
@@ -146,10 +148,7 @@ class Stage:
 
 
 def _bytes(stream):
-    size = stream.dtype.itemsize
-    for n in stream.shape:
-        size *= n
-    return size
+    return stream.dtype.itemsize * math.prod(stream.shape)
 
 
 class StateStreaming(Hosted):
@@ -200,12 +199,7 @@ class StateStreaming(Hosted):
         self._buses = []
 
     def _is_streamed(self, p):
-        here = local(p)
-        return (
-            _devices.is_asynchronous(_devices.of(here))
-            and here.numel() >= max(self.minimal_size, 1)
-            and not _sharding.is_gathered(self.rule, p)
-        )
+        return self._may_leave(p) and local(p).numel() >= self.minimal_size
 
     def _check_device(self, p, name):
         super()._check_device(p, name)
