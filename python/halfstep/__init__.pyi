@@ -1,5 +1,4 @@
 """Made by scripts/generate.py from the library's table of rules."""
-
 import os
 from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
@@ -67,38 +66,15 @@ class SGD(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, momentum: float = 0.0, dampening:
+                 float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *, maximize: bool = False,
+                 centralize: float = 0.0, cautious: bool = False, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
 
 class Adam(Optimizer):
     """Adam (Kingma & Ba 2015).
@@ -150,39 +126,15 @@ class Adam(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        decoupled_weight_decay: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.999), eps: float = 1e-08, weight_decay: float = 0.0, amsgrad: bool = False, *, maximize: bool =
+                 False, centralize: float = 0.0, cautious: bool = False, decoupled_weight_decay: bool = False,
+                 weights: Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None,
+                 reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str]
+                 = None, generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0,
+                 gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat:
+                 Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable:
+                 bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019).
@@ -233,38 +185,15 @@ class AdamW(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.999), eps: float = 1e-08, weight_decay: float = 0.01, amsgrad: bool = False, *, maximize: bool =
+                 False, centralize: float = 0.0, cautious: bool = False, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
 
 class Lion(Optimizer):
     """Lion, the sign of an interpolated momentum (Chen et al. 2023).
@@ -313,36 +242,14 @@ class Lion(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.0001,
-        betas: Tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.0001, betas: Tuple[float, float] = (0.9,
+                 0.99), weight_decay: float = 0.0, *, maximize: bool = False, centralize: float = 0.0, cautious:
+                 bool = False, weights: Optional[str] = None, states: Optional[str] = None, decay: Optional[str] =
+                 None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan:
+                 Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None, threads: int =
+                 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group: Any = None,
+                 flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] = None,
+                 capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class Adan(Optimizer):
     """Adan, Nesterov momentum from gradient differences (Xie et al. 2022).
@@ -392,37 +299,15 @@ class Adan(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float, float] = (0.98, 0.92, 0.99),
-        eps: float = 1e-08,
-        weight_decay: float = 0.02,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float, float] =
+                 (0.98, 0.92, 0.99), eps: float = 1e-08, weight_decay: float = 0.02, *, maximize: bool = False,
+                 centralize: float = 0.0, cautious: bool = False, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
 
 class RAdam(Optimizer):
     """RAdam, Adam with a rectified start (Liu et al. 2020).
@@ -473,38 +358,15 @@ class RAdam(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        decoupled_weight_decay: bool = False,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.999), eps: float = 1e-08, weight_decay: float = 0.0, decoupled_weight_decay: bool = False, *,
+                 maximize: bool = False, centralize: float = 0.0, cautious: bool = False, weights: Optional[str] =
+                 None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0,
+                 clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator:
+                 Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release: bool = False,
+                 optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str] = False,
+                 foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 class Ranger(Optimizer):
     """Ranger: RAdam with Lookahead (Wright 2019; Zhang et al. 2019).
@@ -555,38 +417,14 @@ class Ranger(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-06,
-        weight_decay: float = 0.0,
-        k: int = 6,
-        alpha: float = 0.5,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.99), eps: float = 1e-06, weight_decay: float = 0.0, k: int = 6, alpha: float = 0.5, *, maximize:
+                 bool = False, centralize: float = 0.0, weights: Optional[str] = None, states: Optional[str] = None,
+                 decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str]
+                 = None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
+                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
+                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
+                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class StableAdamW(Optimizer):
     """StableAdamW: AdamW with clipped updates (Wortsman et al. 2023).
@@ -635,36 +473,14 @@ class StableAdamW(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-06,
-        weight_decay: float = 0.01,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.99), eps: float = 1e-06, weight_decay: float = 0.01, *, maximize: bool = False, centralize: float
+                 = 0.0, weights: Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None,
+                 reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str]
+                 = None, generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0,
+                 gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat:
+                 Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable:
+                 bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class RMSProp(Optimizer):
     """RMSprop (Tieleman & Hinton 2012), with momentum and centering.
@@ -717,40 +533,15 @@ class RMSProp(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.01,
-        alpha: float = 0.99,
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        centered: bool = False,
-        capturable: bool = False,
-        foreach: Optional[bool] = None,
-        maximize: bool = False,
-        differentiable: bool = False,
-        *,
-        debias: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        fused: Optional[bool] = None,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.01, alpha: float = 0.99, eps: float =
+                 1e-08, weight_decay: float = 0.0, momentum: float = 0.0, centered: bool = False, capturable: bool =
+                 False, foreach: Optional[bool] = None, maximize: bool = False, differentiable: bool = False, *,
+                 debias: bool = False, centralize: float = 0.0, cautious: bool = False, weights: Optional[str] =
+                 None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0,
+                 clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator:
+                 Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release: bool = False,
+                 optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str] = False,
+                 fused: Optional[bool] = None, compile: bool = False) -> None: ...
 
 class Compass(Optimizer):
     """Compass: the gradient amplified by its momentum (torchastic).
@@ -802,39 +593,15 @@ class Compass(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.99, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        amplify: float = 5.0,
-        published: bool = False,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.99,
+                 0.999), eps: float = 1e-08, weight_decay: float = 0.0, amplify: float = 5.0, published: bool =
+                 False, *, maximize: bool = False, centralize: float = 0.0, cautious: bool = False, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 class LPFAdamW(Optimizer):
     """LPFAdamW: AdamW on a low-pass amplified gradient (torchastic).
@@ -886,39 +653,15 @@ class LPFAdamW(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float, float] = (0.9, 0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        amplify: float = 2.0,
-        published: bool = False,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float, float] =
+                 (0.9, 0.9, 0.999), eps: float = 1e-08, weight_decay: float = 0.0, amplify: float = 2.0, published:
+                 bool = False, *, maximize: bool = False, centralize: float = 0.0, cautious: bool = False, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 class Lamb(Optimizer):
     """LAMB: Adam with a trust ratio for each tensor (You et al. 2020).
@@ -971,40 +714,15 @@ class Lamb(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-06,
-        weight_decay: float = 0.0,
-        max_weight_norm: float = 10.0,
-        trust_scale: float = 1.0,
-        adam: bool = False,
-        debias: bool = True,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.999), eps: float = 1e-06, weight_decay: float = 0.0, max_weight_norm: float = 10.0, trust_scale:
+                 float = 1.0, adam: bool = False, debias: bool = True, *, maximize: bool = False, centralize: float
+                 = 0.0, weights: Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None,
+                 reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str]
+                 = None, generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0,
+                 gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat:
+                 Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable:
+                 bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class Lamb16(Optimizer):
     """LAMB16: LAMB with an adaptive trust exponent, made for fp8 states.
@@ -1054,37 +772,14 @@ class Lamb16(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-06,
-        weight_decay: float = 0.0,
-        trust_scale: float = 0.382,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.999), eps: float = 1e-06, weight_decay: float = 0.0, trust_scale: float = 0.382, *, maximize:
+                 bool = False, centralize: float = 0.0, weights: Optional[str] = None, states: Optional[str] = None,
+                 decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str]
+                 = None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
+                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
+                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
+                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class AdamWDelayed(Optimizer):
     """AdamW with lumped decay, for weights with a residual (adamw_bfloat16).
@@ -1135,38 +830,15 @@ class AdamWDelayed(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        threshold: float = 0.005,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.999), eps: float = 1e-08, weight_decay: float = 0.0, threshold: float = 0.005, *, maximize: bool
+                 = False, centralize: float = 0.0, cautious: bool = False, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
 
 class Muon(Optimizer):
     """Muon: orthogonalized momentum for matrices, AdamW for the rest (Jordan et al. 2024).
@@ -1223,43 +895,16 @@ class Muon(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Tuple[float, float, float] = (3.4445, -4.775, 2.0315),
-        eps: float = 1e-07,
-        ns_steps: int = 5,
-        adjust_lr_fn: Optional[str] = None,
-        *,
-        exact: bool = False,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        adam_eps: float = 1e-08,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, weight_decay: float = 0.1, momentum:
+                 float = 0.95, nesterov: bool = True, ns_coefficients: Tuple[float, float, float] = (3.4445, -4.775,
+                 2.0315), eps: float = 1e-07, ns_steps: int = 5, adjust_lr_fn: Optional[str] = None, *, exact: bool
+                 = False, betas: Tuple[float, float] = (0.9, 0.999), adam_eps: float = 1e-08, maximize: bool =
+                 False, centralize: float = 0.0, weights: Optional[str] = None, states: Optional[str] = None, decay:
+                 Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] =
+                 None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
+                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
+                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
+                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class ScheduleFree(Optimizer):
     """schedule-free AdamW (Defazio et al. 2024).
@@ -1309,37 +954,14 @@ class ScheduleFree(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.0025,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        weight_lr_power: float = 2.0,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.0025, betas: Tuple[float, float] = (0.9,
+                 0.999), eps: float = 1e-08, weight_decay: float = 0.0, weight_lr_power: float = 2.0, *, maximize:
+                 bool = False, centralize: float = 0.0, weights: Optional[str] = None, states: Optional[str] = None,
+                 decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str]
+                 = None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
+                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
+                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
+                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
     def eval(self) -> None: ...
     def train(self, mode: bool = True) -> None: ...
 
@@ -1393,39 +1015,15 @@ class ADOPT(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.9999),
-        eps: float = 1e-06,
-        weight_decay: float = 0.0,
-        clip_power: float = 0.25,
-        clipped: bool = True,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.9999), eps: float = 1e-06, weight_decay: float = 0.0, clip_power: float = 0.25, clipped: bool =
+                 True, *, maximize: bool = False, centralize: float = 0.0, cautious: bool = False, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 class AdEMAMix(Optimizer):
     """AdEMAMix: AdamW with a slow average besides (Pagliardini et al. 2024).
@@ -1478,40 +1076,15 @@ class AdEMAMix(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.001,
-        betas: Tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        alpha: float = 5.0,
-        alpha_warmup: float = 0.0,
-        beta3_warmup: float = 0.0,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        cautious: bool = False,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float, float] =
+                 (0.9, 0.999, 0.9999), eps: float = 1e-08, weight_decay: float = 0.0, alpha: float = 5.0,
+                 alpha_warmup: float = 0.0, beta3_warmup: float = 0.0, *, maximize: bool = False, centralize: float
+                 = 0.0, cautious: bool = False, weights: Optional[str] = None, states: Optional[str] = None, decay:
+                 Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] =
+                 None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
+                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
+                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
+                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class MARS(Optimizer):
     """MARS-AdamW: AdamW on variance-reduced gradients (Yuan et al. 2024).
@@ -1562,38 +1135,15 @@ class MARS(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.003,
-        betas: Tuple[float, float] = (0.95, 0.99),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        gamma: float = 0.025,
-        max_norm: float = 1.0,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.003, betas: Tuple[float, float] = (0.95,
+                 0.99), eps: float = 1e-08, weight_decay: float = 0.0, gamma: float = 0.025, max_norm: float = 1.0,
+                 *, maximize: bool = False, centralize: float = 0.0, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
 
 class Prodigy(Optimizer):
     """Prodigy: Adam that estimates its learning rate (Mishchenko & Defazio 2023).
@@ -1650,43 +1200,16 @@ class Prodigy(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 1.0,
-        betas: Tuple[float, float, float] = (0.9, 0.999, 0.0),
-        eps: float = 1e-08,
-        weight_decay: float = 0.0,
-        d0: float = 1e-06,
-        d_coef: float = 1.0,
-        growth_rate: float = 1e300,
-        safeguard_warmup: bool = False,
-        debias: bool = False,
-        slice_p: float = 1.0,
-        d_group: int = 0,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 1.0, betas: Tuple[float, float, float] =
+                 (0.9, 0.999, 0.0), eps: float = 1e-08, weight_decay: float = 0.0, d0: float = 1e-06, d_coef: float
+                 = 1.0, growth_rate: float = 1e+300, safeguard_warmup: bool = False, debias: bool = False, slice_p:
+                 float = 1.0, d_group: int = 0, *, maximize: bool = False, centralize: float = 0.0, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 class CAME(Optimizer):
     """CAME: confidence-guided updates, factored second moments (Luo et al. 2023).
@@ -1738,38 +1261,15 @@ class CAME(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.0002,
-        betas: Tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        eps: float = 1e-30,
-        weight_decay: float = 0.0,
-        instability_eps: float = 1e-16,
-        clip_threshold: float = 1.0,
-        *,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.0002, betas: Tuple[float, float, float] =
+                 (0.9, 0.999, 0.9999), eps: float = 1e-30, weight_decay: float = 0.0, instability_eps: float =
+                 1e-16, clip_threshold: float = 1.0, *, maximize: bool = False, centralize: float = 0.0, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 class Adafactor(Optimizer):
     """Adafactor: factored second moments, relative steps (Shazeer & Stern 2018).
@@ -1825,42 +1325,16 @@ class Adafactor(Optimizer):
         compile                  True: step() can be traced by torch.compile(fullgraph=True)
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Union[float, torch.Tensor] = 0.01,
-        beta2_decay: float = -0.8,
-        eps: Tuple[Optional[float], float] = (None, 0.001),
-        d: float = 1.0,
-        weight_decay: float = 0.0,
-        *,
-        relative_step: bool = True,
-        warmup_init: bool = False,
-        scale_parameter: bool = True,
-        published: bool = False,
-        beta1: float = 0.0,
-        maximize: bool = False,
-        centralize: float = 0.0,
-        weights: Optional[str] = None,
-        states: Optional[str] = None,
-        decay: Optional[str] = None,
-        reference_lr: float = 0.0,
-        clip_norm: float = 0.0,
-        clip: Optional[str] = None,
-        scan: Optional[str] = None,
-        generator: Optional[str] = None,
-        seed: Optional[int] = None,
-        threads: int = 0,
-        gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
-        norm_group: Any = None,
-        flat: Union[bool, str] = False,
-        foreach: Optional[bool] = None,
-        fused: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        compile: bool = False,
-    ) -> None: ...
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.01, beta2_decay: float = -0.8, eps:
+                 Tuple[Optional[float], float] = (None, 0.001), d: float = 1.0, weight_decay: float = 0.0, *,
+                 relative_step: bool = True, warmup_init: bool = False, scale_parameter: bool = True, published:
+                 bool = False, beta1: float = 0.0, maximize: bool = False, centralize: float = 0.0, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 RMSprop = RMSProp
 

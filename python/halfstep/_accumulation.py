@@ -3,7 +3,7 @@ has followed yet."""
 
 import torch
 
-from ._engine import PLAIN
+from ._parameters import PLAIN
 
 
 class Accumulation:

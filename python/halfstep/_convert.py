@@ -5,8 +5,9 @@ from functools import lru_cache
 
 import torch
 
-from . import _abi, _devices, _layout
+from . import _abi, _devices, _handles, _layout
 from ._abi import check, lib
+from ._parameters import rows_of
 from ._sharding import local
 
 #: values that are decoded at once where all of a tensor is looked at
@@ -26,11 +27,11 @@ class Codec:
             name,
         )
         self.rule = _abi.rules[recipe.partition("/")[0]]
-        self.handle = _engine.create_handle(1, 0)
+        self.handle = _handles.create_handle(1, 0)
         try:
             known = {k: v for k, v in hypers.items() if k in self.rule.hypers}
-            group = _engine.add_group(self.handle, recipe, known, {})
-            self.index = _engine.add_tensor(self.handle, group, name, identity, shape, "f32", part)
+            group = _handles.add_group(self.handle, recipe, known, {})
+            self.index = _handles.add_tensor(self.handle, group, name, identity, shape, "f32", part)
             self.streams, _ = _engine.lay_out(
                 self.handle, group, self.index, self.rule, part, shape, name
             )
@@ -57,13 +58,13 @@ class Codec:
                 )
 
     def read(self, slot, data=None):
-        return self.engine.read_rows(
+        return _handles.read_rows(
             lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data, rows=self.rows
         )
 
     def pieces(self, slot):
         """The values of a state, a few rows at a time."""
-        rows, length = self.engine.rows_of(self.shape)
+        rows, length = rows_of(self.shape)
         if self.rows == 1 and length == 1:  # a flat buffer
             rows, length = 1, rows
         some = max(1, _PIECE // max(length, 1))
@@ -97,7 +98,7 @@ class Codec:
         )
 
     def write(self, slot, values, data=None):
-        self.engine.write_rows(
+        _handles.write_rows(
             self.handle, self.index, slot, data, _devices.contiguous(values), self.shape, self.rows
         )
 

@@ -12,215 +12,26 @@ what is kept current after belong together.
 import contextlib
 import ctypes
 import math
-import os
 import sys
-from ctypes import byref, c_double, c_int32, c_void_p
+from ctypes import byref, c_double, c_void_p
 from operator import is_
-from typing import Any, Callable, NamedTuple, Optional, TypeVar
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from . import _abi, _convert, _devices, _layout, _sharding
 from ._abi import check, lib
+from ._handles import add_group, add_tensor, create_handle
+from ._parameters import DTYPES, PLAIN, check_parameter, rows_of
 from ._sharding import local
 from ._watch import version
 
 WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
 
-#: safetensors' names of what is stored -> torch
-DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-}
-#: what a weight or gradient may be -> its plain format
-PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-_REFUSED = "halfstep: parameter {name!r} is {dtype}; float32, bfloat16 and float16 can be stepped"
 #: what of a group is no hyper-parameter
 _NO_HYPERS = ("params", "param_names", *_layout.TOLD)
-_ORDINARY = (
-    (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if hasattr(torch.nn, "Buffer")
-    else (torch.Tensor, torch.nn.Parameter)
-)
-
-_disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _HOST = torch.device("cpu")
 _NOTHING = contextlib.nullcontext()
-#: of torch, as (major, minor)
-VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
-
-
-def no_dynamo(function: _Function) -> _Function:
-    """Keeps TorchDynamo out of a function."""
-    return _disable(function)
-
-
-def increment_versions(tensors):
-    """Tells autograd that these tensors were changed, so that it notices where it has saved one of
-    them."""
-    if VERSION >= (2, 5):
-        torch.autograd.graph.increment_version(tensors)
-    else:  # which take one at a time
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
-
-
-def caller():
-    """The `stacklevel` by which a warning of whoever calls this names the line outside of this
-    package and of torch."""
-    ours = tuple(
-        os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (_abi, torch)
-    )
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(ours):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def rows_of(shape):
-    """Rows and row length of a tensor, as the library counts them: dimension 0, and the rest
-    flattened."""
-    if not shape:
-        return 1, 1
-    length = 1
-    for size in shape[1:]:
-        length *= size
-    return shape[0], length
-
-
-def weight_format(asked, dtype, name):
-    """The format of one weight: what was asked for acts on BF16, float16 takes its namesake,
-    float32 stays as it is."""
-    if dtype not in PLAIN:
-        raise TypeError(_REFUSED.format(name=name, dtype=dtype))
-    if dtype == torch.float32:
-        if asked is not None and asked not in _abi.formats:
-            raise ValueError(
-                f"halfstep: weights={asked!r} is no format; there are: {', '.join(_abi.formats)}"
-            )
-        return "f32"
-    if asked is None:
-        asked = "bf16-sr"
-    base, dash, how = asked.partition("-")
-    found = PLAIN[dtype] + dash + how
-    if base not in ("bf16", "f16") or found not in _abi.formats:
-        raise ValueError(
-            f"halfstep: parameter {name!r} is {dtype}, which weights={asked!r} cannot store; "
-            f"formats are: {', '.join(f for f in _abi.formats if f.startswith(PLAIN[dtype]))}"
-        )
-    return found
-
-
-def overlaps(tensor):
-    """Whether two elements may share memory: sorted by stride, each dimension has to step over all
-    smaller ones."""
-    reach = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
-        if size == 0:
-            return False
-        if stride < reach:
-            return True
-        reach = stride * (size - 1) + reach
-    return False
-
-
-def check_parameter(p, name):
-    """Raises TypeError or ValueError for what cannot be stepped, whatever its device."""
-    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
-        raise ValueError(
-            f"halfstep: parameter {name!r} is not initialized; pass a batch through the lazy module"
-            " first"
-        )
-    if _sharding.is_dtensor(p):
-        return check_parameter(local(p), name)
-    if type(p) not in _ORDINARY and not (
-        isinstance(p, torch.nn.Parameter) and type(p.data) in _ORDINARY
-    ):
-        raise TypeError(
-            f"halfstep: parameter {name!r} is a {type(p).__name__}, a kind of tensor that halfstep"
-            " does not know"
-        )
-    if p.layout != torch.strided:
-        raise TypeError(
-            f"halfstep: parameter {name!r} is sparse ({p.layout}); only dense tensors can be"
-            " stepped"
-        )
-    if p.dtype not in PLAIN:
-        raise TypeError(_REFUSED.format(name=name, dtype=p.dtype))
-    if overlaps(p):
-        raise ValueError(
-            f"halfstep: elements of parameter {name!r} share memory (strides {tuple(p.stride())} of"
-            f" shape {tuple(p.shape)}, as expand() leaves them); pass it through .clone() first"
-        )
-    if p._is_zerotensor():
-        raise ValueError(
-            f"halfstep: parameter {name!r} is a tensor of zeros without memory; pass it through"
-            " .clone() first"
-        )
-
-
-def check_cpu(p, name):
-    """For what works in the process's memory alone."""
-    if p.device.type != "cpu":
-        raise ValueError(
-            f"halfstep: parameter {name!r} is on {p.device}; this works on tensors in CPU memory"
-        )
-
-
-def seed_of(seed):
-    """The number that the option `seed` stands for. None is drawn from torch's default generator,
-    so that torch.manual_seed() governs it; where torch.distributed runs it is 0, which all ranks
-    agree on without a word."""
-    if seed is not None:
-        return int(seed)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return 0
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-
-
-def create_handle(threads, seed, device=None):
-    """device: a torch.device; None: the processor. A handle on a GPU works on the stream that is
-    current there."""
-    handle = c_void_p()
-    options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
-    if device is not None and _devices.is_asynchronous(device):
-        options.device, options.stream = _devices.c_name(device), _devices.stream(device)
-    code = lib.halfstep_create(byref(options), byref(handle))
-    if code:
-        check(code, None, (lib.halfstep_error_detail(None) or b"").decode())
-    return handle
-
-
-def add_group(handle, recipe, hypers, choices):
-    index = c_int32()
-    check(lib.halfstep_add_group(handle, recipe.encode(), byref(index)), handle)
-    for key, value in choices.items():
-        check(lib.halfstep_set_choice(handle, index.value, key.encode(), value.encode()), handle)
-    for key, value in hypers.items():
-        check(lib.halfstep_set_hyper(handle, index.value, key.encode(), value), handle)
-    return index.value
-
-
-def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=False):
-    """whole: all of the tensor that `part` is one of."""
-    rows, length = rows_of(shape)
-    fields = {"ndim": len(shape), "rows": rows, "row_length": length}
-    if part is not None:
-        fields = part.whole_fields() if whole else part.fields
-    index = c_int32()
-    tensor = _abi.Tensor.new(
-        group=group, name=name.encode(), id=identity, gradient=gradient.encode(), **fields
-    )
-    try:
-        check(lib.halfstep_add_tensor(handle, byref(tensor), byref(index)), handle)
-    except _abi.HalfstepError as error:
-        raise _sharding.advice(error, part) from None
-    return index.value
 
 
 class Stream:
@@ -387,50 +198,6 @@ def bind_streams(handle, index, streams, tensors):
         places.setdefault(s.slot, [None, None])[s.extra] = _sharding.address(tensors[s.key])
     for slot, (main, extra) in places.items():
         check(lib.halfstep_bind_slot(handle, index, slot, main, extra), handle)
-
-
-def _vector(handle, index, slot, shape):
-    """The shape and the rows of a slot that stores a vector over rows or columns of a matrix of
-    this shape; None for any other."""
-    if slot < STATE or len(shape) < 2:
-        return None
-    info = _abi.SlotInfo.new()
-    check(lib.halfstep_get_slot_info(handle, index, slot, byref(info)), handle)
-    count = info.rows * info.columns
-    return None if count == math.prod(shape) else ((count,), info.rows)
-
-
-def read_rows(function, handle, index, shape, *arguments, rows=None):
-    """All of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average(). rows: as for
-    streams_of()."""
-    vector = (
-        _vector(handle, index, arguments[0], shape) if function is lib.halfstep_read_slot else None
-    )
-    shape, rows = vector or (shape, rows)
-    out = torch.empty(shape, dtype=torch.float32, device="cpu")
-    if out.numel():
-        check(
-            function(
-                handle,
-                index,
-                *arguments,
-                0,
-                rows_of(shape)[0] if rows is None else rows,
-                out.data_ptr(),
-            ),
-            handle,
-        )
-    return out
-
-
-def write_rows(handle, index, slot, data, values, shape, rows=None):
-    """Stores fp32 values, in memory order, as all of a slot of a tensor of this shape."""
-    if values.numel():
-        rows = (_vector(handle, index, slot, shape) or (shape, rows))[1]
-        rows = rows_of(shape)[0] if rows is None else rows
-        check(
-            lib.halfstep_write_slot(handle, index, slot, data, 0, rows, values.data_ptr()), handle
-        )
 
 
 class Member:
@@ -1224,40 +991,3 @@ class Engine:
             )
         m.strides, m.dense, m.address = p.stride(), _devices.is_plain(p), p.data_ptr()
         return True
-
-
-class SparseGradientError(RuntimeError, TypeError):
-    """What torch's own optimizers raise where a gradient is sparse is a RuntimeError; other wrong
-    gradients are TypeErrors here."""
-
-
-def check_gradient(p, grad, name):
-    """The format of a gradient; raises for what is none. Of DTensors both are what lies here."""
-    p, grad = local(p), local(grad)
-    if type(grad) not in _ORDINARY:
-        raise TypeError(
-            f"halfstep: the gradient of {name!r} is a {type(grad).__name__}, a kind of tensor that"
-            " halfstep does not know"
-        )
-    if grad.layout != torch.strided:
-        raise SparseGradientError(
-            f"halfstep: the gradient of {name!r} is sparse; only dense gradients can be used "
-            "(torch.nn.Embedding(sparse=False))"
-        )
-    if grad.dtype not in PLAIN:
-        raise TypeError(
-            f"halfstep: the gradient of {name!r} is {grad.dtype}; float32, bfloat16 and float16 can"
-            " be used"
-        )
-    if _devices.of(grad) != _devices.of(p):
-        raise ValueError(
-            f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on"
-            f" {_devices.of(p)}"
-        )
-    if grad.shape != p.shape:
-        raise ValueError(
-            f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter"
-            f" {tuple(p.shape)}"
-        )
-    _devices.check_memory(grad, f"the gradient of {name!r}")
-    return PLAIN[grad.dtype]

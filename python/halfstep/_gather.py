@@ -5,8 +5,8 @@ from operator import is_, itemgetter
 import torch
 
 from . import _devices, _sharding
-from ._engine import check_gradient
 from ._guards import guard
+from ._parameters import check_gradient
 from ._sharding import local
 from ._watch import versions
 

@@ -3,10 +3,24 @@ common: they are optimizers of the class of a recipe, and leave small parameters
 
 from typing import Any, Type, Union
 
-from . import rules
+from . import _devices, _sharding, rules
+from ._placement import Placement
 from .optimizer import Optimizer, Params
 
 _made = {}
+
+
+class HostedPlacement(Placement):
+    """Where optimizers of Hosted step and keep states."""
+
+    def may_leave(self, p):
+        """Tells whether states of p can be in the process's memory while it is on a GPU."""
+        here = _sharding.local(p)
+        return (
+            _devices.is_asynchronous(_devices.of(here))
+            and here.numel() > 0
+            and not _sharding.is_gathered(self.groups.rule, p)
+        )
 
 
 class Hosted(Optimizer):

@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 
 from . import _abi, _foreign, _layout, _names, _sharding, _state
-from ._engine import caller
+from ._torch import caller
 
 #: rules that differ in their decay alone, and load one another's states, as torch's do
 _SIBLINGS = ("adam", "adamw")

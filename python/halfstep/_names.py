@@ -4,7 +4,7 @@ saved state and of an optimizer, matched by their names."""
 from itertools import chain
 
 from . import _abi, _sharding
-from ._engine import weight_format
+from ._parameters import weight_format
 
 #: parts that wrappers put into names: torch.compile, FSDP1, activation checkpointing
 _HIDDEN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}

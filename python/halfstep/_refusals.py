@@ -3,8 +3,8 @@
 import warnings
 
 from ._abi import lib
-from ._engine import caller
 from ._sharding import local
+from ._torch import caller
 
 
 class Refusals:

@@ -3,11 +3,14 @@ gradients, whether a GradScaler has scaled them, and whether they are only parts
 checkpointing makes them.
 """
 
+import functools
 import sys
+import weakref
 
 import torch
 
-from . import _devices, _sharding
+from . import _devices
+from ._torch import no_dynamo
 
 _ACCUMULATES = (
     "whoever accumulates gradients (a trainer's gradient_accumulation_steps,"
@@ -18,6 +21,25 @@ _ACCUMULATES = (
 
 #: the backward pass that began at a loss which a GradScaler had scaled: its number
 _scaled_pass = None
+
+#: every DistributedDataParallel that this process has made or called, as far as they live; and how
+#: many there have been
+_wrappers, _wrapped = weakref.WeakSet(), 0
+
+
+def _follow(cls, name, then):
+    """Has each call of a method of torch's followed by then(object, result, *arguments), whose
+    result the caller gets. Does nothing where that is so already."""
+    method = vars(cls).get(name)
+    if method is None or hasattr(method, "_halfstep"):
+        return
+
+    @functools.wraps(method)
+    def followed(self, /, *args, **kwargs):
+        return then(self, method(self, *args, **kwargs), *args, **kwargs)
+
+    followed._halfstep = True
+    setattr(cls, name, followed)
 
 
 def _current_pass():
@@ -51,21 +73,14 @@ def _forget_scaled():
     _scaled_pass = None
 
 
-def _noting(scale):
-    """GradScaler.scale(), whose results tell when a backward pass begins at them."""
-
-    def noting(self, outputs):
-        found = scale(self, outputs)
-        if self.is_enabled():
-            found = found if isinstance(found, torch.Tensor) else type(outputs)(found)
-            for tensor in (found,) if isinstance(found, torch.Tensor) else found:
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(_note_scaled)
-        return found
-
-    noting._halfstep = True
-    noting.__wrapped__, noting.__doc__, noting.__name__ = scale, scale.__doc__, "scale"
-    return noting
+def _scaled(scaler, found, outputs):
+    """Has what GradScaler.scale() returns tell when a backward pass begins at it."""
+    if scaler.is_enabled():
+        found = found if isinstance(found, torch.Tensor) else type(outputs)(found)
+        for tensor in (found,) if isinstance(found, torch.Tensor) else found:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(_note_scaled)
+    return found
 
 
 def watch_scalers():
@@ -73,12 +88,8 @@ def watch_scalers():
     a graph tells it afterwards."""
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
     for scaler in (_devices.scaler(), getattr(sharded, "ShardedGradScaler", None)):
-        if (
-            scaler is not None
-            and "scale" in vars(scaler)
-            and not hasattr(scaler.scale, "_halfstep")
-        ):
-            scaler.scale = _noting(scaler.scale)
+        if scaler is not None:
+            _follow(scaler, "scale", _scaled)
 
 
 def check_not_scaled():
@@ -92,6 +103,35 @@ def check_not_scaled():
         )
 
 
+@no_dynamo
+def _note_wrapper(wrapper, found, /, *_, **__):
+    global _wrapped
+    if wrapper not in _wrappers:
+        _wrappers.add(wrapper)
+        _wrapped += 1
+    return found
+
+
+def _watch_wrappers(method):
+    """From now on each DistributedDataParallel is known that this method of it is called of. No
+    parameter knows of its wrapper, and no node of a graph shows the hooks of the reducer."""
+    _follow(torch.nn.parallel.DistributedDataParallel, method, _note_wrapper)
+
+
+def _check_no_reducer(params):
+    """Raises RuntimeError where a parameter's gradient belongs to the reducer of
+    DistributedDataParallel, which copies it after the hooks of gradient release have taken it."""
+    own = set(map(id, params))
+    for wrapper in _wrappers:
+        for name, p in wrapper.module.named_parameters():
+            if id(p) in own:
+                raise RuntimeError(
+                    f"halfstep: gradient release would take the gradient of {name!r} before"
+                    " DistributedDataParallel has averaged it, and ranks would diverge: use"
+                    " gradient_release=False, or fully_shard()"
+                )
+
+
 class Rounds:
     """Who owns the gradients that gradient release is about to take: what its hooks have seen since
     step() or zero_grad() was called."""
@@ -103,15 +143,17 @@ class Rounds:
         self.seen = {}
         #: gradients that came a second time, and those of them that a nested backward pass brought
         self.again = self.parts = 0
-        self.stepped = self.looked = False
+        self.stepped = False
+        #: how many wrappers there had been when they were last looked at
+        self.looked = 0
+        _watch_wrappers("forward")  # which finds those that are older than this package, too
 
     def gradient(self, groups, p):
         """A gradient is there, and about to be taken; RuntimeError where somebody else still needs
         it."""
-        if not self.looked:
-            self.looked = True
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                _sharding.check_no_reducer(groups.params())
+        if self.looked != _wrapped and torch.distributed.is_initialized():
+            _check_no_reducer(groups.params())
+            self.looked = _wrapped
         check_not_scaled()
         if groups.accumulating:
             return
@@ -161,3 +203,6 @@ class Rounds:
         return (
             f"halfstep: {found}, and in gradient release each of them is an update: {_ACCUMULATES}"
         )
+
+
+_watch_wrappers("__init__")

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from ._engine import caller
+from ._torch import caller
 from ._watch import PIECE, Watch, clear_rows
 
 

@@ -4,8 +4,9 @@ make up."""
 import torch
 
 from ._abi import check
-from ._engine import no_dynamo
+from ._parameters import follow_gradients
 from ._release import Rounds, watch_scalers
+from ._torch import no_dynamo
 
 
 class Release:
@@ -23,18 +24,12 @@ class Release:
 
     # ---- Hooks -----------------------------------------------------------------------------------
 
-    def prepare(self, hook):
-        """Has hook(p) called as soon as backward() has the gradient of p."""
+    def prepare(self, owner, call):
+        """Has call(owner, p) run as soon as backward() has the gradient of p."""
         self.remove()
         self.rounds = Rounds()
         watch_scalers()
-        self.add(
-            [
-                p.register_post_accumulate_grad_hook(hook)
-                for p in self.groups.params()
-                if p.requires_grad
-            ]
-        )
+        self.hooks = follow_gradients(self.groups.params(), owner, call)
 
     def take(self, p):
         """The gradient of a parameter is complete. Returns whether a step is still to be made."""

@@ -4,8 +4,9 @@ import torch
 
 from . import _abi, _devices, _empty, _sharding
 from ._abi import check
-from ._engine import Member, increment_versions
+from ._engine import Member
 from ._sharding import local
+from ._torch import increment_versions
 
 
 class Scaler:

@@ -9,10 +9,10 @@ from typing import Any, Type, Union
 import torch
 
 from . import _devices, _sharding
-from ._abi import HalfstepError, lib
-from ._engine import PLAIN, check_gradient, create_handle
-from ._hosted import Hosted
-from ._placement import Placement
+from ._abi import HalfstepError
+from ._handles import Handle
+from ._hosted import Hosted, HostedPlacement
+from ._parameters import PLAIN, check_gradient, dense, follow_gradients
 from ._sharding import local
 from ._watch import version
 from .optimizer import Optimizer, Params
@@ -85,7 +85,7 @@ class Carrier:
         """Begins to copy a tensor of the GPU; the event after which it is here."""
         side = self.side(_devices.of(tensor), False)
         side.follow()
-        side.copy(into, tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor))
+        side.copy(into, dense(tensor))
         return side.event()
 
     def _take_buffer(self, tensor):
@@ -249,7 +249,7 @@ def _run(carrier, work):
         item = None
 
 
-class _Offloaded(Placement):
+class _Offloaded(HostedPlacement):
     """Steps large parameters of a GPU in the process's memory."""
 
     def __init__(self, groups, names):
@@ -261,31 +261,19 @@ class _Offloaded(Placement):
         """Has gradients copied as they come, where release does not take them."""
         for handle in self.hooks:
             handle.remove()
-        self.hooks, this = [], weakref.ref(self)
-
-        def hook(p):
-            placement = this()
-            if placement is not None and not placement.groups.releasing:
-                placement._copy_gradient(p)
-
-        for p in self.groups.params():
-            if p.requires_grad and self._is_offloaded(p):
-                self.hooks.append(p.register_post_accumulate_grad_hook(hook))
+        self.hooks = follow_gradients(
+            filter(self._is_offloaded, self.groups.params()),
+            self,
+            lambda held, p: held.groups.releasing or held._copy_gradient(p),
+        )
 
     def _is_offloaded(self, p):
         here = local(p)
-        device = _devices.of(here)
-        if (
-            not _devices.is_asynchronous(device)
-            or here.numel() == 0
-            or _sharding.is_gathered(self.groups.rule, p)
-        ):
-            return False
-        return (
+        return self.may_leave(p) and (
             here.numel() >= self.groups.option("minimal_size")
             or _sharding.is_dtensor(p)
             or self.groups.norm_group is not None
-            or not _can_step_on(device)
+            or not _can_step_on(_devices.of(here))
         )
 
     def _placed(self, p):
@@ -482,7 +470,7 @@ def _can_step_on(device):
     """Whether the library has kernels for a device, which it takes for small tensors alone."""
     if device not in _steps_on:
         try:
-            lib.halfstep_destroy(create_handle(1, 0, device))
+            Handle(1, 0, device)
             _steps_on[device] = True
         except HalfstepError:
             _steps_on[device] = False

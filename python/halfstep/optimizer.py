@@ -2,17 +2,18 @@
 are made in rules.py; what an optimizer does is in the objects of _parts.py."""
 
 import os
-import weakref
 from collections import OrderedDict
 from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
 from . import _abi, _sharding, _state, accumulate
-from ._engine import VERSION, check_parameter, no_dynamo, seed_of, weight_format
 from ._groups import choices_of, hypers_of, keep_plain, take_hyper
+from ._handles import seed_of
+from ._parameters import check_parameter, weight_format
 from ._parts import Parts
 from ._placement import Placement
+from ._torch import VERSION, no_dynamo
 
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
@@ -382,18 +383,15 @@ class Optimizer(torch.optim.Optimizer):
                 f"halfstep: {type(self).__name__} has no gradient release: its update needs sums"
                 " over the gradients of all tensors first"
             )
-        this = weakref.ref(self)
-
-        def hook(p):
-            optimizer = this()
-            if optimizer is not None:
-                optimizer._opt_called = True  # which schedulers look for
-                if optimizer._parts.release.take(p):
-                    optimizer.step_param(p)
-                    p.grad = None
-
         self.gradient_release = True
-        self._parts.release.prepare(hook)
+        self._parts.release.prepare(self, type(self)._take)
+
+    def _take(self, p):
+        """In gradient release, the gradient of a parameter is complete."""
+        self._opt_called = True  # which schedulers look for
+        if self._parts.release.take(p):
+            self.step_param(p)
+            p.grad = None
 
     def remove_gradient_release(self):
         """Back to ordinary steps. States and counters stay."""

@@ -10,7 +10,7 @@ from html import escape
 import torch
 
 from . import _abi, _layout
-from ._engine import rows_of
+from ._parameters import rows_of
 from .streaming import BUFFER_BYTES, BUFFERS
 
 __all__ = ["Plan", "PlanRow", "plan"]

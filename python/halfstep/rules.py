@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from . import _abi, _layout
-from ._engine import no_dynamo
 from ._groups import sequence
 from ._sharding import local
+from ._torch import no_dynamo
 from ._watch import version
 from .optimizer import Optimizer, Params
 

@@ -2,14 +2,14 @@
 the GPU in each step."""
 
 import contextlib
+import math
 from typing import Any, Type, Union
 
 import torch
 
-from . import _abi, _devices, _sharding
-from ._engine import rows_of
-from ._hosted import Hosted
-from ._placement import Placement
+from . import _abi, _devices
+from ._hosted import Hosted, HostedPlacement
+from ._parameters import rows_of
 from ._sharding import local
 from .optimizer import Optimizer, Params
 
@@ -147,13 +147,10 @@ class Stage:
 
 
 def _bytes(stream):
-    size = stream.dtype.itemsize
-    for n in stream.shape:
-        size *= n
-    return size
+    return stream.dtype.itemsize * math.prod(stream.shape)
 
 
-class _Streamed(Placement):
+class _Streamed(HostedPlacement):
     """Steps parameters where they lie, with states of large ones in the process's memory."""
 
     def __init__(self, groups, names):
@@ -161,12 +158,7 @@ class _Streamed(Placement):
         self.buses = []
 
     def _is_streamed(self, p):
-        here = local(p)
-        return (
-            _devices.is_asynchronous(_devices.of(here))
-            and here.numel() >= max(self.groups.option("minimal_size"), 1)
-            and not _sharding.is_gathered(self.groups.rule, p)
-        )
+        return self.may_leave(p) and local(p).numel() >= self.groups.option("minimal_size")
 
     def check_device(self, p, name):
         super().check_device(p, name)

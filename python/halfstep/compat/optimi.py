@@ -23,7 +23,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Ty
 import torch
 from torch import Tensor, nn
 
-from .. import _abi, _engine, _names, _release
+from .. import _abi, _names, _parameters, _release
 from ..optimizer import Optimizer, unwrapped
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
 
@@ -743,7 +743,7 @@ def _from_optimi(optimizer, state_dict):
                     new[s.name] = value.float()
                 else:
                     new[s.name] = value.float() * (1.0 - betas[there] ** step)
-            weights = _engine.PLAIN[p.dtype]
+            weights = _parameters.PLAIN[p.dtype]
             residual = old["kahan_comp"]
             if p.dtype in LOW and isinstance(residual, Tensor) and residual.shape == p.shape:
                 weights += "-kahan"
