@@ -5,7 +5,8 @@ from operator import is_
 
 from . import _devices, _empty
 from ._abi import NONFINITE
-from ._engine import Engine, formats_of
+from ._device_parts import formats_of
+from ._engine import Engine
 from ._parameters import PLAIN, check_parameter
 from ._sharding import local
 from ._watch import version

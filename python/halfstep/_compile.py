@@ -37,9 +37,7 @@ if hasattr(torch.library, "custom_op"):
                 "halfstep: the optimizer of this compiled step does not exist any more"
             )
         flat = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer._step_compiled(
-            {flat[i]: pair for i, pair in zip(places, zip(params, grads))}, params[-1]
-        )
+        optimizer._step({flat[i]: pair for i, pair in zip(places, zip(params, grads))}, params[-1])
 
     @_step_op.register_fake
     def _(params, grads, places, number):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from . import _abi, _layout, _sharding
-from ._engine import Settings
+from ._members import Settings
 
 #: of groups, beside options: of torch, of its schedulers, and this package's own
 _GROUP_KEYS = {

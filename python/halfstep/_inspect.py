@@ -6,10 +6,11 @@ import torch
 
 from . import _abi, _devices, _layout, _sharding
 from ._abi import check, lib
-from ._engine import STATE, WEIGHT, declare
 from ._handles import create_handle, read_rows, write_rows
+from ._members import declare
 from ._parameters import PLAIN
 from ._sharding import local
+from ._streams import STATE, WEIGHT
 from ._torch import increment_versions
 
 

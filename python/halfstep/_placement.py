@@ -4,7 +4,7 @@ streaming.py have other placements."""
 import contextlib
 
 from . import _devices
-from ._engine import Wanted
+from ._members import Wanted
 from ._parameters import check_gradient
 from ._sharding import local
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import _empty, _sharding
+from . import _empty, _ranks, _sharding
 from ._updates import Scaler
 
 
@@ -14,12 +14,19 @@ class Steps:
         self.residuals, self.cache, self.accumulation = residuals, cache, accumulation
         self.updates, self.release = updates, release
 
-    def step(self, step_param, scale, found_inf, given=None):
+    def step(self, step_param, scale, found_inf, given=None, witness=None):
         """One update of every parameter that has a gradient. step_param: what steps one of them in
-        gradient release. scale, found_inf: what a GradScaler left, or None. given: of a compiled
-        step, its weights and gradients by parameter."""
+        gradient release. scale, found_inf: what a GradScaler left, or None. given, witness: inside
+        the operator of a compiled step, its weights and gradients by parameter, and its witness."""
+        if given is None:
+            self._step(step_param, Scaler(scale, found_inf), None)
+            return
+        with self.residuals.compiled_step(given, witness) as copies:
+            self._step(step_param, Scaler(scale, found_inf), given)
+        self.residuals.stepped_compiled(self.cache.engine, given, copies)
+
+    def _step(self, step_param, scaler, given):
         with self.placement.stepping():
-            scaler = Scaler(scale, found_inf)
             if not scaler.on_gpu and scaler.refuses:
                 # A GradScaler has seen it, and will lower its scale.
                 self.updates.refuse()
@@ -38,12 +45,6 @@ class Steps:
             finally:
                 for p in waiting:
                     p.grad = None
-
-    def step_compiled(self, step_param, scale, found_inf, given, witness):
-        """step() inside the operator of a compiled step, which has a witness."""
-        with self.residuals.compiled_step(given, witness) as copies:
-            self.step(step_param, scale, found_inf, given)
-        self.residuals.stepped_compiled(self.cache.engine, given, copies)
 
     def _is_primed(self):
         """Makes the states, and nothing else, where this is no step: torch.distributed.checkpoint
@@ -66,7 +67,7 @@ class Steps:
             if p.grad.layout == torch.strided
         )
         settings, groups = self.groups.settings(), self.groups.param_groups
-        if not _sharding.everywhere(settings, groups, zero):
+        if not _ranks.everywhere(settings, groups, zero):
             return False
         self.cache.build()
         for g, i, p in self.groups.members():

@@ -2,9 +2,9 @@
 
 import torch
 
-from . import _abi, _devices, _empty, _sharding
+from . import _abi, _devices, _empty, _ranks, _sharding
 from ._abi import check
-from ._engine import Member
+from ._members import Member
 from ._sharding import local
 from ._torch import increment_versions
 
@@ -111,7 +111,7 @@ class Updates:
     def _agree(self):
         params = [member for member in self.groups.members() if _sharding.is_dtensor(member[2])]
         wanted, _ = self.placement.describe([(g, i, p, "f32") for g, i, p in params])
-        _sharding.agree(self.groups.settings(), self.groups.param_groups, wanted)
+        _ranks.agree(self.groups.settings(), self.groups.param_groups, wanted)
         self._agreed = True
 
     def refuse(self):

@@ -1,5 +1,8 @@
 """`Optimizer`: what every class of this package is to torch and to users. The classes themselves
-are made in rules.py; what an optimizer does is in the objects of _parts.py."""
+are made in rules.py; what an optimizer does is in the objects of _parts.py.
+
+This file is longer than 500 lines because half of it is the manual of one class.
+"""
 
 import os
 from collections import OrderedDict
@@ -318,21 +321,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @no_dynamo
     @torch.no_grad()
-    def _step(self):
-        """The step itself."""
-        self._parts.steps.step(self.step_param, *self._scaler())
-
-    @no_dynamo
-    @torch.no_grad()
-    def _step_compiled(self, given, witness):
-        """The step inside the operator of a compiled step: weights and gradients by parameter, and
-        the witness."""
+    def _step(self, given=None, witness=None):
+        """The step itself. given, witness: inside the operator of a compiled step, its weights and
+        gradients by parameter, and its witness."""
         self._opt_called = True  # which a traced step() does not carry out
-        self._parts.steps.step_compiled(self.step_param, *self._scaler(), given, witness)
-
-    def _scaler(self):
-        """What a GradScaler has left here."""
-        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._parts.steps.step(self.step_param, scale, found_inf, given, witness)
 
     @no_dynamo
     @torch.no_grad()

@@ -6,6 +6,8 @@ optimi's states are debiased: m^ = m / (1 - b^t). With b^ = b (1 - b^(t-1)) / (1
 b^ for b and a count so high that its own correction is 1. Two things need raw moments: Adan, whose
 second beta stands in its update too, and the first steps of RAdam and Ranger, which are not
 rectified. For those the states are scaled in float32, one tensor at a time, and scaled back.
+
+This file is longer than 500 lines because it has every signature of these functions.
 """
 
 import ctypes

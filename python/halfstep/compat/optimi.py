@@ -15,6 +15,8 @@ moments, not debiased ones; `load_state_dict` takes optimi's own state dicts and
 
 The lower-case functions step lists of tensors that are the caller's, states included, in place.
 Their states are optimi's: debiased moments, the negated previous gradient. See `adam`.
+
+This file is longer than 500 lines because it has every signature of the package.
 """
 
 import warnings
