@@ -22,10 +22,10 @@ class Accumulation:
 
     def gathered(self, params, micro):
         """These have taken a micro-batch, or their weights an update."""
-        for p in params:
-            if micro:
-                self.pending[p] = True
-            else:
+        if micro:
+            self.pending.update(dict.fromkeys(params, True))
+        elif self.pending:
+            for p in params:
                 self.pending.pop(p, None)
 
     def give_zeros(self, given=None):

@@ -39,7 +39,7 @@ class Engine:
         self.rule = _abi.rules[settings.rule]
         #: keys of the numbers that the library writes into a state
         self.shown = (*_layout.COUNTERS, *self.rule.scalars)
-        self.threads = settings.threads
+        self.threads, self.settings = settings.threads, None
         self.formats = formats_of(groups)
         self.parts = []
         try:
@@ -280,6 +280,8 @@ class Engine:
 
     def take_settings(self, settings):
         """Options of the optimizer as they are now."""
+        if settings == self.settings:
+            return
         if self.clip_norm != settings.clip_norm:
             for part in self.parts:
                 check(
@@ -304,6 +306,7 @@ class Engine:
             for part in self.parts:
                 check(lib.halfstep_set_threads(part.handle, settings.threads), part.handle)
             self.threads = settings.threads
+        self.settings = settings
 
     def set_gradient_scale(self, scale):
         if self.gradient_scale != scale:
