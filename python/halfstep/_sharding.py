@@ -13,7 +13,6 @@ from one description of it.
 """
 
 import ctypes
-import gc
 import hashlib
 import math
 import sys
@@ -429,24 +428,6 @@ def gradient_of(p, grad, name):
     if tuple(grad.placements) != tuple(p.placements):
         grad = grad.redistribute(p.device_mesh, p.placements)
     return grad
-
-
-def check_no_reducer(optimizer):
-    """Raises RuntimeError where a parameter's gradient belongs to the reducer of
-    DistributedDataParallel, which copies it after the hooks of gradient release have taken it. No
-    parameter knows that, but the module that wraps it exists.
-    """
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), wrapper):
-            name = next((name for name, p in thing.module.named_parameters() if id(p) in own), None)
-            if name is not None:
-                raise RuntimeError(
-                    f"halfstep: gradient release would take the gradient of {name!r} before"
-                    " DistributedDataParallel has averaged it, and ranks would diverge: use"
-                    " gradient_release=False, or fully_shard()"
-                )
 
 
 # ---- What ranks tell one another -----------------------------------------------------------------
