@@ -1,8 +1,8 @@
 """Wrappers that average gradients after the hooks of gradient release have run.
 
 A parameter does not know that DistributedDataParallel wraps its model, and no node of a graph shows
-the hooks of the reducer. So wrappers are noted when they are made and, from the first gradient
-release on, when they are called, which finds those that are older than this package.
+the hooks of the reducer. So each wrapper is noted when it is made. From the first gradient release
+on it is noted when it is called, too, because it may be older than this package.
 """
 
 import weakref
