@@ -3,14 +3,11 @@ gradients, whether a GradScaler has scaled them, and whether they are only parts
 checkpointing makes them.
 """
 
-import functools
 import sys
-import weakref
 
 import torch
 
-from . import _devices
-from ._torch import no_dynamo
+from . import _devices, _reducers, _torch
 
 _ACCUMULATES = (
     "whoever accumulates gradients (a trainer's gradient_accumulation_steps,"
@@ -21,25 +18,6 @@ _ACCUMULATES = (
 
 #: the backward pass that began at a loss which a GradScaler had scaled: its number
 _scaled_pass = None
-
-#: every DistributedDataParallel that this process has made or called, as far as they live; and how
-#: many there have been
-_wrappers, _wrapped = weakref.WeakSet(), 0
-
-
-def _follow(cls, name, then):
-    """Has each call of a method of torch's followed by then(object, result, *arguments), whose
-    result the caller gets. Does nothing where that is so already."""
-    method = vars(cls).get(name)
-    if method is None or hasattr(method, "_halfstep"):
-        return
-
-    @functools.wraps(method)
-    def followed(self, /, *args, **kwargs):
-        return then(self, method(self, *args, **kwargs), *args, **kwargs)
-
-    followed._halfstep = True
-    setattr(cls, name, followed)
 
 
 def _current_pass():
@@ -89,7 +67,7 @@ def watch_scalers():
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
     for scaler in (_devices.scaler(), getattr(sharded, "ShardedGradScaler", None)):
         if scaler is not None:
-            _follow(scaler, "scale", _scaled)
+            _torch.follow(scaler, "scale", _scaled)
 
 
 def check_not_scaled():
@@ -101,35 +79,6 @@ def check_not_scaled():
             " pass steps each gradient before the scaler can unscale it: leave gradient_release"
             " off, or call backward() on the loss itself, without a GradScaler (BF16 needs none)"
         )
-
-
-@no_dynamo
-def _note_wrapper(wrapper, found, /, *_, **__):
-    global _wrapped
-    if wrapper not in _wrappers:
-        _wrappers.add(wrapper)
-        _wrapped += 1
-    return found
-
-
-def _watch_wrappers(method):
-    """From now on each DistributedDataParallel is known that this method of it is called of. No
-    parameter knows of its wrapper, and no node of a graph shows the hooks of the reducer."""
-    _follow(torch.nn.parallel.DistributedDataParallel, method, _note_wrapper)
-
-
-def _check_no_reducer(params):
-    """Raises RuntimeError where a parameter's gradient belongs to the reducer of
-    DistributedDataParallel, which copies it after the hooks of gradient release have taken it."""
-    own = set(map(id, params))
-    for wrapper in _wrappers:
-        for name, p in wrapper.module.named_parameters():
-            if id(p) in own:
-                raise RuntimeError(
-                    f"halfstep: gradient release would take the gradient of {name!r} before"
-                    " DistributedDataParallel has averaged it, and ranks would diverge: use"
-                    " gradient_release=False, or fully_shard()"
-                )
 
 
 class Rounds:
@@ -144,16 +93,16 @@ class Rounds:
         #: gradients that came a second time, and those of them that a nested backward pass brought
         self.again = self.parts = 0
         self.stepped = False
-        #: how many wrappers there had been when they were last looked at
+        #: how many wrappers were known when they were last looked at
         self.looked = 0
-        _watch_wrappers("forward")  # which finds those that are older than this package, too
+        _reducers.watch_calls()
 
     def gradient(self, groups, p):
         """A gradient is there, and about to be taken; RuntimeError where somebody else still needs
         it."""
-        if self.looked != _wrapped and torch.distributed.is_initialized():
-            _check_no_reducer(groups.params())
-            self.looked = _wrapped
+        if self.looked != _reducers.known:
+            _reducers.check(groups.params())
+            self.looked = _reducers.known
         check_not_scaled()
         if groups.accumulating:
             return
@@ -203,6 +152,3 @@ class Rounds:
         return (
             f"halfstep: {found}, and in gradient release each of them is an update: {_ACCUMULATES}"
         )
-
-
-_watch_wrappers("__init__")

@@ -1,5 +1,7 @@
-"""Answers to questions about torch itself: its version, its compiler, its version counters."""
+"""What this package asks of torch beside tensors: its version, its compiler, its version counters,
+and its calls of its own methods."""
 
+import functools
 import os
 import sys
 from typing import Any, Callable, TypeVar
@@ -38,3 +40,18 @@ def caller():
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(ours):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def follow(cls, name, then):
+    """Has each call of a method of one of torch's classes followed by then(object, result,
+    *arguments), whose result the caller gets. Does nothing if the method is followed already."""
+    method = vars(cls).get(name)
+    if method is None or hasattr(method, "_halfstep"):
+        return
+
+    @functools.wraps(method)
+    def followed(self, /, *args, **kwargs):
+        return then(self, method(self, *args, **kwargs), *args, **kwargs)
+
+    followed._halfstep = True
+    setattr(cls, name, followed)

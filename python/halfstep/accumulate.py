@@ -60,6 +60,11 @@ def _live(hook):
     return hook is not None and hook.id in (hook.hooks_dict_ref() or ())
 
 
+def _check_missing(missing):
+    if missing not in ("error", "skip"):
+        raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
+
+
 def complain(names):
     """Raises for parameters that no gradient came for, if there are any."""
     if names:
@@ -134,8 +139,7 @@ class GradientAccumulator:
                 f"halfstep: gradients cannot be accumulated in {format!r}; there are:"
                 f" {', '.join(FORMATS)}"
             )
-        if missing not in ("error", "skip"):
-            raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
+        _check_missing(missing)
         if dtype is not None and dtype not in PLAIN:
             raise ValueError(f"halfstep: gradients cannot be handed back as {dtype}")
         members = []
@@ -290,8 +294,7 @@ class GradientAccumulator:
         missing: as in the constructor, for this call; where it raises, nothing has changed.
         """
         missing = self.missing if missing is None else missing
-        if missing not in ("error", "skip"):
-            raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
+        _check_missing(missing)
         everything = range(len(self._names))
         if missing == "error":
             complain(self._without(everything))

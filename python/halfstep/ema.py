@@ -381,12 +381,8 @@ class EMA(torch.nn.Module):
             check_parameter(tensor, name)
         _devices.check_memory(tensor, f"the weight {name!r}")
         _check_shapes(repr(name), tensor, average)
-        extra = None
-        for states in states_of_optimizers:
-            state = states.get(tensor)
-            if state:
-                extra = state.get("weight.extra")
-                break
+        found = (states.get(tensor) for states in states_of_optimizers)
+        extra = next(filter(None, found), {}).get("weight.extra")
         _sharding.refuse((tensor,), "averages", _WHOLE)
         plain = _in_order(tensor, _devices.of(average))
         if extra is None:

@@ -12,7 +12,7 @@ import torch
 from conftest import bits, class_of, network, set_gradients
 
 import halfstep
-from halfstep import _release
+from halfstep import _reducers
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -392,8 +392,8 @@ def release_and_wrappers(rank, size, when):
     if when in ("before", "older than the package", "inner called", "forward before", "gone"):
         called = wrap(model)
     if when == "older than the package":  # which has not seen it made
-        _release._wrappers.clear()
-        _release._wrapped = 0
+        _reducers._wrappers.clear()
+        _reducers.known = 0
     x = torch.ones(2, 48).bfloat16()
     if when == "forward before":
         loss = called(x).float().sum()
