@@ -3,6 +3,8 @@ its tables of rules, formats and hyper-parameters as plain data. Nothing here ne
 
 The shared library lies beside this file. The environment variable HALFSTEP_LIBRARY names another
 one to load instead.
+
+This file is longer than 500 lines because every declaration of the header has one here.
 """
 
 from __future__ import annotations

@@ -12,19 +12,16 @@ import weakref
 
 import torch
 
-from ._watch import Watch
-
 _optimizers = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def register(optimizer):
-    """Gives an optimizer, or a copy of one, the number by which the operator finds it in this
+    """Returns the number by which the operator finds an optimizer, or a copy of one, in this
     process, and a witness."""
-    optimizer._number = next(_numbers)
-    optimizer._witness = torch.zeros(1, dtype=torch.float32, device="cpu")
-    optimizer._watch = Watch(optimizer._witness)
-    _optimizers[optimizer._number] = optimizer
+    number = next(_numbers)
+    _optimizers[number] = optimizer
+    return number, torch.zeros(1, dtype=torch.float32, device="cpu")
 
 
 if hasattr(torch.library, "custom_op"):
@@ -40,9 +37,7 @@ if hasattr(torch.library, "custom_op"):
                 "halfstep: the optimizer of this compiled step does not exist any more"
             )
         flat = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer._step_compiled(
-            {flat[i]: pair for i, pair in zip(places, zip(params, grads))}, params[-1]
-        )
+        optimizer._step({flat[i]: pair for i, pair in zip(places, zip(params, grads))}, params[-1])
 
     @_step_op.register_fake
     def _(params, grads, places, number):

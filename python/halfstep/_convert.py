@@ -1,13 +1,15 @@
-"""Decoding and encoding what is stored: one tensor at a time, in a handle of its own."""
+"""States made, decoded and encoded: one tensor at a time, in a handle of its own."""
 
 import math
 from functools import lru_cache
 
 import torch
 
-from . import _abi, _devices, _layout
+from . import _abi, _devices, _handles, _layout
 from ._abi import check, lib
+from ._parameters import rows_of
 from ._sharding import local
+from ._streams import bind_streams, lay_out
 
 #: values that are decoded at once where all of a tensor is looked at
 _PIECE = 1 << 20
@@ -17,23 +19,14 @@ class Codec:
     """One tensor in a handle of its own, to decode or encode its slots."""
 
     def __init__(self, recipe, hypers, shape, name, identity=0, part=None):
-        from . import _engine  # which needs this module in turn
-
-        self.engine, self.recipe, self.hypers, self.name = (
-            _engine,
-            recipe,
-            tuple(hypers.items()),
-            name,
-        )
+        self.recipe, self.hypers, self.name = recipe, tuple(hypers.items()), name
         self.rule = _abi.rules[recipe.partition("/")[0]]
-        self.handle = _engine.create_handle(1, 0)
+        self.handle = _handles.create_handle(1, 0)
         try:
             known = {k: v for k, v in hypers.items() if k in self.rule.hypers}
-            group = _engine.add_group(self.handle, recipe, known, {})
-            self.index = _engine.add_tensor(self.handle, group, name, identity, shape, "f32", part)
-            self.streams, _ = _engine.lay_out(
-                self.handle, group, self.index, self.rule, part, shape, name
-            )
+            group = _handles.add_group(self.handle, recipe, known, {})
+            self.index = _handles.add_tensor(self.handle, group, name, identity, shape, "f32", part)
+            self.streams, _ = lay_out(self.handle, group, self.index, self.rule, part, shape, name)
         except BaseException:
             self.close()
             raise
@@ -44,7 +37,7 @@ class Codec:
         lib.halfstep_destroy(self.handle)
 
     def bind(self, tensors):
-        self.engine.bind_streams(self.handle, self.index, self.streams, tensors)
+        bind_streams(self.handle, self.index, self.streams, tensors)
 
     def take_scalars(self, state):
         """The numbers that a state has; ValueError where no update leaves such."""
@@ -57,13 +50,13 @@ class Codec:
                 )
 
     def read(self, slot, data=None):
-        return self.engine.read_rows(
+        return _handles.read_rows(
             lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data, rows=self.rows
         )
 
     def pieces(self, slot):
         """The values of a state, a few rows at a time."""
-        rows, length = self.engine.rows_of(self.shape)
+        rows, length = rows_of(self.shape)
         if self.rows == 1 and length == 1:  # a flat buffer
             rows, length = 1, rows
         some = max(1, _PIECE // max(length, 1))
@@ -97,7 +90,7 @@ class Codec:
         )
 
     def write(self, slot, values, data=None):
-        self.engine.write_rows(
+        _handles.write_rows(
             self.handle, self.index, slot, data, _devices.contiguous(values), self.shape, self.rows
         )
 
@@ -190,18 +183,16 @@ def _role(rule, name):
 
 
 @torch.no_grad()
-def convert(optimizer, m, state, old):
+def convert(rule, hypers, m, state, old):
     """The streams of member m in its recipe, from `state`, which is of the recipe `old`, or plain
     (None); the keys that are then obsolete; and the weight, if it is stored otherwise. Nothing is
     changed yet."""
     if m.gathered:
         raise ValueError(
             f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'}, not {m.recipe},"
-            f" and of a DTensor they cannot be converted, which {optimizer.rule} steps as a whole:"
+            f" and of a DTensor they cannot be converted, which {rule.name} steps as a whole:"
             " load and save them once on one process"
         )
-    rule = _abi.rules[optimizer.rule]
-    hypers = optimizer._hypers(optimizer.param_groups[m.group])
     names = [s.name for s in rule.states]
     values, weight, held = {}, None, None
     now = _devices.to_cpu(local(m.p))  # all of it is worked out on the processor
@@ -227,7 +218,7 @@ def convert(optimizer, m, state, old):
             there = {s.name for s in source.streams} - {s.name for s in missing}
             for name in coarse_states(source.streams, state):
                 values[name] = read_coarse(
-                    name, _role(optimizer.rule, name), old, m.shape, m.name, state, m.part
+                    name, _role(rule.name, name), old, m.shape, m.name, state, m.part
                 )
             for i, name in enumerate(names):
                 if name in there:
@@ -277,6 +268,69 @@ def convert(optimizer, m, state, old):
         if s.key in made:
             made[s.key] = _devices.place(made[s.key], m.kept)
     return made, obsolete, held
+
+
+def create_state(rule, m, states, hypers):
+    """The tensors of the state of a member that are not there yet, or not as the recipe wants them, as
+    parts of a DTensor where the parameter is one; the keys that go; and the weight, if another format
+    stores it otherwise."""
+    made, obsolete, weight = _created(rule, m, states.get(m.p) or {}, hypers)
+    streams = {s.key: s for s in m.streams}
+    with torch.no_grad():
+        if m.stage is not None:
+            for key in streams:
+                held = made[key] if key in made else local(states[m.p][key])
+                if not _devices.is_pinned(held):
+                    made[key] = _devices.pinned(held.shape, held.dtype).copy_(held)
+        return (
+            {key: m.wrap(streams.get(key), value) for key, value in made.items()},
+            obsolete,
+            weight,
+        )
+
+
+def _created(rule, m, state, hypers):
+    """The same of what lies here."""
+    made, obsolete, weight = {}, set(), None
+    old = _layout.recipe_of(state, m.name)
+    has = any(key in state for key in _layout.keys_of(rule))
+    # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first
+    # step.
+    steps = _layout.step_count(state, m.name, int(has))
+    if not _layout.is_step(state.get("step")):
+        made["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+    if old != m.recipe:
+        made["recipe"] = _layout.number(_layout.pack_recipe(m.recipe), "recipe")
+    initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
+    for key in _layout.numbers_of(rule, m.streams):
+        if key not in made and not _layout.is_number(state.get(key), key):
+            value = _layout.take_number(state, key, m.name)
+            made[key] = _layout.number(
+                initial.get(key, _layout.initial(key)) if value is None else value, key
+            )
+    begins = (
+        has and not steps and old is not None
+    )  # what starts as a copy of the weight follows it until the first step
+    if (
+        has
+        and old in (m.recipe, None)
+        and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.streams))
+        and all(s.key in state and s.fits(state[s.key], m.kept) for s in m.streams)
+    ):
+        return made, obsolete, weight
+    if has and (old != m.recipe or coarse_states(m.streams, state)):
+        streams, obsolete, weight = convert(rule, hypers, m, state, old)
+        made.update(streams)
+        return made, obsolete, weight
+    for s in m.streams:
+        if s.key in state and not (begins and s.role == _abi.ROLE_WEIGHT):
+            if has and not s.fits(state[s.key], m.kept):
+                moved = _devices.place(adopt(state[s.key], s, m.name), m.kept)
+                if moved is not state[s.key]:
+                    made[s.key] = moved
+        else:
+            made[s.key] = s.initial(m.p, m.kept)
+    return made, obsolete, weight
 
 
 def empty(recipe, hypers, p):

@@ -1,698 +1,28 @@
-"""The C handle behind an optimizer: groups, tensors, memory, counters.
+"""The C handles behind an optimizer: memory, counters, calls.
 
 States are torch tensors and belong to `optimizer.state`; the handle only holds their addresses. It
 is a cache that can be thrown away at any time between steps (`Engine.save_counters` first) and
 built again from `state` and `param_groups`: that is how parameters that get their first gradient
 late, loaded states, copies and changed formats all work.
-
-This file is longer than 500 lines because building a handle, what has to be checked before, and
-what is kept current after belong together.
 """
 
-import contextlib
 import ctypes
-import math
-import os
 import sys
-from ctypes import byref, c_double, c_int32, c_void_p
-from operator import is_
-from typing import Any, Callable, TypeVar
+from ctypes import byref, c_double, c_void_p
 
 import torch
 
-from . import _abi, _convert, _devices, _layout, _sharding
+from . import _abi, _convert, _devices, _layout, _ranks, _sharding
 from ._abi import check, lib
+from ._device_parts import DevicePart, Group, formats_of
+from ._handles import create_handle
+from ._members import Plain, declare
+from ._parameters import check_parameter
 from ._sharding import local
+from ._streams import bind_streams
 from ._watch import version
 
-WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
-
-#: safetensors' names of what is stored -> torch
-DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-}
-#: what a weight or gradient may be -> its plain format
-PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-_REFUSED = "halfstep: parameter {name!r} is {dtype}; float32, bfloat16 and float16 can be stepped"
-#: what of a group is no hyper-parameter
-_NO_HYPERS = ("params", "param_names", *_layout.TOLD)
-_ORDINARY = (
-    (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if hasattr(torch.nn, "Buffer")
-    else (torch.Tensor, torch.nn.Parameter)
-)
-
-_disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _HOST = torch.device("cpu")
-_NOTHING = contextlib.nullcontext()
-#: of torch, as (major, minor)
-VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
-
-
-def no_dynamo(function: _Function) -> _Function:
-    """Keeps TorchDynamo out of a function."""
-    return _disable(function)
-
-
-def increment_versions(tensors):
-    """Tells autograd that these tensors were changed, so that it notices where it has saved one of
-    them."""
-    if VERSION >= (2, 5):
-        torch.autograd.graph.increment_version(tensors)
-    else:  # which take one at a time
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
-
-
-def caller():
-    """The `stacklevel` by which a warning of whoever calls this names the line outside of this
-    package and of torch."""
-    ours = tuple(
-        os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (_abi, torch)
-    )
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(ours):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def rows_of(shape):
-    """Rows and row length of a tensor, as the library counts them: dimension 0, and the rest
-    flattened."""
-    if not shape:
-        return 1, 1
-    length = 1
-    for size in shape[1:]:
-        length *= size
-    return shape[0], length
-
-
-def weight_format(asked, dtype, name):
-    """The format of one weight: what was asked for acts on BF16, float16 takes its namesake,
-    float32 stays as it is."""
-    if dtype not in PLAIN:
-        raise TypeError(_REFUSED.format(name=name, dtype=dtype))
-    if dtype == torch.float32:
-        if asked is not None and asked not in _abi.formats:
-            raise ValueError(
-                f"halfstep: weights={asked!r} is no format; there are: {', '.join(_abi.formats)}"
-            )
-        return "f32"
-    if asked is None:
-        asked = "bf16-sr"
-    base, dash, how = asked.partition("-")
-    found = PLAIN[dtype] + dash + how
-    if base not in ("bf16", "f16") or found not in _abi.formats:
-        raise ValueError(
-            f"halfstep: parameter {name!r} is {dtype}, which weights={asked!r} cannot store; "
-            f"formats are: {', '.join(f for f in _abi.formats if f.startswith(PLAIN[dtype]))}"
-        )
-    return found
-
-
-def overlaps(tensor):
-    """Whether two elements may share memory: sorted by stride, each dimension has to step over all
-    smaller ones."""
-    reach = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
-        if size == 0:
-            return False
-        if stride < reach:
-            return True
-        reach = stride * (size - 1) + reach
-    return False
-
-
-def check_parameter(p, name):
-    """Raises TypeError or ValueError for what cannot be stepped, whatever its device."""
-    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
-        raise ValueError(
-            f"halfstep: parameter {name!r} is not initialized; pass a batch through the lazy module"
-            " first"
-        )
-    if _sharding.is_dtensor(p):
-        return check_parameter(local(p), name)
-    if type(p) not in _ORDINARY and not (
-        isinstance(p, torch.nn.Parameter) and type(p.data) in _ORDINARY
-    ):
-        raise TypeError(
-            f"halfstep: parameter {name!r} is a {type(p).__name__}, a kind of tensor that halfstep"
-            " does not know"
-        )
-    if p.layout != torch.strided:
-        raise TypeError(
-            f"halfstep: parameter {name!r} is sparse ({p.layout}); only dense tensors can be"
-            " stepped"
-        )
-    if p.dtype not in PLAIN:
-        raise TypeError(_REFUSED.format(name=name, dtype=p.dtype))
-    if overlaps(p):
-        raise ValueError(
-            f"halfstep: elements of parameter {name!r} share memory (strides {tuple(p.stride())} of"
-            f" shape {tuple(p.shape)}, as expand() leaves them); pass it through .clone() first"
-        )
-    if p._is_zerotensor():
-        raise ValueError(
-            f"halfstep: parameter {name!r} is a tensor of zeros without memory; pass it through"
-            " .clone() first"
-        )
-
-
-def check_cpu(p, name):
-    """For what works in the process's memory alone."""
-    if p.device.type != "cpu":
-        raise ValueError(
-            f"halfstep: parameter {name!r} is on {p.device}; this works on tensors in CPU memory"
-        )
-
-
-def seed_of(seed):
-    """The number that the option `seed` stands for. None is drawn from torch's default generator,
-    so that torch.manual_seed() governs it; where torch.distributed runs it is 0, which all ranks
-    agree on without a word."""
-    if seed is not None:
-        return int(seed)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return 0
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-
-
-def create_handle(threads, seed, device=None):
-    """device: a torch.device; None: the processor. A handle on a GPU works on the stream that is
-    current there."""
-    handle = c_void_p()
-    options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
-    if device is not None and _devices.is_asynchronous(device):
-        options.device, options.stream = _devices.c_name(device), _devices.stream(device)
-    code = lib.halfstep_create(byref(options), byref(handle))
-    if code:
-        check(code, None, (lib.halfstep_error_detail(None) or b"").decode())
-    return handle
-
-
-def add_group(handle, recipe, hypers, choices):
-    index = c_int32()
-    check(lib.halfstep_add_group(handle, recipe.encode(), byref(index)), handle)
-    for key, value in choices.items():
-        check(lib.halfstep_set_choice(handle, index.value, key.encode(), value.encode()), handle)
-    for key, value in hypers.items():
-        check(lib.halfstep_set_hyper(handle, index.value, key.encode(), value), handle)
-    return index.value
-
-
-def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=False):
-    """whole: all of the tensor that `part` is one of."""
-    rows, length = rows_of(shape)
-    fields = {"ndim": len(shape), "rows": rows, "row_length": length}
-    if part is not None:
-        fields = part.whole_fields() if whole else part.fields
-    index = c_int32()
-    tensor = _abi.Tensor.new(
-        group=group, name=name.encode(), id=identity, gradient=gradient.encode(), **fields
-    )
-    try:
-        check(lib.halfstep_add_tensor(handle, byref(tensor), byref(index)), handle)
-    except _abi.HalfstepError as error:
-        raise _sharding.advice(error, part) from None
-    return index.value
-
-
-class Stream:
-    """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the
-    handle. `name` is that of the state, or "weight"; `extra`: the second tensor of a slot, scales
-    or residuals; `grid`: codes on a grid, which is a number of its own; `precise`: in a finer
-    format than the recipe's. Of a DTensor `shape` is that of the part here, `whole` and
-    `placements` those of the state.
-    """
-
-    __slots__ = (
-        "slot",
-        "extra",
-        "name",
-        "part",
-        "dtype",
-        "shape",
-        "role",
-        "grid",
-        "precise",
-        "whole",
-        "placements",
-    )
-
-    def __init__(self, slot, extra, name, part, dtype, shape, role, grid=False, precise=False):
-        self.slot, self.extra, self.name, self.part, self.dtype, self.shape, self.role = (
-            slot,
-            extra,
-            name,
-            part,
-            dtype,
-            shape,
-            role,
-        )
-        self.grid, self.precise = grid, precise
-
-    @property
-    def key(self):
-        """In `state[p]`."""
-        return self.name + self.part
-
-    def fits(self, tensor, device):
-        tensor = local(tensor)
-        return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dtype == self.dtype
-            and tuple(tensor.shape) == self.shape
-            and _devices.of(tensor) == device
-            and tensor.layout == torch.strided
-            and _devices.is_plain(tensor)
-        )
-
-    def initial(self, p, device):
-        """What it begins with beside the weight p."""
-        if self.role == _abi.ROLE_WEIGHT and not self.extra:
-            here = local(p)
-            return (
-                _devices.clone(here)
-                if _devices.of(here) == device
-                else _devices.place(_devices.contiguous(here), device)
-            )
-        return _devices.zeros(self.shape, self.dtype, device)
-
-
-def streams_of(handle, index, rule, shape, rows=None):
-    """What the library stores for a tensor of this shape here, in the order of its slots. rows: of
-    a flat buffer, 1."""
-    found, fell_back = [], False
-    count = math.prod(shape)
-    rows = rows_of(shape)[0] if rows is None else rows
-    for slot in (WEIGHT, *range(STATE, STATE + len(rule.states))):
-        info = _abi.SlotInfo.new()
-        check(lib.halfstep_get_slot_info(handle, index, slot, byref(info)), handle)
-        if info.format < 0:
-            continue
-        fmt = _abi.format_rows[info.format]
-        fell_back |= bool(info.fell_back)
-        name = info.name.decode()
-        role = 0 if slot == WEIGHT else rule.states[slot - STATE].role
-        if slot != WEIGHT:
-            code = DTYPES[fmt.code_dtype]
-            code_bytes = int(info.code_bytes)
-            if info.rows * info.columns != count:  # a vector over rows or columns
-                code_shape = (code_bytes // code.itemsize,)
-            elif code_bytes == count * code.itemsize:
-                code_shape = tuple(shape)
-            elif fmt.geometry == 0 and rows and code_bytes % rows == 0:
-                code_shape = (rows, code_bytes // rows)
-            else:
-                code_shape = (code_bytes,)
-            found.append(
-                Stream(
-                    slot,
-                    False,
-                    name,
-                    "" if code.is_floating_point else ".codes",
-                    code,
-                    code_shape,
-                    role,
-                    bool(info.grid),
-                    bool(info.precise),
-                )
-            )
-        if fmt.extra_bits or fmt.scale_bytes:
-            extra = DTYPES[fmt.extra_dtype]
-            n = int(info.extra_bytes) // extra.itemsize
-            if not fmt.block:
-                extra_shape = tuple(shape)
-            elif fmt.geometry == 0 and rows and info.blocks_per_row:
-                extra_shape = (rows, n // rows)
-            else:
-                extra_shape = (n,)
-            found.append(
-                Stream(
-                    slot,
-                    True,
-                    name,
-                    ".scale" if fmt.block else ".extra",
-                    extra,
-                    extra_shape,
-                    role,
-                    precise=bool(info.precise),
-                )
-            )
-    return found, fell_back
-
-
-def lay_out(handle, group, index, rule, part, shape, name):
-    """streams_of() a tensor that may be a part of one; `group` is its group in the handle."""
-    streams, fell_back = streams_of(handle, index, rule, shape, None if part is None else part.rows)
-    if part is not None and part.gathered:
-        part.place(streams)
-    elif part is not None and part.mesh is not None:
-        # All that is sharded has the shape of the whole, which only a handle that holds the whole
-        # can tell.
-        recipe, whole = ctypes.create_string_buffer(256), create_handle(1, 0)
-        try:
-            check(lib.halfstep_get_group_recipe(handle, group, recipe, 256), handle)
-            hypers, value = {}, c_double()
-            for key, hyper in rule.hypers.items():
-                if not hyper.per_optimizer:
-                    check(lib.halfstep_get_hyper(handle, group, key.encode(), byref(value)), handle)
-                    hypers[key] = value.value
-            place = add_tensor(
-                whole,
-                add_group(whole, recipe.value.decode(), hypers, {}),
-                name,
-                1,
-                shape,
-                "f32",
-                part,
-                whole=True,
-            )
-            part.place(streams, streams_of(whole, place, rule, part.global_shape)[0], name)
-        finally:
-            lib.halfstep_destroy(whole)
-    return streams, fell_back
-
-
-def bind_streams(handle, index, streams, tensors):
-    """Gives the library the addresses of a tensor's streams, by key."""
-    places = {}
-    for s in streams:
-        places.setdefault(s.slot, [None, None])[s.extra] = _sharding.address(tensors[s.key])
-    for slot, (main, extra) in places.items():
-        check(lib.halfstep_bind_slot(handle, index, slot, main, extra), handle)
-
-
-def _vector(handle, index, slot, shape):
-    """The shape and the rows of a slot that stores a vector over rows or columns of a matrix of
-    this shape; None for any other."""
-    if slot < STATE or len(shape) < 2:
-        return None
-    info = _abi.SlotInfo.new()
-    check(lib.halfstep_get_slot_info(handle, index, slot, byref(info)), handle)
-    count = info.rows * info.columns
-    return None if count == math.prod(shape) else ((count,), info.rows)
-
-
-def read_rows(function, handle, index, shape, *arguments, rows=None):
-    """All of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average(). rows: as for
-    streams_of()."""
-    vector = (
-        _vector(handle, index, arguments[0], shape) if function is lib.halfstep_read_slot else None
-    )
-    shape, rows = vector or (shape, rows)
-    out = torch.empty(shape, dtype=torch.float32, device="cpu")
-    if out.numel():
-        check(
-            function(
-                handle,
-                index,
-                *arguments,
-                0,
-                rows_of(shape)[0] if rows is None else rows,
-                out.data_ptr(),
-            ),
-            handle,
-        )
-    return out
-
-
-def write_rows(handle, index, slot, data, values, shape, rows=None):
-    """Stores fp32 values, in memory order, as all of a slot of a tensor of this shape."""
-    if values.numel():
-        rows = (_vector(handle, index, slot, shape) or (shape, rows))[1]
-        rows = rows_of(shape)[0] if rows is None else rows
-        check(
-            lib.halfstep_write_slot(handle, index, slot, data, 0, rows, values.data_ptr()), handle
-        )
-
-
-class Member:
-    """One parameter, tensor `index` of the handle of its device, which is where it is stepped;
-    `lies`: where its weight is. `numbers` are the small tensors of its state, `written` what they
-    hold, which is behind the library's own counts until somebody asks, and `versions` theirs and
-    the step's as this package left them.
-    """
-
-    __slots__ = (
-        "p",
-        "group",
-        "position",
-        "name",
-        "id",
-        "handle",
-        "index",
-        "gradient",
-        "recipe",
-        "streams",
-        "bound",
-        "step",
-        "numbers",
-        "written",
-        "versions",
-        "shape",
-        "dtype",
-        "strides",
-        "dense",
-        "address",
-        "part",
-        "device",
-        "lies",
-        "full",
-        "stage",
-    )
-
-    def __init__(self, p, group, position, name, device, part=None):
-        self.p, self.group, self.position, self.name, self.part = p, group, position, name, part
-        here = local(p)
-        self.shape, self.dtype, self.strides, self.dense = (
-            tuple(here.shape),
-            p.dtype,
-            here.stride(),
-            _devices.is_plain(here),
-        )
-        self.address, self.lies, self.device = here.data_ptr(), _devices.of(here), device
-        self.bound, self.full = (), None
-        #: what brings its states here from the process's memory and back (streaming.py), or None
-        self.stage = None
-
-    @property
-    def gathered(self):
-        """Whether the library has all of it, and this process keeps a part."""
-        return self.part is not None and self.part.gathered
-
-    @property
-    def offloaded(self):
-        """Whether it is stepped elsewhere than its weight lies."""
-        return self.lies != self.device
-
-    @property
-    def kept(self):
-        """The device that its states are kept on between steps."""
-        return self.device if self.stage is None else _HOST
-
-    def states(self, written=True):
-        """As DevicePart.states(), of this one."""
-        return _NOTHING if self.stage is None else self.stage.states(self, written)
-
-    @property
-    def whole(self):
-        """The shape that the library has of it."""
-        return self.part.global_shape if self.gathered else self.shape
-
-    @property
-    def rows(self):
-        """As streams_of() takes it."""
-        return None if self.part is None else self.part.rows
-
-    def wrap(self, stream, tensor):
-        """What is kept of a tensor of this process."""
-        return tensor if self.part is None else self.part.wrap(stream, tensor)
-
-
-def formats_of(groups):
-    """The formats that the groups ask for, which a handle is made for."""
-    return [(group.get("weights"), group.get("states")) for group in groups]
-
-
-class Plain:
-    """What `Optimizer._gather_plain` compares with, as lists over all members."""
-
-    def __init__(self, engine, states):
-        members = engine.members
-        formats = {name: dtype for dtype, name in PLAIN.items()}
-        self.params = engine.params
-        self.dtypes = [formats[m.gradient] for m in members]
-        self.weight_dtypes = [m.dtype for m in members]
-        self.shapes = [m.p.shape for m in members]
-        self.numels = [m.p.numel() for m in members]
-        self.weights = [m.address for m in members]
-        self.states = [states[m.p] for m in members]
-        self.steps = [m.step for m in members]
-        # Where a number lies is asked only beside no other state: what moves states moves all of
-        # them. Its memory stays.
-        numbers = [
-            [m.step, *(tensor for key, tensor, _ in m.bound if key.endswith(_layout.GRID))]
-            for m in members
-        ]
-        streams = [
-            [tensor for key, tensor, _ in m.bound if not key.endswith(_layout.GRID)]
-            for m in members
-        ]
-        self.tensors = [tensor for pair in zip(streams, numbers) for tensor in pair[0] or pair[1]]
-        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        self.memory = [tensor.untyped_storage() for held in numbers for tensor in held]
-        # What the library writes, and counts no version for: those of others are noticed by one.
-        self.counts = [m.numbers[key] for m in members for key in engine.shown]
-        self.step_versions = [m.versions["step"] for m in members]
-        self.count_versions = [m.versions[key] for m in members for key in engine.shown]
-        # All of `optimizer.state`, in its order: cheaper to compare than to look parameters up.
-        self.keys, self.values = list(states), list(states.values())
-        # For each key of a state: the states that have it, and what they had there.
-        streams = {"step": (self.states, self.steps)}
-        for m, state in zip(members, self.states):
-            for key, tensor, _ in m.bound:
-                held = streams.setdefault(key, ([], []))
-                held[0].append(state)
-                held[1].append(tensor)
-        self.streams = [(key, *held) for key, held in streams.items()]
-        #: made when a step has found everything as it was: of all weights and of all gradients, or
-        #: None; and how often
-        self.guards, self.guarded = None, 0
-
-
-def declare(handle, optimizer, wanted):
-    """Adds the groups and tensors of `wanted` (parameter, group index, position in the group,
-    gradient format) to an empty handle: the members, the library's groups by (group index, recipe),
-    and the names of those too small for blocks.
-    """
-    rule = _abi.rules[optimizer.rule]
-    members, c_groups, fallen = [], {}, []
-    identities = optimizer._identities([p for p, _, _, _ in wanted])
-    for p, g, position, gradient in wanted:
-        group = optimizer.param_groups[g]
-        name = optimizer._name_of(g, position)
-        m = Member(
-            p,
-            g,
-            position,
-            name,
-            optimizer._home(p),
-            _sharding.part_of(p, name, optimizer.flat, optimizer.rule),
-        )
-        m.gradient, m.recipe = gradient, optimizer._full_recipe(g, position)
-        key = (g, m.recipe)
-        if key not in c_groups:
-            c_groups[key] = add_group(
-                handle, m.recipe, optimizer._hypers(group), optimizer._choices(group)
-            )
-        m.id = identities[p]
-        m.handle = handle
-        m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.whole, gradient, m.part)
-        m.streams, fell_back = lay_out(
-            handle, c_groups[key], m.index, rule, m.part, m.whole, m.name
-        )
-        if fell_back:
-            fallen.append(m.name)
-        members.append(m)
-    return members, c_groups, fallen
-
-
-class Group:
-    """A group of a handle: the place of the optimizer's group that it is of, and its index in the
-    handle."""
-
-    __slots__ = (
-        "place",
-        "handle",
-        "device",
-        "index",
-        "of",
-        "count",
-        "values",
-        "given",
-        "steps",
-        "lr",
-    )
-
-    def __init__(self, place, handle, device, index, groups):
-        self.place, self.index, self.of, self.count = place, index, groups[place], len(groups)
-        self.handle, self.device = handle, device
-        # What the group held when hyper-parameters were last set, what was set, and the steps that
-        # it was last told.
-        self.values, self.given, self.steps = None, {}, None
-        #: where a GPU reads the lr, if that is a tensor on it
-        self.lr = None
-
-    def take_lr(self, lr):
-        """Has an lr that is a tensor on the GPU read there at each step: without a wait, and anew
-        at every replay of a graph. Says whether it is such."""
-        if (
-            not isinstance(lr, torch.Tensor)
-            or not _devices.is_asynchronous(_devices.of(lr))
-            or not _devices.is_asynchronous(self.device)
-        ):
-            if self.lr is not None:
-                check(lib.halfstep_bind_hyper(self.handle, self.index, b"lr", None), self.handle)
-                self.lr = None
-            return False
-        if self.lr is None:
-            self.lr = _devices.zeros((), torch.float64, self.device)
-            check(
-                lib.halfstep_bind_hyper(self.handle, self.index, b"lr", self.lr.data_ptr()),
-                self.handle,
-            )
-            self.given.pop("lr", None)
-        self.lr.copy_(lr.reshape(()))
-        return True
-
-    def among(self, groups):
-        """The optimizer's group, wherever it is by now; None where it was removed."""
-        if self.place < len(groups) and groups[self.place] is self.of:
-            return self.of
-        return next(
-            (group for group in groups if group is self.of),
-            groups[self.place] if len(groups) == self.count else None,
-        )
-
-
-class DevicePart:
-    """A handle: of `n` members from number `first` on, all of one device, whose pointers are parts
-    of the engine's."""
-
-    __slots__ = ("handle", "device", "first", "n", "stage", "stream", "scale", "counted")
-
-    def __init__(self, handle, device):
-        self.handle, self.device, self.first, self.n = handle, device, 0, 0
-        self.scale = None
-        self.stream = _devices.stream(device) if _devices.is_asynchronous(device) else None
-        #: its own skipped steps that tell() has seen
-        self.counted = 0
-        #: where states are during a step that are kept elsewhere (streaming.py), or None
-        self.stage = None
-
-    @property
-    def asynchronous(self):
-        return _devices.is_asynchronous(self.device)
-
-    def slice(self, pointers):
-        """Of an array for all members."""
-        return (
-            None
-            if pointers is None
-            else (c_void_p * self.n).from_buffer(pointers, self.first * ctypes.sizeof(c_void_p))
-        )
-
-    def states(self, needed=True, written=True):
-        """While this is entered, states are where the handle thinks they are; and are kept after it
-        where it has written them."""
-        return self.stage.states(written=written) if self.stage is not None and needed else _NOTHING
 
 
 class Engine:
@@ -702,27 +32,27 @@ class Engine:
     handle = None
     parts = ()
 
-    def __init__(self, optimizer, wanted):
-        """wanted: as for declare()."""
-        self.optimizer_state = optimizer.state
-        self.rule = _abi.rules[optimizer.rule]
+    def __init__(self, settings, groups, state, divided, meant):
+        """groups, state: of the optimizer. divided: for each handle its device, what brings states
+        there (streaming.py) or None, and a list of Wanted. meant: as for declare()."""
+        self.optimizer_state = state
+        self.rule = _abi.rules[settings.rule]
         #: keys of the numbers that the library writes into a state
         self.shown = (*_layout.COUNTERS, *self.rule.scalars)
-        self.threads = optimizer._threads_now()
-        groups = optimizer.param_groups
+        self.threads, self.settings = settings.threads, None
         self.formats = formats_of(groups)
         self.parts = []
         try:
             self.choices = {}
             self.clip_norm = self.gradient_scale = None
             self.members, self.groups = [], []
-            for device, stage, some in optimizer._divide(wanted) or [(_HOST, None, [])]:
-                part = DevicePart(create_handle(self.threads, optimizer.seed, device), device)
+            for device, stage, some in divided or [(_HOST, None, [])]:
+                part = DevicePart(create_handle(self.threads, settings.seed, device), device)
                 self.parts.append(part)
-                members, c_groups, _ = declare(part.handle, optimizer, some)
+                members, c_groups, _ = declare(part.handle, settings, some, meant)
                 part.first, part.n, part.stage = len(self.members), len(members), stage
                 if stage is not None:
-                    stage.take(members, optimizer.state)
+                    stage.take(members, state)
                 for m in members:
                     m.stage = stage
                 self.members += members
@@ -733,14 +63,17 @@ class Engine:
             self.asynchronous = any(part.asynchronous for part in self.parts)
             self.index_of = {m.p: i for i, m in enumerate(self.members)}
             # From here on nothing can go wrong but memory: states come into being all together.
-            fresh = [(m, *self._create_state(optimizer, m)) for m in self.members]
+            fresh = [
+                (m, *_convert.create_state(self.rule, m, state, meant[m.group][0]))
+                for m in self.members
+            ]
             #: whose residual or error code is new here
             self.converted = [m.p for m, made, _, _ in fresh if "weight.extra" in made]
             for m, made, obsolete, weight in fresh:
-                state = optimizer.state[m.p]
-                state.update(made)
-                for key in obsolete & set(state):
-                    del state[key]
+                held = state[m.p]
+                held.update(made)
+                for key in obsolete & set(held):
+                    del held[key]
                 if weight is not None:
                     with torch.no_grad():
                         local(m.p).copy_(weight)
@@ -750,8 +83,8 @@ class Engine:
                         lib.halfstep_allocate_states(part.handle), part.handle
                     )  # of no bytes: there is nothing to bind
             for m in self.members:
-                self._bind(m, optimizer.state[m.p])
-                self._restore_counters(m, optimizer.state[m.p])
+                self._bind(m, state[m.p])
+                self._restore_counters(m, state[m.p])
             self.told = None
             self.take_told(groups)
         except BaseException:
@@ -770,71 +103,10 @@ class Engine:
             m.dense and m.address and not m.offloaded and not _sharding.is_dtensor(m.p)
             for m in self.members
         )
-        self.plain = Plain(self, optimizer.state) if plain else None
-        self.ranks = _sharding.Ranks(optimizer, self)
+        self.plain = Plain(self, state) if plain else None
+        self.ranks = _ranks.Ranks(settings, groups, self)
 
     # ---- Building --------------------------------------------------------------------------------
-
-    def _create_state(self, optimizer, m):
-        """_created(), sharded as the parameter is."""
-        made, obsolete, weight = self._created(optimizer, m)
-        streams = {s.key: s for s in m.streams}
-        with torch.no_grad():
-            if m.stage is not None:
-                for key in streams:
-                    held = made[key] if key in made else local(optimizer.state[m.p][key])
-                    if not _devices.is_pinned(held):
-                        made[key] = _devices.pinned(held.shape, held.dtype).copy_(held)
-            return (
-                {key: m.wrap(streams.get(key), value) for key, value in made.items()},
-                obsolete,
-                weight,
-            )
-
-    def _created(self, optimizer, m):
-        """The tensors of `state[p]` that are not there yet, or not as the recipe wants them; the
-        keys that go; and the weight, if another format stores it otherwise."""
-        state = optimizer.state.get(m.p) or {}
-        made, obsolete, weight = {}, set(), None
-        old = _layout.recipe_of(state, m.name)
-        has = any(key in state for key in _layout.keys_of(self.rule))
-        # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first
-        # step.
-        steps = _layout.step_count(state, m.name, int(has))
-        if not _layout.is_step(state.get("step")):
-            made["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
-        if old != m.recipe:
-            made["recipe"] = _layout.number(_layout.pack_recipe(m.recipe), "recipe")
-        initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
-        for key in _layout.numbers_of(self.rule, m.streams):
-            if key not in made and not _layout.is_number(state.get(key), key):
-                value = _layout.take_number(state, key, m.name)
-                made[key] = _layout.number(
-                    initial.get(key, _layout.initial(key)) if value is None else value, key
-                )
-        begins = (
-            has and not steps and old is not None
-        )  # what starts as a copy of the weight follows it until the first step
-        if (
-            has
-            and old in (m.recipe, None)
-            and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.streams))
-            and all(s.key in state and s.fits(state[s.key], m.kept) for s in m.streams)
-        ):
-            return made, obsolete, weight
-        if has and (old != m.recipe or _convert.coarse_states(m.streams, state)):
-            streams, obsolete, weight = _convert.convert(optimizer, m, state, old)
-            made.update(streams)
-            return made, obsolete, weight
-        for s in m.streams:
-            if s.key in state and not (begins and s.role == _abi.ROLE_WEIGHT):
-                if has and not s.fits(state[s.key], m.kept):
-                    moved = _devices.place(_convert.adopt(state[s.key], s, m.name), m.kept)
-                    if moved is not state[s.key]:
-                        made[s.key] = moved
-            else:
-                made[s.key] = s.initial(m.p, m.kept)
-        return made, obsolete, weight
 
     def _bind(self, m, state):
         where = (
@@ -893,8 +165,8 @@ class Engine:
 
     # ---- Between steps ---------------------------------------------------------------------------
 
-    def save_counters(self, optimizer):
-        """Writes what the handle alone knows into `state` and `param_groups`. What somebody else
+    def save_counters(self, states, groups):
+        """Writes what the handle alone knows into the states and groups of the optimizer. What somebody else
         has written there since stays, and counts: False says that there was such, so that the
         handle has to be built anew."""
         if not self.handle:
@@ -904,7 +176,7 @@ class Engine:
         value = c_double()
         for m in self.members:
             # Tensors that were replaced live until the library no longer writes to them.
-            state, replaced, ours = optimizer.state.get(m.p), [], True
+            state, replaced, ours = states.get(m.p), [], True
             if not state:
                 continue
             check(lib.halfstep_get_counters(m.handle, m.index, byref(counters)), m.handle)
@@ -943,7 +215,7 @@ class Engine:
                     m.written[key] = now[key]
             if replaced:
                 self._bind_numbers(m)
-        self.tell(optimizer.param_groups)
+        self.tell(groups)
         return alone
 
     def tell(self, groups):
@@ -999,70 +271,42 @@ class Engine:
         if not exiting():
             self.destroy()
 
-    def refresh(self, optimizer):
-        """Hyper-parameters as they are now. False where they change what exists, so that the handle
-        has to be built anew."""
-        self.take_told(optimizer.param_groups)
-        optimizer._check_rates()
+    def changed(self, groups):
+        """The groups of the handles whose hyper-parameters have to be set again, each with the
+        optimizer's."""
         for entry in self.groups:
-            handle, group = entry.handle, optimizer.param_groups[entry.place]
-            values = [
-                v
-                for key, v in group.items()
-                if key not in _NO_HYPERS and not (key == "d" and self.rule.totals)
-            ]
-            cached = entry.values
-            # Numbers are replaced, never changed: the same objects mean the same numbers. Tensors
-            # and lists are read again.
-            if cached is not None and len(cached) == len(values) and all(map(is_, values, cached)):
-                continue
-            if not entry.take_lr(group["lr"]):
-                optimizer._check_reference(group)
-            hypers = optimizer._hypers({**group, "lr": 0.0} if entry.lr is not None else group)
-            if entry.lr is not None:
-                del hypers["lr"]
-            choices = optimizer._choices(group)
-            before = entry.given
-            for key, value in hypers.items():
-                if before.get(key) != value:
-                    code = lib.halfstep_set_hyper(handle, entry.index, key.encode(), value)
-                    if code == _abi.ERROR_ORDER:
-                        return False
-                    check(code, handle)
-            for key, value in choices.items():
-                if before.get("choice " + key) != value:
-                    check(
-                        lib.halfstep_set_choice(handle, entry.index, key.encode(), value.encode()),
-                        handle,
-                    )
-            entry.given = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
-            entry.values = (
-                None if any(isinstance(v, (torch.Tensor, list, dict)) for v in values) else values
-            )
-        if self.clip_norm != optimizer.clip_norm:
+            if entry.differs(groups[entry.place], self.rule.totals):
+                yield entry, groups[entry.place]
+
+    def take_settings(self, settings):
+        """Options of the optimizer as they are now."""
+        if settings == self.settings:
+            return
+        if self.clip_norm != settings.clip_norm:
             for part in self.parts:
                 check(
                     lib.halfstep_set_hyper(
-                        part.handle, -1, b"clip_norm", float(optimizer.clip_norm or 0.0)
+                        part.handle, _abi.ALL_GROUPS, b"clip_norm", float(settings.clip_norm or 0.0)
                     ),
                     part.handle,
                 )
-            self.clip_norm = optimizer.clip_norm
+            self.clip_norm = settings.clip_norm
         for key in ("scan", "clip", "generator"):
-            value = getattr(optimizer, key)
+            value = getattr(settings, key)
             if value is not None and value != self.choices.get(key):
                 for part in self.parts:
                     check(
-                        lib.halfstep_set_choice(part.handle, -1, key.encode(), value.encode()),
+                        lib.halfstep_set_choice(
+                            part.handle, _abi.ALL_GROUPS, key.encode(), value.encode()
+                        ),
                         part.handle,
                     )
                 self.choices[key] = value
-        threads = optimizer._threads_now()
-        if threads != self.threads:
+        if settings.threads != self.threads:
             for part in self.parts:
-                check(lib.halfstep_set_threads(part.handle, threads), part.handle)
-            self.threads = threads
-        return True
+                check(lib.halfstep_set_threads(part.handle, settings.threads), part.handle)
+            self.threads = settings.threads
+        self.settings = settings
 
     def set_gradient_scale(self, scale):
         if self.gradient_scale != scale:
@@ -1170,6 +414,15 @@ class Engine:
                 return lib.halfstep_accumulate_states(self.handle, self.gradients), self.handle
             return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
 
+    def step_one(self, m, weight, gradient, micro):
+        """An update of one member, or a micro-batch: its code."""
+        with m.states():
+            if self.ranks.divided:
+                return self.ranks.step_one(m.p, None if micro else weight, gradient, micro)
+            if micro:
+                return lib.halfstep_accumulate_states_tensor(m.handle, m.index, gradient)
+            return lib.halfstep_step_tensor(m.handle, m.index, weight, gradient)
+
     def end_round(self, clipped):
         """The end of a round of gradient release: its code."""
         if clipped and (self.ranks.needed or len(self.parts) > 1):
@@ -1194,40 +447,3 @@ class Engine:
             )
         m.strides, m.dense, m.address = p.stride(), _devices.is_plain(p), p.data_ptr()
         return True
-
-
-class SparseGradientError(RuntimeError, TypeError):
-    """What torch's own optimizers raise where a gradient is sparse is a RuntimeError; other wrong
-    gradients are TypeErrors here."""
-
-
-def check_gradient(p, grad, name):
-    """The format of a gradient; raises for what is none. Of DTensors both are what lies here."""
-    p, grad = local(p), local(grad)
-    if type(grad) not in _ORDINARY:
-        raise TypeError(
-            f"halfstep: the gradient of {name!r} is a {type(grad).__name__}, a kind of tensor that"
-            " halfstep does not know"
-        )
-    if grad.layout != torch.strided:
-        raise SparseGradientError(
-            f"halfstep: the gradient of {name!r} is sparse; only dense gradients can be used "
-            "(torch.nn.Embedding(sparse=False))"
-        )
-    if grad.dtype not in PLAIN:
-        raise TypeError(
-            f"halfstep: the gradient of {name!r} is {grad.dtype}; float32, bfloat16 and float16 can"
-            " be used"
-        )
-    if _devices.of(grad) != _devices.of(p):
-        raise ValueError(
-            f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on"
-            f" {_devices.of(p)}"
-        )
-    if grad.shape != p.shape:
-        raise ValueError(
-            f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter"
-            f" {tuple(p.shape)}"
-        )
-    _devices.check_memory(grad, f"the gradient of {name!r}")
-    return PLAIN[grad.dtype]

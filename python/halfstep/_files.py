@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 
 from . import _abi, _layout, _names, _sharding
-from ._engine import rows_of
+from ._parameters import rows_of
 
 FORMAT = "halfstep optimizer 1"
 
@@ -18,28 +18,28 @@ FORMAT = "halfstep optimizer 1"
 # ---- Writing -------------------------------------------------------------------------------------
 
 
-def _tensors(optimizer):
+def _tensors(groups, names):
     """The tensors and the metadata of the file."""
-    rule = _abi.rules[optimizer.rule]
-    first = optimizer.param_groups[0]
+    rule = _abi.rules[groups.rule]
+    first = groups[0]
     metadata = {
         "format": FORMAT,
-        "rule": optimizer.rule,
-        "seed": str(optimizer.seed),
-        "generator": optimizer.generator,
+        "rule": groups.rule,
+        "seed": str(groups.seed),
+        "generator": groups.generator,
         "skipped_steps": str(first.get("skipped_steps", 0)),
         "gradient_norm": float(first.get("last_norm", 0.0)).hex(),
     }
     tensors = {}
     small = {"step", *_layout.numbers_of(rule)}
-    for g, group in enumerate(optimizer.param_groups):
-        for key, value in optimizer._hypers(group).items():
+    for g, group in enumerate(groups):
+        for key, value in groups.hypers(group).items():
             metadata[f"group.{g}.{key}"] = repr(float(value))
-        for key, value in optimizer._choices(group).items():
+        for key, value in groups.choices(group).items():
             metadata[f"group.{g}.{key}"] = value
         metadata[f"group.{g}.steps"] = str(group.get("group_steps", 0))
         for i, p in enumerate(group["params"]):
-            name, held = optimizer._name_of(g, i), optimizer.state.get(p)
+            name, held = names.of(g, i), groups.state.get(p)
             metadata[f"group_of.{name}"] = str(g)
             if not held:
                 continue
@@ -116,22 +116,21 @@ def _replace(path, write):
     _sync(folder, os.O_RDONLY)
 
 
-def _refuse_parts(optimizer):
+def _refuse_parts(groups):
     _sharding.refuse(
-        (p for group in optimizer.param_groups for p in group["params"]),
+        groups.params(),
         "a safetensors file",
         "torch.distributed.checkpoint saves them, for any number of ranks",
     )
 
 
-def save(optimizer, path):
-    """optimizer.save_safetensors()"""
+def save(groups, names, sync, path):
+    """save_safetensors() of an optimizer. sync: brings its states up to date."""
     from safetensors.torch import save_file
 
-    _refuse_parts(optimizer)
-    optimizer._notice()
-    optimizer._sync()
-    tensors, metadata = _tensors(optimizer)
+    _refuse_parts(groups)
+    sync()
+    tensors, metadata = _tensors(groups, names)
     _replace(os.fspath(path), lambda temporary: save_file(tensors, temporary, metadata))
 
 
@@ -211,14 +210,9 @@ def _weight(file, path, name, p, key):
     return weight
 
 
-def _named(optimizer, metadata, others, path):
-    """The name in the file of each name here. Files whose names are not those of this optimizer are
+def _named(ours, metadata, others, path):
+    """The name in the file of each of our names. Files whose names are not those of this optimizer are
     refused; those that do not say which tensors they are of hold as many as they hold."""
-    ours = [
-        optimizer._name_of(g, i)
-        for g, group in enumerate(optimizer.param_groups)
-        for i in range(len(group["params"]))
-    ]
     told = sorted(key.partition(".")[2] for key in metadata if key.startswith("group_of."))
     if not told:
         theirs = sorted(
@@ -234,19 +228,20 @@ def _named(optimizer, metadata, others, path):
     return {name: told[place] for name, place in zip(ours, found)}
 
 
-def load(optimizer, path):
-    """optimizer.load_safetensors()"""
+def load(groups, names, path):
+    """Reads a file for load_safetensors() of an optimizer. Returns the state dictionary, the
+    generator, and (parameter, weight) of each weight that the file holds."""
     from safetensors import safe_open
 
-    _refuse_parts(optimizer)
+    _refuse_parts(groups)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise ValueError(f"halfstep: {path} holds no optimizer of halfstep")
         rule = metadata.get("rule") or metadata.get("recipe", "").partition("/")[0]
-        if rule != optimizer.rule:
+        if rule != groups.rule:
             raise ValueError(
-                f"halfstep: {path} is of the rule {rule!r}, this optimizer of {optimizer.rule!r}"
+                f"halfstep: {path} is of the rule {rule!r}, this optimizer of {groups.rule!r}"
             )
         streams, weight_keys, weights = defaultdict(list), {}, []
         for key in file.keys():
@@ -255,53 +250,46 @@ def load(optimizer, path):
                 weight_keys[name] = key
             else:
                 streams[name].append((stream, key))
-        named = _named(optimizer, metadata, {*streams, *weight_keys}, path)
-        places = {
-            p: i
-            for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
-        }
+        ours = [names.of(g, i) for g, i, _ in groups.members()]
+        named = _named(ours, metadata, {*streams, *weight_keys}, path)
+        places = {p: i for i, p in enumerate(groups.params())}
         found = {
             "state": {},
             "param_groups": [
-                {**group, "params": [places[p] for p in group["params"]]}
-                for group in optimizer.param_groups
+                {**group, "params": [places[p] for p in group["params"]]} for group in groups
             ],
         }
-        for g, (group, saved) in enumerate(zip(optimizer.param_groups, found["param_groups"])):
+        for g, (group, saved) in enumerate(zip(groups, found["param_groups"])):
             # The C program's files do not say which tensor is of which group; theirs are then taken
             # in order.
             source = str(g)
             for i, p in enumerate(group["params"]):
-                name = named[optimizer._name_of(g, i)]
+                name = named[names.of(g, i)]
                 source = metadata.get(f"group_of.{name}", source)
                 if name in weight_keys:
                     weights.append((p, _weight(file, path, name, p, weight_keys[name])))
                 state = _state(file, path, metadata, name, p, streams[name])
                 if state is not None:
                     found["state"][places[p]] = state
-                elif p in optimizer.state or streams[name]:
+                elif p in groups.state or streams[name]:
                     raise ValueError(f"halfstep: {path} has no counters of parameter {name!r}")
             saved["group_steps"] = _parsed(metadata, f"group.{source}.steps", int, path, 0)
             saved["skipped_steps"] = _parsed(metadata, "skipped_steps", int, path, 0)
             saved["last_norm"] = _parsed(metadata, "gradient_norm", float.fromhex, path, 0.0)
             saved["seed"] = _parsed(metadata, "seed", int, path, saved.get("seed", 0))
-            _take_hypers(optimizer, saved, metadata, source, path)
-        generator = metadata.get("generator", optimizer.generator)
+            _take_hypers(groups, saved, metadata, source, path)
+        generator = metadata.get("generator", groups.generator)
         if generator is not None and generator not in _abi.choices("generator"):
             raise ValueError(
                 f"halfstep: {path} draws random bits from {generator!r}, which this library does"
                 " not have"
             )
-    optimizer.load_state_dict(found)
-    optimizer.generator = generator
-    with torch.no_grad():
-        for p, weight in weights:
-            p.copy_(weight)
+    return found, generator, weights
 
 
-def _take_hypers(optimizer, saved, metadata, source, path):
+def _take_hypers(groups, saved, metadata, source, path):
     """Hyper-parameters of one group of the file."""
-    for name in _abi.rules[optimizer.rule].hypers:
+    for name in _abi.rules[groups.rule].hypers:
         value = _parsed(metadata, f"group.{source}.{name}", float, path)
         if value is not None:
-            optimizer._take_hyper(saved, name, value)
+            groups.take_hyper(saved, name, value)

@@ -3,18 +3,29 @@ common: they are optimizers of the class of a recipe, and leave small parameters
 
 from typing import Any, Type, Union
 
-from . import rules
+from . import _devices, _sharding, rules
+from ._placement import Placement
 from .optimizer import Optimizer, Params
 
 _made = {}
 
 
+class HostedPlacement(Placement):
+    """Where optimizers of Hosted step and keep states."""
+
+    def may_leave(self, p):
+        """Tells whether states of p can be in the process's memory while it is on a GPU."""
+        here = _sharding.local(p)
+        return (
+            _devices.is_asynchronous(_devices.of(here))
+            and here.numel() > 0
+            and not _sharding.is_gathered(self.groups.rule, p)
+        )
+
+
 class Hosted(Optimizer):
     """Base of `CPUOffload` and `StateStreaming`: an optimizer of the class of `recipe`, a string or
     a class of this package."""
-
-    #: made by _begin(): not saved and not copied
-    _own = ()
 
     def __new__(cls, params=None, recipe: Union[str, Type[Optimizer]] = "adamw", **_):
         return object.__new__(_with(cls, _split(recipe, cls)[0]) if not cls.rule else cls)
@@ -34,22 +45,7 @@ class Hosted(Optimizer):
                 "halfstep: a step whose states leave the GPU cannot be traced: compile=True"
             )
         self.minimal_size = minimal_size
-        self._begin()
         super().__init__(params, **{**_split(recipe, type(self))[1], **options})
-
-    def _begin(self):
-        """Makes what `_own` names."""
-
-    def __getstate__(self):
-        state = super().__getstate__()
-        for key in self._own:
-            state.pop(key, None)
-        return state
-
-    def __setstate__(self, state):
-        if self._own[0] not in self.__dict__:
-            self._begin()
-        super().__setstate__(state)
 
     def __reduce_ex__(self, protocol):
         kind = next(c for c in type(self).__mro__ if issubclass(c, Hosted) and not c.rule)

@@ -21,7 +21,7 @@ state that way.
                                         written by the library at every update, as `step` is
 
 Older versions kept numbers in place of the small tensors, ids and recipes as lists in the groups,
-and codes under the names of states; modernize() brings such states here.
+and codes under the names of states; _older.py brings such states here.
 """
 
 import ctypes
@@ -262,85 +262,3 @@ def check_told(key, value, place):
     if not good:
         means = "is no norm" if key == "last_norm" else "counts nothing"
         raise ValueError(f"halfstep: {key!r} of group {place} is {value!r}, which {means}")
-
-
-# ---- Older layouts and nested dictionaries -------------------------------------------------------
-
-
-def flat(state):
-    """A state without nested dictionaries: torch's flattened checkpoints come back with one where a
-    key of ours is missing, or begins several keys of the file."""
-    out = {}
-    for key, value in state.items():
-        if isinstance(value, dict):
-            out.update((f"{key}.{part}", inner) for part, inner in flat(value).items())
-        else:
-            out[key] = value
-    return out
-
-
-def _aligned(group, key, place):
-    """A list of a group of older versions, taken out of it; None if there is none."""
-    values = group.pop(key, None)
-    if values is not None and (
-        not isinstance(values, (list, tuple)) or len(values) != len(group["params"])
-    ):
-        raise ValueError(
-            f"halfstep: {key!r} of group {place} is no list of one for each of its parameters"
-        )
-    return values
-
-
-def modernize(optimizer, states, groups):
-    """Brings states of older versions, by parameter, and their groups into today's layout. Ids of
-    parameters that have no states yet go to `optimizer._ids`."""
-    rule = _abi.rules[optimizer.rule]
-    names = {s.name for s in rule.states}
-    for g, group in enumerate(groups):
-        ids, recipes = _aligned(group, "ids", g), _aligned(group, "recipes", g)
-        for i, p in enumerate(group["params"]):
-            name, state = optimizer._name_of(g, i), states.get(p)
-            identity = ids[i] if ids is not None else None
-            if identity is not None and (
-                isinstance(identity, bool)
-                or not isinstance(identity, int)
-                or not 0 < identity < 2**64
-            ):
-                raise ValueError(f"halfstep: the id of parameter {name!r} is {identity!r}")
-            if not isinstance(state, dict) or not state:
-                if identity is not None:
-                    optimizer._ids[p] = identity
-                continue
-            new = flat(state)
-            for key in WHOLE:
-                if isinstance(new.get(key), torch.Tensor) and new[key].is_floating_point():
-                    del new[key]  # torch's optimizers cast what they do not know
-            for key in names & set(new):
-                if isinstance(new[key], torch.Tensor) and not new[key].is_floating_point():
-                    new[key + ".codes"] = new.pop(key)
-            if identity is not None:
-                new.setdefault("id", number(signed(identity), "id"))
-            recipe = recipes[i] if recipes is not None else None
-            if recipe is None and "recipe" not in new and any(key.endswith(PARTS) for key in new):
-                recipe = optimizer._full_recipe(
-                    g, i
-                )  # of before recipes were kept: the streams are as good
-            if recipe is not None:
-                try:
-                    new.setdefault(
-                        "recipe", number(pack_recipe(_abi.recipe_full(recipe)), "recipe")
-                    )
-                except (ValueError, AttributeError):
-                    raise ValueError(
-                        f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r},"
-                        " which this library does not have"
-                    ) from None
-            if "step" in new and not is_step(new["step"]) and whole(new["step"]) is not None:
-                new["step"] = torch.tensor(
-                    float(whole(new["step"])), dtype=torch.float32, device="cpu"
-                )
-            for key in numbers_of(rule):
-                if key in new and not is_number(new[key], key):
-                    new[key] = number(take_number(new, key, name), key)
-            state.clear()
-            state.update(new)

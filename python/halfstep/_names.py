@@ -1,6 +1,10 @@
-"""Parameters of a saved state and of an optimizer, matched by their names."""
+"""What each parameter of an optimizer is called, by people and by the library; and parameters of a
+saved state and of an optimizer, matched by their names."""
 
 from itertools import chain
+
+from . import _abi, _sharding
+from ._parameters import weight_format
 
 #: parts that wrappers put into names: torch.compile, FSDP1, activation checkpointing
 _HIDDEN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -96,12 +100,12 @@ def _permuted(group, order):
     return out
 
 
-def align(optimizer, groups):
-    """Saved groups in the order of an optimizer's, where both sides have names for all parameters;
-    by the number of a parameter here, the name that it has here and the other one that it was saved
-    with; and whether no name matched, so that positions count.
+def align(ours, groups):
+    """Saved groups in the order of an optimizer's, whose names (Names.all()) are `ours`, where both
+    sides have names for all parameters; by the number of a parameter here, the name that it has
+    here and the other one that it was saved with; and whether no name matched, so that positions
+    count.
     """
-    ours = optimizer._all_names()
     if len(groups) != len(ours):
         return groups, {}, False  # which torch complains about
     theirs = [list(group.get("param_names") or [None] * len(group["params"])) for group in groups]
@@ -164,3 +168,132 @@ def align(optimizer, groups):
         out.append({**group, "param_names": list(names)})
         at += len(names)
     return out, renamed, False
+
+
+class Names:
+    """The names, ids and recipes of an optimizer's parameters.
+
+    given    names that were given with parameters
+    roster   the same by place, for each group
+    ids      ids of older files, of parameters that have no states yet
+    """
+
+    def __init__(self, groups):
+        self.groups = groups
+        self.given, self.roster, self.ids = {}, [], {}
+
+    def saved(self):
+        """What pickles keep of it, under the names that they have had from the first version on."""
+        return {"_names": dict(self.given), "_roster": self.roster, "_ids": dict(self.ids)}
+
+    def restore(self, saved):
+        """Takes what saved() gave out of a pickle. Older ones lack some of it."""
+        self.given = saved.pop("_names", self.given)
+        self.roster = saved.pop("_roster", self.roster)
+        self.ids = saved.pop("_ids", self.ids)
+
+    # ---- Names -----------------------------------------------------------------------------------
+
+    def known(self, p):
+        """The name that was given with a parameter or by name_parameters(), or None."""
+        return self.given.get(p) or getattr(p, "_halfstep_name", None)
+
+    def of(self, group_index, position):
+        """The name of a parameter, or its place."""
+        p = self.groups[group_index]["params"][position]
+        return self.known(p) or f"{position} of group {group_index}"
+
+    def find(self, p):
+        """The same of a parameter wherever it is; "?" if it is in no group."""
+        return next((self.of(g, i) for g, i, other in self.groups.members() if other is p), "?")
+
+    def all(self):
+        """known() of all parameters, a list for each group."""
+        self.refresh()
+        return [[self.known(p) for p in group["params"]] for group in self.groups]
+
+    def refresh(self):
+        """Names stay with their parameters, or with their places where parameters were replaced, as
+        sharding does."""
+        names, groups = {}, self.groups.param_groups
+        for g, group in enumerate(groups):
+            roster = self.roster[g] if len(self.roster) == len(groups) else ()
+            for i, p in enumerate(group["params"]):
+                name = self.given.get(p) or (
+                    roster[i] if len(roster) == len(group["params"]) else None
+                )
+                if name is not None:
+                    names[p] = name
+        self.given = names
+        self.roster = [[names.get(p) for p in group["params"]] for group in groups]
+        for group, own in zip(groups, self.roster):
+            if not own or None in own:
+                group.pop("param_names", None)
+            elif group.get("param_names") != own:
+                group["param_names"] = list(own)
+
+    def give(self, group):
+        """Takes the names that a new group brings. Raises ValueError where two parameters have one
+        name, and would round alike."""
+        taken = {name: p for p, name in self.given.items()}
+        for p, name in zip(group["params"], group["param_names"]):
+            if taken.setdefault(name, p) is not p:
+                raise ValueError(
+                    f"halfstep: two parameters are named {name!r}; names key their random bits, so"
+                    " each needs its own"
+                )
+        self.given.update(zip(group["params"], group["param_names"]))
+
+    def take_loaded(self):
+        """Takes the names that groups have which were loaded."""
+        for group in self.groups:
+            self.given.update(zip(group["params"], group.get("param_names") or ()))
+        self.refresh()
+
+    # ---- Ids and recipes -------------------------------------------------------------------------
+
+    def expect(self, p, identity):
+        """Gives a parameter without states the id that it was saved with."""
+        self.ids[p] = identity
+
+    def expect_name(self, p, name):
+        """Gives a parameter without states the id that this name stands for."""
+        self.ids[p] = _abi.name_id(_sharding.name_here(self.groups.settings(), p, name))
+
+    def identities(self, params):
+        """The ids of parameters: those of their states, else hashes of their names, else of their
+        places among all."""
+        self.refresh()
+        settings, state = self.groups.settings(), self.groups.state
+        flat = {p: i for i, p in enumerate(self.groups.params())}
+        found = {}
+        for p, place in flat.items():
+            held, name = (state.get(p) or {}).get("id"), self.known(p)
+            if held is not None:
+                found[p] = int(held) % 2**64
+            elif p in self.ids:
+                found[p] = self.ids[p]
+            elif name is not None:
+                found[p] = _abi.name_id(_sharding.name_here(settings, p, name))
+            elif _sharding.is_sharded_buffer(p):
+                found[p] = _abi.name_id(_sharding.name_here(settings, p, f"parameter {place}"))
+        taken = set(found.values())
+        for p in params:
+            if p not in found:
+                # The place of a parameter that has its id already, and was moved, is not taken
+                # twice.
+                text = _sharding.place_here(settings, p, f"parameter {flat[p]}")
+                while _abi.name_id(text) in taken:
+                    text += " again"
+                found[p] = _abi.name_id(text)
+                taken.add(found[p])
+        return found
+
+    def recipe(self, group_index, position):
+        """The full recipe of a parameter, "adamw/bf16-sr/int8"."""
+        group = self.groups[group_index]
+        p = group["params"][position]
+        weights, states = self.groups.formats(group, p)
+        weights = weight_format(weights, p.dtype, self.of(group_index, position))
+        parts = (self.groups.rule, weights, states)
+        return _abi.recipe_full("/".join(part for part in parts if part))

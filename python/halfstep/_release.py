@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from . import _devices, _sharding
+from . import _devices, _reducers, _torch
 
 _ACCUMULATES = (
     "whoever accumulates gradients (a trainer's gradient_accumulation_steps,"
@@ -51,21 +51,14 @@ def _forget_scaled():
     _scaled_pass = None
 
 
-def _noting(scale):
-    """GradScaler.scale(), whose results tell when a backward pass begins at them."""
-
-    def noting(self, outputs):
-        found = scale(self, outputs)
-        if self.is_enabled():
-            found = found if isinstance(found, torch.Tensor) else type(outputs)(found)
-            for tensor in (found,) if isinstance(found, torch.Tensor) else found:
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(_note_scaled)
-        return found
-
-    noting._halfstep = True
-    noting.__wrapped__, noting.__doc__, noting.__name__ = scale, scale.__doc__, "scale"
-    return noting
+def _scaled(scaler, found, outputs):
+    """Has what GradScaler.scale() returns tell when a backward pass begins at it."""
+    if scaler.is_enabled():
+        found = found if isinstance(found, torch.Tensor) else type(outputs)(found)
+        for tensor in (found,) if isinstance(found, torch.Tensor) else found:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(_note_scaled)
+    return found
 
 
 def watch_scalers():
@@ -73,12 +66,8 @@ def watch_scalers():
     a graph tells it afterwards."""
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
     for scaler in (_devices.scaler(), getattr(sharded, "ShardedGradScaler", None)):
-        if (
-            scaler is not None
-            and "scale" in vars(scaler)
-            and not hasattr(scaler.scale, "_halfstep")
-        ):
-            scaler.scale = _noting(scaler.scale)
+        if scaler is not None:
+            _torch.follow(scaler, "scale", _scaled)
 
 
 def check_not_scaled():
@@ -103,17 +92,19 @@ class Rounds:
         self.seen = {}
         #: gradients that came a second time, and those of them that a nested backward pass brought
         self.again = self.parts = 0
-        self.stepped = self.looked = False
+        self.stepped = False
+        #: how many wrappers were known when they were last looked at
+        self.looked = 0
+        _reducers.watch_calls()
 
-    def gradient(self, optimizer, p):
+    def gradient(self, groups, p):
         """A gradient is there, and about to be taken; RuntimeError where somebody else still needs
         it."""
-        if not self.looked:
-            self.looked = True
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                _sharding.check_no_reducer(optimizer)
+        if self.looked != _reducers.known:
+            _reducers.check(groups.params())
+            self.looked = _reducers.known
         check_not_scaled()
-        if optimizer.optimizer_accumulation:
+        if groups.accumulating:
             return
         nested = _is_nested()
         if id(p) in self.seen:

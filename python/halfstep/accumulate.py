@@ -1,25 +1,14 @@
 """Gradient accumulation over micro-batches in buffers of two bytes an element, without the stalling
 of BF16 sums."""
 
-import ctypes
-import sys
 import weakref
-from ctypes import byref
 
 import torch
 
 from . import _abi, _devices, _layout, _names, _sharding
 from ._abi import check, lib
-from ._engine import (
-    DTYPES,
-    PLAIN,
-    add_group,
-    add_tensor,
-    check_gradient,
-    check_parameter,
-    create_handle,
-    seed_of,
-)
+from ._handles import Handle, seed_of
+from ._parameters import DTYPES, PLAIN, check_gradient, check_parameter, dense
 from ._sharding import local
 
 #: what halfstep_accumulate() can add into
@@ -69,6 +58,11 @@ def drop(params):
 def _live(hook):
     """Whether the handle of a hook still stands for one; its owner may have called remove()."""
     return hook is not None and hook.id in (hook.hooks_dict_ref() or ())
+
+
+def _check_missing(missing):
+    if missing not in ("error", "skip"):
+        raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
 
 
 def complain(names):
@@ -145,8 +139,7 @@ class GradientAccumulator:
                 f"halfstep: gradients cannot be accumulated in {format!r}; there are:"
                 f" {', '.join(FORMATS)}"
             )
-        if missing not in ("error", "skip"):
-            raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
+        _check_missing(missing)
         if dtype is not None and dtype not in PLAIN:
             raise ValueError(f"halfstep: gradients cannot be handed back as {dtype}")
         members = []
@@ -175,33 +168,19 @@ class GradientAccumulator:
         self._buffers = [None] * len(members)
         self._hooks = [None] * len(members)
         _alive.add(self)
-        self._threads = torch.get_num_threads()
         self._devices = [_devices.of(local(p)) for _, p in members]
-        self._handles, self._groups = {}, {}
         self._generator = _abi.choices("generator")[0]
+        threads = torch.get_num_threads()
+        self._handles = {
+            device: Handle(threads, seed, device) for device in dict.fromkeys(self._devices)
+        }
         # Nothing is ever stepped here: a rule without states gives each tensor its place, counter
         # and random stream.
-        for device in dict.fromkeys(self._devices) or (torch.device("cpu"),):
-            self._handles[device] = create_handle(self._threads, seed, device)
-            self._groups[device] = add_group(self._handles[device], "sgd/f32", {}, {})
-        self._indices = [
-            add_tensor(
-                self._handles[device],
-                self._groups[device],
-                name,
-                0,
-                tuple(local(p).shape),
-                "f32",
-                _sharding.part_of(p, name),
-            )
-            for (name, p), device in zip(members, self._devices)
-        ]
-
-    def __del__(self, exiting=sys.is_finalizing):
-        # At exit modules may be gone already.
-        handles, self._handles = getattr(self, "_handles", {}), {}
-        for handle in () if exiting() else handles.values():
-            lib.halfstep_destroy(handle)
+        self._places = []
+        for (name, p), device in zip(members, self._devices):
+            handle, shape = self._handles[device], tuple(local(p).shape)
+            part = _sharding.part_of(p, name)
+            self._places.append((handle, handle.add("sgd/f32", name, 0, shape, "f32", part)))
 
     def __repr__(self):
         state = "attached" if self.attached else "not attached"
@@ -268,7 +247,7 @@ class GradientAccumulator:
                 " accumulator was made"
             )
         buffer = self._buffers[i]
-        grad = grad.detach() if _devices.is_plain(grad) else _devices.contiguous(grad)
+        grad = dense(grad.detach())
         if buffer is None and grad.dtype == self._buffer_dtype:
             # The first of a sum, exact as it is. A view stays where it is: a bucket that others
             # write must not be a buffer.
@@ -282,17 +261,12 @@ class GradientAccumulator:
         if buffer is None:
             buffer = _devices.zeros(self._shapes[i], self._buffer_dtype, device)
         if grad.numel():
-            handle, threads = self._handles[device], torch.get_num_threads()
-            if threads != self._threads:
-                for other in self._handles.values():
-                    check(lib.halfstep_set_threads(other, threads), other)
-                self._threads = threads
-            if _devices.is_asynchronous(device):
-                check(lib.halfstep_set_stream(handle, _devices.stream(device)), handle)
+            handle, index = self._places[i]
+            handle.work(torch.get_num_threads())
             check(
                 lib.halfstep_accumulate(
                     handle,
-                    self._indices[i],
+                    index,
                     buffer.data_ptr(),
                     self._c_format,
                     grad.data_ptr(),
@@ -320,8 +294,7 @@ class GradientAccumulator:
         missing: as in the constructor, for this call; where it raises, nothing has changed.
         """
         missing = self.missing if missing is None else missing
-        if missing not in ("error", "skip"):
-            raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
+        _check_missing(missing)
         everything = range(len(self._names))
         if missing == "error":
             complain(self._without(everything))
@@ -364,13 +337,7 @@ class GradientAccumulator:
     # ---- Saving and copies -----------------------------------------------------------------------
 
     def _writes(self):
-        counters = _abi.Counters.new()
-        found = []
-        for device, index in zip(self._devices, self._indices):
-            handle = self._handles[device]
-            check(lib.halfstep_get_counters(handle, index, byref(counters)), handle)
-            found.append(int(counters.writes))
-        return found
+        return [int(handle.counters(index).writes) for handle, index in self._places]
 
     def _set_generator(self, name):
         if name not in _abi.choices("generator"):
@@ -379,17 +346,12 @@ class GradientAccumulator:
                 " does not have"
             )
         for handle in self._handles.values():
-            check(
-                lib.halfstep_set_choice(handle, _abi.ALL_GROUPS, b"generator", name.encode()),
-                handle,
-            )
+            handle.set(generator=name)
         self._generator = name
 
     def _set_writes(self, writes):
-        counters = _abi.Counters(struct_size=ctypes.sizeof(_abi.Counters))
-        for device, index, n in zip(self._devices, self._indices, writes):
-            handle, counters.writes = self._handles[device], int(n)
-            check(lib.halfstep_set_counters(handle, index, byref(counters)), handle)
+        for (handle, index), n in zip(self._places, writes):
+            handle.count(index, writes=int(n))
 
     def state_dict(self):
         """What has to be saved for a resumed run to draw the same random bits, with the sums if

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import sys
 import warnings
 from copy import deepcopy
 from ctypes import c_void_p
@@ -14,23 +13,11 @@ import torch
 
 from . import _abi, _devices, _sharding
 from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
-from ._engine import (
-    _ORDINARY,
-    DTYPES,
-    PLAIN,
-    add_group,
-    add_tensor,
-    caller,
-    check_parameter,
-    create_handle,
-    increment_versions,
-    no_dynamo,
-    read_rows,
-    seed_of,
-    weight_format,
-    write_rows,
-)
-from ._watch import Watch, clear_rows
+from ._convert import Codec
+from ._handles import Handle, seed_of
+from ._parameters import DTYPES, PLAIN, check_parameter, dense, is_ordinary, weight_format
+from ._torch import caller, increment_versions, no_dynamo
+from ._watch import Watch, clear_rows, version
 from .optimizer import unwrapped
 
 __all__ = ["EMA"]
@@ -42,11 +29,6 @@ _WITH_EXTRA = {
     for f in _abi.formats.values()
     if f.roles & _abi.ROLE_WEIGHT and f.extra_bits
 }
-# The address of what has no elements: any but NULL, which would mean that there is nothing to
-# follow.
-_NOTHING = ctypes.create_string_buffer(64)
-
-
 #: what helps where a model is sharded
 _WHOLE = (
     "make the EMA of a whole copy of the model, and load into a second copy what"
@@ -65,23 +47,17 @@ def _signed(number):
     return ctypes.c_int64(number).value
 
 
-def _address(tensor):
-    return tensor.data_ptr() or ctypes.addressof(_NOTHING)
-
-
-def _dense(tensor, device):
-    """The tensor itself where it lies on the device row by row, else a copy that does."""
-    return _devices.place(
-        tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor), device
-    )
+def _in_order(tensor, device):
+    """Returns the tensor itself if it lies on the device row by row, else a copy that does."""
+    return _devices.place(dense(tensor), device)
 
 
 class _Handle:
-    """The C handle of an EMA with what it was built for, and what is known of its averages. It
-    belongs to one process and one object, so copies are empty."""
+    """What an EMA knows of its averages in this process: their C handle, and who wrote them. It
+    belongs to one object, so copies are empty."""
 
     def __init__(self):
-        self.handle, self.watch = None, Watch()
+        self.handle, self.key, self.watch = None, None, Watch()
 
     def __deepcopy__(self, memo):
         return _Handle()
@@ -89,99 +65,50 @@ class _Handle:
     def __reduce__(self):
         return _Handle, ()
 
-    def destroy(self):
-        if self.handle:
-            lib.halfstep_destroy(self.handle)
-            self.handle = None
-
-    def __del__(self, exiting=sys.is_finalizing):
-        # At exit modules, `sys` too, may be gone already.
-        if not exiting():
-            self.destroy()
-
     def build(self, members, live, random, generator, threads, device):
         """members: (name, id, format, shape); live: the formats of what they follow; device: of the
         averages."""
-        self.destroy()
-        self.handle, self.device = create_handle(threads, random, device), device
-        handle = self.handle
-        check(
-            lib.halfstep_set_choice(handle, _abi.ALL_GROUPS, b"generator", generator.encode()),
-            handle,
-        )
-        groups, unbound = {}, None
-        for fmt in {m[2] for m in members}:
-            groups[fmt] = add_group(handle, "ema/" + fmt, {}, {})
+        self.handle = handle = Handle(threads, random, device)
+        handle.set(generator=generator)
+        unbound = None
         for (name, identity, fmt, shape), followed in zip(members, live):
-            index = add_tensor(handle, groups[fmt], name, identity & (2**64 - 1), shape, followed)
+            index = handle.add("ema/" + fmt, name, identity & (2**64 - 1), shape, followed)
             if _extra_dtype(fmt) is None:  # nothing to bind, but to say so
                 unbound = index
         if unbound is not None:
             check(lib.halfstep_bind_slot(handle, unbound, SLOT_WEIGHT, None, None), handle)
         n = max(len(members), 1)
         self.weights, self.gradients = (c_void_p * n)(), (c_void_p * n)()
-        self.extras = [None] * len(members)
-        self.followed = [None] * len(members)
-        self.hypers = {}
-        self.scan = None
-        self.threads = threads
-        self.steps = None
+        self.bound, self.steps = {}, None
 
-    def hyper(self, name, value):
-        if self.hypers.get(name) != value:
-            check(lib.halfstep_set_hyper(self.handle, _abi.ALL_GROUPS, name, value), self.handle)
-            self.hypers[name] = value
-
-    def bind(self, index, slot, bound, tensor):
+    def bind(self, index, slot, tensor):
         """Tells the library where residuals or error codes lie, if that is not where they were."""
-        address = _address(tensor)
-        if bound[index] != address:
+        address = _sharding.address(tensor)
+        if self.bound.get((index, slot)) != address:
             check(lib.halfstep_bind_slot(self.handle, index, slot, None, address), self.handle)
-            bound[index] = address
+            self.bound[index, slot] = address
 
     def count(self, n, steps, writes):
         """Puts the counters to what they should be, unless they are."""
-        if self.steps == (steps, writes):
-            return
-        counters = _abi.Counters.new(state_steps=steps, full_steps=steps, writes=writes)
-        for index in range(n):
-            check(
-                lib.halfstep_set_counters(self.handle, index, ctypes.byref(counters)), self.handle
-            )
-        self.steps = (steps, writes)
+        if self.steps != (steps, writes):
+            for index in range(n):
+                self.handle.count(index, state_steps=steps, full_steps=steps, writes=writes)
+            self.steps = (steps, writes)
 
 
 def _codec(fmt, weight, extra, values=None):
     """Decodes one stored tensor to fp32, or with `values` stores those in it, to nearest."""
     if weight.numel() == 0:
         return torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-    handle = create_handle(1, 0)
+    codec = Codec("ema/" + fmt, {}, tuple(weight.shape), "average")
     try:
-        index = add_tensor(
-            handle,
-            add_group(handle, "ema/" + fmt, {}, {}),
-            "average",
-            1,
-            tuple(weight.shape),
-            "f32",
-        )
-        if extra is not None:
-            check(
-                lib.halfstep_bind_slot(handle, index, SLOT_WEIGHT, None, extra.data_ptr()), handle
-            )
+        codec.bind({"weight.extra": extra})
         if values is None:
-            return read_rows(
-                lib.halfstep_read_slot,
-                handle,
-                index,
-                tuple(weight.shape),
-                SLOT_WEIGHT,
-                weight.data_ptr(),
-            )
-        write_rows(handle, index, SLOT_WEIGHT, weight.data_ptr(), values, tuple(weight.shape))
+            return codec.read(SLOT_WEIGHT, weight.data_ptr())
+        codec.write(SLOT_WEIGHT, values, weight.data_ptr())
         return values
     finally:
-        lib.halfstep_destroy(handle)
+        codec.close()
 
 
 def _decode(fmt, weight, extra):
@@ -224,6 +151,14 @@ def _can_be_averaged(tensor):
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _check_shapes(what, theirs, ours):
+    if theirs.shape != ours.shape:
+        raise ValueError(
+            f"halfstep: {what} has shape {tuple(theirs.shape)} in the model and"
+            f" {tuple(ours.shape)} in the average"
+        )
 
 
 class _Extras(torch.nn.Module):
@@ -442,26 +377,14 @@ class EMA(torch.nn.Module):
     def _live(name, tensor, average, states_of_optimizers):
         """(tensor in memory order, format, residual or error code or None) of what an average
         follows."""
-        if (
-            type(tensor) not in _ORDINARY
-            or tensor.layout != torch.strided
-            or tensor.dtype not in PLAIN
-        ):
+        if not is_ordinary(tensor):
             check_parameter(tensor, name)
         _devices.check_memory(tensor, f"the weight {name!r}")
-        if tensor.shape != average.shape:
-            raise ValueError(
-                f"halfstep: {name!r} has shape {tuple(tensor.shape)} in the model and"
-                f" {tuple(average.shape)} in the average"
-            )
-        extra = None
-        for states in states_of_optimizers:
-            state = states.get(tensor)
-            if state:
-                extra = state.get("weight.extra")
-                break
+        _check_shapes(repr(name), tensor, average)
+        found = (states.get(tensor) for states in states_of_optimizers)
+        extra = next(filter(None, found), {}).get("weight.extra")
         _sharding.refuse((tensor,), "averages", _WHOLE)
-        plain = _dense(tensor, _devices.of(average))
+        plain = _in_order(tensor, _devices.of(average))
         if extra is None:
             return plain, PLAIN[tensor.dtype], None
         fmt = _WITH_EXTRA.get((tensor.dtype, extra.dtype))
@@ -470,7 +393,7 @@ class EMA(torch.nn.Module):
                 f"halfstep: the optimizer keeps {extra.dtype} of shape {tuple(extra.shape)} beside"
                 f" {name!r}, which is {tensor.dtype} of shape {tuple(tensor.shape)}"
             )
-        return plain, fmt, _dense(extra, _devices.of(average))
+        return plain, fmt, _in_order(extra, _devices.of(average))
 
     # ---- Updates ---------------------------------------------------------------------------------
 
@@ -487,23 +410,19 @@ class EMA(torch.nn.Module):
         if not first:
             self._notice()
         members = self._members()
-        ours, followed = (
-            list(self._tensors_of(self.module, self.use_buffers)),
-            list(self._tensors_of(model, self.use_buffers)),
-        )
-        if len(followed) != len(ours):
+        ours = list(self._tensors_of(self.module, self.use_buffers))
+        theirs = list(self._tensors_of(model, self.use_buffers))
+        if len(theirs) != len(ours):
             raise ValueError(
-                f"halfstep: the model has {len(followed)} tensors to average, the EMA has"
-                f" {len(ours)}"
+                f"halfstep: the model has {len(theirs)} tensors to average, the EMA has {len(ours)}"
             )
-        frozen = [(a, b) for (name, a), (_, b) in zip(ours, followed) if name in self._copied]
-        for (name, a), (_, b) in zip(ours, followed):
-            if name in self._copied and a.shape != b.shape:
-                raise ValueError(
-                    f"halfstep: {name!r} has shape {tuple(b.shape)} in the model and"
-                    f" {tuple(a.shape)} in the average"
-                )
-        followed = [one for (name, _), one in zip(ours, followed) if name not in self._copied]
+        frozen, followed = [], []
+        for (name, a), (_, b) in zip(ours, theirs):
+            if name in self._copied:
+                _check_shapes(repr(name), b, a)
+                frozen.append((a, b))
+            else:
+                followed.append(b)
         optimizers = (
             ()
             if optimizer is None
@@ -518,10 +437,10 @@ class EMA(torch.nn.Module):
                     f"halfstep: optimizer={type(one).__name__} is not one of halfstep's; its"
                     " weights are what they are in the model, so leave it out"
                 )
-            one._notice()
+            one._parts.residuals.notice()
         states = [one.state for one in optimizers]
         lives = []
-        for (name, _, fmt, average), (_, tensor) in zip(members, followed):
+        for (name, _, fmt, average), tensor in zip(members, followed):
             self._check_average(name, fmt, average, _devices.of(members[0][3]))
             lives.append(self._live(name, tensor, average, states))
         others = self._other_buffers(model)
@@ -534,9 +453,10 @@ class EMA(torch.nn.Module):
             ):
                 self._refuse(name)
                 return
-        handle = self._ready(members, [live[1] for live in lives])
+        held = self._ready(members, [live[1] for live in lives])
+        handle = held.handle
         if first:
-            handle.watch = Watch()  # whatever there was is written over
+            held.watch = Watch()  # whatever there was is written over
             refused = self._take_over(members, lives)
             if refused is not None:
                 self._refuse(refused)
@@ -546,34 +466,35 @@ class EMA(torch.nn.Module):
             if not _devices.is_plain(average):
                 back.append((average, _devices.contiguous(average)))
                 average = back[-1][1]
-            handle.weights[index], handle.gradients[index] = _address(average), _address(live)
+            held.weights[index] = _sharding.address(average)
+            held.gradients[index] = _sharding.address(live)
             if extra is not None:
-                handle.bind(index, SLOT_GRADIENT, handle.followed, extra)
+                held.bind(index, SLOT_GRADIENT, extra)
             if _extra_dtype(fmt) is not None:
-                handle.bind(index, SLOT_WEIGHT, handle.extras, _find(self.extra, name))
-        code = lib.halfstep_step(handle.handle, handle.weights, handle.gradients)
+                held.bind(index, SLOT_WEIGHT, _find(self.extra, name))
+        code = lib.halfstep_step(handle, held.weights, held.gradients)
         if code == _abi.OK and _devices.is_asynchronous(handle.device):
-            code = lib.halfstep_synchronize(handle.handle)  # whether it counts has to be known
+            code = lib.halfstep_synchronize(handle)  # whether it counts has to be known
         if code == _abi.NONFINITE:
-            self._refuse(lib.halfstep_nonfinite_tensor(handle.handle).decode())
+            self._refuse(lib.halfstep_nonfinite_tensor(handle).decode())
             return
-        check(code, handle.handle)
-        for average, dense in back:
-            average.copy_(dense)
+        check(code, handle)
+        for average, copy in back:
+            average.copy_(copy)
         increment_versions([member[3] for member in members])
         extras = self._extras()
-        handle.watch.keep(extras)
-        handle.watch.wrote(list(extras), extras.get)
+        held.watch.keep(extras)
+        held.watch.wrote(list(extras), extras.get)
         self._follow_buffers(others, first)
         for mine, theirs in frozen:
             mine.detach().copy_(theirs)
         self.n_averaged += 1
         self.counters[0] += 1
-        handle.steps = (handle.steps[0] + 1, handle.steps[1] + 1)
+        held.steps = (held.steps[0] + 1, held.steps[1] + 1)
 
     def _ready(self, members, formats):
-        """The C handle for these averages and formats of what they follow, with all that may have
-        changed since."""
+        """Returns the C handle for these averages and formats of what they follow, with all that
+        may have changed since."""
         held = self._handle
         device = _devices.of(members[0][3]) if members else torch.device("cpu")
         members = [
@@ -581,14 +502,11 @@ class EMA(torch.nn.Module):
         ]
         key = members, formats, self.random.tolist(), device
         threads = self.threads or torch.get_num_threads()
-        if held.handle is None or held.key != key:
+        if held.key != key:
+            held.key = None  # until all of it is built
             held.build(members, formats, key[2][0], self._generator(), threads, device)
             held.key = key
-        elif held.threads != threads:
-            check(lib.halfstep_set_threads(held.handle, threads), held.handle)
-            held.threads = threads
-        if _devices.is_asynchronous(device):
-            check(lib.halfstep_set_stream(held.handle, _devices.stream(device)), held.handle)
+        held.handle.work(threads)
         steps = int(self.n_averaged)
         held.count(len(members), steps, int(self.counters[0]))
         decay = float(self.decay)
@@ -596,17 +514,14 @@ class EMA(torch.nn.Module):
             raise ValueError(
                 f"Invalid decay value {decay} provided. Please provide a value in [0,1] range."
             )
-        if held.scan != self.scan:
-            self._check_scan()
-            check(
-                lib.halfstep_set_choice(held.handle, _abi.ALL_GROUPS, b"scan", self.scan.encode()),
-                held.handle,
-            )
-            held.scan = self.scan
+        self._check_scan()
         # The rule's decay stays below 1; where nothing may move, its rate of learning is 0.
-        held.hyper(b"lr", 0.0 if decay == 1.0 and steps else 1.0)
-        held.hyper(b"beta", 0.0 if decay == 1.0 else decay)
-        held.hyper(b"debias", float(bool(self.debias)))
+        held.handle.set(
+            scan=self.scan,
+            lr=0.0 if decay == 1.0 and steps else 1.0,
+            beta=0.0 if decay == 1.0 else decay,
+            debias=float(bool(self.debias)),
+        )
         return held
 
     def _take_over(self, members, lives):
@@ -649,11 +564,7 @@ class EMA(torch.nn.Module):
         for (name, a), (_, b) in zip(ours, theirs):
             if self.use_buffers and a.is_floating_point():
                 continue
-            if a.shape != b.shape:
-                raise ValueError(
-                    f"halfstep: the buffer {name!r} has shape {tuple(b.shape)} in the model and "
-                    f"{tuple(a.shape)} in the average"
-                )
+            _check_shapes(f"the buffer {name!r}", b, a)
             pairs.append((a, b))
         return pairs
 
@@ -690,7 +601,7 @@ class EMA(torch.nn.Module):
             for average, extra in extras.items()
             if average not in watch.index
             and id(extra) in known
-            and known[id(extra)].extra_version == extra._version
+            and known[id(extra)].extra_version == version(extra)
         ]
         for average, rows in strangers:
             if average not in extras:

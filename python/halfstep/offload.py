@@ -1,5 +1,6 @@
 """`CPUOffload`: weights on a GPU, states and steps in the process's memory."""
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -8,9 +9,10 @@ from typing import Any, Type, Union
 import torch
 
 from . import _devices, _sharding
-from ._abi import HalfstepError, lib
-from ._engine import PLAIN, check_gradient, create_handle, no_dynamo
-from ._hosted import Hosted
+from ._abi import HalfstepError
+from ._handles import Handle
+from ._hosted import Hosted, HostedPlacement
+from ._parameters import PLAIN, check_gradient, dense, follow_gradients
 from ._sharding import local
 from ._watch import version
 from .optimizer import Optimizer, Params
@@ -83,7 +85,7 @@ class Carrier:
         """Begins to copy a tensor of the GPU; the event after which it is here."""
         side = self.side(_devices.of(tensor), False)
         side.follow()
-        side.copy(into, tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor))
+        side.copy(into, dense(tensor))
         return side.event()
 
     def _take_buffer(self, tensor):
@@ -189,7 +191,7 @@ class Carrier:
 
     # ---- Steps while the backward pass goes on ---------------------------------------------------
 
-    def send(self, optimizer, p, grad):
+    def send(self, release, p, grad, micro):
         """Has p stepped by a thread of this carrier as soon as its gradient is here."""
         buffer = self._take_buffer(local(grad))
         down = self._fetch(buffer, local(grad))
@@ -202,14 +204,14 @@ class Carrier:
                 daemon=True,
             )
             self.thread.start()
-        self.work.put((weakref.ref(optimizer), p, buffer, down, optimizer.optimizer_accumulation))
+        self.work.put((weakref.ref(release), p, buffer, down, micro))
 
-    def carry_out(self, optimizer, p, buffer, down, micro):
+    def carry_out(self, release, p, buffer, down, micro):
         copy = self.of(p)
         copy.gradient, copy.down, copy.given, copy.alone = buffer, down, None, True
         if self.error is None:  # after one, gradients stay until step() has told it
             try:
-                optimizer._step_sent(p, buffer, micro)
+                release.step_sent(p, buffer, micro)
             except BaseException as error:
                 self.error = error
                 return
@@ -240,11 +242,135 @@ def _run(carrier, work):
         if isinstance(item, threading.Event):
             item.set()
         else:
-            this, optimizer = carrier(), item[0]()
-            if this is not None and optimizer is not None:
-                this.carry_out(optimizer, *item[1:])
-            this = optimizer = None
+            this, release = carrier(), item[0]()
+            if this is not None and release is not None:
+                this.carry_out(release, *item[1:])
+            this = release = None
         item = None
+
+
+class _Offloaded(HostedPlacement):
+    """Steps large parameters of a GPU in the process's memory."""
+
+    def __init__(self, groups, names):
+        super().__init__(groups, names)
+        self.carrier = Carrier()
+        self.hooks = []
+
+    def hook(self):
+        """Has gradients copied as they come, where release does not take them."""
+        for handle in self.hooks:
+            handle.remove()
+        self.hooks = follow_gradients(
+            filter(self._is_offloaded, self.groups.params()),
+            self,
+            lambda held, p: held.groups.releasing or held._copy_gradient(p),
+        )
+
+    def _is_offloaded(self, p):
+        here = local(p)
+        return self.may_leave(p) and (
+            here.numel() >= self.groups.option("minimal_size")
+            or _sharding.is_dtensor(p)
+            or self.groups.norm_group is not None
+            or not _can_step_on(_devices.of(here))
+        )
+
+    def _placed(self, p):
+        """The gradient in the placements of its parameter."""
+        return _sharding.gradient_of(p, p.grad, self.names.given.get(p, "?"))
+
+    @torch.no_grad()
+    def _copy_gradient(self, p):
+        if p.grad.layout != torch.strided:
+            return  # which step() refuses by name
+        grad, alone = self._placed(p), self.groups.option("offload_gradients")
+        if grad is p.grad or alone:
+            self.carrier.take(p, grad, alone)
+        if alone:
+            p.grad = None
+
+    def home(self, p):
+        return _HOST if self._is_offloaded(p) else super().home(p)
+
+    def check_device(self, p, name):
+        if self._is_offloaded(p):
+            _devices.check_copies(local(p), name)
+        else:
+            super().check_device(p, name)
+
+    def built(self, params):
+        self.carrier.keep(set(params))
+
+    # ---- Weights and gradients of a step ---------------------------------------------------------
+
+    def gradient_of(self, p):
+        if self.groups.option("offload_gradients") and p.grad is not None:
+            copy = self.carrier.copies.get(p)
+            if (
+                copy is not None and copy.alone
+            ):  # a hook that raised kept it from those that are here
+                self._copy_gradient(p)
+        return self.carrier.gradient(p)
+
+    def check_gradient(self, p, grad, name):
+        copy = self.carrier.copies.get(p)
+        if (
+            copy is not None
+            and grad is copy.gradient
+            and grad.shape == local(p).shape
+            and grad.dtype in PLAIN
+        ):
+            return PLAIN[grad.dtype]  # it was a gradient of this parameter, and is elsewhere
+        return super().check_gradient(p, grad, name)
+
+    def bring(self, m, p, grad):
+        copy = self.carrier.copies.get(p)
+        return self.carrier.bring(
+            p,
+            (
+                grad
+                if copy is not None and copy.is_of(grad)
+                else _sharding.gradient_of(p, grad, m.name)
+            ),
+        )
+
+    def arrive(self, members):
+        self.carrier.arrive([m.p for m in members])
+
+    def put_back(self, members):
+        if (
+            members and not self.groups.releasing
+        ):  # where the gradient came after all that reads the weight
+            self.carrier.follow()
+        for m in members:
+            self.carrier.put(m.p)
+
+    # ---- Steps -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def stepping(self):
+        yield
+        self.carrier.drop()
+        self.carrier.lead()
+
+    def released(self, p, release):
+        # What is stepped on the GPU keeps its gradient until step(), so that handles belong to one
+        # thread at a time.
+        if self._is_offloaded(p):
+            grad = self._placed(p)
+            check_gradient(p, grad, self.names.given.get(p, "?"))
+            self.groups.check_mode()
+            self.carrier.send(release, p, grad, self.groups.accumulating)
+            p.grad = None
+        return True
+
+    def stepped_in_release(self, params):
+        for p in params:
+            p.grad = None
+
+    def settle(self):
+        self.carrier.join()
 
 
 class CPUOffload(Hosted):
@@ -289,7 +415,7 @@ class CPUOffload(Hosted):
     comes after the weights.
     """
 
-    _own = ("_carrier", "_copy_handles")
+    _placement = _Offloaded
 
     def __init__(
         self,
@@ -303,76 +429,6 @@ class CPUOffload(Hosted):
         self.offload_gradients = bool(offload_gradients)
         super().__init__(params, recipe, minimal_size=minimal_size, **options)
 
-    def _begin(self):
-        self._carrier = Carrier()
-        self._copy_handles = []
-
-    def _hook(self):
-        """Has gradients copied as they come, where release does not take them."""
-        for handle in self._copy_handles:
-            handle.remove()
-        self._copy_handles, this = [], weakref.ref(self)
-
-        def hook(p):
-            optimizer = this()
-            if optimizer is not None and not optimizer.gradient_release:
-                optimizer._copy_gradient(p)
-
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and self._is_offloaded(p):
-                    self._copy_handles.append(p.register_post_accumulate_grad_hook(hook))
-
-    def _is_offloaded(self, p):
-        here = local(p)
-        device = _devices.of(here)
-        if (
-            not _devices.is_asynchronous(device)
-            or here.numel() == 0
-            or _sharding.is_gathered(self.rule, p)
-        ):
-            return False
-        return (
-            here.numel() >= self.minimal_size
-            or _sharding.is_dtensor(p)
-            or self.norm_group is not None
-            or not _can_step_on(device)
-        )
-
-    def _check_device(self, p, name):
-        if self._is_offloaded(p):
-            _devices.check_copies(local(p), name)
-        else:
-            super()._check_device(p, name)
-
-    def _placed(self, p):
-        """The gradient in the placements of its parameter."""
-        return _sharding.gradient_of(p, p.grad, self._names.get(p, "?"))
-
-    @torch.no_grad()
-    def _copy_gradient(self, p):
-        if p.grad.layout != torch.strided:
-            return  # which step() refuses by name
-        grad = self._placed(p)
-        if grad is p.grad or self.offload_gradients:
-            self._carrier.take(p, grad, self.offload_gradients)
-        if self.offload_gradients:
-            p.grad = None
-
-    # ---- What differs from an optimizer whose states lie beside the weights ----------------------
-
-    def _home(self, p):
-        return _HOST if self._is_offloaded(p) else super()._home(p)
-
-    def _gradient_of(self, p):
-        if self.offload_gradients and p.grad is not None:
-            copy = self._carrier.copies.get(p)
-            if (
-                copy is not None and copy.alone
-            ):  # a hook that raised kept it from those that are here
-                self._copy_gradient(p)
-        return self._carrier.gradient(p)
-
     @property
     def _step_supports_amp_scaling(self):
         # A GradScaler asks for it in each step, and divides gradients by an operator that moves no
@@ -383,99 +439,28 @@ class CPUOffload(Hosted):
                 f"halfstep: a GradScaler finds no gradients on the GPU where {mode}=True gives"
                 " them up"
             )
-        if "_carrier" in self.__dict__:
-            self._carrier.doubt()
+        if "_parts" in self.__dict__:
+            self._parts.placement.carrier.doubt()
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value):
         self.__dict__["_step_supports_amp_scaling"] = value
 
-    def _check_gradient(self, p, grad, name):
-        copy = self._carrier.copies.get(p)
-        if (
-            copy is not None
-            and grad is copy.gradient
-            and grad.shape == local(p).shape
-            and grad.dtype in PLAIN
-        ):
-            return PLAIN[grad.dtype]  # it was a gradient of this parameter, and is elsewhere
-        return super()._check_gradient(p, grad, name)
-
-    def _bring(self, m, p, grad):
-        copy = self._carrier.copies.get(p)
-        return self._carrier.bring(
-            p,
-            (
-                grad
-                if copy is not None and copy.is_of(grad)
-                else _sharding.gradient_of(p, grad, m.name)
-            ),
-        )
-
-    def _arrive(self, members):
-        self._carrier.arrive([m.p for m in members])
-
-    def _return(self, members):
-        if (
-            members and not self.gradient_release
-        ):  # where the gradient came after all that reads the weight
-            self._carrier.follow()
-        for m in members:
-            self._carrier.put(m.p)
-
-    def _build(self, also=None, decides=True):
-        engine = super()._build(also, decides)
-        self._carrier.keep(set(self._flat))
-        return engine
-
-    # ---- Steps -----------------------------------------------------------------------------------
-
-    def _settle(self):
-        self._carrier.join()
-
-    @no_dynamo
-    @torch.no_grad()
-    def _step(self, given=None):
-        super()._step(given)
-        self._carrier.drop()
-        self._carrier.lead()
-
-    def _take(self, p):
-        # What is stepped on the GPU keeps its gradient until step(), so that handles belong to one
-        # thread at a time.
-        if self._is_offloaded(p):
-            grad = self._placed(p)
-            check_gradient(p, grad, self._names.get(p, "?"))
-            self._check_mode()
-            self._opt_called = True  # which schedulers look for
-            self._carrier.send(self, p, grad)
-            p.grad = None
-
-    @no_dynamo
-    @torch.no_grad()
-    def _step_sent(self, p, grad, micro):
-        self._step_one(p, grad, micro)
-
-    def _step_in_release(self, engine, stepped):
-        super()._step_in_release(engine, stepped)
-        for p in stepped:
-            p.grad = None
-
     def add_param_group(self, param_group):
         """As torch's."""
         super().add_param_group(param_group)
-        self._hook()
+        self._parts.placement.hook()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also forgets gradients that are here alone."""
-        self._settle()
-        self._carrier.drop()
+        self._parts.placement.settle()
+        self._parts.placement.carrier.drop()
         super().zero_grad(set_to_none)
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._hook()
+        self._parts.placement.hook()
 
 
 _steps_on = {}
@@ -485,7 +470,7 @@ def _can_step_on(device):
     """Whether the library has kernels for a device, which it takes for small tensors alone."""
     if device not in _steps_on:
         try:
-            lib.halfstep_destroy(create_handle(1, 0, device))
+            Handle(1, 0, device)
             _steps_on[device] = True
         except HalfstepError:
             _steps_on[device] = False

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from . import _abi, _layout
-from ._engine import no_dynamo
+from ._groups import sequence
 from ._sharding import local
 from ._signatures import documentation, options_of
+from ._torch import no_dynamo
 from ._watch import version
-from .optimizer import Optimizer, Params, sequence
+from .optimizer import Optimizer, Params
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 #: the keywords that Optimizer takes itself
@@ -157,7 +158,7 @@ class _ScheduleFree(Optimizer):
         there already."""
         if self._is_in_eval():
             return
-        self._notice()
+        self._parts.residuals.notice()
         self._put_averages()
         for group in self.param_groups:
             group["train_mode"] = False
@@ -204,7 +205,7 @@ class _ScheduleFree(Optimizer):
             p.copy_(held)
             if extra is not None and "weight.extra" in state:
                 state["weight.extra"].copy_(extra)
-                self._watch.wrote([p], self._extra_of)
+                self._parts.residuals.wrote([p])
 
     def read_average(self, p: torch.Tensor) -> torch.Tensor:
         return self.read_weight(p) if self._is_in_eval() else super().read_average(p)
@@ -234,7 +235,7 @@ class _ScheduleFree(Optimizer):
                             self.state[p]["weight.extra"].copy_(
                                 self.state[p][_layout.TRAINED + ".extra"]
                             )
-                            self._watch.wrote([p], self._extra_of)
+                            self._parts.residuals.wrote([p])
                     self._put_averages()
             elif before:
                 for group in groups_before:

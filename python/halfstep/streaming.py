@@ -2,13 +2,14 @@
 the GPU in each step."""
 
 import contextlib
+import math
 from typing import Any, Type, Union
 
 import torch
 
-from . import _abi, _devices, _sharding
-from ._engine import no_dynamo, rows_of
-from ._hosted import Hosted
+from . import _abi, _devices
+from ._hosted import Hosted, HostedPlacement
+from ._parameters import rows_of
 from ._sharding import local
 from .optimizer import Optimizer, Params
 
@@ -146,10 +147,64 @@ class Stage:
 
 
 def _bytes(stream):
-    size = stream.dtype.itemsize
-    for n in stream.shape:
-        size *= n
-    return size
+    return stream.dtype.itemsize * math.prod(stream.shape)
+
+
+class _Streamed(HostedPlacement):
+    """Steps parameters where they lie, with states of large ones in the process's memory."""
+
+    def __init__(self, groups, names):
+        super().__init__(groups, names)
+        self.buses = []
+
+    def _is_streamed(self, p):
+        return self.may_leave(p) and local(p).numel() >= self.groups.option("minimal_size")
+
+    def check_device(self, p, name):
+        super().check_device(p, name)
+        if self._is_streamed(p):
+            _devices.check_copies(local(p), name)
+
+    def divide(self, wanted):
+        """Parameters whose states stay where they are stepped; and then stages of about the size of
+        a buffer."""
+        stay, buses, room = [], {}, self.groups.option("buffer")
+        for one in wanted:
+            if not self._is_streamed(one.p):
+                stay.append(one)
+                continue
+            rows = rows_of(local(one.p).shape)
+            size = sum(_abi.recipe_bytes(one.recipe, one.p.dim(), *rows)[1:])
+            if one.home not in buses:
+                buses[one.home] = Bus(one.home), []
+            bus, stages = buses[one.home]
+            if not stages or stages[-1][0] + size > room:
+                stages.append([0, Stage(bus), []])
+            stages[-1][0] += size
+            stages[-1][2].append(one)
+        self.buses = [bus for bus, _ in buses.values()]
+        return super().divide(stay) + [
+            (device, stage, some)
+            for device, (_, stages) in buses.items()
+            for _, stage, some in stages
+        ]
+
+    @contextlib.contextmanager
+    def stepping(self):
+        if any(_devices.capturing(bus.device) for bus in self.buses):
+            raise RuntimeError(
+                "halfstep: a step of StateStreaming cannot be captured into a CUDA graph: its"
+                " states come from the process's memory"
+            )
+        try:
+            yield
+        finally:
+            for bus in self.buses:
+                bus.forget()
+
+    def heard(self):
+        for bus in self.buses:
+            bus.wait()
 
 
 class StateStreaming(Hosted):
@@ -180,7 +235,7 @@ class StateStreaming(Hosted):
     stepped there.
     """
 
-    _own = ("_buses",)
+    _placement = _Streamed
 
     def __init__(
         self,
@@ -195,67 +250,3 @@ class StateStreaming(Hosted):
             raise ValueError(f"halfstep: buffer={buffer!r} is no number of bytes")
         self.buffer = buffer
         super().__init__(params, recipe, minimal_size=minimal_size, **options)
-
-    def _begin(self):
-        self._buses = []
-
-    def _is_streamed(self, p):
-        here = local(p)
-        return (
-            _devices.is_asynchronous(_devices.of(here))
-            and here.numel() >= max(self.minimal_size, 1)
-            and not _sharding.is_gathered(self.rule, p)
-        )
-
-    def _check_device(self, p, name):
-        super()._check_device(p, name)
-        if self._is_streamed(p):
-            _devices.check_copies(local(p), name)
-
-    def _divide(self, wanted):
-        """Parameters whose states stay where they are stepped; and then stages of about the size of
-        a buffer."""
-        stay, buses, found = [], {}, []
-        for one in wanted:
-            if not self._is_streamed(one[0]):
-                stay.append(one)
-                continue
-            device = self._home(one[0])
-            size = sum(
-                _abi.recipe_bytes(
-                    self._full_recipe(one[1], one[2]), one[0].dim(), *rows_of(local(one[0]).shape)
-                )[1:]
-            )
-            if device not in buses:
-                buses[device] = Bus(device), []
-            bus, stages = buses[device]
-            if not stages or stages[-1][0] + size > self.buffer:
-                stages.append([0, Stage(bus), []])
-            stages[-1][0] += size
-            stages[-1][2].append(one)
-        found = super()._divide(stay) if stay else []
-        self._buses = [bus for bus, _ in buses.values()]
-        return found + [
-            (device, stage, some)
-            for device, (_, stages) in buses.items()
-            for _, stage, some in stages
-        ]
-
-    @no_dynamo
-    @torch.no_grad()
-    def _step(self, given=None):
-        if any(_devices.capturing(bus.device) for bus in self._buses):
-            raise RuntimeError(
-                "halfstep: a step of StateStreaming cannot be captured into a CUDA graph: its"
-                " states come from the process's memory"
-            )
-        try:
-            super()._step(given)
-        finally:
-            for bus in self._buses:
-                bus.forget()
-
-    def _hear(self):
-        super()._hear()
-        for bus in self._buses:
-            bus.wait()

@@ -17,7 +17,7 @@ import threading
 import pytest
 import torch
 
-from halfstep import _devices, offload
+from halfstep import _devices, _rounds
 
 HOST = torch.device("cpu")
 
@@ -279,13 +279,13 @@ class Fake:
         ):
             assert hasattr(_devices, name)
             patch.setattr(_devices, name, function)
-        step = offload.CPUOffload._step_sent
+        step = _rounds.Release.step_sent
 
         def alone(*arguments):  # the library asks the driver, too
             with self.lock:
                 step(*arguments)
 
-        patch.setattr(offload.CPUOffload, "_step_sent", alone)
+        patch.setattr(_rounds.Release, "step_sent", alone)
 
     def close(self):
         """Frees everything, and finds fault with what was done to the driver."""

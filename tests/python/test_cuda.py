@@ -88,7 +88,7 @@ def run(gpu, both, first, last, scale=1.0, release=False):
                 continue
             for p in params.values():
                 opt.step_param(p)
-            opt._end_round()
+            opt._parts.release.end_round()
 
 
 def held(gpu, params, opt):
@@ -208,7 +208,7 @@ def test_a_step_is_on_the_current_stream(fake, release):
             with fake.on(other if i % 2 else None):
                 give(fake, params, {name: g})
                 opt.step_param(params[name])
-        opt._end_round()
+        opt._parts.release.end_round()
     fake.wait_for(None, other)
     same(fake, both)
 
@@ -422,7 +422,7 @@ def test_release(gpu, clip):
                 warnings.simplefilter("ignore")
                 for p in params.values():
                     opt.step_param(p)
-                opt._end_round()
+                opt._parts.release.end_round()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert both[0][1].skipped_steps == both[1][1].skipped_steps == 1

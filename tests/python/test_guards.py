@@ -22,7 +22,7 @@ def give(params, seed=2):
 
 
 def plain(opt):
-    return opt._engine.plain
+    return opt._parts.cache.engine.plain
 
 
 def test_guards_work_with_this_torch():
@@ -87,7 +87,7 @@ def test_what_changes_is_seen(change):
             elif change == "moved":
                 p.data = p.data.clone()
         opt.step()
-        other._drop_engine()
+        other._parts.cache.drop()
         other.step()
         assert all(map(torch.equal, params, others))
 

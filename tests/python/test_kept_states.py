@@ -97,7 +97,7 @@ def test_what_somebody_writes_into_it_counts():
         run(opt, params, 0, 2)
         state = opt.state[params["w"]]
         write(state)
-        if state["writes"] is not opt._engine.members[0].numbers["writes"]:
+        if state["writes"] is not opt._parts.cache.engine.members[0].numbers["writes"]:
             state["step"] = state["step"].clone()  # as who replaces states does
         run(opt, params, 2, 3)
         assert int(opt.state_dict()["state"][0]["writes"]) == 1001

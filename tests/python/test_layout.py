@@ -189,7 +189,7 @@ def test_a_step_count_written_in_place_counts(recipe, way):
     if way == "step_param":
         for p in params.values():
             opt.step_param(p)
-        opt._end_round()
+        opt._parts.release.end_round()
     else:
         opt.step()
     assert all(opt.state[p]["step"] == 2 for p in params.values())
@@ -721,4 +721,6 @@ def test_old_state_dicts_with_broken_lists(change):
     before = [bits(p) for p in params.values()]
     with pytest.raises(ValueError):
         opt.load_state_dict(file)
-    assert [bits(p) for p in params.values()] == before and not opt.state and not opt._ids
+    assert (
+        [bits(p) for p in params.values()] == before and not opt.state and not opt._parts.names.ids
+    )

@@ -2,6 +2,7 @@
 other ones, or parts that nobody told them of."""
 
 import contextlib
+import gc
 import io
 import os
 import warnings
@@ -11,6 +12,7 @@ import torch
 from conftest import bits, class_of, network, set_gradients
 
 import halfstep
+from halfstep import _reducers
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -372,6 +374,104 @@ def release_under_ddp(rank, size):
 def test_release_refuses_the_gradients_of_ddp(pool):
     for said, unchanged, _ in pool.run(2, release_under_ddp):
         assert "DistributedDataParallel" in said and unchanged
+
+
+class Sees:
+    """What a wrapped model gets as keyword arguments of names that are used here, too."""
+
+    def __call__(self, module, args, kwargs):
+        return args, {k: v for k, v in kwargs.items() if k not in ("wrapper", "found", "method")}
+
+
+def release_and_wrappers(rank, size, when):
+    """Whether two backward passes are refused, and whether anything has moved."""
+    model, other = network(torch.bfloat16), network(torch.bfloat16)
+    for one in (model, other):
+        one.register_forward_pre_hook(Sees(), with_kwargs=True)
+    wrap, called, kept = torch.nn.parallel.DistributedDataParallel, None, []
+    if when in ("before", "older than the package", "inner called", "forward before", "gone"):
+        called = wrap(model)
+    if when == "older than the package":  # which has not seen it made
+        _reducers._wrappers.clear()
+        _reducers.known = 0
+    x = torch.ones(2, 48).bfloat16()
+    if when == "forward before":
+        loss = called(x).float().sum()
+    if when == "gone":
+        called = None
+        gc.collect()
+    opt = halfstep.AdamW(model.named_parameters(), lr=0.02, gradient_release=True, **RECIPE)
+    if when == "after a step":
+        model(x).float().sum().backward()
+        opt.step()
+    if when in ("after", "after a step"):
+        called = wrap(model)
+    if when == "a class of it":
+        called = type("Theirs", (wrap,), {})(model)
+    if when == "another model":
+        wrap(other)(x, wrapper=1, found=2, method=3).float().sum().backward()
+    if when in ("inner called", "another model", "gone"):
+        kept.append(called)
+        called = model
+    before, said = [bits(p) for p in model.parameters()], []
+    for _ in range(2):
+        try:
+            if when != "forward before" or said:
+                loss = called(x, wrapper=1, found=2, method=3).float().sum()
+            loss.backward()
+            opt.step()
+            said.append("stepped")
+        except RuntimeError as error:
+            said.append(str(error))
+            for p in model.parameters():
+                p.grad = None
+    return said, before == [bits(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before",
+        "after",
+        "after a step",
+        "older than the package",
+        "inner called",
+        "forward before",
+        "a class of it",
+    ],
+)
+def test_release_finds_wrappers_whenever_they_were_made(pool, when):
+    for said, unchanged in pool.run(2, release_and_wrappers, when):
+        for text in said:
+            assert text.startswith(
+                "halfstep: gradient release would take the gradient of '0.weight' before"
+                " DistributedDataParallel has averaged it"
+            )
+        assert len(said) == 2 and unchanged
+
+
+@pytest.mark.parametrize("when", ["another model", "gone"])
+def test_release_leaves_other_wrappers_alone(pool, when):
+    for said, unchanged in pool.run(2, release_and_wrappers, when):
+        assert said == ["stepped", "stepped"] and not unchanged
+
+
+def release_without_a_search(rank, size):
+    """Wrappers are not looked for among all objects, and are looked at once."""
+    gc.get_objects = None
+    wrapped = torch.nn.parallel.DistributedDataParallel(network(torch.bfloat16))
+    looks, model = [], network(torch.bfloat16)
+    named = wrapped.module.named_parameters
+    wrapped.module.named_parameters = lambda *a, **k: looks.append(1) or named(*a, **k)
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True, **RECIPE)
+    for _ in range(3):
+        model(torch.ones(2, 48).bfloat16()).float().sum().backward()
+        opt.step()
+    return len(looks)
+
+
+def test_release_looks_once_at_each_wrapper(pool):
+    assert pool.run(2, release_without_a_search) == [1, 1]
 
 
 def release_under_fsdp2(rank, size):

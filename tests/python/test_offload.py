@@ -118,7 +118,7 @@ def test_backward_passes_without_steps_between(gpu):
     for step in range(1, 6):
         for params, opt in both:
             backward(gpu, params, gradients(params, step))
-            opt._rounds.again = 0
+            opt._parts.release.rounds.again = 0
     for _, opt in both:
         opt.step()
     same(gpu, both)
@@ -158,7 +158,7 @@ def test_a_gradient_that_is_written_after_its_hook_is_copied_again(gpu):
             backward(gpu, params, gradients(params, step))
             if opt is both[1][1]:
                 _devices.wait(
-                    opt._carrier.copies[params["body.weight"]].down
+                    opt._parts.placement.carrier.copies[params["body.weight"]].down
                 )  # of the gradient as it was
             for p in params.values():
                 with torch.no_grad():
@@ -260,7 +260,10 @@ def test_states_go_either_way(gpu):
         and isinstance(again, halfstep.CPUOffload)
         and isinstance(again, halfstep.AdamW)
     )
-    assert again.minimal_size == SIZE and again._copy_handles is not opt._copy_handles
+    assert (
+        again.minimal_size == SIZE
+        and again._parts.placement.hooks is not opt._parts.placement.hooks
+    )
 
 
 def test_read_and_write(gpu):
@@ -360,7 +363,7 @@ def test_weights_are_not_written_before_the_gpu_is_done_with_them(fake):
     backward(fake, params, gradients(params, 5))
     fake.submit(seen, p.detach(), 0, None)  # something of the backward pass that still reads it
     opt.step()
-    for (_, up), side in opt._carrier.sides.items():
+    for (_, up), side in opt._parts.placement.carrier.sides.items():
         if up:
             with fake.context():
                 assert not fake.driver.cuStreamSynchronize(ctypes.c_void_p(side.stream))
@@ -372,7 +375,7 @@ def test_an_error_in_the_thread_is_told_and_loses_nothing(gpu, monkeypatch):
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0}, gradient_release=True)
     run(gpu, both, 1, 3)
     (here, plain), (there, opt) = both
-    given, place, fails = gradients(there, 9), opt._place, [True]
+    given, place, fails = gradients(there, 9), opt._parts.gather.place, [True]
 
     def fail(engine, m, *rest):
         if m.name == "head.weight" and fails.pop():
@@ -380,11 +383,11 @@ def test_an_error_in_the_thread_is_told_and_loses_nothing(gpu, monkeypatch):
             raise MemoryError("no room for head.weight")
         return place(engine, m, *rest)
 
-    monkeypatch.setattr(opt, "_place", fail)
+    monkeypatch.setattr(opt._parts.gather, "place", fail)
     backward(gpu, there, given)
     with pytest.raises(MemoryError, match="head.weight"):
         opt.step()
-    monkeypatch.setattr(opt, "_place", place)
+    monkeypatch.setattr(opt._parts.gather, "place", place)
     opt.step()
     backward(gpu, here, given)
     plain.step()
@@ -427,14 +430,14 @@ def test_a_gradient_hook_that_raises_loses_nothing(fake, monkeypatch, who, give_
         **options,
     )
     if who == "the copy":
-        fetch = opt._carrier._fetch
+        fetch = opt._parts.placement.carrier._fetch
 
         def fetch_or_fail(into, tensor):
             if tensor.shape == (48, 64):
                 fail()
             return fetch(into, tensor)
 
-        monkeypatch.setattr(opt._carrier, "_fetch", fetch_or_fail)
+        monkeypatch.setattr(opt._parts.placement.carrier, "_fetch", fetch_or_fail)
     elif who == "a hook after it":
         models[1].get_parameter("2.weight").register_post_accumulate_grad_hook(lambda p: fail())
     models[0].get_parameter("2.weight").register_post_accumulate_grad_hook(lambda p: fail())
@@ -581,7 +584,7 @@ def test_a_library_without_kernels_offloads_everything(gpu, monkeypatch):
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     run(gpu, both, 1, 4)
     same(gpu, both)
-    assert not both[1][1]._engine.asynchronous
+    assert not both[1][1]._parts.cache.engine.asynchronous
 
 
 def test_two_gpus(fake):
@@ -657,7 +660,7 @@ def test_on_the_processor_there_is_nothing_to_move():
 def test_the_thread_ends_with_its_optimizer(gpu):
     both = pair(gpu, halfstep.AdamW, "bf16-sr", gradient_release=True)
     run(gpu, both, 1, 3)
-    thread = both[1][1]._carrier.thread
+    thread = both[1][1]._parts.placement.carrier.thread
     assert thread.is_alive()
     del both
     gc.collect()

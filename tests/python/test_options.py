@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import halfstep
+from halfstep._placement import Placement
 
 
 def _pull(parameters, goals, optimizer, idle=()):
@@ -76,11 +77,15 @@ def test_prodigy_with_two_rates_wants_two_estimates():
     assert o.param_groups[0]["d"] == o.param_groups[1]["d"]
 
 
-class _TwoHandles(halfstep.Prodigy):
+class _Apart(Placement):
     """Each parameter in a handle of its own, as those on several devices are."""
 
-    def _divide(self, wanted):
-        return [(self._home(one[0]), None, [one]) for one in wanted]
+    def divide(self, wanted):
+        return [(one.home, None, [one]) for one in wanted]
+
+
+class _TwoHandles(halfstep.Prodigy):
+    _placement = _Apart
 
 
 def test_prodigy_has_one_estimate_for_several_handles():

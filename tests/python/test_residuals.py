@@ -285,7 +285,7 @@ def test_our_own_writes_are_no_strangers(weights, way, silent):
             if way in ("release", "flat") and step:
                 for p in params.values():
                     opt.step_param(p)
-                opt.step() if way == "release" else opt._end_round()
+                opt.step() if way == "release" else opt._parts.release.end_round()
             elif way == "some gradients":
                 for i, p in enumerate(params.values()):
                     if (i + step) % 2:
@@ -405,7 +405,7 @@ def test_formats_without_residuals_are_not_looked_at(silent):
     run(opt, model.named(), 0, 2)
     model.load_state_dict(Model(torch.bfloat16, 7).state_dict())
     run(opt, model.named(), 2, 3)
-    assert not opt._watch and not opt._engine.guarded
+    assert not opt._parts.residuals.watch and not opt._parts.cache.engine.guarded
 
 
 def test_a_failed_load_forgets_nothing():

@@ -68,7 +68,7 @@ def test_states_take_turns(fake):
     both = pair(fake, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     run(fake, both, 1, 2)
     params, opt = both[1]
-    (bus,) = opt._buses
+    (bus,) = opt._parts.placement.buses
     assert len(bus.stages) > 4 and len(bus.buffers) == streaming.BUFFERS
     assert all(stage.size <= BUFFER * 1.2 or len(stage.places) == 1 for stage in bus.stages)
     size = sum(
@@ -90,7 +90,7 @@ def test_states_take_turns(fake):
             size,
         ]
         assert waited == len(
-            opt._engine.parts
+            opt._parts.cache.engine.parts
         )  # all begin before the first ends: one wait for each, for the same gradients
         run(fake, [both[0]], step, step + 1)
     same(fake, both)
@@ -103,7 +103,7 @@ def test_one_buffer_waits_for_nothing(fake):
     run(fake, both, 1, 3)
     before = fake.waits
     run(fake, both, 3, 9)
-    assert fake.waits == before and len(both[1][1]._buses[0].stages) == 1
+    assert fake.waits == before and len(both[1][1]._parts.placement.buses[0].stages) == 1
     same(fake, both)
 
 
@@ -216,7 +216,11 @@ def test_states_go_either_way(gpu):
         and isinstance(again, halfstep.StateStreaming)
         and isinstance(again, halfstep.AdamW)
     )
-    assert again.minimal_size == SIZE and again.buffer == BUFFER and again._buses is not opt._buses
+    assert (
+        again.minimal_size == SIZE
+        and again.buffer == BUFFER
+        and again._parts.placement.buses is not opt._parts.placement.buses
+    )
 
 
 def test_what_others_write_into_states_counts(gpu):
@@ -241,7 +245,7 @@ def test_states_come_back_after_the_step(fake):
     """Where the stream that they come back on is the only one that anybody waits for."""
     both = pair(fake, halfstep.AdamW, "f32", how={"buffer": 1 << 20, "minimal_size": 0})
     run(fake, both, 1, 3)
-    (bus,) = both[1][1]._buses
+    (bus,) = both[1][1]._parts.placement.buses
     bus.wait()
     for name, p in both[1][0].items():
         for key in ("exp_avg", "exp_avg_sq"):
@@ -336,7 +340,7 @@ def test_two_gpus_and_the_processor(fake):
     )
     run(fake, both, 1, 4)
     same(fake, both)
-    assert len(both[1][1]._buses) == 2
+    assert len(both[1][1]._parts.placement.buses) == 2
 
 
 def test_another_stream(fake):
@@ -362,7 +366,7 @@ def test_a_step_returns_before_states_are_back(fake):
     run(fake, both, 1, 2)
     params, opt = both[1]
     fake.synchronize()
-    for bus in opt._buses:
+    for bus in opt._parts.placement.buses:
         bus.wait()
     before = bits(opt.state[params["a"]]["exp_avg"])
     run(fake, [both[1]], 2, 3)
@@ -400,7 +404,10 @@ def test_the_plan_is_what_is_held(fake):
         if row.way == "StateStreaming"
     )
     assert row.host == sum(size for _, size, _ in fake.pins)
-    assert row.states == sum(b.memory.numel() for b in opt._buses[0].buffers) and row.extras == 0
+    assert (
+        row.states == sum(b.memory.numel() for b in opt._parts.placement.buses[0].buffers)
+        and row.extras == 0
+    )
 
 
 def test_wrong_arguments(gpu):

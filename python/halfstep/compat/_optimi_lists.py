@@ -6,6 +6,8 @@ optimi's states are debiased: m^ = m / (1 - b^t). With b^ = b (1 - b^(t-1)) / (1
 b^ for b and a count so high that its own correction is 1. Two things need raw moments: Adan, whose
 second beta stands in its update too, and the first steps of RAdam and Ranger, which are not
 rectified. For those the states are scaled in float32, one tensor at a time, and scaled back.
+
+This file is longer than 500 lines because it has every signature of these functions.
 """
 
 import ctypes
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import _abi, _devices, _engine
+from .. import _abi, _devices, _parameters, _torch
 from .._abi import check, lib
+from .._handles import add_group, add_tensor, create_handle, seed_of
 
 __all__ = ["adam", "adamw", "adan", "lion", "radam", "ranger", "sgd", "stableadamw"]
 
@@ -34,7 +37,7 @@ class _Lists:
     call."""
 
     def __init__(self, rule, members, hypers):
-        self.handle = _engine.create_handle(torch.get_num_threads(), 0)
+        self.handle = create_handle(torch.get_num_threads(), 0)
         self.groups: Dict[str, int] = {}
         try:
             # Steps are given anew at every call, often as a number that only settles the rule, and
@@ -46,8 +49,8 @@ class _Lists:
             for i, (identity, shape, weight, states, gradient) in enumerate(members):
                 recipe = "/".join([rule, weight] + (["+".join(states)] if states else []))
                 if recipe not in self.groups:
-                    self.groups[recipe] = _engine.add_group(self.handle, recipe, hypers, {})
-                _engine.add_tensor(
+                    self.groups[recipe] = add_group(self.handle, recipe, hypers, {})
+                add_tensor(
                     self.handle, self.groups[recipe], f"params[{i}]", identity, shape, gradient
                 )
         except BaseException:
@@ -130,7 +133,7 @@ def _identity(p, place):
     into the id of each tensor."""
     found = _identities.get(p)
     if found is None:
-        found = _identities[p] = [(_abi.name_id(place) + _engine.seed_of(None)) % 2**64, 0]
+        found = _identities[p] = [(_abi.name_id(place) + seed_of(None)) % 2**64, 0]
     return found
 
 
@@ -143,14 +146,14 @@ class _Item:
         for what, t in (("params", param), ("grads", grad)):
             if not isinstance(t, Tensor):
                 raise TypeError(f"halfstep: {what}[{i}] is a {type(t).__name__}, not a tensor")
-        _engine.check_parameter(param, name)
-        _engine.check_cpu(param, name)
-        gradient = _engine.check_gradient(param, grad, name)
+        _parameters.check_parameter(param, name)
+        _parameters.check_cpu(param, name)
+        gradient = _parameters.check_gradient(param, grad, name)
         self.owner, self.identity, self.shape = param, _identity(param, name), tuple(param.shape)
         self.back: List[Tuple[Tensor, Tensor]] = []
         self.param, self.grad = self._dense(param, True), self._dense(grad, False)
         kahan = kahan and param.dtype in LOW
-        weight = _engine.PLAIN[param.dtype] + ("-kahan" if kahan else "")
+        weight = _parameters.PLAIN[param.dtype] + ("-kahan" if kahan else "")
         self.comp = None
         if kahan:
             if (
@@ -172,7 +175,7 @@ class _Item:
         for k, (s, value) in enumerate(zip(rule.states, states)):
             if (
                 not isinstance(value, Tensor)
-                or value.dtype not in _engine.PLAIN
+                or value.dtype not in _parameters.PLAIN
                 or value.shape != param.shape
                 or value.device != param.device
             ):
@@ -311,7 +314,7 @@ def _step(
             item.store(code == _abi.OK)
             item.identity[1] += code == _abi.OK
         if code == _abi.OK and not accumulate:
-            _engine.increment_versions([item.owner for item in batch])
+            _torch.increment_versions([item.owner for item in batch])
         if code == _abi.NONFINITE:
             made = _refused(
                 lib.halfstep_nonfinite_tensor(lists.handle).decode(),

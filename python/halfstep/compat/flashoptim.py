@@ -213,13 +213,13 @@ class FlashOptimizer(Optimizer):
 
     @property
     def _gradient_release(self) -> bool:
-        return bool(self._release_handles)
+        return bool(self._parts.release.hooks)
 
     def prepare_gradient_release(self):
         """Hooks on all parameters of this optimizer; `enable_gradient_release` takes a model's."""
         if not self.gradient_release:
             super().prepare_gradient_release()
-        elif not self._release_handles:
+        elif not self._parts.release.hooks:
             self.gradient_release = False  # a copy: the hooks stay with the original
 
     # ---- check_numerics --------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class FlashOptimizer(Optimizer):
             for i, p in enumerate(group["params"]):
                 if (
                     p.dtype in _EXPONENTS
-                    and _abi.formats[self._full_recipe(g, i).split("/")[1]].extra_bits
+                    and _abi.formats[self._parts.names.recipe(g, i).split("/")[1]].extra_bits
                 ):
                     found[id(p)] = p
         return found
@@ -354,7 +354,7 @@ class FlashOptimizer(Optimizer):
         coded = self._coded()
         fresh = {p: p.grad for p in coded.values() if p not in self.state}
         if fresh:
-            self._build(fresh)
+            self._parts.cache.build(fresh)
         for name, value in fp32_state_dict.items():
             if name in parameters:
                 p = parameters[name]
@@ -457,11 +457,10 @@ class FlashSGD(FlashOptimizer):
             },
         )
 
-    def _build(self, also=None, decides=True):
+    def _before_build(self, also):
         for group in self.param_groups:
             if group["dampening"] and group["momentum"]:
                 start_from_zeros(self, group["params"], also)
-        return super()._build(also, decides)
 
 
 class FlashSGDW(FlashSGD):
@@ -589,14 +588,13 @@ class GradientReleaseHandle:
 
     def remove(self) -> None:
         """Takes the hooks away: ordinary steps again."""
-        optimizer, mine = self._optimizer, {id(h) for h in self._hooks}
+        optimizer, mine = self._optimizer, list(self._hooks)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         if not mine:
             return
-        optimizer._release_handles = [h for h in optimizer._release_handles if id(h) not in mine]
-        if not optimizer._release_handles:
+        if not optimizer._parts.release.discard(mine):
             optimizer.remove_gradient_release()
 
     @property
@@ -662,8 +660,8 @@ def enable_gradient_release(
         for p in model.parameters()
         if p.requires_grad and id(p) in group_of
     ]
-    optimizer._release_handles += hooks
-    optimizer.gradient_release = bool(optimizer._release_handles)
+    optimizer._parts.release.add(hooks)
+    optimizer.gradient_release = bool(optimizer._parts.release.hooks)
     return GradientReleaseHandle(hooks, optimizer)
 
 

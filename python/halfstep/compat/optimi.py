@@ -15,6 +15,8 @@ moments, not debiased ones; `load_state_dict` takes optimi's own state dicts and
 
 The lower-case functions step lists of tensors that are the caller's, states included, in place.
 Their states are optimi's: debiased moments, the negated previous gradient. See `adam`.
+
+This file is longer than 500 lines because it has every signature of the package.
 """
 
 import warnings
@@ -23,7 +25,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Ty
 import torch
 from torch import Tensor, nn
 
-from .. import _abi, _engine, _names, _release
+from .. import _abi, _names, _parameters, _release
 from ..optimizer import Optimizer, unwrapped
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
 
@@ -136,7 +138,7 @@ class OptimiOptimizer(Optimizer):
         model's."""
         if not self.gradient_release:
             super().prepare_gradient_release()
-        elif not self._release_handles:
+        elif not self._parts.release.hooks:
             self.gradient_release = False  # a copy: the hooks stay with the original
 
     def load_state_dict(self, state_dict):
@@ -145,7 +147,12 @@ class OptimiOptimizer(Optimizer):
         if _is_optimi(state_dict):
             state_dict = _from_optimi(
                 self,
-                {**state_dict, "param_groups": _names.align(self, state_dict["param_groups"])[0]},
+                {
+                    **state_dict,
+                    "param_groups": _names.align(
+                        self._parts.names.all(), state_dict["param_groups"]
+                    )[0],
+                },
             )
         super().load_state_dict(state_dict)
 
@@ -157,7 +164,7 @@ def constructors(optimizer, base):
 
 
 def start_from_zeros(optimizer, parameters, also):
-    """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in _build(). The
+    """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in _before_build(). The
     library's first buffer is the gradient itself, so parameters that are about to get states get a
     count of one update, of a buffer of zeros.
     """
@@ -500,11 +507,10 @@ class SGD(OptimiOptimizer):
             ),
         )
 
-    def _build(self, also=None, decides=True):
+    def _before_build(self, also):
         for group in self.param_groups:
             if group["dampening"] and group["momentum"] and not group["torch_init"]:
                 start_from_zeros(self, group["params"], also)
-        return super()._build(also, decides)
 
     def _hypers(self, group):
         found = super()._hypers(group)
@@ -588,7 +594,7 @@ def prepare_for_gradient_release(
         p.register_post_accumulate_grad_hook(hook) for p in parameters
     )
     hooks.optimizer = optimizer
-    optimizer._release_handles += hooks
+    optimizer._parts.release.add(hooks)
     optimizer.gradient_release = True
 
 
@@ -605,10 +611,7 @@ def remove_gradient_release(model: nn.Module):
     for hook in hooks:
         hook.remove()
     optimizer = hooks.optimizer
-    optimizer._release_handles = [
-        h for h in optimizer._release_handles if not any(h is other for other in hooks)
-    ]
-    if not optimizer._release_handles:
+    if not optimizer._parts.release.discard(hooks):
         optimizer.remove_gradient_release()
 
 
@@ -742,7 +745,7 @@ def _from_optimi(optimizer, state_dict):
                     new[s.name] = value.float()
                 else:
                     new[s.name] = value.float() * (1.0 - betas[there] ** step)
-            weights = _engine.PLAIN[p.dtype]
+            weights = _parameters.PLAIN[p.dtype]
             residual = old["kahan_comp"]
             if p.dtype in LOW and isinstance(residual, Tensor) and residual.shape == p.shape:
                 weights += "-kahan"

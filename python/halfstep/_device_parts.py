@@ -1,0 +1,148 @@
+"""The handles of an engine, and the groups in them."""
+
+import ctypes
+from ctypes import c_void_p
+from operator import is_
+
+import torch
+
+from . import _abi, _devices, _layout
+from ._abi import check, lib
+from ._members import NOTHING
+
+#: what of a group is no hyper-parameter
+_NO_HYPERS = ("params", "param_names", *_layout.TOLD)
+
+
+def formats_of(groups):
+    """The formats that the groups ask for, which a handle is made for."""
+    return [(group.get("weights"), group.get("states")) for group in groups]
+
+
+class Group:
+    """A group of a handle: the place of the optimizer's group that it is of, and its index in the
+    handle."""
+
+    __slots__ = (
+        "place",
+        "handle",
+        "device",
+        "index",
+        "of",
+        "count",
+        "values",
+        "seen",
+        "given",
+        "steps",
+        "lr",
+    )
+
+    def __init__(self, place, handle, device, index, groups):
+        self.place, self.index, self.of, self.count = place, index, groups[place], len(groups)
+        self.handle, self.device = handle, device
+        # What the group held when hyper-parameters were last set, what it was then found to hold,
+        # what was set, and the steps that it was last told.
+        self.values, self.seen, self.given, self.steps = None, None, {}, None
+        #: where a GPU reads the lr, if that is a tensor on it
+        self.lr = None
+
+    def take_lr(self, lr):
+        """Has an lr that is a tensor on the GPU read there at each step: without a wait, and anew
+        at every replay of a graph. Says whether it is such."""
+        if (
+            not isinstance(lr, torch.Tensor)
+            or not _devices.is_asynchronous(_devices.of(lr))
+            or not _devices.is_asynchronous(self.device)
+        ):
+            if self.lr is not None:
+                check(lib.halfstep_bind_hyper(self.handle, self.index, b"lr", None), self.handle)
+                self.lr = None
+            return False
+        if self.lr is None:
+            self.lr = _devices.zeros((), torch.float64, self.device)
+            check(
+                lib.halfstep_bind_hyper(self.handle, self.index, b"lr", self.lr.data_ptr()),
+                self.handle,
+            )
+            self.given.pop("lr", None)
+        self.lr.copy_(lr.reshape(()))
+        return True
+
+    def differs(self, group, totals):
+        """Whether the optimizer's group holds other values than were last set. totals: of a rule
+        whose `d` is no option. Numbers are replaced, never changed: the same objects mean the same
+        numbers. Tensors and lists are read again."""
+        values = [
+            v for key, v in group.items() if key not in _NO_HYPERS and not (key == "d" and totals)
+        ]
+        if (
+            self.values is not None
+            and len(self.values) == len(values)
+            and all(map(is_, values, self.values))
+        ):
+            return False
+        again = any(isinstance(v, (torch.Tensor, list, dict)) for v in values)
+        self.values, self.seen = None, None if again else values
+        return True
+
+    def take(self, hypers, choices):
+        """Sets hyper-parameters and choices of the group. False where they change what exists, so
+        that the handle has to be built anew."""
+        before = self.given
+        for key, value in hypers.items():
+            if before.get(key) != value:
+                code = lib.halfstep_set_hyper(self.handle, self.index, key.encode(), value)
+                if code == _abi.ERROR_ORDER:
+                    return False
+                check(code, self.handle)
+        for key, value in choices.items():
+            if before.get("choice " + key) != value:
+                check(
+                    lib.halfstep_set_choice(self.handle, self.index, key.encode(), value.encode()),
+                    self.handle,
+                )
+        self.given = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
+        self.values = self.seen
+        return True
+
+    def among(self, groups):
+        """The optimizer's group, wherever it is by now; None where it was removed."""
+        if self.place < len(groups) and groups[self.place] is self.of:
+            return self.of
+        return next(
+            (group for group in groups if group is self.of),
+            groups[self.place] if len(groups) == self.count else None,
+        )
+
+
+class DevicePart:
+    """A handle: of `n` members from number `first` on, all of one device, whose pointers are parts
+    of the engine's."""
+
+    __slots__ = ("handle", "device", "first", "n", "stage", "stream", "scale", "counted")
+
+    def __init__(self, handle, device):
+        self.handle, self.device, self.first, self.n = handle, device, 0, 0
+        self.scale = None
+        self.stream = _devices.stream(device) if _devices.is_asynchronous(device) else None
+        #: its own skipped steps that tell() has seen
+        self.counted = 0
+        #: where states are during a step that are kept elsewhere (streaming.py), or None
+        self.stage = None
+
+    @property
+    def asynchronous(self):
+        return _devices.is_asynchronous(self.device)
+
+    def slice(self, pointers):
+        """Of an array for all members."""
+        return (
+            None
+            if pointers is None
+            else (c_void_p * self.n).from_buffer(pointers, self.first * ctypes.sizeof(c_void_p))
+        )
+
+    def states(self, needed=True, written=True):
+        """While this is entered, states are where the handle thinks they are; and are kept after it
+        where it has written them."""
+        return self.stage.states(written=written) if self.stage is not None and needed else NOTHING

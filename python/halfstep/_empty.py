@@ -1,0 +1,34 @@
+"""Parameters without elements. They are in no handle, and their counters are kept here."""
+
+import torch
+
+from . import _abi, _convert, _layout
+
+
+def count(groups, names, group_index, position, p, steps=1):
+    """Counts steps of one."""
+    identity, recipe = names.identities([p])[p], names.recipe(group_index, position)
+    state, packed = groups.state[p], _layout.pack_recipe(recipe)
+    if "step" not in state or "recipe" not in state or int(state["recipe"]) != packed:
+        numbers = {key: state.get(key) for key in _layout.numbers_of(_abi.rules[groups.rule], ())}
+        state.setdefault("step", 0)
+        state.update(_convert.empty(recipe, groups.hypers(groups[group_index]), p))
+        state.update(
+            (key, _layout.number(0, key) if value is None else value)
+            for key, value in numbers.items()
+        )
+        state["id"] = _layout.number(_layout.signed(identity), "id")
+        state["recipe"] = _layout.number(packed, "recipe")
+    steps = _layout.step_count(state, names.of(group_index, position)) + steps
+    state["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+    state.update((key, _layout.number(steps, key)) for key in _layout.COUNTERS)
+
+
+def sync(groups, names):
+    """Brings their other counters to the step where somebody has set that."""
+    for g, i, p in groups.members():
+        state = groups.state.get(p) if p.numel() == 0 else None
+        if state and "state_steps" in state:
+            steps = _layout.step_count(state, names.of(g, i))
+            if not _layout.same_count(state["state_steps"].item(), steps):
+                state.update((key, _layout.number(steps, key)) for key in _layout.COUNTERS)

@@ -1,0 +1,214 @@
+"""The addresses that a step is made with: of weights and gradients as they lie."""
+
+from operator import is_, itemgetter
+
+import torch
+
+from . import _devices, _sharding
+from ._guards import guard
+from ._parameters import check_gradient
+from ._sharding import local
+from ._watch import versions
+
+_Tensor = torch.Tensor
+# Called through map(), which costs half of what a loop does.
+_get_grad, _get_dtype, _get_shape = (
+    getattr(torch._C.TensorBase, name).__get__ for name in ("grad", "dtype", "shape")
+)
+_numel, _is_contiguous, _is_neg, _data_ptr = (
+    _Tensor.numel,
+    _Tensor.is_contiguous,
+    _Tensor.is_neg,
+    _Tensor.data_ptr,
+)
+_PLAIN_TYPES = {_Tensor}
+# How often one handle may be wrong about what gradients will look like.
+_MOST_GUARDS = 4
+
+
+class Gather:
+    """Fills the pointer arrays of the engine. Every function says whether the engine still fits.
+
+    keep    tensors that have to live until the call
+    back    (parameter or member, weight) of each weight that is worked on in a copy
+    """
+
+    def __init__(self, groups, placement, cache):
+        self.groups, self.placement, self.cache = groups, placement, cache
+
+    def place(self, engine, m, p, grad, keep, back):
+        """Addresses of one weight and its gradient, for tensors that do not simply lie there in
+        order."""
+        sharded = m.part is not None and m.part.mesh is not None
+        if m.gathered:
+            grad = _sharding.gradient_of(p, grad, m.name)
+            if check_gradient(p, grad, m.name) != m.gradient:
+                return None
+            engine.gather(m, self.groups.state[p])
+            grad, weight = (
+                _devices.contiguous(grad.full_tensor()),
+                _devices.contiguous(p.full_tensor()),
+            )
+            keep.append(grad)
+            back.append((m, weight))
+            return weight.data_ptr(), grad.data_ptr()
+        if m.offloaded:
+            if (
+                not self._is_where_it_was(engine, m, local(p))
+                or self.placement.check_gradient(p, grad, m.name) != m.gradient
+            ):
+                return None
+            weight, grad = self.placement.bring(m, p, grad)
+            back.append((m, weight))
+            return _sharding.address(weight), _sharding.address(grad)
+        if sharded:
+            grad, p = local(_sharding.gradient_of(p, grad, m.name)), local(p)
+            keep.append(grad)
+        if not self._is_where_it_was(engine, m, p) or check_gradient(p, grad, m.name) != m.gradient:
+            return None
+        if not _devices.is_plain(grad):
+            grad = _devices.contiguous(grad)
+            keep.append(grad)
+        weight = p
+        if not m.dense:
+            weight = _devices.contiguous(p)
+            back.append((p, weight))
+        return weight.data_ptr(), _sharding.address(grad) if sharded else grad.data_ptr()
+
+    @staticmethod
+    def _is_where_it_was(engine, m, p):
+        """Whether a weight lies where the handle thinks it does, or could be told to."""
+        if (
+            p.data_ptr() == m.address
+            and p.shape == m.shape
+            and p.dtype == m.dtype
+            and p.stride() == m.strides
+            and _devices.is_plain(p) == m.dense
+        ):
+            return True
+        return engine.recheck_weight(m)
+
+    def all(self, engine, keep, back, stepped):
+        """Fills the pointer arrays. False where the handle does not fit any more."""
+        if self._plain(engine):
+            stepped.extend(engine.params)
+            return True
+        engine.weights_are_plain = False
+        for p, i in zip(self.cache.flat, self.cache.indices):
+            grad = self.placement.gradient_of(p)
+            if grad is None or (i < 0 and p.numel() == 0):
+                if i >= 0:
+                    engine.gradients[i] = None
+                continue
+            if i < 0 or self.cache.stale(engine.members[i]):
+                return False
+            found = self.place(engine, engine.members[i], p, grad, keep, back)
+            if found is None:
+                return False
+            engine.weights[i], engine.gradients[i] = found
+            stepped.append(p)
+        return True
+
+    def given(self, engine, given, keep, back):
+        """all() for a compiled step, which brings its own tensors: weights and gradients by
+        parameter."""
+        engine.weights_are_plain = False
+        for i in range(len(engine.members)):
+            engine.gradients[i] = None
+        for p, (weight, grad) in given.items():
+            if p.numel() == 0:
+                continue
+            i = engine.index_of.get(p, -1)
+            if i < 0 or self.cache.stale(engine.members[i]):
+                return False
+            m = engine.members[i]
+            if check_gradient(p, grad, m.name) != m.gradient:
+                return False
+            keep.append(_devices.contiguous(grad))
+            held = _devices.contiguous(weight)
+            if held.data_ptr() != weight.data_ptr():
+                back.append((weight, held))
+            engine.weights[i], engine.gradients[i] = held.data_ptr(), keep[-1].data_ptr()
+        return True
+
+    def _plain(self, engine):
+        """all() for the case that every parameter has a gradient of the type it had before, all
+        lie in order in memory, and everything is where it was: a thousand small tensors cost about
+        a microsecond each in Python, so the checks go over lists. False is no verdict; all()
+        looks closer."""
+        plain = engine.plain
+        if plain is None or len(plain.params) != len(self.cache.flat) - len(self.cache.empty):
+            return False
+        try:
+            grads = [p.grad for p in plain.params]
+            if (
+                not plain.guards
+                or not plain.guards[0](*plain.params)
+                or not plain.guards[1](*grads)
+            ):
+                if not self._are_plain(plain, grads):
+                    return False
+                self._guard(plain, grads)
+            addresses = list(map(_data_ptr, grads))
+        except RuntimeError:  # sparse tensors have no address
+            return False
+        if 0 in addresses:  # nor do tensors without memory
+            return False
+        state = self.groups.state
+        if (
+            len(state) != len(plain.keys)
+            or not all(map(is_, state, plain.keys))
+            or not all(map(is_, state.values(), plain.values))
+        ):
+            if not all(map(is_, map(state.get, plain.params), plain.states)):
+                return False
+            plain.keys, plain.values = list(state), list(state.values())
+        if (
+            versions(plain.steps) != plain.step_versions
+            or versions(plain.counts) != plain.count_versions
+        ):
+            return False
+        for key, states, tensors in plain.streams:
+            try:
+                if not all(map(is_, map(itemgetter(key), states), tensors)):
+                    return False
+            except KeyError:
+                return False
+        if (
+            list(map(_data_ptr, plain.tensors)) != plain.addresses
+            or list(map(_data_ptr, plain.params)) != plain.weights
+        ):
+            return False
+        engine.gradients[:] = addresses
+        if not engine.weights_are_plain:
+            engine.weights[:] = plain.weights
+            engine.weights_are_plain = True
+        return True
+
+    @staticmethod
+    def _are_plain(plain, grads):
+        """The same as the guards of `plain`, attribute by attribute; gradients may have any shape
+        of as many elements."""
+        if set(map(type, grads)) != _PLAIN_TYPES:
+            return False
+        if (
+            list(map(_get_dtype, plain.params)) != plain.weight_dtypes
+            or list(map(_get_shape, plain.params)) != plain.shapes
+            or not all(map(_is_contiguous, plain.params))
+        ):
+            return False
+        return (
+            list(map(_get_dtype, grads)) == plain.dtypes
+            and list(map(_numel, grads)) == plain.numels
+            and all(map(_is_contiguous, grads))
+            and not any(map(_is_neg, grads))
+            and not any(map(_is_neg, plain.params))
+        )
+
+    @staticmethod
+    def _guard(plain, grads):
+        """Takes tensors that are plain as those to come. Where they keep changing all the same,
+        guards do not pay."""
+        plain.guarded += 1
+        guards = [guard(plain.params), guard(grads)] if plain.guarded <= _MOST_GUARDS else [None]
+        plain.guards = None if None in guards else guards

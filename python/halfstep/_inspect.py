@@ -1,0 +1,226 @@
+"""What an optimizer stores: its memory, and weights and states as fp32 numbers."""
+
+from ctypes import byref, c_double, c_int32, c_uint64
+
+import torch
+
+from . import _abi, _devices, _layout, _sharding
+from ._abi import check, lib
+from ._handles import create_handle, read_rows, write_rows
+from ._members import declare
+from ._parameters import PLAIN
+from ._sharding import local
+from ._streams import STATE, WEIGHT
+from ._torch import increment_versions
+
+
+class Inspection:
+    """Tells what is stored, and reads and writes it."""
+
+    def __init__(self, groups, names, placement, residuals, cache):
+        self.groups, self.names, self.placement = groups, names, placement
+        self.residuals, self.cache = residuals, cache
+
+    # ---- Memory and recipes ----------------------------------------------------------------------
+
+    def _declared(self, members, take):
+        """Declares some members, as Placement.describe() takes them, in a handle of their own.
+        Returns take(handle, declared). Allocates no states."""
+        handle = create_handle(1, 0)
+        try:
+            return take(
+                handle, declare(handle, self.groups.settings(), *self.placement.describe(members))
+            )
+        finally:
+            lib.halfstep_destroy(handle)
+
+    def check_cuts(self, group_index):
+        """Raises for a shard that the formats of its parameter cannot follow."""
+        wanted = [
+            (group_index, i, p, PLAIN[p.dtype])
+            for i, p in enumerate(self.groups[group_index]["params"])
+            if _sharding.is_dtensor(p) and p.numel() and self.groups.takes_part(p)
+        ]
+        if wanted:
+            self._declared(wanted, lambda *_: None)
+
+    def survey(self):
+        """Bytes, fallen-back tensors and states in finer formats of all parameters, whether or not
+        they have states yet."""
+        wanted, seen = [], set()
+        for g, i, p in self.groups.members():
+            if id(p) not in seen and p.numel() and self.groups.takes_part(p):
+                seen.add(id(p))
+                dtype = p.dtype if p.grad is None else p.grad.dtype
+                wanted.append((g, i, p, PLAIN.get(dtype, PLAIN[p.dtype])))
+
+        def take(handle, declared):
+            members, _, fallen = declared
+            out = [c_uint64() for _ in range(4)]
+            check(lib.halfstep_memory(handle, *map(byref, out), byref(c_int32())), handle)
+            names = ("weights", "gradients", "extras", "states")
+            return (
+                dict(zip(names, (int(x.value) for x in out))),
+                fallen,
+                _layout.precise_states(
+                    m.recipe for m in members if any(s.precise for s in m.streams)
+                ),
+            )
+
+        return self._declared(wanted, take)
+
+    def recipe(self, p):
+        """The full recipe of a parameter."""
+        for g, i, other in self.groups.members():
+            if other is p:
+                return self.names.recipe(g, i)
+        raise ValueError("halfstep: a parameter that this optimizer does not have")
+
+    def scalar(self, p, name):
+        """What the rule keeps for a parameter as a number."""
+        m = self.cache.member(p)
+        value = c_double()
+        check(lib.halfstep_get_scalar(m.handle, m.index, name.encode(), byref(value)), m.handle)
+        return value.value
+
+    def text(self):
+        """The text of repr()."""
+        taking_part = [(g, i, p) for g, i, p in self.groups.members() if self.groups.takes_part(p)]
+        recipes = dict.fromkeys(self.names.recipe(g, i) for g, i, _ in taking_part)
+        count = max(sum(local(p).numel() for _, _, p in taking_part), 1)
+        memory, fallen, precise = self.survey()
+        lines = [
+            f"{self.groups.title} (",
+            f"recipe: {', '.join(recipes)}",
+            (
+                f"memory: {sum(memory.values()) / count:.3f} B/param (weights and their"
+                f" extras {(memory['weights'] + memory['extras']) / count:.3f}, gradients"
+                f" {memory['gradients'] / count:.3f}, states {memory['states'] / count:.3f})"
+            ),
+        ]
+        if fallen:
+            shown = ", ".join(fallen[:8]) + (
+                f" and {len(fallen) - 8} more" if len(fallen) > 8 else ""
+            )
+            lines.append(f"too small for blocks, plain states: {shown}")
+        lines += precise
+        for i, group in enumerate(self.groups):
+            lines.append(f"Parameter Group {i}")
+            lines += [
+                f"    {key}: {group[key]}"
+                for key in sorted(group)
+                if key not in ("params", "param_names")
+            ]
+        return "\n".join(lines + [")"])
+
+    # ---- Reading ---------------------------------------------------------------------------------
+
+    def _slot(self, name):
+        rule = _abi.rules[self.groups.rule]
+        for i, state in enumerate(rule.states):
+            if state.name == name:
+                return STATE + i
+        raise KeyError(
+            f"halfstep: {self.groups.rule} has no state {name!r}; it has"
+            f" {', '.join(s.name for s in rule.states)}"
+        )
+
+    def _read(self, m, function, *arguments):
+        if m.gathered:
+            self.cache.engine.gather(m, self.groups.state[m.p])
+            if arguments[-1] is not None:  # of a weight
+                whole = _devices.contiguous(m.p.full_tensor())
+                arguments = (*arguments[:-1], whole.data_ptr())
+        with m.states(written=False):
+            found = read_rows(function, m.handle, m.index, m.whole, *arguments, rows=m.rows)
+        vector = found.shape != m.whole
+        if m.gathered:
+            m.full = None
+            found = found if vector else m.part.take(found).contiguous()
+        found = _devices.place(found, m.lies)
+        return found if vector or m.part is None else m.part.like_parameter(found)
+
+    def _read_by_weight(self, p, function, *arguments):
+        self.residuals.notice(p)
+        m = self.cache.member(p)
+        weight = _devices.place(_devices.contiguous(local(p)), m.device)
+        return self._read(m, function, *arguments, weight.data_ptr())
+
+    def _is_plain(self, p):
+        """Whether nothing is stored for a parameter but its weight."""
+        return p not in self.groups.state or p.numel() == 0
+
+    @torch.no_grad()
+    def read_weight(self, p):
+        """The weight in fp32, with its residual or error code."""
+        if self._is_plain(p):
+            return p.detach().float().clone() if p.is_floating_point() else p.detach().clone()
+        return self._read_by_weight(p, lib.halfstep_read_slot, WEIGHT)
+
+    @torch.no_grad()
+    def read_average(self, p):
+        """The weight to evaluate with, in fp32."""
+        if self._is_plain(p):
+            return self.read_weight(p)
+        return self._read_by_weight(p, lib.halfstep_read_average)
+
+    @torch.no_grad()
+    def read_state(self, p, name):
+        """A state decoded to fp32."""
+        slot = self._slot(name)
+        if p.numel() == 0:
+            return torch.empty(p.shape, dtype=torch.float32, device="cpu")
+        return self._read(self.cache.member(p), lib.halfstep_read_slot, slot, None)
+
+    # ---- Writing ---------------------------------------------------------------------------------
+
+    def _write(self, m, slot, data, values):
+        if m.gathered:
+            values = values.full_tensor() if _sharding.is_dtensor(values) else values
+        elif m.part is not None:
+            values = m.part.take(values)
+        values = _devices.to_cpu(values).to(torch.float32)
+        if tuple(values.shape) != m.whole:
+            raise ValueError(
+                f"halfstep: parameter {m.name!r} has shape {m.whole}, not {tuple(values.shape)}"
+            )
+        if not m.gathered:
+            with m.states():
+                write_rows(m.handle, m.index, slot, data, values, m.whole, m.rows)
+            return
+        weight = _devices.contiguous(m.p.full_tensor()) if slot == WEIGHT else None
+        engine, state = self.cache.engine, self.groups.state[m.p]
+        engine.gather(m, state)
+        write_rows(
+            m.handle, m.index, slot, None if weight is None else weight.data_ptr(), values, m.whole
+        )
+        engine.scatter(m, state, weight)
+
+    def _member_to_write(self, p):
+        if p not in self.groups.state:
+            self.cache.build({p: p.grad})
+        return self.cache.member(p)
+
+    @torch.no_grad()
+    def write_weight(self, p, values):
+        """Stores fp32 values as the weight, residual or error code included."""
+        if p.numel() == 0:
+            return
+        m = self._member_to_write(p)
+        here = local(p)
+        weight = _devices.place(_devices.contiguous(here), m.device)
+        self._write(m, WEIGHT, weight.data_ptr(), values)
+        if not m.gathered and weight.data_ptr() != here.data_ptr():
+            here.copy_(weight)
+        else:
+            increment_versions([p])
+        if p in self.cache.engine.guarded:
+            self.residuals.wrote([p])
+
+    @torch.no_grad()
+    def write_state(self, p, name, values):
+        """Stores fp32 values as a state, rounded to nearest."""
+        if p.numel() == 0:
+            return
+        m = self._member_to_write(p)
+        self._write(m, self._slot(name), None, values)

@@ -1,0 +1,219 @@
+"""Loading state dictionaries without casts, with all checks before anything depends on what was
+loaded.
+
+torch's own loader casts every state tensor to the dtype of its parameter, which would turn scales
+and counters into BF16. Here states pass through it wrapped, so that its checks and hooks all run
+and its casts do not.
+"""
+
+import warnings
+from collections import defaultdict
+
+import torch
+
+from . import _abi, _foreign, _layout, _names, _sharding, _state
+from ._torch import caller
+
+#: rules that differ in their decay alone, and load one another's states, as torch's do
+_SIBLINGS = ("adam", "adamw")
+
+
+class _Wrapped:
+    """A state on its way through torch's loader, which leaves alone what is no tensor, dictionary
+    or sequence."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+def unwrap(states):
+    """What is loaded, as a copy that shares no memory with the dictionary it came from: steps write
+    in place."""
+    out = defaultdict(dict)
+    for p, value in states.items():
+        out[p] = _copy(value.value) if isinstance(value, _Wrapped) else value
+    return out
+
+
+def _copy(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    return value
+
+
+def _as_own(own, state):
+    """The states of a sibling rule under the name `own`."""
+    if own not in _SIBLINGS or not isinstance(state, dict) or state.get("recipe") is None:
+        return state
+    try:
+        there = _layout.recipe_of(state, "")
+    except ValueError:  # which _check_state() says with the name of the parameter
+        return state
+    rule, _, formats = there.partition("/")
+    if rule == own or rule not in _SIBLINGS:
+        return state
+    return {
+        **state,
+        "recipe": _layout.number(_layout.pack_recipe(f"{own}/{formats}"), "recipe"),
+    }
+
+
+def _with_names(state_dict):
+    """The names that the file has beside its groups, in the groups: where hooks of torch's load
+    look for them."""
+    names, groups = state_dict["param_names"], state_dict["param_groups"]
+    if (
+        not isinstance(names, (list, tuple))
+        or len(names) != len(groups)
+        or not all(isinstance(own, (list, tuple)) for own in names)
+    ):
+        raise ValueError(
+            "halfstep: 'param_names' of this state is no list of one list for each group"
+        )
+    for place, (own, group) in enumerate(zip(names, groups)):
+        _state.check_names({**group, "param_names": own} if None not in own else {}, place)
+    return [
+        group if any(name is None for name in own) else {"param_names": list(own), **group}
+        for own, group in zip(names, groups)
+    ]
+
+
+class Loading:
+    """One call of load_state_dict().
+
+    state_dict    what torch's loader is to be given, with wrap() among its hooks
+    """
+
+    def __init__(self, groups, names, residuals, accumulation, state_dict):
+        self.groups, self.names, self.residuals = groups, names, residuals
+        self.accumulation = accumulation
+        names.refresh()
+        self.before = [dict(group) for group in groups]
+        # What the dictionary says of parameters by number, beside their states.
+        self.renamed, self.positions, self.pending, self.hashes, self.places = {}, False, (), {}, {}
+        # The dictionary may share this optimizer's own, edited; what the handle knows must not go
+        # over it.
+        state_dict = dict(_foreign.translate(groups.rule, state_dict))
+        state_dict["state"] = {
+            k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()
+        }
+        if "param_names" in state_dict:
+            state_dict["param_groups"] = _with_names(state_dict)
+        self.state_dict = state_dict
+        self._kept = names.saved(), dict(accumulation.pending), residuals.watch
+
+    def wrap(self, _, given):
+        """A hook of torch's loader, the last of them: wraps states, and has groups say what those
+        of the optimizer say and the file does not."""
+        given = dict(given)
+        given["state"] = {
+            k: v if isinstance(v, _Wrapped) else _Wrapped(_as_own(self.groups.rule, v))
+            for k, v in given["state"].items()
+        }
+        for place, group in enumerate(given["param_groups"]):
+            if not any(isinstance(key, str) for key in group["params"]):
+                _state.check_names(group, place)
+        self.pending, self.hashes = given.get("pending", ()), given.get("weight_hashes", {})
+        if not isinstance(self.hashes, dict):
+            raise ValueError(
+                "halfstep: 'weight_hashes' of this state is no dictionary of one tensor for each"
+                " parameter's number"
+            )
+        groups, self.renamed, self.positions = _names.align(self.names.all(), given["param_groups"])
+        numbers = [key for group in groups for key in group["params"]]
+        self.places = {key: i for i, key in enumerate(numbers)}
+        # A wrong number of groups is for torch to complain about.
+        given["param_groups"] = [
+            self._completed(group, own) for group, own in zip(groups, self.before)
+        ] + list(groups[len(self.before) :])
+        return given
+
+    def _completed(self, group, own):
+        """A group of the file with what it lacks. Missing values, and formats, are the
+        constructor's."""
+        group = dict(group)
+        if "seed" in group:
+            group.setdefault("generator", _layout.OLD_GENERATOR)
+        for key, value in own.items():
+            if key in ("weights", "states", "fused", "foreach", "capturable", "differentiable"):
+                group[key] = value
+            elif key not in ("params", "param_names", *_layout.TOLD):
+                group.setdefault(
+                    key, True if key == "train_mode" else value
+                )  # files without it hold what trains
+        if self.groups.rule == "adamw":
+            group["decoupled_weight_decay"] = True  # also where the group was Adam's
+        if isinstance(own.get("lr"), torch.Tensor) and not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(
+                float(group["lr"]), dtype=own["lr"].dtype, device=own["lr"].device
+            )
+        return group
+
+    def undo(self, error):
+        """Puts back what was there, after an error; raises another one that says more."""
+        saved, pending, watch = self._kept
+        self.names.restore(saved)
+        self.accumulation.restore(pending)
+        self.residuals.restore(watch)
+        if self.positions and isinstance(error, ValueError):
+            raise ValueError(f"{error}; {self._unmatched()}") from None
+
+    def finish(self):
+        """Takes what the dictionary says beside states, after torch's loader."""
+        params = self.groups.params()
+        for number, (_, name) in () if self.positions else self.renamed.items():
+            if not self.groups.state.get(params[number]):
+                # It goes on with the random bits that it would have had there.
+                self.names.expect_name(params[number], name)
+        self.accumulation.restore(
+            {params[self.places[key]]: True for key in self.pending if key in self.places}
+        )
+        self.residuals.take_hashes(
+            {
+                params[self.places[key]]: known
+                for key, known in self.hashes.items()
+                if key in self.places
+            }
+        )
+        self.groups.show_estimates()
+        if self.positions:
+            warnings.warn(f"halfstep: {self._unmatched()}", UserWarning, stacklevel=caller())
+        self._warn_of_conversions()
+
+    def _unmatched(self):
+        here, there = next(iter(self.renamed.values()), ("?", "?"))
+        return (
+            f"none of the names in the state, such as {there!r}, is a name of a parameter here,"
+            f" such as {here!r}, so that positions decided which state is whose"
+        )
+
+    def _warn_of_conversions(self):
+        for g, i, p in self.groups.members():
+            state = self.groups.state.get(p)
+            if not state:
+                continue
+            here, there = self.names.recipe(g, i), _layout.recipe_of(state, "")
+            if there is None:
+                if _sharding.is_flat(p, self.groups.flat) and any(
+                    _abi.formats[f].block for f in here.split("/")[2].split("+")
+                ):
+                    warnings.warn(
+                        f"halfstep: plain states of a flat buffer were loaded into {here}, whose"
+                        " blocks begin at this rank's shard: they are quantized anew, and go on"
+                        " with other bits than before they were saved",
+                        UserWarning,
+                        stacklevel=caller(),
+                    )
+                    return
+            elif there != here:
+                warnings.warn(
+                    f"halfstep: the loaded states are {there}, this optimizer is {here}; they are"
+                    " converted at the next step",
+                    UserWarning,
+                    stacklevel=caller(),
+                )
+                return

@@ -1,0 +1,196 @@
+"""The parameters of an engine: what it is told of each, and what it knows of each."""
+
+import contextlib
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from . import _abi, _devices, _layout, _sharding
+from ._handles import add_group, add_tensor
+from ._parameters import PLAIN
+from ._sharding import local
+from ._streams import lay_out
+
+_HOST = torch.device("cpu")
+NOTHING = contextlib.nullcontext()
+
+
+class Settings(NamedTuple):
+    """The options of an optimizer that its handles are made with and kept current by."""
+
+    rule: str
+    seed: int
+    threads: int
+    clip_norm: Optional[float]
+    clip: Optional[str]
+    scan: Optional[str]
+    generator: Optional[str]
+    flat: Any
+    norm_group: Any
+
+
+class Wanted(NamedTuple):
+    """A parameter that a handle is to have. `group` is the index of its group and `position` its
+    place there, `gradient` the format of its gradient, `home` the device that it is stepped on."""
+
+    p: torch.Tensor
+    group: int
+    position: int
+    gradient: str
+    name: str
+    id: int
+    recipe: str
+    home: torch.device
+
+
+def declare(handle, settings, wanted, meant):
+    """Adds some parameters and the groups that they need to an empty handle. Returns the members,
+    the library's groups by (group index, recipe), and the names of those too small for blocks.
+
+    wanted: a list of Wanted. meant: the hyper-parameters and the choices of each group, by its
+    index.
+    """
+    rule = _abi.rules[settings.rule]
+    members, c_groups, fallen = [], {}, []
+    for one in wanted:
+        m = Member(one, _sharding.part_of(one.p, one.name, settings.flat, settings.rule), handle)
+        key = (one.group, m.recipe)
+        if key not in c_groups:
+            c_groups[key] = add_group(handle, m.recipe, *meant[one.group])
+        m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.whole, m.gradient, m.part)
+        m.streams, fell_back = lay_out(
+            handle, c_groups[key], m.index, rule, m.part, m.whole, m.name
+        )
+        if fell_back:
+            fallen.append(m.name)
+        members.append(m)
+    return members, c_groups, fallen
+
+
+class Member:
+    """One parameter, tensor `index` of the handle of its device, which is where it is stepped;
+    `lies`: where its weight is. `numbers` are the small tensors of its state, `written` what they
+    hold, which is behind the library's own counts until somebody asks, and `versions` theirs and
+    the step's as this package left them.
+    """
+
+    __slots__ = (
+        "p",
+        "group",
+        "name",
+        "id",
+        "handle",
+        "index",
+        "gradient",
+        "recipe",
+        "streams",
+        "bound",
+        "step",
+        "numbers",
+        "written",
+        "versions",
+        "shape",
+        "dtype",
+        "strides",
+        "dense",
+        "address",
+        "part",
+        "device",
+        "lies",
+        "full",
+        "stage",
+    )
+
+    def __init__(self, wanted, part, handle):
+        p, self.group, _, self.gradient, self.name, self.id, self.recipe, self.device = wanted
+        self.p, self.part, self.handle = p, part, handle
+        here = local(p)
+        self.shape, self.dtype, self.strides, self.dense = (
+            tuple(here.shape),
+            p.dtype,
+            here.stride(),
+            _devices.is_plain(here),
+        )
+        self.address, self.lies = here.data_ptr(), _devices.of(here)
+        self.bound, self.full = (), None
+        #: what brings its states here from the process's memory and back (streaming.py), or None
+        self.stage = None
+
+    @property
+    def gathered(self):
+        """Whether the library has all of it, and this process keeps a part."""
+        return self.part is not None and self.part.gathered
+
+    @property
+    def offloaded(self):
+        """Whether it is stepped elsewhere than its weight lies."""
+        return self.lies != self.device
+
+    @property
+    def kept(self):
+        """The device that its states are kept on between steps."""
+        return self.device if self.stage is None else _HOST
+
+    def states(self, written=True):
+        """As DevicePart.states(), of this one."""
+        return NOTHING if self.stage is None else self.stage.states(self, written)
+
+    @property
+    def whole(self):
+        """The shape that the library has of it."""
+        return self.part.global_shape if self.gathered else self.shape
+
+    @property
+    def rows(self):
+        """As streams_of() takes it."""
+        return None if self.part is None else self.part.rows
+
+    def wrap(self, stream, tensor):
+        """What is kept of a tensor of this process."""
+        return tensor if self.part is None else self.part.wrap(stream, tensor)
+
+
+class Plain:
+    """What gathering of the pointers compares with, as lists over all members."""
+
+    def __init__(self, engine, states):
+        members = engine.members
+        formats = {name: dtype for dtype, name in PLAIN.items()}
+        self.params = engine.params
+        self.dtypes = [formats[m.gradient] for m in members]
+        self.weight_dtypes = [m.dtype for m in members]
+        self.shapes = [m.p.shape for m in members]
+        self.numels = [m.p.numel() for m in members]
+        self.weights = [m.address for m in members]
+        self.states = [states[m.p] for m in members]
+        self.steps = [m.step for m in members]
+        # Where a number lies is asked only beside no other state: what moves states moves all of
+        # them. Its memory stays.
+        numbers = [
+            [m.step, *(tensor for key, tensor, _ in m.bound if key.endswith(_layout.GRID))]
+            for m in members
+        ]
+        streams = [
+            [tensor for key, tensor, _ in m.bound if not key.endswith(_layout.GRID)]
+            for m in members
+        ]
+        self.tensors = [tensor for pair in zip(streams, numbers) for tensor in pair[0] or pair[1]]
+        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.memory = [tensor.untyped_storage() for held in numbers for tensor in held]
+        # What the library writes, and counts no version for: those of others are noticed by one.
+        self.counts = [m.numbers[key] for m in members for key in engine.shown]
+        self.step_versions = [m.versions["step"] for m in members]
+        self.count_versions = [m.versions[key] for m in members for key in engine.shown]
+        # All states of the optimizer, in their order: cheaper to compare than to look parameters up.
+        self.keys, self.values = list(states), list(states.values())
+        # For each key of a state: the states that have it, and what they had there.
+        streams = {"step": (self.states, self.steps)}
+        for m, state in zip(members, self.states):
+            for key, tensor, _ in m.bound:
+                held = streams.setdefault(key, ([], []))
+                held[0].append(state)
+                held[1].append(tensor)
+        self.streams = [(key, *held) for key, held in streams.items()]
+        #: made when a step has found everything as it was: of all weights and of all gradients, or
+        #: None; and how often
+        self.guards, self.guarded = None, 0

@@ -1,0 +1,91 @@
+"""States of older versions, and nested dictionaries, in today's layout (_layout.py)."""
+
+import torch
+
+from . import _abi, _layout
+
+
+def flat(state):
+    """A state without nested dictionaries: torch's flattened checkpoints come back with one where a
+    key of ours is missing, or begins several keys of the file."""
+    out = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            out.update((f"{key}.{part}", inner) for part, inner in flat(value).items())
+        else:
+            out[key] = value
+    return out
+
+
+def _aligned(group, key, place):
+    """A list of a group of older versions, taken out of it; None if there is none."""
+    values = group.pop(key, None)
+    if values is not None and (
+        not isinstance(values, (list, tuple)) or len(values) != len(group["params"])
+    ):
+        raise ValueError(
+            f"halfstep: {key!r} of group {place} is no list of one for each of its parameters"
+        )
+    return values
+
+
+def modernize(groups, names):
+    """Brings states of older versions and their groups into today's layout. Names are told the ids
+    of parameters that have no states yet."""
+    rule, states = _abi.rules[groups.rule], groups.state
+    own = {s.name for s in rule.states}
+    for g, group in enumerate(groups):
+        ids, recipes = _aligned(group, "ids", g), _aligned(group, "recipes", g)
+        for i, p in enumerate(group["params"]):
+            name, state = names.of(g, i), states.get(p)
+            identity = ids[i] if ids is not None else None
+            if identity is not None and (
+                isinstance(identity, bool)
+                or not isinstance(identity, int)
+                or not 0 < identity < 2**64
+            ):
+                raise ValueError(f"halfstep: the id of parameter {name!r} is {identity!r}")
+            if not isinstance(state, dict) or not state:
+                if identity is not None:
+                    names.expect(p, identity)
+                continue
+            new = flat(state)
+            for key in _layout.WHOLE:
+                if isinstance(new.get(key), torch.Tensor) and new[key].is_floating_point():
+                    del new[key]  # torch's optimizers cast what they do not know
+            for key in own & set(new):
+                if isinstance(new[key], torch.Tensor) and not new[key].is_floating_point():
+                    new[key + ".codes"] = new.pop(key)
+            if identity is not None:
+                new.setdefault("id", _layout.number(_layout.signed(identity), "id"))
+            recipe = recipes[i] if recipes is not None else None
+            if (
+                recipe is None
+                and "recipe" not in new
+                and any(key.endswith(_layout.PARTS) for key in new)
+            ):
+                recipe = names.recipe(g, i)  # of before recipes were kept: the streams are as good
+            if recipe is not None:
+                try:
+                    new.setdefault(
+                        "recipe",
+                        _layout.number(_layout.pack_recipe(_abi.recipe_full(recipe)), "recipe"),
+                    )
+                except (ValueError, AttributeError):
+                    raise ValueError(
+                        f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r},"
+                        " which this library does not have"
+                    ) from None
+            if (
+                "step" in new
+                and not _layout.is_step(new["step"])
+                and _layout.whole(new["step"]) is not None
+            ):
+                new["step"] = torch.tensor(
+                    float(_layout.whole(new["step"])), dtype=torch.float32, device="cpu"
+                )
+            for key in _layout.numbers_of(rule):
+                if key in new and not _layout.is_number(new[key], key):
+                    new[key] = _layout.number(_layout.take_number(new, key, name), key)
+            state.clear()
+            state.update(new)

@@ -1,0 +1,177 @@
+"""Single parameters and gradients: what can be stepped, the format that it takes, and its rows.
+
+What is wrong is an exception that names the parameter.
+"""
+
+import math
+import weakref
+
+import torch
+
+from . import _abi, _devices, _sharding
+from ._sharding import local
+
+#: safetensors' names of what is stored -> torch
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+}
+#: what a weight or gradient may be -> its plain format
+PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+#: classes of tensors whose memory holds what torch says it holds
+_ORDINARY = {torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)}
+
+
+def rows_of(shape):
+    """Returns rows and row length of a tensor, as the library counts them: dimension 0, and the
+    rest flattened."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def _refuse_class(tensor, what):
+    raise TypeError(
+        f"halfstep: {what} is a {type(tensor).__name__}, a kind of tensor that halfstep does not"
+        " know"
+    )
+
+
+def _refuse_dtype(dtype, what, done):
+    raise TypeError(f"halfstep: {what} is {dtype}; float32, bfloat16 and float16 can be {done}")
+
+
+def is_ordinary(tensor):
+    """Tells whether a tensor is dense, of a class of torch's own, and of a dtype that can be
+    stepped."""
+    return type(tensor) in _ORDINARY and tensor.layout == torch.strided and tensor.dtype in PLAIN
+
+
+def weight_format(asked, dtype, name):
+    """Returns the format of one weight. What was asked for acts on BF16; float16 takes its
+    namesake; float32 stays as it is."""
+    if dtype not in PLAIN:
+        _refuse_dtype(dtype, f"parameter {name!r}", "stepped")
+    if dtype == torch.float32:
+        if asked is not None and asked not in _abi.formats:
+            raise ValueError(
+                f"halfstep: weights={asked!r} is no format; there are: {', '.join(_abi.formats)}"
+            )
+        return "f32"
+    if asked is None:
+        asked = "bf16-sr"
+    base, dash, how = asked.partition("-")
+    found = PLAIN[dtype] + dash + how
+    if base not in ("bf16", "f16") or found not in _abi.formats:
+        raise ValueError(
+            f"halfstep: parameter {name!r} is {dtype}, which weights={asked!r} cannot store; "
+            f"formats are: {', '.join(f for f in _abi.formats if f.startswith(PLAIN[dtype]))}"
+        )
+    return found
+
+
+def overlaps(tensor):
+    """Tells whether two elements may share memory: sorted by stride, each dimension has to step
+    over all smaller ones."""
+    if not tensor.numel():
+        return False
+    reach = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
+
+
+def dense(tensor):
+    """Returns the tensor itself if its memory holds the elements row by row, else a copy that
+    does."""
+    return tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor)
+
+
+def check_parameter(p, name):
+    """Raises TypeError or ValueError for what cannot be stepped, whatever its device."""
+    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
+        raise ValueError(
+            f"halfstep: parameter {name!r} is not initialized; pass a batch through the lazy module"
+            " first"
+        )
+    if _sharding.is_dtensor(p):
+        return check_parameter(local(p), name)
+    if type(p) not in _ORDINARY and not (
+        isinstance(p, torch.nn.Parameter) and type(p.data) in _ORDINARY
+    ):
+        _refuse_class(p, f"parameter {name!r}")
+    if p.layout != torch.strided:
+        raise TypeError(
+            f"halfstep: parameter {name!r} is sparse ({p.layout}); only dense tensors can be"
+            " stepped"
+        )
+    if p.dtype not in PLAIN:
+        _refuse_dtype(p.dtype, f"parameter {name!r}", "stepped")
+    if overlaps(p):
+        raise ValueError(
+            f"halfstep: elements of parameter {name!r} share memory (strides {tuple(p.stride())} of"
+            f" shape {tuple(p.shape)}, as expand() leaves them); pass it through .clone() first"
+        )
+    if p._is_zerotensor():
+        raise ValueError(
+            f"halfstep: parameter {name!r} is a tensor of zeros without memory; pass it through"
+            " .clone() first"
+        )
+
+
+def check_cpu(p, name):
+    """Raises ValueError for a parameter that is not in the process's memory."""
+    if p.device.type != "cpu":
+        raise ValueError(
+            f"halfstep: parameter {name!r} is on {p.device}; this works on tensors in CPU memory"
+        )
+
+
+def follow_gradients(params, owner, call):
+    """Has call(owner, p) run as soon as a backward pass has completed the gradient of p, while the
+    owner lives. Returns the handles of the hooks."""
+    # A hook that held the owner would keep it alive: Python's cycle collector sees no hooks.
+    this = weakref.ref(owner)
+
+    def hook(p):
+        held = this()
+        if held is not None:
+            call(held, p)
+
+    return [p.register_post_accumulate_grad_hook(hook) for p in params if p.requires_grad]
+
+
+class SparseGradientError(RuntimeError, TypeError):
+    """A gradient is sparse. torch's own optimizers raise a RuntimeError then; other wrong gradients
+    are TypeErrors here."""
+
+
+def check_gradient(p, grad, name):
+    """Returns the format of a gradient. Raises TypeError or ValueError for one that does not fit
+    its parameter. Of DTensors it looks at what lies here."""
+    p, grad = local(p), local(grad)
+    if type(grad) not in _ORDINARY:
+        _refuse_class(grad, f"the gradient of {name!r}")
+    if grad.layout != torch.strided:
+        raise SparseGradientError(
+            f"halfstep: the gradient of {name!r} is sparse; only dense gradients can be used "
+            "(torch.nn.Embedding(sparse=False))"
+        )
+    if grad.dtype not in PLAIN:
+        _refuse_dtype(grad.dtype, f"the gradient of {name!r}", "used")
+    if _devices.of(grad) != _devices.of(p):
+        raise ValueError(
+            f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on"
+            f" {_devices.of(p)}"
+        )
+    if grad.shape != p.shape:
+        raise ValueError(
+            f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter"
+            f" {tuple(p.shape)}"
+        )
+    _devices.check_memory(grad, f"the gradient of {name!r}")
+    return PLAIN[grad.dtype]

@@ -1,0 +1,76 @@
+"""Steps that were refused because a gradient was not finite: how they are counted and told."""
+
+import warnings
+
+from ._abi import lib
+from ._sharding import local
+from ._torch import caller
+
+
+class Refusals:
+    """Counts and tells the refused steps of an optimizer."""
+
+    def __init__(self, groups):
+        self.groups = groups
+        self._warned = False
+        # Whether the last step had its scale from a GradScaler on a GPU, who knows what was
+        # refused.
+        self._scaled = False
+
+    def count(self, before):
+        """Counts a step that was refused before the handle was asked, which finds it in the groups.
+        before: how many there were."""
+        for group in self.groups:
+            group["skipped_steps"] = before + 1
+
+    def scaled(self):
+        """A GradScaler on a GPU will know whether the step that follows is refused."""
+        self._scaled = True
+
+    def heard(self, engine, handle, refused):
+        """All that was submitted is done."""
+        scaled, self._scaled = self._scaled, False
+        if refused and not scaled:
+            self.tell(engine, handle)
+
+    def tell(self, engine, handle):
+        """Warns of a step that was refused. handle: that which knows why, or None."""
+        often = self.groups[0]["skipped_steps"]
+        if self._warned and often not in (10, 100, 1000, 10000, 100000):
+            return
+        self._warned = True
+        name = lib.halfstep_nonfinite_tensor(handle).decode() if handle else ""
+        # On a GPU those of another step may have taken their place.
+        grads = (
+            [local(m.p.grad) for m in engine.members if m.p.grad is not None]
+            if name and not engine.asynchronous
+            else []
+        )
+        if not name:
+            what = (
+                "a gradient on another rank or device, or the norm of all of them, is not finite or"
+                " too large"
+            )
+        elif len(grads) > 1 and not any(grad.isfinite().any() for grad in grads):
+            what = (
+                "the gradients of all parameters are not finite, as one of them leaves them after"
+                " torch.nn.utils.clip_grad_norm_ (clip_norm= of this optimizer names it)"
+            )
+        elif lib.halfstep_gradient_too_large(handle):
+            what = (
+                f"the gradient of parameter {name!r} is finite, but too large: 2^62 (4.6e18) or"
+                " more, whose square would leave fp32"
+            )
+        else:
+            what = f"the gradient of parameter {name!r} is not finite"
+        left = (
+            f"parameter {name!r} was left alone"
+            if self.groups.scan == "per-tensor" or self.groups.releasing
+            else "the step was skipped and nothing changed"
+        )
+        warnings.warn(
+            f"halfstep: {what}; {left}. optimizer.skipped_steps, which every group has too, counts"
+            f" how often: {often} by now. This is said again at the 10th, 100th ... time",
+            RuntimeWarning,
+            stacklevel=caller(),
+        )

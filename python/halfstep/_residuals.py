@@ -1,0 +1,138 @@
+"""The residuals and error codes beside an optimizer's weights: dropped where somebody else has
+written the weight that they belong to."""
+
+import contextlib
+import warnings
+
+import torch
+
+from ._torch import caller
+from ._watch import PIECE, Watch, clear_rows
+
+
+class Residuals:
+    """Watches the weights of an optimizer that have a residual or error code beside them.
+
+    watch    the weights as this package left them
+    """
+
+    def __init__(self, groups, names):
+        self.groups, self.names = groups, names
+        self.watch = Watch()
+        self._warned = False
+        # In a compiled step: by weight, and of the witness under None, whether the operator got a
+        # copy (see _watch.py).
+        self._copies = None
+
+    def restart(self, witness=None):
+        """Forgets all weights. witness: of compiled steps."""
+        self.watch = Watch(witness)
+
+    def restore(self, watch):
+        """Goes on with the watch of before."""
+        self.watch = watch
+
+    def of(self, p):
+        """The residual or error code beside a weight, or None."""
+        state = self.groups.state.get(p)
+        return state.get("weight.extra") if state else None
+
+    # ---- Writes of others ------------------------------------------------------------------------
+
+    def notice(self, only=None, token=None, decides=True):
+        """Drops the residuals of the rows of weights, or of `only`, that somebody else has written
+        since this optimizer did. decides: also of a state that was loaded, whose weights are there
+        by now."""
+        if not self.watch:
+            return
+        for p, rows in self.watch.strangers(self.of, only, self._copies, token, decides):
+            extra = self.of(p)
+            if extra is None:
+                continue
+            clear_rows(extra, rows)
+            self.watch.wrote([p], self.of)
+            if not self._warned:
+                self._warned = True
+                which = (
+                    "residuals kept beside it were"
+                    if rows is None
+                    else (
+                        f"residuals kept beside {int(rows.sum())} of its {rows.numel()} rows (of a"
+                        f" vector: pieces of {PIECE}) were"
+                    )
+                )
+                warnings.warn(
+                    "halfstep: something else than this optimizer wrote the weight of parameter"
+                    f" {self.names.find(p)!r}, so the {which} dropped: they belonged to the weight"
+                    " before. After load_state_dict() that is as it should be. A mask after every"
+                    " step would lose each time what small updates have gathered in the rows that"
+                    " it changes: call optimizer.write_weight(p, optimizer.read_weight(p) * mask)"
+                    " instead. This is said once",
+                    UserWarning,
+                    stacklevel=caller(),
+                )
+
+    # ---- Writes of this optimizer ----------------------------------------------------------------
+
+    def wrote(self, params):
+        """This optimizer wrote these weights."""
+        self.watch.wrote(params, self.of)
+
+    def stepped(self, engine, stepped):
+        """A step wrote these weights."""
+        if not engine.guarded:
+            return
+        whole = len(stepped) == len(engine.params)
+        written = engine.guarded if whole else [p for p in stepped if p in engine.guarded]
+        if len(written) > 1:
+            self.watch.wrote_all(written, self.of, self.token(engine))
+        elif written:
+            self.wrote(list(written))
+
+    @staticmethod
+    def token(engine):
+        """What stands for all weights where they are known to lie as before, for Watch."""
+        return engine.plain if engine.weights_are_plain else None
+
+    def built(self, engine):
+        """Handles were made anew."""
+        self.watch.keep(engine.guarded)
+        self.wrote([p for p in engine.converted if p in self.watch.index])
+
+    @contextlib.contextmanager
+    def compiled_step(self, given, witness):
+        """While this is entered, the operator of a compiled step has these weights and gradients by
+        parameter, and this witness."""
+        copies = {p: weight.data_ptr() != p.data_ptr() for p, (weight, _) in given.items()}
+        copies[None] = witness.data_ptr() != self.watch.witness.data_ptr()
+        self._copies = copies
+        try:
+            yield copies
+        finally:
+            self._copies = None
+        self.watch.compiled += 1
+        self.watch.witness_copied = copies[None]
+
+    def stepped_compiled(self, engine, given, copies):
+        """A compiled step has ended, of which compiled_step() gave the copies."""
+        if engine is not None and engine.guarded:
+            self.watch.wrote([p for p in given if p in engine.guarded], self.of, copies)
+
+    # ---- Saving ----------------------------------------------------------------------------------
+
+    def hashes(self):
+        """By parameter, the hashes of the weight that its residual belongs to; what is not known is
+        left out."""
+        found = {
+            p: self.watch.hashes_of(p)
+            for p in self.groups.state
+            if isinstance(p, torch.Tensor) and self.of(p) is not None
+        }
+        return {p: hashes for p, hashes in found.items() if hashes is not None}
+
+    def take_hashes(self, hashes):
+        """Takes back hashes() of what was loaded."""
+        for p, known in hashes.items():
+            extra = self.of(p)
+            if extra is not None and isinstance(known, torch.Tensor) and known.dtype == torch.int64:
+                self.watch.bring(p, extra, known.clone())

@@ -1,0 +1,169 @@
+"""What an optimizer saves: state dictionaries, pickles, files."""
+
+import torch
+
+from . import _files, _layout, _older, _state
+from ._groups import keep_plain
+from ._loading import Loading, unwrap
+
+#: attributes that no pickle keeps: rebuilt, or bound to this process. "step" is there where a
+#: scheduler has wrapped that of the instance. Pickles of older versions have some that are none
+#: today
+_TRANSIENT = (
+    "_parts",
+    "_witness",
+    "_number",
+    "_norm_group",
+    "grad_scale",
+    "found_inf",
+    "_zero_grad_profile_name",
+    "step",
+    "_opt_called",
+    "_engine",
+    "_flat",
+    "_indices",
+    "_empty",
+    "_release_handles",
+    "_released",
+    "_warned",
+    "_watch",
+    "_agreed",
+    "_rounds",
+    "_scaled",
+)
+
+
+class Saving:
+    """Packs and unpacks an optimizer."""
+
+    def __init__(self, groups, names, residuals, cache, accumulation, updates, release, inspection):
+        self.groups, self.names, self.residuals, self.cache = groups, names, residuals, cache
+        self.accumulation, self.updates, self.release = accumulation, updates, release
+        self.inspection = inspection
+
+    # ---- State dictionaries ----------------------------------------------------------------------
+
+    def sync(self, decides=False):
+        """Brings states and groups up to date. decides: as of Residuals.notice()."""
+        self.residuals.notice(decides=decides)
+        self.cache.sync()
+
+    def states(self):
+        """The states to pack, up to date. torch cannot pack those of parameters whose group was
+        removed."""
+        self.sync()
+        self.names.refresh()
+        for group in self.groups:
+            keep_plain(group)
+        members, kept = set(map(id, self.groups.params())), self.groups.state
+        strangers = {
+            key for key in kept if isinstance(key, torch.Tensor) and id(key) not in members
+        }
+        return {k: v for k, v in kept.items() if k not in strangers} if strangers else kept
+
+    def complete(self, found):
+        """A state dictionary of torch's with what it has not: names, pending micro-batches, hashes
+        of weights."""
+        names = self.names.all()
+        if any(map(any, names)):
+            found["param_names"] = names
+        places = {p: i for i, p in enumerate(self.groups.params())}
+        pending = self.accumulation.pending
+        if pending:
+            found["pending"] = [places[p] for p in pending if p in places]
+        hashes = {places[p]: known for p, known in self.residuals.hashes().items() if p in places}
+        if hashes:
+            found["weight_hashes"] = hashes
+        return found
+
+    def loading(self, state_dict):
+        """Begins to load a state dictionary."""
+        loading = Loading(self.groups, self.names, self.residuals, self.accumulation, state_dict)
+        self.cache.sync()
+        return loading
+
+    def loaded(self):
+        """A state dictionary was loaded: by every rank, and maybe not the same."""
+        self.updates.doubt_ranks()
+
+    def undo(self, loading, error):
+        """Goes on as before loading. May raise an error that says more."""
+        self.cache.forget()
+        loading.undo(error)
+
+    def plain(self):
+        """The state as torch's own optimizer of the same rule saves it."""
+        self.sync()
+        return _state.plain(self.groups, self.inspection.read_state)
+
+    # ---- Pickles ---------------------------------------------------------------------------------
+
+    def pickled(self, attributes):
+        """What a pickle keeps of an optimizer with these attributes."""
+        self.sync()
+        kept = {
+            key: value
+            for key, value in attributes.items()
+            if key not in _TRANSIENT
+            and not (key.startswith("_optimizer_") and key.endswith("_hooks"))
+        }
+        return {
+            **kept,
+            **self.names.saved(),
+            "_pending": dict(self.accumulation.pending),
+            "_weight_hashes": self.residuals.hashes(),
+        }
+
+    def restart(self, witness):
+        """Forgets everything that belongs to states of before."""
+        self.cache.forget()
+        self.release.restart()
+        self.residuals.restart(witness)
+
+    def unpack(self, state):
+        """The attributes of an optimizer in a pickle, or what torch's loader has made of a state
+        dictionary; and the hashes of weights that it has. Names and pending micro-batches are
+        taken."""
+        state = {key: value for key, value in state.items() if key not in _TRANSIENT}
+        hashes = state.pop("_weight_hashes", {})
+        self.names.restore(state)
+        self.accumulation.restore(state.pop("_pending", self.accumulation.pending))
+        if "state" in state:
+            state["state"] = unwrap(state["state"])
+        if (
+            "defaults" in state
+        ):  # older pickles kept it beside the groups, None for what was the default then
+            state["defaults"] = {
+                "generator": state.pop("generator", None) or _layout.OLD_GENERATOR,
+                **state["defaults"],
+            }
+        return state, hashes
+
+    def unpacked(self, loaded, hashes):
+        """Completes what unpack() gave, when the optimizer has it. loaded: of a state dictionary,
+        which has to be checked."""
+        for group in self.groups:
+            for key, value in (
+                *self.groups.defaults.items(),
+                ("group_steps", 0),
+                ("skipped_steps", 0),
+                ("last_norm", 0.0),
+            ):
+                group.setdefault(key, value)
+        self.names.take_loaded()
+        _older.modernize(self.groups, self.names)
+        if loaded:
+            _state.check(self.groups, self.names)
+        self.groups.show_estimates()
+        self.residuals.take_hashes(hashes)
+
+    # ---- Files -----------------------------------------------------------------------------------
+
+    def save_file(self, path):
+        """Writes a safetensors file."""
+        _files.save(self.groups, self.names, lambda: self.sync(decides=True), path)
+
+    def load_file(self, path):
+        """Reads a safetensors file. Returns a state dictionary, the generator, and (parameter,
+        weight) of each weight that the file holds."""
+        return _files.load(self.groups, self.names, path)

@@ -1,0 +1,77 @@
+"""step(): what is to be done before an update of all parameters, and instead of one."""
+
+import torch
+
+from . import _empty, _ranks, _sharding
+from ._updates import Scaler
+
+
+class Steps:
+    """Carries out step()."""
+
+    def __init__(self, groups, names, placement, residuals, cache, accumulation, updates, release):
+        self.groups, self.names, self.placement = groups, names, placement
+        self.residuals, self.cache, self.accumulation = residuals, cache, accumulation
+        self.updates, self.release = updates, release
+
+    def step(self, step_param, scale, found_inf, given=None, witness=None):
+        """One update of every parameter that has a gradient. step_param: what steps one of them in
+        gradient release. scale, found_inf: what a GradScaler left, or None. given, witness: inside
+        the operator of a compiled step, its weights and gradients by parameter, and its witness."""
+        if given is None:
+            self._step(step_param, Scaler(scale, found_inf), None)
+            return
+        with self.residuals.compiled_step(given, witness) as copies:
+            self._step(step_param, Scaler(scale, found_inf), given)
+        self.residuals.stepped_compiled(self.cache.engine, given, copies)
+
+    def _step(self, step_param, scaler, given):
+        with self.placement.stepping():
+            if not scaler.on_gpu and scaler.refuses:
+                # A GradScaler has seen it, and will lower its scale.
+                self.updates.refuse()
+                return
+            if not self.groups.state and given is None and self._is_primed():
+                return
+            self.groups.check_mode()
+            # Gradient release gives zeros at the end of a round.
+            waiting = [] if self.release.hooks else self.accumulation.give_zeros(given)
+            try:
+                ready = self.updates.prepare(given)
+                if self.release.hooks:
+                    self.release.step_all(ready.stepped, step_param)
+                else:
+                    self.updates.all(ready, scaler, given)
+            finally:
+                for p in waiting:
+                    p.grad = None
+
+    def _is_primed(self):
+        """Makes the states, and nothing else, where this is no step: torch.distributed.checkpoint
+        has an optimizer without states make one with zero gradients and an lr of 0 to see what
+        states it will have. Nothing may come of that but states of no steps. An lr of 0 alone is
+        how warmups begin."""
+        if any(
+            isinstance(group["lr"], torch.Tensor)
+            and group["lr"].device.type == "meta"
+            or float(group["lr"])
+            for group in self.groups
+        ):
+            return False
+        params = [p for p in self.groups.params() if p.requires_grad]
+        if not params or any(p.grad is None for p in params):
+            return False
+        zero = all(
+            not _sharding.local(p.grad).count_nonzero()
+            for p in params
+            if p.grad.layout == torch.strided
+        )
+        settings, groups = self.groups.settings(), self.groups.param_groups
+        if not _ranks.everywhere(settings, groups, zero):
+            return False
+        self.cache.build()
+        for g, i, p in self.groups.members():
+            if p.numel() == 0 and p.grad is not None:
+                _empty.count(self.groups, self.names, g, i, p, 0)
+        self.cache.drop()
+        return True

@@ -1,0 +1,57 @@
+"""What this package asks of torch beside tensors: its version, its compiler, its version counters,
+and its calls of its own methods."""
+
+import functools
+import os
+import sys
+from typing import Any, Callable, TypeVar
+
+import torch
+
+#: torch's version as (major, minor)
+VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
+
+_disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def no_dynamo(function: _Function) -> _Function:
+    """Keeps TorchDynamo out of a function."""
+    return _disable(function)
+
+
+def increment_versions(tensors):
+    """Tells autograd that these tensors were changed, so that it notices where it has saved one of
+    them."""
+    if VERSION >= (2, 5):
+        torch.autograd.graph.increment_version(tensors)
+    else:  # which take one at a time
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def caller():
+    """Returns the `stacklevel` by which a warning of the calling function names the first line
+    outside of this package and of torch."""
+    ours = tuple(
+        os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__)
+    )
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def follow(cls, name, then):
+    """Has each call of a method of one of torch's classes followed by then(object, result,
+    *arguments), whose result the caller gets. Does nothing if the method is followed already."""
+    method = vars(cls).get(name)
+    if method is None or hasattr(method, "_halfstep"):
+        return
+
+    @functools.wraps(method)
+    def followed(self, /, *args, **kwargs):
+        return then(self, method(self, *args, **kwargs), *args, **kwargs)
+
+    followed._halfstep = True
+    setattr(cls, name, followed)

@@ -1,0 +1,189 @@
+"""Calls of the engine: an update of all parameters, or of one."""
+
+import torch
+
+from . import _abi, _devices, _empty, _ranks, _sharding
+from ._abi import check
+from ._members import Member
+from ._sharding import local
+from ._torch import increment_versions
+
+
+class Scaler:
+    """What a GradScaler has left for one step: the scale of the gradients, and whether one of them
+    is not finite. Either may be None."""
+
+    def __init__(self, scale, found_inf):
+        self.scale, self.found_inf = scale, found_inf
+        self.on_gpu = any(
+            isinstance(t, torch.Tensor) and _devices.is_asynchronous(_devices.of(t))
+            for t in (scale, found_inf)
+        )
+
+    @property
+    def refuses(self):
+        """Whether a gradient is not finite. Waits for a GPU."""
+        return self.found_inf is not None and bool(float(self.found_inf))
+
+    @property
+    def factor(self):
+        """What gradients are multiplied by. Waits for a GPU."""
+        return 1.0 if self.scale is None else 1.0 / float(self.scale)
+
+
+class Gathered:
+    """What a step is made with: the engine, whose arrays are filled; the tensors that have to live
+    until the call; the weights that are worked on in copies; and the parameters that have
+    gradients."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.keep, self.back, self.stepped = [], [], []
+
+
+class Updates:
+    """Carries out updates, and what follows them: errors, warnings, counters, weights that were
+    worked on in copies."""
+
+    def __init__(self, groups, names, placement, residuals, refusals, cache, gather, accumulation):
+        self.groups, self.names, self.placement = groups, names, placement
+        self.residuals = residuals
+        self.refusals, self.cache, self.gather = refusals, cache, gather
+        self.accumulation = accumulation
+        # Whether the ranks that share parameters have compared what they go by.
+        self._agreed = False
+
+    def doubt_ranks(self):
+        """Ranks that share parameters may go by something else than before."""
+        self._agreed = False
+
+    # ---- All parameters --------------------------------------------------------------------------
+
+    def prepare(self, given=None):
+        """Has the engine fit, and its arrays filled. given: of a compiled step, its weights and
+        gradients by parameter."""
+        for _ in range(3):
+            ready = Gathered(self.cache.current())
+            if (
+                self.gather.all(ready.engine, ready.keep, ready.back, ready.stepped)
+                if given is None
+                else self.gather.given(ready.engine, given, ready.keep, ready.back)
+            ):
+                return ready
+            self.cache.build(given and {p: grad for p, (_, grad) in given.items()})
+        raise RuntimeError("halfstep: parameters or states change while they are being stepped")
+
+    def all(self, ready, scaler, given=None):
+        """An update of all parameters that have gradients, or a micro-batch of them."""
+        engine, back, stepped = ready.engine, ready.back, ready.stepped
+        if engine.guarded:
+            self.residuals.notice(token=self.residuals.token(engine))
+        if scaler.on_gpu and engine.asynchronous and len(engine.parts) == 1:
+            engine.bind_gradient_scale(scaler.scale, scaler.found_inf)
+            self.refusals.scaled()
+        else:
+            if scaler.on_gpu and scaler.refuses:
+                # The verdict on several handles is this process's.
+                self.refuse()
+                return
+            engine.set_gradient_scale(scaler.factor)
+        if engine.ranks.needed and not self._agreed:
+            self._agree()
+        micro = self.groups.accumulating
+        moved = [m for m, _ in back if isinstance(m, Member)]
+        self.placement.arrive([m for m in moved if m.offloaded])
+        code, handle = engine.step(micro)
+        if engine.asynchronous:
+            engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
+            if self.cache.empty and code == _abi.OK:  # whose steps are counted here
+                code, handle = engine.hear()
+                engine.tell(self.groups.param_groups)
+        done = code == _abi.OK or self.groups.scan == "per-tensor"
+        if done:
+            self.accumulation.gathered(stepped if given is None else list(given), micro)
+        if micro:
+            self._finish(engine, code, [(m, None) for m in moved if m.gathered], (), handle)
+            return
+        self._finish(engine, code, back, stepped, handle)
+        if self.cache.empty and done:
+            self.count_empty()
+
+    def _agree(self):
+        params = [member for member in self.groups.members() if _sharding.is_dtensor(member[2])]
+        wanted, _ = self.placement.describe([(g, i, p, "f32") for g, i, p in params])
+        _ranks.agree(self.groups.settings(), self.groups.param_groups, wanted)
+        self._agreed = True
+
+    def refuse(self):
+        """Counts a step that is refused before the engine is asked."""
+        self.refusals.count(self.cache.told("skipped_steps"))
+
+    # ---- One parameter ---------------------------------------------------------------------------
+
+    def prepare_one(self, p, grad, begun):
+        """Has the engine fit for one parameter and its gradient: the engine, the member, the two
+        addresses, and lists as Gathered has them. begun: as for EngineCache.with_member()."""
+        engine, m = self.cache.with_member(p, grad, begun)
+        if engine.guarded:
+            self.residuals.notice(p)
+        keep, back = [], []
+        found = self.gather.place(engine, m, p, grad, keep, back)
+        if found is None:
+            engine = self.cache.build({p: grad})
+            m = engine.members[engine.index_of[p]]
+            keep, back = [], []
+            found = self.gather.place(engine, m, p, grad, keep, back)
+        return engine, m, found, keep, back
+
+    def one(self, ready, grad, micro):
+        """An update of one parameter by a gradient, or a micro-batch, as prepare_one() gave it."""
+        engine, m, found, keep, back = ready
+        engine.set_gradient_scale(1.0)
+        if m.offloaded:
+            self.placement.arrive([m])
+        code = engine.step_one(m, *found, micro)
+        if micro:
+            back = [(m, None)] if m.gathered else []
+        if engine.asynchronous and not m.offloaded:
+            engine.keep_until_read([local(grad), *keep])
+        if code == _abi.NONFINITE and not micro:
+            engine.tell(self.groups.param_groups)
+            self.refusals.tell(engine, m.handle)
+            return
+        self.accumulation.gathered((m.p,), micro)
+        if code or back or not micro:
+            self._finish(engine, code, back, () if micro else (m.p,), m.handle)
+
+    def count_empty(self, only=None):
+        """Counts a step of the parameters without elements that have gradients, or of `only`."""
+        for g, i, p in self.groups.members():
+            if not p.numel() and p.grad is not None and p is (p if only is None else only):
+                _empty.count(self.groups, self.names, g, i, p)
+
+    # ---- After a call ----------------------------------------------------------------------------
+
+    def _finish(self, engine, code, back, stepped, handle):
+        """What follows a call. handle: that which was asked."""
+        if code is None:  # refused by another rank of the norm group
+            self.refuse()
+            self.refusals.tell(None, None)
+            return
+        if code == _abi.NONFINITE or code == _abi.OK and not engine.asynchronous:
+            engine.tell(self.groups.param_groups)
+        if code == _abi.NONFINITE:
+            self.refusals.tell(engine, handle)
+            if self.groups.scan != "per-tensor":
+                return
+        elif code:
+            check(code, handle)
+        offloaded, state = [], self.groups.state
+        for p, weight in back:
+            if not isinstance(p, Member):
+                local(p).detach().copy_(weight)
+            elif p.offloaded:
+                offloaded.append(p)
+            else:
+                engine.scatter(p, state[p.p], weight)
+        increment_versions(stepped)
+        self.placement.put_back(offloaded)
+        self.residuals.stepped(engine, stepped)
