@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from . import _abi, _devices, _handles, _layout
+from . import _abi, _calls, _devices, _handles, _layout
 from ._abi import check, lib
 from ._parameters import rows_of
 from ._sharding import local
@@ -41,13 +41,12 @@ class Codec:
 
     def take_scalars(self, state):
         """The numbers that a state has; ValueError where no update leaves such."""
+        record = _calls.read(self.handle, _abi.RECORD_TENSOR, self.index)
         for key in _layout.scalars_of(self.rule, self.streams):
             value = _layout.take_number(state, key, self.name)
             if value is not None:
-                check(
-                    lib.halfstep_set_scalar(self.handle, self.index, key.encode(), value),
-                    self.handle,
-                )
+                _calls.set_number(record, self.rule, key, value)
+        _calls.restore(self.handle, record)
 
     def read(self, slot, data=None):
         return _handles.read_rows(
@@ -271,9 +270,9 @@ def convert(rule, hypers, m, state, old):
 
 
 def create_state(rule, m, states, hypers):
-    """The tensors of the state of a member that are not there yet, or not as the recipe wants them, as
-    parts of a DTensor where the parameter is one; the keys that go; and the weight, if another format
-    stores it otherwise."""
+    """The tensors of the state of a member that are not there yet, or not as the recipe wants them,
+    as parts of a DTensor where the parameter is one; the keys that go; and the weight, if another
+    format stores it otherwise."""
     made, obsolete, weight = _created(rule, m, states.get(m.p) or {}, hypers)
     streams = {s.key: s for s in m.streams}
     with torch.no_grad():

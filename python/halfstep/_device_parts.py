@@ -35,6 +35,7 @@ class Group:
         "given",
         "steps",
         "lr",
+        "record",
     )
 
     def __init__(self, place, handle, device, index, groups):
@@ -45,6 +46,7 @@ class Group:
         self.values, self.seen, self.given, self.steps = None, None, {}, None
         #: where a GPU reads the lr, if that is a tensor on it
         self.lr = None
+        self.record = _abi.Record.new(kind=_abi.RECORD_GROUP, index=index)
 
     def take_lr(self, lr):
         """Has an lr that is a tensor on the GPU read there at each step: without a wait, and anew
@@ -104,6 +106,11 @@ class Group:
         self.given = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
         self.values = self.seen
         return True
+
+    def count_steps(self):
+        """The steps that the library has counted."""
+        check(lib.halfstep_get_record(self.handle, ctypes.byref(self.record)), self.handle)
+        return self.record.steps
 
     def among(self, groups):
         """The optimizer's group, wherever it is by now; None where it was removed."""

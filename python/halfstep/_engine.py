@@ -6,13 +6,12 @@ built again from `state` and `param_groups`: that is how parameters that get the
 late, loaded states, copies and changed formats all work.
 """
 
-import ctypes
 import sys
-from ctypes import byref, c_double, c_void_p
+from ctypes import c_void_p
 
 import torch
 
-from . import _abi, _convert, _devices, _layout, _ranks, _sharding
+from . import _abi, _calls, _convert, _devices, _layout, _ranks, _sharding
 from ._abi import check, lib
 from ._device_parts import DevicePart, Group, formats_of
 from ._handles import create_handle
@@ -133,54 +132,30 @@ class Engine:
         steps = _layout.step_count(state, m.name)
         m.written = {key: _layout.take_number(state, key, m.name) for key in m.numbers}
         counts = _layout.agreed({key: m.written[key] for key in _layout.COUNTERS}, steps)
-        check(
-            lib.halfstep_set_counters(m.handle, m.index, byref(_abi.Counters.new(**counts))),
-            m.handle,
-        )
-        check(lib.halfstep_bind_step(m.handle, m.index, m.step.data_ptr()), m.handle)
+        record = _abi.Record.new(kind=_abi.RECORD_TENSOR, index=m.index, **counts)
         for scalar in _layout.scalars_of(self.rule, m.streams):
-            check(
-                lib.halfstep_set_scalar(m.handle, m.index, scalar.encode(), m.written[scalar]),
-                m.handle,
-            )
+            _calls.set_number(record, self.rule, scalar, m.written[scalar])
+        _calls.restore(m.handle, record)
         # A state dictionary that somebody keeps is current at any time, all of it: codes mean
         # nothing without their grid.
-        self._bind_numbers(m)
-        for s in m.streams:
-            if s.grid:
-                grid = state[s.name + _layout.GRID]
-                check(lib.halfstep_bind_grid(m.handle, m.index, s.slot, grid.data_ptr()), m.handle)
-
-    def _bind_numbers(self, m):
-        """Has the library write its counters and numbers of a member where its state keeps them."""
-        counters = (m.numbers[key].data_ptr() for key in _layout.COUNTERS)
-        check(lib.halfstep_bind_counters(m.handle, m.index, *counters), m.handle)
-        for scalar in self.rule.scalars:
-            check(
-                lib.halfstep_bind_scalar(
-                    m.handle, m.index, scalar.encode(), m.numbers[scalar].data_ptr()
-                ),
-                m.handle,
-            )
+        _calls.bind(m.handle, m.index, self.rule, m.streams, m.step, m.numbers)
 
     # ---- Between steps ---------------------------------------------------------------------------
 
     def save_counters(self, states, groups):
-        """Writes what the handle alone knows into the states and groups of the optimizer. What somebody else
-        has written there since stays, and counts: False says that there was such, so that the
-        handle has to be built anew."""
+        """Writes what the handle alone knows into the states and groups of the optimizer. What
+        somebody else has written there since stays, and counts: False says that there was such, so
+        that the handle has to be built anew."""
         if not self.handle:
             return True
         alone = True
-        counters = _abi.Counters.new()
-        value = c_double()
         for m in self.members:
             # Tensors that were replaced live until the library no longer writes to them.
             state, replaced, ours = states.get(m.p), [], True
             if not state:
                 continue
-            check(lib.halfstep_get_counters(m.handle, m.index, byref(counters)), m.handle)
-            now = {key: getattr(counters, key) for key in _layout.COUNTERS}
+            record = _calls.read(m.handle, _abi.RECORD_TENSOR, m.index)
+            now = {key: getattr(record, key) for key in _layout.COUNTERS}
             step = state.get("step")
             if step is not m.step or version(step) != m.versions["step"]:
                 steps = _layout.whole(step)
@@ -192,11 +167,7 @@ class Engine:
                     alone = ours = False  # somebody's count; what else they wrote stands beside it
                     now["state_steps"] = now["full_steps"] = steps
             for scalar in _layout.scalars_of(self.rule, m.streams):
-                check(
-                    lib.halfstep_get_scalar(m.handle, m.index, scalar.encode(), byref(value)),
-                    m.handle,
-                )
-                now[scalar] = value.value
+                now[scalar] = _calls.number(record, self.rule, scalar)
             for key, tensor in m.numbers.items():
                 held = state.get(key)
                 if (
@@ -214,19 +185,15 @@ class Engine:
                     _layout.write(held, now[key])
                     m.written[key] = now[key]
             if replaced:
-                self._bind_numbers(m)
+                _calls.bind(m.handle, m.index, self.rule, m.streams, m.step, m.numbers)
         self.tell(groups)
         return alone
 
     def tell(self, groups):
         """Keeps the counts of the groups current, those of the optimizer in each of them."""
         self.take_told(groups)
-        steps = ctypes.c_uint64()
         for group in self.groups:
-            check(
-                lib.halfstep_get_group_steps(group.handle, group.index, byref(steps)), group.handle
-            )
-            group.steps, of = int(steps.value), group.among(groups)
+            group.steps, of = group.count_steps(), group.among(groups)
             if of is not None:
                 of["group_steps"] = group.steps
         skipped = self.told[0]
@@ -246,7 +213,7 @@ class Engine:
             steps = (group.among(groups) or {}).get("group_steps", group.steps)
             if steps is not group.steps and steps != group.steps:
                 _layout.check_told("group_steps", steps, group.place)
-                check(lib.halfstep_set_group_steps(group.handle, group.index, steps), group.handle)
+                _calls.change(group.handle, _abi.RECORD_GROUP, group.index, steps=steps)
                 group.steps = steps
         first = groups[0] if groups else {}
         told = tuple(
@@ -255,10 +222,14 @@ class Engine:
         if told != self.told:
             for key, value in zip(_layout.TOLD[1:], told):
                 _layout.check_told(key, value, 0)
-            check(lib.halfstep_set_skipped_steps(self.handle, told[0]), self.handle)
             self.parts[0].counted = told[0]
             for part in self.parts:
-                check(lib.halfstep_set_gradient_norm(part.handle, told[1]), part.handle)
+                _calls.change(
+                    part.handle,
+                    _abi.RECORD_OPTIMIZER,
+                    skipped_steps=part.counted,
+                    gradient_norm=told[1],
+                )
             self.told = told
 
     def destroy(self):
@@ -411,7 +382,8 @@ class Engine:
             )
         with self.parts[0].states():
             if micro:
-                return lib.halfstep_accumulate_states(self.handle, self.gradients), self.handle
+                call = _calls.all_tensors(None, self.gradients, True)
+                return _calls.run(self.handle, call), self.handle
             return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
 
     def step_one(self, m, weight, gradient, micro):
@@ -419,16 +391,14 @@ class Engine:
         with m.states():
             if self.ranks.divided:
                 return self.ranks.step_one(m.p, None if micro else weight, gradient, micro)
-            if micro:
-                return lib.halfstep_accumulate_states_tensor(m.handle, m.index, gradient)
-            return lib.halfstep_step_tensor(m.handle, m.index, weight, gradient)
+            return _calls.run(m.handle, _calls.one_tensor(m.index, weight, gradient, micro))
 
     def end_round(self, clipped):
         """The end of a round of gradient release: its code."""
         if clipped and (self.ranks.needed or len(self.parts) > 1):
             return self.ranks.end_round()
         for part in self.parts:
-            check(lib.halfstep_end_round(part.handle), part.handle)
+            check(_calls.run(part.handle, _calls.end_of_round()), part.handle)
         return _abi.OK
 
     def recheck_weight(self, m):

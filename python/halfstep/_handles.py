@@ -9,7 +9,7 @@ from ctypes import byref, c_int32, c_void_p
 
 import torch
 
-from . import _abi, _devices, _sharding
+from . import _abi, _calls, _devices, _sharding
 from ._abi import check, lib
 from ._parameters import rows_of
 
@@ -155,11 +155,9 @@ class Handle:
             check(lib.halfstep_set_stream(self, _devices.stream(self.device)), self)
 
     def counters(self, index):
-        """Returns the counters of a tensor."""
-        found = _abi.Counters.new()
-        check(lib.halfstep_get_counters(self, index, byref(found)), self)
-        return found
+        """Returns the record of a tensor, which has its counters."""
+        return _calls.read(self, _abi.RECORD_TENSOR, index)
 
     def count(self, index, **counters):
         """Sets the counters of a tensor; those that are not given become 0."""
-        check(lib.halfstep_set_counters(self, index, byref(_abi.Counters.new(**counters))), self)
+        _calls.restore(self, _abi.Record.new(kind=_abi.RECORD_TENSOR, index=index, **counters))

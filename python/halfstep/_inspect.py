@@ -1,10 +1,10 @@
 """What an optimizer stores: its memory, and weights and states as fp32 numbers."""
 
-from ctypes import byref, c_double, c_int32, c_uint64
+from ctypes import byref, c_int32, c_uint64
 
 import torch
 
-from . import _abi, _devices, _layout, _sharding
+from . import _abi, _calls, _devices, _layout, _sharding
 from ._abi import check, lib
 from ._handles import create_handle, read_rows, write_rows
 from ._members import declare
@@ -79,9 +79,7 @@ class Inspection:
     def scalar(self, p, name):
         """What the rule keeps for a parameter as a number."""
         m = self.cache.member(p)
-        value = c_double()
-        check(lib.halfstep_get_scalar(m.handle, m.index, name.encode(), byref(value)), m.handle)
-        return value.value
+        return _calls.read_number(m.handle, m.index, _abi.rules[self.groups.rule], name)
 
     def text(self):
         """The text of repr()."""

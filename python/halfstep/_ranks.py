@@ -12,12 +12,12 @@ import weakref
 
 import torch
 
-from . import _abi
+from . import _abi, _calls
 from ._abi import check, lib
 from ._sharding import group_of, is_dtensor, is_gathered, is_sharded_buffer, number_of
 
 #: numbers of the statistics before the flags of the tensors: the limbs of the sum of all squares
-HEAD = int(lib.halfstep_round_statistics_count())
+HEAD = _calls.count_statistics(None, _calls.end_of_round())[0]
 
 
 def _key(groups):
@@ -105,20 +105,9 @@ class Ranks:
         #: how many
         self.slices, self.places, at = [], [], self.sums
         for part in engine.parts:
-            first, summed = (
-                at,
-                int(lib.halfstep_statistics_count(part.handle))
-                > int(lib.halfstep_norms_offset(part.handle)),
-            )
+            first, summed = at, self._count_sums(part.handle, _calls.all_tensors(None, None))
             for i in range(part.n):
-                many = (
-                    int(
-                        lib.halfstep_tensor_statistics_count(part.handle, i)
-                        - lib.halfstep_tensor_norms_offset()
-                    )
-                    if summed
-                    else 0
-                )
+                many = self._count_sums(part.handle, _calls.one_tensor(i)) if summed else 0
                 self.places.append((at, many))
                 at += many
             self.slices.append(
@@ -133,6 +122,12 @@ class Ranks:
                 " cannot know the norm of the others nor whether they are finite: give"
                 " norm_group=, the process group of the shards (True: all ranks)"
             )
+
+    @staticmethod
+    def _count_sums(handle, call):
+        """The integers of a call's statistics that are sums over tensors."""
+        count, offset = _calls.count_statistics(handle, call)
+        return count - offset
 
     @property
     def needed(self):
@@ -178,7 +173,7 @@ class Ranks:
 
     def _add_totals(self, statistics, gradients):
         """The sums over all tensors, of every handle and rank: one member of each handle has them,
-        as halfstep_step_norms() says."""
+        as halfstep.h says of totals."""
         sums = torch.zeros(len(self.numbers), self.totals * HEAD, dtype=torch.int64, device="cpu")
         for i, row in enumerate(self.rows):
             own = statistics[self.places[i][0] :][: self.totals * HEAD]
@@ -190,7 +185,8 @@ class Ranks:
             statistics[self.places[i][0] :][: self.totals * HEAD] = sums[row]
 
     def _scalars(self, i):
-        return [read_scalar(self.members[i], name) for name in self.engine.rule.scalars]
+        m, rule = self.members[i], self.engine.rule
+        return list(_calls.read(m.handle, _abi.RECORD_TENSOR, m.index).scalar)[: len(rule.scalars)]
 
     def _share_estimates(self):
         """Gives every handle, of every rank, the scalars of the one that has come furthest: a
@@ -215,29 +211,30 @@ class Ranks:
             self.estimates[self.numbers[row]] = scalars[0]
             for key, i in self.firsts.items():
                 m = self.members[i]
-                for name, value in zip(self.engine.rule.scalars, scalars):
-                    if key[1] == row and own[key] != scalars:
-                        check(
-                            lib.halfstep_set_scalar(m.handle, m.index, name.encode(), value),
-                            m.handle,
-                        )
+                if key[1] == row and own[key] != scalars:
+                    record = _calls.read(m.handle, _abi.RECORD_TENSOR, m.index)
+                    record.scalar[: len(scalars)] = scalars
+                    _calls.restore(m.handle, record)
 
     def tell_estimates(self, groups):
         """Keeps `d` of the groups current."""
         for (_, row), i in self.firsts.items():
-            self.estimates[self.numbers[row]] = read_scalar(self.members[i], "d")
+            m = self.members[i]
+            self.estimates[self.numbers[row]] = _calls.read_number(
+                m.handle, m.index, self.engine.rule, "d"
+            )
         for group in groups:
             group["d"] = self.estimates.get(number_of(group)) or group["d0"]
 
     def _begin(self, gradients, micro):
         """The statistics of some gradients, as they are here."""
-        call = lib.halfstep_accumulate_states_begin if micro else lib.halfstep_step_begin
         found = torch.zeros(self.count, dtype=torch.int64, device="cpu")
         for part, (flags, sums) in zip(self.engine.parts, self.slices):
             own = torch.zeros(
                 HEAD + part.n + sums.stop - sums.start, dtype=torch.int64, device="cpu"
             )
-            check(call(part.handle, part.slice(gradients), own.data_ptr()), part.handle)
+            some = part.slice(gradients)
+            _calls.begin(part.handle, _calls.all_tensors(None, some, micro, own.data_ptr()))
             found[:HEAD] += own[:HEAD]
             found[flags] = own[HEAD : HEAD + part.n]
         return found
@@ -281,6 +278,12 @@ class Ranks:
         def statistics_of(flags, sums):
             return torch.cat([total[:HEAD], total[flags], total[sums]])
 
+        def described(part, own):
+            pointers = part.slice(weights), part.slice(gradients)
+            call = _calls.all_tensors(*pointers, micro, own.data_ptr())
+            call.pointers = pointers  # which have to live as long
+            return call
+
         totals = self.totals and not whole and not micro
         if totals and (self.norm_group is not None or len(parts) > 1):
             self._share_estimates()
@@ -288,12 +291,7 @@ class Ranks:
             for part, flags, sums in chosen:
                 own = statistics_of(flags, sums)
                 with part.states(not whole, False):
-                    check(
-                        lib.halfstep_step_norms(
-                            part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()
-                        ),
-                        part.handle,
-                    )
+                    _calls.norms(part.handle, described(part, own))
                 total[sums] = own[HEAD + part.n :]
             self._share_sums(total)
             if totals:
@@ -302,15 +300,7 @@ class Ranks:
         for part, flags, sums in chosen:
             own = statistics_of(flags, sums)
             with part.states(not whole):
-                given = (
-                    lib.halfstep_accumulate_states_finish(
-                        part.handle, part.slice(gradients), own.data_ptr()
-                    )
-                    if micro
-                    else lib.halfstep_step_finish(
-                        part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()
-                    )
-                )
+                given = _calls.finish(part.handle, described(part, own))
             if given == _abi.OK and part.asynchronous and own[HEAD : HEAD + part.n].any():
                 given = lib.halfstep_synchronize(part.handle)
             if given == _abi.NONFINITE:
@@ -324,26 +314,18 @@ class Ranks:
         m = self.members[self.index_of[p]]
         handle, i = m.handle, m.index
         groups = next((c.groups for c in self.classes if any(q is p for q in c.params)), ())
-        statistics = torch.zeros(
-            int(lib.halfstep_tensor_statistics_count(handle, i)), dtype=torch.int64, device="cpu"
-        )
-        kind = "halfstep_accumulate_states_tensor" if micro else "halfstep_step_tensor"
-        check(getattr(lib, kind + "_begin")(handle, i, gradient, statistics.data_ptr()), handle)
+        call = _calls.one_tensor(i, weight, gradient, micro)
+        count, offset = _calls.count_statistics(handle, call)
+        statistics = torch.zeros(count, dtype=torch.int64, device="cpu")
+        call.statistics = statistics.data_ptr()
+        _calls.begin(handle, call)
         add_up(statistics, groups)
-        if micro:
-            return lib.halfstep_accumulate_states_tensor_finish(
-                handle, i, gradient, statistics.data_ptr()
-            )
-        offset = int(lib.halfstep_tensor_norms_offset())
-        if len(statistics) > offset:
-            check(
-                lib.halfstep_step_tensor_norms(handle, i, weight, gradient, statistics.data_ptr()),
-                handle,
-            )
+        if count > offset and not micro:
+            _calls.norms(handle, call)
             sums = statistics[offset:].clone()
             add_up(sums, groups)
             statistics[offset:] = sums
-        return lib.halfstep_step_tensor_finish(handle, i, weight, gradient, statistics.data_ptr())
+        return _calls.finish(handle, call)
 
     def end_round(self):
         if len([c for c in self.classes if c.params]) > 1:
@@ -354,7 +336,7 @@ class Ranks:
         total = torch.zeros(HEAD, dtype=torch.int64, device="cpu")
         for part in self.engine.parts:
             statistics = torch.zeros_like(total)
-            check(lib.halfstep_end_round_begin(part.handle, statistics.data_ptr()), part.handle)
+            _calls.begin(part.handle, _calls.end_of_round(statistics.data_ptr()))
             total += statistics
         for cls in self.classes:
             if cls.params:
@@ -363,15 +345,9 @@ class Ranks:
             add_up(total, (self.norm_group,))
         code = _abi.OK
         for part in self.engine.parts:
-            given = lib.halfstep_end_round_finish(part.handle, total.data_ptr())
+            given = _calls.finish(part.handle, _calls.end_of_round(total.data_ptr()))
             code = code or given
         return code
-
-
-def read_scalar(m, name):
-    value = ctypes.c_double()
-    check(lib.halfstep_get_scalar(m.handle, m.index, name.encode(), ctypes.byref(value)), m.handle)
-    return value.value
 
 
 def in_order(bits):

@@ -2,7 +2,7 @@
 
 import warnings
 
-from ._abi import lib
+from . import _calls
 from ._sharding import local
 from ._torch import caller
 
@@ -39,7 +39,7 @@ class Refusals:
         if self._warned and often not in (10, 100, 1000, 10000, 100000):
             return
         self._warned = True
-        name = lib.halfstep_nonfinite_tensor(handle).decode() if handle else ""
+        name, too_large = _calls.nonfinite_tensor(handle) if handle else ("", False)
         # On a GPU those of another step may have taken their place.
         grads = (
             [local(m.p.grad) for m in engine.members if m.p.grad is not None]
@@ -56,7 +56,7 @@ class Refusals:
                 "the gradients of all parameters are not finite, as one of them leaves them after"
                 " torch.nn.utils.clip_grad_norm_ (clip_norm= of this optimizer names it)"
             )
-        elif lib.halfstep_gradient_too_large(handle):
+        elif too_large:
             what = (
                 f"the gradient of parameter {name!r} is finite, but too large: 2^62 (4.6e18) or"
                 " more, whose square would leave fp32"

@@ -1,13 +1,10 @@
 """What loaded states have to be, and the plain states of torch's optimizers."""
 
 import math
-from ctypes import byref
 
 import torch
 
-from . import _abi, _convert, _layout, _sharding
-from ._abi import check as c_check
-from ._abi import lib
+from . import _abi, _calls, _convert, _layout, _sharding
 
 #: group keys that only this package has
 OURS = (
@@ -122,12 +119,7 @@ def _check_state(groups, name, p, state, hypers):
     try:
         # As far as the library judges: counts, and numbers that no update leaves.
         counters = {key: steps if value is None else value for key, value in counts.items()}
-        c_check(
-            lib.halfstep_set_counters(
-                codec.handle, codec.index, byref(_abi.Counters.new(**counters))
-            ),
-            codec.handle,
-        )
+        _calls.change(codec.handle, _abi.RECORD_TENSOR, codec.index, **counters)
         codec.take_scalars(state)
         roles = {s.name: s.role for s in rule.states}
         if plain:

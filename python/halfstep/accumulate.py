@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from . import _abi, _devices, _layout, _names, _sharding
+from . import _abi, _calls, _devices, _layout, _names, _sharding
 from ._abi import check, lib
 from ._handles import Handle, seed_of
 from ._parameters import DTYPES, PLAIN, check_gradient, check_parameter, dense
@@ -400,7 +400,7 @@ class GradientAccumulator:
         seed = int(state_dict["seed"])
         self._set_generator(state_dict.get("generator", _layout.OLD_GENERATOR))
         for handle in self._handles.values():
-            check(lib.halfstep_set_seed(handle, seed & (2**64 - 1)), handle)
+            _calls.change(handle, _abi.RECORD_OPTIMIZER, seed=seed & (2**64 - 1))
         self.seed = seed
         self._set_writes(
             [

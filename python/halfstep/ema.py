@@ -11,7 +11,7 @@ from ctypes import c_void_p
 
 import torch
 
-from . import _abi, _devices, _sharding
+from . import _abi, _calls, _devices, _sharding
 from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
 from ._convert import Codec
 from ._handles import Handle, seed_of
@@ -476,7 +476,7 @@ class EMA(torch.nn.Module):
         if code == _abi.OK and _devices.is_asynchronous(handle.device):
             code = lib.halfstep_synchronize(handle)  # whether it counts has to be known
         if code == _abi.NONFINITE:
-            self._refuse(lib.halfstep_nonfinite_tensor(handle).decode())
+            self._refuse(_calls.nonfinite_tensor(handle)[0])
             return
         check(code, handle)
         for average, copy in back:

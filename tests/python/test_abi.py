@@ -100,8 +100,8 @@ def c_values(folder, expressions):
     program = folder / "values.c"
     lines = "\n".join(f'    printf("%lld\\n", (long long)({e}));' for e in expressions)
     program.write_text(
-        f"#define HALFSTEP_ADVANCED\n#include <halfstep.h>\n#include <stdio.h>\nint main(void)\n{{\n{lines}\n    return"
-        " 0;\n}\n"
+        "#define HALFSTEP_ADVANCED\n#include <halfstep.h>\n#include <stdio.h>\n"
+        f"int main(void)\n{{\n{lines}\n    return 0;\n}}\n"
     )
     subprocess.run(
         ["cc", f"-I{SOURCE / 'include'}", str(program), "-o", str(folder / "values")], check=True
@@ -281,7 +281,8 @@ def test_a_step_through_the_mirror_is_adamw():
             h.call("set_hyper", h.group, name.encode(), value)
         h.call("allocate_states")
         step = ctypes.c_float(-1)
-        h.call("bind_step", h.tensor, ctypes.addressof(step))
+        places = _abi.RecordPlaces.new(step=ctypes.addressof(step))
+        h.call("bind_record", h.tensor, ctypes.byref(places))
         weight = (ctypes.c_float * 8)(*[float(i) for i in range(8)])
         gradient = (ctypes.c_float * 8)(*[1.0, -1.0] * 4)
         pointers = [(ctypes.c_void_p * 1)(ctypes.addressof(a)) for a in (weight, gradient)]
@@ -298,8 +299,8 @@ def test_a_step_through_the_mirror_is_adamw():
         moment = (ctypes.c_float * 8)()
         h.call("read_slot", h.tensor, _abi.SLOT_STATE, None, 0, 8, moment)
         assert list(moment) == [0.25, -0.25] * 4
-        counters = _abi.Counters.new()
-        h.call("get_counters", h.tensor, ctypes.byref(counters))
+        counters = _abi.Record.new(kind=_abi.RECORD_TENSOR, index=h.tensor.value)
+        h.call("get_record", ctypes.byref(counters))
         assert (counters.state_steps, counters.full_steps, counters.id) == (1, 1, _abi.name_id("w"))
 
         gradient[3] = math.nan
@@ -307,7 +308,7 @@ def test_a_step_through_the_mirror_is_adamw():
         assert _abi.lib.halfstep_step(h.o, *pointers) == _abi.NONFINITE
         assert (
             list(weight) == before
-            and _abi.lib.halfstep_nonfinite_tensor(h.o) == b"w"
+            and _abi.lib.halfstep_nonfinite_tensor(h.o, None) == b"w"
             and step.value == 1
         )
 

@@ -412,8 +412,7 @@ def test_the_counters_are_the_library_s():
     ema.n_averaged.zero_()
     advance(ema, model, 4, 6)
     for index in range(len(ema.ids)):
-        counters = _abi.Counters.new()
-        _abi.check(_abi.lib.halfstep_get_counters(ema._handle.handle, index, counters))
+        counters = ema._handle.handle.counters(index)
         assert (counters.full_steps, counters.state_steps, counters.writes) == (2, 2, 6)
         assert counters.id == ema.ids[index].item() % 2**64
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import _abi, _devices, _parameters, _torch
+from .. import _abi, _calls, _devices, _parameters, _torch
 from .._abi import check, lib
 from .._handles import add_group, add_tensor, create_handle, seed_of
 
@@ -61,7 +61,6 @@ class _Lists:
         self.bound: List[Any] = [None] * len(members)
         pointers = ctypes.c_void_p * len(members)
         self.weights, self.gradients = pointers(), pointers()
-        self.counters = _abi.Counters.new()
 
     def destroy(self):
         if self.handle and lib is not None:  # the module may be gone at exit
@@ -294,20 +293,24 @@ def _step(
     for batch in filter(None, batches):
         lists = _lists(name, batch, hypers)
         lists.set(hypers, decay)
-        counters = lists.counters
-        counters.state_steps, counters.full_steps = before, full
         for i, item in enumerate(batch):
             lists.bind(i, item)
             lists.weights[i], lists.gradients[i] = (
                 item.param.data_ptr() or 1,
                 item.grad.data_ptr() or 1,
             )
-            counters.id = item.identity[0] if len(batch) == 1 else 0
-            counters.writes = item.identity[1] if writes is None else writes
-            check(lib.halfstep_set_counters(lists.handle, i, ctypes.byref(counters)), lists.handle)
+            _calls.change(
+                lists.handle,
+                _abi.RECORD_TENSOR,
+                i,
+                id=item.identity[0] if len(batch) == 1 else 0,
+                state_steps=before,
+                full_steps=full,
+                writes=item.identity[1] if writes is None else writes,
+            )
             item.load()
         if accumulate:
-            code = lib.halfstep_accumulate_states(lists.handle, lists.gradients)
+            code = _calls.run(lists.handle, _calls.all_tensors(None, lists.gradients, True))
         else:
             code = lib.halfstep_step(lists.handle, lists.weights, lists.gradients)
         for item in batch:
@@ -316,10 +319,7 @@ def _step(
         if code == _abi.OK and not accumulate:
             _torch.increment_versions([item.owner for item in batch])
         if code == _abi.NONFINITE:
-            made = _refused(
-                lib.halfstep_nonfinite_tensor(lists.handle).decode(),
-                lib.halfstep_gradient_too_large(lists.handle),
-            )
+            made = _refused(*_calls.nonfinite_tensor(lists.handle))
         else:
             check(code, lists.handle)
     return made

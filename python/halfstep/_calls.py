@@ -1,0 +1,148 @@
+"""Calls and records of the library as plain functions: a step of all tensors or of one, in one
+piece or in parts; and the numbers of an optimizer, a group or a tensor."""
+
+from ctypes import addressof, byref, c_int32, c_void_p
+
+from . import _abi
+from ._abi import RECORD_TENSOR, SLOT_STATE, Call, Record, check, lib
+from ._layout import GRID
+
+# ---- Calls ---------------------------------------------------------------------------------------
+
+
+def all_tensors(weights, gradients, micro=False, statistics=None):
+    """Describes a step of all tensors, or a micro-step. `weights` and `gradients` are arrays of
+    pointers, which have to live as long as the call; `statistics` is an address."""
+    return Call.new(
+        kind=_abi.CALL_STEP,
+        micro=micro,
+        weights=None if weights is None or micro else addressof(weights),
+        gradients=None if gradients is None else addressof(gradients),
+        statistics=statistics,
+    )
+
+
+def one_tensor(tensor, weight=None, gradient=None, micro=False, statistics=None):
+    """Describes a step of one tensor by the addresses of its weight and gradient."""
+    pointers = (c_void_p * 2)(weight, gradient)
+    place = addressof(pointers)
+    call = Call.new(
+        kind=_abi.CALL_TENSOR,
+        tensor=tensor,
+        micro=micro,
+        weights=None if micro else place,
+        gradients=place + 8,
+        statistics=statistics,
+    )
+    call.pointers = pointers  # which have to live as long
+    return call
+
+
+def end_of_round(statistics=None):
+    """Describes the end of a round of gradient release."""
+    return Call.new(kind=_abi.CALL_ROUND, statistics=statistics)
+
+
+def run(handle, call):
+    """Makes a call in one piece. Returns its code."""
+    return lib.halfstep_run(handle, byref(call))
+
+
+def begin(handle, call):
+    """Fills the statistics of a call."""
+    check(lib.halfstep_run_begin(handle, byref(call)), handle)
+
+
+def norms(handle, call):
+    """Adds the sums of a rule of two passes to the statistics of a call."""
+    check(lib.halfstep_run_norms(handle, byref(call)), handle)
+
+
+def finish(handle, call):
+    """Makes the call that its statistics describe. Returns its code."""
+    return lib.halfstep_run_finish(handle, byref(call))
+
+
+def count_statistics(handle, call):
+    """Returns how many statistics a call has, and the place of the sums among them."""
+    place = byref(call)
+    return (
+        int(lib.halfstep_statistics_count(handle, place)),
+        int(lib.halfstep_norms_offset(handle, place)),
+    )
+
+
+def nonfinite_tensor(handle):
+    """Returns the name of the tensor whose gradient was refused last, or "", and whether the
+    gradient was finite, but too large."""
+    too_large = c_int32()
+    name = lib.halfstep_nonfinite_tensor(handle, byref(too_large))
+    return name.decode(), bool(too_large.value)
+
+
+# ---- Records -------------------------------------------------------------------------------------
+
+
+def read(handle, kind, index=0):
+    """Returns a record."""
+    record = Record.new(kind=kind, index=index)
+    check(lib.halfstep_get_record(handle, byref(record)), handle)
+    return record
+
+
+def restore(handle, record):
+    """Sets a record."""
+    check(lib.halfstep_set_record(handle, byref(record)), handle)
+
+
+def change(handle, kind, index=0, **fields):
+    """Sets some fields of a record."""
+    record = read(handle, kind, index)
+    for key, value in fields.items():
+        setattr(record, key, value)
+    restore(handle, record)
+
+
+def _place(rule, name):
+    """Returns which array of a record holds a number of the rule, and where."""
+    if name in rule.scalars:
+        return "scalar", rule.scalars.index(name)
+    states = [s.name + GRID for s in rule.states]
+    if name in states:
+        return "grid", states.index(name)
+    raise _abi.HalfstepValueError(
+        f"halfstep: {rule.name} keeps no number {name!r} of a parameter; it keeps"
+        f" {', '.join(rule.scalars) or 'none'}",
+        _abi.ERROR_NAME,
+    )
+
+
+def number(record, rule, name):
+    """Returns a scalar of a tensor's record, or a grid ("exp_avg_sq.grid"), by its name."""
+    array, place = _place(rule, name)
+    return getattr(record, array)[place]
+
+
+def set_number(record, rule, name, value):
+    """Puts a scalar or a grid into a tensor's record, by its name."""
+    array, place = _place(rule, name)
+    getattr(record, array)[place] = value
+
+
+def read_number(handle, index, rule, name):
+    """Returns a scalar or a grid of a tensor, by its name."""
+    return number(read(handle, RECORD_TENSOR, index), rule, name)
+
+
+def bind(handle, index, rule, streams, step, numbers):
+    """Has the library keep tensors equal to the record of a tensor: `step`, and `numbers` by their
+    names, which are counters, scalars and grids."""
+    places = _abi.RecordPlaces.new(step=step.data_ptr())
+    for key in ("state_steps", "full_steps", "writes"):
+        setattr(places, key, numbers[key].data_ptr())
+    for i, name in enumerate(rule.scalars):
+        places.scalar[i] = numbers[name].data_ptr()
+    for s in streams:
+        if s.grid:
+            places.grid[s.slot - SLOT_STATE] = numbers[s.name + GRID].data_ptr()
+    check(lib.halfstep_bind_record(handle, index, byref(places)), handle)
