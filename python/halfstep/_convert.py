@@ -271,9 +271,8 @@ def convert(rule, hypers, m, state, old):
 
 
 def create_state(rule, m, states, hypers):
-    """The tensors of the state of a member that are not there yet, or not as the recipe wants them, as
-    parts of a DTensor where the parameter is one; the keys that go; and the weight, if another format
-    stores it otherwise."""
+    """Returns the tensors that a member's state lacks or has in another form than its recipe's, the
+    keys that go, and the weight if another format stores it otherwise. A DTensor's are parts."""
     made, obsolete, weight = _created(rule, m, states.get(m.p) or {}, hypers)
     streams = {s.key: s for s in m.streams}
     with torch.no_grad():
@@ -290,7 +289,7 @@ def create_state(rule, m, states, hypers):
 
 
 def _created(rule, m, state, hypers):
-    """The same of what lies here."""
+    """Returns the same of what lies here."""
     made, obsolete, weight = {}, set(), None
     old = _layout.recipe_of(state, m.name)
     has = any(key in state for key in _layout.keys_of(rule))

@@ -166,9 +166,9 @@ class Engine:
     # ---- Between steps ---------------------------------------------------------------------------
 
     def save_counters(self, states, groups):
-        """Writes what the handle alone knows into the states and groups of the optimizer. What somebody else
-        has written there since stays, and counts: False says that there was such, so that the
-        handle has to be built anew."""
+        """Writes what the handle alone knows into the states and groups of the optimizer. What
+        somebody else has written there since stays, and counts: False says that there was such, so
+        that the handle has to be built anew."""
         if not self.handle:
             return True
         alone = True

@@ -211,8 +211,8 @@ def _weight(file, path, name, p, key):
 
 
 def _named(ours, metadata, others, path):
-    """The name in the file of each of our names. Files whose names are not those of this optimizer are
-    refused; those that do not say which tensors they are of hold as many as they hold."""
+    """The name in the file of each of our names. Files whose names are not those of this optimizer
+    are refused; those that do not say which tensors they are of hold as many as they hold."""
     told = sorted(key.partition(".")[2] for key in metadata if key.startswith("group_of."))
     if not told:
         theirs = sorted(

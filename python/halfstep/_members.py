@@ -181,7 +181,7 @@ class Plain:
         self.counts = [m.numbers[key] for m in members for key in engine.shown]
         self.step_versions = [m.versions["step"] for m in members]
         self.count_versions = [m.versions[key] for m in members for key in engine.shown]
-        # All states of the optimizer, in their order: cheaper to compare than to look parameters up.
+        # All states of the optimizer, in order: cheaper to compare than to look parameters up.
         self.keys, self.values = list(states), list(states.values())
         # For each key of a state: the states that have it, and what they had there.
         streams = {"step": (self.states, self.steps)}

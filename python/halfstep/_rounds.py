@@ -1,5 +1,5 @@
-"""Gradient release: steps of one parameter at a time, in the backward pass, and the rounds that they
-make up."""
+"""Gradient release: steps of one parameter at a time, in the backward pass, and the rounds that
+they make up."""
 
 import torch
 
