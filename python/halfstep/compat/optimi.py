@@ -165,8 +165,8 @@ def constructors(optimizer, base):
 
 def start_from_zeros(optimizer, parameters, also):
     """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in _before_build().
-    The library's first buffer is the gradient itself, so parameters that are about to get states get a
-    count of one update, of a buffer of zeros.
+    The library's first buffer is the gradient itself, so parameters that are about to get states
+    get a count of one update, of a buffer of zeros.
     """
     for p in parameters:
         wanted = (
