@@ -348,8 +348,7 @@ typedef struct halfstep_record {
                               stored second moment is to be multiplied by. 1 at first; each write of the state
                               multiplies it by the state's decay rate (a maximum has none), and by 4 where that is below
                               1/4. Equal on all parts of a tensor. It belongs to the bytes of the slot: set both, or
-                              neither; bytes of checkpoints that have no such number are of 1, which 0 stands for in
-                              halfstep_set_record() */
+                              neither; bytes of checkpoints that have no such number are of 1 */
 } halfstep_record;
 
 /* Reads the record of which kind and index are given. */

@@ -289,7 +289,7 @@ def create_state(rule, m, states, hypers):
 
 
 def _created(rule, m, state, hypers):
-    """The same of what lies here."""
+    """Returns the same of what lies here."""
     made, obsolete, weight = {}, set(), None
     old = _layout.recipe_of(state, m.name)
     has = any(key in state for key in _layout.keys_of(rule))

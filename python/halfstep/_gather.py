@@ -12,9 +12,7 @@ from ._watch import versions
 
 _Tensor = torch.Tensor
 # Called through map(), which costs half of what a loop does.
-_get_grad, _get_dtype, _get_shape = (
-    getattr(torch._C.TensorBase, name).__get__ for name in ("grad", "dtype", "shape")
-)
+_get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("dtype", "shape"))
 _numel, _is_contiguous, _is_neg, _data_ptr = (
     _Tensor.numel,
     _Tensor.is_contiguous,
@@ -27,7 +25,8 @@ _MOST_GUARDS = 4
 
 
 class Gather:
-    """Fills the pointer arrays of the engine. Every function says whether the engine still fits.
+    """Fills the pointer arrays of the engine. Every function tells whether the engine still fits,
+    and adds to two lists of its caller:
 
     keep    tensors that have to live until the call
     back    (parameter or member, weight) of each weight that is worked on in a copy

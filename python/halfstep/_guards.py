@@ -1,6 +1,6 @@
 """Whether a list of tensors is still what it was: type, dtype, device, shape and strides of all in
 one call into torch, where comparing them attribute by attribute costs a third of a microsecond a
-tensor.
+tensor. That is a sixth of a step of 300 tensors of 16 x 16 (AdamW, int8 states, one thread).
 
 What does it is the part of TorchDynamo that guards compiled graphs, which is not public. So it is
 asked whether it can tell tensors apart before it is relied on, and where it is not there, or

@@ -86,9 +86,9 @@ class Placement:
         """A context around each call of step()."""
         return contextlib.nullcontext()
 
-    def released(self, p, steps):
-        """The gradient of a parameter is complete in gradient release. True if this object has
-        `steps` make the step by itself."""
+    def released(self, p, release):
+        """The gradient of a parameter is complete in gradient release. Returns True if this object
+        sees to its step, by release.step_sent() or later."""
         return False
 
     def stepped_in_release(self, params):

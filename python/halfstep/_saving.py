@@ -30,6 +30,7 @@ _TRANSIENT = (
     "_agreed",
     "_rounds",
     "_scaled",
+    "_compiled_copies",
 )
 
 

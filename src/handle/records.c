@@ -90,7 +90,7 @@ static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
         if (!has_grid(t, i)) {
             if (r->grid[i] != 0.0)
                 return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': state %d has no grid", name, i);
-        } else if (r->grid[i] != 0.0 && !hstep_is_grid(r->grid[i])) {
+        } else if (!hstep_is_grid(r->grid[i])) {
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s.grid = %.9g is no fp32 number in [%g, 1]", name,
                               rule->state[i].name, r->grid[i], (double)HSTEP_GRID_LEAST);
         }
@@ -143,7 +143,7 @@ static void restore_tensor(halfstep_optimizer *o, const halfstep_record *r)
     for (int i = 0; i < hstep_rule_scalars(t->rule); i++) t->scalar[i] = r->scalar[i];
     o->scalars_unshared |= hstep_rules[t->rule].totals;
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++)
-        if (has_grid(t, i)) t->slot[HALFSTEP_SLOT_STATE + i].grid = r->grid[i] == 0.0 ? 1.0f : (float)r->grid[i];
+        if (has_grid(t, i)) t->slot[HALFSTEP_SLOT_STATE + i].grid = (float)r->grid[i];
     hstep_changed(o, r->index, 1);
     show(o, r->index);
 }

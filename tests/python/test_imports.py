@@ -88,6 +88,19 @@ def test_a_circle_would_be_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
 
 
+def test_nothing_is_imported_late_but_what_needs_a_compiler():
+    late = {
+        (name, alias.name)
+        for name, tree in TREES.items()
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+    assert late == {("optimizer", "_compile")}
+
+
 def test_only_what_stands_above_the_optimizer_imports_it():
     """Everything below takes plain data."""
     users = {name for name, others in IMPORTS.items() if "optimizer" in others}
