@@ -3,6 +3,8 @@ hyper-parameters, and what they hold.
 
 Nothing is imported before it is needed: a package that is missing, or that refuses this machine, is
 a reason to print.
+
+The file is longer than 500 lines because each peer is made in its own way.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`halfstep train lm` and `train mnist` beside PyTorch, eager and compiled, on the same models,
 first weights and batches, in turn on one machine.
 
-    python bench/trainer.py [--program build/halfstep] [--sizes 2,6.6,25,mnist] [--compute f32,bf16]
-    [--rounds 7] [--seconds 4]
-                            [--only REGEX] [--json FILE] [--out bench/trainer.md]
+    python bench/trainer.py [--program build/halfstep] [--sizes 2,6.6,25,mnist]
+                            [--compute f32,bf16] [--rounds 7] [--seconds 4] [--only REGEX]
+                            [--json FILE] [--out bench/trainer.md]
 
 With --out the tables go between the marks of that page. Nothing else may run meanwhile. It needs
 torch, safetensors and, for the compiled contestants, g++; for the peak of oneDNN a C compiler and
@@ -12,6 +12,8 @@ its headers (--no-peak does without).
 Each round gives every contestant --seconds in turn. A contestant of torch is a process that waits
 between its turns; `train lm` is started for each, and its first steps are left out, as torch's are,
 and the time that its compiler takes.
+
+The file is longer than 500 lines because it holds the same two models once more, in torch.
 """
 
 import argparse

@@ -50,7 +50,7 @@ judge "the library does not print, exit or abort" \
 # A long file says why in its first comment; a short one that says so has a comment that is no longer true.
 lengths=
 for file in $(git ls-files '*.c' '*.h' '*.py' 2>/dev/null | except '^(include|tests/python)/'); do
-    lines=$(wc -l <"$file") says=$(head -n 60 "$file" | tr -d '*\n' | tr -s ' ' | grep -ciE '(over|longer than) 500 lines' || true)
+    lines=$(wc -l <"$file") says=$(head -n 60 "$file" | tr '*\n' '  ' | tr -s ' ' | grep -ciE '(over|longer than) 500 lines' || true)
     [ "$lines" -le 500 ] || [ "$says" != 0 ] || lengths="$lengths$file: $lines lines, and does not say why"$'\n'
     [ "$lines" -gt 500 ] || [ "$says" = 0 ] || lengths="$lengths$file: $lines lines, and says it is longer"$'\n'
 done

@@ -9,6 +9,8 @@ before it is renamed into place, the folder of a checkpoint before the manifest 
 before what it holds is relied on, and the old checkpoint goes after the new one stays. And by
 states: the program is killed before each file call of a save, and what was not synced by then is
 taken back - files become empty, names vanish - in the two extreme ways; the folder must still open.
+
+The file is longer than 500 lines because each kind of fault needs its own scenario.
 """
 
 import os

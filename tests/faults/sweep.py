@@ -14,7 +14,9 @@ inside: only our own calls fail then, and a leak or a report of a sanitizer is a
 
 No fault may crash the program or make it hang. Status 0: the results, and all that was written, are
 those without a fault. Status 1: one sentence on stderr, and a checkpoint from which the run goes on
-with the right bits, or none and the same command works. Killed (ERROR is KILL): the latter."""
+with the right bits, or none and the same command works. Killed (ERROR is KILL): the latter.
+
+The file is longer than 500 lines because scenarios, faults and verdicts are one table."""
 
 import argparse
 import collections
