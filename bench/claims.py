@@ -1,24 +1,26 @@
 #!/usr/bin/env python3
-"""What this library's sources claim for themselves, measured through halfstep.compat with their own
-usage snippets. Over 500 lines because every claim is a small experiment.
+"""Measures what the packages behind halfstep.compat claim for themselves, by their own snippets.
+
+Over 500 lines because every claim is a small experiment.
 
     python bench/claims.py                     every row of docs/claims.md
     python bench/claims.py --only release      rows whose name contains the word, or matches as a
                                                regular expression
     python bench/claims.py --list
 
-Memory. A model of 37.9 M parameters (12 transformer layers of width 512) is trained for some steps
-on 8 positions, so that activations are small beside it. Two figures of the peak between the built
-model and the end of the last step, each case in a process of its own: `peak`, what torch's
-allocator had handed out at the worst instant, from the events of torch.profiler (exact: every
-tensor and temporary, whichever library asked torch for it); `RSS`, by how much the process grew
-(the kernel's high-water mark), which also has what torch does not see: this library's own memory,
-oneDNN's, the interpreter's. Everything is warmed up with one layer first.
+Memory. Each case has a process of its own. It trains a model of 37.9 M parameters (12 transformer
+layers of width 512) for some steps. It takes 8 positions, so that activations are small. One layer
+warms everything up first. Two figures tell the peak between the built model and the end of the last
+step:
 
-Speed. Steps of two optimizers over the model's tensors in turn, in one process; the ratio of each
-pair, its median and quartiles. On one thread, the default, time is processor time, which other
-programs disturb less than they do wall time; with --threads it is wall time, of which the same can
-only be said on an idle machine."""
+    peak    the most that torch's allocator had handed out, by the events of torch.profiler. It is
+            exact: it has every tensor and temporary
+    RSS     how much the process grew, by the kernel's high-water mark. It also has what torch does
+            not see: this library's memory, oneDNN's and the interpreter's
+
+Speed. Two optimizers step the model's tensors in turn, in one process. The figure is the median of
+the ratios of the pairs, with quartiles. One thread is the default. Its time is processor time,
+which other programs disturb less. With --threads it is wall time, which needs an idle machine."""
 
 from __future__ import annotations
 

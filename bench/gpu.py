@@ -8,14 +8,17 @@ peers.
     python bench/gpu.py --small 300                        what a step of so many small tensors
                                                            costs the process, in microseconds
 
-Every round is a copy within the GPU's memory, a step, and a copy; times are of events on the
-stream. "Of a copy" is the median over the rounds of the bytes that a step has to move over its
-time, against the same of the copies beside it: weights and all that the optimizer holds read and
-written once, gradients read once, or twice where ours looks for gradients that are not finite (the
-default; ":finite" has been told that there are none), and all of it read once more by rules that
-need sums over a tensor before its update (lamb16). Contestants are made one after the other, each
-alone on the GPU. One that is missing, or fails, says why; the status is 1 if that is one of ours.
-Below the table stand the aims with what came out.
+Every round is a copy within the GPU's memory, a step, and a copy. Times are of events on the
+stream. "Of a copy" is the rate of the step over the rate of the copies beside it, as the median
+over the rounds. These bytes count for a step:
+
+    weights and states    read once and written once
+    gradients             read once. Ours reads them twice where it looks for gradients that are not
+                          finite, which is the default; ":finite" leaves that out
+    all of it once more   for rules that need sums over a tensor before its update (lamb16)
+
+Contestants run one after the other, each alone on the GPU. One that is missing or fails says why.
+The status is 1 if one of ours fails. The aims stand below the table, with the results.
 
 --device cpu times the same on the processor, to see that everything runs; its figures mean nothing.
 """

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Everything that a GPU has to show, in running order: its bits first, then its faults, then its
-speed.
+"""Checks and measures everything on a GPU: the bits first, then the faults, then the speed.
 
     python bench/gpu_session.py                     every step, each with a limit and a log; status
                                                     1 if any fails
@@ -11,12 +10,11 @@ speed.
     python bench/gpu_session.py --dry               without a GPU: whether every command is there
                                                     and takes its options, and what is lacking
 
-What it wants: a build with device code (`bash scripts/build.sh build 8 -DHALFSTEP_CUDA=ON`, which
-takes clang), and a Python with torch for CUDA, numpy and pytest; of the peers what is installed
-(tests/python/requirements.txt). Where there is no clang, take along from elsewhere the build and
-what `python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes. Logs, and tables
-for programs, are put into --logs.
-"""
+It needs a build with device code (`bash scripts/build.sh build 8 -DHALFSTEP_CUDA=ON`, which takes
+clang), and a Python with torch for CUDA, numpy and pytest. It compares with the peers of
+tests/python/requirements.txt that are installed. A machine without clang takes the build from
+elsewhere, and what `python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes.
+--logs gets the logs and the tables."""
 
 import argparse
 import concurrent.futures

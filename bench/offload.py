@@ -2,19 +2,17 @@
 """Offloaded steps against plain ones, and against torchao's CPUOffloadOptimizer: time, memory,
 bytes copied.
 
-    offload.py [--layers 16] [--width 1024] [--batch 64] [--rounds 12] [--only REGEX] [--no-memory]
-    [--out bench/offload.md]
+    offload.py [--layers 16] [--width 1024] [--batch 64] [--rounds 12] [--only REGEX]
+               [--no-memory] [--out bench/offload.md]
     offload.py --plan [--only REGEX]      peaks of memory beside what halfstep.plan() says, instead
                                           of times
     offload.py --profile WAY              steps of one way alone, for nsys: the capture begins after
                                           the first ones, phases are NVTX ranges
 
-With a GPU the model lies there. Without one the CPU stands for it: what would cross the bus is
-copied from memory to memory, at once, so that the cost of what each package does beside its copies
-can be seen, and how much it copies. What cannot be seen then is any overlap, since both sides have
-the same cores. Ways take turns, a step each; times are medians and ratios to the plain step beside
-them.
-"""
+With a GPU the model lies there. Without one the CPU stands for it, and copies over the bus become
+copies within memory. That shows how much each package copies, and what it costs beside the copies.
+It shows no overlap, because both sides have the same cores. Ways take turns, a step each. Figures
+are medians of times, and of ratios to the plain step beside them."""
 
 import argparse
 import contextlib

@@ -5,18 +5,19 @@
                                     small ones
     python bench/peers.py --only torch,adamw/bf16-sr/int8 --shapes one --elements 4194304 --rounds 5
 
-Every round is: a stream of as many bytes as the contestant has to move, its step, and a step of the
-reference (torch's fused fp32 AdamW on tensors of its own). "Of stream" is the median over the
-rounds of the bytes over its time against the same of the streams before and after it; "to torch"
-the median of its time over the reference's time in the same round. A pause before each timing lets
-the threads of the others go to sleep.
+Every round is a stream of as many bytes as the contestant has to move, its step, and a step of the
+reference: torch's fused fp32 AdamW on tensors of its own. A pause before each timing lets the
+threads of the others go to sleep. The columns are medians over the rounds:
 
-The stream is made of in-place operations of torch on its own buffers, on as many threads:
-gradients' bytes are only read, all others read and written. Three forms are tried for each
-contestant (the third is numpy's, in threads of Python), and the fastest serves.
+    of stream    the rate of the step over the rate of the streams before and after it
+    to torch     the time of the step over the reference's time
 
-Bytes that a step has to move: weights and whatever the optimizer holds for them, read and written
-once, gradients read once; for ours twice where it looks for gradients that are not finite first,
+The stream is made of in-place operations of torch on its own buffers, on as many threads. Bytes of
+gradients are only read; all others are read and written. Three forms are tried for each contestant,
+and the fastest serves. The third is numpy's, in threads of Python.
+
+A step moves the weights and all that the optimizer holds for them, read once and written once, and
+the gradients, read once. Ours reads gradients twice where it looks for some that are not finite,
 which is the default.
 
 The file is longer than 500 lines because its contestants, measures and tables serve one another

@@ -1,6 +1,7 @@
-"""Step time, memory of a rank and communicated bytes against the minimum, on 1, 2 and 4 processes
-of one machine: `halfstep train lm` under mpirun, and FSDP2 with the Python package (gloo). And the
-same on paper, for machines that are not here.
+"""Measures step time, memory of a rank and communicated bytes on 1, 2 and 4 processes.
+
+`halfstep train lm` runs under mpirun, and FSDP2 with the Python package (gloo). The minimum of
+bytes stands beside them, and the same on paper for larger machines.
 
     python bench/scale.py [--program build/halfstep] [--out docs/scale.md] [--paper]
 

@@ -6,41 +6,38 @@ installed.
     python bench/traps.py --recipes short    of ours, only those that a page has room for
     python bench/traps.py --only RULE/ --recipes RULE/bf16-sr/int8,...    another rule of ours
 
-Each figure is a quotient: what the optimizer does over what torch's AdamW does with fp32 weights
-and states on the same gradients (rounded to what the optimizer is given), so that 1 is as it should
-be; of our rules and options that are not torch's AdamW, over what the same does with fp32. Tensors
-are 16 x 512.
+Each figure is a quotient, and 1 is as it should be. Its dividend is what the optimizer does. Its
+divisor is what torch's AdamW does with fp32 weights and states on the same gradients, rounded to
+the optimizer's format. Rules and options of ours that are not torch's AdamW are divided by their
+own fp32. Tensors are 16 x 512.
 
 movement    weights of 1.0, gradients of 0.5, lr 1e-5, 2000 steps: the way that the weights went
 decay       no gradients, lr and weight decay 2^-10, so a millionth a step, 10000 steps: what normal
-            weights lost (with 1e-3
-            for both the factor 1 - 1e-6 that torch multiplies by would be off by 1.3 % when it is
-            rounded to fp32)
+            weights lost. (With 1e-3 for both, torch's factor 1 - 1e-6 would be off by 1.3 % in
+            fp32)
 fall        normal gradients, a hundredth of them after 1000 steps: mean size of the last 400 of
             12000 updates
 noise       gradients of 0.5 and normal noise, new at each step, both a hundredth after 1000 steps:
             as fall
 spikes      normal gradients times 0.1, and times 30 one time in 1000, for each element by itself:
-            mean size of the last 1000 of
-            4000 updates
+            mean size of the last 1000 of 4000 updates
 block       every 256th element has gradients 10000 times the others': largest update of 2500 steps
             but the first 50
 sigma1      normal gradients times exp(normal), which each element keeps: as block
 sigma2      times exp(2 normal)
 tiny        gradients of 1e-10 (IEEE half has none), eps 1e-30: root mean square of the updates of
             800 steps but the first 50
-NaN         one NaN in one gradient, lr 1: weights not finite after five more sound steps, counted;
-            weights that moved in
-            that step, in per cent; both should be 0
+NaN         one NaN in one gradient, lr 1: weights not finite after five more sound steps, and the
+            share of weights that moved in that step. Both should be 0
 resume      20 steps = 10, save, load in a new process, 10: the same bits; "+ rng": only if torch's
             generator is saved too
 
-For all from fall to tiny the weights are set to zero before each step and lr is 1, so that no
-weight's rounding can hide or add anything: what is compared is the update. Weights are read with
+From fall to tiny the weights are set to zero before each step, and lr is 1. Rounding of a weight
+can then neither hide nor add anything, so that the updates are compared. Weights are read with
 their residuals and error codes.
 
-EMA: averages of normal weights that follow their halves at decay 0.9999 for 2000 updates; the way
-that they went over that of torch's AveragedModel in fp32.
+EMA: averages follow normal weights' halves at decay 0.9999 for 2000 updates. The figure is how far
+they went over how far torch's AveragedModel in fp32 went.
 
 Longer than 500 lines because every trap is a small experiment of its own."""
 
