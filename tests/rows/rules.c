@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "calls.h"
+#include "tests/calls.h"
 #include "halfstep.h"
 #include "halfstep_io.h"
 
