@@ -1,22 +1,20 @@
 #!/usr/bin/env python3
-"""Instructions of the fused kernels for each element, by recipe and architecture, and what they
-leave of memory's speed: without a GPU.
+"""Counts the instructions of the fused kernels for each element, by recipe and architecture, and what
+they leave of memory's speed. Needs no GPU.
 
     gpu_instructions.py [--archs 80,90,120] [--rows adamw/bf16-sr/int8,...]    as Markdown
     gpu_instructions.py --write docs/gpu.md     puts the table between its marks there
     gpu_instructions.py --fused CUBIN           prints the fused multiply-adds in machine code;
                                                 exits with 1 if there are any
 
-clang makes PTX of src/device/cuda/code/kernels.cu with one format of weights and one of gradients
-at a time, ptxas 12.9 (scripts/ptxas.sh) makes machine code of it, nvdisasm of the Python index
-reads that. What is counted is the loop over tiles, in which a lane has eight elements: the longest
-way through it without the slow paths of division and root and without what a new segment of random
-words takes.
+clang makes PTX of src/device/cuda/code/kernels.cu, with one format of weights and one of gradients
+at a time. ptxas 12.9 (scripts/ptxas.sh) makes machine code of it, and nvdisasm of the Python index
+reads that. The count is of the loop over tiles, in which a lane has eight elements. It takes the
+longest way through the loop, without the slow paths of division and root, and without a new segment
+of random words.
 
-The bound is an estimate and no measurement: memory moves the bytes of a step at 92 % of what a data
-sheet says, multiprocessors issue four times 32 lanes a cycle, and the slower of the two is the
-time.
-"""
+The bound is an estimate, not a measurement. Memory moves the bytes of a step at 92 % of its data
+sheet. Multiprocessors issue four times 32 lanes a cycle. The slower of the two is the time."""
 
 import argparse
 import concurrent.futures

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""A model in training on a GPU, and its weights and states bit for bit beside the processor's.
+"""Trains a model on a GPU, and compares its weights and states with the processor's, bit for bit.
 
     gpu_model.py                                        1000 steps of each recipe
     gpu_model.py --recipes adamw/bf16-sr/int8 --steps 100 --every 10
     gpu_model.py --device cpu --steps 4 --every 2       without a GPU: that everything runs
 
-The transformer over bytes of examples/finetune.py learns data/demo.txt on the GPU. A GPU and a
-processor do not find the same gradients, so those of the GPU are copied, and the same optimizer on
-the processor steps a copy of the weights with them. All bits of weights and states, and all numbers
-beside them, are compared every --every steps and after the last. The rate rises and falls, and
-gradients are clipped.
+The transformer over bytes of examples/finetune.py learns data/demo.txt on the GPU. Gradients of a
+GPU and of a processor differ, so those of the GPU are copied. The same optimizer on the processor
+then steps a copy of the weights with them. All bits of weights and states, and all numbers beside
+them, are compared every --every steps and after the last. The rate rises and falls, and gradients
+are clipped.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Instructions that steps execute, by recipe and instruction set: the same numbers on every run and
-every machine.
+"""Counts the instructions that steps execute, by recipe and instruction set. The numbers are the same
+on every run and every machine.
 
     instructions.py BUILD                 counts of one build, as Markdown; --by-rule: in short
     instructions.py OLD NEW               of two, with new / old
@@ -8,17 +8,16 @@ every machine.
                                           bench/instructions.csv)
     instructions.py BUILD --check FILE    the alarm: fails where a row needs more than its budget
 
-BUILD is a build folder of any version, a libhalfstep.so of this one's header, or what --write wrote
-of one. --rows takes parts of names, or whole rows where nothing that is listed has such a part
-("muon/f32/f32 rows=4 ns_steps=1"); without it every rule in four formats and every recipe of
-bench/results.csv. --isa takes names; without it all that this machine has but scalar, whose speed
-nobody counts. A library for the other processor is counted by qemu, with a cross compiler:
-instructions.py build/aarch64. lab/instructions.c does the counting and says how; it is compiled
-with $CC, or cc.
+BUILD is a build folder of any version, a libhalfstep.so of this one's header, or a file of --write.
+--rows takes parts of names, or whole rows that are in no list ("muon/f32/f32 rows=4 ns_steps=1").
+Its default is every rule in four formats and every recipe of bench/results.csv. --isa takes names.
+Its default is all that this machine has but scalar, whose speed nobody counts. qemu counts a
+library for the other processor, with a cross compiler: instructions.py build/aarch64.
+lab/instructions.c does the counting and says how. $CC, or cc, compiles it.
 
-A budget belongs to the compiler that made the library: exceeding it by 3 % for each element, or by
-10 % for a small tensor, is an alarm. Other compilers, or other options (--loose), may exceed the
-largest that is recorded by 30 %.
+A budget belongs to the compiler that made the library. More than 3 % above it for each element, or
+10 % for a small tensor, is an alarm. Other compilers and options (--loose) may exceed the largest
+budget by 30 %.
 """
 
 import argparse

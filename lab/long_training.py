@@ -5,19 +5,21 @@ fixed order of 89 batches.
     PYTHONPATH=python lab/long_training.py --text FILE [--steps 100000] [--seeds 3] [--repeat 0 89]
     [--recipes ...]
 
-Small constant steps over a long time are where errors of rounding add up, and batches that come
-again in a fixed order are where random words that are arranged over time could resonate with the
-gradients (89 is a Fibonacci number, the worst case of a rotation by the golden ratio;
-docs/random.md). The model is a byte-level perceptron (8 bytes of context, 16 wide each, 64 hidden
-units; 28,992 parameters), computed in fp32 from the weights as they are stored. Every recipe gets
-the same first weights, values of BF16, and the same batches. `RECIPE:generator` takes another
-generator than the default. Averages of the weights at decay 0.9999, one for each of --averages, run
-along with the recipe that --averaged names.
+Small constant steps over a long time are where errors of rounding add up. Batches that come again
+in a fixed order are where random words that are arranged over time could resonate with the
+gradients. 89 is a Fibonacci number, the worst case of a rotation by the golden ratio
+(docs/random.md).
 
-Prints two markdown tables: validation loss, its difference to the first recipe (paired by seed,
-mean and standard error) and the root of the mean squared distance of the final weights to those of
-the first recipe; and the same of the averages against the first of them. With --out FILE each run
-is kept there as a line of JSON and is not run again.
+The model is a byte-level perceptron: 8 bytes of context, 16 wide each, 64 hidden units, 28,992
+parameters. It is computed in fp32 from the weights as they are stored. Every recipe gets the same
+first weights, values of BF16, and the same batches. `RECIPE:generator` takes another generator than
+the default. Averages of the weights at decay 0.9999, one for each of --averages, run along with the
+recipe that --averaged names.
+
+Prints two markdown tables. The first has the validation loss, its difference to the first recipe
+(paired by seed, mean and standard error), and the root mean square distance of the final weights to
+those of the first recipe. The second has the same of the averages. With --out FILE each run is kept
+there as a line of JSON, and is not run again.
 """
 
 import argparse

@@ -5,14 +5,17 @@
     mca.py BUILD --mix [...]      the most frequent instructions instead, for 32 elements (without
                                   llvm-mca)
 
-BUILD, --rows and --isa as for instructions.py. What is hot is found by counting: from the
-instruction that ran most, along the way that was taken most, until that comes back (a loop) or two
-thirds of the turns went elsewhere; then again with what is left. Each such trace is analysed by
-itself, as if it were repeated, and counts as often as it ran. Printed for each row: instructions
-for each element, how many of them are in loops, and for each processor two numbers of clocks for
-each element: what its ports and dispatch allow (the reciprocal throughput), and what a simulation
-of many turns takes, which knows what waits for what within the window of a processor, but neither
-caches nor mispredicted branches. Needs llvm-mca (apt-get install llvm-19; $LLVM_MCA names another).
+BUILD, --rows and --isa are those of instructions.py. Hot traces are found by counting. A trace
+begins at the instruction that ran most and follows the way that was taken most. It ends when it
+comes back, which is a loop, or when two thirds of the turns went elsewhere. Then the next one is
+looked for in what is left. Each trace is analysed as if it were repeated, and counts as often as it
+ran.
+
+Each row has the instructions for each element, the share of them in loops, and two numbers of
+clocks for each element and processor. The first is the reciprocal throughput: what ports and
+dispatch allow. The second is a simulation of many turns, which knows dependencies within the
+processor's window, but neither caches nor mispredicted branches. Needs llvm-mca (apt-get install
+llvm-19; $LLVM_MCA names another).
 """
 
 import argparse

@@ -12,23 +12,25 @@ two arguments. A line has at most one. The seed alone chooses the files (in prop
 lines of code), the lines and the changes. A mutant is replaced by the next one if it does not
 compile, or if its object code or bytecode is that of the original.
 
-Tests run in three tiers: those of `make test`; those with the label or marker "all"; those of the
-older revision --today with its own sources, if the changed file is the same there. Each tier runs
-for the survivors of the one before. A map tells which tests execute the changed line. No other test
-runs, and quick tests that execute few lines run first. Tables and constants outside functions count
-as executed by each test that executes something of their file.
+Tests run in three tiers. The first is `make test`. The second is the tests with the label or marker
+"all". The third is the tests of an older revision, --today, with its own sources; it leaves out
+files that differ there. Each tier runs for the survivors of the one before. A map tells which tests
+execute the changed line. No other test runs, and quick tests that execute few lines run first.
+Tables and constants outside functions count as executed by each test that executes something of
+their file.
 
-All files lie in BUILD/mutants: for each worker a copy of the tree and a build at -O1 for the scalar
-and the widest instruction set; map-*.json, the lines that each test executes; baseline-*.json, its
-seconds without a mutant. A test that fails without a mutant is named and left out. A test that
-takes ten times as long as without a mutant, and 20 seconds more, has failed. The program needs gcov
-and the BUILD/venv of `make test`, which has Ninja. It uses ccache and process namespaces if they
-are there. Builds inside ctest (tests/other_build.sh) take part program by program if --flavours
-names them. Mutants of kernels skip these builds, because they take a compiler minutes there.
-Scripts that compile a tree of their own take no part, because no coverage is counted in it.
+All files lie in BUILD/mutants. Each worker has a copy of the tree, and a build at -O1 for the scalar
+and the widest instruction set. map-*.json has the lines that each test executes, and
+baseline-*.json its seconds without a mutant. A test that fails without a mutant is named and left
+out. A test that takes ten times as long as without a mutant, and 20 seconds more, has failed. The
+program needs gcov and the BUILD/venv of `make test`, which has Ninja. It uses ccache and process
+namespaces if they are there. Builds inside ctest (tests/other_build.sh) take part program by
+program if --flavours names them. Mutants of kernels skip these builds, because they take a compiler
+minutes there. Scripts that compile a tree of their own take no part, because no coverage is counted
+in it.
 
-The file is longer than 500 lines because it has four parts that nothing else uses: mutants of C and
-of Python, copies of the tree with their builds and tests, the map, and the run.
+The file is longer than 500 lines because nothing else uses its four parts: mutants of C and Python,
+copies of the tree with builds and tests, the map, and the run.
 """
 
 import argparse
