@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Counts the instructions of the fused kernels for each element, by recipe and architecture, and what
-they leave of memory's speed. Needs no GPU.
+"""Counts the instructions of the fused kernels for each element, by recipe and architecture, and
+what they leave of memory's speed. Needs no GPU.
 
     gpu_instructions.py [--archs 80,90,120] [--rows adamw/bf16-sr/int8,...]    as Markdown
     gpu_instructions.py --write docs/gpu.md     puts the table between its marks there

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Counts the instructions that steps execute, by recipe and instruction set. The numbers are the same
-on every run and every machine.
+"""Counts the instructions that steps execute, by recipe and instruction set. The numbers are the
+same on every run and every machine.
 
     instructions.py BUILD                 counts of one build, as Markdown; --by-rule: in short
     instructions.py OLD NEW               of two, with new / old

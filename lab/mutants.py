@@ -19,8 +19,8 @@ execute the changed line. No other test runs, and quick tests that execute few l
 Tables and constants outside functions count as executed by each test that executes something of
 their file.
 
-All files lie in BUILD/mutants. Each worker has a copy of the tree, and a build at -O1 for the scalar
-and the widest instruction set. map-*.json has the lines that each test executes, and
+All files lie in BUILD/mutants. Each worker has a copy of the tree, and a build at -O1 for the
+scalar and the widest instruction set. map-*.json has the lines that each test executes, and
 baseline-*.json its seconds without a mutant. A test that fails without a mutant is named and left
 out. A test that takes ten times as long as without a mutant, and 20 seconds more, has failed. The
 program needs gcov and the BUILD/venv of `make test`, which has Ninja. It uses ccache and process
