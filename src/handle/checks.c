@@ -1,4 +1,4 @@
-/* Errors with their sentences, and the checks that all of the public functions share. */
+/* Error reporting and the argument checks shared by all public functions. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,14 +28,15 @@ const char *halfstep_strerror(int code)
     }
 }
 
-/* Several threads may fail in step_tensor at once, so each has a sentence of its own: of which handle, and what. */
+/* Several threads may fail in calls about single tensors at once, so each thread keeps its last error text and its
+ * handle. */
 static _Thread_local struct {
     uint64_t serial;
     char text[HSTEP_DETAIL_BYTES];
 } own_detail;
 
-/* Between the handle, for threads that did not fail themselves, and a text. The detail is not part of what a const
- * handle promises to keep. */
+/* Copies the error text to or from the handle, where threads find it that did not fail themselves. A const handle does
+ * not promise to keep its error text. */
 static void copy_detail(const halfstep_optimizer *const_o, char *text, int to_text)
 {
     halfstep_optimizer *o = (halfstep_optimizer *)const_o;

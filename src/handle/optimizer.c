@@ -1,4 +1,4 @@
-/* Handles and groups: arguments are checked here, so that a step has nothing left to refuse but gradients. */
+/* Handles and groups. Arguments are checked here, so that a step has nothing left to refuse but gradients. */
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -21,7 +21,8 @@ int32_t halfstep_abi(void) { return HALFSTEP_ABI; }
 
 /* ---- Handles ---- */
 
-/* The handle that could not be made has no sentence, so its device's goes where NULL is asked. */
+/* Destroys a handle that could not be made. The caller gets no handle, so the device's error text goes where
+ * halfstep_error_detail(NULL) finds it. */
 static int fail_create(halfstep_optimizer *o, int error)
 {
     o->serial = 0;
@@ -130,7 +131,8 @@ static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *h
                       hyper->maximum, hyper->exclusive ? ')' : ']');
 }
 
-/* only_check: tells whether it could, and changes nothing. */
+/* Sets a hyper-parameter of one group. With only_check, changes nothing and returns the error that setting it would
+ * give. */
 static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int index, double value, int only_check)
 {
     if (index == HSTEP_CAUTIOUS && (value != 0.0) != (g->hyper[index] != 0.0)) {
@@ -160,7 +162,7 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
         other_states |= hstep_state_needed(&changed, i) != hstep_state_needed(g, i);
     if (other_states && o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot go from or to 0 once the states exist", name);
-    /* All tensors of the group can follow, or nothing changes. */
+    /* Choose the states of all tensors on trial first, so that either all of them change or nothing does. */
     for (int pass = 0; other_states && pass < (only_check ? 1 : 2); pass++)
         for (int i = 0; i < o->n_tensors; i++) {
             struct hstep_tensor *t = &o->tensors[i], trial = *t;
@@ -194,7 +196,7 @@ static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, dou
         *(index == HSTEP_GRADIENT_SCALE ? &o->gradient_scale : &o->clip_norm) = value;
         return HALFSTEP_OK;
     }
-    /* All groups or none: bounds and order are tried on every group first. */
+    /* Check bounds and order in every group first, so that either all groups change or none. */
     int found = 0;
     for (int pass = 0; pass < 2; pass++)
         for (int i = 0; i < o->n_groups; i++) {
@@ -242,7 +244,7 @@ int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *n
     return HALFSTEP_OK;
 }
 
-/* Where a choice is kept; NULL if it does not exist at that level. */
+/* Returns the address of a choice's value, or NULL if the choice does not exist for a group, or for the optimizer. */
 static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choice)
 {
     if (group == HALFSTEP_ALL_GROUPS)
@@ -292,7 +294,7 @@ int halfstep_current_lr(const halfstep_optimizer *o, int32_t group, double *lr)
     return HALFSTEP_OK;
 }
 
-/* ---- Tools of the trade ---- */
+/* ---- Schedules and random words without a handle ---- */
 
 int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_steps, double total_steps,
                              double final_fraction, double decay_start, double power, double *factor)

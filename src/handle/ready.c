@@ -1,11 +1,11 @@
-/* What a step must find before anything of it is done: bound states, gradients and weights, and nothing that would need
- * to know the elements of a tensor that other processes hold. */
+/* Checks before anything of a step is done. States, gradients and weights must be there, and the step must not depend
+ * on elements of a tensor that other processes hold. */
 #include "handle/ready.h"
 
 #include "decide/prepare.h"
 
-/* What steps look for in every tensor, and hardly ever find, is counted when the handle is settled or remembered: a
- * thousand small tensors would pay for each look. */
+/* Fails unless states, weights and gradients have their memory. Conditions that nearly always hold are counted when the
+ * handle is settled, or remembered. Checking them in each of a thousand small tensors would cost time. */
 static int check_bound(const struct hstep_request *s)
 {
     halfstep_optimizer *o = s->o;
@@ -29,7 +29,7 @@ static int check_bound(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-/* What one call does all by itself must not depend on the elements of a tensor that other processes hold. */
+/* Fails if a step in one call depends on elements of a tensor that other processes hold. */
 static int check_alone(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -49,7 +49,7 @@ static int check_alone(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-/* Sums over a tensor can be made by the way only where all of it is. */
+/* Fails if finish has to make sums over a tensor of which only a part is here. */
 static int check_norms(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -62,7 +62,8 @@ static int check_norms(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-/* Micro-steps keep the gradient only where a state does. */
+/* Fails if a tensor cannot take micro-steps. A state must keep the gradient. Not supported are l2 decay, vectors, and
+ * sums over a tensor of which only a part is here. */
 static int check_accumulates(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -92,7 +93,7 @@ static int check_accumulates(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-/* Sums over all tensors are made in one call for all. */
+/* Fails if one tensor is to be stepped alone and its rule needs sums over all tensors. */
 static int check_single(const struct hstep_request *s)
 {
     const struct hstep_call *c = &s->call;
@@ -103,7 +104,7 @@ static int check_single(const struct hstep_request *s)
                       s->o->labels[c->first].name, rule->name);
 }
 
-/* A rule with sums over all tensors makes one estimate of lr for all of them. */
+/* Fails if groups that share one estimate of lr have different lr, other than 0. */
 static int check_rates(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -125,8 +126,8 @@ static int check_rates(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-/* Decay of more than the whole weight in a step is a mistake about the lr that it refers to, as is a reference that the
- * caller never gave and that was the start of a warm-up. */
+/* Fails if the reference lr of fully-decoupled decay must be wrong. Either decay takes more than the whole weight in a
+ * step. Or lr is far above a reference that the caller never set, which was the start of a warm-up. */
 #define MOST_ABOVE_FIRST_LR 10.0
 
 static int check_decay(const struct hstep_request *s, const struct hstep_group *g, const char *tensor)
@@ -147,7 +148,7 @@ static int check_decay(const struct hstep_request *s, const struct hstep_group *
     return HALFSTEP_OK;
 }
 
-/* Why constants cannot be worked out. */
+/* Fails if the constants of a tensor's update cannot be computed. */
 static int check_preparable(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -164,7 +165,7 @@ static int check_preparable(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-/* Pointers of callers, where the device takes only its own. */
+/* Fails if weights or gradients are not memory of a device that takes only its own. */
 static int check_memory(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;

@@ -1,5 +1,5 @@
-/* What a checkpoint keeps beside weights and slots: records of the optimizer, of groups and of tensors, and the host's
- * copies of those of tensors. */
+/* Records of the optimizer, of groups and of tensors, which a checkpoint keeps beside weights and slots, and the host's
+ * copies of records. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -11,10 +11,10 @@
 
 _Static_assert(HALFSTEP_MAX_SCALARS == HSTEP_MAX_NAMED_SCALARS, "a record has the scalars of any rule");
 
-/* Whether a state of a tensor has a grid. */
+/* Tells whether a state of a tensor has a grid. */
 static int has_grid(const struct hstep_tensor *t, int state) { return t->slot[HALFSTEP_SLOT_STATE + state].root != 0; }
 
-/* Errors with ARGUMENT unless there is what a record is of. */
+/* Fails with ARGUMENT unless the record's kind and index exist. */
 static int check_index(const halfstep_optimizer *o, const halfstep_record *r)
 {
     switch (r->kind) {
@@ -47,7 +47,7 @@ int halfstep_get_record(const halfstep_optimizer *o, halfstep_record *record)
     int error = check_index(o, &r);
     if (error || (error = hstep_fetch(o))) return error;
     if (r.kind == HALFSTEP_RECORD_TENSOR) {
-        hstep_share_scalars((halfstep_optimizer *)(uintptr_t)o); /* which changes nothing that counts */
+        hstep_share_scalars((halfstep_optimizer *)(uintptr_t)o); /* all numbers that count stay the same */
         read_tensor(o, &r);
     } else if (r.kind == HALFSTEP_RECORD_GROUP) {
         r.steps = o->groups[r.index].steps;
@@ -62,8 +62,8 @@ int halfstep_get_record(const halfstep_optimizer *o, halfstep_record *record)
 
 /* ---- Restoring ---- */
 
-/* Updates count on from what is set: so that no counter comes round to 0, where a bias correction would divide by
- * it. */
+/* Fails for a count above HALFSTEP_MAX_COUNT. Updates count on from it, and no counter may wrap to 0, where a bias
+ * correction would divide by it. */
 static int check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count)
 {
     if (count <= HALFSTEP_MAX_COUNT) return HALFSTEP_OK;
@@ -125,7 +125,7 @@ static int check_record(const halfstep_optimizer *o, const halfstep_record *r)
     return check_count(o, "", "skipped steps", r->skipped_steps);
 }
 
-/* Writes the host's copies, rounded to nearest whatever mode the caller is in. */
+/* Writes the host's copies of a tensor's record, rounded to nearest in any mode of the caller. */
 static void show(const halfstep_optimizer *o, int tensor)
 {
     struct hstep_fp fp = hstep_fp_enter();
@@ -196,7 +196,7 @@ int halfstep_bind_record(halfstep_optimizer *o, int32_t tensor, const halfstep_r
 
 /* ---- What happened ---- */
 
-/* Those that return no code tell what was known before, where the device does not answer. */
+/* If the device fails, functions that return no code return what was known before. */
 
 uint64_t halfstep_skipped_steps(const halfstep_optimizer *o)
 {

@@ -1,4 +1,4 @@
-/* Where states live, and reading and writing slots as fp32. */
+/* Memory of states, and reading and writing slots as fp32. */
 #include <string.h>
 
 #include "base/structs.h"
@@ -24,7 +24,7 @@ static const char *slot_name(const halfstep_optimizer *o, int tensor, int slot)
     return hstep_rules[o->tensors[tensor].rule].state[slot - HALFSTEP_SLOT_STATE].name;
 }
 
-/* Of what a slot stores of the part held here. */
+/* Writes the rows and columns of what a slot stores for the part held here. */
 static void shape_of(const struct hstep_tensor *t, int slot, int64_t *rows, int64_t *columns)
 {
     *rows = t->n_rows;
@@ -53,7 +53,7 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
-/* Calls back for every stream that the optimizer stores beside weights and gradients, in the order of its layout. */
+/* Calls visit for every stream that the optimizer stores beside weights and gradients, in the order of its layout. */
 static void each_stream(halfstep_optimizer *o, void (*visit)(void *arg, char **place, uint64_t bytes), void *arg)
 {
     for (int i = 0; i < o->n_tensors; i++)
@@ -74,9 +74,9 @@ static void place_stream(void *arg, char **place, uint64_t bytes)
     struct layout *layout = arg;
     if (layout->base) *place = layout->base + layout->offset;
     uint64_t space = (bytes + 63) / 64 * 64;
-    /* Streams at exact power-of-two distances fight for the same cache sets and halve the speed. */
+    /* Streams at exact power-of-two distances compete for the same cache sets, which halves the speed. */
     if (bytes >= 1 << 20) space += 4096 + 64;
-    /* All of them may be more than a number holds; no memory is as large. */
+    /* The sum may not fit the type. No memory is that large. */
     layout->offset = layout->offset > UINT64_MAX - space ? UINT64_MAX : layout->offset + space;
 }
 
@@ -89,7 +89,7 @@ int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
     return HALFSTEP_OK;
 }
 
-/* whose: begins the sentence. */
+/* Fails unless memory is the device's. The error text begins with `whose`. */
 static int check_owned(const halfstep_optimizer *o, const void *memory, const char *whose)
 {
     int error = hstep_check_owned(o, memory);
@@ -258,7 +258,8 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_format *f = &hstep_formats[t->slot[slot].format];
     struct hstep_access a = access_of(o, tensor, slot, data, first_row, n_rows);
-    int64_t first = a.first, end = a.end, whole = t->n_rows * t->n_columns; /* of formats that vectors have not */
+    int64_t first = a.first, end = a.end, whole = t->n_rows * t->n_columns; /* used only for formats that vectors never
+                                                                               have */
     if ((error = check_values(o, tensor, slot, in, end - first))) return error;
     if (f->geometry == HALFSTEP_GEOMETRY_FLAT && (first % f->block || (end % f->block && end != whole)))
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not whole blocks of %d ('%s')",
@@ -299,7 +300,7 @@ static int read_average(const halfstep_optimizer *o, int32_t tensor, const void 
     return HALFSTEP_OK;
 }
 
-/* The public faces. */
+/* Public functions. */
 
 int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
                        int64_t n_rows, float *out)

@@ -1,5 +1,4 @@
-/* Tensors of a handle: their shapes and formats, checked here so that a step has nothing left to
- * refuse but gradients. */
+/* Tensors of a handle. Shapes and formats are checked here, so that a step has nothing left to refuse but gradients. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +19,7 @@ static void size_slot(const struct hstep_tensor *t, struct hstep_slot *slot)
     slot->extra_bytes = hstep_extra_bytes(slot->format, rows, columns);
 }
 
-/* Whether the part held here can be cut into the blocks of a format. */
+/* Fails if the part held here cannot be cut into the blocks of a format. */
 static int check_blocks(const halfstep_optimizer *o, const char *name, const struct hstep_tensor *t, int format)
 {
     const struct hstep_format *f = &hstep_formats[format];
@@ -38,8 +37,8 @@ static int check_blocks(const halfstep_optimizer *o, const char *name, const str
     return HALFSTEP_OK;
 }
 
-/* What becomes of a state's format: another one where that is a block format and these hyper-parameters ask for a
- * precise one. */
+/* Returns the format of a state: its precise format if `format` is a block format and the group's hyper-parameters ask
+ * for it, otherwise `format`. */
 static int precise_format(const struct hstep_group *g, int state, int format)
 {
     const struct hstep_state *s = &hstep_rules[g->recipe.rule].state[state];
@@ -48,7 +47,6 @@ static int precise_format(const struct hstep_group *g, int state, int format)
                                                                                                    : format;
 }
 
-/* The formats of a tensor's states under the group's hyper-parameters. */
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
                         struct hstep_tensor *t)
 {
@@ -80,7 +78,7 @@ int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g
     return HALFSTEP_OK;
 }
 
-/* Keeps index space, bytes of any format and their sums within int64. */
+/* The limit of rows x row_length. It keeps index space, bytes of any format and their sums within int64. */
 #define MAX_ELEMENTS ((int64_t)1 << 52)
 
 static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, struct hstep_tensor *t)
