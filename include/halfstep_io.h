@@ -27,23 +27,23 @@
  *   halfstep_declare_safetensor(model, "lm_head.weight", "BF16", 2, shape, weights, error, sizeof error);
  *   halfstep_save_safetensors(save, "model.safetensors", model, NULL, NULL, error, sizeof error);
  *
- * ERRORS. Functions return HALFSTEP_OK or a negative code of halfstep.h. Where a call takes (error, error_size), a
- * failure writes one line there that names the file, the tensor or the key, and what the operating system said; success
- * writes an empty string, or a line that begins with "note: " where something is worth telling. error may be NULL with
- * size 0. The library never prints, exits or aborts.
+ * ERRORS. Functions return HALFSTEP_OK or a negative code of halfstep.h. If a call takes (error, error_size), a failure
+ * writes one line there. It names the file, the tensor or the key, and includes the operating system's message. Success
+ * writes an empty string, or a line that begins with "note: " about something the caller should know. error may be NULL
+ * with size 0. The library never prints, exits or aborts.
  *
- *   HALFSTEP_ERROR_FORMAT   the contents are corrupt: bad header, wrong size, wrong checksum, values that cannot be
+ *   HALFSTEP_ERROR_FORMAT   the contents are corrupt: bad header, wrong size, wrong checksum, impossible values
  *   HALFSTEP_ERROR_MISMATCH the file is sound, but of another optimizer
  *   HALFSTEP_ERROR_IO       the operating system refused: no such file, disk full, permission, another process is
  *                           saving
- *   HALFSTEP_ERROR_NAME     nothing by that name: unknown dtype, tensor, key; no checkpoint in that directory
+ *   HALFSTEP_ERROR_NAME     the name is not known: unknown dtype, tensor, key; no checkpoint in that directory
  *
- * THREADS. Different handles may be used at the same time; calls on one handle are the caller's to serialise, except
- * that halfstep_read_safetensor may run concurrently on one file.
+ * THREADS. Different handles may be used at the same time. The caller serialises calls on one handle, except that
+ * halfstep_read_safetensor may run concurrently on one file.
  *
- * MEMORY. Nothing here allocates in proportion to the tensors: files are read straight into the caller's buffers and
- * written straight from them. An open file takes at most about twice its header, which may have 100 MB. Strings that a
- * function returns live as long as the handle they came from. */
+ * MEMORY. No function allocates in proportion to the tensors. Files are read straight into the caller's buffers and
+ * written straight from them. An open file takes at most about twice its header, which may have 100 MB. A returned
+ * string lives as long as the handle it came from. */
 #ifndef HALFSTEP_IO_H
 #define HALFSTEP_IO_H
 
@@ -63,126 +63,133 @@ extern "C" {
  *   DIR/manifest.json              names the current checkpoint; replaced last, atomically
  *   DIR/checkpoint-1200/           one complete checkpoint: its files, and a manifest.json with their sizes and
  *                                  checksums
- *   DIR/model.safetensors, ...     the files of the current checkpoint again, as links, where other tools look for them
+ *   DIR/model.safetensors, ...     links to the files of the current checkpoint, at the path that other tools expect
  *
- * A kill or a crash at any instant of a save leaves a directory that opens with the old state or the new one. What a
- * crashed save left behind is removed by the next one. What somebody else keeps in DIR is never touched: a checkpoint
- * that holds a file or a folder which is not part of it is not removed, and neither is one that is write-protected or
- * cannot be read; the save succeeds and its note says so. One process saves into a directory at a time; a second is
- * refused with HALFSTEP_ERROR_IO. A checkpoint that is open for reading is not removed from under its reader. */
+ * A kill or a crash at any instant of a save leaves a directory that opens with the old state or the new one. The next
+ * save removes what a crashed save left behind. A save never touches anybody else's files in DIR. It removes an old
+ * checkpoint only if the folder holds nothing else, is not write-protected and can be read. Otherwise the save succeeds
+ * and its note says so. One process saves into a directory at a time; a second is refused (HALFSTEP_ERROR_IO). A
+ * checkpoint that is open for reading is not removed from under its reader. */
 typedef struct halfstep_checkpoint_save halfstep_checkpoint_save;
 
 typedef struct halfstep_save_options {
     uint32_t struct_size;    /* sizeof(halfstep_save_options) */
-    uint32_t keep;           /* newest checkpoints to keep, this one included; 0 means 1 */
+    uint32_t keep;           /* number of newest checkpoints to keep, this one included; 0 means 1 */
     uint64_t step;           /* names the directory: checkpoint-<step> */
-    uint32_t no_sync;        /* 1: skip every fsync. Survives a kill of the process, not a loss of power */
+    uint32_t no_sync;        /* 1: skip every fsync. The save then survives a kill of the process, but not a loss of
+                                power */
     uint32_t no_links;       /* 1: no links in DIR */
     uint64_t newest;         /* with prune_if: the sequence (halfstep_checkpoint_info) that the caller saved or loaded
-                                last, 0: none */
-    uint32_t prune_if;       /* 1: remove older checkpoints only if the newest one there, at the commit, is number
-                                `newest`; otherwise all stay, with a note: somebody else has saved there */
+                                last; 0: none */
+    uint32_t prune_if;       /* 1: remove older checkpoints only if the newest one there, at the commit, has the
+                                sequence `newest`. Otherwise somebody else has saved there: all stay, with a note */
 } halfstep_save_options;
 
-/* Starts a save into dir, which is created if it does not exist (its parent must). options may be NULL. */
+/* Starts a save into dir and creates dir if needed; its parent must exist. options may be NULL. */
 HALFSTEP_API int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir,
                                            const halfstep_save_options *options, char *error, size_t error_size);
-/* Adds a file. A name is 1 to 128 letters, digits, '.', '_' and '-'; it is not manifest.json, and does not start with
- * '.' or "checkpoint-". After a failed call only halfstep_abandon_checkpoint is useful; a commit returns the same
- * failure. */
+/* Adds a file to the checkpoint. A name is 1 to 128 letters, digits, '.', '_' and '-'. It is not manifest.json, and
+ * does not start with '.' or "checkpoint-". After a failed call the save can only be abandoned; a commit returns the
+ * same failure. */
 HALFSTEP_API int halfstep_save_file(halfstep_checkpoint_save *save, const char *name, const void *data, uint64_t bytes,
                                     char *error, size_t error_size);
-/* Adds a string to the manifest, or replaces it. UTF-8. All names and values of a checkpoint may take 4 MiB. */
+/* Adds a UTF-8 string to the manifest, or replaces it. All names and values of a checkpoint together may take 4 MiB. */
 HALFSTEP_API int halfstep_save_value(halfstep_checkpoint_save *save, const char *key, const char *value, char *error,
                                      size_t error_size);
-/* Makes the checkpoint the current one. Frees save in every case. After a failure the directory opens with its earlier
- * state, unless the text says that the new one is already in place. After success the text may be a note: what could
- * not be linked, pruned or tidied. */
+/* Makes the checkpoint the current one and frees save, also after a failure. After a failure the directory opens with
+ * its earlier state, unless the text says that the new one is already in place. After success the text may be a note
+ * about what could not be linked, pruned or tidied. */
 HALFSTEP_API int halfstep_commit_checkpoint(halfstep_checkpoint_save *save, char *error, size_t error_size);
-/* Removes what was written and frees save; NULL is fine. */
+/* Removes what was written and frees save. NULL is allowed. */
 HALFSTEP_API void halfstep_abandon_checkpoint(halfstep_checkpoint_save *save);
 
 typedef struct halfstep_checkpoint halfstep_checkpoint;
 
 typedef struct halfstep_open_options {
     uint32_t struct_size;    /* sizeof(halfstep_open_options) */
-    uint32_t fallback;       /* 1: if the current checkpoint is damaged, open the newest other one that is
-                                sound, with a note. 0: fail, naming the bad file and another checkpoint, if any */
+    uint32_t fallback;       /* 1: if the current checkpoint is damaged, open the newest other one that is sound, with a
+                                note. 0: fail, with a text that names the bad file and another checkpoint, if any */
     uint32_t skip_contents;  /* 1: verify names and sizes, not checksums */
 } halfstep_open_options;
 
 typedef struct halfstep_checkpoint_info {
     uint32_t struct_size;    /* set by the caller: sizeof(halfstep_checkpoint_info) */
-    uint32_t fell_back;      /* 1: this is not the current one, see halfstep_open_options.fallback */
+    uint32_t fell_back;      /* 1: this is not the current checkpoint: see halfstep_open_options.fallback */
     const char *directory;   /* the directory that holds the files */
     uint64_t step;
     uint64_t sequence;       /* counts the saves into this directory, from 1 */
     uint64_t files, values;
 } halfstep_checkpoint_info;
 
-/* Opens path, which is a checkpoint directory or one DIR/checkpoint-N inside it. HALFSTEP_ERROR_NAME if there is no
- * checkpoint at all (path missing, or without a manifest.json); any other code is about a checkpoint that is there. */
+/* Opens path, which is a checkpoint directory or one DIR/checkpoint-N inside it. Returns HALFSTEP_ERROR_NAME if there
+ * is no checkpoint at all (path missing, or without a manifest.json). Any other code is about a checkpoint that is
+ * there. */
 HALFSTEP_API int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
                                           const halfstep_open_options *options, char *error, size_t error_size);
-HALFSTEP_API void halfstep_close_checkpoint(halfstep_checkpoint *checkpoint); /* NULL is fine */
+HALFSTEP_API void halfstep_close_checkpoint(halfstep_checkpoint *checkpoint); /* NULL is allowed */
 
 HALFSTEP_API int halfstep_get_checkpoint_info(const halfstep_checkpoint *checkpoint, halfstep_checkpoint_info *info);
-/* Returns the path of one file of the checkpoint, or NULL if it has none by that name. */
+/* Returns the path of one file of the checkpoint, or NULL if the checkpoint has no file of that name. */
 HALFSTEP_API const char *halfstep_checkpoint_path(const halfstep_checkpoint *checkpoint, const char *name);
-/* Returns the value of one key given to halfstep_save_value, or NULL. */
+/* Returns the value of one key given to halfstep_save_value, or NULL if there is none. */
 HALFSTEP_API const char *halfstep_checkpoint_value(const halfstep_checkpoint *checkpoint, const char *key);
 
 /* ---- Optimizers -------------------------------------------------------------------------------------------------- */
 
-/* An optimizer with everything that its later steps depend on: states with their scales, residuals and error codes,
- * counters, ids, what the rule keeps as numbers for each tensor, steps of groups, hyper-parameters, choices, seed,
- * skipped steps and the last gradient norm. A run that saves, ends, builds the same optimizer and loads goes on with
- * the bits of one that never stopped, if it saves between whole steps (in gradient release: rounds).
+/* Save and load an optimizer with everything that its later steps depend on: states with their scales, residuals and
+ * error codes, counters, ids, the rule's numbers for each tensor, steps of groups, hyper-parameters, choices, seed,
+ * skipped steps and the last gradient norm. A run may save, end, build the same optimizer and load. It then goes on
+ * with the bits of a run that never stopped, if it saved between whole steps (in gradient release: between rounds).
  *
- * Weights belong to the caller, and with them: `weights` is the array that halfstep_step() takes, and NULL leaves them
- * to the caller, who must keep them to the bit, for residuals and error codes belong to exactly these. Tensors go by
- * their names, which must differ, whatever their order; those held only in part are refused (UNSUPPORTED). States must
- * have memory before either direction (halfstep_allocate_states and its kin).
+ * Weights belong to the caller. `weights` is the array that halfstep_step() takes. NULL leaves the weights to the
+ * caller, who must keep them to the bit, because residuals and error codes belong to exactly these weights. Tensors are
+ * matched by name, in any order, and their names must differ. Tensors of which only a part is here are refused
+ * (UNSUPPORTED). States must have memory before saving or loading (halfstep_allocate_states, halfstep_bind_states or
+ * halfstep_bind_slot).
  *
- * Writing streams from the states where they lie. Reading first looks through all that it will take, in pieces of 256
- * KiB: every tensor there and none beyond them, recipes, dtypes, shapes, counters, numbers in their bounds, ids that
- * differ, no scale negative or NaN, no second moment negative or not finite. Only then is anything changed, so after a
- * failure the optimizer is as it was; the text names what does not fit. Only if the disk fails in the second reading,
- * the text says that the optimizer is partly loaded.
+ * Saving streams from the states where they lie. Loading first checks all that it will read, in pieces of 256 KiB, and
+ * changes nothing until all checks have passed:
+ *   - every tensor is there, and no others (but see subset);
+ *   - recipes, dtypes and shapes match;
+ *   - counters and numbers are within their bounds, and ids differ;
+ *   - no scale is negative or NaN, and no second moment is negative or not finite.
+ * After a failure the optimizer is therefore unchanged, and the text names what does not fit. Only if the disk fails in
+ * the second reading is the optimizer partly loaded; the text then says so.
  *
- * The layout is in docs/checkpoints.md, and Python's save_safetensors() and load_safetensors() have the same. */
+ * docs/checkpoints.md describes the layout, which is also that of Python's save_safetensors() and
+ * load_safetensors(). */
 
-#define HALFSTEP_SETTINGS_TAKE    0 /* hyper-parameters, choices and seed are set to what the file says */
-#define HALFSTEP_SETTINGS_COMPARE 1 /* they must be the same here: the first that differs is a MISMATCH. One that the
-                                       file does not know counts as having had its default */
+#define HALFSTEP_SETTINGS_TAKE    0 /* hyper-parameters, choices and seed are set to the values in the file */
+#define HALFSTEP_SETTINGS_COMPARE 1 /* they must equal those here: the first that differs is a MISMATCH. One that the
+                                       file lacks counts as having had its default */
 
 /* Zero bytes are the defaults. */
 typedef struct halfstep_file_options {
     uint32_t struct_size;           /* sizeof(halfstep_file_options) */
     uint32_t settings;              /* reading: HALFSTEP_SETTINGS_* */
-    const char *const *leave;       /* reading: names of hyper-parameters and choices, or "seed", that stay as they are
-                                       here, not compared; NULL after the last. For instance a
-                                       "total_steps" that has grown */
-    uint32_t subset;                /* reading: 1: the file may hold tensors that this optimizer has not */
+    const char *const *leave;       /* reading: names of hyper-parameters and choices, or "seed", that keep their values
+                                       here and are not compared; NULL after the last. For instance a "total_steps" that
+                                       has grown */
+    uint32_t subset;                /* reading: 1: the file may hold tensors that this optimizer does not have */
     uint32_t reserved;              /* 0 */
-    const uint64_t *const *shapes;  /* sizes of tensor i where it has more than one dimension and shapes[i] is not NULL;
-                                       otherwise it is written as rows x row_length. For files that others read */
-    const char *optimizer_file;     /* in a checkpoint; NULL: "optimizer.safetensors" and "model.safetensors" */
+    const uint64_t *const *shapes;  /* sizes of tensor i, used if it has more than one dimension and shapes[i] is not
+                                       NULL. Otherwise it is written as rows x row_length. For files that others read */
+    const char *optimizer_file;     /* names in a checkpoint; NULL: "optimizer.safetensors" and "model.safetensors" */
     const char *model_file;
 } halfstep_file_options;
 
-/* Adds the optimizer to a checkpoint, and the weights in a file of their own, under the tensors' names, unless weights
- * is NULL. options may be NULL. After a failed call a commit returns the same failure. */
+/* Adds the optimizer to a checkpoint. Adds the weights too, in a file of their own under the tensors' names, unless
+ * weights is NULL. options may be NULL. After a failed call a commit returns the same failure. */
 HALFSTEP_API int halfstep_save_optimizer(halfstep_checkpoint_save *save, const halfstep_optimizer *optimizer,
                                          void *const *weights, const halfstep_file_options *options, char *error,
                                          size_t error_size);
-/* Takes it back, and the weights unless weights is NULL. */
+/* Loads the optimizer from a checkpoint, and the weights unless weights is NULL. options may be NULL. */
 HALFSTEP_API int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, halfstep_optimizer *optimizer,
                                          void *const *weights, const halfstep_file_options *options, char *error,
                                          size_t error_size);
 
-/* Write and read the same with one file and no checkpoint directory: replaced atomically, durable after HALFSTEP_OK,
- * weights inside it as "NAME/weight". It has no checksum. */
+/* Write and read the same as one file without a checkpoint directory. The file is replaced atomically and is durable
+ * after HALFSTEP_OK. Weights are in it as "NAME/weight". It has no checksum. */
 HALFSTEP_API int halfstep_write_optimizer(const char *path, const halfstep_optimizer *optimizer, void *const *weights,
                                           const halfstep_file_options *options, char *error, size_t error_size);
 HALFSTEP_API int halfstep_read_optimizer(const char *path, halfstep_optimizer *optimizer, void *const *weights,
@@ -190,9 +197,9 @@ HALFSTEP_API int halfstep_read_optimizer(const char *path, halfstep_optimizer *o
 
 /* ---- Reading a safetensors file ---------------------------------------------------------------------------------- */
 
-/* An open file whose header has been checked in full: every tensor lies inside the file, no two overlap, no byte is
- * unaccounted for, every shape agrees with its length. At most 2^20 tensors of at most 64 dimensions, with 2^20 sizes
- * plus 4 for each tensor in all of their shapes, and 2^20 pairs of metadata. */
+/* An open file whose header has been checked in full: every tensor lies inside the file, no two overlap, every byte
+ * belongs to a tensor, every shape agrees with its length. Limits: 2^20 tensors of at most 64 dimensions, 2^20 pairs of
+ * metadata, and in all shapes together 2^20 sizes plus 4 for each tensor. */
 typedef struct halfstep_safetensors halfstep_safetensors;
 
 typedef struct halfstep_safetensor_info {
@@ -207,19 +214,19 @@ typedef struct halfstep_safetensor_info {
     uint64_t begin, end;     /* data_offsets: relative to the first byte after the header */
 } halfstep_safetensor_info;
 
-/* Opens and checks a file. On failure *file is NULL. */
+/* Opens a file and checks its header. On failure *file is NULL. */
 HALFSTEP_API int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, char *error,
                                            size_t error_size);
-HALFSTEP_API void halfstep_close_safetensors(halfstep_safetensors *file); /* NULL is fine */
+HALFSTEP_API void halfstep_close_safetensors(halfstep_safetensors *file); /* NULL is allowed */
 
-/* Returns the number of tensors; they are numbered from 0 in the order of their bytes in the file. */
+/* Returns the number of tensors. They are numbered from 0 in the order of their bytes in the file. */
 HALFSTEP_API uint64_t halfstep_safetensor_count(const halfstep_safetensors *file);
 HALFSTEP_API int halfstep_get_safetensor_info(const halfstep_safetensors *file, uint64_t index,
                                               halfstep_safetensor_info *info);
-/* Finds a tensor by its name. HALFSTEP_ERROR_NAME if the file has none. */
+/* Finds a tensor by its name and writes its number to *index. Returns HALFSTEP_ERROR_NAME if the file has none. */
 HALFSTEP_API int halfstep_safetensor_find(const halfstep_safetensors *file, const char *name, uint64_t *index);
 
-/* Reads bytes [offset, offset + bytes) of one tensor, little-endian as stored. Fails if the file has changed its size
+/* Reads bytes [offset, offset + bytes) of one tensor, little-endian as stored. Fails if the file's size has changed
  * since it was opened. */
 HALFSTEP_API int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, uint64_t offset, void *data,
                                           uint64_t bytes, char *error, size_t error_size);
@@ -232,7 +239,7 @@ HALFSTEP_API int halfstep_read_safetensor(const halfstep_safetensors *file, uint
 /* ---- What few programs need: any safetensors file, any file of a checkpoint ---------------------------------------
  * */
 
-/* Define HALFSTEP_ADVANCED before this header is included to have what follows. */
+/* Define HALFSTEP_ADVANCED before this header is included to get what follows. */
 #if defined(HALFSTEP_ADVANCED) && !defined(HALFSTEP_IO_H_ADVANCED)
 #define HALFSTEP_IO_H_ADVANCED
 
@@ -242,17 +249,17 @@ extern "C" {
 
 /* ---- Element types of safetensors -------------------------------------------------------------------------------- */
 
-/* Returns the bits of one element of a safetensors dtype ("F32" 32, "BF16" 16, "F4" 4 ...); 0 for a name that does not
- * exist. */
+/* Returns the bits of one element of a safetensors dtype ("F32" 32, "BF16" 16, "F4" 4 ...), or 0 if there is no such
+ * dtype. */
 HALFSTEP_API uint32_t halfstep_safetensors_dtype_bits(const char *dtype);
-/* Returns the known dtypes, by position from 0; NULL past the last. */
+/* Returns the known dtypes by position, from 0, or NULL past the last. */
 HALFSTEP_API const char *halfstep_safetensors_dtype(uint32_t position);
 
-/* Tell __metadata__: pairs of strings, sorted by key. */
+/* Give the pairs of strings in __metadata__, sorted by key. */
 HALFSTEP_API uint64_t halfstep_safetensors_metadata_count(const halfstep_safetensors *file);
 HALFSTEP_API int halfstep_get_safetensors_metadata(const halfstep_safetensors *file, uint64_t index, const char **key,
                                                    const char **value);
-/* Returns the value of one key, or NULL. */
+/* Returns the value of one metadata key, or NULL if there is none. */
 HALFSTEP_API const char *halfstep_safetensors_metadata_find(const halfstep_safetensors *file, const char *key);
 
 /* ---- Writing a safetensors file ---------------------------------------------------------------------------------- */
@@ -262,16 +269,16 @@ HALFSTEP_API const char *halfstep_safetensors_metadata_find(const halfstep_safet
 typedef struct halfstep_safetensors_writer halfstep_safetensors_writer;
 
 /* Supplies bytes [offset, offset + bytes) of the tensor that was declared as number `tensor` (from 0). Tensors are
- * asked for in the order of the file, each from offset 0 upwards without gaps. Pieces are at most 1 MiB; all but the
- * last of a tensor are a multiple of 192 bytes, so that no element of any dtype is cut. Returns 0, or a negative code,
- * which stops the writing and becomes its result. */
+ * requested in the order of the file, each from offset 0 upwards without gaps. Pieces are at most 1 MiB. All but a
+ * tensor's last piece are a multiple of 192 bytes, so that no element of any dtype is cut. Returns 0, or a negative
+ * code, which stops the writing and becomes its result. */
 typedef int (*halfstep_fill_function)(void *context, uint64_t tensor, uint64_t offset, void *data, uint64_t bytes);
 
 HALFSTEP_API int halfstep_create_safetensors_writer(halfstep_safetensors_writer **writer);
-HALFSTEP_API void halfstep_destroy_safetensors_writer(halfstep_safetensors_writer *writer); /* NULL is fine */
+HALFSTEP_API void halfstep_destroy_safetensors_writer(halfstep_safetensors_writer *writer); /* NULL is allowed */
 
-/* Adds a tensor, contiguous and little-endian. data is read while the file is written, never copied; NULL means that
- * the fill function supplies it. name, dtype and shape are copied. */
+/* Adds a tensor, contiguous and little-endian. data is read while the file is written and never copied. NULL data comes
+ * from the fill function. name, dtype and shape are copied. */
 HALFSTEP_API int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char *name, const char *dtype,
                                              uint64_t ndim, const uint64_t *shape, const void *data, char *error,
                                              size_t error_size);
@@ -279,16 +286,16 @@ HALFSTEP_API int halfstep_declare_safetensor(halfstep_safetensors_writer *writer
 HALFSTEP_API int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, const char *key,
                                                        const char *value, char *error, size_t error_size);
 
-/* Writes the file atomically and durably: after HALFSTEP_OK it is complete on the disk, after a failure the path holds
- * what it held before (unless the text says that the new contents are in place: only the last sync failed). fill may be
- * NULL if every tensor was declared with its data. Tensors are ordered by alignment, largest first, then by name, so
- * that each is naturally aligned; the same declarations in any order give the same file. */
+/* Writes the file atomically and durably. After HALFSTEP_OK it is complete on the disk. After a failure the path holds
+ * what it held before, unless the text says that the new contents are in place because only the last sync failed. fill
+ * may be NULL if every tensor was declared with its data. Tensors are ordered by alignment, largest first, then by
+ * name, so that each is naturally aligned. The same declarations in any order give the same file. */
 HALFSTEP_API int halfstep_write_safetensors(const halfstep_safetensors_writer *writer, const char *path,
                                             halfstep_fill_function fill, void *context, char *error, size_t error_size);
 
 /* ---- Other files of a checkpoint --------------------------------------------------------------------------------- */
 
-/* Adds a safetensors file to a checkpoint, as halfstep_save_file() does a file. */
+/* Adds a safetensors file to a checkpoint, under the rules of halfstep_save_file(). */
 HALFSTEP_API int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name,
                                            const halfstep_safetensors_writer *writer, halfstep_fill_function fill,
                                            void *context, char *error, size_t error_size);
@@ -301,7 +308,7 @@ typedef struct halfstep_checkpoint_file {
     uint64_t crc64;
 } halfstep_checkpoint_file;
 
-/* Tell the files of a checkpoint, and its values, by number. */
+/* Give the files of a checkpoint, and its values, by number. */
 HALFSTEP_API int halfstep_get_checkpoint_file(const halfstep_checkpoint *checkpoint, uint64_t index,
                                               halfstep_checkpoint_file *file);
 HALFSTEP_API int halfstep_get_checkpoint_value(const halfstep_checkpoint *checkpoint, uint64_t index, const char **key,
@@ -309,9 +316,10 @@ HALFSTEP_API int halfstep_get_checkpoint_value(const halfstep_checkpoint *checkp
 
 /* ---- One file, atomically ---------------------------------------------------------------------------------------- */
 
-/* Replaces a file by new contents: written beside it under a temporary name, synced, renamed, directory synced. After a
- * failure the path holds what it held before, as with halfstep_write_safetensors. Follows a symbolic link; a path that
- * exists and is not a regular file (a terminal, a pipe, /dev/null) is written to in place. */
+/* Replaces a file by new contents. They are written beside it under a temporary name and synced; then the file is
+ * renamed and the directory synced. After a failure the path holds what it held before, as with
+ * halfstep_write_safetensors. Follows a symbolic link. A path that exists and is not a regular file (a terminal, a
+ * pipe, /dev/null) is written to in place. */
 HALFSTEP_API int halfstep_write_file_atomic(const char *path, const void *data, uint64_t bytes, char *error,
                                             size_t error_size);
 

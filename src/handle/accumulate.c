@@ -1,4 +1,4 @@
-/* Sums of gradients outside a step. */
+/* Accumulation of gradients outside a step. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,7 +6,8 @@
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
-/* Where the handle is not settled yet, which is not ours to do, the tensor is cut for this once. */
+/* Runs an accumulation. If the handle is not settled, cuts the tensor into chunks for this call only, because an
+ * accumulation must not settle the handle. */
 static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hstep_accumulation *a)
 {
     struct hstep_tensor t = o->tensors[tensor];
@@ -43,15 +44,18 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
     a.format = halfstep_format_find(format);
     a.gradient_format = halfstep_format_find(gradient_format);
     if (a.format < 0 || a.gradient_format < 0)
-        return hstep_fail(o, HALFSTEP_ERROR_NAME, "no format is called '%s'", a.format < 0 ? format : gradient_format);
-    /* A stochastic half would saturate, and hide from the scan of the step that it overflowed. */
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown format '%s'; 'halfstep info' lists the formats",
+                          a.format < 0 ? format : gradient_format);
+    /* A stochastic half would saturate and so hide an overflow from the scan of the step. */
     int hides = hstep_formats[a.format].stochastic && !strcmp(hstep_formats[a.format].code_dtype, "F16");
     if (hstep_formats[a.format].block || hstep_formats[a.format].extra_bits || hides)
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot accumulate gradients", format);
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                          "'%s' cannot accumulate gradients; f32, bf16, bf16-sr and f16 can", format);
     if (!(hstep_formats[a.gradient_format].roles & HALFSTEP_ROLE_GRADIENT))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients", gradient_format);
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients; f32, bf16 and f16 can",
+                          gradient_format);
     if (!(scale >= -1e30 && scale <= 1e30))
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is not in [-1e30, 1e30]", scale);
     if (t->n_rows && t->n_columns && (!accumulator || !gradient))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient",
                           o->labels[tensor].name);
@@ -59,7 +63,7 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
     if ((stochastic && (error = hstep_fetch(o))) ||
         (elements && ((error = hstep_check_owned(o, accumulator)) || (error = hstep_check_owned(o, gradient)))))
         return hstep_why(o, error);
-    /* Every update counts in both counters, an accumulation in one: their difference numbers the accumulations. */
+    /* An update counts in both counters, an accumulation only in writes. Their difference numbers the accumulations. */
     int generator = hstep_generator_id(o->generator);
     a.stream = hstep_key_write(generator, o->seed, t->id,
                                generator == HSTEP_GENERATOR_LATTICE ? t->writes - t->state_steps : t->writes,

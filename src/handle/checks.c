@@ -1,4 +1,4 @@
-/* Errors with their sentences, and the checks that all of the public functions share. */
+/* Error reporting and the argument checks shared by all public functions. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,14 +28,15 @@ const char *halfstep_strerror(int code)
     }
 }
 
-/* Several threads may fail in step_tensor at once, so each has a sentence of its own: of which handle, and what. */
+/* Several threads may fail in calls about single tensors at once, so each thread keeps its last error text and its
+ * handle. */
 static _Thread_local struct {
     uint64_t serial;
     char text[HSTEP_DETAIL_BYTES];
 } own_detail;
 
-/* Between the handle, for threads that did not fail themselves, and a text. The detail is not part of what a const
- * handle promises to keep. */
+/* Copies the error text to or from the handle, where threads find it that did not fail themselves. A const handle does
+ * not promise to keep its error text. */
 static void copy_detail(const halfstep_optimizer *const_o, char *text, int to_text)
 {
     halfstep_optimizer *o = (halfstep_optimizer *)const_o;
@@ -79,13 +80,15 @@ int hstep_fail_gradient(const halfstep_optimizer *o, int tensor, int too_large)
 int hstep_check_group(const halfstep_optimizer *o, int32_t group)
 {
     if (group >= 0 && group < o->n_groups) return HALFSTEP_OK;
-    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no group %d (%d exist)", (int)group, o->n_groups);
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no group %d; this optimizer has %d, numbered from 0",
+                      (int)group, o->n_groups);
 }
 
 int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor)
 {
     if (tensor >= 0 && tensor < o->n_tensors) return HALFSTEP_OK;
-    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d; this optimizer has %d, numbered from 0",
+                      (int)tensor, o->n_tensors);
 }
 
 int hstep_why(const halfstep_optimizer *o, int error)

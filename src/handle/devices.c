@@ -1,4 +1,4 @@
-/* Devices by their names, and what callers may ask of one: what it is, a stream, memory. */
+/* Finds devices by name, and does what callers may ask of one: information, streams, memory. */
 #include <string.h>
 
 #include "base/structs.h"

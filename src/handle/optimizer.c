@@ -1,4 +1,4 @@
-/* Handles and groups: arguments are checked here, so that a step has nothing left to refuse but gradients. */
+/* Handles and groups. Arguments are checked here, so that a step has nothing left to refuse but gradients. */
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -21,7 +21,8 @@ int32_t halfstep_abi(void) { return HALFSTEP_ABI; }
 
 /* ---- Handles ---- */
 
-/* The handle that could not be made has no sentence, so its device's goes where NULL is asked. */
+/* Destroys a handle that could not be made. The caller gets no handle, so the device's error text goes where
+ * halfstep_error_detail(NULL) finds it. */
 static int fail_create(halfstep_optimizer *o, int error)
 {
     o->serial = 0;
@@ -69,7 +70,7 @@ int halfstep_set_threads(halfstep_optimizer *o, int32_t threads)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     if (threads < 0 || threads > 1024)
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%d threads: 0 .. 1024", (int)threads);
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "threads = %d is not in [0, 1024]", (int)threads);
     o->context.threads = threads;
     return HALFSTEP_OK;
 }
@@ -118,7 +119,8 @@ int halfstep_get_group_recipe(const halfstep_optimizer *o, int32_t group, char *
     if (!o || !text) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_group(o, group);
     if (!error && (error = hstep_recipe_text(&o->groups[group].recipe, text, size)))
-        return hstep_fail(o, error, "%llu bytes are too few for a recipe", (unsigned long long)size);
+        return hstep_fail(o, error, "buffer of %llu bytes is too small for the recipe; 64 are enough",
+                          (unsigned long long)size);
     return error;
 }
 
@@ -130,7 +132,8 @@ static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *h
                       hyper->maximum, hyper->exclusive ? ')' : ']');
 }
 
-/* only_check: tells whether it could, and changes nothing. */
+/* Sets a hyper-parameter of one group. With only_check, changes nothing and returns the error that setting it would
+ * give. */
 static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int index, double value, int only_check)
 {
     if (index == HSTEP_CAUTIOUS && (value != 0.0) != (g->hyper[index] != 0.0)) {
@@ -139,7 +142,8 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "%s cannot be cautious: %s", rule->name,
                               rule->not_cautious);
         if (o->settled)
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "cautious cannot go from or to 0 once the states exist");
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                              "'cautious' cannot be switched on or off once the states exist; set it before");
     }
     if (index < HSTEP_COMMON_HYPERS) {
         if (only_check) return HALFSTEP_OK;
@@ -152,15 +156,16 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
     }
     const char *share = hstep_rules[g->recipe.rule].share, *name = hstep_rule_hyper(g->recipe.rule, index).name;
     if (share && o->settled && !strcmp(name, share) && value != g->own[index - HSTEP_COMMON_HYPERS])
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot change once the states exist", name);
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "'%s' cannot change once the states exist; set it before", name);
     struct hstep_group changed = *g;
     changed.own[index - HSTEP_COMMON_HYPERS] = value;
     int other_states = 0;
     for (int i = 0; i < hstep_rule_states(g->recipe.rule); i++)
         other_states |= hstep_state_needed(&changed, i) != hstep_state_needed(g, i);
     if (other_states && o->settled)
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot go from or to 0 once the states exist", name);
-    /* All tensors of the group can follow, or nothing changes. */
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                          "'%s' cannot change from or to 0 once the states exist; set it before", name);
+    /* Choose the states of all tensors on trial first, so that either all of them change or nothing does. */
     for (int pass = 0; other_states && pass < (only_check ? 1 : 2); pass++)
         for (int i = 0; i < o->n_tensors; i++) {
             struct hstep_tensor *t = &o->tensors[i], trial = *t;
@@ -183,7 +188,8 @@ static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, dou
             return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'",
                               hstep_rules[g->recipe.rule].name, name);
         if (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS)
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "%s belongs to the optimizer, not to a group", name);
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                              "'%s' belongs to the optimizer, not to a group; set it for HALFSTEP_ALL_GROUPS", name);
         struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
         if ((error = check_bounds(o, &hyper, value))) return error;
         return set_group_hyper(o, g, index, value, 0);
@@ -194,7 +200,7 @@ static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, dou
         *(index == HSTEP_GRADIENT_SCALE ? &o->gradient_scale : &o->clip_norm) = value;
         return HALFSTEP_OK;
     }
-    /* All groups or none: bounds and order are tried on every group first. */
+    /* Check bounds and order in every group first, so that either all groups change or none. */
     int found = 0;
     for (int pass = 0; pass < 2; pass++)
         for (int i = 0; i < o->n_groups; i++) {
@@ -242,7 +248,7 @@ int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *n
     return HALFSTEP_OK;
 }
 
-/* Where a choice is kept; NULL if it does not exist at that level. */
+/* Returns the address of a choice's value, or NULL if the choice does not exist for a group, or for the optimizer. */
 static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choice)
 {
     if (group == HALFSTEP_ALL_GROUPS)
@@ -261,15 +267,20 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
     if (!o || !choice || !value) return HALFSTEP_ERROR_ARGUMENT;
     int error;
     if (group != HALFSTEP_ALL_GROUPS && (error = hstep_check_group(o, group))) return error;
-    if (!halfstep_choice_value(choice, 0)) return hstep_fail(o, HALFSTEP_ERROR_NAME, "there is no choice '%s'", choice);
+    if (!halfstep_choice_value(choice, 0))
+        return hstep_fail(o, HALFSTEP_ERROR_NAME,
+                          "unknown choice '%s'; known: decay, schedule, scan, generator, clip, missing", choice);
     int *place = choice_place(o, group, choice), found = hstep_choice_find(choice, value);
-    if (found < 0) return hstep_fail(o, HALFSTEP_ERROR_NAME, "'%s' is no value of '%s'", value, choice);
+    if (found < 0)
+        return hstep_fail(o, HALFSTEP_ERROR_NAME,
+                          "unknown value '%s' of '%s'; halfstep_choice_value() lists the known ones", value, choice);
     if (place) {
         *place = found;
         return HALFSTEP_OK;
     }
     if (group != HALFSTEP_ALL_GROUPS)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "'%s' belongs to the optimizer, not to a group", choice);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          "'%s' belongs to the optimizer, not to a group; set it for HALFSTEP_ALL_GROUPS", choice);
     for (int i = 0; i < o->n_groups; i++) *choice_place(o, i, choice) = found;
     return HALFSTEP_OK;
 }
@@ -292,7 +303,7 @@ int halfstep_current_lr(const halfstep_optimizer *o, int32_t group, double *lr)
     return HALFSTEP_OK;
 }
 
-/* ---- Tools of the trade ---- */
+/* ---- Schedules and random words without a handle ---- */
 
 int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_steps, double total_steps,
                              double final_fraction, double decay_start, double power, double *factor)

@@ -1,4 +1,4 @@
-/* Settling: from what was added to what steps need, once. */
+/* Settling: turns groups and tensors into the arrays that steps need, once. */
 #include <stdlib.h>
 
 #include "handle/optimizer.h"
@@ -9,8 +9,9 @@ static int allocate(const halfstep_optimizer *o, uint64_t bytes, void *place)
     return bytes ? o->device->allocate(&o->context, bytes, (void **)place) : HALFSTEP_OK;
 }
 
-/* Arrays of the handle in the memory of the device, or themselves. */
-static int share(const halfstep_optimizer *o, void *ours, uint64_t bytes, void *place)
+/* Writes to *place where the device finds an array of the handle: the array itself if memory is shared, otherwise new
+ * memory of the device. */
+static int place_array(const halfstep_optimizer *o, void *ours, uint64_t bytes, void *place)
 {
     if (!o->device->shared) return allocate(o, bytes, place);
     *(void **)place = ours;
@@ -27,7 +28,7 @@ int hstep_first_plan(halfstep_optimizer *o)
     return o->device->zero(&o->context, o->plan.round_squares, limbs);
 }
 
-/* Whether the updates of two tensors that have made as many steps differ in nothing but words, grids and scalars:
+/* Tells whether updates of two tensors with equally many steps differ only in random words, grids and scalars.
  * hstep_repeat_update() relies on it. */
 static int are_alike(const struct hstep_tensor *a, const struct hstep_tensor *b)
 {
@@ -38,8 +39,8 @@ static int are_alike(const struct hstep_tensor *a, const struct hstep_tensor *b)
     return alike;
 }
 
-/* The first tensor whose totals are tensor i's too. Nearly always there is one number for all. */
-static int share_of(const halfstep_optimizer *o, int i)
+/* Returns the first tensor that shares totals with tensor i, or i. The search is short, because usually all share. */
+static int find_share(const halfstep_optimizer *o, int i)
 {
     const struct hstep_rule *rule = &hstep_rules[o->tensors[i].rule];
     if (!rule->totals) return i;
@@ -68,7 +69,7 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
         o->matrices += t->matrix;
         o->factored += t->pairs > 0;
         o->totals += hstep_rules[t->rule].totals;
-        t->share = share_of(o, i);
+        t->share = find_share(o, i);
         o->parts += !hstep_is_whole(t);
         t->fused = o->device->find_fused(&o->context, t, 0);
         t->adjusted = o->device->find_fused(&o->context, t, 1);
@@ -100,10 +101,10 @@ int hstep_settle(halfstep_optimizer *o)
     for (int i = 0; !error && i < o->n_tensors; i++)
         hstep_cut_tensor(&o->tensors[i], i, o->chunks + o->tensors[i].first_chunk);
     if (!error) task_bytes = ((uint64_t)hstep_join_chunks(o->chunks, n_chunks, o->tasks) + 1) * sizeof *o->tasks;
-    if (error || (error = share(o, o->chunks, chunk_bytes, &plan.chunks)) ||
-        (error = share(o, o->tasks, task_bytes, &plan.tasks)) ||
-        (error = share(o, o->tensors, count * sizeof *o->tensors, &plan.tensors)) ||
-        (error = share(o, o->groups, ((uint64_t)o->n_groups + 1) * sizeof *o->groups, &plan.groups)) ||
+    if (error || (error = place_array(o, o->chunks, chunk_bytes, &plan.chunks)) ||
+        (error = place_array(o, o->tasks, task_bytes, &plan.tasks)) ||
+        (error = place_array(o, o->tensors, count * sizeof *o->tensors, &plan.tensors)) ||
+        (error = place_array(o, o->groups, ((uint64_t)o->n_groups + 1) * sizeof *o->groups, &plan.groups)) ||
         (error = allocate(o, count * sizeof *plan.updates, &plan.updates)) ||
         (error = device->zero(&o->context, plan.updates, count * sizeof *plan.updates)) ||
         (error = allocate(o, (uint64_t)statistics_count * sizeof *plan.statistics, &plan.statistics)) ||

@@ -1,18 +1,18 @@
-/* What a step must find before anything of it is done: bound states, gradients and weights, and nothing that would need
- * to know the elements of a tensor that other processes hold. */
+/* Checks before anything of a step is done. States, gradients and weights must be there, and the step must not depend
+ * on elements of a tensor that other processes hold. */
 #include "handle/ready.h"
 
 #include "decide/prepare.h"
 
-/* What steps look for in every tensor, and hardly ever find, is counted when the handle is settled or remembered: a
- * thousand small tensors would pay for each look. */
+/* Fails unless states, weights and gradients have their memory. Conditions that nearly always hold are counted when the
+ * handle is settled, or remembered. Checking them in each of a thousand small tensors would cost time. */
 static int check_bound(const struct hstep_request *s)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     if (!o->settled) {
         if (o->n_tensors || o->device->asynchronous)
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet; bind or allocate them first");
         return HALFSTEP_OK;
     }
     int error = o->slots_bound ? HALFSTEP_OK : hstep_check_bound(o, c->first, c->n);
@@ -21,15 +21,17 @@ static int check_bound(const struct hstep_request *s)
     const struct hstep_tensor *t = &o->tensors[c->first];
     for (int i = 0; c->weights && i < c->n; i++)
         if (!c->weights[i] && c->gradients[i] && t[i].runs)
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights",
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has a gradient but NULL weights",
                               o->labels[c->first + i].name);
     for (int i = 0; o->missing_gradient == HSTEP_MISSING_ERROR && i < c->n; i++)
         if (!c->gradients[i])
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", o->labels[c->first + i].name);
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                              "tensor '%s' has no gradient; the choice missing = error requires one",
+                              o->labels[c->first + i].name);
     return HALFSTEP_OK;
 }
 
-/* What one call does all by itself must not depend on the elements of a tensor that other processes hold. */
+/* Fails if a step in one call depends on elements of a tensor that other processes hold. */
 static int check_alone(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -42,27 +44,30 @@ static int check_alone(const struct hstep_request *s)
                            : o->scan != HSTEP_SCAN_NONE  ? "the scan has to see all of it"
                                                          : NULL;
         if (what)
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and %s: step it by begin and finish", o->labels[i].name,
-                              what);
+            return hstep_fail(
+                o, HALFSTEP_ERROR_UNSUPPORTED,
+                "only a part of tensor '%s' is here, and %s; step it by halfstep_run_begin() and halfstep_run_finish()",
+                o->labels[i].name, what);
     }
     return HALFSTEP_OK;
 }
 
-/* Sums over a tensor can be made by the way only where all of it is. */
+/* Fails if finish has to make sums over a tensor of which only a part is here. */
 static int check_norms(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     for (int i = c->first; o->parts && !*s->norms_made && i < c->first + c->n; i++)
         if (c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro) && !hstep_is_whole(&o->tensors[i]))
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                              "tensor '%s' is a part of one: halfstep_run_norms() comes before finish",
-                              o->labels[i].name);
+            return hstep_fail(
+                o, HALFSTEP_ERROR_ORDER,
+                "only a part of tensor '%s' is here; call halfstep_run_norms() before halfstep_run_finish()",
+                o->labels[i].name);
     return HALFSTEP_OK;
 }
 
-/* Micro-steps keep the gradient only where a state does. */
+/* Fails if a tensor cannot take micro-steps. A state must keep the gradient. Not supported are l2 decay, vectors, and
+ * sums over a tensor of which only a part is here. */
 static int check_accumulates(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -75,35 +80,37 @@ static int check_accumulates(const struct hstep_request *s)
         if (!c->gradients[i - c->first]) continue;
         if (state < 0 || !hstep_state_needed(g, state))
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s': %s%s%s keeps no gradient, micro-steps would lose it", o->labels[i].name,
-                              rule->name, state < 0 ? "" : " without ", state < 0 ? "" : rule->state[state].unless);
+                              "tensor '%s': %s%s%s has no state that keeps a gradient, so micro-steps would lose it",
+                              o->labels[i].name, rule->name, state < 0 ? "" : " without ",
+                              state < 0 ? "" : rule->state[state].unless);
         if (g->decay == HSTEP_DECAY_L2 && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0)
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step",
+                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step; "
+                              "choose another decay",
                               o->labels[i].name);
         if (t->pairs)
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': %s takes no micro-steps of matrices",
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': %s cannot make micro-steps of matrices",
                               o->labels[i].name, rule->name);
         if (hstep_needs_sums(t, 1) && !hstep_is_whole(t))
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and a scale of its states a sum over all",
+                              "only a part of tensor '%s' is here, and a scale of its states is a sum over all of it",
                               o->labels[i].name);
     }
     return HALFSTEP_OK;
 }
 
-/* Sums over all tensors are made in one call for all. */
+/* Fails if one tensor is to be stepped alone and its rule needs sums over all tensors. */
 static int check_single(const struct hstep_request *s)
 {
     const struct hstep_call *c = &s->call;
     const struct hstep_rule *rule = c->single ? &hstep_rules[s->o->tensors[c->first].rule] : NULL;
     if (!rule || !rule->totals || c->micro) return HALFSTEP_OK;
     return hstep_fail(s->o, HALFSTEP_ERROR_UNSUPPORTED,
-                      "tensor '%s': %s needs sums over all tensors first: step them together",
+                      "tensor '%s': %s needs sums over all tensors first; step all tensors in one call",
                       s->o->labels[c->first].name, rule->name);
 }
 
-/* A rule with sums over all tensors makes one estimate of lr for all of them. */
+/* Fails if groups that share one estimate of lr have different lr, other than 0. */
 static int check_rates(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -117,16 +124,17 @@ static int check_rates(const struct hstep_request *s)
                hstep_group_lr(other) == 0.0)
             other++;
         if (hstep_group_lr(other) != lr)
-            return hstep_fail(o, HALFSTEP_ERROR_RANGE,
-                              "%s: groups %d and %d share one estimate of lr, so theirs must be equal or 0, not %g and "
-                              "%g: give them another %s for an estimate of each",
-                              rule->name, (int)(other - o->groups), i, hstep_group_lr(other), lr, rule->share);
+            return hstep_fail(
+                o, HALFSTEP_ERROR_RANGE,
+                "%s: groups %d and %d share one estimate of lr, so their lr must be equal or 0, not %g and "
+                "%g; to estimate each by itself, give one another %s",
+                rule->name, (int)(other - o->groups), i, hstep_group_lr(other), lr, rule->share);
     }
     return HALFSTEP_OK;
 }
 
-/* Decay of more than the whole weight in a step is a mistake about the lr that it refers to, as is a reference that the
- * caller never gave and that was the start of a warm-up. */
+/* Fails if the reference lr of fully-decoupled decay must be wrong. Either decay takes more than the whole weight in a
+ * step. Or lr is far above a reference that the caller never set, which was the start of a warm-up. */
 #define MOST_ABOVE_FIRST_LR 10.0
 
 static int check_decay(const struct hstep_request *s, const struct hstep_group *g, const char *tensor)
@@ -137,17 +145,18 @@ static int check_decay(const struct hstep_request *s, const struct hstep_group *
         return hstep_fail(
             s->o, HALFSTEP_ERROR_RANGE,
             "tensor '%s': fully-decoupled decay of lr / reference_lr * weight_decay = %g / %g * %g = %g is "
-            "above 1: set reference_lr to the lr at which weight_decay is meant",
+            "above 1; set reference_lr to the lr for which weight_decay is chosen",
             tensor, lr, reference, decay, lr / reference * decay);
     if (g->hyper[HSTEP_REFERENCE_LR] == 0.0 && lr > MOST_ABOVE_FIRST_LR * reference)
-        return hstep_fail(s->o, HALFSTEP_ERROR_RANGE,
-                          "tensor '%s': fully-decoupled decay refers to the lr as first set, %g, which cannot be meant "
-                          "where lr = %g: set reference_lr to the lr at which weight_decay is meant",
-                          tensor, reference, lr);
+        return hstep_fail(
+            s->o, HALFSTEP_ERROR_RANGE,
+            "tensor '%s': fully-decoupled decay refers to the lr as first set, %g, which is too small for "
+            "lr = %g; set reference_lr to the lr for which weight_decay is chosen",
+            tensor, reference, lr);
     return HALFSTEP_OK;
 }
 
-/* Why constants cannot be worked out. */
+/* Fails if the constants of a tensor's update cannot be computed. */
 static int check_preparable(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -164,7 +173,7 @@ static int check_preparable(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-/* Pointers of callers, where the device takes only its own. */
+/* Fails if weights or gradients are not memory of a device that takes only its own. */
 static int check_memory(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;

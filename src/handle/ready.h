@@ -1,20 +1,20 @@
-/* One call of handle/step.c, and whether it may begin. */
+/* A call of step.c, and the checks before it. */
 #ifndef HSTEP_READY_H
 #define HSTEP_READY_H
 
 #include "handle/optimizer.h"
 
-/* All tensors, or one, beside what the device is told of them. */
+/* A call about all tensors or one: what the device is told, and the handle. */
 struct hstep_request {
     halfstep_optimizer *o;
     struct hstep_call call;
-    int *norms_made; /* by the call between begin and finish */
+    int *norms_made; /* 1: the call between begin and finish has made the sums */
 };
 
-/* Which part of a step a call makes: one of the three of a step that processes share, or all of it. */
+/* The parts of a step: the three that processes make together, or all of it in one call. */
 enum hstep_part { HSTEP_PART_BEGIN, HSTEP_PART_NORMS, HSTEP_PART_FINISH, HSTEP_PART_ALL };
 
-/* What stands against it, as a sentence; nothing has been asked of the device then. */
+/* Fails if the call cannot be made. The device has not been asked for anything by then. */
 int hstep_check_ready(const struct hstep_request *s, enum hstep_part part);
 
 #endif

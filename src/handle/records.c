@@ -1,5 +1,5 @@
-/* What a checkpoint keeps beside weights and slots: records of the optimizer, of groups and of tensors, and the host's
- * copies of those of tensors. */
+/* Records of the optimizer, of groups and of tensors, which a checkpoint keeps beside weights and slots, and the host's
+ * copies of records. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -11,17 +11,19 @@
 
 _Static_assert(HALFSTEP_MAX_SCALARS == HSTEP_MAX_NAMED_SCALARS, "a record has the scalars of any rule");
 
-/* Whether a state of a tensor has a grid. */
+/* Tells whether a state of a tensor has a grid. */
 static int has_grid(const struct hstep_tensor *t, int state) { return t->slot[HALFSTEP_SLOT_STATE + state].root != 0; }
 
-/* Errors with ARGUMENT unless there is what a record is of. */
+/* Fails with ARGUMENT unless the record's kind and index exist. */
 static int check_index(const halfstep_optimizer *o, const halfstep_record *r)
 {
     switch (r->kind) {
     case HALFSTEP_RECORD_OPTIMIZER: return HALFSTEP_OK;
     case HALFSTEP_RECORD_GROUP: return hstep_check_group(o, r->index);
     case HALFSTEP_RECORD_TENSOR: return hstep_check_tensor(o, r->index);
-    default: return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no kind %d of records", (int)r->kind);
+    default:
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          "record: unknown kind %d; known: 0 (optimizer), 1 (group), 2 (tensor)", (int)r->kind);
     }
 }
 
@@ -47,7 +49,7 @@ int halfstep_get_record(const halfstep_optimizer *o, halfstep_record *record)
     int error = check_index(o, &r);
     if (error || (error = hstep_fetch(o))) return error;
     if (r.kind == HALFSTEP_RECORD_TENSOR) {
-        hstep_share_scalars((halfstep_optimizer *)(uintptr_t)o); /* which changes nothing that counts */
+        hstep_share_scalars((halfstep_optimizer *)(uintptr_t)o); /* all numbers that count stay the same */
         read_tensor(o, &r);
     } else if (r.kind == HALFSTEP_RECORD_GROUP) {
         r.steps = o->groups[r.index].steps;
@@ -62,12 +64,13 @@ int halfstep_get_record(const halfstep_optimizer *o, halfstep_record *record)
 
 /* ---- Restoring ---- */
 
-/* Updates count on from what is set: so that no counter comes round to 0, where a bias correction would divide by
- * it. */
+/* Fails for a count above HALFSTEP_MAX_COUNT. Updates count on from it, and no counter may wrap to 0, where a bias
+ * correction would divide by it. */
 static int check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count)
 {
     if (count <= HALFSTEP_MAX_COUNT) return HALFSTEP_OK;
-    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is no count", of, name, (unsigned long long)count);
+    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is above HALFSTEP_MAX_COUNT (2^63 - 1)", of, name,
+                      (unsigned long long)count);
 }
 
 static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
@@ -79,8 +82,7 @@ static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
         const struct hstep_scalar *s = &rule->scalar[i];
         if (i >= hstep_rule_scalars(t->rule)) {
             if (r->scalar[i] != 0.0)
-                return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s keeps no scalar %d", name, rule->name,
-                                  i);
+                return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s has no scalar %d", name, rule->name, i);
         } else if (!(r->scalar[i] >= s->minimum && r->scalar[i] <= s->maximum)) {
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %g is not in [%g, %g]", name, s->name,
                               r->scalar[i], s->minimum, s->maximum);
@@ -91,8 +93,8 @@ static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
             if (r->grid[i] != 0.0)
                 return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': state %d has no grid", name, i);
         } else if (!hstep_is_grid(r->grid[i])) {
-            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s.grid = %.9g is no fp32 number in [%g, 1]", name,
-                              rule->state[i].name, r->grid[i], (double)HSTEP_GRID_LEAST);
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s.grid = %.9g is not an fp32 number in [%g, 1]",
+                              name, rule->state[i].name, r->grid[i], (double)HSTEP_GRID_LEAST);
         }
     }
     return HALFSTEP_OK;
@@ -117,15 +119,15 @@ static int check_record(const halfstep_optimizer *o, const halfstep_record *r)
 {
     int error = check_index(o, r);
     if (error) return error;
-    if (r->reserved) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "record: reserved is not 0");
+    if (r->reserved) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "record: reserved must be 0");
     if (r->kind == HALFSTEP_RECORD_TENSOR) return check_tensor_record(o, r);
-    if (r->kind == HALFSTEP_RECORD_GROUP) return check_count(o, "", "group steps", r->steps);
+    if (r->kind == HALFSTEP_RECORD_GROUP) return check_count(o, "", "steps of the group", r->steps);
     if (!(r->gradient_norm >= 0.0 && r->gradient_norm < INFINITY))
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%g is no gradient norm", r->gradient_norm);
-    return check_count(o, "", "skipped steps", r->skipped_steps);
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "gradient_norm = %g is negative or not finite", r->gradient_norm);
+    return check_count(o, "", "skipped_steps", r->skipped_steps);
 }
 
-/* Writes the host's copies, rounded to nearest whatever mode the caller is in. */
+/* Writes the host's copies of a tensor's record, rounded to nearest in any mode of the caller. */
 static void show(const halfstep_optimizer *o, int tensor)
 {
     struct hstep_fp fp = hstep_fp_enter();
@@ -182,7 +184,7 @@ int halfstep_bind_record(halfstep_optimizer *o, int32_t tensor, const halfstep_r
     const char *name = o->labels[tensor].name;
     for (int i = hstep_rule_scalars(t->rule); i < HALFSTEP_MAX_SCALARS; i++)
         if (places.scalar[i])
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s keeps no scalar %d", name,
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s has no scalar %d", name,
                               hstep_rules[t->rule].name, i);
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++)
         if (places.grid[i] && !has_grid(t, i))
@@ -196,7 +198,7 @@ int halfstep_bind_record(halfstep_optimizer *o, int32_t tensor, const halfstep_r
 
 /* ---- What happened ---- */
 
-/* Those that return no code tell what was known before, where the device does not answer. */
+/* If the device fails, functions that return no code return what was known before. */
 
 uint64_t halfstep_skipped_steps(const halfstep_optimizer *o)
 {

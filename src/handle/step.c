@@ -1,5 +1,5 @@
-/* One step over all tensors: statistics, sums, decision, update, in calls to the device. All, one tensor, parts and
- * micro-steps are the same steps, which the caller's halfstep_call chooses among. */
+/* Steps: statistics, sums, decision and update, as calls to the device. The caller's halfstep_call chooses between all
+ * tensors and one, and makes a whole step, a part of one or a micro-step. */
 #include "base/lock.h"
 #include "base/structs.h"
 #include "decide/prepare.h"
@@ -8,13 +8,13 @@
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
-/* ---- What a call is about ---- */
+/* ---- Requests ---- */
 
 static struct hstep_request request_of(halfstep_optimizer *o, int first, int n, int micro, const void *const *gradients)
 {
     struct hstep_plan plan = o->plan;
     if (o->device->shared) hstep_send_bound(o);
-    /* Of a handle without tensors, which may never settle. */
+    /* A handle without tensors is never laid out, so its plan has no groups yet. */
     if (!o->settled) {
         plan.groups = o->groups;
         plan.n_groups = o->n_groups;
@@ -38,7 +38,7 @@ static struct hstep_request request_of(halfstep_optimizer *o, int first, int n, 
     };
 }
 
-/* The sums of tensors of a handle, settled or not. */
+/* Returns the number of sums of n tensors, whether or not the handle is settled. */
 static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
 {
     int64_t sums = 0;
@@ -53,7 +53,7 @@ static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
     return sums;
 }
 
-/* Numbers in the statistics: of sums alone, and all. */
+/* Return how many integers the statistics have: those of the sums, and all. */
 static int64_t sums_count(const struct hstep_request *s)
 {
     return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS;
@@ -62,8 +62,8 @@ static int64_t statistics_count(const struct hstep_request *s) { return hstep_su
 
 /* ---- Memory of the device ---- */
 
-/* Copies tensors of a request, and groups where all are stepped, to a device with memory of its own; or from it what it
- * made of them. */
+/* Copies the request's tensors to the device, or back if from_device is set. Copies the groups too, except back from a
+ * step of one tensor. Does nothing if the device shares the process's memory. */
 static int hand_over(const struct hstep_request *s, int from_device)
 {
     const halfstep_optimizer *o = s->o;
@@ -78,7 +78,7 @@ static int hand_over(const struct hstep_request *s, int from_device)
     return error;
 }
 
-/* Waits, and tells what was decided. */
+/* Copies the tensors and the verdict back from the device, and waits for them. */
 static int wait_for_verdict(const struct hstep_request *s, struct hstep_verdict *verdict)
 {
     const halfstep_optimizer *o = s->o;
@@ -106,7 +106,7 @@ static int zero_sums(const struct hstep_request *s)
                               (uint64_t)count * sizeof *c->statistics);
 }
 
-/* Sums of n tensors, but for those that make vectors first, and so their sums by the way (factor()). */
+/* Makes the sums of n tensors, except of those with vectors, which update_factored() sums after their vectors. */
 static int sum_tensors(const struct hstep_request *s, int first, int n)
 {
     const struct hstep_tensor *tensors = s->o->tensors;
@@ -119,7 +119,7 @@ static int sum_tensors(const struct hstep_request *s, int first, int n)
     return error;
 }
 
-/* What finish will refuse is skipped, and needs no sums. */
+/* Makes the sums for finish. Decides first, so that a step which finish will refuse makes no sums. */
 static int norms(const struct hstep_request *s)
 {
     const struct hstep_device *device = s->o->device;
@@ -147,13 +147,13 @@ static int transform(const struct hstep_request *s, int tensor)
     return o->device->transform(&s->call, &m);
 }
 
-/* Three passes: the direction into the workspace, its transformation, the change of the weight. */
+/* Updates a matrix in three passes: the direction into the workspace, its transformation, the change of the weight. */
 static int update_matrix(const struct hstep_request *s, int tensor)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     if (!c->gradients[tensor - c->first] || !o->tensors[tensor].runs) return HALFSTEP_OK;
-    /* Only calls about one tensor, on other threads, can meet here. */
+    /* Only calls about single tensors, on several threads, can compete for the workspace. */
     hstep_lock(&o->workspace_lock);
     int error = o->device->update(c, tensor, 1, HSTEP_PASS_DIRECTION);
     if (!error && !c->micro && !(error = transform(s, tensor)))
@@ -162,7 +162,7 @@ static int update_matrix(const struct hstep_request *s, int tensor)
     return error;
 }
 
-/* The vectors of a matrix, the sums that are made with them, and its update. */
+/* Updates a matrix with vectors: makes the vectors, the sums that need them, and the update. */
 static int update_factored(const struct hstep_request *s, int tensor)
 {
     halfstep_optimizer *o = s->o;
@@ -193,10 +193,10 @@ static int update_tensors(const struct hstep_request *s, int first, int n)
     return HALFSTEP_OK;
 }
 
-/* Tensors that a second pass should still find in the cache are handled together. */
+/* About the number of elements that a second pass still finds in the cache. */
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
 
-/* The first of the tensors before `end` that are updated together: a matrix with vectors is by itself. */
+/* Returns the first of the tensors before `end` that are updated together. A matrix with vectors is updated alone. */
 static int start_of_batch(const struct hstep_request *s, int end)
 {
     const halfstep_optimizer *o = s->o;
@@ -210,8 +210,8 @@ static int start_of_batch(const struct hstep_request *s, int end)
     return first;
 }
 
-/* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. From
- * the last tensor on, whose gradient the scan has left in the caches. */
+/* Updates all tensors of the call. For rules of two passes makes the sums first, unless they are made. Begins with the
+ * last tensor, whose gradient the scan has left in the caches. */
 static int update_all(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -235,7 +235,7 @@ static int update_all(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-/* What a refused step, or a tensor that was left out, is told as. */
+/* Counts a refused step, or refused tensors, and returns the error. */
 static int refuse(const struct hstep_request *s, const struct hstep_verdict *v)
 {
     halfstep_optimizer *o = s->o;
@@ -245,7 +245,7 @@ static int refuse(const struct hstep_request *s, const struct hstep_verdict *v)
     return hstep_fail_gradient(o, v->offender, v->too_large);
 }
 
-/* The decision and the update. weights are NULL in a micro-step. */
+/* Submits the decision, sums, updates and counters to the device. weights are NULL in a micro-step. */
 static int submit(const struct hstep_request *s)
 {
     const struct hstep_device *device = s->o->device;
@@ -269,8 +269,8 @@ static int finish(const struct hstep_request *s)
     return verdict.refused || verdict.offenders ? refuse(s, &verdict) : HALFSTEP_OK;
 }
 
-/* The same on an asynchronous device, which works on statistics of its own: those of the caller may be its memory or
- * the process's, for which there is a wait. */
+/* Makes a part of a step on an asynchronous device, which works on `scratch`. The caller's statistics may be memory of
+ * the device or of the process. For those of the process it waits. */
 static int make_asynchronously(struct hstep_request *s, enum hstep_part part, int64_t *statistics, int64_t *scratch)
 {
     halfstep_optimizer *o = s->o;
@@ -295,8 +295,8 @@ static int make_asynchronously(struct hstep_request *s, enum hstep_part part, in
     return hstep_why(o, error);
 }
 
-/* statistics: written by HSTEP_PART_BEGIN and HSTEP_PART_NORMS, read by HSTEP_PART_FINISH. scratch: memory of the
- * device for as many. */
+/* Makes a part of a step. HSTEP_PART_BEGIN and HSTEP_PART_NORMS write statistics, HSTEP_PART_FINISH reads them. scratch
+ * is memory of the device for as many integers. */
 static int make(struct hstep_request *s, enum hstep_part part, int64_t *statistics, int64_t *scratch)
 {
     const halfstep_optimizer *o = s->o;
@@ -313,7 +313,7 @@ static int make(struct hstep_request *s, enum hstep_part part, int64_t *statisti
     return error || part == HSTEP_PART_BEGIN || part == HSTEP_PART_NORMS ? hstep_wait(o, error) : finish(s);
 }
 
-/* ---- Calls about all tensors, and about one, in the floating-point environment of what is computed here ---- */
+/* ---- Calls about all tensors, and about one, in the floating-point environment of the library ---- */
 
 static int run_all(halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)
 {
@@ -357,7 +357,8 @@ static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
 
 static int end_round_asynchronously(halfstep_optimizer *o, struct hstep_request *s, const int64_t *statistics)
 {
-    if (!o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+    if (!o->settled)
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet; bind or allocate them first");
     int error = hstep_send(o);
     if (error) return error;
     s->call.verdict = o->verdict;
@@ -369,7 +370,7 @@ static int end_round_asynchronously(halfstep_optimizer *o, struct hstep_request 
     return hstep_why(o, error ? error : o->device->end_round(&s->call));
 }
 
-/* statistics: limbs of the squares of all parts; NULL: the handle's own. */
+/* Ends a round. statistics are the limbs of the squares of all parts, or NULL for the handle's own. */
 static int end_round(halfstep_optimizer *o, int64_t *statistics)
 {
     struct hstep_verdict verdict;
@@ -404,14 +405,15 @@ static int run_round(halfstep_optimizer *o, const halfstep_call *call, enum hste
     if (part == HSTEP_PART_NORMS) return HALFSTEP_OK;
     for (int i = 0; i < o->n_tensors && o->clip_norm > 0.0 && part == HSTEP_PART_ALL; i++)
         if (!hstep_is_whole(&o->tensors[i]))
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and the norm of the round needs all of it: end the round "
-                              "by begin and finish",
-                              o->labels[i].name);
+            return hstep_fail(
+                o, HALFSTEP_ERROR_UNSUPPORTED,
+                "only a part of tensor '%s' is here, and the norm of the round needs all of it; end the round "
+                "by halfstep_run_begin() and halfstep_run_finish()",
+                o->labels[i].name);
     return end_round(o, call->statistics);
 }
 
-/* ---- The public faces ---- */
+/* ---- Public functions ---- */
 
 int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const *gradients)
 {
@@ -419,15 +421,16 @@ int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const
     return o ? run_all(o, &call, HSTEP_PART_ALL) : HALFSTEP_ERROR_ARGUMENT;
 }
 
-/* Takes a call of the caller's. Errors with ARGUMENT for what is none. */
+/* Copies the caller's call and fails with ARGUMENT if it is invalid. */
 static int take_call(const halfstep_optimizer *o, const halfstep_call *given, halfstep_call *call)
 {
     if (!o || !given || !hstep_take_struct(call, sizeof *call, given)) return HALFSTEP_ERROR_ARGUMENT;
     if (call->kind < HALFSTEP_CALL_STEP || call->kind > HALFSTEP_CALL_ROUND)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "call: there is no kind %d", (int)call->kind);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "call: unknown kind %d; known: 0 (step), 1 (tensor), 2 (round)",
+                          (int)call->kind);
     if (call->micro < 0 || call->micro > 1 || (call->micro && call->kind == HALFSTEP_CALL_ROUND))
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "call: micro = %d; 0 and, of steps, 1 are allowed",
-                          (int)call->micro);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          "call: micro = %d; allowed: 0, and 1 unless the call ends a round", (int)call->micro);
     return HALFSTEP_OK;
 }
 
@@ -438,9 +441,8 @@ static int run(halfstep_optimizer *o, const halfstep_call *given, enum hstep_par
     if (error) return error;
     if ((part == HSTEP_PART_ALL) != !call.statistics)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
-                          call.statistics
-                              ? "call: statistics belong to begin, norms and finish; halfstep_run() has none"
-                              : "call: NULL statistics");
+                          call.statistics ? "call: statistics must be NULL for halfstep_run()"
+                                          : "call: statistics must not be NULL for begin, norms and finish");
     return call.kind == HALFSTEP_CALL_STEP     ? run_all(o, &call, part)
            : call.kind == HALFSTEP_CALL_TENSOR ? run_one(o, &call, part)
                                                : run_round(o, &call, part);

@@ -1,8 +1,8 @@
-/* Asynchronous devices: what their own memory holds of a handle, and the two ways there and back.
+/* Asynchronous devices: their copy of a handle's data, sending to it and fetching from it.
  *
- * Between two fetches counters, grids, scalars, steps of groups and the ledger belong to the device; recipes,
- * hyper-parameters and places belong to the handle, which sends what it has changed before the next step. Whoever
- * reads or changes what belongs to the device fetches first. */
+ * Between two fetches the device owns counters, grids, scalars, steps of groups and the ledger. The handle owns
+ * recipes, hyper-parameters and addresses, and sends what it has changed before the next step. Code that reads or
+ * changes what the device owns fetches first. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -63,14 +63,14 @@ static int anything_to_send(const halfstep_optimizer *o)
     return any;
 }
 
-/* What was not sent is sent again: an error leaves all marks as they were. */
+/* Sends what was changed. An error leaves all marks as they were, so that it is sent again. */
 static int send(halfstep_optimizer *o)
 {
     if (!anything_to_send(o)) return HALFSTEP_OK;
     if (records(o))
         return hstep_fail(o, HALFSTEP_ERROR_ORDER,
                           "hyper-parameters, counters or memory were changed since the last step, and a step that is "
-                          "being captured cannot take them: call halfstep_synchronize() before the capture begins");
+                          "being captured cannot take them; call halfstep_synchronize() before the capture begins");
     int first = o->changed_first, n = o->changed_end - first;
     uint64_t bytes = (uint64_t)n * sizeof *o->tensors;
     int error = n ? o->device->copy(&o->context, o->plan.tensors + first, o->tensors + first, bytes) : HALFSTEP_OK;
@@ -103,7 +103,7 @@ int hstep_send_bound(halfstep_optimizer *o)
     return error;
 }
 
-/* ---- Back ---- */
+/* ---- From the device ---- */
 
 void hstep_show(const halfstep_optimizer *o, int first, int n)
 {
@@ -127,9 +127,9 @@ static int fetch(halfstep_optimizer *o)
     uint64_t group_bytes = (uint64_t)o->n_groups * sizeof *o->groups;
     if (records(o))
         return hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                          "the stream is being captured: what steps come to is known after a replay only");
+                          "the stream is being captured; results of its steps are known only after a replay");
     int error = HALFSTEP_OK;
-    /* What the handle has changed was fetched before that, and no step has been made since. */
+    /* Changes of the handle were made after a fetch, and no step has been made since. */
     if (o->changed_end > o->changed_first || o->counts_changed) return HALFSTEP_OK;
     if (o->n_tensors)
         error = o->device->copy(&o->context, o->tensors, o->plan.tensors, (uint64_t)o->n_tensors * sizeof *o->tensors);
@@ -156,8 +156,8 @@ static int fetch(halfstep_optimizer *o)
     return HALFSTEP_OK;
 }
 
-/* A replayed graph steps without our knowing, so a handle that was captured is always looked at. What is fetched is not
- * part of what a const handle promises to keep. */
+/* A handle that was captured is always fetched, because a graph steps it without a call. A const handle does not
+ * promise to keep what a fetch changes. */
 int hstep_fetch(const halfstep_optimizer *const_o)
 {
     halfstep_optimizer *o = (halfstep_optimizer *)(uintptr_t)const_o;
@@ -165,7 +165,7 @@ int hstep_fetch(const halfstep_optimizer *const_o)
     return fetch(o);
 }
 
-/* ---- Places of their own ---- */
+/* ---- Memory of asynchronous devices ---- */
 
 int hstep_open_sync(halfstep_optimizer *o)
 {
@@ -216,7 +216,7 @@ void hstep_close_sync(halfstep_optimizer *o)
     o->sent = o->fetched = NULL;
 }
 
-/* ---- The public faces ---- */
+/* ---- Public functions ---- */
 
 int halfstep_synchronize(halfstep_optimizer *o)
 {
@@ -230,8 +230,9 @@ int halfstep_synchronize(halfstep_optimizer *o)
     return hstep_fail_gradient(o, o->offender, o->too_large);
 }
 
-/* What is read at a place takes the place of what was set: in the device's copy, which has to be sent again when that
- * counts again, or on the processor in the only one. */
+/* Binds one hyper-parameter to `place`, or ends the binding if that is NULL. While it is bound, its value replaces the
+ * one that was set: in the device's copy, or on the processor in *value. Afterwards the value that was set counts
+ * again. It is restored from *set on the processor, and marked to be sent to an asynchronous device. */
 static void bind(halfstep_optimizer *o, const double **held, const double *place, double *value, double *set,
                  double *sent)
 {
@@ -250,8 +251,8 @@ int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, 
     int error = all ? HALFSTEP_OK : hstep_check_group(o, group);
     if (error) return error;
     if (!scale && strcmp(name, "lr"))
-        return hstep_fail(o, HALFSTEP_ERROR_NAME, "'%s' cannot be bound: lr and the optimizer's gradient_scale can",
-                          name);
+        return hstep_fail(o, HALFSTEP_ERROR_NAME,
+                          "'%s' cannot be bound; known: lr, and for HALFSTEP_ALL_GROUPS gradient_scale", name);
     if (place && (error = hstep_check_owned(o, place))) return hstep_why(o, error);
     if (scale) {
         bind(o, &o->scale_place, place, &o->gradient_scale, &o->scale_set, &o->sent_scale);

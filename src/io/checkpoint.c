@@ -10,21 +10,21 @@
 #define HSTEP_MANIFEST "manifest.json"
 #define HSTEP_GENERATION "checkpoint-"
 #define HSTEP_TEMPORARY ".halfstep-tmp-"
-/* Files of an unfinished checkpoint bear marked names, so that what a killed save leaves behind can be told from what
- * somebody else has put there. */
+/* Prefix of files in an unfinished checkpoint. It tells what a killed save left behind from files that somebody else
+ * has put there. */
 #define HSTEP_PART ".halfstep-part-"
 #define HSTEP_POINTER_FORMAT "halfstep-checkpoint-directory"
 #define HSTEP_MANIFEST_FORMAT "halfstep-checkpoint"
 #define HSTEP_MANIFEST_VERSION 1
-/* Some forty thousand files, or values as large as any configuration. */
+/* Enough for some forty thousand files, or values as large as any configuration. */
 #define HSTEP_MANIFEST_LIMIT ((uint64_t)4 << 20)
 #define HSTEP_MAX_NAME 128
 
 /* ---- Checksum: CRC-64/XZ ----------------------------------------------------------------------------------------- */
 
-/* Chosen over SHA-256 because it guards against accidents, not attackers, and sixteen table look-ups for sixteen bytes
- * run nine times faster than SHA-256 in plain C (2.7 against 0.31 GB/s): the disk stays the limit. 64 bits instead of
- * 32 cost nothing and leave no practical chance of a miss. */
+/* The table of a CRC that takes sixteen bytes by sixteen look-ups. A CRC is enough because it guards against accidents,
+ * not attackers. In plain C it is nine times faster than SHA-256 (2.7 against 0.31 GB/s), so the disk stays the limit.
+ * 64 bits cost no more than 32 and leave no practical chance of a miss. */
 static uint64_t crc_table[16][256];
 
 static void build_crc_table(void)
@@ -52,7 +52,7 @@ static uint64_t fold(uint64_t word, const uint64_t (*table)[256])
            table[3][word >> 32 & 255] ^ table[2][word >> 40 & 255] ^ table[1][word >> 48 & 255] ^ table[0][word >> 56];
 }
 
-/* Continues crc (0 at the start) over more bytes. */
+/* Returns the checksum of more bytes after those whose checksum is crc (0 at the start). */
 static uint64_t update_crc(uint64_t crc, const void *data, uint64_t bytes)
 {
     const unsigned char *next = data;
@@ -76,8 +76,8 @@ typedef struct value_record {
     const char *key, *value;
 } value_record;
 
-/* A manifest of either kind: a generation's has files and values, the pointer has `current`. Names, keys, values and
- * `current` lie in `text` where it was read, and are copies where it is to be written. */
+/* A manifest of either kind: a generation's has files and values, the pointer has `current`. If the manifest was read,
+ * names, keys, values and `current` lie in `text`. If it is to be written, `text` is NULL and they are copies. */
 typedef struct manifest {
     char *text;
     const char *current;
@@ -104,8 +104,8 @@ static void free_manifest(manifest *m)
     memset(m, 0, sizeof *m);
 }
 
-/* The last member of a manifest is the checksum of everything before it, so that a damaged manifest cannot pass for
- * another one. */
+/* Appends the last member of a manifest, the checksum of everything before it. A damaged manifest therefore cannot pass
+ * for another one. */
 static void append_seal(hstep_buffer *text)
 {
     char seal[64];
@@ -191,7 +191,8 @@ static void write_pointer(hstep_buffer *text, const char *current, uint64_t sequ
     append_seal(text);
 }
 
-/* File names stay inside their directory, and mean the same on every system. */
+/* Tells whether a file of a checkpoint may have this name. Such a name stays inside its directory and means the same on
+ * every system. */
 static int is_file_name(const char *name)
 {
     size_t length = strlen(name);
@@ -200,7 +201,8 @@ static int is_file_name(const char *name)
            strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == length;
 }
 
-/* checkpoint-<step>, or checkpoint-<step>-<n> where the first was taken. */
+/* Tells whether a name is checkpoint-<step> or checkpoint-<step>-<n>, which is used if checkpoint-<step> exists
+ * already. */
 static int is_generation_name(const char *name)
 {
     size_t prefix = strlen(HSTEP_GENERATION);
@@ -214,7 +216,7 @@ static int is_generation_name(const char *name)
     return name[-1] == '-' && digits && !name[digits];
 }
 
-/* What hstep_temporary_path makes of HSTEP_TEMPORARY. */
+/* Tells whether hstep_temporary_path() can have made a name from HSTEP_TEMPORARY. */
 static int is_temporary_name(const char *name)
 {
     size_t prefix = strlen(HSTEP_TEMPORARY);
@@ -233,7 +235,7 @@ static int parse_crc(const char *text, uint64_t *crc)
     return 1;
 }
 
-/* Parsers return 1, 0 for malformed text, -1 when memory is short. */
+/* Parsers return 1, or 0 for malformed text, or -1 when memory is short. */
 static int parse_file(hstep_json *json, manifest *m)
 {
     const char *key, *name = NULL, *crc = NULL;
@@ -281,8 +283,8 @@ static int parse_values(hstep_json *json, manifest *m)
     return hstep_json_expect(json, '}');
 }
 
-/* A manifest of either kind. "format" and "version" come first in every version, so that a later one can be told from a
- * damaged one. */
+/* Parses a manifest of either kind. "format" and "version" come first in every version, so that a later one can be told
+ * from a damaged one. */
 static int parse_manifest(hstep_json *json, manifest *m, uint64_t *version)
 {
     enum { SEQUENCE = 1, STEP = 2, FILES = 4, VALUES = 8, CURRENT = 16, CRC = 32 };
@@ -317,7 +319,7 @@ static int parse_manifest(hstep_json *json, manifest *m, uint64_t *version)
     return seen == (is_pointer ? SEQUENCE | CURRENT | CRC : SEQUENCE | STEP | FILES | VALUES | CRC);
 }
 
-/* Reads directory/manifest.json, of either kind. error->not_found tells that there is none. */
+/* Reads directory/manifest.json, of either kind. Sets error->not_found if there is none. */
 static int read_manifest(const char *directory, manifest *m, hstep_error *error)
 {
     char *path = hstep_join_path(directory, HSTEP_MANIFEST);
@@ -334,7 +336,7 @@ static int read_manifest(const char *directory, manifest *m, hstep_error *error)
         if (result < 0) code = hstep_fail_memory(error);
         else if (!result)
             code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: byte %zu: %s", path, json.at,
-                              json.problem ? json.problem : "not what a manifest has there");
+                              json.problem ? json.problem : "unexpected content of a manifest");
         else if (version != HSTEP_MANIFEST_VERSION)
             code = hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED, "%s has version %llu; this program reads version %d",
                               path, ull(version), HSTEP_MANIFEST_VERSION);
@@ -346,7 +348,8 @@ static int read_manifest(const char *directory, manifest *m, hstep_error *error)
 
 /* ---- What a directory of ours may hold --------------------------------------------------------------------------- */
 
-/* Whether a save has made the entry `name` of `directory`, which has manifest m (files sorted) if has_manifest. */
+/* Fails unless a save has made the entry `name` of `directory`. The manifest m of the directory, with its files sorted,
+ * counts if has_manifest is set. */
 static int is_made_by_save(const char *directory, const char *name, int has_manifest, const manifest *m,
                            hstep_error *error)
 {
@@ -365,8 +368,9 @@ static int is_made_by_save(const char *directory, const char *name, int has_mani
                               directory, name);
 }
 
-/* Lists what is in a directory if all of it comes from a save, and may be removed; the caller frees the names.
- * Otherwise fails with a text that says what is there: such a directory stays as it is, whole. */
+/* Lists a directory that may be removed because all of its entries come from a save. The caller frees the names. Fails
+ * for any other directory, and for a protected one, with a text that says why. Such a directory stays as it is,
+ * whole. */
 static int list_own_files(const char *directory, char ***names, size_t *count, hstep_error *error)
 {
     manifest m;
@@ -389,8 +393,8 @@ static int list_own_files(const char *directory, char ***names, size_t *count, h
     return code;
 }
 
-/* Removes a directory that holds nothing but files of ours. The manifest goes last: it is what tells a later save which
- * files they are. */
+/* Removes a directory that holds nothing but files of a save. The manifest goes last, because a later save learns from
+ * it which files these are. */
 static int remove_own_directory(const char *directory, hstep_error *error)
 {
     char **names;
@@ -412,7 +416,7 @@ static int remove_own_directory(const char *directory, hstep_error *error)
 typedef struct generation {
     char *name;
     uint64_t sequence;
-    int is_link; /* somebody keeps it elsewhere */
+    int is_link; /* a symbolic link: somebody keeps this generation elsewhere */
 } generation;
 
 static int compare_generations(const void *a, const void *b)
@@ -428,7 +432,7 @@ static void free_generations(generation *list, size_t count)
     free(list);
 }
 
-/* What a save could not tidy, told when it has succeeded. */
+/* What a save could not tidy. The caller is told if the save succeeds. */
 typedef struct notes {
     char text[1024];
 } notes;
@@ -439,9 +443,9 @@ static void add_note(notes *list, const char *text)
     snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? "; " : "", text);
 }
 
-/* The checkpoints inside dir whose manifest is sound, newest first. Directories of other programs that happen to be
- * called checkpoint-N are not in the list, and so are never touched. `unread`, which may be NULL, receives what the
- * system would not let us read. */
+/* Lists the checkpoints inside dir whose manifest is sound, newest first. Directories of other programs that happen to
+ * be called checkpoint-N are not in the list, so they are never touched. Adds to `unread`, unless it is NULL, what the
+ * system could not read. */
 static int list_generations(const char *dir, generation **list, size_t *count, notes *unread, hstep_error *error)
 {
     char **names;
@@ -498,7 +502,8 @@ struct halfstep_checkpoint_save {
     char status_text[1024];
 };
 
-/* Frees everything; what was written under the temporary name is removed unless it has been renamed. */
+/* Frees save. Removes what was written under the temporary name, unless that has been renamed, and dir if this save
+ * made it. */
 static void end_save(halfstep_checkpoint_save *save)
 {
     hstep_error ignored = {0};
@@ -511,8 +516,9 @@ static void end_save(halfstep_checkpoint_save *save)
     free(save);
 }
 
-/* Holding the lock means that nobody is writing the temporaries found here: they are what killed saves left, as far as
- * no one else has put something into them. What cannot be removed stays, and stops no save. */
+/* Removes what killed saves have left in the directory. Nobody else is writing temporaries here, because this save
+ * holds the lock. A temporary to which somebody else has added something stays. What cannot be removed becomes a note
+ * and does not stop the save. */
 static int remove_leftovers(halfstep_checkpoint_save *save, hstep_error *error)
 {
     char **names;
@@ -537,7 +543,7 @@ static int remove_leftovers(halfstep_checkpoint_save *save, hstep_error *error)
     return code;
 }
 
-/* A new directory is as easily lost as a new file until its parent is synced. */
+/* Syncs the parent of a new directory, because without that a loss of power can lose the directory. */
 static int sync_parent(const char *path, hstep_error *error)
 {
     char *parent = hstep_parent_path(path);
@@ -546,7 +552,8 @@ static int sync_parent(const char *path, hstep_error *error)
     return code;
 }
 
-/* Saving into DIR/checkpoint-N instead of DIR would replace the manifest that makes checkpoint-N loadable. */
+/* Fails if dir is itself a checkpoint. Saving into DIR/checkpoint-N instead of DIR would replace the manifest that
+ * makes checkpoint-N loadable. */
 static int check_not_generation(const char *dir, hstep_error *error)
 {
     manifest m;
@@ -573,7 +580,7 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
     if (options && !hstep_take_struct(&ours, sizeof ours, options))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: wrong struct_size");
     if (ours.step > INT64_MAX)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large", ull(ours.step));
+        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large; at most 2^63 - 1", ull(ours.step));
     halfstep_checkpoint_save *made = calloc(1, sizeof *made);
     if (!made) return hstep_fail_memory(&error);
     made->options = ours;
@@ -624,7 +631,7 @@ static int write_checked(void *context, const void *data, uint64_t bytes, hstep_
 {
     checked_sink *sink = context;
     while (bytes) {
-        /* In pieces, so that the write finds in cache what the checksum has just read. */
+        /* Pieces are small, so that the write finds in cache what the checksum has just read. */
         uint64_t piece = bytes < 1 << 20 ? bytes : 1 << 20;
         sink->crc = update_crc(sink->crc, data, piece);
         int code = hstep_write(sink->file, data, piece, error);
@@ -636,7 +643,7 @@ static int write_checked(void *context, const void *data, uint64_t bytes, hstep_
     return HALFSTEP_OK;
 }
 
-/* The path of a file that is being made for the generation. */
+/* Returns the path of a file of the generation while it is being written. The caller frees it. */
 static char *part_path(const halfstep_checkpoint_save *save, const char *name)
 {
     char *part = hstep_format(HSTEP_PART "%s", name), *path = part ? hstep_join_path(save->temporary, part) : NULL;
@@ -644,7 +651,8 @@ static char *part_path(const halfstep_checkpoint_save *save, const char *name)
     return path;
 }
 
-/* Writes one file of the generation inside the temporary directory: contents from the writer, or else from data. */
+/* Writes one file of the generation into the temporary directory. `writer` supplies the contents, or data if writer is
+ * NULL. */
 static int add_file(halfstep_checkpoint_save *save, const char *name, const halfstep_safetensors_writer *writer,
                     halfstep_fill_function fill, void *context, const void *data, uint64_t bytes, hstep_error *error)
 {
@@ -652,7 +660,10 @@ static int add_file(halfstep_checkpoint_save *save, const char *name, const half
     checked_sink sink = {0};
     if (save->status) return hstep_fail(error, save->status, "%s", save->status_text);
     if (!is_file_name(name))
-        return hstep_fail(error, HALFSTEP_ERROR_NAME, "a file of a checkpoint cannot be named \"%s\"", name);
+        return hstep_fail(error, HALFSTEP_ERROR_NAME,
+                          "a file of a checkpoint cannot be named \"%s\"; allowed: 1 to 128 letters, digits, . _ and "
+                          "-, not " HSTEP_MANIFEST ", no . or " HSTEP_GENERATION " first",
+                          name);
     for (size_t i = 0; i < m->file_count; i++)
         if (!strcmp(m->files[i].name, name))
             return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two files are named \"%s\"", save->dir, name);
@@ -755,7 +766,8 @@ static int name_file(halfstep_checkpoint_save *save, const char *name, hstep_err
     return code;
 }
 
-/* Writes the manifest, and gives the files their names once it says which they are. */
+/* Writes the manifest, then gives the files their final names. This order lets a later save recognise the files at any
+ * time. */
 static int seal_generation(halfstep_checkpoint_save *save, hstep_error *error)
 {
     hstep_buffer text = {0};
@@ -778,7 +790,7 @@ static int seal_generation(halfstep_checkpoint_save *save, hstep_error *error)
     return code;
 }
 
-/* Gives the finished temporary directory its name. *name and *path are the caller's to free. */
+/* Gives the finished temporary directory its name. The caller frees *name and *path. */
 static int name_generation(halfstep_checkpoint_save *save, char **name, char **path, hstep_error *error)
 {
     enum { MAX_UNKNOWN = 16 };
@@ -788,8 +800,8 @@ static int name_generation(halfstep_checkpoint_save *save, char **name, char **p
                              : hstep_format(HSTEP_GENERATION "%llu-%u", ull(save->options.step), attempt);
         *path = *name ? hstep_join_path(save->dir, *name) : NULL;
         if (!*path) return hstep_fail_memory(error);
-        /* What cannot be looked at, such as a directory on a disk that is gone, is taken; if all are, DIR itself is
-         * gone. */
+        /* A name that the system cannot inspect, such as one on a disk that is gone, counts as taken. If all of them
+         * are, DIR itself is gone. */
         hstep_kind kind = hstep_kind_of(*path);
         unknown += kind == HSTEP_KIND_UNKNOWN;
         if (kind == HSTEP_KIND_NOTHING || unknown == MAX_UNKNOWN) break;
@@ -803,7 +815,7 @@ static int name_generation(halfstep_checkpoint_save *save, char **name, char **p
     return HALFSTEP_OK;
 }
 
-/* Points dir/manifest.json at a generation. *renamed tells whether the pointer was replaced. */
+/* Points dir/manifest.json at a generation. *renamed becomes 1 if the pointer was replaced, also if the call fails. */
 static int replace_pointer(halfstep_checkpoint_save *save, const char *name, int *renamed, hstep_error *error)
 {
     hstep_buffer text = {0};
@@ -823,9 +835,10 @@ static int replace_pointer(halfstep_checkpoint_save *save, const char *name, int
     return code;
 }
 
-/* Takes one old generation out of sight, under a temporary name that *temporary receives: a kill in mid-removal must
- * not leave half a checkpoint under a valid name. One that is being read is left to a later save, with *temporary =
- * NULL; one that holds anything else than its own files stays, and is a failure. */
+/* Renames one old generation to a temporary name, which *temporary receives and the caller frees. The rename comes
+ * first because a kill during the removal must not leave half a checkpoint under a valid name. If the generation is
+ * being read, leaves it to a later save and sets *temporary to NULL. Fails if it holds anything but its own files; it
+ * then stays. */
 static int retire_generation(const char *dir, const char *name, char **temporary, hstep_error *error)
 {
     int busy = 0;
@@ -837,7 +850,7 @@ static int retire_generation(const char *dir, const char *name, char **temporary
     int code = path && *temporary ? HALFSTEP_OK : hstep_fail_memory(error);
     if (!code) code = hstep_lock_directory(&lock, path, HSTEP_LOCK_EXCLUSIVE, &busy, error);
     if (!code) code = list_own_files(path, &files, &count, error);
-    /* Links that still show this generation belong to files that its successors no longer have. */
+    /* Links that still lead to this generation belong to files that its successors no longer have. */
     for (size_t i = 0; i < count && !code; i++) {
         char *link = hstep_join_path(dir, files[i]), *file = hstep_join_path(path, files[i]);
         if (!link || !file) code = hstep_fail_memory(error);
@@ -856,8 +869,8 @@ static int retire_generation(const char *dir, const char *name, char **temporary
     return busy ? HALFSTEP_OK : code;
 }
 
-/* What follows a durable pointer: links, and removal of old generations. The checkpoint is safe by then, so trouble
- * here is a note, not a failure, and does not keep the rest from being tidied. */
+/* Makes links and removes old generations. The pointer is durable and the checkpoint safe by then. Trouble here is
+ * therefore a note, not a failure, and does not keep the rest from being tidied. */
 static void tidy(halfstep_checkpoint_save *save, const char *name)
 {
     generation *list;
@@ -874,7 +887,8 @@ static void tidy(halfstep_checkpoint_save *save, const char *name)
         if (!list[i].is_link && own++ >= save->options.keep &&
             retire_generation(save->dir, list[i].name, &retired[i], &trouble))
             add_note(&save->notes, detail);
-    /* The new names come to the disk before any removal does, so that a loss of power cannot bring back half of it. */
+    /* The new names reach the disk before any removal, so that a loss of power cannot bring back half of a
+     * generation. */
     if (!code && !save->options.no_sync) code = hstep_sync_directory(save->dir, &trouble);
     if (code) add_note(&save->notes, detail);
     for (size_t i = 0; i < count && retired; i++) {
@@ -885,7 +899,7 @@ static void tidy(halfstep_checkpoint_save *save, const char *name)
     free_generations(list, count);
 }
 
-/* The number of the newest generation there, 0 if there is none. */
+/* Writes the highest sequence number in dir to *sequence, or 0 if there is none. */
 static int find_newest(const char *dir, uint64_t *sequence, hstep_error *error)
 {
     manifest pointer;
@@ -893,7 +907,7 @@ static int find_newest(const char *dir, uint64_t *sequence, hstep_error *error)
     generation *list;
     size_t count;
     *sequence = 0;
-    /* A damaged pointer must not stop a save: the new one replaces it. */
+    /* A damaged pointer must not stop a save, because the save replaces it. */
     if (!read_manifest(dir, &pointer, &ignored)) {
         *sequence = pointer.sequence;
         free_manifest(&pointer);
@@ -909,8 +923,8 @@ static int find_newest(const char *dir, uint64_t *sequence, hstep_error *error)
 static int open_generation(halfstep_checkpoint **checkpoint, const char *directory, uint64_t expected,
                            int check_contents, hstep_error *error);
 
-/* Opens what was written, before the pointer moves and anything older is removed: all of its files are there, in their
- * sizes. */
+/* Checks that all files of the new generation are there in their sizes, by opening it. The pointer has not moved by
+ * then, and nothing older is removed. */
 static int check_generation(const halfstep_checkpoint_save *save, const char *path, hstep_error *error)
 {
     halfstep_checkpoint *made;
@@ -941,7 +955,7 @@ static int commit(halfstep_checkpoint_save *save, hstep_error *error)
             hstep_fail(error, HALFSTEP_OK, "note: the checkpoint is saved, but %s", save->notes.text);
         save->created_dir = 0;
     } else if (!renamed && !save->temporary) {
-        /* It has its name but nothing points to it: back to a temporary one, which end_save removes. */
+        /* The generation has its name but no pointer. A temporary name lets end_save() remove it. */
         hstep_error ignored = {0};
         retire_generation(save->dir, name, &save->temporary, &ignored);
     }
@@ -969,7 +983,7 @@ void halfstep_abandon_checkpoint(halfstep_checkpoint_save *save)
 
 struct halfstep_checkpoint {
     char *directory;
-    hstep_lock *lock; /* keeps savers from removing what is being read */
+    hstep_lock *lock; /* shared, so that no save removes what is being read */
     manifest manifest;
     int fell_back;
 };
@@ -1008,7 +1022,8 @@ static int verify_file(const file_record *record, int check_contents, void *piec
     return code;
 }
 
-/* Opens one generation. With `expected`, its sequence number must be that one. error->not_found: it is not there. */
+/* Opens one generation. Its sequence number must be `expected`, unless that is 0. Sets error->not_found if the
+ * generation is not there. */
 static int open_generation(halfstep_checkpoint **checkpoint, const char *directory, uint64_t expected,
                            int check_contents, hstep_error *error)
 {
@@ -1020,7 +1035,7 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     if (!code && !(made->directory = hstep_copy(directory))) code = hstep_fail_memory(error);
     if (!code) {
         code = hstep_lock_directory(&made->lock, directory, HSTEP_LOCK_SHARED, &busy, error);
-        if (busy) error->not_found = 1; /* only removal locks it so */
+        if (busy) error->not_found = 1; /* only a removal takes an exclusive lock */
     }
     if (!code) code = read_manifest(directory, &made->manifest, error);
     manifest *m = made ? &made->manifest : NULL;
@@ -1031,7 +1046,7 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
         m->files[i].path = hstep_join_path(directory, m->files[i].name);
         code = m->files[i].path ? verify_file(&m->files[i], check_contents, piece, PIECE, error)
                                 : hstep_fail_memory(error);
-        /* A listed file that is gone is damage, not an absent checkpoint. */
+        /* A missing file of the list is damage; the checkpoint itself is there. */
         error->incomplete = error->not_found;
         error->not_found = 0;
     }
@@ -1044,17 +1059,17 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     return HALFSTEP_OK;
 }
 
-/* What is there is wrong, or it is not there. No memory, a version that is newer or an error of the system proves
- * nothing of the kind: going back for it would lose work for no reason. */
+/* Tells whether a failure to open means that the checkpoint is damaged or missing. Lack of memory, a newer version or a
+ * system error prove no damage; going back to an older checkpoint would then lose work for no reason. */
 static int is_damage(int code, const hstep_error *error)
 {
     return code == HALFSTEP_ERROR_FORMAT || code == HALFSTEP_ERROR_NAME ||
            (code == HALFSTEP_ERROR_IO && (error->not_found || error->incomplete));
 }
 
-/* Opens the newest sound generation in place of the current one, which failed to open with the code and the text in
- * *error: if fallback is set and all that are newer are damaged. Otherwise it completes the text with what else there
- * is. */
+/* Looks for another generation after the current one failed to open with `code` and the text in *error. If fallback is
+ * set and all newer ones are damaged, opens the newest sound generation. Otherwise adds to the text that there is
+ * another checkpoint, if there is one, and returns a failure. */
 static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const char *current, int fallback,
                       int check_contents, int code, hstep_error *error)
 {
@@ -1100,7 +1115,7 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
 int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path, const halfstep_open_options *options,
                              char *text, size_t text_size)
 {
-    char detail[1024]; /* open_older needs the text even if the caller does not */
+    char detail[1024]; /* open_older() needs the text even if the caller does not */
     hstep_error error = hstep_make_error(detail, sizeof detail);
     hstep_error result = hstep_make_error(text, text_size);
     manifest pointer;
@@ -1135,8 +1150,8 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
         code = directory ? open_generation(checkpoint, directory, pointer.sequence, check_contents, &error)
                          : hstep_fail_memory(&error);
         free(directory);
-        /* A saver that finished between the two reads may have removed what the pointer named then: read it again, as
-         * long as it keeps changing. */
+        /* Between the two reads a save may have finished and removed the generation that the pointer named. Read the
+         * pointer again, as long as it keeps changing. */
         int again = code && error.not_found && pointer.sequence != tried;
         if (code && !again)
             code = open_older(checkpoint, path, pointer.current, fallback, check_contents, code, &error);

@@ -2,7 +2,8 @@
 
 #include "io/numbers.h"
 
-/* The format that a full recipe names for a state, or lets it inherit from the last one before it of its role. */
+/* Writes the format that a full recipe gives a state, by name or inherited from the last state before it of the same
+ * role. */
 static void format_in_recipe(const halfstep_rule_info *rule, int32_t state, const char *recipe, char format[24])
 {
     const char *part = strrchr(recipe, '/') + 1;
@@ -36,7 +37,8 @@ int hstep_find_coarse(const hstep_source *source, const halfstep_tensor *tensor,
     return there;
 }
 
-/* A handle with one tensor whose state of that role has the format: the name and number of that state. */
+/* Makes a decoder: an AdamW optimizer with one tensor of the same shape, whose states have the format. The caller
+ * destroys it, after a failure too. */
 static int make_decoder(const halfstep_tensor *tensor, const hstep_coarse *coarse, halfstep_optimizer **decoder)
 {
     char recipe[48];
@@ -67,7 +69,7 @@ static int read_bytes(const hstep_source *source, const halfstep_tensor *tensor,
     return halfstep_read_safetensor(source->file, index, 0, data, bytes, source->error->text, source->error->size);
 }
 
-/* The number NAME.grid among "NAME VALUE NAME VALUE", 1 where there is none. */
+/* Returns the number of NAME.grid in "NAME VALUE NAME VALUE ...", or 1 if there is none. */
 static double grid_among(const char *scalars, const char *state)
 {
     char name[72];
@@ -78,7 +80,8 @@ static double grid_among(const char *scalars, const char *state)
     return value;
 }
 
-/* Rows at a time from one handle to the other. */
+/* Decodes values, checks them, and writes them to the optimizer unless that is NULL. Values must be finite, and those
+ * of a second moment not negative. Works on some rows at a time. */
 static int copy_values(const hstep_source *source, halfstep_optimizer *decoder, int32_t from,
                        const halfstep_tensor *tensor, const hstep_stream *stream, halfstep_optimizer *optimizer,
                        int32_t index)
@@ -108,7 +111,7 @@ int hstep_read_coarse(const hstep_source *source, const halfstep_tensor *tensor,
 {
     halfstep_optimizer *decoder = NULL;
     halfstep_slot_info slot = {.struct_size = sizeof slot};
-    /* AdamW has one state of either role, exp_avg and exp_avg_sq. */
+    /* AdamW has one state of each role: exp_avg, and exp_avg_sq, which is nonnegative. */
     int32_t from = HALFSTEP_SLOT_STATE + stream->nonnegative;
     int code = make_decoder(tensor, coarse, &decoder);
     if (!code) code = halfstep_get_slot_info(decoder, 0, from, &slot);

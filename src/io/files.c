@@ -1,4 +1,4 @@
-/* The operating system, POSIX. A port to another system rewrites this file and no other of halfstep_io. */
+/* The operating system as POSIX has it. A port to another system rewrites this file and no other of halfstep_io. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -11,7 +11,7 @@
 
 #include "io/files.h"
 
-/* Linux transfers at most 0x7ffff000 bytes in a call; smaller pieces also keep the address arithmetic far from
+/* The most bytes of one transfer. Linux allows at most 0x7ffff000. Smaller pieces also keep address arithmetic far from
  * SSIZE_MAX. */
 #define HSTEP_PIECE ((size_t)1 << 30)
 
@@ -41,7 +41,8 @@ static int open_retrying(const char *path, int flags, mode_t mode)
     return fd;
 }
 
-/* Linux closes the descriptor even when it reports EINTR, and another thread may have it by then: never repeated. */
+/* Closes a descriptor, without a second try: Linux closes it even when it reports EINTR, and another thread may have
+ * the number by then. */
 static int close_once(int fd) { return close(fd) && errno != EINTR ? -1 : 0; }
 
 static int sync_retrying(int fd)
@@ -142,7 +143,7 @@ int hstep_write(hstep_file *file, const void *data, uint64_t bytes, hstep_error 
 
 int hstep_sync(hstep_file *file, hstep_error *error)
 {
-    /* After a failed fsync the kernel may drop the dirty pages and report success the next time: a failure is final. */
+    /* A failure is final: after a failed fsync the kernel may drop the dirty pages and report success the next time. */
     return sync_retrying(file->fd) ? fail_system(error, "sync", file->path) : HALFSTEP_OK;
 }
 
@@ -204,7 +205,7 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
         return HALFSTEP_OK;
     }
 
-    /* Renaming onto a symbolic link would replace the link, not the file that the user has put elsewhere. */
+    /* Renaming onto a symbolic link would replace the link, not the file it leads to. */
     made.target = exists ? realpath(path, NULL) : hstep_copy(path);
     if (!made.target)
         return errno == ENOMEM || !exists ? hstep_fail_memory(error) : fail_system(error, "resolve", path);
@@ -298,7 +299,7 @@ char *hstep_temporary_path(const char *directory, const char *prefix)
     for (;;) {
         snprintf(name, sizeof name, "%s%ld-%u", prefix, (long)getpid(), atomic_fetch_add(&counter, 1));
         char *path = hstep_join_path(directory, name);
-        /* A process with the same number may have been killed here before. */
+        /* A killed process with the same number may have left its temporary here. */
         if (!path || lstat(path, &status)) return path;
         free(path);
     }
@@ -320,7 +321,8 @@ int hstep_sync_directory(const char *path, hstep_error *error)
     int fd = open_retrying(path, O_RDONLY | O_DIRECTORY, 0);
     if (fd < 0) return fail_system(error, "open directory", path);
     int code = HALFSTEP_OK;
-    /* Some network file systems cannot sync a directory and say so this way; they order renames themselves. */
+    /* Some network file systems cannot sync a directory and report one of these errors. They order renames
+     * themselves. */
     if (sync_retrying(fd) && errno != EINVAL && errno != ENOTSUP) code = fail_system(error, "sync directory", path);
     close_once(fd);
     return code;
@@ -371,7 +373,7 @@ int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_e
 int hstep_rename(const char *from, const char *to, const char *shown, hstep_error *error)
 {
     if (!rename(from, to)) return HALFSTEP_OK;
-    return fail_system(error, "rename its temporary to", shown);
+    return fail_system(error, "rename a temporary file to", shown);
 }
 
 int hstep_remove_file(const char *path, hstep_error *error)
@@ -397,7 +399,7 @@ hstep_kind hstep_kind_of(const char *path)
 int hstep_is_protected(const char *path)
 {
     struct stat status;
-    /* The mode too, because the superuser may write where nobody may. */
+    /* The mode counts too, because the superuser may write where nobody may. */
     return !stat(path, &status) && (!(status.st_mode & S_IWUSR) || access(path, W_OK | X_OK));
 }
 
@@ -420,7 +422,7 @@ int hstep_link(const char *base, const char *inner, const char *name, const char
         code = fail_system(error, "make a link at", path);
     } else {
         code = hstep_rename(temporary, path, path, error);
-        /* Renaming one name of a file onto another name of it leaves both. */
+        /* If both are names of one file, the rename does nothing and leaves the temporary. */
         unlink(temporary);
     }
     free(relative);
@@ -460,7 +462,7 @@ int hstep_lock_directory(hstep_lock **lock, const char *path, int mode, int *bus
 void hstep_unlock_directory(hstep_lock *lock)
 {
     if (!lock) return;
-    /* Explicitly, because a child that was forked meanwhile shares the lock and would keep it. */
+    /* Unlocks explicitly, because a child that was forked meanwhile shares the lock and would keep it. */
     flock(lock->fd, LOCK_UN);
     close_once(lock->fd);
     free(lock);

@@ -81,7 +81,7 @@ int hstep_json_number(hstep_json *json, uint64_t *number)
     size_t start = json->at, at = start;
     for (; at < json->bytes && json->text[at] >= '0' && json->text[at] <= '9'; at++) {
         unsigned digit = (unsigned)(json->text[at] - '0');
-        /* The bound is that of signed 64-bit integers, which other readers may have nothing beyond. */
+        /* The bound is that of signed 64-bit integers, because other readers may have no larger type. */
         if (value > ((uint64_t)INT64_MAX - digit) / 10) return hstep_json_fail(json, "the integer is too large");
         value = value * 10 + digit;
     }
@@ -93,7 +93,7 @@ int hstep_json_number(hstep_json *json, uint64_t *number)
     return 1;
 }
 
-/* Four hexadecimal digits behind \u; -1 if they are not. */
+/* Returns the number of the four hexadecimal digits at `at`, or -1 if they are not. */
 static long read_hex(const hstep_json *json, size_t at)
 {
     long value = 0;
@@ -110,7 +110,7 @@ static long read_hex(const hstep_json *json, size_t at)
     return value;
 }
 
-/* Decodes what follows a backslash at `*at` to `out`, and moves both on. An escape is never shorter than its UTF-8. */
+/* Decodes what follows a backslash at *at to *out, and moves both on. An escape is never shorter than its UTF-8. */
 static int read_escape(hstep_json *json, size_t *at, char **out)
 {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
@@ -206,7 +206,7 @@ int hstep_json_real(hstep_json *json, double *number)
     }
     char *end;
     double value = strtod(json->text + start, &end);
-    /* A locale with another decimal point would stop at ours. */
+    /* In a locale with another decimal point strtod() stops at the '.'. */
     if (end != json->text + at) return hstep_json_fail(json, "a number that cannot be read in this locale");
     if (value - value != 0) return hstep_json_fail(json, "the number is too large");
     json->at = at;
@@ -259,7 +259,7 @@ int hstep_json_skip(hstep_json *json)
         } else if (!skip_plain(json, first)) {
             return 0;
         }
-        /* A value is complete: after it comes another one, or the end of what holds it. */
+        /* A value is complete. Another one follows, or the end of its list or object. */
         while (depth && !hstep_json_take(json, ',')) {
             if (!hstep_json_expect(json, closing[depth - 1])) return 0;
             depth--;

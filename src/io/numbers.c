@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What the C library writes and reads between digits, which a program's locale decides; it stands between the digits of
- * 0.5, and may have several bytes. */
+/* Finds the decimal point of the program's locale, which may have several bytes, and returns its length. It is what the
+ * C library writes between the digits of 0.5. */
 static size_t decimal_point(char point[HSTEP_NUMBER_BYTES])
 {
     int length = snprintf(point, HSTEP_NUMBER_BYTES, "%.1f", 0.5);
@@ -30,7 +30,7 @@ void hstep_write_double(char text[HSTEP_NUMBER_BYTES], double value, int hexadec
     memmove(at + 1, at + bytes, strlen(at + bytes) + 1);
 }
 
-/* The characters of a number, with the locale's point in the place of '.', are what strtod gets to see. */
+/* Copies the number for strtod(), with the locale's point in place of '.'. */
 int hstep_read_double(const char **text, double *value)
 {
     char copy[2 * HSTEP_NUMBER_BYTES], point[HSTEP_NUMBER_BYTES], *end;

@@ -1,6 +1,6 @@
-/* Optimizers in files. Everything that a file says is read and judged before the first change to the optimizer, and its
- * numbers are taken before its streams, because they can be put back. The layout is in docs/checkpoints.md. Over 500
- * lines because what is saved, compared and taken must be one list. */
+/* Optimizers in files. All that a file says is read and checked before the first change to the optimizer. Its numbers
+ * are set before its streams, because numbers can be set back. docs/checkpoints.md has the layout. Over 500 lines
+ * because what is saved, compared and loaded must be one list. */
 #include "base/structs.h"
 #include "io/checkpoint.h"
 #include "io/coarse.h"
@@ -10,38 +10,38 @@
 #define HSTEP_OPTIMIZER_FORMAT "halfstep optimizer 1"
 #define HSTEP_WEIGHT "weight"
 
-/* What the optimizer has now, and what a file says it had. */
-enum { NOW, THEN, BOTH };
+/* Indices of values that both sides have: this optimizer's, and the file's. */
+enum { HERE, IN_FILE, SIDES };
 
 typedef struct setting {
     int32_t group; /* or HALFSTEP_ALL_GROUPS */
     const char *name;
-    const char *choice[BOTH];   /* of a choice; NULL for hyper-parameters */
-    halfstep_hyper_info limits; /* of a hyper-parameter */
-    double number[BOTH];
+    const char *choice[SIDES];  /* value of a choice; NULL for hyper-parameters */
+    halfstep_hyper_info limits; /* bounds of a hyper-parameter */
+    double number[SIDES];
 } setting;
 
 typedef struct group_record {
     char recipe[64];
     halfstep_rule_info rule;
-    int32_t row;    /* of the rule */
-    int64_t source; /* the group of the file that it continues, -1 while unknown */
-    halfstep_record numbers[BOTH];
+    int32_t row;    /* row of the rule */
+    int64_t source; /* number of the file's group that it continues; -1 while unknown */
+    halfstep_record numbers[SIDES];
 } group_record;
 
-/* A scalar of a tensor's record, or a grid, by the name that files have for it. */
+/* A scalar or a grid of a tensor's record, under its name in files. */
 typedef struct scalar_record {
     char name[64];
     int is_grid;
-    int32_t place; /* in the record's array */
+    int32_t place; /* index in the record's array */
 } scalar_record;
 
 typedef struct tensor_record {
     halfstep_tensor info;
-    halfstep_record numbers[BOTH];
+    halfstep_record numbers[SIDES];
     scalar_record scalar[HALFSTEP_MAX_SCALARS + HALFSTEP_MAX_STATES];
     int32_t scalars;
-    int has_no_steps; /* the file knows it, but says that it has made no step */
+    int has_no_steps; /* 1: the file lists the tensor, but without any step */
 } tensor_record;
 
 typedef struct named_tensor {
@@ -57,7 +57,7 @@ typedef struct record {
     named_tensor *by_name;
     setting *settings;
     size_t setting_count, setting_capacity;
-    halfstep_record numbers[BOTH];
+    halfstep_record numbers[SIDES];
 } record;
 
 static void free_record(record *r)
@@ -78,7 +78,7 @@ static int add_setting(record *r, const setting *added, hstep_error *error)
     return HALFSTEP_OK;
 }
 
-/* The choices of one group, or those of the optimizer. */
+/* Adds the choices of one group, or those of the optimizer, to the settings. */
 static int describe_choices(record *r, int32_t group, hstep_error *error)
 {
     static const char *const of_group[] = {"decay", "schedule", NULL};
@@ -87,12 +87,13 @@ static int describe_choices(record *r, int32_t group, hstep_error *error)
     int code = HALFSTEP_OK;
     for (; *names && !code; names++) {
         setting s = {.group = group, .name = *names, .choice = {halfstep_get_choice(r->optimizer, group, *names)}};
-        if (s.choice[NOW]) code = add_setting(r, &s, error);
+        if (s.choice[HERE]) code = add_setting(r, &s, error);
     }
     return code;
 }
 
-/* The hyper-parameters that the rule in this row has in a group, or those that any rule has for the optimizer. */
+/* Adds hyper-parameters to the settings: those of the rule in this row for a group, or the optimizer's own for
+ * HALFSTEP_ALL_GROUPS. */
 static int describe_hypers(record *r, int32_t group, int32_t row, hstep_error *error)
 {
     halfstep_rule_info rule = {.struct_size = sizeof rule};
@@ -102,18 +103,18 @@ static int describe_hypers(record *r, int32_t group, int32_t row, hstep_error *e
         code = halfstep_get_hyper_info(row, i, &s.limits);
         if (code || s.limits.per_optimizer != (group == HALFSTEP_ALL_GROUPS)) continue;
         s.name = s.limits.name;
-        code = halfstep_get_hyper(r->optimizer, group, s.name, &s.number[NOW]);
+        code = halfstep_get_hyper(r->optimizer, group, s.name, &s.number[HERE]);
         if (!code && (code = add_setting(r, &s, error))) return code;
     }
     return code ? hstep_fail(error, code, "%s", halfstep_strerror(code)) : HALFSTEP_OK;
 }
 
-/* Reads a record, and begins that of the file with it. */
+/* Reads a record of the optimizer, and prepares the one that the file will fill. */
 static int describe_numbers(const record *r, halfstep_record *numbers, int32_t kind, int32_t index)
 {
-    numbers[NOW] = (halfstep_record){.struct_size = sizeof *numbers, .kind = kind, .index = index};
-    numbers[THEN] = numbers[NOW];
-    return halfstep_get_record(r->optimizer, &numbers[NOW]);
+    numbers[HERE] = (halfstep_record){.struct_size = sizeof *numbers, .kind = kind, .index = index};
+    numbers[IN_FILE] = numbers[HERE];
+    return halfstep_get_record(r->optimizer, &numbers[HERE]);
 }
 
 static int describe_groups(record *r, hstep_error *error)
@@ -145,10 +146,10 @@ static void describe_scalar(tensor_record *t, const char *name, int is_grid, int
     s->place = place;
 }
 
-/* The place of scalar number k in the record of a time. */
-static double *scalar_of(tensor_record *t, int32_t k, int when)
+/* Returns the address of scalar number k in the optimizer's or the file's record. */
+static double *scalar_of(tensor_record *t, int32_t k, int side)
 {
-    halfstep_record *numbers = &t->numbers[when];
+    halfstep_record *numbers = &t->numbers[side];
     return &(t->scalar[k].is_grid ? numbers->grid : numbers->scalar)[t->scalar[k].place];
 }
 
@@ -168,11 +169,10 @@ static int describe_tensor(record *r, int32_t index, hstep_error *error)
     if (code) return hstep_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
     int whole = t->info.n_rows == t->info.rows && t->info.n_columns == t->info.row_length;
     if (!whole && t->info.rows && t->info.row_length)
-        return hstep_fail(
-            error, HALFSTEP_ERROR_UNSUPPORTED,
-            "tensor \"%s\" is held only in part here, %lld x %lld of %lld x %lld: files take whole tensors",
-            t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns, (long long)t->info.rows,
-            (long long)t->info.row_length);
+        return hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED,
+                          "only a part of tensor \"%s\" is here, %lld x %lld of %lld x %lld; files hold whole tensors",
+                          t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns,
+                          (long long)t->info.rows, (long long)t->info.row_length);
     r->by_name[index] = (named_tensor){t->info.name, index};
     return HALFSTEP_OK;
 }
@@ -185,7 +185,7 @@ static int compare_names(const void *a, const void *b)
 static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error *error)
 {
     memset(r, 0, sizeof *r);
-    /* Only what reads is called with it when the caller's is const. */
+    /* Only functions that read are called with it if the caller's is const. */
     r->optimizer = (halfstep_optimizer *)optimizer;
     r->group_count = halfstep_group_count(optimizer);
     r->tensor_count = halfstep_tensor_count(optimizer);
@@ -202,7 +202,7 @@ static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error 
     for (int32_t i = 1; i < r->tensor_count; i++)
         if (!strcmp(r->by_name[i - 1].name, r->by_name[i].name))
             return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE,
-                              "two tensors are named \"%s\": in a file each needs its own "
+                              "two tensors are named \"%s\"; in a file each needs its own "
                               "name",
                               r->by_name[i].name);
     return HALFSTEP_OK;
@@ -210,7 +210,8 @@ static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error 
 
 /* ---- Arguments --------------------------------------------------------------------------------------------------- */
 
-/* *options becomes `ours`, which has the defaults of what the caller's header does not know. */
+/* Copies the caller's options to *ours and points *options there. Fields that the caller's header lacks have their
+ * defaults. A NULL *options stays NULL. */
 static int take_options(halfstep_file_options *ours, const halfstep_file_options **options, const char *function,
                         hstep_error *error)
 {
@@ -220,11 +221,13 @@ static int take_options(halfstep_file_options *ours, const halfstep_file_options
         return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: wrong struct_size", function);
     *options = ours;
     if (ours->settings > HALFSTEP_SETTINGS_COMPARE || ours->reserved)
-        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: no such options", function);
+        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
+                          "%s: invalid options; settings must be 0 or 1, and reserved 0", function);
     return HALFSTEP_OK;
 }
 
-/* The sizes that the caller gives for a tensor of more dimensions, or NULL. */
+/* Points *shape to the sizes that the caller gives for a tensor of more than one dimension, or sets it to NULL. Fails
+ * if they do not give the tensor's rows and elements. */
 static int shape_of(const record *r, int32_t index, const halfstep_file_options *options, const uint64_t **shape,
                     hstep_error *error)
 {
@@ -253,7 +256,7 @@ static const char *model_file(const halfstep_file_options *options)
 
 /* ---- Writing ----------------------------------------------------------------------------------------------------- */
 
-/* Metadata under a key made of parts, as a sentence of the writer's if it fails. */
+/* The writer that gets metadata, and the place of error texts. */
 typedef struct declaring {
     halfstep_safetensors_writer *writer;
     hstep_error *error;
@@ -282,19 +285,20 @@ static char *setting_key(const setting *s)
 
 static int declare_settings(const declaring *d, const record *r)
 {
-    int code = declare_uint64(d, hstep_copy("seed"), r->numbers[NOW].seed);
+    int code = declare_uint64(d, hstep_copy("seed"), r->numbers[HERE].seed);
     for (size_t i = 0; i < r->setting_count && !code; i++) {
         const setting *s = &r->settings[i];
         char number[HSTEP_NUMBER_BYTES];
-        if (!s->choice[NOW]) hstep_write_double(number, s->number[NOW], 0);
-        code = declare(d, setting_key(s), s->choice[NOW] ? s->choice[NOW] : number);
+        if (!s->choice[HERE]) hstep_write_double(number, s->number[HERE], 0);
+        code = declare(d, setting_key(s), s->choice[HERE] ? s->choice[HERE] : number);
     }
     for (int32_t g = 0; g < r->group_count && !code; g++)
-        code = declare_uint64(d, hstep_format("group.%d.steps", g), r->groups[g].numbers[NOW].steps);
+        code = declare_uint64(d, hstep_format("group.%d.steps", g), r->groups[g].numbers[HERE].steps);
     return code;
 }
 
-/* Rules and recipes that all groups share, for readers that know only one of each. */
+/* Declares the names of all rules, and the recipe if all groups share it. They serve readers that know only one of
+ * each. */
 static int declare_recipe(const declaring *d, const record *r)
 {
     hstep_buffer rules = {0};
@@ -320,7 +324,7 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
         tensor_record *t = &r->tensors[i];
         const group_record *g = &r->groups[t->info.group];
-        const halfstep_record *c = &t->numbers[NOW];
+        const halfstep_record *c = &t->numbers[HERE];
         char text[4 * HSTEP_NUMBER_BYTES + 64];
         snprintf(text, sizeof text, "state_steps %llu full_steps %llu writes %llu id %llu", ull(c->state_steps),
                  ull(c->full_steps), ull(c->writes), ull(c->id));
@@ -331,7 +335,7 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
         hstep_buffer scalars = {0};
         for (int32_t k = 0; k < t->scalars; k++) {
             char number[HSTEP_NUMBER_BYTES];
-            hstep_write_double(number, *scalar_of(t, k, NOW), 1);
+            hstep_write_double(number, *scalar_of(t, k, HERE), 1);
             hstep_append_text(&scalars, k ? " " : "");
             hstep_append_text(&scalars, t->scalar[k].name);
             hstep_append_text(&scalars, " ");
@@ -348,16 +352,17 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
 static int declare_numbers(const declaring *d, const record *r)
 {
     char norm[HSTEP_NUMBER_BYTES];
-    hstep_write_double(norm, r->numbers[NOW].gradient_norm, 1);
+    hstep_write_double(norm, r->numbers[HERE].gradient_norm, 1);
     int code = declare(d, hstep_copy("format"), HSTEP_OPTIMIZER_FORMAT);
     if (!code) code = declare_recipe(d, r);
-    if (!code) code = declare_uint64(d, hstep_copy("skipped_steps"), r->numbers[NOW].skipped_steps);
+    if (!code) code = declare_uint64(d, hstep_copy("skipped_steps"), r->numbers[HERE].skipped_steps);
     if (!code) code = declare(d, hstep_copy("gradient_norm"), norm);
     if (!code) code = declare_settings(d, r);
     return code ? code : declare_tensor_numbers(d, r);
 }
 
-/* The weights go into `model` under the tensors' own names, or into `states` where there is no file of their own. */
+/* Declares the streams of all tensors. Weights go into `model` under the tensors' own names, or into `states` if
+ * model->writer is NULL. */
 static int declare_streams(const declaring *states, const declaring *model, const record *r, void *const *weights,
                            const halfstep_file_options *options)
 {
@@ -383,7 +388,7 @@ static int declare_streams(const declaring *states, const declaring *model, cons
     return code;
 }
 
-/* Into a checkpoint, or with save = NULL into the file at path. */
+/* Writes the optimizer into a checkpoint, or into the file at path if save is NULL. */
 static int write_files(halfstep_checkpoint_save *save, const char *path, const halfstep_optimizer *optimizer,
                        void *const *weights, const halfstep_file_options *options, hstep_error *error)
 {
@@ -431,17 +436,18 @@ int halfstep_write_optimizer(const char *path, const halfstep_optimizer *optimiz
 
 /* ---- Reading: numbers -------------------------------------------------------------------------------------------- */
 
-/* One reading of one optimizer. */
+/* The loading of one optimizer. */
 typedef struct loading {
     record *record;
     const halfstep_file_options *options;
     void *const *weights;
-    hstep_source states, model; /* model: where the weights are, if they are asked for */
-    int has_model_file;         /* model is a file of its own */
-    unsigned char *known;       /* per tensor of the file of states: it is one that the optimizer stores */
-    uint64_t *places;           /* where the streams are in their files, as each_stream() visits them */
+    hstep_source states, model; /* model: the file that holds the weights, if they are loaded */
+    int has_model_file;         /* 1: model is a file of its own */
+    unsigned char *known;       /* for each tensor in the file of states: 1 if the optimizer stores it */
+    uint64_t *places;           /* numbers of the streams in their files, in the order in which each_stream() visits
+                                   them */
     size_t place_count, place_capacity;
-    char *key; /* memory for any key that is looked up */
+    char *key; /* buffer for any key that is looked up */
     size_t key_bytes;
     hstep_error *error;
 } loading;
@@ -469,7 +475,7 @@ static int fail_value(const loading *l, const char *prefix, const char *name)
                       l->states.path, prefix, name);
 }
 
-/* "NAME VALUE", and a space between one and the next. */
+/* Moves *text behind "WORD " and returns 1, or returns 0 if *text does not begin with that. */
 static int take_word(const char **text, const char *word)
 {
     size_t length = strlen(word);
@@ -487,16 +493,16 @@ static int take_counter(const char **text, const char *name, uint64_t *value)
 
 static int read_counters(const loading *l, tensor_record *t)
 {
-    halfstep_record *c = &t->numbers[THEN];
+    halfstep_record *c = &t->numbers[IN_FILE];
     const char *text = find_value(l, "counters.", t->info.name);
     const char *group = find_value(l, "group_of.", t->info.name);
     if (!text && group) {
         t->has_no_steps = 1;
-        c->id = t->numbers[NOW].id;
+        c->id = t->numbers[HERE].id;
         return HALFSTEP_OK;
     }
     if (!text)
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has nothing of tensor \"%s\"", l->states.path,
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s does not have tensor \"%s\"", l->states.path,
                           t->info.name);
     if (!take_counter(&text, "state_steps", &c->state_steps) || !take_counter(&text, "full_steps", &c->full_steps) ||
         !take_counter(&text, "writes", &c->writes) || !take_counter(&text, "id", &c->id) || *text || !c->id ||
@@ -505,7 +511,8 @@ static int read_counters(const loading *l, tensor_record *t)
     return HALFSTEP_OK;
 }
 
-/* The grid of a state that switches leave out here: what the file has of that state is refused by its own name. */
+/* Takes the name of a grid that this optimizer does not have, because a hyper-parameter leaves its state out. If the
+ * file has the state itself, that is refused later, by the name of the state. */
 static int take_other_grid(const char **text, const halfstep_rule_info *rule)
 {
     for (int32_t i = 0; i < rule->states; i++) {
@@ -516,7 +523,8 @@ static int take_other_grid(const char **text, const halfstep_rule_info *rule)
     return 0;
 }
 
-/* Whether all of the text was taken: each name at most once, each number finite. */
+/* Parses "NAME VALUE NAME VALUE ..." and returns 1 if it took all of the text. A name may come once at most, and
+ * numbers are finite. Sets bit i of *found for scalar i. */
 static int parse_scalars(const char *text, const halfstep_rule_info *rule, tensor_record *t, unsigned *found)
 {
     *found = 0;
@@ -527,7 +535,7 @@ static int parse_scalars(const char *text, const halfstep_rule_info *rule, tenso
         if (i == t->scalars ? !take_other_grid(&text, rule) : (int)(*found >> i & 1)) return 0;
         if (!hstep_read_double(&text, &value) || !(value - value == 0.0)) return 0;
         if (i < t->scalars) {
-            *scalar_of(t, i, THEN) = value;
+            *scalar_of(t, i, IN_FILE) = value;
             *found |= 1u << i;
         }
         if (*text == ' ' && text[1]) text++;
@@ -540,20 +548,22 @@ static int read_scalars(const loading *l, tensor_record *t)
 {
     const char *text = find_value(l, "scalars.", t->info.name);
     unsigned found, needed = 0;
-    /* A file without grids comes from before there were any: what it has stored is as it is. */
+    /* A file without grids was written before there were any; its stored values have a grid of 1. */
     for (int32_t i = 0; i < t->scalars; i++) {
-        *scalar_of(t, i, THEN) = t->scalar[i].is_grid;
+        *scalar_of(t, i, IN_FILE) = t->scalar[i].is_grid;
         needed |= (unsigned)!t->scalar[i].is_grid << i;
     }
     if (!t->scalars || t->has_no_steps) return HALFSTEP_OK;
-    /* Python keeps none for a parameter without elements, or that has not been stepped. */
-    if (!text && (!needed || !t->numbers[THEN].state_steps || !t->info.rows || !t->info.row_length)) return HALFSTEP_OK;
+    /* Python writes none for a parameter without elements or without a step. */
+    if (!text && (!needed || !t->numbers[IN_FILE].state_steps || !t->info.rows || !t->info.row_length))
+        return HALFSTEP_OK;
     return text && parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found) && (found & needed) == needed
                ? HALFSTEP_OK
                : fail_value(l, "scalars.", t->info.name);
 }
 
-/* The recipe of a tensor in the file, and which group it was in. */
+/* Reads the recipe of a tensor and its group in the file. Fails unless the recipe is the same here, and unless tensors
+ * of one group here are in one group there. */
 static int read_group_of(const loading *l, tensor_record *t)
 {
     group_record *g = &l->record->groups[t->info.group];
@@ -575,7 +585,7 @@ static int read_group_of(const loading *l, tensor_record *t)
         return fail_value(l, "group_of.", t->info.name);
     if (g->source >= 0 && (uint64_t)g->source != number)
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
-                          "%s: tensor \"%s\" is in group %llu there, others of its group "
+                          "%s: tensor \"%s\" is in group %llu of the file, others of its group "
                           "here are in group %lld",
                           l->states.path, t->info.name, ull(number), (long long)g->source);
     g->source = (int64_t)number;
@@ -589,7 +599,8 @@ static int is_left(const loading *l, const char *name)
     return left && *left;
 }
 
-/* What a setting is where nobody sets it: a file without it comes from before there was such a setting. */
+/* Returns the default of a choice. A file without the choice was written before the choice existed, so it had its
+ * default. */
 static const char *usual_choice(const loading *l, const setting *s)
 {
     if (!strcmp(s->name, "decay")) return l->record->groups[s->group].rule.decay;
@@ -601,21 +612,21 @@ static int fail_setting(const loading *l, const setting *s)
     char group[32] = "";
     if (s->group != HALFSTEP_ALL_GROUPS && l->record->group_count > 1)
         snprintf(group, sizeof group, ", group %d", s->group);
-    if (s->choice[NOW])
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, s->choice[NOW],
-                          s->choice[THEN], l->states.path, group);
-    char now[32], then[32];
-    snprintf(now, sizeof now, "%.10g", s->number[NOW]);
-    snprintf(then, sizeof then, "%.10g", s->number[THEN]);
-    if (!strcmp(now, then)) {
-        snprintf(now, sizeof now, "%.17g", s->number[NOW]);
-        snprintf(then, sizeof then, "%.17g", s->number[THEN]);
+    if (s->choice[HERE])
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, s->choice[HERE],
+                          s->choice[IN_FILE], l->states.path, group);
+    char here[32], in_file[32];
+    snprintf(here, sizeof here, "%.10g", s->number[HERE]);
+    snprintf(in_file, sizeof in_file, "%.10g", s->number[IN_FILE]);
+    if (!strcmp(here, in_file)) {
+        snprintf(here, sizeof here, "%.17g", s->number[HERE]);
+        snprintf(in_file, sizeof in_file, "%.17g", s->number[IN_FILE]);
     }
-    return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, now, then,
+    return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, here, in_file,
                       l->states.path, group);
 }
 
-/* The library's own copy of a choice's value, which outlives the file. */
+/* Returns the library's own copy of a choice's value, which outlives the file, or NULL for an unknown value. */
 static const char *known_choice(const char *choice, const char *value)
 {
     const char *known;
@@ -628,26 +639,26 @@ static int read_setting(const loading *l, setting *s)
 {
     int compare = l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE;
     const int64_t source = s->group == HALFSTEP_ALL_GROUPS ? 0 : l->record->groups[s->group].source;
-    s->choice[THEN] = s->choice[NOW];
-    s->number[THEN] = s->number[NOW];
-    /* A group without tensors continues none. */
+    s->choice[IN_FILE] = s->choice[HERE];
+    s->number[IN_FILE] = s->number[HERE];
+    /* A group without tensors continues no group of the file. */
     if (is_left(l, s->name) || source < 0) return HALFSTEP_OK;
     char prefix[32] = "";
     if (s->group != HALFSTEP_ALL_GROUPS) snprintf(prefix, sizeof prefix, "group.%lld.", (long long)source);
     const char *value = find_value(l, prefix, s->name);
     int code = HALFSTEP_OK;
-    if (s->choice[NOW]) {
-        if (value || compare) s->choice[THEN] = known_choice(s->name, value ? value : usual_choice(l, s));
-        if (!s->choice[THEN])
+    if (s->choice[HERE]) {
+        if (value || compare) s->choice[IN_FILE] = known_choice(s->name, value ? value : usual_choice(l, s));
+        if (!s->choice[IN_FILE])
             code = hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s: %s%s is %s, which this library does not have",
                               l->states.path, prefix, s->name, value);
-        else if (compare && strcmp(s->choice[NOW], s->choice[THEN])) code = fail_setting(l, s);
+        else if (compare && strcmp(s->choice[HERE], s->choice[IN_FILE])) code = fail_setting(l, s);
     } else {
-        if (!value && compare) s->number[THEN] = s->limits.initial;
-        double number = s->number[THEN];
+        if (!value && compare) s->number[IN_FILE] = s->limits.initial;
+        double number = s->number[IN_FILE];
         if (value && !hstep_is_double(value, &number)) code = fail_value(l, prefix, s->name);
-        s->number[THEN] = number;
-        if (!code && compare && s->number[NOW] != number) code = fail_setting(l, s);
+        s->number[IN_FILE] = number;
+        if (!code && compare && s->number[HERE] != number) code = fail_setting(l, s);
         if (!code && value &&
             !(number >= s->limits.minimum &&
               (number < s->limits.maximum || (number == s->limits.maximum && !s->limits.exclusive_maximum))))
@@ -663,12 +674,12 @@ static int read_seed(const loading *l)
     record *r = l->record;
     int compare = l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE;
     const char *text = find_value(l, "seed", "");
-    r->numbers[THEN].seed = r->numbers[NOW].seed;
+    r->numbers[IN_FILE].seed = r->numbers[HERE].seed;
     if (is_left(l, "seed")) return HALFSTEP_OK;
-    if (!text || !hstep_is_uint64(text, &r->numbers[THEN].seed)) return fail_value(l, "seed", "");
-    if (compare && r->numbers[NOW].seed != r->numbers[THEN].seed)
+    if (!text || !hstep_is_uint64(text, &r->numbers[IN_FILE].seed)) return fail_value(l, "seed", "");
+    if (compare && r->numbers[HERE].seed != r->numbers[IN_FILE].seed)
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "seed is %llu here but %llu in %s",
-                          ull(r->numbers[NOW].seed), ull(r->numbers[THEN].seed), l->states.path);
+                          ull(r->numbers[HERE].seed), ull(r->numbers[IN_FILE].seed), l->states.path);
     return HALFSTEP_OK;
 }
 
@@ -677,20 +688,23 @@ static int read_steps(const loading *l)
     record *r = l->record;
     for (int32_t g = 0; g < r->group_count; g++) {
         group_record *group = &r->groups[g];
-        group->numbers[THEN].steps = group->numbers[NOW].steps;
+        group->numbers[IN_FILE].steps = group->numbers[HERE].steps;
         if (group->source < 0) continue;
         char name[32];
         snprintf(name, sizeof name, "group.%lld.steps", (long long)group->source);
         const char *text = find_value(l, name, "");
-        if (!text || !hstep_is_uint64(text, &group->numbers[THEN].steps) || group->numbers[THEN].steps > INT64_MAX)
+        if (!text || !hstep_is_uint64(text, &group->numbers[IN_FILE].steps) ||
+            group->numbers[IN_FILE].steps > INT64_MAX)
             return fail_value(l, name, "");
     }
     const char *text = find_value(l, "skipped_steps", "");
-    if (!text || !hstep_is_uint64(text, &r->numbers[THEN].skipped_steps) || r->numbers[THEN].skipped_steps > INT64_MAX)
+    if (!text || !hstep_is_uint64(text, &r->numbers[IN_FILE].skipped_steps) ||
+        r->numbers[IN_FILE].skipped_steps > INT64_MAX)
         return fail_value(l, "skipped_steps", "");
     text = find_value(l, "gradient_norm", "");
-    if (text && (!hstep_is_double(text, &r->numbers[THEN].gradient_norm) || !(r->numbers[THEN].gradient_norm >= 0.0) ||
-                 r->numbers[THEN].gradient_norm - r->numbers[THEN].gradient_norm != 0.0))
+    if (text &&
+        (!hstep_is_double(text, &r->numbers[IN_FILE].gradient_norm) || !(r->numbers[IN_FILE].gradient_norm >= 0.0) ||
+         r->numbers[IN_FILE].gradient_norm - r->numbers[IN_FILE].gradient_norm != 0.0))
         return fail_value(l, "gradient_norm", "");
     return HALFSTEP_OK;
 }
@@ -701,7 +715,7 @@ static const named_tensor *find_tensor(const record *r, const char *name)
     return r->tensor_count ? bsearch(&wanted, r->by_name, (size_t)r->tensor_count, sizeof wanted, compare_names) : NULL;
 }
 
-/* Tensors that only the file has. */
+/* Fails if the file has a tensor that this optimizer does not have, unless options.subset allows it. */
 static int check_unknown_tensors(const loading *l)
 {
     static const char *const prefixes[] = {"counters.", "group_of."};
@@ -713,8 +727,9 @@ static int check_unknown_tensors(const loading *l)
         for (size_t k = 0; k < sizeof prefixes / sizeof *prefixes; k++) {
             size_t length = strlen(prefixes[k]);
             if (!strncmp(key, prefixes[k], length) && !find_tensor(l->record, key + length))
-                return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has a tensor \"%s\", this optimizer has not",
-                                  l->states.path, key + length);
+                return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
+                                  "%s has a tensor \"%s\" that this optimizer does not have", l->states.path,
+                                  key + length);
         }
     }
     return HALFSTEP_OK;
@@ -731,17 +746,17 @@ static int compare_ids(const void *a, const void *b)
     return first->id < second->id ? -1 : first->id > second->id;
 }
 
-/* Two tensors with one id would share their random bits. */
+/* Fails if the file gives two tensors one id, because they would share their random bits. */
 static int check_ids(const loading *l)
 {
     const record *r = l->record;
     numbered_id *ids = malloc(((size_t)r->tensor_count + 1) * sizeof *ids);
     int code = ids ? HALFSTEP_OK : hstep_fail_memory(l->error);
-    for (int32_t i = 0; i < r->tensor_count && ids; i++) ids[i] = (numbered_id){r->tensors[i].numbers[THEN].id, i};
+    for (int32_t i = 0; i < r->tensor_count && ids; i++) ids[i] = (numbered_id){r->tensors[i].numbers[IN_FILE].id, i};
     if (ids && r->tensor_count) qsort(ids, (size_t)r->tensor_count, sizeof *ids, compare_ids);
     for (int32_t i = 1; i < r->tensor_count && !code; i++)
         if (ids[i - 1].id == ids[i].id)
-            code = hstep_fail(l->error, HALFSTEP_ERROR_DUPLICATE, "%s: tensors \"%s\" and \"%s\" have one id, %llu",
+            code = hstep_fail(l->error, HALFSTEP_ERROR_DUPLICATE, "%s: tensors \"%s\" and \"%s\" have the same id %llu",
                               l->states.path, r->tensors[ids[i - 1].index].info.name,
                               r->tensors[ids[i].index].info.name, ull(ids[i].id));
     free(ids);
@@ -754,7 +769,7 @@ static int read_numbers(const loading *l)
     const char *format = find_value(l, "format", "");
     if (!format || strcmp(format, HSTEP_OPTIMIZER_FORMAT))
         return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT,
-                          "%s holds no optimizer of halfstep: its format is not \"" HSTEP_OPTIMIZER_FORMAT "\"",
+                          "%s is not an optimizer file of halfstep: its format is not \"" HSTEP_OPTIMIZER_FORMAT "\"",
                           l->states.path);
     int code = check_unknown_tensors(l);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_counters(l, &r->tensors[i]);
@@ -773,7 +788,8 @@ enum { HSTEP_CHECK_BYTES = 1 << 18 };
 typedef int stream_visitor(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream,
                            void *piece);
 
-/* Every stream that is read, in the order of the optimizer: those of states, then the weight. */
+/* Calls visit for every stream that is loaded, in the order of the tensors: first a tensor's states, then its
+ * weight. */
 static int each_stream(loading *l, stream_visitor *visit, void *piece)
 {
     const record *r = l->record;
@@ -797,7 +813,7 @@ static int each_stream(loading *l, stream_visitor *visit, void *piece)
 
 static int is_weight(const loading *l, const hstep_source *source) { return source == &l->model; }
 
-/* A state that the file has in blocks, and this optimizer in a finer format. */
+/* Finds a state that the file has in blocks and this optimizer in a finer format. */
 static int find_coarse(const loading *l, const hstep_source *source, const tensor_record *t, const hstep_stream *stream,
                        hstep_coarse *found)
 {
@@ -805,7 +821,7 @@ static int find_coarse(const loading *l, const hstep_source *source, const tenso
     return !is_weight(l, source) && hstep_find_coarse(source, &t->info, stream, &g->rule, g->recipe, found);
 }
 
-/* Of such a state the values are written at once, with both of its streams. */
+/* Returns 1 for the second stream of a state. Both streams of a state in blocks are read together, with the first. */
 static int is_extra(const hstep_stream *stream) { return strchr(stream->suffix, '.') != NULL; }
 
 static int read_coarse(loading *l, const hstep_source *source, const tensor_record *t, const hstep_stream *stream,
@@ -850,8 +866,8 @@ static int read_stream(loading *l, const hstep_source *source, tensor_record *t,
                                     l->error->text, l->error->size);
 }
 
-/* What the file has of the optimizer's tensors beyond what the optimizer stores: it was made with other settings, or
- * lost the counters of a tensor. */
+/* Fails if the file holds states that this optimizer does not have. Either it was saved with other settings, or a
+ * tensor's counters are missing. */
 static int check_unknown_streams(const loading *l)
 {
     uint64_t count = halfstep_safetensor_count(l->states.file);
@@ -890,69 +906,70 @@ static int fail_taking(const loading *l, int code)
     return hstep_fail(l->error, code, "%s: %s", l->states.path, *detail ? detail : halfstep_strerror(code));
 }
 
-/* An id that no tensor has, now or then. */
+/* Returns the first id from `from` on that no tensor has here or in the file. */
 static uint64_t unused_id(const record *r, uint64_t from)
 {
     for (int32_t i = 0; i < r->tensor_count; i++)
-        if (r->tensors[i].numbers[NOW].id == from || r->tensors[i].numbers[THEN].id == from) {
+        if (r->tensors[i].numbers[HERE].id == from || r->tensors[i].numbers[IN_FILE].id == from) {
             from++;
             i = -1;
         }
     return from;
 }
 
-/* Sets the records of tensors. Tensors may have exchanged their ids, which must differ at every moment: those that
- * change are parked under others first. */
-static int set_tensor_records(const record *r, int when)
+/* Sets the records of tensors. Ids must differ at every moment, but tensors may have exchanged theirs. Those that
+ * change are therefore set to unused ids first. */
+static int set_tensor_records(const record *r, int side)
 {
     uint64_t parked = 0;
     int code = HALFSTEP_OK;
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
         const tensor_record *t = &r->tensors[i];
-        halfstep_record c = t->numbers[when];
-        if (t->numbers[NOW].id == t->numbers[THEN].id) continue;
+        halfstep_record c = t->numbers[side];
+        if (t->numbers[HERE].id == t->numbers[IN_FILE].id) continue;
         c.id = parked = unused_id(r, parked + 1);
         code = halfstep_set_record(r->optimizer, &c);
     }
     for (int32_t i = 0; i < r->tensor_count && !code; i++)
-        code = halfstep_set_record(r->optimizer, &r->tensors[i].numbers[when]);
+        code = halfstep_set_record(r->optimizer, &r->tensors[i].numbers[side]);
     return code;
 }
 
-static int set_settings(const record *r, int when)
+static int set_settings(const record *r, int side)
 {
     int code = HALFSTEP_OK;
     for (size_t i = 0; i < r->setting_count && !code; i++) {
         const setting *s = &r->settings[i];
         double number;
-        if (s->choice[NOW]) {
-            if (strcmp(s->choice[NOW], s->choice[THEN]))
-                code = halfstep_set_choice(r->optimizer, s->group, s->name, s->choice[when]);
+        if (s->choice[HERE]) {
+            if (strcmp(s->choice[HERE], s->choice[IN_FILE]))
+                code = halfstep_set_choice(r->optimizer, s->group, s->name, s->choice[side]);
         } else if (!(code = halfstep_get_hyper(r->optimizer, s->group, s->name, &number)) &&
-                   number != s->number[when]) {
-            /* Only where it changes: the lr that is set first is a reference for fully decoupled decay. */
-            code = halfstep_set_hyper(r->optimizer, s->group, s->name, s->number[when]);
+                   number != s->number[side]) {
+            /* Sets it only if it changes, because the lr that is set first is the reference of fully decoupled
+             * decay. */
+            code = halfstep_set_hyper(r->optimizer, s->group, s->name, s->number[side]);
         }
     }
     return code;
 }
 
-static int set_numbers(const record *r, int when)
+static int set_numbers(const record *r, int side)
 {
-    int code = set_settings(r, when);
-    if (!code) code = set_tensor_records(r, when);
-    if (!code) code = halfstep_set_record(r->optimizer, &r->numbers[when]);
+    int code = set_settings(r, side);
+    if (!code) code = set_tensor_records(r, side);
+    if (!code) code = halfstep_set_record(r->optimizer, &r->numbers[side]);
     for (int32_t g = 0; g < r->group_count && !code; g++)
-        code = halfstep_set_record(r->optimizer, &r->groups[g].numbers[when]);
+        code = halfstep_set_record(r->optimizer, &r->groups[g].numbers[side]);
     return code;
 }
 
 static int take(loading *l)
 {
-    int code = set_numbers(l->record, THEN);
+    int code = set_numbers(l->record, IN_FILE);
     if (code) {
         code = fail_taking(l, code);
-        set_numbers(l->record, NOW);
+        set_numbers(l->record, HERE);
         return code;
     }
     char detail[900];
@@ -961,7 +978,7 @@ static int take(loading *l)
     l->place_count = 0;
     code = each_stream(l, read_stream, NULL);
     l->error = l->states.error = l->model.error = told;
-    /* The first reading went well, so the disk or the file is failing right now. */
+    /* The same bytes were read once without an error, so the disk or the file is failing right now. */
     if (code) hstep_fail(told, code, "%s; the optimizer is only partly loaded: load it again", detail);
     return code;
 }

@@ -1,22 +1,22 @@
-/* Reader and writer of safetensors files. The reader trusts nothing: a header is accepted only if it accounts for every
- * byte of the file exactly once. Over 500 lines because reader and writer share the format's limits and its dtype
- * table. */
+/* Reader and writer of safetensors files. The reader trusts nothing: it accepts a header only if the header accounts
+ * for every byte of the file exactly once. Over 500 lines because reader and writer share the format's limits and its
+ * dtype table. */
 #include "base/structs.h"
 #include "io/files.h"
 #include "io/json.h"
 #include "io/safetensors.h"
 
-/* The format's own limit on the header, and ours on the time and memory that a hostile one may cost: with them an open
- * file takes about twice its header. 2^20 tensors are ten times the weights of the largest published models; 64
- * dimensions are what numpy can hold. A size is stored in 8 bytes but written in as few as 2, hence a limit on all of
- * them together. */
+/* Limits. The format limits the header. The others bound the time and memory that a hostile header may cost: an open
+ * file takes about twice its header. 2^20 tensors are ten times the weights of the largest published models. 64
+ * dimensions are what numpy can hold. A size takes 8 bytes in memory but as few as 2 in the header, hence the limit on
+ * the sum of all sizes of shapes. */
 #define HSTEP_MAX_HEADER 100000000u
 #define HSTEP_MAX_TENSORS ((size_t)1 << 20)
 #define HSTEP_MAX_METADATA ((size_t)1 << 20)
 #define HSTEP_MAX_NDIM 64
 #define HSTEP_MAX_SIZES(tensors) (((size_t)1 << 20) + 4 * (size_t)(tensors))
 
-/* Bytes asked of a fill function at a time: just under 1 MiB, and whole elements of every dtype. */
+/* Bytes requested from a fill function at a time: just under 1 MiB, and whole elements of every dtype. */
 #define HSTEP_FILL_BYTES (192u * 5461u)
 
 #define HSTEP_METADATA "__metadata__"
@@ -52,7 +52,7 @@ const char *halfstep_safetensors_dtype(uint32_t position)
     return position < HSTEP_DTYPES ? dtypes[position].name : NULL;
 }
 
-/* Elements and bytes of a shape. Returns what is wrong with it, or NULL. */
+/* Computes the elements and bytes of a shape. Returns what is wrong with it, or NULL. */
 static const char *measure_shape(const uint64_t *shape, uint64_t ndim, uint32_t bits, uint64_t *elements,
                                  uint64_t *bytes)
 {
@@ -70,7 +70,7 @@ static const char *measure_shape(const uint64_t *shape, uint64_t ndim, uint32_t 
 
 /* ---- Reader ------------------------------------------------------------------------------------------------------ */
 
-/* An array in pieces of equal length, which grows without copying and never has more than one piece too many. */
+/* An array in pieces of equal length. It grows without copying and wastes less than one piece. */
 typedef struct series {
     char **pieces;
     size_t piece_count, piece_capacity, count;
@@ -85,7 +85,7 @@ static void *series_at(const series *list, size_t element, size_t index)
     return list->pieces[index / SERIES_PIECE] + index % SERIES_PIECE * element;
 }
 
-/* Adds an element at the end; NULL when memory is short. */
+/* Adds an element at the end and returns its address, or NULL when memory is short. */
 static void *series_add(series *list, size_t element)
 {
     if (list->count / SERIES_PIECE == list->piece_count) {
@@ -103,23 +103,24 @@ static void free_series(series *list)
     free(list->pieces);
 }
 
-/* The end and the number of elements follow from the shape, which has been compared with data_offsets. */
+/* A tensor of a header. Its end and its number of elements follow from the shape, which agrees with data_offsets. */
 typedef struct tensor_entry {
     uint64_t begin;
-    uint32_t name;     /* where it starts in the header */
-    uint32_t shape_at; /* the number of its first size */
+    uint32_t name;     /* offset in the header */
+    uint32_t shape_at; /* index of its first size in `sizes` */
     uint8_t dtype, ndim;
 } tensor_entry;
 
 struct halfstep_safetensors {
     hstep_file *file;
     uint64_t file_bytes, data_start;
-    char *header;   /* its strings are decoded in place and stay there; a metadata value follows its key's zero byte */
-    series tensors; /* tensor_entry, as they come in the header */
-    series sizes;   /* uint64_t */
-    series by_offset; /* uint32_t: numbers in `tensors`, in the order of their bytes. This is the order callers see */
+    char *header;     /* strings are decoded in place and stay there; a metadata value follows its key's zero byte */
+    series tensors;   /* tensor_entry, in the order of the header */
+    series sizes;     /* uint64_t */
+    series by_offset; /* uint32_t: indices in `tensors`, in the order of their bytes. This is the order that callers
+                         see */
     series by_name;   /* uint32_t: positions in by_offset, sorted by name */
-    series metadata;  /* uint32_t: where keys start in the header, sorted by key */
+    series metadata;  /* uint32_t: offsets of keys in the header, sorted by key */
 };
 
 static uint32_t number_at(const series *numbers, size_t index)
@@ -127,13 +128,13 @@ static uint32_t number_at(const series *numbers, size_t index)
     return *(const uint32_t *)series_at(numbers, sizeof(uint32_t), index);
 }
 
-/* The tensor that callers know by this number. */
+/* Returns the tensor that callers know by this number. */
 static const tensor_entry *entry_at(const halfstep_safetensors *file, size_t index)
 {
     return series_at(&file->tensors, sizeof(tensor_entry), number_at(&file->by_offset, index));
 }
 
-/* The sizes of a tensor; a scalar has none, and no array to point into. */
+/* Returns the sizes of a tensor, or NULL for a scalar, which has none. */
 static const uint64_t *sizes_of(const halfstep_safetensors *file, const tensor_entry *entry)
 {
     return entry->ndim ? series_at(&file->sizes, sizeof(uint64_t), entry->shape_at) : NULL;
@@ -167,7 +168,7 @@ static void sift_down(const halfstep_safetensors *file, const series *numbers, s
     *(uint32_t *)series_at(numbers, sizeof moving, root) = moving;
 }
 
-/* A heap sort: unlike qsort it takes no memory, and no order of a hostile header makes it slow. */
+/* Sorts by heap sort. Unlike qsort it takes no memory, and no order in a hostile header makes it slow. */
 static void sort_numbers(const halfstep_safetensors *file, const series *numbers, number_order compare)
 {
     size_t count = numbers->count, sorted = 1;
@@ -205,16 +206,16 @@ static int compare_keys(const halfstep_safetensors *file, uint32_t a, uint32_t b
 
 /* ---- Parsing the header ---- */
 
-/* One reading of one header. */
+/* The reading of one header. */
 typedef struct header_reader {
     halfstep_safetensors *file;
     const char *path;
     hstep_json json;
     hstep_error *error;
-    size_t size_count; /* sizes of all shapes so far */
+    size_t size_count; /* number of sizes in all shapes so far */
 } header_reader;
 
-/* json.problem becomes the text of the failure. */
+/* Fails with a text about json.problem. */
 static int fail_json(header_reader *reader)
 {
     return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: byte %zu of the header: %s", reader->path,
@@ -226,7 +227,7 @@ static int read_shape(header_reader *reader, tensor_entry *entry)
     halfstep_safetensors *file = reader->file;
     if (!hstep_json_expect(&reader->json, '[')) return fail_json(reader);
     if (hstep_json_take(&reader->json, ']')) return HALFSTEP_OK;
-    /* A new piece where this one may not hold them all. */
+    /* Begin a new piece if this one may not hold all sizes of the tensor. */
     if (SERIES_PIECE - file->sizes.count % SERIES_PIECE < HSTEP_MAX_NDIM)
         file->sizes.count += SERIES_PIECE - file->sizes.count % SERIES_PIECE;
     entry->shape_at = (uint32_t)file->sizes.count;
@@ -256,7 +257,7 @@ static int read_member(header_reader *reader, tensor_entry *entry, uint64_t *end
     if (*seen & member)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": duplicate member \"%s\"",
                           reader->path, name_of(reader->file, entry), key);
-    /* The reference implementation passes over members that it does not know, so writers may add some. */
+    /* The reference implementation skips members that it does not know, so writers may add some. */
     if (!member) return hstep_json_skip(json) ? HALFSTEP_OK : fail_json(reader);
     *seen |= member;
     if (member == 2) return read_shape(reader, entry);
@@ -316,7 +317,7 @@ static int read_metadata(header_reader *reader)
 {
     halfstep_safetensors *file = reader->file;
     const char *key, *value;
-    /* null: a writer that has no metadata to tell. */
+    /* Some writers without metadata write null. */
     if (hstep_json_peek(&reader->json) == 'n')
         return hstep_json_word(&reader->json, "null") ? HALFSTEP_OK : fail_json(reader);
     if (!hstep_json_expect(&reader->json, '{')) return fail_json(reader);
@@ -331,7 +332,7 @@ static int read_metadata(header_reader *reader)
                               reader->path, HSTEP_MAX_METADATA);
         if (!(stored = series_add(&file->metadata, sizeof *stored))) return hstep_fail_memory(reader->error);
         *stored = (uint32_t)(key - file->header);
-        /* Behind the key's zero byte there is space: two quotes and a colon have stood between them. */
+        /* The value fits behind the key's zero byte, because two quotes and a colon stood between them. */
         memmove(file->header + *stored + strlen(key) + 1, value, strlen(value) + 1);
     } while (hstep_json_take(&reader->json, ','));
     return hstep_json_expect(&reader->json, '}') ? HALFSTEP_OK : fail_json(reader);
@@ -347,7 +348,7 @@ static int add_numbers(series *numbers, size_t count)
     return 1;
 }
 
-/* Sorts tensors by offset, and the names of tensors and of metadata, and finds duplicates on the way. */
+/* Sorts tensors by offset, and the names of tensors and of metadata. Fails if a name comes twice. */
 static int index_file(header_reader *reader)
 {
     halfstep_safetensors *file = reader->file;
@@ -430,7 +431,7 @@ int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, cha
         for (int i = 7; i >= 0; i--) length = length << 8 | prefix[i];
         if (length > HSTEP_MAX_HEADER)
             code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT,
-                              "%s: a header of %llu bytes is not allowed; is this a "
+                              "%s: a header of %llu bytes is above the limit of 100000000; is this a "
                               "safetensors file?",
                               path, ull(length));
         else if (length > made->file_bytes - sizeof prefix)
@@ -513,13 +514,13 @@ int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, u
     if (!file || (!data && bytes))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_safetensor: NULL argument");
     if (index >= file->tensors.count)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s has no tensor number %llu", hstep_file_path(file->file),
-                          ull(index));
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s has no tensor number %llu (numbered from 0)",
+                          hstep_file_path(file->file), ull(index));
     const tensor_entry *entry = entry_at(file, (size_t)index);
     uint64_t length = bytes_of(file, entry);
     if (offset > length || bytes > length - offset || bytes > SIZE_MAX)
         return hstep_fail(&error, HALFSTEP_ERROR_RANGE,
-                          "%s: tensor \"%s\" has %llu bytes; %llu from %llu were asked for",
+                          "%s: tensor \"%s\" has %llu bytes; cannot read %llu from byte %llu on",
                           hstep_file_path(file->file), name_of(file, entry), ull(length), ull(bytes), ull(offset));
     int code = hstep_file_bytes(file->file, &size_now, &error);
     if (code) return code;
@@ -609,7 +610,8 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
     if (!writer || !name || !dtype || (ndim && !shape))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_declare_safetensor: NULL argument");
     if (!strcmp(name, HSTEP_METADATA) || !hstep_is_utf8(name))
-        return hstep_fail(&error, HALFSTEP_ERROR_NAME, "a tensor cannot be named \"%s\"", name);
+        return hstep_fail(&error, HALFSTEP_ERROR_NAME,
+                          "a tensor cannot be named \"%s\"; names are UTF-8 and not " HSTEP_METADATA, name);
     if (!(plan.dtype = find_dtype(dtype)))
         return hstep_fail(&error, HALFSTEP_ERROR_NAME, "tensor \"%s\": unknown dtype \"%s\"", name, dtype);
     if (ndim > HSTEP_MAX_NDIM)
@@ -617,7 +619,8 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
                           HSTEP_MAX_NDIM);
     for (uint64_t i = 0; i < ndim; i++)
         if (shape[i] > INT64_MAX)
-            return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": dimension %llu is too large", name, ull(i));
+            return hstep_fail(&error, HALFSTEP_ERROR_SHAPE,
+                              "tensor \"%s\": dimension %llu is too large; sizes are at most 2^63 - 1", name, ull(i));
     const char *problem = measure_shape(shape, ndim, plan.dtype->bits, &elements, &plan.bytes);
     if (problem) return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": %s", name, problem);
     if (writer->tensor_count == HSTEP_MAX_TENSORS)
@@ -709,7 +712,8 @@ static void append_metadata(hstep_buffer *header, const text_pair *pairs, size_t
     hstep_append_text(header, "}");
 }
 
-/* Sorts the tensors into *order and writes length and header into *header. */
+/* Sorts the tensors into *order and writes length and header into *header. The caller frees *order, after a failure
+ * too. */
 static int plan_file(const halfstep_safetensors_writer *writer, const char *name, tensor_plan ***order,
                      hstep_buffer *header, hstep_error *error)
 {
@@ -753,7 +757,8 @@ static int plan_file(const halfstep_safetensors_writer *writer, const char *name
     if (header->failed) return hstep_fail_memory(error);
     uint64_t length = header->bytes - 8;
     if (length > HSTEP_MAX_HEADER)
-        return hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: a header of %llu bytes is not allowed", name, ull(length));
+        return hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: a header of %llu bytes is above the limit of 100000000",
+                          name, ull(length));
     for (int i = 0; i < 8; i++) header->data[i] = (char)(length >> 8 * i);
     return HALFSTEP_OK;
 }
@@ -793,7 +798,7 @@ int hstep_stream_safetensors(const halfstep_safetensors_writer *writer, const ch
         needs_fill = 1;
         if (!fill)
             code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
-                              "%s: tensor \"%s\" has no data, and there is no fill function", name,
+                              "%s: tensor \"%s\" has NULL data, and there is no fill function", name,
                               writer->tensors[i].name);
     }
     if (!code) code = plan_file(writer, name, &order, &header, error);

@@ -13,7 +13,7 @@ static uint64_t elements_of(const halfstep_tensor *tensor)
     return (uint64_t)tensor->rows * (uint64_t)tensor->row_length;
 }
 
-/* One element of the dtype for each of the tensor's. */
+/* Gives a stream the shape of the tensor, with one element of the dtype for each of the tensor's. */
 static void shape_as_tensor(hstep_stream *stream, const halfstep_tensor *tensor, const uint64_t *shape)
 {
     stream->by_element = 1;
@@ -121,7 +121,7 @@ int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, cons
     return HALFSTEP_OK;
 }
 
-/* "tensor/suffix"; the caller's to free. */
+/* Returns the name of a stream in a file, "tensor/suffix", for the caller to free. */
 static char *name_in_file(const char *tensor, const hstep_stream *stream)
 {
     return hstep_format("%s%s%s", tensor, *stream->suffix ? "/" : "", stream->suffix);
@@ -146,8 +146,8 @@ static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, siz
     if (used < size) snprintf(text + used, size - used, "]");
 }
 
-/* The optimizer knows no sizes beyond the first, so a tensor of more dimensions may have any that give its rows and
- * elements. */
+/* Tells whether a tensor of a file has the shape of the stream. The optimizer knows only the first size, so a tensor of
+ * more dimensions may have any sizes that give its rows and elements. */
 static int fits(const hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_safetensor_info *found)
 {
     int same = found->ndim == stream->ndim;
@@ -181,8 +181,9 @@ int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor,
     return code;
 }
 
-/* The first number that is below zero, or above `largest`, an infinity or less; sign, exponent and mantissa lie as IEEE
- * has them, so that NaN is above infinity. -0 is zero. */
+/* Returns the index of the first value that is negative or NaN, or infinite if must_be_finite, or `count` if there is
+ * none. Works on the bits: without the sign, IEEE numbers compare as integers, with NaN above infinity. -0 counts as
+ * zero. */
 static size_t find_bad(const void *piece, size_t count, const char *dtype, int must_be_finite)
 {
     size_t i = 0;

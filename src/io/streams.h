@@ -1,4 +1,4 @@
-/* What an optimizer stores for one tensor, as tensors of a safetensors file: docs/checkpoints.md has the layout. */
+/* What an optimizer stores for one tensor, as tensors of a safetensors file. docs/checkpoints.md has the layout. */
 #ifndef HALFSTEP_IO_STREAMS_H
 #define HALFSTEP_IO_STREAMS_H
 
@@ -10,42 +10,42 @@ typedef struct hstep_stream {
     char suffix[64]; /* "exp_avg", "exp_avg.scale", "weight.extra"; empty for a weight in a file of weights */
     const char *dtype;
     uint64_t ndim;
-    const uint64_t *shape; /* the caller's, or own_shape: a stream stays where it was made */
+    const uint64_t *shape; /* the caller's, or own_shape, so a stream must not be copied or moved */
     uint64_t own_shape[2];
-    int by_element;  /* one element for each of the tensor's */
-    int flat_scales; /* scales of a flattened tensor: their shape does not matter, only their number */
-    int nonnegative; /* neither NaN nor negative, */
-    int finite;      /* nor infinite */
-    int32_t state;   /* of the rule, -1 of a weight, */
-    int precise;     /* which has a finer format here than the recipe's */
+    int by_element;  /* 1: it has one element for each element of the tensor */
+    int flat_scales; /* 1: scales of a flattened tensor, whose number counts but not their shape */
+    int nonnegative; /* 1: values are neither NaN nor negative */
+    int finite;      /* 1: values are not infinite either */
+    int32_t state;   /* number of the rule's state; -1 for a weight */
+    int precise;     /* 1: the state has a finer format here than in the recipe */
     void *data;
     uint64_t bytes;
 } hstep_stream;
 
-/* A file that is read, and where its failures go. */
+/* A file being read, and the place of its error texts. */
 typedef struct hstep_source {
     halfstep_safetensors *file;
     const char *path;
     hstep_error *error;
 } hstep_source;
 
-/* The streams of a tensor beside its weight's own codes, those without a byte left out; shape: its sizes, or NULL for
- * what the optimizer knows. Fails where one has no memory yet. */
+/* Lists the streams of a tensor except its weight's codes and those without a byte. `shape` are the tensor's sizes, or
+ * NULL for those that the optimizer knows. Fails if a stream has no memory yet. */
 int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
                        const halfstep_rule_info *rule, const uint64_t *shape, hstep_stream streams[HSTEP_MAX_STREAMS],
                        int *count, hstep_error *error);
-/* The weight's codes. data may be NULL if there are none. */
+/* Describes the stream of the weight's codes at `data`, which may be NULL if there are none. */
 int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
                         const uint64_t *shape, void *data, const char *suffix, hstep_stream *stream,
                         hstep_error *error);
 
 int hstep_declare_stream(halfstep_safetensors_writer *writer, const char *tensor, const hstep_stream *stream,
                          hstep_error *error);
-/* Finds the stream in a file and judges dtype and shape. */
+/* Finds the stream in a file and checks its dtype and shape. */
 int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor, const hstep_stream *stream,
                       uint64_t *index);
-/* Reads values that may be neither NaN nor negative, and where must_be_finite not infinite either, through a buffer of
- * piece_bytes, and judges them. */
+/* Reads a tensor through a buffer of piece_bytes and fails if a value is NaN or negative. With must_be_finite, infinite
+ * values fail too. */
 int hstep_check_values(const hstep_source *source, uint64_t index, int must_be_finite, void *piece, size_t piece_bytes);
 
 #endif

@@ -13,11 +13,11 @@
 
 #include "io/json.h"
 
-/* For %llu and %llx, which uint64_t does not fit on every system. */
+/* Converts for %llu and %llx, because uint64_t is another type on some systems. */
 static inline unsigned long long ull(uint64_t value) { return value; }
 
-/* Where a caller wants the text of a failure. `not_found` tells "no such file" apart from other refusals, `incomplete`
- * that it was a file which a manifest promises. */
+/* The place for the text of a failure. `not_found` is 1 if a file does not exist. `incomplete` is 1 if the missing file
+ * is one that a manifest lists. */
 typedef struct hstep_error {
     char *text;
     size_t size;
@@ -31,8 +31,8 @@ static inline hstep_error hstep_make_error(char *text, size_t size)
     return error;
 }
 
-/* Returns code, so that a failure is one statement. Names come from files: bytes of characters that are not plain
- * become '?'. */
+/* Writes an error text and returns code, so that a failure is one statement. Names come from files, so the bytes of
+ * characters that are not plain become '?'. */
 __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *error, int code, const char *format,
                                                                    ...)
 {
@@ -80,7 +80,8 @@ static inline char *hstep_copy(const char *text)
     return copy;
 }
 
-/* Grows *array to hold one more than count elements. Returns 0 when memory is short, and leaves the array as it was. */
+/* Makes room in *array for one more than count elements and returns 1. Returns 0 when memory is short; *array is then
+ * unchanged. */
 static inline int hstep_grow(void **array, size_t count, size_t *capacity, size_t element)
 {
     if (count < *capacity) return 1;
@@ -130,7 +131,7 @@ static inline void hstep_append_number(hstep_buffer *buffer, uint64_t number)
     hstep_append_text(buffer, digits);
 }
 
-/* The text as a JSON string, quotes included. */
+/* Appends the text as a JSON string, with quotes. */
 static inline void hstep_append_json(hstep_buffer *buffer, const char *text)
 {
     hstep_append(buffer, "\"", 1);
