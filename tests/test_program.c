@@ -96,23 +96,24 @@ static void test_words(void)
         {2, "unknown option --qqqqqqqqqq", LM "--qqqqqqqqqq=3"},
         {2, "unknown option --a-word-that-is-longer-than-any-of-the-options-there-are",
          LM "--a-word-that-is-longer-than-any-of-the-options-there-are"},
-        {2, "--steps needs a value, it is empty", LM "--steps="},
-        {2, "--steps needs a value, it is empty", LM "--steps _"},
+        {2, "--steps has an empty value; write --steps N", LM "--steps="},
+        {2, "--steps has an empty value; write --steps N", LM "--steps _"},
         {2, "--steps needs a value: --steps N", LM "--steps --quiet"},
         {2, "--help takes no value", LM "--help=1"},
         {2, "--checkpoint DIR is missing", "generate --bytes 3"},
-        {2, "usage: halfstep inspect FILE|DIR [options]", "inspect --json"},
+        {2, "missing argument; usage: halfstep inspect FILE|DIR [options]", "inspect --json"},
         {2, "one argument too many: b", "inspect a b"},
         {2, "unexpected argument lm", "plan --params 1e6 lm"},
         {1, "--json: ", "inspect -- --json"},
         {1, "-: ", "inspect -"},
         {2, "--recipes names sgd/f32/f32 twice", "bench --recipes sgd/f32,sgd/f32"},
-        {2, "is too long for a recipe",
+        {2, "is too long for a recipe; it may have at most 63 characters",
          LM "--recipe adamw/bf16/int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8"},
         {2, "is not a recipe: ", LM "--recipe adamw/bf16//int8"},
         {2, "unknown state format \"\"", LM "--recipe adamw/bf16/+int8"},
         {2, "unknown rule \"qqqqqqqqqqqq\" (one of", LM "--recipe qqqqqqqqqqqq"},
-        {2, "names 2 state formats; sgd has 1 state to name one for", LM "--recipe sgd/f32/int8+int8 --momentum 0.5"},
+        {2, "names 2 state formats; sgd has 1 state that can be given one",
+         LM "--recipe sgd/f32/int8+int8 --momentum 0.5"},
         {2, "--keep needs --checkpoint DIR", LM "--keep 2"},
         {2, "--checkpoint-every needs --checkpoint DIR", LM "--checkpoint-every 2"},
         {2, "say the size of the model with one of", "plan --params 1e6 --width 8"},
@@ -387,7 +388,7 @@ static void test_resume(void)
         {1, "empty.safetensors", LM "--steps 2 --quiet --init empty.safetensors"},
         {2, "--depth is 2, but the config.json of --init base says 1; leave --depth out",
          LM "--depth 2 --steps 0 --quiet --init base"},
-        {1, "it holds something else than a log to continue", RESUME "base --steps 3 --log short"},
+        {1, "the file is not a log that can be continued", RESUME "base --steps 3 --log short"},
         {1, "cannot write the log base: ", RESUME "base --steps 3 --log base"},
     };
     REFUSE_ALL(table);
@@ -511,7 +512,7 @@ static void test_logs(void)
         size_t n = get_file("log.csv", (uint8_t *)after, sizeof after - 1);
         after[n] = 0;
         if (!table[i].kept) {
-            CHECK(status == 1 && strstr(program_errors, "it holds something else than a log to continue"), "%zu: %s", i,
+            CHECK(status == 1 && strstr(program_errors, "the file is not a log that can be continued"), "%zu: %s", i,
                   program_errors);
             CHECK(!strcmp(after, text), "%zu: the file has changed", i);
             continue;
