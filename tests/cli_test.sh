@@ -74,7 +74,7 @@ expect 1 'nowhere' inspect nowhere
 expect 1 'data/demo.txt' inspect "$data"
 # Kernels that are not there are refused by every command, and the library's choice is not taken instead.
 for isa in avx9 SCALAR scalar,avx2; do
-    HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa, .* there are: .*scalar" \
+    HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa, .* available: .*scalar" \
         train lm --data "$data" --log log.csv --checkpoint run
     HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa" info
 done

@@ -24,7 +24,7 @@ FAKE_CUDA_DRIVER=11040 expect 'bench: cuda: the NVIDIA driver speaks CUDA 11.4, 
 grep -q '^HALFSTEP_CUDA:BOOL=ON' "$build_dir/CMakeCache.txt" ||
     HALFSTEP_CUDA_IMAGE='' expect 'this build of halfstep has no device code: build it with' verify --device cuda
 HALFSTEP_CUDA_IMAGE=$scratch/none expect 'none cannot be read' verify --device cuda
-expect "there is no device 'tpu'" verify --device tpu
+expect "unknown device 'tpu'; known: cpu, cuda, cuda:N" verify --device tpu
 expect 'no GPU number 3: the driver shows 1' bench --device cuda:3
 echo "ok   what is missing is said in one line"
 
