@@ -6,10 +6,10 @@
     finetune.svg
 
 The model is a transformer over bytes, made of plain torch modules. torch.optim.AdamW trains it in
-fp32 on the first half of a text. From these weights it is fine-tuned on the text from there to the
-last tenth, once for each recipe and seed. torch's fp32 AdamW does the same with the same batches,
-as the reference. The last tenth of the text gives the validation loss. Differences to the reference
-are taken seed by seed.
+fp32 on the first half of a text. Each recipe then fine-tunes these weights on the rest of the text
+but its last tenth, once for each seed. As the reference, torch's fp32 AdamW does the same with the
+same batches. The last tenth of the text gives the validation loss. Differences to the reference are
+taken seed by seed.
 
 For a bf16 recipe, model.to(torch.bfloat16) casts the model. Weights, gradients, activations and
 states then have 16 bits or less, and nothing has a copy in fp32. The learning rate is that of a

@@ -61,8 +61,8 @@ static const char *const fixed_words[] = {
     "--eval-batches", "16",
 };
 
-/* Returns the type of the matrix products: bf16 if the processor has instructions for it, otherwise f32, because
- * emulated BF16 has a third of its speed. All five runs use one type, and the report names it. */
+/* Returns the type of the matrix products. It is bf16 if the processor has instructions for it. Otherwise it is f32,
+ * because emulated BF16 has a third of its speed. All five runs use one type, and the report names it. */
 static const char *compute_type(void)
 {
     char features[1024];

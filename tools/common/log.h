@@ -17,8 +17,8 @@ struct log_row {
 };
 
 /* Opens the log of train lm. If resumed < 0, it starts a new log, and an older log in the file is lost. Otherwise it
- * continues the log after step `resumed`: later rows, which a run wrote after its last checkpoint, are removed, and so
- * is a line cut off by a kill. A file that is not a log is refused. Returns NULL with one line in error. */
+ * continues the log after step `resumed`. It removes later rows, which a run wrote after its last checkpoint, and a
+ * line cut off by a kill. A file that is not a log is refused. Returns NULL with one line in error. */
 struct log *log_open(const char *path, int64_t resumed, char *error, size_t error_bytes);
 /* Appends a row. Returns 0, or -1 with errno set if the file system refuses. */
 int log_write(struct log *log, const struct log_row *row);
