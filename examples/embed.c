@@ -1,5 +1,5 @@
-/* Embedding halfstep: every byte belongs to the caller, and so do the threads. The library allocates no memory for
- * states and starts no thread; weights, gradients and states lie in one arena.
+/* Embeds halfstep in a program that owns every byte and every thread. The library allocates no memory for states and
+ * starts no thread. Weights, gradients and states lie in one arena.
  *
  *   cc embed.c -lhalfstep */
 #include <halfstep.h>
@@ -10,7 +10,7 @@
 
 enum { ROWS = 256, COLUMNS = 512, STEPS = 50 };
 
-/* A host that lends its own threads would hand the tasks to them; running them in a loop is allowed too. */
+/* Runs the n tasks in a loop. A host with threads of its own would hand the tasks to them. */
 static void run_tasks(void *host, halfstep_task task, void *argument, int64_t n)
 {
     *(int64_t *)host += n;
@@ -55,7 +55,7 @@ int main(void)
     for (size_t i = 0; i < n; i++) values[i] = 1;
     check(halfstep_write_slot(optimizer, tensor, HALFSTEP_SLOT_WEIGHT, weight, 0, ROWS, values), optimizer);
 
-    /* Half the squared distance to 0.5: its gradient is w - 0.5. */
+    /* The loss is half the squared distance to 0.5, so the gradient is w - 0.5. */
     for (int step = 0; step < STEPS; step++) {
         check(halfstep_read_slot(optimizer, tensor, HALFSTEP_SLOT_WEIGHT, weight, 0, ROWS, values), optimizer);
         for (size_t i = 0; i < n; i++) values[i] -= 0.5f;

@@ -5,15 +5,16 @@
     python examples/finetune.py --data FILE --recipes adamw/bf16-sr/int8,adamw/bf16 --seeds 5 --svg
     finetune.svg
 
-A transformer over bytes, made of plain torch modules, is trained in fp32 with torch.optim.AdamW on
-the first half of a text. From these weights it is fine-tuned on what follows, up to the last tenth,
-once for each recipe and seed, and by torch's fp32 AdamW with the same batches; the last tenth gives
-the validation loss. Differences to fp32 are taken seed by seed.
+The model is a transformer over bytes, made of plain torch modules. torch.optim.AdamW trains it in
+fp32 on the first half of a text. Each recipe then fine-tunes these weights on the rest of the text
+but its last tenth, once for each seed. As the reference, torch's fp32 AdamW does the same with the
+same batches. The last tenth of the text gives the validation loss. Differences to the reference are
+taken seed by seed.
 
-For a bf16 recipe the model is cast by model.to(torch.bfloat16), so that weights, gradients,
-activations and states are all 16-bit or less and there is no fp32 copy of anything. The learning
-rate is that of a fine-tune: so low that BF16 weights rounded to nearest, the recipe adamw/bf16,
-hardly move. It is there as a control."""
+For a bf16 recipe, model.to(torch.bfloat16) casts the model. Weights, gradients, activations and
+states then have 16 bits or less, and nothing has a copy in fp32. The learning rate is that of a
+fine-tune, which is low. BF16 weights that are rounded to nearest (the recipe adamw/bf16) hardly
+move at this rate; they are the control."""
 
 import argparse
 import copy
@@ -43,7 +44,7 @@ DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "data
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each behind a norm."""
+    """A layer: causal attention and a perceptron, each after a norm."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -65,7 +66,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Logits of the next byte."""
+    """Returns the logits of the next byte at every place of a window."""
 
     def __init__(self, width, depth, heads, context):
         super().__init__()
@@ -81,7 +82,7 @@ class Model(nn.Module):
 
 
 def loss_of(model, text, starts, context):
-    """Mean loss in nat per byte over the windows of `text` that begin at `starts`."""
+    """Returns the mean loss, in nat per byte, over the windows of `text` that begin at `starts`."""
     window = text[starts[:, None] + torch.arange(context + 1)].long()
     logits = model(window[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
@@ -97,8 +98,8 @@ def validate(model, text, options):
 
 
 def train(model, optimizer, text, steps, seed, options):
-    """Steps with a rate that rises over the first twentieth, then falls to a tenth. Gradients of
-    the last are left there."""
+    """Makes `steps` steps. The rate rises over the first twentieth of them, then falls to a tenth.
+    The gradients of the last step are kept, for held()."""
     batches = torch.Generator().manual_seed(seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -113,8 +114,8 @@ def train(model, optimizer, text, steps, seed, options):
 
 
 def held(model, optimizer):
-    """Bytes per parameter that tensors really take: weights with residuals and error codes,
-    gradients, states."""
+    """Returns the bytes per parameter that the tensors take: weights with residuals and error
+    codes, gradients, and states."""
     count = sum(p.numel() for p in model.parameters())
     found = {"weights": 0, "gradients": 0, "states": 0}
     for p in model.parameters():
@@ -127,7 +128,7 @@ def held(model, optimizer):
 
 
 def dtype_of(recipe):
-    """What the model is cast to for a recipe."""
+    """Returns the type to which the model is cast for a recipe."""
     weights = (recipe.split("/") + [""])[1]
     return (
         torch.bfloat16
@@ -139,7 +140,7 @@ def dtype_of(recipe):
 
 
 def summary(name, runs, reference):
-    """One row of the table from the runs of a recipe: (loss, bytes) by seed."""
+    """Returns a row of the table. `runs` and `reference` are the (loss, bytes) of each seed."""
     losses = [loss for loss, _ in runs]
     pairs = [loss - other for loss, (other, _) in zip(losses, reference)]
     spread, error = (
@@ -180,15 +181,16 @@ COLOURS = {"weights": "#4269d0", "gradients": "#efb118", "states": "#6cc5b0"}
 
 
 def svg(rows, caption):
-    """Differences with their standard errors on the left, bytes on the right. What lies far out is
-    an arrow at the edge."""
+    """Returns the figure of the table. The left side shows the differences with their standard
+    errors, the right side bytes. A difference that is too large for the axis is an arrow at the
+    edge."""
     line, top, left, middle, right = 30, 64, 190, 340, 590
     bottom = top + line * len(rows)
     spread = rows[0]["spread"] or 0.0
     sizes = sorted(abs(row["difference"]) + (row["error"] or 0) for row in rows)
     limit = max(
         1.1 * spread, 1.1 * sizes[len(sizes) * 3 // 4], 1e-4
-    )  # three quarters of the recipes fit
+    )  # three quarters of the recipes fit on the axis
     unit = 10.0 ** math.floor(math.log10(limit))
     limit = next(n * unit for n in (1, 2, 4, 6, 8, 10) if n * unit >= limit)
     most = max(row["bytes_per_param"]["total"] for row in rows)
@@ -273,38 +275,48 @@ def arguments():
         default=DEMO,
         help="any file, taken as bytes (default: the repository's data/demo.txt)",
     )
-    add("--recipes", default=",".join(RECIPES), help="names between commas (default: %(default)s)")
-    add("--seeds", type=int, default=3, help="runs of each recipe (%(default)s)")
+    add(
+        "--recipes",
+        default=",".join(RECIPES),
+        help="recipes, separated by commas (default: %(default)s)",
+    )
+    add(
+        "--seeds",
+        type=int,
+        default=3,
+        help="number of seeds, each a run of every recipe (%(default)s)",
+    )
     add(
         "--pretrain",
         type=int,
         default=1000,
         metavar="N",
-        help="steps before the fine-tune, in fp32 (%(default)s)",
+        help="steps of the pretraining, in fp32 (%(default)s)",
     )
     add("--steps", type=int, default=400, metavar="N", help="steps of the fine-tune (%(default)s)")
-    add("--lr", type=float, default=3e-5, help="of the fine-tune (%(default)s)")
-    add("--pretrain-lr", type=float, default=2e-3, help="(%(default)s)")
-    add("--weight-decay", type=float, default=0.01, help="(%(default)s)")
-    for name, default in (
-        ("width", 128),
-        ("depth", 3),
-        ("heads", 4),
-        ("context", 64),
-        ("batch", 16),
+    add("--lr", type=float, default=3e-5, help="learning rate of the fine-tune (%(default)s)")
+    add("--pretrain-lr", type=float, default=2e-3, help="that of the pretraining (%(default)s)")
+    add("--weight-decay", type=float, default=0.01, help="weight decay (%(default)s)")
+    for name, default, what in (
+        ("width", 128, "width of the model"),
+        ("depth", 3, "number of layers"),
+        ("heads", 4, "number of attention heads"),
+        ("context", 64, "context length in bytes"),
+        ("batch", 16, "windows in a batch"),
     ):
-        add(f"--{name}", type=int, default=default, help="(%(default)s)")
-    add("--threads", type=int, default=0, help="of torch and of halfstep (torch's default)")
-    add("--json", action="store_true", help="one JSON object instead of the table")
-    add("--svg", metavar="FILE", help="a figure of the table")
+        add(f"--{name}", type=int, default=default, help=f"{what} (%(default)s)")
+    add("--threads", type=int, default=0, help="number of threads (0: torch's default)")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--svg", metavar="FILE", help="write a figure of the table to FILE")
     options = parser.parse_args()
     for name in ("seeds", "pretrain", "steps", "width", "depth", "heads", "context", "batch"):
         if getattr(options, name) < (0 if name == "pretrain" else 1):
-            parser.error(f"--{name} {getattr(options, name)}: too small")
+            least = 0 if name == "pretrain" else 1
+            parser.error(f"--{name} {getattr(options, name)}: it must be at least {least}")
     if options.width % options.heads:
-        parser.error(f"--width {options.width} is no multiple of --heads {options.heads}")
+        parser.error(f"--width {options.width} must be a multiple of --heads {options.heads}")
     if options.svg and not os.path.isdir(os.path.dirname(options.svg) or "."):
-        parser.error(f"--svg: no such folder: {os.path.dirname(options.svg)}")
+        parser.error(f"--svg: the folder {os.path.dirname(options.svg)} does not exist")
     try:
         import halfstep
     except ImportError as error:
@@ -326,8 +338,8 @@ def arguments():
         text = torch.empty(0)
     if len(text) < 20 * (options.context + 2):
         parser.error(
-            f"--data: {options.data} has {len(text)} bytes; at least {20 * (options.context + 2)}"
-            " are needed"
+            f"--data: {options.data} has {len(text)} bytes; it must have at least"
+            f" {20 * (options.context + 2)}"
         )
     return options, recipes, text
 

@@ -1,7 +1,9 @@
-/* Data parallel training with the optimizer's states shared out (ZeRO-1), by MPI: the weights are the same bits for any
- * number of processes, because gradients are added in a fixed order and everything else that is agreed on is a sum of
- * integers. A small network learns a function; weights are BF16 with residuals, states 8 bits, the rule needs norms of
- * whole tensors, and gradients are clipped by the norm of all of them.
+/* Data parallel training by MPI, with the optimizer's states shared out over the ranks (ZeRO-1). The weights have the
+ * same bits for any number of ranks, because gradients are added in a fixed order and all else that is exchanged is a
+ * sum of integers.
+ *
+ * A small network learns a function. Its weights are BF16 with residuals, its states have 8 bits. The rule needs norms
+ * of whole tensors, and the gradients are clipped by their total norm.
  *
  *   mpicc mpi.c -lhalfstep -lm
  *   mpirun -n 3 ./a.out */
@@ -23,9 +25,9 @@ static const struct {
 
 static halfstep_optimizer *optimizer;
 static int rank, ranks;
-static uint16_t stored[TENSORS][MOST]; /* whole weights, BF16 */
+static uint16_t stored[TENSORS][MOST]; /* whole weights, in BF16 */
 static float values[TENSORS][MOST];
-static float gradients[PARTS][TENSORS][MOST]; /* of each part of the batch */
+static float gradients[PARTS][TENSORS][MOST]; /* for each part of the batch */
 
 static void check(int code)
 {
@@ -34,7 +36,8 @@ static void check(int code)
     MPI_Abort(MPI_COMM_WORLD, 1);
 }
 
-/* Rows 0 .. rows of a tensor are cut into a stretch for each rank; any cut will do that splits no block of a format. */
+/* Returns the first row of rank `of`. Each rank has a stretch of a tensor's rows. Any cut will do that splits no block
+ * of a format. */
 static int first_row(int tensor, int of) { return shapes[tensor].rows * of / ranks; }
 static int own_rows(int tensor, int of) { return first_row(tensor, of + 1) - first_row(tensor, of); }
 
@@ -53,7 +56,7 @@ static void build(void)
     check(halfstep_set_hyper(optimizer, group, "lr", 0.02));
     check(halfstep_set_hyper(optimizer, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
     for (int i = 0; i < TENSORS; i++) {
-        /* A rank without rows says so by n_columns alone. */
+        /* n_columns is set even for a rank without rows, because it tells such a part from a whole tensor. */
         halfstep_tensor t = {.struct_size = sizeof t,
                              .group = group,
                              .name = shapes[i].name,
@@ -75,7 +78,7 @@ static void build(void)
     }
 }
 
-/* Every rank gets every row, as fp32 values too. */
+/* Sends the rows of every rank to all ranks, and converts the weights to fp32. */
 static void gather_weights(void)
 {
     for (int i = 0; i < TENSORS; i++) {
@@ -90,7 +93,7 @@ static void gather_weights(void)
     }
 }
 
-/* Gradients of one part of the batch, of a network that learns to square its inputs. */
+/* Computes the gradients of one part of the batch. The network learns to square its inputs. */
 static void backward(int step, int part)
 {
     uint64_t random = (uint64_t)(step * PARTS + part);
@@ -117,7 +120,7 @@ static void backward(int step, int part)
     }
 }
 
-/* Sums of all ranks. Statistics are integers, so the order does not matter. */
+/* Adds up statistics over all ranks. They are integers, so the order does not matter. */
 static void add_over_ranks(int64_t *statistics, int64_t n)
 {
     MPI_Allreduce(MPI_IN_PLACE, statistics, (int)n, MPI_INT64_T, MPI_SUM, MPI_COMM_WORLD);
@@ -127,13 +130,14 @@ static void step(int number)
 {
     void *weights[TENSORS];
     const void *sums[TENSORS];
-    /* Part p is computed by rank p * ranks / PARTS, and handed to all. A large model sends rows to their owners. */
+    /* Rank p * ranks / PARTS computes part p and sends it to all ranks. With a large model it would send each row to
+     * the owner of the row. */
     for (int part = 0; part < PARTS; part++) {
         int of = part * ranks / PARTS;
         if (of == rank) backward(number, part);
         MPI_Bcast(gradients[part], TENSORS * MOST, MPI_FLOAT, of, MPI_COMM_WORLD);
     }
-    /* 0 + 1, 2 + 3, ...; then 01 + 23, ...: the same additions whoever makes them. */
+    /* Adds 0 + 1, 2 + 3, ...; then 01 + 23, ... The additions are the same for any number of ranks. */
     for (int width = 1; width < PARTS; width *= 2)
         for (int part = 0; part < PARTS; part += 2 * width)
             for (int k = 0; k < TENSORS * MOST; k++)
@@ -147,9 +151,9 @@ static void step(int number)
     int64_t n = halfstep_statistics_count(optimizer, &call), norms = halfstep_norms_offset(optimizer, &call);
     call.statistics = calloc((size_t)n, sizeof *call.statistics);
     if (!call.statistics) MPI_Abort(MPI_COMM_WORLD, 1);
-    check(halfstep_run_begin(optimizer, &call)); /* what is finite, the norm */
+    check(halfstep_run_begin(optimizer, &call)); /* statistics: are all gradients finite, and their norm */
     add_over_ranks(call.statistics, n);
-    check(halfstep_run_norms(optimizer, &call)); /* what the rule needs of whole tensors */
+    check(halfstep_run_norms(optimizer, &call)); /* statistics: the norms of whole tensors that the rule needs */
     add_over_ranks(call.statistics + norms, n - norms);
     check(halfstep_run_finish(optimizer, &call));
     free(call.statistics);

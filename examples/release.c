@@ -1,5 +1,6 @@
-/* Gradient release: each layer's weights are stepped as soon as the backward pass has its gradient, so that one buffer,
- * the size of the largest layer, serves all gradients. A deep linear network y = W8 ... W1 x learns the identity.
+/* Gradient release: the weights of a layer are stepped as soon as the backward pass has the gradient of the layer. One
+ * buffer, the size of the largest layer, therefore serves all gradients. A deep linear network y = W8 ... W1 x learns
+ * the identity.
  *
  *   cc release.c -lhalfstep -lm */
 #include <halfstep.h>
@@ -12,7 +13,7 @@
 enum { LAYERS = 8, WIDTH = 32, STEPS = 400 };
 
 static float weights[LAYERS][WIDTH][WIDTH], gradient[WIDTH][WIDTH];
-static float at[LAYERS + 1][WIDTH]; /* activations; then, from the top down, their gradients in `back` */
+static float at[LAYERS + 1][WIDTH]; /* activations of each layer; at[0] is the input */
 
 static void check(int result, const halfstep_optimizer *optimizer)
 {
@@ -28,6 +29,7 @@ static float uniform(void)
     return (float)(state >> 8) * 0x1p-23f - 1.0f;
 }
 
+/* Computes the activations and returns the loss. */
 static float forward(void)
 {
     float loss = 0;
@@ -41,7 +43,8 @@ static float forward(void)
     return loss;
 }
 
-/* Layer l's gradient exists only between its own two loops. */
+/* Computes the gradients from the last layer to the first, and steps each layer at once. A layer's gradient is
+ * overwritten by that of the next. */
 static void backward_and_step(halfstep_optimizer *optimizer)
 {
     float back[WIDTH], below[WIDTH];
@@ -63,7 +66,7 @@ static void backward_and_step(halfstep_optimizer *optimizer)
         check(halfstep_run(optimizer, &call), optimizer);
         for (int j = 0; j < WIDTH; j++) back[j] = below[j];
     }
-    /* Schedules and the norm for delayed clipping advance once per round. */
+    /* Ends the round. Schedules and the norm for delayed clipping advance once per round. */
     halfstep_call round = {.struct_size = sizeof round, .kind = HALFSTEP_CALL_ROUND};
     check(halfstep_run(optimizer, &round), optimizer);
 }

@@ -1,6 +1,6 @@
-/* A trainer that may be killed at any instant: it saves every few steps, and when it is started again it goes on where
- * the last checkpoint was made, with the bits of a run that was never stopped. A small network learns a function; its
- * weights are BF16 with residuals, its states 8 bits.
+/* A trainer that may be killed at any instant. It saves every few steps. When it is started again, it continues from
+ * the last checkpoint and computes the bits of a run that was never stopped. A small network learns a function; its
+ * weights are BF16 with residuals, its states have 8 bits.
  *
  *   cc resume.c -lhalfstep_io -lhalfstep -lm
  *   ./a.out run 2000            kill it, start it again, as often as you like */
@@ -34,14 +34,14 @@ static void check(int code, const char *error)
     exit(1);
 }
 
-/* Uniform in -1 .. 1, from a state that the caller keeps. */
+/* Returns a random number from -1 to 1, and advances the state. */
 static float uniform(uint64_t *state)
 {
     *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
     return (float)(*state >> 40) * 0x1p-23f - 1.0f;
 }
 
-/* Always the same optimizer: a checkpoint keeps what steps have made of it. */
+/* Builds the optimizer, the same at every start. A checkpoint holds only what the steps have changed. */
 static void build(void)
 {
     halfstep_options options = {.struct_size = sizeof options, .seed = 1};
@@ -69,7 +69,8 @@ static void build(void)
     }
 }
 
-/* Gradients of the mean squared error over a batch that follows from the step: so a run knows its place in the data. */
+/* Computes the gradients of the mean squared error over a batch, and returns the error. The batch follows from the
+ * step, so a resumed run continues with the right data. */
 static double backward(uint64_t step)
 {
     uint64_t random = step;
@@ -109,7 +110,7 @@ static void save(const char *dir, uint64_t step)
     if (*error) fprintf(stderr, "%s\n", error); /* a note */
 }
 
-/* The step to go on with: 0 where there is no checkpoint. */
+/* Loads the last checkpoint and returns its step, or 0 if there is none. */
 static uint64_t resume(const char *dir)
 {
     halfstep_checkpoint *checkpoint;
@@ -132,7 +133,7 @@ static uint64_t hash_bytes(uint64_t hash, const void *data, uint64_t bytes)
     return hash;
 }
 
-/* Of every stored bit. */
+/* Returns a hash of every stored bit of weights and states. */
 static uint64_t fingerprint(void)
 {
     uint64_t hash = UINT64_C(0xcbf29ce484222325);

@@ -1,12 +1,13 @@
-/* Copy this to src/formats/NAME.h, rename, add FORMAT(id, NAME) to src/formats/formats.def and an include to
- * src/formats/formats.h, which says what the row below means (docs/adding.md).
+/* Copy this to src/formats/NAME.h and rename. Add FORMAT(id, NAME) to src/formats/formats.def and an include to
+ * src/formats/formats.h, which explains the row below (docs/adding.md).
  *
- * Say here the byte layout, the rounding and the worst-case error. This one is a block format: 8-bit linear codes, code
- * = floor((round(x * 65536 / s) + r) / 65536) with r the element's 16 random bits (2^15 for nearest), decode code * s,
- * s = BF16, rounded up, of max |x| / 127. Error at most s/2 to nearest, below s stochastic. It has no place in the
- * library: linear codes of a second moment round small elements to zero.
+ * Say here what the byte layout, the rounding and the worst-case error are. This example is a block format with linear
+ * 8-bit codes. The code of x is floor((round(x * 65536 / s) + r) / 65536), where r is the element's 16 random bits
+ * (2^15 for rounding to nearest). It is decoded as code * s. The scale s is max |x| / 127 of the block, rounded up to
+ * BF16. The error is at most s/2 to nearest, and below s with stochastic rounding. The format has no place in the
+ * library, because linear codes of a second moment round small elements to zero.
  *
- * An element format has three functions instead, NAME_decode, NAME_encode and NAME_apply: see src/formats/bf16_sr.h. */
+ * An element format has three functions instead: NAME_decode, NAME_encode and NAME_apply. See src/formats/bf16_sr.h. */
 #ifndef HSTEP_SKELETON_FORMAT_H
 #define HSTEP_SKELETON_FORMAT_H
 
@@ -15,8 +16,8 @@
     roles = SIGNED | NONNEG, code_bits = 8, block = 32, stochastic = 1, root = 1
 /* clang-format on */
 
-/* From the largest stashed magnitude of each block (one per lane) to its scale, an fp32 pattern with the low half
- * zero. */
+/* Returns the scale of each block (one per lane) from its largest stashed magnitude. The scale is an fp32 pattern whose
+ * low half is zero. */
 V_OP vi skeleton_scale(vf maximum, const int nonneg)
 {
     vf step = v_mul(maximum, v_set(nonneg ? 1.0f / 255.0f : 1.0f / 127.0f));
@@ -24,14 +25,14 @@ V_OP vi skeleton_scale(vf maximum, const int nonneg)
     return vi_select(v_lt(maximum, v_set(0x1p-119f)), vi_set(0), up);
 }
 
-/* What the codes are multiplied by; one division per block. */
+/* Returns the factor from stashed values to codes. There is one division per block. */
 V_OP vf skeleton_inverse(vi scale, const int nonneg)
 {
     (void)nonneg;
     return v_div0(v_set(65536.0f), v_from_bits(scale));
 }
 
-/* What is kept in fp32 until the block's scale is known. */
+/* Returns what is kept of x in fp32 until the scale of its block is known. */
 V_OP vf skeleton_stash(vf x, const int nonneg)
 {
     (void)nonneg;

@@ -1,20 +1,21 @@
-/* Copy this to src/rules/NAME.h, rename, and name it in src/rules/rules.def and rules.h (docs/adding.md).
+/* Copy this to src/rules/NAME.h and rename. Name it in src/rules/rules.def and rules.h (docs/adding.md).
  *
- * Say here what the rule is, the paper, and the equations as they are computed. This one is Signum (Bernstein et al.
- * 2018):
+ * Say here what the rule is, which paper it is from, and how the equations are computed. This example is Signum
+ * (Bernstein et al. 2018):
  *
  *   m = b m + (1 - b) g        d = lr * sign(m) + decay * w
  *
- * State: m, signed, starts at zero. */
+ * It has one state, m, which is signed and starts at zero. */
 #ifndef HSTEP_SKELETON_RULE_H
 #define HSTEP_SKELETON_RULE_H
 
 #include "rules/rule.h"
 
-/* The constants of the kernel, and, named after the function prefix, how many there are. */
+/* The constants of the kernel. The last member, named after the function prefix, is their number. */
 enum { SKELETON_BETA, SKELETON_NEW, SKELETON_LR, SKELETON_DECAY, skeleton_constants };
 
-/* On the host, in double; every constant is rounded to fp32 once. p->hyper[] is in the order of HYPER in the row. */
+/* Computes the constants on the host, in double, and rounds each to fp32 once. p->hyper[] is in the order of HYPER in
+ * the row. */
 HSTEP_INLINE void skeleton_prepare(float *k, struct hstep_prepare *p)
 {
     k[SKELETON_BETA] = (float)p->hyper[0];
@@ -23,7 +24,8 @@ HSTEP_INLINE void skeleton_prepare(float *k, struct hstep_prepare *p)
     k[SKELETON_DECAY] = (float)p->decay;
 }
 
-/* In the kernel: v_... only (src/vec/README.md). Returns the change d; the weight format computes w - d. */
+/* Runs in the kernel, so it uses v_... only (src/vec/README.md). Returns the change d, which the weight format
+ * subtracts from w. */
 V_OP vf skeleton_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     (void)mode; /* only rules with a second moment can impose its bound */
@@ -31,7 +33,7 @@ V_OP vf skeleton_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return v_add(v_mul(k[SKELETON_LR], v_sign(s[0])), v_mul(k[SKELETON_DECAY], w));
 }
 
-/* The row: src/rules/row.h says what its words mean. */
+/* The row. src/rules/row.h explains its words. */
 #define skeleton_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                 \
     RULE("signum", ELEMENTWISE, WHOLE, CAUTIOUS(SKELETON_DECAY), .label = "Signum",                        \
          .title = "Signum (Bernstein et al. 2018)", .lr = 1e-3, .decay = "l2", .keeps = "momentum_buffer") \

@@ -45,7 +45,7 @@ expect 2 'cannot store exp_avg_sq' train lm --data "$data" --recipe adamw/bf16/b
 expect 2 'names 4 state formats; adamw has 3' train lm --data "$data" --recipe adamw/bf16/int8+int8+int8+int8
 expect 2 'names 2 state formats; adan has 4' train lm --data "$data" --recipe adan/bf16/int8+int8
 expect 2 'cannot store previous of adan, which is a gradient' train lm --data "$data" --recipe adan/bf16/int8+int8+int8+int8
-expect 2 'names 2 state formats; schedulefree has 1 state to' train lm --data "$data" --recipe schedulefree/bf16/int8+int8
+expect 2 'names 2 state formats; schedulefree has 1 state that' train lm --data "$data" --recipe schedulefree/bf16/int8+int8
 expect 2 'multiple of 4 heads' train lm --data "$data" --width 30 --heads 4
 expect 2 'beta1 = 1 is not in' train lm --data "$data" --beta1 1
 expect 2 'no such hyper-parameter, did you mean beta' train lm --data "$data" --hyper beta3=0.5
@@ -65,7 +65,7 @@ expect 2 'prodigy/f32/f32 needs the gradients of all' plan --params 7e9 --releas
 expect 2 'prodigy needs the gradients of all' plan --params 7e9 --release --rule prodigy
 expect 1 'nowhere' train lm --data nowhere
 expect 1 'nowhere: No such file or directory; elsewhere: No such file or directory' train lm --data nowhere "$data" --data elsewhere
-expect 2 'a name with a line break' train lm --data "$data" $'a\nb'
+expect 2 '--data: .* contains a line break; rename the file' train lm --data "$data" $'a\nb'
 expect 1 'cannot create directory' train lm --data "$data" --checkpoint nowhere/run
 expect 1 'cannot write the log nowhere/log.csv' train lm --data "$data" --log nowhere/log.csv
 expect 1 'no checkpoint in nowhere' train lm --data "$data" --checkpoint nowhere --resume
@@ -74,7 +74,7 @@ expect 1 'nowhere' inspect nowhere
 expect 1 'data/demo.txt' inspect "$data"
 # Kernels that are not there are refused by every command, and the library's choice is not taken instead.
 for isa in avx9 SCALAR scalar,avx2; do
-    HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa, .* there are: .*scalar" \
+    HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa, .* available: .*scalar" \
         train lm --data "$data" --log log.csv --checkpoint run
     HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa" info
 done

@@ -24,14 +24,14 @@ FAKE_CUDA_DRIVER=11040 expect 'bench: cuda: the NVIDIA driver speaks CUDA 11.4, 
 grep -q '^HALFSTEP_CUDA:BOOL=ON' "$build_dir/CMakeCache.txt" ||
     HALFSTEP_CUDA_IMAGE='' expect 'this build of halfstep has no device code: build it with' verify --device cuda
 HALFSTEP_CUDA_IMAGE=$scratch/none expect 'none cannot be read' verify --device cuda
-expect "there is no device 'tpu'" verify --device tpu
+expect "unknown device 'tpu'; known: cpu, cuda, cuda:N" verify --device tpu
 expect 'no GPU number 3: the driver shows 1' bench --device cuda:3
 echo "ok   what is missing is said in one line"
 
 export HALFSTEP_CUDA_IMAGE=$fake/image
 FAKE_CUDA_DEVICES=2 "$halfstep" info >info
 grep -q 'cuda:1, Fake GPU 1, compute capability 9.0, 3 multiprocessors, 1.1 GB' info || fail "info does not show the GPUs"
-grep -q 'driver of CUDA 12.0 or newer wanted, 12.8 found' info || fail "info does not show the drivers"
+grep -q 'driver of CUDA 12.0 or newer, 12.8 found' info || fail "info does not show the drivers"
 FAKE_CUDA_DEVICES=2 "$halfstep" info --json >info.json
 python3 -c 'import json; c = json.load(open("info.json"))["cuda"]; assert len(c["gpus"]) == 2 and c["minimum_driver"] == 12000, c' ||
     fail "info --json does not show the GPUs"

@@ -111,7 +111,7 @@ refused 2 "use --lr" $there --hyper lr=1
 refused 2 "no such hyper-parameter" $there --data plain --hyper beta9=1
 refused 2 "at least 1" $there --batch 0
 refused 2 "unknown option --width" $there --width 4
-refused 2 "there are: lm, mnist" train rnn
+refused 2 "known: lm, mnist" train rnn
 # A run that diverges says so, and its status.
 code=0
 "$halfstep" train mnist --data plain --recipe sgd/f32 --lr 1e6 --epochs 50 --quiet >out.txt 2>err.txt || code=$?
@@ -185,7 +185,7 @@ refused 2 "--batch: \"many\" is not a number of images" $there --batch 128,many
 refused 2 "--batch: 128 is there twice" $there --batch 128,128
 refused 2 "twice" $there --recipes adamw/f32,adamw/f32/f32
 refused 2 "same for all" $there --recipes adamw/f32,adamw/f32:epochs=2
-refused 2 "there are: lm, mnist" compare rnn
+refused 2 "known: lm, mnist" compare rnn
 [ ! -e nothing ] || fail "a refused comparison left something behind"
 for words in "train mnist" "compare mnist"; do
     "$halfstep" $words --help >help.txt || fail "$words --help: status $?"

@@ -196,7 +196,7 @@ files_in_the_way_stay() {
     refused 1 'run/config.json is in the way' "${small[@]}" --steps 2 --checkpoint run
     [ "$(cat run/config.json)" = mine ] || bad "it was replaced"
     echo "to be, or not to be" >book.txt
-    refused 1 'book.txt: it holds something else than a log' "${small[@]}" --steps 2 --log book.txt
+    refused 1 'book.txt: the file exists and is not a log' "${small[@]}" --steps 2 --log book.txt
     [ "$(cat book.txt)" = "to be, or not to be" ] || bad "the book was overwritten"
     lm --steps 2 --log log.csv >out && lm --steps 2 --log log.csv >out || bad "a log cannot be written again"
 }

@@ -66,5 +66,5 @@ for shell in bash zsh fish; do
     ! command -v "$shell" >/dev/null || "$shell" -n script || fail "$shell does not take its script"
 done
 ! "$halfstep" completion tcsh >out 2>err || fail "completion tcsh"
-grep -q "no shell 'tcsh'" err || fail "completion tcsh: $(cat err)"
+grep -q "unknown shell 'tcsh'; known: bash, zsh, fish" err || fail "completion tcsh: $(cat err)"
 echo "ok   scripts for three shells"

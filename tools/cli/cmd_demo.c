@@ -22,25 +22,30 @@ struct demo_options {
 
 static const struct option rows[] = {
     {"data", OPTION_STRING, offsetof(struct demo_options, data), "FILE", NULL, 0, 0, 0, NULL,
-     "any file to learn from (default: three plays by Shakespeare that come with the program)"},
+     "training text, any file (default: three plays by Shakespeare that come with the program)"},
     {"out", OPTION_STRING, offsetof(struct demo_options, out), "DIR", "halfstep-demo", 0, 0, 0, NULL,
-     "folder for the report"},
+     "folder of the report"},
     {"threads", OPTION_INTEGER, offsetof(struct demo_options, threads), "N", "0", 0, 1024, 0, NULL,
-     "0: HALFSTEP_THREADS, OMP_NUM_THREADS or all processors"},
+     "number of threads; 0: HALFSTEP_THREADS, OMP_NUM_THREADS or all processors"},
     {"seed", OPTION_SEED, offsetof(struct demo_options, seed), "N", "1", 0, 0, 0, NULL,
-     "of first weights, data order and rounding"},
-    {"quiet", OPTION_FLAG, offsetof(struct demo_options, quiet), NULL, NULL, 0, 0, 0, NULL, "no progress on stderr"},
+     "seed of initial weights, data order and stochastic rounding"},
+    {"quiet", OPTION_FLAG, offsetof(struct demo_options, quiet), NULL, NULL, 0, 0, 0, NULL,
+     "print no progress on stderr"},
     OPTION_JSON(struct demo_options),
 };
 
-static const char notes[] = "At a learning rate of 1e-5 most updates are smaller than half the distance between two "
-                            "BF16 numbers, so weights that are\n"
-                            "rounded to nearest hardly move. The same 16 bits with stochastic rounding, or with a "
-                            "residual beside them, follow fp32.\n"
-                            "The demo ends with status 1 if nearest is not at least 0.3 nat behind fp32, or another "
-                            "recipe not within 0.03 nat of it.\n";
+static const char notes[] =
+    "At a learning rate of 1e-5 most updates are smaller than half the distance between two BF16 numbers. Weights\n"
+    "that are rounded to nearest therefore hardly move. The same 16 bits with stochastic rounding (bf16-sr), or with\n"
+    "a residual beside them (bf16-kahan), follow fp32.\n"
+    "\n"
+    "Exit status: 1 if rounding to nearest ends less than 0.3 nat above fp32, or another recipe more than 0.03 nat\n"
+    "from it.\n"
+    "\n"
+    "  halfstep demo --out report\n";
 
-/* Wide and shallow: at a fixed rate, width is what makes the loss fall fast, and depth only costs time. */
+/* The model is wide and shallow. At a fixed learning rate, width makes the loss fall fast, and depth only costs
+ * time. */
 static const char *const fixed_words[] = {
     "--recipes",      "adamw/f32,adamw/bf16,adamw/bf16-sr,adamw/bf16-kahan,adamw/bf16-sr/int8",
     "--expect",       "adamw/bf16>0.3,adamw/bf16-sr~0.03,adamw/bf16-kahan~0.03,adamw/bf16-sr/int8~0.03",
@@ -56,8 +61,8 @@ static const char *const fixed_words[] = {
     "--eval-batches", "16",
 };
 
-/* BF16 products where the processor has instructions for them; elsewhere they are emulated, at a third of the speed of
- * fp32. It is one type for all five runs either way, and the report names it. */
+/* Returns the type of the matrix products. It is bf16 if the processor has instructions for it. Otherwise it is f32,
+ * because emulated BF16 has a third of its speed. All five runs use one type, and the report names it. */
 static const char *compute_type(void)
 {
     char features[1024];
@@ -65,7 +70,8 @@ static const char *compute_type(void)
     return strstr(features, "bf16") ? "bf16" : "f32";
 }
 
-/* The demo's text, from where the program was built or installed: build/../data, bin/../share/halfstep. 0, or -1. */
+/* Finds the demo's text beside the program: in ../data of a build or in ../share/halfstep of an installation. Returns 0
+ * or -1. */
 static int find_text(char *path, size_t path_bytes)
 {
     static const char *const places[] = {"../data/demo.txt", "../share/halfstep/demo.txt"};
@@ -79,7 +85,7 @@ static int find_text(char *path, size_t path_bytes)
     for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
         int length = snprintf(path, path_bytes, "%s%s", program, places[i]);
         if (length <= 0 || (size_t)length >= path_bytes || access(path, R_OK) != 0) continue;
-        /* Shorter to read in the report; the unresolved path serves as well. */
+        /* The resolved path is shorter to read in the report. The other one serves as well. */
         char *resolved = realpath(path, NULL);
         if (resolved && strlen(resolved) < path_bytes) strcpy(path, resolved);
         free(resolved);
@@ -93,8 +99,8 @@ int cmd_demo(int argc, char **argv)
     static const struct command command = {
         "demo",
         "[options]",
-        "Trains a small language model five times, with fp32 and with BF16 weights rounded "
-        "in four ways, and reports who keeps up.",
+        "Trains a small language model with fp32 weights and under four recipes with BF16 weights, and reports which "
+        "of them keep up with fp32.",
         notes,
         0,
         0};

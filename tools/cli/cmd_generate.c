@@ -23,24 +23,28 @@ struct generate {
 
 static const struct option rows[] = {
     {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, OPTION_REQUIRED, NULL,
-     "what train lm --checkpoint saved"},
+     "checkpoint of the model, saved by train lm --checkpoint DIR"},
     {"prompt", OPTION_STRING, AT(prompt), "TEXT", "", 0, 0, 0, NULL, "text to continue"},
-    {"bytes", OPTION_INTEGER, AT(bytes), "N", "200", 0, 1 << 24, 0, NULL, "how many bytes to write"},
-    {"temperature", OPTION_NUMBER, AT(temperature), "X", "0.8", 0, 100, 0, NULL, "0 always takes the likeliest byte"},
-    {"seed", OPTION_SEED, AT(seed), "N", "1", 0, 0, 0, NULL, "of the choices"},
-    {"threads", OPTION_INTEGER, AT(threads), "N", "0", 0, 1024, 0, NULL, "0: as many as there are processors"},
+    {"bytes", OPTION_INTEGER, AT(bytes), "N", "200", 0, 1 << 24, 0, NULL, "number of bytes to generate"},
+    {"temperature", OPTION_NUMBER, AT(temperature), "X", "0.8", 0, 100, 0, NULL,
+     "sampling temperature; 0: always the likeliest byte"},
+    {"seed", OPTION_SEED, AT(seed), "N", "1", 0, 0, 0, NULL, "seed of the sampling"},
+    {"threads", OPTION_INTEGER, AT(threads), "N", "0", 0, 1024, 0, NULL,
+     "number of threads; 0: as many as there are processors"},
     OPTION_JSON(struct generate),
 };
 
 static const struct command command = {
     "generate",
     "--checkpoint DIR [options]",
-    "Continues a text with a trained model. Computes in fp32 from the stored weights: the same bytes on every machine.",
-    NULL,
+    "Continues a text with a trained language model. The model computes in fp32 from the stored weights, so every "
+    "machine writes the same bytes.",
+    "  halfstep generate --checkpoint run --prompt 'To be' --bytes 500\n",
     0,
     0};
 
-static int averages(const halfstep_checkpoint *checkpoint)
+/* Returns 1 if the checkpoint's rule evaluates an average of the weights that it trains. */
+static int uses_averages(const halfstep_checkpoint *checkpoint)
 {
     const char *recipe = halfstep_checkpoint_value(checkpoint, "recipe");
     struct recipe_parts parts;
@@ -49,7 +53,7 @@ static int averages(const halfstep_checkpoint *checkpoint)
     return halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && rule.average;
 }
 
-/* Where the rule speaks with an average of what it trains: in fp32. */
+/* Loads the averages that the rule evaluates, in fp32. Returns 0, or -1 with one line in error. */
 static int load_averages(const char *checkpoint, const struct lm_config *shape, struct lm_weight *weights, char *error,
                          size_t error_bytes)
 {
@@ -67,7 +71,7 @@ static int load_averages(const char *checkpoint, const struct lm_config *shape, 
     return bad ? -1 : 0;
 }
 
-/* In the type they are stored in. */
+/* Loads the weights in the types in which they are stored. Returns 0, or -1 with one line in error. */
 static int load_weights(const struct model_tensors *model, const struct lm_config *shape, struct lm_weight *weights,
                         char *error, size_t error_bytes)
 {
@@ -156,8 +160,8 @@ static int generate(const struct generate *g)
         tensors = lm_tensor_count(&shape);
         weights = calloc((size_t)tensors, sizeof *weights);
         if (!weights) snprintf(error, sizeof error, "out of memory");
-        else if ((averages(checkpoint) ? load_averages(g->checkpoint, &shape, weights, error, sizeof error)
-                                       : load_weights(&model, &shape, weights, error, sizeof error)) == 0)
+        else if ((uses_averages(checkpoint) ? load_averages(g->checkpoint, &shape, weights, error, sizeof error)
+                                            : load_weights(&model, &shape, weights, error, sizeof error)) == 0)
             status = write_text(g, &shape, weights, error, sizeof error);
     }
     for (int i = 0; weights && i < tensors; i++) free((void *)weights[i].data);

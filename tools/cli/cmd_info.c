@@ -17,8 +17,10 @@ static const struct option rows[] = {OPTION_JSON(struct info)};
 static const struct command command = {
     "info",
     "[--json]",
-    "Tells what this processor offers, which kernels and how many threads are in use, and every rule and format.",
-    "HALFSTEP_ISA and HALFSTEP_THREADS in the environment override the choice of kernels and threads.\n",
+    "Lists the features of the processor, the kernels and threads in use, the GPUs, and all rules and formats.",
+    "The environment variables HALFSTEP_ISA and HALFSTEP_THREADS set the kernels and the number of threads.\n"
+    "\n"
+    "  HALFSTEP_ISA=scalar halfstep info\n",
     0,
     0};
 
@@ -79,7 +81,7 @@ static void print_gpus(void)
                gpu.name, (int)gpu.compute / 10, (int)gpu.compute % 10, (int)gpu.multiprocessors,
                (double)gpu.memory * 1e-9, gpu.usable ? "" : " (not usable)");
     }
-    printf("%-15s%d in this build; driver of CUDA %d.%d or newer wanted, ", "device code", (int)info.images,
+    printf("%-15s%d images in this build; they need a driver of CUDA %d.%d or newer, ", "device code", (int)info.images,
            DOT(info.minimum_driver));
     if (info.driver) printf("%d.%d found\n", DOT(info.driver));
     else printf("none found\n");
@@ -96,7 +98,7 @@ int check_device(const char *command, const char *device)
     halfstep_device_info info = {.struct_size = sizeof info};
     if (!device || !strcmp(device, "cpu")) return 0;
     if (halfstep_get_device_info(device, &info))
-        return failure(command, "there is no device '%s': cpu, cuda or cuda:N", device);
+        return failure(command, "unknown device '%s'; known: cpu, cuda, cuda:N", device);
     return info.usable ? 0 : failure(command, "%s: %s", device, halfstep_error_detail(NULL));
 }
 
@@ -180,8 +182,8 @@ static int print_text(const char *features)
     char number[32];
     version(number);
     printf("halfstep %s, ABI %d\n\n", number, halfstep_abi());
-    printf("%-15s%s\n", "processor", features[0] ? features : "(no features that matter here)");
-    printf("%-15s%s (of", "kernels", halfstep_isa());
+    printf("%-15s%s\n", "processor", features[0] ? features : "(none of the features that halfstep uses)");
+    printf("%-15s%s (available:", "kernels", halfstep_isa());
     for (int32_t i = 0; i < halfstep_isa_count(); i++)
         if (halfstep_isa_available(i)) printf(" %s", halfstep_isa_name(i));
     printf(")\n%-15s%d\n", "threads", halfstep_default_threads());

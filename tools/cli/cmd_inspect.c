@@ -20,17 +20,18 @@ struct inspect {
 };
 
 static const struct option rows[] = {
-    {"quick", OPTION_FLAG, offsetof(struct inspect, quick), NULL, NULL, 0, 0, 0, NULL, "do not verify checksums"},
+    {"quick", OPTION_FLAG, offsetof(struct inspect, quick), NULL, NULL, 0, 0, 0, NULL,
+     "do not verify the checksums of a checkpoint"},
     OPTION_JSON(struct inspect),
 };
 
 static const struct command command = {
     "inspect",
     "FILE|DIR [options]",
-    "Lists what a safetensors file or a checkpoint directory holds: tensors, types, shapes, sizes, metadata, and the "
-    "position "
-    "and settings of the run. A checkpoint's files are checked against their checksums.",
-    NULL,
+    "Lists the contents of a safetensors file or a checkpoint directory: tensors with types, shapes and sizes, "
+    "metadata, and the step and settings of the run. Verifies the checksums of a checkpoint's files.",
+    "  halfstep inspect run\n"
+    "  halfstep inspect run/model.safetensors --json\n",
     1,
     1};
 
@@ -67,7 +68,8 @@ static void put_file(struct document *d, json_t *in, const halfstep_safetensors 
     put_integer(d, in, "bytes", (int64_t)bytes);
 }
 
-/* Text of a file, with some of ours before and after it. Returns its characters. */
+/* Prints text from a file, made safe for a terminal, between two strings of this program. Returns the number of
+ * characters of the text. */
 static int print_words(const char *before, const char *text, const char *after)
 {
     printf("%s", before);
@@ -133,14 +135,14 @@ static int has_suffix(const char *name, const char *suffix)
 /* One file of a checkpoint, opened before anything is printed. */
 struct part {
     halfstep_checkpoint_file info;
-    halfstep_safetensors *file; /* of a safetensors file */
+    halfstep_safetensors *file; /* NULL if it is no safetensors file */
 };
 
 struct checkpoint {
     const halfstep_checkpoint *opened;
     halfstep_checkpoint_info info;
     struct part *part;
-    const char *recipe, *seed; /* NULL: not told */
+    const char *recipe, *seed; /* NULL if the checkpoint does not say */
     struct trainer_file trainer;
     uint64_t bytes;
 };
@@ -162,7 +164,7 @@ static int open_parts(struct checkpoint *c, char *error, size_t error_bytes)
             return -1;
         if (strcmp(part->info.name, "trainer.json") == 0) {
             int code = trainer_file_read(c->opened, &c->trainer, error, error_bytes);
-            /* That of another program has no options that could be told here. */
+            /* The trainer.json of another program has no options that could be listed here. */
             if (code == HALFSTEP_ERROR_FORMAT) trainer_file_free(&c->trainer);
             else if (code != HALFSTEP_OK) return -1;
         }
@@ -231,8 +233,8 @@ static int print_checkpoint(const struct checkpoint *c)
 {
     print_words("", c->info.directory, "\n");
     printf("step %llu", (unsigned long long)c->info.step);
-    print_words(", recipe ", c->recipe ? c->recipe : "not told", "");
-    print_words(", seed ", c->seed ? c->seed : "not told", "");
+    print_words(", recipe ", c->recipe ? c->recipe : "unknown", "");
+    print_words(", seed ", c->seed ? c->seed : "unknown", "");
     printf(", %llu bytes in all\n", (unsigned long long)c->bytes);
     print_options(&c->trainer);
     for (uint64_t i = 0; i < c->info.files; i++) {

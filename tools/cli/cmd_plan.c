@@ -23,35 +23,37 @@ struct plan {
 #define AT(member) offsetof(struct plan, member)
 
 static const struct option option_rows[] = {
-    {"params", OPTION_NUMBER, AT(params), "N", NULL, 1, 1e15, 0, NULL, "parameters of the model, such as 7e9 or 7B"},
-    {"memory", OPTION_BYTES, AT(memory), "BYTES", NULL, 0, 0, 0, NULL, "memory to fit into: 24G is 24 * 2^30 bytes"},
-    {"rule", OPTION_CHOICE, AT(rule), "NAME", "adamw", 0, 0, 0, rule_name, "whose recipes to list"},
-    {"recipes", OPTION_RECIPES, AT(recipes), "R,R,...", NULL, 0, 0, 0, NULL, "only these, of any rule"},
+    {"params", OPTION_NUMBER, AT(params), "N", NULL, 1, 1e15, 0, NULL,
+     "number of parameters of the model, such as 7e9 or 7B"},
+    {"memory", OPTION_BYTES, AT(memory), "BYTES", NULL, 0, 0, 0, NULL, "memory to fit into; 24G is 24 * 2^30 bytes"},
+    {"rule", OPTION_CHOICE, AT(rule), "NAME", "adamw", 0, 0, 0, rule_name, "rule whose recipes are listed"},
+    {"recipes", OPTION_RECIPES, AT(recipes), "R,R,...", NULL, 0, 0, 0, NULL, "list only these recipes, of any rule"},
     {"all", OPTION_FLAG, AT(all), NULL, NULL, 0, 0, 0, NULL,
-     "every weight format with every state format that holds all states of the rule (default: those worth a look)"},
+     "list every weight format with every state format that holds all states of the rule (default: a short list)"},
     {"gradients", OPTION_CHOICE, AT(gradients), "FORMAT", NULL, 0, 0, 0, gradient_format_name,
-     "how gradients are stored (default: bf16 with 16-bit weights, otherwise f32)"},
-    {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, 0, NULL, "gradients live one layer at a time"},
+     "gradient format (default: bf16 with 16-bit weights, otherwise f32)"},
+    {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, 0, NULL,
+     "gradient release: gradients exist for one layer at a time"},
     {"layers", OPTION_INTEGER, AT(layers), "N", "32", 1, 1e6, 0, NULL,
-     "with --release and --params: equal parts that gradients are released in"},
+     "with --release and --params: number of equal layers"},
     {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, 0, NULL,
-     "take the shape of this model instead of --params: a checkpoint, or a folder with config.json"},
+     "in place of --params: take the model's shape from a checkpoint or a folder with config.json"},
     {"width", OPTION_INTEGER, AT(width), "N", NULL, 2, 65536, 0, NULL,
-     "or the shape that train lm makes of these four"},
-    {"depth", OPTION_INTEGER, AT(depth), "N", "4", 1, 1024, 0, NULL, "layers"},
-    {"heads", OPTION_INTEGER, AT(heads), "N", "4", 1, 1024, 0, NULL, "attention heads"},
-    {"context", OPTION_INTEGER, AT(context), "N", "128", 1, 1 << 20, 0, NULL, "bytes that the model sees at once"},
+     "in place of --params: width of a train lm model, with --depth, --heads, --context"},
+    {"depth", OPTION_INTEGER, AT(depth), "N", "4", 1, 1024, 0, NULL, "number of layers"},
+    {"heads", OPTION_INTEGER, AT(heads), "N", "4", 1, 1024, 0, NULL, "number of attention heads"},
+    {"context", OPTION_INTEGER, AT(context), "N", "128", 1, 1 << 20, 0, NULL, "context length in bytes"},
     OPTION_JSON(struct plan),
 };
 
-static const struct command command = {"plan",
-                                       "--params N [--memory BYTES] [options]",
-                                       "Forecasts the memory that training takes under each recipe: weights, gradients "
-                                       "and optimizer states. Activations come on "
-                                       "top; they depend on batch and context, not on the recipe.",
-                                       "  halfstep plan --params 7e9 --memory 24G --release\n",
-                                       0,
-                                       0};
+static const struct command command = {
+    "plan",
+    "--params N [--memory BYTES] [options]",
+    "Forecasts the memory for weights, gradients and optimizer states under each recipe. Activations need memory "
+    "besides; it depends on batch and context, not on the recipe.",
+    "  halfstep plan --params 7e9 --memory 24G --release\n",
+    0,
+    0};
 
 struct forecast {
     char recipe[RECIPE_BYTES];
@@ -67,7 +69,8 @@ static double gradient_bytes_of(const char *name)
     return halfstep_get_format_info(halfstep_format_find(name), &info) == HALFSTEP_OK ? info.code_bits / 8.0 : 0;
 }
 
-/* A model of known shape, tensor by tensor: small ones may fall back from block formats. */
+/* Adds up a model of known shape, tensor by tensor, because small tensors may fall back from block formats. Returns 0,
+ * or -1 if the recipe does not exist. */
 static int add_shape(const struct lm_config *shape, struct forecast *f, double gradient_bytes, int release)
 {
     double largest = 0, layer = 0;
@@ -85,12 +88,13 @@ static int add_shape(const struct lm_config *shape, struct forecast *f, double g
         if (gradient > largest) largest = gradient;
         if (strncmp(t.name, "model.layers.0.", 15) == 0) layer += gradient;
     }
-    /* All layers are alike; an embedding may be larger than one. */
+    /* All layers are alike. An embedding may be larger than a layer. */
     if (release) f->gradient_bytes = layer > largest ? layer : largest;
     return 0;
 }
 
-/* A model of which only the size is known: as if it were one matrix with rows of 4096. */
+/* Estimates a model of which only the size is known, as one matrix with rows of 4096. Returns 0, or -1 if the recipe
+ * does not exist. */
 static int add_params(const struct plan *plan, struct forecast *f, double gradient_bytes)
 {
     enum { ROWS = 4096, ROW_LENGTH = 4096 };
@@ -119,7 +123,8 @@ static int make_forecast(const struct plan *plan, const struct lm_config *shape,
 
 /* ---- Which recipes ----------------------------------------------------------------------------------------------- */
 
-/* A 16-bit weight rounded to nearest loses small updates: nobody's first choice. IEEE halves take the bytes of BF16. */
+/* Returns 0 for weight formats that are nobody's first choice. 16-bit weights rounded to nearest lose small updates.
+ * IEEE halves take as many bytes as BF16. */
 static int worth_a_look(const char *weight)
 {
     halfstep_format_info info = {.struct_size = sizeof info};
@@ -134,7 +139,7 @@ struct listing {
     int n, capacity;
 };
 
-/* Adds a recipe unless it is impossible or there already. */
+/* Adds a recipe, unless it does not exist or is in the list. */
 static void add_recipe(struct listing *l, const char *weight, const char *states)
 {
     char recipe[3 * RECIPE_BYTES], full[RECIPE_BYTES];
@@ -145,8 +150,8 @@ static void add_recipe(struct listing *l, const char *weight, const char *states
     if (make_forecast(l->plan, l->shape, full, &l->list[l->n]) == 0) l->n++;
 }
 
-/* The rule's recipes: with --all every weight format with every state format; otherwise the weight formats that keep
- * small updates, with their default states, with 8-bit and with 4-bit ones. */
+/* Lists the recipes of the rule. With --all, every weight format is combined with every state format. Otherwise, weight
+ * formats that keep small updates are combined with their default states, 8-bit and 4-bit ones. */
 static void list_recipes(struct listing *l)
 {
     static const char *const compact[] = {"int8", "int4"};
@@ -209,7 +214,7 @@ static void size_text(double bytes, char text[32])
     snprintf(text, 32, "%.2f %s", bytes, units[unit]);
 }
 
-/* A line for each recipe, as long as its memory, with | where the memory ends that was asked about. */
+/* Prints a bar for each recipe, whose length is the memory of the recipe. A | marks the memory of --memory. */
 static void print_bars(const struct plan *plan, const struct forecast *list, int n, int width)
 {
     enum { WIDTH = 48, PARTS = 4 };
@@ -251,7 +256,7 @@ static void print_bars(const struct plan *plan, const struct forecast *list, int
     printf("\n\n");
 }
 
-/* A line for each rule whose states are not always in the block formats of these recipes. */
+/* Prints a line for each listed rule that does not store all states in the block format of a recipe. */
 static void print_precise_states(const struct forecast *list, int n)
 {
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
@@ -299,13 +304,13 @@ static int print_table(const struct plan *plan, double params, const struct fore
         printf("\n");
     }
     print_precise_states(list, n);
-    printf("Activations come on top: they depend on batch and context, not on the recipe.\n");
-    if (!plan->recipes.n && !plan->all) printf("Other rules: --rule, other formats: --all, anything: --recipes.\n");
+    printf("Activations need memory besides; it depends on batch and context, not on the recipe.\n");
+    if (!plan->recipes.n && !plan->all) printf("Other rules: --rule; other formats: --all; any recipes: --recipes.\n");
     return 0;
 }
 
-/* Whether a rule, or that of a recipe, can step one tensor after another. */
-static int is_released(const char *recipe)
+/* Returns 1 if the rule, or the rule of a recipe, can step one tensor after another. */
+static int can_release(const char *recipe)
 {
     char rule[RECIPE_BYTES];
     halfstep_rule_info info = {.struct_size = sizeof info};
@@ -321,7 +326,7 @@ static int plan_all(struct plan *plan, const struct args *args)
         .width = (int)plan->width, .depth = (int)plan->depth, .heads = (int)plan->heads, .context = (int)plan->context};
     int sources = args_given(args, "params") + args_given(args, "checkpoint") + args_given(args, "width");
     if (sources != 1)
-        return usage_error(command.name, "say the size of the model with one of --params, --checkpoint, --width");
+        return usage_error(command.name, "give the size of the model by one of --params, --checkpoint, --width");
     if (plan->checkpoint) {
         char note[600];
         int status = checkpoint_read_shape(plan->checkpoint, 0, &shape, note, sizeof note, error, sizeof error);
@@ -332,7 +337,7 @@ static int plan_all(struct plan *plan, const struct args *args)
     if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error(command.name, "%s", error);
     for (int i = plan->recipes.n ? 0 : -1; plan->release && i < plan->recipes.n; i++) {
         const char *recipe = i < 0 ? plan->rule : plan->recipes.item[i];
-        if (!is_released(recipe))
+        if (!can_release(recipe))
             return usage_error(command.name, "--release: %s needs the gradients of all tensors before it steps any",
                                recipe);
     }

@@ -24,25 +24,28 @@ static const char *generator_name(int32_t index) { return halfstep_choice_value(
 
 static const struct option rows[] = {
     {"generator", OPTION_CHOICE, AT(generator), "NAME", NULL, 0, 0, OPTION_REQUIRED, generator_name,
-     "source of the words"},
+     "generator of the random words"},
     {"seed", OPTION_SEED, AT(seed), "N", "0", 0, 0, 0, NULL, "seed of the optimizer"},
     {"id", OPTION_SEED, AT(id), "N", "1", 0, 0, 0, NULL, "id of the tensor"},
     {"write", OPTION_NUMBER, AT(write), "N", "0", 0, 0x1p53, 0, NULL,
      "write counter of the tensor (lattice: of the slot)"},
-    {"slot", OPTION_NUMBER, AT(slot), "N", "0", 0, 255, 0, NULL, "0 weight, 1 gradient, 2 and up states"},
-    {"first", OPTION_NUMBER, AT(first), "N", "0", 0, 0x1p53, 0, NULL, "first word (each serves a pair of elements)"},
-    {"count", OPTION_NUMBER, AT(count), "N", "0", 0, 0x1p53, 0, NULL, "how many words; 0: until the reader has enough"},
+    {"slot", OPTION_NUMBER, AT(slot), "N", "0", 0, 255, 0, NULL,
+     "slot of the tensor: 0 weight, 1 gradient, 2 and up states"},
+    {"first", OPTION_NUMBER, AT(first), "N", "0", 0, 0x1p53, 0, NULL,
+     "number of the first word; each word serves a pair of elements"},
+    {"count", OPTION_NUMBER, AT(count), "N", "0", 0, 0x1p53, 0, NULL,
+     "number of words; 0: until the reader closes the pipe"},
 };
 
 static const struct command command = {
     "random",
     "--generator NAME [options]",
-    "Writes the random words of one stream to stdout as raw little-endian 32-bit integers, for statistical testers.",
+    "Writes the random words of one stream to stdout as raw little-endian 32-bit integers, for statistical tests.",
     "  halfstep random --generator mixer --seed 1 | dieharder -a -g 200\n",
     0,
     0};
 
-/* 0, 1 when the reader is gone, or -1. */
+/* Writes all bytes to stdout. Returns 0, 1 if the reader has closed the pipe, or -1 with errno set. */
 static int write_all(const unsigned char *bytes, size_t n)
 {
     while (n) {
@@ -76,9 +79,12 @@ static int stream(const struct random *r)
     return 0;
 }
 
-static int whole(const char *name, double value)
+/* Returns 0, or 2 after one line of error if the value of an option is not a whole number. */
+static int check_whole(const char *name, double value)
 {
-    return value == (double)(uint64_t)value ? 0 : usage_error("random", "--%s %g is not a whole number", name, value);
+    return value == (double)(uint64_t)value
+               ? 0
+               : usage_error("random", "--%s is %.15g; it must be a whole number", name, value);
 }
 
 int cmd_random(int argc, char **argv)
@@ -88,12 +94,14 @@ int cmd_random(int argc, char **argv)
     const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &r}};
     int status = args_parse(&args, &command, groups, 1, argc, argv);
     if (status != ARGS_RUN) return status;
-    status =
-        whole("write", r.write) || whole("slot", r.slot) || whole("first", r.first) || whole("count", r.count) ? 2 : 0;
+    status = check_whole("write", r.write) || check_whole("slot", r.slot) || check_whole("first", r.first) ||
+                     check_whole("count", r.count)
+                 ? 2
+                 : 0;
     if (!status && isatty(STDOUT_FILENO))
         status = failure("random", "stdout is a terminal; pipe it into a tester or a file");
     if (!status) {
-        /* A tester that has seen enough closes the pipe: that is success. */
+        /* A tester that has read enough closes the pipe. That counts as success. */
         signal(SIGPIPE, SIG_IGN);
         status = stream(&r);
     }

@@ -15,33 +15,32 @@ struct output {
 static const struct option output_rows[] = {OPTION_JSON(struct output)};
 
 static const char notes[] =
-    "The results go to stdout, progress and notes to stderr. Without --json the results end with a sample of what\n"
-    "the model writes. train_loss is the mean over the last 20 steps, val_loss the one of the last validation.\n"
+    "Results go to stdout, progress and notes to stderr. Without --json the results end with a sample of text that\n"
+    "the model writes. train_loss is the mean over the last 20 steps, val_loss the loss of the last validation.\n"
     "\n"
-    "Ctrl-C finishes the step, saves (with --checkpoint) and exits 130; a second Ctrl-C quits at once. SIGTERM does "
-    "the same,\n"
-    "and so do a terminal that closes (SIGHUP) and a closed pipe (SIGPIPE), unless they are ignored, as under nohup.\n"
-    "Under mpirun the micro-steps are shared out among the processes, and the optimizer's states by rows; the results "
-    "are\n"
-    "those of one process with --accumulator tree, bit for bit. Progress, log, checkpoint and results come from rank "
-    "0,\n"
-    "memory and threads are its own. docs/scale.md tells more.\n"
+    "Ctrl-C finishes the step, saves (with --checkpoint) and exits; a second Ctrl-C quits at once. SIGTERM does the\n"
+    "same. So do a terminal that closes (SIGHUP) and a closed pipe (SIGPIPE), unless they are ignored, as under\n"
+    "nohup.\n"
     "\n"
-    "Exit status: 0 done, 1 failure, 2 usage, 128 and the number of the signal (130, 143) interrupted.\n"
+    "Under mpirun the processes share the micro-steps, and the rows of the optimizer's states. The results have the\n"
+    "bits of one process with --accumulator tree. Rank 0 writes progress, log, checkpoint and results; memory and\n"
+    "threads in the results are those of rank 0. See docs/scale.md.\n"
+    "\n"
+    "Exit status: 0 done, 1 failure, 2 wrong usage, 128 + the signal if interrupted (130 Ctrl-C, 143 SIGTERM).\n"
     "\n"
     "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --steps 2000 --checkpoint run\n"
     "  halfstep train lm --data books/ more.txt.gz --checkpoint run\n"
     "  halfstep train lm --checkpoint run --resume --steps 4000\n"
     "  mpirun -n 4 halfstep train lm --data book.txt --micro-steps 8 --checkpoint run\n";
 
-static const struct command command = {"train lm",
-                                       "--data FILE... [options]",
-                                       "Trains a byte-level language model of the Llama type. Weights, gradients and "
-                                       "optimizer states are stored as --recipe "
-                                       "and --gradients say; the update is computed in fp32.",
-                                       notes,
-                                       0,
-                                       0};
+static const struct command command = {
+    "train lm",
+    "--data FILE... [options]",
+    "Trains a byte-level language model of the Llama type. Weights, gradients and optimizer states are stored in the "
+    "formats of --recipe and --gradients; the update is computed in fp32.",
+    notes,
+    0,
+    0};
 
 static void print_bytes_line(const char *what, uint64_t bytes, double params)
 {
@@ -60,14 +59,15 @@ void print_held(const struct run_result *r)
         printf("%llu %s skipped: gradients were not finite, or too large\n", (unsigned long long)r->skipped_steps,
                r->tensors_skip ? "tensor updates" : "steps");
     double n = r->params > 0 ? (double)r->params : 1;
-    printf("held:\n");
+    printf("memory held:\n");
     print_bytes_line("weights", r->weight_bytes, n);
     print_bytes_line("gradients", r->gradient_bytes, n);
     print_bytes_line("states", r->state_bytes, n);
     print_bytes_line("total", r->weight_bytes + r->gradient_bytes + r->state_bytes, n);
     if (r->peak_process_bytes) print_bytes_line("process", r->peak_process_bytes, n);
     if (r->fell_back)
-        printf("  (%d tensors are too small for the block format asked for and keep plain states)\n", r->fell_back);
+        printf("  (%d tensors are too small for the block format of the recipe and have states without blocks)\n",
+               r->fell_back);
     printf("weights changed %.2f %%, state hash %016llx\n", 100 * r->weights_changed,
            (unsigned long long)r->state_hash);
 }
@@ -87,7 +87,7 @@ static void print_result(const struct run_result *r)
         printf("--data was %llu files, %llu bytes in all\n", (unsigned long long)r->data_files,
                (unsigned long long)r->data_bytes);
     if (r->ranks > 1)
-        printf("%d processes, which have received %.2f MiB in all; what follows is of the first\n", r->ranks,
+        printf("%d processes, which received %.2f MiB in all; the lines below are about rank 0\n", r->ranks,
                (double)r->job_received / 0x1p20);
     print_held(r);
     if (r->checkpoint[0]) {
@@ -109,8 +109,8 @@ static int print_object(const struct run_result *result)
     return document_print(&document);
 }
 
-/* Everything after the command line. The line of an error that all processes know of is the first one's to print; a
- * process that fails alone prints it and ends the others. */
+/* Runs everything after the command line. If every rank has the same error, rank 0 prints it. A rank that fails alone
+ * prints its error and aborts the others. */
 static int train(const struct run_config *config, const struct output *output, int status, char *error,
                  size_t error_bytes)
 {
@@ -153,7 +153,7 @@ static int train_lm(int argc, char **argv)
     struct output output;
     struct args args;
     char error[1024] = "";
-    memset(&config, 0, sizeof config); /* what no option sets */
+    memset(&config, 0, sizeof config); /* members without an option stay 0 */
     run_options_init(&table);
     const struct option_group groups[] = {
         {"Recipe", &run_recipe_option, 1, &config},
@@ -180,11 +180,12 @@ int cmd_train(int argc, char **argv)
     if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
         printf("Usage: halfstep train lm --data FILE... [options]\n"
                "       halfstep train mnist [--data DIR] [options]\n\n"
+               "Trains a model with the storage formats of one recipe.\n\n"
                "  lm      a byte-level language model; see halfstep train lm --help\n"
-               "  mnist   a network that reads digits; see halfstep train mnist --help\n");
+               "  mnist   a network that reads digits; see halfstep train mnist --help\n\n"
+               "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8\n");
         return 0;
     }
-    if (argc > 1 && argv[1][0] != '-')
-        return usage_error("train", "there is no model %s; there are: lm, mnist", argv[1]);
-    return usage_error("train", "say which model to train: halfstep train lm --data FILE, or halfstep train mnist");
+    if (argc > 1 && argv[1][0] != '-') return usage_error("train", "unknown model '%s'; known: lm, mnist", argv[1]);
+    return usage_error("train", "the model is missing; known: lm, mnist");
 }

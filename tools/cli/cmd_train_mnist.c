@@ -13,26 +13,25 @@ struct output {
 static const struct option output_rows[] = {OPTION_JSON(struct output)};
 
 static const char notes[] =
-    "The network is that of LAMB16's MNIST script: convolutions of 20 and 50 channels, each with ReLU and 2x2 pooling, "
-    "then 500\n"
-    "and 10 outputs, 431080 parameters. The results go to stdout, progress and notes to stderr. The test runs after "
-    "every\n"
-    "epoch; train_loss is the mean over the last epoch, test_accuracy a share between 0 and 1.\n"
+    "The network is that of LAMB16's MNIST script: convolutions of 20 and 50 channels, each with ReLU and 2x2\n"
+    "pooling, then layers of 500 and 10 outputs; 431080 parameters. Results go to stdout, progress and notes to\n"
+    "stderr. The test runs after every epoch. train_loss is the mean over the last epoch, test_accuracy a share\n"
+    "between 0 and 1.\n"
     "\n"
-    "Exit status: 0 done, 1 failure, 2 usage, 130 and 143 interrupted.\n"
+    "Exit status: 0 done, 1 failure, 2 wrong usage, 130 and 143 interrupted (Ctrl-C, SIGTERM).\n"
     "\n"
     "  halfstep train mnist --recipe adamw/bf16-sr/int8\n"
     "  halfstep train mnist --data mnist --recipe adam/f32 --batch 1024 --epochs 10 --json\n";
 
-static const struct command command = {"train mnist",
-                                       "[--data DIR] [options]",
-                                       "Trains a small convolutional network to read digits: those of MNIST, or "
-                                       "without --data digits that it draws itself. "
-                                       "Weights, gradients and optimizer states are stored as --recipe and --gradients "
-                                       "say; the update is computed in fp32.",
-                                       notes,
-                                       0,
-                                       0};
+static const struct command command = {
+    "train mnist",
+    "[--data DIR] [options]",
+    "Trains a small convolutional network to read digits: those of MNIST, or without --data digits that it draws "
+    "itself. Weights, gradients and optimizer states are stored in the formats of --recipe and --gradients; the update "
+    "is computed in fp32.",
+    notes,
+    0,
+    0};
 
 static void print_result(const struct mnist_result *result)
 {
@@ -83,7 +82,7 @@ int train_mnist(int argc, char **argv)
     struct output output;
     struct args args;
     char error[1024];
-    memset(&config, 0, sizeof config); /* the options of other models stay away */
+    memset(&config, 0, sizeof config); /* options of other models stay 0 */
     mnist_options_init(&table);
     const struct option_group groups[] = {
         {"Recipe", &run_recipe_option, 1, &config},

@@ -1,5 +1,5 @@
-/* The subcommands. Each gets its own words as argv (argv[0] is the subcommand's name) and returns the exit status:
- * 0 success, 1 failure, 2 usage, 128 + n ended by signal n. main.c holds the table. */
+/* The subcommands. Each gets its own words as argv, where argv[0] is its name. It returns the exit status: 0 success, 1
+ * failure, 2 wrong usage, 128 + n ended by signal n. main.c holds the table. */
 #ifndef HALFSTEP_COMMANDS_H
 #define HALFSTEP_COMMANDS_H
 
@@ -11,7 +11,7 @@ int cmd_plan(int argc, char **argv);
 int cmd_bench(int argc, char **argv);
 int cmd_info(int argc, char **argv);
 int cmd_inspect(int argc, char **argv);
-/* 0, or 1 after a line that says why a device cannot be used. */
+/* Returns 0 if the device can be used (NULL: the CPU), otherwise 1 after printing one line that says why not. */
 int check_device(const char *command, const char *device);
 int cmd_verify(int argc, char **argv);
 int cmd_random(int argc, char **argv);

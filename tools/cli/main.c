@@ -1,4 +1,4 @@
-/* halfstep: trains, compares, plans and inspects models whose weights and optimizer states are stored in few bits. */
+/* halfstep trains, compares, plans and inspects models whose weights and optimizer states are stored in few bits. */
 #define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <fcntl.h>
@@ -17,20 +17,20 @@ static int cmd_man(int argc, char **argv);
 static const struct {
     const char *name, *summary;
     int (*run)(int argc, char **argv);
-    const char *kind[2]; /* of a command that has two: its second word */
+    const char *kind[2]; /* second words of a command that has two kinds */
 } commands[] = {
     {"train", "train a language model (train lm) or a digit network (train mnist)", cmd_train, {"lm", "mnist"}},
     {"generate", "continue a text with a trained model", cmd_generate, {NULL}},
-    {"compare", "train under several recipes (compare lm, compare mnist) and report", cmd_compare, {"lm", "mnist"}},
-    {"demo", "the comparison that shows what stochastic rounding is for", cmd_demo, {NULL}},
-    {"plan", "forecast the memory of every recipe, and which of them fit", cmd_plan, {NULL}},
+    {"compare", "train under several recipes and report (compare lm, compare mnist)", cmd_compare, {"lm", "mnist"}},
+    {"demo", "compare fp32 with BF16 weights, to show what stochastic rounding does", cmd_demo, {NULL}},
+    {"plan", "forecast the memory of each recipe, and whether it fits", cmd_plan, {NULL}},
     {"bench", "time the optimizer step of each recipe", cmd_bench, {NULL}},
-    {"info", "instruction sets, threads, rules and formats", cmd_info, {NULL}},
-    {"inspect", "list what a checkpoint or safetensors file holds", cmd_inspect, {NULL}},
+    {"info", "list instruction sets, threads, GPUs, rules and formats", cmd_info, {NULL}},
+    {"inspect", "list the contents of a checkpoint or safetensors file", cmd_inspect, {NULL}},
     {"verify", "check that this machine computes the promised bits", cmd_verify, {NULL}},
-    {"random", "write raw random words to stdout, for statistical testers", cmd_random, {NULL}},
-    {"completion", "what makes a shell complete commands and options", cmd_completion, {NULL}},
-    {"man", "the manual page of all commands", cmd_man, {NULL}},
+    {"random", "write raw random words to stdout, for statistical tests", cmd_random, {NULL}},
+    {"completion", "print a script with which a shell completes commands and options", cmd_completion, {NULL}},
+    {"man", "print the manual page of all commands", cmd_man, {NULL}},
 };
 
 enum { COMMANDS = sizeof commands / sizeof commands[0] };
@@ -68,7 +68,7 @@ static int unknown_command(const char *name)
 
 /* ---- Shells and man(1) ---- */
 
-/* halfstep complete WORD...: what the last of these words may become. The scripts below ask for it. */
+/* Prints what the last word can be completed to. The scripts below run it as: halfstep complete WORD... */
 static int complete(int n, char **words)
 {
     if (n < 1) return 0;
@@ -120,7 +120,7 @@ static int cmd_completion(int argc, char **argv)
     static const struct command command = {
         "completion",
         "SHELL",
-        "Prints the script by which bash, zsh or fish completes commands, options and their values, recipes too.",
+        "Prints a script for bash, zsh or fish that completes commands, options and their values, including recipes.",
         "  eval \"$(halfstep completion bash)\"                       in ~/.bashrc\n"
         "  halfstep completion zsh >~/.zfunc/_halfstep               a folder of fpath\n"
         "  halfstep completion fish >~/.config/fish/completions/halfstep.fish\n",
@@ -132,7 +132,7 @@ static int cmd_completion(int argc, char **argv)
     const char *script = NULL;
     for (size_t i = 0; i < sizeof shells / sizeof shells[0]; i++)
         if (strcmp(args.word[0], shells[i].name) == 0) script = shells[i].script;
-    status = script ? 0 : usage_error("completion", "no shell '%s': there are bash, zsh and fish", args.word[0]);
+    status = script ? 0 : usage_error("completion", "unknown shell '%s'; known: bash, zsh, fish", args.word[0]);
     if (script) fputs(script, stdout);
     args_free(&args);
     return status;
@@ -141,7 +141,8 @@ static int cmd_completion(int argc, char **argv)
 static int cmd_man(int argc, char **argv)
 {
     static const struct command command = {
-        "man", "", "Prints the manual page, as man -l takes it: halfstep man | man -l -", NULL, 0, 0};
+        "man", "", "Prints the manual page of all commands, in the language of man(1).", "  halfstep man | man -l -\n",
+        0,     0};
     struct args args;
     int status = args_parse(&args, &command, NULL, 0, argc, argv);
     if (status != ARGS_RUN) return status;
@@ -163,7 +164,7 @@ static int cmd_man(int argc, char **argv)
     return 0;
 }
 
-/* Results that cannot be written (a full disk behind stdout) must not end as success. */
+/* Returns the exit status of the program. It is not 0 if results could not be written, such as to a full disk. */
 static int finish(int status)
 {
     int bad = fflush(stdout) != 0 || ferror(stdout);
@@ -174,8 +175,9 @@ static int finish(int status)
     return status;
 }
 
-/* A standard stream that is closed leaves its number to the next file that is opened, and a log would get the progress
- * lines. What takes the place here fails as a closed stream does. */
+/* Opens /dev/null for each standard stream that is closed. Otherwise the next file that is opened would get the
+ * stream's number, and a log would receive the progress lines. Using the stream still fails, as on a closed one.
+ * Returns 0 or -1. */
 static int occupy_standard_streams(void)
 {
     for (int fd = 0; fd <= 2; fd++) {
@@ -185,14 +187,15 @@ static int occupy_standard_streams(void)
     return 0;
 }
 
-/* The library goes on with the best kernels. Whoever asked for others would measure or check the wrong ones. */
+/* Refuses a HALFSTEP_ISA that cannot be used. The library itself falls back to the best kernels, but then a user would
+ * measure or check the wrong ones. */
 static int refuse_isa(void)
 {
     const char *asked = getenv("HALFSTEP_ISA"), *separator = "";
     char shown[400];
     plain_text(shown, sizeof shown, asked ? asked : "");
     fprintf(stderr,
-            "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; there are: ", shown);
+            "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; available: ", shown);
     for (int32_t i = 0; i < halfstep_isa_count(); i++) {
         if (!halfstep_isa_available(i)) continue;
         fprintf(stderr, "%s%s", separator, halfstep_isa_name(i));

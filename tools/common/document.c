@@ -9,7 +9,8 @@
 
 #include "io/json.h"
 
-/* Takes `value` over, also when it cannot be put anywhere. NULL after a failure. */
+/* Puts `value` into `in` and takes it over, even if this fails. Returns it, or NULL after marking the document as
+ * failed. */
 static json_t *put(struct document *document, json_t *in, const char *key, json_t *value)
 {
     int bad = !in || !value;
@@ -73,7 +74,7 @@ void put_document(struct document *document, json_t *in, const char *key, const 
     put(document, in, key, json_incref(part->root));
 }
 
-/* ---- JSON of whoever --------------------------------------------------------------------------------------------- */
+/* ---- JSON of other programs -------------------------------------------------------------------------------------- */
 
 static int put_value(struct document *document, json_t *in, const char *key, hstep_json *json, int depth);
 
@@ -128,7 +129,7 @@ static int put_value(struct document *document, json_t *in, const char *key, hst
         size_t start = json->at;
         if (!hstep_json_real(json, &number)) return 0;
         size_t n = json->at - start;
-        /* As it is written: an integer stays one. */
+        /* A number that is written as an integer stays one. */
         int whole = !memchr(json->text + start, '.', n) && !memchr(json->text + start, 'e', n) &&
                     !memchr(json->text + start, 'E', n);
         if (whole && fabs(number) <= 0x1p53) put_integer(document, in, key, (int64_t)number);
@@ -155,8 +156,8 @@ void document_free(struct document *document)
     memset(document, 0, sizeof *document);
 }
 
-/* Not json_dumps(): its growing buffer can fail without the dump being told, and leaves bytes out. Here jansson writes
- * into memory of known size. */
+/* Returns the tree as *n bytes of JSON, to be freed, or NULL without memory. It does not use json_dumps(), because its
+ * growing buffer can fail unnoticed and leave bytes out. Here jansson writes into memory of known size. */
 static char *dump(const json_t *root, size_t *n)
 {
     const size_t flags = JSON_INDENT(2) | JSON_REAL_PRECISION(10);
@@ -167,8 +168,8 @@ static char *dump(const json_t *root, size_t *n)
     return NULL;
 }
 
-/* jansson escapes C0 only. What else a terminal would obey or hide can stand in strings alone, where \u says the
- * same. */
+/* Appends JSON with every character escaped that a terminal would obey or hide; jansson escapes only C0. Such
+ * characters occur only in strings, where \u means the same. */
 static void add_escaped(struct text *text, const char *json, size_t n)
 {
     for (size_t i = 0, length; i < n; i += length) {

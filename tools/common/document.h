@@ -1,6 +1,6 @@
-/* What is printed or written as JSON: a tree that is built from the top down. Every failure on the way is kept in the
- * document, and refused when it is written: nothing goes missing unnoticed, and no call needs a check of its own. Only
- * document.c sees jansson, whose own functions can be called without a look at what they return. */
+/* JSON output: a tree that is built from the root down. A failure on the way marks the document as failed, and a failed
+ * document is not written. So nothing goes missing unnoticed, and no call needs a check of its own. Only document.c
+ * includes jansson, because jansson lets a caller ignore what its functions return. */
 #ifndef HALFSTEP_UI_DOCUMENT_H
 #define HALFSTEP_UI_DOCUMENT_H
 
@@ -12,35 +12,36 @@
 typedef struct json_t json_t;
 
 struct document {
-    json_t *root; /* NULL: nothing has begun */
+    json_t *root; /* NULL before document_begin() */
     int failed;
 };
 
-/* Each returns the object or array to put into, which belongs to the document; NULL after a failure, which all
- * functions take. Keys are UTF-8 and unlike in one object; in an array the key is NULL. */
-json_t *document_begin(struct document *document); /* zeroed before; the root is an object */
+/* Each returns the object or array to put into, which belongs to the document, or NULL after a failure. All functions
+ * accept NULL in its place. Keys are UTF-8 and unique in an object. The key is NULL in an array. */
+json_t *document_begin(struct document *document); /* the root is an object */
 json_t *put_object(struct document *document, json_t *in, const char *key);
 json_t *put_array(struct document *document, json_t *in, const char *key);
 
-/* Bytes that are not UTF-8 become U+FFFD. */
+/* Put a string. Bytes that are not UTF-8 become U+FFFD. */
 void put_text(struct document *document, json_t *in, const char *key, const char *text);
 void put_bytes(struct document *document, json_t *in, const char *key, const void *bytes, size_t n);
 void put_integer(struct document *document, json_t *in, const char *key, int64_t number);
-/* Printed with 10 digits; null where JSON has no word for it. */
+/* Puts a number with 10 digits. NaN and infinities become null, because JSON cannot write them. */
 void put_number(struct document *document, json_t *in, const char *key, double number);
 void put_flag(struct document *document, json_t *in, const char *key, int flag);
 void put_null(struct document *document, json_t *in, const char *key);
-/* Another document, which must not change any more. */
+/* Puts the tree of another document, which must not change any more. A failure of that document is taken over. */
 void put_document(struct document *document, json_t *in, const char *key, const struct document *part);
-/* A JSON text of whoever. `text` must end with a zero byte behind its n bytes, and is overwritten. 0, or -1 and what is
- * wrong with it; running out of memory is kept in the document. */
+/* Puts the value of a JSON text from another program. `text` must end with a zero byte after its n bytes, and is
+ * overwritten. Returns 0, or -1 with the place and the problem in error. Running out of memory only marks the document
+ * as failed. */
 int put_json(struct document *document, json_t *in, const char *key, char *text, size_t n, char *error,
              size_t error_bytes);
 
 void document_free(struct document *document);
-/* Appends it to text, and frees it. */
+/* Appends the JSON to text and frees the document. Marks text as failed if the document has failed. */
 void document_write(struct document *document, struct text *text);
-/* Prints it to stdout and frees it. 0, or 1 after a line on stderr. */
+/* Prints the JSON to stdout and frees the document. Returns 0, or 1 after one line on stderr. */
 int document_print(struct document *document);
 
 #endif

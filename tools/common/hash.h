@@ -1,5 +1,6 @@
-/* The hash behind "state_hash": 64 bits over bytes, eight at a time as little-endian words, the length last. Every step
- * is a bijection of the running value, so a single changed bit always changes the result. Not for security. */
+/* The hash behind "state_hash". It takes bytes eight at a time as little-endian words, then the remaining bytes as one
+ * word, then the length. Every step is a bijection of the running value, so a single changed bit always changes the
+ * result. It is not meant for security. */
 #ifndef HALFSTEP_HASH_H
 #define HALFSTEP_HASH_H
 

@@ -32,8 +32,8 @@ void interrupt_install(void)
 {
     for (int i = 0; i < REQUESTS; i++) {
         struct sigaction before;
-        /* A shell starts background jobs with SIGINT ignored; a handler brings it back to life there, because an
-         * explicit `kill -INT` is exactly what people send to such a job. */
+        /* A shell starts background jobs with SIGINT ignored. SIGINT and SIGTERM get their handler even then, because
+         * an explicit `kill -INT` is what people send to such a job. */
         int asked_for = requests[i] == SIGINT || requests[i] == SIGTERM;
         kept_ignored[i] = !asked_for && sigaction(requests[i], NULL, &before) == 0 && before.sa_handler == SIG_IGN;
     }

@@ -1,16 +1,17 @@
-/* Signals as a request: the first one is noted and left for the work to see between two steps.
+/* Turns signals into requests: the first signal is recorded, and the work looks for it between two steps.
  *
- * A second SIGINT or SIGTERM ends the process at once. SIGHUP and SIGPIPE never do: a terminal that closes sends the
- * first more than once, and every line on the closed pipe the second. Where they were ignored at the start (nohup),
- * they stay so. */
+ * A second SIGINT or SIGTERM ends the process at once. SIGHUP and SIGPIPE never do, because they repeat. A terminal
+ * that closes sends SIGHUP more than once, and every write to a closed pipe raises SIGPIPE. Both stay ignored if they
+ * were ignored at the start (nohup). */
 #ifndef HALFSTEP_INTERRUPT_H
 #define HALFSTEP_INTERRUPT_H
 
 void interrupt_install(void);
-/* The signal that has arrived, or 0. The exit status it asks for is 128 + the signal. */
+/* Returns the first signal that has arrived, or 0. The exit status for it is 128 + the signal. */
 int interrupt_pending(void);
-/* Between the two, signals end the process at once, and one that has been noted does so now: for a call that may wait
- * for ever while there is nothing to save. Without interrupt_install() they do nothing. */
+/* From interrupt_pause() to interrupt_resume(), signals end the process at once. A signal that has been recorded ends
+ * it in interrupt_pause(). Meant for a call that may wait for ever while there is nothing to save. Both do nothing
+ * without interrupt_install(). */
 void interrupt_pause(void);
 void interrupt_resume(void);
 

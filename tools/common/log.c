@@ -27,8 +27,8 @@ static struct log *give_up(struct log *log, char *error, size_t error_bytes, con
     return NULL;
 }
 
-/* Length of the part to keep: the header and the complete rows up to `resumed`. -1: not such a log, -2: it cannot be
- * read. */
+/* Returns the length of the part to keep: the header and the complete rows up to step `resumed`. Returns 0 for an empty
+ * file, -1 if the file is not such a log, -2 if it cannot be read. */
 static long kept_bytes(FILE *file, int64_t resumed)
 {
     char line[512];
@@ -45,7 +45,8 @@ static long kept_bytes(FILE *file, int64_t resumed)
     return kept < 0 || ferror(file) ? -2 : kept;
 }
 
-/* Whether nothing is lost with the file: it is empty, or a log of either kind. -1: it cannot be read. */
+/* Returns 1 if the file may be overwritten, because it is empty or a log of train lm or train mnist. Returns 0 if not,
+ * and -1 if the file cannot be read. */
 static int replaceable(FILE *file)
 {
     static const char *const starts[] = {"step,", "epoch,"};
@@ -57,11 +58,12 @@ static int replaceable(FILE *file)
     return 0;
 }
 
-/* Opens the file without a change to it, and locks it: two runs that write to one log would lose both. */
+/* Opens the file without changing it. Locks a regular file, because two runs that write to one log would destroy both
+ * logs. Returns NULL with one line in error. */
 static FILE *open_file(const char *path, int *regular, char *error, size_t error_bytes)
 {
     struct stat status;
-    /* A pipe is opened when somebody reads it, which may be never. */
+    /* Opening a pipe waits for a reader, possibly for ever, so signals must end the process here. */
     interrupt_pause();
     *regular = stat(path, &status) != 0 || S_ISREG(status.st_mode);
     int fd = open(path, (*regular ? O_RDWR : O_WRONLY) | O_CREAT | O_CLOEXEC | O_NOCTTY, 0666);
@@ -91,7 +93,7 @@ struct log *log_open(const char *path, int64_t resumed, char *error, size_t erro
     long kept = 0;
     if (regular) {
         kept = kept_bytes(log->file, resumed);
-        if (kept == -1) return give_up(log, error, error_bytes, path, "it holds something else than a log to continue");
+        if (kept == -1) return give_up(log, error, error_bytes, path, "the file is not a log that can be continued");
         if (kept < 0 || fseek(log->file, kept, SEEK_SET) != 0 || ftruncate(fileno(log->file), kept) != 0)
             return give_up(log, error, error_bytes, path, strerror(errno));
     }
@@ -112,7 +114,7 @@ struct log *log_create(const char *path, const char *header, char *error, size_t
     if (regular) {
         int lost = replaceable(log->file);
         if (lost == 0)
-            return give_up(log, error, error_bytes, path, "it holds something else than a log, which would be lost");
+            return give_up(log, error, error_bytes, path, "the file exists and is not a log; choose another name");
         if (lost < 0 || fseek(log->file, 0, SEEK_SET) != 0 || ftruncate(fileno(log->file), 0) != 0)
             return give_up(log, error, error_bytes, path, strerror(errno));
     }

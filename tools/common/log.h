@@ -1,5 +1,5 @@
-/* The training log: a CSV file with one line per step (train lm) or epoch (train mnist), flushed line by line so that
- * it can be watched while it grows. */
+/* The training log: a CSV file with one line per step (train lm) or epoch (train mnist). Every line is flushed, so that
+ * the file can be watched while it grows. */
 #ifndef HALFSTEP_LOG_H
 #define HALFSTEP_LOG_H
 
@@ -16,19 +16,19 @@ struct log_row {
     uint64_t skipped_steps;
 };
 
-/* resumed < 0: a new log, what the file held is gone. Otherwise the file is continued: rows after step `resumed`,
- * written by a run that went on after its last checkpoint, and a line cut off by a kill are removed. NULL and one line
- * on error. */
+/* Opens the log of train lm. If resumed < 0, it starts a new log, and an older log in the file is lost. Otherwise it
+ * continues the log after step `resumed`. It removes later rows, which a run wrote after its last checkpoint, and a
+ * line cut off by a kill. A file that is not a log is refused. Returns NULL with one line in error. */
 struct log *log_open(const char *path, int64_t resumed, char *error, size_t error_bytes);
-/* 0, or -1 when the file system refuses (errno is set). */
+/* Appends a row. Returns 0, or -1 with errno set if the file system refuses. */
 int log_write(struct log *log, const struct log_row *row);
 
-/* A log with columns of its own: the header and every row are given as they are to stand there, without the line's
- * end. */
+/* A log with columns of its own. The header and every row are complete lines without the line break. Both functions
+ * return what log_open() and log_write() return. */
 struct log *log_create(const char *path, const char *header, char *error, size_t error_bytes);
 int log_line(struct log *log, const char *line);
 
-/* 0, or -1 if anything written to it was lost. NULL is fine. */
+/* Closes the log, which may be NULL. Returns 0, or -1 if anything written to it was lost. */
 int log_close(struct log *log);
 
 #endif

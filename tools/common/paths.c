@@ -8,13 +8,14 @@
 
 enum { PATH_BYTES = 4096 };
 
-/* What tells a file from others: itself where it is there, otherwise its folder and its name in it. */
+/* Identifies a file: the file itself if it exists, otherwise its folder and its name in the folder. */
 struct identity {
     int exists;
-    struct stat status; /* of the file or the folder */
+    struct stat status; /* of the file, or of the folder if the file does not exist */
     const char *name;
 };
 
+/* Returns 0, or -1 if the path is too long, or if neither the file nor its folder exists. */
 static int identify(const char *path, struct identity *out)
 {
     out->exists = stat(path, &out->status) == 0;
@@ -37,8 +38,8 @@ static int same(const struct identity *a, const struct identity *b)
     return S_ISREG(a->status.st_mode) || S_ISBLK(a->status.st_mode);
 }
 
-/* Whether a file in the folder, or with_checkpoints in one of the checkpoints there, is the one that `file`
- * identifies. */
+/* Returns 1 if the folder holds the file that `file` identifies. with_checkpoints: looks also into folders called
+ * checkpoint-* in it. */
 static int holds(const char *folder, const struct identity *file, int with_checkpoints)
 {
     DIR *stream = opendir(folder);
@@ -60,8 +61,8 @@ static int holds(const char *folder, const struct identity *file, int with_check
     return found;
 }
 
-/* Where a path leads, as far as it is there already: to be freed, NULL where nothing can be said. */
-static char *whereabouts(const char *path)
+/* Returns the real path of the deepest part of `path` that exists, to be freed. Returns NULL if there is none. */
+static char *real_part(const char *path)
 {
     char *part = path[0] ? strdup(path) : NULL, *found = NULL;
     while (part && !(found = realpath(part, NULL))) {
@@ -84,9 +85,9 @@ int paths_outside(struct named_path input, const struct named_path *outputs, int
     if (!input.path || stat(input.path, &status) != 0 || !S_ISDIR(status.st_mode)) return 0;
     char *folder = realpath(input.path, NULL);
     size_t n = folder ? strlen(folder) : 0;
-    if (n == 1) n = 0; /* the root: everything begins with it */
+    if (n == 1) n = 0; /* every path begins with the root */
     for (int o = 0; o < n_outputs && folder && !found; o++) {
-        char *place = outputs[o].path ? whereabouts(outputs[o].path) : NULL;
+        char *place = outputs[o].path ? real_part(outputs[o].path) : NULL;
         found = place && strncmp(place, folder, n) == 0 && (place[n] == '/' || !place[n]);
         free(place);
         if (found)

@@ -1,5 +1,5 @@
-/* Which files a command reads and which it writes: an output that would destroy an input, or another output, is refused
- * before either is opened. */
+/* Checks of the files that a command reads and writes, before any is opened. An output must not destroy an input or
+ * another output. */
 #ifndef HALFSTEP_PATHS_H
 #define HALFSTEP_PATHS_H
 
@@ -10,13 +10,15 @@ struct named_path {
     const char *path; /* NULL: not given */
 };
 
-/* Two names of one file are found out by device and inode, links of both kinds included; names of files that are not
- * there yet by their folder. Of an input that is a folder, every file counts that lies in it or in a checkpoint-N of
- * it. Devices and pipes hold nothing that could be lost. 0, or 2 and one line. */
+/* Refuses an output that is one of the inputs, or the same file as another output. Files are compared by device and
+ * inode, so links of both kinds are found. A file that does not exist yet is compared by its folder and name. A folder
+ * as input stands for every file in it and in its folders checkpoint-*. Character devices and pipes are never refused,
+ * because they hold nothing that could be lost. Returns 0, or 2 with one line in error. */
 int paths_check(const struct named_path *inputs, int n_inputs, const struct named_path *outputs, int n_outputs,
                 char *error, size_t error_bytes);
 
-/* An output in the folder `input`, or in one below it, is refused; where input is no folder, none is. Likewise. */
+/* Refuses an output in the folder `input` or below it. Accepts every output if input is not a folder. Returns 0, or 2
+ * with one line in error. */
 int paths_outside(struct named_path input, const struct named_path *outputs, int n_outputs, char *error,
                   size_t error_bytes);
 

@@ -70,7 +70,7 @@ static void add_time(char *text, size_t text_bytes, double seconds)
     else add(text, text_bytes, "%ld:%02ld", s / 60, s % 60);
 }
 
-/* Most useful first: a narrow terminal cuts the end off. */
+/* Writes the line of a step. The most useful values come first, because a narrow terminal cuts the end off. */
 static void compose(struct progress *progress, int64_t step, const struct progress_values *v, char *text,
                     size_t text_bytes)
 {

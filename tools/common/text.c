@@ -94,7 +94,8 @@ size_t text_utf8_length(const void *bytes, size_t n)
     return hstep_utf8(bytes, n, &number);
 }
 
-/* Writes one character as a terminal may show it, and moves *string behind it. Returns how many characters it made. */
+/* Writes the character at *string into `shown` as a terminal may show it. Moves *string past it. Returns how many
+ * characters that made. */
 static int plain_character(const char **string, char shown[20])
 {
     uint32_t number = 0;
@@ -151,7 +152,7 @@ static void add_bytes(struct text *text, const char *bytes, size_t n)
     text->data[text->n] = 0;
 }
 
-/* One character, or a byte that is none. Returns how many bytes that took. */
+/* Appends one UTF-8 character, or U+FFFD for a byte that begins none. Returns how many of the bytes that took. */
 static size_t add_character(struct text *text, const char *bytes, size_t n)
 {
     size_t length = text_utf8_length(bytes, n);

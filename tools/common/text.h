@@ -1,4 +1,4 @@
-/* A growing piece of text. Running out of memory is remembered and told once, at the end. */
+/* A growing string. Running out of memory is recorded, and is reported once, at the end. */
 #ifndef HALFSTEP_UI_TEXT_H
 #define HALFSTEP_UI_TEXT_H
 
@@ -6,36 +6,36 @@
 #include <stdio.h>
 
 struct text {
-    char *data; /* NUL-terminated once anything was added */
+    char *data; /* NUL-terminated; NULL before anything was added */
     size_t n, size;
-    int failed; /* memory ran out: the rest is missing */
+    int failed; /* memory ran out, and the rest is missing */
 };
 
 __attribute__((format(printf, 2, 3))) void text_add(struct text *text, const char *format, ...);
-/* What was added so far; "" for nothing, or where the first piece failed. */
+/* Returns what was added so far. Returns "" if that is nothing, or if the first piece failed. */
 const char *text_string(const struct text *text);
-/* Takes over the failure of a text that this one was made from. */
+/* Marks text as failed if `part`, from which it was made, has failed. */
 void text_join_failure(struct text *text, const struct text *part);
-/* As text inside HTML or SVG, also inside a quoted attribute. */
+/* Appends a string as HTML or SVG text, which may stand in a quoted attribute. */
 void text_add_html(struct text *text, const char *string);
-/* As one field of a CSV file: quoted where it has to be. */
+/* Appends a string as one field of a CSV file, quoted if necessary. */
 void text_add_csv(struct text *text, const char *string);
-/* As one word of a shell command: quoted where it has to be. */
+/* Appends a string as one word of a shell command, quoted if necessary. */
 void text_add_shell(struct text *text, const char *string);
-/* As a JSON string, quotes included. What is not UTF-8 becomes U+FFFD. */
+/* Appends a JSON string with its quotes. Bytes that are not UTF-8 become U+FFFD. */
 void text_add_json(struct text *text, const char *string);
-/* Bytes as UTF-8, with U+FFFD in the place of each that is none. */
+/* Appends bytes as UTF-8. Each byte that is not UTF-8 becomes U+FFFD. */
 void text_add_utf8(struct text *text, const void *bytes, size_t n);
-/* As a terminal may show it, in one line: bytes of control characters, of characters that turn or hide text, and those
- * that are not UTF-8 become \xNN. */
+/* Appends a string so that a terminal shows it in one line. Control characters, characters that turn or hide text, and
+ * bytes that are not UTF-8 appear as \xNN. */
 void text_add_plain(struct text *text, const char *string);
-/* The same into a buffer, cut where it is full. */
+/* Does the same into a buffer, and cuts the text off if the buffer is full. */
 void plain_text(char *out, size_t out_bytes, const char *string);
-/* The same, printed. Returns the number of characters. */
+/* Prints a string in the same way. Returns the number of characters printed. */
 int plain_print(FILE *out, const char *string);
-/* Length of the UTF-8 character that begins at bytes, or 0. */
+/* Returns the length of the UTF-8 character that begins at bytes, or 0 if none does. */
 size_t text_utf8_length(const void *bytes, size_t n);
-/* A number with commas between thousands. */
+/* Appends a number, rounded to an integer, with commas between thousands. */
 void text_add_count(struct text *text, double count);
 void text_free(struct text *text);
 

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Where a subtree of at least two leaves is cut. */
+/* Returns the first leaf of the right half of a subtree, which has at least two leaves. */
 static int64_t cut(int64_t begin, int64_t end)
 {
     int64_t half = 1;
@@ -13,7 +13,7 @@ static int64_t cut(int64_t begin, int64_t end)
 
 struct planning {
     struct tree *tree;
-    int in_use; /* slots; the one that is freed is always the last */
+    int in_use; /* slots in use; the one to be freed is always the last */
 };
 
 static void add_merge(struct tree *tree, int64_t after, int into, int from)
@@ -24,7 +24,7 @@ static void add_merge(struct tree *tree, int64_t after, int into, int from)
     tree->merge[tree->merges++] = (struct tree_merge){into, from};
 }
 
-/* Adds up a subtree; leaves are visited in their order. Its slot. */
+/* Plans the sum of a subtree, leaf by leaf in their order. Returns the slot that holds the sum. */
 static int add_up(struct planning *p, int64_t begin, int64_t end)
 {
     struct tree *tree = p->tree;

@@ -1,5 +1,5 @@
-/* The parts of `halfstep bench`: memory and the stream that a step is compared with (bench_stream.c), one timed case
- * (bench_case.c), options, lists and output (cmd_bench.c). */
+/* The parts of `halfstep bench`. bench_stream.c holds memory and the stream that a step is compared with. bench_case.c
+ * times one case. cmd_bench.c holds options, lists and output. */
 #ifndef HALFSTEP_BENCH_H
 #define HALFSTEP_BENCH_H
 
@@ -17,12 +17,13 @@ struct block {
     size_t bytes;
 };
 
-/* The index-th of several blocks, at a distance that keeps their cache sets apart; touched by the caller. 0 or -1. */
+/* Allocates the index-th of several blocks, at a distance that keeps their cache sets apart. The caller touches the
+ * memory first. Returns 0 or -1. */
 int block_open(struct block *b, size_t bytes, int index);
 void block_close(struct block *b);
 
-/* `arrays` equal arrays that are read and written, one that is only read, taken in turns of so many parameters or (turn
- * 0) word by word. */
+/* A layout of the stream: `arrays` equal arrays that are read and written, and one array that is only read. The loop
+ * takes `turn` parameters of each array in turn, or single words if turn is 0. */
 struct variant {
     int arrays, turn;
 };
@@ -38,11 +39,11 @@ struct stream {
     atomic_uint_least64_t sink;
 };
 
-/* 0, or -1 without memory or threads; to be closed in any case. The best variant is the ceiling: a slow one would
- * flatter. */
+/* Allocates the arrays and chooses the fastest layout, because a slow one would flatter the step. Returns 0, or -1
+ * without memory or threads. stream_close() is needed in either case. */
 int stream_open(struct stream *s, int64_t params, double written, double read_only, int threads);
 void stream_close(struct stream *s);
-/* Seconds of one pass, or a negative number. The calling thread takes the first share. */
+/* Runs one pass. Returns its seconds, or a negative number on failure. The calling thread takes the first share. */
 double stream_run(struct stream *s);
 double stream_bytes(const struct stream *s);
 
@@ -63,16 +64,17 @@ struct result {
     double ns, scan_ns;       /* per parameter */
     double fraction, scan_fraction, stream_gbs;
     double cache_ns, over_one; /* 0: not measured */
-    double flops;              /* of a step's matrix products, per parameter; 0: none */
+    double flops;              /* of the matrix products of a step, per parameter; 0: none */
 };
 
-/* Which gradients a recipe is timed with. */
+/* Returns the gradient format that a recipe is timed with. */
 const char *bench_gradients(const struct bench *b, const char *recipe);
-/* Rules that multiply matrices are timed on one square matrix. */
+/* Returns 1 if the rule multiplies matrices. Such a rule is timed on one square matrix. */
 int bench_is_matrix(const char *recipe);
-/* The largest number of parameters, up to b->params, that leaves memory for every case and its stream side by side. */
+/* Returns the largest number of parameters, up to b->params, for which memory can hold each case beside its stream. */
 int64_t bench_affordable(const struct bench *b);
-/* Times a recipe with and without the scan; in_cache: also one thread's instructions. 0, or 1 after a line of error. */
+/* Times a recipe with and without the scan. in_cache: also times one thread on data that stays in the cache. Returns 0,
+ * or 1 after one line of error. */
 int bench_case(const struct bench *b, const char *recipe, int64_t params, int64_t tensors, int threads, int in_cache,
                struct result *r);
 

@@ -1,5 +1,5 @@
-/* One case of `halfstep bench`: a recipe on tensors of its own, timed between two runs of the stream of the same
- * bytes. */
+/* One case of `halfstep bench`: a recipe on tensors of its own. Each step is timed between two runs of a stream of as
+ * many bytes. */
 #define HALFSTEP_ADVANCED
 #include "cli/bench/bench.h"
 
@@ -38,7 +38,7 @@ static double median(double *x, int n)
     return n % 2 ? x[n / 2] : 0.5 * (x[n / 2 - 1] + x[n / 2]);
 }
 
-/* ---- What a recipe asks for -------------------------------------------------------------------------------------- */
+/* ---- Properties of a recipe -------------------------------------------------------------------------------------- */
 
 static halfstep_rule_info rule_of(const char *recipe)
 {
@@ -59,7 +59,7 @@ const char *bench_gradients(const struct bench *b, const char *recipe)
     return !strncmp(parts.weight, "f32", 3) ? "f32" : !strncmp(parts.weight, "f16", 3) ? "f16" : "bf16";
 }
 
-/* Its initial value, or -1 where the rule has no such hyper-parameter. */
+/* Returns the initial value of a hyper-parameter, or -1 if the rule does not have it. */
 static double initial_hyper(const char *recipe, const char *name)
 {
     struct recipe_parts parts;
@@ -70,8 +70,8 @@ static double initial_hyper(const char *recipe, const char *name)
     return -1;
 }
 
-/* A square matrix of a power of two rows: up to 1024, and small enough that a step takes no longer than other rules'
- * do. */
+/* Returns the side of a square matrix: a power of two from 64 to 1024. The matrix is so small that a step takes no
+ * longer than the steps of other rules. */
 static int64_t matrix_side(int64_t params)
 {
     int64_t side = 64;
@@ -88,9 +88,9 @@ struct subject {
     const void **gradient;
     int64_t params;
     int64_t tensors;
-    /* On a device: weights and gradients, and what the stream copies. */
+    /* on a device: weights and gradients; the memory for the copy that replaces the stream */
     char *there, *copied;
-    uint64_t copied_bytes; /* from the first half of `copied` to the second */
+    uint64_t copied_bytes; /* copied from the first half of `copied` to the second */
 };
 
 static int on_device(const struct bench *b) { return strcmp(b->device, "cpu") != 0; }
@@ -106,7 +106,9 @@ static void subject_close(struct subject *s)
     free(s->gradient);
 }
 
-/* Numbers around 2^-8, all bits random: no subnormals, no infinities, no two alike. */
+/* Fills memory with random numbers of both signs, from 2^-10 to 2^-2 in magnitude. There are no zeros, subnormals or
+ * infinities. `element` is their size, 2 or 4 bytes; `half` makes IEEE halves of 2 bytes, not BF16. The numbers repeat
+ * every 64 KiB. */
 static void fill(char *out, uint64_t bytes, int element, int half)
 {
     enum { PIECE = 1 << 16 };
@@ -132,7 +134,7 @@ static int subject_fail(const struct subject *s, const char *recipe, int error)
     return failure("bench", "%s: %s%s%s", recipe, halfstep_strerror(error), *detail ? ": " : "", detail);
 }
 
-/* Bytes that all tensors, which are alike, take in a slot. */
+/* Returns the bytes that all tensors, which are alike, take in a slot. */
 static double slot_bytes(const struct subject *s, int slot)
 {
     halfstep_slot_info info = {.struct_size = sizeof info};
@@ -140,7 +142,8 @@ static double slot_bytes(const struct subject *s, int slot)
     return info.format < 0 ? 0 : (double)(info.code_bytes + info.extra_bytes) * (double)s->tensors;
 }
 
-/* Slots have 2 or 4 bytes an element, besides residuals and the like. */
+/* Fills the codes of a slot, which have 2 or 4 bytes, but not its residuals. Adds their bytes to *used, rounded up to
+ * 64. */
 static void fill_slot(const struct subject *s, int32_t tensor, int slot, char *at, uint64_t *used)
 {
     halfstep_slot_info info = {.struct_size = sizeof info};
@@ -151,7 +154,7 @@ static void fill_slot(const struct subject *s, int32_t tensor, int slot, char *a
     *used += (info.code_bytes + 63) / 64 * 64;
 }
 
-/* Weights and gradients, filled here, to the device. */
+/* Copies the weights and gradients, which are filled on the host, to the device, and frees them here. */
 static int subject_move(struct subject *s, const char *recipe, uint64_t weights, uint64_t gradients)
 {
     void *memory = NULL;
@@ -174,7 +177,7 @@ static int subject_fill(const struct bench *b, struct subject *s, const char *re
     halfstep_memory(s->o, &weights, &gradients, NULL, NULL, NULL);
     if (block_open(&s->weights, weights + 64 * (uint64_t)s->tensors, 3) ||
         block_open(&s->gradients, gradients + 64 * (uint64_t)s->tensors, 4))
-        return failure("bench", "%s: no memory for %lld parameters", recipe, (long long)s->params);
+        return failure("bench", "%s: not enough memory for %lld parameters", recipe, (long long)s->params);
     for (int32_t t = 0; t < s->tensors; t++) {
         char *weight = s->weights.memory + w_at, *gradient = s->gradients.memory + g_at;
         s->weight[t] = weight;
@@ -185,7 +188,8 @@ static int subject_fill(const struct bench *b, struct subject *s, const char *re
     return on_device(b) ? subject_move(s, recipe, w_at, g_at) : 0;
 }
 
-/* As many parameters as come close to `params` in `tensors` equal matrices whose rows are whole blocks. */
+/* Opens `tensors` equal matrices with rows of whole blocks and about `params` parameters in total. A rule that
+ * multiplies matrices gets square ones. */
 static int subject_open(const struct bench *b, struct subject *s, const char *recipe, const char *gradients,
                         int64_t params, int64_t tensors, int threads)
 {
@@ -229,7 +233,7 @@ static int subject_open(const struct bench *b, struct subject *s, const char *re
 
 /* ---- Timing ------------------------------------------------------------------------------------------------------ */
 
-/* Seconds of one step, or a negative number after a line of error. */
+/* Makes one step. Returns its seconds, or a negative number after one line of error. */
 static double subject_step(struct subject *s, const char *recipe)
 {
     double start = bench_now();
@@ -241,7 +245,8 @@ static double subject_step(struct subject *s, const char *recipe)
     return -1;
 }
 
-/* A copy within the device's memory of as many bytes as a step moves, in place of the stream. */
+/* Copies as many bytes within the device's memory as a step moves, in place of the stream. Returns as
+ * subject_step(). */
 static double copy_run(struct subject *s, const char *recipe)
 {
     double start = bench_now();
@@ -261,7 +266,8 @@ static int copy_open(struct subject *s, const char *recipe, double bytes)
     return error ? subject_fail(s, recipe, error) : 0;
 }
 
-/* Stream, step, stream, step, ..., stream: each step between its two neighbours. */
+/* Times stream, step, stream, step, ..., stream. Each step is compared with the two streams beside it. Writes the
+ * medians over all rounds. */
 static int measure(const struct bench *b, struct subject *subject, struct stream *stream, const char *recipe,
                    double bytes, double *ns, double *fraction, double *stream_gbs)
 {
@@ -309,7 +315,8 @@ static int measure_in_cache(const struct bench *b, const char *recipe, const cha
     return status;
 }
 
-/* Sums over whole tensors come before the update: of the rule, or of a format whose scale is one. */
+/* Returns 1 if sums over whole tensors come before the update. Either the rule needs them, or a state has one scale for
+ * the whole tensor. */
 static int is_two_pass(const struct subject *s, const char *recipe)
 {
     int two = rule_of(recipe).two_pass;
@@ -323,9 +330,10 @@ static int is_two_pass(const struct subject *s, const char *recipe)
     return two;
 }
 
-/* What has to be moved: weights with their residuals and all states, copies of the weight included, read and written
- * once, gradients read once. All of it is read twice in two passes, but for tensors that a cache keeps between them: of
- * up to 32 MB, a fixed size, for what systems tell about caches is not what one process has of them. */
+/* Counts the bytes per parameter that a step has to move. Weights with their residuals and all states, copies of the
+ * weight included, are read and written once. Gradients are read once. A step of two passes reads everything twice,
+ * except for tensors of up to 32 MB, which a cache keeps between the passes. That size is fixed, because what a system
+ * reports about its caches is not what one process gets. */
 static void count_bytes(const struct subject *s, const char *recipe, double *written, double *read_only)
 {
     double n = (double)s->params, cache = 32 << 20;
@@ -336,7 +344,8 @@ static void count_bytes(const struct subject *s, const char *recipe, double *wri
         *read_only += *written + *read_only;
 }
 
-/* Of the matrix products of a step on a square matrix, per parameter: X X', its square and the product with X. */
+/* Returns the floating-point operations of one step's matrix products on a square matrix, per parameter. Each of the
+ * ns_steps iterations computes X X', its square, and the product with X. */
 static double product_flops(const struct subject *s, const char *recipe)
 {
     return initial_hyper(recipe, "ns_steps") * 6 * sqrt((double)s->params);
@@ -361,7 +370,7 @@ int bench_case(const struct bench *b, const char *recipe, int64_t params, int64_
         if (bench_is_matrix(recipe)) r->flops = product_flops(&subject, recipe);
         if (on_device(b)) status = copy_open(&subject, recipe, r->bytes);
         else if (stream_open(&stream, subject.params, written, read_only, threads))
-            status = failure("bench", "%s: no memory or threads for the stream", recipe);
+            status = failure("bench", "%s: not enough memory or threads for the stream", recipe);
     }
     for (int mode = 0; mode < 2 && !status; mode++) {
         double unused;
@@ -386,7 +395,8 @@ int64_t bench_affordable(const struct bench *b)
         if (bench_is_matrix(recipe) || halfstep_recipe_bytes(recipe, 2, 1, 4096, &weight, &extra, &states)) continue;
         double gradients = strcmp(bench_gradients(b, recipe), "f32") ? 2 : 4;
         double kept = (double)(weight + extra + states) / 4096 + gradients;
-        /* The recipe's own, and the stream's, which reads twice where the recipe may. */
+        /* The memory of the recipe, and that of its stream, which is twice as much if the recipe reads everything
+         * twice. */
         most = fmax(most, kept + (rule_of(recipe).two_pass ? 2 : 1) * kept);
     }
     halfstep_device_info info = {.struct_size = sizeof info};

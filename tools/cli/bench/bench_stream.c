@@ -1,5 +1,5 @@
-/* What memory allows: plain loops that read and write as many bytes as a recipe has to move, laid out as well as
- * possible. */
+/* The speed that memory allows. Plain loops read and write as many bytes as a recipe has to move, in the best of
+ * several layouts. */
 #include "cli/bench/bench.h"
 
 #include <math.h>
@@ -17,7 +17,7 @@ double bench_now(void)
 
 /* ---- Memory ------------------------------------------------------------------------------------------------------ */
 
-/* Slots at equal offsets modulo large powers of two fight for the same cache sets. */
+/* Slots at equal offsets modulo large powers of two compete for the same cache sets. */
 #define STAGGER ((size_t)4096 + 64)
 #define HUGE_PAGE ((size_t)2 << 20)
 
@@ -75,7 +75,7 @@ static void change_woven(uint64_t *restrict a, uint64_t *restrict b, uint64_t *r
     }
 }
 
-/* Arrays of a variant lie one after another in `changed`, staggered. */
+/* Returns the start of an array of the variant. The arrays lie one after another in `changed`, staggered. */
 static uint64_t *array_start(const struct stream *s, int index)
 {
     size_t each = s->changed_bytes / (size_t)s->variant.arrays / 64 * 64;
@@ -118,14 +118,14 @@ struct helper {
 static void *help(void *argument)
 {
     struct helper *h = argument;
-    /* Pinning may be forbidden; the stream is then only a little less steady. */
+    /* Pinning may be forbidden. The stream is then only a little less steady. */
     pthread_setaffinity_np(pthread_self(), sizeof h->cpus, &h->cpus);
     pthread_barrier_wait(&h->s->start);
     stream_share(h->s, h->share);
     return NULL;
 }
 
-/* The share-th processor of those that this process may use. */
+/* Returns one of the processors that this process may use, a different one for each share as far as they suffice. */
 static cpu_set_t one_cpu(const cpu_set_t *all, int share)
 {
     cpu_set_t set;

@@ -1,6 +1,6 @@
-/* Times halfstep_step against what memory allows: a plain read-modify-write loop over as many bytes, laid out as well
- * as possible, timed before and after each step. A ratio of neighbours survives a machine whose bandwidth changes by
- * the second; a time alone does not. */
+/* Compares halfstep_step with what memory allows: a plain read-modify-write loop over as many bytes, in the best
+ * layout, timed before and after each step. The ratio stays valid on a machine whose bandwidth changes by the second; a
+ * time alone does not. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,38 +28,43 @@ static const char *generator_name(int32_t index) { return halfstep_choice_value(
 
 static const struct option rows[] = {
     {"recipes", OPTION_RECIPES, AT(recipes), "R,R,...", NULL, 0, 0, 0, NULL,
-     "what to time (default: adamw in the formats that matter, and every kind of rule)"},
+     "recipes to time (default: adamw in the most useful formats, and every kind of rule)"},
     {"grid", OPTION_FLAG, AT(grid), NULL, NULL, 0, 0, 0, NULL,
-     "every rule with every weight format, and with every state format under f32 and bf16-sr weights"},
+     "time every rule with every weight format, and with every state format for f32 and bf16-sr weights"},
     {"params", OPTION_NUMBER, AT(bench.params), "N", "67108864", 4096, 1e12, 0, NULL,
-     "parameters (with --grid 4194304); fewer are taken if memory is short"},
+     "number of parameters (with --grid 4194304); fewer if memory is short"},
     {"tensors", OPTION_INTEGER, AT(bench.tensors), "N", "1000", 1, 1000000, 0, NULL,
-     "besides one large tensor, as many parameters in N small ones; 1 (with --grid): only the large one"},
-    {"threads", OPTION_INTEGER, AT(bench.threads), "N", "0", 0, 1024, 0, NULL, "0: as many as a step would use"},
+     "also time as many parameters in N small tensors; 1: only one large tensor (so with --grid)"},
+    {"threads", OPTION_INTEGER, AT(bench.threads), "N", "0", 0, 1024, 0, NULL,
+     "number of threads; 0: as many as a step would use"},
     {"rounds", OPTION_INTEGER, AT(bench.rounds), "N", "11", 1, 1000, 0, NULL,
-     "pairs of stream and step (with --grid 3); the median counts"},
+     "pairs of stream and step (with --grid 3); the results are medians"},
     {"gradients", OPTION_CHOICE, AT(bench.gradients), "FORMAT", NULL, 0, 0, 0, gradient_format_name,
-     "default: f32, bf16 or f16, as the weights"},
+     "gradient format (default: f32, bf16 or f16, as the weights)"},
     {"generator", OPTION_CHOICE, AT(bench.generator), "NAME", NULL, 0, 0, 0, generator_name,
      "source of random bits (default: the library's)"},
     {"device", OPTION_STRING, AT(bench.device), "NAME", "cpu", 0, 0, 0, NULL,
-     "cpu; cuda or cuda:N: there the stream is a copy within the GPU's memory"},
-    {"csv", OPTION_STRING, AT(csv), "FILE", NULL, 0, 0, 0, NULL, "also write the cases to FILE"},
+     "cpu, cuda or cuda:N; on a GPU the stream is a copy within its memory"},
+    {"csv", OPTION_STRING, AT(csv), "FILE", NULL, 0, 0, 0, NULL, "also write the cases to FILE, as CSV"},
     OPTION_JSON(struct choice),
 };
 
 static const struct command command = {
     "bench",
     "[options]",
-    "Times one optimizer step of each recipe, interleaved with a read-modify-write stream of the same bytes.",
-    "  ns/param, GB/s   of the bytes that the recipe has to move: weights and states read and written, gradients read, "
-    "once;\n"
-    "                   all read twice by rules that need sums over a tensor of more than 32 MB\n"
-    "  of stream        those bytes over the step's time, by the stream's bytes over its time; gradients known to be "
-    "finite\n"
-    "  scan             the same with the gradients scanned first, their second reading counted\n"
-    "  in cache         ns/param of one thread on 16384 parameters: what the arithmetic costs when memory does not\n"
-    "  GFLOP/s          of the matrix products of rules that have any, on one square matrix of up to 1024 rows\n",
+    "Times one optimizer step of each recipe, in turns with a read-modify-write stream of as many bytes.",
+    "Columns:\n"
+    "  ns/param    time of a step per parameter, with gradients known to be finite\n"
+    "  B/param     bytes that the recipe has to move: weights and states read and written once, gradients read once.\n"
+    "              Rules that need sums over a tensor of more than 32 MB read all of it twice.\n"
+    "  GB/s        those bytes over the time of the step\n"
+    "  of stream   that rate, as a fraction of the stream's\n"
+    "  scan        the same fraction if the gradients are scanned first; their second reading counts\n"
+    "  in cache    ns/param of one thread on 16384 parameters: the cost of the arithmetic without the memory\n"
+    "  over one    time on --tensors small tensors over the time on one large tensor\n"
+    "  GFLOP/s     rate of the matrix products, for rules that have any, on one square matrix of up to 1024 rows\n"
+    "\n"
+    "  halfstep bench --recipes adamw/f32,adamw/bf16-sr/int8 --threads 8\n",
     0,
     0};
 
@@ -94,7 +99,7 @@ static const char *const usual[] = {
     "muon/bf16-sr",
 };
 
-/* Adds a recipe's full form, if there is such a recipe and it is new. */
+/* Adds the full form of a recipe. Adds nothing if there is no such recipe, or if it is in the list. */
 static int add(struct args *args, struct bench *b, const char *recipe)
 {
     char full[RECIPE_BYTES];
@@ -153,7 +158,7 @@ static const struct result *find_case(const struct result *results, int n, const
     return NULL;
 }
 
-/* Time of stochastic over nearest rounding, where both were timed; else 0. */
+/* Returns the time of stochastic rounding over that of rounding to nearest, or 0 if either was not timed. */
 static double sr_over_nearest(const struct result *results, int n)
 {
     const struct result *sr = find_case(results, n, "adamw/bf16-sr/bf16-sr", 1),
@@ -226,7 +231,7 @@ static void print_matrices(const struct result *results, int n)
 
 static int write_csv(FILE *f, const char *path, const struct result *results, int n)
 {
-    /* A pipe or a device has nothing to be cut off. */
+    /* Pipes and devices cannot be truncated, and need not be. */
     int bad = ftruncate(fileno(f), 0) != 0 && errno != EINVAL;
     fprintf(f, "recipe,gradients,params,tensors,ns_per_param,bytes_per_param,gb_per_s,stream_fraction,stream_gb_per_s,"
                "scan_ns_per_param,scan_bytes_per_param,scan_stream_fraction,cache_ns_per_param,time_over_one_tensor,"
@@ -251,9 +256,9 @@ static int run_all(const struct choice *c, struct result *results, int *n, int t
 {
     const struct bench *b = &c->bench;
     int64_t params = bench_affordable(b);
-    if (params < 4096) return failure("bench", "not enough memory for 4096 parameters");
+    if (params < 4096) return failure("bench", "not enough memory for 4096 parameters, the least that can be timed");
     if ((double)params < b->params)
-        fprintf(stderr, "halfstep: bench: memory allows %lld of the %.0f parameters\n", (long long)params, b->params);
+        fprintf(stderr, "halfstep: bench: memory suffices for %lld of %.0f parameters\n", (long long)params, b->params);
     if (!c->json) {
         if (strcmp(b->device, "cpu")) printf("%s, ", b->device);
         else printf("%s kernels, %d thread%s, ", halfstep_isa(), threads, threads == 1 ? "" : "s");
@@ -265,7 +270,8 @@ static int run_all(const struct choice *c, struct result *results, int *n, int t
             struct result *r = &results[*n];
             int status = bench_case(b, b->recipe[i], params, many ? b->tensors : 1, threads, !many, r);
             if (status) return status;
-            /* By the fractions, for the machine's bandwidth may have changed between the two. */
+            /* Compares the fractions of the stream, because the machine's bandwidth may have changed between the two
+             * cases. */
             if (many) r->over_one = r[-1].fraction / r->fraction * r->bytes / r[-1].bytes;
             ++*n;
             if (!c->json) print_row(r);
@@ -285,7 +291,7 @@ int cmd_bench(int argc, char **argv)
     c.bench.recipes = 0;
     status = check_device("bench", c.bench.device);
     if (!status) status = choose(&args, &c);
-    /* Before the cases are timed, which takes minutes; what it holds stays until there are others. */
+    /* Opened before the cases are timed, which takes minutes. Its old content stays until there are results. */
     FILE *csv = !status && c.csv ? fopen(c.csv, "a") : NULL;
     if (!status && c.csv && !csv) status = failure("bench", "cannot write %s: %s", c.csv, strerror(errno));
     int threads = c.bench.threads ? (int)c.bench.threads : halfstep_default_threads();

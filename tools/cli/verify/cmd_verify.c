@@ -34,35 +34,37 @@ static const struct option rows[] = {
     {"isa", OPTION_CHOICE, offsetof(struct verify, isa), "NAME", NULL, 0, 0, 0, available_isa,
      "kernels to check (default: those in use)"},
     {"threads", OPTION_INTEGER, offsetof(struct verify, threads), "N", "0", 0, 1024, 0, NULL,
-     "0: as many as a step would use"},
+     "number of threads; 0: as many as a step would use"},
     {"device", OPTION_STRING, offsetof(struct verify, device), "NAME", "cpu", 0, 0, 0, NULL,
-     "cpu; cuda or cuda:N, a GPU that computes the same bits"},
+     "cpu, cuda or cuda:N; a GPU has to compute the same bits"},
     {"every", OPTION_INTEGER, offsetof(struct verify, every), "N", "1", 1, 1000000, 0, NULL,
-     "judge one case of N, for tools that make each take long"},
+     "check one case of N, for tools under which a case takes long"},
     {"list", OPTION_FLAG, offsetof(struct verify, list), NULL, NULL, 0, 0, 0, NULL,
-     "print every case and the hash found"},
+     "print every case with the hash computed"},
     {"write", OPTION_STRING, offsetof(struct verify, write), "FILE", NULL, 0, 0, 0, NULL,
-     "write the hashes found to FILE instead of judging them"},
+     "write the computed hashes to FILE instead of checking them"},
     OPTION_JSON(struct verify),
 };
 
 static const struct command command = {
     "verify",
     "[options]",
-    "Steps a fixed problem under every rule, weight format, state format and gradient format, and compares the bits of "
-    "all "
-    "weights and states with the ones that every machine has to find.",
-    "Exit status 1 if any differs. In the JSON a recipe's hash is that of all its cases.\n",
+    "Steps a fixed problem under every rule, weight format, state format and gradient format, and checks that all "
+    "weights and states have the bits that every machine has to compute.",
+    "Exit status: 1 if the bits of any case differ. In the JSON a recipe has one hash for all its cases.\n"
+    "\n"
+    "  halfstep verify --threads 1\n"
+    "  HALFSTEP_ISA=scalar halfstep verify --every 50 --list\n",
     0,
     0};
 
 struct outcome {
     uint64_t hash;
-    int listed, matches; /* there is a hash to find; it was found */
+    int listed, matches; /* the list has a hash for the case; the computed hash is that one */
 };
 
-/* Where the hashes are written before the list takes its name: opened before they are computed, since that takes a
- * while. */
+/* The file of --write. It has another name until it is complete. It is opened before the hashes are computed, because
+ * that takes a while. */
 struct list {
     char *partial;
     FILE *file;
@@ -92,7 +94,7 @@ static int write_list(struct list *list, const char *path, const struct golden_c
     return 1;
 }
 
-/* What did not come to be a list is removed. */
+/* Closes the file, and removes it if it is not complete. */
 static void close_list(struct list *list)
 {
     if (list->file) {
@@ -102,7 +104,7 @@ static void close_list(struct list *list)
     free(list->partial);
 }
 
-/* Cases of one recipe follow each other. */
+/* Prints the results as JSON. Cases of the same recipe must be neighbours in the list. */
 static int print_object(const struct golden_case *cases, const struct outcome *outcomes, int n, const char *device,
                         int threads, int passed)
 {
@@ -164,7 +166,7 @@ static int report(const struct verify *v, const struct golden_case *cases, const
     return passed != n;
 }
 
-/* Keeps one of `every` cases and returns how many that are. */
+/* Keeps one of `every` cases. Returns the number of cases kept. */
 static int thin(struct golden_case *cases, int n, int64_t every)
 {
     int kept = 0;
@@ -184,7 +186,8 @@ int cmd_verify(int argc, char **argv)
     struct list list = {NULL, NULL};
     if (cases) n = thin(cases, n, v.every);
     if (!outcomes) status = failure("verify", "out of memory");
-    else if (v.write && v.every > 1) status = failure("verify", "--write writes every case: it cannot go with --every");
+    else if (v.write && v.every > 1)
+        status = failure("verify", "--write and --every exclude each other, because --write needs every case");
     else if (v.isa && halfstep_set_isa(v.isa) != HALFSTEP_OK)
         status = failure("verify", "this processor cannot run the kernels for %s", v.isa);
     else if (check_device("verify", v.device)) status = 1;

@@ -34,33 +34,33 @@ static int append(struct list *list, const struct golden_case *c)
     return 0;
 }
 
-/* What a case is follows from names alone, never from a row's position or from how many rows there are: a new rule or
- * format adds cases, and those that are promised stay. */
+/* A case follows from names alone, never from a row's position or from the number of rows. So a new rule or format adds
+ * cases, and the promised ones stay. */
 
-/* The name of the format in a row if it serves a role, else NULL. */
+/* Returns the name of the format in a row if it serves a role, otherwise NULL. */
 static const char *serving(int32_t role, int32_t row)
 {
     halfstep_format_info info = {.struct_size = sizeof info};
     return halfstep_get_format_info(row, &info) == HALFSTEP_OK && (info.roles & role) ? info.name : NULL;
 }
 
-/* How much of the grid a recipe stands for. */
+/* The gradient formats and generators that a recipe is combined with. */
 enum depth {
-    ONCE,    /* f32 and bf16 gradients, the recipes below bf16 only */
+    ONCE,    /* f32 and bf16 gradients; only bf16 for the recipes of bf16_only */
     MIXED,   /* f32 and bf16 gradients */
-    THOROUGH /* those and every generator */
+    THOROUGH /* those with every generator; with default states also the other gradient formats */
 };
 
-/* Recipes, or their ends, whose cases of depth ONCE have bf16 gradients only. It is complete: new rules and formats
- * have both. */
+/* Recipes, or ends of recipes, whose cases of depth ONCE have bf16 gradients only. The list never grows, because new
+ * rules and formats have both. */
 static const char *const bf16_only[] = {
     "adam/f32/bf16",    "lion/f32/bf16",          "adan/f32/bf16",         "radam/f32/bf16",    "ranger/f32/bf16",
     "rmsprop/f32/bf16", "compass/f32/bf16",       "lpfadamw/f32/bf16",     "lamb/f32/bf16",     "stableadamw/f32/bf16",
     "lamb16/f32/f32",   "adamw-delayed/f32/bf16", "schedulefree/f32/bf16", "/f32+bf16+bf16-sr",
 };
 
-/* adamw's states in formats that differ, by the format of the first. It is complete: mixture() says what a new format
- * is mixed with. */
+/* States of adamw in different formats, found by the first format. The list never grows, because mixture() makes the
+ * mixture of a new format. */
 static const char *const mixtures[] = {
     "f32+bf16+bf16-sr",           "bf16+bf16-sr+bf16-ecc8",   "bf16-sr+bf16-ecc8+bf16-ecc16",
     "bf16-kahan+bf16-ecc16+int8", "bf16-ecc8+int8+int4",      "bf16-ecc16+int4+fp8",
@@ -70,7 +70,7 @@ static const char *const mixtures[] = {
     "dyn8+bf16-ecc16+int8",       "dyn4+int8+int4",           "fp8-lamb16+int4+fp8",
 };
 
-static int narrow(const char *recipe)
+static int is_bf16_only(const char *recipe)
 {
     size_t length = strlen(recipe);
     for (size_t i = 0; i < sizeof bf16_only / sizeof bf16_only[0]; i++) {
@@ -89,19 +89,21 @@ static void mixture(char *states, size_t size, int32_t row, const char *format)
             snprintf(states, size, "%s", mixtures[i]);
             return;
         }
-    /* Beside a block format, and alone among the second moments where it may not be the first. */
+    /* Mixes the format with a block format. A format that cannot be the first state is that of one second moment
+     * only. */
     if (serving(HALFSTEP_ROLE_SIGNED, row))
         snprintf(states, size, "%s+int8+%s", format, serving(HALFSTEP_ROLE_NONNEG, row) ? format : "f32");
     else snprintf(states, size, "bf16-sr+%s+int8", format);
 }
 
-/* uniform: one state format for all states. special: "", or the end of what the case is called. */
+/* Adds the cases of a recipe, if it exists. `defaults` is the recipe with its default states in full. uniform: all
+ * states have one format. `special` is "", or the end of the cases' names. */
 static int add_recipe(struct list *list, const char *recipe, const char *defaults, enum depth depth, int uniform,
                       const char *special)
 {
     struct golden_case c = {.large = 0};
     int result = halfstep_recipe_full(recipe, c.recipe, sizeof c.recipe);
-    /* Not every format serves every role: what is no recipe is no case. */
+    /* Not every format serves every role, so some recipes do not exist. */
     if (result == HALFSTEP_ERROR_UNSUPPORTED) return 0;
     if (result != HALFSTEP_OK) return -1;
     int by_default = !strcmp(c.recipe, defaults);
@@ -112,7 +114,7 @@ static int add_recipe(struct list *list, const char *recipe, const char *default
         if (!c.gradients) continue;
         int f32 = !strcmp(c.gradients, "f32"), bf16 = !strcmp(c.gradients, "bf16");
         if (!f32 && !bf16 && !(by_default && depth == THOROUGH)) continue;
-        if (depth == ONCE && !bf16 && narrow(c.recipe)) continue;
+        if (depth == ONCE && !bf16 && is_bf16_only(c.recipe)) continue;
         for (int32_t g = 0; (c.generator = halfstep_choice_value("generator", g)); g++) {
             if (g && !(depth == THOROUGH && (bf16 || by_default))) continue;
             c.large = uniform && bf16;
@@ -122,8 +124,8 @@ static int add_recipe(struct list *list, const char *recipe, const char *default
     return 0;
 }
 
-/* adamw stands for all: every weight format with every state format, alike and mixed. Every other rule with every
- * weight format, and under two of these with every state format. */
+/* Adds the cases of a rule. adamw stands for all rules, so it gets every weight format with every state format, alike
+ * and mixed. Another rule gets every weight format, and every state format with two of these. */
 static int add_rule(struct list *list, const halfstep_rule_info *rule)
 {
     int all = !strcmp(rule->name, "adamw");
@@ -149,7 +151,8 @@ static int add_rule(struct list *list, const halfstep_rule_info *rule)
     return 0;
 }
 
-/* Every rule in the order of memory and in pairs; adamw with every weight format and with every state format. */
+/* Adds the cautious cases of a rule. Every rule gets a recipe whose kernels work in the order of memory (f32) and one
+ * whose kernels work on pairs (int8). adamw gets every weight format and every state format. */
 static int add_cautious(struct list *list, const halfstep_rule_info *rule)
 {
     int all = !strcmp(rule->name, "adamw");
@@ -193,8 +196,8 @@ int golden_expected(const char *list, const struct golden_case *c, uint64_t *has
 
 /* ---- The problem ------------------------------------------------------------------------------------------------- */
 
-/* Every row length that a kernel treats differently, with a few rows each. Group 1 centralizes, so it keeps whole
- * rows. */
+/* Every row length that a kernel treats differently, with a few rows each. Tensors of group 1 keep whole rows, because
+ * the group centralizes. */
 static const struct shape {
     const char *name;
     int group, ndim;
@@ -218,10 +221,10 @@ static const struct shape {
     {"flat", 2, 1, 1, 4100, 0},
     {"large.rows", 0, 3, 24, 2999, 1},
     {"large.flat", 2, 1, 1, 70001, 1},
-    /* Of whole blocks: for formats that flatten. */
+    /* consists of whole blocks, for formats of geometry FLAT */
     {"blocks", 0, 2, 16, 512, 2},
 };
-/* ALWAYS: up to the shape that only some formats have. */
+/* ALWAYS: the number of shapes before the one for formats of geometry FLAT. */
 enum { SHAPES = sizeof shapes / sizeof shapes[0], ALWAYS = SHAPES - 1, GROUPS = 3, STEPS = 9 };
 
 enum { NONFINITE_STEP = 5, ACCUMULATE_STEP = 7 };
@@ -245,7 +248,8 @@ static uint64_t random_at(int tensor, int step, int64_t element)
     return mix(mix((uint64_t)element * UINT64_C(0x9e3779b97f4a7c15) + (uint64_t)(step + 1)) + (uint64_t)tensor);
 }
 
-/* An fp32 pattern: mostly of 2^-4 .. 2^-19, some far larger or smaller, subnormals, and zeros of both signs. */
+/* Returns an fp32 pattern. Most have magnitudes of 2^-4 .. 2^-19. Some are far larger or smaller, subnormals, or zeros
+ * of both signs. */
 static uint32_t pattern(uint64_t r)
 {
     uint32_t sign = (uint32_t)(r >> 63) << 31, mantissa = (uint32_t)(r >> 32) & 0x7fffff;
@@ -260,7 +264,7 @@ static uint32_t pattern(uint64_t r)
     }
 }
 
-/* A half with the same mixture, as far as its range goes. */
+/* Returns an fp16 pattern with the same mixture, as far as its range goes. */
 static uint16_t half_pattern(uint64_t r)
 {
     uint16_t sign = (uint16_t)(r >> 63 << 15), mantissa = (uint16_t)(r >> 32 & 0x3ff);
@@ -277,13 +281,15 @@ static float weight_at(int tensor, int64_t element)
 {
     uint64_t r = random_at(tensor, -1, element);
     uint32_t bits = pattern(r);
-    /* The largest finite numbers, where rounding must not reach infinity; not under l2, which would square them. */
+    /* Some weights are the largest finite numbers, because rounding must not take them to infinity. None are in the
+     * group with l2 decay, which would square them. */
     if (!strcmp(shapes[tensor].name, "rows.33") && r % 61 == 7) bits = (bits & 0x80000000u) | 0x7f7fffff;
     float value;
     memcpy(&value, &bits, 4);
     return value;
 }
 
+/* Returns 1 if the tensor has no gradient in this step. */
 static int silent(int tensor, int step)
 {
     if (shapes[tensor].large == 1) return step != 2 && step != 6;
@@ -291,14 +297,14 @@ static int silent(int tensor, int step)
     return tensor == (step * 5 + 4) % ALWAYS;
 }
 
-/* One whole gradient in its own format. */
+/* Writes a whole gradient in its own format. */
 static void make_gradient(int tensor, int step, const char *format, void *out)
 {
     int64_t n = shapes[tensor].rows * shapes[tensor].row_length;
     int f32 = !strcmp(format, "f32"), half = !strcmp(format, "f16");
     for (int64_t i = 0; i < n; i++) {
         uint64_t r = random_at(tensor, step, i);
-        int zero = (i / 32 + step) % 11 == 0; /* whole blocks without gradient, one after another */
+        int zero = (i / 32 + step) % 11 == 0; /* some blocks have no gradient, and other ones in the next step */
         int bad = step == NONFINITE_STEP && i == n - 1 && !strcmp(shapes[tensor].name, "rows.300");
         uint32_t bits = bad ? 0x7fc00000u : zero ? 0 : pattern(r);
         uint16_t code = (uint16_t)(bits >> 16);
@@ -308,7 +314,7 @@ static void make_gradient(int tensor, int step, const char *format, void *out)
     }
 }
 
-/* ---- Computing it, in one handle or in several ------------------------------------------------------------------- */
+/* ---- The steps, in one handle or in several ---------------------------------------------------------------------- */
 
 struct rectangle {
     int64_t first_row, n_rows, first_column, n_columns;
@@ -317,18 +323,18 @@ struct rectangle {
 struct run {
     const struct golden_case *c;
     int parts, by_columns;
-    int flat,
-        matrix; /* formats of geometry FLAT, a rule that steps matrices: such tensors are not cut by columns, or at
-                              all */
+    int flat;   /* the recipe has a format of geometry FLAT; the shape for such formats is not cut by columns */
+    int matrix; /* the rule steps matrices, which are not cut at all */
     int64_t element_bytes; /* of a gradient */
     halfstep_optimizer *optimizer[GOLDEN_MAX_PARTS];
-    int tensors, shape[SHAPES]; /* which shapes exist, by tensor; weights and gradients are by tensor too */
+    int tensors;
+    int shape[SHAPES]; /* the shape of each tensor; `weight` and `gradient` are indexed by tensor as well */
     struct rectangle held[GOLDEN_MAX_PARTS][SHAPES];
     void *weight[GOLDEN_MAX_PARTS][SHAPES];
     void *gradient[GOLDEN_MAX_PARTS][SHAPES];
     void *accumulator[GOLDEN_MAX_PARTS];
     int64_t *statistics[GOLDEN_MAX_PARTS];
-    char *states[GOLDEN_MAX_PARTS]; /* the caller's memory for them, or NULL */
+    char *states[GOLDEN_MAX_PARTS]; /* memory of the caller for the states, or NULL */
     int states_bound;
     const char *device;
     char *error;
@@ -358,7 +364,7 @@ static int exists(const struct run *r, int tensor)
     return shapes[tensor].large == 2 ? r->flat : r->c->large || !shapes[tensor].large;
 }
 
-/* Whole names: that of one format may be part of another's. */
+/* Returns 1 if the recipe has the format. Compares whole names, because one name may be part of another. */
 static int recipe_has(const char *recipe, const char *format)
 {
     size_t length = strlen(format);
@@ -367,7 +373,8 @@ static int recipe_has(const char *recipe, const char *format)
     return 0;
 }
 
-/* The longest block of a recipe that a row can hold, 1 for none: column cuts must not part it. */
+/* Returns the length of the longest block of the recipe that fits into a row, or 1 if none does. Column cuts must not
+ * split it. */
 static int block_of(const char *recipe, int64_t row_length)
 {
     int block = 1;
@@ -391,7 +398,8 @@ static int has_flat(const char *recipe)
     return 0;
 }
 
-/* Uneven cuts: a fifth, then growing shares. */
+/* Returns where a part begins, as a multiple of `multiple`. The cuts are uneven: each part is larger than the one
+ * before. */
 static int64_t cut(int64_t n, int part, int parts, int64_t multiple)
 {
     if (part == 0) return 0;
@@ -423,7 +431,8 @@ static void place_parts(struct run *r)
         }
 }
 
-/* Between a whole tensor of `width` bytes an element and a dense part of it. */
+/* Copies a rectangle between a whole tensor and a dense part of it, in the direction of to_part. `width` is the bytes
+ * of an element. */
 static void move_part(const struct shape *s, const struct rectangle *h, void *whole, void *part, int64_t width,
                       int to_part)
 {
@@ -437,7 +446,8 @@ static void move_part(const struct shape *s, const struct rectangle *h, void *wh
 
 static void *zeros(int64_t bytes) { return calloc(1, (size_t)(bytes ? bytes : 1)); }
 
-/* The same where a part is stepped; NULL where there is no room. */
+/* Returns zeroed memory where the part is stepped: on its device, or on the host if it has none. Returns NULL without
+ * memory. */
 static void *device_zeros(struct run *r, int part, int64_t bytes)
 {
     void *here = zeros(bytes), *memory = NULL;
@@ -457,7 +467,8 @@ static void device_free(struct run *r, int part, void *memory)
     else free(memory);
 }
 
-/* A copy of what a part has on its device, the caller's to free; the memory itself where there is none. */
+/* Returns a copy of a part's device memory, to be freed by the caller. Returns the memory itself if there is no device,
+ * and NULL without memory. */
 static void *from_device(struct run *r, int part, void *memory, int64_t bytes)
 {
     if (!r->device || !memory) return memory;
@@ -494,7 +505,7 @@ static int add_groups(struct run *r, int part)
         {0, "momentum", NULL, 0.9},
         {0, "dampening", NULL, 0.25},
         {0, "exact", NULL, 1},
-        /* Steps of the size of its largest numbers would end in NaN, whose bits nobody promises. */
+        /* Relative steps, scaled by the largest numbers, would end in NaN, whose bits are not promised. */
         {0, "scale_parameter", NULL, 0},
         {1, "decay", "l2", 0},
         {1, "weight_decay", NULL, 0.01},
@@ -505,7 +516,7 @@ static int add_groups(struct run *r, int part)
         {1, "beta1", NULL, 0.8},
         {1, "beta2", NULL, 0.95},
         {1, "exact", NULL, 1},
-        /* Rates differ, so estimates of them do. */
+        /* The groups have different learning rates, so each has an estimate of its own. */
         {1, "d_group", NULL, 1},
         {2, "decay", "fully-decoupled", 0},
         {2, "schedule", "inverse-power", 0},
@@ -619,7 +630,7 @@ static int set_step(struct run *r, int part, int step)
 
 static int accumulate(struct run *r, int tensor)
 {
-    /* The shapes that not every problem has come last, so tensor and shape have one number here. */
+    /* A tensor and its shape have the same number here, because shapes that a problem may lack come last. */
     for (int p = 0; p < r->parts; p++)
         for (int i = 0; i < 2; i++)
             if (check(r, p,
@@ -688,9 +699,10 @@ static int make_step(struct run *r, int step)
     return 0;
 }
 
-/* ---- Hashing: streams are put together again as one handle would hold them --------------------------------------- */
+/* ---- Hashing, of parts put together as one handle would hold them ------------------------------------------------ */
 
-/* One stream of one tensor, `width` bytes an element or a block of `block` elements. */
+/* Hashes one stream of a tensor, put together from all parts. It has `width` bytes for every `block` elements of a
+ * row. */
 static int hash_stream(struct run *r, int t, void *const *streams, int64_t width, int64_t block, uint64_t *hash)
 {
     struct shape s = shapes[t];
@@ -734,7 +746,7 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
         code[p] = slot == HALFSTEP_SLOT_WEIGHT ? r->weight[p][tensor] : info.code;
         extra[p] = info.extra;
         const struct rectangle *h = &r->held[p][t];
-        /* A vector over rows or columns belongs to the one part that has all of the tensor. */
+        /* A vector over rows or columns belongs to the one part that has the whole tensor. */
         if (h->n_rows > 0 && h->n_columns > 0 && info.rows * info.columns != h->n_rows * h->n_columns)
             return hash_bytes_of(r, p, code[p], info.rows * info.columns * format.code_bits / 8, hash);
     }
@@ -750,15 +762,15 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
     return format.extra_bits ? hash_stream(r, t, extra, format.extra_bits / 8, 1, hash) : 0;
 }
 
-/* Of all parts alike. */
+/* Returns 1 if part p has elements of tensor t. */
 static int has_elements(const struct run *r, int p, int t)
 {
     const struct rectangle *h = &r->held[p][r->shape[t]];
     return h->n_rows > 0 && h->n_columns > 0;
 }
 
-/* Hashes number `place` of a tensor's scalars, or of its grids. Of a matrix (matrix 1) the part that has all of it
- * knows alone. */
+/* Hashes scalar number `place` of a tensor, or grid number `place` if is_grid. All parts must have the same value. With
+ * `matrix`, only the part that has the whole tensor knows it. */
 static int hash_scalar(struct run *r, int t, int is_grid, int place, int matrix, uint64_t *hash)
 {
     uint32_t first = 0, bits;
@@ -768,12 +780,12 @@ static int hash_scalar(struct run *r, int t, int is_grid, int place, int matrix,
         halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_TENSOR, .index = t};
         if (matrix && knows < r->parts && !has_elements(r, p, t)) continue;
         if (check(r, p, halfstep_get_record(r->optimizer[p], &record), "halfstep_get_record")) return -1;
-        float rounded = (float)(is_grid ? record.grid : record.scalar)[place]; /* column cuts may change the last bit of
-                                                                                  a norm */
+        /* Column cuts may change the last bit of a norm in double. */
+        float rounded = (float)(is_grid ? record.grid : record.scalar)[place];
         memcpy(&bits, &rounded, sizeof bits);
         if (!known++) first = bits;
         if (bits != first)
-            return complain(r, "part %d has another %s %d than those before", p, is_grid ? "grid" : "scalar", place);
+            return complain(r, "part %d and an earlier part differ in %s %d", p, is_grid ? "grid" : "scalar", place);
     }
     *hash = hash_word(*hash, first);
     return 0;
@@ -785,7 +797,8 @@ static int hash_all(struct run *r, uint64_t *result)
     halfstep_rule_info rule = {.struct_size = sizeof rule};
     char name[32];
     snprintf(name, sizeof name, "%.*s", (int)strcspn(r->c->recipe, "/"), r->c->recipe);
-    if (halfstep_get_rule_info(halfstep_rule_find(name), &rule) != HALFSTEP_OK) return complain(r, "no such rule");
+    if (halfstep_get_rule_info(halfstep_rule_find(name), &rule) != HALFSTEP_OK)
+        return complain(r, "unknown rule '%s'", name);
     for (int t = 0; t < r->tensors; t++) {
         if (hash_slot(r, t, HALFSTEP_SLOT_WEIGHT, &hash)) return -1;
         for (int s = 0; s < rule.states; s++)
@@ -795,7 +808,7 @@ static int hash_all(struct run *r, uint64_t *result)
             if (check(r, p, halfstep_get_record(r->optimizer[p], p ? &other : &c), "halfstep_get_record")) return -1;
             if (p && (c.id != other.id || c.state_steps != other.state_steps || c.full_steps != other.full_steps ||
                       c.writes != other.writes))
-                return complain(r, "part %d counts otherwise than part 0", p);
+                return complain(r, "parts 0 and %d have different counters", p);
         }
         hash = hash_word(hash_word(hash_word(hash, c.state_steps), c.full_steps), c.writes);
         for (int i = 0; i < rule.scalars; i++)
@@ -838,7 +851,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     halfstep_format_info format = {.struct_size = sizeof format};
     struct run *r = calloc(1, sizeof *r);
     if (!r || halfstep_get_format_info(halfstep_format_find(c->gradients), &format) != HALFSTEP_OK) {
-        snprintf(error, error_bytes, "%s", r ? "no such gradient format" : "out of memory");
+        snprintf(error, error_bytes, "%s", r ? "unknown gradient format" : "out of memory");
         free(r);
         return -1;
     }
@@ -858,7 +871,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     r->error_bytes = error_bytes;
     int result = -1;
     if (r->parts > GOLDEN_MAX_PARTS) {
-        complain(r, "more than %d parts", GOLDEN_MAX_PARTS);
+        complain(r, "too many parts; at most %d are possible", GOLDEN_MAX_PARTS);
     } else {
         place_parts(r);
         result = compute(r, layout, hash);

@@ -15,7 +15,7 @@ static void *variable(const struct option_group *group, const struct option *opt
     return (char *)group->target + option->offset;
 }
 
-/* Takes memory over, until the end. NULL, and it is freed, when memory is out. */
+/* Keeps `memory` until args_free() and returns it. If there is no memory for that, frees it and returns NULL. */
 static void *own(struct args *args, void *memory)
 {
     char **grown = memory ? realloc(args->owned, (size_t)(args->n_owned + 1) * sizeof *grown) : NULL;
@@ -58,7 +58,7 @@ static int set_number(const struct option *option, void *target, const char *tex
                  bytes ? " of bytes (such as 24G)" : "");
         return 2;
     }
-    /* Above 2^53 a double would stand for some other integer than the one typed. */
+    /* A double above 2^53 may stand for another integer than the one typed. */
     if (whole && (v != floor(v) || fabs(v) > 0x1p53)) {
         snprintf(error, error_bytes, "--%s is %s; it must be a whole number", option->name, text);
         return 2;
@@ -145,7 +145,7 @@ static int set_recipes(struct args *args, const struct option *option, void *tar
     list->n = 0;
     while (*text) {
         size_t n = strcspn(text, ",");
-        /* What is longer than any recipe stays too long for one. */
+        /* Larger than any recipe, so that a recipe that is too long is refused and not cut off. */
         char one[2 * RECIPE_BYTES];
         snprintf(one, sizeof one, "%.*s", (int)n, text);
         int status = set_recipe(args, option, target, one, error, error_bytes);
@@ -165,7 +165,7 @@ static int set_recipes(struct args *args, const struct option *option, void *tar
     return 0;
 }
 
-/* The last value for a name counts. */
+/* Adds NAME=VALUE to the list, or replaces an earlier value of NAME. */
 static int keep_hyper(struct args *args, const struct option *option, struct string_list *list, const char *word,
                       char *error, size_t error_bytes)
 {
@@ -180,7 +180,8 @@ static int keep_hyper(struct args *args, const struct option *option, struct str
     return list_add(args, list, option, word, error, error_bytes);
 }
 
-/* A number is judged as a number here; the library knows the bounds of each hyper-parameter. */
+/* Adds a hyper-parameter to the list. Checks only that its value is a number, because the library knows the bounds of
+ * each hyper-parameter. */
 static int set_hyper(struct args *args, const struct option *option, void *target, const char *text, char *error,
                      size_t error_bytes)
 {
@@ -209,7 +210,7 @@ static int set_hyper(struct args *args, const struct option *option, void *targe
     return status;
 }
 
-/* One name a line. The array doubles; the smaller ones stay until the end. */
+/* Adds the names in text, one a line. The array doubles, and the smaller ones are kept until args_free(). */
 static int set_paths(struct args *args, struct path_list *list, const char *text, char *error, size_t error_bytes)
 {
     char *rest = own(args, strdup(text)), *name;
@@ -264,7 +265,7 @@ void args_text(const struct option_group *group, const struct option *option, st
     case OPTION_NUMBER: {
         double v = *(const double *)target;
         char number[32];
-        /* The fewest digits that read back exactly. */
+        /* Takes the fewest digits that read back exactly. */
         for (int digits = 6; digits <= 17; digits++) {
             snprintf(number, sizeof number, "%.*g", digits, v);
             if (strtod(number, NULL) == v) break;
@@ -306,7 +307,7 @@ static const struct option *find(const struct option_group *groups, int n_groups
             const struct option *option = &groups[g].rows[i];
             if (option->kind == OPTION_HEADING || strlen(option->name) != n) continue;
             size_t k = 0;
-            /* Hyper-parameters have underscores in the library, and people type either. */
+            /* The library writes hyper-parameters with underscores, and users type either. */
             while (k < n && (name[k] == option->name[k] || (name[k] == '_' && option->name[k] == '-'))) k++;
             if (k < n) continue;
             *group = &groups[g];
@@ -400,9 +401,11 @@ static int read_option(struct args *args, int argc, char **argv, int *at)
     int status = 0, more;
     do {
         if (option->kind != OPTION_FLAG && !*value && option->kind != OPTION_STRING)
-            return usage_error(args->command->name, "--%s needs a value, it is empty", option->name);
+            return usage_error(args->command->name, "--%s has an empty value; write --%s %s", option->name,
+                               option->name, option->value ? option->value : "X");
         if (option->kind == OPTION_PATHS && strchr(value, '\n'))
-            return usage_error(args->command->name, "--%s: a name with a line break", option->name);
+            return usage_error(args->command->name, "--%s: \"%s\" contains a line break; rename the file", option->name,
+                               value);
         status = args_set(args, group, option, value, error, sizeof error);
         more = status == 0 && option->kind == OPTION_PATHS && *at + 1 < argc && argv[*at + 1][0] != '-';
         if (more) value = argv[++*at];
@@ -446,7 +449,8 @@ static int read_words(struct args *args, int argc, char **argv)
     int status = check_required(args);
     if (status != ARGS_RUN) return status;
     if (args->n_words < args->command->min_words)
-        return usage_error(args->command->name, "usage: halfstep %s %s", args->command->name, args->command->usage);
+        return usage_error(args->command->name, "missing argument; usage: halfstep %s %s", args->command->name,
+                           args->command->usage);
     return ARGS_RUN;
 }
 

@@ -1,5 +1,5 @@
-/* Command lines from tables. One row of struct option gives an option its name, type, bounds, default and help text;
- * the same row parses it, prints it in --help, writes it into a checkpoint and compares it on resume.
+/* Command lines from tables. A row of struct option gives an option its name, type, bounds, default and help text. The
+ * same row parses the option, prints it in --help, writes it into a checkpoint and compares it on resume.
  *
  *   struct plan { double params; uint64_t memory; int json; };
  *   static const struct option rows[] = {
@@ -18,10 +18,10 @@
  *   ...
  *   args_free(&args);
  *
- * Every option takes its value as the next word or after "=": --steps 100, --steps=100, --steps 1e2. Numbers take the
- * suffixes k, M, G, T, B (powers of 1000; B is 10^9), bytes take K, M, G, T (powers of 1024) and KB, MB, GB, TB (of
- * 1000). --help is there without a row. After a repeated option the last one counts, except for lists; --data and other
- * lists of paths take words up to the next that begins with a dash. */
+ * An option takes its value as the next word or after "=": --steps 100, --steps=100, --steps 1e2. Numbers take the
+ * suffixes k, M, G, T, B (powers of 1000; B is 10^9). Bytes take K, M, G, T (powers of 1024) and KB, MB, GB, TB (powers
+ * of 1000). --help needs no row. If an option is repeated, the last one counts, except for lists. --data and other
+ * lists of paths take all words up to the next one that begins with a dash. */
 #ifndef HALFSTEP_ARGS_H
 #define HALFSTEP_ARGS_H
 
@@ -43,7 +43,7 @@ enum option_kind {
     OPTION_HYPER,    /* struct string_list: the words of a repeatable --hyper NAME=VALUE */
     OPTION_HYPER_AS, /* the same list, for an option that is itself called NAME: --beta1 0.8 adds "beta1=0.8" */
     OPTION_PATHS,    /* struct path_list: names of files or folders, one or more words each time it is given */
-    OPTION_HEADING   /* no option: a heading in --help, its text in help, its name "" */
+    OPTION_HEADING   /* not an option but a heading in --help: its text is in help, its name is "" */
 };
 
 #define OPTION_REQUIRED 1
@@ -58,7 +58,7 @@ struct string_list {
     int n;
 };
 
-/* As text one a line, so no name may have a line break. */
+/* As text, one name a line, so no name may contain a line break. */
 struct path_list {
     const char **item;
     int n;
@@ -68,12 +68,12 @@ struct option {
     const char *name; /* without dashes */
     enum option_kind kind;
     size_t offset;           /* of its variable in the group's target */
-    const char *value;       /* what --help calls its value */
-    const char *initial;     /* the default, as it could be typed; NULL: zero, NULL or an empty list */
-    double minimum, maximum; /* of numbers; both 0: no bounds */
+    const char *value;       /* placeholder of its value in --help, such as "N" */
+    const char *initial;     /* the default, as a user would type it; NULL: zero, NULL or an empty list */
+    double minimum, maximum; /* bounds of a number, inclusive; both 0: none */
     unsigned flags;
-    const char *(*choice)(int32_t index); /* of OPTION_CHOICE; NULL past the last */
-    const char *help;                     /* says the unit */
+    const char *(*choice)(int32_t index); /* of OPTION_CHOICE: the values; NULL past the last */
+    const char *help;                     /* names the unit */
 };
 
 #define OPTION_COUNT(rows) ((int)(sizeof(rows) / sizeof((rows)[0])))
@@ -81,17 +81,17 @@ struct option {
     {"json", OPTION_FLAG, offsetof(type, json), NULL, NULL, 0, 0, 0, NULL, "print the results as one JSON object"}
 
 struct option_group {
-    const char *title; /* heading in --help, unless the first row is one */
+    const char *title; /* heading in --help, unless the first row is a heading */
     const struct option *rows;
     int n;
-    void *target; /* the struct the offsets count from */
+    void *target; /* the struct that offsets count from */
 };
 
 struct command {
     const char *name;         /* "train lm" */
     const char *usage;        /* after the name in the usage line: "--data FILE [options]" */
     const char *summary;      /* first paragraph of --help */
-    const char *notes;        /* last paragraphs, printed as they are; NULL: none */
+    const char *notes;        /* last paragraphs of --help, printed as they are; NULL: none */
     int min_words, max_words; /* arguments that are not options */
 };
 
@@ -110,41 +110,45 @@ struct args {
 };
 
 #define ARGS_RUN (-1)
-/* First words by which main() asks for a command's part of the manual page, and for what a word (the fourth) after
- * another (the third) may become, the second being the last option before it. */
+/* First words with which main() asks a command for other output. ARGS_MANUAL asks for the command's part of the manual
+ * page. ARGS_CANDIDATES asks what a word can be completed to. Three words follow it: the last option before the word,
+ * the word before it, and the word. */
 #define ARGS_MANUAL "--man-page"
 #define ARGS_CANDIDATES "--candidates"
 
-/* Sets all defaults, then reads argv[1] .. argv[argc - 1]. ARGS_RUN, or the exit status after --help was printed (0) or
- * one line of error (2; 1 without memory); then nothing needs freeing. `groups` must outlive args. */
+/* Sets all defaults, then reads argv[1] .. argv[argc - 1]. Returns ARGS_RUN or an exit status: 0 after printing --help,
+ * 2 after one line of error, 1 after running out of memory. Only after ARGS_RUN must args be freed. `groups` must
+ * outlive args. */
 int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups,
                int argc, char **argv);
-/* Only sets the defaults: for structs that no command line fills. */
+/* Only sets the defaults, for structs that no command line fills. Returns ARGS_RUN or an exit status. */
 int args_defaults(struct args *args, const struct command *command, const struct option_group *groups, int n_groups);
 void args_free(struct args *args);
 
-/* Whether the command line gave this option. */
+/* Returns 1 if the command line gave this option, otherwise 0. */
 int args_given(const struct args *args, const char *name);
-/* A copy of text that lives as long as args; NULL when memory is out. */
+/* Returns a copy of text that lives as long as args, or NULL without memory. */
 const char *args_keep(struct args *args, const char *text);
-/* Reads text into one option's variable, as the command line would. 0, or the exit status and a line: 2 and the option
- * where text is wrong, 1 without memory. */
+/* Reads text into an option's variable, as the command line does. Returns 0, or an exit status with one line in error.
+ * The status is 2 if the text is wrong, and the line names the option then; it is 1 without memory. */
 int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text,
              char *error, size_t error_bytes);
-/* Appends the value as text that args_set() reads back exactly; nothing for what is not set. */
+/* Appends the option's value as text that args_set() reads back exactly. Appends nothing for an option that is not
+ * set. */
 void args_text(const struct option_group *group, const struct option *option, struct text *out);
 
-/* The candidate closest to a mistyped word, or NULL if none is close. next(context, i) gives the candidates, NULL past
- * the last. */
+/* Returns the candidate closest to a mistyped word, or NULL if none is close. next(context, i) returns the i-th
+ * candidate, or NULL past the last. */
 const char *args_suggest(const char *word, const char *(*next)(void *context, int index), void *context);
 
-/* One line "halfstep: NAME: ..." on stderr; the first returns 2 and points to --help, the second returns 1. */
+/* Print one line "halfstep: COMMAND: ..." on stderr. usage_error() points to --help and returns 2. failure() returns
+ * 1. */
 __attribute__((format(printf, 2, 3))) int usage_error(const char *command, const char *format, ...);
 __attribute__((format(printf, 2, 3))) int failure(const char *command, const char *format, ...);
-/* The one or the other about something that ended with a status: 2 is bad usage. */
+/* Calls usage_error() if status is 2 (wrong usage), otherwise failure(). */
 void report_failure(const char *command, int status, const char *error);
 
-/* A number with suffix, in full. 0, or -1. */
+/* Read the whole text as a number with an optional suffix. Return 0, or -1 if it is something else. */
 int parse_number(const char *text, double *value);
 int parse_bytes(const char *text, double *value);
 

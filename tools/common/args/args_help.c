@@ -26,7 +26,7 @@ static void append(char *text, size_t text_bytes, const char *format, ...)
     va_end(arguments);
 }
 
-/* Prints words from column `column` on, broken at HELP_WIDTH. `at` is the column reached so far. */
+/* Prints text from column `column` on, wrapped at HELP_WIDTH. `at` is the column reached so far. */
 static void print_wrapped(const char *text, int at, int column)
 {
     if (at > 0 && at >= column) {
@@ -65,7 +65,7 @@ void args_describe(const struct option *option, char *text, size_t text_bytes)
         append(text, text_bytes, "%srequired", separator);
         separator = "; ";
     }
-    /* Bounds that only keep the arithmetic from overflowing tell nobody anything, and neither does "at least 0". */
+    /* Leaves out huge bounds, which only keep the arithmetic from overflowing, and a minimum of 0. */
     int above = option->minimum != 0, below = option->maximum != 0 && option->maximum < 1e9;
     if (option->kind != OPTION_FLAG && (above || below)) {
         append(text, text_bytes, "%s", separator);

@@ -1,4 +1,4 @@
-/* The tables of options as shells and man(1) want them. */
+/* Prints the option tables for shells (completion) and for man(1). */
 #include "common/args/args_internal.h"
 
 #include <stdio.h>
@@ -13,7 +13,7 @@ static void offer(const char *before, const char *name, const char *after, const
     if (strncmp(text, word, strlen(word)) == 0) printf("%s\n", text);
 }
 
-/* A recipe grows part by part: the rule, the format of weights, that of states. */
+/* Offers the next part of a recipe: the rule, then the weight format, then the state format. */
 static void offer_recipes(const char *word)
 {
     char before[120];
@@ -36,14 +36,14 @@ void args_candidates(const struct option_group *groups, int n_groups, const char
         for (int i = 0; i < groups[g].n; i++) {
             const struct option *option = &groups[g].rows[i];
             if (option->kind == OPTION_HEADING || option->kind == OPTION_FLAG) continue;
-            /* A list of paths may still go on. */
+            /* A list of paths takes more than one word. */
             const char *asked = option->kind == OPTION_PATHS && word[0] != '-' ? last : previous;
             if (strncmp(asked, "--", 2) != 0 || strcmp(asked + 2, option->name) != 0) continue;
             const char *name;
             for (int32_t c = 0; option->kind == OPTION_CHOICE && (name = option->choice(c)) != NULL; c++)
                 offer("", name, "", word);
             if (option->kind == OPTION_RECIPE) offer_recipes(word);
-            return; /* a value: of any other kind the shell knows as much */
+            return; /* the shell itself completes values of any other kind */
         }
     for (int g = 0; g < n_groups; g++)
         for (int i = 0; i < groups[g].n; i++)
@@ -52,7 +52,7 @@ void args_candidates(const struct option_group *groups, int n_groups, const char
     offer("--", "help", "", word);
 }
 
-/* Text that troff takes as it stands. */
+/* Prints text with the characters escaped that troff would obey. */
 static void print_plain(const char *text)
 {
     for (int begins = 1; *text; text++) {

@@ -33,14 +33,14 @@ const char *weight_format_name(int32_t index) { return format_name(HALFSTEP_ROLE
 const char *gradient_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_GRADIENT, index); }
 const char *state_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG, index); }
 
-void recipe_split(const char *full, struct recipe_parts *parts)
+void recipe_split(const char *recipe, struct recipe_parts *parts)
 {
     char *to[3] = {parts->rule, parts->weight, parts->states};
     for (int i = 0; i < 3; i++) {
-        size_t n = strcspn(full, "/");
-        snprintf(to[i], RECIPE_BYTES, "%.*s", (int)n, full);
-        full += n;
-        if (*full == '/') full++;
+        size_t n = strcspn(recipe, "/");
+        snprintf(to[i], RECIPE_BYTES, "%.*s", (int)n, recipe);
+        recipe += n;
+        if (*recipe == '/') recipe++;
     }
 }
 
@@ -56,7 +56,7 @@ static int known(const char *name, names all)
     return 0;
 }
 
-/* "unknown rule adamx, did you mean adam? (sgd, adam, ...)" */
+/* Writes an error such as: unknown rule "adamx", did you mean adam? (one of sgd, adam, ...) */
 static void complain(const char *what, const char *name, names all, char *error, size_t error_bytes)
 {
     const char *near = args_suggest(name, next_name, &all), *each;
@@ -73,7 +73,7 @@ static int serves(const halfstep_format_info *format, int32_t role)
                                           : format->roles & role;
 }
 
-/* A known format in the wrong place: one that cannot hold what a state of the rule holds. */
+/* Returns 1 with one line in error if a known format cannot hold what a state of the rule holds, otherwise 0. */
 static int unfit_state(const struct recipe_parts *parts, const halfstep_rule_info *rule, char *error,
                        size_t error_bytes)
 {
@@ -81,7 +81,8 @@ static int unfit_state(const struct recipe_parts *parts, const halfstep_rule_inf
     int one_for_all = !strchr(at, '+');
     for (int32_t i = 0; i < rule->states && *at; i++) {
         char one[RECIPE_BYTES];
-        /* Copies of the weight are stored as it is; a gradient finds a format of its own where it has to. */
+        /* Copies of the weight have the format of the weight. If one format is given for all states, a state that holds
+         * a gradient takes another format where that one does not fit. */
         if (rule->state_role[i] == HALFSTEP_ROLE_WEIGHT) continue;
         if (rule->state_role[i] == HALFSTEP_ROLE_GRADIENT && one_for_all) continue;
         size_t n = strcspn(at, "+");
@@ -107,7 +108,8 @@ int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_
     int code = halfstep_recipe_full(recipe, full, RECIPE_BYTES);
     if (code == HALFSTEP_OK) return 0;
     if (strlen(recipe) >= RECIPE_BYTES) {
-        snprintf(error, error_bytes, "\"%.20s...\" is too long for a recipe", recipe);
+        snprintf(error, error_bytes, "\"%.20s...\" is too long for a recipe; it may have at most %d characters", recipe,
+                 RECIPE_BYTES - 1);
         return -1;
     }
     struct recipe_parts parts;
@@ -138,8 +140,8 @@ int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_
     if (known_rule && unfit_state(&parts, &rule, error, error_bytes)) return -1;
     for (int32_t i = 0; known_rule && i < rule.states; i++) states += rule.state_role[i] != HALFSTEP_ROLE_WEIGHT;
     if (known_rule && (given > states || (given > 1 && given != states))) {
-        snprintf(error, error_bytes, "%s names %d state format%s; %s has %d state%s to name one for", recipe, given,
-                 given == 1 ? "" : "s", parts.rule, states, states == 1 ? "" : "s");
+        snprintf(error, error_bytes, "%s names %d state format%s; %s has %d state%s that can be given one", recipe,
+                 given, given == 1 ? "" : "s", parts.rule, states, states == 1 ? "" : "s");
         return -1;
     }
     snprintf(error, error_bytes, "\"%s\" is not a recipe: %s (a recipe is rule/weight format/state format)", recipe,
@@ -152,7 +154,7 @@ void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size
     const char *option = NULL, *format = "";
     size_t used = 0;
     *text = 0;
-    /* All such states of a rule have one option and one format. */
+    /* All such states of a rule share one option and one format. */
     for (int32_t i = 0; i < rule->states; i++) {
         if (!rule->precise_if[i]) continue;
         used += (size_t)snprintf(text + used, size - used, option ? " and %s" : "with %s %s",
@@ -161,6 +163,6 @@ void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size
         format = rule->precise_format[i];
     }
     if (option)
-        snprintf(text + used, size - used, " in %s, not in blocks: errors of coarse codes would not average out there",
-                 format);
+        snprintf(text + used, size - used,
+                 " in %s and not in blocks, because errors of coarse codes would not average out", format);
 }

@@ -1,4 +1,4 @@
-/* Words of a command line: numbers with suffixes, near misses, one-line errors. */
+/* Words of a command line: numbers with suffixes, suggestions for mistyped words, one-line errors. */
 #include "common/args/args.h"
 
 #include <math.h>
@@ -84,7 +84,8 @@ int parse_bytes(const char *text, double *value)
 
 /* ---- Suggestions ------------------------------------------------------------------------------------------------- */
 
-/* Edits (insert, delete, replace, swap of neighbours) that lead from one word to the other. */
+/* Returns the number of edits (insert, delete, replace, swap of neighbours) that lead from one word to the other.
+ * Returns 99 if a word has more than 40 characters. */
 static int distance(const char *a, const char *b)
 {
     enum { LONGEST = 40 };
@@ -108,12 +109,12 @@ static int distance(const char *a, const char *b)
 const char *args_suggest(const char *word, const char *(*next)(void *context, int index), void *context)
 {
     const char *best = NULL, *candidate;
-    /* One mistake in a short word, one in three letters of a longer one. */
+    /* Allows one mistake for every three letters, but at least one and at most three. */
     int most = (int)strlen(word) / 3, least;
     least = 1 + (most < 1 ? 1 : most > 3 ? 3 : most);
     for (int i = 0; (candidate = next(context, i)) != NULL; i++) {
         int d = distance(word, candidate);
-        /* A beginning of three letters or more is as good as a one-letter mistake. */
+        /* A prefix of at least three letters counts as one mistake. */
         if (strlen(word) >= 3 && strncmp(candidate, word, strlen(word)) == 0) d = 1;
         if (d < least) least = d, best = candidate;
     }
