@@ -1,7 +1,7 @@
-/* What the look through the gradients costs: scan LIBRARY RECIPE ELEMENTS THREADS PAGES ROUNDS [LIBRARY]. Steps one
- * large tensor with scan "known-finite" and with "scan", by each library, in turn in one process and on the same
- * weights and gradients, the order changing; prints ns per parameter of each and the median of their differences.
- * PAGES: small or huge, of weights, gradients and states. lab/scan.sh runs a list. */
+/* Measures the cost of scanning the gradients: scan LIBRARY RECIPE ELEMENTS THREADS PAGES ROUNDS [LIBRARY]. Steps one
+ * large tensor with scan "known-finite" and with "scan", by each library. All run in turn in one process on the same
+ * weights and gradients, in rotating order. Prints ns per parameter of each and the median of their differences. PAGES
+ * is small or huge, for weights, gradients and states. lab/scan.sh runs a list. */
 #define _GNU_SOURCE
 #include <sys/mman.h>
 
@@ -9,12 +9,13 @@
 
 enum { WARM_UP = 2, COLUMNS = 4096 };
 
-/* Off powers of two, as the library's own states are. */
+/* Allocates memory with an offset for each number, so that no two buffers are a power of two apart. The library's own
+ * states are not, either. */
 static char *memory(size_t bytes, int huge, int number)
 {
     size_t off = (size_t)number * (4096 + 64);
     char *p = mmap(NULL, bytes + off + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) must(NULL, "no memory");
+    if (p == MAP_FAILED) must(NULL, "out of memory");
     madvise(p, bytes + off, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
     memset(p, 0, bytes + off);
     return p + off;
@@ -26,7 +27,7 @@ static struct build open_subject(const char *path, const char *recipe, int64_t r
     uint64_t bytes;
     add_matrix(&b, 0, rows, COLUMNS, gradients_of(recipe));
     if (b.state_bytes(b.o, &bytes)) must(NULL, recipe);
-    if (b.bind(b.o, memory(bytes, huge, 2), bytes)) must(NULL, "no memory for states");
+    if (b.bind(b.o, memory(bytes, huge, 2), bytes)) must(NULL, "out of memory for states");
     return b;
 }
 
@@ -42,13 +43,13 @@ int main(int argc, char **argv)
     fill(gradient, wide, (size_t)n, 1);
     struct build build[2];
     for (int i = 0; i < builds; i++) build[i] = open_subject(argv[i ? 7 : 1], argv[2], rows, atoi(argv[4]), huge);
-    double *time[4], *more = must(calloc((size_t)rounds, sizeof *more), "no memory");
-    for (int k = 0; k < 4; k++) time[k] = must(calloc((size_t)rounds + 1, sizeof **time), "no memory");
+    double *time[4], *more = must(calloc((size_t)rounds, sizeof *more), "out of memory");
+    for (int k = 0; k < 4; k++) time[k] = must(calloc((size_t)rounds + 1, sizeof **time), "out of memory");
     for (int r = -WARM_UP; r < rounds; r++)
         for (int k = 0; k < cases; k++) {
             int c = (k + r + WARM_UP) % cases;
             struct build *b = &build[c / 2];
-            if (b->choose(b->o, HALFSTEP_ALL_GROUPS, "scan", scans[c % 2])) must(NULL, "no such scan");
+            if (b->choose(b->o, HALFSTEP_ALL_GROUPS, "scan", scans[c % 2])) must(NULL, "unknown scan");
             double start = seconds();
             if (b->step(b->o, &weight, &given)) must(NULL, "a step failed");
             if (r >= 0) time[c][r] = (seconds() - start) / (double)n * 1e9;

@@ -21,7 +21,8 @@ static char *read_whole(const char *path, uint64_t bytes, char *error, size_t er
     if (!file || !text) {
         snprintf(error, error_bytes, "%s: %s", path, file ? "out of memory" : strerror(errno));
     } else if (fread(text, 1, (size_t)bytes, file) != bytes || getc(file) != EOF || ferror(file)) {
-        snprintf(error, error_bytes, "%s: %s", path, ferror(file) ? strerror(errno) : "has changed while it was read");
+        snprintf(error, error_bytes, "%s: %s", path,
+                 ferror(file) ? strerror(errno) : "the file changed while it was read");
         free(text);
         text = NULL;
     } else {
@@ -35,7 +36,8 @@ static char *read_limited(const char *path, uint64_t size, size_t *bytes, char *
 {
     *bytes = (size_t)size;
     if (size <= TEXT_LIMIT) return read_whole(path, size, error, error_bytes);
-    snprintf(error, error_bytes, "%s: has %llu bytes, too many to read", path, (unsigned long long)size);
+    snprintf(error, error_bytes, "%s: %llu bytes are too many; at most 64 MiB are read", path,
+             (unsigned long long)size);
     return NULL;
 }
 
@@ -73,7 +75,7 @@ enum {
     SECONDS = 256
 };
 
-/* 0, or -1 when memory is out; what is wrong with the text is left in json->problem. */
+/* Reads the options. Returns 0, or -1 if out of memory. Sets json->problem if the text is invalid. */
 static int read_options(hstep_json *json, struct trainer_file *file)
 {
     size_t capacity = 0;
@@ -102,7 +104,8 @@ static int read_options(hstep_json *json, struct trainer_file *file)
     return 0;
 }
 
-/* Which member it is, 0 for one that another program has added; json->problem where its value is wrong. */
+/* Reads the value of one member. Returns the member's bit, or 0 for an unknown member, which is skipped. Sets
+ * json->problem if the value is invalid, and `*no_memory` if memory is out. */
 static unsigned read_member(hstep_json *json, const char *key, struct trainer_file *file, uint64_t *format,
                             int *no_memory)
 {
@@ -153,7 +156,7 @@ int trainer_file_read(const halfstep_checkpoint *checkpoint, struct trainer_file
     halfstep_get_checkpoint_info(checkpoint, &info);
     if (json.problem)
         snprintf(error, error_bytes, "%s/trainer.json: byte %zu: %s", info.directory, json.at, json.problem);
-    else snprintf(error, error_bytes, "%s/trainer.json is not what this program writes", info.directory);
+    else snprintf(error, error_bytes, "%s/trainer.json lacks members or has an unknown format", info.directory);
     return HALFSTEP_ERROR_FORMAT;
 }
 
@@ -175,7 +178,7 @@ const char *trainer_file_option(const struct trainer_file *file, const char *nam
 
 static void add_number(struct text *text, const char *key, double number)
 {
-    /* JSON has no word for what is not finite, and a run has no such number to keep. */
+    /* JSON cannot hold numbers that are not finite, and no run has one to keep. */
     if (!isfinite(number)) text->failed = 1;
     text_add(text, ",\n  \"%s\": %.17g", key, number);
 }

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Open MPI; MPICH, Intel and Slurm's PMI; PMIx, which srun speaks too. */
+/* Set by Open MPI; by MPICH, Intel MPI and Slurm's PMI; and by PMIx, which srun supports, too. */
 static const char *const rank_variables[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
 
 int dist_launched_rank(void)
@@ -28,17 +28,18 @@ int dist_launched(void)
 
 struct dist *dist_open(char *error, size_t error_bytes)
 {
-    /* Open MPI's own modules look for its symbols among the global ones. */
+    /* RTLD_GLOBAL, because Open MPI's own modules need its symbols. */
     void *module = dlopen("libhalfstep_mpi.so", RTLD_NOW | RTLD_GLOBAL);
     struct dist *dist = module ? dlsym(module, "halfstep_dist") : NULL;
     if (!dist) {
         snprintf(error, error_bytes,
-                 "started as one of several processes, but this build has no MPI (%s); HALFSTEP_MPI=0 runs alone",
+                 "started as one of several processes, but this build has no MPI (%s); set HALFSTEP_MPI=0 to run each "
+                 "by itself",
                  dlerror());
         return NULL;
     }
     if (dist->version != HALFSTEP_DIST_VERSION) {
-        snprintf(error, error_bytes, "libhalfstep_mpi.so is of another build");
+        snprintf(error, error_bytes, "libhalfstep_mpi.so does not fit this program; install both from the same build");
         return NULL;
     }
     if (dist->start(dist) == 0) return dist;
