@@ -242,7 +242,11 @@ const char *hstep_isa_warning(void)
     unsigned reason = choice() / 256;
     if (!reason) return NULL;
     return reason <= (unsigned)ROWS ? rows[reason - 1].unavailable
-                                    : "HALFSTEP_ISA names no instruction set of this build" NOT_FOLLOWED;
+                                    : "HALFSTEP_ISA is set to an unknown instruction set; known:"
+#define ISA(name, processor, flags) " " #name
+#include "vec/isas.def"
+#undef ISA
+               NOT_FOLLOWED;
 }
 
 /* ---- What the process has chosen ---- */

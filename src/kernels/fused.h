@@ -20,10 +20,6 @@
 #define FUSED_TILE 512
 #define FUSED_GROUPS (FUSED_TILE / HSTEP_GROUP)
 
-/* Marks a state that is stored as the weight is. It is fp32 scratch memory to the loops; the step decodes and encodes
- * it. */
-#define FUSED_AS_WEIGHT (-2)
-
 /* The values of one state that a tile keeps from loop to loop: new values, or their stashed form for a block format.
  * Scales are converted to fp32 once, so that a loop reads them at no cost. */
 struct fused_state {
