@@ -116,8 +116,8 @@ int hstep_decide_sums(const struct hstep_call *call, int first, int n)
             for (int j = 0; j < hstep_rules[t->rule].norms; j++) totals[j] = total_of(call, of, j);
         }
         prepare_again(call, i, totals);
-        call->plan.updates[i].skip =
-            skip; /* a skipped tensor stays skipped; only the numbers that it shares are updated */
+        /* A skipped tensor stays skipped. Only the numbers that it shares are updated. */
+        call->plan.updates[i].skip = skip;
     }
     return HALFSTEP_OK;
 }
@@ -133,7 +133,7 @@ int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, doubl
     return HALFSTEP_OK;
 }
 
-/* Advances the counters, scalars and grids of a tensor after its update. */
+/* Advances the counters, scalars, scales and grids of a tensor after its update. */
 static void count_update(struct hstep_tensor *t, const struct hstep_update *u)
 {
     t->state_steps++;

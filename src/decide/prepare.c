@@ -89,7 +89,7 @@ const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_t
 {
     *code = HALFSTEP_ERROR_RANGE;
     if (g->decay == HSTEP_DECAY_FULLY && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0 && hstep_reference_lr(g) == 0.0)
-        return "fully-decoupled decay needs a reference_lr above 0, and it is 0";
+        return "fully-decoupled decay needs a reference_lr above 0; set it, because the first lr was 0";
     *code = HALFSTEP_ERROR_UNSUPPORTED;
     if (!is_centralized(g, t)) return NULL;
     if (t->n_columns != t->row_length)
