@@ -20,12 +20,12 @@ expect() {
 }
 export LD_LIBRARY_PATH=$fake${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 FAKE_CUDA_DEVICES=0 expect 'verify: cuda: cuInit: CUDA_ERROR_NO_DEVICE .*CUDA_VISIBLE_DEVICES' verify --device cuda
-FAKE_CUDA_DRIVER=11040 expect 'bench: cuda: the NVIDIA driver speaks CUDA 11.4, and 12.0' bench --device cuda
+FAKE_CUDA_DRIVER=11040 expect 'bench: cuda: the NVIDIA driver supports CUDA 11.4; it must support 12.0' bench --device cuda
 grep -q '^HALFSTEP_CUDA:BOOL=ON' "$build_dir/CMakeCache.txt" ||
     HALFSTEP_CUDA_IMAGE='' expect 'this build of halfstep has no device code: build it with' verify --device cuda
 HALFSTEP_CUDA_IMAGE=$scratch/none expect 'none cannot be read' verify --device cuda
 expect "unknown device 'tpu'; known: cpu, cuda, cuda:N" verify --device tpu
-expect 'no GPU number 3: the driver shows 1' bench --device cuda:3
+expect 'unknown GPU number 3; the driver shows 1' bench --device cuda:3
 echo "ok   what is missing is said in one line"
 
 export HALFSTEP_CUDA_IMAGE=$fake/image

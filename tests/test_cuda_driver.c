@@ -1176,9 +1176,10 @@ int main(int argc, char **argv)
     /* First, in children, while nothing is known of the driver yet. */
     TEST("what cannot be used is told by a sentence") {
         in_child(create_and_tell, "FAKE_CUDA_DEVICES", "0", "cuInit: CUDA_ERROR_NO_DEVICE", HALFSTEP_ERROR_DEVICE);
-        in_child(create_and_tell, "FAKE_CUDA_DRIVER", "11080", "speaks CUDA 11.8, and 12.0 is the oldest",
+        in_child(create_and_tell, "FAKE_CUDA_DRIVER", "11080", "supports CUDA 11.8; it must support 12.0 or newer",
                  HALFSTEP_ERROR_DEVICE);
-        in_child(create_and_tell, "FAKE_CUDA_COMPUTE", "75", "compute capability 7.5, and 8.0", HALFSTEP_ERROR_DEVICE);
+        in_child(create_and_tell, "FAKE_CUDA_COMPUTE", "75", "compute capability 7.5; it must be at least 8.0",
+                 HALFSTEP_ERROR_DEVICE);
         in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/nowhere", "/nowhere cannot be read", HALFSTEP_ERROR_DEVICE);
         in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/dev/null", "INVALID_IMAGE", HALFSTEP_ERROR_DEVICE);
     }

@@ -1,6 +1,5 @@
-/* What a step does with its statistics: whether it goes on, by what the gradients are clipped, what every update is
- * made with, and what it has counted when it is done. From plain values to plain values, in the memory of the
- * device. */
+/* Decisions from the statistics of a step: whether it goes on, how the gradients are clipped, the constants of every
+ * update, and what is counted at the end. All functions work on plain values in the memory of the device. */
 #include <math.h>
 #include <string.h>
 
@@ -18,7 +17,8 @@ static double clip_factor(const struct hstep_call *call, double norm)
     return hstep_is_clipped(call) && factor < 1.0 ? factor : 1.0;
 }
 
-/* The norm that the gradients are clipped by, 0 where they are not. */
+/* Returns the norm that the gradients are clipped by, or 0 if they are not clipped. That is their own norm, or the norm
+ * of the round before this one. */
 static double clipping_norm(const struct hstep_call *call)
 {
     if (!hstep_is_clipped(call)) return 0.0;
@@ -37,14 +37,16 @@ void hstep_judge(const struct hstep_call *call)
             v->offender = call->first + i;
             v->too_large = !hstep_is_nonfinite(flags[i]);
         }
-    /* A bound scale that is not finite is how a host that does not wait has a step refused: a loss scaler's verdict. */
+    /* A gradient scale that is not finite refuses the step. A host that does not wait for the device passes a loss
+     * scaler's refusal in this way. */
     v->refused = (v->offenders && call->scan != HSTEP_SCAN_TENSOR) || !(v->norm < INFINITY) ||
                  !(fabs(hstep_gradient_scale(call)) < INFINITY);
     v->clip = clip_factor(call, v->norm);
 }
 
-/* Tensors of one group that have made as many steps share their constants, of which only the first pays for the powers,
- * unless these have come from the tensor itself. */
+/* Prepares the updates of n tensors from `first` on. Consecutive tensors of one group with equal step counts share
+ * their constants, so that only the first pays for the powers. Constants that come from the tensor itself are not
+ * shared. */
 void hstep_decide_tensors(const struct hstep_call *call, int first, int n)
 {
     const struct hstep_tensor *tensors = call->plan.tensors;
@@ -74,7 +76,7 @@ int hstep_decide(const struct hstep_call *call)
     return HALFSTEP_OK;
 }
 
-/* Number j of what is summed over all tensors that have `share` as the first of them. */
+/* Returns sum number j over all tensors that have this `share`. */
 static double total_of(const struct hstep_call *call, int share, int j)
 {
     int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
@@ -84,7 +86,8 @@ static double total_of(const struct hstep_call *call, int share, int j)
     return hstep_exact_round(limbs);
 }
 
-/* totals: of its rule where that asks for them, or NULL: worked out here. */
+/* Prepares the update of a tensor again, now with its sums. totals: the totals of its rule, or NULL to compute them
+ * here. */
 static void prepare_again(const struct hstep_call *call, int tensor, const double *totals)
 {
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
@@ -93,7 +96,8 @@ static void prepare_again(const struct hstep_call *call, int tensor, const doubl
     for (int j = 0; j < t->sums; j++) {
         const int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
         if (!hstep_is_squared(t, j)) sums[j] = totals ? totals[j] : total_of(call, t->share, j);
-        else if (t->cautious && j == t->sums - 1) sums[j] = hstep_exact_round(sum); /* a count */
+        else if (t->cautious && j == t->sums - 1)
+            sums[j] = hstep_exact_round(sum); /* the last sum of a cautious tensor is a count */
         else sums[j] = sqrt(hstep_exact_round(sum));
     }
     hstep_prepare_update(call, tensor, call->verdict->clip, sums, NULL, &call->plan.updates[tensor]);
@@ -102,7 +106,7 @@ static void prepare_again(const struct hstep_call *call, int tensor, const doubl
 int hstep_decide_sums(const struct hstep_call *call, int first, int n)
 {
     double totals[HSTEP_MAX_NORMS] = {0};
-    int of = -1; /* the share that these are of */
+    int of = -1; /* the share that has these totals */
     for (int i = first; i < first + n; i++) {
         const struct hstep_tensor *t = &call->plan.tensors[i];
         const int skip = call->plan.updates[i].skip, all = hstep_rules[t->rule].totals && !call->verdict->refused;
@@ -112,7 +116,8 @@ int hstep_decide_sums(const struct hstep_call *call, int first, int n)
             for (int j = 0; j < hstep_rules[t->rule].norms; j++) totals[j] = total_of(call, of, j);
         }
         prepare_again(call, i, totals);
-        call->plan.updates[i].skip = skip; /* what it shares goes on all the same */
+        /* A skipped tensor stays skipped. Only the numbers that it shares are updated. */
+        call->plan.updates[i].skip = skip;
     }
     return HALFSTEP_OK;
 }
@@ -128,6 +133,7 @@ int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, doubl
     return HALFSTEP_OK;
 }
 
+/* Advances the counters, scalars, scales and grids of a tensor after its update. */
 static void count_update(struct hstep_tensor *t, const struct hstep_update *u)
 {
     t->state_steps++;
@@ -142,7 +148,7 @@ static void count_update(struct hstep_tensor *t, const struct hstep_update *u)
     memcpy(t->scalar, u->scalar, sizeof t->scalar);
 }
 
-/* Numbers that a tensor without an update shares with others go on. */
+/* Updates the numbers that a tensor shares with others (TOTALS) if it has no update of its own. */
 static void count_shared(const struct hstep_call *call, int tensor)
 {
     struct hstep_tensor *t = &call->plan.tensors[tensor];
@@ -150,8 +156,8 @@ static void count_shared(const struct hstep_call *call, int tensor)
         memcpy(t->scalar, call->plan.updates[tensor].scalar, sizeof t->scalar);
 }
 
-/* Parts that share a tensor agree on its squares; the one with the first element puts them into the round, so that a
- * sum over all of them counts every tensor once. */
+/* Adds the squares of a tensor to the round. Every process that holds a part of the tensor has the squares of all of
+ * it. Only the part with the first element adds them, so that a sum over the processes counts every tensor once. */
 static void add_to_round(const struct hstep_call *call, const struct hstep_tensor *t)
 {
     if (hstep_is_whole(t) || (!t->first_row && !t->first_column && t->runs))
@@ -163,7 +169,7 @@ static void count_groups(const struct hstep_call *call)
     for (int i = 0; i < call->plan.n_groups; i++) call->plan.groups[i].steps++;
 }
 
-/* What the caller of an asynchronous device will be told. */
+/* Enters the verdict into the ledger, where the caller of an asynchronous device finds it later. */
 static void enter(const struct hstep_call *call)
 {
     struct hstep_ledger *l = call->plan.ledger;

@@ -1,6 +1,6 @@
-/* What a pass over a tensor is, decided before any element is touched: which function of the rule runs and in what
- * mode, which slots are read and which of them written, what a scan looks for, what is summed. Hosts and devices
- * compile it; tiles, lanes and scratch memory are their own. */
+/* Describes a pass over a tensor before it touches any element: which function of the rule runs in which mode, which
+ * slots it reads and writes, what a scan looks for, and what is summed. The host and devices compile this header.
+ * Tiles, lanes and scratch memory are their own. */
 #ifndef HSTEP_PASS_H
 #define HSTEP_PASS_H
 
@@ -11,7 +11,8 @@
 
 /* ---- What is done to the elements ---- */
 
-/* Beside the slots of a tensor, fp32 elements of the workspace: the direction of a matrix step. */
+/* A slot in addition to those of a tensor: fp32 elements of the workspace, which hold the direction of a matrix
+ * step. */
 enum { HSTEP_SLOT_WORK = HSTEP_SLOTS, HSTEP_WORK_SLOTS };
 
 /* The functions of a rule (rules/rule.h). */
@@ -23,21 +24,22 @@ enum hstep_function {
     HSTEP_FUNCTION_CHANGE
 };
 
-/* What a task or a warp carries through a tensor. */
+/* One pass over one tensor, as a task or a warp sees it. */
 struct hstep_work {
     const struct hstep_context *context; /* of the call */
     const struct hstep_tensor *t;
     const struct hstep_update *u;
     enum hstep_pass pass;
-    int pair; /* of vectors whose values are summed, or -1 */
+    int pair; /* the pair of vectors whose values are summed, or -1 */
     enum hstep_function function;
     int mode;                     /* of the function */
-    int format[HSTEP_WORK_SLOTS]; /* of the slots that this pass touches, else HSTEP_FORMAT_NONE */
-    char *code[HSTEP_WORK_SLOTS], *extra[HSTEP_WORK_SLOTS]; /* of the whole part held here */
+    int format[HSTEP_WORK_SLOTS]; /* of the slots that the pass touches; HSTEP_FORMAT_NONE for others */
+    char *code[HSTEP_WORK_SLOTS], *extra[HSTEP_WORK_SLOTS]; /* addresses of the part held here */
     uint32_t written;                                       /* bit per slot */
-    float mean;                                             /* taken from the scaled gradient */
+    float mean;                                             /* subtracted from the scaled gradient */
 };
 
+/* Returns the address of a slot's codes, or NULL for the weight in a micro-step. */
 HSTEP_INLINE char *hstep_code_of(const struct hstep_call *call, int tensor, int slot)
 {
     if (slot == HALFSTEP_SLOT_WEIGHT) return call->weights ? (char *)call->weights[tensor - call->first] : NULL;
@@ -45,8 +47,9 @@ HSTEP_INLINE char *hstep_code_of(const struct hstep_call *call, int tensor, int 
     return call->plan.tensors[tensor].slot[slot].code;
 }
 
-/* The passes of a matrix share out the slots between them, and pair 0 is of gradients alone, which may need the weight
- * for their decay; a micro-step leaves out the weight and its copies. */
+/* Returns 1 if the pass reads or writes slot s. The first pass of a matrix (DIRECTION) and pair 0 need the weight only
+ * for l2 decay. Pair 0 uses no states, and CHANGE uses only the weight. A micro-step leaves out the weight and the
+ * states of role WEIGHT. */
 HSTEP_INLINE int hstep_is_touched(const struct hstep_work *w, int s)
 {
     const int alone = w->pass == HSTEP_PASS_DIRECTION || w->pair == 0;
@@ -56,6 +59,7 @@ HSTEP_INLINE int hstep_is_touched(const struct hstep_work *w, int s)
     return w->pair != 0 && !(w->u->micro && hstep_slot_role(w->t, s) == HALFSTEP_ROLE_WEIGHT);
 }
 
+/* Returns 1 if the pass writes slot s, one that it touches. */
 HSTEP_INLINE int hstep_is_written(const struct hstep_work *w, int s)
 {
     if (w->pass == HSTEP_PASS_SUMS || s == HALFSTEP_SLOT_GRADIENT) return 0;
@@ -71,7 +75,8 @@ HSTEP_INLINE enum hstep_function hstep_function_of(const struct hstep_work *w)
     return w->pass == HSTEP_PASS_SUMS && hstep_rules[w->t->rule].norms ? HSTEP_FUNCTION_NORMS : HSTEP_FUNCTION_RULE;
 }
 
-/* pair: of vectors that a pass of SUMS is about; -1: it is about the tensor's sums, or there is none. */
+/* Prepares a pass over a tensor. pair: the pair of vectors whose values a SUMS pass computes. -1 if it computes the
+ * tensor's own sums, or for other passes. */
 HSTEP_INLINE void hstep_work_start(const struct hstep_call *call, int tensor, enum hstep_pass pass, int pair,
                                    struct hstep_work *w)
 {
@@ -104,31 +109,33 @@ HSTEP_INLINE void hstep_work_start(const struct hstep_call *call, int tensor, en
 
 HSTEP_INLINE int hstep_writes(const struct hstep_work *w, int s) { return w->written >> s & 1; }
 
-/* The slot whose codes the pass takes for those of slot s. */
+/* Returns the slot whose codes the pass reads as those of slot s. */
 HSTEP_INLINE int hstep_source_of(const struct hstep_work *w, int s)
 {
     return w->u->weight_to_slot >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
 }
 
-/* The vectors of HSTEP_SLOTS slots hold a number for each row or column; WORK is of elements. */
+/* Returns the extent of slot s. A slot of HSTEP_SLOTS may be a vector, which holds one number for each row or column.
+ * WORK holds elements. */
 HSTEP_INLINE int hstep_extent_of(const struct hstep_work *w, int s)
 {
     return s < HSTEP_SLOTS ? w->t->slot[s].extent : HALFSTEP_EXTENT_ELEMENTS;
 }
 
-/* Whether each row has a mean of its own taken from it, so that rows that touch in memory are taken apart. */
+/* Returns 1 if the mean of each row is subtracted from its gradient. Rows are then handled one by one, even if they are
+ * contiguous in memory. */
 HSTEP_INLINE int hstep_is_by_rows(const struct hstep_work *w)
 {
     return w->u->centralize != 0.0 && w->format[HALFSTEP_SLOT_GRADIENT] >= 0;
 }
 
-/* Whether there is anything to do in a pass that is no sum. */
+/* Returns 1 if the tensor has work in a pass other than SUMS. */
 HSTEP_INLINE int hstep_is_updated(const struct hstep_tensor *t, const struct hstep_update *u, enum hstep_pass pass)
 {
     return !u->skip && !(t->matrix && pass == HSTEP_PASS_UPDATE) && !(u->zero_lr && pass == HSTEP_PASS_CHANGE);
 }
 
-/* The device's row for an update, or -1. */
+/* Returns the device's fused row for an update, or -1. */
 HSTEP_INLINE int hstep_fused_row(const struct hstep_tensor *t, const struct hstep_update *u)
 {
     return u->adjusted ? t->adjusted : t->fused;
@@ -136,7 +143,8 @@ HSTEP_INLINE int hstep_fused_row(const struct hstep_tensor *t, const struct hste
 
 /* ---- What a scan looks for ---- */
 
-/* The main stream of a format alone, as a format: the first row that stores the same codes and nothing beside them. */
+/* Returns the format of the main stream alone: the first format with the same codes and no second stream. A format
+ * without a second stream is returned as it is. */
 HSTEP_INLINE int hstep_plain_format(int format)
 {
     for (int i = 0; i < HSTEP_FORMATS && hstep_formats[format].extra_bits; i++)
@@ -146,9 +154,9 @@ HSTEP_INLINE int hstep_plain_format(int format)
 }
 
 struct hstep_scan {
-    int format;   /* that the gradient is read as */
-    int summed;   /* its squares are, in chunks of columns */
-    double limit; /* the least magnitude of an element that it is refused for */
+    int format;   /* to read the gradient as */
+    int summed;   /* its squares are summed, in chunks of columns */
+    double limit; /* elements of this magnitude or more are refused */
 };
 
 HSTEP_INLINE int hstep_is_scanned(const struct hstep_call *call)
@@ -156,8 +164,9 @@ HSTEP_INLINE int hstep_is_scanned(const struct hstep_call *call)
     return call->scan != HSTEP_SCAN_NONE || hstep_is_clipped(call);
 }
 
-/* Gradients that are clipped by their own norm end below clip_norm, so only NaN and infinities can offend, and a weight
- * that is followed may be as large as it likes. */
+/* Returns what a scan of the tensor's gradient looks for. Gradients that are clipped by their own norm end below
+ * clip_norm, so the scan refuses only NaN and infinities there. The same holds for rules of a RAW_GRADIENT, because
+ * they follow weights, which may have any finite magnitude. */
 HSTEP_INLINE struct hstep_scan hstep_scan_of(const struct hstep_call *call, const struct hstep_tensor *t)
 {
     const int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT;
@@ -168,7 +177,7 @@ HSTEP_INLINE struct hstep_scan hstep_scan_of(const struct hstep_call *call, cons
     return scan;
 }
 
-/* What is said of a gradient with that largest magnitude, a pattern: a flag, or 0. */
+/* Returns the flag of a gradient whose largest magnitude is this fp32 pattern, or 0 if it passes the scan. */
 HSTEP_INLINE int64_t hstep_flag_of(const struct hstep_call *call, const struct hstep_scan *scan, uint32_t largest)
 {
     float magnitude;
@@ -179,22 +188,23 @@ HSTEP_INLINE int64_t hstep_flag_of(const struct hstep_call *call, const struct h
 
 /* ---- What is summed ---- */
 
-/* Whether sum number j is of squares; those that are not are over all tensors. */
+/* Returns 1 if sum number j is of squares. Other sums are of values, over all tensors. */
 HSTEP_INLINE int hstep_is_squared(const struct hstep_tensor *t, int j)
 {
     return !hstep_rules[t->rule].totals || j >= hstep_rules[t->rule].norms;
 }
 
-/* Only every so many-th element of the whole tensor is in sum number j. */
+/* Returns n if only every n-th element of the whole tensor counts in sum number j. */
 HSTEP_INLINE int64_t hstep_every(const struct hstep_work *w, int j)
 {
     return hstep_is_squared(w->t, j) || w->u->every < 2 ? 1 : w->u->every;
 }
 
-/* Sums over columns of a matrix with vectors are added up within so many rows, and then over these blocks in order. */
+/* Sums over the columns of a matrix with vectors are added up within blocks of this many rows, and then over the blocks
+ * in order. */
 #define HSTEP_CROSS_ROWS 64
 
-/* The slot of a pair's vector over rows, or over columns. */
+/* Returns the slot of a pair's vector over rows, or over columns, by the extent. */
 HSTEP_INLINE struct hstep_slot *hstep_vector_of(struct hstep_tensor *t, int pair, int extent)
 {
     int s = HALFSTEP_SLOT_STATE;

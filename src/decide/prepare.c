@@ -1,4 +1,4 @@
-/* Constants of a step, in double, by the rule's own function. */
+/* Computes the constants of a step, in double, by the prepare function of each rule. */
 #include "decide/pass.h"
 
 #include <math.h>
@@ -7,7 +7,7 @@
 #include "base/grid.h"
 #include "base/scale.h"
 #include "base/schedule.h"
-#ifndef VL /* a device has its own vocabulary */
+#ifndef VL /* a device brings its own vocabulary */
 #include "vec/scalar.h"
 #endif
 
@@ -89,12 +89,14 @@ const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_t
 {
     *code = HALFSTEP_ERROR_RANGE;
     if (g->decay == HSTEP_DECAY_FULLY && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0 && hstep_reference_lr(g) == 0.0)
-        return "fully-decoupled decay needs a reference_lr above 0";
+        return "fully-decoupled decay needs a reference_lr above 0; set it, because the first lr was 0";
     *code = HALFSTEP_ERROR_UNSUPPORTED;
     if (!is_centralized(g, t)) return NULL;
-    if (t->n_columns != t->row_length) return "centralize needs whole rows";
+    if (t->n_columns != t->row_length)
+        return "centralize needs whole rows; set it to 0 or split the tensor between rows";
     if (t->unit > HSTEP_GROUP && t->dense && t->row_length % t->unit)
-        return "centralize needs blocks that end with rows";
+        return "centralize needs rows that are whole blocks of the states; set it to 0 or store the states in another "
+               "format";
     return NULL;
 }
 
@@ -115,9 +117,10 @@ static void decay_of(const struct hstep_group *g, double *lr, double *decay, dou
     }
 }
 
-/* Lattices are for what is stored finely. A rounding that is uniform by itself is not so given the stored value, which
- * remembers earlier words: in block codes, whose steps are no small part of a value, that would bias the states that
- * feed on themselves. They keep independent words. */
+/* Returns the key of a slot's random words. Only finely stored values take lattice words. Rounding by a lattice is
+ * uniform by itself, but not given the stored value, because that depends on earlier words. The steps of block codes
+ * are no small part of a value, so this would bias states that feed on themselves. Block codes therefore have
+ * independent words. */
 static struct hstep_key slot_stream(uint64_t seed, int generator, const struct hstep_tensor *t, int s)
 {
     if (generator != HSTEP_GENERATOR_LATTICE || hstep_formats[t->slot[s].format].block)
@@ -126,7 +129,8 @@ static struct hstep_key slot_stream(uint64_t seed, int generator, const struct h
     return hstep_key_lattice(seed, t->id, weight ? t->full_steps : t->state_steps, (uint32_t)s);
 }
 
-/* So that the mean of what elements are scaled by is 1, those that do not agree counted as 0: c_adamw's clamp. */
+/* Returns the scale that gives the elements a mean factor of 1, where those that do not agree count as 0. The mean is
+ * bounded below as in c_adamw. */
 static float cautious_scale(double count, double elements)
 {
     double mean = count / elements;
@@ -157,7 +161,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
     const struct hstep_group *g = &call->plan.groups[t->group];
     const struct hstep_rule *rule = &hstep_rules[t->rule];
-    /* 1 where there are none, so that no mean over the tensor is 0 / 0. */
+    /* 1 for an empty tensor, so that no mean over it is 0 / 0. */
     double elements = t->rows && t->row_length ? (double)t->rows * (double)t->row_length : 1.0;
     double base = hstep_group_lr(g), lr = base, decay, l2, mean[HSTEP_MAX_PAIRS];
     int means = u->means;
@@ -199,7 +203,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     else hstep_prepare_rule(g, &p, u->k);
     u->every = same ? same->every : p.every;
     if (t->cautious) {
-        /* Decay is no part of what is compared and scaled. */
+        /* Decay takes no part in the comparison and the scaling, so it goes to u->decay. */
         float *place = &u->k[hstep_rules[t->rule].decay_constant];
         u->decay = same ? same->decay : *place;
         *place = 0.0f;
@@ -218,7 +222,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
             if ((same ? same->slot_to_weight : (uint32_t)p.copy) && !u->slot_to_weight) u->slot_to_weight = 1u << s;
         }
         if (s >= HALFSTEP_SLOT_STATE && rule->state[s - HALFSTEP_SLOT_STATE].unless) u->mode |= RULE_OPTION;
-        /* Not with one scale for a tensor, which is there to show what its authors published. */
+        /* A format with one scale for a tensor is left out, because it exists to reproduce its authors' results. */
         if (f->block && !hstep_has_one_scale(slot->format)) u->mode |= RULE_CLAMP;
         if (slot->root) u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
         u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);

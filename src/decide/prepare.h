@@ -1,52 +1,55 @@
-/* The constants of an update, in double, from plain values alone: devices compile prepare.c and decide.c too. */
+/* Computes the constants of an update, in double, from plain values alone. Devices compile prepare.c and decide.c
+ * too. */
 #ifndef HSTEP_PREPARE_H
 #define HSTEP_PREPARE_H
 
 #include "tables/call.h"
 
-/* 0 sends everything through tiles: tests hold the fused kernels to the same bits. */
+/* 0 makes every step take the tile path. Tests use it to compare the bits of fused kernels. */
 extern HSTEP_TABLE int hstep_use_fused;
 
-/* From a group's hyper-parameters, with the rest of p filled in by the caller, to the constants of its rule. */
+/* Computes the constants k of a group's rule from its hyper-parameters. The caller has filled in the other members of
+ * p. */
 void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k);
-/* The group's lr at its next step. */
+/* Returns the group's lr at its next step. */
 double hstep_group_lr(const struct hstep_group *group);
-/* What a write leaves of a state: 1 of one that has no decay rate, such as a maximum. */
+/* Returns the factor by which a write decays a state, or 1 for a state without a decay rate, such as a maximum. */
 double hstep_state_beta(const struct hstep_group *group, int state);
-/* 1 where these hyper-parameters need it at all (sgd without momentum does not). */
+/* Returns 1 if the group's hyper-parameters need the state. Example: sgd without momentum needs none. */
 int hstep_state_needed(const struct hstep_group *group, int state);
-/* The scale of a state of that format, which has one for the tensor, from the root of its sum and the number of
- * elements. */
+/* Returns the scale of a state whose format has one scale for the tensor. norm: root of the state's sum. elements:
+ * their number. */
 float hstep_tensor_scale(int format, double norm, double elements);
 
-/* The lr at which fully decoupled decay is weight_decay: as set, else the lr as first set. */
+/* Returns the lr at which fully decoupled decay equals weight_decay: reference_lr if it is set, else the lr as first
+ * set. */
 double hstep_reference_lr(const struct hstep_group *group);
 
-/* Why a tensor with these hyper-parameters cannot be stepped, as the end of a sentence, and the code; NULL where it
- * can. */
+/* Returns why a tensor with these hyper-parameters cannot be stepped, as the end of an error text, and sets *code.
+ * Returns NULL if it can be stepped. */
 const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_tensor *t, int *code);
 
-/* Whether no tensor of this group can be unpreparable. */
+/* Returns 1 if every tensor of the group can be stepped (hstep_unpreparable()). */
 int hstep_is_preparable(const struct hstep_group *g);
 
-/* The update of a tensor that is not unpreparable. same: the update of a tensor with the same group and step counts,
- * whose constants are taken over, or NULL; they must not be its own. norms: roots of the tensor's sums, or NULL before
- * they are known. */
+/* Prepares the update of a tensor that can be stepped. same: the update of a tensor with the same group and step
+ * counts, to take the constants from, or NULL. Its constants must not come from that tensor itself. norms: roots of the
+ * tensor's sums, or NULL before they are known. */
 void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip, const double *norms,
                           const struct hstep_update *same, struct hstep_update *u);
-/* The same, before sums are known, where it differs little from that of tensor `before`, which is like this one and has
- * made as many steps; that may not be its own. */
+/* Prepares an update that differs little from `same`, the update of tensor `before`, at a time when no sums are known.
+ * Both tensors are stored alike and have equal step counts. The constants must not come from `before` itself. */
 void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct hstep_tensor *before,
                          const struct hstep_update *same, struct hstep_update *u);
 
-/* The entries of these names (device.h) for devices whose memory these functions can read. decide() and count() exist
- * in parts too. One part is for the step, the other for tensors first .. first + n - 1, which threads may share out.
+/* Entries of the same names in device.h, for devices whose memory these functions can read. decide() and count() also
+ * exist in two parts: one for the step, and one for tensors first .. first + n - 1, which threads may share out.
  * hstep_judge() comes before hstep_decide_tensors(). */
 int hstep_decide(const struct hstep_call *call);
 void hstep_judge(const struct hstep_call *call);
 void hstep_decide_tensors(const struct hstep_call *call, int first, int n);
 int hstep_decide_sums(const struct hstep_call *call, int first, int n);
-/* What ends a device's cross(): the update again, with the mean over the pair's new vector of rows. */
+/* Ends a device's cross(): prepares the update again, with the mean over the pair's new vector of rows. */
 int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean);
 int hstep_count(const struct hstep_call *call);
 void hstep_count_tensors(const struct hstep_call *call, int first, int n);

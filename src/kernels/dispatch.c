@@ -1,5 +1,6 @@
-/* The one file that asks which processor this is. The build defines HSTEP_HAVE_<name>=1 for each row of vec/isas.def it
- * has compiled kernels.c for. A new row needs its test hstep_cpu_<name>() here. */
+/* Detects the processor and chooses the instruction set. No other file asks which processor this is. The build defines
+ * HSTEP_HAVE_<name>=1 for each row of vec/isas.def that it has compiled kernels.c for. A new row needs its test
+ * hstep_cpu_<name>() here. */
 #include "kernels/dispatch.h"
 
 #include <stdatomic.h>
@@ -27,13 +28,13 @@ struct feature {
 };
 #define FEATURES 32
 
-/* A build need not have compiled the row. */
+/* Unused if the build has not compiled the row. */
 #define CPU_TEST static inline __attribute__((unused))
 
 #if defined(__x86_64__)
 
-/* X(name, leaf, register, bit, state the operating system must save): leaf 1 and 7 are subleaf 0, 71 is leaf 7 subleaf
- * 1. */
+/* X(name, leaf, register, bit, register state that the operating system must save). Leaves 1 and 7 mean subleaf 0. 71
+ * means leaf 7, subleaf 1. */
 #define X86_FEATURES(X)               \
     X(sse2, 1, d, 26, 0)              \
     X(sse42, 1, c, 20, 0)             \
@@ -50,7 +51,7 @@ struct feature {
     X(avx512bf16, 71, a, 5, STATE_ZMM)
 
 #define STATE_YMM 0x06u /* XMM and the upper halves of YMM */
-#define STATE_ZMM 0xe6u /* and mask registers, upper halves of ZMM, ZMM16 to 31 */
+#define STATE_ZMM 0xe6u /* STATE_YMM, mask registers, upper halves of ZMM, ZMM16 to 31 */
 
 enum x86_feature {
 #define X(name, ...) x86_##name,
@@ -59,7 +60,7 @@ enum x86_feature {
         x86_features
 };
 
-/* One bit for each row of the table. */
+/* Returns the features that are usable, bit i for row i of X86_FEATURES. */
 static uint32_t x86_detect(void)
 {
     struct {
@@ -71,7 +72,7 @@ static uint32_t x86_detect(void)
         __cpuid_count(7, 0, leaf_7.a, leaf_7.b, leaf_7.c, leaf_7.d);
         if (leaf_7.a >= 1) __cpuid_count(7, 1, leaf_71.a, leaf_71.b, leaf_71.c, leaf_71.d);
     }
-    if (leaf_1.c >> 27 & 1) { /* OSXSAVE: xgetbv may be used, and tells which registers survive a task switch */
+    if (leaf_1.c >> 27 & 1) { /* OSXSAVE: xgetbv may be used; it tells which registers survive a task switch */
         unsigned high;
         __asm__ volatile("xgetbv" : "=a"(state), "=d"(high) : "c"(0));
     }
@@ -85,7 +86,7 @@ static uint32_t x86_detect(void)
 
 static int x86_has(uint32_t needed) { return (x86_detect() & needed) == needed; }
 
-/* What the row's compiler flags allow, including what they imply. */
+/* The features that the row's compiler flags allow, including those that they imply. */
 #define X86_BASE (1u << x86_sse42 | 1u << x86_popcnt | 1u << x86_avx | 1u << x86_f16c | 1u << x86_avx2)
 CPU_TEST int hstep_cpu_avx2(void) { return x86_has(X86_BASE); }
 CPU_TEST int hstep_cpu_avx512(void)
@@ -104,7 +105,7 @@ static void cpu_features(struct feature *list)
 
 #elif defined(__aarch64__)
 
-/* Part of the architecture's base. */
+/* NEON is part of the architecture's base. */
 CPU_TEST int hstep_cpu_neon(void) { return 1; }
 
 static void cpu_features(struct feature *list)
@@ -146,8 +147,8 @@ void hstep_cpu_features(char *out, size_t n)
 
 /* ---- Instruction sets ---- */
 
-/* COMPILED(name) is 1 where HSTEP_HAVE_<name> is defined as 1, else 0, so that one list of rows serves every build:
- * only a 1 turns the pasted name into ONE_1, whose comma moves the answer into second place. */
+/* COMPILED(name) is 1 if HSTEP_HAVE_<name> is defined as 1, else 0. One list of rows therefore serves every build. Only
+ * a 1 turns the pasted name into ONE_1, whose comma moves the answer into second place. */
 #define ONE_1 0,
 #define SECOND(first, second, ...) second
 #define COMPILED_PASTE(value) COMPILED_TAKE(ONE_##value)
@@ -195,8 +196,8 @@ const char *hstep_isa_name(int isa) { return isa < 0 || isa >= ROWS ? NULL : row
 
 int hstep_isa_available(int isa)
 {
-    /* Bit i: row i runs; bit 31: known. Under a hypervisor each cpuid costs microseconds. Threads that race here all
-     * find the same value, so the order of their stores does not matter. */
+    /* Bit i: row i is available. Bit 31: the mask is known. The mask is kept because each cpuid costs microseconds
+     * under a hypervisor. Threads that race here find the same value, so the order of their stores does not matter. */
     static _Atomic uint32_t known;
     _Static_assert(sizeof rows / sizeof *rows < 31, "rows do not fit the mask");
     if (isa < 0 || isa >= ROWS) return 0;
@@ -212,8 +213,9 @@ int hstep_isa_available(int isa)
 
 const struct hstep_kernels *hstep_isa_kernels(int isa) { return hstep_isa_available(isa) ? rows[isa].kernels : NULL; }
 
-/* Everything both questions need, in one word: best row + 1, and 256 times the reason HALFSTEP_ISA was not followed:
- * row + 1, or ROWS + 1 for a name that is in no row. The first thread to finish decides for the process. */
+/* Returns the best row + 1, plus 256 times the reason why HALFSTEP_ISA was not followed. The reason is 0 for none, row
+ * + 1 for a row that is not available, ROWS + 1 for an unknown name. The first thread to finish decides for the
+ * process. */
 static unsigned choice(void)
 {
     static _Atomic unsigned decided;
@@ -240,7 +242,11 @@ const char *hstep_isa_warning(void)
     unsigned reason = choice() / 256;
     if (!reason) return NULL;
     return reason <= (unsigned)ROWS ? rows[reason - 1].unavailable
-                                    : "HALFSTEP_ISA names no instruction set of this build" NOT_FOLLOWED;
+                                    : "HALFSTEP_ISA is set to an unknown instruction set; known:"
+#define ISA(name, processor, flags) " " #name
+#include "vec/isas.def"
+#undef ISA
+               NOT_FOLLOWED;
 }
 
 /* ---- What the process has chosen ---- */
@@ -310,7 +316,8 @@ void hstep_fp_leave(struct hstep_fp fp) { __asm__ volatile("msr fpcr, %0" : : "r
 
 #else
 
-/* The standard can set the rounding; flushing of subnormals, where there is such a thing, stays as the host has it. */
+/* Standard C can set the rounding only. Flushing of subnormals, if the processor has it, stays as the host has set
+ * it. */
 struct hstep_fp hstep_fp_enter(void)
 {
     struct hstep_fp fp = {(uint64_t)fegetround()};

@@ -1,4 +1,5 @@
-/* Which instruction set runs, and in which floating-point environment. Rows are those of vec/isas.def, in its order. */
+/* Which instruction set runs, and in which floating-point environment. Indices are those of the rows of
+ * vec/isas.def. */
 #ifndef HSTEP_DISPATCH_H
 #define HSTEP_DISPATCH_H
 
@@ -8,32 +9,34 @@
 struct hstep_kernels;
 
 int hstep_isa_count(void);
-/* The row of that name; -1 where there is none. */
+/* Returns the row of that name, or -1 if there is none. */
 int hstep_isa_find(const char *name);
-/* NULL for an index out of range. */
+/* Returns NULL for an index out of range. */
 const char *hstep_isa_name(int isa);
-/* Compiled in, and the processor and the operating system support it. 0 for an index out of range. */
+/* Returns 1 if the row is compiled in and both the processor and the operating system support it, else 0. An index out
+ * of range gives 0. */
 int hstep_isa_available(int isa);
-/* NULL unless available. */
+/* Returns NULL unless the row is available. */
 const struct hstep_kernels *hstep_isa_kernels(int isa);
 
-/* The row that HALFSTEP_ISA names, if it is available; otherwise the last available row. Decided at the first call. */
+/* Returns the row that HALFSTEP_ISA names, if it is available, otherwise the last available row. The first call
+ * decides. */
 int hstep_isa_best(void);
-/* Of what halfstep_set_isa() has chosen, else of the best. */
+/* Returns the kernels of the row that halfstep_set_isa() has chosen, or of the best row if it has chosen none. */
 const struct hstep_kernels *hstep_isa_in_use(void);
-/* One line if HALFSTEP_ISA is set but could not be followed, else NULL. */
+/* Returns one line if HALFSTEP_ISA is set but cannot be followed, else NULL. */
 const char *hstep_isa_warning(void);
 
-/* Control word of the calling thread. Between the calls it is IEEE's default: to nearest even, subnormals kept, no
- * traps. */
+/* hstep_fp_enter() gives the calling thread IEEE's default environment: rounding to nearest even, subnormals kept, no
+ * traps. hstep_fp_leave() restores the control word that the thread had before. */
 struct hstep_fp {
     uint64_t saved;
 };
 struct hstep_fp hstep_fp_enter(void);
 void hstep_fp_leave(struct hstep_fp fp);
 
-/* What this processor and operating system offer of the features that matter here, space separated; cut to fit n
- * bytes. */
+/* Writes the names of the listed features that both the processor and the operating system offer, space separated. The
+ * list is cut to fit n bytes. */
 void hstep_cpu_features(char *out, size_t n);
 
 #endif

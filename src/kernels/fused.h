@@ -1,27 +1,30 @@
-/* Loops of whole steps over tiles that stay in the first cache. For kernels.c.
+/* The loops of fused steps, which work on tiles that stay in the first cache. For kernels.c.
  *
- * A tile goes through short loops, each with a chain of instructions that a processor sees to its end while it waits
- * for the divider: what comes before the weight (gradient and states decoded, the rule, states encoded), the weight,
- * and the codes of block states. Only the first is compiled for each rule and recipe; the others are shared. The loops
- * are here, and those by format alone with their tables; fused_steps.h pairs them with rules and recipes. Over 500
- * lines because the loops share what one tile keeps from loop to loop. */
+ * A tile goes through short loops. Each has a chain of instructions that is short enough for a processor to look ahead
+ * to its end while it waits for the divider. The loops are, in order:
+ *
+ *   1. up to the weight: decode gradient and states, apply the rule, encode states
+ *   2. the weight
+ *   3. the codes of block states
+ *
+ * Only the first is compiled for each rule and recipe. The others are shared.
+ *
+ * This file holds the loops, and the tables of those that depend on a format alone. fused_steps.h combines them with
+ * rules and recipes. Over 500 lines because the loops share what one tile keeps from loop to loop. */
 #ifndef HSTEP_FUSED_H
 #define HSTEP_FUSED_H
 
 #include "kernels/tiles.h"
 
-/* Sixteen groups: their maxima fill one vector of the widest instruction set. */
+/* A tile has sixteen groups because their maxima fill one vector of the widest instruction set. */
 #define FUSED_TILE 512
 #define FUSED_GROUPS (FUSED_TILE / HSTEP_GROUP)
 
-/* Of a state that is stored as the weight is: fp32 scratch, which the driver decodes and encodes. */
-#define FUSED_AS_WEIGHT (-2)
-
-/* What one state keeps of a tile: new values, or what a block format makes of them; scales are the stored ones as fp32,
- * so that a loop reads them at no cost. */
+/* The values of one state that a tile keeps from loop to loop: new values, or their stashed form for a block format.
+ * Scales are converted to fp32 once, so that a loop reads them at no cost. */
 struct fused_state {
     HSTEP_ALIGNED float stash[FUSED_TILE];
-    HSTEP_ALIGNED float old[FUSED_TILE]; /* of one that is stored as the weight is */
+    HSTEP_ALIGNED float old[FUSED_TILE]; /* stored values, only for a state that is stored as the weight is */
     HSTEP_ALIGNED float scales[FUSED_GROUPS];
     HSTEP_ALIGNED float inverses[FUSED_GROUPS];
     HSTEP_ALIGNED uint32_t maxima[FUSED_GROUPS][VL];
@@ -29,17 +32,18 @@ struct fused_state {
 
 struct fused_scratch {
     HSTEP_ALIGNED float weight[FUSED_TILE];
-    HSTEP_ALIGNED float change[FUSED_TILE];   /* or its numerator, of a rule in parts, */
-    HSTEP_ALIGNED float root[FUSED_TILE];     /* and what that is divided by */
-    HSTEP_ALIGNED float gradient[FUSED_TILE]; /* as the rule takes it, of rows that take any */
+    HSTEP_ALIGNED float change[FUSED_TILE];   /* or its numerator, for a rule in parts */
+    HSTEP_ALIGNED float root[FUSED_TILE];     /* the divisor of that numerator */
+    HSTEP_ALIGNED float gradient[FUSED_TILE]; /* as the rule takes it, for rows of `any` gradient */
     struct fused_state state[HSTEP_FUSED_STATES];
 };
 
-/* Random words of one slot on their way through a loop. */
+/* The generator of one slot's random words within a loop. */
 struct fused_words {
     vi x, k1, factor, offset;
 };
 
+/* Returns the generator of the slot's words from element a->index + element on. */
 V_OP struct fused_words fused_words_from(const struct hstep_fused *a, int slot, int64_t element)
 {
     const struct hstep_key *key = &a->key[slot];
@@ -47,23 +51,24 @@ V_OP struct fused_words fused_words_from(const struct hstep_fused *a, int slot, 
                                 vi_set(key->factor), vi_set(key->offset)};
 }
 
-/* Words of an element format. Block codes take the mixer's as they are, and do not pay for factor and offset. */
+/* Returns the next words, for an element format. Block codes take the mixer's words directly and save the factor and
+ * offset. */
 V_OP vi fused_words(struct fused_words *w) { return lattice_of(mixer_next(&w->x, w->k1), w->factor, w->offset); }
 
 /* ---- What comes before the weight ---- */
 
-/* One state on its way through the first loop of a tile. */
+/* One state within the first loop of a tile. */
 struct fused_slot {
     char *code, *extra; /* of the tile */
     struct fused_words words;
-    vi largest;    /* of the group's magnitudes */
-    vf grid, onto; /* of a second moment */
+    vi largest;    /* of the magnitudes in the group */
+    vf grid, onto; /* of a second moment, from hstep_fused.grid and .onto */
     struct fused_state *scratch;
 };
 
-/* Formats come as functions, by name: a switch over all of them that leaves one case costs more to compile than what is
- * left. Roles are constants at every call, and calls are written out instead of looped over, so that nothing of a
- * choice is left. */
+/* Sets the places of a state's codes and extras at offset t. Formats are passed as functions, by name, because a switch
+ * over all formats is slow to compile even if one case is left. Roles are constants at every call. Calls are written
+ * out, not looped over, so that no choice is left at run time. */
 V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_scratch *scratch, const int state,
                                    const int bits, const int extra_bits, int64_t t)
 {
@@ -128,7 +133,7 @@ V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_scr
 #include "formats/formats.def"
 #undef FORMAT
 
-/* Of gradients in scratch memory. */
+/* Loads a gradient that fused_gradient() has decoded into scratch memory. */
 V_OP void fused_load_any(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)
 {
     const float *x = (const float *)(const void *)s->code + r;
@@ -141,7 +146,8 @@ typedef struct fused_slot fused_starter(const struct hstep_fused *, struct fused
 typedef void fused_loader(const struct fused_slot *, int, int64_t, vf *, vf *);
 typedef void fused_storer(struct fused_slot *, int, int64_t, vf, vf);
 
-/* The role of state j where variant v of the rule stores the optional ones whose bit is set in v, else 0. */
+/* Returns the role of state j in a variant, or 0 if the variant does not store the state. Bit i of the variant stores
+ * the i-th optional state. */
 V_OP int fused_role(const int j, const struct hstep_roles *states, const int variant)
 {
     const int *optional = states->optional;
@@ -149,8 +155,9 @@ V_OP int fused_role(const int j, const struct hstep_roles *states, const int var
     return optional[j] && !(variant >> i & 1) ? 0 : states->role[j];
 }
 
-/* One state by its role, 0 where it is not stored. f1 and f2 are of signed states and of second moments, fg of states
- * of gradients. plain: scratch is in the order of memory, and what is stored as weights is f32. */
+/* Begins one state by its role. Role 0 means that the state is not stored. f1, f2 and fg serve signed states, second
+ * moments and states of gradients. In the two functions below, `plain` means that all of the step is f32 in the order
+ * of memory. */
 V_OP struct fused_slot state_start(const int role, fused_starter *f1, fused_starter *f2, fused_starter *fg,
                                    const struct hstep_fused *a, struct fused_scratch *scratch, const int state,
                                    int64_t t, int64_t n)
@@ -158,7 +165,7 @@ V_OP struct fused_slot state_start(const int role, fused_starter *f1, fused_star
     if (role == HALFSTEP_ROLE_SIGNED) return f1(a, scratch, state, 0, t, n);
     if (role == HALFSTEP_ROLE_NONNEG) return f2(a, scratch, state, 1, t, n);
     if (role == HALFSTEP_ROLE_GRADIENT) return fg(a, scratch, state, 0, t, n);
-    /* Codes of states of weights are touched only where they are f32. */
+    /* The codes of a state of role WEIGHT are touched only if they are f32. */
     return fused_begin(a, scratch, state, 32, 0, role ? t : 0);
 }
 
@@ -182,6 +189,7 @@ V_OP void state_load(const int role, const int plain, fused_loader *f1, fused_lo
     }
 }
 
+/* Stores the weights e - de and o - d_o as f32. Adding 0 first keeps a weight of -0 (apply_any()). */
 V_OP void plain_apply(char *code, int64_t r, vf e, vf o, vf de, vf d_o)
 {
     v_storeu(code + 4 * r, v_sub(e, v_add(de, v_set(0.0f))));
@@ -209,13 +217,13 @@ V_OP void state_store(const int role, const int plain, fused_storer *f1, fused_s
     }
 }
 
-/* What kind of parts a variant of a rule has, by that of the rule. */
+/* Returns the kind of parts that a variant has, from the kind of its rule. */
 V_OP int fused_parts(const int kind, const int variant)
 {
     return kind == HSTEP_PARTS_UNLESS_OPTION ? (variant ? 0 : HSTEP_PARTS_ROOT) : kind;
 }
 
-/* At compile time; blocks: bit 0 of the first format, bit 1 of the second. */
+/* Constants of a loop, known at compile time. Bit 0 of `blocks` is set if `first` has blocks, bit 1 if `second` has. */
 struct fused_what {
     int parts, variant, gradient, first, second, blocks;
     struct hstep_roles states;
@@ -233,7 +241,7 @@ V_OP int fused_mode(const struct fused_what w, const int roles)
     return (clamp ? RULE_CLAMP : 0) | (w.variant ? RULE_OPTION : 0);
 }
 
-/* Of rules that are not in parts. */
+/* Stands in for PREFIX_start() in rules that are not in parts. It is never called. */
 V_OP vf whole_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     (void)k, (void)s, (void)mode;
@@ -241,6 +249,10 @@ V_OP vf whole_start(const vf *k, vf g, vf *s, const int mode, vf *root)
     return g;
 }
 
+/* Runs the first loop on n elements from t on. Stores the new states, or stashes them for block formats. Leaves the
+ * change, or numerator and root for a rule in parts, in scratch memory. A step that is all f32 updates the weight at
+ * once instead, unless its parts have a root. Parameters: b begins, l loads and w stores a slot. The suffix g is for
+ * the gradient, 1 for signed states, 2 for second moments. */
 V_OP void fused_rule(const struct hstep_fused *a, struct fused_scratch *scratch, const struct fused_what w,
                      vf (*rule)(const vf *, vf, vf, vf *, int), vf (*start)(const vf *, vf, vf *, int, vf *),
                      fused_loader *lg, fused_starter *b1, fused_loader *l1, fused_storer *w1, fused_starter *b2,
@@ -249,9 +261,9 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_scratch *scratch,
     const int r0 = fused_role(0, &w.states, w.variant), r1 = fused_role(1, &w.states, w.variant);
     const int r2 = fused_role(2, &w.states, w.variant), r3 = fused_role(3, &w.states, w.variant);
     const int mode = fused_mode(w, r0 | r1 | r2 | r3), wide = w.gradient == HSTEP_FORMAT_f32;
-    /* No 16-bit neighbour asks for pairs: elements stay in memory order and need no shuffles. */
+    /* No 16-bit format asks for pairs, so elements stay in the order of memory and need no shuffles. */
     const int plain = wide && is_f32_state(r0, w) && is_f32_state(r1, w) && is_f32_state(r2, w) && is_f32_state(r3, w);
-    /* As hstep_fused_format() says. */
+    /* The formats that hstep_fused_format() gives. */
     fused_starter *const b3 = !(w.blocks & 1) ? b1 : wide ? fused_start_f32 : fused_start_bf16_sr;
     fused_loader *const l3 = !(w.blocks & 1) ? l1 : wide ? fused_load_f32 : fused_load_bf16_sr;
     fused_storer *const w3 = !(w.blocks & 1) ? w1 : wide ? fused_store_f32 : fused_store_bf16_sr;
@@ -304,7 +316,7 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_scratch *scratch,
 
 /* ---- Sums over the tensor that come before its update ---- */
 
-/* One sum on its way. */
+/* One sum of squares within the loop, and the largest magnitude in it. */
 struct fused_sum {
     va lanes;
     vi largest;
@@ -312,6 +324,8 @@ struct fused_sum {
 
 V_OP struct fused_sum fused_no_sum(void) { return (struct fused_sum){va_zero(), vi_set(0)}; }
 
+/* Adds the squares of pair number `part` of a group to the sum. `plain` vectors are in the order of memory, so they
+ * first become a pair by way of the scratch memory `plain_pair`. */
 V_OP void fused_square(struct fused_sum *s, const int part, vf e, vf o, const int plain, float *plain_pair)
 {
     if (plain) {
@@ -324,6 +338,7 @@ V_OP void fused_square(struct fused_sum *s, const int part, vf e, vf o, const in
     s->largest = vi_max(s->largest, vi_max(v_bits(v_abs(e)), v_bits(v_abs(o))));
 }
 
+/* Returns the sum, or 0 if any of the values is not finite. */
 V_OP double fused_total(const struct fused_sum *s)
 {
     double lanes[16];
@@ -331,8 +346,9 @@ V_OP double fused_total(const struct fused_sum *s)
     return vi_hmax(s->largest) < 0x7f800000 ? hstep_tree_sum(lanes) : 0.0;
 }
 
-/* Of the squares of n elements, at most 256, from t on, in the order that docs/numerics.md gives them: in pairs. A sum
- * of squares that are not all finite counts as 0. The weight is in scratch memory. */
+/* Writes the sums of the squares of n elements from t on, at most 256, to sums[0 .. count). docs/numerics.md gives the
+ * order: in pairs. A sum with a value that is not finite counts as 0. The weight is in scratch memory unless all is
+ * f32. */
 V_OP void fused_norms(const struct hstep_fused *a, struct fused_scratch *scratch, const struct fused_what w,
                       void (*norms)(const vf *, vf, vf, vf *, vf *, int), const int count, fused_loader *lg,
                       fused_starter *b1, fused_loader *l1, fused_starter *b2, fused_loader *l2, int64_t t, int64_t n,
@@ -341,7 +357,7 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_scratch *scratch
     const int r0 = fused_role(0, &w.states, w.variant), r1 = fused_role(1, &w.states, w.variant);
     const int r2 = fused_role(2, &w.states, w.variant), r3 = fused_role(3, &w.states, w.variant);
     const int mode = fused_mode(w, r0 | r1 | r2 | r3), wide = w.gradient == HSTEP_FORMAT_f32;
-    /* What is all in the order of memory becomes pairs where it is summed. */
+    /* Vectors in the order of memory become pairs when they are summed. */
     const int plain = wide && is_f32_state(r0, w) && is_f32_state(r1, w) && is_f32_state(r2, w) && is_f32_state(r3, w);
     const char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
     /* As in fused_rule(). */
@@ -385,7 +401,8 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_scratch *scratch
 
 /* ---- Gradients that are changed before the rule sees them ---- */
 
-/* As gradient_tile() does it. The weight is in scratch memory where l2 is above 0. */
+/* Writes the gradient as the rule takes it to scratch memory, as gradient_tile() does. If l2 is not 0, the weight must
+ * be in scratch memory, or in place if plain. */
 V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
                          void (*decode)(const char *, const char *, int64_t, vf *, vf *), const struct hstep_fused *a,
                          struct fused_scratch *scratch, int64_t t, int64_t n)
@@ -414,7 +431,7 @@ V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
 typedef void fused_gradient_function(const struct hstep_fused *, struct fused_scratch *, int64_t, int64_t);
 
 #if VL > 1
-/* Where all is f32, in the order of memory. */
+/* For a step that is all f32, in the order of memory. */
 static void fused_gradient_plain(const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n)
 {
     fused_gradient(32, 0, 1, f32_decode, a, scratch, t, n);
@@ -423,6 +440,7 @@ static void fused_gradient_plain(const struct hstep_fused *a, struct fused_scrat
 
 /* ---- The weight, and states that are stored as it is ---- */
 
+/* Subtracts `change` from the values `old` and stores the result in the slot. */
 V_OP void fused_apply(const int format, const struct hstep_fused *a, int slot, const float *old, const float *change,
                       int64_t t, int64_t n)
 {
@@ -434,7 +452,7 @@ V_OP void fused_apply(const int format, const struct hstep_fused *a, int slot, c
                   v_load(change + r + VL), fused_words(&words));
 }
 
-/* The weight under a rule in parts. */
+/* Computes and stores the weight under a rule in parts, from the numerator and the root in scratch memory. */
 V_OP void fused_end(const int bits, const int extra_bits, const int plain,
                     void (*decode)(const char *, const char *, int64_t, vf *, vf *),
                     void (*apply)(char *, char *, int64_t, vf, vf, vf, vf, vi), vf (*end)(const vf *, vf, vf, vf),
@@ -452,13 +470,13 @@ V_OP void fused_end(const int bits, const int extra_bits, const int plain,
         else decode(code, extra, r, &we, &wo);
         vf de = end(k, we, v_load(scratch->change + r), v_load(scratch->root + r));
         vf d_o = end(k, wo, v_load(scratch->change + r + VL), v_load(scratch->root + r + VL));
-        /* Zeros as in apply_any(). */
+        /* Adds zero as apply_any() does. */
         if (plain) plain_apply(code, r, we, wo, de, d_o);
         else apply(code, extra, r, we, wo, v_add(de, zero), v_add(d_o, zero), fused_words(&words));
     }
 }
 
-/* The change alone. */
+/* Replaces the numerator in scratch memory by the change. The weight must be in scratch memory. */
 V_OP void fused_change(vf (*end)(const vf *, vf, vf, vf), const struct hstep_fused *a, struct fused_scratch *scratch,
                        int64_t n)
 {
@@ -477,6 +495,7 @@ typedef void fused_apply_function(const struct hstep_fused *, int, const float *
 
 /* ---- Codes of block states ---- */
 
+/* Stores the scales of a block state, from the maxima of its groups, and keeps their inverses. */
 V_OP void fused_scales(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *scratch,
                        int slot, int64_t t, int64_t n)
 {
@@ -499,7 +518,8 @@ V_OP void fused_codes(const int format, const int nonneg, const struct hstep_fus
                      c.stochastic ? mixer_next(&words.x, words.k1) : vi_set(0x80008000));
 }
 
-/* Of a signed state and of a second moment in one loop: the one often waits for roots that the other does not need. */
+/* Encodes a signed state and a second moment in one loop. The codes of one often wait for roots, and the other needs
+ * none. */
 V_OP void fused_both(const int first, const int second, const struct hstep_fused *a, struct fused_scratch *scratch,
                      int j0, int j1, int64_t t, int64_t n)
 {
@@ -547,7 +567,7 @@ typedef void fused_codes_function(const struct hstep_fused *, struct fused_state
 #include "formats/formats.def"
 #undef FORMAT
 
-/* NULL where a format has none. */
+/* NULL if the format has no such function. */
 static const struct {
     fused_gradient_function *gradient[HSTEP_FORMATS];
     fused_apply_function *apply[HSTEP_FORMATS];
@@ -571,7 +591,7 @@ static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t,
                (size_t)(n * c.extra_bits / 8));
 }
 
-/* Of the weight, or of a state that is stored as it is. */
+/* Decodes n elements of the weight, or of a state that is stored as the weight is. */
 static void fused_decode(const struct hstep_fused *a, int slot, float *x, int64_t t, int64_t n)
 {
     const struct columns c = columns_of(a->format[slot]);

@@ -1,5 +1,5 @@
-/* Whole steps by the loops of fused.h, for the recipes of fused.def under every rule: which loops there are, what finds
- * them, and the order in which they go over a tile. For kernels.c. */
+/* Fused steps. Defines the loops of fused.h for every rule with every recipe of fused.def, finds those of a step, and
+ * runs them on a tile in order. For kernels.c. */
 #ifndef HSTEP_FUSED_STEPS_H
 #define HSTEP_FUSED_STEPS_H
 
@@ -8,13 +8,13 @@
 #if VL > 1
 /* ---- Every rule with every recipe ---- */
 
-/* Whether a rule takes loops at all, and not tiles alone. */
+/* 1 if fused loops can serve the rule at all. Others take the tile path. */
 #define FUSED_FITS(name) ((int)name##_states <= HSTEP_FUSED_STATES && (int)name##_vectors == 0)
 #define FUSED_STRING(x) FUSED_STRING_(x)
 #define FUSED_STRING_(x) #x
-/* Whether a rule's loops are its own: those of the rule whose parts it takes serve it too. */
+/* 1 if the rule's loops are its own. Otherwise they are those of the rule whose parts it takes. */
 #define FUSED_OWN(name) (!HSTEP_HAS_PARTS(name) || !__builtin_strcmp(#name, FUSED_STRING(HSTEP_PARTS_PREFIX(name))))
-/* Not where another row is the same. */
+/* 0 if another row gives the rule the same loops. */
 #define FUSED_WORTH(name, first, second) \
     (HSTEP_FORMAT_##first == HSTEP_FORMAT_##second || ((int)name##_signed > 0 && (int)name##_nonneg > 0))
 #define FUSED_IS(name, variant, first, second) \
@@ -28,8 +28,8 @@
 
 #define FUSED_START(prefix) FUSED_START_(prefix)
 #define FUSED_START_(prefix) prefix##_start
-/* Of lion, for gradients in bf16 and states in int8, fused_lion_bf16_int8_int8_0, by variant: one for each row of
- * fused.def. */
+/* Defines fused_lion_bf16_int8_int8_0 for rule lion, bf16 gradients, int8 states and variant 0, and so on for each row
+ * of fused.def. */
 #define FUSED_FUNCTION(gradient, first, second, name, variant)                                                         \
     __attribute__((unused)) static void fused_##name##_##gradient##_##first##_##second##_##variant(                    \
         const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n)                              \
@@ -59,8 +59,8 @@ static fused_tile *const fused_tiles[HSTEP_RULES][HSTEP_FUSED_ROWS][HSTEP_FUSED_
 #undef RULE
 };
 
-/* Sums of squares of rules of two passes, which are not shared: of lamb fused_norms_lamb_bf16_int8_int8, and so on.
- * Sums over all tensors are not of squares, and take tiles. */
+/* Defines fused_norms_lamb_bf16_int8_int8 for rule lamb, and so on for each rule with sums of squares. Rules do not
+ * share these. Sums over all tensors (TOTALS) are not of squares and take the tile path. */
 #define FUSED_NORMS(gradient, first, second, name, count)                                                     \
     __attribute__((unused)) static void fused_norms_##name##_##gradient##_##first##_##second(                 \
         const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n, double *sums)       \
@@ -84,12 +84,14 @@ static fused_summer *const fused_summers[HSTEP_RULES][HSTEP_FUSED_ROWS] = {
 #undef RULE
 };
 
-/* The weight under rules in parts: by format, in the order of memory, and the change alone. */
+/* The loops that end a rule in parts: the weight by its format, the weight in the order of memory, and the change
+ * alone. */
 struct fused_ends {
     fused_end_function *format[HSTEP_FORMATS], *plain, *change;
 };
 
-/* Of adamw fused_end_adamw_bf16_sr, and so on by format, fused_end_adamw_plain and fused_change_adamw. */
+/* Defines fused_end_adamw_bf16_sr for rule adamw, and so on for each format, then fused_end_adamw_plain and
+ * fused_change_adamw. */
 #define FUSED_END(format, name, prefix)                                                                             \
     __attribute__((unused)) static void fused_end_##name##_##format(                                                \
         const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n)                           \
@@ -140,7 +142,7 @@ static fused_both_function *const fused_boths[HSTEP_FUSED_ROWS] = {HSTEP_FUSED_R
 /* ---- Steps ---- */
 
 static const struct {
-    const char *name, *parts; /* parts: those of the rule of that name */
+    const char *name, *parts; /* parts: the name of the rule whose parts it takes */
     int kind;
     struct hstep_roles states;
 } fused_rules[HSTEP_RULES] = {
@@ -150,7 +152,7 @@ static const struct {
 #undef RULE
 };
 
-/* A step's number: its rule, the rule whose loops serve it, row and variant. */
+/* The number of a step, taken apart: its rule, the rule whose loops serve it, the row and the variant. */
 struct fused_number {
     int rule, own, row, variant;
 };
@@ -169,6 +171,8 @@ static struct fused_number fused_of_number(int step)
                                  .variant = step % HSTEP_FUSED_VARIANTS};
 }
 
+/* Returns the number of the fused step, or -1. The loops are the rule's own or those of the rule whose parts it takes.
+ * Both rules must store states of the same roles. */
 static int fused_find(int rule, int row, int variant)
 {
     for (int own = 0; own < HSTEP_RULES; own++) {
@@ -196,14 +200,15 @@ static int fused_is_plain(const struct hstep_fused *a)
     return plain;
 }
 
-/* What a gradient may need before the rule sees it. */
+/* 1 if fused_adjust() has to write the gradient to scratch memory first: to decode any format or, in a step that is all
+ * f32, to add l2 decay or subtract a row mean. */
 static int fused_is_adjusted(const struct hstep_fused *a, int row, int plain)
 {
     return fused_any[row] || (plain && (a->l2 != 0.0f || a->mean != 0.0f));
 }
 
-/* The gradient to `scratch`. Loops over f32 in the order of memory know nothing of it: they look at `seen`, which
- * begins at t and has its gradient there. */
+/* Writes the adjusted gradient to `scratch`. Loops over f32 in the order of memory do not look there, so they get the
+ * step `seen`: it begins at t and has that gradient as its own. */
 static void fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen, struct fused_scratch *scratch,
                          int plain, int64_t t, int64_t n)
 {
@@ -227,13 +232,13 @@ static void fused_step(const struct hstep_fused *a, int step)
     const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
     struct fused_scratch scratch;
     struct hstep_fused seen;
-    /* A cautious change has to be in scratch memory, beside its gradient. */
+    /* A cautious step needs the change in scratch memory, beside its gradient. */
     const int plain = a->cautious == 0.0f && fused_is_plain(a);
     fused_tile *const tile = fused_tiles[rule][row][variant];
     static const struct fused_ends none;
     const int parts = fused_parts(fused_rules[rule].kind, variant);
     const struct fused_ends *ends = parts ? &fused_ends[rule] : &none;
-    /* The signed state and the second moment whose codes share a loop. */
+    /* j0 and j1 are the signed state and the second moment whose codes share a loop, or -1. */
     int j0 = HSTEP_FUSED_STATES, j1 = HSTEP_FUSED_STATES;
     for (int j = 0; fused_boths[row] && j < HSTEP_FUSED_STATES; j++) {
         const int s = HALFSTEP_SLOT_STATE + j;
@@ -299,6 +304,7 @@ static void fused_sum_up(const struct hstep_fused *a, int step, double *sums)
     }
 }
 
+/* Returns how many of n elements in scratch memory have a change that agrees with the gradient. */
 static int64_t fused_count(const struct fused_scratch *scratch, int64_t n)
 {
     HSTEP_ALIGNED uint32_t lanes[VL];
@@ -312,7 +318,7 @@ static int64_t fused_count(const struct fused_scratch *scratch, int64_t n)
     return count;
 }
 
-/* How many elements agree: the loops of the step before the weight, on copies of what they would write. */
+/* Returns how many elements agree. Runs the loops up to the weight on copies of the states, so nothing is stored. */
 static int64_t fused_agree(const struct hstep_fused *a, int step)
 {
     const struct fused_number number = fused_of_number(step);

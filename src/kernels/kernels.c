@@ -1,10 +1,10 @@
-/* The multi-compiled file: once per row of vec/isas.def, with HSTEP_VEC_HEADER naming the vocabulary and HSTEP_ISA the
- * table's suffix. Rules and formats are inlined here in two ways, tile by tile (any combination) and as fused loops
- * (the rows of fused.def), from the same functions. */
+/* Compiled once per row of vec/isas.def. HSTEP_VEC_HEADER names the vocabulary and HSTEP_ISA the suffix of the table.
+ * Rules and formats are inlined in two ways from the same functions: tile by tile, for any combination, and as fused
+ * loops, for the rows of fused.def. */
 #include "kernels/kernels.h"
 
-/* Scheduling before registers are given out, which gcc leaves off for x86, gains up to 7 % where roots and quotients of
- * long loops overlap. */
+/* Turns on instruction scheduling before register allocation, which gcc leaves off for x86. It gains up to 7 % in long
+ * loops where roots and quotients overlap. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("schedule-insns", "sched-pressure")
 #endif
@@ -17,7 +17,7 @@
 #define CONCATENATE_(a, b) a##b
 #define CONCATENATE(a, b) CONCATENATE_(a, b)
 
-/* Tables within a table. */
+/* The nested tables are laid out by hand. */
 /* clang-format off */
 const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
     .name = HSTEP_VEC_NAME,

@@ -1,5 +1,6 @@
-/* What one pair of vectors goes through, even elements and odd ones: no loop, no memory but the streams it is given.
- * For kernels.c, and whatever else compiles rules and formats, after its vocabulary (vec/README.md). */
+/* The functions that one pair of vectors goes through, even elements and odd ones. They have no loops and touch no
+ * memory but the streams passed to them. For kernels.c, and for other code that compiles rules and formats, after its
+ * vocabulary (vec/README.md). */
 #ifndef HSTEP_PAIR_H
 #define HSTEP_PAIR_H
 
@@ -7,12 +8,13 @@
 #include "kernels/kernels.h"
 
 #define PAIR (2 * VL)
-#define PAIRS (16 / VL) /* in a group of 32 */
+#define PAIRS (16 / VL) /* pairs in a group of 32 */
 
-/* Switches on constants: every caller is inlined with a constant format or rule, so only one case is left. */
+/* The functions below switch on constants. Every caller is inlined with a constant format or rule, so only one case is
+ * left. */
 
-/* Of a row (formats.h); block: elements that share a scale, 0 for element formats. extra_bits: of an element's second
- * stream. */
+/* Constants of a format's row (formats.h). block: elements that share a scale, or 0 for element formats. extra_bits:
+ * bits of an element's second stream. */
 struct columns {
     int bits, extra_bits, block, scale, stochastic, root;
 };
@@ -31,11 +33,11 @@ V_OP struct columns columns_of(const int format)
 
 V_OP int is_block(const int format) { return columns_of(format).block != 0; }
 
-/* Whether a state lies on a grid that decays with it. */
+/* 1 if a state lies on a grid that decays with it. */
 V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns_of(format).root != 0; }
 
-/* Formats that decode or encode a pair at once say so, with NAME_DECODE and NAME_ENCODE; others take one vector after
- * the other. */
+/* A format that decodes or encodes a pair at once defines NAME_DECODE or NAME_ENCODE as HSTEP_PAIR(PAIRED). Others take
+ * one vector after the other. */
 #define HSTEP_PAIR(way) , way
 #define PAIR_WAY(what, marked) PAIR_PICK(what, marked, SINGLY, )
 #define PAIR_PICK(what, ...) PAIR_SECOND(what, __VA_ARGS__)
@@ -53,7 +55,7 @@ V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns
     fn##_store(code, i, fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg), \
                fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg))
 
-/* Elements i .. i + PAIR - 1 of a block format, which share a scale. */
+/* Loads elements i .. i + PAIR - 1 of a block format, which share a scale. */
 V_OP void load_scaled(const int format, const int nonneg, const char *code, vf scale, int64_t i, vf *e, vf *o)
 {
     switch (format) {
@@ -91,7 +93,7 @@ V_OP void store_any(const int format, char *code, char *extra, int64_t i, vf e, 
 
 V_OP void apply_any(const int format, char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
 {
-    /* -0 would turn a weight of -0 into +0: a change of nothing must change nothing. */
+    /* Subtracting -0 would turn a weight of -0 into +0, but a change of zero must change nothing. */
     de = v_add(de, v_set(0.0f));
     d_o = v_add(d_o, v_set(0.0f));
     switch (format) {
@@ -112,17 +114,18 @@ V_OP vf stash_any(const int format, vf x, const int nonneg)
     }
 }
 
-/* What is stashed of a second moment, on its grid. It ends where the largest code of a block, which may be rounded up,
- * still decodes to a finite number. */
+/* Puts the stashed value of a second moment on its grid. The bound keeps the largest code of a block, which may be
+ * rounded up, decodable to a finite number. */
 V_OP vf onto_grid(const int root, vf stashed, vf factor)
 {
     return v_min(v_mul(stashed, factor), v_set(root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
 }
 
-/* What a block's maximum is taken over: signed values themselves, of others what is stashed. */
+/* Returns the magnitude that a block's maximum is taken over: that of the value itself if it is signed, otherwise the
+ * stashed value. */
 V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg ? stashed : v_abs(x)); }
 
-/* Codes of stashed elements i .. i + PAIR - 1. */
+/* Encodes the stashed elements i .. i + PAIR - 1. */
 V_OP void encode_codes(const int format, const int nonneg, const float *stash, const float *inverses, char *code,
                        int64_t i, vi words)
 {
@@ -138,9 +141,11 @@ V_OP void encode_codes(const int format, const int nonneg, const float *stash, c
 
 /* ---- Cautious updates (Liang et al. 2024, algorithm 1) ---- */
 
-/* Where the update and the gradient have one sign, and neither is 0. A product of the two might underflow. */
+/* True where the update and the gradient have the same sign and neither is 0. Uses the sign of the update because the
+ * product of the two might underflow. */
 V_OP vm agrees(vf update, vf g) { return v_gt(v_mul(v_sign(update), g), v_set(0.0f)); }
 
+/* Returns the update times `scale` where it agrees with the gradient, else 0, plus decay * w. */
 V_OP vf cautious_change(vf update, vf g, vf w, vf scale, vf decay)
 {
     return v_add(v_select(agrees(update, g), v_mul(update, scale), v_set(0.0f)), v_mul(decay, w));
@@ -148,7 +153,8 @@ V_OP vf cautious_change(vf update, vf g, vf w, vf scale, vf decay)
 
 /* ---- Random words ---- */
 
-/* hstep_mixer_word() on VL consecutive words; `x` runs on by VL steps per call. */
+/* mixer_start() and mixer_next() compute hstep_mixer_word() on VL consecutive words. Each call of mixer_next() advances
+ * `x` by VL words. */
 V_OP vi mixer_start(const struct hstep_key *key, uint64_t pair)
 {
     uint32_t first = (uint32_t)pair & (HSTEP_SEGMENT_WORDS - 1);
@@ -166,7 +172,7 @@ V_OP vi mixer_next(vi *x, vi k1)
     return vi_xor(y, vi_shr(y, 16));
 }
 
-/* hstep_lattice_word() of VL mixer words. */
+/* Computes hstep_lattice_word() on VL mixer words. */
 V_OP vi lattice_of(vi h, vi factor, vi offset) { return vi_add16(vi_mul16(h, factor), offset); }
 
 #endif

@@ -4,19 +4,20 @@
  *
  *   c[i * 32 + j] = ((c[i * 32 + j] + a[i] * b[j]) + a[12 + i] * b[32 + j]) + ...
  *
- * c: 12 rows of 32 columns. a: 12 elements of one column of the left matrix after another. b: 32 elements of one row of
- * the right matrix after another (panels, device/host/matrix.c). k may be 0; no address need be aligned. Every element
- * is a chain of fp32 products and sums in the order of k, so it has the same bits in whatever blocks of registers the
- * tile is worked off, and a sum that is stored and taken up again continues as if it had not been. Chains of different
- * elements run side by side: they hide the latency of addition, which is why there are so many. */
+ * c has 12 rows of 32 columns. For each term, a has 12 elements of one column of the left matrix and b has 32 elements
+ * of one row of the right matrix (panels, device/host/matrix.c). k may be 0. No address need be aligned.
+ *
+ * Every element is one chain of fp32 products and sums in the order of k. Its bits therefore do not depend on the
+ * blocks of registers that the tile is cut into. A sum can also be stored and continued later. Chains of different
+ * elements run side by side. There are so many because they hide the latency of addition. */
 #ifndef HSTEP_PRODUCT_H
 #define HSTEP_PRODUCT_H
 
 #include "kernels/kernels.h"
 
 /* Registers hold the accumulators, a row of b, an element of a and a product. Measured on one Zen 4 core, in cache: 117
- * GFLOP/s with 16 lanes, 112 with 8, 28 with 1 (its peak is 32 operations a clock). With 16 lanes, two vectors to a row
- * halve the loads of a and yet run at 79: products and sums that alternate share the 512-bit pipes best. */
+ * GFLOP/s with 16 lanes, 112 with 8, 28 with 1. The core's peak is 32 operations a clock. With 16 lanes, two vectors to
+ * a row halve the loads of a, but run at 79 GFLOP/s. Alternating products and sums share the 512-bit pipes best. */
 #if VL == 16
 #define PRODUCT_ROWS 12
 #define PRODUCT_VECTORS 1

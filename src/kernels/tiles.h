@@ -1,4 +1,4 @@
-/* Tile functions: loops over up to 256 elements in fp32 scratch, any format and rule with any other. For kernels.c. */
+/* Tile functions: loops over up to 256 elements in fp32 scratch memory, for any format with any rule. For kernels.c. */
 #ifndef HSTEP_TILES_H
 #define HSTEP_TILES_H
 
@@ -8,7 +8,7 @@
 
 /* ---- Scales of blocks ---- */
 
-/* A full tile's are a known number, which a compiler turns into few vectors. */
+/* A full tile of fused.h has 512 elements. It gets a loop of constant length, which compilers turn into few vectors. */
 V_OP void store_scales(const int scale, const int64_t block, char *extra, const uint32_t *scales, int64_t n)
 {
     if (n == 512)
@@ -31,8 +31,8 @@ V_OP void load_scales(const int scale, const int64_t block, const char *extra, f
     }
 }
 
-/* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more, and what they
- * are divided by. */
+/* Stores the scales of n elements, at most 512, and writes the inverses that values are multiplied by. maxima: one for
+ * each group. A block has one or more groups. The maxima are overwritten by those of the blocks. */
 V_OP void scales_of_blocks(vi (*scale_of)(vf, int), vf (*inverse_of)(vi, int), const int scale, const int block,
                            const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
 {
@@ -52,7 +52,8 @@ V_OP void scales_of_blocks(vi (*scale_of)(vf, int), vf (*inverse_of)(vi, int), c
     store_scales(scale, block, extra, scales, n);
 }
 
-/* maxima and inverses have room for 16; inverses[b] belongs to block b. */
+/* Stores the scales of the blocks, except that a format with one scale for a tensor reads it. maxima and inverses have
+ * room for 16. inverses[b] belongs to block b. */
 V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
 {
     switch (format) {
@@ -60,7 +61,7 @@ V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, ch
     IF_LARGEST(fn, FORMAT_CASE(fn) scales_of_blocks(fn##_scale, fn##_inverse, fn##_scale_dtype, fn##_block, nonneg, \
                                                     maxima, extra, inverses, n);                                    \
                break;)                                                                                              \
-    IF_TENSOR(fn, FORMAT_CASE(fn) /* which is given */                                                              \
+    IF_TENSOR(fn, FORMAT_CASE(fn) /* the caller has set it */                                                       \
               v_store(inverses, fn##_inverse(vi_set(hstep_scale_load(fn##_scale_dtype, extra, 0)), nonneg));        \
               break;)
 #include "formats/formats.def"
@@ -69,7 +70,7 @@ V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, ch
     }
 }
 
-/* One row of lane maxima per group; this takes 16 rows down to 16 maxima. */
+/* Reduces 16 rows of lane maxima, one row per group, to 16 maxima. Rows from `used` on count as 0. */
 V_OP void block_maxima(uint32_t (*rows)[VL], int64_t used, uint32_t *maxima)
 {
     for (int64_t b = used; b < 16; b++) vi_store(rows[b], vi_set(0));
@@ -125,7 +126,7 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
         if (state) encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 1, onto);                     \
         else encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 0, onto);                           \
     }
-/* Of the values whose squares are summed to a tensor's scale. */
+/* Computes the values whose squares are summed for a tensor's scale. */
 #define NORM_FUNCTION(fn, nonneg)                                                               \
     static void norm_##fn##_##nonneg(const float *x, float *out, int64_t n)                     \
     {                                                                                           \
@@ -174,7 +175,8 @@ V_OP void norms_tile(void (*norms)(const vf *, vf, vf, vf *, vf *, int), const i
     }
 }
 
-/* The direction of a matrix step, in the order of elements, and the change that the transformed one makes. */
+/* direction_tile() computes the direction of a matrix step. change_tile() computes the change from the transformed
+ * direction. */
 V_OP void direction_tile(vf (*direction)(const vf *, vf, vf *, int), const int mode, const float *k, const float *g,
                          float *u, float *const *s, int64_t n)
 {
@@ -195,7 +197,8 @@ V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const fl
     for (int64_t i = 0; i < n; i += VL) v_store(d + i, change(kv, v_load(w + i), v_load(u + i)));
 }
 
-/* Of a pair of vectors: what is summed over rows and columns, and the vector that the means make. */
+/* cross_tile() computes the values that are averaged over rows and columns. vector_tile() computes a new vector from
+ * these means. */
 V_OP void cross_tile(vf (*cross)(const vf *, vf, vf, vf *, int, int), const int states, const int pair, const int mode,
                      const float *k, const float *w, const float *g, float *x, float *const *s, int64_t n)
 {
@@ -216,7 +219,7 @@ V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, con
     for (int64_t i = 0; i < n; i += VL) v_store(x + i, vector(kv, v_load(x + i), v_load(mean + i), pair));
 }
 
-/* Of lion rule_lion_0 to rule_lion_3, by mode. */
+/* Defines rule_lion_0 to rule_lion_3 for rule lion, by mode, and so on for each rule. */
 #define RULE_FUNCTION(name, mode)                                                                               \
     static void rule_##name##_##mode(const float *k, const float *w, const float *g, float *d, float *const *s, \
                                      int64_t n)                                                                 \
@@ -227,7 +230,7 @@ V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, con
 #include "rules/rules.def"
 #undef RULE
 
-/* Of lamb norms_lamb_0 and norms_lamb_1, by mode, and so of other rules with sums. */
+/* Defines norms_lamb_0 and norms_lamb_1 for rule lamb, by mode, and so on for each rule with sums. */
 #define NORMS_FUNCTION(name, count, mode)                                                              \
     static void norms_##name##_##mode(const float *k, const float *w, const float *g, float *const *x, \
                                       float *const *s, int64_t n)                                      \
@@ -239,7 +242,8 @@ V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, con
 #include "rules/rules.def"
 #undef RULE
 
-/* Of came, for pair 0 and 1: cross_came_0_0 and cross_came_0_1, by mode, and vector_came_0. */
+/* Defines cross_came_0_0 and cross_came_0_1 for pair 0 of rule came, by mode, and vector_came_0. The same for pair
+ * 1. */
 #define CROSS_FUNCTION(name, pair, mode)                                                                 \
     static void cross_##name##_##pair##_##mode(const float *k, const float *w, const float *g, float *x, \
                                                float *const *s, int64_t n)                               \
@@ -260,7 +264,7 @@ V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, con
 #include "rules/rules.def"
 #undef RULE
 
-/* Of muon direction_muon_0 and direction_muon_1, by mode, and change_muon. */
+/* Defines direction_muon_0 and direction_muon_1 for rule muon, by mode, and change_muon. */
 #define DIRECTION_FUNCTION(name, mode)                                                                          \
     static void direction_##name##_##mode(const float *k, const float *g, float *u, float *const *s, int64_t n) \
     {                                                                                                           \
@@ -288,7 +292,7 @@ static void gradient_tile(float *g, const float *w, float scale, float mean, flo
     }
 }
 
-/* 1 where the update agrees with the gradient. */
+/* Sets x to 1 where the update agrees with the gradient, else to 0. */
 static void agreement_tile(const float *update, const float *g, float *x, int64_t n)
 {
     for (int64_t i = 0; i < n; i += VL)
@@ -402,7 +406,7 @@ static void random_PHILOX7(const struct hstep_key *stream, uint64_t first, uint3
         for (int64_t i = 0; i < n; i += 4) hstep_philox_block(stream, block + (uint64_t)i / 4, words + i);
         return;
     }
-    /* VL blocks side by side, one per lane. */
+    /* Computes VL blocks side by side, one per lane. */
     for (int64_t i = 0; i < n; i += 4 * VL) {
         vi a = vi_add(vi_set((uint32_t)block + (uint32_t)(i / 4)), vi_iota()), b = vi_set((uint32_t)(block >> 32));
         vi c = vi_set(stream->k[2]), d = vi_set(stream->k[3]);

@@ -724,13 +724,13 @@ def unusable(driver):
         ({"FAKE_CUDA_DEVICES": "0"}, "cuInit: CUDA_ERROR_NO_DEVICE"),
         pytest.param(
             {"FAKE_CUDA_DRIVER": "11080"},
-            "the NVIDIA driver speaks CUDA 11.8, and 12.0 is the oldest that will do: install a"
-            " newer driver",
+            "the NVIDIA driver supports CUDA 11.8; it must support 12.0 or newer: install a newer"
+            " driver",
             marks=pytest.mark.all,
         ),
         pytest.param(
             {"FAKE_CUDA_COMPUTE": "75"},
-            "has compute capability 7.5, and 8.0 is the least",
+            "has compute capability 7.5; it must be at least 8.0",
             marks=pytest.mark.all,
         ),
         ({"HALFSTEP_CUDA_IMAGE": "/dev/null"}, "CUDA_ERROR_INVALID_IMAGE"),
@@ -782,8 +782,8 @@ def failing():
 def test_a_fault_is_lasting_and_the_process_lives_on():
     said = in_a_process_of_its_own("failing")
     assert (
-        "the context on this GPU is lost for the process: save what is not on it, and start anew"
-        in said
+        "this process has lost its context on the GPU; save what is not there and start a new"
+        " process" in said
     )
 
 

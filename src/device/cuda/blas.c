@@ -10,7 +10,8 @@
 /* Numbers of cublas_api.h and library_types.h. */
 enum { POINTERS_ON_DEVICE = 1, NO_SUMS_BELOW_FP32 = 16, BF16 = 14, SUMS_IN_FP32 = 68, ANY_ALGORITHM = -1 };
 
-/* What its manual recommends for the largest GPUs. Its own would be allocated while a stream is captured. */
+/* Workspace for products. cuBLAS's manual recommends this size for the largest GPUs. cuBLAS would allocate its own
+ * while a stream is captured. */
 #define WORKSPACE ((size_t)32 << 20)
 
 #define FUNCTION(name, symbol, parameters) typedef int hstep_##name##_call parameters;
@@ -29,6 +30,7 @@ struct hstep_blas {
     uint64_t workspace;
 };
 
+/* Loads cuBLAS and its functions. Returns 0 if it or one of the functions is missing. */
 static int load(void)
 {
 #ifdef _WIN32
@@ -94,13 +96,14 @@ void hstep_blas_close(struct hstep_blas *b)
 
 static int result_of(int status, const char *call)
 {
-    return status ? hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "%s: cuBLAS reports status %d", call, status) : HALFSTEP_OK;
+    return status ? hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "%s: cuBLAS failed with status %d", call, status)
+                  : HALFSTEP_OK;
 }
 
 int hstep_blas_follow(struct hstep_blas *b, void *stream)
 {
     int status = blas.cublasSetStream(b->handle, stream);
-    /* Which goes back to a workspace of its own. */
+    /* cublasSetStream() goes back to a workspace of cuBLAS's own, so ours is set again. */
     if (!status) status = blas.cublasSetWorkspace(b->handle, (void *)(uintptr_t)b->workspace, WORKSPACE);
     b->stream = stream;
     return result_of(status, "cublasSetStream");

@@ -1,4 +1,5 @@
-/* The GPU as a device (device.h): every entry is work on the handle's stream, one launch for all tensors of a phase. */
+/* The GPU's device table (device.h). Every entry puts work on the handle's stream, with one launch for all tensors of a
+ * phase. */
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +30,7 @@ static int cuda_follow(const struct hstep_context *c, void *stream)
     if (stream == l->stream) return HALFSTEP_OK;
     int error = hstep_link_enter(l), before = 0;
     if (error) return error;
-    /* A capture cannot wait for what is outside of it, nor anything for a capture. */
+    /* A capture cannot wait for work outside of it, and no work can wait for a capture. */
     before = hstep_link_records(l);
     void *old = l->stream;
     l->stream = stream;
@@ -134,7 +135,7 @@ static int cuda_settle(const struct hstep_context *c, const struct hstep_plan *p
 
 /* ---- Steps ---- */
 
-/* Whether the gradient is changed first makes no difference. */
+/* Ignores `adjusted`, because a tensor has one fused kernel for both. */
 static int cuda_find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
 {
     (void)c, (void)adjusted;
@@ -143,8 +144,8 @@ static int cuda_find_fused(const struct hstep_context *c, const struct hstep_ten
 
 static size_t cuda_workspace(const struct hstep_tensor *t) { return (size_t)hstep_cuda_workspace(t); }
 
-/* A kernel about a call. After the first that changes tensors a step must come to its end: one that does not leaves
- * tensors that the counters know nothing of. */
+/* Launches a kernel for a call. A step must be completed once it has changed tensors, because the counters would not
+ * match them otherwise. An error in between therefore makes the link refuse all later steps. */
 static int run(const struct hstep_call *call, int kernel, struct hstep_cuda_what what)
 {
     struct hstep_link *l = link_of(call->context);
@@ -153,14 +154,14 @@ static int run(const struct hstep_call *call, int kernel, struct hstep_cuda_what
                   kernel >= HSTEP_CUDA_FUSED;
     int error = hstep_link_enter(l);
     if (error) return error;
-    if (l->cut && kernel != HSTEP_CUDA_scan)
-        error = hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "a step before this was cut short");
-    else if (l->cut)
+    if (l->incomplete && kernel != HSTEP_CUDA_scan)
+        error = hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "an earlier step was cut short");
+    else if (l->incomplete)
         error = hstep_cuda_fail(HALFSTEP_ERROR_DEVICE,
-                                "a step could not be asked for to its end, so that weights and states do not belong "
-                                "together: load a checkpoint into a new handle");
+                                "an earlier step was cut short, so weights and states do not belong together; load a "
+                                "checkpoint into a new handle");
     else if (!(error = hstep_link_point(l, call, &pointed))) error = hstep_link_launch(l, kernel, &pointed, &what);
-    if (error && (changes || kernel == HSTEP_CUDA_count)) l->cut = 1;
+    if (error && (changes || kernel == HSTEP_CUDA_count)) l->incomplete = 1;
     hstep_link_leave(l);
     return error;
 }
@@ -187,15 +188,15 @@ static int cuda_update(const struct hstep_call *call, int first, int n, enum hst
     return hstep_cuda_update(run, call, first, n, pass);
 }
 
-/* cuBLAS, where the transformation need not be exact and it can be had. A capture cannot wait for it to be made: one
- * that comes before any other step of the handle has exact products. */
+/* Returns cuBLAS, or NULL if the transformation has to be exact or cuBLAS cannot be used. A capture cannot wait until
+ * cuBLAS is opened. A capture before any other step of the handle therefore has exact products. */
 static struct hstep_blas *blas_for(struct hstep_link *l, const struct hstep_matrix *m)
 {
     const int64_t limit = INT_MAX;
     if (m->k[newton_schulz_exact] != 0.0f || m->rows > limit || m->columns > limit || hstep_link_enter(l)) return NULL;
-    if (!l->blas && !l->no_blas && !hstep_link_records(l)) {
+    if (!l->blas && !l->blas_missing && !hstep_link_records(l)) {
         l->blas = hstep_blas_open(l->gpu);
-        l->no_blas = !l->blas;
+        l->blas_missing = !l->blas;
     }
     struct hstep_blas *blas = l->blas && !hstep_blas_follow(l->blas, l->stream) ? l->blas : NULL;
     hstep_link_leave(l);
@@ -206,7 +207,7 @@ static int cuda_transform(const struct hstep_call *call, const struct hstep_matr
 {
     struct hstep_link *l = link_of(call->context);
     int error = hstep_cuda_transform(run, call, m, blas_for(l, m));
-    if (error) l->cut = 1;
+    if (error) l->incomplete = 1;
     return error;
 }
 static int cuda_count(const struct hstep_call *call)
@@ -230,7 +231,8 @@ static int cuda_carry(const struct hstep_context *c, int64_t *limbs, int64_t n)
     return error;
 }
 
-/* ---- Single tensors: the tensor itself goes along, for a handle that is not settled has none on the device ---- */
+/* ---- Single tensors: each call sends the tensor itself, because a handle that is not settled has none on the device
+ * ---- */
 
 static uint64_t rounded(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
 #define TENSOR_BYTES rounded(sizeof(struct hstep_tensor))
@@ -255,7 +257,8 @@ static int cuda_accumulate(const struct hstep_accumulation *a)
     return error;
 }
 
-/* An access with its tensor in scratch memory, and `bytes` of room after it. */
+/* Makes room for the tensor of an access and for `bytes` after it in scratch memory, and sends the tensor. `there` is
+ * the access with the tensor's place there. */
 static int begin_access(struct hstep_link *l, const struct hstep_access *a, uint64_t bytes, struct hstep_access *there)
 {
     int error = hstep_link_scratch(l, TENSOR_BYTES + bytes);
@@ -266,7 +269,7 @@ static int begin_access(struct hstep_link *l, const struct hstep_access *a, uint
     return error;
 }
 
-/* Elements of one piece of a read or a write. */
+/* Most elements of one piece of a read or a write. */
 #define PIECE ((int64_t)4 << 20)
 
 static int read_piece(struct hstep_link *l, const struct hstep_access *a, float *out)
@@ -306,7 +309,7 @@ static int write_piece(struct hstep_link *l, const struct hstep_access *a, const
     return hstep_link_launch(l, HSTEP_CUDA_write, &there, &what);
 }
 
-/* Blocks, and a scale for the whole tensor, are not parted. */
+/* A write is not split into pieces if blocks, or the whole tensor, share a scale. */
 static int cuda_write(const struct hstep_access *a, const float *in)
 {
     struct hstep_link *l = link_of(a->context);

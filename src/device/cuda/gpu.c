@@ -8,7 +8,7 @@
 #include "device/cuda/driver/images.h"
 #include "device/cuda/driver/unpack.h"
 
-/* What a program and this library can tell apart. */
+/* The most GPUs that the library can use in one process. */
 #define MOST_GPUS 64
 
 int hstep_gpu_result(struct hstep_gpu *g, int result, const char *call)
@@ -35,7 +35,8 @@ void hstep_gpu_leave(struct hstep_gpu *g)
 
 /* ---- Device code ---- */
 
-/* The file that HALFSTEP_CUDA_IMAGE names, in place of what the build has; NULL without it. Freed by the caller. */
+/* Returns the contents of the file that HALFSTEP_CUDA_IMAGE names, which replaces the build's device code. Returns NULL
+ * if the file cannot be read. The caller frees them. */
 static char *read_image(const char *path)
 {
     FILE *file = fopen(path, "rb");
@@ -73,20 +74,23 @@ static int load_embedded(struct hstep_gpu *g, const struct hstep_cuda_image *ima
     void *data = malloc(image->bytes);
     if (!data) return hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for device code");
     int error = hstep_unpack(data, image->bytes, image->data, image->stored)
-                    ? hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "the device code of this build is damaged")
+                    ? hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "the device code of this build is damaged; build it again")
                     : load_image(g, data);
     free(data);
     return error;
 }
 
-/* Machine code of this compute capability or an older one of the same major number, the newest first; what the driver
- * refuses falls back to the next, and at last to PTX, which the driver compiles. */
+/* Loads machine code of the GPU's compute capability, or of a lower one with the same major number, the newest first.
+ * If the driver refuses an image, the next is tried. The last is PTX, which the driver compiles. */
 static int load_images(struct hstep_gpu *g)
 {
     const char *path = image_path();
     if (path) {
         char *text = read_image(path);
-        if (!text) return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "HALFSTEP_CUDA_IMAGE: %.180s cannot be read", path);
+        if (!text)
+            return hstep_cuda_fail(
+                HALFSTEP_ERROR_DEVICE,
+                "HALFSTEP_CUDA_IMAGE: %.150s cannot be read; unset it to use the build's own device code", path);
         int error = load_image(g, text);
         free(text);
         return error;
@@ -120,7 +124,7 @@ static int load_kernels(struct hstep_gpu *g)
         if (error || kernels[k].shape == HSTEP_CUDA_ONE) continue;
         error = HSTEP_GPU(g, cuOccupancyMaxActiveBlocksPerMultiprocessor, &blocks, g->function[k], HSTEP_CUDA_THREADS,
                           (size_t)0);
-        /* As many as run at once: each goes on to the next chunk by itself. */
+        /* As many blocks as run at once. Each goes on to its next chunk by itself. */
         g->blocks[k] = (unsigned)((blocks > 0 ? blocks : 1) * g->multiprocessors);
     }
     return error;
@@ -128,19 +132,20 @@ static int load_kernels(struct hstep_gpu *g)
 
 /* ---- GPUs ---- */
 
-static int parse(const char *name, int devices, int *ordinal)
+static int parse_ordinal(const char *name, int devices, int *ordinal)
 {
     char *end;
     long n = *name ? strtol(name, &end, 10) : 0;
     if (*name && (*end || *name < '0' || *name > '9'))
-        return hstep_cuda_fail(HALFSTEP_ERROR_NAME, "'cuda:%.40s' is no device: \"cuda:N\" is GPU number N", name);
+        return hstep_cuda_fail(HALFSTEP_ERROR_NAME, "unknown device 'cuda:%.40s'; write cuda:N for GPU number N", name);
     if (n >= devices || n >= MOST_GPUS)
-        return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "there is no GPU number %ld: the driver shows %d", n, devices);
+        return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "unknown GPU number %ld; the driver shows %d, numbered from 0", n,
+                               devices);
     *ordinal = (int)n;
     return HALFSTEP_OK;
 }
 
-/* What can be known of a GPU without taking it. */
+/* Reads the properties of a GPU without creating a context on it. Fails if its compute capability is too low. */
 static int describe(struct hstep_gpu *g)
 {
     int major = 0, minor = 0, error;
@@ -156,22 +161,23 @@ static int describe(struct hstep_gpu *g)
     g->memory = bytes;
     g->compute = 10 * major + minor;
     if (g->compute < HSTEP_CUDA_MINIMUM_COMPUTE)
-        return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "%s has compute capability %d.%d, and %d.%d is the least",
+        return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "%s has compute capability %d.%d; it must be at least %d.%d",
                                g->name, major, minor, HSTEP_CUDA_MINIMUM_COMPUTE / 10, HSTEP_CUDA_MINIMUM_COMPUTE % 10);
     return HALFSTEP_OK;
 }
 
-static int find(const char *name, int *version, int *devices, struct hstep_gpu *g)
+static int find_gpu(const char *name, int *version, int *devices, struct hstep_gpu *g)
 {
     int error;
     *devices = 0;
     g->driver = hstep_cuda_driver(version);
     if (!g->driver) return HALFSTEP_ERROR_DEVICE;
-    if ((error = HSTEP_GPU(g, cuDeviceGetCount, devices)) || (error = parse(name, *devices, &g->ordinal))) return error;
+    if ((error = HSTEP_GPU(g, cuDeviceGetCount, devices)) || (error = parse_ordinal(name, *devices, &g->ordinal)))
+        return error;
     return describe(g);
 }
 
-static int begin(struct hstep_gpu *g)
+static int start_gpu(struct hstep_gpu *g)
 {
     int error = HSTEP_GPU(g, cuDevicePrimaryCtxRetain, &g->context, g->device);
     if (error || (error = hstep_gpu_enter(g))) return error;
@@ -186,16 +192,16 @@ struct hstep_gpu *hstep_gpu_open(const char *name, int *error)
     static struct hstep_gpu *gpus[MOST_GPUS];
     struct hstep_gpu found = {0}, *g = NULL;
     int version = 0, devices;
-    if ((*error = find(name, &version, &devices, &found))) return NULL;
+    if ((*error = find_gpu(name, &version, &devices, &found))) return NULL;
     hstep_lock(&lock);
     g = gpus[found.ordinal];
-    if (!g && !(*error = begin(&found))) {
+    if (!g && !(*error = start_gpu(&found))) {
         g = malloc(sizeof *g);
         if (g) {
             memcpy(g, &found, sizeof *g);
             gpus[found.ordinal] = g;
         } else {
-            *error = hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for a device");
+            *error = hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for a GPU");
         }
     }
     hstep_unlock(&lock);
@@ -206,7 +212,7 @@ void hstep_gpu_inform(const char *name, halfstep_device_info *info)
 {
     static char shown[MOST_GPUS][sizeof((struct hstep_gpu *)0)->name];
     struct hstep_gpu g = {0};
-    int version = 0, devices = 0, error = find(name, &version, &devices, &g);
+    int version = 0, devices = 0, error = find_gpu(name, &version, &devices, &g);
     info->devices = devices;
     info->driver = version;
     info->minimum_driver = HSTEP_CUDA_MINIMUM_DRIVER;

@@ -1,5 +1,6 @@
-/* One GPU: its primary context, which other libraries of the process share, and the device code loaded into it. Made
- * when a handle first asks for it and kept until the process ends: graphs that were captured refer to its kernels. */
+/* One GPU: its primary context, which other libraries of the process share, and the device code that is loaded into it.
+ * A GPU is opened when a handle first asks for it. It stays until the process ends, because captured graphs refer to
+ * its kernels. */
 #ifndef HSTEP_CUDA_GPU_H
 #define HSTEP_CUDA_GPU_H
 
@@ -15,22 +16,24 @@ struct hstep_gpu {
     char name[100];
     void *context, *module;
     void *function[HSTEP_CUDA_KERNELS];
-    unsigned blocks[HSTEP_CUDA_KERNELS]; /* of a launch */
-    atomic_int broken;                   /* by a lasting error, whose sentence is */
+    unsigned blocks[HSTEP_CUDA_KERNELS]; /* of each kernel's launch */
+    atomic_int broken;                   /* set by a lasting error, with its text in why */
     char why[256];
 };
 
-/* GPU number `name` in decimal ("": 0), or NULL with a code and a sentence. */
+/* Returns GPU number `name`, in decimal, where "" is 0. Returns NULL with *error and an error text if it cannot be
+ * used. */
 struct hstep_gpu *hstep_gpu_open(const char *name, int *error);
-/* As much as there is to tell. */
+/* Fills in all that can be found out about the GPU. */
 void hstep_gpu_inform(const char *name, halfstep_device_info *info);
 
-/* HALFSTEP_OK, or what hstep_cuda_result() says, remembered if it is lasting. */
+/* Returns what hstep_cuda_result() says of a result. A lasting error marks the GPU as broken. */
 int hstep_gpu_result(struct hstep_gpu *g, int result, const char *call);
-/* A call with the context current already: HSTEP_GPU(g, cuMemFree, memory). */
+/* Makes a call of the driver while the context is current. Example: HSTEP_GPU(g, cuMemFree, memory). */
 #define HSTEP_GPU(g, name, ...) hstep_gpu_result(g, (g)->driver->name(__VA_ARGS__), #name)
 
-/* Makes the context current on this thread, and what was current again. enter() refuses a GPU that is broken. */
+/* hstep_gpu_enter() makes the context current on this thread. It refuses a GPU that is broken. hstep_gpu_leave()
+ * restores the context of before. */
 int hstep_gpu_enter(struct hstep_gpu *g);
 void hstep_gpu_leave(struct hstep_gpu *g);
 

@@ -6,7 +6,7 @@
 #include "base/lock.h"
 #include "device/cuda/blas.h"
 
-/* Of one copy from pinned memory. */
+/* Most bytes of one copy from pinned memory. */
 #define PIECE ((uint64_t)4 << 20)
 
 /* ---- Beginning and end ---- */
@@ -17,7 +17,7 @@ int hstep_link_open(struct hstep_link **link, const char *name, void *stream)
     struct hstep_gpu *gpu = hstep_gpu_open(name, &error);
     if (!gpu) return error;
     struct hstep_link *l = calloc(1, sizeof *l);
-    if (!l) return hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for a handle of the GPU");
+    if (!l) return hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for a handle on the GPU");
     l->gpu = gpu;
     l->stream = stream;
     atomic_flag_clear(&l->lock);
@@ -41,7 +41,7 @@ static void free_kept(struct hstep_link *l, struct hstep_kept *k)
     }
 }
 
-/* What a broken GPU holds cannot be given back. */
+/* Memory of a broken GPU cannot be freed. */
 void hstep_link_close(struct hstep_link *l)
 {
     const struct hstep_cuda_driver *d = l->gpu->driver;
@@ -96,17 +96,18 @@ int hstep_link_owns(struct hstep_link *l, const void *memory)
             l->last_range = i;
             return HALFSTEP_OK;
         }
-    /* Ordinary memory of the process has type 0. cuPointerGetAttribute() calls it an error, which tools report. */
+    /* Ordinary memory of the process has type 0. cuPointerGetAttribute() would report it as an error, which tools
+     * show. */
     unsigned type = 0;
     int ordinal = -1, attributes[] = {HSTEP_CU_POINTER_MEMORY_TYPE, HSTEP_CU_POINTER_DEVICE_ORDINAL};
     void *values[] = {&type, &ordinal};
     int error = HSTEP_GPU(l->gpu, cuPointerGetAttributes, 2, attributes, values, at);
     if (error) return error;
     if (type != HSTEP_CU_MEMORY_DEVICE)
-        return hstep_cuda_fail(HALFSTEP_ERROR_ARGUMENT, "%p is memory of the process, and must be of GPU %d", memory,
-                               l->gpu->ordinal);
+        return hstep_cuda_fail(HALFSTEP_ERROR_ARGUMENT, "%p is memory of the process; it must be memory of GPU %d",
+                               memory, l->gpu->ordinal);
     if (ordinal != l->gpu->ordinal)
-        return hstep_cuda_fail(HALFSTEP_ERROR_ARGUMENT, "%p is memory of GPU %d, and must be of GPU %d", memory,
+        return hstep_cuda_fail(HALFSTEP_ERROR_ARGUMENT, "%p is memory of GPU %d; it must be memory of GPU %d", memory,
                                ordinal, l->gpu->ordinal);
     if (!d->cuMemGetAddressRange(&base, &bytes, at)) {
         l->range[l->next_range].base = base;
@@ -118,7 +119,7 @@ int hstep_link_owns(struct hstep_link *l, const void *memory)
 
 /* ---- From the process to the GPU ---- */
 
-/* Pinned memory that no copy reads any more. */
+/* Takes the next pinned buffer, which no copy reads any more, with room for `bytes`. */
 static int take_pinned(struct hstep_link *l, uint64_t bytes, struct hstep_pinned **pinned)
 {
     struct hstep_gpu *g = l->gpu;
@@ -144,8 +145,10 @@ int hstep_link_send(struct hstep_link *l, uint64_t to, const void *from, uint64_
 {
     struct hstep_gpu *g = l->gpu;
     if (hstep_link_records(l))
-        return hstep_cuda_fail(HALFSTEP_ERROR_ORDER,
-                               "the stream is being captured, and replays could not read memory of the process again");
+        return hstep_cuda_fail(
+            HALFSTEP_ERROR_ORDER,
+            "the stream is being captured, and replays could not read memory of the process again; make this "
+            "call before the capture");
     for (uint64_t done = 0; done < bytes; done += PIECE) {
         uint64_t n = bytes - done < PIECE ? bytes - done : PIECE;
         struct hstep_pinned *pinned;
@@ -165,7 +168,7 @@ int hstep_link_scratch(struct hstep_link *l, uint64_t bytes)
 {
     struct hstep_gpu *g = l->gpu;
     if (l->scratch_bytes >= bytes) return HALFSTEP_OK;
-    /* Work that uses the old one may be on its way. */
+    /* Work under way may still use the old scratch memory. */
     int error = HSTEP_GPU(g, cuStreamSynchronize, l->stream);
     if (error) return error;
     if (l->scratch) g->driver->cuMemFree(l->scratch);
@@ -176,6 +179,8 @@ int hstep_link_scratch(struct hstep_link *l, uint64_t bytes)
 
 /* ---- Pointers ---- */
 
+/* Allocates memory for n pointers of a call that will be captured, because nothing can be allocated during a
+ * capture. */
 static int keep_another(struct hstep_link *l, int n)
 {
     struct hstep_gpu *g = l->gpu;
@@ -198,7 +203,7 @@ int hstep_link_settle(struct hstep_link *l, int n_tensors)
 {
     uint64_t count = 4 * (uint64_t)n_tensors, memory;
     if (!count) return HALFSTEP_OK;
-    /* Of a time before, which was refused. */
+    /* Left by an earlier attempt that was refused. */
     if (l->pointers) l->gpu->driver->cuMemFree((uint64_t)(uintptr_t)l->pointers);
     l->pointers = NULL;
     free((void *)l->sent);
@@ -208,13 +213,13 @@ int hstep_link_settle(struct hstep_link *l, int n_tensors)
     if (error) return error;
     l->pointers = (void **)(uintptr_t)memory;
     l->n_tensors = n_tensors;
-    /* What is there is unlike any pointers: the first call sends all of its own. */
+    /* No pointer is all ones, so the first call sends all of its own. */
     memset((void *)l->sent, 0xff, (size_t)count * sizeof *l->sent);
     return keep_another(l, 2 * n_tensors);
 }
 
-/* Pointers that a replay will read: those of an earlier capture if they are the same, else they are copied as part of
- * the graph, from memory that keeps them. */
+/* Keeps the pointers that replays will read. If an earlier capture has the same, its memory is used. Otherwise the copy
+ * becomes part of the graph, from pinned memory that stays. */
 static int keep_pointers(struct hstep_link *l, void *const *pointers, int n, uint64_t *memory)
 {
     const size_t bytes = (size_t)n * sizeof *pointers;
@@ -226,8 +231,8 @@ static int keep_pointers(struct hstep_link *l, void *const *pointers, int n, uin
     struct hstep_kept *k = l->spare;
     if (!k)
         return hstep_cuda_fail(HALFSTEP_ERROR_ORDER,
-                               "a second step in one capture must have the pointers of the first: "
-                               "capture it by itself, after a step outside of captures");
+                               "a second step in one capture must have the pointers of the first; capture it by "
+                               "itself, after a step outside of captures");
     memset(k->pinned, 0xff, (size_t)k->n * sizeof *pointers);
     memcpy(k->pinned, pointers, bytes);
     int error = HSTEP_GPU(l->gpu, cuMemcpyAsync, k->memory, (uint64_t)(uintptr_t)k->pinned, bytes, l->stream);

@@ -1,11 +1,11 @@
-/* What one handle has on its GPU: a stream, pinned memory through which everything that the GPU reads of the process's
- * memory goes, and the arrays of pointers of its calls. */
+/* The link of one handle to its GPU: its stream, the arrays of pointers of its calls, and pinned memory. All that the
+ * GPU reads of the process's memory goes through pinned memory. */
 #ifndef HSTEP_CUDA_LINK_H
 #define HSTEP_CUDA_LINK_H
 
 #include "device/cuda/gpu.h"
 
-/* Pinned memory, and the event after the copy from it that was asked for last. */
+/* Pinned memory, and the event after the last copy from it. */
 struct hstep_pinned {
     void *memory, *event;
     uint64_t bytes;
@@ -14,7 +14,7 @@ struct hstep_pinned {
 
 enum { HSTEP_CUDA_ROOMS = 32, HSTEP_CUDA_RANGES = 32 };
 
-/* The pointers of a call that was captured, which replays read for as long as the handle lives. */
+/* The pointers of a captured call. Replays read them, so they stay as long as the handle lives. */
 struct hstep_kept {
     struct hstep_kept *next;
     uint64_t memory; /* of the device */
@@ -24,47 +24,50 @@ struct hstep_kept {
 
 struct hstep_link {
     struct hstep_gpu *gpu;
-    void *stream, *event; /* event: after what was asked for on the stream before */
+    void *stream, *event; /* event: marks earlier work on the old stream */
     atomic_flag lock;
-    int cut; /* a step was begun and could not be asked for to its end */
+    int incomplete; /* a step has begun and could not be completed */
 
     struct hstep_pinned pinned[HSTEP_CUDA_ROOMS];
     int next;
 
-    /* Pointers as they lie in the device's memory, and what was put there: weights and gradients of calls about all
-     * tensors, then a pair for each tensor alone. */
+    /* pointers: in the device's memory, for calls about all tensors the weights, then the gradients, and after these a
+     * pair for each tensor alone. sent: a copy of what was sent there. */
     int n_tensors;
     void **pointers, **sent;
     struct hstep_kept *kept, *spare;
 
-    struct hstep_blas *blas; /* once a matrix wants it */
-    int no_blas;             /* there is none */
+    struct hstep_blas *blas; /* opened for the first matrix that can use it */
+    int blas_missing;        /* cuBLAS could not be opened */
 
-    uint64_t scratch, scratch_bytes; /* room in the device's memory for what single calls bring */
+    uint64_t scratch, scratch_bytes; /* room in the device's memory for the arguments of single calls */
 
-    /* Allocations that were found to be the GPU's: asking the driver is slow. */
+    /* Allocations that are known to be the GPU's, because it is slow to ask the driver. */
     struct {
         uint64_t base, bytes;
     } range[HSTEP_CUDA_RANGES];
-    int next_range, last_range; /* last_range: that was found last */
+    int next_range, last_range; /* last_range: the one that was found last */
 };
 
 int hstep_link_open(struct hstep_link **link, const char *name, void *stream);
 void hstep_link_close(struct hstep_link *l);
 
-/* Around whatever follows here, and all use of a link: its lock and its GPU's context. */
+/* hstep_link_enter() takes the link's lock and makes its GPU's context current. hstep_link_leave() undoes both. All
+ * functions below, and any other use of a link, must stand between the two. */
 int hstep_link_enter(struct hstep_link *l);
 void hstep_link_leave(struct hstep_link *l);
 
+/* Returns 1 while the stream is captured. */
 int hstep_link_records(struct hstep_link *l);
+/* Returns HALFSTEP_OK if the address is memory of this GPU, ARGUMENT if it is not, or another error. */
 int hstep_link_owns(struct hstep_link *l, const void *memory);
-/* Bytes of the process to the GPU, read when it returns. */
+/* Sends bytes of the process's memory to the GPU. They have been read when it returns. */
 int hstep_link_send(struct hstep_link *l, uint64_t to, const void *from, uint64_t bytes);
-/* At least so much scratch memory; what was there may go. */
+/* Makes the scratch memory at least this large. Its contents may be lost. */
 int hstep_link_scratch(struct hstep_link *l, uint64_t bytes);
-/* Room for the pointers of so many tensors. */
+/* Makes room for the pointers of n_tensors tensors. */
 int hstep_link_settle(struct hstep_link *l, int n_tensors);
-/* The call with its arrays of pointers in the GPU's memory. */
+/* Makes *pointed a copy of the call whose arrays of pointers are in the GPU's memory. */
 int hstep_link_point(struct hstep_link *l, const struct hstep_call *call, struct hstep_call *pointed);
 int hstep_link_launch(struct hstep_link *l, int kernel, void *about, struct hstep_cuda_what *what);
 

@@ -20,7 +20,7 @@ static int state_fits(int role, int format, int first, int second, int weight)
     return format == first;
 }
 
-/* Rows of blocks that follow each other without a gap, and no unit but the group. */
+/* Returns 1 if all units are groups, all runs begin with a whole group, and rows consist of whole blocks. */
 static int is_regular(const struct hstep_tensor *t)
 {
     int regular = t->unit == HSTEP_GROUP && t->index0 % HSTEP_GROUP == 0 &&
@@ -86,31 +86,32 @@ int hstep_cuda_cross(hstep_cuda_launch *launch, const struct hstep_call *call, i
     return error;
 }
 
-/* One launch of a transformation. */
+/* The arguments that all launches of a transformation have in common. */
 struct phase {
     hstep_cuda_launch *launch;
     const struct hstep_call *call;
     int tensor;
 };
 
-static int run(const struct phase *p, enum hstep_cuda_transform phase, int place)
+static int run_phase(const struct phase *p, enum hstep_cuda_transform phase, int place)
 {
     return p->launch(p->call, HSTEP_CUDA_transform,
                      (struct hstep_cuda_what){.tensor = p->tensor, .pass = (int)phase, .place = place});
 }
 
-static int exact(const struct phase *p, int steps)
+static int transform_exactly(const struct phase *p, int steps)
 {
-    int error = run(p, HSTEP_CUDA_DIVIDE, 0), place = 0;
+    int error = run_phase(p, HSTEP_CUDA_DIVIDE, 0), place = 0;
     for (int step = 0; !error && step < steps; step++, place = !place)
-        if (!(error = run(p, HSTEP_CUDA_GRAM, place)) && !(error = run(p, HSTEP_CUDA_POLYNOMIAL, place)))
-            error = run(p, HSTEP_CUDA_NEXT, place);
-    return error || !place ? error : run(p, HSTEP_CUDA_BACK, place);
+        if (!(error = run_phase(p, HSTEP_CUDA_GRAM, place)) && !(error = run_phase(p, HSTEP_CUDA_POLYNOMIAL, place)))
+            error = run_phase(p, HSTEP_CUDA_NEXT, place);
+    return error || !place ? error : run_phase(p, HSTEP_CUDA_BACK, place);
 }
 
-/* A matrix by rows is to BLAS its transpose by columns: X' is of most columns (n) and least (m), and where the matrix
- * has more rows than columns, what is iterated on is X' itself. Addresses are of the GPU's memory. */
-static int in_bf16(const struct phase *p, const struct hstep_matrix *m, struct hstep_blas *blas)
+/* Transforms with products in BF16. BLAS takes matrices by columns, so it sees a matrix by rows as its transpose. For a
+ * matrix with more rows than columns that is X itself, `least` x `most`. Otherwise it is X', `most` x `least`.
+ * Addresses are in the GPU's memory. */
+static int transform_in_bf16(const struct phase *p, const struct hstep_matrix *m, struct hstep_blas *blas)
 {
     const struct hstep_cuda_parts parts = hstep_cuda_parts(m->rows, m->columns);
     const struct hstep_update *u = &p->call->plan.updates[m->tensor];
@@ -121,11 +122,11 @@ static int in_bf16(const struct phase *p, const struct hstep_matrix *m, struct h
     uint16_t *x = (uint16_t *)(void *)(work + parts.next), *next = x + all;
     const struct hstep_operand gram = {work + parts.gram, least, 0}, polynomial = {work + parts.polynomial, least, 0};
     const float *one = work + parts.factors, *zero = one + 1, *a = &u->k[newton_schulz_a];
-    int error = run(p, HSTEP_CUDA_NARROW, 0), place = 0;
+    int error = run_phase(p, HSTEP_CUDA_NARROW, 0), place = 0;
     for (int step = 0; !error && step < (int)m->k[newton_schulz_steps]; step++, place = !place) {
         const struct hstep_operand now = {place ? next : x, m->columns, 0}, turned = {now.x, m->columns, 1},
                                    then = {place ? x : next, m->columns, 0};
-        /* G = X X', P = b G + c G G, a X + P X: what is added to lies where the sum will. */
+        /* G = X X', P = b G + c G G, a X + P X. Terms to be added are copied to the place of the sum first. */
         if (!(error = hstep_blas_multiply(blas, gram, tall ? now : turned, tall ? turned : now, least, least, most, one,
                                           zero)) &&
             !(error = hstep_blas_copy(blas, polynomial.x, gram.x, least * least)) &&
@@ -134,15 +135,15 @@ static int in_bf16(const struct phase *p, const struct hstep_matrix *m, struct h
             error = hstep_blas_multiply(blas, then, tall ? polynomial : now, tall ? now : polynomial,
                                         tall ? least : most, tall ? most : least, least, one, a);
     }
-    return error ? error : run(p, HSTEP_CUDA_WIDEN, place);
+    return error ? error : run_phase(p, HSTEP_CUDA_WIDEN, place);
 }
 
 int hstep_cuda_transform(hstep_cuda_launch *launch, const struct hstep_call *call, const struct hstep_matrix *m,
                          struct hstep_blas *blas)
 {
     const struct phase p = {launch, call, m->tensor};
-    int error = run(&p, HSTEP_CUDA_CLEAR, 0);
-    if (!error) error = run(&p, HSTEP_CUDA_SQUARES, 0);
+    int error = run_phase(&p, HSTEP_CUDA_CLEAR, 0);
+    if (!error) error = run_phase(&p, HSTEP_CUDA_SQUARES, 0);
     if (error) return error;
-    return blas ? in_bf16(&p, m, blas) : exact(&p, (int)m->k[newton_schulz_steps]);
+    return blas ? transform_in_bf16(&p, m, blas) : transform_exactly(&p, (int)m->k[newton_schulz_steps]);
 }

@@ -1,4 +1,4 @@
-/* Sums of gradients outside a step, and the bare stochastic rounding. */
+/* Sums of gradients outside a step, and stochastic rounding by itself. */
 #include <string.h>
 
 #include "device/host/tile.h"

@@ -1,9 +1,8 @@
-/* Vectors over the rows and columns of a matrix: a pass over its elements makes their means, the means make the
+/* Vectors over the rows and columns of a matrix. A pass over its elements makes the means, and the means make the
  * vectors.
  *
- * Sums are in double and have one value whatever the threads. A row's is that of its chunks of 256 columns, as in
- * norms, added exactly; a column's is added up from row to row within blocks of 64 rows, and over the blocks in their
- * order. */
+ * Sums are in double and do not depend on the threads. The sum of a row adds its chunks of 256 columns exactly, as in
+ * norms.c. The sum of a column is added from row to row within blocks of 64 rows, and then over the blocks in order. */
 #include <math.h>
 #include <string.h>
 
@@ -15,7 +14,7 @@
 struct cross {
     const struct hstep_call *call;
     int tensor, pair;
-    double *rows, *blocks; /* sums of rows; of columns within each block */
+    double *rows, *blocks; /* sums of each row, and of each column within each block */
 };
 
 static int64_t blocks_of(const struct hstep_tensor *t) { return (t->rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS; }
@@ -38,18 +37,19 @@ static double sum_of(const struct hstep_kernels *kernels, float *x, int64_t n)
     return hstep_tree_sum(sums);
 }
 
+/* Sums the values of a row, and adds them to `columns`, the sums of the block so far. */
 static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row, double *columns)
 {
     struct hstep_stretch s = hstep_row_of(w->t, row);
     int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
-    double odd = 0.0; /* what is not finite has no place in the limbs */
+    double nonfinite = 0.0; /* the limbs hold finite sums only */
     if (hstep_is_by_rows(w)) w->mean = hstep_centralized(w, s.element);
     for (; s.n > 0; columns += HSTEP_TILE) {
         HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE], chunk[HSTEP_TILE];
         struct hstep_stretch left = hstep_take(&s, HSTEP_TILE);
         const int64_t count = left.n;
         while (left.n > 0) {
-            /* A stretch that begins within a unit leaves room for less. */
+            /* A stretch that begins within a unit leaves less room in the tile. */
             const struct hstep_stretch some =
                 hstep_take(&left, HSTEP_TILE - hstep_unit_lead(w->t, left.element, left.index));
             int64_t lead = hstep_values(w, some, x);
@@ -58,9 +58,9 @@ static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row, do
         for (int64_t i = 0; i < count; i++) columns[i] += (double)chunk[i];
         double sum = sum_of(w->context->kernels, chunk, count);
         if (isfinite(sum)) hstep_exact_add(limbs, sum);
-        else odd += sum;
+        else nonfinite += sum;
     }
-    c->rows[row] = odd != 0.0 ? odd : hstep_exact_round(limbs);
+    c->rows[row] = nonfinite != 0.0 ? nonfinite : hstep_exact_round(limbs);
 }
 
 static void sum_block(void *argument, int64_t block)
@@ -76,9 +76,10 @@ static void sum_block(void *argument, int64_t block)
     hstep_fp_leave(fp);
 }
 
-/* The new numbers of a vector from the sums of what each is over; the sum of them, each chunk of 256 rounded. */
-static double renew(const struct hstep_call *call, int tensor, int pair, struct hstep_slot *slot, const double *sums,
-                    int64_t n, int64_t of)
+/* Computes the n new numbers of a vector from `sums`, each of which is over `elements_each` elements. Returns the sum
+ * of the new numbers, for which each chunk of 256 is rounded to double before it is added. */
+static double renew_vector(const struct hstep_call *call, int tensor, int pair, struct hstep_slot *slot,
+                           const double *sums, int64_t n, int64_t elements_each)
 {
     const struct hstep_kernels *kernels = call->context->kernels;
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
@@ -89,7 +90,7 @@ static double renew(const struct hstep_call *call, int tensor, int pair, struct 
         int64_t count = n - i < HSTEP_TILE ? n - i : HSTEP_TILE;
         const struct hstep_format_kernels *f32 = &kernels->format[HSTEP_FORMAT_f32];
         memcpy(scratch, slot->code + i * 4, (size_t)count * 4);
-        for (int64_t j = 0; j < count; j++) plain[j] = (float)(sums[i + j] / (double)of);
+        for (int64_t j = 0; j < count; j++) plain[j] = (float)(sums[i + j] / (double)elements_each);
         f32->decode[1](x, (const char *)scratch, NULL, HSTEP_TILE);
         kernels->from_plain(plain, mean, HSTEP_TILE);
         kernels->factored[t->rule][pair].vector(call->plan.updates[tensor].k, x, mean, HSTEP_TILE);
@@ -113,8 +114,8 @@ int hstep_host_cross(const struct hstep_call *call, int tensor, int pair)
         for (int64_t i = 0; i < t->row_length; i++) c.blocks[i] += c.blocks[block * t->row_length + i];
     struct hstep_slot *rows = hstep_vector_of(t, pair, HALFSTEP_EXTENT_ROWS);
     struct hstep_slot *columns = hstep_vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS);
-    renew(call, tensor, pair, columns, c.blocks, t->row_length, t->rows);
-    double sum = renew(call, tensor, pair, rows, c.rows, t->rows, t->row_length);
+    renew_vector(call, tensor, pair, columns, c.blocks, t->row_length, t->rows);
+    double sum = renew_vector(call, tensor, pair, rows, c.rows, t->rows, t->row_length);
     int error = hstep_decide_mean(call, tensor, pair, sum / (double)t->rows);
     hstep_fp_leave(fp);
     return error;

@@ -1,11 +1,12 @@
-/* The host as a device: everything is done when a call returns. */
+/* The host's device table. All its calls are synchronous. */
 #include <string.h>
 
 #include "decide/prepare.h"
 #include "device/host/host.h"
 #include "kernels/kernels.h"
 
-/* By the row of fused.def that is stored as the tensor is, and the conditional states that are. */
+/* Returns the number of the fused step for the first row of fused.def that fits the tensor's formats, or -1. The
+ * variant says which conditional states the tensor stores. */
 static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
 {
     static const struct {
@@ -41,7 +42,7 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
                                                 hstep_formats[rows[i].first].block);
             plain = plain && format == HSTEP_FORMAT_f32;
         }
-        /* Where all else is f32 and in the order of memory, so is the weight. */
+        /* If all other slots are f32 in the order of memory, the weight must be so too. */
         if (!fits || (plain && weight != HSTEP_FORMAT_f32) || (adjusted && !any && (!plain || t->cautious))) continue;
         int step = c->kernels->find_fused(t->rule, i, variant);
         if (step >= 0) return step;

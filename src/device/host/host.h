@@ -1,14 +1,14 @@
-/* The host: threads, staging and kernels behind the table of device.h. Only what is in this folder sees them. */
+/* The host as a device: threads, staging and kernels behind the table of device.h. Only this folder includes it. */
 #ifndef HSTEP_HOST_H
 #define HSTEP_HOST_H
 
 #include "device/device.h"
 #include "rules/transforms.h"
 
-/* n tasks on the caller's threads or the pool. */
+/* Runs tasks 0 to n - 1 and returns when all are done. Uses the caller's threads if it set some, otherwise the pool. */
 void hstep_run(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n);
-/* From the last task on, for a pass over what another pass has just gone through: caches hold its end. Hosts that lend
- * threads are given the tasks in that order. */
+/* Does the same, but starts with the last task. Meant for a second pass over the same data, whose end is still in the
+ * caches. Callers' own threads get the tasks in this order. */
 void hstep_run_backwards(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n);
 
 /* Entries of the table, by file. */
@@ -29,9 +29,10 @@ int hstep_host_zero(const struct hstep_context *c, void *memory, uint64_t bytes)
 void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *plan); /* tile.c */
 int hstep_host_copy(const struct hstep_context *c, void *to, const void *from, uint64_t bytes);
 
-/* Transformations of a whole matrix, one for each row of transforms.def. Replaces u, rows x cols and dense, with the
- * row's constants at k. _workspace: floats that it works in. Same bits with any threads and instruction set. No address
- * need be aligned; the workspace is fastest on 64 bytes. u has to be finite. */
+/* Transformations of a whole matrix, one for each row of transforms.def. They replace u, a dense matrix of rows x cols,
+ * and take the row's constants at k. _workspace() returns how many floats they work in. The bits are the same with any
+ * threads and instruction set. No address need be aligned, but a workspace on 64 bytes is fastest. u has to be
+ * finite. */
 #define TRANSFORM(name, ...)                                                                               \
     void hstep_##name(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k, \
                       float *workspace);                                                                   \

@@ -1,19 +1,19 @@
-/* The Newton-Schulz iteration of muon (Jordan et al. 2024): products of matrices as batches of independent tasks over
- * the kernels' one tile function.
+/* The Newton-Schulz iteration of muon (Jordan et al. 2024). Products of matrices are batches of independent tasks that
+ * use the kernels' one tile function.
  *
- * The right matrix of a product is copied into panels of 32 columns first, by a batch of its own, so that the result
- * may replace it. A task then takes a block of rows and of columns; it goes through the inner dimension in stretches
- * short enough for the caches, keeps unfinished sums in the result, and copies the rows of the left matrix into strips
- * of 12 as it comes to them. Edges are padded with zeros and not stored. Nothing of this shows in the bits: every
- * element is one chain of products and sums in the order of the inner index.
+ * A batch of its own first copies the right matrix of a product into panels of 32 columns, so that the result may
+ * replace it. A task then takes a block of rows and of columns. It goes through the inner dimension in stretches that
+ * are short enough for the caches, and keeps unfinished sums in the result. It copies the rows of the left matrix into
+ * strips of 12 as it comes to them. Edges are padded with zeros and not stored. None of this affects the bits, because
+ * every element is one chain of products and sums in the order of the inner index.
  *
- * The Gram matrix and its square are symmetric to the bit, for products commute and the order is that of the inner
- * index on both sides of the diagonal: only the upper triangle is computed. A matrix with more rows than columns is
- * worked on as its transpose by exchanging the strides.
+ * The Gram matrix and its square are symmetric to the bit: products commute, and both sides of the diagonal add in the
+ * order of the inner index. Only the upper triangle is computed. A matrix with more rows than columns is transposed by
+ * exchanging its strides.
  *
- * Error: every step multiplies small singular values by the coefficient a, and with them what fp32 has rounded off of
- * them, so an element of the result is within a^steps * 2^-24 of the exact one (2.9e-5 by default; measured, up to 512
- * columns: a fifth of that, and 2e-6 of the result's norm for random matrices). */
+ * Error: every step multiplies small singular values by the coefficient a, and with them the rounding errors of fp32.
+ * An element of the result is therefore within a^steps * 2^-24 of the exact one, 2.9e-5 by default. Measured up to 512
+ * columns: a fifth of that, and 2e-6 of the result's norm for random matrices. */
 
 #include <math.h>
 #include <string.h>
@@ -26,7 +26,7 @@
 #define ROW_BLOCK (2 * HSTEP_STRIP)
 #define COLUMN_BLOCK (32 * HSTEP_PANEL)
 #define INNER_BLOCK 512
-/* Elements of a task that only reads and writes. */
+/* Elements of a task that only reads and writes memory. */
 #define STRETCH ((int64_t)32768)
 /* Products with fewer multiplications run as one task, which costs less than waking threads. */
 #define SMALL ((int64_t)1 << 20)
@@ -37,7 +37,7 @@ struct view {
     int64_t row, column;
 };
 
-/* One batch of tasks; units are what `unit` does one by one, and a task does `units_per_task` of them. */
+/* One batch of tasks. `unit` does one unit, and a task does `units_per_task` of them. */
 struct batch {
     const struct hstep_context *context;
     void (*unit)(const struct batch *b, int64_t i);
@@ -45,10 +45,11 @@ struct batch {
     struct view c, a, b; /* c = a b */
     int64_t rows, columns, inner;
     float *panels;
-    /* c is symmetric; with coefficients it becomes coefficients[0] I + coefficients[1] a + coefficients[2] c. */
+    /* symmetric: c equals its transpose. coefficients: c becomes coefficients[0] I + coefficients[1] a +
+     * coefficients[2] c. NULL leaves it as it is. */
     int symmetric;
     const float *coefficients;
-    /* Of the tasks that go through u: */
+    /* For the tasks that go through u: */
     float *u;
     int64_t n, *squares;
     double norm;
@@ -66,6 +67,7 @@ static void run_units(void *argument, int64_t task)
     hstep_fp_leave(fp);
 }
 
+/* Runs the units, one task for each or, if in_one, one task for all. */
 static void run_batch(struct batch *b, void (*unit)(const struct batch *, int64_t), int64_t units, int in_one)
 {
     b->unit = unit;
@@ -76,7 +78,7 @@ static void run_batch(struct batch *b, void (*unit)(const struct batch *, int64_
 
 /* ---- Products ---- */
 
-/* to[k * width + i] = from[i * outer + k * inner], and 0 for i from count on. */
+/* Sets to[k * width + i] = from[i * outer + k * inner], and to 0 for i from `count` on. */
 static void pack(float *to, int64_t width, const float *from, int64_t outer, int64_t inner, int64_t count,
                  int64_t length)
 {
@@ -87,7 +89,8 @@ static void pack(float *to, int64_t width, const float *from, int64_t outer, int
         }
         return;
     }
-    /* Whole cache lines of each row: with rows at a power of two, more than a few would push each other out. */
+    /* Copies whole cache lines of each row. With rows at a power of two, more than a few lines would evict each
+     * other. */
     for (int64_t first = 0; first < length; first += 16) {
         int64_t some = least(16, length - first);
         for (int64_t i = 0; i < width; i++)
@@ -102,7 +105,8 @@ static void pack_panel(const struct batch *b, int64_t i)
          least(HSTEP_PANEL, b->columns - j), b->inner);
 }
 
-/* The part of c from (i, j) on that a tile covers and c stores here: of a symmetric one only from the diagonal on. */
+/* Loads the part of c that the tile at (i, j) covers and that c stores, which excludes what is below the diagonal of a
+ * symmetric c. */
 static void load_tile(const struct batch *b, int64_t i, int64_t j, float *tile)
 {
     int64_t rows = least(HSTEP_STRIP, b->rows - i), columns = least(HSTEP_PANEL, b->columns - j);
@@ -111,6 +115,7 @@ static void load_tile(const struct batch *b, int64_t i, int64_t j, float *tile)
             tile[r * HSTEP_PANEL + s] = b->c.x[(i + r) * b->c.row + (j + s) * b->c.column];
 }
 
+/* Stores what load_tile() loads. If `mirror` is set, also stores it transposed, below the diagonal. */
 static void store_tile(const struct batch *b, int64_t i, int64_t j, const float *tile, int mirror)
 {
     int64_t rows = least(HSTEP_STRIP, b->rows - i), columns = least(HSTEP_PANEL, b->columns - j);
@@ -130,7 +135,8 @@ static void store_tile(const struct batch *b, int64_t i, int64_t j, const float 
                 b->c.x[(j + s) * b->c.row + (i + r) * b->c.column] = tile[r * HSTEP_PANEL + s];
 }
 
-/* c to coefficients[0] I + coefficients[1] a + coefficients[2] c; a and c are dense and of one shape. */
+/* Replaces c by coefficients[0] I + coefficients[1] a + coefficients[2] c. a and c are dense and have the same
+ * shape. */
 static void finish_tile(const struct batch *b, int64_t i, int64_t j, float *tile)
 {
     int64_t rows = least(HSTEP_STRIP, b->rows - i), columns = least(HSTEP_PANEL, b->columns - j);
@@ -142,6 +148,7 @@ static void finish_tile(const struct batch *b, int64_t i, int64_t j, float *tile
     }
 }
 
+/* Computes one block of c, stretch by stretch of the inner dimension. */
 static void multiply_block(const struct batch *b, int64_t unit)
 {
     HSTEP_ALIGNED float strips[ROW_BLOCK * INNER_BLOCK], tile[HSTEP_STRIP * HSTEP_PANEL];
@@ -185,7 +192,7 @@ static void multiply(struct batch *b, struct view c, struct view a, struct view 
 
 /* ---- The iteration ---- */
 
-/* By chunks of 256 elements of u, as sums of squares everywhere (docs/numerics.md 4). */
+/* Adds the squares of one stretch of u, in chunks of 256 elements as all sums of squares (docs/numerics.md 4). */
 static void add_squares(const struct batch *b, int64_t unit)
 {
     int64_t squares[HSTEP_EXACT_LIMBS] = {0}, end = least((unit + 1) * STRETCH, b->n);
@@ -206,7 +213,8 @@ static void divide_by_norm(const struct batch *b, int64_t unit)
     for (int64_t i = unit * STRETCH; i < end; i++) b->u[i] = (float)((double)b->u[i] / b->norm);
 }
 
-/* Of the parts of the workspace, in floats, so that each starts on a cache line if the first does. */
+/* Sizes of the parts of the workspace, in floats. They are rounded up so that each part starts on a cache line if the
+ * first one does. */
 static size_t square_floats(int64_t m) { return ((size_t)m * (size_t)m + 15) / 16 * 16; }
 static size_t panel_floats(int64_t columns, int64_t inner)
 {
@@ -220,12 +228,14 @@ size_t hstep_newton_schulz_workspace(int64_t rows, int64_t cols)
     return 2 * square_floats(m) + (gram > next ? gram : next);
 }
 
-/*   X = u / max(|u|, eps), transposed if rows > cols
- *   X = (a I + b G + c G G) X with G = X X^T
+/* Computes, in place:
+ *
+ *   X = u / max(|u|, eps), transposed if rows > cols
+ *   X = (a I + b G + c G G) X with G = X X^T, `steps` times
  *   u = X, transposed back
  *
- * |u| is the root of the sum of squares. Products and sums in fp32 in the order of the inner index, the norm from an
- * exact sum. */
+ * |u| is the root of the sum of squares. Products and sums are fp32 in the order of the inner index. The norm comes
+ * from an exact sum. */
 void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k,
                          float *workspace)
 {
@@ -241,7 +251,7 @@ void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, 
 
     run_batch(&b, add_squares, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
     b.norm = fmax(sqrt(hstep_exact_round(squares)), (double)eps);
-    /* Zero divided by anything: u stays zero through all steps. */
+    /* All elements are 0. Any divisor keeps u at 0 through all steps. */
     if (b.norm == 0.0) b.norm = 1.0;
     run_batch(&b, divide_by_norm, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
 
@@ -270,14 +280,14 @@ static const struct {
 #undef TRANSFORM
 };
 
-/* The matrix, and what its transformation works in. */
+/* Returns the floats of the matrix and of what its transformation works in. */
 size_t hstep_host_workspace(const struct hstep_tensor *t)
 {
     return transforms[hstep_rules[t->rule].transform].workspace(t->rows, t->row_length) +
            (size_t)(t->rows * t->row_length);
 }
 
-/* The products of a processor are exact, whatever is asked for. */
+/* Products on a processor are always exact, even if the group allows others. */
 int hstep_host_transform(const struct hstep_call *call, const struct hstep_matrix *m)
 {
     const struct hstep_tensor *t = &call->plan.tensors[m->tensor];

@@ -1,4 +1,4 @@
-/* Memory for states: aligned, and in huge pages where that pays. */
+/* Memory for states, aligned and in huge pages where they pay. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -47,7 +47,7 @@ struct zeroing {
 
 #define ZERO_PIECE ((uint64_t)4 << 20)
 
-/* By all threads: of large states there is much to write. */
+/* Zeroes one piece. The threads share the pieces, because large states are much to write. */
 static void zero_piece(void *arg, int64_t i)
 {
     struct zeroing *z = arg;

@@ -1,5 +1,5 @@
-/* NUMA nodes, from the folder in which the kernel describes them. What is missing or malformed there means that nothing
- * is known, and threads run where they are put. */
+/* Reads NUMA nodes from the folder in which the kernel describes them. If anything there is missing or malformed, no
+ * node is known and threads are not pinned. */
 #include "device/host/nodes.h"
 
 #include <stdio.h>
@@ -44,7 +44,7 @@ void hstep_read_nodes(const char *folder, const unsigned char *allowed, struct h
 
 #else
 
-/* A text of one line. 0: there is none, or it is too long to be one. */
+/* Reads a text of one line. Returns 0 if the file cannot be read or the text does not fit. */
 static int read_text(const char *path, char *text, size_t size)
 {
     int file = open(path, O_RDONLY | O_CLOEXEC);
@@ -64,7 +64,7 @@ struct reading {
     const char *folder;
     const unsigned char *allowed;
     struct hstep_nodes *nodes;
-    int before, failed; /* processors of the nodes before this one */
+    int before, failed; /* count of processors in the nodes before this one */
 };
 
 static void add_processor(void *arg, int number)
@@ -85,7 +85,7 @@ static void add_node(void *arg, int number)
     if (length < 0 || (size_t)length >= sizeof path || !read_text(path, text, sizeof text) ||
         !hstep_read_list(text, HSTEP_MAX_PROCESSORS, add_processor, r))
         r->failed = 1;
-    r->nodes->nodes += r->nodes->count > r->before; /* nodes of memory alone have none */
+    r->nodes->nodes += r->nodes->count > r->before; /* nodes that only have memory do not count */
 }
 
 void hstep_read_nodes(const char *folder, const unsigned char *allowed, struct hstep_nodes *nodes)

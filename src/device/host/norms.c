@@ -1,7 +1,7 @@
-/* Sums over whole tensors that come before their update: a first pass with the rule of the update that stores nothing.
- * The sums have one value whatever the cut, as gradient norms have (statistics.c): chunks of at most 256 columns,
- * starting at multiples of 256, are summed in double and added exactly; rows shorter than 32 are added element by
- * element. */
+/* Sums over whole tensors before their update. A first pass runs the rule of the update and stores nothing. The value
+ * of a sum does not depend on how the tensor is cut, as for gradient norms (statistics.c). Chunks of at most 256
+ * columns, starting at multiples of 256, are summed in double and added exactly. Rows shorter than 32 are added element
+ * by element. */
 #include <math.h>
 #include <string.h>
 
@@ -10,7 +10,7 @@
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
-/* What the update will see in one tile: values to be summed, x[j][0 .. n) in the order of elements. */
+/* Computes the values to be summed for one tile, as the update will see them, x[j][0 .. n) in the order of elements. */
 static void values_of(const struct hstep_work *w, const struct hstep_places *places, float (*x)[HSTEP_TILE], int64_t n)
 {
     const struct hstep_kernels *kernels = w->context->kernels;
@@ -47,9 +47,9 @@ int64_t hstep_values(const struct hstep_work *w, struct hstep_stretch s, float (
     return lead;
 }
 
-/* Of `count` values, the first of which is that of element `number` of the whole tensor, only those of every so many-th
- * element stay. */
-static void thin_out(float *x, uint64_t number, int64_t count, uint64_t every)
+/* Keeps only the values of every `every`-th element of the whole tensor, and sets the others to 0. x[0] is the value of
+ * element `number`. */
+static void keep_every(float *x, uint64_t number, int64_t count, uint64_t every)
 {
     uint64_t next = (every - number % every) % every;
     for (uint64_t i = 0; i < (uint64_t)count; i++) {
@@ -58,7 +58,7 @@ static void thin_out(float *x, uint64_t number, int64_t count, uint64_t every)
     }
 }
 
-/* A stretch of one chunk of columns. */
+/* Adds the sums of a stretch within one chunk of columns to the limbs. */
 static void add_chunk(const struct hstep_work *w, struct hstep_stretch s, int64_t *limbs)
 {
     HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE];
@@ -67,8 +67,9 @@ static void add_chunk(const struct hstep_work *w, struct hstep_stretch s, int64_
     for (int j = 0; j < w->t->sums; j++) {
         int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS, every = hstep_every(w, j);
         const int squared = hstep_is_squared(w->t, j);
-        if (every > 1) thin_out(x[j] + lead, hstep_number_of(w->t, s.element), s.n, (uint64_t)every);
-        /* What is not finite has no place in the limbs; the rule's own bounds keep the rest finite. */
+        if (every > 1) keep_every(x[j] + lead, hstep_number_of(w->t, s.element), s.n, (uint64_t)every);
+        /* Values that are not finite are left out, because the limbs cannot hold them. The rule's own bounds keep all
+         * others finite. */
         if (hstep_is_summed_singly(w->t)) {
             for (int64_t i = lead; i < lead + s.n; i++)
                 if (isfinite(x[j][i])) hstep_exact_add(sum, (double)x[j][i] * (squared ? (double)x[j][i] : 1.0));
@@ -85,7 +86,8 @@ static void add_chunk(const struct hstep_work *w, struct hstep_stretch s, int64_
     }
 }
 
-/* Adds and takes chunks of columns from the front of a stretch, whole units each: 0 where there are none. */
+/* Takes whole chunks of columns from the front of a stretch and adds their sums by a fused kernel. Returns 0 if the
+ * stretch does not begin with such chunks, or if the fused kernel cannot serve it. */
 static int add_fused(const struct hstep_work *w, struct hstep_stretch *s, int64_t *limbs)
 {
     enum { MOST = 32 };
@@ -94,7 +96,7 @@ static int add_fused(const struct hstep_work *w, struct hstep_stretch *s, int64_
     const int64_t row = w->t->index_stride;
     if (!w->u->fused || hstep_is_by_rows(w) || hstep_rules[w->t->rule].totals || hstep_is_summed_singly(w->t)) return 0;
     const int64_t column = (int64_t)(s->index % (uint64_t)row);
-    /* Chunks of rows that consist of whole ones go on in the next row. */
+    /* If rows consist of whole chunks, the stretch may go on into the next row. */
     int64_t n = s->n < row - column || row % HSTEP_TILE == 0 ? s->n : row - column;
     if (n > MOST * HSTEP_TILE) n = MOST * HSTEP_TILE;
     if (n % HSTEP_GROUP) n -= n % HSTEP_TILE;

@@ -1,4 +1,4 @@
-/* Slots to and from fp32 values in order, tile by tile on the caller's thread. */
+/* Reads slots into fp32 values in order and writes them back, tile by tile on the caller's thread. */
 #include <math.h>
 #include <string.h>
 
@@ -14,7 +14,7 @@ static int64_t padded(int format, int64_t n)
     return (n + unit - 1) / unit * unit;
 }
 
-/* Between a slot and scratch memory for one tile. */
+/* Copies one piece between a slot and scratch memory. out: 1 copies to the slot. */
 static void move_piece(const struct hstep_tensor *t, const struct hstep_slot *s, char *code,
                        const struct hstep_piece *p, char *code_scratch, char *extra_scratch, int out)
 {
@@ -44,7 +44,7 @@ int hstep_host_read(const struct hstep_access *a, float *out)
     return HALFSTEP_OK;
 }
 
-/* The scale of a state that has one for the whole tensor, from its new values. */
+/* Returns the scale that a state with one scale for the whole tensor has with the new values. */
 static float scale_of(const struct hstep_access *a, const float *in)
 {
     const struct hstep_kernels *kernels = a->context->kernels;
@@ -78,19 +78,19 @@ int hstep_host_write(const struct hstep_access *a, const float *in)
     HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
     HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE], nothing[HSTEP_TILE] = {0};
     HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
-    /* The random number that is half of everything: stochastic formats round to nearest with it. */
+    /* A random number of one half of the range makes stochastic formats round to nearest. */
     for (int i = 0; i < HSTEP_TILE_WORDS; i++) words[i] = 0x80008000u;
     const float onto = hstep_onto_grid(s->grid, s->root);
     struct hstep_piece p = {0};
     while (hstep_next_piece(t, s->format, a->first, a->end, &p)) {
         memset(plain, 0, sizeof plain);
         memcpy(plain, in + (p.element - a->first), (size_t)p.n * 4);
-        /* A second moment of -0 is one of 0, and its sign bit is not for the codes. */
+        /* -0 becomes 0, because codes of second moments have no sign bit. */
         for (int i = 0; i < p.n && s->nonneg; i++) plain[i] = fabsf(plain[i]);
         if (one_scale) memcpy(extra, &scale, 4);
         kernels->from_plain(plain, x, padded(s->format, p.n));
-        /* A weight is written as a step writes it, minus nothing, so that it saturates; with a second stream that would
-         * start from what is there. */
+        /* A weight is written as a step with a change of 0 writes it, so that it saturates. Formats with a second
+         * stream are encoded instead, because a step would start from what the stream holds now. */
         if (a->slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits)
             kernels->format[s->format].apply(x, nothing, code, extra, words, padded(s->format, p.n));
         else

@@ -1,5 +1,5 @@
-/* What is read before a step: sums of squares with one value whatever the cut (docs/numerics.md 4), non-finite
- * gradients, and row means. */
+/* Reads gradients before a step: sums of squares whose value does not depend on how the tensor is cut (docs/numerics.md
+ * 4), gradients that are not finite, and row means. */
 #include <math.h>
 #include <string.h>
 
@@ -10,8 +10,8 @@
 
 static int64_t element_bytes(const struct hstep_slot *slot) { return hstep_formats[slot->format].code_bits / 8; }
 
-/* Up to a tile of elements, padded with zeros in `scratch` (HSTEP_TILE * 4 bytes) if they are no whole groups, and *n
- * with them; returns where they are. */
+/* Returns the address of *n elements, at most a tile, as whole groups. If *n is no multiple of a group, they are copied
+ * to `scratch` (HSTEP_TILE * 4 bytes), padded with zeros, and counted in *n. */
 static const char *whole_groups(const struct hstep_slot *slot, const char *code, int64_t *n, char *scratch)
 {
     if (*n % HSTEP_GROUP == 0) return code;
@@ -26,14 +26,16 @@ static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 enum { PAGE = 4096, LINE = 64, LINES = 8 };
 
-/* The largest magnitude of whole groups. Processors do not fetch ahead across the end of a page, where a loop that does
- * little else than read would stand still: the first lines of the next page are asked for a page before. */
+/* Returns the largest magnitude of whole groups. Processors do not prefetch across the end of a page, so a loop that
+ * mostly reads would stall there. The loop therefore prefetches the first lines of the next page while it reads this
+ * one. */
 static uint32_t scan_pages(const struct hstep_format_kernels *format, const char *code, int64_t n, int64_t bytes)
 {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i += PAGE / bytes) {
         int64_t count = n - i < PAGE / bytes ? n - i : PAGE / bytes;
-        uintptr_t next = (uintptr_t)(code + i * bytes) + PAGE; /* a number, for it may lie behind the array */
+        /* A number, because the address may be behind the array. */
+        uintptr_t next = (uintptr_t)(code + i * bytes) + PAGE;
         for (int line = 0; count * bytes == PAGE && line < LINES; line++)
             __builtin_prefetch((const char *)(next + (uintptr_t)(line * LINE)));
         largest = larger(largest, format->maximum(code + i * bytes, count));
@@ -73,7 +75,7 @@ static uint32_t scan_and_sum(const struct hstep_kernels *kernels, const struct h
         } else {
             double sums[16];
             format->squares(code, padded, sums, &m);
-            /* Chunks that are not finite are left out, and no others, so that no cut matters then either. */
+            /* Only chunks that are not finite are left out, so that the cut does not matter then either. */
             if (m < 0x7f800000u) hstep_exact_add(squares, hstep_tree_sum(sums));
         }
         largest = larger(largest, m);
@@ -81,7 +83,7 @@ static uint32_t scan_and_sum(const struct hstep_kernels *kernels, const struct h
     return largest;
 }
 
-/* Adds to the squares where they are wanted. */
+/* Flags the gradient of a chunk if the scan refuses it. Adds to the squares if the scan sums them. */
 static void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *c, int64_t *squares)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
@@ -124,7 +126,7 @@ int hstep_host_scan(const struct hstep_call *call)
     return HALFSTEP_OK;
 }
 
-/* Mean of a whole row of a raw gradient, by the same chunks and exact sum as norms. */
+/* Returns the mean of a whole row of a raw gradient. Uses the same chunks and exact sum as norms.c. */
 static double row_mean(const struct hstep_kernels *kernels, const struct hstep_slot *slot, const char *code, int64_t n)
 {
     HSTEP_ALIGNED char scratch[HSTEP_TILE * 4];

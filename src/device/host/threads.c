@@ -12,7 +12,7 @@
 #include "device/host/host.h"
 #include "device/host/nodes.h"
 
-/* The operating system's part: a lock, two conditions, threads. Windows has its own few lines. */
+/* What the operating system provides: a lock, two conditions, threads. Windows needs a few lines of its own. */
 #ifdef _WIN32
 
 #include <windows.h>
@@ -47,7 +47,7 @@ static int os_processors(void)
     for (; process; process &= process - 1) count++;
     return count;
 }
-/* Windows spreads threads over nodes by itself. */
+/* Not implemented: Windows spreads threads over nodes by itself. */
 static void os_read_nodes(struct hstep_nodes *nodes) { nodes->nodes = 0; }
 static void os_pin(os_thread thread, const struct hstep_nodes *nodes, int node)
 {
@@ -77,7 +77,8 @@ static void os_wait(os_condition *condition, os_lock *lock) { pthread_cond_wait(
 static void os_wake_all(os_condition *condition) { pthread_cond_broadcast(condition); }
 static void os_join(os_thread thread) { pthread_join(thread, NULL); }
 
-/* Signals are the host's business: its handlers must not run on our threads. */
+/* Starts a thread with all signals blocked, because the host's signal handlers must not run on threads of the
+ * library. */
 static int os_start(os_thread *thread, void *(*main)(void *), void *arg)
 {
     sigset_t all, before;
@@ -91,7 +92,7 @@ static int os_processors(void)
 {
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-    /* More processors than a cpu_set_t can name. */
+    /* The process may use more processors than a cpu_set_t can name. */
     long online = sysconf(_SC_NPROCESSORS_ONLN);
     return online > HSTEP_MAX_THREADS ? HSTEP_MAX_THREADS : (int)online;
 }
@@ -104,7 +105,8 @@ static void os_read_nodes(struct hstep_nodes *nodes)
     for (int i = 0; i < HSTEP_MAX_PROCESSORS; i++) allowed[i] = i < CPU_SETSIZE && CPU_ISSET(i, &set);
     hstep_read_nodes(hstep_node_folder, allowed, nodes);
 }
-/* To all processors of a node that the process may use, so that the system can still choose among them. */
+/* Pins the thread to all processors of a node that the process may use, so that the system can still choose among
+ * them. */
 static void os_pin(os_thread thread, const struct hstep_nodes *nodes, int node)
 {
     cpu_set_t set;
@@ -116,39 +118,40 @@ static void os_pin(os_thread thread, const struct hstep_nodes *nodes, int node)
 
 #endif
 
-/* How long a thread looks before it sleeps: some tens of microseconds, the gap between the phases of one step. The
- * yields keep it harmless where there are more threads than processors. */
+/* How long a thread polls before it sleeps: some tens of microseconds, the gap between the phases of one step. The
+ * yields make polling harmless if there are more threads than processors. */
 enum { SPIN_ROUNDS = 64, SPIN_LOOKS = 32 };
 
-/* The gate: number of the run, whether it may still be entered, how many workers are inside. A worker that wakes late
- * finds it closed and goes back to sleep, so that a run never waits for a thread which has done nothing for it. */
+/* The gate holds the number of the run, whether workers may still enter it, and how many are inside. A worker that
+ * wakes late finds it closed and sleeps again. A run therefore never waits for a thread that has done nothing for
+ * it. */
 #define GATE_INSIDE 0xFFFFu
 #define GATE_OPEN 0x10000u
 #define GATE_QUIT 0x20000u
 #define GATE_NUMBER_SHIFT 18
 
-/* What is left of one thread's share: begin in the low half, end in the high half. The owner takes from the begin,
- * others from the end; in a backward run it is the other way round. */
+/* The rest of one thread's share, with its begin in the low half and its end in the high half. The owner takes from the
+ * begin and others take from the end. A backward run does the opposite. */
 struct share {
     _Alignas(64) _Atomic uint64_t range;
 };
 
 static struct {
     _Atomic uint64_t gate;
-    atomic_int busy;     /* one run (or shutdown) at a time; it alone touches what has no atomic type */
-    atomic_int sleeping; /* workers in or about to enter wait_for_run */
+    atomic_int busy;     /* set during a run or a shutdown, which alone may touch members without an atomic type */
+    atomic_int sleeping; /* workers in wait_for_run, or about to enter its wait */
     atomic_int caller_sleeps;
     atomic_int threads; /* of the present run, the caller included */
     os_lock lock;
     os_condition run, done;
     int started;
-    int refused; /* a thread could not be created: ask for no more */
+    int refused; /* a thread could not be created, so no more are started */
     int registered;
     void (*task)(void *, int64_t);
     void *arg;
     int backward;
-    int64_t n, unit; /* `unit` consecutive tasks are taken at once, so that a share fits 32-bit ends */
-    int pinned;      /* so many threads, the caller included, are spread over nodes; -1: they are left alone */
+    int64_t n, unit; /* `unit` consecutive tasks are taken at once, so that 32 bits hold the ends of a share */
+    int pinned; /* this many threads, the caller included, are spread over nodes; 0: not decided; -1: none is pinned */
     struct hstep_nodes nodes;
     os_thread thread[HSTEP_MAX_THREADS];
     struct share share[HSTEP_MAX_THREADS];
@@ -160,7 +163,7 @@ static void run_unit(uint32_t unit)
     for (; i < end; i++) pool.task(pool.arg, i);
 }
 
-/* Takes one unit of a share; 0 if it is empty. */
+/* Takes one unit of a share. Returns 0 if the share is empty. */
 static int take(struct share *share, int from_begin, uint32_t *unit)
 {
     uint64_t range = atomic_load_explicit(&share->range, memory_order_relaxed);
@@ -176,6 +179,7 @@ static int take(struct share *share, int from_begin, uint32_t *unit)
     }
 }
 
+/* Does a thread's own share, then helps with the shares of the others. */
 static void work(int self, int threads)
 {
     uint32_t unit;
@@ -187,7 +191,7 @@ static void work(int self, int threads)
     }
 }
 
-/* Returns the gate once it differs from the run `seen`, or tells to quit. */
+/* Waits until the gate no longer has the number `seen`, or until workers have to quit. Returns the gate. */
 static uint64_t wait_for_run(uint64_t seen)
 {
     uint64_t gate;
@@ -267,7 +271,8 @@ static void release_pool(void) { atomic_store_explicit(&pool.busy, 0, memory_ord
 static void before_fork(void) { os_acquire(&pool.lock); }
 static void after_fork_parent(void) { os_release(&pool.lock); }
 
-/* The child has only the thread that forked: whatever the others held or were doing is forgotten. */
+/* Resets the pool in the child of a fork(). The child has only the thread that forked, so what other threads held or
+ * did is forgotten. */
 static void after_fork_child(void)
 {
     pthread_mutex_init(&pool.lock, NULL);
@@ -283,8 +288,8 @@ static void after_fork_child(void)
 }
 #endif
 
-/* On machines of several nodes a thread stays on one: its share of every run is the same stretch of every tensor, whose
- * states lie in the node's memory (hstep_host_touch). The caller's thread is the caller's. */
+/* Pins workers on machines with several nodes. The share of a thread is the same stretch of every tensor in every run,
+ * so the states of that stretch lie in its node's memory (hstep_host_touch()). The caller's thread is left alone. */
 static void pin_workers(void)
 {
     int threads = pool.started + 1;
@@ -295,7 +300,8 @@ static void pin_workers(void)
         os_pin(pool.thread[t - 1], &pool.nodes, hstep_node_of_thread(&pool.nodes, t, threads));
 }
 
-/* Workers are numbered from 1; the caller is thread 0. Returns how many threads there are, the caller included. */
+/* Starts missing workers. They are numbered from 1, and the caller is thread 0. Returns the number of threads, the
+ * caller included. */
 static int start_workers(int threads)
 {
 #ifndef _WIN32
@@ -369,11 +375,12 @@ void hstep_pool_shutdown(void)
 }
 
 #ifndef _WIN32
-/* Not on Windows: there this would join threads under the loader's lock, which they need in order to end. */
+/* Left out on Windows, where it would join threads while it holds the loader's lock. Threads need that lock to end. */
 __attribute__((destructor)) static void at_unload(void) { hstep_pool_shutdown(); }
 #endif
 
-/* The number that `text` begins with, if only `stop` or blanks may follow it; 0 if it is malformed. */
+/* Returns the number that `text` begins with. Blanks may follow it, and then the end of the text or `stop`. Returns 0
+ * if the text is malformed. */
 static int parse_threads(const char *text, char stop)
 {
     int64_t value = 0;

@@ -1,6 +1,6 @@
-/* Elements are taken in units of 32 of index space, or in whole blocks where a state has longer ones. Whole units are
- * worked on in place; what is left over at the ends of a run is copied, padded with zeros, into scratch memory, which
- * collects as many units as it holds before it is worked on like any other tile. */
+/* Elements are handled in units: 32 elements of index space, or whole blocks if a state has longer ones. Whole units
+ * are updated in place. The partial units at the ends of a run are copied into scratch memory and padded with zeros.
+ * Scratch memory collects as many of them as it holds and is then handled like any other tile. */
 #include "device/host/tile.h"
 
 #include <string.h>
@@ -21,7 +21,8 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
     (backward ? hstep_run_backwards : hstep_run)(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);
 }
 
-/* Tensors at either end of a batch may share a task with others that are not in it. */
+/* Returns the chunks of a task that belong to the batch. A task at either end of a batch may also have chunks of other
+ * tensors. */
 struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i)
 {
     const struct hstep_plan *plan = &b->call->plan;
@@ -39,7 +40,7 @@ static void touch_bytes(char *from, char *end)
     for (; from < end; from += PAGE) *(volatile char *)from = 0;
 }
 
-/* What a chunk has of each state's streams: up to where the next one begins, or to the end of them. */
+/* Touches the streams of each state for one chunk, up to where the next chunk begins, or to their end. */
 static void touch_chunk(const struct hstep_tensor *t, const struct hstep_chunk *c)
 {
     int64_t first = c->run * t->run_length + c->offset, end = first + (c->runs - 1) * t->run_length + c->length;
@@ -63,7 +64,8 @@ static void touch_task(void *argument, int64_t i)
     for (const struct hstep_chunk *c = span.first; c < span.end; c++) touch_chunk(&b->call->plan.tensors[c->tensor], c);
 }
 
-/* The system puts a page near the thread that writes to it first: the one that has the same share of a step. */
+/* Touches states from the threads that will step them. The system places a page near the thread that writes to it
+ * first. */
 void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *plan)
 {
     struct hstep_call call = {.context = c, .plan = *plan};
@@ -72,11 +74,11 @@ void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *pl
 
 /* ---- Places ---- */
 
-/* Those of the rule, then WORK. */
+/* Returns the slot after s: those of the rule, then WORK. */
 static int next_slot(const struct hstep_work *w, int s) { return s + 1 == w->t->slots ? HSTEP_SLOT_WORK : s + 1; }
 
-/* The numbers that n elements from `element` on find in a vector. */
-static void spread(const struct hstep_work *w, int s, int64_t element, int64_t n, float *out)
+/* Writes the numbers that n elements from `element` on have in a vector over rows or columns. */
+static void expand_vector(const struct hstep_work *w, int s, int64_t element, int64_t n, float *out)
 {
     const float *vector = (const float *)(void *)w->code[s];
     int64_t columns = w->t->n_columns, row = element / columns, column = element % columns;
@@ -98,7 +100,7 @@ void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_place
         if (w->format[s] < 0) continue;
         if (hstep_extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
             places->code[s] = (char *)places->vector[vectors];
-            spread(w, s, element, left < HSTEP_TILE ? left : HSTEP_TILE, places->vector[vectors++]);
+            expand_vector(w, s, element, left < HSTEP_TILE ? left : HSTEP_TILE, places->vector[vectors++]);
             continue;
         }
         if (!element) {
@@ -117,7 +119,7 @@ struct hstep_fragment hstep_take_unit(const struct hstep_work *w, struct hstep_s
     return (struct hstep_fragment){hstep_take(s, w->t->unit - lead), lead};
 }
 
-/* Moves the held elements of fragments between one slot and scratch memory. */
+/* Moves the held elements of fragments between one slot and scratch memory. out: 1 moves to the slot. */
 static void move_parts(const struct hstep_work *w, const struct hstep_fragment *part, int n, int s, char *code,
                        char *extra, int out)
 {
@@ -145,8 +147,8 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_fragment *part,
         memset(scratch->extra[s], 0, (size_t)(n * w->t->unit) * 2);
         if (hstep_extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
             for (int i = 0; i < n; i++)
-                spread(w, s, part[i].held.element, part[i].held.n,
-                       (float *)(void *)scratch->code[s] + (int64_t)i * w->t->unit + part[i].lead);
+                expand_vector(w, s, part[i].held.element, part[i].held.n,
+                              (float *)(void *)scratch->code[s] + (int64_t)i * w->t->unit + part[i].lead);
             continue;
         }
         move_parts(w, part, n, s, scratch->code[s], scratch->extra[s], 0);
@@ -221,7 +223,7 @@ void hstep_load(const struct hstep_work *w, const struct hstep_places *places, s
     if (w->format[HALFSTEP_SLOT_GRADIENT] >= 0) {
         kernels->format[w->format[1]].decode[0](tile->gradient, places->code[1], places->extra[1], n);
         kernels->gradient(tile->gradient, tile->weight, w->u->gradient_scale, w->mean, w->u->l2, n);
-    } else if (w->pass == HSTEP_PASS_CHANGE) { /* the transformed direction takes its place */
+    } else if (w->pass == HSTEP_PASS_CHANGE) { /* the transformed direction stands in for the gradient */
         kernels->format[HSTEP_FORMAT_f32].decode[0](tile->gradient, places->code[HSTEP_SLOT_WORK], NULL, n);
     }
     for (int i = 0; i < w->t->slots - HALFSTEP_SLOT_STATE; i++) {

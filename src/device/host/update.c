@@ -1,4 +1,4 @@
-/* The work of an update: chunks of tensors, tile by tile or through a fused kernel. */
+/* Updates chunks of tensors, tile by tile or by a fused kernel. */
 #include <string.h>
 
 #include "device/host/tile.h"
@@ -24,7 +24,7 @@ static void encode_state(const struct hstep_work *w, const struct hstep_places *
                                                                            w->u->onto[s]);
 }
 
-/* n elements (whole units, at most a tile) at the given places. */
+/* Updates n elements, whole units and at most a tile, at the given addresses. */
 static void run_tile(const struct hstep_work *w, const struct hstep_places *places, uint32_t (*words)[HSTEP_TILE_WORDS],
                      int64_t n)
 {
@@ -58,7 +58,7 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
     }
 }
 
-/* Random words of n elements from `index` on, for the slots that take them. */
+/* Fills in the random words of n elements from element `index` on, for the slots that use them. */
 static void fill_words(const struct hstep_work *w, uint64_t index, int64_t n, uint32_t (*words)[HSTEP_TILE_WORDS],
                        int64_t from)
 {
@@ -67,6 +67,7 @@ static void fill_words(const struct hstep_work *w, uint64_t index, int64_t n, ui
             hstep_fill_words(w->context->kernels, w->u->generator, &w->u->stream[s], index, words[s] + from / 2, n);
 }
 
+/* Fills in the word that rounds to nearest, for the slots that use no random words. */
 static void default_words(const struct hstep_work *w, uint32_t (*words)[HSTEP_TILE_WORDS], int64_t n)
 {
     int64_t count = (n < HSTEP_TILE ? n : HSTEP_TILE) / 2;
@@ -111,6 +112,7 @@ struct staging {
     struct hstep_fragment part[HSTEP_TILE / HSTEP_GROUP];
 };
 
+/* Updates the staged fragments as one tile. */
 static void flush_staging(const struct hstep_work *w, struct staging *st)
 {
     if (!st->n) return;
@@ -142,6 +144,7 @@ static void update_stretch(const struct hstep_work *w, struct staging *st, struc
     if (s.n) stage(w, st, (struct hstep_fragment){s, 0});
 }
 
+/* Updates a stretch row by row, each with the mean of its gradient. */
 static void update_rows(struct hstep_work *w, struct staging *st, struct hstep_stretch s)
 {
     while (s.n > 0) {

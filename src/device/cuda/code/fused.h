@@ -1,5 +1,5 @@
-/* What is a fused kernel's (device/cuda/code/fused_kernels.h): tiles that are whole and aligned, of updates that do
- * nothing out of the ordinary. The general kernel takes all others. */
+/* Which tiles the fused kernels take (device/cuda/code/fused_kernels.h): whole, aligned tiles of ordinary
+ * updates (is_fused()). The general kernel takes all others. */
 #ifndef HSTEP_CUDA_FUSED_H
 #define HSTEP_CUDA_FUSED_H
 
@@ -7,7 +7,7 @@
 
 /* ---- Which tiles ---- */
 
-/* Whether the tensor's update, as it is at this step, is one of its fused kernel's. */
+/* Returns 1 if the tensor's update at this step can go through its fused kernel. */
 CUDA_DEVICE int is_fused(const struct hstep_call *call, int tensor)
 {
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
@@ -21,7 +21,7 @@ CUDA_DEVICE int is_fused(const struct hstep_call *call, int tensor)
            u->centralize == 0.0;
 }
 
-/* Whether all places of the tile of this lane are held, by all lanes. */
+/* Returns 1 if every place of the tile is held, in this lane and in all others. */
 CUDA_DEVICE int is_whole(const struct lane *l)
 {
     const int64_t start = l->element - lane_of_thread() * PLACES;

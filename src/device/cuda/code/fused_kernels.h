@@ -1,6 +1,6 @@
-/* Updates whose values stay in registers: a kernel for each rule with each recipe of fused.def. Functions here are
- * inlined with constant rules and formats, and loops over a lane's places are unrolled, so that arrays of places are
- * registers. For kernels.cu, at its end. */
+/* Updates whose values stay in registers: a kernel for each rule with each recipe of fused.def. Functions are inlined
+ * with constant rules and formats. Loops over a lane's places are unrolled, so that arrays of places are registers.
+ * Included at the end of kernels.cu. */
 #ifndef HSTEP_CUDA_FUSED_KERNELS_H
 #define HSTEP_CUDA_FUSED_KERNELS_H
 
@@ -8,15 +8,15 @@
 #include "device/cuda/code/kernels.h"
 #include "device/cuda/code/rules.h"
 
-/* What of a key words are made of (rng.h); factor and offset in their upper halves. */
+/* The part of a key that words are made from (rng.h), with factor and offset in their upper halves. */
 struct segment_key {
     __attribute__((aligned(16))) uint32_t k0;
     uint32_t k1, factor, offset;
 };
 
-/* What a block knows of the chunk that it works on; in shared memory, for registers are scarce. */
+/* The chunk that a block works on. It lies in shared memory because registers are scarce. */
 struct fused_work {
-    int active, option; /* the chunk is this kernel's, with what RULE_OPTION says */
+    int active, option; /* active: the chunk is this kernel's; option: RULE_OPTION is set in the mode */
     int64_t run, runs, offset, length, run_length, index_stride;
     uint64_t index0;
     int format[HSTEP_SLOTS];
@@ -25,20 +25,21 @@ struct fused_work {
     float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
     float gradient_scale, l2;
     struct hstep_key stream[HSTEP_SLOTS];
-    /* Of the segment that each warp is in. */
+    /* For the segment that each warp is in: */
     uint64_t segment[WARPS];
     struct segment_key key[WARPS][HSTEP_SLOTS];
 };
 
 /* ---- A slot of a lane ---- */
 
-/* The scale of an element's block. */
+/* Returns the address of the scale of an element's block. */
 V_OP char *block_scale(const struct columns c, const struct fused_work *w, int s, int64_t element)
 {
     return w->extra[s] + element / c.block * hstep_scale_bytes(c.scale);
 }
 
-/* more: the warp goes on with the tile WARPS further on, which is brought into the cache meanwhile. */
+/* Loads a lane's places of a slot, and keeps the stored bytes in r. more: the warp goes on with the tile that is WARPS
+ * further on, which is prefetched here. */
 V_OP void fused_load(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
                      const int more, struct scratch *r, vf *x)
 {
@@ -71,7 +72,7 @@ V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t
     if (c.extra_bits) copy_aligned(w->extra[s] + element * c.extra_bits / 8, r->extra, PLACES * c.extra_bits / 8);
 }
 
-/* Keys of all slots for the segment that the tile is in. */
+/* Makes the keys of all slots for the segment of the tile, unless the warp has them. */
 V_OP void fused_segment(struct fused_work *w, uint64_t index)
 {
     const uint64_t segment = index / 2 >> HSTEP_SEGMENT_SHIFT;
@@ -86,8 +87,8 @@ V_OP void fused_segment(struct fused_work *w, uint64_t index)
     CUDA_WARP_BARRIER();
 }
 
-/* hstep_lattice_word() of a mixer's, with factor and offset in their upper halves: so no other bits are in the way of
- * what rounding adds. */
+/* Computes hstep_lattice_word() of a mixer's word. The factor and offset are in their upper halves, so that no other
+ * bits get in the way of what rounding adds. */
 V_OP uint32_t fused_word(const struct segment_key *held, const struct hstep_key *mixer, uint32_t i)
 {
     const uint32_t h = hstep_mixer_word(mixer, i);
@@ -95,7 +96,8 @@ V_OP uint32_t fused_word(const struct segment_key *held, const struct hstep_key 
     return (high & 0xffff0000u) | low >> 16;
 }
 
-/* Slots of formats that are written with random bits have a stream (decide/prepare.c). */
+/* Returns the random words of a lane's places. Slots whose format is written with random bits have a stream
+ * (decide/prepare.c). Others get the word that rounds to nearest. */
 V_OP vi fused_words(const int format, const struct fused_work *w, int s, uint64_t index)
 {
     const uint32_t first = (uint32_t)(index / 2) & (HSTEP_SEGMENT_WORDS - 1);
@@ -141,7 +143,7 @@ V_OP void load_gradient(const struct fused_work *w, int64_t element, const int m
     }
 }
 
-/* Of the weight, and of states that are stored as it is. */
+/* Loads the weight, or a state that is stored as the weight is. */
 V_OP void load_weight(const struct fused_work *w, int s, int64_t element, const int more, struct scratch *r, vf *x)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
@@ -174,7 +176,7 @@ V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t i
 
 /* ---- A tile ---- */
 
-/* At compile time. */
+/* Constants of a kernel, known at compile time. */
 struct fused_what {
     int first, second, option;
     struct hstep_roles states;
@@ -186,7 +188,8 @@ V_OP int optionals_of(const struct fused_what f)
     const int *optional = f.states.optional;
     return optional[0] + optional[1] + optional[2] + optional[3];
 }
-/* RULE_OPTION says that one of the optional ones is; a rule may have several. */
+/* Returns 1 if state j is stored. RULE_OPTION only says that some optional state is, so a rule with several of them
+ * must look at the formats. */
 V_OP int is_stored(const struct fused_what f, const struct fused_work *w, const int j)
 {
     if (!f.states.optional[j]) return role_of(f, j) != 0;
@@ -194,7 +197,7 @@ V_OP int is_stored(const struct fused_what f, const struct fused_work *w, const 
     return optionals_of(f) == 1 || w->format[HALFSTEP_SLOT_STATE + j] >= 0;
 }
 
-/* Of states of gradients, beside states in blocks. */
+/* Returns 1 if state j has role GRADIENT beside states in blocks and is stored as f32, not as bf16_sr. */
 V_OP int is_wide(const struct fused_what f, const struct fused_work *w, const int j)
 {
     return role_of(f, j) == HALFSTEP_ROLE_GRADIENT && is_block(f.first) &&
@@ -207,7 +210,7 @@ V_OP int format_of(const struct fused_what f, const int j)
     return role == HALFSTEP_ROLE_GRADIENT && is_block(f.first) ? HSTEP_FORMAT_bf16_sr : f.first;
 }
 
-/* What a lane has of a state. */
+/* A lane's places of one state, before and after the rule. */
 struct fused_state {
     struct scratch scratch;
     vf before[2], after[2];
@@ -255,7 +258,7 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     load_state(f, 2, w, element, more, &s2);
     load_state(f, 3, w, element, more, &s3);
     scale_pair(gradient, w->gradient_scale);
-    /* Asked once for all places. */
+    /* Tested once for all places. */
     if (l2 != 0.0f)
         CUDA_UNROLL for (int i = 0; i < 2; i++) gradient[i] = v_add(gradient[i], v_mul(v_set(l2), weight[i]));
     CUDA_UNROLL for (int i = 0; i < 2; i++)
@@ -274,13 +277,13 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     change_weight(w, HALFSTEP_SLOT_WEIGHT, element, index, &scratch, weight, change);
 }
 
-/* The whole tiles of a run, which the warps take in turn. */
+/* Updates the whole tiles of a run. The warps take them in turn. */
 V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
                     int64_t run)
 {
     const int64_t element = run * w->run_length + w->offset;
     const uint64_t index = w->index0 + (uint64_t)(run * w->index_stride) + (uint64_t)w->offset;
-    /* Units are groups here. */
+    /* Units are groups of 32 here. */
     const int lead = (int)(index % HSTEP_GROUP), tiles = (lead + (int)w->length) / HSTEP_TILE;
     for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles; tile += WARPS) {
         const int place = tile * HSTEP_TILE - lead + lane_of_thread() * PLACES;
@@ -290,7 +293,8 @@ V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf
 
 /* ---- Chunks ---- */
 
-/* By all threads of the block; what there is to do is known after the barrier that follows. */
+/* Reads what the block needs to know of a chunk. All threads of the block call this, and a barrier must follow before
+ * any of them uses w. */
 V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c, int kernel, struct fused_work *w)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
@@ -321,7 +325,8 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
     for (int j = i; j < HSTEP_MAX_SCALARS; j += HSTEP_CUDA_THREADS) w->k[j] = u->k[j];
 }
 
-/* RULE_OPTION changes a rule only if it has states that may be left out. */
+/* Updates the chunks first, first + CUDA_BLOCKS and so on, up to `end`. RULE_OPTION is set only for rules with optional
+ * states. */
 V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), const int kernel,
                        const struct hstep_call *call, struct fused_work *w, int64_t first, int64_t end)
 {
@@ -341,12 +346,13 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
 
 /* ---- Kernels ---- */
 
-/* Whether a recipe has a kernel under a rule. What a rule without states, or with states as its weights alone, does is
- * the same in all recipes: one has it. */
+/* 1 if a recipe has a kernel under a rule. A rule without states, or with states of role WEIGHT alone, does the same in
+ * all recipes, so only the recipe f32 has one. */
 #define HAS_KERNEL(rule, first)                                                   \
     ((int)rule##_states <= HSTEP_CUDA_FUSED_STATES && (int)rule##_vectors == 0 && \
      (HSTEP_FORMAT_##first == HSTEP_FORMAT_f32 || (int)rule##_states > (int)rule##_weights))
-/* Values of more than two states do not fit half of the registers; a state of a weight takes as many. */
+/* Blocks that share a multiprocessor. Half of the registers do not hold the values of more than two states, or of a
+ * state of role WEIGHT. */
 #define BLOCKS_OF(rule) ((int)rule##_states - (int)rule##_optionals > 2 || (int)rule##_weights > 0 ? 1 : 2)
 #define FUSED_KERNEL(one, two, rule)                                                                                 \
     CUDA_KERNEL_SHARED(BLOCKS_OF(rule))                                                                              \

@@ -1,5 +1,5 @@
-/* The device side of device.h: what device/host does with tasks and tiles, warp by warp and bit for bit. One source in
- * what C and CUDA's C++ share: device code, and compiled as C the kernels of the emulation (tests/cuda).
+/* The kernels of device.h's entries. They do what device/host does with tasks and tiles, warp by warp and bit for bit.
+ * The source is valid C and CUDA C++. As CUDA it is device code, as C the kernels of the emulation (tests/cuda).
  *
  * Over 500 lines because the kernels share the walk over chunks and what a warp holds of them. */
 #include "vec/cuda.h"
@@ -16,7 +16,7 @@
 #include "base/squares.h"
 
 #ifndef HSTEP_CUDA_EMULATED
-/* What decides is the same source as on a host. */
+/* Decisions are compiled from the same source as on a host. */
 #include "decide/decide.c"
 #include "tables/layout.c"
 #include "decide/prepare.c"
@@ -29,7 +29,7 @@
 
 /* ---- What a pass sees ---- */
 
-/* Weight, effective gradient and states of the lane's places; `scratch` keeps what is stored. */
+/* Loads the weight, the effective gradient and the states of the lane's places. `scratch` keeps the stored bytes. */
 CUDA_DEVICE void load(const struct hstep_work *w, const struct lane *l, struct scratch *scratch, struct values *v)
 {
     const struct hstep_update *u = w->u;
@@ -47,7 +47,7 @@ CUDA_DEVICE void load(const struct hstep_work *w, const struct lane *l, struct s
             if (u->l2 != 0.0f) x = v_add(x, v_mul(v_set(u->l2), v->weight[i]));
             v->gradient[i] = x;
         }
-    } else if (w->pass == HSTEP_PASS_CHANGE) { /* the transformed direction takes its place */
+    } else if (w->pass == HSTEP_PASS_CHANGE) { /* the transformed direction stands in for the gradient */
         fetch_slot(w, HSTEP_SLOT_WORK, l, &scratch[HSTEP_SLOT_WORK]);
         decode(HSTEP_FORMAT_f32, 0, &scratch[HSTEP_SLOT_WORK], v->gradient);
     }
@@ -61,7 +61,7 @@ CUDA_DEVICE void load(const struct hstep_work *w, const struct lane *l, struct s
     }
 }
 
-/* Mean of a whole row of the raw gradient, times what the group takes of it; the same in all lanes. */
+/* Returns the mean of a whole row of the raw gradient, times u->centralize. All lanes get the same value. */
 CUDA_DEVICE float row_mean(const struct hstep_work *w, struct exchange *e, int64_t row_start)
 {
     int64_t n = w->t->n_columns, total[HSTEP_EXACT_LIMBS];
@@ -77,7 +77,7 @@ CUDA_DEVICE float row_mean(const struct hstep_work *w, struct exchange *e, int64
     return (float)(w->u->centralize * (hstep_exact_round(total) / (double)n));
 }
 
-/* The pass's function of the rule; x: of its norms or cross. */
+/* Runs the pass's function of the rule. x receives the values of norms or cross. */
 CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v, vf (*x)[2])
 {
     const struct constants constants = constants_of(w->u->k);
@@ -104,13 +104,13 @@ CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v, vf (
 
 /* ---- update ---- */
 
-/* What a warp carries through a chunk that it updates. */
+/* The state of a warp in a chunk that it updates. */
 struct updating {
     struct hstep_work w;
-    int fused;    /* whole tiles are another kernel's (device/cuda/code/fused.h) */
-    int64_t turn; /* the warps take tiles in turn */
+    int fused;    /* a fused kernel takes the whole tiles (device/cuda/code/fused.h) */
+    int64_t turn; /* counts tiles, which the warps take in turn */
     uint64_t segment[HSTEP_SLOTS];
-    struct hstep_key key[HSTEP_SLOTS]; /* of that segment */
+    struct hstep_key key[HSTEP_SLOTS]; /* for that segment */
 };
 
 CUDA_DEVICE vi slot_words(struct updating *a, int s, uint64_t index)
@@ -172,7 +172,8 @@ CUDA_DEVICE void update_stretch(struct updating *a, struct exchange *e, struct h
     }
 }
 
-/* Whether the fused kernel takes the whole chunk: it begins and ends with a whole tile in each of its runs. */
+/* Returns 1 if the fused kernel takes the whole chunk, because every run of the chunk begins and ends with a whole
+ * tile. */
 CUDA_DEVICE int is_whole_chunk(const struct hstep_tensor *t, const struct hstep_chunk *c)
 {
     const uint64_t first = t->index0 + (uint64_t)c->offset,
@@ -199,12 +200,12 @@ CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_
     }
 }
 
-/* Numbers first .. end - 1 of chunks or tensors. */
+/* The numbers first .. end - 1 of chunks or tensors. */
 struct span {
     int64_t first, end;
 };
 
-/* The chunks of tensors first .. first + n - 1. */
+/* Returns the chunks of tensors first .. first + n - 1. */
 CUDA_DEVICE struct span span_of(const struct hstep_call *call, int first, int n)
 {
     struct span span = {0, 0};
@@ -225,7 +226,8 @@ CUDA_KERNEL void halfstep_cuda_update(struct hstep_call call, struct hstep_cuda_
 
 /* ---- scan ---- */
 
-/* How many of a stretch's tiles load_aligned() can take: whole ones, of codes that are aligned. */
+/* Returns how many tiles of a stretch load_aligned() can take: the whole ones if it knows the format and the codes are
+ * aligned, else 0. */
 CUDA_DEVICE int64_t aligned_tiles(int format, const char *code, int64_t length)
 {
     return (uintptr_t)code % 16 == 0 && is_fused_gradient(format) ? length / HSTEP_TILE : 0;
@@ -233,7 +235,7 @@ CUDA_DEVICE int64_t aligned_tiles(int format, const char *code, int64_t length)
 
 CUDA_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-/* Of a stretch of up to 256 elements: what the lane has of them, 0 elsewhere; returns its largest magnitude. */
+/* Loads n elements, at most 256, and sets the lane's other places to 0. Returns the largest magnitude in the lane. */
 CUDA_DEVICE uint32_t scan_tile(const struct hstep_tensor *t, int format, const char *gradient, int64_t element,
                                int64_t n, struct lane *l, vf *x)
 {
@@ -244,7 +246,7 @@ CUDA_DEVICE uint32_t scan_tile(const struct hstep_tensor *t, int format, const c
     return hstep_cuda_largest(x[0], x[1]);
 }
 
-/* Of a run of a chunk, whose squares are added as well. */
+/* Scans one run of a chunk and adds its squares. Returns the largest magnitude in the lane. */
 CUDA_DEVICE uint32_t scan_and_sum(const struct hstep_call *call, const struct hstep_tensor *t, int format,
                                   const char *gradient, struct hstep_stretch s, struct exchange *e, int64_t *turn,
                                   struct spread *sum)
@@ -267,7 +269,7 @@ CUDA_DEVICE uint32_t scan_and_sum(const struct hstep_call *call, const struct hs
                 if (is_finite(value)) add_shared(call->statistics, value * value);
             }
         }
-        /* Chunks that are not finite are left out, and no others, so that no cut matters. */
+        /* Only chunks that are not finite are left out, so that the cut does not matter then either. */
         if (!singly) {
             const double total = warp_total(e, x, 1);
             if (is_finite(total)) spread_add(sum, total);
@@ -276,8 +278,8 @@ CUDA_DEVICE uint32_t scan_and_sum(const struct hstep_call *call, const struct hs
     return largest;
 }
 
-/* The largest magnitude that the lane has of a warp's tiles: `tile`, and every WARPS-th up to `end`. Several are loaded
- * before the first is looked at, so that memory has enough to do. */
+/* Returns the largest magnitude that the lane has of a warp's tiles: `tile`, and every WARPS-th up to `end`. Loads
+ * several tiles before it looks at the first, so that memory stays busy. */
 enum { SCAN_AHEAD = 4 };
 V_OP uint32_t largest_of(const int format, const char *code, int64_t tile, int64_t end)
 {
@@ -325,7 +327,7 @@ CUDA_DEVICE uint32_t scan_run(const struct hstep_tensor *t, int format, const ch
     return largest;
 }
 
-/* Lanes add where none has been seen to add before, so that a few of them wait for each other at most. */
+/* Raises a flag. Lanes add only if they have not seen it raised, so that at most a few wait for each other. */
 CUDA_DEVICE void raise_flag(int64_t *flag, int64_t found)
 {
     const int64_t seen = *flag;
@@ -364,7 +366,7 @@ CUDA_KERNEL_SHARED(3) void halfstep_cuda_scan(struct hstep_call call, struct hst
 
 /* ---- sum ---- */
 
-/* What the update will see of the lane's places: values to be summed. */
+/* Computes the values to be summed for the lane's places, as the update will see them. */
 CUDA_DEVICE void values_of(const struct hstep_work *w, const struct lane *l, vf (*x)[2])
 {
     const struct hstep_tensor *t = w->t;
@@ -381,7 +383,7 @@ CUDA_DEVICE void values_of(const struct hstep_work *w, const struct lane *l, vf 
         x[t->sums - 1][i] = v_select(agrees(v.change[i], v.gradient[i]), v_set(1.0f), v_set(0.0f));
 }
 
-/* A stretch of one chunk of columns. */
+/* Adds the sums of a stretch within one chunk of columns. */
 CUDA_DEVICE void add_chunk(const struct hstep_work *w, struct exchange *e, struct hstep_stretch s, int64_t *limbs,
                            struct spread *sums)
 {
@@ -392,7 +394,7 @@ CUDA_DEVICE void add_chunk(const struct hstep_work *w, struct exchange *e, struc
     for (int j = 0; j < w->t->sums; j++) {
         const int squared = hstep_is_squared(w->t, j);
         const uint64_t every = (uint64_t)hstep_every(w, j);
-        /* Of place 0, which need not be held. */
+        /* the number of place 0, which need not be held */
         const uint64_t number = every > 1 ? hstep_number_of(w->t, s.element) + (uint64_t)(l.element - s.element) : 0;
         for (int i = 0; i < PLACES; i++) {
             const double one = (double)PLACE(x[j], i);
@@ -439,8 +441,8 @@ CUDA_KERNEL void halfstep_cuda_sum(struct hstep_call call, struct hstep_cuda_wha
 
 /* ---- cross ---- */
 
-/* The values of a chunk of a row, added to those of the rows before it, and their sum. A chunk that begins within a
- * unit is taken in parts. */
+/* Adds the values of a chunk of a row to `columns`, which hold those of the rows before it, and returns their sum. A
+ * chunk that begins within a unit is taken in parts. */
 CUDA_DEVICE double cross_chunk(const struct hstep_work *w, struct exchange *e, float *chunk, struct hstep_stretch s,
                                double *columns)
 {
@@ -462,7 +464,7 @@ CUDA_DEVICE double cross_chunk(const struct hstep_work *w, struct exchange *e, f
     return warp_total(e, mine, 0);
 }
 
-/* A warp has a chunk of columns of a block of rows. */
+/* Sums chunk number i: one chunk of columns in one block of rows, by one warp. */
 CUDA_DEVICE void cross_block(struct hstep_work *w, struct exchange *e, float *chunk, const struct hstep_cuda_sums *s,
                              int64_t i, double *sums)
 {
@@ -480,7 +482,7 @@ CUDA_DEVICE void cross_block(struct hstep_work *w, struct exchange *e, float *ch
     }
 }
 
-/* Sums of whole rows, from those of their chunks, and of whole columns. */
+/* Sums whole rows from the sums of their chunks, and whole columns from those of the blocks. */
 CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cuda_sums *s, double *sums)
 {
     for (int64_t i = thread_of_grid(); i < t->row_length; i += threads_of_grid())
@@ -488,7 +490,7 @@ CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cud
             sums[s->columns + i] += sums[s->columns + block * t->row_length + i];
     for (int64_t row = thread_of_grid(); row < t->rows; row += threads_of_grid()) {
         int64_t limbs[HSTEP_EXACT_LIMBS];
-        double odd = 0.0; /* what is not finite has no place in the limbs */
+        double odd = 0.0; /* the limbs hold finite sums only */
         for (int k = 0; k < HSTEP_EXACT_LIMBS; k++) limbs[k] = 0;
         for (int64_t part = 0; part < s->chunks; part++) {
             double sum = sums[s->parts + row * s->chunks + part];
@@ -499,7 +501,8 @@ CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cud
     }
 }
 
-/* The new numbers of a vector from the sums of what each is over; adds the sum of them, each chunk of 256 rounded. */
+/* Computes the n new numbers of a vector from `sums`, each of which is over `of` elements. Adds them to the limbs,
+ * where each chunk of 256 is rounded to double first. */
 CUDA_DEVICE void renew(const struct hstep_call *call, int tensor, int pair, struct exchange *e, struct hstep_slot *slot,
                        const double *sums, int64_t n, int64_t of, int64_t *limbs)
 {
@@ -558,8 +561,8 @@ CUDA_KERNEL void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_w
 
 /* ---- What a single block decides ---- */
 
-/* This thread's share of n tensors. Its tensors follow each other, because neighbours often have the same constants,
- * which are then worked out once. */
+/* Returns this thread's share of n tensors. The tensors of a share are consecutive, because neighbours often have the
+ * same constants, which are then computed once. */
 CUDA_DEVICE struct span share_of_thread(int first, int n)
 {
     const int64_t each = (n + HSTEP_CUDA_THREADS - 1) / HSTEP_CUDA_THREADS;
@@ -608,7 +611,7 @@ CUDA_KERNEL void halfstep_cuda_carry(struct hstep_call call, struct hstep_cuda_w
         hstep_exact_normalize((int64_t *)what.to + i * HSTEP_EXACT_LIMBS);
 }
 
-/* The device's memory is aligned; the end need not be. */
+/* Memory of the device is aligned, but its end need not be. */
 CUDA_KERNEL void halfstep_cuda_zero(struct hstep_call call, struct hstep_cuda_what what)
 {
     int64_t bytes = (int64_t)what.bytes, words = (uintptr_t)what.to % 8 ? 0 : bytes / 8;
@@ -679,8 +682,8 @@ CUDA_KERNEL void halfstep_cuda_read(struct hstep_access a, struct hstep_cuda_wha
     }
 }
 
-/* The scale of a state that has one for the whole tensor, from its new values: one warp's work, for chunks are added
- * in their order. */
+/* Returns the scale that a state with one scale for the whole tensor has with the new values. One warp does all of it,
+ * because chunks are added in their order. */
 CUDA_DEVICE float scale_of(const struct hstep_access *a, struct exchange *e, const float *in)
 {
     const struct hstep_tensor *t = a->tensor;
@@ -709,7 +712,7 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
     const float onto = hstep_onto_grid(s->grid, s->root);
     int one_scale = hstep_has_one_scale(s->format) && a.end > a.first;
     struct hstep_piece p = {0, 0, 0};
-    /* Where one scale serves all, one warp does all. */
+    /* One scale for all is one warp's work. */
     int64_t warps = one_scale ? 1 : warps_of_grid();
     if (one_scale && warp_of_grid()) return;
     float scale = one_scale ? scale_of(&a, &e[warp_of_thread()], in) : 0.0f;
@@ -724,8 +727,8 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
         for (int i = 0; i < PLACES; i++) PLACE(x, i) = i >= l.first && i < l.last ? in[l.element + i - a.first] : 0.0f;
         for (int i = 0; s->nonneg && i < 2; i++) x[i] = v_abs(x[i]);
         if (one_scale) memcpy(r.extra, &scale, 4);
-        /* A weight is written as a step writes it, minus nothing, so that it saturates; with a second stream that would
-         * start from what is there. */
+        /* A weight is written as a step with a change of 0 writes it, so that it saturates. Formats with a second
+         * stream are encoded instead, because a step would start from what the stream holds now. */
         if (a.slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits) apply(s->format, x, nothing, &r, words);
         else encode(s->format, s->nonneg, x, &r, words, a.slot >= HALFSTEP_SLOT_STATE, onto);
         put(t, s->format, (char *)a.data, extra_of(s), &l, &r);

@@ -1,8 +1,9 @@
-/* A warp holds a tile: 256 places of index space, whole units, of which each lane has eight after another. What a lane
- * has of a slot is copied into scratch memory of its own, zero where nothing is held here, so that whole tiles, tails
- * and rows that begin within a unit are one path; the formats then decode and encode there. Blocks of 32, 128 and 256
- * elements are 4, 16 and 32 lanes, which find their maximum by exchanges. Any format, any gradient: formats are
- * arguments here, the same for all lanes of a warp. */
+/* A warp holds a tile: 256 places of index space, in whole units. Each lane has eight consecutive places.
+ *
+ * A lane copies its places of a slot into scratch memory of its own, with zeros at places that are not held here. Whole
+ * tiles, tails and rows that begin within a unit therefore take one path. The formats then decode and encode in scratch
+ * memory. Blocks of 32, 128 and 256 elements are 4, 16 and 32 lanes, which find their maximum by exchanges. All formats
+ * are possible. They are arguments here, the same for all lanes of a warp. */
 #ifndef HSTEP_CUDA_LANE_H
 #define HSTEP_CUDA_LANE_H
 
@@ -17,14 +18,14 @@ enum { LANES = 32, PLACES = HSTEP_TILE / LANES, WARPS = 256 / LANES };
 
 _Static_assert(PLACES == PAIR, "the places of a lane are a pair");
 
-/* Place i of a pair, its even places and its odd ones. */
+/* Place i of a pair, which stands in the vector of even places or in that of odd ones. */
 #define PLACE(pair, i) (pair)[(i) % 2].x[(i) / 2]
 
-/* Places of one lane: first .. last - 1 of the eight are held here. */
+/* The places of one lane. first .. last - 1 of the eight are held here. */
 struct lane {
     int first, last;
     int begins;         /* the first element of the stretch is here */
-    int64_t element;    /* of place 0, held or not */
+    int64_t element;    /* at place 0, held or not */
     int64_t begin, end; /* elements of the stretch */
     uint64_t index;
 };
@@ -40,7 +41,8 @@ CUDA_DEVICE int warp_of_thread(void) { return CUDA_THREAD / LANES; }
 
 CUDA_DEVICE int is_finite(double x) { return (hstep_bits64(x) >> 52 & 2047) != 2047; }
 
-/* Tile number `tile` of a stretch whose first element lies `lead` places into a unit. */
+/* Returns the lane's places in tile number `tile` of a stretch. The first element of the stretch lies `lead` places
+ * into a unit. */
 CUDA_DEVICE struct lane lane_at(struct hstep_stretch s, int64_t lead, int64_t tile)
 {
     int64_t place = tile * HSTEP_TILE + lane_of_thread() * PLACES;
@@ -55,13 +57,14 @@ CUDA_DEVICE struct lane lane_at(struct hstep_stretch s, int64_t lead, int64_t ti
     return l;
 }
 
-/* Of n elements in memory. */
+/* Returns the lane's places in n elements of memory, without index space. */
 CUDA_DEVICE struct lane lane_of(int64_t element, int64_t n)
 {
     const struct hstep_stretch s = {element, 0, n};
     return lane_at(s, 0, 0);
 }
 
+/* Returns how many tiles n elements need if the first lies `lead` places into a unit. */
 CUDA_DEVICE int64_t tiles_of(int64_t lead, int64_t n) { return (lead + n + HSTEP_TILE - 1) / HSTEP_TILE; }
 
 /* ---- Between slots and scratch memory ---- */
@@ -81,7 +84,7 @@ CUDA_DEVICE void clear_scratch(struct scratch *r)
     for (int i = 0; i < PLACES * 2; i++) r->extra[i] = 0;
 }
 
-/* code, extra: of the whole slot. extra may be NULL. */
+/* Copies the lane's places of a slot to scratch memory. code and extra belong to the whole slot. extra may be NULL. */
 CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *code, const char *extra,
                        const struct lane *l, struct scratch *r)
 {
@@ -90,8 +93,8 @@ CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *cod
     int64_t element = l->element + l->first;
     clear_scratch(r);
     if (extra && f->block) {
-        /* All lanes of a block have its scale, also those that hold none of it: what a code of 0 stands for, which
-         * padding decodes to, may depend on it. */
+        /* All lanes of a block get its scale, even those that hold none of it. Padding decodes as code 0, whose value
+         * may depend on the scale. */
         int64_t from = l->element - lane_of_thread() * PLACES % f->block, end = least(from + f->block, l->end);
         if (from < l->begin) from = l->begin;
         if (from < end) copy_bytes(r->extra, extra + hstep_extra_offset(t, format, from), f->scale_bits / 8);
@@ -104,6 +107,8 @@ CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *cod
                    n * f->extra_bits / 8);
 }
 
+/* Copies the lane's places from scratch memory to a slot. Does not store the second stream or scales if extra is
+ * NULL. */
 CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char *extra, const struct lane *l,
                      const struct scratch *r)
 {
@@ -116,11 +121,11 @@ CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char 
     if (!extra) return;
     extra += hstep_extra_offset(t, format, element);
     if (!f->block) copy_bytes(extra, r->extra + l->first * f->extra_bits / 8, n * f->extra_bits / 8);
-    /* One of the lanes of a block: its first, or the one that the stretch begins in. */
+    /* One lane of a block stores its scale: the first, or the one that the stretch begins in. */
     else if (l->begins || lane_of_thread() % (f->block / PLACES) == 0) copy_bytes(extra, r->extra, f->scale_bits / 8);
 }
 
-/* The numbers of a vector over rows or columns, one for each place. */
+/* Copies the numbers of a vector over rows or columns to scratch memory, one for each place. */
 CUDA_DEVICE void fetch_vector(const struct hstep_work *w, int s, const struct lane *l, struct scratch *r)
 {
     clear_scratch(r);
@@ -139,7 +144,7 @@ CUDA_DEVICE void fetch_slot(const struct hstep_work *w, int s, const struct lane
 
 /* ---- Whole, aligned tiles: in registers, where the format is a constant ---- */
 
-/* In registers of 32 bits, which bytes are taken from at less cost than from wider ones. */
+/* Copies go through registers of 32 bits, because bytes are cheaper to take from these than from wider ones. */
 V_OP void copy_word(char *to, const char *from) { memcpy(to, from, 4); }
 
 V_OP void copy_8(void *to, const void *from)
@@ -160,7 +165,7 @@ V_OP void copy_16(void *to, const void *from)
     copy_word(t + 12, f + 12);
 }
 
-/* n bytes, a power of two up to 16, aligned to as many. */
+/* Copies n bytes, a power of two up to 16. Both addresses are aligned to n. */
 V_OP void copy_aligned(void *to, const void *from, const int n)
 {
     switch (n) {
@@ -172,7 +177,7 @@ V_OP void copy_aligned(void *to, const void *from, const int n)
     }
 }
 
-/* The codes of a lane's places: up to 32 bytes. */
+/* Copies the codes of a lane's places, up to 32 bytes. */
 V_OP void copy_codes(void *to, const void *from, const int n)
 {
     if (n == 32) copy_16((char *)to + 16, (const char *)from + 16);
@@ -186,7 +191,7 @@ CUDA_DEVICE void decode(int format, int nonneg, const struct scratch *r, vf *x)
     load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
 }
 
-/* Whether load_aligned() knows a format. */
+/* Returns 1 if load_aligned() knows the format. */
 CUDA_DEVICE int is_fused_gradient(int format)
 {
 #define GRADIENT(fn) || format == HSTEP_FORMAT_##fn
@@ -194,8 +199,8 @@ CUDA_DEVICE int is_fused_gradient(int format)
 #undef GRADIENT
 }
 
-/* All places of a lane whose codes are aligned to 16 bytes, of the formats of gradients that fused kernels know; 0 of
- * others. */
+/* Loads all places of a lane whose codes are aligned to 16 bytes. Returns 0 unless the fused kernels know the format as
+ * one of gradients. */
 V_OP int load_aligned(int format, const char *code, vf *x)
 {
     struct scratch r = {{0}, {0}};
@@ -217,7 +222,8 @@ V_OP void scale_pair(vf *x, float factor)
     x[1] = v_mul(x[1], v_set(factor));
 }
 
-/* From the largest of a block to its scale, stored, and what it is divided by. Of a whole tensor the scale is given. */
+/* Stores the scale of a block with this largest magnitude, and returns its inverse. A scale for the whole tensor is
+ * read from `extra` instead. */
 V_OP float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
 {
     vf inverse = v_set(0.0f);
@@ -246,7 +252,8 @@ V_OP uint32_t shared_by_block(uint32_t largest, const int block)
     return largest;
 }
 
-/* All lanes of the warp at once, of a block format; returns the pattern that the block's scale is made of. */
+/* Stashes a lane's pair for a block format. All lanes of the warp must call it at once. Returns the pattern that the
+ * block's scale is made from. */
 V_OP uint32_t stash_pair(const int format, const int nonneg, const vf *x, vf onto, float *stash)
 {
     const struct columns c = columns_of(format);
@@ -261,7 +268,8 @@ V_OP uint32_t stash_pair(const int format, const int nonneg, const vf *x, vf ont
     return shared_by_block(hstep_cuda_largest(magnitude[0], magnitude[1]), c.block);
 }
 
-/* All lanes of the warp at once. x: values of the places, held or not; the scale of a whole tensor is in r->extra. */
+/* Encodes a lane's pair. All lanes of the warp must call it at once. x has values for all places, held or not. r->extra
+ * must hold a scale for the whole tensor. */
 CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct scratch *r, vi words, int state, float onto)
 {
     __attribute__((aligned(16))) float stash[PLACES];
@@ -279,7 +287,7 @@ CUDA_DEVICE void apply(int format, const vf *w, const vf *d, struct scratch *r, 
     apply_any(format, r->code, r->extra, 0, w[0], w[1], d[0], d[1], words);
 }
 
-/* Of formats whose scale is a sum over the tensor: the value whose square is summed. */
+/* Returns the value whose square is summed for a format whose scale is a sum over the tensor. */
 CUDA_DEVICE vf norm_value(int format, int nonneg, vf x)
 {
     switch (format) {
@@ -294,16 +302,17 @@ CUDA_DEVICE vf norm_value(int format, int nonneg, vf x)
 
 V_OP vi nearest_words(void) { return vi_set(0x80008000u); }
 
-/* Of four pairs from `pair` on, a multiple of four: of one segment, whose key is given. The factor and the offset of a
- * generator without lattices leave its words as they are, at less cost than asking which it is. */
+/* Returns the words of four pairs from `pair` on, a multiple of four, in the segment of the key. A generator without
+ * lattices has a factor and an offset that leave its words as they are. That costs less than a test of the
+ * generator. */
 V_OP vi segment_words(const struct hstep_key *key, uint64_t pair)
 {
     const uint32_t first = (uint32_t)pair & (HSTEP_SEGMENT_WORDS - 1);
     return V_LANES(vi, hstep_lattice_word(key, hstep_mixer_word(key, first + I)));
 }
 
-/* Of the pairs of eight places from element `index`, a multiple of eight. key: of the mixer's segment, made anew where
- * that is another. */
+/* Returns the words of eight places from element `index` on, a multiple of eight. *key must be that of *segment in the
+ * mixer. Both are renewed if the places lie in another segment. */
 CUDA_DEVICE vi random_words(int generator, const struct hstep_key *stream, uint64_t index, struct hstep_key *key,
                             uint64_t *segment)
 {
@@ -327,8 +336,8 @@ struct exchange {
     double sum[16];
 };
 
-/* The 16 sums of a chunk of up to 256 values, of which lanes hold eight after another, and their tree, in the order of
- * docs/numerics.md 4; the same in all lanes. */
+/* Returns the sum of a chunk of up to 256 values, or of their squares, to all lanes. Lanes hold eight consecutive
+ * values each. The 16 partial sums and their tree are those of docs/numerics.md 4. */
 CUDA_DEVICE double warp_total(struct exchange *e, const vf *x, int squared)
 {
     int lane = lane_of_thread();
@@ -360,7 +369,7 @@ CUDA_DEVICE void add_shared(int64_t *limbs, double x)
 }
 
 /* The limbs of a warp's sum, in registers: lane k % LANES has limb k. Atomic additions to one address wait for each
- * other, so a warp makes them once a chunk and not once a tile. */
+ * other. A warp therefore makes them once a chunk and not once a tile. */
 enum { SPREAD = (HSTEP_EXACT_LIMBS + LANES - 1) / LANES };
 struct spread {
     int64_t limb[SPREAD];
@@ -368,7 +377,7 @@ struct spread {
 
 V_OP void spread_clear(struct spread *s) { CUDA_UNROLL for (int j = 0; j < SPREAD; j++) s->limb[j] = 0; }
 
-/* Adds x, the same in all lanes of the warp. */
+/* Adds x, which must be the same in all lanes of the warp. */
 V_OP void spread_add(struct spread *s, double x)
 {
     int64_t part[3];

@@ -1,5 +1,5 @@
-/* The transformations of matrices (transforms.def), phase by phase (enum hstep_cuda_transform): whoever launches them
- * has all blocks of one phase done before the next. Between the phases the products may be made elsewhere, in BF16. */
+/* The transformations of matrices (transforms.def), phase by phase (enum hstep_cuda_transform). All blocks of one phase
+ * must be done before the next is launched. Between the phases cuBLAS may make the products in BF16. */
 #ifndef HSTEP_CUDA_MATRIX_H
 #define HSTEP_CUDA_MATRIX_H
 
@@ -7,8 +7,8 @@
 #include "device/cuda/code/lane.h"
 #include "rules/transforms.h"
 
-/* A product is made in squares of 64 elements, by a block each: a thread has 4 by 4 of them, and the stretch of both
- * factors that is being multiplied lies in shared memory. */
+/* A block makes a product in squares of 64 elements. Each thread has 4 by 4 of them. The stretch of both factors that
+ * is being multiplied lies in shared memory. */
 enum { SQUARE = 64, DEPTH = 16, SIDE = 16, EACH = SQUARE / SIDE };
 
 union matrix_scratch {
@@ -25,7 +25,8 @@ struct view {
     int64_t row, column;
 };
 
-/* part[d][i] = x[(first + i) * outer + (k + d) * inner], 0 beyond the ends. Neighbours read what lies side by side. */
+/* Sets part[d][i] = x[(first + i) * outer + (k + d) * inner], and 0 beyond the ends. Neighbouring threads read
+ * neighbouring elements. */
 CUDA_DEVICE void fetch_factor(float (*part)[SQUARE + 4], const float *x, int64_t outer, int64_t inner, int64_t first,
                               int64_t count, int64_t k, int64_t length)
 {
@@ -36,9 +37,9 @@ CUDA_DEVICE void fetch_factor(float (*part)[SQUARE + 4], const float *x, int64_t
     }
 }
 
-/* One square of c = a b from (top, left) on. Every element is one chain of products and sums in the order of the inner
- * index. coefficients: c becomes coefficients[0] I + coefficients[1] a + coefficients[2] c. mirrored: c is symmetric,
- * and what lies below its diagonal is written with what lies above. */
+/* Makes one square of c = a b from (top, left) on. Every element is one chain of products and sums in the order of the
+ * inner index. With coefficients, c becomes coefficients[0] I + coefficients[1] a + coefficients[2] c. mirrored: c is
+ * symmetric, and elements below its diagonal are written with those above. */
 CUDA_DEVICE void multiply_square(union matrix_scratch *scratch, struct view c, struct view a, struct view b,
                                  int64_t rows, int64_t columns, int64_t inner, const float *coefficients, int mirrored,
                                  int64_t top, int64_t left)
@@ -82,7 +83,7 @@ CUDA_DEVICE void multiply(union matrix_scratch *scratch, struct view c, struct v
     }
 }
 
-/* Elements and threads of the whole grid. */
+/* Numbers of threads and warps in the whole grid of blocks. */
 CUDA_DEVICE int64_t thread_of_grid(void) { return (int64_t)CUDA_BLOCK * HSTEP_CUDA_THREADS + CUDA_THREAD; }
 CUDA_DEVICE int64_t threads_of_grid(void) { return (int64_t)CUDA_BLOCKS * HSTEP_CUDA_THREADS; }
 CUDA_DEVICE int64_t warp_of_grid(void) { return thread_of_grid() / LANES; }
@@ -101,7 +102,8 @@ CUDA_DEVICE void add_squares(struct exchange *e, const float *u, int64_t n, int6
     }
 }
 
-/* The root of the sum of squares, at least eps; of nothing but zeros 1: these stay zero through all steps. */
+/* Returns the root of the sum of squares, at least eps, or 1 if both are 0. A matrix of zeros then stays zero through
+ * all steps. */
 CUDA_DEVICE double norm_of(union matrix_scratch *scratch, const int64_t *limbs, double eps)
 {
     if (CUDA_THREAD == 0) {

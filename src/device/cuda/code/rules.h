@@ -1,4 +1,4 @@
-/* Rules on one vector of a lane's places: which one, and in what mode, is an argument that all lanes share. */
+/* Rules on one vector of a lane's places. The rule and its mode are arguments, the same for all lanes. */
 #ifndef HSTEP_CUDA_RULES_H
 #define HSTEP_CUDA_RULES_H
 
@@ -30,7 +30,7 @@ CUDA_DEVICE vf step_rule(int rule, int mode, const vf *k, vf w, vf g, vf *s)
     }
 }
 
-/* The values of the rule's sums. */
+/* Computes the values of the rule's sums. */
 CUDA_DEVICE void step_norms(int rule, int mode, const vf *k, vf w, vf g, vf *s, vf *x)
 {
     switch (rule) {
@@ -69,7 +69,7 @@ CUDA_DEVICE vf step_change(int rule, const vf *k, vf w, vf u)
 
 CUDA_DEVICE vf step_cross(int rule, int pair, int mode, const vf *k, vf w, vf g, vf *s)
 {
-    (void)pair, (void)mode, (void)k, (void)w, (void)g, (void)s; /* there may be no such rule */
+    (void)pair, (void)mode, (void)k, (void)w, (void)g, (void)s; /* unused if no rule has pairs */
     switch (rule) {
 #define CROSS_CASE(name) \
     case HSTEP_RULE_##name: return name##_cross(k, w, g, s, mode, pair);

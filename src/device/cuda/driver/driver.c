@@ -15,42 +15,44 @@
 #define LIBRARY "libcuda.so.1"
 #endif
 
-/* ---- Sentences ---- */
+/* ---- Error texts ---- */
 
-static _Thread_local char sentence[256];
+static _Thread_local char error_text[256];
 
 int hstep_cuda_fail(int code, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(sentence, sizeof sentence, format, arguments);
+    vsnprintf(error_text, sizeof error_text, format, arguments);
     va_end(arguments);
     return code;
 }
 
-const char *hstep_cuda_why(void) { return sentence[0] ? sentence : NULL; }
+const char *hstep_cuda_why(void) { return error_text[0] ? error_text : NULL; }
 
-static const char lost[] = "the context on this GPU is lost for the process: save what is not on it, and start anew";
+static const char lost[] =
+    "this process has lost its context on the GPU; save what is not there and start a new process";
 
-/* What to do about results that are to be expected; of a lasting one that nothing on the GPU can be reached any
- * more. */
+/* The code and the advice for results that can be expected. After a lasting one the process can reach nothing on the
+ * GPU any more. */
 static const struct {
     int result, code, lasting;
     const char *advice;
 } known[] = {
-    {1, HALFSTEP_ERROR_DEVICE, 0, "the driver refuses the arguments: is all memory that was given still allocated?"},
+    {1, HALFSTEP_ERROR_DEVICE, 0, "the driver rejects the arguments; check that all memory passed is still allocated"},
     {2, HALFSTEP_ERROR_MEMORY, 0, "free memory of the GPU, or store states in fewer bits"},
-    {3, HALFSTEP_ERROR_DEVICE, 0, "a child of fork() cannot use a GPU: make the handle there"},
+    {3, HALFSTEP_ERROR_DEVICE, 0,
+     "a child of fork() cannot use a GPU that its parent has used; make the first handle in the child"},
     {4, HALFSTEP_ERROR_DEVICE, 1, "the process is ending"},
     {100, HALFSTEP_ERROR_DEVICE, 0, "there is no GPU, or CUDA_VISIBLE_DEVICES hides it"},
     {101, HALFSTEP_ERROR_DEVICE, 0, "there is no such GPU"},
     {200, HALFSTEP_ERROR_DEVICE, 0, "the device code does not fit this driver"},
-    {201, HALFSTEP_ERROR_DEVICE, 0, "no context is current: was the device reset?"},
+    {201, HALFSTEP_ERROR_DEVICE, 0, "no context is current; the GPU may have been reset"},
     {209, HALFSTEP_ERROR_DEVICE, 0, "the build has no device code for this GPU"},
     {214, HALFSTEP_ERROR_DEVICE, 1, lost},
-    {218, HALFSTEP_ERROR_DEVICE, 0, "the driver does not take the PTX: a newer one may"},
-    {222, HALFSTEP_ERROR_DEVICE, 0, "the driver is too old for the PTX of this build"},
-    {500, HALFSTEP_ERROR_DEVICE, 0, "the device code is of another version"},
+    {218, HALFSTEP_ERROR_DEVICE, 0, "the driver rejects the PTX of this build; install a newer driver"},
+    {222, HALFSTEP_ERROR_DEVICE, 0, "the driver is too old for the PTX of this build; install a newer driver"},
+    {500, HALFSTEP_ERROR_DEVICE, 0, "the device code is from another version; build it again"},
     {700, HALFSTEP_ERROR_DEVICE, 1, lost},
     {701, HALFSTEP_ERROR_DEVICE, 0, "the GPU has too few registers for the kernel"},
     {702, HALFSTEP_ERROR_DEVICE, 1, lost},
@@ -62,11 +64,11 @@ static const struct {
     {718, HALFSTEP_ERROR_DEVICE, 1, lost},
     {719, HALFSTEP_ERROR_DEVICE, 1, lost},
     {721, HALFSTEP_ERROR_DEVICE, 1, lost},
-    {802, HALFSTEP_ERROR_DEVICE, 0, "the system's services for GPUs are not up yet: try again later"},
-    {803, HALFSTEP_ERROR_DEVICE, 0, "libcuda and the kernel's driver are of different versions: restart the machine"},
-    {804, HALFSTEP_ERROR_DEVICE, 0, "this GPU takes no forward compatible libcuda: install a newer driver"},
+    {802, HALFSTEP_ERROR_DEVICE, 0, "the system's services for GPUs are not up yet; try again later"},
+    {803, HALFSTEP_ERROR_DEVICE, 0, "libcuda and the kernel's driver have different versions; restart the machine"},
+    {804, HALFSTEP_ERROR_DEVICE, 0, "this GPU does not support a forward-compatible libcuda; install a newer driver"},
     {900, HALFSTEP_ERROR_ORDER, 0, "the stream is being captured"},
-    {901, HALFSTEP_ERROR_ORDER, 0, "the capture has failed before"},
+    {901, HALFSTEP_ERROR_ORDER, 0, "the capture has already failed; end it and capture again"},
     {905, HALFSTEP_ERROR_ORDER, 0, "a captured stream cannot wait for one that is not"},
     {906, HALFSTEP_ERROR_ORDER, 0, "the default stream cannot be used while another is captured"},
     {999, HALFSTEP_ERROR_DEVICE, 1, lost},
@@ -92,7 +94,7 @@ int hstep_cuda_result(const struct hstep_cuda_driver *d, int result, const char 
 
 static struct hstep_cuda_driver driver;
 
-/* 0, or the symbol that is missing. */
+/* Finds all functions. Returns NULL, or the first symbol that is missing. */
 static const char *find_all(void *library)
 {
     const struct {
@@ -120,18 +122,20 @@ static int load(int *version)
     void *library = hstep_library_open(names);
     if (!library)
         return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "there is no NVIDIA driver: %s cannot be loaded", LIBRARY);
-    /* Asked before the rest, so that an old driver is called old and not incomplete. */
+    /* Checked before the rest, so that an old driver is reported as old and not as incomplete. */
     hstep_library_find(library, "cuDriverGetVersion", &driver.cuDriverGetVersion);
     if (!driver.cuDriverGetVersion || driver.cuDriverGetVersion(version)) *version = 0;
     const char *missing = NULL;
     int error = HALFSTEP_OK;
     if (*version < HSTEP_CUDA_MINIMUM_DRIVER)
-        error = hstep_cuda_fail(HALFSTEP_ERROR_DEVICE,
-                                "the NVIDIA driver speaks CUDA %d.%d, and %d.%d is the oldest that will do: install a "
-                                "newer driver",
-                                DOT(*version), DOT(HSTEP_CUDA_MINIMUM_DRIVER));
+        error =
+            hstep_cuda_fail(HALFSTEP_ERROR_DEVICE,
+                            "the NVIDIA driver supports CUDA %d.%d; it must support %d.%d or newer: install a newer "
+                            "driver",
+                            DOT(*version), DOT(HSTEP_CUDA_MINIMUM_DRIVER));
     else if ((missing = find_all(library)))
-        error = hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "%s has no %s: the driver is not whole", LIBRARY, missing);
+        error = hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "%s has no %s; the driver is incomplete: install it again",
+                                LIBRARY, missing);
     else error = hstep_cuda_result(&driver, driver.cuInit(0), "cuInit", NULL);
     if (error) hstep_library_close(library);
     return error;

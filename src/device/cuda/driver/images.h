@@ -1,15 +1,15 @@
-/* Device code: what the build has embedded, best first, and PTX last. */
+/* The device code that the build has embedded, in order of preference, with PTX last. */
 #ifndef HSTEP_CUDA_IMAGES_H
 #define HSTEP_CUDA_IMAGES_H
 
 #include <stddef.h>
 
 struct hstep_cuda_image {
-    int compute; /* compute capability, 10 * major + minor, that it is machine code of; 0: PTX, or a file of several */
+    int compute; /* compute capability of the machine code, 10 * major + minor; 0: PTX, or a file of several */
     const void *data;
-    size_t bytes, stored; /* stored: fewer where it is packed (device/cuda/driver/unpack.h) */
+    size_t bytes, stored; /* stored < bytes: packed (device/cuda/driver/unpack.h) */
 };
 
-extern const struct hstep_cuda_image hstep_cuda_images[]; /* up to one of no bytes */
+extern const struct hstep_cuda_image hstep_cuda_images[]; /* ends with an image of 0 bytes */
 
 #endif

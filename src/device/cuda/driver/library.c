@@ -10,7 +10,7 @@ static void *open_one(const char *name, int loaded)
 {
     HMODULE found = NULL;
     if (!loaded) return (void *)LoadLibraryA(name);
-    /* Counted, as a library that is loaded is. */
+    /* The handle is counted, as one of LoadLibraryA() is. */
     return GetModuleHandleExA(0, name, &found) ? (void *)found : NULL;
 }
 

@@ -16,7 +16,7 @@ static uint32_t little(const uint8_t *p)
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
-/* A length of which four bits are in the token; SIZE_MAX if the input ends in it. */
+/* Reads the rest of a length whose first four bits are in the token. Returns SIZE_MAX if the input ends within it. */
 static size_t length(struct reader *in, unsigned bits)
 {
     size_t n = bits;
@@ -36,7 +36,8 @@ static int copy_literals(struct reader *in, struct writer *out, size_t n)
     return 0;
 }
 
-/* Source and target may overlap, and then what was just written is read again. */
+/* Copies n bytes from `back` bytes before the end of the output. Source and target may overlap, and then bytes that
+ * were just written are read again. */
 static int copy_match(struct writer *out, size_t back, size_t n)
 {
     if (!back || back > (size_t)(out->at - out->begin) || n > (size_t)(out->end - out->at)) return -1;
