@@ -32,7 +32,7 @@ class Accumulation:
         """Gives gradients of zeros to parameters whose states have gathered micro-batches and which
         the last one has no gradient for. Returns these parameters. given: of a compiled step, its
         weights and gradients by parameter."""
-        if not self.pending or self.groups.accumulating:
+        if not self.pending or self.groups.options.optimizer_accumulation:
             return []
         members = set(self.groups.params())
         waiting = [

@@ -32,7 +32,7 @@ class EngineCache:
         """Builds the engine anew for every parameter that has states or a gradient, and for those
         of `also`, a dictionary of gradients by parameter. decides: as of Residuals.notice()."""
         also = also or {}
-        self.groups.before_build(also)
+        self.groups.options.before_build(self.groups, also)
         self.residuals.notice(decides=decides)
         self.drop()
         flat, wanted, seen, state = [], [], set(), self.groups.state
@@ -48,7 +48,7 @@ class EngineCache:
                 grad is None
                 and p not in state
                 and p not in also
-                and not (self.groups.releasing and p.requires_grad)
+                and not (self.groups.options.gradient_release and p.requires_grad)
             ):
                 continue
             name = self.names.of(g, i)
@@ -79,11 +79,11 @@ class EngineCache:
         for entry, group in engine.changed(groups):
             on_gpu = entry.take_lr(group["lr"])
             if not on_gpu:
-                self.groups.check_reference(group)
-            hypers = self.groups.hypers({**group, "lr": 0.0} if on_gpu else group)
+                self.groups.options.check_reference(group)
+            hypers = self.groups.options.hypers({**group, "lr": 0.0} if on_gpu else group)
             if on_gpu:
                 del hypers["lr"]
-            if not entry.take(hypers, self.groups.choices(group)):
+            if not entry.take(hypers, self.groups.options.choices(group)):
                 return False
         engine.take_settings(self.groups.settings())
         return True

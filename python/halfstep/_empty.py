@@ -12,7 +12,7 @@ def count(groups, names, group_index, position, p, steps=1):
     if "step" not in state or "recipe" not in state or int(state["recipe"]) != packed:
         numbers = {key: state.get(key) for key in _layout.numbers_of(_abi.rules[groups.rule], ())}
         state.setdefault("step", 0)
-        state.update(_convert.empty(recipe, groups.hypers(groups[group_index]), p))
+        state.update(_convert.empty(recipe, groups.options.hypers(groups[group_index]), p))
         state.update(
             (key, _layout.number(0, key) if value is None else value)
             for key, value in numbers.items()

@@ -25,17 +25,17 @@ def _tensors(groups, names):
     metadata = {
         "format": FORMAT,
         "rule": groups.rule,
-        "seed": str(groups.seed),
-        "generator": groups.generator,
+        "seed": str(first.get("seed", 0)),
+        "generator": first["generator"],
         "skipped_steps": str(first.get("skipped_steps", 0)),
         "gradient_norm": float(first.get("last_norm", 0.0)).hex(),
     }
     tensors = {}
     small = {"step", *_layout.numbers_of(rule)}
     for g, group in enumerate(groups):
-        for key, value in groups.hypers(group).items():
+        for key, value in groups.options.hypers(group).items():
             metadata[f"group.{g}.{key}"] = repr(float(value))
-        for key, value in groups.choices(group).items():
+        for key, value in groups.options.choices(group).items():
             metadata[f"group.{g}.{key}"] = value
         metadata[f"group.{g}.steps"] = str(group.get("group_steps", 0))
         for i, p in enumerate(group["params"]):
@@ -278,7 +278,7 @@ def load(groups, names, path):
             saved["last_norm"] = _parsed(metadata, "gradient_norm", float.fromhex, path, 0.0)
             saved["seed"] = _parsed(metadata, "seed", int, path, saved.get("seed", 0))
             _take_hypers(groups, saved, metadata, source, path)
-        generator = metadata.get("generator", groups.generator)
+        generator = metadata.get("generator", groups[0]["generator"])
         if generator is not None and generator not in _abi.choices("generator"):
             raise ValueError(
                 f"halfstep: {path} draws random bits from {generator!r}, which this library does"
@@ -292,4 +292,4 @@ def _take_hypers(groups, saved, metadata, source, path):
     for name in _abi.rules[groups.rule].hypers:
         value = _parsed(metadata, f"group.{source}.{name}", float, path)
         if value is not None:
-            groups.take_hyper(saved, name, value)
+            groups.options.take_hyper(saved, name, value)

@@ -5,7 +5,7 @@ from typing import Any, Type, Union
 
 from . import _devices, _sharding, rules
 from ._placement import Placement
-from .optimizer import Optimizer, Params
+from .optimizer import Kept, Optimizer, Params
 
 _made = {}
 
@@ -26,6 +26,8 @@ class HostedPlacement(Placement):
 class Hosted(Optimizer):
     """Base of `CPUOffload` and `StateStreaming`: an optimizer of the class of `recipe`, a string or
     a class of this package."""
+
+    minimal_size = Kept()
 
     def __new__(cls, params=None, recipe: Union[str, Type[Optimizer]] = "adamw", **_):
         return object.__new__(_with(cls, _split(recipe, cls)[0]) if not cls.rule else cls)

@@ -88,7 +88,7 @@ class Inspection:
         count = max(sum(local(p).numel() for _, _, p in taking_part), 1)
         memory, fallen, precise = self.survey()
         lines = [
-            f"{self.groups.title} (",
+            f"{self.groups.options.title} (",
             f"recipe: {', '.join(recipes)}",
             (
                 f"memory: {sum(memory.values()) / count:.3f} B/param (weights and their"

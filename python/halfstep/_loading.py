@@ -104,7 +104,7 @@ class Loading:
         if "param_names" in state_dict:
             state_dict["param_groups"] = _with_names(state_dict)
         self.state_dict = state_dict
-        self._kept = names.saved(), dict(accumulation.pending), residuals.watch
+        self._kept = groups.saved(), names.saved(), dict(accumulation.pending), residuals.watch
 
     def wrap(self, _, given):
         """A hook of torch's loader, the last of them: wraps states, and has groups say what those
@@ -155,10 +155,9 @@ class Loading:
 
     def undo(self, error):
         """Puts back what was there, after an error; raises another one that says more."""
-        saved, pending, watch = self._kept
-        self.names.restore(saved)
-        self.accumulation.restore(pending)
-        self.residuals.restore(watch)
+        owners = self.groups, self.names, self.accumulation, self.residuals
+        for owner, kept in zip(owners, self._kept):
+            owner.restore(kept)
         if self.positions and isinstance(error, ValueError):
             raise ValueError(f"{error}; {self._unmatched()}") from None
 
@@ -198,7 +197,7 @@ class Loading:
                 continue
             here, there = self.names.recipe(g, i), _layout.recipe_of(state, "")
             if there is None:
-                if _sharding.is_flat(p, self.groups.flat) and any(
+                if _sharding.is_flat(p, self.groups.options.flat) and any(
                     _abi.formats[f].block for f in here.split("/")[2].split("+")
                 ):
                     warnings.warn(

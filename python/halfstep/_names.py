@@ -293,7 +293,7 @@ class Names:
         """The full recipe of a parameter, "adamw/bf16-sr/int8"."""
         group = self.groups[group_index]
         p = group["params"][position]
-        weights, states = self.groups.formats(group, p)
+        weights, states = self.groups.options.formats(group, p)
         weights = weight_format(weights, p.dtype, self.of(group_index, position))
         parts = (self.groups.rule, weights, states)
         return _abi.recipe_full("/".join(part for part in parts if part))

@@ -17,7 +17,8 @@ from ._updates import Updates
 class Parts:
     """One object for each concern of an optimizer, each made of those above it.
 
-    groups        groups, options and states, as the optimizer has them
+    options       options, and what they mean
+    groups        groups and states
     names         names, ids and recipes of parameters
     placement     where parameters are stepped
     residuals     residuals of weights, and who wrote these
@@ -32,9 +33,10 @@ class Parts:
     saving        what is saved
     """
 
-    def __init__(self, optimizer, placement):
+    def __init__(self, options, placement):
         """placement: a class."""
-        self.groups = groups = Groups(optimizer)
+        self.options = options
+        self.groups = groups = Groups(options)
         self.names = names = Names(groups)
         self.placement = placement = placement(groups, names)
         self.residuals = residuals = Residuals(groups, names)
@@ -50,6 +52,4 @@ class Parts:
             groups, names, placement, residuals, cache, accumulation, updates, release
         )
         self.inspection = inspection = Inspection(groups, names, placement, residuals, cache)
-        self.saving = Saving(
-            groups, names, residuals, cache, accumulation, updates, release, inspection
-        )
+        self.saving = Saving(groups, names, residuals, cache, accumulation, release, inspection)

@@ -35,7 +35,7 @@ class Placement:
         ]
         groups = {one.group: self.groups[one.group] for one in wanted}
         return wanted, {
-            g: (self.groups.hypers(group), self.groups.choices(group))
+            g: (self.groups.options.hypers(group), self.groups.options.choices(group))
             for g, group in groups.items()
         }
 

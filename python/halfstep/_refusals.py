@@ -65,7 +65,7 @@ class Refusals:
             what = f"the gradient of parameter {name!r} is not finite"
         left = (
             f"parameter {name!r} was left alone"
-            if self.groups.scan == "per-tensor" or self.groups.releasing
+            if self.groups.options.scan == "per-tensor" or self.groups.options.gradient_release
             else "the step was skipped and nothing changed"
         )
         warnings.warn(

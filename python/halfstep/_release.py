@@ -104,7 +104,7 @@ class Rounds:
             _reducers.check(groups.params())
             self.looked = _reducers.known
         check_not_scaled()
-        if groups.accumulating:
+        if groups.options.optimizer_accumulation:
             return
         nested = _is_nested()
         if id(p) in self.seen:

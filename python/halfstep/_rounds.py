@@ -70,8 +70,8 @@ class Release:
         """One update of one parameter from its gradient, which stays."""
         grad = self.placement.gradient_of(p)
         if grad is not None:
-            self.groups.check_mode()
-            self.step_one(p, grad, self.groups.accumulating)
+            self.groups.options.check_mode(self.groups)
+            self.step_one(p, grad, self.groups.options.optimizer_accumulation)
 
     def step_one(self, p, grad, micro):
         """step_param() by a gradient; micro: it goes into the states."""
@@ -99,7 +99,9 @@ class Release:
             self.rounds.step()  # own rules
         for p in params:
             step_param(p)
-        if not self.groups.accumulating and (self.released or self.accumulation.pending):
+        if not self.groups.options.optimizer_accumulation and (
+            self.released or self.accumulation.pending
+        ):
             self.end_round()
         self.placement.stepped_in_release(params)
 
@@ -116,7 +118,7 @@ class Release:
         self.released.clear()
         engine = self.cache.engine
         if engine is not None:
-            clipped = self.groups.clip_norm
+            clipped = self.groups.options.clip_norm
             before = self.cache.told("last_norm") if (dropped or partial) and clipped else None
             check(engine.end_round(bool(clipped)), engine.handle)
             if not engine.asynchronous or before is not None:
@@ -132,6 +134,6 @@ class Release:
         if self.rounds is not None:
             partial = len(self.rounds.seen) < len(self.hooks) and not self.cache.told("last_norm")
             dropped = self.rounds.zero_grad()
-        if self.released and not self.groups.accumulating:
+        if self.released and not self.groups.options.optimizer_accumulation:
             with torch.no_grad():
                 self.end_round(dropped, partial)

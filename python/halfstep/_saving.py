@@ -3,8 +3,8 @@
 import torch
 
 from . import _files, _layout, _older, _state
-from ._groups import keep_plain
 from ._loading import Loading, unwrap
+from ._options import keep_plain
 
 #: attributes that no pickle keeps: rebuilt, or bound to this process. "step" is there where a
 #: scheduler has wrapped that of the instance. Pickles of older versions have some that are none
@@ -37,9 +37,9 @@ _TRANSIENT = (
 class Saving:
     """Packs and unpacks an optimizer."""
 
-    def __init__(self, groups, names, residuals, cache, accumulation, updates, release, inspection):
+    def __init__(self, groups, names, residuals, cache, accumulation, release, inspection):
         self.groups, self.names, self.residuals, self.cache = groups, names, residuals, cache
-        self.accumulation, self.updates, self.release = accumulation, updates, release
+        self.accumulation, self.release = accumulation, release
         self.inspection = inspection
 
     # ---- State dictionaries ----------------------------------------------------------------------
@@ -83,10 +83,6 @@ class Saving:
         self.cache.sync()
         return loading
 
-    def loaded(self):
-        """A state dictionary was loaded: by every rank, and maybe not the same."""
-        self.updates.doubt_ranks()
-
     def undo(self, loading, error):
         """Goes on as before loading. May raise an error that says more."""
         self.cache.forget()
@@ -110,6 +106,7 @@ class Saving:
         }
         return {
             **kept,
+            **self.groups.saved(),
             **self.names.saved(),
             "_pending": dict(self.accumulation.pending),
             "_weight_hashes": self.residuals.hashes(),
@@ -122,9 +119,8 @@ class Saving:
         self.residuals.restart(witness)
 
     def unpack(self, state):
-        """The attributes of an optimizer in a pickle, or what torch's loader has made of a state
-        dictionary; and the hashes of weights that it has. Names and pending micro-batches are
-        taken."""
+        """Takes a pickle, or what torch's loader has made of a state dictionary, but for the
+        attributes of the optimizer itself and the hashes of weights, which it returns."""
         state = {key: value for key, value in state.items() if key not in _TRANSIENT}
         hashes = state.pop("_weight_hashes", {})
         self.names.restore(state)
@@ -138,6 +134,7 @@ class Saving:
                 "generator": state.pop("generator", None) or _layout.OLD_GENERATOR,
                 **state["defaults"],
             }
+        self.groups.restore(state)
         return state, hashes
 
     def unpacked(self, loaded, hashes):

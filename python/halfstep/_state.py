@@ -45,7 +45,7 @@ def check(groups, names):
     """Raises ValueError where what was loaded cannot be what it claims."""
     ids = {}
     for g, group in enumerate(groups):
-        groups.check_options(group)
+        groups.options.check(group)
         seed = group["seed"]
         if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
             raise ValueError(
@@ -53,7 +53,7 @@ def check(groups, names):
             )
         for key in _layout.TOLD:
             _layout.check_told(key, group[key], g)
-        hypers = groups.hypers(group)
+        hypers = groups.options.hypers(group)
         for i, p in enumerate(group["params"]):
             name, state = names.of(g, i), groups.state.get(p)
             if state is None or isinstance(state, dict) and not state:
@@ -105,7 +105,7 @@ def _check_state(groups, name, p, state, hypers):
     identity = _layout.take_number(state, "id", name)
     if identity == 0:
         raise ValueError(f"halfstep: the id of parameter {name!r} is 0, which is none")
-    part = _sharding.part_of(p, name, groups.flat, groups.rule)
+    part = _sharding.part_of(p, name, groups.options.flat, groups.rule)
     here = _sharding.local(p)
     gathered = part is not None and part.gathered
     codec = _convert.Codec(

@@ -33,7 +33,7 @@ class Steps:
                 return
             if not self.groups.state and given is None and self._is_primed():
                 return
-            self.groups.check_mode()
+            self.groups.options.check_mode(self.groups)
             # Gradient release gives zeros at the end of a round.
             waiting = [] if self.release.hooks else self.accumulation.give_zeros(given)
             try:

@@ -89,7 +89,7 @@ class Updates:
             engine.set_gradient_scale(scaler.factor)
         if engine.ranks.needed and not self._agreed:
             self._agree()
-        micro = self.groups.accumulating
+        micro = self.groups.options.optimizer_accumulation
         moved = [m for m, _ in back if isinstance(m, Member)]
         self.placement.arrive([m for m in moved if m.offloaded])
         code, handle = engine.step(micro)
@@ -98,7 +98,7 @@ class Updates:
             if self.cache.empty and code == _abi.OK:  # whose steps are counted here
                 code, handle = engine.hear()
                 engine.tell(self.groups.param_groups)
-        done = code == _abi.OK or self.groups.scan == "per-tensor"
+        done = code == _abi.OK or self.groups.options.scan == "per-tensor"
         if done:
             self.accumulation.gathered(stepped if given is None else list(given), micro)
         if micro:
@@ -172,7 +172,7 @@ class Updates:
             engine.tell(self.groups.param_groups)
         if code == _abi.NONFINITE:
             self.refusals.tell(engine, handle)
-            if self.groups.scan != "per-tensor":
+            if self.groups.options.scan != "per-tensor":
                 return
         elif code:
             check(code, handle)

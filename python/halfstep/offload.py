@@ -15,7 +15,7 @@ from ._hosted import Hosted, HostedPlacement
 from ._parameters import PLAIN, check_gradient, dense, follow_gradients
 from ._sharding import local
 from ._watch import version
-from .optimizer import Optimizer, Params
+from .optimizer import Kept, Optimizer, Params
 
 _HOST = torch.device("cpu")
 
@@ -264,15 +264,15 @@ class _Offloaded(HostedPlacement):
         self.hooks = follow_gradients(
             filter(self._is_offloaded, self.groups.params()),
             self,
-            lambda held, p: held.groups.releasing or held._copy_gradient(p),
+            lambda held, p: held.groups.options.gradient_release or held._copy_gradient(p),
         )
 
     def _is_offloaded(self, p):
         here = local(p)
         return self.may_leave(p) and (
-            here.numel() >= self.groups.option("minimal_size")
+            here.numel() >= self.groups.options.minimal_size
             or _sharding.is_dtensor(p)
-            or self.groups.norm_group is not None
+            or self.groups.options.norm_group is not None
             or not _can_step_on(_devices.of(here))
         )
 
@@ -284,7 +284,7 @@ class _Offloaded(HostedPlacement):
     def _copy_gradient(self, p):
         if p.grad.layout != torch.strided:
             return  # which step() refuses by name
-        grad, alone = self._placed(p), self.groups.option("offload_gradients")
+        grad, alone = self._placed(p), self.groups.options.offload_gradients
         if grad is p.grad or alone:
             self.carrier.take(p, grad, alone)
         if alone:
@@ -305,7 +305,7 @@ class _Offloaded(HostedPlacement):
     # ---- Weights and gradients of a step ---------------------------------------------------------
 
     def gradient_of(self, p):
-        if self.groups.option("offload_gradients") and p.grad is not None:
+        if self.groups.options.offload_gradients and p.grad is not None:
             copy = self.carrier.copies.get(p)
             if (
                 copy is not None and copy.alone
@@ -340,7 +340,7 @@ class _Offloaded(HostedPlacement):
 
     def put_back(self, members):
         if (
-            members and not self.groups.releasing
+            members and not self.groups.options.gradient_release
         ):  # where the gradient came after all that reads the weight
             self.carrier.follow()
         for m in members:
@@ -360,8 +360,8 @@ class _Offloaded(HostedPlacement):
         if self._is_offloaded(p):
             grad = self._placed(p)
             check_gradient(p, grad, self.names.given.get(p, "?"))
-            self.groups.check_mode()
-            self.carrier.send(release, p, grad, self.groups.accumulating)
+            self.groups.options.check_mode(self.groups)
+            self.carrier.send(release, p, grad, self.groups.options.optimizer_accumulation)
             p.grad = None
         return True
 
@@ -416,6 +416,7 @@ class CPUOffload(Hosted):
     """
 
     _placement = _Offloaded
+    offload_gradients = Kept()
 
     def __init__(
         self,
@@ -433,14 +434,13 @@ class CPUOffload(Hosted):
     def _step_supports_amp_scaling(self):
         # A GradScaler asks for it in each step, and divides gradients by an operator that moves no
         # version counters.
-        mode = "offload_gradients" if self.__dict__.get("offload_gradients") else "gradient_release"
-        if self.__dict__.get(mode):
+        mode = "offload_gradients" if self.offload_gradients else "gradient_release"
+        if getattr(self, mode):
             raise RuntimeError(
                 f"halfstep: a GradScaler finds no gradients on the GPU where {mode}=True gives"
                 " them up"
             )
-        if "_parts" in self.__dict__:
-            self._parts.placement.carrier.doubt()
+        self._parts.placement.carrier.doubt()
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
     @_step_supports_amp_scaling.setter

@@ -11,8 +11,9 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 import torch
 
 from . import _abi, _sharding, _state, accumulate
-from ._groups import choices_of, hypers_of, keep_plain, take_hyper
+from ._groups import LISTS
 from ._handles import seed_of
+from ._options import Options, keep_plain
 from ._parameters import check_parameter, weight_format
 from ._parts import Parts
 from ._placement import Placement
@@ -56,6 +57,33 @@ def _split_pairs(group):
     if params and not isinstance(params, set) and all(isinstance(p, tuple) for p in params):
         group["param_names"], params = [name for name, _ in params], [p for _, p in params]
     group["params"] = params
+
+
+def _kept(name):
+    """An attribute of optimizers that their Groups keep; a property, which torch.compile traces."""
+    return property(
+        lambda self: getattr(self._parts.groups, name),
+        lambda self, value: setattr(self._parts.groups, name, value),
+    )
+
+
+class Kept:
+    """An attribute of optimizers that their Options keep. initial: what pickles that lack it go on
+    with."""
+
+    def __init__(self, initial=None):
+        self.initial = initial
+
+    def __set_name__(self, cls, name):
+        self.name = name
+
+    def __get__(self, optimizer, cls=None):
+        return self.initial if optimizer is None else getattr(optimizer._parts.options, self.name)
+
+    def __set__(self, optimizer, value):
+        if not hasattr(optimizer, "_parts"):  # at the beginning of its constructor
+            optimizer._make_parts()
+        setattr(optimizer._parts.options, self.name, value)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -118,14 +146,15 @@ class Optimizer(torch.optim.Optimizer):
     #: name in the library's table of rules
     rule = None
 
-    # What pickles that lack them go on with.
-    clip_norm, clip, scan, threads = 0.0, None, None, 0
-    _norm_group, flat = None, False
-    compile = optimizer_accumulation = gradient_release = False
-    #: options of groups that are not among the defaults
-    _beside_defaults = ()
-    #: where parameters are stepped
-    _placement = Placement
+    param_groups, state, defaults = map(_kept, LISTS)
+    clip_norm, clip, scan, threads, flat = map(Kept, (0.0, None, None, 0, False))
+    #: True: gradients go into the states and leave the weights alone; the last micro-batch of a
+    #: step is made with False
+    optimizer_accumulation = Kept(False)
+    gradient_release = Kept(False)
+    compile = False  # in pickles that lack it
+    #: what options mean, and where parameters are stepped
+    _options, _placement = Options, Placement
 
     def __init__(
         self,
@@ -159,17 +188,13 @@ class Optimizer(torch.optim.Optimizer):
             )
         if fused and foreach:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._parts = Parts(self, self._placement)
         self.clip_norm, self.clip, self.scan = clip_norm, clip, scan
         if flat not in (False, True, "shards"):
             raise ValueError(f"halfstep: flat={flat!r} is none of False, True, 'shards'")
-        self._norm_group, self.flat = norm_group, flat
-        self.threads = threads
+        self.norm_group, self.flat, self.threads = norm_group, flat, threads
         self.compile = compile
         if compile:
             self._register()
-        #: True: gradients go into the states and leave the weights alone; the last micro-batch of a
-        #: step is made with False
         self.optimizer_accumulation = optimizer_accumulation
         self.gradient_release = False
         defaults = {
@@ -186,12 +211,22 @@ class Optimizer(torch.optim.Optimizer):
             "fused": fused,
         }
         keep_plain(defaults)
-        self._check_options(defaults)
+        self._parts.options.check(defaults)
         super().__init__(params, defaults)
         if fused:
             self._step_supports_amp_scaling = True
         if gradient_release:
             self.prepare_gradient_release()
+
+    def _make_parts(self):
+        cls = type(self)
+        kept = {
+            name: getattr(cls, name)
+            for c in cls.__mro__
+            for name, held in vars(c).items()
+            if isinstance(held, Kept)
+        }
+        self._parts = Parts(self._options(self.rule, cls.__name__, kept), self._placement)
 
     def _register(self):
         """Has compiled steps find this optimizer, or copy of one, and gives it a witness."""
@@ -199,34 +234,6 @@ class Optimizer(torch.optim.Optimizer):
 
         self._number, self._witness = _compile.register(self)
         self._parts.residuals.restart(self._witness)
-
-    # ---- What classes of rules override ----------------------------------------------------------
-
-    def _hypers(self, group):
-        """The hyper-parameters of a group as the library names them."""
-        return hypers_of(self.rule, group)
-
-    def _take_hyper(self, group, name, value):
-        """The way back of one of _hypers(), into a group that has such an option."""
-        take_hyper(group, name, value)
-
-    def _choices(self, group):
-        """The choices of a group: its decay mode, and its schedule where it has one."""
-        return choices_of(self.rule, group)
-
-    def _recipe_parts(self, group, p):
-        """The formats of one parameter's weight and states; None is the default."""
-        return group.get("weights"), group.get("states")
-
-    def _check_options(self, group):
-        """Raises ValueError, in torch's words, for what the library's bounds forbid."""
-        self._parts.groups.check(group)
-
-    def _check_mode(self):
-        """Raises RuntimeError where no step may be made now."""
-
-    def _before_build(self, also):
-        """States are about to be made for parameters that have a gradient, or one in `also`."""
 
     # ---- Groups and options ----------------------------------------------------------------------
 
@@ -260,12 +267,12 @@ class Optimizer(torch.optim.Optimizer):
         if "param_names" in group:
             _state.check_names(group, place)
             parts.names.give(group)
-        self._check_options(group)
+        parts.options.check(group)
         for i, p in enumerate(group["params"]):
             if parts.groups.takes_part(p):
                 name = parts.names.of(place, i)
                 check_parameter(p, name)
-                weight_format(self._recipe_parts(group, p)[0], p.dtype, name)
+                weight_format(parts.options.formats(group, p)[0], p.dtype, name)
         if self.compile:
             _sharding.refuse(
                 group["params"],
@@ -294,11 +301,11 @@ class Optimizer(torch.optim.Optimizer):
     def norm_group(self):
         """The torch.distributed group of the option; a process group can be neither saved nor
         copied: set it again."""
-        return self._norm_group
+        return self._parts.options.norm_group
 
     @norm_group.setter
     def norm_group(self, group):
-        self._norm_group = group
+        self._parts.options.norm_group = group
         self._parts.updates.doubt_ranks()
         self._parts.cache.drop()
 
@@ -487,13 +494,11 @@ class Optimizer(torch.optim.Optimizer):
         warning. Group keys that are missing keep this optimizer's values.
         """
         loading = self._parts.saving.loading(state_dict)
-        kept = {"state": self.state, "param_groups": self.param_groups}
         hooks = self._optimizer_load_state_dict_pre_hooks
         self._optimizer_load_state_dict_pre_hooks = OrderedDict(hooks, halfstep=loading.wrap)
         try:
             super().load_state_dict(loading.state_dict)
         except BaseException as error:
-            vars(self).update(kept)
             self._parts.saving.undo(loading, error)
             raise
         finally:
@@ -531,11 +536,11 @@ class Optimizer(torch.optim.Optimizer):
         # Called for copies with everything, and by load_state_dict() and for old pickles with
         # states and groups alone.
         if "_parts" not in self.__dict__:
-            self._parts = Parts(self, self._placement)
+            self._make_parts()
         saving = self._parts.saving
         saving.restart(self.__dict__.get("_witness"))
-        state, hashes = saving.unpack(state)
-        super().__setstate__(state)
+        attributes, hashes = saving.unpack(state)
+        super().__setstate__(attributes)
         saving.unpacked("defaults" not in state, hashes)
         if state.get("compile"):
             self._register()

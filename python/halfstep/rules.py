@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import _abi, _layout
-from ._groups import sequence
+from ._options import Options, sequence
 from ._sharding import local
 from ._signatures import documentation, options_of
 from ._torch import no_dynamo
@@ -25,6 +25,7 @@ _COMMON = {
     for name, p in inspect.signature(Optimizer.__init__).parameters.items()
     if p.kind is _KEYWORD
 }
+_IN_EVAL = "its weights are the averages to evaluate with, after eval(): call train() before"
 
 
 class _Muon(Optimizer):
@@ -32,9 +33,6 @@ class _Muon(Optimizer):
 
     #: of groups that say nothing; what pickles that lack it go on with
     _betas = tuple(_abi.rules["muon"].hypers[name].initial for name in _abi.BETAS[:2])
-
-    _beside_defaults = ("betas",)
-    _COEFFICIENTS = ("ns_a", "ns_b", "ns_c")
 
     def __init__(self, params, defaults, **options):
         # Not among the defaults: schedulers that cycle momentum take an optimizer with default
@@ -48,99 +46,100 @@ class _Muon(Optimizer):
             param_group.setdefault("betas", self._betas)
         super().add_param_group(param_group)
 
-    def _hypers(self, group):
-        out = super()._hypers({k: v for k, v in group.items() if k != "eps"})
-        a, b, c = group["ns_coefficients"]
-        out.update(
-            ns_a=float(a),
-            ns_b=float(b),
-            ns_c=float(c),
-            ns_eps=float(group["eps"]),
-            eps=float(group["adam_eps"]),
-            match_rms=float(group["adjust_lr_fn"] == "match_rms_adamw"),
-        )
-        return out
+    class _options(Options):
+        beside_defaults = ("betas",)
+        _COEFFICIENTS = ("ns_a", "ns_b", "ns_c")
 
-    def _take_hyper(self, group, name, value):
-        if name in self._COEFFICIENTS:
-            place = self._COEFFICIENTS.index(name)
-            group["ns_coefficients"] = (
-                *group["ns_coefficients"][:place],
-                value,
-                *group["ns_coefficients"][place + 1 :],
+        def hypers(self, group):
+            out = super().hypers({k: v for k, v in group.items() if k != "eps"})
+            a, b, c = group["ns_coefficients"]
+            out.update(
+                ns_a=float(a),
+                ns_b=float(b),
+                ns_c=float(c),
+                ns_eps=float(group["eps"]),
+                eps=float(group["adam_eps"]),
+                match_rms=float(group["adjust_lr_fn"] == "match_rms_adamw"),
             )
-        elif name == "match_rms":
-            group["adjust_lr_fn"] = "match_rms_adamw" if value else None
-        else:
-            super()._take_hyper(group, {"eps": "adam_eps", "ns_eps": "eps"}.get(name, name), value)
+            return out
 
-    def _check_options(self, group):
-        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-            raise ValueError(
-                f"Adjust learning rate function {group['adjust_lr_fn']} is not supported"
-            )
-        super()._check_options(group)
+        def take_hyper(self, group, name, value):
+            if name in self._COEFFICIENTS:
+                place = self._COEFFICIENTS.index(name)
+                values = group["ns_coefficients"]
+                group["ns_coefficients"] = (*values[:place], value, *values[place + 1 :])
+            elif name == "match_rms":
+                group["adjust_lr_fn"] = "match_rms_adamw" if value else None
+            else:
+                name = {"eps": "adam_eps", "ns_eps": "eps"}.get(name, name)
+                super().take_hyper(group, name, value)
+
+        def check(self, group):
+            if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+                raise ValueError(
+                    f"Adjust learning rate function {group['adjust_lr_fn']} is not supported"
+                )
+            super().check(group)
 
 
 class _Adafactor(Optimizer):
     """torch's pair of eps, the first of which may be None."""
 
-    def _hypers(self, group):
-        out = super()._hypers({k: v for k, v in group.items() if k != "eps"})
-        eps = group["eps"]
-        eps, given = sequence(eps), eps
-        if eps is None or len(eps) != 2:
-            raise TypeError(
-                f"halfstep: eps={given!r} is not a pair of numbers, of which the first may be None"
-            )
-        out["eps"] = (
-            _abi.rules[self.rule].hypers["eps"].initial if eps[0] is None else float(eps[0])
-        )
-        out["scale_eps"] = float(eps[1])
-        return out
+    class _options(Options):
+        def hypers(self, group):
+            out = super().hypers({k: v for k, v in group.items() if k != "eps"})
+            eps, given = sequence(group["eps"]), group["eps"]
+            if eps is None or len(eps) != 2:
+                raise TypeError(
+                    f"halfstep: eps={given!r} is not a pair of numbers, of which the first may be"
+                    " None"
+                )
+            first = _abi.rules[self.rule].hypers["eps"].initial if eps[0] is None else eps[0]
+            out.update(eps=float(first), scale_eps=float(eps[1]))
+            return out
 
-    def _check_options(self, group):
-        hypers = self._hypers({"eps": group["eps"]})
-        for text, name in (("epsilon1", "eps"), ("epsilon2", "scale_eps")):
-            if not hypers[name] >= 0:
-                raise ValueError(f"{text} should be >= 0 but is: {hypers[name]}")
-        if not group["published"] and not group["d"] >= 1:
-            raise ValueError(f"Clipping threshold d should be >= 1 but is: {group['d']}")
-        if not group["beta2_decay"] <= 0:
-            raise ValueError(f"beta2_decay should be <= 0 but is: {group['beta2_decay']}")
-        super()._check_options(group)
+        def check(self, group):
+            hypers = self.hypers({"eps": group["eps"]})
+            for text, name in (("epsilon1", "eps"), ("epsilon2", "scale_eps")):
+                if not hypers[name] >= 0:
+                    raise ValueError(f"{text} should be >= 0 but is: {hypers[name]}")
+            if not group["published"] and not group["d"] >= 1:
+                raise ValueError(f"Clipping threshold d should be >= 1 but is: {group['d']}")
+            if not group["beta2_decay"] <= 0:
+                raise ValueError(f"beta2_decay should be <= 0 but is: {group['beta2_decay']}")
+            super().check(group)
 
-    def _take_hyper(self, group, name, value):
-        if name == "eps":
-            group["eps"] = (value, group["eps"][1])
-        elif name == "scale_eps":
-            group["eps"] = (group["eps"][0], value)
-        else:
-            super()._take_hyper(group, name, value)
+        def take_hyper(self, group, name, value):
+            if name == "eps":
+                group["eps"] = (value, group["eps"][1])
+            elif name == "scale_eps":
+                group["eps"] = (group["eps"][0], value)
+            else:
+                super().take_hyper(group, name, value)
+
+
+def _is_in_eval(groups):
+    return any(not group.get("train_mode", True) for group in groups)
 
 
 class _ScheduleFree(Optimizer):
     """The two weights of schedule-free training, one of which is in the model: y, which gradients
     are taken at, or their average x."""
 
-    _beside_defaults = ("train_mode",)
-    _IN_EVAL = "its weights are the averages to evaluate with, after eval(): call train() before"
+    class _options(Options):
+        beside_defaults = ("train_mode",)
+
+        def check_mode(self, groups):
+            if _is_in_eval(groups):
+                raise RuntimeError(f"halfstep: {self.title} cannot step: {_IN_EVAL} the next step")
+
     #: in eval(), by parameter: its version counter as eval() left it
     _left = None
 
     def add_param_group(self, param_group):
         if isinstance(param_group, dict):
-            param_group.setdefault("train_mode", not self._is_in_eval())
+            param_group.setdefault("train_mode", not _is_in_eval(self.param_groups))
         super().add_param_group(param_group)
-
-    def _is_in_eval(self):
-        return any(not group.get("train_mode", True) for group in self.param_groups)
-
-    def _check_mode(self):
-        if self._is_in_eval():
-            raise RuntimeError(
-                f"halfstep: {type(self).__name__} cannot step: {self._IN_EVAL} the next step"
-            )
 
     def _groups_of(self):
         return [
@@ -156,7 +155,7 @@ class _ScheduleFree(Optimizer):
         """Puts the averages x into the model, to evaluate or to save. The weights that train, y,
         stay in the state, bit for bit, and train() puts them back. Nothing where the averages are
         there already."""
-        if self._is_in_eval():
+        if _is_in_eval(self.param_groups):
             return
         self._parts.residuals.notice()
         self._put_averages()
@@ -185,7 +184,7 @@ class _ScheduleFree(Optimizer):
         """
         if not mode:
             self.eval()
-        elif self._is_in_eval():
+        elif _is_in_eval(self.param_groups):
             self._put_trained()
             for group in self.param_groups:
                 group["train_mode"] = True
@@ -208,15 +207,15 @@ class _ScheduleFree(Optimizer):
                 self._parts.residuals.wrote([p])
 
     def read_average(self, p: torch.Tensor) -> torch.Tensor:
-        return self.read_weight(p) if self._is_in_eval() else super().read_average(p)
+        return self.read_weight(p) if _is_in_eval(self.param_groups) else super().read_average(p)
 
     @no_dynamo
     def load_state_dict(self, state_dict):
-        before, left = self._is_in_eval(), self._left
+        before, left = _is_in_eval(self.param_groups), self._left
         state_before, groups_before = self.state, self.param_groups
         super().load_state_dict(state_dict)
         with torch.no_grad():
-            if self._is_in_eval():
+            if _is_in_eval(self.param_groups):
                 self._left = None
                 held = {p: self.state[p].get(_layout.TRAINED) for _, p in self._groups_of()}
                 if (
@@ -249,10 +248,10 @@ class _ScheduleFree(Optimizer):
         return {key: value for key, value in super().__getstate__().items() if key != "_left"}
 
     def save_safetensors(self, path) -> None:
-        if self._is_in_eval():
+        if _is_in_eval(self.param_groups):
             raise RuntimeError(
                 f"halfstep: {type(self).__name__} cannot be written to a safetensors file:"
-                f" {self._IN_EVAL} save_safetensors(), or save state_dict()"
+                f" {_IN_EVAL} save_safetensors(), or save state_dict()"
             )
         super().save_safetensors(path)
 

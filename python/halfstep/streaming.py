@@ -11,7 +11,7 @@ from . import _abi, _devices
 from ._hosted import Hosted, HostedPlacement
 from ._parameters import rows_of
 from ._sharding import local
-from .optimizer import Optimizer, Params
+from .optimizer import Kept, Optimizer, Params
 
 #: buffers of a device: states come into one and go from another while a third is stepped, so that
 #: the bus carries both ways at once
@@ -158,7 +158,7 @@ class _Streamed(HostedPlacement):
         self.buses = []
 
     def _is_streamed(self, p):
-        return self.may_leave(p) and local(p).numel() >= self.groups.option("minimal_size")
+        return self.may_leave(p) and local(p).numel() >= self.groups.options.minimal_size
 
     def check_device(self, p, name):
         super().check_device(p, name)
@@ -168,7 +168,7 @@ class _Streamed(HostedPlacement):
     def divide(self, wanted):
         """Parameters whose states stay where they are stepped; and then stages of about the size of
         a buffer."""
-        stay, buses, room = [], {}, self.groups.option("buffer")
+        stay, buses, room = [], {}, self.groups.options.buffer
         for one in wanted:
             if not self._is_streamed(one.p):
                 stay.append(one)
@@ -236,6 +236,7 @@ class StateStreaming(Hosted):
     """
 
     _placement = _Streamed
+    buffer = Kept()
 
     def __init__(
         self,

@@ -56,6 +56,16 @@ def imported(name):
 IMPORTS = {name: imported(name) for name in FILES}
 
 
+def imported_by(name):
+    """The modules that a module imports, and those that they import."""
+    below, queue = set(), [name]
+    while queue:
+        for other in IMPORTS[queue.pop()] - below:
+            below.add(other)
+            queue.append(other)
+    return below
+
+
 def circles(imports):
     """A circle of imports as a list of names, or None."""
     done, path = set(), []
@@ -105,14 +115,22 @@ def test_only_what_stands_above_the_optimizer_imports_it():
     """Everything below takes plain data."""
     users = {name for name, others in IMPORTS.items() if "optimizer" in others}
     assert {name for name in users if not name.startswith("compat.")} <= ABOVE
-    below, queue = set(), ["optimizer"]
-    while queue:
-        for other in IMPORTS[queue.pop()] - below:
-            below.add(other)
-            queue.append(other)
+    below = imported_by("optimizer")
     assert {"_parts", "_cache", "_engine", "_abi"} <= below
     assert not below & {*ABOVE, "optimizer"}
     assert not any(name.startswith("compat.") for name in below)
+
+
+def test_nothing_below_the_optimizer_is_given_one():
+    """Concerns know those above them in _parts.py. The operator of a compiled step has to call the
+    optimizer."""
+    given = {
+        name
+        for name in imported_by("optimizer")
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.arg) and node.arg == "optimizer"
+    }
+    assert given == {"_compile"}
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

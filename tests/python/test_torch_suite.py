@@ -514,7 +514,7 @@ def test_deepcopy_copies_all_public_attrs(cls, options):
     opt = cls(problem.params, **options)
 
     def public(o):
-        return {k for k in o.__dict__ if not k.startswith("_")}
+        return {k for k in o.__getstate__() if not k.startswith("_")}
 
     assert public(copy.deepcopy(opt)) == public(opt)
     run(opt, problem, 2)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..optimizer import Optimizer
+from .._options import Options
+from ..optimizer import Kept, Optimizer
 
 __all__ = ["LR", "AdamW_BF16"]
 
@@ -78,7 +79,7 @@ class AdamW_BF16(Optimizer):
 
     rule = "adamw-delayed"
     #: decay is gathered until it exceeds this, then applied at once
-    decay_threshold = 5e-3
+    decay_threshold = Kept(5e-3)
 
     def __init__(
         self, params, *, lr_function=LR(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0, **options
@@ -100,15 +101,16 @@ class AdamW_BF16(Optimizer):
                 param_group.setdefault(key, value)
         super().add_param_group(param_group)
 
-    def _hypers(self, group):
-        hypers = super()._hypers(group)
-        hypers["warmup_steps"] = float(group["preheat_steps"])
-        hypers["power"] = float(group["decay_power"])
-        hypers["threshold"] = float(self.decay_threshold)
-        return hypers
+    class _options(Options):
+        def hypers(self, group):
+            hypers = super().hypers(group)
+            hypers["warmup_steps"] = float(group["preheat_steps"])
+            hypers["power"] = float(group["decay_power"])
+            hypers["threshold"] = float(self.decay_threshold)
+            return hypers
 
-    def _choices(self, group):
-        return {**super()._choices(group), "schedule": "inverse-power"}
+        def choices(self, group):
+            return {**super().choices(group), "schedule": "inverse-power"}
 
     def load_state_dict(self, state_dict):
         """As halfstep's; takes what adamw_bfloat16 saved as well: its `shift` is the residual, bit

@@ -39,7 +39,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _abi, _convert, _devices, _layout, _release
-from ..optimizer import Optimizer, unwrapped
+from .._options import Options
+from ..optimizer import Kept, Optimizer, unwrapped
 from .optimi import constructors, start_from_zeros
 
 __all__ = [
@@ -78,8 +79,7 @@ class FlashOptimizer(Optimizer):
         subclasses.
     """
 
-    _decoupled = False
-    _decouple_lr = False
+    _decoupled, _decouple_lr = Kept(False), Kept(False)
     #: the smallest update that counts on, in units of lr
     _least_update = 1.0
 
@@ -142,25 +142,23 @@ class FlashOptimizer(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("initial_lr", float(group["lr"]))
 
-    def _hypers(self, group):
-        found = super()._hypers(group)
-        found["reference_lr"] = (
-            float(group.get("initial_lr", group["lr"])) if self._decouple_lr else 0.0
-        )
-        return found
+    class _options(Options):
+        def hypers(self, group):
+            found = super().hypers(group)
+            initial = float(group.get("initial_lr", group["lr"]))
+            found["reference_lr"] = initial if self._decouple_lr else 0.0
+            return found
 
-    def _choices(self, group):
-        mode = (
-            "l2" if not self._decoupled else "fully-decoupled" if self._decouple_lr else "decoupled"
-        )
-        return {**super()._choices(group), "decay": mode}
+        def choices(self, group):
+            mode = "fully-decoupled" if self._decouple_lr else "decoupled"
+            return {**super().choices(group), "decay": mode if self._decoupled else "l2"}
 
-    def _recipe_parts(self, group, p):
-        weights, states = group.get("weights"), group.get("states")
-        return (
-            _WEIGHTS[int(group["master_bytewidth"])] if weights is None else weights,
-            ("int8" if group["quantize"] else "f32") if states is None else states,
-        )
+        def formats(self, group, p):
+            weights, states = group.get("weights"), group.get("states")
+            return (
+                _WEIGHTS[int(group["master_bytewidth"])] if weights is None else weights,
+                ("int8" if group["quantize"] else "f32") if states is None else states,
+            )
 
     # ---- Steps -----------------------------------------------------------------------------------
 
@@ -457,10 +455,11 @@ class FlashSGD(FlashOptimizer):
             },
         )
 
-    def _before_build(self, also):
-        for group in self.param_groups:
-            if group["dampening"] and group["momentum"]:
-                start_from_zeros(self, group["params"], also)
+    class _options(FlashOptimizer._options):
+        def before_build(self, groups, also):
+            for group in groups:
+                if group["dampening"] and group["momentum"]:
+                    start_from_zeros(groups, group["params"], also)
 
 
 class FlashSGDW(FlashSGD):

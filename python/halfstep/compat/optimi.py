@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _abi, _names, _parameters, _release
+from .._options import Options
 from ..optimizer import Optimizer, unwrapped
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
 
@@ -89,27 +90,23 @@ class OptimiOptimizer(Optimizer):
         if group["decouple_lr"] and group["max_lr"] is None:
             group["max_lr"] = float(group["lr"])
 
-    def _hypers(self, group):
-        found = super()._hypers(group)
-        found["reference_lr"] = float(group["max_lr"] or 0.0) if group["decouple_lr"] else 0.0
-        return found
+    class _options(Options):
+        def hypers(self, group):
+            found = super().hypers(group)
+            found["reference_lr"] = float(group["max_lr"] or 0.0) if group["decouple_lr"] else 0.0
+            return found
 
-    def _choices(self, group):
-        if group["decouple_lr"]:
-            mode = "fully-decoupled"
-        else:
+        def choices(self, group):
             mode = "decoupled" if group.get("decouple_wd", True) else "l2"
-        return {**super()._choices(group), "decay": mode}
+            mode = "fully-decoupled" if group["decouple_lr"] else mode
+            return {**super().choices(group), "decay": mode}
 
-    def _recipe_parts(self, group, p):
-        weights = group.get("weights")
-        if weights is None:
-            weights = (
-                "bf16"
-                if group["kahan_sum"] is not None and not group["kahan_sum"]
-                else "bf16-kahan"
-            )
-        return weights, group.get("states")
+        def formats(self, group, p):
+            weights, states = super().formats(group, p)
+            if weights is None:
+                summed = group["kahan_sum"] is None or group["kahan_sum"]
+                weights = "bf16-kahan" if summed else "bf16"
+            return weights, states
 
     def step(self, closure: Optional[Callable] = None, param: Optional[Tensor] = None):
         """A step of all parameters, or of `param` alone, as the hooks of gradient release make it.
@@ -163,8 +160,8 @@ def constructors(optimizer, base):
     return 2 + sum("__init__" in vars(c) for c in classes[: classes.index(base)])
 
 
-def start_from_zeros(optimizer, parameters, also):
-    """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in _before_build().
+def start_from_zeros(groups, parameters, also):
+    """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in before_build().
     The library's first buffer is the gradient itself, so parameters that are about to get states
     get a count of one update, of a buffer of zeros.
     """
@@ -172,10 +169,10 @@ def start_from_zeros(optimizer, parameters, also):
         wanted = (
             p.grad is not None
             or (also and p in also)
-            or (optimizer.gradient_release and p.requires_grad)
+            or (groups.options.gradient_release and p.requires_grad)
         )
-        if wanted and p not in optimizer.state:
-            optimizer.state[p]["step"] = torch.ones((), dtype=torch.float32, device="cpu")
+        if wanted and p not in groups.state:
+            groups.state[p]["step"] = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 def _is_optimi(state_dict):
@@ -319,19 +316,20 @@ class Adan(OptimiOptimizer):
             ),
         )
 
-    def _hypers(self, group):
-        found = super()._hypers(group)
-        if group["decouple_lr"] and not group["adam_wd"]:
-            # (w - lr u) / (1 + lr / max_lr weight_decay): the proximal form of a coefficient over
-            # max_lr
-            found.update(
-                weight_decay=over(group["weight_decay"], group["max_lr"] or group["lr"]),
-                reference_lr=0.0,
-            )
-        return found
+    class _options(OptimiOptimizer._options):
+        def hypers(self, group):
+            found = super().hypers(group)
+            if group["decouple_lr"] and not group["adam_wd"]:
+                # (w - lr u) / (1 + lr / max_lr weight_decay): the proximal form of a coefficient
+                # over max_lr
+                found.update(
+                    weight_decay=over(group["weight_decay"], group["max_lr"] or group["lr"]),
+                    reference_lr=0.0,
+                )
+            return found
 
-    def _choices(self, group):
-        return super()._choices(group) if group["adam_wd"] else {"decay": "proximal"}
+        def choices(self, group):
+            return super().choices(group) if group["adam_wd"] else {"decay": "proximal"}
 
 
 class Lion(OptimiOptimizer):
@@ -507,16 +505,17 @@ class SGD(OptimiOptimizer):
             ),
         )
 
-    def _before_build(self, also):
-        for group in self.param_groups:
-            if group["dampening"] and group["momentum"] and not group["torch_init"]:
-                start_from_zeros(self, group["params"], also)
+    class _options(OptimiOptimizer._options):
+        def before_build(self, groups, also):
+            for group in groups:
+                if group["dampening"] and group["momentum"] and not group["torch_init"]:
+                    start_from_zeros(groups, group["params"], also)
 
-    def _hypers(self, group):
-        found = super()._hypers(group)
-        momentum = float(group["momentum"])
-        found.update(momentum=momentum, dampening=momentum if group["dampening"] else 0.0)
-        return found
+        def hypers(self, group):
+            found = super().hypers(group)
+            momentum = float(group["momentum"])
+            found.update(momentum=momentum, dampening=momentum if group["dampening"] else 0.0)
+            return found
 
 
 class StableAdamW(OptimiOptimizer):

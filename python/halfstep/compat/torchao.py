@@ -25,6 +25,7 @@ import numbers
 import torch
 
 from .. import _abi, _devices
+from .._options import Options
 from ..offload import CPUOffload
 from ..optimizer import Optimizer
 from ..rules import classes
@@ -107,11 +108,12 @@ class _LowBit(Optimizer):
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cpu")
 
-    def _recipe_parts(self, group, p):
-        weights, states = group["weights"], group["states"]
-        if p.dtype == torch.float16 and weights == "bf16-sr":
-            weights = "bf16"  # the flag is about BF16
-        return weights, states
+    class _options(Options):
+        def formats(self, group, p):
+            weights, states = group["weights"], group["states"]
+            if p.dtype == torch.float16 and weights == "bf16-sr":
+                weights = "bf16"  # the flag is about BF16
+            return weights, states
 
 
 class Adam8bit(_LowBit):

@@ -25,6 +25,7 @@ also takes the mean of
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._options import Options
 from ..accumulate import GradientAccumulator, complain
 from ..optimizer import Optimizer
 
@@ -41,12 +42,13 @@ class _Stochastic(Optimizer):
     def __init__(self, params, defaults):
         super().__init__(params, defaults, states="bf16-sr", decay="decoupled")
 
-    def _hypers(self, group):
-        hypers = super()._hypers(group)
-        hypers["centralize"] = float(group["centralization"])
-        if "amp_fac" in group:
-            hypers["amplify"] = float(group["amp_fac"])
-        return hypers
+    class _options(Options):
+        def hypers(self, group):
+            hypers = super().hypers(group)
+            hypers["centralize"] = float(group["centralization"])
+            if "amp_fac" in group:
+                hypers["amplify"] = float(group["amp_fac"])
+            return hypers
 
     def load_state_dict(self, state_dict):
         """As halfstep's; takes what torchastic saved as well."""
@@ -155,8 +157,9 @@ class RMSProp(_Stochastic):
             },
         )
 
-    def _hypers(self, group):
-        return {**super()._hypers(group), "alpha": float(group["beta"]), "debias": 1.0}
+    class _options(_Stochastic._options):
+        def hypers(self, group):
+            return {**super().hypers(group), "alpha": float(group["beta"]), "debias": 1.0}
 
 
 #: (accumulator, index in it) of each parameter that assign_hooks() has seen

@@ -1,0 +1,234 @@
+"""What the options of an optimizer mean to the library."""
+
+from typing import Any
+
+import torch
+
+from . import _abi
+
+#: options that are sequences of numbers
+_SEQUENCES = ("betas", "eps", "ns_coefficients")
+# Without a reference_lr, fully decoupled decay refers to the first lr: one that is at least so much
+# of the rule's default, and of which a later one is at most so many times as much (halfstep.h).
+_LEAST_FIRST_LR, _MOST_ABOVE_FIRST_LR = 1e-4, 10.0
+_OTHER_RULE = (
+    "halfstep: a group has {}, and {} steps all of its groups by its own rule: give parameters that"
+    " another rule is to step to an optimizer of that rule, and leave the key out"
+)
+
+
+def sequence(value: Any) -> Any:
+    """A list or tuple as it is, and any other sequence of numbers (a list of OmegaConf, an array)
+    as a tuple; None for anything else."""
+    if isinstance(value, (tuple, list)):
+        return value
+    if (
+        isinstance(value, (str, bytes, dict))
+        or not hasattr(value, "__getitem__")
+        or not hasattr(value, "__len__")
+    ):
+        return None
+    try:
+        return tuple(value.tolist() if hasattr(value, "tolist") else value)
+    except TypeError:  # of no dimensions
+        return None
+
+
+def keep_plain(options):
+    """Puts tuples in place of sequences of other classes, and numbers in place of NumPy's:
+    torch.load(weights_only=True) would refuse them."""
+    for key, value in options.items():
+        if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+            options[key] = value.item()
+    for key in _SEQUENCES:
+        found = sequence(options.get(key))
+        if found is not None and any(type(item).__module__ == "numpy" for item in found):
+            found = tuple(item.item() if hasattr(item, "item") else item for item in found)
+        if found is not None and found is not options[key]:
+            options[key] = found
+
+
+def _check_choices(**values):
+    for choice, value in values.items():
+        if value is not None and value not in _abi.choices(choice):
+            raise ValueError(
+                f"halfstep: {choice}={value!r} is none of {', '.join(_abi.choices(choice))}"
+            )
+
+
+class Options:
+    """The options of one optimizer, and what those of its groups mean. It holds neither optimizer
+    nor groups. A class of optimizers whose options mean something else has a child of this class as
+    its `_options`.
+
+    kept    names of attributes of the optimizer that it has here, and in pickles
+    """
+
+    #: options of groups that are not among the defaults
+    beside_defaults = ()
+    norm_group = None
+
+    def __init__(self, rule, title, kept):
+        """title: the name of the class. kept: attributes of an optimizer of it, at first."""
+        self.rule, self.title, self.kept = rule, title, list(kept)
+        vars(self).update(kept)
+
+    # ---- What classes override -------------------------------------------------------------------
+
+    def hypers(self, group):
+        """The hyper-parameters of a group as the library names them."""
+        out = {}
+        betas, hypers = group.get("betas"), _abi.rules[self.rule].hypers
+        if betas is not None:
+            betas, given = sequence(betas), betas
+            if betas is None:
+                raise TypeError(f"halfstep: betas={given!r} is not a sequence of numbers")
+            wanted = sum(name in hypers for name in _abi.BETAS)
+            if len(betas) != wanted:
+                raise ValueError(f"Invalid betas {tuple(betas)}: {self.rule} has {wanted}")
+        for name, hyper in hypers.items():
+            if hyper.per_optimizer:
+                continue
+            if name in _abi.BETAS and betas is not None:
+                out[name] = float(betas[_abi.BETAS.index(name)])
+            elif name in group:
+                if group[name] is None or isinstance(group[name], str):
+                    raise TypeError(
+                        f"halfstep: the option {name!r} is {group[name]!r}; it has to be a number"
+                    )
+                out[name] = float(group[name])
+        return out
+
+    def take_hyper(self, group, name, value):
+        """The way back of one of hypers(), into a group that has such an option."""
+        betas = group.get("betas")
+        if name in _abi.BETAS and betas is not None:
+            place = _abi.BETAS.index(name)
+            if place < len(betas):
+                group["betas"] = (*betas[:place], value, *betas[place + 1 :])
+        elif isinstance(group.get(name), torch.Tensor):
+            group[name] = torch.tensor(value, dtype=group[name].dtype, device=group[name].device)
+        elif name in group:
+            group[name] = bool(value) if isinstance(group[name], bool) else value
+
+    def choices(self, group):
+        """The choices of a group: its decay mode, and its schedule where it has one."""
+        decay = group.get("decay")
+        if decay is None and group.get("decoupled_weight_decay"):
+            decay = "decoupled"
+        out = {"decay": decay or _abi.rules[self.rule].decay}
+        if group.get("schedule"):
+            out["schedule"] = group["schedule"]
+        return out
+
+    def formats(self, group, p):
+        """The formats of one parameter's weight and states; None is the default."""
+        return group.get("weights"), group.get("states")
+
+    def check_mode(self, groups):
+        """Raises RuntimeError where no step may be made now."""
+
+    def before_build(self, groups, also):
+        """States are about to be made for parameters that have a gradient, or one in `also`."""
+
+    # ---- Checks ----------------------------------------------------------------------------------
+
+    def check(self, group):
+        """Raises ValueError, in torch's words, for what the library's bounds forbid."""
+        rule = _abi.rules[self.rule]
+        if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        for name in ("weights", "states", "decay"):
+            if not isinstance(group.get(name), (str, type(None))):
+                raise TypeError(f"halfstep: {name}={group[name]!r} is not the name of one")
+        for name, value in self.hypers(group).items():
+            hyper = rule.hypers[name]
+            if hyper.minimum <= value and (
+                value < hyper.maximum or (value == hyper.maximum and not hyper.exclusive_maximum)
+            ):
+                continue
+            if name == "lr":
+                raise ValueError(f"Invalid learning rate: {value}")
+            if name in _abi.BETAS and "betas" in group:
+                raise ValueError(
+                    f"Invalid beta parameter at index {_abi.BETAS.index(name)}: {value}"
+                )
+            raise ValueError(
+                f"Invalid {'epsilon' if name.endswith('eps') else name} value: {value}"
+            )
+        if (
+            "dampening" in rule.hypers
+            and group.get("nesterov")
+            and not (group["momentum"] > 0 and group["dampening"] == 0)
+        ):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        self._check_algorithm(group)
+        states = group.get("states")
+        # Formats are checked by the library, which says what is wrong with them.
+        _abi.recipe_full("/".join((self.rule, "f32", states)) if states else self.rule)
+        _check_choices(**self.choices(group))
+        if isinstance(self.clip_norm, bool) or not isinstance(self.clip_norm, (int, float)):
+            raise TypeError(f"halfstep: clip_norm={self.clip_norm!r} is not a number")
+        if not 0.0 <= self.clip_norm < float("inf"):
+            raise ValueError(f"Invalid clip_norm value: {self.clip_norm}")
+        if (
+            isinstance(self.threads, bool)
+            or not isinstance(self.threads, int)
+            or not 0 <= self.threads <= 1024
+        ):
+            raise ValueError(f"halfstep: threads={self.threads!r} is not a number from 0 to 1024")
+        _check_choices(clip=self.clip, scan=self.scan, generator=group.get("generator"))
+
+    def _check_algorithm(self, group):
+        """Raises ValueError for a group that other packages would step by another rule than this
+        optimizer's."""
+        muon, ours = self.rule == "muon", self.title
+        known = {
+            name.lower().replace("-", "") for name in (self.rule, _abi.rules[self.rule].label, ours)
+        }
+        for key in ("use_muon", "is_muon"):
+            if key in group and bool(group[key]) != muon:
+                raise ValueError(_OTHER_RULE.format(f"{key!r}: {group[key]!r}", ours))
+        for key in ("use_fallback", "use_adamw", "use_adam"):
+            if muon and group.get(key):
+                raise ValueError(_OTHER_RULE.format(f"{key!r}: {group[key]!r}", ours))
+        for key in ("algorithm", "optimizer"):
+            named = group.get(key)
+            if (
+                isinstance(named, str)
+                and named.lower().replace("-", "").replace("_", "") not in known
+            ):
+                raise ValueError(_OTHER_RULE.format(f"{key!r}: {named!r}", ours))
+
+    def take_reference(self, group):
+        """Has fully decoupled decay refer to the first lr, where nobody gives a reference_lr and
+        that can be meant as one."""
+        if self.choices(group)["decay"] != "fully-decoupled" or group.get("reference_lr"):
+            return
+        first = group.setdefault("first_lr", float(group["lr"]))
+        if first >= _LEAST_FIRST_LR * _abi.rules[self.rule].hypers["lr"].initial:
+            group["reference_lr"] = first
+
+    def check_reference(self, group):
+        """Raises ValueError where fully decoupled decay would not be what anybody can mean."""
+        if self.choices(group)["decay"] != "fully-decoupled":
+            return
+        self.take_reference(group)
+        lr, decay, reference, first = (
+            float(group.get(key) or 0.0)
+            for key in ("lr", "weight_decay", "reference_lr", "first_lr")
+        )
+        if decay and (
+            not reference or reference == first and lr > _MOST_ABOVE_FIRST_LR * reference
+        ):
+            raise ValueError(
+                "halfstep: fully-decoupled decay is lr / reference_lr * weight_decay, and the"
+                f" first lr, {first:g}, cannot be meant as the reference: give reference_lr=, the"
+                " lr at which decay is weight_decay"
+            )
+        if decay and lr / reference * decay > 1.0:
+            raise ValueError(
+                f"halfstep: fully-decoupled decay of lr / reference_lr * weight_decay = {lr:g} /"
+                f" {reference:g} * {decay:g} is above 1: give reference_lr=, the lr at which decay"
+                " is weight_decay"
+            )
