@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""What follows from the library's table of rules and is kept in files: the hash that `python -m
-halfstep verify` expects; the lists of rules in README.md and of classes in docs/python.md. (The
-stub of the package is made with the wheel, by cmake/stub.py.)
+"""Keeps files up to date that follow from the library's table of rules: the hash that `python -m
+halfstep verify` expects, the list of rules in docs/choosing.md and of classes in docs/python.md.
+(cmake/stub.py makes the stub of the package with the wheel.)
 
-    generate.py            names the files that are not as they would be written, and exits with 1
-                           if there are any
+    generate.py            names the files that would change, and exits with 1 if there are any
     generate.py --write    writes them
 
 Both take the package in this tree and the library that HALFSTEP_LIBRARY names. `make generate`
@@ -36,7 +35,11 @@ def files():
         )
     return {
         main: verify,
-        "README.md": between("README.md", "rules", " ".join(f"`{name}`" for name in _abi.rules)),
+        os.path.join("docs", "choosing.md"): between(
+            os.path.join("docs", "choosing.md"),
+            "rules",
+            " ".join(f"`{name}`" for name in _abi.rules),
+        ),
         os.path.join("docs", "python.md"): between(
             os.path.join("docs", "python.md"),
             "classes",

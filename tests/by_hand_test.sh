@@ -1,12 +1,12 @@
 #!/bin/bash
-# The README's line for building the core library without any build system works as it is printed there.
+# The line of docs/c.md for building the core library without any build system works as it is printed there.
 # (make check leaves it out.)
 # (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"
 need cc
 make_scratch
-line=$(sed -n 's/^ *\$\{0,1\} *\(cc .*find src .*\)$/\1/p' "$source_dir/README.md" | head -1)
-[ -n "$line" ] || fail "README.md has no line that begins with cc and compiles what find finds in src"
+line=$(sed -n 's/^ *\$\{0,1\} *\(cc .*find src .*\)$/\1/p' "$source_dir/docs/c.md" | head -1)
+[ -n "$line" ] || fail "docs/c.md has no line that begins with cc and compiles what find finds in src"
 echo "$line"
 cp -R "$source_dir/include" "$source_dir/src" "$scratch"
 cd "$scratch"

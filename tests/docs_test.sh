@@ -1,5 +1,5 @@
 #!/bin/bash
-# The program on the first page of halfstep.h compiles and runs. Every rule and storage format of the tables is where users look for it: the defaults in docs/differences.md, the formats in README.md,
+# The program on the first page of halfstep.h compiles and runs. Every rule and storage format of the tables is where users look for it: the defaults in docs/differences.md, the formats in docs/choosing.md,
 # their bytes in docs/formats.md. (Lists of rules and classes are made by scripts/generate.py.)
 . "$(dirname "$0")/lib.sh"
 cd "$source_dir"
@@ -23,7 +23,7 @@ while read -r name; do
     named docs/differences.md "\`$name\`" "rule '$name'"
 done <<<"$rules"
 while read -r name id; do
-    named README.md "\`$name\`" "format '$name'"
+    named docs/choosing.md "\`$name\`" "format '$name'"
     named docs/formats.md "| \`$name\` | $id |" "format '$name'"
 done <<<"$formats"
 [ "$failures" = 0 ] || fail "$failures places do not know a rule or a format"
