@@ -1,4 +1,4 @@
-/* The public header with all that it has: the library's own files include this one. */
+/* Includes the public header with its advanced part. The library's own files include this header instead. */
 #ifndef HSTEP_API_H
 #define HSTEP_API_H
 

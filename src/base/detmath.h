@@ -1,8 +1,8 @@
-/* Double-precision functions with the same bits everywhere: only + - * / sqrt, comparisons and integers, in a fixed
- * order, no table and no libm beyond sqrt, which IEEE 754 defines exactly. Must be compiled without contraction into
- * fused multiply-adds; where a product's error matters it is formed explicitly.
+/* Double-precision functions with the same bits on every machine. They use only + - * / sqrt, comparisons and integers,
+ * in a fixed order. They use no table, and no libm beyond sqrt, which IEEE 754 defines exactly. This header must be
+ * compiled without contraction into fused multiply-adds. If a product's error matters, it is computed explicitly.
  *
- * Bounds are in units of the last place of the exact result and are checked by tests/test_base.c against a wider
+ * Error bounds are in units of the last place of the exact result. tests/test_base.c checks them against a wider
  * format. */
 #ifndef HSTEP_DETMATH_H
 #define HSTEP_DETMATH_H
@@ -29,7 +29,7 @@ HSTEP_INLINE uint64_t hstep_bits64(double x)
     return bits;
 }
 
-/* A value as an unevaluated sum, |low| at most half a unit in the last place of high. */
+/* The number high + low, an unevaluated sum. |low| is at most half a unit in the last place of high. */
 struct hstep_two {
     double high, low;
 };
@@ -46,7 +46,8 @@ HSTEP_INLINE struct hstep_two hstep_two_sum(double a, double b)
     return r;
 }
 
-/* Exact product by Dekker's splitting; |a|, |b| < 2^990 and the product not near the subnormals. */
+/* Returns a * b exactly, by Dekker's splitting. Requires |a|, |b| < 2^990 and a product that is not near the
+ * subnormals. */
 HSTEP_INLINE struct hstep_two hstep_two_product(double a, double b)
 {
     struct hstep_two r;
@@ -63,10 +64,10 @@ HSTEP_INLINE struct hstep_two hstep_two_product(double a, double b)
     return r;
 }
 
-/* An integer nearest to x (either one half-way between two), |x| < 2^31. */
+/* Returns an integer nearest to x, either one if x is half-way between two. Requires |x| < 2^31. */
 HSTEP_INLINE double hstep_nearest(double x) { return (double)(int32_t)(x < 0 ? x - 0.5 : x + 0.5); }
 
-/* x^n by squaring. For 0 < x <= 1 the relative error is below n * 2^-53 as long as the result is normal. */
+/* Returns x^n, by squaring. For 0 < x <= 1 the relative error is below n * 2^-53 as long as the result is normal. */
 HSTEP_INLINE double hstep_powi(double x, uint64_t n)
 {
     double result = 1.0;
@@ -77,8 +78,12 @@ HSTEP_INLINE double hstep_powi(double x, uint64_t n)
     return result;
 }
 
-/* log x to about 2^-63 relative, for finite x > 0: x = m 2^k with m in [sqrt(1/2), sqrt(2)), s = (m - 1) / (m + 1),
- * log m = 2 s + 2/3 s^3 + 2/5 s^5 + ...; the first two terms in two doubles. */
+/* Returns log x with a relative error of about 2^-63. Requires a finite x > 0. The series uses x = m 2^k with m in
+ * [sqrt(1/2), sqrt(2)), and s = (m - 1) / (m + 1):
+ *
+ *   log m = 2 s + 2/3 s^3 + 2/5 s^5 + ...
+ *
+ * The first two terms are kept in two doubles. */
 HSTEP_INLINE struct hstep_two hstep_log_two(double x)
 {
     int k = -1023;
@@ -87,7 +92,7 @@ HSTEP_INLINE struct hstep_two hstep_log_two(double x)
         bits = hstep_bits64(x * 0x1p54);
         k -= 54;
     }
-    /* Moves the turn of the exponent field from powers of two to sqrt(2) times them. */
+    /* Makes the exponent field step at sqrt(2) times powers of two, instead of at powers of two. */
     bits += 0x3FF0000000000000u - 0x3FE6A09E667F3BCDu;
     k += (int)(bits >> 52);
     double m = hstep_from_bits64((bits & 0xFFFFFFFFFFFFFu) + 0x3FE6A09E667F3BCDu);
@@ -126,7 +131,7 @@ HSTEP_INLINE struct hstep_two hstep_log_two(double x)
     tail = tail * z.high;
     tail = tail * cube.high;
 
-    /* k ln 2: the first part has 24 zero bits at its end, so its product is exact. */
+    /* k ln 2 in two parts. The first constant ends in 24 zero bits, so that its product with k is exact. */
     double k_high = (double)k * 0x1.62e42fep-1;
     double k_low = (double)k * 0x1.f473de6af278fp-30;
     struct hstep_two sum = hstep_two_sum(k_high, 2.0 * s);
@@ -141,7 +146,7 @@ HSTEP_INLINE struct hstep_two hstep_log_two(double x)
     return hstep_two_sum(last.high, low);
 }
 
-/* e^(high + low), |low| small against high, within 1 unit (1 more where the result is subnormal). */
+/* Returns e^(high + low) within 1 unit, or 2 if the result is subnormal. Requires |low| small against |high|. */
 HSTEP_INLINE double hstep_exp_two(double high, double low)
 {
     if (high != high) return high;
@@ -168,19 +173,19 @@ HSTEP_INLINE double hstep_exp_two(double high, double low)
     series = series + rest;
     series = series + x;
     series = series + 1.0;
-    /* Two factors, because 2^k itself may lie outside the range; only the second can round. */
+    /* Scales by two factors, because 2^k itself may lie outside the range. Only the second product can round. */
     int half = (int)k / 2, other = (int)k - half;
     series = series * hstep_from_bits64((uint64_t)(half + 1023) << 52);
     return series * hstep_from_bits64((uint64_t)(other + 1023) << 52);
 }
 
-/* Natural logarithm of finite x > 0, within 0.51 units. */
+/* Returns the natural logarithm within 0.51 units. Requires a finite x > 0. */
 HSTEP_INLINE double hstep_log(double x) { return hstep_log_two(x).high; }
 
-/* e^x, within 1 unit (2 where the result is subnormal). Infinity above 709.79, 0 below -745.14, NaN for NaN. */
+/* Returns e^x within 1 unit, or 2 if it is subnormal. Gives infinity above 709.79, 0 below -745.14, and NaN for NaN. */
 HSTEP_INLINE double hstep_exp(double x) { return hstep_exp_two(x, 0.0); }
 
-/* x^y for finite x > 0 and finite y, within 2 units. */
+/* Returns x^y within 2 units. Requires finite x > 0 and finite y. */
 HSTEP_INLINE double hstep_pow(double x, double y)
 {
     struct hstep_two l = hstep_log_two(x);
@@ -192,11 +197,12 @@ HSTEP_INLINE double hstep_pow(double x, double y)
     return hstep_exp_two(p.high, low);
 }
 
-/* cos x for |x| <= 2^19, within 1 unit. */
+/* Returns cos x within 1 unit. Requires |x| <= 2^19. */
 HSTEP_INLINE double hstep_cos(double x)
 {
     if (x < 0) x = -x;
-    /* x - n pi/2 with pi/2 in three parts; the first two have 20 zero bits at their ends. */
+    /* Computes x - n pi/2 with pi/2 in three parts. The first two end in 20 zero bits, so that their products are
+     * exact. */
     double n = hstep_nearest(x * 0x1.45f306dc9c883p-1);
     double n_high = n * 0x1.921fb544p+0, n_middle = n * 0x1.0b4611a6p-34, n_low = n * 0x1.3198a2e037073p-69;
     double first = x - n_high;
@@ -221,7 +227,7 @@ HSTEP_INLINE double hstep_cos(double x)
         result = a + series;
         return quadrant == 1 ? -result : result;
     }
-    /* cos(a + rest) = 1 - z/2 + z^2/24 - ... - rest a, the error of 1 - z/2 kept */
+    /* cos(a + rest) = 1 - z/2 + z^2/24 - ... - rest a. The rounding error of 1 - z/2 is kept. */
     series = 0.0;
     for (j = 16; j >= 4; j -= 2) {
         series = 1.0 - series;

@@ -1,10 +1,11 @@
-/* Sums of doubles with exactly one value: a fixed-point number wide enough for every finite double, in int64 limbs of
- * 32 bits each. Because nothing is rounded, any order of additions, any split over threads, shards or ranks, and any
- * tree of merges (integer atomics, MPI_SUM, all_reduce) ends in the same number, which is rounded to double once.
+/* Exact sums of doubles. A sum is a fixed-point number wide enough for every finite double, in int64 limbs of 32 bits
+ * each. No addition rounds. The order of additions therefore does not matter, nor how they are split over threads,
+ * shards or ranks. Any tree of merges (integer atomics, MPI_SUM, all_reduce) gives the same number. It is rounded to
+ * double once.
  *
- * acc[k] counts units of 2^(32 k - 1074). An addition puts less than 2^32 into a limb, so 2^30 additions (counting
- * those inside merged sums) are safe before hstep_exact_normalize() must carry; it brings every limb but the top one
- * back below 2^32. The total may reach 2^1100. */
+ * acc[k] counts units of 2^(32 k - 1074). An addition puts less than 2^32 into a limb. So 2^30 additions, counting
+ * those inside merged sums, are safe before hstep_exact_normalize() must carry. Afterwards every limb but the top one
+ * is below 2^32. The total may reach 2^1100. */
 #ifndef HSTEP_EXACT_H
 #define HSTEP_EXACT_H
 
@@ -15,8 +16,8 @@
 
 #define HSTEP_EXACT_LIMBS 68
 
-/* Splits x into what it adds to three limbs, and returns the first of them: 0 to HSTEP_EXACT_LIMBS - 3. Requires a
- * finite x; the parts of others have no meaning. */
+/* Splits x into its contributions to three limbs. Returns the first of these limbs, 0 to HSTEP_EXACT_LIMBS - 3.
+ * Requires a finite x; for any other the parts have no meaning. */
 HSTEP_INLINE int hstep_exact_parts(double x, int64_t part[3])
 {
     uint64_t bits;
@@ -33,7 +34,7 @@ HSTEP_INLINE int hstep_exact_parts(double x, int64_t part[3])
     return (int)(position >> 5);
 }
 
-/* Adds x, which must be finite: otherwise the sum has no meaning, but no memory outside acc is touched. */
+/* Adds x. Requires a finite x; any other makes the sum meaningless, but touches no memory outside acc. */
 HSTEP_INLINE void hstep_exact_add(int64_t acc[HSTEP_EXACT_LIMBS], double x)
 {
     int64_t part[3], *limb = acc + hstep_exact_parts(x, part);
@@ -46,8 +47,8 @@ HSTEP_INLINE void hstep_exact_merge(int64_t acc[HSTEP_EXACT_LIMBS], const int64_
     for (k = 0; k < HSTEP_EXACT_LIMBS; k++) acc[k] += other[k];
 }
 
-/* Carries: limbs become 0 .. 2^32 - 1, the top one takes the sign. The value stays, and equal values get equal
- * limbs. */
+/* Carries, so that limbs become 0 .. 2^32 - 1 and the top one takes the sign. The value does not change. Equal values
+ * get equal limbs. */
 HSTEP_INLINE void hstep_exact_normalize(int64_t acc[HSTEP_EXACT_LIMBS])
 {
     int64_t carry = 0;
@@ -61,7 +62,8 @@ HSTEP_INLINE void hstep_exact_normalize(int64_t acc[HSTEP_EXACT_LIMBS])
     acc[k] += carry;
 }
 
-/* The sum as a double, rounded once to nearest even. +0 for zero, infinity where it exceeds the largest double. */
+/* Returns the sum as a double, rounded once to nearest even. Returns +0 for zero, and infinity beyond the largest
+ * double. */
 HSTEP_INLINE double hstep_exact_round(const int64_t acc[HSTEP_EXACT_LIMBS])
 {
     int64_t digits[HSTEP_EXACT_LIMBS + 1];
@@ -80,7 +82,7 @@ HSTEP_INLINE double hstep_exact_round(const int64_t acc[HSTEP_EXACT_LIMBS])
     }
     int width = 0;
     while (digits[top] >> width) width++;
-    /* The unit in the last place of a 53-bit result is bit `lowest`; bit 0 is the smallest subnormal. */
+    /* Bit `lowest` is the unit in the last place of a 53-bit result. Bit 0 is the smallest subnormal. */
     int lowest = 32 * top + width - 53;
     if (lowest <= 0) {
         result |= (uint64_t)digits[1] << 32 | (uint64_t)digits[0];
@@ -89,13 +91,14 @@ HSTEP_INLINE double hstep_exact_round(const int64_t acc[HSTEP_EXACT_LIMBS])
     } else {
         int limb = (lowest - 1) / 32, shift = (lowest - 1) % 32;
         uint64_t low = (uint64_t)digits[limb] | (uint64_t)digits[limb + 1] << 32;
-        /* 53 bits of the result and the one below them. */
+        /* The 53 bits of the result and the next lower bit. */
         uint64_t window = low >> shift | (uint64_t)digits[limb + 2] << 1 << (63 - shift);
         uint64_t rest = low & (((uint64_t)1 << shift) - 1);
         for (k = 0; k < limb; k++) rest |= (uint64_t)digits[k];
         uint64_t mantissa = window >> 1;
         mantissa += (window & 1) && (rest || (mantissa & 1));
-        /* Added, not inserted: bit 52 and a carry out of the rounding run into the exponent, up to infinity. */
+        /* Adds instead of inserting, so that bit 52 and a carry out of the rounding run into the exponent, up to
+         * infinity. */
         result |= ((uint64_t)lowest << 52) + mantissa;
     }
     memcpy(&value, &result, 8);

@@ -1,5 +1,5 @@
-/* How small functions are declared that hosts and devices both compile: a device's compiler defines HSTEP_INLINE
- * first. */
+/* Declares small functions that hosts and devices both compile. Device code defines HSTEP_INLINE before it includes
+ * this. */
 #ifndef HSTEP_INLINE_H
 #define HSTEP_INLINE_H
 
@@ -7,13 +7,13 @@
 #define HSTEP_INLINE static inline
 #endif
 
-/* The attribute of functions that must be inlined to be quick. A build with sanitizers defines it as "unused", because
- * the compiler would take minutes over the checks of everything that is inlined into kernels. */
+/* Attribute of functions that are quick only if inlined. A build with sanitizers defines it as "unused", because the
+ * compiler would take minutes over the checks of everything that is inlined into kernels. */
 #ifndef HSTEP_ALWAYS_INLINE
 #define HSTEP_ALWAYS_INLINE always_inline
 #endif
 
-/* And tables with a name of their own, which kernels look into. */
+/* Attribute of named tables that kernels read. */
 #ifndef HSTEP_TABLE
 #define HSTEP_TABLE
 #endif

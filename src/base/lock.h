@@ -1,4 +1,4 @@
-/* Locks for a few instructions: whoever waits lets others run. */
+/* Locks for a few instructions. A thread that waits yields its processor. */
 #ifndef HSTEP_LOCK_H
 #define HSTEP_LOCK_H
 

@@ -1,9 +1,10 @@
-/* Random bits for stochastic rounding: a pure function of (seed, tensor id, write counter, slot, element index).
+/* Random bits for stochastic rounding. They are a pure function of (seed, tensor id, write counter, slot, element
+ * index).
  *
- * This is the scalar definition; vector kernels and the GPU must produce the same words. It is plain 32-bit integer
- * arithmetic in the common subset of C, C++ and CUDA. A host that compiles it for a device defines HSTEP_INLINE first.
+ * This is the scalar definition. Vector kernels and GPUs must produce the same words. It is plain 32-bit integer
+ * arithmetic in the common subset of C, C++ and CUDA. Device code defines HSTEP_INLINE before it includes this header.
  *
- * One 32-bit word serves the two elements 2p and 2p + 1 of pair p: the low half is the even element's. */
+ * One 32-bit word serves the two elements 2p and 2p + 1 of pair p. Its low half is the even element's. */
 #ifndef HSTEP_RNG_H
 #define HSTEP_RNG_H
 
@@ -13,8 +14,8 @@
 
 #include "base/inline.h"
 
-/* X(CONSTANT, pinned id, "name", "one line for people"). Ids are stored in files and never reused; the first row is the
- * default, by the tests that docs/random.md reports. */
+/* X(CONSTANT, pinned id, "name", "one line for people"). Files store the ids, and no id is ever reused. The first row
+ * is the default, chosen by the tests that docs/random.md reports. */
 #define HSTEP_GENERATORS(X)                                                                     \
     X(LATTICE, 3, "lattice", "the mixer's words on lattices over time: rounding errors cancel") \
     X(MIXER, 2, "mixer", "keyed two-multiply mixer, a Philox key per 65,536 elements")          \
@@ -33,7 +34,8 @@ enum {
 #undef HSTEP_GENERATOR_ONE
 };
 
-/* Rows run from 0 to HSTEP_GENERATOR_COUNT - 1 in the order of the table; 0 and NULL past the end. */
+/* Returns the id of a row, 0 to HSTEP_GENERATOR_COUNT - 1 in the order of the table. Returns 0 past the end. The
+ * functions below return NULL for id 0. */
 HSTEP_INLINE int hstep_generator_id(int row)
 {
 #define HSTEP_GENERATOR_ROW(constant, id, name, title) \
@@ -65,7 +67,7 @@ static inline const char *hstep_generator_title(int generator)
     }
 }
 
-/* The pinned id, 0 if there is none of that name. */
+/* Returns the pinned id of a name, or 0 if the name is unknown. */
 static inline int hstep_generator_find(const char *text)
 {
 #define HSTEP_GENERATOR_IF(constant, id, name, title) \
@@ -75,7 +77,8 @@ static inline int hstep_generator_find(const char *text)
     return 0;
 }
 
-/* Philox4x32 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC'11). out may be ctr. */
+/* Computes Philox4x32 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC'11). `out` may be
+ * `ctr`. */
 HSTEP_INLINE void hstep_philox4x32(uint32_t out[4], const uint32_t ctr[4], const uint32_t key[2], int rounds)
 {
     uint32_t a = ctr[0], b = ctr[1], c = ctr[2], d = ctr[3], k = key[0], l = key[1];
@@ -96,13 +99,13 @@ HSTEP_INLINE void hstep_philox4x32(uint32_t out[4], const uint32_t ctr[4], const
     out[3] = d;
 }
 
-/* factor and offset are of 16 bits, each twice: what "lattice" makes of both halves of a mixer word. 1 and 0 leave
- * it. */
+/* The key of a stream of words. "lattice" multiplies both halves of a mixer word by `factor` and adds `offset`. These
+ * hold the same 16 bits in both halves. 1 and 0 leave the word as it is. */
 struct hstep_key {
     uint32_t k[4], factor, offset;
 };
 
-/* The key of one slot of one tensor in one write pass. write < 2^56, slot < 256. */
+/* Returns the key for one write of one slot of one tensor. Requires write < 2^56 and slot < 256. */
 HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
 {
     struct hstep_key result;
@@ -119,14 +122,14 @@ HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id
     return result;
 }
 
-/* "lattice": the mixer's half h of an element stays for 256 writes of its slot and becomes
+/* "lattice": an element keeps its half h of a mixer word for 256 writes of its slot. In each write h becomes
  *
  *   u = h + 2^8 t (8h + 3) = h (1 + 2^11 t) + 3 2^8 t  mod 2^16,  t = write mod 256
  *
- * so that the high byte walks through all its 256 values in odd steps of the element's own, 3 + 8j: none of them is 1,
- * which would be slow. The factor is odd: for every t h -> u is a bijection, and u as uniform as h. write: of the slot
- * itself, below 2^63. Bit 55 of what keys the stream tells it from those of independent words, whose pass number never
- * gets there. */
+ * The high byte walks through all its 256 values in odd steps of 3 + 8j, which differ between elements. No step is 1,
+ * because that would be slow. The factor is odd, so that for every t the map from h to u is a bijection. u is therefore
+ * as uniform as h. `write` counts the writes of the slot itself, below 2^63. Bit 55 of the stream's write number
+ * separates these streams from those of independent words, whose write number never reaches it. */
 #define HSTEP_LATTICE_SHIFT 8
 #define HSTEP_LATTICE_DOMAIN ((uint64_t)1 << 55)
 
@@ -142,12 +145,12 @@ HSTEP_INLINE struct hstep_key hstep_key_lattice(uint64_t seed, uint64_t tensor_i
 
 HSTEP_INLINE uint32_t hstep_lattice_word(const struct hstep_key *stream, uint32_t h)
 {
-    /* Both halves of the factor are the same, and of the offset: sums of their low halves' products see those alone. */
+    /* The low 16 bits of each sum count. They depend only on the low halves of the factor and the offset. */
     uint32_t high = (h >> 16) * stream->factor + stream->offset, low = h * stream->factor + stream->offset;
     return high << 16 | (low & 65535u);
 }
 
-/* The key under which a generator gives write number `write` of a slot its words. */
+/* Returns the key from which a generator makes the words of write number `write` of a slot. */
 HSTEP_INLINE struct hstep_key hstep_key_write(int generator, uint64_t seed, uint64_t tensor_id, uint64_t write,
                                               uint32_t slot)
 {
@@ -155,7 +158,7 @@ HSTEP_INLINE struct hstep_key hstep_key_write(int generator, uint64_t seed, uint
                                                 : hstep_key_stream(seed, tensor_id, write, slot);
 }
 
-/* "philox7": the four words of pairs 4 * block .. 4 * block + 3. */
+/* "philox7": computes the four words of pairs 4 * block .. 4 * block + 3. */
 HSTEP_INLINE void hstep_philox_block(const struct hstep_key *stream, uint64_t block, uint32_t out[4])
 {
     uint32_t ctr[4];
@@ -166,7 +169,7 @@ HSTEP_INLINE void hstep_philox_block(const struct hstep_key *stream, uint64_t bl
     hstep_philox4x32(out, ctr, stream->k, 7);
 }
 
-/* "mixer": 32,768 words (65,536 elements) share a key, so that its cost vanishes and an index has 15 bits. */
+/* "mixer": 32,768 words (65,536 elements) share a key, so that its cost is negligible and an index has 15 bits. */
 #define HSTEP_SEGMENT_SHIFT 15
 #define HSTEP_SEGMENT_WORDS (1u << HSTEP_SEGMENT_SHIFT)
 
@@ -184,10 +187,10 @@ HSTEP_INLINE struct hstep_key hstep_key_segment(const struct hstep_key *stream, 
     return result;
 }
 
-/* Word i (0 .. 32767) of a segment: a Weyl sequence from a keyed start, through a two-multiply mixer (the shifts and
- * multipliers of C. Wellons' lowbias32) with a second key word between the multiplies. A loop over i needs no multiply
- * for the first line. A key word that only moved the start would make every segment a window of one and the same
- * sequence; the one in the middle makes them different functions. */
+/* Returns word i (0 .. 32767) of a segment. A Weyl sequence from a keyed start goes through a two-multiply mixer. The
+ * shifts and multipliers are those of C. Wellons' lowbias32. A second key word enters between the multiplies. A loop
+ * over i needs no multiply for the first line. If the second key word only moved the start, every segment would be a
+ * window of the same sequence. Between the multiplies, it makes segments different functions. */
 #define HSTEP_MIXER_STEP 0x9E3779B9u
 #define HSTEP_MIXER_MUL1 0x7FEB352Du
 #define HSTEP_MIXER_MUL2 0x846CA68Bu
@@ -203,8 +206,8 @@ HSTEP_INLINE uint32_t hstep_mixer_word(const struct hstep_key *segment_key, uint
     return x;
 }
 
-/* n words from pair first_pair of a stream, whose key is of the same generator or, for "lattice", any: independent
- * words for one of hstep_key_stream(). */
+/* Writes n words of a stream to `out`, from pair first_pair on. The key must come from the same generator. "lattice"
+ * takes any key, and makes independent words from one of hstep_key_stream(). */
 HSTEP_INLINE void hstep_random_words(int generator, const struct hstep_key *stream, uint64_t first_pair, size_t n,
                                      uint32_t *out)
 {
@@ -228,8 +231,8 @@ HSTEP_INLINE void hstep_random_words(int generator, const struct hstep_key *stre
     }
 }
 
-/* The default id of a tensor: FNV-1a of its name, then a finaliser (D. Stafford's mix 13), because FNV leaves names
- * that differ in their last letters close together. Never 0, which means "no id given". */
+/* Returns the default id of a tensor, a hash of its name. FNV-1a leaves names that differ in their last letters close
+ * together, so a finaliser follows it (D. Stafford's mix 13). The id is never 0, which means "no id given". */
 HSTEP_INLINE uint64_t hstep_hash_name(const char *name)
 {
     uint64_t h = 0xCBF29CE484222325u;

@@ -1,12 +1,12 @@
-/* How a block format stores its scales, by the dtype in its row (formats.h). In kernels a scale is an fp32 pattern;
- * NAME_scale() makes one that the dtype represents exactly, so that storing it loses nothing:
+/* How a block format stores its scales, by the dtype in its row (formats.h). In kernels a scale is an fp32 pattern.
+ * NAME_scale() returns only patterns that the dtype represents exactly, so that storing them loses nothing:
  *
  *   F32        any pattern
  *   BF16       low half zero
- *   F8_E8M0    powers of two, 2^-127 .. 2^127 (OCP Microscaling Formats 1.0); 0 is stored as 2^-127, of which all-zero
- *              codes are still 0; what is not finite as NaN
- *   F8_E4M3    non-negative multiples of 2^-9 with 3 bits after the leading one, up to 448 (OCP OFP8); all beyond as
- *              NaN */
+ *   F8_E8M0    powers of two, 2^-127 .. 2^127 (OCP Microscaling Formats 1.0). 0 is stored as 2^-127, with which
+ *              all-zero codes are still 0. Numbers that are not finite are stored as NaN
+ *   F8_E4M3    non-negative multiples of 2^-9 with 3 bits after the leading one, up to 448 (OCP OFP8). Larger numbers
+ *              are stored as NaN */
 #ifndef HSTEP_SCALE_H
 #define HSTEP_SCALE_H
 
@@ -15,7 +15,7 @@
 
 #include "base/inline.h"
 
-/* A row whose scale has another dtype has no name here, and does not compile. */
+/* The dtypes of scales. A row with another dtype finds no constant here, and does not compile. */
 enum { HSTEP_SCALE_F32, HSTEP_SCALE_BF16, HSTEP_SCALE_F8_E8M0, HSTEP_SCALE_F8_E4M3 };
 
 HSTEP_INLINE int hstep_scale_bytes(const int dtype)
@@ -40,7 +40,7 @@ HSTEP_INLINE uint32_t hstep_e4m3_store(uint32_t pattern)
     return x < 0x1p-6f ? (uint32_t)(x * 0x1p9f) : (pattern >> 20) - (120 << 3);
 }
 
-/* Scale number i of a stream. */
+/* Returns scale number i of a stream, as an fp32 pattern. */
 HSTEP_INLINE uint32_t hstep_scale_load(const int dtype, const char *scales, int64_t i)
 {
     uint32_t wide;

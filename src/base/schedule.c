@@ -32,8 +32,8 @@ const char *hstep_schedule_title(int kind)
     return kind >= 0 && kind < HSTEP_SCHEDULE_COUNT ? schedules[kind].title : NULL;
 }
 
-/* adamw_bfloat16 asks for its rate after counting the step and adds one more: its first step uses 2 / preheat, the peak
- * is at step preheat - 2 here, and there is no end. */
+/* Returns the factor of "inverse-power". adamw_bfloat16 asks for its rate after it has counted the step, and adds one
+ * more. So the first step uses 2 / preheat, and the peak is at step preheat - 2. The schedule has no end. */
 static double inverse_power(const struct hstep_schedule *s, uint64_t step)
 {
     double preheat = s->warmup ? (double)s->warmup : 1.0;
@@ -41,7 +41,7 @@ static double inverse_power(const struct hstep_schedule *s, uint64_t step)
     return x <= 1.0 ? x : hstep_pow(x, s->power);
 }
 
-/* From 1 to `final` as weight goes from 1 to 0. Both ends are exact. */
+/* Returns a value that falls from 1 to `final` as weight goes from 1 to 0. Both ends are exact. */
 static double between(double final, double weight)
 {
     double span = 1.0 - final;

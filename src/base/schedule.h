@@ -1,4 +1,4 @@
-/* Learning-rate schedules: a factor on the group's lr, by its count of accepted steps. */
+/* Learning-rate schedules. A schedule is a factor on the group's lr, by the number of its accepted steps. */
 #ifndef HSTEP_SCHEDULE_H
 #define HSTEP_SCHEDULE_H
 
@@ -27,10 +27,10 @@ struct hstep_schedule {
     double power;       /* inverse-power: exponent, at most 0; -0.5 is usual */
 };
 
-/* Factor for the step that follows `step` accepted ones. Same bits on every machine. */
+/* Returns the factor for the step that follows `step` accepted ones. The bits are the same on every machine. */
 double hstep_schedule_factor(const struct hstep_schedule *schedule, uint64_t step);
 
-/* The id of a name, or -1; and back, or NULL. */
+/* Returns the id of a name, or -1 if it is unknown. The other two return NULL if the id is unknown. */
 int hstep_schedule_find(const char *name);
 const char *hstep_schedule_name(int kind);
 const char *hstep_schedule_title(int kind);

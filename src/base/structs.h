@@ -1,5 +1,5 @@
-/* Structures of callers, which begin with their struct_size and may be of another version than ours: both libraries
- * read and fill them so. */
+/* Reads and fills structures of callers for both libraries. Such a structure begins with its struct_size. It may be of
+ * another version than ours. */
 #ifndef HSTEP_STRUCTS_H
 #define HSTEP_STRUCTS_H
 
@@ -7,7 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* 0 for what no version of a structure can have: they are of whole words and small. */
+/* Returns the size of a structure, or 0 if no version can have that size. Structures are small and consist of whole
+ * words. */
 static inline uint32_t hstep_struct_size(const void *structure)
 {
     uint32_t size;
@@ -15,8 +16,8 @@ static inline uint32_t hstep_struct_size(const void *structure)
     return size % sizeof size || size > 4096 ? 0 : size;
 }
 
-/* The caller's structure as ours, in a zeroed `ours`: 0 if it asks for something that is unknown here, or has no such
- * size. */
+/* Copies the caller's structure to `ours`, which must be zeroed. Returns 0 if the caller sets a field that is unknown
+ * here, or if the size is invalid; else 1. */
 static inline int hstep_take_struct(void *ours, size_t size, const void *theirs)
 {
     uint32_t given = hstep_struct_size(theirs);
@@ -26,7 +27,8 @@ static inline int hstep_take_struct(void *ours, size_t size, const void *theirs)
     return given != 0;
 }
 
-/* Ours as the caller's: as much as that has bytes for, and zero beyond ours. 0 if it has no such size. */
+/* Copies ours to the caller's structure, as far as that has room, and zeroes its bytes beyond ours. Returns 0 if the
+ * caller's size is invalid, else 1. */
 static inline int hstep_give_struct(void *theirs, const void *ours, size_t size)
 {
     uint32_t bytes = hstep_struct_size(theirs), head = sizeof bytes;

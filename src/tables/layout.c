@@ -1,4 +1,4 @@
-/* Where the elements of a tensor lie. Nothing here looks at a value. */
+/* Computes where the elements of a tensor lie. No function here reads an element. */
 #include "tables/layout.h"
 
 int hstep_unit_of(int format)
@@ -51,7 +51,7 @@ void hstep_lay_out(struct hstep_tensor *t)
     }
     t->index0 = (uint64_t)t->first_row * (uint64_t)stride + (uint64_t)t->first_column;
     t->index_stride = stride;
-    /* Rows that follow each other in index space as they do in memory are one run. */
+    /* Rows that are consecutive in index space and contiguous in memory form one run. */
     t->dense = columns == stride && (t->unit == HSTEP_GROUP || t->row_length % t->unit == 0);
     if (flat) {
         t->dense = 1;
@@ -62,7 +62,7 @@ void hstep_lay_out(struct hstep_tensor *t)
     t->run_length = t->dense ? rows * columns : columns;
     if (!rows || !columns) t->runs = t->run_length = 0;
     t->matrix = hstep_is_matrix(t->rule, t->ndim, t->rows, t->row_length);
-    /* Kernels of a rule without states take the list of one that is nothing. */
+    /* C has no empty arrays, so kernels of a rule without states get a list of one empty state. */
     t->slots = HALFSTEP_SLOT_STATE + (hstep_rule_states(t->rule) > 0 ? hstep_rule_states(t->rule) : 1);
     t->pairs = hstep_pairs(t->rule, t->ndim, t->rows, t->row_length);
     t->sums = hstep_sum_of_state(t, HSTEP_SLOTS) + t->cautious;
@@ -81,8 +81,8 @@ int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_c
         return n;
     }
     for (int64_t run = 0; run < t->runs; run++) {
-        /* Cuts at multiples of a chunk, in index space where units start there, which also keeps a chunk within one
-         * segment of random words; else in columns. */
+        /* Cuts at multiples of a chunk. If units start at multiples in index space, cuts lie there too. This also keeps
+         * a chunk within one segment of random words. Otherwise cuts lie in columns. */
         uint64_t first = t->dense || t->unit == HSTEP_GROUP ? t->index0 + (uint64_t)(run * t->index_stride)
                                                             : (uint64_t)t->first_column;
         int64_t start = (int64_t)(first % (uint64_t)HSTEP_CHUNK);
@@ -125,7 +125,7 @@ struct hstep_stretch hstep_row_of(const struct hstep_tensor *t, int64_t row)
     return (struct hstep_stretch){element, t->index0 + (uint64_t)from, t->row_length};
 }
 
-/* Read whole across the end of the task that holds the first element. */
+/* A tile of columns is read as a whole, even beyond the end of the chunk that holds its first element. */
 struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int64_t run)
 {
     const uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);

@@ -1,37 +1,39 @@
-/* Where the elements of a tensor lie: units, runs, chunks and offsets. Integers only; devices compile layout.c too. */
+/* Units, runs, chunks and offsets: where the elements of a tensor lie. Integers only. Devices compile layout.c too. */
 #ifndef HSTEP_LAYOUT_H
 #define HSTEP_LAYOUT_H
 
 #include "tables/tensor.h"
 
-/* Runs, index space, unit, kind and sums of a tensor whose slots are chosen, and of which it is known whether its group
- * is cautious. */
+/* Fills in a tensor's runs, index space, unit, kind and sums. Its slots and `cautious` must be set. */
 void hstep_lay_out(struct hstep_tensor *t);
-/* How many chunks a laid out tensor has, with `index` as its number; written where out is not NULL. */
+/* Returns the number of chunks of a laid out tensor. Writes them to `out` if that is not NULL, with tensor number
+ * `index`. */
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out);
-/* Makes tasks of chunks: how many. tasks: for n + 1 numbers, the first chunk of each and at the end n. */
+/* Joins n chunks to tasks and returns the number of tasks. `tasks` has room for n + 1 numbers. It receives the first
+ * chunk of each task, then n. */
 int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks);
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format);
-/* What is worked on as a whole: groups of 32 elements, or blocks where they are longer. */
+/* Returns the number of elements that are worked on as a whole: a group of 32, or a block if that is longer. */
 int hstep_unit_of(int format);
-/* Bytes from the start of a stream to an element held here; for block formats, the first of a block. */
+/* Returns the bytes from the start of a stream to an element held here. For block formats, it must be a block's
+ * first. */
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element);
 int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element);
 
-/* The number that an element held here has in the whole tensor, row by row. */
+/* Returns the number of an element held here in the whole tensor, counted row by row. */
 uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element);
-/* How far into its unit an element lies. */
+/* Returns how far into its unit an element lies. */
 int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index);
 
-/* Elements that follow each other in memory and in index space. */
+/* Elements that are consecutive in memory and in index space. */
 struct hstep_stretch {
     int64_t element;
     uint64_t index;
     int64_t n;
 };
 
-/* What a chunk has of a run. */
+/* Returns the part of a run that a chunk holds. */
 HSTEP_INLINE struct hstep_stretch hstep_stretch_of(const struct hstep_tensor *t, const struct hstep_chunk *c,
                                                    int64_t run)
 {
@@ -51,14 +53,14 @@ HSTEP_INLINE struct hstep_stretch hstep_take(struct hstep_stretch *s, int64_t n)
     return first;
 }
 
-/* A row of a tensor that is held whole. */
+/* Returns a row of a tensor that is held whole. */
 struct hstep_stretch hstep_row_of(const struct hstep_tensor *t, int64_t row);
-/* Whether elements are added to sums one by one, and exactly: in rows too short for chunks, so that no cut of them
- * matters. Others are summed in chunks of at most 256 columns, from multiples of 256 on. */
+/* Returns true if elements are added to sums one by one, and exactly. Rows too short for chunks are summed so, which
+ * makes every cut of them equal. Others are summed in tiles of at most 256 columns, from multiples of 256 on. */
 HSTEP_INLINE int hstep_is_summed_singly(const struct hstep_tensor *t) { return t->index_stride < HSTEP_GROUP; }
-/* What is summed of a run with a chunk: the chunks of columns whose first element it holds. */
+/* Returns the part of a run that is summed with a chunk: the tiles of columns whose first element the chunk holds. */
 struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int64_t run);
-/* Takes what is summed at once: of one chunk of columns; by_rows: and of one row. */
+/* Takes the elements that are summed at once: within one tile of columns, and with by_rows within one row. */
 HSTEP_INLINE struct hstep_stretch hstep_take_summed(const struct hstep_tensor *t, struct hstep_stretch *s, int by_rows)
 {
     const int64_t row = t->index_stride;
@@ -74,15 +76,15 @@ HSTEP_INLINE struct hstep_stretch hstep_take_summed(const struct hstep_tensor *t
     return hstep_take(s, n);
 }
 
-/* A piece of up to a tile of elements, which begins where a block does: its elements, and how many of the first are not
- * asked for. */
+/* A piece of up to a tile of elements, which begins at the start of a block. The first `skip` elements were not asked
+ * for. */
 struct hstep_piece {
     int64_t element;
     int n, skip;
 };
 
-/* The next piece before element `end`, from a zeroed one: along each row for blocks of rows, else straight through
- * memory. 0: none is left. */
+/* Finds the next piece before element `end`. The first call takes a zeroed *p. For blocks of rows, pieces go along each
+ * row, otherwise straight through memory. Returns 0 if none is left. */
 int hstep_next_piece(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_piece *p);
 
 #endif

@@ -1,4 +1,4 @@
-/* Recipes, "rule/weight format/state formats", parsed against the tables and written in full. */
+/* Parses recipes, "rule/weight format/state formats", by the tables, and writes them in full. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -19,8 +19,8 @@ static int fail(int code, char *detail, size_t size, const char *format, ...)
     return code;
 }
 
-/* States that a recipe names a format for: all but copies of the weight and vectors. The last `optional` of them need
- * not be named. */
+/* Lists the states for which a recipe names a format: all but copies of the weight and vectors. Returns their number.
+ * The last `optional` of them need not be named. */
 static int named_states(int rule, int *which, int *optional)
 {
     int n = 0;
@@ -34,7 +34,7 @@ static int named_states(int rule, int *which, int *optional)
     return n;
 }
 
-/* An optional state that was not named is stored as the last one before it of its role. */
+/* Returns the format of an optional state that was not named: that of the last state before it with its role. */
 static int inherited_format(const struct hstep_recipe *recipe, int state)
 {
     const struct hstep_state *states = hstep_rules[recipe->rule].state;
@@ -44,7 +44,7 @@ static int inherited_format(const struct hstep_recipe *recipe, int state)
     return recipe->state[0];
 }
 
-/* The part of a recipe that names the formats of states. */
+/* Parses the part of a recipe that names the formats of states. */
 static int parse_states(const char *text, const char *part, struct hstep_recipe *recipe, char *detail, size_t size)
 {
     int which[HALFSTEP_MAX_STATES], optional, given = 0, formats[HALFSTEP_MAX_STATES];
@@ -66,14 +66,15 @@ static int parse_states(const char *text, const char *part, struct hstep_recipe 
         if (*part != '+') break;
     }
     if (*part)
-        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': nothing may follow the state formats", text);
+        return fail(HALFSTEP_ERROR_NAME, detail, size,
+                    "recipe '%s': text after the state formats; write rule/weight format/state formats", text);
     if (given != 1 && given < named - optional)
         return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size,
                     "recipe '%s': give one state format, or one for each of the %d states of %s", text,
                     named - optional, rule->name);
     for (int i = 0; i < named; i++) {
         int state = which[i], role = rule->state[state].role;
-        /* One format for all of them leaves out the states that hold gradients, if it cannot serve them. */
+        /* A single format leaves out the states that hold gradients, if it cannot serve them. */
         if (given == 1 && named > 1 && role == GRADIENT && !hstep_format_serves(formats[0], role)) continue;
         recipe->state[state] = given == 1 ? formats[0] : i < given ? formats[i] : inherited_format(recipe, state);
         if (!hstep_format_serves(recipe->state[state], role))
@@ -143,7 +144,7 @@ int halfstep_recipe_full(const char *recipe, char *text, size_t size)
     return error ? error : hstep_recipe_text(&r, text, size);
 }
 
-/* With the rule's default hyper-parameters. */
+/* Returns true if a tensor has the state under the rule's default hyper-parameters. */
 static int needed_by_default(int rule, int state, int ndim, int64_t rows, int64_t row_length)
 {
     const char *unless = hstep_rules[rule].state[state].unless;

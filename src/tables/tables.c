@@ -17,8 +17,8 @@
 
 enum { ROWS = HALFSTEP_GEOMETRY_ROWS, FLAT = HALFSTEP_GEOMETRY_FLAT, TENSOR = HALFSTEP_GEOMETRY_TENSOR };
 
-/* What the kernels, the staging tiles and the offsets of streams take for granted of a row. A row that is wrong does
- * not compile, and the message names it. */
+/* Checks of rows, for what the kernels, the staging tiles and the offsets of streams assume. A wrong row does not
+ * compile, and the message names it. */
 #define ROLES (WEIGHT | GRADIENT | SIGNED | NONNEG)
 #define ROW(condition, name, text) _Static_assert(condition, name ": " text);
 #define FORMAT_IS_RIGHT(id, fn, name, title, kind, code, extra, ...)                                               \
@@ -66,7 +66,7 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 };
 /* clang-format on */
 
-/* Of rules likewise. */
+/* The same checks for the rows of rules. */
 #define ANY_NAME(name, ...) sizeof name
 #define NAME_SIZE(rule) HSTEP_OF_ROW(rule, ANY_NAME)
 #define CAUTION_CAUTIOUS(decay) (int)(decay)
@@ -255,7 +255,7 @@ int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t ro
 int hstep_format_serves(int format, int role)
 {
     const struct hstep_format *f = &hstep_formats[format];
-    /* A state that holds gradients has either sign, and no block to share with a larger neighbour. */
+    /* A state that holds gradients needs either sign and no blocks, where a larger neighbour would set its scale. */
     return role == GRADIENT ? (f->roles & SIGNED) && !f->block : (f->roles & role) != 0;
 }
 
@@ -275,7 +275,7 @@ int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows,
 uint64_t hstep_code_bytes(int format, int64_t n_rows, int64_t n_columns)
 {
     const struct hstep_format *f = &hstep_formats[format];
-    /* Half a byte can only be left over at the end of a row, or of everything. */
+    /* Half a byte is left over only at the end of a row, or of everything. */
     if (f->geometry == FLAT) return ((uint64_t)n_rows * (uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8;
     return (uint64_t)n_rows * (((uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8);
 }

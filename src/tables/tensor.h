@@ -1,5 +1,5 @@
-/* What a device is told of groups and tensors: plain values and places in its own memory, so that an array of these can
- * be copied there as it is. Names, and whatever else only people ask for, are labels (handle/optimizer.h). */
+/* Groups and tensors as a device gets them: plain values and places in its own memory. An array of these can be copied
+ * to the device as it is. Names and other labels for people are in handle/optimizer.h. */
 #ifndef HSTEP_TENSOR_H
 #define HSTEP_TENSOR_H
 
@@ -7,18 +7,18 @@
 #include "tables/tables.h"
 
 #define HSTEP_SLOTS (2 + HALFSTEP_MAX_STATES)
-/* Elements are worked on in groups of so many; random words and chunks are counted in them. */
+/* Elements are worked on in groups of this size. Random words and chunks are counted in them. */
 #define HSTEP_GROUP 32
-/* What is decoded at once: a whole number of groups, and of blocks of every format. */
+/* Elements decoded at once: a whole number of groups, and of blocks of every format. */
 #define HSTEP_TILE 256
 
 struct hstep_slot {
-    int format;    /* HSTEP_FORMAT_NONE where nothing is stored */
+    int format;    /* HSTEP_FORMAT_NONE: nothing is stored */
     int nonneg;    /* a state of role NONNEG, which holds nothing negative */
-    int fell_back; /* the tensor is too small for the recipe's block format, and has another */
-    int precise;   /* the format is the state's own (precise), in place of the recipe's */
-    int root;      /* 0, or of a second moment on a decaying grid (base/grid.h): that of the format's row */
-    float grid;    /* of what is stored now; 1 where root is 0 */
+    int fell_back; /* 1: another format replaces the recipe's block format, for which the tensor is too small */
+    int precise;   /* 1: the state's own `precise` format replaces the recipe's */
+    int root;      /* root of the format's row for a second moment on a grid (base/grid.h), else 0 */
+    float grid;    /* of the stored value; 1 if root is 0 */
     char *code, *extra;
     uint64_t code_bytes, extra_bytes;
     int extent; /* HALFSTEP_EXTENT_* */
@@ -28,32 +28,32 @@ struct hstep_tensor {
     uint64_t id;
     int group, rule, ndim;
     int64_t rows, row_length, first_row, n_rows, first_column, n_columns;
-    /* The part held here as `runs` stretches of `run_length` elements, dense in memory one after another; run r starts
-     * at element index0 + r * index_stride of the space that random bits and blocks are indexed by. */
+    /* The part held here consists of `runs` runs of `run_length` elements, dense in memory one after another. Run r
+     * starts at element index0 + r * index_stride of the space that indexes random bits and blocks. */
     int64_t runs, run_length, index_stride;
     uint64_t index0;
-    /* Elements are worked on in units: 32, or the longest block of a state. A unit starts at a multiple of its length
-     * in index space where rows are dense in it, else at such a column. */
+    /* Elements are worked on in units of 32, or of the longest block of a state. If rows are dense in index space, a
+     * unit starts at a multiple of its length there. Otherwise it starts at such a column. */
     int unit, dense;
-    int matrix;   /* stepped as a matrix */
-    int pairs;    /* of vectors over rows and columns */
-    int cautious; /* its group is, and the last of its sums is how many elements agree */
-    int slots;    /* that its rule has, stored or not, and at least one state */
-    int fused;    /* the device's row for just these formats, or -1, */
-    int adjusted; /* and for updates that change the gradient before the rule sees it, or compare it with the change */
-    int share;    /* the first of the tensors that have its sums of TOTALS with it; its own number without such */
-    int first_alike; /* the first of the tensors up to this one that are of one group and stored alike */
+    int matrix;      /* stepped as a matrix */
+    int pairs;       /* of vectors over rows and columns */
+    int cautious;    /* its group is cautious; the last sum then counts the elements that agree */
+    int slots;       /* slots of its rule, stored or not, with at least one state */
+    int fused;       /* the device's fused kernel for exactly these formats, or -1 */
+    int adjusted;    /* the same for updates that change the gradient first, or compare it with the change */
+    int share;       /* the first of the tensors that share its sums of TOTALS; its own number without such */
+    int first_alike; /* the first tensor of the same group that is stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
     int64_t first_chunk, chunks;
     /* Sums over the tensor that come before its update (hstep_sum_of_state()). Their limbs start at number `first_sum`
-     * of those of all tensors. */
+     * among those of all tensors. */
     int sums, first_sum;
 };
 
-/* What callers set stands first, in HSTEP_GROUP_SET_BYTES; the steps, which a device counts, stand last: handle/sync.c
- * sends the one without the other. */
+/* The fields that callers set come first, in HSTEP_GROUP_SET_BYTES. The steps, which a device counts, come last,
+ * because handle/sync.c sends the fields without the steps. */
 struct hstep_group {
     struct hstep_recipe recipe;
     double hyper[HSTEP_GROUP_HYPERS], own[HSTEP_MAX_OWN_HYPERS];
@@ -66,20 +66,20 @@ struct hstep_group {
 #define HSTEP_GROUP_SET_BYTES offsetof(struct hstep_group, steps)
 _Static_assert(HSTEP_GROUP_SET_BYTES + sizeof(uint64_t) == sizeof(struct hstep_group), "the steps stand last");
 
-/* The role of the state in a slot; 0 for the weight and the gradient. */
+/* Returns the role of the state in a slot, or 0 for the weight and the gradient. */
 HSTEP_INLINE int hstep_slot_role(const struct hstep_tensor *t, int slot)
 {
     return slot < HALFSTEP_SLOT_STATE ? 0 : hstep_rules[t->rule].state[slot - HALFSTEP_SLOT_STATE].role;
 }
 
-/* Whether a format has one scale for the whole tensor; NONE has not. */
+/* Returns true if a format has one scale for the whole tensor. NONE has not. */
 HSTEP_INLINE int hstep_has_one_scale(int format)
 {
     return format >= 0 && hstep_formats[format].geometry == HALFSTEP_GEOMETRY_TENSOR;
 }
 
-/* A tensor's sums are those of its rule, one for each state that has one scale, and how many elements agree. The number
- * of a state's, if it has one: so many come before it. */
+/* Returns the number of a state's sum, if it has one, which is also the number of sums before it. A tensor has the sums
+ * of its rule, then one for each state that has one scale, then the count of elements that agree. */
 HSTEP_INLINE int hstep_sum_of_state(const struct hstep_tensor *t, int slot)
 {
     int sum = hstep_rules[t->rule].norms;
@@ -87,47 +87,49 @@ HSTEP_INLINE int hstep_sum_of_state(const struct hstep_tensor *t, int slot)
     return sum;
 }
 
-/* A stretch of one tensor that one thread handles: whole runs, or a part of one. */
+/* The part of one tensor that one thread handles: whole runs, or a part of one run. */
 struct hstep_chunk {
     int tensor;
     int64_t run, runs, offset, length; /* length: elements of each run, from offset */
-    int64_t task;                      /* that handles it, alone or with those beside it */
+    int64_t task;                      /* the task that handles it, alone or with adjacent chunks */
 };
 
-/* Elements of a chunk: enough to hide a task's cost, few enough to share among many threads. It divides the segments of
- * the mixer. */
+/* Elements of a chunk: enough to hide the cost of a task, few enough to share among many threads. The segments of the
+ * mixer are multiples of it. */
 #define HSTEP_CHUNK ((int64_t)32768)
-/* What a chunk of a few elements costs, in elements: so many small tensors make one task that it is about a chunk. */
+/* The fixed cost of a chunk, in elements. Small tensors are joined until their task costs about as much as a full
+ * chunk. */
 #define HSTEP_CHUNK_COST ((int64_t)512)
 
-/* What one update of one tensor needs, worked out once per step. */
+/* The constants of one update of one tensor, computed once per step. */
 struct hstep_update {
     float k[HSTEP_MAX_SCALARS];
     float gradient_scale, l2;
-    double centralize;       /* times the row mean of the raw gradient, or 0 */
+    double centralize;       /* fraction of the row mean taken from the raw gradient, or 0 */
     int mode;                /* of the rule function */
     uint32_t stochastic;     /* bit per slot */
-    uint32_t weight_to_slot; /* bit per slot: a copy of the weight is made before the update, */
-    uint32_t slot_to_weight; /* and the weight made a copy of the slot after it */
+    uint32_t weight_to_slot; /* bit per slot: the weight is copied there before the update */
+    uint32_t slot_to_weight; /* bit per slot: the slot is copied to the weight after it */
     int skip, fused;
     int adjusted;                 /* l2, centralize or cautious */
-    int zero_lr;                  /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
+    int zero_lr;                  /* 1: lr is 0, so weights do not change, even infinite ones */
     int micro;                    /* only states are written */
-    float cautious;               /* 0, or what elements that agree with their gradient are scaled by, and */
-    float decay;                  /* what the weight is then, apart from k[] */
-    int64_t every;                /* so many-th elements of the whole tensor are summed for TOTALS; below 2: all */
-    int of_its_own;               /* the constants come from the tensor itself: no other may take them over */
-    double mean[HSTEP_MAX_PAIRS]; /* over the new vectors of rows, `means` of them so far */
+    float cautious;               /* 0, or the factor of elements that agree with their gradient */
+    float decay;                  /* factor of the weight then, apart from k[] */
+    int64_t every;                /* every so many-th element is summed for TOTALS; below 2: all */
+    int of_its_own;               /* 1: the constants depend on this tensor; no other may take them over */
+    double mean[HSTEP_MAX_PAIRS]; /* means of the new vectors of rows, `means` of them so far */
     int means;
-    double scalar[HSTEP_MAX_NAMED_SCALARS]; /* of after the update */
-    float scale[HSTEP_SLOTS];               /* of states that have one for the whole tensor, after the update */
+    double scalar[HSTEP_MAX_NAMED_SCALARS]; /* after the update */
+    float scale[HSTEP_SLOTS];               /* after the update, of states with one scale */
     float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */
-    float onto[HSTEP_SLOTS];                /* what is coded is multiplied by: hstep_onto_grid() of it */
-    int generator;                          /* the row of what makes the words of streams */
-    struct hstep_key stream[HSTEP_SLOTS];   /* of slots that are stochastic */
+    float onto[HSTEP_SLOTS];                /* factor before coding: hstep_onto_grid() of `grid` */
+    int generator;                          /* row of the generator of the streams' words */
+    struct hstep_key stream[HSTEP_SLOTS];   /* of stochastic slots */
 };
 
-/* Whether a tensor has a part in the sums of a step: not where it is left out, and not in totals where it stays. */
+/* Returns true if a tensor takes part in the sums of a step. A skipped tensor does not. With lr 0 a tensor takes no
+ * part in totals. */
 HSTEP_INLINE int hstep_is_summed(const struct hstep_tensor *t, const struct hstep_update *u)
 {
     return t->sums && !u->skip && !(u->zero_lr && hstep_rules[t->rule].totals);

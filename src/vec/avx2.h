@@ -1,9 +1,11 @@
 /* The vocabulary for AVX2, 8 lanes.
  *
- * Needs: AVX2 and F16C. Slow: division and square root (one per 5 to 10 cycles), vi_mul on Intel (two multiplier
- * passes), selects (two or three micro-operations, for there are no mask registers), v*_f32 and v*_f16 pairs (shuffles
- * across the two 128-bit halves), v_gather (one load per lane, more where its microcode guards against Downfall). Not
- * used: fused multiply-add (another rounding), rcpps and rsqrtps (estimates). */
+ *   Needs:      AVX2 and F16C
+ *   Slow:       division and square root (one per 5 to 10 cycles); vi_mul on Intel (two multiplier passes)
+ *               selects (two or three micro-operations, because there are no mask registers)
+ *               v*_f32 and v*_f16 pairs (shuffles across the two 128-bit halves)
+ *               v_gather (one load per lane, more if the microcode guards against Downfall)
+ *   Not used:   fused multiply-add (another rounding); rcpps and rsqrtps (estimates) */
 #ifndef HSTEP_VEC_AVX2_H
 #define HSTEP_VEC_AVX2_H
 
@@ -37,12 +39,12 @@ V_OP vf v_div0(vf a, vf b)
     return _mm256_and_ps(_mm256_cmp_ps(b, _mm256_setzero_ps(), _CMP_NEQ_UQ), _mm256_div_ps(a, b));
 }
 V_OP vf v_sqrt(vf a) { return _mm256_sqrt_ps(a); }
-/* The instructions return the second operand on NaN and equal zeros: the vocabulary's definition comes from them. */
+/* The instructions return the second operand on NaN and equal zeros. The vocabulary's definition follows them. */
 V_OP vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 V_OP vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 V_OP vf v_abs(vf a) { return _mm256_and_ps(a, v_from_bits(vi_set(0x7fffffffu))); }
 V_OP vf v_neg(vf a) { return _mm256_xor_ps(a, v_from_bits(vi_set(0x80000000u))); }
-/* One with the sign of a, except where a is zero or NaN. */
+/* Returns 1 with the sign of a, or +0 if a is zero or NaN. */
 V_OP vf v_sign(vf a)
 {
     vf one = _mm256_or_ps(_mm256_and_ps(a, v_from_bits(vi_set(0x80000000u))), v_set(1.0f));
@@ -64,7 +66,8 @@ V_OP vf v_from_int(vi a) { return _mm256_cvtepi32_ps(a); }
 V_OP vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
 V_OP vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 V_OP vi vi_mul(vi a, vi b) { return _mm256_mullo_epi32(a, b); }
-/* The multiplier takes even lanes; odd ones are shifted down, and their high halves are already in place. */
+/* The multiplier takes even lanes. Odd lanes are shifted down first; the high halves of their products are already in
+ * place. */
 V_OP vi vi_mulhi(vi a, vi b)
 {
     vi even = _mm256_mul_epu32(a, b);
@@ -74,7 +77,7 @@ V_OP vi vi_mulhi(vi a, vi b)
 V_OP vi vi_mul16(vi a, vi b) { return _mm256_mullo_epi16(a, b); }
 V_OP vi vi_add16(vi a, vi b) { return _mm256_add_epi16(a, b); }
 V_OP vi vi_min16(vi a, vi b) { return _mm256_min_epi16(a, b); }
-/* The instruction makes zeros where the second operand is zero. */
+/* Sets a bit of s in each half, because the instruction returns 0 if its second operand is 0. */
 V_OP vi vi_negate16(vi a, vi s) { return _mm256_sign_epi16(a, _mm256_or_si256(s, _mm256_set1_epi16(1))); }
 V_OP vi vi_join16(vi a, vi b) { return _mm256_blend_epi16(a, b, 0xAA); }
 V_OP vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
@@ -102,7 +105,7 @@ V_OP void v_storeu(void *p, vf x) { _mm256_storeu_ps((float *)p, x); }
 V_OP vi vi_load(const uint32_t *p) { return _mm256_load_si256((const __m256i *)p); }
 V_OP void vi_store(uint32_t *p, vi x) { _mm256_store_si256((__m256i *)p, x); }
 V_OP vi vi_load_u8(const void *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
-/* The low bytes of each 128 bits become their first word. */
+/* Moves the low bytes of each 128 bits to their first word. */
 V_OP void vi_store_u8(void *p, vi x)
 {
     const vi bytes = _mm256_broadcastsi128_si256(_mm_setr_epi32(0x0c080400, -1, -1, -1));
@@ -110,7 +113,7 @@ V_OP void vi_store_u8(void *p, vi x)
     _mm_storel_epi64((__m128i *)p, _mm256_castsi256_si128(words));
 }
 V_OP vi vi_load_u16(const void *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
-/* The low words of each 128 bits become their first half. */
+/* Moves the low words of each 128 bits to their first half. */
 V_OP void vi_store_u16(void *p, vi x)
 {
     const vi words = _mm256_broadcastsi128_si256(_mm_setr_epi32(0x05040100, 0x0d0c0908, -1, -1));
@@ -119,14 +122,14 @@ V_OP void vi_store_u16(void *p, vi x)
 }
 
 V_OP vf v_gather(const float *table, vi index) { return _mm256_i32gather_ps(table, index, 4); }
-/* A permutation takes the lower three bits of an index; the fourth, moved to the sign, chooses the half. */
+/* A permutation uses the lower three bits of an index. The fourth, moved to the sign, chooses the half of the table. */
 V_OP vf v_lookup16(const float *table, vi index)
 {
     vf low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
     vf high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
     return _mm256_blendv_ps(low, high, v_from_bits(_mm256_slli_epi32(index, 28)));
 }
-/* Maxima and transposition in one: every step halves what is left of a row and puts two rows side by side. */
+/* Takes maxima and transposes at once. Every step halves the rest of each row and puts two rows side by side. */
 V_OP vi vi_hmax_rows(const uint32_t *p)
 {
     vi quad[2];
@@ -197,7 +200,7 @@ V_OP void vp_load_u8(const void *p, vi *e, vi *o)
     *e = _mm256_and_si256(w, vi_set(0xffffu));
     *o = _mm256_srli_epi32(w, 16);
 }
-/* The pack saturates, so everything but the low bytes has to go first. */
+/* The pack saturates, so all but the low bytes is cleared first. */
 V_OP void vp_store_8(void *p, vi e, vi o)
 {
     vi w = _mm256_blend_epi16(e, _mm256_slli_epi32(o, 16), 0xAA);

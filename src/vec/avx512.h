@@ -1,11 +1,12 @@
 /* The vocabulary for AVX-512, 16 lanes.
  *
- * Needs: F, BW, DQ, VL, and F16C by name (its conversions at this width belong to F). Slow: division and square root
- * (one per 10 to 24 cycles), vi_mul on Intel (two multiplier passes), v*_f32 and v*_f16 pairs (a cross-lane permutation
- * per vector; 16-bit pairs take a shift or a mask), v_gather (one load per lane). Not used: AVX512-BF16 (its conversion
- * flushes subnormals), vrcp14 and vrsqrt14 (estimates), fused multiply-add (another rounding), embedded rounding (the
- * step sets MXCSR once), VBMI and VBMI2 (they would save at most one shift in byte loads and shut out the first
- * processors). */
+ *   Needs:      F, BW, DQ, VL, and F16C by name (its conversions at this width belong to F)
+ *   Slow:       division and square root (one per 10 to 24 cycles); vi_mul on Intel (two multiplier passes)
+ *               v*_f32 and v*_f16 pairs (a cross-lane permutation per vector; 16-bit pairs take a shift or a mask)
+ *               v_gather (one load per lane)
+ *   Not used:   AVX512-BF16 (its conversion flushes subnormals); vrcp14 and vrsqrt14 (estimates)
+ *               fused multiply-add (another rounding); embedded rounding (the step sets MXCSR once)
+ *               VBMI and VBMI2 (they save at most one shift in byte loads, and the first processors lack them) */
 #ifndef HSTEP_VEC_AVX512_H
 #define HSTEP_VEC_AVX512_H
 
@@ -25,7 +26,7 @@ typedef struct { __m512d half[2]; } va;
 #define V_OP static inline __attribute__((HSTEP_ALWAYS_INLINE, unused))
 #define V_TABLE static const
 
-/* Every odd 16-bit element of a vector. */
+/* The mask of the odd 16-bit elements of a vector. */
 #define V_ODD16 ((__mmask32)0xAAAAAAAAu)
 
 V_OP vf v_set(float x) { return _mm512_set1_ps(x); }
@@ -42,12 +43,12 @@ V_OP vf v_div0(vf a, vf b)
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(b, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
 }
 V_OP vf v_sqrt(vf a) { return _mm512_sqrt_ps(a); }
-/* The instructions return the second operand on NaN and equal zeros: the vocabulary's definition comes from them. */
+/* The instructions return the second operand on NaN and equal zeros. The vocabulary's definition follows them. */
 V_OP vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 V_OP vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 V_OP vf v_abs(vf a) { return v_from_bits(_mm512_and_si512(v_bits(a), vi_set(0x7fffffffu))); }
 V_OP vf v_neg(vf a) { return v_from_bits(_mm512_xor_si512(v_bits(a), vi_set(0x80000000u))); }
-/* One with the sign of a (ternary logic (a & sign) | one), except where a is zero or NaN. */
+/* Returns 1 with the sign of a, or +0 if a is zero or NaN. The ternary logic is (a & sign) | one. */
 V_OP vf v_sign(vf a)
 {
     __mmask16 nonzero = _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_OQ);
@@ -70,7 +71,8 @@ V_OP vf v_from_int(vi a) { return _mm512_cvtepi32_ps(a); }
 V_OP vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 V_OP vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 V_OP vi vi_mul(vi a, vi b) { return _mm512_mullo_epi32(a, b); }
-/* The multiplier takes even lanes; odd ones are shifted down, and their high halves are already in place. */
+/* The multiplier takes even lanes. Odd lanes are shifted down first; the high halves of their products are already in
+ * place. */
 V_OP vi vi_mulhi(vi a, vi b)
 {
     vi even = _mm512_mul_epu32(a, b);
@@ -110,7 +112,7 @@ V_OP void vi_store_u16(void *p, vi x) { _mm256_storeu_si256((__m256i *)p, _mm512
 
 V_OP vf v_gather(const float *table, vi index) { return _mm512_i32gather_ps(index, table, 4); }
 V_OP vf v_lookup16(const float *table, vi index) { return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table)); }
-/* A transposing tree: each step halves the vectors and doubles the rows in them. */
+/* Reduces by a transposing tree. Each step halves the vectors and doubles the rows in them. */
 V_OP vi vi_hmax_rows(const uint32_t *p)
 {
     vi quad[4], half[2];
@@ -127,7 +129,7 @@ V_OP vi vi_hmax_rows(const uint32_t *p)
     return vi_max(_mm512_shuffle_i32x4(half[0], half[1], 0x88), _mm512_shuffle_i32x4(half[0], half[1], 0xDD));
 }
 
-/* One two-source permutation per result is fewer instructions than any chain of in-lane shuffles. */
+/* Uses one two-source permutation per result, which is fewer instructions than any chain of in-lane shuffles. */
 V_OP void v_split(vf low, vf high, vf *e, vf *o)
 {
     const vi even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -208,7 +210,7 @@ V_OP void vh_store_u8(void *p, vi x)
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtusepi16_epi8(positive));
 }
 
-/* Converted in memory order, for the conversion can read memory and the permutation can not take halves apart. */
+/* Converts in memory order first. The conversion can read memory, and the permutation cannot separate 16-bit halves. */
 V_OP void vp_load_f16(const void *p, vf *e, vf *o)
 {
     vf low = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));

@@ -1,14 +1,13 @@
-/* The vocabulary of one CUDA thread, and what threads have beyond it: who they are, and where they meet. A vector is
- * four numbers in the registers of the thread, so that what is asked about ranges is asked once for all of them. Three
- * compilers read it: one of device code that brings its own declarations (nvcc), clang without any toolkit, and a C
- * compiler for the emulation of tests/cuda, which defines HSTEP_CUDA_EMULATED and runs the same source with fibers as
- * threads.
+/* The vocabulary of one CUDA thread, with what kernels need besides: who a thread is, and where threads meet. A vector
+ * is four numbers in the registers of the thread, so that one test of a range serves all four. Three compilers read
+ * this file: nvcc, which has its own declarations; clang without a toolkit; and a C compiler, for the emulation of
+ * tests/cuda. The emulation defines HSTEP_CUDA_EMULATED and runs the same source with fibers as threads.
  *
- * Slow: conversions to and from integers and estimates (16 lanes a cycle), what compares, shifts or is bitwise (64);
- * products and sums, of integers too, are 128. Not used: what rounds otherwise, sums within a product but in roots and
- * quotients.
+ *   Slow:       conversions to and from integers, and estimates (16 lanes a cycle)
+ *               comparisons, shifts and bitwise operations (64; products and sums have 128, of integers too)
+ *   Not used:   instructions that round in another way; fused multiply-add, except in roots and quotients
  *
- * To be included before any other header of this project, for it says how these declare their functions and tables. */
+ * Include this header before any other of the project, because it defines how they declare functions and tables. */
 #ifndef HSTEP_VEC_CUDA_H
 #define HSTEP_VEC_CUDA_H
 
@@ -32,7 +31,7 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #define CUDA_BARRIER() hstep_emulated_barrier()
 #define CUDA_WARP_BARRIER() hstep_emulated_warp_barrier()
 #define CUDA_SHUFFLE(x, mask) hstep_emulated_shuffle(x, mask)
-/* Threads of the emulation change places only where they meet. */
+/* Emulated threads switch only where they meet, so a plain addition is atomic. */
 #define CUDA_ADD(to, x) ((void)(*(to) += (x)))
 #define CUDA_PREFETCH(from) ((void)(from))
 #define CUDA_SHARED static
@@ -40,13 +39,14 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #define CUDA_KERNEL_SHARED(blocks) static
 #define CUDA_UNROLL
 #define CUDA_DEVICE static
-/* Constants are arguments here: inlined as on a GPU, the fused kernels take a compiler minutes. */
+/* Inlining is not forced, so constants stay arguments. With it the fused kernels would take a compiler minutes. */
 #define V_OP static inline __attribute__((unused))
 #define V_TABLE static const
 
 #else
 
-/* Clang takes functions that say nothing for functions of both sides (kernels.cu), and lets these call no other. */
+/* Clang takes functions without attributes for functions of host and device (kernels.cu), which may call only their
+ * kind. */
 #ifdef __clang__
 #define CUDA_FUNCTION __attribute__((host, device, unused))
 #else
@@ -54,7 +54,7 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #endif
 #define CUDA_SHARED static __attribute__((shared))
 #define CUDA_KERNEL extern "C" __attribute__((global, launch_bounds(256)))
-/* With so few registers that this many blocks share a multiprocessor. */
+/* Limits registers, so that `blocks` blocks share a multiprocessor. */
 #define CUDA_KERNEL_SHARED(blocks) extern "C" __attribute__((global, launch_bounds(256, blocks)))
 #define CUDA_PREFETCH(from) __asm__ volatile("prefetch.global.L2 [%0];" ::"l"(from))
 #define CUDA_DEVICE static CUDA_FUNCTION
@@ -62,7 +62,7 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #define HSTEP_INLINE static inline CUDA_FUNCTION
 #define HSTEP_TABLE __attribute__((device))
 #define V_OP static inline __attribute__((always_inline)) CUDA_FUNCTION
-/* Not constants, which compilers put where lanes that read different entries are served one after another. */
+/* Not constant memory, which serves lanes that read different entries one after another. */
 #define V_TABLE extern "C" __attribute__((device))
 
 #ifdef __clang__
@@ -84,7 +84,7 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #endif
 #define HSTEP_ADD_ATOMIC(to, x) CUDA_ADD(to, x)
 
-/* No device has the library's. */
+/* Device code has no C library, so these replace its functions. */
 CUDA_DEVICE int hstep_cuda_compare(const char *a, const char *b)
 {
     while (*a && *a == *b) a++, b++;
@@ -108,7 +108,8 @@ CUDA_DEVICE size_t hstep_cuda_length(const char *text)
 #define strlen hstep_cuda_length
 
 #if defined(__clang__)
-/* Without a toolkit nothing else declares these: the instructions, rounded to nearest even, subnormals kept. */
+/* Without a toolkit nothing else declares these functions. Each is an instruction that rounds to nearest even and keeps
+ * subnormals. */
 CUDA_DEVICE float hstep_cuda_sqrtf(float x) { return __nvvm_sqrt_rn_f(x); }
 CUDA_DEVICE double hstep_cuda_sqrt(double x) { return __nvvm_sqrt_rn_d(x); }
 CUDA_DEVICE long hstep_cuda_lrintf(float x) { return __nvvm_f2i_rn(x); }
@@ -134,7 +135,7 @@ typedef struct { float x[VL]; } vf;
 typedef struct { uint32_t x[VL]; } vi;
 typedef struct { int x[VL]; } vm;
 
-/* What `value` is for each lane I, a constant: there is no loop that a compiler might keep. */
+/* Computes `value` for each lane I, a constant. There is no loop that a compiler might keep. */
 #define V_LANE(n, value) \
     {                    \
         enum { I = n };  \
@@ -163,8 +164,8 @@ V_OP vf v_mul(vf a, vf b) { return V_LANES(vf, a.x[I] * b.x[I]); }
 
 /* ---- Floats ---- */
 
-/* The instruction gives the number where one operand is NaN, and orders zeros: the same beside a constant of neither
- * kind. */
+/* The instructions for minimum and maximum return the number if one operand is NaN, and they order zeros. Beside a
+ * constant that is neither NaN nor zero they agree with the vocabulary. */
 #ifdef HSTEP_CUDA_EMULATED
 #define CUDA_IS_PLAIN(b) 0
 #else
@@ -190,7 +191,7 @@ V_OP int vm_any(vm m) { return m.x[0] | m.x[1] | m.x[2] | m.x[3]; }
 V_OP vi v_round(vf a) { return V_LANES(vi, (uint32_t)(int32_t)lrintf(a.x[I])); }
 V_OP vf v_from_int(vi a) { return V_LANES(vf, (float)(int32_t)a.x[I]); }
 
-/* The pattern of the largest magnitude of a pair. */
+/* Returns the pattern of the largest magnitude in a pair. */
 #ifdef HSTEP_CUDA_EMULATED
 V_OP uint32_t hstep_cuda_larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 V_OP uint32_t hstep_cuda_largest(vf e, vf o)
@@ -217,7 +218,7 @@ V_OP uint32_t hstep_cuda_largest(vf e, vf o)
 }
 #endif
 
-/* Whether some of a pair may be 2^127 or more (formats/bf16_round.h): a sum of magnitudes is no less than any. */
+/* Returns true if a number of the pair may be 2^127 or more (formats/bf16_round.h). No magnitude exceeds their sum. */
 V_OP int hstep_cuda_bf16_special(vi ue, vi uo, const int small)
 {
     const vf e = v_from_bits(ue), o = v_from_bits(uo);
@@ -245,7 +246,7 @@ V_OP vi vi_min(vi a, vi b) { return V_LANES(vi, (int32_t)a.x[I] < (int32_t)b.x[I
 V_OP vi vi_max(vi a, vi b) { return V_LANES(vi, (int32_t)a.x[I] > (int32_t)b.x[I] ? a.x[I] : b.x[I]); }
 V_OP vi vi_iota(void) { return V_LANES(vi, I); }
 
-/* ---- Memory: whole words of the scratch of a lane, which are aligned (device/cuda/code/lane.h) ---- */
+/* ---- Memory: aligned, whole words of a lane's scratch (device/cuda/code/lane.h) ---- */
 
 V_OP uint32_t hstep_cuda_word(const void *p, int at)
 {
@@ -257,10 +258,10 @@ V_OP void hstep_cuda_put_word(void *p, int at, uint32_t word)
 {
     memcpy((char *)__builtin_assume_aligned(p, 4) + 4 * at, &word, 4);
 }
-/* Byte n of two words, extended by zeros. */
+/* Returns byte n of two words, extended by zeros. */
 V_OP uint32_t hstep_cuda_byte(const void *p, int n) { return hstep_cuda_word(p, n / 4) >> n % 4 * 8 & 255u; }
 V_OP uint32_t hstep_cuda_signed_byte(const void *p, int n) { return (uint32_t)(int32_t)(int8_t)hstep_cuda_byte(p, n); }
-/* The low bytes of four words. */
+/* Returns the low bytes of four words. */
 #ifdef HSTEP_CUDA_EMULATED
 V_OP uint32_t hstep_cuda_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
@@ -283,7 +284,7 @@ V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high)
         return all;                                                                \
     }
 CUDA_FOUR_BYTES(hstep_cuda_bytes, "0x0040")
-/* The halves of two words as bytes. */
+/* Returns the halves of two words as bytes, saturated to 0 .. 255. */
 V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high)
 {
     const int32_t a = hstep_half_low(low), b = hstep_half_high(low);
@@ -303,7 +304,7 @@ V_OP void vi_store_u8(void *p, vi x) { hstep_cuda_put_word(p, 0, hstep_cuda_byte
 V_OP vf v_gather(const float *table, vi index) { return V_LANES(vf, table[index.x[I]]); }
 V_OP vf v_lookup16(const float *table, vi index) { return V_LANES(vf, table[index.x[I]]); }
 
-/* Both elements of a lane are in one word, or in two that follow each other. */
+/* Both elements of a lane are in one word, or in two adjacent words. */
 V_OP void vp_load_f32(const void *p, vf *e, vf *o)
 {
     const vi even = {{hstep_cuda_word(p, 0), hstep_cuda_word(p, 2), hstep_cuda_word(p, 4), hstep_cuda_word(p, 6)}};
@@ -388,13 +389,16 @@ V_OP void vp_load_f16(const void *p, vf *e, vf *o)
 }
 V_OP void vp_store_f16(void *p, vf e, vf o) { vp_store_16(p, hstep_cuda_to_half(e), hstep_cuda_to_half(o)); }
 
-/* hstep_root_and() of an estimated root, to the bits from 16 up (vec/root_code.h).
+/* Computes hstep_root_and() from an estimated root. Only bits 16 and up are exact (vec/root_code.h).
  *
- * PTX documents 2^-22.9 for the estimate's error. Below 2^23, 2^-22 + 2^-24 of the root, with the product's rounding,
- * is 2.5, and to an integer 3; the exact root is rounded twice, by 1/4 and 1/2. So the two integers are at most 3 apart
- * (3.75 in numbers), and so are their sums with r. Bits from 16 up may differ only where a multiple of 2^16 lies
- * between; where the estimate's sum is that near one, the exact roots are taken: in 48 of 65,536 times eight. Radicands
- * below 2^-100 have roots that round to 0, as that of 2^-100 does; NaN is none that is greater. */
+ * PTX documents an error of 2^-22.9 for the estimate. With the product's rounding, the error is at most 2^-22 + 2^-24
+ * of the root. Roots are below 2^23, so this is 2.5, or 3 after rounding to an integer. The exact root is rounded
+ * twice, by 1/4 and 1/2. The two numbers are then at most 3.75 apart, so the integers are at most 3 apart, and their
+ * sums with r too.
+ *
+ * Bits 16 and up can only differ if a multiple of 2^16 lies between the sums. If the estimate's sum is that near to a
+ * multiple, the exact roots are taken. This happens for 6 of 65,536 sums, so for 48 of 65,536 pairs, which have eight.
+ * Radicands below 2^-100 have roots that round to 0, as that of 2^-100 does. A NaN counts as 2^-100 too. */
 V_OP float hstep_cuda_estimated(float most) { return most * CUDA_RSQRT(most); }
 V_OP vf hstep_cuda_estimates(vf a) { return V_LANES(vf, hstep_cuda_estimated(a.x[I])); }
 V_OP vi hstep_cuda_estimate(vf a, vi r) { return vi_add(v_round(hstep_cuda_estimates(v_max(a, v_set(0x1p-100f)))), r); }
@@ -430,7 +434,8 @@ V_OP void hstep_cuda_load_distances(const char *code, vi *e, vi *o)
 }
 #define hstep_load_distances hstep_cuda_load_distances
 
-/* Four codes of 0 to 127 and four masks, by bytes: -c is ~c + 1, whose carry stays below the top bit of its byte. */
+/* Negates those of four codes, by bytes, whose mask in `signs` is set. Codes are 0 to 127. -c is ~c + 1, whose carry
+ * stays below the top bit of its byte. */
 V_OP uint32_t hstep_cuda_negated(uint32_t codes, uint32_t signs)
 {
     return (((codes ^ signs) & 0x7f7f7f7fu) + (signs & 0x01010101u)) ^ (signs & 0x80808080u);
@@ -446,7 +451,7 @@ V_OP uint32_t hstep_cuda_signs(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 }
 #else
 CUDA_FOUR_BYTES(hstep_cuda_third_bytes, "0x0062")
-/* Bytes of nothing but the sign of the fourth. */
+/* Each byte of the result repeats the sign bit of a word. */
 CUDA_FOUR_BYTES(hstep_cuda_signs, "0x00fb")
 #endif
 V_OP void hstep_cuda_store_signed(char *code, vi ce, vi co, vf e, vf o)

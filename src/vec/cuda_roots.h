@@ -1,17 +1,19 @@
-/* Roots and quotients of cuda.h, which includes this once it has its types.
+/* Roots and quotients of cuda.h, which includes this file once it has defined its types.
  *
- * What ptxas makes of sqrt.rn and div.rn, but that all lanes are asked at once whether they are in the range for which
- * it is right; if some are not, the instructions themselves take over.
+ * These are ptxas's expansions of sqrt.rn and div.rn with one change. A fast way is right only in a range, and one test
+ * asks whether all lanes are in it. If some lane is not, the instructions themselves compute all lanes.
  *
  *   root:     y = 1/sqrt(a) (1 + d), s = a |y|, r = s + (a - s s) (y / 2)
  *   quotient: y = 1/b (1 + d), y' = y + y (1 - b y), q = a y', r = q - (b q - a) y'
  *
- * each operation rounded once, sums within products. In between no number is subnormal, and the errors a - s s and
- * b q - a are exact, because their last place, at least 2^-47 of a, is above 2^-149: all is the same for each exponent.
- * A root is asked to be 2^-50 at least, a numerator and a quotient 2^-100. The result is NaN where the estimate knows
- * nothing (zero, subnormal, negative, infinite, NaN) and where a quotient leaves fp32 on its way. A NaN fails the
- * check. The estimate of a negative subnormal number is -inf. Its |y| makes s - inf a NaN, where y alone would make the
- * root +inf. lab/gpu_arithmetic.py compares all roots with the processor's. */
+ * Each operation rounds once; a product and the sum around it are one operation. No intermediate number is subnormal.
+ * The errors a - s s and b q - a are exact, because their last place, at least 2^-47 of a, is above 2^-149. The result
+ * is therefore equally exact for every exponent. The fast way requires a root of at least 2^-50, and a numerator and a
+ * quotient of at least 2^-100.
+ *
+ * The result is NaN if the estimate is no use (zero, subnormal, negative, infinite, NaN) or if a quotient leaves fp32
+ * on its way. A NaN fails the test. The estimate of a negative subnormal number is -inf. Its |y| makes s - inf a NaN,
+ * whereas y alone would make the root +inf. lab/gpu_arithmetic.py compares all roots with the processor's. */
 #ifndef HSTEP_VEC_CUDA_ROOTS_H
 #define HSTEP_VEC_CUDA_ROOTS_H
 
@@ -67,7 +69,7 @@ V_OP float hstep_cuda_rsqrt(float x)
 }
 #define CUDA_RSQRT(x) hstep_cuda_rsqrt(x)
 
-/* Whether a compiler knows all lanes to be the same, which are computed once then. */
+/* Returns true if the compiler knows that all lanes are equal. The result is then computed once. */
 V_OP int hstep_cuda_is_one(vf a)
 {
     const uint32_t first = hstep_pattern(a.x[0]);
@@ -98,12 +100,12 @@ V_OP int hstep_cuda_is_one(vf a)
     "setp.eq.f32 p, " b ", 0f00000000;\n" \
     "div.rn.f32 " r ", " a ", " b ";\n"   \
     "@p mov.f32 " r ", 0f00000000;\n"
-/* e = the least of e and |x|, or NaN. */
+/* Sets e to the smaller of e and |x|, or to NaN if one is NaN. */
 #define CUDA_LEAST(x)         \
     "abs.f32 s, " x ";\n"     \
     "min.NaN.f32 e, e, s;\n"
 #define CUDA_BEGIN "{\n.reg .pred p;\n.reg .f32 y, s, e;\n"
-/* Labels are the braces' own. The constants: 2^-50, 2^-100. */
+/* Labels are local to their braces. The constants are 2^-50 and 2^-100. */
 #define CUDA_ROOT_UNLESS "setp.ge.f32 p, e, 0f26800000;\n@p bra done;\n"
 #define CUDA_QUOTIENT_UNLESS "setp.ge.f32 p, e, 0f0D800000;\n@p bra done;\n"
 #define CUDA_END "done:\n}"

@@ -1,5 +1,5 @@
-/* IEEE half of one element, in integer arithmetic, and arithmetic on the halves of one lane: for vocabularies that have
- * no instruction of their own for it. Included after a header has said how functions are declared (V_OP). */
+/* Converts an IEEE half, and computes on the two halves of a lane, in integer arithmetic. These functions serve
+ * vocabularies without instructions for it. A header must define V_OP before it includes this file. */
 #ifndef HSTEP_VEC_HALF_H
 #define HSTEP_VEC_HALF_H
 
@@ -22,9 +22,9 @@ V_OP float hstep_number(uint32_t pattern)
 V_OP float hstep_half_decode(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
-    if (magnitude >= 0x7c00u) /* Inf keeps its bits; NaN comes out quiet, as the hardware conversions do */
+    if (magnitude >= 0x7c00u) /* Inf stays Inf; NaN becomes quiet, as in the hardware's conversions */
         return hstep_number(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | (magnitude > 0x7c00u ? 0x400000u : 0));
-    /* A half below 2^-14 is subnormal: scaling the integer is exact and covers both cases' zero. */
+    /* A half below 2^-14 is subnormal or zero. Scaling its integer is exact. */
     if (magnitude < 0x400u) return hstep_number(sign | hstep_pattern((float)magnitude * 0x1p-24f));
     return hstep_number(sign | ((magnitude << 13) + 0x38000000u));
 }
@@ -33,7 +33,7 @@ V_OP uint16_t hstep_half_encode(float x)
     uint32_t u = hstep_pattern(x), sign = u >> 16 & 0x8000u, magnitude = u & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x1ffu));
     if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
-    if (magnitude < 0x38800000u) /* adding 0.5 puts the units of 2^-24 into the low mantissa bits, rounded to even */
+    if (magnitude < 0x38800000u) /* adding 0.5 rounds units of 2^-24 to even and leaves them in the low mantissa bits */
         return (uint16_t)(sign | (hstep_pattern(hstep_number(magnitude) + 0.5f) - 0x3f000000u));
     return (uint16_t)(sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13));
 }

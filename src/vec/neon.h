@@ -1,11 +1,15 @@
 /* The vocabulary for AArch64 Advanced SIMD, 4 lanes, little-endian.
  *
- * Needs: the base instruction set of ARMv8-A. Slow: division and square root (one per 10 to 20 cycles on many cores),
- * vm_any and vi_hmax (across lanes, then to a general register), sums (the 16 accumulators take 8 registers of 2),
- * v_gather (every index goes through a general register). Not used: fmin and fmax (they return the number where one
- * operand is NaN, and order zeros), fused multiply-add (another rounding), frecpe and frsqrte (estimates),
- * half-precision arithmetic, BFCVT (its NaNs are its own). Shifts are the compilers' vector operators, because the
- * intrinsics refuse a shift right by 0. */
+ *   Needs:      the base instruction set of ARMv8-A
+ *   Slow:       division and square root (one per 10 to 20 cycles on many cores)
+ *               vm_any and vi_hmax (across lanes, then to a general register)
+ *               sums (the 16 accumulators take 8 registers of 2)
+ *               v_gather (every index goes through a general register)
+ *   Not used:   fmin and fmax (they return the number if one operand is NaN, and order zeros)
+ *               fused multiply-add (another rounding); frecpe and frsqrte (estimates)
+ *               half-precision arithmetic; BFCVT (it makes other NaNs)
+ *
+ * Shifts use the compilers' vector operators, because the intrinsics refuse a shift right by 0. */
 #ifndef HSTEP_VEC_NEON_H
 #define HSTEP_VEC_NEON_H
 
@@ -42,7 +46,7 @@ V_OP vf v_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 V_OP vf v_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 V_OP vf v_abs(vf a) { return v_from_bits(vbicq_u32(v_bits(a), vi_set(0x80000000u))); }
 V_OP vf v_neg(vf a) { return v_from_bits(veorq_u32(v_bits(a), vi_set(0x80000000u))); }
-/* One with the sign of a, except where a is zero or NaN: |a| > |0| is false for both. */
+/* Returns 1 with the sign of a, or +0 if a is zero or NaN, for which |a| > |0| is false. */
 V_OP vf v_sign(vf a)
 {
     vi one = vorrq_u32(vandq_u32(v_bits(a), vi_set(0x80000000u)), vi_set(0x3f800000u));
@@ -138,7 +142,7 @@ V_OP vf v_gather(const float *table, vi index)
     r = vld1q_lane_f32(table + vgetq_lane_u32(index, 2), r, 2);
     return vld1q_lane_f32(table + vgetq_lane_u32(index, 3), r, 3);
 }
-/* The table look-up is one of bytes: index i becomes bytes 4i .. 4i + 3. */
+/* The instruction looks up bytes, so index i becomes bytes 4i .. 4i + 3. */
 V_OP vf v_lookup16(const float *table, vi index)
 {
     const uint8_t *t = (const uint8_t *)table;
@@ -146,7 +150,7 @@ V_OP vf v_lookup16(const float *table, vi index)
     vi at = vmlaq_n_u32(vi_set(0x03020100u), index, 0x04040404u);
     return v_from_bits(vreinterpretq_u32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(at))));
 }
-/* Pairwise maxima leave two rows side by side, then four. */
+/* Pairwise maxima put two rows side by side, then four. */
 V_OP vi vi_hmax_rows(const uint32_t *p)
 {
     int32x4_t ab = vpmaxq_s32(vi_signed(vi_load(p)), vi_signed(vi_load(p + VL)));
@@ -154,7 +158,7 @@ V_OP vi vi_hmax_rows(const uint32_t *p)
     return vreinterpretq_u32_s32(vpmaxq_s32(ab, cd));
 }
 
-/* Unaligned memory is read and written as bytes, which promises the compiler nothing about the address. */
+/* These access unaligned memory as bytes, which promises the compiler nothing about the address. */
 V_OP vi v_load_integers(const void *p) { return vreinterpretq_u32_u8(vld1q_u8((const uint8_t *)p)); }
 V_OP void v_store_integers(void *p, vi x) { vst1q_u8((uint8_t *)p, vreinterpretq_u8_u32(x)); }
 V_OP vf v_loadu(const void *p) { return v_from_bits(v_load_integers(p)); }
@@ -178,7 +182,7 @@ V_OP void vp_load_hi16(const void *p, vi *e, vi *o)
     *e = vshlq_n_u32(w, 16);
     *o = vandq_u32(w, vi_set(0xffff0000u));
 }
-/* Shift and insert keeps the other half of its first operand: one instruction per pair. */
+/* Shift-and-insert keeps the other half of its first operand, so one instruction joins a pair. */
 V_OP void vp_store_hi16(void *p, vi e, vi o) { v_store_integers(p, vsriq_n_u32(o, e, 16)); }
 V_OP void vp_store_hi16_normal(void *p, vi e, vi o)
 {

@@ -1,11 +1,12 @@
-/* What codes of roots are made by, and what an instruction set may say about it (vec/README.md). */
+/* The operations behind codes of square roots. An instruction set may define its own version of some
+ * (vec/README.md). */
 #ifndef HSTEP_ROOT_CODE_H
 #define HSTEP_ROOT_CODE_H
 
-/* round(sqrt(max(a, 0))) + r, of which callers use the bits from 16 up; a below 2^46, r below 2^16. */
+/* Returns round(sqrt(max(a, 0))) + r. Callers use bits 16 and up. Requires a < 2^46 and r < 2^16. */
 V_OP vi hstep_root_and(vf a, vi r) { return vi_add(v_round(v_sqrt(v_max(a, v_set(0.0f)))), r); }
 
-/* The same of a pair; an instruction set may have a way of its own to the bits that are used. */
+/* Applies hstep_root_and() to a pair. An instruction set's own version must be right in bits 16 and up only. */
 #ifndef hstep_roots_and
 V_OP void hstep_roots_and(vf e, vf o, vi re, vi ro, vi *ce, vi *co)
 {
@@ -14,7 +15,8 @@ V_OP void hstep_roots_and(vf e, vf o, vi re, vi ro, vi *ce, vi *co)
 }
 #endif
 
-/* Signed codes as bytes: bits 16 to 23 of ce and co, at most 127, negated where e and o have their sign. Likewise. */
+/* Stores signed codes as bytes. A code is bits 16 to 23 of ce or co, at most 127. It is negated if e or o is negative.
+ * An instruction set may have its own version. */
 #ifndef hstep_store_signed
 V_OP void hstep_store_signed(char *code, vi ce, vi co, vf e, vf o)
 {
@@ -23,7 +25,8 @@ V_OP void hstep_store_signed(char *code, vi ce, vi co, vf e, vf o)
 }
 #endif
 
-/* Codes of 0 to 255 by their distance to 128, twice that below it, times 2^18. Likewise. */
+/* Loads codes of 0 to 255 as their distance to 128, times 2^18. Distances below 128 are doubled. An instruction set may
+ * have its own version. */
 #ifndef hstep_load_distances
 V_OP void hstep_load_distances(const char *code, vi *e, vi *o)
 {

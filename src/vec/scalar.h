@@ -1,5 +1,5 @@
-/* The vocabulary in plain C, one lane. It is the portable build, and the reference every other header is judged by.
- * gcc may turn its loops into vector code on its own; that changes the speed, never the bits. */
+/* The vocabulary in plain C, one lane. It is the portable build, and the reference for every other header. gcc may turn
+ * its loops into vector code, which changes the speed but never the bits. */
 #ifndef HSTEP_VEC_SCALAR_H
 #define HSTEP_VEC_SCALAR_H
 
