@@ -23,10 +23,10 @@ from .streaming import StateStreaming
 __version__ = _abi.version()
 
 globals().update(_classes)
-#: torch spells it so
+#: torch's spelling
 RMSprop = _classes["RMSProp"]
-#: for trainers that take any name which ends in "ScheduleFree" for another package's
-#: (docs/frameworks.md)
+#: a second name, because trainers take every name that ends in "ScheduleFree" for another package's
+#: class (docs/frameworks.md)
 ScheduleFreeAdamW = _classes["ScheduleFree"]
 
 __all__ = [

@@ -1,5 +1,5 @@
-"""python -m halfstep: what is installed, the memory that training takes, and whether this machine
-has everybody's bits."""
+"""python -m halfstep: shows what is installed, plans the memory of training, and verifies that this
+machine computes the same bits as all others."""
 
 import argparse
 import hashlib
@@ -15,9 +15,9 @@ from ._abi import lib
 from .plan import plan
 from .rules import classes
 
-#: of the matrices that a number of parameters stands for: no larger than an embedding
+#: the largest matrix that stands for a number of parameters; no larger than an embedding
 _ROWS, _COLUMNS = 32768, 4096
-#: of run(), on every machine
+#: what run() returns on every machine
 EXPECTED = "04062bd627d69ff1"
 
 
@@ -47,9 +47,9 @@ def info(given):
 
 
 def _shapes_of_file(path):
-    """Shapes of a safetensors file by name. Fails with a sentence, whatever is wrong with the
-    file."""
-    if not os.path.isfile(path):  # a pipe would be waited for
+    """Returns the shapes of a safetensors file by name. Raises ValueError whatever is wrong with
+    the file."""
+    if not os.path.isfile(path):  # opening a pipe would block
         raise ValueError(
             f"{path!r} is not a regular file; give a safetensors file, or a number of parameters"
             " such as 7e9 or 7B"
@@ -71,8 +71,8 @@ def _shapes_of_file(path):
 
 
 def _shapes(text):
-    """Shapes of a safetensors file by name, or of a model of so many parameters in matrices of 4096
-    columns."""
+    """Returns shapes by name: those of a safetensors file, or of a made-up model. `text` is the
+    file's path or a number of parameters; the model has matrices of 4096 columns."""
     if os.path.lexists(text):
         return _shapes_of_file(text)
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
@@ -93,7 +93,7 @@ def _shapes(text):
 
 
 def _plain(text):
-    """A text as a terminal may show it, in one line: what a terminal obeys, or does not show, is
+    """Returns a text that a terminal can show in one line. Control and unprintable characters are
     escaped."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii")
@@ -119,15 +119,15 @@ def show_plan(given):
 
 
 def _numbers(shape, seed):
-    """The same on every machine, which torch.randn() does not promise: between -2 and 2, of
-    integers."""
+    """Returns numbers between -2 and 2 that depend on shape and seed only. They are made from
+    integers, because torch.randn() does not promise the same numbers on every machine."""
     index = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu") + 7919 * seed
     mixed = (index * 2654435761 % 2**32 >> 7) * 40503 % 2**24
     return (mixed.double() / 2**22 - 2).float().reshape(shape)
 
 
 def run():
-    """A hash of what every rule makes of the same numbers in five recipes."""
+    """Returns a hash of all weights and states after four steps of every rule in five recipes."""
     digest = hashlib.sha256()
     for rule, cls in sorted((c.rule, c) for c in classes.values()):
         for dtype, options in (
@@ -178,12 +178,12 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m halfstep", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     one = commands.add_parser("info", help="version, instruction set, GPU, rules and formats")
-    one.add_argument("--json", action="store_true", help="as one JSON object")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
     one.set_defaults(call=info)
-    one = commands.add_parser("plan", help="memory by recipe")
+    one = commands.add_parser("plan", help="list the memory that training takes, by recipe")
     one.add_argument("model", help="a number of parameters (7e9, 7B) or a safetensors file")
-    one.add_argument("--memory", help="memory to fit into: 24G is 24 * 2^30 bytes")
-    one.add_argument("--recipes", help="only these, with commas between")
+    one.add_argument("--memory", help="memory that training must fit into; 24G is 24 * 2^30 bytes")
+    one.add_argument("--recipes", help="list only these recipes, separated by commas")
     one.add_argument("--release", action="store_true", help="gradients are released one by one")
     one.add_argument(
         "--device-memory",
@@ -200,7 +200,7 @@ def main(arguments=None):
     one.set_defaults(call=show_plan)
     one = commands.add_parser(
         "verify",
-        help="whether every instruction set of this machine has the bits that all machines have",
+        help="check that every instruction set of this machine computes the expected bits",
     )
     one.set_defaults(call=verify)
     given = parser.parse_args(arguments)

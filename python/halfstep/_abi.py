@@ -36,7 +36,7 @@ from typing import Dict, List, Optional, Tuple
 
 ABI = 2  # HALFSTEP_ABI of the header that this file mirrors
 
-# Codes that functions return, by their names in the header without HALFSTEP_.
+# Return codes, named as in the header without HALFSTEP_.
 OK = 0
 ERROR_ARGUMENT = -10
 ERROR_NAME = -11
@@ -58,7 +58,7 @@ GEOMETRY_ROWS = 0
 GEOMETRY_FLAT = 1
 GEOMETRY_TENSOR = 2
 
-#: rates that users give together, as "betas"
+#: hyper-parameters that users give together, as "betas"
 BETAS = ("beta1", "beta2", "beta3")
 
 MAX_STATES = 6
@@ -77,13 +77,13 @@ SLOT_WEIGHT = 0
 SLOT_GRADIENT = 1
 SLOT_STATE = 2
 
-# ---- Structures. The caller sets struct_size; new() does. ----------------------------------------
+# ---- Structures. new() sets struct_size. ---------------------------------------------------------
 
 
 class _Sized(Structure):
     @classmethod
     def new(cls, **fields):
-        """One with its struct_size set, fields by name and zeros elsewhere."""
+        """Returns a structure with its struct_size set. Fields that are not given are zero."""
         return cls(struct_size=sizeof(cls), **fields)
 
 
@@ -261,7 +261,7 @@ class RecordPlaces(_Sized):
 # ---- Functions, in the order of the header -------------------------------------------------------
 
 _handle = c_void_p
-_pointers = c_void_p  # an array of pointers: of any ctypes array type, or an address
+_pointers = c_void_p  # an array of pointers: any ctypes array, or an address
 _bytes = POINTER(c_uint64)
 
 # name -> (result, parameters)
@@ -362,7 +362,7 @@ signatures = {
 def _library_path() -> str:
     chosen = os.environ.get("HALFSTEP_LIBRARY")
     if chosen:
-        return os.path.abspath(chosen)  # a bare name would be looked for elsewhere
+        return os.path.abspath(chosen)  # the loader would search other folders for a bare name
     name = {"win32": "halfstep.dll", "darwin": "libhalfstep.dylib"}.get(
         sys.platform, "libhalfstep.so"
     )
@@ -418,8 +418,8 @@ lib = _load(path)
 
 
 class HalfstepError(RuntimeError):
-    """A call that the library refused; `code` is its negative number in halfstep.h. Nothing was
-    changed by it."""
+    """An error of the library. `code` is its negative number in halfstep.h. The failed call has
+    changed nothing."""
 
     def __init__(self, text: str, code: int):
         super().__init__(text, code)
@@ -430,11 +430,11 @@ class HalfstepError(RuntimeError):
 
 
 class HalfstepValueError(HalfstepError, ValueError):
-    """An argument, name, number, shape or combination that the library does not take."""
+    """The library does not accept an argument, name, number, shape or combination."""
 
 
 class HalfstepMemoryError(HalfstepError, MemoryError):
-    """Memory that the operating system did not give."""
+    """The operating system refused memory."""
 
 
 _error_classes = {
@@ -453,8 +453,9 @@ def _text(value: Optional[bytes]) -> str:
 
 
 def check(code: int, handle=None, detail: str = "") -> None:
-    """Raises what `code` stands for, with the handle's sentence about it; nothing for OK. NONFINITE
-    is no error of a call: callers of steps look for it first, and it raises here."""
+    """Raises the error that `code` stands for, with the handle's error text. Does nothing for OK.
+    Callers of steps handle NONFINITE themselves, because it is not an error of the call; here it
+    raises."""
     if code == OK:
         return
     text = _text(lib.halfstep_strerror(code))
@@ -467,10 +468,9 @@ def check(code: int, handle=None, detail: str = "") -> None:
 
 @dataclass(frozen=True)
 class State:
-    """A state of a rule. `role` is a ROLE_ number; `vector`: over the rows or the columns of a
-    matrix, and only there. While the hyper-parameter `precise_if` is not 0, the state has
-    `precise_format` in place of a block format.
-    """
+    """A state of a rule. `role` is a ROLE_ number. `vector`: the state has one value per row or per
+    column of a matrix, and only matrices have it. While the hyper-parameter `precise_if` is not 0,
+    the state is stored in `precise_format` instead of a block format."""
 
     name: str
     role: int
@@ -481,7 +481,7 @@ class State:
 
 @dataclass(frozen=True)
 class Hyper:
-    """A hyper-parameter with its bounds. `switch`: it is 0 or 1, a bool to users."""
+    """A hyper-parameter with its bounds. `switch`: the value is 0 or 1, and users give a bool."""
 
     name: str
     title: str
@@ -495,8 +495,8 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule; the header's halfstep_rule_info says what the fields mean. Hyper-parameters common to
-    all come first."""
+    """A rule. The header's halfstep_rule_info documents the fields. Hyper-parameters common to all
+    rules come first."""
 
     row: int
     id: int
@@ -518,8 +518,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format; the header's halfstep_format_info says what the fields mean. `roles` is a
-    sum of ROLE_ numbers."""
+    """A storage format. The header's halfstep_format_info documents the fields. `roles` is a sum of
+    ROLE_ numbers."""
 
     row: int
     id: int
@@ -615,8 +615,8 @@ format_rows: List[Format] = list(formats.values())
 
 
 def choices(name: str) -> Tuple[str, ...]:
-    """The values of a choice ("decay", "schedule", "scan", "generator", "clip", "missing"), the
-    default first."""
+    """Returns the values of a choice, the default first. Choices are "decay", "schedule", "scan",
+    "generator", "clip" and "missing"."""
     values = []
     while True:
         value = lib.halfstep_choice_value(name.encode(), len(values))
@@ -624,7 +624,7 @@ def choices(name: str) -> Tuple[str, ...]:
             break
         values.append(_text(value))
     if not values:
-        raise HalfstepValueError(f"there is no choice '{name}'", ERROR_NAME)
+        raise HalfstepValueError(f"unknown choice '{name}'", ERROR_NAME)
     return tuple(values)
 
 
@@ -632,23 +632,20 @@ def choices(name: str) -> Tuple[str, ...]:
 
 
 def _about_recipe(recipe: str) -> str:
-    """What to say of a recipe that the library refuses: without a handle it gives no sentence of
-    its own."""
+    """Returns the error text for a recipe that the library refused. Without a handle the library
+    returns a code only."""
     rule, *rest = recipe.split("/")
     if rule not in rules:
-        return f"recipe '{recipe}': there is no rule '{rule}'; there are {', '.join(rules)}"
+        return f"recipe '{recipe}': unknown rule '{rule}'; known: {', '.join(rules)}"
     for part in rest:
         for name in part.split("+"):
             if name not in formats:
-                return (
-                    f"recipe '{recipe}': there is no format '{name}'; there are"
-                    f" {', '.join(formats)}"
-                )
+                return f"recipe '{recipe}': unknown format '{name}'; known: {', '.join(formats)}"
     return f"recipe '{recipe}'"
 
 
 def recipe_full(recipe: str) -> str:
-    """The full form of a recipe, every part spelled out."""
+    """Returns the full form of a recipe, with every part spelled out."""
     text = create_string_buffer(256)
     code = lib.halfstep_recipe_full(recipe.encode(), text, sizeof(text))
     if code:
@@ -657,8 +654,8 @@ def recipe_full(recipe: str) -> str:
 
 
 def recipe_bytes(recipe: str, ndim: int, rows: int, row_length: int) -> Tuple[int, int, int]:
-    """Bytes of (weight, residual or error codes of the weight, states) of one tensor under a
-    recipe."""
+    """Returns the bytes of one tensor under a recipe: of its weight, of the weight's residual or
+    error codes, and of its states."""
     sums = [c_uint64() for _ in range(3)]
     check(
         lib.halfstep_recipe_bytes(recipe.encode(), ndim, rows, row_length, *map(byref, sums)),
@@ -668,11 +665,11 @@ def recipe_bytes(recipe: str, ndim: int, rows: int, row_length: int) -> Tuple[in
 
 
 def name_id(name: str) -> int:
-    """The id of a tensor of that name: what its random bits are keyed with."""
+    """Returns the id of a tensor with this name. The id keys the tensor's random bits."""
     return lib.halfstep_name_id(name.encode())
 
 
 def version() -> str:
-    """Version of the library that is loaded."""
+    """Returns the version of the loaded library."""
     number = lib.halfstep_version()
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,5 +1,5 @@
-"""Micro-batches that go into the states: which parameters have some that no update of the weight
-has followed yet."""
+"""Micro-batches that go into the states: keeps track of those that no update of the weight has
+followed yet."""
 
 import torch
 
@@ -7,7 +7,7 @@ from ._parameters import PLAIN
 
 
 class Accumulation:
-    """Keeps the parameters whose states have taken micro-batches.
+    """The parameters whose states have taken micro-batches since the last update of the weight.
 
     pending    these parameters, as keys
     """
@@ -17,11 +17,12 @@ class Accumulation:
         self.pending = {}
 
     def restore(self, pending):
-        """Goes on with these parameters."""
+        """Sets the pending parameters."""
         self.pending = pending
 
     def gathered(self, params, micro):
-        """These have taken a micro-batch, or their weights an update."""
+        """Notes that `params` have taken a micro-batch or, without `micro`, an update of their
+        weights."""
         if micro:
             self.pending.update(dict.fromkeys(params, True))
         elif self.pending:
@@ -29,9 +30,12 @@ class Accumulation:
                 self.pending.pop(p, None)
 
     def give_zeros(self, given=None):
-        """Gives gradients of zeros to parameters whose states have gathered micro-batches and which
-        the last one has no gradient for. Returns these parameters. given: of a compiled step, its
-        weights and gradients by parameter."""
+        """Gives a gradient of zeros to each pending parameter that has no gradient now, so that its
+        weight is updated as well. Returns these parameters.
+
+        `given` holds the weights and gradients of a compiled step by parameter. If it is set, the
+        zeros go there and the returned list is empty.
+        """
         if not self.pending or self.groups.options.optimizer_accumulation:
             return []
         members = set(self.groups.params())
@@ -49,7 +53,7 @@ class Accumulation:
         return waiting if given is None else []
 
     def zeros_for(self, p):
-        """A gradient of zeros in the format of those before."""
+        """Returns a gradient of zeros in the dtype of the parameter's earlier gradients."""
         engine = self.cache.engine
         m = engine.members[engine.index_of[p]] if engine and p in engine.index_of else None
         dtype = next(

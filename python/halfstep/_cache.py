@@ -1,5 +1,5 @@
-"""The engine of an optimizer: built when it is needed, kept while it fits, thrown away when
-anything has changed."""
+"""The engine of an optimizer: built when it is needed, kept while it fits, destroyed when anything
+has changed."""
 
 from operator import is_
 
@@ -15,9 +15,9 @@ from ._watch import version
 class EngineCache:
     """Keeps the engine of an optimizer.
 
-    engine          what the last steps were made with, or None
-    flat, indices   all parameters and their numbers in the engine, -1 for those that it lacks
-    empty           those without elements, which are in no engine
+    engine          the engine of the last steps, or None
+    flat, indices   all parameters, and their numbers in the engine (-1: not in the engine)
+    empty           parameters without elements, which are in no engine
     """
 
     def __init__(self, groups, names, placement, residuals, refusals):
@@ -29,8 +29,8 @@ class EngineCache:
     # ---- Building --------------------------------------------------------------------------------
 
     def build(self, also=None, decides=True):
-        """Builds the engine anew for every parameter that has states or a gradient, and for those
-        of `also`, a dictionary of gradients by parameter. decides: as of Residuals.notice()."""
+        """Builds a new engine for every parameter that has states or a gradient. `also` adds
+        parameters: it holds gradients by parameter. `decides` is that of Residuals.notice()."""
         also = also or {}
         self.groups.options.before_build(self.groups, also)
         self.residuals.notice(decides=decides)
@@ -71,8 +71,8 @@ class EngineCache:
         return engine
 
     def _refresh(self, engine):
-        """Gives the engine the options as they are now. False where they change what exists, so
-        that it has to be built anew."""
+        """Gives the engine the current options. Returns False if one of them cannot change once
+        states exist, so that a new engine is needed."""
         groups = self.groups.param_groups
         engine.take_told(groups)
         self.groups.check_rates()
@@ -89,7 +89,7 @@ class EngineCache:
         return True
 
     def drop(self):
-        """Lets go of the engine, which leaves its counters in states and groups."""
+        """Destroys the engine after it has saved its counters in states and groups."""
         self.hear()
         engine, self.engine = self.engine, None
         if engine is not None:
@@ -99,7 +99,7 @@ class EngineCache:
                 engine.destroy()
 
     def forget(self):
-        """Lets go of the engine and of all that it knows."""
+        """Destroys the engine without saving its counters."""
         if self.engine is not None:
             self.engine.destroy()
         self.engine = None
@@ -108,7 +108,8 @@ class EngineCache:
     # ---- The engine as it is now -----------------------------------------------------------------
 
     def current(self, decides=True):
-        """The engine, with hyper-parameters as they are now."""
+        """Returns the engine with the current hyper-parameters. Builds a new one if parameters,
+        states or formats were changed."""
         self.placement.settle()
         engine = self.engine
         if engine is not None:
@@ -126,7 +127,8 @@ class EngineCache:
         return self.build(decides=decides) if engine is None else engine
 
     def stale(self, m):
-        """Whether a state of a member is no longer where the engine thinks it is."""
+        """Returns True if a state of a member was replaced, moved, or written by anybody but the
+        engine."""
         state = self.groups.state.get(m.p)
         if (
             state is None
@@ -142,8 +144,9 @@ class EngineCache:
         return False
 
     def with_member(self, p, grad, begun):
-        """The engine and the member of one parameter that has a gradient. begun: in a round of
-        gradient release that has begun, in which options do not change."""
+        """Returns the engine and the member of `p`. `grad` is the gradient of `p`. `begun`: a round
+        of gradient release has begun, in which options do not change. Fails if the optimizer does
+        not have `p`."""
         engine = self.engine
         if engine is None or p not in engine.index_of or not begun:
             engine = self.current()
@@ -160,8 +163,8 @@ class EngineCache:
         return engine, m
 
     def member(self, p):
-        """The member of a parameter that has states, once all that was submitted is done.
-        Parameters without elements are not in the engine."""
+        """Returns the member of `p` after all submitted work is done. Fails if `p` has no states.
+        Requires that `p` has elements, because other parameters are in no engine."""
         self.hear()
         engine = self.current(decides=False)
         if p not in engine.index_of or self.stale(engine.members[engine.index_of[p]]):
@@ -173,8 +176,8 @@ class EngineCache:
     # ---- What came of steps ----------------------------------------------------------------------
 
     def hear(self):
-        """Waits for what was submitted to a GPU, if anything was, and says what came of it. Nothing
-        can be asked in a capture."""
+        """Waits for the work that was submitted to GPUs, and acts on its verdict. Does not wait
+        during a graph capture, which forbids it."""
         self.placement.settle()
         engine = self.engine
         if (
@@ -190,17 +193,18 @@ class EngineCache:
         self.placement.heard()
 
     def told(self, key):
-        """A count that every group has, when all that was submitted is done."""
+        """Returns a count that every group holds, after all submitted work is done."""
         self.hear()
         return self.groups[0].get(key, 0)
 
     def sync(self):
-        """Brings states and groups up to date with what the engine alone knows."""
+        """Writes what only the engine knows into states and groups. Destroys the engine if somebody
+        else has written there."""
         self.hear()
         engine = self.engine
         if engine is not None and not engine.save_counters(
             self.groups.state, self.groups.param_groups
         ):
-            self.engine = None  # what somebody else has written is read when it is built again
+            self.engine = None  # the next engine reads what somebody else has written
             engine.destroy()
         _empty.sync(self.groups, self.names)

@@ -1,5 +1,5 @@
-"""Calls and records of the library as plain functions: a step of all tensors or of one, in one
-piece or in parts; and the numbers of an optimizer, a group or a tensor."""
+"""Calls and records of the library as plain functions. A call is a step of all tensors or of one,
+in one piece or in parts. A record holds the numbers of an optimizer, a group or a tensor."""
 
 from ctypes import addressof, byref, c_int32, c_void_p
 
@@ -12,7 +12,7 @@ from ._layout import GRID
 
 def all_tensors(weights, gradients, micro=False, statistics=None):
     """Describes a step of all tensors, or a micro-step. `weights` and `gradients` are arrays of
-    pointers, which have to live as long as the call; `statistics` is an address."""
+    pointers that must live as long as the call. `statistics` is an address."""
     return Call.new(
         kind=_abi.CALL_STEP,
         micro=micro,
@@ -34,7 +34,7 @@ def one_tensor(tensor, weight=None, gradient=None, micro=False, statistics=None)
         gradients=place + 8,
         statistics=statistics,
     )
-    call.pointers = pointers  # which have to live as long
+    call.pointers = pointers  # keeps them alive as long as the call
     return call
 
 
@@ -59,12 +59,12 @@ def norms(handle, call):
 
 
 def finish(handle, call):
-    """Makes the call that its statistics describe. Returns its code."""
+    """Finishes the call from its statistics. Returns its code."""
     return lib.halfstep_run_finish(handle, byref(call))
 
 
 def count_statistics(handle, call):
-    """Returns how many statistics a call has, and the place of the sums among them."""
+    """Returns the number of statistics of a call, and the index at which its sums begin."""
     place = byref(call)
     return (
         int(lib.halfstep_statistics_count(handle, place)),
@@ -73,8 +73,8 @@ def count_statistics(handle, call):
 
 
 def nonfinite_tensor(handle):
-    """Returns the name of the tensor whose gradient was refused last, or "", and whether the
-    gradient was finite, but too large."""
+    """Returns the name of the tensor whose gradient was refused last, or "". The second value is
+    True if the gradient was finite, but too large."""
     too_large = c_int32()
     name = lib.halfstep_nonfinite_tensor(handle, byref(too_large))
     return name.decode(), bool(too_large.value)
@@ -104,7 +104,8 @@ def change(handle, kind, index=0, **fields):
 
 
 def _place(rule, name):
-    """Returns which array of a record holds a number of the rule, and where."""
+    """Returns the array of a record that holds a number of the rule, and the index in it. Fails if
+    the rule has no such number."""
     if name in rule.scalars:
         return "scalar", rule.scalars.index(name)
     states = [s.name + GRID for s in rule.states]
@@ -135,8 +136,8 @@ def read_number(handle, index, rule, name):
 
 
 def bind(handle, index, rule, streams, step, numbers):
-    """Has the library keep tensors equal to the record of a tensor: `step`, and `numbers` by their
-    names, which are counters, scalars and grids."""
+    """Binds tensors to the record of a tensor, so that the library keeps them equal to it. `step`
+    is the step count. `numbers` holds the counters, scalars and grids by name."""
     places = _abi.RecordPlaces.new(step=step.data_ptr())
     for key in ("state_steps", "full_steps", "writes"):
         setattr(places, key, numbers[key].data_ptr())

@@ -1,10 +1,10 @@
 """The step as one operator of torch.library, in pure Python, so that torch.compile(optimizer.step,
 fullgraph=True) can trace it.
 
-The operator gets the parameters and gradients and says that it changes the parameters; it has to
-change those it is given, which may be copies that the compiler made. The optimizer is found by a
-number, and its parameters by their places. States are no inputs of the graph: they are reached, as
-ever, through the optimizer.
+The operator takes parameters and gradients and declares that it changes the parameters. It must
+change the tensors that it is given, because the compiler may have made copies. A number identifies
+the optimizer, and places identify its parameters. States are not inputs of the graph: the optimizer
+holds them.
 """
 
 import itertools
@@ -17,8 +17,8 @@ _numbers = itertools.count()
 
 
 def register(optimizer):
-    """Returns the number by which the operator finds an optimizer, or a copy of one, in this
-    process, and a witness."""
+    """Returns the number by which the operator finds this optimizer in this process, and a witness
+    tensor. A copy of an optimizer registers anew."""
     number = next(_numbers)
     _optimizers[number] = optimizer
     return number, torch.zeros(1, dtype=torch.float32, device="cpu")
@@ -34,7 +34,8 @@ if hasattr(torch.library, "custom_op"):
         optimizer = _optimizers.get(number)
         if optimizer is None:
             raise RuntimeError(
-                "halfstep: the optimizer of this compiled step does not exist any more"
+                "halfstep: the optimizer of this compiled step does not exist any more; keep a"
+                " reference to it"
             )
         flat = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer._step({flat[i]: pair for i, pair in zip(places, zip(params, grads))}, params[-1])
@@ -45,7 +46,7 @@ if hasattr(torch.library, "custom_op"):
 
 
 def step(optimizer):
-    """What Optimizer.step() does with compile=True."""
+    """Makes the step of an optimizer with compile=True, through the operator."""
     if not hasattr(torch.library, "custom_op"):
         raise RuntimeError("halfstep: compile=True needs torch 2.4 or later")
     params, grads, places = [], [], []

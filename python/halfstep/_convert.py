@@ -1,4 +1,4 @@
-"""States made, decoded and encoded: one tensor at a time, in a handle of its own."""
+"""Makes, decodes and encodes states, one tensor at a time, each in a handle of its own."""
 
 import math
 from functools import lru_cache
@@ -11,7 +11,7 @@ from ._parameters import rows_of
 from ._sharding import local
 from ._streams import bind_streams, lay_out
 
-#: values that are decoded at once where all of a tensor is looked at
+#: the number of values that pieces() decodes at once
 _PIECE = 1 << 20
 
 
@@ -40,7 +40,8 @@ class Codec:
         bind_streams(self.handle, self.index, self.streams, tensors)
 
     def take_scalars(self, state):
-        """The numbers that a state has; ValueError where no update leaves such."""
+        """Takes the scalars and grids of a state. Raises ValueError for a value that no update
+        leaves."""
         record = _calls.read(self.handle, _abi.RECORD_TENSOR, self.index)
         for key in _layout.scalars_of(self.rule, self.streams):
             value = _layout.take_number(state, key, self.name)
@@ -54,7 +55,7 @@ class Codec:
         )
 
     def pieces(self, slot):
-        """The values of a state, a few rows at a time."""
+        """Yields the values of a state, a few rows at a time."""
         rows, length = rows_of(self.shape)
         if self.rows == 1 and length == 1:  # a flat buffer
             rows, length = 1, rows
@@ -71,8 +72,8 @@ class Codec:
             yield out
 
     def all_codes_are_good(self, stream, scale):
-        """Whether every code there is, with this scale, is a finite number of the right sign: then
-        no tensor of smaller scales needs to be looked at."""
+        """Returns True if every code decodes, with this scale, to a finite number of the right
+        sign. The values of a tensor with smaller scales need no check then."""
         probe = _probe(self.recipe, self.hypers)
         if not any(s.key == stream.key for s in probe.streams):
             return False
@@ -96,13 +97,14 @@ class Codec:
 
 @lru_cache(64)
 def _probe(recipe, hypers):
-    """A tensor that is large enough for blocks of any format."""
+    """Returns a codec for a tensor that is large enough for blocks of any format."""
     return Codec(recipe, dict(hypers), (64, 256), "probe")
 
 
 def adopt(tensor, stream, name, take=True):
-    """What lies here of a state tensor, of another device or layout, as the stream wants it;
-    ValueError where it is something else."""
+    """Returns the local shard of a state tensor in CPU memory, contiguous. With take=False it stays
+    on its device. Raises ValueError if dtype, shape or layout are not those of the stream, or if it
+    is on the meta device."""
     tensor = local(tensor)
     if (
         not isinstance(tensor, torch.Tensor)
@@ -124,10 +126,9 @@ def adopt(tensor, stream, name, take=True):
 
 
 def coarse_states(streams, state):
-    """The names of those of a parameter's states that `state` has in a block format where they are
-    precise here, or the other way round: version 0.1.0 kept a maximum, or a mean that is
-    subtracted, as coarsely as any other state, and options may change.
-    """
+    """Returns the names of the states that `state` holds in a block format although they are
+    precise here, or the other way round. Version 0.1.0 stored a maximum, or a mean that is
+    subtracted, in block formats. Options may also have changed."""
     return {
         s.name
         for s in streams
@@ -138,8 +139,8 @@ def coarse_states(streams, state):
 
 
 def read_coarse(name, slot_role, recipe, shape, label, state, part):
-    """The values of such a state: of its codes in the format that `recipe` names for it, or in its
-    precise format."""
+    """Returns the values of a state that coarse_states() has named. Its codes are in the format
+    that `recipe` names for it; without codes it is in its precise format."""
     rule, weight, formats = recipe.split("/")
     formats = formats.split("+")
     named = [s.name for s in _abi.rules[rule].states if s.role != _abi.ROLE_WEIGHT and not s.vector]
@@ -154,7 +155,7 @@ def read_coarse(name, slot_role, recipe, shape, label, state, part):
     )
     if name in state:
         fmt = next(s.precise_format for s in _abi.rules[rule].states if s.name == name) or fmt
-    # Any state of that role and format is read alike; Adam has one of each.
+    # A state is decoded by its role and format alone. Adam has one state of each role.
     codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
     try:
         other = "exp_avg_sq" if slot_role == _abi.ROLE_NONNEG else "exp_avg"
@@ -183,18 +184,21 @@ def _role(rule, name):
 
 @torch.no_grad()
 def convert(rule, hypers, m, state, old):
-    """The streams of member m in its recipe, from `state`, which is of the recipe `old`, or plain
-    (None); the keys that are then obsolete; and the weight, if it is stored otherwise. Nothing is
-    changed yet."""
+    """Converts the states of member `m` to its recipe. Returns the tensors by key, the keys that
+    become obsolete, and the weight, or None if it stays. Changes nothing yet.
+
+    `old` is the recipe of `state`, or None if the states are plain. Raises ValueError for a
+    gathered matrix.
+    """
     if m.gathered:
         raise ValueError(
-            f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'}, not {m.recipe},"
-            f" and of a DTensor they cannot be converted, which {rule.name} steps as a whole:"
-            " load and save them once on one process"
+            f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'} and cannot be"
+            f" converted to {m.recipe}, because it is a DTensor and {rule.name} steps matrices as a"
+            " whole; load and save them once on one process"
         )
     names = [s.name for s in rule.states]
     values, weight, held = {}, None, None
-    now = _devices.to_cpu(local(m.p))  # all of it is worked out on the processor
+    now = _devices.to_cpu(local(m.p))  # everything is computed on the CPU
     if old is None:
         for key in names:
             if isinstance(state.get(key), torch.Tensor):
@@ -207,8 +211,7 @@ def convert(rule, hypers, m, state, old):
             tensors = {
                 s.key: adopt(state[s.key], s, m.name) for s in source.streams if s.key in state
             }
-            # States that this optimizer's hyper-parameters need and the file's did not start at
-            # zero.
+            # A state that the saved optimizer's hyper-parameters did not need starts at zero.
             tensors.update(
                 (s.key, torch.zeros(s.shape, dtype=s.dtype, device="cpu")) for s in missing
             )
@@ -228,7 +231,7 @@ def convert(rule, hypers, m, state, old):
             source.close()
     target = Codec(m.recipe, hypers, m.shape, m.name, part=m.part)
     try:
-        # The same tensor, so the same streams, on the grid that a new handle has.
+        # The target has the streams of `m`. Its grids are those of a new handle.
         made = {
             s.key: (
                 torch.zeros(s.shape, dtype=s.dtype, device="cpu")
@@ -252,7 +255,7 @@ def convert(rule, hypers, m, state, old):
     finally:
         target.close()
     obsolete = _layout.keys_of(rule) - set(made)
-    if old == m.recipe:  # what was not coarse is as it was
+    if old == m.recipe:  # only coarse states are converted
         coarse = coarse_states(m.streams, state)
         made = {
             key: value
@@ -270,9 +273,9 @@ def convert(rule, hypers, m, state, old):
 
 
 def create_state(rule, m, states, hypers):
-    """The tensors of the state of a member that are not there yet, or not as the recipe wants them,
-    as parts of a DTensor where the parameter is one; the keys that go; and the weight, if another
-    format stores it otherwise."""
+    """Makes what the state of a member lacks, or holds otherwise than its recipe. Returns the
+    tensors by key, the keys to delete, and the weight, or None if it stays. Tensors are shards of a
+    DTensor if the parameter is one."""
     made, obsolete, weight = _created(rule, m, states.get(m.p) or {}, hypers)
     streams = {s.key: s for s in m.streams}
     with torch.no_grad():
@@ -289,12 +292,12 @@ def create_state(rule, m, states, hypers):
 
 
 def _created(rule, m, state, hypers):
-    """Returns the same of what lies here."""
+    """Does the work of create_state() on local shards."""
     made, obsolete, weight = {}, set(), None
     old = _layout.recipe_of(state, m.name)
     has = any(key in state for key in _layout.keys_of(rule))
-    # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first
-    # step.
+    # torch's SGD and Muon save a momentum and no count. The count is then 1, because it matters
+    # only that this is not the first step.
     steps = _layout.step_count(state, m.name, int(has))
     if not _layout.is_step(state.get("step")):
         made["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
@@ -309,7 +312,7 @@ def _created(rule, m, state, hypers):
             )
     begins = (
         has and not steps and old is not None
-    )  # what starts as a copy of the weight follows it until the first step
+    )  # until the first step, a copy of the weight is made anew
     if (
         has
         and old in (m.recipe, None)
@@ -333,7 +336,7 @@ def _created(rule, m, state, hypers):
 
 
 def empty(recipe, hypers, p):
-    """The states of a parameter without elements: those that any other would have, as empty."""
+    """Returns the states of a parameter without elements: empty tensors under the usual keys."""
     codec = Codec(recipe, hypers, (1,), "empty")
     codec.close()
     return {

@@ -10,17 +10,17 @@ from . import _abi, _devices, _layout
 from ._abi import check, lib
 from ._members import NOTHING
 
-#: what of a group is no hyper-parameter
+#: keys of a group that are not hyper-parameters
 _NO_HYPERS = ("params", "param_names", *_layout.TOLD)
 
 
 def formats_of(groups):
-    """The formats that the groups ask for, which a handle is made for."""
+    """Returns the formats that each group asks for. A handle is made for these."""
     return [(group.get("weights"), group.get("states")) for group in groups]
 
 
 class Group:
-    """A group of a handle: the place of the optimizer's group that it is of, and its index in the
+    """A group of a handle. `place` is the place of the optimizer's group, `index` the index in the
     handle."""
 
     __slots__ = (
@@ -41,16 +41,19 @@ class Group:
     def __init__(self, place, handle, device, index, groups):
         self.place, self.index, self.of, self.count = place, index, groups[place], len(groups)
         self.handle, self.device = handle, device
-        # What the group held when hyper-parameters were last set, what it was then found to hold,
-        # what was set, and the steps that it was last told.
+        # values: the optimizer's group when hyper-parameters were last set, or None to set them
+        # again
+        # seen: the group as differs() found it
+        # given: the hyper-parameters and choices that were set
+        # steps: the steps that were last told
         self.values, self.seen, self.given, self.steps = None, None, {}, None
-        #: where a GPU reads the lr, if that is a tensor on it
+        #: the tensor from which a GPU reads lr, or None
         self.lr = None
         self.record = _abi.Record.new(kind=_abi.RECORD_GROUP, index=index)
 
     def take_lr(self, lr):
-        """Has an lr that is a tensor on the GPU read there at each step: without a wait, and anew
-        at every replay of a graph. Says whether it is such."""
+        """Has the GPU read an lr that is a tensor there: at each step without a wait, and anew at
+        every replay of a graph. Returns False for any other lr, which is not taken."""
         if (
             not isinstance(lr, torch.Tensor)
             or not _devices.is_asynchronous(_devices.of(lr))
@@ -71,9 +74,12 @@ class Group:
         return True
 
     def differs(self, group, totals):
-        """Whether the optimizer's group holds other values than were last set. totals: of a rule
-        whose `d` is no option. Numbers are replaced, never changed: the same objects mean the same
-        numbers. Tensors and lists are read again."""
+        """Returns True if the optimizer's group holds other values than were last set. `totals`:
+        the rule computes `d`, so `d` is not an option.
+
+        Numbers are replaced, never changed, so the same object means the same number. A group that
+        holds tensors, lists or dictionaries is always read again.
+        """
         values = [
             v for key, v in group.items() if key not in _NO_HYPERS and not (key == "d" and totals)
         ]
@@ -88,8 +94,8 @@ class Group:
         return True
 
     def take(self, hypers, choices):
-        """Sets hyper-parameters and choices of the group. False where they change what exists, so
-        that the handle has to be built anew."""
+        """Sets hyper-parameters and choices of the group. Returns False if one of them cannot
+        change once states exist, so that a new handle is needed."""
         before = self.given
         for key, value in hypers.items():
             if before.get(key) != value:
@@ -108,12 +114,13 @@ class Group:
         return True
 
     def count_steps(self):
-        """The steps that the library has counted."""
+        """Returns the number of steps that the library has counted."""
         check(lib.halfstep_get_record(self.handle, ctypes.byref(self.record)), self.handle)
         return self.record.steps
 
     def among(self, groups):
-        """The optimizer's group, wherever it is by now; None where it was removed."""
+        """Returns the optimizer's group at its current place. If it was replaced and the number of
+        groups is the same, returns the group at its old place. Otherwise returns None."""
         if self.place < len(groups) and groups[self.place] is self.of:
             return self.of
         return next(
@@ -123,8 +130,8 @@ class Group:
 
 
 class DevicePart:
-    """A handle: of `n` members from number `first` on, all of one device, whose pointers are parts
-    of the engine's."""
+    """A handle for the `n` members from number `first` on, all on one device. Its arrays of
+    pointers are slices of the engine's."""
 
     __slots__ = ("handle", "device", "first", "n", "stage", "stream", "scale", "counted")
 
@@ -132,9 +139,9 @@ class DevicePart:
         self.handle, self.device, self.first, self.n = handle, device, 0, 0
         self.scale = None
         self.stream = _devices.stream(device) if _devices.is_asynchronous(device) else None
-        #: its own skipped steps that tell() has seen
+        #: the skipped steps of this handle that tell() has counted
         self.counted = 0
-        #: where states are during a step that are kept elsewhere (streaming.py), or None
+        #: brings states to the device for a step if they are kept elsewhere (streaming.py), or None
         self.stage = None
 
     @property
@@ -142,7 +149,8 @@ class DevicePart:
         return _devices.is_asynchronous(self.device)
 
     def slice(self, pointers):
-        """Of an array for all members."""
+        """Returns the part of this handle in an array for all members, or None if there is no
+        array."""
         return (
             None
             if pointers is None
@@ -150,6 +158,7 @@ class DevicePart:
         )
 
     def states(self, needed=True, written=True):
-        """While this is entered, states are where the handle thinks they are; and are kept after it
-        where it has written them."""
+        """Returns a context in which the states are where the handle expects them. `written`: the
+        handle writes them, so they are kept afterwards. `needed`: False if the call does not use
+        states."""
         return self.stage.states(written=written) if self.stage is not None and needed else NOTHING

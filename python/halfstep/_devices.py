@@ -1,31 +1,32 @@
-"""What differs between tensors in the memory of the process and those on a GPU: who can step them,
-on which stream, where states and copies are made, and what must not be given back before the GPU
-has read it.
+"""The differences between tensors in CPU memory and on a GPU: which of them can be stepped, on
+which stream, where states and copies are made, and which memory must stay until the GPU has read
+it.
 
-Everything that the package asks of a device goes through the functions here, by their module, so
-that tests can put another device in their place (tests/python/fake_gpu.py).
+The package asks torch about devices only by these functions, through this module. Tests can
+therefore put another device in their place (tests/python/fake_gpu.py).
 """
 
 import warnings
 
 import torch
 
-#: whether it was said that memory could not be pinned
+#: True once the warning about pinned memory was given
 _told = False
 
 
 def of(tensor):
-    """Where a tensor lies."""
+    """Returns the device of a tensor."""
     return tensor.device
 
 
 def is_asynchronous(device):
-    """Whether work on it is submitted, and done when somebody waits."""
+    """Returns True if work on the device is only submitted, and done once somebody has waited."""
     return device.type != "cpu"
 
 
 def check(p, name):
-    """Raises ValueError where a parameter lies that nothing here can step."""
+    """Raises ValueError if no device of halfstep can step this parameter, or if it has no
+    memory."""
     device = of(p)
     if device.type == "cuda":
         if torch.version.hip:
@@ -42,23 +43,23 @@ def check(p, name):
 
 
 def c_name(device):
-    """As halfstep_options.device has it; None is the process's."""
+    """Returns the device as halfstep_options.device names it. None is the CPU."""
     return None if device.type == "cpu" else f"{device.type}:{device.index or 0}".encode()
 
 
 def stream(device):
-    """The stream that torch works on now, as the driver knows it; None is the default one."""
+    """Returns torch's current stream as the driver knows it. None is the default stream."""
     return torch.cuda.current_stream(device).cuda_stream or None
 
 
 def capturing(device):
-    """Whether that stream is being captured into a graph."""
+    """Returns True if the current stream is being captured into a graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def record(tensors, device):
-    """Tells torch's allocator that the current stream reads these, so that their memory stays until
-    it has."""
+    """Tells torch's allocator that the current stream reads these tensors, so that their memory
+    stays until then."""
     current = torch.cuda.current_stream(device)
     for tensor in tensors:
         tensor.record_stream(current)
@@ -69,32 +70,32 @@ def zeros(shape, dtype, device):
 
 
 def is_plain(tensor):
-    """Whether the memory of a tensor holds its elements one after another, as they are. It does not
-    where torch negates them when they are read, as in the imaginary part of a conjugate, or knows
-    that they are zero and keeps none.
-    """
+    """Returns True if the memory of a tensor holds its elements as they are, in order. Exceptions
+    are tensors that torch negates when they are read, as the imaginary part of a conjugate, and
+    tensors of zeros without memory."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 def contiguous(tensor):
-    """The same in memory order, where it lies: the tensor itself if is_plain()."""
+    """Returns the tensor in memory order on its device. If is_plain(), the memory is shared."""
     tensor = tensor.detach()
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg().contiguous()
 
 
 def clone(tensor):
-    """A copy in memory order."""
+    """Returns a copy in memory order."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def to_cpu(tensor):
-    """The same in the process's memory, in memory order: the tensor itself if it is there."""
+    """Returns the tensor in CPU memory, in memory order. If it is plain and there already, the
+    memory is shared."""
     return contiguous(tensor.detach().cpu())
 
 
 def check_memory(tensor, what):
     """Raises ValueError for a tensor that has elements and no memory for them. `what` begins the
-    sentence."""
+    error text."""
     if (
         tensor.numel()
         and not tensor._is_zerotensor()
@@ -109,13 +110,13 @@ def check_memory(tensor, what):
 
 
 def place(tensor, device):
-    """The same on a device: the tensor itself if it is there."""
+    """Returns the tensor on a device: the tensor itself if it is there already."""
     return tensor if of(tensor) == device else tensor.to(device)
 
 
 def pinned(shape, dtype):
-    """Memory of the process that a GPU reads and writes by itself; ordinary memory, which it takes
-    longer for, where the system gives no more of that, with one warning."""
+    """Returns pinned CPU memory, which a GPU reads and writes by itself. If the system has no more
+    of it, warns once and returns ordinary memory, which takes the GPU longer."""
     global _told
     try:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
@@ -132,34 +133,35 @@ def pinned(shape, dtype):
 
 
 def is_pinned(tensor):
-    """Whether a GPU reads and writes it by itself."""
+    """Returns True if the tensor is in pinned memory."""
     return tensor.is_pinned()
 
 
 def check_copies(p, name):
-    """Raises ValueError where a parameter lies whose copies cannot be put on streams."""
+    """Raises ValueError if torch has no streams on the parameter's device, because copies need
+    them."""
     device = of(p)
     if is_asynchronous(device) and not hasattr(getattr(torch, device.type, None), "Stream"):
         raise ValueError(
-            f"halfstep: parameter {name!r} is on {device}, from which nothing can be offloaded:"
-            " torch has no streams there"
+            f"halfstep: parameter {name!r} cannot be offloaded from {device}: torch has no"
+            " streams there"
         )
 
 
 class Side:
-    """A stream of a device beside the current one, for copies."""
+    """A second stream of a device, for copies."""
 
     def __init__(self, device):
         self.device, self.torch = device, getattr(torch, device.type)
         self.stream = self.torch.Stream(device)
 
     def follow(self):
-        """What comes from now on waits for what is on the current stream now."""
+        """Makes later work on this stream wait for the work that the current stream has now."""
         self.stream.wait_stream(self.torch.current_stream(self.device))
 
     def lead(self, event=None):
-        """What comes on the current stream from now on waits for what is here now, or for what came
-        before an event()."""
+        """Makes later work on the current stream wait for the work that this stream has now, or
+        only for the work before an event()."""
         current = self.torch.current_stream(self.device)
         if event is None:
             current.wait_stream(self.stream)
@@ -167,12 +169,12 @@ class Side:
             current.wait_event(event)
 
     def after(self, event):
-        """What comes from now on waits for an event() of another Side of the device."""
+        """Makes later work on this stream wait for an event() of another Side of the device."""
         self.stream.wait_event(event)
 
     def copy(self, to, tensor):
-        """Copies a tensor into another, one of them in memory that is pinned. What lies on the
-        device stays until that is done."""
+        """Copies a tensor into another on this stream. One of them must be in pinned memory. The
+        memory on the device stays until the copy is done."""
         with self.torch.stream(self.stream):
             to.copy_(tensor, non_blocking=True)
         for one in (to, tensor):
@@ -180,15 +182,15 @@ class Side:
                 one.record_stream(self.stream)
 
     def event(self):
-        """What stands for everything here until now, for wait()."""
+        """Returns an event for all work on this stream until now."""
         return self.stream.record_event()
 
 
 def scaler():
-    """The class GradScaler, which was CUDA's alone before torch 2.3."""
+    """Returns the class GradScaler. Before torch 2.3 only torch.cuda had one."""
     return getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 
 
 def wait(event):
-    """Until a Side has done what came before an event()."""
+    """Waits until a Side has done the work before an event()."""
     event.synchronize()

@@ -1,4 +1,4 @@
-"""Parameters without elements. They are in no handle, and their counters are kept here."""
+"""Parameters without elements. They are in no handle, so their counters are kept here."""
 
 import torch
 
@@ -6,7 +6,8 @@ from . import _abi, _convert, _layout
 
 
 def count(groups, names, group_index, position, p, steps=1):
-    """Counts steps of one."""
+    """Adds steps to the counters of one parameter. Makes its state if it has none for its
+    recipe."""
     identity, recipe = names.identities([p])[p], names.recipe(group_index, position)
     state, packed = groups.state[p], _layout.pack_recipe(recipe)
     if "step" not in state or "recipe" not in state or int(state["recipe"]) != packed:
@@ -25,7 +26,7 @@ def count(groups, names, group_index, position, p, steps=1):
 
 
 def sync(groups, names):
-    """Brings their other counters to the step where somebody has set that."""
+    """Sets the other counters to `step` in states where somebody has changed that."""
     for g, i, p in groups.members():
         state = groups.state.get(p) if p.numel() == 0 else None
         if state and "state_steps" in state:

@@ -1,9 +1,9 @@
 """The C handles behind an optimizer: memory, counters, calls.
 
-States are torch tensors and belong to `optimizer.state`; the handle only holds their addresses. It
-is a cache that can be thrown away at any time between steps (`Engine.save_counters` first) and
-built again from `state` and `param_groups`: that is how parameters that get their first gradient
-late, loaded states, copies and changed formats all work.
+States are torch tensors and belong to `optimizer.state`; a handle only holds their addresses. It is
+a cache: it can be destroyed at any time between steps, after `Engine.save_counters`, and built
+again from `state` and `param_groups`. This is how late first gradients, loaded states, copies and
+changed formats work.
 """
 
 import sys
@@ -25,15 +25,17 @@ _HOST = torch.device("cpu")
 
 
 class Engine:
-    """The handles for some of an optimizer's parameters, one for each device. `members` says which,
-    in the order of the handles' tensors. Nearly always there is one, `handle`; `parts` are all."""
+    """The handles for some of an optimizer's parameters, one for each device. `members` lists these
+    parameters in the order of the handles' tensors. `parts` are all handles; `handle` is the first,
+    and nearly always the only one."""
 
     handle = None
     parts = ()
 
     def __init__(self, settings, groups, state, divided, meant):
-        """groups, state: of the optimizer. divided: for each handle its device, what brings states
-        there (streaming.py) or None, and a list of Wanted. meant: as for declare()."""
+        """`groups` and `state` are the optimizer's. `divided` has three items for each handle: its
+        device, the stage that brings states there (streaming.py) or None, and a list of Wanted.
+        `meant` is that of declare()."""
         self.optimizer_state = state
         self.rule = _abi.rules[settings.rule]
         #: keys of the numbers that the library writes into a state
@@ -61,12 +63,13 @@ class Engine:
             self.handle = self.parts[0].handle
             self.asynchronous = any(part.asynchronous for part in self.parts)
             self.index_of = {m.p: i for i, m in enumerate(self.members)}
-            # From here on nothing can go wrong but memory: states come into being all together.
+            # From here on only memory can run out. All states are made before any of them is
+            # stored.
             fresh = [
                 (m, *_convert.create_state(self.rule, m, state, meant[m.group][0]))
                 for m in self.members
             ]
-            #: whose residual or error code is new here
+            #: parameters whose residual or error code was made here
             self.converted = [m.p for m, made, _, _ in fresh if "weight.extra" in made]
             for m, made, obsolete, weight in fresh:
                 held = state[m.p]
@@ -80,7 +83,7 @@ class Engine:
                 if not any(m.streams for m in self.members[part.first : part.first + part.n]):
                     check(
                         lib.halfstep_allocate_states(part.handle), part.handle
-                    )  # of no bytes: there is nothing to bind
+                    )  # no bytes, because there is nothing to bind
             for m in self.members:
                 self._bind(m, state[m.p])
                 self._restore_counters(m, state[m.p])
@@ -92,9 +95,9 @@ class Engine:
         n = len(self.members)
         self.weights = (c_void_p * n)()
         self.gradients = (c_void_p * n)()
-        self.weights_are_plain = False  # whether `weights` holds what `plain` says
+        self.weights_are_plain = False  # True if `weights` holds the addresses of `plain`
         self.params = [m.p for m in self.members]
-        #: those with a residual or error code, as keys
+        #: parameters with a residual or error code, as keys
         self.guarded = {
             m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)
         }
@@ -136,16 +139,16 @@ class Engine:
         for scalar in _layout.scalars_of(self.rule, m.streams):
             _calls.set_number(record, self.rule, scalar, m.written[scalar])
         _calls.restore(m.handle, record)
-        # A state dictionary that somebody keeps is current at any time, all of it: codes mean
-        # nothing without their grid.
+        # The library keeps all tensors of a state current, because somebody may keep the state
+        # dictionary. This includes the grids: codes mean nothing without their grid.
         _calls.bind(m.handle, m.index, self.rule, m.streams, m.step, m.numbers)
 
     # ---- Between steps ---------------------------------------------------------------------------
 
     def save_counters(self, states, groups):
-        """Writes what the handle alone knows into the states and groups of the optimizer. What
-        somebody else has written there since stays, and counts: False says that there was such, so
-        that the handle has to be built anew."""
+        """Writes what only the handles know into the optimizer's states and groups. Keeps what
+        somebody else has written there since. Returns False if there was such, because new handles
+        are needed then."""
         if not self.handle:
             return True
         alone = True
@@ -164,7 +167,7 @@ class Engine:
                     and not _layout.same_count(now["state_steps"], steps)
                     and 0 <= steps < 2**63
                 ):
-                    alone = ours = False  # somebody's count; what else they wrote stands beside it
+                    alone = ours = False  # somebody set the count, and maybe other numbers
                     now["state_steps"] = now["full_steps"] = steps
             for scalar in _layout.scalars_of(self.rule, m.streams):
                 now[scalar] = _calls.number(record, self.rule, scalar)
@@ -190,7 +193,7 @@ class Engine:
         return alone
 
     def tell(self, groups):
-        """Keeps the counts of the groups current, those of the optimizer in each of them."""
+        """Writes each group's step count, and the optimizer's counts, into the groups."""
         self.take_told(groups)
         for group in self.groups:
             group.steps, of = group.count_steps(), group.among(groups)
@@ -207,8 +210,8 @@ class Engine:
             self.ranks.tell_estimates(groups)
 
     def take_told(self, groups):
-        """Counts of the groups that are other than tell() left them, as sharding wrappers and
-        loaded groups bring them."""
+        """Takes counts of the groups that differ from those that tell() wrote. Sharding wrappers
+        and loaded groups bring such counts."""
         for group in self.groups:
             steps = (group.among(groups) or {}).get("group_steps", group.steps)
             if steps is not group.steps and steps != group.steps:
@@ -238,19 +241,19 @@ class Engine:
             lib.halfstep_destroy(part.handle)
 
     def __del__(self, exiting=sys.is_finalizing):
-        # At exit modules, `sys` too, may be gone already; the process gives back its memory itself.
+        # At exit modules may be gone already, even `sys`. The process then frees its memory itself.
         if not exiting():
             self.destroy()
 
     def changed(self, groups):
-        """The groups of the handles whose hyper-parameters have to be set again, each with the
-        optimizer's."""
+        """Yields the groups of the handles whose hyper-parameters have to be set again, each with
+        the optimizer's group."""
         for entry in self.groups:
             if entry.differs(groups[entry.place], self.rule.totals):
                 yield entry, groups[entry.place]
 
     def take_settings(self, settings):
-        """Options of the optimizer as they are now."""
+        """Gives the handles the optimizer's current settings."""
         if settings == self.settings:
             return
         if self.clip_norm != settings.clip_norm:
@@ -297,8 +300,8 @@ class Engine:
             self.gradient_scale = scale
 
     def bind_gradient_scale(self, scale, found_inf):
-        """What a GradScaler left on the GPU, read there: gradients are divided by `scale`, and the
-        step changes nothing where `found_inf` is not 0. Either may be None."""
+        """Has the GPU read what a GradScaler left there. Gradients are divided by `scale`, and the
+        step changes nothing if `found_inf` is not 0. Either may be None."""
         for part in self.parts:
             if part.scale is None:
                 part.scale = _devices.zeros((), torch.float64, part.device)
@@ -318,15 +321,15 @@ class Engine:
             part.scale.copy_(value.reshape(()))
         self.gradient_scale = None
 
-    # ---- Matrices of which parts are kept --------------------------------------------------------
+    # ---- Matrices that are spread over ranks and gathered ----------------------------------------
 
     def gather(self, m, state):
-        """Binds the whole of the states of a member that is gathered, until the next time."""
+        """Gathers the states of a gathered member and binds them until the next gather."""
         m.full = m.part.gather(m.streams, state)
         bind_streams(m.handle, m.index, m.streams, m.full)
 
     def scatter(self, m, state, weight=None):
-        """The way back, also of the weight."""
+        """Writes the gathered states back to this rank's shards, and the weight if it is given."""
         for s in m.streams:
             m.part.scatter(m.full[s.key], state[s.key])
         if weight is not None:
@@ -336,7 +339,7 @@ class Engine:
     # ---- Calls -----------------------------------------------------------------------------------
 
     def use_streams(self):
-        """Works on the streams that are torch's current ones."""
+        """Makes the handles work on torch's current streams."""
         for part in self.parts:
             if part.asynchronous:
                 stream = _devices.stream(part.device)
@@ -345,8 +348,8 @@ class Engine:
                     part.stream = stream
 
     def hear(self):
-        """Waits for everything that was submitted: NONFINITE if some of it was refused, with the
-        handle that knows which."""
+        """Waits for all submitted work. Returns NONFINITE if some of it was refused, and the handle
+        that knows the tensor."""
         code, handle = _abi.OK, self.handle
         for part in self.parts:
             if part.asynchronous:
@@ -358,8 +361,8 @@ class Engine:
         return code, handle
 
     def keep_until_read(self, tensors):
-        """Keeps memory that the caller lets go of until the streams that may differ from those it
-        was made on have read it."""
+        """Keeps memory that the caller frees until the handles' streams have read it. Such a stream
+        may differ from the one that the memory was made on."""
         for part in self.parts:
             if (
                 part.asynchronous
@@ -369,9 +372,11 @@ class Engine:
                 _devices.record([t for t in tensors if _devices.of(t) == part.device], part.device)
 
     def step(self, micro=False):
-        """One step of everything, or a micro-batch, by the pointers there: its code and, where it
-        is NONFINITE, the handle that knows why. Several handles take a wait for each, so that there
-        is one verdict and one norm for all of them.
+        """Makes a step of all members, or a micro-batch, from the arrays of pointers. Returns its
+        code and, if that is NONFINITE, the handle that knows why.
+
+        Several handles are each waited for, so that there is one verdict and one norm for all of
+        them.
         """
         if self.ranks.needed or len(self.parts) > 1:
             return self.ranks.step(
@@ -387,14 +392,14 @@ class Engine:
             return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
 
     def step_one(self, m, weight, gradient, micro):
-        """An update of one member, or a micro-batch: its code."""
+        """Updates one member, or adds a micro-batch to its states. Returns the code."""
         with m.states():
             if self.ranks.divided:
                 return self.ranks.step_one(m.p, None if micro else weight, gradient, micro)
             return _calls.run(m.handle, _calls.one_tensor(m.index, weight, gradient, micro))
 
     def end_round(self, clipped):
-        """The end of a round of gradient release: its code."""
+        """Ends a round of gradient release. Returns the code."""
         if clipped and (self.ranks.needed or len(self.parts) > 1):
             return self.ranks.end_round()
         for part in self.parts:
@@ -402,8 +407,8 @@ class Engine:
         return _abi.OK
 
     def recheck_weight(self, m):
-        """The weight lies elsewhere than before. False where that is on another device, which takes
-        another handle."""
+        """Takes the new address of a weight. Returns False if the weight is on another device,
+        which needs another handle. Fails if its shape or dtype has changed."""
         check_parameter(m.p, m.name)
         p = local(m.p)
         if not m.offloaded:

@@ -19,7 +19,7 @@ FORMAT = "halfstep optimizer 1"
 
 
 def _tensors(groups, names):
-    """The tensors and the metadata of the file."""
+    """Returns the tensors and the metadata of the file."""
     rule = _abi.rules[groups.rule]
     first = groups[0]
     metadata = {
@@ -66,7 +66,7 @@ def _tensors(groups, names):
                 if isinstance(value, torch.Tensor) and key not in small:
                     key = f"{name}/{key[: -len('.codes')] if key.endswith('.codes') else key}"
                     if key in tensors:
-                        raise ValueError(f"halfstep: two parameters are called {name!r}")
+                        raise ValueError(f"halfstep: two parameters have the name {name!r}")
                     tensors[key] = value.detach().contiguous()
     return tensors, metadata
 
@@ -80,9 +80,9 @@ def _sync(path, flags):
 
 
 def _replace(path, write):
-    """Has a file written beside `path` and puts it there, as halfstep_write_file_atomic() does:
-    through a symbolic link, with the mode of the file that was there, and into what is no regular
-    file in place."""
+    """Calls `write` for a file beside `path` and moves it there, as halfstep_write_file_atomic()
+    does. Follows a symbolic link and keeps the mode of an existing file. Writes in place if `path`
+    is not a regular file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def _replace(path, write):
     temporary = os.path.join(folder, f".halfstep-{os.getpid()}-{secrets.token_hex(8)}")
     descriptor = os.open(
         temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666
-    )  # less what the umask takes
+    )  # the umask applies
     try:
         mode = stat.S_IMODE((os.fstat(descriptor) if status is None else status).st_mode)
         os.close(descriptor)
@@ -125,7 +125,7 @@ def _refuse_parts(groups):
 
 
 def save(groups, names, sync, path):
-    """save_safetensors() of an optimizer. sync: brings its states up to date."""
+    """Implements save_safetensors() of an optimizer. `sync` brings its states up to date."""
     from safetensors.torch import save_file
 
     _refuse_parts(groups)
@@ -138,18 +138,19 @@ def save(groups, names, sync, path):
 
 
 def _parsed(metadata, key, convert, path, default=None):
-    """A value of the metadata; ValueError where it cannot be read."""
+    """Returns a value of the metadata, or the default if it is missing. Raises ValueError if the
+    value cannot be read."""
     text = metadata.get(key)
     if text is None:
         return default
     try:
         return convert(text)
     except (ValueError, OverflowError):
-        raise ValueError(f"halfstep: {key!r} of {path} is {text!r}") from None
+        raise ValueError(f"halfstep: {key!r} of {path} cannot be read: {text!r}") from None
 
 
 def _pairs(convert):
-    """Reads "NAME VALUE NAME VALUE" into a dictionary."""
+    """Returns a function that reads "NAME VALUE NAME VALUE" into a dictionary."""
 
     def read(text):
         words = text.split()
@@ -161,14 +162,15 @@ def _pairs(convert):
 
 
 def _shaped(tensor, p):
-    """A tensor of the file for parameter p: programs in C may know its rows only."""
+    """Returns a tensor of the file in the shape of parameter `p`. A program in C may have stored
+    only its rows."""
     if tensor.shape != p.shape and tuple(tensor.shape) == rows_of(tuple(p.shape)):
         return tensor.reshape(p.shape)
     return tensor
 
 
 def _state(file, path, metadata, name, p, streams):
-    """The state of one parameter, or None if the file has none."""
+    """Returns the state of one parameter, or None if the file has none."""
     numbers = _parsed(metadata, f"counters.{name}", _pairs(int), path)
     if numbers is None:
         return None
@@ -184,7 +186,10 @@ def _state(file, path, metadata, name, p, streams):
             " which this library does not have"
         ) from None
     if not 0 < numbers["id"] < 2**64:
-        raise ValueError(f"halfstep: 'counters.{name}' of {path} has the id {numbers['id']}")
+        raise ValueError(
+            f"halfstep: 'counters.{name}' of {path} has the id {numbers['id']}; ids are from 1 to"
+            " 2**64 - 1"
+        )
     state = {
         "step": numbers["state_steps"],
         **{key: numbers[key] for key in _layout.COUNTERS},
@@ -200,7 +205,7 @@ def _state(file, path, metadata, name, p, streams):
 
 
 def _weight(file, path, name, p, key):
-    """The weight that a single file of the C library holds beside the states."""
+    """Returns the weight that a single file of the C library holds beside the states."""
     weight = _shaped(file.get_tensor(key), p)
     if weight.dtype != p.dtype or weight.shape != p.shape:
         raise ValueError(
@@ -211,8 +216,8 @@ def _weight(file, path, name, p, key):
 
 
 def _named(ours, metadata, others, path):
-    """The name in the file of each of our names. Files whose names are not those of this optimizer
-    are refused; those that do not say which tensors they are of hold as many as they hold."""
+    """Returns the name in the file for each of our names. Fails if the file lists other tensors
+    than this optimizer has. A file without such a list may hold only some of them."""
     told = sorted(key.partition(".")[2] for key in metadata if key.startswith("group_of."))
     if not told:
         theirs = sorted(
@@ -230,7 +235,7 @@ def _named(ours, metadata, others, path):
 
 def load(groups, names, path):
     """Reads a file for load_safetensors() of an optimizer. Returns the state dictionary, the
-    generator, and (parameter, weight) of each weight that the file holds."""
+    generator, and (parameter, weight) for each weight in the file."""
     from safetensors import safe_open
 
     _refuse_parts(groups)
@@ -260,8 +265,8 @@ def load(groups, names, path):
             ],
         }
         for g, (group, saved) in enumerate(zip(groups, found["param_groups"])):
-            # The C program's files do not say which tensor is of which group; theirs are then taken
-            # in order.
+            # Files of the C program do not say which tensor is in which group. Their groups are
+            # then taken in order.
             source = str(g)
             for i, p in enumerate(group["params"]):
                 name = named[names.of(g, i)]
@@ -281,14 +286,14 @@ def load(groups, names, path):
         generator = metadata.get("generator", groups[0]["generator"])
         if generator is not None and generator not in _abi.choices("generator"):
             raise ValueError(
-                f"halfstep: {path} draws random bits from {generator!r}, which this library does"
-                " not have"
+                f"halfstep: unknown generator {generator!r} in {path}; known:"
+                f" {', '.join(_abi.choices('generator'))}"
             )
     return found, generator, weights
 
 
 def _take_hypers(groups, saved, metadata, source, path):
-    """Hyper-parameters of one group of the file."""
+    """Sets the hyper-parameters of one group from the file."""
     for name in _abi.rules[groups.rule].hypers:
         value = _parsed(metadata, f"group.{source}.{name}", float, path)
         if value is not None:

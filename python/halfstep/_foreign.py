@@ -1,8 +1,8 @@
-"""States that other packages saved, as plain states under torch's names: decoded exactly as the
-package decodes them, in fp32.
+"""Translates states that other packages saved to plain states under torch's names. They are decoded
+in fp32, exactly as their package decodes them.
 
-A package is a row of `PACKAGES`: how one parameter's state is recognized, what it is, and what its
-groups are called here.
+A package is a row of `PACKAGES`: how one parameter's state is recognized, how it is translated, and
+how its groups' options are renamed.
 """
 
 import warnings
@@ -11,18 +11,18 @@ import torch
 
 from . import _abi
 
-#: bitsandbytes keeps what torch's loader must not cast in a dictionary of its own
+#: key of a dictionary in which bitsandbytes hides what torch's loader must not cast
 _BNB_WRAPPED = "__bnb_optimizer_quant_state__"
-#: elements of its blocks
+#: elements of a block of bitsandbytes
 _BNB_BLOCK = 256
-#: of the rules that bitsandbytes has: the states in its first tensor, or its two halves, and in its
-#: second
+#: for each rule of bitsandbytes: the states in its tensor `state1`, which may hold two in its
+#: halves, and in `state2`
 _BNB_RULES = {rule: (("exp_avg",), ("exp_avg_sq",)) for rule in ("adam", "adamw", "lamb")}
 _BNB_RULES |= {"lion": (("exp_avg",),), "ademamix": (("exp_avg", "exp_avg_slow"), ("exp_avg_sq",))}
-#: what it has in every group, and what AdEMAMix calls it here
+#: options in every group of bitsandbytes, and their names in AdEMAMix here
 _BNB_GROUP = {"alpha": "alpha", "t_alpha": "alpha_warmup", "t_beta3": "beta3_warmup"}
-#: what prodigyopt's groups have that is a number of each tensor here, and what they have besides
-#: that is no option here
+#: numbers of prodigyopt's groups that each tensor has here; and all keys of its groups that are no
+#: options here
 _PRODIGY_SCALARS = _abi.rules["prodigy"].scalars
 _PRODIGY_TOLD = {
     *_PRODIGY_SCALARS,
@@ -43,8 +43,8 @@ def _is_bitsandbytes(state):
 
 
 def _bitsandbytes(rule, state, group):
-    """`state1`, `state2`: fp32, or codes of a map of 256 values with a scale for 256 elements (or
-    one for all, before 0.39)."""
+    """Decodes `state1` and `state2`: fp32, or codes of a map of 256 values with one scale for 256
+    elements (before 0.39, one for all)."""
     held = {**state, **state.get(_BNB_WRAPPED, {})}
     if rule.name not in _BNB_RULES:
         raise ValueError(
@@ -60,7 +60,7 @@ def _bitsandbytes(rule, state, group):
             values = codes.to(torch.float32)
         else:
             values = held[f"qmap{i}"].to(torch.float32)[codes.int()].reshape(len(names), -1)
-            if f"absmax{i}" in held:  # of the blocks of each half
+            if f"absmax{i}" in held:  # one for each block, by halves
                 scales = held[f"absmax{i}"].to(torch.float32).reshape(len(names), -1)
                 values *= scales.repeat_interleave(_BNB_BLOCK, 1)[:, : values.shape[1]]
             else:
@@ -84,7 +84,7 @@ def _is_torchao(state):
 
 
 def _torchao(rule, state, group):
-    """Tensors of classes of its own, which decode themselves."""
+    """Decodes tensors of torchao's own classes, which have a method for it."""
     return {
         key: (
             value.dequantize().to(torch.float32)
@@ -102,8 +102,8 @@ def _is_flashoptim(state):
 
 
 def _flashoptim(rule, state, group):
-    """Of each state int8 codes of a soft sign, or uint8 codes of a root, with an fp16 scale for 32
-    elements, which is seen as BF16 beside BF16 weights."""
+    """Decodes each state: int8 codes of a soft sign, or uint8 codes of a square root. 32 elements
+    share an fp16 scale. Beside BF16 weights the scales' bits are seen as BF16."""
     out = {
         key: value for key, value in state.items() if key != "error_bits" and "::" not in str(key)
     }
@@ -132,9 +132,12 @@ def _is_prodigyopt(state):
 
 
 def _prodigyopt(rule, state, group):
-    """States as here, but flat, of every slice_p-th element alone where the estimate is of those,
-    the start weights one 0 where all were, no first moment where beta1 is 0, and the estimate in
-    the groups."""
+    """Completes states of prodigyopt, which are named as here, but flat.
+
+    If the estimate is of every slice_p-th element, `s` and `p0` hold only those. `p0` is a single 0
+    if all start weights were 0. The first moment is missing if beta1 is 0. The estimate is in the
+    groups.
+    """
     like = state["exp_avg_sq"]
     out = {
         "exp_avg": torch.zeros_like(like),
@@ -149,8 +152,8 @@ def _prodigyopt(rule, state, group):
 
 
 def prodigyopt_group(group, defaults=None):
-    """Options of a group under the names of halfstep.Prodigy; those that already are stay.
-    defaults: what a rate stands beside."""
+    """Returns the options of a prodigyopt group under the names of halfstep.Prodigy. Options that
+    have such a name already stay. `defaults` has the betas for a group that gives beta3 only."""
     out = {key: value for key, value in group.items() if key not in _PRODIGY_TOLD}
     betas = group.get("betas")
     betas = tuple((defaults or {}).get("betas", ()) if betas is None else betas)
@@ -175,9 +178,9 @@ def _is_factored(state):
 
 
 def _factors(row, column):
-    """Factors over the last two dimensions, each in the parameter's shape but for one dimension of
-    1, as vectors over the first dimension and over the rest; as one second moment where there is
-    only one row or column."""
+    """Returns factors over the last two dimensions as vectors over the first dimension and over the
+    rest. Each factor has the parameter's shape, but one dimension is 1. A parameter with only one
+    row or column gets one second moment instead."""
     row, column = row.to(torch.float32), column.to(torch.float32)
     whole = row * column / row.mean(-2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     if min(whole.shape[0], whole[0].numel()) < 2:
@@ -190,8 +193,8 @@ def _factors(row, column):
 
 
 def _plain_factored(rule, state, group):
-    """torch's Adafactor, transformers' and came_pytorch's CAME. Of tensors of three or more
-    dimensions the factors are averaged anew."""
+    """Translates states of torch's and transformers' Adafactor and of came_pytorch's CAME. For
+    tensors of three or more dimensions the factors are averaged anew."""
     vectors = [s.name for s in rule.states if s.vector]
     single = next(s.name for s in rule.states if s.role == _abi.ROLE_NONNEG)
     out = {key: value for key, value in state.items() if key == "step" or key == "exp_avg"}
@@ -207,7 +210,7 @@ def _plain_factored(rule, state, group):
     ):
         if row not in state:
             continue
-        kept = row == "row_var"  # the dimensions of 1
+        kept = row == "row_var"  # this package keeps dimensions of 1
         found = _factors(
             state[row] if kept else state[row].unsqueeze(-1),
             state[column] if kept else state[column].unsqueeze(-2),
@@ -220,8 +223,8 @@ def _plain_factored(rule, state, group):
 
 
 def factored_group(rule, group):
-    """Options of transformers' Adafactor and of came_pytorch's CAME under the names here; those of
-    torch's are the same."""
+    """Returns the options of transformers' Adafactor and of came_pytorch's CAME under the names
+    here. torch's options have these names already."""
     out = dict(group)
     if rule.name == "came" and hasattr(group.get("eps"), "__len__"):
         out["eps"], out["instability_eps"] = group["eps"]
@@ -247,8 +250,8 @@ def _bitsandbytes_group(rule, group):
     }
 
 
-#: name, whether a state is one of its, (plain state, names of what is left behind), and a group
-#: under the names here
+#: name; recognizes a state; returns the plain state and the names of what is lost; renames the
+#: options of a group, or None
 PACKAGES = (
     ("bitsandbytes", _is_bitsandbytes, _bitsandbytes, _bitsandbytes_group),
     ("torchao", _is_torchao, _torchao, None),
@@ -259,8 +262,8 @@ PACKAGES = (
 
 
 def translate(rule_name, state_dict):
-    """A state dictionary whose parameters have plain states where another package's were. Says once
-    what is left behind."""
+    """Returns a state dictionary with plain states in place of another package's. Warns once about
+    what is lost."""
     states, lost, packages, rule = {}, set(), {}, _abi.rules[rule_name]
     groups = state_dict["param_groups"]
     group_of = {key: group for group in groups for key in group["params"]}
@@ -281,8 +284,8 @@ def translate(rule_name, state_dict):
         groups = [rename(rule, group) for group in groups]
     if lost:
         warnings.warn(
-            f"halfstep: of the states of {' and '.join(sorted(packages))},"
-            f" {', '.join(sorted(lost))} cannot be carried over",
+            f"halfstep: these states of {' and '.join(sorted(packages))} cannot be loaded and are"
+            f" left out: {', '.join(sorted(lost))}",
             UserWarning,
             stacklevel=5,
         )

@@ -1,4 +1,4 @@
-"""The addresses that a step is made with: of weights and gradients as they lie."""
+"""Collects the addresses of weights and gradients for a step."""
 
 from operator import is_, itemgetter
 
@@ -11,7 +11,7 @@ from ._sharding import local
 from ._watch import versions
 
 _Tensor = torch.Tensor
-# Called through map(), which costs half of what a loop does.
+# Called through map(), which costs half as much as a loop.
 _get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("dtype", "shape"))
 _numel, _is_contiguous, _is_neg, _data_ptr = (
     _Tensor.numel,
@@ -20,12 +20,12 @@ _numel, _is_contiguous, _is_neg, _data_ptr = (
     _Tensor.data_ptr,
 )
 _PLAIN_TYPES = {_Tensor}
-# How often one handle may be wrong about what gradients will look like.
+# How often one handle makes guards. Gradients that keep changing would make guards useless.
 _MOST_GUARDS = 4
 
 
 class Gather:
-    """Fills the pointer arrays of the engine. Every function tells whether the engine still fits,
+    """Fills the pointer arrays of the engine. Every function says whether the engine still fits,
     and adds to two lists of its caller:
 
     keep    tensors that have to live until the call
@@ -36,8 +36,8 @@ class Gather:
         self.groups, self.placement, self.cache = groups, placement, cache
 
     def place(self, engine, m, p, grad, keep, back):
-        """Addresses of one weight and its gradient, for tensors that do not simply lie there in
-        order."""
+        """Returns the addresses of one weight and its gradient. Handles tensors that are sharded,
+        offloaded or not contiguous. Returns None if the engine does not fit any more."""
         sharded = m.part is not None and m.part.mesh is not None
         if m.gathered:
             grad = _sharding.gradient_of(p, grad, m.name)
@@ -76,7 +76,7 @@ class Gather:
 
     @staticmethod
     def _is_where_it_was(engine, m, p):
-        """Whether a weight lies where the handle thinks it does, or could be told to."""
+        """Returns True if the handle has the weight's address, or could be told the new one."""
         if (
             p.data_ptr() == m.address
             and p.shape == m.shape
@@ -88,7 +88,8 @@ class Gather:
         return engine.recheck_weight(m)
 
     def all(self, engine, keep, back, stepped):
-        """Fills the pointer arrays. False where the handle does not fit any more."""
+        """Fills the pointer arrays. Adds the parameters of the step to `stepped`. Returns False if
+        the engine does not fit any more."""
         if self._plain(engine):
             stepped.extend(engine.params)
             return True
@@ -109,7 +110,7 @@ class Gather:
         return True
 
     def given(self, engine, given, keep, back):
-        """all() for a compiled step, which brings its own tensors: weights and gradients by
+        """Does the work of all() for a compiled step. `given` holds its weights and gradients by
         parameter."""
         engine.weights_are_plain = False
         for i in range(len(engine.members)):
@@ -131,10 +132,13 @@ class Gather:
         return True
 
     def _plain(self, engine):
-        """all() for the case that every parameter has a gradient of the type it had before, all
-        lie in order in memory, and everything is where it was: a thousand small tensors cost about
-        a microsecond each in Python, so the checks go over lists. False is no verdict; all()
-        looks closer."""
+        """Does the work of all() for the usual case. Every parameter has a gradient of the type it
+        had before, all tensors are contiguous, and nothing has moved. Returns False if this is not
+        so; all() then looks closer.
+
+        The checks go over lists, because a thousand small tensors cost about a microsecond each in
+        Python.
+        """
         plain = engine.plain
         if plain is None or len(plain.params) != len(self.cache.flat) - len(self.cache.empty):
             return False
@@ -151,7 +155,7 @@ class Gather:
             addresses = list(map(_data_ptr, grads))
         except RuntimeError:  # sparse tensors have no address
             return False
-        if 0 in addresses:  # nor do tensors without memory
+        if 0 in addresses:  # tensors without memory
             return False
         state = self.groups.state
         if (
@@ -186,8 +190,8 @@ class Gather:
 
     @staticmethod
     def _are_plain(plain, grads):
-        """The same as the guards of `plain`, attribute by attribute; gradients may have any shape
-        of as many elements."""
+        """Compares attribute by attribute what the guards of `plain` compare. Gradients may have
+        any shape with as many elements."""
         if set(map(type, grads)) != _PLAIN_TYPES:
             return False
         if (
@@ -206,8 +210,8 @@ class Gather:
 
     @staticmethod
     def _guard(plain, grads):
-        """Takes tensors that are plain as those to come. Where they keep changing all the same,
-        guards do not pay."""
+        """Makes guards from tensors that are plain, for the next steps. Gives up after _MOST_GUARDS
+        times, because guards do not pay if tensors keep changing."""
         plain.guarded += 1
         guards = [guard(plain.params), guard(grads)] if plain.guarded <= _MOST_GUARDS else [None]
         plain.guards = None if None in guards else guards

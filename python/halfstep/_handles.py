@@ -1,4 +1,4 @@
-"""C handles: what makes them, their groups and tensors, and what reads and writes a slot of theirs.
+"""Makes C handles with their groups and tensors, and reads and writes their slots.
 
 A function here takes a handle of the library or a `Handle`.
 """
@@ -19,7 +19,7 @@ _NONE: dict = {}
 def seed_of(seed):
     """Returns the number that the option `seed` stands for. None is drawn from torch's default
     generator, so that torch.manual_seed() governs it. Under torch.distributed None is 0, so that
-    all ranks agree without a word."""
+    all ranks agree without communication."""
     if seed is not None:
         return int(seed)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -28,8 +28,8 @@ def seed_of(seed):
 
 
 def create_handle(threads, seed, device=None):
-    """Makes a handle for a torch.device; None is the processor. A handle on a GPU works on the
-    stream that is current there."""
+    """Makes a handle for a torch.device; None is the CPU. A handle on a GPU works on the stream
+    that is current there."""
     handle = c_void_p()
     options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
     if device is not None and _devices.is_asynchronous(device):
@@ -52,8 +52,8 @@ def add_group(handle, recipe, hypers=_NONE, choices=_NONE):
 
 
 def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=False):
-    """Adds a tensor, or the `part` of it that is here, and returns its index. whole: adds all of
-    the tensor that `part` is one of."""
+    """Adds a tensor, or this rank's `part` of it, and returns its index. `whole`: adds the whole
+    tensor that `part` belongs to."""
     rows, length = rows_of(shape)
     fields = {"ndim": len(shape), "rows": rows, "row_length": length}
     if part is not None:
@@ -71,7 +71,7 @@ def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=
 
 def _vector(handle, index, slot, shape):
     """Returns the shape and the rows of a slot that stores a vector over rows or columns of a
-    matrix of this shape; None for any other."""
+    matrix of this shape. Returns None for any other slot."""
     if slot < _abi.SLOT_STATE or len(shape) < 2:
         return None
     info = _abi.SlotInfo.new()
@@ -81,8 +81,8 @@ def _vector(handle, index, slot, shape):
 
 
 def read_rows(function, handle, index, shape, *arguments, rows=None):
-    """Reads all of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average(). rows: of a
-    flat buffer 1, else None."""
+    """Reads all of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average(). `rows` is
+    1 for a flat buffer, else None."""
     vector = (
         _vector(handle, index, arguments[0], shape) if function is lib.halfstep_read_slot else None
     )
@@ -114,19 +114,19 @@ def write_rows(handle, index, slot, data, values, shape, rows=None):
 
 
 class Handle:
-    """A handle of its own, for what is no Optimizer. Functions of the library take it as it is. It
-    is destroyed with this object."""
+    """A handle for anything but an Optimizer. Functions of the library take this object in place of
+    a handle. The handle is destroyed with it."""
 
     _as_parameter_ = None  # what ctypes passes in its place
 
     def __init__(self, threads, seed, device=None):
         self._as_parameter_ = create_handle(threads, seed, device)
         self.threads, self.device = threads, device
-        #: the index of each recipe's group; and what set() has set
+        #: groups: the index of each recipe's group; options: the values that set() has set
         self.groups, self.options = {}, {}
 
     def __del__(self, exiting=sys.is_finalizing):
-        # At exit modules, `sys` too, may be gone already.
+        # At exit modules may be gone already, even `sys`.
         if self._as_parameter_ and not exiting():
             lib.halfstep_destroy(self)
 
@@ -147,7 +147,7 @@ class Handle:
                 self.options[key] = value
 
     def work(self, threads):
-        """Goes on with so many threads and, on a GPU, on the stream that is current there."""
+        """Takes this number of threads and, on a GPU, the stream that is current there."""
         if self.threads != threads:
             check(lib.halfstep_set_threads(self, threads), self)
             self.threads = threads

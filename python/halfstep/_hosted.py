@@ -1,5 +1,5 @@
-"""What optimizers whose states are in the process's memory, beside weights on a GPU, have in
-common: they are optimizers of the class of a recipe, and leave small parameters where they are."""
+"""The common part of optimizers whose states are in CPU memory while weights are on a GPU. Each is
+an optimizer of a recipe's class, and leaves the states of small parameters on the GPU."""
 
 from typing import Any, Type, Union
 
@@ -11,10 +11,10 @@ _made = {}
 
 
 class HostedPlacement(Placement):
-    """Where optimizers of Hosted step and keep states."""
+    """Decides where optimizers of Hosted step and keep states."""
 
     def may_leave(self, p):
-        """Tells whether states of p can be in the process's memory while it is on a GPU."""
+        """Returns True if the states of `p` can be in CPU memory while `p` is on a GPU."""
         here = _sharding.local(p)
         return (
             _devices.is_asynchronous(_devices.of(here))
@@ -24,8 +24,8 @@ class HostedPlacement(Placement):
 
 
 class Hosted(Optimizer):
-    """Base of `CPUOffload` and `StateStreaming`: an optimizer of the class of `recipe`, a string or
-    a class of this package."""
+    """Base of `CPUOffload` and `StateStreaming`: an optimizer of the class that `recipe` names.
+    `recipe` is a string or a class of this package."""
 
     minimal_size = Kept()
 
@@ -41,10 +41,14 @@ class Hosted(Optimizer):
         **options: Any,
     ) -> None:
         if isinstance(minimal_size, bool) or not isinstance(minimal_size, int) or minimal_size < 0:
-            raise ValueError(f"halfstep: minimal_size={minimal_size!r} is no number of elements")
+            raise ValueError(
+                f"halfstep: minimal_size={minimal_size!r} is not a number of elements; give a whole"
+                " number of at least 0"
+            )
         if options.get("compile"):
             raise ValueError(
-                "halfstep: a step whose states leave the GPU cannot be traced: compile=True"
+                "halfstep: compile=True is not supported here, because a step whose states leave"
+                " the GPU cannot be traced"
             )
         self.minimal_size = minimal_size
         super().__init__(params, **{**_split(recipe, type(self))[1], **options})
@@ -56,7 +60,7 @@ class Hosted(Optimizer):
 
 
 def _split(recipe, cls):
-    """The class of a recipe, and the options that it stands for."""
+    """Returns the class of a recipe, and the options that the recipe stands for."""
     if isinstance(recipe, str):
         return rules.class_and_options(recipe)
     if not isinstance(recipe, type) or not issubclass(recipe, Optimizer) or not recipe.rule:
@@ -68,7 +72,7 @@ def _split(recipe, cls):
 
 
 def _with(cls, base):
-    """The class of optimizers of `base` that are hosted as `cls` is."""
+    """Returns the class of optimizers of `base` that are hosted as `cls` is."""
     if (cls, base) not in _made:
         _made[cls, base] = type(
             f"{cls.__name__}[{base.__name__}]",

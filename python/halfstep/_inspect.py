@@ -1,4 +1,4 @@
-"""What an optimizer stores: its memory, and weights and states as fp32 numbers."""
+"""Shows what an optimizer stores: its memory, and its weights and states as fp32 numbers."""
 
 from ctypes import byref, c_int32, c_uint64
 
@@ -15,7 +15,7 @@ from ._torch import increment_versions
 
 
 class Inspection:
-    """Tells what is stored, and reads and writes it."""
+    """Reports what is stored, and reads and writes it."""
 
     def __init__(self, groups, names, placement, residuals, cache):
         self.groups, self.names, self.placement = groups, names, placement
@@ -35,7 +35,7 @@ class Inspection:
             lib.halfstep_destroy(handle)
 
     def check_cuts(self, group_index):
-        """Raises for a shard that the formats of its parameter cannot follow."""
+        """Raises an error for a shard whose cut the formats of its parameter do not allow."""
         wanted = [
             (group_index, i, p, PLAIN[p.dtype])
             for i, p in enumerate(self.groups[group_index]["params"])
@@ -45,8 +45,8 @@ class Inspection:
             self._declared(wanted, lambda *_: None)
 
     def survey(self):
-        """Bytes, fallen-back tensors and states in finer formats of all parameters, whether or not
-        they have states yet."""
+        """Surveys all parameters, whether or not they have states yet. Returns the bytes by kind,
+        the names of tensors too small for blocks, and lines about states in finer formats."""
         wanted, seen = [], set()
         for g, i, p in self.groups.members():
             if id(p) not in seen and p.numel() and self.groups.takes_part(p):
@@ -70,19 +70,19 @@ class Inspection:
         return self._declared(wanted, take)
 
     def recipe(self, p):
-        """The full recipe of a parameter."""
+        """Returns the full recipe of a parameter."""
         for g, i, other in self.groups.members():
             if other is p:
                 return self.names.recipe(g, i)
         raise ValueError("halfstep: a parameter that this optimizer does not have")
 
     def scalar(self, p, name):
-        """What the rule keeps for a parameter as a number."""
+        """Returns a number that the rule keeps for a parameter."""
         m = self.cache.member(p)
         return _calls.read_number(m.handle, m.index, _abi.rules[self.groups.rule], name)
 
     def text(self):
-        """The text of repr()."""
+        """Returns the text of repr()."""
         taking_part = [(g, i, p) for g, i, p in self.groups.members() if self.groups.takes_part(p)]
         recipes = dict.fromkeys(self.names.recipe(g, i) for g, i, _ in taking_part)
         count = max(sum(local(p).numel() for _, _, p in taking_part), 1)
@@ -126,7 +126,7 @@ class Inspection:
     def _read(self, m, function, *arguments):
         if m.gathered:
             self.cache.engine.gather(m, self.groups.state[m.p])
-            if arguments[-1] is not None:  # of a weight
+            if arguments[-1] is not None:  # the address of a weight
                 whole = _devices.contiguous(m.p.full_tensor())
                 arguments = (*arguments[:-1], whole.data_ptr())
         with m.states(written=False):
@@ -145,26 +145,26 @@ class Inspection:
         return self._read(m, function, *arguments, weight.data_ptr())
 
     def _is_plain(self, p):
-        """Whether nothing is stored for a parameter but its weight."""
+        """Returns True if only the weight of a parameter is stored."""
         return p not in self.groups.state or p.numel() == 0
 
     @torch.no_grad()
     def read_weight(self, p):
-        """The weight in fp32, with its residual or error code."""
+        """Returns the weight in fp32, with its residual or error code."""
         if self._is_plain(p):
             return p.detach().float().clone() if p.is_floating_point() else p.detach().clone()
         return self._read_by_weight(p, lib.halfstep_read_slot, WEIGHT)
 
     @torch.no_grad()
     def read_average(self, p):
-        """The weight to evaluate with, in fp32."""
+        """Returns the weight for evaluation in fp32."""
         if self._is_plain(p):
             return self.read_weight(p)
         return self._read_by_weight(p, lib.halfstep_read_average)
 
     @torch.no_grad()
     def read_state(self, p, name):
-        """A state decoded to fp32."""
+        """Returns a state decoded to fp32."""
         slot = self._slot(name)
         if p.numel() == 0:
             return torch.empty(p.shape, dtype=torch.float32, device="cpu")
@@ -201,7 +201,7 @@ class Inspection:
 
     @torch.no_grad()
     def write_weight(self, p, values):
-        """Stores fp32 values as the weight, residual or error code included."""
+        """Stores fp32 values as the weight, with its residual or error code."""
         if p.numel() == 0:
             return
         m = self._member_to_write(p)

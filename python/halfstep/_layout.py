@@ -1,27 +1,26 @@
-"""What `state[p]` holds: tensors and nothing else, under keys that depend on the rule, the recipe
-and the hyper-parameters alone. Sharded, flattened and merged checkpoints carry a parameter's whole
-state that way.
+"""The layout of `state[p]`. It holds tensors only, and its keys depend on nothing but the rule, the
+recipe and the hyper-parameters. Sharded, flattened and merged checkpoints can therefore carry a
+parameter's whole state.
 
-    step                                float32: updates of the states, as torch has it; written by
-                                        the library at every update
+    step                                float32: updates of the states, as in torch; the library
+                                        writes it at every update
     exp_avg ...                         a state in a float format, under torch's name
-    exp_avg.codes, exp_avg.scale        a state in a block format: torch would cast such bytes and
-                                        go on with them
+    exp_avg.codes, exp_avg.scale        a state in a block format; under torch's name, torch would
+                                        cast such bytes and go on with them
     exp_avg.extra, weight.extra         residuals or error codes of a state, and of the weight
     id                                  int64: the bits of the unsigned id that keys the parameter's
                                         random bits
-    recipe                              int64: what the tensors above are, see pack_recipe()
-    state_steps, full_steps, writes     int64: the library's counters; as exact as `step` cannot be
-                                        beyond 2^24
-    weight_sum ...                      float64: what the rule keeps as a number for each parameter
+    recipe                              int64: the recipe of the tensors above, see pack_recipe()
+    state_steps, full_steps, writes     int64: the library's counters; `step` is not exact beyond
+                                        2^24
+    weight_sum ...                      float64: a number that the rule keeps for each parameter
     weight.train, weight.train.extra    after eval() of schedule-free training: the weight that
                                         trains, which train() puts back
-    exp_avg_sq.grid ...                 float64: what the codes of a second moment are to be
-                                        multiplied by; 1 where it is missing;
-                                        written by the library at every update, as `step` is
+    exp_avg_sq.grid ...                 float64: the factor for the codes of a second moment; 1 if
+                                        it is missing; the library writes it at every update
 
 Older versions kept numbers in place of the small tensors, ids and recipes as lists in the groups,
-and codes under the names of states; _older.py brings such states here.
+and codes under the names of states. _older.py translates such states.
 """
 
 import ctypes
@@ -34,16 +33,16 @@ from . import _abi
 
 WHOLE = ("id", "recipe", "state_steps", "full_steps", "writes")
 COUNTERS = WHOLE[2:]
-#: where nothing is said of it: the default of the versions that did not say
+#: the generator of states that do not name one: the default of the versions that did not say
 OLD_GENERATOR = "mixer"
-#: of a group: counts of the optimizer, always there and always current
+#: keys of a group that hold counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
-#: of schedule-free training, while averages are in the model: the weight that trains; its residual
-#: or error code has ".extra" behind that
+#: key of the weight that trains, while schedule-free averages are in the model; its residual or
+#: error code has ".extra" after that
 TRAINED = "weight.train"
-#: codes and scales of a state, residuals and error codes
+#: ends of keys: codes and scales of a state, residuals and error codes
 PARTS = (".codes", ".scale", ".extra")
-#: after the name of a second moment
+#: end of a key: the grid of a second moment
 GRID = ".grid"
 
 _rules = {rule.id: rule.name for rule in _abi.rules.values()}
@@ -51,14 +50,15 @@ _formats = {f.id: f.name for f in _abi.formats.values()}
 
 
 def signed(number):
-    """An unsigned 64-bit number as the signed one of the same bits, which torch can store."""
+    """Returns the signed number with the bits of an unsigned 64-bit number, because torch stores
+    signed ones."""
     return ctypes.c_int64(number).value
 
 
 @lru_cache(None)
 def pack_recipe(recipe):
-    """A full recipe as one number: a byte each for the ids of the rule, the weight's format and the
-    formats of the states."""
+    """Returns a full recipe as one number. It has a byte each for the ids of the rule, the weight's
+    format and the states' formats."""
     rule, weight, states = recipe.split("/")
     ids = [
         _abi.rules[rule].id,
@@ -70,7 +70,7 @@ def pack_recipe(recipe):
 
 @lru_cache(None)
 def unpack_recipe(number):
-    """The full recipe; None for a number that is none."""
+    """Returns the full recipe of a packed number, or None if it is not one."""
     if number < 0:
         return None
     rule, weight, *states = number.to_bytes(8, "little")
@@ -86,16 +86,16 @@ def unpack_recipe(number):
 
 
 def scalars_of(rule, streams=None):
-    """The names of the numbers that a rule keeps for a parameter with these streams, grids
-    included; for None, for any."""
+    """Returns the names of the scalars and grids that a rule keeps for a parameter with these
+    streams. Without streams, returns all that it may keep."""
     if streams is None:
         return (*rule.scalars, *(s.name + GRID for s in rule.states if s.role == _abi.ROLE_NONNEG))
     return (*rule.scalars, *(s.name + GRID for s in streams if s.grid))
 
 
 def precise_states(recipes):
-    """A line for each rule of some full recipes with block formats: which states have a finer
-    format all the same, and under which option."""
+    """Returns a line for each rule of full recipes with block formats. It says which states have a
+    finer format, and under which option."""
     lines = []
     for rule in dict.fromkeys(
         recipe.split("/")[0]
@@ -103,7 +103,7 @@ def precise_states(recipes):
         if any(_abi.formats[name].block for name in recipe.split("/")[2].split("+"))
     ):
         states = [state for state in _abi.rules[rule].states if state.precise_if]
-        if states:  # of one option and one format
+        if states:  # all have the same option and format
             lines.append(
                 f"{rule}: with {states[0].precise_if}"
                 f" {' and '.join(state.name for state in states)} in {states[0].precise_format},"
@@ -113,28 +113,29 @@ def precise_states(recipes):
 
 
 def numbers_of(rule, streams=None):
-    """The keys of the small tensors beside `step`, likewise."""
+    """Returns the keys of the small tensors beside `step`, with the streams of scalars_of()."""
     return (*WHOLE, *scalars_of(rule, streams))
 
 
 def initial(key):
-    """What such a number is at first, and where a state of an older version lacks it."""
+    """Returns the first value of such a number. It also stands for a number that an older state
+    lacks."""
     return 1.0 if key.endswith(GRID) else 0.0
 
 
 def keys_of(rule):
-    """Every key that what is stored for a rule's elements may have."""
+    """Returns every key that may hold stored elements of a rule."""
     names = [s.name for s in rule.states]
     return {"weight.extra", *names, *(name + part for name in names for part in (*PARTS, GRID))}
 
 
 def number(value, key):
-    """A number as the tensor that a state keeps under this key."""
+    """Returns a number as the tensor that a state keeps under this key."""
     return torch.tensor(value, dtype=torch.int64 if key in WHOLE else torch.float64, device="cpu")
 
 
 def is_number(tensor, key):
-    """Whether the library's numbers can be written where this tensor lies."""
+    """Returns True if the library can write its number into this tensor."""
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype == (torch.int64 if key in WHOLE else torch.float64)
@@ -153,15 +154,16 @@ def is_step(tensor):
 
 
 def write(tensor, value):
-    """Puts a number where is_number() is true, without a count of versions: that is how other
-    writers are told from us."""
+    """Writes a number into a tensor for which is_number() is true. Counts no version, so that a new
+    version means another writer."""
     (ctypes.c_int64 if tensor.dtype == torch.int64 else ctypes.c_double).from_address(
         tensor.data_ptr()
     ).value = value
 
 
 def whole(value):
-    """An int of a Python number or of a tensor of one element; None where it is no whole number."""
+    """Returns the int of a Python number or of a tensor of one element, or None if it is not
+    whole."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.device.type == "meta" or value.is_complex():
             return None
@@ -177,27 +179,28 @@ def whole(value):
 
 
 def step_count(state, name, default=0):
-    """state["step"] as an int; ValueError where it counts nothing."""
+    """Returns state["step"] as an int. Raises ValueError if it is not a count."""
     step = state.get("step")
     if step is None:
         return default
     count = whole(step)
     if count is None or not 0 <= count < 2**63:
         raise ValueError(
-            f"halfstep: state 'step' of parameter {name!r} is {step!r}, which counts nothing"
+            f"halfstep: state 'step' of parameter {name!r} is {step!r}; it must be a count from 0"
+            " to 2**63 - 1"
         )
     return count
 
 
 def same_count(exact, step):
-    """Whether a float32 shows `step` where the count is `exact`."""
+    """Returns True if a float32 with the count `exact` equals `step`."""
     return struct.unpack("f", struct.pack("f", exact))[0] == step
 
 
 def agreed(counts, steps):
-    """Counters beside a `step`. float32 counts to 2^24; beyond, they know better, as long as both
-    mean the same. Where they do not, the step was set, or the counters were copied before they were
-    brought up to date."""
+    """Returns the counters for a `step`. float32 counts exactly to 2^24; beyond that the counters
+    know better, as long as both agree. If they disagree, somebody has set `step`, or the counters
+    were copied before they were up to date. They are then adjusted."""
     if same_count(counts["state_steps"], steps):
         return counts
     behind = max(steps - counts["state_steps"], 0)
@@ -209,7 +212,8 @@ def agreed(counts, steps):
 
 
 def take_number(state, key, name):
-    """The number under a key of a state, or None; ValueError where it is none."""
+    """Returns the number under a key of a state, or None if there is none. Raises ValueError if the
+    value is not such a number."""
     value = state.get(key)
     if value is None and key not in state:
         return None
@@ -221,7 +225,8 @@ def take_number(state, key, name):
             or not -(2**63) <= found < 2 ** (64 if key == "id" else 63)
         ):
             raise ValueError(
-                f"halfstep: state {key!r} of parameter {name!r} is {value!r}, which counts nothing"
+                f"halfstep: state {key!r} of parameter {name!r} is {value!r}; it must be a whole"
+                " number of 64 bits"
             )
         return signed(found) if key == "id" else found
     try:
@@ -236,21 +241,21 @@ def take_number(state, key, name):
 
 
 def recipe_of(state, name):
-    """The full recipe of the tensors of a state; None for plain ones, of torch."""
+    """Returns the full recipe of the tensors of a state, or None for torch's plain states."""
     value = take_number(state, "recipe", name)
     if value is None:
         return None
     recipe = unpack_recipe(value)
     if recipe is None:
         raise ValueError(
-            f"halfstep: state 'recipe' of parameter {name!r} is {value}, which is no recipe of this"
-            " library"
+            f"halfstep: state 'recipe' of parameter {name!r} is {value}, which is not a recipe of"
+            " this library"
         )
     return recipe
 
 
 def check_told(key, value, place):
-    """Raises ValueError where a group's count of its own is none."""
+    """Raises ValueError if a count or norm of a group is not valid."""
     if key == "last_norm":
         good = (
             isinstance(value, (int, float))
@@ -260,5 +265,5 @@ def check_told(key, value, place):
     else:
         good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     if not good:
-        means = "is no norm" if key == "last_norm" else "counts nothing"
+        means = "is not a finite norm" if key == "last_norm" else "is not a count"
         raise ValueError(f"halfstep: {key!r} of group {place} is {value!r}, which {means}")

@@ -1,9 +1,9 @@
-"""Loading state dictionaries without casts, with all checks before anything depends on what was
-loaded.
+"""Loads state dictionaries without casts, and makes all checks before anything depends on the
+loaded values.
 
 torch's own loader casts every state tensor to the dtype of its parameter, which would turn scales
-and counters into BF16. Here states pass through it wrapped, so that its checks and hooks all run
-and its casts do not.
+and counters into BF16. Here states pass through it wrapped, so that its checks and hooks run and
+its casts do not.
 """
 
 import warnings
@@ -14,13 +14,13 @@ import torch
 from . import _abi, _foreign, _layout, _names, _sharding, _state
 from ._torch import caller
 
-#: rules that differ in their decay alone, and load one another's states, as torch's do
+#: rules that differ only in their decay, and load each other's states, as torch's do
 _SIBLINGS = ("adam", "adamw")
 
 
 class _Wrapped:
-    """A state on its way through torch's loader, which leaves alone what is no tensor, dictionary
-    or sequence."""
+    """A state on its way through torch's loader. The loader leaves it alone, because it is not a
+    tensor, dictionary or sequence."""
 
     __slots__ = ("value",)
 
@@ -29,8 +29,8 @@ class _Wrapped:
 
 
 def unwrap(states):
-    """What is loaded, as a copy that shares no memory with the dictionary it came from: steps write
-    in place."""
+    """Returns copies of the loaded states. They share no memory with the dictionary, because steps
+    write in place."""
     out = defaultdict(dict)
     for p, value in states.items():
         out[p] = _copy(value.value) if isinstance(value, _Wrapped) else value
@@ -46,12 +46,13 @@ def _copy(value):
 
 
 def _as_own(own, state):
-    """The states of a sibling rule under the name `own`."""
+    """Returns the states of a sibling rule as those of the rule `own`, and other states as they
+    are."""
     if own not in _SIBLINGS or not isinstance(state, dict) or state.get("recipe") is None:
         return state
     try:
         there = _layout.recipe_of(state, "")
-    except ValueError:  # which _check_state() says with the name of the parameter
+    except ValueError:  # _check_state() reports it with the parameter's name
         return state
     rule, _, formats = there.partition("/")
     if rule == own or rule not in _SIBLINGS:
@@ -63,8 +64,8 @@ def _as_own(own, state):
 
 
 def _with_names(state_dict):
-    """The names that the file has beside its groups, in the groups: where hooks of torch's load
-    look for them."""
+    """Returns the groups with the names that the file has beside them, because hooks of torch's
+    load look for names in groups."""
     names, groups = state_dict["param_names"], state_dict["param_groups"]
     if (
         not isinstance(names, (list, tuple))
@@ -72,7 +73,7 @@ def _with_names(state_dict):
         or not all(isinstance(own, (list, tuple)) for own in names)
     ):
         raise ValueError(
-            "halfstep: 'param_names' of this state is no list of one list for each group"
+            "halfstep: 'param_names' of this state is not a list of one list for each group"
         )
     for place, (own, group) in enumerate(zip(names, groups)):
         _state.check_names({**group, "param_names": own} if None not in own else {}, place)
@@ -85,7 +86,7 @@ def _with_names(state_dict):
 class Loading:
     """One call of load_state_dict().
 
-    state_dict    what torch's loader is to be given, with wrap() among its hooks
+    state_dict    the dictionary for torch's loader, which has wrap() among its hooks
     """
 
     def __init__(self, groups, names, residuals, accumulation, state_dict):
@@ -93,10 +94,10 @@ class Loading:
         self.accumulation = accumulation
         names.refresh()
         self.before = [dict(group) for group in groups]
-        # What the dictionary says of parameters by number, beside their states.
+        # What the dictionary holds beside states, by the numbers of parameters.
         self.renamed, self.positions, self.pending, self.hashes, self.places = {}, False, (), {}, {}
-        # The dictionary may share this optimizer's own, edited; what the handle knows must not go
-        # over it.
+        # The dictionary may be this optimizer's own, edited. It is copied, so that the handle's
+        # numbers do not overwrite it.
         state_dict = dict(_foreign.translate(groups.rule, state_dict))
         state_dict["state"] = {
             k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()
@@ -107,8 +108,8 @@ class Loading:
         self._kept = groups.saved(), names.saved(), dict(accumulation.pending), residuals.watch
 
     def wrap(self, _, given):
-        """A hook of torch's loader, the last of them: wraps states, and has groups say what those
-        of the optimizer say and the file does not."""
+        """Runs as the last hook of torch's loader. Wraps the states, and completes the groups with
+        the optimizer's options that the file lacks."""
         given = dict(given)
         given["state"] = {
             k: v if isinstance(v, _Wrapped) else _Wrapped(_as_own(self.groups.rule, v))
@@ -120,21 +121,21 @@ class Loading:
         self.pending, self.hashes = given.get("pending", ()), given.get("weight_hashes", {})
         if not isinstance(self.hashes, dict):
             raise ValueError(
-                "halfstep: 'weight_hashes' of this state is no dictionary of one tensor for each"
+                "halfstep: 'weight_hashes' of this state is not a dictionary of one tensor for each"
                 " parameter's number"
             )
         groups, self.renamed, self.positions = _names.align(self.names.all(), given["param_groups"])
         numbers = [key for group in groups for key in group["params"]]
         self.places = {key: i for i, key in enumerate(numbers)}
-        # A wrong number of groups is for torch to complain about.
+        # torch itself complains about a wrong number of groups.
         given["param_groups"] = [
             self._completed(group, own) for group, own in zip(groups, self.before)
         ] + list(groups[len(self.before) :])
         return given
 
     def _completed(self, group, own):
-        """A group of the file with what it lacks. Missing values, and formats, are the
-        constructor's."""
+        """Returns a group of the file with what it lacks. Missing values, and formats, are those of
+        the constructor."""
         group = dict(group)
         if "seed" in group:
             group.setdefault("generator", _layout.OLD_GENERATOR)
@@ -144,9 +145,9 @@ class Loading:
             elif key not in ("params", "param_names", *_layout.TOLD):
                 group.setdefault(
                     key, True if key == "train_mode" else value
-                )  # files without it hold what trains
+                )  # files without it hold the weights that train
         if self.groups.rule == "adamw":
-            group["decoupled_weight_decay"] = True  # also where the group was Adam's
+            group["decoupled_weight_decay"] = True  # even if the file's group is Adam's
         if isinstance(own.get("lr"), torch.Tensor) and not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(
                 float(group["lr"]), dtype=own["lr"].dtype, device=own["lr"].device
@@ -154,7 +155,8 @@ class Loading:
         return group
 
     def undo(self, error):
-        """Puts back what was there, after an error; raises another one that says more."""
+        """Restores everything after an error. If no names matched, raises an error that says this
+        as well."""
         owners = self.groups, self.names, self.accumulation, self.residuals
         for owner, kept in zip(owners, self._kept):
             owner.restore(kept)
@@ -162,11 +164,11 @@ class Loading:
             raise ValueError(f"{error}; {self._unmatched()}") from None
 
     def finish(self):
-        """Takes what the dictionary says beside states, after torch's loader."""
+        """Takes what the dictionary holds beside states. Runs after torch's loader."""
         params = self.groups.params()
         for number, (_, name) in () if self.positions else self.renamed.items():
             if not self.groups.state.get(params[number]):
-                # It goes on with the random bits that it would have had there.
+                # It takes the random bits that belong to its saved name.
                 self.names.expect_name(params[number], name)
         self.accumulation.restore(
             {params[self.places[key]]: True for key in self.pending if key in self.places}

@@ -1,4 +1,5 @@
-"""The parameters of an engine: what it is told of each, and what it knows of each."""
+"""The parameters of an engine: what a handle is told of each, and what this package knows of
+each."""
 
 import contextlib
 from typing import Any, NamedTuple, Optional
@@ -16,7 +17,7 @@ NOTHING = contextlib.nullcontext()
 
 
 class Settings(NamedTuple):
-    """The options of an optimizer that its handles are made with and kept current by."""
+    """The options of an optimizer that its handles depend on."""
 
     rule: str
     seed: int
@@ -30,8 +31,9 @@ class Settings(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A parameter that a handle is to have. `group` is the index of its group and `position` its
-    place there, `gradient` the format of its gradient, `home` the device that it is stepped on."""
+    """A parameter that a handle is to have. `group` is the index of its group, and `position` its
+    place there. `gradient` is the format of its gradient. `home` is the device that it is stepped
+    on."""
 
     p: torch.Tensor
     group: int
@@ -44,11 +46,11 @@ class Wanted(NamedTuple):
 
 
 def declare(handle, settings, wanted, meant):
-    """Adds some parameters and the groups that they need to an empty handle. Returns the members,
-    the library's groups by (group index, recipe), and the names of those too small for blocks.
+    """Adds parameters and the groups that they need to an empty handle. Returns the members, the
+    library's groups by (group index, recipe), and the names of tensors too small for blocks.
 
-    wanted: a list of Wanted. meant: the hyper-parameters and the choices of each group, by its
-    index.
+    `wanted` is a list of Wanted. `meant` holds the hyper-parameters and choices of each group, by
+    its index.
     """
     rule = _abi.rules[settings.rule]
     members, c_groups, fallen = [], {}, []
@@ -68,10 +70,13 @@ def declare(handle, settings, wanted, meant):
 
 
 class Member:
-    """One parameter, tensor `index` of the handle of its device, which is where it is stepped;
-    `lies`: where its weight is. `numbers` are the small tensors of its state, `written` what they
-    hold, which is behind the library's own counts until somebody asks, and `versions` theirs and
-    the step's as this package left them.
+    """One parameter: tensor `index` of the handle of `device`, which steps it.
+
+    lies        the device of its weight
+    numbers     the small tensors of its state
+    written     the values of these tensors; they are behind the library's counts until somebody
+                asks
+    versions    the versions of these tensors and of `step`, as this package left them
     """
 
     __slots__ = (
@@ -113,45 +118,45 @@ class Member:
         )
         self.address, self.lies = here.data_ptr(), _devices.of(here)
         self.bound, self.full = (), None
-        #: what brings its states here from the process's memory and back (streaming.py), or None
+        #: brings states from CPU memory to the device and back (streaming.py), or None
         self.stage = None
 
     @property
     def gathered(self):
-        """Whether the library has all of it, and this process keeps a part."""
+        """True if the library has the whole parameter, and this process keeps a part."""
         return self.part is not None and self.part.gathered
 
     @property
     def offloaded(self):
-        """Whether it is stepped elsewhere than its weight lies."""
+        """True if it is stepped on another device than its weight's."""
         return self.lies != self.device
 
     @property
     def kept(self):
-        """The device that its states are kept on between steps."""
+        """The device of its states between steps."""
         return self.device if self.stage is None else _HOST
 
     def states(self, written=True):
-        """As DevicePart.states(), of this one."""
+        """Returns the context of DevicePart.states() for this member alone."""
         return NOTHING if self.stage is None else self.stage.states(self, written)
 
     @property
     def whole(self):
-        """The shape that the library has of it."""
+        """The shape that the library knows it by."""
         return self.part.global_shape if self.gathered else self.shape
 
     @property
     def rows(self):
-        """As streams_of() takes it."""
+        """The `rows` of streams_of() for it."""
         return None if self.part is None else self.part.rows
 
     def wrap(self, stream, tensor):
-        """What is kept of a tensor of this process."""
+        """Returns a local tensor of its state as the optimizer keeps it."""
         return tensor if self.part is None else self.part.wrap(stream, tensor)
 
 
 class Plain:
-    """What gathering of the pointers compares with, as lists over all members."""
+    """The values that gathering of the pointers compares with, as lists over all members."""
 
     def __init__(self, engine, states):
         members = engine.members
@@ -164,8 +169,8 @@ class Plain:
         self.weights = [m.address for m in members]
         self.states = [states[m.p] for m in members]
         self.steps = [m.step for m in members]
-        # Where a number lies is asked only beside no other state: what moves states moves all of
-        # them. Its memory stays.
+        # The address of a number is compared only if its member has no other state, because
+        # whatever moves states moves all of them. `memory` keeps the numbers' memory alive.
         numbers = [
             [m.step, *(tensor for key, tensor, _ in m.bound if key.endswith(_layout.GRID))]
             for m in members
@@ -177,14 +182,14 @@ class Plain:
         self.tensors = [tensor for pair in zip(streams, numbers) for tensor in pair[0] or pair[1]]
         self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         self.memory = [tensor.untyped_storage() for held in numbers for tensor in held]
-        # What the library writes, and counts no version for: those of others are noticed by one.
+        # The library writes these and counts no version, so a new version means another writer.
         self.counts = [m.numbers[key] for m in members for key in engine.shown]
         self.step_versions = [m.versions["step"] for m in members]
         self.count_versions = [m.versions[key] for m in members for key in engine.shown]
-        # All states of the optimizer, in their order: cheaper to compare than to look parameters
-        # up.
+        # All states of the optimizer in order, because this is cheaper to compare than to look up
+        # parameters.
         self.keys, self.values = list(states), list(states.values())
-        # For each key of a state: the states that have it, and what they had there.
+        # For each key of a state: the states that have it, and the tensors that they had there.
         streams = {"step": (self.states, self.steps)}
         for m, state in zip(members, self.states):
             for key, tensor, _ in m.bound:
@@ -192,6 +197,6 @@ class Plain:
                 held[0].append(state)
                 held[1].append(tensor)
         self.streams = [(key, *held) for key, held in streams.items()]
-        #: made when a step has found everything as it was: of all weights and of all gradients, or
-        #: None; and how often
+        #: guards: one for all weights and one for all gradients, made when a step has found nothing
+        #: changed, or None; guarded: how often they were made
         self.guards, self.guarded = None, 0

@@ -1,19 +1,20 @@
-"""What each parameter of an optimizer is called, by people and by the library; and parameters of a
-saved state and of an optimizer, matched by their names."""
+"""The names of an optimizer's parameters, for people and for the library. Matches the parameters of
+a saved state to those of an optimizer by name."""
 
 from itertools import chain
 
 from . import _abi, _sharding
 from ._parameters import weight_format
 
-#: parts that wrappers put into names: torch.compile, FSDP1, activation checkpointing
+#: parts that wrappers add to names: torch.compile, FSDP1, activation checkpointing
 _HIDDEN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-#: what DistributedDataParallel and DataParallel put there, which may be a module of the model's own
+#: the part that DistributedDataParallel and DataParallel add; a model's own module may have this
+#: name
 _MODULE = "module"
 
 
 def _unwrapped(name):
-    """A name without what wrappers of a whole model and of its parts put there."""
+    """Returns a name without the parts that wrappers add, of a whole model or of its modules."""
     parts = [part for part in name.split(".") if part not in _HIDDEN]
     while len(parts) > 1 and parts[0] == _MODULE:
         del parts[0]
@@ -21,21 +22,23 @@ def _unwrapped(name):
 
 
 def _bare(name):
-    """The same, where parts of a model may be wrapped by DistributedDataParallel."""
+    """Returns a name without the parts that wrappers add, including DistributedDataParallel around
+    modules of a model."""
     parts = _unwrapped(name).split(".")
     return ".".join([part for part in parts[:-1] if part != _MODULE] + parts[-1:])
 
 
 def some(names):
-    """The first names of a list, for a sentence."""
+    """Returns the first names of a list, for an error text."""
     return ", ".join(map(repr, names[:6])) + (
         f" and {len(names) - 6} more" if len(names) > 6 else ""
     )
 
 
 def match(theirs, ours, what="this state"):
-    """The place among `theirs` of each of our names, names with what wrappers add to them counting
-    as without; None if no name is on both sides. ValueError where some are and some are not."""
+    """Returns the place among `theirs` of each of our names, or None if no name is on both sides.
+    Names match without the parts that wrappers add. Raises ValueError if only some of them
+    match."""
     for names in (theirs, ours):
         twice = (
             sorted(name for name in set(names) if names.count(name) > 1)
@@ -44,14 +47,14 @@ def match(theirs, ours, what="this state"):
         )
         if twice:
             raise ValueError(
-                f"halfstep: names stand for one parameter each, and {what} or this optimizer has"
-                f" {some(twice)} more than once"
+                f"halfstep: {what} or this optimizer has {some(twice)} more than once; each"
+                " parameter needs a name of its own"
             )
     best = None
     for short in (str, _unwrapped, _bare):
         there, here = [short(name) for name in theirs], [short(name) for name in ours]
         if len(set(there)) < len(there) or len(set(here)) < len(here):
-            continue  # two names of one side would be one
+            continue  # two names of one side would become equal
         places = {name: i for i, name in enumerate(there)}
         found = [places.get(name) for name in here]
         if None not in found and len(there) == len(here):
@@ -82,7 +85,8 @@ def match(theirs, ours, what="this state"):
 
 
 def partly(theirs, ours):
-    """Their name of each of ours that is among them, but for what wrappers add."""
+    """Returns their name for each of our names that is among them. Names match without the parts
+    that wrappers add."""
     short = {_unwrapped(name): name for name in theirs}
     return {
         name: name if name in theirs else short[_unwrapped(name)]
@@ -92,7 +96,7 @@ def partly(theirs, ours):
 
 
 def _permuted(group, order):
-    """A group with its parameters, and what is kept for each of them, in another order."""
+    """Returns a group with its parameters, and the lists kept for them, in another order."""
     out = dict(group)
     for key in ("params", "ids", "recipes"):
         if isinstance(out.get(key), (list, tuple)) and len(out[key]) == len(group["params"]):
@@ -101,13 +105,15 @@ def _permuted(group, order):
 
 
 def align(ours, groups):
-    """Saved groups in the order of an optimizer's, whose names (Names.all()) are `ours`, where both
-    sides have names for all parameters; by the number of a parameter here, the name that it has
-    here and the other one that it was saved with; and whether no name matched, so that positions
-    count.
+    """Puts saved groups in the order of an optimizer's groups if both sides have names for all
+    parameters. `ours` is Names.all().
+
+    Returns the groups, the renamed parameters, and True if no name matched, so that positions
+    count. The renamed parameters are a dictionary: number of a parameter here -> (name here, saved
+    name).
     """
     if len(groups) != len(ours):
-        return groups, {}, False  # which torch complains about
+        return groups, {}, False  # torch complains about it
     theirs = [list(group.get("param_names") or [None] * len(group["params"])) for group in groups]
     mine, saved = list(chain.from_iterable(ours)), list(chain.from_iterable(theirs))
     named = bool(mine) and None not in mine
@@ -116,7 +122,7 @@ def align(ours, groups):
         or None in saved
         or any(isinstance(key, str) for group in groups for key in group["params"])
     ):
-        # torch.distributed.checkpoint has matched them by name already, and has names in place of
+        # torch.distributed.checkpoint has matched them by name already, and puts names in place of
         # numbers.
         groups = [
             {key: value for key, value in group.items() if key != "param_names"} for group in groups
@@ -174,8 +180,8 @@ class Names:
     """The names, ids and recipes of an optimizer's parameters.
 
     given    names that were given with parameters
-    roster   the same by place, for each group
-    ids      ids of older files, of parameters that have no states yet
+    roster   these names by place, a list for each group
+    ids      ids from older files, for parameters that have no states yet
     """
 
     def __init__(self, groups):
@@ -183,11 +189,11 @@ class Names:
         self.given, self.roster, self.ids = {}, [], {}
 
     def saved(self):
-        """What pickles keep of it, under the names that they have had from the first version on."""
+        """Returns what pickles keep, under the keys that the first version used."""
         return {"_names": dict(self.given), "_roster": self.roster, "_ids": dict(self.ids)}
 
     def restore(self, saved):
-        """Takes what saved() gave out of a pickle. Older ones lack some of it."""
+        """Takes what saved() returned, out of a pickle. Older pickles lack some of it."""
         self.given = saved.pop("_names", self.given)
         self.roster = saved.pop("_roster", self.roster)
         self.ids = saved.pop("_ids", self.ids)
@@ -195,26 +201,26 @@ class Names:
     # ---- Names -----------------------------------------------------------------------------------
 
     def known(self, p):
-        """The name that was given with a parameter or by name_parameters(), or None."""
+        """Returns the name that was given with a parameter or by name_parameters(), or None."""
         return self.given.get(p) or getattr(p, "_halfstep_name", None)
 
     def of(self, group_index, position):
-        """The name of a parameter, or its place."""
+        """Returns the name of a parameter, or its place if it has none."""
         p = self.groups[group_index]["params"][position]
         return self.known(p) or f"{position} of group {group_index}"
 
     def find(self, p):
-        """The same of a parameter wherever it is; "?" if it is in no group."""
+        """Returns of() for a parameter wherever it is, or "?" if it is in no group."""
         return next((self.of(g, i) for g, i, other in self.groups.members() if other is p), "?")
 
     def all(self):
-        """known() of all parameters, a list for each group."""
+        """Returns known() of all parameters, a list for each group."""
         self.refresh()
         return [[self.known(p) for p in group["params"]] for group in self.groups]
 
     def refresh(self):
-        """Names stay with their parameters, or with their places where parameters were replaced, as
-        sharding does."""
+        """Keeps names with their parameters. If parameters were replaced, as sharding does, keeps
+        names with their places."""
         names, groups = {}, self.groups.param_groups
         for g, group in enumerate(groups):
             roster = self.roster[g] if len(self.roster) == len(groups) else ()
@@ -233,8 +239,8 @@ class Names:
                 group["param_names"] = list(own)
 
     def give(self, group):
-        """Takes the names that a new group brings. Raises ValueError where two parameters have one
-        name, and would round alike."""
+        """Takes the names of a new group. Raises ValueError if two parameters have the same name,
+        because they would round alike."""
         taken = {name: p for p, name in self.given.items()}
         for p, name in zip(group["params"], group["param_names"]):
             if taken.setdefault(name, p) is not p:
@@ -245,7 +251,7 @@ class Names:
         self.given.update(zip(group["params"], group["param_names"]))
 
     def take_loaded(self):
-        """Takes the names that groups have which were loaded."""
+        """Takes the names of loaded groups."""
         for group in self.groups:
             self.given.update(zip(group["params"], group.get("param_names") or ()))
         self.refresh()
@@ -261,8 +267,8 @@ class Names:
         self.ids[p] = _abi.name_id(_sharding.name_here(self.groups.settings(), p, name))
 
     def identities(self, params):
-        """The ids of parameters: those of their states, else hashes of their names, else of their
-        places among all."""
+        """Returns ids by parameter, at least for `params`. An id comes from the state, else from
+        the name, else from the place among all parameters."""
         self.refresh()
         settings, state = self.groups.settings(), self.groups.state
         flat = {p: i for i, p in enumerate(self.groups.params())}
@@ -280,8 +286,7 @@ class Names:
         taken = set(found.values())
         for p in params:
             if p not in found:
-                # The place of a parameter that has its id already, and was moved, is not taken
-                # twice.
+                # A moved parameter may have the id of this place already.
                 text = _sharding.place_here(settings, p, f"parameter {flat[p]}")
                 while _abi.name_id(text) in taken:
                     text += " again"
@@ -290,7 +295,7 @@ class Names:
         return found
 
     def recipe(self, group_index, position):
-        """The full recipe of a parameter, "adamw/bf16-sr/int8"."""
+        """Returns the full recipe of a parameter, such as "adamw/bf16-sr/int8"."""
         group = self.groups[group_index]
         p = group["params"][position]
         weights, states = self.groups.options.formats(group, p)

@@ -1,4 +1,4 @@
-"""States of older versions, and nested dictionaries, in today's layout (_layout.py)."""
+"""Brings states of older versions, and nested dictionaries, into today's layout (_layout.py)."""
 
 import torch
 
@@ -6,8 +6,8 @@ from . import _abi, _layout
 
 
 def flat(state):
-    """A state without nested dictionaries: torch's flattened checkpoints come back with one where a
-    key of ours is missing, or begins several keys of the file."""
+    """Returns a state without nested dictionaries. torch's flattened checkpoints return one if a
+    key of ours is missing, or if it begins several keys of the file."""
     out = {}
     for key, value in state.items():
         if isinstance(value, dict):
@@ -18,19 +18,19 @@ def flat(state):
 
 
 def _aligned(group, key, place):
-    """A list of a group of older versions, taken out of it; None if there is none."""
+    """Removes a list from a group of older versions and returns it, or None if there is none."""
     values = group.pop(key, None)
     if values is not None and (
         not isinstance(values, (list, tuple)) or len(values) != len(group["params"])
     ):
         raise ValueError(
-            f"halfstep: {key!r} of group {place} is no list of one for each of its parameters"
+            f"halfstep: {key!r} of group {place} is not a list with one item for each parameter"
         )
     return values
 
 
 def modernize(groups, names):
-    """Brings states of older versions and their groups into today's layout. Names are told the ids
+    """Brings states of older versions and their groups into today's layout. Gives `names` the ids
     of parameters that have no states yet."""
     rule, states = _abi.rules[groups.rule], groups.state
     own = {s.name for s in rule.states}
@@ -44,7 +44,10 @@ def modernize(groups, names):
                 or not isinstance(identity, int)
                 or not 0 < identity < 2**64
             ):
-                raise ValueError(f"halfstep: the id of parameter {name!r} is {identity!r}")
+                raise ValueError(
+                    f"halfstep: the id of parameter {name!r} is {identity!r}; ids are from 1 to"
+                    " 2**64 - 1"
+                )
             if not isinstance(state, dict) or not state:
                 if identity is not None:
                     names.expect(p, identity)
@@ -52,7 +55,7 @@ def modernize(groups, names):
             new = flat(state)
             for key in _layout.WHOLE:
                 if isinstance(new.get(key), torch.Tensor) and new[key].is_floating_point():
-                    del new[key]  # torch's optimizers cast what they do not know
+                    del new[key]  # spoiled, because torch's optimizers cast it
             for key in own & set(new):
                 if isinstance(new[key], torch.Tensor) and not new[key].is_floating_point():
                     new[key + ".codes"] = new.pop(key)
@@ -64,7 +67,7 @@ def modernize(groups, names):
                 and "recipe" not in new
                 and any(key.endswith(_layout.PARTS) for key in new)
             ):
-                recipe = names.recipe(g, i)  # of before recipes were kept: the streams are as good
+                recipe = names.recipe(g, i)  # older than saved recipes
             if recipe is not None:
                 try:
                     new.setdefault(

@@ -1,6 +1,6 @@
-"""Single parameters and gradients: what can be stepped, the format that it takes, and its rows.
+"""Checks single parameters and gradients: whether they can be stepped, their format, their rows.
 
-What is wrong is an exception that names the parameter.
+Errors name the parameter.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from . import _abi, _devices, _sharding
 from ._sharding import local
 
-#: safetensors' names of what is stored -> torch
+#: safetensors' names of stored dtypes -> torch
 DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -20,15 +20,15 @@ DTYPES = {
     "U8": torch.uint8,
     "I16": torch.int16,
 }
-#: what a weight or gradient may be -> its plain format
+#: dtypes of weights and gradients -> their plain formats
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 #: classes of tensors whose memory holds what torch says it holds
 _ORDINARY = {torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)}
 
 
 def rows_of(shape):
-    """Returns rows and row length of a tensor, as the library counts them: dimension 0, and the
-    rest flattened."""
+    """Returns the rows and the row length of a tensor, as the library counts them. Dimension 0
+    gives the rows, and the rest is flattened."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
@@ -44,20 +44,20 @@ def _refuse_dtype(dtype, what, done):
 
 
 def is_ordinary(tensor):
-    """Tells whether a tensor is dense, of a class of torch's own, and of a dtype that can be
+    """Returns True if a tensor is dense, of a class of torch's own, and of a dtype that can be
     stepped."""
     return type(tensor) in _ORDINARY and tensor.layout == torch.strided and tensor.dtype in PLAIN
 
 
 def weight_format(asked, dtype, name):
-    """Returns the format of one weight. What was asked for acts on BF16; float16 takes its
-    namesake; float32 stays as it is."""
+    """Returns the format of one weight. `asked` applies to BF16. float16 takes the format of the
+    same kind; float32 stays as it is."""
     if dtype not in PLAIN:
         _refuse_dtype(dtype, f"parameter {name!r}", "stepped")
     if dtype == torch.float32:
         if asked is not None and asked not in _abi.formats:
             raise ValueError(
-                f"halfstep: weights={asked!r} is no format; there are: {', '.join(_abi.formats)}"
+                f"halfstep: unknown format weights={asked!r}; known: {', '.join(_abi.formats)}"
             )
         return "f32"
     if asked is None:
@@ -73,7 +73,7 @@ def weight_format(asked, dtype, name):
 
 
 def overlaps(tensor):
-    """Tells whether two elements may share memory: sorted by stride, each dimension has to step
+    """Returns True if two elements may share memory. Sorted by stride, each dimension has to step
     over all smaller ones."""
     if not tensor.numel():
         return False
@@ -92,7 +92,7 @@ def dense(tensor):
 
 
 def check_parameter(p, name):
-    """Raises TypeError or ValueError for what cannot be stepped, whatever its device."""
+    """Raises TypeError or ValueError for a parameter that cannot be stepped on any device."""
     if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
         raise ValueError(
             f"halfstep: parameter {name!r} is not initialized; pass a batch through the lazy module"
@@ -124,7 +124,7 @@ def check_parameter(p, name):
 
 
 def check_cpu(p, name):
-    """Raises ValueError for a parameter that is not in the process's memory."""
+    """Raises ValueError for a parameter that is not in CPU memory."""
     if p.device.type != "cpu":
         raise ValueError(
             f"halfstep: parameter {name!r} is on {p.device}; this works on tensors in CPU memory"
@@ -132,9 +132,10 @@ def check_cpu(p, name):
 
 
 def follow_gradients(params, owner, call):
-    """Has call(owner, p) run as soon as a backward pass has completed the gradient of p, while the
+    """Runs call(owner, p) as soon as a backward pass has completed the gradient of p, while the
     owner lives. Returns the handles of the hooks."""
-    # A hook that held the owner would keep it alive: Python's cycle collector sees no hooks.
+    # A hook that held the owner would keep it alive, because Python's cycle collector sees no
+    # hooks.
     this = weakref.ref(owner)
 
     def hook(p):
@@ -146,13 +147,13 @@ def follow_gradients(params, owner, call):
 
 
 class SparseGradientError(RuntimeError, TypeError):
-    """A gradient is sparse. torch's own optimizers raise a RuntimeError then; other wrong gradients
-    are TypeErrors here."""
+    """A gradient is sparse. It is a RuntimeError because torch's own optimizers raise one, and a
+    TypeError because other wrong gradients raise that here."""
 
 
 def check_gradient(p, grad, name):
     """Returns the format of a gradient. Raises TypeError or ValueError for one that does not fit
-    its parameter. Of DTensors it looks at what lies here."""
+    its parameter. For DTensors it checks the local shards."""
     p, grad = local(p), local(grad)
     if type(grad) not in _ORDINARY:
         _refuse_class(grad, f"the gradient of {name!r}")

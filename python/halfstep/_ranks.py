@@ -1,4 +1,5 @@
-"""What ranks tell one another: the norm and the verdict of a step, and what they have to agree on.
+"""Communication between ranks: the norm and the verdict of a step, and the settings that ranks must
+agree on.
 
 The statistics of the ranks are added between the halves of a step. They are integers, so that any
 number of ranks in any order gives the sums of one process. Nothing is communicated for plain
@@ -16,7 +17,7 @@ from . import _abi, _calls
 from ._abi import check, lib
 from ._sharding import group_of, is_dtensor, is_gathered, is_sharded_buffer, number_of
 
-#: numbers of the statistics before the flags of the tensors: the limbs of the sum of all squares
+#: number of the statistics before the flags of the tensors: the limbs of the sum of all squares
 HEAD = _calls.count_statistics(None, _calls.end_of_round())[0]
 
 
@@ -35,8 +36,9 @@ class Class:
 
 
 def classes_of(rule, groups, gathered=True):
-    """The classes of all parameters, in an order that all ranks agree on; first those that nothing
-    is divided of. gathered: those that are gathered for each step count as divided, too."""
+    """Returns the classes of all parameters, in an order that all ranks agree on. The first class
+    holds the parameters that are not divided. `gathered`: parameters that are gathered for each
+    step count as divided, too."""
     found, seen = {frozenset(): Class(())}, set()
     for group in groups:
         for p in group["params"]:
@@ -56,13 +58,14 @@ def classes_of(rule, groups, gathered=True):
 
 
 def _device(group):
-    """Where tensors must lie for a group to add them."""
+    """Returns the device that tensors must be on for a process group to add them."""
     devices = {d.type for d in group._device_types} if hasattr(group, "_device_types") else {"cpu"}
     return "cpu" if "cpu" in devices or not devices else sorted(devices)[0]
 
 
 def add_up(numbers, groups, op=None):
-    """The sum of int64 tensors over groups, one after another: over the product of their ranks."""
+    """Adds int64 tensors over groups in place, one group after another. The sum is then over the
+    product of their ranks. `op` replaces the sum."""
     dist = torch.distributed
     for group in groups:
         device = _device(group)
@@ -73,11 +76,11 @@ def add_up(numbers, groups, op=None):
 
 
 class Ranks:
-    """What the handles of an optimizer, and other ranks, have to agree on in a step: one norm and
-    one verdict. Made anew with the handles.
+    """Makes the handles of an optimizer, and its ranks, agree on one norm and one verdict in a
+    step. Made anew with the handles.
 
-    Statistics of all handles are one vector here: sums of squares, a flag for each member, and the
-    sums of the members' rules.
+    The statistics of all handles are one vector here: the sum of squares, a flag for each member,
+    and the sums of the members' rules.
     """
 
     def __init__(self, settings, groups, engine):
@@ -87,12 +90,14 @@ class Ranks:
         self.engine = weakref.proxy(engine)
         self.index_of, self.members = engine.index_of, engine.members
         self.n = len(self.members)
-        #: how many sums of the rule are over all tensors, of every handle and of the norm group
+        #: number of the rule's sums over all tensors, of every handle and of the norm group
         self.totals = engine.rule.totals
         self.sums = HEAD + self.n
-        #: of a rule with such sums: the numbers of groups that share them, each member's among
-        #: these, and for each part and number the
-        #: first member; what each number's scalars are here or elsewhere
+        #: for a rule with such sums. numbers: the numbers of groups that share sums, see
+        #: number_of()
+        #: rows: for each member, the place of its number among these
+        #: firsts: the first member for each handle and row
+        #: estimates: for each number, the current `d`
         self.numbers = sorted(set(map(number_of, groups))) if self.totals else []
         self.rows = [
             self.numbers.index(number_of(groups[m.group])) for m in self.members if self.totals
@@ -101,8 +106,8 @@ class Ranks:
         for i in reversed(range(self.n if self.totals else 0)):
             self.firsts[self.members[i].handle.value, self.rows[i]] = i
         self.estimates = {}
-        #: of each handle: where its flags and its sums are; of each member: where its sums are, and
-        #: how many
+        #: slices: for each handle, the places of its flags and of its sums
+        #: places: for each member, the start and the number of its sums
         self.slices, self.places, at = [], [], self.sums
         for part in engine.parts:
             first, summed = at, self._count_sums(part.handle, _calls.all_tensors(None, None))
@@ -125,21 +130,21 @@ class Ranks:
 
     @staticmethod
     def _count_sums(handle, call):
-        """The integers of a call's statistics that are sums over tensors."""
+        """Returns how many integers of a call's statistics are sums over tensors."""
         count, offset = _calls.count_statistics(handle, call)
         return count - offset
 
     @property
     def needed(self):
-        """Whether other ranks have a say."""
+        """True if other ranks take part in the verdict."""
         return bool(self.divided) or self.norm_group is not None
 
     def _members(self, cls):
         return [(row, self.index_of[p]) for row, p in enumerate(cls.params) if p in self.index_of]
 
     def _share_flags(self, cls, statistics, gradients):
-        """Adds limbs and flags over the ranks of a class; and looks whether they all gave the same
-        gradients."""
+        """Adds limbs and flags over the ranks of a class. Fails if only some of the ranks have a
+        gradient of a parameter."""
         members = self._members(cls)
         size = len(cls.params)
         packed = torch.zeros(HEAD + 2 * size, dtype=torch.int64, device="cpu")
@@ -172,8 +177,8 @@ class Ranks:
                     statistics[at : at + many] = piece
 
     def _add_totals(self, statistics, gradients):
-        """The sums over all tensors, of every handle and rank: one member of each handle has them,
-        as halfstep.h says of totals."""
+        """Adds up the rule's sums over all tensors of every handle and rank. The first member of
+        each handle and number receives the sums, as halfstep.h says of totals."""
         sums = torch.zeros(len(self.numbers), self.totals * HEAD, dtype=torch.int64, device="cpu")
         for i, row in enumerate(self.rows):
             own = statistics[self.places[i][0] :][: self.totals * HEAD]
@@ -189,8 +194,8 @@ class Ranks:
         return list(_calls.read(m.handle, _abi.RECORD_TENSOR, m.index).scalar)[: len(rule.scalars)]
 
     def _share_estimates(self):
-        """Gives every handle, of every rank, the scalars of the one that has come furthest: a
-        device or a rank may have had nothing to step until now."""
+        """Gives every handle of every rank the scalars of the handle that has come furthest,
+        because a device or a rank may have had nothing to step until now."""
         found = torch.full(
             (len(self.numbers), len(self.engine.rule.scalars)),
             -torch.inf,
@@ -217,7 +222,7 @@ class Ranks:
                     _calls.restore(m.handle, record)
 
     def tell_estimates(self, groups):
-        """Keeps `d` of the groups current."""
+        """Writes the current `d` into the groups."""
         for (_, row), i in self.firsts.items():
             m = self.members[i]
             self.estimates[self.numbers[row]] = _calls.read_number(
@@ -227,7 +232,7 @@ class Ranks:
             group["d"] = self.estimates.get(number_of(group)) or group["d0"]
 
     def _begin(self, gradients, micro):
-        """The statistics of some gradients, as they are here."""
+        """Returns the statistics of some gradients on this rank."""
         found = torch.zeros(self.count, dtype=torch.int64, device="cpu")
         for part, (flags, sums) in zip(self.engine.parts, self.slices):
             own = torch.zeros(
@@ -240,14 +245,13 @@ class Ranks:
         return found
 
     def step(self, weights, gradients, micro=False, whole=True):
-        """The call of a whole step, or of a micro-batch: its code and the handle that knows why;
-        None in place of the code where ranks of the norm group refuse it and this one would not.
-        whole: a gradient that is not finite refuses all of it.
-        """
+        """Makes a step of all members, or a micro-batch. Returns its code and the handle that knows
+        why. The code is None if other ranks of the norm group refuse the step and this rank would
+        not. `whole`: a gradient that is not finite refuses the whole step."""
         parts, total = self.engine.parts, torch.zeros(self.count, dtype=torch.int64, device="cpu")
         for stage in [part.stage for part in parts if part.stage is not None][
             :2
-        ]:  # while gradients are looked at
+        ]:  # states arrive while gradients are scanned
             stage.begin()
         for cls in self.classes:
             if not cls.params:
@@ -269,7 +273,7 @@ class Ranks:
             if int(packed[HEAD]) and not own:
                 return None, parts[0].handle
         refusing = [bool(total[flags].any()) for flags, _ in self.slices]
-        if whole and any(refusing):  # which counts once, however many handles see why
+        if whole and any(refusing):  # counted by one handle, however many see why
             first = refusing.index(True)
             chosen = [(parts[first], *self.slices[first])]
         else:
@@ -281,7 +285,7 @@ class Ranks:
         def described(part, own):
             pointers = part.slice(weights), part.slice(gradients)
             call = _calls.all_tensors(*pointers, micro, own.data_ptr())
-            call.pointers = pointers  # which have to live as long
+            call.pointers = pointers  # keeps them alive as long as the call
             return call
 
         totals = self.totals and not whole and not micro
@@ -310,7 +314,7 @@ class Ranks:
         return code
 
     def step_one(self, p, weight, gradient, micro):
-        """The same of one tensor, in release."""
+        """Does the work of step() for one tensor, in gradient release. Returns the code."""
         m = self.members[self.index_of[p]]
         handle, i = m.handle, m.index
         groups = next((c.groups for c in self.classes if any(q is p for q in c.params)), ())
@@ -351,13 +355,13 @@ class Ranks:
 
 
 def in_order(bits):
-    """Bits of doubles as integers in the order of the doubles, and back."""
+    """Maps the bits of doubles to integers in the order of the doubles, and back."""
     return torch.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
 
 
 def everywhere(settings, groups, value):
-    """Whether a condition holds on all ranks that share the parameters of an optimizer. All of them
-    must ask."""
+    """Returns True if a condition holds on all ranks that share the parameters of an optimizer. All
+    these ranks must call it."""
     answer = torch.tensor([int(not value)], dtype=torch.int64, device="cpu")
     for cls in classes_of(settings.rule, groups):
         add_up(answer, cls.groups)
@@ -367,7 +371,7 @@ def everywhere(settings, groups, value):
     return not int(answer)
 
 
-#: settings that ranks of one norm group, and those that share parameters, have in common
+#: settings that must be the same on ranks of one norm group, and on ranks that share parameters
 _COMMON = ("rule", "seed", "generator", "scan", "clip_norm")
 
 
@@ -376,17 +380,18 @@ def _digest(text):
 
 
 def agree(settings, groups, wanted):
-    """Raises on every rank, naming what differs, where ranks that share parameters do not agree on
-    seed, generator, recipes or ids, or ranks of one norm_group on rule, seed, generator, scan or
-    clip_norm. Where nothing differs it costs one number for each group of ranks.
+    """Raises an error on every rank, naming what differs, if ranks do not agree. Ranks that share
+    parameters must agree on seed, generator, recipes and ids. Ranks of one norm_group must agree on
+    rule, seed, generator, scan and clip_norm. If nothing differs, it costs one number for each
+    group of ranks.
 
-    wanted: of every parameter, its name, id and recipe.
+    `wanted` holds the name, id and recipe of every parameter.
     """
     common = {key: str(getattr(settings, key)) for key in _COMMON}
     if _abi.rules[settings.rule].totals:
         common["d_group"] = str(sorted(set(map(number_of, groups))))
     group = group_of(settings.norm_group)
-    if group is not None:  # whose ranks hold other parameters each
+    if group is not None:  # its ranks hold different parameters
         _compare(common, (group,), "have one norm_group")
     for cls in classes_of(settings.rule, groups):
         if not cls.groups:
@@ -404,13 +409,14 @@ def agree(settings, groups, wanted):
 
 
 def _compare(told, groups, who):
-    """Raises on every rank of the groups, naming what differs, where they do not say the same."""
+    """Raises an error on every rank of the groups, naming what differs, unless `told` is the same
+    on all of them."""
     dist = torch.distributed
     number = _digest(repr(sorted(told.items())))
     both = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
     add_up(both, groups, dist.ReduceOp.MAX)
-    # All ranks look alike at the maximum of a number and of its negative, so all of them raise or
-    # none does.
+    # All ranks compare the maximum of a number and of its negative, so all of them raise or none
+    # does.
     if int(both[0]) == -int(both[1]):
         return
     everyone = [(dist.get_rank(), told)]

@@ -1,8 +1,8 @@
-"""Wrappers that average gradients after the hooks of gradient release have run.
+"""Finds wrappers that average gradients after the hooks of gradient release have run.
 
 A parameter does not know that DistributedDataParallel wraps its model, and no node of a graph shows
 the hooks of the reducer. So each wrapper is noted when it is made. From the first gradient release
-on it is noted when it is called, too, because it may be older than this package.
+on it is also noted when it is called, because it may be older than the import of this package.
 """
 
 import weakref
@@ -27,7 +27,7 @@ def _note(wrapper, found, /, *_, **__):
 
 
 def watch_calls():
-    """Notes wrappers from now on also when they are called."""
+    """From now on also notes wrappers when they are called."""
     follow(_Wrapper, "forward", _note)
 
 

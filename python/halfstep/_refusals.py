@@ -1,4 +1,4 @@
-"""Steps that were refused because a gradient was not finite: how they are counted and told."""
+"""Counts and reports steps that were refused because a gradient was not finite."""
 
 import warnings
 
@@ -8,39 +8,39 @@ from ._torch import caller
 
 
 class Refusals:
-    """Counts and tells the refused steps of an optimizer."""
+    """Counts and reports the refused steps of an optimizer."""
 
     def __init__(self, groups):
         self.groups = groups
         self._warned = False
-        # Whether the last step had its scale from a GradScaler on a GPU, who knows what was
+        # True if a GradScaler on a GPU gave the scale of the last step. It knows itself what was
         # refused.
         self._scaled = False
 
     def count(self, before):
-        """Counts a step that was refused before the handle was asked, which finds it in the groups.
-        before: how many there were."""
+        """Counts a step that was refused before the handle was asked. The handle finds the count in
+        the groups. `before` is the count so far."""
         for group in self.groups:
             group["skipped_steps"] = before + 1
 
     def scaled(self):
-        """A GradScaler on a GPU will know whether the step that follows is refused."""
+        """Notes that a GradScaler on a GPU will know whether the next step is refused."""
         self._scaled = True
 
     def heard(self, engine, handle, refused):
-        """All that was submitted is done."""
+        """Reports a refusal once all submitted work is done, unless a GradScaler knows of it."""
         scaled, self._scaled = self._scaled, False
         if refused and not scaled:
             self.tell(engine, handle)
 
     def tell(self, engine, handle):
-        """Warns of a step that was refused. handle: that which knows why, or None."""
+        """Warns of a step that was refused. `handle` knows why; it may be None."""
         often = self.groups[0]["skipped_steps"]
         if self._warned and often not in (10, 100, 1000, 10000, 100000):
             return
         self._warned = True
         name, too_large = _calls.nonfinite_tensor(handle) if handle else ("", False)
-        # On a GPU those of another step may have taken their place.
+        # On a GPU the gradients of another step may have taken their place.
         grads = (
             [local(m.p.grad) for m in engine.members if m.p.grad is not None]
             if name and not engine.asynchronous

@@ -1,7 +1,6 @@
-"""What gradient release has to know of the backward pass that it steps in: who else needs the
-gradients, whether a GradScaler has scaled them, and whether they are only parts, as reentrant
-checkpointing makes them.
-"""
+"""Checks the backward pass that gradient release steps in: whether somebody else needs the
+gradients, whether a GradScaler has scaled them, and whether they come in parts, as with reentrant
+checkpointing."""
 
 import sys
 
@@ -16,19 +15,19 @@ _ACCUMULATES = (
     " after a batch whose backward() failed call optimizer.zero_grad()"
 )
 
-#: the backward pass that began at a loss which a GradScaler had scaled: its number
+#: number of the backward pass that began at a loss which a GradScaler had scaled, or None
 _scaled_pass = None
 
 
 def _current_pass():
-    """The number of the backward pass that is running, -1 if there is none, or None in a torch that
-    does not tell."""
+    """Returns the number of the running backward pass, -1 if there is none, or None if torch does
+    not tell."""
     ask = getattr(torch._C, "_current_graph_task_id", None)
     return None if ask is None else ask()
 
 
 def _is_nested():
-    """Whether the caller runs in a backward pass that another one has begun, as reentrant
+    """Returns True if the caller runs in a backward pass that another one has begun, as reentrant
     checkpointing does."""
     applied = getattr(torch.autograd.function.BackwardCFunction.apply, "__code__", None)
     frame = sys._getframe(1)
@@ -46,13 +45,13 @@ def _note_scaled(grad):
 
 
 def _forget_scaled():
-    """The pass has ended, or is given up."""
+    """Forgets the scaled pass, which has ended or is given up."""
     global _scaled_pass
     _scaled_pass = None
 
 
 def _scaled(scaler, found, outputs):
-    """Has what GradScaler.scale() returns tell when a backward pass begins at it."""
+    """Makes the result of GradScaler.scale() note the backward pass that begins at it."""
     if scaler.is_enabled():
         found = found if isinstance(found, torch.Tensor) else type(outputs)(found)
         for tensor in (found,) if isinstance(found, torch.Tensor) else found:
@@ -62,8 +61,8 @@ def _scaled(scaler, found, outputs):
 
 
 def watch_scalers():
-    """From now on losses that a GradScaler scales are known. Nothing in a gradient, a parameter or
-    a graph tells it afterwards."""
+    """From now on notes losses that a GradScaler scales, because nothing in a gradient, a parameter
+    or a graph shows it afterwards."""
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
     for scaler in (_devices.scaler(), getattr(sharded, "ShardedGradScaler", None)):
         if scaler is not None:
@@ -82,24 +81,25 @@ def check_not_scaled():
 
 
 class Rounds:
-    """Who owns the gradients that gradient release is about to take: what its hooks have seen since
-    step() or zero_grad() was called."""
+    """What the hooks of gradient release have seen since step() or zero_grad() was called. Detects
+    gradients that somebody else still needs."""
 
     __slots__ = ("seen", "again", "parts", "stepped", "looked")
 
     def __init__(self):
-        #: by parameter: whether its gradient came in a nested backward pass
+        #: by the id of a parameter: True if its gradient came in a nested backward pass
         self.seen = {}
-        #: gradients that came a second time, and those of them that a nested backward pass brought
+        #: again: gradients that came a second time; parts: those that a nested backward pass
+        #: brought
         self.again = self.parts = 0
         self.stepped = False
-        #: how many wrappers were known when they were last looked at
+        #: how many wrappers were known at the last check
         self.looked = 0
         _reducers.watch_calls()
 
     def gradient(self, groups, p):
-        """A gradient is there, and about to be taken; RuntimeError where somebody else still needs
-        it."""
+        """Checks a gradient that is about to be taken. Raises RuntimeError if somebody else still
+        needs it."""
         if self.looked != _reducers.known:
             _reducers.check(groups.params())
             self.looked = _reducers.known
@@ -116,7 +116,8 @@ class Rounds:
         self.seen[id(p)] = nested
 
     def step(self):
-        """step() was called: rounds end here from now on."""
+        """Ends the round, because step() was called. From now on step() ends rounds. Raises
+        RuntimeError if a gradient came twice."""
         again, what = (
             self.again,
             self._what(f"{self.again + 1} backward passes came before the first step()"),
@@ -127,14 +128,15 @@ class Rounds:
             raise RuntimeError(what)
 
     def drop(self):
-        """The round is over."""
+        """Ends the round."""
         _forget_scaled()
         self.again = self.parts = 0
         self.seen.clear()
 
     def zero_grad(self):
-        """The round is over, by zero_grad(): whether all of it was dropped, which is so where
-        step() ends rounds."""
+        """Ends the round, because zero_grad() was called. Returns True if the whole round was
+        dropped, which is so if step() ends rounds. Raises RuntimeError if a gradient came in
+        parts."""
         what = self._what("") if self.parts else None
         self.drop()
         if what:

@@ -1,5 +1,5 @@
-"""The residuals and error codes beside an optimizer's weights: dropped where somebody else has
-written the weight that they belong to."""
+"""Keeps the residuals and error codes beside an optimizer's weights. Drops them if somebody else
+has written the weight that they belong to."""
 
 import contextlib
 import warnings
@@ -20,28 +20,28 @@ class Residuals:
         self.groups, self.names = groups, names
         self.watch = Watch()
         self._warned = False
-        # In a compiled step: by weight, and of the witness under None, whether the operator got a
-        # copy (see _watch.py).
+        # In a compiled step, by weight: True if the operator got a copy of it (see _watch.py). The
+        # witness is under None.
         self._copies = None
 
     def restart(self, witness=None):
-        """Forgets all weights. witness: of compiled steps."""
+        """Forgets all weights. `witness` is that of compiled steps."""
         self.watch = Watch(witness)
 
     def restore(self, watch):
-        """Goes on with the watch of before."""
+        """Restores an earlier watch."""
         self.watch = watch
 
     def of(self, p):
-        """The residual or error code beside a weight, or None."""
+        """Returns the residual or error code beside a weight, or None."""
         state = self.groups.state.get(p)
         return state.get("weight.extra") if state else None
 
     # ---- Writes of others ------------------------------------------------------------------------
 
     def notice(self, only=None, token=None, decides=True):
-        """Drops the residuals of the rows of weights, or of `only`, that somebody else has written
-        since this optimizer did. decides: also of a state that was loaded, whose weights are there
+        """Drops the residuals of weights, or of `only`, in the rows that somebody else has written
+        since this optimizer did. `decides`: also judges a loaded state, whose weights must be there
         by now."""
         if not self.watch:
             return
@@ -75,11 +75,11 @@ class Residuals:
     # ---- Writes of this optimizer ----------------------------------------------------------------
 
     def wrote(self, params):
-        """This optimizer wrote these weights."""
+        """Notes that this optimizer wrote these weights."""
         self.watch.wrote(params, self.of)
 
     def stepped(self, engine, stepped):
-        """A step wrote these weights."""
+        """Notes that a step wrote these weights."""
         if not engine.guarded:
             return
         whole = len(stepped) == len(engine.params)
@@ -91,18 +91,18 @@ class Residuals:
 
     @staticmethod
     def token(engine):
-        """What stands for all weights where they are known to lie as before, for Watch."""
+        """Returns a token for Watch if all weights are known to lie as before, else None."""
         return engine.plain if engine.weights_are_plain else None
 
     def built(self, engine):
-        """Handles were made anew."""
+        """Notes that handles were made anew."""
         self.watch.keep(engine.guarded)
         self.wrote([p for p in engine.converted if p in self.watch.index])
 
     @contextlib.contextmanager
     def compiled_step(self, given, witness):
-        """While this is entered, the operator of a compiled step has these weights and gradients by
-        parameter, and this witness."""
+        """Returns a context for the operator of a compiled step. `given` holds its weights and
+        gradients by parameter, and `witness` is its witness."""
         copies = {p: weight.data_ptr() != p.data_ptr() for p, (weight, _) in given.items()}
         copies[None] = witness.data_ptr() != self.watch.witness.data_ptr()
         self._copies = copies
@@ -114,15 +114,15 @@ class Residuals:
         self.watch.witness_copied = copies[None]
 
     def stepped_compiled(self, engine, given, copies):
-        """A compiled step has ended, of which compiled_step() gave the copies."""
+        """Notes that a compiled step has ended. `copies` is from compiled_step()."""
         if engine is not None and engine.guarded:
             self.watch.wrote([p for p in given if p in engine.guarded], self.of, copies)
 
     # ---- Saving ----------------------------------------------------------------------------------
 
     def hashes(self):
-        """By parameter, the hashes of the weight that its residual belongs to; what is not known is
-        left out."""
+        """Returns by parameter the hashes of the weight that its residual belongs to. Leaves out
+        weights whose hashes are not known."""
         found = {
             p: self.watch.hashes_of(p)
             for p in self.groups.state
@@ -131,7 +131,7 @@ class Residuals:
         return {p: hashes for p, hashes in found.items() if hashes is not None}
 
     def take_hashes(self, hashes):
-        """Takes back hashes() of what was loaded."""
+        """Takes the hashes() of a loaded optimizer."""
         for p, known in hashes.items():
             extra = self.of(p)
             if extra is not None and isinstance(known, torch.Tensor) and known.dtype == torch.int64:

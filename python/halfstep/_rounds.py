@@ -1,5 +1,4 @@
-"""Gradient release: steps of one parameter at a time, in the backward pass, and the rounds that
-they make up."""
+"""Gradient release: steps one parameter at a time in the backward pass, in rounds."""
 
 import torch
 
@@ -10,11 +9,11 @@ from ._torch import no_dynamo
 
 
 class Release:
-    """Steps one parameter at a time, in rounds: each parameter once, and then the end.
+    """Steps one parameter at a time. A round steps each parameter once, and then ends.
 
     hooks       handles of the hooks that step in the backward pass
     released    the parameters that have been stepped in this round
-    rounds      what the hooks have seen, or None where somebody else's hooks step
+    rounds      what the hooks have seen, or None if somebody else's hooks step
     """
 
     def __init__(self, groups, placement, cache, accumulation, updates):
@@ -25,24 +24,25 @@ class Release:
     # ---- Hooks -----------------------------------------------------------------------------------
 
     def prepare(self, owner, call):
-        """Has call(owner, p) run as soon as backward() has the gradient of p."""
+        """Makes backward() run call(owner, p) as soon as it has the gradient of p."""
         self.remove()
         self.rounds = Rounds()
         watch_scalers()
         self.hooks = follow_gradients(self.groups.params(), owner, call)
 
     def take(self, p):
-        """The gradient of a parameter is complete. Returns whether a step is still to be made."""
+        """Takes the complete gradient of a parameter. Returns True if a step is still to be
+        made."""
         if self.rounds is not None:
             self.rounds.gradient(self.groups, p)
         return not self.placement.released(p, self)
 
     def add(self, hooks):
-        """Takes the handles of hooks that step."""
+        """Adds the handles of hooks that step."""
         self.hooks += hooks
 
     def discard(self, hooks):
-        """Forgets the handles of hooks that were removed. Returns whether some are left."""
+        """Forgets the handles of hooks that were removed. Returns True if some are left."""
         gone = set(map(id, hooks))
         self.hooks = [hook for hook in self.hooks if id(hook) not in gone]
         return bool(self.hooks)
@@ -54,7 +54,7 @@ class Release:
         self.hooks = []
 
     def end(self):
-        """Back to ordinary steps."""
+        """Goes back to ordinary steps."""
         self.remove()
         self.rounds = None
         if self.released:
@@ -67,14 +67,15 @@ class Release:
     # ---- Steps -----------------------------------------------------------------------------------
 
     def step_param(self, p):
-        """One update of one parameter from its gradient, which stays."""
+        """Updates one parameter from its gradient, which stays."""
         grad = self.placement.gradient_of(p)
         if grad is not None:
             self.groups.options.check_mode(self.groups)
             self.step_one(p, grad, self.groups.options.optimizer_accumulation)
 
     def step_one(self, p, grad, micro):
-        """step_param() by a gradient; micro: it goes into the states."""
+        """Does the work of step_param() with a given gradient. `micro`: only adds it to the
+        states."""
         engine = self.cache.engine
         if p.numel() == 0 and (engine is None or p not in engine.index_of):
             if not micro:
@@ -90,13 +91,13 @@ class Release:
     @no_dynamo
     @torch.no_grad()
     def step_sent(self, p, grad, micro):
-        """step_one() in a thread of its own."""
+        """Runs step_one() in a thread of its own."""
         self.step_one(p, grad, micro)
 
     def step_all(self, params, step_param):
-        """step() was called: steps what still has a gradient, and ends the round."""
-        if self.rounds is not None:  # hooks of others, such as those of halfstep.compat, keep their
-            self.rounds.step()  # own rules
+        """Carries out step(): steps what still has a gradient, and ends the round."""
+        if self.rounds is not None:  # None for other hooks, as those of halfstep.compat
+            self.rounds.step()
         for p in params:
             step_param(p)
         if not self.groups.options.optimizer_accumulation and (
@@ -108,8 +109,8 @@ class Release:
     # ---- Rounds ----------------------------------------------------------------------------------
 
     def end_round(self, dropped=False, partial=False):
-        """Ends a round. dropped: it is not followed by a step; partial: not all of its gradients
-        came. Of either the norm is none to clip by next."""
+        """Ends a round. `dropped`: no step follows it. `partial`: some of its gradients did not
+        come. Such a round's norm must not clip the next round."""
         pending = self.accumulation.pending
         waiting = [p for p in pending if p not in self.released] if not dropped else ()
         for p in waiting:
@@ -128,7 +129,7 @@ class Release:
                     group["last_norm"] = before
 
     def zero_grad(self):
-        """zero_grad() was called, which ends the round."""
+        """Carries out zero_grad(), which ends the round."""
         self.placement.settle()
         dropped = partial = False
         if self.rounds is not None:

@@ -6,9 +6,9 @@ from . import _files, _layout, _older, _state
 from ._loading import Loading, unwrap
 from ._options import keep_plain
 
-#: attributes that no pickle keeps: rebuilt, or bound to this process. "step" is there where a
-#: scheduler has wrapped that of the instance. Pickles of older versions have some that are none
-#: today
+#: attributes that pickles leave out, because they are rebuilt or bound to this process. "step" is
+#: among them because a scheduler may have wrapped the instance's. Some are only in pickles of older
+#: versions.
 _TRANSIENT = (
     "_parts",
     "_witness",
@@ -45,13 +45,13 @@ class Saving:
     # ---- State dictionaries ----------------------------------------------------------------------
 
     def sync(self, decides=False):
-        """Brings states and groups up to date. decides: as of Residuals.notice()."""
+        """Brings states and groups up to date. `decides` is that of Residuals.notice()."""
         self.residuals.notice(decides=decides)
         self.cache.sync()
 
     def states(self):
-        """The states to pack, up to date. torch cannot pack those of parameters whose group was
-        removed."""
+        """Returns the states to pack, up to date. Leaves out parameters whose group was removed,
+        because torch cannot pack them."""
         self.sync()
         self.names.refresh()
         for group in self.groups:
@@ -63,8 +63,8 @@ class Saving:
         return {k: v for k, v in kept.items() if k not in strangers} if strangers else kept
 
     def complete(self, found):
-        """A state dictionary of torch's with what it has not: names, pending micro-batches, hashes
-        of weights."""
+        """Adds to torch's state dictionary what it lacks: names, pending micro-batches, hashes of
+        weights."""
         names = self.names.all()
         if any(map(any, names)):
             found["param_names"] = names
@@ -84,19 +84,19 @@ class Saving:
         return loading
 
     def undo(self, loading, error):
-        """Goes on as before loading. May raise an error that says more."""
+        """Restores the optimizer after loading has failed. May raise an error that says more."""
         self.cache.forget()
         loading.undo(error)
 
     def plain(self):
-        """The state as torch's own optimizer of the same rule saves it."""
+        """Returns the state as torch's own optimizer of the same rule saves it."""
         self.sync()
         return _state.plain(self.groups, self.inspection.read_state)
 
     # ---- Pickles ---------------------------------------------------------------------------------
 
     def pickled(self, attributes):
-        """What a pickle keeps of an optimizer with these attributes."""
+        """Returns what a pickle keeps of an optimizer with these attributes."""
         self.sync()
         kept = {
             key: value
@@ -113,14 +113,15 @@ class Saving:
         }
 
     def restart(self, witness):
-        """Forgets everything that belongs to states of before."""
+        """Forgets everything that belongs to the former states."""
         self.cache.forget()
         self.release.restart()
         self.residuals.restart(witness)
 
     def unpack(self, state):
-        """Takes a pickle, or what torch's loader has made of a state dictionary, but for the
-        attributes of the optimizer itself and the hashes of weights, which it returns."""
+        """Takes names and pending micro-batches from the attributes of a pickled optimizer, or from
+        what torch's loader has made of a state dictionary. Returns the other attributes, and the
+        hashes of weights."""
         state = {key: value for key, value in state.items() if key not in _TRANSIENT}
         hashes = state.pop("_weight_hashes", {})
         self.names.restore(state)
@@ -129,7 +130,7 @@ class Saving:
             state["state"] = unwrap(state["state"])
         if (
             "defaults" in state
-        ):  # older pickles kept it beside the groups, None for what was the default then
+        ):  # older pickles kept the generator beside the groups; None was the default
             state["defaults"] = {
                 "generator": state.pop("generator", None) or _layout.OLD_GENERATOR,
                 **state["defaults"],
@@ -138,8 +139,8 @@ class Saving:
         return state, hashes
 
     def unpacked(self, loaded, hashes):
-        """Completes what unpack() gave, when the optimizer has it. loaded: of a state dictionary,
-        which has to be checked."""
+        """Completes an optimizer that has taken what unpack() returned. `loaded`: it comes from a
+        state dictionary, which has to be checked."""
         for group in self.groups:
             for key, value in (
                 *self.groups.defaults.items(),
@@ -163,5 +164,5 @@ class Saving:
 
     def load_file(self, path):
         """Reads a safetensors file. Returns a state dictionary, the generator, and (parameter,
-        weight) of each weight that the file holds."""
+        weight) for each weight in the file."""
         return _files.load(self.groups, self.names, path)

@@ -1,9 +1,9 @@
-"""Parameters of which this process holds a part: DTensors, as FSDP2, HSDP and tensor parallelism
+"""Parameters that this process holds a part of: DTensors, as FSDP2, HSDP and tensor parallelism
 make them, and flat buffers.
 
 The library takes a rectangle of a tensor's rows and columns, so a shard is no special case there.
-What is here finds the rectangle, makes states that are sharded like their parameter, and brings
-gradients to its placements. What ranks tell one another is in _ranks.py.
+This file finds the rectangle, makes states that are sharded like their parameter, and brings
+gradients to its placements. The communication between ranks is in _ranks.py.
 """
 
 import ctypes
@@ -15,22 +15,22 @@ from . import _abi
 
 #: the fewest elements that the library takes as one row
 _FLAT_ELEMENTS = 4096
-#: whether this process has met a DTensor among parameters: others are spared the question
+#: True once this process has met a DTensor among parameters; until then checks are spared
 seen = False
-#: stands for the address of what has no elements, where a NULL would mean that there is none
+#: stands for the address of a tensor without elements, because NULL would mean no tensor
 _NOWHERE = ctypes.c_double()
 
 
 def is_dtensor(tensor):
-    """Without importing torch.distributed.tensor, which nobody who has a DTensor has to wait
-    for."""
+    """Returns True for a DTensor. Does not import torch.distributed.tensor, because whoever has a
+    DTensor has imported it."""
     module = sys.modules.get("torch.distributed.tensor")
     cls = getattr(module, "DTensor", None)
     return cls is not None and isinstance(tensor, cls)
 
 
 def local(tensor):
-    """What of a tensor lies in this process."""
+    """Returns the part of a tensor in this process."""
     if not is_dtensor(tensor):
         return tensor
     held = tensor._local_tensor
@@ -38,7 +38,7 @@ def local(tensor):
 
 
 def address(tensor):
-    """Of its elements here; that of some other memory where it has none."""
+    """Returns the address of a tensor's elements here, or of other memory if it has none."""
     return local(tensor).data_ptr() or ctypes.addressof(_NOWHERE)
 
 
@@ -48,14 +48,14 @@ def _is_flat_parameter(p):
 
 
 def _is_part(p):
-    """Whether a FlatParameter of FSDP1 holds less than the buffer of all its parameters."""
+    """Returns True if a FlatParameter of FSDP1 holds less than the buffer of all its parameters."""
     whole = getattr(p, "_unpadded_unsharded_size", None)
     return whole is not None and whole.numel() != p.numel()
 
 
 def _flat_identity(p, name):
-    """The name of a shard of an FSDP1 buffer: that of the first parameter in it, and where in the
-    buffer it begins. The same on every replica of the shard, and no other shard's."""
+    """Returns the name of a shard of an FSDP1 buffer: the first parameter in it, and where in the
+    buffer it begins. All replicas of the shard have this name, and no other shard has it."""
     offset = 0
     for fqn, info, numel in zip(p._fqns, getattr(p, "_shard_param_infos", ()), p._numels):
         if info.in_shard:
@@ -66,9 +66,8 @@ def _flat_identity(p, name):
 
 class Part:
     """How a parameter lies in the library: the whole as rows x length, and the rectangle of it that
-    is here. `shape` and `rows` are those of the tensor here as streams_of() takes them, `groups`
-    the process groups that it is divided over.
-    """
+    is here. `shape` and `rows` are those of the tensor here, as streams_of() takes them. `groups`
+    are the process groups that it is divided over."""
 
     gathered = False
     __slots__ = (
@@ -122,7 +121,7 @@ class Part:
         self._cut(tuple(shape), tuple(offset), name)
 
     def _cut(self, shape, offset, name):
-        """The rectangle of a part, whose elements lie one after another."""
+        """Finds the rectangle of a shard. Fails if its elements are not a run of columns."""
         whole = self.global_shape
         cut = [d for d in range(len(whole)) if shape[d] != whole[d]]
         if 0 not in shape and any(shape[d] != 1 for d in range(1, max(cut, default=0))):
@@ -141,7 +140,7 @@ class Part:
         self.n_columns = 1
         for size in shape[1:]:
             self.n_columns *= size
-        if 0 in shape:  # not all zero, which would mean the whole
+        if 0 in shape:  # not all zero, because that would mean the whole
             self.first_row, self.n_rows, self.first_column, self.n_columns = (
                 self.whole,
                 0,
@@ -156,7 +155,7 @@ class Part:
 
     @property
     def fields(self):
-        """Of the library's structure."""
+        """The fields of the library's tensor structure."""
         return {
             "ndim": self.ndim,
             "rows": self.whole,
@@ -173,7 +172,8 @@ class Part:
     # ---- States ----------------------------------------------------------------------------------
 
     def place(self, streams, whole, name):
-        """Gives the streams of this part their shapes: `whole` are those of the whole tensor."""
+        """Gives the streams of this part their shapes and placements. `whole` are the streams of
+        the whole tensor. Fails if no placement gives what this rank holds."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -210,13 +210,13 @@ class Part:
             s.whole, s.placements, s.shape = shape, placements, here
 
     def wrap(self, stream, tensor):
-        """A tensor of this rank as the state that is kept."""
+        """Returns a tensor of this rank as the state that is kept."""
         if self.mesh is None or stream is None:
             return tensor
         return self._dtensor(tensor, stream.placements, stream.whole)
 
     def like_parameter(self, tensor):
-        """The same of elements in the parameter's own shape."""
+        """Returns a tensor of the parameter's own shape here, placed like the parameter."""
         return (
             tensor
             if self.mesh is None
@@ -239,7 +239,8 @@ class Part:
         )
 
     def take(self, values):
-        """This rank's part of values of the whole tensor, or of a DTensor of any placements."""
+        """Returns this rank's part of values of the whole tensor, or of a DTensor of any
+        placements."""
         if self.mesh is None:
             return values
         if is_dtensor(values):
@@ -256,23 +257,23 @@ class Part:
 
 
 def _along(placement, dim):
-    """The same placement along another dimension."""
+    """Returns the same placement along another dimension."""
     factor = getattr(placement, "split_factor", None)
     return type(placement)(dim) if factor is None else type(placement)(dim, split_factor=factor)
 
 
 class Gathered(Part):
-    """A part of a matrix that a rule steps as a whole: the library holds all of it on every rank,
-    which is gathered for each step and cut again after it. The states that are kept are sharded
-    like the parameter."""
+    """A part of a matrix that a rule steps as a whole. On every rank the library holds the whole
+    matrix, which is gathered for each step and cut again after it. The states that are kept are
+    sharded like the parameter."""
 
     __slots__ = ()
     gathered = True
 
     def __init__(self, p, name):
         super().__init__(p, name)
-        self.groups = ()  # all ranks see all of the gradient: there is nothing to add
-        self.rows = None  # which the shape of the whole says
+        self.groups = ()  # every rank sees the whole gradient, so nothing is added
+        self.rows = None  # the shape of the whole says it
 
     @property
     def fields(self):
@@ -301,11 +302,11 @@ class Gathered(Part):
             )
 
     def gather(self, streams, state):
-        """The whole of each state, by key."""
+        """Returns the whole of each state, by key."""
         return {s.key: state[s.key].full_tensor() for s in streams}
 
     def scatter(self, whole, kept):
-        """Puts this rank's part of a tensor of all elements where it is kept."""
+        """Copies this rank's part of a whole tensor into the shard that is kept."""
         from torch.distributed.tensor import DTensor, Replicate
 
         full = DTensor.from_local(
@@ -315,7 +316,7 @@ class Gathered(Part):
 
 
 def like(p, tensor):
-    """A tensor of this process as the part here of one that is cut like p."""
+    """Returns a tensor of this process as the local part of a DTensor that is cut like p."""
     if not is_dtensor(p):
         return tensor
     from torch.distributed.tensor import DTensor
@@ -326,20 +327,23 @@ def like(p, tensor):
 
 
 def refuse(params, what, advice):
-    """Raises ValueError for what cannot be done with DTensors."""
+    """Raises ValueError if one of the parameters is a DTensor."""
     if any(map(is_dtensor, params)):
         raise ValueError(
-            f"halfstep: {what} cannot be had of DTensors, of which each rank holds a part: {advice}"
+            f"halfstep: {what} is not available for DTensors, because each rank holds only a"
+            f" part: {advice}"
         )
 
 
 def is_gathered(rule, p):
-    """Whether a rule steps this parameter as a matrix of which a part is here."""
+    """Returns True if a rule steps this parameter as a whole matrix, and this rank holds a part of
+    it."""
     return is_dtensor(p) and p.dim() > 1 and _abi.rules[rule].matrix
 
 
 def part_of(p, name, flat=False, rule=None):
-    """The Part of a parameter, or None for what simply lies there whole."""
+    """Returns the Part of a parameter. Returns None if it is here as a whole and is not a flat
+    buffer."""
     if is_dtensor(p):
         global seen
         seen = True
@@ -348,25 +352,26 @@ def part_of(p, name, flat=False, rule=None):
 
 
 def is_flat(p, flat):
-    """Whether a parameter is a flat buffer of many, by itself or by the option of its optimizer."""
+    """Returns True for a flat buffer of many parameters. It is one by itself or by the option of
+    its optimizer."""
     return p.dim() == 1 and p.numel() >= _FLAT_ELEMENTS and bool(flat or _is_flat_parameter(p))
 
 
 def is_sharded_buffer(p):
-    """Whether this is a shard of a buffer of FSDP1, which says itself which."""
+    """Returns True for a shard of an FSDP1 buffer, which knows itself which shard it is."""
     return _is_flat_parameter(p) and _is_part(p)
 
 
 def group_of(norm_group):
-    """A process group of the option; True is all ranks."""
+    """Returns the process group that the option stands for; True is all ranks."""
     if norm_group is None or norm_group is False:
         return None
     return torch.distributed.group.WORLD if norm_group is True else norm_group
 
 
 def name_here(settings, p, name):
-    """What keys the random bits of a parameter of this name: shards of flat buffers, whose elements
-    count from 0 on every rank, have names of their own."""
+    """Returns the name that keys the random bits of a parameter. Shards of flat buffers get names
+    of their own, because their elements count from 0 on every rank."""
     if is_sharded_buffer(p):
         return _flat_identity(p, name)
     if (
@@ -375,14 +380,14 @@ def name_here(settings, p, name):
         and p.numel() >= _FLAT_ELEMENTS
         and torch.distributed.is_initialized()
     ):
-        # The group of the shards, where it is known, has replicas round alike.
+        # With the group of the shards, if it is known, replicas round alike.
         return f"{name} of rank {torch.distributed.get_rank(group_of(settings.norm_group))}"
     return name
 
 
 def place_here(settings, p, text):
-    """The same for a parameter without a name, which its place stands for: places are alike on the
-    ranks of a norm group, which hold different parameters there."""
+    """Returns the same for a parameter without a name, which its place stands for. Ranks of a norm
+    group hold different parameters at the same place, so the rank is added."""
     group = group_of(settings.norm_group)
     if group is not None and not is_dtensor(p):
         return f"{text} of rank {torch.distributed.get_rank(group)}"
@@ -390,7 +395,7 @@ def place_here(settings, p, text):
 
 
 def advice(error, part):
-    """What helps against a cut that the library refuses."""
+    """Returns the error, with advice if the library has refused the cut of a shard."""
     if part is None or not part.divided or not isinstance(error, _abi.HalfstepValueError):
         return error
     if error.code not in (_abi.ERROR_SHAPE, _abi.ERROR_UNSUPPORTED):
@@ -405,8 +410,9 @@ def advice(error, part):
 
 
 def gradient_of(p, grad, name):
-    """The gradient of a DTensor in the parameter's placements. Tensor parallelism leaves others:
-    Replicate beside a sharded embedding, Partial beside a norm of sequence-parallel regions."""
+    """Returns the gradient of a DTensor in the parameter's placements. Tensor parallelism leaves
+    others: Replicate beside a sharded embedding, Partial beside a norm of sequence-parallel
+    regions."""
     if not is_dtensor(p) or grad is None:
         return grad
     if not is_dtensor(grad):
@@ -426,5 +432,6 @@ def gradient_of(p, grad, name):
 
 
 def number_of(group):
-    """What groups have in common that share the sums of a rule over all tensors."""
+    """Returns the number that groups have in common if they share a rule's sums over all
+    tensors."""
     return float(group.get("d_group", 0))

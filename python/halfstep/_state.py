@@ -1,4 +1,4 @@
-"""What loaded states have to be, and the plain states of torch's optimizers."""
+"""Checks loaded states, and makes the plain states of torch's optimizers."""
 
 import math
 
@@ -19,12 +19,12 @@ OURS = (
     "cautious",
     *_layout.TOLD,
 )
-#: rules whose optimizers in torch save no count of steps
+#: rules whose optimizers in torch save no step count
 _UNCOUNTED = ("sgd", "muon")
 
 
 def check_names(group, place):
-    """Raises ValueError where the names of a group are not one for each of its parameters."""
+    """Raises ValueError if a group has names, but not one for each of its parameters."""
     names = group.get("param_names", ())
     if (
         not isinstance(names, (list, tuple))
@@ -33,7 +33,7 @@ def check_names(group, place):
         and len(names) != len(group["params"])
     ):
         raise ValueError(
-            f"halfstep: 'param_names' of group {place} is no list of one name for each of its"
+            f"halfstep: 'param_names' of group {place} is not a list of one name for each of its"
             " parameters"
         )
 
@@ -42,7 +42,8 @@ def check_names(group, place):
 
 
 def check(groups, names):
-    """Raises ValueError where what was loaded cannot be what it claims."""
+    """Raises ValueError if a loaded group or state cannot be what it claims. Removes empty
+    states."""
     ids = {}
     for g, group in enumerate(groups):
         groups.options.check(group)
@@ -82,7 +83,7 @@ def _check_state(groups, name, p, state, hypers):
         )
     plain = recipe is None
     if plain and groups.rule in _UNCOUNTED:
-        for s in rule.states:  # torch's SGD keeps such of a momentum that has not begun
+        for s in rule.states:  # torch's SGD has None for a momentum that has not begun
             if s.name in state and state[s.name] is None:
                 del state[s.name]
         if not state:
@@ -104,7 +105,7 @@ def _check_state(groups, name, p, state, hypers):
         )
     identity = _layout.take_number(state, "id", name)
     if identity == 0:
-        raise ValueError(f"halfstep: the id of parameter {name!r} is 0, which is none")
+        raise ValueError(f"halfstep: the id of parameter {name!r} is 0; ids are at least 1")
     part = _sharding.part_of(p, name, groups.options.flat, groups.rule)
     here = _sharding.local(p)
     gathered = part is not None and part.gathered
@@ -117,7 +118,7 @@ def _check_state(groups, name, p, state, hypers):
         part,
     )
     try:
-        # As far as the library judges: counts, and numbers that no update leaves.
+        # The library itself refuses impossible counts, and numbers that no update leaves.
         counters = {key: steps if value is None else value for key, value in counts.items()}
         _calls.change(codec.handle, _abi.RECORD_TENSOR, codec.index, **counters)
         codec.take_scalars(state)
@@ -136,7 +137,7 @@ def _check_state(groups, name, p, state, hypers):
 
 
 def _check_plain(state, key, role, name, p, shape=None):
-    """A state as torch keeps it, or a vector of a matrix."""
+    """Checks a state as torch keeps it, or a vector of a matrix."""
     if key not in state:
         raise ValueError(f"halfstep: parameter {name!r} has no state {key!r}")
     value, p = _sharding.local(state[key]), _sharding.local(p)
@@ -170,14 +171,14 @@ def _judge(key, name, values, role):
         )
     if role == _abi.ROLE_NONNEG and least < 0:
         raise ValueError(
-            f"halfstep: state {key!r} of parameter {name!r} has negative values, of which it has"
-            " none by itself"
+            f"halfstep: state {key!r} of parameter {name!r} has negative values, which no update"
+            " leaves"
         )
 
 
 def _check_streams(codec, state, name, recipe, part=None):
-    """States as this package keeps them: all there, of the right shapes, and nothing in them that
-    no update leaves."""
+    """Checks states as this package keeps them. All must be there, with the right shapes, and hold
+    only what an update can leave."""
     tensors, coarse = {}, _convert.coarse_states(codec.streams, state)
     for name_ in coarse:
         role = next(s.role for s in codec.streams if s.name == name_)
@@ -205,7 +206,7 @@ def _check_streams(codec, state, name, recipe, part=None):
         elif s.part != ".codes" and tensor.is_floating_point():
             _judge(s.key, name, tensor, 0 if s.extra else s.role)
     if codec.gathered:
-        return  # codes mean something beside the others of their matrix only
+        return  # codes mean nothing without the others of their matrix
     codec.bind(tensors)
     for s in codec.streams:
         if (
@@ -222,8 +223,8 @@ def _check_streams(codec, state, name, recipe, part=None):
 
 @torch.no_grad()
 def plain(groups, read_state):
-    """The state as torch's own optimizer of the same rule saves it. read_state: of a parameter and
-    the name of a state, its fp32 values."""
+    """Returns the state as torch's own optimizer of the same rule saves it. read_state(p, name)
+    returns the fp32 values of a state."""
     rule = _abi.rules[groups.rule]
     packed, states, flat, place = [], {}, 0, {}
     for group in groups:

@@ -1,4 +1,4 @@
-"""step(): what is to be done before an update of all parameters, and instead of one."""
+"""step(): the work before an update of all parameters, and the cases without an update."""
 
 import torch
 
@@ -15,9 +15,12 @@ class Steps:
         self.updates, self.release = updates, release
 
     def step(self, step_param, scale, found_inf, given=None, witness=None):
-        """One update of every parameter that has a gradient. step_param: what steps one of them in
-        gradient release. scale, found_inf: what a GradScaler left, or None. given, witness: inside
-        the operator of a compiled step, its weights and gradients by parameter, and its witness."""
+        """Updates every parameter that has a gradient. `step_param` steps one of them in gradient
+        release. `scale` and `found_inf` are what a GradScaler left, or None.
+
+        Inside the operator of a compiled step, `given` holds its weights and gradients by
+        parameter, and `witness` is its witness.
+        """
         if given is None:
             self._step(step_param, Scaler(scale, found_inf), None)
             return
@@ -28,7 +31,7 @@ class Steps:
     def _step(self, step_param, scaler, given):
         with self.placement.stepping():
             if not scaler.on_gpu and scaler.refuses:
-                # A GradScaler has seen it, and will lower its scale.
+                # The GradScaler knows of it, and will lower its scale.
                 self.updates.refuse()
                 return
             if not self.groups.state and given is None and self._is_primed():
@@ -47,10 +50,13 @@ class Steps:
                     p.grad = None
 
     def _is_primed(self):
-        """Makes the states, and nothing else, where this is no step: torch.distributed.checkpoint
-        has an optimizer without states make one with zero gradients and an lr of 0 to see what
-        states it will have. Nothing may come of that but states of no steps. An lr of 0 alone is
-        how warmups begin."""
+        """Makes the states, and nothing else, if this call is not meant as a step. Returns True
+        then.
+
+        torch.distributed.checkpoint has an optimizer without states make a step with zero gradients
+        and an lr of 0, to see what states it will have. Nothing may come of that but states of no
+        steps. An lr of 0 alone does not count, because warmups begin with it.
+        """
         if any(
             isinstance(group["lr"], torch.Tensor)
             and group["lr"].device.type == "meta"

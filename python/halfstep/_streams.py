@@ -1,5 +1,5 @@
-"""What the library stores for a tensor, as streams: tensors with a place in `state[p]` and in a
-handle."""
+"""Streams: the tensors that the library stores for a parameter. Each has a place in `state[p]` and
+in a handle."""
 
 import ctypes
 import math
@@ -17,11 +17,15 @@ WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
 
 
 class Stream:
-    """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the
-    handle. `name` is that of the state, or "weight"; `extra`: the second tensor of a slot, scales
-    or residuals; `grid`: codes on a grid, which is a number of its own; `precise`: in a finer
-    format than the recipe's. Of a DTensor `shape` is that of the part here, `whole` and
-    `placements` those of the state.
+    """One stored tensor beside weight and gradient. It has a place in `state[p]` and in a handle.
+
+    name          the name of the state, or "weight"
+    extra         True for the second tensor of a slot: scales or residuals
+    grid          True for codes on a grid; the grid is a number of its own
+    precise       True if the format is finer than the recipe's
+    shape         the shape of the tensor, or of the local part of a DTensor
+    whole         the shape of the whole state of a DTensor
+    placements    the placements of such a state
     """
 
     __slots__ = (
@@ -52,7 +56,7 @@ class Stream:
 
     @property
     def key(self):
-        """In `state[p]`."""
+        """The key in `state[p]`."""
         return self.name + self.part
 
     def fits(self, tensor, device):
@@ -67,7 +71,7 @@ class Stream:
         )
 
     def initial(self, p, device):
-        """What it begins with beside the weight p."""
+        """Returns what the stream begins with beside the weight p."""
         if self.role == _abi.ROLE_WEIGHT and not self.extra:
             here = local(p)
             return (
@@ -79,8 +83,9 @@ class Stream:
 
 
 def streams_of(handle, index, rule, shape, rows=None):
-    """What the library stores for a tensor of this shape here, in the order of its slots. rows: of
-    a flat buffer, 1."""
+    """Returns the streams that the library stores for a tensor of this local shape, in the order of
+    its slots. The second value is True if a state is too small for blocks. `rows` is 1 for a flat
+    buffer."""
     found, fell_back = [], False
     count = math.prod(shape)
     rows = rows_of(shape)[0] if rows is None else rows
@@ -142,12 +147,13 @@ def streams_of(handle, index, rule, shape, rows=None):
 
 
 def lay_out(handle, group, index, rule, part, shape, name):
-    """streams_of() a tensor that may be a part of one; `group` is its group in the handle."""
+    """Returns streams_of() for a tensor that may be a part of one. `group` is its group in the
+    handle."""
     streams, fell_back = streams_of(handle, index, rule, shape, None if part is None else part.rows)
     if part is not None and part.gathered:
         part.place(streams)
     elif part is not None and part.mesh is not None:
-        # All that is sharded has the shape of the whole, which only a handle that holds the whole
+        # A sharded stream needs the shape of the whole, which only a handle that holds the whole
         # can tell.
         recipe, whole = ctypes.create_string_buffer(256), create_handle(1, 0)
         try:
@@ -174,7 +180,7 @@ def lay_out(handle, group, index, rule, part, shape, name):
 
 
 def bind_streams(handle, index, streams, tensors):
-    """Gives the library the addresses of a tensor's streams, by key."""
+    """Gives the library the addresses of a tensor's streams. `tensors` holds the streams by key."""
     places = {}
     for s in streams:
         places.setdefault(s.slot, [None, None])[s.extra] = _sharding.address(tensors[s.key])

@@ -1,5 +1,5 @@
-"""What this package asks of torch beside tensors: its version, its compiler, its version counters,
-and its calls of its own methods."""
+"""The parts of torch that this package uses beside tensors: its version, its compiler, its version
+counters, and hooks on its methods."""
 
 import functools
 import os
@@ -21,18 +21,18 @@ def no_dynamo(function: _Function) -> _Function:
 
 
 def increment_versions(tensors):
-    """Tells autograd that these tensors were changed, so that it notices where it has saved one of
+    """Tells autograd that these tensors were changed, so that it notices if it has saved one of
     them."""
     if VERSION >= (2, 5):
         torch.autograd.graph.increment_version(tensors)
-    else:  # which take one at a time
+    else:  # older ones take one at a time
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
 
 
 def caller():
-    """Returns the `stacklevel` by which a warning of the calling function names the first line
-    outside of this package and of torch."""
+    """Returns the `stacklevel` for a warning of the calling function. The warning then names the
+    first line outside this package and torch."""
     ours = tuple(
         os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__)
     )
@@ -43,8 +43,9 @@ def caller():
 
 
 def follow(cls, name, then):
-    """Has each call of a method of one of torch's classes followed by then(object, result,
-    *arguments), whose result the caller gets. Does nothing if the method is followed already."""
+    """Makes each call of a method of one of torch's classes go on with then(object, result,
+    *arguments). The caller gets the result of `then`. Does nothing if the method is followed
+    already."""
     method = vars(cls).get(name)
     if method is None or hasattr(method, "_halfstep"):
         return

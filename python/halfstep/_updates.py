@@ -1,4 +1,4 @@
-"""Calls of the engine: an update of all parameters, or of one."""
+"""Calls the engine for an update of all parameters, or of one."""
 
 import torch
 
@@ -22,19 +22,23 @@ class Scaler:
 
     @property
     def refuses(self):
-        """Whether a gradient is not finite. Waits for a GPU."""
+        """True if a gradient is not finite. Waits for a GPU."""
         return self.found_inf is not None and bool(float(self.found_inf))
 
     @property
     def factor(self):
-        """What gradients are multiplied by. Waits for a GPU."""
+        """The factor for gradients. Waits for a GPU."""
         return 1.0 if self.scale is None else 1.0 / float(self.scale)
 
 
 class Gathered:
-    """What a step is made with: the engine, whose arrays are filled; the tensors that have to live
-    until the call; the weights that are worked on in copies; and the parameters that have
-    gradients."""
+    """What a step is made with.
+
+    engine     the engine, whose arrays are filled
+    keep       tensors that have to live until the call
+    back       (parameter or member, weight) of each weight that is worked on in a copy
+    stepped    the parameters that have gradients
+    """
 
     def __init__(self, engine):
         self.engine = engine
@@ -42,7 +46,7 @@ class Gathered:
 
 
 class Updates:
-    """Carries out updates, and what follows them: errors, warnings, counters, weights that were
+    """Carries out updates and what follows them: errors, warnings, counters, and weights that were
     worked on in copies."""
 
     def __init__(self, groups, names, placement, residuals, refusals, cache, gather, accumulation):
@@ -50,18 +54,18 @@ class Updates:
         self.residuals = residuals
         self.refusals, self.cache, self.gather = refusals, cache, gather
         self.accumulation = accumulation
-        # Whether the ranks that share parameters have compared what they go by.
+        # True once the ranks that share parameters have compared their settings.
         self._agreed = False
 
     def doubt_ranks(self):
-        """Ranks that share parameters may go by something else than before."""
+        """Makes ranks that share parameters compare their settings again."""
         self._agreed = False
 
     # ---- All parameters --------------------------------------------------------------------------
 
     def prepare(self, given=None):
-        """Has the engine fit, and its arrays filled. given: of a compiled step, its weights and
-        gradients by parameter."""
+        """Makes the engine fit and fills its arrays. `given` holds the weights and gradients of a
+        compiled step, by parameter."""
         for _ in range(3):
             ready = Gathered(self.cache.current())
             if (
@@ -74,7 +78,7 @@ class Updates:
         raise RuntimeError("halfstep: parameters or states change while they are being stepped")
 
     def all(self, ready, scaler, given=None):
-        """An update of all parameters that have gradients, or a micro-batch of them."""
+        """Updates all parameters that have gradients, or adds a micro-batch to their states."""
         engine, back, stepped = ready.engine, ready.back, ready.stepped
         if engine.guarded:
             self.residuals.notice(token=self.residuals.token(engine))
@@ -83,7 +87,7 @@ class Updates:
             self.refusals.scaled()
         else:
             if scaler.on_gpu and scaler.refuses:
-                # The verdict on several handles is this process's.
+                # This process decides for several handles.
                 self.refuse()
                 return
             engine.set_gradient_scale(scaler.factor)
@@ -95,7 +99,7 @@ class Updates:
         code, handle = engine.step(micro)
         if engine.asynchronous:
             engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
-            if self.cache.empty and code == _abi.OK:  # whose steps are counted here
+            if self.cache.empty and code == _abi.OK:  # their steps are counted here
                 code, handle = engine.hear()
                 engine.tell(self.groups.param_groups)
         done = code == _abi.OK or self.groups.options.scan == "per-tensor"
@@ -121,8 +125,9 @@ class Updates:
     # ---- One parameter ---------------------------------------------------------------------------
 
     def prepare_one(self, p, grad, begun):
-        """Has the engine fit for one parameter and its gradient: the engine, the member, the two
-        addresses, and lists as Gathered has them. begun: as for EngineCache.with_member()."""
+        """Makes the engine fit for one parameter and its gradient. Returns the engine, the member,
+        the two addresses, and the lists `keep` and `back` of Gathered. `begun` is that of
+        EngineCache.with_member()."""
         engine, m = self.cache.with_member(p, grad, begun)
         if engine.guarded:
             self.residuals.notice(p)
@@ -136,7 +141,8 @@ class Updates:
         return engine, m, found, keep, back
 
     def one(self, ready, grad, micro):
-        """An update of one parameter by a gradient, or a micro-batch, as prepare_one() gave it."""
+        """Updates one parameter by a gradient, or adds a micro-batch to its states. `ready` is from
+        prepare_one()."""
         engine, m, found, keep, back = ready
         engine.set_gradient_scale(1.0)
         if m.offloaded:
@@ -155,7 +161,7 @@ class Updates:
             self._finish(engine, code, back, () if micro else (m.p,), m.handle)
 
     def count_empty(self, only=None):
-        """Counts a step of the parameters without elements that have gradients, or of `only`."""
+        """Counts a step of each parameter without elements that has a gradient, or of `only`."""
         for g, i, p in self.groups.members():
             if not p.numel() and p.grad is not None and p is (p if only is None else only):
                 _empty.count(self.groups, self.names, g, i, p)
@@ -163,7 +169,8 @@ class Updates:
     # ---- After a call ----------------------------------------------------------------------------
 
     def _finish(self, engine, code, back, stepped, handle):
-        """What follows a call. handle: that which was asked."""
+        """Acts on the code of a call, and writes back weights that were worked on in copies.
+        `handle` is the handle that was asked."""
         if code is None:  # refused by another rank of the norm group
             self.refuse()
             self.refusals.tell(None, None)

@@ -1,14 +1,13 @@
-"""Who wrote a weight last: what tells whether a residual or error code still belongs to the weight
-beside it.
+"""Watches who wrote a weight last, to tell whether a residual or error code still belongs to it.
 
 A residual means something only beside the very bits that it was left over from. After every write
-of this package the version counter of the weight is noted; when it has gone on by itself, as
-load_state_dict(), copy_() and masks make it, somebody else wrote. In-place writes to `p.data` move
-no counter and cannot be seen; another tensor put there can.
+of this package the version counter of the weight is noted. If it has moved since, somebody else
+wrote, as load_state_dict(), copy_() and masks do. In-place writes to `p.data` move no counter and
+cannot be seen; another tensor put there can.
 
 A write may put the same bits back: averages that are swapped in and out, rows that are restored.
-Hashes tell, one for each row of a matrix. They take a pass over the weights, so that they are made
-only from the first write of somebody else on, and for what is saved. The residuals that this first
+Hashes show that, one for each row of a matrix. They take a pass over the weights, so they are made
+only after the first write of somebody else, and for what is saved. The residuals that this first
 write costs are less than a unit in the last place of each weight, once.
 """
 
@@ -23,8 +22,8 @@ _get = torch._C.TensorBase._version.__get__
 
 
 def version(tensor):
-    """How often torch has counted a write to a tensor; of a DTensor, to it or to what of it lies
-    here."""
+    """Returns how often torch has counted a write to a tensor. For a DTensor it adds the writes to
+    its local part. Returns None if torch counts none."""
     if is_dtensor(tensor):
         try:
             return _get(tensor) + _get(local(tensor))
@@ -37,7 +36,7 @@ def version(tensor):
 
 
 def versions(tensors):
-    """version() of each."""
+    """Returns version() of each tensor."""
     if _sharding.seen and any(map(is_dtensor, tensors)):
         return list(map(version, tensors))
     try:
@@ -51,18 +50,18 @@ def _place(tensor):
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-#: elements of a vector that have a hash together
+#: elements of a vector that share a hash
 PIECE = 256
-#: elements that are hashed at a time: as many as a processor's cache holds; a GPU takes more, for
-#: it waits for each call
+#: elements that are hashed at a time. A CPU takes as many as its cache holds. A GPU takes more,
+#: because it waits for each call.
 _AT_ONCE = {"cpu": 1 << 18, None: 1 << 24}
-#: in the place of a hash that is not known
+#: stands for a hash that is not known
 UNKNOWN = 0
 _multipliers = {}
 
 
 def _odd_numbers(n, device):
-    """n odd 32-bit numbers, always the same; one for each column."""
+    """Returns n odd 32-bit numbers, one for each column. They are always the same."""
     if (n, device) not in _multipliers:
         if len(_multipliers) > 64:
             _multipliers.clear()
@@ -74,8 +73,8 @@ def _odd_numbers(n, device):
 
 @torch.no_grad()
 def row_hashes(tensor):
-    """The hashes of a 16-bit weight, int64 where it lies: of each row of a matrix, or of each 256
-    elements of a vector. None of what is no 16-bit weight.
+    """Returns the hashes of a 16-bit weight, as int64 on its device. A matrix has one for each row,
+    a vector one for each 256 elements. Returns None for other weights.
 
     A hash is the sum over the row of bits times a number of the column, modulo 2^32, and never
     UNKNOWN. One changed element always changes it.
@@ -102,8 +101,8 @@ def row_hashes(tensor):
 
 
 def _changed(tensor, hashes):
-    """Which rows have other bits than hashes of theirs say, or None where these are unknown or of
-    another shape."""
+    """Returns which rows have other bits than their hashes say. Returns None if the hashes are
+    unknown or of another shape."""
     if hashes is None or not hashes.numel() or not bool((hashes != UNKNOWN).all()):
         return None
     now = row_hashes(tensor)
@@ -111,7 +110,7 @@ def _changed(tensor, hashes):
 
 
 def clear_rows(extra, rows):
-    """Drops the residuals of these rows (as row_hashes() has them), or of all for None."""
+    """Drops the residuals of these rows, as row_hashes() counts rows, or of all rows for None."""
     here = local(extra)
     if rows is None:
         here.zero_()
@@ -122,7 +121,8 @@ def clear_rows(extra, rows):
 
 
 def _same_bits(a, b):
-    """Whether two tensors hold the same bits, index by index. `a` may have lost its memory."""
+    """Returns True if two tensors hold the same bits, index by index. `a` may have lost its
+    memory."""
     a, b = local(a), local(b)
     if (
         a.shape != b.shape
@@ -135,7 +135,7 @@ def _same_bits(a, b):
 
 
 class _Note:
-    """What is kept of one weight beside its version and place."""
+    """What is noted of one weight beside its version and place."""
 
     __slots__ = (
         "held",
@@ -154,27 +154,29 @@ class _Note:
 
 
 class Watch:
-    """Weights as this package left them. A weight that it does not know may be as it likes; our
-    next write makes it known.
+    """Weights as this package left them. An unknown weight may have any value. Our next write makes
+    it known.
 
-    Two things take more than the counter. A weight that lies elsewhere is still the same if the
-    memory that it had, which is held until then, was not written either and has the same bits. And
-    the operator of a compiled step stands between increments of the compiler's own, of which there
-    are more or fewer depending on how it compiled. They are read off a witness: a tensor that goes
-    to the operator like a weight and that nobody else writes.
+    The counter is not enough in two cases. A weight that lies elsewhere than before may be
+    unchanged. It is, if its former memory, which is held until then, was not written either and has
+    the same bits.
+
+    The other case is the operator of a compiled step. The compiler makes increments of its own
+    around it, more or fewer depending on how it compiled. They are read off a witness: a tensor
+    that goes to the operator like a weight and that nobody else writes.
     """
 
     def __init__(self, witness=None):
-        # In parallel; `index` is the place of each tensor in them.
+        # Parallel lists; `index` is the place of each tensor in them.
         self.tensors, self.versions, self.places, self.notes, self.index = [], [], [], [], {}
         self.blocks = None
-        #: what stands for the places as they are noted: a caller who knows that it holds spares
-        #: them a second look
+        #: the token of a caller that knows the places as they are noted, which spares a second look
         self.token = None
-        #: compiled steps so far, and whether the last one got a copy of the witness
+        #: compiled: compiled steps so far; witness_copied: True if the last one got a copy of the
+        #: witness
         self.witness, self.compiled, self.witness_copied = witness, 0, False
-        #: whether hashes are made after each write of ours, and whether a note may have some, or be
-        #: of a pair that was brought
+        #: hashing: True if hashes are made after each write of ours
+        #: some_known: True if a note may have hashes, or be of a pair that was brought
         self.hashing, self.some_known = False, False
         #: references to hashes in state dictionaries, which our next write outdates
         self.given_out = []
@@ -185,13 +187,13 @@ class Watch:
     # ---- Looking ---------------------------------------------------------------------------------
 
     def strangers(self, extra_of, only=None, given=None, token=None, decides=True):
-        """The weights that somebody else has written, and which of their rows, None for all.
-        extra_of(weight): the residual beside it, or None.
+        """Returns each weight that somebody else has written, with the rows that changed, or None
+        for all rows. extra_of(weight) returns the residual beside a weight, or None. A weight that
+        was merely moved, or came with another residual, is noted as it is now.
 
-        only: look at this one. given: inside a compiled step, for each weight whether the operator
-        got a copy of it, and under None the same of the witness. What was merely moved, or came
-        with another residual, is noted as it is now. decides: also about pairs that were brought;
-        until then their weights may still come.
+        only: looks at this weight alone. given: inside a compiled step, for each weight True if the
+        operator got a copy of it; the same for the witness under None. decides: also judges pairs
+        that were brought. Until then their weights may still come.
         """
         if only is not None:
             looked = self._sharing(self.index[only]) if only in self.index else ()
@@ -229,7 +231,7 @@ class Watch:
 
     @staticmethod
     def _is_copy(note, extra):
-        """Whether a residual that somebody brought holds what we left."""
+        """Returns True if a residual that somebody brought holds what we left."""
         return (
             extra is not None
             and note.extra is not None
@@ -240,7 +242,7 @@ class Watch:
 
     def _unchanged(self, token):
         if self.witness is not None and self.tensors:
-            return False  # nothing quick can be said
+            return False  # compiled steps need a closer look
         if (token is None or token is not self.token) and list(
             map(_place, self.tensors)
         ) != self.places:
@@ -248,8 +250,8 @@ class Watch:
         return versions(self.tensors) == self.versions
 
     def _judge(self, i, extra, given):
-        """True: somebody else wrote it. False: nobody did. None: moved, or beyond proof, so that it
-        counts as it is."""
+        """Judges one weight. Returns True if somebody else wrote it, and False if nobody did.
+        Returns None if it was moved or nothing can be proved, so that it counts as it is."""
         p, note, known = self.tensors[i], self.notes[i], self.versions[i]
         by_compiler = (
             version(self.witness) - note.witness
@@ -257,7 +259,7 @@ class Watch:
             else 0
         )
         if by_compiler:
-            # Only what went through the same calls in the same way saw the same increments.
+            # Only weights that went through the same calls in the same way saw the same increments.
             if (
                 note.compiled != self.compiled
                 or note.copied not in (None, self.witness_copied)
@@ -276,8 +278,8 @@ class Watch:
         return True
 
     def _sharing(self, i):
-        """Places of the weights in the same memory block as this one: their version counters may be
-        one."""
+        """Returns the places of the weights in the same memory block as this one, because they may
+        share a version counter."""
         if self.blocks is None:
             self.blocks = {}
             for k, p in enumerate(self.tensors):
@@ -303,8 +305,8 @@ class Watch:
         note.witness = None if self.witness is None else version(self.witness)
 
     def _hash(self, places):
-        """Makes hashes after our own writes, or forgets them. Those in state dictionaries are of
-        the past."""
+        """Makes hashes after our own writes, or forgets them. Those in state dictionaries become
+        UNKNOWN, because they are outdated."""
         if not self.hashing and not self.some_known:
             return
         for reference in self.given_out:
@@ -319,7 +321,8 @@ class Watch:
             self.notes[i].brought = False
 
     def bring(self, p, extra, hashes):
-        """Takes a residual that was loaded with the hashes of its weight, which may come later."""
+        """Takes a residual that was loaded with the hashes of its weight. The weight may come
+        later."""
         if p not in self.index:
             self._add(p)
         i = self.index[p]
@@ -329,10 +332,9 @@ class Watch:
         self.notes[i].extra, self.notes[i].extra_version = extra, version(extra)
 
     def hashes_of(self, p):
-        """Hashes of the weight that the residual of p belongs to, for a state dictionary; None
-        where nobody knows. strangers() has looked. They become UNKNOWN with our next write, as the
-        residual in that dictionary goes on.
-        """
+        """Returns hashes of the weight that the residual of p belongs to, for a state dictionary.
+        Returns None if nobody knows them. strangers() must have looked before. Our next write makes
+        them UNKNOWN, because the residual in that dictionary goes on."""
         if p not in self.index:
             return None
         note = self.notes[self.index[p]]
@@ -357,8 +359,8 @@ class Watch:
         self.blocks = self.token = None
 
     def wrote(self, tensors, extra_of, copied=None):
-        """We wrote these, after strangers() had looked. copied: as strangers()'s `given`, at the
-        end of a compiled step."""
+        """Notes our write of these weights. strangers() must have looked before. `copied` is as
+        `given` of strangers(), at the end of a compiled step."""
         for p in tensors:
             if p not in self.index:
                 self._add(p)
@@ -369,8 +371,8 @@ class Watch:
                 self.versions[i] = version(self.tensors[i])
 
     def wrote_all(self, tensors, extra_of, token):
-        """As wrote(), of all that are known and some that may not be; strangers() had looked at
-        all, with the same token."""
+        """Does the work of wrote() for all known weights and some that may not be known.
+        strangers() must have looked at all, with the same token."""
         self.versions = versions(self.tensors)
         self._hash(range(len(self.tensors)))
         if len(tensors) != len(self.tensors):
@@ -378,7 +380,7 @@ class Watch:
         self.token = token
 
     def keep(self, tensors):
-        """Forgets all others."""
+        """Forgets all other weights."""
         wanted = set(map(id, tensors))
         kept = [
             row

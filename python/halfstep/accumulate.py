@@ -1,5 +1,5 @@
-"""Gradient accumulation over micro-batches in buffers of two bytes an element, without the stalling
-of BF16 sums."""
+"""Gradient accumulation over micro-batches in buffers of two bytes an element. Sums do not stall as
+BF16 sums do."""
 
 import weakref
 
@@ -11,12 +11,13 @@ from ._handles import Handle, seed_of
 from ._parameters import DTYPES, PLAIN, check_gradient, check_parameter, dense
 from ._sharding import local
 
-#: what halfstep_accumulate() can add into
+#: formats that halfstep_accumulate() can add into
 FORMATS = ("f32", "bf16", "bf16-sr", "f16")
 
 
 def _named(parameters):
-    """(name or None, tensor) of a module, of `(name, tensor)` pairs, or of tensors."""
+    """Returns (name or None, tensor) for each parameter of a module, of `(name, tensor)` pairs, or
+    of tensors."""
     if isinstance(parameters, torch.nn.Module):
         return list(parameters.named_parameters())
     if isinstance(parameters, torch.Tensor):
@@ -36,7 +37,7 @@ def _named(parameters):
     return pairs
 
 
-#: all accumulators, of which zero_grad() of an optimizer asks for those of its parameters
+#: all accumulators; zero_grad() of an optimizer looks among them for those of its parameters
 _alive = weakref.WeakSet()
 
 
@@ -56,17 +57,17 @@ def drop(params):
 
 
 def _live(hook):
-    """Whether the handle of a hook still stands for one; its owner may have called remove()."""
+    """Returns True if a hook's handle is still in use; its owner may have called remove()."""
     return hook is not None and hook.id in (hook.hooks_dict_ref() or ())
 
 
 def _check_missing(missing):
     if missing not in ("error", "skip"):
-        raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
+        raise ValueError(f"halfstep: unknown missing={missing!r}; known: error, skip")
 
 
 def complain(names):
-    """Raises for parameters that no gradient came for, if there are any."""
+    """Raises RuntimeError if `names`, the parameters that no gradient came for, is not empty."""
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise RuntimeError(
@@ -76,9 +77,9 @@ def complain(names):
 
 
 class _Hook:
-    """Called by autograd when a gradient is complete. The parameter holds this and this holds the
-    accumulator, which refers to its parameters weakly: hooks are out of sight of Python's cycle
-    collector, so there must be no cycle through them.
+    """Takes a gradient when autograd has completed it. The parameter holds this object, and this
+    object holds the accumulator. The accumulator refers to its parameters weakly. A cycle would
+    never be freed, because Python's cycle collector does not see hooks.
     """
 
     __slots__ = ("accumulator", "index")
@@ -111,37 +112,38 @@ class GradientAccumulator:
         optimizer.step()
 
     While it is attached, a hook on each parameter adds `p.grad` to the parameter's buffer as soon
-    as autograd has finished it, and sets it to None: beside the buffers only one gradient at a time
+    as autograd has finished it, and sets it to None. Beside the buffers only one gradient at a time
     exists in its own precision. With "bf16-sr" the sum of each element is rounded stochastically,
-    so the mean over the random bits is the exact sum; sums to nearest ("bf16") lose every gradient
-    below 1/512 of what is there already. It is a sum, never a mean.
+    so the mean over the random bits is the exact sum. Sums to nearest ("bf16") lose every gradient
+    below 1/512 of the sum so far. The result is a sum, never a mean.
 
     parameters   a module, `(name, tensor)` pairs or tensors; those that do not require a gradient
-                 are left alone. Random
-                 bits are keyed by the names, so replicas with the same seed round alike
+                 are left alone. The names key the random bits, so replicas with the same seed round
+                 alike
     format       of the buffers: "bf16-sr", "bf16", "f16" or "f32"
     seed         of the random bits: the same seed, names (else positions) and gradients give the
-                 same bits. None: as in
-                 Optimizer
-    missing      "error": a parameter without a gradient, when the gradients are handed back, is an
-                 error; "skip": it keeps
-                 `grad` None
+                 same bits. None: as in Optimizer
+    missing      for a parameter without a gradient when the gradients are handed back. "error":
+                 raises an error; "skip": its `grad` stays None
     dtype        of the gradients handed back. None: what the parameter takes, so a float32
-                 parameter gets a float32
-                 gradient, converted one by one while its buffer goes. torch.bfloat16 keeps the
-                 buffers for float32 parameters too, which halfstep's optimizers can step with and
-                 torch's can not (needs a torch with `Tensor.grad_dtype`)
+                 parameter gets a float32 gradient; each is converted while its buffer is freed.
+                 torch.bfloat16: keeps the buffers, for float32 parameters too. halfstep's
+                 optimizers can step with such gradients, torch's cannot. This needs a torch with
+                 `Tensor.grad_dtype`
     """
 
     def __init__(self, parameters, format="bf16-sr", seed=None, *, missing="error", dtype=None):
         if format not in FORMATS:
             raise ValueError(
-                f"halfstep: gradients cannot be accumulated in {format!r}; there are:"
+                f"halfstep: unknown format {format!r} to accumulate gradients in; known:"
                 f" {', '.join(FORMATS)}"
             )
         _check_missing(missing)
         if dtype is not None and dtype not in PLAIN:
-            raise ValueError(f"halfstep: gradients cannot be handed back as {dtype}")
+            raise ValueError(
+                f"halfstep: gradients cannot be handed back as"
+                f" {dtype}; known: {', '.join(map(str, PLAIN))}"
+            )
         members = []
         for i, (name, p) in enumerate(_named(parameters)):
             if p.requires_grad:
@@ -174,8 +176,8 @@ class GradientAccumulator:
         self._handles = {
             device: Handle(threads, seed, device) for device in dict.fromkeys(self._devices)
         }
-        # Nothing is ever stepped here: a rule without states gives each tensor its place, counter
-        # and random stream.
+        # Nothing is stepped here. A rule without states gives each tensor a place, counters and a
+        # random stream.
         self._places = []
         for (name, p), device in zip(members, self._devices):
             handle, shape = self._handles[device], tuple(local(p).shape)
@@ -194,11 +196,11 @@ class GradientAccumulator:
 
     @property
     def attached(self):
-        """Whether backward passes go to the buffers."""
+        """True if backward passes add to the buffers."""
         return any(map(_live, self._hooks))
 
     def attach(self):
-        """Puts the hooks on the parameters; nothing where they are already. Returns the
+        """Puts the hooks on the parameters, unless they are there already. Returns the
         accumulator."""
         for i, ref in enumerate(self._params):
             p = ref()
@@ -207,7 +209,7 @@ class GradientAccumulator:
         return self
 
     def detach(self):
-        """Takes the hooks off. What is in the buffers stays there for `reassign` or `clear`."""
+        """Removes the hooks. The buffers keep their sums for `reassign` or `clear`."""
         for hook in self._hooks:
             if hook is not None:
                 hook.remove()
@@ -249,8 +251,8 @@ class GradientAccumulator:
         buffer = self._buffers[i]
         grad = dense(grad.detach())
         if buffer is None and grad.dtype == self._buffer_dtype:
-            # The first of a sum, exact as it is. A view stays where it is: a bucket that others
-            # write must not be a buffer.
+            # The first gradient of a sum becomes the buffer as it is. A view is copied, because
+            # others may write the bucket that it belongs to.
             alone = (
                 grad.is_contiguous()
                 and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
@@ -288,10 +290,10 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def reassign(self, missing=None):
-        """Hands the sums back as `p.grad` and lets go of the buffers.
+        """Hands the sums back as `p.grad` and frees the buffers.
 
-        A gradient that was left in `p.grad` by a backward pass without hooks is added to the sum.
-        missing: as in the constructor, for this call; where it raises, nothing has changed.
+        A gradient that a backward pass without hooks has left in `p.grad` is added to the sum.
+        `missing` is that of the constructor, for this call. If it raises, nothing has changed.
         """
         missing = self.missing if missing is None else missing
         _check_missing(missing)
@@ -301,7 +303,7 @@ class GradientAccumulator:
         self._hand_back(everything)
 
     def _without(self, indices):
-        """Names of those parameters that no gradient came for."""
+        """Returns the names of the parameters that no gradient came for."""
         found = []
         for i in indices:
             p = self._params[i]()
@@ -322,16 +324,16 @@ class GradientAccumulator:
             buffer, self._buffers[i] = self._buffers[i], None
             dtype = self._returned_dtype(p)
             if dtype != p.dtype and getattr(p, "grad_dtype", dtype) not in (None, dtype):
-                p.grad_dtype = None  # whatever autograd makes: the hook must see float32 as it is
+                p.grad_dtype = None  # any: the hook must see float32 gradients as they are
             p.grad = _sharding.like(p, buffer.to(dtype))
 
     def clear(self):
-        """Forgets the sums, as zero_grad() of halfstep's optimizers does; for those of other
-        packages, and zero_grad() of a model, call it."""
+        """Forgets the sums. zero_grad() of halfstep's optimizers does the same. For optimizers of
+        other packages, and zero_grad() of a model, call this function."""
         self._buffers = [None] * len(self._buffers)
 
     def memory(self):
-        """Bytes of the buffers there are now."""
+        """Returns the bytes of the buffers that exist now."""
         return sum(b.numel() * b.element_size() for b in self._buffers if b is not None)
 
     # ---- Saving and copies -----------------------------------------------------------------------
@@ -342,8 +344,8 @@ class GradientAccumulator:
     def _set_generator(self, name):
         if name not in _abi.choices("generator"):
             raise ValueError(
-                f"halfstep: these sums were saved with the generator {name!r}, which this library"
-                " does not have"
+                f"halfstep: unknown generator {name!r} of the saved sums; known:"
+                f" {', '.join(_abi.choices('generator'))}"
             )
         for handle in self._handles.values():
             handle.set(generator=name)
@@ -354,8 +356,8 @@ class GradientAccumulator:
             handle.count(index, writes=int(n))
 
     def state_dict(self):
-        """What has to be saved for a resumed run to draw the same random bits, with the sums if
-        there are any."""
+        """Returns what a resumed run needs to draw the same random bits, and the sums if there are
+        any."""
         return {
             "format": self.format,
             "seed": self.seed,
@@ -367,7 +369,7 @@ class GradientAccumulator:
         }
 
     def load_state_dict(self, state_dict):
-        """Takes seed, generator, counters and sums from `state_dict`; parameters that it does not
+        """Takes seed, generator, counters and sums from `state_dict`. Parameters that it does not
         know keep theirs."""
         if state_dict["format"] != self.format:
             raise ValueError(

@@ -1,5 +1,8 @@
-"""`EMA`: an average of a model's weights that moves by less than the last place of BF16. Over 500
-lines because torch has the like of it in two classes, and files of both load here."""
+"""`EMA`: an average of a model's weights that moves by less than the last place of BF16.
+
+This file is longer than 500 lines because torch has the like in two classes, and files of both load
+here.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ from .optimizer import unwrapped
 __all__ = ["EMA"]
 
 _BY_ID = {f.id: f.name for f in _abi.formats.values()}
-#: dtypes of a weight and of the residual or error code beside it -> the format that they are
+#: dtypes of a weight and of the residual or error code beside it -> their format
 _WITH_EXTRA = {
     (DTYPES[f.code_dtype], DTYPES[f.extra_dtype]): f.name
     for f in _abi.formats.values()
     if f.roles & _abi.ROLE_WEIGHT and f.extra_bits
 }
-#: what helps where a model is sharded
+#: advice for a sharded model
 _WHOLE = (
     "make the EMA of a whole copy of the model, and load into a second copy what"
     " get_model_state_dict(full_state_dict=True) gives"
@@ -37,24 +40,26 @@ _WHOLE = (
 
 
 def _extra_dtype(fmt):
-    """The dtype of what a format keeps beside each weight, or None."""
+    """Returns the dtype of the residual or error code that a format keeps beside each weight, or
+    None."""
     info = _abi.formats[fmt]
     return DTYPES[info.extra_dtype] if info.extra_bits else None
 
 
 def _signed(number):
-    """An unsigned 64-bit number as the signed one of the same bits, which torch can store."""
+    """Returns the signed number with the bits of an unsigned 64-bit number, because torch stores
+    signed ones."""
     return ctypes.c_int64(number).value
 
 
 def _in_order(tensor, device):
-    """Returns the tensor itself if it lies on the device row by row, else a copy that does."""
+    """Returns the tensor itself if it is on the device in memory order, else such a copy."""
     return _devices.place(dense(tensor), device)
 
 
 class _Handle:
-    """What an EMA knows of its averages in this process: their C handle, and who wrote them. It
-    belongs to one object, so copies are empty."""
+    """What an EMA knows of its averages in this process: their C handle, and who wrote them. Copies
+    are empty, because it belongs to one object."""
 
     def __init__(self):
         self.handle, self.key, self.watch = None, None, Watch()
@@ -66,14 +71,14 @@ class _Handle:
         return _Handle, ()
 
     def build(self, members, live, random, generator, threads, device):
-        """members: (name, id, format, shape); live: the formats of what they follow; device: of the
-        averages."""
+        """Makes the C handle. `members` holds (name, id, format, shape) of each average, `live` the
+        formats of the weights that they follow. `device` is that of the averages."""
         self.handle = handle = Handle(threads, random, device)
         handle.set(generator=generator)
         unbound = None
         for (name, identity, fmt, shape), followed in zip(members, live):
             index = handle.add("ema/" + fmt, name, identity & (2**64 - 1), shape, followed)
-            if _extra_dtype(fmt) is None:  # nothing to bind, but to say so
+            if _extra_dtype(fmt) is None:  # bound below, to nothing
                 unbound = index
         if unbound is not None:
             check(lib.halfstep_bind_slot(handle, unbound, SLOT_WEIGHT, None, None), handle)
@@ -82,14 +87,14 @@ class _Handle:
         self.bound, self.steps = {}, None
 
     def bind(self, index, slot, tensor):
-        """Tells the library where residuals or error codes lie, if that is not where they were."""
+        """Gives the library the address of residuals or error codes if it has changed."""
         address = _sharding.address(tensor)
         if self.bound.get((index, slot)) != address:
             check(lib.halfstep_bind_slot(self.handle, index, slot, None, address), self.handle)
             self.bound[index, slot] = address
 
     def count(self, n, steps, writes):
-        """Puts the counters to what they should be, unless they are."""
+        """Sets the counters of all averages, unless they have these values."""
         if self.steps != (steps, writes):
             for index in range(n):
                 self.handle.count(index, state_steps=steps, full_steps=steps, writes=writes)
@@ -97,7 +102,7 @@ class _Handle:
 
 
 def _codec(fmt, weight, extra, values=None):
-    """Decodes one stored tensor to fp32, or with `values` stores those in it, to nearest."""
+    """Decodes one stored tensor to fp32. With `values` stores these in it, rounded to nearest."""
     if weight.numel() == 0:
         return torch.empty(weight.shape, dtype=torch.float32, device="cpu")
     codec = Codec("ema/" + fmt, {}, tuple(weight.shape), "average")
@@ -116,7 +121,7 @@ def _decode(fmt, weight, extra):
 
 
 def _encode(fmt, values):
-    """(weight, residual or error code or None) of fp32 values."""
+    """Returns fp32 values as (weight, residual or error code or None)."""
     values = values.contiguous()
     weight = torch.empty(values.shape, dtype=DTYPES[_abi.formats[fmt].code_dtype], device="cpu")
     dtype = _extra_dtype(fmt)
@@ -126,8 +131,8 @@ def _encode(fmt, values):
 
 
 def _plant(root, name, tensor):
-    """Registers a buffer under a dotted name, as a tree of modules, so that it moves, copies and
-    saves as all buffers do."""
+    """Registers a buffer under a dotted name in a tree of modules, so that it moves, copies and
+    saves like any buffer."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:
@@ -162,7 +167,7 @@ def _check_shapes(what, theirs, ours):
 
 
 class _Extras(torch.nn.Module):
-    """The root of that tree."""
+    """The root of the tree that _plant() makes."""
 
     def __repr__(self):
         return f"{len(list(self.buffers()))} tensors"
@@ -179,42 +184,39 @@ class EMA(torch.nn.Module):
         ...
         ema(inputs)     # or ema.module, with the averaged weights
 
-    The model is copied at once; the first update takes its weights over, later ones do average +=
-    (1 - decay) * (weight - average), in fp32. Rounded to BF16 such a change nearly always vanishes;
-    here averages are rounded stochastically or keep a residual.
+    The model is copied at once. The first update takes its weights over. Later updates do average
+    += (1 - decay) * (weight - average), in fp32. Rounded to BF16, such a change nearly always
+    vanishes, so averages are rounded stochastically here or keep a residual.
 
-    decay       of the average, 0 to 1; may be changed between updates (`ema.decay = 0.9999`) and,
-                as in AveragedModel, is
-                not part of the state
+    decay       of the average, 0 to 1. May be changed between updates (`ema.decay = 0.9999`). As in
+                AveragedModel it is not part of the state
     weights     how averages of BF16 parameters are stored: "bf16-sr" in 2 bytes, "bf16-ecc8" in 3,
-                "bf16-kahan" or
-                "bf16-ecc16" in 4; float16 ones take the namesake, float32 ones stay as they are.
-                "f32" makes all averages float32, and `module` with them. For BF16 averages of a
-                float32 model give a copy of it in BF16: EMA(deepcopy(model).bfloat16()), then
-                update_parameters(model)
-    device      of the copy, as in AveragedModel; all averages have to lie on one
-    use_buffers True: buffers are averaged like parameters; False: they are copied from the model at
-    each update
-    debias      True: all weights seen so far count by their age alone, so that the first is no
-                better than the others
-    scan        "scan": weights are looked through before each update, which reads them twice;
-                "known-finite": they are
-                not, and an update takes no longer than torch's lerp_. For models whose optimizer
-                has just looked at the gradients; may be changed between updates, and is not part of
-                the state
+                "bf16-kahan" or "bf16-ecc16" in 4. float16 averages take the format of the same kind,
+                and float32 averages stay float32. "f32" makes all averages float32, and `module`
+                with them. For BF16 averages of a float32 model give a copy of it in BF16:
+                EMA(deepcopy(model).bfloat16()), then update_parameters(model)
+    device      of the copy, as in AveragedModel. All averages have to be on one device
+    use_buffers True: buffers are averaged like parameters; False: each update copies them from the
+                model
+    debias      True: the weights seen so far count by their age alone, so that the first has no
+                advantage
+    scan        "scan": weights are checked before each update, which reads them twice.
+                "known-finite": they are not checked, and an update takes no longer than torch's
+                lerp_. For models whose optimizer has just checked the gradients. May be changed
+                between updates, and is not part of the state
     seed, generator, threads    of the random bits and of the work, as in Optimizer
 
-    Frozen parameters that no average can be stored of (whole numbers, fp8, float64, tensors of
-    quantized classes) are copied at each update.
+    Frozen parameters that cannot be averaged (whole numbers, fp8, float64, tensors of quantized
+    classes) are copied at each update.
 
     `n_averaged` counts updates; setting it to zero starts anew. An update from a model with a
     weight that is NaN or infinite is refused (see `scan`): nothing changes, `skipped_updates`
-    counts it and the first is warned of. The state_dict() holds tensors only and goes on bit for
-    bit; that of an AveragedModel loads too.
+    counts it, and the first one gives a warning. The state_dict() holds tensors only and goes on
+    bit for bit. The state_dict() of an AveragedModel loads, too.
     """
 
-    _copied: frozenset = frozenset()  # in pickles that lack it
-    _dropped = False  # whether a residual was, and that was said
+    _copied: frozenset = frozenset()  # for pickles that lack it
+    _dropped = False  # True once the warning about a dropped residual was given
 
     def __init__(
         self,
@@ -237,14 +239,11 @@ class EMA(torch.nn.Module):
             )
         stores = [f.name for f in _abi.formats.values() if f.roles & _abi.ROLE_WEIGHT]
         if weights not in stores:
-            raise ValueError(
-                f"halfstep: weights={weights!r} stores no weights; formats that do:"
-                f" {', '.join(stores)}"
-            )
+            raise ValueError(f"halfstep: unknown weights={weights!r}; known: {', '.join(stores)}")
         generator = _abi.choices("generator")[0] if generator is None else generator
         if generator not in _abi.choices("generator"):
             raise ValueError(
-                f"halfstep: generator={generator!r} is none of"
+                f"halfstep: unknown generator={generator!r}; known:"
                 f" {', '.join(_abi.choices('generator'))}"
             )
         self.scan = scan
@@ -269,8 +268,8 @@ class EMA(torch.nn.Module):
             "n_averaged",
             torch.tensor(0, dtype=torch.long, device="cpu" if device is None else device),
         )
-        #: names of frozen parameters of which there is no average, such as those of a quantized
-        #: base: each update copies them
+        #: names of frozen parameters without an average, such as those of a quantized base; each
+        #: update copies them
         self._copied = {
             name
             for name, p in self.module.named_parameters()
@@ -289,8 +288,8 @@ class EMA(torch.nn.Module):
                     name,
                     torch.zeros(tensor.shape, dtype=_extra_dtype(fmt), device=tensor.device),
                 )
-        # Not the optimizer's ids: an average must not round as the weight that it follows, or
-        # another average of it, does.
+        # These are not the optimizer's ids, because an average must not round as the weight that it
+        # follows does, or as another average of it.
         ids = [_signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
         self.register_buffer("formats", torch.tensor(formats, dtype=torch.long, device="cpu"))
         self.register_buffer("ids", torch.tensor(ids, dtype=torch.long, device="cpu"))
@@ -299,27 +298,28 @@ class EMA(torch.nn.Module):
         self.register_buffer("counters", torch.zeros(2, dtype=torch.long, device="cpu"))
 
     def forward(self, *args, **kwargs):
-        """The averaged model's."""
+        """Runs the averaged model."""
         return self.module(*args, **kwargs)
 
     def _check_scan(self):
-        # An average of some tensors of a model and not of others, as "per-tensor" would leave it,
-        # is of no use.
+        # "per-tensor" is not allowed, because an average of only some tensors of a model is
+        # useless.
         if self.scan not in ("scan", "known-finite"):
             raise ValueError(
-                f"halfstep: scan={self.scan!r} of an average is none of scan, known-finite"
+                f"halfstep: unknown scan={self.scan!r} of an average; known: scan, known-finite"
             )
 
     @property
     def skipped_updates(self):
-        """Updates refused so far because a weight was not finite."""
+        """The updates refused so far because a weight was not finite."""
         return int(self.counters[1])
 
     # ---- What is averaged ------------------------------------------------------------------------
 
     @staticmethod
     def _tensors_of(module, use_buffers):
-        """(name, tensor) of all parameters and, if wanted, the buffers of real numbers."""
+        """Yields (name, tensor) of all parameters and, if `use_buffers`, of the floating-point
+        buffers."""
         yield from module.named_parameters()
         if use_buffers:
             for name, buffer in module.named_buffers():
@@ -339,12 +339,12 @@ class EMA(torch.nn.Module):
             if _signed(_abi.name_id(name)) == wanted:
                 return name
         raise ValueError(
-            "halfstep: this EMA was saved with a generator of random bits that this library does"
-            " not have"
+            "halfstep: unknown generator of random bits in a saved EMA; known:"
+            f" {', '.join(_abi.choices('generator'))}"
         )
 
     def _members(self):
-        """(name, id, format, tensor) of each average."""
+        """Returns (name, id, format, tensor) of each average."""
         averages = list(self._averages())
         formats, ids = self.formats.tolist(), self.ids.tolist()
         if not len(averages) == len(formats) == len(ids):
@@ -375,8 +375,8 @@ class EMA(torch.nn.Module):
 
     @staticmethod
     def _live(name, tensor, average, states_of_optimizers):
-        """(tensor in memory order, format, residual or error code or None) of what an average
-        follows."""
+        """Returns what an average follows: the tensor in memory order, its format, and its residual
+        or error code or None."""
         if not is_ordinary(tensor):
             check_parameter(tensor, name)
         _devices.check_memory(tensor, f"the weight {name!r}")
@@ -402,8 +402,8 @@ class EMA(torch.nn.Module):
     def update_parameters(self, model, optimizer=None):
         """Moves the averages towards the weights of `model`, which match them in order.
 
-        optimizer: the halfstep optimizer (or several) that trains the model; where it keeps a
-        residual or an error code beside a weight, the average follows both parts. Without it, it
+        optimizer: the halfstep optimizer, or several, that trains the model. If it keeps a residual
+        or an error code beside a weight, the average follows both parts. Without it the average
         follows the 16-bit weights.
         """
         first = int(self.n_averaged) == 0
@@ -445,7 +445,7 @@ class EMA(torch.nn.Module):
             lives.append(self._live(name, tensor, average, states))
         others = self._other_buffers(model)
         for (name, _, _, _), (_, _, extra) in zip(members, lives) if self.scan == "scan" else ():
-            # The library looks at the weights themselves.
+            # The library checks the weights themselves.
             if (
                 extra is not None
                 and extra.is_floating_point()
@@ -456,7 +456,7 @@ class EMA(torch.nn.Module):
         held = self._ready(members, [live[1] for live in lives])
         handle = held.handle
         if first:
-            held.watch = Watch()  # whatever there was is written over
+            held.watch = Watch()  # everything is written over
             refused = self._take_over(members, lives)
             if refused is not None:
                 self._refuse(refused)
@@ -474,7 +474,7 @@ class EMA(torch.nn.Module):
                 held.bind(index, SLOT_WEIGHT, _find(self.extra, name))
         code = lib.halfstep_step(handle, held.weights, held.gradients)
         if code == _abi.OK and _devices.is_asynchronous(handle.device):
-            code = lib.halfstep_synchronize(handle)  # whether it counts has to be known
+            code = lib.halfstep_synchronize(handle)  # the counters need the verdict
         if code == _abi.NONFINITE:
             self._refuse(_calls.nonfinite_tensor(handle)[0])
             return
@@ -493,8 +493,8 @@ class EMA(torch.nn.Module):
         held.steps = (held.steps[0] + 1, held.steps[1] + 1)
 
     def _ready(self, members, formats):
-        """Returns the C handle for these averages and formats of what they follow, with all that
-        may have changed since."""
+        """Returns the C handle for these averages and for the formats of the weights that they
+        follow. Gives it everything that may have changed."""
         held = self._handle
         device = _devices.of(members[0][3]) if members else torch.device("cpu")
         members = [
@@ -503,7 +503,7 @@ class EMA(torch.nn.Module):
         key = members, formats, self.random.tolist(), device
         threads = self.threads or torch.get_num_threads()
         if held.key != key:
-            held.key = None  # until all of it is built
+            held.key = None  # until the build has succeeded
             held.build(members, formats, key[2][0], self._generator(), threads, device)
             held.key = key
         held.handle.work(threads)
@@ -515,7 +515,7 @@ class EMA(torch.nn.Module):
                 f"Invalid decay value {decay} provided. Please provide a value in [0,1] range."
             )
         self._check_scan()
-        # The rule's decay stays below 1; where nothing may move, its rate of learning is 0.
+        # The rule's decay must stay below 1, so a decay of 1 is a learning rate of 0.
         held.handle.set(
             scan=self.scan,
             lr=0.0 if decay == 1.0 and steps else 1.0,
@@ -525,15 +525,15 @@ class EMA(torch.nn.Module):
         return held
 
     def _take_over(self, members, lives):
-        """The first update copies: what is left for the rule to add are the residuals, as w - (w -
-        g) would not be g. Returns the name of a weight that is not finite, in which case nothing
-        was copied."""
+        """Copies the weights for the first update, because w - (w - g) would not be exactly g. The
+        rule then adds the residuals. If a weight is not finite, copies nothing and returns its
+        name."""
         for (name, _, _, _), (live, _, _) in zip(members, lives):
             if not bool(torch.isfinite(live).all()):
                 return name
         for (name, _, _, average), (live, _, _) in zip(members, lives):
             most = torch.finfo(average.dtype).max
-            # A finite weight stays finite in a narrower format.
+            # A finite weight must stay finite in a narrower format.
             average.detach().copy_(
                 live.clamp(-most, most) if torch.finfo(live.dtype).max > most else live
             )
@@ -554,7 +554,7 @@ class EMA(torch.nn.Module):
             )
 
     def _other_buffers(self, model):
-        """Pairs of (ours, the model's) buffers that the rule does not see."""
+        """Returns (ours, the model's) for each pair of buffers that the rule does not see."""
         ours, theirs = list(self.module.named_buffers()), list(model.named_buffers())
         if len(ours) != len(theirs):
             raise ValueError(
@@ -571,7 +571,7 @@ class EMA(torch.nn.Module):
     def _follow_buffers(self, pairs, first):
         for ours, theirs in pairs:
             theirs = theirs.detach().to(ours.device)
-            # As AveragedModel does with whole numbers.
+            # AveragedModel does this with whole numbers, too.
             ours.detach().copy_(
                 theirs
                 if first or not self.use_buffers
@@ -581,20 +581,21 @@ class EMA(torch.nn.Module):
     # ---- Residuals of averages that others write -------------------------------------------------
 
     def _extras(self):
-        """The residual or error code beside each average that has one."""
+        """Returns the residual or error code beside each average that has one."""
         found = ((average, _find(self.extra, name)) for name, average in self._averages())
         return {average: extra for average, extra in found if extra is not None}
 
     @torch.no_grad()
     def _notice(self):
-        """Drops the residuals of averages that something else than update_parameters() has written
-        since."""
+        """Drops the residuals of averages that somebody else has written since
+        update_parameters()."""
         watch = self._handle.watch
         if not watch:
             return
         extras = self._extras()
         strangers = watch.strangers(extras.get)
-        # Of a tensor in another's place: what is known is the residual that it found there.
+        # A new tensor may be in the place of a known one. It is recognized by the residual that it
+        # found there.
         known = {id(note.extra): note for note in watch.notes}
         strangers += [
             (average, None)
@@ -631,8 +632,8 @@ class EMA(torch.nn.Module):
 
     @torch.no_grad()
     def full_state_dict(self):
-        """The averages in fp32, residuals and error codes included, under the names of the model's
-        own state_dict().
+        """Returns the averages in fp32, with residuals and error codes, under the names of the
+        model's own state_dict().
 
         Buffers that are not averaged are copied as they are.
         """
@@ -660,8 +661,8 @@ class EMA(torch.nn.Module):
         )
 
     def _convert(self, state_dict, prefix):
-        """Brings the averages of a state to be loaded into the formats of this EMA: those of
-        another EMA, or the plain tensors of an AveragedModel. Everything else is left for the base
+        """Converts the averages in a state dictionary to the formats of this EMA. They are those of
+        another EMA, or plain tensors of an AveragedModel. Everything else is left for the base
         class to judge."""
         averages = list(self._averages())
         saved = state_dict.get(prefix + "formats")

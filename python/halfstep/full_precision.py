@@ -1,4 +1,4 @@
-"""Weights with what is kept beside them, as fp32: how a model leaves a split format."""
+"""Weights in fp32 with their residuals or error codes, for a model that leaves a split format."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Dict, Iterable, Union
@@ -11,8 +11,8 @@ __all__ = ["full_precision_state_dict"]
 
 
 class _Lazy(Mapping):
-    """A state dictionary of which one weight at a time exists in fp32: each is decoded when it is
-    asked for, and not kept."""
+    """A state dictionary that decodes each weight to fp32 when it is asked for, and does not keep
+    it."""
 
     def __init__(self, held: Mapping, owners: Dict[int, Optimizer]):
         self._held, self._owners = held, owners
@@ -37,13 +37,14 @@ class _Lazy(Mapping):
 def full_precision_state_dict(
     model: torch.nn.Module, optimizer: Union[Optimizer, Iterable[Optimizer]], lazy: bool = False
 ) -> Mapping:
-    """`model.state_dict()` with every weight in fp32, as training knew it: Kahan residuals and
-    error codes are added to the weights that `optimizer` (one, or several) keeps them beside. Other
-    floating-point tensors are converted, whole numbers copied, and what is tied is one tensor under
-    each of its names.
+    """Returns `model.state_dict()` with every weight in fp32, as training knew it. Kahan residuals
+    and error codes are added to the weights that `optimizer` (one, or several) keeps them beside.
 
-    lazy: a mapping that decodes each weight when it is asked for, so that no second model has to
-    fit beside the first:
+    Other floating-point tensors are converted, and whole numbers are copied. A tied weight is one
+    tensor under each of its names.
+
+    lazy: returns a mapping that decodes each weight when it is asked for, so that no second model
+    has to fit beside the first:
 
         for name, weight in halfstep.full_precision_state_dict(model, opt, lazy=True).items(): ...
 
@@ -55,8 +56,8 @@ def full_precision_state_dict(
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise TypeError(
-                f"halfstep: a {type(one).__name__} is none of halfstep's optimizers; its weights"
-                " are what they are in the model"
+                f"halfstep: a {type(one).__name__} is not one of halfstep's optimizers; its"
+                " weights are what they are in the model, so leave it out"
             )
     owners = {
         id(p): one for one in optimizers for group in one.param_groups for p in group["params"]

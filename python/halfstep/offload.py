@@ -1,4 +1,4 @@
-"""`CPUOffload`: weights on a GPU, states and steps in the process's memory."""
+"""`CPUOffload`: weights on a GPU, states and steps in CPU memory."""
 
 import contextlib
 import queue
@@ -23,11 +23,12 @@ _HOST = torch.device("cpu")
 class _Copy:
     """What this process keeps of one weight of the GPU.
 
-    weight, as_of   the weight, pinned; and what _mark() said of the parameter that it is a copy of
-    gradient        pinned; and `given`, whose copy it is: (weak reference, mark), or None where it
-                    is the only one there is (`alone`)
-    more            another gradient, (copy, event), that is still to be added to that
-    down            event: until what was fetched last, and so all that was fetched before, is here
+    weight, as_of   the pinned copy of the weight, and _mark() of the parameter when it was copied
+    gradient        the pinned copy of a gradient
+    given           the gradient that it is a copy of, as (weak reference, mark), or None
+    alone           True if the copy is the only one there is
+    more            another gradient, (copy, event), that is still to be added to `gradient`
+    down            the event of the last fetch; after it, everything that was fetched is here
     """
 
     __slots__ = ("weight", "as_of", "gradient", "given", "alone", "more", "down")
@@ -37,7 +38,7 @@ class _Copy:
         self.alone = False
 
     def is_of(self, grad):
-        """Whether `gradient` holds what this tensor holds."""
+        """Returns True if `gradient` holds what this tensor holds."""
         return (
             grad is self.gradient
             or self.given is not None
@@ -47,8 +48,8 @@ class _Copy:
 
 
 def _mark(tensor):
-    """What is another one as soon as somebody has written the tensor, or has put other memory
-    there."""
+    """Returns a mark of a tensor. The mark changes as soon as somebody writes the tensor or gives
+    it other memory."""
     return version(tensor), local(tensor).data_ptr()
 
 
@@ -57,8 +58,8 @@ def _fits(held, tensor):
 
 
 class Carrier:
-    """Copies between a GPU and the process, on two streams beside the one that is computed on: one
-    for each direction."""
+    """Copies between a GPU and CPU memory on two streams beside the current one, one for each
+    direction."""
 
     def __init__(self):
         self.copies, self.sides = {}, {}
@@ -78,11 +79,11 @@ class Carrier:
         return self.copies[p]
 
     def keep(self, params):
-        """Forgets what is of other parameters."""
+        """Forgets the copies of other parameters."""
         self.copies = {p: copy for p, copy in self.copies.items() if p in params}
 
     def _fetch(self, into, tensor):
-        """Begins to copy a tensor of the GPU; the event after which it is here."""
+        """Begins to copy a tensor from the GPU. Returns the event after which the copy is here."""
         side = self.side(_devices.of(tensor), False)
         side.follow()
         side.copy(into, dense(tensor))
@@ -100,9 +101,9 @@ class Carrier:
     # ---- Gradients -------------------------------------------------------------------------------
 
     def take(self, p, grad, alone):
-        """A gradient of p is complete: its copy begins. alone: nobody else will keep it, so that
-        those of further backward passes are added here, in their dtype and in the order of their
-        coming, as they would be there."""
+        """Begins to copy a complete gradient of p. `alone`: nobody else will keep the gradient.
+        Gradients of further backward passes are then added here, in their dtype and in order, as on
+        the GPU."""
         copy, here = self.of(p), local(grad)
         if copy.alone:
             self._add(copy)
@@ -116,14 +117,14 @@ class Carrier:
 
     def _add(self, copy):
         if copy.more is not None:
-            _devices.wait(copy.more[1])  # before which that of the first one came
+            _devices.wait(copy.more[1])  # the first gradient came before it
             copy.gradient.add_(copy.more[0])
             self._leave_buffer(copy.more[0])
             copy.more = None
 
     def gradient(self, p):
-        """What p is to be stepped with: its gradient on the GPU, or the copy of one that was given
-        up."""
+        """Returns the gradient to step p with: the one on the GPU, or the copy of one that was
+        given up. Returns None if there is neither."""
         if p.grad is not None:
             return p.grad
         copy = self.copies.get(p)
@@ -133,21 +134,21 @@ class Carrier:
         return copy.gradient
 
     def doubt(self):
-        """Gradients on the GPU may be others than were copied."""
+        """Notes that gradients on the GPU may differ from the copies."""
         for copy in self.copies.values():
             copy.given = None
 
     def drop(self):
-        """Forgets gradients that are nowhere else."""
+        """Forgets gradients that exist only here."""
         for copy in self.copies.values():
             if copy.more is not None:
-                self._leave_buffer(copy.more[0])  # what comes there next comes on the same stream
+                self._leave_buffer(copy.more[0])  # the next copy to it is on the same stream
             copy.alone, copy.more = False, None
 
     # ---- Weights ---------------------------------------------------------------------------------
 
     def bring(self, p, grad):
-        """Weight and gradient as they are here; what still has to come is on its way until
+        """Returns the copies of weight and gradient. They may still be on their way until
         arrive()."""
         copy, here = self.of(p), local(p).detach()
         if copy.as_of is None or copy.as_of[0] is None or copy.as_of != _mark(p):
@@ -159,8 +160,8 @@ class Carrier:
         return copy.weight, copy.gradient
 
     def arrive(self, params):
-        """Until weights and gradients of these are here. Weights may be on their way to the GPU
-        still, where nobody reads them before the copies that follow."""
+        """Waits until the copies of these weights and gradients are here. Weights may still be on
+        their way to the GPU, where nobody reads them before the copies that follow."""
         for p in params:
             copy = self.copies[p]
             if copy.down is not None:
@@ -168,7 +169,7 @@ class Carrier:
                 copy.down = None
 
     def put(self, p):
-        """Begins to copy the weight back, which is the same here and there then."""
+        """Begins to copy the weight back. It is then the same here and there."""
         copy, here = self.of(p), local(p).detach()
         side = self.side(_devices.of(here), True)
         if _devices.is_plain(here):
@@ -178,13 +179,13 @@ class Carrier:
         copy.as_of = _mark(p)
 
     def follow(self):
-        """Weights are written after what the GPU has to do by now."""
+        """Makes later writes of weights wait for the work that the GPU has now."""
         for (_, up), side in self.sides.items():
             if up:
                 side.follow()
 
     def lead(self):
-        """What the GPU does from now on comes after the weights."""
+        """Makes later work of the GPU wait for the weights."""
         for (_, up), side in self.sides.items():
             if up:
                 side.lead()
@@ -192,7 +193,7 @@ class Carrier:
     # ---- Steps while the backward pass goes on ---------------------------------------------------
 
     def send(self, release, p, grad, micro):
-        """Has p stepped by a thread of this carrier as soon as its gradient is here."""
+        """Sends p to a thread of this carrier, which steps p as soon as its gradient is here."""
         buffer = self._take_buffer(local(grad))
         down = self._fetch(buffer, local(grad))
         if self.thread is None:
@@ -209,7 +210,7 @@ class Carrier:
     def carry_out(self, release, p, buffer, down, micro):
         copy = self.of(p)
         copy.gradient, copy.down, copy.given, copy.alone = buffer, down, None, True
-        if self.error is None:  # after one, gradients stay until step() has told it
+        if self.error is None:  # after an error, gradients stay until step() has raised it
             try:
                 release.step_sent(p, buffer, micro)
             except BaseException as error:
@@ -219,7 +220,7 @@ class Carrier:
             self._leave_buffer(buffer)
 
     def join(self):
-        """Until all that was sent is stepped. Raises what went wrong there."""
+        """Waits until all parameters that were sent are stepped. Raises an error of that thread."""
         if self.thread is None or threading.current_thread() is self.thread:
             return
         done = threading.Event()
@@ -250,7 +251,7 @@ def _run(carrier, work):
 
 
 class _Offloaded(HostedPlacement):
-    """Steps large parameters of a GPU in the process's memory."""
+    """Steps large parameters of a GPU in CPU memory."""
 
     def __init__(self, groups, names):
         super().__init__(groups, names)
@@ -258,7 +259,7 @@ class _Offloaded(HostedPlacement):
         self.hooks = []
 
     def hook(self):
-        """Has gradients copied as they come, where release does not take them."""
+        """Copies gradients as they come, unless gradient release takes them."""
         for handle in self.hooks:
             handle.remove()
         self.hooks = follow_gradients(
@@ -277,13 +278,13 @@ class _Offloaded(HostedPlacement):
         )
 
     def _placed(self, p):
-        """The gradient in the placements of its parameter."""
+        """Returns the gradient in the placements of its parameter."""
         return _sharding.gradient_of(p, p.grad, self.names.given.get(p, "?"))
 
     @torch.no_grad()
     def _copy_gradient(self, p):
         if p.grad.layout != torch.strided:
-            return  # which step() refuses by name
+            return  # step() refuses it by name
         grad, alone = self._placed(p), self.groups.options.offload_gradients
         if grad is p.grad or alone:
             self.carrier.take(p, grad, alone)
@@ -307,9 +308,7 @@ class _Offloaded(HostedPlacement):
     def gradient_of(self, p):
         if self.groups.options.offload_gradients and p.grad is not None:
             copy = self.carrier.copies.get(p)
-            if (
-                copy is not None and copy.alone
-            ):  # a hook that raised kept it from those that are here
+            if copy is not None and copy.alone:  # a hook raised before it was added to the copy
                 self._copy_gradient(p)
         return self.carrier.gradient(p)
 
@@ -321,7 +320,7 @@ class _Offloaded(HostedPlacement):
             and grad.shape == local(p).shape
             and grad.dtype in PLAIN
         ):
-            return PLAIN[grad.dtype]  # it was a gradient of this parameter, and is elsewhere
+            return PLAIN[grad.dtype]  # it was a gradient of this parameter on the GPU
         return super().check_gradient(p, grad, name)
 
     def bring(self, m, p, grad):
@@ -341,7 +340,7 @@ class _Offloaded(HostedPlacement):
     def put_back(self, members):
         if (
             members and not self.groups.options.gradient_release
-        ):  # where the gradient came after all that reads the weight
+        ):  # in release the gradient comes after all reads of the weight
             self.carrier.follow()
         for m in members:
             self.carrier.put(m.p)
@@ -355,8 +354,8 @@ class _Offloaded(HostedPlacement):
         self.carrier.lead()
 
     def released(self, p, release):
-        # What is stepped on the GPU keeps its gradient until step(), so that handles belong to one
-        # thread at a time.
+        # Parameters that are stepped on the GPU keep their gradients until step(), so that handles
+        # belong to one thread at a time.
         if self._is_offloaded(p):
             grad = self._placed(p)
             check_gradient(p, grad, self.names.given.get(p, "?"))
@@ -374,45 +373,46 @@ class _Offloaded(HostedPlacement):
 
 
 class CPUOffload(Hosted):
-    """An optimizer whose states and steps are in the process's memory while its weights are on a
-    GPU.
+    """An optimizer whose states and steps are in CPU memory while its weights are on a GPU.
 
-        opt = halfstep.CPUOffload(model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4,
-        clip_norm=1.0) opt = halfstep.CPUOffload(model.named_parameters(), halfstep.Lion, lr=1e-5,
-        states="int4")
+        opt = halfstep.CPUOffload(
+            model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4, clip_norm=1.0
+        )
+        opt = halfstep.CPUOffload(
+            model.named_parameters(), halfstep.Lion, lr=1e-5, states="int4"
+        )
 
-    It is an optimizer of the class of its recipe, with all options, the same bits, and state
-    dictionaries that go either way. Gradients come to pinned memory on a stream of their own while
-    the backward pass goes on; step() waits for the last of them, judges and clips them all
-    together, steps, and has weights copied back on another stream, which the next forward pass
-    waits for.
+    It is an optimizer of the class of its recipe, with all options and the same bits. State
+    dictionaries of both load into each other. Gradients are copied to pinned memory on a stream of
+    their own while the backward pass goes on. step() waits for the last gradient, checks and clips
+    all of them together, and steps. The weights are copied back on another stream, which the next
+    forward pass waits for.
 
     recipe              a recipe, or a class of this package
-    offload_gradients   gradients are given up on the GPU as soon as they are here; those of further
-                        backward passes are added here,
-                        and step() or zero_grad() forgets them. torch.nn.utils.clip_grad_norm_()
-                        finds none then: use clip_norm=; a GradScaler's step() raises RuntimeError
-    minimal_size        parameters of fewer elements are stepped on the GPU, where their states are,
-                        too. There are none of them among
-                        DTensors, with a norm_group, or where the library has no kernels for the GPU
-    gradient_release    each parameter is stepped by a thread of its own as soon as its gradient is
-                        here, while the backward pass goes
-                        on. Tensors are judged singly then, and clipped by the norm of the round
-                        before or their own: see prepare_gradient_release()
+    offload_gradients   gradients are freed on the GPU as soon as they are here. Those of further
+                        backward passes are added here, and step() or zero_grad() forgets them.
+                        torch.nn.utils.clip_grad_norm_() finds none then, so use clip_norm=. A
+                        GradScaler's step() raises RuntimeError
+    minimal_size        parameters of fewer elements are stepped on the GPU, and their states are
+                        there, too. DTensors, optimizers with a norm_group, and GPUs for which the
+                        library has no kernels have no such parameters
+    gradient_release    a thread steps each parameter as soon as its gradient is here, while the
+                        backward pass goes on. Tensors are then checked singly, and clipped by the
+                        norm of the round before or by their own: see prepare_gradient_release()
     options             of the class: lr, betas, clip_norm ...
 
-    A parameter takes host memory for its states, and 2 bytes (BF16) each for copies of the weight
-    and of the gradient; the copies are pinned, the states, which never leave, are not. In
-    gradient_release parameters of one size share copies of gradients, of which there are as many as
-    are on their way at once. Parameters in the process's memory are stepped where they are.
+    A parameter takes CPU memory for its states, and 2 bytes an element (BF16) each for copies of
+    the weight and of the gradient. The copies are pinned. The states never leave and are not
+    pinned. In gradient_release, parameters of one size share copies of gradients. There are then as
+    many copies as are on their way at once. Parameters in CPU memory are stepped there.
 
-    A gradient that is written after its backward pass is copied again where the write is known:
-    those of torch's operators, of DistributedDataParallel and of a GradScaler are. After
+    A gradient that is written after its backward pass is copied again if the write is known. Writes
+    of torch's operators, of DistributedDataParallel and of a GradScaler are known. After
     torch.distributed.all_reduce(p.grad), or a kernel of your own, call
     torch.autograd.graph.increment_version(p.grad).
 
-    In gradient_release step() has to be called after each backward pass: what the GPU does after it
-    comes after the weights.
+    In gradient_release, step() has to be called after each backward pass. Work of the GPU after
+    step() then waits for the weights.
     """
 
     _placement = _Offloaded
@@ -432,7 +432,7 @@ class CPUOffload(Hosted):
 
     @property
     def _step_supports_amp_scaling(self):
-        # A GradScaler asks for it in each step, and divides gradients by an operator that moves no
+        # A GradScaler asks for this in each step. It divides gradients by an operator that moves no
         # version counters.
         mode = "offload_gradients" if self.offload_gradients else "gradient_release"
         if getattr(self, mode):
@@ -448,12 +448,12 @@ class CPUOffload(Hosted):
         self.__dict__["_step_supports_amp_scaling"] = value
 
     def add_param_group(self, param_group):
-        """As torch's."""
+        """Adds a group as torch's optimizers do."""
         super().add_param_group(param_group)
         self._parts.placement.hook()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; also forgets gradients that are here alone."""
+        """Clears gradients as torch's optimizers do, and forgets gradients that exist only here."""
         self._parts.placement.settle()
         self._parts.placement.carrier.drop()
         super().zero_grad(set_to_none)
@@ -467,7 +467,7 @@ _steps_on = {}
 
 
 def _can_step_on(device):
-    """Whether the library has kernels for a device, which it takes for small tensors alone."""
+    """Returns True if the library has kernels for a device. Only small tensors need them."""
     if device not in _steps_on:
         try:
             Handle(1, 0, device)

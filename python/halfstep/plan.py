@@ -1,5 +1,7 @@
-"""The memory that training takes under each recipe, before anything is allocated. This file is
-longer than 500 lines because the tables that it prints belong to what they are reckoned from."""
+"""The memory that training takes under each recipe, before anything is allocated.
+
+This file is longer than 500 lines because the tables that it prints stay beside their formulas.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ RECIPES = (
     "adamw/bf16-kahan/bf16-sr",
     "adamw/f32/f32",
 )
-#: what a bar is made of: field of a row, how it is drawn in a terminal, its colour elsewhere (told
-#: apart without colours, too)
+#: the parts of a bar: field of a row, its sign in a terminal, its colour elsewhere; they differ
+#: without colours, too
 _PARTS = (
     ("weights", "█", "#1f4e79"),
     ("extras", "▓", "#4a90c2"),
@@ -34,16 +36,15 @@ _PARTS = (
     ("frozen", "·", "#999999"),
 )
 _BAR = 48
-#: bytes a second: one way over a bus to and from pinned memory (PCI Express 5 with 16 lanes); of
-#: memory in a step of 16 cores; of memory on
-#: a GPU (H100)
+#: bytes a second. _BUS: one way over a bus to and from pinned memory (PCI Express 5 with 16 lanes)
+#: _HOST: memory in a step of 16 cores; _DEVICE: memory of a GPU (H100)
 _BUS, _HOST, _DEVICE = 55e9, 170e9, 2.5e12
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One recipe. All but the names are bytes."""
+    """One recipe. All numbers are bytes, except `seconds`."""
 
     recipe: str
     gradient_format: str
@@ -51,34 +52,35 @@ class PlanRow:
     #: Kahan residuals and error codes
     extras: int
     gradients: int
-    #: with their scales
+    #: including their scales
     states: int
     #: parameters that do not train, as they are
     frozen: int
     total: int
-    #: whether `total` is within the memory asked about; None if none was
+    #: True if `total` is within the memory that was asked about; None if none was
     fits: bool | None
-    #: of a process that states are offloaded to, which are not in `total` then: states, extras,
-    #: copies of weights and gradients
+    #: memory of the process that states are offloaded to: states, extras, copies of weights and
+    #: gradients; they are not in `total`
     host: int = 0
-    #: what an offloaded step copies to the process and back
+    #: bytes that an offloaded step copies to the process and back
     copied: int = 0
-    #: with device_memory=: what the recipe is trained with, and what a step takes beside the
-    #: backward pass, or under it (`hidden`)
+    #: with device_memory=. way: how the recipe is trained; seconds: the time of a step after the
+    #: backward pass; hidden: True if it is under the backward pass
     way: str = ""
     seconds: float | None = None
     hidden: bool = False
 
 
 class Plan:
-    """What `halfstep.plan` answers: `rows`, smallest first; `str()` is a table of them."""
+    """The answer of `halfstep.plan`. `rows` are sorted, the smallest first. `str()` is a table of
+    them."""
 
     def __init__(self, rows, parameters, release, memory, offload=False, placed=False):
         self.rows = rows
-        #: whether rows say where states are (device_memory=)
+        #: True if rows say where states are (device_memory=)
         self.placed = placed
         self.offload = offload
-        #: how many numbers train
+        #: the number of parameters that train
         self.parameters = parameters
         self.release = release
         self.memory = memory
@@ -187,7 +189,7 @@ class Plan:
         return "\n".join([title, "", *table, "", *self._bars(), "", foot])
 
     def _scale(self):
-        """What the longest bar stands for, in bytes."""
+        """Returns the bytes that the longest bar stands for."""
         return max([row.total for row in self.rows] + [self.memory or 0, 1])
 
     def _label(self, row):
@@ -201,7 +203,7 @@ class Plan:
         return [part for part in _PARTS if any(getattr(row, part[0]) for row in self.rows)]
 
     def _bars(self):
-        """A line for each recipe, as long as its memory, with | where the memory ends that was
+        """Returns a line for each recipe, as long as its memory. A | marks the memory that was
         asked about."""
         scale, wide = self._scale(), max((len(self._label(row)) for row in self.rows), default=0)
         limit = None if self.memory is None else round(self.memory / scale * _BAR)
@@ -246,7 +248,7 @@ class Plan:
         )
 
     def _svg(self):
-        """The bars as a picture, which needs neither script nor style of the page that it is in."""
+        """Returns the bars as a picture that needs no script or style of its page."""
         scale, left, right, high = self._scale(), 210, 420, 22
         out, y = [], 4
         for row in self.rows:
@@ -296,7 +298,8 @@ def _size(n):
 
 
 def _bytes(memory):
-    """24e9, "24e9", "24G" or "24 GiB": units are powers of 1024, as in `halfstep plan`."""
+    """Returns the bytes of 24e9, "24e9", "24G" or "24 GiB". Units are powers of 1024, as in
+    `halfstep plan`."""
     size, unit = memory, ""
     if isinstance(memory, str):
         found = re.fullmatch(
@@ -319,12 +322,14 @@ def _shape(name, given):
     shape = getattr(given, "shape", given)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(not isinstance(n, int) or n < 0 for n in shape):
-        raise ValueError(f"the shape of {name!r} is {shape}")
+        raise ValueError(
+            f"invalid shape {shape} of {name!r}: sizes are whole numbers of at least 0"
+        )
     return shape
 
 
 def _tensors(model_or_shapes):
-    """[(shape)] of what trains, and the bytes of what does not."""
+    """Returns the shapes of the tensors that train, and the bytes of the others."""
     if isinstance(model_or_shapes, torch.nn.Module):
         shapes, frozen = [], 0
         for name, p in model_or_shapes.named_parameters():
@@ -350,28 +355,29 @@ def plan(
     host=_HOST,
     device=_DEVICE,
 ) -> Plan:
-    """A table of the memory that weights, gradients and optimizer states take under each of some
-    recipes.
+    """Returns a table of the memory that weights, gradients and optimizer states take under each
+    of some recipes.
 
-    It answers for this model with all parameters that train stored as the recipe's weight format
-    says (`model.to( torch.bfloat16)` for the bf16 ones), and gradients in the same width;
-    parameters with requires_grad=False are counted as they are. Nothing is allocated: the model may
-    be on the meta device. Hyper-parameters that change which states exist have their defaults: SGD
-    is without momentum.
+    It assumes that all parameters that train are stored in the recipe's weight format
+    (`model.to(torch.bfloat16)` for the bf16 ones), and gradients in the same width. Parameters with
+    requires_grad=False are counted as they are. Nothing is allocated, so the model may be on the
+    meta device. Hyper-parameters that change which states exist have their defaults: SGD is without
+    momentum.
 
     model_or_shapes: a module, a dict of shapes by name, or (name, shape) pairs; a tensor may stand
-    for its shape. recipes: names such as "adamw/bf16-sr/int8" (one or several); by default those of
-    the README's table. release: gradients are released, so that only the largest one exists.
-    memory: bytes (or "24G") that each recipe's total is compared with. offload: states are in the
-    process's memory (CPUOffload with minimal_size=0), and what is counted, and compared with
-    `memory`, is that
-        of the GPU; "gradients": gradients leave it as they come, too (offload_gradients=True).
-    device_memory: bytes (or "24G") of a GPU: for each recipe the quickest way that fits, of states
-    on the GPU, `StateStreaming` and
-        `CPUOffload`, with gradients kept (or, where that does not fit, released), and the time that
-        it takes; of a single recipe all ways.
-    bus, host, device: bytes a second, for these times: one way over the bus, of the process's
-    memory, and of the GPU's.
+        for its shape.
+    recipes: names such as "adamw/bf16-sr/int8" (one or several); by default those of the README's
+        table.
+    release: gradients are released, so that only the largest one exists.
+    memory: bytes (or "24G") that each recipe's total is compared with.
+    offload: states are in CPU memory (CPUOffload with minimal_size=0). The total, which is compared
+        with `memory`, is then that of the GPU. "gradients": gradients leave the GPU as they come,
+        too (offload_gradients=True).
+    device_memory: bytes (or "24G") of a GPU. For each recipe finds the quickest way that fits, and
+        the time that it takes. Ways are states on the GPU, `StateStreaming` and `CPUOffload`, with
+        gradients kept, or released if that does not fit. For a single recipe lists all ways.
+    bus, host, device: bytes a second for these times: one way over the bus, of CPU memory, and of
+        the GPU's memory.
     """
     if device_memory is not None and (offload or release or memory is not None):
         raise ValueError(
@@ -380,9 +386,11 @@ def plan(
         )
     for name, speed in (("bus", bus), ("host", host), ("device", device)):
         if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not speed > 0:
-            raise ValueError(f"{name}={speed!r} is no number of bytes a second")
+            raise ValueError(
+                f"{name}={speed!r} is not a number of bytes a second; give a number above 0"
+            )
     if offload not in (False, True, "gradients"):
-        raise ValueError(f"offload={offload!r} is none of False, True, 'gradients'")
+        raise ValueError(f"unknown offload={offload!r}; known: False, True, 'gradients'")
     if isinstance(model_or_shapes, str):
         raise TypeError(
             "halfstep.plan(model_or_shapes, recipes) takes a model or shapes first;"
@@ -438,9 +446,7 @@ def plan(
         host = copied = 0
         if offload:
             copied = weights + sum(each)
-            host = (
-                extras + states + copied
-            )  # in release it may be less: copies of gradients are used again
+            host = extras + states + copied  # less in release, where copies of gradients are shared
             extras = states = 0
         total = weights + extras + gradients + states + frozen
         rows.append(
@@ -471,13 +477,14 @@ def plan(
 
 
 def _preference(row):
-    """Of ways that fit the quickest, rather one that loses nothing; else the smallest."""
+    """Returns a key that sorts ways. The quickest that fits comes first, before those that lose
+    something; then the smallest."""
     return (False, row.hidden, row.seconds) if row.fits else (True, row.total, row.seconds)
 
 
 def _ways(row, largest_gradient, largest_states, limit, bus, host, device, released):
-    """What docs/choosing.md says of places for states: the ways to train one recipe. released: its
-    rule can step one tensor at a time."""
+    """Returns the ways to train one recipe, which docs/choosing.md describes. `released`: the rule
+    can step one tensor at a time."""
     kept = row.extras + row.states
     buffers = min(BUFFERS * max(BUFFER_BYTES, largest_states), kept)
     touched = 2 * row.weights + row.gradients + 2 * kept

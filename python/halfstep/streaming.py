@@ -1,5 +1,5 @@
-"""`StateStreaming`: weights and steps on a GPU, states in the process's memory, which pass through
-the GPU in each step."""
+"""`StateStreaming`: weights and steps on a GPU, states in CPU memory, which pass through the GPU in
+each step."""
 
 import contextlib
 import math
@@ -13,18 +13,18 @@ from ._parameters import rows_of
 from ._sharding import local
 from .optimizer import Kept, Optimizer, Params
 
-#: buffers of a device: states come into one and go from another while a third is stepped, so that
-#: the bus carries both ways at once
+#: the number of buffers of a device. States come into one and leave another while a third is
+#: stepped, so that the bus is used both ways at once
 BUFFERS = 3
-#: bytes of one, unless a single parameter has more
+#: bytes of a buffer, unless a single parameter has more
 BUFFER_BYTES = 256 << 20
-#: tensors in a buffer begin at multiples of this, as those of torch's allocators do
+#: tensors in a buffer begin at multiples of this, as with torch's allocators
 _ALIGNED = 256
 
 
 class _Buffer:
-    """Memory of a GPU for the states of one stage after the other: `owner` is the last, `left` the
-    event after which its states have left it."""
+    """Memory of a GPU for the states of one stage after the other. `owner` is the last stage.
+    `left` is the event after which its states have left."""
 
     __slots__ = ("memory", "owner", "left")
 
@@ -53,12 +53,12 @@ class Bus:
         return self.buffers[stage.number % BUFFERS]
 
     def forget(self):
-        """States that have set out and were not asked for may be others by now."""
+        """Forgets states that were fetched and not used, because they may have changed since."""
         for stage in self.stages:
             stage.ready = None
 
     def wait(self):
-        """Until all states are in the process's memory."""
+        """Waits until all states are in CPU memory."""
         _devices.wait(self.down.event())
 
 
@@ -68,16 +68,16 @@ class Stage:
     def __init__(self, bus):
         self.bus, self.number, self.size = bus, len(bus.stages), 0
         bus.stages.append(self)
-        #: by member: where each of its streams begins in the buffer, by key
+        #: for each member: where each of its streams begins in the buffer, by key
         self.places = {}
-        #: by member: the event after which its states are in the process's memory
+        #: for each member: the event after which its states are in CPU memory
         self.kept = {}
-        #: the event after which all of them are in the buffer
+        #: the event after which all states are in the buffer
         self.ready = None
         self.state = None
 
     def take(self, members, state):
-        """The members, and where their states are kept."""
+        """Takes members, and the optimizer's state, which holds their states."""
         self.state = state
         for m in members:
             places = self.places[m] = {}
@@ -86,12 +86,12 @@ class Stage:
                 self.size += -(-_bytes(s) // _ALIGNED) * _ALIGNED
 
     def addresses(self, m):
-        """Of the streams of a member while it is stepped, by key."""
+        """Returns the memory of a member's streams while it is stepped, by key."""
         memory = self.bus.buffer(self).memory
         return {key: memory[at:] for key, at in self.places[m].items()}
 
     def _copies(self, members):
-        """(in the buffer, in the process's memory), of each stream."""
+        """Yields (memory in the buffer, tensor in CPU memory) for each stream."""
         memory = self.bus.buffer(self).memory
         for m in members:
             held = self.state[m.p]
@@ -100,7 +100,7 @@ class Stage:
                 yield memory[at : at + _bytes(s)].view(s.dtype).view(s.shape), local(held[s.key])
 
     def _fetch(self, members):
-        """Has states set out for the buffer; the event after which they are there."""
+        """Begins to copy states into the buffer. Returns the event after which they are there."""
         bus, buffer = self.bus, self.bus.buffer(self)
         for event in {
             id(e): e for e in (self.kept.get(m) for m in members) if e is not None
@@ -113,16 +113,15 @@ class Stage:
         return bus.up.event()
 
     def begin(self):
-        """Has the states of all members set out, if the step that they are for has not had them do
-        so."""
+        """Begins to copy the states of all members, unless this step has begun already."""
         if self.ready is None:
             self.ready = self._fetch(self.places)
             self.bus.buffer(self).owner = self
 
     @contextlib.contextmanager
     def states(self, only=None, written=True):
-        """While this is entered, states are in the buffer, those of all members or of `only`; and
-        if they are written they are on their way back after it."""
+        """Returns a context in which states are in the buffer: those of all members, or of `only`.
+        If they are written, they are copied back afterwards."""
         bus, buffer = self.bus, self.bus.buffer(self)
         members = self.places if only is None else [only]
         if only is None:
@@ -151,7 +150,7 @@ def _bytes(stream):
 
 
 class _Streamed(HostedPlacement):
-    """Steps parameters where they lie, with states of large ones in the process's memory."""
+    """Steps parameters where they are, with states of large ones in CPU memory."""
 
     def __init__(self, groups, names):
         super().__init__(groups, names)
@@ -166,8 +165,8 @@ class _Streamed(HostedPlacement):
             _devices.check_copies(local(p), name)
 
     def divide(self, wanted):
-        """Parameters whose states stay where they are stepped; and then stages of about the size of
-        a buffer."""
+        """Divides parameters: first those whose states stay where they are stepped, then stages of
+        about the size of a buffer."""
         stay, buses, room = [], {}, self.groups.options.buffer
         for one in wanted:
             if not self._is_streamed(one.p):
@@ -193,8 +192,8 @@ class _Streamed(HostedPlacement):
     def stepping(self):
         if any(_devices.capturing(bus.device) for bus in self.buses):
             raise RuntimeError(
-                "halfstep: a step of StateStreaming cannot be captured into a CUDA graph: its"
-                " states come from the process's memory"
+                "halfstep: a step of StateStreaming cannot be captured into a CUDA graph,"
+                " because its states come from CPU memory"
             )
         try:
             yield
@@ -208,31 +207,32 @@ class _Streamed(HostedPlacement):
 
 
 class StateStreaming(Hosted):
-    """An optimizer whose states are in the process's memory, and are stepped on the GPU where its
-    weights and gradients are.
+    """An optimizer whose states are in CPU memory, and are stepped on the GPU where its weights and
+    gradients are.
 
-        opt = halfstep.StateStreaming(model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4,
-        clip_norm=1.0)
+        opt = halfstep.StateStreaming(
+            model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4, clip_norm=1.0
+        )
 
-    It is an optimizer of the class of its recipe, with all options, the same bits, and state
-    dictionaries that go either way. In step() states pass through three buffers on the GPU: while
-    some are stepped, the next come and the last go, so that a step takes as long as the bus takes
-    for all states one way (docs/choosing.md says when that is less than CPUOffload takes).
+    It is an optimizer of the class of its recipe, with all options and the same bits. State
+    dictionaries of both load into each other. In step() states pass through three buffers on the
+    GPU. While some are stepped, the next come and the last go. A step therefore takes as long as
+    the bus takes for all states one way; docs/choosing.md says when CPUOffload takes longer.
 
     recipe              a recipe, or a class of this package
-    buffer              bytes of a buffer. States of one parameter are in it together, so it is
-                        larger where one of them needs that
+    buffer              bytes of a buffer. All states of one parameter are in it together, so it is
+                        larger if one of them needs more
     minimal_size        parameters of fewer elements have their states on the GPU
     gradient_release    states of each parameter come and go as soon as its gradient is there, in
                         the backward pass
     options             of the class: lr, betas, clip_norm ...
 
-    States are in pinned memory, of which torch takes powers of two. Where they need more than one
-    buffer, step() waits once for all gradients, unless it looks for nothing in them
-    (scan="known-finite" without clip_norm); it returns before the states are back. Everything here
-    that reads them waits for that; who reads `optimizer.state` by hand synchronizes the device
-    first. Such a step cannot be captured into a CUDA graph. Parameters in the process's memory are
-    stepped there.
+    States are in pinned memory, which torch takes in powers of two. If they need more than one
+    buffer, step() waits once for all gradients, unless it does not check them
+    (scan="known-finite" without clip_norm). It returns before the states are back. All functions of
+    this package that read states wait for them. Code that reads `optimizer.state` itself must
+    synchronize the device first. Such a step cannot be captured into a CUDA graph. Parameters in
+    CPU memory are stepped there.
     """
 
     _placement = _Streamed
@@ -248,6 +248,8 @@ class StateStreaming(Hosted):
         **options: Any,
     ) -> None:
         if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
-            raise ValueError(f"halfstep: buffer={buffer!r} is no number of bytes")
+            raise ValueError(
+                f"halfstep: buffer={buffer!r} is not a size in bytes; give a whole number above 0"
+            )
         self.buffer = buffer
         super().__init__(params, recipe, minimal_size=minimal_size, **options)

@@ -219,9 +219,7 @@ def test_what_bitsandbytes_has_alone():
     params, opt = trained(optim.AdamW32bit)
     saved = copy.deepcopy(opt.state_dict())
     saved["state"][0]["__bnb_optimizer_quant_state__"]["gnorm_vec"] = torch.ones(100)
-    with pytest.warns(
-        UserWarning, match=r"gnorm_vec \(percentile clipping\) cannot be carried over"
-    ):
+    with pytest.warns(UserWarning, match=r"cannot be loaded.*: gnorm_vec \(percentile clipping\)"):
         halfstep.AdamW(list(params.values())).load_state_dict(saved)
 
 

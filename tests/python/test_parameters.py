@@ -172,7 +172,7 @@ def test_formats_of_weights():
     assert weight_format("bf16", torch.bfloat16, "p") == "bf16"
     for asked, dtype, error, said in (
         ("bf16-sr", torch.float64, TypeError, "parameter 'p' is torch.float64"),
-        ("bf17", torch.float32, ValueError, "weights='bf17' is no format"),
+        ("bf17", torch.float32, ValueError, "unknown format weights='bf17'"),
         ("bf17", torch.bfloat16, ValueError, "weights='bf17' cannot store; formats are: bf16"),
         ("f32", torch.float16, ValueError, "'p' is torch.float16, which weights='f32' cannot"),
     ):

@@ -736,7 +736,7 @@ def test_hashes_of_a_kept_state_end_with_the_next_step():
     before = states(other)
     live = {**saved(live), "weight_hashes": [1]}
     live["state"][0]["exp_avg"].zero_()
-    with pytest.raises(ValueError, match="'weight_hashes' of this state is no dictionary"):
+    with pytest.raises(ValueError, match="'weight_hashes' of this state is not a dictionary"):
         other.load_state_dict(live)
     assert states(other) == before
 

@@ -1,2 +1,2 @@
-"""The interfaces of other packages: `from halfstep.compat.PACKAGE import ...` in place of `from
-PACKAGE import ...`."""
+"""The interfaces of other packages. Import `from halfstep.compat.PACKAGE` instead of `from
+PACKAGE`."""

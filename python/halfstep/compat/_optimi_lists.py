@@ -1,11 +1,13 @@
-"""optimi's functional forms: steps on lists of tensors that are the caller's, states included, in
-place.
+"""optimi's functional forms: steps in place on lists of tensors that belong to the caller,
+including the states.
 
 optimi's states are debiased: m^ = m / (1 - b^t). With b^ = b (1 - b^(t-1)) / (1 - b^t) they obey m^
-= b^ m^ + (1 - b^) g, so the library's rules update them in the caller's memory as they are, given
-b^ for b and a count so high that its own correction is 1. Two things need raw moments: Adan, whose
-second beta stands in its update too, and the first steps of RAdam and Ranger, which are not
-rectified. For those the states are scaled in float32, one tensor at a time, and scaled back.
+= b^ m^ + (1 - b^) g. The library's rules can therefore update them in the caller's memory. They get
+b^ for b, and a count so high that their own correction is 1.
+
+Two cases need raw moments. One is Adan, whose update uses the second beta itself. The other is the
+first steps of RAdam and Ranger, which are not rectified. For these the states are scaled in
+float32, one tensor at a time, and scaled back.
 
 This file is longer than 500 lines because it has every signature of these functions.
 """
@@ -33,15 +35,15 @@ _HANDLES = 64
 
 
 class _Lists:
-    """A handle for lists of tensors of one structure. Memory and counters are given anew at every
-    call."""
+    """A handle for lists of tensors of one structure. Every call gives it memory and counters
+    anew."""
 
     def __init__(self, rule, members, hypers):
         self.handle = create_handle(torch.get_num_threads(), 0)
         self.groups: Dict[str, int] = {}
         try:
-            # Steps are given anew at every call, often as a number that only settles the rule, and
-            # lattices go by them.
+            # Every call sets the steps, often to a number that only settles the rule. A generator
+            # of lattices would go by them.
             check(
                 lib.halfstep_set_choice(self.handle, _abi.ALL_GROUPS, b"generator", b"mixer"),
                 self.handle,
@@ -90,8 +92,8 @@ class _Lists:
             self.threads = threads
 
     def bind(self, i, item):
-        """The memory of one tensor. Tensors without elements have no address, but their slots have
-        to count as bound."""
+        """Binds the memory of one tensor. Tensors without elements have no address, but their slots
+        must count as bound."""
         slots = [(_abi.SLOT_WEIGHT, None, item.comp)] if item.comp is not None else []
         slots += [
             (_abi.SLOT_STATE + k, t, extra)
@@ -114,8 +116,8 @@ _slow_residuals = WeakIdKeyDictionary()
 
 
 def _lists(rule, items, hypers) -> _Lists:
-    # A single tensor gets its id at each call, so that one handle serves all of its structure; in
-    # long lists that is slow.
+    # A single tensor gets its id at each call, so that one handle serves all tensors of its
+    # structure. For long lists that is slow.
     members = [(item.identity[0] if len(items) > 1 else 0, *item.structure) for item in items]
     key = (rule, tuple(members), hypers.get("momentum", 1.0) != 0.0)
     found = _handles.pop(key, None)
@@ -128,8 +130,8 @@ def _lists(rule, items, hypers) -> _Lists:
 
 
 def _identity(p, place):
-    """[id, writes] of a tensor. The functions have no seed: what an optimizer draws as one goes
-    into the id of each tensor."""
+    """Returns [id, writes] of a tensor. The functions have no seed. A seed is drawn as for an
+    optimizer, and goes into the id of each tensor."""
     found = _identities.get(p)
     if found is None:
         found = _identities[p] = [(_abi.name_id(place) + seed_of(None)) % 2**64, 0]
@@ -137,7 +139,7 @@ def _identity(p, place):
 
 
 class _Item:
-    """One tensor of the lists as the library takes it, with what has to be copied back into the
+    """One tensor of the lists as the library takes it, with the data to copy back into the
     caller's."""
 
     def __init__(self, i, param, grad, states, comp, rule, kahan, factors):
@@ -196,8 +198,8 @@ class _Item:
                         )
                 self.states.append(self._dense(value, True))
             elif s.name in factors or (s.role == _abi.ROLE_NONNEG and value.dtype == torch.float16):
-                # No half format of the library holds second moments: those of small gradients would
-                # be zero.
+                # The library's half formats do not hold second moments, because those of small
+                # gradients would be zero.
                 formats.append("f32")
                 self.scaled.append((k, value.detach(), *factors.get(s.name, (1.0, 1.0))))
                 self.states.append(torch.empty(self.shape, dtype=torch.float32, device="cpu"))
@@ -262,8 +264,8 @@ def _step(
     factors=None,
     accumulate=False,
 ) -> bool:
-    """One step of the library's rule `name` on lists of the caller's tensors. False if a gradient
-    was not finite."""
+    """Makes one step of the library's rule `name` on lists of the caller's tensors. Returns False
+    if a gradient was not finite."""
     foreach, _, gradient_release = options
     if foreach and gradient_release:
         raise ValueError("gradient_release and foreach cannot be used together")
@@ -282,7 +284,7 @@ def _step(
         _Item(i, p, g, [s[i] for s in states], c, rule, kahan_sum, factors or {})
         for i, (p, g, c) in enumerate(zip(params, grads, comps))
     ]
-    # Scaled states need scratch memory, which is held for one tensor at a time; the others are
+    # Scaled states need scratch memory, which is held for one tensor at a time. The others are
     # stepped in one call.
     batches = [[item for item in items if not item.scaled]] + [
         [item] for item in items if item.scaled
@@ -345,8 +347,8 @@ def over(weight_decay, lr):
 
 
 def _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate, proximal=False):
-    """Hyper-parameters and mode of the decay. Micro-steps do not decay, and have no L2 term, as in
-    optimi."""
+    """Returns the hyper-parameters and the mode of the decay. Micro-steps do not decay and have no
+    L2 term, as in optimi."""
     lr, weight_decay = float(lr), 0.0 if accumulate else float(weight_decay)
     found = {"lr": lr, "weight_decay": weight_decay, "reference_lr": 0.0}
     if weight_decay == 0.0:
@@ -370,7 +372,7 @@ def _count(step):
 
 
 def _debiased(beta, t):
-    """The factor b^ by which a debiased average forgets in its update number t."""
+    """Returns the factor b^ by which a debiased average forgets in its update number t."""
     power = beta**t
     return (beta - power) / (1.0 - power)
 
@@ -496,7 +498,7 @@ def adamw(
     gradient_release: bool = False,
     optimizer_accumulation: bool = False,
 ):
-    """One step of AdamW on lists of tensors: `adam` with decoupled decay."""
+    """Makes one step of AdamW on lists of tensors: `adam` with decoupled decay."""
     _adam(
         "adamw",
         params,
@@ -542,8 +544,8 @@ def stableadamw(
     optimizer_accumulation: bool = False,
     mean_squares: Optional[List[Tensor]] = None,
 ):
-    """One step of StableAdamW on lists of tensors; see `adam`. `eps_sqs` and `mean_squares` are
-    optimi's scratch and unused: the square of `eps` is taken from `eps`."""
+    """Makes one step of StableAdamW on lists of tensors; see `adam`. `eps_sqs` and `mean_squares`
+    are optimi's scratch and not used: the square of `eps` is taken from `eps`."""
     _adam(
         "stableadamw",
         params,
@@ -595,8 +597,8 @@ def _rectified(
     debiased1, debiased2 = _debiased(beta1, t), _debiased(beta2, t)
     before, factors = t - 1, {}
     if accumulate or (rho > 5.0 and debiased2 > 2.0 / 3.0):
-        # Settled, the library's own rectification of these betas is 1 (above 2/3), so the true one
-        # goes into lr.
+        # The library's own rectification is 1 for a settled rule with these betas (above 2/3), so
+        # the true one goes into lr.
         before = _SETTLED
         hypers.update(beta1=debiased1, beta2=debiased2)
         if not accumulate:
@@ -652,9 +654,9 @@ def radam(
     gradient_release: bool = False,
     optimizer_accumulation: bool = False,
 ):
-    """One step of RAdam on lists of tensors; see `adam`. The first steps, which are not rectified
-    (five of them, or all with beta2 up to 2/3), take scratch memory of 8 bytes for each element of
-    one tensor at a time."""
+    """Makes one step of RAdam on lists of tensors; see `adam`. The first steps are not rectified
+    (five of them, or all with beta2 up to 2/3). They take scratch memory of 8 bytes for each
+    element of one tensor at a time."""
     _rectified(
         "radam",
         params,
@@ -702,10 +704,13 @@ def ranger(
     gradient_release: bool = False,
     optimizer_accumulation: bool = False,
 ):
-    """One step of Ranger on lists of tensors; see `radam`. The slow weights `la_params` are visited
-    when the new `step` is a multiple of `k`. With `kahan_sum` they have a residual of their own;
-    optimi's signature has no place for it, so it is kept here for as long as the tensor in
-    `la_params` lives, and starts at zero in another process."""
+    """Makes one step of Ranger on lists of tensors; see `radam`. The slow weights `la_params` are
+    visited when the new `step` is a multiple of `k`.
+
+    With `kahan_sum` the slow weights have a residual of their own. optimi's signature has no place
+    for it, so it is kept here as long as the tensor in `la_params` lives. In another process it
+    starts at zero.
+    """
     _rectified(
         "ranger",
         params,
@@ -753,9 +758,9 @@ def adan(
     gradient_release: bool = False,
     optimizer_accumulation: bool = False,
 ):
-    """One step of Adan on lists of tensors; see `adam`. `prev_grads` hold the negative of the
-    previous gradients, before the first step that of the first. Moments are scaled to raw ones and
-    back in scratch memory, 12 bytes for each element of one tensor at a time."""
+    """Makes one step of Adan on lists of tensors; see `adam`. `prev_grads` hold the negative of the
+    previous gradients; before the first step, that of the first gradients. Moments are scaled to
+    raw ones and back in scratch memory, 12 bytes for each element of one tensor at a time."""
     hypers, decay = _decay(
         lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation, proximal=not adam_wd
     )
@@ -813,7 +818,7 @@ def lion(
     gradient_release: bool = False,
     optimizer_accumulation: bool = False,
 ):
-    """One step of Lion on lists of tensors; see `adam`."""
+    """Makes one step of Lion on lists of tensors; see `adam`."""
     hypers, decay = _decay(lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation)
     hypers.update(beta1=float(beta1), beta2=float(beta2))
     _step(
@@ -849,11 +854,11 @@ def sgd(
     gradient_release: bool = False,
     optimizer_accumulation: bool = False,
 ):
-    """One step of SGD on lists of tensors; see `adam`. Without momentum `exp_avgs` is not looked
-    at, and a micro-step is refused, since it would drop the gradients."""
+    """Makes one step of SGD on lists of tensors; see `adam`. Without momentum `exp_avgs` is not
+    used, and a micro-step is refused, because it would drop the gradients."""
     if optimizer_accumulation and not momentum:
         raise ValueError(
-            "halfstep: sgd without momentum keeps no gradient, a micro-step would lose it"
+            "halfstep: sgd without momentum keeps no gradients, so a micro-step would lose them"
         )
     hypers, decay = _decay(
         lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation

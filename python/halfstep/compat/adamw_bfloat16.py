@@ -19,11 +19,11 @@ __all__ = ["LR", "AdamW_BF16"]
 
 @dataclass
 class LR:
-    """The package's schedule: up in a line over `preheat_steps`, then down with the power
-    `decay_power` of the step.
+    """The package's schedule. The rate rises in a line over `preheat_steps`, then falls with the
+    power `decay_power` of the step.
 
-    Its first rate is 2 / preheat_steps of lr, and lr itself comes at step preheat_steps - 1. A
-    power of 0 keeps lr; with `LR(preheat_steps=1, lr=lr, decay_power=0)` the rate is constant, for
+    The first rate is 2 / preheat_steps of lr. lr itself comes at step preheat_steps - 1. A power of
+    0 keeps lr. With `LR(preheat_steps=1, lr=lr, decay_power=0)` the rate is constant, for
     use with a scheduler of torch.
     """
 
@@ -32,14 +32,14 @@ class LR:
     decay_power: float = -0.5
 
     def __call__(self, step):
-        """The rate of a step, counted from 1."""
+        """Returns the rate of a step, counted from 1."""
         x = (step + 1) / self.preheat_steps
         return self.lr * (x if x <= 1 else x**self.decay_power)
 
 
 def _numbers(function) -> dict:
-    """What a group keeps of an LR. An object in a group could not be loaded with
-    weights_only=True."""
+    """Returns the numbers that a group keeps of an LR. An object in a group could not be loaded
+    with weights_only=True."""
     try:
         found = {
             "lr": function.lr,
@@ -48,7 +48,7 @@ def _numbers(function) -> dict:
         }
     except AttributeError:
         raise TypeError(
-            "lr_function must be an LR, of which a group keeps three numbers, not"
+            "lr_function must be an LR, not"
             f" {type(function).__name__}; for another schedule use LR(preheat_steps=1, lr=lr,"
             " decay_power=0) and a scheduler"
         ) from None
@@ -78,7 +78,7 @@ class AdamW_BF16(Optimizer):
     """
 
     rule = "adamw-delayed"
-    #: decay is gathered until it exceeds this, then applied at once
+    #: decay is collected until it exceeds this, then applied at once
     decay_threshold = Kept(5e-3)
 
     def __init__(
@@ -94,7 +94,7 @@ class AdamW_BF16(Optimizer):
         super().__init__(params, defaults, **options)
 
     def add_param_group(self, param_group):
-        """As in torch; an "lr_function" of the group's own takes the place of the constructor's."""
+        """Adds a group as in torch. The group's "lr_function" replaces the constructor's."""
         if isinstance(param_group, dict) and "lr_function" in param_group:
             param_group = dict(param_group)
             for key, value in _numbers(param_group.pop("lr_function")).items():
@@ -113,8 +113,8 @@ class AdamW_BF16(Optimizer):
             return {**super().choices(group), "schedule": "inverse-power"}
 
     def load_state_dict(self, state_dict):
-        """As halfstep's; takes what adamw_bfloat16 saved as well: its `shift` is the residual, bit
-        for bit."""
+        """Loads halfstep's state dictionaries, and those that adamw_bfloat16 saved. Its `shift` is
+        the residual, bit for bit."""
         saved = state_dict["state"]
         if any("shift" in state for state in saved.values()):
             states = {
@@ -137,11 +137,11 @@ class AdamW_BF16(Optimizer):
         super().load_state_dict(state_dict)
 
     def step(self, zero_grad=False, closure=None):
-        """One step; with zero_grad=True gradients are then set to zero in place, also after a step
-        that was refused.
+        """Makes one step. With zero_grad=True gradients are then set to zero in place, also after a
+        refused step.
 
-        A closure may be given in the first place as well, as schedulers and trainers do that know
-        torch's optimizers.
+        A closure may also be the first argument, for schedulers and trainers that know torch's
+        optimizers.
         """
         if callable(zero_grad):
             zero_grad, closure = False, zero_grad

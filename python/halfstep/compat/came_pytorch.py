@@ -47,7 +47,7 @@ class CAME(Optimizer):
         super().__init__(params, _foreign.factored_group(_abi.rules[self.rule], given), **options)
 
     def add_param_group(self, param_group):
-        """As in torch; eps of the group may be a pair."""
+        """Adds a group as in torch. The group's `eps` may be a pair."""
         if isinstance(param_group, dict):
             param_group = _foreign.factored_group(_abi.rules[self.rule], param_group)
         super().add_param_group(param_group)

@@ -80,7 +80,7 @@ class FlashOptimizer(Optimizer):
     """
 
     _decoupled, _decouple_lr = Kept(False), Kept(False)
-    #: the smallest update that counts on, in units of lr
+    #: the smallest update that FlashOptim relies on, in units of lr
     _least_update = 1.0
 
     def __init__(
@@ -99,13 +99,15 @@ class FlashOptimizer(Optimizer):
                 "FlashOptimizer is the base of FlashAdam and the others, not an optimizer"
             )
         if master_weight_bits not in _WIDTHS:
-            raise ValueError(f"master_weight_bits={master_weight_bits} is none of None, 24, 32")
+            raise ValueError(
+                f"unknown master_weight_bits={master_weight_bits}; known: None, 24, 32"
+            )
         self._fused, self._compress_state_dict, self._check_numerics = (
             fused,
             compress_state_dict,
             check_numerics,
         )
-        # id(parameter) -> its largest magnitude, when it was last looked at
+        # id(parameter) -> its largest magnitude when it was last measured
         self._largest: Dict[int, float] = {}
         super().__init__(
             params,
@@ -137,7 +139,7 @@ class FlashOptimizer(Optimizer):
     # ---- What the options mean to the library ----------------------------------------------------
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """As torch's. `initial_lr` is the group's own lr where it is not given."""
+        """Adds a group as torch's optimizers do. `initial_lr` defaults to the group's own lr."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("initial_lr", float(group["lr"]))
@@ -163,8 +165,8 @@ class FlashOptimizer(Optimizer):
     # ---- Steps -----------------------------------------------------------------------------------
 
     def step(self, closure: Optional[Callable] = None):
-        """One update of every parameter that has a gradient. While gradients are released there is
-        nothing left to do, which a warning says; the closure runs all the same."""
+        """Updates every parameter that has a gradient. While gradients are released it only warns,
+        because nothing is left to do; the closure runs all the same."""
         if self._gradient_release:
             warnings.warn(
                 "optimizer.step() has nothing to do while enable_gradient_release() is active: the"
@@ -185,7 +187,7 @@ class FlashOptimizer(Optimizer):
         return loss
 
     def step_param(self, p: Tensor, group: Optional[Dict[str, Any]] = None) -> None:
-        """One update of one parameter from its gradient, if it has one."""
+        """Updates one parameter from its gradient, if it has one."""
         if p.grad is None or not p.requires_grad:
             return
         if self._check_numerics:
@@ -193,7 +195,7 @@ class FlashOptimizer(Optimizer):
         super().step_param(p, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; a warning tells while gradients are released."""
+        """Clears gradients as torch's optimizers do. Only warns while gradients are released."""
         if self._gradient_release:
             warnings.warn(
                 "optimizer.zero_grad() has nothing to do while enable_gradient_release() is active:"
@@ -214,7 +216,8 @@ class FlashOptimizer(Optimizer):
         return bool(self._parts.release.hooks)
 
     def prepare_gradient_release(self):
-        """Hooks on all parameters of this optimizer; `enable_gradient_release` takes a model's."""
+        """Puts hooks on all parameters of this optimizer. `enable_gradient_release` takes a model's
+        parameters."""
         if not self.gradient_release:
             super().prepare_gradient_release()
         elif not self._parts.release.hooks:
@@ -227,8 +230,8 @@ class FlashOptimizer(Optimizer):
         self._largest[id(p)] = float(p.detach().abs().max()) if p.numel() else 0.0
 
     def recompute_param_stats(self) -> None:
-        """Measures the largest magnitude of every parameter, which `check_numerics` goes by. By
-        itself it does so before the first step of a parameter and after loading only."""
+        """Measures the largest magnitude of every parameter, which `check_numerics` uses. By itself
+        `check_numerics` measures only before the first step of a parameter and after loading."""
         for group in self.param_groups:
             for p in group["params"]:
                 self._measure(p)
@@ -262,8 +265,8 @@ class FlashOptimizer(Optimizer):
     # ---- State dicts -----------------------------------------------------------------------------
 
     def state_dict(self):
-        """As halfstep's; with compress_state_dict=False states are decoded to float32, under
-        torch's names."""
+        """Returns halfstep's state dictionary. With compress_state_dict=False states are decoded to
+        float32, under torch's names."""
         found = super().state_dict()
         if self._compress_state_dict:
             return found
@@ -274,7 +277,7 @@ class FlashOptimizer(Optimizer):
                 recipe = _layout.recipe_of(old, str(index))
                 if recipe is None:
                     continue
-                # Copies, so that what is decoded and what is not are of one time.
+                # All tensors are copied, so that decoded and other tensors are of the same time.
                 new = {
                     key: value.clone()
                     for key, value in old.items()
@@ -289,8 +292,8 @@ class FlashOptimizer(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Loads what state_dict() gave, compressed or not, and states of torch's optimizers and
-        FlashOptim's, compressed or not."""
+        """Loads what state_dict() returned, and states of torch's optimizers and of FlashOptim,
+        compressed or not."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
@@ -298,12 +301,12 @@ class FlashOptimizer(Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._largest = {}  # keyed by what was copied
+        self._largest = {}  # its keys are ids of the originals
 
     # ---- fp32 weights ----------------------------------------------------------------------------
 
     def _coded(self):
-        """The parameters that have an error code or residual, by id."""
+        """Returns the parameters that have an error code or residual, by id."""
         found = {}
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
@@ -315,8 +318,8 @@ class FlashOptimizer(Optimizer):
         return found
 
     def get_fp32_model_state_dict(self, model: nn.Module) -> Dict[str, Tensor]:
-        """The model's state dict in float32: parameters with their error codes, everything else
-        widened. Copies."""
+        """Returns the model's state dictionary in float32, as copies. Parameters are combined with
+        their error codes, and everything else is widened."""
         model = _unwrapped(model)
         found = {
             name: value.detach().to(torch.float32, copy=True)
@@ -332,10 +335,9 @@ class FlashOptimizer(Optimizer):
     def set_fp32_model_state_dict(
         self, model: nn.Module, fp32_state_dict: Dict[str, Tensor]
     ) -> None:
-        """The inverse of get_fp32_model_state_dict(): parameters take their dtype's part, error
-        codes the rest. Buffers are restored too (FlashOptim leaves them). Names that are missing in
-        the dictionary stay as they are.
-        """
+        """Reverses get_fp32_model_state_dict(). Parameters take the part that fits their dtype, and
+        error codes the rest. Buffers are restored too, which FlashOptim does not. Names that the
+        dictionary lacks stay as they are."""
         model = _unwrapped(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -366,7 +368,7 @@ class FlashOptimizer(Optimizer):
 
 
 def _unwrapped(model):
-    """The model inside DistributedDataParallel or DataParallel."""
+    """Returns the model inside DistributedDataParallel or DataParallel, or the model itself."""
     wrapped = any(c.__module__.startswith("torch.nn.parallel") for c in type(model).__mro__)
     return model.module if wrapped else model
 
@@ -511,7 +513,7 @@ class FlashAdam(FlashOptimizer):
     """
 
     rule = "adam"
-    _least_update = 0.1  # no bound of Adam's, but what FlashOptim counts on
+    _least_update = 0.1  # not a bound of Adam's, but FlashOptim's assumption
 
     def __init__(
         self,
@@ -579,14 +581,14 @@ class FlashAdamW(FlashAdam):
 
 @dataclass
 class GradientReleaseHandle:
-    """What `enable_gradient_release` gives: `remove()` ends the release, `active` tells whether it
-    lasts."""
+    """The result of `enable_gradient_release`. `remove()` ends the release. `active` is True as
+    long as it lasts."""
 
     _hooks: list
     _optimizer: FlashOptimizer
 
     def remove(self) -> None:
-        """Takes the hooks away: ordinary steps again."""
+        """Removes the hooks, so that steps are ordinary again."""
         optimizer, mine = self._optimizer, list(self._hooks)
         for hook in self._hooks:
             hook.remove()
@@ -598,7 +600,7 @@ class GradientReleaseHandle:
 
     @property
     def active(self) -> bool:
-        """Whether the hooks are there."""
+        """True while the hooks are there."""
         return bool(self._hooks)
 
 

@@ -14,7 +14,7 @@ from ..optimizer import Kept, Optimizer, unwrapped
 
 __all__ = ["Lamb", "Lamb16", "log_lamb_rs"]
 
-#: the names that the package logs -> those of the rules' scalars
+#: names that the package logs -> names of the rules' scalars
 _LOGGED = {"weight_norm": "weight_norm", "adam_norm": "update_norm", "trust_ratio": "trust_ratio"}
 
 
@@ -65,7 +65,7 @@ class Lamb16(Optimizer):
         )
 
     def load_state_dict(self, state_dict):
-        """As halfstep's; takes what the package saved as well, decoding its states."""
+        """Loads halfstep's state dictionaries, and those of the package, whose states it decodes."""
         states = {}
         for key, state in state_dict["state"].items():
             state = states[key] = dict(state)
@@ -79,8 +79,8 @@ class Lamb16(Optimizer):
 
 
 class Lamb(Optimizer):
-    """The package's baseline: LAMB without bias corrections, the norm of a weight counting as at
-    most 10.
+    """The package's baseline: LAMB without bias corrections. The norm of a weight counts as at most
+    10.
 
     `adam=True` sets every trust ratio to 1. `halfstep.Lamb` is the paper's rule, with bias
     corrections.
@@ -110,7 +110,7 @@ def log_lamb_rs(optimizer, event_writer, token_count):
     `event_writer.add_histogram`.
 
     Tags are lamb/weight_norm, lamb/adam_norm and lamb/trust_ratio, with one number for each tensor
-    that was stepped. Other optimizers log nothing.
+    that was stepped. Logs nothing for other optimizers.
     """
     optimizer = unwrapped(optimizer)
     found = {}

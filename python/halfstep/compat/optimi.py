@@ -58,17 +58,17 @@ __all__ = [
 
 
 class OptimiOptimizer(Optimizer):
-    """What optimi's classes have in common: decay modes, Kahan summation, `step(param=...)`,
-    gradient release.
+    """Common base of optimi's classes: decay modes, Kahan summation, `step(param=...)`, gradient
+    release.
 
-    `optimizer_accumulation = True` makes the steps of gradient release micro-steps, which put
-    gradients into the states and leave the parameters alone, until it is False again.
+    `optimizer_accumulation = True` makes the steps of gradient release micro-steps until it is
+    False again. They put gradients into the states and do not change the parameters.
     """
 
     def __init__(self, params: Iterable[Any], defaults: Dict[str, Any]):
         if defaults.get("max_lr") is not None and not 0.0 <= defaults["max_lr"]:
             raise ValueError(f"Invalid maximum learning rate: max_lr={defaults['max_lr']}")
-        # Hooks are prepare_for_gradient_release()'s to make.
+        # prepare_for_gradient_release() makes the hooks.
         super().__init__(params, defaults)
         high = [
             g["weight_decay"]
@@ -84,7 +84,8 @@ class OptimiOptimizer(Optimizer):
             )
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """As torch's. A group with fully decoupled decay and no `max_lr` refers to its own lr."""
+        """Adds a group as torch's optimizers do. With fully decoupled decay and no `max_lr`, the
+        group's lr becomes `max_lr`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["decouple_lr"] and group["max_lr"] is None:
@@ -131,16 +132,15 @@ class OptimiOptimizer(Optimizer):
             param.grad = param.grad.detach().zero_()
 
     def prepare_gradient_release(self):
-        """Hooks on all parameters of this optimizer; `prepare_for_gradient_release` takes a
-        model's."""
+        """Puts hooks on all parameters of this optimizer. `prepare_for_gradient_release` takes a
+        model's parameters."""
         if not self.gradient_release:
             super().prepare_gradient_release()
         elif not self._parts.release.hooks:
             self.gradient_release = False  # a copy: the hooks stay with the original
 
     def load_state_dict(self, state_dict):
-        """Loads halfstep's state dicts, torch's, and those that torch-optimi's own class has
-        saved."""
+        """Loads state dictionaries of halfstep, of torch, and of torch-optimi's own class."""
         if _is_optimi(state_dict):
             state_dict = _from_optimi(
                 self,
@@ -155,16 +155,16 @@ class OptimiOptimizer(Optimizer):
 
 
 def constructors(optimizer, base):
-    """The stack level of whoever made an optimizer, in a warning of the constructor of `base`."""
+    """Returns the stack level of the code that made an optimizer, for a warning in the constructor
+    of `base`."""
     classes = type(optimizer).__mro__
     return 2 + sum("__init__" in vars(c) for c in classes[: classes.index(base)])
 
 
 def start_from_zeros(groups, parameters, also):
-    """Lets the momentum of SGD begin with (1 - dampening) times the gradient, in before_build().
-    The library's first buffer is the gradient itself, so parameters that are about to get states
-    get a count of one update, of a buffer of zeros.
-    """
+    """Makes the momentum of SGD begin with (1 - dampening) times the gradient, in before_build().
+    The library's first buffer is the gradient itself. Parameters that are about to get states
+    therefore get a count of one update, as if of a buffer of zeros."""
     for p in parameters:
         wanted = (
             p.grad is not None
@@ -176,7 +176,7 @@ def start_from_zeros(groups, parameters, also):
 
 
 def _is_optimi(state_dict):
-    # Every state of optimi's has this key, also where it is None.
+    # Every state of optimi has this key, even if it is None.
     return any(
         isinstance(s, dict) and "kahan_comp" in s for s in state_dict.get("state", {}).values()
     )
@@ -598,11 +598,11 @@ def prepare_for_gradient_release(
 
 
 class _Hooks(list):
-    """Handles of the hooks on a model, and whose they are."""
+    """The handles of the hooks on a model, and the optimizer that they belong to."""
 
 
 def remove_gradient_release(model: nn.Module):
-    """Takes back `prepare_for_gradient_release`: ordinary steps again."""
+    """Reverses `prepare_for_gradient_release`, so that steps are ordinary again."""
     hooks = model.__dict__.pop("_gradient_release_hooks", None)
     if hooks is None:
         warnings.warn("`model` has no gradient release hooks to remove", UserWarning, stacklevel=2)
@@ -620,8 +620,8 @@ def remove_gradient_release(model: nn.Module):
 def param_groups_weight_decay(
     model: nn.Module, weight_decay: float = 1e-2, additional_layers: Optional[Iterable[str]] = None
 ) -> List[Dict[str, Any]]:
-    """Two groups of the trainable parameters: without decay vectors, scalars, biases and all whose
-    name contains one of `additional_layers`; with `weight_decay` the rest."""
+    """Returns two groups of the trainable parameters. Vectors, scalars, biases and parameters whose
+    name contains one of `additional_layers` have no decay. The rest has `weight_decay`."""
     parts = tuple(additional_layers or ())
     plain, decayed = [], []
     for name, p in model.named_parameters():
@@ -705,8 +705,8 @@ def _cast(module, own: Set[int], parameters: bool, dtype, device):
 
 
 def _from_optimi(optimizer, state_dict):
-    """optimi's state dict in halfstep's terms: raw moments in float32, residuals under their name
-    here."""
+    """Returns optimi's state dictionary in halfstep's terms: raw moments in float32, and residuals
+    under their name here."""
     rule = _abi.rules[optimizer.rule]
     groups, states = [dict(g) for g in state_dict["param_groups"]], {}
     for group, own in zip(groups, optimizer.param_groups):

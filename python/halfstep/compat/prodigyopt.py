@@ -13,7 +13,7 @@ from ..optimizer import Optimizer
 
 __all__ = ["Prodigy"]
 
-#: what a group tells of the estimate
+#: numbers of the estimate in a group
 _ESTIMATE = ("d", "d_max", "d_numerator")
 
 
@@ -85,14 +85,14 @@ class Prodigy(Optimizer):
         )
 
     def add_param_group(self, param_group):
-        """As in torch; options of the group may have the package's names."""
+        """Adds a group as in torch. Its options may have the package's names."""
         if isinstance(param_group, dict):
             param_group = _foreign.prodigyopt_group(param_group, self.defaults)
         super().add_param_group(param_group)
 
     def step(self, closure=None):
-        """One step. RuntimeError where groups of one `d_group` have different learning rates, of
-        which the estimate has one; 0 leaves a group out."""
+        """Makes one step. Raises RuntimeError if groups of one `d_group` have different learning
+        rates, because their estimate has one. A learning rate of 0 leaves a group out."""
         shared = {}
         for group in self.param_groups:
             shared.setdefault(_sharding.number_of(group), []).append(group)

@@ -43,7 +43,7 @@ __all__ = [
 
 
 class _LowBit(Optimizer):
-    """What the classes share. `weights` and `states` may be set by group."""
+    """Common base of the classes. `weights` and `states` may be set by group."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class _LowBit(Optimizer):
 
     @property
     def is_adamw(self):
-        """Whether weight decay is decoupled."""
+        """True if weight decay is decoupled."""
         return self.rule == "adamw"
 
     @property
     def bf16_stochastic_round(self):
-        """Whether BF16 parameters are rounded stochastically. May be set; for single groups
-        `weights` says it."""
+        """True if BF16 parameters are rounded stochastically. May be set; single groups set
+        `weights`."""
         return self.defaults["weights"] == "bf16-sr"
 
     @bf16_stochastic_round.setter
@@ -102,7 +102,7 @@ class _LowBit(Optimizer):
             group["weights"] = self.defaults["weights"]
 
     def add_param_group(self, param_group):
-        """As torch's; lr becomes a tensor."""
+        """Adds a group as torch's optimizers do. Its lr becomes a tensor."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if not isinstance(group["lr"], torch.Tensor):
@@ -248,7 +248,7 @@ class AdamWFp8(_LowBit):
         )
 
 
-#: for trainers that take any name which ends in "8bit" for a class of bitsandbytes
+#: names for trainers that take every name ending in "8bit" for a class of bitsandbytes
 #: (docs/frameworks.md)
 AdamInt8, AdamWInt8 = Adam8bit, AdamW8bit
 
@@ -276,7 +276,7 @@ class _AdamW(_LowBit):
 
 
 def _own(optimizer_class):
-    """This package's class in the place of torch's of the same name."""
+    """Returns this package's class in place of torch's class of the same name."""
     if optimizer_class.__module__.startswith("torch.optim"):
         found = next(
             (
@@ -288,7 +288,7 @@ def _own(optimizer_class):
         )
         if found is None:
             raise ValueError(
-                f"halfstep has no {optimizer_class.__name__}; there are: {', '.join(classes)}"
+                f"halfstep has no {optimizer_class.__name__}; known: {', '.join(classes)}"
             )
         return found
     return optimizer_class
@@ -358,20 +358,20 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         )
 
     def __getattr__(self, name):
-        # Only for what is not found here: defaults, the dictionaries of hooks, and the worker's own
-        # methods and attributes.
+        # Only called for names that are not found here: defaults, the dictionaries of hooks, and
+        # the worker's own methods and attributes.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     @property
     def param_groups(self):
-        """Those of the optimizer that does the work."""
+        """The groups of the optimizer that does the work."""
         return self.optimizer.param_groups
 
     @property
     def state(self):
-        """That of the optimizer that does the work."""
+        """The state of the optimizer that does the work."""
         return self.optimizer.state
 
     def add_param_group(self, param_group):

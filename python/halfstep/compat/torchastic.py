@@ -33,10 +33,10 @@ __all__ = ["Compass", "RMSProp", "AdamW", "LPFAdamW", "StochasticAccumulator"]
 
 
 class _Stochastic(Optimizer):
-    """What the four classes share. Group options keep the package's names; `weights` and `states`
-    may be set by group."""
+    """Common base of the four classes. Group options keep the package's names. `weights` and
+    `states` may be set by group."""
 
-    #: names in the package's saved states -> here
+    #: names in the package's saved states -> names here
     _state_names = {"ema": "exp_avg", "ema_squared": "exp_avg_sq"}
 
     def __init__(self, params, defaults):
@@ -51,7 +51,7 @@ class _Stochastic(Optimizer):
             return hypers
 
     def load_state_dict(self, state_dict):
-        """As halfstep's; takes what torchastic saved as well."""
+        """Loads halfstep's state dictionaries, and those that torchastic saved."""
         states = {
             key: {self._state_names.get(name, name): value for name, value in state.items()}
             for key, state in state_dict["state"].items()
@@ -196,8 +196,8 @@ class StochasticAccumulator:
 
     @staticmethod
     def reassign_grad_buffer(model):
-        """Makes the sums the gradients of the model's parameters. If a gradient is missing, nothing
-        has changed."""
+        """Hands the sums back as the gradients of the model's parameters. If a gradient is missing,
+        nothing changes."""
         ours, without = {}, []
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, p in trainable:

@@ -61,7 +61,7 @@ class Adafactor(classes["Adafactor"]):
         super().__init__(params, **_foreign.factored_group(_abi.rules[self.rule], given), **options)
 
     def add_param_group(self, param_group):
-        """As in torch; options of the group may have transformers' names."""
+        """Adds a group as in torch. Its options may have transformers' names."""
         if isinstance(param_group, dict):
             names = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
             param_group = {names.get(key, key): value for key, value in param_group.items()}
@@ -72,7 +72,7 @@ class Adafactor(classes["Adafactor"]):
         super().add_param_group(param_group)
 
     def _get_lr(self, param_group, param_state):
-        """The step of a parameter, which AdafactorSchedule asks for."""
+        """Returns the step size of a parameter, for AdafactorSchedule."""
         step, lr = float(param_state["step"]), float(param_group["lr"])
         if param_group["relative_step"]:
             lr = min(lr, 1e-6 * step if param_group["warmup_init"] else lr, 1.0 / math.sqrt(step))
