@@ -95,8 +95,7 @@ const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_t
     if (t->n_columns != t->row_length)
         return "centralize needs whole rows; set it to 0 or split the tensor between rows";
     if (t->unit > HSTEP_GROUP && t->dense && t->row_length % t->unit)
-        return "centralize needs rows that are whole blocks of the states; set it to 0 or store the states in another "
-               "format";
+        return "centralize needs blocks that end with rows; set it to 0 or store the states in another format";
     return NULL;
 }
 

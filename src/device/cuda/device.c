@@ -231,8 +231,7 @@ static int cuda_carry(const struct hstep_context *c, int64_t *limbs, int64_t n)
     return error;
 }
 
-/* ---- Single tensors: each call sends the tensor itself, because a handle that is not settled has none on the device
- * ---- */
+/* ---- Single tensors. Each call sends the tensor, because a handle that is not settled has none on the device ---- */
 
 static uint64_t rounded(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
 #define TENSOR_BYTES rounded(sizeof(struct hstep_tensor))

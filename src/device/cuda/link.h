@@ -31,8 +31,8 @@ struct hstep_link {
     struct hstep_pinned pinned[HSTEP_CUDA_ROOMS];
     int next;
 
-    /* pointers: in the device's memory, for calls about all tensors the weights, then the gradients, and after these a
-     * pair for each tensor alone. sent: a copy of what was sent there. */
+    /* pointers: in the device's memory. The weights and the gradients of calls about all tensors stand first. Then
+     * comes a pair for each tensor alone. sent: a copy of what was sent there. */
     int n_tensors;
     void **pointers, **sent;
     struct hstep_kept *kept, *spare;
