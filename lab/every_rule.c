@@ -1,13 +1,13 @@
-/* What a byte costs under every rule, in cache on one thread, against AdamW with the same formats: every_rule
+/* Measures the time per byte of every rule, in cache on one thread, relative to AdamW in the same formats: every_rule
  * [ROUNDS [RULES]].
  *
  *   cc -O2 -Iinclude lab/every_rule.c -o every_rule -Lbuild -lhalfstep
  *   HALFSTEP_ISA=avx2 LD_LIBRARY_PATH=build ./every_rule
  *
- * Each round steps AdamW and the rule in turn, the order changing; the medians of the quotients of the rounds are what
- * a busy machine disturbs least. Bytes as in bench/README.md: weights, their second streams and states twice, gradients
- * once, for tensors of this size also under rules of two passes. Conditional states are stored in rows of their own.
- * The aim is 1.4, for rules of two passes 2.4. */
+ * Each round steps AdamW and the rule in turn, in alternating order. The result is the median over the rounds of the
+ * quotient, which a busy machine disturbs least. Bytes are counted as in bench/README.md: weights, their extra streams
+ * and states twice, gradients once. For tensors of this size that holds for rules of two passes, too. Optional states
+ * are measured in rows of their own. The aim is 1.4, and 2.4 for rules of two passes. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +21,7 @@ static const char *const formats[] = {"f32/f32",      "bf16-sr/bf16-sr", "bf16-s
                                       "bf16-sr/int4", "bf16/bf16",       "bf16-kahan/bf16-sr"};
 enum { FORMATS = sizeof formats / sizeof *formats };
 
-/* Options that store states which the defaults leave out. */
+/* Options that add states which the defaults leave out. */
 static const struct {
     const char *rule, *option;
     double value;
@@ -70,13 +70,13 @@ static struct subject begin(const char *rule, const char *recipe, const char *op
     int32_t index;
     int wide = !strncmp(recipe, "f32", 3);
     must(halfstep_get_rule_info(halfstep_rule_find(rule), &info), rule);
-    /* A rule without states has the weight's format alone. */
+    /* A rule without states is followed by the weight format only. */
     snprintf(text, sizeof text, "%s/%.*s", rule, (int)(info.states ? strlen(recipe) : strcspn(recipe, "/")), recipe);
     must(halfstep_create(&how, &s.o), "create");
     must(halfstep_set_choice(s.o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"), "scan");
     must(halfstep_add_group(s.o, text, &index), text);
     if (option) must(halfstep_set_hyper(s.o, 0, option, value), option);
-    /* Vectors: what muon does to matrices is not counted in bytes. */
+    /* Rules for matrices step a vector, because the cost of muon's matrix products is not per byte. */
     halfstep_tensor t = {.struct_size = sizeof t,
                          .name = "w",
                          .ndim = info.matrix ? 1 : 2,
@@ -110,7 +110,7 @@ static double step(struct subject *s)
     return (seconds() - start) / s->bytes;
 }
 
-/* The median of the rule's time for a byte over AdamW's; 0 where there is no such recipe. */
+/* Returns the median of the rule's time per byte divided by AdamW's. */
 static double compare(const char *rule, const char *recipe, const char *option, double value, int rounds)
 {
     double *quotient = malloc((size_t)rounds * sizeof *quotient);

@@ -1,19 +1,20 @@
-/* Counts the instructions that a step executes in the library, exactly, on any processor and however busy it is:
+/* Counts exactly the instructions that a step executes in the library, on any processor, however busy it is:
  *
  *   instructions LIBRARY.so [--isa NAME]... [--blocks] [--single-step] ROW...
  *   instructions LIBRARY.so --list | --isas
  *
- * A row is a recipe, followed by settings separated by spaces: choices and hyper-parameters of the library by name
- * (scan=scan, ns_steps=1), and rows=R, which makes the tensor a matrix of R rows. Prints row,isa,instructions for each
- * element, for each further tensor of 128 in a step of many, and for the step of one tensor whatever its size.
- * Without --isa every instruction set that runs here is counted. --list prints the rows of every rule, --isas
- * the instruction sets.
+ * A row is a recipe followed by settings, separated by spaces. Settings are choices and hyper-parameters of the library
+ * by name (scan=scan, ns_steps=1). rows=R makes the tensor a matrix of R rows. The output is "row,isa" and three
+ * counts of instructions: per element, per additional tensor of 128 elements, and per step of one tensor of any size.
+ * Without --isa every instruction set that runs here is counted. --list prints the rows of every rule, --isas the
+ * instruction sets.
  *
- * Single steps cost 10 to 20 us each where a hypervisor sees them, so branches alone are stopped at (branches.h), at
- * 2 us each. --single-step counts by the processor's trap flag instead, and must find the same (x86-64;
- * tests/instructions_test.sh). What the C library executes is not counted: it differs from machine to machine. An
- * instruction with a repeat prefix is one. --blocks also prints, for 2048 elements, how often each branch went where:
- * "from to count", addresses in the library's file. On x86-64 objdump says where instructions begin. */
+ * A single step costs 10 to 20 us under a hypervisor. The program therefore stops at branches only (branches.h), at
+ * 2 us each. With --single-step it counts by the processor's trap flag instead, and must find the same (x86-64;
+ * tests/instructions_test.sh). Instructions of the C library are not counted, because they differ from machine to
+ * machine. An instruction with a repeat prefix counts as one. With --blocks it also prints how often each branch was
+ * taken, for 2048 elements: "from to count", with addresses in the library's file. On x86-64 objdump finds where
+ * instructions begin. */
 #define _GNU_SOURCE
 #define HALFSTEP_ADVANCED
 #include <dlfcn.h>
@@ -27,9 +28,9 @@
 
 #include "branches.h"
 
-/* The slope of two sizes leaves out what does not grow with them. Both are whole tiles of one chunk; chunks and
- * segments of random words add less than one per cent to large tensors. Rules for matrices take a vector, which may be
- * one row from 4096 elements on. The sixth step visits ranger's slow weights. */
+/* The difference of two sizes leaves out the cost that does not grow with the size. Both sizes are whole tiles of one
+ * chunk; chunks and segments of random words add less than one per cent to large tensors. Rules for matrices take a
+ * vector, which may be one row from 4096 elements on. The sixth step updates ranger's slow weights. */
 enum { SIZE = 1024, VECTOR = 4096, MORE = 2048, STEP = 6, MANY = 3 };
 
 /* ---- The library ---- */
@@ -49,7 +50,7 @@ static struct {
 
 static void open_library(const char *path)
 {
-    /* Every address is bound before the code is changed. */
+    /* RTLD_NOW binds every address before the code is changed. */
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) stop("%s", dlerror());
 #define X(name) *(void **)&call.name = must(dlsym(library, #name), #name " is missing");
@@ -70,8 +71,9 @@ struct row {
 
 static uint32_t random_word(uint32_t *seed) { return *seed = *seed * 1664525 + 1013904223; }
 
-/* fp32: at most 0.22 either way. 16 bits: as BF16 0.008 to 0.03, as IEEE half 1 to 1.25, with either sign. Weights on
- * either side of 2, as norms and embeddings have them: none is special, and no step may take longer for them. */
+/* Allocates n values. Values of 32 bits are at most 0.22 in magnitude. Gradients of 16 bits are 0.008 to 0.03 as BF16
+ * and 1 to 1.25 as IEEE half, with either sign. Weights of 16 bits lie on both sides of 2, like those of norms and
+ * embeddings. None of them is special, and no step may take longer for them. */
 static void *filled(int bits, int64_t n, uint32_t seed, int weights)
 {
     char *memory = must(aligned_alloc(4096, ((size_t)n * 4 / 4096 + 2) * 4096), "no memory");
@@ -93,7 +95,7 @@ static void set(halfstep_optimizer *o, const char *name, const char *value)
     double number = strtod(value, &end);
     int error = *end ? call.halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, name, value)
                      : call.halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, name, number);
-    /* What is chosen for each group. */
+    /* Some choices are set for each group. */
     if (error && *end) error = call.halfstep_set_choice(o, 0, name, value);
     if (error) stop("%s=%s: %s", name, value, call.halfstep_error_detail(o));
 }
@@ -108,7 +110,8 @@ static halfstep_rule_info rule_of(const char *recipe)
     return info;
 }
 
-/* As `halfstep bench` has them: gradients known to be finite, decoupled decay, momentum where a rule can have it. */
+/* Creates an optimizer with the settings of `halfstep bench`: gradients known to be finite, decoupled decay, and
+ * momentum if the rule has it. */
 static halfstep_optimizer *open_optimizer(const struct row *row)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 1};
@@ -137,7 +140,7 @@ static halfstep_optimizer *open_optimizer(const struct row *row)
     return o;
 }
 
-/* The instructions of one step of so many tensors. */
+/* Returns the number of instructions in one step of this many tensors. */
 static int64_t count_step(const struct row *row, int tensors, int64_t rows, int64_t columns)
 {
     halfstep_optimizer *o = open_optimizer(row);
@@ -201,7 +204,7 @@ static void print_row(const char *text, const struct row *row, const char *isa, 
     free(edge);
 }
 
-/* In a process of its own, so that no row sees what another left behind. */
+/* Counts in a process of its own, so that one row does not affect the next. */
 static void count_row(const char *text, const char *isa, int blocks)
 {
     struct row row = {.settings = strchr(text, ' ')};
@@ -231,8 +234,8 @@ static void count_row(const char *text, const char *isa, int blocks)
     if (WEXITSTATUS(status)) exit(WEXITSTATUS(status));
 }
 
-/* Every rule in four formats, those of matrices once on a matrix of few rows, whose products cost little; decay in the
- * gradient; and gradients that are looked through first. */
+/* Prints every rule in four formats. Rules for matrices also get a matrix of few rows, whose products cost little. Then
+ * come decay in the gradient, gradients that are scanned first, and a cautious group. */
 static void print_list(void)
 {
     static const char *const formats[] = {"f32/f32", "bf16-sr/bf16-sr", "bf16-sr/int8", "bf16-ecc8/int8"};
@@ -242,7 +245,7 @@ static void print_list(void)
             char recipe[128], full[64];
             call.halfstep_get_rule_info(r, &info);
             snprintf(recipe, sizeof recipe, "%s/%s", info.name, formats[f]);
-            /* A rule without states: once for each weight format. */
+            /* A rule without states gets one row per weight format. */
             if (!info.states) *strrchr(recipe, '/') = 0;
             if (!info.states && f == 2) continue;
             if (call.halfstep_recipe_full(recipe, full, sizeof full)) continue;

@@ -1,11 +1,12 @@
-/* Which 4-bit codes for Adam's moments? Candidates are tables of levels, or windows on a grid of floats; one is a line
- * of make_levels() or a spec on the command line. `int8` and `int4` are the library's own arithmetic.
+/* Compares 4-bit codes for Adam's moments. Codes are tables of levels, or windows on a grid of floats. A new code is a
+ * line of make_levels() or a spec on the command line. `int8` and `int4` compute what the library computes.
  * lab/int4_trials.sh builds and runs it.
  *
- *   int4_trials open TEXT SPEC...      fidelity of the update beside fp32 Adam, on gradients recorded while a small
- *                                      language model trains on TEXT, and on synthetic ones. What was stored feeds the
- *                                      next step; the gradients are given.
- *   int4_trials train TEXT SEEDS SPEC...  trains that model with each; losses minus fp32 Adam's, paired by seed
+ *   int4_trials open TEXT SPEC...      compares the update with that of fp32 Adam, on given gradients: those recorded
+ *                                      while a small language model trains on TEXT, and synthetic ones. Stored states
+ *                                      feed the next step.
+ *   int4_trials train TEXT SEEDS SPEC...  trains that model with each spec; prints losses minus fp32 Adam's, paired by
+ *                                      seed
  *
  * Environment: WIDTH 64, DEPTH 2, STEPS 400, LR 2e-3 of the model; VERBOSE: a line for each tensor; QUICK: without
  * falls.
@@ -14,22 +15,25 @@
  *   CODE    m: softsign root uniform fp4 cube dyn int4 int8
  *           v: lin quad p15 f22 f22s f31 sq31 sq40 logR dyn int4 int8
  *           (dyn: torchao's 4-bit maps; logR: logarithmic, R = range of the root; sqXX: levels of v)
- *           v: wMaA[lLcC][nN]: N (16) neighbours of the floats with M bits of mantissa, a window that moves by A
+ *           v: wMaA[lLcC][nN]: a window of N (16) neighbours among the floats with M bits of mantissa, which moves by A
  *           of them; the lowest L have C bits (A a multiple of 2^(M - C)); vw...: the same of v instead of its root
- *   BLOCK   elements that share a scale, 32 unless given
+ *   BLOCK   elements that share a scale, 32 by default
  *   SCALE   bf16 (rounded up), f32, e8 (power of two; also the byte of a window), g1 g2 g3 (power of two and 1 .. 3
  *           bits)
  *   OPTION  noclamp: without |m| <= C sqrt(v)
  *           norm, normq: m is stored as m / sqrt(v), with the new or with the stored v
  *           factor: v is coded relative to row mean x column mean / mean in fp32
  *
- * Columns of `open`, over all but the first fifth of the steps, mean of the recorded tensors: err = |u' - u| / |u|;
- * cos; rms = |u'| / |u|; max = largest |u'| over largest |u|; wcos, move: cosine and regression slope of the movement
- * summed over 50 steps (noise averages out, bias stays); <1/3 ...: that slope for elements of this size relative to the
- * largest of 32. Synthetic: gradients 0.3 + normal, times log-normal element scales (sigma 1, 2); one element of 32 300
- * times larger; 95 % of rows without gradient; heavy tails over time. fall: mean |u'| / |u| long after gradients fell
- * tenfold, a hundredfold, for a whole block and for 31 of its 32 elements. Over 500 lines because codecs, recorder,
- * synthetic streams and trainer share everything and serve nobody else. */
+ * Columns of `open` are means over the recorded tensors and over all but the first fifth of the steps; max is the
+ * largest of all tensors and steps:
+ *   err = |u' - u| / |u|; cos; rms = |u'| / |u|; max = largest |u'| over largest |u|
+ *   wcos, move: cosine and regression slope of the movement summed over 50 steps (noise averages out, bias stays)
+ *   <1/3 ...: that slope for elements of this size relative to the largest of 32
+ * Synthetic gradients are 0.3 + normal, with one change each: log-normal element scales (sigma 1, 2); one element of 32
+ * that is 300 times larger; 95 % of rows without gradient; heavy tails over time. The columns "fall" show the mean
+ * |u'| / |u| long after gradients fell tenfold or a hundredfold, in a whole block or in 31 of its 32 elements.
+ *
+ * Over 500 lines because codecs, recorder, synthetic streams and trainer share everything and serve nothing else. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -97,9 +101,9 @@ static double normal(uint64_t *s)
 enum { EXACT, TABLE, INT8, WINDOW, INT4 };
 enum { SCALE_BF16, SCALE_F32, SCALE_E8, SCALE_G1, SCALE_G2, SCALE_G3 };
 
-/* Levels ascend, in units of the block's scale (of m, or of the root of v). Element x gets the code that counts the
- * j >= 1 with x >= from[j] + U wide[j]; U is uniform for stochastic codes (linear interpolation in x, or in x^2 where
- * `square`), 1/2 for nearest ones. */
+/* Levels ascend, in units of the block's scale (of m, or of the root of v). The code of element x is the number of
+ * indices j >= 1 with x >= from[j] + U wide[j]. U is uniform for stochastic codes, which interpolate linearly in x, or in
+ * x^2 if `square` is set. For nearest codes U is 1/2. */
 struct map {
     int kind, nonneg, stochastic, square, block, scale, count, mantissa, align, low, coarse;
     float level[16], from[16], wide[16];
@@ -196,7 +200,7 @@ static float round_scale(float max, int kind)
     return from_bits((u + ~keep) & keep);
 }
 
-/* src/formats/int8.h, on one block; x holds m or the root of v. */
+/* Does what src/formats/int8.h does, on one block. x holds m or the root of v. */
 static void int8_block(const struct map *q, float *x, int n, float max, uint32_t seed)
 {
     float top = q->nonneg ? max * (1.0f / 252.0f) : sqrtf(max) * (1.0f / 127.0f);
@@ -215,8 +219,8 @@ static void int8_block(const struct map *q, float *x, int n, float max, uint32_t
     }
 }
 
-/* Sixteen neighbouring numbers of a fixed grid, the floats of a few bits of mantissa: the scale only says where they
- * begin, so that a moving scale re-rounds nothing. */
+/* Stores a block as neighbouring numbers of a fixed grid, the floats with a few bits of mantissa. The scale only says
+ * where the window begins, so that a new scale does not round the numbers again. */
 static void window_block(const struct map *q, float *x, int n, float max, uint32_t seed)
 {
     int fine = 23 - q->mantissa, coarse = 23 - q->coarse, low = q->low;
@@ -236,7 +240,7 @@ static void window_block(const struct map *q, float *x, int n, float max, uint32
     }
 }
 
-/* The winners as a kernel computes them, without tables or divisions by element. */
+/* Stores a block in the best codes as a kernel would, without tables or divisions per element. */
 static void int4_block(const struct map *q, float *x, int n, float max, uint32_t seed)
 {
     static const float level[8] = {0, 1 / 13.f, 2 / 12.f, 3 / 11.f, 4 / 10.f, 5 / 9.f, 6 / 8.f, 1};
@@ -265,7 +269,7 @@ static void int4_block(const struct map *q, float *x, int n, float max, uint32_t
     }
 }
 
-/* Replaces x (m, or the root of v) by what would be decoded after storing it. */
+/* Replaces x (m, or the root of v) by what is decoded after storing it. */
 static void store(const struct map *q, float *x, int rows, int cols, uint32_t seed)
 {
     if (q->kind == EXACT) return;
@@ -331,7 +335,7 @@ static struct spec parse(const char *text)
     return s;
 }
 
-/* Bytes an element of both states. */
+/* Returns the bytes per element of both states. */
 static double spec_bytes(const struct spec *s)
 {
     const struct map *q[2] = {&s->m, &s->v};
@@ -365,7 +369,8 @@ static void adam_free(struct adam *a)
     free(a->col);
 }
 
-/* The roots of row mean x column mean / mean of v: a rank-1 model of it. */
+/* Computes row and column factors of the root of v. Their squared product is row mean x column mean / mean of v, a
+ * rank-1 model of v. */
 static void find_factors(struct adam *a)
 {
     double total = 0, *col = zeroed((size_t)a->cols * 8);
@@ -384,7 +389,7 @@ static void find_factors(struct adam *a)
     free(col);
 }
 
-/* u = the normalised update of step t, from 1. */
+/* Makes step t, counted from 1. Sets u to the normalised update. */
 static void adam_step(struct adam *a, const float *g, float *u, int t, double eps, uint32_t seed)
 {
     const struct spec *s = a->spec;
@@ -506,8 +511,8 @@ static double model_eval(struct model *w)
     return sum / eval_batches;
 }
 
-/* Trains, in fp32 weights; 1-D tensors keep fp32 states. on_gradient sees each step's clipped gradients. Returns the
- * validation loss, and the mean training loss of the last tenth. */
+/* Trains in fp32 weights; 1-D tensors keep fp32 states. Calls on_gradient after each backward pass, with clipped
+ * gradients. Returns the validation loss, and in `*late` the mean training loss of the last tenth. */
 static double model_train(const struct spec *spec, uint64_t seed, double *late,
                           void (*on_gradient)(const struct model *, int))
 {
@@ -563,7 +568,7 @@ struct stream {
     char name[96];
     int rows, cols, steps;
     double eps;
-    float *g; /* steps x rows x cols */
+    float *g; /* [steps, rows, cols] */
 };
 
 static struct stream streams[MAX_STREAMS];
@@ -611,7 +616,7 @@ static void record(const struct model *w, int t)
     }
 }
 
-/* Gradients of 0.3 + noise, times a scale for each element, times what happens over time. */
+/* Makes synthetic gradients: 0.3 + noise, times a scale for each element, times a factor that depends on the step. */
 static void synthesize(void)
 {
     enum { ROWS = 24, COLS = 64, STEPS = 1200 };
@@ -710,7 +715,8 @@ static struct fidelity measure(const struct spec *spec, const struct stream *s)
     return f;
 }
 
-/* Mean |update| after gradients fell by `factor`, in elements that fell, over fp32's: as in tests/test_defects.c. */
+/* Returns the mean |update| long after gradients fell by `factor`, in the elements that fell, divided by that of fp32.
+ * tests/test_defects.c does the same. */
 static double fallen(const struct spec *spec, double factor, int keep)
 {
     enum { ROWS = 24, COLS = 32, N = ROWS * COLS, BEFORE = 1000, LAST = 400 };
@@ -723,7 +729,7 @@ static double fallen(const struct spec *spec, double factor, int keep)
     double sum_u = 0, sum_w = 0;
     for (int t = 1; t <= BEFORE + after; t++) {
         for (int i = 0; i < N; i++) {
-            /* Sums of uniforms: ten times cheaper than logarithms, and normal enough. */
+            /* Sums of uniforms are ten times cheaper than logarithms, and normal enough. */
             uint64_t z = next64(&seed);
             uint64_t four = (z & 0xffff) + (z >> 16 & 0xffff) + (z >> 32 & 0xffff) + (z >> 48);
             double x = (double)four / 65536 - 2;

@@ -1,10 +1,10 @@
-/* Times one step of many small tensors against one of a single tensor with as many elements, in turn in one process:
- * many LIBRARY RECIPE SHAPES THREADS SCAN ROUNDS [LIBRARY]. Each round steps both, the order changing; prints
- * the medians, the median of the quotients many / one of the rounds, which a busy machine disturbs least, and what a
- * tensor costs above its elements. A second library steps the many as well, and what it takes is printed over what the
- * first takes. lab/many.sh runs a list.
+/* Times a step of many small tensors against a step of one tensor with as many elements, in turn in one process: many
+ * LIBRARY RECIPE SHAPES THREADS SCAN ROUNDS [LIBRARY]. Each round steps both, in alternating order. Prints both
+ * medians, the median over the rounds of the quotient many / one, and the cost of a tensor above that of its elements.
+ * The median quotient is what a busy machine disturbs least. A second library also steps the many; its time is printed
+ * relative to the first library's. lab/many.sh runs a list.
  *
- * SHAPES: ROWSxCOLUMNS*COUNT and FROM-TOxCOLUMNS*COUNT (rows from FROM to TO in turn), with + between; or `model`, the
+ * SHAPES: ROWSxCOLUMNS*COUNT and FROM-TOxCOLUMNS*COUNT (rows from FROM to TO in turn), joined by +. Or `model`, the
  * tensors of a small transformer: 12 layers of 64 columns, biases and norms. */
 #define _GNU_SOURCE
 #include "builds.h"
@@ -42,7 +42,8 @@ static int parse_shapes(const char *text, struct shape *shape)
     return n;
 }
 
-/* Weights and gradients lie one after another, each at a cache line, as a packed model's do. */
+/* Opens a library with an optimizer of these tensors. Weights and gradients are contiguous, each aligned to a cache
+ * line, as in a packed model. */
 static struct subject open_subject(const char *path, const char *recipe, const struct shape *shape, int tensors,
                                    int threads, const char *scan)
 {

@@ -1,10 +1,10 @@
-/* The rate of large matrix products in oneDNN on all its threads (OMP_NUM_THREADS), which bench/trainer.py holds the
- * trainer against: the second factor in the layout that oneDNN asks for, packed before the clock starts.
+/* Measures the rate of large matrix products in oneDNN on all its threads (OMP_NUM_THREADS). bench/trainer.py compares
+ * the trainer with it. The second factor is packed into oneDNN's preferred layout before the clock starts.
  *
  *   cc -O2 lab/onednn_peak.c -o onednn_peak -ldnnl && ./onednn_peak [SIZE] [SECONDS]
  *
- * Prints {"f32": GFLOP/s, "bf16": GFLOP/s} of the fastest product of SIZE^3; bf16 (into fp32) is null where oneDNN has
- * no such product on this processor. */
+ * Prints {"f32": GFLOP/s, "bf16": GFLOP/s} of the fastest product of SIZE^3. bf16 (into fp32) is null if oneDNN has no
+ * such product on this processor. */
 #define _POSIX_C_SOURCE 199309L
 #include <oneapi/dnnl/dnnl.h>
 #include <stdio.h>
@@ -19,7 +19,7 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* oneDNN 2 hands descriptions around by value, oneDNN 3 by handle. */
+/* oneDNN 2 passes descriptions by value, oneDNN 3 by handle. */
 #if DNNL_VERSION_MAJOR >= 3
 typedef const_dnnl_memory_desc_t description;
 static int describe(dnnl_memory_desc_t *out, dnnl_dim_t n, dnnl_data_type_t type, dnnl_format_tag_t tag)
@@ -56,7 +56,7 @@ static int describe_reorder(dnnl_primitive_desc_t *out, description from, descri
 #define HANDLE(description) (&(description))
 #endif
 
-/* GFLOP/s, 0 where there is no such product. */
+/* Returns GFLOP/s, or 0 if oneDNN has no such product. */
 static double rate(dnnl_dim_t n, dnnl_data_type_t type, double seconds)
 {
     dnnl_engine_t engine;
@@ -77,7 +77,7 @@ static double rate(dnnl_dim_t n, dnnl_data_type_t type, double seconds)
         dnnl_memory_create(&memory[2], HANDLE(d[2]), engine, DNNL_MEMORY_ALLOCATE) ||
         dnnl_memory_create(&loose, HANDLE(plain), engine, DNNL_MEMORY_ALLOCATE))
         return 0;
-    /* Any numbers but denormal ones: 0x3c3c is 0.0115 in BF16, twice of it in fp32 as well. */
+    /* Any numbers that are not denormal: 0x3c3c is 0.0115 in BF16, and 0x3c3c3c3c is 0.0115 in fp32. */
     void *bytes;
     size_t size = (size_t)(n * n) * (type == dnnl_f32 ? 4 : 2);
     dnnl_memory_get_data_handle(memory[0], &bytes);

@@ -1,7 +1,7 @@
-/* What the look through the gradients costs: scan LIBRARY RECIPE ELEMENTS THREADS PAGES ROUNDS [LIBRARY]. Steps one
- * large tensor with scan "known-finite" and with "scan", by each library, in turn in one process and on the same
- * weights and gradients, the order changing; prints ns per parameter of each and the median of their differences.
- * PAGES: small or huge, of weights, gradients and states. lab/scan.sh runs a list. */
+/* Measures the cost of scanning the gradients: scan LIBRARY RECIPE ELEMENTS THREADS PAGES ROUNDS [LIBRARY]. Steps one
+ * large tensor with scan "known-finite" and with "scan", by each library. All run in turn in one process on the same
+ * weights and gradients, in rotating order. Prints ns per parameter of each and the median of their differences. PAGES
+ * is small or huge, for weights, gradients and states. lab/scan.sh runs a list. */
 #define _GNU_SOURCE
 #include <sys/mman.h>
 
@@ -9,7 +9,8 @@
 
 enum { WARM_UP = 2, COLUMNS = 4096 };
 
-/* Off powers of two, as the library's own states are. */
+/* Allocates memory with an offset for each number, so that no two buffers are a power of two apart. The library's own
+ * states are not, either. */
 static char *memory(size_t bytes, int huge, int number)
 {
     size_t off = (size_t)number * (4096 + 64);

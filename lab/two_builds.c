@@ -1,8 +1,8 @@
 /* Times one step of two builds of the library in turn, in one process: two_builds OLD.so NEW.so RECIPE TENSORS ROWS
- * COLUMNS ROUNDS. A recipe may be followed by settings separated by spaces, choices and hyper-parameters by name and
- * the format of gradients ("adam/bf16-sr/int8 decay=l2 weight_decay=0.01 gradient=f16"). Each round steps both, the
- * order changing; prints the medians and the median of the quotients new / old of the rounds, which a busy machine
- * disturbs least. lab/two_builds.sh runs a list of recipes. */
+ * COLUMNS ROUNDS. Settings may follow the recipe, separated by spaces: choices and hyper-parameters by name, and the
+ * format of gradients ("adam/bf16-sr/int8 decay=l2 weight_decay=0.01 gradient=f16"). Each round steps both, in
+ * alternating order. Prints both medians, and the median over the rounds of the quotient new / old, which a busy
+ * machine disturbs least. lab/two_builds.sh runs a list of recipes. */
 #define _GNU_SOURCE
 #include "builds.h"
 
@@ -14,7 +14,7 @@ struct subject {
     const void **gradients;
 };
 
-/* One setting, NAME=VALUE. */
+/* Applies one setting, NAME=VALUE. */
 static void apply(const struct build *b, char *setting)
 {
     char *value = must(strchr(setting, '='), setting), *end;

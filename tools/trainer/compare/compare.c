@@ -28,13 +28,14 @@ static const struct option compare_rows[] = {
      "images per step; several sizes get a table and curves each"},
 };
 
-/* What may differ between the recipes of one comparison, beside the hyper-parameters of the rule. The rest (shape,
- * data, order, length, type of matrix products) is what makes them comparable. */
+/* Options that may differ between the recipes of one comparison, besides the rule's hyper-parameters. All others
+ * (shape, data, order, length, type of matrix products) are the same, so that recipes can be compared. */
 static const char *const per_recipe[] = {"lr",        "schedule", "warmup",      "final-lr", "weight-decay",
                                          "decay",     "clip",     "gradients",   "release",  "loss-scale",
                                          "generator", "hyper",    "accumulator", "scan"};
 
-/* ---- What is to be compared -------------------------------------------------------------------------------------- */
+/* ---- Recipes and batch sizes
+ * -------------------------------------------------------------------------------------- */
 
 static const struct option *find_row(const struct run_options *table, const char *name)
 {
@@ -57,7 +58,8 @@ static int no_memory(char *error, size_t error_bytes)
     return 1;
 }
 
-/* One "name=value" or flag after a recipe. As the functions below: 0, or the exit status and one line. */
+/* Sets one "name=value" or flag after a recipe. Like the functions below, it returns 0, or the exit status with an
+ * error text. */
 static int set_one(struct compare *compare, struct run_config *config, const char *word, char *error,
                    size_t error_bytes)
 {
@@ -80,7 +82,7 @@ static int set_one(struct compare *compare, struct run_config *config, const cha
     return args_set(&compare->args, &group, option, equals ? equals + 1 : "1", error, error_bytes);
 }
 
-/* R@LR, or R@LR/LR/LR with one for each batch size: the one for this group. */
+/* Sets the learning rate of a recipe in one group, from R@LR, or from R@LR/LR/LR with one rate per batch size. */
 static int set_rate(struct compare *compare, struct run_config *config, const char *rates, int group,
                     char text[RATE_BYTES], char *error, size_t error_bytes)
 {
@@ -103,7 +105,7 @@ static int set_rate(struct compare *compare, struct run_config *config, const ch
     return set_one(compare, config, word, error, error_bytes);
 }
 
-/* One recipe of one group, from "RECIPE@RATES:OPTION:OPTION". */
+/* Adds one recipe of one group, from "RECIPE@RATES:OPTION:OPTION". */
 static int add_entry(struct compare *compare, const char *typed, int group, char *error, size_t error_bytes)
 {
     struct report *report = &compare->report;
@@ -190,7 +192,7 @@ static int add_entries(struct compare *compare, char *error, size_t error_bytes)
     return status;
 }
 
-/* "128,1024" */
+/* Parses --batch, such as "128,1024". */
 static int add_batches(struct compare *compare, char *error, size_t error_bytes)
 {
     compare->batches = 1;
@@ -243,8 +245,8 @@ int compare_keep(struct report_run *run, const struct run_result *result)
     return run->done ? 0 : -1;
 }
 
-/* Whether this run has saved anything to go on from. What lies there without a manifest.json is for train_run() to
- * refuse. */
+/* True if this run has a checkpoint to resume. False for a folder that lost its manifest.json, which train_run()
+ * refuses. */
 static int has_saved(const char *checkpoint)
 {
     char why[512];
@@ -255,7 +257,7 @@ static int has_saved(const char *checkpoint)
     return code != HALFSTEP_ERROR_NAME;
 }
 
-/* The run's own files, and the folder above its checkpoint. */
+/* Sets the run's own log and checkpoint, and creates the folder above the checkpoint. */
 static int set_paths(struct compare *compare, const struct report_run *run, struct run_config *config,
                      struct run_paths *paths, char *error, size_t error_bytes)
 {
@@ -314,7 +316,7 @@ static int train_all(struct compare *compare)
                         compare->options.out);
             return status;
         }
-        /* What cannot be written now may be at the end. */
+        /* A later write may succeed, so a failed one only warns. */
         if (i + 1 < report->runs && compare_write_report(compare, error, sizeof error) != 0)
             progress_note(&progress, "warning: %s; the comparison goes on", error);
     }
@@ -336,7 +338,7 @@ static int plan_runs(struct compare *compare)
     return 0;
 }
 
-/* Complains about one part of the command line, with the status that it has. */
+/* Reports an error. With status 2 it names the option. */
 static int refuse(const struct compare *compare, const char *option, int status, const char *error)
 {
     char line[1400];
@@ -370,9 +372,10 @@ static int prepare(struct compare *compare)
     return compare_describe(compare) == 0 ? 0 : failure(command, "out of memory");
 }
 
-/* ---- The end ----------------------------------------------------------------------------------------------------- */
+/* ---- Conclusion
+ * --------------------------------------------------------------------------------------------------- */
 
-/* 0, or -1 when memory is out. */
+/* Returns 0, or -1 if out of memory. */
 static int print_outcome(const struct compare *compare, FILE *out)
 {
     struct text text = {0};
@@ -407,7 +410,7 @@ static int conclude(struct compare *compare)
     report->check = compare->check;
     report->checks = compare->checks;
     int failed = report_judge(report), status = 0, bad = 0;
-    /* What cannot be written is still printed. */
+    /* The result is printed even if it cannot be written. */
     if (compare_write_report(compare, error, sizeof error) != 0) status = failure(command, "%s", error);
     if (compare->options.json) {
         if (!compare->base.quiet) print_outcome(compare, stderr);
@@ -427,7 +430,7 @@ static int conclude(struct compare *compare)
     return failed ? 1 : status;
 }
 
-/* The options of the comparison itself, and those of every run without the ones that stand for themselves there. */
+/* Lists the options of the comparison itself, and those of every run without --batch if the comparison has its own. */
 static void make_options(struct compare *compare)
 {
     const struct compare_kind *kind = compare->kind;
@@ -464,7 +467,7 @@ int compare_run(const struct compare_kind *kind, const struct comparison *compar
     int status = args_parse(&compare->args, &command, compare->groups, 2, argc, argv);
     if (status == ARGS_RUN) {
         status = prepare(compare);
-        /* Before there is anything to keep, a signal ends the program as it does others. */
+        /* Until now there was nothing to save, so a signal ended the program. */
         if (status == 0) interrupt_install();
         if (status == 0) status = train_all(compare);
         if (status == 0) status = conclude(compare);

@@ -3,13 +3,13 @@
 #define HALFSTEP_COMPARE_H
 
 struct comparison {
-    const char *command; /* what messages call it: "compare lm" */
+    const char *command; /* as in messages: "compare lm" */
     const char *title;   /* of the report */
-    int argc;            /* the words as they were typed, to tell how to repeat it */
+    int argc;            /* the command line as typed; the report shows it */
     char **argv;
 };
 
-/* Parses argv[1] .. as the options of that subcommand, trains and reports. The exit status. */
+/* Parse argv[1] .. as the options of the subcommand, train and report. Return the exit status. */
 int compare_lm(const struct comparison *comparison, int argc, char **argv);
 int compare_mnist(const struct comparison *comparison, int argc, char **argv);
 

@@ -1,5 +1,5 @@
-/* What the files of the comparison share: compare.c is the comparison, compare_report.c writes what it found, and
- * compare_lm.c and compare_mnist.c say what is trained. */
+/* Shared by the files of the comparison: compare.c runs it, compare_report.c writes the report, and compare_lm.c and
+ * compare_mnist.c each define a kind of model. */
 #ifndef HALFSTEP_COMPARE_INTERNAL_H
 #define HALFSTEP_COMPARE_INTERNAL_H
 
@@ -23,22 +23,23 @@ struct compare_options {
 
 struct compare;
 
-/* One kind of model. Functions return 0, or the exit status and one line in error. */
+/* One kind of model. Functions return 0, or the exit status with an error text. */
 struct compare_kind {
     const char *usage, *summary, *notes; /* of --help */
     const char *recipes;                 /* default of --recipes */
     const char *expect;                  /* help of --expect */
-    const char *batches;                 /* default of a --batch that takes several sizes, NULL: it takes one */
+    const char *batches;                 /* default of --batch if it takes several sizes; NULL if it takes one */
     const struct report_words *words;
     int has_accuracies;
     void (*options_init)(struct run_options *options);
-    /* After parsing: defaults that depend on each other. */
+    /* Called after parsing, for defaults that depend on each other. */
     int (*complete)(struct compare *compare, char *error, size_t error_bytes);
     int (*load)(struct compare *compare, char *error, size_t error_bytes);
     void (*unload)(struct compare *compare);
     int (*train)(struct compare *compare, const struct run_config *config, struct progress *progress,
                  struct report_run *run, char *error, size_t error_bytes);
-    /* What was trained, for the report's second line, and where the data came from (compare_fact). */
+    /* Describes the model and the training in the report's second line, and the origin of the data by
+     * compare_fact(). */
     void (*describe)(struct compare *compare, struct text *subtitle);
 };
 
@@ -53,7 +54,7 @@ struct compare {
     struct option_group groups[2];
     int64_t batch[MAX_GROUPS];
     const char *batch_name[MAX_GROUPS];
-    int batches; /* 1 where --batch takes one */
+    int batches; /* number of sizes in --batch, 1 if it takes one only */
     union {
         struct run_data lm;
         struct mnist_data mnist;
@@ -67,31 +68,33 @@ struct compare {
 
 int compare_run(const struct compare_kind *kind, const struct comparison *comparison, int argc, char **argv);
 
-/* What is the same in every kind: costs, bytes, shares; run->json is made already. 0, or -1 when memory is out. */
+/* Copies what all kinds have in common: losses, times, bytes, shares. Requires run->json. Returns 0, or -1 if out of
+ * memory. */
 int compare_keep(struct report_run *run, const struct run_result *result);
 
-/* Title, command, configuration and machine of the report. 0, or -1 when memory is out. */
+/* Fills in title, command, configuration and machine of the report. Returns 0, or -1 if out of memory. */
 int compare_describe(struct compare *compare);
-/* A line of its configuration. Fails as `subtitle` does: compare_describe() tells. */
+/* Adds a line to the report's configuration. compare_describe() reports a failure. */
 void compare_fact(struct compare *compare, const char *name, const struct text *value);
-/* Files that belong to one run of many: DIR/NAME, and FILE.csv as FILE-NAME.csv. */
+/* The files of one run among many: DIR/NAME, and FILE-NAME.csv for FILE.csv. */
 struct run_paths {
-    struct text log, checkpoint; /* empty where there is none */
+    struct text log, checkpoint; /* empty without --log or --checkpoint */
 };
 
-/* 0, or -1 when memory is out. After either compare_free_paths(). */
+/* Builds the paths. Returns 0, or -1 if out of memory. Call compare_free_paths() afterwards, also on failure. */
 int compare_name_paths(const struct compare *compare, const struct report_run *run, struct run_paths *paths);
 void compare_free_paths(struct run_paths *paths);
-/* 0, or an exit status and one line where a file would be written that is read, or that another run writes. */
+/* Fails if an output is also an input, or if two runs would write the same file. Returns 0, or an exit status with an
+ * error text. */
 int compare_check_paths(const struct compare *compare, char *error, size_t error_bytes);
 
-/* Makes the folder and those above it. 0, or -1 with errno. */
+/* Creates a folder and those above it. Returns 0, or -1 with errno. */
 int compare_make_folder(const char *path);
-/* The four files in --out, by number. */
+/* Returns the name of a file in --out by its number, 0 .. 3. */
 const char *compare_report_file(int index);
-/* Replaces the four files in --out. 0, or -1 and one line. */
+/* Replaces the four files in --out. Returns 0, or -1 with an error text. */
 int compare_write_report(const struct compare *compare, char *error, size_t error_bytes);
-/* The part of a path after the last slash. */
+/* Returns the part of a path after the last slash. */
 const char *compare_file_name(const char *path);
 
 #endif

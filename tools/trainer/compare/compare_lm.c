@@ -13,7 +13,7 @@ static const char notes[] =
 static int complete(struct compare *compare, char *error, size_t error_bytes)
 {
     int status = run_config_complete(&compare->args, compare->groups, 2, &compare->base, error, error_bytes);
-    /* Samples have no place in a report, so they are written only where asked for. */
+    /* A report has no samples, so they are generated only if asked for. */
     if (!args_given(&compare->args, "sample-bytes")) compare->base.sample_bytes = 0;
     return status;
 }

@@ -27,7 +27,7 @@ static int load(struct compare *compare, char *error, size_t error_bytes)
 
 static void unload(struct compare *compare) { mnist_data_free(&compare->data.mnist); }
 
-/* Curves count epochs, so that batch sizes can be set side by side. */
+/* Curves count epochs, so that batch sizes can be compared. */
 static int keep(struct report_run *run, const struct mnist_result *result)
 {
     const struct run_history *history = &result->run.history;

@@ -1,11 +1,11 @@
-/* Which files the runs of a comparison write, and that none of them is in the way of another or of what is read. */
+/* The files of a comparison's runs, and the checks that they overwrite neither each other nor an input. */
 #include <stdio.h>
 #include <string.h>
 
 #include "common/paths.h"
 #include "trainer/compare/compare_internal.h"
 
-/* A name for a run's own files: "adamw-bf16-sr-int8-seed1". */
+/* Appends a name for the run's own files: "adamw-bf16-sr-int8-seed1". */
 static void add_run_name(struct text *out, const struct report *report, const struct report_run *run)
 {
     size_t first = out->n;
@@ -43,7 +43,7 @@ static int no_memory(char *error, size_t error_bytes)
     return 1;
 }
 
-/* Names that differ in nothing but signs that file names cannot have. */
+/* Fails if two names differ only in characters that file names cannot have. */
 static int check_names(const struct compare *compare, char *error, size_t error_bytes)
 {
     const struct report *report = &compare->report;

@@ -12,7 +12,8 @@
 
 #include "trainer/compare/compare_internal.h"
 
-/* ---- What the report says about the circumstances ---------------------------------------------------------------- */
+/* ---- Configuration and machine
+ * ------------------------------------------------------------------------------------ */
 
 static void add_pair(struct compare *compare, struct report_pair *pair, int most, int *n, const char *name,
                      const struct text *value)
@@ -182,7 +183,7 @@ int compare_write_report(const struct compare *compare, char *error, size_t erro
     if (!bad) bad = write_one(compare, 1, &history, error, error_bytes);
     if (!bad) bad = write_one(compare, 2, &object, error, error_bytes);
     if (!bad) bad = write_one(compare, 3, &html, error, error_bytes);
-    /* Those that it did not come to. */
+    /* Left over after an error. */
     text_free(&html);
     text_free(&object);
     text_free(&history);

@@ -9,7 +9,7 @@
 
 #include "trainer/loops/rows.h"
 
-/* Makes room for at least one more byte: for `hint` of them, and for a quarter more than there was. */
+/* Makes room for at least one more byte: for `hint` of them, or for a quarter of the old capacity if that is more. */
 static int reserve(struct data_file *out, size_t *capacity, size_t hint)
 {
     if (out->n < *capacity) return 0;
@@ -74,7 +74,7 @@ static int unpack(const char *path, const struct data_file *packed, struct data_
         out->n += out_before - stream.avail_out;
         if (status == Z_STREAM_END) {
             if (used == packed->n) break;
-            /* Another member, or the zeros that tapes and some tools pad with. */
+            /* Either another member follows, or zeros as padding from tapes and some tools. */
             size_t rest = used;
             while (rest < packed->n && packed->bytes[rest] == 0) rest++;
             if (rest == packed->n) break;
@@ -158,7 +158,7 @@ int data_check(const struct data_part *part, int context, const char *what, char
 size_t data_window(const struct data_part *part, uint64_t seed, uint64_t step, uint64_t micro_step, uint64_t sequence,
                    int context)
 {
-    /* Starts 0 .. n - context - 1. A 64-bit hash modulo a file's length is uneven by less than 1 in 10^10. */
+    /* Starts are 0 .. n - context - 1. A 64-bit hash modulo a file's length is uneven by less than 1 in 10^10. */
     return (size_t)(hash_counters(seed, step, micro_step, sequence) % (part->n - (size_t)context));
 }
 

@@ -11,7 +11,7 @@
 
 enum { LINE = 700 };
 
-/* What is wrong, in one line: as many as it has room for, and how many more. */
+/* Collects problems in one error text: as many as fit, and the number of the others. */
 struct problems {
     char *error;
     size_t bytes, used;
@@ -59,7 +59,7 @@ static void add_file(struct data_list *list, struct problems *p, const char *pat
 
 static int by_bytes(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-/* The names in a folder, sorted, to be freed. -1 where it cannot be read. */
+/* Lists the names in a folder, sorted. The caller frees them. Returns -1 if the folder cannot be read. */
 static int read_folder(const char *folder, char ***names, size_t *n, struct problems *p)
 {
     size_t capacity = 0;
@@ -165,7 +165,7 @@ int data_load_all(const char *const *names, int n, struct data_file *out, size_t
     size_t capacity = 0;
     *out = (struct data_file){0};
     expand(names, n, &list, &p);
-    /* Where one is missing there is no use in reading the others. */
+    /* If a file is missing, the others are not read. */
     int reading = judge(&p) == 0;
     for (size_t i = 0; i < list.n && reading; i++) {
         char why[600];

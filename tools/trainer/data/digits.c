@@ -138,12 +138,12 @@ static const struct glyph glyphs[] = {
 
 enum { GLYPHS = sizeof glyphs / sizeof *glyphs };
 
-/* The random numbers of one image, one after the other. */
+/* A sequence of random numbers for one image. */
 struct dice {
     uint64_t seed, part, image, count;
 };
 
-/* Uniform in [low, high). */
+/* Returns a number in [low, high), uniformly distributed. */
 static double roll(struct dice *dice, double low, double high)
 {
     uint64_t h = hash_counters(dice->seed, dice->part, dice->image, dice->count++);
@@ -152,7 +152,7 @@ static double roll(struct dice *dice, double low, double high)
 
 static double square(double x) { return x * x; }
 
-/* Marks the pixels near one stretch with their distance to it, where that is the smallest so far. */
+/* Updates the distances of the pixels near the line from a to b. Each pixel keeps its smallest distance to any line. */
 static void stroke(float *distance, const double a[2], const double b[2], double reach)
 {
     double dx = b[0] - a[0], dy = b[1] - a[1], length = dx * dx + dy * dy;
@@ -199,10 +199,10 @@ static void draw(struct dice *dice, int digit, uint8_t *image)
     for (int i = 0; i + 1 < glyph->n; i++)
         if (glyph->point[i][0] != UP && glyph->point[i + 1][0] != UP) stroke(distance, point[i], point[i + 1], pen + 1);
     for (int i = 0; i < PIXELS; i++) {
-        /* The edge of the line falls off over one pixel. */
+        /* The ink fades out over one pixel at the edge of a line. */
         double cover = pen + 0.5 - distance[i];
         if (i % 4 == 0) bits = hash_counters(dice->seed, dice->part, dice->image, dice->count++);
-        /* Two of its bytes, a triangle from -1 to 1. */
+        /* The sum of two bytes: a triangular distribution from -1 to 1. */
         double grain = ((double)(bits & 0xFF) + (double)(bits >> 8 & 0xFF) - 255) / 255;
         double value = ink * (cover < 0 ? 0 : cover > 1 ? 1 : cover) + noise * grain;
         bits >>= 16;

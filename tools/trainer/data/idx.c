@@ -14,8 +14,8 @@ static uint32_t big_endian(const uint8_t *p)
     return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
 }
 
-/* Reads NAME or NAME.gz and judges it against its own header: dimensions in size[], where the values begin in
- * *start. */
+/* Reads NAME or NAME.gz and checks its size against its own header. Sets size[] to the dimensions and `*start` to the
+ * offset of the values. */
 static int load(const char *directory, const char *name, uint32_t magic, uint32_t size[3], size_t *start,
                 char path[PATH_BYTES], struct data_file *file, char *error, size_t error_bytes)
 {

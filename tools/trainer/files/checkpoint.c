@@ -127,7 +127,7 @@ int checkpoint_save(const char *directory, const halfstep_save_options *options,
 
 /* ---- Loading ----------------------------------------------------------------------------------------------------- */
 
-/* Where history is read from. */
+/* The file of the history. */
 struct source {
     halfstep_safetensors *file;
     const char *path;
@@ -135,7 +135,7 @@ struct source {
     size_t error_bytes;
 };
 
-/* rows x columns doubles, or nothing where the file has no such tensor. */
+/* Reads a tensor of rows x columns doubles. A missing tensor gives no rows. */
 static int load_table(struct source *source, const char *name, uint64_t columns, void **out, size_t *rows)
 {
     uint64_t index;
@@ -179,8 +179,8 @@ static int load_history(struct source *source, struct run_history *history)
 int checkpoint_load(const halfstep_checkpoint *checkpoint, const struct holding *holding, struct run_history *history,
                     char *error, size_t error_bytes)
 {
-    /* total_steps is judged by the trainer, which knows whether it changes anything; gradient_scale is set at each
-     * step. */
+    /* The trainer compares total_steps itself, because it knows if a new value changes anything. It sets gradient_scale
+     * in each step. */
     static const char *const left[] = {"total_steps", "gradient_scale", NULL};
     halfstep_file_options options = {
         .struct_size = sizeof options, .settings = HALFSTEP_SETTINGS_COMPARE, .leave = left};

@@ -30,7 +30,7 @@ static int join(char path[MODEL_PATH_BYTES], const char *folder, const char *nam
     return n < 0 || n >= MODEL_PATH_BYTES ? -1 : 0;
 }
 
-/* The folder of a file; a folder itself. */
+/* Sets `folder` to the folder of a file, or to the path itself if that is a folder. */
 static void folder_of(const char *path, char folder[MODEL_PATH_BYTES])
 {
     const char *slash = is_folder(path) ? NULL : strrchr(path, '/');
@@ -71,7 +71,7 @@ static int find_in_checkpoint(struct model_files *files, const char *path, char 
     return 0;
 }
 
-/* why: what is wrong with the path as a checkpoint. */
+/* Finds files of another program. why: the reason for which the path is no checkpoint. */
 static int find_others(struct model_files *files, const char *path, const char *why, char *error, size_t error_bytes)
 {
     char folder[MODEL_PATH_BYTES], trainer[MODEL_PATH_BYTES];
@@ -81,7 +81,8 @@ static int find_others(struct model_files *files, const char *path, const char *
     if (!bad && is_folder(path)) {
         bad = join(files->model, folder, whole_name) != 0;
         if (!bad && !exists(files->model)) bad = join(files->model, folder, index_name) != 0;
-        /* A directory of train lm that lost its pointer: its weights may need what only a checkpoint tells. */
+        /* A checkpoint directory of train lm without its manifest.json is refused, because its weights may need other
+         * files of the checkpoint. */
         if (!bad && (exists(trainer) || !exists(files->model))) {
             snprintf(error, error_bytes, "%s%s", why, exists(trainer) ? "" : ", nor a model.safetensors or its index");
             return -1;
@@ -121,7 +122,7 @@ void model_files_close(struct model_files *files)
 
 /* ---- Opening ----------------------------------------------------------------------------------------------------- */
 
-/* Takes the path over. The part's number, or -1. */
+/* Adds and opens a file, and takes ownership of its path. Returns the number of the part, or -1. */
 static long add_part(struct model_tensors *tensors, char *path, char *error, size_t error_bytes)
 {
     struct model_part *grown = path ? realloc(tensors->part, (tensors->parts + 1) * sizeof *grown) : NULL;
@@ -138,7 +139,7 @@ static long add_part(struct model_tensors *tensors, char *path, char *error, siz
     return (long)tensors->parts - 1;
 }
 
-/* The part with this file name, which is opened when it is named first. */
+/* Returns the number of the part with this file name. Opens the file when it is named first. */
 static long part_named(struct model_tensors *tensors, const char *folder, const char *name, char *error,
                        size_t error_bytes)
 {
@@ -159,7 +160,8 @@ static long part_named(struct model_tensors *tensors, const char *folder, const 
     return add_part(tensors, strdup(path), error, error_bytes);
 }
 
-/* The member "weight_map": which tensor is in which file. error stays empty where only the JSON is wrong. */
+/* Reads the member "weight_map", which says what file a tensor is in, and opens the files. Leaves error empty if only
+ * the JSON is malformed. */
 static int open_map(hstep_json *json, struct model_tensors *tensors, const char *folder, char *error,
                     size_t error_bytes)
 {
@@ -271,7 +273,7 @@ int model_tensors_find(const struct model_tensors *tensors, const struct lm_tens
     return -1;
 }
 
-/* Fails if this part has a tensor that the model has not. */
+/* Fails if this part has a tensor that the model does not have, or one that an earlier part has, too. */
 static int check_part(const struct model_tensors *tensors, size_t number, const struct lm_config *shape, char *error,
                       size_t error_bytes)
 {

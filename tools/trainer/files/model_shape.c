@@ -1,5 +1,6 @@
-/* Reads the config.json of a model. The program has one kind of model, so a file may describe another: numbers that the
- * model has are taken, everything else must say what this model does anyway, or is refused by name. */
+/* Reads the config.json of a model. The program has one kind of model, but a file may describe another. Numbers that
+ * the model has are taken over. All other members must agree with this model; a member that does not is refused by
+ * name. */
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -11,7 +12,7 @@
 #include "trainer/files/model_files.h"
 #include "trainer/files/trainer_file.h"
 
-/* The numbers of a config.json, the whole ones first, those of struct lm_config before all others. */
+/* The numbers of a config.json: first the whole ones, beginning with those of struct lm_config. */
 enum {
     VOCAB,
     WIDTH,
@@ -33,8 +34,8 @@ static const char *const number_names[NUMBERS] = {
     "intermediate_size", "num_key_value_heads", "head_dim",          "sliding_window",      "rms_norm_eps",
     "rope_theta"};
 
-/* Members that change what a model computes, here or in a relative of Llama, and the values that leave it a Llama. Of a
- * list every element is compared. Alternatives are separated by |. */
+/* Members that change what a model computes, here or in a relative of Llama, with the values that leave it a Llama. |
+ * separates alternatives. Every element of a list must be one of them. */
 static const struct {
     const char *name, *allowed;
 } fixed[] = {
@@ -79,8 +80,8 @@ static const struct {
     {"auto_map", "null"},
 };
 
-/* Members that say nothing of what a trained model computes: how it is stored, trained or spoken to. */
-static const char *const passed_over[] = {
+/* Members that do not change the output of a trained model. They are about storage, training or prompts. */
+static const char *const ignored[] = {
     "_name_or_path",        "_attn_implementation",
     "attn_implementation",  "attention_dropout",
     "bos_token_id",         "dtype",
@@ -104,8 +105,8 @@ struct reading {
     size_t complaint_bytes, note_bytes;
 };
 
-/* Keeps the first thing that is wrong with what the file says. The rest is read on, to find malformed JSON. */
-__attribute__((format(printf, 2, 3))) static void object(struct reading *r, const char *format, ...)
+/* Keeps the first complaint about the contents. Reading goes on, to find malformed JSON. */
+__attribute__((format(printf, 2, 3))) static void refuse(struct reading *r, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
@@ -115,7 +116,7 @@ __attribute__((format(printf, 2, 3))) static void object(struct reading *r, cons
 
 /* ---- Values ------------------------------------------------------------------------------------------------------ */
 
-/* The fewest digits that read back exactly. */
+/* Prints the fewest digits that read back exactly. */
 static void print_number(double number, char *token, size_t token_bytes)
 {
     for (int digits = 6; digits <= 17; digits++) {
@@ -124,7 +125,8 @@ static void print_number(double number, char *token, size_t token_bytes)
     }
 }
 
-/* Reads a value of any kind. token: how it is quoted and compared. *number: NAN where it is none. */
+/* Reads a value of any kind into `token`, as text for errors and comparisons. Sets `*number` to NAN if it is not a
+ * number. Returns 0 for malformed JSON. */
 static int read_token(hstep_json *json, char *token, size_t token_bytes, double *number)
 {
     const char *text;
@@ -167,7 +169,7 @@ static void refuse_token(struct reading *r, const char *name, const char *token,
                                  *allowed != '|'   ? allowed
                                  : allowed == last ? " or "
                                                    : ", ");
-    object(r, "\"%s\" is %s; it must be %s, because this program's model is a plain Llama: choose another file", name,
+    refuse(r, "\"%s\" is %s; it must be %s, because this program's model is a plain Llama: choose another file", name,
            token, list);
 }
 
@@ -193,17 +195,17 @@ static int read_number(struct reading *r, const char *name, int which)
     int good = which < WHOLE ? number >= 1 && number <= 1 << 24 && number == floor(number) : number > 0;
     if (strcmp(token, "null") == 0) return 1;
     if (!good) {
-        object(r, "\"%s\" is %s; it must be a %s", name, token,
+        refuse(r, "\"%s\" is %s; it must be a %s", name, token,
                which < WHOLE ? "whole number from 1 to 16777216" : "number above 0");
     } else if (!isnan(r->number[which]) && r->number[which] != number) {
-        object(r, "\"%s\" is %s, but another member says %.17g; they must agree", name, token, r->number[which]);
+        refuse(r, "\"%s\" is %s, but another member says %.17g; they must agree", name, token, r->number[which]);
     } else {
         r->number[which] = number;
     }
     return 1;
 }
 
-/* rope_scaling, or rope_parameters, where transformers 5 keeps the base of the positions as well. */
+/* Reads rope_scaling or rope_parameters. In the latter, transformers 5 also keeps rope_theta. */
 static int read_rope(struct reading *r, const char *name)
 {
     static const char allowed[] = "\"default\"|null";
@@ -212,7 +214,7 @@ static int read_rope(struct reading *r, const char *name)
     double number;
     if (hstep_json_peek(&r->json) != '{') {
         if (!read_token(&r->json, token, sizeof token, &number)) return 0;
-        if (strcmp(token, "null") != 0) object(r, "\"%s\" is %s; it must be an object or null", name, token);
+        if (strcmp(token, "null") != 0) refuse(r, "\"%s\" is %s; it must be an object or null", name, token);
         return 1;
     }
     hstep_json_take(&r->json, '{');
@@ -233,18 +235,17 @@ static int read_rope(struct reading *r, const char *name)
     } while (hstep_json_take(&r->json, ','));
     snprintf(inner, sizeof inner, "%s.rope_type", name);
     if (!is_allowed(allowed, type)) refuse_token(r, inner, type, allowed);
-    else if (extra[0]) object(r, "\"%s\" is given; without a rope_type that uses it, it must be left out", extra);
+    else if (extra[0]) refuse(r, "\"%s\" is given; without a rope_type that uses it, it must be left out", extra);
     return hstep_json_expect(&r->json, '}');
 }
 
-/* A member that nobody here knows may change the model or not: people are told. null and false are what it would be if
- * it were not there. */
+/* Notes an unknown member, because it may change the model. null and false count as missing. */
 static int read_unknown(struct reading *r, const char *name)
 {
     char token[100];
     double number;
-    for (size_t i = 0; i < COUNT(passed_over); i++)
-        if (strcmp(passed_over[i], name) == 0) return hstep_json_skip(&r->json);
+    for (size_t i = 0; i < COUNT(ignored); i++)
+        if (strcmp(ignored[i], name) == 0) return hstep_json_skip(&r->json);
     if (!read_token(&r->json, token, sizeof token, &number)) return 0;
     size_t used = strlen(r->note);
     if (!is_allowed("null|false", token))
@@ -282,16 +283,16 @@ static int parse(struct reading *r)
 
 /* ---- The model --------------------------------------------------------------------------------------------------- */
 
-/* What the numbers say together, with transformers' defaults for those that are missing. */
+/* Fills in and checks the shape. Missing numbers get transformers' defaults. */
 static void judge(struct reading *r, int64_t context, struct lm_config *shape)
 {
     int *const values[] = {&shape->vocab, &shape->width,   &shape->depth,
                            &shape->heads, &shape->context, &shape->intermediate};
     double *number = r->number;
     int mistral = strcmp(r->type, "\"mistral\"") == 0;
-    if (!r->type[0]) object(r, "\"model_type\" is missing; it must be \"llama\" or \"mistral\"");
+    if (!r->type[0]) refuse(r, "\"model_type\" is missing; it must be \"llama\" or \"mistral\"");
     for (int i = 0; i < (int)COUNT(values); i++) {
-        if (isnan(number[i])) object(r, "\"%s\" is missing", number_names[i]);
+        if (isnan(number[i])) refuse(r, "\"%s\" is missing", number_names[i]);
         else *values[i] = (int)number[i];
     }
     if (context) shape->context = (int)context;
@@ -301,18 +302,18 @@ static void judge(struct reading *r, int64_t context, struct lm_config *shape)
     if (isnan(number[KEY_HEADS])) number[KEY_HEADS] = mistral && !r->seen[KEY_HEADS] ? 8 : number[HEADS];
     if (isnan(number[WINDOW]) && mistral && !r->seen[WINDOW]) number[WINDOW] = 4096;
     if (number[KEY_HEADS] != number[HEADS])
-        object(
+        refuse(
             r,
             "\"num_key_value_heads\" is %.0f; it must be \"num_attention_heads\", which is %.0f: choose another file",
             number[KEY_HEADS], number[HEADS]);
     if (!isnan(number[HEAD_DIM]) && number[HEAD_DIM] * number[HEADS] != number[WIDTH])
-        object(
+        refuse(
             r,
             "\"head_dim\" is %.0f; it must be \"hidden_size\" / \"num_attention_heads\" = %.0f / %.0f: choose another "
             "file",
             number[HEAD_DIM], number[WIDTH], number[HEADS]);
     if (number[WINDOW] < shape->context)
-        object(r,
+        refuse(r,
                "\"sliding_window\" is %.0f; it must be null or at least the context, which is %d bytes: choose a "
                "shorter context or another file",
                number[WINDOW], shape->context);
@@ -338,7 +339,7 @@ int checkpoint_read_shape(const char *path, int64_t context, struct lm_config *s
                             .note = unknown,
                             .note_bytes = sizeof unknown};
         for (int i = 0; i < NUMBERS; i++) r.number[i] = NAN;
-        if (parse(&r) != 0) object(&r, "byte %zu: %s", r.json.at, r.json.problem ? r.json.problem : "malformed");
+        if (parse(&r) != 0) refuse(&r, "byte %zu: %s", r.json.at, r.json.problem ? r.json.problem : "malformed");
         if (r.json.problem) snprintf(complaint, sizeof complaint, "byte %zu: %s", r.json.at, r.json.problem);
         else judge(&r, context, shape);
         if (complaint[0]) snprintf(error, error_bytes, "%s: %s", files.config, complaint);

@@ -9,7 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Of a name that a checkpoint's files cannot have. */
+/* A name that no file of a checkpoint can have. */
 #define LOCK_NAME "/.halfstep-train.lock"
 
 struct run_lock {
@@ -26,7 +26,7 @@ static void forget(struct run_lock *lock)
     free(lock);
 }
 
-/* A new directory is as easily lost as a new file until the one above it is synced. */
+/* Syncs the directory above. Until then a crash may lose a new directory. */
 static int sync_parent(const char *directory)
 {
     size_t n = strlen(directory);
@@ -36,7 +36,7 @@ static int sync_parent(const char *directory)
     int fd = open(parent, O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad = fd < 0;
     free(parent);
     if (bad) return -1;
-    /* Some network file systems cannot sync a directory and say so this way. */
+    /* Some network file systems cannot sync directories and report these errors. */
     bad = fsync(fd) != 0 && errno != EINVAL && errno != ENOTSUP;
     close(fd);
     return bad ? -1 : 0;
@@ -69,8 +69,8 @@ static void name_holder(const struct run_lock *lock, char *error, size_t error_b
              holder);
 }
 
-/* The file that has the name and is locked by us. Its last holder may have removed it between our open and our lock:
- * then the lock is one on a file without a name, and the next run would find another. */
+/* Opens and locks the lock file. Its last holder may remove it between our open and our lock. Our lock is then on a
+ * file without a name, and the next run would lock another file. So the name is checked, and the attempt repeated. */
 static int take(struct run_lock *lock, char *error, size_t error_bytes)
 {
     for (;;) {
@@ -123,7 +123,7 @@ struct run_lock *run_lock_take(const char *directory, char *error, size_t error_
     char host[128] = "?", line[256];
     gethostname(host, sizeof host - 1);
     int length = snprintf(line, sizeof line, "process %ld on %s\n", (long)getpid(), host);
-    /* Only people read it: the lock itself does not depend on it. */
+    /* Only people read this line; the lock does not depend on it. */
     int told = ftruncate(lock->fd, 0) == 0 && pwrite(lock->fd, line, (size_t)length, 0) == length;
     (void)told;
     return lock;

@@ -1,10 +1,9 @@
-/* One run at a time has a checkpoint directory: a lock file in it that the run holds from its start to its end. The
- * directory's own lock is another one, which each save takes for itself.
+/* Locks a checkpoint directory for one run at a time. The run holds a lock on a file in the directory from its start to
+ * its end. Saves use another lock, the directory's own.
  *
- * The kernel gives the lock back when the process ends, however it ends, so the file of a dead run is no obstacle.
- * Linux keeps the lock of a file on NFS at the server, which gives it back when the machine of its holder has been gone
- * for the lease's time (NFS 4, 90 seconds by default). Where a file system has no locks, run_lock_take() says so in a
- * note. */
+ * The kernel releases the lock when the process ends in any way, so the file of a dead run does no harm. On NFS, Linux
+ * keeps the lock at the server. The server releases it after the lease's time if the holder's machine is gone (NFS 4,
+ * 90 seconds by default). If a file system has no locks, run_lock_take() says so in a note. */
 #ifndef HALFSTEP_RUN_LOCK_H
 #define HALFSTEP_RUN_LOCK_H
 
@@ -12,10 +11,11 @@
 
 struct run_lock;
 
-/* Makes the directory if it is not there (its parent must be). NULL and one line where another run has it, or on
- * failure; otherwise error is empty, or a line that begins with "note: ". */
+/* Locks a directory, and creates it if it is missing (its parent must exist). Returns NULL with an error text if
+ * another run has the lock, or on failure. On success error is empty, or a text that begins with "note: ". */
 struct run_lock *run_lock_take(const char *directory, char *error, size_t error_bytes);
-/* Removes the file, and a directory that was made for it and is still empty. NULL is fine. */
+/* Releases the lock and removes its file. Also removes the directory if run_lock_take() created it and it is still
+ * empty. NULL does nothing. */
 void run_lock_release(struct run_lock *lock);
 
 #endif

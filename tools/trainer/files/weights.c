@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Streams in files -------------------------------------------------------------------------------------------- */
+/* ---- Formats ----------------------------------------------------------------------------------------------------- */
 
 halfstep_format_info checkpoint_format(int32_t row)
 {
@@ -15,14 +15,14 @@ halfstep_format_info checkpoint_format(int32_t row)
     return info;
 }
 
-/* ---- Only the weights -------------------------------------------------------------------------------------------- */
+/* ---- Weights ----------------------------------------------------------------------------------------------------- */
 
 struct weight_source {
     struct model_files files;
     struct model_tensors model;
     halfstep_safetensors *states;
-    char recipe[RECIPE_BYTES],
-        format[RECIPE_BYTES]; /* what states are of; the weight format whose extra stream is there */
+    char recipe[RECIPE_BYTES]; /* of the saved states */
+    char format[RECIPE_BYTES]; /* of the weights, whose extra stream the file of the states may hold */
     int averages;
 };
 
@@ -81,8 +81,8 @@ const char *gradient_format_of(const char *dtype)
     }
 }
 
-/* The library decodes: a throw-away optimizer holds one tensor, whose gradient slot reads any plain type and whose
- * weight slot reads codes and extra together. */
+/* Decodes the values of one tensor by a temporary optimizer. Its gradient slot reads any plain type; its weight slot
+ * reads codes and extra together. */
 static int decode(struct weight_source *source, const char *path, const struct lm_tensor *tensor, const char *dtype,
                   const void *codes, const char *extra, float *out, char *error, size_t error_bytes)
 {
@@ -138,8 +138,8 @@ static int decode(struct weight_source *source, const char *path, const struct l
     return bad ? -1 : 0;
 }
 
-/* The tensor's weight and all its states go into a throw-away optimizer of the run's recipe, which knows the
- * average. */
+/* Reads the average of one tensor's weights. Loads the weight and its states into a temporary optimizer of the
+ * checkpoint's recipe, which computes the average. */
 static int read_average(struct weight_source *source, const struct lm_tensor *tensor, void *codes, float *out,
                         char *error, size_t error_bytes)
 {

@@ -2,8 +2,8 @@
 
 #include <string.h>
 
-/* Four lanes by the compilers' own vector types: neither gcc nor clang makes vectors of the plain loops below, and
- * those branch on values that nothing can predict. */
+/* Four lanes in the compilers' own vector types. Neither gcc nor clang vectorizes the plain loops below, which branch
+ * on unpredictable values. */
 typedef float lanes __attribute__((vector_size(16)));
 typedef int32_t marks __attribute__((vector_size(16)));
 
@@ -18,7 +18,7 @@ static inline void store(void *p, const void *v) { memcpy(p, v, 16); }
 
 static inline lanes choose(marks take, lanes a, lanes b) { return (lanes)((take & (marks)a) | (~take & (marks)b)); }
 
-/* Inlined with constant sizes where it matters, so that each copy is a single move. */
+/* Inlined with constant sizes for the common shapes, so that each copy is a single move. */
 static inline __attribute__((always_inline)) void unfold(char *restrict col, size_t stride, const char *restrict in,
                                                          int channels, size_t side, size_t size)
 {
@@ -60,7 +60,7 @@ void conv_fold(float *restrict in, const float *restrict col, size_t stride, int
     else fold(in, col, stride, channels, (size_t)side);
 }
 
-/* Of two equals the first wins. */
+/* The first of two equal values wins. */
 static void pool_one(float *out, int32_t *where, const float *upper, const float *lower, float bias)
 {
     int right = upper[1] > upper[0], below = lower[1] > lower[0];

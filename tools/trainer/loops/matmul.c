@@ -17,7 +17,7 @@ struct entry {
     struct matmul_shape shape;
     dnnl_primitive_t primitive; /* NULL: free */
     dnnl_memory_t a, b, c, scratch;
-    int widen; /* oneDNN has no product of this type here: operands go through fp32 */
+    int widen; /* oneDNN has no product of this type here, so the operands are converted to fp32 */
 };
 
 struct matmul {
@@ -32,8 +32,8 @@ struct matmul {
     struct entry entries[SLOTS];
 };
 
-/* oneDNN would start a team of OpenMP threads inside each of our threads. The setting is per thread; the function is
- * looked up at run time because oneDNN may have been built on another runtime. */
+/* Keeps oneDNN from starting a team of OpenMP threads inside each of our threads. The setting is per thread. The
+ * function is looked up at run time, because oneDNN may have been built on another runtime. */
 static void use_one_thread(void)
 {
     static _Thread_local int done;
@@ -44,8 +44,8 @@ static void use_one_thread(void)
     if (set_threads) set_threads(1);
 }
 
-/* oneDNN writes machine code and keeps tables for each kind of product, and some of its allocations are not looked at:
- * out of address space (ulimit -v) it crashes. So there has to be memory for them before it is called. */
+/* Checks that there is memory for the machine code and tables of a product. oneDNN does not check some of its
+ * allocations, and crashes when it runs out of address space (ulimit -v). */
 static int has_memory(char *error, size_t error_bytes)
 {
     enum { NEEDED = 24 << 20 };
@@ -190,7 +190,7 @@ static dnnl_status_t build_exact(struct matmul *context, struct entry *entry, co
     if (!status) status = describe(&b, s->k, s->n, s->type, s->b_row, s->b_column);
     if (!status) status = describe(&c, s->m, s->n, s->c_type, s->c_row, 1);
     if (!status) status = dnnl_primitive_attr_create(&attributes);
-    /* The scratchpad is ours: oneDNN's own is shared by primitives that other threads are running. */
+    /* oneDNN's own scratchpad is shared by primitives that run on other threads, so ours is used. */
     if (!status) status = dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user);
     if (!status && s->accumulate) {
         status = dnnl_post_ops_create(&operations);
@@ -219,8 +219,8 @@ static dnnl_status_t build_exact(struct matmul *context, struct entry *entry, co
     return status;
 }
 
-/* The same product of compact fp32 copies. Products of BF16 values are exact in fp32, so this is what BF16 hardware
- * computes but for the order of the sums; only slower. */
+/* Returns the shape of the same product with compact fp32 copies. Products of BF16 values are exact in fp32, so the
+ * result equals that of BF16 hardware except for the order of the sums. It is only slower. */
 static struct matmul_shape widened(const struct matmul_shape *s)
 {
     struct matmul_shape wide = *s;
@@ -233,8 +233,8 @@ static struct matmul_shape widened(const struct matmul_shape *s)
     return wide;
 }
 
-/* One thread at a time, although oneDNN's cache of primitives has locks of its own: ThreadSanitizer does not see those
- * inside a library that was not compiled for it, and this happens once for each shape. */
+/* Builds one product at a time. oneDNN's cache of primitives has locks of its own, but ThreadSanitizer does not see
+ * them inside a library that was not compiled for it. Each shape is built only once. */
 static int build(struct matmul *context, struct entry *entry, const struct matmul_shape *s)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -293,7 +293,7 @@ static struct entry *find(struct matmul *context, const struct matmul_shape *s)
 
 static int execute(struct matmul *context, const struct entry *entry, const void *a, const void *b, void *c)
 {
-    /* oneDNN takes inputs as void *; it does not write to them. */
+    /* oneDNN takes inputs as void *, but does not write to them. */
     dnnl_status_t status = entry->scratch && !context->scratch ? dnnl_out_of_memory : dnnl_success;
     if (!status) status = dnnl_memory_set_data_handle(entry->a, (void *)(uintptr_t)a);
     if (!status) status = dnnl_memory_set_data_handle(entry->b, (void *)(uintptr_t)b);
@@ -309,7 +309,7 @@ static int execute(struct matmul *context, const struct entry *entry, const void
     return -1;
 }
 
-/* Lines of `length` elements, `stride` apart, side by side in fp32. */
+/* Copies lines of `length` elements, `stride` apart, into contiguous fp32. */
 static void widen(float *out, const void *in, int type, int64_t lines, int64_t length, int64_t stride)
 {
     for (int64_t i = 0; i < lines; i++)

@@ -5,7 +5,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-enum { SPINS = 4000 }; /* some ten microseconds: phases of one step follow each other faster than a sleeper wakes */
+/* About 10 microseconds. The next phase of a step often comes sooner than a sleeping thread wakes. */
+enum { SPINS = 4000 };
 
 struct worker {
     struct parallel *pool;
@@ -19,7 +20,7 @@ struct parallel {
     pthread_mutex_t lock;
     pthread_cond_t work, done;
     atomic_uint generation; /* counts calls; written under the lock, read without it while spinning */
-    atomic_int busy;        /* workers that have not finished the present call */
+    atomic_int busy;        /* workers that have not finished the current call */
     atomic_int quit;
     atomic_llong next;
     int64_t tasks;

@@ -1,5 +1,5 @@
-/* The loops of rows.h, over the library's vector vocabulary (src/vec/README.md). Compiled once for each instruction
- * set; all of them give the same bits. */
+/* The loops of rows.h in the library's vector vocabulary (src/vec/README.md). Compiled once for each instruction set,
+ * with the same bits from all of them. */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -10,7 +10,7 @@
 #include "trainer/loops/row_kernels.h"
 #include "trainer/models/llama.h"
 
-/* What all instruction sets have the same number of: values that are neighbours in memory. */
+/* 16 consecutive values, the same number for all instruction sets. */
 enum { LANES = ROW_LANES, PARTS = LANES / VL };
 typedef struct {
     vf part[PARTS];
@@ -43,7 +43,7 @@ LANEWISE(min)
 
 V_OP lanes l_mul_add(lanes a, lanes b, lanes c) { return l_add(l_mul(a, b), c); }
 
-/* Lanes from `n` on are 0. */
+/* Sets the lanes from `n` on to 0. */
 V_OP lanes first_lanes(lanes x, int n)
 {
     if (n >= LANES) return x;
@@ -57,7 +57,7 @@ V_OP lanes first_lanes(lanes x, int n)
 
 V_OP void spread(float out[LANES], lanes x) { EACH_PART(k) v_storeu(out + k * VL, x.part[k]); }
 
-/* The sum of the lanes, as a tree. */
+/* Returns the sum of the lanes, added as a tree. */
 V_OP float total(lanes x)
 {
     float s[LANES], a[8], b[4];
@@ -69,7 +69,7 @@ V_OP float total(lanes x)
 
 /* ---- memory ---- */
 
-/* Where rounding could reach infinity, and for Inf and NaN, the high half is taken as it is. */
+/* Truncates instead of rounding for Inf, for NaN, and where rounding could reach infinity. */
 V_OP vi to_bf16(vf x)
 {
     vi u = v_bits(x), magnitude = vi_and(u, vi_set(0x7FFFFFFF));
@@ -128,7 +128,7 @@ V_OP void put_whole(void *row, int type, int i, lanes x)
     }
 }
 
-/* The 16 values from i on; what lies behind a row of n is 0. */
+/* Returns the 16 values from i on, with 0 past the end of a row of n. */
 V_OP lanes get(const void *row, int type, int i, int n)
 {
     if (i + LANES <= n) return get_whole(row, type, i);
@@ -154,7 +154,7 @@ V_OP lanes get_f32(const float *row, int i, int n) { return get(row, LM_F32, i, 
 
 V_OP void put_f32(float *row, int i, int n, lanes x) { put(row, LM_F32, i, n, x); }
 
-/* A loop once for each type, so that none asks for it. */
+/* Expands a loop once for each type, so that the loop itself does not branch on it. */
 #define FOR_TYPE(LOOP)                 \
     switch (type) {                    \
     case LM_F32: LOOP(LM_F32) break;   \
@@ -245,7 +245,7 @@ static void row_rotate_(void *out, int type, const float *in, const float *cosin
 #undef LOOP
 }
 
-/* exp to about 2 ulp; below -87 it stays at exp(-87). NaN stays NaN. */
+/* Returns exp to about 2 ulp; below -87 it is exp(-87). NaN stays NaN. */
 V_OP lanes exp_of(lanes x)
 {
     static const float series[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
@@ -265,7 +265,7 @@ V_OP lanes exp_of(lanes x)
     return p;
 }
 
-/* 1 / (1 + exp(-x)) is 1 over this. */
+/* Returns 1 + exp(-x), the denominator of the logistic function. */
 V_OP lanes one_and_exp_minus(lanes x)
 {
     EACH_PART(k) x.part[k] = v_neg(x.part[k]);

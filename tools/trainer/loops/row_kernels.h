@@ -12,10 +12,10 @@ struct row_kernels {
 #undef ROW
 #undef ROW_FLOAT
 
-/* NULL where the build has none for an instruction set of this name. */
+/* Returns the functions for the instruction set of this name, or NULL if the build has none. */
 const struct row_kernels *row_kernels_of(const char *isa);
 
-/* Of the instruction set of that name, a row of src/vec/isas.def. */
+/* The name of the table for an instruction set, a row of src/vec/isas.def. */
 #define ROW_KERNELS(isa) ROW_KERNELS_PASTE(isa)
 #define ROW_KERNELS_PASTE(isa) row_kernels_##isa
 

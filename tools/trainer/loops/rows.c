@@ -8,7 +8,7 @@
 #include "halfstep.h"
 #include "trainer/loops/row_kernels.h"
 
-/* The build says which instruction sets it has compiled row_kernels.c for: -DROW_ISAS="X(scalar) X(avx2)". */
+/* The build defines the instruction sets that row_kernels.c was compiled for: -DROW_ISAS="X(scalar) X(avx2)". */
 #define X(isa) extern const struct row_kernels ROW_KERNELS(isa);
 ROW_ISAS
 #undef X
@@ -29,7 +29,7 @@ const struct row_kernels *row_kernels_of(const char *isa)
     return NULL;
 }
 
-/* Those of the library's instruction set, which HALFSTEP_ISA may name. All give the same bits. */
+/* Returns the functions for the library's instruction set, which HALFSTEP_ISA may name. All give the same bits. */
 static const struct row_kernels *kernels(void)
 {
     static _Atomic(const struct row_kernels *) chosen;

@@ -16,17 +16,17 @@
 enum { TEST_BATCH = 1000, SKIPS_IN_A_ROW = 20 };
 
 struct mnist_run {
-    struct run run; /* what it has in common with train lm; the fields of the language model stay empty */
+    struct run run; /* shared with train lm; the fields of the language model stay empty */
     const struct mnist_data *data;
     struct mnist_result *result;
     struct cnn_config shape;
     struct cnn *model;
-    uint32_t *order;                      /* of the training images in this epoch, or of the test images */
-    unsigned char *first[CNN_TENSORS][2]; /* codes and extra codes of the weights as they were initialised */
-    int weight_dtype[CNN_TENSORS];        /* where the codes alone are the weight, otherwise -1 */
-    int has_trained_weights;              /* the model holds the weights that are being trained */
+    uint32_t *order;                      /* order of the training images in this epoch, or of the test images */
+    unsigned char *first[CNN_TENSORS][2]; /* codes and extra codes of the first weights */
+    int weight_dtype[CNN_TENSORS]; /* type of the codes, -1 if they need their extra codes or have no LM_* type */
+    int has_trained_weights;       /* the model holds the trained weights, not their average */
     int64_t epoch;
-    double loss_sum; /* of this epoch's images so far */
+    double loss_sum; /* sum over this epoch's images so far */
     int64_t images, images_in_all;
 };
 
@@ -60,7 +60,7 @@ static void *copy_of(const void *bytes, size_t n)
     return copy;
 }
 
-/* First weights, and a copy of them to count the changes by. */
+/* Sets the first weights, and copies them to count the changes at the end. */
 static int initialize(struct mnist_run *m)
 {
     struct run *run = &m->run;
@@ -157,7 +157,8 @@ static void dismantle(struct mnist_run *m)
 
 /* ---- Steps ------------------------------------------------------------------------------------------------------- */
 
-/* Hands the model the weights: those that are trained, in full precision, or those that the rule holds to be better. */
+/* Gives the model the trained weights in full precision, or their average if the rule keeps one and `average` is
+ * set. */
 static int load_weights(struct mnist_run *m, int average)
 {
     struct run *run = &m->run;
@@ -178,7 +179,7 @@ static int load_weights(struct mnist_run *m, int average)
     return 0;
 }
 
-/* A permutation that depends on (seed, epoch) only. */
+/* Puts the images in a random order that depends on (seed, epoch) only. */
 static void shuffle(struct mnist_run *m)
 {
     int64_t n = m->data->train.n;
@@ -287,7 +288,7 @@ static int test(struct mnist_run *m)
     return 0;
 }
 
-/* Norm of the gradients of the last step, before the loss scale. */
+/* Returns the norm of the last step's gradients, with the loss scale taken out. */
 static double gradient_norm(struct mnist_run *m)
 {
     struct run *run = &m->run;
@@ -342,7 +343,7 @@ static void write_log(struct mnist_run *m, const struct run_point *point)
     text_free(&line);
 }
 
-/* After an epoch, or before the first: the test, and everything that is told of it. */
+/* Tests after an epoch or before the first one, and reports it: history, log, progress. */
 static int end_epoch(struct mnist_run *m)
 {
     struct run *run = &m->run;
@@ -447,7 +448,7 @@ int mnist_run(const struct run_config *config, const struct mnist_data *data, st
     memset(result, 0, sizeof *result);
     result->run.weights_changed = result->run.tokens_per_s = result->images_per_s = NAN;
     result->steps_per_epoch = (data->train.n + config->batch - 1) / config->batch;
-    counted.steps = config->epochs * result->steps_per_epoch; /* what schedules go by */
+    counted.steps = config->epochs * result->steps_per_epoch; /* schedules need the number of steps */
     struct mnist_run m = {.data = data, .result = result};
     m.run.config = &counted;
     m.run.progress = progress;

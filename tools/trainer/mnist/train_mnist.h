@@ -1,13 +1,13 @@
-/* One training run of the digit network as a function, beside train.h: the same configuration, progress and result. */
+/* One training run of the digit network, with the same configuration, progress and result as train.h. */
 #ifndef HALFSTEP_TRAIN_MNIST_H
 #define HALFSTEP_TRAIN_MNIST_H
 
 #include "trainer/data/idx.h"
 #include "trainer/run/train.h"
 
-/* The options of such a run, on struct run_config: those of train lm that make sense here, and its own. */
+/* Lists the options of such a run: its own, and those of train lm that make sense here. They set struct run_config. */
 void mnist_options_init(struct run_options *options);
-/* After parsing: judges what has to be judged and fills in the defaults. 0, or -1 and one line. */
+/* Checks the configuration after parsing and fills in the defaults. Returns 0, or -1 with an error text. */
 int mnist_config_check(struct run_config *config, char *error, size_t error_bytes);
 
 struct mnist_data {
@@ -15,32 +15,31 @@ struct mnist_data {
     uint64_t hash; /* of all pixels and labels */
 };
 
-/* The files in --data, or drawn digits without. 0, or -1 and one line. */
+/* Reads the files in --data, or draws digits without it. Returns 0, or -1 with an error text. */
 int mnist_data_load(const struct run_config *config, struct mnist_data *data, char *error, size_t error_bytes);
 void mnist_data_free(struct mnist_data *data);
 
-/* run.history has a point and a validation for each epoch, and a first validation before any; val_loss is the test
+/* run.history has a point and a validation for each epoch, and one validation before the first. val_loss is the test
  * loss. */
 struct mnist_result {
     struct run_result run;
-    double *accuracy; /* after each validation: share of the test images that were read right */
+    double *accuracy; /* after each validation: share of the test images that were classified correctly */
     int64_t batch, epochs, steps_per_epoch;
-    double images_per_s; /* while training, without the tests */
+    double images_per_s; /* of training, without the tests */
     int diverged;        /* gradients stayed not finite, and the run ended early */
 };
 
-/* As train_run(). A run that diverges ends with status 1 too, and with diverged set. */
+/* Runs the training like train_run(). A run that diverges also ends with status 1, and sets `diverged`. */
 int mnist_run(const struct run_config *config, const struct mnist_data *data, struct progress *progress,
               struct mnist_result *result, char *error, size_t error_bytes);
 
-/* Test accuracy at the end, NAN if the run diverged: what is likeliest among numbers that are not finite says
- * nothing. */
+/* Returns the test accuracy at the end. NAN if the run diverged, because then the likeliest class means nothing. */
 double mnist_accuracy(const struct mnist_result *result);
-/* The result as a new document. */
+/* Builds a new document with the result. */
 void mnist_result_document(struct document *document, const struct mnist_result *result);
 void mnist_result_free(struct mnist_result *result);
 
-/* The subcommand. */
+/* Runs the subcommand `train mnist`. */
 int train_mnist(int argc, char **argv);
 
 #endif

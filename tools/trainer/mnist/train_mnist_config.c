@@ -22,7 +22,7 @@ static const struct option own_rows[] = {
     {"epochs", OPTION_INTEGER, AT(epochs), "N", "5", 0, 1e6, SAME, NULL, "passes over the training images"},
 };
 
-/* The order of --help: a heading, or an option by name with what differs here from its row. */
+/* The order of --help: headings, and options by name with the defaults and texts that differ here. */
 static const struct {
     const char *name, *initial, *help;
 } order[] = {
@@ -81,7 +81,7 @@ void mnist_options_init(struct run_options *options)
         if (order[i].help) row->help = order[i].help;
         options->n++;
     }
-    /* At the end, and under a heading: the hyper-parameters of the rules. */
+    /* The hyper-parameters of the rules come last, with their heading. */
     for (int i = 1; i < n; i++) {
         int last_heading = all[i].kind == OPTION_HEADING && i + 1 < n && all[i + 1].kind == OPTION_HYPER_AS;
         if (all[i].kind == OPTION_HYPER_AS || last_heading) options->rows[options->n++] = all[i];

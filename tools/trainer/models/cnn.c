@@ -1,14 +1,14 @@
-/* Forward and backward of the network.
+/* The forward and backward pass of the network.
  *
- * A convolution is one matrix product: its input is unfolded, so that row (channel, ky, kx) of a matrix holds what that
- * element of the kernel meets at every output position, image after image. With the positions along the rows no lane of
- * the product is padding (20 and 50 channels would fill 32 and 64), and the products run at the processor's peak, which
- * oneDNN's convolutions do not reach at these channel counts. Few images are unfolded at a time, so that the matrix
- * stays in the second-level cache.
+ * A convolution is one matrix product of its unfolded input. Row (channel, ky, kx) of the unfolded matrix holds the
+ * values under that element of the kernel, for every output position, image after image. The positions lie along the
+ * rows, so no lane of the product is padding (20 and 50 channels would be padded to 32 and 64). The products run at the
+ * processor's peak, which oneDNN's convolutions do not reach with so few channels. Only a few images are unfolded at a
+ * time, so that the matrix stays in the second-level cache.
  *
- * A step is two batches of tasks: slices of images, forward and backward, down to the gradients of both
- * convolutions; then tiles of the fully connected layers' gradients, whose sums run over the whole batch, and the
- * sums over slices. */
+ * A step is two batches of tasks. First come slices of images: forward and backward, down to the gradients of both
+ * convolutions. Then come tiles of the fully connected layers' gradients, which sum over the whole batch, and the sums
+ * over the slices. */
 #include "trainer/models/cnn.h"
 
 #include <stdarg.h>
@@ -27,15 +27,16 @@ enum { SLICE = 32, CHUNK = 2, TILE = 64, SUM_TASKS = 8, MOST_THREADS = 1024 };
 enum { W1, B1, W2, B2, W3, B3, W4, B4 };
 enum { TAPS = CONV_TAPS };
 
-struct scratch {              /* one per thread */
+/* The memory of one thread. "Stored" values are in the matrix-product type, other floats are fp32. */
+struct scratch {
     void *pixels;             /* stored: normalised images of a chunk */
     void *col1, *col2;        /* stored: unfolded inputs of a chunk */
-    void *a1;                 /* stored: result of the first layer, [SLICE, channels1, plane1] */
-    int32_t *where1, *where2; /* of the maxima of both layers, as conv_pool tells them, for all of the slice */
-    float *y1, *y2;           /* results of the convolutions; on the way back their gradients */
-    void *dy1, *dy2;          /* stored: the same gradients; where products are fp32, y1 and y2 themselves */
+    void *a1;                 /* stored: output of the first layer, [SLICE, channels1, plane1] */
+    int32_t *where1, *where2; /* positions of both layers' maxima in the whole slice, as conv_pool() writes them */
+    float *y1, *y2;           /* outputs of the convolutions, replaced by their gradients in the backward pass */
+    void *dy1, *dy2;          /* stored: the same gradients; y1 and y2 themselves if products are fp32 */
     float *dcol2;
-    float *da1;  /* gradient of the first layer's result, one image */
+    float *da1;  /* gradient of the first layer's output, one image */
     float *wide; /* [SLICE, flat], [SLICE, hidden] or a tile of fc1's gradient */
     float *logits;
     float *row;
@@ -46,8 +47,8 @@ struct cnn {
     struct cnn_options options;
     int in1, out1, in2, out2, last; /* sides of the planes: 28, 24, 12, 8, 4 */
     int plane1, plane2;             /* values of one channel after each pooling: 12*12, 4*4 */
-    int flat;                       /* of all channels after the second */
-    int slices;                     /* most of them */
+    int flat;                       /* values of all channels after the second pooling */
+    int slices;                     /* number of slices in the largest batch */
     struct parallel *pool;
     struct matmul **matmul;
     struct scratch *scratch;
@@ -55,15 +56,15 @@ struct cnn {
     size_t arena_bytes;
 
     float *weights[CNN_TENSORS];
-    const void *product[CNN_TENSORS]; /* matrices in the type of the products */
+    const void *product[CNN_TENSORS]; /* matrices in the matrix-product type */
     void *converted[CNN_TENSORS];
     void *flats;            /* stored, [image, flat] */
     void *hidden, *dhidden; /* stored, [image, hidden] */
     void *dlogits;          /* stored, [image, classes] */
-    float *partial;         /* gradients of both convolutions, of each slice */
+    float *partial;         /* [slice]: gradients of both convolutions */
     double *slice_loss;
     int *slice_correct;
-    float normal[256]; /* of each pixel value */
+    float normal[256]; /* normalised value of each pixel value */
 
     const struct cnn_batch *batch; /* of the call in progress */
     int backward;
@@ -84,7 +85,7 @@ struct arena {
 static void *carve(struct arena *a, int64_t elements, size_t size)
 {
     void *p = a->base ? a->base + a->used : NULL;
-    /* A distance of 7 cache lines keeps buffers off the same cache sets. */
+    /* A gap of 7 cache lines keeps buffers from sharing cache sets. */
     a->used += ((size_t)elements * size + 63) / 64 * 64 + 7 * 64;
     return p;
 }
@@ -220,7 +221,7 @@ static void *at(const struct cnn *m, const void *base, int64_t index)
     return (char *)(uintptr_t)base + (size_t)index * lm_dtype_bytes(m->options.compute);
 }
 
-/* C[rows, columns] (+)= A[rows, inner] B[inner, columns]; each operand is given by its two strides. */
+/* C[rows, columns] (+)= A[rows, inner] B[inner, columns]; A and B have two strides each */
 static void product(struct cnn *m, int thread, int64_t rows, int64_t columns, int64_t inner, const void *a,
                     int64_t a_row, int64_t a_column, const void *b, int64_t b_row, int64_t b_column, float *c,
                     int accumulate)
@@ -256,7 +257,7 @@ static void unfold_pixels(struct cnn *m, struct scratch *k, int first, int n)
     }
 }
 
-/* The same for the second convolution, from images number `from` of the slice. */
+/* Unfolds the first layer's outputs of images from .. from + n - 1 of the slice for the second convolution. */
 static void unfold_first(struct cnn *m, struct scratch *k, int from, int n)
 {
     size_t image = (size_t)(m->config.channels1 * m->plane1), positions = (size_t)m->out2 * (size_t)m->out2;
@@ -268,7 +269,7 @@ static void unfold_first(struct cnn *m, struct scratch *k, int from, int n)
 
 /* ---- forward ---- */
 
-/* Images from .. from + n - 1 of the slice that begins with number `first` of the batch. */
+/* Runs both convolutions with pooling over images from .. from + n - 1 of the slice that begins at image `first`. */
 static void convolve(struct cnn *m, int thread, int first, int from, int n)
 {
     struct scratch *k = &m->scratch[thread];
@@ -326,8 +327,9 @@ static void classify(struct cnn *m, int thread, int slice, int first, int n)
 
 /* ---- backward ---- */
 
-/* The same images; dflat: the gradients of what convolve() made of them. */
-static void unconvolve(struct cnn *m, int thread, int first, int from, int n, const float *dflat, float *partial)
+/* Runs convolve() backward over the same images. dflat: gradients of its output. Adds the gradients of weights and
+ * biases to `partial`. */
+static void convolve_backward(struct cnn *m, int thread, int first, int from, int n, const float *dflat, float *partial)
 {
     struct scratch *k = &m->scratch[thread];
     int c1 = m->config.channels1, c2 = m->config.channels2, type = m->options.compute, taps2 = c1 * TAPS;
@@ -355,7 +357,7 @@ static void unconvolve(struct cnn *m, int thread, int first, int from, int n, co
     product(m, thread, c1, TAPS, n * p1, k->dy1, n * p1, 1, k->col1, 1, n * p1, dw1, 1);
 }
 
-static void go_back(struct cnn *m, int thread, int slice, int first, int n)
+static void slice_backward(struct cnn *m, int thread, int slice, int first, int n)
 {
     struct scratch *k = &m->scratch[thread];
     int hidden = m->config.hidden, classes = m->config.classes, type = m->options.compute;
@@ -372,7 +374,7 @@ static void go_back(struct cnn *m, int thread, int slice, int first, int n)
     float *partial = m->partial + slice * partial_size(m);
     memset(partial, 0, (size_t)partial_size(m) * sizeof *partial);
     for (int i = 0; i < n; i += CHUNK)
-        unconvolve(m, thread, first, i, n - i < CHUNK ? n - i : CHUNK, k->wide + (int64_t)i * m->flat, partial);
+        convolve_backward(m, thread, first, i, n - i < CHUNK ? n - i : CHUNK, k->wide + (int64_t)i * m->flat, partial);
 }
 
 static void slice_task(void *arg, int64_t slice, int thread)
@@ -381,17 +383,18 @@ static void slice_task(void *arg, int64_t slice, int thread)
     int first = (int)slice * SLICE, n = m->batch->n - first < SLICE ? m->batch->n - first : SLICE;
     for (int i = 0; i < n; i += CHUNK) convolve(m, thread, first, i, n - i < CHUNK ? n - i : CHUNK);
     classify(m, thread, (int)slice, first, n);
-    if (m->backward) go_back(m, thread, (int)slice, first, n);
+    if (m->backward) slice_backward(m, thread, (int)slice, first, n);
 }
 
-/* Values first .. first + n - 1 of a tensor's gradient. */
+/* Stores values first .. first + n - 1 of a tensor's gradient. */
 static void put(const struct cnn *m, int tensor, int64_t first, const float *values, int64_t n)
 {
     row_store((char *)m->gradients[tensor] + (size_t)first * lm_dtype_bytes(m->gradient_type), m->gradient_type, values,
               (int)n);
 }
 
-/* Rows first .. first + n - 1 of the gradient of a fully connected layer: the sum over all images of dout[i] in[i]. */
+/* Computes rows first .. first + n - 1 of the gradients of a fully connected layer's weight and bias: sums over all
+ * images i of dout[i] in[i] and of dout[i]. */
 static void connected_gradient(struct cnn *m, int thread, int tensor, const void *dout, int outputs, const void *in,
                                int inputs, int first, int n)
 {
@@ -406,7 +409,7 @@ static void connected_gradient(struct cnn *m, int thread, int tensor, const void
     put(m, tensor + 1, first, bias, n);
 }
 
-/* The share `part` of the convolutions' gradients, added over the slices into those of the first. */
+/* Adds up one part of the convolutions' gradients over the slices, into the first slice, and stores it. */
 static void sum_task(struct cnn *m, int part)
 {
     int64_t size = partial_size(m), begin = size * part / SUM_TASKS, end = size * (part + 1) / SUM_TASKS, start = 0;

@@ -1,8 +1,8 @@
-/* Forward and backward of the language model. Over 500 lines because the backward pass mirrors the forward pass
- * phase by phase, and shares its buffers.
+/* The forward and backward pass of the language model. Over 500 lines because the backward pass mirrors the forward
+ * pass phase by phase and shares its buffers.
  *
- * Every phase is one batch of independent tasks: a block of rows (positions), one head of one sequence, or a tile of a
- * weight's gradient. Blocks have fixed sizes, and each product inside a task runs on one thread, so no sum depends on
+ * Each phase is one batch of independent tasks: a block of rows (positions), one head of one sequence, or a tile of a
+ * weight's gradient. Blocks have fixed sizes, and each product inside a task runs on one thread. So no sum depends on
  * the number of threads. */
 #include "trainer/models/llama_internal.h"
 
@@ -38,8 +38,8 @@ size_t lm_activation_bytes(const struct lm *m) { return m->arena_bytes - m->grad
 
 /* ---- memory ---- */
 
-/* The same layout is walked twice: once to add up, once to hand out. Sums are in double because they may pass any
- * integer; a distance of 7 cache lines keeps buffers off the same cache sets. */
+/* layout() runs twice: with base NULL to add up the size, then to hand out the memory. Sizes are doubles, because they
+ * may exceed any integer. A gap of 7 cache lines keeps buffers from sharing cache sets. */
 struct arena {
     char *base;
     double used;
@@ -252,7 +252,7 @@ static int run(struct lm *m, int64_t tasks, void (*task)(void *, int64_t, int))
 
 static int64_t blocks(const struct lm *m) { return (m->rows + BLOCK - 1) / BLOCK; }
 
-/* Rows of a block: from *first, the number is returned. */
+/* Returns the number of rows in a block, and sets `*first` to the first of them. */
 static int64_t block_rows(const struct lm *m, int64_t block, int64_t *first)
 {
     *first = block * BLOCK;
@@ -297,7 +297,8 @@ static void convert_task(void *arg, int64_t task, int thread)
     }
 }
 
-/* Points use[i] at tensor first + i in the matrix-product type, through scratch memory where it is stored otherwise. */
+/* Sets use[i] to the data of tensor first + i in the matrix-product type. Matrices stored in another type are converted
+ * into scratch memory. Norms are not converted. */
 static int convert(struct lm *m, const struct lm_weight *weights, int first, int count, const void **use)
 {
     struct conversion c = {.model = m};
@@ -390,10 +391,10 @@ static void qkv_task(void *arg, int64_t task, int thread)
     }
 }
 
-/* Rows of scores are as long as the row functions want them. */
+/* Returns the length of a row of scores, which the row functions need as a multiple of ROW_LANES. */
 static int64_t score_row(int64_t end) { return (end + ROW_LANES - 1) / ROW_LANES * ROW_LANES; }
 
-/* scores[n, end] = a[n, d] b[end, d]^T, both slices of one head inside wider rows */
+/* scores[n, end] = a[n, d] b[end, d]^T; a and b are one head's columns of wider rows */
 static void scores_product(struct lm *m, int thread, int64_t n, int64_t end, const void *a, int64_t a_row,
                            const void *b, int64_t b_row, float *scores)
 {
@@ -530,7 +531,7 @@ double lm_eval(struct lm *m, const struct lm_weight *weights, const uint8_t *tok
 
 /* ---- gradients of weights ---- */
 
-/* One gradient: d W[out, in] = dy^T x over all rows. */
+/* One gradient: dW[out, in] = dy^T x, summed over all rows. */
 struct outer {
     int tensor;
     const void *dy, *x;
@@ -578,7 +579,8 @@ static void add_outer(struct group *g, int tensor, const void *dy, int64_t dy_ro
     g->outer[g->count++] = (struct outer){tensor, dy, x, dy_row, in, out, in, NULL};
 }
 
-/* Where the gradient of a tensor is to be written; offset counts elements already used in the release region. */
+/* Returns where to write the gradient of a tensor: the caller's buffer or, with release, `offset` elements into
+ * region. */
 static void *destination(struct lm *m, const struct lm_sink *sink, int tensor, int64_t offset)
 {
     return m->options.release ? at(m->region, m->options.gradients, offset) : sink->buffers[tensor];
@@ -602,7 +604,7 @@ static int hand_out_group(struct lm *m, const struct lm_sink *sink, struct group
     return 0;
 }
 
-/* The blocks' shares of a norm's gradient, added from first to last. */
+/* Adds up the blocks' shares of a norm's gradient, from first to last, and passes the sum on. */
 static void hand_out_norm(struct lm *m, const struct lm_sink *sink, int tensor)
 {
     int w = m->config.width;
@@ -617,7 +619,7 @@ struct embedding_sum {
     void *gradient;
 };
 
-/* Some columns of the embedding's gradient: rows are added in their order. */
+/* Computes some columns of the embedding's gradient. Rows are added in order. */
 static void embedding_task(void *arg, int64_t task, int thread)
 {
     struct embedding_sum *e = arg;
@@ -635,7 +637,8 @@ static void embedding_task(void *arg, int64_t task, int thread)
 
 /* ---- backward ---- */
 
-/* The norm's output again into `hidden`, and the way back through it into the residual stream. */
+/* Computes the norm's output again, into `hidden`. Adds the gradient of its input to dx, and the block's share of its
+ * gain's gradient to `partial`. */
 static void norm_backward(struct lm *m, int64_t block, const float *x, const float *r, const float *gain,
                           const float *dout)
 {
@@ -772,7 +775,7 @@ static void scale_dlogits(struct lm *m, float factor)
     }
 }
 
-/* A layer's weights are all used before the first of their gradients is handed out: the receiver may overwrite them. */
+/* All uses of a layer's weights come before their gradients are passed on, because the receiver may overwrite them. */
 static int layer_backward(struct lm *m, const struct lm_weight *weights, int layer, const struct lm_sink *sink)
 {
     int type = m->options.compute, first = 1 + layer * PER_LAYER;

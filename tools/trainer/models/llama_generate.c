@@ -1,5 +1,5 @@
-/* Generation: one byte at a time with cached keys and values, in fp32 from the stored weights and by our own loops, so
- * that the bytes do not depend on the machine. */
+/* Generates text one byte at a time with cached keys and values. Computes in fp32 from the stored weights with this
+ * program's own loops, so that the bytes are the same on every machine. */
 #include "trainer/models/llama_internal.h"
 
 #include <math.h>
@@ -107,7 +107,7 @@ static void attend_task(void *arg, int64_t head, int thread)
     }
 }
 
-/* Takes the byte at a position in; the logits of the next one are left in the cache. */
+/* Processes the byte at a position. Leaves the logits of the next byte in the cache. */
 static void advance(struct lm *m, const struct lm_weight *weights, uint8_t token, int position)
 {
     struct cache *c = m->cache;
@@ -173,7 +173,8 @@ int lm_generate(struct lm *m, const struct lm_weight *weights, const uint8_t *pr
         prompt = newline;
         prompt_bytes = 1;
     }
-    /* A full context starts over from its last half: keys computed further back would carry what lies outside. */
+    /* A full context starts over with its last half. Cached keys and values of that half cannot be kept, because they
+     * depend on bytes before it. */
     size_t begin = prompt_bytes > context ? prompt_bytes - half : 0;
     for (size_t i = begin; i < prompt_bytes; i++) advance(m, weights, prompt[i], (int)position++);
     for (size_t i = 0; i < n; i++) {

@@ -18,7 +18,7 @@ __attribute__((format(printf, 3, 4))) static int complain(char *error, size_t er
     return -1;
 }
 
-/* The limits keep every product of two sizes far from overflow; memory is judged when the model is created. */
+/* The limits keep every product of two sizes far from overflow. lm_create() checks that there is enough memory. */
 int lm_config_check(struct lm_config *c, char *error, size_t n)
 {
     if (c->vocab == 0) c->vocab = 256;
@@ -48,7 +48,7 @@ int lm_config_check(struct lm_config *c, char *error, size_t n)
 int lm_config_json(const struct lm_config *c, const char *torch_dtype, char *text, size_t text_bytes)
 {
     char theta[40];
-    /* Other readers take a number with a point for a float only. */
+    /* Other readers take a number for a float only if it has a point. */
     snprintf(theta, sizeof theta, c->rope_theta == floor(c->rope_theta) ? "%.1f" : "%.17g", c->rope_theta);
     int n = snprintf(text, text_bytes,
                      "{\n"
@@ -108,7 +108,8 @@ int lm_tensor_info(const struct lm_config *c, int tensor, struct lm_tensor *out)
         out->ndim = parts[part].columns ? 2 : 1;
         out->rows = parts[part].rows == 'f' ? c->intermediate : c->width;
         out->row_length = parts[part].columns == 'f' ? c->intermediate : c->width;
-        /* What each layer adds to the residual stream starts small, so that its sum over the layers does not grow. */
+        /* Layers add their outputs to the residual stream. Small initial values keep the sum over the layers from
+         * growing. */
         if (part == O || part == DOWN) out->init_std /= sqrt(2.0 * c->depth);
     }
     if (out->ndim == 1) {

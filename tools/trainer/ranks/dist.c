@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Open MPI; MPICH, Intel and Slurm's PMI; PMIx, which srun speaks too. */
+/* Set by Open MPI; by MPICH, Intel MPI and Slurm's PMI; and by PMIx, which srun supports, too. */
 static const char *const rank_variables[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
 
 int dist_launched_rank(void)
@@ -28,7 +28,7 @@ int dist_launched(void)
 
 struct dist *dist_open(char *error, size_t error_bytes)
 {
-    /* Open MPI's own modules look for its symbols among the global ones. */
+    /* RTLD_GLOBAL, because Open MPI's own modules need its symbols. */
     void *module = dlopen("libhalfstep_mpi.so", RTLD_NOW | RTLD_GLOBAL);
     struct dist *dist = module ? dlsym(module, "halfstep_dist") : NULL;
     if (!dist) {

@@ -1,12 +1,12 @@
-/* The processes of one job, as the trainer sees them: ranks 0 .. ranks - 1, and what they do together.
+/* The processes of one job, ranks 0 .. ranks - 1, and their communication.
  *
- * What MPI is needed for is in a module of its own (mpi.c, libhalfstep_mpi), which is loaded where a launcher has
- * started the program: the program needs no MPI, and nothing else of it knows of one.
+ * All use of MPI is in mpi.c, which is a module of its own (libhalfstep_mpi). The program loads it if a launcher has
+ * started the process, so that it runs without MPI otherwise.
  *
- * Functions return 0, or -1 with one line in error(). All are called by one thread. sum() and share() are collective:
- * every rank makes the same calls in the same order. What is under way (share, send, receive) is done when wait()
- * returns; until then its memory is left alone. Messages between two ranks with one tag arrive in the order of the
- * calls. */
+ * Functions return 0, or -1 with a text in error(). One thread makes all calls. sum() and share() are collective: every
+ * rank makes the same calls in the same order. share(), send() and receive() are asynchronous: they end at wait(), and
+ * until then the caller leaves their memory alone. Messages with the same tag between two ranks arrive in the order of
+ * the calls. */
 #ifndef HALFSTEP_DIST_H
 #define HALFSTEP_DIST_H
 
@@ -19,34 +19,34 @@ struct dist {
     int version;
     int rank, ranks;
     int local_ranks; /* on this machine */
-    /* Joins the job; fills in the numbers above. */
+    /* Joins the job and fills in the numbers above. */
     int (*start)(struct dist *dist);
-    /* values[i] becomes the sum over all ranks, modulo 2^64: whatever the order, the same bits. */
+    /* Replaces values[i] by the sum over all ranks, modulo 2^64. The order of the ranks does not matter. */
     int (*sum)(int64_t *values, size_t n);
-    /* All ranks get the bytes of `from`. */
+    /* Copies the bytes of rank `from` to all ranks. */
     int (*share)(void *data, size_t bytes, int from);
-    /* tag: 0 .. 32767. */
+    /* tag is 0 .. 32767. */
     int (*send)(const void *data, size_t bytes, int to, int tag);
     int (*receive)(void *data, size_t bytes, int from, int tag);
-    /* Lets what is under way get on. */
+    /* Gives pending communication a chance to advance. */
     int (*progress)(void);
     int (*wait)(void);
     const char *(*error)(void);
-    /* Bytes that this rank has given to send(), and received by share() and receive(). */
+    /* Return the bytes that this rank has passed to send(), and received by share() and receive(). */
     uint64_t (*sent)(void);
     uint64_t (*received)(void);
-    /* Leaves the job, after all ranks have come so far. */
+    /* Leaves the job when all ranks have called it. */
     void (*leave)(void);
-    /* Ends the processes of all ranks with this status. */
+    /* Ends the processes of all ranks with this exit status. */
     void (*end_job)(int status);
 };
 
-/* Whether a launcher (mpirun, srun) has started this process as one of a job. HALFSTEP_MPI=0 in the environment
- * says that it has not, HALFSTEP_MPI=1 that it has. */
+/* True if a launcher (mpirun, srun) has started this process as one of a job. HALFSTEP_MPI in the environment decides
+ * if it is set: 0 is false, anything else true. */
 int dist_launched(void);
-/* The rank that the launcher's environment tells, before anything has been joined; -1 if it tells none. */
+/* Returns the rank in the launcher's environment, or -1 without one. Works before dist_open(). */
 int dist_launched_rank(void);
-/* Loads the module and joins. NULL and one line on failure. */
+/* Loads libhalfstep_mpi and joins the job. Returns NULL with an error text on failure. */
 struct dist *dist_open(char *error, size_t error_bytes);
 
 #endif

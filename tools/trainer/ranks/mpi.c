@@ -1,4 +1,4 @@
-/* dist.h by MPI. A module that is loaded into the program, see dist.c. */
+/* Implements dist.h by MPI. The program loads this module, see dist.c. */
 #include "trainer/ranks/dist.h"
 
 #include <mpi.h>
@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Counts of MPI are ints. */
+/* MPI counts are ints, so longer messages go in pieces. */
 #define PIECE ((size_t)1 << 30)
 
 static MPI_Comm job = MPI_COMM_NULL;
@@ -56,7 +56,7 @@ static int start(struct dist *dist)
     int provided = 0;
     int code = MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
     if (code == MPI_SUCCESS) code = MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-    /* Of its own, so that nobody else's messages are among ours; it has the error handler of the other. */
+    /* A communicator of its own keeps messages apart from those of others. It inherits the error handler. */
     if (code == MPI_SUCCESS) code = MPI_Comm_dup(MPI_COMM_WORLD, &job);
     if (code == MPI_SUCCESS) code = MPI_Comm_rank(job, &own_rank);
     if (code == MPI_SUCCESS) code = MPI_Comm_size(job, &dist->ranks);
@@ -73,7 +73,7 @@ static int sum(int64_t *values, size_t n)
 {
     for (size_t at = 0; at < n; at += PIECE / 8) {
         int count = (int)(n - at < PIECE / 8 ? n - at : PIECE / 8);
-        /* Unsigned, since what runs over is meant to. */
+        /* Unsigned, because overflow is intended. */
         if (judge(MPI_Allreduce(MPI_IN_PLACE, values + at, count, MPI_UINT64_T, MPI_SUM, job), "a sum") != 0) return -1;
     }
     return 0;

@@ -10,7 +10,8 @@
 
 static int dist_fail(struct run *run) { return run_fail(run, "%s", run->dist->error()); }
 
-/* ---- Who has what ------------------------------------------------------------------------------------------------ */
+/* ---- Rows of each rank
+ * -------------------------------------------------------------------------------------------- */
 
 int ranks_threads(const struct run_config *config)
 {
@@ -18,7 +19,7 @@ int ranks_threads(const struct run_config *config)
     int threads = halfstep_default_threads();
     const char *asked = getenv("HALFSTEP_THREADS"), *asked_of_all = getenv("OMP_NUM_THREADS");
     if (!config->dist || (asked && *asked) || (asked_of_all && *asked_of_all)) return threads;
-    /* A launcher may have bound each process to processors of its own: those are not shared. */
+    /* A launcher may have bound each process to processors of its own. The library's default is then a share already. */
     long share = sysconf(_SC_NPROCESSORS_ONLN) / config->dist->local_ranks;
     if (share < 1) share = 1;
     return threads < share ? threads : (int)share;
@@ -54,7 +55,9 @@ void *ranks_own(const struct run *run, int tensor, void *whole, size_t element_b
     return (char *)whole + (size_t)(ranks_rows(run, tensor, run->rank).first * info.row_length) * element_bytes;
 }
 
-/* What cannot be cut by rows, or wants more sums: rules of whole matrices, formats with one scale for a tensor. */
+/* Finds out if the recipe needs whole matrices or a second sum over the ranks. Rules of whole matrices need whole
+ * matrices, and so do states that are not per element. Rules of two passes need the second sum. Formats with one scale
+ * for a tensor need both. */
 static void judge_recipe(struct run *run)
 {
     struct ranks *p = &run->parts;
@@ -73,7 +76,7 @@ static void judge_recipe(struct run *run)
     }
 }
 
-/* Rows from which a rank's stretch may begin: no block of any format is cut. */
+/* Returns the number of rows that a rank's share is a multiple of, so that no block of any format is split. */
 static int64_t row_step(int64_t row_length)
 {
     enum { LONGEST_BLOCK = 256 };
@@ -85,7 +88,7 @@ static int64_t row_step(int64_t row_length)
     return step;
 }
 
-/* All elements, tensor after tensor, are cut into stretches of about the same length. */
+/* Splits the elements of all tensors, one after the other, into shares of about the same length. */
 static void share_rows(struct run *run)
 {
     int64_t all = lm_parameter_count(&run->shape), before = 0;
@@ -187,7 +190,7 @@ void ranks_close(struct run *run)
 
 /* ---- Gradients --------------------------------------------------------------------------------------------------- */
 
-/* Own rows of a node, wherever they are. */
+/* Returns the sums of a node for the own rows: in the tree of this rank, or in `received`. */
 static float *node_sum(struct run *run, int tensor, int node)
 {
     struct ranks *p = &run->parts;
@@ -277,7 +280,8 @@ int ranks_share_numbers(struct run *run, double *numbers, size_t n)
     if (!run->dist) return 0;
     int64_t *bits = malloc((n ? n : 1) * sizeof *bits);
     if (!bits) return run_fail(run, "out of memory");
-    /* Of each number all ranks but one have 0, so that the sum of the bits is the number. */
+    /* One rank holds each number and all others hold 0. An integer sum over the ranks gives every rank the number's
+     * bits. */
     memcpy(bits, numbers, n * sizeof *bits);
     int bad = run->dist->sum(bits, n);
     memcpy(numbers, bits, n * sizeof *bits);
@@ -326,7 +330,7 @@ int ranks_hand_out_floats(struct run *run, int tensor, float *whole)
 
 int ranks_wait(struct run *run) { return !run->dist || run->dist->wait() == 0 ? 0 : dist_fail(run); }
 
-/* Which tensor's gradient was not finite; each rank knows of its own rows. */
+/* Finds the first tensor whose gradient was not finite. Each rank knows only its own rows. */
 static int name_offender(struct run *run)
 {
     int64_t *places = calloc((size_t)run->ranks, sizeof *places), first = 0;

@@ -1,13 +1,13 @@
-/* One training run as several processes (tools/trainer/ranks/dist.h): data parallel with the states shared out
- * (ZeRO-1).
+/* One training run as several processes (tools/trainer/ranks/dist.h). The run is data parallel, and the ranks share out
+ * the states (ZeRO-1).
  *
- * Each rank computes the gradients of a range of the micro-steps and adds up its nodes of their tree (tree.h). Each has
- * the states of a stretch of all rows: the nodes of those rows are sent to it while the last of the gradients are
- * computed, it adds them up, steps its rows, and hands them out. Where a rule needs whole matrices, a stretch has whole
- * tensors. What is agreed on, is sums of integers; so every number is that of one process.
+ * Each rank computes the gradients of a range of micro-steps and adds them up to its nodes of the tree (tree.h). It has
+ * the states of a share of all rows. During the last micro-step the other ranks send it their nodes for these rows. It
+ * adds the nodes up, steps its rows, and sends the new weights to all. A rule that needs whole matrices gets whole
+ * tensors. The ranks exchange integer sums, so that every number is the same as with one process.
  *
- * Collective means that every rank makes the call. Functions return 0, or 1 with the error line of the run. Of a run
- * that is alone they are what one process does, or nothing. */
+ * Collective means that every rank makes the call. Functions return 0, or 1 with the error text of the run. In a single
+ * process they do that process's work, or nothing. */
 #ifndef HALFSTEP_TRAIN_RANKS_H
 #define HALFSTEP_TRAIN_RANKS_H
 
@@ -18,48 +18,50 @@ struct rows {
     int64_t first, n;
 };
 
-/* Between ranks, before anything is built: 0, or the exit status that all of them end with, and the line that the first
- * rank is to print. Collective. */
+/* Makes all ranks return the same status, before a run is built. Returns 0, or the exit status of the first rank that
+ * failed, with its error text. Collective. */
 int ranks_agree(struct dist *dist, int status, char *error, size_t error_bytes);
-/* Whether all were started with the same options, data and program; a rank that was not is named. Collective. */
+/* Compares options, data and program with rank 0. Returns 0, or the exit status with an error text that names the first
+ * rank that differs. Collective. */
 int ranks_compare(struct dist *dist, const struct run_config *config, const struct run_data *data, char *error,
                   size_t error_bytes);
 
-/* Processors of the machine are shared by its ranks. */
+/* Returns the number of threads of this rank. By default the ranks of a machine share its processors. */
 int ranks_threads(const struct run_config *config);
-/* What cannot be done by several: the exit status and its line. */
+/* Fails for options that do not work with several processes. Returns 0, or 2 with an error text. */
 int ranks_check(struct run *run);
-/* Which rows are whose; the optimizer's groups are there, its tensors are not. */
+/* Decides which rank has which rows. Requires the optimizer's groups; its tensors are added afterwards. */
 int ranks_open(struct run *run);
 void ranks_close(struct run *run);
 struct rows ranks_rows(const struct run *run, int tensor, int rank);
-/* The first own row of a tensor in a buffer of the whole, whose elements have this size. */
+/* Returns the first own row of a tensor in a buffer of the whole tensor with elements of `element_bytes`. */
 void *ranks_own(const struct run *run, int tensor, void *whole, size_t element_bytes);
 
-/* The way of the gradients: before the last micro-step of this rank, for each tensor that is done, and after all. Then
- * run->gradients are those of the own rows. */
+/* The exchange of gradients: ranks_begin_exchange() before the last micro-step of this rank, ranks_exchange() for each
+ * finished tensor, ranks_finish_exchange() at the end. Afterwards run->gradients has the own rows' sums. */
 int ranks_begin_exchange(struct run *run);
 int ranks_exchange(struct run *run, int tensor);
 int ranks_finish_exchange(struct run *run);
-/* Collective. *code is what halfstep_step() would have returned. */
+/* Steps the own rows and hands out the new weights. Sets `*code` to the result that halfstep_step() would have had in a
+ * single process. Collective. */
 int ranks_step(struct run *run, int *code);
-/* Squares of the step's gradients, row by row and then in the order of rows. Collective. */
+/* Computes the sum of squares of the step's gradients: by row, then over the rows in order. Collective. */
 int ranks_sum_of_squares(struct run *run, double *squares);
-/* Hands out the own rows of run->weights. Collective. */
+/* Copies each rank's own rows of run->weights to all ranks. Collective. */
 int ranks_hand_out(struct run *run);
-/* Elements of 4 bytes of a buffer with all rows of a tensor, likewise; ranks_wait() ends it. */
+/* Starts to copy each rank's own rows of one fp32 tensor to all ranks. ranks_wait() completes it. Collective. */
 int ranks_hand_out_floats(struct run *run, int tensor, float *whole);
 int ranks_wait(struct run *run);
-/* Numbers of which each rank has set its own and left the others 0. Collective. */
+/* Combines numbers of which each was set by one rank and is 0 on all others. Collective. */
 int ranks_share_numbers(struct run *run, double *numbers, size_t n);
-/* losses of all micro-steps; run->signal is what any rank has been sent. Collective. */
+/* Combines the losses of all micro-steps. Sets run->signal if any rank has received a signal. Collective. */
 int ranks_share_losses(struct run *run, double *losses);
 
-/* The whole optimizer on the first rank, with memory of its own; destroyed by ranks_drop(). Alone, and then only, it
- * is the run's own. Collective. */
+/* Builds the whole optimizer on rank 0, in memory of its own, which ranks_drop() frees. With a single process it is the
+ * run's own optimizer. Collective. */
 int ranks_collect(struct run *run, struct holding *whole);
 void ranks_drop(struct run *run, struct holding *whole);
-/* An optimizer of whole tensors, and the own rows of one. */
+/* ranks_make_whole() builds an optimizer of whole tensors. ranks_take_own() copies its own rows into the run's. */
 int ranks_make_whole(struct run *run, int with_states, struct holding *whole);
 int ranks_take_own(struct run *run, const struct holding *whole);
 

@@ -1,5 +1,5 @@
-/* The optimizer of all ranks as one that has every tensor whole: what is saved, hashed and read back is that of one
- * process. */
+/* Converts between the states of all ranks and one optimizer with every tensor whole. Saves, hashes and loads use the
+ * whole one, so that they are the same as with one process. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@ enum { SCALARS = 4 + HALFSTEP_MAX_STATES };
 
 int ranks_make_whole(struct run *run, int with_states, struct holding *whole)
 {
-    /* A run that has nothing but an optimizer; its errors are this run's. */
+    /* A run with nothing but an optimizer, which reports its errors through `run`. */
     struct run other = {.config = run->config,
                         .result = run->result,
                         .error = run->error,
@@ -29,10 +29,10 @@ int ranks_make_whole(struct run *run, int with_states, struct holding *whole)
     return status;
 }
 
-/* A stream of bytes of one slot: here, and of the whole. Its rows are of equal size. */
+/* The codes or the extra stream of one slot: of the own rows, and of the whole tensor. All rows have equal size. */
 struct stream {
     void *own, *whole;
-    uint64_t bytes; /* of the whole */
+    uint64_t bytes; /* of the whole tensor */
 };
 
 typedef int stream_visitor(struct run *run, int tensor, const struct stream *stream);
@@ -100,7 +100,7 @@ static int copy_records(const halfstep_optimizer *from, halfstep_optimizer *to, 
     return code;
 }
 
-/* Scalars and grids of tensors: those of the first rank that has rows of one. */
+/* Copies the scalars and grids of tensors. Each tensor's come from the first rank that has rows of it. */
 static int copy_scalars(struct run *run, halfstep_optimizer *to)
 {
     enum { SCALARS = HALFSTEP_MAX_SCALARS + HALFSTEP_MAX_STATES };
@@ -126,7 +126,7 @@ static int copy_scalars(struct run *run, halfstep_optimizer *to)
     return status;
 }
 
-/* Copies what belongs to no row. */
+/* Copies counters and steps, which belong to no row. */
 static int copy_counts(struct run *run, const halfstep_optimizer *from, halfstep_optimizer *to)
 {
     halfstep_record record = {.struct_size = sizeof record}, seed = record;
@@ -144,7 +144,7 @@ static int copy_counts(struct run *run, const halfstep_optimizer *from, halfstep
         memcpy(counts.grid, numbers.grid, sizeof counts.grid);
         if (!code) code = halfstep_set_record(to, &counts);
     }
-    /* The schedule's place, which is set for each step. */
+    /* The gradient scale is a hyper-parameter that may change in each step. */
     double scale = 1;
     if (!code) code = halfstep_get_hyper(from, HALFSTEP_ALL_GROUPS, "gradient_scale", &scale);
     if (!code) code = halfstep_set_hyper(to, HALFSTEP_ALL_GROUPS, "gradient_scale", scale);
@@ -157,7 +157,7 @@ int ranks_collect(struct run *run, struct holding *whole)
     if (!run->dist) return 0;
     *whole = (struct holding){0};
     int status = run->rank == 0 ? ranks_make_whole(run, 1, whole) : 0;
-    /* The others would wait for ever. */
+    /* The other ranks wait in each_stream() until this rank aborts the job. */
     if (status) return status;
     struct holding sizes = *whole;
     if (run->rank != 0) sizes.optimizer = run->whole;

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Below this many nat the sentence speaks of "within", above of "above" and "below". */
+/* Below this difference in nats the summary says "within", otherwise "above" or "below". */
 #define CLOSE 0.03
 
 int report_curve_add(struct report_curve *curve, double step, double loss)
@@ -71,7 +71,7 @@ const struct report_run *report_find_run(const struct report *report, int entry,
     return NULL;
 }
 
-/* The step at which a curve first was at least `mark`, NAN if it never was. */
+/* Returns the step at which a curve first reached `mark`, NAN if it never did. */
 static double reached(const struct report_curve *curve, double mark)
 {
     for (int i = 0; i < curve->n; i++)
@@ -176,7 +176,7 @@ int report_judge(struct report *report)
             report_row(report, report_reference(report, check->entry), &reference);
             check->value = 100 * (row.accuracy.mean - (check->relation == '~' ? reference.accuracy.mean : 0));
         }
-        /* NAN, the value of a run that diverged, satisfies none of them. */
+        /* NAN, the value of a run that diverged, fails every check. */
         check->passed = check->relation == '>'   ? check->value > check->bound
                         : check->relation == '<' ? check->value < check->bound
                                                  : fabs(check->value) <= check->bound;
@@ -200,14 +200,16 @@ void report_check_text(const struct report *report, const struct report_check *c
     text_add(out, ", wanted %s %g%s", wanted, check->bound, check->relation == '~' ? " of it" : "");
 }
 
-/* ---- The sentence ------------------------------------------------------------------------------------------------ */
+/* ---- The summary
+ * -------------------------------------------------------------------------------------------------- */
 
 static void list_separator(struct text *out, int position, int n)
 {
     if (position) text_add(out, position == n - 1 ? " and " : ", ");
 }
 
-/* Who is most accurate in a group, who ends with the lowest loss, who got to the mark first in all runs. */
+/* Names the most accurate recipe of a group, the one with the lowest loss, and the first to reach the mark in all its
+ * runs. */
 static void add_winners(const struct report *report, int group, const char *before, struct text *out)
 {
     struct report_row row[REPORT_MAX_ENTRIES];
@@ -305,7 +307,7 @@ enum column {
     COLUMNS
 };
 
-/* "" for a column that this report does not have. */
+/* Returns the title of a column, "" if this report does not have it. */
 static const char *heading(const struct report *report, enum column column)
 {
     switch (column) {
@@ -356,7 +358,7 @@ static void make_cells(const struct report *report, int entry, char cell[COLUMNS
     snprintf(cell[SKIPPED], 96, "%llu", (unsigned long long)row.skipped);
 }
 
-/* printf counts bytes, a terminal counts characters. */
+/* Counts characters, as a terminal does. printf() counts bytes. */
 static int characters(const char *text)
 {
     int n = 0;

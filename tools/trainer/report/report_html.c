@@ -6,7 +6,7 @@
 #include "trainer/report/report.h"
 #include "trainer/report/svg.h"
 
-/* Charts get at most this many points per line: more cannot be seen and make the page heavy. */
+/* The most points of a line in a chart. More cannot be seen, and would make the page large. */
 #define LINE_POINTS 400
 
 static const char style[] =
@@ -71,7 +71,7 @@ static const char style[] =
     ".dot:hover .hit{fill:currentColor;opacity:.18}\n"
     "@media print{main{max-width:none;padding:0}.chart,table{break-inside:avoid}}\n";
 
-/* Classes by number, from the same limits as the charts use. */
+/* Adds the style classes that the charts use. */
 static void add_classes(struct text *out)
 {
     for (int i = 0; i < SVG_COLORS; i++)
@@ -86,7 +86,7 @@ static void add_classes(struct text *out)
 
 enum curve_kind { TRAIN, VALIDATION, DIFFERENCE, ERROR, CURVES };
 
-/* One entry's line: mean over its runs, and the lowest and highest of them. */
+/* One entry's line: mean, lowest and highest value over its runs. */
 struct line {
     int n;
     double *step, *mean, *low, *high;
@@ -99,7 +99,7 @@ static const struct report_curve *curve_of(const struct report_run *run, enum cu
 
 static int in_group(const struct report *report, int entry, int group) { return report->entry[entry].group == group; }
 
-/* The same recipe has the same colour in every group. */
+/* Returns the same colour for the same recipe in every group. */
 static int color_of(const struct report *report, int entry) { return entry - report_reference(report, entry); }
 
 static const char *group_name(const struct report *report, int group)
@@ -107,7 +107,7 @@ static const char *group_name(const struct report *report, int group)
     return report->groups > 1 ? report->group[group] : "";
 }
 
-/* Mean of the points up to i, at most `window` of them. */
+/* Returns the mean of the last `window` points up to i, or of fewer at the beginning. */
 static double smooth(const struct report_curve *curve, int i, int window)
 {
     double sum = 0;
@@ -172,7 +172,8 @@ static int make_line(const struct report *report, int entry, enum curve_kind kin
     return 0;
 }
 
-/* Where most of the fall happens in the first tenth of the steps, a linear axis shows a wall and a floor. */
+/* Returns a logarithmic axis if most of the fall happens in the first tenth of the steps, because a linear axis would
+ * hide it. */
 static enum svg_axis step_axis(const struct line *reference)
 {
     int n = reference->n;
@@ -248,7 +249,8 @@ static void add_curves(struct text *out, const struct report *report, enum curve
     if (kind != TRAIN) text_add(out, "Hover over a point for its value.");
     text_add(out, "</p>\n");
     add_legend(out, report, group, kind == DIFFERENCE);
-    /* Losses and errors that fall by orders of magnitude within few points need a logarithm to be told apart. */
+    /* Losses and errors that fall by orders of magnitude within few points can only be told apart on a logarithmic
+     * axis. */
     enum svg_axis y_axis = kind == DIFFERENCE ? SVG_ASINH : report->has_accuracies ? SVG_LOG : SVG_LINEAR;
     struct svg_chart chart = {.id = CURVES * group + (int)kind,
                               .title = text_string(&title),
@@ -370,7 +372,7 @@ static void add_memory(struct text *out, const struct report *report)
     int n = 0;
     for (int i = 0; i < report->entries; i++) {
         struct report_row row;
-        /* The other groups hold the same. */
+        /* The other groups need the same memory. */
         if (!in_group(report, i, 0)) continue;
         report_row(report, i, &row);
         if (!row.validation.n) continue;

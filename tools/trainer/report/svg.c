@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Sizes in the units of the view box; the page scales it to its width. */
+/* Sizes in the units of the view box, which the page scales to its width. */
 #define WIDTH 960
 #define LEFT 70
 #define RIGHT 14
@@ -16,7 +16,7 @@ struct axis {
     enum svg_axis kind;
     double knee;
     double low, high; /* data values at the ends */
-    double from, to;  /* positions of them */
+    double from, to;  /* their positions */
     double tick[MAX_TICKS];
     int ticks;
 };
@@ -43,7 +43,7 @@ static void add_tick(struct axis *axis, double value)
         axis->tick[axis->ticks++] = value;
 }
 
-/* A step of 1, 2 or 5 times a power of ten that cuts the span into about the wanted number of parts. */
+/* Returns a step of 1, 2 or 5 times a power of ten that splits the span into about the wanted number of parts. */
 static double round_step(double span, int wanted)
 {
     double raw = span / wanted, power = pow(10, floor(log10(raw))), mantissa = raw / power;
@@ -70,7 +70,8 @@ static void log_ticks(struct axis *axis)
     if (axis->ticks < 2) linear_ticks(axis, 5);
 }
 
-/* Zero, and on either side 1, 3, 10, 30 ... times the power of ten at the knee, as far as they stand apart. */
+/* Adds ticks at zero and, on both sides, at 1, 3, 10, 30 ... times the power of ten near the knee. Leaves out ticks
+ * that are too close to the last one. */
 static void asinh_ticks(struct axis *axis, double apart)
 {
     double unit = pow(10, floor(log10(axis->knee) + 0.5)), last = place(axis, 0);
@@ -224,7 +225,7 @@ static void draw_line(struct text *out, const struct svg_chart *chart, const str
     text_add(out, "</title></path>\n");
 }
 
-/* Few points get dots; behind each one lies a larger invisible disc, because a dot is hard to hit. */
+/* Draws dots if there are few points. A larger invisible disc around each point makes it easier to hit. */
 static void draw_markers(struct text *out, const struct svg_chart *chart, const struct svg_series *series,
                          const struct axis *x, const struct axis *y)
 {

@@ -1,6 +1,6 @@
-/* Charts as inline SVG: lines with bands, and stacked horizontal bars. No script, no outside resource; colours come
- * from the page's style sheet by class: series i is drawn in class "s<i>" (SVG_COLORS of them, then again with dashes),
- * part p of a bar in class "p<p>". */
+/* Charts as inline SVG: lines with bands, and stacked horizontal bars. They use no script and no outside resource. The
+ * page's style sheet defines the colours by class. Series i is drawn in class "s<i>" for the first SVG_COLORS series,
+ * then again in the same classes with dashes. Part p of a bar has class "p<p>". */
 #ifndef HALFSTEP_UI_SVG_H
 #define HALFSTEP_UI_SVG_H
 
@@ -18,9 +18,9 @@ struct svg_series {
     const char *name;
     int color; /* index of the series in the whole report */
     int n;
-    const double *x, *y;      /* what is not finite, or not positive on a logarithmic axis, breaks the line */
+    const double *x, *y; /* the line breaks at values that are not finite or, on a logarithmic axis, not positive */
     const double *low, *high; /* edges of a band around the line, or NULL */
-    int wide;                 /* a broad pale line for others to lie on */
+    int wide;                 /* a broad pale line below the others */
     int markers;              /* a dot with a hover text at each point */
 };
 
@@ -29,7 +29,7 @@ struct svg_chart {
     const char *title; /* for screen readers */
     const char *x_label, *y_label;
     enum svg_axis x_axis, y_axis;
-    double knee; /* of SVG_ASINH */
+    double knee; /* of SVG_ASINH: where it turns from linear to logarithmic */
     int height;
     const struct svg_series *series;
     int n;
@@ -37,15 +37,15 @@ struct svg_chart {
 
 void svg_line_chart(struct text *out, const struct svg_chart *chart);
 
-/* A line or dash sample for a legend. */
+/* Appends a sample of a line for a legend. */
 void svg_swatch(struct text *out, int color, int wide);
 
 struct svg_bar {
     const char *name;
-    const double *parts; /* n_parts of them, none negative */
+    const double *parts; /* n_parts values, none negative */
 };
 
-/* part_names: for the hover texts; unit: after each number in them. */
+/* Hover texts show part_names and, after each number, `unit`. */
 void svg_bar_chart(struct text *out, const char *title, const struct svg_bar *bars, int n,
                    const char *const *part_names, int n_parts, const char *unit);
 

@@ -122,7 +122,7 @@ static const struct option fixed_rows[] = {
     {"quiet", OPTION_FLAG, AT(quiet), NULL, NULL, 0, 0, 0, NULL, "no progress on stderr"},
 };
 
-/* Hyper-parameters that an option above already stands for. */
+/* Hyper-parameters that have an option above. */
 static const struct {
     const char *hyper, *option;
 } covered[] = {
@@ -142,8 +142,8 @@ static const char *covering_option(const char *hyper)
     return NULL;
 }
 
-/* Joins a hyper-parameter with the row that another rule made: the widest bounds, since the optimizer judges its own,
- * and what differs in default and meaning. */
+/* Joins a hyper-parameter with the row of another rule that has one of the same name. Takes the wider bounds, because
+ * the optimizer checks its own. Appends the default and the title to the help if they differ. */
 static void join_hyper(struct option *row, char text[3][256], const char *rule, const halfstep_hyper_info *hyper)
 {
     size_t used = strlen(text[1]), bytes = sizeof text[1];
@@ -157,7 +157,7 @@ static void join_hyper(struct option *row, char text[3][256], const char *rule, 
     row->flags = hyper->exclusive_maximum ? OPTION_EXCLUSIVE_MAXIMUM : 0;
 }
 
-/* Adds a row for a hyper-parameter, or to the row that another rule made. */
+/* Adds a row for a hyper-parameter, or joins it with a row of the same name. */
 static void add_hyper(struct run_options *options, const char *rule, const halfstep_hyper_info *hyper)
 {
     if (covering_option(hyper->name)) return;
@@ -227,7 +227,7 @@ int run_adds_up(const struct run_config *config)
     return config->micro_steps > 1 && strcmp(config->accumulator, "states") != 0;
 }
 
-/* Adds what the checkpoint has and the command line did not say. */
+/* Adds the hyper-parameters of the checkpoint that the command line does not set. */
 static int restore_hypers(struct args *args, const struct option_group *group, const struct option *option,
                           const char *saved, char *error, size_t error_bytes)
 {
@@ -274,7 +274,7 @@ static int restore_options(struct args *args, const struct option_group *groups,
     return 0;
 }
 
-/* --checkpoint DIR/checkpoint-N names the one of several to go on from; what comes after it is saved in DIR. */
+/* Splits --checkpoint DIR/checkpoint-N into the checkpoint to resume and DIR, where the next ones are saved. */
 static int split_generation(struct args *args, struct run_config *config, const halfstep_checkpoint *checkpoint)
 {
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
@@ -342,7 +342,7 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
                                             : "checkpoint-every");
         return 2;
     }
-    /* Under `compare` each run has a directory of its own, and restores nothing here. */
+    /* `compare` gives each run a directory of its own, so nothing is restored here. */
     int trains = groups[0].n > 0 && config->recipe;
     if (config->resume && trains) {
         int status = restore(args, groups, n_groups, config, error, error_bytes);
@@ -385,7 +385,7 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
             status =
                 paths_outside((struct named_path){names[l], list->item[i]}, outputs, n_outputs, error, error_bytes);
     }
-    /* The config.json beside a file of --init is read, too, and of an index all files that it names. */
+    /* Of --init the run also reads the config.json beside a file, and all files that an index names. */
     char init[MODEL_PATH_BYTES], settings[MODEL_PATH_BYTES];
     if (config->init) model_files_inputs(config->init, init, settings);
     struct named_path *inputs = calloc(files[0].n + files[1].n + 3, sizeof *inputs);

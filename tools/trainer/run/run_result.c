@@ -58,11 +58,11 @@ int run_result_note(struct run_result *result, const char *note)
     if (grown) result->note = grown;
     if (grown && copy) result->note[result->n_notes++] = copy;
     else free(copy);
-    /* Without memory it may be told twice, but it is told. */
+    /* Out of memory: the note counts as new, because printing it twice is better than losing it. */
     return 1;
 }
 
-/* getrusage() would count what the process that started this one held before it became this program. */
+/* Reads VmHWM. getrusage() would include the memory of the parent before exec(). */
 uint64_t process_peak_bytes(void)
 {
     unsigned long long kib = 0;
@@ -107,7 +107,7 @@ void run_result_document(struct document *d, const struct run_result *r)
     put_integer(d, object, "micro_steps", r->micro_steps);
     if (r->accumulator[0]) put_text(d, object, "accumulator", r->accumulator);
     else put_null(d, object, "accumulator");
-    /* A seed above 2^63 - 1 has no place in a JSON integer. */
+    /* A seed above 2^63 - 1 does not fit a JSON integer, so it becomes a string. */
     snprintf(text, sizeof text, "%" PRIu64, r->seed);
     if (r->seed <= INT64_MAX) put_integer(d, object, "seed", (int64_t)r->seed);
     else put_text(d, object, "seed", text);

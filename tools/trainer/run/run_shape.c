@@ -1,4 +1,4 @@
-/* The model of a run: from options, from the files of --init, from the checkpoint of --resume. */
+/* The sizes of a run's model: from options, from the files of --init, from the checkpoint of --resume. */
 #include <stdio.h>
 
 #include "trainer/files/checkpoint.h"
@@ -24,7 +24,8 @@ static void take_numbers(struct run_config *config, const struct lm_config *shap
     config->rope_theta = shape->rope_theta;
 }
 
-/* A safetensors file tells everything of its model but these. */
+/* Completes the model of a safetensors file without config.json. The file tells all sizes but the number of heads,
+ * rms_norm_eps and rope_theta. */
 static int shape_without_config(struct args *args, struct run_config *config, char *note, size_t note_bytes,
                                 char *error, size_t error_bytes)
 {

@@ -30,7 +30,7 @@ static double sum_of_squares(struct run *run, int tensor, const void *gradient)
     return sum;
 }
 
-/* Of this process. */
+/* Returns the end of this rank's range of micro-steps. */
 static int64_t end_of_micro_steps(const struct run *run)
 {
     return tree_first_leaf(run->config->micro_steps, run->ranks, run->rank + 1);
@@ -62,7 +62,7 @@ static void tell_skip(struct run *run)
                                             : "all states are");
 }
 
-/* The outcome of a call that may refuse gradients. */
+/* Interprets the result of a call that may refuse gradients. Refused gradients give a warning and count as success. */
 static int judge(struct run *run, int code)
 {
     if (code == HALFSTEP_NONFINITE) tell_skip(run);
@@ -70,8 +70,8 @@ static int judge(struct run *run, int code)
     return 0;
 }
 
-/* What becomes of one tensor's gradient where the model keeps none: added up, stepped with, or first one and then the
- * other. */
+/* Consumes the gradient of one tensor when the model keeps none. It is added up, applied in a step, or both in this
+ * order. */
 static int take_gradient(struct run *run, int tensor, const void *gradient)
 {
     const struct run_config *c = run->config;
@@ -109,9 +109,10 @@ static void on_gradient(void *arg, int tensor, const void *gradient)
     run->optimizer_seconds += progress_clock() - begun;
 }
 
-/* With release the norm of a step is known only when most of it has been applied; the one before stands in for it. It
- * is kept here and not in the optimizer so that a resumed run has it. Micro-steps into states are not clipped: the
- * library does not without release. */
+/* Sets the scale that clips gradients with --release. The norm of a step is known only when most of it has been
+ * applied, so the norm of the previous step is used. The run keeps that norm, not the optimizer, so that a resumed run
+ * has it. Micro-steps that are added up in states are not clipped, because the library does not clip them without
+ * release either. */
 static int set_release_scale(struct run *run)
 {
     const struct run_config *c = run->config;
@@ -119,7 +120,7 @@ static int set_release_scale(struct run *run)
     return run_set_hyper(run, HALFSTEP_ALL_GROUPS, "gradient_scale", (factor < 1 ? factor : 1) / c->loss_scale, "clip");
 }
 
-/* Forward and backward of one batch, whose gradients go where they belong. */
+/* Runs forward and backward for one batch, and passes the gradients on. */
 static int micro_step(struct run *run, double *loss)
 {
     const struct run_config *c = run->config;
@@ -141,8 +142,8 @@ static int micro_step(struct run *run, double *loss)
     return status;
 }
 
-/* The norm that a step reports is that of the gradients it was made with: with --accumulator states, of the last
- * batch. */
+/* Steps, and sets `*norm` to the norm of the gradients that the step used. With --accumulator states it is the norm of
+ * the last batch only. */
 static int finish_step(struct run *run, double *norm)
 {
     const struct run_config *c = run->config;
@@ -194,9 +195,7 @@ static int update(struct run *run, struct run_point *point)
     return finish_step(run, &point->gradient_norm);
 }
 
-/* The weights that speak: those stored, or fp32 copies of what the rule holds to be better ones. `copies` is the
- * caller's to free. NULL after an error. */
-const struct lm_weight *run_speaking_weights(struct run *run, void **copies)
+const struct lm_weight *run_eval_weights(struct run *run, void **copies)
 {
     *copies = NULL;
     if (!run->has_average) return run->model_weights;
@@ -253,7 +252,7 @@ static int validation_loss(struct run *run, const struct lm_weight *weights, dou
 static int validate(struct run *run, double *loss)
 {
     void *copies;
-    const struct lm_weight *weights = run_speaking_weights(run, &copies);
+    const struct lm_weight *weights = run_eval_weights(run, &copies);
     int status = weights ? validation_loss(run, weights, loss) : 1;
     free(copies);
     if (status) return status;
@@ -262,7 +261,6 @@ static int validate(struct run *run, double *loss)
                : run_fail(run, "out of memory");
 }
 
-/* Of the last steps that are in the history, resumed or not. */
 double run_mean_loss(const struct run_history *history)
 {
     size_t n = history->n_points < LOSS_MEAN_STEPS ? history->n_points : LOSS_MEAN_STEPS;
@@ -322,7 +320,7 @@ static int train_step(struct run *run)
     if (last || (c->val_every && run->step % c->val_every == 0)) status = validate(run, &val_loss);
     if (!status) status = record(run, &point, val_loss, took > 0 ? (double)(sequences * c->context) / took : NAN);
     if (!status && c->checkpoint && c->checkpoint_every && run->step % c->checkpoint_every == 0 && !last) {
-        /* A save that fails now may succeed later; at the end it decides. */
+        /* A later save may succeed, so a failed one only warns. The save at the end must succeed. */
         if (run_save(run) != 0) {
             char why[1200];
             if (run->dist && !run->result->agreed) return 1;
@@ -363,7 +361,7 @@ static int loop(struct run *run)
     int status = 0, number;
     r->first_step = run->step;
     run->started = progress_clock();
-    /* The first point of every curve is the model as it was initialised. */
+    /* The first point of every curve is the untrained model. */
     double loss;
     if (run->step == 0 && !r->history.n_validations) status = validate(run, &loss);
     while (!status && run->step < c->steps) {

@@ -37,7 +37,7 @@ static int set_listed_hypers(struct run *run)
     for (int i = 0; i < run->config->hyper.n; i++) {
         char name[96];
         double value = 0;
-        /* NAME=VALUE, which args_set() has seen to. */
+        /* args_set() has checked that it reads NAME=VALUE. */
         const char *item = run->config->hyper.item[i];
         size_t n = strcspn(item, "=");
         snprintf(name, sizeof name, "%.*s", (int)n, item);
@@ -74,7 +74,7 @@ static int set_group(struct run *run, int32_t group, double weight_decay)
     return 0;
 }
 
-/* The gradient format with the codes of an accumulator. */
+/* Returns the gradient format with the same codes as an accumulator. */
 static const char *stored_as(const char *accumulator)
 {
     if (strcmp(accumulator, "tree") == 0) return "f32";
@@ -136,7 +136,7 @@ int run_create_optimizer(struct run *run)
     status = set_group(run, run->decayed, c->weight_decay);
     if (!status) status = set_group(run, run->plain, 0);
     if (!status) status = set_listed_hypers(run);
-    /* With release the factor goes into the gradient scale: see set_release_scale(). */
+    /* With release, set_release_scale() clips by the gradient scale. */
     if (!status && !c->release) status = run_set_hyper(run, HALFSTEP_ALL_GROUPS, "clip_norm", c->clip, "clip");
     if (!status) status = run_set_hyper(run, HALFSTEP_ALL_GROUPS, "gradient_scale", 1 / c->loss_scale, "loss-scale");
     if (!status && halfstep_set_choice(run->optimizer, HALFSTEP_ALL_GROUPS, "generator", c->generator) != HALFSTEP_OK) {
@@ -150,8 +150,8 @@ int run_create_optimizer(struct run *run)
     return status;
 }
 
-/* Rules and settings that would lose the gradients of micro-steps are told before anything is trained, by trying one
- * with an optimizer of two numbers, one in each group. */
+/* Fails if the rule or a setting cannot add up the gradients of micro-steps in its states. Tries one micro-step with an
+ * optimizer of two elements, one in each group, so that the error comes before training. */
 static int check_accumulation(struct run *run)
 {
     static const float zero = 0;

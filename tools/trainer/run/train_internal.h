@@ -1,5 +1,5 @@
-/* Between the files of one training run: train_build.c makes it, train_resume.c takes it out of a checkpoint and puts
- * it back, train.c runs it. */
+/* Shared by the files of one training run: train_build.c builds a run, train_resume.c saves and loads its checkpoints,
+ * train.c trains. */
 #ifndef HALFSTEP_TRAIN_INTERNAL_H
 #define HALFSTEP_TRAIN_INTERNAL_H
 
@@ -13,24 +13,24 @@
 
 enum { NORM_PIECE = 1 << 16 };
 
-/* What a run as several processes has: train_ranks.h. */
+/* The part of a run that only several processes use (train_ranks.h). */
 struct rows;
 struct ranks {
     struct rows *rows; /* [tensor * ranks + rank] */
     struct tree_node *node;
     int *node_rank;
     struct tree_merge *merge;
-    int nodes;           /* of all ranks, in their order */
-    int64_t *own_offset; /* of each tensor among the elements of this rank's rows; the last is their number */
-    float *received;     /* own elements of each node of another rank */
-    void **sums;         /* of the nodes, for one tensor */
-    int whole_tensors;   /* matrices are not cut */
-    int two_sums;        /* a step has sums over tensors beside those over gradients */
-    int64_t *row_offset; /* of each tensor among all rows */
+    int nodes;           /* of all ranks, in rank order */
+    int64_t *own_offset; /* [tensor]: its place in a buffer of own rows; last, the buffer's length */
+    float *received;     /* [foreign node]: the node's sums for the own rows, in the layout of own_offset */
+    void **sums;         /* [node]: the sums of one tensor's own rows */
+    int whole_tensors;   /* matrices are not split between ranks */
+    int two_sums;        /* a step needs a second sum over the ranks, for the rule's statistics */
+    int64_t *row_offset; /* [tensor]: its first row among the rows of all tensors */
     double *row_squares;
 };
 
-/* Everything a run owns while it runs. */
+/* Everything that belongs to one run. */
 struct run {
     const struct run_config *config;
     const struct run_data *data;
@@ -43,93 +43,96 @@ struct run {
     struct lm *model;
     halfstep_optimizer *optimizer;
     struct holding holding;
-    int32_t decayed, plain; /* groups */
-    int32_t rule;           /* row of the rule */
+    int32_t decayed, plain; /* groups: with and without weight decay */
+    int32_t rule;           /* index of the rule in the library's table */
     int tensors, threads, gradient_dtype;
-    int adds_up;     /* gradients of micro-steps are added up in the buffers that the step reads */
-    int by_tree;     /* and along a tree, see train_tree.c */
-    int streams;     /* the model hands out gradients tensor by tensor and keeps none */
-    int has_average; /* what the rule trains is not what it evaluates */
+    int adds_up;     /* micro-steps add their gradients up in buffers, and the step reads the sums */
+    int by_tree;     /* ... in the order of a tree, see train_tree.c */
+    int streams;     /* the model hands out one tensor's gradient at a time and keeps none */
+    int has_average; /* the rule evaluates an average of the weights that it trains */
     unsigned char *weight_memory, *gradient_memory;
-    void **weights, **gradients; /* whole weights; gradients of the own rows */
-    void **own_weights;          /* where the own rows begin */
+    void **weights, **gradients; /* weights of whole tensors; gradients of the own rows */
+    void **own_weights;          /* the own rows of each tensor in `weights` */
     struct lm_weight *model_weights;
     uint8_t *tokens;
-    float *scratch; /* NORM_PIECE values, or a row */
+    float *scratch; /* room for NORM_PIECE values or one row, whichever is longer */
     struct log *log;
 
-    int64_t step;         /* done */
-    int64_t micro_step;   /* of the step under way */
-    double squares;       /* of this step's gradients, before loss scale is taken out */
-    double released_norm; /* of the step before: what --clip goes by with --release */
+    int64_t step;         /* steps done */
+    int64_t micro_step;   /* the current one of the step */
+    double squares;       /* sum of squares of this step's gradients, loss scale included */
+    double released_norm; /* gradient norm of the previous step, which --clip uses with --release */
     int skipped_now, skips_in_a_row, skip_told, log_lost;
     int stream_failed;
     double started, optimizer_seconds, trained_seconds;
-    int64_t saved_step; /* -1: never */
+    int64_t saved_step; /* -1: not saved yet */
     uint64_t sequence;  /* of the last checkpoint that this run has saved or resumed; 0: none */
-    int unread;         /* the last one was saved and could not be read back */
+    int unread;         /* the last save succeeded, but reading it back failed */
     uint64_t unread_step;
-    int directory_shared; /* the directory holds checkpoints that are not this run's */
+    int directory_shared; /* the directory holds checkpoints of other runs */
     struct run_lock *lock;
 
-    struct dist *dist; /* NULL: alone, which is rank 0 of 1 */
+    struct dist *dist; /* NULL: a single process, rank 0 of 1 */
     int rank, ranks;
     struct ranks parts;
-    halfstep_optimizer *whole; /* has no states, but every tensor whole: for sizes. NULL: alone */
-    double *losses;            /* of the micro-steps of a step, and one number of each rank */
-    int signal;                /* that all ranks know of */
-    char offender[96];         /* the tensor whose gradient was not finite */
+    halfstep_optimizer *whole; /* whole tensors without states, for sizes only. NULL: a single process */
+    double *losses;            /* one loss per micro-step, then one number per rank */
+    int signal;                /* the signal that any rank has received; all ranks know it */
+    char offender[96];         /* name of the tensor whose gradient was not finite */
 
     struct tree tree;
     halfstep_optimizer *adder; /* has every tensor whole, and adds up their gradients */
-    float *tree_memory;        /* tree.slots times the elements of all tensors */
-    int64_t *tree_offset;      /* of each tensor in a slot; the last is the size of a slot, in elements */
+    float *tree_memory;        /* tree.slots buffers of tree_offset[tensors] values */
+    int64_t *tree_offset;      /* where each tensor begins in a buffer; the last entry is the length of a buffer */
 };
 
-/* Writes the error line; 1, the exit status that goes with it. */
+/* Writes the error text. Returns 1, the exit status of a failed run. */
 __attribute__((format(printf, 2, 3))) int run_fail(struct run *run, const char *format, ...);
-/* What the gradient was that the last step was refused for, as the end of "is ...". */
+/* Returns the reason for which the last step's gradient was refused: "not finite" or "too large (2^62 or more)". */
 const char *run_refused(const struct run *run);
-/* 0, or an exit status with its line. `option` is what the error calls it. */
+/* Sets a hyper-parameter. Returns 0, or an exit status with an error text that names `option`. */
 int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option);
-/* The optimizer with its groups, hyper-parameters and choices, without tensors. */
+/* Creates the optimizer with its groups, hyper-parameters and choices, but without tensors. */
 int run_create_optimizer(struct run *run);
-/* One piece of memory for a slot of every tensor; each starts on 64 bytes, and the whole not where the other begins,
- * since equal distances modulo a power of two cost speed. */
+/* Allocates one block of zeroed memory for a slot of all tensors. Each tensor begins at a multiple of 64 bytes, and the
+ * first one `stagger` bytes into the block. Blocks need different staggers, because equal offsets modulo a power of two
+ * cost speed. Sets `*bytes` to the size of the tensors without padding. */
 int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers,
                  uint64_t *bytes);
-/* The parts of tensors that this run steps. */
+/* Adds the rows of each tensor that this rank steps. */
 int run_add_tensors(struct run *run);
 int run_build(struct run *run);
-/* Every option that a checkpoint keeps, by its row and its value as text. Stops at the first non-zero result; -1 when
- * memory is out. */
+/* Calls `visit` for each option that a checkpoint keeps, with its value as text. Stops at the first result that is not
+ * 0 and returns it. Returns -1 if out of memory. */
 typedef int run_option_visitor(void *context, const struct option *option, const char *value);
 int run_each_option(const struct run_config *config, run_option_visitor *visit, void *context);
-/* Where micro-steps are added up along a tree: its buffers, and what takes one gradient. */
+/* Micro-steps added up along a tree. run_tree_open() allocates the buffers, run_tree_take() adds one gradient, and
+ * run_tree_slot() returns a tensor's place in a buffer. */
 int run_tree_open(struct run *run);
 int run_tree_take(struct run *run, int tensor, const void *gradient);
 float *run_tree_slot(const struct run *run, int slot, int tensor);
 void run_tree_close(struct run *run);
 void run_dismantle(struct run *run);
-/* First weights: random, or those of --init. */
+/* Sets the first weights: random ones, or those of --init. */
 int run_initialize(struct run *run);
-/* Takes the directory for this run, and tries what could refuse the results later. */
+/* Locks the checkpoint directory for this run. Fails early if a later save or log would fail: files of other runs,
+ * output paths that are also inputs, no permission to write. Does nothing on other ranks than 0. */
 int run_open_directory(struct run *run);
 int run_resume(struct run *run);
 int run_open_log(struct run *run);
-/* What is worth telling beside what succeeds: on stderr, once, and in the results. */
+/* Prints a note on stderr and adds it to the result's notes, unless the run has had the same note before. */
 void run_tell(struct run *run, const char *note);
-/* With several processes: the status that all of them go by, and its line. A failure is then known to all. */
+/* Makes all ranks return the same status with the same error text: that of the first rank that failed. Collective. */
 int run_agree(struct run *run, int status);
-/* Saves, and reads back what was saved. With several processes all of them do. */
+/* Saves a checkpoint and reads it back to verify it. Collective. */
 int run_save(struct run *run);
 
-/* train_outcome.c. The weights that speak: those stored, or fp32 copies of what the rule holds to be better ones;
- * `copies` is the caller's to free. NULL after an error. With several processes all make these calls. */
-const struct lm_weight *run_speaking_weights(struct run *run, void **copies);
-/* Of the last steps that are in the history, resumed or not. */
+/* train_outcome.c. Returns the weights to evaluate with: the stored weights, or fp32 copies of the average if the rule
+ * keeps one. The caller frees `*copies`. Returns NULL after an error. Collective. */
+const struct lm_weight *run_eval_weights(struct run *run, void **copies);
+/* Returns the mean loss of the last steps in the history, those before a resume included. NaN without any step. */
 double run_mean_loss(const struct run_history *history);
-/* Bytes that all processes have received in this run so far. */
+/* Sets job_received of the result to the bytes that all ranks have received so far. Collective. */
 int run_count_traffic(struct run *run);
 int run_fill_result(struct run *run);
 

@@ -1,4 +1,4 @@
-/* How the processes of a job find each other, and find out that they are no job. */
+/* How the ranks of a job agree on a failure, and check that they run the same job. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 
 enum { WORD = 256 };
 
-/* The line of one rank for all. */
+/* Gives the text of rank `from` to all ranks. */
 static int share_line(struct dist *dist, char *line, size_t bytes, int from)
 {
     return dist->share(line, bytes, from) != 0 || dist->wait() != 0;
@@ -21,7 +21,7 @@ static int lost(struct dist *dist, char *error, size_t error_bytes)
     return 1;
 }
 
-/* values[rank] of each, set by itself. */
+/* Sets values[rank] of every rank to that rank's `own`. */
 static int share_values(struct dist *dist, int64_t *values, int own)
 {
     for (int i = 0; i < dist->ranks; i++) values[i] = 0;
@@ -70,8 +70,8 @@ static void identify(struct identity *identity, const char *what, const char *va
 
 static int identify_option(void *context, const struct option *option, const char *value)
 {
-    /* Each machine has its own number of processors, and its own place for the data, whose bytes are compared; only the
-     * first rank writes a log. */
+    /* These may differ. Each machine has its own number of processors and its own paths of the data, whose bytes are
+     * compared instead. Only rank 0 writes a log. */
     static const char *const own[] = {"threads", "data", "val", "log"};
     for (size_t i = 0; i < sizeof own / sizeof *own; i++)
         if (strcmp(option->name, own[i]) == 0) return 0;
@@ -88,7 +88,7 @@ static void hash_file(uint64_t *hash, const char *path)
     if (file) fclose(file);
 }
 
-/* The bytes of the program and of the library that steps. */
+/* Identifies the build by a hash of the program and of libhalfstep. */
 static void identify_build(struct identity *identity)
 {
     uint64_t hash = HASH_START;
@@ -109,7 +109,8 @@ static void identify_bytes(struct identity *identity, const char *what, uint64_t
     identify(identity, what, text);
 }
 
-/* The first place where a rank differs from rank 0, among the ranks the first. */
+/* Finds the first rank that differs from rank 0, and its first difference. Returns 0 if there is none, otherwise 1 or 2
+ * with an error text. */
 static int compare(struct dist *dist, const struct identity *identity, char *error, size_t error_bytes)
 {
     int64_t values[RUN_OPTIONS_MAX + 8], *places = calloc((size_t)dist->ranks, sizeof *places);
@@ -151,7 +152,7 @@ int ranks_compare(struct dist *dist, const struct run_config *config, const stru
         free(identity);
         return status;
     }
-    /* The build comes first, and alone: another one may have other options. */
+    /* The build is compared first and by itself, because another build may have other options. */
     identify_build(identity);
     identity->what[0] = "=build";
     status = compare(dist, identity, error, error_bytes);

@@ -1,4 +1,4 @@
-/* What is known of a run when it is over. */
+/* Fills in the result when a run is over. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -6,7 +6,8 @@
 
 #include "trainer/ranks/train_ranks.h"
 
-/* Writes the first weights of one tensor again, in the same format, and counts what differs now. */
+/* Makes the first weights of one tensor again, in the same format. Adds to `*changed` the number of weights that differ
+ * from them now. Returns true on failure, with a text in `why` unless memory is out. */
 static int count_changes(struct run *run, const struct holding *whole, int tensor, struct weight_source *source,
                          uint64_t *changed, char *why, size_t why_bytes)
 {
@@ -94,7 +95,8 @@ static void fill_result(struct run *run)
     r->data_bytes = run->data->data_file.n;
 }
 
-/* What is known of the optimizer as a whole. */
+/* Fills in the numbers that need the whole optimizer on rank 0: the hash of the states and the share of changed
+ * weights. */
 static int fill_whole(struct run *run)
 {
     struct holding whole;
@@ -116,7 +118,7 @@ static int make_sample(struct run *run)
     if (!r->sample) return run_fail(run, "out of memory");
     r->sample_bytes = n;
     void *copies;
-    const struct lm_weight *weights = run_speaking_weights(run, &copies);
+    const struct lm_weight *weights = run_eval_weights(run, &copies);
     int status = weights ? 0 : 1;
     if (!status && run->rank == 0 &&
         lm_generate(run->model, weights, NULL, 0, 0.8, run->config->seed, r->sample, n) != 0)

@@ -54,7 +54,7 @@ static int keep_option(void *context, const struct option *option, const char *v
     return 0;
 }
 
-/* trainer.json of the run as it stands. 0, or -1 when memory is out. */
+/* Writes trainer.json for the current state of the run. Returns 0, or -1 if out of memory. */
 static int trainer_text(const struct run *run, struct text *text)
 {
     char hash[2][24];
@@ -75,14 +75,14 @@ static int trainer_text(const struct run *run, struct text *text)
     return bad || text->failed ? -1 : 0;
 }
 
-/* A name that JSON cannot hold would come back as another one. */
+/* Refuses option values that are not UTF-8, because JSON would change them. */
 static int check_text(void *context, const struct option *option, const char *value)
 {
     struct run *run = context;
     size_t n = strlen(value), i = 0, length = 1;
     while (i < n && (length = text_utf8_length(value + i, n - i)) != 0) i += length;
     if (length) return 0;
-    /* Of several names, one a line, the one that is meant. */
+    /* `value` holds one name per line. The error shows the one that is not UTF-8. */
     size_t begin = i;
     while (begin > 0 && value[begin - 1] != '\n') begin--;
     run_fail(run, "--%s %.*s: a checkpoint can only keep it as UTF-8", option->name, (int)strcspn(value + begin, "\n"),
@@ -100,7 +100,7 @@ static int compare_option(void *context, const struct option *option, const char
     struct comparing *c = context;
     const char *checkpoint = c->run->config->checkpoint, *there = trainer_file_option(c->saved, option->name);
     if (!(option->flags & OPTION_IDENTITY)) return 0;
-    /* A checkpoint from before there was such an option is one that was made with its default. */
+    /* An older checkpoint lacks newer options. It was made with their defaults. */
     if (!there && (option->initial || !here[0])) there = option->initial ? option->initial : "";
     if (!there) return run_fail(c->run, "%s: trainer.json does not say --%s", checkpoint, option->name);
     if (strcmp(here, there) == 0) return 0;
@@ -120,7 +120,7 @@ static int same_data(struct run *run, const char *saved, uint64_t hash, const ch
     return run_fail(run, "--%s holds other bytes than the run in %s was trained on", option, run->config->checkpoint);
 }
 
-/* A new --steps is fine as long as no step already made would have had another rate. */
+/* Fails if the new --steps changes the learning rate of a step already made. */
 static int same_rates(struct run *run, int64_t saved_steps)
 {
     const struct run_config *c = run->config;
@@ -143,7 +143,7 @@ static int same_rates(struct run *run, int64_t saved_steps)
     return 0;
 }
 
-/* Numbers of the model that no option tells. */
+/* Compares the model's sizes that have no option. */
 static int same_model(struct run *run, const char *path)
 {
     struct lm_config saved;
@@ -196,7 +196,7 @@ static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, c
         status = run_fail(run, "%s: trainer.json does not say --steps", c->checkpoint);
     if (!status) status = same_rates(run, (int64_t)steps);
     if (status) return status;
-    /* Along the tree no sum depends on them. */
+    /* Sums along the tree do not depend on the number of threads. */
     if (saved->threads != (uint64_t)run->threads && !run->by_tree)
         progress_note(run->progress,
                       "note: %s was made with %llu threads, this run has %d: sums may differ in their last bits",
@@ -232,8 +232,8 @@ void run_tell(struct run *run, const char *note)
     if (run_result_note(run->result, note)) progress_note(run->progress, "%s", note);
 }
 
-/* Checkpoints that no pointer names any more, because manifest.json was lost: the next save would count them among its
- * own, and remove those beyond --keep. */
+/* Fails if the directory holds checkpoints but no manifest.json, which must have been lost. The next save would take
+ * these checkpoints for its own and remove those beyond --keep. */
 static int refuse_unnamed(struct run *run)
 {
     const char *directory = run->config->checkpoint;
@@ -265,7 +265,7 @@ static int refuse_unnamed(struct run *run)
     return status;
 }
 
-/* A new run begins where no other one's work lies. */
+/* Fails if the directory of a new run holds a checkpoint, or a file with the name of a checkpoint's file. */
 static int refuse_occupied(struct run *run)
 {
     const struct run_config *c = run->config;
@@ -298,7 +298,7 @@ static int refuse_occupied(struct run *run)
     return status;
 }
 
-/* No output may be an input, nor another output. */
+/* Fails if an output is an input or another output. */
 static int check_paths(struct run *run)
 {
     enum { OUTPUTS = 16 };
@@ -314,8 +314,8 @@ static int check_paths(struct run *run)
         outputs[n] = (struct named_path){"--checkpoint", text_string(&path[n])};
     }
     int status = failed ? run_fail(run, "out of memory") : 0;
-    /* The files of a resumed checkpoint are read from it, and their links replaced by it: only the log can be in its
-     * way. */
+    /* A resumed run reads the files of its checkpoint and replaces the links to them. Only the log could overwrite
+     * them. */
     const char *resumed = c->resume ? c->resume_from : NULL;
     if (!status) status = run_paths_check(c, resumed, outputs, 1, run->error, run->error_bytes);
     if (!status) status = run_paths_check(c, NULL, outputs, n, run->error, run->error_bytes);
@@ -353,9 +353,10 @@ int run_open_log(struct run *run)
 
 /* ---- Saving ------------------------------------------------------------------------------------------------------ */
 
-/* Whether what the directory holds now is what this run has put there or gone on from: then older checkpoints are its
- * own to remove. The lock keeps other runs away, but not other programs, and not on every file system. What comes
- * between this look and the save is seen by the commit (prune_if). */
+/* Sets directory_shared if the newest checkpoint in the directory is not the one that this run saved or resumed. The
+ * run then removes no older checkpoints, because they may belong to another run. The lock keeps out other runs, but not
+ * other programs, and it does not work on every file system. Changes between this check and the save are noticed when
+ * the save is committed (prune_if). */
 static void look_for_others(struct run *run)
 {
     halfstep_checkpoint *there;
@@ -380,7 +381,7 @@ static void look_for_others(struct run *run)
     run_tell(run, why);
 }
 
-/* Opens what was saved with all its checksums, and compares what it says of the run. */
+/* Opens the saved checkpoint, verifies all checksums, and compares its trainer.json with what was saved. */
 static int read_back(struct run *run, const char *trainer)
 {
     const char *directory = run->config->checkpoint;

@@ -1,5 +1,5 @@
-/* Micro-steps whose gradients are added along a tree (tree.h), in fp32: the sums do not depend on who has which of
- * them. */
+/* Adds up the gradients of micro-steps along a tree (tree.h) in fp32. The sums do not depend on which rank has which
+ * micro-step. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -45,7 +45,7 @@ int run_tree_open(struct run *run)
     run->tree_memory = aligned_alloc(64, bytes);
     if (!run->tree_memory) return run_fail(run, "out of memory: %llu bytes", (unsigned long long)bytes);
     memset(run->tree_memory, 0, bytes);
-    /* Of several processes, what is stepped with is known after the exchange. */
+    /* With several ranks, ranks_finish_exchange() replaces these. */
     for (int i = 0; i < run->tensors; i++) run->gradients[i] = run_tree_slot(run, run->tree.node[0].slot, i);
     run->result->gradient_bytes = bytes;
     return 0;
