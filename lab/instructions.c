@@ -76,7 +76,7 @@ static uint32_t random_word(uint32_t *seed) { return *seed = *seed * 1664525 + 1
  * embeddings. None of them is special, and no step may take longer for them. */
 static void *filled(int bits, int64_t n, uint32_t seed, int weights)
 {
-    char *memory = must(aligned_alloc(4096, ((size_t)n * 4 / 4096 + 2) * 4096), "no memory");
+    char *memory = must(aligned_alloc(4096, ((size_t)n * 4 / 4096 + 2) * 4096), "out of memory");
     for (int64_t i = 0; i < n; i++) {
         uint32_t word = random_word(&seed);
         if (bits == 32) ((float *)memory)[i] = (float)(int32_t)word * 1e-10f;
@@ -106,7 +106,7 @@ static halfstep_rule_info rule_of(const char *recipe)
     char rule[64];
     snprintf(rule, sizeof rule, "%.*s", (int)strcspn(recipe, "/"), recipe);
     if (call.halfstep_get_rule_info(call.halfstep_rule_find(rule), &info) || !info.decay)
-        stop("this library has another header than this program was compiled with");
+        stop("this program was compiled with the header of another library version");
     return info;
 }
 
@@ -120,7 +120,7 @@ static halfstep_optimizer *open_optimizer(const struct row *row)
     double momentum;
     halfstep_rule_info info = rule_of(row->recipe);
     if (call.halfstep_create(&options, &o) || call.halfstep_add_group(o, row->recipe, &group))
-        stop("%s cannot be made", row->recipe);
+        stop("cannot create an optimizer for %s", row->recipe);
     set(o, "scan", "known-finite");
     if (!info.raw_gradient) {
         set(o, "lr", "1e-5");
@@ -132,7 +132,7 @@ static halfstep_optimizer *open_optimizer(const struct row *row)
     while ((setting = strsep(&rest, " ")) != NULL) {
         char *value = strchr(setting, '=');
         if (!*setting || !strncmp(setting, "rows=", 5)) continue;
-        if (!value) stop("%s is no setting", setting);
+        if (!value) stop("invalid setting %s; write NAME=VALUE", setting);
         *value = 0;
         set(o, setting, value + 1);
     }
@@ -162,7 +162,7 @@ static int64_t count_step(const struct row *row, int tensors, int64_t rows, int6
         weight[i] = filled(weight_bits, rows * columns, 2 * (uint32_t)i, 1);
         gradient[i] = filled(gradient_bits, rows * columns, 2 * (uint32_t)i + 1, 0);
     }
-    if (call.halfstep_allocate_states(o)) stop("%s: no states", row->recipe);
+    if (call.halfstep_allocate_states(o)) stop("%s: cannot allocate the states", row->recipe);
     int status = 0;
     for (int i = 1; i < STEP && !status; i++) status = call.halfstep_step(o, weight, gradient);
     now.count = 0;
@@ -186,7 +186,7 @@ static int64_t count_step(const struct row *row, int tensors, int64_t rows, int6
 static void print_row(const char *text, const struct row *row, const char *isa, int blocks)
 {
     int64_t rows = row->rows ? row->rows : 1;
-    if (blocks) now.edge = must(calloc(EDGES, sizeof *now.edge), "no memory");
+    if (blocks) now.edge = must(calloc(EDGES, sizeof *now.edge), "out of memory");
     int64_t small = count_step(row, 1, rows, row->size / rows);
     now.size = 1;
     int64_t large = count_step(row, 1, rows, (row->size + MORE) / rows);
@@ -211,7 +211,7 @@ static void count_row(const char *text, const char *isa, int blocks)
     char recipe[64];
     snprintf(recipe, sizeof recipe, "%.*s", (int)strcspn(text, " "), text);
     if (call.halfstep_recipe_full(recipe, row.recipe, sizeof row.recipe)) {
-        fprintf(stderr, "instructions: this library has no %s\n", recipe);
+        fprintf(stderr, "instructions: this library has no recipe %s\n", recipe);
         return;
     }
     const char *weight = strchr(row.recipe, '/') + 1, *rows = row.settings ? strstr(row.settings, " rows=") : NULL;
@@ -219,17 +219,17 @@ static void count_row(const char *text, const char *isa, int blocks)
     int vector = !rows && rule_of(row.recipe).matrix;
     row.rows = rows ? atoll(rows + 6) : !vector;
     row.size = vector ? VECTOR : SIZE;
-    if (!vector && (row.rows < 1 || row.rows > 64 || SIZE % row.rows)) stop("rows=R with R 1, 2, 4 ... 64");
+    if (!vector && (row.rows < 1 || row.rows > 64 || SIZE % row.rows)) stop("rows=R: R must be 1, 2, 4 ... 64");
     fflush(stdout);
     pid_t child = fork();
     int status = 0;
     if (!child) {
-        if (call.halfstep_set_isa(isa)) stop("%s cannot be chosen", isa);
+        if (call.halfstep_set_isa(isa)) stop("cannot choose the instruction set %s", isa);
         prepare_counting();
         print_row(text, &row, isa, blocks);
         exit(fflush(stdout) ? 1 : 0);
     }
-    if (child < 0 || waitpid(child, &status, 0) < 0) stop("no process for %s", text);
+    if (child < 0 || waitpid(child, &status, 0) < 0) stop("cannot start a process for %s", text);
     if (WIFSIGNALED(status)) stop("%s, %s: signal %d", text, isa, WTERMSIG(status));
     if (WEXITSTATUS(status)) exit(WEXITSTATUS(status));
 }
@@ -269,7 +269,7 @@ int main(int argc, char **argv)
         else if (!strcmp(argv[at], "--isas")) names = 1;
         else if (!strcmp(argv[at], "--single-step")) now.single = 1;
         else if (!strcmp(argv[at], "--isa") && at + 1 < argc && isas < 16) isa[isas++] = argv[++at];
-        else stop("%s is no option", argv[at]);
+        else stop("unknown option %s", argv[at]);
     }
     if (list) {
         print_list();

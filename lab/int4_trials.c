@@ -102,8 +102,8 @@ enum { EXACT, TABLE, INT8, WINDOW, INT4 };
 enum { SCALE_BF16, SCALE_F32, SCALE_E8, SCALE_G1, SCALE_G2, SCALE_G3 };
 
 /* Levels ascend, in units of the block's scale (of m, or of the root of v). The code of element x is the number of
- * indices j >= 1 with x >= from[j] + U wide[j]. U is uniform for stochastic codes, which interpolate linearly in x, or in
- * x^2 if `square` is set. For nearest codes U is 1/2. */
+ * indices j >= 1 with x >= from[j] + U wide[j]. U is uniform for stochastic codes, which interpolate linearly in x, or
+ * in x^2 if `square` is set. For nearest codes U is 1/2. */
 struct map {
     int kind, nonneg, stochastic, square, block, scale, count, mantissa, align, low, coarse;
     float level[16], from[16], wide[16];
@@ -323,7 +323,7 @@ static struct spec parse(const char *text)
     snprintf(copy, sizeof copy, "%s", text);
     char *m = strtok_r(copy, "+", &save), *v = strtok_r(NULL, "+", &save);
     if (!m || !v || !make_map(&s.m, m, 0) || !make_map(&s.v, v, 1)) {
-        fprintf(stderr, "int4_trials: bad spec %s\n", text);
+        fprintf(stderr, "int4_trials: invalid spec %s\n", text);
         exit(1);
     }
     for (char *o; (o = strtok_r(NULL, "+", &save));) {

@@ -48,13 +48,14 @@ static struct subject open_subject(const char *path, const char *recipe, const s
                                    int threads, const char *scan)
 {
     struct subject s = {.build = open_build(path, recipe, threads),
-                        .weights = must(calloc((size_t)tensors, sizeof(void *)), "no memory"),
-                        .gradients = must(calloc((size_t)tensors, sizeof(void *)), "no memory")};
+                        .weights = must(calloc((size_t)tensors, sizeof(void *)), "out of memory"),
+                        .gradients = must(calloc((size_t)tensors, sizeof(void *)), "out of memory")};
     int wide = is_wide(recipe);
     size_t size = wide ? 4 : 2, bytes = 0;
     if (s.build.choose(s.build.o, HALFSTEP_ALL_GROUPS, "scan", scan)) must(NULL, scan);
     for (int i = 0; i < tensors; i++) bytes += ((size_t)(shape[i].rows * shape[i].columns) * size + 63) / 64 * 64;
-    char *weight = must(aligned_alloc(64, bytes), "no memory"), *gradient = must(aligned_alloc(64, bytes), "no memory");
+    char *weight = must(aligned_alloc(64, bytes), "out of memory"),
+         *gradient = must(aligned_alloc(64, bytes), "out of memory");
     memset(weight, 0, bytes);
     fill(gradient, wide, bytes / size, 1);
     for (int i = 0; i < tensors; i++) {
@@ -65,7 +66,7 @@ static struct subject open_subject(const char *path, const char *recipe, const s
         weight += here;
         gradient += here;
     }
-    if (s.build.allocate(s.build.o)) must(NULL, "no memory for states");
+    if (s.build.allocate(s.build.o)) must(NULL, "out of memory for states");
     return s;
 }
 
@@ -81,9 +82,9 @@ int main(int argc, char **argv)
     struct subject subject[3] = {open_subject(argv[1], argv[2], &whole, 1, threads, argv[5]),
                                  open_subject(argv[1], argv[2], shape, tensors, threads, argv[5])};
     if (subjects == 3) subject[2] = open_subject(argv[7], argv[2], shape, tensors, threads, argv[5]);
-    double *time[3], *quotient = must(calloc((size_t)rounds, sizeof *quotient), "no memory");
-    double *other = must(calloc((size_t)rounds, sizeof *other), "no memory");
-    for (int i = 0; i < subjects; i++) time[i] = must(calloc((size_t)rounds, sizeof **time), "no memory");
+    double *time[3], *quotient = must(calloc((size_t)rounds, sizeof *quotient), "out of memory");
+    double *other = must(calloc((size_t)rounds, sizeof *other), "out of memory");
+    for (int i = 0; i < subjects; i++) time[i] = must(calloc((size_t)rounds, sizeof **time), "out of memory");
     for (int r = -WARM_UP; r < rounds; r++) {
         double spent[3] = {0};
         for (int k = 0; k < subjects; k++) {

@@ -104,7 +104,7 @@ int main(int argc, char **argv)
     dnnl_dim_t n = argc > 1 ? atoi(argv[1]) : 2048;
     double seconds = argc > 2 ? atof(argv[2]) : 1;
     if (n < 1 || n > 16384) {
-        fprintf(stderr, "onednn_peak: a size from 1 to 16384\n");
+        fprintf(stderr, "onednn_peak: SIZE must be from 1 to 16384\n");
         return 2;
     }
     double f32 = rate(n, dnnl_f32, seconds), bf16 = rate(n, dnnl_bf16, seconds);

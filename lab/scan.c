@@ -15,7 +15,7 @@ static char *memory(size_t bytes, int huge, int number)
 {
     size_t off = (size_t)number * (4096 + 64);
     char *p = mmap(NULL, bytes + off + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) must(NULL, "no memory");
+    if (p == MAP_FAILED) must(NULL, "out of memory");
     madvise(p, bytes + off, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
     memset(p, 0, bytes + off);
     return p + off;
@@ -27,7 +27,7 @@ static struct build open_subject(const char *path, const char *recipe, int64_t r
     uint64_t bytes;
     add_matrix(&b, 0, rows, COLUMNS, gradients_of(recipe));
     if (b.state_bytes(b.o, &bytes)) must(NULL, recipe);
-    if (b.bind(b.o, memory(bytes, huge, 2), bytes)) must(NULL, "no memory for states");
+    if (b.bind(b.o, memory(bytes, huge, 2), bytes)) must(NULL, "out of memory for states");
     return b;
 }
 
@@ -43,13 +43,13 @@ int main(int argc, char **argv)
     fill(gradient, wide, (size_t)n, 1);
     struct build build[2];
     for (int i = 0; i < builds; i++) build[i] = open_subject(argv[i ? 7 : 1], argv[2], rows, atoi(argv[4]), huge);
-    double *time[4], *more = must(calloc((size_t)rounds, sizeof *more), "no memory");
-    for (int k = 0; k < 4; k++) time[k] = must(calloc((size_t)rounds + 1, sizeof **time), "no memory");
+    double *time[4], *more = must(calloc((size_t)rounds, sizeof *more), "out of memory");
+    for (int k = 0; k < 4; k++) time[k] = must(calloc((size_t)rounds + 1, sizeof **time), "out of memory");
     for (int r = -WARM_UP; r < rounds; r++)
         for (int k = 0; k < cases; k++) {
             int c = (k + r + WARM_UP) % cases;
             struct build *b = &build[c / 2];
-            if (b->choose(b->o, HALFSTEP_ALL_GROUPS, "scan", scans[c % 2])) must(NULL, "no such scan");
+            if (b->choose(b->o, HALFSTEP_ALL_GROUPS, "scan", scans[c % 2])) must(NULL, "unknown scan");
             double start = seconds();
             if (b->step(b->o, &weight, &given)) must(NULL, "a step failed");
             if (r >= 0) time[c][r] = (seconds() - start) / (double)n * 1e9;

@@ -31,20 +31,20 @@ static struct subject open_subject(const char *path, const char *row, int tensor
     snprintf(text, sizeof text, "%s", row);
     const char *recipe = strtok(text, " "), *gradients = gradients_of(must((void *)(uintptr_t)recipe, "no recipe"));
     struct subject s = {.build = open_build(path, recipe, 1),
-                        .weights = must(calloc((size_t)tensors, sizeof(void *)), "no memory"),
-                        .gradients = must(calloc((size_t)tensors, sizeof(void *)), "no memory")};
+                        .weights = must(calloc((size_t)tensors, sizeof(void *)), "out of memory"),
+                        .gradients = must(calloc((size_t)tensors, sizeof(void *)), "out of memory")};
     for (char *setting; (setting = strtok(NULL, " "));)
         if (!strncmp(setting, "gradient=", 9)) gradients = setting + 9;
         else apply(&s.build, setting);
     size_t n = (size_t)(rows * columns);
     for (int i = 0; i < tensors; i++) {
-        void *gradient = must(aligned_alloc(64, n * 4 + 64), "no memory");
-        s.weights[i] = must(calloc(n + 16, 4), "no memory");
+        void *gradient = must(aligned_alloc(64, n * 4 + 64), "out of memory");
+        s.weights[i] = must(calloc(n + 16, 4), "out of memory");
         s.gradients[i] = gradient;
         fill(gradient, !strcmp(gradients, "f32"), n, (uint32_t)i);
         add_matrix(&s.build, i, rows, columns, gradients);
     }
-    if (s.build.allocate(s.build.o)) must(NULL, "no memory for states");
+    if (s.build.allocate(s.build.o)) must(NULL, "out of memory for states");
     return s;
 }
 
@@ -55,8 +55,8 @@ int main(int argc, char **argv)
     struct subject subject[2];
     for (int i = 0; i < 2; i++)
         subject[i] = open_subject(argv[1 + i], argv[3], tensors, atoll(argv[5]), atoll(argv[6]));
-    double *time[2], *quotient = must(calloc((size_t)rounds, sizeof *quotient), "no memory");
-    for (int i = 0; i < 2; i++) time[i] = must(calloc((size_t)rounds, sizeof **time), "no memory");
+    double *time[2], *quotient = must(calloc((size_t)rounds, sizeof *quotient), "out of memory");
+    for (int i = 0; i < 2; i++) time[i] = must(calloc((size_t)rounds, sizeof **time), "out of memory");
     for (int r = -WARM_UP; r < rounds; r++) {
         double spent[2];
         for (int k = 0; k < 2; k++) {

@@ -93,7 +93,7 @@ END
 there="train mnist --epochs 1"
 refused 1 "neither train-images-idx3-ubyte nor train-images-idx3-ubyte.gz" $there --data nowhere
 refused 1 "missing: has neither t10k-labels-idx1-ubyte" $there --data missing
-refused 1 "truncated/train-images-idx3-ubyte: truncated; its header announces 117616 bytes, there are 117615" \
+refused 1 "truncated/train-images-idx3-ubyte: truncated; its header asks for 117616 bytes, the file has 117615" \
     $there --data truncated
 refused 1 "t10k-images-idx3-ubyte: too long" $there --data long
 refused 1 "header/train-labels-idx1-ubyte: 5 bytes are too short" $there --data header
@@ -102,9 +102,9 @@ refused 1 "swapped/train-labels-idx1-ubyte: begins with 00000803; IDX labels" $t
 refused 1 "149 labels for 150 images" $there --data counts
 refused 1 "label 0 is 10; classes are 0 to 9" $there --data classes
 refused 1 "0 images" $there --data none
-refused 1 "trains on 28 x 28 pixels and tests on 20 x 20" $there --data sides
+refused 1 "training images have 28 x 28 pixels, test images 20 x 20; they must agree" $there --data sides
 refused 1 "27 x 27 do not divide evenly" $there --data odd
-refused 1 "train-images is 151; there are 150" $there --data plain --train-images 151
+refused 1 "train-images is 151; there are only 150" $there --data plain --train-images 151
 refused 1 "no/log.csv" $there --data plain --log no/log.csv
 refused 2 "unknown rule" $there --recipe adamx
 refused 2 "use --lr" $there --hyper lr=1
@@ -182,7 +182,7 @@ there="compare mnist --data plain --out nothing"
 refused 2 "2 learning rates for 1 batch size" $there --recipes adamw/f32@1/2
 refused 2 "not a number" $there --recipes adamw/f32@fast
 refused 2 "--batch: \"many\" is not a number of images" $there --batch 128,many
-refused 2 "--batch: 128 is there twice" $there --batch 128,128
+refused 2 "--batch: 128 appears twice" $there --batch 128,128
 refused 2 "twice" $there --recipes adamw/f32,adamw/f32/f32
 refused 2 "same for all" $there --recipes adamw/f32,adamw/f32:epochs=2
 refused 2 "there are: lm, mnist" compare rnn

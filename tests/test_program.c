@@ -288,8 +288,8 @@ static void test_forged(void)
         {"trainer.json", NULL, NULL, "the checkpoint has no trainer.json", go_on},
         {"trainer.json", "{", "[", "trainer.json: byte 0", go_on},
         {"trainer.json", "\"format\": 1", "\"format\": 2",
-         "forged/checkpoint-2/trainer.json is not what this program writes", go_on},
-        {"trainer.json", "\"format\": 1,", "", "is not what this program writes", go_on},
+         "forged/checkpoint-2/trainer.json lacks members or has an unknown format", go_on},
+        {"trainer.json", "\"format\": 1,", "", "trainer.json lacks members or has an unknown format", go_on},
         {"trainer.json", "\"format\": 1,", "\"format\": 1, \"format\": 1,", "a name twice", go_on},
         {"trainer.json", "\"format\": 1", "\"format\" 1", "trainer.json: byte", go_on},
         {"trainer.json", "\"format\": 1", "1: 1", "trainer.json: byte", go_on},
@@ -300,11 +300,11 @@ static void test_forged(void)
         {"trainer.json", "\"options\": {", "\"options\": { \"lr\": \"", "trainer.json: byte", go_on},
         {"trainer.json", "\"options\": {", "\"options\": { \"lr\": \"1\",", "an option twice", go_on},
         {"trainer.json", "\"options\": {", "\"options\": {}, \"other\": {", " in forged", go_on},
-        {"trainer.json", "\"gradients\": ", "\"gradient\": ", "trainer.json does not say --gradients", go_on},
+        {"trainer.json", "\"gradients\": ", "\"gradient\": ", "trainer.json has no value for --gradients", go_on},
         {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json: --steps: \"x\" is not a number",
          RESUME "forged"},
-        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json does not say --steps", go_on},
-        {"trainer.json", "\"steps\": \"2\"", "\"other\": \"2\"", "trainer.json does not say --steps", go_on},
+        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json has no value for --steps", go_on},
+        {"trainer.json", "\"steps\": \"2\"", "\"other\": \"2\"", "trainer.json has no value for --steps", go_on},
         {"trainer.json", "\"hyper\": \"\"", "\"hyper\": \"beta1\"", "trainer.json: --hyper is beta1", go_on},
         {"trainer.json", "\"step\": 2", "\"step\": 9", "--steps is 3, but forged is already at step 9", go_on},
         {"trainer.json", "\"val_hash\": \"\"", "\"val_hash\": \"12\"", "--val is missing here but not in forged",
@@ -367,7 +367,8 @@ static void test_forged(void)
     /* A residual that is not what its format has. */
     forge("kahan", "forged", "optimizer.safetensors", "weight.extra\":{\"dtype\":\"BF16\"",
           "weight.extra\":{\"dtype\":\"I16\" ");
-    CHECK(program(take) == 1 && strstr(program_errors, "not what bf16-kahan weights have"), "%s", program_errors);
+    CHECK(program(take) == 1 && strstr(program_errors, "has dtype I16, which is not that of bf16-kahan weights"), "%s",
+          program_errors);
     /* Weights that are averages of states which are not there. */
     forge("free", "forged", "optimizer.safetensors", "schedulefree/f32", "schedulefree/f16");
     refuse(1, "forged", take);
@@ -701,7 +702,7 @@ static void test_others_refused(void)
         {"\"architectures\": [\"LlamaForCausalLM\", \"LlamaModel\"]", "\"architectures\" is \"LlamaModel\""},
         {"-\"hidden_size\"", "\"hidden_size\" is missing"},
         {"\"hidden_size\": null", "\"hidden_size\" is missing"},
-        {"\"vocab_size\": 32000", "vocabulary of 32000: a byte-level model has 256"},
+        {"\"vocab_size\": 32000", "vocabulary size 32000 is not 256, that of a byte-level model"},
         {"\"num_key_value_heads\": 1", "\"num_key_value_heads\" is 1; it must be \"num_attention_heads\", which is 2"},
         {"\"head_dim\": 8", "\"head_dim\" is 8; it must be \"hidden_size\" / \"num_attention_heads\" = 8 / 2"},
         {"\"hidden_act\": \"gelu\"", "\"hidden_act\" is \"gelu\"; it must be \"silu\" or \"swish\", because"},
@@ -816,13 +817,10 @@ static void test_others_taken(void)
     CHECK(strstr(text, "\"rms_norm_eps\": 9.9999999999999995e-07,"), "%s", text);
     remove_tree("taken");
     make_other(odd, 4);
-    accept("note: other/config.json: members that this program does not know are passed over: sinks, also\\x1b[31m\n",
-           from_file);
+    accept("note: other/config.json: unknown members are ignored: sinks, also\\x1b[31m\n", from_file);
     unlink("other/config.json");
     snprintf(line, sizeof line, "%s --width 8 --depth 1 --heads 2 --context 4", from_file);
-    accept(
-        "has no config.json beside it: the model is taken for one of 2 heads, rms_norm_eps 1e-05 and rope_theta 10000",
-        line);
+    accept("has no config.json beside it: assuming 2 heads, rms_norm_eps 1e-05 and rope_theta 10000", line);
 }
 
 /* Copies the header and data of base's weights with some bytes of the header changed; its length stays. */

@@ -15,7 +15,7 @@ enum { RATE_BYTES = 320 };
 
 static const struct option compare_rows[] = {
     {"recipes", OPTION_STRING, offsetof(struct compare_options, recipes), "R,R,...", NULL, 0, 0, 0, NULL,
-     "what to compare; the first is the reference. R@LR has a learning rate of its own; other options of one recipe "
+     "recipes to compare; the first is the reference. R@LR has a learning rate of its own; other options of a recipe "
      "follow it: "
      "adamw/bf16-sr:lr=2e-4:clip=1"},
     {"seeds", OPTION_INTEGER, offsetof(struct compare_options, seeds), "N", "1", 1, REPORT_MAX_SEEDS, 0, NULL,
@@ -110,14 +110,15 @@ static int add_entry(struct compare *compare, const char *typed, int group, char
 {
     struct report *report = &compare->report;
     if (report->entries == REPORT_MAX_ENTRIES) {
-        snprintf(error, error_bytes, "more than %d recipes", REPORT_MAX_ENTRIES);
+        snprintf(error, error_bytes, "more than %d recipes; compare fewer", REPORT_MAX_ENTRIES);
         return 2;
     }
     struct report_entry *entry = &report->entry[report->entries];
     struct run_config *config = &compare->config[report->entries];
     char full[RECIPE_BYTES], rate[RATE_BYTES] = "", why[400], copy[512];
     if (snprintf(copy, sizeof copy, "%s", typed) >= (int)sizeof copy) {
-        snprintf(error, error_bytes, "\"%.20s...\" is too long", typed);
+        snprintf(error, error_bytes, "\"%.20s...\" is too long; a recipe and its options have at most 511 characters",
+                 typed);
         return 2;
     }
     const char *name = strchr(typed, ':');
@@ -164,7 +165,7 @@ static int add_entry(struct compare *compare, const char *typed, int group, char
     if (!entry->typed || !entry->name || !entry->label) return no_memory(error, error_bytes);
     for (int i = 0; i < report->entries; i++)
         if (strcmp(report->entry[i].name, entry->name) == 0) {
-            snprintf(error, error_bytes, "%s is there twice", entry->name);
+            snprintf(error, error_bytes, "%s appears twice; remove one", entry->name);
             return 2;
         }
     report->entries++;
@@ -210,11 +211,11 @@ static int add_batches(struct compare *compare, char *error, size_t error_bytes)
         }
         for (int i = 0; i < compare->batches; i++)
             if (compare->batch[i] == (int64_t)size) {
-                snprintf(error, error_bytes, "%s is there twice", word);
+                snprintf(error, error_bytes, "%s appears twice; remove one", word);
                 return 2;
             }
         if (compare->batches == MAX_GROUPS) {
-            snprintf(error, error_bytes, "more than %d sizes", MAX_GROUPS);
+            snprintf(error, error_bytes, "more than %d batch sizes; compare fewer", MAX_GROUPS);
             return 2;
         }
         snprintf(name, sizeof name, "batch %lld", (long long)size);

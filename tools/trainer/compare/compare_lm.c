@@ -6,9 +6,9 @@
 static const char notes[] =
     "Every recipe gets the same first weights, data, order and type of matrix products, so that only the storage "
     "differs.\n"
-    "Runs follow one another, all recipes under one seed before the next seed; the report is renewed after each. With\n"
-    "--checkpoint DIR every run saves into a folder of its own in DIR, and --resume goes on where each of them "
-    "stopped.\n";
+    "Runs are made one after the other, all recipes with one seed before the next seed; the report is rewritten after "
+    "each.\n"
+    "With --checkpoint DIR every run saves into a folder of its own in DIR, and --resume continues each of them.\n";
 
 static int complete(struct compare *compare, char *error, size_t error_bytes)
 {
@@ -88,9 +88,8 @@ int compare_lm(const struct comparison *comparison, int argc, char **argv)
 {
     static const struct compare_kind kind = {
         .usage = "--data FILE... --recipes R,R,... [options]",
-        .summary = "Trains the same model under several recipes and reports what the storage does to it: a table, one "
-                   "sentence, "
-                   "and a page with curves.",
+        .summary = "Trains the same model under several recipes and reports the effect of the storage: a table, one "
+                   "sentence, and a page with curves.",
         .notes = notes,
         .recipes = "adamw/f32,adamw/bf16,adamw/bf16-sr,adamw/bf16-kahan,adamw/bf16-sr/int8",
         .expect = "end with status 1 unless these recipes end more than X nat above the reference, less than X above, "

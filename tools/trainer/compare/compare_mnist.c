@@ -5,15 +5,16 @@
 #include "trainer/compare/compare_internal.h"
 #include "trainer/models/cnn.h"
 
-static const char notes[] = "Every recipe gets the same first weights, images and order. Learning rates suit recipes, "
-                            "not comparisons: R@LR gives a\n"
-                            "recipe its own, R@LR/LR/LR one for each size of --batch, and what has none takes --lr. "
-                            "Runs follow one another, all\n"
-                            "recipes under one seed before the next seed; the report is renewed after each. A run that "
-                            "diverges is reported as such.\n"
-                            "\n"
-                            "  halfstep compare mnist --data mnist --recipes adam/f32@1e-3,lamb/f32@0.01,lamb16@0.01 "
-                            "--batch 128,1024 --seeds 3\n";
+static const char notes[] =
+    "Every recipe gets the same first weights, images and order. A learning rate that suits one recipe may not suit\n"
+    "another: R@LR gives a recipe its own, R@LR/LR/LR one for each size of --batch; recipes without one take --lr. "
+    "Runs are\n"
+    "made one after the other, all recipes with one seed before the next seed; the report is rewritten after each. A "
+    "run\n"
+    "that diverges is reported as such.\n"
+    "\n"
+    "  halfstep compare mnist --data mnist --recipes adam/f32@1e-3,lamb/f32@0.01,lamb16@0.01 --batch 128,1024 --seeds "
+    "3\n";
 
 static int complete(struct compare *compare, char *error, size_t error_bytes)
 {

@@ -50,7 +50,7 @@ static int load(const char *directory, const char *name, uint32_t magic, uint32_
     }
     wanted += values;
     if ((double)file->n == wanted) return 0;
-    snprintf(error, error_bytes, "%s: %s; its header announces %.0f bytes, there are %zu", path,
+    snprintf(error, error_bytes, "%s: %s; its header asks for %.0f bytes, the file has %zu", path,
              (double)file->n < wanted ? "truncated" : "too long", wanted, file->n);
     return -1;
 }
@@ -64,8 +64,8 @@ static int load_images(const char *directory, const char *name, struct image_set
     memset(&file, 0, sizeof file);
     int status = load(directory, name, MAGIC_IMAGES, size, &start, path, &file, error, error_bytes);
     if (!status && (size[0] < 1 || size[1] < 1 || size[1] != size[2] || size[0] > INT32_MAX || size[1] > 4096)) {
-        snprintf(error, error_bytes, "%s: holds %u images of %u x %u; some square ones are needed", path, size[0],
-                 size[1], size[2]);
+        snprintf(error, error_bytes, "%s: holds %u images of %u x %u; expected square ones of at most 4096 x 4096",
+                 path, size[0], size[1], size[2]);
         status = -1;
     }
     if (status) {
@@ -122,8 +122,8 @@ int idx_load(const char *directory, struct image_set *train, struct image_set *t
               load_images(directory, "t10k-images-idx3-ubyte", test, error, error_bytes) ||
               load_labels(directory, "t10k-labels-idx1-ubyte", test, error, error_bytes);
     if (!bad && train->side != test->side) {
-        snprintf(error, error_bytes, "%s: trains on %d x %d pixels and tests on %d x %d", directory, train->side,
-                 train->side, test->side, test->side);
+        snprintf(error, error_bytes, "%s: training images have %d x %d pixels, test images %d x %d; they must agree",
+                 directory, train->side, train->side, test->side, test->side);
         bad = 1;
     }
     if (!bad) return 0;

@@ -151,8 +151,8 @@ static long part_named(struct model_tensors *tensors, const char *folder, const 
         return -1;
     }
     if (join(path, folder, name) != 0 || tensors->parts == MOST) {
-        snprintf(error, error_bytes, "%s: \"weight_map\" names more than %d files, or too long a name", tensors->path,
-                 MOST);
+        snprintf(error, error_bytes, "%s: \"weight_map\" names more than %d files, or a file name that is too long",
+                 tensors->path, MOST);
         return -1;
     }
     for (size_t i = 0; i < tensors->parts; i++)

@@ -343,9 +343,7 @@ int checkpoint_read_shape(const char *path, int64_t context, struct lm_config *s
         if (r.json.problem) snprintf(complaint, sizeof complaint, "byte %zu: %s", r.json.at, r.json.problem);
         else judge(&r, context, shape);
         if (complaint[0]) snprintf(error, error_bytes, "%s: %s", files.config, complaint);
-        if (unknown[0])
-            snprintf(note, note_bytes, "note: %s: members that this program does not know are passed over: %s",
-                     files.config, unknown);
+        if (unknown[0]) snprintf(note, note_bytes, "note: %s: unknown members are ignored: %s", files.config, unknown);
         status = complaint[0] ? -1 : 0;
         free(text);
     }

@@ -89,7 +89,7 @@ static int take(struct run_lock *lock, char *error, size_t error_bytes)
         }
         if (result != 0)
             snprintf(error, error_bytes,
-                     "note: the file system of %s has no locks (%s): see to it that no other run uses it",
+                     "note: the file system of %s has no locks (%s): make sure that no other run uses the directory",
                      lock->directory, strerror(errno));
         if (fstat(lock->fd, &mine) != 0 || (stat(lock->path, &named) != 0 && errno != ENOENT)) {
             snprintf(error, error_bytes, "cannot inspect %s: %s", lock->path, strerror(errno));

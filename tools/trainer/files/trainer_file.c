@@ -21,7 +21,8 @@ static char *read_whole(const char *path, uint64_t bytes, char *error, size_t er
     if (!file || !text) {
         snprintf(error, error_bytes, "%s: %s", path, file ? "out of memory" : strerror(errno));
     } else if (fread(text, 1, (size_t)bytes, file) != bytes || getc(file) != EOF || ferror(file)) {
-        snprintf(error, error_bytes, "%s: %s", path, ferror(file) ? strerror(errno) : "has changed while it was read");
+        snprintf(error, error_bytes, "%s: %s", path,
+                 ferror(file) ? strerror(errno) : "the file changed while it was read");
         free(text);
         text = NULL;
     } else {
@@ -35,7 +36,8 @@ static char *read_limited(const char *path, uint64_t size, size_t *bytes, char *
 {
     *bytes = (size_t)size;
     if (size <= TEXT_LIMIT) return read_whole(path, size, error, error_bytes);
-    snprintf(error, error_bytes, "%s: has %llu bytes, too many to read", path, (unsigned long long)size);
+    snprintf(error, error_bytes, "%s: %llu bytes are too many; at most 64 MiB are read", path,
+             (unsigned long long)size);
     return NULL;
 }
 
@@ -153,7 +155,7 @@ int trainer_file_read(const halfstep_checkpoint *checkpoint, struct trainer_file
     halfstep_get_checkpoint_info(checkpoint, &info);
     if (json.problem)
         snprintf(error, error_bytes, "%s/trainer.json: byte %zu: %s", info.directory, json.at, json.problem);
-    else snprintf(error, error_bytes, "%s/trainer.json is not what this program writes", info.directory);
+    else snprintf(error, error_bytes, "%s/trainer.json lacks members or has an unknown format", info.directory);
     return HALFSTEP_ERROR_FORMAT;
 }
 

@@ -119,8 +119,8 @@ static int decode(struct weight_source *source, const char *path, const struct l
               halfstep_get_safetensor_info(source->states, place, &found) != HALFSTEP_OK ||
               model_tensor_fits(states, extra, &found, tensor, error, error_bytes) != 0;
         if (!bad && (!needed || strcmp(found.dtype, needed) != 0)) {
-            snprintf(error, error_bytes, "%s: %s is %s, not what %s weights have", states, extra, found.dtype,
-                     source->format);
+            snprintf(error, error_bytes, "%s: %s has dtype %s, which is not that of %s weights", states, extra,
+                     found.dtype, source->format);
             bad = 1;
         }
         if (!bad)
@@ -166,7 +166,7 @@ static int read_average(struct weight_source *source, const struct lm_tensor *te
     if (bad && !error[0]) {
         const char *detail = optimizer ? halfstep_error_detail(optimizer) : "";
         snprintf(error, error_bytes, "%s: %s: %s", source->files.model, tensor->name,
-                 detail[0] ? detail : "not what its recipe says");
+                 detail[0] ? detail : "does not fit its recipe");
     }
     halfstep_destroy(optimizer);
     return bad ? -1 : 0;

@@ -15,10 +15,10 @@ static const struct option own_rows[] = {
     {"data", OPTION_STRING, AT(digits), "DIR", NULL, 0, 0, SAME, NULL,
      "folder with the four IDX files of MNIST, as they are or as gzip (default: digits are drawn)"},
     {"train-images", OPTION_INTEGER, AT(train_images), "N", "0", 0, 1e8, SAME, NULL,
-     "images to learn from, the first of --data; 0: all, or 60000 drawn ones"},
+     "number of training images, the first of --data; 0: all, or 60000 drawn ones"},
     {"test-images", OPTION_INTEGER, AT(test_images), "N", "0", 0, 1e8, SAME, NULL,
-     "images to test with, the first of --data; 0: all, or 10000 drawn ones"},
-    {"digits-seed", OPTION_SEED, AT(digits_seed), "N", "1", 0, 0, SAME, NULL, "of the drawn digits"},
+     "number of test images, the first of --data; 0: all, or 10000 drawn ones"},
+    {"digits-seed", OPTION_SEED, AT(digits_seed), "N", "1", 0, 0, SAME, NULL, "seed of the drawn digits"},
     {"epochs", OPTION_INTEGER, AT(epochs), "N", "5", 0, 1e6, SAME, NULL, "passes over the training images"},
 };
 
@@ -53,7 +53,7 @@ static const struct {
     {"hyper", NULL, NULL},
     {"", NULL, "Files"},
     {"log", NULL,
-     "write one CSV line per epoch, with what the rule tells of each tensor (lamb: its trust ratio and norms)"},
+     "write one CSV line per epoch, with the rule's numbers for each tensor (lamb: trust ratio and norms)"},
     {"quiet", NULL, NULL},
 };
 
@@ -100,7 +100,8 @@ int mnist_config_check(struct run_config *config, char *error, size_t error_byte
 static int keep_first(struct image_set *set, int64_t n, const char *option, char *error, size_t error_bytes)
 {
     if (n > set->n) {
-        snprintf(error, error_bytes, "--%s is %lld; there are %lld", option, (long long)n, (long long)set->n);
+        snprintf(error, error_bytes, "--%s is %lld; there are only %lld images", option, (long long)n,
+                 (long long)set->n);
         return -1;
     }
     if (n) set->n = n;

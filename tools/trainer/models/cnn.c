@@ -144,7 +144,8 @@ struct cnn *cnn_create(const struct cnn_config *config, const struct cnn_options
     if (cnn_config_check(&c, error, error_bytes)) return NULL;
     const char *wrong = NULL;
     if (options->batch < 1 || options->batch > 1 << 20) wrong = "batch is not in 1..1048576";
-    else if (options->compute != LM_F32 && options->compute != LM_BF16) wrong = "matrix products are in f32 or bf16";
+    else if (options->compute != LM_F32 && options->compute != LM_BF16)
+        wrong = "the type of matrix products must be f32 or bf16";
     else if (options->threads < 0 || options->threads > MOST_THREADS) wrong = "threads is not in 0..1024";
     struct cnn *m = wrong ? NULL : calloc(1, sizeof *m);
     if (!m) {
@@ -184,8 +185,8 @@ struct cnn *cnn_create(const struct cnn_config *config, const struct cnn_options
     m->arena_bytes = arena.used;
     m->arena = aligned_alloc(64, arena.used);
     if (!m->arena) {
-        snprintf(error, error_bytes, "a batch of %d images needs %.3g GiB, which are not to be had", options->batch,
-                 (double)arena.used * 0x1p-30);
+        snprintf(error, error_bytes, "out of memory: a batch of %d images needs %.3g GiB; choose a smaller batch",
+                 options->batch, (double)arena.used * 0x1p-30);
         goto failed;
     }
     memset(m->arena, 0, arena.used);
@@ -456,7 +457,7 @@ static void convert_task(void *arg, int64_t tensor, int thread)
 static int run(struct cnn *m, const struct cnn_batch *batch, struct cnn_score *score)
 {
     if (batch->n < 1 || batch->n > m->options.batch) {
-        snprintf(m->error, sizeof m->error, "%d images do not fit a network made for %d", batch->n, m->options.batch);
+        snprintf(m->error, sizeof m->error, "batch of %d images is not in 1..%d", batch->n, m->options.batch);
         return -1;
     }
     int slices = (batch->n + SLICE - 1) / SLICE;

@@ -23,7 +23,8 @@ int cnn_config_check(struct cnn_config *c, char *error, size_t error_bytes)
     const int counts[] = {c->channels1, c->channels2, c->hidden, c->classes};
     for (int i = 0; i < 4; i++)
         if (counts[i] < 1 || counts[i] > 65536 || (i == 3 && counts[i] > 256)) {
-            snprintf(error, error_bytes, "a layer of %d outputs is not possible", counts[i]);
+            snprintf(error, error_bytes, "a layer cannot have %d outputs; allowed are 1..65536, for classes 1..256",
+                     counts[i]);
             return -1;
         }
     return 0;

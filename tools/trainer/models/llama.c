@@ -134,8 +134,8 @@ struct lm *lm_create(const struct lm_config *config, const struct lm_options *op
     const char *wrong = NULL;
     if (o->batch < 0 || o->batch > 1 << 20) wrong = "batch is not in 0..1048576";
     else if (o->training && !o->batch) wrong = "training needs a batch of at least 1";
-    else if (o->compute != LM_F32 && o->compute != LM_BF16) wrong = "matrix products are in f32 or bf16";
-    else if (o->gradients < LM_F32 || o->gradients > LM_F16) wrong = "gradients are f32, bf16 or f16";
+    else if (o->compute != LM_F32 && o->compute != LM_BF16) wrong = "the type of matrix products must be f32 or bf16";
+    else if (o->gradients < LM_F32 || o->gradients > LM_F16) wrong = "gradients must be f32, bf16 or f16";
     else if (o->threads < 0 || o->threads > MOST_THREADS) wrong = "threads is not in 0..1024";
     struct lm *m = wrong ? NULL : calloc(1, sizeof *m);
     if (!m) {
@@ -804,7 +804,7 @@ static int layer_backward(struct lm *m, const struct lm_weight *weights, int lay
 
 int lm_backward(struct lm *m, const struct lm_weight *weights, double scale, const struct lm_sink *sink)
 {
-    if (!m->ready) return fail(m, "backward without a forward before it");
+    if (!m->ready) return fail(m, "lm_backward() needs an lm_forward() before it");
     m->ready = 0;
     if (scale != 1.0) scale_dlogits(m, (float)scale);
 

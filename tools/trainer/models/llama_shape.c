@@ -24,7 +24,8 @@ int lm_config_check(struct lm_config *c, char *error, size_t n)
     if (c->vocab == 0) c->vocab = 256;
     if (c->rms_norm_eps == 0) c->rms_norm_eps = 1e-5;
     if (c->rope_theta == 0) c->rope_theta = 10000;
-    if (c->vocab != 256) return complain(error, n, "vocabulary of %d: a byte-level model has 256", c->vocab);
+    if (c->vocab != 256)
+        return complain(error, n, "vocabulary size %d is not 256, that of a byte-level model", c->vocab);
     if (c->width < 1 || c->width > 65536) return complain(error, n, "width %d is not in 1..65536", c->width);
     if (c->depth < 1 || c->depth > 1024) return complain(error, n, "depth %d is not in 1..1024", c->depth);
     if (c->heads < 1 || c->heads > c->width)

@@ -33,12 +33,13 @@ struct dist *dist_open(char *error, size_t error_bytes)
     struct dist *dist = module ? dlsym(module, "halfstep_dist") : NULL;
     if (!dist) {
         snprintf(error, error_bytes,
-                 "started as one of several processes, but this build has no MPI (%s); HALFSTEP_MPI=0 runs alone",
+                 "started as one of several processes, but this build has no MPI (%s); set HALFSTEP_MPI=0 to run each "
+                 "by itself",
                  dlerror());
         return NULL;
     }
     if (dist->version != HALFSTEP_DIST_VERSION) {
-        snprintf(error, error_bytes, "libhalfstep_mpi.so is of another build");
+        snprintf(error, error_bytes, "libhalfstep_mpi.so does not fit this program; install both from the same build");
         return NULL;
     }
     if (dist->start(dist) == 0) return dist;

@@ -19,7 +19,7 @@ int ranks_threads(const struct run_config *config)
     int threads = halfstep_default_threads();
     const char *asked = getenv("HALFSTEP_THREADS"), *asked_of_all = getenv("OMP_NUM_THREADS");
     if (!config->dist || (asked && *asked) || (asked_of_all && *asked_of_all)) return threads;
-    /* A launcher may have bound each process to processors of its own. The library's default is then a share already. */
+    /* If a launcher has bound each process to processors of its own, the library's default is a share already. */
     long share = sysconf(_SC_NPROCESSORS_ONLN) / config->dist->local_ranks;
     if (share < 1) share = 1;
     return threads < share ? threads : (int)share;
@@ -33,9 +33,11 @@ int ranks_check(struct run *run)
         run_fail(run, "--micro-steps %lld cannot be shared out among %d processes: it must be at least their number",
                  (long long)c->micro_steps, run->ranks);
     else if (c->release)
-        run_fail(run, "--release: each of several processes has some of the micro-steps' gradients only");
+        run_fail(
+            run,
+            "--release: does not work with several processes, which each have the gradients of some micro-steps only");
     else if (strcmp(c->accumulator, "tree") != 0)
-        run_fail(run, "--accumulator %s: several processes add up along the tree (--accumulator tree)", c->accumulator);
+        run_fail(run, "--accumulator %s: does not work with several processes; use --accumulator tree", c->accumulator);
     else return 0;
     return 2;
 }

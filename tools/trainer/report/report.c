@@ -140,7 +140,8 @@ int report_parse_checks(const struct report *report, const char *text, struct re
         size_t length = strcspn(at, ","), name = strcspn(at, "<>~,");
         char *end = NULL;
         if (name == length) {
-            snprintf(error, error_bytes, "\"%.*s\" has no >, < or ~", (int)length, at);
+            snprintf(error, error_bytes, "\"%.*s\" has no >, < or ~; write RECIPE>X, RECIPE<X or RECIPE~X", (int)length,
+                     at);
             return -1;
         }
         double bound = strtod(at + name + 1, &end);
@@ -154,7 +155,7 @@ int report_parse_checks(const struct report *report, const char *text, struct re
             return -1;
         }
         if (*checks == most) {
-            snprintf(error, error_bytes, "more than %d demands", most);
+            snprintf(error, error_bytes, "more than %d expectations; give fewer", most);
             return -1;
         }
         check[(*checks)++] = (struct report_check){entry, at[name], bound, NAN, 0};

@@ -355,7 +355,7 @@ static void add_table(struct text *out, const struct report *report)
     if (report->has_accuracies)
         text_add(
             out,
-            "Epochs to 99 %%: the first test with that accuracy, mean over the seeds, where all of them came so far. ");
+            "Epochs to 99 %%: the first test with that accuracy, mean over the seeds, if all of them reached it. ");
     if (report->seeds > 1)
         text_add(out,
                  "%c%s is the mean over %d seeds ± standard deviation; the difference to the reference is taken "

@@ -47,12 +47,12 @@ const struct option run_recipe_option = {"recipe",
 static const struct option fixed_rows[] = {
     HEADING("Data"),
     {"data", OPTION_PATHS, AT(data), "FILE...", NULL, 0, 0, OPTION_SAVED, NULL,
-     "any files to learn from, as bytes, joined in this order with nothing in between; gzip is unpacked. Of a folder "
-     "all regular files in it and in its folders, sorted by name; hidden and empty ones and links to folders are "
-     "passed over. Repeatable"},
+     "any files to learn from, as bytes, joined in this order with nothing in between; gzip is unpacked. A folder "
+     "stands for the regular files in it and in its folders, sorted by name, without hidden files, empty files and "
+     "links to folders. Repeatable"},
     {"val", OPTION_PATHS, AT(val), "FILE...", NULL, 0, 0, OPTION_SAVED, NULL,
      "the same for the validation loss (default: the last tenth of --data, which is then not trained on)"},
-    HEADING("Model (taken from --init where that is given)"),
+    HEADING("Model (with --init: taken from its files)"),
     {"width", OPTION_INTEGER, AT(width), "N", "128", 2, 65536, SAME, NULL, "width of the model, a multiple of --heads"},
     {"depth", OPTION_INTEGER, AT(depth), "N", "4", 1, 1024, SAME, NULL, "layers"},
     {"heads", OPTION_INTEGER, AT(heads), "N", "4", 1, 1024, SAME, NULL, "attention heads"},
@@ -63,15 +63,15 @@ static const struct option fixed_rows[] = {
     {"batch", OPTION_INTEGER, AT(batch), "N", "16", 1, 1 << 20, SAME, NULL,
      "sequences in a micro-step, which is the whole step without --micro-steps"},
     {"micro-steps", OPTION_INTEGER, AT(micro_steps), "N", "1", 1, 1 << 20, SAME, NULL,
-     "batches whose gradients add up to one step: the memory of one batch, the step of N times --batch"},
-    {"seed", OPTION_SEED, AT(seed), "N", "1", 0, 0, SAME, NULL, "of first weights, data order and rounding"},
+     "batches whose gradients are added up for one step: the memory is that of one batch, the step that of N times "
+     "--batch"},
+    {"seed", OPTION_SEED, AT(seed), "N", "1", 0, 0, SAME, NULL, "seed of first weights, data order and rounding"},
     {"compute", OPTION_CHOICE, AT(compute), "TYPE", "bf16", 0, 0, SAME, compute_choice, "type of the matrix products"},
     {"threads", OPTION_INTEGER, AT(threads), "N", "0", 0, 1024, OPTION_SAVED, NULL,
      "0: HALFSTEP_THREADS, OMP_NUM_THREADS or all processors"},
     {"init", OPTION_STRING, AT(init), "DIR", NULL, 0, 0, OPTION_SAVED, NULL,
      "start from the weights of this checkpoint, whatever its recipe, or of a folder, a safetensors file or an index "
-     "of "
-     "several; the model is what the config.json there says"},
+     "of several; the config.json there defines the model"},
     {"val-every", OPTION_INTEGER, AT(val_every), "N", "100", 0, 1e12, OPTION_SAVED, NULL,
      "steps between validations; 0: only at the end"},
     {"eval-batches", OPTION_INTEGER, AT(eval_batches), "N", "8", 1, 1e9, OPTION_SAVED, NULL,
@@ -84,32 +84,33 @@ static const struct option fixed_rows[] = {
     {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, SAME, NULL,
      "update each tensor as soon as its gradient exists, and keep no other"},
     {"accumulator", OPTION_CHOICE, AT(accumulator), "FORMAT", NULL, 0, 0, SAME, accumulator_choice,
-     "what micro-steps add up in: a buffer of this format, the loss of each batch divided by N so that the sum is the "
-     "mean (bf16-sr rounds stochastically); f32 along a binary tree of the micro-steps, in log2 N buffers, which is "
-     "what several processes do; or the optimizer's states, which then see N gradients undivided (default: f32, under "
-     "mpirun tree)"},
+     "where micro-steps are added up. f32, bf16, bf16-sr (rounds stochastically): in a buffer of this format; the loss "
+     "of each batch is divided by N, so that the sum is the mean. tree: likewise, in f32 along a binary tree of the "
+     "micro-steps, in log2 N buffers, as several processes do. states: in the optimizer's states, which see N "
+     "gradients undivided (default: f32, under mpirun tree)"},
     {"scan", OPTION_CHOICE, AT(scan), "MODE", "scan", 0, 0, SAME, scan_choice,
-     "how gradients that are not finite are met: look first and skip the whole step; skip only their tensors; do not "
-     "look"},
+     "what happens to gradients that are not finite: look first and skip the whole step (scan), skip only their "
+     "tensors (per-tensor), or do not look (known-finite)"},
     {"loss-scale", OPTION_NUMBER, AT(loss_scale), "X", NULL, 0, 0x1p40, SAME, NULL,
-     "factor on the loss, taken out of the gradients again; a power of two (default: 1024 with f16 gradients, "
+     "factor on the loss, divided out of the gradients again; a power of two (default: 1024 with f16 gradients, "
      "otherwise 1)"},
     {"generator", OPTION_CHOICE, AT(generator), "NAME", NULL, 0, 0, SAME, generator_choice,
-     "of the bits for stochastic rounding (default: the first)"},
+     "generator of the bits for stochastic rounding (default: the first)"},
     HEADING("Optimizer"),
     {"lr", OPTION_NUMBER, AT(lr), "X", "1e-3", 0, 0, SAME, NULL, "learning rate"},
-    {"schedule", OPTION_CHOICE, AT(schedule), "NAME", "constant", 0, 0, SAME, schedule_choice, "of the learning rate"},
+    {"schedule", OPTION_CHOICE, AT(schedule), "NAME", "constant", 0, 0, SAME, schedule_choice,
+     "schedule of the learning rate"},
     {"warmup", OPTION_INTEGER, AT(warmup), "N", "0", 0, 1e12, SAME, NULL, "steps over which the rate rises from 0"},
     {"final-lr", OPTION_NUMBER, AT(final_lr), "FRACTION", "0.1", 0, 1, SAME, NULL,
      "rate at the end of a falling schedule, as a fraction of --lr"},
     {"weight-decay", OPTION_NUMBER, AT(weight_decay), "X", "0", 0, 0, SAME, NULL,
      "coefficient, for matrices and the embedding (not for norms)"},
     {"decay", OPTION_CHOICE, AT(decay), "MODE", NULL, 0, 0, SAME, decay_choice,
-     "how it acts (default: the rule's own)"},
+     "how weight decay acts (default: the rule's own)"},
     {"clip", OPTION_NUMBER, AT(clip), "X", "0", 0, 0, SAME, NULL,
      "largest norm of all gradients together; 0: no clipping. With --release the norm is that of the step before"},
     {"hyper", OPTION_HYPER, AT(hyper), "NAME=VALUE", NULL, 0, 0, OPTION_SAVED, NULL,
-     "any hyper-parameter of the rule by its name; repeatable. Those at the end have options of their own"},
+     "any hyper-parameter of the rule by its name; repeatable. Those at the end also have options of their own"},
     HEADING("Files"),
     {"log", OPTION_STRING, AT(log), "FILE", NULL, 0, 0, OPTION_SAVED, NULL, "write one CSV line per step"},
     {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, 0, NULL,
@@ -118,7 +119,7 @@ static const struct option fixed_rows[] = {
      "also save after every N steps; 0: no"},
     {"keep", OPTION_INTEGER, AT(keep), "N", "1", 1, 1e6, OPTION_SAVED, NULL, "newest checkpoints to keep"},
     {"resume", OPTION_FLAG, AT(resume), NULL, NULL, 0, 0, 0, NULL,
-     "go on from --checkpoint, bit for bit; options not given are the saved ones"},
+     "continue from --checkpoint, bit for bit; options that are not given keep their saved values"},
     {"quiet", OPTION_FLAG, AT(quiet), NULL, NULL, 0, 0, 0, NULL, "no progress on stderr"},
 };
 

@@ -30,17 +30,16 @@ static int shape_without_config(struct args *args, struct run_config *config, ch
                                 char *error, size_t error_bytes)
 {
     if (!args_given(args, "heads")) {
-        snprintf(error, error_bytes, "--heads is missing: --init %s has no config.json beside it that tells the number",
-                 config->init);
+        snprintf(error, error_bytes,
+                 "--heads is missing: --init %s has no config.json beside it; give the number of heads", config->init);
         return 2;
     }
     struct lm_config shape = run_shape(config);
     if (lm_config_check(&shape, error, error_bytes) != 0) return 2;
-    snprintf(
-        note, note_bytes,
-        "note: --init %.300s has no config.json beside it: the model is taken for one of %d heads, rms_norm_eps %g "
-        "and rope_theta %g",
-        config->init, shape.heads, shape.rms_norm_eps, shape.rope_theta);
+    snprintf(note, note_bytes,
+             "note: --init %.300s has no config.json beside it: assuming %d heads, rms_norm_eps %g "
+             "and rope_theta %g",
+             config->init, shape.heads, shape.rms_norm_eps, shape.rope_theta);
     return 0;
 }
 

@@ -110,9 +110,11 @@ static int check_rule(struct run *run)
     halfstep_rule_info rule = {.struct_size = sizeof rule};
     recipe_split(run->config->recipe, &parts);
     run->rule = halfstep_rule_find(parts.rule);
-    if (halfstep_get_rule_info(run->rule, &rule) != HALFSTEP_OK) return run_fail(run, "no rule %s", parts.rule);
+    if (halfstep_get_rule_info(run->rule, &rule) != HALFSTEP_OK)
+        return run_fail(run, "unknown rule '%s'; `halfstep info` lists the rules", parts.rule);
     if (rule.raw_gradient) {
-        run_fail(run, "--recipe: %s follows weights that another optimizer trains, and trains none itself", rule.name);
+        run_fail(run, "--recipe: %s follows weights that another optimizer trains; choose a rule that trains them",
+                 rule.name);
         return 2;
     }
     run->has_average = rule.average;

@@ -61,7 +61,7 @@ static double weights_changed(struct run *run, const struct holding *whole)
         bad = count_changes(run, whole, i, source, &changed, why, sizeof why);
     weight_source_close(source);
     if (!bad) return (double)changed / (double)run->result->params;
-    snprintf(note, sizeof note, "note: how many weights have changed is not known: %s", *why ? why : "out of memory");
+    snprintf(note, sizeof note, "note: cannot count the weights that have changed: %s", *why ? why : "out of memory");
     run_tell(run, note);
     return NAN;
 }

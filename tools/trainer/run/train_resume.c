@@ -102,7 +102,7 @@ static int compare_option(void *context, const struct option *option, const char
     if (!(option->flags & OPTION_IDENTITY)) return 0;
     /* An older checkpoint lacks newer options. It was made with their defaults. */
     if (!there && (option->initial || !here[0])) there = option->initial ? option->initial : "";
-    if (!there) return run_fail(c->run, "%s: trainer.json does not say --%s", checkpoint, option->name);
+    if (!there) return run_fail(c->run, "%s: trainer.json has no value for --%s", checkpoint, option->name);
     if (strcmp(here, there) == 0) return 0;
     if (option->kind == OPTION_FLAG)
         return run_fail(c->run, "--%s is %s here but %s in %s", option->name, here[0] == '1' ? "given" : "not given",
@@ -117,7 +117,8 @@ static int same_data(struct run *run, const char *saved, uint64_t hash, const ch
     char text[24];
     snprintf(text, sizeof text, "%016llx", (unsigned long long)hash);
     if (strcmp(saved, text) == 0) return 0;
-    return run_fail(run, "--%s holds other bytes than the run in %s was trained on", option, run->config->checkpoint);
+    return run_fail(run, "--%s holds other bytes than the run in %s was trained on; give the same files", option,
+                    run->config->checkpoint);
 }
 
 /* Fails if the new --steps changes the learning rate of a step already made. */
@@ -193,7 +194,7 @@ static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, c
     const char *saved_steps = trainer_file_option(saved, "steps");
     double steps = 0;
     if (!status && (!saved_steps || parse_number(saved_steps, &steps) != 0))
-        status = run_fail(run, "%s: trainer.json does not say --steps", c->checkpoint);
+        status = run_fail(run, "%s: trainer.json has no value for --steps", c->checkpoint);
     if (!status) status = same_rates(run, (int64_t)steps);
     if (status) return status;
     /* Sums along the tree do not depend on the number of threads. */
@@ -376,7 +377,7 @@ static void look_for_others(struct run *run)
     if (!others || run->directory_shared) return;
     run->directory_shared = 1;
     snprintf(why, sizeof why,
-             "note: %s holds checkpoints that are not this run's: it removes none there, whatever --keep says",
+             "note: %s holds checkpoints of another run: this run removes none there, whatever --keep says",
              run->config->checkpoint);
     run_tell(run, why);
 }
