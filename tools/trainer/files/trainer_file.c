@@ -75,7 +75,7 @@ enum {
     SECONDS = 256
 };
 
-/* 0, or -1 when memory is out; what is wrong with the text is left in json->problem. */
+/* Reads the options. Returns 0, or -1 if out of memory. Sets json->problem if the text is invalid. */
 static int read_options(hstep_json *json, struct trainer_file *file)
 {
     size_t capacity = 0;
@@ -104,7 +104,8 @@ static int read_options(hstep_json *json, struct trainer_file *file)
     return 0;
 }
 
-/* Which member it is, 0 for one that another program has added; json->problem where its value is wrong. */
+/* Reads the value of one member. Returns the member's bit, or 0 for an unknown member, which is skipped. Sets
+ * json->problem if the value is invalid, and `*no_memory` if memory is out. */
 static unsigned read_member(hstep_json *json, const char *key, struct trainer_file *file, uint64_t *format,
                             int *no_memory)
 {
@@ -177,7 +178,7 @@ const char *trainer_file_option(const struct trainer_file *file, const char *nam
 
 static void add_number(struct text *text, const char *key, double number)
 {
-    /* JSON has no word for what is not finite, and a run has no such number to keep. */
+    /* JSON cannot hold numbers that are not finite, and no run has one to keep. */
     if (!isfinite(number)) text->failed = 1;
     text_add(text, ",\n  \"%s\": %.17g", key, number);
 }

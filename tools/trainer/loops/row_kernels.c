@@ -69,7 +69,7 @@ V_OP float total(lanes x)
 
 /* ---- memory ---- */
 
-/* Truncates instead of rounding for Inf, for NaN, and where rounding could reach infinity. */
+/* Rounds to nearest even. Truncates Inf, NaN, and values that rounding could turn into infinity. NaN becomes quiet. */
 V_OP vi to_bf16(vf x)
 {
     vi u = v_bits(x), magnitude = vi_and(u, vi_set(0x7FFFFFFF));

@@ -201,12 +201,12 @@ static int judge(struct mnist_run *m, int code)
         return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
     run->skips_in_a_row = code == HALFSTEP_OK ? 0 : run->skips_in_a_row + 1;
     if (code == HALFSTEP_OK) return 0;
-    if (!run->skip_told)
+    if (!run->skip_warned)
         progress_note(run->progress,
                       "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
                       (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer, NULL), run_refused(run),
                       run->result->tensors_skip ? "that tensor is" : "all weights are");
-    run->skip_told = 1;
+    run->skip_warned = 1;
     if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
     run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
              run_refused(run), halfstep_nonfinite_tensor(run->optimizer, NULL), (long long)run->step + 1);
@@ -214,7 +214,7 @@ static int judge(struct mnist_run *m, int code)
     return 1;
 }
 
-static void tell(struct mnist_run *m, int important)
+static void show_progress(struct mnist_run *m, int important)
 {
     struct run *run = &m->run;
     const struct run_history *history = &run->result->history;
@@ -258,7 +258,7 @@ static int train_step(struct mnist_run *m, int64_t first, int64_t n)
     m->loss_sum += score.loss * (double)n;
     m->images += n;
     m->images_in_all += n;
-    tell(m, 0);
+    show_progress(m, 0);
     return 0;
 }
 
@@ -355,7 +355,7 @@ static int end_epoch(struct mnist_run *m)
     if (test(m) != 0) return 1;
     if (m->epoch && history_add_point(&run->result->history, &point) != 0) return run_fail(run, "out of memory");
     if (run->log) write_log(m, &point);
-    tell(m, m->epoch > 0);
+    show_progress(m, m->epoch > 0);
     m->loss_sum = 0;
     m->images = 0;
     return 0;

@@ -386,7 +386,7 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
             status =
                 paths_outside((struct named_path){names[l], list->item[i]}, outputs, n_outputs, error, error_bytes);
     }
-    /* Of --init the run also reads the config.json beside a file, and all files that an index names. */
+    /* The run also reads the config.json beside a file of --init, and all files that an index names. */
     char init[MODEL_PATH_BYTES], settings[MODEL_PATH_BYTES];
     if (config->init) model_files_inputs(config->init, init, settings);
     struct named_path *inputs = calloc(files[0].n + files[1].n + 3, sizeof *inputs);

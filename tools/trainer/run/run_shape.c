@@ -24,7 +24,7 @@ static void take_numbers(struct run_config *config, const struct lm_config *shap
     config->rope_theta = shape->rope_theta;
 }
 
-/* Completes the model of a safetensors file without config.json. The file tells all sizes but the number of heads,
+/* Completes the model of a safetensors file without config.json. The file defines all sizes but the number of heads,
  * rms_norm_eps and rope_theta. */
 static int shape_without_config(struct args *args, struct run_config *config, char *note, size_t note_bytes,
                                 char *error, size_t error_bytes)

@@ -50,11 +50,11 @@ const char *run_refused(const struct run *run)
     return too_large ? "too large (2^62 or more)" : "not finite";
 }
 
-static void tell_skip(struct run *run)
+static void warn_skip(struct run *run)
 {
     run->skipped_now = 1;
-    if (run->skip_told) return;
-    run->skip_told = 1;
+    if (run->skip_warned) return;
+    run->skip_warned = 1;
     progress_note(run->progress, "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
                   (long long)run->step + 1, offender(run), run_refused(run),
                   run->result->tensors_skip ? "that tensor is"
@@ -65,7 +65,7 @@ static void tell_skip(struct run *run)
 /* Interprets the result of a call that may refuse gradients. Refused gradients give a warning and count as success. */
 static int judge(struct run *run, int code)
 {
-    if (code == HALFSTEP_NONFINITE) tell_skip(run);
+    if (code == HALFSTEP_NONFINITE) warn_skip(run);
     else if (code != HALFSTEP_OK) return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
     return 0;
 }

@@ -62,7 +62,7 @@ struct run {
     int64_t micro_step;   /* the current one of the step */
     double squares;       /* sum of squares of this step's gradients, loss scale included */
     double released_norm; /* gradient norm of the previous step, which --clip uses with --release */
-    int skipped_now, skips_in_a_row, skip_told, log_lost;
+    int skipped_now, skips_in_a_row, skip_warned, log_lost;
     int stream_failed;
     double started, optimizer_seconds, trained_seconds;
     int64_t saved_step; /* -1: not saved yet */
