@@ -4,7 +4,7 @@
  * Each rank computes the gradients of a range of micro-steps and adds them up to its nodes of the tree (tree.h). It has
  * the states of a share of all rows. During the last micro-step the other ranks send it their nodes for these rows. It
  * adds the nodes up, steps its rows, and sends the new weights to all. A rule that needs whole matrices gets whole
- * tensors. The ranks exchange integer sums, so that every number is the same as with one process.
+ * tensors. The ranks agree on numbers by integer sums, so that every number is the same as with one process.
  *
  * Collective means that every rank makes the call. Functions return 0, or 1 with the error text of the run. In a single
  * process they do that process's work, or nothing. */
@@ -18,8 +18,8 @@ struct rows {
     int64_t first, n;
 };
 
-/* Makes all ranks return the same status, before a run is built. Returns 0, or the exit status of the first rank that
- * failed, with its error text. Collective. */
+/* Makes all ranks return the same status. Returns 0, or the exit status of the first rank that failed, with its error
+ * text. Collective. */
 int ranks_agree(struct dist *dist, int status, char *error, size_t error_bytes);
 /* Compares options, data and program with rank 0. Returns 0, or the exit status with an error text that names the first
  * rank that differs. Collective. */
