@@ -1,7 +1,7 @@
 /* The processes of one job, ranks 0 .. ranks - 1, and their communication.
  *
- * All use of MPI is in mpi.c, which is a module of its own (libhalfstep_mpi). The program loads it only if a launcher has
- * started the process. Otherwise it runs without MPI.
+ * All use of MPI is in mpi.c, which is a module of its own (libhalfstep_mpi). The program loads it only if a launcher
+ * has started the process. Otherwise it runs without MPI.
  *
  * Functions return 0, or -1 with a text in error(). One thread makes all calls. sum() and share() are collective: every
  * rank makes the same calls in the same order. share(), send() and receive() are asynchronous: they end at wait(), and
