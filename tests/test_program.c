@@ -368,7 +368,8 @@ static void test_forged(void)
     /* A residual that is not what its format has. */
     forge("kahan", "forged", "optimizer.safetensors", "weight.extra\":{\"dtype\":\"BF16\"",
           "weight.extra\":{\"dtype\":\"I16\" ");
-    CHECK(program(take) == 1 && strstr(program_errors, "not what bf16-kahan weights have"), "%s", program_errors);
+    CHECK(program(take) == 1 && strstr(program_errors, "has dtype I16, which is not that of bf16-kahan weights"), "%s",
+          program_errors);
     /* Weights that are averages of states which are not there. */
     forge("free", "forged", "optimizer.safetensors", "schedulefree/f32", "schedulefree/f16");
     refuse(1, "forged", take);

@@ -21,9 +21,8 @@ struct weight_source {
     struct model_files files;
     struct model_tensors model;
     halfstep_safetensors *states;
-    char recipe[RECIPE_BYTES],
-        /* recipe: of the saved states; format: of the weights, whose extra stream the states file may hold */
-        format[RECIPE_BYTES];
+    char recipe[RECIPE_BYTES]; /* of the saved states */
+    char format[RECIPE_BYTES]; /* of the weights, whose extra stream the file of the states may hold */
     int averages;
 };
 

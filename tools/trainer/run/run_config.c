@@ -63,7 +63,8 @@ static const struct option fixed_rows[] = {
     {"batch", OPTION_INTEGER, AT(batch), "N", "16", 1, 1 << 20, SAME, NULL,
      "sequences in a micro-step, which is the whole step without --micro-steps"},
     {"micro-steps", OPTION_INTEGER, AT(micro_steps), "N", "1", 1, 1 << 20, SAME, NULL,
-     "batches whose gradients are added up for one step: it takes the memory of one batch"},
+     "batches whose gradients are added up for one step: the memory is that of one batch, the step that of N times "
+     "--batch"},
     {"seed", OPTION_SEED, AT(seed), "N", "1", 0, 0, SAME, NULL, "seed of first weights, data order and rounding"},
     {"compute", OPTION_CHOICE, AT(compute), "TYPE", "bf16", 0, 0, SAME, compute_choice, "type of the matrix products"},
     {"threads", OPTION_INTEGER, AT(threads), "N", "0", 0, 1024, OPTION_SAVED, NULL,
@@ -86,10 +87,10 @@ static const struct option fixed_rows[] = {
      "where micro-steps are added up. f32, bf16, bf16-sr (rounds stochastically): in a buffer of this format; the loss "
      "of each batch is divided by N, so that the sum is the mean. tree: likewise, in f32 along a binary tree of the "
      "micro-steps, in log2 N buffers, as several processes do. states: in the optimizer's states, which see N "
-     "gradients undivided. (default: f32, under mpirun tree)"},
+     "gradients undivided (default: f32, under mpirun tree)"},
     {"scan", OPTION_CHOICE, AT(scan), "MODE", "scan", 0, 0, SAME, scan_choice,
-     "what happens to gradients that are not finite. scan: look first and skip the whole step; per-tensor: skip only "
-     "their tensors; known-finite: do not look"},
+     "what happens to gradients that are not finite: look first and skip the whole step (scan), skip only their "
+     "tensors (per-tensor), or do not look (known-finite)"},
     {"loss-scale", OPTION_NUMBER, AT(loss_scale), "X", NULL, 0, 0x1p40, SAME, NULL,
      "factor on the loss, divided out of the gradients again; a power of two (default: 1024 with f16 gradients, "
      "otherwise 1)"},
