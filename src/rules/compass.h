@@ -1,14 +1,14 @@
-/* Compass (torchastic): the gradient, amplified by its average, over the root of its own second moment,
+/* Compass (torchastic): the gradient, amplified by its average, over the root of its own second moment:
  *
  *   m = b1 m + (1 - b1) g          g' = g + amplify m / (1 - b1^t)
  *   v = b2 v + (1 - b2) g'^2
  *   d = lr * g' / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
  *
- * published = 1 is the form of the package: m is not debiased, and lr and decay are divided by 1 - b1^t, which makes
- * the first step a hundred times too long for b1 = 0.99.
+ * published = 1 is the form of the package: m is not debiased, and lr and decay are divided by 1 - b1^t. This makes the
+ * first step a hundred times too long for b1 = 0.99.
  *
- * v always holds this step's g'^2, so |g'| / sqrt(v) <= 1 / sqrt(1 - b2) whatever quantization has done to the states:
- * nothing is clamped. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
+ * v always holds this step's g'^2. So |g'| / sqrt(v) <= 1 / sqrt(1 - b2) whatever quantization has done to the states,
+ * and nothing is clamped. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
 #ifndef HSTEP_COMPASS_H
 #define HSTEP_COMPASS_H
 

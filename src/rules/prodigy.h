@@ -20,7 +20,8 @@
 
 enum { PRODIGY_BETA3 = adamw_constants, PRODIGY_NEW3, PRODIGY_NUMERATOR, prodigy_constants };
 
-/* D, its bound and N after a step that has these sums, before which D was d. */
+/* Stores D, its bound and N after a step with these sums in scalar[]. d and `most` are D and its bound before the
+ * step. */
 HSTEP_INLINE void prodigy_estimate(const double *all, double beta3, double d, double most, const double *total,
                                    double *scalar)
 {
@@ -78,7 +79,7 @@ V_OP vf prodigy_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     vf root = adamw_moments(k, g, s, mode);
     s[2] = prodigy_s(k, g, s[2]);
-    s[3] = v_set(0.0f); /* its change */
+    s[3] = v_set(0.0f); /* the change of x0 */
     return adamw_end(k, w, s[0], root);
 }
 
