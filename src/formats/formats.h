@@ -55,7 +55,7 @@ enum {
     NONNEG = HALFSTEP_ROLE_NONNEG
 };
 
-/* Bits of an element of each dtype; NONE is a stream that is not there. */
+/* Bits of an element of each dtype. NONE is a missing stream. */
 enum {
     HSTEP_BITS_NONE,
 #define HSTEP_DTYPE(name, bits) HSTEP_BITS_##name = bits,
@@ -63,10 +63,10 @@ enum {
 #undef HSTEP_DTYPE
 };
 
-/* X(...) with a row among its arguments. */
+/* Calls X(...) with a row among its arguments. */
 #define FORMAT_ROW(X, ...) X(__VA_ARGS__)
 
-/* The constants of a row; a, b, ...: its members, each a name and a value. */
+/* Define the constants of a row. a, b, ... are its members, each a name and a value. */
 #define FORMAT_ELEMENTS(fn, code, extra, a, b)                                                        \
     enum {                                                                                            \
         fn##_##a, fn##_##b, fn##_code_bits = HSTEP_BITS_##code, fn##_extra_bits = HSTEP_BITS_##extra, \
@@ -86,11 +86,11 @@ enum {
 #include "formats/formats.def"
 #undef FORMAT
 
-/* In a switch over formats. */
+/* The case of a format in a switch. */
 #define FORMAT_CASE(fn) case HSTEP_FORMAT_##fn:
 
-/* What stands after `fn`, but only where that is a format of single elements, one of blocks, one whose scales are made
- * of the largest of a block, one with a scale for the tensor. */
+/* Expand to the arguments after `fn` if that format is of one kind, else to nothing. The kinds are single elements,
+ * blocks, blocks whose scale is made of their largest number, and one scale for the tensor. */
 #define IF_ELEMENT(fn, ...) FORMAT_PICK(FORMAT_KEEP, FORMAT_DROP, FORMAT_DROP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)
 #define IF_BLOCK(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_KEEP, FORMAT_KEEP, FORMAT_KEEP, fn##_ROW)(__VA_ARGS__)
 #define IF_LARGEST(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_KEEP, FORMAT_KEEP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)

@@ -79,7 +79,7 @@ V_OP vf ademamix_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)         \
     HYPER("beta3", "decay rate of the slow average", .initial = 0.9999, .maximum = 1.0, .exclusive = 1)         \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)            \
-    HYPER("alpha", "times the slow average is added to the first moment", .initial = 5.0, .maximum = 1e3)       \
+    HYPER("alpha", "factor of the slow average in the sum with the first moment", .initial = 5.0, .maximum = 1e3) \
     HYPER("alpha_warmup", "updates in which alpha rises from 0; 0: none", .maximum = 1e15)                      \
     HYPER("beta3_warmup", "updates in which beta3 rises from beta1, by half-lives; 0: none", .maximum = 1e15)
 

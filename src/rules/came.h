@@ -9,8 +9,8 @@
  *   the rest: d = lr m + decay * w
  *
  * As in the authors' code, no moment is debiased. If a square is 0, so is its quotient. RMS is the root mean square
- * over the tensor, kept as update_rms. A matrix is a tensor of two or more dimensions, rows and columns. Its rows are
- * the first dimension. */
+ * over the tensor, kept as update_rms. A matrix is a tensor of two or more dimensions with two rows and two
+ * columns or more. Its rows are the first dimension. */
 #ifndef HSTEP_CAME_H
 #define HSTEP_CAME_H
 
