@@ -1,6 +1,6 @@
-/* Adafactor (Shazeer and Stern 2018, algorithms 4 to 8): the second moment of a matrix in two vectors, updates clipped
- * by their root mean square, steps relative to the weights. With b2 = 1 - t^beta2_decay, a = 0 and f = eps, or
- * a = eps and f = 0 where published is 1:
+/* Adafactor (Shazeer and Stern 2018, algorithms 4 to 8). The second moment of a matrix is in two vectors. Updates are
+ * clipped by their root mean square, and steps are relative to the weights. b2 = 1 - t^beta2_decay. a = 0 and f = eps
+ * by default; if published is 1, a = eps and f = 0.
  *
  *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + a), c likewise over rows, v = r c' / max(mean(r), f)
  *   the rest: v = b2 v + (1 - b2) (g^2 + a)
@@ -10,9 +10,9 @@
  *   m = b1 m + (1 - b1) u            change = L m + decay w
  *   published: m = b1 m + (1 - b1) L u, change = m + decay L / lr w
  *
- * The defaults are torch.optim.Adafactor's, published that of the paper and of transformers. RMS is the root mean
- * square over the tensor, kept as update_rms and weight_rms. Where a square is 0 so is its quotient. A matrix is a
- * tensor of two or more dimensions with two rows and two columns or more; its rows are the first dimension. */
+ * The default form is torch.optim.Adafactor's; published is that of the paper and of transformers. RMS is the root mean
+ * square over the tensor, kept as update_rms and weight_rms. If a square is 0, so is its quotient. A matrix is a tensor
+ * of two or more dimensions with two rows and two columns or more. Its rows are the first dimension. */
 #ifndef HSTEP_ADAFACTOR_H
 #define HSTEP_ADAFACTOR_H
 
