@@ -79,8 +79,8 @@ V_OP vi int8_position(vf stashed, vf edge, vi draw)
 /* Returns the number whose root is a signed state's code, times 2^32. Below zero it counts as zero. */
 V_OP vf int8_radicand(vf stashed, vf inverse, vi random)
 {
-    /* With u = r / 2^16, floor(sqrt(x / s^2 - u (1 - u)) + u) goes from k to k + 1 with the probability of the way that
-     * x / s^2 has gone from k^2 to (k + 1)^2. */
+    /* With u = r / 2^16 the code is floor(sqrt(x / s^2 - u (1 - u)) + u). It is k + 1 instead of k with a probability
+     * that rises evenly from 0 to 1 while x / s^2 goes from k^2 to (k + 1)^2. */
     vf draw = v_from_int(random), apart = v_mul(draw, v_sub(v_set(65536.0f), draw));
     /* Multiplies twice, because the square of the inverse may leave fp32. */
     return v_sub(v_mul(v_mul(v_abs(stashed), inverse), inverse), apart);
