@@ -65,7 +65,7 @@ V_OP vf compass_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     HYPER("beta1", "decay rate of the first moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)   \
     HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1) \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)    \
-    HYPER("amplify", "factor of the momentum that is added", .initial = 5.0, .maximum = 1e3)            \
+    HYPER("amplify", "factor of the momentum added to the gradient", .initial = 5.0, .maximum = 1e3)    \
     HYPER("published", "1: torchastic's scaling, 1 / (1 - beta1) too large at first", .maximum = 1.0)
 
 #endif

@@ -51,7 +51,7 @@ V_OP vf lpfadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     HYPER("beta2", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)         \
     HYPER("beta3", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)      \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)         \
-    HYPER("amplify", "factor of the low pass that is added", .initial = 2.0, .maximum = 1e3)                 \
+    HYPER("amplify", "factor of the low pass added to the gradient", .initial = 2.0, .maximum = 1e3)         \
     HYPER("published", "1: torchastic's scaling, decay 1 / (1 - beta2) too strong at first", .maximum = 1.0)
 
 #endif
