@@ -18,8 +18,8 @@
  *       are summed over the whole tensor. Their roots reach a second prepare() as p->norm. The rule then starts again
  *       from the stored states. With TOTALS(n) the values themselves are summed over all tensors of the optimizer that
  *       have the rule and one number in the hyper-parameter .share. They reach the second prepare() of each as
- *       p->total. Tensors without a gradient, and those whose lr is 0, add nothing. These tensors share the numbers that
- *       such a rule keeps, so prepare() must make the same of them for each, from p->shared and p->total alone;
+ *       p->total. Tensors without a gradient, and those whose lr is 0, add nothing. These tensors share the numbers
+ *       that such a rule keeps, so prepare() must make the same of them for each, from p->shared and p->total alone;
  *   V_OP vf NAME_cross(const vf *k, vf w, vf g, vf *s, const int mode, const int pair)
  *   V_OP vf NAME_vector(const vf *k, vf old, vf mean, const int pair)
  *       for FACTORED(pairs, n), and tensors that are matrices. The first returns a value of each element. The second
