@@ -1,5 +1,5 @@
-/* BF16, the high half of fp32, rounded to nearest even; 2 bytes an element. Relative error at most 2^-9 for normals.
- * Saturates at 0x7F7F; a state below 2^-126 is stored as +0. */
+/* BF16, the high half of fp32, rounded to nearest even; 2 bytes an element. The relative error is at most 2^-9 for
+ * normal numbers. Values saturate at 0x7F7F. A state below 2^-126 is stored as +0. */
 #ifndef HSTEP_BF16_H
 #define HSTEP_BF16_H
 

@@ -1,9 +1,9 @@
-/* BF16 weight and a signed 16-bit error code e; 4 bytes an element, exactly fp32:
+/* BF16 weight and a signed 16-bit error code e; 4 bytes an element. Together they are exactly fp32:
  *
  *   e = signed low half of the pattern u      weight = (u - e) >> 16      decode: (weight << 16) + e
  *
- * modulo 2^32, so every pattern but NaN comes back, also those whose weight alone rounds to infinity; a NaN becomes the
- * quiet one of its sign with e = 0. */
+ * Arithmetic is modulo 2^32. Every pattern but NaN therefore comes back, even if its weight alone rounds to infinity. A
+ * NaN becomes the quiet one of its sign, with e = 0. */
 #ifndef HSTEP_BF16_ECC16_H
 #define HSTEP_BF16_ECC16_H
 

@@ -1,10 +1,10 @@
 /* BF16 weight and a signed 8-bit error code e; 3 bytes an element. Together they are the fp32 pattern rounded
- * stochastically to its upper 24 bits (16 of significand), split without loss:
+ * stochastically to its upper 24 bits (16 of significand). The split loses nothing:
  *
  *   u = 24-bit pattern << 8      e = signed byte of bits 8..15      weight = (u - (e << 8)) >> 16
  *
- * so the weight alone is u rounded half away. Decode: (weight << 16) + (e << 8). Error below 2^-15 relative, unbiased.
- * A finite value saturates at weight 0x7F7F, e = 127; NaN keeps its sign, with e = 0. */
+ * The weight alone is u rounded half away from zero. Decoding gives (weight << 16) + (e << 8). The error is below 2^-15
+ * relative, and unbiased. A finite value saturates at weight 0x7F7F, e = 127. NaN keeps its sign, with e = 0. */
 #ifndef HSTEP_BF16_ECC8_H
 #define HSTEP_BF16_ECC8_H
 

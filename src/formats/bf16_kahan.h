@@ -1,9 +1,9 @@
 /* BF16 weight and a BF16 residual c; 4 bytes an element. The number meant is weight + c.
  *
- * A change d is taken from the residual first, c32 = c - d, so that it is kept to the residual's precision; then
- * weight' = nearest(weight + c32) and c' = stochastic(c32 + (weight - weight')). Stochastic rounding of the residual is
- * what lets changes below its last place accumulate (Kahan 1965 assumes the residual holds them). A change of exactly
- * zero leaves both parts as they are. Error of the pair below 2^-16 of the weight. */
+ * A change d is first taken from the residual, c32 = c - d, which keeps it to the residual's precision. Then weight' =
+ * nearest(weight + c32) and c' = stochastic(c32 + (weight - weight')). Stochastic rounding lets changes below the
+ * residual's last place accumulate; Kahan 1965 assumes that the residual holds them. A change of exactly zero leaves
+ * both parts as they are. The error of the pair is below 2^-16 of the weight. */
 #ifndef HSTEP_BF16_KAHAN_H
 #define HSTEP_BF16_KAHAN_H
 
@@ -21,8 +21,8 @@ V_OP void bf16_kahan_decode(const char *code, const char *extra, int64_t i, vf *
     *o = v_add(*o, co);
 }
 
-/* The residuals as stored patterns. Beside a saturated weight they are cut instead of rounded, so that the pair stays
- * finite. */
+/* Returns the residuals as stored patterns. Beside a saturated weight they are cut instead of rounded, so that the pair
+ * stays finite. */
 V_OP void bf16_kahan_residual(vi we, vi wo, vf ce, vf co, vi words, vi *re, vi *ro)
 {
     hstep_bf16_stochastic(ce, co, 1, words, re, ro);
@@ -56,7 +56,7 @@ V_OP void bf16_kahan_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf 
     vp_load_hi16(extra + 2 * i, &ce1, &co1);
     vf ce = v_sub(v_from_bits(ce1), de), co = v_sub(v_from_bits(co1), d_o);
     vf e = v_add(v_from_bits(we1), ce), o = v_add(v_from_bits(wo1), co);
-    /* Numbers below 2^127 saturate nowhere, nor do their sums with what rounding left: one test for all three
+    /* Numbers below 2^127 never saturate, nor do their sums with what rounding left. So one test serves all three
      * roundings. */
     int special = hstep_bf16_special(v_bits(e), v_bits(o), 0) | hstep_bf16_special(v_bits(ce), v_bits(co), 1);
     if (__builtin_expect(special, 0)) {
@@ -74,7 +74,7 @@ V_OP void bf16_kahan_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf 
         ce2 = vi_add(v_bits(ce), vi_and(words, vi_set(0xffff)));
         co2 = vi_add(v_bits(co), vi_shr(words, 16));
     }
-    /* A residual that stochastic rounding brought to half a unit would move the weight without this. */
+    /* A change of 0 keeps both parts. Otherwise a residual that was rounded up to half a unit would move the weight. */
     vm same_e = v_eq(de, v_set(0.0f)), same_o = v_eq(d_o, v_set(0.0f));
     vp_store_hi16(code + 2 * i, vi_select(same_e, we1, we2), vi_select(same_o, wo1, wo2));
     vp_store_hi16(extra + 2 * i, vi_select(same_e, ce1, ce2), vi_select(same_o, co1, co2));

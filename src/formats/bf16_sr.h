@@ -1,6 +1,6 @@
-/* BF16 with stochastic rounding; 2 bytes an element. Unbiased: away from zero with probability exactly (dropped half) /
- * 65536, so a representable value never changes. Error below one unit in the last place, 2^-7 relative. Saturates at
- * 0x7F7F; a state below 2^-126 is stored as +0. */
+/* BF16 with stochastic rounding; 2 bytes an element. Rounding is unbiased: it goes away from zero with probability
+ * exactly (dropped half) / 65536. A representable value therefore never changes. The error is below one unit in the
+ * last place, 2^-7 relative. Values saturate at 0x7F7F. A state below 2^-126 is stored as +0. */
 #ifndef HSTEP_BF16_SR_H
 #define HSTEP_BF16_SR_H
 

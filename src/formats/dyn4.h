@@ -1,12 +1,14 @@
-/* The 4-bit dynamic map of torchao's optimizers, bit for bit, for exchange of states with them: two codes a byte (the
- * even element in the high nibble), one fp32 scale per 128 elements of the flattened tensor; 0.531 bytes an element.
+/* The 4-bit dynamic map of torchao's optimizers, bit for bit, for exchange of states with them; 0.531 bytes an element.
+ * A byte has two codes, the even element's in the high nibble. 128 elements of the flattened tensor share one fp32
+ * scale.
  *
  *   S = max(max |x|, 1e-12)    n = x / S    code = nearest entry of the map, ties up    decode: x = map[code] * S
  *   signed: 16 entries from -0.8875 to 1, 0 among them (dyn_map.h)     non-negative: (code + 1) / 16, so no zero
  *
- * Always to nearest, as there. The map lacks -1, so a block's most negative element may shrink by 11 %. A zero second
- * moment decodes as S / 16, in a block of zeros too (6.25e-14). Memory of zeros (codes and scale) decodes to +0. Worst
- * case: signed |error of x| <= 0.1125 S; non-negative <= S / 32 from S / 16 up, S / 16 below; to within 2^-15. */
+ * Rounding is always to nearest, as in torchao. The map lacks -1, so a block's most negative element may shrink by 11
+ * %. A zero second moment decodes as S / 16, in a block of zeros too (6.25e-14). Memory of zeros (codes and scale)
+ * decodes to +0. Worst case, to within 2^-15: signed |error of x| <= 0.1125 S; non-negative <= S / 32 from S / 16 up, S
+ * / 16 below. */
 #ifndef HSTEP_DYN4_H
 #define HSTEP_DYN4_H
 
@@ -39,7 +41,7 @@ V_OP vf dyn4_map(vi code, const int nonneg)
     return v_lookup16(hstep_dyn4_signed, code);
 }
 
-/* As hstep_dyn_below(), for borders at 16 n - 1/2. */
+/* Does the work of hstep_dyn_below() for borders at 16 n - 1/2. */
 V_OP vi dyn4_unsigned_below(vf n)
 {
     vf count = v_sub(v_mul(v_min(n, v_set(1.0f)), v_set(16.0f)), v_set(1.25f));

@@ -1,10 +1,10 @@
-/* The maps of the dynamic block formats, and how a code is found in them, for dyn8.h and dyn4.h.
+/* The maps of the dynamic block formats dyn8.h and dyn4.h, and how a code is found in them.
  *
- * A map of D decades has, in decade j = 0 .. D - 1, the centres of L = 2^j (signed, of either sign) or 2^(j+1)
- * (unsigned) equal parts of 0.1 .. 1, times 10^(j - D + 1); then 0 and 1. The tables hold torchao's own fp32 values: it
- * cuts the parts with torch.linspace in fp32, halves sums of neighbours and multiplies by the power of ten, all rounded
- * to fp32, so a closed form differs in the last two bits. The rule they serve: the largest entry q[c] <= n, then c + 1
- * if n - q[c] >= (q[c+1] - q[c]) / 2, in fp32. */
+ * A map has 0, 1 and D decades j = 0 .. D - 1. A decade is the centres of L equal parts of 0.1 .. 1, times 10^(j - D +
+ * 1). L is 2^j (signed, of either sign) or 2^(j+1) (unsigned). The tables hold torchao's own fp32 values. torchao cuts
+ * the parts with torch.linspace in fp32, halves sums of neighbours and multiplies by the power of ten. All is rounded
+ * to fp32, so a closed form differs in the last two bits. The tables serve this rule, in fp32: the largest entry q[c]
+ * <= n, then c + 1 if n - q[c] >= (q[c+1] - q[c]) / 2. */
 #ifndef HSTEP_DYN_MAP_H
 #define HSTEP_DYN_MAP_H
 
@@ -106,13 +106,16 @@ V_TABLE float hstep_dyn4_signed[16] = {
     0x1.cp-2f,       0x1.533334p-1f,  0x1.c66666p-1f, 0x1p+0f,
 };
 
-/* The operands' order lets a NaN through. */
+/* Returns the scale's pattern. The order of the operands lets a NaN through. */
 V_OP vi hstep_dyn_scale(vf maximum) { return v_bits(v_max(v_set(1e-12f), maximum)); }
 
-/* Count entries from zero up (in a signed map zero is -1, in an unsigned one 0). This gives a count p such that the
- * entry nearest to a is p or p + 1. Borders between nearest entries are the edges of the equal parts, except a decade's
- * first, a fifth of a part late, and the one below 1, half a part early. So within a decade the count is linear in a,
- * and rounding at three quarters of a part keeps errors of a twentieth harmless. */
+/* Sets slope and start in lanes above `edge`, the lower end of a decade. round(a slope + start) is a count p such that
+ * the entry nearest to a is p or p + 1. Entries are counted from zero up; zero is -1 in a signed map and 0 in an
+ * unsigned one.
+ *
+ * Borders between nearest entries are the edges of the equal parts, with two exceptions. A decade's first is a fifth of
+ * a part late, and the one below 1 is half a part early. So within a decade the count is linear in a. Rounding at three
+ * quarters of a part makes errors of a twentieth harmless. */
 V_OP void hstep_dyn_decade(vf a, const float edge, const float power, const int count, vf *slope, vf *start)
 {
     vm above = v_gt(a, v_set(edge));
@@ -124,7 +127,7 @@ V_OP vi hstep_dyn_below(vf a, const int decades, const int first)
 {
     vf slope = v_set((decades == 7 ? 1e6f : 1e2f) / 0.9f * (float)first);
     vf start = v_set((float)first * (8.0f / 9.0f) - 1.75f);
-    /* Stored bytes may be anything, such as a negative scale: entries are looked up only where there are some. */
+    /* Stored bytes may be anything, such as a negative scale. The limits keep look-ups within the map. */
     a = v_max(v_min(a, v_set(1.0f)), v_set(0.0f));
     if (decades == 7) {
         hstep_dyn_decade(a, 1e-6f, 1e5f, first << 1, &slope, &start);
@@ -137,7 +140,8 @@ V_OP vi hstep_dyn_below(vf a, const int decades, const int first)
     return v_round(v_add(v_mul(a, slope), start));
 }
 
-/* The codes of a signed map rise from the largest negative entry through zero, 2^decades - 1, to 1. */
+/* Does the work of hstep_dyn_below() for a signed map. Its codes rise from the largest negative entry through zero,
+ * code 2^decades - 1, to 1. */
 V_OP vi hstep_dyn_signed_below(vf n, const int decades)
 {
     vi count = hstep_dyn_below(v_abs(n), decades, 1);
@@ -145,7 +149,7 @@ V_OP vi hstep_dyn_signed_below(vf n, const int decades)
     return vi_max(vi_select(v_lt(n, v_set(0.0f)), negative, positive), vi_set(0));
 }
 
-/* `below` or one more; q and next are the map's entries there. */
+/* Returns `below` or one more, the code nearest to n. q and next are the map's entries there. */
 V_OP vi hstep_dyn_nearest(vf n, vi below, vf q, vf next)
 {
     vm stay = v_lt(v_sub(n, q), v_mul(v_sub(next, q), v_set(0.5f)));

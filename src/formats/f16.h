@@ -1,8 +1,9 @@
-/* IEEE half, to nearest even; 2 bytes an element. Relative error at most 2^-11 from 2^-14 on, at most 2^-25 below.
+/* IEEE half, to nearest even; 2 bytes an element. The relative error is at most 2^-11 from 2^-14 on. Below, the error
+ * is at most 2^-25.
  *
- * A weight or state saturates at 65504. Written as a gradient, by an accumulation, it overflows to infinity, which the
- * scan of the next step finds: nothing is hidden by saturation. A state that rounds to zero is stored as +0. Not for
- * second moments: what is at most 2^-25, the square of 1.7e-4, is zero. */
+ * A weight or state saturates at 65504. A gradient, written by an accumulation, overflows to infinity instead. The scan
+ * of the next step finds it, so that saturation hides nothing. A state that rounds to zero is stored as +0. The format
+ * is not for second moments, because values up to 2^-25, the square of 1.7e-4, become zero. */
 #ifndef HSTEP_F16_H
 #define HSTEP_F16_H
 

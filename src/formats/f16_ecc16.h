@@ -1,11 +1,11 @@
-/* IEEE half weight and a signed 16-bit error code e; 4 bytes an element. As f16_ecc8.h with 26 bits of mantissa, to
+/* IEEE half weight and a signed 16-bit error code e; 4 bytes an element. It is f16_ecc8.h with 26 bits of mantissa, to
  * nearest even:
  *
  *   e = signed low half of p      W = (p + 0x8000) >> 16      weight = W with the sign      decode: p = 65536 W + e
  *
- * Exactly fp32 from 2^-17 up to 65520 - 2^-8; below, multiples of 2^-40, error at most 2^-41. A finite value
- * saturates at that upper end (0x7BFF, e = 0x7FF8); NaN keeps its sign, with e = 0. A state that rounds to zero is
- * stored as +0. */
+ * The pair is exactly fp32 from 2^-17 up to 65520 - 2^-8. Below, it is a multiple of 2^-40 with an error of at most
+ * 2^-41. A finite value saturates at that upper end (0x7BFF, e = 0x7FF8). NaN keeps its sign, with e = 0. A state that
+ * rounds to zero is stored as +0. */
 #ifndef HSTEP_F16_ECC16_H
 #define HSTEP_F16_ECC16_H
 

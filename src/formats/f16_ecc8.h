@@ -1,13 +1,14 @@
 /* IEEE half weight and a signed 8-bit error code e; 3 bytes an element. Together they are a float with the half's
- * exponents and 18 bits of mantissa, p its pattern without the sign, split without loss:
+ * exponents and 18 bits of mantissa. p is its pattern without the sign. The split loses nothing:
  *
  *   e = signed low byte of p      W = (p - e) >> 8      weight = W with the sign      decode: p = 256 W + e
  *
- * so e counts 256ths of the distance from the weight to its neighbour on the side of e, away from zero where positive;
- * just below a power of two that is the smaller distance. p is written stochastically (f16_round.h, its unit is 2^-8 of
- * the half's): unbiased, error below 2^-18 relative from 2^-14 on, below 2^-32 further down, where from 2^-25 down the
- * probability is a multiple of 2^-16. The weight alone is the number rounded half away. A finite value saturates at
- * 0x7BFF, e = 127 (65519.9); NaN keeps its sign, with e = 0. A state that rounds to zero is stored as +0. */
+ * So e counts 256ths of the distance from the weight to its neighbour on the side of e, away from zero if e is
+ * positive. Just below a power of two that is the smaller distance. p is written stochastically (f16_round.h; its unit
+ * is 2^-8 of the half's). This is unbiased. The error is below 2^-18 relative from 2^-14 on, and below 2^-32 further
+ * down. From 2^-25 down the probability is a multiple of 2^-16. The weight alone is the number rounded half away from
+ * zero. A finite value saturates at 0x7BFF, e = 127 (65519.9). NaN keeps its sign, with e = 0. A state that rounds to
+ * zero is stored as +0. */
 #ifndef HSTEP_F16_ECC8_H
 #define HSTEP_F16_ECC8_H
 
@@ -31,7 +32,7 @@ V_OP void f16_ecc8_decode(const char *code, const char *extra, int64_t i, vf *e,
     *o = hstep_f16_ecc8_value(wo, co);
 }
 
-/* The pattern p from the fp32 pattern and 16 random bits, for magnitudes of 2^-14 .. 65504. */
+/* Returns p from an fp32 pattern and 16 random bits. Requires a magnitude of 2^-14 .. 65504. */
 V_OP vi hstep_f16_ecc8_normal(vi u, vi r)
 {
     return vi_sub(vi_shr(vi_add(hstep_f16_magnitude(u), vi_shr(r, 11)), 5), vi_set(0x38000000 >> 5));
@@ -43,7 +44,7 @@ V_OP vi hstep_f16_ecc8_exact(vi u, vi r)
     vi normal = vi_min(hstep_f16_ecc8_normal(u, r), vi_set(0x7bff7f));
     normal = vi_select(vi_gt(magnitude, vi_set(0x7f7fffff)), vi_set(0x7c0000), normal);
     normal = vi_select(vi_gt(magnitude, vi_set(0x7f800000)), vi_set(0x7e0000), normal);
-    /* 18 bits before the point and 16 behind do not fit into one integer. */
+    /* The whole part and the fraction are separate, because 18 + 16 bits do not fit into one integer. */
     vf t = v_mul(v_from_bits(vi_min(magnitude, vi_set(0x38800000))), v_set(0x1p32f));
     vi whole = v_round(t), rest = v_round(v_mul(v_sub(t, v_from_int(whole)), v_set(0x1p16f)));
     vi tiny = vi_add(whole, vi_sra(vi_add(rest, r), 16));

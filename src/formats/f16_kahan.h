@@ -1,16 +1,22 @@
 /* IEEE half weight and residual, a half too; 4 bytes an element. The number meant is weight + residual / 2048.
  *
- * The change d is taken from the residual first, c = residual / 2048 - d; then weight' = nearest(weight + c) and
+ * A change d is first taken from the residual, c = residual / 2048 - d. Then weight' = nearest(weight + c) and
  * residual' = stochastic(2048 (c + (weight - weight'))), by f16_round.h. A change of exactly zero leaves both parts as
  * they are.
  *
- * A residual is at most half a unit of the weight, so 2048 times that has the weight's own exponent: both keep 11 bits,
- * and the pair 22, wherever a half is normal. Unscaled it would be a multiple of 2^-24: rms error after 20,000 random
- * steps of 1e-5 of the weight, relative to weights of 1, 0.02, 1e-3, 1e-4: 1.0e-5, 1.7e-4, 2.6e-3, 9.2e-3; as BF16 8e-5
- * to 1e-4; scaled 1.0e-5, 1.3e-5, 1.0e-5, 1.9e-5; of an fp32 weight 5e-6.
+ * A residual is at most half a unit of the weight, so 2048 times that has the weight's own exponent. Both keep 11 bits,
+ * and the pair 22, wherever a half is normal. An unscaled residual would be a multiple of 2^-24. Rms errors after
+ * 20,000 random steps of 1e-5 of the weight, relative to the weight:
  *
- * Error of the pair below 2^-22 of the weight from 2^-13 on, below 2^-35 further down. Weight and residual saturate at
- * 65504, so a pair at 65536; beside a weight that is not finite the residual is 0. A state's zeros are stored as +0. */
+ *   weight              1        0.02     1e-3     1e-4
+ *   unscaled residual   1.0e-5   1.7e-4   2.6e-3   9.2e-3
+ *   BF16 residual       8e-5 to 1e-4
+ *   scaled residual     1.0e-5   1.3e-5   1.0e-5   1.9e-5
+ *   fp32 weight         5e-6
+ *
+ * The error of the pair is below 2^-22 of the weight from 2^-13 on, and below 2^-35 further down. Weight and residual
+ * saturate at 65504, so the pair does at 65536. Beside a weight that is not finite the residual is 0. A state's zeros
+ * are stored as +0. */
 #ifndef HSTEP_F16_KAHAN_H
 #define HSTEP_F16_KAHAN_H
 
@@ -28,7 +34,8 @@ V_OP void f16_kahan_decode(const char *code, const char *extra, int64_t i, vf *e
     *o = v_add(*o, v_mul(co, scale));
 }
 
-/* Limits what is left beside a saturated weight before it is scaled, and drops NaN that Inf - Inf made. */
+/* Limits the unscaled residual beside a saturated weight. Returns 0 if the weight is not finite, where Inf - Inf is a
+ * NaN. */
 V_OP vf hstep_f16_kahan_rest(vf weight, vf c)
 {
     vf largest = v_set(65504.0f / 2048.0f);
@@ -36,7 +43,7 @@ V_OP vf hstep_f16_kahan_rest(vf weight, vf c)
     return v_select(vi_gt(hstep_f16_magnitude(v_bits(weight)), vi_set(0x7f7fffff)), v_set(0.0f), c);
 }
 
-/* The residuals to store beside these weights. */
+/* Computes the residuals to store beside these weights. */
 V_OP void hstep_f16_kahan_residual(vf we, vf wo, vf ce, vf co, vi words, vf *re, vf *ro)
 {
     vf scale = v_set(2048.0f);
@@ -79,7 +86,7 @@ V_OP void f16_kahan_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf d
     ce = v_add(ce, v_sub(we1, we2));
     co = v_add(co, v_sub(wo1, wo2));
     hstep_f16_kahan_residual(we2, wo2, ce, co, words, &ce2, &co2);
-    /* A residual that stochastic rounding brought to half a unit would move the weight without this. */
+    /* A change of 0 keeps both parts. Otherwise a residual that was rounded up to half a unit would move the weight. */
     vm same_e = v_eq(de, zero), same_o = v_eq(d_o, zero);
     vp_store_f16(code + 2 * i, v_select(same_e, we1, we2), v_select(same_o, wo1, wo2));
     vp_store_f16(extra + 2 * i, v_select(same_e, ce1, ce2), v_select(same_o, co1, co2));

@@ -1,31 +1,31 @@
 /* fp32 to IEEE half, for every format that stores halves. A half has 11 significant bits from 2^-14 on and is a
- * multiple of 2^-24 below. As fp32 patterns: 2^-14 is 0x38800000, the largest half 65504 is 0x477FE000, and a half in
+ * multiple of 2^-24 below. As fp32 patterns, 2^-14 is 0x38800000, and the largest half, 65504, is 0x477FE000. A half in
  * between has its low 13 bits clear.
  *
- * Stochastic rounding, here and in f16_ecc8.h: with u the unit of the result at x (the distance of its neighbours in
- * the target format) and T = |x| / u * 2^16 as an integer (to nearest even), the result is u * floor((T + r) / 2^16), r
- * the element's 16 random bits. Away from zero with probability exactly (dropped part) while at most 16 bits are
- * dropped: for halves from 2^-17 up. Further down the probability is rounded to a multiple of 2^-16, so the mean is off
- * by at most 2^-17 u = 2^-41, and what is at most 2^-41 becomes zero. A representable value never changes.
+ * Stochastic rounding, here and in f16_ecc8.h: u is the unit of the result at x, the distance of its neighbours in the
+ * target format. T is |x| / u * 2^16 as an integer (to nearest even), and r the element's 16 random bits. The result is
+ * u * floor((T + r) / 2^16). Rounding goes away from zero with probability exactly (dropped part) while at most 16 bits
+ * are dropped, for halves from 2^-17 up. Further down the probability is rounded to a multiple of 2^-16. The mean is
+ * then off by at most 2^-17 u = 2^-41, and values up to 2^-41 become zero. A representable value never changes.
  *
- * NaN stays a NaN of its sign, an infinity stays, a finite value saturates. Lanes outside 2^-14 .. 65504 take the exact
- * way: one test per pair of vectors decides. */
+ * NaN stays a NaN of its sign, an infinity stays, and a finite value saturates. Lanes outside 2^-14 .. 65504 take the
+ * exact way. One test per pair of vectors decides. */
 #ifndef HSTEP_F16_ROUND_H
 #define HSTEP_F16_ROUND_H
 
 V_OP vi hstep_f16_magnitude(vi u) { return vi_and(u, vi_set(0x7fffffff)); }
 V_OP vi hstep_f16_sign(vi u) { return vi_and(u, vi_set(0x80000000)); }
 
-/* Of magnitudes: those below 2^-14. */
+/* Returns the lanes whose magnitude is below 2^-14. */
 V_OP vm hstep_f16_tiny(vi magnitude) { return vi_gt(vi_set(0x38800000), magnitude); }
 
-/* Whether some lane is beyond the largest half. */
+/* Returns true if some lane is beyond the largest half. */
 V_OP int hstep_f16_beyond(vi ue, vi uo)
 {
     return vm_any(vi_gt(vi_max(hstep_f16_magnitude(ue), hstep_f16_magnitude(uo)), vi_set(0x477fe000)));
 }
 
-/* Whether some lane is outside 2^-14 .. 65504. What is below wraps to the top of the signed range. */
+/* Returns true if some lane is outside 2^-14 .. 65504. Smaller magnitudes wrap to the top of the signed range. */
 V_OP int hstep_f16_special(vi ue, vi uo)
 {
     vi shift = vi_set(0x80000000 - 0x38800000);
@@ -33,7 +33,7 @@ V_OP int hstep_f16_special(vi ue, vi uo)
     return vm_any(vi_gt(m, vi_set(0x477fe000 + (0x80000000 - 0x38800000))));
 }
 
-/* Finite values to at most the largest half, the rest as it is. */
+/* Limits finite values to the largest half, and returns others as they are. */
 V_OP vi hstep_f16_limit(vi u)
 {
     vi magnitude = hstep_f16_magnitude(u);
@@ -50,11 +50,11 @@ V_OP void hstep_f16_saturate(vf *e, vf *o)
     }
 }
 
-/* For states: -0 becomes +0. */
+/* Returns x with -0 replaced by +0, for states. */
 V_OP vf hstep_f16_positive_zero(vf x) { return v_select(v_eq(x, v_set(0.0f)), v_set(0.0f), x); }
 
-/* To nearest, ties to even, as fp32 numbers; for saturated x. Adding 2^(e + 13), e the exponent of x or -14 if that is
- * more, leaves the bits above the half's last place; infinities and NaN pass through it. */
+/* Rounds to the nearest half, ties to even, as an fp32 number. Requires a saturated x. e is the exponent of x, but at
+ * least -14. Adding 2^(e + 13) drops the bits below the half's last place. Infinities and NaN pass through it. */
 V_OP vf hstep_f16_nearest(vf x)
 {
     vi magnitude = hstep_f16_magnitude(v_bits(x));
@@ -74,7 +74,7 @@ V_OP vi hstep_f16_stochastic_exact(vi u, vi r)
     return vi_or(hstep_f16_sign(u), vi_select(hstep_f16_tiny(magnitude), tiny, normal));
 }
 
-/* Stochastic, as fp32 numbers. One word serves both elements of a lane. */
+/* Rounds a pair stochastically to halves, as fp32 numbers. One word serves both elements of a lane. */
 V_OP void hstep_f16_stochastic(vf e, vf o, vi words, vf *re, vf *ro)
 {
     vi ue = v_bits(e), uo = v_bits(o);
@@ -88,9 +88,9 @@ V_OP void hstep_f16_stochastic(vf e, vf o, vi words, vf *re, vf *ro)
     *ro = v_from_bits(vi_and(vi_add(uo, vi_shr(words, 19)), keep));
 }
 
-/* Halves with an error code. A half's magnitude code W = 0 .. 0x7BFF continues below its last place: p = W 2^n + e (n
- * bits of error code) is the pattern of a float with the half's exponents and 10 + n bits of mantissa. `normal` is what
- * p becomes as an fp32 pattern from 2^-14 on, `unit` the value of p = 1, which holds below. */
+/* Returns the fp32 number of a half with an error code. A half's magnitude code W = 0 .. 0x7BFF continues below its
+ * last place. p = W 2^n + e, with n bits of error code, is the pattern of a float with the half's exponents and 10 + n
+ * bits of mantissa. `normal` is p as an fp32 pattern, which is right from 2^-14 on. Below, p counts `unit`. */
 V_OP vf hstep_f16_extended(vi code, vi p, vi normal, float unit)
 {
     vi tiny = v_bits(v_mul(v_from_int(p), v_set(unit)));
@@ -101,7 +101,7 @@ V_OP vf hstep_f16_extended(vi code, vi p, vi normal, float unit)
     return v_from_bits(vi_or(hstep_f16_sign(code), magnitude));
 }
 
-/* The half's code from W and the number it was made of. For states zero is +0. */
+/* Returns the half's code from W and the number it was made of. A state's zero becomes +0. */
 V_OP vi hstep_f16_signed_code(vi half, vi p, vi u, const int state)
 {
     vi sign = vi_shr(hstep_f16_sign(u), 16);

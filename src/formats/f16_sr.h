@@ -1,7 +1,7 @@
-/* IEEE half with stochastic rounding (f16_round.h defines it); 2 bytes an element. Unbiased: away from zero with
- * probability exactly the dropped part from 2^-17 on, to a multiple of 2^-16 below, where the mean may be 2^-41 off. A
- * representable value never changes. Error below one unit: 2^-10 relative from 2^-14 on, 2^-24 below. Saturates at
- * 65504, also where it accumulates gradients; a state that rounds to zero is stored as +0. */
+/* IEEE half with stochastic rounding (f16_round.h defines it); 2 bytes an element. From 2^-17 on rounding is unbiased:
+ * away from zero with probability exactly the dropped part. Below, the probability is a multiple of 2^-16, and the mean
+ * may be 2^-41 off. A representable value never changes. The error is below one unit: 2^-10 relative from 2^-14 on,
+ * 2^-24 below. Values saturate at 65504, also as accumulated gradients. A state that rounds to zero is stored as +0. */
 #ifndef HSTEP_F16_SR_H
 #define HSTEP_F16_SR_H
 

@@ -1,7 +1,7 @@
-/* Every storage format: its functions, and the members of its row as constants. To be included after a vocabulary
- * (vec/README.md). formats.def lists the formats. src/formats/NAME.h holds one, where NAME is the function prefix; its
- * row stands under its first comment. Element formats keep each number by itself, if need be with a second stream.
- * Block formats keep codes that share scales:
+/* Every storage format: its functions, and the members of its row as constants. Include a vocabulary first
+ * (vec/README.md). formats.def lists the formats. src/formats/NAME.h holds one, where NAME is the function prefix. Its
+ * row stands under its first comment. Element formats keep each number by itself, some with a second stream. Block
+ * formats keep codes that share scales:
  *
  *   #define NAME_ROW "name", "title", ELEMENTS, dtype, dtype of the second stream or NONE, \
  *       roles = ..., stochastic = ...
@@ -15,13 +15,12 @@
  *   roles        what it may store: WEIGHT, GRADIENT; SIGNED and NONNEG states
  *   code_bits    8 or 4
  *   block        elements that share a scale; 1 << 30 for a whole tensor
- *   stochastic   1: written with random bits. Codes as coarse as those of blocks would otherwise hold on to what they
- *                have
- *   root         of the grid. 0: what is stored is the state itself. 1, 2: a second moment is stored on a grid that
- *                decays with it (grid.h), by codes of its value, or of its square root
+ *   stochastic   1: written with random bits. Otherwise codes as coarse as those of blocks would hardly ever change
+ *   root         of the grid. 0: the state itself is stored. 1 or 2: a second moment is stored on a grid that decays
+ *                with it (grid.h). 1 has codes of its value, 2 of its square root
  *
- * All of these are constants here, NAME_roles, NAME_code_bits and so on, as is what follows from dtypes and geometry.
- * tables.c refuses a row that the kernels could not serve. */
+ * All of these are constants here: NAME_roles, NAME_code_bits and so on. So are the values that follow from dtypes and
+ * geometry. tables.c refuses a row that the kernels could not serve. */
 #ifndef HSTEP_FORMATS_H
 #define HSTEP_FORMATS_H
 
@@ -55,7 +54,7 @@ enum {
     NONNEG = HALFSTEP_ROLE_NONNEG
 };
 
-/* Bits of an element of each dtype; NONE is a stream that is not there. */
+/* Bits of an element of each dtype. NONE is a missing stream. */
 enum {
     HSTEP_BITS_NONE,
 #define HSTEP_DTYPE(name, bits) HSTEP_BITS_##name = bits,
@@ -63,10 +62,10 @@ enum {
 #undef HSTEP_DTYPE
 };
 
-/* X(...) with a row among its arguments. */
+/* Calls X(...) with a row among its arguments. */
 #define FORMAT_ROW(X, ...) X(__VA_ARGS__)
 
-/* The constants of a row; a, b, ...: its members, each a name and a value. */
+/* Define the constants of a row. a, b, ... are its members, each a name and a value. */
 #define FORMAT_ELEMENTS(fn, code, extra, a, b)                                                        \
     enum {                                                                                            \
         fn##_##a, fn##_##b, fn##_code_bits = HSTEP_BITS_##code, fn##_extra_bits = HSTEP_BITS_##extra, \
@@ -86,11 +85,11 @@ enum {
 #include "formats/formats.def"
 #undef FORMAT
 
-/* In a switch over formats. */
+/* The case of a format in a switch. */
 #define FORMAT_CASE(fn) case HSTEP_FORMAT_##fn:
 
-/* What stands after `fn`, but only where that is a format of single elements, one of blocks, one whose scales are made
- * of the largest of a block, one with a scale for the tensor. */
+/* Expand to the arguments after `fn` if that format is of one kind, else to nothing. The kinds are single elements,
+ * blocks, blocks whose scale is made of their largest number, and one scale for the tensor. */
 #define IF_ELEMENT(fn, ...) FORMAT_PICK(FORMAT_KEEP, FORMAT_DROP, FORMAT_DROP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)
 #define IF_BLOCK(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_KEEP, FORMAT_KEEP, FORMAT_KEEP, fn##_ROW)(__VA_ARGS__)
 #define IF_LARGEST(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_KEEP, FORMAT_KEEP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)

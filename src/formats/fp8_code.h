@@ -1,10 +1,10 @@
 /* fp32 to and from 8-bit floats of 4 or 5 exponent bits, by patterns, for every format that stores them. A code's
- * magnitude is exponent << mantissa | mantissa bits; its value below the smallest normal number is magnitude * smallest
- * / 2^mantissa. Codes of infinities and NaNs are never written, and would decode as the finite numbers their fields
- * say.
+ * magnitude is exponent << mantissa | mantissa bits. Below the smallest normal number its value is magnitude * smallest
+ * / 2^mantissa. Codes of infinities and NaNs are never written. They would decode as the finite numbers that their
+ * fields give.
  *
- * Both subnormal ways avoid arithmetic with fp32 subnormals, and need no select: the right one of two candidates is the
- * larger pattern when encoding, the smaller value when decoding. */
+ * Subnormal codes are handled without fp32 subnormals and without a select. Of two candidates the right one is the
+ * larger pattern when encoding, and the smaller value when decoding. */
 #ifndef HSTEP_FP8_CODE_H
 #define HSTEP_FP8_CODE_H
 
@@ -12,9 +12,10 @@ struct hstep_fp8 { int mantissa, bias; float smallest, largest; }; /* smallest n
 #define HSTEP_E4M3 ((const struct hstep_fp8){3, 7, 0x1p-6f, 448.0f})
 #define HSTEP_E5M2 ((const struct hstep_fp8){2, 15, 0x1p-14f, 57344.0f})
 
-/* Magnitudes of 0 <= t <= largest. r: 16 random bits, or 2^15 for nearest (ties away from zero). The sum t + smallest
- * has a fixed exponent, so its mantissa counts in equal steps; the octave that it adds is taken off again. What is
- * within seven units of the last place of fp32 beside a code is that code, with any r. */
+/* Returns the magnitude of t's code. Requires 0 <= t <= largest. random: 16 random bits, or 2^15 for nearest (ties away
+ * from zero). The sum t + smallest has a fixed exponent, so its mantissa counts in equal steps. The octave that it adds
+ * is taken off again. A value within seven units of the last place of fp32 beside a code becomes that code, with any
+ * random bits. */
 V_OP vi hstep_fp8_code(vf t, vi random, const struct hstep_fp8 f)
 {
     const int shift = 23 - f.mantissa;
@@ -23,8 +24,9 @@ V_OP vi hstep_fp8_code(vf t, vi random, const struct hstep_fp8 f)
     return vi_sub(vi_shr(rounded, shift), vi_set((uint32_t)(127 - f.bias) << f.mantissa));
 }
 
-/* To nearest, ties to even, saturating: what conversion instructions give. Adding a number whose unit in the last place
- * is a subnormal step rounds by itself. */
+/* Returns the code's magnitude rounded to nearest, ties to even, and saturated, as conversion instructions do. Below
+ * the smallest normal number it adds a number whose unit in the last place is a subnormal step, which rounds by
+ * itself. */
 V_OP vi hstep_fp8_nearest_even(vf t, const struct hstep_fp8 f)
 {
     const int shift = 23 - f.mantissa;
@@ -51,16 +53,16 @@ V_OP vf hstep_fp8_signed_value(vi code, vf scale, const struct hstep_fp8 f)
 
 /* ---- Blocks scaled by their maximum: fp8 and fp8-e5m2 ----
  *
- * Of signed states s = max / largest, one unit in the last place up, so that |x| * fl(1 / s) rounds to `largest` at
- * most; never subnormal. */
+ * Returns the scale of signed states: s = max / largest, one unit in the last place up. |x| * fl(1 / s) then rounds to
+ * `largest` at most. The scale is never subnormal. */
 V_OP vi hstep_fp8_scale(vf maximum, const struct hstep_fp8 f)
 {
     vi up = vi_add(v_bits(v_div(maximum, v_set(f.largest))), vi_set(1));
     return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), vi_max(up, vi_set(0x00800000)));
 }
 
-/* Of second moments, a power of two: their grid of floats stays where it is, whatever the largest does (int8.h). The
- * largest number has 1.75 for its mantissa, and up to seven units more count as that. */
+/* Returns the scale of second moments, a power of two. Their grid of floats then stays in place, whatever the largest
+ * does (int8.h). The largest number has the mantissa 1.75, and up to seven units more count as that. */
 V_OP vi hstep_fp8_octave(vf maximum, const struct hstep_fp8 f)
 {
     vi top = vi_and(vi_add(v_bits(maximum), vi_set(0x1ffff8)), vi_set(0xff800000));
@@ -73,12 +75,12 @@ V_OP vf hstep_fp8_inverse(vi scale) { return v_div0(v_set(1.0f), v_from_bits(sca
 V_OP vi hstep_fp8_block_code(vf x, vf inverse, vi random, const int nonneg, const struct hstep_fp8 f)
 {
     if (nonneg) {
-        /* 1 where x is positive, 0 in a block of scale 0. */
+        /* The least code: 1 if x is positive, but 0 in a block of scale 0. */
         vi least = vi_min(v_bits(x), vi_min(v_bits(inverse), vi_set(1)));
         return vi_max(hstep_fp8_code(v_mul(x, inverse), random, f), least);
     }
     vi magnitude = hstep_fp8_code(v_mul(v_abs(x), inverse), random, f);
-    /* Bit 7 of -magnitude is set unless that is 0: no negative zeros. */
+    /* Bit 7 of -magnitude is set unless the magnitude is 0, so there are no negative zeros. */
     vi sign = vi_and(vi_shr(v_bits(x), 24), vi_and(vi_sub(vi_set(0), magnitude), vi_set(0x80)));
     return vi_or(magnitude, sign);
 }

@@ -1,14 +1,14 @@
-/* The published 8-bit states of LAMB16, for its figures only: m as e4m3, v as e5m2, one fp32 scale s for the whole
- * tensor of N elements; 1 byte an element.
+/* The published 8-bit states of LAMB16, for its figures only; 1 byte an element. m is e4m3 and v is e5m2. The whole
+ * tensor of N elements has one fp32 scale s:
  *
  *   s = sqrt(sum of min(x^2, 10)) / N + 1e-6
  *   m: e4m3(clip(m / s, -15, 15))      v: e5m2(clip(v, 0, 10) / s)      to nearest, ties to even; decode: number * s
  *
- * As published, s shrinks with N beyond the root mean square, so most of m saturates at +-15 s and v below s 2^-17
- * becomes zero: there is no bound on the error, and fp8 is the format to use. Two things differ: v / s from 61440 up,
- * which became infinite for ever, is stored as 57344; and 1e-6 is added to the scale whatever the optimizer's eps is.
- * Memory of zeros (codes and scale) decodes to +0, as with the published scale of 1; so does the code of -0. Instead of
- * a maximum, a pass sums the squares of fp8_lamb16_norm(). */
+ * As published, s shrinks with N beyond the root mean square. So most of m saturates at +-15 s, and v below s 2^-17
+ * becomes zero. The error has no bound, and fp8 is the format to use. Two things differ. v / s from 61440 up became
+ * infinite for ever, and is stored as 57344 here. 1e-6 is added to the scale whatever the optimizer's eps is. Memory of
+ * zeros (codes and scale) decodes to +0, as with the published scale of 1, and so does the code of -0. A pass sums the
+ * squares of fp8_lamb16_norm() instead of taking a maximum. */
 #ifndef HSTEP_FP8_LAMB16_H
 #define HSTEP_FP8_LAMB16_H
 
@@ -26,7 +26,7 @@ V_OP vf fp8_lamb16_norm(vf x, const int nonneg)
 
 HSTEP_INLINE float fp8_lamb16_tensor_scale(double norm, double elements) { return (float)(norm / elements + 1e-6); }
 
-/* The quotient by the scale is the published one: division, not a reciprocal. */
+/* Returns the scale itself, because the published code divides by it instead of multiplying by a reciprocal. */
 V_OP vf fp8_lamb16_inverse(vi scale, const int nonneg)
 {
     (void)nonneg;

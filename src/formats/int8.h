@@ -1,4 +1,5 @@
-/* 8-bit codes of a root, one BF16 scale per 32 elements of a row; 1.0625 bytes an element. Two codes, by role:
+/* 8-bit codes of a root; 1.0625 bytes an element. 32 elements of a row share one BF16 scale s. There are two codes, by
+ * role:
  *
  *   signed x: codes linear in sqrt |x|, -127 .. 127
  *     s = BF16 up of sqrt(max |x|) / 127      a = max(0, |x| (65536 / s) (65536 / s) - r (65536 - r))
@@ -11,22 +12,24 @@
  *     s: pattern of sqrt(max x) - 7 - 127 * 2^18, up to a multiple of 2^19
  *
  * "BF16 up" enlarges by 2^-21 and rounds up, which keeps every code in range without a clamp. r is this element's 16
- * random bits (so x is unbiased if signed, y if not), or 2^15 for nearest; codes are chosen against the stored scale,
- * so its rounding costs no accuracy. A block whose maximum is below 2^-126 is all zero, with scale 0. Otherwise no
- * second moment decodes below the square of the smallest code, a zero one included: 2^-11 to 2^-12 of the block's
- * largest root, which only shortens a step. Here x is what is stored of a second moment: it is divided by the state's
- * grid, which decays with it (grid.h). Up to seven units in the last place beside a code are that code, with any r, and
- * the largest code's value asks for the same s again: so a pure decay, rounded in fp32 at each step, changes nothing.
+ * random bits, or 2^15 for nearest. With random bits x is unbiased if signed, and y if not. Codes are chosen against
+ * the stored scale, so its rounding costs no accuracy. A block whose maximum is below 2^-126 is all zero, with scale 0.
+ * In any other block no second moment decodes below the square of the smallest code, not even a zero. This is 2^-11 to
+ * 2^-12 of the block's largest root, which only shortens a step. x is the stored value of a second moment: it is
+ * divided by the state's grid, which decays with it (grid.h). Values up to seven units in the last place beside a code
+ * become that code, with any r. The largest code's value asks for the same s again. So a pure decay, rounded in fp32 at
+ * each step, changes nothing.
  *
- * Why two: a second moment is written stochastically and wanders by a quarter of (step / value) in squared relative
- * terms, so its codes are floats. What makes it wander most, though, is a scale that follows the maximum: with every
- * change of the scale all 32 elements are rounded again. On a grid of floats a stored value stays representable
- * whatever the scale says, and only what the step adds is rounded; the scale tells where the window begins
- * (docs/results.md, lab/int4_trials.c). First moments are not divided by, so the largest matter most there. They are
- * unbiased themselves: were their roots so, a tenth of a gradient at a time, elements of a ten-thousandth of their
- * block's largest would come out twice as large. Worst case: signed |error of y| < 0.71 s to nearest (of x between k^2
- * and (k + 1)^2), < s stochastic, s <= sqrt(max |x|) / 127 * (1 + 2^-7); non-negative below 2^-5 of y above the edge,
- * 2^-4 below it. */
+ * Reasons for two codes. A second moment is written stochastically and wanders by a quarter of (step / value) in
+ * squared relative terms, so its codes are floats. It wanders most if its scale follows the maximum, because
+ * every change of the scale rounds all 32 elements again. On a grid of floats a stored value stays representable under
+ * any scale, and only the amount that the step adds is rounded. The scale tells where the window begins
+ * (docs/results.md, lab/int4_trials.c). Nothing is divided by first moments, so the largest matter most. They are
+ * unbiased themselves. If their roots were unbiased instead, a tenth of a gradient at a time, elements of a
+ * ten-thousandth of their block's largest would come out twice as large.
+ *
+ * Worst case if signed: |error of y| < 0.71 s to nearest (of x between k^2 and (k + 1)^2), < s stochastic, s <=
+ * sqrt(max |x|) / 127 * (1 + 2^-7). If non-negative: below 2^-5 of y above the edge, 2^-4 below it. */
 #ifndef HSTEP_INT8_H
 #define HSTEP_INT8_H
 
@@ -35,8 +38,9 @@
 #define int8_ROW "int8", "8-bit root codes, BF16 scale per 32", ROWS, I8, BF16, \
     roles = SIGNED | NONNEG, code_bits = 8, block = 32, stochastic = 1, root = 2
 
-/* From the largest magnitude of a block (of roots for second moments) to its scale, as the fp32 pattern of a BF16
- * number. The window ends at 2^-73: a quarter of its square, which the grid may make of it, is still above zero. */
+/* Returns a block's scale, as the fp32 pattern of a BF16 number. `maximum` is the largest magnitude, or the largest
+ * root for second moments. The window ends at 2^-73, because a quarter of its square is still above zero. The grid may
+ * make it so. */
 V_OP vi int8_scale(vf maximum, const int nonneg)
 {
     if (nonneg) {
@@ -48,40 +52,41 @@ V_OP vi int8_scale(vf maximum, const int nonneg)
     return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), up);
 }
 
-/* The edge itself for second moments, whose codes need no arithmetic on floats; out of reach where all are zero. */
+/* Returns 65536 / s for signed states. For second moments, whose codes need no arithmetic on floats, it returns the
+ * edge, or one out of reach if all are zero. */
 V_OP vf int8_inverse(vi scale, const int nonneg)
 {
     if (nonneg) return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
     return v_div0(v_set(65536.0f), v_from_bits(scale));
 }
 
-/* What is kept of a new value until its block's scale is known: of a second moment its root, which the rule has just
- * computed. */
+/* Returns the form of a new value that is kept until its block's scale is known. For a second moment it is the root,
+ * which the rule has just computed. */
 V_OP vf int8_stash(vf x, const int nonneg)
 {
     return nonneg ? v_sqrt(x) : x;
 }
 
-/* A second moment's code times 2^18, with what is dropped of it and codes below zero; draw: four times the random bits,
- * whatever lies around them. */
+/* Returns a second moment's code times 2^18, with its dropped part. The code may be below zero. draw is four times the
+ * random bits; other bits of it do not matter. */
 V_OP vi int8_position(vf stashed, vf edge, vi draw)
 {
-    /* A coarse step is floor((floor(d / 2) + q) / 2^18), and d / 2 > d below zero. */
+    /* Below the edge it is floor((floor(d / 2) + q) / 2^18). The maximum finds the way: d / 2 > d below zero. */
     vi d = vi_sub(v_bits(stashed), v_bits(edge)), fine = vi_max(d, vi_sra(d, 1));
     return vi_add(fine, vi_or(vi_and(draw, vi_set(0x3fff0)), vi_set((128u << 18) + 8)));
 }
 
-/* What a signed state's code is the root of, times 2^32; below zero it counts as zero. */
+/* Returns the number whose root is a signed state's code, times 2^32. Below zero it counts as zero. */
 V_OP vf int8_radicand(vf stashed, vf inverse, vi random)
 {
-    /* floor(sqrt(x / s^2 - u (1 - u)) + u) with u = r / 2^16 goes from k to k + 1 as often as x has gone from k^2 to
-     * (k + 1)^2. */
+    /* With u = r / 2^16 the code is floor(sqrt(x / s^2 - u (1 - u)) + u). It is k + 1 instead of k with a probability
+     * that rises evenly from 0 to 1 while x / s^2 goes from k^2 to (k + 1)^2. */
     vf draw = v_from_int(random), apart = v_mul(draw, v_sub(v_set(65536.0f), draw));
-    /* One product after the other: the square of the inverse may leave fp32. */
+    /* Multiplies twice, because the square of the inverse may leave fp32. */
     return v_sub(v_mul(v_mul(v_abs(stashed), inverse), inverse), apart);
 }
 
-/* A signed state's code times 2^16, without its sign. */
+/* Returns a signed state's code times 2^16, with its dropped part but without its sign. */
 V_OP vi int8_magnitude(vf stashed, vf inverse, vi random)
 {
     return hstep_root_and(int8_radicand(stashed, inverse, random), random);
@@ -94,8 +99,8 @@ V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
     return vi_sub(vi_xor(magnitude, sign), sign);
 }
 
-/* A second moment from its distance to the edge in steps of 2^18. A scale of 0 becomes 128 of those that are twice as
- * long, for code 0 to come out as 0. */
+/* Returns a second moment from its distance to the edge, in steps of 2^18. A scale of 0 becomes 128 steps of twice that
+ * length, so that code 0 decodes as 0. */
 V_OP vf int8_square(vi distance, vf scale)
 {
     vf y = v_from_bits(vi_add(vi_max(v_bits(scale), vi_set(128u << 19)), distance));
@@ -121,7 +126,7 @@ V_OP void int8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
         vp_load_s8(code + i, e, o);
 }
 
-/* int8_load() and int8_value() of a pair: what fits halves of lanes is done in them. */
+/* Does int8_load() and int8_value() for a pair, in halves of lanes as far as values fit. */
 #define int8_DECODE HSTEP_PAIR(PAIRED)
 V_OP void int8_decode_pair(const char *code, int64_t i, vf scale, vf *e, vf *o, const int nonneg)
 {
@@ -139,7 +144,7 @@ V_OP void int8_decode_pair(const char *code, int64_t i, vf scale, vf *e, vf *o, 
 
 V_OP void int8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
 
-/* int8_code() and int8_store() of a pair, in halves of lanes as soon as codes fit them. */
+/* Does int8_code() and int8_store() for a pair, in halves of lanes as soon as codes fit them. */
 #define int8_ENCODE HSTEP_PAIR(PAIRED)
 V_OP void int8_encode_pair(char *code, int64_t i, vf e, vf o, vf inverse, vi words, const int nonneg)
 {

@@ -1,6 +1,6 @@
-/* Adafactor (Shazeer and Stern 2018, algorithms 4 to 8): the second moment of a matrix in two vectors, updates clipped
- * by their root mean square, steps relative to the weights. With b2 = 1 - t^beta2_decay, a = 0 and f = eps, or
- * a = eps and f = 0 where published is 1:
+/* Adafactor (Shazeer and Stern 2018, algorithms 4 to 8). The second moment of a matrix is in two vectors. Updates are
+ * clipped by their root mean square, and steps are relative to the weights. b2 = 1 - t^beta2_decay. a = 0 and f = eps
+ * by default; if published is 1, a = eps and f = 0.
  *
  *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + a), c likewise over rows, v = r c' / max(mean(r), f)
  *   the rest: v = b2 v + (1 - b2) (g^2 + a)
@@ -10,9 +10,9 @@
  *   m = b1 m + (1 - b1) u            change = L m + decay w
  *   published: m = b1 m + (1 - b1) L u, change = m + decay L / lr w
  *
- * The defaults are torch.optim.Adafactor's, published that of the paper and of transformers. RMS is the root mean
- * square over the tensor, kept as update_rms and weight_rms. Where a square is 0 so is its quotient. A matrix is a
- * tensor of two or more dimensions with two rows and two columns or more; its rows are the first dimension. */
+ * The default form is torch.optim.Adafactor's; published is that of the paper and of transformers. RMS is the root mean
+ * square over the tensor, kept as update_rms and weight_rms. If a square is 0, so is its quotient. A matrix is a tensor
+ * of two or more dimensions with two rows and two columns or more. Its rows are the first dimension. */
 #ifndef HSTEP_ADAFACTOR_H
 #define HSTEP_ADAFACTOR_H
 
@@ -22,26 +22,26 @@
 
 enum {
     ADAFACTOR_BETA1,
-    ADAFACTOR_NEW1, /* of m: 1 - b1, times the clip, and times L where m is of whole steps */
+    ADAFACTOR_NEW1, /* factor of the newest update in m: 1 - b1, the clip, and L if m holds whole steps */
     ADAFACTOR_BETA2,
     ADAFACTOR_NEW2,
-    ADAFACTOR_NEW2_REST, /* 0 for matrices, whose v for each element there is not */
+    ADAFACTOR_NEW2_REST, /* 0 for matrices, which have no v for each element */
     ADAFACTOR_ADDED,
     ADAFACTOR_FLOOR,
-    ADAFACTOR_MEAN, /* 1 / mean(r); 0 for the rest */
-    ADAFACTOR_STEP, /* L, or 1 where it is in m */
+    ADAFACTOR_MEAN, /* 1 / mean(r) for matrices; 0 for the rest */
+    ADAFACTOR_STEP, /* L, or 1 if m holds whole steps */
     ADAFACTOR_DECAY,
     adafactor_constants
 };
 
-/* A finite fp32 number; 0 for 0, where all that it multiplies is 0. */
+/* Returns 1 / x, at most the largest fp32 number. Returns 0 for 0, because all that it multiplies is then 0. */
 HSTEP_INLINE double adafactor_reciprocal(double x) { return x > 1.0 / FLT_MAX ? 1.0 / x : x > 0.0 ? FLT_MAX : 0.0; }
 
 HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
 {
     const struct hstep_own *own = hstep_own(p);
     double beta1 = p->hyper[0], eps = p->hyper[2], threshold = p->hyper[4], t = (double)p->t;
-    /* Without a first moment both ways are one, and m is the change: L is in it then too. */
+    /* Without a first moment both forms agree, and m is the change. m then includes L too. */
     int published = p->hyper[8] != 0.0, whole = published || beta1 == 0.0;
     double fresh = hstep_pow(t, p->hyper[1]), step = p->lr, clip = 1.0, floor = published ? 0.0 : eps, mean = 0.0;
     if (p->hyper[5] != 0.0 && step > 1.0 / sqrt(t)) step = 1.0 / sqrt(t);
@@ -66,7 +66,7 @@ HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
     k[ADAFACTOR_DECAY] = (float)(published && p->lr > 0.0 ? p->decay * (step / p->lr) : p->decay);
 }
 
-/* States: v, r, c, m. */
+/* Updates v and returns g / max(sqrt(v), f). s[] holds v, r, c and m. */
 V_OP vf adafactor_quotient(const vf *k, vf g, vf *s)
 {
     vf square = v_add(v_mul(g, g), k[ADAFACTOR_ADDED]);

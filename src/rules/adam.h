@@ -1,4 +1,4 @@
-/* Adam (Kingma & Ba 2015): the arithmetic of adamw.h. Its decay is a part of the gradient (l2) unless a group says
+/* Adam (Kingma & Ba 2015), with the arithmetic of adamw.h. Its decay is part of the gradient (l2) unless a group says
  * otherwise. */
 #ifndef HSTEP_ADAM_H
 #define HSTEP_ADAM_H

@@ -3,11 +3,11 @@
  *   m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
  *   d = lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
  *
- * amsgrad (Reddi et al. 2018, algorithm 2) puts the largest v so far in the place of v: as in torch, of the raw second
- * moments, so that the correction of today applies to it.
+ * amsgrad (Reddi et al. 2018, algorithm 2) replaces v by the largest v so far. As in torch these are raw second
+ * moments, so that the correction of the current step applies to the largest.
  *
- * States start at zero. A zero denominator (eps = 0 and no gradient yet) gives no update. Decay sits in the same
- * expression as the update, so the one rounding of the format sees their sum. */
+ * States start at zero. A zero denominator (eps = 0 and no gradient yet) gives no update. Decay is in the same
+ * expression as the update, so that the format rounds their sum once. */
 #ifndef HSTEP_ADAMW_H
 #define HSTEP_ADAMW_H
 
@@ -18,7 +18,8 @@ enum {
     adamw_constants
 };
 
-/* Cauchy-Schwarz on the two sums of t terms: m^2 <= C^2 v. Returns C, huge where there is no such bound. */
+/* Returns C of the bound m^2 <= C^2 v, by Cauchy-Schwarz on the two sums of t terms. Returns 1e30 if there is no
+ * bound. */
 HSTEP_INLINE float adamw_bound(double beta1, double beta2, uint64_t t)
 {
     double ratio = beta2 > 0.0 ? beta1 * beta1 / beta2 : 2.0, terms = (double)t;
@@ -44,7 +45,7 @@ HSTEP_INLINE void adamw_prepare(float *k, struct hstep_prepare *p)
     k[ADAMW_BOUND] = adamw_bound(beta1, beta2, p->t);
 }
 
-/* m and v in s[0] and s[1]; returns the root of v. */
+/* Updates m and v in s[0] and s[1]. Returns the root of v. */
 V_OP vf adamw_moments(const vf *k, vf g, vf *s, const int mode)
 {
     vf m = v_add(v_mul(k[ADAMW_BETA1], s[0]), v_mul(k[ADAMW_NEW1], g));
@@ -78,7 +79,7 @@ V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return adamw_end(k, w, numerator, root);
 }
 
-/* Of Adam too. */
+/* Shared with Adam. */
 #define ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)                                                        \
     STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                  \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2", .precise_while = "amsgrad", .precise = HSTEP_FORMAT_bf16_sr)  \

@@ -7,12 +7,18 @@
  * The paper's (w - lr u) / (1 + lr wd) is the decay mode "proximal", whose two factors arrive as lr and decay. The
  * fourth state is the gradient itself; optimi keeps its negative.
  *
- * Bounds for quantized moments. With r = b2 / (1 + b2), g_j = (1 - r) sum of r^i y_(j-i) + r^j y_1, so averages of g
- * are averages of y at all delays i, and n holds the squares of y. Cauchy-Schwarz, where a delay costs b3^(-i/2), gives
+ * Bounds for quantized moments. Let r = b2 / (1 + b2). Then g_j = (1 - r) sum of r^i y_(j-i) + r^j y_1. Averages of g
+ * are therefore averages of y at all delays i, and n holds the squares of y. Cauchy-Schwarz, by which a delay costs
+ * b3^(-i/2), gives
+ *
  *   |average of g by b| <= A(b, t) sqrt(n) = (C(b, t) (1 - r) / (1 - q) + E(b, t)) sqrt(n)        q = r / sqrt(b3) < 1
- * with C Adam's bound for b and b3, and E what y_1 stands for the time before it:
+ *
+ * C is Adam's bound for b and b3. E is the share of y_1, which stands for the time before it:
+ *
  *   E(b, t) = r (1 - b) sqrt(b3) / sqrt(1 - b3) * ((b^2 / b3)^(t/2) - q^t) / (b - r)
- * Summed by parts, a = (1 - b2) (g_t - average of g by b2 up to t - 1 - b2^(t-1) g_1), hence
+ *
+ * Summed by parts, a = (1 - b2) (g_t - average of g by b2 up to t - 1 - b2^(t-1) g_1). Hence
+ *
  *   |a| <= (1 - b2) sqrt(n) (((1 - r) / sqrt(1 - q^2) + sqrt(b3) q^t + (b2^2 / b3)^((t-1)/2)) / sqrt(1 - b3)
  *                            + A(b2, t - 1) / sqrt(b3)) */
 #ifndef HSTEP_ADAN_H
@@ -26,7 +32,7 @@ enum {
     adan_constants
 };
 
-/* A(beta, t) of above. */
+/* Returns A(beta, t) of the bounds above. */
 HSTEP_INLINE double adan_bound(double beta, double r, double beta3, uint64_t t)
 {
     double scale = sqrt(beta3), p = beta / scale, q = r / scale;

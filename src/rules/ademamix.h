@@ -3,15 +3,16 @@
  *   m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2      a = B a + (1 - B) g
  *   d = lr * (m / (1 - b1^t) + A a) / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
  *
- * a is not debiased: it starts at zero on purpose. A and B are alpha and b3, or come there within alpha_warmup and
- * beta3_warmup updates: A in a straight line from 0, B with a half-life in a straight line from that of b1,
+ * a is not debiased: it starts at zero on purpose. A and B are alpha and b3. With alpha_warmup and beta3_warmup they
+ * reach these values within so many updates. A rises in a straight line from 0. B's half-life rises in a straight line
+ * from that of b1:
  *
  *   A = alpha t / alpha_warmup      B = exp(1 / ((1 - x) / ln b1 + x / ln b3)), at most b3      x = t / beta3_warmup
  *
- * Bounds for quantized moments are Adam's, for a with b3 and doubled: it meets its bound where gradients hardly change,
- * and would have half of the noise of stochastic rounding cut off there, which lasts 1 / (1 - b3) updates. While B
- * rises, a gradient may have entered a with up to 1 - b1, not 1 - b3; the bound is larger by that factor wherever there
- * is a beta3_warmup. */
+ * Bounds for quantized moments are Adam's; that of a takes b3 and is doubled. a meets its bound when gradients hardly
+ * change. A bound that is not doubled would then cut off half of the noise of stochastic rounding, which lasts 1 / (1 -
+ * b3) updates. While B rises, a gradient may have entered a with up to 1 - b1 instead of 1 - b3. The bound is larger by
+ * that factor if there is a beta3_warmup. */
 #ifndef HSTEP_ADEMAMIX_H
 #define HSTEP_ADEMAMIX_H
 
@@ -22,7 +23,7 @@ enum {
     ademamix_constants
 };
 
-/* B of above; ln 0 is minus infinity, and its reciprocal 0. */
+/* Returns B of the formula above. ln 0 is minus infinity, and its reciprocal 0. */
 HSTEP_INLINE double ademamix_beta3(double beta1, double beta3, double part)
 {
     if (!(part < 1.0) || beta3 == 0.0 || beta1 >= beta3) return beta3;
@@ -78,7 +79,7 @@ V_OP vf ademamix_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)         \
     HYPER("beta3", "decay rate of the slow average", .initial = 0.9999, .maximum = 1.0, .exclusive = 1)         \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)            \
-    HYPER("alpha", "times the slow average is added to the first moment", .initial = 5.0, .maximum = 1e3)       \
+    HYPER("alpha", "factor of the slow average in the sum with the first moment", .initial = 5.0, .maximum = 1e3) \
     HYPER("alpha_warmup", "updates in which alpha rises from 0; 0: none", .maximum = 1e15)                      \
     HYPER("beta3_warmup", "updates in which beta3 rises from beta1, by half-lives; 0: none", .maximum = 1e15)
 

@@ -1,5 +1,5 @@
-/* ADOPT (Taniguchi et al. 2024, algorithm 2): each gradient is divided by the root of the second moment before it, and
- * only then averaged, so that any b2 converges:
+/* ADOPT (Taniguchi et al. 2024, algorithm 2). Each gradient is divided by the root of the second moment before it, and
+ * only then averaged. Any b2 then converges:
  *
  *   t = 1:  v = g^2, nothing else changes, not even by decay
  *   t > 1:  n = g / max(sqrt(v), eps)                          v of the update before
@@ -9,8 +9,8 @@
  *
  * t - 1 is the number of averaged gradients, as in the authors' code, whose clip_lambda is `step ** 0.25`. Without the
  * clip the bound is the largest float, so that a first gradient of almost zero makes no infinity. A zero denominator
- * (eps = 0 and no gradient yet) gives n = 0. m is no average of g: no bound by the root of v holds for it, or is
- * needed, for it is never divided. */
+ * (eps = 0 and no gradient yet) gives n = 0. m is no average of g, so the root of v does not bound it. It needs no
+ * bound, because it is never divided. */
 #ifndef HSTEP_ADOPT_H
 #define HSTEP_ADOPT_H
 

@@ -1,5 +1,5 @@
-/* CAME (Luo et al. 2023, algorithm 2): Adafactor's second moment in two vectors, a first moment of what it divides, and
- * a second pair of vectors over how far the two are apart, so that what is not confident moves less:
+/* CAME (Luo et al. 2023, algorithm 2): Adafactor's second moment in two vectors, and a first moment of its quotients. A
+ * second pair of vectors measures how far quotient and first moment are apart, so that uncertain elements move less:
  *
  *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + eps), c likewise over rows, v = r c' / mean(r)
  *   the rest: v = b2 v + (1 - b2) (g^2 + eps)
@@ -8,9 +8,9 @@
  *             d = lr m / sqrt(p q' / mean(p)) + decay * w
  *   the rest: d = lr m + decay * w
  *
- * As the authors' code: no moment is debiased, and where a square is 0 so is its quotient. RMS is the root mean square
+ * As in the authors' code, no moment is debiased. If a square is 0, so is its quotient. RMS is the root mean square
  * over the tensor, kept as update_rms. A matrix is a tensor of two or more dimensions with two rows and two
- * columns or more; its rows are the first dimension. */
+ * columns or more. Its rows are the first dimension. */
 #ifndef HSTEP_CAME_H
 #define HSTEP_CAME_H
 
@@ -23,12 +23,12 @@ enum {
     CAME_NEW2,
     CAME_BETA3,
     CAME_NEW3,
-    CAME_NEW2_REST, /* 0 for matrices, whose v for each element there is not */
+    CAME_NEW2_REST, /* 0 for matrices, which have no v for each element */
     CAME_EPS,
     CAME_INSTABILITY_EPS,
     CAME_MEAN, /* 1 / mean(r), 1 / mean(p); 0 for the rest */
     CAME_INSTABILITY_MEAN,
-    CAME_REST, /* the divisor of m: 1 for the rest */
+    CAME_REST, /* added to the divisor of m: 1 for the rest, 0 for matrices */
     CAME_CLIP,
     CAME_LR,
     CAME_DECAY,
@@ -60,7 +60,7 @@ HSTEP_INLINE void came_prepare(float *k, struct hstep_prepare *p)
     k[CAME_DECAY] = (float)p->decay;
 }
 
-/* States: m, v, r, c, p, q. */
+/* Updates v and returns g / sqrt(v). s[] holds m, v, r, c, p and q. */
 V_OP vf came_quotient(const vf *k, vf g, vf *s)
 {
     vf square = v_add(v_mul(g, g), k[CAME_EPS]);
@@ -74,7 +74,7 @@ V_OP void came_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     x[0] = came_quotient(k, g, s);
 }
 
-/* u; s[0] is the new m. */
+/* Returns u, and updates m in s[0]. */
 V_OP vf came_moment(const vf *k, vf g, vf *s)
 {
     vf u = v_mul(came_quotient(k, g, s), k[CAME_CLIP]);

@@ -1,14 +1,14 @@
-/* Compass (torchastic): the gradient, amplified by its average, over the root of its own second moment,
+/* Compass (torchastic): the gradient, amplified by its average, over the root of its own second moment:
  *
  *   m = b1 m + (1 - b1) g          g' = g + amplify m / (1 - b1^t)
  *   v = b2 v + (1 - b2) g'^2
  *   d = lr * g' / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
  *
- * published = 1 is the form of the package: m is not debiased, and lr and decay are divided by 1 - b1^t, which makes
- * the first step a hundred times too long for b1 = 0.99.
+ * published = 1 is the form of the package: m is not debiased, and lr and decay are divided by 1 - b1^t. This makes the
+ * first step a hundred times too long for b1 = 0.99.
  *
- * v always holds this step's g'^2, so |g'| / sqrt(v) <= 1 / sqrt(1 - b2) whatever quantization has done to the states:
- * nothing is clamped. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
+ * v always holds this step's g'^2. So |g'| / sqrt(v) <= 1 / sqrt(1 - b2) whatever quantization has done to the states,
+ * and nothing is clamped. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
 #ifndef HSTEP_COMPASS_H
 #define HSTEP_COMPASS_H
 
@@ -65,7 +65,7 @@ V_OP vf compass_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     HYPER("beta1", "decay rate of the first moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)   \
     HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1) \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)    \
-    HYPER("amplify", "times the momentum is added to the gradient", .initial = 5.0, .maximum = 1e3)     \
+    HYPER("amplify", "factor of the momentum added to the gradient", .initial = 5.0, .maximum = 1e3)    \
     HYPER("published", "1: torchastic's scaling, 1 / (1 - beta1) too large at first", .maximum = 1.0)
 
 #endif

@@ -1,12 +1,12 @@
-/* The rule of the adamw_bfloat16 package: AdamW with weight decay in lumps that BF16 can hold,
+/* The rule of the adamw_bfloat16 package: AdamW with weight decay in lumps that BF16 can hold:
  *
  *   a = a + lr wd                  c = a if a > threshold, else 0                a = a - c
  *   d = lr sqrt(1 - b2^t) * m / (sqrt(v) + eps) + c * w
  *
- * (the package takes the lump from the rounded weight after the step; here it is part of the one change) with Adam's
- * moments, the first not debiased: the first steps are shorter by 1 - b1^t. a is kept per tensor, in double, and starts
- * at threshold * U, so that tensors do not all decay in the same step; U in [0, 1) is a hash of the tensor's id (the
- * finalizer of splitmix64, its top 53 bits), which makes runs repeatable and ranks agree. */
+ * m and v are Adam's moments. m is not debiased, so the first steps are shorter by 1 - b1^t. The package takes the lump
+ * from the rounded weight after the step; here it is part of the one change. a is kept per tensor, in double. It starts
+ * at threshold * U, so that tensors do not all decay in the same step. U in [0, 1) is a hash of the tensor's id, the
+ * top 53 bits of splitmix64's finalizer. A hash makes runs repeatable and ranks agree. */
 #ifndef HSTEP_DELAYED_H
 #define HSTEP_DELAYED_H
 

@@ -1,10 +1,10 @@
-/* A running average of weights. The gradient slot holds the live weight g, the weight slot is the average:
+/* A running average of weights. The gradient slot holds the live weight g, and the weight slot is the average w:
  *
  *   d = lr f (w - g) + decay * w         f = 1 - beta, or (1 - beta) / (1 - beta^t) with debias; 1 in the first update
  *
- * So the first update takes the live weight over, and debias makes the average that of all t weights so far (for beta
- * near 1 their plain mean, until t nears 1 / (1 - beta)). A residual, an error code or stochastic rounding of the
- * weight's format is what lets an average in BF16 move by less than its last place. */
+ * So the first update copies the live weight. debias makes the average that of all t weights so far. For beta near 1
+ * this is their plain mean, until t nears 1 / (1 - beta). An average in BF16 moves by less than its last place only if
+ * the weight's format has a residual, an error code or stochastic rounding. */
 #ifndef HSTEP_EMA_H
 #define HSTEP_EMA_H
 

@@ -1,22 +1,22 @@
-/* LAMB (You et al. 2020, algorithm 2): Adam with decay, each tensor's step as long as a share of its weights,
+/* LAMB (You et al. 2020, algorithm 2): Adam with decay, where each tensor's step is as long as a share of its weights:
  *
  *   u = m^ / (sqrt(v^) + eps) + lambda * w           m, v as in adamw.h; debias = 0: m and v themselves
  *   ratio = (min(|w|, max_weight_norm) / |u|)^trust_scale     1 where a norm is 0, and with adam = 1
  *   d = lr * ratio * u
  *
- * |.| is the Euclidean norm of the whole tensor. lambda is the coefficient of the weight in the change over lr, so that
- * all decay modes but l2 enter the ratio as weight decay does in the paper. max_weight_norm 10 and debias = 0 are what
- * the widespread implementation of the LAMB16 package has; trust_scale is its exponent. The scalars are what entered
- * the ratio. lr times a ratio that leaves fp32 counts as 1e30. */
+ * |.| is the Euclidean norm of the whole tensor. lambda is the coefficient of the weight in the change over lr. All
+ * decay modes but l2 therefore enter the ratio as weight decay does in the paper. The widespread implementation of the
+ * LAMB16 package has max_weight_norm 10 and debias = 0; trust_scale is its exponent. The scalars are the norms that
+ * entered the ratio, and the ratio. If lr times a ratio leaves fp32, it counts as 1e30. */
 #ifndef HSTEP_LAMB_H
 #define HSTEP_LAMB_H
 
 #include "rules/adamw.h"
 
-/* Of the constants of adamw.h, LAMB_LR * LAMB_MEAN is what multiplies m, and LAMB_DECAY is lambda. */
+/* m is multiplied by LAMB_LR * LAMB_MEAN, and LAMB_DECAY is lambda. The other constants are those of adamw.h. */
 enum { LAMB_LR = ADAMW_LR, LAMB_DECAY = ADAMW_DECAY, LAMB_MEAN = ADAMW_BOUND + 1, lamb_constants };
 
-/* x^y for a ratio of norms and y of 0 to 1, exact at the ends. */
+/* Returns x^y for a ratio of norms x and y of 0 to 1. Both ends are exact. */
 HSTEP_INLINE double lamb_power(double x, double y) { return y == 1.0 ? x : y == 0.0 ? 1.0 : hstep_pow(x, y); }
 
 HSTEP_INLINE void lamb_fill(float *k, struct hstep_prepare *p, int debias, double ratio)
@@ -49,7 +49,7 @@ V_OP vf lamb_start(const vf *k, vf g, vf *s, const int mode, vf *root)
     return v_mul(k[LAMB_MEAN], s[0]);
 }
 
-/* u of above. */
+/* Returns u of the formula above. */
 V_OP vf lamb_direction(const vf *k, vf w, vf numerator, vf root)
 {
     vf update = v_div0(numerator, v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));

@@ -1,17 +1,17 @@
-/* LAMB16, the LAMB of the package of that name, made for states of 8 bits: no bias correction, and a trust ratio with a
- * small exponent that takes the place of most of lr,
+/* LAMB16, the LAMB of the package of that name, made for states of 8 bits. It has no bias correction. A trust ratio
+ * with a small exponent takes the place of most of lr:
  *
  *   u = m / (sqrt(v) + eps) + lambda * w                        m, v as in adamw.h
  *   W = sqrt(sum(clamp(w^2, eps, 1))) / n     U = sqrt(sum(clamp(u^2, eps, 1))) / n
  *   ratio = clamp((W / U * 1e-3 / lr)^trust_scale, 0, 2)
  *   d = lr * ratio * u
  *
- * so d grows with lr^(1 - trust_scale). The sums are over the whole tensor, n its elements; the scalars are W, U and
- * the ratio. Values are clamped before they are squared, between sqrt(eps) and 1. With eps = 0 a norm can be 0: the
- * ratio is 1 then. At lr = 0 it is 2, as in the package, and nothing moves.
+ * So d grows with lr^(1 - trust_scale). The sums are over the whole tensor, and n is its number of elements. The
+ * scalars are W, U and the ratio. Values are clamped before they are squared, between sqrt(eps) and 1. With eps = 0 a
+ * norm can be 0; the ratio is then 1. At lr = 0 the ratio is 2, as in the package, and nothing moves.
  *
- * How states are scaled for 8 bits is the matter of their format; as in every rule, states of blocks, but not those of
- * fp8-lamb16, are clamped to the bound of adamw.h before they are used. */
+ * The format of states scales them for 8 bits. As in every rule, states of blocks are clamped to the bound of adamw.h
+ * before they are used, except those of fp8-lamb16. */
 #ifndef HSTEP_LAMB16_H
 #define HSTEP_LAMB16_H
 

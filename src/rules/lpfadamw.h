@@ -1,11 +1,11 @@
-/* LPFAdamW (torchastic): AdamW on gradients to which their own low-passed version is added,
+/* LPFAdamW (torchastic): AdamW on gradients to which their own low-passed version is added:
  *
  *   h = b1 h + (1 - b1) g          g' = g + amplify h / (1 - b1^t)
  *   m = b2 m + (1 - b2) g'         v = b3 v + (1 - b3) g'^2
  *   d = lr / (1 - b2^t) * m / (sqrt(v) / sqrt(1 - b3^t) + eps) + decay * w
  *
- * published = 1 is the form of the package: h is not debiased, and the decay is divided by 1 - b2^t, which makes it ten
- * times too strong in the first step. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
+ * published = 1 is the form of the package: h is not debiased, and the decay is divided by 1 - b2^t. This makes decay
+ * ten times too strong in the first step. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
 #ifndef HSTEP_LPFADAMW_H
 #define HSTEP_LPFADAMW_H
 
@@ -51,7 +51,7 @@ V_OP vf lpfadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     HYPER("beta2", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)         \
     HYPER("beta3", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)      \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)         \
-    HYPER("amplify", "times the low pass is added to the gradient", .initial = 2.0, .maximum = 1e3)          \
+    HYPER("amplify", "factor of the low pass added to the gradient", .initial = 2.0, .maximum = 1e3)         \
     HYPER("published", "1: torchastic's scaling, decay 1 / (1 - beta2) too strong at first", .maximum = 1.0)
 
 #endif

@@ -1,4 +1,4 @@
-/* Muon (Jordan et al. 2024): for a matrix, a step of the same length in every direction that the momentum has,
+/* Muon (Jordan et al. 2024): a matrix takes a step of the same length in every direction that its momentum has:
  *
  *   b = mu b + (1 - mu) g
  *   u = (1 - mu) g + mu b (Nesterov), b
@@ -6,17 +6,17 @@
  *                                             (transforms.def)
  *   adjust = sqrt(max(1, rows / columns)), or with match_rms 0.2 sqrt(max(rows, columns))
  *
- * as torch.optim.Muon has it, in whose buffer gradients weigh 1 - mu (O does not depend on that), with adjust_lr_fn
- * "original" and "match_rms_adamw" (Liu et al. 2025). torch runs the steps in BF16; here they are fp32. A matrix is a
- * tensor of at least two dimensions with more than one row and column; any other is stepped by AdamW with beta1, beta2
- * and eps, its first moment in the place of the momentum. */
+ * torch.optim.Muon has this form. In its buffer gradients weigh 1 - mu, on which O does not depend. Its adjust_lr_fn is
+ * "original" or "match_rms_adamw" (Liu et al. 2025). torch runs the Newton-Schulz steps in BF16; here they are fp32. A
+ * matrix is a tensor of at least two dimensions with more than one row and column. Any other tensor is stepped by AdamW
+ * with beta1, beta2 and eps. Its first moment takes the place of the momentum. */
 #ifndef HSTEP_MUON_H
 #define HSTEP_MUON_H
 
 #include "rules/adamw.h"
 #include "rules/transforms.h"
 
-/* Of a matrix; any other tensor has those of adamw. */
+/* Constants of a matrix; any other tensor has those of adamw. */
 enum {
     MUON_OLD = newton_schulz_constants, MUON_NEW, MUON_GRADIENT, MUON_BUFFER, MUON_SCALE, MUON_DECAY,
     muon_matrix_constants,

@@ -1,18 +1,18 @@
-/* Prodigy (Mishchenko and Defazio 2023, algorithm 4), Adam whose learning rate D is estimated from how far the weights
- * have come, by sums over all tensors of the optimizer whose groups have one d_group. With B = sqrt(1 - b2^t) /
- * (1 - b1^t) where debias is 1, else 1, L = lr D B, and b3 = sqrt(b2) where it is 0:
+/* Prodigy (Mishchenko and Defazio 2023, algorithm 4): Adam whose learning rate D is estimated from how far the weights
+ * have come. The estimate takes sums over all tensors of the optimizer whose groups have one d_group. L = lr D B, with
+ * B = sqrt(1 - b2^t) / (1 - b1^t) if debias is 1, else 1. b3 = sqrt(b2) if beta3 is 0.
  *
  *   m = b1 m + (1 - b1) D g        v = b2 v + (1 - b2) (D g)^2
  *   s = b3 s + D / d0 L g          (D / d0 D g where safeguard_warmup is 1)
  *   N = b3 N + sum of D / d0 L g (x0 - w)        E = d_coef N / sum of |s|
  *   d = L m / (sqrt(v) + D' eps) + D B decay * w
  *
- * x0 are the weights before a tensor's first step, and D' is the next D: max(D, E) while D is d0, then at most the
- * largest E so far and D growth_rate. As in the authors' code D, its bound (d_max) and N are one set for all these
- * tensors, with b3, d0, d_coef, growth_rate and B of the first of their groups, whose steps t counts. A tensor without
- * a gradient leaves D to the others and has it when it moves. Where lr is 0 nothing of a tensor changes or is summed.
- * Where all gradients are 0, D stays; where all s are, nothing moves either. Sums are over every slice_p-th element of
- * a tensor alone. */
+ * x0 are the weights before a tensor's first step. D' is the next D: max(D, E) while D is d0, then at most the largest
+ * E so far and D growth_rate. As in the authors' code, all these tensors have one D, one bound of it (d_max) and one N.
+ * b3, d0, d_coef, growth_rate and B are those of the first of their groups, and t counts that group's steps. A tensor
+ * without a gradient leaves D to the others and has it when it moves. If lr is 0, nothing of a tensor changes or is
+ * summed. If all gradients are 0, D stays. If all s are 0, nothing moves either. The sums take only every slice_p-th
+ * element of a tensor. */
 #ifndef HSTEP_PRODIGY_H
 #define HSTEP_PRODIGY_H
 
@@ -20,7 +20,8 @@
 
 enum { PRODIGY_BETA3 = adamw_constants, PRODIGY_NEW3, PRODIGY_NUMERATOR, prodigy_constants };
 
-/* D, its bound and N after a step that has these sums, before which D was d. */
+/* Stores D, its bound and N after a step with these sums in scalar[]. d and `most` are D and its bound before the
+ * step. */
 HSTEP_INLINE void prodigy_estimate(const double *all, double beta3, double d, double most, const double *total,
                                    double *scalar)
 {
@@ -78,7 +79,7 @@ V_OP vf prodigy_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     vf root = adamw_moments(k, g, s, mode);
     s[2] = prodigy_s(k, g, s[2]);
-    s[3] = v_set(0.0f); /* its change */
+    s[3] = v_set(0.0f); /* the change of x0 */
     return adamw_end(k, w, s[0], root);
 }
 

@@ -1,4 +1,4 @@
-/* RAdam (Liu et al. 2020, algorithm 2): Adam whose step is scaled by how well the second moment is known,
+/* RAdam (Liu et al. 2020, algorithm 2): Adam whose step is scaled by how well the second moment is known:
  *
  *   rho = 2 / (1 - b2) - 1                       of all time
  *   rho_t = rho - 2 t b2^t / (1 - b2^t)          of t gradients
@@ -6,7 +6,7 @@
  *               r^2 = (rho_t - 4)(rho_t - 2) rho / ((rho - 4)(rho - 2) rho_t)
  *   else:       d = lr m^ + decay * w
  *
- * with Adam's moments, debiased: eps is added to the corrected root (torch.optim.RAdam adds it to the raw one). Up to
+ * The moments are Adam's, debiased. eps is added to the corrected root; torch.optim.RAdam adds it to the raw one. Up to
  * b2 = 2/3 no step is ever scaled. Dividing by 0 sqrt(v) + 1 is the second form, so the kernel is AdamW's. */
 #ifndef HSTEP_RADAM_H
 #define HSTEP_RADAM_H

@@ -1,11 +1,11 @@
-/* Ranger (Wright 2019): RAdam with lookahead (Zhang et al. 2019, algorithm 1). RAdam's change d moves the fast weights;
- * after every k-th update of them
+/* Ranger (Wright 2019): RAdam with lookahead (Zhang et al. 2019, algorithm 1). RAdam's change d moves the fast weights.
+ * After every k-th update of them
  *
  *   slow = slow + alpha (w - d - slow)           w = slow
  *
- * Updates of the weight are counted, not micro-steps. The slow weights are a state in the weight's own format, with a
- * residual or error code of their own: one residual for both loses most of a slow movement. The copy takes code and
- * residual as they are. lr = 0 is no update of anything, so it does not synchronise either. */
+ * k counts updates of the weight, not micro-steps. The slow weights are a state in the weight's own format, with a
+ * residual or error code of their own. One residual for both would lose most of a slow movement. The copy takes code
+ * and residual as they are. With lr = 0 nothing is updated, and nothing is synchronised either. */
 #ifndef HSTEP_RANGER_H
 #define HSTEP_RANGER_H
 

@@ -5,9 +5,9 @@
  *   b = momentum b + g / (sqrt(z) / q + eps)       q = sqrt(1 - a^t) (debias: torchastic's), 1 (torch's)
  *   d = lr * b + decay * w
  *
- * A centered z obeys z_t = a z_(t-1) + a (1 - a) (g - c_(t-1))^2, so it is never below the last term. Where v - c^2 has
+ * A centered z obeys z_t = a z_(t-1) + a (1 - a) (g - c_(t-1))^2, so it is never below the last term. If v - c^2 has
  * cancelled, or a quantized state made it too small or negative, that bound takes its place. In the plain form the g^2
- * in v bounds the quotient whatever quantization has done. States that hyper-parameters make needless come in as 0. */
+ * in v bounds the quotient, whatever quantization has done. States that hyper-parameters make needless come in as 0. */
 #ifndef HSTEP_RMSPROP_H
 #define HSTEP_RMSPROP_H
 
@@ -35,7 +35,7 @@ HSTEP_INLINE void rmsprop_prepare(float *k, struct hstep_prepare *p)
     k[RMSPROP_DECAY] = (float)p->decay;
 }
 
-/* Without momentum and centering: the same with the zeros left out that neither makes of the rest. */
+/* The parts are the rule without momentum and centering. They leave out zeros that change nothing. */
 V_OP vf rmsprop_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     (void)mode;

@@ -1,4 +1,4 @@
-/* How a rule's header writes its row, and what the preprocessor may ask of it.
+/* How a rule's header writes its row, and the macros that read it.
  *
  *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
  *       RULE("name", SHAPE, PARTS, CAUTION, .label = ..., ...)   members of struct hstep_rule (tables/tables.h)
@@ -16,7 +16,7 @@
  *          TOTALS(n)                 n sums over all tensors of the optimizer whose groups have one number in the
  *                                    hyper-parameter .share. Their scalars are one set for all of these; the first of
  *                                    them never falls
- *          RAW_GRADIENT              the gradient slot is a weight, and taken as it is
+ *          RAW_GRADIENT              the gradient slot holds a weight, which is taken as it is
  *          MATRIX(transformation)    tensors of two or more dimensions are stepped as matrices; a row of transforms.def
  *          FACTORED(pairs, n)        likewise, by pairs of vectors over rows and columns; n sums as with NORMS
  * PARTS    PARTS(PREFIX)             the rule is PREFIX_start() and PREFIX_end() after each other (rule.h), so that a
@@ -34,7 +34,7 @@
 #ifndef HSTEP_ROW_H
 #define HSTEP_ROW_H
 
-/* For parts of a row that somebody has no use for, and to count those that are there. */
+/* Drop a part of a row, or count it. */
 #define HSTEP_NOTHING(...)
 #define HSTEP_ONE(...) +1
 
@@ -52,8 +52,8 @@
 #define HSTEP_EXTENT_OF_ROWS HALFSTEP_EXTENT_ROWS
 #define HSTEP_EXTENT_OF_COLUMNS HALFSTEP_EXTENT_COLUMNS
 
-/* Words of a row as lists. SHAPE: sums, whether they are over all tensors, pairs of vectors, whether a matrix is
- * transformed. PARTS: prefix, whether there are any, their kind. */
+/* The words of a row as lists. SHAPE: number of sums, whether they are over all tensors, pairs of vectors, whether a
+ * matrix is transformed. PARTS: prefix, whether there are any, their kind. */
 #define HSTEP_SHAPE_ELEMENTWISE 0, 0, 0, 0
 #define HSTEP_SHAPE_RAW_GRADIENT 0, 0, 0, 0
 #define HSTEP_SHAPE_NORMS(n) n, 0, 0, 0
@@ -81,7 +81,7 @@
 #define HSTEP_THIRD(a, b, c, ...) c
 #define HSTEP_FOURTH(a, b, c, d, ...) d
 
-/* X(...) where `number`, one of those above, is not 0. X may use no HSTEP_IF. */
+/* Calls X(...) if `number`, one of those above, is not 0. X may not use HSTEP_IF. */
 #define HSTEP_IF(number, X, ...) HSTEP_IF_(number, X, __VA_ARGS__)
 #define HSTEP_IF_(number, X, ...) HSTEP_IF_##number(X, __VA_ARGS__)
 #define HSTEP_IF_0(X, ...)
@@ -90,7 +90,7 @@
 #define HSTEP_IF_3(X, ...) X(__VA_ARGS__)
 #define HSTEP_IF_4(X, ...) X(__VA_ARGS__)
 
-/* The roles of a rule's states, and whether each is optional, as lists with a comma behind each. */
+/* The roles of a rule's states, and whether each is optional. Both are lists with a comma after each item. */
 #define HSTEP_ROLE_ITEM(role, ...) HSTEP_ROLE_OF_##role,
 #define HSTEP_OPTIONAL_ROLE_ITEM(unless, role, ...) HSTEP_ROLE_OF_##role,
 #define HSTEP_ITEM_0(...) 0,

@@ -1,42 +1,42 @@
-/* What every rule header builds on. A rule is a list of its constants, two functions or more, and a row:
+/* The base of every rule header. A rule is a list of its constants, two functions or more, and a row:
  *
- *   enum { NAME_..., NAME_constants }, the places in k[] and, in lower case like the functions, how many there are;
+ *   enum { NAME_..., NAME_constants }
+ *       the places in k[], and their number, in lower case like the functions;
  *   HSTEP_INLINE void NAME_prepare(float *k, struct hstep_prepare *p)
- *       on the host, once per update: hyper-parameters in double to the constants k[] of the kernel, each rounded to
- *       fp32 once, with + - * / sqrt and detmath.h only;
+ *       runs on the host, once per update. It turns hyper-parameters, in double, into the constants k[] of the kernel,
+ *       each rounded to fp32 once. It uses only + - * / sqrt and detmath.h;
  *   V_OP vf NAME_rule(const vf *k, vf w, vf g, vf *s, const int mode)
- *       the arithmetic: from the weight, the effective gradient and the states (replaced in place) to the change d; the
+ *       returns the change d from the weight, the effective gradient and the states, which it replaces in place. The
  *       new weight is w - d. A state of role WEIGHT is replaced by its change likewise. All-zero inputs must give
- *       all-zero states: padding relies on it;
+ *       all-zero states, because padding relies on it;
  *   V_OP vf PREFIX_start(const vf *k, vf g, vf *s, const int mode, vf *root)
  *   V_OP vf PREFIX_end(const vf *k, vf w, vf numerator, vf root)
- *       rules in PARTS (row.h) only, of which none has a state of role WEIGHT: NAME_rule() is the one after the other.
- *       The first replaces the states and returns a numerator, the second returns d. Rules may share them;
+ *       for rules in PARTS (row.h), which have no state of role WEIGHT. NAME_rule() is the one after the other. The
+ *       first replaces the states and returns a numerator, the second returns d. Rules may share them;
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
- *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor.
- *       Their roots reach a second prepare() as p->norm; then the rule starts again from the stored states. With
- *       TOTALS(n) the values themselves are summed over all tensors of the optimizer that have the rule and one number
- *       in the hyper-parameter .share, and reach the second prepare() of each as p->total. Tensors without a
- *       gradient, and whose lr is 0, add nothing. The numbers that such a rule keeps are one set for all these tensors:
- *       prepare() must make the same of them for each, from p->shared and p->total alone;
+ *       for rules with NORMS(n). It replaces the states as the rule does, and stores in x the n values whose squares
+ *       are summed over the whole tensor. Their roots reach a second prepare() as p->norm. The rule then starts again
+ *       from the stored states. With TOTALS(n) the values themselves are summed over all tensors of the optimizer that
+ *       have the rule and one number in the hyper-parameter .share. They reach the second prepare() of each as
+ *       p->total. Tensors without a gradient, and those whose lr is 0, add nothing. These tensors share the numbers
+ *       that such a rule keeps, so prepare() must make the same of them for each, from p->shared and p->total alone;
  *   V_OP vf NAME_cross(const vf *k, vf w, vf g, vf *s, const int mode, const int pair)
  *   V_OP vf NAME_vector(const vf *k, vf old, vf mean, const int pair)
- *       *       FACTORED(pairs, n) only, for tensors that are matrices: a value of each element, and the new number
- *       of a row or a *       column from its old one and the mean of those values over the row or column. Pair 0 is
- *       made before the sums of *       NORMS, from gradients alone (w and s[] may be 0), pair 1 after them; then
- *       prepare() is called again with *       p->mean, the mean over each new vector of rows. In NAME_rule() and the
- *       others the number of an element's row *       and column are s[] of those states; what is done to them there
- *       is not stored;
+ *       for FACTORED(pairs, n), and tensors that are matrices. The first returns a value of each element. The second
+ *       returns the new number of a row or column from its old one and the mean of those values over it. Pair 0 is made
+ *       before the sums of NORMS, from gradients alone (w and s[] may be 0), and pair 1 after them. prepare() is then
+ *       called again with p->mean, the mean over each new vector of rows. In NAME_rule() and the others, s[] of those
+ *       states are the numbers of an element's row and column. Changes to them there are not stored;
  *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
- *       the row: name, states, hyper-parameters and the rest of what the tables know of it (row.h). */
+ *       the row: name, states, hyper-parameters and whatever else the tables know of the rule (row.h). */
 #ifndef HSTEP_RULE_H
 #define HSTEP_RULE_H
 
 #include "base/detmath.h"
 #include "rules/row.h"
 
-/* What one loop hands to the next: numerator and root; the numerator alone, of rules that wait for no divider; both,
- * but nothing where a conditional state is stored. */
+/* What one loop passes to the next: numerator and root; the numerator alone, for rules that wait for no divider; or
+ * both, but nothing if a conditional state is stored. */
 enum { HSTEP_PARTS_ROOT = 1, HSTEP_PARTS_ROOTLESS, HSTEP_PARTS_UNLESS_OPTION };
 
 #define HSTEP_MAX_SCALARS 16
@@ -49,7 +49,7 @@ enum { HSTEP_PARTS_ROOT = 1, HSTEP_PARTS_ROOTLESS, HSTEP_PARTS_UNLESS_OPTION };
 #define RULE_OPTION 2 /* the last state, which hyper-parameters may make needless, is stored */
 #define RULE_MODES 4
 
-/* What one tensor of a group has to itself. */
+/* The properties of one tensor of a group. */
 struct hstep_own {
     uint64_t id;
     int64_t rows, row_length;
@@ -58,7 +58,7 @@ struct hstep_own {
     double *scalar;     /* the rule's SCALARS: before the update on entry, after it on return */
 };
 
-/* What tensors go by together under TOTALS: the first of their groups. */
+/* The values that tensors share under TOTALS: those of the first of their groups. */
 struct hstep_shared {
     const double *hyper; /* its own, as hstep_prepare has them */
     uint64_t t;          /* its step, from 1 */
@@ -72,18 +72,18 @@ struct hstep_prepare {
     uint64_t full;       /* this update of the weight, from 1 */
     const double *norm;  /* roots of the sums of squares that NORMS asks for; NULL before they are known */
     const double *total; /* the sums that TOTALS asks for, likewise */
-    const struct hstep_shared *shared; /* of TOTALS, else NULL */
+    const struct hstep_shared *shared; /* for TOTALS, else NULL */
     const double *mean;  /* over the new vectors of rows of a matrix, `means` of them so far */
     int means;
-    int64_t every;       /* out: of TOTALS only every so many-th element of the tensor is summed; below 2: all */
+    int64_t every;       /* out: for TOTALS only every so many-th element is summed; below 2: all */
     int copy;            /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
     /* For hstep_own() alone. */
     const struct hstep_own *own;
     int *own_was_asked; /* set to 1 by it */
 };
 
-/* The only way to what the tensor has to itself: it notes that constants come from there, so that no other tensor of
- * the group takes them over. */
+/* Returns the properties of the tensor itself. This is the only way to them, because it notes that constants come from
+ * there. No other tensor of the group then takes them over. */
 HSTEP_INLINE const struct hstep_own *hstep_own(const struct hstep_prepare *p)
 {
     *p->own_was_asked = 1;

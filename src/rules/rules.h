@@ -1,4 +1,4 @@
-/* All rules. Files that include this have a vocabulary of vectors (vec/). */
+/* All rules. Include a vocabulary of vectors first (vec/). */
 #ifndef HSTEP_RULES_H
 #define HSTEP_RULES_H
 
@@ -27,9 +27,13 @@
 #include "rules/sgd.h"
 #include "rules/stableadamw.h"
 
-/* What the compiler may ask of a row. Of lion lion_states; lion_optionals, those of its states that may be needless;
- * lion_signed, lion_nonneg and lion_weights, those of the three roles; lion_vectors, 1 for each state over rows and 8
- * for each over columns; lion_hypers and lion_scalars. And so of every rule. */
+/* Numbers that the compiler computes from a row, for each rule. Those of lion:
+ *
+ *   lion_states                               its states
+ *   lion_optionals                            states that may be needless
+ *   lion_signed, lion_nonneg, lion_weights    states of the three roles
+ *   lion_vectors                              1 for each state over rows, plus 8 for each over columns
+ *   lion_hypers, lion_scalars                 its hyper-parameters and scalars */
 #define HSTEP_NUMBERS(rule, STATE, OPTIONAL) 0 rule##_ROW(HSTEP_NOTHING, STATE, OPTIONAL, HSTEP_NOTHING, HSTEP_NOTHING)
 #define HSTEP_IF_SIGNED(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_SIGNED)
 #define HSTEP_IF_NONNEG(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_NONNEG)

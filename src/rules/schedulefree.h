@@ -1,14 +1,13 @@
-/* Schedule-free AdamW (Defazio et al. 2024), as the authors' package computes it with r = 0, but with the sums of each
- * tensor instead of each group. The weight slot is y, where gradients are taken; the state z is the sequence of plain
- * steps, in the weight's format; the average x, which is to be evaluated, is y + (1 - 1 / b1) (z - y), for y = (1 - b1)
- * z + b1 x.
+/* Schedule-free AdamW (Defazio et al. 2024), as the authors' package computes it with r = 0, but with sums per tensor
+ * instead of per group. The weight slot is y, where gradients are taken. The state z is the sequence of plain steps, in
+ * the weight's format. The average x, which is to be evaluated, is y + (1 - 1 / b1) (z - y), for y = (1 - b1) z + b1 x.
  *
  *   v = b2 v + (1 - b2) g^2               u = lr * g / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * y
  *   c = lr_max^power / sum of lr_max^power over the updates so far       lr_max: the largest lr so far
  *   change of y = c (y - z) + (1 - b1 (1 - c)) u        change of z = u
  *
- * The momentum sits in y, so there is no first moment; v always holds this step's g^2, which bounds g / sqrt(v)
- * whatever quantization has done to it. lr = 0 is no update of anything: c is 0 and the sum stays. */
+ * The momentum is in y, so there is no first moment. v always holds this step's g^2, which bounds g / sqrt(v) whatever
+ * quantization has done to it. With lr = 0 nothing is updated: c is 0 and the sum stays. */
 #ifndef HSTEP_SCHEDULEFREE_H
 #define HSTEP_SCHEDULEFREE_H
 

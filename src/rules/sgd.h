@@ -1,5 +1,4 @@
-/* Stochastic gradient descent, as torch.optim.SGD defines its momentum (Sutskever et al. 2013, without lr in the
- * buffer):
+/* Stochastic gradient descent. The momentum is torch.optim.SGD's (Sutskever et al. 2013, without lr in the buffer):
  *
  *   b = mu b + (1 - dampening) g     (first update: b = g)
  *   u = g + mu b (Nesterov), b (momentum), g (none)

@@ -1,10 +1,10 @@
-/* StableAdamW (Wortsman et al. 2023, algorithm 2): AdamW whose lr is divided by the root mean square over the tensor of
- * what the newest gradient alone would make of the update, where that is above 1,
+/* StableAdamW (Wortsman et al. 2023, algorithm 2): AdamW whose lr is divided by rms, if that is above 1. rms is the
+ * root mean square, over the tensor, of the update that the newest gradient alone would make:
  *
  *   rms = sqrt(mean((g / max(sqrt(v) / sqrt(1 - b2^t), eps))^2))         v with this gradient, as in adamw.h
  *   d = lr / max(1, rms) / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay / max(1, rms) * w
  *
- * The paper debiases by changing b1 and b2 with t, which is the same. Before the norm is known the constants are those
+ * The paper debiases by changing b1 and b2 with t, which is the same. Before the norm is known, the constants are those
  * of rms = 1. The mean is an exact sum, rounded once, so that no format of the weight makes it coarse. */
 #ifndef HSTEP_STABLEADAMW_H
 #define HSTEP_STABLEADAMW_H

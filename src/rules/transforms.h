@@ -1,4 +1,4 @@
-/* The rows of transforms.def, and where their constants stand in k[]. */
+/* The rows of transforms.def, and the places of their constants in k[]. */
 #ifndef HSTEP_TRANSFORMS_H
 #define HSTEP_TRANSFORMS_H
 

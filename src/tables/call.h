@@ -104,8 +104,8 @@ HSTEP_INLINE int hstep_is_whole(const struct hstep_tensor *t)
     return t->n_rows == t->rows && t->n_columns == t->row_length;
 }
 
-/* Returns true if a step needs sums over the tensor. A micro-step does not need the rule's sums, because these only
- * decide how far the weight moves. */
+/* Returns true if a step needs sums over the tensor. A micro-step needs neither the rule's sums nor the count of
+ * a cautious group, because these only decide how far the weight moves. */
 HSTEP_INLINE int hstep_needs_sums(const struct hstep_tensor *t, int micro)
 {
     return t->sums > (micro ? hstep_rules[t->rule].norms + t->cautious : 0);

@@ -121,7 +121,7 @@ SENTENCES = {
     "betas": "^(decay rate|interpolation) ",
     "eps": "^(added to|least|smallest) .*(root|norm|squares)",
     "momentum": r"\bmomentum\b",
-    "amplify": "^times the .* is added to the gradient$",
+    "amplify": "^factor of the .* added to the gradient$",
     "debias": "^True: debias|^False: moments as they are",
     "published": "torchastic's|transformers",
 }
