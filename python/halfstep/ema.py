@@ -191,9 +191,9 @@ class EMA(torch.nn.Module):
     decay       of the average, 0 to 1. May be changed between updates (`ema.decay = 0.9999`). As in
                 AveragedModel it is not part of the state
     weights     how averages of BF16 parameters are stored: "bf16-sr" in 2 bytes, "bf16-ecc8" in 3,
-                "bf16-kahan" or "bf16-ecc16" in 4. float16 averages take the format of the same kind,
-                and float32 averages stay float32. "f32" makes all averages float32, and `module`
-                with them. For BF16 averages of a float32 model give a copy of it in BF16:
+                "bf16-kahan" or "bf16-ecc16" in 4. float16 averages take the format of the same
+                kind, and float32 averages stay float32. "f32" makes all averages float32, and
+                `module` with them. For BF16 averages of a float32 model give a copy of it in BF16:
                 EMA(deepcopy(model).bfloat16()), then update_parameters(model)
     device      of the copy, as in AveragedModel. All averages have to be on one device
     use_buffers True: buffers are averaged like parameters; False: each update copies them from the

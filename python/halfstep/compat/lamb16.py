@@ -64,7 +64,7 @@ class Lamb16(Optimizer):
         )
 
     def load_state_dict(self, state_dict):
-        """Loads halfstep's state dictionaries, and those of the package, whose states it decodes."""
+        """Loads halfstep's state dictionaries, and decodes those of the package."""
         states = {}
         for key, state in state_dict["state"].items():
             state = states[key] = dict(state)
