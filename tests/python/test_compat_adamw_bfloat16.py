@@ -207,7 +207,7 @@ def test_a_scheduler_multiplies():
 @pytest.mark.parametrize(
     "options, error, text",
     [
-        ({"lr_function": lambda step: 1e-3}, TypeError, "three numbers"),
+        ({"lr_function": lambda step: 1e-3}, TypeError, "must be an LR"),
         ({"lr_function": LR(decay_power=0.5)}, ValueError, "decay_power"),
         ({"lr_function": LR(preheat_steps=0)}, ValueError, "preheat_steps"),
         ({"lr_function": LR(preheat_steps=2.5)}, ValueError, "preheat_steps"),

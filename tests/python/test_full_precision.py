@@ -73,7 +73,7 @@ def test_several_optimizers_and_none_of_ours():
     assert torch.equal(found[named[0][0]], opts[0].read_weight(named[0][1])) and torch.equal(
         found[named[3][0]], opts[1].read_weight(named[3][1])
     )
-    with pytest.raises(TypeError, match="none of halfstep's"):
+    with pytest.raises(TypeError, match="not one of halfstep's"):
         halfstep.full_precision_state_dict(model, torch.optim.AdamW(model.parameters()))
 
 

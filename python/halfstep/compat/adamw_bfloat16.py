@@ -1,8 +1,10 @@
 """The interface of the adamw_bfloat16 package (0.2.0): `AdamW_BF16` with its built-in schedule
 `LR`.
 
-from halfstep.compat.adamw_bfloat16 import LR, AdamW_BF16 optimizer = AdamW_BF16(model.parameters(),
-lr_function=LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25))
+    from halfstep.compat.adamw_bfloat16 import LR, AdamW_BF16
+    optimizer = AdamW_BF16(
+        model.parameters(), lr_function=LR(lr=1e-4, preheat_steps=5000, decay_power=-0.25)
+    )
 """
 
 from __future__ import annotations
@@ -71,10 +73,10 @@ class AdamW_BF16(Optimizer):
     "decay_power"; "lr" may be changed at any time, and the schedule multiplies it. Steps of the
     schedule are counted by group, those of bias corrections by parameter.
 
-    Unlike the package: parameters in float32 are accepted and stay so, float16 ones keep a residual
-    too; a non-finite gradient changes nothing; moments are rounded stochastically, so that the
-    second one can fall; further `options` are those of every halfstep optimizer, such as
-    `weights="bf16-ecc8"` for the residual in one byte, or `states="int8"`.
+    Unlike the package, it accepts parameters in float32, which stay float32, and in float16, which
+    keep a residual too. A non-finite gradient changes nothing. Moments are rounded stochastically,
+    so that the second one can fall. Further `options` are those of every halfstep optimizer, such
+    as `weights="bf16-ecc8"` for the residual in one byte, or `states="int8"`.
     """
 
     rule = "adamw-delayed"

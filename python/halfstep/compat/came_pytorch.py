@@ -1,7 +1,13 @@
 """The interface of the came_pytorch package (0.1.3): `CAME`.
 
-from halfstep.compat.came_pytorch import CAME optimizer = CAME(model.parameters(), lr=2e-4,
-weight_decay=1e-2, betas=(0.9, 0.999, 0.9999), eps=(1e-30, 1e-16))
+from halfstep.compat.came_pytorch import CAME
+optimizer = CAME(
+    model.parameters(),
+    lr=2e-4,
+    weight_decay=1e-2,
+    betas=(0.9, 0.999, 0.9999),
+    eps=(1e-30, 1e-16),
+)
 """
 
 from __future__ import annotations

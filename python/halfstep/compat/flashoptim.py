@@ -1,29 +1,27 @@
 """FlashOptim's names over halfstep: `from halfstep.compat.flashoptim import FlashAdamW,
-cast_model`. Over 500 lines because it has many of them.
+cast_model`.
 
-Every public name and argument of flashoptim 0.1.4; no CUDA device and no Triton are needed. What
-its options mean here:
+It has every public name and argument of flashoptim 0.1.4, and is therefore longer than 500 lines.
+No CUDA device and no Triton are needed. The options mean:
 
 master_weight_bits    24: `bf16-ecc8`, 32: `bf16-ecc16` (`f16-ecc8`, `f16-ecc16`): error codes
-                      beside 16-bit parameters,
-                      in halfstep's own encoding, 24 bits rounded stochastically, 32 bits without
-                      loss. None: plain BF16, rounded to nearest as there, with the same warning:
-                      small updates vanish. A group with `"weights": "bf16-sr"` needs no codes and
-                      loses nothing on average
+                      beside 16-bit parameters, in halfstep's own encoding. 24 bits are rounded
+                      stochastically, 32 bits lose nothing. None: plain BF16, rounded to nearest as
+                      in FlashOptim, with the same warning: small updates vanish. A group with
+                      `"weights": "bf16-sr"` needs no codes and loses nothing on average
 quantize              True: `int8` states; vectors and rows below 32 elements keep plain ones.
-                      False: float32, which is what
-                      FlashOptim's manual says (its code keeps the parameter's dtype)
+                      False: float32, as FlashOptim's manual says (its code keeps the parameter's
+                      dtype)
 compress_state_dict   True: state_dict() holds the 8-bit codes and scales; False: float32 states
                       that torch's optimizers load
-check_numerics        NumericsError where lr is too small, by the threshold that was meant:
-                      FlashOptim has a sign wrong and
-                      asks for steps 4.16 times as large. Only master_weight_bits=None can lose
-                      updates here
+check_numerics        NumericsError if lr is too small, by the intended threshold. FlashOptim has a
+                      sign wrong and asks for steps 4.16 times as large. Only
+                      master_weight_bits=None can lose updates here
 fused                 without effect; every step is one call
 
 `initial_lr`, which decouple_lr divides by, is each group's own first lr. The momentum of SGD begins
-with (1 - dampening) times the gradient, as there. FlashOptim's checkpoints are read, compressed or
-not, but for its error bits, which are encoded otherwise: its weights come over through
+with (1 - dampening) times the gradient, as in FlashOptim. FlashOptim's checkpoints load, compressed
+or not, but without its error bits, which are encoded otherwise. Bring its weights over by
 get/set_fp32_model_state_dict().
 """
 
@@ -70,13 +68,14 @@ class NumericsError(RuntimeError):
 
 
 class FlashOptimizer(Optimizer):
-    """What FlashOptim's classes have in common.
+    """Common base of FlashOptim's classes.
 
     Args:
         params: parameters or groups; a group may set `quantize`, and halfstep's own `weights` and
-        `states`. lr: learning rate. quantize, compress_state_dict, master_weight_bits,
-        check_numerics, fused: see the module. defaults: further options of the groups, from
-        subclasses.
+            `states`.
+        lr: learning rate.
+        quantize, compress_state_dict, master_weight_bits, check_numerics, fused: see the module.
+        defaults: further options of the groups, from subclasses.
     """
 
     _decoupled, _decouple_lr = Kept(False), Kept(False)

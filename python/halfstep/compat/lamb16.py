@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .._options import Options
-from ..optimizer import Kept, Optimizer, unwrapped
+from ..optimizer import Optimizer, unwrapped
 
 __all__ = ["Lamb", "Lamb16", "log_lamb_rs"]
 
@@ -65,7 +64,7 @@ class Lamb16(Optimizer):
         )
 
     def load_state_dict(self, state_dict):
-        """Loads state dictionaries of halfstep and of the package, whose states it decodes."""
+        """Loads halfstep's state dictionaries, and decodes those of the package."""
         states = {}
         for key, state in state_dict["state"].items():
             state = states[key] = dict(state)
@@ -87,7 +86,6 @@ class Lamb(Optimizer):
     """
 
     rule = "lamb"
-    adam = Kept()
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0, adam=False, **options
@@ -98,11 +96,14 @@ class Lamb(Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options
         )
 
-    class _options(Options):
-        def hypers(self, group):
-            found = super().hypers(group)
-            found.update(adam=float(self.adam), debias=0.0, max_weight_norm=10.0, trust_scale=1.0)
-            return found
+    def _hypers(self, group):
+        published = {
+            "adam": float(self.adam),
+            "debias": 0.0,
+            "max_weight_norm": 10.0,
+            "trust_scale": 1.0,
+        }
+        return {**super()._hypers(group), **published}
 
 
 def log_lamb_rs(optimizer, event_writer, token_count):

@@ -187,14 +187,18 @@ class Adam(OptimiOptimizer):
     (`decouple_lr`) decay.
 
     Args:
-        params: parameters or groups. lr: learning rate. betas: decay rates of the first and the
-        second moment. weight_decay: coefficient of the decay. eps: added to the root of the
-        debiased second moment. decouple_wd: w (1 - lr weight_decay) instead of an L2 term in the
-        gradient. decouple_lr: w (1 - lr / max_lr weight_decay) instead of either. max_lr: the
-        largest lr of the schedule, for `decouple_lr`; None: the group's lr. kahan_sum: a residual
-        for 16-bit parameters; None and True mean yes. foreach, triton: accepted, without effect.
+        params: parameters or groups.
+        lr: learning rate.
+        betas: decay rates of the first and the second moment.
+        weight_decay: coefficient of the decay.
+        eps: added to the root of the debiased second moment.
+        decouple_wd: w (1 - lr weight_decay) instead of an L2 term in the gradient.
+        decouple_lr: w (1 - lr / max_lr weight_decay) instead of either.
+        max_lr: the largest lr of the schedule, for `decouple_lr`; None: the group's lr.
+        kahan_sum: a residual for 16-bit parameters; None and True mean yes.
+        foreach, triton: accepted, without effect.
         gradient_release: step each parameter in the backward pass, after
-        `prepare_for_gradient_release`.
+            `prepare_for_gradient_release`.
     """
 
     rule = "adam"
@@ -274,8 +278,10 @@ class Adan(OptimiOptimizer):
 
     Args:
         betas: decay rates of the first moment, of the gradients' differences and of the second
-        moment. adam_wd: Adam's decay, w (1 - lr weight_decay); optimi's class takes the option and
-        ignores it. kahan_sum: as in `Adam`, but off unless asked for.
+            moment.
+        adam_wd: Adam's decay, w (1 - lr weight_decay); optimi's class takes the option and
+            ignores it.
+        kahan_sum: as in `Adam`, but off unless asked for.
 
     The others are those of `Adam`.
     """
@@ -412,7 +418,8 @@ class Ranger(OptimiOptimizer):
 
     Args:
         k: updates of the weight between two visits to the slow weights (optimi counts micro-steps
-        too). alpha: the part of the way that the slow weights go.
+            too).
+        alpha: the part of the way that the slow weights go.
 
     The others are those of `Adam`. The slow weights have a residual of their own.
     """

@@ -1,7 +1,9 @@
 """The interface of the prodigyopt package (1.1.2): `Prodigy`.
 
-from halfstep.compat.prodigyopt import Prodigy optimizer = Prodigy(model.parameters(),
-weight_decay=0.01, safeguard_warmup=True, use_bias_correction=True)
+from halfstep.compat.prodigyopt import Prodigy
+optimizer = Prodigy(
+    model.parameters(), weight_decay=0.01, safeguard_warmup=True, use_bias_correction=True
+)
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ class Prodigy(Optimizer):
     `decay`. `group["d"]`, `["d_max"]` and `["d_numerator"]` tell the estimate after the last step,
     as loggers read it; reading it waits for a GPU, as the package does.
 
-    Unlike the package: sums are exact and the same however parameters are sharded, so `fsdp_in_use`
-    is accepted and says nothing; a gradient that is not finite changes nothing. `slice_p` makes the
+    Unlike in the package, sums are exact and the same however parameters are sharded. `fsdp_in_use`
+    is therefore accepted without effect. A gradient that is not finite changes nothing. `slice_p`
+    makes the
     package's estimate, but states stay whole: to save memory, give states of 8 bits. Further
     `options` are those of every halfstep optimizer (`states="int8"`).
     """

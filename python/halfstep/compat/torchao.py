@@ -4,20 +4,21 @@
     from halfstep.compat.torchao import AdamW8bit
     optimizer = AdamW8bit(model.parameters(), lr=1e-4, bf16_stochastic_round=True)
 
-States are halfstep's `int8`, `int4` and `fp8`, of the width that the class names, rather than
-torchao's maps (`dyn8` and `dyn4` here), because second moments that torchao stores as zero let
-updates grow ten thousandfold; `{"states": "dyn8"}` in a group has torchao's formats where its files
-matter. Also otherwise the same interface and not the same defects:
+States are halfstep's `int8`, `int4` and `fp8`, of the width that the class names. They are not
+torchao's maps (`dyn8` and `dyn4` here), because torchao stores some second moments as zero, which
+lets updates grow ten thousandfold. `{"states": "dyn8"}` in a group gives torchao's formats, for
+its files. The interface is the same otherwise, with these differences:
 
-* `bf16_stochastic_round` acts on BF16 parameters (`bf16-sr`, without it `bf16`, to nearest), in a
-model of mixed dtypes too; * `block_size` is accepted from the format's own on (32 elements of a
-row, `fp8` 128): its blocks are the finer ones. A
-  smaller one is refused, since it cannot be had;
-* states are quantized where a row has a whole block, whatever the number of elements; what stays
-unquantized, and all states
-  of `_AdamW`, is float32 beside float32 parameters and stochastically rounded BF16 beside others;
-* `lr` is kept as a float32 tensor, as torchao does, so `group["lr"].fill_(x)` works, and so does
-assigning a number; * nothing is compiled, and states saved by torchao can be loaded.
+* `bf16_stochastic_round` acts on BF16 parameters, in a model of mixed dtypes too: `bf16-sr`, or
+  without it `bf16`, to nearest.
+* `block_size` is accepted if it is at least that of the format (32 elements of a row, `fp8` 128),
+  whose finer blocks are used. A smaller one is refused, because the format does not have it.
+* States are quantized if a row has a whole block, whatever the number of elements. States that
+  stay unquantized, and all states of `_AdamW`, are float32 beside float32 parameters. Beside
+  others they are BF16, rounded stochastically.
+* `lr` is kept as a float32 tensor, as in torchao, so `group["lr"].fill_(x)` works. Assigning a
+  number works, too.
+* Nothing is compiled, and states saved by torchao can be loaded.
 """
 
 import numbers

@@ -8,19 +8,16 @@ parameters, which the package refuses, are accepted and stay float32. Random bit
 function of seed, parameter name, step and position; torch's global generator gives the seed, once.
 Where the arithmetic differs:
 
-* weight decay of `AdamW` and `Compass` is lr * weight_decay in every step; the package divides it
-by 1 - beta1 ** step,
-  which makes it ten (Compass: a hundred) times too strong in the first step;
+* Weight decay of `AdamW` and `Compass` is lr * weight_decay in every step. The package divides it
+  by 1 - beta1 ** step, which makes it ten (Compass: a hundred) times too strong in the first step.
 * `Compass` steps by lr from the start, and the average is debiased before it amplifies. The package
-divides lr by
-  1 - beta1 ** step and so begins with steps a hundred times too long; a group with `"published":
-  True` does that too;
-* `LPFAdamW` is the package's arithmetic, decay included, with steps of lr from the start. With
-`"published": False` in a
-  group the average is debiased before it amplifies and the decay is not divided;
-* `centralization`, a factor in [0, 1], acts on parameters of two or more dimensions; the package
-also takes the mean of
-  vectors from them, and scalars to zero.
+  divides lr by 1 - beta1 ** step, and so begins with steps a hundred times too long. A group with
+  `"published": True` does that too.
+* `LPFAdamW` is the package's arithmetic, including the decay, with steps of lr from the start. With
+  `"published": False` in a group the average is debiased before it amplifies, and the decay is not
+  divided.
+* `centralization`, a factor in [0, 1], acts on parameters of two or more dimensions. The package
+  also subtracts the mean of vectors, and sets scalars to zero.
 """
 
 from torch.utils.weak import WeakIdKeyDictionary

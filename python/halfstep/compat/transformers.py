@@ -1,7 +1,9 @@
 """The interface of `transformers.optimization.Adafactor` (5.23).
 
-from halfstep.compat.transformers import Adafactor optimizer = Adafactor(model.parameters(),
-scale_parameter=False, relative_step=False, warmup_init=False, lr=1e-3)
+from halfstep.compat.transformers import Adafactor
+optimizer = Adafactor(
+    model.parameters(), scale_parameter=False, relative_step=False, warmup_init=False, lr=1e-3
+)
 """
 
 from __future__ import annotations
