@@ -230,7 +230,7 @@ static void test_null_pointers(void)
             EXPECT_NAMED(o, runs[part](o, &call), HALFSTEP_ERROR_ARGUMENT, "micro = 2");
             call.micro = 0;
             for (call.kind = -1; call.kind <= 3; call.kind += 4)
-                EXPECT_NAMED(o, runs[part](o, &call), HALFSTEP_ERROR_ARGUMENT, "no kind");
+                EXPECT_NAMED(o, runs[part](o, &call), HALFSTEP_ERROR_ARGUMENT, "unknown kind");
             CHECK(!halfstep_statistics_count(o, &call) && !halfstep_norms_offset(o, &call) &&
                       !halfstep_statistics_count(o, NULL),
                   "statistics of no call");
@@ -475,7 +475,7 @@ static void test_shapes(void)
         EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
         weights[0] = NULL;
         EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ARGUMENT,
-                     "'lonely': a gradient, but NULL weights");
+                     "'lonely' has a gradient but NULL weights");
         halfstep_destroy(o);
         /* Where there are no elements there is nothing that a weight could be. */
         t = tensor("empty", 2, 3, 0);
@@ -533,7 +533,7 @@ static void test_shapes(void)
         EXPECT_NAMED(o, halfstep_read_slot(o, 0, HALFSTEP_SLOT_WEIGHT, w, 0, 1, w), HALFSTEP_ERROR_ORDER,
                      "'early': weight has no memory");
         EXPECT_NAMED(o, halfstep_bind_slot(o, 0, HALFSTEP_SLOT_WEIGHT, NULL, NULL), HALFSTEP_ERROR_ARGUMENT,
-                     "'early': weight needs memory");
+                     "'early': memory for weight is NULL");
         halfstep_destroy(o);
         o = make("schedulefree", NULL);
         MUST(halfstep_add_tensor(o, &t, &index));
@@ -542,14 +542,14 @@ static void test_shapes(void)
         MUST(set_counters(o, 0, &c));
         EXPECT_NAMED(o, halfstep_read_average(o, 0, w, 0, 1, w), HALFSTEP_ERROR_ORDER, "'early': z has no memory");
         EXPECT(halfstep_read_average(o, 0, w, 0, 0, w), HALFSTEP_OK);
-        EXPECT_NAMED(o, halfstep_bind_states(o, NULL, 4096), HALFSTEP_ERROR_ARGUMENT, "the states need memory");
+        EXPECT_NAMED(o, halfstep_bind_states(o, NULL, 4096), HALFSTEP_ERROR_ARGUMENT, "memory for the states is NULL");
         halfstep_destroy(o);
         o = make("adamw/f32/int8", NULL);
         MUST(halfstep_add_tensor(o, &t, &index));
         EXPECT_NAMED(o, halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, w, NULL), HALFSTEP_ERROR_ARGUMENT,
-                     "'early': exp_avg needs memory");
+                     "'early': memory for exp_avg is NULL");
         EXPECT_NAMED(o, halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, w), HALFSTEP_ERROR_ARGUMENT,
-                     "'early': exp_avg needs memory");
+                     "'early': memory for exp_avg is NULL");
         halfstep_destroy(o);
     }
     TEST("states of more bytes than a number holds") {

@@ -143,8 +143,8 @@ static void test_null(void)
         REFUSED_NULL(halfstep_read_safetensor, NULL, 0, 0, data, 1);
         REFUSED_NULL(halfstep_read_safetensor, good.file, 0, 0, NULL, 1);
         REFUSED(HALFSTEP_ERROR_ARGUMENT, "no tensor number 2", halfstep_read_safetensor, good.file, 2, 0, data, 1);
-        REFUSED(HALFSTEP_ERROR_RANGE, "\"a\" has 3 bytes; 3 from 1", halfstep_read_safetensor, good.file, 0, 1, data,
-                3);
+        REFUSED(HALFSTEP_ERROR_RANGE, "\"a\" has 3 bytes; cannot read 3 from byte 1", halfstep_read_safetensor,
+                good.file, 0, 1, data, 3);
         EXPECT(halfstep_get_safetensors_metadata(NULL, 0, &key, &value), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_get_safetensors_metadata(good.file, 0, NULL, &value), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_get_safetensors_metadata(good.file, 0, &key, NULL), HALFSTEP_ERROR_ARGUMENT);
@@ -283,7 +283,7 @@ static void test_sizes(void)
         MUST(halfstep_get_checkpoint_file(good.checkpoint, 1, (void *)room));
         CHECK(!strcmp(((halfstep_checkpoint_file *)room)->name, "model.bin") && !room[sizeof room - 1], "file 1");
         halfstep_file_options unknown = {.struct_size = sizeof unknown, .reserved = 1};
-        REFUSED(HALFSTEP_ERROR_ARGUMENT, "no such options", halfstep_write_optimizer, at("y"), good.optimizer, NULL,
+        REFUSED(HALFSTEP_ERROR_ARGUMENT, "invalid options", halfstep_write_optimizer, at("y"), good.optimizer, NULL,
                 &unknown);
     }
 }
@@ -506,7 +506,7 @@ static void change_manifest(const char *path, const char *manifest, const char *
 
 /* The pointer of a directory, or the manifest of its newest checkpoint. */
 enum { POINTER, INNER };
-#define OTHER "not what a manifest has there"
+#define OTHER "unexpected content of a manifest"
 #define LONG "1234567890123456789012345678901234567890123456789012345678901234567890"
 
 static const struct {

@@ -44,15 +44,18 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
     a.format = halfstep_format_find(format);
     a.gradient_format = halfstep_format_find(gradient_format);
     if (a.format < 0 || a.gradient_format < 0)
-        return hstep_fail(o, HALFSTEP_ERROR_NAME, "no format is called '%s'", a.format < 0 ? format : gradient_format);
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown format '%s'; 'halfstep info' lists the formats",
+                          a.format < 0 ? format : gradient_format);
     /* A stochastic half would saturate and so hide an overflow from the scan of the step. */
     int hides = hstep_formats[a.format].stochastic && !strcmp(hstep_formats[a.format].code_dtype, "F16");
     if (hstep_formats[a.format].block || hstep_formats[a.format].extra_bits || hides)
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot accumulate gradients", format);
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                          "'%s' cannot accumulate gradients; f32, bf16, bf16-sr and f16 can", format);
     if (!(hstep_formats[a.gradient_format].roles & HALFSTEP_ROLE_GRADIENT))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients", gradient_format);
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients; f32, bf16 and f16 can",
+                          gradient_format);
     if (!(scale >= -1e30 && scale <= 1e30))
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is not in [-1e30, 1e30]", scale);
     if (t->n_rows && t->n_columns && (!accumulator || !gradient))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient",
                           o->labels[tensor].name);

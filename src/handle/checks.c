@@ -80,13 +80,15 @@ int hstep_fail_gradient(const halfstep_optimizer *o, int tensor, int too_large)
 int hstep_check_group(const halfstep_optimizer *o, int32_t group)
 {
     if (group >= 0 && group < o->n_groups) return HALFSTEP_OK;
-    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no group %d (%d exist)", (int)group, o->n_groups);
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no group %d; this optimizer has %d, numbered from 0",
+                      (int)group, o->n_groups);
 }
 
 int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor)
 {
     if (tensor >= 0 && tensor < o->n_tensors) return HALFSTEP_OK;
-    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d; this optimizer has %d, numbered from 0",
+                      (int)tensor, o->n_tensors);
 }
 
 int hstep_why(const halfstep_optimizer *o, int error)

@@ -70,7 +70,7 @@ int halfstep_set_threads(halfstep_optimizer *o, int32_t threads)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     if (threads < 0 || threads > 1024)
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%d threads: 0 .. 1024", (int)threads);
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "threads = %d is not in [0, 1024]", (int)threads);
     o->context.threads = threads;
     return HALFSTEP_OK;
 }
@@ -119,7 +119,8 @@ int halfstep_get_group_recipe(const halfstep_optimizer *o, int32_t group, char *
     if (!o || !text) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_group(o, group);
     if (!error && (error = hstep_recipe_text(&o->groups[group].recipe, text, size)))
-        return hstep_fail(o, error, "%llu bytes are too few for a recipe", (unsigned long long)size);
+        return hstep_fail(o, error, "buffer of %llu bytes is too small for the recipe; 64 are enough",
+                          (unsigned long long)size);
     return error;
 }
 
@@ -141,7 +142,8 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "%s cannot be cautious: %s", rule->name,
                               rule->not_cautious);
         if (o->settled)
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "cautious cannot go from or to 0 once the states exist");
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                              "'cautious' cannot be switched on or off once the states exist; set it before");
     }
     if (index < HSTEP_COMMON_HYPERS) {
         if (only_check) return HALFSTEP_OK;
@@ -154,14 +156,15 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
     }
     const char *share = hstep_rules[g->recipe.rule].share, *name = hstep_rule_hyper(g->recipe.rule, index).name;
     if (share && o->settled && !strcmp(name, share) && value != g->own[index - HSTEP_COMMON_HYPERS])
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot change once the states exist", name);
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "'%s' cannot change once the states exist; set it before", name);
     struct hstep_group changed = *g;
     changed.own[index - HSTEP_COMMON_HYPERS] = value;
     int other_states = 0;
     for (int i = 0; i < hstep_rule_states(g->recipe.rule); i++)
         other_states |= hstep_state_needed(&changed, i) != hstep_state_needed(g, i);
     if (other_states && o->settled)
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot go from or to 0 once the states exist", name);
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                          "'%s' cannot change from or to 0 once the states exist; set it before", name);
     /* Choose the states of all tensors on trial first, so that either all of them change or nothing does. */
     for (int pass = 0; other_states && pass < (only_check ? 1 : 2); pass++)
         for (int i = 0; i < o->n_tensors; i++) {
@@ -185,7 +188,8 @@ static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, dou
             return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'",
                               hstep_rules[g->recipe.rule].name, name);
         if (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS)
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "%s belongs to the optimizer, not to a group", name);
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                              "'%s' belongs to the optimizer, not to a group; set it for HALFSTEP_ALL_GROUPS", name);
         struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
         if ((error = check_bounds(o, &hyper, value))) return error;
         return set_group_hyper(o, g, index, value, 0);
@@ -263,15 +267,20 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
     if (!o || !choice || !value) return HALFSTEP_ERROR_ARGUMENT;
     int error;
     if (group != HALFSTEP_ALL_GROUPS && (error = hstep_check_group(o, group))) return error;
-    if (!halfstep_choice_value(choice, 0)) return hstep_fail(o, HALFSTEP_ERROR_NAME, "there is no choice '%s'", choice);
+    if (!halfstep_choice_value(choice, 0))
+        return hstep_fail(o, HALFSTEP_ERROR_NAME,
+                          "unknown choice '%s'; known: decay, schedule, scan, generator, clip, missing", choice);
     int *place = choice_place(o, group, choice), found = hstep_choice_find(choice, value);
-    if (found < 0) return hstep_fail(o, HALFSTEP_ERROR_NAME, "'%s' is no value of '%s'", value, choice);
+    if (found < 0)
+        return hstep_fail(o, HALFSTEP_ERROR_NAME,
+                          "unknown value '%s' of '%s'; halfstep_choice_value() lists the known ones", value, choice);
     if (place) {
         *place = found;
         return HALFSTEP_OK;
     }
     if (group != HALFSTEP_ALL_GROUPS)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "'%s' belongs to the optimizer, not to a group", choice);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          "'%s' belongs to the optimizer, not to a group; set it for HALFSTEP_ALL_GROUPS", choice);
     for (int i = 0; i < o->n_groups; i++) *choice_place(o, i, choice) = found;
     return HALFSTEP_OK;
 }

@@ -12,7 +12,7 @@ static int check_bound(const struct hstep_request *s)
     const struct hstep_call *c = &s->call;
     if (!o->settled) {
         if (o->n_tensors || o->device->asynchronous)
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet; bind or allocate them first");
         return HALFSTEP_OK;
     }
     int error = o->slots_bound ? HALFSTEP_OK : hstep_check_bound(o, c->first, c->n);
@@ -21,11 +21,13 @@ static int check_bound(const struct hstep_request *s)
     const struct hstep_tensor *t = &o->tensors[c->first];
     for (int i = 0; c->weights && i < c->n; i++)
         if (!c->weights[i] && c->gradients[i] && t[i].runs)
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights",
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has a gradient but NULL weights",
                               o->labels[c->first + i].name);
     for (int i = 0; o->missing_gradient == HSTEP_MISSING_ERROR && i < c->n; i++)
         if (!c->gradients[i])
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", o->labels[c->first + i].name);
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                              "tensor '%s' has no gradient; the choice missing = error requires one",
+                              o->labels[c->first + i].name);
     return HALFSTEP_OK;
 }
 
@@ -42,9 +44,10 @@ static int check_alone(const struct hstep_request *s)
                            : o->scan != HSTEP_SCAN_NONE  ? "the scan has to see all of it"
                                                          : NULL;
         if (what)
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and %s: step it by begin and finish", o->labels[i].name,
-                              what);
+            return hstep_fail(
+                o, HALFSTEP_ERROR_UNSUPPORTED,
+                "only a part of tensor '%s' is here, and %s; step it by halfstep_run_begin() and halfstep_run_finish()",
+                o->labels[i].name, what);
     }
     return HALFSTEP_OK;
 }
@@ -56,9 +59,10 @@ static int check_norms(const struct hstep_request *s)
     const struct hstep_call *c = &s->call;
     for (int i = c->first; o->parts && !*s->norms_made && i < c->first + c->n; i++)
         if (c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro) && !hstep_is_whole(&o->tensors[i]))
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                              "tensor '%s' is a part of one: halfstep_run_norms() comes before finish",
-                              o->labels[i].name);
+            return hstep_fail(
+                o, HALFSTEP_ERROR_ORDER,
+                "only a part of tensor '%s' is here; call halfstep_run_norms() before halfstep_run_finish()",
+                o->labels[i].name);
     return HALFSTEP_OK;
 }
 
@@ -76,18 +80,20 @@ static int check_accumulates(const struct hstep_request *s)
         if (!c->gradients[i - c->first]) continue;
         if (state < 0 || !hstep_state_needed(g, state))
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s': %s%s%s keeps no gradient, micro-steps would lose it", o->labels[i].name,
-                              rule->name, state < 0 ? "" : " without ", state < 0 ? "" : rule->state[state].unless);
+                              "tensor '%s': %s%s%s has no state that keeps a gradient, so micro-steps would lose it",
+                              o->labels[i].name, rule->name, state < 0 ? "" : " without ",
+                              state < 0 ? "" : rule->state[state].unless);
         if (g->decay == HSTEP_DECAY_L2 && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0)
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step",
+                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step; "
+                              "choose another decay",
                               o->labels[i].name);
         if (t->pairs)
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': %s takes no micro-steps of matrices",
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': %s cannot make micro-steps of matrices",
                               o->labels[i].name, rule->name);
         if (hstep_needs_sums(t, 1) && !hstep_is_whole(t))
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and a scale of its states a sum over all",
+                              "only a part of tensor '%s' is here, and a scale of its states is a sum over all of it",
                               o->labels[i].name);
     }
     return HALFSTEP_OK;
@@ -100,7 +106,7 @@ static int check_single(const struct hstep_request *s)
     const struct hstep_rule *rule = c->single ? &hstep_rules[s->o->tensors[c->first].rule] : NULL;
     if (!rule || !rule->totals || c->micro) return HALFSTEP_OK;
     return hstep_fail(s->o, HALFSTEP_ERROR_UNSUPPORTED,
-                      "tensor '%s': %s needs sums over all tensors first: step them together",
+                      "tensor '%s': %s needs sums over all tensors first; step all tensors in one call",
                       s->o->labels[c->first].name, rule->name);
 }
 
@@ -118,10 +124,11 @@ static int check_rates(const struct hstep_request *s)
                hstep_group_lr(other) == 0.0)
             other++;
         if (hstep_group_lr(other) != lr)
-            return hstep_fail(o, HALFSTEP_ERROR_RANGE,
-                              "%s: groups %d and %d share one estimate of lr, so theirs must be equal or 0, not %g and "
-                              "%g: give them another %s for an estimate of each",
-                              rule->name, (int)(other - o->groups), i, hstep_group_lr(other), lr, rule->share);
+            return hstep_fail(
+                o, HALFSTEP_ERROR_RANGE,
+                "%s: groups %d and %d share one estimate of lr, so their lr must be equal or 0, not %g and "
+                "%g; to estimate each by itself, give one another %s",
+                rule->name, (int)(other - o->groups), i, hstep_group_lr(other), lr, rule->share);
     }
     return HALFSTEP_OK;
 }
@@ -138,13 +145,14 @@ static int check_decay(const struct hstep_request *s, const struct hstep_group *
         return hstep_fail(
             s->o, HALFSTEP_ERROR_RANGE,
             "tensor '%s': fully-decoupled decay of lr / reference_lr * weight_decay = %g / %g * %g = %g is "
-            "above 1: set reference_lr to the lr at which weight_decay is meant",
+            "above 1; set reference_lr to the lr for which weight_decay is chosen",
             tensor, lr, reference, decay, lr / reference * decay);
     if (g->hyper[HSTEP_REFERENCE_LR] == 0.0 && lr > MOST_ABOVE_FIRST_LR * reference)
-        return hstep_fail(s->o, HALFSTEP_ERROR_RANGE,
-                          "tensor '%s': fully-decoupled decay refers to the lr as first set, %g, which cannot be meant "
-                          "where lr = %g: set reference_lr to the lr at which weight_decay is meant",
-                          tensor, reference, lr);
+        return hstep_fail(
+            s->o, HALFSTEP_ERROR_RANGE,
+            "tensor '%s': fully-decoupled decay refers to the lr as first set, %g, which is too small for "
+            "lr = %g; set reference_lr to the lr for which weight_decay is chosen",
+            tensor, reference, lr);
     return HALFSTEP_OK;
 }
 

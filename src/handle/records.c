@@ -21,7 +21,9 @@ static int check_index(const halfstep_optimizer *o, const halfstep_record *r)
     case HALFSTEP_RECORD_OPTIMIZER: return HALFSTEP_OK;
     case HALFSTEP_RECORD_GROUP: return hstep_check_group(o, r->index);
     case HALFSTEP_RECORD_TENSOR: return hstep_check_tensor(o, r->index);
-    default: return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no kind %d of records", (int)r->kind);
+    default:
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          "record: unknown kind %d; known: 0 (optimizer), 1 (group), 2 (tensor)", (int)r->kind);
     }
 }
 
@@ -67,7 +69,8 @@ int halfstep_get_record(const halfstep_optimizer *o, halfstep_record *record)
 static int check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count)
 {
     if (count <= HALFSTEP_MAX_COUNT) return HALFSTEP_OK;
-    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is no count", of, name, (unsigned long long)count);
+    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is above HALFSTEP_MAX_COUNT (2^63 - 1)", of, name,
+                      (unsigned long long)count);
 }
 
 static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
@@ -79,8 +82,7 @@ static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
         const struct hstep_scalar *s = &rule->scalar[i];
         if (i >= hstep_rule_scalars(t->rule)) {
             if (r->scalar[i] != 0.0)
-                return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s keeps no scalar %d", name, rule->name,
-                                  i);
+                return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s has no scalar %d", name, rule->name, i);
         } else if (!(r->scalar[i] >= s->minimum && r->scalar[i] <= s->maximum)) {
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %g is not in [%g, %g]", name, s->name,
                               r->scalar[i], s->minimum, s->maximum);
@@ -91,8 +93,8 @@ static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
             if (r->grid[i] != 0.0)
                 return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': state %d has no grid", name, i);
         } else if (!hstep_is_grid(r->grid[i])) {
-            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s.grid = %.9g is no fp32 number in [%g, 1]", name,
-                              rule->state[i].name, r->grid[i], (double)HSTEP_GRID_LEAST);
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s.grid = %.9g is not an fp32 number in [%g, 1]",
+                              name, rule->state[i].name, r->grid[i], (double)HSTEP_GRID_LEAST);
         }
     }
     return HALFSTEP_OK;
@@ -117,12 +119,12 @@ static int check_record(const halfstep_optimizer *o, const halfstep_record *r)
 {
     int error = check_index(o, r);
     if (error) return error;
-    if (r->reserved) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "record: reserved is not 0");
+    if (r->reserved) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "record: reserved must be 0");
     if (r->kind == HALFSTEP_RECORD_TENSOR) return check_tensor_record(o, r);
-    if (r->kind == HALFSTEP_RECORD_GROUP) return check_count(o, "", "group steps", r->steps);
+    if (r->kind == HALFSTEP_RECORD_GROUP) return check_count(o, "", "steps of the group", r->steps);
     if (!(r->gradient_norm >= 0.0 && r->gradient_norm < INFINITY))
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%g is no gradient norm", r->gradient_norm);
-    return check_count(o, "", "skipped steps", r->skipped_steps);
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "gradient_norm = %g is negative or not finite", r->gradient_norm);
+    return check_count(o, "", "skipped_steps", r->skipped_steps);
 }
 
 /* Writes the host's copies of a tensor's record, rounded to nearest in any mode of the caller. */
@@ -182,7 +184,7 @@ int halfstep_bind_record(halfstep_optimizer *o, int32_t tensor, const halfstep_r
     const char *name = o->labels[tensor].name;
     for (int i = hstep_rule_scalars(t->rule); i < HALFSTEP_MAX_SCALARS; i++)
         if (places.scalar[i])
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s keeps no scalar %d", name,
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s has no scalar %d", name,
                               hstep_rules[t->rule].name, i);
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++)
         if (places.grid[i] && !has_grid(t, i))

@@ -118,9 +118,9 @@ int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     uint64_t needed;
     halfstep_state_bytes(o, &needed);
-    if (needed && !memory) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the states need memory");
+    if (needed && !memory) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for the states is NULL");
     if ((uintptr_t)memory % 64)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for states must be 64-byte aligned");
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for the states must be aligned to 64 bytes");
     if (bytes < needed)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "the states need %llu bytes, %llu were given",
                           (unsigned long long)needed, (unsigned long long)bytes);
@@ -137,7 +137,8 @@ int halfstep_allocate_states(halfstep_optimizer *o)
     uint64_t bytes;
     halfstep_state_bytes(o, &bytes);
     if (bytes > SIZE_MAX / 2)
-        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes", (unsigned long long)bytes);
+        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes, more than a process can have",
+                          (unsigned long long)bytes);
     void *memory;
     int error = o->device->allocate(&o->context, bytes, &memory);
     if (error == HALFSTEP_ERROR_MEMORY)
@@ -160,10 +161,11 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
     struct hstep_slot *s = &o->tensors[tensor].slot[slot];
     const char *name = o->labels[tensor].name;
     if (slot < HALFSTEP_SLOT_STATE && code)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': weights and gradients are given at each step",
-                          name);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          "tensor '%s': weights and gradients cannot be bound; pass them to each step", name);
     if ((slot >= HALFSTEP_SLOT_STATE && s->code_bytes && !code) || (s->extra_bytes && !extra))
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s needs memory", name, slot_name(o, tensor, slot));
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': memory for %s is NULL", name,
+                          slot_name(o, tensor, slot));
     if ((code && (error = check_owned(o, code, name))) || (extra && (error = check_owned(o, extra, name))) ||
         (error = hstep_settle(o)) || (error = hstep_fetch(o)))
         return error;
@@ -179,8 +181,9 @@ int hstep_check_bound(const halfstep_optimizer *o, int first, int n)
         for (int s = 0; s < HSTEP_SLOTS; s++) {
             const struct hstep_slot *slot = &o->tensors[i].slot[s];
             if ((s >= HALFSTEP_SLOT_STATE && slot->code_bytes && !slot->code) || (slot->extra_bytes && !slot->extra))
-                return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[i].name,
-                                  slot_name(o, i, s));
+                return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                                  "tensor '%s': %s has no memory yet; bind or allocate the states first",
+                                  o->labels[i].name, slot_name(o, i, s));
         }
     return HALFSTEP_OK;
 }
@@ -197,7 +200,8 @@ static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
     int64_t rows, columns;
     shape_of(t, slot, &rows, &columns);
     if (first_row < 0 || n_rows < 0 || first_row > rows || n_rows > rows - first_row)
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not among the %lld held here",
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE,
+                          "tensor '%s': rows %lld + %lld (first + number) are not among the %lld held here",
                           o->labels[tensor].name, (long long)first_row, (long long)n_rows, (long long)rows);
     if (s->format < 0)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s stores nothing", o->labels[tensor].name,
@@ -206,8 +210,9 @@ static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
     if (!values || (slot < HALFSTEP_SLOT_STATE && !data))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", o->labels[tensor].name);
     if ((slot >= HALFSTEP_SLOT_STATE && !s->code) || (s->extra_bytes && !s->extra))
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[tensor].name,
-                          slot_name(o, tensor, slot));
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                          "tensor '%s': %s has no memory yet; bind or allocate the states first",
+                          o->labels[tensor].name, slot_name(o, tensor, slot));
     return HALFSTEP_OK;
 }
 
@@ -262,10 +267,12 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
                                                                                have */
     if ((error = check_values(o, tensor, slot, in, end - first))) return error;
     if (f->geometry == HALFSTEP_GEOMETRY_FLAT && (first % f->block || (end % f->block && end != whole)))
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not whole blocks of %d ('%s')",
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE,
+                          "tensor '%s': rows %lld + %lld (first + number) are not whole blocks of %d elements ('%s')",
                           o->labels[tensor].name, (long long)first_row, (long long)n_rows, f->block, f->name);
     if (f->geometry == HALFSTEP_GEOMETRY_TENSOR && whole && (end - first != whole || !hstep_is_whole(t)))
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': '%s' has one scale, so all of %s is written at once",
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE,
+                          "tensor '%s': '%s' has one scale, so all of %s must be written at once",
                           o->labels[tensor].name, f->name, slot_name(o, tensor, slot));
     if (slot < HALFSTEP_SLOT_STATE && end > first && (error = check_owned(o, data, o->labels[tensor].name)))
         return error;
@@ -286,8 +293,9 @@ static int read_average(const halfstep_optimizer *o, int32_t tensor, const void 
         float other[HSTEP_TILE];
         struct hstep_access all = access_of(o, tensor, HALFSTEP_SLOT_STATE + i, NULL, first_row, n_rows), a = all;
         if (all.first < all.end && !a.data)
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[tensor].name,
-                              state->name);
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                              "tensor '%s': %s has no memory yet; bind or allocate the states first",
+                              o->labels[tensor].name, state->name);
         for (a.first = all.first; a.first < all.end; a.first = a.end) {
             a.end = all.end - a.first > HSTEP_TILE ? a.first + HSTEP_TILE : all.end;
             if ((error = o->device->read(&a, other))) return hstep_why(o, error);

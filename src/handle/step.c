@@ -357,7 +357,8 @@ static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
 
 static int end_round_asynchronously(halfstep_optimizer *o, struct hstep_request *s, const int64_t *statistics)
 {
-    if (!o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+    if (!o->settled)
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet; bind or allocate them first");
     int error = hstep_send(o);
     if (error) return error;
     s->call.verdict = o->verdict;
@@ -404,10 +405,11 @@ static int run_round(halfstep_optimizer *o, const halfstep_call *call, enum hste
     if (part == HSTEP_PART_NORMS) return HALFSTEP_OK;
     for (int i = 0; i < o->n_tensors && o->clip_norm > 0.0 && part == HSTEP_PART_ALL; i++)
         if (!hstep_is_whole(&o->tensors[i]))
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and the norm of the round needs all of it: end the round "
-                              "by begin and finish",
-                              o->labels[i].name);
+            return hstep_fail(
+                o, HALFSTEP_ERROR_UNSUPPORTED,
+                "only a part of tensor '%s' is here, and the norm of the round needs all of it; end the round "
+                "by halfstep_run_begin() and halfstep_run_finish()",
+                o->labels[i].name);
     return end_round(o, call->statistics);
 }
 
@@ -424,10 +426,11 @@ static int take_call(const halfstep_optimizer *o, const halfstep_call *given, ha
 {
     if (!o || !given || !hstep_take_struct(call, sizeof *call, given)) return HALFSTEP_ERROR_ARGUMENT;
     if (call->kind < HALFSTEP_CALL_STEP || call->kind > HALFSTEP_CALL_ROUND)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "call: there is no kind %d", (int)call->kind);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "call: unknown kind %d; known: 0 (step), 1 (tensor), 2 (round)",
+                          (int)call->kind);
     if (call->micro < 0 || call->micro > 1 || (call->micro && call->kind == HALFSTEP_CALL_ROUND))
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "call: micro = %d; 0 and, of steps, 1 are allowed",
-                          (int)call->micro);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          "call: micro = %d; allowed: 0, and 1 unless the call ends a round", (int)call->micro);
     return HALFSTEP_OK;
 }
 
@@ -438,9 +441,8 @@ static int run(halfstep_optimizer *o, const halfstep_call *given, enum hstep_par
     if (error) return error;
     if ((part == HSTEP_PART_ALL) != !call.statistics)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
-                          call.statistics
-                              ? "call: statistics belong to begin, norms and finish; halfstep_run() has none"
-                              : "call: NULL statistics");
+                          call.statistics ? "call: statistics must be NULL for halfstep_run()"
+                                          : "call: statistics must not be NULL for begin, norms and finish");
     return call.kind == HALFSTEP_CALL_STEP     ? run_all(o, &call, part)
            : call.kind == HALFSTEP_CALL_TENSOR ? run_one(o, &call, part)
                                                : run_round(o, &call, part);

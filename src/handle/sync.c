@@ -70,7 +70,7 @@ static int send(halfstep_optimizer *o)
     if (records(o))
         return hstep_fail(o, HALFSTEP_ERROR_ORDER,
                           "hyper-parameters, counters or memory were changed since the last step, and a step that is "
-                          "being captured cannot take them: call halfstep_synchronize() before the capture begins");
+                          "being captured cannot take them; call halfstep_synchronize() before the capture begins");
     int first = o->changed_first, n = o->changed_end - first;
     uint64_t bytes = (uint64_t)n * sizeof *o->tensors;
     int error = n ? o->device->copy(&o->context, o->plan.tensors + first, o->tensors + first, bytes) : HALFSTEP_OK;
@@ -127,7 +127,7 @@ static int fetch(halfstep_optimizer *o)
     uint64_t group_bytes = (uint64_t)o->n_groups * sizeof *o->groups;
     if (records(o))
         return hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                          "the stream is being captured: what steps come to is known after a replay only");
+                          "the stream is being captured; results of its steps are known only after a replay");
     int error = HALFSTEP_OK;
     /* Changes of the handle were made after a fetch, and no step has been made since. */
     if (o->changed_end > o->changed_first || o->counts_changed) return HALFSTEP_OK;
@@ -251,8 +251,8 @@ int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, 
     int error = all ? HALFSTEP_OK : hstep_check_group(o, group);
     if (error) return error;
     if (!scale && strcmp(name, "lr"))
-        return hstep_fail(o, HALFSTEP_ERROR_NAME, "'%s' cannot be bound: lr and the optimizer's gradient_scale can",
-                          name);
+        return hstep_fail(o, HALFSTEP_ERROR_NAME,
+                          "'%s' cannot be bound; known: lr, and for HALFSTEP_ALL_GROUPS gradient_scale", name);
     if (place && (error = hstep_check_owned(o, place))) return hstep_why(o, error);
     if (scale) {
         bind(o, &o->scale_place, place, &o->gradient_scale, &o->scale_set, &o->sent_scale);

@@ -26,14 +26,15 @@ static int check_blocks(const halfstep_optimizer *o, const char *name, const str
     int64_t end = t->first_column + t->n_columns, block = f->block;
     if (f->geometry == HALFSTEP_GEOMETRY_ROWS && (t->first_column % block || (end % block && end != t->row_length)))
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
-                          "tensor '%s': columns %lld + %lld do not fall on blocks of %d ('%s' states)", name,
-                          (long long)t->first_column, (long long)t->n_columns, f->block, f->name);
+                          "tensor '%s': columns %lld + %lld (first + number) do not fall on blocks of %d ('%s' states)",
+                          name, (long long)t->first_column, (long long)t->n_columns, f->block, f->name);
     if (f->geometry == HALFSTEP_GEOMETRY_FLAT &&
         (t->n_columns != t->row_length || t->first_row * t->row_length % block || t->n_rows * t->row_length % block))
-        return hstep_fail(
-            o, HALFSTEP_ERROR_SHAPE,
-            "tensor '%s': rows %lld + %lld of %lld do not fall on blocks of %d flattened elements ('%s' states)", name,
-            (long long)t->first_row, (long long)t->n_rows, (long long)t->row_length, f->block, f->name);
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': rows %lld + %lld (first + number) of %lld do not fall on blocks of %d "
+                          "flattened elements ('%s' states)",
+                          name, (long long)t->first_row, (long long)t->n_rows, (long long)t->row_length, f->block,
+                          f->name);
     return HALFSTEP_OK;
 }
 
@@ -85,8 +86,10 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
 {
     if (d->ndim < 0 || d->rows < 0 || d->row_length < 0 || d->row_length > MAX_ELEMENTS ||
         d->rows > MAX_ELEMENTS / (d->row_length + 31))
-        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': %lld rows of %lld elements are no shape", d->name,
-                          (long long)d->rows, (long long)d->row_length);
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': invalid shape, %lld rows of %lld elements; sizes and ndim must be at least 0, "
+                          "elements below 2^52",
+                          d->name, (long long)d->rows, (long long)d->row_length);
     if (d->ndim <= 1 && d->row_length != 1 && !(d->rows == 1 && d->row_length >= 4096) && d->rows && d->row_length)
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
                           "tensor '%s': %d dimension%s need n rows of length 1, or one row of at least 4096", d->name,
@@ -100,12 +103,14 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
         t->n_columns = d->row_length;
     }
     if (t->first_row < 0 || t->n_rows < 0 || t->first_row > d->rows || t->n_rows > d->rows - t->first_row)
-        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': rows %lld + %lld are not within its %lld rows",
-                          d->name, (long long)t->first_row, (long long)t->n_rows, (long long)d->rows);
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': rows %lld + %lld (first + number) are not within its %lld rows", d->name,
+                          (long long)t->first_row, (long long)t->n_rows, (long long)d->rows);
     if (t->first_column < 0 || t->n_columns < 0 || t->first_column > d->row_length ||
         t->n_columns > d->row_length - t->first_column)
-        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': columns %lld + %lld are not within its rows of %lld",
-                          d->name, (long long)t->first_column, (long long)t->n_columns, (long long)d->row_length);
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': columns %lld + %lld (first + number) are not within its rows of %lld", d->name,
+                          (long long)t->first_column, (long long)t->n_columns, (long long)d->row_length);
     return HALFSTEP_OK;
 }
 
@@ -113,12 +118,12 @@ static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d,
 {
     int gradient = halfstep_format_find(d->gradient);
     if (gradient < 0)
-        return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': no gradient format is called '%s'", d->name,
-                          d->gradient ? d->gradient : "(null)");
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': unknown gradient format '%s'; known: f32, bf16, f16",
+                          d->name, d->gradient ? d->gradient : "(null)");
     int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT;
     if (!(hstep_formats[gradient].roles & (HALFSTEP_ROLE_GRADIENT | (raw ? HALFSTEP_ROLE_WEIGHT : 0))))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': '%s' cannot store gradients", d->name,
-                          d->gradient);
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                          "tensor '%s': '%s' cannot store gradients; f32, bf16 and f16 can", d->name, d->gradient);
     t->slot[HALFSTEP_SLOT_WEIGHT].format = o->groups[t->group].recipe.weight;
     t->slot[HALFSTEP_SLOT_GRADIENT].format = gradient;
     size_slot(t, &t->slot[HALFSTEP_SLOT_WEIGHT]);
@@ -128,7 +133,7 @@ static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d,
 
 static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *index)
 {
-    if (!d->name || !*d->name) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "a tensor needs a name");
+    if (!d->name || !*d->name) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "a tensor must have a name");
     if (o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist",
                           d->name);
@@ -142,14 +147,14 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     for (int i = 0; i < o->n_tensors; i++)
         if (o->tensors[i].id == t.id)
             return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE,
-                              "tensors '%s' and '%s' have one id, %016llx: they would share "
-                              "their random bits",
+                              "tensors '%s' and '%s' have the same id %016llx and would share "
+                              "their random bits; give one of them another id",
                               o->labels[i].name, d->name, (unsigned long long)t.id);
 
     if ((hstep_is_matrix(t.rule, t.ndim, t.rows, t.row_length) || hstep_pairs(t.rule, t.ndim, t.rows, t.row_length)) &&
         t.n_rows && t.n_columns && (t.n_rows != t.rows || t.n_columns != t.row_length))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor '%s': %s steps matrices whole, not %lld x %lld of %lld x %lld", d->name,
+                          "tensor '%s': %s steps only whole matrices, not %lld x %lld of %lld x %lld", d->name,
                           hstep_rules[o->groups[t.group].recipe.rule].name, (long long)t.n_rows, (long long)t.n_columns,
                           (long long)t.rows, (long long)t.row_length);
 

@@ -336,7 +336,7 @@ static int read_manifest(const char *directory, manifest *m, hstep_error *error)
         if (result < 0) code = hstep_fail_memory(error);
         else if (!result)
             code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: byte %zu: %s", path, json.at,
-                              json.problem ? json.problem : "not what a manifest has there");
+                              json.problem ? json.problem : "unexpected content of a manifest");
         else if (version != HSTEP_MANIFEST_VERSION)
             code = hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED, "%s has version %llu; this program reads version %d",
                               path, ull(version), HSTEP_MANIFEST_VERSION);
@@ -580,7 +580,7 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
     if (options && !hstep_take_struct(&ours, sizeof ours, options))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: wrong struct_size");
     if (ours.step > INT64_MAX)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large", ull(ours.step));
+        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large; at most 2^63 - 1", ull(ours.step));
     halfstep_checkpoint_save *made = calloc(1, sizeof *made);
     if (!made) return hstep_fail_memory(&error);
     made->options = ours;
@@ -660,7 +660,10 @@ static int add_file(halfstep_checkpoint_save *save, const char *name, const half
     checked_sink sink = {0};
     if (save->status) return hstep_fail(error, save->status, "%s", save->status_text);
     if (!is_file_name(name))
-        return hstep_fail(error, HALFSTEP_ERROR_NAME, "a file of a checkpoint cannot be named \"%s\"", name);
+        return hstep_fail(error, HALFSTEP_ERROR_NAME,
+                          "a file of a checkpoint cannot be named \"%s\"; allowed: 1 to 128 letters, digits, . _ and "
+                          "-, not " HSTEP_MANIFEST ", no . or " HSTEP_GENERATION " first",
+                          name);
     for (size_t i = 0; i < m->file_count; i++)
         if (!strcmp(m->files[i].name, name))
             return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two files are named \"%s\"", save->dir, name);

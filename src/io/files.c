@@ -373,7 +373,7 @@ int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_e
 int hstep_rename(const char *from, const char *to, const char *shown, hstep_error *error)
 {
     if (!rename(from, to)) return HALFSTEP_OK;
-    return fail_system(error, "rename its temporary to", shown);
+    return fail_system(error, "rename a temporary file to", shown);
 }
 
 int hstep_remove_file(const char *path, hstep_error *error)

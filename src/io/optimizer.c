@@ -169,11 +169,10 @@ static int describe_tensor(record *r, int32_t index, hstep_error *error)
     if (code) return hstep_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
     int whole = t->info.n_rows == t->info.rows && t->info.n_columns == t->info.row_length;
     if (!whole && t->info.rows && t->info.row_length)
-        return hstep_fail(
-            error, HALFSTEP_ERROR_UNSUPPORTED,
-            "tensor \"%s\" is held only in part here, %lld x %lld of %lld x %lld: files take whole tensors",
-            t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns, (long long)t->info.rows,
-            (long long)t->info.row_length);
+        return hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED,
+                          "only a part of tensor \"%s\" is here, %lld x %lld of %lld x %lld; files hold whole tensors",
+                          t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns,
+                          (long long)t->info.rows, (long long)t->info.row_length);
     r->by_name[index] = (named_tensor){t->info.name, index};
     return HALFSTEP_OK;
 }
@@ -203,7 +202,7 @@ static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error 
     for (int32_t i = 1; i < r->tensor_count; i++)
         if (!strcmp(r->by_name[i - 1].name, r->by_name[i].name))
             return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE,
-                              "two tensors are named \"%s\": in a file each needs its own "
+                              "two tensors are named \"%s\"; in a file each needs its own "
                               "name",
                               r->by_name[i].name);
     return HALFSTEP_OK;
@@ -222,7 +221,8 @@ static int take_options(halfstep_file_options *ours, const halfstep_file_options
         return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: wrong struct_size", function);
     *options = ours;
     if (ours->settings > HALFSTEP_SETTINGS_COMPARE || ours->reserved)
-        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: no such options", function);
+        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
+                          "%s: invalid options; settings must be 0 or 1, and reserved 0", function);
     return HALFSTEP_OK;
 }
 
@@ -502,7 +502,7 @@ static int read_counters(const loading *l, tensor_record *t)
         return HALFSTEP_OK;
     }
     if (!text)
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has nothing of tensor \"%s\"", l->states.path,
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s does not have tensor \"%s\"", l->states.path,
                           t->info.name);
     if (!take_counter(&text, "state_steps", &c->state_steps) || !take_counter(&text, "full_steps", &c->full_steps) ||
         !take_counter(&text, "writes", &c->writes) || !take_counter(&text, "id", &c->id) || *text || !c->id ||
@@ -585,7 +585,7 @@ static int read_group_of(const loading *l, tensor_record *t)
         return fail_value(l, "group_of.", t->info.name);
     if (g->source >= 0 && (uint64_t)g->source != number)
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
-                          "%s: tensor \"%s\" is in group %llu there, others of its group "
+                          "%s: tensor \"%s\" is in group %llu of the file, others of its group "
                           "here are in group %lld",
                           l->states.path, t->info.name, ull(number), (long long)g->source);
     g->source = (int64_t)number;
@@ -727,8 +727,9 @@ static int check_unknown_tensors(const loading *l)
         for (size_t k = 0; k < sizeof prefixes / sizeof *prefixes; k++) {
             size_t length = strlen(prefixes[k]);
             if (!strncmp(key, prefixes[k], length) && !find_tensor(l->record, key + length))
-                return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has a tensor \"%s\", this optimizer has not",
-                                  l->states.path, key + length);
+                return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
+                                  "%s has a tensor \"%s\" that this optimizer does not have", l->states.path,
+                                  key + length);
         }
     }
     return HALFSTEP_OK;
@@ -755,7 +756,7 @@ static int check_ids(const loading *l)
     if (ids && r->tensor_count) qsort(ids, (size_t)r->tensor_count, sizeof *ids, compare_ids);
     for (int32_t i = 1; i < r->tensor_count && !code; i++)
         if (ids[i - 1].id == ids[i].id)
-            code = hstep_fail(l->error, HALFSTEP_ERROR_DUPLICATE, "%s: tensors \"%s\" and \"%s\" have one id, %llu",
+            code = hstep_fail(l->error, HALFSTEP_ERROR_DUPLICATE, "%s: tensors \"%s\" and \"%s\" have the same id %llu",
                               l->states.path, r->tensors[ids[i - 1].index].info.name,
                               r->tensors[ids[i].index].info.name, ull(ids[i].id));
     free(ids);
@@ -768,7 +769,7 @@ static int read_numbers(const loading *l)
     const char *format = find_value(l, "format", "");
     if (!format || strcmp(format, HSTEP_OPTIMIZER_FORMAT))
         return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT,
-                          "%s holds no optimizer of halfstep: its format is not \"" HSTEP_OPTIMIZER_FORMAT "\"",
+                          "%s is not an optimizer file of halfstep: its format is not \"" HSTEP_OPTIMIZER_FORMAT "\"",
                           l->states.path);
     int code = check_unknown_tensors(l);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_counters(l, &r->tensors[i]);

@@ -431,7 +431,7 @@ int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, cha
         for (int i = 7; i >= 0; i--) length = length << 8 | prefix[i];
         if (length > HSTEP_MAX_HEADER)
             code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT,
-                              "%s: a header of %llu bytes is not allowed; is this a "
+                              "%s: a header of %llu bytes is above the limit of 100000000; is this a "
                               "safetensors file?",
                               path, ull(length));
         else if (length > made->file_bytes - sizeof prefix)
@@ -514,13 +514,13 @@ int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, u
     if (!file || (!data && bytes))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_safetensor: NULL argument");
     if (index >= file->tensors.count)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s has no tensor number %llu", hstep_file_path(file->file),
-                          ull(index));
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s has no tensor number %llu (numbered from 0)",
+                          hstep_file_path(file->file), ull(index));
     const tensor_entry *entry = entry_at(file, (size_t)index);
     uint64_t length = bytes_of(file, entry);
     if (offset > length || bytes > length - offset || bytes > SIZE_MAX)
         return hstep_fail(&error, HALFSTEP_ERROR_RANGE,
-                          "%s: tensor \"%s\" has %llu bytes; %llu from %llu were asked for",
+                          "%s: tensor \"%s\" has %llu bytes; cannot read %llu from byte %llu on",
                           hstep_file_path(file->file), name_of(file, entry), ull(length), ull(bytes), ull(offset));
     int code = hstep_file_bytes(file->file, &size_now, &error);
     if (code) return code;
@@ -610,7 +610,8 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
     if (!writer || !name || !dtype || (ndim && !shape))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_declare_safetensor: NULL argument");
     if (!strcmp(name, HSTEP_METADATA) || !hstep_is_utf8(name))
-        return hstep_fail(&error, HALFSTEP_ERROR_NAME, "a tensor cannot be named \"%s\"", name);
+        return hstep_fail(&error, HALFSTEP_ERROR_NAME,
+                          "a tensor cannot be named \"%s\"; names are UTF-8 and not " HSTEP_METADATA, name);
     if (!(plan.dtype = find_dtype(dtype)))
         return hstep_fail(&error, HALFSTEP_ERROR_NAME, "tensor \"%s\": unknown dtype \"%s\"", name, dtype);
     if (ndim > HSTEP_MAX_NDIM)
@@ -618,7 +619,8 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
                           HSTEP_MAX_NDIM);
     for (uint64_t i = 0; i < ndim; i++)
         if (shape[i] > INT64_MAX)
-            return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": dimension %llu is too large", name, ull(i));
+            return hstep_fail(&error, HALFSTEP_ERROR_SHAPE,
+                              "tensor \"%s\": dimension %llu is too large; sizes are at most 2^63 - 1", name, ull(i));
     const char *problem = measure_shape(shape, ndim, plan.dtype->bits, &elements, &plan.bytes);
     if (problem) return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": %s", name, problem);
     if (writer->tensor_count == HSTEP_MAX_TENSORS)
@@ -755,7 +757,8 @@ static int plan_file(const halfstep_safetensors_writer *writer, const char *name
     if (header->failed) return hstep_fail_memory(error);
     uint64_t length = header->bytes - 8;
     if (length > HSTEP_MAX_HEADER)
-        return hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: a header of %llu bytes is not allowed", name, ull(length));
+        return hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: a header of %llu bytes is above the limit of 100000000",
+                          name, ull(length));
     for (int i = 0; i < 8; i++) header->data[i] = (char)(length >> 8 * i);
     return HALFSTEP_OK;
 }
@@ -795,7 +798,7 @@ int hstep_stream_safetensors(const halfstep_safetensors_writer *writer, const ch
         needs_fill = 1;
         if (!fill)
             code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
-                              "%s: tensor \"%s\" has no data, and there is no fill function", name,
+                              "%s: tensor \"%s\" has NULL data, and there is no fill function", name,
                               writer->tensors[i].name);
     }
     if (!code) code = plan_file(writer, name, &order, &header, error);

@@ -54,11 +54,13 @@ static int parse_states(const char *text, const char *part, struct hstep_recipe 
         size_t length = strcspn(part, "+/");
         int format = hstep_find_format(part, length);
         if (format < 0)
-            return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
+            return fail(HALFSTEP_ERROR_NAME, detail, size,
+                        "recipe '%s': unknown format '%.*s'; 'halfstep info' lists the formats", text, (int)length,
                         part);
         if (given >= named)
-            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': %s has %d state%s to name a format for",
-                        text, rule->name, named, named == 1 ? "" : "s");
+            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size,
+                        "recipe '%s': too many state formats; %s takes formats for %d state%s", text, rule->name, named,
+                        named == 1 ? "" : "s");
         formats[given++] = format;
         part += length;
         if (*part != '+') break;
@@ -86,8 +88,8 @@ int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *deta
     size_t length = strcspn(text, "/");
     recipe->rule = hstep_find_rule(text, length);
     if (recipe->rule < 0)
-        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no rule is called '%.*s'", text, (int)length,
-                    text);
+        return fail(HALFSTEP_ERROR_NAME, detail, size,
+                    "recipe '%s': unknown rule '%.*s'; 'halfstep info' lists the rules", text, (int)length, text);
     const struct hstep_rule *rule = &hstep_rules[recipe->rule];
     const char *part = text + length;
 
@@ -97,7 +99,8 @@ int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *deta
         length = strcspn(part, "/");
         recipe->weight = hstep_find_format(part, length);
         if (recipe->weight < 0)
-            return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
+            return fail(HALFSTEP_ERROR_NAME, detail, size,
+                        "recipe '%s': unknown format '%.*s'; 'halfstep info' lists the formats", text, (int)length,
                         part);
         if (!(hstep_formats[recipe->weight].roles & WEIGHT))
             return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': '%s' cannot store weights", text,
