@@ -442,12 +442,12 @@ static void test_reader_lengths(void)
         {"\0\0\0\0\0\0\0\0", 8, "too small"},
         {"\x01\0\0\0\0\0\0\0{", 9, "too small"},
         {"\x02\0\0\0\0\0\0\0{", 9, "reach beyond"},
-        {"\xff\xff\xff\xff\xff\xff\xff\xff{}", 10, "not allowed"},
-        {"\xf8\xff\xff\xff\xff\xff\xff\x7f{}", 10, "not allowed"},
-        {"\x01\xe1\xf5\x05\0\0\0\0{}", 10, "not allowed"}, /* 100,000,001 */
-        {"\0\xe1\xf5\x05\0\0\0\0{}", 10, "reach beyond"},  /* 100,000,000 */
+        {"\xff\xff\xff\xff\xff\xff\xff\xff{}", 10, "above the limit"},
+        {"\xf8\xff\xff\xff\xff\xff\xff\x7f{}", 10, "above the limit"},
+        {"\x01\xe1\xf5\x05\0\0\0\0{}", 10, "above the limit"}, /* 100,000,001 */
+        {"\0\xe1\xf5\x05\0\0\0\0{}", 10, "reach beyond"},      /* 100,000,000 */
         {"\x03\0\0\0\0\0\0\0{}", 10, "reach beyond"},
-        {"\0\0\0\0\0\0\0\x02{}", 10, "not allowed"}, /* the same length, big-endian */
+        {"\0\0\0\0\0\0\0\x02{}", 10, "above the limit"}, /* the same length, big-endian */
     };
     halfstep_safetensors *file;
     for (size_t i = 0; i < sizeof raw / sizeof *raw; i++) {

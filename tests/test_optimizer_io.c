@@ -544,7 +544,7 @@ typedef struct refusal {
 #define BIG INT64_MAX
 #define META(k, v) {.key = k, .value = v}
 static const refusal refusals[] = {
-    {META("format", NULL), HALFSTEP_ERROR_FORMAT, "no optimizer"},
+    {META("format", NULL), HALFSTEP_ERROR_FORMAT, "not an optimizer file"},
     {META("format", "halfstep optimizer 2"), HALFSTEP_ERROR_FORMAT, "halfstep optimizer 1"},
     {META("counters.linear", "state_steps 1 full_steps 1 writes 1 id 0"), HALFSTEP_ERROR_FORMAT, "counters.linear"},
     {META("counters.linear", "state_steps 1 full_steps 1 writes 1 id 5 "), HALFSTEP_ERROR_FORMAT, "counters.linear"},
@@ -562,10 +562,10 @@ static const refusal refusals[] = {
     {META("counters.linear", ""), HALFSTEP_ERROR_FORMAT, "counters.linear"},
     {META("counters.linear", NULL), HALFSTEP_ERROR_FORMAT, "counters.linear"},
     {META("counters.stranger", "state_steps 1 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_MISMATCH,
-     "\"stranger\", this"},
-    {META("group_of.stranger", "0"), HALFSTEP_ERROR_MISMATCH, "\"stranger\", this"},
+     "\"stranger\" that this"},
+    {META("group_of.stranger", "0"), HALFSTEP_ERROR_MISMATCH, "\"stranger\" that this"},
     {META("group_of.linear", "zero"), HALFSTEP_ERROR_FORMAT, "group_of.linear"},
-    {META("group_of.linear", "0"), HALFSTEP_ERROR_MISMATCH, "\"linear\" is in group 0 there"},
+    {META("group_of.linear", "0"), HALFSTEP_ERROR_MISMATCH, "\"linear\" is in group 0 of the file"},
     {META("group_of.linear", "4294967296"), HALFSTEP_ERROR_FORMAT, "group_of.linear"},
     {META("recipe.linear", "adamw/bf16-sr/int4"), HALFSTEP_ERROR_MISMATCH,
      "\"linear\" is adamw/bf16-sr/int8 here but adamw/bf16-sr/int4 in"},
