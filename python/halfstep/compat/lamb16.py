@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ..optimizer import Optimizer, unwrapped
+from .._options import Options
+from ..optimizer import Kept, Optimizer, unwrapped
 
 __all__ = ["Lamb", "Lamb16", "log_lamb_rs"]
 
@@ -86,6 +87,7 @@ class Lamb(Optimizer):
     """
 
     rule = "lamb"
+    adam = Kept()
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0, adam=False, **options
@@ -96,14 +98,11 @@ class Lamb(Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options
         )
 
-    def _hypers(self, group):
-        published = {
-            "adam": float(self.adam),
-            "debias": 0.0,
-            "max_weight_norm": 10.0,
-            "trust_scale": 1.0,
-        }
-        return {**super()._hypers(group), **published}
+    class _options(Options):
+        def hypers(self, group):
+            found = super().hypers(group)
+            found.update(adam=float(self.adam), debias=0.0, max_weight_norm=10.0, trust_scale=1.0)
+            return found
 
 
 def log_lamb_rs(optimizer, event_writer, token_count):
