@@ -173,6 +173,6 @@ class Groups:
                 near = next((option for option in sorted(known) if _is_misspelt(key, option)), None)
                 if near:
                     raise ValueError(
-                        f"halfstep: a group has the key {key!r}, which is no option of"
+                        f"halfstep: a group has the key {key!r}, which is not an option of"
                         f" {self.options.title}; {near!r} is one"
                     )

@@ -52,7 +52,7 @@ def _check_choices(**values):
     for choice, value in values.items():
         if value is not None and value not in _abi.choices(choice):
             raise ValueError(
-                f"halfstep: {choice}={value!r} is none of {', '.join(_abi.choices(choice))}"
+                f"halfstep: unknown {choice}={value!r}; known: {', '.join(_abi.choices(choice))}"
             )
 
 

@@ -190,7 +190,7 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         self.clip_norm, self.clip, self.scan = clip_norm, clip, scan
         if flat not in (False, True, "shards"):
-            raise ValueError(f"halfstep: flat={flat!r} is none of False, True, 'shards'")
+            raise ValueError(f"halfstep: unknown flat={flat!r}; known: False, True, 'shards'")
         self.norm_group, self.flat, self.threads = norm_group, flat, threads
         self.compile = compile
         if compile:

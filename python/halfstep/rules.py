@@ -315,7 +315,7 @@ def class_and_options(recipe):
     cls = _by_rule.get(full.partition("/")[0])
     if cls is None:
         raise ValueError(
-            f"halfstep: {parts[0]!r} is no optimizer but follows weights; see halfstep.EMA"
+            f"halfstep: {parts[0]!r} is not an optimizer, it averages weights; use halfstep.EMA"
         )
     return cls, {name: part for name, part in zip(("weights", "states"), parts[1:]) if part}
 
@@ -331,6 +331,6 @@ def optimizer(recipe: str, params: Params, **options: Any) -> Optimizer:
             f" and then parameters, not a {type(recipe).__name__}{other}"
         )
     if isinstance(params, str):
-        raise TypeError(f"halfstep.optimizer(recipe, params): params={params!r} are no parameters")
+        raise TypeError(f"halfstep.optimizer(recipe, params): params={params!r} must be parameters")
     cls, formats = class_and_options(recipe)
     return cls(params, **{**formats, **options})

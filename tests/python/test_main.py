@@ -107,7 +107,7 @@ def weight(n=3):
     "call, error, words",
     [
         (lambda: halfstep.optimizer([weight()], "adamw/bf16-sr"), TypeError, "other way round"),
-        (lambda: halfstep.optimizer("adamw", "adamw"), TypeError, "'adamw' are no parameters"),
+        (lambda: halfstep.optimizer("adamw", "adamw"), TypeError, "'adamw' must be parameters"),
         (lambda: halfstep.optimizer(None, [weight()]), TypeError, "not a NoneType"),
         (lambda: halfstep.plan("adamw/bf16-sr/int8"), TypeError, "a model or shapes first"),
         (
