@@ -127,7 +127,7 @@ class Part:
         if 0 not in shape and any(shape[d] != 1 for d in range(1, max(cut, default=0))):
             raise ValueError(
                 f"halfstep: parameter {name!r} of shape {whole} is cut along dimension {max(cut)}"
-                f" ({self.placements}), which is not a range of columns; shard along dimension 0 or 1"
+                f" ({self.placements}), not into ranges of columns; shard it along dimension 0 or 1"
             )
         self.ndim = len(whole)
         self.whole = whole[0] if whole else 1
