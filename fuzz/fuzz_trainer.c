@@ -1,5 +1,5 @@
-/* Fuzzes one file of a training checkpoint, with checksums that match. inspect, generate, train --init and train
- * --resume must end with status 0, or with 1 or 2 and one sentence.
+/* Fuzzes one file of a training checkpoint, with checksums that match. The commands are inspect, generate, train --init
+ * and train --resume. Each must end with status 0, or with 1 or 2 and one sentence.
  *
  * The first byte of an input selects the checkpoint (its recipe). The second selects the file: trainer.json,
  * config.json, or the header of a safetensors file, whose tensors stay as they are. The rest is the file's contents. */

@@ -4,7 +4,7 @@
  * by the return address; for calls through the C library, by the stack. The environment says what to do:
  *   HSTEP_FAULT=NAME:ERROR:K[+][:WHO]   as inject_arm().
  *   HSTEP_FAULT_LOG=FILE                writes one line per call: number, name, caller's module, chain of callers,
- *                                       descriptor, result, paths. A call that was made to fail has the result "struck".
+ *                                       descriptor, result, paths. The result of a failure made here is "struck".
  *   HSTEP_FAULT_UNTIL_EXIT=1            ignores all calls after exit(), because gcov's counters are written then.
  *
  * Otherwise the file is linked into a program, with the linker's --wrap of free and of every name in calls.def. It then
