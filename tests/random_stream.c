@@ -1,6 +1,6 @@
 /* Writes endless raw random words to stdout, for statistical testers: random_stream GENERATOR KIND [SEED].
  *   elements  Pairs 0, 1, 2, ... of one stream.
- *   writes    One pair of one tensor, write 0, 1, 2, ...; for "lattice" writes 100, 357, 614, ..., because its words are
+ *   writes    One pair of one tensor, write 0, 1, 2, ...; for "lattice" writes 100, 357, 614, ..., because words are
  *             related within 256 writes by design.
  *   tensors   One pair of tensors "layers.0.weight", "layers.1.weight", ... with ids as hashed by default.
  *   slots     8 slots of one tensor, taken in turns, pair by pair. */
