@@ -320,7 +320,7 @@ struct several {
     float w[TENSORS][N], g[TENSORS][N];
 };
 
-/* Makes tensors cautious whose bit in the mask is set. only: adds no others. */
+/* Opens a handle. Tensors whose bit in `cautious` is set are in a cautious group. only: mask of the tensors to add. */
 static void open_several(struct several *m, int cautious, int only)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 2, .seed = 5};

@@ -1,11 +1,13 @@
-/* Makes every call of the program into the C library fail, in this process. Commands of all kinds must end with status
- * 0 and the output of a run without a fault, or with status 1 and one sentence. Neither memory nor a descriptor may be
- * lost. tests/faults/sweep.py does so from the outside, with the libraries' own calls and with what is left in files,
- * but with few faults.
+/* Makes every call of the program into the C library fail, in this process. Each command must end with status 0 and the
+ * output of a run without a fault, or with status 1 and one sentence. Neither memory nor a descriptor may be lost.
+ * tests/faults/sweep.py does so from the outside, with few faults. It also has the libraries' own calls, and looks at
+ * the files that are left.
  *
- *   test_program_faults [--short]         One error at the first call from every sixth place (--short: twelfth), once or
- *                                         from there on, in turn.
+ *   test_program_faults [--short]         One error at the first call from every sixth place (twelfth), once or from
+ *                                         there on, in turn.
+ *
  *   test_program_faults --all             The same at the first call from each place.
+ *
  *   test_program_faults COMMAND FAULT     One fault (faults/inject.h) of the command of that number.
  *
  * A child process works through the faults of a command. If it dies, its fault is reported.
