@@ -776,12 +776,11 @@ static const char *weight16(int32_t row)
  * corrected. */
 struct kept {
     const char *states;
-    double small;   /* bound on the error of the updates' rms at small gradients */
-    double rms;     /* bound on the rms of updates over fp32's, if gradients of one block differ */
-    double largest; /* bound on the largest update over fp32's there */
-    double middle;  /* lower bound on the median element's update over fp32's there */
-    double fall, uneven,
-        deep; /* bounds on the error of updates after a fall of all, of 31 in 32, a hundredfold of 31 in 32 */
+    double small;              /* bound on the error of the updates' rms at small gradients */
+    double rms;                /* bound on the rms of updates over fp32's, if gradients of one block differ */
+    double largest;            /* bound on the largest update over fp32's there */
+    double middle;             /* lower bound on the median element's update over fp32's there */
+    double fall, uneven, deep; /* bounds after a fall of all, of 31 in 32, a hundredfold of 31 in 32 */
 };
 static const struct kept kept[] = {
     {"bf16-sr", 0.02, 1.02, 1.2, 0.98, 0.02, 0.02, 0.02},
