@@ -62,7 +62,7 @@ NUMBERS = {
 
 
 def test_the_header_was_understood():
-    # Each public function begins with the macro HALFSTEP_API. Its definitions are two other places.
+    # Each public function begins with the macro HALFSTEP_API. Its definitions are two more places.
     assert len(DECLARED) == len(re.findall(r"HALFSTEP_API\b", HEADER)) - 2 > 60
 
 

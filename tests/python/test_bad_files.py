@@ -1,5 +1,5 @@
-"""Bad files raise a Python exception and leave the optimizer as it was. Also reading absent
-tensors."""
+"""Bad files raise a Python exception and leave the optimizer as it was. Also reads tensors
+that do not exist."""
 
 import copy
 import io

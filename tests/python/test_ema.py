@@ -175,8 +175,8 @@ def test_movement_at_decay_9999(weights):
     if weights == "bf16":
         assert moved < 0.01 * exact
     else:
-        # A lattice's rounding of an average lags behind its movement by half of 256 writes, which
-        # is (1 - decay) * 128 too much.
+        # With a lattice, the pull on an average is that of half its 256 writes before, which is
+        # (1 - decay) * 128 too much.
         assert moved / exact == pytest.approx(1.0, abs=0.02 if weights.endswith("-sr") else 0.01)
 
 

@@ -298,8 +298,8 @@ def test_where_states_are():
         every["CPUOffload, gradient_release"].seconds == max(touched / 100e9, 4 * n / 50e9)
         and every["CPUOffload, gradient_release"].hidden
     )
-    # The order is: the quickest that fits and loses nothing, then the per-tensor one, then the
-    # smallest.
+    # The order is: the quickest that fits and loses nothing, then the one that judges tensors
+    # singly, then the smallest.
     for memory, way, fits in (
         ("9G", "GPU", True),
         ("5G", "StateStreaming", True),
