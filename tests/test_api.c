@@ -367,7 +367,7 @@ static void test_building(void)
         EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
         t.name = "anywhere", t.first_column = 33, t.n_columns = 20, t.group = g;
         EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
-        /* One dimension: n rows of 1. From 4096 elements on, one row. */
+        /* Tensors of one dimension have n rows of 1 or, from 4096 elements on, one row. */
         t = matrix("vector", 1, 4095);
         t.ndim = 1;
         EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE);

@@ -1,5 +1,5 @@
-/* Tests arguments that no caller should pass: every pointer of every public function as NULL, numbers beyond every end,
- * and shapes, parts and ids that contradict each other. Nothing may crash, and the code must be the documented one. The
+/* Tests arguments that no caller should pass: every pointer of every public function as NULL, and numbers beyond every
+ * end. Shapes, parts and ids contradict each other. Nothing may crash, and the code must be the documented one. The
  * handle must go on as if nothing had been asked. Over 500 lines because each function has its own.
  * Runs under sanitizers. */
 #ifndef _GNU_SOURCE
@@ -156,7 +156,7 @@ static void test_null_pointers(void)
         REFUSED(halfstep_recipe_full("adamw", NULL, 64));
         REFUSED(halfstep_recipe_bytes(NULL, 2, 1, 1, &count, &count, &count));
         EXPECT(halfstep_recipe_bytes("adamw", 2, 1, 1, NULL, NULL, NULL), HALFSTEP_OK);
-        EXPECT(halfstep_set_isa(NULL), HALFSTEP_OK); /* the best one */
+        EXPECT(halfstep_set_isa(NULL), HALFSTEP_OK); /* NULL chooses the best one */
         halfstep_cpu_features(NULL, 3);
         halfstep_cpu_features(text, 0);
         REFUSED(halfstep_add_group(o, NULL, &index));
@@ -208,7 +208,7 @@ static void test_null_pointers(void)
         REFUSED(halfstep_saturated(o, 0, w, NULL));
         REFUSED(halfstep_get_record(o, NULL));
         REFUSED(halfstep_set_record(o, NULL));
-        EXPECT(halfstep_bind_record(o, 0, NULL), HALFSTEP_OK); /* which ends it */
+        EXPECT(halfstep_bind_record(o, 0, NULL), HALFSTEP_OK); /* ends the binding */
         const halfstep_call with_statistics = {.struct_size = sizeof with_statistics,
                                                .weights = weights,
                                                .gradients = gradients,
@@ -388,7 +388,7 @@ static void test_shapes(void)
                          i < 4 ? "'part': rows" : "'part': columns");
         }
         CHECK(halfstep_tensor_count(o) == 0, "a refused tensor was added");
-        for (int i = 0; i < 2; i++) { /* of nothing there is no shape to quarrel with */
+        for (int i = 0; i < 2; i++) { /* parts that hold nothing may have any shape */
             t = tensor(i ? "no row" : "no element", 1, i ? 0 : 7, i ? 7 : 0);
             MUST(halfstep_add_tensor(o, &t, &index));
         }
@@ -407,7 +407,7 @@ static void test_shapes(void)
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_UNSUPPORTED, "matrix");
         t.n_rows = 64, t.n_columns = 32;
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_UNSUPPORTED, "64 x 32 of 64 x 64");
-        t.n_columns = 0; /* one that holds nothing of it is no matter */
+        t.n_columns = 0; /* a part without elements is allowed */
         MUST(halfstep_add_tensor(o, &t, &index));
         halfstep_destroy(o);
     }
@@ -453,7 +453,7 @@ static void test_shapes(void)
         EXPECT_NAMED(o, accumulate_states(o, gradients), HALFSTEP_ERROR_UNSUPPORTED, "scaled");
         EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 4, rows), HALFSTEP_ERROR_RANGE,
                      "scaled");
-        gradients[0] = NULL; /* nothing to accumulate is nothing to refuse */
+        gradients[0] = NULL; /* without a gradient there is nothing to refuse */
         EXPECT(accumulate_states(o, gradients), HALFSTEP_OK);
         halfstep_destroy(o);
         t = part_of("scaled", 8, 600, 8);
@@ -478,7 +478,7 @@ static void test_shapes(void)
         EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ARGUMENT,
                      "'lonely' has a gradient but NULL weights");
         halfstep_destroy(o);
-        /* Where there are no elements there is nothing that a weight could be. */
+        /* A tensor without elements needs no weight. */
         t = tensor("empty", 2, 3, 0);
         o = make("lamb", &t);
         EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);

@@ -438,7 +438,7 @@ static int64_t run_and_count(int threads, int64_t n)
 
 static _Thread_local int is_caller;
 
-/* Which tasks ran, and how many of the caller's ran after one with a higher number. */
+/* Records which tasks ran, and how many of the caller's ran after one with a higher number. */
 struct order {
     int64_t last, falls;
     atomic_int ran[1000];

@@ -86,7 +86,8 @@ static float some_largest(int i)
     return choice == 11 ? 0x1p-126f : ldexpf(random_mantissa(), exponents[choice]);
 }
 
-/* Makes values of every size up to the largest, which itself occurs, as do zeros. Of either sign unless nonneg. */
+/* Makes values of every size up to the largest, which itself occurs, as do zeros. They have either sign unless
+ * nonneg. */
 static float some_value(float largest, int nonneg)
 {
     uint32_t r = random32(), kind = r % 16;

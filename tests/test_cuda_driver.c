@@ -74,7 +74,7 @@ struct problem {
     const char *device;
 };
 
-/* Of full rank as a matrix. */
+/* Makes gradients that have full rank as a matrix. */
 static void value_of(float *g, int tensor, int step)
 {
     for (int i = 0; i < N; i++) {
@@ -253,7 +253,7 @@ static void test_submission(const char *recipe)
     check_clean("submission");
 }
 
-/* Of one step about so many tensors. */
+/* Returns the number of launches of one step over so many tensors. */
 static long launches_of(int tensors, const char *recipe)
 {
     enum { MOST = 300, SIZE = 256 };

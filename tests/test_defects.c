@@ -192,7 +192,7 @@ static void test_lookahead(void)
                 continue;
             double part = ranger_moved(info.name, 1e-5, steps) / exact;
             printf("     %-10s realised %.4f of the movement\n", info.name, part);
-            /* Without a residual, weights wander by half of 2^-7 a rounding. */
+            /* Without a residual, each rounding moves weights by about half of 2^-7. */
             double bound = info.extra_bits || info.code_bits == 32 ? 0.02 : UNLESS_ALL(0.2, 0.08);
             CHECK(fabs(part - 1) < bound, "%s: %.4f", info.name, part);
         }
@@ -769,11 +769,11 @@ static const char *weight16(int32_t row)
 
 /* ---- Second moments in every format ------------------------------------------------------------------------------ */
 
-/* What each format of moments may lose. A 0 marks what the format cannot do: that is printed, and held only to the
- * bounds on updates that are too large. int4 and dyn4 have sixteen codes for a second moment, which do not reach an
- * element far below its block, so steps are too short. int4's first moments, written stochastically, are unbiased but
- * noisy. dyn8 and dyn4 are torchao's formats, to nearest and with scales from 1e-12 up; only their zero codes are
- * corrected. */
+/* Bounds for each format of moments. A 0 marks what the format cannot do. That is printed, and held only to the bounds
+ * on updates that are too large. The codes int4 and dyn4 have only sixteen values for a second moment. They do not
+ * reach an element far below its block, so steps are too short. First moments in int4, written stochastically, are
+ * unbiased but noisy. The formats dyn8 and dyn4 are torchao's, to nearest and with scales from 1e-12 up. Only their
+ * zero codes are corrected. */
 struct kept {
     const char *states;
     double small;              /* bound on the error of the updates' rms at small gradients */

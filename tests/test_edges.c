@@ -671,7 +671,7 @@ static void test_values(void)
                 EXPECT(set_scalar(t.o, 0, rule.scalar_name[i], 1), HALFSTEP_OK);
             }
             EXPECT(one_step(&t), HALFSTEP_OK);
-            /* What a step leaves can be set again. */
+            /* Counters that a step leaves can be set again. */
             for (int i = 0; i < rule.scalars; i++) {
                 double value;
                 MUST(get_scalar(t.o, 0, rule.scalar_name[i], &value));

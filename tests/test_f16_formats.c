@@ -77,7 +77,8 @@ static void set_extra(const struct half_format *f, struct stored *s, int i, int 
     else memcpy(s->extra + 2 * i, &wide, 2);
 }
 
-/* What rounds to nearest, ties away, as halfstep_write_slot() does; and words with other bits for each tile. */
+/* Random words that round to nearest, ties away, as halfstep_write_slot() does. random_words() makes others for each
+ * tile. */
 static uint32_t half_words[HSTEP_TILE_WORDS];
 static void random_words(struct source *s, uint32_t *words)
 {
@@ -301,7 +302,7 @@ static void judge_binade(const struct half_format *f, int exponent, struct sourc
     float in[HSTEP_TILE], out[HSTEP_TILE], again[HSTEP_TILE];
     struct stored stored, second;
     uint32_t words[HSTEP_TILE_WORDS], stride = BY_LENGTH(251, 29, exponent == 0 || exponent == -15 ? 1 : 7);
-    /* From half a unit below the binade to half a unit above. */
+    /* The range is from half a unit below the binade to half a unit above. */
     uint32_t at = (uint32_t)((exponent + 127) << 23) - 0x4000, end = at + 0x808000;
     if (end > 0x477fefff) end = 0x477fe000 + (f->bits ? 0xf80 : 1);
     int nearest = f->bits == 16 || !f->stochastic;

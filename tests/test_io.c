@@ -39,7 +39,7 @@ static struct {
 /* A directory on a disk that is gone. Every call on it or below it fails. Empty: none. */
 static char gone[512];
 
-/* What the disk may forget in a loss of power: contents not yet synced, and names not yet synced in their directory. */
+/* What a loss of power may undo: contents not yet synced, and names not yet synced in their directory. */
 typedef struct unsynced_name {
     ino_t directory;
     char from[512], to[512]; /* a rename, or (from empty) a creation of the name `to` */

@@ -358,7 +358,7 @@ static void test_forged(void)
         forge("base", "forged", table[i].file, table[i].old, table[i].new);
         refuse(1, table[i].pattern, table[i].line);
     }
-    /* What another program has added is passed over. */
+    /* Members that another program has added are ignored. */
     forge("base", "forged", "trainer.json", "\"options\": {", "\"by\": [1, {\"a\": null}], \"options\": {\"lr\": 1,");
     accept("", go_on);
     forge("base", "forged", "config.json", "{", "{\"by\": [1, {\"a\": null}],");
@@ -366,12 +366,12 @@ static void test_forged(void)
     /* Without its optimizer a model still generates, and can be started from. */
     forge("base", "forged", "optimizer.safetensors", NULL, NULL);
     accept("", take);
-    /* A residual that is not what its format has. */
+    /* A residual in another dtype than its format has. */
     forge("kahan", "forged", "optimizer.safetensors", "weight.extra\":{\"dtype\":\"BF16\"",
           "weight.extra\":{\"dtype\":\"I16\" ");
     CHECK(program(take) == 1 && strstr(program_errors, "has dtype I16, which is not that of bf16-kahan weights"), "%s",
           program_errors);
-    /* Weights that are averages of states which are not there. */
+    /* Weights that are averages of states that are missing. */
     forge("free", "forged", "optimizer.safetensors", "schedulefree/f32", "schedulefree/f16");
     refuse(1, "forged", take);
     refuse(1, "forged", speak);
@@ -395,7 +395,7 @@ static void test_resume(void)
     };
     REFUSE_ALL(table);
     forge("base", "again", "trainer.json", "", "");
-    /* However the directory is written, and from whichever checkpoint of it. */
+    /* A directory may be written in any form, and each of its checkpoints can be resumed. */
     accept("\"steps\": 3", RESUME "again/// --steps 3 --json --keep 5");
     accept("\"steps\": 4", RESUME "again/checkpoint-2/ --steps 4 --json");
     demand(!chdir("again"), "no folder");
@@ -403,13 +403,13 @@ static void test_resume(void)
     demand(!chdir(".."), "no way back");
     accept("\"steps\": 3", RESUME "hyper --beta1 0.8 --steps 3 --json");
     accept("\"steps\": 3", RESUME "val --steps 3 --json");
-    /* The last of two values for one hyper-parameter counts. */
+    /* If a hyper-parameter is given twice, the last value counts. */
     char hash[64] = "";
     accept("state_hash", LM "--quiet --steps 3 --json --hyper beta1=0.5 --hyper beta1=0.8 --beta2 0.9");
     const char *at = strstr(printed, "\"state_hash\"");
     if (at) snprintf(hash, sizeof hash, "%.36s", at);
     accept(hash, LM "--quiet --steps 3 --json --beta1 0.8 --beta2 0.9");
-    /* Hyphens and underscores are one. */
+    /* Hyphens and underscores mean the same. */
     accept("state_hash", LM "--quiet --steps 3 --json --recipe lamb/f32 --trust_scale 0.5");
     at = strstr(printed, "\"state_hash\"");
     if (at) snprintf(hash, sizeof hash, "%.36s", at);

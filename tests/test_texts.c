@@ -78,7 +78,7 @@ static void make_folder(void)
 
 static void test_order(void)
 {
-    /* By name: a, around (no), b/1, b/2.gz, b/3.gz, b/nil (no), c, e/f/g, link, nothing (no), pipe (no). */
+    /* Sorted by name: a, around (no), b/1, b/2.gz, b/3.gz, b/nil (no), c, e/f/g, link, nothing (no), pipe (no). */
     joined((const char *[]){"t"}, 1, "AaB1B2CGC", 7);
     joined((const char *[]){"t/"}, 1, "AaB1B2CGC", 7);
     joined((const char *[]){"t/c", "t/b", "t/a"}, 3, "CB1B2Aa", 5);

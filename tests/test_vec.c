@@ -1,5 +1,5 @@
-/* Compares every op of the vector vocabulary on every instruction set of this processor with the scalar header, and the
- * scalar header with definitions written a second way. Then tests which instruction set is chosen, and the
+/* Compares every op of the vector vocabulary on every instruction set of this processor with the scalar header. The
+ * scalar header is compared with definitions written a second way. Then tests which instruction set is chosen, and the
  * floating-point environment. Inputs are fixed: a failure repeats on every run. Over 500 lines because every op has a
  * second definition. */
 #include <fenv.h>
@@ -270,7 +270,7 @@ static const struct vec_store *find_store(const struct vec_unit *unit, const cha
 }
 
 /* Calls check with every upper half of a float together with chosen lower halves. These cover the three mantissa bits
- * that a half still keeps, and lie around the tie and the ends of the thirteen bits that it drops. */
+ * that a half still keeps. They lie around the tie and the ends of the thirteen bits that it drops. */
 static void each_float_for_half(void (*check)(const void *context, const uint32_t *e, const uint32_t *o),
                                 const void *context)
 {

@@ -87,7 +87,7 @@ REPEAT_32(SHIFT, vi_shl)
 REPEAT_32(SHIFT, vi_shr)
 REPEAT_32(SHIFT, vi_sra)
 
-/* By every op that makes a mask. */
+/* Makes the mask by every op that makes one. */
 static void lane_vm_any(const uint32_t *a, const uint32_t *b, const uint32_t *c, uint32_t *out, int64_t n)
 {
     (void)c;

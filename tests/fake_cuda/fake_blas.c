@@ -1,6 +1,6 @@
 /* A libcublas.so.12 for the fake driver. It has the one product that src/device/cuda/blas.def asks for, as work on the
- * stream of its handle. It refuses some calls that cuBLAS accepts: those with factors on the host, and those without
- * the caller's workspace. cuBLAS would then allocate one, also in captures. */
+ * stream of its handle. It refuses some calls that cuBLAS accepts. These have factors on the host, or lack the caller's
+ * workspace, which cuBLAS would then allocate itself, also in captures. */
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>

@@ -13,12 +13,10 @@ calling library.
 In a build with AddressSanitizer the program is build/tests/halfstep_faulty, which has the injector
 inside. Only our own calls fail there, and a leak or a sanitizer's report counts as a crash.
 
-No fault may crash the program or make it hang. Each end has its rule:
-
-* Status 0: the results and all written files are those of a run without a fault.
-* Status 1: stderr has one sentence. Either a checkpoint is left that goes on with the right bits,
-  or none is left and the same command works.
-* Killed (ERROR is KILL): what status 1 says of checkpoints holds.
+No fault may crash the program or make it hang. With status 0, the results and all written files
+must be those of a run without a fault. With status 1, stderr has one sentence. Then a checkpoint is
+left that goes on with the right bits, or none is left and the same command works. The rule for
+checkpoints also holds if the program was killed (ERROR is KILL).
 
 The file is longer than 500 lines because scenarios, faults and verdicts are one table."""
 

@@ -216,8 +216,8 @@ class Fake:
 
     def model(self, model):
         """Moves the module to the memory of a device: weights, and gradients that torch makes of
-        them. torch computes at once, but on a GPU its work would come in the stream's turn. So
-        every reader of the weights first waits for submitted work.
+        them. Since torch computes at once, its work does not come in the stream's turn. So every
+        forward pass and state_dict() first wait for submitted work.
         """
 
         def wait(*_):

@@ -213,7 +213,7 @@ def test_bf16_follows_the_peer_in_bf16(name, options):
 
 
 def test_slow_decay_acts_on_bf16():
-    """Where the peer loses decay altogether (I-5)."""
+    """The peer loses this decay altogether (I-5)."""
     low = nn.Parameter(torch.randn(64, 64).to(torch.bfloat16))
     twin = nn.Parameter(low.detach().clone())
     start = low.detach().float()

@@ -1,5 +1,6 @@
-"""Reads files that other programs made, or that were damaged. train lm --init computes what their
-config.json says. python -m halfstep plan reads them or says in one line what is wrong."""
+"""Reads files that other programs made, or that were damaged. The model of train lm --init must be
+the one that their config.json describes. Also, python -m halfstep plan reads them or says in one
+line what is wrong."""
 
 import json
 import os

@@ -378,7 +378,7 @@ def test_release_refuses_the_gradients_of_ddp(pool):
 
 
 class Sees:
-    """What a wrapped model gets as keyword arguments of names that are used here, too."""
+    """A hook of a wrapped model that gets keyword arguments of names that the package uses, too."""
 
     def __call__(self, module, args, kwargs):
         return args, {k: v for k, v in kwargs.items() if k not in ("wrapper", "found", "method")}

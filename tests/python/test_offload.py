@@ -340,7 +340,7 @@ def test_memory_in_release_is_that_of_gradients_on_their_way(fake):
 
 
 def test_the_next_pass_comes_after_the_weights(fake):
-    """What the current stream does after step() sees the new weights."""
+    """Work on the current stream after step() sees the new weights."""
     for release in (False, True):
         both = pair(fake, halfstep.AdamW, "f32", how={"minimal_size": 0}, gradient_release=release)
         params, opt = both[1]

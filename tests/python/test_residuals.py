@@ -199,7 +199,7 @@ def test_safetensors_in_either_order(weights, tmp_path, silent):
     ],
 )
 def test_every_use_notices(look, tmp_path):
-    """Whatever reads the pair first."""
+    """Every function that reads the pair may be the first to notice."""
     model, opt = made("bf16-ecc8")
     run(opt, model.named(), 0, 3)
     opt.zero_grad()

@@ -188,8 +188,8 @@ def test_a_grad_scaler_in_the_step(gpu):
 
 
 def test_states_go_either_way(gpu):
-    """state_dict() is that of plain steps, and both continue alike; copies and pickles, too. What
-    is loaded is pinned."""
+    """state_dict() is that of plain steps, and both continue alike. So do copies and pickles.
+    Loaded states are pinned."""
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     run(gpu, both, 1, 3)
     buffer = io.BytesIO()
@@ -243,7 +243,7 @@ def test_what_others_write_into_states_counts(gpu):
 
 
 def test_states_come_back_after_the_step(fake):
-    """Where the stream that they come back on is the only one that anybody waits for."""
+    """Nobody waits for any stream but the one that the states come back on."""
     both = pair(fake, halfstep.AdamW, "f32", how={"buffer": 1 << 20, "minimal_size": 0})
     run(fake, both, 1, 3)
     (bus,) = both[1][1]._parts.placement.buses

@@ -220,7 +220,7 @@ def test_peft(tmp_path):
 
 
 def tokenizer(folder):
-    """Of a few words, from a file that is made here."""
+    """Makes a tokenizer of a few words, from a file that is made here."""
     tokenizers, transformers = (
         importlib.import_module("tokenizers"),
         importlib.import_module("transformers"),

@@ -12,8 +12,8 @@
 struct reference {
     const char *rule;
     void (*step)(const struct ref_hyper *h, struct ref_tensor *r);
-    /* Settings for long runs; a rule may have several rows. lr moves weights by about 1e-3 a step where gradients are
-     * about 1e-2. options is "name=value ...". blocks is 1 if block formats are followed too. */
+    /* Settings for long runs; a rule may have several rows. The lr moves weights by about 1e-3 a step where gradients
+     * are about 1e-2. The options are "name=value ...". The flag `blocks` is 1 if block formats are followed too. */
     double lr;
     const char *options;
     int blocks;
