@@ -86,8 +86,7 @@ static float some_largest(int i)
     return choice == 11 ? 0x1p-126f : ldexpf(random_mantissa(), exponents[choice]);
 }
 
-/* Makes values of every size up to the largest, which itself occurs, as do zeros. They have either sign unless
- * nonneg. */
+/* Returns a value of any size up to `largest`, which itself occurs, as do zeros. It has either sign unless nonneg. */
 static float some_value(float largest, int nonneg)
 {
     uint32_t r = random32(), kind = r % 16;

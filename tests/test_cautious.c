@@ -139,7 +139,7 @@ static void test_authors(void)
     }
 }
 
-/* Returns an element's input `which` (0 the weight, 1 the gradient, then states), times 1 + change. */
+/* Multiplies an element's input `which` (0 the weight, 1 the gradient, then states) by 1 + change. */
 static void change_input(struct ref_element *x, int which, double change)
 {
     double *place = which == 0 ? &x->w : which == 1 ? &x->g : &x->s[which - 2];

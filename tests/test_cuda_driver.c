@@ -34,7 +34,7 @@ const struct hstep_cuda_image hstep_cuda_images[] = {{90, code[0], TEXT, TEXT}, 
 static struct fake_cuda_control *fake;
 static void *driver;
 
-/* Declares a function of the driver by its own name and type. */
+/* Returns a function of the driver, by its name and type. */
 #define DRIVER(name, ...) ((int (*)(__VA_ARGS__))find(name))
 static void (*find(const char *name))(void)
 {
@@ -56,7 +56,7 @@ static void (*find(const char *name))(void)
 
 /* ---- A small problem ---- */
 
-/* Waits for all that a call promises to be done when it returns. */
+/* Checks that a call has finished all it promises to finish when it returns. */
 static void check_idle(const char *call)
 {
     CHECK(DRIVER("fake_cuda_is_idle", void)(), "%s returns, and there is work on its way", call);
@@ -74,7 +74,7 @@ struct problem {
     const char *device;
 };
 
-/* Makes gradients that have full rank as a matrix. */
+/* Makes values that have full rank as a matrix. */
 static void value_of(float *g, int tensor, int step)
 {
     for (int i = 0; i < N; i++) {
@@ -726,7 +726,7 @@ static void test_graph(void)
 
 /* ---- Products in BF16 ---- */
 
-/* Returns what three steps have taken from the weights of tensor 0. captured: the last two are replays of one. */
+/* Computes what three steps take from the weights of tensor 0. captured: the last two are replays of one. */
 static int taken(float *out, const char *recipe, const char *device, int rows, double exact, int captured)
 {
     void *stream = device ? new_stream() : NULL, *graph = NULL, *context = NULL;

@@ -37,7 +37,7 @@ static int launch(const char *name, void *subject, const struct hstep_cuda_what 
     return HALFSTEP_ERROR_NAME;
 }
 
-/* Kernels must not look at how the host wants its work run. */
+/* Launches without the caller's context, because kernels must not look at how the host wants its work run. */
 static int launch_call(const char *name, const struct hstep_call *call, struct hstep_cuda_what what)
 {
     struct hstep_call copy = *call;
@@ -177,8 +177,8 @@ static struct hstep_device emulated = {
 
 enum { SLICED = 3 * 300 };
 
-/* Compares steps of Prodigy whose estimate uses every slice-th element: the weights and the estimate. Rows are longer
- * than a chunk or, in one tensor, shorter than a group. */
+/* Makes steps of Prodigy whose estimate uses every slice-th element. Returns the estimate and writes the weights. Rows
+ * are longer than a chunk or, in one tensor, shorter than a group. */
 static double estimate_slices(const struct hstep_device *device, int64_t row, double slice, float *weights)
 {
     const struct hstep_device *before = hstep_default_device;
@@ -258,8 +258,8 @@ static float of_pattern(uint32_t pattern)
 
 static int same(float x, float y) { return (x != x && y != y) || !memcmp(&x, &y, 4); }
 
-/* Makes pairs with mantissas of any kind, often near each other, where roundings are close. Part of them have any
- * exponent. The others have exponents around the ends of the ranges. Few are negative. */
+/* Returns an operand. Half of the mantissas are near `like`, where roundings are close. any: 0 takes any exponent, 1
+ * those of 100 to 153, 2 those at the ends of the ranges. With 2, few operands are negative. */
 static float operand(struct source *s, int any, uint32_t like)
 {
     static const int ends[] = {0, 1, 2, 26, 27, 28, 76, 77, 78, 126, 127, 128, 151, 152, 226, 227, 228, 253, 254, 255};

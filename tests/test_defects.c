@@ -220,7 +220,7 @@ static int models_differ(struct three *a, struct three *b)
     return differ;
 }
 
-/* Residual and scales included, under a recipe of 16-bit weights and the rule's default states. */
+/* Writes a recipe of 16-bit weights, some with a residual, and the rule's default states. */
 static void rule_recipe(int32_t rule, char recipe[64])
 {
     halfstep_rule_info info = rule_info(rule);
@@ -421,7 +421,7 @@ static void test_delayed(void)
 
 /* ---- I-21, I-23: LAMB16's states ------------------------------------------------------------------------------- */
 
-/* rows x row_length for about `elements`, in rows long enough for blocks of 128. */
+/* Opens a matrix of about `elements` elements, in rows long enough for blocks of 128. */
 static void lamb16_open(struct one *t, const char *states, int elements)
 {
     char recipe[64];
@@ -799,7 +799,7 @@ enum { KEPT = sizeof kept / sizeof kept[0], COLUMNS = 256, POOL = 61 };
 /* Returns the rows of the tensor. Flat blocks need 4096 elements; the other formats need fewer. */
 static int rows_of(const char *states) { return strncmp(states, "dyn", 3) ? 4 : 16; }
 
-/* Normal numbers, reused every POOL steps. */
+/* Returns normal numbers, reused every POOL steps. */
 static const float *normals(int step)
 {
     static float *pool;
@@ -1029,7 +1029,7 @@ struct spread {
     double rms, largest, middle; /* middle: the median over elements of each one's rms */
 };
 
-/* The peers' second moment: codes to nearest, zero among them, relative to the block's largest. */
+/* Rounds to the peers' second moment: codes to nearest, zero among them, relative to the block's largest. */
 static void peer_encode(double *v, int64_t n)
 {
     for (int64_t b = 0; b < n; b += 32) {
@@ -1256,7 +1256,7 @@ static void test_lossless(void)
 
 /* ---- Steps that must not change a bit ---------------------------------------------------------------------------- */
 
-/* Weights of all kinds, then random residuals that no encoder makes. */
+/* Sets weights of all kinds and, with raw_extra, random residuals that no encoder makes. */
 static void set_any_weights(struct one *t, struct source *s, int raw_extra)
 {
     for (int64_t i = 0; i < t->n; i++) {

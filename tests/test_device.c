@@ -177,7 +177,7 @@ static int work_off(void)
     return error;
 }
 
-/* No work on the memory is pending any more. */
+/* Drops all pending work. */
 static void forget(void)
 {
     while (queue.n) drop(queue.work[--queue.n]);

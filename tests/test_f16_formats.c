@@ -474,7 +474,7 @@ static void test_special(void)
 
 static int same_value(float a, float b) { return to_bits(a) == to_bits(b) || (isnan(a) && isnan(b)); }
 
-/* Makes any bits, or numbers around the range of a half, or its ends. */
+/* Returns any bits, or numbers around the range of a half, or its ends. */
 static float any_value(struct source *s)
 {
     static const uint32_t ends[] = {0,          1,          0x007fffff, 0x00800000, 0x2b000000, 0x2b800000, 0x32ffffff,

@@ -52,7 +52,7 @@ static uint32_t pattern(struct source *s, int ordinary)
     }
 }
 
-/* Some groups of 32 are zero. */
+/* Fills n values; some groups of 32 are zero. */
 static void fill(struct source *s, float *x, int64_t n, int ordinary, int nonneg)
 {
     int zero = 0;
@@ -136,7 +136,7 @@ static void compare(const char *name, struct one *a, struct one *b)
     }
 }
 
-/* Returns 0 if there is no such recipe. */
+/* Writes a recipe. Returns 0 if there is no such recipe. */
 static int recipe_of(const halfstep_rule_info *rule, const char *weight, int row, char *text, size_t size)
 {
     char full[64];

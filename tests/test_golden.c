@@ -71,7 +71,7 @@ static void test_environment(void)
 }
 #endif
 
-/* Returns 1 if a line of hashes.txt belongs to the case. */
+/* Returns 1 if a line of hashes.txt belongs to one of the cases. */
 static int listed(const struct golden_case *cases, int n, const char *line)
 {
     for (int i = 0; i < n; i++) {

@@ -44,7 +44,7 @@ static double grid_of(const struct one *t, const char *state)
     return value;
 }
 
-/* Gradients whose squares differ a millionfold within a block, and some zeros. */
+/* Makes steps with gradients whose squares differ a millionfold within a block, some of them zero. */
 static void some_steps(struct one *t, int first, int n)
 {
     float *g = t->gradient;

@@ -282,7 +282,7 @@ static uint64_t next_random(void)
 
 /* ---- The reader -------------------------------------------------------------------------------------------------- */
 
-/* Writes a file of length field, header text and `data` zero bytes. `length` < 0 means the true length. */
+/* Opens a file of length field, header text and `data` zero bytes. `length` < 0 means the true length. */
 static int open_made(const char *header, size_t header_bytes, int64_t length, size_t data)
 {
     size_t total = 8 + header_bytes + data;
@@ -471,7 +471,7 @@ static void test_reader_lengths(void)
     CHECK(halfstep_open_safetensors(NULL, at("case"), NULL, 0) == HALFSTEP_ERROR_ARGUMENT, "NULL handle");
 }
 
-/* Makes a header of `count` repeated texts between a beginning and an end. */
+/* Opens a header of `count` repeated texts between a beginning and an end. */
 static int open_repeated(const char *begin, const char *item, size_t count, const char *end)
 {
     size_t room = strlen(begin) + strlen(end) + count * (strlen(item) + 12) + 1, used;
@@ -1014,7 +1014,7 @@ static void test_checkpoint_files(void)
     CHECK(count_entries(dir, ".halfstep") == 0, "leftovers");
 }
 
-/* Files that somebody keeps inside a checkpoint directory. Checks that they are still there, whole. */
+/* Makes files that somebody keeps inside a checkpoint directory. has_foreign() tells if they are still there, whole. */
 static void put_foreign(const char *path)
 {
     char inner[600];

@@ -48,7 +48,7 @@ static const char *get_file(const char *path)
     return data;
 }
 
-/* Begins a save of one file and one value, which is valid. */
+/* Saves one file and one value, which are valid. */
 static int save_step(const char *dir, uint64_t step, uint32_t keep)
 {
     halfstep_checkpoint_save *save;

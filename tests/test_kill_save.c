@@ -37,7 +37,7 @@ static uint64_t mix(uint64_t x)
     return x ^ x >> 33;
 }
 
-/* Fills checkpoint k: between 1 and 8 MiB of words that follow from k and the seed. */
+/* Returns the number of words of checkpoint k, 1 to 8 MiB. Number and words follow from k and the seed. */
 static uint64_t model_words(uint64_t seed, uint64_t k) { return ((1 << 20) + mix(seed ^ k << 20) % (7 << 20)) / 8; }
 
 static void make_model(uint64_t *words, uint64_t seed, uint64_t k)

@@ -35,8 +35,8 @@ static long resident(void)
     return pages;
 }
 
-/* Returns the sum of the signed errors of all elements, and the root of the sum of their squares, after so many
- * steps. */
+/* Makes so many steps. Writes the sum of the signed errors of all elements, and the root of the sum of their
+ * squares. */
 static int run(const char *recipe, long steps, double *sum, double *norm, long *grown)
 {
     halfstep_optimizer *optimizer;

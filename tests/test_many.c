@@ -92,7 +92,7 @@ struct many {
     int64_t elements[TENSORS]; /* every array has room for as many floats */
 };
 
-/* Shapes from one element to more than a chunk, in two groups in turn; those too small for blocks fall back. */
+/* Opens tensors of one element to more than a chunk, in two groups in turn. Those too small for blocks fall back. */
 static void open_many(struct many *m, const char *const recipe[2], const char *gradients, int threads)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = threads, .seed = 9};

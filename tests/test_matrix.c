@@ -75,7 +75,7 @@ static void test_product(void)
 
 /* ---- The iteration ----------------------------------------------------------------------------------------------- */
 
-/* Computes the product as matrix.h defines it, in plain loops. */
+/* Runs the iteration as matrix.h defines it, in plain loops. */
 static void plain_newton_schulz(float *u, int rows, int columns, int steps, float eps)
 {
     int tall = rows > columns, m = tall ? columns : rows, n = tall ? rows : columns;

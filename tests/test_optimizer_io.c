@@ -149,7 +149,7 @@ typedef struct plan {
 
 static const plan usual = {.recipe = {"adamw/bf16-sr/int8", "adamw/bf16-sr/int8"}, .seed = 7};
 
-/* Returns 0 if the recipes do not work with these shapes. */
+/* Makes the optimizer of a plan. Returns 0 if its recipes do not work with its shapes. */
 static int build(run *r, const plan *p)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = p->seed};
@@ -239,8 +239,8 @@ static uint64_t mix_bytes(uint64_t hash, const void *data, size_t bytes)
     return hash;
 }
 
-/* Returns everything of an optimizer that a file keeps, tensors by name. settings: with hyper-parameters, choices and
- * seed. */
+/* Returns a hash of everything of an optimizer that a file keeps, tensors by name. settings: with hyper-parameters,
+ * choices and seed. */
 static uint64_t fingerprint(const run *r, int settings)
 {
     uint64_t sum = 0;

@@ -77,7 +77,7 @@ static struct shared {
 
 static char expected[1 << 17];
 
-/* Returns the part of the output that must be the same. */
+/* Cuts the output to the part that must be the same. */
 static void cut(enum same same, char *text)
 {
     char *at = strstr(text, same == HASH ? "hash" : "");
@@ -95,7 +95,7 @@ static int descriptors(void)
     return n;
 }
 
-/* Makes the folder as each run finds it. */
+/* Brings the folder to the state in which each run finds it. */
 static void prepare(int command)
 {
     static const char *const made[] = {"new", "newer", "run"};

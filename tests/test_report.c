@@ -65,7 +65,7 @@ static int count(const struct text *text, const char *part)
     return n;
 }
 
-/* Checks that every opened element is closed in the right order; void elements of HTML and "/>" aside. */
+/* Returns what is wrong if an element is not closed in the right order, else NULL. Skips void elements and "/>". */
 static const char *unbalanced(const char *html)
 {
     static char open[64][32], problem[128];

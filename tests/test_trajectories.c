@@ -12,8 +12,8 @@ enum { FULL = 1000, SHORT = 48, ROWS = 8 };
 
 static int steps = FULL, table;
 
-/* Makes the gradients of one element: a mean that turns slowly, and noise. Each element's size is log-normal (sigma
- * 1/2) and falls tenfold over the run, which second moments must follow. */
+/* Makes gradients. Each element has a mean that turns slowly, and noise. Its size is log-normal (sigma 1/2) and falls
+ * tenfold over the run, which second moments must follow. */
 static void make_gradients(float *g, int n, int raw, const float *start)
 {
     struct source s = {7};
@@ -136,8 +136,8 @@ static double follow(const struct course *c, const char *recipe)
     return off / c->travelled;
 }
 
-/* Makes the recipe in which every state that can be is in the format of a row; the others are f32. Returns 0 if none
- * can be. */
+/* Writes a recipe in which every state that can be is in the format of a row; the others are f32. Returns 0 if none can
+ * be. */
 static int recipe_with(char *recipe, size_t size, const halfstep_rule_info *rule, const char *weight, int32_t row)
 {
     halfstep_format_info format = {.struct_size = sizeof format};

@@ -86,7 +86,7 @@ static void fourier(double *re, double *im, int n)
 
 static double wide[WIDE];
 
-/* Returns the words of write t as numbers of mean 0 and variance 1, element by element. */
+/* Takes the words of write t as numbers of mean 0 and variance 1, element by element. */
 static void take_words(uint64_t seed, uint64_t t)
 {
     static uint32_t words[WIDE / 2];
@@ -153,7 +153,7 @@ static void open_with(struct one *t, const char *recipe, const char *generator)
     MUST(halfstep_set_choice(t->o, HALFSTEP_ALL_GROUPS, "generator", generator));
 }
 
-/* Returns the BF16 that write number `write` of a slot makes of x. */
+/* Rounds x to BF16 as write number `write` of a slot does. */
 static void round_all(const float *x, uint16_t *out, uint64_t write, int slot)
 {
     uint32_t words[ELEMENTS / 2];
