@@ -414,7 +414,7 @@ SCENARIOS = [
 
 
 def make_data(base):
-    """A text as gzip, digits as IDX and gzip, and a checkpoint, beside the scenarios' folders."""
+    """Makes a text as gzip, digits as IDX and gzip, and a checkpoint, beside scenarios' folders."""
     import gzip
     import struct
 

@@ -88,8 +88,8 @@ class Pool:
         self.control, self.pipes = ours[0], ours[1:]
 
     def run(self, size, function, *arguments):
-        """Runs function(rank, size, *arguments) in `size` processes and returns their results. If ranks
-        fail or hang, raises an error that names them and shows what the first one raised."""
+        """Runs function(rank, size, *arguments) in `size` processes and returns their results. If
+        ranks fail or hang, raises an error that names them and shows what the first one raised."""
         answers = {}
         with tempfile.TemporaryDirectory() as folder:
             self.control.send((size, os.path.join(folder, "store"), function, arguments))

@@ -198,7 +198,7 @@ def test_matrices_are_gathered_for_micro_batches(pool):
 
 
 def wide(rule, recipe, options, layout, rank, size, steps=3):
-    """Makes parameters and optimizer of a training under a layout by name."""
+    """Trains under a layout by name. Returns parameters and optimizer."""
     from torch.distributed.tensor import Replicate, Shard
 
     dtype, formats = RECIPES[recipe]

@@ -39,7 +39,7 @@ def twins(params, dtype=None):
 
 
 def gradients(params, step, scale=1.0, dtype=torch.float32):
-    """Returns equal gradients for all, of values that `dtype` represents: noisy, with a mean."""
+    """Sets equal gradients for all, of values that `dtype` represents: noisy, with a mean."""
     for i, (n, p) in enumerate(params.items()):
         g = torch.Generator().manual_seed(1000 * step + i)
         p.grad = (

@@ -46,7 +46,7 @@ def flattened():
 
 
 def step_of(model, opt, step):
-    """Returns a gradient for each parameter, from its name and a step."""
+    """Makes a step. A parameter's gradient follows from its name and the step."""
     set_gradients(dict(model.named_parameters()), step)
     opt.step()
     opt.zero_grad()

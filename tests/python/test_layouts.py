@@ -65,7 +65,7 @@ SHAPES = {"conv": (8, 6, 5, 7), "matrix": (24, 96), "odd": (17, 50), "vector": (
 
 
 def gradients(params, step, kind):
-    """Equal values with strides of several kinds."""
+    """Sets gradients of equal values with strides of several kinds."""
     for name, p in params.items():
         g = torch.randn(
             p.shape, generator=torch.Generator().manual_seed(100 * step + sum(name.encode()))

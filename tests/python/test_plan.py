@@ -25,7 +25,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def states_for(rule):
-    """Returns one format for all states, where every state of the rule can take it."""
+    """Yields the formats that every state of the rule can take; None is the default."""
     for states in (None, "f32", "bf16-sr", "int8", "int4", "fp8", "dyn8"):
         try:
             _abi.recipe_full("/".join(part for part in (rule, "f32", states) if part))

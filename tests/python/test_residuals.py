@@ -568,7 +568,7 @@ def test_an_average_that_starts_anew_says_nothing(silent):
 
 
 def knows_hashes(model, opt):
-    """Checks that weights have hashes from the first foreign write on."""
+    """Writes the weights as others do. From the first such write on they have hashes."""
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.0)

@@ -47,7 +47,7 @@ def batch(step, dtype=torch.bfloat16):
 
 
 def make(model, lr=1e-2, hosted=None, **options):
-    """Makes a model and optimizer. hosted: a class whose states are in the process's memory, and
+    """Makes an optimizer of a model. hosted: a class whose states are in the process's memory, and
     its options."""
     options = {"lr": lr, **OPTIONS, **options}
     if hosted is None:

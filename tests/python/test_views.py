@@ -22,7 +22,7 @@ from halfstep.compat import flashoptim, optimi
 
 
 def negated(tensor):
-    """Returns the same numbers as a view that negates what its memory holds."""
+    """Returns the same numbers, as a view that negates what its memory holds."""
     return torch._neg_view(tensor.detach().neg())
 
 
