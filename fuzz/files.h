@@ -1,4 +1,4 @@
-/* For targets that need a folder: a place in memory if there is one, and small files. */
+/* For fuzz targets that need files: a scratch folder, in memory where possible, and small files in it. */
 #ifndef HALFSTEP_FUZZ_FILES_H
 #define HALFSTEP_FUZZ_FILES_H
 
@@ -7,7 +7,7 @@
 
 #include "../tests/folders.h"
 
-/* FOLDER/halfstep-fuzz-PID, removed when the process ends. */
+/* FOLDER/halfstep-fuzz-PID; removed when the process ends. */
 static char scratch[512];
 
 static void remove_scratch(void) { remove_tree(scratch); }
@@ -22,7 +22,7 @@ static void make_scratch(void)
     atexit(remove_scratch);
 }
 
-/* Its path is good until the next call. */
+/* Writes a file into the scratch folder. Returns its path, valid until the next call. */
 __attribute__((unused)) static const char *put_file(const char *name, const void *data, size_t bytes)
 {
     static char path[1024];

@@ -1,16 +1,17 @@
-/* What the fuzz targets share. A target defines
+/* Shared code of the fuzz targets. A target defines two functions:
  *
  *   int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);    judges one input, and calls demand()
+ *
  *   static size_t make_input(uint8_t *data, size_t room);            a good or nearly good input from draw()
  *
  * With libFuzzer (HALFSTEP_LIBFUZZER) that is all. Without it, this header has the main program:
  *
- *   fuzz_NAME [ROUNDS [SEED [FIRST]]]   rounds of make_input(), each by itself a function of seed and number
- *   fuzz_NAME [--short | --all]         the corpus, and some rounds: a quarter of all, or fewer, or all
- *   fuzz_NAME --seconds N               as many rounds as fit
- *   fuzz_NAME FILE...                   replays
- *   fuzz_NAME --input SEED NUMBER FILE  writes the input of one round to a file, for the corpus
- *                                       (fuzz/corpus/fuzz_NAME) */
+ *   fuzz_NAME [ROUNDS [SEED [FIRST]]]   Rounds of make_input(). Each depends on seed and number only.
+ *   fuzz_NAME [--short | --all]         The corpus, and a quarter of all rounds; fewer with --short, all with --all.
+ *   fuzz_NAME --seconds N               As many rounds as fit.
+ *   fuzz_NAME FILE...                   Replays files.
+ *   fuzz_NAME --input SEED NUMBER FILE  Writes the input of one round to a file, for the corpus
+ *                                       (fuzz/corpus/fuzz_NAME). */
 #ifndef HALFSTEP_FUZZ_H
 #define HALFSTEP_FUZZ_H
 
@@ -26,7 +27,7 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-/* Pseudo-random numbers: of make_input(), and of a target that stretches its input. */
+/* State of the pseudo-random numbers of make_input(). A target that stretches its input uses it too. */
 static uint64_t fuzz_state;
 
 static inline uint64_t draw_bits(void)
@@ -46,11 +47,11 @@ static inline void demand(int condition, const char *what)
     abort();
 }
 
-/* Inputs that the code under test has taken, and refused: in the end both must be frequent, or the mutations test
+/* Inputs that the code under test has accepted and refused. Both must be frequent in the end, or the mutations test
  * nothing. */
 __attribute__((unused)) static unsigned long fuzz_accepted, fuzz_rejected;
 
-/* Changes that files of text and bytes suffer. */
+/* Applies the usual damages to files of text and bytes. */
 __attribute__((unused)) static size_t mutate(uint8_t *data, size_t size, size_t room, const char *marks)
 {
     for (uint64_t count = draw(4); count && size; count--) {
@@ -86,13 +87,13 @@ __attribute__((unused)) static size_t mutate(uint8_t *data, size_t size, size_t 
 static size_t make_input(uint8_t *data, size_t room);
 static unsigned long fuzz_round, fuzz_seed = 1;
 
-/* What the child is at, for the parent to tell when it is dead. */
+/* What the child is working on. The parent prints it if the child dies. */
 static struct {
     unsigned long round;
     char file[1024];
 } *fuzz_shared;
 
-/* Where the program was started: a target may go elsewhere. */
+/* The folder where the program was started, because a target may change it. */
 static char fuzz_home[400];
 
 static int fuzz_replay(const char *given)
@@ -110,7 +111,7 @@ static int fuzz_replay(const char *given)
     size_t size = fread(data, 1, room, stream);
     fclose(stream);
     snprintf(fuzz_shared->file, sizeof fuzz_shared->file, "%s", path);
-    /* Of exactly its size, so that reading beyond it is seen. */
+    /* An allocation of exact size, so that AddressSanitizer sees reads beyond it. */
     uint8_t *exact = malloc(size ? size : 1);
     if (exact) LLVMFuzzerTestOneInput(memcpy(exact, data, size), size);
     fuzz_shared->file[0] = 0;
@@ -158,7 +159,7 @@ static int fuzz_write(unsigned long seed, unsigned long round, const char *path)
     return fclose(stream) || bad;
 }
 
-/* All the rounds, in a child: whatever kills it, the parent says how to see it again. */
+/* Runs all rounds in a child. If it dies, the parent prints how to reproduce the round. */
 static int fuzz_rounds(unsigned long first, unsigned long rounds, double limit, int with_corpus)
 {
     static uint8_t data[1 << 16];

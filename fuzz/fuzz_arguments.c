@@ -1,5 +1,5 @@
-/* Any words at all as the program's command line: status 0, or 1 or 2 and one sentence on stderr. An input is the
- * words, one a line. Commands that go on for long or need a file get one that does not exist. */
+/* Fuzzes the program's command line. It must end with status 0, or with 1 or 2 and one sentence on stderr. An input is
+ * the words, one a line. Commands that run long or need a file get a file that does not exist. */
 #define FUZZ_NAME "fuzz_arguments"
 #include "fuzz.h"
 

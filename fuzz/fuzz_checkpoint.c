@@ -1,7 +1,7 @@
-/* Any bytes at all as the manifest of a checkpoint directory, or of one checkpoint in it. What opens holds together:
- * every file that it lists is there, inside the directory, with that size.
+/* Fuzzes the manifest of a checkpoint directory, or of one checkpoint in it. If it opens, every file it lists must
+ * exist inside the directory with the listed size.
  *
- * The first byte of an input says which manifest it is, and how the directory is opened. */
+ * The first byte of an input selects the manifest and the way to open the directory. */
 #define FUZZ_NAME "fuzz_checkpoint"
 #define HALFSTEP_ADVANCED
 #include "fuzz.h"
@@ -89,7 +89,7 @@ static size_t make_input(uint8_t *data, size_t room)
     data[0] = (uint8_t)draw(8);
     size_t bytes = data[0] & 1 ? inner_bytes : outer_bytes;
     memcpy(data + 1, data[0] & 1 ? inner : outer, bytes);
-    /* Blanks, which change nothing, so that some of it is accepted. */
+    /* Blanks change nothing, so some of these inputs are accepted. */
     if (draw(3) == 0) data[1 + bytes++] = " \n\t"[draw(3)];
     return 1 + mutate(data + 1, bytes, room - 1, "{}[]\",:0123456789-.e\\u/ ");
 }

@@ -1,7 +1,7 @@
-/* Any bytes at all as training text, gzip or not, and as the IDX files of digits: what is accepted is all there.
+/* Fuzzes training text, gzip or not, and the IDX files of digits. Data that is accepted must be complete.
  *
- * The first byte of an input says what it is: 0 text, else one of the four IDX files, its upper bit that it is called
- * .gz. */
+ * The first byte of an input selects the kind: 0 is text, others are one of the four IDX files. Its upper bit gives the
+ * file a name in .gz. */
 #define FUZZ_NAME "fuzz_data"
 #include "fuzz.h"
 
@@ -14,7 +14,7 @@ static const char *const names[] = {"train-images-idx3-ubyte", "train-labels-idx
                                     "t10k-labels-idx1-ubyte"};
 enum { IMAGES = 3, SIDE = 4 };
 
-/* A good file; returns its bytes. */
+/* Writes a good file of that kind. Returns its size in bytes. */
 static size_t good(int which, uint8_t *out)
 {
     int images = which % 2 == 0;
@@ -130,7 +130,7 @@ static size_t make_input(uint8_t *data, size_t room)
     if (draw(2) == 0) {
         if (data[0]) data[0] |= 128;
         size_t packed = pack(plain, bytes, data + 1, room / 2);
-        if (draw(8) == 0) packed += pack(plain, bytes, data + 1 + packed, room / 2); /* another member */
+        if (draw(8) == 0) packed += pack(plain, bytes, data + 1 + packed, room / 2); /* another gzip member */
         bytes = packed;
     } else {
         memcpy(data + 1, plain, bytes);

@@ -1,5 +1,5 @@
-/* Any bytes at all, given to halfstep_read_optimizer() as a file: it is taken whole, or refused with a text and every
- * bit of the optimizer as it was. fuzz.h says how to run it. */
+/* Fuzzes halfstep_read_optimizer(). A file is either loaded whole, or refused with an error text and every bit of the
+ * optimizer unchanged. fuzz.h says how to run it. */
 #define FUZZ_NAME "fuzz_optimizer"
 #include "fuzz.h"
 
@@ -22,7 +22,7 @@ static uint64_t mix(uint64_t hash, const void *data, uint64_t bytes)
     return hash;
 }
 
-/* Of everything that a file may change. */
+/* Returns a hash of everything that a file may change. */
 static uint64_t fingerprint(void)
 {
     uint64_t hash = mix(1, stored, sizeof stored);
@@ -116,8 +116,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         demand(strlen(error) > 10 && !strchr(error, '\n') && !strstr(error, "is only partly loaded"), "an odd text");
     } else {
         fuzz_accepted++;
-        /* From the same start it leads to the same end, also by way of another file: what this one does not say
-         * stays. */
+        /* Loading is repeatable: from the same start it must lead to the same end. The good file in between resets
+         * everything, because a file leaves alone what it does not mention. */
         uint64_t taken[2];
         for (int i = 0; i < 2; i++) {
             demand(!read_bytes(good, good_bytes, error, sizeof error), "the good file is refused");
@@ -131,7 +131,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 
 #ifndef HALFSTEP_LIBFUZZER
 
-/* A digit for a digit, somewhere behind `at`: numbers that are good, but other ones. */
+/* Replaces a digit at or after `at` by another one, so that numbers stay valid but differ. */
 static void change_digit(uint8_t *data, size_t size, size_t at)
 {
     while (at < size && (data[at] < '0' || data[at] > '9')) at++;

@@ -1,5 +1,5 @@
-/* Any text at all as a recipe, as a name of something, as a hyper-parameter or a choice: an error code and a sentence,
- * or a full form that means the same again. */
+/* Fuzzes texts as recipe, as name, as hyper-parameter and as choice. The result is an error code and a sentence, or a
+ * full form that means the same when it is parsed again. */
 #define FUZZ_NAME "fuzz_recipes"
 #define HALFSTEP_ADVANCED
 #include "fuzz.h"
@@ -18,7 +18,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     demand(!halfstep_create(NULL, &optimizer), "no optimizer");
     int added = halfstep_add_group(optimizer, text, &group);
     demand((code == HALFSTEP_OK) == (added == HALFSTEP_OK), "a group and its recipe disagree");
-    halfstep_recipe_full(text, again, size % sizeof again); /* rooms of all sizes */
+    halfstep_recipe_full(text, again, size % sizeof again); /* buffers of all sizes */
     if (code == HALFSTEP_OK) {
         fuzz_accepted++;
         uint64_t weight, extra, states;
@@ -40,7 +40,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         const char *detail = halfstep_error_detail(optimizer);
         demand(strlen(detail) > 5, "no sentence");
     }
-    /* The same bytes as other names. */
+    /* The same bytes as names of other things. */
     double value;
     group = 0;
     if (halfstep_add_group(optimizer, "adamw/bf16-sr/int8", &group)) demand(0, "no group");

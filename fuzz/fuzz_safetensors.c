@@ -1,5 +1,5 @@
-/* Any bytes at all, given to the safetensors reader as a file. What it accepts must hold together, be readable in full,
- * and survive being written again by our own writer. fuzz.h says how to run it. */
+/* Fuzzes the safetensors reader. A file that it accepts must be consistent, readable in full, and writable again by our
+ * own writer. fuzz.h says how to run it. */
 #define FUZZ_NAME "fuzz_safetensors"
 #define HALFSTEP_ADVANCED
 #include "fuzz.h"
@@ -8,7 +8,7 @@
 
 #include "halfstep_io.h"
 
-/* A file in memory, and the path to open it by. */
+/* Opens a file in memory and writes its path to `path`. Returns the descriptor. */
 static int memory_file(char *path, size_t room)
 {
     int fd = memfd_create("fuzz", MFD_CLOEXEC);
@@ -27,7 +27,7 @@ static int copy_tensor(void *context, uint64_t tensor, uint64_t offset, void *da
     return halfstep_read_safetensor(context, tensor, offset, data, bytes, NULL, 0);
 }
 
-/* Writes the tensors of `file` to another one, opens that, and compares. */
+/* Writes the tensors of `file` to another file, opens that, and compares. */
 static void check_copy(halfstep_safetensors *file)
 {
     halfstep_safetensors_writer *writer;
@@ -48,7 +48,7 @@ static void check_copy(halfstep_safetensors *file)
         demand(!halfstep_declare_safetensors_metadata(writer, key, value, error, sizeof error),
                "metadata cannot be declared");
     }
-    /* The memory file has no directory for a temporary beside it, so a real one is used. */
+    /* A memory file's folder takes no temporary beside it, so a real folder is used. */
     const char *base = getenv("TMPDIR");
     snprintf(path, sizeof path, "%.500s/halfstep-fuzz-%ld", base && *base ? base : P_tmpdir, (long)getpid());
     demand(!halfstep_write_safetensors(writer, path, copy_tensor, file, error, sizeof error),
@@ -104,7 +104,7 @@ static void check_accepted(halfstep_safetensors *file, size_t size)
     free(names);
 }
 
-/* Every so many accepted inputs: a copy costs two syncs. */
+/* Only some accepted inputs are copied, because a copy costs two syncs. */
 enum { COPY_EVERY = 64 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
@@ -129,7 +129,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 
 #ifndef HALFSTEP_LIBFUZZER
 
-/* A file that is good, except that now and then something about it is not. */
+/* Makes a good file, which now and then has one defect. */
 static size_t make_file(uint8_t *out, size_t room)
 {
     static const char *const oddities[] = {

@@ -1,11 +1,11 @@
-"""Mutated state_dicts given to load_state_dict(): a Python exception and the optimizer as it was,
-or a load after which steps are made and the states can be saved; never a crash.
+"""Fuzzes load_state_dict() with mutated state_dicts. Either it raises and the optimizer is
+unchanged, or it loads, and then steps and a save work. It never crashes.
 
     fuzz_state_dict.py [--rounds N] [--seconds N] [--seed N] [--round N]
 
-Types, shapes, dtypes, counters, scales (any bytes) and hyper-parameters change. Each round is by
-itself a function of seed and number, and runs in one of a few child processes, so that a crash is
-told with its number. Needs torch and halfstep.
+Types, shapes, dtypes, counters, scales (any bytes) and hyper-parameters change. Each round depends
+on seed and number only. Rounds run in one child process at a time, so that a crash is reported with
+its round. Needs torch and halfstep.
 """
 
 import argparse
@@ -217,7 +217,7 @@ def one(seed, number, counts):
             raise AssertionError(f"a refused load ({error}) changes the optimizer")
     else:
         counts[0] += 1
-    # Whatever is in there now: steps, and a save, do not crash.
+    # Steps and saves must not crash, whatever was loaded.
     try:
         run(fresh, opt, 2)
         torch.save(opt.state_dict(), io.BytesIO())
@@ -228,8 +228,8 @@ def one(seed, number, counts):
 
 
 def work(seed, first, last, deadline, place):
-    """Rounds first .. last - 1, the present one in place[0]; accepted and refused are counted in
-    place[1:3]."""
+    """Runs rounds first .. last - 1. Keeps the current round in place[0] and adds the accepted and
+    refused loads to place[1:3]."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts = [0, 0]
@@ -266,7 +266,7 @@ def main():
     last = 10**9 if options.seconds else options.rounds
     place = multiprocessing.get_context("fork").Array("q", 4, lock=False)
     number = found = 0
-    # What is imported late is imported here, once.
+    # Run once before any fork, so that every child has the modules that are imported late.
     one(options.seed, 0, [0, 0])
     while number < last and not (deadline and time.time() > deadline):
         child = os.fork()

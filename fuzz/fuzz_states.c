@@ -1,8 +1,8 @@
-/* Any bytes at all in weights, residuals, states and scales: decoding them and stepping on them stays inside its
- * memory, on every instruction set, and all of them give the same bits. Checkpoints and state_dicts bring such bytes.
+/* Fuzzes the bytes of weights, residuals, states and scales, which checkpoints and state_dicts bring in. Decoding them
+ * and stepping on them must stay inside its memory. All instruction sets must give the same bits.
  *
- * An input chooses rule, formats, shape and hyper-parameters by its first bytes; the rest fills the streams, and when
- * it is used up goes on as pseudo-random numbers that depend on all of it. Without libFuzzer the rounds go through all
+ * The first bytes of an input choose rule, formats, shape and hyper-parameters. The rest fills the streams. When it is
+ * used up, pseudo-random numbers go on, which depend on the whole input. Without libFuzzer the rounds go through all
  * rules and formats in turn. */
 #define FUZZ_NAME "fuzz_states"
 #define HALFSTEP_ADVANCED
@@ -21,7 +21,7 @@ struct input {
 
 static uint8_t next_byte(struct input *in) { return in->at < in->size ? in->data[in->at++] : (uint8_t)draw_bits(); }
 
-/* Bytes that mean something to a number: not only noise, whose exponents are nearly all extreme. */
+/* Fills bytes with patterns that are typical of numbers. Plain noise would have nearly only extreme exponents. */
 static void fill(struct input *in, uint8_t *bytes, size_t count)
 {
     static const uint32_t words[] = {0x7f800000, 0xff800000, 0x7fc00000, 0xffc00001, 0x00000001,
@@ -42,14 +42,14 @@ static void fill(struct input *in, uint8_t *bytes, size_t count)
             break; /* fp32 near 0.01 */
         case 6:
             byte = byte % 16 ? (uint8_t)(i % 2 ? 0x3c : byte) : (uint8_t)(word >> (16 + 8 * (i % 2)));
-            break; /* 16 bits */
+            break; /* 16-bit numbers near that */
         default: byte = (uint8_t)(byte % 16 ? 0x80 : word >> 24);
         }
         bytes[i] = byte;
     }
 }
 
-/* One copy of everything, for one instruction set. */
+/* An optimizer and all its memory, for one instruction set. */
 struct subject {
     halfstep_optimizer *optimizer;
     uint8_t *stream[MAX_STREAMS];
@@ -61,7 +61,7 @@ struct subject {
 
 static uint8_t *add_stream(struct subject *s, uint64_t bytes)
 {
-    /* Each by itself and of exactly its size, so that AddressSanitizer sees the byte before and after. */
+    /* One allocation of exact size for each stream, so that AddressSanitizer sees the bytes before and after it. */
     uint8_t *memory = malloc(bytes ? bytes : 1);
     demand(memory && s->streams < MAX_STREAMS, "no memory");
     s->bytes[s->streams] = bytes;
@@ -81,7 +81,7 @@ static int format_with(int32_t role, unsigned choice, char *name, size_t room)
     return 1;
 }
 
-/* Weight and states each have a format of their own; a combination without meaning falls back to the rule's. */
+/* Chooses a format for the weight and each state. Falls back to the rule's default if the combination is invalid. */
 static void choose_recipe(struct input *in, char *recipe, size_t room)
 {
     halfstep_rule_info rule = {.struct_size = sizeof rule};
@@ -115,7 +115,7 @@ static void must(const struct subject *s, int code, const char *what)
     demand(0, "a call fails that may not");
 }
 
-/* Streams of slots that hold an infinity or a NaN become zeros. */
+/* Zeros the streams of every slot that holds an infinity or a NaN. */
 static void tame(struct subject *s)
 {
     halfstep_slot_info slot = {.struct_size = sizeof slot};
@@ -137,7 +137,7 @@ static void tame(struct subject *s)
     }
 }
 
-/* Returns 0 where the shape does not go with the recipe. */
+/* Makes the optimizer and fills its streams. Returns 0 if the shape does not go with the recipe. */
 static int make_subject(struct subject *s, struct input in, const char *isa, const char *recipe)
 {
     static const char *const gradient_formats[] = {"f32", "bf16", "f16"};
@@ -165,9 +165,9 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
         case 4: value = 1; break;
         default: break;
         }
-        /* A hundred products of matrices are no other than five. */
+        /* A hundred matrix products find no more than five. */
         if (!strcmp(hyper.name, "ns_steps") && value > 5) value = 5;
-        /* Refused: out of bounds, or it goes with others. */
+        /* May fail: out of bounds, or in conflict with another one. */
         halfstep_set_hyper(s->optimizer, hyper.per_optimizer ? HALFSTEP_ALL_GROUPS : group, hyper.name, value);
     }
     static const char *const choices[] = {"decay", "schedule", "scan", "generator"};
@@ -178,7 +178,7 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
     halfstep_tensor tensor = {.struct_size = sizeof tensor, .group = group, .name = "t", .ndim = 2};
     tensor.rows = 1 + next_byte(&in) % 9;
     tensor.row_length = columns[next_byte(&in) % (sizeof columns / sizeof *columns)];
-    /* Blocks of the flattened tensor need 4096 elements, and whole blocks. */
+    /* The block formats of a flattened tensor need 4096 elements and whole blocks. */
     static const int large[][2] = {{16, 256}, {32, 128}, {8, 640}, {1, 4352}, {256, 17}};
     uint8_t size = next_byte(&in);
     if (size % 3 == 0) {
@@ -205,13 +205,13 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
         if (extra) fill(&in, extra, slot.extra_bytes);
         if (i == HALFSTEP_SLOT_WEIGHT) s->weight = code;
         if (i == HALFSTEP_SLOT_GRADIENT) s->gradient = code;
-        /* The weight's in any case: one call at least ends the time of adding tensors. */
+        /* The weight's is called in any case, because at least one call must end the adding of tensors. */
         if (i != HALFSTEP_SLOT_GRADIENT || extra)
             must(s, halfstep_bind_slot(s->optimizer, 0, i, i >= HALFSTEP_SLOT_STATE ? code : NULL, extra), "bind");
     }
-    /* In every other input all numbers are finite, as far as zeros in place of the others make them so. */
+    /* In every other input, slots with infinities or NaN are zeroed. */
     if (next_byte(&in) % 2) tame(s);
-    /* Most inputs should make a step, so most gradients are tame. */
+    /* Most inputs should make a step, so most gradients are small numbers. */
     if (next_byte(&in) % 4 && !rule.raw_gradient) {
         uint64_t bytes = s->gradient ? s->bytes[1 + (s->stream[1] != s->gradient)] : 0;
         for (uint64_t i = 0; i < bytes; i++)
@@ -223,7 +223,7 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
     counters.state_steps = age < 128 ? age : age < 192 ? (uint64_t)1 << (age % 64) : UINT64_MAX - age;
     counters.full_steps = next_byte(&in);
     counters.writes = counters.state_steps;
-    halfstep_set_record(s->optimizer, &counters); /* may be refused, as what follows */
+    halfstep_set_record(s->optimizer, &counters); /* this and the following calls may fail */
     halfstep_get_record(s->optimizer, &counters);
     for (int32_t i = 0; i < rule.scalars; i++) {
         halfstep_record scalar = counters;
@@ -238,12 +238,12 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
     return 1;
 }
 
-/* All that came out, in order, and what it was, to compare the instruction sets by. */
+/* One result. All results in order are compared between instruction sets. */
 struct outcome {
     const char *what;
     int64_t index;
     uint32_t bits;
-    int is_code; /* of an error, or a count: no number of a slot */
+    int is_code; /* an error code or a count, not a number of a slot */
 };
 static struct outcome *outcomes[2];
 static size_t outcome_count[2], outcome_room[2];
@@ -270,7 +270,7 @@ static void read_all(struct subject *s, int which, int write)
                                                    : NULL;
         must(s, halfstep_read_slot(s->optimizer, 0, i, data, 0, slot.rows, plain), "read");
         for (int64_t e = 0; e < slot.rows * slot.columns; e++) {
-            /* A NaN is one whatever its bits. */
+            /* All NaNs count as equal. */
             uint32_t bits = 0x7fc00000;
             if (plain[e] == plain[e]) memcpy(&bits, plain + e, 4);
             note(which, slot.name, e, bits, 0);
@@ -281,7 +281,7 @@ static void read_all(struct subject *s, int which, int write)
     free(plain);
 }
 
-/* Everything that reads or writes the streams. */
+/* Makes every call that reads or writes the streams. */
 static void use_subject(struct subject *s, int which, int steps)
 {
     void *weights[1] = {s->weight};
@@ -297,7 +297,7 @@ static void use_subject(struct subject *s, int which, int steps)
     const halfstep_call round = {.struct_size = sizeof round, .kind = HALFSTEP_CALL_ROUND};
     for (int step = 0; step < steps; step++) {
         int code = halfstep_step(s->optimizer, weights, gradients);
-        /* Not every hyper-parameter goes with every other and every format. */
+        /* Some hyper-parameters exclude each other, or a format. */
         if (code != HALFSTEP_NONFINITE && code != HALFSTEP_ERROR_UNSUPPORTED && code != HALFSTEP_ERROR_RANGE)
             must(s, code, "step");
         note(which, "step", step, (uint32_t)code, 1);
@@ -332,7 +332,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         if (which)
             for (size_t i = 0; i < outcome_count[0]; i++) {
                 const struct outcome *a = &outcomes[0][i], *b = &outcomes[1][i];
-                /* What comes of infinities and NaN is only required to stay inside its memory. */
+                /* Results after an infinity or a NaN may differ; they must only stay inside the memory. */
                 if (!a->is_code && (a->bits & 0x7f800000) == 0x7f800000) break;
                 if (a->bits == b->bits) continue;
                 fprintf(stderr, "%s: %s[%lld] is %08x, with %s %08x (%zu of %zu)\n", recipe, a->what,
@@ -349,7 +349,7 @@ static size_t make_input(uint8_t *data, size_t room)
 {
     (void)room;
     for (int i = 0; i < 64; i++) data[i] = (uint8_t)draw(256);
-    /* All rules with all formats of one kind for their states; the weights' formats go along. */
+    /* Goes through all rules with each format for all states. The weights' formats go along. */
     unsigned long k = fuzz_round, rules = (unsigned long)halfstep_rule_count();
     data[0] = (uint8_t)(k % rules);
     data[1] = (uint8_t)(k / rules);

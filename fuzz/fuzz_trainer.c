@@ -1,8 +1,8 @@
-/* Any bytes at all as one of the files of a training checkpoint, with checksums that say they are right: inspect,
- * generate, train --init and train --resume end with status 0, or 1 or 2 and one sentence.
+/* Fuzzes one file of a training checkpoint, with checksums that match. The commands are inspect, generate, train --init
+ * and train --resume. Each must end with status 0, or with 1 or 2 and one sentence.
  *
- * The first byte of an input says which checkpoint (its recipe), the second which file: trainer.json, config.json, or
- * the header of a safetensors file, whose tensors stay as they are; the rest is its contents. */
+ * The first byte of an input selects the checkpoint (its recipe). The second selects the file: trainer.json,
+ * config.json, or the header of a safetensors file, whose tensors stay as they are. The rest is the file's contents. */
 #define FUZZ_NAME "fuzz_trainer"
 #define HALFSTEP_ADVANCED
 #include "fuzz.h"
@@ -21,7 +21,7 @@ enum { RECIPES = 4, FILES_OF_RUN = 5, ROOM = 1 << 17 };
 
 static struct {
     uint8_t data[ROOM];
-    size_t bytes, header; /* header: where the tensors begin, 0 for JSON */
+    size_t bytes, header; /* header: where the tensors begin; 0 for JSON */
 } files[RECIPES][FILES_OF_RUN];
 static char values[RECIPES][8][2][256];
 
@@ -63,7 +63,8 @@ static void prepare(void)
     }
 }
 
-/* Settings that are sound and take long, or much memory, tell nothing. */
+/* Returns 1 for valid settings that take long or much memory, because running them shows nothing. Also for a log, which
+ * would be written to any path. */
 static int takes_long(const char *data, size_t bytes)
 {
     static const char *const counts[] = {"batch",
@@ -86,7 +87,7 @@ static int takes_long(const char *data, size_t bytes)
             const json_t *value = json_object_get(at, counts[i]);
             found |= (json_is_string(value) ? strtod(json_string_value(value), NULL) : json_number_value(value)) > 64;
         }
-        /* A log goes where it says. */
+        /* a log's path may be anywhere */
         const char *log = json_string_value(json_object_get(at, "log"));
         found |= log && log[0];
     }
@@ -151,7 +152,7 @@ static size_t make_input(uint8_t *data, size_t room)
     demand(bytes + 2 < room, "no room");
     memcpy(data + 2, files[recipe][file].data + (header ? 8 : 0), bytes);
     uint64_t kind = draw(4);
-    /* Another number for a number, so that it stays JSON. */
+    /* Replaces a number by another one, so that the file stays JSON. */
     if (kind < 2) {
         static const char *const numbers[] = {"-1",     "0",   "1e308", "18446744073709551615", "9223372036854775808",
                                               "3.5",    "nan", "1",     "4294967296",           "-0",

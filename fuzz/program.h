@@ -1,4 +1,4 @@
-/* The program inside this one: its main() as a function, with what it prints kept in memory. */
+/* Runs the program inside this one: its main() as a function, with its output kept in memory. */
 #ifndef HALFSTEP_FUZZ_PROGRAM_H
 #define HALFSTEP_FUZZ_PROGRAM_H
 
@@ -14,12 +14,12 @@ enum { MAX_WORDS = 40 };
 static int own_streams[2] = {-1, -1}, taken[2];
 static char program_errors[4096];
 
-/* What runs it: a test may put something of its own around it. */
+/* The function that runs it. A test may define a wrapper. */
 #ifndef PROGRAM_MAIN
 #define PROGRAM_MAIN program_main
 #endif
 
-/* Its exit status; its stderr is in program_errors. */
+/* Runs the program. Returns its exit status; program_errors holds its stderr. */
 static int run_program(int argc, char **argv)
 {
     fflush(NULL);
@@ -41,7 +41,7 @@ static int run_program(int argc, char **argv)
     return status;
 }
 
-/* Status 0, or 1 or 2 and one sentence; returns the status. */
+/* Runs the program and demands status 0, or 1 or 2 and one sentence. Returns the status. */
 __attribute__((unused)) static int judge_program(int argc, char **argv)
 {
     int status = run_program(argc, argv);

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Holds the sources to the order of rooms in docs/architecture.md. A room is a folder of src or tools. Nobody includes a header of a room
-# further right, or takes a symbol from an object there.
+# Holds the sources to the order of rooms in docs/architecture.md. A room is a folder of src or tools. No file may
+# include a header of a room further right, or take a symbol from an object there.
 . "$(dirname "$0")/lib.sh"
 need nm python3
 cd "$source_dir"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The line of docs/c.md for building the core library without any build system works as it is printed there.
+# Checks that the line of docs/c.md for building the core library without a build system works as printed.
 # (make check leaves it out.)
 # (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"

@@ -1,5 +1,5 @@
-/* Short forms of halfstep_run() and of records, as many lines of tests need them: a call about one tensor, and one
- * number of a record by its name. */
+/* Short forms of halfstep_run() and of records, for the many lines of tests that need them. They make a call about one
+ * tensor, and read or set one number of a record by its name. */
 #ifndef HALFSTEP_TEST_CALLS_H
 #define HALFSTEP_TEST_CALLS_H
 
@@ -175,7 +175,7 @@ static inline halfstep_record record_of(const halfstep_optimizer *o, int32_t kin
     return record;
 }
 
-/* Sets the id and the counters of a tensor, and leaves its numbers. */
+/* Sets the id and the counters of a tensor. Its numbers stay. */
 static inline int set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_record *counters)
 {
     halfstep_record record = record_of(o, HALFSTEP_RECORD_TENSOR, tensor);
@@ -193,7 +193,8 @@ static inline int get_counters(const halfstep_optimizer *o, int32_t tensor, half
     return halfstep_get_record(o, record);
 }
 
-/* The place in a record of a scalar, or of a grid as "STATE.grid"; NULL if the tensor has none by that name. */
+/* Returns the place of a scalar in a record, or of a grid named "STATE.grid". NULL if the tensor has none of that
+ * name. */
 static inline double *record_place(const halfstep_optimizer *o, halfstep_record *record, const char *name)
 {
     halfstep_tensor tensor = {.struct_size = sizeof tensor};
@@ -274,7 +275,7 @@ static inline int set_gradient_norm(halfstep_optimizer *o, double norm)
     return halfstep_set_record(o, &record);
 }
 
-/* Binds the count of steps alone. */
+/* Binds the step counter alone. */
 static inline int bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
 {
     const halfstep_record_places places = {.struct_size = sizeof places, .step = step};

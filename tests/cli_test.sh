@@ -1,5 +1,5 @@
 #!/bin/bash
-# The program as scripts and people use it: usage errors, help, JSON, resuming bit for bit, signals, kills.
+# Tests the program as scripts and people use it: usage errors, help, JSON, resuming bit for bit, signals, kills.
 # (make test-all runs "tests/cli_test.sh all" too.)
 . "$(dirname "$0")/lib.sh"
 need python3 timeout

@@ -1,5 +1,5 @@
 #!/bin/bash
-# halfstep compare lm, from the outside: its files, its numbers, its errors. (make check leaves it out)
+# Tests halfstep compare lm from the outside: its files, its numbers, its errors. (make check leaves it out)
 . "$(dirname "$0")/lib.sh"
 halfstep=$build_dir/halfstep
 [ -x "$halfstep" ] || skip "$halfstep is not built"

@@ -1,8 +1,8 @@
 #!/bin/bash
 # coverage.sh FOLDER JOBS: builds this tree in FOLDER with gcov's counters, runs the test programs and scripts that use that build,
-# and prints how many branches they took. Two tables, since branches of what is inlined into hundreds of kernels are counted once for
-# each place: of code that is compiled once, branches; of kernels and of the headers that are inlined into them, lines.
-# What was not reached is listed in FOLDER/branches.txt and FOLDER/lines.txt; docs/reliability.md says why.
+# and prints how many branches they took. It prints two tables, because a branch that is inlined into hundreds of kernels is counted
+# once for each place. Code that is compiled once has branches; kernels and the headers inlined into them have lines.
+# FOLDER/branches.txt and FOLDER/lines.txt list what was not reached; docs/reliability.md says why.
 set -eu
 folder=$1 jobs=$2
 cd "$(dirname "$0")/.."

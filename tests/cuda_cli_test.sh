@@ -1,6 +1,6 @@
 #!/bin/bash
-# The program on a GPU that is not there, and on the fake one of tests/fake_cuda: what is missing is said in one line, and the bits are
-# those that every machine has to find.
+# Tests the program without a GPU, and on the fake one of tests/fake_cuda. A missing thing is reported in one line, and
+# the bits are those of every machine.
 . "$(dirname "$0")/lib.sh"
 need python3
 halfstep=$build_dir/halfstep

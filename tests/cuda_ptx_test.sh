@@ -1,8 +1,9 @@
 #!/bin/bash
-# The kernels for GPUs as device code: clang makes PTX of the very source that the emulation runs, without any
-# toolkit. Every row of kernels.def is an entry, nothing is left for a linker, and no product is fused with a sum but in roots and quotients; where
-# ptxas can be had (PTXAS, or of the Python index, or in the path), it assembles them for each architecture in PTX_ARCHITECTURES, as the
-# build does; and the table that the build makes of them holds every byte.
+# Compiles the GPU kernels as device code: clang makes PTX of the same source that the emulation runs, without any
+# toolkit. Every row of kernels.def is an entry, and nothing is left for a linker. No product is fused with a sum,
+# except in roots and quotients. If ptxas can be found (PTXAS, or of the Python index, or in the path), it assembles the
+# PTX for each architecture in PTX_ARCHITECTURES, as the build does. The table that the build makes of the results must
+# hold every byte.
 # (make check leaves it out.)
 # (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Rules, formats, random words, exact sums and the functions that prepare constants compile as code of a device too, to the last function: clang
-# makes PTX of all of them, and AMD's code as hipcc would (which is clang), without any toolkit. A static table, a function that only a host
-# may call, or a word of CUDA fails here.
+# Checks that rules, formats, random words, exact sums and the functions that prepare constants also compile as device
+# code, to the last function. clang makes PTX of all of them, and AMD's code as hipcc would (which is clang), without
+# any toolkit. A static table, a function that only a host may call, or a word of CUDA fails here.
 # (make check leaves it out.)
 # (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"

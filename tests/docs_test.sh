@@ -1,6 +1,7 @@
 #!/bin/bash
-# The program on the first page of halfstep.h compiles and runs. Every rule and storage format of the tables is where users look for it: the defaults in docs/differences.md, the formats in docs/choosing.md,
-# their bytes in docs/formats.md. (Lists of rules and classes are made by scripts/generate.py.)
+# Compiles and runs the program on the first page of halfstep.h. Checks that every rule and storage format of the tables
+# is where users look for it: the defaults in docs/differences.md, the formats in docs/choosing.md, their bytes in
+# docs/formats.md. (scripts/generate.py makes the lists of rules and classes.)
 . "$(dirname "$0")/lib.sh"
 cd "$source_dir"
 failures=0

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Calls into the C library that fail while the program trains, resumes, compares, generates; a loss of power, a full disk, two
-# trainers: a short choice. `make faults` runs the whole.
+# Makes calls into the C library fail while the program trains, resumes, compares, generates. Also tests a loss of
+# power, a full disk and two trainers. This is a short choice; `make faults` runs all.
 . "$(dirname "$0")/lib.sh"
 need python3 timeout
 [ -x "$build_dir/halfstep" ] || skip "$build_dir/halfstep is not built"

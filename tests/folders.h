@@ -1,4 +1,4 @@
-/* Folders that tests and fuzz targets make and take away again. */
+/* Functions for folders that tests and fuzz targets make and remove. */
 #ifndef HALFSTEP_TESTS_FOLDERS_H
 #define HALFSTEP_TESTS_FOLDERS_H
 
@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* A folder with all that is in it; links are not followed. */
+/* Removes a folder with its contents. Does not follow links. */
 __attribute__((unused)) static void remove_tree(const char *path)
 {
     char inner[1024];
@@ -21,7 +21,7 @@ __attribute__((unused)) static void remove_tree(const char *path)
     rmdir(path);
 }
 
-/* How many entries of a folder begin so; -1 where there is no folder. */
+/* Returns the number of a folder's entries that begin with `prefix`, or -1 if there is no folder. */
 __attribute__((unused)) static int count_entries(const char *path, const char *prefix)
 {
     int count = 0;
@@ -35,7 +35,7 @@ __attribute__((unused)) static int count_entries(const char *path, const char *p
     return count;
 }
 
-/* The path of a name in a folder; good for the next few calls. */
+/* Returns the path of a name in a folder, valid for the next few calls. */
 __attribute__((unused)) static const char *path_in(const char *folder, const char *name)
 {
     static char paths[8][600];

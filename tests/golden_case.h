@@ -1,4 +1,4 @@
-/* One case of tests/golden/hashes.txt, for every test that has to give the promised bits in its own way. */
+/* Checks one case of tests/golden/hashes.txt, for every test that must give the promised bits in its own way. */
 #ifndef HSTEP_TESTS_GOLDEN_CASE_H
 #define HSTEP_TESTS_GOLDEN_CASE_H
 
@@ -7,7 +7,7 @@
 #include "test.h"
 #include <tools/cli/verify/golden.c>
 
-/* 0 for a case that is not in the list, which test_golden.c reports. */
+/* Runs a case and compares its hash. Returns 0 if the list lacks the case; test_golden.c reports that. */
 static int check_golden(const char *list, const struct golden_case *c, const struct golden_layout *layout)
 {
     uint64_t hash = 0, expected = 0;

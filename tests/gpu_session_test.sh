@@ -1,6 +1,7 @@
 #!/bin/bash
-# What bench/gpu_session.py would run on a GPU, where there is none: its commands are there and take their options, its limits fit a lease, mistakes are
-# said in one sentence, and a step that fails or never ends does not keep the others from running. The driver of tests/fake_cuda stands for a GPU.
+# Tests bench/gpu_session.py without a GPU; the driver of tests/fake_cuda stands for one. Its commands exist and take
+# their options, and its limits fit a lease. Mistakes are reported in one sentence. A step that fails or never ends does
+# not keep the others from running.
 # (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"
 need python3

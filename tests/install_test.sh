@@ -1,5 +1,6 @@
 #!/bin/bash
-# An installed tree that was moved serves find_package and pkg-config, shared and static, and its program runs.
+# Checks an installed tree that was moved: it serves find_package and pkg-config, shared and static, and its program
+# runs.
 # (make check leaves it out.)
 . "$(dirname "$0")/lib.sh"
 need cmake cc pkg-config

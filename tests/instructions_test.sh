@@ -1,6 +1,7 @@
 #!/bin/bash
-# An alarm for speed that no busy machine disturbs: no row needs more instructions than its budget in bench/instructions.csv
-# (`make budgets` records them). The counter itself is held to the processor's own single steps, the alarm to budgets lowered by hand.
+# Detects losses of speed without being disturbed by a busy machine. No row may need more instructions than its budget
+# in bench/instructions.csv (`make budgets` records them). The counter itself is compared with the processor's own
+# single steps, and the check with budgets lowered by hand.
 . "$(dirname "$0")/lib.sh"
 need python3 cc objdump readelf
 cache=$build_dir/CMakeCache.txt

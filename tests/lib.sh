@@ -1,4 +1,4 @@
-# Sourced by the test scripts: where things are, and what to do when something is absent.
+# Sourced by the test scripts. Says where things are, and what happens if something is absent.
 set -eu
 source_dir=${HALFSTEP_SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
 build_dir=${HALFSTEP_BUILD:-$source_dir/build}

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The core compiles and links for 64-bit Windows: no symbol is missing when every object is in one program.
+# Checks that the core compiles and links for 64-bit Windows: no symbol is missing when every object is in one program.
 # (make check leaves it out.)
 # (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# halfstep train mnist and compare mnist, from the outside: what they learn, their JSON and files, their errors.
+# Tests halfstep train mnist and compare mnist from the outside: what they learn, their JSON and files, their errors.
 . "$(dirname "$0")/lib.sh"
 halfstep=$build_dir/halfstep
 [ -x "$halfstep" ] || skip "$halfstep is not built"

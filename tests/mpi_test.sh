@@ -1,7 +1,8 @@
 #!/bin/bash
-# `train lm` under mpirun: any number of ranks has the weights, states, log and checkpoint of one process. Ranks that die, or that do not belong
-# together, are named. A checkpoint goes on, on any number of ranks. `mpi_test.sh all` takes every recipe on 1 to 4 ranks and kills more of them;
-# `mpi_test.sh long [KILLS]` (make faults) does so on longer text, with 50 kills.
+# Tests `train lm` under mpirun. Any number of ranks has the weights, states, log and checkpoint of one process. Ranks
+# that die, or that do not belong together, are named. A checkpoint goes on with any number of ranks. `mpi_test.sh all`
+# takes every recipe on 1 to 4 ranks and kills more of them. `mpi_test.sh long [KILLS]` (make faults) does so on longer
+# text, with 50 kills.
 # (make test-all runs "tests/mpi_test.sh all" too.)
 . "$(dirname "$0")/lib.sh"
 need mpirun flock pgrep

@@ -1,7 +1,7 @@
 #!/bin/bash
-# What a table's row may be, in a copy of the sources: rows that the kernels could not serve do not compile, with a message that
-# names the row; formats whose scales are single bytes (F8_E8M0, F8_E4M3) need a header and a row and nothing else; and rows anywhere
-# in the tables take no promised case away and change none.
+# Tests new rows of the tables in a copy of the sources. Rows that the kernels could not serve do not compile, with a
+# message that names the row. Formats whose scales are single bytes (F8_E8M0, F8_E4M3) need a header and a row and
+# nothing else. Rows anywhere in the tables neither remove nor change a promised case.
 # (make check leaves it out.)
 # (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"

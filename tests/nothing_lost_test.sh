@@ -1,6 +1,6 @@
 #!/bin/bash
-# What the trainer promises about work: a run that ends well has left a checkpoint that loads, nothing that was there before is
-# lost, and whatever goes wrong on the way is told. Arguments: the names of tests; none: all.
+# Tests the trainer's promises about work. A run that ends well has left a checkpoint that loads. Nothing that existed
+# before is lost, and every failure on the way is reported. Arguments: the names of tests; none: all.
 . "$(dirname "$0")/lib.sh"
 need python3 timeout cc
 halfstep=$build_dir/halfstep

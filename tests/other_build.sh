@@ -1,6 +1,6 @@
 #!/bin/bash
 # other_build.sh FOLDER "PROGRAMS" [CMAKE-ARGUMENTS...]: configures, builds and tests this tree again in FOLDER. Without
-# CMAKE-ARGUMENTS it builds and runs what the same FOLDER left to the second tier. PROGRAMS are those that the build cannot do without.
+# CMAKE-ARGUMENTS it builds and runs what the same FOLDER left to the second tier. The build needs PROGRAMS.
 folder=$1 needs=$2
 shift 2
 . "$(dirname "$0")/lib.sh"

@@ -1,5 +1,5 @@
-/* For tests that run the program in their own process, in a folder of their own: a command line as one text, and
- * checkpoints made from others. */
+/* For tests that run the program in their own process, in a folder of their own. Command lines are texts, and
+ * checkpoints are made from others. */
 #ifndef HALFSTEP_TESTS_PROGRAM_LINES_H
 #define HALFSTEP_TESTS_PROGRAM_LINES_H
 
@@ -24,7 +24,8 @@ static void demand(int condition, const char *what)
 
 static char printed[1 << 17];
 
-/* The words of a line, "_" for an empty one. Leaves what it printed in `printed` and program_errors. */
+/* Runs the program with the words of a line; "_" is an empty word. Leaves its output in `printed` and
+ * program_errors. */
 static int program(const char *line)
 {
     static char copy[1 << 15];
@@ -45,8 +46,8 @@ static int program(const char *line)
 static const char *const names[] = {"trainer.json", "config.json", "optimizer.safetensors", "history.safetensors",
                                     "model.safetensors"};
 
-/* Saves the checkpoint `from` again as `to`, with one file changed: the first `old` in it becomes `new`, or it is left
- * out where `old` is NULL. Checksums say that all is right. */
+/* Saves the checkpoint `from` again as `to`, with one file changed and valid checksums. The first `old` in the file
+ * becomes `new`; if `old` is NULL the file is left out. */
 static void forge(const char *from, const char *to, const char *changed, const char *old, const char *new)
 {
     static uint8_t data[1 << 18];
@@ -66,7 +67,7 @@ static void forge(const char *from, const char *to, const char *changed, const c
             size_t length = strlen(old), at = 0, instead = strlen(new);
             while (at + length <= bytes && memcmp(data + at, old, length)) at++;
             demand(at + length <= bytes, old);
-            /* The header of a safetensors file keeps its length. */
+            /* A safetensors header must keep its length. */
             demand(f < 2 || length == instead, new);
             memmove(data + at + instead, data + at + length, bytes - at - length);
             memcpy(data + at, new, instead);

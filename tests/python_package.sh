@@ -1,7 +1,8 @@
 #!/bin/bash
-# The Python package as users get it: this tree becomes an sdist, the sdist becomes a wheel, and the content of both is judged. The wheel takes
-# the library that is already built, and is installed into the virtual environment of the Python tests. With the argument `sdist`, the library is
-# compiled from the sdist instead, and the wheel is installed into a folder of its own.
+# Tests the Python package as users get it. This tree becomes an sdist, the sdist becomes a wheel, and the content of
+# both is checked. The wheel takes the library that is already built, and is installed into the virtual environment of
+# the Python tests. With the argument `sdist`, the library is compiled from the sdist instead, and the wheel is
+# installed into a folder of its own.
 # (make test-all runs "tests/python_package.sh sdist" too.)
 . "$(dirname "$0")/lib.sh"
 need python3 cmake readelf

@@ -1,9 +1,9 @@
-/* Endless raw random words on stdout, for statistical testers: random_stream GENERATOR KIND [SEED]
- *   elements  pairs 0, 1, 2, ... of one stream
- *   writes    one pair of one tensor, write 0, 1, 2, ...; of "lattice", whose words are meant to be related within 256
- *             writes, 100, 357, 614, ...
- *   tensors   one pair of tensors "layers.0.weight", "layers.1.weight", ... with ids as hashed by default
- *   slots     8 slots of one tensor, taken in turns, pair by pair */
+/* Writes endless raw random words to stdout, for statistical testers: random_stream GENERATOR KIND [SEED].
+ *   elements  Pairs 0, 1, 2, ... of one stream.
+ *   writes    One pair of one tensor, write 0, 1, 2, ...; for "lattice" writes 100, 357, 614, ..., because words are
+ *             related within 256 writes by design.
+ *   tensors   One pair of tensors "layers.0.weight", "layers.1.weight", ... with ids as hashed by default.
+ *   slots     8 slots of one tensor, taken in turns, pair by pair. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,6 @@
 #!/bin/bash
-# examples/resume.c, killed at random instants and started again, ends with the bits of a run that was never stopped.
+# Kills examples/resume.c at random instants and starts it again. It must end with the bits of a run that was never
+# stopped.
 # resume_test.sh [SEED]: the same seed gives the same instants.
 . "$(dirname "$0")/lib.sh"
 need cc

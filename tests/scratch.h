@@ -1,4 +1,4 @@
-/* A folder of a test's own, which is removed when the process ends, and files in it. */
+/* Makes a scratch folder, which is removed when the process ends, and files in it. */
 #ifndef HALFSTEP_TESTS_SCRATCH_H
 #define HALFSTEP_TESTS_SCRATCH_H
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Completion and the manual page, which are made of the tables that --help prints: every option is there, and what bash offers is what
-# the program takes.
+# Tests completion and the manual page, which are made of the tables that --help prints. Every option is there, and bash
+# offers what the program takes.
 . "$(dirname "$0")/lib.sh"
 halfstep=$build_dir/halfstep
 [ -x "$halfstep" ] || skip "$halfstep is not built"

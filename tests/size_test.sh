@@ -1,5 +1,6 @@
 #!/bin/bash
-# The core library stays small enough to travel in wheels: under 4 MB without symbols, and it needs libc, libm and their kin only.
+# Checks that the core library stays small enough for wheels: under 4 MB without symbols. It needs only libc, libm and
+# their kin.
 . "$(dirname "$0")/lib.sh"
 need strip readelf
 make_scratch

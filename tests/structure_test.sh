@@ -1,5 +1,6 @@
 #!/bin/bash
-# Rules of the sources beside the order of rooms (architecture_test.sh): where hardware may be named, what is exported, what is never called.
+# Checks rules of the sources beside the order of rooms (architecture_test.sh): where hardware may be named, which
+# symbols are exported, which functions are never called.
 . "$(dirname "$0")/lib.sh"
 need cc nm
 cd "$source_dir"

@@ -1,7 +1,7 @@
-/* The smallest possible test kit: named groups, checks that say what differed and how to run it again.
- * A test program is one main(): TEST("name") opens a group, CHECK() judges, test_done() prints the total
- * and gives the exit status. Command line: a length (--short or --all, see below), then a part of a group's name,
- * which selects groups (`test_vec load`). */
+/* A minimal test kit with named groups, and checks that print what differed and how to run it again. A test program is
+ * one main(): TEST("name") opens a group, CHECK() judges, test_done() prints the total and returns the exit status.
+ * Command line: a length (--short or --all, see below), then a part of a group's name, which selects groups (`test_vec
+ * load`). */
 #ifndef HALFSTEP_TEST_H
 #define HALFSTEP_TEST_H
 
@@ -15,17 +15,17 @@
 #endif
 
 static const char *test_program = "test", *test_filter = "";
-static char test_group[256]; /* a copy: a name may be gone when its group ends, where the next one begins */
+static char test_group[256]; /* a copy, because the name may be gone when the next group begins */
 static int test_passed, test_failed, test_group_failed;
 
-/* How much a program runs. `make test` runs programs without an argument: they do what finds most in little time.
- * --short is for sanitizers, emulators and `make check`. --all is for `make test-all` and leaves nothing out. A program
- * has a shorter or a longer run if its first comment names the argument; cmake/tests.cmake reads that. */
+/* How much a program runs. `make test` runs programs without an argument, which finds most in little time. --short is
+ * for sanitizers, emulators and `make check`. --all is for `make test-all` and leaves nothing out. A program has a
+ * shorter or a longer run if its first comment names the argument; cmake/tests.cmake reads that. */
 enum { TEST_SHORT, TEST_NORMAL, TEST_ALL };
 static int test_length = TEST_NORMAL;
 static const char *const test_length_words[] = {" --short", "", " --all"};
 
-/* Returns the number that belongs to this run's length. */
+/* Chooses one of three numbers by this run's length. */
 #define BY_LENGTH(at_short, at_normal, at_all) \
     (test_length == TEST_SHORT ? (at_short) : test_length == TEST_ALL ? (at_all) : (at_normal))
 #define UNLESS_ALL(sample, all) BY_LENGTH(sample, sample, all)
@@ -67,7 +67,8 @@ static inline int test_open_group(const char *name)
     return 1;
 }
 
-/* Only the first few failures of a group are printed: one wrong kernel fails for millions of values. */
+/* Reports a failure. Prints only the first eight of a group, because one wrong kernel may fail for millions of
+ * values. */
 __attribute__((format(printf, 3, 4))) static inline void test_fail(const char *file, int line, const char *format, ...)
 {
     if (test_group_failed++ >= 8) return;
@@ -86,8 +87,8 @@ static inline int test_done(void)
     return test_failed != 0;
 }
 
-/* How a forked child ends: exit() would write again what the parent has in its buffers. Where coverage is counted, the
- * counts are written. */
+/* Ends a forked child without exit(), which would write the parent's buffers again. Writes coverage counts if they are
+ * on. */
 #ifndef _WIN32
 #ifdef HSTEP_COVERAGE
 void __gcov_dump(void);
@@ -103,7 +104,8 @@ static inline _Noreturn void test_leave(int status)
 
 #define TEST(name) if (test_open_group(name))
 
-/* A file of the source tree, of at most 1 MiB; the caller's to free. Ends the program where there is none. */
+/* Returns the text of a file of the source tree, of at most 1 MiB. The caller frees it. Ends the program if the file
+ * cannot be read. */
 static inline char *test_source_text(const char *name)
 {
     const char *folder = getenv("HALFSTEP_SOURCE");
@@ -119,8 +121,8 @@ static inline char *test_source_text(const char *name)
     return text;
 }
 
-/* For a test that calls every function of a header which takes a pointer: how many functions the header has; for each
- * that takes one and is not in the test's own source, a failure. */
+/* Checks that a test calls every function of a header that takes a pointer. Fails for each that the test's own source
+ * does not name in a call. Returns the number of functions in the header. */
 static inline int test_calls_all(const char *header, const char *source)
 {
     char *declared = test_source_text(header), *own = test_source_text(source);
@@ -132,7 +134,7 @@ static inline int test_calls_all(const char *header, const char *source)
         if (!memchr(open, '*', (size_t)(close - open))) continue;
         char wanted[80];
         snprintf(wanted, sizeof wanted, "%.*s", (int)length, name);
-        /* Called, or given to a macro that calls it. */
+        /* Called, or passed to a macro that calls it. */
         while ((call = strstr(call, wanted)) != NULL && !strchr("(,", call[length])) call += length;
         if (!call) test_fail(source, 1, "%s is not called", wanted);
     }
@@ -141,8 +143,8 @@ static inline int test_calls_all(const char *header, const char *source)
     return functions;
 }
 
-/* qemu-user 7.2 dies when the child of a process with threads starts a thread of its own: groups that do are left to
- * real processors. */
+/* qemu-user 7.2 crashes if the child of a process with threads starts a thread. Groups that do so run on real
+ * processors only. */
 #ifdef HSTEP_TEST_EMULATED
 #define TEST_UNLESS_EMULATED(name) if (0)
 #else

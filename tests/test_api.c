@@ -1,6 +1,6 @@
-/* The public interface: every error that include/halfstep.h documents, sizes of structs, slots, and the promises
- * about halves of steps, threads, counters and memory. Over 500 lines because each promise is one short group. By
- * itself a fifth of the recipes are resumed; --short: a 37th; --all: all.
+/* Tests the public interface: every error that include/halfstep.h documents, sizes of structs, slots, and the promises
+ * about halves of steps, threads, counters and memory. Over 500 lines because each promise is one short group. A run
+ * without arguments resumes a fifth of the recipes; --short: a 37th; --all: all.
  * Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -20,7 +20,7 @@
 #include "ref/fixture.h"
 #include "test.h"
 
-/* Starting threads in the child of a threaded process is what one test is about; TSan refuses it unless told. */
+/* One test starts threads in the child of a process with threads. TSan refuses that unless it is told otherwise. */
 const char *__tsan_default_options(void);
 const char *__tsan_default_options(void) { return "die_after_fork=0"; }
 
@@ -107,7 +107,7 @@ static void test_tables(void)
         MUST(halfstep_add_tensor(o, &d, &t));
         MUST(get_counters(o, t, &c));
         CHECK(halfstep_name_id("layer.weight") == c.id && c.id, "id %016llx", (unsigned long long)c.id);
-        /* Files keep ids: the hash may never change. */
+        /* The hash must never change, because files keep ids. */
         CHECK(c.id == 0x3e70bd8e9d8d95ba, "id %016llx of a name changed", (unsigned long long)c.id);
         CHECK(halfstep_name_id("layer.bias") != c.id && halfstep_name_id("") && !halfstep_name_id(NULL),
               "ids of other names");
@@ -286,7 +286,7 @@ static void test_building(void)
             MUST(halfstep_get_hyper(o, i, "lr", &value));
             CHECK(value == 0.25, "group %d: lr is %g", i, value);
         }
-        /* Bounds of every hyper-parameter, from the table itself. */
+        /* Checks the bounds of every hyper-parameter, taken from the table itself. */
         for (int32_t group = 0; group < 2; group++) {
             int32_t rule = halfstep_rule_find(group ? "sgd" : "adamw");
             halfstep_hyper_info info = {.struct_size = sizeof info};
@@ -367,7 +367,7 @@ static void test_building(void)
         EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
         t.name = "anywhere", t.first_column = 33, t.n_columns = 20, t.group = g;
         EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
-        /* One dimension: n rows of 1, or one row from 4096 on. */
+        /* Tensors of one dimension have n rows of 1 or, from 4096 elements on, one row. */
         t = matrix("vector", 1, 4095);
         t.ndim = 1;
         EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE);
@@ -508,7 +508,7 @@ static void test_order(void)
         EXPECT(step_begin(o, gradients, NULL), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(end_round(NULL), HALFSTEP_ERROR_ARGUMENT);
         halfstep_destroy(o);
-        /* An optimizer without tensors steps nothing. */
+        /* A handle without tensors steps nothing. */
         MUST(halfstep_create(NULL, &o));
         EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_OK);
         halfstep_destroy(o);
@@ -568,11 +568,11 @@ static void test_order(void)
             one_start(&t);
             for (int i = 0; i < 490; i++) values[i] = (float)next_unit(&s);
             halfstep_format_info info = {.struct_size = sizeof info};
-            halfstep_slot_info stored = {.struct_size = sizeof stored}; /* which may be what the format falls back to */
+            halfstep_slot_info stored = {.struct_size = sizeof stored}; /* the format may fall back to this one */
             MUST(halfstep_get_slot_info(t.o, 0, 2, &stored));
             MUST(halfstep_get_format_info(stored.format, &info));
-            /* In pieces of rows or at once: the same. What was read writes itself back unchanged, except that a block
-             * whose largest element was rounded down gets another scale. */
+            /* Reading in pieces of rows or at once gives the same. Values that were read can be written back unchanged.
+             * Only a block whose largest element was rounded down gets another scale. */
             int in_rows = !info.block || info.geometry == HALFSTEP_GEOMETRY_ROWS;
             for (int slot = 2; slot < 4; slot++) {
                 one_write(&t, slot, values);
@@ -684,7 +684,7 @@ static void run_steps(struct run *r, int from, int to)
     }
 }
 
-/* Every byte of a tensor of two runs; -1 or the first slot that differs. */
+/* Compares every byte of a tensor of two runs. Returns -1, or the first slot that differs. */
 static int run_differs(const struct run *a, int i, const struct run *b, int j)
 {
     for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
@@ -706,7 +706,7 @@ static void compare_runs(const struct run *a, const struct run *b, const char *w
     }
 }
 
-/* Everything that a checkpoint keeps, from one run into a fresh one. */
+/* Copies all that a checkpoint keeps, from one run into a fresh one. */
 static void copy_run(const struct run *from, struct run *to)
 {
     for (int i = 0; i < from->n; i++) {
@@ -736,8 +736,8 @@ static void copy_run(const struct run *from, struct run *to)
     MUST(set_skipped_steps(to->o, halfstep_skipped_steps(from->o)));
 }
 
-/* Calls f for every rule with every weight format and every state format that serves all its states (or for some
- * of them, with every rule and format among these). */
+/* Calls f for every rule with every weight format and every state format that serves all its states. Shorter runs take
+ * some of these recipes, in which every rule and format occurs. */
 static void every_recipe(void (*f)(const char *recipe))
 {
     int n = 0;
@@ -773,7 +773,7 @@ static void resume_recipe(const char *recipe)
     run_close(&rest);
 }
 
-/* One step of one handle for each tensor, which agree on the first n of their sums. */
+/* Makes one step with one handle per tensor. The handles agree on the first n of their sums. */
 static void step_together(struct run *single, int step, int64_t n)
 {
     enum { MOST = 1024 };
@@ -889,7 +889,7 @@ static void test_equalities(void)
         run_steps(&a, 0, 2);
         for (int i = 0; i < RUN_TENSORS; i++) CHECK(step[i] == 2, "tensor %d: %g after two steps", i, (double)step[i]);
 
-        /* Refused and left out: no update, no count. */
+        /* A tensor that is refused or left out gets no update and no count. */
         run_gradients(&a, 2);
         uint16_t *first = a.gradient[1], kept = *first;
         *first = 0x7F80;
@@ -939,7 +939,7 @@ static void test_equalities(void)
         run_steps(&a, 0, 1);
         CHECK(fabs(halfstep_gradient_norm(a.o) / norm - 1) < 1e-12, "the norm is %.17g, expected %.17g",
               halfstep_gradient_norm(a.o), norm);
-        /* The factor by hand, as the gradient scale of another handle. */
+        /* Clips by hand: another handle gets the factor as its gradient scale. */
         MUST(halfstep_set_hyper(b.o, HALFSTEP_ALL_GROUPS, "gradient_scale",
                                 2 * (0.5 / (halfstep_gradient_norm(a.o) + 1e-6))));
         run_steps(&b, 0, 1);
@@ -1060,7 +1060,7 @@ static void test_threads(void)
         struct one_tensor task[RUN_TENSORS];
         run_open(&whole, recipe, 0, RUN_TENSORS, 0, &options);
         run_open(&r, recipe, 0, RUN_TENSORS, 0, &options);
-        /* Constant lr: rounds end only after all steps here. */
+        /* With a constant lr, rounds end only after all steps here. */
         MUST(halfstep_set_hyper(whole.o, 0, "warmup_steps", 0));
         MUST(halfstep_set_hyper(r.o, 0, "warmup_steps", 0));
         run_steps(&whole, 0, 20);
@@ -1094,7 +1094,7 @@ static void test_threads(void)
     run_close(&reference);
 }
 
-/* A sanitizer's own allocator needs room that this limit does not leave. */
+/* A sanitizer's own allocator needs more room than this limit leaves. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SANITIZED 1
 #elif defined(__has_feature)
@@ -1117,7 +1117,7 @@ static void test_memory(void)
             struct rlimit limit = {(rlim_t)1 << 30, (rlim_t)1 << 30};
             bad |= setrlimit(RLIMIT_AS, &limit);
             bad |= halfstep_allocate_states(o) != HALFSTEP_ERROR_MEMORY || !*halfstep_error_detail(o);
-            /* Not settled: another tensor may still be added. */
+            /* The handle is not settled, so another tensor may still be added. */
             t = matrix("x", 4, 4);
             bad |= halfstep_add_tensor(o, &t, &index) != HALFSTEP_OK;
 #endif

@@ -1,6 +1,7 @@
-/* What no caller should pass: every pointer of every public function as NULL, numbers beyond every end, and shapes,
- * parts and ids that contradict. Nothing crashes, the code is the documented one, and the handle goes on as if nothing
- * had been asked. Over 500 lines because each function has its own. Runs under sanitizers. */
+/* Tests arguments that no caller should pass: every pointer of every public function as NULL, and numbers beyond every
+ * end. Shapes, parts and ids contradict each other. Nothing may crash, and the code must be the documented one. The
+ * handle must go on as if nothing had been asked. Over 500 lines because each function has its own.
+ * Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -33,7 +34,7 @@ static halfstep_tensor part_of(const char *name, int64_t rows, int64_t row_lengt
     return t;
 }
 
-/* A handle with one group and, where t is given, one tensor with memory. */
+/* Makes a handle with one group and, if t is given, one tensor with memory. */
 static halfstep_optimizer *make(const char *recipe, const halfstep_tensor *t)
 {
     int32_t index;
@@ -155,7 +156,7 @@ static void test_null_pointers(void)
         REFUSED(halfstep_recipe_full("adamw", NULL, 64));
         REFUSED(halfstep_recipe_bytes(NULL, 2, 1, 1, &count, &count, &count));
         EXPECT(halfstep_recipe_bytes("adamw", 2, 1, 1, NULL, NULL, NULL), HALFSTEP_OK);
-        EXPECT(halfstep_set_isa(NULL), HALFSTEP_OK); /* the best one */
+        EXPECT(halfstep_set_isa(NULL), HALFSTEP_OK); /* NULL chooses the best one */
         halfstep_cpu_features(NULL, 3);
         halfstep_cpu_features(text, 0);
         REFUSED(halfstep_add_group(o, NULL, &index));
@@ -207,7 +208,7 @@ static void test_null_pointers(void)
         REFUSED(halfstep_saturated(o, 0, w, NULL));
         REFUSED(halfstep_get_record(o, NULL));
         REFUSED(halfstep_set_record(o, NULL));
-        EXPECT(halfstep_bind_record(o, 0, NULL), HALFSTEP_OK); /* which ends it */
+        EXPECT(halfstep_bind_record(o, 0, NULL), HALFSTEP_OK); /* ends the binding */
         const halfstep_call with_statistics = {.struct_size = sizeof with_statistics,
                                                .weights = weights,
                                                .gradients = gradients,
@@ -246,7 +247,7 @@ static void test_null_pointers(void)
         REFUSED(halfstep_bf16_stochastic(&one, NULL, 1, words));
         REFUSED(halfstep_bf16_stochastic(&one, &half, 1, NULL));
         EXPECT(halfstep_bf16_stochastic(NULL, NULL, 0, NULL), HALFSTEP_OK);
-        /* None of it has moved anything. */
+        /* The refused calls have changed nothing. */
         halfstep_record c = counters_of(o, 0);
         CHECK(c.state_steps == 0 && c.writes == 0 && halfstep_skipped_steps(o) == 0, "a refused call has counted");
         MUST(halfstep_step(o, weights, gradients));
@@ -336,7 +337,7 @@ static void test_numbers(void)
             EXPECT(halfstep_accumulate(o, 0, w, "f32", w, "f32", not_scales[i]), HALFSTEP_ERROR_RANGE);
         EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f33", w, "f32", 1), HALFSTEP_ERROR_NAME, "f33");
         EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f32", w, "f34", 1), HALFSTEP_ERROR_NAME, "f34");
-        /* Formats that would lose or hide something of a sum, and one that no gradient has. */
+        /* Formats that would lose or hide part of a sum, and one that gradients never have. */
         static const char *const not_sums[] = {"int8", "bf16-kahan", "f16-sr"};
         for (int i = 0; i < 3; i++)
             EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, not_sums[i], w, "f32", 1), HALFSTEP_ERROR_UNSUPPORTED,
@@ -347,7 +348,7 @@ static void test_numbers(void)
     }
     TEST("schedules out of range") {
         double value;
-        /* Warm-up and total steps, final fraction, start of the decay, power: one of them beyond its bounds. */
+        /* Warm-up and total steps, final fraction, start of the decay, power. One of them is out of bounds. */
         static const double wrong[][5] = {{-1, 1, 0, 0, 0},       {0, -1, 0, 0, 0},  {0, 1, -1, 0, 0},
                                           {0, 1, 0, -1, 0},       {0, 1, 0, 0, -17}, {1e16, 1, 0, 0, 0},
                                           {0, INFINITY, 0, 0, 0}, {0, 1, 2, 0, 0},   {0, 1, 0, 2, 0},
@@ -387,7 +388,7 @@ static void test_shapes(void)
                          i < 4 ? "'part': rows" : "'part': columns");
         }
         CHECK(halfstep_tensor_count(o) == 0, "a refused tensor was added");
-        for (int i = 0; i < 2; i++) { /* of nothing there is no shape to quarrel with */
+        for (int i = 0; i < 2; i++) { /* parts that hold nothing may have any shape */
             t = tensor(i ? "no row" : "no element", 1, i ? 0 : 7, i ? 7 : 0);
             MUST(halfstep_add_tensor(o, &t, &index));
         }
@@ -406,7 +407,7 @@ static void test_shapes(void)
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_UNSUPPORTED, "matrix");
         t.n_rows = 64, t.n_columns = 32;
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_UNSUPPORTED, "64 x 32 of 64 x 64");
-        t.n_columns = 0; /* one that holds nothing of it is no matter */
+        t.n_columns = 0; /* a part without elements is allowed */
         MUST(halfstep_add_tensor(o, &t, &index));
         halfstep_destroy(o);
     }
@@ -418,7 +419,7 @@ static void test_shapes(void)
         EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 1, 63, rows), HALFSTEP_ERROR_RANGE,
                      "flat");
         EXPECT(halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 64, rows), HALFSTEP_OK);
-        /* Means over rows would need blocks that end with them. */
+        /* Means over rows need blocks that end with the rows. */
         const void *gradients[1] = {rows};
         void *weights[1] = {rows};
         halfstep_record c = {.struct_size = sizeof c};
@@ -452,7 +453,7 @@ static void test_shapes(void)
         EXPECT_NAMED(o, accumulate_states(o, gradients), HALFSTEP_ERROR_UNSUPPORTED, "scaled");
         EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 4, rows), HALFSTEP_ERROR_RANGE,
                      "scaled");
-        gradients[0] = NULL; /* nothing to accumulate is nothing to refuse */
+        gradients[0] = NULL; /* without a gradient there is nothing to refuse */
         EXPECT(accumulate_states(o, gradients), HALFSTEP_OK);
         halfstep_destroy(o);
         t = part_of("scaled", 8, 600, 8);
@@ -477,7 +478,7 @@ static void test_shapes(void)
         EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ARGUMENT,
                      "'lonely' has a gradient but NULL weights");
         halfstep_destroy(o);
-        /* Where there are no elements there is nothing that a weight could be. */
+        /* A tensor without elements needs no weight. */
         t = tensor("empty", 2, 3, 0);
         o = make("lamb", &t);
         EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);

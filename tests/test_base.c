@@ -22,7 +22,7 @@
 #include "device/host/threads.h"
 #include "test.h"
 
-/* Starting threads in the child of a threaded process is what one test is about; TSan refuses it unless told. */
+/* One test starts threads in the child of a process with threads. TSan refuses that unless it is told otherwise. */
 const char *__tsan_default_options(void);
 const char *__tsan_default_options(void) { return "die_after_fork=0"; }
 
@@ -36,7 +36,7 @@ static uint64_t random64(void)
 }
 static double random_unit(void) { return (double)(random64() >> 11) * 0x1p-53; }
 
-/* A finite double of any exponent, subnormals included. */
+/* Returns a finite double of any exponent, subnormals included. */
 static double random_double(void)
 {
     for (;;) {
@@ -48,7 +48,7 @@ static double random_double(void)
 /* ---- Exact sums: an independent reference that adds bit by bit --------------------------------------------------- */
 
 enum { BIG_BITS = 2200 };
-/* Sign and magnitude, one bit a byte, bit 0 = 2^-1074: slow and obvious. */
+/* An exact number as sign and magnitude, one bit per byte, bit 0 = 2^-1074. It is slow and obvious. */
 struct big {
     int negative;
     unsigned char bit[BIG_BITS];
@@ -196,7 +196,7 @@ static void test_exact(void)
         int64_t a[HSTEP_EXACT_LIMBS] = {0}, b[HSTEP_EXACT_LIMBS] = {0};
         double x = -0x1.fffffffffffffp3;
         hstep_exact_add(a, x);
-        /* 2^30 additions of one value by doubling: merging adds limbs as additions would. */
+        /* Sums 2^30 copies of one value by doubling. A merge adds limbs as additions do. */
         for (int k = 0; k < 30; k++) hstep_exact_merge(a, a);
         CHECK(same(hstep_exact_round(a), x * 0x1p30), "2^30 times %a gave %a", x, hstep_exact_round(a));
         hstep_exact_add(b, x * 0x1p31);
@@ -211,7 +211,7 @@ static void test_exact(void)
 
 /* ---- Deterministic mathematics, against long double (64-bit mantissa) -------------------------------------------- */
 
-/* Distance in units of the last place of the exact result. */
+/* Returns the distance in units of the last place of the exact result. */
 static double ulps(double value, long double exact)
 {
     double rounded = (double)exact;
@@ -272,7 +272,7 @@ static void test_math(void)
             double limit = 700 / fabs(log(x) + (x == 1)),
                    y = (2 * random_unit() - 1) * (j & 1 ? limit : fmin(limit, 3));
             if (!isfinite(y)) continue;
-            /* powl itself loses bits for large exponents; ask it only where 64 bits leave enough. */
+            /* powl itself loses bits for large exponents. It is asked only where 64 bits leave enough. */
             double u = ulps(hstep_pow(x, y), powl(x, y));
             if (u > worst) worst = u, at = x, at_power = y;
         }
@@ -371,7 +371,8 @@ static void test_schedules(void)
         close_to("wsd that decays from the start", hstep_schedule_factor(&s, 27), 0.1 + 0.9 * (1 - sqrt(27 / 110.0)));
     }
     TEST("schedules: inverse-power is adamw_bfloat16's") {
-        /* Its own values for preheat 3000, lr 1e-3, by its count t of steps (the present one included). */
+        /* The package's own values for preheat 3000 and lr 1e-3 by its step count t, which includes the present
+         * step. */
         static const struct {
             uint64_t t;
             double lr;
@@ -437,7 +438,7 @@ static int64_t run_and_count(int threads, int64_t n)
 
 static _Thread_local int is_caller;
 
-/* Which tasks ran, and how many of the caller's came after one with a higher number. */
+/* Records which tasks ran, and how many of the caller's ran after one with a higher number. */
 struct order {
     int64_t last, falls;
     atomic_int ran[1000];
@@ -452,11 +453,11 @@ static void order_task(void *arg, int64_t i)
     o->last = i;
 }
 
-/* What two threads run first: the caller, and the other. Each waits for the other, so that nobody takes what is not his
- * before both have begun. */
+/* The first tasks of the caller and of the other thread. Each waits for the other, so that neither takes the other's
+ * tasks before both have begun. */
 struct meeting {
     int first[2];
-    atomic_int met[2], alone; /* alone: nobody else came for a second or two */
+    atomic_int met[2], alone; /* alone: no other thread came for a second or two */
 };
 
 static void meeting_task(void *arg, int64_t i)
@@ -483,7 +484,7 @@ static void nested_task(void *arg, int64_t i)
 
 static void slow_first(void *arg, int64_t i)
 {
-    /* Task 0 is long: the others must not wait behind it in thread 0's share. */
+    /* Task 0 is long. The others must not wait behind it in thread 0's share. */
     volatile double x = 1;
     if (i == 0)
         for (int k = 0; k < 3000000; k++) x = x * 1.0000001;
@@ -519,7 +520,7 @@ static int child_runs(void)
 #define LIMITED_MEMORY 1
 #endif
 
-/* In a child whose address space has no room for hundreds of stacks. */
+/* Runs in a child whose address space has no room for hundreds of stacks. */
 static int runs_with_few_threads(void)
 {
     pid_t child = fork();

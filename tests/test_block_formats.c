@@ -1,8 +1,9 @@
-/* The block formats that share scales beyond int8's: every code, rounding against references in double that know no
- * bit patterns, stochastic rounding by enumeration of the random bits, worst cases as the headers state them,
- * torchao's maps and codes rebuilt from their definition, the same bytes on every instruction set and through the
- * public interface. Only --all enumerates everything; the other runs, of which --short is the shortest, sample by
- * fixed strides. Over 500 lines because the formats share codecs, inputs and layout. */
+/* Tests the block formats that share scales, beyond int8's tests. Every code and rounding is compared with references
+ * in double that know no bit patterns. Stochastic rounding is judged by enumerating the random bits. Worst cases are
+ * those that the headers state. torchao's maps and codes are rebuilt from their definition. The bytes must be the same
+ * on every instruction set and through the public interface. Only --all enumerates everything; the other runs, of which
+ * --short is the shortest, sample by fixed strides. Over 500 lines because the formats share codecs, inputs and
+ * layout. */
 #include <math.h>
 
 #include "kernels/dispatch.h"
@@ -25,7 +26,7 @@
 
 static int overflows; /* 4-bit codes that are not -8 .. 15 */
 
-/* As stored: a code of four bits may have had a sign. */
+/* The code as it is stored. A 4-bit code may have had a sign. */
 #define CODEC(fn, bits)                                                                \
     static uint32_t fn##_code_of(float x, float scale, uint32_t random, int nonneg)    \
     {                                                                                  \
@@ -85,7 +86,7 @@ static float some_largest(int i)
     return choice == 11 ? 0x1p-126f : ldexpf(random_mantissa(), exponents[choice]);
 }
 
-/* Values of every size up to the largest, which itself comes, as do zeros; of either sign unless nonneg. */
+/* Returns a value of any size up to `largest`, which itself occurs, as do zeros. It has either sign unless nonneg. */
 static float some_value(float largest, int nonneg)
 {
     uint32_t r = random32(), kind = r % 16;
@@ -106,7 +107,7 @@ static float some_scale(const struct codec *c, int nonneg, int i)
 
 /* ---- References -------------------------------------------------------------------------------------------------- */
 
-/* The number an 8-bit float stands for, by its definition. */
+/* Returns the number that an 8-bit float stands for, by its definition. */
 static double float8(uint32_t magnitude, int e5m2)
 {
     int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
@@ -115,7 +116,7 @@ static double float8(uint32_t magnitude, int e5m2)
 }
 static uint32_t float8_top(int e5m2) { return e5m2 ? 0x7b : 0x7e; }
 
-/* To nearest, ties to even, saturating, by trying every number. */
+/* Rounds to nearest, ties to even, and saturates. Tries every number. */
 static uint32_t float8_nearest_even(double x, int e5m2)
 {
     uint32_t best = 0;
@@ -126,7 +127,8 @@ static uint32_t float8_nearest_even(double x, int e5m2)
     return best;
 }
 
-/* torch.linspace(0.1, 1, n), entry i: from the nearer end, each with one rounding (double holds the product). */
+/* Returns entry i of torch.linspace(0.1, 1, n): from the nearer end, each with one rounding (double holds the
+ * product). */
 static float part_edge(int i, int n)
 {
     float step = (1.0f - 0.1f) / (float)(n - 1);
@@ -140,7 +142,7 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* The construction of the dynamic map (Dettmers et al. 2022, without zero padding), as torchao does it. */
+/* Builds the dynamic map (Dettmers et al. 2022, without zero padding) as torchao does. */
 static void dynamic_map(int nonneg, int decades, int bits, float *map)
 {
     int n = 0;
@@ -168,7 +170,7 @@ static void make_maps(void)
     for (int c = 0; c < 16; c++) maps[1][1][c] = (float)(c + 1) / 16.0f;
 }
 
-/* As torchao finds a code: n = x / S, the largest entry not above n, the next one from halfway on. */
+/* Finds a code as torchao does. n = x / S; it takes the largest entry not above n, or from halfway on the next one. */
 static uint32_t map_code(const float *map, int levels, float n)
 {
     int c = 0;
@@ -178,7 +180,7 @@ static uint32_t map_code(const float *map, int levels, float n)
     return (uint32_t)(n - map[c] >= (map[up] - map[c]) * 0.5f ? up : c);
 }
 
-/* Octaves above 1, each linear within: floats of m mantissa bits are multiples of 2^-m. */
+/* Maps x to octaves above 1, linear within each, so that floats with m mantissa bits are multiples of 2^-m. */
 static double octaves(double x)
 {
     int exponent = ilogb(x);
@@ -186,7 +188,7 @@ static double octaves(double x)
 }
 static double from_octaves(double y) { return ldexp(1 + (y - floor(y)), (int)floor(y)); }
 
-/* int4: where x stands among the codes, in double, and the code's own place: equal steps in between. */
+/* Returns the place of x among int4's codes, in double. On this scale codes have equal steps. */
 static double int4_place(double x, double scale, int nonneg)
 {
     double a = fabs(x) / scale;
@@ -198,7 +200,7 @@ static double int4_code_place(uint32_t code, int nonneg) { return nonneg || code
 
 /* ---- Codes and values -------------------------------------------------------------------------------------------- */
 
-/* Codes that no value is stored as: beyond a clip, not finite, or without a number. */
+/* Returns 1 for codes that no value is stored as: beyond a clip, not finite, or without a number. */
 static int unused_code(int codec, int nonneg, uint32_t code)
 {
     uint32_t magnitude = nonneg ? code : code & 0x7f;
@@ -211,7 +213,7 @@ static int unused_code(int codec, int nonneg, uint32_t code)
     }
 }
 
-/* What a code stands for, by the format's definition, as an fp32 number. */
+/* Returns the number of a code by the format's definition, as fp32. */
 static float defined_value(int codec, int nonneg, uint32_t code, float scale)
 {
     double s = (double)scale, n = int4_code_place(code, nonneg), root;
@@ -255,7 +257,7 @@ static void test_round_trips(void)
                 for (uint32_t code = 0; code < (uint32_t)c->levels; code++) {
                     if (unused_code(f, nonneg, code)) continue;
                     float x = c->value(code, scale, nonneg);
-                    /* LAMB16 cuts v at 10; a decoded fp32 subnormal has lost bits. */
+                    /* LAMB16 cuts v at 10. A decoded fp32 subnormal has lost bits. */
                     if ((f == LAMB16 && nonneg && x > 10.0f) || (fabsf(x) < 0x1p-126f && x != 0.0f)) continue;
                     uint32_t again = c->code(x, scale, NEAREST, nonneg);
                     used++;
@@ -269,8 +271,8 @@ static void test_round_trips(void)
         }
 }
 
-/* A block's own scale: its largest value gets a code, and writing what was read does not move int4's of second
- * moments. */
+/* A block's own scale. Its largest value gets a code; for int4's second moments, writing back what was read changes
+ * nothing. */
 static void test_scales(void)
 {
     for (int f = 0; f < LAMB16; f++)
@@ -315,7 +317,7 @@ static void test_scales(void)
     CHECK(dyn8_value_of(dyn8_code_of(0, 1e-12f, 0, 1), 1e-12f, 1) == 0.0f, "dyn8 has a zero");
 }
 
-/* fp8: the product with the rounded reciprocal reaches the top code and not more, for every significand. */
+/* fp8: the product with the rounded reciprocal reaches the top code and never exceeds it, for every significand. */
 static void test_fp8_top(void)
 {
     for (int e5m2 = 0; e5m2 < 2; e5m2++) {
@@ -455,7 +457,7 @@ static void check_map_code(int four, int nonneg, float x, float scale)
           (double)scale, (double)value, (double)product);
 }
 
-/* Against an independent search, at and beside every entry and every border, and anywhere. */
+/* Compares with an independent search: at and beside every entry and border, and anywhere else. */
 static void test_dynamic_codes(void)
 {
     for (int four = 0; four < 2; four++)
@@ -484,7 +486,7 @@ static void test_dynamic_codes(void)
         }
 }
 
-/* The mean over all random words: exact where codes are linear in what is rounded. */
+/* Checks the mean over all random words. It is exact where codes are linear in the rounded value. */
 static void test_unbiased(void)
 {
     for (int i = 0; i < BY_LENGTH(24, 50, 200); i++) {
@@ -520,7 +522,7 @@ static void test_unbiased(void)
 
 /* ---- Bounds ------------------------------------------------------------------------------------------------------ */
 
-/* The worst case that the format's header states for a value of a block of scale s. */
+/* Returns the largest error that the format's header states for a value of a block of scale s. */
 static double stated_bound(int codec, int nonneg, int stochastic, double x, double s)
 {
     double a = fabs(x), grow = 1 + 0x1p-19, decade = 1;
@@ -567,17 +569,17 @@ static void test_bounds(void)
                 CHECK(error <= bound, "%s, nonneg %d, scale %a: %a became %a, off by %g, stated %g", c->name, nonneg,
                       (double)s, (double)x, (double)y, error, bound);
             }
-    /* A bound that nothing comes near is no bound. */
+    /* A bound that no error comes near does not test anything. */
     for (int f = 0; f < LAMB16; f++)
         for (int nonneg = 0; nonneg < 2; nonneg++)
             CHECK(worst[f][nonneg] > 0.75, "%s, nonneg %d: errors stay below %g of the stated bound", codecs[f].name,
                   nonneg, worst[f][nonneg]);
 }
 
-/* What every block format of the library keeps, to nearest and seen from outside: an element is off by at most
- * `relative` of itself and `part` of its block's largest, by role; and where a positive second moment may become
- * zero. A format of formats.def needs a row here. About what the header states: a bound that no element comes near
- * is none. */
+/* Bounds of every block format of the library, rounded to nearest, through the public interface. An element's error is
+ * at most `relative` of itself plus `part` of its block's largest, by role. `zeros`: a positive second moment may
+ * become zero. A format of formats.def needs a row here. Bounds are near those of the header, because a bound that no
+ * element comes near tests nothing. */
 static const struct kept {
     const char *format;
     struct {
@@ -616,7 +618,7 @@ static void test_kept(void)
                 snprintf(recipe, sizeof recipe, nonneg ? "adamw/f32/f32+%s" : "lion/f32/%s", info.name);
                 one_open(&t, recipe, 2, ROWS, COLUMNS, "f32");
                 one_start(&t);
-                /* Three magnitudes, at which no format's scale is at the end of its range. */
+                /* Three magnitudes. No format's scale is at the end of its range there. */
                 for (int i = 0; i < N; i++) in[i] = some_value(some_largest(i / block % 3), nonneg);
                 one_write(&t, HALFSTEP_SLOT_STATE + nonneg, in);
                 one_read(&t, HALFSTEP_SLOT_STATE + nonneg, out);
@@ -641,7 +643,7 @@ static void test_kept(void)
     }
 }
 
-/* I-25, I-34: what is positive stays so, whatever the random bits. LAMB16's published form is the counter-check. */
+/* I-25, I-34: positive values stay positive for all random bits. LAMB16's published form is the counter-check. */
 static void test_positive(void)
 {
     for (int f = 0; f < CODECS; f++) {
@@ -691,8 +693,7 @@ static void store_scale(const struct codec *c, uint8_t *extra, int64_t block, fl
     memcpy(extra + block * bytes, (char *)&u + 4 - bytes, (size_t)bytes);
 }
 
-/* n elements from x, blocks from the first on, the last perhaps short: codes and scales by the functions of one
- * lane. */
+/* Encodes n elements of x with the functions of one lane. Blocks start at the first element; the last may be short. */
 static void expected_bytes(const struct codec *c, int nonneg, const float *x, const uint16_t *random, int64_t n,
                            float scale, uint8_t *code, uint8_t *extra)
 {

@@ -1,6 +1,6 @@
-/* Cautious groups against plain double precision: the authors' own two optimizers (Liang et al. 2024; c_adamw.py and
- * c_lion.py of their code), and every rule whose table row has a sign by its own reference; and what handles, parts and
- * hyper-parameters make of them. */
+/* Tests cautious groups against plain double precision. The authors' own two optimizers are one reference (Liang et al.
+ * 2024; c_adamw.py and c_lion.py of their code). Every rule whose table row has a sign is held to its own reference.
+ * Other tests are about handles, parts and hyper-parameters. */
 #include <math.h>
 
 #include "calls.h"
@@ -13,7 +13,7 @@ static int is_cautious(int32_t row) { return rule_info(row).cautious && referenc
 
 /* ---- References -------------------------------------------------------------------------------------------------- */
 
-/* What elements that agree are multiplied by: mask / clamp(mean(mask), 1e-3). */
+/* Returns the factor of elements that agree: mask / clamp(mean(mask), 1e-3). */
 static double scale_of(const double *update, const double *gradient, int n)
 {
     double sum = 0;
@@ -21,8 +21,8 @@ static double scale_of(const double *update, const double *gradient, int n)
     return 1 / fmax(sum / n, 1e-3);
 }
 
-/* The rule's reference on weights of 0 without decay leaves its update alone, and on weights of 1 without gradients its
- * decay. */
+/* Makes a cautious step from two runs of the rule's reference. Weights of 0 without decay give its update alone;
+ * weights of 1 without gradients give its decay. */
 static void ref_cautious(const struct reference *ref, const struct ref_hyper *h, struct ref_tensor *r)
 {
     static struct ref_element alone[N], whole[N];
@@ -53,7 +53,7 @@ static void ref_cautious(const struct reference *ref, const struct ref_hyper *h,
     memcpy(r->scalar, with.scalar, sizeof r->scalar);
 }
 
-/* c_adamw.py, with eps beside the debiased root and decay of the weight before the step, as torch's AdamW has them. */
+/* c_adamw.py, but eps is beside the debiased root and decay is of the weight before the step, as in torch's AdamW. */
 static void c_adamw(struct ref_element *x, double t, double lr, double wd)
 {
     static double m[N], gradient[N];
@@ -139,7 +139,7 @@ static void test_authors(void)
     }
 }
 
-/* What an element's input `which` is (0 the weight, 1 the gradient, then states), times 1 + change. */
+/* Multiplies an element's input `which` (0 the weight, 1 the gradient, then states) by 1 + change. */
 static void change_input(struct ref_element *x, int which, double change)
 {
     double *place = which == 0 ? &x->w : which == 1 ? &x->g : &x->s[which - 2];
@@ -174,7 +174,7 @@ static void write_input(struct one *t, const struct ref_tensor *r, int which)
     one_write(t, which, values);
 }
 
-/* One step from given states, of a group that is cautious and of one that is not. */
+/* Makes one step from given states, with a cautious group and with another one. */
 static void judge(int32_t row, struct source *s, enum ref_decay decay, double *worst)
 {
     static struct ref_element given[N], x[N], near[N];
@@ -320,7 +320,7 @@ struct several {
     float w[TENSORS][N], g[TENSORS][N];
 };
 
-/* Tensors are cautious where the bit of them is set; only: those of a mask alone. */
+/* Opens a handle. Tensors whose bit in `cautious` is set are in a cautious group. only: mask of the tensors to add. */
 static void open_several(struct several *m, int cautious, int only)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 2, .seed = 5};
@@ -404,7 +404,7 @@ static void test_handles(void)
         EXPECT_NAMED(o, step_finish(o, weights, gradients, statistics), HALFSTEP_ERROR_ORDER, "halfstep_run_norms");
         MUST(step_norms(o, weights, gradients, statistics));
         MUST(step_finish(o, weights, gradients, statistics));
-        /* Micro-steps need no count, and take parts. */
+        /* Micro-steps need no count of agreeing elements, and they take parts. */
         MUST(accumulate_states(o, gradients));
         halfstep_destroy(o);
     }

@@ -1,5 +1,5 @@
-/* The digit network and its drawn digits. The network is judged against a second, plain implementation in double
- * precision below: its loss, and by central differences of that loss the gradient of every tensor. */
+/* Tests the digit network and its drawn digits. The network is judged against a second, plain implementation in double
+ * precision below. Compared are its loss and, by central differences of that loss, the gradient of every tensor. */
 #include <math.h>
 #include <stdint.h>
 
@@ -78,7 +78,7 @@ static void free_weights(struct weights *w)
 
 enum { MOST = 64 * 28 * 28 };
 
-/* out[channels][side / 2][side / 2] of in[inputs][side + 4][side + 4] */
+/* Computes out[channels][side / 2][side / 2] from in[inputs][side + 4][side + 4]. */
 static void plain_layer(double *out, const double *in, int inputs, int channels, int side, const double *weight,
                         const double *bias)
 {
@@ -168,7 +168,7 @@ static struct cnn_score run(const struct cnn_config *c, const struct weights *w,
     return score;
 }
 
-/* Every `stride`th value of each tensor. */
+/* Compares every `stride`th value of each tensor. */
 static void check_gradients(struct cnn_config c, int n, int stride)
 {
     cnn_config_check(&c, error, sizeof error);

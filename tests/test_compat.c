@@ -1,10 +1,10 @@
-/* Checkpoints of every format that stores weights or states, kept in tests/compat, tests/compat-2 and so on, are loaded
- * and gone on from with the bits that each one's expected.txt states, on every instruction set. What an older version
- * has written stays readable: a new format gets a checkpoint beside those that are there.
+/* Loads the checkpoints in tests/compat, tests/compat-2 and so on, which cover every format that stores weights or
+ * states. Goes on from each on every instruction set, and compares the bits with its expected.txt. Files of an older
+ * version must stay readable: a new format gets a checkpoint beside the existing ones.
  *
- *   test_compat                  the test; HALFSTEP_SOURCE is the source tree, else the working directory
- *   test_compat --write FOLDER   writes a checkpoint and its list, of what no other folder has: FOLDER is the first
- *                                that is not there yet, or an older one where its bits are meant to change
+ *   test_compat                  The test. HALFSTEP_SOURCE is the source tree, else the working directory.
+ *   test_compat --write FOLDER   Writes a checkpoint and its list, of all that no other folder has. FOLDER is the first
+ *                                unused name, or an older folder whose bits are meant to change.
  * Runs under sanitizers. */
 #define HALFSTEP_ADVANCED
 #include <inttypes.h>

@@ -1,7 +1,7 @@
-/* The CUDA device (src/device/cuda) through a driver without a GPU (fake_cuda/), which works asynchronously and never
- * on memory that the process may touch. A sixteenth of the cases of tests/golden/hashes.txt has to have its hashes
- * (--short: a 61st; --all: all of them). Errors have to come back as one code and one sentence. What the fake leaves
- * out or mixes up has to be noticed. FAKE_CUDA names another fake, such as that whose kernels are those of
+/* Tests the CUDA device (src/device/cuda) through a driver without a GPU (fake_cuda/). The fake works asynchronously,
+ * and never on memory that the process may touch. A sixteenth of the cases of tests/golden/hashes.txt must have their
+ * hashes (--short: a 61st; --all: all of them). Errors must come back as one code and one sentence. A test must notice
+ * what the fake leaves out or mixes up. FAKE_CUDA names another fake, such as the one with the kernels of
  * src/device/cuda/code. Over 500 lines because all of it shares one small problem, made once for the GPU and once for
  * the host. */
 #ifndef _GNU_SOURCE
@@ -24,7 +24,7 @@
 #include "fake_cuda/fake_cuda.h"
 #include "golden_case.h"
 
-/* In place of what the build has embedded; the fake takes what begins with "fake". */
+/* Replaces the embedded device code. The fake accepts code that begins with "fake". */
 static char code[5][8] = {"fake 90", "fake 89", "fake 86", "fake 80", "fake tx"};
 enum { TEXTS = sizeof code / sizeof *code, TEXT = sizeof *code };
 const struct hstep_cuda_image hstep_cuda_images[] = {{90, code[0], TEXT, TEXT}, {89, code[1], TEXT, TEXT},
@@ -34,7 +34,7 @@ const struct hstep_cuda_image hstep_cuda_images[] = {{90, code[0], TEXT, TEXT}, 
 static struct fake_cuda_control *fake;
 static void *driver;
 
-/* Of the driver, by its own name and type. */
+/* Returns a function of the driver, by its name and type. */
 #define DRIVER(name, ...) ((int (*)(__VA_ARGS__))find(name))
 static void (*find(const char *name))(void)
 {
@@ -56,7 +56,7 @@ static void (*find(const char *name))(void)
 
 /* ---- A small problem ---- */
 
-/* What a call promises to be done when it returns. */
+/* Checks that a call has finished all it promises to finish when it returns. */
 static void check_idle(const char *call)
 {
     CHECK(DRIVER("fake_cuda_is_idle", void)(), "%s returns, and there is work on its way", call);
@@ -74,7 +74,7 @@ struct problem {
     const char *device;
 };
 
-/* Of full rank as a matrix. */
+/* Makes values that have full rank as a matrix. */
 static void value_of(float *g, int tensor, int step)
 {
     for (int i = 0; i < N; i++) {
@@ -119,7 +119,7 @@ static int problem_open_as(struct problem *p, const char *device, const char *re
     check_idle("halfstep_allocate_states");
     for (int i = 0; i < TENSORS && !error; i++) {
         for (int j = 0; j < N; j++) p->values[i][j] = 1.0f + (float)(j % 5);
-        /* In halves: what is read in one piece later wants a larger buffer. */
+        /* Reads in halves. A later read in one piece needs a larger buffer. */
         for (int half = 0; half < 2 && !error; half++)
             error = halfstep_write_slot(p->o, i, HALFSTEP_SLOT_WEIGHT, p->weights[i], half * rows / 2, rows / 2,
                                         p->values[i] + half * N / 2);
@@ -212,7 +212,7 @@ static void two_sets(struct problem *p, const void *sets[2][TENSORS], void *owne
     }
 }
 
-/* 80 steps, more than there are pinned buffers, and not one wait; the first counters that are read wait for all. */
+/* Makes 80 steps, more than there are pinned buffers, without a wait. The first counters that are read wait for all. */
 static void test_submission(const char *recipe)
 {
     struct problem p;
@@ -253,7 +253,7 @@ static void test_submission(const char *recipe)
     check_clean("submission");
 }
 
-/* Of one step about so many tensors. */
+/* Returns the number of launches of one step over so many tensors. */
 static long launches_of(int tensors, const char *recipe)
 {
     enum { MOST = 300, SIZE = 256 };
@@ -279,7 +279,7 @@ static long launches_of(int tensors, const char *recipe)
     if (!error) error = halfstep_device_allocate(o, sizeof zero, &g);
     if (!error) error = halfstep_device_copy(o, w, zero, sizeof zero);
     if (!error) error = halfstep_device_copy(o, g, zero, sizeof zero);
-    /* All on one piece of memory: nobody looks at the values. */
+    /* All gradients share one piece of memory, because nobody looks at the values. */
     for (int i = 0; i < tensors; i++) weights[i] = w, gradients[i] = g;
     if (!error) error = halfstep_step(o, weights, gradients);
     long before = fake->launches;
@@ -336,7 +336,7 @@ static void test_refusal(void)
 
 enum question { COUNTERS, GROUP_STEPS, NORM, WEIGHT, STATE, AVERAGE, SCALAR, SATURATED, QUESTIONS };
 
-/* What is asked first after the last step; the answer is hashed. */
+/* Readings that come first after the last step. The answer is hashed. */
 static uint64_t ask(struct problem *p, enum question question)
 {
     static float out[N];
@@ -363,8 +363,8 @@ static uint64_t ask(struct problem *p, enum question question)
     return hash_finish(hash_bytes(hash_word(hash_bytes(HASH_START, &value, sizeof value), number), out, sizeof out));
 }
 
-/* Steps of which the last, or the one before it, is refused: each reading is the first to tell of it, and tells what
- * the host does. Weights at the end of their range come with gradients that would take them away from there. */
+/* Makes steps of which the last, or the one before it, is refused. Each reading comes first once, and must give what
+ * the host gives. Weights at the end of their range get gradients that would take them away from there. */
 static void test_refused_readings(void)
 {
     static float bad[N], high[N];
@@ -404,7 +404,7 @@ static void test_refused_readings(void)
     check_clean("readings of refused steps");
 }
 
-/* Single tensors and rounds, with delayed clipping by what only the device knows. */
+/* Steps single tensors and rounds, with delayed clipping by a norm that only the device knows. */
 static void test_rounds(void)
 {
     uint64_t hash[2];
@@ -424,7 +424,7 @@ static void test_rounds(void)
     check_clean("rounds");
 }
 
-/* Counters, scalars and accumulators that are set between steps. */
+/* Sets counters, scalars and accumulators between steps. */
 static void test_between_steps(void)
 {
     static char sums[2][4][2 * N];
@@ -451,12 +451,12 @@ static void test_between_steps(void)
             else memcpy(sums[far][step], p.gradients[1], sizeof sums[far][step]);
         }
         uint64_t count = 77;
-        /* Three at the end of their range. */
+        /* Three weights are at the end of their range. */
         for (int j = 0; j < 3; j++) p.values[0][j] = 3.3895314e38f;
         MUST(halfstep_write_slot(p.o, 0, HALFSTEP_SLOT_WEIGHT, p.weights[0], 0, 1, p.values[0]));
         MUST(halfstep_saturated(p.o, 0, p.weights[0], &count));
-        saturated[far] = count; /* what comes later comes too late */
-        /* What it works in has to grow for the slots that are read next. */
+        saturated[far] = count; /* later settings come too late */
+        /* The device's work memory must grow for the slots that are read next. */
         MUST(halfstep_accumulate(p.o, 0, (void *)(uintptr_t)p.gradients[1], "bf16-sr", p.gradients[0], "f32", 0.5));
         hash[far] = problem_hash(&p);
         problem_close(&p);
@@ -468,8 +468,8 @@ static void test_between_steps(void)
     check_clean("between steps");
 }
 
-/* Steps, single tensors and rounds in halves, with statistics in the process's memory, and in the device's, where there
- * is no wait. */
+/* Makes steps, single tensors and rounds in halves. Statistics are in the process's memory, or in the device's, where
+ * nothing waits. */
 static void test_halves(void)
 {
     static int64_t statistics[2][4096];
@@ -511,7 +511,7 @@ static void test_halves(void)
     check_clean("halves");
 }
 
-/* Micro-steps, which have no weights, and a step after them. */
+/* Makes micro-steps, which have no weights, and a step after them. */
 static void test_micro_steps(void)
 {
     uint64_t hash[2];
@@ -530,7 +530,7 @@ static void test_micro_steps(void)
     check_clean("micro-steps");
 }
 
-/* What is not as in the other tests: another generator, one verdict and one norm for each tensor. */
+/* Options that other tests do not use: another generator, one verdict and one norm for each tensor. */
 static void test_choices(void)
 {
     static float bad[N];
@@ -550,7 +550,7 @@ static void test_choices(void)
             int error = halfstep_step(p.o, p.weights, p.gradients);
             CHECK(error == (step == 1 && !far ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
                   halfstep_strerror(error));
-            /* A round that has had a norm, by which nothing is clipped "per-tensor". */
+            /* A round that has had a norm, which clips nothing "per-tensor". */
             if (step == 0) {
                 MUST(step_tensor(p.o, 0, p.weights[0], p.gradients[0]));
                 MUST(end_round(p.o));
@@ -566,7 +566,7 @@ static void test_choices(void)
     check_clean("choices");
 }
 
-/* Rows of a tensor of 2^40 elements: what keys their random bits does not fit 32 bits, nor do their places. */
+/* Rows of a tensor of 2^40 elements. Keys of their random bits do not fit 32 bits, nor do their places. */
 static void test_far_indices(void)
 {
     static const int64_t firsts[] = {0, (int64_t)1 << 26, (int64_t)1 << 33, ((int64_t)1 << 34) - ROWS};
@@ -632,7 +632,7 @@ static void *new_stream(void)
 
 static void free_stream(void *stream) { DRIVER("cuStreamDestroy_v2", void *)(stream); }
 
-/* Steps that take turns on two streams are in the order of the calls. */
+/* Steps that alternate between two streams run in the order of the calls. */
 static void test_streams(void)
 {
     void *streams[2] = {new_stream(), new_stream()};
@@ -655,8 +655,8 @@ static void test_streams(void)
     check_clean("streams");
 }
 
-/* A step captured once and replayed: counters, schedule and random bits go on, an lr that is set reaches later replays,
- * and so does one that lies on the device. */
+/* Captures a step once and replays it. Counters, schedule and random bits go on. An lr that is set reaches later
+ * replays, and so does an lr in the device's memory. */
 static void test_graph(void)
 {
     void *stream = new_stream(), *graph = NULL, *place = NULL;
@@ -702,7 +702,7 @@ static void test_graph(void)
     CHECK(c.state_steps == 7, "%d steps after 6 replays and one before", (int)c.state_steps);
     uint64_t hash = problem_hash(&p), expected = problem_hash(&h);
     CHECK(hash == expected, "replays: %016" PRIx64 ", on the host %016" PRIx64, hash, expected);
-    /* What is bound no more is as it was set, though that has not changed. */
+    /* A number that is no longer bound has its set value again, though that has not changed. */
     lr = 0.5;
     MUST(halfstep_device_copy(p.o, place, &lr, sizeof lr));
     for (int bound = 1; bound >= 0; bound--) {
@@ -726,7 +726,7 @@ static void test_graph(void)
 
 /* ---- Products in BF16 ---- */
 
-/* What three steps have taken from the weights of tensor 0; captured: the last two as replays of one. */
+/* Computes what three steps take from the weights of tensor 0. captured: the last two are replays of one. */
 static int taken(float *out, const char *recipe, const char *device, int rows, double exact, int captured)
 {
     void *stream = device ? new_stream() : NULL, *graph = NULL, *context = NULL;
@@ -763,8 +763,8 @@ static double distance(const float *a, const float *b)
     return sqrt(apart / all);
 }
 
-/* Wide, square and tall. Where kernels are the host's entries, these do all the work, and nothing is seen of the
- * products. */
+/* Wide, square and tall matrices. If kernels are the host's entries, these do all the work, and the products are not
+ * seen. */
 static void test_products(int emulated)
 {
     static const int shapes[] = {24, ROWS, 64, 128};
@@ -783,7 +783,7 @@ static void test_products(int emulated)
     check_clean("products");
 }
 
-/* Launches that only matrices have. */
+/* Launches that only matrices need. */
 static void test_matrices(void)
 {
     static const char *const recipes[] = {"muon/bf16-sr/int8", "came/f32/f32"};
@@ -798,7 +798,7 @@ static void test_matrices(void)
 
 /* ---- Errors ---- */
 
-/* Every call that takes an address, with one that is not the handle's GPU's; says: whose it is. */
+/* Makes every call that takes an address with one that is not the handle's GPU's. says: whose address it is. */
 static void check_foreign(struct problem *p, void *bad, const char *says)
 {
     static float out[N];
@@ -872,7 +872,8 @@ static void test_pointers(void)
     check_clean("pointers");
 }
 
-/* A life whose allocations are each refused once: the code comes back, with a sentence, and nothing is left behind. */
+/* Runs a handle's life once per allocation that is refused. The code comes back with a sentence, and nothing is left
+ * behind. */
 static void test_out_of_memory(void)
 {
     for (long k = 1, fired = 1; fired; k++) {
@@ -889,7 +890,7 @@ static void test_out_of_memory(void)
         CHECK(!fired || strstr(halfstep_error_detail(p.o), "memory"), "allocation %ld: '%s'", k,
               halfstep_error_detail(p.o));
         fake->fail_allocation = 0;
-        /* The handle that could not have one goes on. */
+        /* The handle that could not allocate goes on. */
         if (p.o && fired && p.weights[TENSORS - 1] && p.gradients[TENSORS - 1])
             CHECK(!halfstep_allocate_states(p.o) && !halfstep_step(p.o, p.weights, p.gradients) &&
                       !halfstep_synchronize(p.o),
@@ -900,8 +901,8 @@ static void test_out_of_memory(void)
     }
 }
 
-/* A step that had no memory, or whose launch was refused before the first update, has changed nothing: made again, it
- * comes to what it would have. After that weights and states may not belong together, and the handle says so. */
+/* A step without memory, or whose launch is refused before the first update, changes nothing: made again, it has the
+ * same results. After the first update, weights and states may not belong together, and the handle says so. */
 static void test_step_made_again(void)
 {
     static const char recipe[] = "lamb/bf16-sr/int8";
@@ -941,7 +942,8 @@ static void test_step_made_again(void)
     }
 }
 
-/* In a process of its own, since what is found out of the driver is kept. prints: what the sentence must say. */
+/* Runs in a process of its own, because the library keeps what it found out about the driver. prints: a part of the
+ * error text. */
 static void in_child(void (*live)(void), const char *name, const char *value, const char *says, int code)
 {
     int ends[2];
@@ -973,14 +975,14 @@ static void create_and_tell(void)
     halfstep_optimizer *o;
     int error = halfstep_create(&options, &o);
     dprintf(3, "%d %s", error, halfstep_error_detail(NULL));
-    /* The process lives on. */
+    /* The process goes on. */
     if (halfstep_create(NULL, &o)) test_leave(1);
     halfstep_destroy(o);
     halfstep_device_info info = {.struct_size = sizeof info};
     if (halfstep_get_device_info("cuda", &info) || info.usable || info.minimum_driver != 12000) test_leave(2);
 }
 
-/* No library can be opened: the fake has gone, and there is no room for another file. */
+/* No library can be opened: the fake is unloaded, and there is no room for another file. */
 static void lose_driver_and_tell(void)
 {
     struct rlimit none = {4, 4};
@@ -994,7 +996,7 @@ static struct {
     int refused; /* bits, by place in the table */
 } image_case;
 
-/* Told is the code that is taken, and runs. */
+/* The device code that is taken is reported, and runs. */
 static void load_and_tell(void)
 {
     struct problem p;
@@ -1040,7 +1042,7 @@ static void test_images(void)
     }
 }
 
-/* After a fault of a kernel every handle on the GPU refuses, with the sentence; those on the processor go on. */
+/* After a fault of a kernel every handle on the GPU refuses, with the error text. Handles on the processor go on. */
 static void fault_and_tell(void)
 {
     struct problem p, q, h;
@@ -1064,7 +1066,7 @@ static void fault_and_tell(void)
 
 /* ---- The test can fail ---- */
 
-/* A handle may be closed while its step is on its way; another gives the memory back. */
+/* A handle may be closed during its step. Another handle then frees the memory. */
 static void test_closing(void)
 {
     struct problem p, q;
@@ -1080,7 +1082,7 @@ static void test_closing(void)
         halfstep_device_release(p.o, (void *)(uintptr_t)p.gradients[i]);
     }
     problem_close(&q);
-    /* And its link with a copy on its way, though the handle leaves none there. */
+    /* Its link may be closed during a copy, though the handle leaves none there. */
     struct hstep_link *link;
     char sent[64] = "";
     MUST(hstep_link_open(&link, "", NULL));
@@ -1115,7 +1117,7 @@ static void test_mutation(const char *name, enum fake_cuda_mutation mutation, in
         fake->mutation = (int)mutation;
         fake->call = call;
         fake->strict = 1;
-        if (mutation == FAKE_CUDA_SWAP_FIELDS) alarm(2); /* which may be a loop without an end */
+        if (mutation == FAKE_CUDA_SWAP_FIELDS) alarm(2); /* may be an endless loop */
         if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) test_leave(0);
         test_group_failed = 0;
         all_of_it();
@@ -1126,7 +1128,7 @@ static void test_mutation(const char *name, enum fake_cuda_mutation mutation, in
           noticed ? "something" : "nothing");
 }
 
-/* What the library does in several places is left out everywhere, and in each of them by itself. */
+/* A call that the library makes in several places is left out everywhere, and in each place by itself. */
 static void test_left_out(const char *name, enum fake_cuda_mutation mutation)
 {
     memset(fake->calls, 0, sizeof fake->calls);
@@ -1135,7 +1137,7 @@ static void test_left_out(const char *name, enum fake_cuda_mutation mutation)
     for (int call = 0; call <= fake->calls[mutation]; call++) test_mutation(name, mutation, call);
 }
 
-/* Of every so many pairs one. */
+/* Only some of the pairs are swapped. */
 static void test_swaps(int stride)
 {
     const char *(*pair)(int);
@@ -1150,7 +1152,7 @@ int main(int argc, char **argv)
     char path[4096];
     const char *build = getenv("HALFSTEP_BUILD"), *library = getenv("FAKE_CUDA");
     test_init(argc, argv);
-    /* Loaded by its path, it is what the name means from now on. */
+    /* After loading by its path, the name means this library. */
     if (library) snprintf(path, sizeof path, "%s", library);
     else snprintf(path, sizeof path, "%s/tests/fake_cuda/libcuda.so.1", build ? build : "build");
     driver = dlopen(path, RTLD_NOW | RTLD_LOCAL);
@@ -1173,7 +1175,7 @@ int main(int argc, char **argv)
     struct golden_case *cases = golden_cases(&n);
     if (!cases) return 1;
 
-    /* First, in children, while nothing is known of the driver yet. */
+    /* Runs first, in children, while nothing is known of the driver yet. */
     TEST("what cannot be used is told by a sentence") {
         in_child(create_and_tell, "FAKE_CUDA_DEVICES", "0", "cuInit: CUDA_ERROR_NO_DEVICE", HALFSTEP_ERROR_DEVICE);
         in_child(create_and_tell, "FAKE_CUDA_DRIVER", "11080", "supports CUDA 11.8; it must support 12.0 or newer",

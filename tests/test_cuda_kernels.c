@@ -1,6 +1,6 @@
-/* The kernels for GPUs, emulated (tests/cuda/emulate.h), behind a device that launches them one after another: every
- * case of tests/golden/hashes.txt has to have its hash. By itself every ninth case, and a part in shards of rows and of
- * columns; --short: a 61st of them; --all: all. */
+/* Runs the GPU kernels, emulated (tests/cuda/emulate.h), behind a device that launches them one after another. Every
+ * case of tests/golden/hashes.txt must have its hash. A run without arguments takes every ninth case, and some in
+ * shards of rows and of columns; --short: a 61st of them; --all: all. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <time.h>
@@ -37,7 +37,7 @@ static int launch(const char *name, void *subject, const struct hstep_cuda_what 
     return HALFSTEP_ERROR_NAME;
 }
 
-/* No kernel may look at how the host wants its work run. */
+/* Launches without the caller's context, because kernels must not look at how the host wants its work run. */
 static int launch_call(const char *name, const struct hstep_call *call, struct hstep_cuda_what what)
 {
     struct hstep_call copy = *call;
@@ -177,8 +177,8 @@ static struct hstep_device emulated = {
 
 enum { SLICED = 3 * 300 };
 
-/* Steps of Prodigy whose estimate is of every slice-th element: the weights, and the estimate. Rows are longer than a
- * chunk, or, in one tensor of short rows, shorter than a group. */
+/* Makes steps of Prodigy whose estimate uses every slice-th element. Returns the estimate and writes the weights. Rows
+ * are longer than a chunk or, in one tensor, shorter than a group. */
 static double estimate_slices(const struct hstep_device *device, int64_t row, double slice, float *weights)
 {
     const struct hstep_device *before = hstep_default_device;
@@ -221,7 +221,7 @@ static void check_slices(const struct hstep_device *host)
     }
 }
 
-/* What is written into second moments on a grid that has moved is what the host writes. */
+/* Values written into second moments on a grid that has moved must be those that the host writes. */
 static void check_written(const struct hstep_device *host)
 {
     enum { GRIDDED = HALFSTEP_SLOT_STATE + 1, ROWS = 4, COLUMNS = 320 };
@@ -258,8 +258,8 @@ static float of_pattern(uint32_t pattern)
 
 static int same(float x, float y) { return (x != x && y != y) || !memcmp(&x, &y, 4); }
 
-/* Mantissas of any kind, often near each other, where roundings are close; exponents of any kind in a part, else those
- * around which the ranges end, seldom negative. */
+/* Returns an operand. Half of the mantissas are near `like`, where roundings are close. any: 0 takes any exponent, 1
+ * those of 100 to 153, 2 those at the ends of the ranges. With 2, few operands are negative. */
 static float operand(struct source *s, int any, uint32_t like)
 {
     static const int ends[] = {0, 1, 2, 26, 27, 28, 76, 77, 78, 126, 127, 128, 151, 152, 226, 227, 228, 253, 254, 255};
@@ -271,7 +271,7 @@ static float operand(struct source *s, int any, uint32_t like)
     return of_pattern((any < 2 || !(bits >> 27 & 15) ? bits & 0x80000000 : 0) | exponent << 23 | (mantissa & 0x7fffff));
 }
 
-/* Four at a time, with the range's ends between them, against what the processor makes of each. */
+/* Computes four at a time, with the ends of the range among them, and compares with the processor's results. */
 static void check_arithmetic(int fours)
 {
     struct source s = {21};
@@ -327,7 +327,7 @@ int main(int argc, char **argv)
         check_golden(list, &cases[n / 2], &layouts[0]);
         grid_blocks = 3;
     }
-    /* The test can fail: without the last of a step's launches counters stand still, and all hashes differ. */
+    /* Shows that the test can fail: without the last launch of a step, counters stand still and all hashes differ. */
     TEST("a launch that is missing is noticed") {
         uint64_t hash = 0, expected = 0;
         char error[300] = "";

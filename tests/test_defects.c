@@ -1,8 +1,9 @@
-/* Defects of other optimizers' arithmetic, rules, states, checkpoints and replicas (optimi: I-1..I-10, torchastic:
- * I-11..I-13, adamw_bfloat16: I-14..I-19, LAMB16: I-20..I-24, torchao: I-25..I-31, flashoptim: I-32..I-40, llm.c: I-41,
- * I-42). docs/differences.md lists them all, also those that other programs test. Each test passes here and fails on
- * the peer's way, which runs beside as a counter-check where it is cheap. Over 500 lines because every defect needs its
- * own small experiment. Runs are short unless --all is given. Not for an emulator. */
+/* Tests defects of other optimizers' arithmetic, rules, states, checkpoints and replicas (optimi: I-1..I-10,
+ * torchastic: I-11..I-13, adamw_bfloat16: I-14..I-19, LAMB16: I-20..I-24, torchao: I-25..I-31, flashoptim: I-32..I-40,
+ * llm.c: I-41, I-42). docs/differences.md lists them all, also those that other programs test. Each test passes here
+ * and fails with the peer's way, which runs beside it as a counter-check where that is cheap. Over 500 lines because
+ * every defect needs its own small experiment. Runs are short unless --all is given.
+ * Not for an emulator. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 
@@ -10,7 +11,7 @@
 #include "ref/fixture.h"
 #include "test.h"
 
-/* Normal numbers for step k, element i: a long table, read from another place at each step. */
+/* Returns normal numbers for step k, element i, from a long table that is read at another place at each step. */
 enum { TABLE = 1 << 20 };
 static float normal(int64_t k, int64_t i)
 {
@@ -44,8 +45,8 @@ struct image {
 };
 enum { WEIGHT_ONLY = 1, WHOLE = HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES };
 
-/* Copies every stream of the first `slots` slots but the gradient's: weights (whose codes are the caller's), residuals,
- * states, scales. */
+/* Copies every stream of the first `slots` slots except the gradient's: weights (whose codes the caller has),
+ * residuals, states, scales. */
 static struct image take(halfstep_optimizer *o, int32_t tensor, void *weight, int slots)
 {
     struct image image = {zeroed(1 << 20), 0, slots};
@@ -62,7 +63,7 @@ static struct image take(halfstep_optimizer *o, int32_t tensor, void *weight, in
     return image;
 }
 
-/* Returns whether the bits are those of an image, and frees it. */
+/* Compares with an image and frees it. Returns 1 if all bits are the same. */
 static int still(halfstep_optimizer *o, int32_t tensor, void *weight, struct image before)
 {
     struct image now = take(o, tensor, weight, before.slots);
@@ -72,7 +73,7 @@ static int still(halfstep_optimizer *o, int32_t tensor, void *weight, struct ima
     return same;
 }
 
-/* Three tensors under one recipe, so that a bad one has neighbours: a scalar, a matrix, a vector. empty_step: the
+/* Three tensors under one recipe: a scalar, a matrix, a vector. Each bad tensor has neighbours. empty_step: the
  * optimizer is stepped before it has tensors. */
 enum { TENSORS = 3 };
 struct three {
@@ -129,14 +130,14 @@ static int step_all(struct three *t, int release)
 
 /* ---- I-1: lookahead ---------------------------------------------------------------------------------------------- */
 
-/* Length of RAdam's step t for a gradient that is always 1, over lr. */
+/* Returns the length of RAdam's step t over lr, for a gradient that is always 1. */
 static double radam_step(int t, double beta2)
 {
     double all = 2 / (1 - beta2) - 1, power = pow(beta2, t), now = all - 2 * t * power / (1 - power);
     return now > 5 ? sqrt((now - 4) * (now - 2) * all / ((all - 4) * (all - 2) * now)) : 1;
 }
 
-/* optimi's single residual, every operation rounded to BF16: how far weights from 1 to 2 get. */
+/* Runs optimi's single residual with every operation rounded to BF16. Returns how far weights from 1 to 2 get. */
 static double lookahead_peer(double lr, int steps)
 {
     enum { N = 512 };
@@ -182,7 +183,7 @@ static void test_lookahead(void)
 {
     TEST("I-1 ranger realises slow progress under every 16-bit weight format") {
         int steps = UNLESS_ALL(600, 3000);
-        /* Every six fast steps the slow weights go half of the way, and the fast ones start again from there. */
+        /* Every six fast steps the slow weights go half of the way. The fast ones start again from there. */
         double exact = 0;
         for (int t = 1; t <= steps; t++) exact += 0.5e-5 * radam_step(t, 0.99);
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
@@ -191,7 +192,7 @@ static void test_lookahead(void)
                 continue;
             double part = ranger_moved(info.name, 1e-5, steps) / exact;
             printf("     %-10s realised %.4f of the movement\n", info.name, part);
-            /* Without a residual, weights wander by half of 2^-7 a rounding. */
+            /* Without a residual, each rounding moves weights by about half of 2^-7. */
             double bound = info.extra_bits || info.code_bits == 32 ? 0.02 : UNLESS_ALL(0.2, 0.08);
             CHECK(fabs(part - 1) < bound, "%s: %.4f", info.name, part);
         }
@@ -219,7 +220,7 @@ static int models_differ(struct three *a, struct three *b)
     return differ;
 }
 
-/* Residual and scales included, under a recipe of 16-bit weights and the rule's default states. */
+/* Writes a recipe of 16-bit weights, some with a residual, and the rule's default states. */
 static void rule_recipe(int32_t rule, char recipe[64])
 {
     halfstep_rule_info info = rule_info(rule);
@@ -420,7 +421,7 @@ static void test_delayed(void)
 
 /* ---- I-21, I-23: LAMB16's states ------------------------------------------------------------------------------- */
 
-/* rows x row_length for about `elements`, in rows long enough for blocks of 128. */
+/* Opens a matrix of about `elements` elements, in rows long enough for blocks of 128. */
 static void lamb16_open(struct one *t, const char *states, int elements)
 {
     char recipe[64];
@@ -432,7 +433,8 @@ static void lamb16_open(struct one *t, const char *states, int elements)
     for (int i = 0; i < 2; i++) CHECK(!slot_info(t->o, 0, HALFSTEP_SLOT_STATE + i).fell_back, "%s fell back", states);
 }
 
-/* The published first moment: the share of codes at +-15 s, and stored over true root mean square. Ours beside it. */
+/* The published first moment: the share of codes at +-15 s, and the ratio of the stored rms to the true one. Ours runs
+ * beside it. */
 static void momentum_fidelity(const char *states, int elements, double *ratio, double *clipped)
 {
     struct one t;
@@ -509,7 +511,7 @@ static void test_lamb16(void)
             }
             one_close(&t);
         }
-        /* The published conversion of the first step's v: 10 over the scale, beyond the last e5m2 number. */
+        /* The published conversion of the first step's v: 10 over the scale is beyond the last e5m2 number. */
         double scale = sqrt(10) / 25600 + 1e-6;
         CHECK(10 / scale >= 61440, "the counter-check stays in range: %g", 10 / scale);
     }
@@ -590,8 +592,8 @@ static void test_block_states(void)
         printf("     %d formats\n", tried);
     }
     TEST("I-30 codes are chosen against the stored scale: no systematic error of a block") {
-        /* The slope of decoded over true values, without each block's largest, as that goes from 1 to 1 + 2^-7: over
-         * all ways that BF16 can round a scale. */
+        /* Fits the slope of decoded over true values, without each block's largest. The largest goes from 1 to 1 +
+         * 2^-7, which covers all ways that BF16 can round a scale. */
         enum { WAYS = 17 };
         for (int32_t row = -1; row < halfstep_format_count(); row++) {
             halfstep_format_info info =
@@ -633,7 +635,7 @@ static void test_block_states(void)
                        : s     ? "v"
                                : "m",
                        least, greatest);
-                /* With few codes it shows where their borders fall among the values. */
+                /* With few codes, the slope depends on where the codes' borders fall among the values. */
                 double range = greatest - least, bound = strcmp(info.name, "int8") ? 1.5e-3 : 1e-4;
                 if (row < 0) CHECK(range > 2e-3, "the counter-check moves by %g", range);
                 else CHECK(range < bound, "%s: moves by %g", info.name, range);
@@ -707,7 +709,7 @@ static void test_groups(void)
             MUST(halfstep_step(o, weights, gradients));
             for (int i = 0; k == 0 && i < 3; i++) CHECK(w[i][0] == 1 - 0x1p-10f, "group %d is at %.9g", i, w[i][0]);
         }
-        /* A reference that is the constructor's lr would shrink by 1, 100 and 30 times that. */
+        /* If the constructor's lr were the reference, decay would be 1, 100 and 30 times that. */
         for (int i = 0; i < 3; i++)
             CHECK(fabs((double)w[i][5] - left) < 1e-5, "group %d is at %g, expected %g", i, w[i][5], left);
         for (int i = 0; i < 3; i++) {
@@ -723,8 +725,8 @@ static void test_groups(void)
 
 /* ---- Zeroed weights ---------------------------------------------------------------------------------------------- */
 
-/* A program may zero weights and leave their error codes. The codes of flashoptim then mean next to nothing. Ours must
- * not mean a NaN. */
+/* A program may zero weights and keep their error codes. flashoptim's codes then mean next to nothing. Ours must not
+ * give a NaN. */
 static void test_zeroed_weights(void)
 {
     static const char *const recipes[] = {"adamw/bf16-ecc8", "adamw/bf16-ecc16", "adamw/f16-ecc8", "adamw/f16-ecc16"};
@@ -739,7 +741,7 @@ static void test_zeroed_weights(void)
                 set_gradient(&t, k, 1e-2);
                 MUST(one_step(&t));
             }
-            /* +0 and, as a mask times a negative weight gives it, -0. */
+            /* +0, and -0 as a mask times a negative weight gives it. */
             memset(t.weight, 0, t.weight_bytes);
             for (size_t i = 3; i < t.weight_bytes; i += 4) ((unsigned char *)t.weight)[i] = 0x80;
             one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
@@ -755,8 +757,8 @@ static void test_zeroed_weights(void)
     }
 }
 
-/* The weight format in a row if it has 16 bits and is meant to keep small changes: written stochastically, or with a
- * second stream. */
+/* Returns the weight format of a row if it has 16 bits and is meant to keep small changes. Such formats are written
+ * stochastically or have a second stream. */
 static const char *weight16(int32_t row)
 {
     halfstep_format_info info = format_info(row);
@@ -767,17 +769,18 @@ static const char *weight16(int32_t row)
 
 /* ---- Second moments in every format ------------------------------------------------------------------------------ */
 
-/* What each format of moments may lose, where 0 stands for what it cannot do: shown, and held only to the bounds on
- * updates that are too large. Sixteen codes for a second moment, int4's and dyn4's, do not reach an element far below
- * its block: its steps are too short; and int4's first moments, written stochastically, are unbiased but noisy. dyn8
- * and dyn4 are torchao's formats, to nearest and with scales from 1e-12 up; only their zero codes are mended. */
+/* Bounds for each format of moments. A 0 marks what the format cannot do. That is printed, and held only to the bounds
+ * on updates that are too large. The codes int4 and dyn4 have only sixteen values for a second moment. They do not
+ * reach an element far below its block, so steps are too short. First moments in int4, written stochastically, are
+ * unbiased but noisy. The formats dyn8 and dyn4 are torchao's, to nearest and with scales from 1e-12 up. Only their
+ * zero codes are corrected. */
 struct kept {
     const char *states;
-    double small;   /* rms of updates at small gradients: within this */
-    double rms;     /* of updates, against fp32's, where gradients of one block differ: at most this many times, */
-    double largest; /* and the largest likewise */
-    double middle;  /* the median element's update there, against fp32's: at least this */
-    double fall, uneven, deep; /* updates after a fall of all, of 31 in 32, a hundredfold of 31 in 32: within this */
+    double small;              /* bound on the error of the updates' rms at small gradients */
+    double rms;                /* bound on the rms of updates over fp32's, if gradients of one block differ */
+    double largest;            /* bound on the largest update over fp32's there */
+    double middle;             /* lower bound on the median element's update over fp32's there */
+    double fall, uneven, deep; /* bounds after a fall of all, of 31 in 32, a hundredfold of 31 in 32 */
 };
 static const struct kept kept[] = {
     {"bf16-sr", 0.02, 1.02, 1.2, 0.98, 0.02, 0.02, 0.02},
@@ -793,10 +796,10 @@ static const struct kept kept[] = {
 };
 enum { KEPT = sizeof kept / sizeof kept[0], COLUMNS = 256, POOL = 61 };
 
-/* Flat blocks begin at 4096 elements; fewer do for the others. */
+/* Returns the rows of the tensor. Flat blocks need 4096 elements; the other formats need fewer. */
 static int rows_of(const char *states) { return strncmp(states, "dyn", 3) ? 4 : 16; }
 
-/* Normal numbers, reused every POOL steps. */
+/* Returns normal numbers, reused every POOL steps. */
 static const float *normals(int step)
 {
     static float *pool;
@@ -808,8 +811,8 @@ static const float *normals(int step)
     return pool + (int64_t)(step % POOL) * 16 * COLUMNS;
 }
 
-/* The update that this step makes at lr 1, from weights that are all zero, and again zero afterwards: open loop, so
- * that thousands of steps can be compared without the weights' own rounding. For f32 weights without decay. */
+/* Makes one step at lr 1 from weights of zero and returns the update. Weights are zero again at the next call, so that
+ * thousands of steps can be compared without the weights' own rounding. For f32 weights without decay. */
 static void open_step(struct one *t, const float *gradient, float *update)
 {
     memset(t->weight, 0, t->weight_bytes);
@@ -834,8 +837,8 @@ static void open_one(struct one *t, const char *states)
 
 /* ---- I-5, I-40: small changes of 16-bit weights ------------------------------------------------------------------ */
 
-/* The peers multiply the rounded weight by 1 - lr * decay outside the compensation (I-5), or round the 8-bit error to
- * nearest (I-40): changes below half a unit are lost, however many. */
+/* The peers lose changes below half a unit, however many. They multiply the rounded weight by 1 - lr * decay outside
+ * the compensation (I-5), or round the 8-bit error to nearest (I-40). */
 static void test_small_changes(void)
 {
     int steps = UNLESS_ALL(4000, 20000);
@@ -949,7 +952,7 @@ static void test_counters(void)
         CHECK(fabsf(w[1][63] - 0.5f) < 1e-5f, "the late tensor moved by %g, not by lr = 0.5", w[1][63]);
         halfstep_record c = counters_of(o, 1);
         CHECK(c.state_steps == 1 && c.full_steps == 1, "the late tensor counts %d", (int)c.state_steps);
-        /* The group's count for both corrections, as the peers do it, on the same numbers. */
+        /* Counter-check: the peers use the group's count for both corrections. Same numbers. */
         double peer = 0.5 * (0.1 / (1 - pow(0.9, 1001))) / (sqrt(0.001) / sqrt(1 - pow(0.999, 1001)));
         CHECK(fabs(peer - 0.5) > 0.3, "the counter-check agrees");
         halfstep_destroy(o);
@@ -1009,8 +1012,7 @@ static void test_nan(void)
             one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1.0f);
             for (int k = 0; k < 20; k++) MUST(one_step(&t));
             one_read(&t, HALFSTEP_SLOT_WEIGHT, values);
-            /* A pair's residual beside an infinite weight is Inf - Inf, so the pair may read as NaN; never as
-             * finite. */
+            /* Beside an infinite weight a pair's residual is Inf - Inf. The pair may read as NaN, never as finite. */
             for (int i = 0; i < 64; i++)
                 CHECK(i % 3 == 0   ? isnan(values[i])
                       : i % 3 == 1 ? !isfinite(values[i])
@@ -1027,7 +1029,7 @@ struct spread {
     double rms, largest, middle; /* middle: the median over elements of each one's rms */
 };
 
-/* The peers' second moment: codes to nearest that include zero, against the block's largest. */
+/* Rounds to the peers' second moment: codes to nearest, zero among them, relative to the block's largest. */
 static void peer_encode(double *v, int64_t n)
 {
     for (int64_t b = 0; b < n; b += 32) {
@@ -1046,7 +1048,7 @@ static int order(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Updates of `states` (NULL: the peer's arithmetic) on gradients of the given scale for each element. */
+/* Runs `states` (NULL: the peer's arithmetic) on gradients with a scale for each element, and measures the updates. */
 static struct spread open_loop(const char *states, const float *scale, int steps, double eps)
 {
     struct one t;
@@ -1090,7 +1092,7 @@ static struct spread open_loop(const char *states, const float *scale, int steps
     return r;
 }
 
-/* No format may make an update much larger than fp32's; those that can must not shrink them either. */
+/* No format may make an update much larger than fp32's. Formats that can must not make it smaller either. */
 static void judge_spread(const float *scale, int steps)
 {
     struct spread exact = open_loop("f32", scale, steps, 1e-12), peer = open_loop(NULL, scale, steps, 1e-12);
@@ -1123,7 +1125,7 @@ static void test_blocks(void)
         judge_spread(scale, steps);
     }
     TEST("I-33 scales do not underflow for small gradients") {
-        /* A scale in fp16 loses the root of the first second moment of 1e-7 altogether. */
+        /* A scale in fp16 loses the root of the first second moment of 1e-7 completely. */
         CHECK(nearbyint(sqrt(1e-3) * 1e-7 / 255 / 0x1p-24) == 0, "the counter-check keeps its scale");
         const double sizes[] = {1e-5, 1e-6, 1e-7, 1e-10, 1e-15};
         for (int f = -1; f < KEPT; f++) {
@@ -1131,7 +1133,7 @@ static void test_blocks(void)
             printf("     %-10s update rms at gradients of 1e-5, 1e-6, 1e-7, 1e-10, 1e-15:", k->states);
             for (int j = 0; j < 5; j++) {
                 for (int i = 0; i < 16 * COLUMNS; i++) scale[i] = (float)sizes[j];
-                /* The update does not depend on the size of gradients: one exact figure serves all. */
+                /* Updates do not depend on the size of gradients, so one exact figure serves all sizes. */
                 static double exact;
                 struct spread ours = open_loop(k->states, scale, UNLESS_ALL(300, 800), sizes[j] * 1e-6);
                 if (f < 0 && j == 0) exact = ours.rms;
@@ -1147,7 +1149,7 @@ static void test_blocks(void)
 
 /* ---- States after the gradient falls ----------------------------------------------------------------------------- */
 
-/* Mean |update| over the last steps after gradients fell by `factor`, in elements that fell. */
+/* Returns the mean |update| over the last steps after gradients fell by `factor`, in elements that fell. */
 static double fallen_update(const char *states, double factor, int keep, int before, int after)
 {
     enum { LAST = 400 };
@@ -1194,7 +1196,8 @@ static void test_fall(void)
                 for (int f = 0; f < KEPT; f++) {
                     const struct kept *k = &kept[f];
                     double bound = !keep ? k->fall : factor == 10 ? k->uneven : k->deep;
-                    /* In step with fp32 where they can be; a flat block costs time, so only once where it cannot. */
+                    /* A format that cannot keep up with fp32 and has flat blocks runs only once, because those cost
+                     * time. */
                     if (bound == 0 && factor == 100 && rows_of(k->states) > 4) continue;
                     double ours = fallen_update(k->states, factor, keep, before, after) / exact;
                     printf("%s %s %.3f", f ? "," : "", k->states, ours);
@@ -1211,8 +1214,8 @@ static void test_fall(void)
 
 static void test_lossless(void)
 {
-    /* The peer's code, 32767 steps to half a unit, is off by one fp32 unit for 0.27 % of all values; the plain
-     * difference to the nearest-even weight, the obvious alternative, does not fit 16 bits where a tie goes down. */
+    /* The peer's code has 32767 steps for half a unit. It is off by one fp32 unit for 0.27 % of all values. The obvious
+     * alternative is the plain difference to the nearest-even weight. It does not fit 16 bits where a tie goes down. */
     TEST("I-35 bf16-ecc16 keeps every fp32 pattern but NaN") {
         enum { N = 65536 };
         struct one t;
@@ -1253,7 +1256,7 @@ static void test_lossless(void)
 
 /* ---- Steps that must not change a bit ---------------------------------------------------------------------------- */
 
-/* Weights of all kinds, then random residuals that no encoder made. */
+/* Sets weights of all kinds and, with raw_extra, random residuals that no encoder makes. */
 static void set_any_weights(struct one *t, struct source *s, int raw_extra)
 {
     for (int64_t i = 0; i < t->n; i++) {
@@ -1268,7 +1271,7 @@ static void set_any_weights(struct one *t, struct source *s, int raw_extra)
     halfstep_slot_info info = slot_info(t->o, 0, HALFSTEP_SLOT_WEIGHT);
     if (!raw_extra || !info.extra) return;
     for (uint64_t i = 0; i < info.extra_bytes; i++) ((unsigned char *)info.extra)[i] = (unsigned char)next64(s);
-    /* Residuals that are numbers, and weights that are not at the end of the range. */
+    /* Residuals are finite, and weights are not at the end of the range. */
     halfstep_format_info format = format_info(info.format);
     int half = !strcmp(format.code_dtype, "F16"), code = !strcmp(format.extra_dtype, "I16");
     uint16_t exponent = half ? 0x7c00 : 0x7f80, end = half ? 0x7800 : 0x7f00;
@@ -1278,12 +1281,12 @@ static void set_any_weights(struct one *t, struct source *s, int raw_extra)
             *w = half ? 0x3c00 : 0x3f80; /* below zero: NaN of the other sign */
         if (info.extra_bytes < 2 * (uint64_t)t->n) continue;
         if (!code && (*c & exponent) >= end) *c = 0x3b80;
-        /* A half and 16 bits are three more than fp32 can tell apart. */
+        /* A half and 16 bits have three bits more than fp32 can represent. */
         if (code && half) *c &= 0xfff8;
     }
 }
 
-/* True if steps leave weights and their residuals as they are: `steps` of them, with random gradients or zeros. */
+/* Returns 1 if `steps` steps with random gradients or zeros leave weights and residuals as they are. */
 static int moves_nothing(struct one *t, struct source *s, int steps, int random)
 {
     struct image before = take(t->o, 0, t->weight, WEIGHT_ONLY);

@@ -1,8 +1,9 @@
-/* The seam (device.h), held to by a device that is as far away as one in this process can be: its memory cannot be
- * touched but while it works, and it works only while it is waited for. What the handle reads without a wait is then
- * not there yet, a pointer that crosses the seam is a fault, and what the handle gives away and changes too early is
- * read as changed. Behind it the host does the work, so every case of tests/golden/hashes.txt has to have its hash (a
- * sixteenth of them by itself; --short: a 61st; --all: all). Runs under sanitizers. */
+/* Tests the interface of devices (device.h) with the most distant device possible in one process. Its memory cannot be
+ * touched except while it works, and it works only while it is waited for. So a handle that reads without a wait finds
+ * nothing, and a pointer of the wrong side faults. Data that the handle submits and changes too early is read as
+ * changed. The host does the work behind it, so every case of tests/golden/hashes.txt must have its hash. A run without
+ * arguments takes a sixteenth of them; --short: a 61st; --all: all.
+ * Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -44,7 +45,7 @@ enum what {
     WRITE
 };
 
-/* Everything by value, as far as the seam promises that it is read before the call returns. */
+/* A copy of all that the interface promises to be read before the call returns. */
 struct work {
     enum what what;
     const struct hstep_context *context;
@@ -63,8 +64,8 @@ struct work {
 static struct {
     struct work *work[256];
     int n;
-    long waits, forgets; /* forgets: waits that are to do nothing */
-    long refuses;        /* the call, counted down from here, that is refused */
+    long waits, forgets; /* forgets: number of waits that do nothing */
+    long refuses;        /* countdown to the call that is refused */
 } queue;
 
 static int refused(void) { return queue.refuses && !--queue.refuses; }
@@ -73,7 +74,7 @@ static int refused(void) { return queue.refuses && !--queue.refuses; }
         if (refused()) return HALFSTEP_ERROR_MEMORY; \
     } while (0)
 
-/* One stretch of pages for everything, so that opening and closing it is one call. Blocks are never used again within a
+/* One range of pages for everything, so that opening and closing it is one call. Blocks are not reused within a
  * case. */
 #define ARENA ((size_t)256 << 20)
 
@@ -176,7 +177,7 @@ static int work_off(void)
     return error;
 }
 
-/* Nothing of it is on its way any more. */
+/* Drops all pending work. */
 static void forget(void)
 {
     while (queue.n) drop(queue.work[--queue.n]);
@@ -273,7 +274,7 @@ static int apart_write(const struct hstep_access *a, const float *in)
     return HALFSTEP_OK;
 }
 
-/* These two have their answer when they return. */
+/* This call and the next return with their result. */
 static int apart_read(const struct hstep_access *a, float *out)
 {
     REFUSED();
@@ -324,7 +325,7 @@ static void run_golden(const char *list, const struct golden_case *c, const stru
     CHECK(!arena.live, "%s: %zu blocks of the device were not released", c->recipe, arena.live);
 }
 
-/* One tensor that is stepped by itself in rounds, and all at once: what golden cases do not do. */
+/* Steps one tensor by itself in rounds, and all at once. Golden cases do not do that. */
 static void test_rounds(void)
 {
     float w[2][100], g[100], *weights[2] = {w[0], w[1]};
@@ -384,7 +385,7 @@ static void test_waits(void)
     }
 }
 
-/* A life whose calls are each refused by the device once: the code comes back to the caller, and nothing is left
+/* Runs a handle's life once per call that the device refuses. The code must reach the caller, and nothing may be left
  * behind. */
 static int live(void)
 {
@@ -454,15 +455,14 @@ int main(int argc, char **argv)
     TEST("rounds of single tensors") test_rounds();
     TEST("one wait a step") test_waits();
     TEST("what the device refuses comes back as its code") test_refusals();
-    /* The test can fail: a wait that does nothing is noticed, by a fault where memory is touched too early, else by the
-     * bits. */
+    /* Shows that the test can fail: a wait that does nothing is noticed, by a fault or by the bits. */
     TEST("a missing wait is noticed") {
         pid_t child = fork();
         if (!child) {
             uint64_t hash = 0, expected = 1;
             char error[300] = "";
             queue.forgets = 40;
-            /* What a sanitizer says of the fault is not for the log. */
+            /* The sanitizer's report of the fault must not go to the log. */
             if (freopen("/dev/null", "w", stdout) && freopen("/dev/null", "w", stderr) &&
                 !golden_run(&cases[0], &layouts[0], &hash, error, sizeof error))
                 golden_expected(list, &cases[0], &expected);

@@ -1,6 +1,7 @@
-/* The core at its edges: sums without end, parts of tensors, the caller's floating-point mode, callers of other
- * versions, threads that fail, counters and moments that no update leaves behind. Over 500 lines because each is a
- * small world of its own. Only --all does what takes gigabytes of gradients. Runs under sanitizers. */
+/* Tests limits of the core: sums of enormous length, parts of tensors, the caller's floating-point mode, callers of
+ * other versions, and threads that fail. Also counters and moments that no update leaves behind. Over 500 lines because
+ * each is a small world of its own. Only --all does what takes gigabytes of gradients.
+ * Runs under sanitizers. */
 #define _GNU_SOURCE
 #define HALFSTEP_ADVANCED
 #include <fenv.h>
@@ -33,7 +34,7 @@
 static void test_sums_without_end(void)
 {
     TEST("sums of tasks are merged without end") {
-        /* As many squares as fill a task of short rows, merged as often as 2^32 of them take. */
+        /* Fills a task of short rows with squares, and merges it until 2^32 of them are summed. */
         int64_t task[HSTEP_EXACT_LIMBS] = {0}, total[HSTEP_EXACT_LIMBS] = {0}, from[HSTEP_EXACT_LIMBS];
         double square = 0x1.fffffffffffffp-3;
         for (int i = 0; i < 32768; i++) hstep_exact_add(task, square);
@@ -46,7 +47,7 @@ static void test_sums_without_end(void)
     }
 #if defined(__linux__) && !defined(HSTEP_TEST_EMULATED)
     TEST("two billion gradients in rows of one have a norm") {
-        /* One page of gradients, seen again and again. */
+        /* One page of gradients, mapped again and again. */
         enum { WINDOW = 1 << 26 };
         const int64_t windows = 66, n = windows * WINDOW / 2;
         int file = test_length < TEST_ALL ? -1 : memfd_create("gradients", 0);
@@ -62,7 +63,7 @@ static void test_sums_without_end(void)
             printf("     left out: %s\n", test_length < TEST_ALL ? "it is for --all" : "no memory to map");
         } else {
             int32_t index;
-            const float value = 0x1.fep-10f; /* whose square fills the top of a limb */
+            const float value = 0x1.fep-10f; /* its square fills the top of a limb */
             for (int64_t i = 0; i < WINDOW / 2; i++) ((uint16_t *)all)[i] = (uint16_t)(to_bits(value) >> 16);
             halfstep_tensor d = {
                 .struct_size = sizeof d, .name = "long", .ndim = 1, .rows = n, .row_length = 1, .gradient = "bf16"};
@@ -127,7 +128,7 @@ static const struct {
     int64_t rows, columns;
 } part_shapes[TENSORS] = {{6, 512}, {40, 3}, {8, 256}};
 
-/* Some ranks that hold parts of the same tensors, or one that holds all of them. */
+/* Ranks that hold parts of the same tensors, or one rank that holds all of them. */
 struct ranks {
     int n;
     halfstep_optimizer *o[RANKS];
@@ -153,8 +154,8 @@ static void scatter_values(const struct ranks *r, int tensor, const float *whole
                     whole[(r->first[k][tensor][0] + i) * part_shapes[tensor].columns + r->first[k][tensor][1] + j];
 }
 
-/* Tensor 0 is cut by columns, tensor 1 by rows; tensor 2 is on rank 0 alone, of which the other has a part without
- * elements. */
+/* Makes the ranks. Tensor 0 is cut by columns, tensor 1 by rows. Tensor 2 is on rank 0 alone; rank 1 has an empty
+ * part. */
 static void ranks_open(struct ranks *r, const char *recipe, int n)
 {
     memset(r, 0, sizeof *r);
@@ -195,7 +196,7 @@ static void ranks_close(struct ranks *r)
     }
 }
 
-/* What all_reduce does. */
+/* Adds up statistics as all_reduce does. */
 static void reduce(int64_t statistics[RANKS][4096], int n, int64_t from, int64_t to)
 {
     for (int64_t i = from; i < to && n > 1; i++)
@@ -233,7 +234,7 @@ static void finish_round(struct ranks *r)
     for (int k = 0; k < r->n; k++) MUST(end_round_finish(r->o[k], statistics[k]));
 }
 
-/* Weights and states of the parts are those of the whole. */
+/* Checks that weights and states of the parts are those of the whole. */
 static void compare_ranks(const struct ranks *parts, const struct ranks *whole, const char *recipe)
 {
     for (int k = 0; k < parts->n; k++)
@@ -276,7 +277,7 @@ static void release_in_parts(const char *recipe, const char *clip, double clip_n
     for (int round = 0; round < 4; round++) {
         for (int t = 0; t < TENSORS; t++) {
             float *values = whole_values(t, 100 + (uint64_t)round);
-            /* In the half that rank 1 holds: rank 0 has to leave the tensor alone too. */
+            /* The gradient is in the half of rank 1. Rank 0 must leave the tensor alone too. */
             int bad = round == 2 && t < 2;
             if (bad) values[part_shapes[t].rows * part_shapes[t].columns - 1] = NAN;
             for (int b = 0; b < 2; b++) {
@@ -326,10 +327,10 @@ static void test_parts(void)
                 EXPECT(accumulate_states(r.o[k], gradients), cases[i].micro);
                 EXPECT(accumulate_states_tensor(r.o[k], 1, r.gradient[k][1]), cases[i].micro);
                 EXPECT(end_round(r.o[k]), cases[i].round);
-                /* A part that nobody has a gradient for is none of this. */
+                /* The errors do not concern a part that nobody has a gradient for. */
                 EXPECT(step_tensor(r.o[k], 1, r.weight[k][1], NULL), HALFSTEP_OK);
             }
-            /* What this rank has all of is stepped as ever. */
+            /* Tensors that this rank holds whole are stepped as always. */
             EXPECT(step_tensor(r.o[0], 2, r.weight[0][2], r.gradient[0][2]), HALFSTEP_OK);
             ranks_close(&r);
         }
@@ -358,7 +359,7 @@ static void test_parts(void)
         ranks_open(&parts, "adamw/f32/int8", RANKS);
         ranks_open(&whole, "adamw/f32/int8", 1);
         for (int step = 0; step < 4; step++) {
-            /* At step 2 a gradient of rank 1 is not finite; at step 3 tensors go one by one. */
+            /* At step 2 a gradient of rank 1 is not finite. At step 3 tensors go one by one. */
             int wanted = step == 2 ? HALFSTEP_NONFINITE : HALFSTEP_OK;
             for (int t = 0; t < TENSORS; t++) {
                 float *values = whole_values(t, 300 + (uint64_t)step);
@@ -392,7 +393,8 @@ static void test_parts(void)
 
 /* ---- The caller's floating-point mode ---------------------------------------------------------------------------- */
 
-/* Everything public that computes, into out: the same bytes in whatever mode it is called. Returns how many. */
+/* Makes every public call that computes, and writes results to out. The bytes must be the same in any mode. Returns
+ * their number. */
 static size_t compute_all(unsigned char *out)
 {
     static const char *const recipes[] = {"adamw/bf16-kahan/int8+bf16-sr",
@@ -407,7 +409,7 @@ static size_t compute_all(unsigned char *out)
     size_t at = 0;
 #define KEEP(data, bytes) (memcpy(out + at, data, bytes), at += (bytes))
     struct source s = {8};
-    /* Integers, so that no mode has a say in the inputs: everything from subnormals of each format to large numbers. */
+    /* Inputs are made by integers, so that no mode affects them: from subnormals of each format to large numbers. */
     for (int i = 0; i < N; i++) {
         uint32_t bits = (uint32_t)next64(&s);
         uint32_t exponent = i % 7 == 0 ? 0 : i % 7 == 1 ? 100 : 80 + (bits >> 8) % 50;
@@ -517,7 +519,7 @@ static void test_mode(void)
             CHECK(n == bytes && k == bytes, "%s: byte %zu of %zu differs", modes[i].name, k, bytes);
             CHECK(left == modes[i].mode, "%s: the mode is %d afterwards", modes[i].name, left);
         }
-        /* FTZ and DAZ of x86, FZ of AArch64. */
+        /* Sets FTZ and DAZ of x86, FZ of AArch64. */
         uint64_t flush = hstep_isa_find("neon") >= 0 && hstep_isa_available(hstep_isa_find("neon"))   ? 1u << 24
                          : hstep_isa_find("avx2") >= 0 && hstep_isa_available(hstep_isa_find("avx2")) ? 0x8040u
                                                                                                       : 0;
@@ -574,7 +576,7 @@ static void test_constants(void)
     }
 }
 
-/* The largest |average| / sqrt(n) that gradients can reach, by the average's share of each y: adan.h. */
+/* Returns the largest |average| / sqrt(n) that gradients can reach, given the average's share of each y: adan.h. */
 static double worst_average(const double *share, int n, double beta3)
 {
     double sum = 0;
@@ -669,7 +671,7 @@ static void test_values(void)
                 EXPECT(set_scalar(t.o, 0, rule.scalar_name[i], 1), HALFSTEP_OK);
             }
             EXPECT(one_step(&t), HALFSTEP_OK);
-            /* What a step leaves can be put back. */
+            /* Counters that a step leaves can be set again. */
             for (int i = 0; i < rule.scalars; i++) {
                 double value;
                 MUST(get_scalar(t.o, 0, rule.scalar_name[i], &value));
@@ -715,8 +717,8 @@ static void test_values(void)
 
 /* ---- Bytes that no update leaves --------------------------------------------------------------------------------- */
 
-/* Scales that are negative or no numbers, and any codes: what a file may hold. Under ASan this is the proof; elsewhere
- * a look-up far outside of a table is likely to fault. */
+/* Uses scales that are negative or NaN, and any codes, as a file may hold them. ASan proves that nothing else is read.
+ * Elsewhere a look-up far outside of a table is likely to fault. */
 static void test_bytes(void)
 {
     TEST("any bytes in a bound state are safe on every instruction set") {
@@ -960,7 +962,7 @@ static void test_accumulation(void)
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
-    /* First, as its children have to make the choice. */
+    /* Runs first, because its children must make the choice. */
     test_choice();
     test_sums_without_end();
     test_parts();

@@ -1,7 +1,7 @@
-/* The formats over IEEE half against a reference in double that knows nothing of bit patterns: all codes, stochastic
- * rounding by enumeration, whole binades, special values, the same bits on every instruction set, and the count of
- * saturated weights. Only --all enumerates everything; the other runs, of which --short is the shortest, sample by
- * fixed strides. Over 500 lines because the formats share tiles, reference and format table. */
+/* Tests the formats over IEEE half against a reference in double that does not know bit patterns. Covered are all
+ * codes, stochastic rounding by enumeration, whole binades and special values. The bits must be the same on every
+ * instruction set. Saturated weights are counted. Only --all enumerates everything; the other runs, of which --short is
+ * the shortest, sample by fixed strides. Over 500 lines because the formats share tiles, reference and format table. */
 #include <math.h>
 
 #include "kernels/dispatch.h"
@@ -77,7 +77,8 @@ static void set_extra(const struct half_format *f, struct stored *s, int i, int 
     else memcpy(s->extra + 2 * i, &wide, 2);
 }
 
-/* What rounds to nearest, ties away, as halfstep_write_slot() does; and words with other bits for each tile. */
+/* Random words that round to nearest, ties away, as halfstep_write_slot() does. random_words() makes others for each
+ * tile. */
 static uint32_t half_words[HSTEP_TILE_WORDS];
 static void random_words(struct source *s, uint32_t *words)
 {
@@ -95,7 +96,7 @@ static double half_value(int code)
     return code & 0x8000 ? -magnitude : magnitude;
 }
 
-/* A weight and an error code: 2^bits-ths of the way to the neighbour on the code's side. */
+/* Returns a weight plus its error code: 2^bits-ths of the way to the neighbour on the code's side. */
 static double pair_value(int code, int extra, int bits)
 {
     double weight = fabs(half_value(code & 0x7fff)), other = weight;
@@ -105,7 +106,7 @@ static double pair_value(int code, int extra, int bits)
     return code & 0x8000 ? -magnitude : magnitude;
 }
 
-/* Finite x stochastically, by the definition of f16_round.h: code and error code of so many bits. */
+/* Rounds a finite x stochastically, by the definition of f16_round.h: code and error code of so many bits. */
 static void stochastic(double x, uint32_t r, int bits, int *code, int *extra)
 {
     int exponent;
@@ -199,7 +200,7 @@ static void test_codes(void)
 
 /* ---- Stochastic rounding ----------------------------------------------------------------------------------------- */
 
-/* One fp32 pattern with all 65,536 random half words, judged one by one. */
+/* Judges one fp32 pattern with all 65,536 random half words. */
 static void enumerate(const struct half_format *f, uint32_t bits)
 {
     static uint32_t words[32768];
@@ -236,7 +237,7 @@ static void enumerate(const struct half_format *f, uint32_t bits)
 static void test_stochastic(void)
 {
     TEST("f16-sr goes away with probability exactly the dropped part, for all dropped patterns of 13 to 16 bits") {
-        /* Exponent and kept mantissa bits; the first two of both signs with all patterns. */
+        /* Runs over exponent and kept mantissa bits. The first two, of both signs, get all patterns. */
         static const struct {
             int exponent;
             uint32_t kept;
@@ -275,7 +276,7 @@ static void test_stochastic(void)
                 for (uint32_t low = 0; low < n; low += stride) {
                     uint32_t mantissa = (uint32_t)(next64(&s) & 0x7fffff);
                     if (dropped < 23) mantissa = kept[k] << 5 >> dropped << dropped | low;
-                    if (exponent == 15 && k == 1) mantissa = 0x7fe000 - 1 - low; /* saturation is judged elsewhere */
+                    if (exponent == 15 && k == 1) mantissa = 0x7fe000 - 1 - low; /* other tests judge saturation */
                     enumerate(&formats[3], (uint32_t)(exponent + 127) << 23 | mantissa | (k & 1 ? 0x80000000u : 0));
                 }
         }
@@ -284,7 +285,7 @@ static void test_stochastic(void)
 
 /* ---- Errors over whole binades ----------------------------------------------------------------------------------- */
 
-/* The error that a format's header allows, for a number in its range, rounded to nearest or not. */
+/* Returns the error that a format's header allows for a number in its range, rounded to nearest or not. */
 static double allowed(const struct half_format *f, double magnitude, int nearest)
 {
     double normal = fmax(magnitude, 0x1p-14), share = nearest ? 0.5 : 1;
@@ -301,7 +302,7 @@ static void judge_binade(const struct half_format *f, int exponent, struct sourc
     float in[HSTEP_TILE], out[HSTEP_TILE], again[HSTEP_TILE];
     struct stored stored, second;
     uint32_t words[HSTEP_TILE_WORDS], stride = BY_LENGTH(251, 29, exponent == 0 || exponent == -15 ? 1 : 7);
-    /* From half a unit below the binade to half a unit above. */
+    /* The range is from half a unit below the binade to half a unit above. */
     uint32_t at = (uint32_t)((exponent + 127) << 23) - 0x4000, end = at + 0x808000;
     if (end > 0x477fefff) end = 0x477fe000 + (f->bits ? 0xf80 : 1);
     int nearest = f->bits == 16 || !f->stochastic;
@@ -320,7 +321,7 @@ static void judge_binade(const struct half_format *f, int exponent, struct sourc
             if (limit > 0) *worst = fmax(*worst, error / limit);
             CHECK(error <= limit, "%s: %a came back as %a (%04x, %d)", f->name, in[i], out[i], stored.code[i],
                   extra_of(f, &stored, i));
-            /* The pair of a residual is no number of one format: its sum is rounded to fp32. */
+            /* A weight and its residual are no number of one format. Their sum is rounded to fp32. */
             CHECK(f->residual || (to_bits(out[i]) == to_bits(again[i]) && second.code[i] == stored.code[i] &&
                                   extra_of(f, &second, i) == extra_of(f, &stored, i)),
                   "%s: %a is %04x, %d; written again %04x, %d", f->name, in[i], stored.code[i], extra_of(f, &stored, i),
@@ -328,7 +329,7 @@ static void judge_binade(const struct half_format *f, int exponent, struct sourc
             if (f->bits) {
                 CHECK((double)out[i] == pair_value(stored.code[i], extra_of(f, &stored, i), f->bits),
                       "%s: %04x, %d decodes to %a", f->name, stored.code[i], extra_of(f, &stored, i), out[i]);
-                /* The weight alone is the whole number to nearest. */
+                /* Without its error code, the weight is the number rounded to nearest. */
                 double unit = ldexp(1, (int)fmax(floor(log2(fabs((double)out[i]) + 0x1p-60)), -14) - 10);
                 CHECK(fabs(half_value(stored.code[i]) - out[i]) <= unit / 2, "%s: the weight of %a is %04x", f->name,
                       out[i], stored.code[i]);
@@ -370,7 +371,7 @@ static void test_errors(void)
                       out.code[3] == (even | 0x8000),
                   "f16 around %a: %04x %04x %04x %04x", middle, out.code[0], out.code[1], out.code[2], out.code[3]);
             encode(best(), HSTEP_FORMAT_f16_sr, in, &out, half_words, 0);
-            /* Below 2^-17 the neighbours of the middle in fp32 are closer than the probability is told. */
+            /* Below 2^-17 the neighbours of the middle in fp32 are closer than the resolution of the probability. */
             int exact = half >= 128;
             CHECK(out.code[0] == half + 1 && (!exact || out.code[1] == half) && out.code[2] == half + 1,
                   "f16-sr around %a: %04x %04x %04x", middle, out.code[0], out.code[1], out.code[2]);
@@ -380,7 +381,7 @@ static void test_errors(void)
 
 /* ---- Special values ---------------------------------------------------------------------------------------------- */
 
-/* Value x written as weight (0), state (1) or by a change from 0 (2). */
+/* Writes x as weight (0), as state (1) or by a change from 0 (2). */
 static struct stored written(const struct half_format *f, float x, int how, uint32_t word, float *back)
 {
     float in[HSTEP_TILE], out[HSTEP_TILE];
@@ -473,7 +474,7 @@ static void test_special(void)
 
 static int same_value(float a, float b) { return to_bits(a) == to_bits(b) || (isnan(a) && isnan(b)); }
 
-/* Any bits, or numbers around the range of a half, or its ends. */
+/* Returns any bits, or numbers around the range of a half, or its ends. */
 static float any_value(struct source *s)
 {
     static const uint32_t ends[] = {0,          1,          0x007fffff, 0x00800000, 0x2b000000, 0x2b800000, 0x32ffffff,

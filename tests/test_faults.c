@@ -1,15 +1,15 @@
-/* Every call of the library into the C library fails once, and once from some call on: the API answers with an error
- * code and a sentence, nothing is lost, and the same call made again gives the same bits.
+/* Makes every call of the library into the C library fail once, and once from some call on. The API must answer with an
+ * error code and a sentence. Nothing may be lost, and the same call made again must give the same bits.
  *
- *   test_faults                  one error at the first call from each place, once or from there on
- *   test_faults --all            every error at each call, both
- *   test_faults NAME:ERROR:K[+]  one fault (faults/inject.h), in this process
+ *   test_faults                  One error at the first call from each place, once or from there on.
+ *   test_faults --all            Every error at each call, both once and from there on.
+ *   test_faults NAME:ERROR:K[+]  One fault (faults/inject.h), in this process.
  *
- * The scenario creates optimizers, steps them, saves, loads, goes on. faults/inject.c is linked in by the linker's
- * --wrap, and src/io is compiled in for that. A child process works through a list of faults; if it dies, its fault is
- * reported and another goes on behind it. Leaks are counted after each fault, in blocks and descriptors; under
- * AddressSanitizer its leak checker runs at the end of each child. Over 500 lines because the scenario is a life of its
- * own. Runs under sanitizers. */
+ * The scenario creates optimizers, steps them, saves, loads, goes on. The linker's --wrap puts faults/inject.c in, and
+ * src/io is compiled in for that. A child process works through a list of faults. If it dies, its fault is reported and
+ * another child goes on behind it. Leaks of blocks and descriptors are counted after each fault. Under AddressSanitizer
+ * its leak checker also runs at the end of each child. Over 500 lines because the scenario is a life of its own.
+ * Runs under sanitizers. */
 #define HALFSTEP_ADVANCED
 #include <dirent.h>
 #include <errno.h>
@@ -42,13 +42,13 @@
 int __lsan_do_recoverable_leak_check(void);
 #endif
 
-/* What a child shares with its parent. */
+/* Memory that a child shares with its parent. */
 static struct shared {
     char violation[1024];
     char where[128];
     _Atomic size_t next;      /* fault */
     _Atomic uint64_t struck;  /* faults that hit a call */
-    _Atomic uint64_t refused; /* of which an API call told */
+    _Atomic uint64_t refused; /* faults that an API call reported */
 } *shared;
 
 static char directory[512];
@@ -68,7 +68,7 @@ __attribute__((format(printf, 1, 2))) static int violated(const char *format, ..
     return 0;
 }
 
-/* After a failure: was there reason for it, and does it say so? From here on nothing fails any more. */
+/* Judges a failure: it needs a fault as its reason, and an error text. Afterwards nothing fails any more. */
 static int judge_failure(int code, const char *text)
 {
     if (!present_fault || !inject_struck())
@@ -81,7 +81,7 @@ static int judge_failure(int code, const char *text)
     return 1;
 }
 
-/* Makes a call, and if it fails, once more. Ends the scenario if that fails too. */
+/* Makes a call, and once more if it fails. Ends the scenario if that fails too. */
 #define TRY(text, call)                                                                    \
     do {                                                                                   \
         snprintf(shared->where, sizeof shared->where, "%.100s", #call);                    \
@@ -131,7 +131,7 @@ static int build(struct model *model)
     int code = halfstep_create(&options, &model->optimizer);
     if (code) {
         if (model->optimizer) violated("a handle in spite of the error");
-        /* Without a handle there is no sentence but the code's. */
+        /* Without a handle there is only the code's sentence. */
         if (judge_failure(code, halfstep_strerror(code))) code = halfstep_create(&options, &model->optimizer);
         if (code) violated("fails again");
     }
@@ -196,14 +196,14 @@ done:
     return 0;
 }
 
-/* All that a checkpoint has to keep beside weights and states. */
+/* Compares all that a checkpoint must keep beside weights and states. */
 struct position {
     halfstep_record counters[TENSORS];
     double scalars[TENSORS][4], grids[TENSORS], norm;
     uint64_t group_steps[TENSORS];
 };
 
-/* Names of the scalars of tensor i's rule; NULL past the last. */
+/* Returns a name of a scalar of tensor i's rule; NULL past the last. */
 static const char *scalar_name(int i, int scalar)
 {
     char rule[32];
@@ -272,7 +272,7 @@ done:
     return 0;
 }
 
-/* A whole save; its failure is the failure of the first call that fails. */
+/* Makes a whole save. Returns the code of the first call that fails. */
 static int save(const struct model *model, halfstep_safetensors_writer *writer, uint64_t step, int how, char *text,
                 size_t size)
 {
@@ -299,7 +299,7 @@ static int save(const struct model *model, halfstep_safetensors_writer *writer, 
     return code;
 }
 
-/* The step of the checkpoint in the directory, 0 if there is none. */
+/* Returns the step of the checkpoint in the directory, or 0 if there is none. */
 static uint64_t current_step(void)
 {
     halfstep_checkpoint *checkpoint;
@@ -345,8 +345,7 @@ static int load(struct model *model)
     halfstep_safetensors *file = NULL;
     struct position position;
     char text[512] = "";
-    /* Whoever allows a fallback is told of it; here that is no success, so the option is tried for memory's sake
-     * only. */
+    /* A caller that allows a fallback is told of it. A fallback is no success here, so only the memory matters. */
     TRY(text, halfstep_open_checkpoint(&checkpoint, directory, &options, text, sizeof text));
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
     halfstep_get_checkpoint_info(checkpoint, &info);
@@ -419,7 +418,7 @@ static void remove_all(const char *path)
 
 static uint64_t reference;
 
-/* Returns the hash of all that was computed; what went wrong is in shared->violation. */
+/* Runs the scenario. Returns the hash of all results; shared->violation says what went wrong. */
 static uint64_t scenario(const char *fault)
 {
     uint64_t hash = 0, result = 0;
@@ -445,7 +444,7 @@ static uint64_t scenario(const char *fault)
     if (!shared->violation[0]) result = hash;
 done:
     inject_arm(NULL);
-    /* A handle that a failed call left behind would be destroyed twice: create says NULL. */
+    /* On failure, create must set NULL. A handle left behind would be destroyed twice. */
     halfstep_destroy(first.optimizer);
     halfstep_destroy(second.optimizer);
     first.optimizer = second.optimizer = NULL;
@@ -476,7 +475,7 @@ static void add_fault(const char *name, const char *error, uint64_t number, int 
              from_on ? "+" : "");
 }
 
-/* The errors in turn, so that a short list has all of them. */
+/* Takes the errors in turn, so that a short list has all of them. */
 static void list_faults(void)
 {
     static uint64_t numbers[1 << 16];
@@ -502,7 +501,8 @@ static void work_through(const char *program)
 {
     alarm(60);
     for (size_t i; (i = shared->next) < fault_count; shared->next = i + 1) {
-        /* A thread that could not be started is not asked for again, so these need a process of their own. */
+        /* The library does not ask again for a thread that could not be started, so these faults need their own
+         * process. */
         int alone = strstr(faults[i], "pthread_create") != NULL;
         alarm(60);
         scenario(faults[i]);
@@ -514,7 +514,7 @@ static void work_through(const char *program)
         }
     }
 #ifdef HAVE_LSAN
-    /* The blocks are counted after each fault; this sees those of the C library too, and tells who allocated them. */
+    /* Blocks are counted after each fault. This also sees those of the C library, and reports who allocated them. */
     if (__lsan_do_recoverable_leak_check()) {
         printf("     a leak in this process\n");
         test_leave(3);
@@ -530,7 +530,7 @@ int main(int argc, char **argv)
     const char *base = getenv("TMPDIR");
     char own[400];
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    /* Memory, if there is any: every save syncs. */
+    /* In memory if possible, because every save syncs. */
     snprintf(own, sizeof own, "%s/halfstep-faults-XXXXXX",
              base && *base              ? base
              : access("/dev/shm", W_OK) ? P_tmpdir
@@ -560,7 +560,7 @@ int main(int argc, char **argv)
     }
 
     TEST("the scenario holds without faults") {
-        /* In a child, so that the parent keeps no threads. */
+        /* Runs in a child, so that the parent keeps no threads. */
         uint64_t *result = mmap(NULL, sizeof *result, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         pid_t child = fork();
         if (!child) {
@@ -574,7 +574,7 @@ int main(int argc, char **argv)
     TEST("a call that fails: an error, nothing lost, and the same bits the second time") {
         struct timespec start, end;
         clock_gettime(CLOCK_MONOTONIC, &start);
-        /* The list is made by a child as well, and comes through a pipe. */
+        /* A child also makes the list, which comes through a pipe. */
         int ends[2];
         if (pipe(ends)) return 1;
         pid_t child = fork();

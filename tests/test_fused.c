@@ -1,9 +1,8 @@
-/* Fused steps against the tile path, byte for byte: every rule with every row of fused.def, with each of its
- * conditional states and without, every format of weights, every generator, on every instruction set of this machine;
- * and with l2 decay and row means where a row takes them.
- * A third of the weights' formats by itself, a fifth with --short, all with --all.
- * Values of every kind: numbers far apart, zeros of both signs and whole blocks of them, subnormals, infinities, NaN,
- * and the largest numbers, which must not become infinite. NaN are equal whatever their payloads.
+/* Compares fused steps with the tile path, byte for byte. Every rule runs with every row of fused.def, with and without
+ * each of its conditional states. All formats of weights, generators and instruction sets of this machine occur, and l2
+ * decay and row means where a row takes them. A run without arguments takes a third of the weights' formats, --short a
+ * fifth, --all all. Values are of every kind: numbers far apart, zeros of both signs and whole blocks of them,
+ * subnormals, infinities, NaN. The largest numbers must not become infinite. NaN are equal whatever their payloads.
  * Runs under sanitizers. */
 #define HALFSTEP_ADVANCED
 #include "decide/prepare.h"
@@ -34,7 +33,7 @@ static const struct {
 };
 enum { ROWS = sizeof fused_rows / sizeof *fused_rows };
 
-/* An fp32 pattern of any kind; ordinary: of those that gradients have. */
+/* Returns an fp32 pattern of any kind, or an ordinary one as gradients have. */
 static uint32_t pattern(struct source *s, int ordinary)
 {
     uint64_t r = next64(s);
@@ -53,7 +52,7 @@ static uint32_t pattern(struct source *s, int ordinary)
     }
 }
 
-/* Some groups of 32 are zero. */
+/* Fills n values; some groups of 32 are zero. */
 static void fill(struct source *s, float *x, int64_t n, int ordinary, int nonneg)
 {
     int zero = 0;
@@ -64,7 +63,7 @@ static void fill(struct source *s, float *x, int64_t n, int ordinary, int nonneg
     }
 }
 
-/* What only bytes can say: an infinity or a NaN in some elements of a state. */
+/* Writes an infinity or a NaN into some elements of a state, which only its bytes can hold. */
 static void spoil(struct source *s, const struct hstep_slot *p, int64_t n)
 {
     const struct hstep_format *f = &hstep_formats[p->format];
@@ -100,7 +99,7 @@ static void prepare(struct one *t, uint64_t seed, int decayed)
     }
 }
 
-/* Steps with ordinary gradients; the last one has special ones. */
+/* Makes steps with ordinary gradients; the last one has special ones. */
 static void run(struct one *t, uint64_t seed, int fused, int special)
 {
     static float values[MOST_VALUES];
@@ -137,7 +136,7 @@ static void compare(const char *name, struct one *a, struct one *b)
     }
 }
 
-/* 0 where there is no such recipe. */
+/* Writes a recipe. Returns 0 if there is no such recipe. */
 static int recipe_of(const halfstep_rule_info *rule, const char *weight, int row, char *text, size_t size)
 {
     char full[64];
@@ -151,8 +150,8 @@ static int recipe_of(const halfstep_rule_info *rule, const char *weight, int row
     return halfstep_recipe_full(text, full, sizeof full) == HALFSTEP_OK;
 }
 
-/* Whether a variant switches an option on that keeps a state out of blocks, in a row whose states are in blocks. The
- * kernel is there because rows and variants are compiled as a product; no recipe takes it. */
+/* Returns 1 if a variant switches an option on that keeps a state out of blocks, in a row whose states are in blocks.
+ * Such a kernel exists because rows and variants are compiled as a product. No recipe takes it. */
 static int is_precise(int rule, int row, int variant)
 {
     if (!hstep_formats[fused_rows[row].second].block) return 0;
@@ -163,10 +162,10 @@ static int is_precise(int rule, int row, int variant)
     return 0;
 }
 
-/* What happens to the gradient before the rule sees it. */
+/* Changes of the gradient before the rule sees it. */
 enum { AS_IT_IS, L2, CENTRALIZED, L2_AND_CENTRALIZED, ADJUSTMENTS };
 
-/* Returns whether the tensor was fused. */
+/* Compares one tensor. Returns 1 if it was fused. */
 static int judge(const char *recipe, int rule, int variant, const char *gradient, int adjustment, const char *generator,
                  int shape, int special)
 {

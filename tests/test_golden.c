@@ -1,7 +1,7 @@
-/* The promised bits: every case of tests/golden/hashes.txt, on every instruction set of this machine, under every
- * way of sharing the work: all cases on one thread of the widest instruction set, a fifth of them on one thread of
- * each other, a 31st in each other variant. --all runs all cases on one thread and a quarter in each other variant;
- * --short runs a 61st and a 211th. Reads the list from the source tree.
+/* Checks the promised bits: every case of tests/golden/hashes.txt, on every instruction set of this machine, with every
+ * way of sharing the work. All cases run on one thread of the widest instruction set. A fifth of them run on one thread
+ * of each other set, and a 31st in each other variant. With --all, all cases run on one thread and a quarter in each
+ * other variant. With --short, these are a 61st and a 211th. Reads the list from the source tree.
  * Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -17,7 +17,7 @@
 
 #include "decide/prepare.h"
 #include "test.h"
-/* Compiled in rather than linked, so that the test needs the core library only and runs where the program is not
+/* Compiled in rather than linked. The test then needs the core library only, and runs where the program is not
  * built. */
 #include "golden_case.h"
 
@@ -28,7 +28,7 @@ enum { THREADS_ONLY = 1 };
 enum { THREADS_ONLY = 0 };
 #endif
 
-/* A host whose "threads" are one loop that starts at the far end: tasks that waited for each other would hang here. */
+/* A host whose "threads" are one loop that starts at the far end. Tasks that wait for each other hang here. */
 static void run_backwards(void *host, halfstep_task task, void *argument, int64_t n)
 {
     (void)host;
@@ -52,7 +52,7 @@ static const struct variant {
 };
 
 #ifndef _WIN32
-/* Children, because the environment counts when the library first looks. */
+/* Uses children, because the library looks at the environment once, when it first counts. */
 static void test_environment(void)
 {
     TEST("HALFSTEP_ISA chooses the kernels") {
@@ -71,7 +71,7 @@ static void test_environment(void)
 }
 #endif
 
-/* Whether a line of hashes.txt is that of a case. */
+/* Returns 1 if a line of hashes.txt belongs to one of the cases. */
 static int listed(const struct golden_case *cases, int n, const char *line)
 {
     for (int i = 0; i < n; i++) {

@@ -13,7 +13,7 @@
 
 enum { ROWS = 4, COLUMNS = 320, N = ROWS * COLUMNS };
 
-/* Those of the table whose second moments lie on a grid. */
+/* Formats of the table whose second moments lie on a grid. */
 enum { MOST_FORMATS = 64 };
 static const char *formats[MOST_FORMATS];
 static int format_count;
@@ -44,7 +44,7 @@ static double grid_of(const struct one *t, const char *state)
     return value;
 }
 
-/* Gradients whose squares differ a millionfold within a block, and some zeros. */
+/* Makes steps with gradients whose squares differ a millionfold within a block, some of them zero. */
 static void some_steps(struct one *t, int first, int n)
 {
     float *g = t->gradient;
@@ -68,7 +68,7 @@ static void *copy_of(const void *bytes, uint64_t n)
     return copy;
 }
 
-/* steps without gradients, at this rate, from moments that real ones have left. */
+/* Makes steps without gradients, at this rate, from moments that real gradients have left. */
 static void judge_decay(const char *format, double beta, int steps, int fused)
 {
     struct one t;
@@ -114,7 +114,7 @@ static void judge_decay(const char *format, double beta, int steps, int fused)
         if (before[i] > 0) worst = fmax(worst, fabs((double)after[i] / (rate * (double)before[i]) - 1));
     CHECK(worst < steps * 0x1p-23, "%s, beta %g: %d steps are off by %g of the value", format, beta, steps, worst);
     CHECK(octaves > 0, "%s, beta %g: %d steps never came to the end of an octave", format, beta, steps);
-    /* What one gradient adds does change them. */
+    /* A gradient's addition does change the codes. */
     some_steps(&t, 1000, 1);
     CHECK(memcmp(codes, v.code, (size_t)v.code_bytes), "%s: a gradient changed no code", format);
     free(codes);
@@ -333,7 +333,7 @@ static void test_slots(void)
     }
 }
 
-/* Steps, a file, and steps: `known` says whether the file keeps its grids. */
+/* Steps, saves, loads and steps again: `known` says if the file keeps its grids. */
 static void judge_file(const char *format, int known)
 {
     char path[] = "/tmp/halfstep-grid-XXXXXX", text[512] = "";
@@ -350,7 +350,7 @@ static void judge_file(const char *format, int known)
     void *weights[2] = {a.weight, b.weight};
     CHECK(!halfstep_write_optimizer(path, a.o, &weights[0], NULL, text, sizeof text), "%s", text);
     if (!known) {
-        /* As an older library has written it: without the entry, which the length of the header stays right for. */
+        /* Writes the file as an older library did: without the entry, and with the right length of the header. */
         FILE *file = fopen(path, "r+b");
         static char bytes[1 << 16];
         size_t n = fread(bytes, 1, sizeof bytes, file);

@@ -1,7 +1,8 @@
-/* halfstep_io: what the safetensors reader refuses and costs, what the writer promises, and checkpoints beside foreign
- * files, under failing system calls, failing allocations and simulated losses of power. The library's sources are
- * compiled into this file, with the calls that can fail replaced, so that every one of them fails here once: that is
- * why it is over 500 lines. Runs under sanitizers. */
+/* Tests halfstep_io: what the safetensors reader refuses and costs, what the writer promises, and checkpoints beside
+ * foreign files. System calls and allocations fail, and losses of power are simulated. The library's sources are
+ * compiled into this file, with the calls that can fail replaced, so that every one of them fails here once. That is
+ * why it is over 500 lines.
+ * Runs under sanitizers. */
 #define HALFSTEP_ADVANCED
 #include <dirent.h>
 #include <errno.h>
@@ -30,15 +31,15 @@
 
 enum { MODE_NONE, MODE_ONCE, MODE_DEAD };
 
-/* MODE_ONCE: call number fault_at fails. MODE_DEAD: it and every later one, as if the process had been killed. */
+/* MODE_ONCE: call number fault_at fails. MODE_DEAD: it and all later ones fail, as if the process had been killed. */
 static struct {
     int mode, number;
     long at, calls, failures;
 } fault;
-/* A directory on a disk that is gone: every call on it or what is below it fails. Empty: none. */
+/* A directory on a disk that is gone. Every call on it or below it fails. Empty: none. */
 static char gone[512];
 
-/* What the disk may forget when the power goes: contents not yet synced, names not yet synced in their directory. */
+/* What a loss of power may undo: contents not yet synced, and names not yet synced in their directory. */
 typedef struct unsynced_name {
     ino_t directory;
     char from[512], to[512]; /* a rename, or (from empty) a creation of the name `to` */
@@ -124,7 +125,7 @@ static void note_name(const char *from, const char *to)
     }
 }
 
-/* A write that takes nothing and says so, as no disk should; 0: none. */
+/* The number of a write that takes nothing and says so, as no disk should; 0: none. */
 static long writes, write_stops_at;
 
 static ssize_t faulty_write(int fd, const void *data, size_t bytes)
@@ -137,7 +138,7 @@ static ssize_t faulty_write(int fd, const void *data, size_t bytes)
         return -1;
     }
     mark_dirty(fd);
-    /* In parts, and interrupted now and then, as the system may. */
+    /* Writes in parts and is interrupted now and then, as the system may do. */
     static unsigned turn;
     if (++turn % 3 == 0) {
         errno = EINTR;
@@ -249,7 +250,7 @@ static int faulty_fchmod(int fd, mode_t mode) { return refuse() ? -1 : fchmod(fd
 static char message[1024];
 #define TEXT message, sizeof message
 
-/* The path of a name in the scratch directory; the same pointer for the same name, as long as the program runs. */
+/* Returns the path of a name in the scratch directory. The same name always gives the same pointer. */
 static const char *at(const char *name)
 {
     static struct {
@@ -281,7 +282,7 @@ static uint64_t next_random(void)
 
 /* ---- The reader -------------------------------------------------------------------------------------------------- */
 
-/* A file of length field, header text and `data` zero bytes; `length` < 0 means the true one. */
+/* Opens a file of length field, header text and `data` zero bytes. `length` < 0 means the true length. */
 static int open_made(const char *header, size_t header_bytes, int64_t length, size_t data)
 {
     size_t total = 8 + header_bytes + data;
@@ -470,7 +471,7 @@ static void test_reader_lengths(void)
     CHECK(halfstep_open_safetensors(NULL, at("case"), NULL, 0) == HALFSTEP_ERROR_ARGUMENT, "NULL handle");
 }
 
-/* A header of `count` repeated texts between a beginning and an end. */
+/* Opens a header of `count` repeated texts between a beginning and an end. */
 static int open_repeated(const char *begin, const char *item, size_t count, const char *end)
 {
     size_t room = strlen(begin) + strlen(end) + count * (strlen(item) + 12) + 1, used;
@@ -504,8 +505,8 @@ static void test_reader_limits(void)
     CHECK(open_repeated("{\"a\":", "[", 100000, "}") == HALFSTEP_ERROR_FORMAT, "nesting: %s", message);
 }
 
-/* Opens a header of about `bytes` that repeats item between begin and end (item has one %x, its number), and returns
- * the most memory that this took, in headers. */
+/* Opens a header of about `bytes`, in which item is repeated between begin and end (%x in it is its number). Returns
+ * the most memory that this took, in units of the header. */
 static double measure_peak(size_t bytes, const char *begin, const char *item, const char *end, int expected,
                            const char *says)
 {
@@ -522,7 +523,7 @@ static double measure_peak(size_t bytes, const char *begin, const char *item, co
     return (double)held_most / (double)used;
 }
 
-/* A header is read into memory once; what is kept beside it must stay in proportion, whatever it says. */
+/* A header is read into memory once. Other memory must stay in proportion, whatever the header says. */
 static void test_reader_memory(void)
 {
     enum { BYTES = 8 << 20 };
@@ -559,7 +560,7 @@ static void test_reader_memory(void)
 #undef EMPTY
 }
 
-/* The writer refuses what the reader would. */
+/* The writer refuses what the reader would refuse. */
 static void test_writer_limits(void)
 {
     halfstep_safetensors_writer *writer;
@@ -596,7 +597,7 @@ static void test_changed_file(void)
     CHECK(halfstep_read_safetensor(file, 0, 16, read, UINT64_MAX, TEXT) == HALFSTEP_ERROR_RANGE, "overflow");
     CHECK(halfstep_read_safetensor(file, 1, 0, read, 1, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no such tensor");
     CHECK(halfstep_read_safetensor(file, 0, 0, NULL, 1, TEXT) == HALFSTEP_ERROR_ARGUMENT, "NULL buffer");
-    /* One that shrinks between the look at its size and the reading. */
+    /* A file that shrinks after its size was read. */
     reads = 0, read_ends_at = 1;
     CHECK(halfstep_read_safetensor(file, 0, 3, read, 1, TEXT) == HALFSTEP_ERROR_FORMAT &&
               strstr(message, "case ends at byte") && strstr(message, "while it is being read"),
@@ -630,7 +631,7 @@ static void test_round_trip(void)
     uint64_t progress[2] = {0, 0}, index, big[2] = {3, 1048577}, three = 3;
     CHECK(!halfstep_create_safetensors_writer(&writer), "create");
     size_t declared = 0, dtype_count = 0;
-    /* Every dtype as a vector of 24, a matrix with an empty side, and (of whole bytes) a scalar. */
+    /* Declares every dtype as a vector of 24, a matrix with an empty side, and (of whole bytes) a scalar. */
     for (uint32_t i = 0; halfstep_safetensors_dtype(i); i++) {
         const char *dtype = halfstep_safetensors_dtype(i);
         uint64_t vector = 24, matrix[2] = {5, 0};
@@ -694,7 +695,7 @@ static void test_round_trip(void)
         if (!*info.name) {
             CHECK(info.bytes == sizeof direct && !memcmp(data, direct, sizeof direct), "direct data");
         } else if (info.bytes) {
-            /* The declaration number follows from the first byte; the rest must continue its pattern. */
+            /* The first byte gives the declaration number. The rest must continue its pattern. */
             int wrong = 0;
             for (uint64_t b = 0; b < info.bytes; b++) wrong += data[b] != (unsigned char)(data[0] + b * 31 + b / 251);
             CHECK(!wrong, "%s: %d bytes differ", info.name, wrong);
@@ -779,7 +780,7 @@ static void test_write_file(void)
               strstr(message, "no/such/dir"),
           "no directory: %s", message);
     CHECK(halfstep_write_file_atomic(scratch, "x", 1, TEXT) == HALFSTEP_ERROR_IO, "a directory: %s", message);
-    /* Every failing call: the old contents stay, and no temporary file. */
+    /* At every failing call the old contents stay, and no temporary file is left. */
     for (fault.at = 0;; fault.at++) {
         fault.mode = MODE_ONCE;
         fault.number = ENOSPC;
@@ -797,7 +798,7 @@ static void test_write_file(void)
         if (is_new) halfstep_write_file_atomic(at("text"), "two two", 7, TEXT);
     }
     CHECK(fault.at >= 5, "only %ld calls", fault.at);
-    /* The last of them syncs the directory, which some network file systems cannot and say so: that is no failure. */
+    /* The last call syncs the directory. Some network file systems cannot do that and say so, which is no failure. */
     static const int cannot[] = {EINVAL, ENOTSUP};
     for (int i = 0; i < 2; i++) {
         int tolerated = 0; /* twice where the sync was interrupted before */
@@ -818,7 +819,7 @@ static void test_write_file(void)
         CHECK(tolerated == 1 || tolerated == 2, "%d calls may fail with %s", tolerated, strerror(cannot[i]));
     }
     CHECK(!halfstep_write_file_atomic(at("text"), "four", 4, TEXT), "%s", message);
-    /* A disk that takes no more bytes, and calls that no failure. */
+    /* A disk that takes no more bytes and does not report a failure. */
     writes = 0, write_stops_at = 1;
     CHECK(halfstep_write_file_atomic(at("text"), "fifth", 5, TEXT) == HALFSTEP_ERROR_IO &&
               strstr(message, "cannot write ") && strstr(message, "/text: "),
@@ -834,7 +835,7 @@ static void test_write_file(void)
 
 static uint64_t model_bytes(unsigned k) { return 40 + k % 7 * 100; }
 
-/* Generation k: contents and sizes follow from k. keep = 0: the default. */
+/* Saves generation k, whose contents and sizes follow from k. keep = 0: the default. */
 static int save_generation(const char *dir, unsigned k, halfstep_save_options options, const char *stop_before)
 {
     halfstep_checkpoint_save *save;
@@ -876,8 +877,7 @@ static int save_generation(const char *dir, unsigned k, halfstep_save_options op
     return halfstep_commit_checkpoint(save, TEXT);
 }
 
-/* The generation that dir opens with, after every byte of it has been compared; -1 if it does not open, -2 if it is
- * none. */
+/* Opens dir and compares every byte of its generation. Returns its number, -1 if it does not open, -2 if it is none. */
 static long open_generation_number(const char *dir, const halfstep_open_options *options)
 {
     halfstep_checkpoint *checkpoint;
@@ -933,7 +933,7 @@ static void test_checkpoint_basics(void)
     CHECK(!save_generation(dir, 4, keep3, NULL) && open_generation_number(dir, NULL) == 4, "%s", message);
     CHECK(!save_generation(dir, 5, keep3, NULL) && count_entries(dir, "checkpoint-") == 3, "keep 3");
     CHECK(access(at("basics/checkpoint-9"), F_OK), "the oldest is gone");
-    /* Another program's directory is left alone. */
+    /* A directory of another program stays as it is. */
     if (mkdir(at("basics/checkpoint-1"), 0777)) test_fail(__FILE__, __LINE__, "mkdir");
     put_file(at("basics/checkpoint-1/pytorch_model.bin"), "x", 1);
     CHECK(!save_generation(dir, 1, none, NULL) && open_generation_number(dir, NULL) == 1, "%s", message);
@@ -993,7 +993,7 @@ static void test_checkpoint_files(void)
           "values");
     CHECK(!halfstep_checkpoint_path(checkpoint, "c.txt"), "path of an absent file");
 
-    /* A checkpoint that is being read outlives the saves after it; the first save after its end removes it. */
+    /* A checkpoint that is being read survives saves. The first save after its end removes it. */
     CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
     CHECK(!halfstep_save_file(save, "b.txt", "new", 3, TEXT) && !halfstep_commit_checkpoint(save, TEXT), "%s", message);
     CHECK(!access(halfstep_checkpoint_path(checkpoint, "b.txt"), R_OK), "removed from under its reader");
@@ -1014,7 +1014,7 @@ static void test_checkpoint_files(void)
     CHECK(count_entries(dir, ".halfstep") == 0, "leftovers");
 }
 
-/* What somebody keeps inside a checkpoint directory, and whether it is still there, whole. */
+/* Makes files that somebody keeps inside a checkpoint directory. has_foreign() tells if they are still there, whole. */
 static void put_foreign(const char *path)
 {
     char inner[600];
@@ -1037,7 +1037,7 @@ static int has_foreign(const char *path)
     return whole && !access(inner, F_OK);
 }
 
-/* Saves generation k and demands that it is current, and that the note says `says` (NULL: there is none). */
+/* Saves generation k. Checks that it is current and that the note says `says` (NULL: there is none). */
 static void save_beside(const char *dir, unsigned k, halfstep_save_options options, const char *says, const char *what)
 {
     int code = save_generation(dir, k, options, NULL);
@@ -1047,13 +1047,13 @@ static void save_beside(const char *dir, unsigned k, halfstep_save_options optio
     CHECK(open_generation_number(dir, NULL) == (long)k, "%s: %s", what, message);
 }
 
-/* A generation that has been kept from pruning: it still opens by its own path, to the last byte. */
+/* Checks that a generation kept from pruning still opens by its own path, to the last byte. */
 static void check_kept(const char *path, long k, const char *what)
 {
     CHECK(open_generation_number(path, NULL) == k, "%s: %s is no longer whole: %s", what, path, message);
 }
 
-/* prune_if: what another program has saved there since is not removed, whoever saved before. */
+/* prune_if: a checkpoint that another program has saved there since is not removed, whoever saved before. */
 static void test_prune_if(void)
 {
     halfstep_save_options none = {0}, first = {.prune_if = 1}, second = {.prune_if = 1, .newest = 1};
@@ -1173,7 +1173,7 @@ static void test_foreign_names(void)
     halfstep_save_options none = {0};
     const char *dir = at("foreign");
     struct stat status;
-    /* checkpoint-N is a file, a link to nothing, a link to a whole checkpoint that is kept elsewhere. */
+    /* checkpoint-N is a file, a link to nothing, or a link to a whole checkpoint that is kept elsewhere. */
     remove_tree(dir);
     remove_tree(at("elsewhere"));
     mkdir(dir, 0777);
@@ -1191,7 +1191,7 @@ static void test_foreign_names(void)
     save_beside(dir, 9, none, NULL, "a checkpoint kept elsewhere");
     CHECK(!lstat(at("foreign/checkpoint-7"), &status) && S_ISLNK(status.st_mode), "the link was removed");
     check_kept(at("foreign/checkpoint-7"), 7, "a checkpoint kept elsewhere");
-    /* A link of ours in DIR that has become a folder of somebody else's: the other links are made all the same. */
+    /* A link of ours in DIR has become a folder of somebody else's. The other links are made all the same. */
     unlink(at("foreign/config.json"));
     put_foreign(at("foreign/config.json"));
     CHECK(!save_generation(dir, 10, none, NULL) && !strncmp(message, "note: ", 6) &&
@@ -1225,7 +1225,7 @@ static void test_foreign_unreadable(void)
     save_beside(dir, 5, none, ".halfstep-tmp-1-0 stays", "a leftover that cannot be looked at");
     gone[0] = 0;
     save_beside(dir, 6, none, NULL, "the same one, back");
-    /* All of DIR: an error, and no endless search for a name. */
+    /* All of DIR is gone: an error, and no endless search for a name. */
     halfstep_checkpoint_save *save;
     CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_file(save, "a", "x", 1, TEXT), "%s",
           message);
@@ -1237,7 +1237,7 @@ static void test_foreign_unreadable(void)
     CHECK(count_entries(dir, ".halfstep") == 0, "what it left");
 }
 
-/* As somebody who is not the superuser, from whom folders can be hidden. */
+/* Runs as somebody who is not the superuser, because nothing can be hidden from the superuser. */
 static void test_foreign_hidden(void)
 {
     halfstep_save_options none = {0};
@@ -1274,7 +1274,7 @@ static void test_foreign_hidden(void)
           status);
 }
 
-/* A manifest is read whole, so it has a limit, and what is kept of it stays in proportion. */
+/* A manifest is read whole, so it has a limit. Memory for it stays in proportion. */
 static void test_manifest_size(void)
 {
     halfstep_checkpoint_save *save;
@@ -1310,7 +1310,7 @@ static void test_manifest_size(void)
     CHECK(!held && held_most < (4u << 20), "%zu bytes for 20000 values", held_most);
 }
 
-/* Changes one file of a checkpoint, so that it keeps its size (flip >= 0: that byte), or loses its last byte. */
+/* Changes one file of a checkpoint. flip >= 0 changes that byte and keeps the size; else the last byte is lost. */
 static void damage(const char *path, long flip)
 {
     size_t bytes;
@@ -1379,14 +1379,14 @@ static void test_checkpoint_damage(void)
     damage(at("damage/checkpoint-30/config.json"), 2);
     CHECK(open_generation_number(dir, &fallback) == -1 && strstr(message, "config.json") && !strstr(message, "another"),
           "%s", message);
-    /* A bit of every file of the usual places: the links are the checkpoint's own files, so damage there is found
+    /* Flips a bit of every file of the usual places. The links are the checkpoint's own files, so damage there is found
      * too. */
     CHECK(!save_generation(dir, 40, (halfstep_save_options){0}, NULL), "%s", message);
     damage(at("damage/model.safetensors"), 100);
     CHECK(open_generation_number(dir, NULL) == -1 && strstr(message, "model.safetensors"), "%s", message);
 }
 
-/* What was written is looked at before the pointer moves and the old one goes. */
+/* A save checks what it wrote before the pointer moves and the old checkpoint goes. */
 static void test_incomplete_save(void)
 {
     halfstep_save_options none = {.keep = 1};
@@ -1413,7 +1413,7 @@ static void test_incomplete_save(void)
     CHECK(open_generation_number(dir, NULL) == 10, "%s", message);
 }
 
-/* A disk that cannot be read now says nothing of a checkpoint: nobody goes back for it, nor past another one. */
+/* A disk that cannot be read now says nothing about a checkpoint. Nobody falls back because of it, nor past another. */
 static void test_fallback_is_for_damage(void)
 {
     halfstep_save_options keep3 = {.keep = 3};
@@ -1438,7 +1438,8 @@ static void test_fallback_is_for_damage(void)
     }
 }
 
-/* A save in which one call fails: either an error, and the old state, or (after the pointer is in place) a note. */
+/* Makes a save in which one call fails. It gives an error and leaves the old state, or (after the pointer is in place)
+ * a note. */
 static void test_failing_calls(void)
 {
     static const int numbers[] = {ENOSPC, EIO, EDQUOT};
@@ -1514,8 +1515,7 @@ static void forget_contents(const char *path)
     closedir(stream);
 }
 
-/* The worst that a loss of power may leave: removals are on the disk, contents and names that were not synced are
- * not. */
+/* Applies the worst loss of power: removals are on the disk; contents and names that were not synced are not. */
 static void lose_power(const char *dir)
 {
     for (size_t i = power.name_count; i-- > 0;) {
@@ -1530,7 +1530,7 @@ static void lose_power(const char *dir)
     forget_contents(dir);
 }
 
-/* Killed, or out of power, before every single call of a save: what opens is the old state or the new one. */
+/* Kills the process, or cuts the power, before every single call of a save. The old state or the new one must open. */
 static void test_sudden_end(void)
 {
     const char *dir = at("sudden");
@@ -1566,8 +1566,8 @@ static void test_sudden_end(void)
     }
 }
 
-/* With no_sync, a loss of power must be able to lose the checkpoint in the simulation above: that it can is what makes
- * the group above a test. */
+/* Shows that the group above can fail: with no_sync, the simulated loss of power must be able to lose the
+ * checkpoint. */
 static void test_simulation(void)
 {
     const char *dir = at("sudden");
@@ -1628,7 +1628,7 @@ static void test_failing_allocations(void)
     CHECK(failed > 20, "only %ld allocations in opening", failed);
 }
 
-/* A real limit of the system, in a child so that it ends with it. */
+/* Sets a real limit of the system, in a child, with which it ends. */
 static void test_file_size_limit(void)
 {
     const char *dir = at("limit");
@@ -1643,7 +1643,7 @@ static void test_file_size_limit(void)
         limit = (struct rlimit){300, before.rlim_max};
         setrlimit(RLIMIT_FSIZE, &limit);
         int code = save_generation(dir, 13, none, NULL); /* 640 bytes of model */
-        /* Coverage counters are files too, and one that was cut is worth nothing to those who come after. */
+        /* Coverage counters are files too. One that is cut is of no use to later processes. */
         setrlimit(RLIMIT_FSIZE, &before);
         test_leave(code == HALFSTEP_ERROR_IO && strstr(message, "limit/model.safetensors") &&
                            strstr(message, "too large")
@@ -1671,7 +1671,7 @@ static void *save_repeatedly(void *context)
     return NULL;
 }
 
-/* A reader while somebody saves: each opening succeeds, and sees one checkpoint. */
+/* Reads while somebody saves. Each opening succeeds and sees one checkpoint. */
 static void test_racing_reader(void)
 {
     char dir[512];

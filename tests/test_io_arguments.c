@@ -1,7 +1,9 @@
-/* What no caller should pass to halfstep_io, and what no file should hold: every pointer of every public function as
- * NULL, structures of odd sizes, numbers beyond every end, and manifests that say something wrong under a checksum that
- * fits. Nothing crashes, the code is the documented one, the sentence names the thing, and what was there stays. Over
- * 500 lines because each function and each member of a manifest has its own. Runs under sanitizers. */
+/* Tests arguments that no caller should pass to halfstep_io, and contents that no file should hold. Every pointer of
+ * every public function is NULL once. Structures have odd sizes, and numbers are beyond every end. Manifests say
+ * something wrong under a checksum that fits. Nothing may crash, the code must be the documented one, the sentence must
+ * name the thing, and existing data must stay. Over 500 lines because each function and each member of a manifest has
+ * its own.
+ * Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -19,8 +21,7 @@
 static char text[1024];
 #define TEXT text, sizeof text
 
-/* A call that is refused: with room for a sentence, which says so; without any; and with none to write into, which
- * stays. */
+/* Makes a call that is refused: with room for a sentence, which must be there; with no room; and with a NULL buffer. */
 #define REFUSED(code, says, function, ...)                                                                            \
     do {                                                                                                              \
         EXPECT(function(__VA_ARGS__, TEXT), code);                                                                    \
@@ -37,7 +38,7 @@ static char text[1024];
 
 static const char *at(const char *name) { return path_in(scratch, name); }
 
-/* A small file as a string; empty where there is none. */
+/* Returns a small file as a string, empty if there is none. */
 static const char *get_file(const char *path)
 {
     static char data[1 << 16];
@@ -47,7 +48,7 @@ static const char *get_file(const char *path)
     return data;
 }
 
-/* A save of one file and one value, which nothing is wrong with. */
+/* Saves one file and one value, which are valid. */
 static int save_step(const char *dir, uint64_t step, uint32_t keep)
 {
     halfstep_checkpoint_save *save;
@@ -61,7 +62,7 @@ static int save_step(const char *dir, uint64_t step, uint32_t keep)
     return code ? code : halfstep_commit_checkpoint(save, TEXT);
 }
 
-/* The step that a directory opens with, or the negative code. */
+/* Returns the step that a directory opens with, or the negative code. */
 static int64_t opened_step(const char *dir, int fallback)
 {
     halfstep_checkpoint *checkpoint;
@@ -185,7 +186,7 @@ static void test_null(void)
         EXPECT(halfstep_commit_checkpoint(NULL, TEXT), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_commit_checkpoint(NULL, NULL, 0), HALFSTEP_ERROR_ARGUMENT);
         halfstep_abandon_checkpoint(NULL);
-        /* None of it has spoilt the save, or added to it. */
+        /* The refused calls have neither spoilt the save nor added to it. */
         MUST(halfstep_save_file(save, "a", "x", 1, NULL, 0));
         MUST(halfstep_save_value(save, "k", "v", NULL, 0));
         MUST(halfstep_save_optimizer(save, good.optimizer, good.weights, NULL, NULL, 0));
@@ -237,7 +238,7 @@ static void test_null(void)
 static void test_sizes(void)
 {
     TEST("structures of other versions: what is unknown here is refused, what is zero is not") {
-        /* As a caller's header may have them: longer than ours, and with sizes that none has. */
+        /* Sizes as a caller's header may have them: longer than ours, or sizes that no header has. */
         _Alignas(8) unsigned char room[512] = {0};
         static const uint32_t odd[] = {0, 3, 5, 4100, UINT32_MAX};
         halfstep_checkpoint_save *save;
@@ -321,7 +322,7 @@ static void test_names(void)
                 if (kind == 2) EXPECT(halfstep_save_value(save, not_utf8[i], "v", TEXT), code);
                 if (kind == 3) EXPECT(halfstep_save_value(save, "k", not_utf8[i], TEXT), code);
                 CHECK(strstr(text, says), "%s", text);
-                /* What comes after fails alike, and so does the commit. */
+                /* Later calls fail alike, and so does the commit. */
                 EXPECT(halfstep_save_file(save, "b", "x", 1, TEXT), code);
                 CHECK(strstr(text, says), "%s", text);
                 EXPECT(halfstep_commit_checkpoint(save, TEXT), code);
@@ -364,7 +365,7 @@ static void test_tensors(void)
                 2, two, NULL);
         REFUSED(HALFSTEP_ERROR_NAME, "\"k\" is not UTF-8", halfstep_declare_safetensors_metadata, writer, "k", "\xff");
         REFUSED(HALFSTEP_ERROR_NAME, "is not UTF-8", halfstep_declare_safetensors_metadata, writer, "\xff", "v");
-        /* A fill function that says no: its own code where it is one. */
+        /* A fill function fails: its code is passed on if it is an error code. */
         MUST(halfstep_declare_safetensor(writer, "c", "U8", 1, &most, NULL, NULL, 0));
         int says = HALFSTEP_ERROR_MISMATCH;
         REFUSED(HALFSTEP_ERROR_MISMATCH, "\"c\" could not be supplied (code -41)", halfstep_write_safetensors, writer,
@@ -447,7 +448,7 @@ static void test_places(void)
         MUST(save_step("relative//", 4, 1));
         CHECK(opened_step("relative/", 0) == 4 && count_entries("relative", "checkpoint-") == 1, "relative: %s", text);
         if (chdir(home)) exit(1);
-        /* A save where a name leads nowhere, or to a file. */
+        /* A save whose name leads nowhere, or to a file. */
         halfstep_checkpoint_save *save;
         if (symlink("nowhere", at("dangling"))) exit(1);
         REFUSED(HALFSTEP_ERROR_IO, "dangling", halfstep_begin_checkpoint, &save, at("dangling"), NULL);
@@ -469,7 +470,7 @@ static void test_places(void)
 
 /* ---- Manifests that say something wrong -------------------------------------------------------------------------- */
 
-/* CRC-64/XZ, one bit at a time. */
+/* Computes CRC-64/XZ, one bit at a time. */
 static unsigned long long slow_crc(const char *data, size_t bytes)
 {
     uint64_t crc = ~UINT64_C(0);
@@ -504,14 +505,14 @@ static void change_manifest(const char *path, const char *manifest, const char *
     put_file(path, changed, (size_t)bytes);
 }
 
-/* The pointer of a directory, or the manifest of its newest checkpoint. */
+/* Returns the path of a directory's pointer, or of the manifest of its newest checkpoint. */
 enum { POINTER, INNER };
 #define OTHER "unexpected content of a manifest"
 #define LONG "1234567890123456789012345678901234567890123456789012345678901234567890"
 
 static const struct {
     int which;
-    const char *from, *to, *says; /* says NULL: nothing is wrong */
+    const char *from, *to, *says; /* says: NULL if nothing is wrong */
 } wrong[] = {
     {POINTER, "{\n", " {\t\r\n", NULL},
     {INNER, "{\n", " {\t\r\n", NULL},
@@ -621,7 +622,7 @@ static void test_manifests(void)
                       "row %zu: %d \"%s\", not \"%s\"", i, (int)code, text, says);
                 CHECK(version || absent || contents || (strstr(text, path) && strstr(text, "is corrupt: byte ")),
                       "row %zu: %s", i, text);
-                /* Of the other checkpoint it tells; a version that is newer is nothing to go back for. */
+                /* The error names the other checkpoint. A newer version is no reason to fall back. */
                 int good_one = which == POINTER && !strstr(says, "is not the") ? 4 : 3;
                 CHECK(strstr(text, good_one == 4 ? "there is another checkpoint: " : "checkpoint-3"), "row %zu: %s", i,
                       text);
@@ -651,7 +652,7 @@ static void test_manifests(void)
         remove_tree(dir);
         MUST(save_step(dir, 3, 1));
         snprintf(pointer, sizeof pointer, "%s", get_file(at("manifests/manifest.json")));
-        /* Nothing can come after it: the save is refused, what is there stays. */
+        /* No number can follow it: the save is refused, and the existing checkpoint stays. */
         snprintf(inner, sizeof inner, "%s", get_file(at("manifests/checkpoint-3/manifest.json")));
         change_manifest(at("manifests/manifest.json"), pointer, "'sequence': 1", "'sequence': 9223372036854775807");
         change_manifest(at("manifests/checkpoint-3/manifest.json"), inner, "'sequence': 1",
@@ -665,17 +666,17 @@ static void test_manifests(void)
         EXPECT(save_step(dir, 4, 1), HALFSTEP_ERROR_RANGE);
         CHECK(opened_step(dir, 1) == 3, "%s", text);
         change_manifest(at("manifests/checkpoint-3/manifest.json"), inner, "'sequence': 1", "'sequence': 1");
-        /* A folder that was copied: of two with one number the name decides, whatever the order on the disk. */
+        /* A folder that was copied. Of two with one number the name decides, whatever the order on the disk. */
         if (mkdir(at("manifests/checkpoint-2"), 0777)) exit(1);
         change_manifest(at("manifests/checkpoint-2/manifest.json"), inner, "'step': 3", "'step': 2");
         put_file(at("manifests/checkpoint-2/empty"), "", 0);
         put_file(at("manifests/checkpoint-2/model.bin"), "model", 5);
         CHECK(opened_step(dir, 1) == 2, "%s", text);
-        /* A pointer whose number is none, to what is not there. */
+        /* A pointer whose number is invalid, to a checkpoint that does not exist. */
         change_manifest(at("manifests/manifest.json"), pointer, "1,\n  'current': 'checkpoint-3'",
                         "0,\n  'current': 'checkpoint-9'");
         CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_IO && strstr(text, "checkpoint-9"), "%s", text);
-        /* One whose number is none, to what is there: any number fits. */
+        /* A pointer whose number is invalid, to one that exists. Any number fits. */
         change_manifest(at("manifests/manifest.json"), pointer, "'sequence': 1", "'sequence': 0");
         CHECK(opened_step(dir, 0) == 3, "%s", text);
     }
@@ -690,7 +691,8 @@ static void test_manifests(void)
                   strstr(text, "checkpoint-7 is not the checkpoint that its parent's"),
               "%s", text);
         CHECK(opened_step(dir, 1) == 3, "with a fallback: %s", text);
-        /* It is no checkpoint of this directory, so it is never removed; nor is a leftover with such a manifest. */
+        /* It is no checkpoint of this directory, so it is never removed. A leftover with such a manifest is not removed
+         * either. */
         if (mkdir(at("manifests/.halfstep-tmp-1-0"), 0777)) exit(1);
         put_file(at("manifests/.halfstep-tmp-1-0/manifest.json"), pointer, strlen(pointer));
         if (mkdir(at("manifests/.halfstep-tmp-1-1"), 0777)) exit(1);

@@ -21,7 +21,7 @@ static int passes(const char *text)
     return hstep_json_skip(&json) && hstep_json_end(&json);
 }
 
-/* The text as a document's member "x", written again; NULL where it is refused. */
+/* Returns the text, read as a document's member "x" and written again. NULL if it is refused. */
 static char *again(const char *text, struct text *out)
 {
     char copy[4096], why[200] = "";
@@ -174,7 +174,7 @@ int main(int argc, char **argv)
         }
         struct text text = {0};
         CHECK(again("{\"a\": 1, \"a\": 2}", &text) == NULL, "a name twice");
-        /* What a terminal does not show, of one unit of UTF-16 and of two, stays escaped. */
+        /* Characters that a terminal does not show, of one unit of UTF-16 or of two, stay escaped. */
         const char *hidden = "\"\\u200B\\uFFF9\\uDB40\\uDC01\\uDB40\\uDC7F\"";
         CHECK(again(hidden, &text) && strstr(text.data, hidden), "%s is written as %s", hidden, text_string(&text));
         text_free(&text);

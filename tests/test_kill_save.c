@@ -1,10 +1,11 @@
-/* Kills a process at random instants of saving, and opens what it left: the last checkpoint that was reported as saved,
- * or the one being saved, complete to the last byte; and never an older one than before.
+/* Kills a process at random instants of saving, and opens what it left. That must be the last checkpoint reported as
+ * saved, or the one being saved, complete to the last byte. It must never be older than before.
  *
  *   test_kill_save [--all | KILLS [SEED [DIRECTORY]]]     (200 kills; by itself 40)
  *
- * The same seed gives the same instants and sizes, but not the same scheduling: a failure may need some rounds to
- * recur. Runs under sanitizers. */
+ * The same seed gives the same instants and sizes, but not the same scheduling. A failure may need some rounds to
+ * recur.
+ * Runs under sanitizers. */
 #define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <signal.h>
@@ -24,7 +25,7 @@
 
 enum { MAX_BYTES = 8 << 20 };
 
-/* What the child tells the parent in shared memory, which outlives it. */
+/* Memory shared by child and parent, which outlives the child. */
 typedef struct report {
     _Atomic uint64_t begun, committed, failed;
 } report;
@@ -36,7 +37,7 @@ static uint64_t mix(uint64_t x)
     return x ^ x >> 33;
 }
 
-/* Checkpoint k: between 1 and 8 MiB of words that follow from k and the seed. */
+/* Returns the number of words of checkpoint k, 1 to 8 MiB. Number and words follow from k and the seed. */
 static uint64_t model_words(uint64_t seed, uint64_t k) { return ((1 << 20) + mix(seed ^ k << 20) % (7 << 20)) / 8; }
 
 static void make_model(uint64_t *words, uint64_t seed, uint64_t k)
@@ -82,7 +83,7 @@ static void save_forever(const char *dir, uint64_t seed, uint64_t k, report *sha
     }
 }
 
-/* The number of the checkpoint in dir, after all of it has been compared; 0 and a text if anything is wrong. */
+/* Compares all of the checkpoint in dir. Returns its number, or 0 and a text if anything is wrong. */
 static uint64_t load(const char *dir, uint64_t seed, char *text, size_t text_size)
 {
     static uint64_t expected[MAX_BYTES / 8], found[MAX_BYTES / 8];
@@ -153,7 +154,7 @@ int main(int argc, char **argv)
     printf("%ld kills, seed %llu\n", kills, (unsigned long long)seed);
 
     TEST("a kill at any instant of a save leaves a whole checkpoint") {
-        /* One save, timed, gives the span in which the instants are drawn. */
+        /* The time of one save is the span in which the instants are drawn. */
         uint64_t *words = malloc(MAX_BYTES), last = 1, in_save = 0, new_state = 0, next = 2;
         double start = seconds();
         CHECK(words && !save(dir, seed, 1, words, text, sizeof text), "the first save: %s", text);
@@ -187,7 +188,7 @@ int main(int argc, char **argv)
             in_save += begun != committed;
             new_state += begun != committed && k == begun;
             last = k;
-            /* A fresh number, so that a half-made save cannot pass for a later whole one. */
+            /* Takes a fresh number, so that a half-made save cannot pass for a later whole one. */
             next = begun + 1;
         }
         CHECK(in_save * 2 >= (uint64_t)round, "only %llu of %ld kills hit a save", (unsigned long long)in_save, round);

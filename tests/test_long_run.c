@@ -18,7 +18,7 @@ enum { ELEMENTS = 4096 };
 static double exact[ELEMENTS];
 static float gradient[ELEMENTS], plain[ELEMENTS];
 
-/* Pages in memory; 0 where a sanitizer's shadow and quarantine would be counted with them. */
+/* Returns the pages in memory. 0 under a sanitizer, whose shadow and quarantine would be counted with them. */
 static long resident(void)
 {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -35,7 +35,8 @@ static long resident(void)
     return pages;
 }
 
-/* Sum of the signed errors of all elements, and the square root of the sum of their squares, after so many steps. */
+/* Makes so many steps. Writes the sum of the signed errors of all elements, and the root of the sum of their
+ * squares. */
 static int run(const char *recipe, long steps, double *sum, double *norm, long *grown)
 {
     halfstep_optimizer *optimizer;

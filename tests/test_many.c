@@ -1,5 +1,5 @@
-/* Many small tensors: chunks that share a task, updates made after the one before, and what is only counted once. Every
- * step of all is held to steps of one tensor at a time, which share nothing. */
+/* Tests many small tensors: chunks that share a task, updates made after the one before, and what is only counted once.
+ * Every step of all is compared with steps of one tensor at a time, which share nothing. */
 #include <math.h>
 
 #include "calls.h"
@@ -10,7 +10,7 @@
 
 /* ---- Tasks ---- */
 
-/* A list of lengths: tasks cover it in order, and each is about a chunk, or a single one. */
+/* Cuts a list of lengths. Tasks must cover it in order, and each is about a chunk or a single one. */
 static void join(const int64_t *lengths, int64_t n, int64_t most)
 {
     struct hstep_chunk *chunks = zeroed((size_t)n * sizeof *chunks);
@@ -38,8 +38,8 @@ static void join(const int64_t *lengths, int64_t n, int64_t most)
     free(tasks);
 }
 
-/* A tensor of `runs` long or short runs, at `first` in index space: chunks cover it in order, and those of long runs do
- * not cross a multiple of a chunk. */
+/* Cuts a tensor of `runs` long or short runs, at `first` in index space. Chunks must cover it in order. Those of long
+ * runs must not cross a multiple of a chunk. */
 static void cut(int64_t runs, int64_t length, uint64_t first)
 {
     const struct hstep_tensor t = {
@@ -92,7 +92,7 @@ struct many {
     int64_t elements[TENSORS]; /* every array has room for as many floats */
 };
 
-/* Shapes from one element to more than a chunk, in two groups in turn; those too small for blocks fall back. */
+/* Opens tensors of one element to more than a chunk, in two groups in turn. Those too small for blocks fall back. */
 static void open_many(struct many *m, const char *const recipe[2], const char *gradients, int threads)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = threads, .seed = 9};
@@ -123,7 +123,7 @@ static void open_many(struct many *m, const char *const recipe[2], const char *g
     MUST(halfstep_set_choice(m->o, HALFSTEP_ALL_GROUPS, "scan", "per-tensor"));
 }
 
-/* Of every seventh tensor, other grids than its neighbours'. */
+/* Gives every seventh tensor other grids than its neighbours have. */
 static void set_grids(struct many *m)
 {
     for (int i = 3; i < TENSORS; i += 7)
@@ -145,7 +145,7 @@ static void close_many(struct many *m)
     }
 }
 
-/* Gradients of one step; that of tensor 33 is not finite in step 2. */
+/* Makes the gradients of one step. That of tensor 33 is not finite in step 2. */
 static void give(struct many *m, int wide, int step)
 {
     for (int i = 0; i < TENSORS; i++) {
@@ -171,7 +171,7 @@ static int same_bits(const struct many *a, const struct many *b, int tensor)
     return !memcmp(a->weight[tensor], b->weight[tensor], (size_t)a->elements[tensor] * 4);
 }
 
-/* Tensors 20 and 21 are left out of step 1, so that they lag behind their neighbours from then on. */
+/* Tensors 20 and 21 are left out of step 1, so they are one step behind their neighbours from then on. */
 static int is_left_out(int tensor, int step) { return step == 1 && (tensor == 20 || tensor == 21); }
 
 static void step_all(struct many *m, int step)
@@ -234,7 +234,7 @@ static void test_steps(void)
         open_many(&m, recipe, "f32", 1);
         give(&m, 1, 0);
         step_all(&m, 0);
-        /* A handle that has stepped before refuses all the same. */
+        /* A handle that has stepped before also refuses. */
         void *weight = m.weight[7];
         for (int i = 0; i < TENSORS; i++) gradients[i] = m.gradient[i];
         m.weight[7] = NULL;

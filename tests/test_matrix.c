@@ -1,6 +1,6 @@
-/* The matrix machinery of muon: the product kernel of every instruction set and the Newton-Schulz iteration against
- * plain C loops, bit for bit, and against double precision; then muon through the public calls. --short leaves out the
- * largest shapes, --all none. Over 500 lines because the plain loops are here too. */
+/* Tests the matrix machinery of muon. The product kernel of every instruction set and the Newton-Schulz iteration are
+ * compared with plain C loops, bit for bit, and with double precision. Then muon runs through the public calls. --short
+ * leaves out the largest shapes, --all none. Over 500 lines because the plain loops are here too. */
 #include <math.h>
 
 #include "calls.h"
@@ -14,7 +14,7 @@
 
 static const float quintic[3] = {3.4445f, -4.775f, 2.0315f};
 
-/* 2^low to 2^high with all bits random, either sign, and now and then a zero of either. */
+/* Returns 2^low to 2^high with all bits random, of either sign, and now and then a zero of either sign. */
 static float wide(struct source *s, int low, int high)
 {
     uint64_t r = next64(s);
@@ -46,7 +46,8 @@ static void test_product(void)
         TEST(name) {
             struct source s = {1};
             for (int round = 0; round < 40; round++) {
-                /* Of one size as in use, of all sizes with subnormal products, and so large that sums overflow. */
+                /* Kinds of values: of one size as in use; of all sizes, with subnormal products; so large that sums
+                 * overflow. */
                 static const int range[3][2] = {{-2, 1}, {-80, 10}, {50, 53}};
                 int length = lengths[round % 8], low = range[round % 3][0], high = range[round % 3][1];
                 int shift = round / 8 % 2; /* off the alignment of vectors */
@@ -74,7 +75,7 @@ static void test_product(void)
 
 /* ---- The iteration ----------------------------------------------------------------------------------------------- */
 
-/* As matrix.h defines it, in plain loops. */
+/* Runs the iteration as matrix.h defines it, in plain loops. */
 static void plain_newton_schulz(float *u, int rows, int columns, int steps, float eps)
 {
     int tall = rows > columns, m = tall ? columns : rows, n = tall ? rows : columns;
@@ -128,7 +129,7 @@ static void newton_schulz(const struct hstep_kernels *kernels, int threads, floa
                        [newton_schulz_c] = quintic[2],
                        [newton_schulz_steps] = (float)steps,
                        [newton_schulz_eps] = eps};
-    /* Whatever was in it, and nothing behind it. */
+    /* The output's old contents do not matter, and nothing behind it is written. */
     for (size_t i = 0; i < n + 64; i++) workspace[i] = NAN;
     hstep_newton_schulz(&c, u, rows, columns, k, workspace);
     for (size_t i = n; i < n + 64; i++)
@@ -140,8 +141,8 @@ static const struct hstep_kernels *best(void) { return hstep_isa_kernels(hstep_i
 
 static void test_bits(void)
 {
-    /* Edges of strips, panels and blocks of rows (24), columns (1024) and the inner dimension (512), both ways round;
-     * and two that are large enough for more than one task. */
+    /* Sizes at the edges of strips, panels and blocks of rows (24), columns (1024) and the inner dimension (512), both
+     * ways round. Two are large enough for more than one task. */
     static const int shapes[][2] = {{2, 2},    {2, 3},    {3, 2},     {5, 31},    {12, 32},    {13, 33},
                                     {33, 13},  {64, 64},  {31, 97},   {97, 31},   {1, 7},      {7, 1},
                                     {4, 1100}, {1100, 4}, {100, 517}, {521, 100}, {130, 1090}, {1030, 131}};
@@ -196,7 +197,7 @@ static void test_bits(void)
 
 /* ---- Accuracy ---------------------------------------------------------------------------------------------------- */
 
-/* `count` orthonormal vectors of length n. */
+/* Makes `count` orthonormal vectors of length n. */
 static void orthonormal(struct source *s, double *v, int count, int n)
 {
     for (int i = 0; i < count; i++) {
@@ -214,7 +215,7 @@ static void orthonormal(struct source *s, double *v, int count, int n)
     }
 }
 
-/* A matrix from its singular values, and the same with f(value / norm). Returns the range of the latter. */
+/* Makes a matrix from its singular values, and the same with f(value / norm). Returns the range of the latter. */
 static void from_spectrum(struct source *s, int rows, int columns, const double *values, int count, float *u,
                           double *image, double *range)
 {
@@ -243,8 +244,8 @@ static void from_spectrum(struct source *s, int rows, int columns, const double 
     free(left);
 }
 
-/* fp32 rounds to 2^-24 of the largest singular value; five steps make of that as much as 3.4445^5 = 485 times it, like
- * of any small singular value. Measured on the matrices below: at most 0.21 times that in any element. */
+/* fp32 rounds to 2^-24 of the largest singular value. Five steps multiply that by up to 3.4445^5 = 485, as they do any
+ * small singular value. Measured on the matrices below: at most 0.21 times that in any element. */
 #define ACCURACY (485 * 0x1p-24)
 
 static void judge_accuracy(const char *what, const float *in, int rows, int columns, const double *image)
@@ -333,7 +334,7 @@ static void model_open(struct model *m, const char *recipe, int isa, int threads
     }
 }
 
-/* Steps with the same gradients for every model; released: one tensor at a time, the last one first. */
+/* Makes steps with the same gradients for every model. released: one tensor at a time, the last one first. */
 static void model_run(struct model *m, int steps, int released)
 {
     struct source s = {6};

@@ -1,6 +1,6 @@
-/* The language model and the text loader of the trainer. The model is judged against a second, plain implementation in
- * double precision below: its loss, and by central differences of that loss every tensor's gradient. Over 500 lines
- * because that second implementation and the helpers serve all groups. */
+/* Tests the language model and the text loader of the trainer. The model is judged against a second, plain
+ * implementation in double precision below. Compared are its loss and, by central differences of that loss, every
+ * tensor's gradient. Over 500 lines because that second implementation and the helpers serve all groups. */
 #include <errno.h>
 #include <math.h>
 #include <stdint.h>
@@ -140,7 +140,7 @@ static void plain_rotate(double *head, int position, int d)
 
 enum { MOST_WIDTH = 256, MOST_LENGTH = 160 };
 
-/* Mean loss; with logits, the logits after the last position too. */
+/* Returns the mean loss. If logits is set, also writes the logits after the last position. */
 static double plain_loss(const struct lm_config *c, double *const *weights, const uint8_t *tokens, int batch,
                          int length, double *logits_out)
 {
@@ -271,7 +271,7 @@ static void test_gradients(void)
         for (int64_t k = 0; k < n; k++) norm += (double)gradient[k] * gradient[k];
         norm = sqrt(norm);
         CHECK(norm > 1e-4, "%s: gradient norm %g is too small to judge", w.info[i].name, norm);
-        /* Some single elements, then a random direction through all of them. */
+        /* Perturbs some single elements, then a random direction through all of them. */
         for (int64_t trial = 0; trial < 12; trial++) {
             int64_t k = (int64_t)(hash_counters(1, (uint64_t)i, (uint64_t)trial, 0) % (uint64_t)n);
             if (i == 0) k = tokens[trial] * w.config.width + k % w.config.width;
@@ -525,7 +525,7 @@ static void test_generate(void)
     CHECK(!memcmp(a, b, N), "temperature 0 depends on the seed");
     lm_generate(m, w.list, prompt, 7, 0, 2, b, 10);
     CHECK(!memcmp(a, b, 10), "temperature 0 depends on the number of bytes");
-    /* The likeliest next byte by the plain implementation, over what the window holds: it starts over from half. */
+    /* Returns the likeliest next byte by the plain implementation, over the window, which starts over from half. */
     uint8_t all[7 + N + 1] = "Call me";
     memcpy(all + 7, a, N);
     for (int i = 0, start = 0; i < 40; i++) {
@@ -649,12 +649,12 @@ static void test_initial(void)
               fourth / n / (s * s * s * s));
     }
     CHECK(fabs(w.info[5].init_std - 0.02 / sqrt(8)) < 1e-12, "deviation of o_proj %g", w.info[5].init_std);
-    /* The same on every machine: this is what it was where it was first computed. */
+    /* The result is the same on every machine; this is the first machine's. */
     CHECK(hash == UINT64_C(0x7F7E1E8B35B34791), "initial weights hash to 0x%016llX", (unsigned long long)hash);
     free_weights(&w);
 }
 
-/* Conversions against the definition: the stored value nearest to x, ties to the even code. */
+/* Compares conversions with the definition: the stored value nearest to x, ties to the even code. */
 static void test_rows(void)
 {
     for (int type = LM_BF16; type <= LM_F16; type++) {
@@ -748,7 +748,7 @@ static void test_matmul(void)
                 CHECK(c[i * s.c_row + j] == 2.0f, "trial %d wrote between the rows of C", trial);
         }
     }
-    /* More shapes than are kept: those that were dropped come again. */
+    /* More shapes than are kept, so that dropped ones come again. */
     for (int64_t m = 1; m <= 400; m++) {
         struct matmul_shape s = {
             .m = m, .n = 1, .k = 1, .a_row = 1, .a_column = 1, .b_row = 1, .b_column = 1, .c_row = 1};
@@ -768,7 +768,7 @@ static void test_matmul(void)
     matmul_destroy(context);
 }
 
-/* A processor without BF16 products, as far as oneDNN is told: the same group in a process of its own. */
+/* Tells oneDNN that the processor has no BF16 products. The same group runs in a process of its own. */
 static void test_matmul_widened(void)
 {
     fflush(NULL);

@@ -1,4 +1,4 @@
-/* NUMA nodes: the folder that describes them, the threads that are kept on them, and whose hand states come from. */
+/* Tests NUMA nodes: the folder that describes them, threads pinned to them, and which threads first touch states. */
 #ifdef _WIN32
 int main(void) { return 0; }
 #else
@@ -35,7 +35,7 @@ static void put(const char *name, const char *text)
     if (!f || fputs(text, f) < 0 || fclose(f)) exit(1);
 }
 
-/* "node:processor processor ... node:..." of what was read. */
+/* Returns what was read as "node:processor processor ... node:...". */
 static const char *nodes_text(const struct hstep_nodes *n)
 {
     static char text[4096];
@@ -195,7 +195,7 @@ static void test_pool(void)
 
 /* ---- First touch ---- */
 
-/* Of a stream that was all ones: a byte in every page of it is zero now, and nothing before or behind it. */
+/* Checks a stream that was all ones: a byte in every page is zero now, and nothing before or behind it has changed. */
 static void is_touched(const char *what, const unsigned char *stream, uint64_t bytes)
 {
     uint64_t first = UINT64_MAX, gap = 0, last = 0;

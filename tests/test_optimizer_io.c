@@ -1,7 +1,8 @@
-/* Optimizers in files: every rule and format comes back to the bit and goes on as if nothing had happened; whatever
- * does not fit is named and changes nothing. The library's sources are compiled into this file, so that its
- * allocations and its reading can fail and its locale can be another one. By itself a third of the recipes; --short:
- * a fifth; --all: all. Over 500 lines because each thing that a file may say wrong is a row.
+/* Tests optimizers in files. Every rule and format comes back to the bit and goes on as if nothing had happened. A file
+ * that does not fit is refused with the reason, and nothing changes. The library's sources are compiled into this file,
+ * so that its allocations and its reading can fail and its locale can be another one. A run without arguments takes a
+ * third of the recipes; --short: a fifth; --all: all. Over 500 lines because each thing that a file may say wrong is a
+ * row.
  * Runs under sanitizers. */
 #define HALFSTEP_ADVANCED
 #include <errno.h>
@@ -41,7 +42,7 @@ static ssize_t faulty_pread(int fd, void *data, size_t bytes, off_t offset)
     return pread(fd, data, bytes, offset);
 }
 
-/* snprintf and strtod as a locale with another decimal point has them. */
+/* snprintf and strtod of a locale with another decimal point. */
 __attribute__((format(printf, 3, 4))) static int local_snprintf(char *text, size_t size, const char *format, ...)
 {
     char local[1024];
@@ -76,7 +77,7 @@ static double local_strtod(const char *text, char **end)
     return value;
 }
 
-/* Whether what is written survives a loss of power is test_io.c's business. */
+/* test_io.c tests that written files survive a loss of power. */
 static int quick_fsync(int fd)
 {
     (void)fd;
@@ -120,8 +121,8 @@ typedef struct shape {
     int64_t rows, row_length;
 } shape;
 
-/* Of every kind: a scalar, vectors that blocks take and that they do not, rows that end within a block, more
- * dimensions, whole blocks of every length, nothing at all. */
+/* Shapes of every kind: a scalar, vectors that blocks take or do not take, and rows that end within a block. Also more
+ * dimensions, whole blocks of every length, and an empty tensor. */
 static const shape shapes[] = {
     {"scalar", 0, 0, 1, 1},    {"norm.weight", 0, 1, 100, 1}, {"flat/vector", 1, 1, 1, 4096}, {"embed", 0, 2, 5, 300},
     {"linear", 1, 2, 40, 128}, {"conv", 0, 4, 8, 72},         {"empty", 1, 2, 0, 7},
@@ -148,7 +149,7 @@ typedef struct plan {
 
 static const plan usual = {.recipe = {"adamw/bf16-sr/int8", "adamw/bf16-sr/int8"}, .seed = 7};
 
-/* 0 where the recipes have no meaning together with these shapes. */
+/* Makes the optimizer of a plan. Returns 0 if its recipes do not work with its shapes. */
 static int build(run *r, const plan *p)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = p->seed};
@@ -238,7 +239,8 @@ static uint64_t mix_bytes(uint64_t hash, const void *data, size_t bytes)
     return hash;
 }
 
-/* Everything of an optimizer that a file keeps, tensors by name. settings: with hyper-parameters, choices and seed. */
+/* Returns a hash of everything of an optimizer that a file keeps, tensors by name. settings: with hyper-parameters,
+ * choices and seed. */
 static uint64_t fingerprint(const run *r, int settings)
 {
     uint64_t sum = 0;
@@ -329,7 +331,7 @@ static int check_resume(const plan *p)
         halfstep_file_options compare = {.struct_size = sizeof compare, .settings = HALFSTEP_SETTINGS_COMPARE};
         changed.seed = way == 1 ? p->seed + 5 : p->seed;
         if (!build(&other, &changed)) test_fail(__FILE__, __LINE__, "%s cannot be built again", p->recipe[1]);
-        /* Into fresh states, into used ones of other settings, and with the settings compared. */
+        /* Reads into fresh states, into used ones of other settings, and with the settings compared. */
         if (way == 1) {
             step(&other, 50, 1);
             MUST(halfstep_set_hyper(other.o, 0, "lr", 0.5));
@@ -367,7 +369,7 @@ static void test_every_recipe(void)
                 MUST(halfstep_get_rule_info(rule, &r));
                 MUST(halfstep_get_format_info(weight, &w));
                 MUST(halfstep_get_format_info(state, &s));
-                /* Every rule with every weight and every state, but not all of both. */
+                /* Takes every rule with every weight and every state, but not all of both. */
                 if (strcmp(w.name, "f32") && strcmp(s.name, "int8")) continue;
                 snprintf(recipe, sizeof recipe, "%s/%s/%s", r.name, w.name, s.name);
                 plan p = {.recipe = {r.name, recipe}, .seed = 3, .momentum = 0.9};
@@ -432,7 +434,7 @@ static void test_two_in_one_checkpoint(void)
           "no such file: %s", message);
     CHECK(fingerprint(&c, 1) == before, "a failure changed something");
     halfstep_close_checkpoint(checkpoint);
-    /* Only the states: the weights are the caller's. */
+    /* Saves only the states, because the caller has the weights. */
     CHECK(!halfstep_begin_checkpoint(&save, at("two"), NULL, TEXT) &&
               !halfstep_save_optimizer(save, a.o, NULL, NULL, TEXT) && !halfstep_commit_checkpoint(save, TEXT) &&
               !halfstep_open_checkpoint(&checkpoint, at("two"), NULL, TEXT),
@@ -443,7 +445,7 @@ static void test_two_in_one_checkpoint(void)
           "%s", message);
     CHECK(!halfstep_load_optimizer(checkpoint, a.o, NULL, NULL, TEXT), "%s", message);
     halfstep_close_checkpoint(checkpoint);
-    /* A failed call is the commit's result. */
+    /* A failed call decides the commit's result. */
     void *none[TENSORS] = {NULL};
     CHECK(!halfstep_begin_checkpoint(&save, at("two"), NULL, TEXT), "%s", message);
     CHECK(halfstep_save_optimizer(save, a.o, none, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT && strstr(message, "scalar"),
@@ -459,11 +461,11 @@ static void test_two_in_one_checkpoint(void)
 
 typedef struct change {
     const char *key, *value;   /* metadata: the new value; NULL removes it */
-    const char *drop, *rename; /* a tensor that is left out; or its new name */
-    const char *retype;        /* a tensor whose dtype becomes another one of as many bits */
+    const char *drop, *rename; /* a tensor to leave out, or its new name */
+    const char *retype;        /* a tensor whose dtype becomes another one of the same width */
     const char *reshape;       /* a tensor that becomes a vector, or gets `ndim` sizes */
     uint64_t sizes[16], ndim;
-    const char *add;  /* a vector of zeros, of `element` bytes, that the file has beyond the others */
+    const char *add;  /* an extra vector of zeros, of `element` bytes */
     const char *poke; /* a tensor whose element `element` gets `bytes` bytes of `bits` */
     uint64_t element, bits, bytes;
 } change;
@@ -638,7 +640,7 @@ static const refusal refusals[] = {
      HALFSTEP_ERROR_FORMAT,
      "element 5 of"},
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f80, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "not finite"},
-    /* What looks odd but may be. */
+    /* Files that look odd but are allowed. */
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x8000, .bytes = 2}, 0, ""},
     {{.poke = "linear/exp_avg_sq.scale", .element = 5, .bits = 0x7f80, .bytes = 2}, 0, ""},
     {{.poke = "norm.weight/exp_avg", .element = 5, .bits = 0xffff, .bytes = 2}, 0, ""},
@@ -709,7 +711,7 @@ static void test_refusals(void)
     refuse(&flat, refusals_flat, sizeof refusals_flat / sizeof *refusals_flat);
 }
 
-/* Every setting that is compared, and what is left alone. */
+/* Checks every setting that is compared, and what is left alone. */
 static void test_settings(void)
 {
     run a, b;
@@ -769,7 +771,7 @@ static void test_settings(void)
     MUST(halfstep_get_hyper(b.o, 0, "beta1", &value));
     CHECK(value == 0.9, "beta1 is %g", value);
     end(&b);
-    /* The reference of fully decoupled decay is the lr as first set, whatever the lr became. */
+    /* The reference of fully decoupled decay is the first lr, whatever the lr became. */
     if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
     MUST(halfstep_set_choice(a.o, 0, "decay", "fully-decoupled"));
     MUST(halfstep_set_hyper(a.o, 0, "lr", 0.002));
@@ -806,7 +808,7 @@ static void test_settings(void)
     CHECK(halfstep_read_optimizer(at("one"), second, NULL, &same, TEXT) == HALFSTEP_ERROR_MISMATCH &&
               strstr(message, "lr is 0.5 here but 0.001 in ") && !strstr(message, "group"),
           "%s", message);
-    /* A group without tensors continues none: it keeps its settings and its steps. */
+    /* A group without tensors continues none. It keeps its settings and its steps. */
     halfstep_destroy(first);
     MUST(halfstep_create(NULL, &first));
     for (int i = 0; i < 2; i++) MUST(halfstep_add_group(first, i ? "lion" : "adamw", &group));
@@ -824,7 +826,7 @@ static void test_settings(void)
     CHECK(value == 0.75 && steps == 9, "a group without tensors has lr %g after %d steps", value, (int)steps);
     MUST(halfstep_get_hyper(first, 0, "lr", &value));
     CHECK(value == 0.5, "the other group has lr %g", value);
-    /* Nor does an optimizer without any tensor take a file that has some. */
+    /* An optimizer without tensors does not take a file that has some. */
     halfstep_destroy(first);
     MUST(halfstep_create(NULL, &first));
     CHECK(halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
@@ -849,7 +851,7 @@ static void test_scalars(void)
         {META("scalars.conv", "accumulated_decay 1e300"), HALFSTEP_ERROR_RANGE, "accumulated_decay"},
         {META("scalars.linear", "weight_norm 1 update_norm 1"), HALFSTEP_ERROR_FORMAT, "scalars.linear"},
         {META("scalars.linear", "trust_ratio 0x1p-1 weight_norm 1 update_norm 2.5"), 0, ""},
-        /* Of a tensor without elements there need not be any. */
+        /* A tensor without elements may be missing. */
         {META("scalars.empty", NULL), 0, NULL},
         {META("scalars.linear", "trust_ratio 1 weight_norm 1 exp_avg_sq.grid 0x1p-1 update_norm 2.5"), 0, ""},
         {META("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg_sq.grid 0.2"),
@@ -884,8 +886,8 @@ static void test_scalars(void)
     end(&original);
 }
 
-/* Files of others: the program's before there were groups and recipes for each tensor, and Python's, which keeps
- * nothing of a parameter that has not been stepped and knows the sizes of all dimensions. */
+/* Files of other writers. The program once wrote files without groups and recipes for each tensor. Python keeps nothing
+ * of a parameter that has not been stepped, and knows the sizes of all dimensions. */
 static void test_other_writers(void)
 {
     run a, b;
@@ -997,7 +999,7 @@ static void test_which_tensors(void)
               strstr(message, "\"conv\" that this optimizer does not have"),
           "%s", message);
     CHECK(fingerprint(&b, 1) == before, "a refused file changed the optimizer");
-    /* The same of a tensor that is in no list of the file's, whether options are given or not; not where a subset is
+    /* The same for a tensor that is in no list of the file's, with options and without. Not where a subset is
      * enough. */
     halfstep_file_options compare = {.struct_size = sizeof compare, .settings = HALFSTEP_SETTINGS_COMPARE};
     make_changed(&(change){.add = "stranger/exp_avg", .element = 3});
@@ -1008,7 +1010,7 @@ static void test_which_tensors(void)
           "%s", message);
     CHECK(!halfstep_read_optimizer(at("changed"), whole.o, whole.weights, &subset, TEXT), "%s", message);
     CHECK(fingerprint(&whole, 1) == fingerprint(&a, 1), "a file with a tensor too many");
-    /* Its weights are nothing unknown to who has them elsewhere. */
+    /* Its weights are not unknown to a caller who has them elsewhere. */
     CHECK(!halfstep_read_optimizer(at("one"), whole.o, NULL, NULL, TEXT), "%s", message);
     end(&whole);
     CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, &subset, TEXT), "%s", message);
@@ -1021,7 +1023,7 @@ static void test_which_tensors(void)
           "%s", message);
     end(&b);
 
-    /* Ids that changed places, and ids that two tensors claim. */
+    /* Ids that have changed places, and ids that two tensors claim. */
     halfstep_record first = {.struct_size = sizeof first}, second = first;
     MUST(get_counters(a.o, 3, &first));
     MUST(get_counters(a.o, 4, &second));
@@ -1035,7 +1037,7 @@ static void test_which_tensors(void)
     if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
     CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT), "ids that changed places: %s", message);
     CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "ids that changed places");
-    /* Ids that are parked while they change places are none of those that the file or the optimizer has. */
+    /* Ids that are parked while they change places must differ from all ids of the file and the optimizer. */
     run c;
     if (!build(&c, &usual)) test_fail(__FILE__, __LINE__, "build");
     for (int i = 0; i < 2; i++)
@@ -1149,7 +1151,7 @@ static void test_which_tensors(void)
     end(&a);
 }
 
-/* Switches decide which states there are: a file has too many of them, or too few. */
+/* Switches decide which states there are. A file has too many of them, or too few. */
 static void test_switches(void)
 {
     run with, without;
@@ -1173,8 +1175,8 @@ static void test_switches(void)
     end(&without);
 }
 
-/* Settings that cannot be set once the states exist show only when they are taken: everything before them is put
- * back. */
+/* Settings that cannot be set once the states exist show up only when they are applied. All settings before them are
+ * put back. */
 static void test_rollback(void)
 {
     run a, b;
@@ -1317,8 +1319,7 @@ static void test_failing_disk(void)
     end(&b);
 }
 
-/* Any byte of the header may be wrong: the file is refused, and nothing changes, or it says the same or another
- * number. */
+/* Changes each byte of the header. The file is refused and nothing changes, or it says the same or another number. */
 static void test_mutations(void)
 {
     run a, b;
@@ -1355,7 +1356,7 @@ static void test_mutations(void)
     end(&b);
 }
 
-/* The states are many times what a reading or writing may hold. */
+/* The states are many times larger than the memory that reading or writing may take. */
 static void test_memory(void)
 {
     int32_t index;

@@ -1,6 +1,6 @@
-/* Options that change what a rule keeps, or what a step goes by: one estimate of the learning rate for many tensors,
- * states that blocks cannot hold, first moments and a learning rate that falls, the reference of fully decoupled decay,
- * and what a refused gradient is told to be. */
+/* Tests options that change what a rule keeps, or what a step depends on. They are one estimate of the learning rate
+ * for many tensors, states that blocks cannot hold, first moments and a learning rate that falls. Others are the
+ * reference of fully decoupled decay, and what a refused gradient is reported as. */
 #include <math.h>
 
 #include "calls.h"
@@ -12,7 +12,7 @@
 
 enum { ROWS = 16, COLUMNS = 64, N = ROWS * COLUMNS, MOST = 3 };
 
-/* Tensors x, y ... that are pulled to goals of 1, -1 ..., each in a group of its own. */
+/* Tensors x, y ... are pulled to goals of 1, -1 .... Each is in a group of its own. */
 struct pulled {
     halfstep_optimizer *o;
     int n;
@@ -68,7 +68,7 @@ static double number(const struct pulled *p, int i, const char *name)
     return value;
 }
 
-/* Root mean square of what is left of the way. */
+/* Returns the root mean square of the distance that is left. */
 static double left(const struct pulled *p, int i)
 {
     double sum = 0;
@@ -81,7 +81,7 @@ static double left(const struct pulled *p, int i)
 
 enum { FROZEN, RATE_ZERO, MISSES };
 
-/* y joins after 40 steps, or misses every second gradient: it arrives all the same, and has x's numbers at any time. */
+/* y joins after 40 steps, or misses every second gradient. It arrives all the same, and has x's numbers at any time. */
 static void late(const char *recipe, int how)
 {
     struct pulled p;
@@ -103,7 +103,7 @@ static void late(const char *recipe, int how)
     halfstep_destroy(p.o);
 }
 
-/* A step with rates of 0, or of gradients of 0: d, its bound and the weights stay, and it is no beginning. */
+/* A step with rates of 0, or with gradients of 0: d, its bound and the weights stay, and it is no beginning. */
 static void test_idle_steps(void)
 {
     TEST("prodigy: a step of lr 0, or of zero gradients, changes no d and does not count as begun") {
@@ -149,7 +149,7 @@ static void test_rates(void)
         MUST(halfstep_set_hyper(p.o, 1, "lr", 1));
         EXPECT(pulled_step(&p, 1), HALFSTEP_OK);
         halfstep_destroy(p.o);
-        /* Apart, each does what it does alone. */
+        /* Separately, each does what it does alone. */
         struct pulled alone;
         halfstep_optimizer *o;
         void *weights[MOST];
@@ -186,7 +186,7 @@ static void test_rates(void)
     }
 }
 
-/* The numbers of a file of 0.1.0, which had a set for each tensor. */
+/* The numbers of a file of 0.1.0, which had one set per tensor. */
 static void test_old_numbers(void)
 {
     TEST("prodigy: of numbers that differ by tensor the set with the largest d is everybody's") {
@@ -206,7 +206,7 @@ static void test_old_numbers(void)
     }
 }
 
-/* Two handles whose caller adds up their sums are one, also while one of them has no gradient. */
+/* Two handles whose caller adds up their sums act as one, also while one of them has no gradient. */
 static void test_two_handles(void)
 {
     TEST("prodigy: handles whose sums are added up have one d") {
@@ -305,7 +305,7 @@ static double mean_step(const char *rule, const char *states, const char *option
     return sum / 1024;
 }
 
-/* Every block format of a role, under every option of every rule that has such states. */
+/* Takes every block format of a role, under every option of every rule that has such states. */
 static void test_precise(void)
 {
     TEST("a largest value, and what is subtracted, are in no blocks while their option is on") {

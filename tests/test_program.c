@@ -1,6 +1,7 @@
-/* The program, in this process: what it answers to words, folders and checkpoints of every kind. A failure is a status
- * and one sentence that names what is wrong, and leaves no file behind. Over 500 lines because its tables are most of
- * it. Runs under sanitizers. */
+/* Runs the program in this process and checks its answers to words, folders and checkpoints of every kind. A failure is
+ * a status and one sentence that names what is wrong, and leaves no file behind. Over 500 lines because its tables are
+ * most of it.
+ * Runs under sanitizers. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 #include <poll.h>
@@ -20,7 +21,7 @@
     "compare lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --steps 2 --threads " \
     "1 --quiet "
 
-/* Of the names and sizes of all files in a folder. */
+/* Returns a hash of the names and sizes of all files in a folder. */
 static uint64_t contents(const char *folder)
 {
     uint64_t sum = 0;
@@ -148,7 +149,7 @@ static void test_words(void)
           program_errors);
 }
 
-/* Options that the program's own tables have no need of, or no longer. */
+/* Tests kinds of options that the program's own tables do not use, or no longer use. */
 static void test_tables(void)
 {
     struct {
@@ -191,7 +192,7 @@ static void test_tables(void)
     args_free(&args);
 }
 
-/* Lists of paths take words up to the next option, and come back from the text that a checkpoint keeps. */
+/* Lists of paths take words up to the next option. They come back from the text that a checkpoint keeps. */
 static void test_path_lists(void)
 {
     struct {
@@ -216,7 +217,7 @@ static void test_path_lists(void)
     }
     const struct option_group group = {"Options", rows, OPTION_COUNT(rows), &target};
     struct args args;
-    /* A dash begins the first of the words after an option, and no other. */
+    /* The first word after an option may begin with a dash, and no other. */
     CHECK(args_parse(&args, &command, &group, 1, n, words) == 2, "-c is a path");
     words[3] = "./c";
     demand(args_parse(&args, &command, &group, 1, n, words) == ARGS_RUN, "not taken");
@@ -261,8 +262,8 @@ static void test_plan(void)
     accept("adamw/f32/f32", "plan --params 1e15 --memory 8000T --all");
     CHECK(strstr(printed, "fit into 7.81 PiB") && strstr(printed, " PiB  yes") && strstr(printed, " PiB  no"), "%s",
           printed);
-    /* Of a shape, tensor by tensor; released, the largest part of the gradients at once is the embedding here and a
-     * layer there. */
+    /* Counts of a shape, tensor by tensor. Released, the largest part of the gradients at once is the embedding here
+     * and a layer there. */
     accept("\"params\": 5144",
            "plan --width 8 --depth 1 --heads 2 --context 4 --json --recipes adamw/f32,adamw/bf16-sr/int8");
     accept("\"gradients\": 1.59",
@@ -357,20 +358,20 @@ static void test_forged(void)
         forge("base", "forged", table[i].file, table[i].old, table[i].new);
         refuse(1, table[i].pattern, table[i].line);
     }
-    /* What another program has added is passed over. */
+    /* Members that another program has added are ignored. */
     forge("base", "forged", "trainer.json", "\"options\": {", "\"by\": [1, {\"a\": null}], \"options\": {\"lr\": 1,");
     accept("", go_on);
     forge("base", "forged", "config.json", "{", "{\"by\": [1, {\"a\": null}],");
     accept("5144 parameters", shape);
-    /* Without its optimizer a model still speaks, and can be started from. */
+    /* Without its optimizer a model still generates, and can be started from. */
     forge("base", "forged", "optimizer.safetensors", NULL, NULL);
     accept("", take);
-    /* A residual that is not what its format has. */
+    /* A residual in another dtype than its format has. */
     forge("kahan", "forged", "optimizer.safetensors", "weight.extra\":{\"dtype\":\"BF16\"",
           "weight.extra\":{\"dtype\":\"I16\" ");
     CHECK(program(take) == 1 && strstr(program_errors, "has dtype I16, which is not that of bf16-kahan weights"), "%s",
           program_errors);
-    /* Weights that are averages of states which are not there. */
+    /* Weights that are averages of states that are missing. */
     forge("free", "forged", "optimizer.safetensors", "schedulefree/f32", "schedulefree/f16");
     refuse(1, "forged", take);
     refuse(1, "forged", speak);
@@ -394,7 +395,7 @@ static void test_resume(void)
     };
     REFUSE_ALL(table);
     forge("base", "again", "trainer.json", "", "");
-    /* However the directory is written, and from whichever checkpoint of it. */
+    /* A directory may be written in any form, and each of its checkpoints can be resumed. */
     accept("\"steps\": 3", RESUME "again/// --steps 3 --json --keep 5");
     accept("\"steps\": 4", RESUME "again/checkpoint-2/ --steps 4 --json");
     demand(!chdir("again"), "no folder");
@@ -402,13 +403,13 @@ static void test_resume(void)
     demand(!chdir(".."), "no way back");
     accept("\"steps\": 3", RESUME "hyper --beta1 0.8 --steps 3 --json");
     accept("\"steps\": 3", RESUME "val --steps 3 --json");
-    /* The last of two values for one hyper-parameter counts. */
+    /* If a hyper-parameter is given twice, the last value counts. */
     char hash[64] = "";
     accept("state_hash", LM "--quiet --steps 3 --json --hyper beta1=0.5 --hyper beta1=0.8 --beta2 0.9");
     const char *at = strstr(printed, "\"state_hash\"");
     if (at) snprintf(hash, sizeof hash, "%.36s", at);
     accept(hash, LM "--quiet --steps 3 --json --beta1 0.8 --beta2 0.9");
-    /* Hyphens and underscores are one. */
+    /* Hyphens and underscores mean the same. */
     accept("state_hash", LM "--quiet --steps 3 --json --recipe lamb/f32 --trust_scale 0.5");
     at = strstr(printed, "\"state_hash\"");
     if (at) snprintf(hash, sizeof hash, "%.36s", at);
@@ -462,7 +463,7 @@ static void test_commands(void)
     CHECK(program(COMPARE "--out new --checkpoint text/there") == 1 &&
               strstr(program_errors, "text/there: Not a directory"),
           "%s", program_errors);
-    /* Both before the work begins that takes minutes. */
+    /* Both come before the work begins, which takes minutes. */
     static const struct refusal table[] = {
         {1, "bench: cannot write nowhere/bench.csv: No such file", "bench --csv nowhere/bench.csv"},
         {1, "verify: cannot write nowhere/hashes.txt: No such file", "verify --write nowhere/hashes.txt"},
@@ -493,7 +494,7 @@ static void test_logs(void)
 {
     static const char header[] = "step,train_loss,val_loss,lr,gradient_norm,tokens_per_s,seconds,skipped_steps\n";
     static const struct {
-        const char *before, *kept; /* kept: NULL, it is refused */
+        const char *before, *kept; /* kept: NULL if it is refused */
     } table[] = {
         {"", ""},
         {"step,train_loss\n", NULL},
@@ -533,7 +534,7 @@ static void test_logs(void)
 
 /* ---- Terminals --------------------------------------------------------------------------------------------------- */
 
-/* What comes out of a terminal up to a mark, which the kernel may hand on a while after it was written. */
+/* Reads what comes out of a terminal up to a mark. The kernel may deliver it a while after it was written. */
 static void read_terminal(int master, char *seen, size_t room)
 {
     static const char mark[] = "~end~";
@@ -550,7 +551,7 @@ static void read_terminal(int master, char *seen, size_t room)
     if (end) *end = 0;
 }
 
-/* What progress writes to a terminal of so many columns. */
+/* Returns what progress writes to a terminal of so many columns. */
 static const char *on_terminal(int columns, const char *term, const char *no_colour, int quiet)
 {
     static char seen[1 << 14];
@@ -602,7 +603,7 @@ static void test_terminal(void)
     CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") &&
               strstr(seen, "  5.0 ktok/s  norm 3  lr 4  skipped 6\033[0m"),
           "a live line: %s", seen);
-    /* A note takes the place of the line, which comes again below it. */
+    /* A note replaces the progress line, which comes again below it. */
     CHECK(strstr(seen, "\r\033[Ka note\r\n\r\033[K\033[36mlabel  step 100/100"), "a note: %s", seen);
     CHECK(strstr(seen, "label  step 200/100\033[0m\r\n\r\033[K"), "a line that stays: %s", seen);
     seen = on_terminal(40, "xterm", "", 0);
@@ -628,7 +629,7 @@ static void test_terminal(void)
     free(no_colour);
 }
 
-/* What a model writes may be any bytes: none of them gets to a terminal that would obey it. */
+/* A model may write any bytes. None of them may reach a terminal that would obey it. */
 static void test_bytes(void)
 {
     static const char bytes[] = "a\n\t\033["
@@ -657,8 +658,8 @@ static void test_bytes(void)
 
 /* ---- Files of other programs ------------------------------------------------------------------------------------- */
 
-/* Makes the folder `other`, with the weights of base in one file, and a config.json of the members given; a member that
- * begins with - is left out of those that base has. */
+/* Makes the folder `other`, with the weights of base in one file, and a config.json with base's usual members and those
+ * given. A member that begins with "-" is left out. */
 static void make_other(const char *const *member, size_t members)
 {
     static const char *const usual[] = {"\"model_type\": \"llama\"",  "\"architectures\": [\"LlamaForCausalLM\"]",
@@ -692,7 +693,7 @@ static const char from_file[] =
                   from_folder[] = "train lm --data text --batch 2 --eval-batches 1 --sample-bytes 4 --threads 1 "
                                   "--steps 0 --quiet --init other";
 
-/* What the model of a file does and this one does not is refused by the name of the member that says so. */
+/* A model with features that this one lacks is refused by the member that asks for them. */
 static void test_others_refused(void)
 {
     static const struct {
@@ -779,7 +780,7 @@ static void test_others_refused(void)
     refuse(1, "no checkpoint in other: there is no manifest.json, nor a model.safetensors or its index", from_folder);
 }
 
-/* Numbers that a model may have are taken from the file, and go on into checkpoints and from them. */
+/* Numbers that a model may have are taken from the file, and pass through checkpoints. */
 static void test_others_taken(void)
 {
     static const char *const scaled[] = {"\"rms_norm_eps\": 0.25",
@@ -825,7 +826,7 @@ static void test_others_taken(void)
     accept("has no config.json beside it: assuming 2 heads, rms_norm_eps 1e-05 and rope_theta 10000", line);
 }
 
-/* Copies the header and data of base's weights with some bytes of the header changed; its length stays. */
+/* Copies the header and data of base's weights with some bytes of the header changed. Its length stays. */
 static void put_weights(const char *path, const char *old, const char *new)
 {
     static uint8_t data[1 << 17];
@@ -836,7 +837,7 @@ static void put_weights(const char *path, const char *old, const char *new)
     put_file(path, data, bytes);
 }
 
-/* Saves the checkpoint `from` again as `to`, with another file in the place of one. */
+/* Saves the checkpoint `from` again as `to`, with one file replaced. */
 static void forge_with(const char *from, const char *to, const char *changed, const char *instead)
 {
     static uint8_t data[1 << 17];
@@ -930,7 +931,7 @@ static void test_others_tensors(void)
     halfstep_destroy_safetensors_writer(part[0]);
     halfstep_destroy_safetensors_writer(part[1]);
     halfstep_close_safetensors(file);
-    /* compare goes on with the model that its runs have begun with. */
+    /* compare goes on with the model that its runs began with. */
     static const char *const scaled[] = {"\"rms_norm_eps\": 0.25"};
     make_other(NULL, 0);
     accept("", COMPARE "--recipes adamw/f32 --init other --out report --checkpoint runs");
@@ -943,8 +944,8 @@ static void test_others_tensors(void)
     remove_tree("other");
 }
 
-/* Every byte of a file that a command prints is one that a terminal shows: names and metadata of tensors, names of
- * files, and options of a run, on stdout and in errors. JSON keeps the very text. */
+/* Checks that every byte of a file that a command prints is one that a terminal shows, on stdout and in errors. The
+ * files' texts are names and metadata of tensors, names of files, and options of a run. JSON keeps the very text. */
 static void test_others_printed(void)
 {
     static const char header[] = "{\"__metadata__\":{\"no\\u001bte\":\"x\\u001b]52;c;aGk=\\u0007\\n\\u009b2J\"},"
@@ -974,7 +975,7 @@ static void test_others_printed(void)
               strstr(printed, "\"file\": \"esc\\u001B[31m\""),
           "JSON: %s", printed);
     REFUSE_ALL(table);
-    /* A checkpoint that says such things of its run. */
+    /* A checkpoint whose run has such texts. */
     forge("base", "forged", "trainer.json", "\"generator\": \"",
           "\"by\\u001b[31m\": \"\\u009b2J\", \"generator\": \"\\u001b[0m");
     accept("--by\\x1b[31m \\xc2\\x9b2J", "inspect forged");

@@ -1,20 +1,23 @@
-/* Every call of the program into the C library fails, in this process: commands of all kinds end with status 0 and what
- * they print without a fault, or with status 1 and one sentence; neither memory nor a descriptor is lost.
- * tests/faults/sweep.py does so from the outside, with the libraries' own calls and with what is left in files, but
- * with few faults.
+/* Makes every call of the program into the C library fail, in this process. Each command must end with status 0 and the
+ * output of a run without a fault, or with status 1 and one sentence. Neither memory nor a descriptor may be lost.
+ * tests/faults/sweep.py does so from the outside, with few faults. It also has the libraries' own calls, and looks at
+ * the files that are left.
  *
- *   test_program_faults [--short]         one error at the first call from every sixth place (twelfth), once or from
- *                                         there on, in turn
- *   test_program_faults --all             at that from each place
- *   test_program_faults COMMAND FAULT     one fault (faults/inject.h) of the command of that number
+ *   test_program_faults [--short]         One error at the first call from every sixth place (twelfth), once or from
+ *                                         there on, in turn.
  *
- * A child process works through the faults of a command; if it dies, its fault is told. Runs under sanitizers. */
+ *   test_program_faults --all             The same at the first call from each place.
+ *
+ *   test_program_faults COMMAND FAULT     One fault (faults/inject.h) of the command of that number.
+ *
+ * A child process works through the faults of a command. If it dies, its fault is reported.
+ * Runs under sanitizers. */
 #include <sys/wait.h>
 
 #include "common/args/args.h"
 #include "faults/inject.h"
 
-/* Nothing fails but in the program. */
+/* Only the program's calls fail. */
 static int faulty_main(int argc, char **argv);
 #define PROGRAM_MAIN faulty_main
 #include "program_lines.h"
@@ -31,7 +34,7 @@ static int faulty_main(int argc, char **argv)
 #define LM "train lm --data text --sample-bytes 4 " SMALL
 #define IMAGES "--train-images 8 --test-images 4 --epochs 1 --batch 4 --threads 1 --quiet "
 
-/* What of the output has to be the same: all of it, the line of a hash, or only the status. */
+/* The part of the output that must be the same: all of it, the line of a hash, or only the status. */
 enum same { ALL, HASH, NOTHING };
 
 static const struct {
@@ -66,7 +69,7 @@ static const struct {
 };
 enum { COMMANDS_HERE = sizeof commands_here / sizeof *commands_here };
 
-/* What a child shares with its parent. */
+/* Memory that a child shares with its parent. */
 static struct shared {
     char fault[128], violation[4096];
     unsigned long faults, struck, refused;
@@ -74,7 +77,7 @@ static struct shared {
 
 static char expected[1 << 17];
 
-/* The part that has to be the same. */
+/* Cuts the output to the part that must be the same. */
 static void cut(enum same same, char *text)
 {
     char *at = strstr(text, same == HASH ? "hash" : "");
@@ -92,7 +95,7 @@ static int descriptors(void)
     return n;
 }
 
-/* The folder as each run finds it. */
+/* Brings the folder to the state in which each run finds it. */
 static void prepare(int command)
 {
     static const char *const made[] = {"new", "newer", "run"};
@@ -148,7 +151,7 @@ static void judge_all(int command, size_t every)
     static uint64_t numbers[4096];
     char fault[128], text[64], *list[8];
     prepare(command);
-    /* What is allocated once is there then. */
+    /* One run first, because some memory is allocated once. */
     demand(!program(commands_here[command].line), program_errors);
     prepare(command);
     inject_record("ours");
@@ -168,7 +171,7 @@ static void judge_all(int command, size_t every)
             place[places].number = numbers[i];
         }
     }
-    /* Commands begin at different places; one with few places still gets a fault. */
+    /* Commands begin at different places, so that one with few places still gets a fault. */
     size_t start = (size_t)command % (places && places < every ? places : every);
     for (size_t i = start; i < places && !shared->violation[0]; i += every) {
         size_t errors = 0;

@@ -1,4 +1,4 @@
-/* The random words of stochastic rounding: their exact bits, and statistics quick enough for every run. Seeds are
+/* Tests the random words of stochastic rounding: their exact bits, and statistics quick enough for every run. Seeds are
  * fixed, so a pass stays a pass. tests/random_stats.sh is the long version. */
 #include <math.h>
 #include <stdint.h>
@@ -21,7 +21,7 @@ enum { WORDS = 1 << WORDS_SHIFT };
 enum { ELEMENTS, WRITES, TENSORS, SLOTS, KINDS };
 static const char *const kind_name[KINDS] = {"elements", "writes", "tensors", "slots"};
 
-/* Writes of a lattice are meant to be related within 256 of them: independent ones are of different 256. */
+/* Writes of a lattice are related within 256 of them by design. Independent ones are from different 256. */
 static uint64_t nth_write(int generator, uint64_t n)
 {
     return generator == HSTEP_GENERATOR_LATTICE ? 257 * n + 100 : n;
@@ -61,7 +61,7 @@ static void fill(int generator, int kind, uint64_t seed, uint32_t *out)
     }
 }
 
-/* Deviation in standard errors that no honest test of this file should show: fewer than 10^5 values are judged. */
+/* A deviation in standard errors that no test of this file should show by chance: fewer than 10^5 values are judged. */
 #define LIMIT 6.0
 
 static uint32_t words[WORDS];
@@ -170,7 +170,7 @@ static void test_definition(void)
                             hstep_random_words(generator, &key, 0, 2, two);
                             start[n++] = (uint64_t)two[0] << 32 | two[1];
                         }
-            /* An open-addressing set: 64-bit values of independent streams coincide with probability 3e-11. */
+            /* An open-addressing set. 64-bit values of independent streams coincide with probability 3e-11. */
             static uint64_t set[2 * STREAMS];
             memset(set, 0, sizeof set);
             int equal = 0;
@@ -189,7 +189,7 @@ static void test_definition(void)
     }
 }
 
-/* Wilson and Hilferty: a chi-square of `degrees` as a standard normal deviate. */
+/* Returns a chi-square of `degrees` as a standard normal deviate (Wilson and Hilferty). */
 static double chi_square_deviate(double chi_square, double degrees)
 {
     double v = 2 / (9 * degrees);
@@ -235,7 +235,7 @@ static void test_correlations(int generator, int kind)
         }
 }
 
-/* How often adding the random half carries into the kept half: must be f / 65536. */
+/* Counts how often adding the random half carries into the kept half. The share must be f / 65536. */
 static void test_bias(int generator, int kind)
 {
     static const uint32_t ladder[] = {1,    2,     3,     5,     16,    64,    100,   255,   256,   257,  1024,
@@ -249,7 +249,7 @@ static void test_bias(int generator, int kind)
                   "%s along %s: f = %u, half %d rounded up %d times, expected %.0f +- %.0f",
                   hstep_generator_name(generator), kind_name[kind], ladder[k], half, up, mean, error);
         }
-    /* Neighbours that both carry at small f: large values must not come in pairs. */
+    /* Counts neighbours that both carry at small f, because large values must not come in pairs. */
     int together = 0;
     for (int j = 0; j + 1 < WORDS; j++)
         for (int half = 0; half < 2; half++) {
@@ -261,7 +261,7 @@ static void test_bias(int generator, int kind)
           hstep_generator_name(generator), kind_name[kind], together, mean);
 }
 
-/* Every bit of a word against every bit of the word `lag` later. */
+/* Compares every bit of a word with every bit of the word `lag` later. */
 static void test_bit_pairs(int generator, int kind, int lag, int n)
 {
     double worst = 0;
@@ -280,10 +280,12 @@ static void test_bit_pairs(int generator, int kind, int lag, int n)
           hstep_generator_name(generator), kind_name[kind], lag, worst);
 }
 
-/* All pairs of positions in a segment over many segment keys: the worst case of a mixer whose index has 15 bits. */
+/* Compares all pairs of positions in a segment over many segment keys. This is the worst case of a mixer whose index
+ * has 15 bits. */
 static void test_segment_lags(void)
 {
-    /* Every sample of a lag has a key of its own, or the last lags, with few positions, would count some twice. */
+    /* Every sample of a lag has a key of its own. Otherwise the last lags, with few positions, would count some
+     * twice. */
     enum { KEYS = 1 << 16, SAMPLES = SEGMENT_SAMPLES };
     _Static_assert(SAMPLES <= KEYS, "more samples than keys");
     static struct hstep_key keys[KEYS];
@@ -317,8 +319,8 @@ static void test_segment_lags(void)
           spread);
 }
 
-/* Flipping any input bit flips each output bit half of the time; of the write counter of a lattice, any bit from 8
- * on. */
+/* Flipping any input bit must flip each output bit half of the time. For a lattice's write counter this holds from bit
+ * 8 on. */
 static void test_avalanche(int generator)
 {
     enum { TRIALS = 512 };

@@ -1,4 +1,4 @@
-/* What a comparison says about runs that are made up here, so that the right answer is known. */
+/* Tests what a comparison says about made-up runs, so that the right answer is known. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -65,7 +65,7 @@ static int count(const struct text *text, const char *part)
     return n;
 }
 
-/* Every opened element is closed in the right order; void elements of HTML and "/>" aside. */
+/* Returns what is wrong if an element is not closed in the right order, else NULL. Skips void elements and "/>". */
 static const char *unbalanced(const char *html)
 {
     static char open[64][32], problem[128];

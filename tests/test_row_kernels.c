@@ -1,5 +1,5 @@
-/* What the trainer's models do between matrix products (trainer/loops/rows.h): every function on every instruction set
- * against its definition in double, and against the scalar one's bits. */
+/* Tests what the trainer's models do between matrix products (trainer/loops/rows.h). Every function on every
+ * instruction set is compared with its definition in double, and with the scalar one's bits. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 #include <stdint.h>
@@ -11,8 +11,8 @@
 
 enum { MOST = 208, ROOM = MOST + 2 * ROW_LANES };
 
-/* What a function reads and writes: four rows in fp32, three that are stored. Everything is compared, what lies behind
- * a row included. */
+/* A function's inputs and outputs: four rows in fp32, three that are stored. Everything is compared, also what lies
+ * behind a row. */
 struct rows {
     float wide[4][ROOM];
     union {
@@ -43,7 +43,7 @@ static void fill(struct rows *r, uint64_t seed, int type, double spread)
     r->kept = (struct row_softmax){value(seed, 9, 0, 2), 0.37f};
 }
 
-/* One way for each function, so that all are called alike: n values, of which some functions take fewer as valid. */
+/* One signature for all functions: n values, of which some functions take fewer as valid. */
 #define ROW(name, parameters, arguments) CALL_##name,
 #define ROW_FLOAT ROW
 enum call {
@@ -92,7 +92,7 @@ static int takes(enum call which, int type)
     return type == LM_F32 || which != CALL_norm_backward;
 }
 
-/* Only the sizes that users of a row may have, and values of which none ends in NaN. */
+/* Uses only the sizes that users of a row may have, and values that never end in NaN. */
 static void test_same_bits(void)
 {
     static struct rows expected, got;
@@ -242,7 +242,7 @@ static void test_definitions(void)
     }
 }
 
-/* Stored values against those of one at a time, for all codes and for all halves between them. */
+/* Compares stored values with those of one at a time, for all codes and for all halves between them. */
 static void test_stored(void)
 {
     for (int isa = 0; isa < halfstep_isa_count(); isa++) {

@@ -1,7 +1,7 @@
-/* Every rule against plain double precision (ref/), every format against the error that its header states, and
+/* Tests every rule against plain double precision (ref/), every format against the error that its header states, and
  * stochastic rounding by enumeration. Prints the largest errors it met. Only --all enumerates everything; the other
- * runs, of which --short is the shortest, sample by fixed strides. Long runs are test_trajectories.c's. Over 500
- * lines because all of them judge by the same reference. */
+ * runs, of which --short is the shortest, sample by fixed strides. Long runs are in test_trajectories.c. Over 500 lines
+ * because all of them judge by the same reference. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 
@@ -9,7 +9,7 @@
 #include "ref/table.h"
 #include "test.h"
 
-/* 0, or 2^low to 2^high with all bits random, either sign. */
+/* Returns 0, or 2^low to 2^high with all bits random, of either sign. */
 static float wide(struct source *s, int low, int high)
 {
     uint64_t r = next64(s);
@@ -19,8 +19,7 @@ static float wide(struct source *s, int low, int high)
 
 /* ---- Rules ------------------------------------------------------------------------------------------------------- */
 
-/* Values that a rule's own hyper-parameters take; 0 of them where it keeps its default. Every name of rules.def has a
- * row. */
+/* Values for a rule's own hyper-parameters. With none it keeps its default. Every name of rules.def has a row. */
 static const struct {
     const char *name;
     int n;
@@ -84,7 +83,7 @@ static struct ref_hyper random_hyper(struct source *s, int32_t row)
     h.lr = lrs[next64(s) % 4];
     h.weight_decay = decays[next64(s) % 3];
     h.reference_lr = 0.5;
-    /* Proximal decay is Adan's; a rule on weights has no gradient for l2 to be added to. */
+    /* Proximal decay is Adan's. A rule on weights has no gradient for l2 to be added to. */
     enum ref_decay decay = (enum ref_decay)(next64(s) % (h.decay == REF_PROXIMAL ? 4 : 3));
     if (!info.raw_gradient || decay != REF_L2) h.decay = decay;
     for (int32_t i = common_hypers(); i < info.hypers; i++) {
@@ -100,8 +99,8 @@ static struct ref_hyper random_hyper(struct source *s, int32_t row)
 enum { COLUMNS = 80, MOST = 16 * COLUMNS };
 enum { TYPICAL, WIDE, CANCELLING, KINDS };
 
-/* One step of a tensor from given stored values. TYPICAL: like training; WIDE: any magnitudes, where squares of
- * gradients are fp32 numbers; CANCELLING: the same, with terms that cancel. */
+/* One step of a tensor from given stored values. TYPICAL: like training. WIDE: any magnitudes whose squares are fp32
+ * numbers. CANCELLING: the same, with terms that cancel. */
 struct drawn {
     struct ref_hyper h;
     struct ref_tensor r;
@@ -109,7 +108,7 @@ struct drawn {
     int stored[REF_STATES];
 };
 
-/* The first element that has the same number of state j as element i: vectors are over rows or columns. */
+/* Returns the first element that shares its number of state j with element i. Vectors are over rows or columns. */
 static int first_with(const halfstep_rule_info *info, int j, const struct ref_tensor *r, int i)
 {
     return info->state_extent[j] == HALFSTEP_EXTENT_ROWS      ? i - i % r->columns
@@ -117,7 +116,7 @@ static int first_with(const halfstep_rule_info *info, int j, const struct ref_te
                                                               : i;
 }
 
-/* Numbers of a state, as a slot has them, from those of all elements; and back. */
+/* Convert the numbers of a state from one per element to those of a slot, and back. */
 static void write_state(struct one *t, const halfstep_rule_info *info, int j, const struct drawn *d)
 {
     static float numbers[MOST];
@@ -140,14 +139,14 @@ static void read_state(struct one *t, const halfstep_rule_info *info, int j, con
 static void draw(struct source *s, const halfstep_rule_info *info, int kind, struct drawn *d)
 {
     int first = d->r.full == 1;
-    /* What is squared may be multiplied by max_norm over the largest first, or by an estimate. */
+    /* A gradient may be multiplied by max_norm over the largest, or by an estimate, before it is squared. */
     int bound_norm = d->h.max_norm > 0, least = bound_norm || d->h.d0 > 0 ? -25 : -50, most = bound_norm ? 12 : 40;
     double beta = d->h.beta1 > 0 ? d->h.beta1 : 1;
     for (int i = 0; i < d->r.n; i++) {
         float w = kind ? (bound_norm ? wide(s, least, most) : wide(s, -60, 60)) : (float)next_normal(s),
               g = kind ? wide(s, least, most) : (float)(1e-3 * next_normal(s));
         if (info->raw_gradient) g = kind == CANCELLING ? (float)((double)w * (1 + 1e-6 * next_normal(s))) : w + g;
-        /* What is squared, in fp32, is the sum under l2. */
+        /* Under l2 the sum is squared, in fp32. */
         if (d->h.decay == REF_L2 && fabs((double)g + d->h.weight_decay * (double)w) < ldexp(1, least - 5)) w = 0;
         double signs = 0;
         for (int j = 0; j < info->states; j++) {
@@ -157,8 +156,8 @@ static void draw(struct source *s, const halfstep_rule_info *info, int kind, str
                 x = kind ? fabsf(wide(s, -100, 80)) : (float)(1e-6 * (0.1 + next_unit(s)));
             if (role == HALFSTEP_ROLE_WEIGHT)
                 x = kind == WIDE ? wide(s, -60, 60) : (float)((double)w + 1e-3 * next_normal(s));
-            /* Adan's look-ahead g + b (g - x) cancels where x is about 2 g, and so may its numerator, both by roundings
-             * that no input stands for. */
+            /* Adan's look-ahead g + b (g - x) cancels where x is about 2 g, and so may its numerator. Both cancel by
+             * roundings that changes of an input do not show. */
             int twice = role == HALFSTEP_ROLE_GRADIENT && fabs((double)x - 2 * (double)g) < fabs((double)g);
             if (twice || (role == HALFSTEP_ROLE_GRADIENT && kind == CANCELLING))
                 x = (float)((double)g * (1 + 1e-6 * next_normal(s)));
@@ -169,7 +168,7 @@ static void draw(struct source *s, const halfstep_rule_info *info, int kind, str
             if (role == HALFSTEP_ROLE_SIGNED) signs = fmax(signs, fabs((double)x));
             d->state[j][i] = x;
         }
-        /* Averages obey |m| <= C sqrt(v), with 7.3 for Adam's and 1 for the two of a centered RMSprop: states that no
+        /* Averages obey |m| <= C sqrt(v), with 7.3 for Adam's and 1 for the two of a centered RMSprop. States that no
          * gradients make would only overflow. */
         double bound = d->h.centered != 0 ? 0.98 : 4;
         for (int j = 0; j < info->states; j++)
@@ -184,8 +183,8 @@ static void draw(struct source *s, const halfstep_rule_info *info, int kind, str
             d->state[j][i] = d->state[j][first_with(info, j, &d->r, i)];
 }
 
-/* The reference with input `which` of every element (0 weight, 1 gradient, then states) larger by a 2^22th, either
- * sign. */
+/* Runs the reference with input `which` of every element (0 weight, 1 gradient, then states) larger by a 2^22th, of
+ * either sign. */
 static void run_reference(const struct reference *ref, const struct drawn *d, int which, double sign,
                           struct ref_element *x, double *scalar)
 {
@@ -216,7 +215,7 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     struct one t;
     uint64_t step = 1 + (next64(s) % 4 == 0 ? 0 : next64(s) % (next64(s) % 2 ? 10 : 100000));
     uint64_t full = next64(s) % 2 ? step : 1 + next64(s) % step;
-    /* Matrices of any magnitudes have singular values that are rounding errors: they are left to typical ones. */
+    /* Matrices of any magnitudes have singular values that are rounding errors. Only typical ones are tested. */
     int matrix = info.matrix && kind == TYPICAL && next64(s) % 2, rows = info.matrix && !matrix ? MOST : 16;
     d.h = random_hyper(s, row);
     d.r = (struct ref_tensor){.n = MOST,
@@ -247,8 +246,9 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     }
     MUST(one_step(&t));
 
-    /* A result's size is the sum of what each input contributes to it, by how far it moves when the input moves by
-     * 2^-22 of itself, and of what it was, for a change is taken from that. A weight may become a copy of a state. */
+    /* A result's size is the sum of what each input contributes. A contribution is how far the result moves if the
+     * input moves by 2^-22 of itself. The old value counts too, because a change is taken from it. A weight may become
+     * a copy of a state. */
     run_reference(ref, &d, -1, 0, exact, scalar);
     for (int j = 0; j < REF_SCALARS; j++) scalar_size[j] = fabs(scalar[j]);
     for (int i = 0; i < MOST; i++) {
@@ -275,7 +275,7 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
         if (slot) read_state(&t, &info, slot - 1, &d.r, out);
         else one_read(&t, HALFSTEP_SLOT_WEIGHT, out);
         double *most = slot ? worst_state : worst, largest = 0;
-        /* Every element of an orthogonalized matrix takes part in all of them. */
+        /* Every element of an orthogonalized matrix depends on all of them. */
         for (int i = 0; i < MOST; i++) largest = fmax(largest, size[slot][i]);
         for (int i = 0; matrix && i < MOST; i++) size[slot][i] = largest;
         for (int i = 0; i < MOST; i++) {
@@ -345,15 +345,15 @@ static void test_steps(void)
 
 /* ---- Formats ----------------------------------------------------------------------------------------------------- */
 
-/* What a format of single elements keeps, to nearest: the error is at most 2^-bits of the value, or the floor. An
+/* Bounds of formats of single elements, rounded to nearest. The error is at most 2^-bits of the value, or the floor. An
  * element format of formats.def needs a row here. */
 static const struct kept {
     const char *format;
     int bits; /* 0: every bit of fp32 */
     double floor;
-    int half; /* has another range: formats[] of test_f16_formats.c judges it as a weight or state */
+    int half; /* has another range; formats[] of test_f16_formats.c judges it as a weight or state */
 } kept[] = {
-    /* The error of rounding to so many significant bits is half a unit; below 2^-126 units no longer shrink. */
+    /* Rounding to so many significant bits errs by half a unit. Below 2^-126 units no longer shrink. */
     {"f32", 0, 0, 0},
     {"bf16", 8, 0x1p-134, 0},
     {"bf16-sr", 8, 0x1p-134, 0},
@@ -375,7 +375,7 @@ static const struct kept *kept_of(const char *format)
     return NULL;
 }
 
-/* Writes values of all magnitudes through a slot and judges what comes back, by what the format's header promises. */
+/* Writes values of all magnitudes through a slot and judges the values read back by the format's header. */
 static double element_error(const char *format, double value, double back)
 {
     const struct kept *k = kept_of(format);
@@ -411,10 +411,10 @@ static void judge_elements(const char *format, const char *recipe, const char *g
     one_close(&t);
 }
 
-/* Blocks of one magnitude with elements far below it, written to nearest: roots of signed values are at most the root
- * of half of their block's step off, those of second moments 2^-6 of themselves down to a 14th of the largest or 2^-65,
- * then 2^-5, down to the smallest code, 2^-11 of the largest or 2^-73; none of them becomes zero. Below 2^-126 a square
- * has a last place of its own. */
+/* Judges blocks of one magnitude with elements far below it, written to nearest. Roots of signed values are off by at
+ * most the root of half of their block's step. Roots of second moments are off by 2^-6 of themselves down to a 14th of
+ * the largest or 2^-65. Below that they are off by 2^-5, down to the smallest code, 2^-11 of the largest or 2^-73. None
+ * of them becomes zero. Below 2^-126 a square has a last place of its own. */
 static void judge_block(struct source *s, int nonneg, int exponent, double *worst)
 {
     enum { N = 4 * 32 };
@@ -507,8 +507,8 @@ static void test_formats(void)
 
 /* ---- Stochastic rounding ----------------------------------------------------------------------------------------- */
 
-/* How often the 131,072 roundings of one pattern, with each random half word once in either place, went away from
- * zero. */
+/* Counts how often the 131,072 roundings of one pattern, with each random half word once in either place, went away
+ * from zero. */
 static uint32_t count_away(uint32_t bits, const uint32_t *words)
 {
     enum { PIECE = 4096 };
@@ -535,7 +535,7 @@ static void test_stochastic(void)
     static uint32_t words[65536];
     for (uint32_t i = 0; i < 65536; i++) words[i] = i | (i * 40503 + 12345) % 65536 << 16;
     TEST("stochastic rounding goes away from zero with probability exactly low half / 65536") {
-        /* Both signs, odd and even, subnormal, the smallest normal, the last before the range ends: the first two
+        /* Both signs, odd and even, subnormal, the smallest normal, the last before the range ends. The first two are
          * whole. */
         static const uint16_t high[] = {0x3f80, 0xc2ff, 0x0000, 0x8000, 0x007f, 0x0080, 0x80ff, 0x7f7e, 0xff7d, 0x4000};
         for (int k = 0; k < 10; k++) {

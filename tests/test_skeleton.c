@@ -1,4 +1,4 @@
-/* The two files that docs/adding.md tells people to copy: they compile against the vocabulary and do what they say. */
+/* Tests the two files that docs/adding.md tells people to copy. They compile against the vocabulary and work. */
 #include "vec/scalar.h"
 
 #include "../examples/skeleton_format.h"

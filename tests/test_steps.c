@@ -1,6 +1,7 @@
-/* Steps of more than one pass and states of more than one kind: optimizer accumulation, sums over tensors, averages of
- * weights, copies of weights as states, blocks that do not follow rows. Over 500 lines because each kind has a small
- * reference of its own. Runs under sanitizers. */
+/* Tests steps of more than one pass and states of more than one kind. These are optimizer accumulation, sums over
+ * tensors, averages of weights, copies of weights as states, and blocks that do not follow rows. Over 500 lines because
+ * each kind has a small reference of its own.
+ * Runs under sanitizers. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 
@@ -9,7 +10,7 @@
 #include "ref/fixture.h"
 #include "test.h"
 
-/* A tensor with random weights; sgd and rmsprop with momentum, for without they keep no gradient. */
+/* Makes a tensor with random weights. sgd and rmsprop get momentum, because they keep no gradient without it. */
 static void open_random(struct one *t, const char *recipe, int ndim, int64_t rows, int64_t row_length,
                         const char *gradients)
 {
@@ -53,7 +54,7 @@ static int same_states(struct one *a, struct one *b)
 
 /* ---- Optimizer accumulation -------------------------------------------------------------------------------------- */
 
-/* A step with lr 0 moves no weight, so it has to leave the states that a micro-step leaves. */
+/* A step with lr 0 moves no weight, so it must leave the states that a micro-step leaves. */
 static void micro_steps_of(const char *rule, const char *formats)
 {
     char recipe[96];
@@ -377,7 +378,7 @@ static void test_blocks(void)
 
 /* ---- Calls in odd orders and odd places -------------------------------------------------------------------------- */
 
-/* A handle with one or two tensors in f32, of which the rows from first_row on are held here. */
+/* Makes a handle with one or two tensors in f32. It holds the rows from first_row on. */
 struct handle {
     halfstep_optimizer *o;
     void *weight[2], *gradient[2]; /* of floats */

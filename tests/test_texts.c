@@ -1,4 +1,4 @@
-/* Several files and folders as one text: which of a folder, in which order, and one line for all that are bad.
+/* Tests several files and folders as one text: which files of a folder, in which order, and one line for all bad ones.
  * Runs under sanitizers. */
 #include <errno.h>
 #include <stdint.h>
@@ -46,7 +46,7 @@ static void joined(const char *const *names, int n, const char *content, size_t 
     data_free(&file);
 }
 
-/* words: what the line has to name, between bars. */
+/* words: texts that the line must name, between bars */
 static void refused(const char *const *names, int n, const char *words)
 {
     struct data_file file;
@@ -78,20 +78,20 @@ static void make_folder(void)
 
 static void test_order(void)
 {
-    /* By name: a, around (no), b/1, b/2.gz, b/3.gz, b/nil (no), c, e/f/g, link, nothing (no), pipe (no). */
+    /* Sorted by name: a, around (no), b/1, b/2.gz, b/3.gz, b/nil (no), c, e/f/g, link, nothing (no), pipe (no). */
     joined((const char *[]){"t"}, 1, "AaB1B2CGC", 7);
     joined((const char *[]){"t/"}, 1, "AaB1B2CGC", 7);
     joined((const char *[]){"t/c", "t/b", "t/a"}, 3, "CB1B2Aa", 5);
     joined((const char *[]){"t/a", "t/a"}, 2, "AaAa", 2);
     joined((const char *[]){"t/around/b/", "t/.hidden"}, 2, "B1B2hidden", 4);
-    /* Bytes, and no language's order of letters. */
+    /* Sorted by bytes, not by any language's order of letters. */
     need(!mkdir("order", 0700), "order");
     static const char *const names[] = {"order/Z", "order/a", "order/10", "order/9", "order/\xc3\xa9", "order/_"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) put(names[i], names[i] + 6, 1);
     joined((const char *[]){"order"}, 1, "19Z_a\xc3", 6);
 }
 
-/* More than any buffer along the way has room for. */
+/* Longer than any buffer on the way. */
 static void test_large(void)
 {
     enum { FILES = 300, BYTES = 5000 };

@@ -1,7 +1,7 @@
-/* Every rule in every state format and with several weight formats, followed over 1000 steps against plain double
- * precision (ref/), whose states are never rounded. Both see the same gradients, which do not react to the weights,
- * so that nothing corrects an error. That is --all; by itself only the first 48 steps. --table prints what was
- * measured, for the bounds below, over all steps. */
+/* Follows every rule in every state format and with several weight formats over 1000 steps. The reference is plain
+ * double precision (ref/), whose states are never rounded. Both see the same gradients, which do not react to the
+ * weights, so that nothing corrects an error. That is --all; a run without arguments takes only the first 48 steps.
+ * --table prints the measurements, for the bounds below, over all steps. */
 #include <math.h>
 
 #include "calls.h"
@@ -12,8 +12,8 @@ enum { FULL = 1000, SHORT = 48, ROWS = 8 };
 
 static int steps = FULL, table;
 
-/* Gradients of one element: a mean that turns slowly and noise, of a size that is its own (log-normal, sigma 1/2) and
- * falls tenfold over the run, which second moments have to follow. */
+/* Makes gradients. Each element has a mean that turns slowly, and noise. Its size is log-normal (sigma 1/2) and falls
+ * tenfold over the run, which second moments must follow. */
 static void make_gradients(float *g, int n, int raw, const float *start)
 {
     struct source s = {7};
@@ -27,14 +27,14 @@ static void make_gradients(float *g, int n, int raw, const float *start)
             double fall = pow(10, -(double)step / FULL), mean = sin(phase[i] + 3 * (double)step / FULL);
             float *at = &g[(size_t)step * (size_t)n + (size_t)i];
             *at = (float)(size[i] * fall * (0.5 * mean + 0.5 * next_normal(&s)));
-            /* A live weight, for rules that average weights: it walks. */
+            /* A live weight, for rules that average weights. It walks. */
             if (raw) *at = (step ? at[-n] : start[i]) - *at / 10;
         }
     free(size);
     free(phase);
 }
 
-/* One run of a reference: weights to start from, gradients, where it ends, how far that is. */
+/* One run of a reference: starting weights, gradients, its end, and the distance between start and end. */
 struct course {
     const struct reference *ref;
     halfstep_rule_info info;
@@ -78,7 +78,7 @@ static void course_open(struct course *c, const struct reference *ref, int colum
     c->info = rule_info(c->row);
     c->h = ref_defaults(c->row);
     c->h.lr = ref->lr;
-    /* Under l2 it passes through the learning rate and the moments: a tenth of a gradient. */
+    /* Under l2, decay passes through the learning rate and the moments. It is a tenth of a gradient. */
     c->h.weight_decay = c->h.decay == REF_L2 ? 3e-3 : 0.1;
     ref_options(&c->h, ref->options);
     c->columns = columns;
@@ -86,7 +86,7 @@ static void course_open(struct course *c, const struct reference *ref, int colum
     c->start = zeroed((size_t)c->n * 4);
     c->gradients = zeroed((size_t)c->n * (size_t)steps * 4);
     c->x = zeroed((size_t)c->n * sizeof *c->x);
-    /* BF16 numbers, which every weight format stores as they are. */
+    /* BF16 numbers, which every weight format stores exactly. */
     for (int i = 0; i < c->n; i++) c->start[i] = bf16_nearest((float)(0.3 * next_normal(&s)));
     make_gradients(c->gradients, c->n, c->info.raw_gradient, c->start);
     course_run(c, id);
@@ -100,8 +100,8 @@ static void course_close(struct course *c)
     free(c->x);
 }
 
-/* How far the library ends from the reference, relative to how far that went; of weights and, where they are not the
- * weights to evaluate, of those too. */
+/* Returns the distance between the library's end and the reference's, relative to how far that went. It covers weights
+ * and, if those are others, the weights to evaluate. */
 static double follow(const struct course *c, const char *recipe)
 {
     struct one t;
@@ -136,7 +136,8 @@ static double follow(const struct course *c, const char *recipe)
     return off / c->travelled;
 }
 
-/* Recipe in which every state that can be has the format in a row, the others are f32. 0 if none can be. */
+/* Writes a recipe in which every state that can be is in the format of a row; the others are f32. Returns 0 if none can
+ * be. */
 static int recipe_with(char *recipe, size_t size, const halfstep_rule_info *rule, const char *weight, int32_t row)
 {
     halfstep_format_info format = {.struct_size = sizeof format};
@@ -158,8 +159,9 @@ static int recipe_with(char *recipe, size_t size, const halfstep_rule_info *rule
 /* ---- Bounds ------------------------------------------------------------------------------------------------------ */
 
 /* The most that a format of weights, and one of states, may be off: a part of the way, after 1000 steps and after 48.
- * Both add up. They are about twice what the worst rule shows (--table). Noise of unbiased roundings grows as the root
- * of the steps and the way as the steps, so weights are worse off early; states begin at zero and are better off. */
+ * Both add up. They are about twice the error of the worst rule (--table). Noise of unbiased roundings grows as the
+ * root of the steps, and the way as the steps. So weights are worse off early; states begin at zero and are better
+ * off. */
 struct bound {
     const char *format;
     double bound[2];
@@ -201,7 +203,7 @@ static const struct bound states[] = {
     {"dyn4", {2, 1}, "as dyn8, with a tenth of the codes"},
     {"fp8-lamb16", {2, 1.7}, "the published scale cuts off most of a moment: no more than the direction is left"},
 };
-/* Where a rule asks for more than a format has. */
+/* Exceptions for rules that need more than the format has. */
 static const struct {
     const char *rule;
     struct bound state;

@@ -1,4 +1,4 @@
-/* The tree of micro-steps: any number of processes gets the bits of one, which are those of a binary counter. */
+/* Tests the tree of micro-steps: any number of processes gets the bits of one, which are those of a binary counter. */
 #include <string.h>
 
 #include "common/tree.h"
@@ -13,7 +13,7 @@ static float leaf_value(int64_t i)
     return (float)(h >> 8) * 0x1p-10f / (float)(1 + h % 977);
 }
 
-/* A counter that carries: level l holds the sum of 2^l leaves. What is left at the end is added from the small to the
+/* A counter that carries: level l holds the sum of 2^l leaves. The rest at the end is added from the small to the
  * large. */
 static float counter_sum(int64_t leaves)
 {

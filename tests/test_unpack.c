@@ -1,5 +1,6 @@
-/* Frames of LZ4, made by hand: each kind of sequence is unpacked, and whatever is damaged or of another length is
- * refused without a byte outside. (cuda_ptx_test unpacks what the program lz4 has written.) Runs under sanitizers. */
+/* Tests unpacking of LZ4 frames made by hand. Each kind of sequence is unpacked. A frame that is damaged or of another
+ * length is refused, and no byte outside is touched. (cuda_ptx_test unpacks what the program lz4 has written.)
+ * Runs under sanitizers. */
 #include "device/cuda/driver/unpack.h"
 #include "test.h"
 
@@ -7,7 +8,7 @@ enum { MOST = 4096 };
 
 struct frame {
     unsigned char bytes[MOST];
-    size_t n, block; /* where the block that is being written has its size */
+    size_t n, block; /* the place of the size of the block that is being written */
 };
 
 static void put(struct frame *f, const void *bytes, size_t n)
@@ -62,7 +63,8 @@ static size_t make(struct frame *f, unsigned flags, char *expected)
     return (size_t)(at - expected);
 }
 
-/* In memory of exactly these sizes, where sanitizers see one byte too many; elsewhere a byte on each side tells. */
+/* Unpacks in memory of exactly these sizes, where sanitizers see one byte too many. Elsewhere a byte on each side shows
+ * it. */
 static int unpack(char *expected, size_t n, const unsigned char *bytes, size_t frame_bytes)
 {
     unsigned char *out = malloc(n + 2), *frame = malloc(frame_bytes + 1);

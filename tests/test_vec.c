@@ -1,7 +1,7 @@
-/* Every op of the vector vocabulary on every instruction set of this processor against the scalar header, and the
- * scalar header against definitions written a second way; then which instruction set is chosen, and the floating-point
- * environment. Inputs are fixed: a failure repeats on every run. Over 500 lines because every op has a second
- * definition. */
+/* Compares every op of the vector vocabulary on every instruction set of this processor with the scalar header. The
+ * scalar header is compared with definitions written a second way. Then tests which instruction set is chosen, and the
+ * floating-point environment. Inputs are fixed: a failure repeats on every run. Over 500 lines because every op has a
+ * second definition. */
 #include <fenv.h>
 #include <math.h>
 #include <stdint.h>
@@ -66,7 +66,7 @@ static uint32_t special_at(int i) { return special[i / 2 % (SPECIALS / 2)] ^ (i 
 static const char *const set_names[] = {"special values", "random bits", "near one", "sparse", "halves"};
 #define SETS ((int)(sizeof set_names / sizeof *set_names))
 
-/* Returns how many, at most N and a multiple of 256. */
+/* Makes the inputs. Returns their number, at most N and a multiple of 256. */
 static int64_t make_set(int set, uint32_t *a, uint32_t *b, uint32_t *c)
 {
     random_state = (uint64_t)set + 1;
@@ -130,7 +130,7 @@ static void test_lanes(const struct vec_unit *scalar, const struct vec_unit *uni
 
 /* ---- Memory ---- */
 
-/* One readable page between two that are not: an access outside a group at the page's edge is a fault. */
+/* One readable page between two others. An access outside a group at the page's edge is a fault. */
 static char *guarded_page(size_t *bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -140,7 +140,7 @@ static char *guarded_page(size_t *bytes)
     return p + page;
 }
 
-/* Two of them: what the scalar unit writes, and the unit under test. */
+/* Two of them: one for the scalar unit's writes, one for the unit under test. */
 static char *page[2];
 static size_t page_bytes;
 
@@ -211,7 +211,7 @@ static void check_store(const struct vec_store *s, const struct vec_store *u, co
     if (memcmp(expected, got, sizeof got)) wrong_store(s, expected, got, e, o);
 }
 
-/* The whole page must come out the same: nothing beside the group may be written. */
+/* The whole page must come out the same, because nothing beside the group may be written. */
 static void check_store_at(const struct vec_store *s, const struct vec_store *u, size_t offset)
 {
     ALIGNED uint32_t e[16], o[16];
@@ -269,8 +269,8 @@ static const struct vec_store *find_store(const struct vec_unit *unit, const cha
     return op;
 }
 
-/* Calls check with every upper half of a float together with lower halves that cover the three mantissa bits a half
- * still keeps, and around the tie and the ends of the thirteen it drops. */
+/* Calls check with every upper half of a float together with chosen lower halves. These cover the three mantissa bits
+ * that a half still keeps. They lie around the tie and the ends of the thirteen bits that it drops. */
 static void each_float_for_half(void (*check)(const void *context, const uint32_t *e, const uint32_t *o),
                                 const void *context)
 {
@@ -294,7 +294,8 @@ static void each_float_for_half(void (*check)(const void *context, const uint32_
     }
 }
 
-/* Ties between subnormal halves lie elsewhere: every midpoint between neighbours, and the floats beside it. */
+/* Ties between subnormal halves lie elsewhere. Calls check with every midpoint between neighbours, and the floats
+ * beside it. */
 static void each_tie_of_halves(const struct vec_unit *scalar,
                                void (*check)(const void *context, const uint32_t *e, const uint32_t *o),
                                const void *context)
@@ -520,7 +521,8 @@ static void test_definitions(const struct vec_unit *scalar)
 
 /* ---- Which instruction set ---- */
 
-/* In a process of its own, for the choice is made once: is row `isa` chosen, with a warning or without? */
+/* Checks, in a process of its own because the choice is made once, that row `isa` is chosen, with a warning or
+ * without. */
 static int chosen(const char *value, int isa, int warning)
 {
     fflush(stdout);
@@ -613,7 +615,7 @@ static void test_environment(void)
               "%s is not restored: %08x %08x", modes[i].name, bits_of(result[2]), bits_of(result[3]));
     }
 
-    /* A host that flushes subnormals, by the control word itself: FTZ and DAZ of x86, FZ of AArch64. */
+    /* Sets the control word of a host that flushes subnormals: FTZ and DAZ of x86, FZ of AArch64. */
     uint64_t flush = available("neon") ? 1u << 24 : available("avx2") ? 0x8040u : 0;
     if (!flush) return;
     struct hstep_fp saved = hstep_fp_enter(), flushing = {saved.saved | flush};

@@ -1,5 +1,5 @@
-/* Compiled once per row of vec/isas.def, as kernels.c is, with HSTEP_VEC_HEADER, HSTEP_ISA and the row's flags. Nothing
- * here is shared with other units: a function with external linkage could be taken from the one the processor lacks. */
+/* Compiled once per row of vec/isas.def, as kernels.c is, with HSTEP_VEC_HEADER, HSTEP_ISA and the row's flags. No
+ * function here has external linkage. The linker could otherwise take one that the processor cannot run. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -87,7 +87,7 @@ REPEAT_32(SHIFT, vi_shl)
 REPEAT_32(SHIFT, vi_shr)
 REPEAT_32(SHIFT, vi_sra)
 
-/* By every op that makes a mask. */
+/* Makes the mask by every op that makes one. */
 static void lane_vm_any(const uint32_t *a, const uint32_t *b, const uint32_t *c, uint32_t *out, int64_t n)
 {
     (void)c;
@@ -114,7 +114,7 @@ static void lane_vi_hmax(const uint32_t *a, const uint32_t *b, const uint32_t *c
     }
 }
 
-/* Rows of 16, brought to the width of a vector first: the maxima of 16 rows at the start of each 256. */
+/* Rows of 16 are first brought to the width of a vector: the maxima of 16 rows at the start of each 256. */
 static void lane_vi_hmax_rows(const uint32_t *a, const uint32_t *b, const uint32_t *c, uint32_t *out, int64_t n)
 {
     (void)b, (void)c;
@@ -225,8 +225,7 @@ static const struct vec_lane lane_table[] = {
 #define LOAD_FLOATS(op, bytes) LOAD(op, bytes, vf, v_bits)
 #define STORE_INTEGERS(op, bytes) STORE(op, bytes, )
 #define STORE_FLOATS(op, bytes) STORE(op, bytes, v_from_bits)
-/* Halves as pairs: what a lane's low half has is e's, the high half o's. Stores take their halves from the high
- * ones. */
+/* Halves as pairs: a lane's low half belongs to e, the high half to o. Stores take their halves from the high ones. */
 V_OP void load_halves(const char *p, vi *e, vi *o)
 {
     vi x = vh_load_u8(p);

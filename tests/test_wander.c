@@ -1,10 +1,10 @@
-/* How far stored values wander from exact ones under the generator "lattice", against independent words, measured in
- * steps of the library; and what lattices must not cost: each word uniform, elements unrelated, no bias where a state
- * feeds on itself.
+/* Measures how far stored values wander from exact ones under the generator "lattice", compared with independent words,
+ * in steps of the library. Also tests what lattices must not cost: each word is uniform, elements are unrelated, and
+ * there is no bias where a state feeds on itself.
  *
- *   test_wander             lattices alone
- *   test_wander --all       also the runs in steps, of 1200 each
- *   test_wander STEPS       the same with as many steps; docs/random.md quotes 12000
+ *   test_wander             Lattices alone.
+ *   test_wander --all       Also the runs in steps, of 1200 each.
+ *   test_wander STEPS       The same with as many steps; docs/random.md quotes 12000.
  *
  * Everything is counted in ulp of BF16 between 1 and 2. Seeds are fixed, so a pass stays a pass.
  * Not for an emulator. */
@@ -57,7 +57,7 @@ static void test_uniform(void)
 
 enum { WIDE = 1 << 18, TRANSFORM = 1 << 19 };
 
-/* In place, of n = 2^k complex numbers. */
+/* Transforms n = 2^k complex numbers in place. */
 static void fourier(double *re, double *im, int n)
 {
     for (int i = 1, j = 0; i < n; i++) {
@@ -86,7 +86,7 @@ static void fourier(double *re, double *im, int n)
 
 static double wide[WIDE];
 
-/* The words of write t as numbers of mean 0 and variance 1, element by element. */
+/* Takes the words of write t as numbers of mean 0 and variance 1, element by element. */
 static void take_words(uint64_t seed, uint64_t t)
 {
     static uint32_t words[WIDE / 2];
@@ -153,7 +153,7 @@ static void open_with(struct one *t, const char *recipe, const char *generator)
     MUST(halfstep_set_choice(t->o, HALFSTEP_ALL_GROUPS, "generator", generator));
 }
 
-/* BF16 of x under the words that write number `write` of a slot has. */
+/* Rounds x to BF16 as write number `write` of a slot does. */
 static void round_all(const float *x, uint16_t *out, uint64_t write, int slot)
 {
     uint32_t words[ELEMENTS / 2];
@@ -221,13 +221,14 @@ static void test_counts(void)
 
 /* ---- Signals from outside ---------------------------------------------------------------------------------------- */
 
-/* A pool of gradients in ulp: signals are made of it without arithmetic in every step. */
+/* A pool of gradients in ulp. Signals are made of it without arithmetic in every step. */
 static float pool[PERIODS][ELEMENTS];
 
 enum { CONSTANT, AUTOREGRESSIVE, NOISE };
 
-/* Mean square of stored - exact over several times in the second half, in ulp squared, after steps of the library with
- * the signal: a kind, or with period > 0 the first so many gradients of the pool, by turns. */
+/* Returns the mean square of stored - exact, in ulp squared, after steps of the library with the signal. It is taken at
+ * several times in the second half. The signal is a kind or, with period > 0, the first so many gradients of the pool,
+ * by turns. */
 static double wander(const char *generator, int kind, int period)
 {
     struct one t;
@@ -241,7 +242,7 @@ static double wander(const char *generator, int kind, int period)
     one_hyper(&t, "momentum", 0);
     one_hyper(&t, "weight_decay", 0);
     one_start(&t);
-    /* In the middle of an octave of 128 ulp; what is constant has one direction. */
+    /* Starts in the middle of an octave of 128 ulp. A constant signal has one direction. */
     double begin = kind == CONSTANT && !period ? 1.3 : 1.5;
     one_fill(&t, HALFSTEP_SLOT_WEIGHT, (float)begin);
     begin = one_mean(&t, HALFSTEP_SLOT_WEIGHT);
@@ -296,7 +297,8 @@ static void test_wander(void)
         double worst = 0, product = 0;
         int where = 0;
         for (int period = 2; period <= PERIODS; period++) {
-            /* Of mean 0, or it would be the constant signal too: the last gradient takes the sum back. */
+            /* Gradients have mean 0, because otherwise it would be the constant signal too. The last gradient takes the
+             * sum back. */
             for (int p = 0; p < period; p++)
                 for (int i = 0; i < ELEMENTS; i++) pool[p][i] = (float)(next_unit(&s) - 0.5);
             for (int i = 0; i < ELEMENTS; i++) {
@@ -336,7 +338,7 @@ static void test_wander(void)
 
 /* ---- States that feed on themselves ------------------------------------------------------------------------------ */
 
-/* A word is uniform, but not given a stored value that remembers earlier words of its lattice. */
+/* A word is uniform, but not if a stored value remembers earlier words of its lattice. */
 static void test_feedback(void)
 {
     TEST("a BF16 second moment that decays to half keeps its mean, and scatters less than with independent words") {

@@ -4,7 +4,7 @@
 #define _GNU_SOURCE
 #endif
 #if defined(__GNUC__) && !defined(__clang__)
-/* It cannot know that no format keeps more than 16 bits beside a code. */
+/* The compiler cannot know that no format keeps more than 16 bits beside a code. */
 #pragma GCC diagnostic ignored "-Wstringop-overflow"
 #endif
 #define HSTEP_CUDA_EMULATED 1
@@ -24,7 +24,7 @@
 enum { THREADS = HSTEP_CUDA_THREADS, STACK = 64 << 10 };
 
 #if defined(__x86_64__)
-/* Registers that calls keep, on the stack that is left. */
+/* A switch saves the callee-saved registers on the stack it leaves. */
 typedef void *fiber;
 void hstep_fiber_switch(fiber *from, fiber *to);
 __asm__(".text\n.globl hstep_fiber_switch\nhstep_fiber_switch:\n"
@@ -75,7 +75,8 @@ int hstep_emulated_blocks(void) { return block_count; }
 void hstep_emulated_barrier(void) { meet(AT_BLOCK); }
 void hstep_emulated_warp_barrier(void) { meet(AT_WARP); }
 
-/* Anywhere within what PTX documents, as the bits have it: code that is right on every GPU cannot tell. */
+/* Returns a factor within the error that PTX documents, chosen by the bits of x. Code that is right on every GPU gives
+ * the same results with it. */
 static double astray(float x, double most)
 {
     const uint32_t hash = hstep_pattern(x) * 0x9E3779B9u >> 8;
@@ -83,9 +84,9 @@ static double astray(float x, double most)
 }
 float hstep_emulated_rsqrt(float x) { return (float)(astray(x, 0x1p-23) / sqrt((double)x)); }
 
-/* The ways of vec/cuda_roots.h that are right within a range, which is for it to ask about. The root's estimate is
- * nearer than a GPU's, whose own has been tried with all roots: with any error of its size some would be off. A GPU's
- * estimates take subnormal numbers for zero. */
+/* The fast ways of vec/cuda_roots.h, right within a range that the caller must check. A GPU's estimate of the root has
+ * been tried with all roots. This one is nearer, because some roots would be wrong with an arbitrary error of that
+ * size. GPUs' estimates take subnormal numbers for zero, and so do these. */
 float hstep_emulated_root(float a)
 {
     const float y = fabsf(a) < 0x1p-126f ? copysignf(INFINITY, a) : 1.0f / sqrtf(a), s = a * fabsf(y);
@@ -109,7 +110,7 @@ int hstep_emulated_arithmetic(const float *a, const float *b, float *root, float
            hstep_cuda_are_quotients(x, hstep_cuda_quotients(x, y)) << 1;
 }
 
-/* Two arrays by turns: a lane may give its next word before others have taken its last. */
+/* Uses two arrays in turn, because a lane may give its next word before others have taken its last. */
 uint32_t hstep_emulated_shuffle(uint32_t x, int mask)
 {
     int p = parity[current] ^= 1;
@@ -125,7 +126,7 @@ static void enter(void)
     abort();
 }
 
-/* A warp runs until all its lanes wait for the same. */
+/* Runs a warp until all its lanes wait for the same thing. */
 static enum state run_warp(int first)
 {
     for (;;) {
@@ -154,7 +155,7 @@ static void run_block(void)
             if (run_warp(w) == DONE) left -= LANES;
             else waiting += LANES;
         }
-        /* A warp that has left is one that others would wait for in vain. */
+        /* Others would wait forever for a warp that has left. */
         if (waiting && waiting != THREADS) {
             fprintf(stderr, "emulated kernel: %d of %d threads wait at a barrier\n", waiting, THREADS);
             abort();

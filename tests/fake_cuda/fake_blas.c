@@ -1,6 +1,6 @@
-/* A libcublas.so.12 for the fake driver: the one product that src/device/cuda/blas.def asks for, plainly, as work on
- * the stream of its handle. What cuBLAS would do without is misuse: factors on the host, a workspace of its own (which
- * it would allocate in captures). */
+/* A libcublas.so.12 for the fake driver. It has the one product that src/device/cuda/blas.def asks for, as work on the
+ * stream of its handle. It refuses some calls that cuBLAS accepts. These have factors on the host, or lack the caller's
+ * workspace, which cuBLAS would then allocate itself, also in captures. */
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
@@ -90,7 +90,7 @@ static void multiply(void *argument)
                     p->turned[1] ? (size_t)j + (size_t)k * (size_t)p->ld[1] : (size_t)k + (size_t)j * (size_t)p->ld[1];
                 sum += widened(p->a[a]) * widened(p->b[b]);
             }
-            /* Without a look at c where nothing of it stays, as BLAS has it. */
+            /* Does not read c if beta is 0, like BLAS. */
             sum *= *p->alpha;
             *c = narrowed(*p->beta != 0.0f ? sum + *p->beta * widened(*c) : sum);
         }

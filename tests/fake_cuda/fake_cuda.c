@@ -62,8 +62,7 @@ static int misuse(const char *what)
 
 /* ---- Memory ---- */
 
-/* One stretch for each GPU, so that opening and closing it is one call. Blocks are not used again until all are
- * free. */
+/* One range of addresses per GPU, so that one call opens or closes it. Blocks are not reused until all are free. */
 #define ARENA ((size_t)1 << 30)
 #define MOST 4096
 
@@ -108,14 +107,14 @@ struct op {
     enum kind kind;
     char *to;
     const char *from;
-    char *owned; /* what was read of memory that is not pinned */
+    char *owned; /* copy of source memory that is not pinned */
     size_t bytes;
     int byte, kernel, blocks, threads;
-    char about[sizeof(struct hstep_call)]; /* the largest that a kernel takes */
+    char about[sizeof(struct hstep_call)]; /* the largest argument of a kernel */
     struct hstep_cuda_what what;
     struct event *event;
     long number;
-    void (*work)(void *); /* of another library, about `about` */
+    void (*work)(void *); /* another library's work; its argument is `about` */
 };
 
 struct graph {
@@ -165,10 +164,10 @@ static void run(struct op *o)
     }
 }
 
-/* All of a stream, or until an event was recorded for the number-th time. */
+/* Runs all work of a stream, or until an event was recorded for the number-th time. */
 static int run_until(struct stream *s, const struct event *event, long number)
 {
-    static int inner; /* one stream runs another that it waits for */
+    static int inner; /* 1 while a stream runs another one that it waits for */
     if (s->first && !inner++) touchable(1);
     else if (!s->first) return lost ? ILLEGAL_ADDRESS : OK;
     while (s->first && !lost && !(event && event->done >= number)) {
@@ -192,7 +191,7 @@ EXPORT int fake_cuda_is_idle(void)
     return !legacy.first;
 }
 
-/* Places in the library are told apart by where a call returns to. */
+/* Returns 1 if this call must be left out. Return addresses tell calls in the library apart. */
 static int is_left_out(enum fake_cuda_mutation mutation, const void *caller)
 {
     static const void *places[FAKE_CUDA_CALLS][32];
@@ -230,14 +229,14 @@ EXPORT void fake_cuda_submit(void *handle, void (*work)(void *), const void *arg
     memcpy(o->about, argument, bytes);
 }
 
-/* What every call that needs a context begins with. */
+/* Begins every call that needs a context. */
 #define BEGIN()                                     \
     do {                                            \
         if (!control.depth) return INVALID_CONTEXT; \
         if (lost) return ILLEGAL_ADDRESS;           \
     } while (0)
 
-/* What breaks every capture that is going on. */
+/* Makes all captures in progress invalid. */
 static int breaks_captures(void)
 {
     if (!captures) return 0;
@@ -381,7 +380,7 @@ EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *function, i
     return OK;
 }
 
-/* With pages behind it, in which kernels that write beyond its end are found out. */
+/* Fills a page behind each block, so that kernels that write beyond the end are found out. */
 #define BEHIND 0x3c
 static size_t room_of(size_t bytes) { return (bytes + 4095) / 4096 * 4096 + 4096; }
 
@@ -409,7 +408,7 @@ EXPORT int cuMemAlloc_v2(uint64_t *memory, size_t bytes)
     arena[d].live++;
     control.live++;
     *memory = (uint64_t)(uintptr_t)b->base;
-    /* What is there is nobody's, and what is behind it has to stay. */
+    /* New memory has undefined contents. The page behind it must stay as it is. */
     touchable(1);
     memset(b->base, 0xa5, bytes < 4096 ? bytes : 4096);
     memset(b->base + bytes, BEHIND, room - bytes);
@@ -455,7 +454,7 @@ EXPORT int cuMemFreeHost(void *memory)
     BEGIN();
     struct block *b = find(pins, memory);
     if (!b || b->base != memory) return misuse("pinned memory is freed that was not allocated");
-    memset(b->base, 0x5a, b->bytes); /* a copy that is still to be made shows it */
+    memset(b->base, 0x5a, b->bytes); /* makes a copy that is still to be made visible */
     free(b->base);
     *b = (struct block){0};
     control.pinned--;
@@ -624,7 +623,7 @@ EXPORT int cuEventCreate(void **event, unsigned flags)
 EXPORT int cuEventDestroy_v2(void *event)
 {
     if (control.strict && !fake_cuda_is_idle()) misuse("an event is destroyed while work is on its way");
-    run_all(); /* whose ops may name it */
+    run_all(); /* queued work may name the event */
     free(event);
     return OK;
 }
@@ -650,7 +649,7 @@ EXPORT int cuEventSynchronize(void *event)
     return run_until(e->stream, e, e->recorded);
 }
 
-/* What a kernel takes beside `what`. */
+/* Returns the size of a kernel's argument beside `what`. */
 static size_t size_of_about(int kernel)
 {
     const char *name = hstep_emulated_kernels[kernel].name + strlen("halfstep_cuda_");
@@ -663,8 +662,8 @@ static size_t size_of_about(int kernel)
 
 enum holder { WHAT, CALL, ACCUMULATION, ACCESS };
 
-/* What the library passes to kernels, by type. Left out are a call's scale and norm of a round, for which they
- * have the ledger. */
+/* The fields that the library passes to kernels, by type. A call's scale and norm of a round are left out, because
+ * kernels have the ledger for them. */
 static const struct field {
     enum holder holder;
     const char *type, *name;

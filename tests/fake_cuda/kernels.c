@@ -1,4 +1,4 @@
-/* Each kernel as the host's entry of its name: what tests of the driver run, whatever the device code does. */
+/* Each kernel as the host's entry of its name. Tests of the driver run these, whatever the device code does. */
 #include <stddef.h>
 
 #include "cuda/emulate.h"
@@ -39,7 +39,7 @@ CALL_KERNEL(decide_sums, , w->first, w->n)
 CALL_KERNEL(count)
 CALL_KERNEL(end_round)
 
-/* What the device calls fused is not the host's. */
+/* Returns the call without fused marks, because the device's fused kernels are not the host's. */
 static struct hstep_call unfused(void **parameters)
 {
     struct hstep_call call = call_of(parameters);
@@ -55,7 +55,7 @@ static void run_sum(void **parameters)
     hstep_host_device.sum(&call, w->first, w->n);
 }
 
-/* Whole tiles too, of which the fused kernels find nothing left. */
+/* Updates whole tiles too. The fused kernels then find nothing left to do. */
 static void run_update(void **parameters)
 {
     const struct hstep_cuda_what *w = what_of(parameters);
@@ -65,7 +65,7 @@ static void run_update(void **parameters)
 
 static void run_nothing(void **parameters) { (void)parameters; }
 
-/* Of entries in phases the first that has all it needs does everything. */
+/* For kernels in phases, the first phase that has all inputs does all the work. */
 static void run_cross(void **parameters)
 {
     const struct hstep_cuda_what *w = what_of(parameters);

@@ -1,5 +1,6 @@
-/* Allocations that fail, for sources that are compiled into a test: include this before them, and undefine the four
- * names behind them. Allocation number allocation_at fails once; all are counted, and so is what they hold. */
+/* Makes allocations fail in sources that are compiled into a test. Include this before the sources, and undefine the
+ * four names behind them. Allocation number allocation_at fails once. Allocations and the bytes they hold are
+ * counted. */
 #ifndef HALFSTEP_TESTS_ALLOCATIONS_H
 #define HALFSTEP_TESTS_ALLOCATIONS_H
 
@@ -41,7 +42,7 @@ static void *faulty_calloc(size_t count, size_t bytes)
 
 static void *faulty_realloc(void *old, size_t bytes)
 {
-    /* Always moved, as it may be: both blocks exist for a while. */
+    /* Always moves the block, as realloc() may. Both blocks exist for a while. */
     void *block = refuse_allocation() ? NULL : count_held(malloc(bytes));
     size_t before = malloc_usable_size(old);
     if (!block || !old) return block;

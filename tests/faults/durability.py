@@ -1,14 +1,19 @@
-"""What a save promises beyond calls that fail: order of the syncs (a loss of power), a disk that is
-full, two trainers in one folder, pipes that nobody reads.
+"""Tests what a save promises beyond calls that fail. The cases are the order of syncs (a loss of
+power), a full disk, two trainers in one folder, and pipes that nobody reads.
 
     durability.py [--all] [--csv]      prints one row per kind of fault: kind | faults | what
                                        happened | wrong
 
-A loss of power is judged in two ways. By the order of calls in the injector's log: a file is synced
-before it is renamed into place, the folder of a checkpoint before the manifest names it, a parent
-before what it holds is relied on, and the old checkpoint goes after the new one stays. And by
-states: the program is killed before each file call of a save, and what was not synced by then is
-taken back - files become empty, names vanish - in the two extreme ways; the folder must still open.
+A loss of power is judged in two ways. The first is the order of calls in the injector's log:
+
+* A file is synced before it is renamed into place.
+* The folder of a checkpoint is synced before the manifest names it.
+* A parent is synced before anything relies on its entries.
+* The old checkpoint is removed after the new one is safe.
+
+The second is the state on the disk. The program is killed before each file call of a save. What was
+not synced by then is taken back, in the two extreme ways: files become empty, or names vanish. The
+folder must still open.
 
 The file is longer than 500 lines because each kind of fault needs its own scenario.
 """
@@ -39,12 +44,13 @@ def state_hash(folder):
 
 
 class Disk:
-    """What of a log of calls is on the disk for sure: contents of files, names in folders."""
+    """Replays a log of calls and knows what is safely on the disk: contents of files, names in
+    folders."""
 
     def __init__(self, root):
         self.root, self.open = root, {}
-        self.dirty = set()  # files with contents that are not synced, by their present path
-        # path -> "made" | "gone": changes of names that their folder has not been synced for
+        self.dirty = set()  # present paths of files whose contents are not synced
+        # path -> "made" | "gone": changes of names whose folder has not been synced since
         self.names = {}
         self.replaced = {}
 
@@ -122,7 +128,8 @@ def calls(log):
 
 
 def order(base):
-    """Judges the order of the calls of three saves, the third of which removes the first."""
+    """Judges the order of the calls of three saves, the third of which removes the first
+    checkpoint."""
     folder = os.path.join(base, "order")
     os.mkdir(folder)
     log = os.path.join(base, "order.log")
@@ -200,8 +207,7 @@ def power_loss(base, every):
                 disk.apply(*call)
             for path in disk.dirty:
                 if os.path.isfile(path):
-                    # A new inode: the contents that are lost are not those of what else links to
-                    # the old one.
+                    # A new inode: other links to the old one keep their contents.
                     open(path, "wb").close()
             if extreme == "lost":
                 for path in [p for p, how in disk.names.items() if how == "made"]:
@@ -232,8 +238,8 @@ FILE_CALLS = [name for name, (kind, _) in sweep.known_calls().items() if kind ==
 
 
 def full_disk(base):
-    """Disks of rising size: a run either saves or says why not, and what was saved before goes
-    on."""
+    """Runs on disks of rising size. A run either saves or says why not, and an earlier save still
+    goes on."""
     ample = os.path.join(base, "ample")
     os.mkdir(ample)
     expected = steady_json(
@@ -384,8 +390,8 @@ def closed_pipes(base):
             process = subprocess.Popen([PROGRAM, *command], cwd=folder, **streams)
             os.close(ends[1])
             err = process.communicate(timeout=60)[1]
-            # Python ignores SIGPIPE for its children too, unless told otherwise: both ways are met
-            # with here.
+            # Python ignores SIGPIPE, and its children inherit that unless told otherwise. Both ways
+            # occur.
             if which == "stdout" and process.returncode not in (1, -signal.SIGPIPE):
                 raise Wrong(
                     f"{command[0]} with nobody at stdout: status {process.returncode}: {err}"
@@ -396,8 +402,8 @@ def closed_pipes(base):
 
 
 def decimal_commas(base):
-    """The program, and a host that has set such a locale itself and uses the libraries (Python's
-    interpreter)."""
+    """Runs under a locale with decimal commas: the program, and a host (Python) that sets the
+    locale itself and uses the libraries."""
     place = os.path.join(base, "locale")
     os.mkdir(place)
     subprocess.run(

@@ -1,16 +1,16 @@
-/* Calls into the C library that fail on purpose: calls.def lists them. Compiled in two ways.
+/* Makes calls into the C library fail on purpose. calls.def lists the calls. There are two ways to compile this file.
  *
- * HSTEP_FAULTS_PRELOAD: a library for LD_PRELOAD, which stands before the C library and tells by the return address
- * (through the C library, by the stack) who is calling. The environment says what to do:
- *   HSTEP_FAULT=NAME:ERROR:K[+][:WHO]   as inject_arm()
- *   HSTEP_FAULT_LOG=FILE                one line per call: number, name, caller's module, chain of callers, descriptor,
- *                                       result, paths. "struck" is in it in place of the result where the call was made
- *                                       to fail
- *   HSTEP_FAULT_UNTIL_EXIT=1            nothing is seen any more once exit() is called: gcov's counters are written
- *                                       then
- * Otherwise: linked into a program with the linker's --wrap of every name in calls.def, and free. Only what is linked
- * with it is seen, all of which counts as "ours"; that is fast, works with sanitizers, and counts the live blocks. The
- * program says what to do, or with HSTEP_FAULTS_ENVIRONMENT the environment as above.
+ * HSTEP_FAULTS_PRELOAD makes a library for LD_PRELOAD, which stands before the C library. It finds the calling module
+ * by the return address; for calls through the C library, by the stack. The environment says what to do:
+ *   HSTEP_FAULT=NAME:ERROR:K[+][:WHO]   as inject_arm().
+ *   HSTEP_FAULT_LOG=FILE                writes one line per call: number, name, caller's module, chain of callers,
+ *                                       descriptor, result, paths. The result of a failure made here is "struck".
+ *   HSTEP_FAULT_UNTIL_EXIT=1            ignores all calls after exit(), because gcov's counters are written then.
+ *
+ * Otherwise the file is linked into a program, with the linker's --wrap of free and of every name in calls.def. It then
+ * sees only calls of the objects linked with it, and all of them count as "ours". This way is fast, works with
+ * sanitizers, and counts the live blocks. The program says what to do, or the environment, as above, if
+ * HSTEP_FAULTS_ENVIRONMENT is defined.
  *
  * Over 500 lines because each call is written once for both ways. */
 #ifndef _GNU_SOURCE
@@ -81,7 +81,7 @@ static const unsigned char kinds[INJECT_CALLS] = {
 #undef CALL
 #undef CALL_BY_HAND
 
-/* Errors that are none of the system's. */
+/* Kinds of failure that are no errno values. */
 enum { SHORT = 10001, KILL };
 static const struct {
     const char *name;
@@ -89,12 +89,12 @@ static const struct {
 } errors[] = {{"ENOMEM", ENOMEM}, {"EAGAIN", EAGAIN}, {"EIO", EIO},       {"ENOSPC", ENOSPC}, {"EINTR", EINTR},
               {"EMFILE", EMFILE}, {"ENOLCK", ENOLCK}, {"EACCES", EACCES}, {"SHORT", SHORT},   {"KILL", KILL}};
 
-/* A signal does not interrupt every call for ever. */
+/* EINTR is returned at most so often, because signals do not interrupt a call for ever. */
 enum { INTERRUPTIONS = 3 };
 
 static struct {
     atomic_int armed;
-    int call, kind, error, from_on, who; /* call, kind: -1 for any */
+    int call, kind, error, from_on, who; /* -1: any */
     uint64_t at;
     _Atomic uint64_t seen, struck;
 } plan;
@@ -110,7 +110,8 @@ static _Atomic uint64_t counts[INJECT_CALLS];
 #define HSTEP_FAULTS_ENVIRONMENT 1
 static _Thread_local int inside;
 
-/* In the program only oneDNN is written in C++, and walking the stack for each `new` would take most of the time. */
+/* oneDNN is the program's only library in C++, so libstdc++ counts as oneDNN. Walking the stack for each `new` would
+ * take most of the time. */
 static enum who classify(const char *file)
 {
     static const struct {
@@ -127,7 +128,8 @@ static enum who classify(const char *file)
     return WHO_other;
 }
 
-/* dladdr() takes a lock and searches; a program calls from few places. */
+/* Returns the module of an address. Cached, because dladdr() takes a lock and searches, and a program calls from few
+ * places. */
 static enum who module_of(void *address)
 {
     static _Atomic uint64_t cache[4096];
@@ -141,7 +143,7 @@ static enum who module_of(void *address)
     return who;
 }
 
-static int look_through = 1; /* at the stack, where the C library calls itself */
+static int look_through = 1; /* walk the stack where the C library calls itself */
 
 static enum who caller_of(void *address)
 {
@@ -159,7 +161,7 @@ static enum who caller_of(void *address)
 }
 #endif
 
-/* A number for the chain of callers, the same in every run. */
+/* Returns a hash of the chain of callers. It is the same in every run. */
 static uint64_t chain_of(void *address)
 {
     void *frames[9];
@@ -177,7 +179,8 @@ static uint64_t chain_of(void *address)
 }
 
 #ifdef HSTEP_FAULTS_ENVIRONMENT
-/* What the injector itself calls goes through it only where it stands before the whole C library. */
+/* Returns 1 if the injector is already inside. Its own calls come back to it only if it stands before the whole C
+ * library. */
 static int step_inside(void)
 {
 #ifdef HSTEP_FAULTS_PRELOAD
@@ -217,7 +220,7 @@ static void note_place(enum inject_call call, uint64_t number, uint64_t chain)
     pthread_mutex_unlock(&places_lock);
 }
 
-/* What is known of one call until it is over. */
+/* A call in progress. */
 struct call {
     enum inject_call call;
     enum who who;
@@ -254,7 +257,7 @@ static struct call strike(enum inject_call call, void *from)
     inside = 1;
 #endif
 #ifdef HSTEP_FAULTS_ENVIRONMENT
-    /* From here and not from the start, since the last to be registered is called first. */
+    /* Registered late rather than at the start, because exit() calls the last registered function first. */
     if (made.who == WHO_ours && atomic_exchange(&until_exit, 0)) atexit(rest);
 #endif
     int before = errno;
@@ -352,7 +355,7 @@ size_t inject_places(enum inject_call call, uint64_t *numbers, size_t capacity)
 #ifdef HSTEP_FAULTS_PRELOAD
 #define DEFINED(name) name
 #define REAL(name) real_##name
-/* dlsym() itself allocates, so memory goes by the names that the C library has for its own. */
+/* dlsym() itself allocates, so allocators use the C library's internal names. */
 extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t),
     *__libc_memalign(size_t, size_t);
 #define real_malloc __libc_malloc
@@ -378,7 +381,7 @@ extern void *__real_malloc(size_t), *__real_calloc(size_t, size_t), *__real_real
     *__real_aligned_alloc(size_t, size_t);
 extern void __real_free(void *);
 
-/* Linear probing; what follows a hole moves up, so that a search may stop at one. */
+/* A hash set of live blocks with linear probing. Removal moves later entries up, so a search may stop at a hole. */
 enum { LIVE_SLOTS = 1 << 16 };
 static void *live[LIVE_SLOTS];
 static uint64_t live_count;
@@ -546,7 +549,7 @@ int DEFINED(open)(const char *path, int flags, ...)
     return fd;
 }
 
-/* A transfer of one byte cannot be short. */
+/* Returns half the bytes for SHORT. A transfer of one byte cannot be short. */
 static size_t shortened(const struct call *call, size_t bytes)
 {
     return call->error == SHORT && bytes > 1 ? bytes / 2 : bytes;
@@ -587,7 +590,7 @@ ssize_t DEFINED(write)(int fd, const void *data, size_t bytes)
     return put;
 }
 
-/* Linux closes the descriptor whatever it says. */
+/* Always closes, because Linux closes the descriptor even if close() fails. */
 DECLARE_REAL(int, close, (int fd))
 int DEFINED(close)(int fd);
 int DEFINED(close)(int fd)
@@ -601,7 +604,8 @@ int DEFINED(close)(int fd)
     return -1;
 }
 
-/* Streams. An error that nobody can be told of, on stderr, is none. The stream is marked as the C library marks it. */
+/* Returns the error if the call on a stream must fail, and sets the stream's error flag. Calls on stderr never fail,
+ * because there is no place left to report such an error. */
 static int stream_fails(enum inject_call which, FILE *file, void *from)
 {
     if (file == stderr) return 0;
@@ -680,7 +684,7 @@ int DEFINED(fclose)(FILE *file)
 }
 
 #ifdef HSTEP_FAULTS_PRELOAD
-/* Where off_t has 64 bits these are the same, under the names that other programs were compiled to. */
+/* With a 64-bit off_t these are the same functions. Other programs were compiled to call these names. */
 int open64(const char *path, int flags, ...) __attribute__((alias("open")));
 ssize_t pread64(int fd, void *data, size_t bytes, off_t offset) __attribute__((alias("pread")));
 FILE *fopen64(const char *path, const char *mode) __attribute__((alias("fopen")));
@@ -706,7 +710,7 @@ __attribute__((constructor)) static void begin(void)
         _exit(99);
     }
     until_exit = getenv("HSTEP_FAULT_UNTIL_EXIT") != NULL;
-    /* What this process starts is left alone. */
+    /* Processes that this one starts run without faults. */
     unsetenv("HSTEP_FAULT");
     unsetenv("HSTEP_FAULT_LOG");
 }

@@ -14,28 +14,28 @@ enum inject_call {
     INJECT_CALLS
 };
 
-/* Names, and the errors that each is made to fail with, separated by spaces; NULL ends both. */
+/* Names of calls, and the errors to inject for each, separated by spaces. NULL ends both lists. */
 extern const char *const inject_names[INJECT_CALLS + 1];
 extern const char *const inject_errors[INJECT_CALLS + 1];
 
-/* "NAME:ERROR:K[+][:WHO]": the K-th call of NAME (or of a kind, such as FILES) from now on fails with ERROR; with "+"
- * all after it too. WHO is the caller's module: ours, jansson, onednn, zlib, openmp, python, libc, other (default:
- * any). Returns 0 if the text is not understood. NULL ends it. */
+/* Arms one fault: "NAME:ERROR:K[+][:WHO]". The K-th call of NAME (or of a kind, such as FILES) from now on fails with
+ * ERROR; with "+", all later ones too. WHO is the caller's module: ours, jansson, onednn, zlib, openmp, python, libc,
+ * other (default: any). Returns 0 if the text is invalid. NULL disarms. */
 int inject_arm(const char *fault);
 /* Between inject_hold(1) and inject_hold(0) nothing fails and nothing counts. */
 void inject_hold(int on);
-/* How many calls the last fault that was armed has made fail. */
+/* Returns how many calls the last armed fault has made fail. */
 uint64_t inject_struck(void);
 
-/* Counts the calls of one module, "any" for all, as inject_arm() would, and notes for each at which numbers a chain of
- * callers was first seen. Starts anew; NULL stops. Returns 0 for an unknown module. */
+/* Counts the calls of one module ("any" for all) from now on. Notes the number of the first call from each chain of
+ * callers. NULL stops. Returns 0 for an unknown module. */
 int inject_record(const char *who);
 uint64_t inject_count(enum inject_call call);
-/* Numbers of the calls that came from a new place, ascending; returns how many there are, writes at most `capacity`. */
+/* Writes the numbers of the calls that came from a new place, ascending, at most `capacity`. Returns how many there
+ * are. */
 size_t inject_places(enum inject_call call, uint64_t *numbers, size_t capacity);
 
-/* Blocks of memory that were allocated through the wrapped calls and not freed (only where calls are wrapped by the
- * linker). */
+/* Returns the number of blocks that were allocated through wrapped calls and not freed. 0 in the preloaded library. */
 uint64_t inject_live_blocks(void);
 
 #endif

@@ -1,11 +1,11 @@
-"""The same attacks on the usual ways to save from Python, beside ours: killed in the middle of a
-save, and a disk that is full.
+"""Attacks the usual ways to save from Python as ours is attacked: kills in the middle of a save,
+and a full disk.
 
     peers.py [--kills N]      needs torch, safetensors and halfstep; prints one row per way
 
-Each way saves one optimizer's states again and again to one path, as training does. Killed at
-random instants, or refused by the system because the disk is full, the path must hold a state that
-loads: the last one that was reported as saved, or the one being saved."""
+Each way saves one optimizer's states again and again to one path, as training does. The process is
+killed at random instants, or the system refuses a write because the disk is full. Afterwards the
+path must hold a state that loads: the last one reported as saved, or the one being saved."""
 
 import argparse
 import os
@@ -87,8 +87,8 @@ WAYS = [
 
 
 def kills(save, load, folder, count, rng):
-    """How many of so many kills left nothing that loads, or something older than what was
-    reported."""
+    """Kills `count` times. Returns how often nothing was left that loads, or a state older than the
+    last reported one."""
     path = os.path.join(folder, "state")
     k = 1
     save(path, k)
@@ -128,8 +128,8 @@ def kills(save, load, folder, count, rng):
 
 
 def full(save, load, folder):
-    """What is left when files may not grow beyond half of what a save takes: the old state, or
-    nothing."""
+    """Saves while no file may grow beyond half the size of a save. Returns what is left: the old
+    state, or nothing."""
     path = os.path.join(folder, "full")
     save(path, 5)
     size = os.path.getsize(path)

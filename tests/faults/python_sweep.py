@@ -1,11 +1,12 @@
-"""Steps, saves and loads of the Python package, with calls into the C library that fail.
+"""Tests steps, saves and loads of the Python package while calls into the C library fail.
 
     LD_PRELOAD=build/tests/libfaults.so python python_sweep.py [--short | FAULT]
 
-Every fault has a process of its own, forked from one that has imported torch: an optimizer is made,
-stepped, saved, loaded into another, and both go on. What raises is done again without the fault;
-all bits must then be those without one, and a file that could not be replaced must be the old one.
-Calls of the library fail, and file calls of Python and of safetensors.
+Every fault has a process of its own, forked from one that has imported torch. It makes an
+optimizer, steps it, saves it, and loads it into another; both go on. An action that raises is
+repeated without the fault. All bits must then be those of a run without faults, and a file that
+could not be replaced must be the old one. Calls of the library fail, and so do file calls of Python
+and of safetensors.
 """
 
 import ctypes
@@ -39,7 +40,7 @@ class Wrong(Exception):
 
 
 def attempt(action, after=None):
-    """Does it, and if a fault made it raise, does it again."""
+    """Runs `action`. If a fault made it raise, runs it again without the fault."""
     try:
         return action()
     except Exception as error:
@@ -140,7 +141,8 @@ def scenario(folder):
 
 
 def in_child(function):
-    """0, or what it said went wrong."""
+    """Runs `function` in a child. Returns its text and None, or what went wrong in the second
+    place."""
     ends = os.pipe()
     child = os.fork()
     if not child:
@@ -172,7 +174,7 @@ def in_child(function):
 
 
 def listed(folder):
-    """The faults, one a line."""
+    """Returns the faults to try, one a line."""
     out = []
     numbers = (ctypes.c_uint64 * 4096)()
     for who in "ours", "python", "other":
@@ -184,7 +186,7 @@ def listed(folder):
             if name is None:
                 break
             errors = ERRORS_OF[call].decode().split()
-            # What Python and torch do without memory is theirs.
+            # Python and torch answer for their own failed allocations.
             if who != "ours" and "ENOMEM" in errors:
                 continue
             count = inject.inject_places(call, numbers, 4096)
@@ -201,7 +203,7 @@ def main():
     start = time.time()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        # Here, so that what torch imports when it is first used is there for all.
+        # Run before any fork, so that every child has the modules that torch imports late.
         reference = scenario(folder)
     arguments = [a for a in sys.argv[1:] if a != "--short"]
     if arguments:

@@ -1,20 +1,22 @@
-"""The program's whole life - train, resume, compare, generate, inspect - with calls into the C
-library that fail.
+"""Runs the program's commands (train, resume, compare, generate, inspect) while calls into the C
+library fail.
 
     sweep.py [--short] [--only SCENARIO] [--who MODULE] [--every N]
     sweep.py SCENARIO FAULT         one fault, and what came of it
 
 A scenario is one command in a folder that is made anew for every run. It runs once with a log of
-its calls; then once per fault with the library tests/libfaults.so before the C library (see
-inject.c for FAULT). Every call from a new place fails, with every error, once and from there on;
-the short sweep takes one or two calls of each function and each calling library.
+its calls. Then it runs once per fault, with the library tests/libfaults.so before the C library
+(see inject.c for FAULT). The full sweep takes every call from a new place, with every error,
+failing once or from there on. The short sweep takes one or two calls of each function and each
+calling library.
 
 In a build with AddressSanitizer the program is build/tests/halfstep_faulty, which has the injector
-inside: only our own calls fail then, and a leak or a report of a sanitizer is as wrong as a crash.
+inside. Only our own calls fail there, and a leak or a sanitizer's report counts as a crash.
 
-No fault may crash the program or make it hang. Status 0: the results, and all that was written, are
-those without a fault. Status 1: one sentence on stderr, and a checkpoint from which the run goes on
-with the right bits, or none and the same command works. Killed (ERROR is KILL): the latter.
+No fault may crash the program or make it hang. With status 0, the results and all written files
+must be those of a run without a fault. With status 1, stderr has one sentence. Then a checkpoint is
+left that goes on with the right bits, or none is left and the same command works. The rule for
+checkpoints also holds if the program was killed (ERROR is KILL).
 
 The file is longer than 500 lines because scenarios, faults and verdicts are one table."""
 
@@ -117,13 +119,13 @@ def sound(folder, command, what, threads=1):
     return out
 
 
-# Times and speeds, and what depends on them.
+# Keys of times, speeds and figures that depend on them.
 VOLATILE = re.compile(r"second|per_s|_ms|date|time|processor|machine|peak_process|^notes$")
 
 
 def without(value, word):
-    """A JSON value without the keys that have this word in them; of a table, without that
-    column."""
+    """Returns a JSON value without the keys that contain `word`. A table loses columns of that
+    name."""
     if isinstance(value, dict):
         return {k: without(v, word) for k, v in value.items() if word not in k}
     if (
@@ -138,7 +140,7 @@ def without(value, word):
 
 
 def difference(expected, found, where=""):
-    """The first thing that differs, in words."""
+    """Describes the first difference between two JSON values."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in {**expected, **found}:
             if expected.get(key, KeyError) != found.get(key, KeyError):
@@ -153,7 +155,7 @@ def difference(expected, found, where=""):
 
 
 def told(value):
-    """Takes the notes out of a result: what they were."""
+    """Removes the notes from a result and returns them."""
     notes = []
     if isinstance(value, dict):
         notes = list(value.pop("notes", None) or [])
@@ -179,7 +181,7 @@ def steady_json(text, what):
 
 
 def steady_csv(path):
-    """A log's rows without the times; None if there is no log."""
+    """Returns a log's rows without the times, or None if there is no log."""
     if not os.path.exists(path):
         return None
     rows = [line.split(",") for line in open(path).read().splitlines()]
@@ -193,7 +195,7 @@ def steady_csv(path):
 
 
 class Scenario:
-    """name, the command, the commands that make its folder, what of its output is compared,
+    """One command: name, the command, the commands that make its folder, which output is compared,
     threads."""
 
     def __init__(self, name, command, before=(), goes_on=False, files=(), threads=1, text=False):
@@ -217,7 +219,7 @@ class Scenario:
         self.calls = read_log(self.log)
 
     def fresh(self, base):
-        """A copy of the fixture, links as links."""
+        """Copies the fixture, links as links. Returns the copy's path."""
         folder = tempfile.mkdtemp(dir=base)
         subprocess.run(["cp", "-a", self.fixture + "/.", folder], check=True)
         return folder
@@ -240,7 +242,7 @@ class Scenario:
 
     def go_on(self, folder):
         names = self.names(folder)
-        # A first save that was cut off before the manifest names it goes on by its own name.
+        # A first save may be cut off before the manifest names it. Its own name still opens it.
         which = (
             "run"
             if "manifest.json" in names
@@ -259,7 +261,7 @@ class Scenario:
         if left:
             raise Wrong(f"left behind after a further save: {left}")
         found = steady_json(out, "going on")
-        # Where it went on from is not the same after a fault.
+        # A fault may change which checkpoint the run goes on from, so only these are compared.
         return {
             k: found[k] for k in ("state_hash", "val_loss", "sample", "weights_changed_percent")
         }
@@ -274,7 +276,7 @@ class Scenario:
                 for note in told(found):
                     if note not in err:
                         raise Wrong(f"status 0, and a note that is not told: {note[:200]!r}")
-                # The one figure that may be missing, and must then be said to be.
+                # Only this figure may be missing, and a note or warning must then say so.
                 if re.search("(note|warning): ", err + out.decode(errors="replace")):
                     found, expected = (
                         without(found, "weights_changed"),
@@ -287,7 +289,7 @@ class Scenario:
                         )
             elif status == 1:
                 lines = err.strip().splitlines()
-                # Warnings may come before it; a comparison says which of its runs have failed.
+                # Warnings may come first. A comparison also says which of its runs have failed.
                 said = [
                     line for line in lines if not re.match(r"(halfstep: )?(note|warning): ", line)
                 ]
@@ -301,7 +303,7 @@ class Scenario:
                 ):
                     raise Wrong(f"status 1 without one sentence: {err.strip()[:300]!r}")
             elif status in (-6, -11) and fault.endswith(":onednn"):
-                # oneDNN does not survive that its own memory is refused; nobody outside can help
+                # oneDNN crashes if its own allocations fail; its callers cannot prevent that
                 pass
             elif not (status == -9 and ":KILL:" in fault):
                 raise Wrong(f"status {status}: {err.strip()[-300:]!r}")
@@ -412,7 +414,7 @@ SCENARIOS = [
 
 
 def make_data(base):
-    """A text as gzip, digits as IDX and gzip, and a checkpoint, beside the scenarios' folders."""
+    """Makes a text as gzip, digits as IDX and gzip, and a checkpoint, beside scenarios' folders."""
     import gzip
     import struct
 
@@ -440,7 +442,7 @@ def make_data(base):
 
 
 def known_calls():
-    """Name -> (kind, errors), from calls.def."""
+    """Returns name -> (kind, errors), read from calls.def."""
     text = open(os.path.join(SOURCE, "tests", "faults", "calls.def")).read().split("*/", 1)[1]
     calls = {}
     for row in re.split(r"^CALL", text, flags=re.M)[1:]:
@@ -450,7 +452,8 @@ def known_calls():
 
 
 def read_log(path):
-    """(name, who) -> chain -> numbers among the calls of that name by that module."""
+    """Returns (name, module) -> chain of callers -> numbers of these calls, counted per name and
+    module."""
     calls, counts = collections.OrderedDict(), collections.Counter()
     for line in open(path):
         _, name, who, chain, *_ = line.split("\t")
@@ -462,8 +465,8 @@ def read_log(path):
 
 
 def faults_of(scenario, short, only_who):
-    """NAME:ERROR:K[+]:WHO. All places of a module's calls; of oneDNN's, which are a thousand, every
-    tenth or so."""
+    """Yields faults as NAME:ERROR:K[+]:WHO for all places of each module's calls. oneDNN has about
+    a thousand places; about every tenth is taken."""
     known, turn = known_calls(), 0
     for (name, who), places in scenario.calls.items():
         if only_who and who != only_who:
@@ -471,8 +474,8 @@ def faults_of(scenario, short, only_who):
         kind, errors = known[name]
         numbers = sorted({n for chain in places.values() for n in (chain[0], chain[-1])})
         if short:
-            # A fixed choice, with the errors in turn: one call of each kind, two in training, and
-            # of other libraries where the scenario is the first to use them.
+            # Errors are taken in turn. The "train" scenario gets two calls of each function, others
+            # one. Other libraries' calls fail only in the scenarios that use them first.
             numbers = sorted({numbers[len(numbers) // 5], numbers[len(numbers) * 4 // 5]})[
                 : 2 if scenario.name == "train" else 1
             ]
@@ -514,7 +517,7 @@ def main():
         for scenario in scenarios:
             if scenario.text is None:
                 scenario.text = True
-                # Speeds in the text: only the calls matter, which `train` judges.
+                # The text contains speeds, so only its calls matter here. `train` judges results.
                 scenario.outcome = lambda folder, out: {}
             scenario.prepare(base)
         if options.one:

@@ -1,12 +1,11 @@
-/* A library to preload into the program, for the shell tests: one call of an allocator fails, or one line cannot be
- * read.
+/* A library to preload into the program, for the shell tests. It makes one call of an allocator fail, or one line
+ * unreadable.
  *
- *   FAULT_IN=jansson FAULT_AT=7   the 7th allocation that the library with this word in its name asks for fails; an
- *                                 empty word means the program itself. 0: none fails. The number of calls goes to the
- *                                 file FAULT_COUNT.
- *   FAULT_LINE=3                  the 3rd fgets fails as with a bad disk
- *   HSTEP_FAULT_UNTIL_EXIT=1      no allocation is seen any more once exit() is called: gcov's counters are written
- *                                 then
+ *   FAULT_IN=jansson FAULT_AT=7   fails the 7th allocation of the library with this word in its name. An empty word
+ *                                 means the program itself; 0 fails none. The number of calls goes to the file
+ *                                 FAULT_COUNT.
+ *   FAULT_LINE=3                  fails the 3rd fgets as a bad disk would.
+ *   HSTEP_FAULT_UNTIL_EXIT=1      ignores allocations after exit(), because gcov's counters are written then.
  *
  * Built by tests/nothing_lost_test.sh: cc -shared -fPIC -o faults.so faults.c */
 #define _GNU_SOURCE
@@ -51,7 +50,8 @@ __attribute__((destructor)) static void end(void)
     if (file) fclose(file);
 }
 
-/* Other threads allocate too, but not in the parts that are tested so. */
+/* Counts an allocation and returns 1 if it must fail. Other threads allocate too, but not in the parts that are tested
+ * this way. */
 static int fails(void *caller)
 {
     if ((uintptr_t)caller < low || (uintptr_t)caller >= high) return 0;
@@ -82,7 +82,7 @@ char *strdup(const char *s)
 char *fgets(char *text, int n, FILE *file)
 {
     if (++lines == line) {
-        file->_flags |= 0x20; /* what ferror() looks at in glibc */
+        file->_flags |= 0x20; /* the flag that ferror() reads in glibc */
         errno = EIO;
         return NULL;
     }

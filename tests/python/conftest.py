@@ -1,5 +1,5 @@
-"""What test files share: the classes under test, recipes, parameters with gradients, all bits of an
-optimizer. And how the tests run."""
+"""Shared code of the test files: classes under test, recipes, parameters with gradients, all bits
+of an optimizer. Also says how the tests run."""
 
 import collections
 import functools
@@ -17,7 +17,7 @@ from halfstep import _abi, _layout
 
 #: the rules that step weights by gradients, in the order of the table
 RULES = [name for name, rule in _abi.rules.items() if not rule.raw_gradient]
-#: steps by which every rule has moved a weight: the first may do no more than begin a second moment
+#: steps after which every rule has moved a weight: the first may only begin a second moment
 FIRST_MOVEMENT = 2
 #: recipe by a short name -> dtype of the parameters, options
 RECIPES = {
@@ -64,7 +64,7 @@ def class_of(rule):
 
 
 def parameters(dtype=torch.float32, shapes=None, seed=0):
-    """Parameters by name, from a seed."""
+    """Returns parameters by name, made from a seed."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
@@ -77,7 +77,7 @@ def twins(params):
 
 
 def set_gradients(params, step, dtype=None):
-    """The gradient of a step depends on the name and the step only."""
+    """Sets the gradients of a step. They depend on the name and the step only."""
     for name, p in params.items():
         generator = torch.Generator().manual_seed(1000 * step + sum(name.encode()))
         p.grad = torch.randn(p.shape, generator=generator).to(dtype or p.dtype)
@@ -90,7 +90,7 @@ def run(opt, params, first, last):
 
 
 def bits(tensor):
-    """The bytes of a tensor's elements in the order of its indices, whatever its layout."""
+    """Returns the bytes of a tensor's elements in the order of its indices, whatever its layout."""
     flat = tensor.detach().contiguous().reshape(-1)
     return (
         str(tensor.dtype),
@@ -100,7 +100,7 @@ def bits(tensor):
 
 
 def plain(value):
-    """A value without identity: tensors become their bits."""
+    """Returns a copy without identity: tensors become their bits."""
     if isinstance(value, torch.Tensor):
         return bits(value)
     if isinstance(value, dict):
@@ -111,7 +111,7 @@ def plain(value):
 
 
 def everything(opt, params=None):
-    """All weights, states, counters and options of an optimizer, comparable with ==."""
+    """Returns all weights, states, counters and options of an optimizer, comparable with ==."""
     weights = (
         params.values()
         if isinstance(params, dict)
@@ -121,12 +121,13 @@ def everything(opt, params=None):
 
 
 def states(opt):
-    """What changes by steps: state_dict()'s "state"."""
+    """Returns what steps change: state_dict()'s "state"."""
     return plain(opt.state_dict()["state"])
 
 
 def streams(opt, p):
-    """What is stored for the elements of a parameter: its state without counters and the like."""
+    """Returns what is stored for the elements of a parameter: its state without counters and the
+    like."""
     return {
         key: value
         for key, value in opt.state[p].items()
@@ -135,7 +136,7 @@ def streams(opt, p):
 
 
 def stored(opt, p):
-    """Names of the states that are stored for a parameter."""
+    """Returns the names of the states that are stored for a parameter."""
     return [
         s.name
         for s in _abi.rules[opt.rule].states
@@ -144,7 +145,7 @@ def stored(opt, p):
 
 
 def ids(opt):
-    """The ids of all parameters that have states."""
+    """Returns the ids of all parameters that have states."""
     return [
         int(opt.state[p]["id"]) % 2**64
         for g in opt.param_groups
@@ -154,12 +155,12 @@ def ids(opt):
 
 
 def group_options(opt):
-    """The options of all groups, without what tells one parameter from another."""
+    """Returns the options of all groups, except those that differ by parameter."""
     return [{k: plain(v) for k, v in g.items() if k != "params"} for g in opt.param_groups]
 
 
 def make(rule, recipe="f32", named=True, shapes=None, seed=0, **options):
-    """Parameters by name and an optimizer for them; two calls give the same bits."""
+    """Makes parameters by name and an optimizer for them. Two calls give the same bits."""
     dtype, formats = RECIPES[recipe]
     params = parameters(dtype, shapes)
     return params, class_of(rule)(
@@ -168,7 +169,7 @@ def make(rule, recipe="f32", named=True, shapes=None, seed=0, **options):
 
 
 def saved(state_dict):
-    """The same from a file, read as torch.load() does by default."""
+    """Saves to a file and reads it as torch.load() does by default."""
     file = io.BytesIO()
     torch.save(state_dict, file)
     file.seek(0)
@@ -208,7 +209,7 @@ def loss_of(model, step):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Small tensors on a shared machine: torch by itself would start threads for each test."""
+    """Limits torch to one thread, because it would start threads for each small test."""
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
@@ -218,7 +219,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def pool():
-    """Up to four ranks of torch.distributed."""
+    """A pool of up to four ranks of torch.distributed."""
     from ranks import Pool
 
     pool = Pool(4)
@@ -228,7 +229,7 @@ def pool():
 
 @pytest.fixture
 def caught():
-    """All warnings of a test, as a list that grows."""
+    """Collects all warnings of a test in a list."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield found
@@ -239,9 +240,9 @@ def caught():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Chooses the cases that `make test` runs of a test with several parameters: each value at
-    least once, in turn with the values of the others. The other cases of the product are marked
-    "all". A product that a test makes itself joins the names of its values by "|".
+    """Chooses the cases that `make test` runs of a test with several parameters. Each value occurs
+    at least once, combined with the values of the others in turn. The other cases of the product
+    are marked "all". A test that makes the product itself joins the names of its values by "|".
     """
     tests = {}
     for item in items:
@@ -270,8 +271,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Gives a file's tests to one process, and all files that start ranks to the same one, so that
-    at most one group of ranks runs at a time."""
+    """Gives a file's tests to one process. All files that start ranks go to the same process, so
+    that at most one group of ranks runs at a time."""
     from xdist.scheduler import LoadFileScheduling
 
     @functools.cache
@@ -287,8 +288,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
-    """Hides from the garbage collector what lives as long as the process, because a test on a fake
-    GPU ends with a collection."""
+    """Hides long-lived objects from the garbage collector, because a test on a fake GPU ends with a
+    collection."""
     gc.collect()
     gc.freeze()
 

@@ -1,10 +1,10 @@
-"""A GPU for the package's tests where there is none: tests/fake_cuda in the place of the driver,
-and tensors of torch that lie in its memory. To torch these are CPU tensors, so only what the
-package asks by halfstep._devices is different: where a tensor lies, the current stream, copies.
-What the library does on the "GPU" happens when somebody waits for its stream; what torch does
-happens at once, so tests put writes to gradients into the stream by `later()`.
+"""A GPU for the package's tests on machines without one. tests/fake_cuda takes the place of the
+driver, and tensors of torch lie in its memory. To torch these are CPU tensors. So only answers of
+halfstep._devices are different: where a tensor lies, the current stream, copies.
 
-On a machine with a GPU, tests take `Real` instead: the same questions, answered by torch.cuda.
+What the library does on the "GPU" happens when somebody waits for its stream. What torch does
+happens at once, so tests put writes to gradients into the stream by `later()`. On a machine with a
+GPU, tests take `Real` instead. It has the same functions, answered by torch.cuda.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _TYPES = {"int": ctypes.c_int, "long": ctypes.c_long, "const char *": ctypes.c_c
 
 
 def _fields():
-    """Of the structure in the header, which is the one place that lists them."""
+    """Returns the fields of a structure, read from the header, the only place that lists them."""
     with open(
         os.path.join(os.path.dirname(__file__), os.pardir, "fake_cuda", "fake_cuda.h")
     ) as file:
@@ -52,7 +52,7 @@ WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def load():
-    """The fake driver in this process, under the name by which the library looks for one."""
+    """Loads the fake driver under the name that the library looks for."""
     folder = os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests", "fake_cuda")
     os.environ["FAKE_CUDA_OPEN"] = "1"
     os.environ.setdefault("FAKE_CUDA_DEVICES", "2")
@@ -62,7 +62,7 @@ def load():
     return driver
 
 
-#: A process in which torch has loaded a real driver finds no other one of that name.
+#: If torch has loaded a real driver, the process finds no other one of that name.
 needs_fake = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is here: the fake driver cannot take its place"
 )
@@ -97,8 +97,8 @@ class Fake:
                 self.driver.cuCtxPopCurrent_v2(ctypes.byref(context))
 
     def synchronize(self):
-        """Until everything on the current streams is done. What is not waited for properly on other
-        streams is still undone."""
+        """Waits until all work on the current streams is done. Work on other streams stays undone
+        unless the code under test waits for it."""
         with self.context():
             for stream in self.streams.values():
                 assert not self.driver.cuStreamSynchronize(ctypes.c_void_p(stream))
@@ -109,7 +109,7 @@ class Fake:
         self.submit(tensor, values.detach().clone().contiguous(), device, self.streams[device])
 
     def submit(self, to, tensor, device, stream):
-        """A copy in the turn of a stream."""
+        """Submits a copy to a stream."""
         assert (
             to.is_contiguous()
             and tensor.is_contiguous()
@@ -125,7 +125,7 @@ class Fake:
             self.driver.fake_cuda_submit(ctypes.c_void_p(stream), work, None, ctypes.c_size_t(0))
 
     def stream(self):
-        """Another stream."""
+        """Makes another stream."""
         if not self.spare:
             made = ctypes.c_void_p()
             with self.context():
@@ -146,7 +146,7 @@ class Fake:
             assert not self.driver.cuEventSynchronize(event)
 
     def wait_for(self, ours, other, event=None):
-        """Work on the stream `ours` from now on comes after what is on `other` now, or after an
+        """Makes later work on the stream `ours` wait for the present work of `other`, or for an
         event."""
         event = event or self.event(other)
         with self.context():
@@ -171,8 +171,7 @@ class Fake:
 
     @contextlib.contextmanager
     def capture(self, stream):
-        """Captures the stream, which is the current one inside; yields a list that gets the
-        replay."""
+        """Captures the stream, which is current inside. Yields a list that gets the replay."""
         graph, replays = ctypes.c_void_p(), []
         with self.on(stream):
             with self.context():
@@ -197,7 +196,7 @@ class Fake:
     # ---- Tensors ---------------------------------------------------------------------------------
 
     def tensor(self, values, device=0):
-        """A copy of a tensor in the memory of the device."""
+        """Returns a copy of a tensor in the memory of the device."""
         values = values.detach().contiguous()
         size = max(values.numel() * values.element_size(), 1)
         address = ctypes.c_uint64()
@@ -216,9 +215,9 @@ class Fake:
         return made
 
     def model(self, model):
-        """The module with its weights, and gradients that torch makes of them, in the memory of a
-        device. torch computes at once what comes on the stream of a GPU in its turn: so who reads
-        the weights waits for what was submitted before.
+        """Moves the module to the memory of a device: weights, and gradients that torch makes of
+        them. Since torch computes at once, its work does not come in the stream's turn. So every
+        forward pass and state_dict() first wait for submitted work.
         """
 
         def wait(*_):
@@ -247,7 +246,7 @@ class Fake:
         return self.place(made, self.of(tensor))
 
     def read(self, tensor):
-        """What a tensor holds once everything before is done, in the process's memory."""
+        """Returns a tensor's values in the process's memory, once all earlier work is done."""
         if self.of(tensor).type == "cuda":
             self.synchronize()
             return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -288,7 +287,7 @@ class Fake:
         patch.setattr(_rounds.Release, "step_sent", alone)
 
     def close(self):
-        """Frees everything, and finds fault with what was done to the driver."""
+        """Frees everything, and fails if the driver was misused."""
         gc.collect()
         self.streams.update((device, None) for device in self.streams)
         self.synchronize()
@@ -316,7 +315,7 @@ class Fake:
 
 
 class Side:
-    """In the place of halfstep._devices.Side."""
+    """Takes the place of halfstep._devices.Side."""
 
     def __init__(self, fake, device):
         self.fake, self.device, self.stream = fake, device, fake.stream()
@@ -345,7 +344,7 @@ class Side:
 
 
 class Real:
-    """The first GPU of torch, as far as tests that run on both ask for it."""
+    """The first GPU of torch, with the functions that tests on both kinds call."""
 
     real = True
 

@@ -1,8 +1,8 @@
-"""Several processes of torch.distributed for tests.
+"""Several processes of torch.distributed for tests. A server is forked once for all tests, so that
+torch is imported once. It forks fresh ranks for every run.
 
-A server is forked once for all tests, so that torch is imported once, and forks fresh ranks for
-every run. They leave by being killed, when all of them have answered: no process ever takes a group
-down and makes another, which crashes a thread of gloo now and then.
+The ranks are killed when all of them have answered. So no process ever destroys a group and makes
+another, which now and then crashes a thread of gloo.
 """
 
 import importlib
@@ -18,8 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-#: seconds; more than any test needs on a machine that is busy with other things. Ranks that hang
-#: are reported after it
+#: seconds; more than any test needs on a busy machine. Ranks that have not answered by then are
+#: reported as hanging
 _TIMEOUT = 480
 
 
@@ -41,8 +41,8 @@ def _rank(rank, size, store, function, arguments, pipe):
 
 
 def _serve(control, pipes):
-    """Forks the ranks of each run, says in the place of one that dies how it did, and kills them
-    when told to."""
+    """Forks the ranks of each run. Reports how a rank died in its place, and kills ranks when told
+    to."""
     for module in (
         "torch._dynamo",
         "torch.distributed.checkpoint.state_dict",
@@ -88,8 +88,8 @@ class Pool:
         self.control, self.pipes = ours[0], ours[1:]
 
     def run(self, size, function, *arguments):
-        """function(rank, size, *arguments) in `size` processes: what each returns. Raises what the
-        first of them raised."""
+        """Runs function(rank, size, *arguments) in `size` processes and returns their results. If
+        ranks fail or hang, raises an error that names them and shows what the first one raised."""
         answers = {}
         with tempfile.TemporaryDirectory() as folder:
             self.control.send((size, os.path.join(folder, "store"), function, arguments))

@@ -1,5 +1,5 @@
-"""halfstep._abi against include/halfstep.h: functions, structures, tables, errors, and what is said
-of a library that is missing or another one."""
+"""Tests halfstep._abi against include/halfstep.h: functions, structures, tables and errors. Also
+the error for a library that is missing or another one."""
 
 import ctypes
 import math
@@ -34,7 +34,7 @@ compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 
 
 def declarations():
-    """name -> (type of the result, types of the parameters), as written."""
+    """Returns name -> (type of the result, types of the parameters), as written."""
     found = {}
     for result, name, parameters in re.findall(
         r"HALFSTEP_API\s+([\w\s]+?[\s*]+)(halfstep_\w+)\(([^;]*)\);", HEADER
@@ -62,8 +62,7 @@ NUMBERS = {
 
 
 def test_the_header_was_understood():
-    # Each public function begins with the macro that makes it public, whose definitions are the two
-    # other places.
+    # Each public function begins with the macro HALFSTEP_API. Its definitions are two more places.
     assert len(DECLARED) == len(re.findall(r"HALFSTEP_API\b", HEADER)) - 2 > 60
 
 
@@ -96,7 +95,7 @@ def test_signature(name):
 
 
 def c_values(folder, expressions):
-    """Integers that the compiler computes from expressions over the header."""
+    """Returns integers that the compiler computes from expressions over the header."""
     program = folder / "values.c"
     lines = "\n".join(f'    printf("%lld\\n", (long long)({e}));' for e in expressions)
     program.write_text(
@@ -242,7 +241,7 @@ def test_names_and_recipes():
 
 
 class Handle:
-    """One group of one tensor, its memory the test's."""
+    """A group of one tensor, whose memory is the test's."""
 
     def __init__(self, recipe="adamw", elements=8):
         self.o, self.group, self.tensor = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32()
@@ -419,8 +418,8 @@ def test_errors_survive_pickling():
 
 
 def load(library):
-    """What importing says with that library: "" or the exception. In a process of its own, without
-    torch."""
+    """Imports with that library in a process of its own, without torch. Returns "" or the
+    exception."""
     file = Path(_abi.__file__)
     program = (
         "import importlib.util, sys\n"

@@ -13,7 +13,8 @@ from halfstep import _abi
 
 
 def disturb(kind, opt, params, generator):
-    """Something that must not change a bit; the optimizer and parameters to go on with."""
+    """Does something that must not change a bit. Returns the optimizer and parameters to go on
+    with."""
     if kind == "inspect":
         assert repr(opt) and opt.memory() and opt.fell_back() is not None
         for p in params.values():
@@ -101,8 +102,8 @@ DISTURBANCES = [
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_order_of_harmless_things(seed):
-    """Steps by step(), by step_param() and in backward, between things that users do: the bits of
-    plain steps."""
+    """Steps by step(), by step_param() and in backward, between things that users do, give the bits
+    of plain steps."""
     generator = torch.Generator().manual_seed(seed)
 
     def one_of(values):

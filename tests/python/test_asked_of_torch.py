@@ -1,5 +1,5 @@
-"""What the package asks of torch beside tensors: calls that are followed, version counters, and the
-line that a warning names."""
+"""Tests what the package asks of torch beside tensors: calls that are followed, version counters,
+and the line that a warning names."""
 
 import inspect
 import warnings

@@ -1,5 +1,5 @@
-"""Files that are wrong: a Python exception, and the optimizer as it was; and reading what is not
-there."""
+"""Bad files raise a Python exception and leave the optimizer as it was. Also reads tensors
+that do not exist."""
 
 import copy
 import io
@@ -58,7 +58,7 @@ BAD_FILES = {
 @pytest.mark.parametrize("kind", BAD_FILES)
 @pytest.mark.parametrize("warm", [0, 2])
 def test_bad_files(kind, warm):
-    """A file that is refused changes nothing: the optimizer goes on as if nobody had tried."""
+    """A refused file changes nothing: the optimizer goes on as if nobody had tried."""
     params, options = sound()
     writer = halfstep.AdamW(list(params.items()), **options)
     run(writer, params, 0, 2)
@@ -135,7 +135,7 @@ def test_errors_of_the_library_are_of_both_kinds():
 
 
 def test_files_that_torch_saves_hold_nothing_odd():
-    """Only what weights_only loading admits, even with every option set."""
+    """Files hold only what weights_only loading admits, even with every option set."""
     params, options = sound()
     opt = halfstep.AdamW(
         list(params.items()),

@@ -1,5 +1,5 @@
-"""States that no training leaves, found when they are loaded: an error that names the parameter,
-and nothing changed."""
+"""States that no training leaves are found when they are loaded. The error names the parameter, and
+nothing is changed."""
 
 import copy
 import math
@@ -42,8 +42,8 @@ def trained(kind, steps=2, seed=0):
 
 
 def refused(kind, change, match="matrix", warm=2):
-    """The change makes the file of an optimizer one that another refuses, and stays as it was;
-    unchanged, it is taken."""
+    """Checks that the change makes an optimizer's file one that another refuses without being
+    changed. The unchanged file is loaded."""
     _, writer = trained(kind)
     good = saved(writer.state_dict())
     bad = copy.deepcopy(good)
@@ -59,8 +59,7 @@ def refused(kind, change, match="matrix", warm=2):
 
 
 def of_matrix(key, value):
-    """Puts something into the state of the second parameter: a value, a function of what is there,
-    or nothing (drops it)."""
+    """Changes the state of the second parameter: sets a value, applies a function, or drops it."""
 
     def change(file):
         state = file["state"][1]
@@ -125,7 +124,7 @@ def test_scales(kind, key, value):
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_scales_that_let_codes_overflow(kind):
-    """Finite by itself, and not what is decoded with it: only the codes that are there tell."""
+    """The scale is finite, but decoded values are not. Only the codes in the file show that."""
     code = {"int8": 127, "fp8": 0x7E}[kind]
     for key in ("exp_avg", "exp_avg_sq"):
 
@@ -160,7 +159,7 @@ def test_scales_that_let_codes_overflow(kind):
     ],
 )
 def test_states_that_lack_something(kind, key):
-    """exp_avg_sq taken for zeros moved weights by 133 instead of 0.009."""
+    """Zeros in the place of exp_avg_sq moved weights by 133 instead of 0.009."""
     refused(kind, of_matrix(key, MISSING))
     refused(kind, of_matrix(key, None))
 
@@ -203,7 +202,7 @@ STRANGERS = {
 @pytest.mark.parametrize("rule", ["adam", "adamw", "radam", "adan", "lion", "lamb"])
 @pytest.mark.parametrize("named", [True, False])
 def test_states_of_other_optimizers(name, rule, named):
-    """They have other states: ours do not begin from zeros at somebody's step count."""
+    """Their states are others. Ours must not begin from zeros at their step count."""
     params = parameters(shapes=SHAPES)
     theirs = getattr(torch.optim, name)(list(params.values()), **STRANGERS[name])
 
@@ -272,7 +271,8 @@ def test_counters(key, value):
     ],
 )
 def test_scalars(kind, key, value):
-    """What no update leaves: an accumulated decay of 2^63 would have been applied at once."""
+    """Values that no update leaves. An accumulated decay of 2^63 would have been applied at
+    once."""
     limits = {"weight_sum": 1e300, "lr_max": 1e6, "accumulated_decay": 1.0}
     if isinstance(value, (int, float)) and 0 <= value <= limits.get(key, 1e300):
         _, writer = trained(kind)
@@ -343,8 +343,7 @@ def test_a_state_that_is_no_dictionary(state):
 
 
 def rewritten(path, tensors=None, metadata=None):
-    """A safetensors file with some tensors and some of the metadata replaced, or dropped where a
-    value is None."""
+    """Rewrites a safetensors file with some tensors and metadata replaced, or dropped if None."""
     with safetensors.safe_open(path, "pt") as file:
         every, words = {k: file.get_tensor(k) for k in file.keys()}, dict(file.metadata())
     for held, changed in ((every, tensors), (words, metadata)):
@@ -453,8 +452,7 @@ def test_bad_safetensors(kind, tensors, metadata, warm, tmp_path):
 
 
 def test_loading_a_file_is_no_foreign_write(tmp_path):
-    """The weights first, into an optimizer in use: the residuals that the file brings are
-    theirs."""
+    """Weights are loaded first, into an optimizer in use. The file's residuals belong to them."""
     import warnings
 
     params, writer = trained("int8", 3)
@@ -485,8 +483,8 @@ def umask():
 
 
 def test_the_mode_of_a_file(tmp_path, umask):
-    """A new one has what the umask leaves, an old one keeps its own; 0600 was that of the temporary
-    file."""
+    """A new file has the umask's mode, and an old one keeps its own. The temporary file has
+    0600."""
     _, opt = trained("f32")
     path = tmp_path / "o"
     opt.save_safetensors(path)
@@ -500,7 +498,7 @@ def test_the_mode_of_a_file(tmp_path, umask):
 
 
 def test_a_symbolic_link_is_followed(tmp_path):
-    """Also one whose target does not exist yet, and a chain of them; the link stays."""
+    """The target may not exist yet, or may be behind a chain of links. The link stays."""
     _, opt = trained("f32")
     (tmp_path / "real").mkdir()
     target, link, second = tmp_path / "real" / "o", tmp_path / "link", tmp_path / "second"

@@ -1,5 +1,5 @@
-"""bench/peers.py, bench/traps.py and bench/offload.py on sizes that take seconds: what they print
-is measured, and nobody is left out."""
+"""Runs bench/peers.py, bench/traps.py and bench/offload.py on sizes that take seconds. Their output
+must be measured, and must leave out nobody."""
 
 import csv
 import json
@@ -34,8 +34,8 @@ PEERS = (
 
 
 def run(script, *arguments, missing=(), status=0):
-    """The script in a process of its own in which some packages cannot be imported; what it
-    printed."""
+    """Runs the script in a process in which some packages cannot be imported. Returns its
+    output."""
     code = (
         f"import runpy, sys; sys.modules.update(dict.fromkeys({tuple(missing)!r})); sys.argv ="
         f" {[script, *arguments]!r}; runpy.run_path({os.path.join(BENCH, script)!r},"
@@ -331,7 +331,8 @@ def test_every_recipe_is_measured_by_default():
 
 
 def altered(**changes):
-    """torch's AdamW with other hyper-parameters than it is asked for: its figures must differ."""
+    """Makes torch's AdamW with other hyper-parameters than it is asked for. Its figures must
+    differ."""
 
     def make(params, hyper):
         hyper = {**hyper, **{name: change(hyper) for name, change in changes.items()}}
@@ -397,7 +398,7 @@ def test_nan_is_counted():
 
 
 def test_gpu_runs_everything_on_the_processor():
-    """Its columns, and bytes that follow from the formats; figures of time mean nothing here."""
+    """Checks its columns, and bytes that follow from the formats. Times mean nothing here."""
     lines = run(
         "gpu.py",
         "--device",
@@ -449,8 +450,8 @@ def test_gpu_runs_everything_on_the_processor():
 
 
 def test_gpu_judges_its_aims(tmp_path):
-    """With every recipe and peer of the list on the processor; what is not installed is no failure,
-    what is ours is one."""
+    """Runs every recipe and peer of the list on the processor. A missing package is no failure; a
+    missing recipe of ours is one."""
     asked = {recipe + end for recipe in gpu.RECIPES for end in ("", ":finite")} | set(gpu.PEERS)
     assert {c.key for c in gpu.contestants()} == asked
     assert (

@@ -1,4 +1,4 @@
-"""Cautious groups: against the authors' code, and pytorch-optimizer's where it masks the same
+"""Tests cautious groups against the authors' code, and pytorch-optimizer's where it masks the same
 update."""
 
 import pytest
@@ -15,8 +15,8 @@ CAUTIOUS = [rule for rule in _abi.rules if _abi.rules[rule].cautious]
 
 
 def authors_scale(update, grad):
-    """Liang et al. 2024 as their code has it today: pytorch-optimizer has numel / (sum + 1),
-    without a bound."""
+    """The scale of Liang et al. 2024 in their present code. pytorch-optimizer has numel / (sum +
+    1), without a bound."""
     mask = (update * grad > 0).to(grad.dtype)
     update.mul_(mask.div_(mask.mean().clamp_(min=1e-3)))
 
@@ -83,8 +83,8 @@ def test_pytorch_optimizer_s(monkeypatch, name, rate, ours_has, theirs_has):
 
 @pytest.mark.parametrize("rule", _abi.rules)
 def test_who_has_it(rule):
-    """An option of every class whose rule has a sign to compare; of others neither the class nor a
-    group takes it."""
+    """Every class whose rule has a sign to compare has the option. Other classes and groups refuse
+    it."""
     if _abi.rules[rule].raw_gradient:
         return
     p = torch.nn.Parameter(torch.ones(4, 40))

@@ -1,5 +1,5 @@
-"""A checkpoint of the C trainer goes on in Python: build/halfstep makes one, load_safetensors()
-takes its optimizer."""
+"""Goes on from a checkpoint of the C trainer in Python. build/halfstep makes it, load_safetensors()
+loads its optimizer."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""The interface of adamw_bfloat16, which no registry here offers: held to its documented signature,
-schedule and rule."""
+"""Tests the interface of adamw_bfloat16, which no registry here offers, against its documented
+signature, schedule and rule."""
 
 import copy
 import ctypes
@@ -146,8 +146,8 @@ def test_the_library_follows_lr(lr):
 
 
 def test_the_steps_of_an_optimizer_follow_lr():
-    """With eps far above the gradients, and a first moment without memory, a step is lr * sqrt(1 -
-    beta2^t) * g / eps."""
+    """eps is far above the gradients and the first moment has no memory. A step is then lr * sqrt(1
+    - beta2^t) * g / eps."""
     lr = LR(preheat_steps=5, lr=0.5)
     p = torch.nn.Parameter(torch.zeros(3))
     opt = AdamW_BF16([p], lr_function=lr, betas=(0.0, 0.5), eps=1.0)
@@ -263,8 +263,8 @@ def test_trajectory_in_fp32():
 
 @pytest.mark.parametrize("weights", ["bf16-kahan", "bf16-ecc8", "bf16"])
 def test_small_steps_arrive(weights):
-    """lr 1e-5 on weights of 1.0, whose last place is 8e-3; nearest is the control that must
-    fail."""
+    """lr is 1e-5 on weights of 1.0, whose last place is 8e-3. Rounding to nearest is the control
+    that must fail."""
     p = bf16(2048, 1.0)
     opt = AdamW_BF16([p], lr_function=constant(1e-5), betas=(0.9, 0.95), weights=weights)
     for _ in range(500):
@@ -280,7 +280,8 @@ def test_small_steps_arrive(weights):
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-3])
 def test_decay_arrives_in_lumps(rate):
-    """The decay of n steps, up to the one lump that is still owed or came early."""
+    """The decay of n steps arrives, except for at most one lump that is still owed or came
+    early."""
     p = bf16(64, 1.0)
     opt = AdamW_BF16([p], lr_function=constant(1e-2), weight_decay=rate / 1e-2)
     n = int(0.1 / rate) if rate > 1e-6 else 20000

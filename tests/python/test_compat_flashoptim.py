@@ -200,8 +200,8 @@ def test_formats_of_each_option():
 
 
 def test_more_master_bits_are_nearer():
-    """The peer's test: small updates, the error of the sum of 100 of them. Without codes most of
-    them vanish."""
+    """The peer's test: the error of the sum of 100 small updates. Without codes most of them
+    vanish."""
     errors = {}
     truth = torch.randn(64, 256).bfloat16()
     gradients = [truth.abs().float() * torch.randn(64, 256) * 0.05 for _ in range(100)]
@@ -310,8 +310,8 @@ def test_check_numerics_threshold(dtype, bits, mantissa, largest):
 
 
 def test_the_threshold_is_where_steps_begin_to_count():
-    """What the check is for: in plain BF16 half of the last place moves the largest weight, less
-    does not."""
+    """The purpose of the check: in plain BF16 half of the last place moves the largest weight, and
+    less does not."""
     for factor, moves in ((1.05, True), (0.95, False)):
         p = nn.Parameter(torch.tensor([1.0078125, 0.5]).bfloat16())
         opt = quiet(ours.FlashLion, [p], lr=factor * 2.0**-8, master_weight_bits=None)
@@ -722,8 +722,8 @@ def test_cast_model_hooks_and_ties():
 
 
 def test_readme_snippets_run_verbatim(tmp_path, monkeypatch):
-    """All blocks of the manual but DDP's; only the device, the package and what they leave to the
-    reader differ."""
+    """Runs all blocks of the manual except DDP's. Only the device, the package and the parts left
+    to the reader differ."""
     text = importlib.metadata.metadata("flashoptim").get_payload()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,5 @@
-"""The interface of the LAMB16 package, which no registry offers: held to its documented signatures
-and rules."""
+"""Tests the interface of the LAMB16 package, which no registry offers, against its documented
+signatures and rules."""
 
 import collections
 import inspect
@@ -80,7 +80,7 @@ def test_lamb(scale, adam):
 
 
 def test_lamb_is_not_the_paper_s():
-    """halfstep.Lamb corrects the bias of the first steps, this one does not."""
+    """halfstep.Lamb corrects the bias of the first steps; this class does not."""
     ours, paper = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
     for p, opt in ((ours, Lamb([ours], adam=True)), (paper, halfstep.Lamb([paper], adam=True))):
         p.grad = torch.ones_like(p)
@@ -90,7 +90,8 @@ def test_lamb_is_not_the_paper_s():
 
 
 def exact_lamb16(w, steps, lr, betas, eps, decay, scale, store=None):
-    """`store` takes m and v and returns what the package keeps of them."""
+    """The package's rule in double. `store` takes m and v and returns what the package keeps of
+    them."""
     w = w.double()
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     ratio = None

@@ -58,8 +58,8 @@ IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in options.items())}" for name, op
 
 
 def make(module, name, params, options, **more):
-    # triton=False: optimi's StableAdamW would take its GPU kernels for CPU tensors wherever Triton
-    # can be imported.
+    # triton=False, because optimi's StableAdamW would take its GPU kernels for CPU tensors wherever
+    # Triton can be imported.
     options = {"lr": 1e-3, **options, **more}
     if module is theirs:
         options["triton"] = False
@@ -158,8 +158,8 @@ def test_follows_in_fp32_through_saving_and_loading(name, options, shape):
 
 @pytest.mark.parametrize("name, options", VARIANTS, ids=IDS)
 def test_bf16_follows_the_peer_in_fp32(name, options):
-    """Kahan summation has to hold what 16 bits lose: the judge's own weights are float32, its
-    gradients the same numbers."""
+    """Kahan summation must hold what 16 bits lose. The judge has float32 weights and the same
+    gradients."""
     low = Net().to(torch.bfloat16)
     wide = copy.deepcopy(low).float()
     more = {"kahan_sum": True} if name == "Adan" else {}  # None elsewhere
@@ -179,7 +179,7 @@ def test_bf16_follows_the_peer_in_fp32(name, options):
     for p in low.parameters():
         assert "/bf16-kahan" in a.recipe(p) and a.state[p]["weight.extra"].dtype == torch.bfloat16
         assert (a.read_weight(p) - p.float()).abs().max() <= p.abs().max() * 2**-8
-    # Most of the 20 steps are far below a BF16 weight's last place; what the residual holds is
+    # Most of the 20 steps are far below a BF16 weight's last place. The weight with its residual is
     # nearer than the weight alone.
     pairs = [
         (a.read_weight(p), p.detach().float(), q.detach())
@@ -213,7 +213,7 @@ def test_bf16_follows_the_peer_in_bf16(name, options):
 
 
 def test_slow_decay_acts_on_bf16():
-    """Where the peer loses decay altogether (I-5)."""
+    """The peer loses this decay altogether (I-5)."""
     low = nn.Parameter(torch.randn(64, 64).to(torch.bfloat16))
     twin = nn.Parameter(low.detach().clone())
     start = low.detach().float()
@@ -369,7 +369,7 @@ def test_loads_what_the_peer_saved():
             if dtype == torch.float32:
                 assert_close(mine.parameters(), judge.parameters(), **FP32)
                 continue
-            # The peer rounds every operation to BF16, and so its movement; wrong moments would be
+            # The peer rounds every operation to BF16, and so its movement. Wrong moments would be
             # off by all of it.
             moved = torch.cat(
                 [(q.detach() - w).float().flatten() for q, w in zip(judge.parameters(), start)]
@@ -599,7 +599,7 @@ def test_to_low_precision():
             options
         )
         assert len(set(found.values())) > 1
-    # One word by itself: the peer takes it letter by letter.
+    # A single word: the peer takes it letter by letter.
     model = ours.to_low_precision(zoo(), fp32_buffers="OTHER")
     assert (
         model.other[0].table.dtype == torch.float32
@@ -641,7 +641,7 @@ DECAYS = [
 
 
 class Lists:
-    """Parameters and states as a caller of the functional forms holds them."""
+    """Holds parameters and states as a caller of the functional forms does."""
 
     def __init__(self, name, dtype=torch.float32, shapes=SHAPES, kahan=False):
         self.name, self.kahan = name, kahan
@@ -814,8 +814,7 @@ def test_functional_forms_refuse_what_they_cannot_do(caught):
 
 
 def test_equal_tensors_round_independently():
-    """Two calls with one tensor each, of one structure: one handle serves both, but not with the
-    same random bits."""
+    """Two calls with one tensor each, of one structure, share a handle but not random bits."""
     from halfstep.compat import _optimi_lists
 
     ends = []

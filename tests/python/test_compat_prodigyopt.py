@@ -1,4 +1,4 @@
-"""The interface of prodigyopt, held to the package."""
+"""Tests the interface of prodigyopt against the package."""
 
 import copy
 import inspect
@@ -23,7 +23,7 @@ def values():
 
 
 def steps(many, first, ours, opt, theirs, peer):
-    """Gradients of a quadratic with noise; both get those of `ours`."""
+    """Steps both with gradients of a quadratic with noise, computed at the weights of `ours`."""
     for step in range(first, first + many):
         source = torch.Generator().manual_seed(step)
         for name, p in ours.items():
@@ -113,7 +113,7 @@ def test_options_of_groups():
 @pytest.mark.parametrize("cls", [Prodigy, halfstep.Prodigy])
 @pytest.mark.parametrize("betas, slice_p", [((0.9, 0.999), 1), ((0.0, 0.99), 1), ((0.9, 0.999), 7)])
 def test_what_the_package_saved(cls, betas, slice_p):
-    """In the middle of a run: states, the estimate and the options go on."""
+    """A state from the middle of a run: states, the estimate and the options go on."""
     ours, theirs = values(), values()
     options = {"betas": betas, "slice_p": slice_p, "d0": 1e-3}
     first, peer = (

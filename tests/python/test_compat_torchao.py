@@ -1,10 +1,10 @@
-"""halfstep.compat.torchao beside the installed torchao: the same names and signatures, the same
-trajectories, not the same explosions.
+"""Tests halfstep.compat.torchao beside the installed torchao. Names, signatures and trajectories
+must be the same; torchao's explosions must not occur. torchao compiles its step. Here it runs the
+same Python code uncompiled ("force_eager"), which needs no compiler and no minutes.
 
-torchao compiles its step; here it runs the same Python code uncompiled ("force_eager"), which needs
-no compiler and no minutes. Its classes draw random bits from torch's global generator and ours do
-not, so with stochastic rounding two runs are compared by their distance, which has to be about that
-of two runs of torchao with different seeds.
+Its classes draw random bits from torch's global generator and ours do not. So with stochastic
+rounding two runs are compared by their distance. It must be about that of two runs of torchao with
+different seeds.
 """
 
 import copy
@@ -26,11 +26,9 @@ LOW_BIT = ["Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp
 ADAMS = LOW_BIT + ["_AdamW"]
 #: bytes of a state, an element, scales included
 BYTES = {"8bit": 1.0625, "4bit": 0.5625, "Fp8": 1.03125}
-#: how far two runs of different 8-bit, fp8 or 4-bit formats may be from one another after 50 steps,
-#: in units of the way that
-#: torch's optimizer goes. Measured in test_trajectory_in_fp32: ours to torchao's 0.024, 0.053,
-#: 0.28; torchao's to torch's
-#: 0.015, 0.037, 0.21; ours to torch's 0.018, 0.043, 0.18.
+#: largest distance of two runs of different 8-bit, fp8 or 4-bit formats after 50 steps. The unit
+#: is the way that torch's optimizer goes. Measured in test_trajectory_in_fp32: ours to torchao's
+#: 0.024, 0.053, 0.28; torchao's to torch's 0.015, 0.037, 0.21; ours to torch's 0.018, 0.043, 0.18.
 TOLERANCE = {"8bit": 0.04, "4bit": 0.36, "Fp8": 0.08, "": 1e-4}
 
 
@@ -57,7 +55,7 @@ def net(dtype=torch.float32):
 
 
 def train(opt, model, steps=50):
-    """Learns a linear map; the same data for everyone. Returns the losses."""
+    """Learns a linear map from the same data for all. Returns the losses."""
     generator = torch.Generator().manual_seed(1)
     target = torch.randn(128, 128, generator=generator) / 11
     dtype, losses = next(model.parameters()).dtype, []
@@ -174,7 +172,8 @@ def test_trajectory_in_fp32(name):
         for pair in (("ours", "peer"), ("ours", "exact"), ("peer", "exact"))
     }
     assert distance["ours", "peer"] < TOLERANCE[width(name)]
-    # Not farther from exact Adam than torchao, but for what 1.0625 and 1.0156 bytes may differ in.
+    # Ours is not farther from exact Adam than torchao, except for what 1.0625 and 1.0156 bytes may
+    # differ in.
     assert distance["ours", "exact"] < 1.4 * distance["peer", "exact"]
     assert abs(end["ours"][1] - end["exact"][1]) < 0.01 * end["exact"][1]
 
@@ -183,7 +182,7 @@ def test_trajectory_in_fp32(name):
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize("name", ADAMS)
 def test_trajectory_in_bf16(name, stochastic):
-    """As in fp32. With stochastic rounding the yardstick is torchao with another seed (0.03 to 0.11
+    """As in fp32. With stochastic rounding the measure is torchao with another seed (0.03 to 0.11
     of the way)."""
     end = {}
     for tag, make, seed in (
@@ -221,7 +220,7 @@ def test_trajectory_in_bf16(name, stochastic):
 
 @pytest.mark.parametrize("name", ADAMS)
 def test_amsgrad(name):
-    """Gradients that fall, and so part the ways with and without amsgrad."""
+    """Gradients fall, so that runs with and without amsgrad part."""
     end = {}
     kind = torch.optim.AdamW if "W" in name else torch.optim.Adam
     for tag, make in (("ours", getattr(ours, name)), ("exact", kind), ("plain", kind)):
@@ -239,7 +238,7 @@ def test_amsgrad(name):
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamWFp8"])
 def test_no_update_explodes(name):
-    """Gradients whose sizes within a block are log-normal, sigma 2: torchao stores small second
+    """Gradients whose sizes within a block are log-normal, sigma 2. torchao stores small second
     moments as zero."""
     generator = torch.Generator().manual_seed(3)
     size = torch.exp(2 * torch.randn(16, 1024, generator=generator))
@@ -297,8 +296,8 @@ def test_stochastic_rounding_moves_what_nearest_cannot():
 
 @pytest.mark.parametrize("name", ADAMS)
 def test_a_model_of_mixed_dtypes(name):
-    """Stochastic rounding is for BF16 parameters; float32 ones get exactly what they get without
-    the flag."""
+    """Stochastic rounding is for BF16 parameters. float32 ones get the bits that they get without
+    it."""
     end = {}
     for stochastic in (True, False):
         torch.manual_seed(0)
@@ -439,8 +438,8 @@ def test_resuming_is_exact(name, tmp_path):
 
 @pytest.mark.parametrize("name", ADAMS)
 def test_states_of_torchao_load(name):
-    """Twenty steps there, then thirty there and here: the ways part by the formats' difference, not
-    by a new start."""
+    """Makes twenty steps there, then thirty there and here. Runs differ by the formats' difference,
+    not by a new start."""
     model = net()
     there = getattr(peers, name)(model.parameters(), lr=1e-3)
     train(there, model, 20)

@@ -1,10 +1,10 @@
-"""halfstep.compat.torchastic beside the installed torchastic, and halfstep.GradientAccumulator
-under it.
+"""Tests halfstep.compat.torchastic beside the installed torchastic, and
+halfstep.GradientAccumulator under it.
 
 The package draws its random bits from torch's global generator, halfstep from seed, name, step and
-position, so no two of their BF16 runs can be equal. They are compared as draws of one distribution:
-the distance of a run of ours to one of theirs has to be that of two of theirs, and the mean over
-many elements has to be the same within five standard errors.
+position. So no two of their BF16 runs can be equal. They are compared as draws of one distribution.
+The distance of a run of ours to one of theirs must be that of two of theirs. The mean over many
+elements must be the same within five standard errors.
 """
 
 import copy
@@ -121,7 +121,7 @@ def test_snippets(snippet):
 
 
 def gradients(shape, seed):
-    """Gradients with a size and a drift of each element's own."""
+    """Returns gradients. Each element has its own size and drift."""
     generator = torch.Generator().manual_seed(seed)
     drift, size = (
         torch.randn(shape, generator=generator),
@@ -132,7 +132,7 @@ def gradients(shape, seed):
 
 
 def walk(make, dtype=torch.bfloat16, steps=60, shape=(96, 128), seed=0, begin=1.0, **options):
-    """Steps of one matrix and one vector by gradients that do not depend on where it stands."""
+    """Steps one matrix and one vector by gradients that do not depend on the weights."""
     generator = torch.Generator().manual_seed(11)
     params = [
         torch.nn.Parameter((begin * torch.randn(s, generator=generator)).to(dtype))
@@ -149,7 +149,7 @@ def walk(make, dtype=torch.bfloat16, steps=60, shape=(96, 128), seed=0, begin=1.
 
 
 def published(name):
-    """A class with the package's own arithmetic, where there is the choice."""
+    """Makes a class with the package's own arithmetic, if there is the choice."""
     make = getattr(ours, name)
     if name != "Compass":
         return make
@@ -167,7 +167,7 @@ def test_trajectory_in_bf16(name, decay):
     again, _ = walk(getattr(peers, name), seed=2, **options)
     start, _ = walk(getattr(peers, name), steps=0, **options)
     if name == "AdamW":
-        # What the package decays too much, by dividing with 1 - 0.9 ** t.
+        # The package's excess of decay: it divides by 1 - 0.9 ** t.
         mine = mine - start * options["lr"] * decay * sum(
             1 / (1 - 0.9**t) - 1 for t in range(1, 61)
         )
@@ -185,8 +185,8 @@ def test_trajectory_in_bf16(name, decay):
 
 
 def formula(name, params, steps, lr, betas, amp_fac, eps, weight_decay, centralization, correct):
-    """torchastic's arithmetic in fp64; with `correct` as halfstep has it: averages debiased before
-    they amplify, no division of lr and decay."""
+    """Computes torchastic's arithmetic in fp64. With `correct` it is halfstep's: averages are
+    debiased before they amplify, and lr and decay are not divided."""
     weights = [p.detach().double() for p in params]
     states = [[torch.zeros_like(w) for _ in range(3)] for w in weights]
     draws = [gradients(p.shape, 21 + i) for i, p in enumerate(params)]
@@ -225,9 +225,9 @@ def formula(name, params, steps, lr, betas, amp_fac, eps, weight_decay, centrali
     ],
 )
 def test_arithmetic_in_fp32(name, correct, centralization):
-    """The package takes no float32, so its formulas in fp64 are the judge, with states in float32
-    beside them here: 60 steps, tolerances of conventions.md 2.4 (rtol 1e-5, atol 1e-6) for the way
-    that was gone."""
+    """The package takes no float32, so its formulas in fp64 are the judge, beside ours with float32
+    states. The run has 60 steps. Tolerances are those of conventions.md 2.4 (rtol 1e-5, atol 1e-6)
+    for the distance gone."""
     betas = {
         "AdamW": (0.9, 0.999),
         "Compass": (0.99, 0.999),
@@ -257,8 +257,8 @@ def test_arithmetic_in_fp32(name, correct, centralization):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_a_small_network(name):
-    """Mean loss of steps 140 to 150 over three seeds, which differ by a few 1e-4 at most: within 3
-    % of torchastic's."""
+    """The mean loss of steps 140 to 150 over three seeds is within 3 % of torchastic's. Seeds
+    differ by a few 1e-4 at most."""
     ends = {}
     options = {"betas": (0.9, 0.999)} if name == "Compass" else {}
     for tag, make in (("ours", published(name)), ("peer", getattr(peers, name))):
@@ -295,7 +295,7 @@ def test_first_steps_are_not_a_hundred_times_too_long():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_small_steps_add_up(name):
-    """Steps of 1e-5 of a weight of 1 are 1/390 of a unit: to nearest nothing would move."""
+    """Steps of 1e-5 on a weight of 1 are 1/390 of a unit. To nearest nothing would move."""
     end = {}
     for weights in ("bf16-sr", "bf16"):
         p = torch.nn.Parameter(torch.ones(256, 256, dtype=torch.bfloat16))
@@ -407,8 +407,7 @@ def test_states_of_torchastic_load(name):
 
 
 def sums(format, values, count=65536, **options):
-    """The sum of gradients, by value, over `count` elements of a BF16 parameter, by way of
-    backward()."""
+    """Sums gradients, by value, over `count` elements of a BF16 parameter, by way of backward()."""
     p = torch.nn.Parameter(torch.zeros(count // 256, 256, dtype=torch.bfloat16))
     with GradientAccumulator([("p", p)], format, **options):
         for value in values:
@@ -417,8 +416,8 @@ def sums(format, values, count=65536, **options):
 
 
 def test_sums_are_unbiased_where_nearest_stalls():
-    """1, and 63 times 2^-10: each an eighth of a unit of the sum, less than the half that rounding
-    to nearest needs."""
+    """Adds 1, and 63 times 2^-10. Each is an eighth of a unit of the sum. Rounding to nearest needs
+    half a unit."""
     values = [1.0] + [2.0**-10] * 63
     exact = 1 + 63 * 2.0**-10
     stochastic = sums("bf16-sr", values).float()
@@ -437,7 +436,8 @@ def test_sums_are_unbiased_where_nearest_stalls():
 
 
 def test_sums_of_64_random_gradients_are_unbiased():
-    """An error of a sum for each element, whose mean over 65536 elements is nothing but chance."""
+    """Each element's sum has an error. Their mean over 65536 elements must be small enough for
+    chance."""
     generator = torch.Generator().manual_seed(2)
     micro = [(0.1 + torch.randn(256, 256, generator=generator)).bfloat16() for _ in range(64)]
     exact = sum(g.double() for g in micro)
@@ -448,8 +448,8 @@ def test_sums_of_64_random_gradients_are_unbiased():
     accumulator.reassign()
     error = p.grad.double() - exact
     assert abs(float(error.mean())) < 5 * float(error.std()) / 256
-    # 64 roundings of sums that end around 6 +- 8: units of 1/16 and some of 1/8, each off by half a
-    # unit at most in rms
+    # 64 roundings of sums that end around 6 +- 8. Units are 1/16 and sometimes 1/8, and each
+    # rounding is off by half a unit at most in rms
     assert float(error.std()) < 64**0.5 / 32
 
 
@@ -492,8 +492,8 @@ def test_bits_depend_on_seed_and_names_alone():
 
 
 def test_no_float32_buffer():
-    """No tensor of float32 or of four bytes an element is made on the way, and one gradient at a
-    time exists."""
+    """Makes no tensor of float32 or of four bytes an element on the way. One gradient at a time
+    exists."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
@@ -554,8 +554,8 @@ print((memory("VmHWM") - before) / n)
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read as Linux tells it"
 )
 def test_peak_memory():
-    """Bytes an element beyond what backward() alone takes: 2, the buffer. The package also makes
-    the sum in float32 and its random numbers in int32."""
+    """Bytes per element beyond backward() alone: 2, the buffer. The package also makes the sum in
+    float32 and its random numbers in int32."""
     peak = {}
     for tag, module, used in (
         ("none", "torchastic", False),
@@ -574,8 +574,8 @@ def test_peak_memory():
 
 
 def test_float32_parameters():
-    """Their gradients are rounded stochastically as well, and come back as float32, or stay BF16
-    for halfstep's step."""
+    """Gradients are rounded stochastically as well. They come back as float32, or stay BF16 for
+    halfstep's step."""
     p = torch.nn.Parameter(torch.zeros(256, 256))
     value = 1 + 2.0**-10
     with GradientAccumulator([("p", p)]):
@@ -763,8 +763,8 @@ def test_bad_gradients_and_parameters():
     "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
 )
 def test_copies(copied):
-    """A model with hooks can be copied; the copy has none. A model and its accumulator go together,
-    amid a sum."""
+    """A model with hooks can be copied; the copy has none. A model and its accumulator are copied
+    together, in the middle of a sum."""
     model = Model().bfloat16()
     ours.StochasticAccumulator.assign_hooks(model)
     model.loss(batch(0)).backward()
@@ -828,8 +828,8 @@ def test_nothing_keeps_a_model_alive():
 
 
 def test_it_composes_with_a_step():
-    """Sums from the accumulator, steps from torch's and from halfstep's optimizer: as with
-    gradients summed in float32."""
+    """Takes sums from the accumulator and steps from torch's and halfstep's optimizer. They act as
+    on gradients summed in float32."""
     end = {}
     for tag in ("exact", "torch", "halfstep"):
         model = Model()

@@ -1,4 +1,5 @@
-"""torch.compile around a training step, and of the step itself, gives the bits of eager."""
+"""Tests that torch.compile around a training step, and of the step itself, gives the bits of
+eager."""
 
 import warnings
 
@@ -87,7 +88,7 @@ def test_compiled_training_step(backend, recipe, compile_option):
     ],
 )
 def test_compiled_optimizer_step(backend, rule, recipe):
-    """compile=True: one graph, no break, the same bits as step() of an ordinary optimizer."""
+    """compile=True gives one graph, no break, and the bits of an ordinary optimizer's step()."""
     found = []
     for compiled in (False, True):
         model, opt = make(rule, recipe, compile=compiled)
@@ -105,7 +106,8 @@ def test_compiled_step_reads_options_again(backend):
     found = []
     for compiled in (False, True):
         model, opt = make("adamw", "ecc8-int8", compile=compiled)
-        # Before the scheduler, whose wrapper around step() the compiler refuses for any optimizer.
+        # Set before the scheduler, because the compiler refuses its wrapper around any optimizer's
+        # step().
         step = torch.compile(opt.step, fullgraph=True, backend=backend) if compiled else opt.step
         scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 1.0 / (1 + n))
         for i in range(6):
@@ -213,7 +215,7 @@ def test_compile_true_is_an_ordinary_optimizer_too():
 
 
 def test_step_and_zero_grad_break_the_graph():
-    """Without compile=True the compiler has to leave the step alone, and says so when asked for one
+    """Without compile=True the compiler must leave the step alone. It says so when asked for one
     graph."""
     model, opt = make("adamw", "f32")
     set_gradients(dict(model.named_parameters()), 0)
@@ -239,7 +241,7 @@ def test_gradient_release_under_a_compiled_forward():
 
 @pytest.mark.all
 def test_inductor():
-    """The default backend, where a C++ compiler works: the step is the same operator in its
+    """Runs the default backend, if a C++ compiler works. The step is the same operator in its
     code."""
     model, opt = make("adamw", "ecc8-int8", compile=True)
     step = torch.compile(opt.step, fullgraph=True)
@@ -265,8 +267,8 @@ def test_inductor():
 
 @pytest.mark.all
 def test_inductor_training_step():
-    """A whole training step by inductor. Its kernels may round otherwise than eager's: this
-    gradient cannot."""
+    """Runs a whole training step by inductor. Its kernels may round differently from eager's, but
+    not for this gradient."""
 
     def loss_of(p, x):
         return (p * x).sum()
@@ -301,8 +303,8 @@ def test_inductor_training_step():
 
 @pytest.mark.parametrize("attached", ["before", "after"])
 def test_full_graph_with_a_scheduler(attached):
-    """Whose function around step() torch.compile() does not trace: step() notes its calls itself.
-    The bits are those of eager."""
+    """torch.compile() does not trace the scheduler's function around step(), so step() notes its
+    calls itself. The bits are those of eager."""
     found = []
     for compiled in (False, True):
         model, opt = make("adamw", "f32", compile=compiled)

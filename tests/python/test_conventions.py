@@ -1,5 +1,4 @@
-"""Every class is the optimizer that users of torch.optim expect: names, defaults, errors,
-groups."""
+"""Tests that every class is what users of torch.optim expect: names, defaults, errors, groups."""
 
 import copy
 import doctest
@@ -91,7 +90,7 @@ def test_every_keyword_of_torch_is_accepted(rule):
 
 @pytest.mark.parametrize("rule", TORCH)
 def test_defaults_hold_in_groups(rule):
-    """The options of a group are those of torch, so that code which reads or edits them works."""
+    """A group's options are those of torch, so that code which reads or edits them works."""
     params = parameters(shapes={"a": (4, 4)})
     theirs = TORCH[rule](list(twins(params).values()))
     ours = class_of(rule)(list(params.values()))
@@ -130,14 +129,14 @@ HOMONYMS = {"alpha"}
 
 
 def common_options():
-    """Names and defaults of what Optimizer takes itself and of what all rules may have."""
+    """Returns names and defaults of what Optimizer takes itself and of what all rules may have."""
     keywords = inspect.signature(halfstep.Optimizer.__init__).parameters.values()
     own = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
     return {**dict.fromkeys(_signatures.COMMON, 0), **own}
 
 
 def described(text):
-    """Options that a docstring describes: their sentences by name."""
+    """Returns the options that a docstring describes: name -> sentences."""
     found = re.findall(r"^ {,4}([a-z]\w*) {2,}(\S.*(?:\n {8,}\S.*)*)", text, re.M)
     assert len(found) == len(dict(found)), "described twice"
     return dict(found)
@@ -301,7 +300,7 @@ def test_sgd_nesterov_wants_momentum():
 
 
 def other_value(rule, key, value):
-    """Something else for an option, as legal as its default."""
+    """Returns another legal value for an option."""
     hypers = _abi.rules[rule].hypers
     if key == "betas":
         return tuple(b * 0.5 for b in value)
@@ -359,7 +358,7 @@ BASE = {
 
 
 def own_options(rule, options):
-    """The options of a group that belong to the rule: those of the table and torch's names for
+    """Returns the options of the group that belong to the rule: the table's and torch's names for
     them."""
     hypers = _abi.rules[rule].hypers
     names = {
@@ -394,8 +393,8 @@ def own_options(rule, options):
 
 @rules
 def test_each_option_can_be_set_for_a_group(rule):
-    """An option of a group acts on that group exactly as it would on an optimizer of its own, and
-    does act."""
+    """An option of a group acts on that group exactly as on an optimizer of its own, and does
+    act."""
     cls = class_of(rule)
     base = {"weight_decay": 0.1, "lr": 0.05, **BASE.get(rule, {})}
     shapes = {"w": (6, 40), "b": (9,)}
@@ -546,7 +545,7 @@ def test_groups_of_any_kind():
 
 def test_subclasses_of_users():
     class Mine(halfstep.AdamW):
-        """With an option and a step of its own."""
+        """A class with an option and a step of its own."""
 
         def __init__(self, params, scale=1.0, **kwargs):
             super().__init__(params, **kwargs)

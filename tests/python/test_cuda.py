@@ -1,5 +1,6 @@
-"""Parameters on a GPU: the bits of the processor, without waits. On a machine without one, on the
-fake of fake_gpu.py; where torch has a GPU the tests that do not look into the driver run on it."""
+"""Tests parameters on a GPU: the bits of the processor, without waits. A machine without a GPU runs
+the fake of fake_gpu.py. Where torch has a GPU, the tests that do not look into the driver run on
+it."""
 
 import copy
 import itertools
@@ -52,7 +53,8 @@ def gradients(values, step):
 
 
 def pair(gpu, cls, dtype=torch.float32, shapes=None, device=0, **options):
-    """The same optimizer on the processor and on the GPU: (parameters, optimizer) each."""
+    """Makes the same optimizer on the processor and on the GPU. Returns (parameters, optimizer) of
+    each."""
     values, out = start(dtype, shapes), []
     for put in (torch.clone, lambda v: gpu.tensor(v, device)):
         params = {name: torch.nn.Parameter(put(v)) for name, v in values.items()}
@@ -92,7 +94,7 @@ def run(gpu, both, first, last, scale=1.0, release=False):
 
 
 def held(gpu, params, opt):
-    """All bits."""
+    """Returns all bits."""
     state = opt.state_dict()
     tensors = [
         {key: gpu.read(v) for key, v in held.items()} for _, held in sorted(state["state"].items())
@@ -133,8 +135,8 @@ def test_the_bits_of_the_processor(gpu, rule, recipe):
     ids=["int8", "kahan"],
 )
 def test_a_model_for_long(gpu, options):
-    """Gradients of a model in training, the same for both: 1000 steps where there is a GPU, some on
-    the fake."""
+    """Steps both with the same gradients of a model in training: 1000 steps on a GPU, fewer on the
+    fake."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(61, 96),
@@ -360,7 +362,7 @@ def test_resume_and_change_of_device(gpu, recipe):
     dtype, options = RECIPES[recipe]
     both = pair(gpu, halfstep.AdamW, dtype, **options)
     run(gpu, both, 1, 4)
-    # The processor's state goes on on the GPU and the GPU's on the processor.
+    # The processor's state goes on on the GPU, and the GPU's on the processor.
     saved = [
         {"model": {name: gpu.read(p) for name, p in params.items()}, "opt": opt.state_dict()}
         for params, opt in both
@@ -440,8 +442,8 @@ def test_micro_batches_go_into_the_states(gpu):
 
 
 def mixed(gpu, places, cls=halfstep.AdamW, **options):
-    """The same parameters on the processor, and over several places ("cpu" or the number of a
-    GPU)."""
+    """Makes the same parameters on the processor and over several places ("cpu" or a GPU's
+    number)."""
     out = []
     for where in (["cpu"] * len(places), places):
         values = start(
@@ -670,8 +672,8 @@ def test_no_memory_on_the_device(fake):
 
 
 def in_a_process_of_its_own(function, *arguments, **environment):
-    """What a function of this file, named, prints there: what the library has found out of a driver
-    it keeps, and a GPU that has failed stays so."""
+    """Runs a function of this file, by name, and returns its output. It needs its own process. The
+    library keeps what it found out about a driver, and a GPU that has failed stays failed."""
     here = os.path.dirname(os.path.abspath(__file__))
     done = subprocess.run(
         [
@@ -691,8 +693,8 @@ def in_a_process_of_its_own(function, *arguments, **environment):
 
 
 def unusable(driver):
-    """In a process of its own: a step on what cannot be used changes nothing, and the processor
-    goes on."""
+    """A step on an unusable GPU changes nothing, and the processor goes on. Run in its own
+    process."""
     gpu, patch = Fake() if driver else None, pytest.MonkeyPatch()
     p = torch.nn.Parameter(gpu.tensor(torch.ones(3, 5)) if driver else torch.ones(3, 5))
     if driver:
@@ -748,8 +750,8 @@ def test_no_driver(tmp_path):
 
 
 def failing():
-    """In a process of its own: after a kernel has failed all that is on the GPU is refused, and the
-    processor goes on."""
+    """After a kernel has failed, calls on the GPU are refused and the processor goes on. Run in its
+    own process."""
     gpu = Fake()
     gpu.install(pytest.MonkeyPatch())
     both, others = pair(gpu, halfstep.AdamW), pair(gpu, halfstep.Lion)
@@ -794,7 +796,7 @@ def test_the_fake_tells_of_misuse(fake):
 
 
 def test_what_differs_is_asked_of_one_module():
-    """A place that asks torch itself would not be tested here."""
+    """A place that asks torch directly would not be tested here."""
     folder = os.path.dirname(halfstep.__file__)
     asked = [
         f"{name}: {word}"

@@ -1,5 +1,5 @@
-"""torch.set_default_device() and torch.set_default_dtype() are no business of this package: all
-that it makes says where and what it is."""
+"""torch.set_default_device() and torch.set_default_dtype() must not affect this package, which
+always gives device and dtype itself."""
 
 import ast
 import glob
@@ -63,7 +63,7 @@ def test_every_tensor_is_made_on_a_device_that_is_named():
 
 
 def training(recipe, device, default, release):
-    """Everything from construction to loading under other defaults; the bits of it."""
+    """Trains under other defaults, from construction to loading. Returns the bits."""
     rule, dtype, formats = recipe
     torch.manual_seed(0)
     model = torch.nn.Sequential(

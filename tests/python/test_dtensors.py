@@ -1,4 +1,4 @@
-"""DTensor parameters on 2, 3 and 4 ranks: the bits of one process, whatever the mesh."""
+"""Tests DTensor parameters on 2, 3 and 4 ranks: the bits of one process, whatever the mesh."""
 
 import warnings
 
@@ -39,7 +39,7 @@ def mesh_of(shape, names=None):
 
 
 def cut(values, mesh, placements):
-    """Parameters as DTensors; placements by name, or for all."""
+    """Makes DTensors of parameters. Placements are by name, or one for all."""
     from torch.distributed.tensor import distribute_tensor
 
     return {
@@ -49,7 +49,7 @@ def cut(values, mesh, placements):
 
 
 def give_gradients(params, step, scale=1.0):
-    """Those of set_gradients(), cut as the parameters are."""
+    """Sets the gradients of set_gradients(), cut as the parameters are."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     whole = {
@@ -68,7 +68,7 @@ def whole_bits(tensor):
 
 
 def all_bits(opt, params):
-    """Of weights and states, gathered."""
+    """Returns all bits of weights and states, gathered."""
     opt.state_dict()  # brings counters up to date
     return {
         name: [
@@ -125,8 +125,8 @@ def one_mesh(rank, size, cases, shapes):
     ],
 )
 def test_rows_over_ranks(pool, size, part):
-    """Shard(0), uneven and empty shards, every rule and format: FSDP2's layout. Each part has every
-    rule, and the recipes in turn."""
+    """FSDP2's layout: Shard(0) with uneven and empty shards. Each part of the test has every rule,
+    and the recipes in turn."""
     cases = [
         (rule, recipe, {"clip_norm": 0.5} if i % 2 else {})
         for i, (rule, recipe) in enumerate(
@@ -173,7 +173,7 @@ def test_matrices_are_gathered(pool, size):
 
 
 def micro_batches(rank, size, sharded=True):
-    """Gradients of two micro-batches go into the states one parameter at a time, then an update."""
+    """Puts gradients of two micro-batches into the states one parameter at a time, then updates."""
     values = values_of({"w": (24, 64), "b": (33,)}, torch.bfloat16)
     params = (
         cut(values, mesh_of((size,)), rows)
@@ -198,7 +198,7 @@ def test_matrices_are_gathered_for_micro_batches(pool):
 
 
 def wide(rule, recipe, options, layout, rank, size, steps=3):
-    """A training under a layout by name: parameters and optimizer."""
+    """Trains under a layout by name. Returns parameters and optimizer."""
     from torch.distributed.tensor import Replicate, Shard
 
     dtype, formats = RECIPES[recipe]
@@ -339,7 +339,7 @@ def sharded_net(kind, dtype):
 
 
 def wrapped(rank, size, kind, rule, recipe, options):
-    """Trains with backward passes; the same gradients, gathered, drive a whole copy beside it: the
+    """Trains with backward passes. The same gradients, gathered, drive a whole copy beside it. The
     two must agree in every bit."""
     dtype, formats = RECIPES[recipe]
     model, twin = sharded_net(kind, dtype), Net(dtype)
@@ -422,8 +422,8 @@ def test_cuts_that_cannot_be_served_are_refused_at_construction(pool):
 
 
 def not_finite(rank, size):
-    """One NaN in the last rank's shard; a whole step with empty shards; a gradient on one rank
-    alone."""
+    """Tries one NaN in the last rank's shard, a whole step with empty shards, and a gradient on one
+    rank alone."""
 
     mesh = mesh_of((size,))
     params = cut(values_of(SHAPES, torch.bfloat16), mesh, rows)
@@ -493,7 +493,8 @@ def test_ranks_that_disagree_are_told_so_at_the_first_step(pool, what, words):
 
 
 def summed(rank, size, fmt):
-    """Micro-batches of DTensors in buffers of their own, and of whole tensors beside them."""
+    """Collects micro-batches of DTensors in buffers of their own, and of whole tensors beside
+    them."""
 
     values, found = values_of(SHAPES, torch.bfloat16), []
     for params in (
@@ -517,7 +518,7 @@ def test_sums_of_micro_batches(pool, fmt):
 
 
 def accumulated(rank, size, rule):
-    """Micro-batches that go into the states."""
+    """Puts micro-batches into the states."""
     values, found = values_of(SHAPES, torch.bfloat16), []
     for params in (
         cut(values, mesh_of((size,)), rows),
@@ -566,7 +567,7 @@ def test_what_cannot_be_had_of_parts_is_refused(pool, tmp_path):
 
 
 def read_and_written(rank, size):
-    """A matrix that is gathered: what is read is the whole's, and what is written arrives."""
+    """Reads and writes a matrix that is gathered: both are of the whole."""
     values, found = values_of(SHAPES, torch.bfloat16), []
     for params in (
         cut(values, mesh_of((size,)), rows),
@@ -612,8 +613,8 @@ def test_reading_and_writing_a_gathered_matrix(pool):
 
 
 def resharded(rank, size, folder, rule, recipe, kind, flatten, last, loads, saves):
-    """Loads the checkpoint `loads` if there is one, trains to the step `last`, saves as `saves`;
-    gives the bits."""
+    """Loads the checkpoint `loads` if there is one, trains to the step `last`, and saves as
+    `saves`. Returns the bits."""
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -681,7 +682,7 @@ def resharded(rank, size, folder, rule, recipe, kind, flatten, last, loads, save
     ],
 )
 def test_checkpoints_reshard(pool, tmp_path, rule, recipe, flatten):
-    """4 ranks, then 3, then 1, then 2 of FSDP2, then HSDP: the bits of a run that was never
+    """Goes on with 4, 3, 1 and 2 ranks of FSDP2, then HSDP: the bits of a run that was not
     interrupted."""
     stages = [(4, "fsdp2"), (3, "fsdp2"), (1, "fsdp2"), (2, "fsdp2"), (4, "hsdp")]
     for i, (size, kind) in enumerate(stages):

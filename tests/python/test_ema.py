@@ -1,5 +1,5 @@
-"""EMA: the interface and the figures of torch's AveragedModel, in formats in which small changes
-arrive."""
+"""Tests EMA: the interface and figures of torch's AveragedModel, in formats that keep small
+changes."""
 
 import copy
 import io
@@ -156,8 +156,8 @@ def test_bytes_and_first_copy(weights):
 
 @pytest.mark.parametrize("weights", FORMATS + ["bf16"])
 def test_movement_at_decay_9999(weights):
-    """The live weights jump by some hundredths of themselves; each update moves the average by
-    1/10000 of what is left. Nearest rounding is the control that must lose it all."""
+    """The live weights jump by some hundredths of themselves. Each update moves the average by
+    1/10000 of the rest. Nearest rounding is the control that must lose it all."""
     updates, decay = 2000, 0.9999
     torch.manual_seed(0)
     model = nn.Linear(256, 512, bias=False).bfloat16()
@@ -175,8 +175,8 @@ def test_movement_at_decay_9999(weights):
     if weights == "bf16":
         assert moved < 0.01 * exact
     else:
-        # A lattice meets an average that is pulled with the pull of half its 256 writes before: (1
-        # - decay) * 128 too much.
+        # With a lattice, the pull on an average is that of half its 256 writes before, which is
+        # (1 - decay) * 128 too much.
         assert moved / exact == pytest.approx(1.0, abs=0.02 if weights.endswith("-sr") else 0.01)
 
 
@@ -352,7 +352,7 @@ def test_names_key_the_random_bits():
 
 
 def test_two_averages_and_the_optimizer_round_apart():
-    """Where one rounds up the other should not: the same words would give a correlation of 1."""
+    """If one rounds up, the other should not. Shared random words would give a correlation of 1."""
     model = nn.Linear(256, 64, bias=False).bfloat16()
     nn.init.constant_(model.weight, 1.0)
     opt = halfstep.SGD(model.named_parameters(), lr=0.25, weights="bf16-sr")
@@ -638,7 +638,7 @@ def test_weights_that_are_not_finite(bad, updates, weights, caught):
 
 
 def test_weights_known_to_be_finite():
-    """The same averages, and nobody looks; "scan" may be changed between updates."""
+    """The averages are the same, without a scan. "scan" may be changed between updates."""
     model = pair(torch.bfloat16)
     looked, known = EMA(model, 0.9, seed=7), EMA(model, 0.9, scan="known-finite", seed=7)
     for step in range(3):

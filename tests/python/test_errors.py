@@ -1,4 +1,5 @@
-"""Bad input: a Python exception that names the parameter, and not one bit changed anywhere."""
+"""Bad input raises a Python exception that names the parameter, and changes not one bit
+anywhere."""
 
 import math
 
@@ -29,7 +30,8 @@ class Unknown(torch.Tensor):
 
 
 class Wrapper(torch.Tensor):
-    """One that holds no memory of its own, as quantized and distributed tensors do."""
+    """A tensor subclass that holds no memory of its own, as quantized and distributed tensors
+    do."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -56,8 +58,8 @@ class Wrapper(torch.Tensor):
 
 
 def untrainable(t):
-    """Of a kind that autograd does not know, with a gradient all the same: without one it is
-    frozen, and nobody's business."""
+    """Makes a parameter of a dtype that autograd refuses, with a gradient. Without one it would
+    count as frozen."""
     return with_gradient(torch.nn.Parameter(t, requires_grad=False), t.clone())
 
 
@@ -76,7 +78,7 @@ def with_gradient(p, g):
 
 
 def reshaped():
-    """.data replaced by another shape after backward."""
+    """Replaces .data by another shape after backward."""
     p = torch.nn.Parameter(torch.ones(4, 4))
     p.grad = torch.ones(4, 4)
     p.data = torch.ones(5, 5)
@@ -84,7 +86,7 @@ def reshaped():
 
 
 def of_dtype(first, then):
-    """.data replaced by another dtype after backward."""
+    """Replaces .data by another dtype after backward."""
     p = torch.nn.Parameter(torch.ones(4, 4, dtype=first))
     p.grad = torch.ones(4, 4, dtype=first)
     p.data = p.data.to(then)
@@ -98,7 +100,7 @@ def sparse_gradient():
 
 
 def elsewhere():
-    """A gradient on another device than its parameter."""
+    """Makes a gradient on another device than its parameter."""
     p = torch.nn.Parameter(torch.ones(4, 4))
     p.grad = torch.ones(4, 4)
     p.data = torch.ones(4, 4)
@@ -164,14 +166,14 @@ BAD = {
 
 
 def sound():
-    """A working optimizer's parameters and options, beside which something goes wrong."""
+    """Makes a working optimizer's parameters and options, beside which something goes wrong."""
     return parameters(torch.bfloat16), {"weights": "bf16-ecc8", "states": "int8", "lr": 0.02}
 
 
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("rule", ["adamw", "muon", "lamb"])
 def test_bad_parameters(rule, kind):
-    """In the constructor, in add_param_group() or at the step: beside others, which stay as they
+    """Refused by the constructor, add_param_group() or the step. Other parameters stay as they
     were."""
     bad = BAD[kind]()
     params, options = sound()
@@ -222,7 +224,7 @@ def test_bad_parameters_of_a_later_group(kind):
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_parameters_without_a_name(kind):
-    """Places stand for names."""
+    """Unnamed parameters are called by their places."""
     good = torch.nn.Parameter(torch.ones(3))
     good.grad = torch.ones(3)
     with pytest.raises(ANY) as caught:
@@ -248,8 +250,8 @@ def test_names_given_to_the_module_stand_in_messages():
 
 
 def broken(change, match=None, release=False, rule="adamw", error=ANY):
-    """Runs two steps, breaks something, and sees that the next step raises and leaves everything as
-    it was."""
+    """Makes two steps and breaks something. The next step must raise and leave everything as it
+    was."""
     params, options = sound()
     opt = class_of(rule)(list(params.items()), gradient_release=release, seed=0, **options)
     run(opt, params, 0, 2)
@@ -286,7 +288,7 @@ def replace_data(name, data):
     ],
 )
 def test_shape_that_changes_in_mid_run(data):
-    """Also where the number of elements stays: rows and blocks are others."""
+    """Refused even if the number of elements stays, because rows and blocks are others."""
     _, _, before, _ = broken(replace_data("body.weight", data), "body.weight")
     assert before
 
@@ -394,7 +396,7 @@ def in_group(key, value):
     ],
 )
 def test_options_edited_to_nonsense(key, value):
-    """A live edit of a group is judged at the step; put right, everything goes on."""
+    """A live edit of a group is judged at the step. Once corrected, everything goes on."""
     opt, params, before, caught = broken(in_group(key, value))
     fresh = halfstep.AdamW(list(twins(params).items()), weights="bf16-ecc8", states="int8", lr=0.02)
     opt.param_groups[0][key] = fresh.param_groups[0][key]
@@ -434,7 +436,8 @@ def tamper(key, value):
     ],
 )
 def test_states_edited_to_nonsense(key, value):
-    """The library writes where states say: none of another size or kind may get there."""
+    """The library writes to the addresses of states, so none of another size or kind may be
+    there."""
     params, options = sound()
     opt = halfstep.AdamW(list(params.items()), **options, seed=0)
     run(opt, params, 0, 2)
@@ -592,8 +595,8 @@ def test_step_with_grad_enabled_leaves_no_graph():
     ],
 )
 def test_accumulation_that_would_lose_gradients(rule, options):
-    """Rules without a state to gather them in, and l2 decay, which only the last gradient would
-    get."""
+    """Some rules have no state to gather gradients in. Under l2 only the last gradient would get
+    decay."""
     params = parameters()
     opt = class_of(rule)(list(params.items()), lr=0.01, **options)
     run(opt, params, 0, 1)

@@ -1,5 +1,5 @@
-"""examples/finetune.py and bench/claims.py at sizes of seconds: whether they run, what they say,
-and how they refuse."""
+"""Runs examples/finetune.py and bench/claims.py at sizes of seconds: results, output and
+refusals."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ def load(path):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Something to learn: words in changing order."""
+    """Makes text that can be learned: words in changing order."""
     path = tmp_path_factory.mktemp("text") / "words.txt"
     words = b"the cat sat on a mat and saw that rat ".split()
     order = torch.randint(len(words), (6000,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -72,8 +72,8 @@ def test_losses(result):
     assert gain > 0
     assert all(len(row["losses"]) == 2 for row in rows.values())
     assert abs(rows["adamw/f32"]["difference"]) < 1e-5
-    # What 16-bit activations and the cast cost is a part of it; weights that stay behind cost most
-    # of the gain.
+    # Part of it is the cost of 16-bit activations and the cast. Stuck weights cost most of the
+    # gain.
     for recipe in (
         "adamw/bf16-kahan",
         "adamw/bf16-sr",
@@ -164,7 +164,7 @@ def test_mistakes(arguments, words, monkeypatch, capsys, tmp_path):
 
 @pytest.fixture(scope="module")
 def claims():
-    """bench/claims.py over a model of some thousand parameters, everything in this process."""
+    """Runs bench/claims.py over a model of some thousand parameters, in this process."""
     module = load(CLAIMS)
     module.Model.width, module.Model.depth = 64, 2
     known = {}
@@ -202,8 +202,8 @@ def test_peaks(claims):
 
 
 def test_the_meter_sees_what_is_dropped_again(claims):
-    """A tensor that lives for an instant counts, and so does one that is freed before the next is
-    made, once."""
+    """A tensor that lives for an instant counts. One that is freed before the next is made counts
+    once."""
 
     def case(source, depth=None):
         model = torch.nn.Linear(1000, 100, bias=False)

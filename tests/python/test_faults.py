@@ -11,7 +11,8 @@ SCRIPT = os.path.join(os.path.dirname(__file__), "..", "faults", "python_sweep.p
 
 
 def test_calls_that_fail():
-    """What fails raises, leaves the old file, and gives the same bits when it is done again."""
+    """A failed call raises and leaves the old file. The same call made again gives the same
+    bits."""
     library = os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests", "libfaults.so")
     if not os.path.exists(library):
         pytest.skip(f"{library} is not built")

@@ -1,5 +1,6 @@
-"""Files that other programs made, or damaged: train lm --init computes what their config.json says,
-python -m halfstep plan reads them or says in one line what is wrong."""
+"""Reads files that other programs made, or that were damaged. The model of train lm --init must be
+the one that their config.json describes. Also, python -m halfstep plan reads them or says in one
+line what is wrong."""
 
 import json
 import os
@@ -40,8 +41,8 @@ def config_of(shape, **members):
     "eps, theta, files", [(1e-5, 1e4, 1), (0.1, 1e4, 1), (1e-5, 33.5, 3), (0.02, 5e5, 2)]
 )
 def test_init_computes_the_model_of_the_file(tmp_path, eps, theta, files):
-    """The validation loss before any step is torch's for the same epsilon and base of positions,
-    from one file and from several with an index."""
+    """The validation loss before any step is torch's, for the same epsilon and base of positions.
+    The model is in one file, or in several with an index."""
     shape = ours.Shape(width=32, depth=2, heads=4, context=32, batch=4, eps=eps, theta=theta)
     model = ours.Llama(shape)
     torch.manual_seed(3)
@@ -203,7 +204,7 @@ def test_plan_of_sizes(capsys):
     ],
 )
 def test_headers_that_the_reference_reads(capsys, tmp_path, text):
-    """Both programs say the same of them as safetensors does."""
+    """Both programs report the same of them as safetensors does."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(header(text, bytes(60)))
     code, out, _ = planned(capsys, str(path), "--recipes", "adamw/f32/f32")

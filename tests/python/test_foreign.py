@@ -1,4 +1,4 @@
-"""State dictionaries that other packages saved: decoded as the package decodes them, and training
+"""Loads state dictionaries of other packages. States are decoded as the package does, and training
 goes on."""
 
 import copy
@@ -35,7 +35,8 @@ def trained(cls, steps=4, dtype=torch.float32, **options):
 
 
 def go_on(params, opt, ours, steps=3):
-    """The most that weights differ after further steps of both, in units of the learning rate."""
+    """Makes further steps with both. Returns the largest difference of weights, in learning
+    rates."""
     mine = {name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()}
     new = ours(list(mine.items()))
     new.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -94,7 +95,7 @@ def test_bitsandbytes(name, rule):
 
 @pytest.mark.parametrize("bits_of", [8, 32])
 def test_ademamix_of_bitsandbytes(bits_of):
-    """Whose first tensor holds both averages."""
+    """Its first tensor holds both averages."""
     optim = pytest.importorskip("bitsandbytes").optim
     params, opt = trained(optim.AdEMAMix, optim_bits=bits_of, alpha=3.0, t_alpha=50, t_beta3=60)
     mine = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
@@ -161,8 +162,8 @@ torch.save(made, sys.argv[1])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flashoptim(tmp_path, dtype):
-    """8-bit states, in a state dictionary as FlashAdamW saves it; the package's own kernels say
-    what they stand for."""
+    """Loads 8-bit states of a state dictionary as FlashAdamW saves it. The package's own kernels
+    give the expected values."""
     pytest.importorskip("flashoptim")
     file = tmp_path / "states.pt"
     subprocess.run(

@@ -24,8 +24,8 @@ def test_sources_are_laid_out():
 
 @pytest.mark.all
 def test_a_bad_layout_is_found(tmp_path):
-    """A copy is refused with a crooked line, with one that is too long in a folder that is laid out
-    by hand, and with what ruff finds in Python."""
+    """The check refuses a copy with a crooked line, and one with too long a line in a folder laid
+    out by hand. It also refuses one with a finding of ruff in Python."""
     tree = tmp_path / "tree"
     for name in FOLDERS:
         shutil.copytree(SOURCE / name, tree / name)

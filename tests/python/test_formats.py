@@ -48,8 +48,8 @@ def test_one_optimizer_per_parameter_gives_the_bits_of_one_over_all(rule, recipe
 
 
 def half_steps(names=None, seeds=(0, 0)):
-    """Two weights of 1 moved down by half of BF16's spacing in two optimizers: which elements
-    went."""
+    """Moves two weights of 1 down by half of BF16's spacing in two optimizers. Returns the elements
+    that moved."""
     moved = []
     for i in range(2):
         p = torch.nn.Parameter(torch.ones(128, 512, dtype=torch.bfloat16))
@@ -62,7 +62,8 @@ def half_steps(names=None, seeds=(0, 0)):
 
 
 def test_random_words_of_two_optimizers():
-    """Shared by equal names and by equal positions, under one explicit seed; by nothing else."""
+    """Equal names and equal positions share random words, under one explicit seed. Nothing else
+    does."""
     assert half_steps() == 1.0
     assert 0.48 < half_steps(seeds=(None, None)) < 0.52
     assert 0.48 < half_steps(seeds=(1, 2)) < 0.52
@@ -84,7 +85,7 @@ def test_unnamed_tensors_of_one_optimizer_share_no_random_words():
 
 
 def test_ids_survive_a_file():
-    """An optimizer that resumes takes the ids of the file, whatever its own would be."""
+    """A resumed optimizer takes the ids of the file, whatever its own would be."""
     params, opt = make("adamw", "sr-int4")
     run(opt, params, 0, 1)
     kept = ids(opt)

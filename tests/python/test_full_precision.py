@@ -1,5 +1,5 @@
-"""halfstep.full_precision_state_dict: a model leaves a split format with all that training knew of
-its weights."""
+"""Tests halfstep.full_precision_state_dict, which gives the full precision of a split format's
+weights."""
 
 from collections.abc import Mapping
 
@@ -101,7 +101,7 @@ def test_from_pretrained_reads_what_was_trained(tmp_path):
 
 
 def test_save_pretrained(tmp_path):
-    """What transformers writes of it is the weights of the split format, in fp32."""
+    """transformers saves the weights of the split format in fp32."""
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import load_file
 

@@ -6,7 +6,7 @@ import sys
 
 
 def test_mutated_state_dicts():
-    """A load is refused with the optimizer as it was, or taken; steps and saves after it do not
+    """A load is refused with the optimizer unchanged, or it is taken. Later steps and saves do not
     crash."""
     script = os.path.join(os.path.dirname(__file__), "..", "..", "fuzz", "fuzz_state_dict.py")
     done = subprocess.run(

@@ -1,6 +1,6 @@
-"""lab/gpu_model.py: a model in training on a GPU beside the processor, on the fake of fake_gpu.py;
-where torch has a GPU, on that. It can fail: one bit of a gradient or of what is compared is found,
-with its step."""
+"""Tests lab/gpu_model.py: a model in training on a GPU beside the processor. It runs on the fake of
+fake_gpu.py or, where torch has a GPU, on that. It can fail: it finds one wrong bit of a gradient or
+of a compared tensor, and names its step."""
 
 import os
 import sys
@@ -59,7 +59,7 @@ def test_every_recipe(place, recipe):
 
 
 def test_a_bit_of_a_gradient_is_found(place):
-    """In what is copied of the first step, and in the last that is compared."""
+    """The bit is in what is copied of the first step, and in the last tensor that is compared."""
     read, count = place.read, [0]
 
     def flipped(tensor):

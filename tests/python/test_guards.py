@@ -1,5 +1,5 @@
-"""What tells in one call that all tensors of a step are what they were, and that a step without it
-does the same."""
+"""Tests the one call that checks if all tensors of a step are unchanged. A step without it must
+give the same results."""
 
 import pytest
 import torch
@@ -70,8 +70,8 @@ def test_one_that_is_wrong_is_not_relied_on(monkeypatch):
     "change", ["shape", "strides", "gradient strides", "gradient missing", "moved"]
 )
 def test_what_changes_is_seen(change):
-    """Between steps that find everything as it was. The other optimizer is new at every step and
-    has nothing to go by."""
+    """Makes changes between steps that find everything unchanged. The other optimizer is new at
+    every step, so it has no guards."""
     params, others = parameters(), parameters()
     opt, other = halfstep.AdamW(params, lr=0.01, seed=3), halfstep.AdamW(others, lr=0.01, seed=3)
 

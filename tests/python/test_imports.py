@@ -1,4 +1,4 @@
-"""How the modules of the package are laid out: what imports what, and how large they are. Read from
+"""Tests the layout of the package's modules: which imports which, and how large they are. Reads
 their texts."""
 
 import ast
@@ -28,12 +28,12 @@ ABOVE = {
 
 
 def module_of(name):
-    """The module of this package that a dotted name stands for, or None."""
+    """Returns the module of this package that a dotted name stands for, or None."""
     return name if name in FILES else f"{name}.__init__" if f"{name}.__init__" in FILES else None
 
 
 def imported(name):
-    """The modules of this package that a module imports, also inside functions."""
+    """Returns the modules of this package that a module imports, also inside functions."""
     folder = name.split(".")[:-1]
     found = set()
     for node in ast.walk(TREES[name]):
@@ -57,7 +57,7 @@ IMPORTS = {name: imported(name) for name in FILES}
 
 
 def imported_by(name):
-    """The modules that a module imports, and those that they import."""
+    """Returns the modules that a module imports, and those that they import."""
     below, queue = set(), [name]
     while queue:
         for other in IMPORTS[queue.pop()] - below:
@@ -67,7 +67,7 @@ def imported_by(name):
 
 
 def circles(imports):
-    """A circle of imports as a list of names, or None."""
+    """Returns a circle of imports as a list of names, or None."""
     done, path = set(), []
 
     def visit(name):
@@ -122,8 +122,8 @@ def test_only_what_stands_above_the_optimizer_imports_it():
 
 
 def test_nothing_below_the_optimizer_is_given_one():
-    """Concerns know those above them in _parts.py. The operator of a compiled step has to call the
-    optimizer."""
+    """A concern knows only those above it in _parts.py. Only the operator of a compiled step calls
+    the optimizer."""
     given = {
         name
         for name in imported_by("optimizer")

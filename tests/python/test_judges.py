@@ -1,8 +1,6 @@
-"""Other implementations as judges: our classes follow their trajectories.
-
-torch.optim judges every rule it has; HeavyBall, DeepSpeed's CPU Adam and bitsandbytes judge what
-they have, each where it is installed. torchao, torch-optimi, torchastic and FlashOptim judge in the
-test_compat_*.py files.
+"""Other implementations judge ours: our classes follow their trajectories. torch.optim judges every
+rule it has. HeavyBall, DeepSpeed's CPU Adam and bitsandbytes judge theirs where they are installed.
+torchao, torch-optimi, torchastic and FlashOptim judge in the test_compat_*.py files.
 """
 
 import math
@@ -41,7 +39,7 @@ def twins(params, dtype=None):
 
 
 def gradients(params, step, scale=1.0, dtype=torch.float32):
-    """Equal ones for all who ask, of values that `dtype` represents; noisy, with a mean."""
+    """Sets equal gradients for all, of values that `dtype` represents: noisy, with a mean."""
     for i, (n, p) in enumerate(params.items()):
         g = torch.Generator().manual_seed(1000 * step + i)
         p.grad = (
@@ -68,7 +66,7 @@ def follow(
     scale=1.0,
     before=None,
 ):
-    """Steps both; after each at most rate * n elements of a tensor, or a few, may be off."""
+    """Steps both. After each step at most rate * n elements of a tensor, or a few, may be off."""
     for step in range(steps):
         gradients(params, step, scale)
         gradients(reference, step, scale)
@@ -210,8 +208,8 @@ with_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this to
 @with_muon
 @pytest.mark.parametrize("options", MUON, ids=["-".join(o) or "plain" for o in MUON])
 def test_follows_torch_muon(options, monkeypatch):
-    """torch orthogonalises in BF16, the library in fp32. Against torch's own arithmetic done in
-    fp32 the trajectories agree as those of other rules do; against what it does, to BF16's
+    """torch orthogonalises in BF16, the library in fp32. With torch's arithmetic done in fp32 the
+    trajectories agree as those of other rules do. With torch as it is, they agree to BF16's
     precision."""
     for exact in (True, False):
         with monkeypatch.context() as patch:
@@ -234,7 +232,7 @@ def test_follows_torch_muon(options, monkeypatch):
 
 @with_muon
 def test_follows_torch_muon_at_tiny_gradients(monkeypatch):
-    """Norms below eps: the division is by eps, and the matrix is not orthogonal."""
+    """Norms are below eps, so the division is by eps and the matrix is not orthogonal."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     for eps in (1e-7, 1e-2):
         params = start(MATRICES)
@@ -246,7 +244,7 @@ def test_follows_torch_muon_at_tiny_gradients(monkeypatch):
 
 @pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "radam", "rmsprop"])
 def test_exact_weights_in_bf16_follow_torch_in_fp32(rule):
-    """bf16-ecc16 weights are fp32 in two parts; with f32 states the judge is torch on fp32
+    """bf16-ecc16 weights are fp32 in two parts. With f32 states the judge is torch on fp32
     parameters."""
     low = start(dtype=torch.bfloat16)
     reference = twins(low, torch.float32)
@@ -284,8 +282,8 @@ def test_weights_of_24_bits_follow_torch_in_fp32(weights, limit):
 
 
 def test_stochastic_weights_follow_torch_in_the_mean():
-    """lr 1e-5 on BF16 weights of 1: each update is 1/400 of their spacing, nearest rounding would
-    never move."""
+    """lr is 1e-5 on BF16 weights of 1. Each update is 1/400 of their spacing, and nearest rounding
+    would never move."""
     p = torch.nn.Parameter(torch.ones(512, 512, dtype=torch.bfloat16))
     q = torch.nn.Parameter(torch.ones(1))
     opt, judge = halfstep.AdamW([("p", p)], lr=1e-5), torch.optim.AdamW([q], lr=1e-5)
@@ -311,8 +309,8 @@ def test_stochastic_weights_follow_torch_in_the_mean():
     ],
 )
 def test_quantized_states_follow_torch(states, limit):
-    """Relative error of the whole movement over 60 steps, fp32 weights, gradients of unequal sizes
-    within rows."""
+    """Compares the relative error of the whole movement over 60 steps, with fp32 weights and
+    gradients of unequal sizes within rows."""
     params = start({"w": (64, 256)})
     begin = params["w"].detach().clone()
     reference = twins(params)
@@ -390,7 +388,7 @@ def test_follows_heavyball(heavyball, ours, options, theirs, others):
 
 
 def test_schedule_free_evaluates_as_heavyball(heavyball):
-    """The weights to evaluate: read_average() against HeavyBall's eval mode."""
+    """Compares the weights to evaluate: read_average() and HeavyBall's eval mode."""
     params = start({"w": (64, 48)})
     reference = twins(params)
     opt = halfstep.ScheduleFree(list(params.values()), lr=0.01, betas=(0.9, 0.99))
@@ -405,8 +403,8 @@ def test_schedule_free_evaluates_as_heavyball(heavyball):
 
 
 def test_muon_points_where_heavyball_points(heavyball):
-    """Its iteration has other coefficients: the updates have to be the same orthogonal matrix to
-    the precision of both."""
+    """Its iteration has other coefficients. The updates must be the same orthogonal matrix to the
+    precision of both."""
     for nesterov in (False,):
         params = start(MATRICES)
         reference, begin = twins(params), twins(params)
@@ -463,8 +461,8 @@ def test_bf16_with_stochastic_rounding_moves_as_heavyball(heavyball):
 
 @pytest.fixture(scope="module")
 def cpu_adam():
-    """DeepSpeed's CPU Adam. It compiles itself at first use, which takes minutes; torch keeps the
-    result."""
+    """Returns DeepSpeed's CPU Adam. It compiles itself at first use, which takes minutes; torch
+    keeps the result."""
     pytest.importorskip("deepspeed")
     if "HALFSTEP_BUILD" in os.environ:
         os.environ.setdefault(
@@ -500,7 +498,7 @@ def test_follows_deepspeed(cpu_adam, decoupled, decay):
 @pytest.mark.all
 @pytest.mark.parametrize("size", [22, 55, 127, 1024, 1048576])
 def test_follows_deepspeed_in_its_own_sizes(cpu_adam, size):
-    """Its suite's sizes, ten steps; its bar is 1 % of the norm, this one every element."""
+    """Its suite's sizes, ten steps. Its limit is 1 % of the norm; this one is on every element."""
     params = start({"p": (size,)})
     reference = twins(params)
     opt = halfstep.AdamW(list(params.values()), lr=1e-3)
@@ -510,7 +508,7 @@ def test_follows_deepspeed_in_its_own_sizes(cpu_adam, size):
 
 @pytest.mark.all
 def test_follows_deepspeed_with_bf16_weights_to_nearest(cpu_adam):
-    """weights="bf16", states="f32" is what it does with BF16 parameters: all but a few roundings
+    """weights="bf16", states="f32" is what it does with BF16 parameters. All but a few roundings
     are equal."""
     params = start(dtype=torch.bfloat16)
     reference = twins(params)
@@ -558,9 +556,9 @@ def test_dyn8_follows_bitsandbytes(bitsandbytes, rule, name):
 @pytest.mark.parametrize("states", ["int8", "dyn8", "fp8"])
 @pytest.mark.parametrize("rule", ["adam", "adamw"])
 def test_within_the_limits_of_bitsandbytes_tests(rule, states, dtype, limit):
-    """Its test of 8-bit optimizers: 50 steps beside torch in fp32, which is put back on the 8-bit
-    one's state after each; fewer than 20 elements of a state off at atol 3e-3, rtol 1e-3, and a
-    mean error of weights below the limit.
+    """Its test of 8-bit optimizers: 50 steps beside torch in fp32, whose state is replaced by the
+    8-bit one's after each. Fewer than 20 elements of a state may be off at atol 3e-3, rtol 1e-3.
+    The mean error of weights must be below the limit.
     """
     p = torch.nn.Parameter(
         (0.1 * torch.randn((256, 512), generator=torch.Generator().manual_seed(0))).to(dtype)
@@ -584,9 +582,9 @@ def test_within_the_limits_of_bitsandbytes_tests(rule, states, dtype, limit):
 
 
 def test_int8_is_no_farther_from_fp32_than_bitsandbytes(bitsandbytes):
-    """Side by side for 50 steps without corrections: mean error of the weights, fp32 weights, equal
-    gradients. Codes to nearest, theirs, scatter less over so few steps; what they do over more is
-    in bench/traps.py."""
+    """Runs both for 50 steps without corrections and compares the mean error of the weights, in
+    fp32, with equal gradients. Their codes to nearest scatter less over so few steps.
+    bench/traps.py has longer runs."""
     params = start({"w": (64, 256)}, 0.1)
     reference, exact = twins(params), twins(params)
     opt = halfstep.Adam(list(params.values()), lr=1e-3, states="int8")
@@ -602,7 +600,8 @@ def test_int8_is_no_farther_from_fp32_than_bitsandbytes(bitsandbytes):
 
 
 def test_follows_bitsandbytes_lion(bitsandbytes):
-    """32-bit Lion; signs make trajectories equal but where the interpolation is about zero."""
+    """32-bit Lion. Its signs make trajectories equal, except where the interpolation is about
+    zero."""
     params = start({"w": (64, 48)})
     reference = twins(params)
     opt = halfstep.Lion(list(params.values()), lr=1e-3, weight_decay=0.1)
@@ -638,7 +637,7 @@ def trained(make, steps=60, dtype=torch.float32):
 
 @pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "radam", "rmsprop"])
 def test_trains_as_torch(rule):
-    """A real loss, where every step depends on the steps before."""
+    """A real loss, in which every step depends on the steps before."""
     options = {"sgd": {"momentum": 0.9, "lr": 0.01}}.get(rule, {"lr": 0.01})
     ours = trained(lambda m: class_of(rule)(m.named_parameters(), **options))
     theirs = trained(lambda m: getattr(torch.optim, NAMES[rule])(m.parameters(), **options))
@@ -651,7 +650,8 @@ def test_trains_as_torch(rule):
     "recipe", ["bf16-sr", "bf16-sr/int8", "bf16-kahan/int8", "bf16-ecc8/int4", "bf16-sr/int4"]
 )
 def test_low_precision_trains_as_fp32(recipe):
-    """BF16 weights and gradients, 8- and 4-bit states: the loss of fp32 AdamW within its noise."""
+    """BF16 weights and gradients with 8- and 4-bit states reach the loss of fp32 AdamW within its
+    noise."""
     theirs = trained(lambda m: torch.optim.AdamW(m.parameters(), lr=0.005), 150)
     ours = trained(
         lambda m: halfstep.optimizer(f"adamw/{recipe}", m.named_parameters(), lr=0.005),

@@ -1,4 +1,4 @@
-"""A state_dict() that is kept goes on with its optimizer, all of it, so that it is a state that was
+"""A kept state_dict() is updated with its optimizer, all of it, so that it is a consistent state
 whenever it is saved or loaded."""
 
 import copy
@@ -37,7 +37,7 @@ def make(rule, recipe, **options):
     + [("adamw", "ecc8-int8")],
 )
 def test_all_of_it_follows(rule, recipe):
-    """After steps, single steps and micro-batches, without anybody asking for it."""
+    """Tested after steps, single steps and micro-batches, without any call that asks for it."""
     params, opt = make(rule, recipe)
     run(opt, params, 0, 2)
     kept = opt.state_dict()["state"]
@@ -49,7 +49,7 @@ def test_all_of_it_follows(rule, recipe):
     now = plain(kept)
     assert now == states(opt)
     assert all(s["state_steps"] == s["step"] for s in kept.values())
-    # It is what goes on with the same bits, loaded with the weights of now.
+    # Loaded with the present weights, it goes on with the same bits.
     others, other = make(rule, recipe)
     for p, q in zip(others.values(), params.values()):
         p.data.copy_(q)
@@ -90,8 +90,8 @@ def test_micro_batches_and_loading():
 
 
 def test_what_somebody_writes_into_it_counts():
-    """In place or replaced, between steps: it is not overwritten by what the library shows
-    there."""
+    """A tensor written in place or replaced between steps is not overwritten by the library's
+    own."""
     for write in (lambda s: s["writes"].fill_(1000), lambda s: s.update(writes=torch.tensor(1000))):
         params, opt = make("adamw", "sr-int4")
         run(opt, params, 0, 2)
@@ -109,7 +109,7 @@ def test_what_somebody_writes_into_it_counts():
 
 
 def test_decoded_states_and_sums_are_of_the_call():
-    """What is decoded is a copy, so that all beside it is one too."""
+    """A decoded state is a copy, so all tensors beside it are copies too."""
     model = torch.nn.Linear(64, 64).bfloat16()
     opt = flashoptim.FlashAdamW(model.parameters(), compress_state_dict=False)
     set_gradients(dict(model.named_parameters()), 0)

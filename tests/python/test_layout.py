@@ -1,5 +1,5 @@
-"""What a state holds and how it travels: flattened, merged, in place, over ranks; and states of
-older versions."""
+"""Tests what a state holds and how it travels: flattened, merged, in place, over ranks. Also states
+of older versions."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ def flattened():
 
 
 def step_of(model, opt, step):
-    """A gradient for each parameter, by its name, and a step."""
+    """Makes a step. A parameter's gradient follows from its name and the step."""
     set_gradients(dict(model.named_parameters()), step)
     opt.step()
     opt.zero_grad()
@@ -66,8 +66,8 @@ def counts(opt):
 @rules
 @recipes
 def test_a_state_holds_tensors_under_fixed_keys(rule, recipe):
-    """The same keys after any number of steps, as flattened checkpoints need; of no more than one
-    number beside the streams."""
+    """The keys stay the same after any number of steps, as flattened checkpoints need. Beside the
+    streams each is of one number at most."""
     params, opt = make(rule, recipe, lr=0.02)
     run(opt, params, 0, 1)
     first = [{k: (v.dtype, v.shape) for k, v in opt.state[p].items()} for p in params.values()]
@@ -168,7 +168,8 @@ def test_group_counts_are_always_current():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("way", ["step", "step_param", "saved first"])
 def test_a_step_count_written_in_place_counts(recipe, way):
-    """As if the state had been loaded with it, for the bias corrections of the next step."""
+    """The written count acts as if the state had been loaded with it, in the next step's bias
+    corrections."""
     params, opt = make("adamw", recipe, lr=0.02)
     others, other = make("adamw", recipe, lr=0.02)
     for ps, o in ((params, opt), (others, other)):
@@ -213,8 +214,8 @@ def test_a_step_count_written_in_place_that_counts_nothing(value):
 @rules
 @recipes
 def test_dcp_load_in_place_resumes(rule, recipe, tmp_path):
-    """torch.distributed.checkpoint.load(optimizer.state_dict()) and nothing else, into an optimizer
-    in mid-run."""
+    """torch.distributed.checkpoint.load(optimizer.state_dict()) alone resumes, into an optimizer in
+    mid-run."""
     checkpoint = pytest.importorskip("torch.distributed.checkpoint")
     params, opt = make(rule, recipe, lr=0.02)
     run(opt, params, 0, 3)
@@ -256,7 +257,8 @@ def test_counts_beyond_float32_in_place():
 
 
 def test_states_copied_between_two_saves():
-    """Copies of the tensors themselves, whose counters are behind: the step tells by how much."""
+    """The tensors themselves are copied, and their counters are behind. The step tells by how
+    much."""
     params, opt = make("adamw", "sr-int4", lr=0.02)
     run(opt, params, 0, 2)
     opt.state_dict()
@@ -271,8 +273,8 @@ def test_states_copied_between_two_saves():
 
 
 def test_steps_whose_memory_was_replaced():
-    """state["step"].data = ..., as loops over states do that move optimizers: the library must not
-    write where it was."""
+    """state["step"].data = ..., as loops that move optimizers do. The library must not write to the
+    old address."""
     params, opt = make("adamw", "f32", lr=0.02)
     others, other = make("adamw", "f32", lr=0.02)
     for step in range(4):
@@ -329,7 +331,8 @@ def test_a_flattened_checkpoint_keeps_everything(rule, recipe):
 
 
 def weight_of_a_flat_checkpoint(cls, named, **options):
-    """Bytes of what is no tensor, as a checkpoint writes each value by itself."""
+    """Returns the bytes of all values that are no tensors, as a checkpoint writes each by
+    itself."""
     model = torch.nn.ParameterDict(
         {f"layer{i:04}": torch.nn.Parameter(torch.zeros(2, 2)) for i in range(1000)}
     )
@@ -345,8 +348,8 @@ def weight_of_a_flat_checkpoint(cls, named, **options):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_flattened_checkpoint_grows_with_its_parameters(named):
-    """Not with their square, but for the names in groups of parameters that were given with names,
-    as torch's own optimizers have them."""
+    """It does not grow with the square of the number of parameters. Names in groups of named
+    parameters are the exception, as in torch's own optimizers."""
     ours = weight_of_a_flat_checkpoint(halfstep.AdamW, named)
     theirs = weight_of_a_flat_checkpoint(torch.optim.AdamW, named)
     assert ours < 3 * theirs and (named or ours < 2_000_000)
@@ -355,8 +358,8 @@ def test_a_flattened_checkpoint_grows_with_its_parameters(named):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
 def test_pipeline_stages_merge_and_divide(recipe, flat):
-    """Checkpoints of two stages, each with an optimizer of its own, load as one, and one loads as
-    two; groups too."""
+    """Checkpoints of two stages, each with its own optimizer, load as one. One loads as two. Groups
+    too."""
     options = flattened() if flat else dcp.StateDictOptions()
     dtype = RECIPES[recipe][0]
 
@@ -405,8 +408,8 @@ def test_pipeline_stages_merge_and_divide(recipe, flat):
 
 
 def test_plain_states_of_torch_load_flattened():
-    """torch's AdamW wrote it: none of our small tensors are there, and torch hands over what it
-    takes for their place."""
+    """torch's AdamW wrote it. It lacks our small tensors, and torch hands over its own in their
+    place."""
     options = flattened()
     model, other = network(), network()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -433,8 +436,8 @@ def test_plain_states_of_torch_load_flattened():
     "there,here", [("sr-int4", "f32"), ("ecc8-int8", "kahan"), ("f32", "ecc8-int8")]
 )
 def test_flattened_states_of_another_format_load_or_are_refused(there, here):
-    """Where torch hands over all that there is they are converted; where it leaves something out,
-    that is said."""
+    """Where torch hands over everything, states are converted. Where it leaves something out, the
+    error says so."""
     options = flattened()
     model, other = network(RECIPES[there][0]), network(RECIPES[here][0])
     opt, into = scheduled("adamw", model, there), scheduled("adamw", other, here)
@@ -458,8 +461,7 @@ def test_flattened_states_of_another_format_load_or_are_refused(there, here):
 
 
 def test_removing_a_group_leaves_the_rest_usable():
-    """Also the first one; its states stay with the optimizer, as in torch, and out of what is
-    saved."""
+    """Also the first group. Its states stay with the optimizer, as in torch, but are not saved."""
     for gone in (0, 1, 2):
         params = parameters(torch.bfloat16)
         names = list(params)
@@ -545,8 +547,8 @@ def zero(rank, size):
     reason="no gloo",
 )
 def test_zero_redundancy_optimizer(pool):
-    """States divided over two ranks, consolidated, loaded again: the bits of one optimizer, which
-    lists in groups prevented."""
+    """States are divided over two ranks, consolidated and loaded again: the bits of one optimizer.
+    Lists in groups once prevented that."""
     found = pool.run(2, zero)
     for models, steps in found:
         assert models == [found[0][0][2]] * 3
@@ -558,8 +560,8 @@ def test_zero_redundancy_optimizer(pool):
 
 @pytest.mark.parametrize("states", ["int8", "int4", "fp8", "dyn8"])
 def test_codes_never_stand_under_torchs_names(states):
-    """torch.optim.AdamW takes such a file without a word, as it takes any; its next step then must
-    not go on from codes."""
+    """torch.optim.AdamW takes any such file without a check. Its next step must not go on from
+    codes."""
     params = parameters(shapes={"matrix": (32, 256), "vector": (33,)})
     opt = halfstep.AdamW(list(params.values()), states=states)
     run(opt, params, 0, 2)
@@ -577,8 +579,7 @@ def test_codes_never_stand_under_torchs_names(states):
 
 
 def test_float_states_are_torchs_own():
-    """An f32 optimizer's file goes on in torch as it is, and comes back without what torch has
-    cast."""
+    """An f32 optimizer's file goes on in torch as it is. It comes back without torch's casts."""
     params = parameters()
     opt = halfstep.AdamW(list(params.values()), lr=0.01)
     run(opt, params, 0, 3)
@@ -608,7 +609,7 @@ OLD_SHAPES = {"m": (4, 64), "v": (33,), "s": (), "e": (0, 4)}
 
 
 def old_optimizer(name, **changed):
-    """The parameters as they were saved, and a fresh optimizer for them."""
+    """Makes the parameters as they were saved, and a fresh optimizer for them."""
     case = OLD[name]
     params = {n: torch.nn.Parameter(p.clone()) for n, p in zip(OLD_SHAPES, case["before"])}
     items = list(params.items()) if case["named"] else list(params.values())
@@ -619,8 +620,9 @@ def old_optimizer(name, **changed):
 
 @functools.lru_cache(None)
 def gone_on(name):
-    """Where two more steps from the state dict lead today: roundings are those of today's library,
-    so near to where the older one went, and the same bits whichever way the state has come."""
+    """Returns the bits after two more steps from the state dict. Roundings are today's, so the
+    weights are only near those of the older library. The bits are the same whichever way the state
+    has come."""
     params, opt = old_optimizer(name)
     opt.load_state_dict(copy.deepcopy(OLD[name]["state_dict"]))
     run(opt, params, 3, 5)
@@ -640,7 +642,8 @@ def goes_on(name, params, opt):
 
 @pytest.mark.parametrize("name", OLD)
 def test_old_state_dicts_resume_bit_for_bit(name):
-    """Numbers among the states, ids and recipes in the groups, codes under the names of states."""
+    """These have numbers among the states, ids and recipes in the groups, codes under states'
+    names."""
     file = copy.deepcopy(OLD[name]["state_dict"])
     assert "ids" in file["param_groups"][0] and any(
         isinstance(s["writes"], int) for s in file["state"].values()

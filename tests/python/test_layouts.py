@@ -19,12 +19,12 @@ def channels_last(t):
 
 
 def transposed(t):
-    """The same values, stored column by column."""
+    """Returns the same values, stored column by column."""
     return t.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
 
 
 def every_other(t):
-    """A slice of a tensor twice as wide."""
+    """Returns a slice of a tensor twice as wide."""
     base = torch.full((*t.shape[:-1], 2 * t.shape[-1]), 7.0, dtype=t.dtype)
     view = base[..., ::2]
     view.copy_(t)
@@ -32,7 +32,7 @@ def every_other(t):
 
 
 def inner_slice(t):
-    """A rectangle cut out of a larger tensor: rows dense, but not one after another."""
+    """Returns a rectangle cut out of a larger tensor: rows are dense, but not one after another."""
     base = torch.full([n + 3 for n in t.shape], 7.0, dtype=t.dtype)
     view = base[tuple(slice(1, n + 1) for n in t.shape)]
     view.copy_(t)
@@ -46,7 +46,7 @@ def last_of_stack(t):
 
 
 def offset(t):
-    """Contiguous, but not where an allocation begins."""
+    """Returns a contiguous tensor that does not begin where an allocation begins."""
     base = torch.full((t.numel() + 5,), 7.0, dtype=t.dtype)
     view = base[5:].view(t.shape)
     view.copy_(t)
@@ -65,7 +65,7 @@ SHAPES = {"conv": (8, 6, 5, 7), "matrix": (24, 96), "odd": (17, 50), "vector": (
 
 
 def gradients(params, step, kind):
-    """Equal values with strides of several kinds."""
+    """Sets gradients of equal values with strides of several kinds."""
     for name, p in params.items():
         g = torch.randn(
             p.shape, generator=torch.Generator().manual_seed(100 * step + sum(name.encode()))
@@ -101,7 +101,7 @@ def laid_out(params, name):
 
 
 def surroundings(p):
-    """The bytes of the whole memory that a view looks at, the view's own elements set to zero."""
+    """Returns the bytes of the whole memory of a view, with the view's own elements set to zero."""
     whole = torch.empty(0, dtype=p.dtype).set_(p.untyped_storage())
     copied = whole.clone()
     copied.as_strided(p.shape, p.stride(), p.storage_offset()).zero_()
@@ -195,7 +195,7 @@ def test_expanded_gradients(rule, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_files_between_layouts(recipe):
-    """States are stored in the order of indices: a file written with one layout goes on in any
+    """States are stored in the order of indices. A file written with one layout goes on in any
     other with the same bits."""
     dtype, formats = RECIPES[recipe]
     want, opt = reference("adamw", recipe, steps=6)
@@ -216,8 +216,8 @@ def test_files_between_layouts(recipe):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_that_changes_in_mid_run(layout):
-    """model.to(memory_format=...) replaces p.data; clipping, reading and writing go by indices
-    too."""
+    """model.to(memory_format=...) replaces p.data. Clipping, reading and writing still go by
+    indices."""
     want, opt = reference("adamw", "ecc8-int8", steps=4)
     params, other = reference("adamw", "ecc8-int8", steps=2)
     moved = laid_out(params, layout)

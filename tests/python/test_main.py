@@ -1,4 +1,4 @@
-"""python -m halfstep, and what is said to somebody who mistypes."""
+"""Tests python -m halfstep, and the errors for mistyped words."""
 
 import json
 import os
@@ -85,7 +85,7 @@ ROOT = os.environ.get("HALFSTEP_SOURCE") or os.path.join(
 
 @pytest.mark.parametrize("page, first", [("README.md", None), ("docs/python.md", 1)])
 def test_snippets_run_as_they_stand(capsys, page, first):
-    """What somebody meets first: of the README all, of the manual the one that it begins with."""
+    """Runs the first snippets that users meet: all of the README, and the manual's first one."""
     with open(os.path.join(ROOT, *page.split("/")), encoding="utf-8") as file:
         snippets = re.findall(r"^```python\n(.*?)^```", file.read(), flags=re.M | re.S)[:first]
     assert snippets

@@ -1,5 +1,5 @@
-"""DDP, ZeroRedundancyOptimizer, FSDP1 and flat buffers: what ranks do that hold whole parameters,
-other ones, or parts that nobody told them of."""
+"""Tests DDP, ZeroRedundancyOptimizer, FSDP1 and flat buffers. Their ranks hold whole parameters,
+different ones, or unknown parts of them."""
 
 import contextlib
 import gc
@@ -154,7 +154,8 @@ def test_fsdp1_keeps_its_formats(pool):
 
 
 def reshard_fsdp1(rank, size, path, states):
-    """Trains and saves where there is no file, else loads: what is held then, and what was said."""
+    """Trains and saves if there is no file, else loads. Returns the largest relative difference
+    between loaded and saved states, and the warnings."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     torch.manual_seed(4)
@@ -213,8 +214,8 @@ def test_fsdp1_reshards_by_plain_states(pool, states, tmp_path):
 
 
 def deepspeed(rank, size, folder):
-    """ZeRO 1 over an optimizer of ours: whether a run that was saved and loaded goes on as the one
-    that was not, and what it holds."""
+    """Runs ZeRO 1 over an optimizer of ours. Returns if a run that was saved and loaded has the
+    bits of the run that was not, and what it holds."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu"
     )
@@ -336,7 +337,7 @@ def test_flat_buffers(pool, flat):
 
 
 def replicated(rank, size):
-    """Two replicas of two shards each: their ids."""
+    """Runs two replicas of two shards each. Returns their ids."""
     groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     buffer = torch.nn.Parameter(torch.ones(8192).bfloat16())
     opt = halfstep.AdamW([("flat", buffer)], flat="shards", norm_group=groups[rank // 2], **RECIPE)
@@ -377,14 +378,14 @@ def test_release_refuses_the_gradients_of_ddp(pool):
 
 
 class Sees:
-    """What a wrapped model gets as keyword arguments of names that are used here, too."""
+    """A hook of a wrapped model that gets keyword arguments of names that the package uses, too."""
 
     def __call__(self, module, args, kwargs):
         return args, {k: v for k, v in kwargs.items() if k not in ("wrapper", "found", "method")}
 
 
 def release_and_wrappers(rank, size, when):
-    """Whether two backward passes are refused, and whether anything has moved."""
+    """Makes two backward passes. Returns if they are refused, and if anything has moved."""
     model, other = network(torch.bfloat16), network(torch.bfloat16)
     for one in (model, other):
         one.register_forward_pre_hook(Sees(), with_kwargs=True)
@@ -551,7 +552,7 @@ def refused_for_another(rank, size):
 
 
 def test_a_rank_that_is_refused_for_another_warns_too(pool):
-    """At the first time and at the tenth."""
+    """It warns at the first time and at the tenth."""
     for rank, (said, skipped, unchanged) in enumerate(pool.run(2, refused_for_another)):
         assert skipped == 11 and unchanged
         assert [i for i, texts in enumerate(said) if texts] == [0, 9]
@@ -560,8 +561,8 @@ def test_a_rank_that_is_refused_for_another_warns_too(pool):
 
 
 def late_rank(rank, size):
-    """Each rank has a tensor of its own, and that of the last one has no gradient at first: d, and
-    what the tensor became."""
+    """Each rank has a tensor of its own; the last rank's has no gradient at first. Returns d and
+    the tensor."""
     torch.manual_seed(0)
     goals = torch.randn(size, 16, 64)
     p = torch.nn.Parameter(torch.zeros(16, 64))

@@ -1,5 +1,5 @@
-"""Names decide which state is whose, wherever both sides have them; positions count where none
-matches, and that is said."""
+"""Names decide which state belongs to whom, where both sides have them. If none matches, positions
+count, and a warning says so."""
 
 import copy
 
@@ -29,8 +29,7 @@ def tensors(dtype=torch.float32):
 
 
 def trained(recipe="f32", rule="adamw", rename="{}", steps=3, **options):
-    """Parameters by their own names, and an optimizer that has made steps with them under other
-    names."""
+    """Makes parameters, and an optimizer that has made steps with them under other names."""
     dtype, formats = RECIPES[recipe]
     params = tensors(dtype)
     opt = class_of(rule)(
@@ -43,7 +42,7 @@ def trained(recipe="f32", rule="adamw", rename="{}", steps=3, **options):
 
 
 def another(params, order, recipe="f32", rule="adamw", rename="{}"):
-    """Copies of parameters and an optimizer for them in another order."""
+    """Copies parameters in another order, and makes an optimizer for them."""
     _, formats = RECIPES[recipe]
     copies = {name: torch.nn.Parameter(params[name].detach().clone()) for name in order}
     return copies, class_of(rule)(
@@ -94,7 +93,7 @@ def test_a_wrapped_part_and_a_module_of_that_name():
 
 
 def test_late_parameters_keep_their_random_bits():
-    """One that had no state when it was saved draws the bits of the name that it was saved with."""
+    """A parameter without a state at saving draws the bits of the name that it was saved with."""
     runs = []
     for rename in ("{}", "module.{}"):
         params = tensors(torch.bfloat16)
@@ -196,8 +195,8 @@ def test_names_of_name_parameters_count_too():
 
 
 def test_param_names_are_where_torch_has_them():
-    """In the groups and in those of state_dict(), through all that makes groups; a hook that goes
-    by them finds them."""
+    """They are in the groups and in state_dict()'s groups, through all that makes groups. A hook
+    that uses them finds them."""
     params, opt = trained()
     theirs = torch.optim.AdamW(params.items())
     if "param_names" in theirs.param_groups[0]:

@@ -1,5 +1,5 @@
-"""Rules against the code of their authors, or of pytorch-optimizer, which keeps it: fp32 over a few
-dozen steps."""
+"""Tests rules against the code of their authors, or pytorch-optimizer, which keeps it: fp32 over a
+few dozen steps."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ def pair(shapes=SHAPES):
 
 
 def gradients(ours, theirs, step):
-    """Of a quadratic with noise: they change sign, and fall. Both get those of `ours`, so that
-    differences do not grow."""
+    """Sets gradients of a quadratic with noise, which change sign and fall. Both get those of
+    `ours`, so that differences do not grow."""
     source = torch.Generator().manual_seed(step)
     for name, p in ours.items():
         g = 0.1 * p.detach() + 0.05 * torch.randn(p.shape, generator=source) / (1 + step / 20)
@@ -28,7 +28,7 @@ def gradients(ours, theirs, step):
 
 
 def follow(ours, opt, theirs, peer, steps=40):
-    """Steps both; the largest difference of a weight, and how far the weights came."""
+    """Steps both. Returns the largest difference of a weight, and how far the weights came."""
     start = {name: p.detach().clone() for name, p in ours.items()}
     for step in range(steps):
         gradients(ours, theirs, step)
@@ -106,8 +106,8 @@ def test_ademamix(warmup, decoupled):
 
 @pytest.mark.parametrize("states, bound", [("bf16-sr", 0.02), ("int8", 0.03)])
 def test_a_slow_average_does_not_wander(states, bound):
-    """At beta3 0.9999 what a gradient adds is far below the last place of 16 bits. Rounded to
-    nearest, 2000 of them add next to nothing."""
+    """At beta3 0.9999 a gradient adds far less than the last place of 16 bits. Rounded to nearest,
+    2000 of them add next to nothing."""
     p = torch.nn.Parameter(torch.zeros(64, 64))
     opt = halfstep.AdEMAMix([("p", p)], lr=0.0, states=states)
     for step in range(2000):

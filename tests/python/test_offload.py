@@ -1,5 +1,5 @@
-"""Weights on a GPU, states and steps in the process's memory: the bits of plain steps. On the fake
-of fake_gpu.py, whose copies happen when somebody waits for them; where torch has a GPU, on that."""
+"""Tests weights on a GPU with states and steps in the process's memory: the bits of plain steps.
+Runs on the fake of fake_gpu.py, whose copies happen when somebody waits, or on torch's GPU."""
 
 import copy
 import ctypes
@@ -23,7 +23,8 @@ SIZE = 1000
 
 
 def pair(gpu, base, recipe="f32", device=0, how=None, **options):
-    """The same optimizer on the processor and offloaded: (parameters, optimizer) each."""
+    """Makes the same optimizer on the processor and offloaded. Returns (parameters, optimizer) of
+    each."""
     dtype, formats = RECIPES[recipe]
     values = start(dtype)
     here = {name: torch.nn.Parameter(v.clone()) for name, v in values.items()}
@@ -37,8 +38,7 @@ def pair(gpu, base, recipe="f32", device=0, how=None, **options):
 
 
 def backward(gpu, params, given, add=False, hooks=True):
-    """What a backward pass does: gradients are written asynchronously, and hooks are called at
-    once."""
+    """Acts as a backward pass: writes gradients asynchronously, and calls hooks at once."""
     for name, g in given.items():
         p = params[name]
         with torch.no_grad():
@@ -113,7 +113,7 @@ def test_steps_during_the_backward_pass(gpu, recipe, options):
 
 
 def test_backward_passes_without_steps_between(gpu):
-    """Each of them is an update, and may come before the weights of the last one have gone back."""
+    """Each pass is an update. It may come before the last one's weights have gone back."""
     both = pair(gpu, halfstep.AdamW, "f32", how={"minimal_size": 0}, gradient_release=True)
     for step in range(1, 6):
         for params, opt in both:
@@ -318,8 +318,8 @@ def test_schedulers_groups_and_frozen_parameters(gpu):
 
 
 def test_how_much_is_copied(fake):
-    """Each gradient once to the process, each weight once back, and the weight of the first step
-    once more."""
+    """Each gradient is copied once to the process, each weight once back, and the first step's
+    weights once more."""
     both = pair(fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0}, clip_norm=1.0)
     size = sum(p.numel() * p.element_size() for p in both[1][0].values())
     run(fake, both, 1, 2)
@@ -340,7 +340,7 @@ def test_memory_in_release_is_that_of_gradients_on_their_way(fake):
 
 
 def test_the_next_pass_comes_after_the_weights(fake):
-    """What the current stream does after step() sees the new weights."""
+    """Work on the current stream after step() sees the new weights."""
     for release in (False, True):
         both = pair(fake, halfstep.AdamW, "f32", how={"minimal_size": 0}, gradient_release=release)
         params, opt = both[1]
@@ -397,9 +397,9 @@ def test_an_error_in_the_thread_is_told_and_loses_nothing(gpu, monkeypatch):
 @pytest.mark.parametrize("who", ["the copy", "a hook before it", "a hook after it"])
 @pytest.mark.parametrize("give_up", [False, True], ids=["kept", "given up"])
 def test_a_gradient_hook_that_raises_loses_nothing(fake, monkeypatch, who, give_up):
-    """The caller of backward() gets it, and nothing has changed. Going on with other gradients, and
-    with those that there are by then, has the bits of a plain run: of one without the error, and of
-    one with it."""
+    """The caller of backward() gets the error, and nothing has changed. Going on with other
+    gradients has the bits of a plain run without the error. Going on with the present gradients has
+    those of a plain run with it."""
 
     def fail():
         if armed:
@@ -628,8 +628,8 @@ def test_wrong_arguments(gpu):
 
 
 def test_on_the_processor_there_is_nothing_to_move():
-    """Parameters in the process's memory are stepped where they are; real backward passes, whose
-    hooks are torch's."""
+    """Parameters in the process's memory are stepped where they are. Backward passes and hooks are
+    torch's own."""
     for release in (False, True):
         torch.manual_seed(0)
         nets = [
@@ -669,8 +669,8 @@ def test_the_thread_ends_with_its_optimizer(gpu):
 
 
 def hosted_shards(rank, size, cls, rule, shapes, options):
-    """Rows of DTensors that lie on the (fake) GPU of each rank: weights, norm, and where states of
-    one lie."""
+    """Steps rows of DTensors on the (fake) GPU of each rank: weights, norm, and the place of one's
+    states."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 

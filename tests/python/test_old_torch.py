@@ -1,5 +1,5 @@
-"""A short tour that any torch from 2.1 on must allow: steps, saving and loading, hooks, release,
-names. It runs with the pinned torch too; for another one see docs/packaging.md."""
+"""Does a short tour that any torch from 2.1 on must allow: steps, saving and loading, hooks,
+release, names. It runs with the pinned torch too; for another one see docs/packaging.md."""
 
 import copy
 import io

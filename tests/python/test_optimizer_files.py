@@ -1,6 +1,6 @@
-"""Optimizers in files, between C and Python: what save_safetensors() writes goes on in
-halfstep_read_optimizer(), and what halfstep_write_optimizer() writes in load_safetensors(), with
-the bits of a run that stays where it is.
+"""Moves optimizers in files between C and Python. halfstep_read_optimizer() reads what
+save_safetensors() writes, and load_safetensors() what halfstep_write_optimizer() writes. The bits
+must be those of a run that stays where it is.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ class FileOptions(ctypes.Structure):
 
 
 class InC:
-    """The optimizer of the parameters `params`, in C: one group, states of the library."""
+    """The optimizer of the parameters `params` in C: one group, states of the library."""
 
     def __init__(self, recipe, params):
         # Its dependencies too: one copy of the core library serves both.
@@ -92,8 +92,8 @@ class InC:
         )
 
     def write(self, path, weights=False, shapes=True):
-        """With weights, the whole training in one file; without shapes, as a program that knows no
-        more than rows."""
+        """Writes the whole training into one file, with weights. Without shapes, as a program that
+        knows only rows."""
         text = ctypes.create_string_buffer(512)
         held = (c_void_p * len(self.params))(*(p.data_ptr() or 64 for p in self.params.values()))
         options = FileOptions(

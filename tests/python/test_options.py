@@ -1,6 +1,6 @@
-"""Options that change what a rule keeps, or what a step goes by: one estimate of the learning rate,
-states that blocks cannot hold, the reference of fully decoupled decay, and what a refused gradient
-is told to be."""
+"""Tests options that change what a rule keeps, or what a step depends on. They are one estimate of
+the learning rate, states that blocks cannot hold, and the reference of fully decoupled decay. The
+last is what a refused gradient is reported as."""
 
 import copy
 
@@ -78,7 +78,7 @@ def test_prodigy_with_two_rates_wants_two_estimates():
 
 
 class _Apart(Placement):
-    """Each parameter in a handle of its own, as those on several devices are."""
+    """Puts each parameter into a handle of its own, as for several devices."""
 
     def divide(self, wanted):
         return [(one.home, None, [one]) for one in wanted]
@@ -148,8 +148,7 @@ def test_states_that_blocks_cannot_hold_are_told_and_decoded_from_old_files():
             o.state[p][name].is_floating_point() and name + ".codes" not in o.state[p]
             for name in names
         )
-        # Codes as 0.1.0 had them: those of a state of the same role and format, which is no
-        # maximum.
+        # Codes of 0.1.0 are those of a state of the same role and format, but not a maximum.
         saved, held, values = (
             copy.deepcopy(o.state_dict()),
             {},

@@ -1,5 +1,5 @@
-"""Single parameters and gradients: which are taken, in which format and rows, and what is said of
-those that are not."""
+"""Tests single parameters and gradients: which are taken, in which format and rows, and the errors
+for the others."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""halfstep.plan: what it promises is, to the byte, what an optimizer then holds."""
+"""Tests that halfstep.plan's forecast is, to the byte, what an optimizer then holds."""
 
 import itertools
 import re
@@ -25,7 +25,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def states_for(rule):
-    """One format for all states, where every state of the rule can take it."""
+    """Yields the formats that every state of the rule can take; None is the default."""
     for states in (None, "f32", "bf16-sr", "int8", "int4", "fp8", "dyn8"):
         try:
             _abi.recipe_full("/".join(part for part in (rule, "f32", states) if part))
@@ -298,7 +298,8 @@ def test_where_states_are():
         every["CPUOffload, gradient_release"].seconds == max(touched / 100e9, 4 * n / 50e9)
         and every["CPUOffload, gradient_release"].hidden
     )
-    # The quickest that fits and loses nothing, then that which judges singly, then the smallest.
+    # The order is: the quickest that fits and loses nothing, then the one that judges tensors
+    # singly, then the smallest.
     for memory, way, fits in (
         ("9G", "GPU", True),
         ("5G", "StateStreaming", True),

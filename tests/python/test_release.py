@@ -1,4 +1,4 @@
-"""Gradient release, with accumulation, clipping and schedulers, and the step protocols of
+"""Tests gradient release, with accumulation, clipping and schedulers, and the step protocols of
 trainers."""
 
 import copy
@@ -106,7 +106,7 @@ def test_hooks_are_registered_once_and_die_with_the_optimizer():
 
 
 def test_schedulers_in_release_without_step():
-    """The form of optimi's README: backward() and scheduler.step() only, options read all the
+    """The form of optimi's README: only backward() and scheduler.step(). Options are read all the
     same."""
     model, other = network(), network()
     opt = halfstep.AdamW(model.named_parameters(), lr=0.01, gradient_release=True, seed=0)
@@ -144,7 +144,7 @@ def test_release_with_per_tensor_clipping(limit):
 
 
 def test_release_with_delayed_clipping():
-    """The norm of the round before; in the first each tensor's own."""
+    """Clips by the norm of the round before; in the first round by each tensor's own."""
     model, other = network(), network()
     opt = halfstep.SGD(
         model.named_parameters(), lr=0.5, gradient_release=True, clip_norm=0.05, clip="delayed"
@@ -209,8 +209,8 @@ def test_a_copied_model_keeps_its_own_release():
 @pytest.mark.parametrize("recipe", ["f32", "sr-int4"])
 @pytest.mark.parametrize("rule", ["adamw", "lion", "adan", "radam", "stableadamw"])
 def test_accumulation_with_and_without_release(rule, recipe):
-    """Micro-steps put gradients into states and leave weights alone; release makes no difference to
-    the bits."""
+    """Micro-steps put gradients into states and leave weights alone. Release does not change the
+    bits."""
     dtype, formats = RECIPES[recipe]
     models, opts = [], []
     for release in (True, False):
@@ -244,7 +244,7 @@ def test_accumulation_with_and_without_release(rule, recipe):
 
 
 def test_release_accumulation_clipping_and_scheduler_together():
-    """Everything at once is what the parts say: here against a reference made of plain steps."""
+    """All of them together give the results of a reference made of plain steps."""
     model, other = network(), network()
     opt = halfstep.AdamW(
         model.named_parameters(),
@@ -275,7 +275,7 @@ def test_release_accumulation_clipping_and_scheduler_together():
 
 
 def test_release_with_non_finite_gradients(caught):
-    """Per tensor: the one is left alone, the others are stepped."""
+    """Per tensor: the bad tensor is left alone, the others are stepped."""
     model = network()
     opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
     loss_of(model, 0).backward()
@@ -388,8 +388,8 @@ def test_shared_parameters_are_stepped_once_in_release():
 
 
 def test_release_refuses_a_loop_that_accumulates():
-    """Four backward passes and one step(), as trainers do it: an exception at the first step(),
-    then at the second backward()."""
+    """Trainers make four backward passes and one step(). That raises an exception at the first
+    step(), then at the second backward()."""
     model = network()
     opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
     for step in range(4):

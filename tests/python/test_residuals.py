@@ -1,5 +1,5 @@
-"""Residuals and error codes belong to the very weight that they were left over from: a weight that
-somebody else has written has none, and whatever merely looks like a write keeps its own."""
+"""Residuals and error codes belong to the very weight whose rounding left them. A weight that
+somebody else has written has none. A weight that only seems to be written keeps its own."""
 
 import copy
 import pickle
@@ -83,7 +83,7 @@ OTHER_WAYS = {
 @formats
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_a_weight_that_others_wrote_has_no_residual(weights, way):
-    """The next step is that of zero residuals, and one warning says so."""
+    """The next step uses residuals of zero, and one warning says so."""
     model, opt = made(weights)
     run(opt, model.named(), 0, 3)
     assert something_in(opt, model)
@@ -112,8 +112,8 @@ def test_a_weight_that_others_wrote_has_no_residual(weights, way):
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 def test_a_checkpoint_in_either_order_resumes_bit_for_bit(weights, order, used, silent):
-    """Also in a process that has made steps of its own before, and with looks at the optimizer
-    between the two."""
+    """Also in a process that has made steps before, and with looks at the optimizer between the
+    two."""
     model, opt = made(weights)
     run(opt, model.named(), 0, 3)
     checkpoint = saved({"model": model.state_dict(), "optimizer": opt.state_dict()})
@@ -135,8 +135,8 @@ def test_a_checkpoint_in_either_order_resumes_bit_for_bit(weights, order, used, 
 
 @formats
 def test_a_checkpoint_in_place_resumes_bit_for_bit(weights, silent):
-    """As torch.distributed.checkpoint loads: into the tensors of both, in any order, of an
-    optimizer in mid-run."""
+    """Loads as torch.distributed.checkpoint does: into the tensors of both, in any order, in
+    mid-run."""
     for first in (0, 1):
         model, opt = made(weights)
         run(opt, model.named(), 0, 3)
@@ -199,7 +199,7 @@ def test_safetensors_in_either_order(weights, tmp_path, silent):
     ],
 )
 def test_every_use_notices(look, tmp_path):
-    """Whatever reads the pair first."""
+    """Every function that reads the pair may be the first to notice."""
     model, opt = made("bf16-ecc8")
     run(opt, model.named(), 0, 3)
     opt.zero_grad()
@@ -259,7 +259,7 @@ def test_every_use_notices(look, tmp_path):
     "way", ["step", "release", "write_weight", "strided", "some gradients", "accumulation", "flat"]
 )
 def test_our_own_writes_are_no_strangers(weights, way, silent):
-    """Steps of all kinds, looked at between: no residual goes."""
+    """Makes steps of all kinds, with looks between. No residual is lost."""
     results = []
     for looked in (False, True):
         model, opt = made(weights)
@@ -336,8 +336,8 @@ def test_a_weight_that_moves_keeps_its_residual(weights, silent):
 
 
 def test_moved_and_written():
-    """First written, then moved: the memory that it had is no proof any more. Memory that was freed
-    proves nothing."""
+    """The weight is written, then moved. Its old memory proves nothing any more, nor does freed
+    memory."""
     for order in ("written first", "written after", "freed"):
         model, opt = made("bf16-ecc16")
         run(opt, model.named(), 0, 3)
@@ -358,8 +358,8 @@ def test_moved_and_written():
 
 
 def test_masks_lose_residuals_and_write_weight_keeps_them():
-    """The remedy of the warning: a mask by read_weight() and write_weight() trains as fp32 with the
-    mask does."""
+    """The warning's remedy: a mask by read_weight() and write_weight() trains as fp32 with the mask
+    does."""
     ends = {}
     for way in ("f32", "mul_", "write_weight"):
         p = nn.Parameter(
@@ -385,8 +385,8 @@ def test_masks_lose_residuals_and_write_weight_keeps_them():
 
 @pytest.mark.parametrize("rule", ["schedulefree", "ranger"])
 def test_residuals_of_states_stay(rule):
-    """Slow weights and schedule-free's z are states: what is beside them is theirs, whoever writes
-    the weight."""
+    """Slow weights and schedule-free's z are states. They keep their residuals, whoever writes the
+    weight."""
     model, opt = made("bf16-kahan", rule)
     run(opt, model.named(), 0, 7)
     p = model.tree["matrix"]
@@ -422,7 +422,7 @@ def test_a_failed_load_forgets_nothing():
 
 
 def test_weights_of_inference_mode(silent):
-    """They count no versions: nothing can be told, and nothing breaks."""
+    """They count no versions, so writes cannot be noticed, and nothing breaks."""
     with torch.inference_mode():
         p = nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16), requires_grad=False)
         opt = halfstep.AdamW([("p", p)], weights="bf16-kahan", lr=2.0**-12)
@@ -439,8 +439,8 @@ def test_weights_of_inference_mode(silent):
 @pytest.mark.parametrize("weights", ["bf16-kahan", "bf16-ecc8"])
 @pytest.mark.skipif(not hasattr(torch, "compile"), reason="this torch has no compiler")
 def test_compiled_steps(backend, weights):
-    """Compilers increment versions around the operator, each in its way: not taken for writes, and
-    writes are seen."""
+    """Compilers increment versions around the operator, each in its way. These do not count as
+    writes, and real writes are seen."""
     torch._dynamo.reset()
     model, opt = made(weights, compile=True)
     reference, other = made(weights)
@@ -568,7 +568,7 @@ def test_an_average_that_starts_anew_says_nothing(silent):
 
 
 def knows_hashes(model, opt):
-    """From the first write of somebody else on, weights have hashes."""
+    """Writes the weights as others do. From the first such write on they have hashes."""
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.0)
@@ -579,8 +579,8 @@ def knows_hashes(model, opt):
 @formats
 @pytest.mark.parametrize("way", ["step", "step_param", "release", "accumulation", "strided"])
 def test_bits_that_come_back_cost_no_residual(weights, way):
-    """Averages swapped in and out, SAM's climb and return: after every step, bit for bit as if
-    nobody had."""
+    """Averages are swapped in and out, and SAM climbs and returns. After every step the bits are
+    those of a run without that."""
     ends = []
     for swapped in (False, True):
         model, opt = made(weights)
@@ -651,8 +651,8 @@ def test_only_rows_that_changed_lose_theirs(weights):
 @formats
 @pytest.mark.parametrize("look", ["nothing", "state_dict", "read_state"])
 def test_a_pair_that_was_loaded_is_judged_by_its_bits(weights, look):
-    """Weights that come after the optimizer's state: those of the state keep their residuals, rows
-    of others have none."""
+    """Weights come after the optimizer's state. Those of the state keep their residuals, and other
+    rows have none."""
     model, opt = made(weights)
     run(opt, model.named(), 0, 3)
     kept = saved({"model": model.state_dict(), "optimizer": opt.state_dict()})
@@ -703,8 +703,8 @@ def test_a_copy_knows_its_weights(way):
 
 
 def test_full_precision_beside_the_state():
-    """Weights that round to other bits than they had: their rows lose the residuals that belonged
-    to those."""
+    """Weights get other bits than they had. Their rows lose the residuals that belonged to the old
+    ones."""
     model, opt = made("bf16-kahan")
     run(opt, model.named(), 0, 40)
     whole, state = halfstep.full_precision_state_dict(model, opt), saved(opt.state_dict())
@@ -719,8 +719,8 @@ def test_full_precision_beside_the_state():
 
 
 def test_hashes_of_a_kept_state_end_with_the_next_step():
-    """The residual in a state that is kept goes on, so that the hash beside it is none of its
-    weight any more."""
+    """The residual in a kept state goes on, so the hash beside it no longer belongs to its
+    weight."""
     model, opt = made("bf16-kahan")
     run(opt, model.named(), 0, 2)
     live, copied = opt.state_dict(), copy.deepcopy(opt.state_dict())

@@ -1,5 +1,5 @@
-"""Where rounds of gradients begin and end: in gradient release, with micro-batches, and in sums,
-after batches that failed and under a GradScaler."""
+"""Tests where rounds of gradients begin and end: in gradient release, with micro-batches, in sums,
+after failed batches and under a GradScaler."""
 
 import math
 import warnings
@@ -31,7 +31,7 @@ class Fails(torch.autograd.Function):
 
 
 class Net(torch.nn.Module):
-    """Two layers, of which only the second has its gradient when the backward pass fails."""
+    """Two layers. Only the second has its gradient when the backward pass fails."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -56,8 +56,8 @@ def fail(model, step):
 
 @recipes
 def test_zero_grad_ends_a_round_that_failed(recipe):
-    """What the hooks stepped stays stepped; everything after it is as if that batch had only had
-    these gradients."""
+    """Parameters that hooks have stepped stay stepped. Later steps act as if that batch had only
+    had these gradients."""
     dtype, formats = RECIPES[recipe]
     model, other = Net(dtype), Net(dtype)
     opt = halfstep.AdamW(
@@ -81,7 +81,7 @@ def test_zero_grad_ends_a_round_that_failed(recipe):
 
 
 def test_without_zero_grad_the_next_backward_is_refused():
-    """It cannot be told from accumulation; the text says what helps."""
+    """It cannot be told from accumulation. The error says what helps."""
     model = Net()
     opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
     loss_of(model, 0).backward()
@@ -126,7 +126,7 @@ def test_release_of_other_packages_after_a_batch_that_failed():
 
 
 def test_the_norm_of_a_dropped_round_is_not_clipped_by():
-    """Half of a round has half of its norm, by which the next would be clipped too little."""
+    """Half of a round has half of its norm. The next round would be clipped too little by it."""
     model = Net()
     opt = halfstep.SGD(
         model.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed"
@@ -221,8 +221,8 @@ def test_scaled_gradients_are_the_scalers_without_release():
 
 
 def test_the_first_round_of_delayed_clipping_is_clipped():
-    """By each tensor's own norm, as no round has had one; from then on by the norm of the round
-    before."""
+    """The first round is clipped by each tensor's own norm, because no round has had one. Later
+    rounds use the norm of the round before."""
     p, q = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
     opt = halfstep.SGD(
         [("p", p), ("q", q)], lr=1.0, gradient_release=True, clip_norm=1.0, clip="delayed"
@@ -305,8 +305,8 @@ def test_checkpointing_of_what_is_not_shared(reentrant):
 
 
 def micro_batches(rule, recipe, release, idle, zeros=False, steps=2, save=False, **options):
-    """Two parameters alike, of which b has no gradient in the micro-batches that `idle` names, or
-    one of zeros there."""
+    """Makes two equal parameters. b has no gradient, or one of zeros, in the micro-batches that
+    `idle` names."""
     dtype, formats = RECIPES[recipe]
     params = {name: torch.nn.Parameter(torch.ones(16, 64).to(dtype)) for name in "ab"}
 
@@ -354,7 +354,7 @@ def micro_batches(rule, recipe, release, idle, zeros=False, steps=2, save=False,
     ],
 )
 def test_a_parameter_without_a_gradient_in_the_last_micro_batch_is_stepped(rule, recipe, release):
-    """As by a gradient of zeros in it; and one without any is left alone."""
+    """It is stepped as by a gradient of zeros. A parameter without any gradient is left alone."""
     want, opt = micro_batches(rule, recipe, False, (3,), zeros=True)
     got, other = micro_batches(rule, recipe, release, (3,))
     assert [bits(p) for p in got.values()] == [bits(p) for p in want.values()] and states(

@@ -1,4 +1,5 @@
-"""train() and eval() of schedule-free training: averages in the model and back, to the bits."""
+"""Tests train() and eval() of schedule-free training: averages go into the model and back, to the
+bit."""
 
 import copy
 
@@ -36,7 +37,7 @@ def weights(params):
 
 @recipes
 def test_averages_in_and_out(recipe):
-    """x while in eval(), y again after train(), and steps go on as if nothing had been."""
+    """The model holds x in eval() and y after train(). Steps go on as if nothing had been."""
     params, opt = pair(recipe)
     others, other = pair(recipe)
     run(opt, params, 0, 3)
@@ -96,8 +97,8 @@ def test_steps_in_eval_are_refused():
 @pytest.mark.parametrize("way", ["file", "copy"])
 @recipes
 def test_what_is_saved_in_eval_goes_on(recipe, way):
-    """The state knows that x is in the model and has y; it goes on with the same bits, wherever it
-    is loaded."""
+    """The state knows that x is in the model and stores y. It goes on with the same bits, wherever
+    it is loaded."""
     params, opt = pair(recipe)
     run(opt, params, 0, 3)
     opt.eval()

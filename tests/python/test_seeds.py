@@ -1,5 +1,5 @@
-"""Where random bits come from: names, else positions, and a seed that torch.manual_seed()
-governs."""
+"""Tests where random bits come from: names, else positions, and a seed that torch.manual_seed()
+sets."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ FIXED = 0
 
 
 def train(rule="adamw", before=0, manual_seed=5, **options):
-    """A training whose parameters have no names, after `before` other optimizers."""
+    """Trains parameters without names, after `before` other optimizers."""
     torch.manual_seed(manual_seed)
     params = parameters(torch.bfloat16)
     for _ in range(before):
@@ -49,7 +49,8 @@ def test_the_same_unnamed_training_twice_in_a_process(rule):
 
 
 def test_optimizers_built_before_change_nothing():
-    """As on a rank that has built others: ids are positions, and nothing counts optimizers."""
+    """Ids are positions, and nothing counts optimizers. So a rank that has built others has the
+    same bits."""
     assert train(before=3, seed=9) == train(before=0, seed=9)
     assert train(before=3) == train(
         before=0
@@ -135,7 +136,8 @@ def test_a_compiled_copy_is_found_under_its_own_number():
 
 
 def test_pickles_of_older_versions():
-    """They hold the number of the optimizer, which is nobody's any more, and a seed of 0."""
+    """Old pickles hold the number of the optimizer, which means nothing any more, and a seed of
+    0."""
     params = parameters(torch.bfloat16)
     opt = halfstep.AdamW(list(params.values()), seed=0)
     run(opt, params, 0, 2)
@@ -238,8 +240,8 @@ def unseeded(rank, size):
     reason="no gloo",
 )
 def test_ranks_with_other_numbers_of_optimizers_hold_the_same_bits(pool):
-    """Two processes, equal gradients as after an all-reduce, no seed given and torch's seeds
-    different."""
+    """Two processes have equal gradients as after an all-reduce, no given seed, and different seeds
+    of torch."""
     (first, seeds), (second, others) = pool.run(2, unseeded)
     assert first == second
     assert seeds == others == [FIXED] * 3
@@ -247,7 +249,7 @@ def test_ranks_with_other_numbers_of_optimizers_hold_the_same_bits(pool):
 
 
 def test_under_an_initialized_process_group_the_seed_is_fixed(monkeypatch):
-    """Not drawn and not communicated: every rank can know it by itself."""
+    """The seed is neither drawn nor communicated, because every rank can know it by itself."""
     p = torch.nn.Parameter(torch.ones(4))
     before = torch.get_rng_state()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

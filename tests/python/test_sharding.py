@@ -1,4 +1,4 @@
-"""What distributed checkpoints and sharding wrappers do to an optimizer, in one process."""
+"""Tests, in one process, what distributed checkpoints and sharding wrappers do to an optimizer."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from halfstep import _ranks
 @recipes
 @pytest.mark.parametrize("decay", ["decoupled", "fully-decoupled", "l2"])
 def test_a_step_with_zero_lr_and_zero_gradients_moves_no_weight(rule, recipe, decay):
-    """torch.distributed.checkpoint primes an optimizer so, before it loads."""
+    """torch.distributed.checkpoint primes an optimizer in this way before it loads."""
     for warm in (0, 2):
         params, opt = make(rule, recipe, lr=0.02, weight_decay=0.5, decay=decay)
         run(opt, params, 0, warm)
@@ -77,7 +77,7 @@ def test_distributed_checkpoint_state_dicts(rule, recipe):
 
 @recipes
 def test_parameters_replaced_before_the_first_step(recipe):
-    """As sharding wrappers do after the optimizer was made."""
+    """Sharding wrappers do so after the optimizer was made."""
     params, opt = make("adamw", recipe, lr=0.02)
     others, other = make("adamw", recipe, lr=0.02)
     swapped = twins(params)
@@ -175,8 +175,8 @@ def test_model_cast_before_the_first_step():
 @rules
 @recipes
 def test_a_priming_step_advances_nothing(rule, recipe):
-    """get_optimizer_state_dict() before the first step: the run goes on as if nobody had asked,
-    also where weights are loaded after."""
+    """get_optimizer_state_dict() before the first step changes nothing for the run, even if weights
+    are loaded after it."""
     dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     dtype, formats = RECIPES[recipe]
     made = []

@@ -1,5 +1,5 @@
-"""Copies and files: deepcopy, pickle, state_dict, safetensors, torch's own states; nothing is lost,
-not one bit."""
+"""Tests copies and files: deepcopy, pickle, state_dict, safetensors, torch's own states. Not one
+bit is lost."""
 
 import copy
 import pickle
@@ -98,8 +98,8 @@ def test_repr(rule):
 @rules
 @recipes
 def test_formats_are_kept_exactly(rule, recipe):
-    """The base class casts states to the parameter's dtype while loading; nothing of the kind here,
-    and no warning."""
+    """The base class casts states to the parameter's dtype while loading. Ours does not, and warns
+    not."""
     params, opt = make(rule, recipe)
     run(opt, params, 0, 2)
     opt.state_dict()  # brings counters up to date
@@ -127,7 +127,7 @@ def test_formats_are_kept_exactly(rule, recipe):
 @recipes
 @pytest.mark.parametrize("named", [True, False])
 def test_resume_is_bit_exact(rule, recipe, named):
-    """3 + 3 steps with a file between them are 6 steps; unnamed parameters find their random bits
+    """3 + 3 steps with a file between them equal 6 steps. Unnamed parameters find their random bits
     in the file."""
     options = {"lr": 0.02, "weight_decay": 0.1, "seed": 77}
     params, opt = make(
@@ -232,8 +232,8 @@ def test_formats_come_from_the_constructor_with_one_warning(rule, old, new, caug
 
 @pytest.mark.parametrize("rule", ["adamw", "ranger", "muon"])
 def test_states_that_wait_for_conversion_can_be_saved(rule):
-    """Loaded into other formats and saved again before any step: nothing is lost, however it is
-    copied."""
+    """States are loaded into other formats and saved before any step. Nothing is lost, however they
+    are copied."""
     params, opt = make(rule, "ecc8-int8", lr=0.02)
     run(opt, params, 0, 3)
     fresh = twins(params)
@@ -257,7 +257,8 @@ def test_states_that_wait_for_conversion_can_be_saved(rule):
 
 
 def test_f32_parameters_resume_as_bf16_and_back():
-    """A model cast after its file was written: states are converted, weights are the caller's."""
+    """A model is cast after its file was written. States are converted; weights are the
+    caller's."""
     params, opt = make("adamw", lr=0.01)
     run(opt, params, 0, 3)
     low = {n: torch.nn.Parameter(p.detach().bfloat16()) for n, p in params.items()}
@@ -279,8 +280,7 @@ def test_f32_parameters_resume_as_bf16_and_back():
 
 @rules
 def test_old_state_dicts(rule):
-    """Group keys that a file lacks take the constructor's values; those that nobody knows do no
-    harm."""
+    """Group keys that a file lacks get the constructor's values. Unknown keys do no harm."""
     params, opt = make(rule, "ecc8-int8", lr=0.02)
     run(opt, params, 0, 2)
     file = opt.state_dict()
@@ -322,8 +322,8 @@ def test_setstate_of_old_pickles(rule):
 
 @pytest.mark.parametrize("rule,options", TORCH_OPTIONS)
 def test_states_of_torch_load_and_go_on(rule, options):
-    """torch's optimizer for five steps, then ours from its state_dict; ours first, then torch's
-    from torch_state_dict()."""
+    """torch's optimizer makes five steps, then ours goes on from its state_dict. Also the other
+    way, from torch_state_dict()."""
     cls, theirs = class_of(rule), TORCH[rule]
     options = {**options, "weight_decay": 0.1}
     for first, second, export in (
@@ -458,7 +458,7 @@ def test_options_that_torch_calls_otherwise_go_through_a_file(rule, options, tmp
 
 
 def test_formats_changed_in_a_group():
-    """weights= and states= are read at each step: states are converted where they stand."""
+    """weights= and states= are read at each step, and states are converted in place."""
     params, opt = make("adamw", "bf16-sr", lr=0.01)
     run(opt, params, 0, 3)
     before = {n: opt.read_state(p, "exp_avg") for n, p in params.items()}
@@ -483,7 +483,7 @@ def test_formats_changed_in_a_group():
 
 
 def test_counts_beyond_those_of_float32():
-    """state["step"] is a float32 and stands still at 2^24; the number beside it does not."""
+    """state["step"] is a float32 and stops at 2^24. The number beside it goes on."""
     params, opt = make("adamw", "sr-int4", shapes={"w": (6, 64), "b": (7,)}, lr=0.01)
     run(opt, params, 0, 1)
     file = opt.state_dict()

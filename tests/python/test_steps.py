@@ -1,4 +1,4 @@
-"""Steps as users of torch.optim make them: learning rates, closures, gradients of all kinds,
+"""Tests steps as users of torch.optim make them: learning rates, closures, gradients of all kinds,
 scaling, clipping."""
 
 import copy
@@ -188,8 +188,8 @@ def test_zero_grad(rule):
 @rules
 @recipes
 def test_parameters_without_gradient_are_left_alone(rule, recipe):
-    """Frozen, thawed and frozen again in mid-run: states wait, but for numbers that all tensors
-    share. The others do not notice, unless sums are over all of them."""
+    """Parameters are frozen, thawed and frozen again in mid-run. Their states wait, except for
+    numbers that all tensors share. The others are unaffected, unless sums are over all of them."""
     params, opt = make(rule, recipe, lr=0.02)
     others, other = make(rule, recipe, lr=0.02)
     frozen = "head.weight"
@@ -240,7 +240,7 @@ def test_first_gradient_arrives_late():
 
 
 def test_gradients_of_frozen_parameters_count():
-    """As in torch: what has a gradient is stepped, whether or not it asks for one."""
+    """As in torch: a parameter with a gradient is stepped, whether or not it requires one."""
     params, opt = make("adamw", lr=0.05)
     others, other = make("adamw", lr=0.05)
     for ps, o in ((params, opt), (others, other)):
@@ -253,7 +253,7 @@ def test_gradients_of_frozen_parameters_count():
 
 @rules
 def test_gradients_that_are_the_weights(rule):
-    """p.grad sharing the weight's memory is the weight as it was."""
+    """A p.grad in the weight's memory has the values of the weight before the step."""
     shapes = {"w": (40, 96), "b": (33,)}
     params, opt = make(rule, shapes=shapes, lr=0.02, weight_decay=0.1)
     others, other = make(rule, shapes=shapes, lr=0.02, weight_decay=0.1)
@@ -470,7 +470,7 @@ def test_grad_scaler(fused, recipe):
 
 @pytest.mark.parametrize("fused", [True, None])
 def test_grad_scaler_after_unscale(fused):
-    """Unscaled by hand, as clipping wants it: not a second time."""
+    """The gradient is unscaled by hand, as for clipping, and not a second time."""
     params, opt, _ = scaled_run("f32", fused, clip=1.0)
     others, other = make("adamw", lr=0.02)
     for step in range(6):
@@ -483,7 +483,7 @@ def test_grad_scaler_after_unscale(fused):
 @pytest.mark.parametrize("fused", [True, None])
 @pytest.mark.parametrize("recipe", ["f32", "ecc8-int8"])
 def test_grad_scaler_skips_overflows(fused, recipe):
-    """Found infinities: neither weights nor states nor steps change, and the scale falls."""
+    """After an infinity neither weights nor states nor steps change, and the scale falls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         params, opt, scaler = scaled_run(recipe, fused, poison=(1,), steps=2)
@@ -495,8 +495,8 @@ def test_grad_scaler_skips_overflows(fused, recipe):
 
 
 def test_fused_with_found_inf_by_hand():
-    """What GradScaler hands over: a step with found_inf moves nothing even if the gradients are
-    sound."""
+    """GradScaler hands over found_inf: such a step moves nothing even if the gradients are
+    finite."""
     params, opt = make("adamw", "ecc8-int8", fused=True)
     run(opt, params, 0, 1)
     before = everything(opt, params)[0], states(opt)
@@ -574,7 +574,7 @@ def test_skipped_steps_are_told_again_at_the_10th_and_100th_time():
 
 
 def test_gradients_that_are_all_nan_are_not_blamed_on_one():
-    """As torch.nn.utils.clip_grad_norm_ leaves them where one was not finite."""
+    """torch.nn.utils.clip_grad_norm_ leaves such gradients if one was not finite."""
     params = {name: torch.nn.Parameter(torch.ones(4)) for name in "abc"}
     opt = halfstep.AdamW(list(params.items()))
     for p in params.values():

@@ -1,5 +1,5 @@
-"""Weights and steps on a GPU, states in the process's memory: the bits of plain steps. On the fake
-of fake_gpu.py, whose copies happen when somebody waits for them; where torch has a GPU, on that."""
+"""Tests weights and steps on a GPU with states in the process's memory: the bits of plain steps.
+Runs on the fake of fake_gpu.py, whose copies happen when somebody waits, or on torch's GPU."""
 
 import copy
 import io
@@ -32,7 +32,8 @@ SIZE, BUFFER = 1000, 8000
 
 
 def pair(gpu, base, recipe="f32", device=0, how=None, shapes=SHAPES, **options):
-    """The same optimizer on the processor and streamed: (parameters, optimizer) each."""
+    """Makes the same optimizer on the processor and streamed. Returns (parameters, optimizer) of
+    each."""
     dtype, formats = RECIPES[recipe]
     values = start(dtype, shapes)
     here = {name: torch.nn.Parameter(v.clone()) for name, v in values.items()}
@@ -63,7 +64,7 @@ def test_the_bits_of_plain_steps(gpu, rule, recipe):
 
 
 def test_states_take_turns(fake):
-    """Each byte of a state goes up once and comes back once in a step, through three buffers, and
+    """In a step each byte of a state goes up once and comes back once, through three buffers.
     step() waits once for gradients."""
     both = pair(fake, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     run(fake, both, 1, 2)
@@ -144,8 +145,8 @@ def test_micro_batches_in_the_states(gpu):
     "scan, name", [("scan", "a"), ("scan", "scale"), ("per-tensor", "a"), ("per-tensor", "e")]
 )
 def test_a_nan(gpu, scan, name):
-    """Refused as a whole, and counted once, or its tensor left alone; what goes through the buffers
-    then is not used later."""
+    """The step is refused as a whole and counted once, or the tensor is left alone. What then goes
+    through the buffers is not used later."""
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0, scan=scan)
     run(gpu, both, 1, 3)
     with warnings.catch_warnings():
@@ -187,8 +188,8 @@ def test_a_grad_scaler_in_the_step(gpu):
 
 
 def test_states_go_either_way(gpu):
-    """state_dict() is that of plain steps, and both continue alike; copies and pickles, too. What
-    is loaded is pinned."""
+    """state_dict() is that of plain steps, and both continue alike. So do copies and pickles.
+    Loaded states are pinned."""
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     run(gpu, both, 1, 3)
     buffer = io.BytesIO()
@@ -242,7 +243,7 @@ def test_what_others_write_into_states_counts(gpu):
 
 
 def test_states_come_back_after_the_step(fake):
-    """Where the stream that they come back on is the only one that anybody waits for."""
+    """Nobody waits for any stream but the one that the states come back on."""
     both = pair(fake, halfstep.AdamW, "f32", how={"buffer": 1 << 20, "minimal_size": 0})
     run(fake, both, 1, 3)
     (bus,) = both[1][1]._parts.placement.buses

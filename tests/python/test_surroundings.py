@@ -1,4 +1,4 @@
-"""What trainers hand over and ask for beside parameters and gradients: keys of groups, sequences,
+"""Tests what trainers pass and ask for beside parameters and gradients: keys of groups, sequences,
 frozen parameters, wrappers, names of classes."""
 
 import collections.abc
@@ -345,8 +345,8 @@ def test_optimizers_inside_of_wrappers():
 
 
 def test_names_that_trainers_do_not_catch():
-    """sd-scripts and others take any name that ends so for another package's, before they look at
-    the path."""
+    """sd-scripts and others treat any name with such an ending as another package's, before they
+    look at the path."""
     aliases = {
         halfstep.ScheduleFree: ("halfstep", "ScheduleFreeAdamW"),
         torchao.Adam8bit: ("halfstep.compat.torchao", "AdamInt8"),
@@ -368,8 +368,8 @@ def test_names_that_trainers_do_not_catch():
 
 
 def test_a_program_ends_without_a_word():
-    """Whatever lives until the end: optimizers that loaded block states, averages, sums, lists of
-    functions, threads."""
+    """Creates what lives until the end: optimizers that loaded block states, averages, sums, lists
+    of functions, threads."""
     program = """
 import io, torch, halfstep
 from halfstep.compat import optimi

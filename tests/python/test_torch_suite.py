@@ -1,8 +1,8 @@
 """PyTorch's own conventions for optimizers, in the form of its test suite.
 
-The names are those of the tests in torch's test/test_optim.py that run on a CPU; the descriptions
-of optimizers and their options are the wheel's torch.testing._internal.common_optimizers where
-torch has the rule, and made here where it has not. Each test runs over every class and every
+The names are those of the tests in torch's test/test_optim.py that run on a CPU. Descriptions of
+optimizers and their options are the wheel's torch.testing._internal.common_optimizers where torch
+has the rule. For other rules they are made here. Each test runs over every class and every
 configuration of it. The tests of hooks are in test_torch_hooks.py.
 """
 
@@ -31,8 +31,8 @@ NOT_OURS = (
 
 
 def inputs(rule):
-    """Configurations (options, description) of a class: torch's own, then formats and what only
-    this library has."""
+    """Returns configurations (options, description) of a class: torch's own, then formats and
+    options that only this library has."""
     found = []
     if rule in INFOS:
         found += [(dict(i.kwargs), i.desc) for i in INFOS[rule].optim_inputs_func(device="cpu")]
@@ -144,7 +144,7 @@ def test_optim_infos_do_not_specify_global_cliquey_kwargs(cls, options):
 
 @rules
 def test_errors(cls):
-    """What torch's own descriptions say must fail, in torch's words."""
+    """Runs what torch's own descriptions say must fail, and expects torch's words."""
     tried = 0
     info = INFOS.get(cls.rule, INFOS["sgd"])
     for wrong in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
@@ -379,8 +379,8 @@ def test_fused_error_on_params_on_meta(cls):
 
 @every
 def test_state_dict_deterministic(cls, options):
-    """20 steps, a copy by state_dict, 20 more side by side: equal weights, equal states, and
-    nobody's dictionary changes."""
+    """Makes 20 steps, a copy by state_dict, and 20 more side by side. Weights and states must be
+    equal, and no dictionary changes."""
     dtype, options = split(options)
     problem = Problem(dtype)
     opt = cls(problem.params, **options)
@@ -435,8 +435,8 @@ def test_can_load_older_state_dict(cls, options):
 
 @every
 def test_can_load_from_to_named_state_dict(cls, options):
-    """Between named and unnamed optimizers in all four directions; names of the file win, else
-    those that were there."""
+    """Loads between named and unnamed optimizers in all four directions. The file's names win, else
+    the present ones stay."""
     dtype, options = split(options)
     for from_named, to_named in ((True, True), (True, False), (False, True), (False, False)):
         problem = Problem(dtype)
@@ -616,8 +616,8 @@ def test_sparse_gradients_are_a_runtime_error(cls):
 @pytest.mark.parametrize("source,target", [("adamw", "adam"), ("adam", "adamw")])
 @pytest.mark.parametrize("weights,states", [(None, None), ("bf16-ecc8", "int8")])
 def test_adam_loads_the_states_of_adamw(source, target, weights, states):
-    """And goes on with the decay of the file where the file says one, as torch's Adam does; AdamW
-    stays AdamW."""
+    """It goes on with the decay of the file if the file says one, as torch's Adam does. AdamW stays
+    AdamW."""
     dtype = torch.float32 if weights is None else torch.bfloat16
     problem = Problem(dtype)
     opt = class_of(source)(
@@ -663,8 +663,8 @@ def test_a_string_is_no_learning_rate(cls):
 
 
 def test_expected_difference_step_is_float32_under_any_default_dtype():
-    """torch's `step` is float64 under that default; ours is where the library writes, which is
-    float32, beside exact counters."""
+    """torch's `step` is float64 under that default. Ours is float32, where the library writes,
+    beside exact counters."""
     torch.set_default_dtype(torch.float64)
     try:
         p = Parameter(torch.ones(4, dtype=torch.float32))
@@ -680,8 +680,8 @@ def test_expected_difference_step_is_float32_under_any_default_dtype():
 
 
 def test_expected_difference_gradients_are_never_written():
-    """Under a GradScaler torch's fused step leaves unscaled gradients, ours those of the scaled
-    loss: unscale_() is for who reads them."""
+    """Under a GradScaler torch's fused step leaves unscaled gradients, and ours those of the scaled
+    loss. Call unscale_() to read them unscaled."""
     found = []
     for cls in (class_of("adamw"), torch.optim.AdamW):
         p = Parameter(torch.ones(4))

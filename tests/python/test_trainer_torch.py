@@ -1,7 +1,7 @@
-"""`halfstep train lm` and `train mnist` against the same models in PyTorch
-(bench/trainer_torch.py), from the same first weights over the same batches: 200 steps end with the
-same loss within the rounding of fp32. And bench/trainer.py, which compares their speed, at sizes of
-seconds.
+"""Compares `halfstep train lm` and `train mnist` with the same models in PyTorch
+(bench/trainer_torch.py). They start from the same weights and see the same batches. After 200 steps
+the losses are equal within the rounding of fp32. Also runs bench/trainer.py, which compares their
+speed, at sizes of seconds.
 """
 
 import csv
@@ -22,7 +22,7 @@ sys.path.insert(0, BENCH)
 import trainer_torch as ours  # noqa: E402
 
 STEPS, SEED, LR, DECAY = 200, 7, 1e-3, 0.1
-#: a loss differs from torch's by at most this; measured 1.1e-6 in 200 steps of train lm, 4e-8 in
+#: largest difference of a loss from torch's. Measured: 1.1e-6 in 200 steps of train lm, 4e-8 in
 #: the first epoch of train mnist (AVX-512)
 BOUND = 1e-5
 #: train mnist afterwards: a last bit decides which of four pixels is the largest, and Adam makes
@@ -59,7 +59,7 @@ def program(*words):
 
 
 def trained(model, data, steps, dtype=torch.float32, lr=LR, decay=DECAY, everything=False, **more):
-    """Losses of the steps."""
+    """Returns the losses of the steps."""
     model.to(dtype)
     if hasattr(model, "rotation"):
         model.rotation = tuple(table.to(dtype) for table in model.rotation)
@@ -112,7 +112,7 @@ def lm(*words):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """First weights, and what the trainer in C made of them."""
+    """Makes the first weights, and the losses of the trainer in C from them."""
     folder = tmp_path_factory.mktemp("lm")
     lm("--compute", "f32", "--steps", 0, "--checkpoint", folder / "start")
     found = lm("--compute", "f32", "--steps", STEPS, "--log", folder / "log.csv")
@@ -143,8 +143,8 @@ def test_lm_ends_where_torch_does(text):
 
 @pytest.mark.all
 def test_lm_is_as_exact_as_torch(text):
-    """Both against double precision: measured 6e-7 for the trainer in C and 1e-6 for torch in
-    fp32."""
+    """Both are compared with double precision. Measured: 6e-7 for the trainer in C, 1e-6 for torch
+    in fp32."""
     exact = trained(*llama(text), STEPS, torch.float64)
     assert farthest(text["losses"], exact) < BOUND
 
@@ -169,7 +169,7 @@ class Interleaved(ours.Attention):
     "what", ["positions", "epsilon of norms", "decay of norms", "epsilon", "beta2", "seed"]
 )
 def test_what_differs_is_seen(text, what):
-    """Of what torch could do otherwise, each moves a loss of the first steps by more than the
+    """Each thing that torch could do differently moves a loss of the first steps by more than the
     bound."""
     model, data = llama(text)
     more = {}

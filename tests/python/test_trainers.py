@@ -1,9 +1,10 @@
-"""Trainers that people use, around small models and without a network: a run that was saved and
-gone on with ends with the bits of one that was not interrupted, weights and states both, also where
-states are in the process's memory beside weights on a GPU (the one of fake_gpu.py); what trainers
-say of skipped steps can be read; and gradient release under their accumulation is an exception.
+"""Tests trainers that people use, around small models and without a network.
 
-A trainer that is not installed fails these tests: they are not skipped.
+A run that was saved and resumed ends with the bits of an uninterrupted one, weights and states
+both. That also holds where states are in the process's memory beside weights on a GPU (the one of
+fake_gpu.py). What trainers report about skipped steps can be read. Gradient release under their
+accumulation raises an exception. If a trainer is not installed, its tests fail: they are not
+skipped.
 """
 
 import copy
@@ -46,7 +47,8 @@ def batch(step, dtype=torch.bfloat16):
 
 
 def make(model, lr=1e-2, hosted=None, **options):
-    """hosted: a class whose states are in the process's memory, and its own options."""
+    """Makes an optimizer of a model. hosted: a class whose states are in the process's memory, and
+    its options."""
     options = {"lr": lr, **OPTIONS, **options}
     if hosted is None:
         return halfstep.AdamW(model.named_parameters(), **options)
@@ -56,7 +58,7 @@ def make(model, lr=1e-2, hosted=None, **options):
 
 
 def same(one, other):
-    """Models and optimizers, or lists of them, bit for bit."""
+    """Compares models and optimizers, or lists of them, bit for bit."""
     (model, opt), (model2, opt2) = one, other
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert names and names == [name for name, p in model2.named_parameters() if p.requires_grad]
@@ -126,7 +128,7 @@ def hf_trainer(folder, how, **options):
 
 
 def plain_optimizer(trainer):
-    """Beneath what Accelerate wraps it in."""
+    """Returns the optimizer inside Accelerate's wrapper."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
@@ -159,7 +161,7 @@ def test_transformers_refuses_release_under_accumulation(tmp_path):
 
 
 def test_transformers_tells_skipped_steps(tmp_path):
-    """Through the wrapper too: in every group, which it passes on."""
+    """The count passes through the wrapper too: it is in every group."""
     transformers = importlib.import_module("transformers")
     model = language_model()
 
@@ -198,9 +200,9 @@ def peft_model():
 
 @pytest.mark.all
 def test_peft(tmp_path):
-    """Adapters alone are trained; the frozen rest has no states. The trainer makes the optimizer:
-    its resuming replaces the adapters' parameters, and any optimizer that was made before steps
-    those that were there, torch's too."""
+    """Only adapters are trained; the frozen rest has no states. The trainer makes the optimizer,
+    because its resuming replaces the adapters' parameters. An optimizer made earlier, torch's too,
+    would step the old ones."""
     transformers = importlib.import_module("transformers")
     runs = []
     for folder, resume in (("run", None), ("again", str(tmp_path / "run" / "checkpoint-3"))):
@@ -218,7 +220,7 @@ def test_peft(tmp_path):
 
 
 def tokenizer(folder):
-    """Of a few words, from a file that is made here."""
+    """Makes a tokenizer of a few words, from a file that is made here."""
     tokenizers, transformers = (
         importlib.import_module("tokenizers"),
         importlib.import_module("transformers"),
@@ -393,15 +395,16 @@ seen = pytest.mark.parametrize(
 
 
 def arrive(opt):
-    """Until copies of gradients are here: what a trainer writes into gradients afterwards is not in
-    them."""
+    """Waits until copies of gradients are here. What a trainer writes into gradients later is not
+    in them."""
     for held in getattr(opt, "_carrier", offload.Carrier()).copies.values():
         if held.down is not None:
             _devices.wait(held.down)
 
 
 def same_there(gpu, one, other):
-    """same(), and the states of `other` are here while its weights are not."""
+    """Compares as same() does, and checks that states of `other` are here while its weights are
+    not."""
     gpu.synchronize()
     same(one, other)
     model, opt = other
@@ -414,7 +417,7 @@ def same_there(gpu, one, other):
 @pytest.mark.all
 @hosted
 def test_accelerate_with_states_elsewhere(fake, tmp_path, hosted):
-    """A whole run and a resumed one have the bits of a loop without Accelerate, whose states are
+    """A whole run and a resumed one have the bits of a loop without Accelerate, with the states
     beside the weights."""
     accelerate = importlib.import_module("accelerate")
     clips = not hosted[1].get("offload_gradients")  # who gives gradients up clips them itself
@@ -507,8 +510,8 @@ def test_states_that_a_trainer_moves_to_the_gpu_come_back(fake, hosted):
 @pytest.mark.parametrize("fused", [False, True], ids=["unscaled by torch", "unscaled in the step"])
 @seen
 def test_grad_scaler_with_states_elsewhere(fake, hosted, fused):
-    """Scales are powers of two, which leave no trace; with an infinity there is no step and half
-    the scale. Whole and resumed."""
+    """Scales are powers of two, which leave no trace. After an infinity there is no step and half
+    the scale. The run is whole, or resumed."""
     plain = tiny()
     expected = make(plain, clip_norm=0.5)
     for step in (0, 1, 3, 4, 5):
@@ -560,8 +563,8 @@ def test_a_grad_scaler_that_would_see_small_gradients_alone_is_refused(fake, mod
 
 
 def one_for_each(model):
-    """torch's recipe: an optimizer for each parameter, stepped by a hook of its own. torchtune's
-    OptimizerInBackwardWrapper is the same with the states under the parameters' names."""
+    """Follows torch's recipe: an optimizer for each parameter, stepped by its own hook. torchtune's
+    OptimizerInBackwardWrapper does the same, with the states under the parameters' names."""
     made = {
         p: halfstep.AdamW([(name, p)], lr=1e-2, **OPTIONS) for name, p in model.named_parameters()
     }
@@ -576,8 +579,8 @@ def one_for_each(model):
 
 
 def test_optimizer_in_backward(tmp_path):
-    """A resumed run, and one optimizer that releases gradients itself, have the same bits: those
-    follow names."""
+    """A resumed run, and one optimizer that releases gradients itself, have the same bits, because
+    bits follow names."""
 
     def run(model, first, last):
         for step in range(first, last):

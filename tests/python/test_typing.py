@@ -1,5 +1,5 @@
-"""What editors and type checkers see: the stub is what the classes are, examples and a user's file
-pass, and mistakes in one are found. Lists in documents are current too."""
+"""Tests what editors and type checkers see. The stub is what the classes are. Examples and a user's
+file pass, and mistakes in one are found. Lists in documents are current too."""
 
 import ast
 import importlib.util
@@ -67,7 +67,7 @@ def files(tmp_path):
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """The folder of the installed package; of one in a source tree, a copy with a stub."""
+    """Returns the folder of the installed package or, in a source tree, of a copy with a stub."""
     if "site-packages" in PACKAGE.split(os.sep):
         return os.path.dirname(PACKAGE)
     folder = tmp_path_factory.mktemp("package")
@@ -79,7 +79,7 @@ def package(tmp_path_factory):
 
 
 def errors(tool, folder, package):
-    """(file, line) of each, and the whole output."""
+    """Returns (file, line) of each error, and the whole output."""
     environment = {**os.environ, "MYPYPATH": "", "PYTHONPATH": ""}
     if tool == "mypy":
         if "site-packages" not in package.split(os.sep):
@@ -125,7 +125,7 @@ def test_what_follows_from_the_table_of_rules_is_current():
 
 
 def stub_of(package):
-    """The stub's classes, by name, and its values."""
+    """Returns the stub's classes by name, and its values."""
     with open(os.path.join(package, "halfstep", "__init__.pyi"), encoding="utf-8") as file:
         module = ast.parse(file.read()).body
     classes = {x.name: x for x in module if isinstance(x, ast.ClassDef)}

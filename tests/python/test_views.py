@@ -1,6 +1,6 @@
-"""Tensors whose memory does not hold what they are: torch negates them when it reads them, knows
-that they are zero, or has freed them. The library reads memory, so each of them is brought into
-order before, or refused by name."""
+"""Tests tensors whose memory does not hold their values. torch negates them when it reads them,
+knows that they are zero, or has freed them. The library reads memory, so each is resolved first, or
+refused by name."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ from halfstep.compat import flashoptim, optimi
 
 
 def negated(tensor):
-    """The same numbers, as a view that negates what its memory holds."""
+    """Returns the same numbers, as a view that negates what its memory holds."""
     return torch._neg_view(tensor.detach().neg())
 
 
 def imaginary(tensor):
-    """The same numbers as the imaginary part of a conjugate: every other element of its memory,
-    negated."""
+    """Returns the same numbers as the imaginary part of a conjugate: every other element of its
+    memory, negated."""
     found = torch.complex(torch.zeros_like(tensor), -tensor.detach()).conj().imag
     assert found.is_neg() and not found.is_contiguous() or tensor.numel() < 2
     return found
@@ -41,8 +41,8 @@ SHAPES = {"matrix": (24, 96), "vector": (33,), "scalar": (), "one": (1, 1)}
     "rule, recipe", [(rule, list(RECIPES)[i % len(RECIPES)]) for i, rule in enumerate(RULES)]
 )
 def test_steps(rule, recipe):
-    """A gradient or a weight as such a view is stepped to the bits of the plain one, by every rule,
-    in all recipes by turns, released or not."""
+    """A gradient or weight that is such a view is stepped to the bits of the plain one. Every rule
+    runs, with the recipes in turn, released or not."""
     dtype, formats = RECIPES[recipe]
     release = not _abi.rules[rule].totals
     plain, seen, kept = (parameters(dtype, SHAPES) for _ in range(3))
@@ -74,8 +74,8 @@ def test_steps(rule, recipe):
 
 @pytest.mark.parametrize("given", [0.0, 1e-3])
 def test_a_gradient_that_autograd_made(given):
-    """The gradient of what goes through an imaginary part: descent stays descent, from the first
-    step on and after plain ones."""
+    """The gradient comes through an imaginary part. Descent stays descent, from the first step on
+    and after plain ones."""
     p = torch.nn.Parameter(torch.zeros(4, 4))
     opt = halfstep.SGD([p], lr=0.1, clip_norm=given and 1e9)
     for step in range(4):
@@ -92,8 +92,8 @@ def test_a_gradient_that_autograd_made(given):
 
 
 def test_the_fast_path_looks_at_the_bit():
-    """Where gradients have been plain for long, and where the memory of a weight stays and only its
-    sign goes."""
+    """Gradients have been plain for long. In another case a weight's memory stays and only its sign
+    changes."""
     p, q = (torch.nn.Parameter(torch.zeros(16, 16)) for _ in range(2))
     opt = halfstep.SGD([("p", p), ("q", q)], lr=1.0)
     for step in range(8):
@@ -286,7 +286,7 @@ def test_weights_without_memory_are_refused_by_name():
 
 
 def test_every_address_is_taken_of_tensors_in_order():
-    """The two functions that all of the package asks: what they bring into order is what torch
+    """All of the package asks two functions. The tensors they resolve have the values that torch
     reads."""
     value = torch.randn(6, 5)
     for view in (

@@ -1,4 +1,4 @@
-/* torch.optim.Adafactor, with a first moment of updates without lr, and with published the form of Shazeer and Stern
+/* torch.optim.Adafactor with a first moment of the updates without lr. published = 1 is the form of Shazeer and Stern
  * 2018 and of transformers. */
 #ifndef HALFSTEP_REF_ADAFACTOR_H
 #define HALFSTEP_REF_ADAFACTOR_H

@@ -1,5 +1,5 @@
-/* Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2; Reddi et al. 2018, algorithm 2 (amsgrad), with
- * the maximum of the raw second moments, debiased afterwards, as torch.optim has it. */
+/* Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2. For amsgrad Reddi et al. 2018, algorithm 2: the
+ * maximum is of raw second moments and is debiased afterwards, as in torch.optim. */
 #ifndef HALFSTEP_REF_ADAMW_H
 #define HALFSTEP_REF_ADAMW_H
 

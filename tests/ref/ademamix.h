@@ -10,7 +10,8 @@ static inline void ref_ademamix(const struct ref_hyper *h, struct ref_tensor *r)
     double alpha = h->alpha, beta3 = h->beta3;
     if (r->t < h->alpha_warmup) alpha *= r->t / h->alpha_warmup;
     if (r->t < h->beta3_warmup) {
-        /* exp(ln b1 ln b3 / ((1 - x) ln b3 + x ln b1)), divided through by ln b1, which may be infinite. */
+        /* exp(ln b1 ln b3 / ((1 - x) ln b3 + x ln b1)). Both sides of the fraction are divided by ln b1, which may be
+         * infinite. */
         double x = r->t / h->beta3_warmup, fast = log(h->beta1), slow = log(h->beta3);
         beta3 = fmin(exp(slow / ((1 - x) * slow / fast + x)), h->beta3);
     }

@@ -1,4 +1,5 @@
-/* Taniguchi et al. 2024, algorithm 2 with its clipping, in the authors' count: the first gradient makes v alone. */
+/* Taniguchi et al. 2024, algorithm 2 with its clipping. Steps are counted as the authors do: the first gradient only
+ * makes v. */
 #ifndef HALFSTEP_REF_ADOPT_H
 #define HALFSTEP_REF_ADOPT_H
 

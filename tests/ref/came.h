@@ -1,5 +1,6 @@
-/* Luo et al. 2023, algorithm 2, as the authors' package has it: what is divided by the factored second moment is
- * clipped by its root mean square and averaged; how far it is from its average divides that again. */
+/* Luo et al. 2023, algorithm 2, as in the authors' package. The gradient is divided by the root of the factored second
+ * moment, clipped by its root mean square, and averaged. Its squared distance from the average is factored likewise,
+ * and the root of that divides the average. */
 #ifndef HALFSTEP_REF_CAME_H
 #define HALFSTEP_REF_CAME_H
 
@@ -9,8 +10,8 @@
 
 static inline int ref_is_matrix(const struct ref_tensor *r) { return r->ndim > 1 && r->rows > 1 && r->columns > 1; }
 
-/* States `state` and `state + 1` become averages of the means over rows and over columns; every element has its row's
- * and its column's. Returns the mean of the first. */
+/* Updates states `state` and `state + 1`, averages of the means over columns and over rows. Every element stores its
+ * row's and its column's value. Returns the mean of state `state` over the rows. */
 static inline double ref_vectors(struct ref_tensor *r, const double *value, int state, double keep, double add)
 {
     double mean = 0;

@@ -1,5 +1,5 @@
-/* Compass, as torchastic describes it: published = 1 is what its code does, 0 debiases the average where it is used and
- * nothing else. */
+/* Compass, as torchastic describes it. published = 1 is what its code does; 0 debiases the average where it is used and
+ * changes nothing else. */
 #ifndef HALFSTEP_REF_COMPASS_H
 #define HALFSTEP_REF_COMPASS_H
 

@@ -1,6 +1,6 @@
-/* The rule of the adamw_bfloat16 package: decay is added up per tensor and applied, whole, once it is above the
- * threshold. The sum starts at a part of the threshold, by the tensor's id: its splitmix64 hash without the increment
- * (Steele et al. 2014), top 53 bits. */
+/* The rule of the adamw_bfloat16 package. Decay is summed per tensor; once the sum is above the threshold, all of it is
+ * applied. The sum starts at a fraction of the threshold that depends on the tensor's id. The fraction is the top 53
+ * bits of the id's splitmix64 hash without the increment (Steele et al. 2014). */
 #ifndef HALFSTEP_REF_DELAYED_H
 #define HALFSTEP_REF_DELAYED_H
 

@@ -1,5 +1,5 @@
-/* A running average of the weights that come in as gradients. The first one is taken over; with debias the average is
- * sum of beta^(t-i) w_i over sum of beta^(t-i). */
+/* A running average of the weights, which come in as gradients. It starts as a copy of the first one. With debias the
+ * average is the sum of beta^(t-i) w_i over the sum of beta^(t-i). */
 #ifndef HALFSTEP_REF_EMA_H
 #define HALFSTEP_REF_EMA_H
 

@@ -1,5 +1,5 @@
-/* One optimizer with one tensor and its buffers, and values for it: what most tests of the arithmetic need. Failures of
- * the library itself end the program, for nothing that follows would mean anything. */
+/* One optimizer with one tensor, its buffers and values, for tests of the arithmetic. If the library itself fails, the
+ * program ends, because later results would mean nothing. */
 #ifndef HALFSTEP_TEST_FIXTURE_H
 #define HALFSTEP_TEST_FIXTURE_H
 
@@ -21,7 +21,7 @@ static inline void must(int result, const char *call, const char *file, int line
     exit(1);
 }
 
-/* Judges a code; the program goes on. */
+/* Checks that a call returns `code`. The program goes on either way. */
 #define EXPECT(call, code) expect((call), (code), #call, __LINE__)
 static inline void expect(int result, int code, const char *call, int line)
 {
@@ -29,7 +29,7 @@ static inline void expect(int result, int code, const char *call, int line)
           code, halfstep_strerror(code));
 }
 
-/* Also that the sentence names the thing. */
+/* Checks that a call returns `code` and that the error text contains `word`. */
 #define EXPECT_NAMED(o, call, code, word)                                                                       \
     do {                                                                                                        \
         EXPECT(call, code);                                                                                     \
@@ -80,7 +80,7 @@ static inline uint32_t to_bits(float x)
     return bits;
 }
 
-/* To nearest, ties to even: what the peers' BF16 does. */
+/* Rounds to BF16 to nearest, ties to even, as peers do. */
 static inline float bf16_nearest(float x)
 {
     uint32_t u = to_bits(x);
@@ -161,7 +161,7 @@ static inline void one_open(struct one *t, const char *recipe, int ndim, int64_t
     t->o = new_optimizer(recipe, 1, 42);
 }
 
-/* Once all hyper-parameters that decide about states are set. */
+/* Adds the tensor and allocates its states. Call it after the hyper-parameters that decide about states are set. */
 static inline void one_start(struct one *t)
 {
     ADD_TENSOR(t->o, .name = "w", .ndim = t->ndim, .rows = t->rows, .row_length = t->row_length,
@@ -187,7 +187,7 @@ static inline void one_hyper(struct one *t, const char *name, double value)
     MUST(halfstep_set_hyper(t->o, 0, name, value));
 }
 
-/* A vector is a matrix of one row or of one column. */
+/* Returns the rows of a slot. A state that is a vector counts as a matrix of one row or one column. */
 static inline int64_t one_rows(const struct one *t, int slot)
 {
     return slot < HALFSTEP_SLOT_STATE ? t->rows : slot_info(t->o, 0, slot).rows;
@@ -205,7 +205,7 @@ static inline void one_read(struct one *t, int slot, float *values)
     MUST(halfstep_read_slot(t->o, 0, slot, data, 0, one_rows(t, slot), values));
 }
 
-/* The grids of second moments, which belong to the bytes of a state as its scales do. */
+/* Copies the grids of second moments. They belong to the bytes of a state as its scales do. */
 static inline void copy_grids(const halfstep_optimizer *from, halfstep_optimizer *to, int32_t tensor)
 {
     halfstep_slot_info info = {.struct_size = sizeof info};
@@ -219,7 +219,7 @@ static inline void copy_grids(const halfstep_optimizer *from, halfstep_optimizer
     }
 }
 
-/* Every element of a slot the same. */
+/* Sets every element of a slot to `value`. */
 static inline void one_fill(struct one *t, int slot, float value)
 {
     for (int64_t i = 0; i < t->n; i++) t->room[i] = value;
@@ -243,7 +243,7 @@ static inline double one_mean(struct one *t, int slot)
 
 /* ---- Names from the tables --------------------------------------------------------------------------------------- */
 
-/* The format in a row if it may serve all of `roles`, else NULL. */
+/* Returns the name of a row's format if it may serve all of `roles`, else NULL. */
 static inline const char *format_for(int32_t row, int32_t roles)
 {
     halfstep_format_info info = {.struct_size = sizeof info};

@@ -1,5 +1,5 @@
-/* You et al. 2020, algorithm 2, with the exponent and the options of the LAMB16 package's baseline: an upper bound of
- * the weight's norm, no bias correction, a ratio of 1. */
+/* You et al. 2020, algorithm 2, with the exponent and options of the LAMB16 package's baseline. Those are an upper
+ * bound of the weight's norm, no bias correction, and a ratio of 1. */
 #ifndef HALFSTEP_REF_LAMB_H
 #define HALFSTEP_REF_LAMB_H
 

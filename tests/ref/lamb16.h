@@ -1,5 +1,5 @@
-/* Lamb16 as its package computes it, but for the scaling of 8-bit states: clipping of squares, norms over n, 1e-3 / lr,
- * and the ratio between 0 and 2. */
+/* Lamb16 as its package computes it, without the scaling of 8-bit states. Squares are clipped, norms are divided by n,
+ * the ratio has a factor 1e-3 / lr and lies between 0 and 2. */
 #ifndef HALFSTEP_REF_LAMB16_H
 #define HALFSTEP_REF_LAMB16_H
 

@@ -1,4 +1,4 @@
-/* LPFAdamW, as torchastic describes it: published = 1 is what its code does, 0 debiases the low pass and decays by
+/* LPFAdamW, as torchastic describes it. published = 1 is what its code does; 0 debiases the low pass and decays by
  * lr. */
 #ifndef HALFSTEP_REF_LPFADAMW_H
 #define HALFSTEP_REF_LPFADAMW_H

@@ -1,5 +1,5 @@
 /* torch.optim.Muon in double: momentum by lerp, Nesterov by lerp, division by the norm, the quintic iteration on the
- * smaller Gram matrix, both adjustments of lr. Tensors that are no matrices take AdamW's step. */
+ * smaller Gram matrix, both adjustments of lr. Tensors that are not matrices take AdamW's step. */
 #ifndef HALFSTEP_REF_MUON_H
 #define HALFSTEP_REF_MUON_H
 
@@ -7,7 +7,7 @@
 
 #include "ref/adamw.h"
 
-/* c = a b, or a b' if the right one is stored transposed; m x k by k x n. */
+/* Computes c = a b, or a b' if the right matrix is stored transposed. a is m x k, b is k x n. */
 static inline void ref_product(double *c, const double *a, const double *b, int transposed, int m, int k, int n)
 {
     for (int i = 0; i < m; i++)
@@ -18,7 +18,7 @@ static inline void ref_product(double *c, const double *a, const double *b, int 
         }
 }
 
-/* u, rows x columns, after the iteration. */
+/* Runs the iteration on u, a matrix of rows x columns, in place. */
 static inline void ref_newton_schulz(double *u, int rows, int columns, double a, double b, double c, int steps,
                                      double eps)
 {

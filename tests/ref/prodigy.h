@@ -1,5 +1,5 @@
-/* Mishchenko and Defazio 2023, algorithm 4, as the authors' package has it: the step and its decay are by the d before
- * it, eps is by the one after it. Of one tensor. */
+/* Mishchenko and Defazio 2023, algorithm 4, as in the authors' package, for one tensor. The step and its decay use the
+ * d before the update; eps uses the d after it. */
 #ifndef HALFSTEP_REF_PRODIGY_H
 #define HALFSTEP_REF_PRODIGY_H
 
@@ -40,7 +40,7 @@ static inline void ref_prodigy(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
-/* Gradients that no weight answers to would let the estimate grow without end. */
+/* The options bound the estimate. It would grow without end, because these gradients do not react to the weights. */
 #define ref_prodigy_ROWS(X)                                         \
     X("prodigy", ref_prodigy, 1e-3, "d0=1", 1)                      \
     X("prodigy", ref_prodigy, 1e-1, "d0=1e-2 growth_rate=1.001", 0) \

@@ -1,4 +1,4 @@
-/* Wright 2019: RAdam inside Zhang et al. 2019, algorithm 1, whose inner steps are updates of the weight. */
+/* Wright 2019: RAdam inside Zhang et al. 2019, algorithm 1. The inner steps update the weight itself. */
 #ifndef HALFSTEP_REF_RANGER_H
 #define HALFSTEP_REF_RANGER_H
 

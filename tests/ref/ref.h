@@ -1,20 +1,22 @@
-/* What every reference works on. A reference is one function
+/* The types that every reference works on. A reference is one function
  *
  *   void ref_NAME(const struct ref_hyper *h, struct ref_tensor *r)
  *
- * that gets the whole tensor, so that norms over it can be formed, and from w, g, s[] of every element fills w_new and
- * s_new[] (states it does not have may be left alone: they are 0), and replaces the rule's named per-tensor scalars
- * r->scalar[], which start at 0 and come in the order of the rule's row. States are in the order of the row too; one of
- * role WEIGHT is a value, not a change. Only the published equations, in double: no rounding but F(), no error terms.
- * How exact a result can be is found by the test, which steps the reference again with each input changed a little. */
+ * It gets the whole tensor, so that it can form norms. From w, g and s[] of every element it fills w_new and s_new[].
+ * States that a rule does not have are 0 and may be left alone. It also replaces the rule's named scalars r->scalar[],
+ * which start at 0. States and scalars are in the order of the rule's row. A state of role WEIGHT is a value, not a
+ * change.
+ *
+ * References hold the published equations only, in double: no rounding but F(), no error terms. The test finds how
+ * exact a result can be. It steps the reference again with each input changed a little. */
 #ifndef HALFSTEP_REF_H
 #define HALFSTEP_REF_H
 
 #include <math.h>
 #include <stdint.h>
 
-/* A scalar of a step as the library hands it to its kernels: rounded to fp32 once. It matters for decay rates, whose
- * rounding adds up over the steps: use it for beta and for 1 - beta. */
+/* Rounds a scalar of a step to fp32 once, as the library does before it hands it to kernels. Use it for beta and 1 -
+ * beta, because the rounding of a decay rate adds up over the steps. */
 #define F(x) ((double)(float)(x))
 
 #define REF_STATES 6
@@ -22,7 +24,7 @@
 
 enum ref_decay { REF_L2, REF_DECOUPLED, REF_FULLY_DECOUPLED, REF_PROXIMAL };
 
-/* The rules' own hyper-parameters, by the names that they have in their rows. A new name is added here. */
+/* The rules' own hyper-parameters, named as in their rows. Add new names here. */
 /* clang-format off */
 #define REF_HYPERS(X) \
     X(beta1) X(beta2) X(beta3) X(eps) X(momentum) X(dampening) X(nesterov) X(amsgrad) X(k) X(alpha) X(centered)   \
@@ -56,7 +58,7 @@ struct ref_tensor {
     double scalar[REF_SCALARS];
 };
 
-/* What multiplies the old weight in the change. */
+/* Returns the factor of the old weight in the change. */
 static inline double ref_decay_factor(const struct ref_hyper *h)
 {
     return h->decay == REF_DECOUPLED         ? h->lr * h->weight_decay
@@ -69,14 +71,14 @@ static inline double ref_gradient(const struct ref_hyper *h, const struct ref_el
     return h->decay == REF_L2 ? x->g + F(h->weight_decay) * x->w : x->g;
 }
 
-/* The new weight from the update u (which lr multiplies) in every decay mode. */
+/* Sets the new weight from the update u, which is multiplied by lr, in every decay mode. */
 static inline void ref_finish(const struct ref_hyper *h, struct ref_element *x, double lr, double u)
 {
     x->w_new = x->w - lr * u - ref_decay_factor(h) * x->w;
     if (h->decay == REF_PROXIMAL) x->w_new = (x->w - lr * u) / (1 + h->lr * h->weight_decay);
 }
 
-/* 0 where nothing is to be divided. */
+/* Returns a / b, or 0 if b is 0. */
 static inline double ref_ratio(double a, double b) { return b == 0 ? 0 : a / b; }
 
 #endif

@@ -1,5 +1,5 @@
-/* Tieleman & Hinton 2012; centered (Graves 2013) and with momentum as torch.optim.RMSprop documents them; debias
- * divides the second moment by 1 - alpha^t, as torchastic does. */
+/* Tieleman & Hinton 2012. The centered form (Graves 2013) and momentum are as torch.optim.RMSprop documents them.
+ * debias divides the second moment by 1 - alpha^t, as torchastic does. */
 #ifndef HALFSTEP_REF_RMSPROP_H
 #define HALFSTEP_REF_RMSPROP_H
 
@@ -22,7 +22,7 @@ static inline void ref_rmsprop(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
-/* v - mean^2 is a difference, of which coarse codes leave nothing. */
+/* Blocks are not followed if centered, because coarse codes leave nothing of the difference v - mean^2. */
 #define ref_rmsprop_ROWS(X)                            \
     X("rmsprop", ref_rmsprop, 1e-4, "momentum=0.9", 1) \
     X("rmsprop", ref_rmsprop, 1e-3, "debias=1", 0)     \

@@ -1,5 +1,5 @@
-/* The rules in plain double precision, one tensor at a time, written from their published equations and independent of
- * src/. A reference takes the hyper-parameters as doubles and the stored values as they are. */
+/* The rules in plain double precision, one tensor at a time. They are written from the published equations and
+ * independent of src/. A reference takes the hyper-parameters as doubles and the stored values as they are. */
 #ifndef HALFSTEP_REF_RULES_H
 #define HALFSTEP_REF_RULES_H
 

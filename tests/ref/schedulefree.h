@@ -1,5 +1,6 @@
-/* Defazio et al. 2024, algorithm 1, kept as the paper has it, in terms of x and z: y = (1 - beta1) z + beta1 x, z makes
- * the step, x is the average of z weighed by (largest lr so far)^power. The weight is y; x follows from y and z. */
+/* Defazio et al. 2024, algorithm 1, in the paper's x and z, with y = (1 - beta1) z + beta1 x. The point z makes the
+ * step. The point x is the average of z with weights (largest lr so far)^power. The weight is y; x follows from y and
+ * z. */
 #ifndef HALFSTEP_REF_SCHEDULEFREE_H
 #define HALFSTEP_REF_SCHEDULEFREE_H
 

@@ -1,5 +1,5 @@
-/* Wortsman et al. 2023, algorithm 2, with AdamW's moments debiased at their use (the same as its debiased decay rates)
- * and eps as a floor of the root where the root mean square is taken. */
+/* Wortsman et al. 2023, algorithm 2. AdamW's moments are debiased where they are used, which equals the paper's
+ * debiased decay rates. For the root mean square, eps is a lower bound of the root. */
 #ifndef HALFSTEP_REF_STABLEADAMW_H
 #define HALFSTEP_REF_STABLEADAMW_H
 

@@ -1,6 +1,6 @@
-/* Which reference belongs to which rule, and how hyper-parameters reach both sides. Each header of a reference ends
- * with its rows, ref_NAME_ROWS. A rule of the library without them does not compile here; a hyper-parameter of its own
- * that REF_HYPERS lacks fails the tests that use this table. */
+/* Maps each rule to its reference, and hyper-parameters to both sides. Each header of a reference ends with its rows,
+ * ref_NAME_ROWS. A rule of the library without rows does not compile here. A rule's own hyper-parameter that REF_HYPERS
+ * lacks fails the tests that use this table. */
 #ifndef HALFSTEP_REF_TABLE_H
 #define HALFSTEP_REF_TABLE_H
 
@@ -12,8 +12,8 @@
 struct reference {
     const char *rule;
     void (*step)(const struct ref_hyper *h, struct ref_tensor *r);
-    /* For long runs, of which a rule may have several: a learning rate that moves weights by about 1e-3 a step where
-     * gradients are about 1e-2, options as "name=value ...", and whether block formats are followed too. */
+    /* Settings for long runs; a rule may have several rows. The lr moves weights by about 1e-3 a step where gradients
+     * are about 1e-2. The options are "name=value ...". The flag `blocks` is 1 if block formats are followed too. */
     double lr;
     const char *options;
     int blocks;
@@ -44,7 +44,7 @@ static inline halfstep_hyper_info hyper_info(int32_t row, int32_t index)
     return info;
 }
 
-/* Hyper-parameters that are common to all rules come first: their number. */
+/* Returns the number of hyper-parameters that all rules share. These come first in every row. */
 static inline int32_t common_hypers(void)
 {
     int32_t common = rule_info(0).hypers;
@@ -56,7 +56,7 @@ static inline int32_t common_hypers(void)
     return common;
 }
 
-/* Where a reference keeps a rule's own hyper-parameter. */
+/* Returns the address of a rule's own hyper-parameter in the reference's struct. */
 static inline double *ref_hyper_at(struct ref_hyper *h, const char *name)
 {
     static const struct {
@@ -82,7 +82,7 @@ static inline enum ref_decay ref_decay_of(const char *name)
     exit(1);
 }
 
-/* The library's defaults. */
+/* Returns the library's default hyper-parameters of a rule. */
 static inline struct ref_hyper ref_defaults(int32_t row)
 {
     struct ref_hyper h = {.reference_lr = 1};
@@ -97,7 +97,7 @@ static inline struct ref_hyper ref_defaults(int32_t row)
     return h;
 }
 
-/* "name=value name=value ..." */
+/* Sets hyper-parameters from a text "name=value name=value ...". */
 static inline void ref_options(struct ref_hyper *h, const char *options)
 {
     char name[32];
@@ -107,7 +107,7 @@ static inline void ref_options(struct ref_hyper *h, const char *options)
         *ref_hyper_at(h, name) = value;
 }
 
-/* From the reference's hyper-parameters to the library's. */
+/* Sets the library's hyper-parameters to the reference's. */
 static inline void ref_apply(struct one *t, int32_t row, const struct ref_hyper *h)
 {
     struct ref_hyper own = *h;
@@ -122,14 +122,14 @@ static inline void ref_apply(struct one *t, int32_t row, const struct ref_hyper 
     }
 }
 
-/* Whether a state exists with the hyper-parameters and shape at hand. */
+/* Returns 1 if the state exists with these hyper-parameters and this shape. */
 static inline int state_stored(const struct one *t, int state)
 {
     halfstep_slot_info info = {.struct_size = sizeof info};
     return halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_STATE + state, &info) == HALFSTEP_OK && info.format >= 0;
 }
 
-/* After a step: what was new is old. */
+/* Ends a step: the new values become the old ones. */
 static inline void ref_advance(struct ref_tensor *r)
 {
     for (int i = 0; i < r->n; i++) {

@@ -1,10 +1,10 @@
-/* For tests/device_code_test.sh: every rule, every format, random words, exact sums and prepare functions, compiled as
+/* For tests/device_code_test.sh: compiles every rule, every format, random words, exact sums and prepare functions as
  * device code. The scalar vocabulary stands in for a device's own. Nothing is run. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-/* What a device's own headers would declare. */
+/* Declarations that a device's own headers would bring. */
 #define DEVICE __attribute__((device))
 DEVICE double sqrt(double x);
 DEVICE float sqrtf(float x);

@@ -1,6 +1,6 @@
-/* For tests/new_rows_test.sh: the formats named on the command line, in the library it is linked with. For each, what
- * is written is read back within the bound of linear codes, and steps on every instruction set leave the same bytes,
- * with every scale in one byte. Prints a line for each; 0 if all hold. */
+/* For tests/new_rows_test.sh: tests the formats named on the command line, in the library it is linked with. Written
+ * values must be read back within the bound of linear codes. Steps must leave the same bytes on every instruction set.
+ * Every scale must have one byte. Prints a line for each format; returns 0 if all hold. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 #include <stdio.h>

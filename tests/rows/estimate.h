@@ -1,5 +1,5 @@
-/* For tests/new_rows_test.sh: a rule in the manner of Prodigy (Mishchenko and Defazio 2023), whose step is estimated
- * from sums over all tensors:
+/* For tests/new_rows_test.sh: a rule in the manner of Prodigy (Mishchenko and Defazio 2023). Its step is estimated from
+ * sums over all tensors:
  *
  *   a = sum of g (x0 - w), b = sum of |g|, over all tensors;  D = max(D, a / b), from 1e-3;  d = lr D sign(g) + decay w
  *
@@ -32,7 +32,7 @@ V_OP void estimate_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
 V_OP vf estimate_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     (void)mode;
-    s[0] = v_set(0.0f); /* its change */
+    s[0] = v_set(0.0f); /* change of x0 */
     return v_add(v_mul(k[ESTIMATE_LR], v_sign(g)), v_mul(k[ESTIMATE_DECAY], w));
 }
 

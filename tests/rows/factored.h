@@ -1,10 +1,14 @@
-/* For tests/new_rows_test.sh: a rule in the manner of CAME (Luo et al. 2023), with six states, two pairs of vectors and
- * a norm between them:
+/* For tests/new_rows_test.sh: a rule in the manner of CAME (Luo et al. 2023). It has six states, two pairs of vectors
+ * and a norm between them:
  *
  *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + e), c likewise over rows, v = r c' / mean(r)
+ *
  *   the rest: v = b2 v + (1 - b2) (g^2 + e)
+ *
  *   u = g / sqrt(v) / max(1, rms over the tensor of g / sqrt(v)),  m = b1 m + (1 - b1) u
+ *
  *   matrices: p = b2 p + (1 - b2) mean over columns of (u - m)^2 + e, q likewise, d = lr m / sqrt(p q' / mean(p))
+ *
  *   the rest: d = lr m                                                              both + decay w */
 #ifndef HSTEP_FACTORED_H
 #define HSTEP_FACTORED_H

@@ -1,9 +1,9 @@
-/* For tests/new_rows_test.sh: what a library with more rows makes of the promised cases. golden LIST NAME...: every
- * line of LIST is still a case, one in 61 of them still has its hash, and each NAME, a new rule or format, has cases of
- * its own. 0 if all hold. */
+/* For tests/new_rows_test.sh: checks the promised cases with a library that has more rows. Usage: golden LIST NAME...
+ * Every line of LIST must still be a case, and one in 61 of them must still have its hash. Each NAME, a new rule or
+ * format, must have cases of its own. Returns 0 if all hold. */
 #include <tools/cli/verify/golden.c>
 
-/* The case of a line, or NULL. */
+/* Returns the case of a line, or NULL. */
 static const struct golden_case *case_of(const struct golden_case *cases, int n, const char *line)
 {
     for (int i = 0; i < n; i++) {

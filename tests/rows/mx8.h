@@ -1,5 +1,5 @@
-/* A format for tests/new_rows_test.sh: linear 8-bit codes in blocks of 32 whose scale is a power of two in one byte
- * (F8_E8M0), as in the Microscaling formats. Error below the scale, which is below 2 max |x| / 127. */
+/* A format for tests/new_rows_test.sh: linear 8-bit codes in blocks of 32. The scale is a power of two in one byte
+ * (F8_E8M0), as in the Microscaling formats. The error is below the scale, which is below 2 max |x| / 127. */
 #ifndef HSTEP_MX8_FORMAT_H
 #define HSTEP_MX8_FORMAT_H
 
@@ -13,14 +13,14 @@ V_OP vi mx8_scale(vf maximum, const int nonneg)
     return vi_select(v_lt(maximum, v_set(0x1p-100f)), vi_set(0), up);
 }
 
-/* What the codes are multiplied by; one division per block. */
+/* Returns the factor of the codes. One division per block. */
 V_OP vf mx8_inverse(vi scale, const int nonneg)
 {
     (void)nonneg;
     return v_div0(v_set(65536.0f), v_from_bits(scale));
 }
 
-/* What is kept in fp32 until the block's scale is known. */
+/* Returns the value to keep in fp32 until the block's scale is known. */
 V_OP vf mx8_stash(vf x, const int nonneg)
 {
     (void)nonneg;

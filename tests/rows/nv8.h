@@ -1,6 +1,6 @@
-/* A format for tests/new_rows_test.sh: linear 8-bit codes in blocks of 64 whose scale has 3 bits after the leading one
- * in one byte (F8_E4M3), as in NVFP4. For states of about 2^-2 to 2^14. Error below the scale, which is below 1.2 max
- * |x| / 127. */
+/* A format for tests/new_rows_test.sh: linear 8-bit codes in blocks of 64. The scale has 3 bits after the leading one
+ * in one byte (F8_E4M3), as in NVFP4. For states of about 2^-2 to 2^14. The error is below the scale, which is below
+ * 1.2 max |x| / 127. */
 #ifndef HSTEP_NV8_FORMAT_H
 #define HSTEP_NV8_FORMAT_H
 
@@ -14,14 +14,14 @@ V_OP vi nv8_scale(vf maximum, const int nonneg)
     return vi_select(v_eq(maximum, v_set(0.0f)), vi_set(0), up);
 }
 
-/* What the codes are multiplied by; one division per block. */
+/* Returns the factor of the codes. One division per block. */
 V_OP vf nv8_inverse(vi scale, const int nonneg)
 {
     (void)nonneg;
     return v_div0(v_set(65536.0f), v_from_bits(scale));
 }
 
-/* What is kept in fp32 until the block's scale is known. */
+/* Returns the value to keep in fp32 until the block's scale is known. */
 V_OP vf nv8_stash(vf x, const int nonneg)
 {
     (void)nonneg;

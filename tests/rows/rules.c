@@ -1,6 +1,6 @@
-/* For tests/new_rows_test.sh: the rules "factored" and "estimate" in the library it is linked with, against their
- * equations in double; the same bits on every instruction set and with any number of threads, in one call as in parts,
- * and after saving and loading. Prints a line for each; 0 if all hold. */
+/* For tests/new_rows_test.sh: tests the rules "factored" and "estimate" in the library it is linked with against their
+ * equations in double. Bits must be the same on every instruction set and with any number of threads. They must be the
+ * same in one call as in parts, and after saving and loading. Prints a line for each; returns 0 if all hold. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 #include <stdio.h>
@@ -72,7 +72,7 @@ static halfstep_optimizer *make(const char *recipe, const char *isa, int threads
     return o;
 }
 
-/* in_parts: begin, norms, finish. */
+/* Makes a step, in one call or in parts (begin, norms, finish). */
 static void step(halfstep_optimizer *o, int in_parts)
 {
     void *w[TENSORS];
@@ -94,7 +94,7 @@ static void step(halfstep_optimizer *o, int in_parts)
 static const double b1 = 0.9, b2 = 0.97, eps = 1e-8, decay = 0.01, first = 1e-3;
 static double lr;
 
-/* New vectors 2 pair and 2 pair + 1 of a tensor from values; the mean of the first. */
+/* Updates vectors 2 pair and 2 pair + 1 of a tensor from values. Returns the mean of the first. */
 static double renew(int t, int pair, const double *value)
 {
     int rows = shapes[t].rows, columns = shapes[t].columns;
@@ -230,7 +230,7 @@ static void add_all(const halfstep_optimizer *o)
     }
 }
 
-/* saved: half-way, into a file, and on with another handle. */
+/* Runs all steps. If `saved` is set, saves to that file half-way and goes on with a new handle. */
 static uint64_t run(const char *recipe, const char *isa, int threads, int in_parts, const char *saved)
 {
     char error[300] = "";
