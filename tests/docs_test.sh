@@ -39,3 +39,8 @@ cc -std=c11 -Wall -Wextra -Werror -Iinclude "$scratch/first.c" -o "$scratch/firs
 result=$(LD_LIBRARY_PATH="$build_dir" "$scratch/first") || fail "the program on the first page of halfstep.h ends with an error"
 awk -v w="$result" 'BEGIN { exit !(w > 0.5 && w < 1.2) }' || fail "the program on the first page of halfstep.h prints '$result', not a weight near 1"
 echo "ok   the program on the first page of halfstep.h: $result"
+
+[ "$(wc -l <README.md)" -le 120 ] || fail "README.md has more than 120 lines: it is one screen"
+wide=$(LC_ALL=C.UTF-8 grep -nP '^.{121,}' README.md || true)
+[ -z "$wide" ] || fail "README.md has more than 120 columns: $wide"
+echo "ok   README.md is one screen"
