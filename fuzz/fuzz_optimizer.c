@@ -26,7 +26,7 @@ static uint64_t mix(uint64_t hash, const void *data, uint64_t bytes)
 static uint64_t fingerprint(void)
 {
     uint64_t hash = mix(1, stored, sizeof stored);
-    double numbers[3] = {halfstep_gradient_norm(optimizer), (double)halfstep_skipped_steps(optimizer), 0};
+    double value;
     for (int i = 0; i < TENSORS; i++) {
         halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_TENSOR, .index = i};
         demand(!halfstep_get_record(optimizer, &record), "no record");
@@ -37,7 +37,6 @@ static uint64_t fingerprint(void)
             if (info.code) hash = mix(hash, info.code, info.code_bytes);
             if (info.extra) hash = mix(hash, info.extra, info.extra_bytes);
         }
-        hash = mix(hash, numbers, sizeof numbers);
     }
     for (int32_t g = 0; g < halfstep_group_count(optimizer); g++) {
         static const char *const names[] = {"lr", "beta1", "beta2", "weight_decay", "warmup_steps", "reference_lr"};
@@ -45,7 +44,7 @@ static uint64_t fingerprint(void)
         demand(!halfstep_get_record(optimizer, &record), "no steps");
         hash = mix(hash, &record, sizeof record);
         for (int i = 0; i < 6; i++)
-            if (!halfstep_get_hyper(optimizer, g, names[i], &numbers[2])) hash = mix(hash, numbers, sizeof numbers);
+            if (!halfstep_get_hyper(optimizer, g, names[i], &value)) hash = mix(hash, &value, sizeof value);
         hash = mix(hash, halfstep_get_choice(optimizer, g, "schedule"), 4);
     }
     halfstep_record record = {.struct_size = sizeof record};

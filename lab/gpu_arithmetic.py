@@ -30,6 +30,13 @@ import threading
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 #: elements of a launch
 PIECE = 1 << 25
+#: makes device code as the build does (cmake/images.cmake)
+CLANG = [
+    *("clang", "-x", "cuda", "--cuda-device-only", "--cuda-gpu-arch=sm_80"),
+    *("-nocudainc", "-nocudalib", "-Xclang", "-target-feature", "-Xclang", "+ptx74"),
+    *("-ffp-contract=off", "-std=c++17", "-O2", "-Wno-everything"),
+    *(f"-I{ROOT}/src", f"-I{ROOT}/include"),
+]
 
 
 def ptx():
@@ -41,29 +48,7 @@ def ptx():
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "arithmetic.ptx")
         made = subprocess.run(
-            [
-                "clang",
-                "-x",
-                "cuda",
-                "--cuda-device-only",
-                "--cuda-gpu-arch=sm_80",
-                "-nocudainc",
-                "-nocudalib",
-                "-Xclang",
-                "-target-feature",
-                "-Xclang",
-                "+ptx74",
-                "-ffp-contract=off",
-                "-std=c++17",
-                "-O2",
-                "-Wno-everything",
-                f"-I{ROOT}/src",
-                f"-I{ROOT}/include",
-                "-S",
-                "-o",
-                out,
-                f"{ROOT}/lab/gpu_arithmetic.cu",
-            ],
+            [*CLANG, "-S", "-o", out, f"{ROOT}/lab/gpu_arithmetic.cu"],
             capture_output=True,
             text=True,
         )

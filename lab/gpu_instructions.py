@@ -24,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 
+from gpu_arithmetic import CLANG
+
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 NVDISASM = "nvidia-cuda-nvdisasm==13.5.37"
 PLACES = 8  # elements of a lane (src/device/cuda/code/lane.h)
@@ -91,23 +93,7 @@ def ptx_of(folder, weight, gradient, states):
     recipes = " ".join(f"X({one}, {one}, __VA_ARGS__)" for one in states)
     out = os.path.join(folder, f"{weight}.ptx")
     run(
-        "clang",
-        "-x",
-        "cuda",
-        "--cuda-device-only",
-        "--cuda-gpu-arch=sm_80",
-        "-nocudainc",
-        "-nocudalib",
-        "-Xclang",
-        "-target-feature",
-        "-Xclang",
-        "+ptx74",
-        "-ffp-contract=off",
-        "-std=c++17",
-        "-O2",
-        "-Wno-everything",
-        f"-I{ROOT}/src",
-        f"-I{ROOT}/include",
+        *CLANG,
         f"-DHSTEP_CUDA_FUSED_WEIGHTS(X)=X({weight.replace('-', '_')})",
         f"-DHSTEP_CUDA_FUSED_GRADIENTS(X)=X({gradient})",
         f"-DHSTEP_CUDA_FUSED_RECIPES(X,...)={recipes}",

@@ -14,6 +14,19 @@ _Static_assert(HALFSTEP_MAX_SCALARS == HSTEP_MAX_NAMED_SCALARS, "a record has th
 /* Tells whether a state of a tensor has a grid. */
 static int has_grid(const struct hstep_tensor *t, int state) { return t->slot[HALFSTEP_SLOT_STATE + state].root != 0; }
 
+/* Errors with ARGUMENT, because a tensor lacks a scalar of its record. */
+static int fail_scalar(const halfstep_optimizer *o, int tensor, int scalar)
+{
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s has no scalar %d", o->labels[tensor].name,
+                      hstep_rules[o->tensors[tensor].rule].name, scalar);
+}
+
+/* Errors with ARGUMENT, because a state of a tensor has no grid. */
+static int fail_grid(const halfstep_optimizer *o, int tensor, int state)
+{
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': state %d has no grid", o->labels[tensor].name, state);
+}
+
 /* Fails with ARGUMENT unless the record's kind and index exist. */
 static int check_index(const halfstep_optimizer *o, const halfstep_record *r)
 {
@@ -81,8 +94,7 @@ static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
     for (int i = 0; i < HALFSTEP_MAX_SCALARS; i++) {
         const struct hstep_scalar *s = &rule->scalar[i];
         if (i >= hstep_rule_scalars(t->rule)) {
-            if (r->scalar[i] != 0.0)
-                return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s has no scalar %d", name, rule->name, i);
+            if (r->scalar[i] != 0.0) return fail_scalar(o, r->index, i);
         } else if (!(r->scalar[i] >= s->minimum && r->scalar[i] <= s->maximum)) {
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %g is not in [%g, %g]", name, s->name,
                               r->scalar[i], s->minimum, s->maximum);
@@ -90,8 +102,7 @@ static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
     }
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
         if (!has_grid(t, i)) {
-            if (r->grid[i] != 0.0)
-                return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': state %d has no grid", name, i);
+            if (r->grid[i] != 0.0) return fail_grid(o, r->index, i);
         } else if (!hstep_is_grid(r->grid[i])) {
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s.grid = %.9g is not an fp32 number in [%g, 1]",
                               name, rule->state[i].name, r->grid[i], (double)HSTEP_GRID_LEAST);
@@ -181,14 +192,10 @@ int halfstep_bind_record(halfstep_optimizer *o, int32_t tensor, const halfstep_r
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
-    const char *name = o->labels[tensor].name;
     for (int i = hstep_rule_scalars(t->rule); i < HALFSTEP_MAX_SCALARS; i++)
-        if (places.scalar[i])
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s has no scalar %d", name,
-                              hstep_rules[t->rule].name, i);
+        if (places.scalar[i]) return fail_scalar(o, tensor, i);
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++)
-        if (places.grid[i] && !has_grid(t, i))
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': state %d has no grid", name, i);
+        if (places.grid[i] && !has_grid(t, i)) return fail_grid(o, tensor, i);
     if ((error = hstep_fetch(o))) return error;
     o->labels[tensor].places = places;
     o->has_bound_copies = 1;

@@ -175,15 +175,20 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
     return HALFSTEP_OK;
 }
 
+/* Errors with ORDER, because a slot has no memory yet. */
+static int fail_unbound(const halfstep_optimizer *o, int tensor, const char *slot)
+{
+    return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet; bind or allocate the states first",
+                      o->labels[tensor].name, slot);
+}
+
 int hstep_check_bound(const halfstep_optimizer *o, int first, int n)
 {
     for (int i = first; i < first + n; i++)
         for (int s = 0; s < HSTEP_SLOTS; s++) {
             const struct hstep_slot *slot = &o->tensors[i].slot[s];
             if ((s >= HALFSTEP_SLOT_STATE && slot->code_bytes && !slot->code) || (slot->extra_bytes && !slot->extra))
-                return hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                                  "tensor '%s': %s has no memory yet; bind or allocate the states first",
-                                  o->labels[i].name, slot_name(o, i, s));
+                return fail_unbound(o, i, slot_name(o, i, s));
         }
     return HALFSTEP_OK;
 }
@@ -210,9 +215,7 @@ static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
     if (!values || (slot < HALFSTEP_SLOT_STATE && !data))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", o->labels[tensor].name);
     if ((slot >= HALFSTEP_SLOT_STATE && !s->code) || (s->extra_bytes && !s->extra))
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                          "tensor '%s': %s has no memory yet; bind or allocate the states first",
-                          o->labels[tensor].name, slot_name(o, tensor, slot));
+        return fail_unbound(o, tensor, slot_name(o, tensor, slot));
     return HALFSTEP_OK;
 }
 
@@ -292,10 +295,7 @@ static int read_average(const halfstep_optimizer *o, int32_t tensor, const void 
         float part = (float)(1.0 - 1.0 / hstep_state_beta(g, i));
         float other[HSTEP_TILE];
         struct hstep_access all = access_of(o, tensor, HALFSTEP_SLOT_STATE + i, NULL, first_row, n_rows), a = all;
-        if (all.first < all.end && !a.data)
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                              "tensor '%s': %s has no memory yet; bind or allocate the states first",
-                              o->labels[tensor].name, state->name);
+        if (all.first < all.end && !a.data) return fail_unbound(o, tensor, state->name);
         for (a.first = all.first; a.first < all.end; a.first = a.end) {
             a.end = all.end - a.first > HSTEP_TILE ? a.first + HSTEP_TILE : all.end;
             if ((error = o->device->read(&a, other))) return hstep_why(o, error);

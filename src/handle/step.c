@@ -53,12 +53,21 @@ static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
     return sums;
 }
 
+/* Returns how many integers the statistics of n tensors have. */
+static int64_t count_statistics(const halfstep_optimizer *o, int first, int n)
+{
+    return hstep_sums_offset(n) + count_sums(o, first, n) * HSTEP_EXACT_LIMBS;
+}
+
 /* Return how many integers the statistics have: those of the sums, and all. */
 static int64_t sums_count(const struct hstep_request *s)
 {
     return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS;
 }
-static int64_t statistics_count(const struct hstep_request *s) { return hstep_sums_offset(s->call.n) + sums_count(s); }
+static int64_t statistics_count(const struct hstep_request *s)
+{
+    return count_statistics(s->o, s->call.first, s->call.n);
+}
 
 /* ---- Memory of the device ---- */
 
@@ -464,7 +473,7 @@ int64_t halfstep_statistics_count(const halfstep_optimizer *o, const halfstep_ca
     if (take_call(o, given, &call)) return 0;
     const int all = call.kind == HALFSTEP_CALL_STEP, first = all ? 0 : call.tensor, n = all ? o->n_tensors : 1;
     if (!all && hstep_check_tensor(o, first)) return 0;
-    return hstep_sums_offset(n) + count_sums(o, first, n) * HSTEP_EXACT_LIMBS;
+    return count_statistics(o, first, n);
 }
 
 int64_t halfstep_norms_offset(const halfstep_optimizer *o, const halfstep_call *given)

@@ -100,8 +100,9 @@ static int copy_records(const halfstep_optimizer *from, halfstep_optimizer *to, 
     return code;
 }
 
-/* Copies the scalars and grids of tensors. Each tensor's come from the first rank that has rows of it. */
-static int copy_scalars(struct run *run, halfstep_optimizer *to)
+/* Copies the records of tensors to `to`, or takes part in it if that is NULL. Counters are the same on every rank.
+ * Scalars and grids of a tensor come from the first rank that has rows of it. */
+static int collect_records(struct run *run, halfstep_optimizer *to)
 {
     enum { SCALARS = HALFSTEP_MAX_SCALARS + HALFSTEP_MAX_STATES };
     double *values = calloc((size_t)run->tensors * SCALARS, sizeof *values);
@@ -117,7 +118,7 @@ static int copy_scalars(struct run *run, halfstep_optimizer *to)
     }
     if (!status) status = ranks_share_numbers(run, values, (size_t)run->tensors * SCALARS);
     for (record.index = 0; record.index < run->tensors && to && !status; record.index++) {
-        halfstep_get_record(to, &record);
+        halfstep_get_record(run->optimizer, &record);
         memcpy(record.scalar, &values[record.index * SCALARS], sizeof record.scalar);
         memcpy(record.grid, &values[record.index * SCALARS + HALFSTEP_MAX_SCALARS], sizeof record.grid);
         if (halfstep_set_record(to, &record) != HALFSTEP_OK) status = run_fail(run, "%s", halfstep_error_detail(to));
@@ -126,7 +127,7 @@ static int copy_scalars(struct run *run, halfstep_optimizer *to)
     return status;
 }
 
-/* Copies counters and steps, which belong to no row. */
+/* Copies what belongs to no tensor. */
 static int copy_counts(struct run *run, const halfstep_optimizer *from, halfstep_optimizer *to)
 {
     halfstep_record record = {.struct_size = sizeof record}, seed = record;
@@ -135,15 +136,6 @@ static int copy_counts(struct run *run, const halfstep_optimizer *from, halfstep
     record.seed = seed.seed;
     if (!code) code = halfstep_set_record(to, &record);
     if (!code) code = copy_records(from, to, HALFSTEP_RECORD_GROUP, halfstep_group_count(from));
-    for (int i = 0; i < run->tensors && !code; i++) {
-        halfstep_record counts = {.struct_size = sizeof counts, .kind = HALFSTEP_RECORD_TENSOR, .index = i};
-        halfstep_record numbers = counts;
-        code = halfstep_get_record(from, &counts);
-        if (!code) code = halfstep_get_record(to, &numbers);
-        memcpy(counts.scalar, numbers.scalar, sizeof counts.scalar);
-        memcpy(counts.grid, numbers.grid, sizeof counts.grid);
-        if (!code) code = halfstep_set_record(to, &counts);
-    }
     /* The gradient scale is a hyper-parameter that may change in each step. */
     double scale = 1;
     if (!code) code = halfstep_get_hyper(from, HALFSTEP_ALL_GROUPS, "gradient_scale", &scale);
@@ -162,7 +154,7 @@ int ranks_collect(struct run *run, struct holding *whole)
     struct holding sizes = *whole;
     if (run->rank != 0) sizes.optimizer = run->whole;
     status = each_stream(run, &sizes, collect_stream);
-    if (!status) status = copy_scalars(run, whole->optimizer);
+    if (!status) status = collect_records(run, whole->optimizer);
     if (!status && whole->optimizer) status = copy_counts(run, run->optimizer, whole->optimizer);
     return status;
 }
