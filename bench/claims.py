@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from statistics import quantiles
 
 # Freed memory goes back at once, and threads have no pools of their own, so that RSS tells what is
@@ -96,14 +97,6 @@ def torch_adamw(source, depth=None, dtype=torch.float32, **options):
     yield optimizer
 
 
-def torch_bf16(source, depth=None):
-    yield from torch_adamw(source, depth, BF16, fused=True)
-
-
-def torch_fused(source, depth=None):
-    yield from torch_adamw(source, depth, fused=True)
-
-
 def torch_autocast(source, depth=None):
     """Mixed precision: fp32 weights, of which autocast makes BF16 copies that live until backward()
     is through them."""
@@ -142,10 +135,6 @@ def torch_buffers(source, depth=None, autocast=False):
     yield optimizer
 
 
-def torch_autocast_buffers(source, depth=None):
-    yield from torch_buffers(source, depth, True)
-
-
 def torchastic(source, depth=None, name="AdamW", **options):
     package = source("torchastic")
     Optimizer, StochasticAccumulator = getattr(package, name), package.StochasticAccumulator
@@ -166,18 +155,6 @@ def torchastic(source, depth=None, name="AdamW", **options):
     yield optimizer
 
 
-def torchastic_compass(source, depth=None):
-    yield from torchastic(source, depth, "Compass", amp_fac=5)
-
-
-def torchastic_lpf(source, depth=None):
-    yield from torchastic(source, depth, "LPFAdamW")
-
-
-def torchastic_rmsprop(source, depth=None):
-    yield from torchastic(source, depth, "RMSProp")
-
-
 def torchao(source, depth=None, name="AdamW8bit", dtype=BF16, **options):
     Optimizer = getattr(source("torchao.optim"), name)
     model = Model(depth).to(dtype)
@@ -188,30 +165,6 @@ def torchao(source, depth=None, name="AdamW8bit", dtype=BF16, **options):
         optim.step()
         optim.zero_grad()
     yield optim
-
-
-def torchao_8bit_f32(source, depth=None):
-    yield from torchao(source, depth, dtype=torch.float32)
-
-
-def torchao_8bit(source, depth=None):
-    yield from torchao(source, depth, bf16_stochastic_round=True)
-
-
-def torchao_4bit(source, depth=None):
-    yield from torchao(source, depth, "AdamW4bit", bf16_stochastic_round=True)
-
-
-def torchao_fp8(source, depth=None):
-    yield from torchao(source, depth, "AdamWFp8", bf16_stochastic_round=True)
-
-
-def torchao_sr(source, depth=None):
-    yield from torchao(source, depth, "_AdamW", bf16_stochastic_round=True)
-
-
-def torchao_nearest(source, depth=None):
-    yield from torchao(source, depth, "_AdamW", bf16_stochastic_round=False)
 
 
 def adamw_bfloat16(source, depth=None):
@@ -243,14 +196,6 @@ def lamb16(source, depth=None, name="Lamb16", **options):
     yield optimizer
 
 
-def lamb(source, depth=None):
-    yield from lamb16(source, depth, "Lamb")
-
-
-def lamb16_published(source, depth=None):
-    yield from lamb16(source, depth, states="fp8-lamb16")
-
-
 def optimi(source, depth=None, dtype=BF16, **options):
     AdamW = source("optimi").AdamW
     model = Model(depth).to(dtype)
@@ -279,22 +224,6 @@ def optimi_release(source, depth=None, dtype=BF16, accumulation_steps=1):
         loss.backward()
     package.remove_gradient_release(model)
     yield opt
-
-
-def optimi_f32(source, depth=None):
-    yield from optimi(source, depth, torch.float32)
-
-
-def optimi_release_f32(source, depth=None):
-    yield from optimi_release(source, depth, torch.float32)
-
-
-def optimi_accumulation_f32(source, depth=None):
-    yield from optimi_release(source, depth, torch.float32, MICRO)
-
-
-def optimi_accumulation(source, depth=None):
-    yield from optimi_release(source, depth, BF16, MICRO)
 
 
 def optimi_buffers(source, depth=None):
@@ -333,18 +262,6 @@ def flashoptim(source, depth=None, release=False, **options):
     yield optimizer
 
 
-def flashoptim_release(source, depth=None):
-    yield from flashoptim(source, depth, release=True)
-
-
-def flashoptim_32(source, depth=None):
-    yield from flashoptim(source, depth, master_weight_bits=32)
-
-
-def flashoptim_none(source, depth=None):
-    yield from flashoptim(source, depth, master_weight_bits=None)
-
-
 def int4(source, depth=None, release=False):
     """The least that this library has; no source's snippet."""
     import halfstep
@@ -361,10 +278,43 @@ def int4(source, depth=None, release=False):
     yield optimizer
 
 
-def int4_release(source, depth=None):
-    yield from int4(source, depth, True)
-
-
+SR = {"bf16_stochastic_round": True}
+#: name of a case -> the snippet with its options
+CASES = {
+    "torch_fused": partial(torch_adamw, fused=True),
+    "torch_bf16": partial(torch_adamw, dtype=BF16, fused=True),
+    "torch_autocast": torch_autocast,
+    "torch_buffers": torch_buffers,
+    "torch_autocast_buffers": partial(torch_buffers, autocast=True),
+    "torchastic": torchastic,
+    "torchastic_compass": partial(torchastic, name="Compass", amp_fac=5),
+    "torchastic_lpf": partial(torchastic, name="LPFAdamW"),
+    "torchastic_rmsprop": partial(torchastic, name="RMSProp"),
+    "torchao_8bit_f32": partial(torchao, dtype=torch.float32),
+    "torchao_8bit": partial(torchao, **SR),
+    "torchao_4bit": partial(torchao, name="AdamW4bit", **SR),
+    "torchao_fp8": partial(torchao, name="AdamWFp8", **SR),
+    "torchao_sr": partial(torchao, name="_AdamW", **SR),
+    "torchao_nearest": partial(torchao, name="_AdamW", bf16_stochastic_round=False),
+    "adamw_bfloat16": adamw_bfloat16,
+    "lamb16": lamb16,
+    "lamb16_published": partial(lamb16, states="fp8-lamb16"),
+    "lamb": partial(lamb16, name="Lamb"),
+    "optimi": optimi,
+    "optimi_release": optimi_release,
+    "optimi_release_f32": partial(optimi_release, dtype=torch.float32),
+    "optimi_accumulation": partial(optimi_release, accumulation_steps=MICRO),
+    "optimi_accumulation_f32": partial(
+        optimi_release, dtype=torch.float32, accumulation_steps=MICRO
+    ),
+    "optimi_buffers": optimi_buffers,
+    "flashoptim": flashoptim,
+    "flashoptim_release": partial(flashoptim, release=True),
+    "flashoptim_32": partial(flashoptim, master_weight_bits=32),
+    "flashoptim_none": partial(flashoptim, master_weight_bits=None),
+    "int4": int4,
+    "int4_release": partial(int4, release=True),
+}
 OURS = {"torchao.optim": "torchao", "pytorch_lamb": "lamb16"}
 
 
@@ -395,7 +345,7 @@ def measure(name, source, checkpoint):
     """One case, in a process of its own."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    case = globals()[name]
+    case = CASES[name]
     for _ in case(source, 1):
         pass
     gc.collect()
@@ -500,6 +450,21 @@ def theirs(name, what):
         return "; " + peak(name, what, True)
     except Failed as failure:
         return f"; {what}: does not run here ({str(failure).split(': ', 1)[-1][:80]})"
+
+
+def lamb16_states(rounds):
+    names = ("lamb16", "lamb16_published", "torch_fused")
+    own, published, adam = (cases(name)["states"] for name in names)
+    return (
+        f"`Lamb16`: {own:.3f} B of state per parameter, Adam's {adam:.3f}: {own / adam:.3f} (with"
+        f" its published scaling {published:.3f}, {published / adam:.3f}); "
+        f"{peak('lamb16', 'whole:')}, {peak('lamb', '`Lamb`')}"
+    )
+
+
+def flashoptim_checkpoint(rounds):
+    a, b = (cases(name, checkpoint=True)["checkpoint"] for name in ("flashoptim", "torch_fused"))
+    return f"{a:.2f} B/param on disk, torch AdamW fp32 {b:.2f}: {100 * (1 - a / b):.1f} % smaller"
 
 
 # ---- Speed ---------------------------------------------------------------------------------------
@@ -609,6 +574,12 @@ def of(package, name, dtype, scan=None, **options):
     return lambda: stepper(make, dtype)
 
 
+def stochastic_over_nearest(name):
+    """Compares a class of torchao's with itself."""
+    what = f"`{name}`, stochastic over nearest:"
+    return pace(what, of("torchao", name, BF16, **SR), of("torchao", name, BF16))
+
+
 # ---- The rows: name -> (source, claim, what to measure) ------------------------------------------
 
 ROWS = {
@@ -682,29 +653,17 @@ ROWS = {
     "torchao-sr-speed": (
         "torchao",
         "stochastic rounding at nearest's speed",
-        pace(
-            "`_AdamW`, stochastic over nearest:",
-            of("torchao", "_AdamW", BF16, bf16_stochastic_round=True),
-            of("torchao", "_AdamW", BF16),
-        ),
+        stochastic_over_nearest("_AdamW"),
     ),
     "torchao-sr-speed-8bit": (
         "torchao",
         "the same with 8-bit states",
-        pace(
-            "`AdamW8bit`, stochastic over nearest:",
-            of("torchao", "AdamW8bit", BF16, bf16_stochastic_round=True),
-            of("torchao", "AdamW8bit", BF16),
-        ),
+        stochastic_over_nearest("AdamW8bit"),
     ),
     "torchao-sr-speed-4bit": (
         "torchao",
         "the same with 4-bit states",
-        pace(
-            "`AdamW4bit`, stochastic over nearest:",
-            of("torchao", "AdamW4bit", BF16, bf16_stochastic_round=True),
-            of("torchao", "AdamW4bit", BF16),
-        ),
+        stochastic_over_nearest("AdamW4bit"),
     ),
     "torchao-speed": (
         "torchao",
@@ -712,24 +671,12 @@ ROWS = {
             "8-bit AdamW at about the speed of torch's fused one (whole training on a GPU: 42.5 "
             "to 41.9 images/s)"
         ),
-        against_torch(
-            "step of `AdamW8bit` (BF16, SR)",
-            "torchao",
-            "AdamW8bit",
-            BF16,
-            bf16_stochastic_round=True,
-        ),
+        against_torch("step of `AdamW8bit` (BF16, SR)", "torchao", "AdamW8bit", BF16, **SR),
     ),
     "torchao-speed-4bit": (
         "torchao",
         "4-bit AdamW likewise (42.4 to 41.9 images/s)",
-        against_torch(
-            "step of `AdamW4bit` (BF16, SR)",
-            "torchao",
-            "AdamW4bit",
-            BF16,
-            bf16_stochastic_round=True,
-        ),
+        against_torch("step of `AdamW4bit` (BF16, SR)", "torchao", "AdamW4bit", BF16, **SR),
     ),
     "adamw-bf16-memory": (
         "adamw_bfloat16",
@@ -748,18 +695,7 @@ ROWS = {
     "lamb16-state": (
         "LAMB16",
         "16 bits of state per parameter, a quarter of Adam's",
-        lambda n: (
-            (
-                lambda own, published, adam: (
-                    f"`Lamb16`: {own:.3f} B of state per parameter, Adam's {adam:.3f}:"
-                    f" {own / adam:.3f}"
-                    f" (with its published scaling {published:.3f}, {published / adam:.3f}); "
-                )
-            )(*(cases(name)["states"] for name in ("lamb16", "lamb16_published", "torch_fused")))
-            + peak("lamb16", "whole:")
-            + ", "
-            + peak("lamb", "`Lamb`")
-        ),
+        lamb16_states,
     ),
     "lamb16-speed": (
         "LAMB16",
@@ -860,15 +796,7 @@ ROWS = {
     "flashoptim-checkpoint": (
         "FlashOptim",
         "checkpoints 57 % smaller (model and optimizer)",
-        lambda n: (
-            lambda a, b: (
-                f"{a:.2f} B/param on disk, torch AdamW fp32 {b:.2f}: {100 * (1 - a / b):.1f} %"
-                " smaller"
-            )
-        )(
-            cases("flashoptim", checkpoint=True)["checkpoint"],
-            cases("torch_fused", checkpoint=True)["checkpoint"],
-        ),
+        flashoptim_checkpoint,
     ),
     "flashoptim-speed": (
         "FlashOptim",

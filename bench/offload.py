@@ -33,6 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep
 from halfstep import _devices, offload, streaming
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from peers_common import put  # noqa: E402
+
 GPU = torch.cuda.is_available()
 RECIPE = "adamw/bf16-sr/int8"
 #: of StateStreaming: of a few layers, so that there are more of them than of buffers; the plan is
@@ -385,15 +388,9 @@ def main():
             f"| {way} | {1e3 * statistics.median(times):.1f} | {ratio:.2f} | {down} | {up} |"
             f" {host} |" + (f" {device} |" if GPU else "")
         )
-    text = "\n".join(lines)
-    print(text)
+    print("\n".join(lines))
     if given.out:
-        with open(given.out) as file:
-            page = file.read()
-        head, _, rest = page.partition("<!-- measured -->\n")
-        _, mark, tail = rest.partition("<!-- end -->")
-        with open(given.out, "w") as file:
-            file.write(head + "<!-- measured -->\n" + text + "\n" + mark + tail)
+        put(given.out, "measured", lines)
     return 0
 
 

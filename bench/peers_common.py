@@ -18,11 +18,13 @@ import os
 import platform
 import re
 import signal
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Callable, Dict, Iterable, List, Optional, Tuple
 
 MiB = 1 << 20
@@ -166,76 +168,33 @@ def peers() -> List[Contestant]:
             residual=residual,
         )
 
-    adamw = "AdamW"
+    def peer(key, title, package, weights, name="AdamW", module=None, residual="", **fixed):
+        """A class of `module`, the package by default. `residual` is added to a weight."""
+        decode = _plus(residual) if residual else None
+        make = _class_of(module or package, name, **fixed)
+        return Contestant(key, title, package, weights, make, residual=residual, decode=decode)
+
+    torchs = partial(peer, package="torch", module="torch.optim")
+    torchao = partial(peer, package="torchao", module="torchao.optim")
+    optimi = partial(peer, package="torch-optimi", module="optimi")
+    deepspeed = partial(
+        peer, package="deepspeed", module="deepspeed.ops.adam", name="DeepSpeedCPUAdam"
+    )
+    bitsandbytes = partial(
+        peer, package="bitsandbytes", module="bitsandbytes.optim", name="AdamW8bit"
+    )
+    sr = {"weights": "bf16", "bf16_stochastic_round": True}
     return [
-        Contestant(
-            "torch",
-            "torch AdamW, fused, fp32",
-            "torch",
-            "f32",
-            _class_of("torch.optim", adamw, fused=True),
-        ),
-        Contestant(
-            "torch-foreach",
-            "torch AdamW, foreach, fp32",
-            "torch",
-            "f32",
-            _class_of("torch.optim", adamw, foreach=True),
-        ),
-        Contestant(
-            "torch-bf16",
-            "torch AdamW, fused, all BF16",
-            "torch",
-            "bf16",
-            _class_of("torch.optim", adamw, fused=True),
-        ),
-        Contestant(
-            "optimi", "optimi AdamW, fp32", "torch-optimi", "f32", _class_of("optimi", adamw)
-        ),
-        Contestant(
-            "optimi-kahan",
-            "optimi AdamW, BF16, Kahan",
-            "torch-optimi",
-            "bf16",
-            _class_of("optimi", adamw),
-            residual="kahan_comp",
-            decode=_plus("kahan_comp"),
-        ),
-        Contestant(
-            "torchao-sr",
-            "torchao _AdamW, all BF16, SR",
-            "torchao",
-            "bf16",
-            _class_of("torchao.optim", "_AdamW", bf16_stochastic_round=True),
-        ),
-        Contestant(
-            "torchao-8bit-f32",
-            "torchao AdamW8bit, fp32",
-            "torchao",
-            "f32",
-            _class_of("torchao.optim", "AdamW8bit"),
-        ),
-        Contestant(
-            "torchao-8bit",
-            "torchao AdamW8bit, BF16, SR",
-            "torchao",
-            "bf16",
-            _class_of("torchao.optim", "AdamW8bit", bf16_stochastic_round=True),
-        ),
-        Contestant(
-            "torchao-4bit",
-            "torchao AdamW4bit, BF16, SR",
-            "torchao",
-            "bf16",
-            _class_of("torchao.optim", "AdamW4bit", bf16_stochastic_round=True),
-        ),
-        Contestant(
-            "torchao-fp8",
-            "torchao AdamWFp8, BF16, SR",
-            "torchao",
-            "bf16",
-            _class_of("torchao.optim", "AdamWFp8", bf16_stochastic_round=True),
-        ),
+        torchs("torch", "torch AdamW, fused, fp32", weights="f32", fused=True),
+        torchs("torch-foreach", "torch AdamW, foreach, fp32", weights="f32", foreach=True),
+        torchs("torch-bf16", "torch AdamW, fused, all BF16", weights="bf16", fused=True),
+        optimi("optimi", "optimi AdamW, fp32", weights="f32"),
+        optimi("optimi-kahan", "optimi AdamW, BF16, Kahan", weights="bf16", residual="kahan_comp"),
+        torchao("torchao-sr", "torchao _AdamW, all BF16, SR", name="_AdamW", **sr),
+        torchao("torchao-8bit-f32", "torchao AdamW8bit, fp32", weights="f32", name="AdamW8bit"),
+        torchao("torchao-8bit", "torchao AdamW8bit, BF16, SR", name="AdamW8bit", **sr),
+        torchao("torchao-4bit", "torchao AdamW4bit, BF16, SR", name="AdamW4bit", **sr),
+        torchao("torchao-fp8", "torchao AdamWFp8, BF16, SR", name="AdamWFp8", **sr),
         heavyball("heavyball", "HeavyBall AdamW, all BF16, SR", "bf16", storage_dtype="bfloat16"),
         heavyball(
             "heavyball-ecc8",
@@ -246,63 +205,32 @@ def peers() -> List[Contestant]:
             ecc="bf16+8",
             param_ecc="bf16+8",
         ),
-        Contestant(
-            "torchastic",
-            "torchastic AdamW, all BF16, SR",
-            "torchastic",
-            "bf16",
-            _class_of("torchastic", adamw),
-        ),
-        Contestant(
+        peer("torchastic", "torchastic AdamW, all BF16, SR", "torchastic", "bf16"),
+        peer(
             "adamw-bf16",
             "adamw_bf16, BF16 with correction",
             "adamw-bf16",
             "bf16",
-            _class_of("adamw_bf16", "AdamWBF16"),
+            "AdamWBF16",
+            "adamw_bf16",
             residual="shift",
-            decode=_plus("shift"),
         ),
-        Contestant(
-            "deepspeed",
-            "DeepSpeed CPUAdam, fp32",
-            "deepspeed",
-            "f32",
-            _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
-        ),
-        Contestant(
-            "deepspeed-mixed",
-            "DeepSpeed CPUAdam, BF16, fp32 states",
-            "deepspeed",
-            "bf16",
-            _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
-        ),
-        Contestant(
+        deepspeed("deepspeed", "DeepSpeed CPUAdam, fp32", weights="f32"),
+        deepspeed("deepspeed-mixed", "DeepSpeed CPUAdam, BF16, fp32 states", weights="bf16"),
+        deepspeed(
             "deepspeed-bf16",
             "DeepSpeed CPUAdam, all BF16",
-            "deepspeed",
-            "bf16",
-            _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam", fp32_optimizer_states=False),
+            weights="bf16",
+            fp32_optimizer_states=False,
         ),
-        Contestant(
-            "bitsandbytes-f32",
-            "bitsandbytes AdamW8bit, fp32",
-            "bitsandbytes",
-            "f32",
-            _class_of("bitsandbytes.optim", "AdamW8bit"),
-        ),
-        Contestant(
-            "bitsandbytes",
-            "bitsandbytes AdamW8bit, BF16",
-            "bitsandbytes",
-            "bf16",
-            _class_of("bitsandbytes.optim", "AdamW8bit"),
-        ),
-        Contestant(
+        bitsandbytes("bitsandbytes-f32", "bitsandbytes AdamW8bit, fp32", weights="f32"),
+        bitsandbytes("bitsandbytes", "bitsandbytes AdamW8bit, BF16", weights="bf16"),
+        peer(
             "flashoptim",
             "FlashOptim FlashAdamW, BF16+8, 8 bit",
             "flashoptim",
             "bf16",
-            _class_of("flashoptim", "FlashAdamW"),
+            "FlashAdamW",
         ),
     ]
 
@@ -608,3 +536,19 @@ def markdown(columns: List[str], rows: List[List[str]], left: int = 1) -> str:
     rule = "|".join("---" if i < left else "---:" for i in range(len(columns)))
     lines = ["| " + " | ".join(columns) + " |", f"|{rule}|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def put(path: str, mark: str, lines: List[str]) -> None:
+    """Replaces the lines between a mark of a page and its end."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    new, count = re.subn(
+        f"<!-- {mark} -->\n.*?<!-- end -->",
+        lambda _: f"<!-- {mark} -->\n" + "\n".join(lines) + "\n<!-- end -->",
+        text,
+        flags=re.S,
+    )
+    if count != 1:
+        sys.exit(f"{path} has no place marked {mark}")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(new)

@@ -13,7 +13,6 @@ of the machine: nothing else may talk over it. --paper measures nothing.
 import argparse
 import json
 import os
-import re
 import resource
 import statistics
 import subprocess
@@ -22,6 +21,9 @@ import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
+sys.path.insert(0, HERE)
+from peers_common import processor, put  # noqa: E402
+
 RECIPE, WEIGHT_BYTES, SUM_BYTES = "adamw/bf16-sr/int8", 2, 4
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH, MICRO_STEPS = 256, 4, 4, 128, 4, 4
 INTERMEDIATE = (WIDTH * 8 // 3 + 31) // 32 * 32
@@ -290,14 +292,6 @@ def minimum(params, ranks):
 
 
 def measured(program, steps):
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in open("/proc/cpuinfo", encoding="ascii")
-            if line.startswith("model name")
-        ),
-        "unknown",
-    )
     rows = []
     for ranks in (1, 2, 4):
         found = measure_mpi(program, ranks, steps)
@@ -309,9 +303,9 @@ def measured(program, steps):
     lines = [
         (
             f"{rows[0][2]['params'] / 1e6:.1f} M parameters, `{RECIPE}`, {MICRO_STEPS} micro-steps"
-            f" of {BATCH} x {CONTEXT} bytes; {os.cpu_count()} processors ({cpu}) for all ranks"
-            " together, which talk over the loopback device. Every number of ranks ended with the"
-            f" hash `{rows[0][2]['hash']}`."
+            f" of {BATCH} x {CONTEXT} bytes; {os.cpu_count()} processors ({processor()}) for all"
+            " ranks together, which talk over the loopback device. Every number of ranks ended with"
+            f" the hash `{rows[0][2]['hash']}`."
         ),
         "",
         (
@@ -431,20 +425,6 @@ def paper():
                 f" {seconds:.3g} | {compute:.3g} | {seconds / compute:.2f} |"
             )
     return lines[1:]
-
-
-def put(path, mark, lines):
-    text = open(path, encoding="utf-8").read()
-    new, count = re.subn(
-        f"<!-- {mark} -->\n.*?<!-- end -->",
-        lambda _: f"<!-- {mark} -->\n" + "\n".join(lines) + "\n<!-- end -->",
-        text,
-        flags=re.S,
-    )
-    if count != 1:
-        sys.exit(f"{path} has no place marked {mark}")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(new)
 
 
 def main():

@@ -32,7 +32,7 @@ from typing import Optional
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 sys.path.insert(0, HERE)
-from peers_common import markdown, processor  # noqa: E402
+from peers_common import markdown, processor, put  # noqa: E402
 
 SEED, LR, WEIGHT_DECAY = 1, 1e-3, 0.1
 #: about millions of parameters -> --width, --depth, --heads; heads of 64
@@ -565,21 +565,6 @@ def report(results, args):
     return lines[:-1]
 
 
-def put(path, lines):
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    new, count = re.subn(
-        "<!-- measured -->\n.*?<!-- end -->",
-        lambda _: "<!-- measured -->\n" + "\n".join(lines) + "\n<!-- end -->",
-        text,
-        flags=re.S,
-    )
-    if count != 1:
-        sys.exit(f"{path} has no place marked measured")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(new)
-
-
 def main():
     if sys.argv[1:2] == ["--worker"]:
         return worker(json.loads(sys.argv[2]))
@@ -658,7 +643,7 @@ def main():
                 indent=1,
             )
     if args.out:
-        put(args.out, lines)
+        put(args.out, "measured", lines)
     else:
         print("\n".join(lines))
     return None

@@ -35,8 +35,8 @@ def nvdisasm(folder):
 
 
 def fused(text):
-    """Returns {kernel: its fused multiply-adds}. ptxas loads constants by those of two halves, which
-    then multiply nothing."""
+    """Returns {kernel: its fused multiply-adds}. Those of two halves load constants if they
+    multiply nothing."""
     found = {}
     for piece in re.split(r"\n\s*\.section\s+\.text\.", "\n" + text)[1:]:
         codes = re.findall(
