@@ -47,6 +47,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from peers_common import forget_peak, resident  # noqa: E402
+
 BF16 = torch.bfloat16
 MICRO = 4  # micro-batches of a step, where a snippet accumulates
 STEPS = 3
@@ -322,15 +325,6 @@ def ours(package):
     return importlib.import_module("halfstep.compat." + OURS.get(package, package))
 
 
-def resident(line):
-    """Bytes that Linux reports of this process: VmRSS now, VmHWM at most."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            return next(int(text.split()[1]) * 1024 for text in file if text.startswith(line + ":"))
-    except OSError:
-        return float("nan")
-
-
 def nbytes(thing):
     """Bytes of the tensors of a state, quantized ones of other libraries by their parts."""
     if isinstance(thing, torch.Tensor):
@@ -350,16 +344,15 @@ def measure(name, source, checkpoint):
         pass
     gc.collect()
 
-    before = resident("VmRSS")
+    rss, linux = float("nan"), os.access("/proc/self/clear_refs", os.W_OK)
+    before = resident("VmRSS") if linux else 0
     run = case(source)
     model = next(run)
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")  # forget the high-water mark
-        optimizer = next(run)
+    if linux:
+        forget_peak()
+    optimizer = next(run)
+    if linux:
         rss = resident("VmHWM") - before
-    except OSError:
-        optimizer, rss = next(run), float("nan")
     del run, model, optimizer
     gc.collect()
 

@@ -34,7 +34,7 @@ import halfstep
 from halfstep import _devices, offload, streaming
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from peers_common import put  # noqa: E402
+from peers_common import forget_peak, put, resident  # noqa: E402
 
 GPU = torch.cuda.is_available()
 RECIPE = "adamw/bf16-sr/int8"
@@ -223,17 +223,12 @@ def memory(given, way):
     model, x = network(given), batch(given)
     model(x).float().square().mean().backward()  # what torch loads then is not the optimizer's
 
-    def status(key):
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
-
     model.zero_grad(set_to_none=True)
     ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS"), torch.cuda.memory_allocated() if GPU else 0
+    before = resident("VmRSS"), torch.cuda.memory_allocated() if GPU else 0
     if GPU:
         torch.cuda.reset_peak_memory_stats()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+    forget_peak()
     opt = ways(bus, PLANNED if given.plan else BUFFER)[way](model)
     for _ in range(3):
         step(model, opt, x)
@@ -245,7 +240,7 @@ def memory(given, way):
     print(
         json.dumps(
             [
-                status("VmHWM") - before[0],
+                resident("VmHWM") - before[0],
                 (torch.cuda.max_memory_allocated() - before[1]) if GPU else 0,
                 pinned,
             ]

@@ -158,20 +158,6 @@ def measure(contestant, reference, stream, shapes, options) -> Dict:
 # ---- Memory --------------------------------------------------------------------------------------
 
 
-def resident(peak: bool) -> int:
-    """Bytes of this process in memory, now or at most since reset_peak()."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("VmHWM:" if peak else "VmRSS:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("no VmRSS in /proc/self/status")
-
-
-def reset_peak() -> None:
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
-
-
 def hand_freed_memory_back() -> None:
     """Memory that a block of 64 KiB leaves goes back to the system, instead of serving the next
     unseen. glibc otherwise raises its threshold to the size of what is freed."""
@@ -190,14 +176,14 @@ def measure_memory(contestant, shapes) -> Dict:
     timed_step(subject)
     subject.optimizer = None
     gc.collect()
-    before = resident(peak=False)
-    reset_peak()
+    before = common.resident("VmRSS")
+    common.forget_peak()
     subject.optimizer = contestant.build(subject.params, {})
     subject.hand_back()
     timed_step(subject)
     timed_step(subject)
     return {
-        "peak_per_param": (resident(peak=True) - before) / subject.count,
+        "peak_per_param": (common.resident("VmHWM") - before) / subject.count,
         "states_per_param": common.state_bytes(subject.optimizer) / subject.count,
     }
 

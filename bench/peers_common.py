@@ -501,6 +501,18 @@ def available_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def resident(line: str) -> int:
+    """Returns bytes that Linux reports of this process: VmRSS now, VmHWM at most."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(text.split()[1]) * 1024 for text in file if text.startswith(line + ":"))
+
+
+def forget_peak() -> None:
+    """Makes VmHWM begin anew."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
 def processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:

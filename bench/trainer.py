@@ -32,7 +32,7 @@ from typing import Optional
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 sys.path.insert(0, HERE)
-from peers_common import markdown, processor, put  # noqa: E402
+from peers_common import markdown, processor, put, resident  # noqa: E402
 
 SEED, LR, WEIGHT_DECAY = 1, 1e-3, 0.1
 #: about millions of parameters -> --width, --depth, --heads; heads of 64
@@ -80,12 +80,6 @@ CONTESTANTS = [
 ]
 
 
-def memory(what):
-    """VmRSS or VmHWM of this process, bytes."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(what))
-
-
 # ---- A contestant of torch, a process of its own -------------------------------------------------
 
 
@@ -96,7 +90,7 @@ def worker(told):
 
     contestant, threads = Contestant(**told["contestant"]), told["threads"]
     torch.set_num_threads(threads)
-    before = memory("VmRSS")
+    before = resident("VmRSS")
     if told["size"] == "mnist":
         model = trainer_torch.Digits()
         model.initialize(SEED)
@@ -155,7 +149,7 @@ def worker(told):
                 {
                     "rate": units_done / took,
                     "steps": steps,
-                    "peak": memory("VmHWM"),
+                    "peak": resident("VmHWM"),
                     "before": before,
                 }
             ),
