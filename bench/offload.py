@@ -217,8 +217,8 @@ def batch(given):
 
 
 def memory(given, way):
-    """In a process of its own: the most that a way takes beside the model, gradients and
-    activations among it: in the process, on the GPU, and of memory that torch has pinned."""
+    """Prints the peak memory of a way, in a process of its own: in the process, on the GPU, and
+    pinned by torch. The model does not count; gradients and activations do."""
     bus = None if GPU else stand_in()
     model, x = network(given), batch(given)
     model(x).float().square().mean().backward()  # what torch loads then is not the optimizer's

@@ -5,9 +5,10 @@
                                     small ones
     python bench/peers.py --only torch,adamw/bf16-sr/int8 --shapes one --elements 4194304 --rounds 5
 
-Every round is a stream of as many bytes as the contestant has to move, its step, and a step of the
-reference: torch's fused fp32 AdamW on tensors of its own. A pause before each timing lets the
-threads of the others go to sleep. The columns are medians over the rounds:
+A round has three parts: a stream of as many bytes as the contestant has to move, its step, and a
+step of the reference. The reference is torch's fused fp32 AdamW on tensors of its own. A pause
+before each timing lets the threads of the others go to sleep. The columns are medians over the
+rounds:
 
     of stream    the rate of the step over the rate of the streams before and after it
     to torch     the time of the step over the reference's time
@@ -159,8 +160,8 @@ def measure(contestant, reference, stream, shapes, options) -> Dict:
 
 
 def hand_freed_memory_back() -> None:
-    """Memory that a block of 64 KiB leaves goes back to the system, instead of serving the next
-    unseen. glibc otherwise raises its threshold to the size of what is freed."""
+    """Makes freed blocks of 64 KiB and more go back to the system, so that they do not serve later
+    ones unseen. glibc otherwise raises this threshold to the size of what is freed."""
     trim_threshold, mmap_threshold = -1, -3
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -268,10 +269,9 @@ class Bare:
 
 
 def overhead(recipe: str, options) -> Dict:
-    """Microseconds per tensor and step that step() takes beyond the bare call, on tensors of one
-    element: with the gradients of the step before, and with new ones, as after backward(). All on
-    this thread, by its own processor time.
-    """
+    """Returns the microseconds per tensor and step that step() takes beyond the bare call, on
+    tensors of one element. Gradients are those of the step before, or new ones, as after
+    backward(). All runs on this thread, by its own processor time."""
     import torch
 
     shapes = [(1,)] * options.tensors

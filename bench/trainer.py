@@ -10,8 +10,8 @@ torch, safetensors and, for the compiled contestants, g++; for the peak of oneDN
 its headers (--no-peak does without).
 
 Each round gives every contestant --seconds in turn. A contestant of torch is a process that waits
-between its turns; `train lm` is started for each, and its first steps are left out, as torch's are,
-and the time that its compiler takes.
+between its turns. `train lm` is started for each turn. The first steps of both are left out, and
+so is the time of torch's compiler.
 
 The file is longer than 500 lines because it holds the same two models once more, in torch.
 """

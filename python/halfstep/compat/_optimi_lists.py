@@ -384,16 +384,16 @@ def adam(
     gradient_release: bool = False,
     optimizer_accumulation: bool = False,
 ):
-    """One step of Adam on lists of tensors (single tensors with `gradient_release`), in place.
+    """Makes one step of Adam on lists of tensors in place (on one tensor with `gradient_release`).
 
-    Everything belongs to the caller: parameters, the debiased moments `exp_avgs` and `exp_avg_sqs`,
-    the residuals `kahan_comps`, needed for 16-bit parameters with `kahan_sum`, and the counter
-    `step`, which counts up by one. BF16 states are rounded stochastically. Second moments in
-    float16 are stepped in float32 and rounded back. `grads` are only read.
+    All tensors are the caller's. `exp_avgs` and `exp_avg_sqs` are debiased moments. 16-bit
+    parameters with `kahan_sum` need residuals, `kahan_comps`. `step` counts up by one. BF16 states
+    are rounded stochastically. Second moments in float16 are stepped in float32 and rounded back.
+    `grads` are only read.
 
-    The C handle behind it is kept for later calls with tensors of the same shapes and types, at
-    most 64 of them; it holds no states. Beside the step a call costs about 25 microseconds for each
-    tensor, which the classes do not.
+    The C handle is kept for later calls with tensors of the same shapes and types. There are at
+    most 64 handles, and they hold no states. A call takes about 25 microseconds for each tensor
+    beside the step, which the classes do not take.
 
     Args:
         step: how many steps were made, in any dtype.
@@ -453,7 +453,7 @@ def stableadamw(
     mean_squares: Optional[List[Tensor]] = None,
 ):
     """Makes one step of StableAdamW on lists of tensors; see `adam`. `eps_sqs` and `mean_squares`
-    are optimi's scratch and not used: the square of `eps` is taken from `eps`."""
+    are optimi's scratch. They are not used, because the square of `eps` follows from `eps`."""
     _adam("stableadamw", params, **arguments(locals(), "eps_sqs", "mean_squares"))
 
 
@@ -571,9 +571,9 @@ def ranger(
     """Makes one step of Ranger on lists of tensors; see `radam`. The slow weights `la_params` are
     visited when the new `step` is a multiple of `k`.
 
-    With `kahan_sum` the slow weights have a residual of their own. optimi's signature has no place
-    for it, so it is kept here as long as the tensor in `la_params` lives. In another process it
-    starts at zero.
+    With `kahan_sum` the slow weights have a residual of their own, for which optimi's signature has
+    no place. It lives here as long as the tensor in `la_params`. In another process it starts at
+    zero.
     """
     _rectified("ranger", params, **arguments(locals()))
 
@@ -604,8 +604,9 @@ def adan(
     optimizer_accumulation: bool = False,
 ):
     """Makes one step of Adan on lists of tensors; see `adam`. `prev_grads` hold the negative of the
-    previous gradients; before the first step, that of the first gradients. Moments are scaled to
-    raw ones and back in scratch memory, 12 bytes for each element of one tensor at a time."""
+    previous gradients. Before the first step they hold that of the first gradients. Moments are
+    scaled to raw ones and back in scratch memory: 12 bytes for each element of one tensor at a
+    time."""
     hypers = _decay(
         lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation, proximal=not adam_wd
     )

@@ -420,7 +420,7 @@ class FlashLion(FlashOptimizer):
 
 class FlashSGD(FlashOptimizer):
     """SGD with momentum and L2 decay. The buffer starts from zeros, so that dampening acts on the
-    first gradient too (torch's first buffer is the gradient); with dampening `state[p]["step"]` is
+    first gradient too. (torch's first buffer is the gradient.) With dampening `state[p]["step"]` is
     one more than the steps made.
 
     Args:

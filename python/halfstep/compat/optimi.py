@@ -548,14 +548,15 @@ def to_low_precision(
         "rotary",
     ),
 ) -> nn.Module:
-    """Casts a model in place, and returns it. Modules of the types `fp32_modules` are kept (or
-    made) float32; so are the buffers of modules named in `fp32_buffers`, by type or by a part of
-    the qualified name in any case. Integers stay.
+    """Casts a model in place, and returns it. Integers stay.
 
     Args:
         model: the module to cast.
-        dtype: what everything else becomes.
+        dtype: the type that all but the following get.
         device: where to move it, if anywhere.
+        fp32_modules: types of modules that become float32, or stay so.
+        fp32_buffers: types of modules, or parts of their qualified names in any case. Their buffers
+            become float32, or stay so.
     """
     keep = _module_types(fp32_modules, "fp32_modules")
     if fp32_buffers is None or isinstance(fp32_buffers, (str, type)):

@@ -125,8 +125,8 @@ _accumulators = WeakIdKeyDictionary()
 
 
 class StochasticAccumulator:
-    """Sums of gradients over backward passes in BF16, rounded stochastically:
-    halfstep.GradientAccumulator behind the package's names.
+    """Sums gradients over backward passes in BF16, rounded stochastically. This is
+    halfstep.GradientAccumulator under the package's names.
 
         StochasticAccumulator.assign_hooks(model)
         ...
@@ -135,10 +135,10 @@ class StochasticAccumulator:
         StochasticAccumulator.reassign_grad_buffer(model)
         optimizer.step()
 
-    float32 parameters work too (the package cannot give them their sum back) and get it as float32.
-    `seed` and `missing` are read as attributes of the class: the seed by `assign_hooks`, and by
-    `reassign_grad_buffer` whether a parameter without a gradient is an error ("error", as in the
-    package) or stays without ("skip").
+    float32 parameters work too, and get their sum as float32; the package cannot give it back.
+    `seed` and `missing` are attributes of the class. `assign_hooks` reads the seed. If a parameter
+    has no gradient, `reassign_grad_buffer` raises an error, as the package does, or leaves it
+    without (`missing = "skip"`).
     """
 
     seed = None
