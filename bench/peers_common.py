@@ -543,6 +543,12 @@ def versions(contestants: Iterable[Contestant]) -> Dict[str, str]:
 # ---- Tables --------------------------------------------------------------------------------------
 
 
+def flags(**options) -> List[str]:
+    """Returns options of a command line; val_every=0 gives --val-every 0."""
+    named = (("--" + name.replace("_", "-"), str(value)) for name, value in options.items())
+    return [word for pair in named for word in pair]
+
+
 def markdown(columns: List[str], rows: List[List[str]], left: int = 1) -> str:
     """A table; the first `left` columns are set to the left."""
     rule = "|".join("---" if i < left else "---:" for i in range(len(columns)))

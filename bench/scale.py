@@ -22,7 +22,7 @@ import tempfile
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 sys.path.insert(0, HERE)
-from peers_common import processor, put  # noqa: E402
+from peers_common import flags, processor, put  # noqa: E402
 
 RECIPE, WEIGHT_BYTES, SUM_BYTES = "adamw/bf16-sr/int8", 2, 4
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH, MICRO_STEPS = 256, 4, 4, 128, 4, 4
@@ -73,42 +73,16 @@ def run_mpi(program, ranks, steps, transport):
             os.path.abspath(__file__),
             "--child",
             folder,
-            program,
-            "train",
-            "lm",
-            "--data",
-            os.path.join(ROOT, "data", "demo.txt"),
-            "--recipe",
-            RECIPE,
-            "--width",
-            WIDTH,
-            "--depth",
-            DEPTH,
-            "--heads",
-            HEADS,
-            "--context",
-            CONTEXT,
-            "--batch",
-            BATCH,
-            "--micro-steps",
-            MICRO_STEPS,
-            "--steps",
-            steps,
-            "--val-every",
-            "0",
-            "--eval-batches",
-            "1",
-            "--sample-bytes",
-            "0",
-            "--quiet",
-            "--json",
-            "--log",
-            log,
+            *(program, "train", "lm", "--quiet", "--json"),
+            *flags(data=os.path.join(ROOT, "data", "demo.txt"), recipe=RECIPE, log=log),
+            *flags(width=WIDTH, depth=DEPTH, heads=HEADS, context=CONTEXT, batch=BATCH),
+            *flags(micro_steps=MICRO_STEPS, steps=steps),
+            *flags(val_every=0, eval_batches=1, sample_bytes=0),
         ]
         before = loopback_bytes()
         found = json.loads(
             subprocess.run(
-                [str(word) for word in command],
+                command,
                 check=True,
                 capture_output=True,
                 text=True,

@@ -32,7 +32,7 @@ from typing import Optional
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 sys.path.insert(0, HERE)
-from peers_common import markdown, processor, put, resident  # noqa: E402
+from peers_common import flags, markdown, processor, put, resident  # noqa: E402
 
 SEED, LR, WEIGHT_DECAY = 1, 1e-3, 0.1
 #: about millions of parameters -> --width, --depth, --heads; heads of 64
@@ -233,47 +233,23 @@ class Program:
             os.path.join(task.folder, "log.csv"),
         )
         args = task.args
+        what = "mnist" if task.size == "mnist" else "lm"
         self.command = [
-            args.program,
-            "train",
-            "mnist" if task.size == "mnist" else "lm",
-            "--recipe",
-            contestant.recipe,
-            "--compute",
-            contestant.compute,
-            "--lr",
-            LR,
-            "--weight-decay",
-            WEIGHT_DECAY,
-            "--seed",
-            SEED,
-            "--threads",
-            args.threads,
-            "--quiet",
-            "--json",
-            "--log",
-            self.log,
+            *(args.program, "train", what, "--quiet", "--json"),
+            *flags(recipe=contestant.recipe, compute=contestant.compute, threads=args.threads),
+            *flags(lr=LR, weight_decay=WEIGHT_DECAY, seed=SEED, log=self.log),
         ]
         if task.size == "mnist":
-            self.command += ["--data", task.digits, "--batch", DIGITS_BATCH]
+            self.command += flags(data=task.digits, batch=DIGITS_BATCH)
         else:
-            self.command += [
-                "--data",
-                args.data,
-                *task.options(),
-                "--val-every",
-                0,
-                "--eval-batches",
-                1,
-                "--sample-bytes",
-                0,
-            ]
+            self.command += flags(data=args.data, val_every=0, eval_batches=1, sample_bytes=0)
+            self.command += task.options()
         self.rate = None
         self.losses = []
         self.turn(0)
 
     def run(self, *more):
-        words = [str(word) for word in (*self.command, *more)]
+        words = [*self.command, *map(str, more)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
@@ -335,40 +311,18 @@ class Task:
         width, depth, heads = SIZES[size]
         self.shape = trainer_torch.Shape(width, depth, heads, args.context, args.batch)
         self.flop, self.params, self.unit = self.shape.flop, self.shape.params, "tokens"
-        subprocess.run(
-            [
-                args.program,
-                "train",
-                "lm",
-                "--data",
-                args.data,
-                "--recipe",
-                "adamw/f32/f32",
-                "--compute",
-                "f32",
-                "--seed",
-                str(SEED),
-                *self.options(),
-                "--steps",
-                "0",
-                "--eval-batches",
-                "1",
-                "--sample-bytes",
-                "0",
-                "--quiet",
-                "--checkpoint",
-                os.path.join(folder, "start"),
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        start = os.path.join(folder, "start")
+        command = [
+            *(args.program, "train", "lm", "--quiet"),
+            *flags(data=args.data, recipe="adamw/f32/f32", compute="f32", seed=SEED, steps=0),
+            *flags(eval_batches=1, sample_bytes=0, checkpoint=start),
+            *self.options(),
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     def options(self):
-        return [
-            str(word)
-            for name in ("width", "depth", "heads", "context", "batch")
-            for word in (f"--{name}", getattr(self.shape, name))
-        ]
+        names = ("width", "depth", "heads", "context", "batch")
+        return flags(**{name: getattr(self.shape, name) for name in names})
 
 
 class Peak:
