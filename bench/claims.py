@@ -101,8 +101,8 @@ def torch_adamw(source, depth=None, dtype=torch.float32, **options):
 
 
 def torch_autocast(source, depth=None):
-    """Mixed precision: fp32 weights, of which autocast makes BF16 copies that live until backward()
-    is through them."""
+    """Trains fp32 weights in mixed precision. autocast makes BF16 copies of them, which live until
+    backward() is done."""
     model = Model(depth)
     yield model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -116,8 +116,8 @@ def torch_autocast(source, depth=None):
 
 
 def torch_buffers(source, depth=None, autocast=False):
-    """fp32 AdamW with micro-gradients summed in tensors of their own, as frameworks do that reduce
-    them elsewhere."""
+    """Trains with fp32 AdamW and sums micro-gradients in tensors of their own, as frameworks do
+    that reduce them elsewhere."""
     model = Model(depth)
     yield model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -230,8 +230,8 @@ def optimi_release(source, depth=None, dtype=BF16, accumulation_steps=1):
 
 
 def optimi_buffers(source, depth=None):
-    """Kahan summation with micro-gradients summed stochastically in BF16, in this library's
-    accumulator."""
+    """Trains with Kahan summation. This library's accumulator sums micro-gradients in BF16, rounded
+    stochastically."""
     import halfstep
 
     model = Model(depth).to(BF16)
@@ -266,7 +266,7 @@ def flashoptim(source, depth=None, release=False, **options):
 
 
 def int4(source, depth=None, release=False):
-    """The least that this library has; no source's snippet."""
+    """Trains with the least memory that this library has. It is no source's snippet."""
     import halfstep
 
     model = Model(depth).to(BF16)
@@ -326,7 +326,8 @@ def ours(package):
 
 
 def nbytes(thing):
-    """Bytes of the tensors of a state, quantized ones of other libraries by their parts."""
+    """Returns the bytes of the tensors of a state. Quantized ones of other libraries count by their
+    parts."""
     if isinstance(thing, torch.Tensor):
         inner = getattr(thing, "__tensor_flatten__", None)
         if inner is not None:
@@ -336,7 +337,7 @@ def nbytes(thing):
 
 
 def measure(name, source, checkpoint):
-    """One case, in a process of its own."""
+    """Measures one case, in a process of its own."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     case = CASES[name]
@@ -433,12 +434,12 @@ def peak(name, what, theirs=False):
 
 
 def less(name, other, theirs=False):
-    """By how much the first case's peak is below the other's."""
+    """Says by how much the first case's peak is below the other's."""
     return f"{100 * (1 - cases(name, theirs)['peak'] / cases(other)['peak']):.1f} %"
 
 
 def theirs(name, what):
-    """The source itself, where it is installed and runs here."""
+    """Measures the source itself, if it is installed and runs here."""
     try:
         return "; " + peak(name, what, True)
     except Failed as failure:
@@ -472,7 +473,7 @@ def tensors(dtype):
 
 
 def stepper(make, dtype=torch.float32):
-    """The step of an optimizer over the model's tensors."""
+    """Returns the step of an optimizer over the model's tensors."""
     optimizer = make(tensors(dtype))
     optimizer.step()
     return optimizer.step
@@ -483,7 +484,7 @@ def fused():
 
 
 def training(cast, make, autocast):
-    """A whole training step: forward and backward over 256 positions, optimizer."""
+    """Returns a whole training step: forward and backward over 256 positions, optimizer."""
     model = Model().to(cast)
     optimizer = make(model)
     x = batch(cast, 64, 4)
@@ -500,7 +501,8 @@ def training(cast, make, autocast):
 
 
 def ratio(first, second, rounds):
-    """Time of the first over time of the second, in pairs: (median, lower and upper quartile)."""
+    """Returns the time of the first over that of the second, in pairs: (median, lower and upper
+    quartile)."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def timed(step):
@@ -525,8 +527,8 @@ def pace(what, first, second):
 
 
 def against_torch(what, package, name, dtype, **options):
-    """Over torch's fused fp32 AdamW: as it is, and where the caller vouches for gradients, which
-    torch never looks at."""
+    """Compares a class with torch's fused fp32 AdamW: as it is, and if the caller vouches for
+    gradients. torch never looks at them."""
 
     def measured(rounds):
         scanned, finite = (
@@ -557,7 +559,7 @@ def mixed_training():
 
 
 def of(package, name, dtype, scan=None, **options):
-    """A stepper of one of our classes."""
+    """Returns what makes a stepper of one of our classes."""
 
     def make(params):
         optimizer = getattr(ours(package), name)(params, **options)

@@ -169,7 +169,7 @@ TABLES = ("limit", "small", "one", "shapes", "bench", "ladder")
 
 
 def words_of(step, options):
-    """The command as it is run."""
+    """Returns the words of a command as it is run."""
     ptx = os.path.join(options.build, "arithmetic.ptx")
     words = shlex.split(
         step.command.format(
@@ -183,7 +183,8 @@ def words_of(step, options):
 
 
 def environment(options):
-    """This library and this package for Python, whatever is installed."""
+    """Returns an environment in which Python takes this library and this package, whatever is
+    installed."""
     build = os.path.join(ROOT, options.build)
     paths = [os.path.join(ROOT, "python"), os.environ.get("PYTHONPATH", "")]
     return {
@@ -199,7 +200,7 @@ def environment(options):
 
 
 def help_of(words, options):
-    """What the program at the beginning of a command prints of its options, or None."""
+    """Returns what the program at the beginning of a command prints of its options, or None."""
     command = itertools.takewhile(
         lambda word: not word.startswith("-"), words
     )  # a program, a script, and what they call a command
@@ -216,7 +217,7 @@ def help_of(words, options):
 
 
 def parts_of(words):
-    """The commands in a command: what runs another one, and that."""
+    """Splits a command that runs another one into both."""
     if os.path.basename(words[0]) != "compute-sanitizer":
         return [words]
     at = next(
@@ -227,7 +228,7 @@ def parts_of(words):
 
 
 def check(step, options):
-    """(what is wrong with a command, what is lacking here to run it)."""
+    """Returns what is wrong with a command, and what is lacking here to run it."""
     wrong, lacking = (
         [],
         [f"Python's {name}" for name in step.modules.split() if not importlib.util.find_spec(name)],
@@ -293,7 +294,8 @@ def no_code(options):
 
 
 def cuda(options):
-    """What the program finds of drivers, GPUs and device code; or a sentence."""
+    """Returns what the program finds of drivers, GPUs and device code, or a sentence if it finds
+    nothing."""
     program = os.path.join(ROOT, options.build, "halfstep")
     if not os.access(program, os.X_OK):
         return (
@@ -311,7 +313,7 @@ def cuda(options):
 
 
 def no_gpu(options):
-    """Why nothing can run here, in one sentence, or None."""
+    """Says in one sentence why nothing can run here, or returns None."""
     found = cuda(options)
     if isinstance(found, str):
         return found
@@ -328,8 +330,8 @@ def no_gpu(options):
 
 
 def ended(words, limit, options, file):
-    """Runs a command, its output into a file; None, or why it failed. Everything that it started is
-    ended with it."""
+    """Runs a command, with its output into a file. Returns None, or why it failed. Ends everything
+    that the command started."""
     try:
         process = subprocess.Popen(
             words,
@@ -356,7 +358,7 @@ def ended(words, limit, options, file):
 
 
 def run(step, options):
-    """Whether it failed; what it came to is printed."""
+    """Runs a step and prints what it came to. Returns True if it failed."""
     log, words, begun = (
         os.path.join(options.logs, step.name + ".log"),
         words_of(step, options),

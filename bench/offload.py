@@ -287,7 +287,8 @@ def against_the_plan(given):
 
 
 def profile(given, way):
-    """Steps of one way; what each phase takes the process, of which the last waits for the GPU."""
+    """Makes steps of one way, and returns a table of the time that each phase takes the process.
+    The last phase waits for the GPU."""
     bus = None if GPU else stand_in()
     model, x, times = network(given), batch(given), {}
     opt = ways(bus)[way](model)

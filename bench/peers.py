@@ -51,14 +51,14 @@ MiB = common.MiB
 
 
 def one_shape(elements: int):
-    """One matrix of about that many elements."""
+    """Returns one matrix of about that many elements."""
     length = 4096 if elements >= 1 << 20 else 512
     return [(max(1, elements // length), length)]
 
 
 def model_shapes(scale: float):
-    """The 201 tensors of a decoder of 1.1 B parameters (22 layers of width 2048), widths times the
-    root of `scale`."""
+    """Returns the 201 tensors of a decoder of 1.1 B parameters (22 layers of width 2048). Widths
+    are multiplied by the root of `scale`."""
     root = math.sqrt(scale)
 
     def width(full: int) -> int:
@@ -170,8 +170,9 @@ def hand_freed_memory_back() -> None:
 
 
 def measure_memory(contestant, shapes) -> Dict:
-    """In a process of its own: peak of the first two steps above weights and gradients. A first
-    optimizer on the same tensors has taken whatever compilers and libraries want."""
+    """Measures, in a process of its own, the peak of the first two steps above weights and
+    gradients. A first optimizer on the same tensors has taken whatever compilers and libraries
+    want."""
     hand_freed_memory_back()
     subject = common.Subject(contestant, shapes)
     timed_step(subject)
@@ -319,8 +320,8 @@ def overhead(recipe: str, options) -> Dict:
 
 
 def aims(results: Dict, sizes: Dict, cost: Dict) -> List[Dict]:
-    """The wall-time aims of the design with what came out; nothing where a contestant did not
-    run."""
+    """Compares what came out with the wall-time aims of the design. Leaves out an aim if a
+    contestant did not run."""
     found: List[Dict] = []
     one = results.get("one", {})
 

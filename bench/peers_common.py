@@ -44,7 +44,8 @@ RECIPES = (
 
 
 def deliver(report: dict, options, write_csv: Callable, print_report: Callable) -> None:
-    """The report where the options --csv and --json want it, and printed unless --json says "-"."""
+    """Writes the report where the options --csv and --json want it, and prints it unless --json
+    says "-"."""
     if options.csv:
         write_csv(report, options.csv)
     text = json.dumps(report, indent=1, ensure_ascii=False)
@@ -108,13 +109,13 @@ class Contestant:
         return {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[self.weights]
 
     def weight(self, optimizer, parameter):
-        """The weight in fp32 as the optimizer knows it, residuals and error codes included."""
+        """Returns the weight in fp32 as the optimizer knows it, with residuals and error codes."""
         if self.decode is None:
             return parameter.detach().float()
         return self.decode(optimizer, parameter).detach().float().reshape(parameter.shape)
 
     def set_to_zero(self, optimizer, parameter) -> None:
-        """Weight and residual, so that the parameter is what the next update is."""
+        """Sets weight and residual to zero, so that the parameter is what the next update is."""
         parameter.data.zero_()
         state = optimizer.state.get(parameter) if self.residual else None
         state = state.get(0, state) if state else {}  # HeavyBall counts the views of a parameter
@@ -150,7 +151,7 @@ def _plus(name: str) -> Callable:
 
 
 def peers() -> List[Contestant]:
-    """Every peer, installed or not. Titles say what is stored: weights, then states, where they
+    """Returns every peer, installed or not. Titles say what is stored: weights, then states if they
     differ."""
 
     def heavyball(key, title, weights, decode=None, residual="", **fixed):
@@ -169,7 +170,8 @@ def peers() -> List[Contestant]:
         )
 
     def peer(key, title, package, weights, name="AdamW", module=None, residual="", **fixed):
-        """A class of `module`, the package by default. `residual` is added to a weight."""
+        """Returns a contestant for a class of `module`, the package by default. `residual` is added
+        to a weight."""
         decode = _plus(residual) if residual else None
         make = _class_of(module or package, name, **fixed)
         return Contestant(key, title, package, weights, make, residual=residual, decode=decode)
@@ -236,8 +238,9 @@ def peers() -> List[Contestant]:
 
 
 def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
-    """A recipe, with options after colons ("adamw/bf16-sr/int8:cautious=1"). With
-    scan="known-finite" the caller vouches for the gradients, which are then read once."""
+    """Returns a contestant for a recipe, with options after colons
+    ("adamw/bf16-sr/int8:cautious=1"). With scan="known-finite" the caller vouches for the
+    gradients, which are then read once."""
     formats, _, special = recipe.partition(":")
     fixed.update(
         (name, float(value))
@@ -275,8 +278,8 @@ def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
 
 
 def every_recipe() -> List[str]:
-    """AdamW in every weight format with every state format that can hold both moments, from the
-    library's tables. Formats that cannot be combined are left out by the library itself."""
+    """Returns AdamW in every weight format with every state format that can hold both moments. The
+    library leaves out formats that cannot be combined."""
     from halfstep import _abi
 
     weights = [f.name for f in _abi.formats.values() if f.roles & _abi.ROLE_WEIGHT]
@@ -297,8 +300,8 @@ def every_recipe() -> List[str]:
 
 
 def select(contestants: Iterable[Contestant], only: Optional[str]) -> List[Contestant]:
-    """Those whose key contains, or matches as a regular expression, one of the comma-separated
-    words."""
+    """Returns those whose key contains one of the comma-separated words, or matches it as a regular
+    expression."""
     chosen = list(contestants)
     if not only:
         return chosen
@@ -328,7 +331,7 @@ def patience(seconds: float):
 
 
 def reason(error: BaseException) -> str:
-    """One line about a failure: its first cause, which is the one that says why."""
+    """Returns one line about a failure: its first cause, which says why."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError):
@@ -410,8 +413,8 @@ def _tensors(thing, seen) -> Iterable:
 
 
 def state_bytes(optimizer) -> int:
-    """Bytes of all tensors that the optimizer holds in its state, each memory once; scalars that
-    count steps included."""
+    """Returns the bytes of all tensors in the state of an optimizer, scalars that count steps
+    included. Shared memory counts once."""
     storages = {}
     for tensor in _tensors(dict(optimizer.state), set()):
         storage = tensor.untyped_storage()
@@ -472,7 +475,7 @@ class Stream:
             first, at = first + turn, at + g_turn
 
     def run(self) -> float:
-        """Seconds of one pass."""
+        """Makes one pass and returns its seconds."""
         start = time.perf_counter()
         a, g = self.changed[: self.written], self.read[: self.only]
         if self.form == 0:
@@ -550,7 +553,7 @@ def flags(**options) -> List[str]:
 
 
 def markdown(columns: List[str], rows: List[List[str]], left: int = 1) -> str:
-    """A table; the first `left` columns are set to the left."""
+    """Returns a table whose first `left` columns are set to the left."""
     rule = "|".join("---" if i < left else "---:" for i in range(len(columns)))
     lines = ["| " + " | ".join(columns) + " |", f"|{rule}|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

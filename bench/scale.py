@@ -50,7 +50,7 @@ def loopback_bytes():
 
 
 def child(folder, command):
-    """One rank: its program, and what the kernel says of its memory afterwards."""
+    """Runs the program of one rank, and keeps what the kernel says of its memory."""
     status = subprocess.call(command)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     with open(
@@ -101,8 +101,8 @@ def run_mpi(program, ranks, steps, transport):
 
 
 def measure_mpi(program, ranks, steps):
-    """Two runs of different lengths tell the bytes of a step from those of the start and the
-    end."""
+    """Measures two runs of different lengths, which tell the bytes of a step from those of the
+    start and the end."""
     long = run_mpi(program, ranks, 2 * steps, "self,vader")
     short, tcp = (run_mpi(program, ranks, steps, kind) for kind in ("self,vader", "self,tcp"))
     tcp_long = run_mpi(program, ranks, 2 * steps, "self,tcp")
@@ -260,8 +260,8 @@ def measure_fsdp(ranks, steps, library):
 
 
 def minimum(params, ranks):
-    """What a rank has to receive: its rows' sums of the others' gradients (one addition can be made
-    on the way) and the others' weights."""
+    """Returns the bytes that a rank must receive: the sums of the others' gradients for its rows,
+    with one addition on the way, and the others' weights."""
     return params * (SUM_BYTES + WEIGHT_BYTES) * (ranks - 1) / ranks
 
 
@@ -332,8 +332,8 @@ LATENCY = 10e-6  # seconds of one hop between machines, with the software
 
 
 def network_seconds(received, hops):
-    """All 8 cards of a machine carry what crosses between machines, once; NVLink hands it on
-    within."""
+    """Returns the time of an exchange. All 8 cards of a machine carry what crosses between
+    machines, once, and NVLink hands it on within."""
     return max(received / (GPUS * NIC), received / NVLINK) + hops * LATENCY
 
 

@@ -84,7 +84,7 @@ CONTESTANTS = [
 
 
 def worker(told):
-    """Told on each line of stdin for how many seconds to train, it answers with what it did."""
+    """Trains for as many seconds as each line of stdin says, and answers with what it did."""
     import torch
     import trainer_torch
 
@@ -269,7 +269,7 @@ class Program:
         return {"rate": self.rate, "steps": steps, "peak": found["peak_process_bytes"]}
 
     def epochs(self, seconds):
-        """One line of the log is an epoch, its time counted in milliseconds: the first is left
+        """Runs epochs. One line of the log is an epoch, its time in milliseconds. The first is left
         out."""
         images = self.task.args.digits
         epochs = max(1, round(seconds * (self.rate or 0) / images))
@@ -376,8 +376,8 @@ class Peak:
 
 
 def processor_has_bf16():
-    """Whether it multiplies BF16: without, the products would go through fp32, and nobody trains
-    so."""
+    """Returns True if the processor multiplies BF16. Without, products would go through fp32, and
+    nobody trains so."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         return bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", file.read()))
 

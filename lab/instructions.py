@@ -54,7 +54,7 @@ def machine_of(library):
 
 
 def compiler_of(library):
-    """Name and major version, as the compiler left them in the library."""
+    """Returns name and major version of the compiler, as it left them in the library."""
     text = subprocess.run(
         ["readelf", "-p", ".comment", library], capture_output=True, text=True
     ).stdout
@@ -63,8 +63,8 @@ def compiler_of(library):
 
 
 def header_of(library):
-    """The folder of the header that it was built with, where its build folder tells; this tree's
-    otherwise."""
+    """Returns the folder of the header that the library was built with, if its build folder tells,
+    else this tree's."""
     cache = os.path.join(os.path.dirname(library), "CMakeCache.txt")
     if os.path.exists(cache):
         with open(cache, encoding="utf-8") as file:
@@ -161,8 +161,8 @@ class Counter:
         return sorted({row for p in patterns for row in [row for row in listed if p in row] or [p]})
 
     def count(self, isas, rows):
-        """{(isa, row): (for each element, for each small tensor, for a step)}; what the library
-        does not know is left out."""
+        """Returns {(isa, row): (for each element, for each small tensor, for a step)}. Leaves out
+        rows that the library does not know."""
         found = {}
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             for lines in pool.map(lambda isa: self.run("--isa", isa, *rows), isas):
@@ -243,7 +243,7 @@ def print_comparison(isas, rows, old, new):
 
 
 def read_budgets(path):
-    """{(compiler, isa, row): counts}"""
+    """Returns {(compiler, isa, row): counts}."""
     if not os.path.exists(path):
         return {}
     with open(path, encoding="utf-8") as file:
@@ -254,7 +254,7 @@ def read_budgets(path):
 
 
 def write_budgets(path, compiler, isas, found):
-    """What this compiler has for these instruction sets is replaced, all else stays."""
+    """Replaces what this compiler has for these instruction sets. All else stays."""
     budgets = {
         key: counts
         for key, counts in read_budgets(path).items()

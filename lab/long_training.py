@@ -71,8 +71,8 @@ def flat(model):
 
 
 def run(text, recipe, seed, repeat, steps, averages):
-    """One training: (loss, weights) of the model, then of each average. repeat: batches after which
-    their order begins anew, 0 for never."""
+    """Trains once. Returns (loss, weights) of the model, then of each average. The order of batches
+    begins anew after `repeat` of them, or never if that is 0."""
     recipe, _, generator = recipe.partition(":")
     stored = torch.float32 if recipe.split("/")[1] == "f32" else torch.bfloat16
     model = Model(torch.Generator().manual_seed(seed), stored)
@@ -111,7 +111,8 @@ def spread(values, form):
 
 
 def table(title, rows):
-    """rows: {(order, name): [runs]}; the first of each order is what the others are held to."""
+    """Prints a table of {(order, name): [runs]}. The first name of each order is the reference of
+    the others."""
     print(
         f"| batches | {title} | val loss | difference | weights: rms distance |\n| --- | --- | ---:"
         " | ---: | ---: |"

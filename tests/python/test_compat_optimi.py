@@ -291,22 +291,8 @@ def test_fully_decoupled_decay_refers_to_each_group(caught):
     assert torch.allclose(a, torch.full((4,), 0.75 * 0.875))
 
 
-def test_schedulers_and_bad_values():
-    mine, judge = twins()
-    a = make(ours, "AdamW", mine.parameters(), dict(weight_decay=1e-5, decouple_lr=True))
-    b = make(theirs, "AdamW", judge.parameters(), dict(weight_decay=1e-5, decouple_lr=True))
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=20, cycle_momentum=False)
-        for o in (a, b)
-    ]
-    for _ in range(20):
-        x, y = batch(mine)
-        for net, opt, schedule in ((mine, a, schedules[0]), (judge, b, schedules[1])):
-            backward(net, x, y)
-            opt.step()
-            opt.zero_grad()
-            schedule.step()
-    assert_close(mine.parameters(), judge.parameters(), **FP32)
+def test_bad_values():
+    mine, _ = twins()
     for bad in (
         dict(lr=-1.0),
         dict(betas=(1.0, 0.9)),
