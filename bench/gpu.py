@@ -252,15 +252,8 @@ def aims(found):
     rows = {(row["shapes"], row["contestant"]): row for row in found}
     judged = []
 
-    def judge(text, wanted, measured, most=False):
-        judged.append(
-            {
-                "aim": text,
-                "wanted": wanted,
-                "measured": measured,
-                "reached": measured <= wanted if most else measured >= wanted,
-            }
-        )
+    def judge(*arguments, **options):
+        judged.append(common.judged(*arguments, **options))
 
     for kind in SHAPES:
         for recipe, share in SHARES.items():

@@ -325,15 +325,12 @@ def aims(results: Dict, sizes: Dict, cost: Dict) -> List[Dict]:
     found: List[Dict] = []
     one = results.get("one", {})
 
-    def ratio(text, aim, faster, slower, table=one):
-        if faster in table and slower in table:
-            found.append(
-                {
-                    "aim": text,
-                    "wanted": aim,
-                    "measured": table[slower]["to_torch"] / table[faster]["to_torch"],
-                }
-            )
+    def judge(*arguments):
+        found.append(common.judged(*arguments))
+
+    def ratio(text, wanted, faster, slower):
+        if faster in one and slower in one:
+            judge(text, wanted, one[slower]["to_torch"] / one[faster]["to_torch"])
 
     for recipe in common.RECIPES:
         if not recipe.startswith("adamw/f32"):
@@ -365,13 +362,8 @@ def aims(results: Dict, sizes: Dict, cost: Dict) -> List[Dict]:
         ("adamw/bf16-sr/int4", 0.45),
     ):
         if recipe + ":finite" in one:
-            found.append(
-                {
-                    "aim": f"`{recipe}`, known finite, of this stream",
-                    "wanted": aim,
-                    "measured": one[recipe + ":finite"]["of_stream"],
-                }
-            )
+            fraction = one[recipe + ":finite"]["of_stream"]
+            judge(f"`{recipe}`, known finite, of this stream", aim, fraction)
     small, flat = results.get("small", {}), results.get("flat", {})
     small_count = f"{sizes['small']['tensors']}" if small else ""
     for recipe in common.RECIPES:
@@ -381,23 +373,10 @@ def aims(results: Dict, sizes: Dict, cost: Dict) -> List[Dict]:
                 f"`{recipe}`: one flat tensor's time over {small_count} small ones' (at most 1.2"
                 " times it, in C)"
             )
-            found.append(
-                {
-                    "aim": text,
-                    "wanted": 0.83,
-                    "measured": small[recipe]["of_stream"] / flat[recipe]["of_stream"],
-                }
-            )
+            judge(text, 0.83, small[recipe]["of_stream"] / flat[recipe]["of_stream"])
     if cost:
-        found.append(
-            {
-                "aim": "2 µs per tensor and step above the C call: 2 over what it is",
-                "wanted": 1.0,
-                "measured": 2.0 / max(1e-9, cost["new_gradients_us"]),
-            }
-        )
-    for line in found:
-        line["reached"] = line["measured"] >= line["wanted"]
+        text = "2 µs per tensor and step above the C call: 2 over what it is"
+        judge(text, 1.0, 2.0 / max(1e-9, cost["new_gradients_us"]))
     return found
 
 

@@ -546,6 +546,12 @@ def versions(contestants: Iterable[Contestant]) -> Dict[str, str]:
 # ---- Tables --------------------------------------------------------------------------------------
 
 
+def judged(aim: str, wanted: float, measured: float, most: bool = False) -> Dict:
+    """Returns an aim with what came out. With `most` it is the most that is allowed."""
+    reached = measured <= wanted if most else measured >= wanted
+    return {"aim": aim, "wanted": wanted, "measured": measured, "reached": reached}
+
+
 def flags(**options) -> List[str]:
     """Returns options of a command line; val_every=0 gives --val-every 0."""
     named = (("--" + name.replace("_", "-"), str(value)) for name, value in options.items())
