@@ -38,13 +38,13 @@ check_budgets() { # cubin for 9.0
 }
 # Machine code fuses nothing but what a division, a reciprocal and a root are made of: without these there is no fused multiply-add.
 check_sums() {
-    local look=(lab/gpu_fused.py --tools "$build_dir")
+    local instructions=(lab/gpu_instructions.py --tools "$build_dir" --fused)
     sed -E 's/\bdiv\.rn\.f(32|64)/mul.rn.f\1/; s/\b(sqrt|rcp)\.rn\.f(32|64)/abs.f\2/; s/\bfma\.rn\.f32 ([^,]+, [^,]+), [^,]+,/add.rn.f32 \1,/' "$ptx" >"$scratch/sums.ptx"
     ! sed 's/rcp\.approx//' "$scratch/sums.ptx" | grep -qE '\b(div|sqrt|rcp)\.[a-z.]*f(32|64)' || fail "divisions or roots of another kind"
     "$ptxas" -arch=sm_90 --fmad=false -o "$scratch/sums" "$scratch/sums.ptx"
-    python3 "${look[@]}" "$scratch/sums" >"$scratch/log" 2>&1 || fail "$(head -3 "$scratch/log")"
+    python3 "${instructions[@]}" "$scratch/sums" >"$scratch/log" 2>&1 || fail "$(head -3 "$scratch/log")"
     echo "ok   machine code has no fused multiply-add beyond those of divisions and roots"
-    python3 "${look[@]}" "$cubin" >"$scratch/log" && fail "those of divisions and roots are not found"
+    python3 "${instructions[@]}" "$cubin" >"$scratch/log" && fail "those of divisions and roots are not found"
     echo "ok   which are found"
 }
 # The rows as the preprocessor has them, which makes those of fused.def with every rule.
