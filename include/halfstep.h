@@ -538,6 +538,10 @@ HALFSTEP_API const char *halfstep_isa(void);
  *             pointers of the first. Hyper-parameters that are set afterwards reach the replays that follow.
  *   threads   As on the processor. Any thread may call, with any context current.
  *   fork      The child can only destroy such a handle.
+ *   check     Before a GPU steps anything of the caller's, it steps small cases of the library's, whose bits must be
+ *             those of the processor (DEVICE otherwise). This happens once for each GPU, driver and library;
+ *             docs/gpu.md says where it is remembered. HALFSTEP_DEVICE_CHECK=always checks in every process, =never
+ *             does not.
  * A handle without tensors cannot step (ORDER). */
 
 /* Waits for everything that was submitted. Returns HALFSTEP_NONFINITE, with the text of the last one, if a step or
