@@ -17,7 +17,7 @@
 
 #include "device/cuda/code/kernels.h"
 #include "fake_cuda/fake_cuda.h"
-#include "handle/device_check.h"
+#include "handle/optimizer.h"
 
 static struct fake_cuda_control *fake;
 static char cache[256];

@@ -9,7 +9,7 @@
 #include "base/schedule.h"
 #include "base/structs.h"
 #include "decide/prepare.h"
-#include "handle/device_check.h"
+#include "handle/optimizer.h"
 #include "kernels/dispatch.h"
 
 int32_t halfstep_version(void)

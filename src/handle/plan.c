@@ -1,7 +1,7 @@
 /* Settling: turns groups and tensors into the arrays that steps need, once. */
 #include <stdlib.h>
 
-#include "handle/device_check.h"
+#include "handle/optimizer.h"
 #include "tables/layout.h"
 
 static int allocate(const halfstep_optimizer *o, uint64_t bytes, void *place)
