@@ -177,14 +177,9 @@ static uint32_t pattern(uint64_t r)
     }
 }
 
-static int64_t elements(const halfstep_optimizer *o, int tensor)
-{
-    return o->tensors[tensor].n_rows * o->tensors[tensor].n_columns;
-}
-
 void hstep_fill_case(char *data, const halfstep_optimizer *o, int tensor, int slot, uint64_t seed)
 {
-    const int64_t n = elements(o, tensor);
+    const int64_t n = o->tensors[tensor].n_rows * o->tensors[tensor].n_columns;
     const struct hstep_slot *s = &o->tensors[tensor].slot[slot];
     halfstep_format_info format = {.struct_size = sizeof format};
     halfstep_get_format_info(s->format, &format);

@@ -64,8 +64,9 @@ static int file_of(struct hstep_gpu *g, int make, char *path, size_t size)
     if (make) make_folder(folder);
     uint64_t id[2];
     memcpy(id, uuid, sizeof id);
-    used = snprintf(path, size, "%s/gpu-%016" PRIx64 "%016" PRIx64 "-%016" PRIx64 "-%d-%d", folder, id[0], id[1],
-                    g->image, g->driver->version, (int)halfstep_version());
+    used =
+        snprintf(path, size, "%s/gpu-%016" PRIx64 "%016" PRIx64 "-%016" PRIx64 "-%d-%d.%d.%d", folder, id[0], id[1],
+                 g->image, g->driver->version, HALFSTEP_VERSION_MAJOR, HALFSTEP_VERSION_MINOR, HALFSTEP_VERSION_PATCH);
     return used > 0 && used < (int)size - 32;
 }
 
