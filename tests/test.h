@@ -150,9 +150,10 @@ static inline int test_calls_all(const char *header, const char *source)
 #else
 #define TEST_UNLESS_EMULATED(name) TEST(name)
 #endif
-#define CHECK(condition, ...)                                         \
-    do {                                                              \
-        if (!(condition)) test_fail(__FILE__, __LINE__, __VA_ARGS__); \
+#define FAIL(...) test_fail(__FILE__, __LINE__, __VA_ARGS__)
+#define CHECK(condition, ...)                \
+    do {                                     \
+        if (!(condition)) FAIL(__VA_ARGS__); \
     } while (0)
 
 #endif
