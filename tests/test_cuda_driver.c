@@ -677,7 +677,7 @@ static void test_graph(void)
     MUST(halfstep_step(p.o, p.weights, p.gradients));
     halfstep_record c = {.struct_size = sizeof c};
     int refused = get_counters(p.o, 0, &c);
-    CHECK(refused == HALFSTEP_ERROR_ORDER && strstr(halfstep_error_detail(p.o), "captured"), "reading in a capture: %s",
+    CHECK(refused == ORDER && strstr(halfstep_error_detail(p.o), "captured"), "reading in a capture: %s",
           halfstep_error_detail(p.o));
     int ended = DRIVER("cuStreamEndCapture", void *, void **)(stream, &graph);
     CHECK(!ended && fake->kernels == ran && graph, "the capture ends with %d", ended);
@@ -809,11 +809,11 @@ static void check_foreign(struct problem *p, void *bad, const char *says)
     memcpy(gradients, p->gradients, sizeof gradients);
     memcpy(weights, p->weights, sizeof weights);
     gradients[1] = weights[1] = bad;
-#define FOREIGN(call)                                                                                               \
-    do {                                                                                                            \
-        int error_ = (call);                                                                                        \
-        CHECK(error_ == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p->o), says), "%s: %s (%s)", #call, \
-              halfstep_strerror(error_), halfstep_error_detail(p->o));                                              \
+#define FOREIGN(call)                                                                                \
+    do {                                                                                             \
+        int error_ = (call);                                                                         \
+        CHECK(error_ == ARGUMENT && strstr(halfstep_error_detail(p->o), says), "%s: %s (%s)", #call, \
+              halfstep_strerror(error_), halfstep_error_detail(p->o));                               \
     } while (0)
     FOREIGN(halfstep_step(p->o, weights, p->gradients));
     FOREIGN(halfstep_step(p->o, p->weights, gradients));
@@ -851,13 +851,13 @@ static void test_pointers(void)
     memcpy(gradients, p.gradients, sizeof gradients);
     weights[1] = here;
     int error = halfstep_step(p.o, weights, gradients);
-    CHECK(error == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p.o), "weights of tensor 'b'") &&
+    CHECK(error == ARGUMENT && strstr(halfstep_error_detail(p.o), "weights of tensor 'b'") &&
               strstr(halfstep_error_detail(p.o), "memory of the process"),
           "weights of the process: %s", halfstep_error_detail(p.o));
     weights[1] = p.weights[1];
     gradients[2] = q.gradients[2];
     error = halfstep_step(p.o, weights, gradients);
-    CHECK(error == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p.o), "gradient of tensor 'c'") &&
+    CHECK(error == ARGUMENT && strstr(halfstep_error_detail(p.o), "gradient of tensor 'c'") &&
               strstr(halfstep_error_detail(p.o), "memory of GPU 1"),
           "a gradient of another GPU: %s", halfstep_error_detail(p.o));
     check_foreign(&p, here + (16 - (uintptr_t)here / 4 % 16) % 16, "memory of the process");
@@ -883,10 +883,9 @@ static void test_out_of_memory(void)
         if (!error) error = problem_gradients(&p, 0);
         if (!error) error = halfstep_step(p.o, p.weights, p.gradients);
         if (!error) error = step_tensor(p.o, 0, p.weights[0], p.gradients[0]);
-        if (!error && problem_hash(&p) < 4) error = HALFSTEP_ERROR_MEMORY;
+        if (!error && problem_hash(&p) < 4) error = MEMORY;
         fired = !fake->fail_allocation;
-        CHECK(error == (fired ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK), "allocation %ld: %s", k,
-              halfstep_strerror(error));
+        CHECK(error == (fired ? MEMORY : HALFSTEP_OK), "allocation %ld: %s", k, halfstep_strerror(error));
         CHECK(!fired || strstr(halfstep_error_detail(p.o), "memory"), "allocation %ld: '%s'", k,
               halfstep_error_detail(p.o));
         fake->fail_allocation = 0;
@@ -919,14 +918,14 @@ static void test_step_made_again(void)
             int error = halfstep_step(p.o, p.weights, p.gradients);
             fired = !k || !(launches ? fake->fail_launch : fake->fail_allocation);
             fake->fail_launch = fake->fail_allocation = 0;
-            int wanted = !fired || !k ? HALFSTEP_OK : launches ? HALFSTEP_ERROR_DEVICE : HALFSTEP_ERROR_MEMORY;
+            int wanted = !fired || !k ? HALFSTEP_OK : launches ? DEVICE : MEMORY;
             const char *says = launches ? "OUT_OF_RESOURCES" : "OUT_OF_MEMORY";
             CHECK(error == wanted && (!error || strstr(halfstep_error_detail(p.o), says)), "%s %ld: %s (%s)",
                   launches ? "launch" : "allocation", k, halfstep_strerror(error), halfstep_error_detail(p.o));
             if (error && !(error = halfstep_step(p.o, p.weights, p.gradients))) again++;
             if (error) {
                 cut++;
-                CHECK(launches && error == HALFSTEP_ERROR_DEVICE &&
+                CHECK(launches && error == DEVICE &&
                           strstr(halfstep_error_detail(p.o), "load a checkpoint into a new handle"),
                       "%ld: %s", k, halfstep_error_detail(p.o));
             } else {
@@ -1037,8 +1036,7 @@ static void test_images(void)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         image_case.compute = cases[i].compute;
         image_case.refused = cases[i].refused;
-        in_child(load_and_tell, "HALFSTEP_CUDA_IMAGE", "", cases[i].says,
-                 cases[i].refused & 16 ? HALFSTEP_ERROR_DEVICE : HALFSTEP_OK);
+        in_child(load_and_tell, "HALFSTEP_CUDA_IMAGE", "", cases[i].says, cases[i].refused & 16 ? DEVICE : HALFSTEP_OK);
     }
 }
 
@@ -1054,10 +1052,10 @@ static void fault_and_tell(void)
     int error = halfstep_synchronize(p.o);
     dprintf(3, "%d %s", error, halfstep_error_detail(p.o));
     halfstep_record c = {.struct_size = sizeof c};
-    if (halfstep_step(p.o, p.weights, p.gradients) != HALFSTEP_ERROR_DEVICE) test_leave(3);
-    if (halfstep_step(q.o, q.weights, q.gradients) != HALFSTEP_ERROR_DEVICE) test_leave(4);
+    if (halfstep_step(p.o, p.weights, p.gradients) != DEVICE) test_leave(3);
+    if (halfstep_step(q.o, q.weights, q.gradients) != DEVICE) test_leave(4);
     if (!strstr(halfstep_error_detail(q.o), "ILLEGAL_ADDRESS")) test_leave(5);
-    if (get_counters(p.o, 0, &c) != HALFSTEP_ERROR_DEVICE) test_leave(6);
+    if (get_counters(p.o, 0, &c) != DEVICE) test_leave(6);
     if (halfstep_step(h.o, h.weights, h.gradients)) test_leave(7);
     problem_close(&p);
     problem_close(&q);
@@ -1177,19 +1175,18 @@ int main(int argc, char **argv)
 
     /* Runs first, in children, while nothing is known of the driver yet. */
     TEST("what cannot be used is told by a sentence") {
-        in_child(create_and_tell, "FAKE_CUDA_DEVICES", "0", "cuInit: CUDA_ERROR_NO_DEVICE", HALFSTEP_ERROR_DEVICE);
+        in_child(create_and_tell, "FAKE_CUDA_DEVICES", "0", "cuInit: CUDA_ERROR_NO_DEVICE", DEVICE);
         in_child(create_and_tell, "FAKE_CUDA_DRIVER", "11080", "supports CUDA 11.8; it must support 12.0 or newer",
-                 HALFSTEP_ERROR_DEVICE);
-        in_child(create_and_tell, "FAKE_CUDA_COMPUTE", "75", "compute capability 7.5; it must be at least 8.0",
-                 HALFSTEP_ERROR_DEVICE);
-        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/nowhere", "/nowhere cannot be read", HALFSTEP_ERROR_DEVICE);
-        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/dev/null", "INVALID_IMAGE", HALFSTEP_ERROR_DEVICE);
+                 DEVICE);
+        in_child(create_and_tell, "FAKE_CUDA_COMPUTE", "75", "compute capability 7.5; it must be at least 8.0", DEVICE);
+        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/nowhere", "/nowhere cannot be read", DEVICE);
+        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/dev/null", "INVALID_IMAGE", DEVICE);
     }
     TEST("no driver is told by a sentence")
-        in_child(lose_driver_and_tell, NULL, "", "there is no NVIDIA driver", HALFSTEP_ERROR_DEVICE);
+        in_child(lose_driver_and_tell, NULL, "", "there is no NVIDIA driver", DEVICE);
     TEST("device code that is refused falls back to PTX, and that to a sentence") test_images();
     TEST("a fault is lasting, and the process lives on")
-        in_child(fault_and_tell, NULL, "", "CUDA_ERROR_ILLEGAL_ADDRESS", HALFSTEP_ERROR_DEVICE);
+        in_child(fault_and_tell, NULL, "", "CUDA_ERROR_ILLEGAL_ADDRESS", DEVICE);
     const struct golden_layout layouts[] = {
         {.threads = 1, .device = "cuda"},
         {.threads = 1, .parts = 2, .states_bound = 1, .device = "cuda:0"},

@@ -32,9 +32,9 @@ static int launch(const char *name, void *subject, const struct hstep_cuda_what 
         if (strcmp(kernel->name, name)) continue;
         launches++;
         int blocks = kernel->shape == HSTEP_CUDA_ONE ? 1 : grid_blocks;
-        return hstep_emulate(kernel, blocks, HSTEP_CUDA_THREADS, 0, parameters) ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK;
+        return hstep_emulate(kernel, blocks, HSTEP_CUDA_THREADS, 0, parameters) ? MEMORY : HALFSTEP_OK;
     }
-    return HALFSTEP_ERROR_NAME;
+    return NAME;
 }
 
 /* Launches without the caller's context, because kernels must not look at how the host wants its work run. */

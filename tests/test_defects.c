@@ -581,8 +581,7 @@ static void test_block_states(void)
                   "%d steps are counted, %d skipped", (int)c.state_steps, (int)halfstep_skipped_steps(t[1].o));
             if (info.block) {
                 t[1].room[5] = NAN;
-                CHECK(halfstep_write_slot(t[1].o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 16, t[1].room) ==
-                          HALFSTEP_ERROR_RANGE,
+                CHECK(halfstep_write_slot(t[1].o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 16, t[1].room) == RANGE,
                       "%s: NaN may be written into a block", recipe);
             }
             one_close(&t[0]);

@@ -69,9 +69,9 @@ static struct {
 } queue;
 
 static int refused(void) { return queue.refuses && !--queue.refuses; }
-#define REFUSED()                                    \
-    do {                                             \
-        if (refused()) return HALFSTEP_ERROR_MEMORY; \
+#define REFUSED()                     \
+    do {                              \
+        if (refused()) return MEMORY; \
     } while (0)
 
 /* One range of pages for everything, so that opening and closing it is one call. Blocks are not reused within a
@@ -90,7 +90,7 @@ static int apart_allocate(const struct hstep_context *c, uint64_t bytes, void **
     (void)c;
     REFUSED();
     size_t size = ((size_t)bytes + 4095) / 4096 * 4096 + 4096;
-    if (arena.used + size > ARENA) return HALFSTEP_ERROR_MEMORY;
+    if (arena.used + size > ARENA) return MEMORY;
     *memory = arena.base + arena.used;
     arena.used += size;
     arena.live++;
@@ -155,7 +155,7 @@ static int run(const struct work *w)
     case ACCUMULATE: return host->accumulate(&w->sum);
     case WRITE: return host->write(&w->access, w->owned[0]);
     }
-    return HALFSTEP_ERROR_ARGUMENT;
+    return ARGUMENT;
 }
 
 static void drop(struct work *w)
@@ -189,7 +189,7 @@ static int apart_wait(const struct hstep_context *c)
     queue.waits++;
     if (refused()) {
         forget();
-        return HALFSTEP_ERROR_MEMORY;
+        return MEMORY;
     }
     return queue.forgets && queue.forgets-- ? HALFSTEP_OK : work_off();
 }
@@ -421,8 +421,7 @@ static void test_refusals(void)
         queue.refuses = k;
         int result = live();
         fired = !queue.refuses;
-        CHECK(result == (fired ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK), "call %ld refused: %s", k,
-              halfstep_strerror(result));
+        CHECK(result == (fired ? MEMORY : HALFSTEP_OK), "call %ld refused: %s", k, halfstep_strerror(result));
         CHECK(!fired || k < 1000, "refused without end");
         queue.refuses = 0;
         work_off();

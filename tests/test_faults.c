@@ -75,7 +75,7 @@ static int judge_failure(int code, const char *text)
         return violated("fails without a fault: %s (%s)", halfstep_strerror(code), text);
     inject_arm(NULL);
     shared->refused++;
-    if (code != HALFSTEP_ERROR_MEMORY && code != HALFSTEP_ERROR_IO)
+    if (code != MEMORY && code != IO)
         return violated("code %d (%s) is neither MEMORY nor IO: %s", code, halfstep_strerror(code), text);
     if (strlen(text) < 10 || strchr(text, '\n')) return violated("no sentence with code %d: \"%s\"", code, text);
     return 1;
@@ -308,7 +308,7 @@ static uint64_t current_step(void)
     inject_hold(1);
     int code = halfstep_open_checkpoint(&checkpoint, directory, NULL, text, sizeof text);
     if (!code) halfstep_get_checkpoint_info(checkpoint, &info);
-    else if (code != HALFSTEP_ERROR_NAME) violated("the directory does not open after a failure: %s", text);
+    else if (code != NAME) violated("the directory does not open after a failure: %s", text);
     halfstep_close_checkpoint(checkpoint);
     inject_hold(0);
     return info.step;

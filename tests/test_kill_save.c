@@ -167,7 +167,7 @@ int main(int argc, char **argv)
             pid_t child = fork();
             if (!child) save_forever(dir, seed, next, shared);
             if (child < 0) {
-                test_fail(__FILE__, __LINE__, "fork: %s", strerror(errno));
+                FAIL("fork: %s", strerror(errno));
                 break;
             }
             double wait = span * (double)(mix(seed * 31 + (uint64_t)round) >> 11) / (double)(UINT64_C(1) << 53);

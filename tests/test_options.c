@@ -143,9 +143,9 @@ static void test_rates(void)
         pulled_open(&p, 3, "prodigy/f32/f32", 1);
         MUST(halfstep_set_hyper(p.o, 1, "lr", 0.5));
         MUST(halfstep_set_hyper(p.o, 2, "lr", 0));
-        EXPECT_NAMED(p.o, pulled_step(&p, 1), HALFSTEP_ERROR_RANGE, "d_group");
+        EXPECT_NAMED(p.o, pulled_step(&p, 1), RANGE, "d_group");
         CHECK(number(&p, 0, "d") == 0, "a refused step begins");
-        EXPECT(halfstep_set_hyper(p.o, 1, "d_group", 7), HALFSTEP_ERROR_ORDER);
+        EXPECT(halfstep_set_hyper(p.o, 1, "d_group", 7), ORDER);
         MUST(halfstep_set_hyper(p.o, 1, "lr", 1));
         EXPECT(pulled_step(&p, 1), HALFSTEP_OK);
         halfstep_destroy(p.o);
@@ -423,7 +423,7 @@ static void test_reference(void)
                 one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1);
                 int code = one_step(&t);
                 if (cases[i].refused) {
-                    EXPECT(code, HALFSTEP_ERROR_RANGE);
+                    EXPECT(code, RANGE);
                     CHECK(strstr(halfstep_error_detail(t.o), "reference_lr"), "'%s'", halfstep_error_detail(t.o));
                     CHECK(one_mean(&t, HALFSTEP_SLOT_WEIGHT) == 1, "a refused step moves weights");
                 } else {

@@ -137,6 +137,22 @@ static inline int32_t add_tensor(halfstep_optimizer *o, const halfstep_tensor *t
     return index;
 }
 
+/* Returns an optimizer of one group with one tensor, whose states have memory. */
+static inline halfstep_optimizer *optimizer_of(const char *recipe, const halfstep_tensor *tensor)
+{
+    halfstep_optimizer *o = new_optimizer(recipe, 0, 0);
+    add_tensor(o, tensor);
+    MUST(halfstep_allocate_states(o));
+    return o;
+}
+
+static inline double get_hyper(const halfstep_optimizer *o, int32_t group, const char *name)
+{
+    double value;
+    MUST(halfstep_get_hyper(o, group, name, &value));
+    return value;
+}
+
 /* ---- One tensor -------------------------------------------------------------------------------------------------- */
 
 struct one {
