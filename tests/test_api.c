@@ -76,14 +76,13 @@ static void test_tables(void)
     }
     TEST("labels are identifiers, no two alike, and the titles of switches say so") {
         for (int32_t row = 0; row < halfstep_rule_count(); row++) {
-            halfstep_rule_info rule = {.struct_size = sizeof rule}, other = rule;
-            MUST(halfstep_get_rule_info(row, &rule));
+            halfstep_rule_info rule = rule_info(row);
             CHECK(rule.label && *rule.label >= 'A' && *rule.label <= 'Z' &&
                       strspn(rule.label, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789") ==
                           strlen(rule.label),
                   "%s: the label '%s' names no class", rule.name, rule.label ? rule.label : "(null)");
             for (int32_t i = 0; i < row; i++) {
-                MUST(halfstep_get_rule_info(i, &other));
+                halfstep_rule_info other = rule_info(i);
                 CHECK(strcmp(rule.label, other.label), "%s and %s have one label, %s", rule.name, other.name,
                       rule.label);
             }
@@ -98,14 +97,9 @@ static void test_tables(void)
         }
     }
     TEST("names have the ids that tensors get") {
-        halfstep_optimizer *o;
-        int32_t g, t;
-        halfstep_record c = {.struct_size = sizeof c};
-        MUST(halfstep_create(NULL, &o));
-        MUST(halfstep_add_group(o, "adamw", &g));
         halfstep_tensor d = matrix("layer.weight", 2, 2);
-        MUST(halfstep_add_tensor(o, &d, &t));
-        MUST(get_counters(o, t, &c));
+        halfstep_optimizer *o = optimizer_of("adamw", &d);
+        halfstep_record c = counters_of(o, 0);
         CHECK(halfstep_name_id("layer.weight") == c.id && c.id, "id %016llx", (unsigned long long)c.id);
         /* The hash must never change, because files keep ids. */
         CHECK(c.id == 0x3e70bd8e9d8d95ba, "id %016llx of a name changed", (unsigned long long)c.id);
@@ -223,13 +217,11 @@ static void test_building(void)
         EXPECT_NAMED(o, halfstep_bind_hyper(o, 7, "lr", &lr), ARGUMENT, "no group 7");
         MUST(halfstep_bind_hyper(o, HALFSTEP_ALL_GROUPS, "lr", &lr));
         MUST(halfstep_step(o, NULL, NULL));
-        MUST(halfstep_get_hyper(o, 0, "lr", &found));
-        CHECK(found == lr, "the bound lr is %g", found);
+        CHECK(get_hyper(o, 0, "lr") == lr, "the bound lr is %g", get_hyper(o, 0, "lr"));
         MUST(halfstep_bind_hyper(o, 0, "lr", NULL));
         lr = 0.5;
         MUST(halfstep_step(o, NULL, NULL));
-        MUST(halfstep_get_hyper(o, 0, "lr", &found));
-        CHECK(found == 1e-3, "an lr that is bound no more is %g", found);
+        CHECK(get_hyper(o, 0, "lr") == 1e-3, "an lr that is bound no more is %g", get_hyper(o, 0, "lr"));
         MUST(halfstep_bind_hyper(o, HALFSTEP_ALL_GROUPS, "gradient_scale", &infinite));
         EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_NONFINITE);
         MUST(halfstep_bind_hyper(o, HALFSTEP_ALL_GROUPS, "gradient_scale", NULL));
@@ -276,15 +268,13 @@ static void test_building(void)
         EXPECT(halfstep_set_hyper(o, g, "clip_norm", 1), ARGUMENT);
         EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "nonsense", 1), NAME);
         EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", -1), RANGE);
-        MUST(halfstep_get_hyper(o, g, "lr", &value));
-        CHECK(value == 1e-3, "lr is %g after failed calls", value);
+        CHECK(get_hyper(o, g, "lr") == 1e-3, "lr is %g after failed calls", get_hyper(o, g, "lr"));
         EXPECT(halfstep_get_hyper(o, g, "nonsense", &value), NAME);
         EXPECT(halfstep_get_hyper(o, g, "lr", NULL), ARGUMENT);
         MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "lr", 0.25));
         MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "momentum", 0.5));
         for (int i = 0; i < 2; i++) {
-            MUST(halfstep_get_hyper(o, i, "lr", &value));
-            CHECK(value == 0.25, "group %d: lr is %g", i, value);
+            CHECK(get_hyper(o, i, "lr") == 0.25, "group %d: lr is %g", i, get_hyper(o, i, "lr"));
         }
         /* Checks the bounds of every hyper-parameter, taken from the table itself. */
         for (int32_t group = 0; group < 2; group++) {
@@ -312,83 +302,72 @@ static void test_building(void)
         halfstep_destroy(o);
     }
     TEST("shapes, shards and ids are checked") {
-        halfstep_optimizer *o;
-        int32_t g, b, index;
-        MUST(halfstep_create(NULL, &o));
-        MUST(halfstep_add_group(o, "adamw/bf16-sr/bf16-sr", &g));
-        MUST(halfstep_add_group(o, "adamw/bf16-sr/int8", &b));
-        halfstep_tensor t = matrix("w", 10, 100);
+        enum { PLAIN, BLOCKS };
+#define TENSOR(title, dimensions, n, length, ...) \
+    {.struct_size = sizeof(halfstep_tensor),      \
+     .name = title,                               \
+     .ndim = dimensions,                          \
+     .rows = n,                                   \
+     .row_length = length,                        \
+     __VA_ARGS__}
+#define PART(title, which, row, rows, column, columns)                                             \
+    TENSOR(title, 2, 10, 100, .gradient = "f32", .group = which, .first_row = row, .n_rows = rows, \
+           .first_column = column, .n_columns = columns)
+#define WHOLE(title, dimensions, n, length) TENSOR(title, dimensions, n, length, .gradient = "f32")
+        static const struct {
+            halfstep_tensor tensor;
+            int code;
+            const char *says;
+        } rows[] = {
+            {{.struct_size = 8, .name = "w", .ndim = 2, .rows = 10, .row_length = 100, .gradient = "f32"},
+             ARGUMENT,
+             ""},
+            {TENSOR("w", 2, 10, 100, .gradient = "f32", .reserved = 1), ARGUMENT, ""},
+            {WHOLE(NULL, 2, 10, 100), ARGUMENT, ""},
+            {TENSOR("w", 2, 10, 100, .gradient = "f32", .group = 2), ARGUMENT, ""},
+            {TENSOR("w", 2, 10, 100, .gradient = "nonsense"), NAME, "w"},
+            {TENSOR("w", 2, 10, 100, .gradient = NULL), NAME, ""},
+            {TENSOR("w", 2, 10, 100, .gradient = "int8"), UNSUPPORTED, ""},
+            {WHOLE("enormous", 2, -1, 100), SHAPE, "enormous"},
+            {WHOLE("enormous", 2, 10, -1), SHAPE, "enormous"},
+            {WHOLE("enormous", 2, INT64_MAX, 1), SHAPE, "enormous"},
+            {WHOLE("enormous", 2, 1, INT64_MAX), SHAPE, "enormous"},
+            {WHOLE("enormous", 2, INT64_MAX / 100, 101), SHAPE, "enormous"},
+            {WHOLE("enormous", 2, (int64_t)1 << 32, (int64_t)1 << 32), SHAPE, "enormous"},
+            {WHOLE("enormous", 2, (int64_t)1 << 40, (int64_t)1 << 20), SHAPE, "enormous"},
+            {PART("part", PLAIN, -1, 5, 0, 100), SHAPE, "part"},
+            {PART("part", PLAIN, 0, 11, 0, 100), SHAPE, "part"},
+            {PART("part", PLAIN, 6, 5, 0, 100), SHAPE, "part"},
+            {PART("part", PLAIN, 0, 10, 0, 101), SHAPE, "part"},
+            {PART("part", PLAIN, 0, 10, -1, 5), SHAPE, "part"},
+            {PART("part", PLAIN, 0, 10, 50, 51), SHAPE, "part"},
+            {PART("part", PLAIN, INT64_MAX, 1, 0, 100), SHAPE, "part"},
+            {PART("part", PLAIN, 0, 10, INT64_MAX, 1), SHAPE, "part"},
+            {PART("part", PLAIN, 0, -1, 0, 100), SHAPE, "part"},
+            /* Block formats cut on blocks only; others anywhere; the row's end is always a cut. */
+            {PART("cut", BLOCKS, 0, 10, 33, 67), SHAPE, "33"},
+            {PART("cut", BLOCKS, 0, 10, 32, 33), SHAPE, ""},
+            {PART("cut", BLOCKS, 0, 10, 32, 68), HALFSTEP_OK, ""},
+            {PART("anywhere", PLAIN, 0, 10, 33, 20), HALFSTEP_OK, ""},
+            /* Tensors of one dimension have n rows of 1 or, from 4096 elements on, one row. */
+            {WHOLE("vector", 1, 1, 4095), SHAPE, ""},
+            {WHOLE("vector", 1, 4095, 1), HALFSTEP_OK, ""},
+            {WHOLE("flat", 1, 1, 4096), HALFSTEP_OK, ""},
+            {WHOLE("negative", -1, 1, 4096), SHAPE, ""},
+            {WHOLE("empty", 2, 0, 10), HALFSTEP_OK, ""},
+            {WHOLE("flat", 2, 3, 3), DUPLICATE, "flat"},
+            {TENSOR("other", 2, 3, 3, .gradient = "f32", .id = 77), HALFSTEP_OK, ""},
+            {TENSOR("third", 2, 3, 3, .gradient = "f32", .id = 77), DUPLICATE, "third"},
+        };
+        halfstep_optimizer *o = new_optimizer("adamw/bf16-sr/bf16-sr", 0, 0);
+        int32_t index;
+        MUST(halfstep_add_group(o, "adamw/bf16-sr/int8", &index));
         EXPECT(halfstep_add_tensor(o, NULL, &index), ARGUMENT);
-        EXPECT(halfstep_add_tensor(o, &t, NULL), ARGUMENT);
-        t.struct_size = 8;
-        EXPECT(halfstep_add_tensor(o, &t, &index), ARGUMENT);
-        t = matrix("w", 10, 100);
-        t.reserved = 1;
-        EXPECT(halfstep_add_tensor(o, &t, &index), ARGUMENT);
-        t = matrix(NULL, 10, 100);
-        EXPECT(halfstep_add_tensor(o, &t, &index), ARGUMENT);
-        t = matrix("w", 10, 100);
-        t.group = 2;
-        EXPECT(halfstep_add_tensor(o, &t, &index), ARGUMENT);
-        t.group = g;
-        t.gradient = "nonsense";
-        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), NAME, "w");
-        t.gradient = NULL;
-        EXPECT(halfstep_add_tensor(o, &t, &index), NAME);
-        t.gradient = "int8";
-        EXPECT(halfstep_add_tensor(o, &t, &index), UNSUPPORTED);
-        static const int64_t shapes[][2] = {{-1, 100},
-                                            {10, -1},
-                                            {INT64_MAX, 1},
-                                            {1, INT64_MAX},
-                                            {INT64_MAX / 100, 101},
-                                            {(int64_t)1 << 32, (int64_t)1 << 32},
-                                            {(int64_t)1 << 40, (int64_t)1 << 20}};
-        for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
-            t = matrix("enormous", shapes[i][0], shapes[i][1]);
-            EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, "enormous");
-        }
-        static const int64_t parts[][4] = {{-1, 5, 0, 100},        {0, 11, 0, 100},       {6, 5, 0, 100},
-                                           {0, 10, 0, 101},        {0, 10, -1, 5},        {0, 10, 50, 51},
-                                           {INT64_MAX, 1, 0, 100}, {0, 10, INT64_MAX, 1}, {0, -1, 0, 100}};
-        for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
-            t = matrix("part", 10, 100);
-            t.first_row = parts[i][0], t.n_rows = parts[i][1], t.first_column = parts[i][2], t.n_columns = parts[i][3];
-            EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, "part");
-        }
-        /* Block formats cut on blocks only; others anywhere; the row's end is always a cut. */
-        t = matrix("cut", 10, 100);
-        t.n_rows = 10, t.first_column = 33, t.n_columns = 67;
-        t.group = b;
-        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, "33");
-        t.first_column = 32, t.n_columns = 33;
-        EXPECT(halfstep_add_tensor(o, &t, &index), SHAPE);
-        t.n_columns = 68;
-        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
-        t.name = "anywhere", t.first_column = 33, t.n_columns = 20, t.group = g;
-        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
-        /* Tensors of one dimension have n rows of 1 or, from 4096 elements on, one row. */
-        t = matrix("vector", 1, 4095);
-        t.ndim = 1;
-        EXPECT(halfstep_add_tensor(o, &t, &index), SHAPE);
-        t.rows = 4095, t.row_length = 1;
-        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
-        t = matrix("flat", 1, 4096);
-        t.ndim = 1;
-        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
-        t = matrix("negative", 1, 4096);
-        t.ndim = -1;
-        EXPECT(halfstep_add_tensor(o, &t, &index), SHAPE);
-        t = matrix("empty", 0, 10);
-        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
-        t = matrix("flat", 3, 3);
-        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), DUPLICATE, "flat");
-        t = matrix("other", 3, 3);
-        t.id = 77;
-        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
-        t = matrix("third", 3, 3);
-        t.id = 77;
-        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), DUPLICATE, "third");
+        EXPECT(halfstep_add_tensor(o, &rows[0].tensor, NULL), ARGUMENT);
+        for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+            CHECK(halfstep_add_tensor(o, &rows[i].tensor, &index) == rows[i].code &&
+                      (rows[i].code == HALFSTEP_OK || strstr(halfstep_error_detail(o), rows[i].says)),
+                  "row %zu: not %d and '%s' but '%s'", i, rows[i].code, rows[i].says, halfstep_error_detail(o));
         CHECK(halfstep_tensor_count(o) == 6, "%d tensors exist", (int)halfstep_tensor_count(o));
         CHECK(halfstep_tensor_find(o, "other") == 5 && halfstep_tensor_find(o, "third") == -1,
               "tensors are not found by name");
@@ -437,26 +416,22 @@ static void test_building(void)
         halfstep_destroy(o);
     }
     TEST("sgd's momentum decides about its state until states exist") {
-        halfstep_optimizer *o;
-        int32_t g, index;
-        uint64_t bytes;
-        MUST(halfstep_create(NULL, &o));
-        MUST(halfstep_add_group(o, "sgd/bf16-sr/int8", &g));
+        halfstep_optimizer *o = new_optimizer("sgd/bf16-sr/int8", 0, 0);
         halfstep_tensor t = matrix("w", 4, 64);
-        MUST(halfstep_add_tensor(o, &t, &index));
-        halfstep_slot_info info = {.struct_size = sizeof info};
-        EXPECT(halfstep_get_slot_info(o, 0, HALFSTEP_SLOT_STATE, &info), HALFSTEP_OK);
+        uint64_t bytes;
+        add_tensor(o, &t);
+        halfstep_slot_info info = slot_info(o, 0, HALFSTEP_SLOT_STATE);
         CHECK(info.format == -1 && info.code_bytes == 0, "without momentum the state takes %d bytes",
               (int)info.code_bytes);
-        MUST(halfstep_set_hyper(o, g, "momentum", 0.9));
-        EXPECT(halfstep_get_slot_info(o, 0, HALFSTEP_SLOT_STATE, &info), HALFSTEP_OK);
+        MUST(halfstep_set_hyper(o, 0, "momentum", 0.9));
+        info = slot_info(o, 0, HALFSTEP_SLOT_STATE);
         CHECK(info.format >= 0 && info.code_bytes == 256,
               "with momentum, set after the tensor, the state takes %d bytes", (int)info.code_bytes);
         MUST(halfstep_state_bytes(o, &bytes));
         CHECK(bytes >= 256 + 16, "state bytes are %d", (int)bytes);
         MUST(halfstep_allocate_states(o));
-        EXPECT(halfstep_set_hyper(o, g, "momentum", 0), ORDER);
-        EXPECT(halfstep_set_hyper(o, g, "momentum", 0.5), HALFSTEP_OK);
+        EXPECT(halfstep_set_hyper(o, 0, "momentum", 0), ORDER);
+        EXPECT(halfstep_set_hyper(o, 0, "momentum", 0.5), HALFSTEP_OK);
         EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "momentum", 0), ORDER);
         halfstep_destroy(o);
     }
@@ -515,13 +490,10 @@ static void test_order(void)
     }
     TEST("memory for states is checked") {
         static char memory[1 << 16] __attribute__((aligned(64)));
-        halfstep_optimizer *o;
-        int32_t g, index;
-        uint64_t bytes;
-        MUST(halfstep_create(NULL, &o));
-        MUST(halfstep_add_group(o, "adamw/bf16-ecc8/int8", &g));
+        halfstep_optimizer *o = new_optimizer("adamw/bf16-ecc8/int8", 0, 0);
         halfstep_tensor t = matrix("w", 10, 100);
-        MUST(halfstep_add_tensor(o, &t, &index));
+        uint64_t bytes;
+        add_tensor(o, &t);
         EXPECT(halfstep_state_bytes(o, NULL), ARGUMENT);
         MUST(halfstep_state_bytes(o, &bytes));
         CHECK(bytes >= 1000 + 2 * (1000 + 80) && bytes < sizeof memory, "state bytes are %d", (int)bytes);
@@ -567,10 +539,8 @@ static void test_order(void)
             one_open(&t, recipe, 2, 7, 70, "f32");
             one_start(&t);
             for (int i = 0; i < 490; i++) values[i] = (float)next_unit(&s);
-            halfstep_format_info info = {.struct_size = sizeof info};
-            halfstep_slot_info stored = {.struct_size = sizeof stored}; /* the format may fall back to this one */
-            MUST(halfstep_get_slot_info(t.o, 0, 2, &stored));
-            MUST(halfstep_get_format_info(stored.format, &info));
+            /* The format may fall back to another one. */
+            halfstep_format_info info = format_info(slot_info(t.o, 0, 2).format);
             /* Reading in pieces of rows or at once gives the same. Values that were read can be written back unchanged.
              * Only a block whose largest element was rounded down gets another scale. */
             int in_rows = !info.block || info.geometry == HALFSTEP_GEOMETRY_ROWS;
@@ -659,6 +629,12 @@ static void run_open(struct run *r, const char *recipe, int first, int n, int bi
     }
 }
 
+/* Opens a run of all tensors. */
+static void run_whole(struct run *r, const char *recipe, const halfstep_options *options)
+{
+    run_open(r, recipe, 0, RUN_TENSORS, 0, options);
+}
+
 static void run_close(struct run *r)
 {
     halfstep_destroy(r->o);
@@ -666,21 +642,27 @@ static void run_close(struct run *r)
     free(r->memory);
 }
 
+static void run_gradient(struct run *r, int i, int step)
+{
+    const int64_t *shape = run_shape[r->first + i];
+    struct source s = {(uint64_t)(1000 * step + r->first + i)};
+    for (int64_t j = 0; j < shape[1] * shape[2]; j++)
+        ((uint16_t *)r->gradient[i])[j] = (uint16_t)(to_bits((float)(next_unit(&s) - 0.5)) >> 16);
+}
+
 static void run_gradients(struct run *r, int step)
 {
-    for (int i = 0; i < r->n; i++) {
-        const int64_t *shape = run_shape[r->first + i];
-        struct source s = {(uint64_t)(1000 * step + r->first + i)};
-        for (int64_t j = 0; j < shape[1] * shape[2]; j++)
-            ((uint16_t *)r->gradient[i])[j] = (uint16_t)(to_bits((float)(next_unit(&s) - 0.5)) >> 16);
-    }
+    for (int i = 0; i < r->n; i++) run_gradient(r, i, step);
 }
+
+/* Returns the gradients as calls take them. */
+static const void *const *gradients_of(const struct run *r) { return (const void *const *)r->gradient; }
 
 static void run_steps(struct run *r, int from, int to)
 {
     for (int step = from; step < to; step++) {
         run_gradients(r, step);
-        MUST(halfstep_step(r->o, r->weight, (const void *const *)r->gradient));
+        MUST(halfstep_step(r->o, r->weight, gradients_of(r)));
     }
 }
 
@@ -744,12 +726,10 @@ static void every_recipe(void (*f)(const char *recipe))
     for (int32_t rule = 0; rule < halfstep_rule_count(); rule++)
         for (int32_t w = 0; w < halfstep_format_count(); w++)
             for (int32_t s = 0; s < halfstep_format_count(); s++) {
-                halfstep_rule_info info = {.struct_size = sizeof info};
                 char recipe[96], full[64];
                 const char *weight = format_for(w, HALFSTEP_ROLE_WEIGHT), *state = format_for(s, 0);
-                MUST(halfstep_get_rule_info(rule, &info));
                 if (!weight) continue;
-                snprintf(recipe, sizeof recipe, "%s/%s/%s", info.name, weight, state);
+                snprintf(recipe, sizeof recipe, "%s/%s/%s", rule_info(rule).name, weight, state);
                 if (halfstep_recipe_full(recipe, full, sizeof full) != HALFSTEP_OK) continue;
                 if (n++ % BY_LENGTH(37, 5, 1) == 0) f(full);
             }
@@ -759,12 +739,12 @@ static void resume_recipe(const char *recipe)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 9};
     struct run whole, half, rest;
-    run_open(&whole, recipe, 0, RUN_TENSORS, 0, &options);
+    run_whole(&whole, recipe, &options);
     run_open(&half, recipe, 0, RUN_TENSORS, 1, &options);
     run_steps(&whole, 0, 6);
     run_steps(&half, 0, 3);
     options.seed = 1;
-    run_open(&rest, recipe, 0, RUN_TENSORS, 0, &options);
+    run_whole(&rest, recipe, &options);
     copy_run(&half, &rest);
     run_steps(&rest, 3, 6);
     compare_runs(&whole, &rest, recipe);
@@ -782,33 +762,32 @@ static void step_together(struct run *single, int step, int64_t n)
         struct run *r = &single[i];
         CHECK(statistics_count(r->o) <= MOST && n <= statistics_count(r->o) - offset, "tensor %d", i);
         run_gradients(r, step);
-        MUST(step_begin(r->o, (const void *const *)r->gradient, statistics[i]));
-        MUST(step_norms(r->o, r->weight, (const void *const *)r->gradient, statistics[i]));
+        MUST(step_begin(r->o, gradients_of(r), statistics[i]));
+        MUST(step_norms(r->o, r->weight, gradients_of(r), statistics[i]));
         for (int64_t j = 0; j < n; j++) totals[j] += statistics[i][offset + j];
     }
     for (int i = 0; i < RUN_TENSORS; i++) {
         struct run *r = &single[i];
         memcpy(statistics[i] + offset, totals, (size_t)n * 8);
-        MUST(step_finish(r->o, r->weight, (const void *const *)r->gradient, statistics[i]));
+        MUST(step_finish(r->o, r->weight, gradients_of(r), statistics[i]));
     }
 }
 
 static void split_recipe(const char *recipe)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 9};
-    halfstep_rule_info info = {.struct_size = sizeof info};
     struct run whole, halves, release, single[RUN_TENSORS];
-    run_open(&whole, recipe, 0, RUN_TENSORS, 0, &options);
-    run_open(&halves, recipe, 0, RUN_TENSORS, 0, &options);
-    MUST(halfstep_get_rule_info(halfstep_rule_find(whole.rule), &info));
-    run_open(&release, recipe, 0, RUN_TENSORS, 0, &options);
+    run_whole(&whole, recipe, &options);
+    run_whole(&halves, recipe, &options);
+    halfstep_rule_info info = rule_info(halfstep_rule_find(whole.rule));
+    run_whole(&release, recipe, &options);
     for (int i = 0; i < RUN_TENSORS; i++) run_open(&single[i], recipe, i, 1, 0, &options);
     run_steps(&whole, 0, 4);
     int64_t *statistics = zeroed((size_t)statistics_count(halves.o) * 8);
     for (int step = 0; step < 4; step++) {
         run_gradients(&halves, step);
-        MUST(step_begin(halves.o, (const void *const *)halves.gradient, statistics));
-        MUST(step_finish(halves.o, halves.weight, (const void *const *)halves.gradient, statistics));
+        MUST(step_begin(halves.o, gradients_of(&halves), statistics));
+        MUST(step_finish(halves.o, halves.weight, gradients_of(&halves), statistics));
         run_gradients(&release, step);
         if (info.totals) {
             EXPECT(step_tensor(release.o, 0, release.weight[0], release.gradient[0]), UNSUPPORTED);
@@ -844,7 +823,7 @@ static void test_equalities(void)
     }
     TEST("bound counters and scalars are current after every call") {
         struct run a;
-        run_open(&a, "lamb/bf16-sr/int8", 0, RUN_TENSORS, 0, NULL);
+        run_whole(&a, "lamb/bf16-sr/int8", NULL);
         int64_t bound[3] = {-1, -1, -1};
         double ratio = -1, asked = -2;
         halfstep_record_places places = {
@@ -855,7 +834,7 @@ static void test_equalities(void)
         EXPECT(halfstep_bind_record(a.o, 0, &places), HALFSTEP_OK);
         for (int call = 0; call < 4; call++) {
             if (call == 0) run_steps(&a, 0, 2);
-            if (call == 1) EXPECT(accumulate_states(a.o, (const void *const *)a.gradient), HALFSTEP_OK);
+            if (call == 1) EXPECT(accumulate_states(a.o, gradients_of(&a)), HALFSTEP_OK);
             if (call == 2)
                 EXPECT(halfstep_accumulate(a.o, 0, a.gradient[0], "bf16-sr", a.gradient[0], "bf16", 1), HALFSTEP_OK);
             if (call == 3) EXPECT(set_scalar(a.o, 0, "trust_ratio", 0.5), HALFSTEP_OK);
@@ -879,7 +858,7 @@ static void test_equalities(void)
     }
     TEST("a bound step follows the count of updates") {
         struct run a;
-        run_open(&a, "adamw/bf16-sr", 0, RUN_TENSORS, 0, NULL);
+        run_whole(&a, "adamw/bf16-sr", NULL);
         float step[RUN_TENSORS];
         for (int i = 0; i < RUN_TENSORS; i++) {
             step[i] = -1;
@@ -893,18 +872,18 @@ static void test_equalities(void)
         run_gradients(&a, 2);
         uint16_t *first = a.gradient[1], kept = *first;
         *first = 0x7F80;
-        EXPECT(halfstep_step(a.o, a.weight, (const void *const *)a.gradient), HALFSTEP_NONFINITE);
+        EXPECT(halfstep_step(a.o, a.weight, gradients_of(&a)), HALFSTEP_NONFINITE);
         *first = kept;
         void *absent = a.gradient[2];
         a.gradient[2] = NULL;
-        EXPECT(halfstep_step(a.o, a.weight, (const void *const *)a.gradient), HALFSTEP_OK);
+        EXPECT(halfstep_step(a.o, a.weight, gradients_of(&a)), HALFSTEP_OK);
         a.gradient[2] = absent;
         for (int i = 0; i < RUN_TENSORS; i++)
             CHECK(step[i] == (i == 2 ? 2 : 3), "tensor %d: %g after a refused and a partial step", i, (double)step[i]);
 
         EXPECT(step_tensor(a.o, 2, a.weight[2], a.gradient[2]), HALFSTEP_OK);
         EXPECT(end_round(a.o), HALFSTEP_OK);
-        EXPECT(accumulate_states(a.o, (const void *const *)a.gradient), HALFSTEP_OK);
+        EXPECT(accumulate_states(a.o, gradients_of(&a)), HALFSTEP_OK);
         for (int i = 0; i < RUN_TENSORS; i++)
             CHECK(step[i] == 4, "tensor %d: %g after a micro-step", i, (double)step[i]);
 
@@ -926,8 +905,8 @@ static void test_equalities(void)
     TEST("clipping: halves agree with the whole, and the norm is told") {
         struct run a, b;
         halfstep_options options = {.struct_size = sizeof options, .threads = 1};
-        run_open(&a, "adamw/bf16-sr/int8", 0, RUN_TENSORS, 0, &options);
-        run_open(&b, "adamw/bf16-sr/int8", 0, RUN_TENSORS, 0, &options);
+        run_whole(&a, "adamw/bf16-sr/int8", &options);
+        run_whole(&b, "adamw/bf16-sr/int8", &options);
         MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "clip_norm", 0.5));
         MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "gradient_scale", 2));
         run_gradients(&a, 0);
@@ -983,7 +962,7 @@ static void test_equalities(void)
         struct run r;
         uint64_t w, g, e, s;
         int32_t fell;
-        run_open(&r, "adamw/bf16-ecc8/int8", 0, RUN_TENSORS, 0, NULL);
+        run_whole(&r, "adamw/bf16-ecc8/int8", NULL);
         MUST(halfstep_memory(r.o, &w, &g, &e, &s, &fell));
         uint64_t n = 1500 + 77 + 280 + 3000, blocks = 5 * 10 + 3 * 32;
         CHECK(w == 2 * n && g == 2 * n && e == n, "weights %d, gradients %d, extras %d", (int)w, (int)g, (int)e);
@@ -1013,10 +992,7 @@ static void *tensor_in_thread(void *argument)
 {
     struct one_tensor *a = argument;
     for (int step = 0; step < a->steps; step++) {
-        const int64_t *shape = run_shape[a->tensor];
-        struct source s = {(uint64_t)(1000 * step + a->tensor)};
-        for (int64_t j = 0; j < shape[1] * shape[2]; j++)
-            ((uint16_t *)a->run->gradient[a->tensor])[j] = (uint16_t)(to_bits((float)(next_unit(&s) - 0.5)) >> 16);
+        run_gradient(a->run, a->tensor, step);
         MUST(step_tensor(a->run->o, a->tensor, a->run->weight[a->tensor], a->run->gradient[a->tensor]));
     }
     return NULL;
@@ -1027,13 +1003,13 @@ static void test_threads(void)
     halfstep_options options = {.struct_size = sizeof options, .threads = 3, .seed = 9};
     static const char recipe[] = "adamw/bf16-kahan/int8";
     struct run reference;
-    run_open(&reference, recipe, 0, RUN_TENSORS, 0, &options);
+    run_whole(&reference, recipe, &options);
     run_steps(&reference, 0, 30);
     TEST("the number of threads may change between steps") {
         struct run a, b;
         halfstep_options options = {.struct_size = sizeof options, .threads = 1};
-        run_open(&a, "adamw/bf16-sr/int8", 0, RUN_TENSORS, 0, &options);
-        run_open(&b, "adamw/bf16-sr/int8", 0, RUN_TENSORS, 0, &options);
+        run_whole(&a, "adamw/bf16-sr/int8", &options);
+        run_whole(&b, "adamw/bf16-sr/int8", &options);
         run_steps(&a, 0, 3);
         for (int step = 0; step < 3; step++) {
             MUST(halfstep_set_threads(b.o, 3 - step));
@@ -1046,7 +1022,7 @@ static void test_threads(void)
     TEST("two handles step at once") {
         struct run r[2];
         pthread_t thread[2];
-        for (int i = 0; i < 2; i++) run_open(&r[i], recipe, 0, RUN_TENSORS, 0, &options);
+        for (int i = 0; i < 2; i++) run_whole(&r[i], recipe, &options);
         for (int i = 0; i < 2; i++) CHECK(!pthread_create(&thread[i], NULL, run_in_thread, &r[i]), "pthread_create");
         for (int i = 0; i < 2; i++) pthread_join(thread[i], NULL);
         for (int i = 0; i < 2; i++) {
@@ -1058,8 +1034,8 @@ static void test_threads(void)
         struct run whole, r;
         pthread_t thread[RUN_TENSORS];
         struct one_tensor task[RUN_TENSORS];
-        run_open(&whole, recipe, 0, RUN_TENSORS, 0, &options);
-        run_open(&r, recipe, 0, RUN_TENSORS, 0, &options);
+        run_whole(&whole, recipe, &options);
+        run_whole(&r, recipe, &options);
         /* With a constant lr, rounds end only after all steps here. */
         MUST(halfstep_set_hyper(whole.o, 0, "warmup_steps", 0));
         MUST(halfstep_set_hyper(r.o, 0, "warmup_steps", 0));
@@ -1075,7 +1051,7 @@ static void test_threads(void)
     }
     TEST_UNLESS_EMULATED("a child goes on with its copy after fork") {
         struct run r;
-        run_open(&r, recipe, 0, RUN_TENSORS, 0, &options);
+        run_whole(&r, recipe, &options);
         run_steps(&r, 0, 15);
         pid_t child = fork();
         if (!child) {
@@ -1086,8 +1062,8 @@ static void test_threads(void)
         }
         run_steps(&r, 15, 30);
         int status = -1;
-        CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
-              "the child ended with %x", (unsigned)status);
+        CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0, "the child ended with %x",
+              (unsigned)status);
         compare_runs(&reference, &r, "the parent");
         run_close(&r);
     }
