@@ -1,4 +1,4 @@
-/* Short forms of halfstep_run(), of records and of error codes, for the many lines of tests that need them. They make a
+/* Short forms of halfstep_run(), of records, of error codes and of slots, for the many lines of tests that need them. They make a
  * call about one tensor, and read or set one number of a record by its name. */
 #ifndef HALFSTEP_TEST_CALLS_H
 #define HALFSTEP_TEST_CALLS_H
@@ -11,7 +11,7 @@
 
 #include "halfstep.h"
 
-/* ---- Error codes by their short names ------------------------------------------------------------------------------ */
+/* ---- Short names ------------------------------------------------------------------------------------------------- */
 
 enum {
     ARGUMENT = HALFSTEP_ERROR_ARGUMENT,
@@ -27,6 +27,11 @@ enum {
     MISMATCH = HALFSTEP_ERROR_MISMATCH,
     IO = HALFSTEP_ERROR_IO,
 };
+enum { ALL_GROUPS = HALFSTEP_ALL_GROUPS, OK = HALFSTEP_OK };
+enum { WEIGHT = HALFSTEP_SLOT_WEIGHT, GRADIENT = HALFSTEP_SLOT_GRADIENT, STATE = HALFSTEP_SLOT_STATE };
+
+/* Declares a structure of the library that holds nothing but its size. */
+#define SIZED(type, name) type name = {.struct_size = sizeof name}
 
 /* ---- Calls. STEP, in parts and in one piece -------------------------------------------------------------------- */
 

@@ -150,10 +150,17 @@ static inline int test_calls_all(const char *header, const char *source)
 #else
 #define TEST_UNLESS_EMULATED(name) TEST(name)
 #endif
+/* Returns the number of elements of an array. */
+#define COUNT(array) (sizeof(array) / sizeof *(array))
 #define FAIL(...) test_fail(__FILE__, __LINE__, __VA_ARGS__)
 #define CHECK(condition, ...)                \
     do {                                     \
         if (!(condition)) FAIL(__VA_ARGS__); \
     } while (0)
+
+/* Checks that a number, or a text, is the expected one. Both are evaluated twice. */
+#define EQUAL(value, expected) \
+    CHECK((value) == (expected), "%s is %.17g, not %.17g", #value, (double)(value), (double)(expected))
+#define EQUAL_TEXT(value, expected) CHECK(!strcmp(value, expected), "%s is \"%s\", not \"%s\"", #value, value, expected)
 
 #endif

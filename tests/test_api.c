@@ -6,8 +6,6 @@
 #define _GNU_SOURCE
 #endif
 #define HALFSTEP_ADVANCED
-#include <math.h>
-#include <stdint.h>
 
 #ifndef _WIN32
 #include <pthread.h>
@@ -16,9 +14,7 @@
 #include <unistd.h>
 #endif
 
-#include "calls.h"
 #include "ref/fixture.h"
-#include "test.h"
 
 /* One test starts threads in the child of a process with threads. TSan refuses that unless it is told otherwise. */
 const char *__tsan_default_options(void);
@@ -39,27 +35,24 @@ static halfstep_tensor matrix(const char *name, int64_t rows, int64_t row_length
 static void test_tables(void)
 {
     TEST("version, ABI and error texts") {
-        CHECK(halfstep_version() ==
-                  HALFSTEP_VERSION_MAJOR * 10000 + HALFSTEP_VERSION_MINOR * 100 + HALFSTEP_VERSION_PATCH,
-              "version %d", (int)halfstep_version());
-        CHECK(halfstep_abi() == HALFSTEP_ABI, "ABI %d", (int)halfstep_abi());
+        EQUAL(halfstep_version(),
+              HALFSTEP_VERSION_MAJOR * 10000 + HALFSTEP_VERSION_MINOR * 100 + HALFSTEP_VERSION_PATCH);
+        EQUAL(halfstep_abi(), HALFSTEP_ABI);
         const int codes[] = {0, -10, -11, -12, -13, -14, -15, -20, -30, -40, -41, -42, -50};
-        for (size_t i = 0; i < sizeof codes / sizeof codes[0]; i++)
+        for (size_t i = 0; i < COUNT(codes); i++)
             CHECK(*halfstep_strerror(codes[i]) && strcmp(halfstep_strerror(codes[i]), halfstep_strerror(12345)),
                   "code %d has no text", codes[i]);
     }
     TEST("infos need their struct_size and a row that exists") {
-        halfstep_rule_info rule = {.struct_size = sizeof rule};
-        halfstep_format_info format = {.struct_size = sizeof format};
-        halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+        SIZED(halfstep_rule_info, rule);
+        SIZED(halfstep_format_info, format);
+        SIZED(halfstep_hyper_info, hyper);
         EXPECT(halfstep_get_rule_info(halfstep_rule_count(), &rule), ARGUMENT);
         EXPECT(halfstep_get_rule_info(-1, &rule), ARGUMENT);
-        EXPECT(halfstep_get_rule_info(0, NULL), ARGUMENT);
         EXPECT(halfstep_get_format_info(halfstep_format_count(), &format), ARGUMENT);
-        EXPECT(halfstep_get_format_info(0, NULL), ARGUMENT);
         EXPECT(halfstep_get_hyper_info(0, -1, &hyper), ARGUMENT);
         EXPECT(halfstep_get_hyper_info(-1, 0, &hyper), ARGUMENT);
-        EXPECT(halfstep_get_rule_info(0, &rule), HALFSTEP_OK);
+        EXPECT(halfstep_get_rule_info(0, &rule), OK);
         EXPECT(halfstep_get_hyper_info(0, rule.hypers, &hyper), ARGUMENT);
         rule.struct_size--, format.struct_size = 0, hyper.struct_size++;
         EXPECT(halfstep_get_rule_info(0, &rule), ARGUMENT);
@@ -87,7 +80,7 @@ static void test_tables(void)
                       rule.label);
             }
             for (int32_t i = 0; i < rule.hypers; i++) {
-                halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+                SIZED(halfstep_hyper_info, hyper);
                 MUST(halfstep_get_hyper_info(row, i, &hyper));
                 if (strncmp(hyper.title, "0:", 2) && strncmp(hyper.title, "1:", 2)) continue;
                 CHECK(hyper.minimum == 0 && hyper.maximum == 1 && !hyper.exclusive_maximum &&
@@ -125,15 +118,14 @@ static void test_tables(void)
                     {"ema/bf16-ecc8", "ema/bf16-ecc8"},
                     {"rmsprop/f32/int8", "rmsprop/f32/int8"},
                     {"adamw/f32/bf16+f32+int8", "adamw/f32/bf16+f32+int8"}};
-        for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
-            EXPECT(halfstep_recipe_full(good[i].recipe, text, sizeof text), HALFSTEP_OK);
+        for (size_t i = 0; i < COUNT(good); i++) {
+            EXPECT(halfstep_recipe_full(good[i].recipe, text, sizeof text), OK);
             CHECK(!strcmp(text, good[i].full), "%s became %s", good[i].recipe, text);
         }
         static const char *const unknown[] = {
             "",           "adamx",  "adamw/",     "adamw/bf17", "adamw/f32/x", "adamw/f32/f32/f32", "adamw/f32/f32+",
             "adamw//f32", " adamw", "adamw/f32/", "ADAMW"};
-        for (size_t i = 0; i < sizeof unknown / sizeof unknown[0]; i++)
-            EXPECT(halfstep_recipe_full(unknown[i], text, sizeof text), NAME);
+        for (size_t i = 0; i < COUNT(unknown); i++) EXPECT(halfstep_recipe_full(unknown[i], text, sizeof text), NAME);
         static const char *const impossible[] = {"adamw/int8",
                                                  "adamw/dyn4",
                                                  "lion/f32/f32+f32",
@@ -142,36 +134,31 @@ static void test_tables(void)
                                                  "adamw/f32/f32+bf16-kahan",
                                                  "adan/f32/int8+int8+int8+int8",
                                                  "ema/f32/f32"};
-        for (size_t i = 0; i < sizeof impossible / sizeof impossible[0]; i++)
+        for (size_t i = 0; i < COUNT(impossible); i++)
             EXPECT(halfstep_recipe_full(impossible[i], text, sizeof text), UNSUPPORTED);
-        EXPECT(halfstep_recipe_full(NULL, text, sizeof text), ARGUMENT);
-        EXPECT(halfstep_recipe_full("adamw", NULL, 0), ARGUMENT);
-        CHECK(halfstep_recipe_full("adamw", text, 5) != HALFSTEP_OK, "a recipe fits into too little room");
+        CHECK(halfstep_recipe_full("adamw", text, 5) != OK, "a recipe fits into too little room");
         uint64_t w, e, s;
-        EXPECT(halfstep_recipe_bytes("adamw/bf16-ecc8/int8", 2, 10, 64, &w, &e, &s), HALFSTEP_OK);
+        EXPECT(halfstep_recipe_bytes("adamw/bf16-ecc8/int8", 2, 10, 64, &w, &e, &s), OK);
         CHECK(w == 1280 && e == 640 && s == 2 * (640 + 40), "bytes %d %d %d", (int)w, (int)e, (int)s);
-        EXPECT(halfstep_recipe_bytes("adamw/bf16-ecc8/int8", 2, 10, 33, &w, NULL, &s), HALFSTEP_OK);
+        EXPECT(halfstep_recipe_bytes("adamw/bf16-ecc8/int8", 2, 10, 33, &w, NULL, &s), OK);
         CHECK(w == 660 && s == 2 * (330 + 40), "bytes %d %d", (int)w, (int)s);
-        EXPECT(halfstep_recipe_bytes("adamw/bf16-sr/int8", 1, 10000, 1, NULL, NULL, &s), HALFSTEP_OK);
-        CHECK(s == 40000, "a vector's states take %d bytes", (int)s);
-        EXPECT(halfstep_recipe_bytes("adamw/bf16-sr/int8", 1, 1, 10000, NULL, NULL, &s), HALFSTEP_OK);
-        CHECK(s == 2 * (10000 + 626), "a flat buffer's states take %d bytes", (int)s);
+        EXPECT(halfstep_recipe_bytes("adamw/bf16-sr/int8", 1, 10000, 1, NULL, NULL, &s), OK);
+        EQUAL(s, 40000);
+        EXPECT(halfstep_recipe_bytes("adamw/bf16-sr/int8", 1, 1, 10000, NULL, NULL, &s), OK);
+        EQUAL(s, 2 * (10000 + 626));
         EXPECT(halfstep_recipe_bytes("adamw", 2, -1, 10, &w, &e, &s), SHAPE);
         EXPECT(halfstep_recipe_bytes("adamw", 2, INT64_MAX / 2, 16, &w, &e, &s), SHAPE);
     }
     TEST("schedule factors") {
         double f;
-        EXPECT(halfstep_schedule_factor("constant", 3, 0, 0, 0, 0, 0, &f), HALFSTEP_OK);
-        CHECK(f == 1, "constant is %g", f);
+        EXPECT(halfstep_schedule_factor("constant", 3, 0, 0, 0, 0, 0, &f), OK);
+        EQUAL(f, 1);
         EXPECT(halfstep_schedule_factor("nonsense", 3, 0, 0, 0, 0, 0, &f), NAME);
         EXPECT(halfstep_schedule_factor("linear", 3, -1, 0, 0, 0, 0, &f), RANGE);
         EXPECT(halfstep_schedule_factor("linear", 3, 0, 10, NAN, 0, 0, &f), RANGE);
-        EXPECT(halfstep_schedule_factor("linear", 3, 0, 10, 0, 0, 0, NULL), ARGUMENT);
         uint32_t word;
         EXPECT(halfstep_random_words("nonsense", 0, 0, 0, 0, 0, &word, 1), NAME);
-        EXPECT(halfstep_random_words("philox7", 0, 0, 0, 0, 0, NULL, 1), ARGUMENT);
-        EXPECT(halfstep_bf16_stochastic(NULL, NULL, 1, NULL), ARGUMENT);
-        EXPECT(halfstep_bf16_stochastic(NULL, NULL, 0, NULL), HALFSTEP_OK);
+        EXPECT(halfstep_bf16_stochastic(NULL, NULL, 0, NULL), OK);
     }
 }
 
@@ -189,13 +176,11 @@ static void test_building(void)
         options.threads = 1;
         options.struct_size = 0;
         EXPECT(halfstep_create(&options, &o), ARGUMENT);
-        EXPECT(halfstep_create(NULL, NULL), ARGUMENT);
-        EXPECT(halfstep_set_threads(NULL, 1), ARGUMENT);
         MUST(halfstep_create(NULL, &o));
         EXPECT_NAMED(o, halfstep_set_threads(o, 1025), RANGE, "1025");
         EXPECT(halfstep_set_threads(o, -1), RANGE);
-        EXPECT(halfstep_set_threads(o, 1024), HALFSTEP_OK);
-        EXPECT(halfstep_set_threads(o, 0), HALFSTEP_OK);
+        EXPECT(halfstep_set_threads(o, 1024), OK);
+        EXPECT(halfstep_set_threads(o, 0), OK);
         halfstep_destroy(o);
         halfstep_destroy(NULL);
     }
@@ -203,29 +188,29 @@ static void test_building(void)
         halfstep_optimizer *o;
         int32_t group;
         halfstep_options options = {.struct_size = sizeof options, .device = "cpu"};
-        halfstep_device_info info = {.struct_size = sizeof info};
+        SIZED(halfstep_device_info, info);
         void *memory;
-        double lr = 0.25, found, infinite = INFINITY;
+        double lr = 0.25, infinite = INFINITY;
         float values[4] = {1, 2, 3, 4};
         MUST(halfstep_create(&options, &o));
         MUST(halfstep_add_group(o, "adamw", &group));
-        EXPECT(halfstep_synchronize(o), HALFSTEP_OK);
-        EXPECT(halfstep_set_stream(o, NULL), HALFSTEP_OK);
+        EXPECT(halfstep_synchronize(o), OK);
+        EXPECT(halfstep_set_stream(o, NULL), OK);
         EXPECT_NAMED(o, halfstep_set_stream(o, &options), ARGUMENT, "no streams");
         EXPECT_NAMED(o, halfstep_bind_hyper(o, 0, "beta1", &lr), NAME, "'beta1' cannot be bound");
         EXPECT_NAMED(o, halfstep_bind_hyper(o, 0, "gradient_scale", &lr), NAME, "gradient_scale");
         EXPECT_NAMED(o, halfstep_bind_hyper(o, 7, "lr", &lr), ARGUMENT, "no group 7");
-        MUST(halfstep_bind_hyper(o, HALFSTEP_ALL_GROUPS, "lr", &lr));
+        MUST(halfstep_bind_hyper(o, ALL_GROUPS, "lr", &lr));
         MUST(halfstep_step(o, NULL, NULL));
-        CHECK(get_hyper(o, 0, "lr") == lr, "the bound lr is %g", get_hyper(o, 0, "lr"));
+        EQUAL(get_hyper(o, 0, "lr"), lr);
         MUST(halfstep_bind_hyper(o, 0, "lr", NULL));
         lr = 0.5;
         MUST(halfstep_step(o, NULL, NULL));
-        CHECK(get_hyper(o, 0, "lr") == 1e-3, "an lr that is bound no more is %g", get_hyper(o, 0, "lr"));
-        MUST(halfstep_bind_hyper(o, HALFSTEP_ALL_GROUPS, "gradient_scale", &infinite));
+        EQUAL(get_hyper(o, 0, "lr"), 1e-3);
+        MUST(halfstep_bind_hyper(o, ALL_GROUPS, "gradient_scale", &infinite));
         EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_NONFINITE);
-        MUST(halfstep_bind_hyper(o, HALFSTEP_ALL_GROUPS, "gradient_scale", NULL));
-        EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_OK);
+        MUST(halfstep_bind_hyper(o, ALL_GROUPS, "gradient_scale", NULL));
+        EXPECT(halfstep_step(o, NULL, NULL), OK);
         MUST(halfstep_device_allocate(o, sizeof values, &memory));
         MUST(halfstep_device_copy(o, memory, values, sizeof values));
         CHECK((uintptr_t)memory % 64 == 0 && !memcmp(memory, values, sizeof values), "memory of the device");
@@ -234,8 +219,8 @@ static void test_building(void)
         EXPECT(halfstep_get_device_info("cpu", &info), NAME);
         EXPECT(halfstep_get_device_info("tpu", &info), NAME);
         EXPECT(halfstep_get_device_info("cuda:", &info), NAME);
-        EXPECT(halfstep_get_device_info("cuda", &info), HALFSTEP_OK);
-        CHECK(info.minimum_driver == 12000, "the oldest driver is of CUDA %d", (int)info.minimum_driver);
+        EXPECT(halfstep_get_device_info("cuda", &info), OK);
+        EQUAL(info.minimum_driver, 12000);
         CHECK(info.usable || halfstep_error_detail(NULL)[0], "nothing is said of a device that is not usable");
         info.struct_size = 3;
         EXPECT(halfstep_get_device_info("cuda", &info), ARGUMENT);
@@ -252,8 +237,6 @@ static void test_building(void)
         MUST(halfstep_create(NULL, &o));
         EXPECT_NAMED(o, halfstep_add_group(o, "adamx", &g), NAME, "adamx");
         EXPECT_NAMED(o, halfstep_add_group(o, "adamw/int8", &g), UNSUPPORTED, "int8");
-        EXPECT(halfstep_add_group(o, NULL, &g), ARGUMENT);
-        EXPECT(halfstep_add_group(o, "adamw", NULL), ARGUMENT);
         MUST(halfstep_add_group(o, "adamw", &g));
         MUST(halfstep_add_group(o, "sgd", &h));
         CHECK(g == 0 && h == 1, "groups are %d and %d", (int)g, (int)h);
@@ -264,27 +247,24 @@ static void test_building(void)
         EXPECT(halfstep_set_hyper(o, g, "beta1", 1), RANGE);
         EXPECT(halfstep_set_hyper(o, 2, "lr", 1), ARGUMENT);
         EXPECT(halfstep_set_hyper(o, -2, "lr", 1), ARGUMENT);
-        EXPECT(halfstep_set_hyper(o, g, NULL, 1), ARGUMENT);
         EXPECT(halfstep_set_hyper(o, g, "clip_norm", 1), ARGUMENT);
-        EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "nonsense", 1), NAME);
-        EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", -1), RANGE);
-        CHECK(get_hyper(o, g, "lr") == 1e-3, "lr is %g after failed calls", get_hyper(o, g, "lr"));
+        EXPECT(halfstep_set_hyper(o, ALL_GROUPS, "nonsense", 1), NAME);
+        EXPECT(halfstep_set_hyper(o, ALL_GROUPS, "clip_norm", -1), RANGE);
+        EQUAL(get_hyper(o, g, "lr"), 1e-3);
         EXPECT(halfstep_get_hyper(o, g, "nonsense", &value), NAME);
-        EXPECT(halfstep_get_hyper(o, g, "lr", NULL), ARGUMENT);
-        MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "lr", 0.25));
-        MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "momentum", 0.5));
+        MUST(halfstep_set_hyper(o, ALL_GROUPS, "lr", 0.25));
+        MUST(halfstep_set_hyper(o, ALL_GROUPS, "momentum", 0.5));
         for (int i = 0; i < 2; i++) {
             CHECK(get_hyper(o, i, "lr") == 0.25, "group %d: lr is %g", i, get_hyper(o, i, "lr"));
         }
         /* Checks the bounds of every hyper-parameter, taken from the table itself. */
         for (int32_t group = 0; group < 2; group++) {
             int32_t rule = halfstep_rule_find(group ? "sgd" : "adamw");
-            halfstep_hyper_info info = {.struct_size = sizeof info};
-            for (int32_t i = 0; halfstep_get_hyper_info(rule, i, &info) == HALFSTEP_OK; i++) {
-                int32_t where = info.per_optimizer ? HALFSTEP_ALL_GROUPS : group;
-                EXPECT(halfstep_set_hyper(o, where, info.name, info.minimum), HALFSTEP_OK);
-                EXPECT(halfstep_set_hyper(o, where, info.name, info.maximum),
-                       info.exclusive_maximum ? RANGE : HALFSTEP_OK);
+            SIZED(halfstep_hyper_info, info);
+            for (int32_t i = 0; halfstep_get_hyper_info(rule, i, &info) == OK; i++) {
+                int32_t where = info.per_optimizer ? ALL_GROUPS : group;
+                EXPECT(halfstep_set_hyper(o, where, info.name, info.minimum), OK);
+                EXPECT(halfstep_set_hyper(o, where, info.name, info.maximum), info.exclusive_maximum ? RANGE : OK);
                 EXPECT(halfstep_set_hyper(o, where, info.name, info.minimum - 1), RANGE);
                 EXPECT(halfstep_set_hyper(o, where, info.name, info.maximum * 1.001 + 1), RANGE);
             }
@@ -293,12 +273,12 @@ static void test_building(void)
         EXPECT_NAMED(o, halfstep_set_choice(o, g, "nonsense", "l2"), NAME, "nonsense");
         EXPECT(halfstep_set_choice(o, g, "scan", "scan"), ARGUMENT);
         EXPECT(halfstep_set_choice(o, 7, "decay", "l2"), ARGUMENT);
-        MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "decay", "l2"));
+        MUST(halfstep_set_choice(o, ALL_GROUPS, "decay", "l2"));
         CHECK(!strcmp(halfstep_get_choice(o, g, "decay"), "l2") && !strcmp(halfstep_get_choice(o, h, "decay"), "l2"),
               "decay is not l2");
         CHECK(!halfstep_get_choice(o, g, "nonsense") && !halfstep_get_choice(o, 7, "decay"),
               "a choice that is none has a value");
-        CHECK(!strcmp(halfstep_get_choice(o, HALFSTEP_ALL_GROUPS, "scan"), "scan"), "scan is not the default");
+        CHECK(!strcmp(halfstep_get_choice(o, ALL_GROUPS, "scan"), "scan"), "scan is not the default");
         halfstep_destroy(o);
     }
     TEST("shapes, shards and ids are checked") {
@@ -347,55 +327,50 @@ static void test_building(void)
             /* Block formats cut on blocks only; others anywhere; the row's end is always a cut. */
             {PART("cut", BLOCKS, 0, 10, 33, 67), SHAPE, "33"},
             {PART("cut", BLOCKS, 0, 10, 32, 33), SHAPE, ""},
-            {PART("cut", BLOCKS, 0, 10, 32, 68), HALFSTEP_OK, ""},
-            {PART("anywhere", PLAIN, 0, 10, 33, 20), HALFSTEP_OK, ""},
+            {PART("cut", BLOCKS, 0, 10, 32, 68), OK, ""},
+            {PART("anywhere", PLAIN, 0, 10, 33, 20), OK, ""},
             /* Tensors of one dimension have n rows of 1 or, from 4096 elements on, one row. */
             {WHOLE("vector", 1, 1, 4095), SHAPE, ""},
-            {WHOLE("vector", 1, 4095, 1), HALFSTEP_OK, ""},
-            {WHOLE("flat", 1, 1, 4096), HALFSTEP_OK, ""},
+            {WHOLE("vector", 1, 4095, 1), OK, ""},
+            {WHOLE("flat", 1, 1, 4096), OK, ""},
             {WHOLE("negative", -1, 1, 4096), SHAPE, ""},
-            {WHOLE("empty", 2, 0, 10), HALFSTEP_OK, ""},
+            {WHOLE("empty", 2, 0, 10), OK, ""},
             {WHOLE("flat", 2, 3, 3), DUPLICATE, "flat"},
-            {TENSOR("other", 2, 3, 3, .gradient = "f32", .id = 77), HALFSTEP_OK, ""},
+            {TENSOR("other", 2, 3, 3, .gradient = "f32", .id = 77), OK, ""},
             {TENSOR("third", 2, 3, 3, .gradient = "f32", .id = 77), DUPLICATE, "third"},
         };
         halfstep_optimizer *o = new_optimizer("adamw/bf16-sr/bf16-sr", 0, 0);
         int32_t index;
         MUST(halfstep_add_group(o, "adamw/bf16-sr/int8", &index));
-        EXPECT(halfstep_add_tensor(o, NULL, &index), ARGUMENT);
-        EXPECT(halfstep_add_tensor(o, &rows[0].tensor, NULL), ARGUMENT);
-        for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (size_t i = 0; i < COUNT(rows); i++)
             CHECK(halfstep_add_tensor(o, &rows[i].tensor, &index) == rows[i].code &&
-                      (rows[i].code == HALFSTEP_OK || strstr(halfstep_error_detail(o), rows[i].says)),
+                      (rows[i].code == OK || strstr(halfstep_error_detail(o), rows[i].says)),
                   "row %zu: not %d and '%s' but '%s'", i, rows[i].code, rows[i].says, halfstep_error_detail(o));
-        CHECK(halfstep_tensor_count(o) == 6, "%d tensors exist", (int)halfstep_tensor_count(o));
+        EQUAL(halfstep_tensor_count(o), 6);
         CHECK(halfstep_tensor_find(o, "other") == 5 && halfstep_tensor_find(o, "third") == -1,
               "tensors are not found by name");
         halfstep_destroy(o);
     }
     TEST("groups and tensors tell what they were added as") {
         halfstep_optimizer *o;
-        int32_t g, h, index;
+        int32_t g, h;
         char text[64];
         MUST(halfstep_create(NULL, &o));
         CHECK(halfstep_group_count(o) == 0 && halfstep_group_count(NULL) == 0, "groups of an empty handle");
         MUST(halfstep_add_group(o, "adamw/bf16-sr/int8", &g));
         MUST(halfstep_add_group(o, "lion", &h));
-        CHECK(halfstep_group_count(o) == 2, "%d groups", (int)halfstep_group_count(o));
+        EQUAL(halfstep_group_count(o), 2);
         for (int i = 0; i < 2; i++) {
             char full[64];
             MUST(halfstep_recipe_full(i ? "lion" : "adamw/bf16-sr/int8", full, sizeof full));
-            EXPECT(halfstep_get_group_recipe(o, i, text, sizeof text), HALFSTEP_OK);
+            EXPECT(halfstep_get_group_recipe(o, i, text, sizeof text), OK);
             CHECK(!strcmp(text, full), "group %d is %s, not %s", i, text, full);
         }
         EXPECT_NAMED(o, halfstep_get_group_recipe(o, 2, text, sizeof text), ARGUMENT, "2");
         EXPECT_NAMED(o, halfstep_get_group_recipe(o, 0, text, 5), RANGE, "5");
-        EXPECT(halfstep_get_group_recipe(o, 0, NULL, 5), ARGUMENT);
-        EXPECT(halfstep_get_group_recipe(NULL, 0, text, 5), ARGUMENT);
         halfstep_tensor t = matrix("whole", 7, 64), found = {.struct_size = sizeof found};
         t.group = h;
-        MUST(halfstep_add_tensor(o, &t, &index));
-        EXPECT(halfstep_get_tensor(o, index, &found), HALFSTEP_OK);
+        EXPECT(halfstep_get_tensor(o, add_tensor(o, &t), &found), OK);
         CHECK(!strcmp(found.name, "whole") && found.name != t.name && found.group == h && found.ndim == 2 &&
                   found.id == halfstep_name_id("whole") && found.rows == 7 && found.row_length == 64 &&
                   !found.first_row && found.n_rows == 7 && !found.first_column && found.n_columns == 64 &&
@@ -403,14 +378,11 @@ static void test_building(void)
               "a whole tensor");
         t = matrix("part", 7, 64);
         t.id = 5, t.first_row = 2, t.n_rows = 3, t.first_column = 32, t.n_columns = 32;
-        MUST(halfstep_add_tensor(o, &t, &index));
-        EXPECT(halfstep_get_tensor(o, index, &found), HALFSTEP_OK);
+        EXPECT(halfstep_get_tensor(o, add_tensor(o, &t), &found), OK);
         CHECK(found.group == g && found.id == 5 && found.first_row == 2 && found.n_rows == 3 &&
                   found.first_column == 32 && found.n_columns == 32 && found.rows == 7 && found.row_length == 64,
               "a part of a tensor");
         EXPECT_NAMED(o, halfstep_get_tensor(o, 2, &found), ARGUMENT, "2");
-        EXPECT(halfstep_get_tensor(NULL, 0, &found), ARGUMENT);
-        EXPECT(halfstep_get_tensor(o, 0, NULL), ARGUMENT);
         found.struct_size = 5;
         EXPECT(halfstep_get_tensor(o, 0, &found), ARGUMENT);
         halfstep_destroy(o);
@@ -420,19 +392,19 @@ static void test_building(void)
         halfstep_tensor t = matrix("w", 4, 64);
         uint64_t bytes;
         add_tensor(o, &t);
-        halfstep_slot_info info = slot_info(o, 0, HALFSTEP_SLOT_STATE);
+        halfstep_slot_info info = slot_info(o, 0, STATE);
         CHECK(info.format == -1 && info.code_bytes == 0, "without momentum the state takes %d bytes",
               (int)info.code_bytes);
         MUST(halfstep_set_hyper(o, 0, "momentum", 0.9));
-        info = slot_info(o, 0, HALFSTEP_SLOT_STATE);
+        info = slot_info(o, 0, STATE);
         CHECK(info.format >= 0 && info.code_bytes == 256,
               "with momentum, set after the tensor, the state takes %d bytes", (int)info.code_bytes);
         MUST(halfstep_state_bytes(o, &bytes));
         CHECK(bytes >= 256 + 16, "state bytes are %d", (int)bytes);
         MUST(halfstep_allocate_states(o));
         EXPECT(halfstep_set_hyper(o, 0, "momentum", 0), ORDER);
-        EXPECT(halfstep_set_hyper(o, 0, "momentum", 0.5), HALFSTEP_OK);
-        EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "momentum", 0), ORDER);
+        EXPECT(halfstep_set_hyper(o, 0, "momentum", 0.5), OK);
+        EXPECT(halfstep_set_hyper(o, ALL_GROUPS, "momentum", 0), ORDER);
         halfstep_destroy(o);
     }
 }
@@ -451,41 +423,34 @@ static void test_order(void)
         MUST(halfstep_create(NULL, &o));
         MUST(halfstep_add_group(o, "adamw", &g));
         halfstep_tensor t = matrix("w", 1, 64);
-        MUST(halfstep_add_tensor(o, &t, &index));
+        add_tensor(o, &t);
         EXPECT(halfstep_step(o, weights, gradients), ORDER);
         EXPECT(step_tensor(o, 0, w, grad), ORDER);
         EXPECT(step_begin(o, gradients, statistics), ORDER);
         EXPECT(step_finish(o, weights, gradients, statistics), ORDER);
         float value;
-        EXPECT(halfstep_read_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 1, &value), ORDER);
+        EXPECT(halfstep_read_slot(o, 0, STATE, NULL, 0, 1, &value), ORDER);
         /* One slot of two: still not ready, and by name. */
         float m[64], v[64];
-        MUST(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, m, NULL));
+        MUST(halfstep_bind_slot(o, 0, STATE, m, NULL));
         EXPECT_NAMED(o, halfstep_step(o, weights, gradients), ORDER, "exp_avg_sq");
         memset(m, 0, sizeof m), memset(v, 0, sizeof v);
-        MUST(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE + 1, v, NULL));
-        EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
+        MUST(halfstep_bind_slot(o, 0, STATE + 1, v, NULL));
+        EXPECT(halfstep_step(o, weights, gradients), OK);
         t = matrix("late", 1, 64);
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), ORDER, "late");
         EXPECT(halfstep_add_group(o, "adamw", &g), ORDER);
-        EXPECT(halfstep_step(o, NULL, gradients), ARGUMENT);
-        EXPECT(halfstep_step(o, weights, NULL), ARGUMENT);
-        EXPECT(halfstep_step(NULL, weights, gradients), ARGUMENT);
         weights[0] = NULL;
         EXPECT_NAMED(o, halfstep_step(o, weights, gradients), ARGUMENT, "w");
         gradients[0] = NULL;
-        EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
+        EXPECT(halfstep_step(o, weights, gradients), OK);
         EXPECT(step_tensor(o, 1, w, grad), ARGUMENT);
         EXPECT(step_tensor(o, -1, w, grad), ARGUMENT);
-        EXPECT(step_tensor(o, 0, NULL, grad), ARGUMENT);
-        EXPECT(step_tensor(o, 0, w, NULL), HALFSTEP_OK);
-        EXPECT(step_begin(o, NULL, statistics), ARGUMENT);
-        EXPECT(step_begin(o, gradients, NULL), ARGUMENT);
-        EXPECT(end_round(NULL), ARGUMENT);
+        EXPECT(step_tensor(o, 0, w, NULL), OK);
         halfstep_destroy(o);
         /* A handle without tensors steps nothing. */
         MUST(halfstep_create(NULL, &o));
-        EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_OK);
+        EXPECT(halfstep_step(o, NULL, NULL), OK);
         halfstep_destroy(o);
     }
     TEST("memory for states is checked") {
@@ -494,14 +459,13 @@ static void test_order(void)
         halfstep_tensor t = matrix("w", 10, 100);
         uint64_t bytes;
         add_tensor(o, &t);
-        EXPECT(halfstep_state_bytes(o, NULL), ARGUMENT);
         MUST(halfstep_state_bytes(o, &bytes));
         CHECK(bytes >= 1000 + 2 * (1000 + 80) && bytes < sizeof memory, "state bytes are %d", (int)bytes);
         EXPECT(halfstep_bind_states(o, NULL, bytes), ARGUMENT);
         EXPECT(halfstep_bind_states(o, memory + 8, bytes), ARGUMENT);
         EXPECT(halfstep_bind_states(o, memory, bytes - 1), RANGE);
         memset(memory, 0x55, sizeof memory);
-        EXPECT(halfstep_bind_states(o, memory, bytes), HALFSTEP_OK);
+        EXPECT(halfstep_bind_states(o, memory, bytes), OK);
         CHECK(memory[bytes] == 0x55, "more memory than asked for was written");
         for (int slot = 0; slot < 4; slot++) {
             halfstep_slot_info info = slot_info(o, 0, slot);
@@ -512,11 +476,9 @@ static void test_order(void)
                 CHECK(places[i] >= memory && places[i] < memory + bytes, "slot %d lies outside", slot);
             }
         }
-        EXPECT(halfstep_bind_slot(o, 0, 9, memory, NULL), ARGUMENT);
         EXPECT(halfstep_bind_slot(o, 5, 2, memory, NULL), ARGUMENT);
-        EXPECT(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_GRADIENT, memory, NULL), ARGUMENT);
-        EXPECT(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, memory, NULL), ARGUMENT);
-        EXPECT(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, memory), ARGUMENT);
+        EXPECT(halfstep_bind_slot(o, 0, GRADIENT, memory, NULL), ARGUMENT);
+        EXPECT(halfstep_bind_slot(o, 0, STATE, NULL, memory), ARGUMENT);
         halfstep_slot_info info = {.struct_size = 3};
         EXPECT(halfstep_get_slot_info(o, 0, 0, &info), ARGUMENT);
         halfstep_record c = {.struct_size = 3};
@@ -531,13 +493,10 @@ static void test_order(void)
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             const char *format = format_for(row, HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG);
             if (!format) continue;
-            char recipe[64];
             struct one t;
             float values[7 * 70], back[7 * 70], again[7 * 70];
             struct source s = {61};
-            snprintf(recipe, sizeof recipe, "adamw/f32/%s", format);
-            one_open(&t, recipe, 2, 7, 70, "f32");
-            one_start(&t);
+            one_new(&t, text_of("adamw/f32/%s", format), 2, 7, 70, "f32");
             for (int i = 0; i < 490; i++) values[i] = (float)next_unit(&s);
             /* The format may fall back to another one. */
             halfstep_format_info info = format_info(slot_info(t.o, 0, 2).format);
@@ -548,9 +507,9 @@ static void test_order(void)
                 one_write(&t, slot, values);
                 one_read(&t, slot, back);
                 for (int r = 0; in_rows && r < 7; r++)
-                    EXPECT(halfstep_write_slot(t.o, 0, slot, NULL, r, 1, values + 70 * r), HALFSTEP_OK);
-                EXPECT(halfstep_read_slot(t.o, 0, slot, NULL, 0, 3, again), HALFSTEP_OK);
-                EXPECT(halfstep_read_slot(t.o, 0, slot, NULL, 3, 4, again + 210), HALFSTEP_OK);
+                    EXPECT(halfstep_write_slot(t.o, 0, slot, NULL, r, 1, values + 70 * r), OK);
+                EXPECT(halfstep_read_slot(t.o, 0, slot, NULL, 0, 3, again), OK);
+                EXPECT(halfstep_read_slot(t.o, 0, slot, NULL, 3, 4, again + 210), OK);
                 CHECK(!memcmp(back, again, sizeof back), "%s: rows differ from the whole", format);
                 one_write(&t, slot, back);
                 one_read(&t, slot, again);
@@ -559,15 +518,14 @@ static void test_order(void)
             EXPECT(halfstep_read_slot(t.o, 0, 2, NULL, 5, 3, again), RANGE);
             EXPECT(halfstep_read_slot(t.o, 0, 2, NULL, -1, 1, again), RANGE);
             EXPECT(halfstep_write_slot(t.o, 0, 2, NULL, INT64_MAX, 1, again), RANGE);
-            EXPECT(halfstep_read_slot(t.o, 0, 4, NULL, 0, 1, again), ARGUMENT);
             EXPECT(halfstep_read_slot(t.o, 0, 0, NULL, 0, 1, again), ARGUMENT);
             EXPECT(halfstep_read_slot(t.o, 0, 2, NULL, 0, 1, NULL), ARGUMENT);
-            EXPECT(halfstep_read_slot(t.o, 0, 2, NULL, 0, 0, NULL), HALFSTEP_OK);
+            EXPECT(halfstep_read_slot(t.o, 0, 2, NULL, 0, 0, NULL), OK);
             one_read(&t, 3, back);
             values[100] = -1;
             EXPECT(halfstep_write_slot(t.o, 0, 3, NULL, 0, 7, values), RANGE);
             values[100] = NAN;
-            EXPECT(halfstep_write_slot(t.o, 0, 2, NULL, 0, 7, values), info.block ? RANGE : HALFSTEP_OK);
+            EXPECT(halfstep_write_slot(t.o, 0, 2, NULL, 0, 7, values), info.block ? RANGE : OK);
             one_read(&t, 3, again);
             CHECK(!memcmp(back, again, sizeof back), "%s: a refused write changed something", format);
             one_close(&t);
@@ -590,7 +548,7 @@ struct run {
 
 static void run_open(struct run *r, const char *recipe, int first, int n, int bind, const halfstep_options *options)
 {
-    int32_t group, index;
+    int32_t group;
     char name[16];
     memset(r, 0, sizeof *r);
     r->first = first;
@@ -607,7 +565,7 @@ static void run_open(struct run *r, const char *recipe, int first, int n, int bi
         halfstep_tensor t = matrix(name, shape[1], shape[2]);
         t.ndim = (int32_t)shape[0];
         t.gradient = "bf16";
-        MUST(halfstep_add_tensor(r->o, &t, &index));
+        add_tensor(r->o, &t);
         r->weight[i] = zeroed((size_t)(shape[1] * shape[2]) * 4);
         r->gradient[i] = zeroed((size_t)(shape[1] * shape[2]) * 2);
     }
@@ -624,7 +582,7 @@ static void run_open(struct run *r, const char *recipe, int first, int n, int bi
         struct source s = {(uint64_t)(first + i) + 500};
         float *values = zeroed((size_t)(shape[1] * shape[2]) * 4);
         for (int64_t j = 0; j < shape[1] * shape[2]; j++) values[j] = (float)next_normal(&s);
-        MUST(halfstep_write_slot(r->o, i, HALFSTEP_SLOT_WEIGHT, r->weight[i], 0, shape[1], values));
+        MUST(halfstep_write_slot(r->o, i, WEIGHT, r->weight[i], 0, shape[1], values));
         free(values);
     }
 }
@@ -669,11 +627,10 @@ static void run_steps(struct run *r, int from, int to)
 /* Compares every byte of a tensor of two runs. Returns -1, or the first slot that differs. */
 static int run_differs(const struct run *a, int i, const struct run *b, int j)
 {
-    for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
+    for (int slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
         halfstep_slot_info x = {.struct_size = sizeof x}, y = {.struct_size = sizeof y};
-        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(a->o, i, slot, &x) != HALFSTEP_OK || x.format < 0)
-            continue;
-        if (halfstep_get_slot_info(b->o, j, slot, &y) != HALFSTEP_OK || x.code_bytes != y.code_bytes) return slot;
+        if (slot == GRADIENT || halfstep_get_slot_info(a->o, i, slot, &x) != OK || x.format < 0) continue;
+        if (halfstep_get_slot_info(b->o, j, slot, &y) != OK || x.code_bytes != y.code_bytes) return slot;
         const void *p = slot ? x.code : a->weight[i], *q = slot ? y.code : b->weight[j];
         if (memcmp(p, q, x.code_bytes) || (x.extra && memcmp(x.extra, y.extra, x.extra_bytes))) return slot;
     }
@@ -692,12 +649,10 @@ static void compare_runs(const struct run *a, const struct run *b, const char *w
 static void copy_run(const struct run *from, struct run *to)
 {
     for (int i = 0; i < from->n; i++) {
-        for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
+        for (int slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
             halfstep_slot_info x = {.struct_size = sizeof x}, y = {.struct_size = sizeof y};
-            if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(from->o, i, slot, &x) != HALFSTEP_OK ||
-                x.format < 0)
-                continue;
-            MUST(halfstep_get_slot_info(to->o, i, slot, &y));
+            if (slot == GRADIENT || halfstep_get_slot_info(from->o, i, slot, &x) != OK || x.format < 0) continue;
+            y = slot_info(to->o, i, slot);
             memcpy(slot ? y.code : to->weight[i], slot ? x.code : from->weight[i], x.code_bytes);
             if (x.extra) memcpy(y.extra, x.extra, x.extra_bytes);
         }
@@ -730,7 +685,7 @@ static void every_recipe(void (*f)(const char *recipe))
                 const char *weight = format_for(w, HALFSTEP_ROLE_WEIGHT), *state = format_for(s, 0);
                 if (!weight) continue;
                 snprintf(recipe, sizeof recipe, "%s/%s/%s", rule_info(rule).name, weight, state);
-                if (halfstep_recipe_full(recipe, full, sizeof full) != HALFSTEP_OK) continue;
+                if (halfstep_recipe_full(recipe, full, sizeof full) != OK) continue;
                 if (n++ % BY_LENGTH(37, 5, 1) == 0) f(full);
             }
 }
@@ -828,19 +783,18 @@ static void test_equalities(void)
         double ratio = -1, asked = -2;
         halfstep_record_places places = {
             .struct_size = sizeof places, .state_steps = &bound[0], .full_steps = &bound[1], .writes = &bound[2]};
-        halfstep_record any = {.struct_size = sizeof any};
+        SIZED(halfstep_record, any);
         const int64_t kept = record_place(a.o, &any, "trust_ratio") - any.scalar;
         places.scalar[kept] = &ratio;
-        EXPECT(halfstep_bind_record(a.o, 0, &places), HALFSTEP_OK);
+        EXPECT(halfstep_bind_record(a.o, 0, &places), OK);
         for (int call = 0; call < 4; call++) {
             if (call == 0) run_steps(&a, 0, 2);
-            if (call == 1) EXPECT(accumulate_states(a.o, gradients_of(&a)), HALFSTEP_OK);
-            if (call == 2)
-                EXPECT(halfstep_accumulate(a.o, 0, a.gradient[0], "bf16-sr", a.gradient[0], "bf16", 1), HALFSTEP_OK);
-            if (call == 3) EXPECT(set_scalar(a.o, 0, "trust_ratio", 0.5), HALFSTEP_OK);
-            halfstep_record c = {.struct_size = sizeof c};
-            EXPECT(get_counters(a.o, 0, &c), HALFSTEP_OK);
-            EXPECT(get_scalar(a.o, 0, "trust_ratio", &asked), HALFSTEP_OK);
+            if (call == 1) EXPECT(accumulate_states(a.o, gradients_of(&a)), OK);
+            if (call == 2) EXPECT(halfstep_accumulate(a.o, 0, a.gradient[0], "bf16-sr", a.gradient[0], "bf16", 1), OK);
+            if (call == 3) EXPECT(set_scalar(a.o, 0, "trust_ratio", 0.5), OK);
+            SIZED(halfstep_record, c);
+            EXPECT(get_counters(a.o, 0, &c), OK);
+            EXPECT(get_scalar(a.o, 0, "trust_ratio", &asked), OK);
             CHECK((uint64_t)bound[0] == c.state_steps && (uint64_t)bound[1] == c.full_steps &&
                       (uint64_t)bound[2] == c.writes && ratio == asked,
                   "call %d: %lld %lld %lld and %g are shown", call, (long long)bound[0], (long long)bound[1],
@@ -849,9 +803,9 @@ static void test_equalities(void)
         CHECK(ratio == 0.5 && bound[0] == 3 && bound[1] == 2 && bound[2] == 4, "counts %lld %lld %lld",
               (long long)bound[0], (long long)bound[1], (long long)bound[2]);
         places.scalar[kept] = NULL;
-        EXPECT(halfstep_bind_record(a.o, 0, &places), HALFSTEP_OK);
-        EXPECT(set_scalar(a.o, 0, "trust_ratio", 0.25), HALFSTEP_OK);
-        CHECK(ratio == 0.5, "%g after it was unbound", ratio);
+        EXPECT(halfstep_bind_record(a.o, 0, &places), OK);
+        EXPECT(set_scalar(a.o, 0, "trust_ratio", 0.25), OK);
+        EQUAL(ratio, 0.5);
         places.scalar[HALFSTEP_MAX_SCALARS - 1] = &ratio;
         EXPECT(halfstep_bind_record(a.o, 0, &places), ARGUMENT);
         run_close(&a);
@@ -862,11 +816,11 @@ static void test_equalities(void)
         float step[RUN_TENSORS];
         for (int i = 0; i < RUN_TENSORS; i++) {
             step[i] = -1;
-            EXPECT(bind_step(a.o, i, step + i), HALFSTEP_OK);
-            CHECK(step[i] == 0, "tensor %d: %g when bound", i, (double)step[i]);
+            EXPECT(bind_step(a.o, i, step + i), OK);
+            CHECK(step[i] == 0, "tensor %d: %g when bound", i, step[i]);
         }
         run_steps(&a, 0, 2);
-        for (int i = 0; i < RUN_TENSORS; i++) CHECK(step[i] == 2, "tensor %d: %g after two steps", i, (double)step[i]);
+        for (int i = 0; i < RUN_TENSORS; i++) CHECK(step[i] == 2, "tensor %d: %g after two steps", i, step[i]);
 
         /* A tensor that is refused or left out gets no update and no count. */
         run_gradients(&a, 2);
@@ -876,30 +830,27 @@ static void test_equalities(void)
         *first = kept;
         void *absent = a.gradient[2];
         a.gradient[2] = NULL;
-        EXPECT(halfstep_step(a.o, a.weight, gradients_of(&a)), HALFSTEP_OK);
+        EXPECT(halfstep_step(a.o, a.weight, gradients_of(&a)), OK);
         a.gradient[2] = absent;
         for (int i = 0; i < RUN_TENSORS; i++)
-            CHECK(step[i] == (i == 2 ? 2 : 3), "tensor %d: %g after a refused and a partial step", i, (double)step[i]);
+            CHECK(step[i] == (i == 2 ? 2 : 3), "tensor %d: %g after a refused and a partial step", i, step[i]);
 
-        EXPECT(step_tensor(a.o, 2, a.weight[2], a.gradient[2]), HALFSTEP_OK);
-        EXPECT(end_round(a.o), HALFSTEP_OK);
-        EXPECT(accumulate_states(a.o, gradients_of(&a)), HALFSTEP_OK);
-        for (int i = 0; i < RUN_TENSORS; i++)
-            CHECK(step[i] == 4, "tensor %d: %g after a micro-step", i, (double)step[i]);
+        EXPECT(step_tensor(a.o, 2, a.weight[2], a.gradient[2]), OK);
+        EXPECT(end_round(a.o), OK);
+        EXPECT(accumulate_states(a.o, gradients_of(&a)), OK);
+        for (int i = 0; i < RUN_TENSORS; i++) CHECK(step[i] == 4, "tensor %d: %g after a micro-step", i, step[i]);
 
         halfstep_record c = {.struct_size = sizeof c, .state_steps = 1000};
-        EXPECT(set_counters(a.o, 0, &c), HALFSTEP_OK);
-        CHECK(step[0] == 1000, "%g after the counters were set", (double)step[0]);
-        EXPECT(bind_step(a.o, 1, NULL), HALFSTEP_OK);
+        EXPECT(set_counters(a.o, 0, &c), OK);
+        EQUAL(step[0], 1000);
+        EXPECT(bind_step(a.o, 1, NULL), OK);
         run_steps(&a, 3, 4);
-        CHECK(step[0] == 1001 && step[1] == 4 && step[2] == 5, "%g %g %g", (double)step[0], (double)step[1],
-              (double)step[2]);
+        CHECK(step[0] == 1001 && step[1] == 4 && step[2] == 5, "%g %g %g", step[0], step[1], step[2]);
         float late = 0;
-        EXPECT(bind_step(a.o, 1, &late), HALFSTEP_OK);
-        CHECK(late == 5, "%g when bound late", (double)late);
+        EXPECT(bind_step(a.o, 1, &late), OK);
+        EQUAL(late, 5);
 
         EXPECT(bind_step(a.o, RUN_TENSORS, step), ARGUMENT);
-        EXPECT(bind_step(NULL, 0, step), ARGUMENT);
         run_close(&a);
     }
     TEST("clipping: halves agree with the whole, and the norm is told") {
@@ -907,8 +858,8 @@ static void test_equalities(void)
         halfstep_options options = {.struct_size = sizeof options, .threads = 1};
         run_whole(&a, "adamw/bf16-sr/int8", &options);
         run_whole(&b, "adamw/bf16-sr/int8", &options);
-        MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "clip_norm", 0.5));
-        MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "gradient_scale", 2));
+        MUST(halfstep_set_hyper(a.o, ALL_GROUPS, "clip_norm", 0.5));
+        MUST(halfstep_set_hyper(a.o, ALL_GROUPS, "gradient_scale", 2));
         run_gradients(&a, 0);
         double sum = 0;
         for (int i = 0; i < RUN_TENSORS; i++)
@@ -919,8 +870,7 @@ static void test_equalities(void)
         CHECK(fabs(halfstep_gradient_norm(a.o) / norm - 1) < 1e-12, "the norm is %.17g, expected %.17g",
               halfstep_gradient_norm(a.o), norm);
         /* Clips by hand: another handle gets the factor as its gradient scale. */
-        MUST(halfstep_set_hyper(b.o, HALFSTEP_ALL_GROUPS, "gradient_scale",
-                                2 * (0.5 / (halfstep_gradient_norm(a.o) + 1e-6))));
+        MUST(halfstep_set_hyper(b.o, ALL_GROUPS, "gradient_scale", 2 * (0.5 / (halfstep_gradient_norm(a.o) + 1e-6))));
         run_steps(&b, 0, 1);
         compare_runs(&a, &b, "clipping by hand");
         run_close(&a);
@@ -929,27 +879,25 @@ static void test_equalities(void)
     TEST("accumulation adds, and with bf16-sr it draws random bits of its own") {
         struct one t;
         float sum[100];
-        one_open(&t, "adamw/f32/f32", 2, 1, 100, "f32");
-        one_start(&t);
+        one_new(&t, "adamw/f32/f32", 2, 1, 100, "f32");
         memset(sum, 0, sizeof sum);
-        one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1.5f);
-        EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "f32", 0.5), HALFSTEP_OK);
-        EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "f32", 2), HALFSTEP_OK);
+        one_fill(&t, GRADIENT, 1.5f);
+        EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "f32", 0.5), OK);
+        EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "f32", 2), OK);
         for (int i = 0; i < 100; i++) CHECK(sum[i] == 3.75f, "element %d is %g", i, sum[i]);
         EXPECT(halfstep_accumulate(t.o, 0, sum, "int8", t.gradient, "f32", 1), UNSUPPORTED);
         EXPECT(halfstep_accumulate(t.o, 0, sum, "bf16-kahan", t.gradient, "f32", 1), UNSUPPORTED);
         EXPECT(halfstep_accumulate(t.o, 0, sum, "x", t.gradient, "f32", 1), NAME);
         EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "bf16-sr", 1), UNSUPPORTED);
-        EXPECT(halfstep_accumulate(t.o, 0, NULL, "f32", t.gradient, "f32", 1), ARGUMENT);
         EXPECT(halfstep_accumulate(t.o, 1, sum, "f32", t.gradient, "f32", 1), ARGUMENT);
         EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "f32", NAN), RANGE);
         uint16_t sr[100];
         double mean = 0;
         for (int k = 0; k < 400; k++) {
             memset(sr, 0, sizeof sr);
-            one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1.0f);
+            one_fill(&t, GRADIENT, 1.0f);
             MUST(halfstep_accumulate(t.o, 0, sr, "bf16-sr", t.gradient, "f32", 1));
-            one_fill(&t, HALFSTEP_SLOT_GRADIENT, 0.001f);
+            one_fill(&t, GRADIENT, 0.001f);
             MUST(halfstep_accumulate(t.o, 0, sr, "bf16-sr", t.gradient, "f32", 1));
             for (int i = 0; i < 100; i++) mean += ((double)from_bits((uint32_t)sr[i] << 16) - 1) / 40000;
         }
@@ -966,8 +914,8 @@ static void test_equalities(void)
         MUST(halfstep_memory(r.o, &w, &g, &e, &s, &fell));
         uint64_t n = 1500 + 77 + 280 + 3000, blocks = 5 * 10 + 3 * 32;
         CHECK(w == 2 * n && g == 2 * n && e == n, "weights %d, gradients %d, extras %d", (int)w, (int)g, (int)e);
-        CHECK(s == 2 * (4500 + 2 * blocks) + 2 * 2 * (77 + 280), "states %d", (int)s);
-        CHECK(fell == 2, "%d fell back", (int)fell);
+        EQUAL(s, 2 * (4500 + 2 * blocks) + 2 * 2 * (77 + 280));
+        EQUAL(fell, 2);
         run_close(&r);
     }
 }
@@ -1095,7 +1043,7 @@ static void test_memory(void)
             bad |= halfstep_allocate_states(o) != MEMORY || !*halfstep_error_detail(o);
             /* The handle is not settled, so another tensor may still be added. */
             t = matrix("x", 4, 4);
-            bad |= halfstep_add_tensor(o, &t, &index) != HALFSTEP_OK;
+            bad |= halfstep_add_tensor(o, &t, &index) != OK;
 #endif
             halfstep_destroy(o);
             test_leave(bad);

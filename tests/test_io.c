@@ -10,13 +10,8 @@
 #include <malloc.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -26,7 +21,6 @@
 #include "halfstep_io.h"
 #include "messages.h"
 #include "scratch.h"
-#include "test.h"
 
 /* ---- A disk that fails ------------------------------------------------------------------------------------------- */
 
@@ -449,7 +443,7 @@ static const reader_case reader_cases[] = {
 
 static void test_reader_cases(void)
 {
-    for (size_t i = 0; i < sizeof reader_cases / sizeof *reader_cases; i++) {
+    for (size_t i = 0; i < COUNT(reader_cases); i++) {
         const reader_case *c = &reader_cases[i];
         int code = open_made(c->header, strlen(c->header), c->data);
         if (!c->says) {
@@ -482,7 +476,7 @@ static void test_reader_lengths(void)
         {"\0\0\0\0\0\0\0\x02{}", 10, "above the limit"}, /* the same length, big-endian */
     };
     halfstep_safetensors *file;
-    for (size_t i = 0; i < sizeof raw / sizeof *raw; i++) {
+    for (size_t i = 0; i < COUNT(raw); i++) {
         put_file(at("case"), raw[i].bytes, raw[i].count);
         int code = halfstep_open_safetensors(&file, at("case"), TEXT);
         CHECK(code == FORMAT && !file && strstr(message, raw[i].says), "case %zu: %d '%s'", i, code, message);
@@ -495,8 +489,6 @@ static void test_reader_lengths(void)
     FAILS(halfstep_open_safetensors(&file, scratch, TEXT), IO, "directory"); /* directory */
     mkfifo(at("pipe"), 0600);
     FAILS(halfstep_open_safetensors(&file, at("pipe"), TEXT), IO, "");
-    FAILS(halfstep_open_safetensors(&file, NULL, TEXT), ARGUMENT, ""); /* NULL path */
-    CHECK(halfstep_open_safetensors(NULL, at("case"), NULL, 0) == ARGUMENT, "NULL handle");
 }
 
 /* Opens a header of `count` repeated texts between a beginning and an end. */
@@ -573,7 +565,7 @@ static void test_reader_memory(void)
         {"long names", "{", name, "'z':" EMPTY "}", 0, ""},
         {"a malformed end", "{", "'%x':" EMPTY ",", "'z':" EMPTY "]", FORMAT, "byte"},
     };
-    for (size_t i = 0; i < sizeof bombs / sizeof *bombs; i++) {
+    for (size_t i = 0; i < COUNT(bombs); i++) {
         double peak = measure_peak(BYTES, bombs[i].begin, bombs[i].item, bombs[i].end, bombs[i].code, bombs[i].says);
         CHECK(peak < 2.2, "%s: %.2f times the header", bombs[i].what, peak);
     }
@@ -616,7 +608,6 @@ static void test_changed_file(void)
     FAILS(halfstep_read_safetensor(file, 0, 33, read, 0, TEXT), RANGE, "");          /* beyond the end */
     FAILS(halfstep_read_safetensor(file, 0, 16, read, UINT64_MAX, TEXT), RANGE, ""); /* overflow */
     FAILS(halfstep_read_safetensor(file, 1, 0, read, 1, TEXT), ARGUMENT, "");        /* no such tensor */
-    FAILS(halfstep_read_safetensor(file, 0, 0, NULL, 1, TEXT), ARGUMENT, "");        /* NULL buffer */
     /* A file that shrinks after its size was read. */
     reads = 0, read_ends_at = 1;
     FAILS(halfstep_read_safetensor(file, 0, 3, read, 1, TEXT), FORMAT, "case ends at byte");
@@ -665,7 +656,7 @@ static void test_round_trip(void)
         WORKS(halfstep_declare_safetensor(writer, name, dtype, 0, NULL, NULL, TEXT));
         declared++;
     }
-    CHECK(dtype_count == 22, "%zu dtypes", dtype_count);
+    EQUAL(dtype_count, 22);
     static float direct[3] = {1.5f, -2.0f, 0.25f};
     WORKS(halfstep_declare_safetensor(writer, "", "F32", 1, &three, direct, TEXT));
     WORKS(halfstep_declare_safetensor(writer, "big", "U8", 2, big, NULL, TEXT));
@@ -690,8 +681,7 @@ static void test_round_trip(void)
 
     WORKS(halfstep_open_safetensors(&file, at("round"), TEXT));
     if (!file) return;
-    CHECK(halfstep_safetensor_count(file) == declared, "%llu tensors",
-          (unsigned long long)halfstep_safetensor_count(file));
+    EQUAL(halfstep_safetensor_count(file), declared);
     halfstep_safetensor_info info = {.struct_size = sizeof info}, last = info;
     for (uint64_t i = 0; i < declared; i++) {
         CHECK(!halfstep_get_safetensor_info(file, i, &info), "info %llu", (unsigned long long)i);
@@ -882,7 +872,7 @@ static long opened_with(const char *dir, const halfstep_open_options *options)
     uint32_t pair[2];
     uint64_t index;
     if (halfstep_open_checkpoint(&checkpoint, dir, options, TEXT)) return -1;
-    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_checkpoint_info, info);
     halfstep_get_checkpoint_info(checkpoint, &info);
     long k = strtol(halfstep_checkpoint_value(checkpoint, "k"), NULL, 10),
          good = (uint64_t)k == info.step && info.files == 2;
@@ -992,11 +982,11 @@ static void test_checkpoint_files(void)
 {
     halfstep_checkpoint_save *save;
     const char *dir = at("files");
-    halfstep_checkpoint_file file = {.struct_size = sizeof file};
+    SIZED(halfstep_checkpoint_file, file);
     const char *key, *value;
     static const char *const bad[] = {"",        ".", "..", ".x", "a/b", "../a", "a b", "manifest.json", "checkpoint-1",
                                       "\xc3\xa9"};
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+    for (size_t i = 0; i < COUNT(bad); i++) {
         save = begin(dir);
         CHECK(halfstep_save_file(save, bad[i], "x", 1, TEXT) == NAME, "the name \"%s\"", bad[i]);
         halfstep_abandon_checkpoint(save);
@@ -1012,7 +1002,7 @@ static void test_checkpoint_files(void)
           "two saves at once: %s", message);
     WORKS(halfstep_commit_checkpoint(save, TEXT));
     halfstep_checkpoint *checkpoint = open_current(dir);
-    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_checkpoint_info, info);
     CHECK(!halfstep_get_checkpoint_info(checkpoint, &info) && info.files == 2 && info.values == 2 &&
               info.sequence == 1 && info.step == 0 && !info.fell_back,
           "info");
@@ -1420,7 +1410,7 @@ static void test_incomplete_save(void)
         cut += !truncate(path, 2);
     }
     if (stream) closedir(stream);
-    CHECK(cut == 1, "%d files cut", cut);
+    EQUAL(cut, 1);
     FAILS(halfstep_commit_checkpoint(save, TEXT), FORMAT, "config.json");
     OPENS(dir, 10);
 }
@@ -1695,7 +1685,7 @@ static void test_racing_reader(void)
         for (int i = 0; i < 2; i++) {
             size_t bytes;
             char *data = get_file(halfstep_checkpoint_path(checkpoint, i ? "b" : "a"), &bytes);
-            CHECK(bytes == sizeof values[i], "%zu bytes", bytes);
+            EQUAL(bytes, sizeof values[i]);
             memcpy(&values[i], data, sizeof values[i]);
             free(data);
         }

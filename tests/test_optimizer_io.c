@@ -9,23 +9,16 @@
 #include <inttypes.h>
 #include <malloc.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "calls.h"
 #include "folders.h"
 #include "halfstep_io.h"
 #include "messages.h"
 #include "ref/fixture.h"
 #include "scratch.h"
-#include "test.h"
 
 /* ---- What can go wrong around the library ------------------------------------------------------------------------ */
 
@@ -125,7 +118,7 @@ static const shape shapes[] = {
     {"scalar", 0, 0, 1, 1},    {"norm.weight", 0, 1, 100, 1}, {"flat/vector", 1, 1, 1, 4096}, {"embed", 0, 2, 5, 300},
     {"linear", 1, 2, 40, 128}, {"conv", 0, 4, 8, 72},         {"empty", 1, 2, 0, 7},
 };
-enum { TENSORS = sizeof shapes / sizeof *shapes, GROUPS = 2, MOST = 5120 };
+enum { TENSORS = COUNT(shapes), GROUPS = 2, MOST = 5120 };
 
 typedef struct run {
     halfstep_optimizer *o;
@@ -157,13 +150,12 @@ static int build(run *r, const plan *p)
     for (int k = 0; k < GROUPS; k++) {
         int g = p->swapped ? GROUPS - 1 - k : k;
         if (halfstep_add_group(r->o, p->recipe[g], &group[g])) return 0;
-        halfstep_rule_info rule = {.struct_size = sizeof rule};
         char name[64];
         snprintf(name, sizeof name, "%.*s", (int)strcspn(p->recipe[g], "/"), p->recipe[g]);
-        MUST(halfstep_get_rule_info(halfstep_rule_find(name), &rule));
+        halfstep_rule_info rule = rule_info(halfstep_rule_find(name));
         r->raw |= rule.raw_gradient;
         for (int32_t i = 0; i < rule.hypers; i++) {
-            halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+            SIZED(halfstep_hyper_info, hyper);
             MUST(halfstep_get_hyper_info(halfstep_rule_find(name), i, &hyper));
             if (!strcmp(hyper.name, "momentum")) MUST(halfstep_set_hyper(r->o, group[g], "momentum", p->momentum));
             /* Rates differ, so estimates of them do. */
@@ -177,7 +169,7 @@ static int build(run *r, const plan *p)
         MUST(halfstep_set_choice(r->o, group[g], "schedule", g ? "cosine" : "linear"));
         MUST(halfstep_set_hyper(r->o, group[g], "total_steps", 100 + g));
     }
-    MUST(halfstep_set_hyper(r->o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
+    MUST(halfstep_set_hyper(r->o, ALL_GROUPS, "clip_norm", 1.0));
     r->n = p->count ? p->count : TENSORS;
     for (int i = 0; i < r->n; i++) {
         const shape *s = &shapes[p->count ? p->order[i] : i];
@@ -189,9 +181,8 @@ static int build(run *r, const plan *p)
                              .row_length = s->row_length,
                              .gradient = "f32"};
         int32_t index;
-        halfstep_slot_info slot = {.struct_size = sizeof slot};
         if (halfstep_add_tensor(r->o, &t, &index)) return 0;
-        MUST(halfstep_get_slot_info(r->o, index, HALFSTEP_SLOT_WEIGHT, &slot));
+        halfstep_slot_info slot = slot_info(r->o, index, WEIGHT);
         r->bytes[i] = (int64_t)slot.code_bytes;
         r->weights[i] = zeroed((size_t)slot.code_bytes);
     }
@@ -202,7 +193,7 @@ static int build(run *r, const plan *p)
         const shape *s = &shapes[p->count ? p->order[i] : i];
         struct source start = {halfstep_name_id(s->name)};
         for (int k = 0; k < s->rows * s->row_length; k++) values[k] = (float)next_normal(&start);
-        if (s->rows) MUST(halfstep_write_slot(r->o, i, HALFSTEP_SLOT_WEIGHT, r->weights[i], 0, s->rows, values));
+        if (s->rows) MUST(halfstep_write_slot(r->o, i, WEIGHT, r->weights[i], 0, s->rows, values));
     }
     return 1;
 }
@@ -242,7 +233,7 @@ static void step(run *r, int from, int steps)
     const void *pointers[TENSORS];
     for (int s = from; s < from + steps; s++) {
         for (int i = 0; i < r->n; i++) {
-            halfstep_tensor t = {.struct_size = sizeof t};
+            SIZED(halfstep_tensor, t);
             MUST(halfstep_get_tensor(r->o, i, &t));
             struct source random = {halfstep_name_id(t.name) + (uint64_t)s * 1000};
             for (int k = 0; k < t.rows * t.row_length; k++) gradients[i][k] = (float)next_normal(&random);
@@ -265,17 +256,16 @@ static uint64_t fingerprint(const run *r)
     uint64_t sum = 0;
     for (int i = 0; i < r->n; i++) {
         uint64_t hash = UINT64_C(0xcbf29ce484222325);
-        halfstep_tensor t = {.struct_size = sizeof t};
+        SIZED(halfstep_tensor, t);
         MUST(halfstep_get_tensor(r->o, i, &t));
         halfstep_record c = counters_of(r->o, i);
         c.index = 0;
         hash = mix_bytes(hash, t.name, strlen(t.name));
         hash = mix_bytes(hash, &c, sizeof c);
         hash = mix_bytes(hash, r->weights[i], (size_t)r->bytes[i]);
-        for (int32_t slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
-            halfstep_slot_info info = {.struct_size = sizeof info};
-            if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(r->o, i, slot, &info) || info.format < 0)
-                continue;
+        for (int32_t slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
+            SIZED(halfstep_slot_info, info);
+            if (slot == GRADIENT || halfstep_get_slot_info(r->o, i, slot, &info) || info.format < 0) continue;
             if (info.code) hash = mix_bytes(hash, info.code, info.code_bytes);
             if (info.extra) hash = mix_bytes(hash, info.extra, info.extra_bytes);
             char name[64];
@@ -283,7 +273,7 @@ static uint64_t fingerprint(const run *r)
             snprintf(name, sizeof name, "%s.grid", info.name);
             if (!get_scalar(r->o, i, name, &grid)) hash = mix_bytes(hash, &grid, sizeof grid);
         }
-        halfstep_rule_info rule = {.struct_size = sizeof rule};
+        SIZED(halfstep_rule_info, rule);
         for (int32_t row = 0; !halfstep_get_rule_info(row, &rule); row++)
             for (int32_t k = 0; k < rule.scalars; k++) {
                 double value;
@@ -298,7 +288,7 @@ static uint64_t fingerprint(const run *r)
             hash = mix_bytes(hash, choice, strlen(choice));
         }
         for (int32_t row = 0; row < halfstep_rule_count(); row++) {
-            halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+            SIZED(halfstep_hyper_info, hyper);
             for (int32_t k = 0; !halfstep_get_hyper_info(row, k, &hyper); k++) {
                 double value;
                 if (!halfstep_get_hyper(r->o, t.group, hyper.name, &value))
@@ -309,11 +299,11 @@ static uint64_t fingerprint(const run *r)
     }
     double numbers[3] = {halfstep_gradient_norm(r->o), 0, 0};
     uint64_t counts[2] = {halfstep_skipped_steps(r->o), get_seed(r->o)};
-    MUST(halfstep_get_hyper(r->o, HALFSTEP_ALL_GROUPS, "clip_norm", &numbers[1]));
-    MUST(halfstep_get_hyper(r->o, HALFSTEP_ALL_GROUPS, "gradient_scale", &numbers[2]));
+    MUST(halfstep_get_hyper(r->o, ALL_GROUPS, "clip_norm", &numbers[1]));
+    MUST(halfstep_get_hyper(r->o, ALL_GROUPS, "gradient_scale", &numbers[2]));
     static const char *const choices[] = {"generator", "scan", "clip", "missing"};
     for (int k = 0; k < 4; k++) {
-        const char *choice = halfstep_get_choice(r->o, HALFSTEP_ALL_GROUPS, choices[k]);
+        const char *choice = halfstep_get_choice(r->o, ALL_GROUPS, choices[k]);
         sum += mix_bytes((uint64_t)k, choice, strlen(choice));
     }
     return mix_bytes(mix_bytes(sum, numbers, sizeof numbers), counts, sizeof counts);
@@ -351,8 +341,8 @@ static int check_resume(const plan *p)
             step(&other, 50, 1);
             MUST(halfstep_set_hyper(other.o, 0, "lr", 0.5));
             MUST(halfstep_set_choice(other.o, 1, "schedule", "constant"));
-            MUST(halfstep_set_choice(other.o, HALFSTEP_ALL_GROUPS, "scan", "per-tensor"));
-            MUST(halfstep_set_hyper(other.o, HALFSTEP_ALL_GROUPS, "clip_norm", 0.0));
+            MUST(halfstep_set_choice(other.o, ALL_GROUPS, "scan", "per-tensor"));
+            MUST(halfstep_set_hyper(other.o, ALL_GROUPS, "clip_norm", 0.0));
         }
         if (way == 2) {
             CHECK(!halfstep_open_checkpoint(&checkpoint, at("run"), NULL, TEXT), "%s: open: %s", p->recipe[1], message);
@@ -378,11 +368,9 @@ static void test_every_recipe(void)
     for (int32_t rule = 0; rule < halfstep_rule_count(); rule++)
         for (int32_t weight = 0; weight < halfstep_format_count(); weight++)
             for (int32_t state = 0; state < halfstep_format_count(); state++) {
-                halfstep_rule_info r = {.struct_size = sizeof r};
-                halfstep_format_info w = {.struct_size = sizeof w}, s = {.struct_size = sizeof s};
-                MUST(halfstep_get_rule_info(rule, &r));
-                MUST(halfstep_get_format_info(weight, &w));
-                MUST(halfstep_get_format_info(state, &s));
+                halfstep_rule_info r = rule_info(rule);
+                halfstep_format_info w = format_info(weight);
+                halfstep_format_info s = format_info(state);
                 /* Takes every rule with every weight and every state, but not all of both. */
                 if (strcmp(w.name, "f32") && strcmp(s.name, "int8")) continue;
                 snprintf(recipe, sizeof recipe, "%s/%s/%s", r.name, w.name, s.name);
@@ -496,7 +484,7 @@ static int copy_bytes(void *context, uint64_t tensor, uint64_t offset, void *dat
 {
     const copy *from = context;
     const change *c = from->c;
-    halfstep_safetensor_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_safetensor_info, info);
     if (from->number[tensor] == UINT64_MAX) {
         memset(data, 0, bytes);
         return 0;
@@ -517,7 +505,7 @@ static void make_changed(const change *c)
     MUST(halfstep_open_safetensors(&from.file, at("one"), TEXT));
     MUST(halfstep_create_safetensors_writer(&writer));
     for (uint64_t i = 0; i < halfstep_safetensor_count(from.file); i++) {
-        halfstep_safetensor_info info = {.struct_size = sizeof info};
+        SIZED(halfstep_safetensor_info, info);
         MUST(halfstep_get_safetensor_info(from.file, i, &info));
         if (c->skip && c->skip(info.name)) continue;
         if (is(info.name, c->drop)) {
@@ -687,9 +675,9 @@ static void refuse(const plan *p, const refusal *rows, size_t count)
 
 static void test_refusals(void)
 {
-    refuse(&usual, refusals, sizeof refusals / sizeof *refusals);
-    refuse(&single, refusals_single, sizeof refusals_single / sizeof *refusals_single);
-    refuse(&flat, refusals_flat, sizeof refusals_flat / sizeof *refusals_flat);
+    refuse(&usual, refusals, COUNT(refusals));
+    refuse(&single, refusals_single, COUNT(refusals_single));
+    refuse(&flat, refusals_flat, COUNT(refusals_flat));
 }
 
 /* Checks every setting that is compared, and what is left alone. */
@@ -715,8 +703,8 @@ static void test_settings(void)
         start(&b, &p);
         if (kind == 0) MUST(halfstep_set_hyper(b.o, 1, "lr", 0.5));
         if (kind == 1) MUST(halfstep_set_choice(b.o, 1, "decay", "l2"));
-        if (kind == 2) MUST(halfstep_set_choice(b.o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
-        if (kind == 3) MUST(halfstep_set_hyper(b.o, HALFSTEP_ALL_GROUPS, "clip_norm", 3));
+        if (kind == 2) MUST(halfstep_set_choice(b.o, ALL_GROUPS, "scan", "known-finite"));
+        if (kind == 3) MUST(halfstep_set_hyper(b.o, ALL_GROUPS, "clip_norm", 3));
         if (kind == 5) MUST(halfstep_set_hyper(b.o, 0, "beta2", nextafter(0.999, 1)));
         uint64_t before = fingerprint(&b);
         int code = read_run("one", &b, &compare);
@@ -740,12 +728,12 @@ static void test_settings(void)
     start(&b, &p);
     MUST(halfstep_set_hyper(b.o, 0, "lr", 0.25));
     MUST(halfstep_set_hyper(b.o, 0, "beta1", 0.5));
-    MUST(halfstep_set_choice(b.o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+    MUST(halfstep_set_choice(b.o, ALL_GROUPS, "scan", "known-finite"));
     WORKS(read_run("one", &b, &leave));
     CHECK(get_hyper(b.o, 0, "lr") == 0.25 && get_seed(b.o) == 99 &&
-              !strcmp(halfstep_get_choice(b.o, HALFSTEP_ALL_GROUPS, "scan"), "known-finite"),
+              !strcmp(halfstep_get_choice(b.o, ALL_GROUPS, "scan"), "known-finite"),
           "what was to be left was not");
-    CHECK(get_hyper(b.o, 0, "beta1") == 0.9, "beta1 is %g", get_hyper(b.o, 0, "beta1"));
+    EQUAL(get_hyper(b.o, 0, "beta1"), 0.9);
     end(&b);
     /* The reference of fully decoupled decay is the first lr, whatever the lr became. */
     start(&b, &usual);
@@ -754,7 +742,7 @@ static void test_settings(void)
     WORKS(write_run("one", &a));
     MUST(halfstep_set_hyper(b.o, 0, "reference_lr", 0.5));
     WORKS(read_run("one", &b, NULL));
-    CHECK(get_hyper(b.o, 0, "reference_lr") == 0.01, "the reference is %g", get_hyper(b.o, 0, "reference_lr"));
+    EQUAL(get_hyper(b.o, 0, "reference_lr"), 0.01);
     step(&a, 3, 2);
     step(&b, 3, 2);
     SAME(&a, &b, "decay goes on differently");
@@ -823,7 +811,7 @@ static void test_scalars(void)
         CORRUPT("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg.grids 1"),
         CORRUPT("scalars.linear", "exp_avg_sq.grid 1 trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg_sq.grid 1"),
     };
-    refuse(&delayed, rows, sizeof rows / sizeof *rows);
+    refuse(&delayed, rows, COUNT(rows));
 }
 
 static int old_program_lacks(const char *name)
@@ -852,7 +840,7 @@ static void test_other_writers(void)
     halfstep_safetensors *file;
     MUST(halfstep_open_safetensors(&file, at("one"), TEXT));
     uint64_t index;
-    halfstep_safetensor_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_safetensor_info, info);
     MUST(halfstep_safetensor_find(file, "conv/exp_avg", &index));
     MUST(halfstep_get_safetensor_info(file, index, &info));
     CHECK(info.ndim == 4 && info.shape[3] == 3, "the shape was not taken");
@@ -884,7 +872,7 @@ static void test_other_writers(void)
     step(&b, 9, 1);
     WORKS(read_run("changed", &b, NULL));
     halfstep_record c = counters_of(b.o, 4);
-    halfstep_slot_info slot = slot_info(b.o, 4, HALFSTEP_SLOT_STATE);
+    halfstep_slot_info slot = slot_info(b.o, 4, STATE);
     int bits = 0;
     for (uint64_t i = 0; i < slot.code_bytes; i++) bits |= ((char *)slot.code)[i];
     for (uint64_t i = 0; i < slot.extra_bytes; i++) bits |= ((char *)slot.extra)[i];
@@ -932,9 +920,8 @@ static void test_which_tensors(void)
     end(&b);
 
     /* Ids that have changed places, and ids that two tensors claim. */
-    halfstep_record first = {.struct_size = sizeof first}, second = first;
-    MUST(get_counters(a.o, 3, &first));
-    MUST(get_counters(a.o, 4, &second));
+    halfstep_record first = counters_of(a.o, 3);
+    halfstep_record second = counters_of(a.o, 4);
     uint64_t id = first.id;
     first.id = 1;
     MUST(set_counters(a.o, 3, &first));
@@ -991,7 +978,7 @@ static void test_which_tensors(void)
     double norm;
     WORKS(halfstep_read_optimizer(at("long"), o, NULL, NULL, TEXT));
     MUST(get_scalar(o, 0, "update_norm", &norm));
-    CHECK(norm == 2.5, "update_norm is %g", norm);
+    EQUAL(norm, 2.5);
     halfstep_destroy(o);
     /* A part of a tensor. */
     t = (halfstep_tensor){
@@ -1081,7 +1068,7 @@ static void test_arguments(void)
     WORKS(halfstep_commit_checkpoint(save, TEXT));
     WORKS(halfstep_open_checkpoint(&checkpoint, at("arguments"), NULL, TEXT));
     FAILS(halfstep_read_optimizer(at("absent"), a.o, NULL, NULL, TEXT), IO, "absent");
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+    for (size_t i = 0; i < COUNT(bad); i++) {
         WORKS(halfstep_begin_checkpoint(&save, at("arguments"), NULL, TEXT));
         CHECK(halfstep_save_optimizer(save, a.o, a.weights, &bad[i], TEXT) == ARGUMENT, "options %zu", i);
         CHECK(halfstep_commit_checkpoint(save, TEXT) == ARGUMENT, "options %zu", i);
@@ -1241,7 +1228,7 @@ static void test_locale(void)
         char text[HSTEP_NUMBER_BYTES];
         double back;
         point = points[i];
-        for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
+        for (size_t k = 0; k < COUNT(numbers); k++)
             for (int hexadecimal = 0; hexadecimal < 2; hexadecimal++) {
                 hstep_write_double(text, numbers[k], hexadecimal);
                 CHECK(strspn(text, "0123456789abcdefxp+-.") == strlen(text), "with %s: %s", points[i], text);

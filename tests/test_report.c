@@ -1,7 +1,5 @@
 /* Tests what a comparison says about made-up runs, so that the right answer is known. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "test.h"
 #include "trainer/report/report.h"
@@ -167,7 +165,7 @@ int main(int argc, char **argv)
         text_free(&text);
         static const char *const bad[] = {"adamw/bf16", "adamw/bf16>", "adamw/bf16>x",  "adamw/bf16>1x",
                                           "sgd>1",      ">1",          "adamw/bf16>nan"};
-        for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
+        for (size_t i = 0; i < COUNT(bad); i++)
             CHECK(report_parse_checks(&report, bad[i], check, 8, &n, error, sizeof error) != 0 && error[0],
                   "\"%s\" was read", bad[i]);
         make(&report, (const double[ENTRIES]){0, NAN, NAN, NAN});
@@ -188,10 +186,10 @@ int main(int argc, char **argv)
               text.data);
         text_free(&text);
         report_runs_csv(&report, &text);
-        CHECK(count(&text, "\n") == 1 + ENTRIES * SEEDS, "%d lines", count(&text, "\n"));
+        EQUAL(count(&text, "\n"), 1 + ENTRIES * SEEDS);
         text_free(&text);
         report_history_csv(&report, &text);
-        CHECK(count(&text, "\n") == 1 + ENTRIES * SEEDS * (1001 + 11), "%d lines", count(&text, "\n"));
+        EQUAL(count(&text, "\n"), 1 + ENTRIES * SEEDS * (1001 + 11));
         CHECK(has(&text, "adamw/f32/f32,7,validation,1000,"), "no last validation");
         text_free(&text);
         make(&report, (const double[ENTRIES]){0, NAN, INFINITY, 0});
@@ -302,7 +300,7 @@ int main(int argc, char **argv)
         CHECK(has(&text, "batch &lt;512&gt;") && !has(&text, "<512>") &&
                   has(&text, "Test error, 100 % − accuracy, batch 128"),
               "the page lacks a group");
-        CHECK(count(&text, "<svg viewBox=\"0 0 960") == 2 * 3 + 1, "%d charts", count(&text, "<svg viewBox=\"0 0 960"));
+        EQUAL(count(&text, "<svg viewBox=\"0 0 960"), 2 * 3 + 1);
         text_free(&text);
         for (int i = 0; i < report.runs; i++) report_curve_free(&runs[i].accuracies);
     }
@@ -310,7 +308,7 @@ int main(int argc, char **argv)
     TEST("axes") {
         double x[64], y[64];
         static const double scales[] = {1e-6, 0.03, 1, 700, 2e7};
-        for (size_t s = 0; s < sizeof scales / sizeof scales[0]; s++)
+        for (size_t s = 0; s < COUNT(scales); s++)
             for (int axis = SVG_LINEAR; axis <= SVG_ASINH; axis++) {
                 for (int i = 0; i < 64; i++) x[i] = i + 1, y[i] = scales[s] * (1 + i / 20.0);
                 struct svg_series series = {"s", 0, 64, x, y, NULL, NULL, 0, 1};
