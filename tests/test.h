@@ -11,6 +11,7 @@
 #include <string.h>
 
 #ifndef _WIN32
+#include <sys/wait.h>
 #include <unistd.h>
 #endif
 
@@ -99,6 +100,13 @@ static inline _Noreturn void test_leave(int status)
     __gcov_dump();
 #endif
     _exit(status);
+}
+
+/* Waits for a child. Returns its status as waitpid() gives it: 0 if it ended well, and -1 if there is no child. */
+static inline int test_child_status(pid_t child)
+{
+    int status = -1;
+    return child > 0 && waitpid(child, &status, 0) == child ? status : -1;
 }
 #endif
 

@@ -10,7 +10,6 @@
 #ifndef _WIN32
 #include <pthread.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #endif
 
@@ -629,7 +628,7 @@ static int run_differs(const struct run *a, int i, const struct run *b, int j)
 {
     for (int slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
         halfstep_slot_info x = {.struct_size = sizeof x}, y = {.struct_size = sizeof y};
-        if (slot == GRADIENT || halfstep_get_slot_info(a->o, i, slot, &x) != OK || x.format < 0) continue;
+        if (!stored_slot(a->o, i, slot, &x)) continue;
         if (halfstep_get_slot_info(b->o, j, slot, &y) != OK || x.code_bytes != y.code_bytes) return slot;
         const void *p = slot ? x.code : a->weight[i], *q = slot ? y.code : b->weight[j];
         if (memcmp(p, q, x.code_bytes) || (x.extra && memcmp(x.extra, y.extra, x.extra_bytes))) return slot;
@@ -651,7 +650,7 @@ static void copy_run(const struct run *from, struct run *to)
     for (int i = 0; i < from->n; i++) {
         for (int slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
             halfstep_slot_info x = {.struct_size = sizeof x}, y = {.struct_size = sizeof y};
-            if (slot == GRADIENT || halfstep_get_slot_info(from->o, i, slot, &x) != OK || x.format < 0) continue;
+            if (!stored_slot(from->o, i, slot, &x)) continue;
             y = slot_info(to->o, i, slot);
             memcpy(slot ? y.code : to->weight[i], slot ? x.code : from->weight[i], x.code_bytes);
             if (x.extra) memcpy(y.extra, x.extra, x.extra_bytes);
@@ -1009,9 +1008,7 @@ static void test_threads(void)
             test_leave(bad);
         }
         run_steps(&r, 15, 30);
-        int status = -1;
-        CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0, "the child ended with %x",
-              (unsigned)status);
+        CHECK(test_child_status(child) == 0, "the child failed");
         compare_runs(&reference, &r, "the parent");
         run_close(&r);
     }
@@ -1048,9 +1045,7 @@ static void test_memory(void)
             halfstep_destroy(o);
             test_leave(bad);
         }
-        int status = -1;
-        CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
-              "the child ended with %x", (unsigned)status);
+        CHECK(test_child_status(child) == 0, "the child failed");
     }
 }
 #endif

@@ -9,7 +9,6 @@
 #ifndef _WIN32
 #include <pthread.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #endif
 #include <stdatomic.h>
@@ -503,9 +502,7 @@ static int child_runs(void)
 {
     pid_t child = fork();
     if (child == 0) test_leave(run_and_count(4, 1000) == 0 && run_and_count(2, 10) == 0 ? 0 : 1);
-    int status = -1;
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    return test_child_status(child) == 0;
 }
 
 /* Sanitizers need address space of their own and die without it. */
@@ -530,9 +527,7 @@ static int runs_with_few_threads(void)
         test_leave(run_and_count(500, 3000) == 0 && run_and_count(500, 3000) == 0 && run_and_count(2, 100) == 0 ? 0
                                                                                                                 : 1);
     }
-    int status = -1;
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    return test_child_status(child) == 0;
 }
 
 static void *forking_thread(void *arg)

@@ -12,7 +12,6 @@
 #include <inttypes.h>
 #include <math.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "calls.h"
@@ -958,8 +957,7 @@ static void in_child(void (*live)(void), const char *name, const char *value, co
     for (ssize_t n; got < sizeof text - 1 && (n = read(ends[0], text + got, sizeof text - 1 - got)) > 0;)
         got += (size_t)n;
     close(ends[0]);
-    int status = -1;
-    waitpid(child, &status, 0);
+    int status = test_child_status(child);
     CHECK(status == 0, "%s=%s: the process ended with %d", name ? name : "-", value, status);
     CHECK(strstr(text, says) && atoi(text) == code, "%s=%s: '%s'", name ? name : "-", value, text);
 }
@@ -1117,7 +1115,7 @@ static void test_mutation(const char *name, enum fake_cuda_mutation mutation, in
         all_of_it();
         test_leave(test_group_failed != 0);
     }
-    int status = 0, noticed = child > 0 && waitpid(child, &status, 0) == child && status != 0;
+    int noticed = test_child_status(child) > 0;
     CHECK(noticed == (mutation != FAKE_CUDA_NONE), "%s (call %d), and %s is noticed", name, call,
           noticed ? "something" : "nothing");
 }

@@ -48,7 +48,7 @@ static int launch_phase(const struct hstep_call *call, int kernel, struct hstep_
     return launch_call(hstep_emulated_kernels[kernel].name, call, what);
 }
 
-static int wait(const struct hstep_context *c) { return (void)c, OK; }
+static int wait_for_nothing(const struct hstep_context *c) { return (void)c, OK; }
 static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
 {
     return (void)c, (void)adjusted, hstep_cuda_find_fused(t);
@@ -151,7 +151,7 @@ static struct hstep_device emulated = {
     .release = hstep_host_release,
     .zero = zero,
     .copy = hstep_host_copy,
-    .wait = wait,
+    .wait = wait_for_nothing,
     .find_fused = find_fused,
     .workspace = workspace,
     .scan = scan,

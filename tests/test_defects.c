@@ -49,7 +49,7 @@ static struct image take(halfstep_optimizer *o, int32_t tensor, void *weight, in
     struct image image = {zeroed(1 << 20), 0, slots};
     for (int slot = 0; slot < slots; slot++) {
         SIZED(halfstep_slot_info, info);
-        if (slot == GRADIENT || halfstep_get_slot_info(o, tensor, slot, &info) || info.format < 0) continue;
+        if (!stored_slot(o, tensor, slot, &info)) continue;
         if (image.size + info.code_bytes + info.extra_bytes > 1 << 20) exit(1);
         memcpy(image.bytes + image.size, slot ? info.code : weight, (size_t)info.code_bytes);
         image.size += (size_t)info.code_bytes;

@@ -14,7 +14,6 @@ int main(void) { return 0; }
 #else
 
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "device/host/host.h"
@@ -329,13 +328,10 @@ static void test_rounds(void)
     halfstep_record counters[2];
     for (int far = 0; far < 2; far++) {
         hstep_default_device = far ? &apart : &hstep_host_device;
-        int32_t tensor;
-        halfstep_tensor t = {
-            .struct_size = sizeof t, .name = "w", .ndim = 1, .rows = 100, .row_length = 1, .gradient = "f32"};
         for (int i = 0; i < 100; i++) w[far][i] = 1.0f;
         halfstep_optimizer *o = new_optimizer("adamw", 0, 0);
         MUST(halfstep_set_hyper(o, ALL_GROUPS, "clip_norm", 2.0));
-        MUST(halfstep_add_tensor(o, &t, &tensor));
+        int32_t tensor = ADD_TENSOR(o, .name = "w", .ndim = 1, .rows = 100, .row_length = 1, .gradient = "f32");
         MUST(halfstep_allocate_states(o));
         for (int step = 0; step < 4; step++) {
             for (int i = 0; i < 100; i++) g[i] = (float)(i - 50 + step) / 10.0f;
@@ -364,12 +360,9 @@ static void test_waits(void)
     for (int i = 0; i < 64 * 64; i++) g[i] = (float)(i % 7) - 3.0f;
     hstep_default_device = &apart;
     for (size_t k = 0; k < COUNT(recipes); k++) {
-        int32_t tensor;
-        halfstep_tensor t = {
-            .struct_size = sizeof t, .name = "w", .ndim = 2, .rows = 64, .row_length = 64, .gradient = "f32"};
         halfstep_optimizer *o = new_optimizer(recipes[k], 0, 0);
         MUST(halfstep_set_hyper(o, ALL_GROUPS, "clip_norm", 1.0));
-        MUST(halfstep_add_tensor(o, &t, &tensor));
+        ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = 64, .row_length = 64, .gradient = "f32");
         MUST(halfstep_allocate_states(o));
         for (int step = 0; step < 3; step++) {
             long before = queue.waits;
@@ -462,9 +455,7 @@ int main(int argc, char **argv)
                 golden_expected(list, &cases[0], &expected);
             test_leave(hash != expected);
         }
-        int status = 0;
-        CHECK(child > 0 && waitpid(child, &status, 0) == child && status != 0,
-              "40 waits that do nothing give the promised bits");
+        CHECK(test_child_status(child) > 0, "40 waits that do nothing give the promised bits");
     }
     free(cases);
     free(list);

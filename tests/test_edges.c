@@ -9,7 +9,6 @@
 #include <stddef.h>
 #if defined(__linux__)
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #endif
 
@@ -230,8 +229,7 @@ static void compare_ranks(const struct ranks *parts, const struct ranks *whole, 
             int64_t columns = part_shapes[t].columns;
             SIZED(halfstep_slot_info, info);
             for (int slot = 0; slot < 2 + HALFSTEP_MAX_STATES; slot++) {
-                if (slot == GRADIENT || halfstep_get_slot_info(whole->o[0], t, slot, &info) || info.format < 0)
-                    continue;
+                if (!stored_slot(whole->o[0], t, slot, &info)) continue;
                 float *all = zeroed((size_t)(part_shapes[t].rows * columns) * 4),
                       *mine = zeroed((size_t)(held[0] * held[1]) * 4);
                 MUST(halfstep_read_slot(whole->o[0], t, slot, slot ? NULL : whole->weight[0][t], 0, part_shapes[t].rows,
@@ -415,7 +413,7 @@ static size_t compute_all(unsigned char *out)
         SIZED(halfstep_slot_info, info);
         char *weight = zeroed(N * 4), *sum = zeroed(N * 4);
         for (int slot = 0; slot < 2 + HALFSTEP_MAX_STATES; slot++) {
-            if (slot == 1 || halfstep_get_slot_info(o, 0, slot, &info) || info.format < 0) continue;
+            if (!stored_slot(o, 0, slot, &info)) continue;
             int nonneg = slot > 1 && rule.state_role[slot - 2] == HALFSTEP_ROLE_NONNEG;
             for (int k = 0; k < N; k++) read[k] = from_bits(to_bits(values[k]) & (nonneg ? 0x7fffffff : 0xffffffff));
             MUST(halfstep_write_slot(o, 0, slot, slot ? NULL : weight, 0, ROWS, read));
@@ -880,8 +878,7 @@ static void test_choice(void)
                 const char *warning = halfstep_isa_warning();
                 test_leave(i ? warning != NULL : !warning || !strstr(warning, "HALFSTEP_ISA") || !halfstep_isa());
             }
-            int status = -1;
-            waitpid(child, &status, 0);
+            int status = test_child_status(child);
             CHECK(status == 0, "HALFSTEP_ISA='%s': status %d", values[i], status);
         }
     }

@@ -17,7 +17,6 @@
 #include <stdatomic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -609,8 +608,7 @@ int main(int argc, char **argv)
             shared->violation[0] = 0;
             child = fork();
             if (!child) work_through(argv[0]);
-            int status = 0;
-            waitpid(child, &status, 0);
+            int status = test_child_status(child);
             if (WIFEXITED(status) && WEXITSTATUS(status) == 0) continue;
             violations++;
             if (WIFEXITED(status) && WEXITSTATUS(status) == 3) continue;

@@ -10,7 +10,6 @@
 #include <inttypes.h>
 
 #ifndef _WIN32
-#include <sys/wait.h>
 #include <unistd.h>
 #endif
 
@@ -62,9 +61,7 @@ static void test_environment(void)
                 setenv("HALFSTEP_ISA", halfstep_isa_name(i), 1);
                 test_leave(strcmp(halfstep_isa(), halfstep_isa_name(i)) != 0);
             }
-            int status = -1;
-            CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
-                  "HALFSTEP_ISA=%s was not followed", halfstep_isa_name(i));
+            CHECK(test_child_status(child) == 0, "HALFSTEP_ISA=%s was not followed", halfstep_isa_name(i));
         }
     }
 }

@@ -15,7 +15,6 @@
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "halfstep_io.h"
@@ -1279,8 +1278,7 @@ static void test_foreign_hidden(void)
         fflush(stdout);
         test_leave(test_group_failed != 0);
     }
-    int status = -1;
-    waitpid(child, &status, 0);
+    int status = test_child_status(child);
     CHECK(WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == 77), "the child got status %x",
           status);
 }
@@ -1638,9 +1636,7 @@ static void test_file_size_limit(void)
         setrlimit(RLIMIT_FSIZE, &before);
         test_leave(code == IO && strstr(message, "limit/model.safetensors") && strstr(message, "too large") ? 0 : 1);
     }
-    int status = -1;
-    waitpid(child, &status, 0);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child got status %x", status);
+    CHECK(test_child_status(child) == 0, "the child failed");
     CHECK(opened(dir) == 7 && count_entries(dir, ".halfstep") == 0, "%s", message);
 }
 

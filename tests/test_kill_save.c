@@ -13,7 +13,6 @@
 #include <stdint.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -171,8 +170,7 @@ int main(int argc, char **argv)
             struct timespec pause = {(time_t)wait, (long)(1e9 * (wait - (double)(time_t)wait))};
             nanosleep(&pause, NULL);
             kill(child, SIGKILL);
-            int status = 0;
-            waitpid(child, &status, 0);
+            int status = test_child_status(child);
             uint64_t begun = shared->begun, committed = shared->committed;
             CHECK(!shared->failed && WIFSIGNALED(status), "round %ld: a save failed by itself", round);
             uint64_t k = load(dir, seed, text, sizeof text);

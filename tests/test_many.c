@@ -158,7 +158,7 @@ static int same_bits(const struct many *a, const struct many *b, int tensor)
 {
     for (int slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
         halfstep_slot_info x = {.struct_size = sizeof x}, y = {.struct_size = sizeof y};
-        if (slot == GRADIENT || halfstep_get_slot_info(a->o, tensor, slot, &x) || x.format < 0) continue;
+        if (!stored_slot(a->o, tensor, slot, &x)) continue;
         y = slot_info(b->o, tensor, slot);
         if ((x.code && memcmp(x.code, y.code, x.code_bytes)) || (x.extra && memcmp(x.extra, y.extra, x.extra_bytes)))
             return 0;

@@ -4,7 +4,6 @@
 #include <math.h>
 #include <stdint.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -786,8 +785,7 @@ static void test_matmul_widened(void)
         execl("/proc/self/exe", test_program, "matrix products", (char *)NULL);
         _exit(127);
     }
-    int status = 0;
-    CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0, "the child: %d", status);
+    CHECK(test_child_status(child) == 0, "the child failed");
 }
 
 struct tally {

@@ -265,7 +265,7 @@ static uint64_t fingerprint(const run *r)
         hash = mix_bytes(hash, r->weights[i], (size_t)r->bytes[i]);
         for (int32_t slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
             SIZED(halfstep_slot_info, info);
-            if (slot == GRADIENT || halfstep_get_slot_info(r->o, i, slot, &info) || info.format < 0) continue;
+            if (!stored_slot(r->o, i, slot, &info)) continue;
             if (info.code) hash = mix_bytes(hash, info.code, info.code_bytes);
             if (info.extra) hash = mix_bytes(hash, info.extra, info.extra_bytes);
             char name[64];

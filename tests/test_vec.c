@@ -6,7 +6,6 @@
 #include <math.h>
 #include <stdint.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "kernels/dispatch.h"
@@ -534,8 +533,7 @@ static int chosen(const char *value, int isa, int warning)
         setenv("HALFSTEP_ISA", "scalar", 1); /* too late */
         test_leave(best == isa && warned == warning && hstep_isa_best() == best ? 0 : 1);
     }
-    int status;
-    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    return test_child_status(child) == 0;
 }
 
 static void test_choice(void)

@@ -14,8 +14,6 @@ A loss of power is judged in two ways. The first is the order of calls in the in
 The second is the state on the disk. The program is killed before each file call of a save. What was
 not synced by then is taken back, in the two extreme ways: files become empty, or names vanish. The
 folder must still open.
-
-The file is longer than 500 lines because each kind of fault needs its own scenario.
 """
 
 import os

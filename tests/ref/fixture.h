@@ -126,6 +126,12 @@ static inline halfstep_slot_info slot_info(const halfstep_optimizer *o, int32_t 
     return info;
 }
 
+/* Finds the weight or a state of a tensor. Returns 0 for a gradient, and for a state that the tensor does not have. */
+static inline int stored_slot(const halfstep_optimizer *o, int32_t tensor, int slot, halfstep_slot_info *info)
+{
+    return slot != GRADIENT && halfstep_get_slot_info(o, tensor, slot, info) == OK && info->format >= 0;
+}
+
 static inline halfstep_record counters_of(const halfstep_optimizer *o, int32_t tensor)
 {
     SIZED(halfstep_record, counters);

@@ -3,8 +3,12 @@
  * same in one call as in parts, and after saving and loading. Prints a line for each; returns 0 if all hold. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "tests/calls.h"
+#include "halfstep.h"
 #include "halfstep_io.h"
 
 enum { TENSORS = 4, MOST = 140 * 300, STEPS = 12, STATES = 6 };
@@ -190,7 +194,7 @@ static void follow(const char *rule, const char *isa, int threads)
     for (int t = 0; t < TENSORS && is_factored; t++)
         for (int j = 0; j < 4; j++) {
             float kept[300] = {0};
-            SIZED(halfstep_slot_info, info);
+            halfstep_slot_info info = {.struct_size = sizeof info};
             MUST(halfstep_get_slot_info(o, t, HALFSTEP_SLOT_STATE + 2 + j, &info));
             CHECK((info.format >= 0) == is_matrix(t), "%s has a vector or not", shapes[t].name);
             if (info.format < 0) continue;
@@ -218,7 +222,7 @@ static void add_all(const halfstep_optimizer *o)
     for (int t = 0; t < TENSORS; t++) {
         add_bytes(weights[t], (size_t)elements(t) * 4);
         for (int s = 0; s < STATES; s++) {
-            SIZED(halfstep_slot_info, info);
+            halfstep_slot_info info = {.struct_size = sizeof info};
             if (halfstep_get_slot_info(o, t, HALFSTEP_SLOT_STATE + s, &info) || info.format < 0) continue;
             add_bytes(info.code, (size_t)info.code_bytes);
             add_bytes(info.extra, (size_t)info.extra_bytes);
@@ -293,7 +297,7 @@ int main(int argc, char **argv)
         follow("factored", halfstep_isa_name(i), 3);
         follow("estimate", halfstep_isa_name(i), 3);
     }
-    for (size_t r = 0; r < COUNT(recipes); r++) {
+    for (size_t r = 0; r < sizeof recipes / sizeof *recipes; r++) {
         uint64_t expected = run(recipes[r], "scalar", 1, 0, NULL);
         int isas = 0;
         for (int i = 0; i < halfstep_isa_count(); i++) {
