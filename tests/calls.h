@@ -1,5 +1,5 @@
-/* Short forms of halfstep_run(), of records, of error codes and of slots, for the many lines of tests that need them. They make a
- * call about one tensor, and read or set one number of a record by its name. */
+/* Short forms of halfstep_run(), of records, of error codes and of slots, for the many lines of tests that need them.
+ * They make a call about one tensor, and read or set one number of a record by its name. */
 #ifndef HALFSTEP_TEST_CALLS_H
 #define HALFSTEP_TEST_CALLS_H
 

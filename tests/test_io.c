@@ -485,7 +485,7 @@ static void test_reader_lengths(void)
 
     FAILS(halfstep_open_safetensors(&file, at("absent"), TEXT), IO, "absent");
     SAYS("No such file");
-    FAILS(halfstep_open_safetensors(&file, scratch, TEXT), IO, "directory"); /* directory */
+    FAILS(halfstep_open_safetensors(&file, scratch, TEXT), IO, "directory");
     mkfifo(at("pipe"), 0600);
     FAILS(halfstep_open_safetensors(&file, at("pipe"), TEXT), IO, "");
 }
@@ -664,7 +664,7 @@ static void test_round_trip(void)
     WORKS(halfstep_declare_safetensors_metadata(writer, "a", "\"quoted\"\n", TEXT));
     WORKS(halfstep_declare_safetensors_metadata(writer, "z", "2", TEXT));
     WORKS(halfstep_write_safetensors(writer, at("round"), fill_pattern, progress, TEXT));
-    ENTRIES(scratch, ".halfstep", 0); /* a temporary file was left */
+    ENTRIES(scratch, ".halfstep", 0); /* no temporary file is left */
     /* Written again, over itself: the same bytes. */
     size_t first_bytes, second_bytes;
     char *first = get_file(at("round"), &first_bytes);
@@ -750,7 +750,7 @@ static void test_writer_refusals(void)
     CHECK(!DECLARE("a", "U8", 1, &three), "%s", message);
     FAILS(halfstep_write_safetensors(writer, at("kept"), fill_pattern, progress, TEXT), DUPLICATE, "\"a\"");
     CHECK(holds(at("kept"), "old"), "the old file was touched");
-    ENTRIES(scratch, ".halfstep", 0); /* a temporary file was left */
+    ENTRIES(scratch, ".halfstep", 0); /* no temporary file is left */
     halfstep_destroy_safetensors_writer(writer);
 }
 
@@ -961,7 +961,7 @@ static void test_checkpoint_basics(void)
     CHECK(count_entries(dir, "checkpoint-") == 2 && !access(at("basics/checkpoint-1-2/config.json"), F_OK), "names");
     WORKS(save_abandoned(dir, 2));
     OPENS(dir, 1);
-    ENTRIES(dir, ".halfstep", 0); /* temporaries of an abandoned save */
+    ENTRIES(dir, ".halfstep", 0); /* an abandoned save leaves nothing */
     FAILS(save_plain(at("basics/checkpoint-1-2"), 2), ARGUMENT, "itself a checkpoint"); /* into a checkpoint */
     FAILS(save_plain(at("no/parent"), 2), IO, "no/parent");
     FAILS(save_plain(at("basics/config.json"), 2), IO, ""); /* into a file */
@@ -1245,7 +1245,7 @@ static void test_foreign_unreadable(void)
     gone[0] = 0;
     OPENS(dir, 6);
     save_beside(dir, 7, NULL, "after DIR was gone");
-    ENTRIES(dir, ".halfstep", 0); /* what it left */
+    ENTRIES(dir, ".halfstep", 0); /* the failed save leaves nothing */
 }
 
 /* Runs as somebody who is not the superuser, because nothing can be hidden from the superuser. */
