@@ -18,9 +18,9 @@ line = next(l for l in open("docs/architecture.md", encoding="utf-8") if l.start
 groups = [re.findall(r"`(\w+)`", part) for part in line.split("|")]
 order = [room for group in groups for room in group]
 group_of = {room: i for i, group in enumerate(groups) for room in group}
-# What one group takes of another beside the public headers.
+# Lists what one group uses from another besides the public headers.
 taken = {("io", "base/structs.h"), ("io", "base/dtypes.def")} | {(room, "io/json.h") for room in groups[2]}
-# One file for each row of a table: as many as there are rows.
+# A table has one file for each of its rows.
 of_rows = {"src/formats", "src/rules"}
 broken = []
 

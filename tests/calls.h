@@ -1,5 +1,5 @@
-/* Short forms of halfstep_run() and of records, for the many lines of tests that need them. They make a call about one
- * tensor, and read or set one number of a record by its name. */
+/* Short forms of halfstep_run(), of records, of error codes and of slots, for the many lines of tests that need them.
+ * They make a call about one tensor, and read or set one number of a record by its name. */
 #ifndef HALFSTEP_TEST_CALLS_H
 #define HALFSTEP_TEST_CALLS_H
 
@@ -10,6 +10,28 @@
 #include <string.h>
 
 #include "halfstep.h"
+
+/* ---- Short names ------------------------------------------------------------------------------------------------- */
+
+enum {
+    ARGUMENT = HALFSTEP_ERROR_ARGUMENT,
+    NAME = HALFSTEP_ERROR_NAME,
+    RANGE = HALFSTEP_ERROR_RANGE,
+    SHAPE = HALFSTEP_ERROR_SHAPE,
+    DUPLICATE = HALFSTEP_ERROR_DUPLICATE,
+    ORDER = HALFSTEP_ERROR_ORDER,
+    UNSUPPORTED = HALFSTEP_ERROR_UNSUPPORTED,
+    MEMORY = HALFSTEP_ERROR_MEMORY,
+    DEVICE = HALFSTEP_ERROR_DEVICE,
+    FORMAT = HALFSTEP_ERROR_FORMAT,
+    MISMATCH = HALFSTEP_ERROR_MISMATCH,
+    IO = HALFSTEP_ERROR_IO,
+};
+enum { ALL_GROUPS = HALFSTEP_ALL_GROUPS, OK = HALFSTEP_OK };
+enum { WEIGHT = HALFSTEP_SLOT_WEIGHT, GRADIENT = HALFSTEP_SLOT_GRADIENT, STATE = HALFSTEP_SLOT_STATE };
+
+/* Declares a structure of the library that holds nothing but its size. */
+#define SIZED(type, name) type name = {.struct_size = sizeof name}
 
 /* ---- Calls. STEP, in parts and in one piece -------------------------------------------------------------------- */
 

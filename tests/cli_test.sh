@@ -11,11 +11,11 @@ cd "$scratch"
 passed=0
 ok() { echo "ok   $1"; passed=$((passed + 1)); }
 
-# expect STATUS PATTERN ARGUMENT...: the exit status, and one line on stderr that matches.
+# expect STATUS PATTERN ARGUMENT...: checks the exit status, and that stderr is one line that matches.
 expect() {
     local status=$1 pattern=$2 got=0
     shift 2
-    # What is not refused would train for minutes.
+    # A command that is wrongly accepted would train for minutes.
     timeout 240 "$halfstep" "$@" >out 2>err </dev/null || got=$?
     [ "$got" = "$status" ] || fail "halfstep $*: exit $got, expected $status: $(cat err)"
     [ "$(wc -l <err)" = 1 ] || fail "halfstep $*: not one line on stderr: $(cat err)"
@@ -25,7 +25,8 @@ expect() {
 small=(train lm --data "$data" --width 32 --depth 2 --heads 2 --context 32 --batch 4 --threads 1 --val-every 4
     --eval-batches 2 --sample-bytes 20)
 lm() { "$halfstep" "${small[@]}" "$@"; }
-# value FILE KEY: one value of a JSON object, which the program prints with one line a key. A Python process a value would take longer than the runs.
+# value FILE KEY: prints one value of a JSON object. The program prints one line for each key. Starting Python for each
+# value would take longer than the runs.
 value() { sed -nE 's/^  "'"$2"'": "?(.*[^",]|)"?,?$/\1/p' "$1"; }
 valid() { python3 -m json.tool "$1" >/dev/null || fail "$2: not valid JSON"; }
 
@@ -72,7 +73,7 @@ expect 1 'no checkpoint in nowhere' train lm --data "$data" --checkpoint nowhere
 expect 1 'no checkpoint in nowhere' generate --checkpoint nowhere
 expect 1 'nowhere' inspect nowhere
 expect 1 'data/demo.txt' inspect "$data"
-# Kernels that are not there are refused by every command, and the library's choice is not taken instead.
+# Every command refuses kernels that do not exist. It does not fall back to the choice of the library.
 for isa in avx9 SCALAR scalar,avx2; do
     HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa, .* available: .*scalar" \
         train lm --data "$data" --log log.csv --checkpoint run
@@ -139,7 +140,7 @@ python3 - bench.json bench.csv <<'PY' || fail "bench"
 import csv, json, sys
 cases = json.load(open(sys.argv[1]))["cases"]
 assert [(c["recipe"], c["tensors"]) for c in cases] == [(r, n) for r in ("adamw/f32/f32", "adamw/bf16-sr/int8") for n in (1, 8)], cases
-# Weights and states read and written, gradients read: 28 bytes in fp32.
+# A step reads and writes weights and states, and reads gradients. These are 28 bytes in fp32.
 assert cases[0]["bytes_per_param"] == 28 and 10 < cases[2]["bytes_per_param"] < 10.6, cases
 for case in cases:
     assert case["ns_per_param"] > 0 and 0 < case["stream_fraction"] < 100, case
@@ -197,7 +198,7 @@ assert 0 < run["bytes_per_param"]["gradients"] < 1.9, run
 PY
 ok "gradient release"
 
-# A step of micro-steps sees the data of the step whose batch is as large, and makes it but for roundings.
+# A step made of micro-steps sees the same data as a step with one large batch. Their results differ by roundings only.
 learn() { lm --steps 20 --recipe adamw/f32 --compute f32 --quiet --json --val-every 0 --lr 3e-3 "$@"; }
 learn --batch 8 --eval-batches 2 >whole.json
 for accumulator in f32 bf16 bf16-sr; do
@@ -217,7 +218,7 @@ assert size < cut["bytes_per_param"]["gradients"] < size + 1.9, cut["bytes_per_p
 PY
     done
 done
-# Moments that are fed batch by batch are no such thing, but they have learned something, and hold nothing beside them.
+# Moments that are fed batch by batch give another result. They must still learn, and need no memory for sums.
 learn --batch 8 --steps 0 --eval-batches 2 >start.json
 learn --batch 2 --micro-steps 4 --eval-batches 8 --accumulator states --release >cut.json
 python3 - start.json cut.json <<'PY' || fail "micro-steps into states"
@@ -228,8 +229,8 @@ assert cut["bytes_per_param"]["gradients"] < 1.9, cut["bytes_per_param"]
 PY
 ok "micro-steps: the step of the whole batch, and the memory they promise"
 
-# n steps = k + save + load + (n - k), for each way of storing, with the state that only the trainer has (clipping with
-# release) as well.
+# n steps equal k steps, a save, a load and n - k steps, for each storage format. This includes state that only the
+# trainer has (clipping with release).
 resume_case() {
     lm --steps 12 --json --quiet "$@" >whole.json
     rm -rf run
@@ -247,7 +248,7 @@ for weight in $(names weight_formats); do
     resume_case --recipe "adamw/$weight"
 done
 for state in $(names state_formats); do
-    # A format for signed states only serves the momentum.
+    # A format for signed states serves only the momentum.
     rule=adamw
     "$halfstep" plan --params 1e6 --recipes "adamw/bf16-sr/$state" >out 2>err || rule=lion
     resume_case --recipe "$rule/bf16-sr/$state"
@@ -281,7 +282,7 @@ expect 1 'run is already at step 6' train lm --checkpoint run --resume --steps 3
 expect 1 'run already holds a checkpoint of step 6' train lm --checkpoint run --data "$data"
 head -c 100000 "$data" >other.txt
 expect 1 '--data holds other bytes' train lm --checkpoint run --resume --data other.txt
-# Rows after the checkpoint, and one cut off, are replaced.
+# A resumed run replaces the rows after the checkpoint, and a row that was cut off.
 printf '7,1,1,1,1,1,1,0\n8,1,1' >>log.csv
 resume --steps 9 --quiet >out
 [ "$(cut -d, -f1 log.csv | paste -sd,)" = step,1,2,3,4,5,6,7,8,9 ] || fail "log after resuming: $(cat log.csv)"
@@ -292,7 +293,7 @@ lm --steps 6 --quiet --checkpoint cosine --schedule cosine >out
 expect 1 'the cosine schedule of the steps already made depends on it' train lm --checkpoint cosine --resume --steps 9
 ok "resuming names what differs, and continues the log"
 
-# Files and folders are one text, as cat joins them, whatever they are called.
+# Files and folders are read as one text, in the way cat joins them. Their names do not matter.
 mkdir -p text/b text/.git
 head -c 100000 "$data" >text/a
 head -c 200000 "$data" | tail -c +100001 >text/b/1
@@ -340,7 +341,7 @@ valid inspect.json "inspect FILE --json"
 "$halfstep" inspect run | grep -q 'lm_head.weight' || fail "inspect does not list the tensors"
 ok "generate and inspect"
 
-# Full precision through an error code that keeps all of fp32: the same weights whether they come as F32 or as BF16 + code.
+# An error code of 16 bits keeps all of fp32. The weights are the same whether they come as F32 or as BF16 and code.
 lm --steps 4 --quiet --recipe adamw/bf16-ecc16/f32 --checkpoint ecc >out
 lm --steps 0 --quiet --json --recipe adamw/bf16-ecc16/f32 --init ecc >a.json
 lm --steps 0 --quiet --recipe adamw/f32/f32 --init ecc --checkpoint wide >out
@@ -351,8 +352,8 @@ lm --steps 0 --quiet --json --recipe adamw/bf16-ecc16/f32 --init wide >b.json
 expect 2 '--width is 64, but the config.json of --init ecc says' train lm --data "$data" --init ecc --width 64
 ok "--init takes the weights in full"
 
-# Schedule-free training evaluates another point than it stores as its weights. That point is what validation, the sample,
-# generate and --init speak of.
+# Schedule-free training evaluates another point than the stored weights. Validation, the sample, generate and --init
+# all use that point.
 lm --steps 30 --quiet --json --recipe schedulefree/bf16-kahan --lr 1e-2 --checkpoint free --log free.csv >free.json
 lm --steps 0 --quiet --json --recipe adamw/f32 --init free >average.json
 lm --steps 0 --quiet --json --recipe adamw/f32 --init "$(ls -d free/checkpoint-*)"/model.safetensors >stored.json
@@ -367,7 +368,7 @@ assert average["sample"] == text["text"] == free["sample"], (free["sample"], ave
 PY
 ok "schedulefree speaks with its average"
 
-# Damage of any kind is one line, never a crash.
+# Any damage is reported in one line. The program never crashes.
 damage() {
     cp -r run damaged
     "$@"
@@ -384,8 +385,8 @@ ok "damaged checkpoints are refused in one line"
 
 interrupt_case() {
     rm -rf run log.csv
-    # Not through lm(): the signal is for the program, not for a shell around it, and once: without --foreground timeout sends it to
-    # the program and to its group. Nor does a failed test leave it running.
+    # Does not use lm(), because the signal is for the program and not for a shell around it. Without --foreground,
+    # timeout would send it twice: to the program and to its group. A failed test must not leave the program running.
     timeout --foreground -k 1 30 "$halfstep" "${small[@]}" --steps 1000000 --quiet --checkpoint run --log log.csv \
         >out 2>err &
     local pid=$! got=0 waited=0
@@ -407,7 +408,8 @@ interrupt_case INT 130
 interrupt_case TERM 143
 ok "SIGINT and SIGTERM finish the step, save and exit 130 and 143"
 
-# Killed at any instant while saving after every step, the directory holds a checkpoint that goes on to the same end.
+# The program saves after every step and is killed at any instant. The directory holds a checkpoint that goes on to the
+# same end.
 rm -rf run
 lm --steps 3 --quiet --checkpoint run --checkpoint-every 1 >out
 kills=$([ "${1:-}" = all ] && echo 8 || echo 3)
@@ -423,7 +425,7 @@ resume --steps "$step" --json --quiet >rest.json
 [ "$(value whole.json state_hash)" = "$(value rest.json state_hash)" ] || fail "after $kills kills, step $step has other bits"
 ok "kills while saving ($step steps survived)"
 
-# One NaN in the embedding of one byte: steps that see the byte are refused whole, are counted and told once.
+# The embedding of one byte has a NaN. Steps that see the byte are refused whole and counted, and reported once.
 poison() {
     python3 - "$1" "$2" <<'PY'
 import json, struct, sys

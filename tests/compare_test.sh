@@ -14,7 +14,7 @@ status() {
     "$@" >out.txt 2>err.txt || code=$?
     echo "$code"
 }
-# refused STATUS PATTERN WORDS...: that status, one line on stderr that matches, and nothing left behind.
+# refused STATUS PATTERN WORDS...: checks the status, that stderr is one line that matches, and that no file is left.
 refused() {
     local wanted=$1 pattern=$2
     shift 2
@@ -26,7 +26,7 @@ refused() {
     [ ! -e nothing ] || fail "$*: left something behind"
 }
 
-# Two seeds, three recipes, one of them with options of its own.
+# Compares three recipes with two seeds. One recipe has options of its own.
 "$halfstep" compare lm $tiny --recipes adamw/f32,adamw/bf16-sr/int8,adamw/bf16-sr:lr=2e-3:release --seeds 2 --seed 5 \
     --out report --json >result.json 2>progress.txt || fail "a comparison ended with status $?: $(tail -1 progress.txt)"
 for file in report.html report.json runs.csv history.csv; do
@@ -92,7 +92,7 @@ for run in runs:
     assert run["recipe"] in words
 EOF
 
-# Its runs are those of train lm, and a second time they are the same.
+# The runs equal those of train lm, and are the same the second time.
 "$halfstep" train lm $tiny --recipe adamw/bf16-sr/int8 --seed 6 --json >train.json 2>/dev/null || fail "train lm ended with status $?"
 python3 -c '
 import json
@@ -100,7 +100,7 @@ one, run = json.load(open("train.json")), json.load(open("result.json"))["runs"]
 assert one["state_hash"] == run["state_hash"] and one["val_loss"] == run["val_loss"], (one, run)' ||
     fail "compare and train lm differ"
 
-# Expectations decide the status, and the report comes either way.
+# Expectations decide the status. The report is written in both cases.
 code=$(status "$halfstep" compare lm $tiny --recipes adamw/f32,adamw/bf16 --expect "adamw/bf16>50,adamw/bf16~50" --out expected --quiet)
 [ "$code" = 1 ] || fail "an expectation that is not met: status $code"
 grep -q "expectation not met: adamw/bf16/bf16-sr: .* wanted more than 50" err.txt || fail "it says: $(cat err.txt)"
@@ -112,7 +112,7 @@ grep -q "^report: expected/report.html$" out.txt || fail "does not name the repo
 code=$(status "$halfstep" compare lm $tiny --recipes adamw/f32,adamw/bf16 --expect "adamw/bf16<50" --out expected --quiet)
 [ "$code" = 0 ] || fail "an expectation that is met: status $code: $(cat err.txt)"
 
-# One clear line for each mistake, before anything is trained or written.
+# Each mistake is reported in one line, before anything is trained or written.
 there="compare lm $tiny --out nothing"
 refused 2 "bf17" $there --recipes adamw/f32,adamw/bf17
 refused 2 "twice" $there --recipes adamw/f32,adamw/f32/f32
@@ -128,7 +128,7 @@ refused 1 "no-such-file" $there --data no-such-file
 refused 1 "out.txt" compare lm $tiny --out out.txt
 refused 1 "no-such-file" demo --data no-such-file --out nothing
 
-# SIGINT finishes the step; what is done is in the report, and --resume does the rest.
+# SIGINT finishes the step. The report has the finished runs, and --resume makes the others.
 long="$tiny --steps 1200 --val-every 0 --recipes adamw/f32,adamw/bf16-sr --checkpoint saved"
 "$halfstep" compare lm $long --out cut >out.txt 2>err.txt &
 process=$!

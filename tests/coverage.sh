@@ -9,16 +9,16 @@ cd "$(dirname "$0")/.."
 bash scripts/build.sh "$folder" "$jobs" -DCMAKE_BUILD_TYPE=None -DHALFSTEP_TESTS=ON -DHALFSTEP_SHORT_TESTS=ON \
     -DCMAKE_C_FLAGS="-O1 -g --coverage -fprofile-abs-path -fprofile-update=atomic -DHSTEP_COVERAGE=1"
 find "$folder" -name '*.gcda' -delete
-# What builds or installs a tree of its own would count nothing here.
+# Leaves out tests that build or install a tree of their own, because they would count nothing here.
 export HSTEP_FAULT_UNTIL_EXIT=1
 failed=0
 (cd "$folder" && ctest -j"$jobs" --timeout 3000 -E '^(build_|python|install|by_hand|mingw|new_rows|size|structure)' >ctest.log 2>&1) ||
     failed=1
-# Every place, where the tests above take some.
+# Takes every place. The tests above take some of them.
 "$folder/tests/test_program_faults" --all >>"$folder/ctest.log" 2>&1 || failed=1
 [ -x "$folder/gcovr/bin/gcovr" ] || { python3 -m venv "$folder/gcovr" && "$folder/gcovr/bin/pip" install -q gcovr==8.8; }
 
-# report NAME METRIC TEXT FILTERS...: the table, and the list of what is missing.
+# report NAME METRIC TEXT FILTERS...: prints the table, and writes the list of missing places.
 report() {
     local name=$1 metric=$2
     shift 2
@@ -30,7 +30,7 @@ inlined='src/(kernels/(kernels\.[ch]|pair\.h|tiles\.h|fused\.h|product\.h|fused\
 report lines line --filter "$inlined"
 report branches branch --filter src/ --filter tools/ --exclude "$inlined"
 
-# total PREFIX METRIC: over the files of a table that begin so.
+# total PREFIX METRIC: adds up the files of a table whose names begin with PREFIX.
 total() {
     awk -v prefix="$1" -v what="$2" -v name="$3" '
         index($1, prefix) == 1 && $2 ~ /^[0-9]+$/ { all += $2; taken += $3 }

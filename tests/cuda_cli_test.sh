@@ -10,7 +10,7 @@ fake=$build_dir/tests/fake_cuda
 make_scratch
 cd "$scratch"
 
-# expect PATTERN ARGUMENT...: exit status 1, and one line on stderr that matches.
+# expect PATTERN ARGUMENT...: checks that the exit status is 1, and that stderr is one line that matches.
 expect() {
     local pattern=$1 got=0
     shift

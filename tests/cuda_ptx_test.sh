@@ -17,7 +17,7 @@ compile() { # source folder, output
 fused() { grep -cE '\b(fma|mad)\.(rn|rz|rm|rp)' "$1"; }
 ptx=$scratch/kernels.ptx
 compile src "$ptx" || { grep -E 'error' "$scratch/log" | head; fail "the kernels do not compile as device code"; }
-# Machine code has 16 bytes an instruction. Budgets belong to the compilers that made them, which the first line names.
+# An instruction of machine code has 16 bytes. Budgets hold for the compilers that the first line names.
 budgets=bench/gpu_kernels.csv
 check_budgets() { # cubin for 9.0
     local made
@@ -36,7 +36,7 @@ check_budgets() { # cubin for 9.0
         fail "$(head -3 "$scratch/over") (GPU_BUDGETS=write records what is meant)"
     echo "ok   no fused kernel has more instructions than its budget"
 }
-# Machine code fuses nothing but what a division, a reciprocal and a root are made of: without these there is no fused multiply-add.
+# Machine code has fused multiply-adds only inside divisions, reciprocals and roots. Without these it has none.
 check_sums() {
     local instructions=(lab/gpu_instructions.py --tools "$build_dir" --fused)
     sed -E 's/\bdiv\.rn\.f(32|64)/mul.rn.f\1/; s/\b(sqrt|rcp)\.rn\.f(32|64)/abs.f\2/; s/\bfma\.rn\.f32 ([^,]+, [^,]+), [^,]+,/add.rn.f32 \1,/' "$ptx" >"$scratch/sums.ptx"
@@ -47,7 +47,7 @@ check_sums() {
     python3 "${instructions[@]}" "$cubin" >"$scratch/log" && fail "those of divisions and roots are not found"
     echo "ok   which are found"
 }
-# The rows as the preprocessor has them, which makes those of fused.def with every rule.
+# Takes the rows from the preprocessor, which combines the rows of fused.def with every rule.
 rows() {
     printf '#define KERNEL(name, shape) halfstep_cuda_##name\n#define KERNEL_SUM KERNEL\n#define KERNEL_ACCESS KERNEL\n#include "device/cuda/code/kernels.def"\n' |
         cc -E -P -Isrc -x c - | grep -oE 'halfstep_cuda_[a-z0-9_]+'
@@ -58,11 +58,11 @@ entries=$(wc -l <"$scratch/entries")
 [ "$entries" -gt 50 ] || fail "$entries entries"
 diff "$scratch/rows" "$scratch/entries" || fail "other entries than rows of kernels.def"
 ! grep -q '^\.extern \.func' "$ptx" || fail "undefined: $(grep -A3 '^\.extern \.func' "$ptx" | tr '\n' ' ')"
-# What is written as instructions stands between comments: roots, quotients and what packs bytes (src/vec/cuda.h).
+# Roots, quotients and the packing of bytes are written as instructions, between comments (src/vec/cuda.h).
 awk -v blocks="$scratch/blocks" '/begin inline asm/ {inside = 1; block = ""; next} /end inline asm/ {inside = 0; print block >blocks; next}
     inside {gsub(/%[a-z]+[0-9]+/, "%"); gsub(/^[ \t]+/, ""); block = block $0 " "; next} {print}' "$ptx" >"$scratch/outside.ptx"
 [ "$(fused "$scratch/outside.ptx")" -eq 0 ] || fail "$(fused "$scratch/outside.ptx") fused multiply-adds"
-# Without a rounding of their own, ptxas might fuse them.
+# Instructions without an explicit rounding might be fused by ptxas.
 ! grep -qE '\b(mul|add|sub)\.f(32|64)' "$ptx" || fail "$(grep -cE '\b(mul|add|sub)\.f(32|64)' "$ptx") operations without a rounding"
 ! grep -qE '\.approx|\.full|\.ftz' "$scratch/outside.ptx" || fail "approximate or flushing instructions"
 sort -u "$scratch/blocks" >"$scratch/kinds"
@@ -78,14 +78,14 @@ rcp.approx.ftz.f32 y, %
 rsqrt.approx.ftz.f32 %, %
 rsqrt.approx.ftz.f32 y, %
 PTX
-# Each that is taken by an estimate is taken exactly too: of one number, or of four.
+# Each function that has an estimate also has an exact form, of one number or of four.
 of_estimates() { awk -v one="$1" -v two="$2" '{print gsub(one, "") " " gsub(two, "")}' "$scratch/kinds" | sort -u | tr '\n' ','; }
 [ "$(of_estimates 'rcp[.]approx' 'div[.]rn')" = "0 0,1 1,4 4," ] || fail "quotients without their exact way: $(of_estimates 'rcp[.]approx' 'div[.]rn')"
 [ "$(of_estimates 'rsqrt[.]approx[.]ftz[.]f32 y' 'sqrt[.]rn')" = "0 0,1 1,4 4," ] || fail "roots without their exact way: $(of_estimates 'rsqrt[.]approx[.]ftz[.]f32 y' 'sqrt[.]rn')"
 echo "ok   $entries kernels are device code, without a fused multiply-add but in roots and quotients"
 python3 lab/gpu_arithmetic.py --compile >"$scratch/log" 2>&1 || fail "$(tail -1 "$scratch/log")"
 echo "ok   what compares a GPU's roots and quotients takes those of the kernels"
-# The test can fail: with contraction there are some.
+# Shows that the test can fail: with contraction there are fused multiply-adds.
 mkdir -p "$scratch/device/cuda/code"
 echo 'extern "C" __attribute__((global)) void contracted(float *x) { x[0] = x[1] * x[2] + x[3]; }' >"$scratch/device/cuda/code/kernels.cu"
 compile "$scratch" "$scratch/contracted.ptx" fast && [ "$(fused "$scratch/contracted.ptx")" -gt 0 ] || fail "contraction is not noticed"
@@ -96,7 +96,7 @@ if [ -n "$ptxas" ]; then
     for architecture in ${PTX_ARCHITECTURES:-90}; do
         cubin=$scratch/kernels.$architecture
         "$ptxas" -v "-arch=sm_$architecture" --fmad=false -o "$cubin" "$ptx" >"$scratch/log" 2>&1 || { head -5 "$scratch/log"; fail "ptxas for $architecture"; }
-        # Values that leave their registers are memory traffic in the loop that should have none but the tensors'.
+        # Spilled registers cause memory traffic in a loop that should read and write tensors only.
         fused=$(grep -c 'halfstep_cuda_fused_' "$scratch/rows")
         inside=$(grep -A2 'Compiling entry function .halfstep_cuda_fused_' "$scratch/log" | grep -c '^ *0 bytes stack frame' || true)
         [ "$inside" -eq "$fused" ] || fail "$((fused - inside)) of $fused fused kernels for $architecture have values in local memory"

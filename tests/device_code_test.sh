@@ -8,7 +8,7 @@
 need clang
 make_scratch
 cd "$source_dir"
-# compile cuda|hip FOLDER: the sources in it as device code.
+# compile cuda|hip FOLDER: compiles the sources of the folder as device code.
 compile() {
     local target="-nocudainc -nocudalib --cuda-gpu-arch=sm_80"
     [ "$1" = cuda ] || target="-nogpuinc -nogpulib --offload-arch=gfx90a"
@@ -18,7 +18,7 @@ compile() {
 }
 rows=$(grep -cE '^FORMAT\(' src/formats/formats.def)
 rules=$(grep -cE '^RULE\(' src/rules/rules.def)
-# check LANGUAGE ENTRY: one line of the assembly for each entry matches.
+# check LANGUAGE ENTRY: checks that one line of the assembly matches for each entry.
 check() {
     compile "$1" src || { grep -E 'error' "$scratch/log" | head; fail "something does not compile as device code ($1)"; }
     entries=$(grep -cE "$2" "$scratch/device.s")
@@ -34,14 +34,14 @@ else
     echo "     hip: this clang makes no code for AMD's GPUs"
 fi
 
-# change RULE FROM TO: a copy of the sources in which the rule is otherwise.
+# change RULE FROM TO: makes a copy of the sources with a changed rule.
 cp -r src "$scratch"
 change() {
     cp "src/rules/$1.h" "$scratch/src/rules/$1.h"
     sed -i "s/$2/$3/" "$scratch/src/rules/$1.h"
     ! cmp -s "src/rules/$1.h" "$scratch/src/rules/$1.h" || fail "src/rules/$1.h has no $2"
 }
-# The test can fail: a prepare function for hosts alone, and a rule in CUDA's own words.
+# Shows that the test can fail: with a prepare function for hosts only, and with a rule in CUDA's own words.
 change lion 'HSTEP_INLINE void lion_prepare' 'static inline void lion_prepare'
 for target in $targets; do
     ! compile "$target" "$scratch/src" && grep -q "no matching function for call to 'lion_prepare'" "$scratch/log" ||

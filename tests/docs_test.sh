@@ -6,7 +6,7 @@
 cd "$source_dir"
 failures=0
 
-# named FILE TEXT WHAT: FILE contains TEXT.
+# named FILE TEXT WHAT: checks that FILE contains TEXT.
 named() {
     grep -qF -- "$2" "$1" && return
     echo "FAIL $1 lacks $2 of the $3 (docs/adding.md)"

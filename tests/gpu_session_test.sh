@@ -14,7 +14,8 @@ python=python3
 [ ! -e "$build_dir/venv/halfstep.installed" ] || python=$build_dir/venv/bin/python
 unset PYTHONPATH HALFSTEP_LIBRARY
 
-# A script that needs a package which is not here cannot tell its options; where the Python package is tested there are all.
+# A script cannot list its options if a package that it needs is missing. All packages exist where the Python package is
+# tested.
 told=0
 for script in bench/*.py lab/*.py examples/*.py; do
     grep -q 'argparse.ArgumentParser' "$script" || continue
@@ -28,7 +29,7 @@ done
 echo "ok   $told scripts tell their options"
 
 session() { "$python" bench/gpu_session.py --build "$build_dir" --logs "$scratch/logs" "$@"; }
-# expect STATUS PATTERN ARGUMENT...: that status, and one line on stderr that matches.
+# expect STATUS PATTERN ARGUMENT...: checks the status, and that stderr is one line that matches.
 expect() {
     local wanted=$1 pattern=$2 got=0
     shift 2
@@ -37,7 +38,7 @@ expect() {
     grep -qE -- "$pattern" "$scratch/err" || fail "gpu_session.py $*: $(cat "$scratch/err") does not match $pattern"
 }
 
-# In the place of compute-sanitizer: runs what comes after its options.
+# Stands for compute-sanitizer. Runs the command behind the options.
 mkdir "$scratch/bin"
 cat >"$scratch/bin/compute-sanitizer" <<'END'
 #!/bin/bash
@@ -73,7 +74,7 @@ grep -q '^1 of 2 steps passed; failed: golden$' "$scratch/out" || fail "$(cat "$
 grep -q 'CUDA_ERROR_ILLEGAL_ADDRESS' "$scratch/out" || fail "the end of a log is not shown: $(cat "$scratch/out")"
 echo "ok   steps run, and go on after one that fails"
 
-# Commands that are wrong are found, and what never ends is ended, with what it started.
+# Wrong commands are found. A command that never ends is stopped, with the processes that it started.
 cat >"$scratch/altered.py" <<'END'
 import os
 import sys

@@ -9,7 +9,7 @@ make_scratch
 cmake --install "$build_dir" --prefix "$scratch/first" >"$scratch/log" || { cat "$scratch/log"; fail "cmake --install"; }
 mv "$scratch/first" "$scratch/moved prefix"
 prefix="$scratch/moved prefix"
-# CMake 3.25 and later may be told not to look at its registry of build folders; naming the path is enough for all.
+# CMake 3.25 and later can be told to ignore its registry of build folders. Naming the path is enough for all versions.
 if grep -rlF "$scratch/first" "$prefix" || grep -rlIF "$source_dir" "$prefix"; then
     fail "an installed file names the prefix or the source folder"
 fi
@@ -66,7 +66,7 @@ eval "cc $(flags --cflags) '$scratch/consumer/main.c' -o '$scratch/by_pc_static'
     fail "static by hand"
 check "pkg-config, static" "$scratch/by_pc_static"
 if [ -n "$io" ]; then
-    # Our own .pc files and nothing else: what they ask for must be here.
+    # Uses our own .pc files only, so that all that they require must be here.
     cat >"$scratch/consumer/io.c" <<'C'
 #include <halfstep_io.h>
 #include <stdio.h>
@@ -89,7 +89,7 @@ C
         grep -vE '^(libc|libm|libpthread|libhalfstep|lib[atu][a-z]*san|libgcc_s|ld-linux.*)\.so|^ld-' || true)
     [ -z "$others" ] || fail "halfstep_io needs $others"
     echo "ok   halfstep_io needs nothing but the C library"
-    # Set to nothing, so that they are not looked for.
+    # Sets the variables to nothing, so that CMake does not look for these packages.
     cmake -S "$source_dir" -B "$scratch/no_jansson" -DHALFSTEP_CUDA=OFF -DJANSSON_INCLUDE_DIR= -DJANSSON_LIBRARY= -DHALFSTEP_IO=ON \
         -DHALFSTEP_TOOLS=AUTO >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "configuring halfstep_io without jansson"; }
     [ -e "$scratch/no_jansson/halfstep_io.pc" ] || fail "no halfstep_io without jansson"

@@ -18,7 +18,7 @@ esac
 make_scratch
 count() { python3 "$source_dir/lab/instructions.py" "$@"; }
 
-# The C library is left out of both counts. Two rows: through tiles, and fused.
+# Both counts leave out the C library. Two rows are counted: one through tiles, one fused.
 if [ "$(uname -m)" = x86_64 ]; then
     cc -std=c11 -O1 -I"$source_dir/include" "$source_dir/lab/instructions.c" -o "$scratch/instructions" -ldl
     for mode in "" --single-step; do
@@ -31,12 +31,12 @@ if [ "$(uname -m)" = x86_64 ]; then
     echo "ok   single steps count the same: $(tr '\n' ' ' <"$scratch/count")"
 fi
 
-# The whole count, once. What is to be counted, and why it cannot be, the tool says itself.
+# Makes the whole count once. The tool says what it counts, and why it cannot.
 budgets=$source_dir/bench/instructions.csv counts=$scratch/counts.csv status=0
 count "$build_dir" --write "$counts" || status=$?
 [ "$status" != 77 ] || skip "code cannot be counted here"
 [ "$status" = 0 ] || fail "lab/instructions.py $build_dir"
-# alarm FILE ARGUMENTS...: the check against these budgets, its output in $scratch/log.
+# alarm FILE ARGUMENTS...: runs the check against these budgets, with its output in $scratch/log.
 alarm() {
     local file=$1
     shift
@@ -48,7 +48,8 @@ cat "$scratch/log"
 [ "$status" != 77 ] || skip "bench/instructions.csv has nothing for this machine"
 [ "$status" = 0 ] || fail "budgets of instructions: reproduce with lab/instructions.py $build_dir --check bench/instructions.csv $loose"
 
-# edited SCRIPT: these counts as budgets, after an awk script. raised WHAT TEXT: the check fails with that line and no other.
+# edited SCRIPT: makes budgets from these counts with an awk script. raised WHAT TEXT: checks that the check fails with
+# this line only.
 edited() { awk -F, -v OFS=, "$1 { print }" "$counts" >"$scratch/budgets.csv"; }
 raised() {
     if alarm "$scratch/budgets.csv"; then fail "no alarm: $1"; fi
@@ -64,7 +65,7 @@ edited "$one { next }"
 raised "a budget left out" "$row, $isa: has no budget"
 edited "$one { print; \$3 = \"adamw/no/more\" }"
 raised "a budget of a row that is gone" "adamw/no/more, $isa: has a budget, and is no row any more"
-# Compilers that are not recorded may need 30 % more, and no more than that.
+# A compiler without recorded budgets may need at most 30 % more.
 edited "NR > 1 { \$1 = \"another 1\" } $one { \$4 /= 1.2 }"
 alarm "$scratch/budgets.csv" || { cat "$scratch/log"; fail "a compiler without budgets is held to another's"; }
 edited "NR > 1 { \$1 = \"another 1\" } $one { \$4 /= 1.4 }"

@@ -2,7 +2,7 @@
 set -eu
 source_dir=${HALFSTEP_SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
 build_dir=${HALFSTEP_BUILD:-$source_dir/build}
-# A make above this script must not pass its job server on to the builds in here.
+# A make that runs this script must not pass its job server to the builds in here.
 unset MAKEFLAGS MFLAGS MAKELEVEL
 script_words="$0${*:+ $*}"
 
@@ -26,7 +26,7 @@ need() {
     done
 }
 
-# A folder that goes away with the script.
+# Makes a folder that is removed when the script ends.
 make_scratch() {
     scratch=$(mktemp -d)
     trap 'rm -rf "$scratch"' EXIT

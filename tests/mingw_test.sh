@@ -17,7 +17,7 @@ compiler=$(sed -n 's/^CMAKE_C_COMPILER:[A-Z]*=//p' "$folder/CMakeCache.txt")
 "${compiler:-x86_64-w64-mingw32-gcc}" -I"$source_dir/include" "$scratch/main.c" -o "$scratch/main.exe" \
     -Wl,--whole-archive "$folder/libhalfstep.a" -Wl,--no-whole-archive -lm -pthread || fail "linking"
 echo "ok   core library for Windows"
-# libcuda goes by another name there, and is loaded when it is asked for, never linked.
+# libcuda has another name there. It is loaded on demand and never linked.
 grep -qa 'nvcuda\.dll' "$scratch/main.exe" || fail "the loader does not know nvcuda.dll"
 ! grep -qaE 'lib(cuda|cublas)\.so' "$scratch/main.exe" || fail "the loader has names of other systems"
 ! x86_64-w64-mingw32-objdump -p "$scratch/main.exe" | grep -qiE 'DLL Name: *(nvcuda|cublas)' || fail "a library of CUDA is linked"

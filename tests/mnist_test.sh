@@ -7,7 +7,7 @@ need python3
 make_scratch
 cd "$scratch"
 
-# refused STATUS PATTERN WORDS...: that status, nothing on stdout, and one line on stderr that matches.
+# refused STATUS PATTERN WORDS...: checks the status, that stdout is empty, and that stderr is one line that matches.
 refused() {
     local wanted=$1 pattern=$2 code=0
     shift 2
@@ -18,7 +18,7 @@ refused() {
     grep -q -- "$pattern" err.txt || fail "$*: \"$(cat err.txt)\" does not match $pattern"
 }
 
-# Drawn digits are learnt in one short epoch, whatever the format.
+# One short epoch is enough to learn the drawn digits, in every format.
 drawn="train mnist --train-images 6000 --test-images 500 --quiet --json"
 "$halfstep" $drawn --recipe adamw/f32 --epochs 1 --batch 32 --threads 2 --log log.csv >one.json || fail "status $?"
 python3 - <<'END' || fail "the JSON or the log of one epoch"
@@ -34,7 +34,7 @@ epochs = run["epochs"]
 assert [len(epochs[key]) for key in ("train_loss", "test_loss", "test_accuracy")] == [1, 1, 1]
 assert epochs["test_loss"][0] == run["test_loss"] == run["val_loss"] and epochs["train_loss"][0] == run["train_loss"]
 assert epochs["test_accuracy"][0] == run["test_accuracy"]
-# The first test is that of the weights as they were initialised: ten classes, all as likely.
+# The first evaluation uses the initial weights, for which all ten classes are equally likely.
 assert [point["step"] for point in run["validation"]] == [0, 188] and abs(run["validation"][0]["val_loss"] - math.log(10)) < 0.1
 rows = list(csv.DictReader(open("log.csv")))
 assert [row["epoch"] for row in rows] == ["0", "1"] and [row["step"] for row in rows] == ["0", "188"]
@@ -42,7 +42,7 @@ assert math.isclose(float(rows[1]["test_accuracy"]), run["test_accuracy"]) and r
 assert math.isclose(float(rows[1]["test_loss"]), run["test_loss"], rel_tol=1e-6) and float(rows[1]["gradient_norm"]) > 0
 END
 
-# IDX files: the first images of the drawn set are not the point, so these are any; plain and gzipped give the same run.
+# IDX files may hold any images. Plain and gzipped files give the same run.
 python3 - <<'END'
 import gzip, os, random, struct
 random.seed(1)
@@ -112,13 +112,13 @@ refused 2 "no such hyper-parameter" $there --data plain --hyper beta9=1
 refused 2 "at least 1" $there --batch 0
 refused 2 "unknown option --width" $there --width 4
 refused 2 "known: lm, mnist" train rnn
-# A run that diverges says so, and its status.
+# A run that diverges says so, and its status is 1.
 code=0
 "$halfstep" train mnist --data plain --recipe sgd/f32 --lr 1e6 --epochs 50 --quiet >out.txt 2>err.txt || code=$?
 [ "$code" = 1 ] && [ ! -s out.txt ] || fail "a run that diverges: status $code"
 grep -q "20 steps in a row had gradients that are not finite" err.txt || fail "a run that diverges says $(cat err.txt)"
 
-# SIGINT ends it between two steps.
+# SIGINT ends the program between two steps.
 "$halfstep" train mnist --data plain --epochs 100000 >out.txt 2>err.txt &
 process=$!
 for _ in $(seq 600); do
@@ -131,7 +131,7 @@ wait $process || code=$?
 [ "$code" = 130 ] || fail "SIGINT: status $code: $(tail -1 err.txt)"
 grep -q "interrupted after step [0-9]*; nothing was saved" err.txt || fail "SIGINT: it says $(tail -1 err.txt)"
 
-# One report of two batch sizes; a rate for each, and a recipe that diverges does not stop the others.
+# One report has two batch sizes with a rate for each. A recipe that diverges does not stop the others.
 "$halfstep" compare mnist --data plain --epochs 2 --batch 32,64 --seeds 2 --seed 3 --lr 5e-4 \
     --recipes adamw/f32@1e-3/2e-3,adamw/bf16-sr/int8:clip=1,sgd/f32@1e6 --out report --log runs.csv --json --quiet >result.json 2>notes.txt || fail "compare mnist: status $?"
 [ "$(grep -c "warning: step 3: the gradient of conv1.weight is not finite" notes.txt)" = 4 ] ||
@@ -147,7 +147,7 @@ assert [row["name"] for row in table] == [names[0] % ("1e-3", 32), names[1] % 32
                                           names[0] % ("2e-3", 64), names[1] % 64, names[2] % 64], [row["name"] for row in table]
 assert [row["group"] for row in table] == 3 * ["batch 32"] + 3 * ["batch 64"]
 assert len(runs) == 12 and [run["batch"] for run in runs] == 2 * (3 * [32] + 3 * [64])
-# Its runs are those of train mnist.
+# The runs equal those of train mnist.
 assert runs[9]["state_hash"] == one["state_hash"] and runs[9]["epochs"] == one["epochs"] and runs[9]["seed"] == 4
 for i, row in enumerate(table):
     mine = [runs[i], runs[i + 6]]
@@ -157,7 +157,7 @@ for i, row in enumerate(table):
         continue
     assert math.isclose(row["test_accuracy"]["mean"], sum(run["test_accuracy"] for run in mine) / 2, abs_tol=1e-9)
     assert math.isclose(row["val_loss"]["mean"], sum(run["test_loss"] for run in mine) / 2, abs_tol=1e-7)
-# References are per batch size.
+# Each batch size has a reference of its own.
 assert math.isclose(table[4]["difference"]["mean"], table[4]["val_loss"]["mean"] - table[3]["val_loss"]["mean"], abs_tol=1e-7)
 assert "With batch 32, " in result["sentence"] and "With batch 64, " in result["sentence"]
 rows = list(csv.DictReader(open("report/runs.csv")))

@@ -21,7 +21,7 @@ cd "$scratch"
 program=$scratch/halfstep
 export LD_LIBRARY_PATH=$build_dir${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# More processes than processors, in a container, as root, without a network: what Open MPI would otherwise refuse or try.
+# Allows Open MPI to run more processes than processors, in a container, as root and without a network.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none \
     OMPI_MCA_plm=isolated OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,vader OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_yield_when_idle=1
 unset HALFSTEP_MPI OMP_NUM_THREADS HALFSTEP_THREADS
@@ -29,7 +29,7 @@ unset HALFSTEP_MPI OMP_NUM_THREADS HALFSTEP_THREADS
 ranks() { timeout 300 mpirun -n "$1" "$program" train lm "${@:2}"; }
 field() { sed -nE "s/^ *\"$1\": \"?([^\",]*)\"?,?$/\1/p" "$2" | head -1; }
 hash_of() { field state_hash "$1"; }
-# A log without what the clock says.
+# Prints a log without the columns that depend on the clock.
 untimed() { cut -d, -f 1-5,8 "$1"; }
 same() { [ "$2" = "$3" ] && [ -n "$2" ] || fail "$1: $2, not $3"; }
 step_of() { "$program" inspect "$1" 2>/dev/null | sed -nE 's/^step ([0-9]+),.*/\1/p' | head -1; }
@@ -65,18 +65,18 @@ compare() {
 compare 2 adamw/bf16-sr/int8 --weight-decay 0.1
 compare "1 3" lamb/f32/f32 --clip 1
 compare 4 muon/bf16-sr/int8
-# Averages are gathered to be evaluated; factors over rows and columns stay with a matrix.
+# Averages are gathered before they are evaluated. Factors over rows and columns stay with their matrix.
 compare 3 schedulefree/bf16-ecc8/int8
 if [ "$mode" = long ]; then
     for recipe in adafactor/bf16-sr came/bf16-kahan prodigy/f32 adamw/bf16-sr/int4 adamw/bf16-sr/fp8-lamb16 lamb16 adan/f16-ecc16/dyn8; do compare 3 $recipe; done
 fi
 
-# Each rank has its share of the states.
+# Each rank holds its share of the states.
 whole=$(sed -nE 's/^ *"states": ([0-9.]*),?$/\1/p' lamb-f32-f32-1.json) third=$(sed -nE 's/^ *"states": ([0-9.]*),?$/\1/p' lamb-f32-f32-3.json)
 awk "BEGIN { exit !($third < 0.4 * $whole && $third > 0.25 * $whole) }" || fail "one of 3 ranks holds $third of $whole bytes a parameter in states"
 echo "ok   states: $third of $whole bytes a parameter on the first of 3 ranks"
 
-# The same with a program of one's own.
+# The same holds for a program that uses the library.
 if command -v mpicc >/dev/null; then
     mpicc -std=c11 -O2 -I"$source_dir/include" "$source_dir/examples/mpi.c" -o example -L"$build_dir" -lhalfstep -lm || fail "examples/mpi.c does not compile"
     for n in 1 2 3 5; do timeout 240 mpirun -n $n ./example >"example-$n" || fail "examples/mpi.c on $n ranks"; done
@@ -100,7 +100,7 @@ echo "ok   2 -> 3 -> without MPI -> 1 -> 4 ranks: the bits of a run that went th
 # ---- What is refused at the start -----------------------------------------------------------------------------------------------------
 
 # refused STATUS TEXT MPIRUN-ARGUMENTS...
-# mpirun need not wait for those that are left.
+# mpirun need not wait for the remaining ranks.
 refused() {
     local -x OMPI_MCA_odls_base_sigkill_timeout=0
     local status=$1 text=$2 got=0
@@ -133,7 +133,7 @@ head -c 1000 "$data" >parts/1
 tail -c +1001 "$data" | gzip >parts/2.gz
 timeout 240 mpirun -n 1 $run : -n 1 ${run/"$data"/parts} >parts.json || fail "the same data in a folder"
 same "hash of the data in a folder" "$(hash_of parts.json)" "$(hash_of copy.json)"
-# A weight that explodes is the same error on all: one line, of the first rank.
+# A weight that explodes is the same error on all ranks. Only the first rank prints the line.
 got=0
 "$program" train lm $resumable --recipe sgd/f32 --accumulator tree --lr 1e6 --steps 60 >bad.out 2>bad.err || got=$?
 refused $got "$(tail -1 bad.err)" -n 3 $run --recipe sgd/f32 --lr 1e6 --steps 60
@@ -143,7 +143,7 @@ echo "ok   ranks with other options, data or builds, and what several cannot do,
 # ---- Signals and deaths ---------------------------------------------------------------------------------------------------------------
 
 lasting="--data $data --recipe adamw/bf16-sr/int8 --micro-steps 6 $small --val-every 0"
-# start N ARGUMENTS...: mpirun in the background; its ranks are its children.
+# start N ARGUMENTS...: starts mpirun in the background. The ranks are its children.
 start() {
     mpirun -n "$1" "$program" train lm "${@:2}" >job.out 2>job.err &
     job=$!
@@ -159,7 +159,7 @@ finish() {
     ended=0
     wait "$job" || ended=$?
 }
-# a_rank: a rank that runs the program. mpirun never ends if its child dies before that.
+# a_rank: prints a rank that runs the program already. mpirun never ends if its child dies before that.
 a_rank() { pgrep -P "$job" -x halfstep | shuf -n 1; }
 saved() {
     for _ in $(seq 2400); do
@@ -172,14 +172,14 @@ saved() {
 
 for whom in $([ "$mode" = short ] || echo job) rank; do
     rm -rf told
-    # How long mpirun leaves its processes alone before SIGKILL follows SIGTERM; it waits that long whenever a rank fails, too.
+    # mpirun waits this long between SIGTERM and SIGKILL. It also waits this long whenever a rank fails.
     [ $whom = rank ] || export OMPI_MCA_odls_base_sigkill_timeout=15
     start 3 $lasting --steps 1000000 --checkpoint told --checkpoint-every 4
     saved told
     if [ $whom = job ]; then kill -TERM "$job"; else kill -TERM "$(a_rank)"; fi
     finish "SIGTERM"
     unset OMPI_MCA_odls_base_sigkill_timeout
-    # mpirun has a status of its own for a signal that it was sent.
+    # mpirun has its own status for a signal that it received.
     same "status after SIGTERM to the $whom" $ended "$([ $whom = rank ] && echo 143 || echo 1)"
     same "lines after SIGTERM to the $whom" "$(grep -c '^halfstep:.*interrupted after step .*; saved in told' job.err)" 1
     step=$(sed -nE 's/.*interrupted after step ([0-9]+);.*/\1/p' job.err)
@@ -190,16 +190,16 @@ ranks 2 --checkpoint told --resume --steps $((step + 3)) --quiet --json >resumed
 same "hash after SIGTERM" "$(hash_of resumed.json)" "$(hash_of straight.json)"
 echo "ok   SIGTERM, to mpirun or to one rank, saves once, at one step"
 
-# One run, killed and resumed on changing numbers of ranks until there were enough kills.
+# Kills one run and resumes it on changing numbers of ranks, until there were enough kills.
 if [ -z "$kills" ]; then kills=$(case $mode in short) echo 1 ;; all) echo 3 ;; *) echo 50 ;; esac); fi
-# On a machine with other things to do ranks come late: kills go on, and come later, until one run has saved something.
+# Ranks start late on a busy machine. The kills then come later, until one run has saved something.
 deaths=0 between=0 longest=0
 while [ $deaths -lt "$kills" ] || [ ! -e killed/manifest.json ]; do
     [ $deaths -lt $((kills + 20)) ] || fail "no run came as far as a checkpoint"
     n=$((2 + deaths % 3))
     if [ -e killed/manifest.json ]; then start $n --checkpoint killed --resume --steps 1000000 --quiet --json
     else start $n $lasting --steps 1000000 --checkpoint killed --checkpoint-every 2; fi
-    # From before the start is over to some steps after it.
+    # The delays reach from the start of the program to some steps behind it.
     sleep "$(awk "BEGIN { srand($RANDOM); print rand() * (1.6 + ($deaths > $kills) * ($deaths - $kills)) }")"
     left=600
     until victim=$(a_rank) && [ -n "$victim" ] && kill -KILL "$victim" 2>/dev/null; do

@@ -10,7 +10,8 @@ make_scratch
 cp -r "$source_dir/src" "$source_dir/include" "$scratch"
 cd "$scratch"
 
-# refused FILE EDIT TEXT: with the sed script EDIT on the file, the tables do not compile, and a message has TEXT.
+# refused FILE EDIT TEXT: edits the file with a sed script, and checks that the tables do not compile and that a message
+# has TEXT.
 refused() {
     cp "$1" saved
     sed -i "$2" "$1"
@@ -20,7 +21,7 @@ refused() {
     cp saved "$1"
     echo "ok   $1 with $2 does not compile: $3"
 }
-# Of a format's row, and of a rule, whose name the message has.
+# Tests the row of a format and the row of a rule. The message has the name.
 refused_format() { refused "src/formats/$1.h" "/^#define $1_ROW/,+1$2" "$3"; }
 refused_rule() { refused "src/rules/$1.h" "$2" "$1: $3"; }
 for block in 16 48 96 512 0; do
@@ -52,8 +53,8 @@ refused_rule lamb 's/NOT_CAUTIOUS([^)]*)/CAUTIOUS(LAMB_DECAY)/' "CAUTIOUS is for
 refused_rule rmsprop 's/^    STATE(NONNEG, "square_avg".*/&\n STATE(SIGNED, "a") STATE(SIGNED, "b") STATE(SIGNED, "c") STATE(SIGNED, "d") \\/' "more states than HALFSTEP_MAX_STATES"
 refused src/rules/rules.def 's/RULE(4, lion)/RULE(3, lion)/' RULE_ID_3
 
-# Four formats and a rule more, none of them at an end of its table. "e5m2" is part of another's name, serves second moments only,
-# and is the only new one of its geometry. -O1: only their bits matter.
+# Adds four formats and a rule, none of them at an end of its table. "e5m2" is part of another name, serves second
+# moments only, and is the only new format of its geometry. -O1 is enough, because only bits matter.
 cp "$source_dir/tests/rows/mx8.h" "$source_dir/tests/rows/nv8.h" src/formats
 sed 's/nv8/e5m2/g; s/NV8/E5M2/g; s/ ROWS,/ FLAT,/; s/= SIGNED | NONNEG/= NONNEG/' src/formats/nv8.h >src/formats/e5m2.h
 sed 's/bf16_\(decode\|encode\|apply\|ROW\)/twin_\1/; s/BF16_H/TWIN_H/; s/ROW "bf16"/ROW "twin"/; s/SIGNED | NONNEG/SIGNED/' \

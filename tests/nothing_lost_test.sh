@@ -12,16 +12,16 @@ small=(train lm --data "$data" --width 16 --depth 1 --heads 2 --context 8 --batc
     --sample-bytes 4 --quiet)
 lm() { timeout 240 "$halfstep" "${small[@]}" "$@"; }
 resume() { timeout 240 "$halfstep" train lm --resume --quiet "$@"; }
-# field KEY, value FILE KEY: one value of a JSON object, which the program prints with one line a key.
+# field KEY, value FILE KEY: print one value of a JSON object. The program prints one line for each key.
 field() { sed -nE 's/^  "'"$1"'": "?(.*[^",]|)"?,?$/\1/p'; }
 value() { field "$2" <"$1"; }
 step_of() { "$halfstep" inspect "$1" --json | field step | grep .; }
-# A test that fails says why and ends; its process is a subshell.
+# A test that fails says why and ends. Each test is a subshell.
 bad() {
     echo "     $*"
     exit 1
 }
-# refused STATUS PATTERN WORDS...: that status, and one line on stderr that matches.
+# refused STATUS PATTERN WORDS...: checks the status, and that stderr is one line that matches.
 refused() {
     local wanted=$1 pattern=$2 got=0
     shift 2
@@ -38,7 +38,8 @@ wait_for() {
     bad "waited in vain for: $1"
 }
 
-# with_fault LIBRARY AT WORDS...: the program with that allocation failing. faults LIBRARY WORDS...: how many there are.
+# with_fault LIBRARY AT WORDS...: runs the program while one allocation fails. faults LIBRARY WORDS...: prints how many
+# allocations there are.
 with_fault() {
     local library=$1 at=$2
     shift 2
@@ -53,7 +54,7 @@ cc -shared -fPIC -O1 -o "$scratch/faults.so" "$source_dir/tests/preload/faults.c
 
 # ---- Memory ----
 
-# JSON that is printed is whole, or the exit status tells.
+# Printed JSON is whole, or the exit status is not 0.
 json_without_memory() {
     lm --steps 2 --checkpoint run >out
     for library in jansson ""; do
@@ -66,7 +67,7 @@ json_without_memory() {
     done
 }
 
-# A save without memory leaves the checkpoint that was there, and one that succeeds loads and goes on to the same bits.
+# A save without memory leaves the earlier checkpoint. A save that succeeds loads and goes on to the same bits.
 saves_without_memory() {
     lm --steps 3 --checkpoint start >out
     lm --steps 6 --json >reference.json
@@ -87,7 +88,7 @@ saves_without_memory() {
     done
 }
 
-# No memory is a failure of one sentence; it is neither a crash nor bad usage.
+# Lack of memory is reported in one sentence. It is neither a crash nor a usage error.
 no_memory_is_no_usage() {
     words=(compare lm "${small[@]:2}" --steps 1 --recipes "adamw/f32,adamw/bf16:beta1=0.8" --out report)
     faults "" "${words[@]}"
@@ -153,7 +154,7 @@ one_run_for_a_log() {
 
 # ---- What was there before ----
 
-# Without its manifest.json a directory is not empty: a new run may not prune what lies in it, and it can be continued.
+# A directory without its manifest.json is not empty. A new run must not prune it, and the old run can be continued.
 a_lost_pointer_loses_nothing() {
     lm --steps 20 --checkpoint run >out
     lm --steps 24 --json >whole.json
@@ -168,14 +169,14 @@ a_lost_pointer_loses_nothing() {
     grep -q 'removes none' err || bad "nothing was said of what stays: $(head -c 300 err)"
 }
 
-# Another program that saves into the directory meanwhile finds its checkpoint there afterwards.
+# Another program may save into the directory meanwhile. Its checkpoint is still there afterwards.
 checkpoints_of_others_stay() {
     lm --steps 7 --checkpoint other >out
     "$halfstep" "${small[@]}" --steps 1000000 --checkpoint run --checkpoint-every 1000 >out1 2>err1 &
     first=$!
     trap 'kill -KILL $first 2>/dev/null || true' EXIT
     wait_for '[ -e run/manifest.json ]'
-    # Between two saves of the run.
+    # This happens between two saves of the run.
     until kill -STOP $first && [ -z "$(find run -name '.halfstep-tmp*')" ]; do
         kill -CONT $first
         sleep 0.05
@@ -236,7 +237,7 @@ outputs_are_no_inputs() {
     refused 2 '--out would overwrite out1/report.html, which is --data' demo --data d.txt --out out1
     ln d.txt x-adamw-bf16-bf16-sr-seed1.csv
     refused 2 '--log would overwrite' compare lm "${small[@]:2}" --data d.txt --steps 1 --recipes adamw/f32,adamw/bf16 --log x.csv
-    # The sign is none that file names have.
+    # File names do not contain this sign.
     refused 2 'would write the same files' compare lm "${small[@]:2}" --steps 1 --recipes adamw/f32@1e-3,adamw/f32@1e+3 --log y.csv
     refused 2 '--log would overwrite digits/t10k-labels-idx1-ubyte, a file of --data' train mnist --data digits --log \
         digits/t10k-labels-idx1-ubyte
@@ -247,7 +248,7 @@ outputs_are_no_inputs() {
 
 # ---- Told ----
 
-# A folder where a link would be: each save succeeds with the same note.
+# A folder has the name of a link. Each save succeeds with the same note.
 notes_of_saves_are_told_once() {
     lm --steps 3 --checkpoint run >out
     rm run/config.json
@@ -284,7 +285,7 @@ closed_streams_stay_out_of_files() {
 
 # ---- Signals ----
 
-# start WORDS...: a long run in the background, past its first steps.
+# start WORDS...: starts a long run in the background and waits for its first steps.
 start() {
     "$@" "${small[@]:0:${#small[@]}-1}" --steps 1000000 --val-every 3 --checkpoint run --log log.csv >out1 2>err1 &
     first=$!
@@ -294,7 +295,7 @@ start() {
 
 a_closed_terminal_saves() {
     start "$halfstep"
-    # From the kernel, and once more from the shell.
+    # The signal comes from the kernel, and once more from the shell.
     kill -HUP $first
     kill -HUP $first 2>/dev/null || true
     got=0
@@ -328,7 +329,7 @@ PY
     "$halfstep" inspect run >out || bad "not saved"
 }
 
-# While a pipe waits for its other end there is nothing to save, and a signal ends the program.
+# Nothing is to be saved while a pipe waits for its other end, so a signal ends the program.
 a_signal_ends_waiting_for_a_pipe() {
     mkfifo pipe
     for words in "train lm --log pipe" "compare lm --out report --val pipe"; do

@@ -58,7 +58,7 @@ static void forge(const char *from, const char *to, const char *changed, const c
     remove_tree(to);
     demand(!halfstep_open_checkpoint(&good, from, NULL, error, sizeof error), error);
     demand(!halfstep_begin_checkpoint(&save, to, &options, error, sizeof error), error);
-    for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
+    for (size_t f = 0; f < COUNT(names); f++) {
         int here = !strcmp(names[f], changed);
         if (here && !old) continue;
         snprintf(path, sizeof path, "%s/%s", from, names[f]);

@@ -12,7 +12,7 @@ shift
 out=${OUT:-build/random}
 first_seed=${SEED:-1}
 fields='-D test_name -D ntuple -D tsamples -D psamples -D pvalues -D assessment'
-# number or number:ntuple, the most telling and cheapest first
+# Each is number or number:ntuple. The most telling and cheapest tests come first.
 tests=${TESTS:-'0 1 3 4 8 9 10 11 12 13 15 16 17 100 101 102 205 206 209 202:2 202:3 202:4 202:5 200:1 200:2 200:3 200:4
 200:5 200:6 200:7 200:8 200:9 200:10 200:11 200:12 207:32 208:0 208:1 203:0 203:1 203:2 203:3 203:4 203:5 203:7 2
 201:2 201:3 201:4 201:5 204 203:15 203:16 203:31 203:32 5 6 7'}

@@ -24,7 +24,7 @@ case "$expected" in "step $steps loss "*) ;; *) fail "an uninterrupted run print
 RANDOM=$seed
 resumed=0 killed=0 tries=0 last=0
 while [ $killed -lt $kills ] && [ $((tries += 1)) -le $((4 * kills)) ]; do
-    # Up to twice the time that it would take if it were killed evenly.
+    # Waits up to twice the time between evenly spread kills.
     pause=$(awk -v r=$RANDOM -v t="$elapsed" -v n=$kills 'BEGIN { printf "%.4f", 2 * t / n * r / 32768 + 0.005 }')
     ./resume run $steps >out.txt 2>err.txt &
     sleep "$pause"
@@ -38,7 +38,7 @@ while [ $killed -lt $kills ] && [ $((tries += 1)) -le $((4 * kills)) ]; do
     wait $! 2>/dev/null || true
     [ ! -s err.txt ] || fail "seed $seed: $(cat err.txt)"
 done
-# Buffered output of a killed run is lost, so this one tells where they had come to.
+# A killed run loses its buffered output, so this run tells which step was reached.
 ./resume run $steps >rest.txt || fail "seed $seed: the last run"
 grep -q '^resumed at step' rest.txt && resumed=1
 last=$(sed -n 's/^resumed at step //p' rest.txt)
@@ -47,15 +47,15 @@ last=$(sed -n 's/^resumed at step //p' rest.txt)
 if [ "$last" -lt $steps ]; then
     [ "$(tail -1 rest.txt)" = "$expected" ] || fail "seed $seed: $(tail -1 rest.txt), uninterrupted $expected"
 else
-    # The loss is of the last step of its own process; the hash is of everything stored.
+    # The loss belongs to the last step of this process. The hash covers everything stored.
     [ "$(tail -1 rest.txt | sed 's/.*hash //')" = "${expected##*hash }" ] || fail "seed $seed: $(tail -1 rest.txt), uninterrupted $expected"
 fi
 [ "$(ls -A run | grep -c '^checkpoint-')" = 1 ] || fail "seed $seed: left in the directory: $(ls -A run)"
-# What a killed save leaves is removed by the next save, which a run that had no step left to make did not make.
+# The next save removes the leftovers of a killed save. A run that had no step left made no save.
 [ "$last" -ge $steps ] || ! ls -A run | grep -q '^\.halfstep' || fail "seed $seed: left in the directory: $(ls -A run)"
 echo "ok   $killed kills, the last one after step $last of $steps: $expected"
 
-# What does not fit is named, and nothing is trained over.
+# The error names what does not fit. Nothing is overwritten.
 sed 's/adamw\/bf16-kahan\/int8/lion\/bf16-kahan\/int8/' "$source_dir/examples/resume.c" >other.c
 cc -std=c11 -O2 -I"$source_dir/include" other.c -o other -L"$build_dir" -lhalfstep_io -lhalfstep -lm -Wl,-rpath,"$build_dir"
 if ./other run $steps >out.txt 2>err.txt; then fail "another optimizer took the checkpoint"; fi

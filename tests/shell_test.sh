@@ -14,7 +14,7 @@ for command in $commands; do
     for kind in ${kinds:-none}; do
         words=$command
         [ "$kind" = none ] || words="$command $kind"
-        # In the page, from this command's heading to the next.
+        # Takes the page from the heading of this command to the next heading.
         sed -n "/^\.SS halfstep $words /,/^\.SS halfstep /p" page | sed 's/\\-/-/g; s/\\f[BIR]//g' >part
         "$halfstep" complete $words -- >offered || fail "complete $words --"
         for option in $("$halfstep" $words --help | sed -nE 's/^  (--[a-z0-9-]+).*/\1/p'); do
@@ -33,7 +33,7 @@ if command -v groff >/dev/null; then
     echo "ok   groff takes it without a warning"
 fi
 
-# offered WORD...: what bash offers for the last word, by the script that the program prints.
+# offered WORD...: prints what bash offers for the last word, with the script that the program prints.
 offered() {
     PATH=$build_dir:$PATH bash -c '
         eval "$(halfstep completion bash)"

@@ -7,7 +7,7 @@ cd "$source_dir"
 [ -e "$build_dir/libhalfstep.so" ] || fail "$build_dir/libhalfstep.so is not built"
 failures=0
 
-# judge WHAT OFFENCES: every line of OFFENCES breaks the rule WHAT.
+# judge WHAT OFFENCES: fails if there are OFFENCES. Each line breaks the rule WHAT.
 judge() {
     if [ -n "$2" ]; then
         echo "FAIL $1"
@@ -17,7 +17,7 @@ judge() {
         echo "ok   $1"
     fi
 }
-# sources FOLDER...: their C files. having PATTERN FILE...: lines that match, also when there are no files.
+# sources FOLDER...: prints the C files. having PATTERN FILE...: prints matching lines, also if there are no files.
 sources() {
     for folder; do
         [ ! -d "$folder" ] || find "$folder" -name '*.[ch]'
@@ -48,7 +48,7 @@ judge "no fused multiply-add" "$(having '\b(v_fma|fmaf?)\(|_mm[0-9]*_(mask_)?f?n
 judge "the library does not print, exit or abort" \
     "$(having '\b(printf|puts|perror|exit|abort|assert)\(|fprintf\(std(out|err)|# *include *<assert\.h>' $(sources src))"
 
-# A long file says why in its first comment; a short one that says so has a comment that is no longer true.
+# The first comment of a long file says why it is long. A short file must not say so.
 lengths=
 for file in $(git ls-files '*.c' '*.h' '*.py' 2>/dev/null | except '^(include|tests/python)/'); do
     lines=$(wc -l <"$file") says=$(head -n 60 "$file" | tr '*\n' '  ' | tr -s ' ' | grep -ciE '(over|longer than) 500 lines' || true)
@@ -57,7 +57,7 @@ for file in $(git ls-files '*.c' '*.h' '*.py' 2>/dev/null | except '^(include|te
 done
 judge "files over 500 lines say why" "$lengths"
 
-# A list kept in a build file would be a second one.
+# A build file must not keep a second list.
 isas=$(sed -nE 's/^ISA\( *([a-z0-9_]+).*/\1/p' src/vec/isas.def | grep -v '^scalar$' | paste -sd '|')
 [ -n "$isas" ] || fail "src/vec/isas.def has no rows"
 judge "instruction sets are listed in isas.def only" \
@@ -70,7 +70,7 @@ declared() {
 }
 check_exports() {
     local library=$build_dir/$1 count
-    # Both headers declare; each library exports what its own declares.
+    # Each library exports the functions of its own header.
     judge "$1 exports what include/$2 declares, nothing else" "$(diff <(declared "$2" | except "${3:-^\$}") <(exported "$library"))"
     count=$(exported "$library" | wc -l)
     [ "$count" -gt 0 ] || judge "$1 exports something" "no symbol"

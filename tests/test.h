@@ -11,6 +11,7 @@
 #include <string.h>
 
 #ifndef _WIN32
+#include <sys/wait.h>
 #include <unistd.h>
 #endif
 
@@ -100,6 +101,13 @@ static inline _Noreturn void test_leave(int status)
 #endif
     _exit(status);
 }
+
+/* Waits for a child. Returns its status as waitpid() gives it: 0 if it ended well, and -1 if there is no child. */
+static inline int test_child_status(pid_t child)
+{
+    int status = -1;
+    return child > 0 && waitpid(child, &status, 0) == child ? status : -1;
+}
 #endif
 
 #define TEST(name) if (test_open_group(name))
@@ -150,9 +158,17 @@ static inline int test_calls_all(const char *header, const char *source)
 #else
 #define TEST_UNLESS_EMULATED(name) TEST(name)
 #endif
-#define CHECK(condition, ...)                                         \
-    do {                                                              \
-        if (!(condition)) test_fail(__FILE__, __LINE__, __VA_ARGS__); \
+/* Returns the number of elements of an array. */
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+#define FAIL(...) test_fail(__FILE__, __LINE__, __VA_ARGS__)
+#define CHECK(condition, ...)                \
+    do {                                     \
+        if (!(condition)) FAIL(__VA_ARGS__); \
     } while (0)
+
+/* Checks that a number, or a text, is the expected one. Both are evaluated twice. */
+#define EQUAL(value, expected) \
+    CHECK((value) == (expected), "%s is %.17g, not %.17g", #value, (double)(value), (double)(expected))
+#define EQUAL_TEXT(value, expected) CHECK(!strcmp(value, expected), "%s is \"%s\", not \"%s\"", #value, value, expected)
 
 #endif

@@ -9,7 +9,6 @@
 #ifndef _WIN32
 #include <pthread.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #endif
 #include <stdatomic.h>
@@ -185,7 +184,7 @@ static void test_exact(void)
             {{0x1p32, -1, 0, 0}, 0x1.fffffffep31},
             {{-0.0, -0.0, 0, 0}, 0},
         };
-        for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        for (size_t k = 0; k < COUNT(cases); k++) {
             int64_t a[HSTEP_EXACT_LIMBS] = {0};
             for (int j = 0; j < 4; j++) hstep_exact_add(a, cases[k].term[j]);
             double value = hstep_exact_round(a);
@@ -382,7 +381,7 @@ static void test_schedules(void)
                      {3000, 9.998333749884293e-4},
                      {12000, 4.999791679686596e-4}};
         struct hstep_schedule s = {HSTEP_SCHEDULE_INVERSE_POWER, 3000, 0, 0, 0, -0.5};
-        for (size_t k = 0; k < sizeof known / sizeof known[0]; k++) {
+        for (size_t k = 0; k < COUNT(known); k++) {
             double lr = 1e-3 * hstep_schedule_factor(&s, known[k].t - 1);
             CHECK(fabs(lr / known[k].lr - 1) < 1e-12, "t = %d: %.15g, expected %.15g", (int)known[k].t, lr,
                   known[k].lr);
@@ -503,9 +502,7 @@ static int child_runs(void)
 {
     pid_t child = fork();
     if (child == 0) test_leave(run_and_count(4, 1000) == 0 && run_and_count(2, 10) == 0 ? 0 : 1);
-    int status = -1;
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    return test_child_status(child) == 0;
 }
 
 /* Sanitizers need address space of their own and die without it. */
@@ -530,9 +527,7 @@ static int runs_with_few_threads(void)
         test_leave(run_and_count(500, 3000) == 0 && run_and_count(500, 3000) == 0 && run_and_count(2, 100) == 0 ? 0
                                                                                                                 : 1);
     }
-    int status = -1;
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    return test_child_status(child) == 0;
 }
 
 static void *forking_thread(void *arg)
@@ -560,8 +555,8 @@ static void test_threads(void)
     TEST("threads: every task once, any number of threads and tasks") {
         static const int threads[] = {-3, 0, 1, 2, 3, 4, 8, 33, 5000};
         static const int64_t tasks[] = {0, 1, 2, 3, 7, 8, 64, 1000, 20011};
-        for (size_t a = 0; a < sizeof threads / sizeof threads[0]; a++)
-            for (size_t b = 0; b < sizeof tasks / sizeof tasks[0]; b++) {
+        for (size_t a = 0; a < COUNT(threads); a++)
+            for (size_t b = 0; b < COUNT(tasks); b++) {
                 if (threads[a] > 100 && tasks[b] > 100) continue;
                 int64_t wrong = run_and_count(threads[a], tasks[b]);
                 CHECK(wrong == 0, "%d threads, %lld tasks: %lld not done once", threads[a], (long long)tasks[b],
@@ -572,8 +567,8 @@ static void test_threads(void)
     TEST("threads: backwards, every task once, and a lone thread's last first") {
         static const int threads[] = {1, 2, 3, 8};
         static const int64_t tasks[] = {0, 1, 2, 7, 64, 1000};
-        for (size_t a = 0; a < sizeof threads / sizeof threads[0]; a++)
-            for (size_t b = 0; b < sizeof tasks / sizeof tasks[0]; b++) {
+        for (size_t a = 0; a < COUNT(threads); a++)
+            for (size_t b = 0; b < COUNT(tasks); b++) {
                 struct order o = {.last = INT64_MAX};
                 int64_t wrong = 0;
                 hstep_run_tasks_backwards(threads[a], order_task, &o, tasks[b]);
@@ -608,7 +603,7 @@ static void test_threads(void)
     TEST("threads: a task that runs tasks") {
         atomic_int failures = 0;
         hstep_run_tasks(4, nested_task, &failures, 40);
-        CHECK(failures == 0, "%d nested runs failed", (int)failures);
+        EQUAL(failures, 0);
     }
     TEST("threads: shutdown and start again") {
         for (int k = 0; k < 20; k++) {
@@ -623,7 +618,7 @@ static void test_threads(void)
         atomic_int failures = 0;
         for (int k = 0; k < 4; k++) pthread_create(&thread[k], NULL, stepping_thread, &failures);
         for (int k = 0; k < 4; k++) pthread_join(thread[k], NULL);
-        CHECK(failures == 0, "%d runs failed", (int)failures);
+        EQUAL(failures, 0);
     }
     TEST_UNLESS_EMULATED("threads: the child of a fork has a pool of its own") {
         CHECK(run_and_count(4, 100) == 0, "run before");
@@ -635,7 +630,7 @@ static void test_threads(void)
         pthread_create(&thread[1], NULL, stepping_thread, &failures);
         pthread_create(&thread[2], NULL, stepping_thread, &failures);
         for (int k = 0; k < 3; k++) pthread_join(thread[k], NULL);
-        CHECK(failures == 0, "%d forks or runs failed while others stepped", (int)failures);
+        EQUAL(failures, 0);
     }
     TEST_UNLESS_EMULATED("threads: threads that cannot be created are done without") {
         CHECK(!LIMITED_MEMORY || runs_with_few_threads(), "500 threads in 256 MiB of address space");
@@ -665,7 +660,7 @@ static void test_threads(void)
                      {NULL, ",4", 0},
                      {"1e3", NULL, 0},
                      {"+4", NULL, 0}};
-        for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        for (size_t k = 0; k < COUNT(cases); k++) {
             environment("HALFSTEP_THREADS", cases[k].own);
             environment("OMP_NUM_THREADS", cases[k].omp);
             int expected = cases[k].expected ? cases[k].expected : natural, value = hstep_default_threads();

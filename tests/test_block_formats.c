@@ -4,13 +4,11 @@
  * on every instruction set and through the public interface. Only --all enumerates everything; the other runs, of which
  * --short is the shortest, sample by fixed strides. Over 500 lines because the formats share codecs, inputs and
  * layout. */
-#include <math.h>
 
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "ref/fixture.h"
 #include "tables/tables.h"
-#include "test.h"
 #include "vec/scalar.h"
 
 #include "formats/dyn4.h"
@@ -241,7 +239,7 @@ static void test_values(void)
                     if (f != LAMB16 && unused_code(f, nonneg, code) && code) continue;
                     float x = c->value(code, scale, nonneg), expected = defined_value(f, nonneg, code, scale);
                     CHECK(x == expected, "%s, nonneg %d: code %u with scale %a decodes to %a, not %a", c->name, nonneg,
-                          code, (double)scale, (double)x, (double)expected);
+                          code, scale, x, expected);
                 }
             }
 }
@@ -262,10 +260,10 @@ static void test_round_trips(void)
                     uint32_t again = c->code(x, scale, NEAREST, nonneg);
                     used++;
                     CHECK(again == code, "%s, nonneg %d, scale %a: code %u decodes to %a, which is code %u", c->name,
-                          nonneg, (double)scale, code, (double)x, again);
+                          nonneg, scale, code, x, again);
                 }
                 CHECK(to_bits(c->value(0, 0.0f, nonneg)) == 0, "%s, nonneg %d: zero bytes decode to %a", c->name,
-                      nonneg, (double)c->value(0, 0.0f, nonneg));
+                      nonneg, c->value(0, 0.0f, nonneg));
             }
             CHECK(used >= 240 * c->levels / 3, "%s, nonneg %d: only %d codes were tried", c->name, nonneg, used);
         }
@@ -286,29 +284,28 @@ static void test_scales(void)
                     CHECK(code < (uint32_t)c->levels && !unused_code(f, nonneg, code),
                           "%s, nonneg %d: largest %a, random %u: "
                           "code %u",
-                          c->name, nonneg, (double)largest, r, code);
+                          c->name, nonneg, largest, r, code);
                     /* torchao's scales begin at 1e-12. */
                     float value = c->value(code, scale, nonneg);
                     CHECK(value > 0.5f * largest || (f >= DYN8 && largest < 1e-12f), "%s, nonneg %d: %a became %a",
-                          c->name, nonneg, (double)largest, (double)value);
+                          c->name, nonneg, largest, value);
                 }
                 if (f == INT4) {
                     float again = nonneg ? c->scale(c->value(15, scale, 1), 1) : scale;
-                    CHECK(again == scale, "int4: scale %a, rewritten %a", (double)scale, (double)again);
-                    CHECK(!(to_bits(scale) & 0xffff), "int4: scale %a is no BF16 number", (double)scale);
+                    CHECK(again == scale, "int4: scale %a, rewritten %a", scale, again);
+                    CHECK(!(to_bits(scale) & 0xffff), "int4: scale %a is no BF16 number", scale);
                 }
                 float under = from_bits(random32() % 0x00800000u);
                 if (f < DYN8)
                     for (int sign = 0; sign < 2 - nonneg; sign++) {
                         uint32_t code = c->code(sign ? -under : under, 0, random32() >> 16, nonneg);
                         CHECK(c->scale(under, nonneg) == 0 && to_bits(c->value(code, 0, nonneg)) == 0,
-                              "%s, nonneg %d: a block of %a is not zero", c->name, nonneg, (double)under);
-                        CHECK(code == 0, "%s, nonneg %d: code %u in a block of %a", c->name, nonneg, code,
-                              (double)under);
+                              "%s, nonneg %d: a block of %a is not zero", c->name, nonneg, under);
+                        CHECK(code == 0, "%s, nonneg %d: code %u in a block of %a", c->name, nonneg, code, under);
                     }
                 else
                     CHECK(c->scale(under, nonneg) == 1e-12f, "%s: scale %a of a block of zeros", c->name,
-                          (double)c->scale(under, nonneg));
+                          c->scale(under, nonneg));
             }
     CHECK(!overflows, "%d codes did not fit into four bits", overflows);
     CHECK(fp8_lamb16_code_of(-0x1p-128f, 1.0f, 0, 0) == 0x80 && to_bits(fp8_lamb16_value_of(0x80, 1.0f, 0)) == 0,
@@ -325,7 +322,7 @@ static void test_fp8_top(void)
         float top = e5m2 ? 57344.0f : 448.0f;
         for (uint32_t u = 0; u < 1u << 23; u += BY_LENGTH(61, 7, 1)) {
             float largest = from_bits(0x3f800000 + u), scale = c->scale(largest, 0), t = largest * (1.0f / scale);
-            CHECK(t <= top && t > top * (1 - 0x1p-21f), "%s: %a scales to %a", c->name, (double)largest, (double)t);
+            CHECK(t <= top && t > top * (1 - 0x1p-21f), "%s: %a scales to %a", c->name, largest, t);
         }
     }
 }
@@ -344,7 +341,7 @@ static void test_nearest(void)
             CHECK(fabs(place - int4_code_place(code, nonneg)) < 0.5 + 0x1p-16,
                   "int4, nonneg %d: %a with scale %a is at %g, "
                   "its code at %g",
-                  nonneg, (double)x, (double)scale, place, int4_code_place(code, nonneg));
+                  nonneg, x, scale, place, int4_code_place(code, nonneg));
         }
     /* int4's cubic against the values themselves: it changes codes within 0.0022 of the middle between two. */
     for (int k = 0; k < 7; k++) {
@@ -363,10 +360,9 @@ static void test_nearest(void)
                 if (nonneg && x > 0 && t < step) best = step - t;
                 /* To within 2^-16 of a step, which is less than a quarter of t or the smallest. */
                 CHECK(error <= best + fmax(t / 4, step) * 0x1p-16,
-                      "%s, nonneg %d: %a with scale %a, t %g, became code %u", c->name, nonneg, (double)x,
-                      (double)scale, t, code);
+                      "%s, nonneg %d: %a with scale %a, t %g, became code %u", c->name, nonneg, x, scale, t, code);
                 CHECK((code >> 7) == (uint32_t)(!nonneg && x < 0 && magnitude), "%s: the sign of %a is in code %u",
-                      c->name, (double)x, code);
+                      c->name, x, code);
             }
 }
 
@@ -376,8 +372,8 @@ static void check_lamb16(float x, float scale, int nonneg)
     float t = nonneg ? fminf(x, 10.0f) / scale : fminf(fabsf(x) / scale, 15.0f);
     uint32_t expected = float8_nearest_even((double)t, nonneg) | (!nonneg && signbit(x) ? 0x80 : 0);
     uint32_t code = fp8_lamb16_code_of(x, scale, random32() & 0xffff, nonneg);
-    CHECK(code == expected, "fp8-lamb16, nonneg %d: %a with scale %a became code %02x, should be %02x", nonneg,
-          (double)x, (double)scale, code, expected);
+    CHECK(code == expected, "fp8-lamb16, nonneg %d: %a with scale %a became code %02x, should be %02x", nonneg, x,
+          scale, code, expected);
 }
 
 static void test_lamb16(void)
@@ -424,15 +420,15 @@ static void test_dynamic_maps(void)
     for (int c = 0; c < 16; c++)
         CHECK(to_bits(maps[1][0][c]) == four[c] && to_bits(hstep_dyn4_signed[c]) == four[c],
               "entry %d of the 4-bit map", c);
-    for (size_t i = 0; i < sizeof eight / sizeof *eight; i++)
+    for (size_t i = 0; i < COUNT(eight); i++)
         CHECK(to_bits(maps[0][eight[i].nonneg][eight[i].code]) == eight[i].bits,
               "entry %d, nonneg %d, of the 8-bit map: %a", eight[i].code, eight[i].nonneg,
-              (double)maps[0][eight[i].nonneg][eight[i].code]);
+              maps[0][eight[i].nonneg][eight[i].code]);
     for (int nonneg = 0; nonneg < 2; nonneg++)
         for (int c = 0; c < 256; c++) {
             const float *table = nonneg ? hstep_dyn8_unsigned : hstep_dyn8_signed;
             CHECK(to_bits(table[c]) == to_bits(maps[0][nonneg][c]), "entry %d, nonneg %d: %a, rebuilt %a", c, nonneg,
-                  (double)table[c], (double)maps[0][nonneg][c]);
+                  table[c], maps[0][nonneg][c]);
             /* The closed form, within the roundings of the construction. */
             int place = nonneg ? c : abs(c - 127), decade = 0, parts = 1 + nonneg;
             for (; place >= 2 * parts - nonneg && decade < 6; parts *= 2) decade++;
@@ -440,7 +436,7 @@ static void test_dynamic_maps(void)
             if (place == 0) closed = 0;
             if (c == 255) closed = 1;
             CHECK(fabs(closed - fabs((double)table[c])) <= closed * 0x1p-22,
-                  "entry %d, nonneg %d: %.9g, closed form %.9g", c, nonneg, (double)table[c], closed);
+                  "entry %d, nonneg %d: %.9g, closed form %.9g", c, nonneg, table[c], closed);
         }
 }
 
@@ -451,10 +447,10 @@ static void check_map_code(int four, int nonneg, float x, float scale)
     if (!four && nonneg && x > 0 && expected == 0) expected = 1;
     uint32_t code = c->code(x, scale, random32() & 0xffff, nonneg);
     float value = c->value(code, scale, nonneg), product = maps[four][nonneg][code] * scale;
-    CHECK(code == expected, "%s, nonneg %d: %a with scale %a became code %u, should be %u", c->name, nonneg, (double)x,
-          (double)scale, code, expected);
-    CHECK(value == product, "%s, nonneg %d: code %u with scale %a decodes to %a, not %a", c->name, nonneg, code,
-          (double)scale, (double)value, (double)product);
+    CHECK(code == expected, "%s, nonneg %d: %a with scale %a became code %u, should be %u", c->name, nonneg, x, scale,
+          code, expected);
+    CHECK(value == product, "%s, nonneg %d: code %u with scale %a decodes to %a, not %a", c->name, nonneg, code, scale,
+          value, product);
 }
 
 /* Compares with an independent search: at and beside every entry and border, and anywhere else. */
@@ -496,7 +492,7 @@ static void test_unbiased(void)
         double place = int4_place((double)x, (double)scale, nonneg), sum = 0;
         for (uint32_t r = 0; r < 65536; r++) sum += int4_code_place(int4_code_of(x, scale, r, nonneg), nonneg);
         CHECK(fabs(sum / 65536 - place) < 0x1p-16, "int4, nonneg %d: %a with scale %a, at %.9g, has mean %.9g", nonneg,
-              (double)x, (double)scale, place, sum / 65536);
+              x, scale, place, sum / 65536);
         for (int e5m2 = 0; e5m2 < 2; e5m2++) {
             const struct codec *c = &codecs[e5m2 ? E5M2 : FP8];
             scale = c->scale(largest, nonneg);
@@ -512,8 +508,7 @@ static void test_unbiased(void)
             if (nonneg && x > 0 && t < step) t = step;
             double unit = high - low > step ? high - low : step;
             CHECK(fabs(mean - t) <= unit * 0x1p-15 + t * 0x1p-22,
-                  "%s, nonneg %d: %a with scale %a, t %.9g, has mean %.9g", c->name, nonneg, (double)x, (double)scale,
-                  t, mean);
+                  "%s, nonneg %d: %a with scale %a, t %.9g, has mean %.9g", c->name, nonneg, x, scale, t, mean);
             CHECK(high - low <= step || high <= low * (e5m2 ? 1.25 : 1.125) * (1 + 1e-12), "%s: t %g became %g and %g",
                   c->name, t, low, high);
         }
@@ -559,15 +554,14 @@ static void test_bounds(void)
                 }
                 if ((f == FP8 || f == E5M2) && nonneg && x > 0) {
                     double least = (double)s * float8(1, f == E5M2);
-                    CHECK((double)y == least || (double)x >= least * (1 - 0x1p-19), "%s: %a became %a", c->name,
-                          (double)x, (double)y);
+                    CHECK((double)y == least || (double)x >= least * (1 - 0x1p-19), "%s: %a became %a", c->name, x, y);
                     bound = fmax(bound, least - (double)x);
                 }
                 /* Below the smallest normal number fp32 itself is coarse. */
                 bound += 0x1p-149;
                 if (error / bound > worst[f][nonneg]) worst[f][nonneg] = error / bound;
-                CHECK(error <= bound, "%s, nonneg %d, scale %a: %a became %a, off by %g, stated %g", c->name, nonneg,
-                      (double)s, (double)x, (double)y, error, bound);
+                CHECK(error <= bound, "%s, nonneg %d, scale %a: %a became %a, off by %g, stated %g", c->name, nonneg, s,
+                      x, y, error, bound);
             }
     /* A bound that no error comes near does not test anything. */
     for (int f = 0; f < LAMB16; f++)
@@ -605,7 +599,7 @@ static void test_kept(void)
         halfstep_format_info info = format_info(row);
         if (!info.block) continue;
         const struct kept *k = NULL;
-        for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++)
+        for (size_t i = 0; i < COUNT(kept); i++)
             if (!strcmp(kept[i].format, info.name)) k = &kept[i];
         CHECK(k, "kept[] of tests/test_block_formats.c has no bound for '%s' (docs/adding.md)", info.name);
         for (int nonneg = 0; k && nonneg < 2; nonneg++) {
@@ -614,14 +608,11 @@ static void test_kept(void)
             int zeros = 0, block = info.block < N ? info.block : N;
             for (int round = 0; round < BY_LENGTH(8, 20, 80); round++) {
                 struct one t;
-                char recipe[64];
-                snprintf(recipe, sizeof recipe, nonneg ? "adamw/f32/f32+%s" : "lion/f32/%s", info.name);
-                one_open(&t, recipe, 2, ROWS, COLUMNS, "f32");
-                one_start(&t);
+                one_new(&t, text_of(nonneg ? "adamw/f32/f32+%s" : "lion/f32/%s", info.name), 2, ROWS, COLUMNS, "f32");
                 /* Three magnitudes. No format's scale is at the end of its range there. */
                 for (int i = 0; i < N; i++) in[i] = some_value(some_largest(i / block % 3), nonneg);
-                one_write(&t, HALFSTEP_SLOT_STATE + nonneg, in);
-                one_read(&t, HALFSTEP_SLOT_STATE + nonneg, out);
+                one_write(&t, STATE + nonneg, in);
+                one_read(&t, STATE + nonneg, out);
                 one_close(&t);
                 for (int first = 0; first < N; first += block) {
                     double most = 0;
@@ -633,7 +624,7 @@ static void test_kept(void)
                         zeros += nonneg && x > 0 && out[i] == 0;
                         CHECK(off <= allowed,
                               "%s, nonneg %d: %a in a block of %a became %a: off by %g, and %g is stated (%s)",
-                              info.name, nonneg, (double)in[i], most, (double)out[i], off, allowed, k->reason);
+                              info.name, nonneg, in[i], most, out[i], off, allowed, k->reason);
                     }
                 }
             }
@@ -655,7 +646,7 @@ static void test_positive(void)
             if (i % 7 == 0) x = from_bits(1 + random32() % 0x00800000u);
             if (!(x > 0)) continue;
             static const uint32_t words[] = {0, 1, NEAREST - 1, NEAREST, 65535};
-            for (size_t r = 0; r < sizeof words / sizeof *words; r++) {
+            for (size_t r = 0; r < COUNT(words); r++) {
                 uint32_t code = c->code(x, s, words[r], 1);
                 float y = c->value(code, s, 1);
                 /* The smallest codes of a tiny block fall below fp32 itself. */
@@ -758,8 +749,7 @@ static void test_tiles(const struct hstep_kernels *k)
                     CHECK(to_bits(value) == to_bits(plain[j]),
                           "%s, nonneg %d on %s: code %u with scale %a decodes to %a, not "
                           "%a",
-                          c->name, nonneg, k->name, packed_code(c, code, j), (double)s, (double)plain[j],
-                          (double)value);
+                          c->name, nonneg, k->name, packed_code(c, code, j), s, plain[j], value);
                 }
                 if (c->scale) continue;
                 HSTEP_ALIGNED float squares[HSTEP_TILE];
@@ -768,8 +758,7 @@ static void test_tiles(const struct hstep_kernels *k)
                 kernels->norm[nonneg](x, squares, n);
                 k->to_plain(squares, x, n);
                 for (int64_t j = 0; j < n; j++)
-                    CHECK(x[j] == fminf(fabsf(plain[j]), sqrtf(10.0f)), "%s: %a counts as %a", c->name,
-                          (double)plain[j], (double)x[j]);
+                    CHECK(x[j] == fminf(fabsf(plain[j]), sqrtf(10.0f)), "%s: %a counts as %a", c->name, plain[j], x[j]);
             }
 }
 
@@ -781,19 +770,15 @@ static void test_slots(void)
         int64_t rows, row_length;
     } shapes[] = {{3, 256}, {5, 200}, {7, 129}, {2, 640}, {128, 48}, {96, 64}, {256, 33}, {4, 1056}};
     for (int f = 0; f < CODECS; f++)
-        for (size_t shape = 0; shape < sizeof shapes / sizeof *shapes; shape++)
+        for (size_t shape = 0; shape < COUNT(shapes); shape++)
             for (int nonneg = 0; nonneg < 2; nonneg++) {
                 const struct codec *c = &codecs[f];
                 const struct hstep_format *format = &hstep_formats[c->format];
                 int64_t rows = shapes[shape].rows, row_length = shapes[shape].row_length, n = rows * row_length;
                 struct one t;
-                char recipe[64];
-                snprintf(recipe, sizeof recipe, "adamw/f32/%s", c->name);
-                one_open(&t, recipe, 2, rows, row_length, "f32");
-                one_start(&t);
-                halfstep_slot_info info = {.struct_size = sizeof info};
-                int slot = HALFSTEP_SLOT_STATE + nonneg;
-                MUST(halfstep_get_slot_info(t.o, 0, slot, &info));
+                one_new(&t, text_of("adamw/f32/%s", c->name), 2, rows, row_length, "f32");
+                int slot = STATE + nonneg;
+                halfstep_slot_info info = slot_info(t.o, 0, slot);
                 int eligible = format->geometry == HALFSTEP_GEOMETRY_TENSOR ||
                                (format->geometry == HALFSTEP_GEOMETRY_FLAT ? n >= 4096 && n % format->block == 0
                                                                            : row_length >= format->block);
@@ -821,7 +806,7 @@ static void test_slots(void)
                     for (int64_t i = 0; i < n; i++) sum += fmin((double)x[i] * (double)x[i], 10.0);
                     scale = stored_scale(c, info.extra, 0);
                     CHECK(fabs((double)scale / (sqrt(sum) / (double)n + 1e-6) - 1) < 1e-6, "%s: scale %a", c->name,
-                          (double)scale);
+                          scale);
                 }
                 for (int64_t run = 0; run < runs; run++) {
                     expected_bytes(c, nonneg, x + run * length, NULL, length, scale, code, extra);

@@ -1,11 +1,8 @@
 /* Tests cautious groups against plain double precision. The authors' own two optimizers are one reference (Liang et al.
  * 2024; c_adamw.py and c_lion.py of their code). Every rule whose table row has a sign is held to its own reference.
  * Other tests are about handles, parts and hyper-parameters. */
-#include <math.h>
 
-#include "calls.h"
 #include "ref/table.h"
-#include "test.h"
 
 enum { ROWS = 24, COLUMNS = 80, N = ROWS * COLUMNS };
 
@@ -117,11 +114,11 @@ static void test_authors(void)
             if (k == 0) one_hyper(&t, "beta2", 0.999);
             one_start(&t);
             for (int i = 0; i < N; i++) values[i] = (float)next_normal(&s);
-            one_write(&t, HALFSTEP_SLOT_WEIGHT, values);
+            one_write(&t, WEIGHT, values);
             for (int i = 0; i < N; i++) x[i] = (struct ref_element){.w = (double)values[i]};
             for (int step = 1; step <= 200; step++) {
                 for (int i = 0; i < N; i++) values[i] = (float)(1e-2 * (0.3 + next_normal(&s)));
-                one_write(&t, HALFSTEP_SLOT_GRADIENT, values);
+                one_write(&t, GRADIENT, values);
                 for (int i = 0; i < N; i++) x[i].g = (double)values[i];
                 authors[k].step(x, step, authors[k].lr, authors[k].wd);
                 for (int i = 0; i < N; i++) {
@@ -130,7 +127,7 @@ static void test_authors(void)
                 }
                 MUST(one_step(&t));
             }
-            one_read(&t, HALFSTEP_SLOT_WEIGHT, values);
+            one_read(&t, WEIGHT, values);
             for (int i = 0; i < N; i++) worst = fmax(worst, fabs((double)values[i] - x[i].w));
             printf("     %s: %.2g from the authors' weights of about 1\n", authors[k].recipe, worst);
             CHECK(worst < 2e-5, "%s: a weight is %g away", authors[k].recipe, worst);
@@ -194,7 +191,7 @@ static void judge(int32_t row, struct source *s, enum ref_decay decay, double *w
     r.t = r.full = 1 + (double)(next64(s) % 50);
     snprintf(recipe, sizeof recipe, "%s/f32/f32", ref->rule);
     for (int k = 0; k < 2; k++) {
-        halfstep_record c = {.struct_size = sizeof c};
+        SIZED(halfstep_record, c);
         one_open(&t[k], recipe, 2, ROWS, COLUMNS, "f32");
         one_hyper(&t[k], "cautious", k);
         ref_apply(&t[k], row, &h);
@@ -221,16 +218,16 @@ static void judge(int32_t row, struct source *s, enum ref_decay decay, double *w
         ref_cautious(ref, &h, &moved);
         for (int i = 0; i < N; i++) size[i] += fabs(near[i].w_new - x[i].w_new) * 0x1p22;
     }
-    one_read(&t[1], HALFSTEP_SLOT_WEIGHT, out[0]);
+    one_read(&t[1], WEIGHT, out[0]);
     for (int i = 0; i < N; i++) {
         double units = fabs((double)out[0][i] - x[i].w_new) / (size[i] * 0x1p-24);
         *worst = fmax(*worst, units);
         CHECK(units <= 8, "%s, decay %d, t %g: weight %d is %.9g, expected %.9g from %.9g with gradient %g: %.1f units",
-              ref->rule, (int)decay, r.t, i, (double)out[0][i], x[i].w_new, x[i].w, x[i].g, units);
+              ref->rule, (int)decay, r.t, i, out[0][i], x[i].w_new, x[i].w, x[i].g, units);
     }
     for (int j = 0; j < info.states; j++) {
         if (!state_stored(&t[0], j)) continue;
-        for (int k = 0; k < 2; k++) one_read(&t[k], HALFSTEP_SLOT_STATE + j, out[k]);
+        for (int k = 0; k < 2; k++) one_read(&t[k], STATE + j, out[k]);
         CHECK(!memcmp(out[0], out[1], sizeof out[0]), "%s: state %d has other bits", ref->rule, j);
     }
     one_close(&t[0]);
@@ -282,13 +279,13 @@ static void test_ends(void)
         halfstep_record c = counters_of(t.o, 0);
         c.state_steps = c.full_steps = 1;
         MUST(set_counters(t.o, 0, &c));
-        one_write(&t, HALFSTEP_SLOT_WEIGHT, w);
-        one_write(&t, HALFSTEP_SLOT_GRADIENT, g);
-        one_write(&t, HALFSTEP_SLOT_STATE, m);
+        one_write(&t, WEIGHT, w);
+        one_write(&t, GRADIENT, g);
+        one_write(&t, STATE, m);
         MUST(one_step(&t));
-        one_read(&t, HALFSTEP_SLOT_WEIGHT, w);
-        CHECK((double)w[7] == 8 - 0.25 * 2 * 1000 - 1, "the one is %g", (double)w[7]);
-        CHECK((double)w[8] == 7 && (double)w[N - 1] == 7, "others are %g and %g", (double)w[8], (double)w[N - 1]);
+        one_read(&t, WEIGHT, w);
+        EQUAL((double)w[7], 8 - 0.25 * 2 * 1000 - 1);
+        CHECK((double)w[8] == 7 && (double)w[N - 1] == 7, "others are %g and %g", w[8], (double)w[N - 1]);
         one_close(&t);
     }
     TEST("where all agree nothing is changed") {
@@ -301,10 +298,10 @@ static void test_ends(void)
             if (k) one_hyper(&t[k], "cautious", 1);
             one_hyper(&t[k], "weight_decay", 0);
             one_start(&t[k]);
-            one_write(&t[k], HALFSTEP_SLOT_WEIGHT, w);
-            one_write(&t[k], HALFSTEP_SLOT_GRADIENT, g);
+            one_write(&t[k], WEIGHT, w);
+            one_write(&t[k], GRADIENT, g);
             for (int step = 0; step < 5; step++) MUST(one_step(&t[k]));
-            one_read(&t[k], HALFSTEP_SLOT_WEIGHT, out[k]);
+            one_read(&t[k], WEIGHT, out[k]);
             one_close(&t[k]);
         }
         CHECK(!memcmp(out[0], out[1], sizeof out[0]), "other bits");
@@ -398,10 +395,10 @@ static void test_handles(void)
                    .n_columns = COLUMNS, .gradient = "f32");
         MUST(halfstep_allocate_states(o));
         CHECK(statistics_count(o) <= 200, "more statistics than the test has room for");
-        MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
-        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_UNSUPPORTED, "sums over all of it");
+        MUST(halfstep_set_choice(o, ALL_GROUPS, "scan", "known-finite"));
+        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), UNSUPPORTED, "sums over all of it");
         MUST(step_begin(o, gradients, statistics));
-        EXPECT_NAMED(o, step_finish(o, weights, gradients, statistics), HALFSTEP_ERROR_ORDER, "halfstep_run_norms");
+        EXPECT_NAMED(o, step_finish(o, weights, gradients, statistics), ORDER, "halfstep_run_norms");
         MUST(step_norms(o, weights, gradients, statistics));
         MUST(step_finish(o, weights, gradients, statistics));
         /* Micro-steps need no count of agreeing elements, and they take parts. */
@@ -427,13 +424,12 @@ static void test_refusals(void)
             if (rule_info(row).cautious) {
                 MUST(halfstep_set_hyper(o, group, "cautious", 1));
             } else {
-                EXPECT_NAMED(o, halfstep_set_hyper(o, group, "cautious", 1), HALFSTEP_ERROR_UNSUPPORTED,
-                             " cannot be cautious: ");
+                EXPECT_NAMED(o, halfstep_set_hyper(o, group, "cautious", 1), UNSUPPORTED, " cannot be cautious: ");
                 MUST(halfstep_set_hyper(o, group, "cautious", 0));
                 MUST(halfstep_get_hyper(o, group, "cautious", &value));
                 CHECK(value == 0, "%s: %g", rule_info(row).name, value);
                 MUST(halfstep_add_group(o, "adamw/f32", &group));
-                EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "cautious", 1), HALFSTEP_ERROR_UNSUPPORTED);
+                EXPECT(halfstep_set_hyper(o, ALL_GROUPS, "cautious", 1), UNSUPPORTED);
                 MUST(halfstep_get_hyper(o, group, "cautious", &value));
                 CHECK(value == 0, "of two groups one took what the other refused");
             }
@@ -445,8 +441,8 @@ static void test_refusals(void)
         open_cautious(&t, "adamw/f32");
         one_start(&t);
         MUST(halfstep_set_hyper(t.o, 0, "cautious", 1));
-        EXPECT_NAMED(t.o, halfstep_set_hyper(t.o, 0, "cautious", 0), HALFSTEP_ERROR_ORDER, "once the states exist");
-        EXPECT(halfstep_set_hyper(t.o, 0, "cautious", 2), HALFSTEP_ERROR_RANGE);
+        EXPECT_NAMED(t.o, halfstep_set_hyper(t.o, 0, "cautious", 0), ORDER, "once the states exist");
+        EXPECT(halfstep_set_hyper(t.o, 0, "cautious", 2), RANGE);
         one_close(&t);
     }
 }

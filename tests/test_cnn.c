@@ -179,7 +179,7 @@ static void check_gradients(struct cnn_config c, int n, int stride)
     double wanted = plain_loss(&c, &w, &batch, &correct), h = 1e-6;
     struct cnn_score score = run(&c, &w, &batch, LM_F32, 2, LM_F32, 1, make_buffers(&c, &g));
     CHECK(fabs(score.loss - wanted) < 1e-5, "loss %.9g, in double %.9g", score.loss, wanted);
-    CHECK(score.correct == correct, "%d right, in double %d", score.correct, correct);
+    EQUAL(score.correct, correct);
     for (int k = 0; k < c.classes; k++) {
         int labels = 0;
         for (int i = 0; i < n; i++) labels += batch.labels[batch.order[i]] == k;
@@ -253,7 +253,7 @@ int main(int argc, char **argv)
         }
         CHECK(cnn_tensor_info(&c, CNN_TENSORS, &info) != 0, "there is a ninth tensor");
         static const int sides[] = {8, 15, 27, 30, 5000, -4};
-        for (size_t i = 0; i < sizeof sides / sizeof sides[0]; i++) {
+        for (size_t i = 0; i < COUNT(sides); i++) {
             c = (struct cnn_config){.side = sides[i]};
             CHECK(cnn_config_check(&c, error, sizeof error) != 0 && error[0], "images of %d are fine", sides[i]);
         }
@@ -297,7 +297,7 @@ int main(int argc, char **argv)
             free(stored);
         }
         struct gradients *all[] = {&one, &three, &f16, &bf16, &rough};
-        for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) free_gradients(all[i]);
+        for (size_t i = 0; i < COUNT(all); i++) free_gradients(all[i]);
         free_weights(&w);
         struct cnn_options options = {.batch = 4, .threads = 1};
         struct cnn *m = need(cnn_create(&c, &options, error, sizeof error));
@@ -326,7 +326,7 @@ int main(int argc, char **argv)
                     for (int k = 1; k < 4; k++)
                         if (in[at[k]] > in[at[best]]) best = k;
                     float value = in[at[best]] + 0.5f;
-                    CHECK(out[i] == (value > 0 ? value : 0), "side %d (%d, %d): %g", side, y, x, (double)out[i]);
+                    CHECK(out[i] == (value > 0 ? value : 0), "side %d (%d, %d): %g", side, y, x, out[i]);
                     CHECK(where[i] == (value > 0 ? best : 4), "side %d (%d, %d): from %d, not %d", side, y, x, where[i],
                           best);
                     for (int k = 0; k < 4; k++)
@@ -334,7 +334,7 @@ int main(int argc, char **argv)
                               side, y, x, k);
                     if (value > 0) sum += dout[i];
                 }
-            CHECK(bias == (float)sum, "side %d: gradient of the bias %g, not %g", side, (double)bias, sum);
+            CHECK(bias == (float)sum, "side %d: gradient of the bias %g, not %g", side, bias, sum);
             for (int i = 0; i < 4 * side * side; i++) in[i] = NAN;
             conv_pool(out, where, in, 0, side);
             CHECK(isnan(out[0]) && isnan(out[side * side - 1]), "side %d: NaN is lost", side);

@@ -11,10 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "calls.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
-#include "test.h"
 
 enum { MOST = 64, COLUMNS = 256, SAVED = 20, MORE = 10, MOST_FOLDERS = 99 };
 
@@ -83,7 +81,7 @@ static void open_run(struct run *r)
     }
     MUST(halfstep_allocate_states(r->o));
     for (int i = 0; i < count; i++) {
-        halfstep_slot_info info = slot_info(r->o, i, HALFSTEP_SLOT_WEIGHT);
+        halfstep_slot_info info = slot_info(r->o, i, WEIGHT);
         r->weight_bytes[i] = (size_t)info.code_bytes;
         r->weight[i] = zeroed(r->weight_bytes[i]);
         r->gradient[i] = zeroed((size_t)members[i].rows * COLUMNS * 4);
@@ -125,15 +123,13 @@ static uint64_t mix(uint64_t hash, const void *data, size_t n)
 static uint64_t sum_of(const struct run *r, int i)
 {
     uint64_t hash = mix(UINT64_C(0xcbf29ce484222325), r->weight[i], r->weight_bytes[i]);
-    halfstep_record c = {.struct_size = sizeof c};
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
     char name[64];
     double value;
     snprintf(name, sizeof name, "%.*s", (int)strcspn(members[i].recipe, "/"), members[i].recipe);
-    MUST(halfstep_get_rule_info(halfstep_rule_find(name), &rule));
-    for (int32_t slot = 0; slot < HALFSTEP_SLOT_STATE + rule.states; slot++) {
+    halfstep_rule_info rule = rule_info(halfstep_rule_find(name));
+    for (int32_t slot = 0; slot < STATE + rule.states; slot++) {
         halfstep_slot_info info = slot_info(r->o, i, slot);
-        if (slot == HALFSTEP_SLOT_GRADIENT || info.format < 0) continue;
+        if (slot == GRADIENT || info.format < 0) continue;
         if (info.code) hash = mix(hash, info.code, (size_t)info.code_bytes);
         if (info.extra) hash = mix(hash, info.extra, (size_t)info.extra_bytes);
         snprintf(name, sizeof name, "%s.grid", info.name);
@@ -145,7 +141,7 @@ static uint64_t sum_of(const struct run *r, int i)
         MUST(get_scalar(r->o, i, rule.scalar_name[k], &value));
         hash = mix(hash, &value, sizeof value);
     }
-    MUST(get_counters(r->o, i, &c));
+    halfstep_record c = counters_of(r->o, i);
     return mix(mix(mix(hash, &c.state_steps, 8), &c.full_steps, 8), &c.writes, 8);
 }
 
@@ -168,13 +164,13 @@ static int write_all(const char *folder)
     struct run r;
     halfstep_checkpoint_save *save;
     halfstep_save_options options = {.struct_size = sizeof options, .step = SAVED, .keep = 1, .no_links = 1};
-    for (size_t i = 0; i < sizeof old / sizeof *old; i++) remove(at(folder, old[i]));
+    for (size_t i = 0; i < COUNT(old); i++) remove(at(folder, old[i]));
     open_run(&r);
     for (int i = 0; i < count; i++) {
         struct source s = {(uint64_t)i};
         float values[16 * COLUMNS];
         for (int64_t j = 0; j < members[i].rows * COLUMNS; j++) values[j] = (float)(next_unit(&s) - 0.5);
-        MUST(halfstep_write_slot(r.o, i, HALFSTEP_SLOT_WEIGHT, r.weight[i], 0, members[i].rows, values));
+        MUST(halfstep_write_slot(r.o, i, WEIGHT, r.weight[i], 0, members[i].rows, values));
     }
     make_steps(&r, 0, SAVED);
     int code = halfstep_begin_checkpoint(&save, folder, &options, text, sizeof text);

@@ -11,9 +11,7 @@
 #include <dlfcn.h>
 #include <inttypes.h>
 #include <math.h>
-#include <stdlib.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "calls.h"
@@ -26,7 +24,7 @@
 
 /* Replaces the embedded device code. The fake accepts code that begins with "fake". */
 static char code[5][8] = {"fake 90", "fake 89", "fake 86", "fake 80", "fake tx"};
-enum { TEXTS = sizeof code / sizeof *code, TEXT = sizeof *code };
+enum { TEXTS = COUNT(code), TEXT = sizeof *code };
 const struct hstep_cuda_image hstep_cuda_images[] = {{90, code[0], TEXT, TEXT}, {89, code[1], TEXT, TEXT},
                                                      {86, code[2], TEXT, TEXT}, {80, code[3], TEXT, TEXT},
                                                      {0, code[4], TEXT, TEXT},  {0, NULL, 0, 0}};
@@ -94,7 +92,7 @@ static int problem_open_as(struct problem *p, const char *device, const char *re
     int error = halfstep_create(&options, &p->o);
     if (error) return error;
     if ((error = halfstep_add_group(p->o, recipe, &p->group)) ||
-        (error = halfstep_set_hyper(p->o, HALFSTEP_ALL_GROUPS, "clip_norm", 10.0)) ||
+        (error = halfstep_set_hyper(p->o, ALL_GROUPS, "clip_norm", 10.0)) ||
         (error = halfstep_set_hyper(p->o, 0, "total_steps", 20)) ||
         (error = halfstep_set_choice(p->o, 0, "schedule", "cosine")))
         return error;
@@ -122,7 +120,7 @@ static int problem_open_as(struct problem *p, const char *device, const char *re
         for (int j = 0; j < N; j++) p->values[i][j] = 1.0f + (float)(j % 5);
         /* Reads in halves. A later read in one piece needs a larger buffer. */
         for (int half = 0; half < 2 && !error; half++)
-            error = halfstep_write_slot(p->o, i, HALFSTEP_SLOT_WEIGHT, p->weights[i], half * rows / 2, rows / 2,
+            error = halfstep_write_slot(p->o, i, WEIGHT, p->weights[i], half * rows / 2, rows / 2,
                                         p->values[i] + half * N / 2);
     }
     check_idle("halfstep_write_slot");
@@ -134,14 +132,22 @@ static int problem_open(struct problem *p, const char *device, const char *recip
     return problem_open_as(p, device, recipe, stream, ROWS);
 }
 
+/* Writes the gradient of one tensor, on the device or here. */
+static int put_gradient(struct problem *p, int tensor, const float *values)
+{
+    void *place = (void *)(uintptr_t)p->gradients[tensor];
+    if (p->device) return halfstep_device_copy(p->o, place, values, N * sizeof *values);
+    memcpy(place, values, N * sizeof *values);
+    return OK;
+}
+
 static int problem_gradients(struct problem *p, int step)
 {
     static float g[N];
-    int error = HALFSTEP_OK;
+    int error = OK;
     for (int i = 0; i < TENSORS && !error; i++) {
         value_of(g, i, step);
-        if (p->device) error = halfstep_device_copy(p->o, (void *)(uintptr_t)p->gradients[i], g, sizeof g);
-        else memcpy((void *)(uintptr_t)p->gradients[i], g, sizeof g);
+        error = put_gradient(p, i, g);
     }
     if (p->device && !error) check_idle("halfstep_device_copy");
     return error;
@@ -151,9 +157,9 @@ static uint64_t problem_hash(struct problem *p)
 {
     uint64_t hash = HASH_START;
     for (int i = 0; i < TENSORS; i++) {
-        halfstep_record c = {.struct_size = sizeof c};
+        SIZED(halfstep_record, c);
         for (int s = 0; s < 4; s++) {
-            if (s == HALFSTEP_SLOT_GRADIENT) continue;
+            if (s == GRADIENT) continue;
             if (halfstep_read_slot(p->o, i, s, s ? NULL : p->weights[i], 0, p->rows, p->values[i])) return 1;
             hash = hash_bytes(hash, p->values[i], sizeof p->values[i]);
         }
@@ -189,6 +195,26 @@ static void check_clean(const char *where)
     CHECK(!fake->depth, "%s: %d contexts are left current", where, fake->depth);
     CHECK(!fake->offence, "%s: %s", where, fake->offence);
     fake->offence = NULL;
+}
+
+static void check_hashes(const char *what, uint64_t device, uint64_t host)
+{
+    CHECK(device == host, "%s: %016" PRIx64 ", on the host %016" PRIx64, what, device, host);
+}
+
+/* Runs the same steps on the host and on the device, and compares all that is stored. */
+static void compare_devices(const char *what, const char *recipe, void (*steps)(struct problem *p))
+{
+    uint64_t hash[2];
+    for (int far = 0; far < 2; far++) {
+        struct problem p;
+        MUST(problem_open(&p, far ? "cuda" : NULL, recipe, NULL));
+        steps(&p);
+        hash[far] = problem_hash(&p);
+        problem_close(&p);
+    }
+    check_hashes(what, hash[1], hash[0]);
+    check_clean(what);
 }
 
 /* ---- The promised bits ---- */
@@ -235,10 +261,10 @@ static void test_submission(const char *recipe)
     CHECK(fake->pageable == pageable, "%s: a step sends memory that is not pinned", recipe);
     CHECK(fake->allocations - allocated <= HSTEP_CUDA_ROOMS, "%s: %ld allocations in steps", recipe,
           fake->allocations - allocated);
-    halfstep_record c = {.struct_size = sizeof c};
+    SIZED(halfstep_record, c);
     MUST(get_counters(p.o, 1, &c));
-    CHECK(c.state_steps == 80, "%d steps are counted", (int)c.state_steps);
-    uint64_t hash = problem_hash(&p), expected = 0;
+    EQUAL(c.state_steps, 80);
+    uint64_t hash = problem_hash(&p);
     struct problem h;
     MUST(problem_open(&h, NULL, recipe, NULL));
     for (int step = 0; step < 80; step++) {
@@ -246,8 +272,7 @@ static void test_submission(const char *recipe)
         MUST(problem_gradients(&h, step % 2));
         MUST(halfstep_step(h.o, h.weights, h.gradients));
     }
-    expected = problem_hash(&h);
-    CHECK(hash == expected, "%s: %016" PRIx64 " after 80 steps, on the host %016" PRIx64, recipe, hash, expected);
+    check_hashes(recipe, hash, problem_hash(&h));
     for (int i = 0; i < TENSORS; i++) halfstep_device_release(p.o, owned[i]);
     problem_close(&h);
     problem_close(&p);
@@ -268,7 +293,7 @@ static long launches_of(int tensors, const char *recipe)
     void *w = NULL, *g = NULL;
     int error = halfstep_create(&options, &o);
     if (!error) error = halfstep_add_group(o, recipe, &index);
-    if (!error) error = halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0);
+    if (!error) error = halfstep_set_hyper(o, ALL_GROUPS, "clip_norm", 1.0);
     for (int i = 0; !error && i < tensors; i++) {
         snprintf(name, sizeof name, "%d", i);
         halfstep_tensor t = {
@@ -319,32 +344,32 @@ static void test_refusal(void)
         if (step == 1 || step == 2) {
             value_of(bad, step, step);
             bad[7] = NAN;
-            MUST(halfstep_device_copy(p.o, (void *)(uintptr_t)p.gradients[step], bad, sizeof bad));
+            MUST(put_gradient(&p, step, bad));
         }
         MUST(halfstep_step(p.o, p.weights, p.gradients));
     }
     CHECK(step_shown == 0.0f, "a count is shown before it is asked for");
-    CHECK(halfstep_skipped_steps(p.o) == 2, "%d steps skipped", (int)halfstep_skipped_steps(p.o));
-    CHECK(!strcmp(halfstep_nonfinite_tensor(p.o, NULL), "c"), "'%s' offends", halfstep_nonfinite_tensor(p.o, NULL));
+    EQUAL(halfstep_skipped_steps(p.o), 2);
+    EQUAL_TEXT(halfstep_nonfinite_tensor(p.o, NULL), "c");
     int told = halfstep_synchronize(p.o);
     CHECK(told == HALFSTEP_NONFINITE && strstr(halfstep_error_detail(p.o), "'c'"), "%s: %s", halfstep_strerror(told),
           halfstep_error_detail(p.o));
-    CHECK(halfstep_synchronize(p.o) == HALFSTEP_OK, "it is told twice");
-    CHECK(step_shown == 2.0f, "%g steps are shown", (double)step_shown);
+    CHECK(halfstep_synchronize(p.o) == OK, "it is told twice");
+    EQUAL(step_shown, 2.0f);
     problem_close(&p);
     check_clean("refusal");
 }
 
-enum question { COUNTERS, GROUP_STEPS, NORM, WEIGHT, STATE, AVERAGE, SCALAR, SATURATED, QUESTIONS };
+enum question { COUNTERS, GROUP_STEPS, NORM, WEIGHTS, STATES, AVERAGE, SCALAR, SATURATED, QUESTIONS };
 
 /* Readings that come first after the last step. The answer is hashed. */
 static uint64_t ask(struct problem *p, enum question question)
 {
     static float out[N];
-    halfstep_record c = {.struct_size = sizeof c};
+    SIZED(halfstep_record, c);
     uint64_t number = 0;
     double value = 0.0;
-    int error = HALFSTEP_OK;
+    int error = OK;
     memset(out, 0, sizeof out);
     switch (question) {
     case COUNTERS:
@@ -353,8 +378,8 @@ static uint64_t ask(struct problem *p, enum question question)
         break;
     case GROUP_STEPS: error = get_group_steps(p->o, 0, &number); break;
     case NORM: value = halfstep_gradient_norm(p->o); break;
-    case WEIGHT: error = halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, p->weights[1], 0, ROWS, out); break;
-    case STATE: error = halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_STATE, NULL, 0, ROWS, out); break;
+    case WEIGHTS: error = halfstep_read_slot(p->o, 1, WEIGHT, p->weights[1], 0, ROWS, out); break;
+    case STATES: error = halfstep_read_slot(p->o, 1, STATE, NULL, 0, ROWS, out); break;
     case AVERAGE: error = halfstep_read_average(p->o, 1, p->weights[1], 0, ROWS, out); break;
     case SCALAR: error = get_scalar(p->o, 1, "weight_sum", &value); break;
     case SATURATED: error = halfstep_saturated(p->o, 1, p->weights[1], &number); break;
@@ -378,16 +403,14 @@ static void test_refused_readings(void)
                 MUST(problem_open(&p, far ? "cuda" : NULL, "schedulefree/bf16-sr/bf16-sr", NULL));
                 for (int step = 0; step < 3; step++) {
                     MUST(problem_gradients(&p, step));
-                    if (step == 2) MUST(halfstep_write_slot(p.o, 1, HALFSTEP_SLOT_WEIGHT, p.weights[1], 0, 1, high));
+                    if (step == 2) MUST(halfstep_write_slot(p.o, 1, WEIGHT, p.weights[1], 0, 1, high));
                     if (step == refused) {
-                        void *at = (void *)(uintptr_t)p.gradients[0];
                         value_of(bad, 0, step);
                         bad[N / 2] = INFINITY;
-                        if (far) MUST(halfstep_device_copy(p.o, at, bad, sizeof bad));
-                        else memcpy(at, bad, sizeof bad);
+                        MUST(put_gradient(&p, 0, bad));
                     }
                     int error = halfstep_step(p.o, p.weights, p.gradients);
-                    CHECK(error == (step == refused && !far ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
+                    CHECK(error == (step == refused && !far ? HALFSTEP_NONFINITE : OK), "step %d: %s", step,
                           halfstep_strerror(error));
                 }
                 answer[far] = ask(&p, (enum question)question);
@@ -399,179 +422,153 @@ static void test_refused_readings(void)
             }
             CHECK(answer[0] == answer[1], "question %d after step %d was refused: another answer than the host's",
                   question, refused);
-            CHECK(hash[0] == hash[1], "step %d refused: %016" PRIx64 ", on the host %016" PRIx64, refused, hash[1],
-                  hash[0]);
+            check_hashes("a refused step", hash[1], hash[0]);
         }
     check_clean("readings of refused steps");
 }
 
 /* Steps single tensors and rounds, with delayed clipping by a norm that only the device knows. */
-static void test_rounds(void)
+static void rounds(struct problem *p)
 {
-    uint64_t hash[2];
-    for (int far = 0; far < 2; far++) {
-        struct problem p;
-        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/int8", NULL));
-        MUST(halfstep_set_hyper(p.o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
-        for (int step = 0; step < 5; step++) {
-            MUST(problem_gradients(&p, step));
-            for (int i = TENSORS - 1; i >= 0; i--) MUST(step_tensor(p.o, i, p.weights[i], p.gradients[i]));
-            MUST(end_round(p.o));
-        }
-        hash[far] = problem_hash(&p);
-        problem_close(&p);
+    MUST(halfstep_set_hyper(p->o, ALL_GROUPS, "clip_norm", 1.0));
+    for (int step = 0; step < 5; step++) {
+        MUST(problem_gradients(p, step));
+        for (int i = TENSORS - 1; i >= 0; i--) MUST(step_tensor(p->o, i, p->weights[i], p->gradients[i]));
+        MUST(end_round(p->o));
     }
-    CHECK(hash[0] == hash[1], "rounds: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
-    check_clean("rounds");
 }
 
+static void test_rounds(void) { compare_devices("rounds", "adamw/bf16-sr/int8", rounds); }
+
 /* Sets counters, scalars and accumulators between steps. */
+static char sums[2][4][2 * N];
+static uint64_t saturated[2];
+
+static void between_steps(struct problem *p)
+{
+    int far = p->device != NULL;
+    void *sum = (void *)(uintptr_t)p->gradients[1];
+    for (int step = 0; step < 4; step++) {
+        SIZED(halfstep_record, c);
+        MUST(problem_gradients(p, step));
+        MUST(halfstep_step(p->o, p->weights, p->gradients));
+        if (step == 1) {
+            MUST(get_counters(p->o, 2, &c));
+            c.state_steps += 5;
+            c.writes += 5;
+            MUST(set_counters(p->o, 2, &c));
+            MUST(set_group_steps(p->o, 0, 11));
+            MUST(halfstep_set_hyper(p->o, ALL_GROUPS, "gradient_scale", 0.5));
+        }
+        if (step == 2) MUST(halfstep_accumulate(p->o, 0, sum, "bf16-sr", p->gradients[0], "f32", 0.5));
+        if (far) MUST(halfstep_device_copy(p->o, sums[far][step], sum, sizeof sums[far][step]));
+        else memcpy(sums[far][step], sum, sizeof sums[far][step]);
+    }
+    uint64_t count = 77;
+    /* Three weights are at the end of their range. */
+    for (int j = 0; j < 3; j++) p->values[0][j] = 3.3895314e38f;
+    MUST(halfstep_write_slot(p->o, 0, WEIGHT, p->weights[0], 0, 1, p->values[0]));
+    MUST(halfstep_saturated(p->o, 0, p->weights[0], &count));
+    saturated[far] = count; /* later settings come too late */
+    /* The device's work memory must grow for the slots that are read next. */
+    MUST(halfstep_accumulate(p->o, 0, sum, "bf16-sr", p->gradients[0], "f32", 0.5));
+}
+
 static void test_between_steps(void)
 {
-    static char sums[2][4][2 * N];
-    uint64_t hash[2], saturated[2];
-    for (int far = 0; far < 2; far++) {
-        struct problem p;
-        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/bf16-sr", NULL));
-        for (int step = 0; step < 4; step++) {
-            halfstep_record c = {.struct_size = sizeof c};
-            MUST(problem_gradients(&p, step));
-            MUST(halfstep_step(p.o, p.weights, p.gradients));
-            if (step == 1) {
-                MUST(get_counters(p.o, 2, &c));
-                c.state_steps += 5;
-                c.writes += 5;
-                MUST(set_counters(p.o, 2, &c));
-                MUST(set_group_steps(p.o, 0, 11));
-                MUST(halfstep_set_hyper(p.o, HALFSTEP_ALL_GROUPS, "gradient_scale", 0.5));
-            }
-            if (step == 2)
-                MUST(halfstep_accumulate(p.o, 0, (void *)(uintptr_t)p.gradients[1], "bf16-sr", p.gradients[0], "f32",
-                                         0.5));
-            if (far) MUST(halfstep_device_copy(p.o, sums[far][step], p.gradients[1], sizeof sums[far][step]));
-            else memcpy(sums[far][step], p.gradients[1], sizeof sums[far][step]);
-        }
-        uint64_t count = 77;
-        /* Three weights are at the end of their range. */
-        for (int j = 0; j < 3; j++) p.values[0][j] = 3.3895314e38f;
-        MUST(halfstep_write_slot(p.o, 0, HALFSTEP_SLOT_WEIGHT, p.weights[0], 0, 1, p.values[0]));
-        MUST(halfstep_saturated(p.o, 0, p.weights[0], &count));
-        saturated[far] = count; /* later settings come too late */
-        /* The device's work memory must grow for the slots that are read next. */
-        MUST(halfstep_accumulate(p.o, 0, (void *)(uintptr_t)p.gradients[1], "bf16-sr", p.gradients[0], "f32", 0.5));
-        hash[far] = problem_hash(&p);
-        problem_close(&p);
-    }
+    compare_devices("between steps", "adamw/bf16-sr/bf16-sr", between_steps);
     CHECK(!memcmp(sums[0], sums[1], sizeof sums[0]), "other sums of gradients than the host's");
     CHECK(saturated[0] >= 3 && saturated[0] == saturated[1], "%d saturated weights, on the host %d", (int)saturated[1],
           (int)saturated[0]);
-    CHECK(hash[0] == hash[1], "between steps: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
-    check_clean("between steps");
 }
 
 /* Makes steps, single tensors and rounds in halves. Statistics are in the process's memory, or in the device's, where
  * nothing waits. */
+static int64_t statistics[2][4096];
+static int there; /* statistics are in the device's memory */
+
+static void halves(struct problem *p)
+{
+    int far = p->device != NULL;
+    void *memory = NULL;
+    if (far) MUST(halfstep_device_allocate(p->o, sizeof statistics[1], &memory));
+    CHECK((uint64_t)statistics_count(p->o) * 8 <= sizeof statistics[far], "too many statistics");
+    int64_t *s = far && there ? memory : statistics[far];
+    for (int step = 0; step < 2; step++) {
+        MUST(problem_gradients(p, step));
+        long waits = fake->synchronizations;
+        MUST(step_begin(p->o, p->gradients, s));
+        if (!there) check_idle("begin");
+        MUST(step_norms(p->o, p->weights, p->gradients, s));
+        if (!there) check_idle("norms");
+        MUST(step_finish(p->o, p->weights, p->gradients, s));
+        CHECK(!there || fake->synchronizations == waits, "statistics on the device are waited for");
+    }
+    for (int i = TENSORS - 1; i >= 0; i--) {
+        MUST(step_tensor_begin(p->o, i, p->gradients[i], s));
+        if (!there) check_idle("begin of one tensor");
+        MUST(step_tensor_norms(p->o, i, p->weights[i], p->gradients[i], s));
+        MUST(step_tensor_finish(p->o, i, p->weights[i], p->gradients[i], s));
+    }
+    MUST(end_round_begin(p->o, s));
+    check_idle("begin of the end of a round");
+    MUST(end_round_finish(p->o, s));
+    halfstep_device_release(p->o, memory);
+}
+
 static void test_halves(void)
 {
-    static int64_t statistics[2][4096];
-    for (int there = 0; there < 2; there++) {
-        uint64_t hash[2];
-        for (int far = 0; far < 2; far++) {
-            struct problem p;
-            void *memory = NULL;
-            MUST(problem_open(&p, far ? "cuda" : NULL, "lamb/bf16-sr/int8", NULL));
-            if (far) MUST(halfstep_device_allocate(p.o, sizeof statistics[1], &memory));
-            CHECK((uint64_t)statistics_count(p.o) * 8 <= sizeof statistics[far], "too many statistics");
-            int64_t *s = far && there ? memory : statistics[far];
-            for (int step = 0; step < 2; step++) {
-                MUST(problem_gradients(&p, step));
-                long waits = fake->synchronizations;
-                MUST(step_begin(p.o, p.gradients, s));
-                if (!there) check_idle("begin");
-                MUST(step_norms(p.o, p.weights, p.gradients, s));
-                if (!there) check_idle("norms");
-                MUST(step_finish(p.o, p.weights, p.gradients, s));
-                CHECK(!there || fake->synchronizations == waits, "statistics on the device are waited for");
-            }
-            for (int i = TENSORS - 1; i >= 0; i--) {
-                MUST(step_tensor_begin(p.o, i, p.gradients[i], s));
-                if (!there) check_idle("begin of one tensor");
-                MUST(step_tensor_norms(p.o, i, p.weights[i], p.gradients[i], s));
-                MUST(step_tensor_finish(p.o, i, p.weights[i], p.gradients[i], s));
-            }
-            MUST(end_round_begin(p.o, s));
-            check_idle("begin of the end of a round");
-            MUST(end_round_finish(p.o, s));
-            hash[far] = problem_hash(&p);
-            halfstep_device_release(p.o, memory);
-            problem_close(&p);
-        }
-        CHECK(hash[0] == hash[1], "in halves: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
+    for (there = 0; there < 2; there++) {
+        compare_devices("halves", "lamb/bf16-sr/int8", halves);
         CHECK(there || !memcmp(statistics[0], statistics[1], sizeof statistics[0]), "other statistics than the host's");
     }
-    check_clean("halves");
 }
 
 /* Makes micro-steps, which have no weights, and a step after them. */
-static void test_micro_steps(void)
+static void micro_steps(struct problem *p)
 {
-    uint64_t hash[2];
-    for (int far = 0; far < 2; far++) {
-        struct problem p;
-        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/bf16-sr", NULL));
-        for (int step = 0; step < 4; step++) {
-            MUST(problem_gradients(&p, step));
-            if (step % 2) MUST(halfstep_step(p.o, p.weights, p.gradients));
-            else MUST(accumulate_states(p.o, p.gradients));
-        }
-        hash[far] = problem_hash(&p);
-        problem_close(&p);
+    for (int step = 0; step < 4; step++) {
+        MUST(problem_gradients(p, step));
+        if (step % 2) MUST(halfstep_step(p->o, p->weights, p->gradients));
+        else MUST(accumulate_states(p->o, p->gradients));
     }
-    CHECK(hash[0] == hash[1], "micro-steps: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
-    check_clean("micro-steps");
 }
 
+static void test_micro_steps(void) { compare_devices("micro-steps", "adamw/bf16-sr/bf16-sr", micro_steps); }
+
 /* Options that other tests do not use: another generator, one verdict and one norm for each tensor. */
-static void test_choices(void)
+static void choices(struct problem *p)
 {
     static float bad[N];
-    uint64_t hash[2];
-    for (int far = 0; far < 2; far++) {
-        struct problem p;
-        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/int8", NULL));
-        MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "generator", "philox7"));
-        MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "scan", "per-tensor"));
-        for (int step = 0; step < 3; step++) {
-            MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "clip", "delayed"));
-            MUST(problem_gradients(&p, step));
-            value_of(bad, 1, step);
-            if (step == 1) bad[N - 1] = NAN;
-            if (far) MUST(halfstep_device_copy(p.o, (void *)(uintptr_t)p.gradients[1], bad, sizeof bad));
-            else memcpy((void *)(uintptr_t)p.gradients[1], bad, sizeof bad);
-            int error = halfstep_step(p.o, p.weights, p.gradients);
-            CHECK(error == (step == 1 && !far ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
-                  halfstep_strerror(error));
-            /* A round that has had a norm, which clips nothing "per-tensor". */
-            if (step == 0) {
-                MUST(step_tensor(p.o, 0, p.weights[0], p.gradients[0]));
-                MUST(end_round(p.o));
-            }
-            MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "clip", "per-tensor"));
-            if (step != 1) MUST(step_tensor(p.o, 2, p.weights[2], p.gradients[2]));
+    MUST(halfstep_set_choice(p->o, ALL_GROUPS, "generator", "philox7"));
+    MUST(halfstep_set_choice(p->o, ALL_GROUPS, "scan", "per-tensor"));
+    for (int step = 0; step < 3; step++) {
+        MUST(halfstep_set_choice(p->o, ALL_GROUPS, "clip", "delayed"));
+        MUST(problem_gradients(p, step));
+        value_of(bad, 1, step);
+        if (step == 1) bad[N - 1] = NAN;
+        MUST(put_gradient(p, 1, bad));
+        int error = halfstep_step(p->o, p->weights, p->gradients);
+        CHECK(error == (step == 1 && !p->device ? HALFSTEP_NONFINITE : OK), "step %d: %s", step,
+              halfstep_strerror(error));
+        /* A round that has had a norm, which clips nothing "per-tensor". */
+        if (step == 0) {
+            MUST(step_tensor(p->o, 0, p->weights[0], p->gradients[0]));
+            MUST(end_round(p->o));
         }
-        MUST(halfstep_accumulate(p.o, 0, p.weights[0], "bf16-sr", p.gradients[0], "f32", 0.3));
-        hash[far] = problem_hash(&p);
-        problem_close(&p);
+        MUST(halfstep_set_choice(p->o, ALL_GROUPS, "clip", "per-tensor"));
+        if (step != 1) MUST(step_tensor(p->o, 2, p->weights[2], p->gradients[2]));
     }
-    CHECK(hash[0] == hash[1], "choices: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
-    check_clean("choices");
+    MUST(halfstep_accumulate(p->o, 0, p->weights[0], "bf16-sr", p->gradients[0], "f32", 0.3));
 }
+
+static void test_choices(void) { compare_devices("choices", "adamw/bf16-sr/int8", choices); }
 
 /* Rows of a tensor of 2^40 elements. Keys of their random bits do not fit 32 bits, nor do their places. */
 static void test_far_indices(void)
 {
     static const int64_t firsts[] = {0, (int64_t)1 << 26, (int64_t)1 << 33, ((int64_t)1 << 34) - ROWS};
-    enum { PLACES = sizeof firsts / sizeof *firsts };
+    enum { PLACES = COUNT(firsts) };
     static float values[N], g[N], in[N];
     uint64_t hash[PLACES][2];
     for (int place = 0; place < PLACES; place++)
@@ -589,27 +586,27 @@ static void test_far_indices(void)
             halfstep_optimizer *o;
             int32_t index;
             void *memory[2] = {values, g};
-            halfstep_record c = {.struct_size = sizeof c};
+            SIZED(halfstep_record, c);
             MUST(halfstep_create(&options, &o));
             MUST(halfstep_add_group(o, "adamw/bf16-sr/bf16-sr", &index));
-            MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+            MUST(halfstep_set_choice(o, ALL_GROUPS, "scan", "known-finite"));
             MUST(halfstep_add_tensor(o, &t, &index));
             MUST(halfstep_allocate_states(o));
             for (int i = 0; i < 2 && far; i++) MUST(halfstep_device_allocate(o, sizeof g, &memory[i]));
             for (int i = 0; i < N; i++) in[i] = 1.0f;
-            MUST(halfstep_write_slot(o, 0, HALFSTEP_SLOT_WEIGHT, memory[0], 0, ROWS, in));
+            MUST(halfstep_write_slot(o, 0, WEIGHT, memory[0], 0, ROWS, in));
             value_of(g, 0, 0);
             if (far) MUST(halfstep_device_copy(o, memory[1], g, sizeof g));
             const void *gradient = memory[1];
             for (int step = 0; step < 3; step++) MUST(halfstep_step(o, &memory[0], &gradient));
             hash[place][far] = HASH_START;
             for (int slot = 0; slot < 4; slot++) {
-                if (slot == HALFSTEP_SLOT_GRADIENT) continue;
+                if (slot == GRADIENT) continue;
                 MUST(halfstep_read_slot(o, 0, slot, slot ? NULL : memory[0], 0, ROWS, in));
                 hash[place][far] = hash_bytes(hash[place][far], in, sizeof in);
             }
             MUST(get_counters(o, 0, &c));
-            CHECK(c.state_steps == 3, "%d steps are counted", (int)c.state_steps);
+            EQUAL(c.state_steps, 3);
             for (int i = 0; i < 2 && far; i++) halfstep_device_release(o, memory[i]);
             halfstep_destroy(o);
         }
@@ -671,14 +668,14 @@ static void test_graph(void)
     MUST(halfstep_step(h.o, h.weights, h.gradients));
     MUST(halfstep_device_allocate(p.o, 64, &place));
     MUST(halfstep_device_copy(p.o, place, &scale, sizeof scale));
-    MUST(halfstep_bind_hyper(p.o, HALFSTEP_ALL_GROUPS, "gradient_scale", place));
+    MUST(halfstep_bind_hyper(p.o, ALL_GROUPS, "gradient_scale", place));
     MUST(halfstep_synchronize(p.o));
     DRIVER("cuStreamBeginCapture_v2", void *, int)(stream, 0);
     long ran = fake->kernels;
     MUST(halfstep_step(p.o, p.weights, p.gradients));
-    halfstep_record c = {.struct_size = sizeof c};
+    SIZED(halfstep_record, c);
     int refused = get_counters(p.o, 0, &c);
-    CHECK(refused == HALFSTEP_ERROR_ORDER && strstr(halfstep_error_detail(p.o), "captured"), "reading in a capture: %s",
+    CHECK(refused == ORDER && strstr(halfstep_error_detail(p.o), "captured"), "reading in a capture: %s",
           halfstep_error_detail(p.o));
     int ended = DRIVER("cuStreamEndCapture", void *, void **)(stream, &graph);
     CHECK(!ended && fake->kernels == ran && graph, "the capture ends with %d", ended);
@@ -696,27 +693,25 @@ static void test_graph(void)
         DRIVER("cuCtxPushCurrent_v2", void *)(context);
         DRIVER("cuGraphLaunch", void *, void *)(graph, stream);
         DRIVER("cuCtxPopCurrent_v2", void **)(&context);
-        MUST(halfstep_bind_hyper(h.o, HALFSTEP_ALL_GROUPS, "gradient_scale", &scale));
+        MUST(halfstep_bind_hyper(h.o, ALL_GROUPS, "gradient_scale", &scale));
         MUST(halfstep_step(h.o, h.weights, h.gradients));
     }
     MUST(get_counters(p.o, 0, &c));
-    CHECK(c.state_steps == 7, "%d steps after 6 replays and one before", (int)c.state_steps);
-    uint64_t hash = problem_hash(&p), expected = problem_hash(&h);
-    CHECK(hash == expected, "replays: %016" PRIx64 ", on the host %016" PRIx64, hash, expected);
+    EQUAL(c.state_steps, 7);
+    check_hashes("replays", problem_hash(&p), problem_hash(&h));
     /* A number that is no longer bound has its set value again, though that has not changed. */
     lr = 0.5;
     MUST(halfstep_device_copy(p.o, place, &lr, sizeof lr));
     for (int bound = 1; bound >= 0; bound--) {
         MUST(halfstep_bind_hyper(p.o, 0, "lr", bound ? place : NULL));
         MUST(halfstep_bind_hyper(h.o, 0, "lr", bound ? &lr : NULL));
-        if (!bound) MUST(halfstep_bind_hyper(p.o, HALFSTEP_ALL_GROUPS, "gradient_scale", NULL));
-        if (!bound) MUST(halfstep_bind_hyper(h.o, HALFSTEP_ALL_GROUPS, "gradient_scale", NULL));
-        if (bound) MUST(halfstep_bind_hyper(h.o, HALFSTEP_ALL_GROUPS, "gradient_scale", &lr));
+        if (!bound) MUST(halfstep_bind_hyper(p.o, ALL_GROUPS, "gradient_scale", NULL));
+        if (!bound) MUST(halfstep_bind_hyper(h.o, ALL_GROUPS, "gradient_scale", NULL));
+        if (bound) MUST(halfstep_bind_hyper(h.o, ALL_GROUPS, "gradient_scale", &lr));
         MUST(halfstep_step(p.o, p.weights, p.gradients));
         MUST(halfstep_step(h.o, h.weights, h.gradients));
     }
-    hash = problem_hash(&p), expected = problem_hash(&h);
-    CHECK(hash == expected, "bound no more: %016" PRIx64 ", on the host %016" PRIx64, hash, expected);
+    check_hashes("bound no more", problem_hash(&p), problem_hash(&h));
     halfstep_device_release(p.o, place);
     problem_close(&h);
     problem_close(&p);
@@ -746,7 +741,7 @@ static int taken(float *out, const char *recipe, const char *device, int rows, d
         for (int step = 0; step < 2; step++) DRIVER("cuGraphLaunch", void *, void *)(graph, stream);
         DRIVER("cuCtxPopCurrent_v2", void **)(&context);
     }
-    if (!error) error = halfstep_read_slot(p.o, 0, HALFSTEP_SLOT_WEIGHT, p.weights[0], 0, rows, out);
+    if (!error) error = halfstep_read_slot(p.o, 0, WEIGHT, p.weights[0], 0, rows, out);
     for (int j = 0; j < N; j++) out[j] -= 1.0f + (float)(j % 5);
     problem_close(&p);
     if (graph) DRIVER("cuGraphDestroy", void *)(graph);
@@ -770,7 +765,7 @@ static void test_products(int emulated)
 {
     static const int shapes[] = {24, ROWS, 64, 128};
     static float host[N], exact[N], fast[N], replayed[N];
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+    for (size_t i = 0; i < COUNT(shapes); i++) {
         MUST(taken(host, "muon/f32/f32", NULL, shapes[i], 0, 0));
         MUST(taken(exact, "muon/f32/f32", "cuda", shapes[i], 1, 0));
         MUST(taken(fast, "muon/f32/f32", "cuda", shapes[i], 0, 0));
@@ -789,7 +784,7 @@ static void test_matrices(void)
 {
     static const char *const recipes[] = {"muon/bf16-sr/int8", "came/f32/f32"};
     static float host[N], device[N];
-    for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++) {
+    for (size_t i = 0; i < COUNT(recipes); i++) {
         MUST(taken(host, recipes[i], NULL, 96, 1, 0));
         MUST(taken(device, recipes[i], "cuda", 96, 1, 0));
         CHECK(!memcmp(host, device, sizeof host), "%s: other bits than the host's", recipes[i]);
@@ -810,11 +805,11 @@ static void check_foreign(struct problem *p, void *bad, const char *says)
     memcpy(gradients, p->gradients, sizeof gradients);
     memcpy(weights, p->weights, sizeof weights);
     gradients[1] = weights[1] = bad;
-#define FOREIGN(call)                                                                                               \
-    do {                                                                                                            \
-        int error_ = (call);                                                                                        \
-        CHECK(error_ == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p->o), says), "%s: %s (%s)", #call, \
-              halfstep_strerror(error_), halfstep_error_detail(p->o));                                              \
+#define FOREIGN(call)                                                                                \
+    do {                                                                                             \
+        int error_ = (call);                                                                         \
+        CHECK(error_ == ARGUMENT && strstr(halfstep_error_detail(p->o), says), "%s: %s (%s)", #call, \
+              halfstep_strerror(error_), halfstep_error_detail(p->o));                               \
     } while (0)
     FOREIGN(halfstep_step(p->o, weights, p->gradients));
     FOREIGN(halfstep_step(p->o, p->weights, gradients));
@@ -826,12 +821,12 @@ static void check_foreign(struct problem *p, void *bad, const char *says)
     FOREIGN(halfstep_accumulate(p->o, 1, p->weights[1], "f32", bad, "f32", 1.0));
     FOREIGN(accumulate_states(p->o, gradients));
     FOREIGN(accumulate_states_tensor(p->o, 1, bad));
-    FOREIGN(halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, bad, 0, 1, out));
+    FOREIGN(halfstep_read_slot(p->o, 1, WEIGHT, bad, 0, 1, out));
     FOREIGN(halfstep_read_average(p->o, 1, bad, 0, 1, out));
-    FOREIGN(halfstep_write_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, bad, 0, 1, out));
+    FOREIGN(halfstep_write_slot(p->o, 1, WEIGHT, bad, 0, 1, out));
     FOREIGN(halfstep_saturated(p->o, 1, bad, &count));
     FOREIGN(halfstep_bind_hyper(p->o, 0, "lr", bad));
-    FOREIGN(halfstep_bind_slot(p->o, 1, HALFSTEP_SLOT_STATE, bad, NULL));
+    FOREIGN(halfstep_bind_slot(p->o, 1, STATE, bad, NULL));
     FOREIGN(halfstep_bind_states(p->o, bad, (uint64_t)1 << 30));
 #undef FOREIGN
 }
@@ -852,13 +847,13 @@ static void test_pointers(void)
     memcpy(gradients, p.gradients, sizeof gradients);
     weights[1] = here;
     int error = halfstep_step(p.o, weights, gradients);
-    CHECK(error == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p.o), "weights of tensor 'b'") &&
+    CHECK(error == ARGUMENT && strstr(halfstep_error_detail(p.o), "weights of tensor 'b'") &&
               strstr(halfstep_error_detail(p.o), "memory of the process"),
           "weights of the process: %s", halfstep_error_detail(p.o));
     weights[1] = p.weights[1];
     gradients[2] = q.gradients[2];
     error = halfstep_step(p.o, weights, gradients);
-    CHECK(error == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p.o), "gradient of tensor 'c'") &&
+    CHECK(error == ARGUMENT && strstr(halfstep_error_detail(p.o), "gradient of tensor 'c'") &&
               strstr(halfstep_error_detail(p.o), "memory of GPU 1"),
           "a gradient of another GPU: %s", halfstep_error_detail(p.o));
     check_foreign(&p, here + (16 - (uintptr_t)here / 4 % 16) % 16, "memory of the process");
@@ -884,10 +879,9 @@ static void test_out_of_memory(void)
         if (!error) error = problem_gradients(&p, 0);
         if (!error) error = halfstep_step(p.o, p.weights, p.gradients);
         if (!error) error = step_tensor(p.o, 0, p.weights[0], p.gradients[0]);
-        if (!error && problem_hash(&p) < 4) error = HALFSTEP_ERROR_MEMORY;
+        if (!error && problem_hash(&p) < 4) error = MEMORY;
         fired = !fake->fail_allocation;
-        CHECK(error == (fired ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK), "allocation %ld: %s", k,
-              halfstep_strerror(error));
+        CHECK(error == (fired ? MEMORY : OK), "allocation %ld: %s", k, halfstep_strerror(error));
         CHECK(!fired || strstr(halfstep_error_detail(p.o), "memory"), "allocation %ld: '%s'", k,
               halfstep_error_detail(p.o));
         fake->fail_allocation = 0;
@@ -920,14 +914,14 @@ static void test_step_made_again(void)
             int error = halfstep_step(p.o, p.weights, p.gradients);
             fired = !k || !(launches ? fake->fail_launch : fake->fail_allocation);
             fake->fail_launch = fake->fail_allocation = 0;
-            int wanted = !fired || !k ? HALFSTEP_OK : launches ? HALFSTEP_ERROR_DEVICE : HALFSTEP_ERROR_MEMORY;
+            int wanted = !fired || !k ? OK : launches ? DEVICE : MEMORY;
             const char *says = launches ? "OUT_OF_RESOURCES" : "OUT_OF_MEMORY";
             CHECK(error == wanted && (!error || strstr(halfstep_error_detail(p.o), says)), "%s %ld: %s (%s)",
                   launches ? "launch" : "allocation", k, halfstep_strerror(error), halfstep_error_detail(p.o));
             if (error && !(error = halfstep_step(p.o, p.weights, p.gradients))) again++;
             if (error) {
                 cut++;
-                CHECK(launches && error == HALFSTEP_ERROR_DEVICE &&
+                CHECK(launches && error == DEVICE &&
                           strstr(halfstep_error_detail(p.o), "load a checkpoint into a new handle"),
                       "%ld: %s", k, halfstep_error_detail(p.o));
             } else {
@@ -964,8 +958,7 @@ static void in_child(void (*live)(void), const char *name, const char *value, co
     for (ssize_t n; got < sizeof text - 1 && (n = read(ends[0], text + got, sizeof text - 1 - got)) > 0;)
         got += (size_t)n;
     close(ends[0]);
-    int status = -1;
-    waitpid(child, &status, 0);
+    int status = test_child_status(child);
     CHECK(status == 0, "%s=%s: the process ended with %d", name ? name : "-", value, status);
     CHECK(strstr(text, says) && atoi(text) == code, "%s=%s: '%s'", name ? name : "-", value, text);
 }
@@ -979,7 +972,7 @@ static void create_and_tell(void)
     /* The process goes on. */
     if (halfstep_create(NULL, &o)) test_leave(1);
     halfstep_destroy(o);
-    halfstep_device_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_device_info, info);
     if (halfstep_get_device_info("cuda", &info) || info.usable || info.minimum_driver != 12000) test_leave(2);
 }
 
@@ -1035,11 +1028,10 @@ static void test_images(void)
         {"89", 30, "cuModuleLoadDataEx: CUDA_ERROR_INVALID_IMAGE"},
         {"120", 16, "the device code does not fit this driver"},
     };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (size_t i = 0; i < COUNT(cases); i++) {
         image_case.compute = cases[i].compute;
         image_case.refused = cases[i].refused;
-        in_child(load_and_tell, "HALFSTEP_CUDA_IMAGE", "", cases[i].says,
-                 cases[i].refused & 16 ? HALFSTEP_ERROR_DEVICE : HALFSTEP_OK);
+        in_child(load_and_tell, "HALFSTEP_CUDA_IMAGE", "", cases[i].says, cases[i].refused & 16 ? DEVICE : OK);
     }
 }
 
@@ -1054,11 +1046,11 @@ static void fault_and_tell(void)
     if (halfstep_step(p.o, p.weights, p.gradients)) test_leave(2);
     int error = halfstep_synchronize(p.o);
     dprintf(3, "%d %s", error, halfstep_error_detail(p.o));
-    halfstep_record c = {.struct_size = sizeof c};
-    if (halfstep_step(p.o, p.weights, p.gradients) != HALFSTEP_ERROR_DEVICE) test_leave(3);
-    if (halfstep_step(q.o, q.weights, q.gradients) != HALFSTEP_ERROR_DEVICE) test_leave(4);
+    SIZED(halfstep_record, c);
+    if (halfstep_step(p.o, p.weights, p.gradients) != DEVICE) test_leave(3);
+    if (halfstep_step(q.o, q.weights, q.gradients) != DEVICE) test_leave(4);
     if (!strstr(halfstep_error_detail(q.o), "ILLEGAL_ADDRESS")) test_leave(5);
-    if (get_counters(p.o, 0, &c) != HALFSTEP_ERROR_DEVICE) test_leave(6);
+    if (get_counters(p.o, 0, &c) != DEVICE) test_leave(6);
     if (halfstep_step(h.o, h.weights, h.gradients)) test_leave(7);
     problem_close(&p);
     problem_close(&q);
@@ -1124,7 +1116,7 @@ static void test_mutation(const char *name, enum fake_cuda_mutation mutation, in
         all_of_it();
         test_leave(test_group_failed != 0);
     }
-    int status = 0, noticed = child > 0 && waitpid(child, &status, 0) == child && status != 0;
+    int noticed = test_child_status(child) > 0;
     CHECK(noticed == (mutation != FAKE_CUDA_NONE), "%s (call %d), and %s is noticed", name, call,
           noticed ? "something" : "nothing");
 }
@@ -1179,19 +1171,18 @@ int main(int argc, char **argv)
 
     /* Runs first, in children, while nothing is known of the driver yet. */
     TEST("what cannot be used is told by a sentence") {
-        in_child(create_and_tell, "FAKE_CUDA_DEVICES", "0", "cuInit: CUDA_ERROR_NO_DEVICE", HALFSTEP_ERROR_DEVICE);
+        in_child(create_and_tell, "FAKE_CUDA_DEVICES", "0", "cuInit: CUDA_ERROR_NO_DEVICE", DEVICE);
         in_child(create_and_tell, "FAKE_CUDA_DRIVER", "11080", "supports CUDA 11.8; it must support 12.0 or newer",
-                 HALFSTEP_ERROR_DEVICE);
-        in_child(create_and_tell, "FAKE_CUDA_COMPUTE", "75", "compute capability 7.5; it must be at least 8.0",
-                 HALFSTEP_ERROR_DEVICE);
-        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/nowhere", "/nowhere cannot be read", HALFSTEP_ERROR_DEVICE);
-        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/dev/null", "INVALID_IMAGE", HALFSTEP_ERROR_DEVICE);
+                 DEVICE);
+        in_child(create_and_tell, "FAKE_CUDA_COMPUTE", "75", "compute capability 7.5; it must be at least 8.0", DEVICE);
+        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/nowhere", "/nowhere cannot be read", DEVICE);
+        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/dev/null", "INVALID_IMAGE", DEVICE);
     }
     TEST("no driver is told by a sentence")
-        in_child(lose_driver_and_tell, NULL, "", "there is no NVIDIA driver", HALFSTEP_ERROR_DEVICE);
+        in_child(lose_driver_and_tell, NULL, "", "there is no NVIDIA driver", DEVICE);
     TEST("device code that is refused falls back to PTX, and that to a sentence") test_images();
     TEST("a fault is lasting, and the process lives on")
-        in_child(fault_and_tell, NULL, "", "CUDA_ERROR_ILLEGAL_ADDRESS", HALFSTEP_ERROR_DEVICE);
+        in_child(fault_and_tell, NULL, "", "CUDA_ERROR_ILLEGAL_ADDRESS", DEVICE);
     const struct golden_layout layouts[] = {
         {.threads = 1, .device = "cuda"},
         {.threads = 1, .parts = 2, .states_bound = 1, .device = "cuda:0"},

@@ -2,10 +2,7 @@
  * case of tests/golden/hashes.txt must have its hash. A run without arguments takes every ninth case, and some in
  * shards of rows and of columns; --short: a 61st of them; --all: all. */
 #include <inttypes.h>
-#include <stdlib.h>
 #include <time.h>
-
-#include "test.h"
 
 #ifdef _WIN32
 int main(void) { return 0; }
@@ -32,9 +29,9 @@ static int launch(const char *name, void *subject, const struct hstep_cuda_what 
         if (strcmp(kernel->name, name)) continue;
         launches++;
         int blocks = kernel->shape == HSTEP_CUDA_ONE ? 1 : grid_blocks;
-        return hstep_emulate(kernel, blocks, HSTEP_CUDA_THREADS, 0, parameters) ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK;
+        return hstep_emulate(kernel, blocks, HSTEP_CUDA_THREADS, 0, parameters) ? MEMORY : OK;
     }
-    return HALFSTEP_ERROR_NAME;
+    return NAME;
 }
 
 /* Launches without the caller's context, because kernels must not look at how the host wants its work run. */
@@ -47,11 +44,11 @@ static int launch_call(const char *name, const struct hstep_call *call, struct h
 
 static int launch_phase(const struct hstep_call *call, int kernel, struct hstep_cuda_what what)
 {
-    if (leave_out_fused && kernel >= HSTEP_CUDA_FUSED) return HALFSTEP_OK;
+    if (leave_out_fused && kernel >= HSTEP_CUDA_FUSED) return OK;
     return launch_call(hstep_emulated_kernels[kernel].name, call, what);
 }
 
-static int wait(const struct hstep_context *c) { return (void)c, HALFSTEP_OK; }
+static int wait_for_nothing(const struct hstep_context *c) { return (void)c, OK; }
 static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
 {
     return (void)c, (void)adjusted, hstep_cuda_find_fused(t);
@@ -154,7 +151,7 @@ static struct hstep_device emulated = {
     .release = hstep_host_release,
     .zero = zero,
     .copy = hstep_host_copy,
-    .wait = wait,
+    .wait = wait_for_nothing,
     .find_fused = find_fused,
     .workspace = workspace,
     .scan = scan,
@@ -191,13 +188,13 @@ static double estimate_slices(const struct hstep_device *device, int64_t row, do
     one_hyper(&t, "slice_p", slice);
     one_start(&t);
     for (int i = 0; i < SLICED; i++) weights[i] = (float)next_normal(&s);
-    one_write(&t, HALFSTEP_SLOT_WEIGHT, weights);
+    one_write(&t, WEIGHT, weights);
     for (int step = 0; step < 8; step++) {
         for (int i = 0; i < SLICED; i++) weights[i] = (float)(0.01 * (i % 7 - 2) * (1 + 0.1 * next_normal(&s)));
-        one_write(&t, HALFSTEP_SLOT_GRADIENT, weights);
+        one_write(&t, GRADIENT, weights);
         MUST(one_step(&t));
     }
-    one_read(&t, HALFSTEP_SLOT_WEIGHT, weights);
+    one_read(&t, WEIGHT, weights);
     MUST(get_scalar(t.o, 0, "d", &d));
     one_close(&t);
     hstep_default_device = before;
@@ -224,7 +221,7 @@ static void check_slices(const struct hstep_device *host)
 /* Values written into second moments on a grid that has moved must be those that the host writes. */
 static void check_written(const struct hstep_device *host)
 {
-    enum { GRIDDED = HALFSTEP_SLOT_STATE + 1, ROWS = 4, COLUMNS = 320 };
+    enum { GRIDDED = STATE + 1, ROWS = 4, COLUMNS = 320 };
     static float values[ROWS * COLUMNS], read[2][ROWS * COLUMNS];
     struct source s = {31};
     for (int i = 0; i < ROWS * COLUMNS; i++) values[i] = (float)next_unit(&s);
@@ -236,15 +233,14 @@ static void check_written(const struct hstep_device *host)
             struct one t;
             snprintf(recipe, sizeof recipe, "adam/f32/%s", format.name);
             hstep_default_device = far ? &emulated : host;
-            one_open(&t, recipe, 2, ROWS, COLUMNS, "f32");
-            one_start(&t);
+            one_new(&t, recipe, 2, ROWS, COLUMNS, "f32");
             MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", 0.75));
             one_write(&t, GRIDDED, values);
             one_read(&t, GRIDDED, read[far]);
             one_close(&t);
         }
-        CHECK(!memcmp(read[0], read[1], sizeof read[0]), "%s: written as %g, not %g", format.name, (double)read[1][0],
-              (double)read[0][0]);
+        CHECK(!memcmp(read[0], read[1], sizeof read[0]), "%s: written as %g, not %g", format.name, read[1][0],
+              read[0][0]);
     }
     hstep_default_device = &emulated;
 }
@@ -288,10 +284,9 @@ static void check_arithmetic(int fours)
             const float exact = a[i] / b[i];
             wrong_root += !same(hstep_emulated_root(a[i]), sqrtf(a[i]));
             wrong_quotient += !same(hstep_emulated_quotient(a[i], b[i]), exact);
-            CHECK(same(root[i], sqrtf(a[i])), "the root of %a is %a", (double)a[i], (double)root[i]);
-            CHECK(same(quotient[i], exact), "%a / %a is %a", (double)a[i], (double)b[i], (double)quotient[i]);
-            CHECK(same(quotient0[i], b[i] == 0.0f ? 0.0f : exact), "%a / %a or 0 is %a", (double)a[i], (double)b[i],
-                  (double)quotient0[i]);
+            CHECK(same(root[i], sqrtf(a[i])), "the root of %a is %a", a[i], root[i]);
+            CHECK(same(quotient[i], exact), "%a / %a is %a", a[i], b[i], quotient[i]);
+            CHECK(same(quotient0[i], b[i] == 0.0f ? 0.0f : exact), "%a / %a or 0 is %a", a[i], b[i], quotient0[i]);
         }
     }
     CHECK(ways[0] > fours / 100 && ways[3] > fours / 100, "%ld fours by neither short way, %ld by both", ways[0],

@@ -8,17 +8,12 @@
 #define _GNU_SOURCE
 #endif
 #include <inttypes.h>
-#include <stdlib.h>
-
-#include "calls.h"
-#include "test.h"
 
 #ifdef _WIN32
 int main(void) { return 0; }
 #else
 
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "device/host/host.h"
@@ -69,9 +64,9 @@ static struct {
 } queue;
 
 static int refused(void) { return queue.refuses && !--queue.refuses; }
-#define REFUSED()                                    \
-    do {                                             \
-        if (refused()) return HALFSTEP_ERROR_MEMORY; \
+#define REFUSED()                     \
+    do {                              \
+        if (refused()) return MEMORY; \
     } while (0)
 
 /* One range of pages for everything, so that opening and closing it is one call. Blocks are not reused within a
@@ -90,11 +85,11 @@ static int apart_allocate(const struct hstep_context *c, uint64_t bytes, void **
     (void)c;
     REFUSED();
     size_t size = ((size_t)bytes + 4095) / 4096 * 4096 + 4096;
-    if (arena.used + size > ARENA) return HALFSTEP_ERROR_MEMORY;
+    if (arena.used + size > ARENA) return MEMORY;
     *memory = arena.base + arena.used;
     arena.used += size;
     arena.live++;
-    return HALFSTEP_OK;
+    return OK;
 }
 
 static int work_off(void);
@@ -155,7 +150,7 @@ static int run(const struct work *w)
     case ACCUMULATE: return host->accumulate(&w->sum);
     case WRITE: return host->write(&w->access, w->owned[0]);
     }
-    return HALFSTEP_ERROR_ARGUMENT;
+    return ARGUMENT;
 }
 
 static void drop(struct work *w)
@@ -166,7 +161,7 @@ static void drop(struct work *w)
 
 static int work_off(void)
 {
-    int error = HALFSTEP_OK;
+    int error = OK;
     touchable(1);
     for (int i = 0; i < queue.n; i++) {
         if (!error) error = run(queue.work[i]);
@@ -189,9 +184,9 @@ static int apart_wait(const struct hstep_context *c)
     queue.waits++;
     if (refused()) {
         forget();
-        return HALFSTEP_ERROR_MEMORY;
+        return MEMORY;
     }
-    return queue.forgets && queue.forgets-- ? HALFSTEP_OK : work_off();
+    return queue.forgets && queue.forgets-- ? OK : work_off();
 }
 
 /* size: bytes, or sums of limbs. */
@@ -202,7 +197,7 @@ static int put_off_memory(enum what what, const struct hstep_context *c, void *t
     w->to = to;
     w->from = from;
     w->size = size;
-    return HALFSTEP_OK;
+    return OK;
 }
 
 static int apart_zero(const struct hstep_context *c, void *memory, uint64_t bytes)
@@ -227,7 +222,7 @@ static int put_off_some(enum what what, const struct hstep_call *call, int first
     w->first = first;
     w->n = n;
     w->pass = pass;
-    return HALFSTEP_OK;
+    return OK;
 }
 
 static int apart_scan(const struct hstep_call *call) { return put_off_some(SCAN, call, 0, 0, 0); }
@@ -260,7 +255,7 @@ static int apart_accumulate(const struct hstep_accumulation *a)
     w->tensor = *a->tensor;
     w->sum.tensor = &w->tensor;
     w->sum.chunks = w->owned[0] = copy_of(a->chunks, (size_t)a->tensor->chunks * sizeof *a->chunks);
-    return HALFSTEP_OK;
+    return OK;
 }
 
 static int apart_write(const struct hstep_access *a, const float *in)
@@ -271,7 +266,7 @@ static int apart_write(const struct hstep_access *a, const float *in)
     w->tensor = *a->tensor;
     w->access.tensor = &w->tensor;
     w->owned[0] = copy_of(in, (size_t)(a->end - a->first) * sizeof *in);
-    return HALFSTEP_OK;
+    return OK;
 }
 
 /* This call and the next return with their result. */
@@ -333,26 +328,22 @@ static void test_rounds(void)
     halfstep_record counters[2];
     for (int far = 0; far < 2; far++) {
         hstep_default_device = far ? &apart : &hstep_host_device;
-        int32_t tensor;
-        halfstep_tensor t = {
-            .struct_size = sizeof t, .name = "w", .ndim = 1, .rows = 100, .row_length = 1, .gradient = "f32"};
         for (int i = 0; i < 100; i++) w[far][i] = 1.0f;
         halfstep_optimizer *o = new_optimizer("adamw", 0, 0);
-        MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 2.0));
-        MUST(halfstep_add_tensor(o, &t, &tensor));
+        MUST(halfstep_set_hyper(o, ALL_GROUPS, "clip_norm", 2.0));
+        int32_t tensor = ADD_TENSOR(o, .name = "w", .ndim = 1, .rows = 100, .row_length = 1, .gradient = "f32");
         MUST(halfstep_allocate_states(o));
         for (int step = 0; step < 4; step++) {
             for (int i = 0; i < 100; i++) g[i] = (float)(i - 50 + step) / 10.0f;
             if (step == 2) g[7] = NAN;
             int result = step_tensor(o, tensor, weights[far], g);
-            CHECK(result == (step == 2 ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
-                  halfstep_error_detail(o));
+            CHECK(result == (step == 2 ? HALFSTEP_NONFINITE : OK), "step %d: %s", step, halfstep_error_detail(o));
             MUST(end_round(o));
         }
         norm[far] = halfstep_gradient_norm(o);
         counters[far] = (halfstep_record){.struct_size = sizeof counters[far]};
         MUST(get_counters(o, tensor, &counters[far]));
-        CHECK(halfstep_skipped_steps(o) == 1, "%d steps skipped", (int)halfstep_skipped_steps(o));
+        EQUAL(halfstep_skipped_steps(o), 1);
         halfstep_destroy(o);
     }
     CHECK(!memcmp(w[0], w[1], sizeof w[0]), "other weights");
@@ -368,13 +359,10 @@ static void test_waits(void)
     const void *gradients[] = {g};
     for (int i = 0; i < 64 * 64; i++) g[i] = (float)(i % 7) - 3.0f;
     hstep_default_device = &apart;
-    for (size_t k = 0; k < sizeof recipes / sizeof *recipes; k++) {
-        int32_t tensor;
-        halfstep_tensor t = {
-            .struct_size = sizeof t, .name = "w", .ndim = 2, .rows = 64, .row_length = 64, .gradient = "f32"};
+    for (size_t k = 0; k < COUNT(recipes); k++) {
         halfstep_optimizer *o = new_optimizer(recipes[k], 0, 0);
-        MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
-        MUST(halfstep_add_tensor(o, &t, &tensor));
+        MUST(halfstep_set_hyper(o, ALL_GROUPS, "clip_norm", 1.0));
+        ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = 64, .row_length = 64, .gradient = "f32");
         MUST(halfstep_allocate_states(o));
         for (int step = 0; step < 3; step++) {
             long before = queue.waits;
@@ -401,15 +389,15 @@ static int live(void)
     int result = halfstep_create(NULL, &o);
     if (result) return result;
     if (!(result = halfstep_add_group(o, "lamb", &group)) &&
-        !(result = halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0)) &&
+        !(result = halfstep_set_hyper(o, ALL_GROUPS, "clip_norm", 1.0)) &&
         !(result = halfstep_add_tensor(o, &t, &tensor)) && !(result = halfstep_allocate_states(o)) &&
         !(result = halfstep_step(o, weights, gradients)) && !(result = step_begin(o, gradients, statistics)) &&
         !(result = step_norms(o, weights, gradients, statistics)) &&
         !(result = step_finish(o, weights, gradients, statistics)) && !(result = step_tensor(o, tensor, w, g)) &&
         !(result = end_round_begin(o, statistics)) && !(result = end_round_finish(o, statistics)) &&
         !(result = halfstep_accumulate(o, tensor, values, "f32", g, "f32", 1.0)) &&
-        !(result = halfstep_write_slot(o, tensor, HALFSTEP_SLOT_STATE, NULL, 0, 32, values)))
-        result = halfstep_read_slot(o, tensor, HALFSTEP_SLOT_STATE, NULL, 0, 32, values);
+        !(result = halfstep_write_slot(o, tensor, STATE, NULL, 0, 32, values)))
+        result = halfstep_read_slot(o, tensor, STATE, NULL, 0, 32, values);
     halfstep_destroy(o);
     return result;
 }
@@ -421,8 +409,7 @@ static void test_refusals(void)
         queue.refuses = k;
         int result = live();
         fired = !queue.refuses;
-        CHECK(result == (fired ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK), "call %ld refused: %s", k,
-              halfstep_strerror(result));
+        CHECK(result == (fired ? MEMORY : OK), "call %ld refused: %s", k, halfstep_strerror(result));
         CHECK(!fired || k < 1000, "refused without end");
         queue.refuses = 0;
         work_off();
@@ -468,9 +455,7 @@ int main(int argc, char **argv)
                 golden_expected(list, &cases[0], &expected);
             test_leave(hash != expected);
         }
-        int status = 0;
-        CHECK(child > 0 && waitpid(child, &status, 0) == child && status != 0,
-              "40 waits that do nothing give the promised bits");
+        CHECK(test_child_status(child) > 0, "40 waits that do nothing give the promised bits");
     }
     free(cases);
     free(list);

@@ -15,13 +15,8 @@
 #include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -75,7 +70,7 @@ static int judge_failure(int code, const char *text)
         return violated("fails without a fault: %s (%s)", halfstep_strerror(code), text);
     inject_arm(NULL);
     shared->refused++;
-    if (code != HALFSTEP_ERROR_MEMORY && code != HALFSTEP_ERROR_IO)
+    if (code != MEMORY && code != IO)
         return violated("code %d (%s) is neither MEMORY nor IO: %s", code, halfstep_strerror(code), text);
     if (strlen(text) < 10 || strchr(text, '\n')) return violated("no sentence with code %d: \"%s\"", code, text);
     return 1;
@@ -92,6 +87,9 @@ static int judge_failure(int code, const char *text)
         }                                                                                  \
         if (shared->violation[0]) goto done;                                               \
     } while (0)
+
+/* Makes a call about a model's optimizer. */
+#define TRY_ON(model, call) TRY(halfstep_error_detail((model)->optimizer), call)
 
 static uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes)
 {
@@ -120,8 +118,6 @@ struct model {
 };
 static struct model first, second;
 
-static const char *detail(const struct model *model) { return halfstep_error_detail(model->optimizer); }
-
 static int build(struct model *model)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 2, .seed = 7};
@@ -139,8 +135,8 @@ static int build(struct model *model)
     for (int i = 0; i < TENSORS; i++) {
         char name[16];
         snprintf(name, sizeof name, "tensor%d", i);
-        TRY(detail(model), halfstep_add_group(model->optimizer, recipes[i], &group));
-        TRY(detail(model), halfstep_set_hyper(model->optimizer, group, "lr", 0.01));
+        TRY_ON(model, halfstep_add_group(model->optimizer, recipes[i], &group));
+        TRY_ON(model, halfstep_set_hyper(model->optimizer, group, "lr", 0.01));
         halfstep_tensor tensor = {.struct_size = sizeof tensor,
                                   .group = group,
                                   .name = name,
@@ -148,11 +144,11 @@ static int build(struct model *model)
                                   .rows = ROWS,
                                   .row_length = COLUMNS,
                                   .gradient = "f32"};
-        TRY(detail(model), halfstep_add_tensor(model->optimizer, &tensor, &index));
+        TRY_ON(model, halfstep_add_tensor(model->optimizer, &tensor, &index));
         model->weight[i] = model->weights[i];
     }
-    TRY(detail(model), halfstep_set_hyper(model->optimizer, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
-    TRY(detail(model), halfstep_allocate_states(model->optimizer));
+    TRY_ON(model, halfstep_set_hyper(model->optimizer, ALL_GROUPS, "clip_norm", 1.0));
+    TRY_ON(model, halfstep_allocate_states(model->optimizer));
     for (int i = 0; i < TENSORS; i++) {
         snprintf(model->streams[i].name, sizeof model->streams[i].name, "tensor%d", i);
         model->streams[i].data = model->weights[i];
@@ -160,13 +156,13 @@ static int build(struct model *model)
     }
     model->count = TENSORS;
     for (int i = 0; i < TENSORS; i++)
-        for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
-            halfstep_slot_info info = {.struct_size = sizeof info};
+        for (int slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
+            SIZED(halfstep_slot_info, info);
             if (halfstep_get_slot_info(model->optimizer, i, slot, &info) || info.format < 0) continue;
             for (int extra = 0; extra < 2; extra++) {
                 void *data = extra ? info.extra : info.code;
                 uint64_t bytes = extra ? info.extra_bytes : info.code_bytes;
-                if (slot == HALFSTEP_SLOT_GRADIENT || !data || !bytes || model->count == MAX_STREAMS) continue;
+                if (slot == GRADIENT || !data || !bytes || model->count == MAX_STREAMS) continue;
                 struct stream *stream = &model->streams[model->count++];
                 snprintf(stream->name, sizeof stream->name, "tensor%d.%.30s%s", i, info.name, extra ? ".extra" : "");
                 stream->data = data;
@@ -183,14 +179,14 @@ static int train(struct model *model, int steps)
     const void *gradient[TENSORS];
     for (int i = 0; i < TENSORS; i++) gradient[i] = gradients[i];
     for (int step = 0; step < steps; step++) {
-        TRY(detail(model), halfstep_step(model->optimizer, model->weight, gradient));
-        TRY(detail(model), step_tensor(model->optimizer, 0, model->weight[0], gradient[0]));
-        TRY(detail(model), end_round(model->optimizer));
+        TRY_ON(model, halfstep_step(model->optimizer, model->weight, gradient));
+        TRY_ON(model, step_tensor(model->optimizer, 0, model->weight[0], gradient[0]));
+        TRY_ON(model, end_round(model->optimizer));
     }
-    TRY(detail(model), accumulate_states_tensor(model->optimizer, 0, gradient[0]));
+    TRY_ON(model, accumulate_states_tensor(model->optimizer, 0, gradient[0]));
     float row[COLUMNS];
-    TRY(detail(model), halfstep_read_slot(model->optimizer, 0, HALFSTEP_SLOT_STATE, NULL, 1, 1, row));
-    TRY(detail(model), halfstep_write_slot(model->optimizer, 0, HALFSTEP_SLOT_STATE, NULL, 1, 1, row));
+    TRY_ON(model, halfstep_read_slot(model->optimizer, 0, STATE, NULL, 1, 1, row));
+    TRY_ON(model, halfstep_write_slot(model->optimizer, 0, STATE, NULL, 1, 1, row));
     return 1;
 done:
     return 0;
@@ -207,7 +203,7 @@ struct position {
 static const char *scalar_name(int i, int scalar)
 {
     char rule[32];
-    halfstep_rule_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_rule_info, info);
     snprintf(rule, sizeof rule, "%.*s", (int)strcspn(recipes[i], "/"), recipes[i]);
     halfstep_get_rule_info(halfstep_rule_find(rule), &info);
     return scalar < info.scalars ? info.scalar_name[scalar] : NULL;
@@ -232,14 +228,14 @@ static int set_position(struct model *model, const struct position *position)
 {
     const char *name;
     for (int i = 0; i < TENSORS; i++) {
-        TRY(detail(model), set_counters(model->optimizer, i, &position->counters[i]));
-        TRY(detail(model), set_group_steps(model->optimizer, i, position->group_steps[i]));
+        TRY_ON(model, set_counters(model->optimizer, i, &position->counters[i]));
+        TRY_ON(model, set_group_steps(model->optimizer, i, position->group_steps[i]));
         for (int k = 0; k < 4 && (name = scalar_name(i, k)); k++)
-            TRY(detail(model), set_scalar(model->optimizer, i, name, position->scalars[i][k]));
+            TRY_ON(model, set_scalar(model->optimizer, i, name, position->scalars[i][k]));
         if (position->grids[i] != 0.0)
-            TRY(detail(model), set_scalar(model->optimizer, i, "exp_avg_sq.grid", position->grids[i]));
+            TRY_ON(model, set_scalar(model->optimizer, i, "exp_avg_sq.grid", position->grids[i]));
     }
-    TRY(detail(model), set_gradient_norm(model->optimizer, position->norm));
+    TRY_ON(model, set_gradient_norm(model->optimizer, position->norm));
     return 1;
 done:
     return 0;
@@ -303,12 +299,12 @@ static int save(const struct model *model, halfstep_safetensors_writer *writer, 
 static uint64_t current_step(void)
 {
     halfstep_checkpoint *checkpoint;
-    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_checkpoint_info, info);
     char text[512];
     inject_hold(1);
     int code = halfstep_open_checkpoint(&checkpoint, directory, NULL, text, sizeof text);
     if (!code) halfstep_get_checkpoint_info(checkpoint, &info);
-    else if (code != HALFSTEP_ERROR_NAME) violated("the directory does not open after a failure: %s", text);
+    else if (code != NAME) violated("the directory does not open after a failure: %s", text);
     halfstep_close_checkpoint(checkpoint);
     inject_hold(0);
     return info.step;
@@ -347,7 +343,7 @@ static int load(struct model *model)
     char text[512] = "";
     /* A caller that allows a fallback is told of it. A fallback is no success here, so only the memory matters. */
     TRY(text, halfstep_open_checkpoint(&checkpoint, directory, &options, text, sizeof text));
-    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_checkpoint_info, info);
     halfstep_get_checkpoint_info(checkpoint, &info);
     if (info.fell_back) {
         if (!present_fault || !inject_struck() || !strstr(text, "note")) violated("fell back: %s", text);
@@ -490,7 +486,7 @@ static void list_faults(void)
             for (uint64_t k = 1; k <= count; k++)
                 for (size_t e = 0; e < 2 * errors; e++) add_fault(inject_names[call], list[e / 2], k, e % 2);
         } else {
-            size_t places = inject_places(call, numbers, sizeof numbers / sizeof *numbers);
+            size_t places = inject_places(call, numbers, COUNT(numbers));
             for (size_t i = 0; i < places; i++, turn++)
                 add_fault(inject_names[call], list[turn % errors], numbers[i], turn / errors % 2);
         }
@@ -612,8 +608,7 @@ int main(int argc, char **argv)
             shared->violation[0] = 0;
             child = fork();
             if (!child) work_through(argv[0]);
-            int status = 0;
-            waitpid(child, &status, 0);
+            int status = test_child_status(child);
             if (WIFEXITED(status) && WEXITSTATUS(status) == 0) continue;
             violations++;
             if (WIFEXITED(status) && WEXITSTATUS(status) == 3) continue;

@@ -10,7 +10,6 @@
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "ref/fixture.h"
-#include "test.h"
 
 enum { MOST_VALUES = 5 * 1184 };
 
@@ -31,7 +30,7 @@ static const struct {
     HSTEP_FUSED_RECIPES(FUSED_ROW, )
 #undef FUSED_ROW
 };
-enum { ROWS = sizeof fused_rows / sizeof *fused_rows };
+enum { ROWS = COUNT(fused_rows) };
 
 /* Returns an fp32 pattern of any kind, or an ordinary one as gradients have. */
 static uint32_t pattern(struct source *s, int ordinary)
@@ -83,14 +82,14 @@ static void prepare(struct one *t, uint64_t seed, int decayed)
     static float values[MOST_VALUES];
     struct source s = {seed};
     int blocks = 0;
-    for (int slot = HALFSTEP_SLOT_STATE; slot < HSTEP_SLOTS; slot++) {
+    for (int slot = STATE; slot < HSTEP_SLOTS; slot++) {
         const struct hstep_slot *p = &t->o->tensors[0].slot[slot];
         blocks |= p->format >= 0 && hstep_formats[p->format].block;
     }
     /* Blocks that hold infinities and NaN may differ (docs/numerics.md). */
     fill(&s, values, t->n, decayed && blocks, 0);
-    one_write(t, HALFSTEP_SLOT_WEIGHT, values);
-    for (int slot = HALFSTEP_SLOT_STATE; slot < HSTEP_SLOTS; slot++) {
+    one_write(t, WEIGHT, values);
+    for (int slot = STATE; slot < HSTEP_SLOTS; slot++) {
         const struct hstep_slot *p = &t->o->tensors[0].slot[slot];
         if (p->format < 0) continue;
         fill(&s, values, t->n, 1, p->nonneg);
@@ -107,7 +106,7 @@ static void run(struct one *t, uint64_t seed, int fused, int special)
     for (int k = 0; k < 3; k++) {
         struct source s = {seed * 1000 + (uint64_t)k};
         fill(&s, values, t->n, !(special && k == 2), 0);
-        one_write(t, HALFSTEP_SLOT_GRADIENT, values);
+        one_write(t, GRADIENT, values);
         MUST(one_step(t));
     }
     hstep_use_fused = 1;
@@ -118,15 +117,14 @@ static void compare(const char *name, struct one *a, struct one *b)
     static float x[MOST_VALUES], y[MOST_VALUES];
     for (int slot = 0; slot < HSTEP_SLOTS; slot++) {
         const struct hstep_slot *p = &a->o->tensors[0].slot[slot], *q = &b->o->tensors[0].slot[slot];
-        if (p->format < 0 || slot == HALFSTEP_SLOT_GRADIENT) continue;
+        if (p->format < 0 || slot == GRADIENT) continue;
         one_read(a, slot, x);
         one_read(b, slot, y);
         int nan = 0, wrong = 0;
         for (int64_t i = 0; i < a->n && wrong < 3; i++) {
             nan |= isnan(x[i]);
             if (to_bits(x[i]) == to_bits(y[i]) || (isnan(x[i]) && isnan(y[i]))) continue;
-            CHECK(wrong++ < 0, "%s: slot %d, element %lld: fused %a, tiles %a", name, slot, (long long)i, (double)x[i],
-                  (double)y[i]);
+            CHECK(wrong++ < 0, "%s: slot %d, element %lld: fused %a, tiles %a", name, slot, (long long)i, x[i], y[i]);
         }
         if (nan || wrong) continue;
         const void *code[2] = {slot ? p->code : a->weight, slot ? q->code : b->weight};
@@ -147,7 +145,7 @@ static int recipe_of(const halfstep_rule_info *rule, const char *weight, int row
                                         fused_rows[row].second, hstep_formats[fused_rows[row].first].block);
         n += snprintf(text + n, size - (size_t)n, "%c%s", named++ ? '+' : '/', hstep_formats[format].name);
     }
-    return halfstep_recipe_full(text, full, sizeof full) == HALFSTEP_OK;
+    return halfstep_recipe_full(text, full, sizeof full) == OK;
 }
 
 /* Returns 1 if a variant switches an option on that keeps a state out of blocks, in a row whose states are in blocks.
@@ -175,8 +173,8 @@ static int judge(const char *recipe, int rule, int variant, const char *gradient
     int fused = 0;
     for (int i = 0; i < 2; i++) {
         one_open(&t[i], recipe, 2, shapes[shape].rows, shapes[shape].columns, gradient);
-        MUST(halfstep_set_choice(t[i].o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
-        MUST(halfstep_set_choice(t[i].o, HALFSTEP_ALL_GROUPS, "generator", generator));
+        MUST(halfstep_set_choice(t[i].o, ALL_GROUPS, "scan", "known-finite"));
+        MUST(halfstep_set_choice(t[i].o, ALL_GROUPS, "generator", generator));
         one_hyper(&t[i], "weight_decay", 0.01);
         MUST(halfstep_set_choice(t[i].o, 0, "decay", adjustment & L2 ? "l2" : "decoupled"));
         if (adjustment & CENTRALIZED) one_hyper(&t[i], "centralize", 0.75);

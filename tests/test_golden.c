@@ -8,10 +8,8 @@
 #endif
 #define HALFSTEP_ADVANCED
 #include <inttypes.h>
-#include <stdlib.h>
 
 #ifndef _WIN32
-#include <sys/wait.h>
 #include <unistd.h>
 #endif
 
@@ -63,9 +61,7 @@ static void test_environment(void)
                 setenv("HALFSTEP_ISA", halfstep_isa_name(i), 1);
                 test_leave(strcmp(halfstep_isa(), halfstep_isa_name(i)) != 0);
             }
-            int status = -1;
-            CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
-                  "HALFSTEP_ISA=%s was not followed", halfstep_isa_name(i));
+            CHECK(test_child_status(child) == 0, "HALFSTEP_ISA=%s was not followed", halfstep_isa_name(i));
         }
     }
 }
@@ -92,7 +88,7 @@ int main(int argc, char **argv)
     char *list = test_source_text("tests/golden/hashes.txt");
     struct golden_case *cases = golden_cases(&n);
     const char *widest = halfstep_isa();
-    int variant_count = sizeof variants / sizeof variants[0];
+    int variant_count = COUNT(variants);
     TEST("every case is listed once, and every line is a case") {
         CHECK(cases && n > 0, "no cases");
         int lacking = 0, lines = 0, lost = 0;
@@ -111,7 +107,7 @@ int main(int argc, char **argv)
         CHECK(!lost,
               "%d lines of tests/golden/hashes.txt are no case: a new row takes no promise away (docs/adding.md)",
               lost);
-        CHECK(lines - lost == n - lacking, "%d lines for %d cases: some are listed twice", lines - lost, n - lacking);
+        EQUAL(lines - lost, n - lacking);
     }
     for (int32_t isa = 0; isa < halfstep_isa_count(); isa++) {
         const int is_widest = !strcmp(halfstep_isa_name(isa), widest);

@@ -2,14 +2,11 @@
  * format and the rate. The number that says where the grid is belongs to the tensor. It moves with what is written and
  * with nothing else, and is read, set, saved and refused as other numbers are. */
 #define HALFSTEP_ADVANCED
-#include <math.h>
 #include <unistd.h>
 
-#include "calls.h"
 #include "decide/prepare.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
-#include "test.h"
 
 enum { ROWS = 4, COLUMNS = 320, N = ROWS * COLUMNS };
 
@@ -28,9 +25,7 @@ static void list_formats(void)
 
 static void open_grid(struct one *t, const char *rule, const char *states, double beta2)
 {
-    char recipe[64];
-    snprintf(recipe, sizeof recipe, "%s/f32/%s", rule, states);
-    one_open(t, recipe, 2, ROWS, COLUMNS, "f32");
+    one_open(t, text_of("%s/f32/%s", rule, states), 2, ROWS, COLUMNS, "f32");
     one_hyper(t, "beta2", beta2);
     one_start(t);
 }
@@ -58,7 +53,7 @@ static void some_steps(struct one *t, int first, int n)
 static void get_slot(const struct one *t, int state, halfstep_slot_info *info)
 {
     info->struct_size = sizeof *info;
-    MUST(halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_STATE + state, info));
+    MUST(halfstep_get_slot_info(t->o, 0, STATE + state, info));
 }
 
 static void *copy_of(const void *bytes, uint64_t n)
@@ -82,12 +77,12 @@ static void judge_decay(const char *format, double beta, int steps, int fused)
     memset(t.gradient, 0, t.gradient_bytes);
     /* The window of a block was chosen for a largest value that was rounded afterwards: it may move once, with all
      * values. */
-    one_read(&t, HALFSTEP_SLOT_STATE + 1, before);
+    one_read(&t, STATE + 1, before);
     MUST(one_step(&t));
-    one_read(&t, HALFSTEP_SLOT_STATE + 1, after);
+    one_read(&t, STATE + 1, after);
     for (int i = 0; i < N; i++)
         CHECK(fabs((double)after[i] - (double)(float)beta * (double)before[i]) <= 0x1p-21 * (double)after[i],
-              "%s, beta %g: %a became %a", format, beta, (double)before[i], (double)after[i]);
+              "%s, beta %g: %a became %a", format, beta, before[i], after[i]);
     memcpy(before, after, sizeof before);
     void *codes = copy_of(v.code, v.code_bytes), *scales = copy_of(v.extra, v.extra_bytes);
     int octaves = 0;
@@ -108,7 +103,7 @@ static void judge_decay(const char *format, double beta, int steps, int fused)
         grid = now;
         if (test_group_failed) break;
     }
-    one_read(&t, HALFSTEP_SLOT_STATE + 1, after);
+    one_read(&t, STATE + 1, after);
     double rate = pow((double)(float)beta, steps), worst = 0;
     for (int i = 0; i < N; i++)
         if (before[i] > 0) worst = fmax(worst, fabs((double)after[i] / (rate * (double)before[i]) - 1));
@@ -131,7 +126,7 @@ static void test_decay(void)
     } rates[] = {{0.999, 4000}, {0.9, 300}, {0.5, 40}, {0.1, 12}};
     TEST("a pure decay changes no code and decodes to beta^n v") {
         for (int f = 0; f < format_count; f++)
-            for (size_t r = 0; r < sizeof rates / sizeof *rates; r++)
+            for (size_t r = 0; r < COUNT(rates); r++)
                 for (int fused = 0; fused < 2; fused++) judge_decay(formats[f], rates[r].beta, rates[r].steps, fused);
     }
 }
@@ -140,7 +135,7 @@ static void test_rates(void)
 {
     TEST("any rate leaves a grid") {
         static const double betas[] = {0, 1e-300, 1e-40, 1e-20, 0.2499, 0.25, 0.9999999999, 0.99999994};
-        for (size_t b = 0; b < sizeof betas / sizeof *betas; b++) {
+        for (size_t b = 0; b < COUNT(betas); b++) {
             struct one t;
             open_grid(&t, "adamw", "int8", betas[b]);
             for (int k = 0; k < 20; k++) {
@@ -148,9 +143,9 @@ static void test_rates(void)
                 double grid = grid_of(&t, "exp_avg_sq");
                 CHECK(grid >= 0.25 && grid <= 1, "beta %g: the grid is %g", betas[b], grid);
             }
-            one_read(&t, HALFSTEP_SLOT_STATE + 1, t.room);
+            one_read(&t, STATE + 1, t.room);
             for (int i = 0; i < N; i++)
-                CHECK(isfinite(t.room[i]) && t.room[i] >= 0, "beta %g: v is %g", betas[b], (double)t.room[i]);
+                CHECK(isfinite(t.room[i]) && t.room[i] >= 0, "beta %g: v is %g", betas[b], t.room[i]);
             one_close(&t);
         }
     }
@@ -166,7 +161,7 @@ static void test_rates(void)
             while (next < 0.25) next *= 4;
             expected = (float)next;
             CHECK(grid_of(&t, "exp_avg_sq") == (double)expected, "step %d: the grid is %.9g, not %.9g", k,
-                  grid_of(&t, "exp_avg_sq"), (double)expected);
+                  grid_of(&t, "exp_avg_sq"), expected);
         }
         one_close(&t);
     }
@@ -196,12 +191,11 @@ static void test_writes(void)
         MUST(one_step(&t));
         CHECK(grid_of(&t, "exp_avg_sq") == (double)(float)(grid * (double)beta), "a step at lr 0 left the grid");
         grid = grid_of(&t, "exp_avg_sq");
-        one_read(&t, HALFSTEP_SLOT_STATE + 1, t.room);
-        one_write(&t, HALFSTEP_SLOT_STATE + 1, t.room);
+        one_read(&t, STATE + 1, t.room);
+        one_write(&t, STATE + 1, t.room);
         CHECK(grid_of(&t, "exp_avg_sq") == grid, "writing a slot moved the grid");
         MUST(halfstep_allocate_states(t.o));
-        CHECK(grid_of(&t, "exp_avg_sq") == 1, "states at their initial values are on a grid of %g",
-              grid_of(&t, "exp_avg_sq"));
+        EQUAL(grid_of(&t, "exp_avg_sq"), 1);
         one_close(&t);
     }
     TEST("a part of no elements keeps pace") {
@@ -212,7 +206,7 @@ static void test_writes(void)
                        .n_rows = part ? 2 : 0, .n_columns = 32, .gradient = "f32");
         }
         MUST(halfstep_allocate_states(o));
-        MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+        MUST(halfstep_set_choice(o, ALL_GROUPS, "scan", "known-finite"));
         void *weights[2] = {w, w};
         const void *gradients[2] = {g, g};
         double grid[2];
@@ -226,21 +220,21 @@ static void test_writes(void)
         double shown = -1;
         open_grid(&t, "adamw", "int8", 0.999);
         halfstep_record_places places = {.struct_size = sizeof places, .grid = {&shown}};
-        CHECK(halfstep_bind_record(t.o, 0, &places) == HALFSTEP_ERROR_ARGUMENT &&
-                  halfstep_bind_record(t.o, 99, &places) == HALFSTEP_ERROR_ARGUMENT && shown == -1,
+        CHECK(halfstep_bind_record(t.o, 0, &places) == ARGUMENT && halfstep_bind_record(t.o, 99, &places) == ARGUMENT &&
+                  shown == -1,
               "a slot without a grid was bound");
         places = (halfstep_record_places){.struct_size = sizeof places, .grid = {NULL, &shown}};
         MUST(halfstep_bind_record(t.o, 0, &places));
-        CHECK(shown == 1, "bound, it is %g", shown);
+        EQUAL(shown, 1);
         for (int k = 0; k < 3; k++) {
             some_steps(&t, k, 1);
             CHECK(shown == grid_of(&t, "exp_avg_sq") && shown < 1, "after a step it is %g", shown);
         }
         MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", 0.5));
-        CHECK(shown == 0.5, "set to 0.5, it is %g", shown);
+        EQUAL(shown, 0.5);
         MUST(halfstep_bind_record(t.o, 0, NULL));
         some_steps(&t, 3, 1);
-        CHECK(shown == 0.5, "no longer bound, it became %g", shown);
+        EQUAL(shown, 0.5);
         one_close(&t);
     }
     TEST("a maximum and what it is of are not in codes, so that they have no grid") {
@@ -272,32 +266,31 @@ static void test_slots(void)
             get_slot(&t, 0, &v);
             CHECK(v.grid == 0, "%s: the first moment has a grid", formats[f]);
             get_slot(&t, 1, &v);
-            one_read(&t, HALFSTEP_SLOT_STATE + 1, values);
-            one_write(&t, HALFSTEP_SLOT_STATE + 1, values);
-            one_read(&t, HALFSTEP_SLOT_STATE + 1, back);
+            one_read(&t, STATE + 1, values);
+            one_write(&t, STATE + 1, values);
+            one_read(&t, STATE + 1, back);
             CHECK(!memcmp(values, back, sizeof back), "%s: writing what was read changes values", formats[f]);
             void *codes = copy_of(v.code, v.code_bytes), *scales = copy_of(v.extra, v.extra_bytes);
-            one_write(&t, HALFSTEP_SLOT_STATE + 1, values);
+            one_write(&t, STATE + 1, values);
             CHECK(!memcmp(codes, v.code, (size_t)v.code_bytes) && !memcmp(scales, v.extra, (size_t)v.extra_bytes),
                   "%s: writing what was read changes bytes", formats[f]);
             for (int i = 0; i < N; i++) values[i] = ldexpf(1.0f + (float)(i % 7) / 8.0f, i / COLUMNS - 10);
-            one_write(&t, HALFSTEP_SLOT_STATE + 1, values);
-            one_read(&t, HALFSTEP_SLOT_STATE + 1, back);
+            one_write(&t, STATE + 1, values);
+            one_read(&t, STATE + 1, back);
             for (int i = 0; i < N; i++)
-                CHECK(fabsf(back[i] / values[i] - 1) < 0.3f, "%s: %g was read as %g", formats[f], (double)values[i],
-                      (double)back[i]);
+                CHECK(fabsf(back[i] / values[i] - 1) < 0.3f, "%s: %g was read as %g", formats[f], values[i], back[i]);
             /* The ends of fp32, on the finest grid and on the coarsest. */
             for (int end = 0; end < 2; end++) {
                 MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", end ? 0.25 : 1));
-                one_fill(&t, HALFSTEP_SLOT_STATE + 1, 3e38f);
-                one_read(&t, HALFSTEP_SLOT_STATE + 1, back);
+                one_fill(&t, STATE + 1, 3e38f);
+                one_read(&t, STATE + 1, back);
                 for (int i = 0; i < N; i++)
-                    CHECK(back[i] > 0x1p124f && back[i] < INFINITY, "%s: 3e38 became %a", formats[f], (double)back[i]);
+                    CHECK(back[i] > 0x1p124f && back[i] < INFINITY, "%s: 3e38 became %a", formats[f], back[i]);
                 for (int i = 0; i < N; i++) values[i] = i % 32 == 5 ? 0x1p-126f : 0x1p-149f;
-                one_write(&t, HALFSTEP_SLOT_STATE + 1, values);
-                one_read(&t, HALFSTEP_SLOT_STATE + 1, back);
+                one_write(&t, STATE + 1, values);
+                one_read(&t, STATE + 1, back);
                 for (int i = 0; i < N; i++)
-                    CHECK(back[i] > 0, "%s: %a became zero beside 2^-126", formats[f], (double)values[i]);
+                    CHECK(back[i] > 0, "%s: %a became zero beside 2^-126", formats[f], values[i]);
             }
             free(codes);
             free(scales);
@@ -312,17 +305,16 @@ static void test_slots(void)
         double value;
         open_grid(&t, "adamw", "int8", 0.999);
         MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", 0.5));
-        for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-            CHECK(set_scalar(t.o, 0, "exp_avg_sq.grid", bad[i]) == HALFSTEP_ERROR_RANGE &&
+        for (size_t i = 0; i < COUNT(bad); i++)
+            CHECK(set_scalar(t.o, 0, "exp_avg_sq.grid", bad[i]) == RANGE &&
                       strstr(halfstep_error_detail(t.o), "exp_avg_sq.grid") && grid_of(&t, "exp_avg_sq") == 0.5,
                   "%g was taken: %s", bad[i], halfstep_error_detail(t.o));
-        for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-            CHECK(set_scalar(t.o, 0, names[i], 0.5) == HALFSTEP_ERROR_NAME &&
-                      get_scalar(t.o, 0, names[i], &value) == HALFSTEP_ERROR_NAME,
+        for (size_t i = 0; i < COUNT(names); i++)
+            CHECK(set_scalar(t.o, 0, names[i], 0.5) == NAME && get_scalar(t.o, 0, names[i], &value) == NAME,
                   "'%s' was taken", names[i]);
         one_close(&t);
         open_grid(&t, "adamw", "bf16-sr", 0.999);
-        CHECK(get_scalar(t.o, 0, "exp_avg_sq.grid", &value) == HALFSTEP_ERROR_NAME, "BF16 states have a grid");
+        CHECK(get_scalar(t.o, 0, "exp_avg_sq.grid", &value) == NAME, "BF16 states have a grid");
         one_close(&t);
         static const char *const some[] = {"int8", "int4", "fp8", "fp8-e5m2"}, *const without[] = {"f32", "dyn8",
                                                                                                    "fp8-lamb16"};

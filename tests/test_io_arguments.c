@@ -8,31 +8,27 @@
 #define _GNU_SOURCE
 #endif
 #define HALFSTEP_ADVANCED
-#include <stdint.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 
 #include "halfstep_io.h"
+#include "messages.h"
 #include "ref/fixture.h"
 #include "scratch.h"
-#include "test.h"
-
-static char text[1024];
-#define TEXT text, sizeof text
 
 /* Makes a call that is refused: with room for a sentence, which must be there; with no room; and with a NULL buffer. */
 #define REFUSED(code, says, function, ...)                                                                            \
     do {                                                                                                              \
         EXPECT(function(__VA_ARGS__, TEXT), code);                                                                    \
-        CHECK(strstr(text, says) && !strchr(text, '\n'), "line %d: the sentence \"%s\" lacks \"%s\"", __LINE__, text, \
-              says);                                                                                                  \
+        CHECK(strstr(message, says) && !strchr(message, '\n'), "line %d: the sentence \"%s\" lacks \"%s\"", __LINE__, \
+              message, says);                                                                                         \
         EXPECT(function(__VA_ARGS__, NULL, 0), code);                                                                 \
-        text[0] = '?';                                                                                                \
-        EXPECT(function(__VA_ARGS__, text, 0), code);                                                                 \
-        CHECK(text[0] == '?', "line %d: %s writes beyond its room", __LINE__, #function);                             \
+        message[0] = '?';                                                                                             \
+        EXPECT(function(__VA_ARGS__, message, 0), code);                                                              \
+        CHECK(message[0] == '?', "line %d: %s writes beyond its room", __LINE__, #function);                          \
     } while (0)
-#define REFUSED_NULL(function, ...) REFUSED(HALFSTEP_ERROR_ARGUMENT, #function ": NULL", function, __VA_ARGS__)
+#define REFUSED_NULL(function, ...) REFUSED(ARGUMENT, #function ": NULL", function, __VA_ARGS__)
 
 /* ---- Scratch ----------------------------------------------------------------------------------------------------- */
 
@@ -67,15 +63,18 @@ static int64_t opened_step(const char *dir, int fallback)
 {
     halfstep_checkpoint *checkpoint;
     halfstep_open_options options = {.struct_size = sizeof options, .fallback = (uint32_t)fallback};
-    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_checkpoint_info, info);
     int code = halfstep_open_checkpoint(&checkpoint, dir, &options, TEXT);
-    CHECK((code == HALFSTEP_OK) == (checkpoint != NULL), "%s: code and handle disagree", dir);
+    CHECK((code == OK) == (checkpoint != NULL), "%s: code and handle disagree", dir);
     if (code) return code;
     MUST(halfstep_get_checkpoint_info(checkpoint, &info));
     CHECK(!info.fell_back || fallback, "%s: an unwanted fallback", dir);
     halfstep_close_checkpoint(checkpoint);
     return (int64_t)info.step;
 }
+
+/* Checks the step that a directory opens with. */
+#define OPENS(dir, fallback, step) CHECK(opened_step(dir, fallback) == (step), "%s", message)
 
 /* ---- Arguments --------------------------------------------------------------------------------------------------- */
 
@@ -91,14 +90,13 @@ static struct {
 
 static void make_good(void)
 {
-    halfstep_tensor tensor = {
-        .struct_size = sizeof tensor, .name = "w", .ndim = 2, .rows = 1, .row_length = 64, .gradient = "f32"};
-    int32_t index;
     uint64_t three = 3;
-    MUST(halfstep_create(NULL, &good.optimizer));
-    MUST(halfstep_add_group(good.optimizer, "adamw", &index));
-    MUST(halfstep_add_tensor(good.optimizer, &tensor, &index));
-    MUST(halfstep_allocate_states(good.optimizer));
+    good.optimizer = optimizer_of("adamw", &(halfstep_tensor){.struct_size = sizeof(halfstep_tensor),
+                                                              .name = "w",
+                                                              .ndim = 2,
+                                                              .rows = 1,
+                                                              .row_length = 64,
+                                                              .gradient = "f32"});
     good.weights[0] = good.weight;
     MUST(halfstep_create_safetensors_writer(&good.writer));
     MUST(halfstep_declare_safetensor(good.writer, "a", "U8", 1, &three, "abc", TEXT));
@@ -124,7 +122,7 @@ static void test_null(void)
         uint64_t index, three = 3;
         char data[8];
         const char *key, *value;
-        halfstep_safetensor_info info = {.struct_size = sizeof info};
+        SIZED(halfstep_safetensor_info, info);
         halfstep_safetensors *file = good.file;
         REFUSED_NULL(halfstep_open_safetensors, NULL, at("good"));
         REFUSED_NULL(halfstep_open_safetensors, &file, NULL);
@@ -134,24 +132,24 @@ static void test_null(void)
                   !halfstep_safetensors_metadata_count(NULL) && !halfstep_safetensors_metadata_find(NULL, "k") &&
                   !halfstep_safetensors_metadata_find(good.file, NULL),
               "something of nothing");
-        EXPECT(halfstep_get_safetensor_info(NULL, 0, &info), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_safetensor_info(good.file, 0, NULL), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_safetensor_info(good.file, 2, &info), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_safetensor_find(NULL, "a", &index), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_safetensor_find(good.file, NULL, &index), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_safetensor_find(good.file, "a", NULL), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_safetensor_find(good.file, "c", &index), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_get_safetensor_info(NULL, 0, &info), ARGUMENT);
+        EXPECT(halfstep_get_safetensor_info(good.file, 0, NULL), ARGUMENT);
+        EXPECT(halfstep_get_safetensor_info(good.file, 2, &info), ARGUMENT);
+        EXPECT(halfstep_safetensor_find(NULL, "a", &index), ARGUMENT);
+        EXPECT(halfstep_safetensor_find(good.file, NULL, &index), ARGUMENT);
+        EXPECT(halfstep_safetensor_find(good.file, "a", NULL), ARGUMENT);
+        EXPECT(halfstep_safetensor_find(good.file, "c", &index), NAME);
         REFUSED_NULL(halfstep_read_safetensor, NULL, 0, 0, data, 1);
         REFUSED_NULL(halfstep_read_safetensor, good.file, 0, 0, NULL, 1);
-        REFUSED(HALFSTEP_ERROR_ARGUMENT, "no tensor number 2", halfstep_read_safetensor, good.file, 2, 0, data, 1);
-        REFUSED(HALFSTEP_ERROR_RANGE, "\"a\" has 3 bytes; cannot read 3 from byte 1", halfstep_read_safetensor,
-                good.file, 0, 1, data, 3);
-        EXPECT(halfstep_get_safetensors_metadata(NULL, 0, &key, &value), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_safetensors_metadata(good.file, 0, NULL, &value), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_safetensors_metadata(good.file, 0, &key, NULL), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_safetensors_metadata(good.file, 1, &key, &value), HALFSTEP_ERROR_ARGUMENT);
+        REFUSED(ARGUMENT, "no tensor number 2", halfstep_read_safetensor, good.file, 2, 0, data, 1);
+        REFUSED(RANGE, "\"a\" has 3 bytes; cannot read 3 from byte 1", halfstep_read_safetensor, good.file, 0, 1, data,
+                3);
+        EXPECT(halfstep_get_safetensors_metadata(NULL, 0, &key, &value), ARGUMENT);
+        EXPECT(halfstep_get_safetensors_metadata(good.file, 0, NULL, &value), ARGUMENT);
+        EXPECT(halfstep_get_safetensors_metadata(good.file, 0, &key, NULL), ARGUMENT);
+        EXPECT(halfstep_get_safetensors_metadata(good.file, 1, &key, &value), ARGUMENT);
 
-        EXPECT(halfstep_create_safetensors_writer(NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_create_safetensors_writer(NULL), ARGUMENT);
         halfstep_destroy_safetensors_writer(NULL);
         REFUSED_NULL(halfstep_declare_safetensor, NULL, "c", "U8", 1, &three, data);
         REFUSED_NULL(halfstep_declare_safetensor, good.writer, NULL, "U8", 1, &three, data);
@@ -183,8 +181,8 @@ static void test_null(void)
         REFUSED_NULL(halfstep_save_value, save, "k", NULL);
         REFUSED_NULL(halfstep_save_optimizer, NULL, good.optimizer, good.weights, NULL);
         REFUSED_NULL(halfstep_save_optimizer, save, NULL, good.weights, NULL);
-        EXPECT(halfstep_commit_checkpoint(NULL, TEXT), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_commit_checkpoint(NULL, NULL, 0), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_commit_checkpoint(NULL, TEXT), ARGUMENT);
+        EXPECT(halfstep_commit_checkpoint(NULL, NULL, 0), ARGUMENT);
         halfstep_abandon_checkpoint(NULL);
         /* The refused calls have neither spoilt the save nor added to it. */
         MUST(halfstep_save_file(save, "a", "x", 1, NULL, 0));
@@ -193,23 +191,23 @@ static void test_null(void)
         MUST(halfstep_commit_checkpoint(save, NULL, 0));
 
         halfstep_checkpoint *checkpoint = good.checkpoint;
-        halfstep_checkpoint_info about = {.struct_size = sizeof about};
-        halfstep_checkpoint_file one = {.struct_size = sizeof one};
+        SIZED(halfstep_checkpoint_info, about);
+        SIZED(halfstep_checkpoint_file, one);
         REFUSED_NULL(halfstep_open_checkpoint, NULL, at("run"), NULL);
         REFUSED_NULL(halfstep_open_checkpoint, &checkpoint, NULL, NULL);
         CHECK(!checkpoint, "a handle in spite of the error");
         MUST(halfstep_open_checkpoint(&checkpoint, at("run"), NULL, NULL, 0));
-        EXPECT(halfstep_get_checkpoint_info(NULL, &about), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_checkpoint_info(checkpoint, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_checkpoint_info(NULL, &about), ARGUMENT);
+        EXPECT(halfstep_get_checkpoint_info(checkpoint, NULL), ARGUMENT);
         MUST(halfstep_get_checkpoint_info(checkpoint, &about));
         CHECK(about.files == 3 && about.values == 1, "%d files, %d values", (int)about.files, (int)about.values);
-        EXPECT(halfstep_get_checkpoint_file(NULL, 0, &one), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_checkpoint_file(checkpoint, 0, NULL), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_checkpoint_file(checkpoint, 3, &one), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_checkpoint_value(NULL, 0, &key, &value), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_checkpoint_value(checkpoint, 0, NULL, &value), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_checkpoint_value(checkpoint, 0, &key, NULL), HALFSTEP_ERROR_ARGUMENT);
-        EXPECT(halfstep_get_checkpoint_value(checkpoint, 1, &key, &value), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_checkpoint_file(NULL, 0, &one), ARGUMENT);
+        EXPECT(halfstep_get_checkpoint_file(checkpoint, 0, NULL), ARGUMENT);
+        EXPECT(halfstep_get_checkpoint_file(checkpoint, 3, &one), ARGUMENT);
+        EXPECT(halfstep_get_checkpoint_value(NULL, 0, &key, &value), ARGUMENT);
+        EXPECT(halfstep_get_checkpoint_value(checkpoint, 0, NULL, &value), ARGUMENT);
+        EXPECT(halfstep_get_checkpoint_value(checkpoint, 0, &key, NULL), ARGUMENT);
+        EXPECT(halfstep_get_checkpoint_value(checkpoint, 1, &key, &value), ARGUMENT);
         CHECK(!halfstep_checkpoint_path(NULL, "a") && !halfstep_checkpoint_path(checkpoint, NULL) &&
                   !halfstep_checkpoint_path(checkpoint, "b") && !halfstep_checkpoint_value(NULL, "k") &&
                   !halfstep_checkpoint_value(checkpoint, NULL) && !halfstep_checkpoint_value(checkpoint, "l"),
@@ -224,8 +222,8 @@ static void test_null(void)
         MUST(halfstep_write_optimizer(at("x"), good.optimizer, good.weights, NULL, NULL, 0));
         MUST(halfstep_read_optimizer(at("x"), good.optimizer, good.weights, NULL, NULL, 0));
         void *no_weight[1] = {NULL};
-        REFUSED(HALFSTEP_ERROR_ARGUMENT, "\"w\": its weight is NULL", halfstep_read_optimizer, at("x"), good.optimizer,
-                no_weight, NULL);
+        REFUSED(ARGUMENT, "\"w\": its weight is NULL", halfstep_read_optimizer, at("x"), good.optimizer, no_weight,
+                NULL);
         halfstep_close_checkpoint(checkpoint);
         halfstep_close_checkpoint(NULL);
     }
@@ -243,24 +241,20 @@ static void test_sizes(void)
         static const uint32_t odd[] = {0, 3, 5, 4100, UINT32_MAX};
         halfstep_checkpoint_save *save;
         halfstep_checkpoint *checkpoint;
-        for (size_t i = 0; i < sizeof odd / sizeof *odd; i++) {
+        for (size_t i = 0; i < COUNT(odd); i++) {
             memset(room, 0x55, sizeof room);
             memcpy(room, &odd[i], 4);
-            EXPECT(halfstep_get_safetensor_info(good.file, 0, (void *)room), HALFSTEP_ERROR_ARGUMENT);
-            EXPECT(halfstep_get_checkpoint_info(good.checkpoint, (void *)room), HALFSTEP_ERROR_ARGUMENT);
-            EXPECT(halfstep_get_checkpoint_file(good.checkpoint, 0, (void *)room), HALFSTEP_ERROR_ARGUMENT);
+            EXPECT(halfstep_get_safetensor_info(good.file, 0, (void *)room), ARGUMENT);
+            EXPECT(halfstep_get_checkpoint_info(good.checkpoint, (void *)room), ARGUMENT);
+            EXPECT(halfstep_get_checkpoint_file(good.checkpoint, 0, (void *)room), ARGUMENT);
             CHECK(room[4] == 0x55, "size %u: something was written", odd[i]);
             memset(room + 4, 0, sizeof room - 4);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_begin_checkpoint, &save, at("sizes"),
+            REFUSED(ARGUMENT, "struct_size", halfstep_begin_checkpoint, &save, at("sizes"), (void *)room);
+            REFUSED(ARGUMENT, "struct_size", halfstep_open_checkpoint, &checkpoint, at("good-run"), (void *)room);
+            REFUSED(ARGUMENT, "struct_size", halfstep_write_optimizer, at("y"), good.optimizer, NULL, (void *)room);
+            REFUSED(ARGUMENT, "struct_size", halfstep_read_optimizer, at("x"), good.optimizer, NULL, (void *)room);
+            REFUSED(ARGUMENT, "struct_size", halfstep_load_optimizer, good.checkpoint, good.optimizer, NULL,
                     (void *)room);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_open_checkpoint, &checkpoint, at("good-run"),
-                    (void *)room);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_write_optimizer, at("y"), good.optimizer, NULL,
-                    (void *)room);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_read_optimizer, at("x"), good.optimizer, NULL,
-                    (void *)room);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_load_optimizer, good.checkpoint, good.optimizer,
-                    NULL, (void *)room);
         }
         const uint32_t longer = sizeof room, head = 4;
         for (int unknown = 0; unknown < 2; unknown++) {
@@ -268,10 +262,10 @@ static void test_sizes(void)
             memcpy(room, &longer, 4);
             room[sizeof room - 1] = (unsigned char)unknown;
             int code = halfstep_begin_checkpoint(&save, at("sizes"), (void *)room, TEXT);
-            CHECK(code == (unknown ? HALFSTEP_ERROR_ARGUMENT : HALFSTEP_OK), "unknown %d: %s", unknown, text);
+            CHECK(code == (unknown ? ARGUMENT : OK), "unknown %d: %s", unknown, message);
             halfstep_abandon_checkpoint(save);
             code = halfstep_open_checkpoint(&checkpoint, at("good-run"), (void *)room, TEXT);
-            CHECK(code == (unknown ? HALFSTEP_ERROR_ARGUMENT : HALFSTEP_OK), "unknown %d: %s", unknown, text);
+            CHECK(code == (unknown ? ARGUMENT : OK), "unknown %d: %s", unknown, message);
             halfstep_close_checkpoint(checkpoint);
         }
         CHECK(access(at("sizes"), F_OK) && access(at("y"), F_OK), "a refused save has left something");
@@ -284,8 +278,7 @@ static void test_sizes(void)
         MUST(halfstep_get_checkpoint_file(good.checkpoint, 1, (void *)room));
         CHECK(!strcmp(((halfstep_checkpoint_file *)room)->name, "model.bin") && !room[sizeof room - 1], "file 1");
         halfstep_file_options unknown = {.struct_size = sizeof unknown, .reserved = 1};
-        REFUSED(HALFSTEP_ERROR_ARGUMENT, "invalid options", halfstep_write_optimizer, at("y"), good.optimizer, NULL,
-                &unknown);
+        REFUSED(ARGUMENT, "invalid options", halfstep_write_optimizer, at("y"), good.optimizer, NULL, &unknown);
     }
 }
 
@@ -296,7 +289,7 @@ static void test_names(void)
     TEST("names, values and steps that a checkpoint cannot have") {
         halfstep_checkpoint_save *save;
         halfstep_save_options options = {.struct_size = sizeof options, .step = (uint64_t)INT64_MAX + 1};
-        REFUSED(HALFSTEP_ERROR_RANGE, "9223372036854775808", halfstep_begin_checkpoint, &save, at("run"), &options);
+        REFUSED(RANGE, "9223372036854775808", halfstep_begin_checkpoint, &save, at("run"), &options);
         static const char *const not_utf8[] = {"\x80",
                                                "\xc1\x81",
                                                "\xc3",
@@ -312,30 +305,26 @@ static void test_names(void)
             const char *says = kind == 0   ? "cannot be named \"nnn"
                                : kind == 1 ? "two files are named \"a\""
                                            : "is not UTF-8";
-            int code = kind == 1 ? HALFSTEP_ERROR_DUPLICATE : HALFSTEP_ERROR_NAME;
-            for (size_t i = 0; i < (kind < 2 ? 1 : sizeof not_utf8 / sizeof *not_utf8); i++) {
+            int code = kind == 1 ? DUPLICATE : NAME;
+            for (size_t i = 0; i < (kind < 2 ? 1 : COUNT(not_utf8)); i++) {
                 int64_t before = opened_step(at("run"), 0);
                 MUST(halfstep_begin_checkpoint(&save, at("run"), NULL, TEXT));
                 MUST(halfstep_save_file(save, "a", "x", 1, TEXT));
-                if (kind == 0) EXPECT(halfstep_save_file(save, name, "x", 1, TEXT), code);
-                if (kind == 1) EXPECT(halfstep_save_file(save, "a", "y", 1, TEXT), code);
-                if (kind == 2) EXPECT(halfstep_save_value(save, not_utf8[i], "v", TEXT), code);
-                if (kind == 3) EXPECT(halfstep_save_value(save, "k", not_utf8[i], TEXT), code);
-                CHECK(strstr(text, says), "%s", text);
+                if (kind == 0) FAILS(halfstep_save_file(save, name, "x", 1, TEXT), code, says);
+                if (kind == 1) FAILS(halfstep_save_file(save, "a", "y", 1, TEXT), code, says);
+                if (kind == 2) FAILS(halfstep_save_value(save, not_utf8[i], "v", TEXT), code, says);
+                if (kind == 3) FAILS(halfstep_save_value(save, "k", not_utf8[i], TEXT), code, says);
                 /* Later calls fail alike, and so does the commit. */
-                EXPECT(halfstep_save_file(save, "b", "x", 1, TEXT), code);
-                CHECK(strstr(text, says), "%s", text);
-                EXPECT(halfstep_commit_checkpoint(save, TEXT), code);
-                CHECK(strstr(text, says), "%s", text);
+                FAILS(halfstep_save_file(save, "b", "x", 1, TEXT), code, says);
+                FAILS(halfstep_commit_checkpoint(save, TEXT), code, says);
                 CHECK(opened_step(at("run"), 0) == before && !count_entries(at("run"), ".halfstep"),
                       "a refused save has left something");
             }
         }
-        /* A failure that nobody wanted to read has no text to repeat. */
+        /* A failure that nobody wanted to read has no message to repeat. */
         MUST(halfstep_begin_checkpoint(&save, at("run"), NULL, TEXT));
-        EXPECT(halfstep_save_file(save, name, "x", 1, NULL, 0), HALFSTEP_ERROR_NAME);
-        EXPECT(halfstep_commit_checkpoint(save, TEXT), HALFSTEP_ERROR_NAME);
-        CHECK(strstr(text, "an earlier call failed"), "%s", text);
+        EXPECT(halfstep_save_file(save, name, "x", 1, NULL, 0), NAME);
+        FAILS(halfstep_commit_checkpoint(save, TEXT), NAME, "an earlier call failed");
         name[128] = 0;
         options.step = INT64_MAX;
         options.no_links = 1;
@@ -343,7 +332,7 @@ static void test_names(void)
         MUST(halfstep_save_file(save, name, "x", 1, TEXT));
         MUST(halfstep_save_value(save, "\xf4\x8f\xbf\xbf\xed\x9f\xbf\xe2\x82\xac", "\xc3\xa9", TEXT));
         MUST(halfstep_commit_checkpoint(save, TEXT));
-        CHECK(opened_step(at("last"), 0) == INT64_MAX, "the last step and the longest name: %s", text);
+        OPENS(at("last"), 0, INT64_MAX);
         CHECK(!count_entries(at("last"), "nnn"), "a link that was not wanted");
     }
 }
@@ -361,22 +350,20 @@ static void test_tensors(void)
         uint64_t most = UINT64_MAX / 8, two[2] = {(uint64_t)INT64_MAX + 1, 0};
         put_file(at("kept"), "old", 3);
         MUST(halfstep_create_safetensors_writer(&writer));
-        REFUSED(HALFSTEP_ERROR_SHAPE, "\"c\": dimension 0 is too large", halfstep_declare_safetensor, writer, "c", "U8",
-                2, two, NULL);
-        REFUSED(HALFSTEP_ERROR_NAME, "\"k\" is not UTF-8", halfstep_declare_safetensors_metadata, writer, "k", "\xff");
-        REFUSED(HALFSTEP_ERROR_NAME, "is not UTF-8", halfstep_declare_safetensors_metadata, writer, "\xff", "v");
+        REFUSED(SHAPE, "\"c\": dimension 0 is too large", halfstep_declare_safetensor, writer, "c", "U8", 2, two, NULL);
+        REFUSED(NAME, "\"k\" is not UTF-8", halfstep_declare_safetensors_metadata, writer, "k", "\xff");
+        REFUSED(NAME, "is not UTF-8", halfstep_declare_safetensors_metadata, writer, "\xff", "v");
         /* A fill function fails: its code is passed on if it is an error code. */
         MUST(halfstep_declare_safetensor(writer, "c", "U8", 1, &most, NULL, NULL, 0));
-        int says = HALFSTEP_ERROR_MISMATCH;
-        REFUSED(HALFSTEP_ERROR_MISMATCH, "\"c\" could not be supplied (code -41)", halfstep_write_safetensors, writer,
-                at("kept"), fill_nothing, &says);
+        int says = MISMATCH;
+        REFUSED(MISMATCH, "\"c\" could not be supplied (code -41)", halfstep_write_safetensors, writer, at("kept"),
+                fill_nothing, &says);
         says = 7;
-        REFUSED(HALFSTEP_ERROR_ARGUMENT, "\"c\" could not be supplied (code 7)", halfstep_write_safetensors, writer,
-                at("kept"), fill_nothing, &says);
+        REFUSED(ARGUMENT, "\"c\" could not be supplied (code 7)", halfstep_write_safetensors, writer, at("kept"),
+                fill_nothing, &says);
         static const char *const more[] = {"d", "e", "f", "g"};
         for (int i = 0; i < 4; i++) MUST(halfstep_declare_safetensor(writer, more[i], "U8", 1, &most, NULL, TEXT));
-        REFUSED(HALFSTEP_ERROR_SHAPE, "too large for one file", halfstep_write_safetensors, writer, at("kept"),
-                fill_nothing, &says);
+        REFUSED(SHAPE, "too large for one file", halfstep_write_safetensors, writer, at("kept"), fill_nothing, &says);
         halfstep_destroy_safetensors_writer(writer);
         CHECK(!strcmp(get_file(at("kept")), "old") && !count_entries(scratch, ".halfstep"),
               "a refused call has written");
@@ -390,15 +377,15 @@ static void test_tensors(void)
             snprintf(name, sizeof name, "%08x", count);
             code = halfstep_declare_safetensors_metadata(writer, name, "", TEXT);
         }
-        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 pairs"), "%u: %d %s",
-              count, code, text);
+        CHECK(code == RANGE && count == (1u << 20) + 1 && strstr(message, "1048576 pairs"), "%u: %d %s", count, code,
+              message);
         MUST(halfstep_declare_safetensors_metadata(writer, "00000000", "replaced", TEXT));
         for (code = 0, count = 0; !code && count < 2u << 20; count++) {
             snprintf(name, sizeof name, "%08x", count);
             code = halfstep_declare_safetensor(writer, name, "U8", 0, NULL, "", TEXT);
         }
-        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 tensors"), "%u: %d %s",
-              count, code, text);
+        CHECK(code == RANGE && count == (1u << 20) + 1 && strstr(message, "1048576 tensors"), "%u: %d %s", count, code,
+              message);
         halfstep_destroy_safetensors_writer(writer);
         /* Seventeen million characters, each escaped in six bytes. */
         enum { CHARACTERS = 100000000 / 6 + 1 };
@@ -410,8 +397,7 @@ static void test_tensors(void)
         MUST(halfstep_create_safetensors_writer(&writer));
         MUST(halfstep_declare_safetensors_metadata(writer, "k", value, TEXT));
         free(value);
-        EXPECT(halfstep_write_safetensors(writer, at("kept"), NULL, NULL, TEXT), HALFSTEP_ERROR_RANGE);
-        CHECK(strstr(text, "kept: a header of 1000000"), "%s", text);
+        FAILS(halfstep_write_safetensors(writer, at("kept"), NULL, NULL, TEXT), RANGE, "kept: a header of 1000000");
         CHECK(!strcmp(get_file(at("kept")), "old") && !count_entries(scratch, ".halfstep"),
               "a refused call has written");
         halfstep_destroy_safetensors_writer(writer);
@@ -425,17 +411,17 @@ static void test_places(void)
     TEST("places where no file can be written") {
         char path[600];
         put_file(at("kept"), "old", 3);
-        REFUSED(HALFSTEP_ERROR_IO, "kept/x", halfstep_write_file_atomic, at("kept/x"), "new", 3);
-        REFUSED(HALFSTEP_ERROR_IO, "kept/x", halfstep_write_safetensors, good.writer, at("kept/x"), NULL, NULL);
-        REFUSED(HALFSTEP_ERROR_IO, "Is a directory", halfstep_write_file_atomic, scratch, "new", 3);
-        REFUSED(HALFSTEP_ERROR_IO, "absent/x", halfstep_write_file_atomic, at("absent/x"), "new", 3);
+        REFUSED(IO, "kept/x", halfstep_write_file_atomic, at("kept/x"), "new", 3);
+        REFUSED(IO, "kept/x", halfstep_write_safetensors, good.writer, at("kept/x"), NULL, NULL);
+        REFUSED(IO, "Is a directory", halfstep_write_file_atomic, scratch, "new", 3);
+        REFUSED(IO, "absent/x", halfstep_write_file_atomic, at("absent/x"), "new", 3);
         struct sockaddr_un address = {.sun_family = AF_UNIX};
         int fd = socket(AF_UNIX, SOCK_STREAM, 0);
         snprintf(path, sizeof path, "%s", at("socket"));
         if (fd < 0 || strlen(path) >= sizeof address.sun_path) exit(1);
         memcpy(address.sun_path, path, strlen(path) + 1);
         if (bind(fd, (struct sockaddr *)&address, sizeof address)) exit(1);
-        REFUSED(HALFSTEP_ERROR_IO, "cannot open ", halfstep_write_file_atomic, path, "new", 3);
+        REFUSED(IO, "cannot open ", halfstep_write_file_atomic, path, "new", 3);
         close(fd);
         CHECK(!strcmp(get_file(at("kept")), "old"), "a refused call has written");
         /* A path without a folder, and one with a slash too many. */
@@ -443,16 +429,17 @@ static void test_places(void)
         if (!getcwd(home, sizeof home) || chdir(scratch)) exit(1);
         MUST(halfstep_write_file_atomic("plain", "1", 1, TEXT));
         MUST(halfstep_write_file_atomic(".//plain", "22", 2, TEXT));
-        CHECK(!strcmp(get_file("plain"), "22"), "plain: %s", get_file("plain"));
+        EQUAL_TEXT(get_file("plain"), "22");
         MUST(save_step("relative", 3, 1));
         MUST(save_step("relative//", 4, 1));
-        CHECK(opened_step("relative/", 0) == 4 && count_entries("relative", "checkpoint-") == 1, "relative: %s", text);
+        CHECK(opened_step("relative/", 0) == 4 && count_entries("relative", "checkpoint-") == 1, "relative: %s",
+              message);
         if (chdir(home)) exit(1);
         /* A save whose name leads nowhere, or to a file. */
         halfstep_checkpoint_save *save;
         if (symlink("nowhere", at("dangling"))) exit(1);
-        REFUSED(HALFSTEP_ERROR_IO, "dangling", halfstep_begin_checkpoint, &save, at("dangling"), NULL);
-        REFUSED(HALFSTEP_ERROR_IO, "kept", halfstep_begin_checkpoint, &save, at("kept"), NULL);
+        REFUSED(IO, "dangling", halfstep_begin_checkpoint, &save, at("dangling"), NULL);
+        REFUSED(IO, "kept", halfstep_begin_checkpoint, &save, at("kept"), NULL);
     }
     TEST("temporary names that a process of this number has left are passed over") {
         char name[64];
@@ -603,7 +590,7 @@ static void test_manifests(void)
         MUST(save_step(dir, 4, 2));
         snprintf(pointer, sizeof pointer, "%s", get_file(at("manifests/manifest.json")));
         snprintf(inner, sizeof inner, "%s", get_file(at("manifests/checkpoint-4/manifest.json")));
-        for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        for (size_t i = 0; i < COUNT(wrong); i++) {
             int which = wrong[i].which;
             const char *path =
                 at(which == POINTER ? "manifests/manifest.json" : "manifests/checkpoint-4/manifest.json");
@@ -611,28 +598,28 @@ static void test_manifests(void)
             change_manifest(path, original, wrong[i].from, wrong[i].to);
             int64_t code = opened_step(dir, 0);
             if (!says) {
-                CHECK(code == 4, "row %zu: %s", i, text);
+                CHECK(code == 4, "row %zu: %s", i, message);
             } else {
                 int version = strstr(says, "has version") != NULL, absent = strstr(says, "No such file") != NULL;
                 int contents = strstr(says, "is not the checkpoint") || strstr(says, "its manifest");
-                CHECK(code == (version  ? HALFSTEP_ERROR_UNSUPPORTED
-                               : absent ? HALFSTEP_ERROR_IO
-                                        : HALFSTEP_ERROR_FORMAT) &&
-                          strstr(text, says),
-                      "row %zu: %d \"%s\", not \"%s\"", i, (int)code, text, says);
-                CHECK(version || absent || contents || (strstr(text, path) && strstr(text, "is corrupt: byte ")),
-                      "row %zu: %s", i, text);
+                CHECK(code == (version  ? UNSUPPORTED
+                               : absent ? IO
+                                        : FORMAT) &&
+                          strstr(message, says),
+                      "row %zu: %d \"%s\", not \"%s\"", i, (int)code, message, says);
+                CHECK(version || absent || contents || (strstr(message, path) && strstr(message, "is corrupt: byte ")),
+                      "row %zu: %s", i, message);
                 /* The error names the other checkpoint. A newer version is no reason to fall back. */
                 int good_one = which == POINTER && !strstr(says, "is not the") ? 4 : 3;
-                CHECK(strstr(text, good_one == 4 ? "there is another checkpoint: " : "checkpoint-3"), "row %zu: %s", i,
-                      text);
+                CHECK(strstr(message, good_one == 4 ? "there is another checkpoint: " : "checkpoint-3"), "row %zu: %s",
+                      i, message);
                 code = opened_step(dir, 1);
-                CHECK(version ? code == HALFSTEP_ERROR_UNSUPPORTED : code == good_one && !strncmp(text, "note: ", 6),
-                      "row %zu, with a fallback: %d %s", i, (int)code, text);
+                CHECK(version ? code == UNSUPPORTED : code == good_one && !strncmp(message, "note: ", 6),
+                      "row %zu, with a fallback: %d %s", i, (int)code, message);
             }
             put_file(path, original, strlen(original));
         }
-        CHECK(opened_step(dir, 0) == 4, "%s", text);
+        OPENS(dir, 0, 4);
     }
     TEST("a manifest of more bytes than any has") {
         size_t bytes = (4u << 20) + 1;
@@ -642,10 +629,9 @@ static void test_manifests(void)
         MUST(save_step(dir, 3, 1));
         memset(large, ' ', bytes);
         put_file(at("manifests/manifest.json"), large, bytes);
-        CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_FORMAT &&
-                  strstr(text, "has 4194305 bytes, more than the 4194304 allowed"),
-              "%s", text);
-        CHECK(opened_step(dir, 1) == 3, "with a fallback: %s", text);
+        CHECK(opened_step(dir, 0) == FORMAT && strstr(message, "has 4194305 bytes, more than the 4194304 allowed"),
+              "%s", message);
+        OPENS(dir, 1, 3);
         free(large);
     }
     TEST("sequence numbers: the last one, one twice, one that is nothing") {
@@ -657,40 +643,40 @@ static void test_manifests(void)
         change_manifest(at("manifests/manifest.json"), pointer, "'sequence': 1", "'sequence': 9223372036854775807");
         change_manifest(at("manifests/checkpoint-3/manifest.json"), inner, "'sequence': 1",
                         "'sequence': 9223372036854775807");
-        EXPECT(save_step(dir, 4, 1), HALFSTEP_ERROR_RANGE);
-        CHECK(strstr(text, dir) && strstr(text, "sequence numbers are used up"), "%s", text);
+        EXPECT(save_step(dir, 4, 1), RANGE);
+        CHECK(strstr(message, dir) && strstr(message, "sequence numbers are used up"), "%s", message);
         CHECK(opened_step(dir, 0) == 3 && count_entries(dir, "checkpoint-") == 1 && !count_entries(dir, ".halfstep"),
-              "%s", text);
+              "%s", message);
         /* Without a pointer the newest generation has it. */
         unlink(at("manifests/manifest.json"));
-        EXPECT(save_step(dir, 4, 1), HALFSTEP_ERROR_RANGE);
-        CHECK(opened_step(dir, 1) == 3, "%s", text);
+        EXPECT(save_step(dir, 4, 1), RANGE);
+        OPENS(dir, 1, 3);
         change_manifest(at("manifests/checkpoint-3/manifest.json"), inner, "'sequence': 1", "'sequence': 1");
         /* A folder that was copied. Of two with one number the name decides, whatever the order on the disk. */
         if (mkdir(at("manifests/checkpoint-2"), 0777)) exit(1);
         change_manifest(at("manifests/checkpoint-2/manifest.json"), inner, "'step': 3", "'step': 2");
         put_file(at("manifests/checkpoint-2/empty"), "", 0);
         put_file(at("manifests/checkpoint-2/model.bin"), "model", 5);
-        CHECK(opened_step(dir, 1) == 2, "%s", text);
+        OPENS(dir, 1, 2);
         /* A pointer whose number is invalid, to a checkpoint that does not exist. */
         change_manifest(at("manifests/manifest.json"), pointer, "1,\n  'current': 'checkpoint-3'",
                         "0,\n  'current': 'checkpoint-9'");
-        CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_IO && strstr(text, "checkpoint-9"), "%s", text);
+        OPENS(dir, 0, IO);
+        SAYS("checkpoint-9");
         /* A pointer whose number is invalid, to one that exists. Any number fits. */
         change_manifest(at("manifests/manifest.json"), pointer, "'sequence': 1", "'sequence': 0");
-        CHECK(opened_step(dir, 0) == 3, "%s", text);
+        OPENS(dir, 0, 3);
     }
     TEST("a pointer in the place of a checkpoint's manifest") {
         remove_tree(dir);
         MUST(save_step(dir, 3, 1));
         MUST(save_step(at("manifests/checkpoint-7"), 1, 1));
-        CHECK(opened_step(dir, 0) == 3 && opened_step(at("manifests/checkpoint-7"), 0) == 1, "%s", text);
+        CHECK(opened_step(dir, 0) == 3 && opened_step(at("manifests/checkpoint-7"), 0) == 1, "%s", message);
         snprintf(pointer, sizeof pointer, "%s", get_file(at("manifests/manifest.json")));
         change_manifest(at("manifests/manifest.json"), pointer, "checkpoint-3", "checkpoint-7");
-        CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_FORMAT &&
-                  strstr(text, "checkpoint-7 is not the checkpoint that its parent's"),
-              "%s", text);
-        CHECK(opened_step(dir, 1) == 3, "with a fallback: %s", text);
+        OPENS(dir, 0, FORMAT);
+        SAYS("checkpoint-7 is not the checkpoint that its parent's");
+        OPENS(dir, 1, 3);
         /* It is no checkpoint of this directory, so it is never removed. A leftover with such a manifest is not removed
          * either. */
         if (mkdir(at("manifests/.halfstep-tmp-1-0"), 0777)) exit(1);
@@ -698,10 +684,10 @@ static void test_manifests(void)
         if (mkdir(at("manifests/.halfstep-tmp-1-1"), 0777)) exit(1);
         put_file(at("manifests/.halfstep-tmp-1-1/.halfstep-part-.x"), "x", 1);
         MUST(save_step(dir, 8, 1));
-        CHECK(strstr(text, ".halfstep-tmp-1-0 stays: it holds \"manifest.json\"") &&
-                  strstr(text, ".halfstep-tmp-1-1 stays: it holds \".halfstep-part-.x\""),
-              "%s", text);
-        CHECK(opened_step(dir, 0) == 8 && opened_step(at("manifests/checkpoint-7"), 0) == 1, "%s", text);
+        CHECK(strstr(message, ".halfstep-tmp-1-0 stays: it holds \"manifest.json\"") &&
+                  strstr(message, ".halfstep-tmp-1-1 stays: it holds \".halfstep-part-.x\""),
+              "%s", message);
+        CHECK(opened_step(dir, 0) == 8 && opened_step(at("manifests/checkpoint-7"), 0) == 1, "%s", message);
         CHECK(count_entries(dir, "checkpoint-") == 2 && count_entries(dir, ".halfstep-tmp-1-") == 2,
               "something was removed");
     }

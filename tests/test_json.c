@@ -1,8 +1,6 @@
 /* The JSON reader's kinds of value, and documents: what is read is what was there, and what is not JSON is refused.
  * Runs under sanitizers. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "common/document.h"
 #include "io/json.h"
@@ -116,8 +114,8 @@ int main(int argc, char **argv)
     test_init(argc, argv);
 
     TEST("values are passed over whole, and nothing else is") {
-        for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) CHECK(passes(good[i]), "refused: %s", good[i]);
-        for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) CHECK(!passes(bad[i]), "passed: %s", bad[i]);
+        for (size_t i = 0; i < COUNT(good); i++) CHECK(passes(good[i]), "refused: %s", good[i]);
+        for (size_t i = 0; i < COUNT(bad); i++) CHECK(!passes(bad[i]), "passed: %s", bad[i]);
         for (int depth = HSTEP_JSON_DEPTH; depth <= HSTEP_JSON_DEPTH + 1; depth++) {
             char nested[4096] = "";
             for (int i = 0; i < depth; i++) strcat(nested, i % 2 ? "{\"a\":" : "[");
@@ -160,14 +158,14 @@ int main(int argc, char **argv)
     }
 
     TEST("a document takes any JSON and gives it again") {
-        for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+        for (size_t i = 0; i < COUNT(good); i++) {
             struct text first = {0}, second = {0};
             CHECK(again(good[i], &first) != NULL, "refused: %s", good[i]);
             CHECK(first.data && again(first.data, &second) && passes(second.data), "%s: not read again", good[i]);
             text_free(&first);
             text_free(&second);
         }
-        for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        for (size_t i = 0; i < COUNT(bad); i++) {
             struct text text = {0};
             CHECK(again(bad[i], &text) == NULL, "taken: %s", bad[i]);
             text_free(&text);

@@ -11,12 +11,8 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -167,15 +163,14 @@ int main(int argc, char **argv)
             pid_t child = fork();
             if (!child) save_forever(dir, seed, next, shared);
             if (child < 0) {
-                test_fail(__FILE__, __LINE__, "fork: %s", strerror(errno));
+                FAIL("fork: %s", strerror(errno));
                 break;
             }
             double wait = span * (double)(mix(seed * 31 + (uint64_t)round) >> 11) / (double)(UINT64_C(1) << 53);
             struct timespec pause = {(time_t)wait, (long)(1e9 * (wait - (double)(time_t)wait))};
             nanosleep(&pause, NULL);
             kill(child, SIGKILL);
-            int status = 0;
-            waitpid(child, &status, 0);
+            int status = test_child_status(child);
             uint64_t begun = shared->begun, committed = shared->committed;
             CHECK(!shared->failed && WIFSIGNALED(status), "round %ld: a save failed by itself", round);
             uint64_t k = load(dir, seed, text, sizeof text);

@@ -6,9 +6,6 @@
  * small updates stays behind: plain BF16 does, which shows that the check can fail. */
 #include <math.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "halfstep.h"
 #include "test.h"
@@ -102,7 +99,7 @@ int main(int argc, char **argv)
                  {"sgd/f16-ecc16", 0},
                  {"sgd/f16-sr", 0x1p-10}};
     TEST("steps without growth of memory or drift") {
-        for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        for (size_t i = 0; i < COUNT(cases); i++) {
             double sum, norm;
             long grown;
             int code = run(cases[i].recipe, steps, &sum, &norm, &grown);

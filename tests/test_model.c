@@ -1,14 +1,13 @@
 /* Tests the language model and the text loader of the trainer. The model is judged against a second, plain
  * implementation in double precision below. Compared are its loss and, by central differences of that loss, every
  * tensor's gradient. Over 500 lines because that second implementation and the helpers serve all groups. */
-#include <errno.h>
 #include <math.h>
 #include <stdint.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #include <zlib.h>
 
+#include "scratch.h"
 #include "test.h"
 #include "trainer/data/data.h"
 #include "trainer/loops/matmul.h"
@@ -105,11 +104,21 @@ static void make_tokens(uint8_t *tokens, int n, uint64_t seed)
 static struct lm *make_model(const struct lm_config *config, struct lm_options options)
 {
     struct lm *m = lm_create(config, &options, error, sizeof error);
-    if (!m) {
-        printf("%s\n", error);
-        exit(1);
-    }
-    return m;
+    if (m) return m;
+    printf("%s\n", error);
+    exit(1);
+}
+
+/* Makes a model that is trained on so many sequences, with two threads. */
+static struct lm *make_trained(const struct lm_config *config, int batch, int compute)
+{
+    return make_model(config, (struct lm_options){.batch = batch, .training = 1, .compute = compute, .threads = 2});
+}
+
+/* Writes all gradients of the last forward pass to buffers. Returns 0, or -1 without such a pass. */
+static int backward(struct lm *m, const struct weights *w, double scale, void **buffers)
+{
+    return lm_backward(m, w->list, scale, &(struct lm_sink){.buffers = buffers});
 }
 
 /* ---- the plain implementation ---- */
@@ -210,12 +219,6 @@ static double **widen(const struct weights *w)
     return wide;
 }
 
-static void free_wide(const struct weights *w, double **wide)
-{
-    for (int i = 0; i < w->count; i++) free(wide[i]);
-    free(wide);
-}
-
 /* ---- tests ---- */
 
 static const struct lm_config tiny = {.width = 24, .depth = 2, .heads = 3, .context = 16, .intermediate = 40};
@@ -232,21 +235,21 @@ static void test_loss(void)
         {{.width = 64, .depth = 2, .heads = 2, .context = 150}, 2, 150},
         {{.width = 32, .depth = 1, .heads = 1, .context = 130}, 3, 129},
     };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (size_t i = 0; i < COUNT(cases); i++) {
         int batch = cases[i].batch, length = cases[i].length;
         struct weights w = make_weights(cases[i].config, LM_F32, 0.15, 3);
         double **wide = widen(&w);
         uint8_t *tokens = need(malloc((size_t)batch * ((size_t)length + 1)));
         make_tokens(tokens, batch * (length + 1), 9);
         double expected = plain_loss(&w.config, wide, tokens, batch, length, NULL);
-        struct lm *m = make_model(&cases[i].config, (struct lm_options){.batch = batch, .training = 1, .threads = 2});
+        struct lm *m = make_trained(&cases[i].config, batch, LM_F32);
         double forward = lm_forward(m, w.list, tokens, batch, length), eval = lm_eval(m, w.list, tokens, batch, length);
         CHECK(fabs(forward - expected) < 2e-6 * expected, "case %zu: loss %.9g, plain double %.9g", i, forward,
               expected);
         CHECK(forward == eval, "case %zu: forward %.17g, eval %.17g", i, forward, eval);
         lm_destroy(m);
         free(tokens);
-        free_wide(&w, wide);
+        free_buffers(&w, (void **)wide);
         free_weights(&w);
     }
 }
@@ -260,10 +263,10 @@ static void test_gradients(void)
     void **gradients = make_buffers(&w);
     uint8_t tokens[BATCH * (LENGTH + 1)];
     make_tokens(tokens, sizeof tokens, 10);
-    struct lm *m = make_model(&shape, (struct lm_options){.batch = BATCH, .training = 1, .threads = 2});
+    struct lm *m = make_trained(&shape, BATCH, LM_F32);
     lm_forward(m, w.list, tokens, BATCH, LENGTH);
-    CHECK(lm_backward(m, w.list, 1.0, &(struct lm_sink){.buffers = gradients}) == 0, "%s", lm_error(m));
-    CHECK(lm_backward(m, w.list, 1.0, &(struct lm_sink){.buffers = gradients}) == -1, "two backwards from one forward");
+    CHECK(backward(m, &w, 1.0, gradients) == 0, "%s", lm_error(m));
+    CHECK(backward(m, &w, 1.0, gradients) == -1, "two backwards from one forward");
     for (int i = 0; i < w.count; i++) {
         const float *gradient = gradients[i];
         int64_t n = elements(&w, i);
@@ -283,8 +286,8 @@ static void test_gradients(void)
             wide[i][k] = old;
             double slope = (above - below) / (2 * h);
             CHECK(fabs(slope - (double)gradient[k]) < 1e-4 * norm / sqrt((double)n) + 1e-5 * fabs(slope) + 1e-8,
-                  "%s element %lld: gradient %.8g, central difference %.8g", w.info[i].name, (long long)k,
-                  (double)gradient[k], slope);
+                  "%s element %lld: gradient %.8g, central difference %.8g", w.info[i].name, (long long)k, gradient[k],
+                  slope);
         }
         for (int side = -1; side <= 1; side += 2) {
             for (int64_t k = 0; k < n; k++)
@@ -302,7 +305,7 @@ static void test_gradients(void)
     }
     lm_destroy(m);
     free_buffers(&w, gradients);
-    free_wide(&w, wide);
+    free_buffers(&w, (void **)wide);
     free_weights(&w);
 }
 
@@ -337,7 +340,7 @@ static void test_release(void)
                     .batch = 5, .training = 1, .compute = compute, .gradients = dtype, .threads = 2};
                 struct lm *m = make_model(&shape, options);
                 lm_forward(m, w.list, tokens, 5, 33);
-                CHECK(lm_backward(m, w.list, 4.0, &(struct lm_sink){.buffers = once}) == 0, "%s", lm_error(m));
+                CHECK(backward(m, &w, 4.0, once) == 0, "%s", lm_error(m));
                 lm_destroy(m);
                 options.release = 1;
                 m = make_model(&shape, options);
@@ -378,7 +381,7 @@ static void test_gradient_types(void)
         struct lm *m =
             make_model(&shape, (struct lm_options){.batch = 3, .training = 1, .gradients = i % 3, .threads = 1});
         lm_forward(m, w.list, tokens, 3, 20);
-        lm_backward(m, w.list, i == 3 ? 1024.0 : 1.0, &(struct lm_sink){.buffers = buffers[i]});
+        backward(m, &w, i == 3 ? 1024.0 : 1.0, buffers[i]);
         lm_destroy(m);
     }
     for (int i = 0; i < w.count; i++) {
@@ -413,11 +416,11 @@ static void test_determinism(void)
         for (int k = 0; k < 5; k++) {
             struct lm *m = make_model(
                 &shape, (struct lm_options){.batch = 8, .training = 1, .compute = compute, .threads = threads[k]});
-            CHECK(lm_threads(m) == threads[k], "%d threads instead of %d", lm_threads(m), threads[k]);
+            EQUAL(lm_threads(m), threads[k]);
             double got = lm_forward(m, w.list, tokens, 6, 65);
             if (!k) loss = got;
             CHECK(got == loss, "compute %d, %d threads: loss %.17g, first %.17g", compute, threads[k], got, loss);
-            lm_backward(m, w.list, 1.0, &(struct lm_sink){.buffers = k ? again : first});
+            backward(m, &w, 1.0, k ? again : first);
             for (int i = 0; k && i < w.count; i++)
                 CHECK(!memcmp(first[i], again[i], (size_t)elements(&w, i) * sizeof(float)),
                       "compute %d, %d threads: %s differs", compute, threads[k], w.info[i].name);
@@ -438,10 +441,9 @@ static void test_bf16(void)
     void **exact = make_buffers(&w), **rounded = make_buffers(&w);
     double loss[2];
     for (int compute = LM_F32; compute <= LM_BF16; compute++) {
-        struct lm *m =
-            make_model(&shape, (struct lm_options){.batch = 4, .training = 1, .compute = compute, .threads = 2});
+        struct lm *m = make_trained(&shape, 4, compute);
         loss[compute] = lm_forward(m, w.list, tokens, 4, 64);
-        lm_backward(m, w.list, 1.0, &(struct lm_sink){.buffers = compute ? rounded : exact});
+        backward(m, &w, 1.0, compute ? rounded : exact);
         lm_destroy(m);
     }
     CHECK(fabs(loss[0] - loss[1]) < 0.005 && loss[0] != loss[1], "loss %.9g in f32, %.9g in bf16", loss[0], loss[1]);
@@ -475,13 +477,12 @@ static void test_overfit(void)
     void **gradients = make_buffers(&w), **moment = make_buffers(&w), **square = make_buffers(&w);
     uint8_t tokens[BATCH * (LENGTH + 1)];
     memcpy(tokens, text, sizeof tokens);
-    struct lm *m =
-        make_model(&shape, (struct lm_options){.batch = BATCH, .training = 1, .compute = LM_BF16, .threads = 2});
+    struct lm *m = make_trained(&shape, BATCH, LM_BF16);
     double loss = 0, first = 0, power1 = 1, power2 = 1;
     for (int step = 0; step < STEPS; step++) {
         loss = lm_forward(m, w.list, tokens, BATCH, LENGTH);
         if (!step) first = loss;
-        lm_backward(m, w.list, 1.0, &(struct lm_sink){.buffers = gradients});
+        backward(m, &w, 1.0, gradients);
         power1 *= 0.9;
         power2 *= 0.95;
         for (int i = 0; i < w.count; i++) {
@@ -550,7 +551,7 @@ static void test_generate(void)
     CHECK(lm_generate(m, w.list, prompt, 7, NAN, 1, a, N) == -1, "a temperature of NaN is accepted");
     lm_destroy(m);
     lm_destroy(single);
-    free_wide(&w, wide);
+    free_buffers(&w, (void **)wide);
     free_weights(&w);
 }
 
@@ -563,18 +564,24 @@ static void expect_error(struct lm_config config, struct lm_options options, con
     lm_destroy(m);
 }
 
+static const struct lm_options train = {.batch = 2, .training = 1, .threads = 1};
+
+static void refuse_shape(int width, int depth, int heads, int context, const char *word)
+{
+    expect_error((struct lm_config){.width = width, .depth = depth, .heads = heads, .context = context}, train, word);
+}
+
 static void test_shapes(void)
 {
-    const struct lm_options train = {.batch = 2, .training = 1, .threads = 1};
-    expect_error((struct lm_config){.width = 30, .depth = 1, .heads = 4, .context = 8}, train, "multiple");
-    expect_error((struct lm_config){.width = 12, .depth = 1, .heads = 4, .context = 8}, train, "odd");
-    expect_error((struct lm_config){.width = 0, .depth = 1, .heads = 4, .context = 8}, train, "width");
-    expect_error((struct lm_config){.width = -8, .depth = 1, .heads = 4, .context = 8}, train, "width");
-    expect_error((struct lm_config){.width = 16, .depth = 0, .heads = 4, .context = 8}, train, "depth");
-    expect_error((struct lm_config){.width = 16, .depth = 1, .heads = 0, .context = 8}, train, "heads");
-    expect_error((struct lm_config){.width = 16, .depth = 1, .heads = 32, .context = 8}, train, "heads");
-    expect_error((struct lm_config){.width = 16, .depth = 1, .heads = 4, .context = 0}, train, "context");
-    expect_error((struct lm_config){.width = 1 << 30, .depth = 1, .heads = 4, .context = 8}, train, "width");
+    refuse_shape(30, 1, 4, 8, "multiple");
+    refuse_shape(12, 1, 4, 8, "odd");
+    refuse_shape(0, 1, 4, 8, "width");
+    refuse_shape(-8, 1, 4, 8, "width");
+    refuse_shape(16, 0, 4, 8, "depth");
+    refuse_shape(16, 1, 0, 8, "heads");
+    refuse_shape(16, 1, 32, 8, "heads");
+    refuse_shape(16, 1, 4, 0, "context");
+    refuse_shape(1 << 30, 1, 4, 8, "width");
     expect_error((struct lm_config){.vocab = 50000, .width = 16, .depth = 1, .heads = 4, .context = 8}, train, "256");
     expect_error((struct lm_config){.width = 65536, .depth = 1024, .heads = 4, .context = 1048576},
                  (struct lm_options){.batch = 1 << 20, .training = 1, .threads = 1}, "GiB");
@@ -609,8 +616,7 @@ static void test_shapes(void)
         CHECK(!strcmp(w.info[i].name, expected[i]), "tensor %d is %s, not %s", i, w.info[i].name, expected[i]);
     CHECK(!strcmp(w.info[w.count - 2].name, "model.norm.weight") && !strcmp(w.info[w.count - 1].name, "lm_head.weight"),
           "last tensors");
-    CHECK(sum == lm_parameter_count(&w.config), "%lld parameters, counted %lld",
-          (long long)lm_parameter_count(&w.config), (long long)sum);
+    EQUAL(sum, lm_parameter_count(&w.config));
     struct lm_config default_size = {.width = 256, .depth = 1, .heads = 4, .context = 8};
     CHECK(lm_config_check(&default_size, error, sizeof error) == 0 && default_size.intermediate == 704,
           "intermediate size %d of width 256", default_size.intermediate);
@@ -689,7 +695,7 @@ static void test_rows(void)
         float p[ROW_LANES], ds[ROW_LANES], row[ROW_LANES] = {(float)i * 0.01f}, zero[ROW_LANES] = {0}, x;
         row_softmax_backward(p, ds, LM_F32, row, zero, &(struct row_softmax){0.0f, 1.0f}, 1.0f, 1, 1);
         x = p[0];
-        CHECK(fabs((double)x / exp((double)((float)i * 0.01f)) - 1) < 2.5e-7, "exp(%g) = %g", i * 0.01, (double)x);
+        CHECK(fabs((double)x / exp((double)((float)i * 0.01f)) - 1) < 2.5e-7, "exp(%g) = %g", i * 0.01, x);
     }
     for (int i = 1; i < 20000; i++) {
         double x = i * 0.0371, s, c;
@@ -742,7 +748,7 @@ static void test_matmul(void)
                 if (s.c_type == LM_BF16) row_load(&got, (uint16_t *)c + i * s.c_row + j, LM_BF16, 1);
                 CHECK(fabs((double)got - sum) < (s.c_type == LM_BF16 ? fabs(sum) * 0x1p-8 + 1e-4 : 1e-5),
                       "trial %d [%lld,%lld,%lld]: C[%lld,%lld] = %g, expected %g", trial, (long long)s.m,
-                      (long long)s.n, (long long)s.k, (long long)i, (long long)j, (double)got, sum);
+                      (long long)s.n, (long long)s.k, (long long)i, (long long)j, got, sum);
             }
             for (int64_t j = s.n; j < s.c_row && s.c_type == LM_F32; j++)
                 CHECK(c[i * s.c_row + j] == 2.0f, "trial %d wrote between the rows of C", trial);
@@ -779,8 +785,7 @@ static void test_matmul_widened(void)
         execl("/proc/self/exe", test_program, "matrix products", (char *)NULL);
         _exit(127);
     }
-    int status = 0;
-    CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0, "the child: %d", status);
+    CHECK(test_child_status(child) == 0, "the child failed");
 }
 
 struct tally {
@@ -814,17 +819,12 @@ static void test_parallel(void)
 
 /* ---- files ---- */
 
-static char folder[] = "/tmp/halfstep-model-XXXXXX";
-static char path[128];
+static char path[320];
 
 static const char *write_file(const char *name, const void *bytes, size_t n)
 {
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *file = fopen(path, "wb");
-    if (!file || fwrite(bytes, 1, n, file) != n || fclose(file)) {
-        printf("%s: %s\n", path, strerror(errno));
-        exit(1);
-    }
+    snprintf(path, sizeof path, "%s/%s", scratch, name);
+    put_file(path, bytes, n);
     return path;
 }
 
@@ -897,17 +897,12 @@ static void test_load(void)
     expect_refusal(write_file("rubbish-after", packed, n + 7), "corrupt");
     expect_refusal(write_file("empty", "", 0), "empty");
     expect_refusal(write_file("empty.gz", packed, pack(packed, 100, "", 0)), "empty");
-    snprintf(path, sizeof path, "%s/missing", folder);
+    snprintf(path, sizeof path, "%s/missing", scratch);
     expect_refusal(path, "No such file");
-    expect_refusal(folder, "directory");
+    expect_refusal(scratch, "directory");
     if (geteuid()) {
         chmod(write_file("unreadable", "x", 1), 0);
         expect_refusal(path, "ermission");
-    }
-    const char *names[] = {"truncated", "corrupt", "checksum", "rubbish-after", "empty", "empty.gz", "unreadable"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        snprintf(path, sizeof path, "%s/%s", folder, names[i]);
-        unlink(path);
     }
     free(bytes);
     free(packed);
@@ -943,7 +938,7 @@ static void test_windows(void)
         data_batch(&train, 7 + (i == 0), 3 + (uint64_t)(i == 1), 1 + (uint64_t)(i == 2), 8, 32, again);
         differ += memcmp(windows, again, sizeof windows) != 0;
     }
-    CHECK(differ == 3, "seed, step and micro-step: %d of 3 change the batch", differ);
+    EQUAL(differ, 3);
 
     /* Every start is possible and about equally likely. */
     int count[868] = {0};
@@ -966,10 +961,7 @@ static void test_windows(void)
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
-    if (!mkdtemp(folder)) {
-        printf("%s: %s\n", folder, strerror(errno));
-        return 1;
-    }
+    make_scratch("model");
     TEST("row functions") test_rows();
     TEST("parallel tasks") test_parallel();
     TEST("matrix products") test_matmul();
@@ -986,6 +978,5 @@ int main(int argc, char **argv)
     TEST("shapes, names, impossible requests") test_shapes();
     TEST("loading text") test_load();
     TEST("windows") test_windows();
-    rmdir(folder);
     return test_done();
 }

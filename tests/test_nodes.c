@@ -13,10 +13,8 @@ int main(void) { return 0; }
 #include "device/host/nodes.h"
 #include "device/host/threads.h"
 #include "folders.h"
-#include "halfstep.h"
 #include "handle/optimizer.h"
 #include "ref/fixture.h"
-#include "test.h"
 
 /* ---- The folder ---- */
 
@@ -64,7 +62,7 @@ static void test_lists(void)
                      {"62-200\n", 1, 2, 125}, {"64\n", 1, 0, 0},         {"99999999999\n", 1, 0, 0},
                      {"3-1\n", 1, 0, 0},      {"x\n", 0, 0, 0},          {"1-\n", 0, 0, 0},
                      {"1,,2\n", 0, 1, 1},     {"-1\n", 0, 0, 0},         {"1 2\n", 0, 1, 1}};
-        for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        for (size_t k = 0; k < COUNT(cases); k++) {
             int sums[2] = {0, 0}, good = hstep_read_list(cases[k].text, 64, count_number, sums);
             CHECK(good == cases[k].good && sums[0] == cases[k].count && sums[1] == cases[k].sum,
                   "'%s': %d, %d numbers, sum %d", cases[k].text, good, sums[0], sums[1]);
@@ -77,7 +75,7 @@ static void reads(const unsigned char *allowed, const char *expected)
     struct hstep_nodes n;
     memset(&n, 0x55, sizeof n);
     hstep_read_nodes(folder, allowed, &n);
-    CHECK(!strcmp(nodes_text(&n), expected), "read '%s', not '%s'", nodes_text(&n), expected);
+    EQUAL_TEXT(nodes_text(&n), expected);
 }
 
 static void test_folder(void)
@@ -110,7 +108,7 @@ static void test_folder(void)
         static const struct {
             int threads, on_first;
         } cases[] = {{1, 1}, {2, 2}, {3, 2}, {6, 4}, {12, 8}};
-        for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        for (size_t k = 0; k < COUNT(cases); k++) {
             int on_first = 0, last = 0;
             for (int t = 0; t < cases[k].threads; t++) {
                 int node = hstep_node_of_thread(&n, t, cases[k].threads);
@@ -176,7 +174,7 @@ static void test_pool(void)
         struct seen s = run_two();
         CHECK(!s.worker || (s.processors == 1 && s.on[1]), "the worker may run on %d processors", (int)s.processors);
         sched_getaffinity(0, sizeof set, &set);
-        CHECK(CPU_COUNT(&set) == processors, "the caller may run on %d processors", CPU_COUNT(&set));
+        EQUAL(CPU_COUNT(&set), processors);
         setenv("HALFSTEP_PIN", "0", 1);
         s = run_two();
         CHECK(!s.worker || s.processors == processors, "HALFSTEP_PIN=0: on %d processors", (int)s.processors);
@@ -234,8 +232,8 @@ static void touches(const char *recipe, int64_t rows, int64_t row_length)
     uint64_t zeros = 0, inside = 0;
     for (uint64_t i = 0; i < bytes; i++) zeros += !memory[i];
     for (int i = 0; i < TENSORS; i++)
-        for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
-            halfstep_slot_info info = {.struct_size = sizeof info};
+        for (int slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
+            SIZED(halfstep_slot_info, info);
             if (halfstep_get_slot_info(o, i, slot, &info) || info.format < 0) continue;
             if (info.code) is_touched(recipe, info.code, info.code_bytes);
             if (info.extra) is_touched(recipe, info.extra, info.extra_bytes);

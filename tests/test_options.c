@@ -1,12 +1,8 @@
 /* Tests options that change what a rule keeps, or what a step depends on. They are one estimate of the learning rate
  * for many tensors, states that blocks cannot hold, first moments and a learning rate that falls. Others are the
  * reference of fully decoupled decay, and what a refused gradient is reported as. */
-#include <math.h>
 
-#include "calls.h"
-#include "halfstep.h"
 #include "ref/fixture.h"
-#include "test.h"
 
 /* ---- Prodigy ----------------------------------------------------------------------------------------------------- */
 
@@ -28,17 +24,11 @@ static void pulled_open(struct pulled *p, int n, const char *recipe, double lr)
     p->n = n;
     MUST(halfstep_create(NULL, &p->o));
     for (int i = 0; i < n; i++) {
-        int32_t group, index;
+        int32_t group;
         MUST(halfstep_add_group(p->o, recipe, &group));
         MUST(halfstep_set_hyper(p->o, group, "lr", lr));
-        halfstep_tensor t = {.struct_size = sizeof t,
-                             .group = group,
-                             .name = names[i],
-                             .ndim = 2,
-                             .rows = ROWS,
-                             .row_length = COLUMNS,
-                             .gradient = "f32"};
-        MUST(halfstep_add_tensor(p->o, &t, &index));
+        ADD_TENSOR(p->o, .group = group, .name = names[i], .ndim = 2, .rows = ROWS, .row_length = COLUMNS,
+                   .gradient = "f32");
         for (int j = 0; j < N; j++) p->goal[i][j] = (float)next_normal(&s);
     }
     MUST(halfstep_allocate_states(p->o));
@@ -90,7 +80,7 @@ static void late(const char *recipe, int how)
         int waits = how == MISSES ? step % 2 : step < 40;
         p.idle[1] = how != RATE_ZERO && waits;
         if (how == RATE_ZERO) MUST(halfstep_set_hyper(p.o, 1, "lr", waits ? 0 : 1));
-        EXPECT(pulled_step(&p, 1), HALFSTEP_OK);
+        EXPECT(pulled_step(&p, 1), OK);
         for (int i = 0; i < 3; i++) {
             static const char *const names[] = {"d", "d_max", "d_numerator"};
             CHECK(number(&p, 0, names[i]) == number(&p, 1, names[i]), "%s, way %d, step %d: %s is %g and %g", recipe,
@@ -111,25 +101,25 @@ static void test_idle_steps(void)
             struct pulled a, b;
             pulled_open(&a, 2, "prodigy/f32/f32", 1);
             pulled_open(&b, 2, "prodigy/f32/f32", 1);
-            MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "safeguard_warmup", safe));
-            MUST(halfstep_set_hyper(b.o, HALFSTEP_ALL_GROUPS, "safeguard_warmup", safe));
+            MUST(halfstep_set_hyper(a.o, ALL_GROUPS, "safeguard_warmup", safe));
+            MUST(halfstep_set_hyper(b.o, ALL_GROUPS, "safeguard_warmup", safe));
             for (int step = 0; step < 20; step++) {
-                MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "lr", step < 10 ? 0 : 1));
-                EXPECT(pulled_step(&a, step < 10 ? 1 : 0), HALFSTEP_OK);
+                MUST(halfstep_set_hyper(a.o, ALL_GROUPS, "lr", step < 10 ? 0 : 1));
+                EXPECT(pulled_step(&a, step < 10 ? 1 : 0), OK);
                 CHECK(number(&a, 0, "d") == 0 && left(&a, 0) == left(&b, 0), "step %d begins", step);
             }
             for (int step = 0; step < 40; step++) {
-                EXPECT(pulled_step(&a, 1), HALFSTEP_OK);
-                EXPECT(pulled_step(&b, 1), HALFSTEP_OK);
+                EXPECT(pulled_step(&a, 1), OK);
+                EXPECT(pulled_step(&b, 1), OK);
             }
             CHECK(number(&a, 0, "d") == number(&b, 0, "d") && !memcmp(a.weight, b.weight, sizeof a.weight),
                   "idle steps before the first one matter: d %g and %g", number(&a, 0, "d"), number(&b, 0, "d"));
             /* In the middle d stays where it is, also where it was on its way to its bound. */
-            MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "growth_rate", 1.01));
+            MUST(halfstep_set_hyper(a.o, ALL_GROUPS, "growth_rate", 1.01));
             MUST(set_scalar(a.o, 0, "d_max", 10 * number(&a, 0, "d")));
             double d = number(&a, 0, "d");
-            EXPECT(pulled_step(&a, 0), HALFSTEP_OK);
-            CHECK(number(&a, 0, "d") == d, "zero gradients move d from %g to %g", d, number(&a, 0, "d"));
+            EXPECT(pulled_step(&a, 0), OK);
+            EQUAL(number(&a, 0, "d"), d);
             halfstep_destroy(a.o);
             halfstep_destroy(b.o);
         }
@@ -143,11 +133,11 @@ static void test_rates(void)
         pulled_open(&p, 3, "prodigy/f32/f32", 1);
         MUST(halfstep_set_hyper(p.o, 1, "lr", 0.5));
         MUST(halfstep_set_hyper(p.o, 2, "lr", 0));
-        EXPECT_NAMED(p.o, pulled_step(&p, 1), HALFSTEP_ERROR_RANGE, "d_group");
+        EXPECT_NAMED(p.o, pulled_step(&p, 1), RANGE, "d_group");
         CHECK(number(&p, 0, "d") == 0, "a refused step begins");
-        EXPECT(halfstep_set_hyper(p.o, 1, "d_group", 7), HALFSTEP_ERROR_ORDER);
+        EXPECT(halfstep_set_hyper(p.o, 1, "d_group", 7), ORDER);
         MUST(halfstep_set_hyper(p.o, 1, "lr", 1));
-        EXPECT(pulled_step(&p, 1), HALFSTEP_OK);
+        EXPECT(pulled_step(&p, 1), OK);
         halfstep_destroy(p.o);
         /* Separately, each does what it does alone. */
         struct pulled alone;
@@ -158,26 +148,20 @@ static void test_rates(void)
         pulled_open(&alone, 2, "prodigy/f32/f32", 1);
         MUST(halfstep_create(NULL, &o));
         for (int i = 0; i < 2; i++) {
-            int32_t group, index;
+            int32_t group;
             MUST(halfstep_add_group(o, "prodigy/f32/f32", &group));
             MUST(halfstep_set_hyper(o, group, "lr", i ? 0.5 : 1));
             MUST(halfstep_set_hyper(o, group, "d_group", 3 + i));
-            halfstep_tensor t = {.struct_size = sizeof t,
-                                 .group = group,
-                                 .name = i ? "y" : "x",
-                                 .ndim = 2,
-                                 .rows = ROWS,
-                                 .row_length = COLUMNS,
-                                 .gradient = "f32"};
-            MUST(halfstep_add_tensor(o, &t, &index));
+            ADD_TENSOR(o, .group = group, .name = i ? "y" : "x", .ndim = 2, .rows = ROWS, .row_length = COLUMNS,
+                       .gradient = "f32");
         }
         MUST(halfstep_allocate_states(o));
         alone.idle[0] = 1;
-        MUST(halfstep_set_hyper(alone.o, HALFSTEP_ALL_GROUPS, "lr", 0.5));
+        MUST(halfstep_set_hyper(alone.o, ALL_GROUPS, "lr", 0.5));
         for (int step = 0; step < 60; step++) {
             pull(&p, 1, gradients, weights);
-            EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
-            EXPECT(pulled_step(&alone, 1), HALFSTEP_OK);
+            EXPECT(halfstep_step(o, weights, gradients), OK);
+            EXPECT(pulled_step(&alone, 1), OK);
         }
         CHECK(!memcmp(p.weight[1], alone.weight[1], sizeof p.weight[1]), "a d_group of its own is not its own");
         halfstep_destroy(o);
@@ -221,13 +205,13 @@ static void test_two_handles(void)
         int64_t *statistics[2] = {zeroed((size_t)count * 8), zeroed((size_t)count * 8)};
         for (int step = 0; step < 80; step++) {
             whole.idle[1] = part[1].idle[1] = step < 30;
-            EXPECT(pulled_step(&whole, 1), HALFSTEP_OK);
+            EXPECT(pulled_step(&whole, 1), OK);
             const void *gradients[2][MOST];
             void *weights[2][MOST];
             for (int k = 0; k < 2; k++) {
                 pull(&part[k], 1, gradients[k], weights[k]);
-                EXPECT(step_begin(part[k].o, gradients[k], statistics[k]), HALFSTEP_OK);
-                EXPECT(step_norms(part[k].o, weights[k], gradients[k], statistics[k]), HALFSTEP_OK);
+                EXPECT(step_begin(part[k].o, gradients[k], statistics[k]), OK);
+                EXPECT(step_norms(part[k].o, weights[k], gradients[k], statistics[k]), OK);
             }
             int64_t each = tensor_statistics_count(whole.o, 0) - tensor_norms_offset(whole.o);
             for (int64_t j = 0; j < head; j++) {
@@ -239,8 +223,7 @@ static void test_two_handles(void)
                     }
                 statistics[0][offset + j] = statistics[1][offset + j] = sum;
             }
-            for (int k = 0; k < 2; k++)
-                EXPECT(step_finish(part[k].o, weights[k], gradients[k], statistics[k]), HALFSTEP_OK);
+            for (int k = 0; k < 2; k++) EXPECT(step_finish(part[k].o, weights[k], gradients[k], statistics[k]), OK);
             CHECK(number(&whole, 0, "d") == number(&part[0], 0, "d") &&
                       number(&whole, 0, "d") == number(&part[1], 1, "d"),
                   "step %d: d is %g, and %g and %g of two handles", step, number(&whole, 0, "d"),
@@ -276,12 +259,10 @@ static void test_prodigy(void)
 static double mean_step(const char *rule, const char *states, const char *option, double noise, int steps,
                         double *largest)
 {
-    char recipe[64];
     struct one t;
     struct source s = {9};
     static float size[8 * 128], before[8 * 128], after[8 * 128];
-    snprintf(recipe, sizeof recipe, "%s/f32/%s", rule, states);
-    one_open(&t, recipe, 2, 8, 128, "f32");
+    one_open(&t, text_of("%s/f32/%s", rule, states), 2, 8, 128, "f32");
     one_hyper(&t, "lr", 1e-4);
     if (*option) one_hyper(&t, option, 1);
     one_hyper(&t, "weight_decay", 0);
@@ -291,11 +272,11 @@ static double mean_step(const char *rule, const char *states, const char *option
     *largest = 0;
     for (int step = 0; step < steps; step++) {
         for (int i = 0; i < 1024; i++) t.room[i] = size[i] * (float)(1 + noise * next_normal(&s));
-        one_write(&t, HALFSTEP_SLOT_GRADIENT, t.room);
-        if (step == steps / 2) one_read(&t, HALFSTEP_SLOT_WEIGHT, before);
-        one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
+        one_write(&t, GRADIENT, t.room);
+        if (step == steps / 2) one_read(&t, WEIGHT, before);
+        one_read(&t, WEIGHT, t.room);
         MUST(one_step(&t));
-        one_read(&t, HALFSTEP_SLOT_WEIGHT, after);
+        one_read(&t, WEIGHT, after);
         for (int i = 0; i < 1024 && step > 5; i++)
             *largest = fmax(*largest, fabs((double)after[i] - (double)t.room[i]));
     }
@@ -311,22 +292,18 @@ static void test_precise(void)
     TEST("a largest value, and what is subtracted, are in no blocks while their option is on") {
         int found = 0;
         for (int32_t row = 0; row < halfstep_rule_count(); row++) {
-            halfstep_rule_info info = {.struct_size = sizeof info};
-            MUST(halfstep_get_rule_info(row, &info));
+            halfstep_rule_info info = rule_info(row);
             for (int32_t f = 0; f < halfstep_format_count(); f++) {
-                halfstep_format_info format = {.struct_size = sizeof format};
-                MUST(halfstep_get_format_info(f, &format));
+                halfstep_format_info format = format_info(f);
                 for (int on = 0; on < 2; on++)
                     for (int32_t i = 0; format.block && i < info.states; i++) {
-                        char recipe[64];
                         struct one t;
-                        halfstep_slot_info slot = {.struct_size = sizeof slot};
                         if (!info.precise_if[i]) continue;
-                        snprintf(recipe, sizeof recipe, "%s/bf16-sr/%s", info.name, format.name);
+                        const char *recipe = text_of("%s/bf16-sr/%s", info.name, format.name);
                         one_open(&t, recipe, 2, 16, 256, "f32");
                         one_hyper(&t, info.precise_if[i], on);
                         one_start(&t);
-                        MUST(halfstep_get_slot_info(t.o, 0, HALFSTEP_SLOT_STATE + i, &slot));
+                        halfstep_slot_info slot = slot_info(t.o, 0, STATE + i);
                         int32_t want = on ? halfstep_format_find(info.precise_format[i]) : f;
                         if (slot.format >= 0)
                             CHECK(slot.format == want && slot.precise == on && !slot.fell_back,
@@ -343,7 +320,7 @@ static void test_precise(void)
         static const char *const formats[] = {"int8", "int4", "fp8", "fp8-e5m2", "dyn8"};
         double largest, fp32 = mean_step("adamw", "f32", "amsgrad", 0.3, 600, &largest) /
                                mean_step("adamw", "f32", "", 0.3, 600, &largest);
-        for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
+        for (size_t i = 0; i < COUNT(formats); i++) {
             double ratio = mean_step("adamw", formats[i], "amsgrad", 0.3, 600, &largest) /
                            mean_step("adamw", formats[i], "", 0.3, 600, &largest);
             CHECK(fabs(ratio / fp32 - 1) < 0.04, "%s: %g of the steps without amsgrad, in fp32 %g", formats[i], ratio,
@@ -354,7 +331,7 @@ static void test_precise(void)
         static const char *const formats[] = {"int8", "int4", "fp8", "fp8-e5m2", "dyn8"};
         for (double noise = 0.1; noise < 4; noise *= 30) {
             double most, fp32 = mean_step("rmsprop", "f32", "centered", noise, 200, &most), largest;
-            for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
+            for (size_t i = 0; i < COUNT(formats); i++) {
                 double step = mean_step("rmsprop", formats[i], "centered", noise, 200, &largest);
                 CHECK(fabs(step / fp32 - 1) < 0.02 && largest < 1.1 * most,
                       "%s, noise %g: steps are %g of fp32's, the largest %g", formats[i], noise, step / fp32,
@@ -371,7 +348,7 @@ static void test_adafactor(void)
     TEST("adafactor: a lr that fell acts at once on steps with a first moment, but for those published") {
         static const char *const recipes[] = {"adafactor/f32/f32", "adafactor/f32/int8",
                                               "adafactor/bf16-ecc16/bf16-sr"};
-        for (size_t r = 0; r < sizeof recipes / sizeof *recipes; r++)
+        for (size_t r = 0; r < COUNT(recipes); r++)
             for (int published = 0; published < 2; published++) {
                 struct one t;
                 struct source s = {3};
@@ -381,15 +358,15 @@ static void test_adafactor(void)
                 one_hyper(&t, "published", published);
                 one_hyper(&t, "weight_decay", 0);
                 one_start(&t);
-                one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1);
+                one_fill(&t, WEIGHT, 1);
                 for (int step = 0; step < 31; step++) {
-                    if (step >= 29) moved[step - 29] = one_mean(&t, HALFSTEP_SLOT_WEIGHT);
+                    if (step >= 29) moved[step - 29] = one_mean(&t, WEIGHT);
                     if (step == 30) one_hyper(&t, "lr", 1e-5);
                     for (int64_t i = 0; i < t.n; i++) t.room[i] = (float)(1 + 0.1 * next_normal(&s));
-                    one_write(&t, HALFSTEP_SLOT_GRADIENT, t.room);
+                    one_write(&t, GRADIENT, t.room);
                     MUST(one_step(&t));
                 }
-                double last = moved[1] - one_mean(&t, HALFSTEP_SLOT_WEIGHT), ratio = last / (moved[0] - moved[1]);
+                double last = moved[1] - one_mean(&t, WEIGHT), ratio = last / (moved[0] - moved[1]);
                 CHECK(published ? ratio > 0.5 : ratio < 2e-3, "%s, published %d: lr fell to 1e-3, the step to %g",
                       recipes[r], published, ratio);
                 one_close(&t);
@@ -409,9 +386,9 @@ static void test_reference(void)
                      {1e-8, 1e-3, 0, 1e-6, 1}, {0, 1e-3, 0, 1e-6, 1},       {1e-8, 1e-3, 1e-3, 0.1, 0},
                      {0, 1e-3, 1e-3, 0.1, 0},  {1e-3, 2e-2, 1e-3, 0.01, 0}, {1e-3, 1e-3, 1e-3, 1.5, 1},
                      {1e-3, 1e-3, 1e-3, 1, 0}, {1e-3, 2e-3, 1e-3, 0.6, 1},  {1e-8, 1e-3, 0, 0, 0}};
-        for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        for (size_t i = 0; i < COUNT(cases); i++) {
             static const char *const recipes[] = {"adamw/f32/f32", "lion/bf16-sr/int8", "sgd/f32"};
-            for (size_t r = 0; r < sizeof recipes / sizeof *recipes; r++) {
+            for (size_t r = 0; r < COUNT(recipes); r++) {
                 struct one t;
                 one_open(&t, recipes[r], 2, 2, 32, "f32");
                 MUST(halfstep_set_choice(t.o, 0, "decay", "fully-decoupled"));
@@ -420,19 +397,18 @@ static void test_reference(void)
                 one_hyper(&t, "reference_lr", cases[i].reference);
                 one_hyper(&t, "weight_decay", cases[i].decay);
                 one_start(&t);
-                one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1);
+                one_fill(&t, WEIGHT, 1);
                 int code = one_step(&t);
                 if (cases[i].refused) {
-                    EXPECT(code, HALFSTEP_ERROR_RANGE);
-                    CHECK(strstr(halfstep_error_detail(t.o), "reference_lr"), "'%s'", halfstep_error_detail(t.o));
-                    CHECK(one_mean(&t, HALFSTEP_SLOT_WEIGHT) == 1, "a refused step moves weights");
+                    EXPECT(code, RANGE);
+                    NAMES(t.o, "reference_lr");
+                    CHECK(one_mean(&t, WEIGHT) == 1, "a refused step moves weights");
                 } else {
-                    EXPECT(code, HALFSTEP_OK);
+                    EXPECT(code, OK);
                     double want = 1 - cases[i].lr / (cases[i].reference > 0 ? cases[i].reference : cases[i].first) *
                                           cases[i].decay;
-                    CHECK(fabs(one_mean(&t, HALFSTEP_SLOT_WEIGHT) - want) < 4e-3,
-                          "%s, case %d: weights are %g, should be %g", recipes[r], (int)i,
-                          one_mean(&t, HALFSTEP_SLOT_WEIGHT), want);
+                    CHECK(fabs(one_mean(&t, WEIGHT) - want) < 4e-3, "%s, case %d: weights are %g, should be %g",
+                          recipes[r], (int)i, one_mean(&t, WEIGHT), want);
                 }
                 one_close(&t);
             }
@@ -452,20 +428,20 @@ static void test_too_large(void)
                     static const float values[] = {1e19f, INFINITY, NAN, 1e19f};
                     struct one t;
                     one_open(&t, "adamw/f32/f32", 2, 3, 300, gradients[format]);
-                    MUST(halfstep_set_choice(t.o, HALFSTEP_ALL_GROUPS, "scan", scan ? "per-tensor" : "scan"));
+                    MUST(halfstep_set_choice(t.o, ALL_GROUPS, "scan", scan ? "per-tensor" : "scan"));
                     one_start(&t);
                     for (int64_t i = 0; i < t.n; i++) t.room[i] = 1;
                     t.room[7] = values[bad];
                     if (bad == 3) t.room[800] = NAN; /* which counts for more */
-                    one_write(&t, HALFSTEP_SLOT_GRADIENT, t.room);
+                    one_write(&t, GRADIENT, t.room);
                     EXPECT(one_step(&t), HALFSTEP_NONFINITE);
                     const char *detail = halfstep_error_detail(t.o);
                     int32_t too_large;
                     halfstep_nonfinite_tensor(t.o, &too_large);
                     CHECK(too_large == !bad && !strstr(detail, "not finite") == !bad && strstr(detail, "'w'"),
-                          "value %g: '%s'", (double)values[bad], detail);
-                    one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1);
-                    EXPECT(one_step(&t), HALFSTEP_OK);
+                          "value %g: '%s'", values[bad], detail);
+                    one_fill(&t, GRADIENT, 1);
+                    EXPECT(one_step(&t), OK);
                     one_close(&t);
                 }
     }

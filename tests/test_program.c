@@ -187,7 +187,7 @@ static void test_tables(void)
     CHECK(args_set(&args, &group, &rows[1], "sgd/f32,lion/bf16", why, sizeof why) == 0 && target.recipes.n == 2, "%s",
           why);
     args_text(&group, &rows[1], &text);
-    CHECK(!strcmp(text_string(&text), "sgd/f32/f32,lion/bf16/bf16-sr"), "%s", text_string(&text));
+    EQUAL_TEXT(text_string(&text), "sgd/f32/f32,lion/bf16/bf16-sr");
     text_free(&text);
     args_free(&args);
 }
@@ -224,8 +224,7 @@ static void test_path_lists(void)
     CHECK(target.paths.n == 1005 && target.others.n == 1 && target.number == 4 && args_given(&args, "paths"),
           "%d and %d paths", target.paths.n, target.others.n);
     static const char *const first[] = {"a,b", "./c", "d e", "f", "g", "n0", "n1"};
-    for (int i = 0; i < 7 && i < target.paths.n; i++)
-        CHECK(!strcmp(target.paths.item[i], first[i]), "%s in the place of %s", target.paths.item[i], first[i]);
+    for (int i = 0; i < 7 && i < target.paths.n; i++) EQUAL_TEXT(target.paths.item[i], first[i]);
     struct text text = {0};
     char why[200];
     const struct option_group other = {"Options", rows, OPTION_COUNT(rows), &again};
@@ -620,7 +619,7 @@ static void test_terminal(void)
               "TERM=dumb: %s", seen);
     }
     seen = on_terminal(120, "xterm", NULL, 1);
-    CHECK(!strcmp(seen, "a note before\r\na note\r\n"), "quiet: %s", seen);
+    EQUAL_TEXT(seen, "a note before\r\na note\r\n");
     if (term) setenv("TERM", term, 1);
     else unsetenv("TERM");
     if (no_colour) setenv("NO_COLOR", no_colour, 1);
@@ -650,7 +649,7 @@ static void test_bytes(void)
     fflush(stdout);
     dup2(own, 1);
     read_terminal(master, seen, sizeof seen);
-    CHECK(!strcmp(seen, shown), "%s", seen);
+    EQUAL_TEXT(seen, shown);
     close(own);
     close(slave);
     close(master);

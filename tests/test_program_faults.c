@@ -12,7 +12,6 @@
  *
  * A child process works through the faults of a command. If it dies, its fault is reported.
  * Runs under sanitizers. */
-#include <sys/wait.h>
 
 #include "common/args/args.h"
 #include "faults/inject.h"
@@ -234,8 +233,7 @@ int main(int argc, char **argv)
             }
             test_leave(0);
         }
-        int status = 0;
-        demand(child > 0 && waitpid(child, &status, 0) == child, "no child");
+        int status = test_child_status(child);
         CHECK(status == 0, "%s: the process ends with %d, signal %d", shared->fault, WEXITSTATUS(status),
               WTERMSIG(status));
         CHECK(!shared->violation[0], "%s: %s", shared->fault, shared->violation);

@@ -1,7 +1,5 @@
 /* Tests what a comparison says about made-up runs, so that the right answer is known. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "test.h"
 #include "trainer/report/report.h"
@@ -57,6 +55,9 @@ static void make(struct report *report, const double end[ENTRIES])
 }
 
 static int has(const struct text *text, const char *part) { return text->data && strstr(text->data, part) != NULL; }
+
+/* Checks that `text` has this part. */
+#define HAS(part) CHECK(has(&text, part), "\"%s\" is not in %s", part, text.data)
 
 static int count(const struct text *text, const char *part)
 {
@@ -120,19 +121,18 @@ int main(int argc, char **argv)
         struct text text = {0};
         make(&report, usual);
         report_sentence(&report, &text);
-        CHECK(has(&text, "adamw/bf16/bf16-sr ends 1.12 nat above adamw/f32/f32"), "%s", text.data);
-        CHECK(has(&text, "adamw/bf16-sr/bf16-sr ends within 0.002 nat of it, with 50 % of its bytes per parameter."),
-              "%s", text.data);
-        CHECK(has(&text, "lion/bf16/<int8>& ends 0.20 nat below"), "%s", text.data);
+        HAS("adamw/bf16/bf16-sr ends 1.12 nat above adamw/f32/f32");
+        HAS("adamw/bf16-sr/bf16-sr ends within 0.002 nat of it, with 50 % of its bytes per parameter.");
+        HAS("lion/bf16/<int8>& ends 0.20 nat below");
         text_free(&text);
         make(&report, (const double[ENTRIES]){0, NAN, 0.0214, 0.0011});
         report_sentence(&report, &text);
-        CHECK(has(&text, "adamw/bf16/bf16-sr diverged; "), "%s", text.data);
-        CHECK(has(&text, " and lion/bf16/<int8>& end within 0.022 nat of it, with 50 % and 32 %"), "%s", text.data);
+        HAS("adamw/bf16/bf16-sr diverged; ");
+        HAS(" and lion/bf16/<int8>& end within 0.022 nat of it, with 50 % and 32 %");
         text_free(&text);
         make(&report, (const double[ENTRIES]){INFINITY, 0, 0, 0});
         report_sentence(&report, &text);
-        CHECK(has(&text, "The reference adamw/f32/f32 diverged."), "%s", text.data);
+        HAS("The reference adamw/f32/f32 diverged.");
         text_free(&text);
         make(&report, usual);
         report.entries = 1;
@@ -163,11 +163,11 @@ int main(int argc, char **argv)
               check[0].passed, check[1].passed, check[2].passed, check[3].passed);
         struct text text = {0};
         report_check_text(&report, &check[1], &text);
-        CHECK(has(&text, "1.1200 nat above adamw/f32/f32, wanted more than 1.2"), "%s", text.data);
+        HAS("1.1200 nat above adamw/f32/f32, wanted more than 1.2");
         text_free(&text);
         static const char *const bad[] = {"adamw/bf16", "adamw/bf16>", "adamw/bf16>x",  "adamw/bf16>1x",
                                           "sgd>1",      ">1",          "adamw/bf16>nan"};
-        for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
+        for (size_t i = 0; i < COUNT(bad); i++)
             CHECK(report_parse_checks(&report, bad[i], check, 8, &n, error, sizeof error) != 0 && error[0],
                   "\"%s\" was read", bad[i]);
         make(&report, (const double[ENTRIES]){0, NAN, NAN, NAN});
@@ -183,15 +183,15 @@ int main(int argc, char **argv)
         struct text text = {0};
         make(&report, usual);
         report_table(&report, &text);
-        CHECK(has(&text, "+0.0020 ± 0.0017"), "%s", text.data);
+        HAS("+0.0020 ± 0.0017");
         CHECK(has(&text, "2.1020 ± 0.1030") && has(&text, "5.062") && has(&text, "25.00") && has(&text, "1001"), "%s",
               text.data);
         text_free(&text);
         report_runs_csv(&report, &text);
-        CHECK(count(&text, "\n") == 1 + ENTRIES * SEEDS, "%d lines", count(&text, "\n"));
+        EQUAL(count(&text, "\n"), 1 + ENTRIES * SEEDS);
         text_free(&text);
         report_history_csv(&report, &text);
-        CHECK(count(&text, "\n") == 1 + ENTRIES * SEEDS * (1001 + 11), "%d lines", count(&text, "\n"));
+        EQUAL(count(&text, "\n"), 1 + ENTRIES * SEEDS * (1001 + 11));
         CHECK(has(&text, "adamw/f32/f32,7,validation,1000,"), "no last validation");
         text_free(&text);
         make(&report, (const double[ENTRIES]){0, NAN, INFINITY, 0});
@@ -269,13 +269,9 @@ int main(int argc, char **argv)
         report_row(&report, 0, &row);
         CHECK(row.reached.n == 0, "98 %% counts as 99 %%");
         report_sentence(&report, &text);
-        CHECK(has(&text,
-                  "With batch 128, second is the most accurate, 98.45 %; first ends with the lowest loss, 2.1000."),
-              "%s", text.data);
-        CHECK(has(&text,
-                  "With batch <512>, second is the most accurate, 99.35 %, and ends with the lowest loss, 1.9000; "
-                  "second is the first to reach 99 %, after 1 epochs."),
-              "%s", text.data);
+        HAS("With batch 128, second is the most accurate, 98.45 %; first ends with the lowest loss, 2.1000.");
+        HAS("With batch <512>, second is the most accurate, 99.35 %, and ends with the lowest loss, 1.9000; "
+            "second is the first to reach 99 %, after 1 epochs.");
         text_free(&text);
         report_table(&report, &text);
         CHECK(has(&text, "batch 128:\n") && has(&text, "99.350 ± 0.010") && has(&text, "images/s") &&
@@ -294,7 +290,7 @@ int main(int argc, char **argv)
         CHECK(report_judge(&report) == 2 && check[0].passed && !check[1].passed && check[2].passed && !check[3].passed,
               "accuracies are judged wrongly: %g", check[0].value);
         report_check_text(&report, &check[0], &text);
-        CHECK(has(&text, "test accuracy 98.450 %, wanted more than 98.44"), "%s", text.data);
+        HAS("test accuracy 98.450 %, wanted more than 98.44");
         text_free(&text);
         report_html(&report, &text);
         const char *problem = text.data ? unbalanced(text.data) : "nothing written";
@@ -302,7 +298,7 @@ int main(int argc, char **argv)
         CHECK(has(&text, "batch &lt;512&gt;") && !has(&text, "<512>") &&
                   has(&text, "Test error, 100 % − accuracy, batch 128"),
               "the page lacks a group");
-        CHECK(count(&text, "<svg viewBox=\"0 0 960") == 2 * 3 + 1, "%d charts", count(&text, "<svg viewBox=\"0 0 960"));
+        EQUAL(count(&text, "<svg viewBox=\"0 0 960"), 2 * 3 + 1);
         text_free(&text);
         for (int i = 0; i < report.runs; i++) report_curve_free(&runs[i].accuracies);
     }
@@ -310,7 +306,7 @@ int main(int argc, char **argv)
     TEST("axes") {
         double x[64], y[64];
         static const double scales[] = {1e-6, 0.03, 1, 700, 2e7};
-        for (size_t s = 0; s < sizeof scales / sizeof scales[0]; s++)
+        for (size_t s = 0; s < COUNT(scales); s++)
             for (int axis = SVG_LINEAR; axis <= SVG_ASINH; axis++) {
                 for (int i = 0; i < 64; i++) x[i] = i + 1, y[i] = scales[s] * (1 + i / 20.0);
                 struct svg_series series = {"s", 0, 64, x, y, NULL, NULL, 0, 1};

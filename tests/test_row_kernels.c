@@ -152,8 +152,7 @@ static void test_definitions(void)
                 for (int i = 0; i < n; i++) square += (double)before.wide[0][i] * (double)before.wide[0][i];
                 double rate = 1 / sqrt(square / n + 1e-5);
                 float got_rate = k->norm(r.stored[0].f, type, r.wide[0], r.wide[1], 1e-5f, n);
-                CHECK(near((double)got_rate, rate, LM_F32, 0), "norm of %d on %s: %g, not %g", n, on, (double)got_rate,
-                      rate);
+                CHECK(near((double)got_rate, rate, LM_F32, 0), "norm of %d on %s: %g, not %g", n, on, got_rate, rate);
                 for (int i = 0; i < n; i++) {
                     double x = (double)before.wide[0][i] * rate * (double)before.wide[1][i];
                     CHECK(near(stored(&r, 0, type, i), x, type, 1e-6),
@@ -232,8 +231,7 @@ static void test_definitions(void)
                 for (int i = 0; i < n; i++) sum += exp((double)before.wide[0][i]);
                 double loss = log(sum) - (double)before.wide[0][target];
                 float got = k->cross_entropy(r.wide[0], target, 0.5f, n);
-                CHECK(near((double)got, loss, LM_F32, 1), "cross entropy of %d on %s: %g, not %g", n, on, (double)got,
-                      loss);
+                CHECK(near((double)got, loss, LM_F32, 1), "cross entropy of %d on %s: %g, not %g", n, on, got, loss);
                 for (int i = 0; i < n; i++) {
                     double x = 0.5 * (exp((double)before.wide[0][i]) / sum - (i == target));
                     CHECK(near((double)r.wide[0][i], x, LM_F32, 1), "its gradient, element %d", i);

@@ -3,11 +3,8 @@
  * runs, of which --short is the shortest, sample by fixed strides. Long runs are in test_trajectories.c. Over 500 lines
  * because all of them judge by the same reference. */
 #define HALFSTEP_ADVANCED
-#include <math.h>
 
-#include "calls.h"
 #include "ref/table.h"
-#include "test.h"
 
 /* Returns 0, or 2^low to 2^high with all bits random, of either sign. */
 static float wide(struct source *s, int low, int high)
@@ -88,7 +85,7 @@ static struct ref_hyper random_hyper(struct source *s, int32_t row)
     if (!info.raw_gradient || decay != REF_L2) h.decay = decay;
     for (int32_t i = common_hypers(); i < info.hypers; i++) {
         halfstep_hyper_info hyper = hyper_info(row, i);
-        for (size_t c = 0; c < sizeof choices / sizeof choices[0]; c++)
+        for (size_t c = 0; c < COUNT(choices); c++)
             if (choices[c].n && !strcmp(choices[c].name, hyper.name))
                 *ref_hyper_at(&h, hyper.name) =
                     fmax(choices[c].value[next64(s) % (uint64_t)choices[c].n], hyper.minimum);
@@ -123,13 +120,13 @@ static void write_state(struct one *t, const halfstep_rule_info *info, int j, co
     int n = 0;
     for (int i = 0; i < d->r.n; i++)
         if (first_with(info, j, &d->r, i) == i) numbers[n++] = d->state[j][i];
-    one_write(t, HALFSTEP_SLOT_STATE + j, numbers);
+    one_write(t, STATE + j, numbers);
 }
 
 static void read_state(struct one *t, const halfstep_rule_info *info, int j, const struct ref_tensor *r, float *out)
 {
     static float numbers[MOST];
-    one_read(t, HALFSTEP_SLOT_STATE + j, numbers);
+    one_read(t, STATE + j, numbers);
     for (int i = 0, n = 0; i < r->n; i++) {
         int first = first_with(info, j, r, i);
         out[i] = first == i ? numbers[n++] : out[first];
@@ -211,7 +208,6 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     static float out[MOST];
     halfstep_rule_info info = rule_info(row);
     double scalar[REF_SCALARS], moved[REF_SCALARS], scalar_size[REF_SCALARS];
-    char recipe[64];
     struct one t;
     uint64_t step = 1 + (next64(s) % 4 == 0 ? 0 : next64(s) % (next64(s) % 2 ? 10 : 100000));
     uint64_t full = next64(s) % 2 ? step : 1 + next64(s) % step;
@@ -224,14 +220,13 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
                               .columns = MOST / rows,
                               .t = (double)step,
                               .full = (double)full};
-    snprintf(recipe, sizeof recipe, info.states ? "%s/f32/f32" : "%s/f32", ref->rule);
-    one_open(&t, recipe, d.r.ndim, rows, MOST / rows, "f32");
+    one_open(&t, text_of(info.states ? "%s/f32/f32" : "%s/f32", ref->rule), d.r.ndim, rows, MOST / rows, "f32");
     ref_apply(&t, row, &d.h);
     one_start(&t);
     for (int j = 0; j < REF_STATES; j++) d.stored[j] = j < info.states && state_stored(&t, j);
     draw(s, &info, kind, &d);
-    one_write(&t, HALFSTEP_SLOT_WEIGHT, d.w);
-    one_write(&t, HALFSTEP_SLOT_GRADIENT, d.g);
+    one_write(&t, WEIGHT, d.w);
+    one_write(&t, GRADIENT, d.g);
     for (int j = 0; j < info.states; j++)
         if (d.stored[j]) write_state(&t, &info, j, &d);
     halfstep_record c = counters_of(t.o, 0);
@@ -273,7 +268,7 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     for (int slot = 0; slot <= info.states; slot++) {
         if (slot && !d.stored[slot - 1]) continue;
         if (slot) read_state(&t, &info, slot - 1, &d.r, out);
-        else one_read(&t, HALFSTEP_SLOT_WEIGHT, out);
+        else one_read(&t, WEIGHT, out);
         double *most = slot ? worst_state : worst, largest = 0;
         /* Every element of an orthogonalized matrix depends on all of them. */
         for (int i = 0; i < MOST; i++) largest = fmax(largest, size[slot][i]);
@@ -304,7 +299,7 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
 
 static int has_choice(const char *hyper)
 {
-    for (size_t c = 0; c < sizeof choices / sizeof choices[0]; c++)
+    for (size_t c = 0; c < COUNT(choices); c++)
         if (!strcmp(choices[c].name, hyper)) return 1;
     return 0;
 }
@@ -370,7 +365,7 @@ static const struct kept {
 
 static const struct kept *kept_of(const char *format)
 {
-    for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++)
+    for (size_t i = 0; i < COUNT(kept); i++)
         if (!strcmp(kept[i].format, format)) return &kept[i];
     return NULL;
 }
@@ -390,8 +385,7 @@ static void judge_elements(const char *format, const char *recipe, const char *g
     struct source s = {77};
     struct one t;
     double worst = 0;
-    one_open(&t, recipe, 2, ROWS, COLUMNS, gradient);
-    one_start(&t);
+    one_new(&t, recipe, 2, ROWS, COLUMNS, gradient);
     for (int round = 0; round < BY_LENGTH(4, 6, 40); round++) {
         for (int i = 0; i < N; i++) in[i] = wide(&s, low, high);
         one_write(&t, slot, in);
@@ -420,15 +414,14 @@ static void judge_block(struct source *s, int nonneg, int exponent, double *wors
     enum { N = 4 * 32 };
     static float in[N], out[N];
     struct one t;
-    one_open(&t, "adamw/f32/int8", 2, 4, 32, "f32");
-    one_start(&t);
+    one_new(&t, "adamw/f32/int8", 2, 4, 32, "f32");
     for (int i = 0; i < N; i++) {
         double unit = pow(next_unit(s), 1 + (double)(i % 5));
         in[i] = (float)ldexp(unit * (nonneg || next64(s) & 1 ? 1 : -1), exponent);
         if (i % 11 == 3) in[i] = 0;
     }
-    one_write(&t, HALFSTEP_SLOT_STATE + nonneg, in);
-    one_read(&t, HALFSTEP_SLOT_STATE + nonneg, out);
+    one_write(&t, STATE + nonneg, in);
+    one_read(&t, STATE + nonneg, out);
     for (int b = 0; b < N; b += 32) {
         double most = 0;
         for (int i = b; i < b + 32; i++) most = fmax(most, fabs((double)in[i]));
@@ -457,7 +450,6 @@ static void test_formats(void)
 {
     TEST("formats keep values to their documented error") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
-            char recipe[64];
             const char *weight = format_for(row, HALFSTEP_ROLE_WEIGHT),
                        *gradient = format_for(row, HALFSTEP_ROLE_GRADIENT);
             const char *state = format_for(row, HALFSTEP_ROLE_SIGNED);
@@ -466,15 +458,9 @@ static void test_formats(void)
             const struct kept *k = kept_of(info.name);
             CHECK(k, "kept[] of tests/test_rules.c has no bound for '%s' (docs/adding.md)", info.name);
             if (!k) continue;
-            if (weight && !k->half) {
-                snprintf(recipe, sizeof recipe, "adamw/%s", weight);
-                judge_elements(weight, recipe, "f32", HALFSTEP_SLOT_WEIGHT, -140, 126);
-            }
-            if (gradient) judge_elements(gradient, "adamw", gradient, HALFSTEP_SLOT_GRADIENT, -30, k->half ? 15 : 120);
-            if (state && !k->half) {
-                snprintf(recipe, sizeof recipe, "lion/f32/%s", state);
-                judge_elements(state, recipe, "f32", HALFSTEP_SLOT_STATE, -125, 126);
-            }
+            if (weight && !k->half) judge_elements(weight, text_of("adamw/%s", weight), "f32", WEIGHT, -140, 126);
+            if (gradient) judge_elements(gradient, "adamw", gradient, GRADIENT, -30, k->half ? 15 : 120);
+            if (state && !k->half) judge_elements(state, text_of("lion/f32/%s", state), "f32", STATE, -125, 126);
         }
     }
     TEST("block formats keep roots to their documented error, at every magnitude") {
@@ -488,16 +474,13 @@ static void test_formats(void)
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             const char *format = format_for(row, HALFSTEP_ROLE_SIGNED);
             if (!format) continue;
-            char recipe[64];
             struct one t;
-            snprintf(recipe, sizeof recipe, "lion/f32/%s", format);
-            one_open(&t, recipe, 2, 2, 64, "f32");
-            one_start(&t);
-            one_read(&t, HALFSTEP_SLOT_STATE, t.room);
+            one_new(&t, text_of("lion/f32/%s", format), 2, 2, 64, "f32");
+            one_read(&t, STATE, t.room);
             for (int i = 0; i < t.n; i++)
                 CHECK(to_bits(t.room[i]) == 0, "%s: zero bytes decode to %a", format, t.room[i]);
-            one_fill(&t, HALFSTEP_SLOT_STATE, -0x1p-128f);
-            one_read(&t, HALFSTEP_SLOT_STATE, t.room);
+            one_fill(&t, STATE, -0x1p-128f);
+            one_read(&t, STATE, t.room);
             for (int i = 0; i < t.n; i++)
                 CHECK(to_bits(t.room[i]) == 0, "%s: -2^-128 came back as %a", format, t.room[i]);
             one_close(&t);
@@ -551,7 +534,7 @@ static void test_stochastic(void)
                                       0x7f800000, 0xff800000, 0x7f7fffff, 0xff7fffff, 0x7f7f0001, 0x7f7f0000,
                                       0x00000001, 0x80000001, 0x0000ffff, 0x00000000, 0x80000000};
         int peer_lost = 0;
-        for (size_t k = 0; k < sizeof in / sizeof in[0]; k++)
+        for (size_t k = 0; k < COUNT(in); k++)
             for (uint32_t i = 0; i < 65536; i += BY_LENGTH(255, 31, 1)) {
                 float pair[2];
                 uint16_t out[2];

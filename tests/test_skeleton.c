@@ -17,11 +17,11 @@ int main(int argc, char **argv)
         float k[HSTEP_MAX_SCALARS] = {0}, state = -1.0f;
         skeleton_prepare(k, &p);
         float d = skeleton_rule(k, 2.0f, 1.0f, &state, 0);
-        CHECK(state == -0.5f, "state %g, expected -0.5", (double)state);
-        CHECK(d == -0.5f + 0.5f, "change %g, expected 0", (double)d);
+        EQUAL(state, -0.5f);
+        EQUAL(d, -0.5f + 0.5f);
         state = 0.0f;
         d = skeleton_rule(k, 0.0f, 0.0f, &state, 0);
-        CHECK(d == 0.0f && state == 0.0f, "zeros must stay zeros: change %g, state %g", (double)d, (double)state);
+        CHECK(d == 0.0f && state == 0.0f, "zeros must stay zeros: change %g, state %g", d, state);
     }
 
     TEST("skeleton format") {
@@ -30,7 +30,7 @@ int main(int argc, char **argv)
                 vi scale = skeleton_scale(maximum, nonneg);
                 float step = v_from_bits(scale);
                 CHECK((scale & 0xffff) == 0 && step >= maximum / (nonneg ? 255.0f : 127.0f), "scale %g of maximum %g",
-                      (double)step, (double)maximum);
+                      step, maximum);
                 for (float x = nonneg ? 0.0f : -maximum; x <= maximum; x += maximum / 100.0f) {
                     vi code = skeleton_code(skeleton_stash(x, nonneg), skeleton_inverse(scale, nonneg), 0x8000, nonneg),
                        e, o;
@@ -40,7 +40,7 @@ int main(int argc, char **argv)
                     CHECK(e == code && o == code, "code %d came back as %d and %d", (int)code, (int)e, (int)o);
                     double error = (double)skeleton_value(e, step, nonneg) - (double)x;
                     CHECK(error <= 0.51 * (double)step && error >= -0.51 * (double)step,
-                          "x %g, maximum %g: error %g, step %g", (double)x, (double)maximum, error, (double)step);
+                          "x %g, maximum %g: error %g, step %g", x, maximum, error, step);
                 }
             }
         CHECK(skeleton_scale(0.0f, 0) == 0 && skeleton_inverse(0, 0) == 0.0f, "an all-zero block needs scale 0");

@@ -63,7 +63,7 @@ static void refused(const char *const *names, int n, const char *words)
 static void make_folder(void)
 {
     static const char *const folders[] = {"t", "t/b", "t/b/.git", "t/e", "t/e/f", "t/nothing", "t/nothing/inside"};
-    for (size_t i = 0; i < sizeof folders / sizeof *folders; i++) need(!mkdir(folders[i], 0700), folders[i]);
+    for (size_t i = 0; i < COUNT(folders); i++) need(!mkdir(folders[i], 0700), folders[i]);
     put("t/a", "Aa", 2);
     put("t/b/1", "B1", 2);
     put_packed("t/b/2.gz", "B2");
@@ -87,7 +87,7 @@ static void test_order(void)
     /* Sorted by bytes, not by any language's order of letters. */
     need(!mkdir("order", 0700), "order");
     static const char *const names[] = {"order/Z", "order/a", "order/10", "order/9", "order/\xc3\xa9", "order/_"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) put(names[i], names[i] + 6, 1);
+    for (size_t i = 0; i < COUNT(names); i++) put(names[i], names[i] + 6, 1);
     joined((const char *[]){"order"}, 1, "19Z_a\xc3", 6);
 }
 

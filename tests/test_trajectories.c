@@ -2,11 +2,8 @@
  * double precision (ref/), whose states are never rounded. Both see the same gradients, which do not react to the
  * weights, so that nothing corrects an error. That is --all; a run without arguments takes only the first 48 steps.
  * --table prints the measurements, for the bounds below, over all steps. */
-#include <math.h>
 
-#include "calls.h"
 #include "ref/table.h"
-#include "test.h"
 
 enum { FULL = 1000, SHORT = 48, ROWS = 8 };
 
@@ -107,20 +104,20 @@ static double follow(const struct course *c, const char *recipe)
     struct one t;
     double off;
     one_open(&t, recipe, 2, ROWS, c->columns, "f32");
-    MUST(halfstep_set_choice(t.o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+    MUST(halfstep_set_choice(t.o, ALL_GROUPS, "scan", "known-finite"));
     ref_apply(&t, c->row, &c->h);
     one_start(&t);
     for (int j = 0; j < c->info.states; j++) {
-        halfstep_slot_info slot = slot_info(t.o, 0, HALFSTEP_SLOT_STATE + j);
+        halfstep_slot_info slot = slot_info(t.o, 0, STATE + j);
         CHECK(!slot.fell_back, "%s: %s fell back to another format", recipe, c->info.state_name[j]);
     }
-    one_write(&t, HALFSTEP_SLOT_WEIGHT, c->start);
+    one_write(&t, WEIGHT, c->start);
     for (int step = 0; step < steps; step++) {
         void *weights[1] = {t.weight};
         const void *gradients[1] = {c->gradients + (size_t)step * (size_t)c->n};
         MUST(halfstep_step(t.o, weights, gradients));
     }
-    one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
+    one_read(&t, WEIGHT, t.room);
     off = distance(c, t.room);
     if (c->info.average) {
         /* y = (1 - b1) z + b1 x */
@@ -140,7 +137,7 @@ static double follow(const struct course *c, const char *recipe)
  * be. */
 static int recipe_with(char *recipe, size_t size, const halfstep_rule_info *rule, const char *weight, int32_t row)
 {
-    halfstep_format_info format = {.struct_size = sizeof format};
+    SIZED(halfstep_format_info, format);
     int served = 0, length = snprintf(recipe, size, "%s/%s", rule->name, weight), named = 0;
     MUST(halfstep_get_format_info(row, &format));
     for (int j = 0; j < rule->states; j++) {
@@ -219,7 +216,7 @@ static const struct {
     {"prodigy", {"fp8-lamb16", {5, 1.7}, "the sums that the estimate is divided by are cut off too"}},
 };
 
-enum { WEIGHTS = sizeof weights / sizeof weights[0], STATES = sizeof states / sizeof states[0] };
+enum { WEIGHTS = COUNT(weights), STATES = COUNT(states) };
 
 static const struct bound *bound_of(const struct bound *bounds, int n, const char *format)
 {
@@ -230,7 +227,7 @@ static const struct bound *bound_of(const struct bound *bounds, int n, const cha
 
 static const struct bound *state_bound(const char *rule, const char *format)
 {
-    for (size_t i = 0; i < sizeof exceptions / sizeof exceptions[0]; i++)
+    for (size_t i = 0; i < COUNT(exceptions); i++)
         if (!strcmp(exceptions[i].rule, rule) && !strcmp(exceptions[i].state.format, format))
             return &exceptions[i].state;
     return bound_of(states, STATES, format);
@@ -242,7 +239,7 @@ static void follow_reference(const struct reference *ref, int32_t geometry, int 
     course_open(&c, ref, columns, id);
     if (table) printf("     %s %s, %d weights, travelled %.3g:", ref->rule, ref->options, c.n, c.travelled);
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
-        halfstep_format_info format = {.struct_size = sizeof format};
+        SIZED(halfstep_format_info, format);
         char recipe[96];
         MUST(halfstep_get_format_info(row, &format));
         if ((format.block && format.geometry == HALFSTEP_GEOMETRY_FLAT) != (geometry == HALFSTEP_GEOMETRY_FLAT))
@@ -274,9 +271,8 @@ int main(int argc, char **argv)
     if (table) test_filter = "";
     if (BY_LENGTH(1, !table, 0)) steps = SHORT;
     struct one probe;
-    halfstep_record counters = {.struct_size = sizeof counters};
-    one_open(&probe, "sgd", 2, ROWS, 128, "f32");
-    one_start(&probe);
+    SIZED(halfstep_record, counters);
+    one_new(&probe, "sgd", 2, ROWS, 128, "f32");
     MUST(get_counters(probe.o, 0, &counters));
     one_close(&probe);
     TEST("every format has a bound") {

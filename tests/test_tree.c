@@ -1,5 +1,4 @@
 /* Tests the tree of micro-steps: any number of processes gets the bits of one, which are those of a binary counter. */
-#include <string.h>
 
 #include "common/tree.h"
 #include "test.h"
@@ -82,7 +81,7 @@ static float sum_by(int64_t leaves, int ranks)
         CHECK(nodes[k].begin == at, "node %d of %d ranks begins at %d", k, ranks, (int)nodes[k].begin);
         at = nodes[k].end;
     }
-    CHECK(at == leaves, "nodes end at %d", (int)at);
+    EQUAL(at, leaves);
     tree_join(leaves, nodes, n, merges);
     for (int k = 0; k < n - 1; k++) sums[merges[k].into] += sums[merges[k].from];
     return sums[0];
@@ -100,7 +99,7 @@ int main(int argc, char **argv)
             for (int ranks = 1; ranks <= leaves; ranks++) {
                 float sum = sum_by(leaves, ranks);
                 CHECK(memcmp(&sum, &expected, sizeof sum) == 0, "%d leaves, %d ranks: %.9g, not %.9g", (int)leaves,
-                      ranks, (double)sum, (double)expected);
+                      ranks, sum, expected);
             }
         }
         CHECK(differs_from_plain > MOST / 2, "the values do not tell orders apart");

@@ -6,7 +6,6 @@
 #include <math.h>
 #include <stdint.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "kernels/dispatch.h"
@@ -58,13 +57,13 @@ static const uint32_t special[] = {
     0x4b7fffff, 0x4b800000, 0x4effffff, 0x4f000000, 0x5f000000, 0x7effffff, 0x7f000000, 0x7f7effff, /* 2^31 .. */
     0x7f7f0000, 0x7f7ffffe, 0x7f7fffff, 0x7f800000, 0x7f800001, 0x7fbfffff, 0x7fc00000, 0x7fffffff, /* Inf, NaN */
 };
-#define SPECIALS (2 * (int)(sizeof special / sizeof *special))
+#define SPECIALS (2 * (int)(COUNT(special)))
 static uint32_t special_at(int i) { return special[i / 2 % (SPECIALS / 2)] ^ (i & 1 ? 0x80000000u : 0); }
 
 /* ---- Inputs of three operands ---- */
 
 static const char *const set_names[] = {"special values", "random bits", "near one", "sparse", "halves"};
-#define SETS ((int)(sizeof set_names / sizeof *set_names))
+#define SETS ((int)(COUNT(set_names)))
 
 /* Makes the inputs. Returns their number, at most N and a multiple of 256. */
 static int64_t make_set(int set, uint32_t *a, uint32_t *b, uint32_t *c)
@@ -460,7 +459,7 @@ static void test_definitions(const struct vec_unit *scalar)
         {"v_eq", 0x80000000, 0x00000000, 1},
         {"v_lt", 0x80000001, 0x00000000, 1},
     };
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+    for (size_t i = 0; i < COUNT(table); i++) {
         uint32_t got = one_lane(scalar, table[i].op, table[i].a, table[i].b);
         CHECK(got == table[i].result, "%s(%08x, %08x) = %08x, should be %08x", table[i].op, table[i].a, table[i].b, got,
               table[i].result);
@@ -534,14 +533,13 @@ static int chosen(const char *value, int isa, int warning)
         setenv("HALFSTEP_ISA", "scalar", 1); /* too late */
         test_leave(best == isa && warned == warning && hstep_isa_best() == best ? 0 : 1);
     }
-    int status;
-    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    return test_child_status(child) == 0;
 }
 
 static void test_choice(void)
 {
     int last = 0;
-    CHECK(hstep_isa_count() == (int)(sizeof units / sizeof *units), "%d rows", hstep_isa_count());
+    EQUAL(hstep_isa_count(), (int)(COUNT(units)));
     for (int i = 0; i < hstep_isa_count(); i++) {
         const char *name = hstep_isa_name(i);
         CHECK(hstep_isa_find(name) == i, "row %d, %s, is found as row %d", i, name, hstep_isa_find(name));
@@ -667,11 +665,11 @@ int main(int argc, char **argv)
         char *list = hstep_isa_available(i) && unit ? tested : skipped;
         snprintf(list + strlen(list), sizeof tested - strlen(list), "%s%s", *list ? " " : "", name);
         if (list == skipped) continue;
-        for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
+        for (size_t g = 0; g < COUNT(groups); g++) {
             char title[64];
             snprintf(title, sizeof title, "%s: %s", name, groups[g].name);
             TEST(title) {
-                CHECK(!strcmp(unit->name, name), "the header calls itself %s", unit->name);
+                EQUAL_TEXT(unit->name, name);
                 groups[g].run(scalar, unit);
                 test_close_group();
             }

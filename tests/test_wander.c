@@ -9,12 +9,9 @@
  * Everything is counted in ulp of BF16 between 1 and 2. Seeds are fixed, so a pass stays a pass.
  * Not for an emulator. */
 #define HALFSTEP_ADVANCED
-#include <math.h>
 
-#include "calls.h"
 #include "base/rng.h"
 #include "ref/fixture.h"
-#include "test.h"
 
 enum { ELEMENTS = 4096, COLUMNS = 256, ROWS = ELEMENTS / COLUMNS, PERIODS = 300 };
 static const double ulp = 0x1p-7;
@@ -90,7 +87,7 @@ static double wide[WIDE];
 static void take_words(uint64_t seed, uint64_t t)
 {
     static uint32_t words[WIDE / 2];
-    MUST(halfstep_random_words("lattice", seed, halfstep_name_id("w"), t, HALFSTEP_SLOT_WEIGHT, 0, words, WIDE / 2));
+    MUST(halfstep_random_words("lattice", seed, halfstep_name_id("w"), t, WEIGHT, 0, words, WIDE / 2));
     double deviation = sqrt((65536.0 * 65536.0 - 1) / 12);
     for (int i = 0; i < WIDE; i++) wide[i] = ((double)(words[i / 2] >> 16 * (i % 2) & 65535) - 32767.5) / deviation;
 }
@@ -100,7 +97,7 @@ static void test_elements(void)
     static const uint64_t writes[] = {0, 1, 100, 128, 255, 300, 70000};
     TEST("lattice: elements of one step are uncorrelated at every distance up to 65,536") {
         static double re[TRANSFORM], im[TRANSFORM];
-        for (size_t k = 0; k < sizeof writes / sizeof *writes; k++) {
+        for (size_t k = 0; k < COUNT(writes); k++) {
             take_words(k, writes[k]);
             memset(re, 0, sizeof re);
             memset(im, 0, sizeof im);
@@ -124,7 +121,7 @@ static void test_elements(void)
     }
     TEST("lattice: sums over rows and columns of one step scatter as independent ones") {
         enum { SIDE = 512 };
-        for (size_t k = 0; k < sizeof writes / sizeof *writes; k++) {
+        for (size_t k = 0; k < COUNT(writes); k++) {
             take_words(100 + k, writes[k]);
             static double sums[2][SIDE];
             memset(sums, 0, sizeof sums);
@@ -150,7 +147,7 @@ static void test_elements(void)
 static void open_with(struct one *t, const char *recipe, const char *generator)
 {
     one_open(t, recipe, 2, ROWS, COLUMNS, "f32");
-    MUST(halfstep_set_choice(t->o, HALFSTEP_ALL_GROUPS, "generator", generator));
+    MUST(halfstep_set_choice(t->o, ALL_GROUPS, "generator", generator));
 }
 
 /* Rounds x to BF16 as write number `write` of a slot does. */
@@ -173,14 +170,14 @@ static void test_counts(void)
         one_hyper(&t, "momentum", 0.5);
         one_hyper(&t, "weight_decay", 0);
         one_start(&t);
-        one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1.5f);
+        one_fill(&t, WEIGHT, 1.5f);
         uint64_t full = 0, state = 0, accumulations = 0;
         int wrong[3] = {0};
         for (int k = 0; k < 700; k++) {
             for (int i = 0; i < ELEMENTS; i++) g[i] = (float)next_unit(&s) - 0.5f;
-            one_write(&t, HALFSTEP_SLOT_GRADIENT, g);
-            one_read(&t, HALFSTEP_SLOT_WEIGHT, w);
-            one_read(&t, HALFSTEP_SLOT_STATE, m);
+            one_write(&t, GRADIENT, g);
+            one_read(&t, WEIGHT, w);
+            one_read(&t, STATE, m);
             const void *gradients[1] = {t.gradient};
             if (k % 5 == 1) { /* into an accumulator */
                 for (int i = 0; i < ELEMENTS; i++) {
@@ -188,7 +185,7 @@ static void test_counts(void)
                     next[i] = a[i] + 0.25f * g[i];
                 }
                 MUST(halfstep_accumulate(t.o, 0, sum, "bf16-sr", t.gradient, "f32", 0.25));
-                round_all(next, expected, accumulations++, HALFSTEP_SLOT_GRADIENT);
+                round_all(next, expected, accumulations++, GRADIENT);
                 wrong[2] += memcmp(sum, expected, sizeof sum) != 0;
                 continue;
             }
@@ -199,14 +196,14 @@ static void test_counts(void)
                 MUST(one_step(&t));
             }
             for (int i = 0; i < ELEMENTS; i++) next[i] = 0.5f * m[i] + g[i];
-            round_all(next, expected, state++, HALFSTEP_SLOT_STATE);
-            one_read(&t, HALFSTEP_SLOT_STATE, m);
+            round_all(next, expected, state++, STATE);
+            one_read(&t, STATE, m);
             int differ = 0;
             for (int i = 0; i < ELEMENTS; i++) differ += to_bits(m[i]) >> 16 != expected[i];
             wrong[1] += differ != 0;
             if (!micro) {
                 for (int i = 0; i < ELEMENTS; i++) next[i] = w[i] - 0x1p-6f * next[i];
-                round_all(next, expected, full++, HALFSTEP_SLOT_WEIGHT);
+                round_all(next, expected, full++, WEIGHT);
                 wrong[0] += memcmp(t.weight, expected, sizeof expected) != 0;
             }
         }
@@ -244,8 +241,8 @@ static double wander(const char *generator, int kind, int period)
     one_start(&t);
     /* Starts in the middle of an octave of 128 ulp. A constant signal has one direction. */
     double begin = kind == CONSTANT && !period ? 1.3 : 1.5;
-    one_fill(&t, HALFSTEP_SLOT_WEIGHT, (float)begin);
-    begin = one_mean(&t, HALFSTEP_SLOT_WEIGHT);
+    one_fill(&t, WEIGHT, (float)begin);
+    begin = one_mean(&t, WEIGHT);
     for (int i = 0; i < ELEMENTS; i++) exact[i] = 0, slow[i] = 0;
     int every = period ? period * (steps / 8 / period + 1) : steps / 8, n = 8 * every;
     for (int k = 0; k < n; k++) {
@@ -266,7 +263,7 @@ static double wander(const char *generator, int kind, int period)
         }
         MUST(halfstep_step(t.o, weights, gradients));
         if ((k + 1) % every || k + 1 < n / 2) continue;
-        one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
+        one_read(&t, WEIGHT, t.room);
         double mean = 0, square = 0;
         for (int i = 0; i < ELEMENTS; i++) {
             double error = ((double)t.room[i] - begin) / ulp - exact[i];
@@ -348,13 +345,13 @@ static void test_feedback(void)
         for (int which = 0; which < 2; which++) {
             struct one t;
             one_open(&t, "adamw/f32/bf16-sr", 2, 64, 1024, "f32");
-            MUST(halfstep_set_choice(t.o, HALFSTEP_ALL_GROUPS, "generator", which ? "mixer" : "lattice"));
+            MUST(halfstep_set_choice(t.o, ALL_GROUPS, "generator", which ? "mixer" : "lattice"));
             one_hyper(&t, "beta2", 0.999);
             one_start(&t);
-            one_fill(&t, HALFSTEP_SLOT_STATE + 1, (float)start);
-            for (int k = 0; k < decays; k++) MUST(one_step(&t));
+            one_fill(&t, STATE + 1, (float)start);
+            one_steps(&t, decays);
             double v = start * pow(beta, decays), mean = 0, square = 0;
-            one_read(&t, HALFSTEP_SLOT_STATE + 1, t.room);
+            one_read(&t, STATE + 1, t.room);
             for (int64_t i = 0; i < t.n; i++) {
                 double ratio = (double)t.room[i] / v;
                 mean += ratio / (double)t.n;

@@ -23,6 +23,13 @@ static struct hstep_call call_of(void **parameters)
     return call;
 }
 
+static struct hstep_access access_of(void **parameters)
+{
+    struct hstep_access access = *(const struct hstep_access *)parameters[0];
+    access.context = host();
+    return access;
+}
+
 static const struct hstep_cuda_what *what_of(void **parameters) { return parameters[1]; }
 
 #define CALL_KERNEL(name, ...)                                 \
@@ -95,22 +102,19 @@ static void run_accumulate(void **parameters)
 
 static void run_read(void **parameters)
 {
-    struct hstep_access a = *(const struct hstep_access *)parameters[0];
-    a.context = host();
+    struct hstep_access a = access_of(parameters);
     hstep_host_device.read(&a, what_of(parameters)->to);
 }
 
 static void run_write(void **parameters)
 {
-    struct hstep_access a = *(const struct hstep_access *)parameters[0];
-    a.context = host();
+    struct hstep_access a = access_of(parameters);
     hstep_host_device.write(&a, what_of(parameters)->from);
 }
 
 static void run_saturated(void **parameters)
 {
-    struct hstep_access a = *(const struct hstep_access *)parameters[0];
-    a.context = host();
+    struct hstep_access a = access_of(parameters);
     hstep_host_device.saturated(&a, what_of(parameters)->to);
 }
 

@@ -14,8 +14,6 @@ A loss of power is judged in two ways. The first is the order of calls in the in
 The second is the state on the disk. The program is killed before each file call of a save. What was
 not synced by then is taken back, in the two extreme ways: files become empty, or names vanish. The
 folder must still open.
-
-The file is longer than 500 lines because each kind of fault needs its own scenario.
 """
 
 import os
@@ -32,8 +30,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import sweep
 from sweep import PROGRAM, TRAIN, Wrong, run, sound, steady_json
 
-RUN = [*TRAIN, "--checkpoint", "run", "--json"]
-GO_ON = ["train", "lm", "--checkpoint", "run", "--resume", "--steps", "6", "--json", "--quiet"]
+RUN = f"{TRAIN} --checkpoint run --json"
+GO_ON = "train lm --checkpoint run --resume --steps 6 --json --quiet"
 
 
 def state_hash(folder):
@@ -109,21 +107,13 @@ class Disk:
     known = folders = None
 
 
+DISK_CALLS = "open write fsync close rename link symlink mkdir unlink rmdir".split()
+
+
 def calls(log):
     for line in open(log):
         _, name, who, _, fd, outcome, first, second = line.rstrip("\n").split("\t")
-        if who == "ours" and name in (
-            "open",
-            "write",
-            "fsync",
-            "close",
-            "rename",
-            "link",
-            "symlink",
-            "mkdir",
-            "unlink",
-            "rmdir",
-        ):
+        if who == "ours" and name in DISK_CALLS:
             yield name, fd, outcome, first, second
 
 
@@ -133,9 +123,7 @@ def order(base):
     folder = os.path.join(base, "order")
     os.mkdir(folder)
     log = os.path.join(base, "order.log")
-    status, _, err = run(
-        folder, [*RUN, "--steps", "3", "--checkpoint-every", "1", "--keep", "2"], log=log
-    )
+    status, _, err = run(folder, f"{RUN} --steps 3 --checkpoint-every 1 --keep 2", log=log)
     if status:
         raise Wrong(err)
     disk = Disk(folder)
@@ -178,11 +166,11 @@ def power_loss(base, every):
     """Kills before each file call of the second save, loses what was not synced, and goes on."""
     fixture = os.path.join(base, "power.fixture")
     os.mkdir(fixture)
-    sound(fixture, [*RUN, "--steps", "2"], "the first save")
+    sound(fixture, f"{RUN} --steps 2", "the first save")
     good = os.path.join(base, "power.good")
     subprocess.run(["cp", "-a", fixture, good], check=True)
     expected = state_hash(good)
-    again = ["train", "lm", "--checkpoint", "run", "--resume", "--steps", "3", "--json", "--quiet"]
+    again = "train lm --checkpoint run --resume --steps 3 --json --quiet"
     log = os.path.join(base, "power.log")
     probe = os.path.join(base, "power.probe")
     subprocess.run(["cp", "-a", fixture, probe], check=True)
@@ -243,9 +231,7 @@ def full_disk(base):
     ample = os.path.join(base, "ample")
     os.mkdir(ample)
     expected = steady_json(
-        sound(
-            ample, [*RUN, "--steps", "6", "--checkpoint-every", "2", "--keep", "3"], "room for all"
-        ),
+        sound(ample, f"{RUN} --steps 6 --checkpoint-every 2 --keep 3", "room for all"),
         "",
     )["state_hash"]
     mountable = os.geteuid() == 0
@@ -254,7 +240,7 @@ def full_disk(base):
     for size in kilobytes:
         folder = os.path.join(base, f"full-{size}")
         os.mkdir(folder)
-        command = [*RUN, "--steps", "6", "--checkpoint-every", "2", "--keep", "3"]
+        command = f"{RUN} --steps 6 --checkpoint-every 2 --keep 3"
         if (
             mountable
             and subprocess.run(
@@ -279,7 +265,7 @@ def full_disk(base):
         else:
             mountable = False
             done = subprocess.run(
-                [PROGRAM, *command],
+                [PROGRAM, *command.split()],
                 cwd=folder,
                 capture_output=True,
                 timeout=60,
@@ -316,14 +302,17 @@ def full_disk(base):
 def two_trainers(base, pairs):
     alone = os.path.join(base, "alone")
     os.mkdir(alone)
-    command = [*RUN, "--steps", "40", "--checkpoint-every", "1"]
+    command = f"{RUN} --steps 40 --checkpoint-every 1"
     expected = steady_json(sound(alone, command, "alone"), "")["state_hash"]
     for pair in range(pairs):
         folder = os.path.join(base, f"two-{pair}")
         os.mkdir(folder)
         both = [
             subprocess.Popen(
-                [PROGRAM, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                [PROGRAM, *command.split()],
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
             for _ in range(2)
         ]
@@ -350,17 +339,7 @@ def two_trainers(base, pairs):
         found = steady_json(
             sound(
                 folder,
-                [
-                    "train",
-                    "lm",
-                    "--checkpoint",
-                    "run",
-                    "--resume",
-                    "--steps",
-                    "41",
-                    "--json",
-                    "--quiet",
-                ],
+                "train lm --checkpoint run --resume --steps 41 --json --quiet",
                 "after two trainers",
             ),
             "",
@@ -372,12 +351,12 @@ def two_trainers(base, pairs):
 
 def closed_pipes(base):
     kinds = (
-        ["info"],
-        ["plan", "--params", "7e9", "--all"],
-        ["inspect", "../init"],
-        ["generate", "--checkpoint", "../init", "--bytes", "5000"],
-        [*TRAIN, "--steps", "1"],
-        ["--help"],
+        "info",
+        "plan --params 7e9 --all",
+        "inspect ../init",
+        "generate --checkpoint ../init --bytes 5000",
+        f"{TRAIN} --steps 1",
+        "--help",
     )
     for command in kinds:
         for which in "stdout", "stderr":
@@ -387,17 +366,15 @@ def closed_pipes(base):
             streams[which] = ends[1]
             folder = os.path.join(base, "pipe")
             os.makedirs(folder, exist_ok=True)
-            process = subprocess.Popen([PROGRAM, *command], cwd=folder, **streams)
+            process = subprocess.Popen([PROGRAM, *command.split()], cwd=folder, **streams)
             os.close(ends[1])
             err = process.communicate(timeout=60)[1]
             # Python ignores SIGPIPE, and its children inherit that unless told otherwise. Both ways
             # occur.
             if which == "stdout" and process.returncode not in (1, -signal.SIGPIPE):
-                raise Wrong(
-                    f"{command[0]} with nobody at stdout: status {process.returncode}: {err}"
-                )
+                raise Wrong(f"{command} with nobody at stdout: status {process.returncode}: {err}")
             if which == "stderr" and process.returncode not in (0, -signal.SIGPIPE):
-                raise Wrong(f"{command[0]} with nobody at stderr: status {process.returncode}")
+                raise Wrong(f"{command} with nobody at stderr: status {process.returncode}")
     return 2 * len(kinds), "the signal, or status 1"
 
 
@@ -423,8 +400,8 @@ def decimal_commas(base):
     ):
         return 0, "no locale with decimal commas here, and localedef makes none"
     commands = (
-        ["plan", "--params", "1.5e9", "--memory", "2.5G", "--json"],
-        [*RUN, "--steps", "3", "--lr", "2.5e-3", "--log", "log.csv"],
+        "plan --params 1.5e9 --memory 2.5G --json",
+        f"{RUN} --steps 3 --lr 2.5e-3 --log log.csv",
         GO_ON,
     )
     found = {}
@@ -440,11 +417,11 @@ def decimal_commas(base):
         found[name] = []
         for command in commands:
             done = subprocess.run(
-                [PROGRAM, *command], cwd=folder, env=env, capture_output=True, timeout=60
+                [PROGRAM, *command.split()], cwd=folder, env=env, capture_output=True, timeout=60
             )
             if done.returncode:
-                raise Wrong(f"{command[0]} with LC_ALL={env['LC_ALL']}: {done.stderr}")
-            found[name].append(steady_json(done.stdout, command[0]))
+                raise Wrong(f"{command} with LC_ALL={env['LC_ALL']}: {done.stderr}")
+            found[name].append(steady_json(done.stdout, command))
         found[name].append(sweep.steady_csv(os.path.join(folder, "log.csv")))
     if found["point"] != found["comma"]:
         raise Wrong(sweep.difference(found["point"], found["comma"]))

@@ -43,37 +43,12 @@ PROGRAM = SANITIZED if WRAPPED else os.path.join(BUILD, "halfstep")
 LIBRARY = os.path.join(BUILD, "tests", "libfaults.so")
 TIMEOUT = 240 if WRAPPED else 120
 
-SMALL = [
-    "--width",
-    "16",
-    "--depth",
-    "1",
-    "--heads",
-    "2",
-    "--context",
-    "8",
-    "--batch",
-    "2",
-    "--val-every",
-    "2",
-    "--eval-batches",
-    "1",
-    "--sample-bytes",
-    "4",
-    "--quiet",
-]
-TRAIN = [
-    "train",
-    "lm",
-    "--data",
-    "../data.gz",
-    *SMALL,
-    "--recipe",
-    "adamw/bf16-kahan/int8",
-    "--clip",
-    "1",
-]
-MNIST = ["--train-images", "12", "--test-images", "4", "--epochs", "1", "--batch", "4", "--quiet"]
+SMALL = (
+    "--width 16 --depth 1 --heads 2 --context 8 --batch 2 --val-every 2 "
+    "--eval-batches 1 --sample-bytes 4 --quiet"
+)
+TRAIN = f"train lm --data ../data.gz {SMALL} --recipe adamw/bf16-kahan/int8 --clip 1"
+MNIST = "--train-images 12 --test-images 4 --epochs 1 --batch 4 --quiet"
 
 
 class Wrong(Exception):
@@ -100,7 +75,7 @@ def run(folder, command, fault=None, log=None, threads=1):
         environment["HSTEP_FAULT_LOG"] = log
     try:
         done = subprocess.run(
-            [PROGRAM, *command],
+            [PROGRAM, *command.split()],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -108,7 +83,7 @@ def run(folder, command, fault=None, log=None, threads=1):
             timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        raise Wrong(f"hangs: {' '.join(command)}")
+        raise Wrong(f"hangs: {command}")
     return done.returncode, done.stdout, done.stderr.decode(errors="replace")
 
 
@@ -250,7 +225,7 @@ class Scenario:
         )
         out = sound(
             folder,
-            ["train", "lm", "--checkpoint", which, "--resume", "--steps", "6", "--json", "--quiet"],
+            f"train lm --checkpoint {which} --resume --steps 6 --json --quiet",
             "going on",
         )
         left = [
@@ -330,86 +305,51 @@ class Scenario:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-LOG = ["--log", "log.csv"]
-RUN = ["--checkpoint", "run"]
-TWO = [
-    "--width",
-    "16",
-    "--depth",
-    "1",
-    "--heads",
-    "2",
-    "--context",
-    "8",
-    "--batch",
-    "2",
-    "--val-every",
-    "2",
-    "--eval-batches",
-    "1",
-    "--steps",
-    "2",
-    "--quiet",
-]
+LOG = "--log log.csv"
+RUN = "--checkpoint run"
+TWO = (
+    "--width 16 --depth 1 --heads 2 --context 8 --batch 2 --val-every 2 "
+    "--eval-batches 1 --steps 2 --quiet"
+)
 SCENARIOS = [
     Scenario(
         "train",
-        [*TRAIN, *RUN, *LOG, "--steps", "3", "--checkpoint-every", "1", "--keep", "2", "--json"],
+        f"{TRAIN} {RUN} {LOG} --steps 3 --checkpoint-every 1 --keep 2 --json",
         goes_on=True,
         files=["log.csv"],
     ),
     Scenario(
         "resume",
-        ["train", "lm", *RUN, *LOG, "--resume", "--steps", "5", "--json", "--quiet"],
-        [[*TRAIN, *RUN, *LOG, "--steps", "3"]],
+        f"train lm {RUN} {LOG} --resume --steps 5 --json --quiet",
+        [f"{TRAIN} {RUN} {LOG} --steps 3"],
         goes_on=True,
         files=["log.csv"],
     ),
     Scenario(
         "release",
-        [*TRAIN, *RUN, "--steps", "3", "--release", "--micro-steps", "2", "--json"],
+        f"{TRAIN} {RUN} --steps 3 --release --micro-steps 2 --json",
         goes_on=True,
         threads=2,
     ),
-    Scenario("init", [*TRAIN, "--init", "../init", "--steps", "1", "--json"]),
-    Scenario("text", [*TRAIN, "--steps", "1"], text=None),
+    Scenario("init", f"{TRAIN} --init ../init --steps 1 --json"),
+    Scenario("text", f"{TRAIN} --steps 1", text=None),
     Scenario(
         "compare",
-        [
-            "compare",
-            "lm",
-            "--data",
-            "../data.gz",
-            "--out",
-            "out",
-            "--recipes",
-            "adamw/f32,lion/bf16-sr",
-            "--json",
-            *TWO,
-        ],
+        (f"compare lm --data ../data.gz --out out --recipes adamw/f32,lion/bf16-sr --json {TWO}"),
         files=["out/report.json", "out/runs.csv", "out/history.csv"],
     ),
-    Scenario("mnist", ["train", "mnist", "--json", *MNIST]),
-    Scenario("mnist-data", ["train", "mnist", "--data", "../digits", "--json", *MNIST]),
+    Scenario("mnist", f"train mnist --json {MNIST}"),
+    Scenario("mnist-data", f"train mnist --data ../digits --json {MNIST}"),
     Scenario(
         "compare-mnist",
-        [
-            "compare",
-            "mnist",
-            "--out",
-            "out",
-            "--recipes",
-            "adamw/f32,adamw/bf16-sr",
-            "--json",
-            *MNIST,
-        ],
+        f"compare mnist --out out --recipes adamw/f32,adamw/bf16-sr --json {MNIST}",
         files=["out/report.json", "out/runs.csv"],
     ),
-    Scenario("generate", ["generate", "--checkpoint", "../init", "--bytes", "6"], text=True),
-    Scenario("inspect", ["inspect", "../init", "--json"]),
-    Scenario("inspect-file", ["inspect", "../init/model.safetensors"], text=True),
-    Scenario("plan", ["plan", "--params", "7e9", "--memory", "24G", "--json"]),
-    Scenario("info", ["info"], text=True),
+    Scenario("generate", "generate --checkpoint ../init --bytes 6", text=True),
+    Scenario("inspect", "inspect ../init --json"),
+    Scenario("inspect-file", "inspect ../init/model.safetensors", text=True),
+    Scenario("plan", "plan --params 7e9 --memory 24G --json"),
+    Scenario("info", "info", text=True),
 ]
 
 
@@ -435,7 +375,7 @@ def make_data(base):
                 file.write(gzip.compress(data, mtime=0) if pack else data)
     work = os.path.join(base, "work")
     os.mkdir(work)
-    sound(work, [*TRAIN, "--checkpoint", "../init", "--steps", "2"], "preparing init")
+    sound(work, f"{TRAIN} --checkpoint ../init --steps 2", "preparing init")
 
 
 # ---- Faults --------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ static inline void ref_adan(const struct ref_hyper *h, struct ref_tensor *r)
 {
     double correction1 = 1 - pow(h->beta1, r->t), correction2 = 1 - pow(h->beta2, r->t),
            correction3 = 1 - pow(h->beta3, r->t);
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), difference = r->t > 1 ? g - x->s[3] : 0, ahead = g + F(h->beta2) * difference;
         double m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g,
                v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * difference;

@@ -15,8 +15,7 @@ static inline void ref_ademamix(const struct ref_hyper *h, struct ref_tensor *r)
         double x = r->t / h->beta3_warmup, fast = log(h->beta1), slow = log(h->beta3);
         beta3 = fmin(exp(slow / ((1 - x) * slow / fast + x)), h->beta3);
     }
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x);
         double m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g, v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * g * g;
         double a = F(beta3) * x->s[2] + F(1 - beta3) * g;

@@ -7,8 +7,7 @@
 
 static inline void ref_adopt(const struct ref_hyper *h, struct ref_tensor *r)
 {
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x);
         if (r->t == 1) {
             x->w_new = x->w;

@@ -61,8 +61,7 @@ static inline void ref_came(const struct ref_hyper *h, struct ref_tensor *r)
         value[i] = (u[i] - x->s_new[0]) * (u[i] - x->s_new[0]) + h->instability_eps;
     }
     if (matrix) mean = ref_vectors(r, value, 4, F(h->beta3), 1 - h->beta3);
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double divisor = matrix ? sqrt(ref_ratio(x->s_new[4], mean) * x->s_new[5]) : 1;
         ref_finish(h, x, h->lr, ref_ratio(x->s_new[0], divisor));
     }

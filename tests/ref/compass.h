@@ -10,8 +10,7 @@ static inline void ref_compass(const struct ref_hyper *h, struct ref_tensor *r)
     double correction1 = 1 - pow(h->beta1, r->t), correction2 = 1 - pow(h->beta2, r->t);
     struct ref_hyper now = *h;
     if (h->published != 0) now.lr = h->lr / correction1;
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g;
         double amplified = g + h->amplify * (h->published != 0 ? m : m / correction1);
         double v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * amplified * amplified;

@@ -19,8 +19,7 @@ static inline void ref_delayed(const struct ref_hyper *h, struct ref_tensor *r)
         sum = 0;
     }
     r->scalar[0] = sum;
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x);
         double m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g, v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * g * g;
         x->s_new[0] = m;

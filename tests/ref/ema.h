@@ -10,8 +10,7 @@ static inline void ref_ema(const struct ref_hyper *h, struct ref_tensor *r)
     double rate = 1 - h->beta;
     if (h->debias != 0) rate /= 1 - pow(h->beta, r->full);
     if (r->full == 1) rate = 1;
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         ref_finish(h, x, h->lr, rate * (x->w - x->g));
     }
 }

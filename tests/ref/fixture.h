@@ -16,7 +16,7 @@
 #define MUST(call) must((call), #call, __FILE__, __LINE__)
 static inline void must(int result, const char *call, const char *file, int line)
 {
-    if (result == HALFSTEP_OK) return;
+    if (result == OK) return;
     printf("FAIL %s:%d: %s: %s\n", file, line, call, halfstep_strerror(result));
     exit(1);
 }
@@ -29,12 +29,15 @@ static inline void expect(int result, int code, const char *call, int line)
           code, halfstep_strerror(code));
 }
 
+/* Checks that the error text contains `word`. */
+#define NAMES(o, word) \
+    CHECK(strstr(halfstep_error_detail(o), word), "the detail '%s' lacks '%s'", halfstep_error_detail(o), word)
+
 /* Checks that a call returns `code` and that the error text contains `word`. */
-#define EXPECT_NAMED(o, call, code, word)                                                                       \
-    do {                                                                                                        \
-        EXPECT(call, code);                                                                                     \
-        CHECK(strstr(halfstep_error_detail(o), (word)), "the detail '%s' lacks '%s'", halfstep_error_detail(o), \
-              (word));                                                                                          \
+#define EXPECT_NAMED(o, call, code, word) \
+    do {                                  \
+        EXPECT(call, code);               \
+        NAMES(o, word);                   \
     } while (0)
 
 static inline void *zeroed(size_t bytes)
@@ -42,6 +45,19 @@ static inline void *zeroed(size_t bytes)
     void *memory = calloc(1, bytes ? bytes : 1);
     if (!memory) exit(1);
     return memory;
+}
+
+/* Returns a text made as printf() makes it, valid for the next few calls. */
+__attribute__((format(printf, 1, 2))) static inline const char *text_of(const char *format, ...)
+{
+    static char texts[16][192];
+    static unsigned turn;
+    char *text = texts[turn++ % 16];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof texts[0], format, arguments);
+    va_end(arguments);
+    return text;
 }
 
 /* ---- Random values ----------------------------------------------------------------------------------------------- */
@@ -91,28 +107,34 @@ static inline float bf16_nearest(float x)
 
 static inline halfstep_rule_info rule_info(int32_t row)
 {
-    halfstep_rule_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_rule_info, info);
     MUST(halfstep_get_rule_info(row, &info));
     return info;
 }
 
 static inline halfstep_format_info format_info(int32_t row)
 {
-    halfstep_format_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_format_info, info);
     MUST(halfstep_get_format_info(row, &info));
     return info;
 }
 
 static inline halfstep_slot_info slot_info(const halfstep_optimizer *o, int32_t tensor, int slot)
 {
-    halfstep_slot_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_slot_info, info);
     MUST(halfstep_get_slot_info(o, tensor, slot, &info));
     return info;
 }
 
+/* Finds the weight or a state of a tensor. Returns 0 for a gradient, and for a state that the tensor does not have. */
+static inline int stored_slot(const halfstep_optimizer *o, int32_t tensor, int slot, halfstep_slot_info *info)
+{
+    return slot != GRADIENT && halfstep_get_slot_info(o, tensor, slot, info) == OK && info->format >= 0;
+}
+
 static inline halfstep_record counters_of(const halfstep_optimizer *o, int32_t tensor)
 {
-    halfstep_record counters = {.struct_size = sizeof counters};
+    SIZED(halfstep_record, counters);
     MUST(get_counters(o, tensor, &counters));
     return counters;
 }
@@ -135,6 +157,22 @@ static inline int32_t add_tensor(halfstep_optimizer *o, const halfstep_tensor *t
     int32_t index;
     MUST(halfstep_add_tensor(o, tensor, &index));
     return index;
+}
+
+/* Returns an optimizer of one group with one tensor, whose states have memory. */
+static inline halfstep_optimizer *optimizer_of(const char *recipe, const halfstep_tensor *tensor)
+{
+    halfstep_optimizer *o = new_optimizer(recipe, 0, 0);
+    add_tensor(o, tensor);
+    MUST(halfstep_allocate_states(o));
+    return o;
+}
+
+static inline double get_hyper(const halfstep_optimizer *o, int32_t group, const char *name)
+{
+    double value;
+    MUST(halfstep_get_hyper(o, group, name, &value));
+    return value;
 }
 
 /* ---- One tensor -------------------------------------------------------------------------------------------------- */
@@ -167,11 +205,29 @@ static inline void one_start(struct one *t)
     ADD_TENSOR(t->o, .name = "w", .ndim = t->ndim, .rows = t->rows, .row_length = t->row_length,
                .gradient = t->gradient_format);
     MUST(halfstep_allocate_states(t->o));
-    t->weight_bytes = (size_t)slot_info(t->o, 0, HALFSTEP_SLOT_WEIGHT).code_bytes;
-    t->gradient_bytes = (size_t)slot_info(t->o, 0, HALFSTEP_SLOT_GRADIENT).code_bytes;
+    t->weight_bytes = (size_t)slot_info(t->o, 0, WEIGHT).code_bytes;
+    t->gradient_bytes = (size_t)slot_info(t->o, 0, GRADIENT).code_bytes;
     t->weight = zeroed(t->weight_bytes);
     t->gradient = zeroed(t->gradient_bytes);
     t->room = zeroed((size_t)t->n * 4);
+}
+
+/* Opens and starts an optimizer with the usual settings. */
+static inline void one_new(struct one *t, const char *recipe, int ndim, int64_t rows, int64_t row_length,
+                           const char *gradient)
+{
+    one_open(t, recipe, ndim, rows, row_length, gradient);
+    one_start(t);
+}
+
+/* Opens and starts an optimizer of this lr and decay. */
+static inline void one_with(struct one *t, const char *recipe, int ndim, int64_t rows, int64_t row_length,
+                            const char *gradient, double lr, double decay)
+{
+    one_open(t, recipe, ndim, rows, row_length, gradient);
+    MUST(halfstep_set_hyper(t->o, 0, "lr", lr));
+    MUST(halfstep_set_hyper(t->o, 0, "weight_decay", decay));
+    one_start(t);
 }
 
 static inline void one_close(struct one *t)
@@ -190,26 +246,26 @@ static inline void one_hyper(struct one *t, const char *name, double value)
 /* Returns the rows of a slot. A state that is a vector counts as a matrix of one row or one column. */
 static inline int64_t one_rows(const struct one *t, int slot)
 {
-    return slot < HALFSTEP_SLOT_STATE ? t->rows : slot_info(t->o, 0, slot).rows;
+    return slot < STATE ? t->rows : slot_info(t->o, 0, slot).rows;
 }
 
 static inline void one_write(struct one *t, int slot, const float *values)
 {
-    void *data = slot == HALFSTEP_SLOT_WEIGHT ? t->weight : slot == HALFSTEP_SLOT_GRADIENT ? t->gradient : NULL;
+    void *data = slot == WEIGHT ? t->weight : slot == GRADIENT ? t->gradient : NULL;
     MUST(halfstep_write_slot(t->o, 0, slot, data, 0, one_rows(t, slot), values));
 }
 
 static inline void one_read(struct one *t, int slot, float *values)
 {
-    void *data = slot == HALFSTEP_SLOT_WEIGHT ? t->weight : slot == HALFSTEP_SLOT_GRADIENT ? t->gradient : NULL;
+    void *data = slot == WEIGHT ? t->weight : slot == GRADIENT ? t->gradient : NULL;
     MUST(halfstep_read_slot(t->o, 0, slot, data, 0, one_rows(t, slot), values));
 }
 
 /* Copies the grids of second moments. They belong to the bytes of a state as its scales do. */
 static inline void copy_grids(const halfstep_optimizer *from, halfstep_optimizer *to, int32_t tensor)
 {
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    for (int32_t s = HALFSTEP_SLOT_STATE; s < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; s++) {
+    SIZED(halfstep_slot_info, info);
+    for (int32_t s = STATE; s < STATE + HALFSTEP_MAX_STATES; s++) {
         char name[64];
         double value;
         if (halfstep_get_slot_info(from, tensor, s, &info) || !info.grid) continue;
@@ -233,6 +289,11 @@ static inline int one_step(struct one *t)
     return halfstep_step(t->o, weights, gradients);
 }
 
+static inline void one_steps(struct one *t, int steps)
+{
+    for (int k = 0; k < steps; k++) MUST(one_step(t));
+}
+
 static inline double one_mean(struct one *t, int slot)
 {
     double sum = 0;
@@ -246,8 +307,8 @@ static inline double one_mean(struct one *t, int slot)
 /* Returns the name of a row's format if it may serve all of `roles`, else NULL. */
 static inline const char *format_for(int32_t row, int32_t roles)
 {
-    halfstep_format_info info = {.struct_size = sizeof info};
-    return halfstep_get_format_info(row, &info) == HALFSTEP_OK && (info.roles & roles) == roles ? info.name : NULL;
+    SIZED(halfstep_format_info, info);
+    return halfstep_get_format_info(row, &info) == OK && (info.roles & roles) == roles ? info.name : NULL;
 }
 
 #endif

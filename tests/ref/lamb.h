@@ -13,8 +13,7 @@ static inline void ref_lamb(const struct ref_hyper *h, struct ref_tensor *r)
         correction2 = 1 - pow(h->beta2, r->t);
     }
     double lambda = ref_decay_factor(h) / h->lr, weights = 0, updates = 0, ratio = 1;
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g;
         double v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * g * g;
         x->s_new[0] = m;

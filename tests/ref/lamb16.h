@@ -10,8 +10,7 @@ static inline double ref_lamb16_square(double x, double eps) { return fmin(fmax(
 static inline void ref_lamb16(const struct ref_hyper *h, struct ref_tensor *r)
 {
     double lambda = ref_decay_factor(h) / h->lr, weights = 0, updates = 0, ratio = 1;
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g;
         double v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * g * g;
         x->s_new[0] = m;

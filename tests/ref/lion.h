@@ -6,8 +6,7 @@
 
 static inline void ref_lion(const struct ref_hyper *h, struct ref_tensor *r)
 {
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), c = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g;
         x->s_new[0] = F(h->beta2) * x->s[0] + F(1 - h->beta2) * g;
         ref_finish(h, x, h->lr, (c > 0) - (c < 0));

@@ -11,8 +11,7 @@ static inline void ref_lpfadamw(const struct ref_hyper *h, struct ref_tensor *r)
            correction3 = 1 - pow(h->beta3, r->t);
     struct ref_hyper now = *h;
     if (h->published != 0) now.weight_decay = h->weight_decay / correction2;
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), low = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g;
         double amplified = g + h->amplify * (h->published != 0 ? low : low / correction1);
         double m = F(h->beta2) * x->s[1] + F(1 - h->beta2) * amplified;

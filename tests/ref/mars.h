@@ -14,8 +14,7 @@ static inline void ref_mars(const struct ref_hyper *h, struct ref_tensor *r)
     }
     r->scalar[0] = sqrt(sum);
     double scale = h->max_norm > 0 && sqrt(sum) > h->max_norm ? h->max_norm / sqrt(sum) : 1;
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), c = scale * (g + ahead * (g - x->s[2]));
         x->s_new[0] = F(h->beta1) * x->s[0] + F(1 - h->beta1) * c;
         x->s_new[1] = F(h->beta2) * x->s[1] + F(1 - h->beta2) * c * c;

@@ -34,8 +34,7 @@ static inline void ref_prodigy(const struct ref_hyper *h, struct ref_tensor *r)
     } else {
         dlr = decay = 0;
     }
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         x->w_new = x->w - dlr * ref_ratio(x->s_new[0], sqrt(x->s_new[1]) + next * h->eps) - decay * x->w;
     }
 }

@@ -10,8 +10,7 @@ static inline void ref_radam(const struct ref_hyper *h, struct ref_tensor *r)
     double limit = 2 / (1 - h->beta2) - 1, length = limit - 2 * r->t * pow(h->beta2, r->t) / correction2;
     double rectify = 0;
     if (length > 5) rectify = sqrt((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length));
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x);
         double m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g, v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * g * g;
         double u = m / correction1;

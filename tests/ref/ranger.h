@@ -7,8 +7,7 @@
 static inline void ref_ranger(const struct ref_hyper *h, struct ref_tensor *r)
 {
     ref_radam(h, r);
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         x->s_new[2] = x->s[2];
         if (fmod(r->full, h->k) == 0) x->w_new = x->s_new[2] = (1 - h->alpha) * x->s[2] + h->alpha * x->w_new;
     }

@@ -7,8 +7,7 @@
 
 static inline void ref_rmsprop(const struct ref_hyper *h, struct ref_tensor *r)
 {
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), v = F(h->alpha) * x->s[0] + F(1 - h->alpha) * g * g, spread = v;
         x->s_new[0] = v;
         if (h->centered != 0) {

@@ -6,8 +6,7 @@
 
 static inline void ref_sgd(const struct ref_hyper *h, struct ref_tensor *r)
 {
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), u = g;
         if (h->momentum != 0) {
             double b = r->t == 1 ? g : F(h->momentum) * x->s[0] + F(1 - h->dampening) * g;

@@ -8,8 +8,7 @@
 static inline void ref_stableadamw(const struct ref_hyper *h, struct ref_tensor *r)
 {
     double correction1 = 1 - pow(h->beta1, r->t), correction2 = 1 - pow(h->beta2, r->t), sum = 0;
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double g = ref_gradient(h, x), v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * g * g;
         double share = ref_ratio(g, fmax(sqrt(v / correction2), h->eps));
         sum += share * share;
@@ -18,8 +17,7 @@ static inline void ref_stableadamw(const struct ref_hyper *h, struct ref_tensor 
     }
     double rms = sqrt(sum / r->n), clip = 1 / fmax(1, rms);
     r->scalar[0] = rms;
-    for (int i = 0; i < r->n; i++) {
-        struct ref_element *x = &r->x[i];
+    for (struct ref_element *x = r->x; x < r->x + r->n; x++) {
         double u = ref_ratio(x->s_new[0] / correction1, sqrt(x->s_new[1] / correction2) + h->eps);
         x->w_new = x->w - clip * (h->lr * u + ref_decay_factor(h) * x->w);
     }

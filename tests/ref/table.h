@@ -26,7 +26,7 @@ static const struct reference references[] = {
 #undef RULE
 #undef ROW
 };
-enum { REFERENCES = sizeof references / sizeof references[0] };
+enum { REFERENCES = COUNT(references) };
 
 static inline const struct reference *reference_of(const char *rule)
 {
@@ -39,7 +39,7 @@ static inline const struct reference *reference_of(const char *rule)
 
 static inline halfstep_hyper_info hyper_info(int32_t row, int32_t index)
 {
-    halfstep_hyper_info info = {.struct_size = sizeof info};
+    SIZED(halfstep_hyper_info, info);
     MUST(halfstep_get_hyper_info(row, index, &info));
     return info;
 }
@@ -67,7 +67,7 @@ static inline double *ref_hyper_at(struct ref_hyper *h, const char *name)
         REF_HYPERS(X)
 #undef X
     };
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
+    for (size_t i = 0; i < COUNT(known); i++)
         if (!strcmp(known[i].name, name)) return (double *)(void *)((char *)h + known[i].offset);
     printf("FAIL REF_HYPERS of tests/ref/ref.h lacks the hyper-parameter '%s' (docs/adding.md)\n", name);
     exit(1);
@@ -125,8 +125,8 @@ static inline void ref_apply(struct one *t, int32_t row, const struct ref_hyper 
 /* Returns 1 if the state exists with these hyper-parameters and this shape. */
 static inline int state_stored(const struct one *t, int state)
 {
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    return halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_STATE + state, &info) == HALFSTEP_OK && info.format >= 0;
+    SIZED(halfstep_slot_info, info);
+    return halfstep_get_slot_info(t->o, 0, STATE + state, &info) == OK && info.format >= 0;
 }
 
 /* Ends a step: the new values become the old ones. */
