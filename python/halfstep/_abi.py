@@ -1,10 +1,9 @@
-"""The C library, by ctypes: its functions and structures as include/halfstep.h declares them, and
-its tables of rules, formats and hyper-parameters as plain data. Nothing here needs torch.
+"""The C library, by ctypes: the functions that this package calls and their structures, as
+include/halfstep.h declares them. Also its tables of rules, formats and hyper-parameters as plain
+data. Nothing here needs torch.
 
 The shared library lies beside this file. The environment variable HALFSTEP_LIBRARY names another
 one to load instead.
-
-This file is longer than 500 lines because every declaration of the header has one here.
 """
 
 from __future__ import annotations
@@ -19,19 +18,17 @@ from ctypes import (
     byref,
     c_char_p,
     c_double,
-    c_float,
     c_int,
     c_int32,
     c_int64,
     c_size_t,
-    c_uint16,
     c_uint32,
     c_uint64,
     c_void_p,
     create_string_buffer,
     sizeof,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Dict, List, Optional, Tuple
 
 ABI = 2  # HALFSTEP_ABI of the header that this file mirrors
@@ -55,8 +52,6 @@ ROLE_SIGNED = 4
 ROLE_NONNEG = 8
 
 GEOMETRY_ROWS = 0
-GEOMETRY_FLAT = 1
-GEOMETRY_TENSOR = 2
 
 #: hyper-parameters that users give together, as "betas"
 BETAS = ("beta1", "beta2", "beta3")
@@ -272,20 +267,13 @@ signatures = {
     "halfstep_destroy": (None, (_handle,)),
     "halfstep_error_detail": (c_char_p, (_handle,)),
     "halfstep_add_group": (c_int, (_handle, c_char_p, POINTER(c_int32))),
-    "halfstep_group_count": (c_int32, (_handle,)),
     "halfstep_get_group_recipe": (c_int, (_handle, c_int32, c_char_p, c_size_t)),
     "halfstep_set_hyper": (c_int, (_handle, c_int32, c_char_p, c_double)),
     "halfstep_get_hyper": (c_int, (_handle, c_int32, c_char_p, POINTER(c_double))),
     "halfstep_set_choice": (c_int, (_handle, c_int32, c_char_p, c_char_p)),
-    "halfstep_get_choice": (c_char_p, (_handle, c_int32, c_char_p)),
     "halfstep_current_lr": (c_int, (_handle, c_int32, POINTER(c_double))),
     "halfstep_add_tensor": (c_int, (_handle, POINTER(Tensor), POINTER(c_int32))),
-    "halfstep_tensor_count": (c_int32, (_handle,)),
-    "halfstep_get_tensor": (c_int, (_handle, c_int32, POINTER(Tensor))),
-    "halfstep_tensor_find": (c_int32, (_handle, c_char_p)),
     "halfstep_get_slot_info": (c_int, (_handle, c_int32, c_int32, POINTER(SlotInfo))),
-    "halfstep_state_bytes": (c_int, (_handle, _bytes)),
-    "halfstep_bind_states": (c_int, (_handle, c_void_p, c_uint64)),
     "halfstep_allocate_states": (c_int, (_handle,)),
     "halfstep_step": (c_int, (_handle, _pointers, _pointers)),
     "halfstep_run": (c_int, (_handle, POINTER(Call))),
@@ -298,7 +286,6 @@ signatures = {
     "halfstep_skipped_steps": (c_uint64, (_handle,)),
     "halfstep_gradient_norm": (c_double, (_handle,)),
     "halfstep_nonfinite_tensor": (c_char_p, (_handle, POINTER(c_int32))),
-    "halfstep_saturated": (c_int, (_handle, c_int32, c_void_p, _bytes)),
     "halfstep_read_slot": (
         c_int,
         (_handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
@@ -311,15 +298,12 @@ signatures = {
     "halfstep_memory": (c_int, (_handle, _bytes, _bytes, _bytes, _bytes, POINTER(c_int32))),
     "halfstep_rule_count": (c_int32, ()),
     "halfstep_get_rule_info": (c_int, (c_int32, POINTER(RuleInfo))),
-    "halfstep_rule_find": (c_int32, (c_char_p,)),
     "halfstep_format_count": (c_int32, ()),
     "halfstep_get_format_info": (c_int, (c_int32, POINTER(FormatInfo))),
-    "halfstep_format_find": (c_int32, (c_char_p,)),
     "halfstep_get_hyper_info": (c_int, (c_int32, c_int32, POINTER(HyperInfo))),
     "halfstep_choice_value": (c_char_p, (c_char_p, c_int32)),
     "halfstep_recipe_full": (c_int, (c_char_p, c_char_p, c_size_t)),
     "halfstep_recipe_bytes": (c_int, (c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes)),
-    "halfstep_default_threads": (c_int32, ()),
     "halfstep_set_threads": (c_int, (_handle, c_int32)),
     "halfstep_isa": (c_char_p, ()),
     "halfstep_synchronize": (c_int, (_handle,)),
@@ -333,29 +317,12 @@ signatures = {
     "halfstep_bind_slot": (c_int, (_handle, c_int32, c_int32, c_void_p, c_void_p)),
     "halfstep_bind_record": (c_int, (_handle, c_int32, POINTER(RecordPlaces))),
     "halfstep_bind_hyper": (c_int, (_handle, c_int32, c_char_p, c_void_p)),
-    "halfstep_device_allocate": (c_int, (_handle, c_uint64, POINTER(c_void_p))),
-    "halfstep_device_release": (None, (_handle, c_void_p)),
-    "halfstep_device_copy": (c_int, (_handle, c_void_p, c_void_p, c_uint64)),
     "halfstep_abi": (c_int32, ()),
-    "halfstep_schedule_factor": (
-        c_int,
-        (c_char_p, c_uint64, c_double, c_double, c_double, c_double, c_double, POINTER(c_double)),
-    ),
     "halfstep_name_id": (c_uint64, (c_char_p,)),
     "halfstep_isa_count": (c_int32, ()),
     "halfstep_isa_name": (c_char_p, (c_int32,)),
     "halfstep_isa_available": (c_int32, (c_int32,)),
     "halfstep_set_isa": (c_int, (c_char_p,)),
-    "halfstep_isa_warning": (c_char_p, ()),
-    "halfstep_cpu_features": (None, (c_char_p, c_size_t)),
-    "halfstep_random_words": (
-        c_int,
-        (c_char_p, c_uint64, c_uint64, c_uint64, c_int32, c_uint64, POINTER(c_uint32), c_size_t),
-    ),
-    "halfstep_bf16_stochastic": (
-        c_int,
-        (POINTER(c_float), POINTER(c_uint16), c_size_t, POINTER(c_uint32)),
-    ),
 }
 
 
@@ -375,39 +342,28 @@ def _load(path: str) -> ctypes.CDLL:
         if os.environ.get("HALFSTEP_LIBRARY")
         else "install the package again ('pip install .' in its source folder)"
     )
+
+    def unusable(what: str) -> ImportError:
+        return ImportError(f"halfstep: {what}; {remedy}", path=path)
+
     if not os.path.isfile(path):
-        raise ImportError(
-            f"halfstep: the shared library {path} does not exist; {remedy}", path=path
-        )
+        raise unusable(f"the shared library {path} does not exist")
     try:
         library = ctypes.CDLL(path)
     except OSError as error:
-        raise ImportError(
-            f"halfstep: the shared library {path} cannot be loaded ({error}); {remedy}", path=path
-        ) from error
+        raise unusable(f"the shared library {path} cannot be loaded ({error})") from error
     abi = getattr(library, "halfstep_abi", None)
     if abi is None:
-        raise ImportError(
-            f"halfstep: {path} is not the halfstep library, it has no function halfstep_abi;"
-            f" {remedy}",
-            path=path,
-        )
+        raise unusable(f"{path} is not the halfstep library, it has no function halfstep_abi")
     if abi() != ABI:
-        raise ImportError(
-            f"halfstep: the shared library {path} has ABI {abi()}, this package needs {ABI};"
-            f" {remedy}",
-            path=path,
-        )
+        raise unusable(f"the shared library {path} has ABI {abi()}, this package needs {ABI}")
     for name, (result, parameters) in signatures.items():
         function = getattr(library, name, None)
         if function is None:
-            raise ImportError(
-                f"halfstep: the shared library {path} is older than this package, it has no"
-                f" function {name}; {remedy}",
-                path=path,
+            raise unusable(
+                f"the shared library {path} is older than this package, it has no function {name}"
             )
-        function.restype = result
-        function.argtypes = parameters
+        function.restype, function.argtypes = result, parameters
     return library
 
 
@@ -438,12 +394,13 @@ class HalfstepMemoryError(HalfstepError, MemoryError):
 
 
 _error_classes = {
-    ERROR_ARGUMENT: HalfstepValueError,
-    ERROR_NAME: HalfstepValueError,
-    ERROR_RANGE: HalfstepValueError,
-    ERROR_SHAPE: HalfstepValueError,
-    ERROR_DUPLICATE: HalfstepValueError,
-    ERROR_UNSUPPORTED: HalfstepValueError,
+    **dict.fromkeys(
+        (
+            *(ERROR_ARGUMENT, ERROR_NAME, ERROR_RANGE),
+            *(ERROR_SHAPE, ERROR_DUPLICATE, ERROR_UNSUPPORTED),
+        ),
+        HalfstepValueError,
+    ),
     ERROR_MEMORY: HalfstepMemoryError,
 }
 
@@ -461,6 +418,11 @@ def check(code: int, handle=None, detail: str = "") -> None:
     text = _text(lib.halfstep_strerror(code))
     detail = detail or (_text(lib.halfstep_error_detail(handle)) if handle else "")
     raise _error_classes.get(code, HalfstepError)(f"{text}: {detail}" if detail else text, code)
+
+
+def invoke(function, handle, *arguments) -> None:
+    """Calls a function of the library on a handle, and raises its error."""
+    check(function(handle, *arguments), handle)
 
 
 # ---- Tables --------------------------------------------------------------------------------------
@@ -536,32 +498,33 @@ class Format:
     geometry: int
 
 
+_FROM_C = {"bool": bool, "str": _text, "Optional[str]": lambda text: _text(text) or None}
+
+
+def _row(cls, info, **own):
+    """Returns a row of a table from a structure of the library. Fields that are not in `own` have
+    the structure's names."""
+    for field in fields(cls):
+        if field.name not in own:
+            value = getattr(info, field.name)
+            own[field.name] = _FROM_C.get(field.type, lambda number: number)(value)
+    return cls(**own)
+
+
 def _read_hyper(row: int, index: int) -> Hyper:
     info = HyperInfo.new()
     check(lib.halfstep_get_hyper_info(row, index, byref(info)))
-    title = _text(info.title)
-    return Hyper(
-        name=_text(info.name),
-        title=title,
-        initial=info.initial,
-        minimum=info.minimum,
-        maximum=info.maximum,
-        exclusive_maximum=bool(info.exclusive_maximum),
-        per_optimizer=bool(info.per_optimizer),
-        switch=title.startswith(("0:", "1:")),
-    )
+    return _row(Hyper, info, switch=info.title.startswith((b"0:", b"1:")))
 
 
 def _read_rule(row: int) -> Rule:
     info = RuleInfo.new()
     check(lib.halfstep_get_rule_info(row, byref(info)))
     hypers = [_read_hyper(row, i) for i in range(info.hypers)]
-    return Rule(
+    return _row(
+        Rule,
+        info,
         row=row,
-        id=info.id,
-        name=_text(info.name),
-        label=_text(info.label),
-        title=_text(info.title),
         states=[
             State(
                 _text(info.state_name[i]),
@@ -573,36 +536,14 @@ def _read_rule(row: int) -> Rule:
             for i in range(info.states)
         ],
         hypers={h.name: h for h in hypers},
-        decay=_text(info.decay),
-        scalars=[_text(info.scalar_name[i]) for i in range(info.scalars)],
-        two_pass=bool(info.two_pass),
-        matrix=bool(info.matrix),
-        raw_gradient=bool(info.raw_gradient),
-        accumulates=bool(info.accumulates),
-        average=bool(info.average),
-        totals=info.totals,
-        cautious=bool(info.cautious),
+        scalars=[_text(name) for name in info.scalar_name[: info.scalars]],
     )
 
 
 def _read_format(row: int) -> Format:
     info = FormatInfo.new()
     check(lib.halfstep_get_format_info(row, byref(info)))
-    return Format(
-        row=row,
-        id=info.id,
-        name=_text(info.name),
-        title=_text(info.title),
-        roles=info.roles,
-        code_bits=info.code_bits,
-        extra_bits=info.extra_bits,
-        block=info.block,
-        scale_bytes=info.scale_bytes,
-        stochastic=bool(info.stochastic),
-        code_dtype=_text(info.code_dtype),
-        extra_dtype=_text(info.extra_dtype) or None,
-        geometry=info.geometry,
-    )
+    return _row(Format, info, row=row)
 
 
 rules: Dict[str, Rule] = {
@@ -618,14 +559,19 @@ def choices(name: str) -> Tuple[str, ...]:
     """Returns the values of a choice, the default first. Choices are "decay", "schedule", "scan",
     "generator", "clip" and "missing"."""
     values = []
-    while True:
-        value = lib.halfstep_choice_value(name.encode(), len(values))
-        if value is None:
-            break
+    while (value := lib.halfstep_choice_value(name.encode(), len(values))) is not None:
         values.append(_text(value))
     if not values:
         raise HalfstepValueError(f"unknown choice '{name}'", ERROR_NAME)
     return tuple(values)
+
+
+def check_choice(name: str, value, where: str = "") -> None:
+    """Raises ValueError if a choice does not have this value. `where` ends the name of the value in
+    the error text."""
+    known = choices(name)
+    if value not in known:
+        raise ValueError(f"halfstep: unknown {name}={value!r}{where}; known: {', '.join(known)}")
 
 
 # ---- Functions of names and numbers --------------------------------------------------------------
