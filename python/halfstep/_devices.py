@@ -10,6 +10,8 @@ import warnings
 
 import torch
 
+#: where tensors are that are on no GPU
+HOST = torch.device("cpu")
 #: True once the warning about pinned memory was given
 _told = False
 
@@ -65,7 +67,8 @@ def record(tensors, device):
         tensor.record_stream(current)
 
 
-def zeros(shape, dtype, device):
+def zeros(shape, dtype, device=HOST):
+    """Returns zeros. torch's default device and dtype do not matter."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -125,7 +128,8 @@ def pinned(shape, dtype):
             _told = True
             warnings.warn(
                 f"halfstep: no memory could be pinned ({str(error).splitlines()[0]}); ordinary"
-                " memory is used, and copies to and from it hold up the GPU. This is said once",
+                " memory is used, and the GPU waits for copies to and from it. This warning is"
+                " given once",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -73,24 +73,23 @@ def _bitsandbytes(rule, state, group):
     return out, lost
 
 
+def _is_quantized(value):
+    """Returns True for a tensor of a class of its own, which has a method that decodes it."""
+    own = isinstance(value, torch.Tensor) and type(value) is not torch.Tensor
+    return own and hasattr(value, "dequantize")
+
+
 def _is_torchao(state):
     return any(
-        isinstance(v, torch.Tensor)
-        and type(v) is not torch.Tensor
-        and hasattr(v, "dequantize")
-        and type(v).__module__.startswith("torchao")
-        for v in state.values()
+        _is_quantized(value) and type(value).__module__.startswith("torchao")
+        for value in state.values()
     )
 
 
 def _torchao(rule, state, group):
-    """Decodes tensors of torchao's own classes, which have a method for it."""
+    """Decodes tensors of torchao's own classes."""
     return {
-        key: (
-            value.dequantize().to(torch.float32)
-            if type(value) is not torch.Tensor and hasattr(value, "dequantize")
-            else value
-        )
+        key: value.dequantize().to(torch.float32) if _is_quantized(value) else value
         for key, value in state.items()
     }, set()
 

@@ -22,8 +22,6 @@ class _Wrapped:
     """A state on its way through torch's loader. The loader leaves it alone, because it is not a
     tensor, dictionary or sequence."""
 
-    __slots__ = ("value",)
-
     def __init__(self, value):
         self.value = value
 

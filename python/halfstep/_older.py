@@ -39,18 +39,14 @@ def modernize(groups, names):
         for i, p in enumerate(group["params"]):
             name, state = names.of(g, i), states.get(p)
             identity = ids[i] if ids is not None else None
-            if identity is not None and (
-                isinstance(identity, bool)
-                or not isinstance(identity, int)
-                or not 0 < identity < 2**64
-            ):
+            if identity is not None and not _abi.is_count(identity, 1, 2**64 - 1):
                 raise ValueError(
                     f"halfstep: the id of parameter {name!r} is {identity!r}; ids are from 1 to"
                     " 2**64 - 1"
                 )
             if not isinstance(state, dict) or not state:
                 if identity is not None:
-                    names.expect(p, identity)
+                    names.ids[p] = identity
                 continue
             new = flat(state)
             for key in _layout.WHOLE:

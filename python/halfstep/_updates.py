@@ -63,7 +63,7 @@ class Updates:
 
     # ---- All parameters --------------------------------------------------------------------------
 
-    def prepare(self, given=None):
+    def prepare(self, given):
         """Makes the engine fit and fills its arrays. `given` holds the weights and gradients of a
         compiled step, by parameter."""
         for _ in range(3):
@@ -135,7 +135,7 @@ class Updates:
         found = self.gather.place(engine, m, p, grad, keep, back)
         if found is None:
             engine = self.cache.build({p: grad})
-            m = engine.members[engine.index_of[p]]
+            m = engine.member(p)
             keep, back = [], []
             found = self.gather.place(engine, m, p, grad, keep, back)
         return engine, m, found, keep, back
