@@ -416,6 +416,11 @@ class Rule:
     totals: int
     cautious: bool
 
+    @property
+    def roles(self) -> Dict[str, int]:
+        """The role of each state, by its name, in order."""
+        return {state.name: state.role for state in self.states}
+
 
 @dataclass(frozen=True)
 class Format:

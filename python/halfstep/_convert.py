@@ -121,26 +121,24 @@ def coarse_states(streams, state):
     }
 
 
-def read_coarse(name, slot_role, recipe, shape, label, state, part):
+def read_coarse(name, recipe, shape, label, state, part):
     """Returns the values of a state that coarse_states() has named. Its codes are in the format
     that `recipe` names for it; without codes it is in its precise format."""
     rule, weight, formats = recipe.split("/")
-    formats = formats.split("+")
+    formats, roles = formats.split("+"), _abi.rules[rule].roles
     named = [s.name for s in _abi.rules[rule].states if s.role != _abi.ROLE_WEIGHT and not s.vector]
     place = named.index(name)
-    same = [i for i in range(min(place, len(formats))) if _role(rule, named[i]) == slot_role]
-    fmt = (
-        formats[place]
-        if place < len(formats)
-        else formats[0]
-        if len(formats) == 1 or not same
-        else formats[same[-1]]
-    )
+    alike = [i for i in range(min(place, len(formats))) if roles[named[i]] == roles[name]]
+    fmt = formats[0]
+    if place < len(formats):
+        fmt = formats[place]
+    elif len(formats) > 1 and alike:
+        fmt = formats[alike[-1]]
     if name in state:
         fmt = next(s.precise_format for s in _abi.rules[rule].states if s.name == name) or fmt
     # A state is decoded by its role and format alone. Adam has one state of each role.
     codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
-    other = "exp_avg_sq" if slot_role == _abi.ROLE_NONNEG else "exp_avg"
+    other = "exp_avg_sq" if roles[name] == _abi.ROLE_NONNEG else "exp_avg"
     tensors = {
         s.key: (
             adopt(state[name + s.part], s, label)
@@ -153,10 +151,6 @@ def read_coarse(name, slot_role, recipe, shape, label, state, part):
     grid = name + _layout.GRID
     codec.take_scalars({other + _layout.GRID: state[grid]} if grid in state else {})
     return codec.read(next(s.slot for s in codec.streams if s.name == other))
-
-
-def _role(rule, name):
-    return next(s.role for s in _abi.rules[rule].states if s.name == name)
 
 
 @torch.no_grad()
@@ -173,7 +167,7 @@ def convert(rule, hypers, m, state, old):
             f" converted to {m.recipe}, because it is a DTensor and {rule.name} steps matrices as a"
             " whole; load and save them once on one process"
         )
-    names = [s.name for s in rule.states]
+    names = list(rule.roles)
     values, weight, held = {}, None, None
     now = _devices.to_cpu(local(m.p))  # everything is computed on the CPU
     if old is None:
@@ -197,8 +191,7 @@ def convert(rule, hypers, m, state, old):
         source.take_scalars(state)
         there = {s.name for s in source.streams} - {s.name for s in missing}
         for name in coarse_states(source.streams, state):
-            role = _role(rule.name, name)
-            values[name] = read_coarse(name, role, old, m.shape, m.name, state, m.part)
+            values[name] = read_coarse(name, old, m.shape, m.name, state, m.part)
         for i, name in enumerate(names):
             if name in there:
                 values[name] = source.read(2 + i)
@@ -266,10 +259,10 @@ def _created(rule, m, state, hypers):
     # torch's SGD and Muon save a momentum and no count. The count is then 1, because it matters
     # only that this is not the first step.
     steps = _layout.step_count(state, m.name, int(has))
-    if not _layout.is_step(state.get("step")):
-        made["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+    if not _layout.is_number(state.get("step"), "step"):
+        made["step"] = _layout.number(float(steps), "step")
     if old != m.recipe:
-        made["recipe"] = _layout.number(_layout.pack_recipe(m.recipe), "recipe")
+        made["recipe"] = _layout.recipe_number(m.recipe)
     initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
     for key in _layout.numbers_of(rule, m.streams):
         if key not in made and not _layout.is_number(state.get(key), key):

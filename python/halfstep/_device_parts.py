@@ -35,6 +35,13 @@ class Group:
         self.values, self.seen, self.given, self.steps = None, None, {}, None
         #: the tensor from which a GPU reads lr, or None
         self.lr = None
+        #: made once, because it is read at every step
+        self.record = _abi.Record.new(kind=_abi.RECORD_GROUP, index=index)
+
+    def count_steps(self):
+        """Returns the number of steps that the library has counted."""
+        invoke(lib.halfstep_get_record, self.handle, ctypes.byref(self.record))
+        return self.record.steps
 
     def take_lr(self, lr):
         """Has the GPU read an lr that is a tensor there: at each step without a wait, and anew at

@@ -6,9 +6,9 @@ The package asks torch about devices only by these functions, through this modul
 therefore put another device in their place (tests/python/fake_gpu.py).
 """
 
-import warnings
-
 import torch
+
+from ._torch import warn
 
 #: where tensors are that are on no GPU
 HOST = torch.device("cpu")
@@ -126,12 +126,11 @@ def pinned(shape, dtype):
     except RuntimeError as error:
         if not _told:
             _told = True
-            warnings.warn(
-                f"halfstep: no memory could be pinned ({str(error).splitlines()[0]}); ordinary"
+            warn(
+                f"no memory could be pinned ({str(error).splitlines()[0]}); ordinary"
                 " memory is used, and the GPU waits for copies to and from it. This warning is"
                 " given once",
                 RuntimeWarning,
-                stacklevel=3,
             )
         return torch.empty(shape, dtype=dtype, device="cpu")
 

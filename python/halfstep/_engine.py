@@ -174,8 +174,7 @@ class Engine:
         """Writes each group's step count, and the optimizer's counts, into the groups."""
         self.take_told(groups)
         for group in self.groups:
-            group.steps = _calls.read(group.handle, _abi.RECORD_GROUP, group.index).steps
-            of = group.among(groups)
+            group.steps, of = group.count_steps(), group.among(groups)
             if of is not None:
                 of["group_steps"] = group.steps
         skipped = self.told[0]
@@ -241,7 +240,8 @@ class Engine:
             if part.scale is not None:
                 invoke(lib.halfstep_bind_hyper, part, _abi.ALL_GROUPS, b"gradient_scale", None)
                 part.scale = None
-            part.set(gradient_scale=scale)
+            if part.options.get("gradient_scale") != scale:
+                part.set(gradient_scale=scale)
 
     def bind_gradient_scale(self, scale, found_inf):
         """Makes the GPU read what a GradScaler left there. Gradients are divided by `scale`, and

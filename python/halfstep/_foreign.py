@@ -5,11 +5,10 @@ A package is a row of `PACKAGES`: how one parameter's state is recognized, how i
 how its groups' options are renamed.
 """
 
-import warnings
-
 import torch
 
 from . import _abi
+from ._torch import warn
 
 #: key of a dictionary in which bitsandbytes hides what torch's loader must not cast
 _BNB_WRAPPED = "__bnb_optimizer_quant_state__"
@@ -282,10 +281,8 @@ def translate(rule_name, state_dict):
     for rename in filter(None, packages.values()):
         groups = [rename(rule, group) for group in groups]
     if lost:
-        warnings.warn(
-            f"halfstep: these states of {' and '.join(sorted(packages))} cannot be loaded and are"
-            f" left out: {', '.join(sorted(lost))}",
-            UserWarning,
-            stacklevel=5,
+        warn(
+            f"these states of {' and '.join(sorted(packages))} cannot be loaded and are"
+            f" left out: {', '.join(sorted(lost))}"
         )
     return {**state_dict, "state": states, "param_groups": groups}

@@ -97,14 +97,12 @@ class Inspection:
     # ---- Reading ---------------------------------------------------------------------------------
 
     def _slot(self, name):
-        rule = _abi.rules[self.groups.rule]
-        for i, state in enumerate(rule.states):
-            if state.name == name:
-                return STATE + i
-        raise KeyError(
-            f"halfstep: {self.groups.rule} has no state {name!r}; it has"
-            f" {', '.join(s.name for s in rule.states)}"
-        )
+        names = list(_abi.rules[self.groups.rule].roles)
+        if name not in names:
+            raise KeyError(
+                f"halfstep: {self.groups.rule} has no state {name!r}; it has {', '.join(names)}"
+            )
+        return STATE + names.index(name)
 
     def _read(self, m, function, *arguments):
         if m.gathered:

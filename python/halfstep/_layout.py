@@ -128,30 +128,31 @@ def initial(key):
 
 def keys_of(rule):
     """Returns every key that may hold stored elements of a rule."""
-    names = [s.name for s in rule.states]
-    return {"weight.extra", *names, *(name + part for name in names for part in (*PARTS, GRID))}
+    ends = ("", *PARTS, GRID)
+    return {"weight.extra", *(name + end for name in rule.roles for end in ends)}
+
+
+def _dtype(key):
+    return torch.float32 if key == "step" else torch.int64 if key in WHOLE else torch.float64
 
 
 def number(value, key):
     """Returns a number as the tensor that a state keeps under this key."""
-    return torch.tensor(value, dtype=torch.int64 if key in WHOLE else torch.float64, device="cpu")
+    return torch.tensor(value, dtype=_dtype(key), device="cpu")
+
+
+def recipe_number(recipe):
+    """Returns a full recipe as the tensor that a state keeps."""
+    return number(pack_recipe(recipe), "recipe")
 
 
 def is_number(tensor, key):
-    """Returns True if the library can write its number into this tensor."""
+    """Returns True if the library can write its number into this tensor. `step` may have
+    dimensions."""
     return (
         isinstance(tensor, torch.Tensor)
-        and tensor.dtype == (torch.int64 if key in WHOLE else torch.float64)
-        and tensor.dim() == 0
-        and tensor.device.type == "cpu"
-    )
-
-
-def is_step(tensor):
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dtype == torch.float32
-        and tensor.numel() == 1
+        and tensor.dtype == _dtype(key)
+        and (tensor.numel() == 1 if key == "step" else tensor.dim() == 0)
         and tensor.device.type == "cpu"
     )
 

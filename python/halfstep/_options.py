@@ -106,7 +106,7 @@ class Options:
             if place < len(betas):
                 group["betas"] = (*betas[:place], value, *betas[place + 1 :])
         elif isinstance(group.get(name), torch.Tensor):
-            group[name] = torch.tensor(value, dtype=group[name].dtype, device=group[name].device)
+            group[name] = torch.full_like(group[name], value)
         elif name in group:
             group[name] = bool(value) if isinstance(group[name], bool) else value
 

@@ -1,10 +1,8 @@
 """Counts and reports steps that were refused because a gradient was not finite."""
 
-import warnings
-
 from . import _calls
 from ._sharding import local
-from ._torch import caller
+from ._torch import warn
 
 
 class Refusals:
@@ -69,9 +67,8 @@ class Refusals:
             if self.groups.options.scan == "per-tensor" or self.groups.options.gradient_release
             else "the step was skipped and nothing changed"
         )
-        warnings.warn(
-            f"halfstep: {what}; {left}. optimizer.skipped_steps, also in each group, counts such"
+        warn(
+            f"{what}; {left}. optimizer.skipped_steps, also in each group, counts such"
             f" steps: {often} by now. This warning is given again at the 10th, 100th, ... time",
             RuntimeWarning,
-            stacklevel=caller(),
         )

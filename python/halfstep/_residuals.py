@@ -2,11 +2,10 @@
 has written the weight that they belong to."""
 
 import contextlib
-import warnings
 
 import torch
 
-from ._torch import caller
+from ._torch import warn
 from ._watch import PIECE, Watch, clear_rows
 
 
@@ -59,15 +58,13 @@ class Residuals:
                         f"{int(rows.sum())} of its {rows.numel()} rows (of a vector: pieces of"
                         f" {PIECE})"
                     )
-                warnings.warn(
-                    f"halfstep: the weight of parameter {self.names.find(p)!r} was written, but not"
+                warn(
+                    f"the weight of parameter {self.names.find(p)!r} was written, but not"
                     f" by this optimizer. The residuals kept beside {where} were dropped, because"
                     " they belonged to the old weight. This is right after load_state_dict(). A"
                     " mask after each step would drop them each time, and small updates with them:"
                     " call optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead. This"
-                    " warning is given once",
-                    UserWarning,
-                    stacklevel=caller(),
+                    " warning is given once"
                 )
 
     # ---- Writes of this optimizer ----------------------------------------------------------------

@@ -125,7 +125,7 @@ def _check_state(groups, name, p, state, hypers):
     if not plain:
         _check_streams(codec, state, name, recipe, part)
         return
-    roles = {s.name: s.role for s in rule.states}
+    roles = rule.roles
     vectors = {s.name for s in rule.states if s.vector}
     shapes = {s.name: s.shape for s in codec.streams if s.name in vectors}
     needed = {s.name for s in codec.streams if s.name in roles and not s.extra}
@@ -173,9 +173,8 @@ def _check_streams(codec, state, name, recipe, part):
     only what an update can leave."""
     tensors, coarse = {}, _convert.coarse_states(codec.streams, state)
     for name_ in coarse:
-        role = next(s.role for s in codec.streams if s.name == name_)
-        values = _convert.read_coarse(name_, role, recipe, codec.shape, name, state, part)
-        _judge(name_, name, values, role)
+        values = _convert.read_coarse(name_, recipe, codec.shape, name, state, part)
+        _judge(name_, name, values, codec.rule.roles[name_])
     for s in codec.streams:
         if s.name in coarse:
             tensors[s.key] = _devices.zeros(s.shape, s.dtype)

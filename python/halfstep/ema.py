@@ -7,7 +7,6 @@ here.
 from __future__ import annotations
 
 import math
-import warnings
 from copy import deepcopy
 from ctypes import c_void_p
 
@@ -26,7 +25,7 @@ from ._parameters import (
     stored_dtype,
     weight_format,
 )
-from ._torch import caller, increment_versions, no_dynamo
+from ._torch import increment_versions, no_dynamo, warn
 from ._watch import Watch, clear_rows, version
 from .optimizer import several
 
@@ -283,11 +282,10 @@ class EMA(torch.nn.Module):
         # These are not the optimizer's ids, because an average must not round as the weight that it
         # follows does, or as another average of it.
         ids = [_layout.signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
-        self.register_buffer("formats", torch.tensor(formats, dtype=torch.long, device="cpu"))
-        self.register_buffer("ids", torch.tensor(ids, dtype=torch.long, device="cpu"))
         random = [_layout.signed(seed_of(seed)), _layout.signed(_abi.name_id(generator))]
-        self.register_buffer("random", torch.tensor(random, dtype=torch.long, device="cpu"))
-        self.register_buffer("counters", _devices.zeros(2, torch.long))
+        numbers = {"formats": formats, "ids": ids, "random": random, "counters": [0, 0]}
+        for name, values in numbers.items():
+            self.register_buffer(name, torch.tensor(values, dtype=torch.long, device="cpu"))
 
     def forward(self, *args, **kwargs):
         """Runs the averaged model."""
@@ -520,12 +518,11 @@ class EMA(torch.nn.Module):
         self.counters[1] += 1
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"halfstep: the weight {name!r} is not finite; the update was refused and no"
+            warn(
+                f"the weight {name!r} is not finite; the update was refused and no"
                 " average changed. ema.skipped_updates counts such updates. This warning is given"
                 " once",
                 RuntimeWarning,
-                stacklevel=6,
             )
 
     def _other_buffers(self, model):
@@ -581,12 +578,10 @@ class EMA(torch.nn.Module):
             if not self._dropped:
                 self._dropped = True
                 name = next(name for name, other in self._averages() if other is average)
-                warnings.warn(
-                    f"halfstep: the average {name!r} was written, but not by update_parameters()."
+                warn(
+                    f"the average {name!r} was written, but not by update_parameters()."
                     " The residual kept beside it was dropped, because it belonged to the old"
-                    " average. This warning is given once",
-                    UserWarning,
-                    stacklevel=caller(),
+                    " average. This warning is given once"
                 )
 
     # ---- Reading and saving ----------------------------------------------------------------------
@@ -674,7 +669,7 @@ class EMA(torch.nn.Module):
             state_dict[prefix + "formats"] = self.formats
         if changed:
             pairs = ", ".join(f"{have} and are kept as {own}" for have, own in changed.items())
-            warnings.warn(f"halfstep: averages were saved as {pairs}", UserWarning, stacklevel=5)
+            warn(f"averages were saved as {pairs}")
 
     def extra_repr(self):
         formats = {_layout.FORMATS[i] for i in self.formats.tolist()}
