@@ -50,7 +50,7 @@ def _is_flat_parameter(p):
 
 def _strides(shape):
     """Returns the strides of a tensor of this shape in memory order."""
-    return torch.empty(shape, device="meta").stride()
+    return torch.empty(shape, dtype=torch.uint8, device="meta").stride()
 
 
 def _flat_identity(p, name):

@@ -104,9 +104,8 @@ _TITLES = {
         ' "match_rms_adamw": updates are scaled to the size of AdamW\'s'
     ),
     ("adafactor", "eps"): (
-        "two numbers: the smallest root of a second moment (None: 2^-23; with published=True: what"
-        " is added to squared gradients), and the smallest root mean square of a weight in its"
-        " step's size"
+        "smallest root of a second moment (None: 2^-23; with published=True: what is added to"
+        " squared gradients); smallest root mean square of a weight in its step's size"
     ),
 }
 
