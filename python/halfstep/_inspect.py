@@ -83,7 +83,7 @@ class Inspection:
             ),
         ]
         if fallen:
-            lines.append(f"too small for blocks, plain states: {_names.some(fallen)}")
+            lines.append(f"too small for blocks, plain states: {_names.some(fallen, 8)}")
         lines += precise
         for i, group in enumerate(self.groups):
             lines.append(f"Parameter Group {i}")

@@ -29,10 +29,10 @@ def _bare(name):
     return ".".join([part for part in parts[:-1] if part != _MODULE] + parts[-1:])
 
 
-def some(names):
+def some(names, most=6):
     """Returns the first names of a list, for an error text."""
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(map(repr, names[:6])) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
 def match(theirs, ours, what="this state"):

@@ -66,7 +66,7 @@ def complain(names):
     """Raises RuntimeError if `names`, the parameters that no gradient came for, is not empty."""
     if names:
         raise RuntimeError(
-            f"halfstep: no gradient was accumulated for {_names.some(names)};"
+            f"halfstep: no gradient was accumulated for {_names.some(names, 4)};"
             ' missing="skip" leaves such parameters without one'
         )
 
