@@ -146,7 +146,7 @@ class DeviceInfo(_Sized):
     _fields_ = _fields(
         (c_int32, "devices driver minimum_driver images compute multiprocessors usable"),
         (c_uint64, "memory"),
-        (c_char_p, "name"),
+        (c_char_p, "name code"),
     )
 
 
