@@ -179,10 +179,15 @@ def verify(given):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m halfstep", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    one = commands.add_parser("info", help="version, instruction set, GPU, rules and formats")
+
+    def command(name, call, about):
+        one = commands.add_parser(name, help=about)
+        one.set_defaults(call=call)
+        return one
+
+    one = command("info", info, "version, instruction set, GPU, rules and formats")
     one.add_argument("--json", action="store_true", help="print one JSON object")
-    one.set_defaults(call=info)
-    one = commands.add_parser("plan", help="list the memory that training takes, by recipe")
+    one = command("plan", show_plan, "list the memory that training takes, by recipe")
     one.add_argument("model", help="a number of parameters (7e9, 7B) or a safetensors file")
     one.add_argument("--memory", help="memory that training must fit into; 24G is 24 * 2^30 bytes")
     one.add_argument("--recipes", help="list only these recipes, separated by commas")
@@ -199,12 +204,8 @@ def main(arguments=None):
         action="store_true",
         help="states are in the process's memory, weights and gradients on a GPU",
     )
-    one.set_defaults(call=show_plan)
-    one = commands.add_parser(
-        "verify",
-        help="check that every instruction set of this machine computes the expected bits",
-    )
-    one.set_defaults(call=verify)
+    about = "check that every instruction set of this machine computes the expected bits"
+    command("verify", verify, about)
     given = parser.parse_args(arguments)
     try:
         return given.call(given)

@@ -1,10 +1,10 @@
-"""The C library, by ctypes: its functions and structures as include/halfstep.h declares them, and
-its tables of rules, formats and hyper-parameters as plain data. Nothing here needs torch.
+"""The C library, by ctypes: the functions that this package calls and their structures, as
+include/halfstep.h declares them. Also its tables of rules, formats and hyper-parameters as plain
+data. Nothing here needs torch. This file is longer than 500 lines because structures and tables
+have a line for each field.
 
 The shared library lies beside this file. The environment variable HALFSTEP_LIBRARY names another
 one to load instead.
-
-This file is longer than 500 lines because every declaration of the header has one here.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from ctypes import (
     byref,
     c_char_p,
     c_double,
-    c_float,
     c_int,
     c_int32,
     c_int64,
     c_size_t,
-    c_uint16,
     c_uint32,
     c_uint64,
     c_void_p,
     create_string_buffer,
     sizeof,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Dict, List, Optional, Tuple
 
 ABI = 2  # HALFSTEP_ABI of the header that this file mirrors
@@ -55,8 +53,6 @@ ROLE_SIGNED = 4
 ROLE_NONNEG = 8
 
 GEOMETRY_ROWS = 0
-GEOMETRY_FLAT = 1
-GEOMETRY_TENSOR = 2
 
 #: hyper-parameters that users give together, as "betas"
 BETAS = ("beta1", "beta2", "beta3")
@@ -80,6 +76,13 @@ SLOT_STATE = 2
 # ---- Structures. new() sets struct_size. ---------------------------------------------------------
 
 
+def _fields(*declared):
+    """Returns the fields of a structure, struct_size first. `declared` holds types, each with the
+    names that have it."""
+    fields = [(name, kind) for kind, names in declared for name in names.split()]
+    return [("struct_size", c_uint32), *fields]
+
+
 class _Sized(Structure):
     @classmethod
     def new(cls, **fields):
@@ -88,62 +91,40 @@ class _Sized(Structure):
 
 
 class RuleInfo(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("id", c_int32),
-        ("name", c_char_p),
-        ("title", c_char_p),
-        ("states", c_int32),
-        ("state_role", c_int32 * MAX_STATES),
-        ("state_name", c_char_p * MAX_STATES),
-        ("hypers", c_int32),
-        ("decay", c_char_p),
-        ("scalars", c_int32),
-        ("two_pass", c_int32),
-        ("scalar_name", c_char_p * MAX_SCALARS),
-        ("matrix", c_int32),
-        ("raw_gradient", c_int32),
-        ("accumulates", c_int32),
-        ("average", c_int32),
-        ("label", c_char_p),
-        ("state_extent", c_int32 * MAX_STATES),
-        ("totals", c_int32),
-        ("cautious", c_int32),
-        ("precise_if", c_char_p * MAX_STATES),
-        ("precise_format", c_char_p * MAX_STATES),
-    ]
+    _fields_ = _fields(
+        (c_int32, "id"),
+        (c_char_p, "name title"),
+        (c_int32, "states"),
+        (c_int32 * MAX_STATES, "state_role"),
+        (c_char_p * MAX_STATES, "state_name"),
+        (c_int32, "hypers"),
+        (c_char_p, "decay"),
+        (c_int32, "scalars two_pass"),
+        (c_char_p * MAX_SCALARS, "scalar_name"),
+        (c_int32, "matrix raw_gradient accumulates average"),
+        (c_char_p, "label"),
+        (c_int32 * MAX_STATES, "state_extent"),
+        (c_int32, "totals cautious"),
+        (c_char_p * MAX_STATES, "precise_if precise_format"),
+    )
 
 
 class FormatInfo(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("id", c_int32),
-        ("name", c_char_p),
-        ("title", c_char_p),
-        ("roles", c_int32),
-        ("code_bits", c_int32),
-        ("extra_bits", c_int32),
-        ("block", c_int32),
-        ("scale_bytes", c_int32),
-        ("stochastic", c_int32),
-        ("code_dtype", c_char_p),
-        ("extra_dtype", c_char_p),
-        ("geometry", c_int32),
-        ("grid", c_int32),
-    ]
+    _fields_ = _fields(
+        (c_int32, "id"),
+        (c_char_p, "name title"),
+        (c_int32, "roles code_bits extra_bits block scale_bytes stochastic"),
+        (c_char_p, "code_dtype extra_dtype"),
+        (c_int32, "geometry grid"),
+    )
 
 
 class HyperInfo(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("name", c_char_p),
-        ("title", c_char_p),
-        ("initial", c_double),
-        ("minimum", c_double),
-        ("maximum", c_double),
-        ("exclusive_maximum", c_int32),
-        ("per_optimizer", c_int32),
-    ]
+    _fields_ = _fields(
+        (c_char_p, "name title"),
+        (c_double, "initial minimum maximum"),
+        (c_int32, "exclusive_maximum per_optimizer"),
+    )
 
 
 Task = CFUNCTYPE(None, c_void_p, c_int64)
@@ -151,112 +132,73 @@ RunTasks = CFUNCTYPE(None, c_void_p, Task, c_void_p, c_int64)
 
 
 class Options(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("threads", c_int32),
-        ("seed", c_uint64),
-        ("run", RunTasks),
-        ("host", c_void_p),
-        ("device", c_char_p),
-        ("stream", c_void_p),
-    ]
+    _fields_ = _fields(
+        (c_int32, "threads"),
+        (c_uint64, "seed"),
+        (RunTasks, "run"),
+        (c_void_p, "host"),
+        (c_char_p, "device"),
+        (c_void_p, "stream"),
+    )
 
 
 class DeviceInfo(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("devices", c_int32),
-        ("driver", c_int32),
-        ("minimum_driver", c_int32),
-        ("images", c_int32),
-        ("compute", c_int32),
-        ("multiprocessors", c_int32),
-        ("usable", c_int32),
-        ("memory", c_uint64),
-        ("name", c_char_p),
-        ("code", c_char_p),
-    ]
+    _fields_ = _fields(
+        (c_int32, "devices driver minimum_driver images compute multiprocessors usable"),
+        (c_uint64, "memory"),
+        (c_char_p, "name code"),
+    )
 
 
 class Tensor(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("group", c_int32),
-        ("name", c_char_p),
-        ("id", c_uint64),
-        ("ndim", c_int32),
-        ("reserved", c_int32),
-        ("rows", c_int64),
-        ("row_length", c_int64),
-        ("first_row", c_int64),
-        ("n_rows", c_int64),
-        ("first_column", c_int64),
-        ("n_columns", c_int64),
-        ("gradient", c_char_p),
-    ]
+    _fields_ = _fields(
+        (c_int32, "group"),
+        (c_char_p, "name"),
+        (c_uint64, "id"),
+        (c_int32, "ndim reserved"),
+        (c_int64, "rows row_length first_row n_rows first_column n_columns"),
+        (c_char_p, "gradient"),
+    )
 
 
 class SlotInfo(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("format", c_int32),
-        ("name", c_char_p),
-        ("code_bytes", c_uint64),
-        ("extra_bytes", c_uint64),
-        ("blocks_per_row", c_int64),
-        ("fell_back", c_int32),
-        ("grid", c_int32),
-        ("code", c_void_p),
-        ("extra", c_void_p),
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("precise", c_int32),
-        ("reserved", c_int32),
-    ]
+    _fields_ = _fields(
+        (c_int32, "format"),
+        (c_char_p, "name"),
+        (c_uint64, "code_bytes extra_bytes"),
+        (c_int64, "blocks_per_row"),
+        (c_int32, "fell_back grid"),
+        (c_void_p, "code extra"),
+        (c_int64, "rows columns"),
+        (c_int32, "precise reserved"),
+    )
 
 
 class Call(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("kind", c_int32),
-        ("tensor", c_int32),
-        ("micro", c_int32),
-        ("weights", c_void_p),
-        ("gradients", c_void_p),
-        ("statistics", c_void_p),
-    ]
+    _fields_ = _fields(
+        (c_int32, "kind tensor micro"),
+        (c_void_p, "weights gradients statistics"),
+    )
 
 
 class Record(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("kind", c_int32),
-        ("index", c_int32),
-        ("reserved", c_int32),
-        ("seed", c_uint64),
-        ("skipped_steps", c_uint64),
-        ("gradient_norm", c_double),
-        ("steps", c_uint64),
-        ("id", c_uint64),
-        ("state_steps", c_uint64),
-        ("full_steps", c_uint64),
-        ("writes", c_uint64),
-        ("scalar", c_double * MAX_SCALARS),
-        ("grid", c_double * MAX_STATES),
-    ]
+    _fields_ = _fields(
+        (c_int32, "kind index reserved"),
+        (c_uint64, "seed skipped_steps"),
+        (c_double, "gradient_norm"),
+        (c_uint64, "steps id state_steps full_steps writes"),
+        (c_double * MAX_SCALARS, "scalar"),
+        (c_double * MAX_STATES, "grid"),
+    )
 
 
 class RecordPlaces(_Sized):
-    _fields_ = [
-        ("struct_size", c_uint32),
-        ("reserved", c_int32),
-        ("step", c_void_p),
-        ("state_steps", c_void_p),
-        ("full_steps", c_void_p),
-        ("writes", c_void_p),
-        ("scalar", c_void_p * MAX_SCALARS),
-        ("grid", c_void_p * MAX_STATES),
-    ]
+    _fields_ = _fields(
+        (c_int32, "reserved"),
+        (c_void_p, "step state_steps full_steps writes"),
+        (c_void_p * MAX_SCALARS, "scalar"),
+        (c_void_p * MAX_STATES, "grid"),
+    )
 
 
 # ---- Functions, in the order of the header -------------------------------------------------------
@@ -265,98 +207,60 @@ _handle = c_void_p
 _pointers = c_void_p  # an array of pointers: any ctypes array, or an address
 _bytes = POINTER(c_uint64)
 
-# name -> (result, parameters)
+# name without halfstep_ -> result and parameters
 signatures = {
-    "halfstep_version": (c_int32, ()),
-    "halfstep_strerror": (c_char_p, (c_int,)),
-    "halfstep_create": (c_int, (POINTER(Options), POINTER(_handle))),
-    "halfstep_destroy": (None, (_handle,)),
-    "halfstep_error_detail": (c_char_p, (_handle,)),
-    "halfstep_add_group": (c_int, (_handle, c_char_p, POINTER(c_int32))),
-    "halfstep_group_count": (c_int32, (_handle,)),
-    "halfstep_get_group_recipe": (c_int, (_handle, c_int32, c_char_p, c_size_t)),
-    "halfstep_set_hyper": (c_int, (_handle, c_int32, c_char_p, c_double)),
-    "halfstep_get_hyper": (c_int, (_handle, c_int32, c_char_p, POINTER(c_double))),
-    "halfstep_set_choice": (c_int, (_handle, c_int32, c_char_p, c_char_p)),
-    "halfstep_get_choice": (c_char_p, (_handle, c_int32, c_char_p)),
-    "halfstep_current_lr": (c_int, (_handle, c_int32, POINTER(c_double))),
-    "halfstep_add_tensor": (c_int, (_handle, POINTER(Tensor), POINTER(c_int32))),
-    "halfstep_tensor_count": (c_int32, (_handle,)),
-    "halfstep_get_tensor": (c_int, (_handle, c_int32, POINTER(Tensor))),
-    "halfstep_tensor_find": (c_int32, (_handle, c_char_p)),
-    "halfstep_get_slot_info": (c_int, (_handle, c_int32, c_int32, POINTER(SlotInfo))),
-    "halfstep_state_bytes": (c_int, (_handle, _bytes)),
-    "halfstep_bind_states": (c_int, (_handle, c_void_p, c_uint64)),
-    "halfstep_allocate_states": (c_int, (_handle,)),
-    "halfstep_step": (c_int, (_handle, _pointers, _pointers)),
-    "halfstep_run": (c_int, (_handle, POINTER(Call))),
-    "halfstep_accumulate": (
-        c_int,
-        (_handle, c_int32, c_void_p, c_char_p, c_void_p, c_char_p, c_double),
-    ),
-    "halfstep_get_record": (c_int, (_handle, POINTER(Record))),
-    "halfstep_set_record": (c_int, (_handle, POINTER(Record))),
-    "halfstep_skipped_steps": (c_uint64, (_handle,)),
-    "halfstep_gradient_norm": (c_double, (_handle,)),
-    "halfstep_nonfinite_tensor": (c_char_p, (_handle, POINTER(c_int32))),
-    "halfstep_saturated": (c_int, (_handle, c_int32, c_void_p, _bytes)),
-    "halfstep_read_slot": (
-        c_int,
-        (_handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
-    ),
-    "halfstep_write_slot": (
-        c_int,
-        (_handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
-    ),
-    "halfstep_read_average": (c_int, (_handle, c_int32, c_void_p, c_int64, c_int64, c_void_p)),
-    "halfstep_memory": (c_int, (_handle, _bytes, _bytes, _bytes, _bytes, POINTER(c_int32))),
-    "halfstep_rule_count": (c_int32, ()),
-    "halfstep_get_rule_info": (c_int, (c_int32, POINTER(RuleInfo))),
-    "halfstep_rule_find": (c_int32, (c_char_p,)),
-    "halfstep_format_count": (c_int32, ()),
-    "halfstep_get_format_info": (c_int, (c_int32, POINTER(FormatInfo))),
-    "halfstep_format_find": (c_int32, (c_char_p,)),
-    "halfstep_get_hyper_info": (c_int, (c_int32, c_int32, POINTER(HyperInfo))),
-    "halfstep_choice_value": (c_char_p, (c_char_p, c_int32)),
-    "halfstep_recipe_full": (c_int, (c_char_p, c_char_p, c_size_t)),
-    "halfstep_recipe_bytes": (c_int, (c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes)),
-    "halfstep_default_threads": (c_int32, ()),
-    "halfstep_set_threads": (c_int, (_handle, c_int32)),
-    "halfstep_isa": (c_char_p, ()),
-    "halfstep_synchronize": (c_int, (_handle,)),
-    "halfstep_set_stream": (c_int, (_handle, c_void_p)),
-    "halfstep_get_device_info": (c_int, (c_char_p, POINTER(DeviceInfo))),
-    "halfstep_run_begin": (c_int, (_handle, POINTER(Call))),
-    "halfstep_run_norms": (c_int, (_handle, POINTER(Call))),
-    "halfstep_run_finish": (c_int, (_handle, POINTER(Call))),
-    "halfstep_statistics_count": (c_int64, (_handle, POINTER(Call))),
-    "halfstep_norms_offset": (c_int64, (_handle, POINTER(Call))),
-    "halfstep_bind_slot": (c_int, (_handle, c_int32, c_int32, c_void_p, c_void_p)),
-    "halfstep_bind_record": (c_int, (_handle, c_int32, POINTER(RecordPlaces))),
-    "halfstep_bind_hyper": (c_int, (_handle, c_int32, c_char_p, c_void_p)),
-    "halfstep_device_allocate": (c_int, (_handle, c_uint64, POINTER(c_void_p))),
-    "halfstep_device_release": (None, (_handle, c_void_p)),
-    "halfstep_device_copy": (c_int, (_handle, c_void_p, c_void_p, c_uint64)),
-    "halfstep_abi": (c_int32, ()),
-    "halfstep_schedule_factor": (
-        c_int,
-        (c_char_p, c_uint64, c_double, c_double, c_double, c_double, c_double, POINTER(c_double)),
-    ),
-    "halfstep_name_id": (c_uint64, (c_char_p,)),
-    "halfstep_isa_count": (c_int32, ()),
-    "halfstep_isa_name": (c_char_p, (c_int32,)),
-    "halfstep_isa_available": (c_int32, (c_int32,)),
-    "halfstep_set_isa": (c_int, (c_char_p,)),
-    "halfstep_isa_warning": (c_char_p, ()),
-    "halfstep_cpu_features": (None, (c_char_p, c_size_t)),
-    "halfstep_random_words": (
-        c_int,
-        (c_char_p, c_uint64, c_uint64, c_uint64, c_int32, c_uint64, POINTER(c_uint32), c_size_t),
-    ),
-    "halfstep_bf16_stochastic": (
-        c_int,
-        (POINTER(c_float), POINTER(c_uint16), c_size_t, POINTER(c_uint32)),
-    ),
+    "version": (c_int32,),
+    "strerror": (c_char_p, c_int),
+    "create": (c_int, POINTER(Options), POINTER(_handle)),
+    "destroy": (None, _handle),
+    "error_detail": (c_char_p, _handle),
+    "add_group": (c_int, _handle, c_char_p, POINTER(c_int32)),
+    "set_hyper": (c_int, _handle, c_int32, c_char_p, c_double),
+    "get_hyper": (c_int, _handle, c_int32, c_char_p, POINTER(c_double)),
+    "set_choice": (c_int, _handle, c_int32, c_char_p, c_char_p),
+    "current_lr": (c_int, _handle, c_int32, POINTER(c_double)),
+    "add_tensor": (c_int, _handle, POINTER(Tensor), POINTER(c_int32)),
+    "get_slot_info": (c_int, _handle, c_int32, c_int32, POINTER(SlotInfo)),
+    "allocate_states": (c_int, _handle),
+    "step": (c_int, _handle, _pointers, _pointers),
+    "run": (c_int, _handle, POINTER(Call)),
+    "accumulate": (c_int, _handle, c_int32, c_void_p, c_char_p, c_void_p, c_char_p, c_double),
+    "get_record": (c_int, _handle, POINTER(Record)),
+    "set_record": (c_int, _handle, POINTER(Record)),
+    "skipped_steps": (c_uint64, _handle),
+    "gradient_norm": (c_double, _handle),
+    "nonfinite_tensor": (c_char_p, _handle, POINTER(c_int32)),
+    "read_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
+    "write_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
+    "read_average": (c_int, _handle, c_int32, c_void_p, c_int64, c_int64, c_void_p),
+    "memory": (c_int, _handle, _bytes, _bytes, _bytes, _bytes, POINTER(c_int32)),
+    "rule_count": (c_int32,),
+    "get_rule_info": (c_int, c_int32, POINTER(RuleInfo)),
+    "format_count": (c_int32,),
+    "get_format_info": (c_int, c_int32, POINTER(FormatInfo)),
+    "get_hyper_info": (c_int, c_int32, c_int32, POINTER(HyperInfo)),
+    "choice_value": (c_char_p, c_char_p, c_int32),
+    "recipe_full": (c_int, c_char_p, c_char_p, c_size_t),
+    "recipe_bytes": (c_int, c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes),
+    "set_threads": (c_int, _handle, c_int32),
+    "isa": (c_char_p,),
+    "synchronize": (c_int, _handle),
+    "set_stream": (c_int, _handle, c_void_p),
+    "get_device_info": (c_int, c_char_p, POINTER(DeviceInfo)),
+    "run_begin": (c_int, _handle, POINTER(Call)),
+    "run_norms": (c_int, _handle, POINTER(Call)),
+    "run_finish": (c_int, _handle, POINTER(Call)),
+    "statistics_count": (c_int64, _handle, POINTER(Call)),
+    "norms_offset": (c_int64, _handle, POINTER(Call)),
+    "bind_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_void_p),
+    "bind_record": (c_int, _handle, c_int32, POINTER(RecordPlaces)),
+    "bind_hyper": (c_int, _handle, c_int32, c_char_p, c_void_p),
+    "abi": (c_int32,),
+    "name_id": (c_uint64, c_char_p),
+    "isa_count": (c_int32,),
+    "isa_name": (c_char_p, c_int32),
+    "isa_available": (c_int32, c_int32),
+    "set_isa": (c_int, c_char_p),
 }
 
 
@@ -376,39 +280,29 @@ def _load(path: str) -> ctypes.CDLL:
         if os.environ.get("HALFSTEP_LIBRARY")
         else "install the package again ('pip install .' in its source folder)"
     )
+
+    def unusable(what: str) -> ImportError:
+        return ImportError(f"halfstep: {what}; {remedy}", path=path)
+
     if not os.path.isfile(path):
-        raise ImportError(
-            f"halfstep: the shared library {path} does not exist; {remedy}", path=path
-        )
+        raise unusable(f"the shared library {path} does not exist")
     try:
         library = ctypes.CDLL(path)
     except OSError as error:
-        raise ImportError(
-            f"halfstep: the shared library {path} cannot be loaded ({error}); {remedy}", path=path
-        ) from error
+        raise unusable(f"the shared library {path} cannot be loaded ({error})") from error
     abi = getattr(library, "halfstep_abi", None)
     if abi is None:
-        raise ImportError(
-            f"halfstep: {path} is not the halfstep library, it has no function halfstep_abi;"
-            f" {remedy}",
-            path=path,
-        )
+        raise unusable(f"{path} is not the halfstep library, it has no function halfstep_abi")
     if abi() != ABI:
-        raise ImportError(
-            f"halfstep: the shared library {path} has ABI {abi()}, this package needs {ABI};"
-            f" {remedy}",
-            path=path,
-        )
-    for name, (result, parameters) in signatures.items():
-        function = getattr(library, name, None)
+        raise unusable(f"the shared library {path} has ABI {abi()}, this package needs {ABI}")
+    for name, (result, *parameters) in signatures.items():
+        function = getattr(library, "halfstep_" + name, None)
         if function is None:
-            raise ImportError(
-                f"halfstep: the shared library {path} is older than this package, it has no"
-                f" function {name}; {remedy}",
-                path=path,
+            raise unusable(
+                f"the shared library {path} is older than this package, it has no function"
+                f" halfstep_{name}"
             )
-        function.restype = result
-        function.argtypes = parameters
+        function.restype, function.argtypes = result, parameters
     return library
 
 
@@ -439,12 +333,13 @@ class HalfstepMemoryError(HalfstepError, MemoryError):
 
 
 _error_classes = {
-    ERROR_ARGUMENT: HalfstepValueError,
-    ERROR_NAME: HalfstepValueError,
-    ERROR_RANGE: HalfstepValueError,
-    ERROR_SHAPE: HalfstepValueError,
-    ERROR_DUPLICATE: HalfstepValueError,
-    ERROR_UNSUPPORTED: HalfstepValueError,
+    **dict.fromkeys(
+        (
+            *(ERROR_ARGUMENT, ERROR_NAME, ERROR_RANGE),
+            *(ERROR_SHAPE, ERROR_DUPLICATE, ERROR_UNSUPPORTED),
+        ),
+        HalfstepValueError,
+    ),
     ERROR_MEMORY: HalfstepMemoryError,
 }
 
@@ -462,6 +357,11 @@ def check(code: int, handle=None, detail: str = "") -> None:
     text = _text(lib.halfstep_strerror(code))
     detail = detail or (_text(lib.halfstep_error_detail(handle)) if handle else "")
     raise _error_classes.get(code, HalfstepError)(f"{text}: {detail}" if detail else text, code)
+
+
+def invoke(function, handle, *arguments) -> None:
+    """Calls a function of the library on a handle, and raises its error."""
+    check(function(handle, *arguments), handle)
 
 
 # ---- Tables --------------------------------------------------------------------------------------
@@ -516,6 +416,11 @@ class Rule:
     totals: int
     cautious: bool
 
+    @property
+    def roles(self) -> Dict[str, int]:
+        """The role of each state, by its name, in order."""
+        return {state.name: state.role for state in self.states}
+
 
 @dataclass(frozen=True)
 class Format:
@@ -537,32 +442,33 @@ class Format:
     geometry: int
 
 
+_FROM_C = {"bool": bool, "str": _text, "Optional[str]": lambda text: _text(text) or None}
+
+
+def _row(cls, info, **own):
+    """Returns a row of a table from a structure of the library. Fields that are not in `own` have
+    the structure's names."""
+    for field in fields(cls):
+        if field.name not in own:
+            value = getattr(info, field.name)
+            own[field.name] = _FROM_C.get(field.type, lambda number: number)(value)
+    return cls(**own)
+
+
 def _read_hyper(row: int, index: int) -> Hyper:
     info = HyperInfo.new()
     check(lib.halfstep_get_hyper_info(row, index, byref(info)))
-    title = _text(info.title)
-    return Hyper(
-        name=_text(info.name),
-        title=title,
-        initial=info.initial,
-        minimum=info.minimum,
-        maximum=info.maximum,
-        exclusive_maximum=bool(info.exclusive_maximum),
-        per_optimizer=bool(info.per_optimizer),
-        switch=title.startswith(("0:", "1:")),
-    )
+    return _row(Hyper, info, switch=info.title.startswith((b"0:", b"1:")))
 
 
 def _read_rule(row: int) -> Rule:
     info = RuleInfo.new()
     check(lib.halfstep_get_rule_info(row, byref(info)))
     hypers = [_read_hyper(row, i) for i in range(info.hypers)]
-    return Rule(
+    return _row(
+        Rule,
+        info,
         row=row,
-        id=info.id,
-        name=_text(info.name),
-        label=_text(info.label),
-        title=_text(info.title),
         states=[
             State(
                 _text(info.state_name[i]),
@@ -574,36 +480,14 @@ def _read_rule(row: int) -> Rule:
             for i in range(info.states)
         ],
         hypers={h.name: h for h in hypers},
-        decay=_text(info.decay),
-        scalars=[_text(info.scalar_name[i]) for i in range(info.scalars)],
-        two_pass=bool(info.two_pass),
-        matrix=bool(info.matrix),
-        raw_gradient=bool(info.raw_gradient),
-        accumulates=bool(info.accumulates),
-        average=bool(info.average),
-        totals=info.totals,
-        cautious=bool(info.cautious),
+        scalars=[_text(name) for name in info.scalar_name[: info.scalars]],
     )
 
 
 def _read_format(row: int) -> Format:
     info = FormatInfo.new()
     check(lib.halfstep_get_format_info(row, byref(info)))
-    return Format(
-        row=row,
-        id=info.id,
-        name=_text(info.name),
-        title=_text(info.title),
-        roles=info.roles,
-        code_bits=info.code_bits,
-        extra_bits=info.extra_bits,
-        block=info.block,
-        scale_bytes=info.scale_bytes,
-        stochastic=bool(info.stochastic),
-        code_dtype=_text(info.code_dtype),
-        extra_dtype=_text(info.extra_dtype) or None,
-        geometry=info.geometry,
-    )
+    return _row(Format, info, row=row)
 
 
 rules: Dict[str, Rule] = {
@@ -619,14 +503,19 @@ def choices(name: str) -> Tuple[str, ...]:
     """Returns the values of a choice, the default first. Choices are "decay", "schedule", "scan",
     "generator", "clip" and "missing"."""
     values = []
-    while True:
-        value = lib.halfstep_choice_value(name.encode(), len(values))
-        if value is None:
-            break
+    while (value := lib.halfstep_choice_value(name.encode(), len(values))) is not None:
         values.append(_text(value))
     if not values:
         raise HalfstepValueError(f"unknown choice '{name}'", ERROR_NAME)
     return tuple(values)
+
+
+def check_choice(name: str, value, where: str = "") -> None:
+    """Raises ValueError if a choice does not have this value. `where` ends the name of the value in
+    the error text."""
+    known = choices(name)
+    if value not in known:
+        raise ValueError(f"halfstep: unknown {name}={value!r}{where}; known: {', '.join(known)}")
 
 
 # ---- Functions of names and numbers --------------------------------------------------------------
@@ -663,6 +552,16 @@ def recipe_bytes(recipe: str, ndim: int, rows: int, row_length: int) -> Tuple[in
         detail=f"recipe '{recipe}', {rows} rows of {row_length}",
     )
     return sums[0].value, sums[1].value, sums[2].value
+
+
+def is_real(value) -> bool:
+    """Returns True for a number of Python, which True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_count(value, least: int = 0, most: int = 2**63 - 1) -> bool:
+    """Returns True for a whole number of Python within these bounds."""
+    return is_real(value) and isinstance(value, int) and least <= value <= most
 
 
 def name_id(name: str) -> int:

@@ -3,7 +3,7 @@ followed yet."""
 
 import torch
 
-from ._parameters import PLAIN
+from ._parameters import stored_dtype
 
 
 class Accumulation:
@@ -29,7 +29,7 @@ class Accumulation:
             for p in params:
                 self.pending.pop(p, None)
 
-    def give_zeros(self, given=None):
+    def give_zeros(self, given):
         """Gives a gradient of zeros to each pending parameter that has no gradient now, so that its
         weight is updated as well. Returns these parameters.
 
@@ -55,9 +55,6 @@ class Accumulation:
     def zeros_for(self, p):
         """Returns a gradient of zeros in the dtype of the parameter's earlier gradients."""
         engine = self.cache.engine
-        m = engine.members[engine.index_of[p]] if engine and p in engine.index_of else None
-        dtype = next(
-            (dtype for dtype, name in PLAIN.items() if m is not None and name == m.gradient),
-            p.dtype,
-        )
+        m = engine and engine.member(p)
+        dtype = stored_dtype(m.gradient) if m else p.dtype
         return torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)

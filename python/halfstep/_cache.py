@@ -80,10 +80,10 @@ class EngineCache:
             on_gpu = entry.take_lr(group["lr"])
             if not on_gpu:
                 self.groups.options.check_reference(group)
-            hypers = self.groups.options.hypers({**group, "lr": 0.0} if on_gpu else group)
+            options = self.groups.options.values({**group, "lr": 0.0} if on_gpu else group)
             if on_gpu:
-                del hypers["lr"]
-            if not entry.take(hypers, self.groups.options.choices(group)):
+                del options["lr"]
+            if not entry.take(options):
                 return False
         engine.take_settings(self.groups.settings())
         return True
@@ -130,34 +130,30 @@ class EngineCache:
         """Returns True if a state of a member was replaced, moved, or written by anybody but the
         engine."""
         state = self.groups.state.get(m.p)
-        if (
+        return (
             state is None
             or state.get("step") is not m.step
             or version(m.step) != m.versions["step"]
-        ):
-            return True
-        if any(version(tensor) != m.versions[key] for key, tensor in m.numbers.items()):
-            return True
-        for key, tensor, address in m.bound:
-            if state.get(key) is not tensor or local(tensor).data_ptr() != address:
-                return True
-        return False
+            or any(version(tensor) != m.versions[key] for key, tensor in m.numbers.items())
+            or any(
+                state.get(key) is not tensor or local(tensor).data_ptr() != address
+                for key, tensor, address in m.bound
+            )
+        )
 
     def with_member(self, p, grad, begun):
         """Returns the engine and the member of `p`. `grad` is the gradient of `p`. `begun`: a round
         of gradient release has begun, in which options do not change. Fails if the optimizer does
         not have `p`."""
         engine = self.engine
-        if engine is None or p not in engine.index_of or not begun:
+        if engine is None or engine.member(p) is None or not begun:
             engine = self.current()
-        if p not in engine.index_of:
+        m = engine.member(p)
+        if m is None or self.stale(m):
             engine = self.build({p: grad})
-            if p not in engine.index_of:
+            m = engine.member(p)
+            if m is None:
                 raise ValueError("halfstep: a parameter that this optimizer does not have")
-        m = engine.members[engine.index_of[p]]
-        if self.stale(m):
-            engine = self.build({p: grad})
-            m = engine.members[engine.index_of[p]]
         if engine.asynchronous:
             engine.use_streams()
         return engine, m
@@ -166,12 +162,12 @@ class EngineCache:
         """Returns the member of `p` after all submitted work is done. Fails if `p` has no states.
         Requires that `p` has elements, because other parameters are in no engine."""
         self.hear()
-        engine = self.current(decides=False)
-        if p not in engine.index_of or self.stale(engine.members[engine.index_of[p]]):
+        m = self.current(decides=False).member(p)
+        if m is None or self.stale(m):
             if p not in self.groups.state:
                 raise ValueError("halfstep: this parameter has no states yet")
-            engine = self.build(decides=False)
-        return engine.members[engine.index_of[p]]
+            m = self.build(decides=False).member(p)
+        return m
 
     # ---- What came of steps ----------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ in one piece or in parts. A record holds the numbers of an optimizer, a group or
 from ctypes import addressof, byref, c_int32, c_void_p
 
 from . import _abi
-from ._abi import RECORD_TENSOR, SLOT_STATE, Call, Record, check, lib
+from ._abi import RECORD_TENSOR, SLOT_STATE, Call, Record, invoke, lib
 from ._layout import GRID
 
 # ---- Calls ---------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ def all_tensors(weights, gradients, micro=False, statistics=None):
     )
 
 
-def one_tensor(tensor, weight=None, gradient=None, micro=False, statistics=None):
+def one_tensor(tensor, weight=None, gradient=None, micro=False):
     """Describes a step of one tensor by the addresses of its weight and gradient."""
     pointers = (c_void_p * 2)(weight, gradient)
     place = addressof(pointers)
@@ -32,7 +32,6 @@ def one_tensor(tensor, weight=None, gradient=None, micro=False, statistics=None)
         micro=micro,
         weights=None if micro else place,
         gradients=place + 8,
-        statistics=statistics,
     )
     call.pointers = pointers  # keeps them alive as long as the call
     return call
@@ -50,12 +49,12 @@ def run(handle, call):
 
 def begin(handle, call):
     """Fills the statistics of a call."""
-    check(lib.halfstep_run_begin(handle, byref(call)), handle)
+    invoke(lib.halfstep_run_begin, handle, byref(call))
 
 
 def norms(handle, call):
     """Adds the sums of a rule of two passes to the statistics of a call."""
-    check(lib.halfstep_run_norms(handle, byref(call)), handle)
+    invoke(lib.halfstep_run_norms, handle, byref(call))
 
 
 def finish(handle, call):
@@ -66,10 +65,7 @@ def finish(handle, call):
 def count_statistics(handle, call):
     """Returns the number of statistics of a call, and the index at which its sums begin."""
     place = byref(call)
-    return (
-        int(lib.halfstep_statistics_count(handle, place)),
-        int(lib.halfstep_norms_offset(handle, place)),
-    )
+    return lib.halfstep_statistics_count(handle, place), lib.halfstep_norms_offset(handle, place)
 
 
 def nonfinite_tensor(handle):
@@ -86,13 +82,13 @@ def nonfinite_tensor(handle):
 def read(handle, kind, index=0):
     """Returns a record."""
     record = Record.new(kind=kind, index=index)
-    check(lib.halfstep_get_record(handle, byref(record)), handle)
+    invoke(lib.halfstep_get_record, handle, byref(record))
     return record
 
 
 def restore(handle, record):
     """Sets a record."""
-    check(lib.halfstep_set_record(handle, byref(record)), handle)
+    invoke(lib.halfstep_set_record, handle, byref(record))
 
 
 def change(handle, kind, index=0, **fields):
@@ -146,4 +142,4 @@ def bind(handle, index, rule, streams, step, numbers):
     for s in streams:
         if s.grid:
             places.grid[s.slot - SLOT_STATE] = numbers[s.name + GRID].data_ptr()
-    check(lib.halfstep_bind_record(handle, index, byref(places)), handle)
+    invoke(lib.halfstep_bind_record, handle, index, byref(places))

@@ -37,7 +37,7 @@ if hasattr(torch.library, "custom_op"):
                 "halfstep: the optimizer of this compiled step does not exist any more; keep a"
                 " reference to it"
             )
-        flat = [p for group in optimizer.param_groups for p in group["params"]]
+        flat = optimizer._parts.groups.params()
         optimizer._step({flat[i]: pair for i, pair in zip(places, zip(params, grads))}, params[-1])
 
     @_step_op.register_fake
@@ -50,7 +50,7 @@ def step(optimizer):
     if not hasattr(torch.library, "custom_op"):
         raise RuntimeError("halfstep: compile=True needs torch 2.4 or later")
     params, grads, places = [], [], []
-    for i, p in enumerate([p for group in optimizer.param_groups for p in group["params"]]):
+    for i, p in enumerate(optimizer._parts.groups.params()):
         if p.grad is not None:
             params.append(p)
             grads.append(p.grad)

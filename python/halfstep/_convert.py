@@ -5,9 +5,10 @@ from functools import lru_cache
 
 import torch
 
-from . import _abi, _calls, _devices, _handles, _layout
-from ._abi import check, lib
-from ._parameters import rows_of
+from . import _abi, _calls, _devices, _layout
+from ._abi import invoke, lib
+from ._handles import Handle, add_group, add_tensor, read_rows, write_rows
+from ._parameters import described, rows_of
 from ._sharding import local
 from ._streams import bind_streams, lay_out
 
@@ -15,43 +16,37 @@ from ._streams import bind_streams, lay_out
 _PIECE = 1 << 20
 
 
-class Codec:
+class Codec(Handle):
     """One tensor in a handle of its own, to decode or encode its slots."""
 
     def __init__(self, recipe, hypers, shape, name, identity=0, part=None):
-        self.recipe, self.hypers, self.name = recipe, tuple(hypers.items()), name
+        super().__init__(1, 0)
         self.rule = _abi.rules[recipe.partition("/")[0]]
-        self.handle = _handles.create_handle(1, 0)
-        try:
-            known = {k: v for k, v in hypers.items() if k in self.rule.hypers}
-            group = _handles.add_group(self.handle, recipe, known, {})
-            self.index = _handles.add_tensor(self.handle, group, name, identity, shape, "f32", part)
-            self.streams, _ = lay_out(self.handle, group, self.index, self.rule, part, shape, name)
-        except BaseException:
-            self.close()
-            raise
+        self.recipe, self.name = recipe, name
+        self.hypers = {k: v for k, v in hypers.items() if k in self.rule.hypers}
+        group = add_group(self, recipe, self.hypers)
+        self.index = add_tensor(self, group, name, identity, shape, "f32", part)
+        self.streams, _ = lay_out(self, self.index, recipe, self.hypers, part, shape, name)
         self.gathered = part is not None and part.gathered
         self.shape, self.rows = shape, None if part is None else part.rows
 
-    def close(self):
-        lib.halfstep_destroy(self.handle)
-
     def bind(self, tensors):
-        bind_streams(self.handle, self.index, self.streams, tensors)
+        """Gives the library the addresses of the streams. The caller keeps the tensors alive."""
+        bind_streams(self, self.index, self.streams, tensors)
 
     def take_scalars(self, state):
         """Takes the scalars and grids of a state. Raises ValueError for a value that no update
         leaves."""
-        record = _calls.read(self.handle, _abi.RECORD_TENSOR, self.index)
+        record = _calls.read(self, _abi.RECORD_TENSOR, self.index)
         for key in _layout.scalars_of(self.rule, self.streams):
             value = _layout.take_number(state, key, self.name)
             if value is not None:
                 _calls.set_number(record, self.rule, key, value)
-        _calls.restore(self.handle, record)
+        _calls.restore(self, record)
 
     def read(self, slot, data=None):
-        return _handles.read_rows(
-            lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data, rows=self.rows
+        return read_rows(
+            lib.halfstep_read_slot, self, self.index, self.shape, slot, data, rows=self.rows
         )
 
     def pieces(self, slot):
@@ -63,21 +58,16 @@ class Codec:
         for first in range(0, rows, some):
             n = min(some, rows - first)
             out = torch.empty(n, length, dtype=torch.float32, device="cpu")
-            check(
-                lib.halfstep_read_slot(
-                    self.handle, self.index, slot, None, first, n, out.data_ptr()
-                ),
-                self.handle,
-            )
+            invoke(lib.halfstep_read_slot, self, self.index, slot, None, first, n, out.data_ptr())
             yield out
 
     def all_codes_are_good(self, stream, scale):
         """Returns True if every code decodes, with this scale, to a finite number of the right
         sign. The values of a tensor with smaller scales need no check then."""
-        probe = _probe(self.recipe, self.hypers)
+        probe = _probe(self.recipe, tuple(self.hypers.items()))
         if not any(s.key == stream.key for s in probe.streams):
             return False
-        tensors = {s.key: torch.zeros(s.shape, dtype=s.dtype, device="cpu") for s in probe.streams}
+        tensors = {s.key: _devices.zeros(s.shape, s.dtype) for s in probe.streams}
         codes = tensors[stream.key].view(torch.uint8).view(-1)
         codes[:256] = torch.arange(256, dtype=torch.int16, device="cpu").to(torch.uint8)
         tensors[stream.name + ".scale"].fill_(scale)
@@ -90,9 +80,8 @@ class Codec:
         )
 
     def write(self, slot, values, data=None):
-        _handles.write_rows(
-            self.handle, self.index, slot, data, _devices.contiguous(values), self.shape, self.rows
-        )
+        values = _devices.contiguous(values)
+        write_rows(self, self.index, slot, data, values, self.shape, self.rows)
 
 
 @lru_cache(64)
@@ -101,10 +90,9 @@ def _probe(recipe, hypers):
     return Codec(recipe, dict(hypers), (64, 256), "probe")
 
 
-def adopt(tensor, stream, name, take=True):
-    """Returns the local shard of a state tensor in CPU memory, contiguous. With take=False it stays
-    on its device. Raises ValueError if dtype, shape or layout are not those of the stream, or if it
-    is on the meta device."""
+def adopt(tensor, stream, name):
+    """Returns the local shard of a state tensor in CPU memory, contiguous. Raises ValueError if
+    dtype, shape or layout are not those of the stream, or if it is on the meta device."""
     tensor = local(tensor)
     if (
         not isinstance(tensor, torch.Tensor)
@@ -113,16 +101,11 @@ def adopt(tensor, stream, name, take=True):
         or tensor.device.type == "meta"
         or tensor.layout != torch.strided
     ):
-        found = type(tensor).__name__
-        if isinstance(tensor, torch.Tensor):
-            found = (
-                f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}"
-            )
         raise ValueError(
-            f"halfstep: state {stream.key!r} of parameter {name!r} is {found}, not {stream.dtype}"
-            f" of shape {stream.shape}"
+            f"halfstep: state {stream.key!r} of parameter {name!r} is {described(tensor)}, not"
+            f" {stream.dtype} of shape {stream.shape}"
         )
-    return _devices.to_cpu(tensor) if take else tensor
+    return _devices.to_cpu(tensor)
 
 
 def coarse_states(streams, state):
@@ -138,48 +121,36 @@ def coarse_states(streams, state):
     }
 
 
-def read_coarse(name, slot_role, recipe, shape, label, state, part):
+def read_coarse(name, recipe, shape, label, state, part):
     """Returns the values of a state that coarse_states() has named. Its codes are in the format
     that `recipe` names for it; without codes it is in its precise format."""
     rule, weight, formats = recipe.split("/")
-    formats = formats.split("+")
+    formats, roles = formats.split("+"), _abi.rules[rule].roles
     named = [s.name for s in _abi.rules[rule].states if s.role != _abi.ROLE_WEIGHT and not s.vector]
     place = named.index(name)
-    same = [i for i in range(min(place, len(formats))) if _role(rule, named[i]) == slot_role]
-    fmt = (
-        formats[place]
-        if place < len(formats)
-        else formats[0]
-        if len(formats) == 1 or not same
-        else formats[same[-1]]
-    )
+    alike = [i for i in range(min(place, len(formats))) if roles[named[i]] == roles[name]]
+    fmt = formats[0]
+    if place < len(formats):
+        fmt = formats[place]
+    elif len(formats) > 1 and alike:
+        fmt = formats[alike[-1]]
     if name in state:
         fmt = next(s.precise_format for s in _abi.rules[rule].states if s.name == name) or fmt
     # A state is decoded by its role and format alone. Adam has one state of each role.
     codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
-    try:
-        other = "exp_avg_sq" if slot_role == _abi.ROLE_NONNEG else "exp_avg"
-        tensors = {
-            s.key: (
-                adopt(state[name + s.part], s, label)
-                if s.name == other and name + s.part in state
-                else torch.zeros(s.shape, dtype=s.dtype, device="cpu")
-            )
-            for s in codec.streams
-        }
-        codec.bind(tensors)
-        codec.take_scalars(
-            {other + _layout.GRID: state[name + _layout.GRID]}
-            if name + _layout.GRID in state
-            else {}
+    other = "exp_avg_sq" if roles[name] == _abi.ROLE_NONNEG else "exp_avg"
+    tensors = {
+        s.key: (
+            adopt(state[name + s.part], s, label)
+            if s.name == other and name + s.part in state
+            else _devices.zeros(s.shape, s.dtype)
         )
-        return codec.read(next(s.slot for s in codec.streams if s.name == other))
-    finally:
-        codec.close()
-
-
-def _role(rule, name):
-    return next(s.role for s in _abi.rules[rule].states if s.name == name)
+        for s in codec.streams
+    }
+    codec.bind(tensors)
+    grid = name + _layout.GRID
+    codec.take_scalars({other + _layout.GRID: state[grid]} if grid in state else {})
+    return codec.read(next(s.slot for s in codec.streams if s.name == other))
 
 
 @torch.no_grad()
@@ -196,7 +167,7 @@ def convert(rule, hypers, m, state, old):
             f" converted to {m.recipe}, because it is a DTensor and {rule.name} steps matrices as a"
             " whole; load and save them once on one process"
         )
-    names = [s.name for s in rule.states]
+    names = list(rule.roles)
     values, weight, held = {}, None, None
     now = _devices.to_cpu(local(m.p))  # everything is computed on the CPU
     if old is None:
@@ -206,54 +177,43 @@ def convert(rule, hypers, m, state, old):
                 values[key] = value.reshape(m.shape if value.numel() == now.numel() else (-1,))
     else:
         source = Codec(old, hypers, m.shape, m.name, part=m.part)
-        try:
-            missing = [s for s in source.streams if s.key not in state]
-            tensors = {
-                s.key: adopt(state[s.key], s, m.name) for s in source.streams if s.key in state
-            }
-            # A state that the saved optimizer's hyper-parameters did not need starts at zero.
-            tensors.update(
-                (s.key, torch.zeros(s.shape, dtype=s.dtype, device="cpu")) for s in missing
-            )
-            source.bind(tensors)
-            source.take_scalars(state)
-            there = {s.name for s in source.streams} - {s.name for s in missing}
-            for name in coarse_states(source.streams, state):
-                values[name] = read_coarse(
-                    name, _role(rule.name, name), old, m.shape, m.name, state, m.part
-                )
-            for i, name in enumerate(names):
-                if name in there:
-                    values[name] = source.read(2 + i)
-            if "weight" in there:
-                weight = source.read(0, now.data_ptr())
-        finally:
-            source.close()
-    target = Codec(m.recipe, hypers, m.shape, m.name, part=m.part)
-    try:
-        # The target has the streams of `m`. Its grids are those of a new handle.
-        made = {
+        missing = [s for s in source.streams if s.key not in state]
+        # A state that the saved optimizer's hyper-parameters did not need starts at zero.
+        tensors = {
             s.key: (
-                torch.zeros(s.shape, dtype=s.dtype, device="cpu")
-                if s.name in values
-                else s.initial(now, now.device)
+                adopt(state[s.key], s, m.name)
+                if s.key in state
+                else _devices.zeros(s.shape, s.dtype)
             )
-            for s in m.streams
+            for s in source.streams
         }
-        target.bind(made)
+        source.bind(tensors)
+        source.take_scalars(state)
+        there = {s.name for s in source.streams} - {s.name for s in missing}
+        for name in coarse_states(source.streams, state):
+            values[name] = read_coarse(name, old, m.shape, m.name, state, m.part)
         for i, name in enumerate(names):
-            if name in values and any(s.name == name for s in m.streams):
-                target.write(2 + i, values[name])
-        made.update(
-            (s.name + _layout.GRID, _layout.number(1.0, s.name + _layout.GRID))
-            for s in m.streams
-            if s.grid
+            if name in there:
+                values[name] = source.read(2 + i)
+        if "weight" in there:
+            weight = source.read(0, now.data_ptr())
+    target = Codec(m.recipe, hypers, m.shape, m.name, part=m.part)
+    # The target has the streams of `m`. Its grids are those of a new handle.
+    made = {
+        s.key: (
+            _devices.zeros(s.shape, s.dtype) if s.name in values else s.initial(now, now.device)
         )
-        if weight is not None and "weight.extra" in made:
-            held = now.clone()
-            target.write(0, weight, held.data_ptr())
-    finally:
-        target.close()
+        for s in m.streams
+    }
+    target.bind(made)
+    for i, name in enumerate(names):
+        if name in values and any(s.name == name for s in m.streams):
+            target.write(2 + i, values[name])
+    grids = [s.name + _layout.GRID for s in m.streams if s.grid]
+    made.update((key, _layout.number(1.0, key)) for key in grids)
+    if weight is not None and "weight.extra" in made:
+        held = now.clone()
+        target.write(0, weight, held.data_ptr())
     obsolete = _layout.keys_of(rule) - set(made)
     if old == m.recipe:  # only coarse states are converted
         coarse = coarse_states(m.streams, state)
@@ -299,10 +259,10 @@ def _created(rule, m, state, hypers):
     # torch's SGD and Muon save a momentum and no count. The count is then 1, because it matters
     # only that this is not the first step.
     steps = _layout.step_count(state, m.name, int(has))
-    if not _layout.is_step(state.get("step")):
-        made["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+    if not _layout.is_number(state.get("step"), "step"):
+        made["step"] = _layout.number(float(steps), "step")
     if old != m.recipe:
-        made["recipe"] = _layout.number(_layout.pack_recipe(m.recipe), "recipe")
+        made["recipe"] = _layout.recipe_number(m.recipe)
     initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
     for key in _layout.numbers_of(rule, m.streams):
         if key not in made and not _layout.is_number(state.get(key), key):
@@ -338,7 +298,6 @@ def _created(rule, m, state, hypers):
 def empty(recipe, hypers, p):
     """Returns the states of a parameter without elements: empty tensors under the usual keys."""
     codec = Codec(recipe, hypers, (1,), "empty")
-    codec.close()
     return {
         s.key: torch.empty(p.shape, dtype=s.dtype, device="cpu")
         for s in codec.streams

@@ -7,7 +7,8 @@ from operator import is_
 import torch
 
 from . import _abi, _devices, _layout
-from ._abi import check, lib
+from ._abi import invoke, lib
+from ._handles import Handle, set_option
 from ._members import NOTHING
 
 #: keys of a group that are not hyper-parameters
@@ -21,26 +22,11 @@ def formats_of(groups):
 
 class Group:
     """A group of a handle. `place` is the place of the optimizer's group, `index` the index in the
-    handle."""
+    handle, and `count` the number of the optimizer's groups."""
 
-    __slots__ = (
-        "place",
-        "handle",
-        "device",
-        "index",
-        "of",
-        "count",
-        "values",
-        "seen",
-        "given",
-        "steps",
-        "lr",
-        "record",
-    )
-
-    def __init__(self, place, handle, device, index, groups):
+    def __init__(self, place, handle, index, groups):
         self.place, self.index, self.of, self.count = place, index, groups[place], len(groups)
-        self.handle, self.device = handle, device
+        self.handle = handle
         # values: the optimizer's group when hyper-parameters were last set, or None to set them
         # again
         # seen: the group as differs() found it
@@ -49,7 +35,13 @@ class Group:
         self.values, self.seen, self.given, self.steps = None, None, {}, None
         #: the tensor from which a GPU reads lr, or None
         self.lr = None
+        #: made once, because it is read at every step
         self.record = _abi.Record.new(kind=_abi.RECORD_GROUP, index=index)
+
+    def count_steps(self):
+        """Returns the number of steps that the library has counted."""
+        invoke(lib.halfstep_get_record, self.handle, ctypes.byref(self.record))
+        return self.record.steps
 
     def take_lr(self, lr):
         """Has the GPU read an lr that is a tensor there: at each step without a wait, and anew at
@@ -57,21 +49,21 @@ class Group:
         if (
             not isinstance(lr, torch.Tensor)
             or not _devices.is_asynchronous(_devices.of(lr))
-            or not _devices.is_asynchronous(self.device)
+            or not self.handle.asynchronous
         ):
             if self.lr is not None:
-                check(lib.halfstep_bind_hyper(self.handle, self.index, b"lr", None), self.handle)
+                self._bind_lr(None)
                 self.lr = None
             return False
         if self.lr is None:
-            self.lr = _devices.zeros((), torch.float64, self.device)
-            check(
-                lib.halfstep_bind_hyper(self.handle, self.index, b"lr", self.lr.data_ptr()),
-                self.handle,
-            )
+            self.lr = _devices.zeros((), torch.float64, self.handle.device)
+            self._bind_lr(self.lr.data_ptr())
             self.given.pop("lr", None)
         self.lr.copy_(lr.reshape(()))
         return True
+
+    def _bind_lr(self, address):
+        invoke(lib.halfstep_bind_hyper, self.handle, self.index, b"lr", address)
 
     def differs(self, group, totals):
         """Returns True if the optimizer's group holds other values than were last set. `totals`:
@@ -93,30 +85,19 @@ class Group:
         self.values, self.seen = None, None if again else values
         return True
 
-    def take(self, hypers, choices):
+    def take(self, options):
         """Sets hyper-parameters and choices of the group. Returns False if one of them cannot
         change once states exist, so that a new handle is needed."""
-        before = self.given
-        for key, value in hypers.items():
-            if before.get(key) != value:
-                code = lib.halfstep_set_hyper(self.handle, self.index, key.encode(), value)
-                if code == _abi.ERROR_ORDER:
-                    return False
-                check(code, self.handle)
-        for key, value in choices.items():
-            if before.get("choice " + key) != value:
-                check(
-                    lib.halfstep_set_choice(self.handle, self.index, key.encode(), value.encode()),
-                    self.handle,
-                )
-        self.given = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
-        self.values = self.seen
+        for name, value in options.items():
+            if self.given.get(name) != value:
+                try:
+                    set_option(self.handle, self.index, name, value)
+                except _abi.HalfstepError as error:
+                    if error.code == _abi.ERROR_ORDER:
+                        return False
+                    raise
+        self.given, self.values = options, self.seen
         return True
-
-    def count_steps(self):
-        """Returns the number of steps that the library has counted."""
-        check(lib.halfstep_get_record(self.handle, ctypes.byref(self.record)), self.handle)
-        return self.record.steps
 
     def among(self, groups):
         """Returns the optimizer's group at its current place. If it was replaced and the number of
@@ -129,24 +110,18 @@ class Group:
         )
 
 
-class DevicePart:
+class DevicePart(Handle):
     """A handle for the `n` members from number `first` on, all on one device. Its arrays of
-    pointers are slices of the engine's."""
+    pointers are slices of the engine's.
 
-    __slots__ = ("handle", "device", "first", "n", "stage", "stream", "scale", "counted")
+    stage      brings states to the device for a step if they are kept elsewhere (streaming.py), or
+               None
+    scale      the tensor from which a GPU reads the scale of gradients, or None
+    counted    the skipped steps of this handle that Engine.tell() has counted
+    """
 
-    def __init__(self, handle, device):
-        self.handle, self.device, self.first, self.n = handle, device, 0, 0
-        self.scale = None
-        self.stream = _devices.stream(device) if _devices.is_asynchronous(device) else None
-        #: the skipped steps of this handle that tell() has counted
-        self.counted = 0
-        #: brings states to the device for a step if they are kept elsewhere (streaming.py), or None
-        self.stage = None
-
-    @property
-    def asynchronous(self):
-        return _devices.is_asynchronous(self.device)
+    first = n = counted = 0
+    stage = scale = None
 
     def slice(self, pointers):
         """Returns the part of this handle in an array for all members, or None if there is no

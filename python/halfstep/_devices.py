@@ -6,10 +6,12 @@ The package asks torch about devices only by these functions, through this modul
 therefore put another device in their place (tests/python/fake_gpu.py).
 """
 
-import warnings
-
 import torch
 
+from ._torch import warn
+
+#: where tensors are that are on no GPU
+HOST = torch.device("cpu")
 #: True once the warning about pinned memory was given
 _told = False
 
@@ -65,7 +67,8 @@ def record(tensors, device):
         tensor.record_stream(current)
 
 
-def zeros(shape, dtype, device):
+def zeros(shape, dtype, device=HOST):
+    """Returns zeros. torch's default device and dtype do not matter."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -123,11 +126,11 @@ def pinned(shape, dtype):
     except RuntimeError as error:
         if not _told:
             _told = True
-            warnings.warn(
-                f"halfstep: no memory could be pinned ({str(error).splitlines()[0]}); ordinary"
-                " memory is used, and copies to and from it hold up the GPU. This is said once",
+            warn(
+                f"no memory could be pinned ({str(error).splitlines()[0]}); ordinary"
+                " memory is used, and the GPU waits for copies to and from it. This warning is"
+                " given once",
                 RuntimeWarning,
-                stacklevel=3,
             )
         return torch.empty(shape, dtype=dtype, device="cpu")
 

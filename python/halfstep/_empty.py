@@ -1,7 +1,5 @@
 """Parameters without elements. They are in no handle, so their counters are kept here."""
 
-import torch
-
 from . import _abi, _convert, _layout
 
 
@@ -19,9 +17,9 @@ def count(groups, names, group_index, position, p, steps=1):
             for key, value in numbers.items()
         )
         state["id"] = _layout.number(_layout.signed(identity), "id")
-        state["recipe"] = _layout.number(packed, "recipe")
+        state["recipe"] = _layout.recipe_number(recipe)
     steps = _layout.step_count(state, names.of(group_index, position)) + steps
-    state["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+    state["step"] = _layout.number(float(steps), "step")
     state.update((key, _layout.number(steps, key)) for key in _layout.COUNTERS)
 
 

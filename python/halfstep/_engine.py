@@ -6,31 +6,24 @@ again from `state` and `param_groups`. This is how late first gradients, loaded 
 changed formats work.
 """
 
-import sys
 from ctypes import c_void_p
 
 import torch
 
 from . import _abi, _calls, _convert, _devices, _layout, _ranks, _sharding
-from ._abi import check, lib
+from ._abi import check, invoke, lib
 from ._device_parts import DevicePart, Group, formats_of
-from ._handles import create_handle
 from ._members import Plain, declare
 from ._parameters import check_parameter
 from ._sharding import local
 from ._streams import bind_streams
 from ._watch import version
 
-_HOST = torch.device("cpu")
-
 
 class Engine:
     """The handles for some of an optimizer's parameters, one for each device. `members` lists these
     parameters in the order of the handles' tensors. `parts` are all handles; `handle` is the first,
     and nearly always the only one."""
-
-    handle = None
-    parts = ()
 
     def __init__(self, settings, groups, state, divided, meant):
         """`groups` and `state` are the optimizer's. `divided` has three items for each handle: its
@@ -40,58 +33,46 @@ class Engine:
         self.rule = _abi.rules[settings.rule]
         #: keys of the numbers that the library writes into a state
         self.shown = (*_layout.COUNTERS, *self.rule.scalars)
-        self.threads, self.settings = settings.threads, None
+        self.settings = None
         self.formats = formats_of(groups)
-        self.parts = []
-        try:
-            self.choices = {}
-            self.clip_norm = self.gradient_scale = None
-            self.members, self.groups = [], []
-            for device, stage, some in divided or [(_HOST, None, [])]:
-                part = DevicePart(create_handle(self.threads, settings.seed, device), device)
-                self.parts.append(part)
-                members, c_groups, _ = declare(part.handle, settings, some, meant)
-                part.first, part.n, part.stage = len(self.members), len(members), stage
-                if stage is not None:
-                    stage.take(members, state)
-                for m in members:
-                    m.stage = stage
-                self.members += members
-                self.groups += [
-                    Group(g, part.handle, device, c, groups) for (g, _), c in c_groups.items()
-                ]
-            self.handle = self.parts[0].handle
-            self.asynchronous = any(part.asynchronous for part in self.parts)
-            self.index_of = {m.p: i for i, m in enumerate(self.members)}
-            # From here on only memory can run out. All states are made before any of them is
-            # stored.
-            fresh = [
-                (m, *_convert.create_state(self.rule, m, state, meant[m.group][0]))
-                for m in self.members
-            ]
-            #: parameters whose residual or error code was made here
-            self.converted = [m.p for m, made, _, _ in fresh if "weight.extra" in made]
-            for m, made, obsolete, weight in fresh:
-                held = state[m.p]
-                held.update(made)
-                for key in obsolete & set(held):
-                    del held[key]
-                if weight is not None:
-                    with torch.no_grad():
-                        local(m.p).copy_(weight)
-            for part in self.parts:
-                if not any(m.streams for m in self.members[part.first : part.first + part.n]):
-                    check(
-                        lib.halfstep_allocate_states(part.handle), part.handle
-                    )  # no bytes, because there is nothing to bind
-            for m in self.members:
-                self._bind(m, state[m.p])
-                self._restore_counters(m, state[m.p])
-            self.told = None
-            self.take_told(groups)
-        except BaseException:
-            self.destroy()
-            raise
+        self.parts, self.members, self.groups = [], [], []
+        for device, stage, some in divided or [(_devices.HOST, None, [])]:
+            part = DevicePart(settings.threads, settings.seed, device)
+            self.parts.append(part)
+            members, c_groups, _ = declare(part, settings, some, meant)
+            part.first, part.n, part.stage = len(self.members), len(members), stage
+            if stage is not None:
+                stage.take(members, state)
+            for m in members:
+                m.stage = stage
+            self.members += members
+            self.groups += [Group(g, part, c, groups) for (g, _), c in c_groups.items()]
+        self.handle = self.parts[0]
+        self.asynchronous = any(part.asynchronous for part in self.parts)
+        self.index_of = {m.p: i for i, m in enumerate(self.members)}
+        # From here on only memory can run out. All states are made before any of them is stored.
+        fresh = [
+            (m, *_convert.create_state(self.rule, m, state, meant[m.group])) for m in self.members
+        ]
+        #: parameters whose residual or error code was made here
+        self.converted = [m.p for m, made, _, _ in fresh if "weight.extra" in made]
+        for m, made, obsolete, weight in fresh:
+            held = state[m.p]
+            held.update(made)
+            for key in obsolete & set(held):
+                del held[key]
+            if weight is not None:
+                with torch.no_grad():
+                    local(m.p).copy_(weight)
+        for part in self.parts:
+            if not any(m.streams for m in self.members[part.first : part.first + part.n]):
+                # No bytes, because there is nothing to bind.
+                invoke(lib.halfstep_allocate_states, part)
+        for m in self.members:
+            self._bind(m, state[m.p])
+            self._restore_counters(m, state[m.p])
+        self.told = None
+        self.take_told(groups)
         n = len(self.members)
         self.weights = (c_void_p * n)()
         self.gradients = (c_void_p * n)()
@@ -111,13 +92,9 @@ class Engine:
     # ---- Building --------------------------------------------------------------------------------
 
     def _bind(self, m, state):
-        where = (
-            m.part.gather(m.streams, state)
-            if m.gathered
-            else state
-            if m.stage is None
-            else m.stage.addresses(m)
-        )
+        where = state if m.stage is None else m.stage.addresses(m)
+        if m.gathered:
+            where = m.part.gather(m.streams, state)
         bind_streams(m.handle, m.index, m.streams, where)
         m.step = state["step"]
         grids = (s.name + _layout.GRID for s in m.streams if s.grid)
@@ -143,6 +120,11 @@ class Engine:
         # dictionary. This includes the grids: codes mean nothing without their grid.
         _calls.bind(m.handle, m.index, self.rule, m.streams, m.step, m.numbers)
 
+    def member(self, p):
+        """Returns the member of a parameter, or None."""
+        i = self.index_of.get(p)
+        return None if i is None else self.members[i]
+
     # ---- Between steps ---------------------------------------------------------------------------
 
     def save_counters(self, states, groups):
@@ -162,11 +144,7 @@ class Engine:
             step = state.get("step")
             if step is not m.step or version(step) != m.versions["step"]:
                 steps = _layout.whole(step)
-                if (
-                    steps is not None
-                    and not _layout.same_count(now["state_steps"], steps)
-                    and 0 <= steps < 2**63
-                ):
+                if _abi.is_count(steps) and not _layout.same_count(now["state_steps"], steps):
                     alone = ours = False  # somebody set the count, and maybe other numbers
                     now["state_steps"] = now["full_steps"] = steps
             for scalar in _layout.scalars_of(self.rule, m.streams):
@@ -201,7 +179,7 @@ class Engine:
                 of["group_steps"] = group.steps
         skipped = self.told[0]
         for part in self.parts:
-            counted = int(lib.halfstep_skipped_steps(part.handle))
+            counted = int(lib.halfstep_skipped_steps(part))
             skipped, part.counted = skipped + counted - part.counted, counted
         self.told = (skipped, float(lib.halfstep_gradient_norm(self.handle)))
         for group in groups:
@@ -219,31 +197,22 @@ class Engine:
                 _calls.change(group.handle, _abi.RECORD_GROUP, group.index, steps=steps)
                 group.steps = steps
         first = groups[0] if groups else {}
-        told = tuple(
-            first.get(key, value) for key, value in zip(_layout.TOLD[1:], self.told or (0, 0.0))
-        )
+        skipped, norm = self.told or (0, 0.0)
+        told = first.get("skipped_steps", skipped), first.get("last_norm", norm)
         if told != self.told:
-            for key, value in zip(_layout.TOLD[1:], told):
+            for key, value in zip(("skipped_steps", "last_norm"), told):
                 _layout.check_told(key, value, 0)
             self.parts[0].counted = told[0]
             for part in self.parts:
-                _calls.change(
-                    part.handle,
-                    _abi.RECORD_OPTIMIZER,
-                    skipped_steps=part.counted,
-                    gradient_norm=told[1],
-                )
+                counts = {"skipped_steps": part.counted, "gradient_norm": told[1]}
+                _calls.change(part, _abi.RECORD_OPTIMIZER, **counts)
             self.told = told
 
     def destroy(self):
+        """Destroys the handles."""
         parts, self.parts, self.handle = self.parts, (), None
         for part in parts:
-            lib.halfstep_destroy(part.handle)
-
-    def __del__(self, exiting=sys.is_finalizing):
-        # At exit modules may be gone already, even `sys`. The process then frees its memory itself.
-        if not exiting():
-            self.destroy()
+            part.close()
 
     def changed(self, groups):
         """Yields the groups of the handles whose hyper-parameters have to be set again, each with
@@ -256,61 +225,33 @@ class Engine:
         """Gives the handles the optimizer's current settings."""
         if settings == self.settings:
             return
-        if self.clip_norm != settings.clip_norm:
-            for part in self.parts:
-                check(
-                    lib.halfstep_set_hyper(
-                        part.handle, _abi.ALL_GROUPS, b"clip_norm", float(settings.clip_norm or 0.0)
-                    ),
-                    part.handle,
-                )
-            self.clip_norm = settings.clip_norm
+        options = {"clip_norm": float(settings.clip_norm or 0.0)}
         for key in ("scan", "clip", "generator"):
-            value = getattr(settings, key)
-            if value is not None and value != self.choices.get(key):
-                for part in self.parts:
-                    check(
-                        lib.halfstep_set_choice(
-                            part.handle, _abi.ALL_GROUPS, key.encode(), value.encode()
-                        ),
-                        part.handle,
-                    )
-                self.choices[key] = value
-        if settings.threads != self.threads:
-            for part in self.parts:
-                check(lib.halfstep_set_threads(part.handle, settings.threads), part.handle)
-            self.threads = settings.threads
+            if getattr(settings, key) is not None:
+                options[key] = getattr(settings, key)
+        for part in self.parts:
+            part.set(**options)
+            part.work(settings.threads)
         self.settings = settings
 
     def set_gradient_scale(self, scale):
-        if self.gradient_scale != scale:
-            for part in self.parts:
-                if part.scale is not None:
-                    check(
-                        lib.halfstep_bind_hyper(
-                            part.handle, _abi.ALL_GROUPS, b"gradient_scale", None
-                        ),
-                        part.handle,
-                    )
-                    part.scale = None
-                check(
-                    lib.halfstep_set_hyper(part.handle, _abi.ALL_GROUPS, b"gradient_scale", scale),
-                    part.handle,
-                )
-            self.gradient_scale = scale
+        """Sets the factor of all gradients."""
+        for part in self.parts:
+            if part.scale is not None:
+                invoke(lib.halfstep_bind_hyper, part, _abi.ALL_GROUPS, b"gradient_scale", None)
+                part.scale = None
+            if part.options.get("gradient_scale") != scale:
+                part.set(gradient_scale=scale)
 
     def bind_gradient_scale(self, scale, found_inf):
-        """Has the GPU read what a GradScaler left there. Gradients are divided by `scale`, and the
-        step changes nothing if `found_inf` is not 0. Either may be None."""
+        """Makes the GPU read what a GradScaler left there. Gradients are divided by `scale`, and
+        the step changes nothing if `found_inf` is not 0. Either may be None."""
         for part in self.parts:
             if part.scale is None:
                 part.scale = _devices.zeros((), torch.float64, part.device)
-                check(
-                    lib.halfstep_bind_hyper(
-                        part.handle, _abi.ALL_GROUPS, b"gradient_scale", part.scale.data_ptr()
-                    ),
-                    part.handle,
-                )
+                part.options.pop("gradient_scale", None)
+                address = part.scale.data_ptr()
+                invoke(lib.halfstep_bind_hyper, part, _abi.ALL_GROUPS, b"gradient_scale", address)
             value = (
                 torch.ones((), dtype=torch.float64, device="cpu")
                 if scale is None
@@ -319,7 +260,6 @@ class Engine:
             if found_inf is not None:
                 value = torch.where(found_inf.to(value.device) != 0, torch.inf, value)
             part.scale.copy_(value.reshape(()))
-        self.gradient_scale = None
 
     # ---- Matrices that are spread over ranks and gathered ----------------------------------------
 
@@ -341,11 +281,7 @@ class Engine:
     def use_streams(self):
         """Makes the handles work on torch's current streams."""
         for part in self.parts:
-            if part.asynchronous:
-                stream = _devices.stream(part.device)
-                if stream != part.stream:
-                    check(lib.halfstep_set_stream(part.handle, stream), part.handle)
-                    part.stream = stream
+            part.use_stream()
 
     def hear(self):
         """Waits for all submitted work. Returns NONFINITE if some of it was refused, and the handle
@@ -353,11 +289,11 @@ class Engine:
         code, handle = _abi.OK, self.handle
         for part in self.parts:
             if part.asynchronous:
-                found = lib.halfstep_synchronize(part.handle)
+                found = lib.halfstep_synchronize(part)
                 if found == _abi.NONFINITE:
-                    code, handle = found, part.handle
+                    code, handle = found, part
                 else:
-                    check(found, part.handle)
+                    check(found, part)
         return code, handle
 
     def keep_until_read(self, tensors):
@@ -383,7 +319,7 @@ class Engine:
                 None if micro else self.weights,
                 self.gradients,
                 micro,
-                self.choices.get("scan", "scan") == "scan",
+                self.handle.options.get("scan", "scan") == "scan",
             )
         with self.parts[0].states():
             if micro:
@@ -395,7 +331,7 @@ class Engine:
         """Updates one member, or adds a micro-batch to its states. Returns the code."""
         with m.states():
             if self.ranks.divided:
-                return self.ranks.step_one(m.p, None if micro else weight, gradient, micro)
+                return self.ranks.step_one(m, None if micro else weight, gradient, micro)
             return _calls.run(m.handle, _calls.one_tensor(m.index, weight, gradient, micro))
 
     def end_round(self, clipped):
@@ -403,7 +339,7 @@ class Engine:
         if clipped and (self.ranks.needed or len(self.parts) > 1):
             return self.ranks.end_round()
         for part in self.parts:
-            check(_calls.run(part.handle, _calls.end_of_round()), part.handle)
+            invoke(_calls.run, part, _calls.end_of_round())
         return _abi.OK
 
     def recheck_weight(self, m):

@@ -124,13 +124,13 @@ def _refuse_parts(groups):
     )
 
 
-def save(groups, names, sync, path):
-    """Implements save_safetensors() of an optimizer. `sync` brings its states up to date."""
+def save(parts, path):
+    """Writes the optimizer that has these parts to a file."""
     from safetensors.torch import save_file
 
-    _refuse_parts(groups)
-    sync()
-    tensors, metadata = _tensors(groups, names)
+    _refuse_parts(parts.groups)
+    parts.saving.sync(decides=True)
+    tensors, metadata = _tensors(parts.groups, parts.names)
     _replace(os.fspath(path), lambda temporary: save_file(tensors, temporary, metadata))
 
 
@@ -233,11 +233,12 @@ def _named(ours, metadata, others, path):
     return {name: told[place] for name, place in zip(ours, found)}
 
 
-def load(groups, names, path):
-    """Reads a file for load_safetensors() of an optimizer. Returns the state dictionary, the
+def load(parts, path):
+    """Reads a file for the optimizer that has these parts. Returns the state dictionary, the
     generator, and (parameter, weight) for each weight in the file."""
     from safetensors import safe_open
 
+    groups, names = parts.groups, parts.names
     _refuse_parts(groups)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
@@ -284,11 +285,8 @@ def load(groups, names, path):
             saved["seed"] = _parsed(metadata, "seed", int, path, saved.get("seed", 0))
             _take_hypers(groups, saved, metadata, source, path)
         generator = metadata.get("generator", groups[0]["generator"])
-        if generator is not None and generator not in _abi.choices("generator"):
-            raise ValueError(
-                f"halfstep: unknown generator {generator!r} in {path}; known:"
-                f" {', '.join(_abi.choices('generator'))}"
-            )
+        if generator is not None:
+            _abi.check_choice("generator", generator, f" in {path}")
     return found, generator, weights
 
 

@@ -5,11 +5,10 @@ A package is a row of `PACKAGES`: how one parameter's state is recognized, how i
 how its groups' options are renamed.
 """
 
-import warnings
-
 import torch
 
 from . import _abi
+from ._torch import warn
 
 #: key of a dictionary in which bitsandbytes hides what torch's loader must not cast
 _BNB_WRAPPED = "__bnb_optimizer_quant_state__"
@@ -73,24 +72,23 @@ def _bitsandbytes(rule, state, group):
     return out, lost
 
 
+def _is_quantized(value):
+    """Returns True for a tensor of a class of its own, which has a method that decodes it."""
+    own = isinstance(value, torch.Tensor) and type(value) is not torch.Tensor
+    return own and hasattr(value, "dequantize")
+
+
 def _is_torchao(state):
     return any(
-        isinstance(v, torch.Tensor)
-        and type(v) is not torch.Tensor
-        and hasattr(v, "dequantize")
-        and type(v).__module__.startswith("torchao")
-        for v in state.values()
+        _is_quantized(value) and type(value).__module__.startswith("torchao")
+        for value in state.values()
     )
 
 
 def _torchao(rule, state, group):
-    """Decodes tensors of torchao's own classes, which have a method for it."""
+    """Decodes tensors of torchao's own classes."""
     return {
-        key: (
-            value.dequantize().to(torch.float32)
-            if type(value) is not torch.Tensor and hasattr(value, "dequantize")
-            else value
-        )
+        key: value.dequantize().to(torch.float32) if _is_quantized(value) else value
         for key, value in state.items()
     }, set()
 
@@ -283,10 +281,8 @@ def translate(rule_name, state_dict):
     for rename in filter(None, packages.values()):
         groups = [rename(rule, group) for group in groups]
     if lost:
-        warnings.warn(
-            f"halfstep: these states of {' and '.join(sorted(packages))} cannot be loaded and are"
-            f" left out: {', '.join(sorted(lost))}",
-            UserWarning,
-            stacklevel=5,
+        warn(
+            f"these states of {' and '.join(sorted(packages))} cannot be loaded and are"
+            f" left out: {', '.join(sorted(lost))}"
         )
     return {**state_dict, "state": states, "param_groups": groups}

@@ -24,20 +24,31 @@ _PLAIN_TYPES = {_Tensor}
 _MOST_GUARDS = 4
 
 
-class Gather:
-    """Fills the pointer arrays of the engine. Every function says whether the engine still fits,
-    and adds to two lists of its caller:
+class Gathered:
+    """What a step is made with.
 
-    keep    tensors that have to live until the call
-    back    (parameter or member, weight) of each weight that is worked on in a copy
+    engine     the engine, whose arrays are filled
+    keep       tensors that have to live until the call
+    back       (parameter or member, weight) of each weight that is worked on in a copy
+    stepped    the parameters that have gradients
     """
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.keep, self.back, self.stepped = [], [], []
+
+
+class Gather:
+    """Fills the pointer arrays of an engine, and the lists of a Gathered. Every function says
+    whether the engine still fits."""
 
     def __init__(self, groups, placement, cache):
         self.groups, self.placement, self.cache = groups, placement, cache
 
-    def place(self, engine, m, p, grad, keep, back):
+    def place(self, ready, m, p, grad):
         """Returns the addresses of one weight and its gradient. Handles tensors that are sharded,
         offloaded or not contiguous. Returns None if the engine does not fit any more."""
+        engine, keep, back = ready.engine, ready.keep, ready.back
         sharded = m.part is not None and m.part.mesh is not None
         if m.gathered:
             grad = _sharding.gradient_of(p, grad, m.name)
@@ -87,9 +98,9 @@ class Gather:
             return True
         return engine.recheck_weight(m)
 
-    def all(self, engine, keep, back, stepped):
-        """Fills the pointer arrays. Adds the parameters of the step to `stepped`. Returns False if
-        the engine does not fit any more."""
+    def all(self, ready):
+        """Fills the pointer arrays. Returns False if the engine does not fit any more."""
+        engine, stepped = ready.engine, ready.stepped
         if self._plain(engine):
             stepped.extend(engine.params)
             return True
@@ -102,16 +113,17 @@ class Gather:
                 continue
             if i < 0 or self.cache.stale(engine.members[i]):
                 return False
-            found = self.place(engine, engine.members[i], p, grad, keep, back)
+            found = self.place(ready, engine.members[i], p, grad)
             if found is None:
                 return False
             engine.weights[i], engine.gradients[i] = found
             stepped.append(p)
         return True
 
-    def given(self, engine, given, keep, back):
+    def given(self, ready, given):
         """Does the work of all() for a compiled step. `given` holds its weights and gradients by
         parameter."""
+        engine, keep = ready.engine, ready.keep
         engine.weights_are_plain = False
         for i in range(len(engine.members)):
             engine.gradients[i] = None
@@ -127,7 +139,7 @@ class Gather:
             keep.append(_devices.contiguous(grad))
             held = _devices.contiguous(weight)
             if held.data_ptr() != weight.data_ptr():
-                back.append((weight, held))
+                ready.back.append((weight, held))
             engine.weights[i], engine.gradients[i] = held.data_ptr(), keep[-1].data_ptr()
         return True
 

@@ -1,11 +1,13 @@
-"""The groups of an optimizer, and what their options mean to the library."""
+"""Keeps the groups of an optimizer, and says what their options mean to the library."""
+
+from difflib import SequenceMatcher
 
 import torch
 
 from . import _abi, _layout, _sharding
 from ._members import Settings
 
-#: of groups, beside options: of torch, of its schedulers, and this package's own
+#: keys of groups that are no options: those of torch, of its schedulers, and of this package
 _GROUP_KEYS = {
     "params",
     "param_names",
@@ -20,32 +22,17 @@ _GROUP_KEYS = {
     "first_lr",
     *_layout.TOLD,
 }
-
-
-def _edits(a, b):
-    """How many letters are to be changed, left out, added or swapped with their neighbour to make
-    one word the other."""
-    rows = [list(range(len(b) + 1))]
-    for i, x in enumerate(a):
-        row = [i + 1]
-        for j, y in enumerate(b):
-            row.append(min(rows[-1][j] + (x != y), rows[-1][j + 1] + 1, row[j] + 1))
-            if i and j and x == b[j - 1] and y == a[i - 1]:
-                row[-1] = min(row[-1], rows[-2][j - 1] + 1)
-        rows.append(row)
-    return rows[-1][-1]
+#: two swapped letters of eight are a slip; a word of four letters after one of eleven is not
+_ALIKE = 0.86
 
 
 def _is_misspelt(key, option):
-    """Whether a key is an option's name but for a slip. An added word or another number makes
-    another name."""
-    key, option = (
-        "".join(letter for letter in word.lower() if letter.isalnum())
-        for word in (str(key), option)
-    )
+    """Returns True if a key is an option's name but for a slip. An added word or another number
+    makes another name."""
+    key, option = ("".join(filter(str.isalnum, word.lower())) for word in (str(key), option))
     if len(option) < 4 or sorted(filter(str.isdigit, key)) != sorted(filter(str.isdigit, option)):
         return False
-    return abs(len(key) - len(option)) <= 2 and _edits(key, option) <= (1 if len(option) < 9 else 2)
+    return SequenceMatcher(None, key, option).ratio() > _ALIKE
 
 
 #: attributes of torch's optimizers that are kept here
@@ -56,8 +43,8 @@ class Groups:
     """The groups of one optimizer, a sequence of dictionaries, with its states and options. All
     other parts of the optimizer read them here.
 
-    torch, its schedulers and users replace groups, states and options at any time, by attributes of
-    the optimizer that read and set those here. So nothing that follows from them is kept.
+    torch, its schedulers and users may replace groups, states and options at any time, by the
+    optimizer's attributes, which read and set those here. So nothing derived from them is kept.
 
     options                         options, and what they mean
     param_groups, state, defaults   as torch has them, and makes them
@@ -67,7 +54,7 @@ class Groups:
         self.options, self.rule = options, options.rule
 
     def settings(self):
-        """The options of the optimizer that its handles are made with and kept current by."""
+        """Returns the options of the optimizer that its handles depend on."""
         o = self.options
         return Settings(
             self.rule,
@@ -82,12 +69,12 @@ class Groups:
         )
 
     def saved(self):
-        """What pickles keep of it, under the names that it has in the optimizer."""
+        """Returns what pickles keep, under the names of the optimizer's attributes."""
         lists = {name: getattr(self, name) for name in LISTS}
         return {**lists, **{name: getattr(self.options, name) for name in self.options.kept}}
 
     def restore(self, saved):
-        """Takes what saved() gave out of a pickle. Older ones lack some of it."""
+        """Takes what saved() returned, out of a pickle. Older pickles lack some of it."""
         for owner, names in ((self, LISTS), (self.options, self.options.kept)):
             vars(owner).update((name, saved.pop(name)) for name in names if name in saved)
 
@@ -103,17 +90,18 @@ class Groups:
         return self.param_groups[place]
 
     def members(self):
-        """(group index, position in the group, parameter) of each parameter."""
+        """Yields (group index, position in the group, parameter) of each parameter."""
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 yield g, i, p
 
     def params(self):
-        """All parameters, in the order of the groups."""
+        """Returns all parameters in the order of the groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def begin(self, group):
-        """Completes a group that was just added. What it says as one of another optimizer goes."""
+        """Completes a group that was just added. Removes what another optimizer has written into
+        it."""
         for key in ("ids", "recipes", "first_lr", *_layout.TOLD):
             group.pop(key, None)
         first = self[0]
@@ -128,11 +116,12 @@ class Groups:
         self.options.take_reference(group)
 
     def takes_part(self, p):
-        """Whether a parameter is, or was, trained: frozen ones have neither gradient nor states."""
+        """Returns True if a parameter is, or was, trained. Frozen parameters have neither gradient
+        nor states."""
         return p.requires_grad or p.grad is not None or p in self.state
 
     def check_rates(self):
-        """Raises ValueError where groups that share one estimate of the lr (Prodigy) have two rates
+        """Raises ValueError if groups that share one estimate of the lr (Prodigy) have two rates
         above 0."""
         if not _abi.rules[self.rule].totals:
             return
@@ -165,8 +154,8 @@ class Groups:
             group["d"] = shared.get(_sharding.number_of(group), 0.0) or group["d0"]
 
     def check_keys(self, group):
-        """Raises ValueError for what is nearly the name of an option. Other keys belong to
-        somebody: torch keeps them, too."""
+        """Raises ValueError for a key that is nearly the name of an option. Other keys are kept, as
+        torch keeps them, because somebody else uses them."""
         known = {*self.defaults, *self.options.beside_defaults, *_abi.rules[self.rule].hypers}
         for key in group:
             if key not in known and key not in _GROUP_KEYS:

@@ -10,10 +10,8 @@ from ctypes import byref, c_int32, c_void_p
 import torch
 
 from . import _abi, _calls, _devices, _sharding
-from ._abi import check, lib
+from ._abi import check, invoke, lib
 from ._parameters import rows_of
-
-_NONE: dict = {}
 
 
 def seed_of(seed):
@@ -27,12 +25,12 @@ def seed_of(seed):
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
-def create_handle(threads, seed, device=None):
-    """Makes a handle for a torch.device; None is the CPU. A handle on a GPU works on the stream
-    that is current there."""
+def create_handle(threads, seed, device=_devices.HOST):
+    """Makes a handle for a torch.device. A handle on a GPU works on the stream that is current
+    there."""
     handle = c_void_p()
     options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
-    if device is not None and _devices.is_asynchronous(device):
+    if _devices.is_asynchronous(device):
         options.device, options.stream = _devices.c_name(device), _devices.stream(device)
     code = lib.halfstep_create(byref(options), byref(handle))
     if code:
@@ -40,14 +38,22 @@ def create_handle(threads, seed, device=None):
     return handle
 
 
-def add_group(handle, recipe, hypers=_NONE, choices=_NONE):
-    """Adds a group and returns its index."""
+def set_option(handle, group, name, value):
+    """Sets a choice, whose value is a word, or a hyper-parameter."""
+    if isinstance(value, str):
+        invoke(lib.halfstep_set_choice, handle, group, name.encode(), value.encode())
+    else:
+        invoke(lib.halfstep_set_hyper, handle, group, name.encode(), value)
+
+
+def add_group(handle, recipe, *options):
+    """Adds a group and returns its index. `options` are dictionaries of choices and
+    hyper-parameters."""
     index = c_int32()
-    check(lib.halfstep_add_group(handle, recipe.encode(), byref(index)), handle)
-    for key, value in choices.items():
-        check(lib.halfstep_set_choice(handle, index.value, key.encode(), value.encode()), handle)
-    for key, value in hypers.items():
-        check(lib.halfstep_set_hyper(handle, index.value, key.encode(), value), handle)
+    invoke(lib.halfstep_add_group, handle, recipe.encode(), byref(index))
+    for some in options:
+        for name, value in some.items():
+            set_option(handle, index.value, name, value)
     return index.value
 
 
@@ -63,10 +69,17 @@ def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=
         group=group, name=name.encode(), id=identity, gradient=gradient.encode(), **fields
     )
     try:
-        check(lib.halfstep_add_tensor(handle, byref(tensor), byref(index)), handle)
+        invoke(lib.halfstep_add_tensor, handle, byref(tensor), byref(index))
     except _abi.HalfstepError as error:
         raise _sharding.advice(error, part) from None
     return index.value
+
+
+def slot_info(handle, index, slot):
+    """Returns what the library says of a slot of a tensor."""
+    info = _abi.SlotInfo.new()
+    invoke(lib.halfstep_get_slot_info, handle, index, slot, byref(info))
+    return info
 
 
 def _vector(handle, index, slot, shape):
@@ -74,8 +87,7 @@ def _vector(handle, index, slot, shape):
     matrix of this shape. Returns None for any other slot."""
     if slot < _abi.SLOT_STATE or len(shape) < 2:
         return None
-    info = _abi.SlotInfo.new()
-    check(lib.halfstep_get_slot_info(handle, index, slot, byref(info)), handle)
+    info = slot_info(handle, index, slot)
     count = info.rows * info.columns
     return None if count == math.prod(shape) else ((count,), info.rows)
 
@@ -89,17 +101,8 @@ def read_rows(function, handle, index, shape, *arguments, rows=None):
     shape, rows = vector or (shape, rows)
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
     if out.numel():
-        check(
-            function(
-                handle,
-                index,
-                *arguments,
-                0,
-                rows_of(shape)[0] if rows is None else rows,
-                out.data_ptr(),
-            ),
-            handle,
-        )
+        rows = rows_of(shape)[0] if rows is None else rows
+        invoke(function, handle, index, *arguments, 0, rows, out.data_ptr())
     return out
 
 
@@ -108,27 +111,37 @@ def write_rows(handle, index, slot, data, values, shape, rows=None):
     if values.numel():
         rows = (_vector(handle, index, slot, shape) or (shape, rows))[1]
         rows = rows_of(shape)[0] if rows is None else rows
-        check(
-            lib.halfstep_write_slot(handle, index, slot, data, 0, rows, values.data_ptr()), handle
-        )
+        invoke(lib.halfstep_write_slot, handle, index, slot, data, 0, rows, values.data_ptr())
 
 
 class Handle:
-    """A handle for anything but an Optimizer. Functions of the library take this object in place of
-    a handle. The handle is destroyed with it."""
+    """A handle of the library, in place of which functions of the library take this object. It is
+    destroyed with this object, or by close()."""
 
     _as_parameter_ = None  # what ctypes passes in its place
 
-    def __init__(self, threads, seed, device=None):
+    def __init__(self, threads, seed, device=_devices.HOST):
         self._as_parameter_ = create_handle(threads, seed, device)
         self.threads, self.device = threads, device
+        self.stream = _devices.stream(device) if self.asynchronous else None
         #: groups: the index of each recipe's group; options: the values that set() has set
         self.groups, self.options = {}, {}
 
-    def __del__(self, exiting=sys.is_finalizing):
-        # At exit modules may be gone already, even `sys`.
-        if self._as_parameter_ and not exiting():
+    def close(self):
+        """Destroys the handle."""
+        if self._as_parameter_:
             lib.halfstep_destroy(self)
+            self._as_parameter_ = None
+
+    def __del__(self, exiting=sys.is_finalizing):
+        # At exit modules may be gone already, even `sys`. The process then frees its memory itself.
+        if not exiting():
+            self.close()
+
+    @property
+    def asynchronous(self):
+        """True if calls return before their work is done."""
+        return _devices.is_asynchronous(self.device)
 
     def add(self, recipe, *tensor):
         """Adds a tensor, as add_tensor() takes it, to the group of a recipe. Returns its index."""
@@ -140,19 +153,23 @@ class Handle:
         """Sets choices, which are words, and hyper-parameters of all groups."""
         for key, value in options.items():
             if self.options.get(key) != value:
-                word = isinstance(value, str)
-                call = lib.halfstep_set_choice if word else lib.halfstep_set_hyper
-                value_in_c = value.encode() if word else value
-                check(call(self, _abi.ALL_GROUPS, key.encode(), value_in_c), self)
+                set_option(self, _abi.ALL_GROUPS, key, value)
                 self.options[key] = value
 
     def work(self, threads):
         """Takes this number of threads and, on a GPU, the stream that is current there."""
         if self.threads != threads:
-            check(lib.halfstep_set_threads(self, threads), self)
+            invoke(lib.halfstep_set_threads, self, threads)
             self.threads = threads
-        if self.device is not None and _devices.is_asynchronous(self.device):
-            check(lib.halfstep_set_stream(self, _devices.stream(self.device)), self)
+        self.use_stream()
+
+    def use_stream(self):
+        """Makes a handle on a GPU work on the stream that is current there."""
+        if self.asynchronous:
+            stream = _devices.stream(self.device)
+            if stream != self.stream:
+                invoke(lib.halfstep_set_stream, self, stream)
+                self.stream = stream
 
     def counters(self, index):
         """Returns the record of a tensor, which has its counters."""

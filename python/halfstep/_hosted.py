@@ -1,13 +1,12 @@
 """The common part of optimizers whose states are in CPU memory while weights are on a GPU. Each is
 an optimizer of a recipe's class, and leaves the states of small parameters on the GPU."""
 
+from functools import lru_cache
 from typing import Any, Type, Union
 
-from . import _devices, _sharding, rules
+from . import _abi, _devices, _sharding, rules
 from ._placement import Placement
 from .optimizer import Kept, Optimizer, Params
-
-_made = {}
 
 
 class HostedPlacement(Placement):
@@ -40,7 +39,7 @@ class Hosted(Optimizer):
         minimal_size: int = 4096,
         **options: Any,
     ) -> None:
-        if isinstance(minimal_size, bool) or not isinstance(minimal_size, int) or minimal_size < 0:
+        if not _abi.is_count(minimal_size):
             raise ValueError(
                 f"halfstep: minimal_size={minimal_size!r} is not a number of elements; give a whole"
                 " number of at least 0"
@@ -71,15 +70,11 @@ def _split(recipe, cls):
     return recipe, {}
 
 
+@lru_cache(None)
 def _with(cls, base):
     """Returns the class of optimizers of `base` that are hosted as `cls` is."""
-    if (cls, base) not in _made:
-        _made[cls, base] = type(
-            f"{cls.__name__}[{base.__name__}]",
-            (cls, base),
-            {"__module__": cls.__module__, "__doc__": cls.__doc__},
-        )
-    return _made[cls, base]
+    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(f"{cls.__name__}[{base.__name__}]", (cls, base), attributes)
 
 
 def _empty(cls, base):

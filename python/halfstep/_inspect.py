@@ -4,9 +4,9 @@ from ctypes import byref, c_int32, c_uint64
 
 import torch
 
-from . import _abi, _calls, _devices, _layout, _sharding
-from ._abi import check, lib
-from ._handles import create_handle, read_rows, write_rows
+from . import _abi, _calls, _devices, _layout, _names, _sharding
+from ._abi import invoke, lib
+from ._handles import Handle, read_rows, write_rows
 from ._members import declare
 from ._parameters import PLAIN
 from ._sharding import local
@@ -23,16 +23,11 @@ class Inspection:
 
     # ---- Memory and recipes ----------------------------------------------------------------------
 
-    def _declared(self, members, take):
+    def _declared(self, members):
         """Declares some members, as Placement.describe() takes them, in a handle of their own.
-        Returns take(handle, declared). Allocates no states."""
-        handle = create_handle(1, 0)
-        try:
-            return take(
-                handle, declare(handle, self.groups.settings(), *self.placement.describe(members))
-            )
-        finally:
-            lib.halfstep_destroy(handle)
+        Returns the handle and what declare() returns. Allocates no states."""
+        handle = Handle(1, 0)
+        return handle, declare(handle, self.groups.settings(), *self.placement.describe(members))
 
     def check_cuts(self, group_index):
         """Raises an error for a shard whose cut the formats of its parameter do not allow."""
@@ -42,7 +37,7 @@ class Inspection:
             if _sharding.is_dtensor(p) and p.numel() and self.groups.takes_part(p)
         ]
         if wanted:
-            self._declared(wanted, lambda *_: None)
+            self._declared(wanted)
 
     def survey(self):
         """Surveys all parameters, whether or not they have states yet. Returns the bytes by kind,
@@ -53,21 +48,12 @@ class Inspection:
                 seen.add(id(p))
                 dtype = p.dtype if p.grad is None else p.grad.dtype
                 wanted.append((g, i, p, PLAIN.get(dtype, PLAIN[p.dtype])))
-
-        def take(handle, declared):
-            members, _, fallen = declared
-            out = [c_uint64() for _ in range(4)]
-            check(lib.halfstep_memory(handle, *map(byref, out), byref(c_int32())), handle)
-            names = ("weights", "gradients", "extras", "states")
-            return (
-                dict(zip(names, (int(x.value) for x in out))),
-                fallen,
-                _layout.precise_states(
-                    m.recipe for m in members if any(s.precise for s in m.streams)
-                ),
-            )
-
-        return self._declared(wanted, take)
+        handle, (members, _, fallen) = self._declared(wanted)
+        out = [c_uint64() for _ in range(4)]
+        invoke(lib.halfstep_memory, handle, *map(byref, out), byref(c_int32()))
+        memory = zip(("weights", "gradients", "extras", "states"), (int(x.value) for x in out))
+        precise = (m.recipe for m in members if any(s.precise for s in m.streams))
+        return dict(memory), fallen, _layout.precise_states(precise)
 
     def recipe(self, p):
         """Returns the full recipe of a parameter."""
@@ -97,10 +83,7 @@ class Inspection:
             ),
         ]
         if fallen:
-            shown = ", ".join(fallen[:8]) + (
-                f" and {len(fallen) - 8} more" if len(fallen) > 8 else ""
-            )
-            lines.append(f"too small for blocks, plain states: {shown}")
+            lines.append(f"too small for blocks, plain states: {_names.some(fallen, 8)}")
         lines += precise
         for i, group in enumerate(self.groups):
             lines.append(f"Parameter Group {i}")
@@ -114,14 +97,12 @@ class Inspection:
     # ---- Reading ---------------------------------------------------------------------------------
 
     def _slot(self, name):
-        rule = _abi.rules[self.groups.rule]
-        for i, state in enumerate(rule.states):
-            if state.name == name:
-                return STATE + i
-        raise KeyError(
-            f"halfstep: {self.groups.rule} has no state {name!r}; it has"
-            f" {', '.join(s.name for s in rule.states)}"
-        )
+        names = list(_abi.rules[self.groups.rule].roles)
+        if name not in names:
+            raise KeyError(
+                f"halfstep: {self.groups.rule} has no state {name!r}; it has {', '.join(names)}"
+            )
+        return STATE + names.index(name)
 
     def _read(self, m, function, *arguments):
         if m.gathered:

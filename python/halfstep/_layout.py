@@ -24,6 +24,7 @@ and codes under the names of states. _older.py translates such states.
 """
 
 import ctypes
+import math
 import struct
 from functools import lru_cache
 
@@ -37,16 +38,18 @@ COUNTERS = WHOLE[2:]
 OLD_GENERATOR = "mixer"
 #: keys of a group that hold counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
-#: key of the weight that trains, while schedule-free averages are in the model; its residual or
-#: error code has ".extra" after that
+#: keys of the weight that trains, and of its residual or error code, while the averages of
+#: schedule-free training are in the model
 TRAINED = "weight.train"
+TRAINED_EXTRA = TRAINED + ".extra"
 #: ends of keys: codes and scales of a state, residuals and error codes
 PARTS = (".codes", ".scale", ".extra")
 #: end of a key: the grid of a second moment
 GRID = ".grid"
 
 _rules = {rule.id: rule.name for rule in _abi.rules.values()}
-_formats = {f.id: f.name for f in _abi.formats.values()}
+#: id -> name of each format
+FORMATS = {f.id: f.name for f in _abi.formats.values()}
 
 
 def signed(number):
@@ -76,9 +79,9 @@ def unpack_recipe(number):
     rule, weight, *states = number.to_bytes(8, "little")
     while states and not states[-1]:
         states.pop()
-    if rule not in _rules or not states or any(s not in _formats for s in (weight, *states)):
+    if rule not in _rules or not states or any(s not in FORMATS for s in (weight, *states)):
         return None
-    recipe = "/".join((_rules[rule], _formats[weight], "+".join(_formats[s] for s in states)))
+    recipe = "/".join((_rules[rule], FORMATS[weight], "+".join(FORMATS[s] for s in states)))
     try:
         return recipe if _abi.recipe_full(recipe) == recipe else None
     except ValueError:
@@ -125,30 +128,31 @@ def initial(key):
 
 def keys_of(rule):
     """Returns every key that may hold stored elements of a rule."""
-    names = [s.name for s in rule.states]
-    return {"weight.extra", *names, *(name + part for name in names for part in (*PARTS, GRID))}
+    ends = ("", *PARTS, GRID)
+    return {"weight.extra", *(name + end for name in rule.roles for end in ends)}
+
+
+def _dtype(key):
+    return torch.float32 if key == "step" else torch.int64 if key in WHOLE else torch.float64
 
 
 def number(value, key):
     """Returns a number as the tensor that a state keeps under this key."""
-    return torch.tensor(value, dtype=torch.int64 if key in WHOLE else torch.float64, device="cpu")
+    return torch.tensor(value, dtype=_dtype(key), device="cpu")
+
+
+def recipe_number(recipe):
+    """Returns a full recipe as the tensor that a state keeps."""
+    return number(pack_recipe(recipe), "recipe")
 
 
 def is_number(tensor, key):
-    """Returns True if the library can write its number into this tensor."""
+    """Returns True if the library can write its number into this tensor. `step` may have
+    dimensions."""
     return (
         isinstance(tensor, torch.Tensor)
-        and tensor.dtype == (torch.int64 if key in WHOLE else torch.float64)
-        and tensor.dim() == 0
-        and tensor.device.type == "cpu"
-    )
-
-
-def is_step(tensor):
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dtype == torch.float32
-        and tensor.numel() == 1
+        and tensor.dtype == _dtype(key)
+        and (tensor.numel() == 1 if key == "step" else tensor.dim() == 0)
         and tensor.device.type == "cpu"
     )
 
@@ -168,12 +172,7 @@ def whole(value):
         if value.numel() != 1 or value.device.type == "meta" or value.is_complex():
             return None
         value = value.item()
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or value != value
-        or value in (float("inf"), float("-inf"))
-    ):
+    if not _abi.is_real(value) or isinstance(value, float) and not math.isfinite(value):
         return None
     return int(value) if int(value) == value else None
 
@@ -257,13 +256,8 @@ def recipe_of(state, name):
 def check_told(key, value, place):
     """Raises ValueError if a count or norm of a group is not valid."""
     if key == "last_norm":
-        good = (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and 0.0 <= value < float("inf")
-        )
+        good, means = _abi.is_real(value) and 0.0 <= value < math.inf, "is not a finite norm"
     else:
-        good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+        good, means = _abi.is_count(value), "is not a count"
     if not good:
-        means = "is not a finite norm" if key == "last_norm" else "is not a count"
         raise ValueError(f"halfstep: {key!r} of group {place} is {value!r}, which {means}")

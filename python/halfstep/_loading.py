@@ -6,13 +6,12 @@ and counters into BF16. Here states pass through it wrapped, so that its checks 
 its casts do not.
 """
 
-import warnings
 from collections import defaultdict
 
 import torch
 
 from . import _abi, _foreign, _layout, _names, _sharding, _state
-from ._torch import caller
+from ._torch import warn
 
 #: rules that differ only in their decay, and load each other's states, as torch's do
 _SIBLINGS = ("adam", "adamw")
@@ -21,8 +20,6 @@ _SIBLINGS = ("adam", "adamw")
 class _Wrapped:
     """A state on its way through torch's loader. The loader leaves it alone, because it is not a
     tensor, dictionary or sequence."""
-
-    __slots__ = ("value",)
 
     def __init__(self, value):
         self.value = value
@@ -57,10 +54,7 @@ def _as_own(own, state):
     rule, _, formats = there.partition("/")
     if rule == own or rule not in _SIBLINGS:
         return state
-    return {
-        **state,
-        "recipe": _layout.number(_layout.pack_recipe(f"{own}/{formats}"), "recipe"),
-    }
+    return {**state, "recipe": _layout.recipe_number(f"{own}/{formats}")}
 
 
 def _with_names(state_dict):
@@ -149,9 +143,7 @@ class Loading:
         if self.groups.rule == "adamw":
             group["decoupled_weight_decay"] = True  # even if the file's group is Adam's
         if isinstance(own.get("lr"), torch.Tensor) and not isinstance(group["lr"], torch.Tensor):
-            group["lr"] = torch.tensor(
-                float(group["lr"]), dtype=own["lr"].dtype, device=own["lr"].device
-            )
+            group["lr"] = torch.full_like(own["lr"], float(group["lr"]))
         return group
 
     def undo(self, error):
@@ -182,7 +174,7 @@ class Loading:
         )
         self.groups.show_estimates()
         if self.positions:
-            warnings.warn(f"halfstep: {self._unmatched()}", UserWarning, stacklevel=caller())
+            warn(self._unmatched())
         self._warn_of_conversions()
 
     def _unmatched(self):
@@ -202,19 +194,15 @@ class Loading:
                 if _sharding.is_flat(p, self.groups.options.flat) and any(
                     _abi.formats[f].block for f in here.split("/")[2].split("+")
                 ):
-                    warnings.warn(
-                        f"halfstep: plain states of a flat buffer were loaded into {here}, whose"
+                    warn(
+                        f"plain states of a flat buffer were loaded into {here}, whose"
                         " blocks begin at this rank's shard: they are quantized anew, and go on"
-                        " with other bits than before they were saved",
-                        UserWarning,
-                        stacklevel=caller(),
+                        " with other bits than before they were saved"
                     )
                     return
             elif there != here:
-                warnings.warn(
-                    f"halfstep: the loaded states are {there}, this optimizer is {here}; they are"
-                    " converted at the next step",
-                    UserWarning,
-                    stacklevel=caller(),
+                warn(
+                    f"the loaded states are {there}, this optimizer is {here}; they are"
+                    " converted at the next step"
                 )
                 return

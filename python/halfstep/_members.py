@@ -6,13 +6,12 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from . import _abi, _devices, _layout, _sharding
+from . import _devices, _layout, _sharding
 from ._handles import add_group, add_tensor
-from ._parameters import PLAIN
+from ._parameters import stored_dtype
 from ._sharding import local
 from ._streams import lay_out
 
-_HOST = torch.device("cpu")
 NOTHING = contextlib.nullcontext()
 
 
@@ -31,13 +30,11 @@ class Settings(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A parameter that a handle is to have. `group` is the index of its group, and `position` its
-    place there. `gradient` is the format of its gradient. `home` is the device that it is stepped
-    on."""
+    """A parameter that a handle is to have. `group` is the index of its group. `gradient` is the
+    format of its gradient. `home` is the device that it is stepped on."""
 
     p: torch.Tensor
     group: int
-    position: int
     gradient: str
     name: str
     id: int
@@ -49,19 +46,17 @@ def declare(handle, settings, wanted, meant):
     """Adds parameters and the groups that they need to an empty handle. Returns the members, the
     library's groups by (group index, recipe), and the names of tensors too small for blocks.
 
-    `wanted` is a list of Wanted. `meant` holds the hyper-parameters and choices of each group, by
-    its index.
+    `wanted` is a list of Wanted. `meant` holds Options.values() of each group, by its index.
     """
-    rule = _abi.rules[settings.rule]
     members, c_groups, fallen = [], {}, []
     for one in wanted:
         m = Member(one, _sharding.part_of(one.p, one.name, settings.flat, settings.rule), handle)
         key = (one.group, m.recipe)
         if key not in c_groups:
-            c_groups[key] = add_group(handle, m.recipe, *meant[one.group])
+            c_groups[key] = add_group(handle, m.recipe, meant[one.group])
         m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.whole, m.gradient, m.part)
         m.streams, fell_back = lay_out(
-            handle, c_groups[key], m.index, rule, m.part, m.whole, m.name
+            handle, m.index, m.recipe, meant[one.group], m.part, m.whole, m.name
         )
         if fell_back:
             fallen.append(m.name)
@@ -79,43 +74,12 @@ class Member:
     versions    the versions of these tensors and of `step`, as this package left them
     """
 
-    __slots__ = (
-        "p",
-        "group",
-        "name",
-        "id",
-        "handle",
-        "index",
-        "gradient",
-        "recipe",
-        "streams",
-        "bound",
-        "step",
-        "numbers",
-        "written",
-        "versions",
-        "shape",
-        "dtype",
-        "strides",
-        "dense",
-        "address",
-        "part",
-        "device",
-        "lies",
-        "full",
-        "stage",
-    )
-
     def __init__(self, wanted, part, handle):
-        p, self.group, _, self.gradient, self.name, self.id, self.recipe, self.device = wanted
+        p, self.group, self.gradient, self.name, self.id, self.recipe, self.device = wanted
         self.p, self.part, self.handle = p, part, handle
         here = local(p)
-        self.shape, self.dtype, self.strides, self.dense = (
-            tuple(here.shape),
-            p.dtype,
-            here.stride(),
-            _devices.is_plain(here),
-        )
+        self.shape, self.dtype, self.strides = tuple(here.shape), p.dtype, here.stride()
+        self.dense = _devices.is_plain(here)
         self.address, self.lies = here.data_ptr(), _devices.of(here)
         self.bound, self.full = (), None
         #: brings states from CPU memory to the device and back (streaming.py), or None
@@ -134,7 +98,7 @@ class Member:
     @property
     def kept(self):
         """The device of its states between steps."""
-        return self.device if self.stage is None else _HOST
+        return self.device if self.stage is None else _devices.HOST
 
     def states(self, written=True):
         """Returns the context of DevicePart.states() for this member alone."""
@@ -160,9 +124,8 @@ class Plain:
 
     def __init__(self, engine, states):
         members = engine.members
-        formats = {name: dtype for dtype, name in PLAIN.items()}
         self.params = engine.params
-        self.dtypes = [formats[m.gradient] for m in members]
+        self.dtypes = [stored_dtype(m.gradient) for m in members]
         self.weight_dtypes = [m.dtype for m in members]
         self.shapes = [m.p.shape for m in members]
         self.numels = [m.p.numel() for m in members]

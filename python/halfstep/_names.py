@@ -1,6 +1,7 @@
 """The names of an optimizer's parameters, for people and for the library. Matches the parameters of
 a saved state to those of an optimizer by name."""
 
+from collections import Counter
 from itertools import chain
 
 from . import _abi, _sharding
@@ -28,11 +29,10 @@ def _bare(name):
     return ".".join([part for part in parts[:-1] if part != _MODULE] + parts[-1:])
 
 
-def some(names):
+def some(names, most=6):
     """Returns the first names of a list, for an error text."""
-    return ", ".join(map(repr, names[:6])) + (
-        f" and {len(names) - 6} more" if len(names) > 6 else ""
-    )
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
 def match(theirs, ours, what="this state"):
@@ -40,17 +40,13 @@ def match(theirs, ours, what="this state"):
     Names match without the parts that wrappers add. Raises ValueError if only some of them
     match."""
     for names in (theirs, ours):
-        twice = (
-            sorted(name for name in set(names) if names.count(name) > 1)
-            if len(set(names)) < len(names)
-            else ()
-        )
+        twice = sorted(name for name, times in Counter(names).items() if times > 1)
         if twice:
             raise ValueError(
                 f"halfstep: {what} or this optimizer has {some(twice)} more than once; each"
                 " parameter needs a name of its own"
             )
-    best = None
+    best = []
     for short in (str, _unwrapped, _bare):
         there, here = [short(name) for name in theirs], [short(name) for name in ours]
         if len(set(there)) < len(there) or len(set(here)) < len(here):
@@ -59,28 +55,18 @@ def match(theirs, ours, what="this state"):
         found = [places.get(name) for name in here]
         if None not in found and len(there) == len(here):
             return found
-        if best is None or sum(place is not None for place in found) > sum(
-            place is not None for place in best
-        ):
-            best = found
-    if best is None or not any(place is not None for place in best):
+        best = max(best, found, key=lambda places: len(places) - places.count(None))
+    if best.count(None) == len(best):
         return None
     taken = set(best)
     alone = [name for i, name in enumerate(theirs) if i not in taken]
     missing = [name for name, place in zip(ours, best) if place is None]
+    apart = [f"only saved: {some(alone)}"] if alone else []
+    apart += [f"only here: {some(missing)}"] if missing else []
     raise ValueError(
         f"halfstep: {len(ours) - len(missing)} names of {what} are names of parameters here and"
-        " others are not: "
-        + "; ".join(
-            text
-            for text in (
-                alone and f"only saved: {some(alone)}",
-                missing and f"only here: {some(missing)}",
-            )
-            if text
-        )
-        + ". Make the optimizer with the parameters that were saved, or rename them in the state"
-        " (register_load_state_dict_pre_hook)"
+        f" others are not: {'; '.join(apart)}. Make the optimizer with the parameters that were"
+        " saved, or rename them in the state (register_load_state_dict_pre_hook)"
     )
 
 
@@ -127,18 +113,10 @@ def align(ours, groups):
         groups = [
             {key: value for key, value in group.items() if key != "param_names"} for group in groups
         ]
-        return (
-            [
-                (
-                    {**group, "param_names": names}
-                    if named and len(names) == len(group["params"])
-                    else group
-                )
-                for group, names in zip(groups, ours)
-            ],
-            {},
-            False,
-        )
+        for group, names in zip(groups, ours):
+            if named and len(names) == len(group["params"]):
+                group["param_names"] = names
+        return groups, {}, False
     if not named:
         return groups, {}, False
     found = match(saved, mine)
@@ -257,10 +235,6 @@ class Names:
         self.refresh()
 
     # ---- Ids and recipes -------------------------------------------------------------------------
-
-    def expect(self, p, identity):
-        """Gives a parameter without states the id that it was saved with."""
-        self.ids[p] = identity
 
     def expect_name(self, p, name):
         """Gives a parameter without states the id that this name stands for."""

@@ -33,30 +33,25 @@ def modernize(groups, names):
     """Brings states of older versions and their groups into today's layout. Gives `names` the ids
     of parameters that have no states yet."""
     rule, states = _abi.rules[groups.rule], groups.state
-    own = {s.name for s in rule.states}
     for g, group in enumerate(groups):
         ids, recipes = _aligned(group, "ids", g), _aligned(group, "recipes", g)
         for i, p in enumerate(group["params"]):
             name, state = names.of(g, i), states.get(p)
             identity = ids[i] if ids is not None else None
-            if identity is not None and (
-                isinstance(identity, bool)
-                or not isinstance(identity, int)
-                or not 0 < identity < 2**64
-            ):
+            if identity is not None and not _abi.is_count(identity, 1, 2**64 - 1):
                 raise ValueError(
                     f"halfstep: the id of parameter {name!r} is {identity!r}; ids are from 1 to"
                     " 2**64 - 1"
                 )
             if not isinstance(state, dict) or not state:
                 if identity is not None:
-                    names.expect(p, identity)
+                    names.ids[p] = identity
                 continue
             new = flat(state)
             for key in _layout.WHOLE:
                 if isinstance(new.get(key), torch.Tensor) and new[key].is_floating_point():
                     del new[key]  # spoiled, because torch's optimizers cast it
-            for key in own & set(new):
+            for key in rule.roles.keys() & set(new):
                 if isinstance(new[key], torch.Tensor) and not new[key].is_floating_point():
                     new[key + ".codes"] = new.pop(key)
             if identity is not None:
@@ -70,23 +65,15 @@ def modernize(groups, names):
                 recipe = names.recipe(g, i)  # older than saved recipes
             if recipe is not None:
                 try:
-                    new.setdefault(
-                        "recipe",
-                        _layout.number(_layout.pack_recipe(_abi.recipe_full(recipe)), "recipe"),
-                    )
+                    new.setdefault("recipe", _layout.recipe_number(_abi.recipe_full(recipe)))
                 except (ValueError, AttributeError):
                     raise ValueError(
                         f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r},"
                         " which this library does not have"
                     ) from None
-            if (
-                "step" in new
-                and not _layout.is_step(new["step"])
-                and _layout.whole(new["step"]) is not None
-            ):
-                new["step"] = torch.tensor(
-                    float(_layout.whole(new["step"])), dtype=torch.float32, device="cpu"
-                )
+            steps = _layout.whole(new.get("step"))
+            if steps is not None and not _layout.is_number(new["step"], "step"):
+                new["step"] = _layout.number(float(steps), "step")
             for key in _layout.numbers_of(rule):
                 if key in new and not _layout.is_number(new[key], key):
                     new[key] = _layout.number(_layout.take_number(new, key, name), key)

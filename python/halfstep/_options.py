@@ -1,5 +1,6 @@
 """What the options of an optimizer mean to the library."""
 
+import re
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ _OTHER_RULE = (
 
 
 def sequence(value: Any) -> Any:
-    """A list or tuple as it is, and any other sequence of numbers (a list of OmegaConf, an array)
-    as a tuple; None for anything else."""
+    """Returns a list or tuple as it is, and any other sequence of numbers (a list of OmegaConf, an
+    array) as a tuple. Returns None for anything else."""
     if isinstance(value, (tuple, list)):
         return value
     if (
@@ -35,7 +36,7 @@ def sequence(value: Any) -> Any:
 
 
 def keep_plain(options):
-    """Puts tuples in place of sequences of other classes, and numbers in place of NumPy's:
+    """Replaces sequences of other classes by tuples, and NumPy's numbers by Python's, because
     torch.load(weights_only=True) would refuse them."""
     for key, value in options.items():
         if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
@@ -50,16 +51,14 @@ def keep_plain(options):
 
 def _check_choices(**values):
     for choice, value in values.items():
-        if value is not None and value not in _abi.choices(choice):
-            raise ValueError(
-                f"halfstep: unknown {choice}={value!r}; known: {', '.join(_abi.choices(choice))}"
-            )
+        if value is not None:
+            _abi.check_choice(choice, value)
 
 
 class Options:
-    """The options of one optimizer, and what those of its groups mean. It holds neither optimizer
-    nor groups. A class of optimizers whose options mean something else has a child of this class as
-    its `_options`.
+    """The options of one optimizer. Says what the options of groups mean, and holds neither
+    optimizer nor groups. A class of optimizers whose options mean something else has a child of
+    this class as its `_options`.
 
     kept    names of attributes of the optimizer that it has here, and in pickles
     """
@@ -76,7 +75,7 @@ class Options:
     # ---- What classes override -------------------------------------------------------------------
 
     def hypers(self, group):
-        """The hyper-parameters of a group as the library names them."""
+        """Returns the hyper-parameters of a group under the library's names."""
         out = {}
         betas, hypers = group.get("betas"), _abi.rules[self.rule].hypers
         if betas is not None:
@@ -100,19 +99,19 @@ class Options:
         return out
 
     def take_hyper(self, group, name, value):
-        """The way back of one of hypers(), into a group that has such an option."""
+        """Puts a value of hypers() back into a group, if the group has such an option."""
         betas = group.get("betas")
         if name in _abi.BETAS and betas is not None:
             place = _abi.BETAS.index(name)
             if place < len(betas):
                 group["betas"] = (*betas[:place], value, *betas[place + 1 :])
         elif isinstance(group.get(name), torch.Tensor):
-            group[name] = torch.tensor(value, dtype=group[name].dtype, device=group[name].device)
+            group[name] = torch.full_like(group[name], value)
         elif name in group:
             group[name] = bool(value) if isinstance(group[name], bool) else value
 
     def choices(self, group):
-        """The choices of a group: its decay mode, and its schedule where it has one."""
+        """Returns the choices of a group: its decay mode, and its schedule if it has one."""
         decay = group.get("decay")
         if decay is None and group.get("decoupled_weight_decay"):
             decay = "decoupled"
@@ -121,20 +120,24 @@ class Options:
             out["schedule"] = group["schedule"]
         return out
 
+    def values(self, group):
+        """Returns the choices and hyper-parameters of a group by name."""
+        return {**self.choices(group), **self.hypers(group)}
+
     def formats(self, group, p):
-        """The formats of one parameter's weight and states; None is the default."""
+        """Returns the formats of one parameter's weight and states. None is the default."""
         return group.get("weights"), group.get("states")
 
     def check_mode(self, groups):
-        """Raises RuntimeError where no step may be made now."""
+        """Raises RuntimeError if no step may be made now."""
 
     def before_build(self, groups, also):
-        """States are about to be made for parameters that have a gradient, or one in `also`."""
+        """Runs before states are made for parameters that have a gradient, or one in `also`."""
 
     # ---- Checks ----------------------------------------------------------------------------------
 
     def check(self, group):
-        """Raises ValueError, in torch's words, for what the library's bounds forbid."""
+        """Raises ValueError, in torch's words, for a value outside the library's bounds."""
         rule = _abi.rules[self.rule]
         if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
@@ -143,9 +146,8 @@ class Options:
                 raise TypeError(f"halfstep: {name}={group[name]!r} is not the name of one")
         for name, value in self.hypers(group).items():
             hyper = rule.hypers[name]
-            if hyper.minimum <= value and (
-                value < hyper.maximum or (value == hyper.maximum and not hyper.exclusive_maximum)
-            ):
+            above = value >= hyper.maximum if hyper.exclusive_maximum else value > hyper.maximum
+            if hyper.minimum <= value and not above:
                 continue
             if name == "lr":
                 raise ValueError(f"Invalid learning rate: {value}")
@@ -167,15 +169,11 @@ class Options:
         # Formats are checked by the library, which says what is wrong with them.
         _abi.recipe_full("/".join((self.rule, "f32", states)) if states else self.rule)
         _check_choices(**self.choices(group))
-        if isinstance(self.clip_norm, bool) or not isinstance(self.clip_norm, (int, float)):
+        if not _abi.is_real(self.clip_norm):
             raise TypeError(f"halfstep: clip_norm={self.clip_norm!r} is not a number")
         if not 0.0 <= self.clip_norm < float("inf"):
             raise ValueError(f"Invalid clip_norm value: {self.clip_norm}")
-        if (
-            isinstance(self.threads, bool)
-            or not isinstance(self.threads, int)
-            or not 0 <= self.threads <= 1024
-        ):
+        if not _abi.is_count(self.threads, 0, 1024):
             raise ValueError(f"halfstep: threads={self.threads!r} is not a number from 0 to 1024")
         _check_choices(clip=self.clip, scan=self.scan, generator=group.get("generator"))
 
@@ -186,23 +184,21 @@ class Options:
         known = {
             name.lower().replace("-", "") for name in (self.rule, _abi.rules[self.rule].label, ours)
         }
-        for key in ("use_muon", "is_muon"):
-            if key in group and bool(group[key]) != muon:
-                raise ValueError(_OTHER_RULE.format(f"{key!r}: {group[key]!r}", ours))
-        for key in ("use_fallback", "use_adamw", "use_adam"):
-            if muon and group.get(key):
-                raise ValueError(_OTHER_RULE.format(f"{key!r}: {group[key]!r}", ours))
+        wrong = [
+            *(key for key in ("use_muon", "is_muon") if bool(group.get(key, muon)) != muon),
+            *(key for key in ("use_fallback", "use_adamw", "use_adam") if muon and group.get(key)),
+        ]
         for key in ("algorithm", "optimizer"):
-            named = group.get(key)
-            if (
-                isinstance(named, str)
-                and named.lower().replace("-", "").replace("_", "") not in known
-            ):
-                raise ValueError(_OTHER_RULE.format(f"{key!r}: {named!r}", ours))
+            name = group.get(key)
+            if isinstance(name, str) and re.sub("[-_]", "", name.lower()) not in known:
+                wrong.append(key)
+        if wrong:
+            found = f"{wrong[0]!r}: {group[wrong[0]]!r}"
+            raise ValueError(_OTHER_RULE.format(found, ours))
 
     def take_reference(self, group):
-        """Has fully decoupled decay refer to the first lr, where nobody gives a reference_lr and
-        that can be meant as one."""
+        """Makes fully decoupled decay refer to the first lr, if there is no reference_lr and the
+        first lr can be meant as one."""
         if self.choices(group)["decay"] != "fully-decoupled" or group.get("reference_lr"):
             return
         first = group.setdefault("first_lr", float(group["lr"]))
@@ -210,7 +206,7 @@ class Options:
             group["reference_lr"] = first
 
     def check_reference(self, group):
-        """Raises ValueError where fully decoupled decay would not be what anybody can mean."""
+        """Raises ValueError if fully decoupled decay has no sensible reference_lr."""
         if self.choices(group)["decay"] != "fully-decoupled":
             return
         self.take_reference(group)

@@ -26,6 +26,11 @@ PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _ORDINARY = {torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)}
 
 
+def stored_dtype(fmt):
+    """Returns the dtype that a format, given by its name, stores elements in."""
+    return DTYPES[_abi.formats[fmt].code_dtype]
+
+
 def rows_of(shape):
     """Returns the rows and the row length of a tensor, as the library counts them. Dimension 0
     gives the rows, and the rest is flattened."""
@@ -41,6 +46,13 @@ def _refuse_class(tensor, what):
 
 def _refuse_dtype(dtype, what, done):
     raise TypeError(f"halfstep: {what} is {dtype}; float32, bfloat16 and float16 can be {done}")
+
+
+def described(value):
+    """Returns what kind of tensor a value is, or its class, for an error text."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}, {value.layout}"
 
 
 def is_ordinary(tensor):

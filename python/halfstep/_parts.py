@@ -1,4 +1,4 @@
-"""What an optimizer consists of."""
+"""Makes the objects that an optimizer consists of."""
 
 from ._accumulation import Accumulation
 from ._cache import EngineCache
@@ -15,7 +15,7 @@ from ._updates import Updates
 
 
 class Parts:
-    """One object for each concern of an optimizer, each made of those above it.
+    """One object for each concern of an optimizer. Each object knows only those above it.
 
     options       options, and what they mean
     groups        groups and states

@@ -1,5 +1,5 @@
-"""Where parameters are stepped and their states are kept: beside the weights. offload.py and
-streaming.py have other placements."""
+"""Decides where parameters are stepped and where their states are: beside the weights. offload.py
+and streaming.py have other placements."""
 
 import contextlib
 
@@ -17,32 +17,21 @@ class Placement:
 
     def describe(self, members):
         """Returns what handles are to know of some parameters, of each its group index, position,
-        itself and the format of its gradient: a list of Wanted; and the hyper-parameters and
-        choices of their groups by index."""
-        ids = self.names.identities([p for _, _, p, _ in members])
+        itself and the format of its gradient: a list of Wanted; and Options.values() of their
+        groups by index."""
+        names = self.names
+        ids = names.identities([p for _, _, p, _ in members])
         wanted = [
-            Wanted(
-                p,
-                g,
-                i,
-                gradient,
-                self.names.of(g, i),
-                ids[p],
-                self.names.recipe(g, i),
-                self.home(p),
-            )
+            Wanted(p, g, gradient, names.of(g, i), ids[p], names.recipe(g, i), self.home(p))
             for g, i, p, gradient in members
         ]
-        groups = {one.group: self.groups[one.group] for one in wanted}
-        return wanted, {
-            g: (self.groups.options.hypers(group), self.groups.options.choices(group))
-            for g, group in groups.items()
-        }
+        groups = {one.group for one in wanted}
+        return wanted, {g: self.groups.options.values(self.groups[g]) for g in groups}
 
     # ---- Where -----------------------------------------------------------------------------------
 
     def home(self, p):
-        """The device that a parameter is stepped on."""
+        """Returns the device that a parameter is stepped on."""
         return _devices.of(local(p))
 
     def divide(self, wanted):
@@ -57,45 +46,46 @@ class Placement:
         _devices.check(local(p), name)
 
     def built(self, params):
-        """Handles were made anew, and these are all parameters."""
+        """Runs after handles were made anew. `params` are all parameters."""
 
     # ---- Weights and gradients of a step ---------------------------------------------------------
 
     def gradient_of(self, p):
-        """The gradient that a parameter is to be stepped with, or None."""
+        """Returns the gradient to step a parameter with, or None."""
         return p.grad
 
     def check_gradient(self, p, grad, name):
-        """check_gradient() of what gradient_of() gave."""
+        """Checks a gradient of gradient_of(), and returns its format."""
         return check_gradient(p, grad, name)
 
     def bring(self, m, p, grad):
-        """Weight and gradient of a member that is stepped elsewhere than it lies. What still has to
-        come is there after arrive()."""
+        """Returns the weight and gradient of a member that is stepped on another device than its
+        own. They may still be on their way until arrive()."""
         raise NotImplementedError
 
     def arrive(self, members):
-        """Waits until what bring() began is there."""
+        """Waits for the copies that bring() has begun."""
 
     def put_back(self, members):
-        """Takes the weights of members back to where they lie."""
+        """Copies the weights of members back to their own device."""
 
     # ---- Steps -----------------------------------------------------------------------------------
 
     def stepping(self):
-        """A context around each call of step()."""
+        """Returns a context around each call of step()."""
         return contextlib.nullcontext()
 
     def released(self, p, release):
-        """The gradient of a parameter is complete in gradient release. Returns True if this object
-        sees to its step, by release.step_sent() or later."""
+        """Runs when the gradient of a parameter is complete in gradient release. Returns True if
+        this object makes the step itself, by release.step_sent() or later."""
         return False
 
     def stepped_in_release(self, params):
-        """step() has stepped these in gradient release."""
+        """Runs after step() has stepped these parameters in gradient release."""
 
     def settle(self):
-        """Waits for steps that other threads of this process carry out."""
+        """Waits for steps in other threads of this process."""
 
     def heard(self):
-        """All that was submitted to a GPU is done. Waits for what follows it."""
+        """Runs after all work that was submitted to a GPU is done. Waits for work that follows
+        it."""

@@ -13,7 +13,7 @@ import weakref
 
 import torch
 
-from . import _abi, _calls
+from . import _abi, _calls, _devices
 from ._abi import check, lib
 from ._sharding import group_of, is_dtensor, is_gathered, is_sharded_buffer, number_of
 
@@ -21,15 +21,9 @@ from ._sharding import group_of, is_dtensor, is_gathered, is_sharded_buffer, num
 HEAD = _calls.count_statistics(None, _calls.end_of_round())[0]
 
 
-def _key(groups):
-    return frozenset(tuple(torch.distributed.get_process_group_ranks(g)) for g in groups)
-
-
 class Class:
     """The parameters of an optimizer that are divided over the same ranks, in the order of its
     groups."""
-
-    __slots__ = ("groups", "params")
 
     def __init__(self, groups):
         self.groups, self.params = groups, []
@@ -52,7 +46,7 @@ def classes_of(rule, groups, gathered=True):
                     for i, x in enumerate(p.placements)
                     if hasattr(x, "dim") and p.device_mesh.size(i) > 1
                 )
-            key = _key(ranks) if ranks else frozenset()
+            key = frozenset(tuple(torch.distributed.get_process_group_ranks(g)) for g in ranks)
             found.setdefault(key, Class(ranks)).params.append(p)
     return list(found.values())
 
@@ -86,7 +80,8 @@ class Ranks:
     def __init__(self, settings, groups, engine):
         self.classes = classes_of(settings.rule, groups, gathered=False)
         self.divided = [c for c in self.classes if c.groups]
-        self.norm_group = group_of(settings.norm_group)
+        group = group_of(settings.norm_group)
+        self.norm_groups = () if group is None else (group,)
         self.engine = weakref.proxy(engine)
         self.index_of, self.members = engine.index_of, engine.members
         self.n = len(self.members)
@@ -99,20 +94,18 @@ class Ranks:
         #: firsts: the first member for each handle and row
         #: estimates: for each number, the current `d`
         self.numbers = sorted(set(map(number_of, groups))) if self.totals else []
-        self.rows = [
-            self.numbers.index(number_of(groups[m.group])) for m in self.members if self.totals
-        ]
-        self.firsts = {}
-        for i in reversed(range(self.n if self.totals else 0)):
-            self.firsts[self.members[i].handle.value, self.rows[i]] = i
+        self.rows, self.firsts = [], {}
+        for i, m in enumerate(self.members if self.totals else ()):
+            self.rows.append(self.numbers.index(number_of(groups[m.group])))
+            self.firsts.setdefault((m.handle, self.rows[i]), i)
         self.estimates = {}
         #: slices: for each handle, the places of its flags and of its sums
         #: places: for each member, the start and the number of its sums
         self.slices, self.places, at = [], [], self.sums
         for part in engine.parts:
-            first, summed = at, self._count_sums(part.handle, _calls.all_tensors(None, None))
+            first, summed = at, self._count_sums(part, _calls.all_tensors(None, None))
             for i in range(part.n):
-                many = self._count_sums(part.handle, _calls.one_tensor(i)) if summed else 0
+                many = self._count_sums(part, _calls.one_tensor(i)) if summed else 0
                 self.places.append((at, many))
                 at += many
             self.slices.append(
@@ -121,7 +114,7 @@ class Ranks:
         self.count = at
         judged = settings.clip_norm or settings.scan in (None, "scan") or engine.rule.totals
         shards = next((m for m in engine.members if is_sharded_buffer(m.p)), None)
-        if shards is not None and self.norm_group is None and judged:
+        if shards is not None and not self.norm_groups and judged:
             raise ValueError(
                 f"halfstep: parameter {shards.name!r} is a shard of an FSDP1 buffer, and this rank"
                 " cannot know the norm of the others nor whether they are finite: give"
@@ -137,7 +130,7 @@ class Ranks:
     @property
     def needed(self):
         """True if other ranks take part in the verdict."""
-        return bool(self.divided) or self.norm_group is not None
+        return bool(self.divided or self.norm_groups)
 
     def _members(self, cls):
         return [(row, self.index_of[p]) for row, p in enumerate(cls.params) if p in self.index_of]
@@ -147,21 +140,19 @@ class Ranks:
         gradient of a parameter."""
         members = self._members(cls)
         size = len(cls.params)
-        packed = torch.zeros(HEAD + 2 * size, dtype=torch.int64, device="cpu")
+        packed = _devices.zeros(HEAD + 2 * size, torch.int64)
         packed[:HEAD] = statistics[:HEAD]
         for row, i in members:
             packed[HEAD + row] = statistics[HEAD + i]
             packed[HEAD + size + row] = int(bool(gradients[i]))
         add_up(packed, cls.groups)
-        ranks = 1
-        for group in cls.groups:
-            ranks *= torch.distributed.get_world_size(group)
+        ranks = math.prod(map(torch.distributed.get_world_size, cls.groups))
         names = {m.p: m.name for m in self.members}
-        for row, p in enumerate(cls.params):
-            if int(packed[HEAD + size + row]) not in (0, ranks):
+        for row, (p, has) in enumerate(zip(cls.params, packed[HEAD + size :].tolist())):
+            if has not in (0, ranks):
                 raise RuntimeError(
-                    f"halfstep: parameter {names.get(p, row)!r} has a gradient on "
-                    f"{int(packed[HEAD + size + row])} of the {ranks} ranks that it is divided over"
+                    f"halfstep: parameter {names.get(p, row)!r} has a gradient on {has} of the"
+                    f" {ranks} ranks that it is divided over"
                 )
         statistics[:HEAD] = packed[:HEAD]
         for row, i in members:
@@ -176,7 +167,7 @@ class Ranks:
                 for (at, many), piece in zip(found, packed.split([many for _, many in found])):
                     statistics[at : at + many] = piece
 
-    def _add_totals(self, statistics, gradients):
+    def _add_totals(self, statistics):
         """Adds up the rule's sums over all tensors of every handle and rank. The first member of
         each handle and number receives the sums, as halfstep.h says of totals."""
         sums = torch.zeros(len(self.numbers), self.totals * HEAD, dtype=torch.int64, device="cpu")
@@ -184,8 +175,7 @@ class Ranks:
             own = statistics[self.places[i][0] :][: self.totals * HEAD]
             sums[row] += own
             own.zero_()
-        if self.norm_group is not None:
-            add_up(sums, (self.norm_group,))
+        add_up(sums, self.norm_groups)
         for (_, row), i in self.firsts.items():
             statistics[self.places[i][0] :][: self.totals * HEAD] = sums[row]
 
@@ -206,9 +196,9 @@ class Ranks:
         for (_, row), scalars in own.items():
             if scalars[0] > max(found[row, 0], 0.0):
                 found[row] = torch.tensor(scalars, dtype=torch.float64, device="cpu")
-        if self.norm_group is not None:
+        if self.norm_groups:
             ordered = in_order(found.view(torch.int64))
-            add_up(ordered, (self.norm_group,), torch.distributed.ReduceOp.MAX)
+            add_up(ordered, self.norm_groups, torch.distributed.ReduceOp.MAX)
             found = in_order(ordered).view(torch.float64)
         for row, scalars in enumerate(found.tolist()):
             if scalars[0] == -math.inf:
@@ -233,13 +223,13 @@ class Ranks:
 
     def _begin(self, gradients, micro):
         """Returns the statistics of some gradients on this rank."""
-        found = torch.zeros(self.count, dtype=torch.int64, device="cpu")
+        found = _devices.zeros(self.count, torch.int64)
         for part, (flags, sums) in zip(self.engine.parts, self.slices):
             own = torch.zeros(
                 HEAD + part.n + sums.stop - sums.start, dtype=torch.int64, device="cpu"
             )
             some = part.slice(gradients)
-            _calls.begin(part.handle, _calls.all_tensors(None, some, micro, own.data_ptr()))
+            _calls.begin(part, _calls.all_tensors(None, some, micro, own.data_ptr()))
             found[:HEAD] += own[:HEAD]
             found[flags] = own[HEAD : HEAD + part.n]
         return found
@@ -248,10 +238,9 @@ class Ranks:
         """Makes a step of all members, or a micro-batch. Returns its code and the handle that knows
         why. The code is None if other ranks of the norm group refuse the step and this rank would
         not. `whole`: a gradient that is not finite refuses the whole step."""
-        parts, total = self.engine.parts, torch.zeros(self.count, dtype=torch.int64, device="cpu")
-        for stage in [part.stage for part in parts if part.stage is not None][
-            :2
-        ]:  # states arrive while gradients are scanned
+        parts, total = self.engine.parts, _devices.zeros(self.count, torch.int64)
+        # States arrive while gradients are scanned.
+        for stage in [part.stage for part in parts if part.stage is not None][:2]:
             stage.begin()
         for cls in self.classes:
             if not cls.params:
@@ -265,62 +254,59 @@ class Ranks:
             if cls.groups:
                 self._share_flags(cls, statistics, gradients)
             total += statistics
-        if self.norm_group is not None:
+        if self.norm_groups:
             packed = torch.cat([total[:HEAD], (total[HEAD : self.sums] != 0).sum().view(1)])
             own = int(packed[HEAD])
-            add_up(packed, (self.norm_group,))
+            add_up(packed, self.norm_groups)
             total[:HEAD] = packed[:HEAD]
             if int(packed[HEAD]) and not own:
-                return None, parts[0].handle
+                return None, parts[0]
         refusing = [bool(total[flags].any()) for flags, _ in self.slices]
-        if whole and any(refusing):  # counted by one handle, however many see why
-            first = refusing.index(True)
-            chosen = [(parts[first], *self.slices[first])]
-        else:
-            whole, chosen = False, [(part, *where) for part, where in zip(parts, self.slices)]
+        whole = whole and any(refusing)
+        chosen = [(part, *where) for part, where in zip(parts, self.slices)]
+        if whole:  # counted by one handle, however many see why
+            chosen = [chosen[refusing.index(True)]]
 
-        def statistics_of(flags, sums):
-            return torch.cat([total[:HEAD], total[flags], total[sums]])
-
-        def described(part, own):
+        def described(part, flags, sums):
+            """Returns the statistics of one handle, and the call with them."""
+            own = torch.cat([total[:HEAD], total[flags], total[sums]])
             pointers = part.slice(weights), part.slice(gradients)
             call = _calls.all_tensors(*pointers, micro, own.data_ptr())
             call.pointers = pointers  # keeps them alive as long as the call
-            return call
+            return own, call
 
         totals = self.totals and not whole and not micro
-        if totals and (self.norm_group is not None or len(parts) > 1):
+        if totals and (self.norm_groups or len(parts) > 1):
             self._share_estimates()
         if totals or (self.divided and self.count > self.sums and not micro):
             for part, flags, sums in chosen:
-                own = statistics_of(flags, sums)
+                own, call = described(part, flags, sums)
                 with part.states(not whole, False):
-                    _calls.norms(part.handle, described(part, own))
+                    _calls.norms(part, call)
                 total[sums] = own[HEAD + part.n :]
             self._share_sums(total)
             if totals:
-                self._add_totals(total, gradients)
-        code = _abi.OK, parts[0].handle
+                self._add_totals(total)
+        code = _abi.OK, parts[0]
         for part, flags, sums in chosen:
-            own = statistics_of(flags, sums)
+            own, call = described(part, flags, sums)
             with part.states(not whole):
-                given = _calls.finish(part.handle, described(part, own))
+                given = _calls.finish(part, call)
             if given == _abi.OK and part.asynchronous and own[HEAD : HEAD + part.n].any():
-                given = lib.halfstep_synchronize(part.handle)
+                given = lib.halfstep_synchronize(part)
             if given == _abi.NONFINITE:
-                code = given, part.handle
+                code = given, part
             else:
-                check(given, part.handle)
+                check(given, part)
         return code
 
-    def step_one(self, p, weight, gradient, micro):
-        """Does the work of step() for one tensor, in gradient release. Returns the code."""
-        m = self.members[self.index_of[p]]
-        handle, i = m.handle, m.index
-        groups = next((c.groups for c in self.classes if any(q is p for q in c.params)), ())
-        call = _calls.one_tensor(i, weight, gradient, micro)
+    def step_one(self, m, weight, gradient, micro):
+        """Does the work of step() for one member, in gradient release. Returns the code."""
+        handle = m.handle
+        groups = next((c.groups for c in self.classes if any(p is m.p for p in c.params)), ())
+        call = _calls.one_tensor(m.index, weight, gradient, micro)
         count, offset = _calls.count_statistics(handle, call)
-        statistics = torch.zeros(count, dtype=torch.int64, device="cpu")
+        statistics = _devices.zeros(count, torch.int64)
         call.statistics = statistics.data_ptr()
         _calls.begin(handle, call)
         add_up(statistics, groups)
@@ -337,19 +323,18 @@ class Ranks:
                 "halfstep: in release the norm of a round cannot be taken over parameters of"
                 ' several meshes; use clip="per-tensor", or one mesh for all'
             )
-        total = torch.zeros(HEAD, dtype=torch.int64, device="cpu")
+        total = _devices.zeros(HEAD, torch.int64)
         for part in self.engine.parts:
             statistics = torch.zeros_like(total)
-            _calls.begin(part.handle, _calls.end_of_round(statistics.data_ptr()))
+            _calls.begin(part, _calls.end_of_round(statistics.data_ptr()))
             total += statistics
         for cls in self.classes:
             if cls.params:
                 add_up(total, cls.groups)
-        if self.norm_group is not None:
-            add_up(total, (self.norm_group,))
+        add_up(total, self.norm_groups)
         code = _abi.OK
         for part in self.engine.parts:
-            given = _calls.finish(part.handle, _calls.end_of_round(total.data_ptr()))
+            given = _calls.finish(part, _calls.end_of_round(total.data_ptr()))
             code = code or given
         return code
 
@@ -373,10 +358,6 @@ def everywhere(settings, groups, value):
 
 #: settings that must be the same on ranks of one norm group, and on ranks that share parameters
 _COMMON = ("rule", "seed", "generator", "scan", "clip_norm")
-
-
-def _digest(text):
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 def agree(settings, groups, wanted):
@@ -412,7 +393,8 @@ def _compare(told, groups, who):
     """Raises an error on every rank of the groups, naming what differs, unless `told` is the same
     on all of them."""
     dist = torch.distributed
-    number = _digest(repr(sorted(told.items())))
+    digest = hashlib.sha256(repr(sorted(told.items())).encode()).digest()
+    number = int.from_bytes(digest[:7], "little")
     both = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
     add_up(both, groups, dist.ReduceOp.MAX)
     # All ranks compare the maximum of a number and of its negative, so all of them raise or none

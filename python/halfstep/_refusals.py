@@ -1,10 +1,8 @@
 """Counts and reports steps that were refused because a gradient was not finite."""
 
-import warnings
-
 from . import _calls
 from ._sharding import local
-from ._torch import caller
+from ._torch import warn
 
 
 class Refusals:
@@ -48,18 +46,19 @@ class Refusals:
         )
         if not name:
             what = (
-                "a gradient on another rank or device, or the norm of all of them, is not finite or"
-                " too large"
+                "a gradient on another rank or device, or the norm of all gradients, is not finite"
+                " or too large"
             )
         elif len(grads) > 1 and not any(grad.isfinite().any() for grad in grads):
             what = (
-                "the gradients of all parameters are not finite, as one of them leaves them after"
-                " torch.nn.utils.clip_grad_norm_ (clip_norm= of this optimizer names it)"
+                "the gradients of all parameters are not finite. torch.nn.utils.clip_grad_norm_"
+                " makes them so if one of them was not; use clip_norm= of this optimizer, which"
+                " names that one"
             )
         elif too_large:
             what = (
-                f"the gradient of parameter {name!r} is finite, but too large: 2^62 (4.6e18) or"
-                " more, whose square would leave fp32"
+                f"the gradient of parameter {name!r} is finite, but too large: its values must be"
+                " below 2^62 (4.6e18), so that fp32 can hold their squares"
             )
         else:
             what = f"the gradient of parameter {name!r} is not finite"
@@ -68,9 +67,8 @@ class Refusals:
             if self.groups.options.scan == "per-tensor" or self.groups.options.gradient_release
             else "the step was skipped and nothing changed"
         )
-        warnings.warn(
-            f"halfstep: {what}; {left}. optimizer.skipped_steps, which every group has too, counts"
-            f" how often: {often} by now. This is said again at the 10th, 100th ... time",
+        warn(
+            f"{what}; {left}. optimizer.skipped_steps, also in each group, counts such"
+            f" steps: {often} by now. This warning is given again at the 10th, 100th, ... time",
             RuntimeWarning,
-            stacklevel=caller(),
         )

@@ -8,15 +8,17 @@ import torch
 
 from . import _devices, _reducers, _torch
 
-_ACCUMULATES = (
-    "whoever accumulates gradients (a trainer's gradient_accumulation_steps,"
-    " accumulate_grad_batches) would get as many updates. Let them be 1, or leave gradient_release"
-    " off, or set optimizer.optimizer_accumulation = True during all micro-batches but the last;"
-    " after a batch whose backward() failed call optimizer.zero_grad()"
-)
-
 #: number of the backward pass that began at a loss which a GradScaler had scaled, or None
 _scaled_pass = None
+
+
+def check_release(rule, title):
+    """Raises ValueError for a rule that cannot step one parameter at a time."""
+    if rule.totals:
+        raise ValueError(
+            f"halfstep: {title} has no gradient release: its update needs sums over the gradients"
+            " of all tensors first"
+        )
 
 
 def _current_pass():
@@ -74,17 +76,15 @@ def check_not_scaled():
     if _scaled_pass is not None and (_scaled_pass == _current_pass() or _is_nested()):
         _forget_scaled()
         raise RuntimeError(
-            "halfstep: the loss was scaled by a GradScaler, and in gradient release the backward"
-            " pass steps each gradient before the scaler can unscale it: leave gradient_release"
-            " off, or call backward() on the loss itself, without a GradScaler (BF16 needs none)"
+            "halfstep: the loss was scaled by a GradScaler, but gradient release steps each"
+            " gradient in the backward pass, before the scaler can unscale it. Call backward() on"
+            " the loss itself (BF16 needs no GradScaler), or use gradient_release=False"
         )
 
 
 class Rounds:
     """What the hooks of gradient release have seen since step() or zero_grad() was called. Detects
     gradients that somebody else still needs."""
-
-    __slots__ = ("seen", "again", "parts", "stepped", "looked")
 
     def __init__(self):
         #: by the id of a parameter: True if its gradient came in a nested backward pass
@@ -118,10 +118,8 @@ class Rounds:
     def step(self):
         """Ends the round, because step() was called. From now on step() ends rounds. Raises
         RuntimeError if a gradient came twice."""
-        again, what = (
-            self.again,
-            self._what(f"{self.again + 1} backward passes came before the first step()"),
-        )
+        again = self.again
+        what = self._what(f"{again + 1} backward passes came before the first step()")
         self.drop()
         self.stepped = True
         if again:
@@ -146,11 +144,14 @@ class Rounds:
     def _what(self, found):
         if self.parts:
             return (
-                "halfstep: the gradient of a parameter came in parts, each of which gradient"
-                " release takes for an update: reentrant checkpointing (use_reentrant=True) of a"
-                " parameter that is shared does so. Let use_reentrant be False, or leave"
-                " gradient_release off"
+                "halfstep: the gradient of a parameter came in parts, and gradient release would"
+                " take each part for an update. Reentrant checkpointing (use_reentrant=True) of a"
+                " shared parameter does so. Use use_reentrant=False, or gradient_release=False"
             )
         return (
-            f"halfstep: {found}, and in gradient release each of them is an update: {_ACCUMULATES}"
+            f"halfstep: {found}, but in gradient release each backward() is an update. To"
+            " accumulate gradients, set optimizer.optimizer_accumulation = True during all"
+            " micro-batches but the last, or use gradient_release=False. A trainer's"
+            " gradient_accumulation_steps or accumulate_grad_batches must be 1; after a batch whose"
+            " backward() failed call optimizer.zero_grad()"
         )

@@ -2,11 +2,10 @@
 has written the weight that they belong to."""
 
 import contextlib
-import warnings
 
 import torch
 
-from ._torch import caller
+from ._torch import warn
 from ._watch import PIECE, Watch, clear_rows
 
 
@@ -53,23 +52,19 @@ class Residuals:
             self.watch.wrote([p], self.of)
             if not self._warned:
                 self._warned = True
-                which = (
-                    "residuals kept beside it were"
-                    if rows is None
-                    else (
-                        f"residuals kept beside {int(rows.sum())} of its {rows.numel()} rows (of a"
-                        f" vector: pieces of {PIECE}) were"
+                where = "it"
+                if rows is not None:
+                    where = (
+                        f"{int(rows.sum())} of its {rows.numel()} rows (of a vector: pieces of"
+                        f" {PIECE})"
                     )
-                )
-                warnings.warn(
-                    "halfstep: something else than this optimizer wrote the weight of parameter"
-                    f" {self.names.find(p)!r}, so the {which} dropped: they belonged to the weight"
-                    " before. After load_state_dict() that is as it should be. A mask after every"
-                    " step would lose each time what small updates have gathered in the rows that"
-                    " it changes: call optimizer.write_weight(p, optimizer.read_weight(p) * mask)"
-                    " instead. This is said once",
-                    UserWarning,
-                    stacklevel=caller(),
+                warn(
+                    f"the weight of parameter {self.names.find(p)!r} was written, but not"
+                    f" by this optimizer. The residuals kept beside {where} were dropped, because"
+                    " they belonged to the old weight. This is right after load_state_dict(). A"
+                    " mask after each step would drop them each time, and small updates with them:"
+                    " call optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead. This"
+                    " warning is given once"
                 )
 
     # ---- Writes of this optimizer ----------------------------------------------------------------
@@ -100,21 +95,19 @@ class Residuals:
         self.wrote([p for p in engine.converted if p in self.watch.index])
 
     @contextlib.contextmanager
-    def compiled_step(self, given, witness):
+    def compiled_step(self, cache, given, witness):
         """Returns a context for the operator of a compiled step. `given` holds its weights and
-        gradients by parameter, and `witness` is its witness."""
+        gradients by parameter, and `witness` is its witness. `cache` has the engine."""
         copies = {p: weight.data_ptr() != p.data_ptr() for p, (weight, _) in given.items()}
         copies[None] = witness.data_ptr() != self.watch.witness.data_ptr()
         self._copies = copies
         try:
-            yield copies
+            yield
         finally:
             self._copies = None
         self.watch.compiled += 1
         self.watch.witness_copied = copies[None]
-
-    def stepped_compiled(self, engine, given, copies):
-        """Notes that a compiled step has ended. `copies` is from compiled_step()."""
+        engine = cache.engine
         if engine is not None and engine.guarded:
             self.watch.wrote([p for p in given if p in engine.guarded], self.of, copies)
 

@@ -1,8 +1,8 @@
-"""What an optimizer saves: state dictionaries, pickles, files."""
+"""Packs an optimizer into state dictionaries and pickles, and unpacks it."""
 
 import torch
 
-from . import _files, _layout, _older, _state
+from . import _layout, _older, _state
 from ._loading import Loading, unwrap
 from ._options import keep_plain
 
@@ -141,13 +141,9 @@ class Saving:
     def unpacked(self, loaded, hashes):
         """Completes an optimizer that has taken what unpack() returned. `loaded`: it comes from a
         state dictionary, which has to be checked."""
+        told = dict(zip(_layout.TOLD, (0, 0, 0.0)))
         for group in self.groups:
-            for key, value in (
-                *self.groups.defaults.items(),
-                ("group_steps", 0),
-                ("skipped_steps", 0),
-                ("last_norm", 0.0),
-            ):
+            for key, value in {**self.groups.defaults, **told}.items():
                 group.setdefault(key, value)
         self.names.take_loaded()
         _older.modernize(self.groups, self.names)
@@ -155,14 +151,3 @@ class Saving:
             _state.check(self.groups, self.names)
         self.groups.show_estimates()
         self.residuals.take_hashes(hashes)
-
-    # ---- Files -----------------------------------------------------------------------------------
-
-    def save_file(self, path):
-        """Writes a safetensors file."""
-        _files.save(self.groups, self.names, lambda: self.sync(decides=True), path)
-
-    def load_file(self, path):
-        """Reads a safetensors file. Returns a state dictionary, the generator, and (parameter,
-        weight) for each weight in the file."""
-        return _files.load(self.groups, self.names, path)

@@ -7,6 +7,7 @@ gradients to its placements. The communication between ranks is in _ranks.py.
 """
 
 import ctypes
+import math
 import sys
 
 import torch
@@ -47,10 +48,9 @@ def _is_flat_parameter(p):
     return module is not None and isinstance(p, module.FlatParameter)
 
 
-def _is_part(p):
-    """Returns True if a FlatParameter of FSDP1 holds less than the buffer of all its parameters."""
-    whole = getattr(p, "_unpadded_unsharded_size", None)
-    return whole is not None and whole.numel() != p.numel()
+def _strides(shape):
+    """Returns the strides of a tensor of this shape in memory order."""
+    return torch.empty(shape, dtype=torch.uint8, device="meta").stride()
 
 
 def _flat_identity(p, name):
@@ -66,34 +66,15 @@ def _flat_identity(p, name):
 
 class Part:
     """How a parameter lies in the library: the whole as rows x length, and the rectangle of it that
-    is here. `shape` and `rows` are those of the tensor here, as streams_of() takes them. `groups`
-    are the process groups that it is divided over."""
+    is here. `shape` and `rows` are those of the tensor here, as streams_of() takes them. `divided`:
+    other ranks hold other parts."""
 
-    gathered = False
-    __slots__ = (
-        "ndim",
-        "whole",
-        "length",
-        "first_row",
-        "n_rows",
-        "first_column",
-        "n_columns",
-        "shape",
-        "rows",
-        "mesh",
-        "placements",
-        "groups",
-        "global_shape",
-    )
+    gathered = divided = False
 
     def __init__(self, p, name):
         self.mesh = None
-        self.placements, self.groups, self.global_shape, self.shape = (
-            (),
-            (),
-            tuple(p.shape),
-            tuple(local(p).shape),
-        )
+        self.placements, self.global_shape = (), tuple(p.shape)
+        self.shape = tuple(local(p).shape)
         if not is_dtensor(p):  # one row
             self.ndim, self.whole, self.length, self.rows = 1, 1, p.numel(), 1
             self.first_row = self.n_rows = self.first_column = self.n_columns = 0
@@ -107,10 +88,9 @@ class Part:
                     f"halfstep: parameter {name!r} is a sum over ranks ({placement}); only Shard"
                     " and Replicate can be stepped"
                 )
-        self.groups = tuple(
-            self.mesh.get_group(i)
+        self.divided = any(
+            not placement.is_replicate() and self.mesh.size(i) > 1
             for i, placement in enumerate(self.placements)
-            if not placement.is_replicate() and self.mesh.size(i) > 1
         )
         shape, offset = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
         if tuple(shape) != self.shape:
@@ -129,37 +109,21 @@ class Part:
                 f"halfstep: parameter {name!r} of shape {whole} is cut along dimension {max(cut)}"
                 f" ({self.placements}), not into ranges of columns; shard it along dimension 0 or 1"
             )
-        self.ndim = len(whole)
-        self.whole = whole[0] if whole else 1
-        strides = [1] * len(whole)
-        for d in range(len(whole) - 2, -1, -1):
-            strides[d] = strides[d + 1] * whole[d + 1]
-        self.length = strides[0] if whole else 1
-        self.first_row, self.n_rows = (offset[0], shape[0]) if whole else (0, 1)
-        self.first_column = sum(offset[d] * strides[d] for d in range(1, len(whole)))
-        self.n_columns = 1
-        for size in shape[1:]:
-            self.n_columns *= size
+        self.ndim, self.rows = len(whole), shape[0] if shape else 1
+        self.whole, self.length = whole[0] if whole else 1, math.prod(whole[1:])
         if 0 in shape:  # not all zero, because that would mean the whole
-            self.first_row, self.n_rows, self.first_column, self.n_columns = (
-                self.whole,
-                0,
-                0,
-                self.length,
-            )
-        self.rows = shape[0] if shape else 1
-
-    @property
-    def divided(self):
-        return bool(self.groups)
+            self.first_row, self.n_rows = self.whole, 0
+            self.first_column, self.n_columns = 0, self.length
+            return
+        self.first_row, self.n_rows = (offset[0], shape[0]) if whole else (0, 1)
+        self.first_column = sum(at * step for at, step in zip(offset[1:], _strides(whole)[1:]))
+        self.n_columns = math.prod(shape[1:])
 
     @property
     def fields(self):
         """The fields of the library's tensor structure."""
         return {
-            "ndim": self.ndim,
-            "rows": self.whole,
-            "row_length": self.length,
+            **self.whole_fields(),
             "first_row": self.first_row,
             "n_rows": self.n_rows,
             "first_column": self.first_column,
@@ -171,41 +135,38 @@ class Part:
 
     # ---- States ----------------------------------------------------------------------------------
 
-    def place(self, streams, whole, name):
-        """Gives the streams of this part their shapes and placements. `whole` are the streams of
-        the whole tensor. Fails if no placement gives what this rank holds."""
+    def _placed(self, shape):
+        """Returns the placements of a state that has this shape as a whole, and its shape here."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+        if shape == self.global_shape:
+            placements = self.placements
+        elif math.prod(shape) == 1 and len(shape) != 2 and not self.gathered:
+            placements = (Replicate(),) * len(self.placements)
+        else:
+            placements = tuple(
+                x
+                if not hasattr(x, "dim")
+                else _along(x, min(x.dim, 1))
+                if len(shape) == 2
+                else Shard(0)
+                for x in self.placements
+            )
+        here = compute_local_shape_and_global_offset(shape, self.mesh, placements)[0]
+        return placements, tuple(here)
+
+    def place(self, streams, whole, name):
+        """Gives the streams of this part their shapes and placements. `whole` are the streams of
+        the whole tensor. Fails if no placement gives what this rank holds."""
         for s, all_of_it in zip(streams, whole):
-            shape, held = all_of_it.shape, 1
-            for size in s.shape:
-                held *= size
-            flat_total = 1
-            for size in shape:
-                flat_total *= size
-            if shape == self.global_shape:
-                placements = self.placements
-            elif len(shape) == 2:
-                placements = tuple(
-                    _along(x, min(x.dim, 1)) if x.is_shard() or hasattr(x, "dim") else x
-                    for x in self.placements
-                )
-            elif flat_total == 1:
-                placements = (Replicate(),) * len(self.placements)
-            else:
-                placements = tuple(Shard(0) if hasattr(x, "dim") else x for x in self.placements)
-            here = tuple(compute_local_shape_and_global_offset(shape, self.mesh, placements)[0])
-            count = 1
-            for size in here:
-                count *= size
-            if count != held and not (flat_total == 1 and held == 0):
+            shape, held = all_of_it.shape, math.prod(s.shape)
+            placements, here = self._placed(shape)
+            if math.prod(here) != held and not (math.prod(shape) == 1 and held == 0):
                 raise ValueError(
                     f"halfstep: {s.key} of parameter {name!r}, {shape} as a whole, is {held}"
-                    " elements on this rank, which "
-                    f'no placement gives ({here} with {placements}): choose states="int8" or'
-                    ' "int4", whose blocks '
-                    "follow the rows, or shard evenly"
+                    f" elements on this rank, which no placement gives ({here} with {placements}):"
+                    ' choose states="int8" or "int4", whose blocks follow the rows, or shard evenly'
                 )
             s.whole, s.placements, s.shape = shape, placements, here
 
@@ -213,30 +174,13 @@ class Part:
         """Returns a tensor of this rank as the state that is kept."""
         if self.mesh is None or stream is None:
             return tensor
-        return self._dtensor(tensor, stream.placements, stream.whole)
+        return _dtensor(tensor, self.mesh, stream.placements, stream.whole)
 
     def like_parameter(self, tensor):
         """Returns a tensor of the parameter's own shape here, placed like the parameter."""
-        return (
-            tensor
-            if self.mesh is None
-            else self._dtensor(tensor, self.placements, self.global_shape)
-        )
-
-    def _dtensor(self, tensor, placements, shape):
-        from torch.distributed.tensor import DTensor
-
-        strides = [1] * len(shape)
-        for d in range(len(shape) - 2, -1, -1):
-            strides[d] = strides[d + 1] * max(shape[d + 1], 1)
-        return DTensor.from_local(
-            tensor,
-            self.mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(strides),
-        )
+        if self.mesh is None:
+            return tensor
+        return _dtensor(tensor, self.mesh, self.placements, self.global_shape)
 
     def take(self, values):
         """Returns this rank's part of values of the whole tensor, or of a DTensor of any
@@ -256,6 +200,14 @@ class Part:
         )
 
 
+def _dtensor(tensor, mesh, placements, shape):
+    """Returns a DTensor of this shape with a tensor of this process as its local part."""
+    from torch.distributed.tensor import DTensor
+
+    whole = {"shape": torch.Size(shape), "stride": _strides(shape)}
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, **whole)
+
+
 def _along(placement, dim):
     """Returns the same placement along another dimension."""
     factor = getattr(placement, "split_factor", None)
@@ -267,12 +219,11 @@ class Gathered(Part):
     matrix, which is gathered for each step and cut again after it. The states that are kept are
     sharded like the parameter."""
 
-    __slots__ = ()
     gathered = True
 
     def __init__(self, p, name):
         super().__init__(p, name)
-        self.groups = ()  # every rank sees the whole gradient, so nothing is added
+        self.divided = False  # every rank sees the whole gradient
         self.rows = None  # the shape of the whole says it
 
     @property
@@ -280,26 +231,9 @@ class Gathered(Part):
         return self.whole_fields()
 
     def place(self, streams, whole=None, name=None):
-        from torch.distributed.tensor import Shard
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
         for s in streams:
-            s.whole = s.shape
-            s.placements = (
-                self.placements
-                if s.shape == self.global_shape
-                else tuple(
-                    (
-                        (_along(x, min(x.dim, len(s.whole) - 1)) if len(s.whole) == 2 else Shard(0))
-                        if hasattr(x, "dim")
-                        else x
-                    )
-                    for x in self.placements
-                )
-            )
-            s.shape = tuple(
-                compute_local_shape_and_global_offset(s.whole, self.mesh, s.placements)[0]
-            )
+            s.placements, here = self._placed(s.shape)
+            s.whole, s.shape = s.shape, here
 
     def gather(self, streams, state):
         """Returns the whole of each state, by key."""
@@ -317,13 +251,7 @@ class Gathered(Part):
 
 def like(p, tensor):
     """Returns a tensor of this process as the local part of a DTensor that is cut like p."""
-    if not is_dtensor(p):
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    return _dtensor(tensor, p.device_mesh, p.placements, p.shape) if is_dtensor(p) else tensor
 
 
 def refuse(params, what, advice):
@@ -359,7 +287,8 @@ def is_flat(p, flat):
 
 def is_sharded_buffer(p):
     """Returns True for a shard of an FSDP1 buffer, which knows itself which shard it is."""
-    return _is_flat_parameter(p) and _is_part(p)
+    whole = getattr(p, "_unpadded_unsharded_size", None)
+    return _is_flat_parameter(p) and whole is not None and whole.numel() != p.numel()
 
 
 def group_of(norm_group):

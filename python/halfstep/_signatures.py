@@ -1,8 +1,8 @@
-"""The options of each class: names, order, defaults, types and meanings, from the library's table
-of rules.
+"""Reads the options of each class from the library's table of rules: their names, order, defaults,
+types and meanings.
 
-Nothing here lists rules or their hyper-parameters: a new rule of src/rules/rules.def is a new
-class. Nothing here needs torch, so that cmake/stub.py can write the package's stub without it.
+No list of rules is here, so a new rule of src/rules/rules.def becomes a new class. Nothing here
+needs torch, so that cmake/stub.py can write the package's stub without it.
 """
 
 import textwrap
@@ -94,18 +94,18 @@ def type_of(default):
 
 #: What is in no table: torch's names for what the table calls otherwise, and plainer words.
 _TITLES = {
-    "lr": "learning rate: a number, or a tensor of one element",
-    "weight_decay": "coefficient of the weight decay, which acts as `decay` says",
-    "decoupled_weight_decay": "True: weight decay acts beside the gradient, as AdamW's does",
+    "lr": "learning rate, a number or a tensor of one element",
+    "weight_decay": "coefficient of the weight decay; `decay` says how it acts",
+    "decoupled_weight_decay": "True: weight decay does not go through the gradient, as in AdamW",
     "ns_coefficients": "coefficients of the Newton-Schulz iteration",
-    "adam_eps": "added to the root of the second moment of parameters that are no matrices",
+    "adam_eps": "eps of the parameters that are no matrices, which AdamW steps",
     "adjust_lr_fn": (
-        'None or "original": updates are scaled by the shape, as torch.optim.Muon does;'
-        ' "match_rms_adamw": to the size of AdamW\'s'
+        'None or "original": updates are scaled by the shape, as in torch.optim.Muon;'
+        ' "match_rms_adamw": updates are scaled to the size of AdamW\'s'
     ),
     ("adafactor", "eps"): (
-        "smallest root of a second moment, 2^-23 if None, or with published=True what is added to"
-        " squares of gradients; smallest root mean square of a weight that scales its step"
+        "smallest root of a second moment (None: 2^-23; with published=True: what is added to"
+        " squared gradients); smallest root mean square of a weight in its step's size"
     ),
 }
 

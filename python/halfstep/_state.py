@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from . import _abi, _calls, _convert, _layout, _sharding
+from . import _abi, _calls, _convert, _devices, _layout, _sharding
+from ._parameters import described
 
 #: group keys that only this package has
 OURS = (
@@ -48,7 +49,7 @@ def check(groups, names):
     for g, group in enumerate(groups):
         groups.options.check(group)
         seed = group["seed"]
-        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        if not _abi.is_count(seed, -(2**63), 2**64 - 1):
             raise ValueError(
                 f"halfstep: the seed of group {g} is {seed!r}, not a number of 64 bits"
             )
@@ -117,26 +118,22 @@ def _check_state(groups, name, p, state, hypers):
         (identity or 1) % 2**64,
         part,
     )
-    try:
-        # The library itself refuses impossible counts, and numbers that no update leaves.
-        counters = {key: steps if value is None else value for key, value in counts.items()}
-        _calls.change(codec.handle, _abi.RECORD_TENSOR, codec.index, **counters)
-        codec.take_scalars(state)
-        roles = {s.name: s.role for s in rule.states}
-        if plain:
-            vectors = {s.name for s in rule.states if s.vector}
-            shapes = {s.name: s.shape for s in codec.streams if s.name in vectors}
-            for key in {s.name for s in codec.streams if s.name in roles and not s.extra} | (
-                roles.keys() & state.keys()
-            ):
-                _check_plain(state, key, roles[key], name, p, shapes.get(key))
-        else:
-            _check_streams(codec, state, name, recipe, part)
-    finally:
-        codec.close()
+    # The library itself refuses impossible counts, and numbers that no update leaves.
+    counters = {key: steps if value is None else value for key, value in counts.items()}
+    _calls.change(codec, _abi.RECORD_TENSOR, codec.index, **counters)
+    codec.take_scalars(state)
+    if not plain:
+        _check_streams(codec, state, name, recipe, part)
+        return
+    roles = rule.roles
+    vectors = {s.name for s in rule.states if s.vector}
+    shapes = {s.name: s.shape for s in codec.streams if s.name in vectors}
+    needed = {s.name for s in codec.streams if s.name in roles and not s.extra}
+    for key in needed | (roles.keys() & state.keys()):
+        _check_plain(state, key, roles[key], name, p, shapes.get(key))
 
 
-def _check_plain(state, key, role, name, p, shape=None):
+def _check_plain(state, key, role, name, p, shape):
     """Checks a state as torch keeps it, or a vector of a matrix."""
     if key not in state:
         raise ValueError(f"halfstep: parameter {name!r} has no state {key!r}")
@@ -149,14 +146,9 @@ def _check_plain(state, key, role, name, p, shape=None):
         or value.device.type == "meta"
         or value.layout != torch.strided
     ):
-        found = (
-            f"{value.dtype} of shape {tuple(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else type(value).__name__
-        )
         raise ValueError(
-            f"halfstep: state {key!r} of parameter {name!r} is {found}, not a tensor of shape"
-            f" {tuple(shape)}"
+            f"halfstep: state {key!r} of parameter {name!r} is {described(value)}, not a tensor of"
+            f" shape {tuple(shape)}"
         )
     _judge(key, name, value, role)
 
@@ -176,21 +168,16 @@ def _judge(key, name, values, role):
         )
 
 
-def _check_streams(codec, state, name, recipe, part=None):
+def _check_streams(codec, state, name, recipe, part):
     """Checks states as this package keeps them. All must be there, with the right shapes, and hold
     only what an update can leave."""
     tensors, coarse = {}, _convert.coarse_states(codec.streams, state)
     for name_ in coarse:
-        role = next(s.role for s in codec.streams if s.name == name_)
-        _judge(
-            name_,
-            name,
-            _convert.read_coarse(name_, role, recipe, codec.shape, name, state, part),
-            role,
-        )
+        values = _convert.read_coarse(name_, recipe, codec.shape, name, state, part)
+        _judge(name_, name, values, codec.rule.roles[name_])
     for s in codec.streams:
         if s.name in coarse:
-            tensors[s.key] = torch.zeros(s.shape, dtype=s.dtype, device="cpu")
+            tensors[s.key] = _devices.zeros(s.shape, s.dtype)
             continue
         if s.name in state and s.name + ".codes" in state:
             raise ValueError(

@@ -24,9 +24,8 @@ class Steps:
         if given is None:
             self._step(step_param, Scaler(scale, found_inf), None)
             return
-        with self.residuals.compiled_step(given, witness) as copies:
+        with self.residuals.compiled_step(self.cache, given, witness):
             self._step(step_param, Scaler(scale, found_inf), given)
-        self.residuals.stepped_compiled(self.cache.engine, given, copies)
 
     def _step(self, step_param, scaler, given):
         with self.placement.stepping():

@@ -1,58 +1,43 @@
 """Streams: the tensors that the library stores for a parameter. Each has a place in `state[p]` and
 in a handle."""
 
-import ctypes
 import math
-from ctypes import byref, c_double
+from dataclasses import dataclass
 
 import torch
 
 from . import _abi, _devices, _sharding
-from ._abi import check, lib
-from ._handles import add_group, add_tensor, create_handle
+from ._abi import invoke, lib
+from ._handles import Handle, add_group, add_tensor, slot_info
 from ._parameters import DTYPES, rows_of
 from ._sharding import local
 
 WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
 
 
+@dataclass(eq=False)
 class Stream:
-    """One stored tensor beside weight and gradient. It has a place in `state[p]` and in a handle.
+    """One stored tensor beside weight and gradient, with its place in `state[p]` and in a
+    handle."""
 
-    name          the name of the state, or "weight"
-    extra         True for the second tensor of a slot: scales or residuals
-    grid          True for codes on a grid; the grid is a number of its own
-    precise       True if the format is finer than the recipe's
-    shape         the shape of the tensor, or of the local part of a DTensor
-    whole         the shape of the whole state of a DTensor
-    placements    the placements of such a state
-    """
-
-    __slots__ = (
-        "slot",
-        "extra",
-        "name",
-        "part",
-        "dtype",
-        "shape",
-        "role",
-        "grid",
-        "precise",
-        "whole",
-        "placements",
-    )
-
-    def __init__(self, slot, extra, name, part, dtype, shape, role, grid=False, precise=False):
-        self.slot, self.extra, self.name, self.part, self.dtype, self.shape, self.role = (
-            slot,
-            extra,
-            name,
-            part,
-            dtype,
-            shape,
-            role,
-        )
-        self.grid, self.precise = grid, precise
+    slot: int
+    #: True for the second tensor of a slot: scales or residuals
+    extra: bool
+    #: the name of the state, or "weight"
+    name: str
+    #: the end of the key in `state[p]`
+    part: str
+    dtype: torch.dtype
+    #: the shape of the tensor, or of the local part of a DTensor
+    shape: tuple
+    role: int
+    #: True for codes on a grid; the grid is a number of its own
+    grid: bool = False
+    #: True if the format is finer than the recipe's
+    precise: bool = False
+    #: the shape of the whole state of a DTensor, and its placements
+    whole: tuple = ()
+    placements: tuple = ()
 
     @property
     def key(self):
@@ -90,8 +75,7 @@ def streams_of(handle, index, rule, shape, rows=None):
     count = math.prod(shape)
     rows = rows_of(shape)[0] if rows is None else rows
     for slot in (WEIGHT, *range(STATE, STATE + len(rule.states))):
-        info = _abi.SlotInfo.new()
-        check(lib.halfstep_get_slot_info(handle, index, slot, byref(info)), handle)
+        info = slot_info(handle, index, slot)
         if info.format < 0:
             continue
         fmt = _abi.format_rows[info.format]
@@ -105,77 +89,42 @@ def streams_of(handle, index, rule, shape, rows=None):
                 code_shape = (code_bytes // code.itemsize,)
             elif code_bytes == count * code.itemsize:
                 code_shape = tuple(shape)
-            elif fmt.geometry == 0 and rows and code_bytes % rows == 0:
+            elif fmt.geometry == _abi.GEOMETRY_ROWS and rows and code_bytes % rows == 0:
                 code_shape = (rows, code_bytes // rows)
             else:
                 code_shape = (code_bytes,)
-            found.append(
-                Stream(
-                    slot,
-                    False,
-                    name,
-                    "" if code.is_floating_point else ".codes",
-                    code,
-                    code_shape,
-                    role,
-                    bool(info.grid),
-                    bool(info.precise),
-                )
-            )
+            key = "" if code.is_floating_point else ".codes"
+            grid, precise = bool(info.grid), bool(info.precise)
+            found.append(Stream(slot, False, name, key, code, code_shape, role, grid, precise))
         if fmt.extra_bits or fmt.scale_bytes:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
             if not fmt.block:
                 extra_shape = tuple(shape)
-            elif fmt.geometry == 0 and rows and info.blocks_per_row:
+            elif fmt.geometry == _abi.GEOMETRY_ROWS and rows and info.blocks_per_row:
                 extra_shape = (rows, n // rows)
             else:
                 extra_shape = (n,)
-            found.append(
-                Stream(
-                    slot,
-                    True,
-                    name,
-                    ".scale" if fmt.block else ".extra",
-                    extra,
-                    extra_shape,
-                    role,
-                    precise=bool(info.precise),
-                )
-            )
+            key = ".scale" if fmt.block else ".extra"
+            precise = bool(info.precise)
+            found.append(Stream(slot, True, name, key, extra, extra_shape, role, precise=precise))
     return found, fell_back
 
 
-def lay_out(handle, group, index, rule, part, shape, name):
-    """Returns streams_of() for a tensor that may be a part of one. `group` is its group in the
-    handle."""
+def lay_out(handle, index, recipe, options, part, shape, name):
+    """Returns streams_of() for a tensor that may be a part of one. `recipe` and `options` are those
+    of its group."""
+    rule = _abi.rules[recipe.partition("/")[0]]
     streams, fell_back = streams_of(handle, index, rule, shape, None if part is None else part.rows)
     if part is not None and part.gathered:
         part.place(streams)
     elif part is not None and part.mesh is not None:
         # A sharded stream needs the shape of the whole, which only a handle that holds the whole
         # can tell.
-        recipe, whole = ctypes.create_string_buffer(256), create_handle(1, 0)
-        try:
-            check(lib.halfstep_get_group_recipe(handle, group, recipe, 256), handle)
-            hypers, value = {}, c_double()
-            for key, hyper in rule.hypers.items():
-                if not hyper.per_optimizer:
-                    check(lib.halfstep_get_hyper(handle, group, key.encode(), byref(value)), handle)
-                    hypers[key] = value.value
-            place = add_tensor(
-                whole,
-                add_group(whole, recipe.value.decode(), hypers, {}),
-                name,
-                1,
-                shape,
-                "f32",
-                part,
-                whole=True,
-            )
-            part.place(streams, streams_of(whole, place, rule, part.global_shape)[0], name)
-        finally:
-            lib.halfstep_destroy(whole)
+        whole = Handle(1, 0)
+        group = add_group(whole, recipe, options)
+        place = add_tensor(whole, group, name, 1, shape, "f32", part, whole=True)
+        part.place(streams, streams_of(whole, place, rule, part.global_shape)[0], name)
     return streams, fell_back
 
 
@@ -185,4 +134,4 @@ def bind_streams(handle, index, streams, tensors):
     for s in streams:
         places.setdefault(s.slot, [None, None])[s.extra] = _sharding.address(tensors[s.key])
     for slot, (main, extra) in places.items():
-        check(lib.halfstep_bind_slot(handle, index, slot, main, extra), handle)
+        invoke(lib.halfstep_bind_slot, handle, index, slot, main, extra)

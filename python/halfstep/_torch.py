@@ -4,6 +4,7 @@ counters, and hooks on its methods."""
 import functools
 import os
 import sys
+import warnings
 from typing import Any, Callable, TypeVar
 
 import torch
@@ -40,6 +41,11 @@ def caller():
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(ours):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def warn(text, kind=UserWarning):
+    """Warns in the name of the first line outside this package and torch."""
+    warnings.warn(f"halfstep: {text}", kind, stacklevel=caller())
 
 
 def follow(cls, name, then):

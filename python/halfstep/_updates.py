@@ -4,6 +4,7 @@ import torch
 
 from . import _abi, _devices, _empty, _ranks, _sharding
 from ._abi import check
+from ._gather import Gathered
 from ._members import Member
 from ._sharding import local
 from ._torch import increment_versions
@@ -31,20 +32,6 @@ class Scaler:
         return 1.0 if self.scale is None else 1.0 / float(self.scale)
 
 
-class Gathered:
-    """What a step is made with.
-
-    engine     the engine, whose arrays are filled
-    keep       tensors that have to live until the call
-    back       (parameter or member, weight) of each weight that is worked on in a copy
-    stepped    the parameters that have gradients
-    """
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.keep, self.back, self.stepped = [], [], []
-
-
 class Updates:
     """Carries out updates and what follows them: errors, warnings, counters, and weights that were
     worked on in copies."""
@@ -63,16 +50,12 @@ class Updates:
 
     # ---- All parameters --------------------------------------------------------------------------
 
-    def prepare(self, given=None):
+    def prepare(self, given):
         """Makes the engine fit and fills its arrays. `given` holds the weights and gradients of a
         compiled step, by parameter."""
         for _ in range(3):
             ready = Gathered(self.cache.current())
-            if (
-                self.gather.all(ready.engine, ready.keep, ready.back, ready.stepped)
-                if given is None
-                else self.gather.given(ready.engine, given, ready.keep, ready.back)
-            ):
+            if self.gather.all(ready) if given is None else self.gather.given(ready, given):
                 return ready
             self.cache.build(given and {p: grad for p, (_, grad) in given.items()})
         raise RuntimeError("halfstep: parameters or states change while they are being stepped")
@@ -125,25 +108,24 @@ class Updates:
     # ---- One parameter ---------------------------------------------------------------------------
 
     def prepare_one(self, p, grad, begun):
-        """Makes the engine fit for one parameter and its gradient. Returns the engine, the member,
-        the two addresses, and the lists `keep` and `back` of Gathered. `begun` is that of
-        EngineCache.with_member()."""
+        """Makes the engine fit for one parameter and its gradient. Returns Gathered, the member and
+        the two addresses. `begun` is that of EngineCache.with_member()."""
         engine, m = self.cache.with_member(p, grad, begun)
         if engine.guarded:
             self.residuals.notice(p)
-        keep, back = [], []
-        found = self.gather.place(engine, m, p, grad, keep, back)
+        ready = Gathered(engine)
+        found = self.gather.place(ready, m, p, grad)
         if found is None:
-            engine = self.cache.build({p: grad})
-            m = engine.members[engine.index_of[p]]
-            keep, back = [], []
-            found = self.gather.place(engine, m, p, grad, keep, back)
-        return engine, m, found, keep, back
+            ready = Gathered(self.cache.build({p: grad}))
+            m = ready.engine.member(p)
+            found = self.gather.place(ready, m, p, grad)
+        return ready, m, found
 
-    def one(self, ready, grad, micro):
-        """Updates one parameter by a gradient, or adds a micro-batch to its states. `ready` is from
-        prepare_one()."""
-        engine, m, found, keep, back = ready
+    def one(self, prepared, grad, micro):
+        """Updates one parameter by a gradient, or adds a micro-batch to its states. `prepared` is
+        from prepare_one()."""
+        ready, m, found = prepared
+        engine, back = ready.engine, ready.back
         engine.set_gradient_scale(1.0)
         if m.offloaded:
             self.placement.arrive([m])
@@ -151,7 +133,7 @@ class Updates:
         if micro:
             back = [(m, None)] if m.gathered else []
         if engine.asynchronous and not m.offloaded:
-            engine.keep_until_read([local(grad), *keep])
+            engine.keep_until_read([local(grad), *ready.keep])
         if code == _abi.NONFINITE and not micro:
             engine.tell(self.groups.param_groups)
             self.refusals.tell(engine, m.handle)

@@ -12,6 +12,7 @@ write costs are less than a unit in the last place of each weight, once.
 """
 
 import weakref
+from functools import lru_cache
 
 import torch
 
@@ -57,18 +58,14 @@ PIECE = 256
 _AT_ONCE = {"cpu": 1 << 18, None: 1 << 24}
 #: stands for a hash that is not known
 UNKNOWN = 0
-_multipliers = {}
 
 
+@lru_cache(64)
 def _odd_numbers(n, device):
     """Returns n odd 32-bit numbers, one for each column. They are always the same."""
-    if (n, device) not in _multipliers:
-        if len(_multipliers) > 64:
-            _multipliers.clear()
-        x = torch.arange(n, dtype=torch.int64, device=device) * 0x9E3779B1
-        x = (x ^ x >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
-        _multipliers[n, device] = ((x ^ x >> 12) | 1).to(torch.int32)
-    return _multipliers[n, device]
+    x = torch.arange(n, dtype=torch.int64, device=device) * 0x9E3779B1
+    x = (x ^ x >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
+    return ((x ^ x >> 12) | 1).to(torch.int32)
 
 
 @torch.no_grad()
@@ -88,10 +85,8 @@ def row_hashes(tensor):
         else torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % PIECE)).view(-1, PIECE)
     )
     bits, columns = bits.view(torch.int16), max(bits.shape[1], 1)
-    factors, found = (
-        _odd_numbers(columns, t.device),
-        torch.empty(len(bits), dtype=torch.int64, device=t.device),
-    )
+    factors = _odd_numbers(columns, t.device)
+    found = torch.empty(len(bits), dtype=torch.int64, device=t.device)
     rows = min(max(_AT_ONCE.get(t.device.type, _AT_ONCE[None]) // columns, 1), len(bits))
     products = torch.empty(rows, columns, dtype=torch.int32, device=t.device)
     for some, out in zip(bits.split(max(rows, 1)), found.split(max(rows, 1))):
@@ -103,7 +98,7 @@ def row_hashes(tensor):
 def _changed(tensor, hashes):
     """Returns which rows have other bits than their hashes say. Returns None if the hashes are
     unknown or of another shape."""
-    if hashes is None or not hashes.numel() or not bool((hashes != UNKNOWN).all()):
+    if hashes is None or not hashes.numel() or bool((hashes == UNKNOWN).any()):
         return None
     now = row_hashes(tensor)
     return now != hashes.to(now.device) if now is not None and now.shape == hashes.shape else None
@@ -136,17 +131,6 @@ def _same_bits(a, b):
 
 class _Note:
     """What is noted of one weight beside its version and place."""
-
-    __slots__ = (
-        "held",
-        "extra",
-        "extra_version",
-        "compiled",
-        "witness",
-        "copied",
-        "hashes",
-        "brought",
-    )
 
     def __init__(self):
         self.held = self.hashes = None
@@ -294,12 +278,8 @@ class Watch:
         self.versions[i] = version(p)
         place = _place(p)
         if self.places[i] != place:
-            self.places[i], note.held, self.blocks, self.token = (
-                place,
-                local(p).detach(),
-                None,
-                None,
-            )
+            self.places[i], note.held = place, local(p).detach()
+            self.blocks = self.token = None
         note.extra, note.extra_version = extra, None if extra is None else version(extra)
         note.compiled, note.copied = self.compiled, copied
         note.witness = None if self.witness is None else version(self.witness)
@@ -349,13 +329,10 @@ class Watch:
 
     def _add(self, p):
         self.index[p] = len(self.tensors)
-        for values, value in (
-            (self.tensors, p),
-            (self.versions, None),
-            (self.places, None),
-            (self.notes, _Note()),
-        ):
-            values.append(value)
+        self.tensors.append(p)
+        self.versions.append(None)
+        self.places.append(None)
+        self.notes.append(_Note())
         self.blocks = self.token = None
 
     def wrote(self, tensors, extra_of, copied=None):
@@ -382,14 +359,10 @@ class Watch:
     def keep(self, tensors):
         """Forgets all other weights."""
         wanted = set(map(id, tensors))
-        kept = [
-            row
-            for row in zip(self.tensors, self.versions, self.places, self.notes)
-            if id(row[0]) in wanted
-        ]
+        kept = [i for i, p in enumerate(self.tensors) if id(p) in wanted]
         if len(kept) < len(self.tensors):
-            self.tensors, self.versions, self.places, self.notes = (
-                map(list, zip(*kept)) if kept else ([], [], [], [])
-            )
+            for name in ("tensors", "versions", "places", "notes"):
+                values = getattr(self, name)
+                setattr(self, name, [values[i] for i in kept])
             self.index = {p: i for i, p in enumerate(self.tensors)}
             self.blocks = self.token = None

@@ -2,13 +2,14 @@
 BF16 sums do."""
 
 import weakref
+from functools import partial
 
 import torch
 
 from . import _abi, _calls, _devices, _layout, _names, _sharding
-from ._abi import check, lib
+from ._abi import invoke, lib
 from ._handles import Handle, seed_of
-from ._parameters import DTYPES, PLAIN, check_gradient, check_parameter, dense
+from ._parameters import PLAIN, check_gradient, check_parameter, dense, stored_dtype
 from ._sharding import local
 
 #: formats that halfstep_accumulate() can add into
@@ -61,34 +62,13 @@ def _live(hook):
     return hook is not None and hook.id in (hook.hooks_dict_ref() or ())
 
 
-def _check_missing(missing):
-    if missing not in ("error", "skip"):
-        raise ValueError(f"halfstep: unknown missing={missing!r}; known: error, skip")
-
-
 def complain(names):
     """Raises RuntimeError if `names`, the parameters that no gradient came for, is not empty."""
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise RuntimeError(
-            f"halfstep: no gradient was accumulated for {', '.join(map(repr, names[:4]))}{more}; "
-            'missing="skip" leaves such parameters without one'
+            f"halfstep: no gradient was accumulated for {_names.some(names, 4)};"
+            ' missing="skip" leaves such parameters without one'
         )
-
-
-class _Hook:
-    """Takes a gradient when autograd has completed it. The parameter holds this object, and this
-    object holds the accumulator. The accumulator refers to its parameters weakly. A cycle would
-    never be freed, because Python's cycle collector does not see hooks.
-    """
-
-    __slots__ = ("accumulator", "index")
-
-    def __init__(self, accumulator, index):
-        self.accumulator, self.index = accumulator, index
-
-    def __call__(self, p):
-        self.accumulator._take(self.index, p)
 
 
 class GradientAccumulator:
@@ -138,18 +118,17 @@ class GradientAccumulator:
                 f"halfstep: unknown format {format!r} to accumulate gradients in; known:"
                 f" {', '.join(FORMATS)}"
             )
-        _check_missing(missing)
+        _abi.check_choice("missing", missing)
         if dtype is not None and dtype not in PLAIN:
             raise ValueError(
                 f"halfstep: gradients cannot be handed back as"
                 f" {dtype}; known: {', '.join(map(str, PLAIN))}"
             )
-        members = []
-        for i, (name, p) in enumerate(_named(parameters)):
-            if p.requires_grad:
-                members.append(
-                    (name or getattr(p, "_halfstep_name", None) or f"accumulated {i}", p)
-                )
+        members = [
+            (name or getattr(p, "_halfstep_name", None) or f"accumulated {i}", p)
+            for i, (name, p) in enumerate(_named(parameters))
+            if p.requires_grad
+        ]
         self._setup(members, format, seed_of(seed), missing, dtype)
 
     def _setup(self, members, format, seed, missing, dtype):
@@ -162,7 +141,7 @@ class GradientAccumulator:
                     f" {dtype}"
                 )
         self.format, self.seed, self.missing, self.dtype = format, seed, missing, dtype
-        self._buffer_dtype = DTYPES[_abi.formats[format].code_dtype]
+        self._buffer_dtype = stored_dtype(format)
         self._c_format = format.encode()
         self._names = [name for name, _ in members]
         self._shapes = [local(p).shape for _, p in members]
@@ -205,7 +184,11 @@ class GradientAccumulator:
         for i, ref in enumerate(self._params):
             p = ref()
             if p is not None and not _live(self._hooks[i]) and p.requires_grad:
-                self._hooks[i] = p.register_post_accumulate_grad_hook(_Hook(self, i))
+                # The parameter holds the hook, and the hook holds the accumulator. The accumulator
+                # refers to its parameters weakly. A cycle would never be freed, because Python's
+                # cycle collector does not see hooks.
+                hook = partial(self._take, i)
+                self._hooks[i] = p.register_post_accumulate_grad_hook(hook)
         return self
 
     def detach(self):
@@ -265,17 +248,15 @@ class GradientAccumulator:
         if grad.numel():
             handle, index = self._places[i]
             handle.work(torch.get_num_threads())
-            check(
-                lib.halfstep_accumulate(
-                    handle,
-                    index,
-                    buffer.data_ptr(),
-                    self._c_format,
-                    grad.data_ptr(),
-                    gradient_format.encode(),
-                    1.0,
-                ),
+            invoke(
+                lib.halfstep_accumulate,
                 handle,
+                index,
+                buffer.data_ptr(),
+                self._c_format,
+                grad.data_ptr(),
+                gradient_format.encode(),
+                1.0,
             )
             if _devices.is_asynchronous(device) and not _devices.capturing(device):
                 _devices.record([grad], device)
@@ -296,7 +277,7 @@ class GradientAccumulator:
         `missing` is that of the constructor, for this call. If it raises, nothing has changed.
         """
         missing = self.missing if missing is None else missing
-        _check_missing(missing)
+        _abi.check_choice("missing", missing)
         everything = range(len(self._names))
         if missing == "error":
             complain(self._without(everything))
@@ -304,12 +285,12 @@ class GradientAccumulator:
 
     def _without(self, indices):
         """Returns the names of the parameters that no gradient came for."""
-        found = []
-        for i in indices:
-            p = self._params[i]()
-            if p is not None and p.requires_grad and self._buffers[i] is None and p.grad is None:
-                found.append(self._names[i])
-        return found
+        params = [(i, self._params[i]()) for i in indices]
+        return [
+            self._names[i]
+            for i, p in params
+            if p is not None and p.requires_grad and self._buffers[i] is None and p.grad is None
+        ]
 
     def _hand_back(self, indices):
         for i in indices:
@@ -342,11 +323,7 @@ class GradientAccumulator:
         return [int(handle.counters(index).writes) for handle, index in self._places]
 
     def _set_generator(self, name):
-        if name not in _abi.choices("generator"):
-            raise ValueError(
-                f"halfstep: unknown generator {name!r} of the saved sums; known:"
-                f" {', '.join(_abi.choices('generator'))}"
-            )
+        _abi.check_choice("generator", name, " of the saved sums")
         for handle in self._handles.values():
             handle.set(generator=name)
         self._generator = name
@@ -376,10 +353,8 @@ class GradientAccumulator:
                 f"halfstep: these sums were saved as {state_dict['format']!r}; the accumulator was"
                 f" made for {self.format!r}"
             )
-        buffers, named = (
-            list(self._buffers),
-            _names.partly(list({**state_dict["writes"], **state_dict["buffers"]}), self._names),
-        )
+        buffers, known = list(self._buffers), {**state_dict["writes"], **state_dict["buffers"]}
+        named = _names.partly(list(known), self._names)
         lost = [name for name in state_dict["buffers"] if name not in named.values()]
         if lost:
             raise ValueError(

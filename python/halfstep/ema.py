@@ -6,26 +6,31 @@ here.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import warnings
 from copy import deepcopy
 from ctypes import c_void_p
 
 import torch
 
-from . import _abi, _calls, _devices, _sharding
-from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
+from . import _abi, _calls, _devices, _layout, _sharding
+from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, invoke, lib
 from ._convert import Codec
 from ._handles import Handle, seed_of
-from ._parameters import DTYPES, PLAIN, check_parameter, dense, is_ordinary, weight_format
-from ._torch import caller, increment_versions, no_dynamo
+from ._parameters import (
+    DTYPES,
+    PLAIN,
+    check_parameter,
+    dense,
+    is_ordinary,
+    stored_dtype,
+    weight_format,
+)
+from ._torch import increment_versions, no_dynamo, warn
 from ._watch import Watch, clear_rows, version
-from .optimizer import unwrapped
+from .optimizer import several
 
 __all__ = ["EMA"]
 
-_BY_ID = {f.id: f.name for f in _abi.formats.values()}
 #: dtypes of a weight and of the residual or error code beside it -> their format
 _WITH_EXTRA = {
     (DTYPES[f.code_dtype], DTYPES[f.extra_dtype]): f.name
@@ -44,12 +49,6 @@ def _extra_dtype(fmt):
     None."""
     info = _abi.formats[fmt]
     return DTYPES[info.extra_dtype] if info.extra_bits else None
-
-
-def _signed(number):
-    """Returns the signed number with the bits of an unsigned 64-bit number, because torch stores
-    signed ones."""
-    return ctypes.c_int64(number).value
 
 
 def _in_order(tensor, device):
@@ -81,7 +80,7 @@ class _Handle:
             if _extra_dtype(fmt) is None:  # bound below, to nothing
                 unbound = index
         if unbound is not None:
-            check(lib.halfstep_bind_slot(handle, unbound, SLOT_WEIGHT, None, None), handle)
+            invoke(lib.halfstep_bind_slot, handle, unbound, SLOT_WEIGHT, None, None)
         n = max(len(members), 1)
         self.weights, self.gradients = (c_void_p * n)(), (c_void_p * n)()
         self.bound, self.steps = {}, None
@@ -90,7 +89,7 @@ class _Handle:
         """Gives the library the address of residuals or error codes if it has changed."""
         address = _sharding.address(tensor)
         if self.bound.get((index, slot)) != address:
-            check(lib.halfstep_bind_slot(self.handle, index, slot, None, address), self.handle)
+            invoke(lib.halfstep_bind_slot, self.handle, index, slot, None, address)
             self.bound[index, slot] = address
 
     def count(self, n, steps, writes):
@@ -101,32 +100,28 @@ class _Handle:
             self.steps = (steps, writes)
 
 
-def _codec(fmt, weight, extra, values=None):
-    """Decodes one stored tensor to fp32. With `values` stores these in it, rounded to nearest."""
-    if weight.numel() == 0:
-        return torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+def _codec(fmt, weight, extra):
+    """Returns a codec for an average with this residual or error code."""
     codec = Codec("ema/" + fmt, {}, tuple(weight.shape), "average")
-    try:
-        codec.bind({"weight.extra": extra})
-        if values is None:
-            return codec.read(SLOT_WEIGHT, weight.data_ptr())
-        codec.write(SLOT_WEIGHT, values, weight.data_ptr())
-        return values
-    finally:
-        codec.close()
+    codec.bind({"weight.extra": extra})
+    return codec
 
 
 def _decode(fmt, weight, extra):
-    return _codec(fmt, _devices.to_cpu(weight), None if extra is None else _devices.to_cpu(extra))
+    """Returns an average in fp32, with its residual or error code."""
+    weight, extra = _devices.to_cpu(weight), None if extra is None else _devices.to_cpu(extra)
+    if weight.numel() == 0:
+        return weight.float()
+    return _codec(fmt, weight, extra).read(SLOT_WEIGHT, weight.data_ptr())
 
 
 def _encode(fmt, values):
-    """Returns fp32 values as (weight, residual or error code or None)."""
-    values = values.contiguous()
-    weight = torch.empty(values.shape, dtype=DTYPES[_abi.formats[fmt].code_dtype], device="cpu")
+    """Returns fp32 values as (weight, residual or error code or None), rounded to nearest."""
+    weight = torch.empty(values.shape, dtype=stored_dtype(fmt), device="cpu")
     dtype = _extra_dtype(fmt)
-    extra = None if dtype is None else torch.zeros(values.shape, dtype=dtype, device="cpu")
-    _codec(fmt, weight, extra, values)
+    extra = None if dtype is None else _devices.zeros(values.shape, dtype)
+    if values.numel():
+        _codec(fmt, weight, extra).write(SLOT_WEIGHT, values, weight.data_ptr())
     return weight, extra
 
 
@@ -164,6 +159,15 @@ def _check_shapes(what, theirs, ours):
             f"halfstep: {what} has shape {tuple(theirs.shape)} in the model and"
             f" {tuple(ours.shape)} in the average"
         )
+
+
+def _paired(what, theirs, ours):
+    """Returns (name, ours, the model's) of each pair of tensors. Fails if the model has more or
+    fewer of them."""
+    theirs, ours = list(theirs), list(ours)
+    if len(theirs) != len(ours):
+        raise ValueError(f"halfstep: the model has {len(theirs)} {what}, the EMA has {len(ours)}")
+    return [(name, a, b) for (name, a), (_, b) in zip(ours, theirs)]
 
 
 class _Extras(torch.nn.Module):
@@ -233,27 +237,14 @@ class EMA(torch.nn.Module):
         threads=0,
     ):
         super().__init__()
-        if not 0.0 <= decay <= 1.0:
-            raise ValueError(
-                f"Invalid decay value {decay} provided. Please provide a value in [0,1] range."
-            )
         stores = [f.name for f in _abi.formats.values() if f.roles & _abi.ROLE_WEIGHT]
         if weights not in stores:
             raise ValueError(f"halfstep: unknown weights={weights!r}; known: {', '.join(stores)}")
         generator = _abi.choices("generator")[0] if generator is None else generator
-        if generator not in _abi.choices("generator"):
-            raise ValueError(
-                f"halfstep: unknown generator={generator!r}; known:"
-                f" {', '.join(_abi.choices('generator'))}"
-            )
-        self.scan = scan
-        self._check_scan()
-        self.decay, self.debias, self.use_buffers, self.threads = (
-            decay,
-            debias,
-            use_buffers,
-            threads,
-        )
+        _abi.check_choice("generator", generator)
+        self.decay, self.debias, self.use_buffers = decay, debias, use_buffers
+        self.scan, self.threads = scan, threads
+        self._check_options()
         self._handle = _Handle()
         self._warned = False
         _sharding.refuse(model.parameters(), "averages", _WHOLE)
@@ -286,22 +277,25 @@ class EMA(torch.nn.Module):
                 _plant(
                     self.extra,
                     name,
-                    torch.zeros(tensor.shape, dtype=_extra_dtype(fmt), device=tensor.device),
+                    _devices.zeros(tensor.shape, _extra_dtype(fmt), tensor.device),
                 )
         # These are not the optimizer's ids, because an average must not round as the weight that it
         # follows does, or as another average of it.
-        ids = [_signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
-        self.register_buffer("formats", torch.tensor(formats, dtype=torch.long, device="cpu"))
-        self.register_buffer("ids", torch.tensor(ids, dtype=torch.long, device="cpu"))
-        random = [_signed(seed_of(seed)), _signed(_abi.name_id(generator))]
-        self.register_buffer("random", torch.tensor(random, dtype=torch.long, device="cpu"))
-        self.register_buffer("counters", torch.zeros(2, dtype=torch.long, device="cpu"))
+        ids = [_layout.signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
+        random = [_layout.signed(seed_of(seed)), _layout.signed(_abi.name_id(generator))]
+        numbers = {"formats": formats, "ids": ids, "random": random, "counters": [0, 0]}
+        for name, values in numbers.items():
+            self.register_buffer(name, torch.tensor(values, dtype=torch.long, device="cpu"))
 
     def forward(self, *args, **kwargs):
         """Runs the averaged model."""
         return self.module(*args, **kwargs)
 
-    def _check_scan(self):
+    def _check_options(self):
+        if not 0.0 <= self.decay <= 1.0:
+            raise ValueError(
+                f"Invalid decay value {self.decay} provided. Please provide a value in [0,1] range."
+            )
         # "per-tensor" is not allowed, because an average of only some tensors of a model is
         # useless.
         if self.scan not in ("scan", "known-finite"):
@@ -336,7 +330,7 @@ class EMA(torch.nn.Module):
     def _generator(self):
         wanted = int(self.random[1])
         for name in _abi.choices("generator"):
-            if _signed(_abi.name_id(name)) == wanted:
+            if _layout.signed(_abi.name_id(name)) == wanted:
                 return name
         raise ValueError(
             "halfstep: unknown generator of random bits in a saved EMA; known:"
@@ -353,13 +347,13 @@ class EMA(torch.nn.Module):
                 f" {len(averages)}"
             )
         return [
-            (name, identity, _BY_ID[number], tensor)
+            (name, identity, _layout.FORMATS[number], tensor)
             for (name, tensor), identity, number in zip(averages, ids, formats)
         ]
 
     @staticmethod
     def _check_average(name, fmt, tensor, device):
-        dtype = DTYPES[_abi.formats[fmt].code_dtype]
+        dtype = stored_dtype(fmt)
         if tensor.dtype != dtype:
             raise ValueError(
                 f"halfstep: the average of {name!r} was made as {dtype} and is {tensor.dtype} now;"
@@ -410,33 +404,18 @@ class EMA(torch.nn.Module):
         if not first:
             self._notice()
         members = self._members()
-        ours = list(self._tensors_of(self.module, self.use_buffers))
-        theirs = list(self._tensors_of(model, self.use_buffers))
-        if len(theirs) != len(ours):
-            raise ValueError(
-                f"halfstep: the model has {len(theirs)} tensors to average, the EMA has {len(ours)}"
-            )
-        frozen, followed = [], []
-        for (name, a), (_, b) in zip(ours, theirs):
+        pairs = _paired(
+            "tensors to average",
+            self._tensors_of(model, self.use_buffers),
+            self._tensors_of(self.module, self.use_buffers),
+        )
+        frozen = [(a, b) for name, a, b in pairs if name in self._copied]
+        followed = [b for name, _, b in pairs if name not in self._copied]
+        for name, a, b in pairs:
             if name in self._copied:
                 _check_shapes(repr(name), b, a)
-                frozen.append((a, b))
-            else:
-                followed.append(b)
-        optimizers = (
-            ()
-            if optimizer is None
-            else (optimizer,)
-            if hasattr(optimizer, "state")
-            else tuple(optimizer)
-        )
-        optimizers = tuple(map(unwrapped, optimizers))
+        optimizers = [] if optimizer is None else several(optimizer)
         for one in optimizers:
-            if not hasattr(one, "read_weight"):
-                raise TypeError(
-                    f"halfstep: optimizer={type(one).__name__} is not one of halfstep's; its"
-                    " weights are what they are in the model, so leave it out"
-                )
             one._parts.residuals.notice()
         states = [one.state for one in optimizers]
         lives = []
@@ -446,11 +425,8 @@ class EMA(torch.nn.Module):
         others = self._other_buffers(model)
         for (name, _, _, _), (_, _, extra) in zip(members, lives) if self.scan == "scan" else ():
             # The library checks the weights themselves.
-            if (
-                extra is not None
-                and extra.is_floating_point()
-                and not math.isfinite(extra.sum(dtype=torch.float32))
-            ):
+            residual = extra is not None and extra.is_floating_point()
+            if residual and not math.isfinite(extra.sum(dtype=torch.float32)):
                 self._refuse(name)
                 return
         held = self._ready(members, [live[1] for live in lives])
@@ -509,12 +485,8 @@ class EMA(torch.nn.Module):
         held.handle.work(threads)
         steps = int(self.n_averaged)
         held.count(len(members), steps, int(self.counters[0]))
+        self._check_options()
         decay = float(self.decay)
-        if not 0.0 <= decay <= 1.0:
-            raise ValueError(
-                f"Invalid decay value {decay} provided. Please provide a value in [0,1] range."
-            )
-        self._check_scan()
         # The rule's decay must stay below 1, so a decay of 1 is a learning rate of 0.
         held.handle.set(
             scan=self.scan,
@@ -546,26 +518,20 @@ class EMA(torch.nn.Module):
         self.counters[1] += 1
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"halfstep: the weight {name!r} is not finite; the update was refused and no"
-                " average changed. ema.skipped_updates counts how often; this is said once",
+            warn(
+                f"the weight {name!r} is not finite; the update was refused and no"
+                " average changed. ema.skipped_updates counts such updates. This warning is given"
+                " once",
                 RuntimeWarning,
-                stacklevel=6,
             )
 
     def _other_buffers(self, model):
         """Returns (ours, the model's) for each pair of buffers that the rule does not see."""
-        ours, theirs = list(self.module.named_buffers()), list(model.named_buffers())
-        if len(ours) != len(theirs):
-            raise ValueError(
-                f"halfstep: the model has {len(theirs)} buffers, the EMA has {len(ours)}"
-            )
         pairs = []
-        for (name, a), (_, b) in zip(ours, theirs):
-            if self.use_buffers and a.is_floating_point():
-                continue
-            _check_shapes(f"the buffer {name!r}", b, a)
-            pairs.append((a, b))
+        for name, a, b in _paired("buffers", model.named_buffers(), self.module.named_buffers()):
+            if not self.use_buffers or not a.is_floating_point():
+                _check_shapes(f"the buffer {name!r}", b, a)
+                pairs.append((a, b))
         return pairs
 
     def _follow_buffers(self, pairs, first):
@@ -612,12 +578,10 @@ class EMA(torch.nn.Module):
             if not self._dropped:
                 self._dropped = True
                 name = next(name for name, other in self._averages() if other is average)
-                warnings.warn(
-                    f"halfstep: the average {name!r} was written by something else than"
-                    " update_parameters(), so the residual kept beside it was dropped: it belonged"
-                    " to the average before. This is said once",
-                    UserWarning,
-                    stacklevel=caller(),
+                warn(
+                    f"the average {name!r} was written, but not by update_parameters()."
+                    " The residual kept beside it was dropped, because it belonged to the old"
+                    " average. This warning is given once"
                 )
 
     # ---- Reading and saving ----------------------------------------------------------------------
@@ -679,8 +643,8 @@ class EMA(torch.nn.Module):
             value, extra = state_dict.get(key), state_dict.get(extra_key)
             if not isinstance(value, torch.Tensor) or value.shape != average.shape:
                 continue
-            own, have = _BY_ID[own], _BY_ID.get(number) or PLAIN.get(value.dtype)
-            if have is None or DTYPES[_abi.formats[have].code_dtype] != value.dtype:
+            own, have = _layout.FORMATS[own], _layout.FORMATS.get(number) or PLAIN.get(value.dtype)
+            if have is None or stored_dtype(have) != value.dtype:
                 value, have, extra = value.float(), "f32", None
             if _extra_dtype(have) is None:
                 extra = None
@@ -705,10 +669,8 @@ class EMA(torch.nn.Module):
             state_dict[prefix + "formats"] = self.formats
         if changed:
             pairs = ", ".join(f"{have} and are kept as {own}" for have, own in changed.items())
-            warnings.warn(f"halfstep: averages were saved as {pairs}", UserWarning, stacklevel=5)
+            warn(f"averages were saved as {pairs}")
 
     def extra_repr(self):
-        return (
-            f"decay={self.decay},"
-            f" formats={'+'.join(sorted({_BY_ID[i] for i in self.formats.tolist()})) or 'none'}"
-        )
+        formats = {_layout.FORMATS[i] for i in self.formats.tolist()}
+        return f"decay={self.decay}, formats={'+'.join(sorted(formats)) or 'none'}"

@@ -1,11 +1,11 @@
 """Weights in fp32 with their residuals or error codes, for a model that leaves a split format."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Dict, Iterable, Union
+from collections.abc import Mapping
+from typing import Iterable, Union
 
 import torch
 
-from .optimizer import Optimizer, unwrapped
+from .optimizer import Optimizer, several
 
 __all__ = ["full_precision_state_dict"]
 
@@ -14,10 +14,10 @@ class _Lazy(Mapping):
     """A state dictionary that decodes each weight to fp32 when it is asked for, and does not keep
     it."""
 
-    def __init__(self, held: Mapping, owners: Dict[int, Optimizer]):
+    def __init__(self, held, owners):
         self._held, self._owners = held, owners
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key):
         value = self._held[key]
         owner = self._owners.get(id(value))
         if owner is not None:
@@ -27,10 +27,10 @@ class _Lazy(Mapping):
         value = value.detach()
         return value.float() if value.is_floating_point() else value.clone()
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self):
         return iter(self._held)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._held)
 
 
@@ -51,22 +51,14 @@ def full_precision_state_dict(
     `model.save_pretrained(folder, state_dict=halfstep.full_precision_state_dict(model, opt))`
     writes it with transformers.
     """
-    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
-    optimizers = [unwrapped(one) for one in optimizers]
-    for one in optimizers:
-        if not isinstance(one, Optimizer):
-            raise TypeError(
-                f"halfstep: a {type(one).__name__} is not one of halfstep's optimizers; its"
-                " weights are what they are in the model, so leave it out"
-            )
+    optimizers = several(optimizer)
     owners = {
         id(p): one for one in optimizers for group in one.param_groups for p in group["params"]
     }
     found = _Lazy(model.state_dict(keep_vars=True), owners)
     if lazy:
         return found
-    out: Dict[str, Any] = {}
-    decoded: Dict[int, Any] = {}
+    out, decoded = {}, {}
     for name, value in found._held.items():
         if id(value) not in decoded:
             decoded[id(value)] = found[name]

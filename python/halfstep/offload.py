@@ -4,6 +4,7 @@ import contextlib
 import queue
 import threading
 import weakref
+from functools import lru_cache
 from typing import Any, Type, Union
 
 import torch
@@ -17,8 +18,6 @@ from ._sharding import local
 from ._watch import version
 from .optimizer import Kept, Optimizer, Params
 
-_HOST = torch.device("cpu")
-
 
 class _Copy:
     """What this process keeps of one weight of the GPU.
@@ -30,8 +29,6 @@ class _Copy:
     more            another gradient, (copy, event), that is still to be added to `gradient`
     down            the event of the last fetch; after it, everything that was fetched is here
     """
-
-    __slots__ = ("weight", "as_of", "gradient", "given", "alone", "more", "down")
 
     def __init__(self):
         self.weight = self.as_of = self.gradient = self.given = self.more = self.down = None
@@ -57,206 +54,18 @@ def _fits(held, tensor):
     return held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype
 
 
-class Carrier:
-    """Copies between a GPU and CPU memory on two streams beside the current one, one for each
-    direction."""
-
-    def __init__(self):
-        self.copies, self.sides = {}, {}
-        self.work, self.thread, self.error = None, None, None
-        #: pinned memory that is free for gradients, by dtype and size
-        self.spare = {}
-
-    def side(self, device, up):
-        key = (device, up)
-        if key not in self.sides:
-            self.sides[key] = _devices.Side(device)
-        return self.sides[key]
-
-    def of(self, p):
-        if p not in self.copies:
-            self.copies[p] = _Copy()
-        return self.copies[p]
-
-    def keep(self, params):
-        """Forgets the copies of other parameters."""
-        self.copies = {p: copy for p, copy in self.copies.items() if p in params}
-
-    def _fetch(self, into, tensor):
-        """Begins to copy a tensor from the GPU. Returns the event after which the copy is here."""
-        side = self.side(_devices.of(tensor), False)
-        side.follow()
-        side.copy(into, dense(tensor))
-        return side.event()
-
-    def _take_buffer(self, tensor):
-        held = self.spare.get((tensor.dtype, tensor.numel()))
-        return (
-            held.pop().view(tensor.shape) if held else _devices.pinned(tensor.shape, tensor.dtype)
-        )
-
-    def _leave_buffer(self, buffer):
-        self.spare.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
-
-    # ---- Gradients -------------------------------------------------------------------------------
-
-    def take(self, p, grad, alone):
-        """Begins to copy a complete gradient of p. `alone`: nobody else will keep the gradient.
-        Gradients of further backward passes are then added here, in their dtype and in order, as on
-        the GPU."""
-        copy, here = self.of(p), local(grad)
-        if copy.alone:
-            self._add(copy)
-            buffer = self._take_buffer(here)
-            copy.more = buffer, self._fetch(buffer, here)
-            return
-        if not _fits(copy.gradient, here):
-            copy.gradient = self._take_buffer(here)
-        copy.down, copy.alone = self._fetch(copy.gradient, here), alone
-        copy.given = None if alone else (weakref.ref(grad), _mark(grad))
-
-    def _add(self, copy):
-        if copy.more is not None:
-            _devices.wait(copy.more[1])  # the first gradient came before it
-            copy.gradient.add_(copy.more[0])
-            self._leave_buffer(copy.more[0])
-            copy.more = None
-
-    def gradient(self, p):
-        """Returns the gradient to step p with: the one on the GPU, or the copy of one that was
-        given up. Returns None if there is neither."""
-        if p.grad is not None:
-            return p.grad
-        copy = self.copies.get(p)
-        if copy is None or not copy.alone:
-            return None
-        self._add(copy)
-        return copy.gradient
-
-    def doubt(self):
-        """Notes that gradients on the GPU may differ from the copies."""
-        for copy in self.copies.values():
-            copy.given = None
-
-    def drop(self):
-        """Forgets gradients that exist only here."""
-        for copy in self.copies.values():
-            if copy.more is not None:
-                self._leave_buffer(copy.more[0])  # the next copy to it is on the same stream
-            copy.alone, copy.more = False, None
-
-    # ---- Weights ---------------------------------------------------------------------------------
-
-    def bring(self, p, grad):
-        """Returns the copies of weight and gradient. They may still be on their way until
-        arrive()."""
-        copy, here = self.of(p), local(p).detach()
-        if copy.as_of is None or copy.as_of[0] is None or copy.as_of != _mark(p):
-            if not _fits(copy.weight, here):
-                copy.weight = _devices.pinned(here.shape, here.dtype)
-            copy.as_of, copy.down = None, self._fetch(copy.weight, here)
-        if not copy.is_of(grad):
-            self.take(p, grad, False)
-        return copy.weight, copy.gradient
-
-    def arrive(self, params):
-        """Waits until the copies of these weights and gradients are here. Weights may still be on
-        their way to the GPU, where nobody reads them before the copies that follow."""
-        for p in params:
-            copy = self.copies[p]
-            if copy.down is not None:
-                _devices.wait(copy.down)
-                copy.down = None
-
-    def put(self, p):
-        """Begins to copy the weight back. It is then the same here and there."""
-        copy, here = self.of(p), local(p).detach()
-        side = self.side(_devices.of(here), True)
-        if _devices.is_plain(here):
-            side.copy(here, copy.weight)
-        else:
-            here.copy_(copy.weight)
-        copy.as_of = _mark(p)
-
-    def follow(self):
-        """Makes later writes of weights wait for the work that the GPU has now."""
-        for (_, up), side in self.sides.items():
-            if up:
-                side.follow()
-
-    def lead(self):
-        """Makes later work of the GPU wait for the weights."""
-        for (_, up), side in self.sides.items():
-            if up:
-                side.lead()
-
-    # ---- Steps while the backward pass goes on ---------------------------------------------------
-
-    def send(self, release, p, grad, micro):
-        """Sends p to a thread of this carrier, which steps p as soon as its gradient is here."""
-        buffer = self._take_buffer(local(grad))
-        down = self._fetch(buffer, local(grad))
-        if self.thread is None:
-            self.work = queue.SimpleQueue()
-            self.thread = threading.Thread(
-                target=_run,
-                args=(weakref.ref(self), self.work),
-                name="halfstep-offload",
-                daemon=True,
-            )
-            self.thread.start()
-        self.work.put((weakref.ref(release), p, buffer, down, micro))
-
-    def carry_out(self, release, p, buffer, down, micro):
-        copy = self.of(p)
-        copy.gradient, copy.down, copy.given, copy.alone = buffer, down, None, True
-        if self.error is None:  # after an error, gradients stay until step() has raised it
-            try:
-                release.step_sent(p, buffer, micro)
-            except BaseException as error:
-                self.error = error
-                return
-            copy.gradient, copy.alone = None, False
-            self._leave_buffer(buffer)
-
-    def join(self):
-        """Waits until all parameters that were sent are stepped. Raises an error of that thread."""
-        if self.thread is None or threading.current_thread() is self.thread:
-            return
-        done = threading.Event()
-        self.work.put(done)
-        done.wait()
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
-
-    def __del__(self):
-        if self.work is not None:
-            self.work.put(None)
-
-
-def _run(carrier, work):
-    while True:
-        item = work.get()
-        if item is None:
-            return
-        if isinstance(item, threading.Event):
-            item.set()
-        else:
-            this, release = carrier(), item[0]()
-            if this is not None and release is not None:
-                this.carry_out(release, *item[1:])
-            this = release = None
-        item = None
-
-
 class _Offloaded(HostedPlacement):
-    """Steps large parameters of a GPU in CPU memory."""
+    """Steps large parameters of a GPU in CPU memory. Copies weights and gradients on two streams
+    beside the current one, one for each direction."""
+
+    work = None
 
     def __init__(self, groups, names):
         super().__init__(groups, names)
-        self.carrier = Carrier()
-        self.hooks = []
+        self.hooks, self.copies, self.sides = [], {}, {}
+        self.thread = self.error = None
+        #: pinned memory that is free for gradients, by dtype and size
+        self.spare = {}
 
     def hook(self):
         """Copies gradients as they come, unless gradient release takes them."""
@@ -287,12 +96,12 @@ class _Offloaded(HostedPlacement):
             return  # step() refuses it by name
         grad, alone = self._placed(p), self.groups.options.offload_gradients
         if grad is p.grad or alone:
-            self.carrier.take(p, grad, alone)
+            self._take(p, grad, alone)
         if alone:
             p.grad = None
 
     def home(self, p):
-        return _HOST if self._is_offloaded(p) else super().home(p)
+        return _devices.HOST if self._is_offloaded(p) else super().home(p)
 
     def check_device(self, p, name):
         if self._is_offloaded(p):
@@ -301,19 +110,74 @@ class _Offloaded(HostedPlacement):
             super().check_device(p, name)
 
     def built(self, params):
-        self.carrier.keep(set(params))
+        known = set(params)
+        self.copies = {p: copy for p, copy in self.copies.items() if p in known}
 
-    # ---- Weights and gradients of a step ---------------------------------------------------------
+    # ---- Copies ----------------------------------------------------------------------------------
+
+    def _side(self, device, up):
+        key = (device, up)
+        if key not in self.sides:
+            self.sides[key] = _devices.Side(device)
+        return self.sides[key]
+
+    def _copy_of(self, p):
+        if p not in self.copies:
+            self.copies[p] = _Copy()
+        return self.copies[p]
+
+    def _fetch(self, into, tensor):
+        """Begins to copy a tensor from the GPU. Returns the event after which the copy is here."""
+        side = self._side(_devices.of(tensor), False)
+        side.follow()
+        side.copy(into, dense(tensor))
+        return side.event()
+
+    def _take_buffer(self, tensor):
+        held = self.spare.get((tensor.dtype, tensor.numel()))
+        return (
+            held.pop().view(tensor.shape) if held else _devices.pinned(tensor.shape, tensor.dtype)
+        )
+
+    def _leave_buffer(self, buffer):
+        self.spare.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+
+    # ---- Gradients -------------------------------------------------------------------------------
+
+    def _take(self, p, grad, alone):
+        """Begins to copy a complete gradient of p. `alone`: nobody else will keep the gradient.
+        Gradients of further backward passes are then added here, in their dtype and in order, as on
+        the GPU."""
+        copy, here = self._copy_of(p), local(grad)
+        if copy.alone:
+            self._add(copy)
+            buffer = self._take_buffer(here)
+            copy.more = buffer, self._fetch(buffer, here)
+            return
+        if not _fits(copy.gradient, here):
+            copy.gradient = self._take_buffer(here)
+        copy.down, copy.alone = self._fetch(copy.gradient, here), alone
+        copy.given = None if alone else (weakref.ref(grad), _mark(grad))
+
+    def _add(self, copy):
+        if copy.more is not None:
+            _devices.wait(copy.more[1])  # the first gradient came before it
+            copy.gradient.add_(copy.more[0])
+            self._leave_buffer(copy.more[0])
+            copy.more = None
 
     def gradient_of(self, p):
-        if self.groups.options.offload_gradients and p.grad is not None:
-            copy = self.carrier.copies.get(p)
-            if copy is not None and copy.alone:  # a hook raised before it was added to the copy
-                self._copy_gradient(p)
-        return self.carrier.gradient(p)
+        copy = self.copies.get(p)
+        kept_here = copy is not None and copy.alone
+        if kept_here and p.grad is not None and self.groups.options.offload_gradients:
+            self._copy_gradient(p)  # a hook raised before it was added to the copy
+        if p.grad is not None or not kept_here:
+            return p.grad
+        self._add(copy)
+        return copy.gradient
 
     def check_gradient(self, p, grad, name):
-        copy = self.carrier.copies.get(p)
+        copy = self.copies.get(p)
         if (
             copy is not None
             and grad is copy.gradient
@@ -323,35 +187,67 @@ class _Offloaded(HostedPlacement):
             return PLAIN[grad.dtype]  # it was a gradient of this parameter on the GPU
         return super().check_gradient(p, grad, name)
 
+    def doubt(self):
+        """Notes that gradients on the GPU may differ from the copies."""
+        for copy in self.copies.values():
+            copy.given = None
+
+    def drop(self):
+        """Forgets gradients that exist only here."""
+        for copy in self.copies.values():
+            if copy.more is not None:
+                self._leave_buffer(copy.more[0])  # the next copy to it is on the same stream
+            copy.alone, copy.more = False, None
+
+    # ---- Weights and gradients of a step ---------------------------------------------------------
+
     def bring(self, m, p, grad):
-        copy = self.carrier.copies.get(p)
-        return self.carrier.bring(
-            p,
-            (
-                grad
-                if copy is not None and copy.is_of(grad)
-                else _sharding.gradient_of(p, grad, m.name)
-            ),
-        )
+        copy, here = self._copy_of(p), local(p).detach()
+        if not copy.is_of(grad):
+            grad = _sharding.gradient_of(p, grad, m.name)
+        if copy.as_of is None or copy.as_of[0] is None or copy.as_of != _mark(p):
+            if not _fits(copy.weight, here):
+                copy.weight = _devices.pinned(here.shape, here.dtype)
+            copy.as_of, copy.down = None, self._fetch(copy.weight, here)
+        if not copy.is_of(grad):
+            self._take(p, grad, False)
+        return copy.weight, copy.gradient
 
     def arrive(self, members):
-        self.carrier.arrive([m.p for m in members])
+        # Weights may still be on their way to the GPU, where nobody reads them before the copies
+        # that follow.
+        for m in members:
+            copy = self.copies[m.p]
+            if copy.down is not None:
+                _devices.wait(copy.down)
+                copy.down = None
 
     def put_back(self, members):
-        if (
-            members and not self.groups.options.gradient_release
-        ):  # in release the gradient comes after all reads of the weight
-            self.carrier.follow()
+        if members and not self.groups.options.gradient_release:
+            # In release the gradient comes after all reads of the weight.
+            for side in self._ups():
+                side.follow()
         for m in members:
-            self.carrier.put(m.p)
+            copy, here = self.copies[m.p], local(m.p).detach()
+            side = self._side(_devices.of(here), True)
+            if _devices.is_plain(here):
+                side.copy(here, copy.weight)
+            else:
+                here.copy_(copy.weight)
+            copy.as_of = _mark(m.p)  # the weight is now the same here and there
+
+    def _ups(self):
+        """Returns the streams that copy to GPUs."""
+        return [side for (_, up), side in self.sides.items() if up]
 
     # ---- Steps -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def stepping(self):
         yield
-        self.carrier.drop()
-        self.carrier.lead()
+        self.drop()
+        for side in self._ups():
+            side.lead()
 
     def released(self, p, release):
         # Parameters that are stepped on the GPU keep their gradients until step(), so that handles
@@ -360,7 +256,7 @@ class _Offloaded(HostedPlacement):
             grad = self._placed(p)
             check_gradient(p, grad, self.names.given.get(p, "?"))
             self.groups.options.check_mode(self.groups)
-            self.carrier.send(release, p, grad, self.groups.options.optimizer_accumulation)
+            self._send(release, p, grad, self.groups.options.optimizer_accumulation)
             p.grad = None
         return True
 
@@ -368,8 +264,64 @@ class _Offloaded(HostedPlacement):
         for p in params:
             p.grad = None
 
+    # ---- Steps while the backward pass goes on ---------------------------------------------------
+
+    def _send(self, release, p, grad, micro):
+        """Sends p to a thread, which steps p as soon as its gradient is here."""
+        buffer = self._take_buffer(local(grad))
+        down = self._fetch(buffer, local(grad))
+        if self.thread is None:
+            self.work = queue.SimpleQueue()
+            self.thread = threading.Thread(
+                target=_run,
+                args=(weakref.ref(self), self.work),
+                name="halfstep-offload",
+                daemon=True,
+            )
+            self.thread.start()
+        self.work.put((weakref.ref(release), p, buffer, down, micro))
+
+    def carry_out(self, release, p, buffer, down, micro):
+        copy = self._copy_of(p)
+        copy.gradient, copy.down, copy.given, copy.alone = buffer, down, None, True
+        if self.error is None:  # after an error, gradients stay until step() has raised it
+            try:
+                release.step_sent(p, buffer, micro)
+            except BaseException as error:
+                self.error = error
+                return
+            copy.gradient, copy.alone = None, False
+            self._leave_buffer(buffer)
+
     def settle(self):
-        self.carrier.join()
+        """Waits until all parameters that were sent are stepped. Raises an error of that thread."""
+        if self.thread is None or threading.current_thread() is self.thread:
+            return
+        done = threading.Event()
+        self.work.put(done)
+        done.wait()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def __del__(self):
+        if self.work is not None:
+            self.work.put(None)
+
+
+def _run(placement, work):
+    while True:
+        item = work.get()
+        if item is None:
+            return
+        if isinstance(item, threading.Event):
+            item.set()
+        else:
+            this, release = placement(), item[0]()
+            if this is not None and release is not None:
+                this.carry_out(release, *item[1:])
+            this = release = None
+        item = None
 
 
 class CPUOffload(Hosted):
@@ -440,7 +392,7 @@ class CPUOffload(Hosted):
                 f"halfstep: a GradScaler finds no gradients on the GPU where {mode}=True gives"
                 " them up"
             )
-        self._parts.placement.carrier.doubt()
+        self._parts.placement.doubt()
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
     @_step_supports_amp_scaling.setter
@@ -455,7 +407,7 @@ class CPUOffload(Hosted):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients as torch's optimizers do, and forgets gradients that exist only here."""
         self._parts.placement.settle()
-        self._parts.placement.carrier.drop()
+        self._parts.placement.drop()
         super().zero_grad(set_to_none)
 
     def __setstate__(self, state):
@@ -463,15 +415,11 @@ class CPUOffload(Hosted):
         self._parts.placement.hook()
 
 
-_steps_on = {}
-
-
+@lru_cache(None)
 def _can_step_on(device):
     """Returns True if the library has kernels for a device. Only small tensors need them."""
-    if device not in _steps_on:
-        try:
-            Handle(1, 0, device)
-            _steps_on[device] = True
-        except HalfstepError:
-            _steps_on[device] = False
-    return _steps_on[device]
+    try:
+        Handle(1, 0, device)
+    except HalfstepError:
+        return False
+    return True

@@ -1,5 +1,5 @@
-"""`Optimizer`: what every class of this package is to torch and to users. The classes themselves
-are made in rules.py; what an optimizer does is in the objects of _parts.py.
+"""`Optimizer`, the base of all classes of this package. rules.py makes the classes, and the objects
+of _parts.py do the work.
 
 This file is longer than 500 lines because half of it is the manual of one class.
 """
@@ -10,13 +10,14 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
-from . import _abi, _sharding, _state, accumulate
+from . import _abi, _files, _sharding, _state, accumulate
 from ._groups import LISTS
 from ._handles import seed_of
 from ._options import Options, keep_plain
 from ._parameters import check_parameter, weight_format
 from ._parts import Parts
 from ._placement import Placement
+from ._release import check_release
 from ._torch import VERSION, no_dynamo
 
 #: what optimizers take
@@ -38,29 +39,41 @@ def name_parameters(module: torch.nn.Module, prefix: str = "") -> None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of wrappers that keep it as `.optimizer`, as those of Accelerate and
-    Lightning do."""
+    """Returns the optimizer inside of wrappers that keep it as `.optimizer`, as those of Accelerate
+    and Lightning do."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
+def several(optimizer: Any) -> List["Optimizer"]:
+    """Returns one or several optimizers as a list, without their wrappers. Raises TypeError for an
+    optimizer that is not of this package."""
+    found = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+    for i, one in enumerate(map(unwrapped, found)):
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"halfstep: a {type(one).__name__} is not one of halfstep's optimizers; its"
+                " weights are what they are in the model, so leave it out"
+            )
+        found[i] = one
+    return found
+
+
 def _split_pairs(group):
-    """Has a group of (name, tensor) pairs hold parameters and their names apart."""
+    """Replaces (name, tensor) pairs of a group by the parameters, and gives the group the names."""
     params = group["params"]
-    params = (
-        [params]
-        if isinstance(params, torch.Tensor)
-        else params
-        if isinstance(params, set)
-        else list(params)
-    )
-    if params and not isinstance(params, set) and all(isinstance(p, tuple) for p in params):
-        group["param_names"], params = [name for name, _ in params], [p for _, p in params]
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    elif not isinstance(params, set):
+        params = list(params)
+        if params and all(isinstance(p, tuple) for p in params):
+            group["param_names"], params = [name for name, _ in params], [p for _, p in params]
     group["params"] = params
 
 
 def _kept(name):
-    """An attribute of optimizers that their Groups keep; a property, which torch.compile traces."""
+    """Returns an attribute of optimizers that their Groups keep. It is a property, because
+    torch.compile traces those."""
     return property(
         lambda self: getattr(self._parts.groups, name),
         lambda self, value: setattr(self._parts.groups, name, value),
@@ -68,8 +81,8 @@ def _kept(name):
 
 
 class Kept:
-    """An attribute of optimizers that their Options keep. initial: what pickles that lack it go on
-    with."""
+    """An attribute of optimizers that their Options keep. `initial` is its value after a pickle
+    that lacks it."""
 
     def __init__(self, initial=None):
         self.initial = initial
@@ -229,7 +242,7 @@ class Optimizer(torch.optim.Optimizer):
         self._parts = Parts(self._options(self.rule, cls.__name__, kept), self._placement)
 
     def _register(self):
-        """Has compiled steps find this optimizer, or copy of one, and gives it a witness."""
+        """Registers this optimizer, or copy of one, for compiled steps, and gives it a witness."""
         from . import _compile
 
         self._number, self._witness = _compile.register(self)
@@ -239,7 +252,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @no_dynamo
     def add_param_group(self, param_group):
-        """As torch's; parameters that no step could take are refused here."""
+        """Adds a group as torch's optimizers do. Refuses parameters that cannot be stepped."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         if not _NAMED:
@@ -283,13 +296,13 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def seed(self):
-        """Of the random bits; kept in `param_groups`."""
+        """The seed of the random bits. It is kept in `param_groups`."""
         return self.param_groups[0].get("seed", 0)
 
     @property
     def generator(self):
-        """Of the random bits, by name; kept in `param_groups`, so that what is loaded goes on with
-        its bits."""
+        """The name of the generator of random bits. It is kept in `param_groups`, so that a loaded
+        state goes on with its bits."""
         return self.param_groups[0]["generator"]
 
     @generator.setter
@@ -299,8 +312,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def norm_group(self):
-        """The torch.distributed group of the option; a process group can be neither saved nor
-        copied: set it again."""
+        """The torch.distributed group of the option. It can be neither saved nor copied, so set it
+        again after loading or copying."""
         return self._parts.options.norm_group
 
     @norm_group.setter
@@ -312,10 +325,10 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Steps -----------------------------------------------------------------------------------
 
     def step(self, closure=None):
-        """One update of every parameter that has a gradient. Returns what `closure` returns.
+        """Updates every parameter that has a gradient. Returns what `closure` returns.
 
-        A gradient that is not finite leaves everything as it was (see `scan`), counts in
-        `skipped_steps` and is warned of once.
+        If a gradient is not finite, nothing changes (see `scan`). `skipped_steps` counts such
+        steps, and the first one gives a warning.
         """
         self._opt_called = True
         loss = None
@@ -337,8 +350,8 @@ class Optimizer(torch.optim.Optimizer):
     @no_dynamo
     @torch.no_grad()
     def _step(self, given=None, witness=None):
-        """The step itself. given, witness: inside the operator of a compiled step, its weights and
-        gradients by parameter, and its witness."""
+        """Makes the step. Inside the operator of a compiled step, `given` holds its weights and
+        gradients by parameter, and `witness` is its witness."""
         self._opt_called = True  # which a traced step() does not carry out
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._parts.steps.step(self.step_param, scale, found_inf, given, witness)
@@ -346,64 +359,64 @@ class Optimizer(torch.optim.Optimizer):
     @no_dynamo
     @torch.no_grad()
     def step_param(self, p, group=None):
-        """One update of one parameter from its gradient, which stays. The protocol of trainers that
-        step inside the backward pass; call step() (or nothing) when the round is over."""
+        """Updates one parameter from its gradient, which stays. Trainers that step inside the
+        backward pass call this function. When the round is over, call step() or nothing."""
         self._opt_called = True  # which schedulers look for
         self._parts.release.step_param(p)
 
     def step_parameter(self, p, group=None, index=None):
-        """`step_param` under the other name that trainers call it by."""
+        """Calls step_param(). Some trainers use this name."""
         self.step_param(p, group)
 
     @staticmethod
     def supports_fused_back_pass():
-        """True: step_param() and step_parameter() may be called inside the backward pass."""
+        """Returns True: step_param() and step_parameter() may be called inside the backward
+        pass."""
         return True
 
     @no_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. It ends a round: what a GradientAccumulator has gathered of these parameters
-        is dropped, too, and in gradient release the next backward() begins anew, also after one
-        that failed."""
+        """Clears gradients as torch's optimizers do, and the sums that a GradientAccumulator holds
+        of these parameters. In gradient release it ends the round, also after a backward() that
+        failed."""
         super().zero_grad(set_to_none)
         accumulate.drop(self._parts.groups.params())
         if self.gradient_release:
             self._parts.release.zero_grad()
 
     def prepare_gradient_release(self):
-        """From now on each parameter is stepped as soon as backward() has its gradient, which is
-        then freed.
+        """Makes backward() step each parameter as soon as it has its gradient, and free the
+        gradient.
 
-        step() and zero_grad() may be called as ever: step() steps what still has a gradient and
-        ends the round, which schedules and "delayed" clipping count by. Shared parameters are
-        stepped once, when their gradient is complete.
+        Call step() and zero_grad() as before. step() steps the parameters that still have a
+        gradient, and ends the round, which schedules and "delayed" clipping count. Shared
+        parameters are stepped once, when their gradient is complete.
 
-        Every backward() is a step then. What that cannot go with: a trainer that accumulates (its
-        gradient_accumulation_steps has to be 1, or set `optimizer_accumulation` during all
-        micro-batches but the last; a second backward() before the step() of a loop that calls it
-        raises RuntimeError), DistributedDataParallel, which owns gradients until its own all-reduce
-        has written them (RuntimeError; fully_shard() works, whose gradients come here reduced), and
-        torch.nn.utils.clip_grad_norm_(), which finds no gradients any more and cannot be seen from
-        here: use `clip_norm` with `clip`. A rule whose sums are over all tensors, Prodigy, has
-        nothing to release (ValueError): no tensor can move before all gradients are there.
+        Each backward() is a step then. This excludes:
+
+        * trainers that accumulate. Set their gradient_accumulation_steps to 1, or set
+          `optimizer_accumulation` during all micro-batches but the last. A second backward()
+          before step(), in a loop that calls step(), raises RuntimeError
+        * DistributedDataParallel, because its all-reduce writes the gradients later (RuntimeError).
+          fully_shard() works, because its gradients are reduced before they come here
+        * torch.nn.utils.clip_grad_norm_(), which finds no gradients any more. This cannot be
+          detected here: use `clip_norm` with `clip`
+        * Prodigy, whose sums are over all tensors, so that no tensor can move before all gradients
+          are there (ValueError)
         """
-        if _abi.rules[self.rule].totals:
-            raise ValueError(
-                f"halfstep: {type(self).__name__} has no gradient release: its update needs sums"
-                " over the gradients of all tensors first"
-            )
+        check_release(_abi.rules[self.rule], type(self).__name__)
         self.gradient_release = True
         self._parts.release.prepare(self, type(self)._take)
 
     def _take(self, p):
-        """In gradient release, the gradient of a parameter is complete."""
+        """Takes the complete gradient of a parameter in gradient release."""
         self._opt_called = True  # which schedulers look for
         if self._parts.release.take(p):
             self.step_param(p)
             p.grad = None
 
     def remove_gradient_release(self):
-        """Back to ordinary steps. States and counters stay."""
+        """Goes back to ordinary steps. States and counters stay."""
         self._parts.release.end()
         self.gradient_release = False
 
@@ -411,54 +424,55 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps refused so far because a gradient was not finite. On a GPU this waits for the steps
-        that were submitted, as every property that tells what came of them does."""
+        """The number of steps refused so far because a gradient was not finite. On a GPU this waits
+        for all submitted steps, as grad_norm does."""
         return self._parts.cache.told("skipped_steps")
 
     @property
     def grad_norm(self) -> float:
-        """Norm of all gradients in the last step, before clipping; 0.0 where clip_norm is 0."""
+        """The norm of all gradients in the last step, before clipping. It is 0.0 if clip_norm is
+        0."""
         return self._parts.cache.told("last_norm")
 
     def scalar(self, p: torch.Tensor, name: str) -> float:
-        """What the rule keeps for a parameter as a number: lamb's "trust_ratio", "weight_norm",
-        "update_norm" ..."""
+        """Returns a number that the rule keeps for a parameter, such as lamb's "trust_ratio",
+        "weight_norm" or "update_norm"."""
         return self._parts.inspection.scalar(p, name)
 
     def recipe(self, p: torch.Tensor) -> str:
-        """The full recipe of a parameter, "adamw/bf16-sr/int8"."""
+        """Returns the full recipe of a parameter, such as "adamw/bf16-sr/int8"."""
         return self._parts.inspection.recipe(p)
 
     def memory(self) -> Dict[str, int]:
-        """Bytes, of all parameters that are not frozen, of the weights, their gradients, the
-        residuals and error codes beside weights ("extras"), and the states with their scales, once
-        every parameter has been stepped."""
+        """Returns the bytes of "weights", "gradients", "extras" (residuals and error codes beside
+        weights) and "states" (with scales) of all parameters that are not frozen. States are those
+        after every parameter was stepped."""
         return self._parts.inspection.survey()[0]
 
     def fell_back(self) -> List[str]:
-        """Names of the parameters that are too small for the block format their recipe asks for and
-        keep plain states."""
+        """Returns the names of the parameters that keep plain states because they are too small for
+        the block format of their recipe."""
         return self._parts.inspection.survey()[1]
 
     def __repr__(self):
         return self._parts.inspection.text()
 
     def read_weight(self, p: torch.Tensor) -> torch.Tensor:
-        """The weight in fp32, with its residual or error code."""
+        """Returns the weight in fp32, with its residual or error code."""
         return self._parts.inspection.read_weight(p)
 
     def read_average(self, p: torch.Tensor) -> torch.Tensor:
-        """The weight to evaluate with, in fp32: schedule-free's average; for other rules the weight
-        itself."""
+        """Returns the weight for evaluation in fp32: the average of schedule-free training, or the
+        weight itself for other rules."""
         return self._parts.inspection.read_average(p)
 
     def read_state(self, p: torch.Tensor, name: str) -> torch.Tensor:
-        """A state ("exp_avg") decoded to fp32, in the parameter's shape; a vector over its rows or
-        columns as such, whole on every rank."""
+        """Returns a state such as "exp_avg" decoded to fp32, in the parameter's shape. A vector
+        over rows or columns is returned as a vector, whole on every rank."""
         return self._parts.inspection.read_state(p, name)
 
     def write_weight(self, p: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores fp32 values as the weight, residual or error code included; the counterpart of
+        """Stores fp32 values as the weight, with its residual or error code. The counterpart of
         read_weight()."""
         self._parts.inspection.write_weight(p, values)
 
@@ -470,13 +484,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @no_dynamo
     def state_dict(self):
-        """As torch's. `state` holds tensors only, exactly as they are stored (_layout.py says
-        which); `param_groups` the options, the seed, the counts of steps and the names that were
-        given with the parameters. All names, those of name_parameters() too, are under
-        "param_names", a list for each group. Loads with torch.load(weights_only=True).
+        """Returns the state as torch's optimizers do. It loads with torch.load(weights_only=True).
 
-        As torch's, it is a view: what `state` holds goes on with the optimizer, all of it; options
-        are those of the call. A copy that stays as it is takes copy.deepcopy()."""
+        `state` holds tensors only, as they are stored (_layout.py lists them). `param_groups` holds
+        the options, the seed, the counts of steps and the names that were given with the
+        parameters. "param_names" holds all names, a list for each group.
+
+        The tensors in `state` are the optimizer's own, so steps go on changing them. The options
+        are those of the time of the call. For a copy that stays, call copy.deepcopy()."""
         kept, self.state = self.state, self._parts.saving.states()
         try:
             found = super().state_dict()
@@ -486,12 +501,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @no_dynamo
     def load_state_dict(self, state_dict):
-        """Takes back what state_dict() gave, bit for bit; also the states of torch's own optimizers
-        of the same rule.
+        """Loads what state_dict() returned, bit for bit. Also loads states of torch's own
+        optimizers of the same rule.
 
-        Hyper-parameters, seed, generator, identities and counters come from the dictionary; the
-        formats are those of this optimizer, and where they differ states are converted, with one
-        warning. Group keys that are missing keep this optimizer's values.
+        Hyper-parameters, seed, generator, ids and counters come from the dictionary. Formats stay
+        those of this optimizer. States in other formats are converted, with one warning. Group keys
+        that are missing keep this optimizer's values.
         """
         loading = self._parts.saving.loading(state_dict)
         hooks = self._optimizer_load_state_dict_pre_hooks
@@ -509,20 +524,20 @@ class Optimizer(torch.optim.Optimizer):
             self.prepare_gradient_release()
 
     def torch_state_dict(self) -> Dict[str, Any]:
-        """The state as torch's own optimizer of the same rule saves it: fp32 states, plain
+        """Returns the state as torch's own optimizer of the same rule saves it: fp32 states, plain
         groups."""
         return self._parts.saving.plain()
 
     def save_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Writes the optimizer to a safetensors file in the layout of halfstep's checkpoints
-        (docs/checkpoints.md), whole or not at all. Needs the safetensors package, and named
-        parameters to be readable elsewhere."""
-        self._parts.saving.save_file(path)
+        (docs/checkpoints.md), whole or not at all. Requires the package safetensors. Other programs
+        can read the file if the parameters have names."""
+        _files.save(self._parts, path)
 
     def load_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
-        """Reads what save_safetensors() wrote, or halfstep_write_optimizer() in C, matched by
-        parameter names. Weights that the file holds beside the states go into the parameters."""
-        state_dict, generator, weights = self._parts.saving.load_file(path)
+        """Reads a file of save_safetensors(), or of halfstep_write_optimizer() in C. Parameters are
+        matched by name. If the file holds weights too, they go into the parameters."""
+        state_dict, generator, weights = _files.load(self._parts, path)
         self.load_state_dict(state_dict)
         self.generator = generator
         with torch.no_grad():

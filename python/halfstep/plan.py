@@ -1,7 +1,4 @@
-"""The memory that training takes under each recipe, before anything is allocated.
-
-This file is longer than 500 lines because the tables that it prints stay beside their formulas.
-"""
+"""The memory that training takes under each recipe, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from html import escape
 import torch
 
 from . import _abi, _layout
-from ._parameters import rows_of
+from ._parameters import PLAIN, rows_of, stored_dtype
+from ._release import check_release
 from .streaming import BUFFER_BYTES, BUFFERS
 
 __all__ = ["Plan", "PlanRow", "plan"]
@@ -86,55 +84,35 @@ class Plan:
         self.memory = memory
 
     def _cells(self):
-        frozen = any(row.frozen for row in self.rows)
+        """Returns the titles of the columns, and the cells of each row."""
+
+        def each(field):
+            return lambda row: f"{getattr(row, field) / max(self.parameters, 1):.3f}"
+
+        columns = {"recipe": lambda row: row.recipe}
         if self.placed:
-            return (
-                ["recipe", "way", "on the GPU", "in the process", "a step", "fits"],
-                [
-                    [
-                        row.recipe,
-                        row.way,
-                        _size(row.total),
-                        _size(row.host),
-                        f"{'<= ' if row.hidden else ''}{row.seconds:.2g} s",
-                        "yes" if row.fits else "no",
-                    ]
-                    for row in self.rows
-                ],
+            columns.update(
+                {
+                    "way": lambda row: row.way,
+                    "on the GPU": lambda row: _size(row.total),
+                    "in the process": lambda row: _size(row.host),
+                    "a step": lambda row: f"{'<= ' if row.hidden else ''}{row.seconds:.2g} s",
+                }
             )
-        head = [
-            "recipe",
-            "weights",
-            "extra",
-            "gradients",
-            "states",
-            *(["frozen"] if frozen else []),
-            "total",
-            "in all",
-            *(["host in all"] if self.offload else []),
-            *(["fits"] if self.memory is not None else []),
-        ]
-        body = []
-        for row in self.rows:
-
-            def each(n):
-                return f"{n / max(self.parameters, 1):.3f}"
-
-            body.append(
-                [
-                    row.recipe,
-                    each(row.weights),
-                    each(row.extras),
-                    f"{each(row.gradients)} {row.gradient_format}",
-                    each(row.states),
-                    *([each(row.frozen)] if frozen else []),
-                    each(row.total),
-                    _size(row.total),
-                    *([_size(row.host)] if self.offload else []),
-                    *([] if row.fits is None else ["yes" if row.fits else "no"]),
-                ]
-            )
-        return head, body
+        else:
+            columns.update(weights=each("weights"), extra=each("extras"))
+            gradients = each("gradients")
+            columns["gradients"] = lambda row: f"{gradients(row)} {row.gradient_format}"
+            columns["states"] = each("states")
+            if any(row.frozen for row in self.rows):
+                columns["frozen"] = each("frozen")
+            columns["total"] = each("total")
+            columns["in all"] = lambda row: _size(row.total)
+            if self.offload:
+                columns["host in all"] = lambda row: _size(row.host)
+        if self.memory is not None:
+            columns["fits"] = lambda row: "yes" if row.fits else "no"
+        return list(columns), [[cell(row) for cell in columns.values()] for row in self.rows]
 
     def _lines(self):
         if self.placed:
@@ -156,9 +134,7 @@ class Plan:
         )
         foot = "Weights are counted as stored in the recipe's format. Activations come on top."
         foot += "".join(
-            "\n" + line
-            for line in _layout.precise_states(row.recipe for row in self.rows)
-            if not self.placed
+            "\n" + line for line in _layout.precise_states(row.recipe for row in self.rows)
         )
         if self.offload and self.rows:
             copied = max(row.copied for row in self.rows)
@@ -218,14 +194,10 @@ class Plan:
                 bar = bar[:limit] + "|" + bar[limit:]
             lines.append(f"{self._label(row).ljust(wide)}  {bar}".rstrip())
         signs = "   ".join(f"{sign} {field}" for field, sign, _ in self._present())
-        return (
-            [
-                *lines,
-                " " * wide + "  " + signs + ("" if limit is None else f"   | {_size(self.memory)}"),
-            ]
-            if lines
-            else []
-        )
+        if lines:
+            legend = "" if limit is None else f"   | {_size(self.memory)}"
+            lines.append(" " * wide + "  " + signs + legend)
+        return lines
 
     __repr__ = __str__
 
@@ -385,7 +357,7 @@ def plan(
             " memory="
         )
     for name, speed in (("bus", bus), ("host", host), ("device", device)):
-        if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not speed > 0:
+        if not _abi.is_real(speed) or not speed > 0:
             raise ValueError(
                 f"{name}={speed!r} is not a number of bytes a second; give a number above 0"
             )
@@ -402,39 +374,26 @@ def plan(
             " first"
         )
     shapes, frozen = _tensors(model_or_shapes)
-    limit = (
-        _bytes(memory)
-        if memory is not None
-        else None
-        if device_memory is None
-        else _bytes(device_memory)
-    )
+    limit = memory if device_memory is None else device_memory
+    limit = None if limit is None else _bytes(limit)
     rows = []
     for recipe in (
         [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes
     ):
         recipe = _abi.recipe_full(recipe)
         rule = _abi.rules[recipe.split("/")[0]]
-        if rule.totals and release:
-            raise ValueError(
-                f"halfstep: {rule.label} has no gradient release: its update needs sums over the"
-                " gradients of all tensors first"
-            )
-        weight = _abi.formats[recipe.split("/")[1]]
-        gradient = "bf16" if weight.code_bits <= 16 else "f32"
-        if weight.code_dtype == "F16":
-            gradient = "f16"
+        if release:
+            check_release(rule, rule.label)
+        gradient = PLAIN[stored_dtype(recipe.split("/")[1])]
         sizes = {}
         for shape in shapes:
             if shape not in sizes:
-                rows_, length = rows_of(shape)
-                none = rows_ * length == 0
-                sizes[shape] = (
-                    (0, 0, 0) if none else _abi.recipe_bytes(recipe, len(shape), rows_, length)
-                )
+                sizes[shape] = (0, 0, 0)
+                if math.prod(shape):
+                    sizes[shape] = _abi.recipe_bytes(recipe, len(shape), *rows_of(shape))
         weights, extras, states = (sum(sizes[shape][i] for shape in shapes) for i in range(3))
         largest = max((extra + state for _, extra, state in sizes.values()), default=0)
-        each = [_count(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]
+        each = [math.prod(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]
         if device_memory is not None:
             one = PlanRow(recipe, gradient, weights, extras, sum(each), states, frozen, 0, False)
             found = _ways(
@@ -468,7 +427,7 @@ def plan(
         rows.sort(key=lambda row: (row.total, row.host, row.recipe))
     return Plan(
         rows,
-        sum(map(_count, shapes)),
+        sum(map(math.prod, shapes)),
         bool(release),
         limit,
         bool(offload),
@@ -489,40 +448,9 @@ def _ways(row, largest_gradient, largest_states, limit, bus, host, device, relea
     buffers = min(BUFFERS * max(BUFFER_BYTES, largest_states), kept)
     touched = 2 * row.weights + row.gradients + 2 * kept
     there, streamed = touched / device, max(kept / bus, touched / device)
-    found = []
-    for release in (False, True)[: 1 + released]:
-        gradients = largest_gradient if release else row.gradients
-        option = ", gradient_release" if release else ""
-        copies = row.weights + row.gradients
-        found += [
-            ("GPU" + option, gradients, row.extras, row.states, 0, there),
-            ("StateStreaming" + option, gradients, 0, buffers, kept, streamed),
-            (
-                "CPUOffload" + option,
-                gradients,
-                0,
-                0,
-                kept + copies,
-                (
-                    max(touched / host, copies / bus)
-                    if release
-                    else touched / host + row.weights / bus
-                ),
-            ),
-        ]
-        if not release:
-            found.append(
-                (
-                    "CPUOffload, offload_gradients",
-                    largest_gradient,
-                    0,
-                    0,
-                    kept + copies,
-                    touched / host + row.weights / bus,
-                )
-            )
     out = []
-    for way, gradients, extras, states, there, seconds in found:
+
+    def add(way, gradients, extras, states, host, seconds):
         total = row.weights + extras + gradients + states + row.frozen
         out.append(
             replace(
@@ -531,16 +459,25 @@ def _ways(row, largest_gradient, largest_states, limit, bus, host, device, relea
                 gradients=gradients,
                 extras=extras,
                 states=states,
-                host=there,
+                host=host,
                 total=total,
                 fits=total <= limit,
                 seconds=seconds,
                 hidden="release" in way,
             )
         )
+
+    copies = row.weights + row.gradients
+    for release in (False, True)[: 1 + released]:
+        gradients = largest_gradient if release else row.gradients
+        option = ", gradient_release" if release else ""
+        add("GPU" + option, gradients, row.extras, row.states, 0, there)
+        add("StateStreaming" + option, gradients, 0, buffers, kept, streamed)
+        offloaded = touched / host + row.weights / bus
+        if release:
+            offloaded = max(touched / host, copies / bus)
+        add("CPUOffload" + option, gradients, 0, 0, kept + copies, offloaded)
+        if not release:
+            way = "CPUOffload, offload_gradients"
+            add(way, largest_gradient, 0, 0, kept + copies, offloaded)
     return out
-
-
-def _count(shape):
-    rows, length = rows_of(shape)
-    return rows * length

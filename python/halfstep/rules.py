@@ -1,5 +1,5 @@
-"""The optimizer classes, one for each rule of the library's table, and `optimizer()`, which takes a
-recipe.
+"""Makes the optimizer classes, one for each rule of the library's table, and has `optimizer()`,
+which takes a recipe.
 
 _signatures.py says what options a class has. A class whose rule needs more than Optimizer has is a
 child of the class here that has its name after an underscore.
@@ -29,7 +29,7 @@ _IN_EVAL = "its weights are the averages to evaluate with, after eval(): call tr
 
 
 class _Muon(Optimizer):
-    """torch's names of Muon's options, which are not those of the table."""
+    """Takes Muon's options under torch's names, which are not those of the table."""
 
     #: of groups that say nothing; what pickles that lack it go on with
     _betas = tuple(_abi.rules["muon"].hypers[name].initial for name in _abi.BETAS[:2])
@@ -83,7 +83,7 @@ class _Muon(Optimizer):
 
 
 class _Adafactor(Optimizer):
-    """torch's pair of eps, the first of which may be None."""
+    """Takes torch's pair of eps, whose first number may be None."""
 
     class _options(Options):
         def hypers(self, group):
@@ -123,8 +123,8 @@ def _is_in_eval(groups):
 
 
 class _ScheduleFree(Optimizer):
-    """The two weights of schedule-free training, one of which is in the model: y, which gradients
-    are taken at, or their average x."""
+    """Keeps the two weights of schedule-free training: y, at which gradients are taken, and the
+    average x. One of them is in the model."""
 
     class _options(Options):
         beside_defaults = ("train_mode",)
@@ -153,7 +153,7 @@ class _ScheduleFree(Optimizer):
     @torch.no_grad()
     def eval(self) -> None:
         """Puts the averages x into the model, to evaluate or to save. The weights that train, y,
-        stay in the state, bit for bit, and train() puts them back. Nothing where the averages are
+        stay in the state, bit for bit, and train() puts them back. Does nothing if the averages are
         there already."""
         if _is_in_eval(self.param_groups):
             return
@@ -166,21 +166,19 @@ class _ScheduleFree(Optimizer):
         self._left = {}
         for _, p in self._groups_of():
             state, average = self.state[p], super().read_average(p)
-            for key, held in (
-                (_layout.TRAINED, p.detach()),
-                (_layout.TRAINED + ".extra", state.get("weight.extra")),
-            ):
-                if held is not None:
-                    state[key] = held.clone()
+            extra = state.get("weight.extra")
+            state[_layout.TRAINED] = p.detach().clone()
+            if extra is not None:
+                state[_layout.TRAINED_EXTRA] = extra.clone()
             self.write_weight(p, average)
             self._left[p] = version(p)
 
     @no_dynamo
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
-        """Puts the weights that train, y, into the model again, bit for bit. Weights that something
-        else has written since eval(), such as those of another checkpoint, count as averages that
-        go on from there. Nothing where y is there already. mode: False is eval().
+        """Puts the weights that train, y, into the model again, bit for bit. If something else has
+        written a weight since eval(), such as another checkpoint, that weight counts as an average,
+        and training goes on from it. Does nothing if y is there already. mode: False is eval().
         """
         if not mode:
             self.eval()
@@ -193,18 +191,21 @@ class _ScheduleFree(Optimizer):
         left, self._left = self._left or {}, None
         for group, p in self._groups_of():
             state = self.state[p]
-            held, extra = (
-                state.pop(key, None) for key in (_layout.TRAINED, _layout.TRAINED + ".extra")
-            )
+            held, extra = state.pop(_layout.TRAINED, None), state.pop(_layout.TRAINED_EXTRA, None)
             touched = p in left and version(p) != left[p]
             if held is None or touched:  # from the averages there are
                 z, beta = self.read_state(p, "z"), float(group["betas"][0])
                 self.write_weight(p, torch.lerp(z, self.read_weight(p), beta))
                 continue
             p.copy_(held)
-            if extra is not None and "weight.extra" in state:
-                state["weight.extra"].copy_(extra)
-                self._parts.residuals.wrote([p])
+            self._put_extra(p, extra)
+
+    def _put_extra(self, p, extra):
+        """Puts the residual or error code back beside the weight that trains, if there is one."""
+        state = self.state[p]
+        if extra is not None and "weight.extra" in state:
+            state["weight.extra"].copy_(extra)
+            self._parts.residuals.wrote([p])
 
     def read_average(self, p: torch.Tensor) -> torch.Tensor:
         return self.read_weight(p) if _is_in_eval(self.param_groups) else super().read_average(p)
@@ -227,14 +228,7 @@ class _ScheduleFree(Optimizer):
                     )
                 ):
                     for p in held:  # y is in the model still
-                        if (
-                            _layout.TRAINED + ".extra" in self.state[p]
-                            and "weight.extra" in self.state[p]
-                        ):
-                            self.state[p]["weight.extra"].copy_(
-                                self.state[p][_layout.TRAINED + ".extra"]
-                            )
-                            self._parts.residuals.wrote([p])
+                        self._put_extra(p, self.state[p].get(_layout.TRAINED_EXTRA))
                     self._put_averages()
             elif before:
                 for group in groups_before:
@@ -309,7 +303,7 @@ globals().update(classes)
 
 
 def class_and_options(recipe):
-    """The class of a recipe, and its formats as options."""
+    """Returns the class of a recipe, and its formats as options."""
     full = _abi.recipe_full(recipe)
     parts = recipe.split("/")
     cls = _by_rule.get(full.partition("/")[0])
@@ -321,9 +315,10 @@ def class_and_options(recipe):
 
 
 def optimizer(recipe: str, params: Params, **options: Any) -> Optimizer:
-    """An optimizer by its recipe, "rule/weights/states": `halfstep.optimizer("adamw/bf16-sr/int8",
-    model.named_parameters(), lr=1e-4)`. Parts may be left out; the weight format acts on BF16
-    parameters, float16 ones take its namesake, and float32 ones stay float32."""
+    """Makes an optimizer from its recipe, "rule/weights/states":
+    `halfstep.optimizer("adamw/bf16-sr/int8", model.named_parameters(), lr=1e-4)`. Parts of the
+    recipe may be left out. The weight format is for BF16 parameters. float16 parameters take the
+    format of the same kind, and float32 parameters stay float32."""
     if not isinstance(recipe, str):
         other = " (the other way round)" if isinstance(params, str) else ""
         raise TypeError(

@@ -26,14 +26,9 @@ class _Buffer:
     """Memory of a GPU for the states of one stage after the other. `owner` is the last stage.
     `left` is the event after which its states have left."""
 
-    __slots__ = ("memory", "owner", "left")
-
     def __init__(self, size, device):
-        self.memory, self.owner, self.left = (
-            _devices.zeros((size,), torch.uint8, device),
-            None,
-            None,
-        )
+        self.memory = _devices.zeros((size,), torch.uint8, device)
+        self.owner = self.left = None
 
 
 class Bus:
@@ -102,9 +97,8 @@ class Stage:
     def _fetch(self, members):
         """Begins to copy states into the buffer. Returns the event after which they are there."""
         bus, buffer = self.bus, self.bus.buffer(self)
-        for event in {
-            id(e): e for e in (self.kept.get(m) for m in members) if e is not None
-        }.values():
+        kept = [self.kept[m] for m in members if m in self.kept]
+        for event in {id(event): event for event in kept}.values():
             bus.up.after(event)
         if buffer.owner is not self and buffer.left is not None:
             bus.up.after(buffer.left)
@@ -247,7 +241,7 @@ class StateStreaming(Hosted):
         minimal_size: int = 4096,
         **options: Any,
     ) -> None:
-        if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
+        if not _abi.is_count(buffer, 1):
             raise ValueError(
                 f"halfstep: buffer={buffer!r} is not a size in bytes; give a whole number above 0"
             )

@@ -266,7 +266,9 @@ class Fake:
             ),
             (
                 "zeros",
-                lambda shape, dtype, device: self.place(torch.zeros(shape, dtype=dtype), device),
+                lambda shape, dtype, device=_devices.HOST: self.place(
+                    torch.zeros(shape, dtype=dtype), device
+                ),
             ),
             ("clone", lambda tensor: self.like(tensor, self.read(tensor).clone())),
             ("contiguous", lambda tensor: self.like(tensor, self.read(tensor))),

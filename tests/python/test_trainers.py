@@ -18,7 +18,7 @@ from conftest import bits, states
 from test_cuda import fake, gpu  # noqa: F401
 
 import halfstep
-from halfstep import _devices, offload
+from halfstep import _devices
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -397,7 +397,7 @@ seen = pytest.mark.parametrize(
 def arrive(opt):
     """Waits until copies of gradients are here. What a trainer writes into gradients later is not
     in them."""
-    for held in getattr(opt, "_carrier", offload.Carrier()).copies.values():
+    for held in getattr(opt._parts.placement, "copies", {}).values():
         if held.down is not None:
             _devices.wait(held.down)
 
