@@ -110,8 +110,7 @@ V_OP vf adafactor_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     STATE(ROWS, "row_var")                                                                                           \
     STATE(COLUMNS, "col_var")                                                                                        \
     OPTIONAL("beta1", SIGNED, "exp_avg", .beta = "beta1")                                                            \
-    HYPER("beta1", "decay rate of the first moment, of updates without lr; 0 needs no state", .maximum = 1.0,        \
-          .exclusive = 1)                                                                                            \
+    HYPER("beta1", "decay rate of the first moment, of updates without lr; 0 needs no state", BELOW_1(0.0))          \
     HYPER("beta2_decay", "beta2 is 1 less the number of updates to this power", .initial = -0.8, .minimum = -1e3,    \
           .maximum = 0.0)                                                                                            \
     HYPER("eps", "smallest root of a second moment; published: added to squares of gradients", .initial = 0x1p-23,   \

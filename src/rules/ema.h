@@ -36,17 +36,11 @@ V_OP vf ema_end(const vf *k, vf w, vf g, vf root)
     return v_add(v_mul(k[EMA_RATE], v_sub(w, g)), v_mul(k[EMA_DECAY], w));
 }
 
-V_OP vf ema_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, live = ema_start(k, g, s, mode, &root);
-    return ema_end(k, w, live, root);
-}
-
 #define ema_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                            \
     RULE("ema", RAW_GRADIENT, PARTS_ROOTLESS(ema), NOT_CAUTIOUS("it follows weights, not gradients"),            \
          .label = "EMA", .title = "exponential moving average of weights; the gradient slot is the live weight", \
          .lr = 1.0, .decay = "decoupled")                                                                        \
-    HYPER("beta", "decay rate of the average", .initial = 0.999, .maximum = 1.0, .exclusive = 1)                 \
+    HYPER("beta", "decay rate of the average", BELOW_1(0.999))                                                   \
     HYPER("debias", "1: an average of what was seen, from the first step on", .maximum = 1.0)
 
 #endif

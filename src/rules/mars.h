@@ -38,12 +38,6 @@ V_OP vf mars_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 
 V_OP vf mars_end(const vf *k, vf w, vf numerator, vf root) { return adamw_end(k, w, numerator, root); }
 
-V_OP vf mars_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, numerator = mars_start(k, g, s, mode, &root);
-    return mars_end(k, w, numerator, root);
-}
-
 V_OP void mars_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
 {
     (void)w, (void)mode;
@@ -57,8 +51,8 @@ V_OP void mars_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     STATE(SIGNED, "exp_avg", .beta = "beta1")                                                            \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                         \
     STATE(GRADIENT, "last_grad")                                                                         \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.95, .maximum = 1.0, .exclusive = 1)    \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)   \
+    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.95))                                      \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.99))                                     \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)     \
     HYPER("gamma", "scale of the correction; 0: none", .initial = 0.025, .maximum = 1e3)                 \
     HYPER("max_norm", "largest norm of a tensor's corrected gradient; no bound if 0", .initial = 1.0,    \

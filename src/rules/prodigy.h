@@ -91,9 +91,9 @@ V_OP vf prodigy_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                    \
     STATE(SIGNED, "s", .beta = "beta2")                                                                             \
     STATE(WEIGHT, "p0")                                                                                             \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)                \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)             \
-    HYPER("beta3", "decay rate of the estimate's sums; the root of beta2 if 0", .maximum = 1.0, .exclusive = 1)     \
+    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                                  \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                               \
+    HYPER("beta3", "decay rate of the estimate's sums; the root of beta2 if 0", BELOW_1(0.0))                       \
     HYPER("eps", "added to the root of the second moment, times the estimate", .initial = 1e-8, .maximum = 1.0)     \
     HYPER("d0", "first estimate of the learning rate", .initial = 1e-6, .minimum = 1e-30, .maximum = 1e6)           \
     HYPER("d_coef", "scale of the estimate", .initial = 1.0, .maximum = 1e6)                                        \

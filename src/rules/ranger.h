@@ -22,7 +22,7 @@ HSTEP_INLINE void ranger_prepare(float *k, struct hstep_prepare *p)
 
 V_OP vf ranger_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
-    vf change = radam_rule(k, w, g, s, mode);
+    vf root = adamw_moments(k, g, s, mode), change = adamw_end(k, w, s[0], root);
     s[2] = v_mul(k[RANGER_ALPHA], v_add(v_sub(s[2], w), change));
     return change;
 }
@@ -34,8 +34,8 @@ V_OP vf ranger_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                       \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                    \
     STATE(WEIGHT, "slow")                                                                                           \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)                \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)              \
+    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                                  \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.99))                                                \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)                \
     HYPER("k", "full steps between two visits to the slow weights", .initial = 6.0, .minimum = 1.0, .maximum = 1e6) \
     HYPER("alpha", "part of the way that the slow weights go", .initial = 0.5, .maximum = 1.0)

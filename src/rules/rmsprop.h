@@ -73,7 +73,7 @@ V_OP vf rmsprop_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     OPTIONAL("momentum", SIGNED, "momentum_buffer", .beta = "momentum")                                    \
     OPTIONAL("centered", SIGNED, "grad_avg", .beta = "alpha", .precise_while = "centered",                 \
              .precise = HSTEP_FORMAT_f32)                                                                  \
-    HYPER("alpha", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)     \
+    HYPER("alpha", "decay rate of the second moment", BELOW_1(0.99))                                       \
     HYPER("eps", "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                \
     HYPER("momentum", "factor of the momentum buffer; 0 needs no state", .maximum = 1e3)                   \
     HYPER("centered", "1: divide by the deviation from the mean gradient", .maximum = 1.0)                 \

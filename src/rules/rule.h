@@ -11,8 +11,8 @@
  *       all-zero states, because padding relies on it;
  *   V_OP vf PREFIX_start(const vf *k, vf g, vf *s, const int mode, vf *root)
  *   V_OP vf PREFIX_end(const vf *k, vf w, vf numerator, vf root)
- *       for rules in PARTS (row.h), which have no state of role WEIGHT. NAME_rule() is the one after the other. The
- *       first replaces the states and returns a numerator, the second returns d. Rules may share them;
+ *       for rules in PARTS (row.h), which have no state of role WEIGHT. The first replaces the states and returns a
+ *       numerator, the second returns d. rules.h makes NAME_rule() of them. Rules may share them;
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
  *       for rules with NORMS(n). It replaces the states as the rule does, and stores in x the n values whose squares
  *       are summed over the whole tensor. Their roots reach a second prepare() as p->norm. The rule then starts again

@@ -38,12 +38,6 @@ V_OP vf sgd_end(const vf *k, vf w, vf update, vf root)
     return v_add(v_mul(k[SGD_LR], update), v_mul(k[SGD_DECAY], w));
 }
 
-V_OP vf sgd_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, update = sgd_start(k, g, s, mode, &root);
-    return sgd_end(k, w, update, root);
-}
-
 #define sgd_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                        \
     RULE("sgd", ELEMENTWISE, PARTS_ROOTLESS(sgd), CAUTIOUS(SGD_DECAY),                                       \
          .label = "SGD", .title = "stochastic gradient descent, with momentum (Polyak 1964; Nesterov 1983)", \

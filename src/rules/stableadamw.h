@@ -25,14 +25,10 @@ HSTEP_INLINE void stableadamw_prepare(float *k, struct hstep_prepare *p)
     k[ADAMW_DECAY] = (float)(p->decay / divisor);
 }
 
-V_OP vf stableadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    return adamw_rule(k, w, g, s, mode & RULE_CLAMP);
-}
-
 V_OP void stableadamw_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
 {
-    stableadamw_rule(k, w, g, s, mode);
+    (void)w;
+    adamw_moments(k, g, s, mode);
     x[0] = v_div0(g, v_max(v_mul(v_sqrt(s[1]), k[ADAMW_ROOT]), k[ADAMW_EPS]));
 }
 
@@ -42,8 +38,8 @@ V_OP void stableadamw_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mod
          .lr = 1e-3, .weight_decay = 1e-2, .decay = "decoupled", .keeps = "exp_avg")                         \
     STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                             \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)         \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)       \
+    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                           \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.99))                                         \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)         \
     SCALAR("update_rms", .maximum = 1e300)
 
