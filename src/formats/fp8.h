@@ -1,15 +1,16 @@
-/* 8-bit floats e4m3 (4 exponent bits, 3 mantissa bits, bias 7, up to 448); 1.03 bytes an element. 128 elements of a row
- * share one fp32 scale s:
+/* 8-bit floats e4m3 (4 exponent bits, 3 mantissa bits, bias 7, up to 448); 1.03 bytes an element. Blocks of 128
+ * elements of a row share one fp32 scale s:
  *
- *   s = max |x| / 448, one unit in the last place up; for second moments up to a power of two. s is at least 2^-126
- *       If max |x| is below 2^-126, s is 0 and all codes are 0
+ *   s = max |x| / 448, one unit in the last place up; for second moments up to a power of two
+ *       It is at least 2^-126. But if max |x| is below 2^-126, s is 0 and all codes are 0.
+ *
  *   t = |x| * (1 / s)      code = t to 4 significant bits, or to a multiple of 2^-9 below 2^-6; bit 7 = sign of x,
  *                          but never that of a zero
  *   decode: x = e4m3(code) * s
  *
- * A second moment uses the same codes with bit 7 clear. It gets at least code 1 if it is positive, because peers that
- * decode zeros next to a first moment made updates thousands of times too large. x is then the stored value: the second
- * moment divided by the state's grid, which decays with it (grid.h). Stochastically t is rounded away from zero with
+ * A second moment uses the same codes with bit 7 clear. A positive one gets at least code 1, because a zero beside a
+ * first moment makes updates thousands of times too large. For a second moment, x is the stored value: the moment
+ * divided by the state's grid, which decays with it (grid.h). Stochastically t is rounded away from zero with
  * probability (dropped part) to within 2^-16. Otherwise it is rounded to nearest, ties away from zero.
  *
  * Worst case, to nearest: |error of x| <= |x| / 16 down to 2^-6 s, and s / 1024 below, both enlarged by 2^-19 at most.

@@ -1,6 +1,6 @@
-/* 8-bit floats e5m2 (5 exponent bits, 2 mantissa bits, bias 15, up to 57344); 1.03 bytes an element. 128 elements of a
- * row share one fp32 scale. It is fp8.h with 57344 for 448 and steps of 2^-16 below 2^-14. It has 2^14 times the range
- * of fp8, and half the precision.
+/* 8-bit floats e5m2 (5 exponent bits, 2 mantissa bits, bias 15, up to 57344); 1.03 bytes an element. Blocks of 128
+ * elements of a row share one fp32 scale. It is fp8.h with 57344 for 448 and steps of 2^-16 below 2^-14. It has 2^14
+ * times the range of fp8, and half the precision.
  *
  * Worst case, to nearest: |error of x| <= |x| / 8 down to 2^-14 s, and s 2^-17 below, both enlarged by 2^-19 at most.
  * Stochastically it is twice that. A positive second moment below s 2^-16 decodes as s 2^-16. */

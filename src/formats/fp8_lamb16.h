@@ -5,8 +5,8 @@
  *   m: e4m3(clip(m / s, -15, 15))      v: e5m2(clip(v, 0, 10) / s)      to nearest, ties to even; decode: number * s
  *
  * As published, s shrinks with N beyond the root mean square. So most of m saturates at +-15 s, and v below s 2^-17
- * becomes zero. The error has no bound, and fp8 is the format to use. Two things differ. v / s from 61440 up became
- * infinite for ever, and is stored as 57344 here. 1e-6 is added to the scale whatever the optimizer's eps is. Memory of
+ * becomes zero. The error has no bound, and fp8 is the format to use. Two things differ. A v / s from 61440 up became
+ * infinite for ever; here it is stored as 57344. The scale gets 1e-6 added, whatever the optimizer's eps is. Memory of
  * zeros (codes and scale) decodes to +0, as with the published scale of 1, and so does the code of -0. A pass sums the
  * squares of fp8_lamb16_norm() instead of taking a maximum. */
 #ifndef HSTEP_FP8_LAMB16_H

@@ -9,10 +9,10 @@
  *
  *   A = alpha t / alpha_warmup      B = exp(1 / ((1 - x) / ln b1 + x / ln b3)), at most b3      x = t / beta3_warmup
  *
- * Bounds for quantized moments are Adam's; that of a takes b3 and is doubled. a meets its bound when gradients hardly
- * change. A bound that is not doubled would then cut off half of the noise of stochastic rounding, which lasts 1 / (1 -
- * b3) updates. While B rises, a gradient may have entered a with up to 1 - b1 instead of 1 - b3. The bound is larger by
- * that factor if there is a beta3_warmup. */
+ * Bounds for quantized moments are Adam's. The bound of a takes b3 and is doubled, because a meets its bound when
+ * gradients hardly change. A bound that is not doubled would then cut off half of the noise of stochastic rounding,
+ * which lasts 1 / (1 - b3) updates. While B rises, a gradient may have entered a with up to 1 - b1 instead of 1 - b3.
+ * The bound is larger by that factor if there is a beta3_warmup. */
 #ifndef HSTEP_ADEMAMIX_H
 #define HSTEP_ADEMAMIX_H
 

@@ -9,8 +9,8 @@
  *
  * t - 1 is the number of averaged gradients, as in the authors' code, whose clip_lambda is `step ** 0.25`. Without the
  * clip the bound is the largest float, so that a first gradient of almost zero makes no infinity. A zero denominator
- * (eps = 0 and no gradient yet) gives n = 0. m is no average of g, so the root of v does not bound it. It needs no
- * bound, because it is never divided. */
+ * (eps = 0 and no gradient yet) gives n = 0. The first moment m is no average of g, so the root of v does not bound it.
+ * It needs no bound, because it is never divided. */
 #ifndef HSTEP_ADOPT_H
 #define HSTEP_ADOPT_H
 

@@ -3,7 +3,9 @@
  *
  *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + eps), c likewise over rows, v = r c' / mean(r)
  *   the rest: v = b2 v + (1 - b2) (g^2 + eps)
+ *
  *   u = g / sqrt(v) / max(1, RMS(g / sqrt(v)) / clip_threshold)         m = b1 m + (1 - b1) u
+ *
  *   matrices: p = b3 p + (1 - b3) mean over columns of ((u - m)^2 + instability_eps), q likewise over rows
  *             d = lr m / sqrt(p q' / mean(p)) + decay * w
  *   the rest: d = lr m + decay * w

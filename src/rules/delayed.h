@@ -4,9 +4,9 @@
  *   d = lr sqrt(1 - b2^t) * m / (sqrt(v) + eps) + c * w
  *
  * m and v are Adam's moments. m is not debiased, so the first steps are shorter by 1 - b1^t. The package takes the lump
- * from the rounded weight after the step; here it is part of the one change. a is kept per tensor, in double. It starts
- * at threshold * U, so that tensors do not all decay in the same step. U in [0, 1) is a hash of the tensor's id, the
- * top 53 bits of splitmix64's finalizer. A hash makes runs repeatable and ranks agree. */
+ * from the rounded weight after the step. Here it is part of the one change. The sum a is kept per tensor, in double.
+ * It starts at threshold * U, so that tensors do not all decay in the same step. U in [0, 1) is a hash of the tensor's
+ * id, the top 53 bits of splitmix64's finalizer. A hash makes runs repeatable and ranks agree. */
 #ifndef HSTEP_DELAYED_H
 #define HSTEP_DELAYED_H
 

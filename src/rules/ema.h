@@ -3,8 +3,8 @@
  *   d = lr f (w - g) + decay * w         f = 1 - beta, or (1 - beta) / (1 - beta^t) with debias; 1 in the first update
  *
  * So the first update copies the live weight. debias makes the average that of all t weights so far. For beta near 1
- * this is their plain mean, until t nears 1 / (1 - beta). An average in BF16 moves by less than its last place only if
- * the weight's format has a residual, an error code or stochastic rounding. */
+ * this is their plain mean, until t nears 1 / (1 - beta). An average in BF16 must move by less than its last place. It
+ * does so only if the weight's format has a residual, an error code or stochastic rounding. */
 #ifndef HSTEP_EMA_H
 #define HSTEP_EMA_H
 

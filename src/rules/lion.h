@@ -40,7 +40,7 @@ V_OP vf lion_end(const vf *k, vf w, vf mixed, vf root)
          .label = "Lion", .title = "Lion, the sign of an interpolated momentum (Chen et al. 2023)", \
          .lr = 1e-4, .decay = "decoupled", .keeps = "exp_avg")                                      \
     STATE(SIGNED, "exp_avg", .beta = "beta2")                                                       \
-    HYPER("beta1", "interpolation of the update", BELOW_1(0.9))                                     \
+    HYPER("beta1", "share of the momentum in the update", BELOW_1(0.9))                             \
     HYPER("beta2", "decay rate of the momentum", BELOW_1(0.99))
 
 #endif

@@ -2,11 +2,12 @@
  *
  *   c = g + gamma b1 / (1 - b1) (g - last)        last = g; 0 before the first update
  *   c = c max_norm / |c| where |c| > max_norm     |c| over the tensor; no bound where max_norm is 0
+ *
  *   m = b1 m + (1 - b1) c                         v = b2 v + (1 - b2) c^2
  *   d = lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
  *
  * In this form (MARS-approx) the last gradient is that of the last batch. The first c is larger than g, as in the
- * authors' code. That code steps vectors by AdamW with betas of .9 and .95; here a group with gamma 0 and max_norm 0
+ * authors' code. That code steps vectors by AdamW with betas of .9 and .95. Here a group with gamma 0 and max_norm 0
  * does that. */
 #ifndef HSTEP_MARS_H
 #define HSTEP_MARS_H

@@ -70,7 +70,7 @@ V_OP vf muon_change(const vf *k, vf w, vf o) { return v_add(v_mul(k[MUON_SCALE],
     STATE(SIGNED, "momentum_buffer", .beta = "momentum")                                                       \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                               \
     HYPER("momentum", "decay rate of the momentum of matrices", .initial = 0.95, .maximum = 1e3)               \
-    HYPER("nesterov", "1: look ahead", .initial = 1.0, .maximum = 1.0)                                         \
+    HYPER("nesterov", "1: the update is one step of the momentum ahead", .initial = 1.0, .maximum = 1.0)       \
     HYPER("ns_steps", "Newton-Schulz iterations", .initial = 5.0, .minimum = 1.0, .maximum = 100.0)            \
     HYPER("ns_a", "coefficient of X", .initial = 3.4445, .minimum = -100.0, .maximum = 100.0)                  \
     HYPER("ns_b", "coefficient of X X' X", .initial = -4.775, .minimum = -100.0, .maximum = 100.0)             \

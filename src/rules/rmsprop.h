@@ -5,9 +5,10 @@
  *   b = momentum b + g / (sqrt(z) / q + eps)       q = sqrt(1 - a^t) (debias: torchastic's), 1 (torch's)
  *   d = lr * b + decay * w
  *
- * A centered z obeys z_t = a z_(t-1) + a (1 - a) (g - c_(t-1))^2, so it is never below the last term. If v - c^2 has
- * cancelled, or a quantized state made it too small or negative, that bound takes its place. In the plain form the g^2
- * in v bounds the quotient, whatever quantization has done. States that hyper-parameters make needless come in as 0. */
+ * A centered z obeys z_t = a z_(t-1) + a (1 - a) (g - c_(t-1))^2, so it is never below the last term. That bound takes
+ * the place of v - c^2 if the difference has cancelled, or if a quantized state made it too small or negative. In the
+ * plain form the g^2 in v bounds the quotient, whatever quantization has done. States that hyper-parameters make
+ * needless come in as 0. */
 #ifndef HSTEP_RMSPROP_H
 #define HSTEP_RMSPROP_H
 

@@ -3,15 +3,14 @@
  *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
  *       RULE("name", SHAPE, PARTS, CAUTION, .label = ..., ...)   members of struct hstep_rule (tables/tables.h)
  *       STATE(ROLE, "name", .beta = ...)                         members of struct hstep_state
- *       OPTIONAL("hyper", ROLE, "name", ...)                     a state that is needless while "hyper" is 0. Optional
- *                                                                states come last
+ *       OPTIONAL("hyper", ROLE, "name", ...)                     a state that is needless while "hyper" is 0. They
+ *                                                                come last
  *       HYPER("name", "title", .initial = ..., ...)              members of struct hstep_hyper
  *       SCALAR("name", .maximum = ...)                           members of struct hstep_scalar
  *
  * Members that are left out are 0. STATE and OPTIONAL are in the order of s[]. HYPER is in the order of p->hyper[].
- *       OPTIONAL("hyper", ROLE, "name", ...)                     a state that is needless while "hyper" is 0. These come
- *                                                                last
- * and below 1.
+ * SCALAR is in the order of hstep_own(p)->scalar[]. BELOW_1(x) are the members of a decay rate. It is x at first, at
+ * least 0, and below 1.
  *
  * SHAPE    ELEMENTWISE               one pass over independent elements
  *          NORMS(n)                  n sums of squares over the tensor come before its update: NAME_norms()
@@ -21,14 +20,17 @@
  *          MATRIX(transformation)    tensors of two or more dimensions are stepped as matrices. The transformation is
  *                                    a row of transforms.def
  *          FACTORED(pairs, n)        likewise, by pairs of vectors over rows and columns. n sums as with NORMS
+ *
  * PARTS    PARTS(PREFIX)             the rule is PREFIX_end() after PREFIX_start() (rule.h). A step may take roots in
  *                                    one loop and quotients in the next
  *          PARTS_ROOTLESS(PREFIX)    likewise. No loop waits for a divider, and PREFIX_end() needs no root
  *          PARTS_UNLESS_OPTION(PREFIX)    the parts are for modes without RULE_OPTION. NAME_rule() is for all modes
  *          WHOLE                     the rule has no parts, only NAME_rule()
+ *
  * CAUTION  CAUTIOUS(DECAY)           a group may be cautious: the change is an update plus k[DECAY] times the weight,
  *                                    and one pass finds the sign of the update
  *          NOT_CAUTIOUS("why")       a group may not be cautious; the reason is the end of a sentence
+ *
  * ROLE     SIGNED                    a state of either sign
  *          NONNEG                    a second moment, never negative. Beside ROWS and COLUMNS, only tensors that are
  *                                    no matrices have it

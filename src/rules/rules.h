@@ -31,8 +31,10 @@
  *
  *   lion_states                               its states
  *   lion_optionals                            states that may be needless
+ *
  *   lion_signed, lion_nonneg, lion_weights    states of the three roles
  *   lion_vectors                              1 for each state over rows, plus 8 for each over columns
+ *
  *   lion_hypers, lion_scalars                 its hyper-parameters and scalars */
 #define HSTEP_NUMBERS(rule, STATE, OPTIONAL) 0 rule##_ROW(HSTEP_NOTHING, STATE, OPTIONAL, HSTEP_NOTHING, HSTEP_NOTHING)
 #define HSTEP_IF_SIGNED(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_SIGNED)

@@ -44,8 +44,8 @@ V_OP vf sgd_end(const vf *k, vf w, vf update, vf root)
          .lr = 1e-3, .decay = "l2", .keeps = "momentum_buffer")                                              \
     OPTIONAL("momentum", SIGNED, "momentum_buffer", .beta = "momentum")                                      \
     HYPER("momentum", "factor of the momentum buffer; 0 needs no state", .maximum = 1e3)                     \
-    HYPER("dampening", "1 - dampening weighs the gradient, from the second step on", .minimum = -1e3,        \
+    HYPER("dampening", "the momentum gets 1 - dampening of each gradient but the first", .minimum = -1e3,    \
           .maximum = 1e3)                                                                                    \
-    HYPER("nesterov", "1: look ahead", .maximum = 1.0)
+    HYPER("nesterov", "1: the update is one step of the momentum ahead", .maximum = 1.0)
 
 #endif

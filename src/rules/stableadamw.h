@@ -1,4 +1,4 @@
-/* StableAdamW (Wortsman et al. 2023, algorithm 2): AdamW whose lr is divided by rms, if that is above 1. rms is the
+/* StableAdamW (Wortsman et al. 2023, algorithm 2): AdamW whose lr is divided by rms, if that is above 1. This is the
  * root mean square, over the tensor, of the update that the newest gradient alone would make:
  *
  *   rms = sqrt(mean((g / max(sqrt(v) / sqrt(1 - b2^t), eps))^2))         v with this gradient, as in adamw.h
