@@ -138,7 +138,7 @@ HSTEP_INLINE int hstep_is_updated(const struct hstep_tensor *t, const struct hst
 /* Returns the device's fused row for an update, or -1. */
 HSTEP_INLINE int hstep_fused_row(const struct hstep_tensor *t, const struct hstep_update *u)
 {
-    return u->adjusted ? t->adjusted : t->fused;
+    return u->adjusted ? t->fused_adjusted : t->fused;
 }
 
 /* ---- What a scan looks for ---- */

@@ -55,7 +55,7 @@ __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *
 
 static inline int hstep_fail_memory(hstep_error *error)
 {
-    return hstep_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory");
+    return hstep_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory; free some and try again");
 }
 
 __attribute__((format(printf, 1, 2))) static inline char *hstep_format(const char *format, ...)

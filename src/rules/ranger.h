@@ -16,8 +16,8 @@ enum { RANGER_ALPHA = ADAMW_BOUND + 1, ranger_constants };
 HSTEP_INLINE void ranger_prepare(float *k, struct hstep_prepare *p)
 {
     radam_prepare(k, p);
-    p->copy = p->lr != 0.0 && p->full % (uint64_t)p->hyper[3] == 0;
-    k[RANGER_ALPHA] = p->copy ? (float)p->hyper[4] : 0.0f;
+    p->copies_state = p->lr != 0.0 && p->full % (uint64_t)p->hyper[3] == 0;
+    k[RANGER_ALPHA] = p->copies_state ? (float)p->hyper[4] : 0.0f;
 }
 
 V_OP vf ranger_rule(const vf *k, vf w, vf g, vf *s, const int mode)
@@ -37,7 +37,7 @@ V_OP vf ranger_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                                      \
     HYPER("beta2", "decay rate of the second moment", BELOW_1(0.99))                                                    \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)                    \
-    HYPER("k", "updates from one copy of the slow weights to the next", .initial = 6.0, .minimum = 1.0, .maximum = 1e6) \
+    HYPER("k", "updates between two copies of the slow weights", .initial = 6.0, .minimum = 1.0, .maximum = 1e6) \
     HYPER("alpha", "fraction of the way to the fast weights that the slow weights go", .initial = 0.5, .maximum = 1.0)
 
 #endif

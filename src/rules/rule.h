@@ -84,7 +84,7 @@ struct hstep_prepare {
     const double *mean;  /* over the new vectors of rows of a matrix, `means` of them so far */
     int means;
     int64_t every;       /* out: for TOTALS only every so many-th element is summed; below 2: all */
-    int copy;            /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
+    int copies_state;    /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
     /* For hstep_own() alone. */
     const struct hstep_own *own;
     int *own_was_asked; /* set to 1 by it */
