@@ -6,7 +6,7 @@
 #ifndef HSTEP_BF16_ROUND_H
 #define HSTEP_BF16_ROUND_H
 
-#include "formats/element.h"
+#include "formats/common.h"
 
 /* Returns a pattern with magnitudes below 2^-126 replaced by +0. States are flushed so. */
 V_OP vi hstep_flush(vi u)

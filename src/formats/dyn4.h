@@ -23,17 +23,8 @@ V_OP vi dyn4_scale(vf maximum, const int nonneg)
     return hstep_dyn_scale(maximum);
 }
 
-V_OP vf dyn4_inverse(vi scale, const int nonneg)
-{
-    (void)nonneg;
-    return v_from_bits(scale);
-}
-
-V_OP vf dyn4_stash(vf x, const int nonneg)
-{
-    (void)nonneg;
-    return x;
-}
+DIVIDE_BY_SCALE(dyn4)
+STASH_AS_IS(dyn4)
 
 V_OP vf dyn4_map(vi code, const int nonneg)
 {

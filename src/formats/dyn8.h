@@ -26,17 +26,8 @@ V_OP vi dyn8_scale(vf maximum, const int nonneg)
     return hstep_dyn_scale(maximum);
 }
 
-V_OP vf dyn8_inverse(vi scale, const int nonneg)
-{
-    (void)nonneg;
-    return v_from_bits(scale);
-}
-
-V_OP vf dyn8_stash(vf x, const int nonneg)
-{
-    (void)nonneg;
-    return x;
-}
+DIVIDE_BY_SCALE(dyn8)
+STASH_AS_IS(dyn8)
 
 V_OP vi dyn8_code(vf stashed, vf inverse, vi random, const int nonneg)
 {
@@ -54,12 +45,6 @@ V_OP vf dyn8_value(vi code, vf scale, const int nonneg)
     return v_add(v_mul(n, scale), v_set(0.0f));
 }
 
-V_OP void dyn8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
-{
-    (void)nonneg;
-    vp_load_u8(code + i, e, o);
-}
-
-V_OP void dyn8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+CODES_ARE_BYTES(dyn8)
 
 #endif

@@ -8,6 +8,8 @@
 #ifndef HSTEP_DYN_MAP_H
 #define HSTEP_DYN_MAP_H
 
+#include "formats/common.h"
+
 V_TABLE float hstep_dyn8_signed[256] = {
     -0x1.fc6666p-1f,  -0x1.f53334p-1f,  -0x1.eep-1f,      -0x1.e6ccccp-1f,  -0x1.df999ap-1f,  -0x1.d86666p-1f,
     -0x1.d13334p-1f,  -0x1.cap-1f,      -0x1.c2ccccp-1f,  -0x1.bb999ap-1f,  -0x1.b46666p-1f,  -0x1.ad3334p-1f,

@@ -13,7 +13,7 @@
 #ifndef HSTEP_F16_ROUND_H
 #define HSTEP_F16_ROUND_H
 
-#include "formats/element.h"
+#include "formats/common.h"
 
 V_OP vi hstep_f16_magnitude(vi u) { return vi_and(u, vi_set(0x7fffffff)); }
 V_OP vi hstep_f16_sign(vi u) { return vi_and(u, vi_set(0x80000000)); }

@@ -23,39 +23,6 @@
 #define fp8_ROW "fp8", "e4m3, fp32 scale per 128", ROWS, U8, F32, \
     roles = SIGNED | NONNEG, code_bits = 8, block = 128, stochastic = 1, root = 1
 
-V_OP vi fp8_scale(vf maximum, const int nonneg)
-{
-    return nonneg ? hstep_fp8_octave(maximum, HSTEP_E4M3) : hstep_fp8_scale(maximum, HSTEP_E4M3);
-}
-
-V_OP vf fp8_inverse(vi scale, const int nonneg)
-{
-    (void)nonneg;
-    return hstep_fp8_inverse(scale);
-}
-
-V_OP vf fp8_stash(vf x, const int nonneg)
-{
-    (void)nonneg;
-    return x;
-}
-
-V_OP vi fp8_code(vf stashed, vf inverse, vi random, const int nonneg)
-{
-    return hstep_fp8_block_code(stashed, inverse, random, nonneg, HSTEP_E4M3);
-}
-
-V_OP vf fp8_value(vi code, vf scale, const int nonneg)
-{
-    return nonneg ? v_mul(hstep_fp8_value(code, HSTEP_E4M3), scale) : hstep_fp8_signed_value(code, scale, HSTEP_E4M3);
-}
-
-V_OP void fp8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
-{
-    (void)nonneg;
-    vp_load_u8(code + i, e, o);
-}
-
-V_OP void fp8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+FP8_BLOCKS(fp8, HSTEP_E4M3)
 
 #endif

@@ -73,6 +73,13 @@ V_OP vf adamw_end(const vf *k, vf w, vf numerator, vf root)
     return v_add(v_mul(k[ADAMW_LR], update), v_mul(k[ADAMW_DECAY], w));
 }
 
+/* The states and decay rates of rules with Adam's two moments. */
+#define ADAM_MOMENTS(STATE, HYPER, beta1_, beta2_)                    \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                         \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                      \
+    HYPER("beta1", "decay rate of the first moment", BELOW_1(beta1_)) \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(beta2_))
+
 /* Shared with Adam. */
 #define ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)                                                        \
     STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                  \

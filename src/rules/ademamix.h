@@ -66,11 +66,8 @@ V_OP vf ademamix_end(const vf *k, vf w, vf numerator, vf root) { return adamw_en
     RULE("ademamix", ELEMENTWISE, PARTS(ademamix), CAUTIOUS(ADAMW_DECAY),                                         \
          .label = "AdEMAMix", .title = "AdEMAMix: AdamW with a slow average besides (Pagliardini et al. 2024)",   \
          .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                    \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                     \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                  \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                        \
     STATE(SIGNED, "exp_avg_slow", .beta = "beta3")                                                                \
-    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                                \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                             \
     HYPER("beta3", "decay rate of the slow average", BELOW_1(0.9999))                                             \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)              \
     HYPER("alpha", "factor of the slow average in the sum with the first moment", .initial = 5.0, .maximum = 1e3) \

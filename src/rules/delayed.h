@@ -40,10 +40,7 @@ HSTEP_INLINE void delayed_prepare(float *k, struct hstep_prepare *p)
     RULE("adamw-delayed", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                                         \
          .label = "AdamWDelayed", .title = "AdamW with lumped decay, for weights with a residual (adamw_bfloat16)", \
          .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                      \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                       \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                    \
-    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                                  \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                               \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                          \
     HYPER("eps", "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                         \
     HYPER("threshold", "decay is gathered until it is above this, then applied", .initial = 5e-3, .maximum = 1.0)   \
     SCALAR("accumulated_decay", .maximum = 1.0)

@@ -51,10 +51,7 @@ V_OP void lamb16_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     RULE("lamb16", NORMS(2), PARTS(lamb), NOT_CAUTIOUS("sums over the tensor come before its update"),    \
          .label = "Lamb16", .title = "LAMB16: LAMB with an adaptive trust exponent, made for fp8 states", \
          .lr = 1e-3, .decay = "decoupled", .formats = "fp8+fp8-e5m2", .keeps = "exp_avg")                 \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                             \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                          \
-    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                        \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                     \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                \
     HYPER("eps", "added to the root of the second moment", .initial = 1e-6, .maximum = 1.0)               \
     HYPER("trust_scale", "exponent of the trust ratio", .initial = 0.382, .maximum = 1.0)                 \
     SCALAR("weight_norm", .maximum = 1e300)                                                               \

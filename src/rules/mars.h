@@ -49,11 +49,8 @@ V_OP void mars_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     RULE("mars", NORMS(1), PARTS(mars), NOT_CAUTIOUS("sums over the tensor come before its update"),     \
          .label = "MARS", .title = "MARS-AdamW: AdamW on variance-reduced gradients (Yuan et al. 2024)", \
          .lr = 3e-3, .decay = "decoupled", .keeps = "exp_avg")                                           \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                            \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                         \
+    ADAM_MOMENTS(STATE, HYPER, 0.95, 0.99)                                                               \
     STATE(GRADIENT, "last_grad")                                                                         \
-    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.95))                                      \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.99))                                     \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)     \
     HYPER("gamma", "scale of the correction; 0: none", .initial = 0.025, .maximum = 1e3)                 \
     HYPER("max_norm", "largest norm of a tensor's corrected gradient; no bound if 0", .initial = 1.0,    \

@@ -34,10 +34,7 @@ HSTEP_INLINE void radam_prepare(float *k, struct hstep_prepare *p)
     RULE("radam", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                         \
          .label = "RAdam", .title = "RAdam, Adam with a rectified start (Liu et al. 2020)", \
          .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")                                     \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                               \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                            \
-    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                          \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                       \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                  \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)
 
 #endif

@@ -36,10 +36,7 @@ V_OP void stableadamw_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mod
     RULE("stableadamw", NORMS(1), PARTS(adamw), NOT_CAUTIOUS("sums over the tensor come before its update"), \
          .label = "StableAdamW", .title = "StableAdamW: AdamW with clipped updates (Wortsman et al. 2023)",  \
          .lr = 1e-3, .weight_decay = 1e-2, .decay = "decoupled", .keeps = "exp_avg")                         \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                             \
-    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                           \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.99))                                         \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.99)                                                                    \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)         \
     SCALAR("update_rms", .maximum = 1e300)
 
