@@ -27,14 +27,15 @@ V_OP vf ranger_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return change;
 }
 
-#define ranger_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                         \
-    RULE("ranger", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its slow weights follow the whole update"),                 \
-         .label = "Ranger", .title = "Ranger: RAdam with Lookahead (Wright 2019; Zhang et al. 2019)",            \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                   \
-    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.99)                                                                        \
-    STATE(WEIGHT, "slow")                                                                                        \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)             \
-    HYPER("k", "updates between two copies of the slow weights", .initial = 6.0, .minimum = 1.0, .maximum = 1e6) \
+#define ranger_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                       \
+    RULE("ranger", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its slow weights follow the whole update"),               \
+         .label = "Ranger", .title = "Ranger: RAdam with Lookahead (Wright 2019; Zhang et al. 2019)",          \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                 \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.99)                                                                      \
+    STATE(WEIGHT, "slow")                                                                                      \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)           \
+    HYPER("k", "updates of the weight between two copies of the slow weights", .initial = 6.0, .minimum = 1.0, \
+          .maximum = 1e6)                                                                                      \
     HYPER("alpha", "fraction of the way to the fast weights that the slow weights go", .initial = 0.5, .maximum = 1.0)
 
 #endif
