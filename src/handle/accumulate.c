@@ -30,7 +30,7 @@ static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hste
     return error;
 }
 
-/* Tells whether gradients can be added up in a format. A stochastic half would saturate and so hide an overflow from the
+/* Returns 1 if gradients can be added up in a format. A stochastic half would saturate and so hide an overflow from the
  * scan of the step. */
 static int accumulates(const struct hstep_format *f)
 {
