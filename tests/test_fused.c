@@ -186,7 +186,7 @@ static int judge(const char *recipe, int rule, int variant, const char *gradient
         one_start(&t[i]);
         prepare(&t[i], 7, adjustment & L2);
         run(&t[i], 11, !i, special);
-        fused = (adjustment ? t[0].o->tensors[0].adjusted : t[0].o->tensors[0].fused) >= 0;
+        fused = (adjustment ? t[0].o->tensors[0].fused_adjusted : t[0].o->tensors[0].fused) >= 0;
     }
     compare(name, &t[0], &t[1]);
     for (int i = 0; i < 2; i++) one_close(&t[i]);

@@ -1,5 +1,5 @@
-/* Decisions from the statistics of a step: whether it goes on, how the gradients are clipped, the constants of every
- * update, and what is counted at the end. All functions work on plain values in the memory of the device. */
+/* Decisions from the statistics of a step: whether it goes on, and how the gradients are clipped. Also the constants of
+ * every update, and what is counted at the end. All functions work on plain values in the memory of the device. */
 #include <math.h>
 #include <string.h>
 

@@ -1,6 +1,6 @@
-/* Describes a pass over a tensor before it touches any element: which function of the rule runs in which mode, which
- * slots it reads and writes, what a scan looks for, and what is summed. The host and devices compile this header.
- * Tiles, lanes and scratch memory are their own. */
+/* Describes a pass over a tensor before it touches any element. It says which function of the rule runs in which mode,
+ * and which slots the pass reads and writes. It also says what a scan looks for, and what is summed. The host and
+ * devices compile this header. Tiles, lanes and scratch memory are their own. */
 #ifndef HSTEP_PASS_H
 #define HSTEP_PASS_H
 
@@ -75,8 +75,8 @@ HSTEP_INLINE enum hstep_function hstep_function_of(const struct hstep_work *w)
     return w->pass == HSTEP_PASS_SUMS && hstep_rules[w->t->rule].norms ? HSTEP_FUNCTION_NORMS : HSTEP_FUNCTION_RULE;
 }
 
-/* Prepares a pass over a tensor. pair: the pair of vectors whose values a SUMS pass computes. -1 if it computes the
- * tensor's own sums, or for other passes. */
+/* Prepares a pass over a tensor. The argument `pair` is the pair of vectors whose values a SUMS pass computes. It is -1
+ * for the tensor's own sums, and in other passes. */
 HSTEP_INLINE void hstep_work_start(const struct hstep_call *call, int tensor, enum hstep_pass pass, int pair,
                                    struct hstep_work *w)
 {
@@ -138,7 +138,7 @@ HSTEP_INLINE int hstep_is_updated(const struct hstep_tensor *t, const struct hst
 /* Returns the device's fused row for an update, or -1. */
 HSTEP_INLINE int hstep_fused_row(const struct hstep_tensor *t, const struct hstep_update *u)
 {
-    return u->adjusted ? t->adjusted : t->fused;
+    return u->adjusted ? t->fused_adjusted : t->fused;
 }
 
 /* ---- What a scan looks for ---- */
@@ -200,8 +200,8 @@ HSTEP_INLINE int64_t hstep_every(const struct hstep_work *w, int j)
     return hstep_is_squared(w->t, j) || w->u->every < 2 ? 1 : w->u->every;
 }
 
-/* Sums over the columns of a matrix with vectors are added up within blocks of this many rows, and then over the blocks
- * in order. */
+/* Sums over the columns of a matrix with vectors are added up within blocks of this many rows. The sums of the blocks
+ * are then added in order. */
 #define HSTEP_CROSS_ROWS 64
 
 /* Returns the slot of a pair's vector over rows, or over columns, by the extent. */

@@ -218,7 +218,8 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
             u->scale[s] = hstep_tensor_scale(slot->format, norms[hstep_sum_of_state(t, s)], elements);
         if (hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT) {
             if (!t->full_steps) u->weight_to_slot |= 1u << s;
-            if ((same ? same->slot_to_weight : (uint32_t)p.copy) && !u->slot_to_weight) u->slot_to_weight = 1u << s;
+            if ((same ? same->slot_to_weight : (uint32_t)p.copies_state) && !u->slot_to_weight)
+                u->slot_to_weight = 1u << s;
         }
         if (s >= HALFSTEP_SLOT_STATE && rule->state[s - HALFSTEP_SLOT_STATE].unless) u->mode |= RULE_OPTION;
         /* A format with one scale for a tensor is left out, because it exists to reproduce its authors' results. */

@@ -32,9 +32,9 @@ const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_t
 /* Returns 1 if every tensor of the group can be stepped (hstep_unpreparable()). */
 int hstep_is_preparable(const struct hstep_group *g);
 
-/* Prepares the update of a tensor that can be stepped. same: the update of a tensor with the same group and step
- * counts, to take the constants from, or NULL. Its constants must not come from that tensor itself. norms: roots of the
- * tensor's sums, or NULL before they are known. */
+/* Prepares the update of a tensor that can be stepped. It takes the constants from `same`, the update of a tensor with
+ * the same group and step counts, unless that is NULL. Those constants must not come from that tensor itself. The roots
+ * of the tensor's sums are `norms`, or NULL before they are known. */
 void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip, const double *norms,
                           const struct hstep_update *same, struct hstep_update *u);
 /* Prepares an update that differs little from `same`, the update of tensor `before`, at a time when no sums are known.
@@ -42,9 +42,9 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
 void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct hstep_tensor *before,
                          const struct hstep_update *same, struct hstep_update *u);
 
-/* Entries of the same names in device.h, for devices whose memory these functions can read. decide() and count() also
- * exist in two parts: one for the step, and one for tensors first .. first + n - 1, which threads may share out.
- * hstep_judge() comes before hstep_decide_tensors(). */
+/* Entries of the same names in device.h, for devices whose memory these functions can read. Two of them, decide() and
+ * count(), also exist in two parts. One part is for the step. The other is for tensors first .. first + n - 1, which
+ * threads may share out. Call hstep_judge() before hstep_decide_tensors(). */
 int hstep_decide(const struct hstep_call *call);
 void hstep_judge(const struct hstep_call *call);
 void hstep_decide_tensors(const struct hstep_call *call, int first, int n);

@@ -37,9 +37,6 @@ V_OP void bf16_ecc16_encode(char *code, char *extra, int64_t i, vf e, vf o, vi w
     vp_store_16(extra + 2 * i, ce, co);
 }
 
-V_OP void bf16_ecc16_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
-{
-    bf16_ecc16_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
-}
+APPLY_BY_ENCODING(bf16_ecc16)
 
 #endif

@@ -47,9 +47,6 @@ V_OP void bf16_ecc8_encode(char *code, char *extra, int64_t i, vf e, vf o, vi wo
     vp_store_8(extra + i, ce, co);
 }
 
-V_OP void bf16_ecc8_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
-{
-    bf16_ecc8_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
-}
+APPLY_BY_ENCODING(bf16_ecc8)
 
 #endif

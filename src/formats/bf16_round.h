@@ -6,6 +6,8 @@
 #ifndef HSTEP_BF16_ROUND_H
 #define HSTEP_BF16_ROUND_H
 
+#include "formats/common.h"
+
 /* Returns a pattern with magnitudes below 2^-126 replaced by +0. States are flushed so. */
 V_OP vi hstep_flush(vi u)
 {
@@ -14,8 +16,8 @@ V_OP vi hstep_flush(vi u)
 
 V_OP vi hstep_bf16_clear(vi r) { return vi_and(r, vi_set(0xffff0000)); }
 
-/* Rounds a pattern, special cases included. `add` is the term that rounding adds: the half unit, and one more if the
- * kept part is odd, or 16 random bits. */
+/* Rounds a pattern, special cases included. The term `add` is what rounding adds. To nearest it is the half unit, and
+ * one more if the kept part is odd. Else it is 16 random bits. */
 V_OP vi hstep_bf16_exact(vi u, vi add)
 {
     vi magnitude = vi_and(u, vi_set(0x7fffffff)), sign = vi_and(u, vi_set(0x80000000));
@@ -29,10 +31,10 @@ V_OP vi hstep_bf16_exact(vi u, vi add)
                      vi_or(vi_and(u, vi_set(0xffff0000)), vi_set(0x00400000)), r);
 }
 
-/* Returns true if some lane may need the exact way, which is for magnitudes from 2^127 up. `small` takes one OR over
- * both vectors, which is cheaper than a maximum. The OR is also true for pairs such as (2, 1), for which the exact way
- * gives the same bits, only slower. States and residuals are hardly ever that large. Weights of norms and embeddings
- * are. */
+/* Returns true if some lane may need the exact way, which is for magnitudes from 2^127 up. With `small` it takes one OR
+ * over both vectors, which is cheaper than a maximum. The OR is also true for pairs such as (2, 1), for which the exact
+ * way gives the same bits, only slower. States and residuals are hardly ever that large. Weights of norms and
+ * embeddings are. */
 #ifndef hstep_bf16_special /* an instruction set may have its own version (vec/README.md) */
 V_OP int hstep_bf16_special(vi ue, vi uo, const int small)
 {

@@ -25,9 +25,6 @@ V_OP void bf16_sr_encode(char *code, char *extra, int64_t i, vf e, vf o, vi word
         vp_store_hi16(code + 2 * i, re, ro);
 }
 
-V_OP void bf16_sr_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
-{
-    bf16_sr_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
-}
+APPLY_BY_ENCODING(bf16_sr)
 
 #endif

@@ -1,6 +1,6 @@
 /* The 4-bit dynamic map of torchao's optimizers, bit for bit, for exchange of states with them; 0.531 bytes an element.
- * A byte has two codes, the even element's in the high nibble. 128 elements of the flattened tensor share one fp32
- * scale.
+ * A byte has two codes, the even element's in the high nibble. Blocks of 128 elements of the flattened tensor share one
+ * fp32 scale.
  *
  *   S = max(max |x|, 1e-12)    n = x / S    code = nearest entry of the map, ties up    decode: x = map[code] * S
  *   signed: 16 entries from -0.8875 to 1, 0 among them (dyn_map.h)     non-negative: (code + 1) / 16, so no zero
@@ -23,17 +23,8 @@ V_OP vi dyn4_scale(vf maximum, const int nonneg)
     return hstep_dyn_scale(maximum);
 }
 
-V_OP vf dyn4_inverse(vi scale, const int nonneg)
-{
-    (void)nonneg;
-    return v_from_bits(scale);
-}
-
-V_OP vf dyn4_stash(vf x, const int nonneg)
-{
-    (void)nonneg;
-    return x;
-}
+DIVIDE_BY_SCALE(dyn4)
+STASH_AS_IS(dyn4)
 
 V_OP vf dyn4_map(vi code, const int nonneg)
 {

@@ -1,13 +1,13 @@
 /* The 8-bit dynamic maps of torchao's optimizers, bit for bit, for exchange of states with them; 1.016 bytes an
- * element. 256 elements of the flattened tensor share one fp32 scale.
+ * element. Blocks of 256 elements of the flattened tensor share one fp32 scale.
  *
  *   S = max(max |x|, 1e-12)    n = x / S    code = nearest entry of the map, ties up    decode: x = map[code] * S
  *
  * The maps (dyn_map.h) are 0, 1 and seven decades of n. The decade from 0.1 to 1 has 64 signed or 128 unsigned steps,
  * and each further down has half as many. Rounding is always to nearest, as in torchao. One thing differs: a positive
- * second moment gets at least code 1 (3.25e-7 S). torchao decodes zero below 1.6e-7 S, and such an element's updates
- * grow a thousandfold. The signed map lacks -1, so a block's most negative element may shrink by 0.7 %. Memory of zeros
- * (codes and scale) decodes to +0.
+ * second moment gets at least code 1 (3.25e-7 S). With torchao it decodes as zero below 1.6e-7 S, and the updates of
+ * such an element grow a thousandfold. The signed map lacks -1, so a block's most negative element may shrink by 0.7 %.
+ * Memory of zeros (codes and scale) decodes to +0.
  *
  * Worst case, to within 2^-15: |error of x| <= 0.45 S 10^-k / 2^(6-k) for 10^-(k+1) S < |x| <= 10^-k S, k = 0 .. 6.
  * This is 3.5 % of x in the middle of the first decade, 41 % in the last. A non-negative x has half of that, and
@@ -26,17 +26,8 @@ V_OP vi dyn8_scale(vf maximum, const int nonneg)
     return hstep_dyn_scale(maximum);
 }
 
-V_OP vf dyn8_inverse(vi scale, const int nonneg)
-{
-    (void)nonneg;
-    return v_from_bits(scale);
-}
-
-V_OP vf dyn8_stash(vf x, const int nonneg)
-{
-    (void)nonneg;
-    return x;
-}
+DIVIDE_BY_SCALE(dyn8)
+STASH_AS_IS(dyn8)
 
 V_OP vi dyn8_code(vf stashed, vf inverse, vi random, const int nonneg)
 {
@@ -54,12 +45,6 @@ V_OP vf dyn8_value(vi code, vf scale, const int nonneg)
     return v_add(v_mul(n, scale), v_set(0.0f));
 }
 
-V_OP void dyn8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
-{
-    (void)nonneg;
-    vp_load_u8(code + i, e, o);
-}
-
-V_OP void dyn8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+CODES_ARE_BYTES(dyn8)
 
 #endif

@@ -1,12 +1,14 @@
 /* The maps of the dynamic block formats dyn8.h and dyn4.h, and how a code is found in them.
  *
  * A map has 0, 1 and D decades j = 0 .. D - 1. A decade is the centres of L equal parts of 0.1 .. 1, times 10^(j - D +
- * 1). L is 2^j (signed, of either sign) or 2^(j+1) (unsigned). The tables hold torchao's own fp32 values. torchao cuts
- * the parts with torch.linspace in fp32, halves sums of neighbours and multiplies by the power of ten. All is rounded
- * to fp32, so a closed form differs in the last two bits. The tables serve this rule, in fp32: the largest entry q[c]
- * <= n, then c + 1 if n - q[c] >= (q[c+1] - q[c]) / 2. */
+ * 1). L is 2^j (signed, of either sign) or 2^(j+1) (unsigned). The tables hold torchao's own fp32 values. The package
+ * cuts the parts with torch.linspace in fp32, halves sums of neighbours and multiplies by the power of ten. All is
+ * rounded to fp32, so a closed form differs in the last two bits. The tables serve this rule, in fp32: the largest
+ * entry q[c] <= n, then c + 1 if n - q[c] >= (q[c+1] - q[c]) / 2. */
 #ifndef HSTEP_DYN_MAP_H
 #define HSTEP_DYN_MAP_H
+
+#include "formats/common.h"
 
 V_TABLE float hstep_dyn8_signed[256] = {
     -0x1.fc6666p-1f,  -0x1.f53334p-1f,  -0x1.eep-1f,      -0x1.e6ccccp-1f,  -0x1.df999ap-1f,  -0x1.d86666p-1f,
@@ -109,7 +111,7 @@ V_TABLE float hstep_dyn4_signed[16] = {
 /* Returns the scale's pattern. The order of the operands lets a NaN through. */
 V_OP vi hstep_dyn_scale(vf maximum) { return v_bits(v_max(v_set(1e-12f), maximum)); }
 
-/* Sets slope and start in lanes above `edge`, the lower end of a decade. round(a slope + start) is a count p such that
+/* Sets slope and start in lanes above `edge`, the lower end of a decade. They give a count p = round(a slope + start);
  * the entry nearest to a is p or p + 1. Entries are counted from zero up; zero is -1 in a signed map and 0 in an
  * unsigned one.
  *

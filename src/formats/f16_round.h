@@ -13,6 +13,8 @@
 #ifndef HSTEP_F16_ROUND_H
 #define HSTEP_F16_ROUND_H
 
+#include "formats/common.h"
+
 V_OP vi hstep_f16_magnitude(vi u) { return vi_and(u, vi_set(0x7fffffff)); }
 V_OP vi hstep_f16_sign(vi u) { return vi_and(u, vi_set(0x80000000)); }
 
@@ -88,9 +90,10 @@ V_OP void hstep_f16_stochastic(vf e, vf o, vi words, vf *re, vf *ro)
     *ro = v_from_bits(vi_and(vi_add(uo, vi_shr(words, 19)), keep));
 }
 
-/* Returns the fp32 number of a half with an error code. A half's magnitude code W = 0 .. 0x7BFF continues below its
- * last place. p = W 2^n + e, with n bits of error code, is the pattern of a float with the half's exponents and 10 + n
- * bits of mantissa. `normal` is p as an fp32 pattern, which is right from 2^-14 on. Below, p counts `unit`. */
+/* Returns the fp32 number of a half with an error code. The error code e continues a half's magnitude code W = 0 ..
+ * 0x7BFF below its last place. With n bits of error code, p = W 2^n + e. It is the pattern of a float with the half's
+ * exponents and 10 + n bits of mantissa. The argument `normal` is p as an fp32 pattern, which is right from 2^-14 on.
+ * Below, p counts `unit`. */
 V_OP vf hstep_f16_extended(vi code, vi p, vi normal, float unit)
 {
     vi tiny = v_bits(v_mul(v_from_int(p), v_set(unit)));

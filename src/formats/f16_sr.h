@@ -27,9 +27,6 @@ V_OP void f16_sr_encode(char *code, char *extra, int64_t i, vf e, vf o, vi words
     vp_store_f16(code + 2 * i, e, o);
 }
 
-V_OP void f16_sr_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
-{
-    f16_sr_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
-}
+APPLY_BY_ENCODING(f16_sr)
 
 #endif

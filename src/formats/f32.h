@@ -23,9 +23,6 @@ V_OP void f32_encode(char *code, char *extra, int64_t i, vf e, vf o, vi words, c
     vp_store_f32(code + 4 * i, e, o);
 }
 
-V_OP void f32_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
-{
-    f32_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
-}
+APPLY_BY_ENCODING(f32)
 
 #endif

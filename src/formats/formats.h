@@ -10,14 +10,18 @@
  *
  *   GEOMETRY     ROWS: blocks of a row; FLAT: blocks of the flattened tensor; TENSOR: one scale, from a sum over the
  *                tensor
+ *
  *   dtypes       those of dtypes.def. Two codes of 4 bits share a U8. A scale is F32, BF16, F8_E8M0 or F8_E4M3
  *                (scale.h)
+ *
  *   roles        what it may store: WEIGHT, GRADIENT; SIGNED and NONNEG states
  *   code_bits    8 or 4
  *   block        elements that share a scale; 1 << 30 for a whole tensor
+ *
  *   stochastic   1: written with random bits. Otherwise codes as coarse as those of blocks would hardly ever change
+ *
  *   root         of the grid. 0: the state itself is stored. 1 or 2: a second moment is stored on a grid that decays
- *                with it (grid.h). 1 has codes of its value, 2 of its square root
+ *                with it (grid.h). Codes are of its value for 1, and of its square root for 2
  *
  * All of these are constants here: NAME_roles, NAME_code_bits and so on. So are the values that follow from dtypes and
  * geometry. tables.c refuses a row that the kernels could not serve. */

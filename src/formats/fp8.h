@@ -1,15 +1,16 @@
-/* 8-bit floats e4m3 (4 exponent bits, 3 mantissa bits, bias 7, up to 448); 1.03 bytes an element. 128 elements of a row
- * share one fp32 scale s:
+/* 8-bit floats e4m3 (4 exponent bits, 3 mantissa bits, bias 7, up to 448); 1.03 bytes an element. Blocks of 128
+ * elements of a row share one fp32 scale s:
  *
- *   s = max |x| / 448, one unit in the last place up; for second moments up to a power of two. s is at least 2^-126
- *       If max |x| is below 2^-126, s is 0 and all codes are 0
+ *   s = max |x| / 448, one unit in the last place up; for second moments up to a power of two
+ *       It is at least 2^-126. But if max |x| is below 2^-126, s is 0 and all codes are 0.
+ *
  *   t = |x| * (1 / s)      code = t to 4 significant bits, or to a multiple of 2^-9 below 2^-6; bit 7 = sign of x,
  *                          but never that of a zero
  *   decode: x = e4m3(code) * s
  *
- * A second moment uses the same codes with bit 7 clear. It gets at least code 1 if it is positive, because peers that
- * decode zeros next to a first moment made updates thousands of times too large. x is then the stored value: the second
- * moment divided by the state's grid, which decays with it (grid.h). Stochastically t is rounded away from zero with
+ * A second moment uses the same codes with bit 7 clear. A positive one gets at least code 1, because a zero beside a
+ * first moment makes updates thousands of times too large. For a second moment, x is the stored value: the moment
+ * divided by the state's grid, which decays with it (grid.h). Stochastically t is rounded away from zero with
  * probability (dropped part) to within 2^-16. Otherwise it is rounded to nearest, ties away from zero.
  *
  * Worst case, to nearest: |error of x| <= |x| / 16 down to 2^-6 s, and s / 1024 below, both enlarged by 2^-19 at most.
@@ -22,39 +23,6 @@
 #define fp8_ROW "fp8", "e4m3, fp32 scale per 128", ROWS, U8, F32, \
     roles = SIGNED | NONNEG, code_bits = 8, block = 128, stochastic = 1, root = 1
 
-V_OP vi fp8_scale(vf maximum, const int nonneg)
-{
-    return nonneg ? hstep_fp8_octave(maximum, HSTEP_E4M3) : hstep_fp8_scale(maximum, HSTEP_E4M3);
-}
-
-V_OP vf fp8_inverse(vi scale, const int nonneg)
-{
-    (void)nonneg;
-    return hstep_fp8_inverse(scale);
-}
-
-V_OP vf fp8_stash(vf x, const int nonneg)
-{
-    (void)nonneg;
-    return x;
-}
-
-V_OP vi fp8_code(vf stashed, vf inverse, vi random, const int nonneg)
-{
-    return hstep_fp8_block_code(stashed, inverse, random, nonneg, HSTEP_E4M3);
-}
-
-V_OP vf fp8_value(vi code, vf scale, const int nonneg)
-{
-    return nonneg ? v_mul(hstep_fp8_value(code, HSTEP_E4M3), scale) : hstep_fp8_signed_value(code, scale, HSTEP_E4M3);
-}
-
-V_OP void fp8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
-{
-    (void)nonneg;
-    vp_load_u8(code + i, e, o);
-}
-
-V_OP void fp8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+FP8_BLOCKS(fp8, HSTEP_E4M3)
 
 #endif

@@ -8,6 +8,8 @@
 #ifndef HSTEP_FP8_CODE_H
 #define HSTEP_FP8_CODE_H
 
+#include "formats/common.h"
+
 struct hstep_fp8 { int mantissa, bias; float smallest, largest; }; /* smallest normal, largest finite */
 #define HSTEP_E4M3 ((const struct hstep_fp8){3, 7, 0x1p-6f, 448.0f})
 #define HSTEP_E5M2 ((const struct hstep_fp8){2, 15, 0x1p-14f, 57344.0f})
@@ -70,8 +72,6 @@ V_OP vi hstep_fp8_octave(vf maximum, const struct hstep_fp8 f)
     return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), vi_max(scale, vi_set(0x00800000)));
 }
 
-V_OP vf hstep_fp8_inverse(vi scale) { return v_div0(v_set(1.0f), v_from_bits(scale)); }
-
 V_OP vi hstep_fp8_block_code(vf x, vf inverse, vi random, const int nonneg, const struct hstep_fp8 f)
 {
     if (nonneg) {
@@ -84,5 +84,27 @@ V_OP vi hstep_fp8_block_code(vf x, vf inverse, vi random, const int nonneg, cons
     vi sign = vi_and(vi_shr(v_bits(x), 24), vi_and(vi_sub(vi_set(0), magnitude), vi_set(0x80)));
     return vi_or(magnitude, sign);
 }
+
+/* Defines the functions of a format of such blocks. */
+#define FP8_BLOCKS(fn, f)                                                                                       \
+    V_OP vi fn##_scale(vf maximum, const int nonneg)                                                            \
+    {                                                                                                           \
+        return nonneg ? hstep_fp8_octave(maximum, f) : hstep_fp8_scale(maximum, f);                             \
+    }                                                                                                           \
+    V_OP vf fn##_inverse(vi scale, const int nonneg)                                                            \
+    {                                                                                                           \
+        (void)nonneg;                                                                                           \
+        return v_div0(v_set(1.0f), v_from_bits(scale));                                                         \
+    }                                                                                                           \
+    STASH_AS_IS(fn)                                                                                             \
+    V_OP vi fn##_code(vf stashed, vf inverse, vi random, const int nonneg)                                      \
+    {                                                                                                           \
+        return hstep_fp8_block_code(stashed, inverse, random, nonneg, f);                                       \
+    }                                                                                                           \
+    V_OP vf fn##_value(vi code, vf scale, const int nonneg)                                                     \
+    {                                                                                                           \
+        return nonneg ? v_mul(hstep_fp8_value(code, f), scale) : hstep_fp8_signed_value(code, scale, f);        \
+    }                                                                                                           \
+    CODES_ARE_BYTES(fn)
 
 #endif

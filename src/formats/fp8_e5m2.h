@@ -1,6 +1,6 @@
-/* 8-bit floats e5m2 (5 exponent bits, 2 mantissa bits, bias 15, up to 57344); 1.03 bytes an element. 128 elements of a
- * row share one fp32 scale. It is fp8.h with 57344 for 448 and steps of 2^-16 below 2^-14. It has 2^14 times the range
- * of fp8, and half the precision.
+/* 8-bit floats e5m2 (5 exponent bits, 2 mantissa bits, bias 15, up to 57344); 1.03 bytes an element. Blocks of 128
+ * elements of a row share one fp32 scale. It is fp8.h with 57344 for 448 and steps of 2^-16 below 2^-14. It has 2^14
+ * times the range of fp8, and half the precision.
  *
  * Worst case, to nearest: |error of x| <= |x| / 8 down to 2^-14 s, and s 2^-17 below, both enlarged by 2^-19 at most.
  * Stochastically it is twice that. A positive second moment below s 2^-16 decodes as s 2^-16. */
@@ -12,39 +12,6 @@
 #define fp8_e5m2_ROW "fp8-e5m2", "e5m2, fp32 scale per 128", ROWS, U8, F32, \
     roles = SIGNED | NONNEG, code_bits = 8, block = 128, stochastic = 1, root = 1
 
-V_OP vi fp8_e5m2_scale(vf maximum, const int nonneg)
-{
-    return nonneg ? hstep_fp8_octave(maximum, HSTEP_E5M2) : hstep_fp8_scale(maximum, HSTEP_E5M2);
-}
-
-V_OP vf fp8_e5m2_inverse(vi scale, const int nonneg)
-{
-    (void)nonneg;
-    return hstep_fp8_inverse(scale);
-}
-
-V_OP vf fp8_e5m2_stash(vf x, const int nonneg)
-{
-    (void)nonneg;
-    return x;
-}
-
-V_OP vi fp8_e5m2_code(vf stashed, vf inverse, vi random, const int nonneg)
-{
-    return hstep_fp8_block_code(stashed, inverse, random, nonneg, HSTEP_E5M2);
-}
-
-V_OP vf fp8_e5m2_value(vi code, vf scale, const int nonneg)
-{
-    return nonneg ? v_mul(hstep_fp8_value(code, HSTEP_E5M2), scale) : hstep_fp8_signed_value(code, scale, HSTEP_E5M2);
-}
-
-V_OP void fp8_e5m2_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
-{
-    (void)nonneg;
-    vp_load_u8(code + i, e, o);
-}
-
-V_OP void fp8_e5m2_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+FP8_BLOCKS(fp8_e5m2, HSTEP_E5M2)
 
 #endif

@@ -5,8 +5,8 @@
  *   m: e4m3(clip(m / s, -15, 15))      v: e5m2(clip(v, 0, 10) / s)      to nearest, ties to even; decode: number * s
  *
  * As published, s shrinks with N beyond the root mean square. So most of m saturates at +-15 s, and v below s 2^-17
- * becomes zero. The error has no bound, and fp8 is the format to use. Two things differ. v / s from 61440 up became
- * infinite for ever, and is stored as 57344 here. 1e-6 is added to the scale whatever the optimizer's eps is. Memory of
+ * becomes zero. The error has no bound, and fp8 is the format to use. Two things differ. A v / s from 61440 up became
+ * infinite for ever; here it is stored as 57344. The scale gets 1e-6 added, whatever the optimizer's eps is. Memory of
  * zeros (codes and scale) decodes to +0, as with the published scale of 1, and so does the code of -0. A pass sums the
  * squares of fp8_lamb16_norm() instead of taking a maximum. */
 #ifndef HSTEP_FP8_LAMB16_H
@@ -26,18 +26,8 @@ V_OP vf fp8_lamb16_norm(vf x, const int nonneg)
 
 HSTEP_INLINE float fp8_lamb16_tensor_scale(double norm, double elements) { return (float)(norm / elements + 1e-6); }
 
-/* Returns the scale itself, because the published code divides by it instead of multiplying by a reciprocal. */
-V_OP vf fp8_lamb16_inverse(vi scale, const int nonneg)
-{
-    (void)nonneg;
-    return v_from_bits(scale);
-}
-
-V_OP vf fp8_lamb16_stash(vf x, const int nonneg)
-{
-    (void)nonneg;
-    return x;
-}
+DIVIDE_BY_SCALE(fp8_lamb16)
+STASH_AS_IS(fp8_lamb16)
 
 V_OP vi fp8_lamb16_code(vf stashed, vf inverse, vi random, const int nonneg)
 {
@@ -57,12 +47,6 @@ V_OP vf fp8_lamb16_value(vi code, vf scale, const int nonneg)
     return v_add(hstep_fp8_signed_value(code, scale, HSTEP_E4M3), v_set(0.0f));
 }
 
-V_OP void fp8_lamb16_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
-{
-    (void)nonneg;
-    vp_load_u8(code + i, e, o);
-}
-
-V_OP void fp8_lamb16_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+CODES_ARE_BYTES(fp8_lamb16)
 
 #endif

@@ -1,22 +1,25 @@
-/* 4-bit codes, two a byte (the even element in the low nibble); 0.5625 bytes an element. 32 elements of a row share one
- * BF16 scale s. There are two codes, by role:
+/* 4-bit codes, two a byte (the even element in the low nibble); 0.5625 bytes an element. Blocks of 32 elements of a row
+ * share one BF16 scale s. There are two codes, by role:
  *
  *   signed x: -7 .. 7 in two's complement, nearly linear in the softsign of x / s
  *     s = BF16 up of max |x|          a = |x| * (1 / s), y = a (a (3.7 a - 10.05) + 13.4), at most 7
  *     code = floor((round(65536 y) + r) / 65536), with the sign of x      decode: x = code / (14 - |code|) * s
+ *
  *   non-negative x: a window of 16 floats on a fixed grid of sqrt(x), 0 .. 15
- *     codes 6 .. 15 are the floats of 2 mantissa bits from the edge s up, two and a half octaves; codes 0 .. 5 those of
- *     one mantissa bit below it, three octaves. With d = (pattern of sqrt x) - (pattern of s):
+ *
+ *     Codes 6 .. 15 are the floats of 2 mantissa bits from the edge s up, two and a half octaves. Codes 0 .. 5 are
+ *     those of one mantissa bit below the edge, three octaves. d = (pattern of sqrt x) - (pattern of s).
+ *
  *     code = max(0, 6 + floor(((d < 0 ? floor(d / 2) : d) + 32 r + 16) / 2^21))
  *     decode: y = float of pattern s + 2^21 k, or s + 2^22 k for k = code - 6 < 0; x = y y
  *     s: pattern of sqrt(max x) - 15, up to a multiple of 2^22 if it is more than half of one above it, else down,
  *     - 4 * 2^22
  *
- * "BF16 up" rounds up, so a block that is read and written keeps its scale. r is this element's 16 random bits, or 2^15
- * for nearest. A block whose maximum is below 2^-126 is all zero, with scale 0. In any other block no second moment
- * decodes below the square of the smallest code, which is 1/27 to 1/40 of the block's largest root. Such a value is too
- * large, which only shortens a step. x is the stored value of a second moment: it is divided by the state's grid, which
- * decays with it (grid.h, int8.h).
+ * "BF16 up" rounds up, so a block that is read and written keeps its scale. The 16 random bits of this element are r;
+ * to nearest, r is 2^15. A block whose maximum is below 2^-126 is all zero, with scale 0. In any other block no second
+ * moment decodes below the square of the smallest code. That code is 1/27 to 1/40 of the block's largest root. Such a
+ * value is too large, which only shortens a step. For a second moment, x is the stored value: the moment divided by the
+ * state's grid, which decays with it (grid.h, int8.h).
  *
  * Reasons (docs/results.md). Against exact Adam's, updates were 0.32 off in rms with real gradients.
  * With linear codes of the root they were 0.36 off, and 0.51 with dynamic maps. Second moments on a grid of floats stay
@@ -61,7 +64,7 @@ V_OP vf int4_inverse(vi scale, const int nonneg)
 V_OP vf int4_stash(vf x, const int nonneg) { return nonneg ? v_sqrt(x) : x; }
 
 /* Returns a code with its dropped part: times 2^21 and at least 0 for a second moment, times 2^16 for a signed state.
- * draw is the random bits of a signed state. For a second moment it is 32 times them, and other bits of it do not
+ * For a signed state `draw` is the random bits. For a second moment it is 32 times them, and its other bits do not
  * matter. */
 V_OP vi int4_position(vf stashed, vf inverse, vi draw, const int nonneg)
 {

@@ -4,31 +4,35 @@
  *   signed x: codes linear in sqrt |x|, -127 .. 127
  *     s = BF16 up of sqrt(max |x|) / 127      a = max(0, |x| (65536 / s) (65536 / s) - r (65536 - r))
  *     code = floor((round(sqrt a) + r) / 65536), with the sign of x      decode: y = code * s, x = y |y|
+ *
  *   non-negative x: a window of 256 floats on a fixed grid of sqrt(x), 0 .. 255
- *     codes 128 .. 255 are the floats of 5 mantissa bits from the edge s up, four octaves; codes 0 .. 127 those of 4
- *     mantissa bits below it, eight octaves. With d = (pattern of sqrt x) - (pattern of s):
+ *
+ *     Codes 128 .. 255 are the floats of 5 mantissa bits from the edge s up, four octaves. Codes 0 .. 127 are those of
+ *     4 mantissa bits below the edge, eight octaves. d = (pattern of sqrt x) - (pattern of s).
+ *
  *     code = max(0, 128 + floor(((d < 0 ? floor(d / 2) : d) + 16 floor(r / 4) + 8) / 2^18))
  *     decode: y = float of pattern s + 2^18 k, or s + 2^19 k for k = code - 128 < 0; x = y y
  *     s: pattern of sqrt(max x) - 7 - 127 * 2^18, up to a multiple of 2^19
  *
- * "BF16 up" enlarges by 2^-21 and rounds up, which keeps every code in range without a clamp. r is this element's 16
- * random bits, or 2^15 for nearest. With random bits x is unbiased if signed, and y if not. Codes are chosen against
- * the stored scale, so its rounding costs no accuracy. A block whose maximum is below 2^-126 is all zero, with scale 0.
- * In any other block no second moment decodes below the square of the smallest code, not even a zero. This is 2^-11 to
- * 2^-12 of the block's largest root, which only shortens a step. x is the stored value of a second moment: it is
- * divided by the state's grid, which decays with it (grid.h). Values up to seven units in the last place beside a code
- * become that code, with any r. The largest code's value asks for the same s again. So a pure decay, rounded in fp32 at
- * each step, changes nothing.
+ * "BF16 up" enlarges by 2^-21 and rounds up, so that every code is in range without a clamp. The 16 random bits of this
+ * element are r; to nearest, r is 2^15. With random bits x is unbiased if signed, and y if not. Codes are chosen
+ * against the stored scale, so its rounding costs no accuracy. A block whose maximum is below 2^-126 is all zero, with
+ * scale 0. In any other block no second moment decodes below the square of the smallest code, not even a zero. This is
+ * 2^-11 to 2^-12 of the block's largest root, which only shortens a step.
  *
- * Reasons for two codes. A second moment is written stochastically and wanders by a quarter of (step / value) in
- * squared relative terms, so its codes are floats. It wanders most if its scale follows the maximum, because
- * every change of the scale rounds all 32 elements again. On a grid of floats a stored value stays representable under
- * any scale, and only the amount that the step adds is rounded. The scale tells where the window begins
- * (docs/results.md). Nothing is divided by first moments, so the largest matter most. They are unbiased themselves. If
- * their roots were unbiased instead, a tenth of a gradient at a time, elements of a ten-thousandth of their block's
- * largest would come out twice as large.
+ * For a second moment, x is the stored value: the moment divided by the state's grid, which decays with it (grid.h).
+ * Values up to seven units in the last place beside a code become that code, with any r. The largest code's value asks
+ * for the same s again. So a pure decay, rounded in fp32 at each step, changes nothing.
  *
- * Worst case if signed: |error of y| < 0.71 s to nearest (of x between k^2 and (k + 1)^2), < s stochastic, s <=
+ * Reasons for two codes. A second moment is written stochastically. It wanders by a quarter of (step / value) in
+ * squared relative terms, so its codes are floats. It wanders most if its scale follows the maximum, because every
+ * change of the scale rounds all 32 elements again. On a grid of floats a stored value stays representable under any
+ * scale. Only the amount that the step adds is rounded. The scale tells where the window begins (docs/results.md).
+ * Nothing is divided by first moments, so the largest matter most. They are unbiased themselves,
+ * not their roots. With unbiased roots and a tenth of a gradient at a time, small elements would grow: those of a
+ * ten-thousandth of their block's largest would come out twice as large.
+ *
+ * Worst case if signed: |error of y| < 0.71 s to nearest (of x between k^2 and (k + 1)^2), < s stochastic. Here s <=
  * sqrt(max |x|) / 127 * (1 + 2^-7). If non-negative: below 2^-5 of y above the edge, 2^-4 below it. */
 #ifndef HSTEP_INT8_H
 #define HSTEP_INT8_H
@@ -38,9 +42,9 @@
 #define int8_ROW "int8", "8-bit root codes, BF16 scale per 32", ROWS, I8, BF16, \
     roles = SIGNED | NONNEG, code_bits = 8, block = 32, stochastic = 1, root = 2
 
-/* Returns a block's scale, as the fp32 pattern of a BF16 number. `maximum` is the largest magnitude, or the largest
- * root for second moments. The window ends at 2^-73, because a quarter of its square is still above zero. The grid may
- * make it so. */
+/* Returns a block's scale, as the fp32 pattern of a BF16 number. Takes the largest magnitude, or the largest root for
+ * second moments. The window ends at 2^-73, because a quarter of its square is still above zero. The grid may make it
+ * so. */
 V_OP vi int8_scale(vf maximum, const int nonneg)
 {
     if (nonneg) {
@@ -52,8 +56,8 @@ V_OP vi int8_scale(vf maximum, const int nonneg)
     return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), up);
 }
 
-/* Returns 65536 / s for signed states. For second moments, whose codes need no arithmetic on floats, it returns the
- * edge, or one out of reach if all are zero. */
+/* Returns 65536 / s for signed states. The codes of second moments need no arithmetic on floats. For them it returns
+ * the edge, or one out of reach if all are zero. */
 V_OP vf int8_inverse(vi scale, const int nonneg)
 {
     if (nonneg) return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));

@@ -19,8 +19,8 @@ static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hste
         t.chunks = hstep_cut_tensor(&t, 0, NULL);
         chunks = malloc((size_t)(t.chunks + 1) * sizeof *chunks);
         if (!chunks)
-            return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for the plan of tensor '%s'",
-                              o->labels[tensor].name);
+            return hstep_fail_memory(o, (uint64_t)(t.chunks + 1) * sizeof *chunks, "the plan of tensor '%s'",
+                                     o->labels[tensor].name);
         hstep_cut_tensor(&t, 0, chunks);
         a->chunks = chunks;
     }
@@ -28,6 +28,13 @@ static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hste
     error = o->device->asynchronous ? hstep_why(o, error) : hstep_wait(o, error);
     free(chunks);
     return error;
+}
+
+/* Returns 1 if gradients can be added up in a format. A stochastic half would saturate and so hide an overflow from the
+ * scan of the step. */
+static int accumulates(const struct hstep_format *f)
+{
+    return !f->block && !f->extra_bits && !(f->stochastic && !strcmp(f->code_dtype, "F16"));
 }
 
 static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format,
@@ -46,14 +53,18 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
     if (a.format < 0 || a.gradient_format < 0)
         return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown format '%s'; 'halfstep info' lists the formats",
                           a.format < 0 ? format : gradient_format);
-    /* A stochastic half would saturate and so hide an overflow from the scan of the step. */
-    int hides = hstep_formats[a.format].stochastic && !strcmp(hstep_formats[a.format].code_dtype, "F16");
-    if (hstep_formats[a.format].block || hstep_formats[a.format].extra_bits || hides)
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "'%s' cannot accumulate gradients; f32, bf16, bf16-sr and f16 can", format);
-    if (!(hstep_formats[a.gradient_format].roles & HALFSTEP_ROLE_GRADIENT))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients; f32, bf16 and f16 can",
-                          gradient_format);
+    char able[HSTEP_DETAIL_BYTES] = "";
+    if (!accumulates(&hstep_formats[a.format])) {
+        for (int i = 0; i < HSTEP_FORMATS; i++)
+            if (accumulates(&hstep_formats[i])) hstep_add_name(able, hstep_formats[i].name);
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot accumulate gradients; these can: %s", format,
+                          able);
+    }
+    if (!(hstep_formats[a.gradient_format].roles & HALFSTEP_ROLE_GRADIENT)) {
+        hstep_list_formats(able, HALFSTEP_ROLE_GRADIENT);
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients; these can: %s", gradient_format,
+                          able);
+    }
     if (!(scale >= -1e30 && scale <= 1e30))
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is not in [-1e30, 1e30]", scale);
     if (t->n_rows && t->n_columns && (!accumulator || !gradient))

@@ -58,6 +58,30 @@ int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...)
     return code;
 }
 
+int hstep_fail_memory(const halfstep_optimizer *o, uint64_t bytes, const char *what, ...)
+{
+    char text[HSTEP_DETAIL_BYTES];
+    va_list arguments;
+    va_start(arguments, what);
+    vsnprintf(text, sizeof text, what, arguments);
+    va_end(arguments);
+    return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "out of memory: %s needs %llu bytes; free some and call again", text,
+                      (unsigned long long)bytes);
+}
+
+void hstep_add_name(char names[HSTEP_DETAIL_BYTES], const char *name)
+{
+    size_t used = strlen(names);
+    snprintf(names + used, HSTEP_DETAIL_BYTES - used, "%s%s", used ? ", " : "", name);
+}
+
+void hstep_list_formats(char names[HSTEP_DETAIL_BYTES], int roles)
+{
+    names[0] = 0;
+    for (int i = 0; i < HSTEP_FORMATS; i++)
+        if (hstep_formats[i].roles & roles) hstep_add_name(names, hstep_formats[i].name);
+}
+
 const char *halfstep_error_detail(const halfstep_optimizer *o)
 {
     static _Thread_local char shown[HSTEP_DETAIL_BYTES];

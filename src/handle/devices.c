@@ -44,8 +44,7 @@ int halfstep_device_allocate(const halfstep_optimizer *o, uint64_t bytes, void *
     if (!o || !memory) return HALFSTEP_ERROR_ARGUMENT;
     *memory = NULL;
     int error = o->device->allocate(&o->context, bytes, memory);
-    if (error == HALFSTEP_ERROR_MEMORY)
-        return hstep_fail(o, error, "no memory for %llu bytes", (unsigned long long)bytes);
+    if (error == HALFSTEP_ERROR_MEMORY) return hstep_fail_memory(o, bytes, "the call");
     return hstep_why(o, error);
 }
 

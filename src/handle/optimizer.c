@@ -111,7 +111,7 @@ int halfstep_add_group(halfstep_optimizer *o, const char *recipe, int32_t *group
     g.first_lr = g.hyper[HSTEP_LR];
     g.decay = hstep_choice_find("decay", hstep_rules[g.recipe.rule].decay);
     if (hstep_grow((void **)&o->groups, o->n_groups, &o->capacity_groups, sizeof g))
-        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for another group");
+        return hstep_fail_memory(o, sizeof g, "another group");
     o->groups[o->n_groups] = g;
     *group = o->n_groups++;
     return HALFSTEP_OK;
@@ -256,15 +256,17 @@ int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *n
 /* Returns the address of a choice's value, or NULL if the choice does not exist for a group, or for the optimizer. */
 static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choice)
 {
-    if (group == HALFSTEP_ALL_GROUPS)
-        return !strcmp(choice, "scan")        ? &o->scan
-               : !strcmp(choice, "clip")      ? &o->clip
-               : !strcmp(choice, "missing")   ? &o->missing_gradient
-               : !strcmp(choice, "generator") ? &o->generator
-                                              : NULL;
-    return !strcmp(choice, "decay")      ? &o->groups[group].decay
-           : !strcmp(choice, "schedule") ? &o->groups[group].schedule
-                                         : NULL;
+    struct hstep_group *g = group == HALFSTEP_ALL_GROUPS ? NULL : &o->groups[group];
+    switch (hstep_find_choice(choice)) {
+    case HSTEP_CHOICE_DECAY: return g ? &g->decay : NULL;
+    case HSTEP_CHOICE_SCHEDULE: return g ? &g->schedule : NULL;
+    case HSTEP_CHOICE_SCAN: return g ? NULL : &o->scan;
+    case HSTEP_CHOICE_GENERATOR: return g ? NULL : &o->generator;
+    case HSTEP_CHOICE_CLIP: return g ? NULL : &o->clip;
+    case HSTEP_CHOICE_MISSING: return g ? NULL : &o->missing_gradient;
+    case HSTEP_CHOICES: break;
+    }
+    return NULL;
 }
 
 int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice, const char *value)
@@ -272,9 +274,11 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
     if (!o || !choice || !value) return HALFSTEP_ERROR_ARGUMENT;
     int error;
     if (group != HALFSTEP_ALL_GROUPS && (error = hstep_check_group(o, group))) return error;
-    if (!halfstep_choice_value(choice, 0))
-        return hstep_fail(o, HALFSTEP_ERROR_NAME,
-                          "unknown choice '%s'; known: decay, schedule, scan, generator, clip, missing", choice);
+    if (hstep_find_choice(choice) == HSTEP_CHOICES) {
+        char known[HSTEP_DETAIL_BYTES] = "";
+        for (int i = 0; i < HSTEP_CHOICES; i++) hstep_add_name(known, hstep_choices[i]);
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown choice '%s'; known: %s", choice, known);
+    }
     int *place = choice_place(o, group, choice), found = hstep_choice_find(choice, value);
     if (found < 0)
         return hstep_fail(o, HALFSTEP_ERROR_NAME,

@@ -98,6 +98,14 @@ const struct hstep_device *hstep_find_device(const char *name, const char **rest
 /* Sets the error text of the handle and the thread, and returns the code. */
 int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
+/* Fails with MEMORY, because `what` needs so many bytes. */
+int hstep_fail_memory(const halfstep_optimizer *o, uint64_t bytes, const char *what, ...)
+    __attribute__((format(printf, 3, 4)));
+/* Adds a name to a list of names in an error text. */
+void hstep_add_name(char names[HSTEP_DETAIL_BYTES], const char *name);
+/* Lists the formats with one of the roles. */
+void hstep_list_formats(char names[HSTEP_DETAIL_BYTES], int roles);
+
 /* Returns NONFINITE with the text of a refused step. The gradient of `tensor` is too large if too_large is set,
  * otherwise not finite. If tensor is -1, the norm is not finite. */
 int hstep_fail_gradient(const halfstep_optimizer *o, int tensor, int too_large);

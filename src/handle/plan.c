@@ -32,8 +32,9 @@ int hstep_first_plan(halfstep_optimizer *o)
  * hstep_repeat_update() relies on it. */
 static int are_alike(const struct hstep_tensor *a, const struct hstep_tensor *b)
 {
-    int alike = a->group == b->group && a->fused == b->fused && a->adjusted == b->adjusted && a->matrix == b->matrix &&
-                a->pairs == b->pairs && (a->ndim >= 2 && a->row_length > 1) == (b->ndim >= 2 && b->row_length > 1);
+    int alike = a->group == b->group && a->fused == b->fused && a->fused_adjusted == b->fused_adjusted &&
+                a->matrix == b->matrix && a->pairs == b->pairs &&
+                (a->ndim >= 2 && a->row_length > 1) == (b->ndim >= 2 && b->row_length > 1);
     for (int s = 0; alike && s < HSTEP_SLOTS; s++)
         alike = a->slot[s].format == b->slot[s].format && a->slot[s].root == b->slot[s].root;
     return alike;
@@ -72,7 +73,7 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
         t->share = find_share(o, i);
         o->parts += !hstep_is_whole(t);
         t->fused = o->device->find_fused(&o->context, t, 0);
-        t->adjusted = o->device->find_fused(&o->context, t, 1);
+        t->fused_adjusted = o->device->find_fused(&o->context, t, 1);
         t->first_alike = i && are_alike(t - 1, t) ? t[-1].first_alike : i;
         size_t floats = (t->matrix || t->pairs) && t->runs ? o->device->workspace(t) : 0;
         if (floats > *workspace) *workspace = floats;
@@ -120,7 +121,9 @@ int hstep_settle(halfstep_optimizer *o)
         hstep_release_plan(o);
         o->plan = (struct hstep_plan){.statistics = first, .round_squares = plan.round_squares, .ledger = plan.ledger};
         if (error != HALFSTEP_ERROR_MEMORY) return hstep_why(o, error);
-        return hstep_fail(o, error, "no memory for the plan of %d tensors", o->n_tensors);
+        uint64_t bytes = chunk_bytes + task_bytes + count * sizeof *plan.updates +
+                         (uint64_t)statistics_count * sizeof *plan.statistics + workspace * sizeof *plan.workspace;
+        return hstep_fail_memory(o, bytes, "the plan of %d tensors", o->n_tensors);
     }
     device->release(&o->context, o->plan.statistics);
     o->plan = plan;

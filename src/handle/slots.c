@@ -142,7 +142,10 @@ int halfstep_allocate_states(halfstep_optimizer *o)
     void *memory;
     int error = o->device->allocate(&o->context, bytes, &memory);
     if (error == HALFSTEP_ERROR_MEMORY)
-        return hstep_fail(o, error, "no memory for %llu bytes of states", (unsigned long long)bytes);
+        return hstep_fail(o, error,
+                          "out of memory: the states need %llu bytes; free some, or choose smaller formats "
+                          "('halfstep plan' forecasts them)",
+                          (unsigned long long)bytes);
     if (error) return hstep_why(o, error);
     if ((error = hstep_settle(o)) || (error = place_all(o, memory, bytes))) {
         o->device->release(&o->context, memory);

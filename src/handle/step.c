@@ -348,7 +348,7 @@ static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
     struct hstep_single_scratch here, *scratch = &here;
     if ((result = hstep_take_scratch(o, tensor, &scratch)))
         return result == HALFSTEP_ERROR_MEMORY
-                   ? hstep_fail(o, result, "no memory for a step of tensor '%s'", o->labels[tensor].name)
+                   ? hstep_fail_memory(o, sizeof here, "a step of tensor '%s'", o->labels[tensor].name)
                    : hstep_why(o, result);
     struct hstep_request s = request_of(o, tensor, 1, call->micro, call->gradients);
     s.norms_made = &o->labels[tensor].norms_made;

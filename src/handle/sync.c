@@ -261,7 +261,7 @@ int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, 
     uint64_t n = (uint64_t)o->n_groups + 1;
     if ((!o->lr_place && !(o->lr_place = calloc(n, sizeof *o->lr_place))) ||
         (!o->lr_set && !(o->lr_set = calloc(n, sizeof *o->lr_set))))
-        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for the places of hyper-parameters");
+        return hstep_fail_memory(o, n * (sizeof *o->lr_place + sizeof *o->lr_set), "binding hyper-parameters");
     for (int i = all ? 0 : group; i < (all ? o->n_groups : group + 1); i++)
         bind(o, &o->lr_place[i], place, &o->groups[i].hyper[HSTEP_LR], &o->lr_set[i],
              o->sent ? &o->sent[i].hyper[HSTEP_LR] : NULL);

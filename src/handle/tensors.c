@@ -116,14 +116,16 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
 
 static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d, struct hstep_tensor *t)
 {
-    int gradient = halfstep_format_find(d->gradient);
+    int gradient = halfstep_format_find(d->gradient), raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT;
+    int roles = HALFSTEP_ROLE_GRADIENT | (raw ? HALFSTEP_ROLE_WEIGHT : 0);
+    char known[HSTEP_DETAIL_BYTES];
+    hstep_list_formats(known, roles);
     if (gradient < 0)
-        return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': unknown gradient format '%s'; known: f32, bf16, f16",
-                          d->name, d->gradient ? d->gradient : "(null)");
-    int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT;
-    if (!(hstep_formats[gradient].roles & (HALFSTEP_ROLE_GRADIENT | (raw ? HALFSTEP_ROLE_WEIGHT : 0))))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor '%s': '%s' cannot store gradients; f32, bf16 and f16 can", d->name, d->gradient);
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': unknown gradient format '%s'; known: %s", d->name,
+                          d->gradient ? d->gradient : "(null)", known);
+    if (!(hstep_formats[gradient].roles & roles))
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': '%s' cannot store gradients; these can: %s",
+                          d->name, d->gradient, known);
     t->slot[HALFSTEP_SLOT_WEIGHT].format = o->groups[t->group].recipe.weight;
     t->slot[HALFSTEP_SLOT_GRADIENT].format = gradient;
     size_slot(t, &t->slot[HALFSTEP_SLOT_WEIGHT]);
@@ -137,8 +139,12 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     if (o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist",
                           d->name);
-    struct hstep_tensor t = {
-        .group = d->group, .fused = -1, .adjusted = -1, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
+    struct hstep_tensor t = {.group = d->group,
+                             .fused = -1,
+                             .fused_adjusted = -1,
+                             .ndim = d->ndim,
+                             .rows = d->rows,
+                             .row_length = d->row_length};
     int error = hstep_check_group(o, d->group);
     if (error || (error = check_shape(o, d, &t))) return error;
     t.rule = o->groups[t.group].recipe.rule;
@@ -163,7 +169,7 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     if (hstep_grow((void **)&o->tensors, o->n_tensors, &o->capacity_tensors, sizeof t) ||
         hstep_grow((void **)&o->labels, o->n_tensors, &o->capacity_labels, sizeof label) ||
         !(label.name = malloc(length)))
-        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for tensor '%s'", d->name);
+        return hstep_fail_memory(o, sizeof t + sizeof label + length, "tensor '%s'", d->name);
     memcpy(label.name, d->name, length);
     o->labels[o->n_tensors] = label;
     o->tensors[o->n_tensors] = t;

@@ -72,10 +72,6 @@ typedef struct file_record {
     uint64_t bytes, crc;
 } file_record;
 
-typedef struct value_record {
-    const char *key, *value;
-} value_record;
-
 /* A manifest of either kind: a generation's has files and values, the pointer has `current`. If the manifest was read,
  * names, keys, values and `current` lie in `text`. If it is to be written, `text` is NULL and they are copies. */
 typedef struct manifest {
@@ -84,8 +80,7 @@ typedef struct manifest {
     uint64_t step, sequence;
     file_record *files;
     size_t file_count, file_capacity;
-    value_record *values;
-    size_t value_count, value_capacity;
+    hstep_pairs values; /* sorted by key if the manifest is to be written */
 } manifest;
 
 static void free_manifest(manifest *m)
@@ -94,55 +89,35 @@ static void free_manifest(manifest *m)
         if (!m->text) free((char *)m->files[i].name);
         free(m->files[i].path);
     }
-    for (size_t i = 0; i < m->value_count && !m->text; i++) {
-        free((char *)m->values[i].key);
-        free((char *)m->values[i].value);
-    }
+    if (m->text) free(m->values.list);
+    else hstep_free_pairs(&m->values);
     free(m->files);
-    free(m->values);
     free(m->text);
     memset(m, 0, sizeof *m);
 }
 
-/* Appends the last member of a manifest, the checksum of everything before it. A damaged manifest therefore cannot pass
- * for another one. */
+/* The last member of a manifest is the checksum of everything before it. A damaged manifest therefore cannot pass for
+ * another one. */
+#define HSTEP_SEAL ",\n  \"crc64\": \"%016llx\"\n}\n"
+
 static void append_seal(hstep_buffer *text)
 {
-    char seal[64];
-    if (text->failed) return;
-    snprintf(seal, sizeof seal, ",\n  \"crc64\": \"%016llx\"\n}\n", ull(update_crc(0, text->data, text->bytes)));
-    hstep_append_text(text, seal);
+    if (!text->failed) hstep_append_format(text, HSTEP_SEAL, ull(update_crc(0, text->data, text->bytes)));
 }
 
 static int is_sealed(const char *text, size_t bytes)
 {
     char seal[64];
-    int length = snprintf(seal, sizeof seal, ",\n  \"crc64\": \"%016llx\"\n}\n", 0ull);
-    if (bytes < (size_t)length) return 0;
-    snprintf(seal, sizeof seal, ",\n  \"crc64\": \"%016llx\"\n}\n", ull(update_crc(0, text, bytes - (size_t)length)));
-    return !memcmp(text + bytes - length, seal, (size_t)length);
-}
-
-static void append_member(hstep_buffer *text, const char *key)
-{
-    hstep_append_text(text, ",\n  ");
-    hstep_append_json(text, key);
-    hstep_append_text(text, ": ");
+    size_t length = (size_t)snprintf(seal, sizeof seal, HSTEP_SEAL, 0ull);
+    if (bytes < length) return 0;
+    snprintf(seal, sizeof seal, HSTEP_SEAL, ull(update_crc(0, text, bytes - length)));
+    return !memcmp(text + bytes - length, seal, length);
 }
 
 static void begin_manifest(hstep_buffer *text, const char *format, uint64_t sequence)
 {
-    hstep_append_text(text, "{\n  \"format\": ");
-    hstep_append_json(text, format);
-    append_member(text, "version");
-    hstep_append_number(text, HSTEP_MANIFEST_VERSION);
-    append_member(text, "sequence");
-    hstep_append_number(text, sequence);
-}
-
-static int compare_values(const void *a, const void *b)
-{
-    return strcmp(((const value_record *)a)->key, ((const value_record *)b)->key);
+    hstep_append_format(text, "{\n  \"format\": \"%s\",\n  \"version\": %d,\n  \"sequence\": %llu", format,
+                        HSTEP_MANIFEST_VERSION, ull(sequence));
 }
 
 static int compare_files(const void *a, const void *b)
@@ -153,41 +128,27 @@ static int compare_files(const void *a, const void *b)
 static void write_generation_manifest(hstep_buffer *text, manifest *m)
 {
     if (m->file_count) qsort(m->files, m->file_count, sizeof *m->files, compare_files);
-    if (m->value_count) qsort(m->values, m->value_count, sizeof *m->values, compare_values);
     begin_manifest(text, HSTEP_MANIFEST_FORMAT, m->sequence);
-    append_member(text, "step");
-    hstep_append_number(text, m->step);
-    append_member(text, "files");
-    hstep_append_text(text, "[");
-    for (size_t i = 0; i < m->file_count; i++) {
-        char crc[24];
-        hstep_append_text(text, i ? ",\n    {\"name\": " : "\n    {\"name\": ");
-        hstep_append_json(text, m->files[i].name);
-        hstep_append_text(text, ", \"bytes\": ");
-        hstep_append_number(text, m->files[i].bytes);
-        snprintf(crc, sizeof crc, "%016llx", ull(m->files[i].crc));
-        hstep_append_text(text, ", \"crc64\": ");
-        hstep_append_json(text, crc);
-        hstep_append_text(text, "}");
-    }
+    hstep_append_format(text, ",\n  \"step\": %llu,\n  \"files\": [", ull(m->step));
+    for (size_t i = 0; i < m->file_count; i++) /* the characters of file names need no escapes */
+        hstep_append_format(text, "%s\n    {\"name\": \"%s\", \"bytes\": %llu, \"crc64\": \"%016llx\"}", i ? "," : "",
+                            m->files[i].name, ull(m->files[i].bytes), ull(m->files[i].crc));
     hstep_append_text(text, m->file_count ? "\n  ]" : "]");
-    append_member(text, "values");
-    hstep_append_text(text, "{");
-    for (size_t i = 0; i < m->value_count; i++) {
+    hstep_append_text(text, ",\n  \"values\": {");
+    for (size_t i = 0; i < m->values.count; i++) {
         hstep_append_text(text, i ? ",\n    " : "\n    ");
-        hstep_append_json(text, m->values[i].key);
+        hstep_append_json(text, m->values.list[i].key);
         hstep_append_text(text, ": ");
-        hstep_append_json(text, m->values[i].value);
+        hstep_append_json(text, m->values.list[i].value);
     }
-    hstep_append_text(text, m->value_count ? "\n  }" : "}");
+    hstep_append_text(text, m->values.count ? "\n  }" : "}");
     append_seal(text);
 }
 
 static void write_pointer(hstep_buffer *text, const char *current, uint64_t sequence)
 {
     begin_manifest(text, HSTEP_POINTER_FORMAT, sequence);
-    append_member(text, "current");
-    hstep_append_json(text, current);
+    hstep_append_format(text, ",\n  \"current\": \"%s\"", current);
     append_seal(text);
 }
 
@@ -201,31 +162,29 @@ static int is_file_name(const char *name)
            strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == length;
 }
 
+/* Returns what follows a prefix and a decimal number, or NULL if the name does not begin with them. */
+static const char *skip_numbered(const char *name, const char *prefix)
+{
+    size_t length = strlen(prefix);
+    size_t digits = strncmp(name, prefix, length) ? 0 : strspn(name + length, "0123456789");
+    return digits ? name + length + digits : NULL;
+}
+
 /* Tells whether a name is checkpoint-<step> or checkpoint-<step>-<n>, which is used if checkpoint-<step> exists
  * already. */
 static int is_generation_name(const char *name)
 {
-    size_t prefix = strlen(HSTEP_GENERATION);
-    if (strncmp(name, HSTEP_GENERATION, prefix) || strlen(name) > HSTEP_MAX_NAME) return 0;
-    name += prefix;
-    size_t digits = strspn(name, "0123456789");
-    if (!digits) return 0;
-    if (!name[digits]) return 1;
-    name += digits + 1;
-    digits = strspn(name, "0123456789");
-    return name[-1] == '-' && digits && !name[digits];
+    const char *rest = skip_numbered(name, HSTEP_GENERATION);
+    if (rest && *rest) rest = skip_numbered(rest, "-");
+    return rest && !*rest && strlen(name) <= HSTEP_MAX_NAME;
 }
 
 /* Tells whether hstep_temporary_path() can have made a name from HSTEP_TEMPORARY. */
 static int is_temporary_name(const char *name)
 {
-    size_t prefix = strlen(HSTEP_TEMPORARY);
-    if (strncmp(name, HSTEP_TEMPORARY, prefix)) return 0;
-    name += prefix;
-    size_t process = strspn(name, "0123456789");
-    if (!process || name[process] != '-') return 0;
-    name += process + 1;
-    return *name && !name[strspn(name, "0123456789")];
+    const char *rest = skip_numbered(name, HSTEP_TEMPORARY);
+    if (rest) rest = skip_numbered(rest, "-");
+    return rest && !*rest;
 }
 
 static int parse_crc(const char *text, uint64_t *crc)
@@ -243,7 +202,7 @@ static int parse_file(hstep_json *json, manifest *m)
     int sized = 0;
     if (!hstep_json_expect(json, '{')) return 0;
     do {
-        if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':')) return 0;
+        if (!hstep_json_key(json, &key)) return 0;
         int good = !strcmp(key, "name") && !name       ? hstep_json_string(json, &name)
                    : !strcmp(key, "crc64") && !crc     ? hstep_json_string(json, &crc)
                    : !strcmp(key, "bytes") && !sized++ ? hstep_json_number(json, &record.bytes)
@@ -275,10 +234,10 @@ static int parse_values(hstep_json *json, manifest *m)
     if (!hstep_json_expect(json, '{')) return 0;
     if (hstep_json_take(json, '}')) return 1;
     do {
-        if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':') || !hstep_json_string(json, &value))
-            return 0;
-        if (!hstep_grow((void **)&m->values, m->value_count, &m->value_capacity, sizeof *m->values)) return -1;
-        m->values[m->value_count++] = (value_record){key, value};
+        if (!hstep_json_key(json, &key) || !hstep_json_string(json, &value)) return 0;
+        if (!hstep_grow((void **)&m->values.list, m->values.count, &m->values.capacity, sizeof *m->values.list))
+            return -1;
+        m->values.list[m->values.count++] = (hstep_pair){(char *)key, (char *)value};
     } while (hstep_json_take(json, ','));
     return hstep_json_expect(json, '}');
 }
@@ -291,16 +250,16 @@ static int parse_manifest(hstep_json *json, manifest *m, uint64_t *version)
     const char *key, *format, *text;
     unsigned seen = 0, member;
     *version = 0;
-    if (!hstep_json_expect(json, '{') || !hstep_json_string(json, &key) || strcmp(key, "format") ||
-        !hstep_json_expect(json, ':') || !hstep_json_string(json, &format) || !hstep_json_expect(json, ',') ||
-        !hstep_json_string(json, &key) || strcmp(key, "version") || !hstep_json_expect(json, ':'))
+    if (!hstep_json_expect(json, '{') || !hstep_json_key(json, &key) || strcmp(key, "format") ||
+        !hstep_json_string(json, &format) || !hstep_json_expect(json, ',') || !hstep_json_key(json, &key) ||
+        strcmp(key, "version"))
         return 0;
     int is_pointer = !strcmp(format, HSTEP_POINTER_FORMAT);
     if ((!is_pointer && strcmp(format, HSTEP_MANIFEST_FORMAT)) || !hstep_json_number(json, version)) return 0;
     if (*version != HSTEP_MANIFEST_VERSION) return 1;
     while (hstep_json_take(json, ',')) {
         int result;
-        if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':')) return 0;
+        if (!hstep_json_key(json, &key)) return 0;
         if (!strcmp(key, "sequence")) member = SEQUENCE, result = hstep_json_number(json, &m->sequence);
         else if (!strcmp(key, "step")) member = STEP, result = hstep_json_number(json, &m->step);
         else if (!strcmp(key, "files")) member = FILES, result = parse_files(json, m);
@@ -494,7 +453,7 @@ static int list_generations(const char *dir, generation **list, size_t *count, n
 struct halfstep_checkpoint_save {
     char *dir, *temporary; /* the temporary directory inside dir, or NULL before it exists */
     int created_dir;
-    hstep_lock *lock;
+    hstep_file *lock;
     halfstep_save_options options;
     manifest manifest;
     notes notes;
@@ -651,8 +610,26 @@ static char *part_path(const halfstep_checkpoint_save *save, const char *name)
     return path;
 }
 
-/* Writes one file of the generation into the temporary directory. `writer` supplies the contents, or data if writer is
- * NULL. */
+/* Writes one file of the generation into the temporary directory, and sets its size and checksum in *sink. `writer`
+ * supplies the contents, or data if writer is NULL. */
+static int write_part(halfstep_checkpoint_save *save, const char *name, const halfstep_safetensors_writer *writer,
+                      halfstep_fill_function fill, void *context, const void *data, uint64_t bytes, checked_sink *sink,
+                      hstep_error *error)
+{
+    char *path = part_path(save, name), *shown = hstep_join_path(save->dir, name);
+    int code = path && shown ? hstep_create_file(&sink->file, path, shown, error) : hstep_fail_memory(error);
+    if (!code) {
+        code = writer ? hstep_stream_safetensors(writer, shown, write_checked, sink, fill, context, error)
+                      : write_checked(sink, data, bytes, error);
+        if (!code && !save->options.no_sync) code = hstep_sync(sink->file, error);
+        code = hstep_close_written(sink->file, code, error);
+    }
+    free(path);
+    free(shown);
+    return code;
+}
+
+/* Adds a file to the generation. The contents are as in write_part(). */
 static int add_file(halfstep_checkpoint_save *save, const char *name, const halfstep_safetensors_writer *writer,
                     halfstep_fill_function fill, void *context, const void *data, uint64_t bytes, hstep_error *error)
 {
@@ -668,27 +645,13 @@ static int add_file(halfstep_checkpoint_save *save, const char *name, const half
         if (!strcmp(m->files[i].name, name))
             return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two files are named \"%s\"", save->dir, name);
 
-    char *copy = hstep_copy(name), *path = part_path(save, name), *shown = hstep_join_path(save->dir, name);
-    int code =
-        copy && path && shown && hstep_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof *m->files)
-            ? HALFSTEP_OK
-            : hstep_fail_memory(error);
-    if (!code) code = hstep_create_file(&sink.file, path, shown, error);
-    if (!code)
-        code = writer ? hstep_stream_safetensors(writer, shown, write_checked, &sink, fill, context, error)
-                      : write_checked(&sink, data, bytes, error);
-    if (!code && !save->options.no_sync) code = hstep_sync(sink.file, error);
-    hstep_error ignored = {0};
-    int closed = hstep_close(sink.file, code ? &ignored : error);
-    if (!code) code = closed;
-    free(path);
-    free(shown);
-    if (code) {
-        free(copy);
-        return code;
-    }
-    m->files[m->file_count++] = (file_record){copy, NULL, sink.bytes, sink.crc};
-    return HALFSTEP_OK;
+    char *copy = hstep_copy(name);
+    int code = copy && hstep_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof *m->files)
+                   ? write_part(save, name, writer, fill, context, data, bytes, &sink, error)
+                   : hstep_fail_memory(error);
+    if (code) free(copy);
+    else m->files[m->file_count++] = (file_record){copy, NULL, sink.bytes, sink.crc};
+    return code;
 }
 
 int halfstep_save_file(halfstep_checkpoint_save *save, const char *name, const void *data, uint64_t bytes, char *text,
@@ -712,25 +675,9 @@ int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name,
 
 static int add_value(halfstep_checkpoint_save *save, const char *key, const char *value, hstep_error *error)
 {
-    manifest *m = &save->manifest;
     if (!hstep_is_utf8(key) || !hstep_is_utf8(value))
         return hstep_fail(error, HALFSTEP_ERROR_NAME, "checkpoint value \"%s\" is not UTF-8", key);
-    value_record record = {NULL, hstep_copy(value)};
-    if (!record.value) return hstep_fail_memory(error);
-    for (size_t i = 0; i < m->value_count; i++)
-        if (!strcmp(m->values[i].key, key)) {
-            free((char *)m->values[i].value);
-            m->values[i].value = record.value;
-            return HALFSTEP_OK;
-        }
-    record.key = hstep_copy(key);
-    if (!record.key || !hstep_grow((void **)&m->values, m->value_count, &m->value_capacity, sizeof record)) {
-        free((char *)record.key);
-        free((char *)record.value);
-        return hstep_fail_memory(error);
-    }
-    m->values[m->value_count++] = record;
-    return HALFSTEP_OK;
+    return hstep_set_pair(&save->manifest.values, key, value) ? HALFSTEP_OK : hstep_fail_memory(error);
 }
 
 int halfstep_save_value(halfstep_checkpoint_save *save, const char *key, const char *value, char *text,
@@ -740,18 +687,6 @@ int halfstep_save_value(halfstep_checkpoint_save *save, const char *key, const c
     if (!save || !key || !value)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_value: NULL argument");
     return hstep_note_failure(save, add_value(save, key, value, &error), &error);
-}
-
-static int write_text(const char *path, const char *shown, const hstep_buffer *text, int sync, hstep_error *error)
-{
-    hstep_file *file;
-    hstep_error ignored = {0};
-    int code = hstep_create_file(&file, path, shown, error);
-    if (code) return code;
-    code = hstep_write(file, text->data, text->bytes, error);
-    if (!code && sync) code = hstep_sync(file, error);
-    int closed = hstep_close(file, code ? &ignored : error);
-    return code ? code : closed;
 }
 
 /* Gives one file of the temporary directory its final name. */
@@ -771,22 +706,20 @@ static int name_file(halfstep_checkpoint_save *save, const char *name, hstep_err
 static int seal_generation(halfstep_checkpoint_save *save, hstep_error *error)
 {
     hstep_buffer text = {0};
+    checked_sink sink = {0};
     write_generation_manifest(&text, &save->manifest);
-    char *path = part_path(save, HSTEP_MANIFEST), *shown = hstep_join_path(save->dir, HSTEP_MANIFEST);
-    int code = path && shown && !text.failed ? HALFSTEP_OK : hstep_fail_memory(error);
+    int code = text.failed ? hstep_fail_memory(error) : HALFSTEP_OK;
     if (!code && text.bytes > HSTEP_MANIFEST_LIMIT)
         code = hstep_fail(error, HALFSTEP_ERROR_RANGE,
                           "%s: names and values of a checkpoint take %zu bytes, more than the "
                           "%llu allowed",
                           save->dir, text.bytes, ull(HSTEP_MANIFEST_LIMIT));
-    if (!code) code = write_text(path, shown, &text, !save->options.no_sync, error);
+    if (!code) code = write_part(save, HSTEP_MANIFEST, NULL, NULL, NULL, text.data, text.bytes, &sink, error);
     if (!code) code = name_file(save, HSTEP_MANIFEST, error);
     for (size_t i = 0; i < save->manifest.file_count && !code; i++)
         code = name_file(save, save->manifest.files[i].name, error);
     if (!code && !save->options.no_sync) code = hstep_sync_directory(save->temporary, error);
     free(text.data);
-    free(shown);
-    free(path);
     return code;
 }
 
@@ -819,17 +752,12 @@ static int name_generation(halfstep_checkpoint_save *save, char **name, char **p
 static int replace_pointer(halfstep_checkpoint_save *save, const char *name, int *renamed, hstep_error *error)
 {
     hstep_buffer text = {0};
-    hstep_replacement replacement;
     *renamed = 0;
     write_pointer(&text, name, save->manifest.sequence);
     char *path = hstep_join_path(save->dir, HSTEP_MANIFEST);
-    int code = path && !text.failed ? HALFSTEP_OK : hstep_fail_memory(error);
-    if (!code) code = hstep_begin_replacement(&replacement, path, HSTEP_TEMPORARY, error);
-    if (!code) {
-        code = hstep_write(replacement.file, text.data, text.bytes, error);
-        if (code) hstep_cancel_replacement(&replacement);
-        else code = hstep_finish_replacement(&replacement, !save->options.no_sync, renamed, error);
-    }
+    int code = path && !text.failed ? hstep_replace_file(path, HSTEP_TEMPORARY, text.data, text.bytes,
+                                                         !save->options.no_sync, renamed, error)
+                                    : hstep_fail_memory(error);
     free(path);
     free(text.data);
     return code;
@@ -842,7 +770,7 @@ static int replace_pointer(halfstep_checkpoint_save *save, const char *name, int
 static int retire_generation(const char *dir, const char *name, char **temporary, hstep_error *error)
 {
     int busy = 0;
-    hstep_lock *lock = NULL;
+    hstep_file *lock = NULL;
     char **files = NULL;
     size_t count = 0;
     char *path = hstep_join_path(dir, name);
@@ -983,7 +911,7 @@ void halfstep_abandon_checkpoint(halfstep_checkpoint_save *save)
 
 struct halfstep_checkpoint {
     char *directory;
-    hstep_lock *lock; /* shared, so that no save removes what is being read */
+    hstep_file *lock; /* shared, so that no save removes what is being read */
     manifest manifest;
     int fell_back;
 };
@@ -1001,7 +929,6 @@ static int verify_file(const file_record *record, int check_contents, void *piec
                        hstep_error *error)
 {
     hstep_file *file;
-    hstep_error ignored = {0};
     uint64_t bytes = 0, crc = 0;
     int code = hstep_open_file(&file, record->path, &bytes, error);
     if (code) return code;
@@ -1018,7 +945,7 @@ static int verify_file(const file_record *record, int check_contents, void *piec
         code = hstep_fail(error, HALFSTEP_ERROR_FORMAT,
                           "%s is corrupt: its checksum is %016llx, its manifest says %016llx", record->path, ull(crc),
                           ull(record->crc));
-    hstep_close(file, &ignored);
+    hstep_close(file);
     return code;
 }
 
@@ -1172,7 +1099,7 @@ int halfstep_get_checkpoint_info(const halfstep_checkpoint *checkpoint, halfstep
                                      .step = m->step,
                                      .sequence = m->sequence,
                                      .files = m->file_count,
-                                     .values = m->value_count};
+                                     .values = m->values.count};
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
@@ -1194,16 +1121,17 @@ const char *halfstep_checkpoint_path(const halfstep_checkpoint *checkpoint, cons
 
 const char *halfstep_checkpoint_value(const halfstep_checkpoint *checkpoint, const char *key)
 {
-    for (size_t i = 0; checkpoint && key && i < checkpoint->manifest.value_count; i++)
-        if (!strcmp(checkpoint->manifest.values[i].key, key)) return checkpoint->manifest.values[i].value;
+    for (size_t i = 0; checkpoint && key && i < checkpoint->manifest.values.count; i++)
+        if (!strcmp(checkpoint->manifest.values.list[i].key, key)) return checkpoint->manifest.values.list[i].value;
     return NULL;
 }
 
 int halfstep_get_checkpoint_value(const halfstep_checkpoint *checkpoint, uint64_t index, const char **key,
                                   const char **value)
 {
-    if (!checkpoint || !key || !value || index >= checkpoint->manifest.value_count) return HALFSTEP_ERROR_ARGUMENT;
-    *key = checkpoint->manifest.values[index].key;
-    *value = checkpoint->manifest.values[index].value;
+    if (!checkpoint || !key || !value || index >= checkpoint->manifest.values.count) return HALFSTEP_ERROR_ARGUMENT;
+    const hstep_pair *pair = &checkpoint->manifest.values.list[index];
+    *key = pair->key;
+    *value = pair->value;
     return HALFSTEP_OK;
 }

@@ -20,10 +20,6 @@ struct hstep_file {
     char path[]; /* for error texts */
 };
 
-struct hstep_lock {
-    int fd;
-};
-
 static int fail_system(hstep_error *error, const char *what, const char *path)
 {
     char text[256];
@@ -76,18 +72,18 @@ int hstep_open_file(hstep_file **file, const char *path, uint64_t *bytes, hstep_
     int fd = open_retrying(path, O_RDONLY | O_NONBLOCK, 0);
     if (fd < 0) return fail_system(error, "open", path);
     struct stat status;
-    if (fstat(fd, &status)) {
-        int code = fail_system(error, "inspect", path);
-        close_once(fd);
-        return code;
-    }
-    if (!S_ISREG(status.st_mode)) {
-        close_once(fd);
-        return hstep_fail(error, HALFSTEP_ERROR_IO, "%s is %s, not a regular file", path,
+    int code = wrap_descriptor(file, fd, path, error);
+    if (code) return code;
+    if (fstat(fd, &status)) code = fail_system(error, "inspect", path);
+    else if (!S_ISREG(status.st_mode))
+        code = hstep_fail(error, HALFSTEP_ERROR_IO, "%s is %s, not a regular file", path,
                           S_ISDIR(status.st_mode) ? "a directory" : "a device or a pipe");
+    else *bytes = (uint64_t)status.st_size;
+    if (code) {
+        hstep_close(*file);
+        *file = NULL;
     }
-    *bytes = (uint64_t)status.st_size;
-    return wrap_descriptor(file, fd, path, error);
+    return code;
 }
 
 int hstep_create_file(hstep_file **file, const char *path, const char *shown, hstep_error *error)
@@ -147,10 +143,15 @@ int hstep_sync(hstep_file *file, hstep_error *error)
     return sync_retrying(file->fd) ? fail_system(error, "sync", file->path) : HALFSTEP_OK;
 }
 
-int hstep_close(hstep_file *file, hstep_error *error)
+void hstep_close(hstep_file *file)
 {
-    if (!file) return HALFSTEP_OK;
-    int code = close_once(file->fd) ? fail_system(error, "close", file->path) : HALFSTEP_OK;
+    if (file) close_once(file->fd);
+    free(file);
+}
+
+int hstep_close_written(hstep_file *file, int code, hstep_error *error)
+{
+    if (close_once(file->fd) && !code) code = fail_system(error, "close", file->path);
     free(file);
     return code;
 }
@@ -158,7 +159,6 @@ int hstep_close(hstep_file *file, hstep_error *error)
 int hstep_read_whole(const char *path, uint64_t limit, char **data, size_t *bytes, hstep_error *error)
 {
     hstep_file *file;
-    hstep_error ignored = {0};
     uint64_t length = 0;
     *data = NULL;
     int code = hstep_open_file(&file, path, &length, error);
@@ -168,7 +168,7 @@ int hstep_read_whole(const char *path, uint64_t limit, char **data, size_t *byte
                           (unsigned long long)length, (unsigned long long)limit);
     else if (!(*data = malloc((size_t)length + 1))) code = hstep_fail_memory(error);
     else code = hstep_read_at(file, 0, *data, (size_t)length, error);
-    hstep_close(file, &ignored);
+    hstep_close(file);
     if (code) {
         free(*data);
         *data = NULL;
@@ -183,9 +183,8 @@ int hstep_read_whole(const char *path, uint64_t limit, char **data, size_t *byte
 
 int hstep_begin_replacement(hstep_replacement *replacement, const char *path, const char *prefix, hstep_error *error)
 {
-    hstep_replacement made = {0};
     struct stat status;
-    int exists = !stat(path, &status), code;
+    int exists = !stat(path, &status), is_regular = exists && S_ISREG(status.st_mode), code;
 
     memset(replacement, 0, sizeof *replacement);
     if (!exists && errno != ENOENT) return fail_system(error, "inspect", path);
@@ -193,84 +192,63 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
         errno = EISDIR;
         return fail_system(error, "write", path);
     }
-    if (exists && !S_ISREG(status.st_mode)) {
-        if (!(made.target = hstep_copy(path))) return hstep_fail_memory(error);
+    /* Renaming onto a symbolic link would replace the link, not the file it leads to. */
+    char *target = is_regular ? realpath(path, NULL) : hstep_copy(path), *temporary = NULL;
+    if (!target) return errno == ENOMEM || !is_regular ? hstep_fail_memory(error) : fail_system(error, "resolve", path);
+    hstep_file *file = NULL;
+    if (exists && !is_regular) {
         int fd = open_retrying(path, O_WRONLY | O_NOCTTY, 0);
-        code = fd < 0 ? fail_system(error, "open", path) : wrap_descriptor(&made.file, fd, path, error);
-        if (code) {
-            free(made.target);
-            return code;
-        }
-        *replacement = made;
+        code = fd < 0 ? fail_system(error, "open", path) : wrap_descriptor(&file, fd, path, error);
+    } else {
+        char *parent = hstep_parent_path(target);
+        temporary = parent ? hstep_temporary_path(parent, prefix) : NULL;
+        free(parent);
+        code = temporary ? hstep_create_file(&file, temporary, path, error) : hstep_fail_memory(error);
+        if (!code && exists && fchmod(file->fd, status.st_mode & 07777))
+            code = fail_system(error, "set the mode of", path);
+    }
+    if (!code) {
+        *replacement = (hstep_replacement){file, target, temporary};
         return HALFSTEP_OK;
     }
-
-    /* Renaming onto a symbolic link would replace the link, not the file it leads to. */
-    made.target = exists ? realpath(path, NULL) : hstep_copy(path);
-    if (!made.target)
-        return errno == ENOMEM || !exists ? hstep_fail_memory(error) : fail_system(error, "resolve", path);
-    char *parent = hstep_parent_path(made.target);
-    made.temporary = parent ? hstep_temporary_path(parent, prefix) : NULL;
-    free(parent);
-    code = made.temporary ? hstep_create_file(&made.file, made.temporary, path, error) : hstep_fail_memory(error);
-    if (!code && exists && fchmod(made.file->fd, status.st_mode & 07777))
-        code = fail_system(error, "set the mode of", path);
-    if (code) {
-        hstep_error ignored = {0};
-        if (made.file) {
-            hstep_close(made.file, &ignored);
-            unlink(made.temporary);
-        }
-        free(made.temporary);
-        free(made.target);
-        return code;
-    }
-    *replacement = made;
-    return HALFSTEP_OK;
-}
-
-static void free_replacement(hstep_replacement *replacement)
-{
-    free(replacement->temporary);
-    free(replacement->target);
-    memset(replacement, 0, sizeof *replacement);
-}
-
-int hstep_finish_replacement(hstep_replacement *replacement, int sync, int *renamed, hstep_error *error)
-{
-    *renamed = 0;
-    if (!replacement->temporary) {
-        int code = hstep_close(replacement->file, error);
-        free_replacement(replacement);
-        return code;
-    }
-    char *parent = hstep_parent_path(replacement->target);
-    int code = parent ? HALFSTEP_OK : hstep_fail_memory(error);
-    if (!code && sync) code = hstep_sync(replacement->file, error);
-    hstep_error ignored = {0};
-    int closed = hstep_close(replacement->file, code ? &ignored : error);
-    if (!code) code = closed;
-    replacement->file = NULL;
-    if (!code) {
-        code = hstep_rename(replacement->temporary, replacement->target, replacement->target, error);
-        *renamed = !code;
-        if (!code && sync && (code = hstep_sync_directory(parent, error)))
-            hstep_fail(error, code,
-                       "%s is in place, but may not survive a loss of power: its directory cannot be synced",
-                       replacement->target);
-    }
-    if (!*renamed) unlink(replacement->temporary);
-    free(parent);
-    free_replacement(replacement);
+    if (file) unlink(temporary);
+    hstep_close(file);
+    free(temporary);
+    free(target);
     return code;
 }
 
-void hstep_cancel_replacement(hstep_replacement *replacement)
+int hstep_finish_replacement(hstep_replacement *replacement, int code, int sync, int *renamed, hstep_error *error)
 {
-    hstep_error ignored = {0};
-    hstep_close(replacement->file, &ignored);
-    if (replacement->temporary) unlink(replacement->temporary);
-    free_replacement(replacement);
+    const char *temporary = replacement->temporary, *target = replacement->target;
+    char *parent = temporary ? hstep_parent_path(target) : NULL;
+    *renamed = 0;
+    if (!code && temporary && !parent) code = hstep_fail_memory(error);
+    if (!code && temporary && sync) code = hstep_sync(replacement->file, error);
+    code = hstep_close_written(replacement->file, code, error);
+    if (!code && temporary) {
+        code = hstep_rename(temporary, target, target, error);
+        *renamed = !code;
+    }
+    if (*renamed && sync && (code = hstep_sync_directory(parent, error)))
+        hstep_fail(error, code, "%s is in place, but may not survive a loss of power: its directory cannot be synced",
+                   target);
+    if (temporary && !*renamed) unlink(temporary);
+    free(parent);
+    free(replacement->temporary);
+    free(replacement->target);
+    return code;
+}
+
+int hstep_replace_file(const char *path, const char *prefix, const void *data, uint64_t bytes, int sync, int *renamed,
+                       hstep_error *error)
+{
+    hstep_replacement replacement;
+    *renamed = 0;
+    int code = hstep_begin_replacement(&replacement, path, prefix, error);
+    if (code) return code;
+    code = hstep_write(replacement.file, data, bytes, error);
+    return hstep_finish_replacement(&replacement, code, sync, renamed, error);
 }
 
 /* ---- Directories ------------------------------------------------------------------------------------------------- */
@@ -434,38 +412,25 @@ int hstep_link(const char *base, const char *inner, const char *name, const char
 
 /* ---- Locks ------------------------------------------------------------------------------------------------------- */
 
-int hstep_lock_directory(hstep_lock **lock, const char *path, int mode, int *busy, hstep_error *error)
+int hstep_lock_directory(hstep_file **lock, const char *path, int mode, int *busy, hstep_error *error)
 {
     *lock = NULL;
     *busy = 0;
-    hstep_lock *made = malloc(sizeof *made);
-    if (!made) return hstep_fail_memory(error);
-    made->fd = open_retrying(path, O_RDONLY | O_DIRECTORY, 0);
-    if (made->fd < 0) {
-        int code = fail_system(error, "open directory", path);
-        free(made);
-        return code;
-    }
-    int result;
-    do result = flock(made->fd, (mode == HSTEP_LOCK_SHARED ? LOCK_SH : LOCK_EX) | LOCK_NB);
+    int result, fd = open_retrying(path, O_RDONLY | O_DIRECTORY, 0);
+    if (fd < 0) return fail_system(error, "open directory", path);
+    do result = flock(fd, (mode == HSTEP_LOCK_SHARED ? LOCK_SH : LOCK_EX) | LOCK_NB);
     while (result && errno == EINTR);
-    if (result && errno == EWOULDBLOCK) {
-        close_once(made->fd);
-        free(made);
-        *busy = 1;
-        return hstep_fail(error, HALFSTEP_ERROR_IO, "%s is in use by another process", path);
-    }
-    *lock = made;
-    return HALFSTEP_OK;
+    *busy = result && errno == EWOULDBLOCK;
+    if (!*busy) return wrap_descriptor(lock, fd, path, error);
+    close_once(fd);
+    return hstep_fail(error, HALFSTEP_ERROR_IO, "%s is in use by another process", path);
 }
 
-void hstep_unlock_directory(hstep_lock *lock)
+void hstep_unlock_directory(hstep_file *lock)
 {
-    if (!lock) return;
     /* Unlocks explicitly, because a child that was forked meanwhile shares the lock and would keep it. */
-    flock(lock->fd, LOCK_UN);
-    close_once(lock->fd);
-    free(lock);
+    if (lock) flock(lock->fd, LOCK_UN);
+    hstep_close(lock);
 }
 
 void hstep_call_once(void (*function)(void))

@@ -21,8 +21,11 @@ const char *hstep_file_path(const hstep_file *file);
 int hstep_read_at(const hstep_file *file, uint64_t offset, void *data, size_t bytes, hstep_error *error);
 int hstep_write(hstep_file *file, const void *data, uint64_t bytes, hstep_error *error);
 int hstep_sync(hstep_file *file, hstep_error *error);
-/* Closes and frees file, also after a failure. NULL is allowed. A failed close of a written file is a failed write. */
-int hstep_close(hstep_file *file, hstep_error *error);
+/* Closes and frees a file that was read, or that nobody will use. NULL is allowed. */
+void hstep_close(hstep_file *file);
+/* Closes and frees a file that was written with the result `code`. Returns code, or a failure to close if that is OK,
+ * because a failed close is a failed write. */
+int hstep_close_written(hstep_file *file, int code, hstep_error *error);
 
 /* Reads a whole file of at most `limit` bytes. The caller frees *data, which ends with a zero byte after its *bytes
  * bytes. */
@@ -39,10 +42,12 @@ typedef struct hstep_replacement {
 } hstep_replacement;
 
 int hstep_begin_replacement(hstep_replacement *replacement, const char *path, const char *prefix, hstep_error *error);
-/* Gives the new contents their name and frees the replacement. On failure *renamed is 1 if the new contents are in
- * place all the same, because only the last sync failed. */
-int hstep_finish_replacement(hstep_replacement *replacement, int sync, int *renamed, hstep_error *error);
-void hstep_cancel_replacement(hstep_replacement *replacement);
+/* Gives the new contents their name, unless writing them failed with `code`, and frees the replacement. On failure
+ * *renamed is 1 if the new contents are in place all the same, because only the last sync failed. */
+int hstep_finish_replacement(hstep_replacement *replacement, int code, int sync, int *renamed, hstep_error *error);
+/* Does both for contents in memory. */
+int hstep_replace_file(const char *path, const char *prefix, const void *data, uint64_t bytes, int sync, int *renamed,
+                       hstep_error *error);
 
 /* ---- Directories ------------------------------------------------------------------------------------------------- */
 
@@ -88,15 +93,13 @@ int hstep_same_file(const char *a, const char *b);
 
 /* ---- Locks ------------------------------------------------------------------------------------------------------- */
 
-/* A lock on a directory, which ends with the process if not before. */
-typedef struct hstep_lock hstep_lock;
-
+/* A lock on a directory is an open file. It ends with the process if not before. */
 enum { HSTEP_LOCK_SHARED, HSTEP_LOCK_EXCLUSIVE };
 
 /* Locks a directory without waiting. If somebody else holds the lock, sets *busy to 1 and fails. Succeeds on a file
  * system without locks. */
-int hstep_lock_directory(hstep_lock **lock, const char *path, int mode, int *busy, hstep_error *error);
-void hstep_unlock_directory(hstep_lock *lock); /* NULL is allowed */
+int hstep_lock_directory(hstep_file **lock, const char *path, int mode, int *busy, hstep_error *error);
+void hstep_unlock_directory(hstep_file *lock); /* NULL is allowed */
 
 /* Calls `function` once per process, whatever the number of threads. Every call must give the same function. It builds
  * the one table that halfstep_io computes at run time. */

@@ -170,6 +170,11 @@ int hstep_json_string(hstep_json *json, const char **string)
     return 1;
 }
 
+int hstep_json_key(hstep_json *json, const char **key)
+{
+    return hstep_json_string(json, key) && hstep_json_expect(json, ':');
+}
+
 char hstep_json_peek(hstep_json *json)
 {
     skip_blanks(json);
@@ -235,15 +240,10 @@ static int skip_plain(hstep_json *json, char first)
     return hstep_json_real(json, &number);
 }
 
-static int skip_key(hstep_json *json)
-{
-    const char *key;
-    return hstep_json_string(json, &key) && hstep_json_expect(json, ':');
-}
-
 int hstep_json_skip(hstep_json *json)
 {
     char closing[HSTEP_JSON_DEPTH];
+    const char *key;
     int depth = 0;
     do {
         char first = hstep_json_peek(json);
@@ -252,7 +252,7 @@ int hstep_json_skip(hstep_json *json)
             closing[depth] = first == '{' ? '}' : ']';
             json->at++;
             if (!hstep_json_take(json, closing[depth])) {
-                if (first == '{' && !skip_key(json)) return 0;
+                if (first == '{' && !hstep_json_key(json, &key)) return 0;
                 depth++;
                 continue;
             }
@@ -264,7 +264,7 @@ int hstep_json_skip(hstep_json *json)
             if (!hstep_json_expect(json, closing[depth - 1])) return 0;
             depth--;
         }
-        if (depth && closing[depth - 1] == '}' && !skip_key(json)) return 0;
+        if (depth && closing[depth - 1] == '}' && !hstep_json_key(json, &key)) return 0;
     } while (depth);
     return 1;
 }

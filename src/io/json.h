@@ -23,6 +23,7 @@ typedef struct hstep_json {
 int hstep_json_take(hstep_json *json, char mark);   /* takes the next mark if it is this one */
 int hstep_json_expect(hstep_json *json, char mark); /* the next mark must be this one */
 int hstep_json_string(hstep_json *json, const char **string);
+int hstep_json_key(hstep_json *json, const char **key); /* a string and the colon behind it */
 int hstep_json_number(hstep_json *json, uint64_t *number);
 int hstep_json_fail(hstep_json *json, const char *problem);
 

@@ -244,6 +244,32 @@ static int shape_of(const record *r, int32_t index, const halfstep_file_options 
                       t->name, (long long)t->rows, (long long)t->row_length);
 }
 
+/* Called for each stream of the tensors. A weight's stream may have no byte. */
+typedef int stream_visitor(void *context, tensor_record *t, const hstep_stream *stream, int is_weight);
+
+/* Calls visit for every stream, in the order of the tensors: first a tensor's states, then its weight unless `weights`
+ * is NULL. Weights have the tensors' own names in a file of weights, and a suffix in a file of states. */
+static int each_stream(const record *r, void *const *weights, int has_model_file, const halfstep_file_options *options,
+                       stream_visitor *visit, void *context, hstep_error *error)
+{
+    int code = HALFSTEP_OK;
+    for (int32_t i = 0; i < r->tensor_count && !code; i++) {
+        tensor_record *t = &r->tensors[i];
+        hstep_stream streams[HSTEP_MAX_STREAMS], weight;
+        const uint64_t *shape;
+        const halfstep_rule_info *rule = &r->groups[t->info.group].rule;
+        int count = 0;
+        code = shape_of(r, i, options, &shape, error);
+        if (!code) code = hstep_list_streams(r->optimizer, i, &t->info, rule, shape, streams, &count, error);
+        for (int k = 0; k < count && !code; k++) code = visit(context, t, &streams[k], 0);
+        if (code || !weights) continue;
+        code = hstep_weight_stream(r->optimizer, i, &t->info, shape, weights[i], has_model_file ? "" : HSTEP_WEIGHT,
+                                   &weight, error);
+        if (!code) code = visit(context, t, &weight, 1);
+    }
+    return code;
+}
+
 static const char *optimizer_file(const halfstep_file_options *options)
 {
     return options && options->optimizer_file ? options->optimizer_file : "optimizer.safetensors";
@@ -256,16 +282,16 @@ static const char *model_file(const halfstep_file_options *options)
 
 /* ---- Writing ----------------------------------------------------------------------------------------------------- */
 
-/* The writer that gets metadata, and the place of error texts. */
+/* The writers of states and weights, and the place of error texts. `model` is NULL if weights go to the states. */
 typedef struct declaring {
-    halfstep_safetensors_writer *writer;
+    halfstep_safetensors_writer *states, *model;
     hstep_error *error;
 } declaring;
 
 static int declare(const declaring *d, char *key, const char *value)
 {
     int code = key && value
-                   ? halfstep_declare_safetensors_metadata(d->writer, key, value, d->error->text, d->error->size)
+                   ? halfstep_declare_safetensors_metadata(d->states, key, value, d->error->text, d->error->size)
                    : hstep_fail_memory(d->error);
     free(key);
     return code;
@@ -307,8 +333,7 @@ static int declare_recipe(const declaring *d, const record *r)
         int seen = 0;
         for (int32_t i = 0; i < g; i++) seen |= r->groups[i].row == r->groups[g].row;
         same &= !strcmp(r->groups[g].recipe, r->groups[0].recipe);
-        if (!seen && g) hstep_append_text(&rules, ", ");
-        if (!seen) hstep_append_text(&rules, r->groups[g].rule.name);
+        if (!seen) hstep_append_format(&rules, "%s%s", g ? ", " : "", r->groups[g].rule.name);
     }
     hstep_append(&rules, "", 1);
     if (rules.failed) code = hstep_fail_memory(d->error);
@@ -336,10 +361,7 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
         for (int32_t k = 0; k < t->scalars; k++) {
             char number[HSTEP_NUMBER_BYTES];
             hstep_write_double(number, *scalar_of(t, k, HERE), 1);
-            hstep_append_text(&scalars, k ? " " : "");
-            hstep_append_text(&scalars, t->scalar[k].name);
-            hstep_append_text(&scalars, " ");
-            hstep_append_text(&scalars, number);
+            hstep_append_format(&scalars, "%s%s %s", k ? " " : "", t->scalar[k].name, number);
         }
         hstep_append(&scalars, "", 1);
         code = scalars.failed ? hstep_fail_memory(d->error)
@@ -361,53 +383,33 @@ static int declare_numbers(const declaring *d, const record *r)
     return code ? code : declare_tensor_numbers(d, r);
 }
 
-/* Declares the streams of all tensors. Weights go into `model` under the tensors' own names, or into `states` if
- * model->writer is NULL. */
-static int declare_streams(const declaring *states, const declaring *model, const record *r, void *const *weights,
-                           const halfstep_file_options *options)
+static int declare_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
-    int code = HALFSTEP_OK;
-    for (int32_t i = 0; i < r->tensor_count && !code; i++) {
-        const halfstep_tensor *t = &r->tensors[i].info;
-        const uint64_t *shape;
-        hstep_stream streams[HSTEP_MAX_STREAMS], weight;
-        int count = 0;
-        code = shape_of(r, i, options, &shape, states->error);
-        if (!code)
-            code = hstep_list_streams(r->optimizer, i, t, &r->groups[t->group].rule, shape, streams, &count,
-                                      states->error);
-        for (int k = 0; k < count && !code; k++)
-            code = hstep_declare_stream(states->writer, t->name, &streams[k], states->error);
-        if (code || !weights) continue;
-        code = hstep_weight_stream(r->optimizer, i, t, shape, weights[i], model->writer ? "" : HSTEP_WEIGHT, &weight,
-                                   states->error);
-        if (!code)
-            code =
-                hstep_declare_stream(model->writer ? model->writer : states->writer, t->name, &weight, states->error);
-    }
-    return code;
+    const declaring *d = context;
+    return hstep_declare_stream(is_weight && d->model ? d->model : d->states, t->info.name, stream, d->error);
 }
 
 /* Writes the optimizer into a checkpoint, or into the file at path if save is NULL. */
 static int write_files(halfstep_checkpoint_save *save, const char *path, const halfstep_optimizer *optimizer,
                        void *const *weights, const halfstep_file_options *options, hstep_error *error)
 {
-    declaring states = {NULL, error}, model = {NULL, error};
+    declaring d = {NULL, NULL, error};
     record r;
+    char *text = error->text;
     int code = describe(&r, optimizer, error);
-    if (!code && halfstep_create_safetensors_writer(&states.writer)) code = hstep_fail_memory(error);
-    if (!code && save && weights && halfstep_create_safetensors_writer(&model.writer)) code = hstep_fail_memory(error);
-    if (!code) code = declare_numbers(&states, &r);
-    if (!code && model.writer) code = declare(&model, hstep_copy("format"), "pt");
-    if (!code) code = declare_streams(&states, &model, &r, weights, options);
-    if (!code && model.writer)
-        code = halfstep_save_safetensors(save, model_file(options), model.writer, NULL, NULL, error->text, error->size);
+    if (!code && (halfstep_create_safetensors_writer(&d.states) ||
+                  (save && weights && halfstep_create_safetensors_writer(&d.model))))
+        code = hstep_fail_memory(error);
+    if (!code) code = declare_numbers(&d, &r);
+    if (!code && d.model) code = halfstep_declare_safetensors_metadata(d.model, "format", "pt", text, error->size);
+    if (!code) code = each_stream(&r, weights, d.model != NULL, options, declare_stream, &d, error);
+    if (!code && d.model)
+        code = halfstep_save_safetensors(save, model_file(options), d.model, NULL, NULL, text, error->size);
     if (!code && save)
-        code = halfstep_save_safetensors(save, optimizer_file(options), states.writer, NULL, NULL, error->text,
-                                         error->size);
-    if (!code && !save) code = halfstep_write_safetensors(states.writer, path, NULL, NULL, error->text, error->size);
-    halfstep_destroy_safetensors_writer(states.writer);
-    halfstep_destroy_safetensors_writer(model.writer);
+        code = halfstep_save_safetensors(save, optimizer_file(options), d.states, NULL, NULL, text, error->size);
+    if (!code && !save) code = halfstep_write_safetensors(d.states, path, NULL, NULL, text, error->size);
+    halfstep_destroy_safetensors_writer(d.states);
+    halfstep_destroy_safetensors_writer(d.model);
     free_record(&r);
     return code;
 }
@@ -443,9 +445,9 @@ typedef struct loading {
     void *const *weights;
     hstep_source states, model; /* model: the file that holds the weights, if they are loaded */
     int has_model_file;         /* 1: model is a file of its own */
+    void *piece;                /* HSTEP_CHECK_BYTES for values while they are checked */
     unsigned char *known;       /* for each tensor in the file of states: 1 if the optimizer stores it */
-    uint64_t *places;           /* numbers of the streams in their files, in the order in which each_stream() visits
-                                   them */
+    uint64_t *places;           /* numbers of the streams in their files, in the order of each_stream() */
     size_t place_count, place_capacity;
     char *key; /* buffer for any key that is looked up */
     size_t key_bytes;
@@ -473,6 +475,13 @@ static int fail_value(const loading *l, const char *prefix, const char *name)
 {
     return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT, "%s: the metadata \"%s%s\" is missing or malformed",
                       l->states.path, prefix, name);
+}
+
+/* Reads a whole number of at most INT64_MAX. */
+static int read_count(const loading *l, const char *prefix, const char *name, uint64_t *value)
+{
+    const char *text = find_value(l, prefix, name);
+    return text && hstep_is_uint64(text, value) && *value <= INT64_MAX ? HALFSTEP_OK : fail_value(l, prefix, name);
 }
 
 /* Moves *text behind "WORD " and returns 1, or returns 0 if *text does not begin with that. */
@@ -615,12 +624,10 @@ static int fail_setting(const loading *l, const setting *s)
     if (s->choice[HERE])
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, s->choice[HERE],
                           s->choice[IN_FILE], l->states.path, group);
-    char here[32], in_file[32];
-    snprintf(here, sizeof here, "%.10g", s->number[HERE]);
-    snprintf(in_file, sizeof in_file, "%.10g", s->number[IN_FILE]);
-    if (!strcmp(here, in_file)) {
-        snprintf(here, sizeof here, "%.17g", s->number[HERE]);
-        snprintf(in_file, sizeof in_file, "%.17g", s->number[IN_FILE]);
+    char here[32] = "", in_file[32] = "";
+    for (int digits = 10; digits <= 17 && !strcmp(here, in_file); digits += 7) {
+        snprintf(here, sizeof here, "%.*g", digits, s->number[HERE]);
+        snprintf(in_file, sizeof in_file, "%.*g", digits, s->number[IN_FILE]);
     }
     return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, here, in_file,
                       l->states.path, group);
@@ -692,21 +699,15 @@ static int read_steps(const loading *l)
         if (group->source < 0) continue;
         char name[32];
         snprintf(name, sizeof name, "group.%lld.steps", (long long)group->source);
-        const char *text = find_value(l, name, "");
-        if (!text || !hstep_is_uint64(text, &group->numbers[IN_FILE].steps) ||
-            group->numbers[IN_FILE].steps > INT64_MAX)
-            return fail_value(l, name, "");
+        int code = read_count(l, name, "", &group->numbers[IN_FILE].steps);
+        if (code) return code;
     }
-    const char *text = find_value(l, "skipped_steps", "");
-    if (!text || !hstep_is_uint64(text, &r->numbers[IN_FILE].skipped_steps) ||
-        r->numbers[IN_FILE].skipped_steps > INT64_MAX)
-        return fail_value(l, "skipped_steps", "");
-    text = find_value(l, "gradient_norm", "");
-    if (text &&
-        (!hstep_is_double(text, &r->numbers[IN_FILE].gradient_norm) || !(r->numbers[IN_FILE].gradient_norm >= 0.0) ||
-         r->numbers[IN_FILE].gradient_norm - r->numbers[IN_FILE].gradient_norm != 0.0))
+    int code = read_count(l, "skipped_steps", "", &r->numbers[IN_FILE].skipped_steps);
+    const char *text = find_value(l, "gradient_norm", "");
+    double *norm = &r->numbers[IN_FILE].gradient_norm;
+    if (!code && text && (!hstep_is_double(text, norm) || !(*norm >= 0.0) || *norm - *norm != 0.0))
         return fail_value(l, "gradient_norm", "");
-    return HALFSTEP_OK;
+    return code;
 }
 
 static const named_tensor *find_tensor(const record *r, const char *name)
@@ -785,61 +786,39 @@ static int read_numbers(const loading *l)
 
 enum { HSTEP_CHECK_BYTES = 1 << 18 };
 
-typedef int stream_visitor(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream,
-                           void *piece);
-
-/* Calls visit for every stream that is loaded, in the order of the tensors: first a tensor's states, then its
- * weight. */
-static int each_stream(loading *l, stream_visitor *visit, void *piece)
+static int load_streams(loading *l, stream_visitor *visit)
 {
-    const record *r = l->record;
-    for (int32_t i = 0; i < r->tensor_count; i++) {
-        tensor_record *t = &r->tensors[i];
-        hstep_stream streams[HSTEP_MAX_STREAMS], weight;
-        const uint64_t *shape;
-        const halfstep_rule_info *rule = &r->groups[t->info.group].rule;
-        int count = 0, code = shape_of(r, i, l->options, &shape, l->error);
-        if (!code) code = hstep_list_streams(r->optimizer, i, &t->info, rule, shape, streams, &count, l->error);
-        for (int k = 0; k < count && !code; k++) code = visit(l, &l->states, t, &streams[k], piece);
-        if (!code && l->weights) {
-            code = hstep_weight_stream(r->optimizer, i, &t->info, shape, l->weights[i],
-                                       l->has_model_file ? "" : HSTEP_WEIGHT, &weight, l->error);
-            if (!code && weight.bytes) code = visit(l, &l->model, t, &weight, piece);
-        }
-        if (code) return code;
-    }
-    return HALFSTEP_OK;
+    return each_stream(l->record, l->weights, l->has_model_file, l->options, visit, l, l->error);
 }
 
-static int is_weight(const loading *l, const hstep_source *source) { return source == &l->model; }
-
 /* Finds a state that the file has in blocks and this optimizer in a finer format. */
-static int find_coarse(const loading *l, const hstep_source *source, const tensor_record *t, const hstep_stream *stream,
+static int find_coarse(const loading *l, const tensor_record *t, const hstep_stream *stream, int is_weight,
                        hstep_coarse *found)
 {
     const group_record *g = &l->record->groups[t->info.group];
-    return !is_weight(l, source) && hstep_find_coarse(source, &t->info, stream, &g->rule, g->recipe, found);
+    return !is_weight && hstep_find_coarse(&l->states, &t->info, stream, &g->rule, g->recipe, found);
 }
 
 /* Returns 1 for the second stream of a state. Both streams of a state in blocks are read together, with the first. */
 static int is_extra(const hstep_stream *stream) { return strchr(stream->suffix, '.') != NULL; }
 
-static int read_coarse(loading *l, const hstep_source *source, const tensor_record *t, const hstep_stream *stream,
-                       const hstep_coarse *coarse, halfstep_optimizer *optimizer)
+static int read_coarse(loading *l, const tensor_record *t, const hstep_stream *stream, const hstep_coarse *coarse,
+                       halfstep_optimizer *optimizer)
 {
-    return hstep_read_coarse(source, &t->info, stream, coarse, find_value(l, "scalars.", t->info.name), optimizer,
+    return hstep_read_coarse(&l->states, &t->info, stream, coarse, find_value(l, "scalars.", t->info.name), optimizer,
                              (int32_t)(t - l->record->tensors));
 }
 
-static int check_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream,
-                        void *piece)
+static int check_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
+    loading *l = context;
+    const hstep_source *source = is_weight ? &l->model : &l->states;
     uint64_t index;
     hstep_coarse coarse;
-    if (t->has_no_steps && !is_weight(l, source)) return HALFSTEP_OK;
-    if (find_coarse(l, source, t, stream, &coarse)) {
+    if (!stream->bytes || (t->has_no_steps && !is_weight)) return HALFSTEP_OK;
+    if (find_coarse(l, t, stream, is_weight, &coarse)) {
         l->known[coarse.codes] = l->known[coarse.scales] = 1;
-        return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, source, t, stream, &coarse, NULL);
+        return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, t, stream, &coarse, NULL);
     }
     int code = hstep_find_stream(source, &t->info, stream, &index);
     if (!code && !hstep_grow((void **)&l->places, l->place_count, &l->place_capacity, sizeof *l->places))
@@ -847,23 +826,23 @@ static int check_stream(loading *l, const hstep_source *source, tensor_record *t
     if (code) return code;
     l->places[l->place_count++] = index;
     if (source->file == l->states.file) l->known[index] = 1;
-    return stream->nonnegative ? hstep_check_values(source, index, stream->finite, piece, HSTEP_CHECK_BYTES)
+    return stream->nonnegative ? hstep_check_values(source, index, stream->finite, l->piece, HSTEP_CHECK_BYTES)
                                : HALFSTEP_OK;
 }
 
-static int read_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream,
-                       void *piece)
+static int read_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
-    (void)piece;
-    if (t->has_no_steps && !is_weight(l, source)) {
+    loading *l = context;
+    hstep_coarse coarse;
+    if (!stream->bytes) return HALFSTEP_OK;
+    if (t->has_no_steps && !is_weight) {
         memset(stream->data, 0, (size_t)stream->bytes);
         return HALFSTEP_OK;
     }
-    hstep_coarse coarse;
-    if (find_coarse(l, source, t, stream, &coarse))
-        return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, source, t, stream, &coarse, l->record->optimizer);
-    return halfstep_read_safetensor(source->file, l->places[l->place_count++], 0, stream->data, stream->bytes,
-                                    l->error->text, l->error->size);
+    if (find_coarse(l, t, stream, is_weight, &coarse))
+        return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, t, stream, &coarse, l->record->optimizer);
+    return halfstep_read_safetensor(is_weight ? l->model.file : l->states.file, l->places[l->place_count++], 0,
+                                    stream->data, stream->bytes, l->error->text, l->error->size);
 }
 
 /* Fails if the file holds states that this optimizer does not have. Either it was saved with other settings, or a
@@ -889,11 +868,11 @@ static int check_unknown_streams(const loading *l)
 
 static int check_streams(loading *l)
 {
-    void *piece = malloc(HSTEP_CHECK_BYTES);
+    l->piece = malloc(HSTEP_CHECK_BYTES);
     l->known = calloc((size_t)halfstep_safetensor_count(l->states.file) + 1, 1);
-    int code = piece && l->known ? each_stream(l, check_stream, piece) : hstep_fail_memory(l->error);
+    int code = l->piece && l->known ? load_streams(l, check_stream) : hstep_fail_memory(l->error);
     if (!code) code = check_unknown_streams(l);
-    free(piece);
+    free(l->piece);
     free(l->known);
     return code;
 }
@@ -976,7 +955,7 @@ static int take(loading *l)
     hstep_error trouble = hstep_make_error(detail, sizeof detail), *told = l->error;
     l->error = l->states.error = l->model.error = &trouble;
     l->place_count = 0;
-    code = each_stream(l, read_stream, NULL);
+    code = load_streams(l, read_stream);
     l->error = l->states.error = l->model.error = told;
     /* The same bytes were read once without an error, so the disk or the file is failing right now. */
     if (code) hstep_fail(told, code, "%s; the optimizer is only partly loaded: load it again", detail);
@@ -1009,38 +988,40 @@ static int open_source(hstep_source *source, const halfstep_checkpoint *checkpoi
     return hstep_fail(error, HALFSTEP_ERROR_NAME, "%s: the checkpoint has no %s", info.directory, name);
 }
 
-int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, halfstep_optimizer *optimizer, void *const *weights,
-                            const halfstep_file_options *options, char *text, size_t text_size)
+/* Loads an optimizer from a checkpoint, or from the file at path if checkpoint is NULL. Error texts name `function`. */
+static int load_files(const char *function, const halfstep_checkpoint *checkpoint, const char *path,
+                      halfstep_optimizer *optimizer, void *const *weights, const halfstep_file_options *options,
+                      char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
     halfstep_file_options ours;
-    loading l = {.weights = weights, .has_model_file = 1};
-    if (!checkpoint || !optimizer)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_load_optimizer: NULL argument");
-    int code = take_options(&ours, &options, "halfstep_load_optimizer", &error);
+    loading l = {.weights = weights, .has_model_file = checkpoint != NULL};
+    if ((!checkpoint && !path) || !optimizer)
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s: NULL argument", function);
+    int code = take_options(&ours, &options, function, &error);
     l.options = options;
-    if (!code) code = open_source(&l.states, checkpoint, optimizer_file(options), &error);
-    if (!code && weights) code = open_source(&l.model, checkpoint, model_file(options), &error);
+    if (!code && checkpoint) {
+        code = open_source(&l.states, checkpoint, optimizer_file(options), &error);
+        if (!code && weights) code = open_source(&l.model, checkpoint, model_file(options), &error);
+    } else if (!code) {
+        code = halfstep_open_safetensors(&l.states.file, path, error.text, error.size);
+        l.states.path = path;
+        l.model = l.states;
+    }
     if (!code) code = load(&l, optimizer, &error);
     halfstep_close_safetensors(l.states.file);
-    halfstep_close_safetensors(l.model.file);
+    if (checkpoint) halfstep_close_safetensors(l.model.file);
     return code;
+}
+
+int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, halfstep_optimizer *optimizer, void *const *weights,
+                            const halfstep_file_options *options, char *text, size_t text_size)
+{
+    return load_files("halfstep_load_optimizer", checkpoint, NULL, optimizer, weights, options, text, text_size);
 }
 
 int halfstep_read_optimizer(const char *path, halfstep_optimizer *optimizer, void *const *weights,
                             const halfstep_file_options *options, char *text, size_t text_size)
 {
-    hstep_error error = hstep_make_error(text, text_size);
-    halfstep_file_options ours;
-    loading l = {.weights = weights};
-    if (!path || !optimizer)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_optimizer: NULL argument");
-    int code = take_options(&ours, &options, "halfstep_read_optimizer", &error);
-    l.options = options;
-    if (!code) code = halfstep_open_safetensors(&l.states.file, path, error.text, error.size);
-    l.states.path = path;
-    l.model = l.states;
-    if (!code) code = load(&l, optimizer, &error);
-    halfstep_close_safetensors(l.states.file);
-    return code;
+    return load_files("halfstep_read_optimizer", NULL, path, optimizer, weights, options, text, text_size);
 }

@@ -20,6 +20,7 @@
 #define HSTEP_FILL_BYTES (192u * 5461u)
 
 #define HSTEP_METADATA "__metadata__"
+#define HSTEP_WRITE_PREFIX ".halfstep-write-"
 
 typedef struct dtype_row {
     const char *name;
@@ -194,14 +195,50 @@ static int compare_offsets(const halfstep_safetensors *file, uint32_t a, uint32_
     return strcmp(name_of(file, first), name_of(file, second));
 }
 
-static int compare_names_at(const halfstep_safetensors *file, uint32_t a, uint32_t b)
+/* Returns the text that a number of a sorted list stands for. */
+typedef const char *text_of(const halfstep_safetensors *file, uint32_t number);
+
+static const char *name_at(const halfstep_safetensors *file, uint32_t position)
 {
-    return strcmp(name_of(file, entry_at(file, a)), name_of(file, entry_at(file, b)));
+    return name_of(file, entry_at(file, position));
+}
+
+static const char *key_at(const halfstep_safetensors *file, uint32_t offset) { return file->header + offset; }
+
+static int compare_entry_names(const halfstep_safetensors *file, uint32_t a, uint32_t b)
+{
+    return strcmp(name_at(file, a), name_at(file, b));
 }
 
 static int compare_keys(const halfstep_safetensors *file, uint32_t a, uint32_t b)
 {
-    return strcmp(file->header + a, file->header + b);
+    return strcmp(key_at(file, a), key_at(file, b));
+}
+
+/* Returns a text that comes twice in a sorted list, or NULL. */
+static const char *find_duplicate(const halfstep_safetensors *file, const series *sorted, text_of *text)
+{
+    for (size_t i = 1; i < sorted->count; i++) {
+        const char *before = text(file, number_at(sorted, i - 1)), *after = text(file, number_at(sorted, i));
+        if (!strcmp(before, after)) return after;
+    }
+    return NULL;
+}
+
+/* Finds a text in a sorted list. Returns 1 and sets *number to what stands for it, or returns 0. */
+static int find_text(const halfstep_safetensors *file, const series *sorted, text_of *text, const char *wanted,
+                     uint32_t *number)
+{
+    size_t low = 0, high = sorted->count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        *number = number_at(sorted, middle);
+        int order = strcmp(wanted, text(file, *number));
+        if (!order) return 1;
+        if (order < 0) high = middle;
+        else low = middle + 1;
+    }
+    return 0;
 }
 
 /* ---- Parsing the header ---- */
@@ -252,7 +289,7 @@ static int read_member(header_reader *reader, tensor_entry *entry, uint64_t *end
 {
     hstep_json *json = &reader->json;
     const char *key, *dtype;
-    if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':')) return fail_json(reader);
+    if (!hstep_json_key(json, &key)) return fail_json(reader);
     unsigned member = !strcmp(key, "dtype") ? 1 : !strcmp(key, "shape") ? 2 : !strcmp(key, "data_offsets") ? 4 : 0;
     if (*seen & member)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": duplicate member \"%s\"",
@@ -324,9 +361,7 @@ static int read_metadata(header_reader *reader)
     if (hstep_json_take(&reader->json, '}')) return HALFSTEP_OK;
     do {
         uint32_t *stored;
-        if (!hstep_json_string(&reader->json, &key) || !hstep_json_expect(&reader->json, ':') ||
-            !hstep_json_string(&reader->json, &value))
-            return fail_json(reader);
+        if (!hstep_json_key(&reader->json, &key) || !hstep_json_string(&reader->json, &value)) return fail_json(reader);
         if (file->metadata.count == HSTEP_MAX_METADATA)
             return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu pairs in " HSTEP_METADATA,
                               reader->path, HSTEP_MAX_METADATA);
@@ -356,16 +391,15 @@ static int index_file(header_reader *reader)
     if (!add_numbers(&file->by_offset, count) || !add_numbers(&file->by_name, count))
         return hstep_fail_memory(reader->error);
     sort_numbers(file, &file->by_offset, compare_offsets);
-    sort_numbers(file, &file->by_name, compare_names_at);
+    sort_numbers(file, &file->by_name, compare_entry_names);
     sort_numbers(file, &file->metadata, compare_keys);
-    for (size_t i = 1; i < count; i++)
-        if (!compare_names_at(file, number_at(&file->by_name, i - 1), number_at(&file->by_name, i)))
-            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate tensor \"%s\"", reader->path,
-                              name_of(file, entry_at(file, number_at(&file->by_name, i))));
-    for (size_t i = 1; i < file->metadata.count; i++)
-        if (!compare_keys(file, number_at(&file->metadata, i - 1), number_at(&file->metadata, i)))
-            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate " HSTEP_METADATA " key \"%s\"",
-                              reader->path, file->header + number_at(&file->metadata, i));
+    const char *twice = find_duplicate(file, &file->by_name, name_at);
+    if (twice)
+        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate tensor \"%s\"", reader->path, twice);
+    twice = find_duplicate(file, &file->metadata, key_at);
+    if (twice)
+        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate " HSTEP_METADATA " key \"%s\"",
+                          reader->path, twice);
     return HALFSTEP_OK;
 }
 
@@ -397,7 +431,7 @@ static int read_header(header_reader *reader)
     if (!hstep_json_take(json, '}')) {
         do {
             const char *key;
-            if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':')) return fail_json(reader);
+            if (!hstep_json_key(json, &key)) return fail_json(reader);
             if (strcmp(key, HSTEP_METADATA)) code = read_entry(reader, key);
             else if (!seen_metadata++) code = read_metadata(reader);
             else code = hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate " HSTEP_METADATA, reader->path);
@@ -458,7 +492,6 @@ int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, cha
 
 void halfstep_close_safetensors(halfstep_safetensors *file)
 {
-    hstep_error ignored = {0};
     if (!file) return;
     free(file->header);
     free_series(&file->tensors);
@@ -466,7 +499,7 @@ void halfstep_close_safetensors(halfstep_safetensors *file)
     free_series(&file->by_offset);
     free_series(&file->by_name);
     free_series(&file->metadata);
-    hstep_close(file->file, &ignored);
+    hstep_close(file->file);
     free(file);
 }
 
@@ -490,20 +523,11 @@ int halfstep_get_safetensor_info(const halfstep_safetensors *file, uint64_t inde
 
 int halfstep_safetensor_find(const halfstep_safetensors *file, const char *name, uint64_t *index)
 {
+    uint32_t position;
     if (!file || !name || !index) return HALFSTEP_ERROR_ARGUMENT;
-    size_t low = 0, high = file->by_name.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        uint32_t position = number_at(&file->by_name, middle);
-        int order = strcmp(name, name_of(file, entry_at(file, position)));
-        if (!order) {
-            *index = position;
-            return HALFSTEP_OK;
-        }
-        if (order < 0) high = middle;
-        else low = middle + 1;
-    }
-    return HALFSTEP_ERROR_NAME;
+    if (!find_text(file, &file->by_name, name_at, name, &position)) return HALFSTEP_ERROR_NAME;
+    *index = position;
+    return HALFSTEP_OK;
 }
 
 int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, uint64_t offset, void *data,
@@ -539,30 +563,19 @@ int halfstep_get_safetensors_metadata(const halfstep_safetensors *file, uint64_t
                                       const char **value)
 {
     if (!file || !key || !value || index >= file->metadata.count) return HALFSTEP_ERROR_ARGUMENT;
-    *key = file->header + number_at(&file->metadata, (size_t)index);
+    *key = key_at(file, number_at(&file->metadata, (size_t)index));
     *value = *key + strlen(*key) + 1;
     return HALFSTEP_OK;
 }
 
 const char *halfstep_safetensors_metadata_find(const halfstep_safetensors *file, const char *key)
 {
-    size_t low = 0, high = file && key ? file->metadata.count : 0;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        const char *found = file->header + number_at(&file->metadata, middle);
-        int order = strcmp(key, found);
-        if (!order) return found + strlen(found) + 1;
-        if (order < 0) high = middle;
-        else low = middle + 1;
-    }
-    return NULL;
+    uint32_t found;
+    if (!file || !key || !find_text(file, &file->metadata, key_at, key, &found)) return NULL;
+    return key_at(file, found) + strlen(key) + 1;
 }
 
 /* ---- Writer ------------------------------------------------------------------------------------------------------ */
-
-typedef struct text_pair {
-    char *key, *value;
-} text_pair;
 
 typedef struct tensor_plan {
     char *name;
@@ -574,8 +587,7 @@ typedef struct tensor_plan {
 struct halfstep_safetensors_writer {
     tensor_plan *tensors;
     size_t tensor_count, tensor_capacity, size_count;
-    text_pair *metadata; /* sorted by key */
-    size_t metadata_count, metadata_capacity;
+    hstep_pairs metadata;
 };
 
 int halfstep_create_safetensors_writer(halfstep_safetensors_writer **writer)
@@ -592,12 +604,8 @@ void halfstep_destroy_safetensors_writer(halfstep_safetensors_writer *writer)
         free(writer->tensors[i].name);
         free(writer->tensors[i].shape);
     }
-    for (size_t i = 0; i < writer->metadata_count; i++) {
-        free(writer->metadata[i].key);
-        free(writer->metadata[i].value);
-    }
+    hstep_free_pairs(&writer->metadata);
     free(writer->tensors);
-    free(writer->metadata);
     free(writer);
 }
 
@@ -653,35 +661,12 @@ int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, c
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_declare_safetensors_metadata: NULL argument");
     if (!hstep_is_utf8(key) || !hstep_is_utf8(value))
         return hstep_fail(&error, HALFSTEP_ERROR_NAME, "metadata \"%s\" is not UTF-8", key);
-    text_pair pair = {NULL, hstep_copy(value)};
-    if (!pair.value) return hstep_fail_memory(&error);
-    size_t low = 0, high = writer->metadata_count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        int order = strcmp(key, writer->metadata[middle].key);
-        if (!order) {
-            free(writer->metadata[middle].value);
-            writer->metadata[middle].value = pair.value;
-            return HALFSTEP_OK;
-        }
-        if (order < 0) high = middle;
-        else low = middle + 1;
-    }
-    if (writer->metadata_count == HSTEP_MAX_METADATA) {
-        free(pair.value);
+    int found;
+    hstep_find_pair(&writer->metadata, key, &found);
+    if (!found && writer->metadata.count == HSTEP_MAX_METADATA)
         return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu pairs of metadata in one file",
                           HSTEP_MAX_METADATA);
-    }
-    pair.key = hstep_copy(key);
-    if (!pair.key ||
-        !hstep_grow((void **)&writer->metadata, writer->metadata_count, &writer->metadata_capacity, sizeof pair)) {
-        free(pair.key);
-        free(pair.value);
-        return hstep_fail_memory(&error);
-    }
-    memmove(writer->metadata + low + 1, writer->metadata + low, (writer->metadata_count++ - low) * sizeof pair);
-    writer->metadata[low] = pair;
-    return HALFSTEP_OK;
+    return hstep_set_pair(&writer->metadata, key, value) ? HALFSTEP_OK : hstep_fail_memory(&error);
 }
 
 static uint32_t alignment(const dtype_row *dtype) { return dtype->bits < 8 ? 1 : dtype->bits / 8; }
@@ -699,15 +684,14 @@ static int compare_plan_names(const void *a, const void *b)
     return strcmp((*(const tensor_plan *const *)a)->name, (*(const tensor_plan *const *)b)->name);
 }
 
-static void append_metadata(hstep_buffer *header, const text_pair *pairs, size_t count)
+static void append_metadata(hstep_buffer *header, const hstep_pairs *pairs)
 {
-    hstep_append_json(header, HSTEP_METADATA);
-    hstep_append_text(header, ":{");
-    for (size_t i = 0; i < count; i++) {
+    hstep_append_text(header, "\"" HSTEP_METADATA "\":{");
+    for (size_t i = 0; i < pairs->count; i++) {
         if (i) hstep_append_text(header, ",");
-        hstep_append_json(header, pairs[i].key);
+        hstep_append_json(header, pairs->list[i].key);
         hstep_append_text(header, ":");
-        hstep_append_json(header, pairs[i].value);
+        hstep_append_json(header, pairs->list[i].value);
     }
     hstep_append_text(header, "}");
 }
@@ -731,26 +715,18 @@ static int plan_file(const halfstep_safetensors_writer *writer, const char *name
     qsort(sorted, count, sizeof *sorted, compare_plans);
 
     hstep_append(header, "\0\0\0\0\0\0\0\0{", 9);
-    if (writer->metadata_count) append_metadata(header, writer->metadata, writer->metadata_count);
+    if (writer->metadata.count) append_metadata(header, &writer->metadata);
     for (size_t i = 0; i < count; i++) {
         const tensor_plan *plan = sorted[i];
-        if (i || writer->metadata_count) hstep_append_text(header, ",");
+        if (i || writer->metadata.count) hstep_append_text(header, ",");
         hstep_append_json(header, plan->name);
-        hstep_append_text(header, ":{\"dtype\":");
-        hstep_append_json(header, plan->dtype->name);
-        hstep_append_text(header, ",\"shape\":[");
-        for (uint64_t d = 0; d < plan->ndim; d++) {
-            if (d) hstep_append_text(header, ",");
-            hstep_append_number(header, plan->shape[d]);
-        }
-        hstep_append_text(header, "],\"data_offsets\":[");
-        hstep_append_number(header, offset);
-        hstep_append_text(header, ",");
+        hstep_append_format(header, ":{\"dtype\":\"%s\",\"shape\":[", plan->dtype->name);
+        for (uint64_t d = 0; d < plan->ndim; d++)
+            hstep_append_format(header, d ? ",%llu" : "%llu", ull(plan->shape[d]));
         if (plan->bytes > INT64_MAX - offset)
             return hstep_fail(error, HALFSTEP_ERROR_SHAPE, "%s: the tensors are too large for one file", name);
+        hstep_append_format(header, "],\"data_offsets\":[%llu,%llu]}", ull(offset), ull(offset + plan->bytes));
         offset += plan->bytes;
-        hstep_append_number(header, offset);
-        hstep_append_text(header, "]}");
     }
     hstep_append_text(header, "}");
     while (!header->failed && header->bytes % 8) hstep_append_text(header, " ");
@@ -826,29 +802,17 @@ int halfstep_write_safetensors(const halfstep_safetensors_writer *writer, const 
     int renamed;
     if (!writer || !path)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_safetensors: NULL argument");
-    int code = hstep_begin_replacement(&replacement, path, ".halfstep-write-", &error);
+    int code = hstep_begin_replacement(&replacement, path, HSTEP_WRITE_PREFIX, &error);
     if (code) return code;
     code = hstep_stream_safetensors(writer, path, write_to_file, replacement.file, fill, context, &error);
-    if (code) {
-        hstep_cancel_replacement(&replacement);
-        return code;
-    }
-    return hstep_finish_replacement(&replacement, 1, &renamed, &error);
+    return hstep_finish_replacement(&replacement, code, 1, &renamed, &error);
 }
 
 int halfstep_write_file_atomic(const char *path, const void *data, uint64_t bytes, char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
-    hstep_replacement replacement;
     int renamed;
     if (!path || (!data && bytes))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_file_atomic: NULL argument");
-    int code = hstep_begin_replacement(&replacement, path, ".halfstep-write-", &error);
-    if (code) return code;
-    code = hstep_write(replacement.file, data, bytes, &error);
-    if (code) {
-        hstep_cancel_replacement(&replacement);
-        return code;
-    }
-    return hstep_finish_replacement(&replacement, 1, &renamed, &error);
+    return hstep_replace_file(path, HSTEP_WRITE_PREFIX, data, bytes, 1, &renamed, &error);
 }

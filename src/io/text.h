@@ -55,7 +55,7 @@ __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *
 
 static inline int hstep_fail_memory(hstep_error *error)
 {
-    return hstep_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory");
+    return hstep_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory; free some and try again");
 }
 
 __attribute__((format(printf, 1, 2))) static inline char *hstep_format(const char *format, ...)
@@ -94,6 +94,58 @@ static inline int hstep_grow(void **array, size_t count, size_t *capacity, size_
     return 1;
 }
 
+/* Texts under keys, which are sorted. */
+typedef struct hstep_pair {
+    char *key, *value;
+} hstep_pair;
+
+typedef struct hstep_pairs {
+    hstep_pair *list;
+    size_t count, capacity;
+} hstep_pairs;
+
+/* Returns the index of the first pair whose key is not before `key`. Sets *found to 1 if that is its key. */
+static inline size_t hstep_find_pair(const hstep_pairs *pairs, const char *key, int *found)
+{
+    size_t low = 0, high = pairs->count;
+    *found = 0;
+    while (low < high && !*found) {
+        size_t middle = low + (high - low) / 2;
+        int order = strcmp(key, pairs->list[middle].key);
+        *found = !order;
+        if (order > 0) low = middle + 1;
+        else high = middle;
+    }
+    return high;
+}
+
+/* Sets the text under a key to a copy of value, and returns 1. Returns 0 when memory is short. */
+static inline int hstep_set_pair(hstep_pairs *pairs, const char *key, const char *value)
+{
+    int found;
+    size_t at = hstep_find_pair(pairs, key, &found);
+    hstep_pair pair = {found ? pairs->list[at].key : hstep_copy(key), hstep_copy(value)};
+    if (!pair.key || !pair.value ||
+        (!found && !hstep_grow((void **)&pairs->list, pairs->count, &pairs->capacity, sizeof pair))) {
+        if (!found) free(pair.key);
+        free(pair.value);
+        return 0;
+    }
+    if (found) free(pairs->list[at].value);
+    else memmove(pairs->list + at + 1, pairs->list + at, (pairs->count++ - at) * sizeof pair);
+    pairs->list[at] = pair;
+    return 1;
+}
+
+static inline void hstep_free_pairs(hstep_pairs *pairs)
+{
+    for (size_t i = 0; i < pairs->count; i++) {
+        free(pairs->list[i].key);
+        free(pairs->list[i].value);
+    }
+    free(pairs->list);
+}
+
 /* A byte buffer that remembers a failed allocation, so that a long series of appends is checked once. */
 typedef struct hstep_buffer {
     char *data;
@@ -101,20 +153,24 @@ typedef struct hstep_buffer {
     int failed;
 } hstep_buffer;
 
-static inline void hstep_append(hstep_buffer *buffer, const void *data, size_t bytes)
+/* Makes room for more bytes and returns 1. Returns 0 when memory is short, now or earlier. */
+static inline int hstep_reserve(hstep_buffer *buffer, size_t bytes)
 {
-    if (buffer->failed) return;
-    if (bytes > buffer->capacity - buffer->bytes) {
+    if (!buffer->failed && bytes > buffer->capacity - buffer->bytes) {
         size_t capacity = buffer->capacity ? buffer->capacity : 4096;
         while (capacity - buffer->bytes < bytes && capacity <= SIZE_MAX / 2) capacity *= 2;
         char *larger = capacity - buffer->bytes < bytes ? NULL : realloc(buffer->data, capacity);
-        if (!larger) {
-            buffer->failed = 1;
-            return;
-        }
+        buffer->failed = !larger;
+        if (!larger) return 0;
         buffer->data = larger;
         buffer->capacity = capacity;
     }
+    return !buffer->failed;
+}
+
+static inline void hstep_append(hstep_buffer *buffer, const void *data, size_t bytes)
+{
+    if (!hstep_reserve(buffer, bytes)) return;
     if (bytes) memcpy(buffer->data + buffer->bytes, data, bytes);
     buffer->bytes += bytes;
 }
@@ -124,11 +180,19 @@ static inline void hstep_append_text(hstep_buffer *buffer, const char *text)
     hstep_append(buffer, text, strlen(text));
 }
 
-static inline void hstep_append_number(hstep_buffer *buffer, uint64_t number)
+__attribute__((format(printf, 2, 3))) static inline void hstep_append_format(hstep_buffer *buffer, const char *format,
+                                                                             ...)
 {
-    char digits[24];
-    snprintf(digits, sizeof digits, "%llu", (unsigned long long)number);
-    hstep_append_text(buffer, digits);
+    va_list arguments;
+    va_start(arguments, format);
+    int length = vsnprintf(NULL, 0, format, arguments);
+    va_end(arguments);
+    if (length < 0) buffer->failed = 1;
+    if (!hstep_reserve(buffer, (size_t)length + 1)) return;
+    va_start(arguments, format);
+    vsnprintf(buffer->data + buffer->bytes, (size_t)length + 1, format, arguments);
+    va_end(arguments);
+    buffer->bytes += (size_t)length;
 }
 
 /* Appends the text as a JSON string, with quotes. */
@@ -137,17 +201,9 @@ static inline void hstep_append_json(hstep_buffer *buffer, const char *text)
     hstep_append(buffer, "\"", 1);
     for (; *text; text++) {
         unsigned char c = (unsigned char)*text;
-        char escape[8];
-        if (c == '"' || c == '\\') {
-            escape[0] = '\\';
-            escape[1] = (char)c;
-            hstep_append(buffer, escape, 2);
-        } else if (c < 0x20) {
-            snprintf(escape, sizeof escape, "\\u%04x", c);
-            hstep_append(buffer, escape, 6);
-        } else {
-            hstep_append(buffer, text, 1);
-        }
+        if (c == '"' || c == '\\') hstep_append(buffer, "\\", 1);
+        if (c < 0x20) hstep_append_format(buffer, "\\u%04x", c);
+        else hstep_append(buffer, text, 1);
     }
     hstep_append(buffer, "\"", 1);
 }

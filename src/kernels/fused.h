@@ -1,7 +1,7 @@
 /* The loops of fused steps, which work on tiles that stay in the first cache. For kernels.c.
  *
- * A tile goes through short loops. Each has a chain of instructions that is short enough for a processor to look ahead
- * to its end while it waits for the divider. The loops are, in order:
+ * A tile goes through short loops. Each has a short chain of instructions. A processor can look ahead to its end while
+ * it waits for the divider. The loops are, in order:
  *
  *   1. up to the weight: decode gradient and states, apply the rule, encode states
  *   2. the weight
@@ -324,8 +324,8 @@ struct fused_sum {
 
 V_OP struct fused_sum fused_no_sum(void) { return (struct fused_sum){va_zero(), vi_set(0)}; }
 
-/* Adds the squares of pair number `part` of a group to the sum. `plain` vectors are in the order of memory, so they
- * first become a pair by way of the scratch memory `plain_pair`. */
+/* Adds the squares of pair number `part` of a group to the sum. With `plain`, the vectors are in the order of memory.
+ * They then first become a pair, by way of the scratch memory `plain_pair`. */
 V_OP void fused_square(struct fused_sum *s, const int part, vf e, vf o, const int plain, float *plain_pair)
 {
     if (plain) {

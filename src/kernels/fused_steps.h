@@ -1,4 +1,4 @@
-/* Fused steps. Defines the loops of fused.h for every rule with every recipe of fused.def, finds those of a step, and
+/* Fused steps. Defines the loops of fused.h for every rule with every recipe of fused.def. Finds those of a step, and
  * runs them on a tile in order. For kernels.c. */
 #ifndef HSTEP_FUSED_STEPS_H
 #define HSTEP_FUSED_STEPS_H
@@ -200,15 +200,15 @@ static int fused_is_plain(const struct hstep_fused *a)
     return plain;
 }
 
-/* 1 if fused_adjust() has to write the gradient to scratch memory first: to decode any format or, in a step that is all
- * f32, to add l2 decay or subtract a row mean. */
+/* Returns 1 if fused_adjust() has to write the gradient to scratch memory first. It does so to decode any format. In a
+ * step that is all f32, it does so to add l2 decay or to subtract a row mean. */
 static int fused_is_adjusted(const struct hstep_fused *a, int row, int plain)
 {
     return fused_any[row] || (plain && (a->l2 != 0.0f || a->mean != 0.0f));
 }
 
-/* Writes the adjusted gradient to `scratch`. Loops over f32 in the order of memory do not look there, so they get the
- * step `seen`: it begins at t and has that gradient as its own. */
+/* Writes the adjusted gradient to `scratch`. Loops over f32 in the order of memory do not look there. They get the step
+ * `seen`, which begins at t and has that gradient as its own. */
 static void fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen, struct fused_scratch *scratch,
                          int plain, int64_t t, int64_t n)
 {

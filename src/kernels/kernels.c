@@ -1,6 +1,6 @@
 /* Compiled once per row of vec/isas.def. HSTEP_VEC_HEADER names the vocabulary and HSTEP_ISA the suffix of the table.
- * Rules and formats are inlined in two ways from the same functions: tile by tile, for any combination, and as fused
- * loops, for the rows of fused.def. */
+ * Rules and formats are inlined from the same functions in two ways. Tiles serve any combination. Fused loops serve the
+ * rows of fused.def. */
 #include "kernels/kernels.h"
 
 /* Turns on instruction scheduling before register allocation, which gcc leaves off for x86. It gains up to 7 % in long

@@ -17,9 +17,9 @@
 /* One key of the mixer serves a segment of this many elements. */
 #define HSTEP_SEGMENT (2 * (int64_t)HSTEP_SEGMENT_WORDS)
 
-/* Shape of the tile that one call of product() works on: a strip of HSTEP_STRIP rows of the left matrix and a panel of
- * HSTEP_PANEL columns of the right one. Both are stored along the inner dimension: each step holds the elements of one
- * column of the strip or one row of the panel, padded with zeros. */
+/* Shape of the tile that one call of product() works on. It is a strip of HSTEP_STRIP rows of the left matrix and a
+ * panel of HSTEP_PANEL columns of the right one. Both are stored along the inner dimension. Each step holds one column
+ * of the strip or one row of the panel, padded with zeros. */
 #define HSTEP_STRIP 12
 #define HSTEP_PANEL 32
 
@@ -126,9 +126,12 @@ struct hstep_kernels {
     /* Writes n random words from pair `first` on, both multiples of 16. For the mixer and the lattice they lie within
      * one segment. Indexed by generator row. */
     void (*random[HSTEP_GENERATOR_COUNT])(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n);
-    /* Fused steps. find_fused() returns the number of a rule's step for a row of fused.def and a variant, or -1.
-     * fused() makes the step. fused_sums() makes the sums of two-pass rules before it, HSTEP_MAX_NORMS for each 256
-     * elements. fused_agreement() returns how many elements agree, for cautious steps. All NULL where VL is 1. */
+    /* Fused steps, all NULL where VL is 1:
+     *
+     *   find_fused()        returns the number of a rule's step for a row of fused.def and a variant, or -1
+     *   fused()             makes the step
+     *   fused_sums()        makes the sums of two-pass rules before it, HSTEP_MAX_NORMS for each 256 elements
+     *   fused_agreement()   returns how many elements agree, for cautious steps */
     int (*find_fused)(int rule, int row, int variant);
     void (*fused)(const struct hstep_fused *a, int step);
     void (*fused_sums)(const struct hstep_fused *a, int step, double *sums);

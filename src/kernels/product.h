@@ -4,8 +4,9 @@
  *
  *   c[i * 32 + j] = ((c[i * 32 + j] + a[i] * b[j]) + a[12 + i] * b[32 + j]) + ...
  *
- * c has 12 rows of 32 columns. For each term, a has 12 elements of one column of the left matrix and b has 32 elements
- * of one row of the right matrix (panels, device/host/matrix.c). k may be 0. No address need be aligned.
+ * The product c has 12 rows of 32 columns. For each term, a has 12 elements of one column of the left matrix. And b has
+ * 32 elements of one row of the right matrix (panels, device/host/matrix.c). The number k of terms may be 0. No
+ * address need be aligned.
  *
  * Every element is one chain of fp32 products and sums in the order of k. Its bits therefore do not depend on the
  * blocks of registers that the tile is cut into. A sum can also be stored and continued later. Chains of different

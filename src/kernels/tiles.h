@@ -52,8 +52,8 @@ V_OP void scales_of_blocks(vi (*scale_of)(vf, int), vf (*inverse_of)(vi, int), c
     store_scales(scale, block, extra, scales, n);
 }
 
-/* Stores the scales of the blocks, except that a format with one scale for a tensor reads it. maxima and inverses have
- * room for 16. inverses[b] belongs to block b. */
+/* Stores the scales of the blocks, except that a format with one scale for a tensor reads it. The arrays `maxima` and
+ * `inverses` have room for 16. Block b has inverses[b]. */
 V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
 {
     switch (format) {

@@ -1,12 +1,14 @@
 /* Adafactor (Shazeer and Stern 2018, algorithms 4 to 8). The second moment of a matrix is in two vectors. Updates are
- * clipped by their root mean square, and steps are relative to the weights. b2 = 1 - t^beta2_decay. a = 0 and f = eps
- * by default; if published is 1, a = eps and f = 0.
+ * clipped by their root mean square, and steps are relative to the weights. In the formulas, b2 = 1 - t^beta2_decay. By
+ * default a = 0 and f = eps. If published is 1, a = eps and f = 0.
  *
  *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + a), c likewise over rows, v = r c' / max(mean(r), f)
  *   the rest: v = b2 v + (1 - b2) (g^2 + a)
+ *
  *   u = g / max(sqrt(v), f)          u = u / max(1, RMS(u) / d)
  *   L = lr; where relative_step is 1 min(lr, 1 / sqrt(t)), where warmup_init is 1 no more than 1e-6 t
  *   L = L max(scale_eps, RMS(w)) where scale_parameter is 1
+ *
  *   m = b1 m + (1 - b1) u            change = L m + decay w
  *   published: m = b1 m + (1 - b1) L u, change = m + decay L / lr w
  *
@@ -110,18 +112,17 @@ V_OP vf adafactor_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     STATE(ROWS, "row_var")                                                                                           \
     STATE(COLUMNS, "col_var")                                                                                        \
     OPTIONAL("beta1", SIGNED, "exp_avg", .beta = "beta1")                                                            \
-    HYPER("beta1", "decay rate of the first moment, of updates without lr; 0 needs no state", .maximum = 1.0,        \
-          .exclusive = 1)                                                                                            \
-    HYPER("beta2_decay", "beta2 is 1 less the number of updates to this power", .initial = -0.8, .minimum = -1e3,    \
+    HYPER("beta1", "decay rate of the first moment, of updates without lr; 0 needs no state", BELOW_1(0.0))          \
+    HYPER("beta2_decay", "beta2 is 1 - t^beta2_decay in update t", .initial = -0.8, .minimum = -1e3,                 \
           .maximum = 0.0)                                                                                            \
     HYPER("eps", "smallest root of a second moment; published: added to squares of gradients", .initial = 0x1p-23,   \
           .maximum = 1.0)                                                                                            \
     HYPER("scale_eps", "smallest root mean square of a weight that scales its step", .initial = 1e-3,                \
           .maximum = 1e30)                                                                                           \
     HYPER("d", "largest root mean square of a tensor's quotients; no bound if 0", .initial = 1.0, .maximum = 1e30)   \
-    HYPER("relative_step", "1: lr falls with the root of the number of updates, and is its largest", .initial = 1.0, \
+    HYPER("relative_step", "1: lr is 1 / sqrt(t) in update t, and at most the lr that is set", .initial = 1.0,       \
           .maximum = 1.0)                                                                                            \
-    HYPER("warmup_init", "1: relative steps begin at a millionth, and grow by that", .maximum = 1.0)                 \
+    HYPER("warmup_init", "1: relative steps are at most 1e-6 t in update t", .maximum = 1.0)                         \
     HYPER("scale_parameter", "1: steps are times the weight's root mean square", .initial = 1.0, .maximum = 1.0)     \
     HYPER("published", "1: eps, decay and a first moment of whole steps, as transformers has them", .maximum = 1.0)  \
     SCALAR("update_rms", .maximum = 1e300)                                                                           \

@@ -9,8 +9,6 @@ enum { adam_constants = adamw_constants };
 
 HSTEP_INLINE void adam_prepare(float *k, struct hstep_prepare *p) { adamw_prepare(k, p); }
 
-V_OP vf adam_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return adamw_rule(k, w, g, s, mode); }
-
 #define adam_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)             \
     RULE("adam", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY), \
          .label = "Adam", .title = "Adam (Kingma & Ba 2015)",      \

@@ -73,19 +73,20 @@ V_OP vf adamw_end(const vf *k, vf w, vf numerator, vf root)
     return v_add(v_mul(k[ADAMW_LR], update), v_mul(k[ADAMW_DECAY], w));
 }
 
-V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, numerator = adamw_start(k, g, s, mode, &root);
-    return adamw_end(k, w, numerator, root);
-}
+/* The states and decay rates of rules with Adam's two moments. */
+#define ADAM_MOMENTS(STATE, HYPER, beta1_, beta2_)                    \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                         \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                      \
+    HYPER("beta1", "decay rate of the first moment", BELOW_1(beta1_)) \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(beta2_))
 
 /* Shared with Adam. */
 #define ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)                                                        \
     STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                  \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2", .precise_while = "amsgrad", .precise = HSTEP_FORMAT_bf16_sr)  \
     OPTIONAL("amsgrad", NONNEG, "max_exp_avg_sq", .precise_while = "amsgrad", .precise = HSTEP_FORMAT_bf16_sr) \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)           \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)        \
+    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                             \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                          \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)           \
     HYPER("amsgrad", "1: divide by the largest second moment so far (Reddi et al. 2018)", .maximum = 1.0)
 

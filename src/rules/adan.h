@@ -92,12 +92,6 @@ V_OP vf adan_end(const vf *k, vf w, vf numerator, vf root)
     return v_add(update, v_mul(k[ADAN_DECAY], w));
 }
 
-V_OP vf adan_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, numerator = adan_start(k, g, s, mode, &root);
-    return adan_end(k, w, numerator, root);
-}
-
 #define adan_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                    \
     RULE("adan", ELEMENTWISE, PARTS(adan), CAUTIOUS(ADAN_DECAY),                                          \
          .label = "Adan", .title = "Adan, Nesterov momentum from gradient differences (Xie et al. 2022)", \
@@ -106,9 +100,9 @@ V_OP vf adan_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     STATE(SIGNED, "exp_avg_diff", .beta = "beta2")                                                        \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta3")                                                          \
     STATE(GRADIENT, "previous")                                                                           \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.98, .maximum = 1.0, .exclusive = 1)     \
-    HYPER("beta2", "decay rate of the differences", .initial = 0.92, .maximum = 1.0, .exclusive = 1)      \
-    HYPER("beta3", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)    \
+    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.98))                                       \
+    HYPER("beta2", "decay rate of the differences", BELOW_1(0.92))                                        \
+    HYPER("beta3", "decay rate of the second moment", BELOW_1(0.99))                                      \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)
 
 #endif

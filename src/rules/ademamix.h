@@ -9,10 +9,10 @@
  *
  *   A = alpha t / alpha_warmup      B = exp(1 / ((1 - x) / ln b1 + x / ln b3)), at most b3      x = t / beta3_warmup
  *
- * Bounds for quantized moments are Adam's; that of a takes b3 and is doubled. a meets its bound when gradients hardly
- * change. A bound that is not doubled would then cut off half of the noise of stochastic rounding, which lasts 1 / (1 -
- * b3) updates. While B rises, a gradient may have entered a with up to 1 - b1 instead of 1 - b3. The bound is larger by
- * that factor if there is a beta3_warmup. */
+ * Bounds for quantized moments are Adam's. The bound of a takes b3 and is doubled, because a meets its bound when
+ * gradients hardly change. A bound that is not doubled would then cut off half of the noise of stochastic rounding,
+ * which lasts 1 / (1 - b3) updates. While B rises, a gradient may have entered a with up to 1 - b1 instead of 1 - b3.
+ * The bound is larger by that factor if there is a beta3_warmup. */
 #ifndef HSTEP_ADEMAMIX_H
 #define HSTEP_ADEMAMIX_H
 
@@ -62,25 +62,16 @@ V_OP vf ademamix_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 
 V_OP vf ademamix_end(const vf *k, vf w, vf numerator, vf root) { return adamw_end(k, w, numerator, root); }
 
-V_OP vf ademamix_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, numerator = ademamix_start(k, g, s, mode, &root);
-    return ademamix_end(k, w, numerator, root);
-}
-
-#define ademamix_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                      \
-    RULE("ademamix", ELEMENTWISE, PARTS(ademamix), CAUTIOUS(ADAMW_DECAY),                                       \
-         .label = "AdEMAMix", .title = "AdEMAMix: AdamW with a slow average besides (Pagliardini et al. 2024)", \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                  \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                   \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                \
-    STATE(SIGNED, "exp_avg_slow", .beta = "beta3")                                                              \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)            \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)         \
-    HYPER("beta3", "decay rate of the slow average", .initial = 0.9999, .maximum = 1.0, .exclusive = 1)         \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)            \
+#define ademamix_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                        \
+    RULE("ademamix", ELEMENTWISE, PARTS(ademamix), CAUTIOUS(ADAMW_DECAY),                                         \
+         .label = "AdEMAMix", .title = "AdEMAMix: AdamW with a slow average besides (Pagliardini et al. 2024)",   \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                    \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                        \
+    STATE(SIGNED, "exp_avg_slow", .beta = "beta3")                                                                \
+    HYPER("beta3", "decay rate of the slow average", BELOW_1(0.9999))                                             \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)              \
     HYPER("alpha", "factor of the slow average in the sum with the first moment", .initial = 5.0, .maximum = 1e3) \
-    HYPER("alpha_warmup", "updates in which alpha rises from 0; 0: none", .maximum = 1e15)                      \
+    HYPER("alpha_warmup", "updates in which alpha rises from 0; 0: none", .maximum = 1e15)                        \
     HYPER("beta3_warmup", "updates in which beta3 rises from beta1, by half-lives; 0: none", .maximum = 1e15)
 
 #endif

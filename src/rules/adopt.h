@@ -9,8 +9,8 @@
  *
  * t - 1 is the number of averaged gradients, as in the authors' code, whose clip_lambda is `step ** 0.25`. Without the
  * clip the bound is the largest float, so that a first gradient of almost zero makes no infinity. A zero denominator
- * (eps = 0 and no gradient yet) gives n = 0. m is no average of g, so the root of v does not bound it. It needs no
- * bound, because it is never divided. */
+ * (eps = 0 and no gradient yet) gives n = 0. The first moment m is no average of g, so the root of v does not bound it.
+ * It needs no bound, because it is never divided. */
 #ifndef HSTEP_ADOPT_H
 #define HSTEP_ADOPT_H
 
@@ -55,9 +55,8 @@ V_OP vf adopt_rule(const vf *k, vf w, vf g, vf *s, const int mode)
          .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")                                                            \
     STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                      \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                   \
-    HYPER("beta1", "decay rate of the average of normalized gradients", .initial = 0.9, .maximum = 1.0,            \
-          .exclusive = 1)                                                                                          \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.9999, .maximum = 1.0, .exclusive = 1)           \
+    HYPER("beta1", "decay rate of the average of normalized gradients", BELOW_1(0.9))                              \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.9999))                                             \
     HYPER("eps", "least root of the second moment that a gradient is divided by", .initial = 1e-6, .maximum = 1.0) \
     HYPER("clip_power", "normalized gradients are bounded by the number of updates before to this power",          \
           .initial = 0.25, .maximum = 16.0)                                                                        \

@@ -3,7 +3,9 @@
  *
  *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + eps), c likewise over rows, v = r c' / mean(r)
  *   the rest: v = b2 v + (1 - b2) (g^2 + eps)
+ *
  *   u = g / sqrt(v) / max(1, RMS(g / sqrt(v)) / clip_threshold)         m = b1 m + (1 - b1) u
+ *
  *   matrices: p = b3 p + (1 - b3) mean over columns of ((u - m)^2 + instability_eps), q likewise over rows
  *             d = lr m / sqrt(p q' / mean(p)) + decay * w
  *   the rest: d = lr m + decay * w
@@ -113,10 +115,9 @@ V_OP vf came_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     STATE(COLUMNS, "exp_avg_sq_col", .beta = "beta2")                                                            \
     STATE(ROWS, "exp_avg_res_row", .beta = "beta3")                                                              \
     STATE(COLUMNS, "exp_avg_res_col", .beta = "beta3")                                                           \
-    HYPER("beta1", "decay rate of the first moment, of clipped quotients", .initial = 0.9, .maximum = 1.0,       \
-          .exclusive = 1)                                                                                        \
-    HYPER("beta2", "decay rate of the second moments", .initial = 0.999, .maximum = 1.0, .exclusive = 1)         \
-    HYPER("beta3", "decay rate of the instability", .initial = 0.9999, .maximum = 1.0, .exclusive = 1)           \
+    HYPER("beta1", "decay rate of the first moment, of clipped quotients", BELOW_1(0.9))                         \
+    HYPER("beta2", "decay rate of the second moments", BELOW_1(0.999))                                           \
+    HYPER("beta3", "decay rate of the instability", BELOW_1(0.9999))                                             \
     HYPER("eps", "added to squares of gradients", .initial = 1e-30, .maximum = 1.0)                              \
     HYPER("instability_eps", "added to squares of the instability", .initial = 1e-16, .maximum = 1.0)            \
     HYPER("clip_threshold", "largest root mean square of a tensor's quotients; no bound if 0", .initial = 1.0,   \

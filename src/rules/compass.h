@@ -12,7 +12,7 @@
 #ifndef HSTEP_COMPASS_H
 #define HSTEP_COMPASS_H
 
-#include "rules/rule.h"
+#include "rules/adamw.h"
 
 enum {
     COMPASS_BETA1, COMPASS_NEW1, COMPASS_BETA2, COMPASS_NEW2, COMPASS_AMPLIFY, COMPASS_ROOT, COMPASS_EPS, COMPASS_LR,
@@ -50,22 +50,13 @@ V_OP vf compass_end(const vf *k, vf w, vf numerator, vf root)
     return v_add(v_mul(k[COMPASS_LR], update), v_mul(k[COMPASS_DECAY], w));
 }
 
-V_OP vf compass_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, numerator = compass_start(k, g, s, mode, &root);
-    return compass_end(k, w, numerator, root);
-}
-
-#define compass_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                               \
-    RULE("compass", ELEMENTWISE, PARTS(compass), CAUTIOUS(COMPASS_DECAY),                               \
-         .label = "Compass", .title = "Compass: the gradient amplified by its momentum (torchastic)",   \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                          \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                           \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                        \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)   \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1) \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)    \
-    HYPER("amplify", "factor of the momentum added to the gradient", .initial = 5.0, .maximum = 1e3)    \
+#define compass_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                             \
+    RULE("compass", ELEMENTWISE, PARTS(compass), CAUTIOUS(COMPASS_DECAY),                             \
+         .label = "Compass", .title = "Compass: the gradient amplified by its momentum (torchastic)", \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                        \
+    ADAM_MOMENTS(STATE, HYPER, 0.99, 0.999)                                                           \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)  \
+    HYPER("amplify", "factor of the momentum added to the gradient", .initial = 5.0, .maximum = 1e3)  \
     HYPER("published", "1: torchastic's scaling, 1 / (1 - beta1) too large at first", .maximum = 1.0)
 
 #endif

@@ -4,9 +4,9 @@
  *   d = lr sqrt(1 - b2^t) * m / (sqrt(v) + eps) + c * w
  *
  * m and v are Adam's moments. m is not debiased, so the first steps are shorter by 1 - b1^t. The package takes the lump
- * from the rounded weight after the step; here it is part of the one change. a is kept per tensor, in double. It starts
- * at threshold * U, so that tensors do not all decay in the same step. U in [0, 1) is a hash of the tensor's id, the
- * top 53 bits of splitmix64's finalizer. A hash makes runs repeatable and ranks agree. */
+ * from the rounded weight after the step. Here it is part of the one change. The sum a is kept per tensor, in double.
+ * It starts at threshold * U, so that tensors do not all decay in the same step. U in [0, 1) is a hash of the tensor's
+ * id, the top 53 bits of splitmix64's finalizer. A hash makes runs repeatable and ranks agree. */
 #ifndef HSTEP_DELAYED_H
 #define HSTEP_DELAYED_H
 
@@ -36,19 +36,11 @@ HSTEP_INLINE void delayed_prepare(float *k, struct hstep_prepare *p)
     k[ADAMW_DECAY] = (float)lump;
 }
 
-V_OP vf delayed_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    return adamw_rule(k, w, g, s, mode & RULE_CLAMP);
-}
-
 #define delayed_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                           \
     RULE("adamw-delayed", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                                         \
          .label = "AdamWDelayed", .title = "AdamW with lumped decay, for weights with a residual (adamw_bfloat16)", \
          .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                      \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                       \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                    \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)                \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)             \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                          \
     HYPER("eps", "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                         \
     HYPER("threshold", "decay is gathered until it is above this, then applied", .initial = 5e-3, .maximum = 1.0)   \
     SCALAR("accumulated_decay", .maximum = 1.0)

@@ -3,8 +3,8 @@
  *   d = lr f (w - g) + decay * w         f = 1 - beta, or (1 - beta) / (1 - beta^t) with debias; 1 in the first update
  *
  * So the first update copies the live weight. debias makes the average that of all t weights so far. For beta near 1
- * this is their plain mean, until t nears 1 / (1 - beta). An average in BF16 moves by less than its last place only if
- * the weight's format has a residual, an error code or stochastic rounding. */
+ * this is their plain mean, until t nears 1 / (1 - beta). An average in BF16 must move by less than its last place. It
+ * does so only if the weight's format has a residual, an error code or stochastic rounding. */
 #ifndef HSTEP_EMA_H
 #define HSTEP_EMA_H
 
@@ -36,17 +36,11 @@ V_OP vf ema_end(const vf *k, vf w, vf g, vf root)
     return v_add(v_mul(k[EMA_RATE], v_sub(w, g)), v_mul(k[EMA_DECAY], w));
 }
 
-V_OP vf ema_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, live = ema_start(k, g, s, mode, &root);
-    return ema_end(k, w, live, root);
-}
-
 #define ema_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                            \
     RULE("ema", RAW_GRADIENT, PARTS_ROOTLESS(ema), NOT_CAUTIOUS("it follows weights, not gradients"),            \
          .label = "EMA", .title = "exponential moving average of weights; the gradient slot is the live weight", \
          .lr = 1.0, .decay = "decoupled")                                                                        \
-    HYPER("beta", "decay rate of the average", .initial = 0.999, .maximum = 1.0, .exclusive = 1)                 \
+    HYPER("beta", "decay rate of the average", BELOW_1(0.999))                                                   \
     HYPER("debias", "1: an average of what was seen, from the first step on", .maximum = 1.0)
 
 #endif

@@ -67,11 +67,6 @@ V_OP vf lamb_update(const vf *k, vf w, vf g, vf *s, const int mode)
     return lamb_direction(k, w, numerator, root);
 }
 
-V_OP vf lamb_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    return v_mul(k[LAMB_LR], lamb_update(k, w, g, s, mode));
-}
-
 V_OP void lamb_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
 {
     x[0] = w;
@@ -82,10 +77,7 @@ V_OP void lamb_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     RULE("lamb", NORMS(2), PARTS(lamb), NOT_CAUTIOUS("sums over the tensor come before its update"),         \
          .label = "Lamb", .title = "LAMB: Adam with a trust ratio for each tensor (You et al. 2020)",        \
          .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                               \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                             \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)         \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)      \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                   \
     HYPER("eps", "added to the root of the second moment", .initial = 1e-6, .maximum = 1.0)                  \
     HYPER("max_weight_norm", "the weight's norm counts as at most this; 0: no bound", .initial = 10.0,       \
           .maximum = 1e30)                                                                                   \

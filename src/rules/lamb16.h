@@ -41,8 +41,6 @@ HSTEP_INLINE void lamb16_prepare(float *k, struct hstep_prepare *p)
 
 V_OP vf lamb16_clamp(const vf *k, vf x) { return v_min(v_max(v_abs(x), k[LAMB16_FLOOR]), k[LAMB16_CEILING]); }
 
-V_OP vf lamb16_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return lamb_rule(k, w, g, s, mode); }
-
 V_OP void lamb16_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
 {
     x[0] = lamb16_clamp(k, w);
@@ -53,10 +51,7 @@ V_OP void lamb16_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     RULE("lamb16", NORMS(2), PARTS(lamb), NOT_CAUTIOUS("sums over the tensor come before its update"),    \
          .label = "Lamb16", .title = "LAMB16: LAMB with an adaptive trust exponent, made for fp8 states", \
          .lr = 1e-3, .decay = "decoupled", .formats = "fp8+fp8-e5m2", .keeps = "exp_avg")                 \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                             \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                          \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)      \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)   \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                \
     HYPER("eps", "added to the root of the second moment", .initial = 1e-6, .maximum = 1.0)               \
     HYPER("trust_scale", "exponent of the trust ratio", .initial = 0.382, .maximum = 1.0)                 \
     SCALAR("weight_norm", .maximum = 1e300)                                                               \

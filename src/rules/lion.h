@@ -35,18 +35,12 @@ V_OP vf lion_end(const vf *k, vf w, vf mixed, vf root)
     return v_add(v_mul(k[LION_LR], v_sign(mixed)), v_mul(k[LION_DECAY], w));
 }
 
-V_OP vf lion_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, mixed = lion_start(k, g, s, mode, &root);
-    return lion_end(k, w, mixed, root);
-}
-
 #define lion_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                              \
     RULE("lion", ELEMENTWISE, PARTS_ROOTLESS(lion), CAUTIOUS(LION_DECAY),                           \
          .label = "Lion", .title = "Lion, the sign of an interpolated momentum (Chen et al. 2023)", \
          .lr = 1e-4, .decay = "decoupled", .keeps = "exp_avg")                                      \
     STATE(SIGNED, "exp_avg", .beta = "beta2")                                                       \
-    HYPER("beta1", "interpolation of the update", .initial = 0.9, .maximum = 1.0, .exclusive = 1)   \
-    HYPER("beta2", "decay rate of the momentum", .initial = 0.99, .maximum = 1.0, .exclusive = 1)
+    HYPER("beta1", "share of the momentum in the update", BELOW_1(0.9))                             \
+    HYPER("beta2", "decay rate of the momentum", BELOW_1(0.99))
 
 #endif

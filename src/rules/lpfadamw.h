@@ -34,24 +34,18 @@ V_OP vf lpfadamw_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 
 V_OP vf lpfadamw_end(const vf *k, vf w, vf numerator, vf root) { return adamw_end(k, w, numerator, root); }
 
-V_OP vf lpfadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, numerator = lpfadamw_start(k, g, s, mode, &root);
-    return lpfadamw_end(k, w, numerator, root);
-}
-
-#define lpfadamw_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                   \
-    RULE("lpfadamw", ELEMENTWISE, PARTS(lpfadamw), CAUTIOUS(ADAMW_DECAY),                                    \
-         .label = "LPFAdamW", .title = "LPFAdamW: AdamW on a low-pass amplified gradient (torchastic)",      \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                               \
-    STATE(SIGNED, "smoothing", .beta = "beta1")                                                              \
-    STATE(SIGNED, "exp_avg", .beta = "beta2")                                                                \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta3")                                                             \
-    HYPER("beta1", "decay rate of the low pass", .initial = 0.9, .maximum = 1.0, .exclusive = 1)             \
-    HYPER("beta2", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)         \
-    HYPER("beta3", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)      \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)         \
-    HYPER("amplify", "factor of the low pass added to the gradient", .initial = 2.0, .maximum = 1e3)         \
+#define lpfadamw_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                              \
+    RULE("lpfadamw", ELEMENTWISE, PARTS(lpfadamw), CAUTIOUS(ADAMW_DECAY),                               \
+         .label = "LPFAdamW", .title = "LPFAdamW: AdamW on a low-pass amplified gradient (torchastic)", \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                          \
+    STATE(SIGNED, "smoothing", .beta = "beta1")                                                         \
+    STATE(SIGNED, "exp_avg", .beta = "beta2")                                                           \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta3")                                                        \
+    HYPER("beta1", "decay rate of the low pass", BELOW_1(0.9))                                          \
+    HYPER("beta2", "decay rate of the first moment", BELOW_1(0.9))                                      \
+    HYPER("beta3", "decay rate of the second moment", BELOW_1(0.999))                                   \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)    \
+    HYPER("amplify", "factor of the low pass added to the gradient", .initial = 2.0, .maximum = 1e3)    \
     HYPER("published", "1: torchastic's scaling, decay 1 / (1 - beta2) too strong at first", .maximum = 1.0)
 
 #endif

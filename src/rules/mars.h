@@ -2,11 +2,12 @@
  *
  *   c = g + gamma b1 / (1 - b1) (g - last)        last = g; 0 before the first update
  *   c = c max_norm / |c| where |c| > max_norm     |c| over the tensor; no bound where max_norm is 0
+ *
  *   m = b1 m + (1 - b1) c                         v = b2 v + (1 - b2) c^2
  *   d = lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
  *
  * In this form (MARS-approx) the last gradient is that of the last batch. The first c is larger than g, as in the
- * authors' code. That code steps vectors by AdamW with betas of .9 and .95; here a group with gamma 0 and max_norm 0
+ * authors' code. That code steps vectors by AdamW with betas of .9 and .95. Here a group with gamma 0 and max_norm 0
  * does that. */
 #ifndef HSTEP_MARS_H
 #define HSTEP_MARS_H
@@ -38,12 +39,6 @@ V_OP vf mars_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 
 V_OP vf mars_end(const vf *k, vf w, vf numerator, vf root) { return adamw_end(k, w, numerator, root); }
 
-V_OP vf mars_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, numerator = mars_start(k, g, s, mode, &root);
-    return mars_end(k, w, numerator, root);
-}
-
 V_OP void mars_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
 {
     (void)w, (void)mode;
@@ -54,11 +49,8 @@ V_OP void mars_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     RULE("mars", NORMS(1), PARTS(mars), NOT_CAUTIOUS("sums over the tensor come before its update"),     \
          .label = "MARS", .title = "MARS-AdamW: AdamW on variance-reduced gradients (Yuan et al. 2024)", \
          .lr = 3e-3, .decay = "decoupled", .keeps = "exp_avg")                                           \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                            \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                         \
+    ADAM_MOMENTS(STATE, HYPER, 0.95, 0.99)                                                               \
     STATE(GRADIENT, "last_grad")                                                                         \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.95, .maximum = 1.0, .exclusive = 1)    \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)   \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)     \
     HYPER("gamma", "scale of the correction; 0: none", .initial = 0.025, .maximum = 1e3)                 \
     HYPER("max_norm", "largest norm of a tensor's corrected gradient; no bound if 0", .initial = 1.0,    \

@@ -61,28 +61,26 @@ V_OP vf muon_direction(const vf *k, vf g, vf *s, const int mode)
 
 V_OP vf muon_change(const vf *k, vf w, vf o) { return v_add(v_mul(k[MUON_SCALE], o), v_mul(k[MUON_DECAY], w)); }
 
-V_OP vf muon_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return adamw_rule(k, w, g, s, mode & RULE_CLAMP); }
-
-#define muon_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                              \
-    RULE("muon", MATRIX(newton_schulz), PARTS(adamw),                                                               \
-         NOT_CAUTIOUS("the update of a matrix is made of all its elements at once"),                                \
-         .label = "Muon",                                                                                           \
-         .title = "Muon: orthogonalized momentum for matrices, AdamW for the rest (Jordan et al. 2024)",            \
-         .lr = 1e-3, .weight_decay = 1e-1, .decay = "decoupled", .keeps = "momentum_buffer")                        \
-    STATE(SIGNED, "momentum_buffer", .beta = "momentum")                                                            \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                    \
-    HYPER("momentum", "decay rate of the momentum of matrices", .initial = 0.95, .maximum = 1e3)                    \
-    HYPER("nesterov", "1: look ahead", .initial = 1.0, .maximum = 1.0)                                              \
-    HYPER("ns_steps", "Newton-Schulz iterations", .initial = 5.0, .minimum = 1.0, .maximum = 100.0)                 \
-    HYPER("ns_a", "coefficient of X", .initial = 3.4445, .minimum = -100.0, .maximum = 100.0)                       \
-    HYPER("ns_b", "coefficient of X X' X", .initial = -4.775, .minimum = -100.0, .maximum = 100.0)                  \
-    HYPER("ns_c", "coefficient of (X X')^2 X", .initial = 2.0315, .minimum = -100.0, .maximum = 100.0)              \
-    HYPER("match_rms", "1: scale by 0.2 sqrt(max(rows, columns)), to AdamW's learning rates", .maximum = 1.0)       \
-    HYPER("beta1", "decay rate of the first moment of the rest", .initial = 0.9, .maximum = 1.0, .exclusive = 1)    \
-    HYPER("beta2", "decay rate of the second moment of the rest", .initial = 0.999, .maximum = 1.0, .exclusive = 1) \
-    HYPER("eps", "added to the root of the second moment of the rest", .initial = 1e-8, .maximum = 1.0)             \
-    HYPER("ns_eps", "least norm that the momentum of a matrix is divided by", .initial = 1e-7, .maximum = 1.0)      \
-    HYPER("exact", "1: a GPU multiplies matrices to the bits of every machine, not by its units for BF16",          \
+#define muon_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                         \
+    RULE("muon", MATRIX(newton_schulz), PARTS(adamw),                                                          \
+         NOT_CAUTIOUS("the update of a matrix is made of all its elements at once"),                           \
+         .label = "Muon",                                                                                      \
+         .title = "Muon: orthogonalized momentum for matrices, AdamW for the rest (Jordan et al. 2024)",       \
+         .lr = 1e-3, .weight_decay = 1e-1, .decay = "decoupled", .keeps = "momentum_buffer")                   \
+    STATE(SIGNED, "momentum_buffer", .beta = "momentum")                                                       \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                               \
+    HYPER("momentum", "decay rate of the momentum of matrices", .initial = 0.95, .maximum = 1e3)               \
+    HYPER("nesterov", "1: the update is one step of the momentum ahead", .initial = 1.0, .maximum = 1.0)       \
+    HYPER("ns_steps", "Newton-Schulz iterations", .initial = 5.0, .minimum = 1.0, .maximum = 100.0)            \
+    HYPER("ns_a", "coefficient of X", .initial = 3.4445, .minimum = -100.0, .maximum = 100.0)                  \
+    HYPER("ns_b", "coefficient of X X' X", .initial = -4.775, .minimum = -100.0, .maximum = 100.0)             \
+    HYPER("ns_c", "coefficient of (X X')^2 X", .initial = 2.0315, .minimum = -100.0, .maximum = 100.0)         \
+    HYPER("match_rms", "1: scale by 0.2 sqrt(max(rows, columns)), to AdamW's learning rates", .maximum = 1.0)  \
+    HYPER("beta1", "decay rate of the first moment of the rest", BELOW_1(0.9))                                 \
+    HYPER("beta2", "decay rate of the second moment of the rest", BELOW_1(0.999))                              \
+    HYPER("eps", "added to the root of the second moment of the rest", .initial = 1e-8, .maximum = 1.0)        \
+    HYPER("ns_eps", "least norm that the momentum of a matrix is divided by", .initial = 1e-7, .maximum = 1.0) \
+    HYPER("exact", "1: a GPU multiplies matrices to the bits of every machine, not by its units for BF16",     \
           .maximum = 1.0)
 
 #endif

@@ -1,18 +1,22 @@
 /* Prodigy (Mishchenko and Defazio 2023, algorithm 4): Adam whose learning rate D is estimated from how far the weights
- * have come. The estimate takes sums over all tensors of the optimizer whose groups have one d_group. L = lr D B, with
- * B = sqrt(1 - b2^t) / (1 - b1^t) if debias is 1, else 1. b3 = sqrt(b2) if beta3 is 0.
+ * have come. The estimate takes sums over all tensors of the optimizer whose groups have one d_group.
+ *
+ *   L = lr D B        B = sqrt(1 - b2^t) / (1 - b1^t) if debias is 1, else 1        b3 = sqrt(b2) if beta3 is 0
  *
  *   m = b1 m + (1 - b1) D g        v = b2 v + (1 - b2) (D g)^2
  *   s = b3 s + D / d0 L g          (D / d0 D g where safeguard_warmup is 1)
  *   N = b3 N + sum of D / d0 L g (x0 - w)        E = d_coef N / sum of |s|
  *   d = L m / (sqrt(v) + D' eps) + D B decay * w
  *
- * x0 are the weights before a tensor's first step. D' is the next D: max(D, E) while D is d0, then at most the largest
- * E so far and D growth_rate. As in the authors' code, all these tensors have one D, one bound of it (d_max) and one N.
- * b3, d0, d_coef, growth_rate and B are those of the first of their groups, and t counts that group's steps. A tensor
- * without a gradient leaves D to the others and has it when it moves. If lr is 0, nothing of a tensor changes or is
- * summed. If all gradients are 0, D stays. If all s are 0, nothing moves either. The sums take only every slice_p-th
- * element of a tensor. */
+ * x0 are the weights before a tensor's first step. D' is the D of the next step. It is the smaller of two numbers: the
+ * largest of d0 and every E so far, and growth_rate times D. While D is d0, the second number has max(D, E) for D.
+ *
+ * As in the authors' code, all these tensors have one D, one bound of it (d_max, the first number) and one N. The first
+ * of their groups gives b3, d0, d_coef, growth_rate and B, and t counts its steps.
+ *
+ * A tensor without a gradient leaves D to the others and uses their D when it moves again. If lr is 0, nothing of a
+ * tensor changes or is summed. If all gradients are 0, D stays. If all s are 0, D stays and nothing moves. The sums
+ * take only every slice_p-th element of a tensor. */
 #ifndef HSTEP_PRODIGY_H
 #define HSTEP_PRODIGY_H
 
@@ -20,8 +24,8 @@
 
 enum { PRODIGY_BETA3 = adamw_constants, PRODIGY_NEW3, PRODIGY_NUMERATOR, prodigy_constants };
 
-/* Stores D, its bound and N after a step with these sums in scalar[]. d and `most` are D and its bound before the
- * step. */
+/* Stores in scalar[] what a step with these sums leaves: D, its bound and N. Before the step D is `d`, and its bound is
+ * `most`. */
 HSTEP_INLINE void prodigy_estimate(const double *all, double beta3, double d, double most, const double *total,
                                    double *scalar)
 {
@@ -91,9 +95,9 @@ V_OP vf prodigy_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                    \
     STATE(SIGNED, "s", .beta = "beta2")                                                                             \
     STATE(WEIGHT, "p0")                                                                                             \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)                \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)             \
-    HYPER("beta3", "decay rate of the estimate's sums; the root of beta2 if 0", .maximum = 1.0, .exclusive = 1)     \
+    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                                  \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                               \
+    HYPER("beta3", "decay rate of the estimate's sums; the root of beta2 if 0", BELOW_1(0.0))                       \
     HYPER("eps", "added to the root of the second moment, times the estimate", .initial = 1e-8, .maximum = 1.0)     \
     HYPER("d0", "first estimate of the learning rate", .initial = 1e-6, .minimum = 1e-30, .maximum = 1e6)           \
     HYPER("d_coef", "scale of the estimate", .initial = 1.0, .maximum = 1e6)                                        \
@@ -101,9 +105,9 @@ V_OP vf prodigy_rule(const vf *k, vf w, vf g, vf *s, const int mode)
           .maximum = 1e300)                                                                                         \
     HYPER("safeguard_warmup", "1: lr is left out of the estimate's divisor, for a warm-up", .maximum = 1.0)         \
     HYPER("debias", "1: debias the moments", .maximum = 1.0)                                                        \
-    HYPER("slice_p", "the estimate's sums are over every so many-th element", .initial = 1.0, .minimum = 1.0,       \
+    HYPER("slice_p", "one element in so many counts in the sums of the estimate", .initial = 1.0, .minimum = 1.0,   \
           .maximum = 1e9)                                                                                           \
-    HYPER("d_group", "groups of one number share one estimate, and have one lr or 0", .maximum = 1e6)               \
+    HYPER("d_group", "groups with the same number share one estimate; their lr are equal or 0", .maximum = 1e6)     \
     SCALAR("d", .maximum = 1e300)                                                                                   \
     SCALAR("d_max", .maximum = 1e300)                                                                               \
     SCALAR("d_numerator", .minimum = -1e300, .maximum = 1e300)

@@ -30,16 +30,11 @@ HSTEP_INLINE void radam_prepare(float *k, struct hstep_prepare *p)
     }
 }
 
-V_OP vf radam_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return adamw_rule(k, w, g, s, mode & RULE_CLAMP); }
-
-#define radam_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                 \
-    RULE("radam", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                                     \
-         .label = "RAdam", .title = "RAdam, Adam with a rectified start (Liu et al. 2020)",             \
-         .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")                                                 \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                           \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                        \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)    \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1) \
+#define radam_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                     \
+    RULE("radam", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                         \
+         .label = "RAdam", .title = "RAdam, Adam with a rectified start (Liu et al. 2020)", \
+         .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")                                     \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                  \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)
 
 #endif

@@ -5,9 +5,10 @@
  *   b = momentum b + g / (sqrt(z) / q + eps)       q = sqrt(1 - a^t) (debias: torchastic's), 1 (torch's)
  *   d = lr * b + decay * w
  *
- * A centered z obeys z_t = a z_(t-1) + a (1 - a) (g - c_(t-1))^2, so it is never below the last term. If v - c^2 has
- * cancelled, or a quantized state made it too small or negative, that bound takes its place. In the plain form the g^2
- * in v bounds the quotient, whatever quantization has done. States that hyper-parameters make needless come in as 0. */
+ * A centered z obeys z_t = a z_(t-1) + a (1 - a) (g - c_(t-1))^2, so it is never below the last term. That bound takes
+ * the place of v - c^2 if the difference has cancelled, or if a quantized state made it too small or negative. In the
+ * plain form the g^2 in v bounds the quotient, whatever quantization has done. States that hyper-parameters make
+ * needless come in as 0. */
 #ifndef HSTEP_RMSPROP_H
 #define HSTEP_RMSPROP_H
 
@@ -73,7 +74,7 @@ V_OP vf rmsprop_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     OPTIONAL("momentum", SIGNED, "momentum_buffer", .beta = "momentum")                                    \
     OPTIONAL("centered", SIGNED, "grad_avg", .beta = "alpha", .precise_while = "centered",                 \
              .precise = HSTEP_FORMAT_f32)                                                                  \
-    HYPER("alpha", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)     \
+    HYPER("alpha", "decay rate of the second moment", BELOW_1(0.99))                                       \
     HYPER("eps", "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                \
     HYPER("momentum", "factor of the momentum buffer; 0 needs no state", .maximum = 1e3)                   \
     HYPER("centered", "1: divide by the deviation from the mean gradient", .maximum = 1.0)                 \

@@ -3,36 +3,45 @@
  *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
  *       RULE("name", SHAPE, PARTS, CAUTION, .label = ..., ...)   members of struct hstep_rule (tables/tables.h)
  *       STATE(ROLE, "name", .beta = ...)                         members of struct hstep_state
- *       OPTIONAL("hyper", ROLE, "name", ...)                     a state that is needless while that hyper-parameter is
- *                                                                0; these come last
+ *       OPTIONAL("hyper", ROLE, "name", ...)                     a state that is needless while "hyper" is 0. They
+ *                                                                come last
  *       HYPER("name", "title", .initial = ..., ...)              members of struct hstep_hyper
  *       SCALAR("name", .maximum = ...)                           members of struct hstep_scalar
  *
- * Members that are left out are 0. The order of STATE and OPTIONAL is that of s[], the order of HYPER that of
- * p->hyper[], the order of SCALAR that of hstep_own(p)->scalar[].
+ * Members that are left out are 0. STATE and OPTIONAL are in the order of s[]. HYPER is in the order of p->hyper[].
+ * SCALAR is in the order of hstep_own(p)->scalar[]. BELOW_1(x) are the members of a decay rate. It is x at first, at
+ * least 0, and below 1.
  *
  * SHAPE    ELEMENTWISE               one pass over independent elements
  *          NORMS(n)                  n sums of squares over the tensor come before its update: NAME_norms()
- *          TOTALS(n)                 n sums over all tensors of the optimizer whose groups have one number in the
- *                                    hyper-parameter .share. Their scalars are one set for all of these; the first of
- *                                    them never falls
+ *          TOTALS(n)                 n sums over all tensors of the optimizer that agree in the hyper-parameter
+ *                                    .share. These tensors share one set of scalars. The first scalar never falls
  *          RAW_GRADIENT              the gradient slot holds a weight, which is taken as it is
- *          MATRIX(transformation)    tensors of two or more dimensions are stepped as matrices; a row of transforms.def
- *          FACTORED(pairs, n)        likewise, by pairs of vectors over rows and columns; n sums as with NORMS
- * PARTS    PARTS(PREFIX)             the rule is PREFIX_start() and PREFIX_end() after each other (rule.h), so that a
- *                                    step may take roots in one loop and quotients in the next
- *          PARTS_ROOTLESS(PREFIX)    likewise; no loop waits for a divider, and PREFIX_end() needs no root
- *          PARTS_UNLESS_OPTION(PREFIX)    the parts are for mode without RULE_OPTION
- *          WHOLE                     it has no parts
- * CAUTION  CAUTIOUS(DECAY)           the change is an update, whose sign one pass finds, plus k[DECAY] times the
- *                                    weight: a group of it may be cautious
- *          NOT_CAUTIOUS("why")       it may not; the reason is the end of a sentence
- * ROLE     SIGNED; NONNEG, a second moment, never negative; GRADIENT, stored as the gradient is; WEIGHT, stored as the
- *          weight is, and starts as its copy; ROWS and COLUMNS, fp32 vectors over the rows and the columns of a matrix,
- *          never negative: the first of each are pair 0, the second pair 1. NONNEG states are then of tensors that are
- *          no matrices */
+ *          MATRIX(transformation)    tensors of two or more dimensions are stepped as matrices. The transformation is
+ *                                    a row of transforms.def
+ *          FACTORED(pairs, n)        likewise, by pairs of vectors over rows and columns. n sums as with NORMS
+ *
+ * PARTS    PARTS(PREFIX)             the rule is PREFIX_end() after PREFIX_start() (rule.h). A step may take roots in
+ *                                    one loop and quotients in the next
+ *          PARTS_ROOTLESS(PREFIX)    likewise. No loop waits for a divider, and PREFIX_end() needs no root
+ *          PARTS_UNLESS_OPTION(PREFIX)    the parts are for modes without RULE_OPTION. NAME_rule() is for all modes
+ *          WHOLE                     the rule has no parts, only NAME_rule()
+ *
+ * CAUTION  CAUTIOUS(DECAY)           a group may be cautious: the change is an update plus k[DECAY] times the weight,
+ *                                    and one pass finds the sign of the update
+ *          NOT_CAUTIOUS("why")       a group may not be cautious; the reason is the end of a sentence
+ *
+ * ROLE     SIGNED                    a state of either sign
+ *          NONNEG                    a second moment, never negative. Beside ROWS and COLUMNS, only tensors that are
+ *                                    no matrices have it
+ *          GRADIENT                  stored as the gradient is
+ *          WEIGHT                    stored as the weight is. It starts as a copy of the weight
+ *          ROWS, COLUMNS             fp32 vectors over the rows and the columns of a matrix, never negative. The first
+ *                                    of each are pair 0, the second pair 1 */
 #ifndef HSTEP_ROW_H
 #define HSTEP_ROW_H
+
+#define BELOW_1(initial_) .initial = initial_, .maximum = 1.0, .exclusive = 1
 
 /* Drop a part of a row, or count it. */
 #define HSTEP_NOTHING(...)
@@ -53,17 +62,17 @@
 #define HSTEP_EXTENT_OF_COLUMNS HALFSTEP_EXTENT_COLUMNS
 
 /* The words of a row as lists. SHAPE: number of sums, whether they are over all tensors, pairs of vectors, whether a
- * matrix is transformed. PARTS: prefix, whether there are any, their kind. */
+ * matrix is transformed. PARTS: prefix, whether there are any, their kind, whether they are the rule in every mode. */
 #define HSTEP_SHAPE_ELEMENTWISE 0, 0, 0, 0
 #define HSTEP_SHAPE_RAW_GRADIENT 0, 0, 0, 0
 #define HSTEP_SHAPE_NORMS(n) n, 0, 0, 0
 #define HSTEP_SHAPE_TOTALS(n) n, 1, 0, 0
 #define HSTEP_SHAPE_MATRIX(transformation) 0, 0, 0, 1
 #define HSTEP_SHAPE_FACTORED(pairs, n) n, 0, pairs, 0
-#define HSTEP_WORD_WHOLE whole, 0, 0
-#define HSTEP_WORD_PARTS(prefix) prefix, 1, HSTEP_PARTS_ROOT
-#define HSTEP_WORD_PARTS_ROOTLESS(prefix) prefix, 1, HSTEP_PARTS_ROOTLESS
-#define HSTEP_WORD_PARTS_UNLESS_OPTION(prefix) prefix, 1, HSTEP_PARTS_UNLESS_OPTION
+#define HSTEP_WORD_WHOLE whole, 0, 0, 0
+#define HSTEP_WORD_PARTS(prefix) prefix, 1, HSTEP_PARTS_ROOT, 1
+#define HSTEP_WORD_PARTS_ROOTLESS(prefix) prefix, 1, HSTEP_PARTS_ROOTLESS, 1
+#define HSTEP_WORD_PARTS_UNLESS_OPTION(prefix) prefix, 1, HSTEP_PARTS_UNLESS_OPTION, 0
 #define HSTEP_SHAPE_WORD(name, shape, ...) HSTEP_SHAPE_##shape
 #define HSTEP_PARTS_WORD(name, shape, parts, ...) HSTEP_WORD_##parts
 #define HSTEP_OF_ROW(rule, WORD) rule##_ROW(WORD, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING)
@@ -75,6 +84,7 @@
 #define HSTEP_PARTS_PREFIX(rule) HSTEP_PICK(HSTEP_FIRST, HSTEP_OF_ROW(rule, HSTEP_PARTS_WORD))
 #define HSTEP_HAS_PARTS(rule) HSTEP_PICK(HSTEP_SECOND, HSTEP_OF_ROW(rule, HSTEP_PARTS_WORD))
 #define HSTEP_PARTS_KIND(rule) HSTEP_PICK(HSTEP_THIRD, HSTEP_OF_ROW(rule, HSTEP_PARTS_WORD))
+#define HSTEP_IS_OF_PARTS(rule) HSTEP_PICK(HSTEP_FOURTH, HSTEP_OF_ROW(rule, HSTEP_PARTS_WORD))
 #define HSTEP_PICK(which, ...) which(__VA_ARGS__, )
 #define HSTEP_FIRST(a, ...) a
 #define HSTEP_SECOND(a, b, ...) b

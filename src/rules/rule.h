@@ -1,32 +1,40 @@
 /* The base of every rule header. A rule is a list of its constants, two functions or more, and a row:
  *
  *   enum { NAME_..., NAME_constants }
- *       the places in k[], and their number, in lower case like the functions;
+ *       the places in k[], and their number, in lower case like the functions.
+ *
  *   HSTEP_INLINE void NAME_prepare(float *k, struct hstep_prepare *p)
  *       runs on the host, once per update. It turns hyper-parameters, in double, into the constants k[] of the kernel,
- *       each rounded to fp32 once. It uses only + - * / sqrt and detmath.h;
+ *       each rounded to fp32 once. It uses only + - * / sqrt and detmath.h.
+ *
  *   V_OP vf NAME_rule(const vf *k, vf w, vf g, vf *s, const int mode)
  *       returns the change d from the weight, the effective gradient and the states, which it replaces in place. The
  *       new weight is w - d. A state of role WEIGHT is replaced by its change likewise. All-zero inputs must give
- *       all-zero states, because padding relies on it;
+ *       all-zero states, because padding relies on it.
+ *
  *   V_OP vf PREFIX_start(const vf *k, vf g, vf *s, const int mode, vf *root)
  *   V_OP vf PREFIX_end(const vf *k, vf w, vf numerator, vf root)
- *       for rules in PARTS (row.h), which have no state of role WEIGHT. NAME_rule() is the one after the other. The
- *       first replaces the states and returns a numerator, the second returns d. Rules may share them;
+ *       for rules in PARTS (row.h), which have no state of role WEIGHT. The first replaces the states and returns a
+ *       numerator, the second returns d. rules.h makes NAME_rule() of them. Rules may share them.
+ *
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
- *       for rules with NORMS(n). It replaces the states as the rule does, and stores in x the n values whose squares
- *       are summed over the whole tensor. Their roots reach a second prepare() as p->norm. The rule then starts again
- *       from the stored states. With TOTALS(n) the values themselves are summed over all tensors of the optimizer that
- *       have the rule and one number in the hyper-parameter .share. They reach the second prepare() of each as
- *       p->total. Tensors without a gradient, and those whose lr is 0, add nothing. These tensors share the numbers
- *       that such a rule keeps, so prepare() must make the same of them for each, from p->shared and p->total alone;
+ *       for rules with NORMS(n). It replaces the states as the rule does, and stores n values in x. Their squares are
+ *       summed over the whole tensor. The roots of the sums reach a second prepare() as p->norm. The rule then starts
+ *       again from the stored states.
+ *
+ *       With TOTALS(n) the values themselves are summed, over all tensors of the optimizer that have the rule and agree
+ *       in the hyper-parameter .share. The sums reach the second prepare() of each as p->total. Tensors without a
+ *       gradient, and those whose lr is 0, add nothing. These tensors share the numbers that such a rule keeps. So
+ *       prepare() must make the same of them for each tensor, from p->shared and p->total alone.
+ *
  *   V_OP vf NAME_cross(const vf *k, vf w, vf g, vf *s, const int mode, const int pair)
  *   V_OP vf NAME_vector(const vf *k, vf old, vf mean, const int pair)
  *       for FACTORED(pairs, n), and tensors that are matrices. The first returns a value of each element. The second
  *       returns the new number of a row or column from its old one and the mean of those values over it. Pair 0 is made
- *       before the sums of NORMS, from gradients alone (w and s[] may be 0), and pair 1 after them. prepare() is then
- *       called again with p->mean, the mean over each new vector of rows. In NAME_rule() and the others, s[] of those
- *       states are the numbers of an element's row and column. Changes to them there are not stored;
+ *       before the sums of NORMS, from gradients alone (w and s[] may be 0). Pair 1 is made after them. Then follows
+ *       another prepare() with p->mean, the mean over each new vector of rows. In NAME_rule() and the others, s[] of
+ *       those states are the numbers of an element's row and column. Changes to them there are not stored.
+ *
  *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
  *       the row: name, states, hyper-parameters and whatever else the tables know of the rule (row.h). */
 #ifndef HSTEP_RULE_H
@@ -35,8 +43,8 @@
 #include "base/detmath.h"
 #include "rules/row.h"
 
-/* What one loop passes to the next: numerator and root; the numerator alone, for rules that wait for no divider; or
- * both, but nothing if a conditional state is stored. */
+/* What one loop passes to the next. ROOT: numerator and root. ROOTLESS: the numerator alone, for rules that wait for no
+ * divider. UNLESS_OPTION: both, but nothing if the optional state is stored. */
 enum { HSTEP_PARTS_ROOT = 1, HSTEP_PARTS_ROOTLESS, HSTEP_PARTS_UNLESS_OPTION };
 
 #define HSTEP_MAX_SCALARS 16
@@ -76,7 +84,7 @@ struct hstep_prepare {
     const double *mean;  /* over the new vectors of rows of a matrix, `means` of them so far */
     int means;
     int64_t every;       /* out: for TOTALS only every so many-th element is summed; below 2: all */
-    int copy;            /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
+    int copies_state;    /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
     /* For hstep_own() alone. */
     const struct hstep_own *own;
     int *own_was_asked; /* set to 1 by it */

@@ -31,8 +31,10 @@
  *
  *   lion_states                               its states
  *   lion_optionals                            states that may be needless
+ *
  *   lion_signed, lion_nonneg, lion_weights    states of the three roles
  *   lion_vectors                              1 for each state over rows, plus 8 for each over columns
+ *
  *   lion_hypers, lion_scalars                 its hyper-parameters and scalars */
 #define HSTEP_NUMBERS(rule, STATE, OPTIONAL) 0 rule##_ROW(HSTEP_NOTHING, STATE, OPTIONAL, HSTEP_NOTHING, HSTEP_NOTHING)
 #define HSTEP_IF_SIGNED(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_SIGNED)
@@ -63,6 +65,20 @@
 #undef HSTEP_IF_OPTIONAL_SIGNED
 #undef HSTEP_IF_OPTIONAL_NONNEG
 #undef HSTEP_NUMBERS
+
+/* Defines NAME_rule() for each rule that is its two parts. A rule without optional states is not told RULE_OPTION. */
+#define RULE_OF_PARTS(rule, prefix)                                                             \
+    V_OP vf rule##_rule(const vf *k, vf w, vf g, vf *s, const int mode)                         \
+    {                                                                                           \
+        vf root;                                                                                \
+        const int own_mode = rule##_optionals ? mode : mode & RULE_CLAMP;                       \
+        vf numerator = prefix##_start(k, g, s, own_mode, &root);                                \
+        return prefix##_end(k, w, numerator, root);                                             \
+    }
+#define RULE(id, rule) HSTEP_IF(HSTEP_IS_OF_PARTS(rule), RULE_OF_PARTS, rule, HSTEP_PARTS_PREFIX(rule))
+#include "rules/rules.def"
+#undef RULE
+#undef RULE_OF_PARTS
 
 /* The states of a rule as a constant: HSTEP_ROLES_OF(lion). A loop that takes it by value leaves nothing of it in
  * machine code. */

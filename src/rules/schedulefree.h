@@ -1,13 +1,13 @@
 /* Schedule-free AdamW (Defazio et al. 2024), as the authors' package computes it with r = 0, but with sums per tensor
  * instead of per group. The weight slot is y, where gradients are taken. The state z is the sequence of plain steps, in
- * the weight's format. The average x, which is to be evaluated, is y + (1 - 1 / b1) (z - y), for y = (1 - b1) z + b1 x.
+ * the weight's format. The average x is what to evaluate: x = y + (1 - 1 / b1) (z - y), for y = (1 - b1) z + b1 x.
  *
  *   v = b2 v + (1 - b2) g^2               u = lr * g / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * y
  *   c = lr_max^power / sum of lr_max^power over the updates so far       lr_max: the largest lr so far
  *   change of y = c (y - z) + (1 - b1 (1 - c)) u        change of z = u
  *
- * The momentum is in y, so there is no first moment. v always holds this step's g^2, which bounds g / sqrt(v) whatever
- * quantization has done to it. With lr = 0 nothing is updated: c is 0 and the sum stays. */
+ * The momentum is in y, so there is no first moment. This step's g^2 is always part of v. It bounds g / sqrt(v),
+ * whatever quantization has done to v. With lr = 0 nothing is updated: c is 0 and the sum stays. */
 #ifndef HSTEP_SCHEDULEFREE_H
 #define HSTEP_SCHEDULEFREE_H
 
@@ -45,19 +45,19 @@ V_OP vf schedulefree_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return v_add(v_mul(k[SF_MEAN], apart), v_mul(k[SF_STEP], step));
 }
 
-#define schedulefree_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                    \
-    RULE("schedulefree", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its update always has the gradient's sign"),           \
-         .label = "ScheduleFree", .title = "schedule-free AdamW (Defazio et al. 2024)",                           \
-         .lr = 2.5e-3, .decay = "decoupled")                                                                      \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                  \
-    STATE(WEIGHT, "z", .beta = "beta1")                                                                           \
-    HYPER("beta1", "interpolation between the average and z", .initial = 0.9, .minimum = 1e-3, .maximum = 1.0,    \
-          .exclusive = 1)                                                                                         \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)           \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)              \
-    HYPER("weight_lr_power", "steps weigh in the average by the largest lr so far to this power", .initial = 2.0, \
-          .maximum = 16.0)                                                                                        \
-    SCALAR("weight_sum", .maximum = 1e300)                                                                        \
+#define schedulefree_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                     \
+    RULE("schedulefree", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its update always has the gradient's sign"),            \
+         .label = "ScheduleFree", .title = "schedule-free AdamW (Defazio et al. 2024)",                            \
+         .lr = 2.5e-3, .decay = "decoupled")                                                                       \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                   \
+    STATE(WEIGHT, "z", .beta = "beta1")                                                                            \
+    HYPER("beta1", "interpolation between the average and z", .initial = 0.9, .minimum = 1e-3,                     \
+          .maximum = 1.0, .exclusive = 1)                                                                          \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                              \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)               \
+    HYPER("weight_lr_power", "a step's share of the average: the largest lr so far to this power", .initial = 2.0, \
+          .maximum = 16.0)                                                                                         \
+    SCALAR("weight_sum", .maximum = 1e300)                                                                         \
     SCALAR("lr_max", .maximum = 1e6)
 
 #endif

@@ -38,20 +38,14 @@ V_OP vf sgd_end(const vf *k, vf w, vf update, vf root)
     return v_add(v_mul(k[SGD_LR], update), v_mul(k[SGD_DECAY], w));
 }
 
-V_OP vf sgd_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    vf root, update = sgd_start(k, g, s, mode, &root);
-    return sgd_end(k, w, update, root);
-}
-
 #define sgd_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                        \
     RULE("sgd", ELEMENTWISE, PARTS_ROOTLESS(sgd), CAUTIOUS(SGD_DECAY),                                       \
          .label = "SGD", .title = "stochastic gradient descent, with momentum (Polyak 1964; Nesterov 1983)", \
          .lr = 1e-3, .decay = "l2", .keeps = "momentum_buffer")                                              \
     OPTIONAL("momentum", SIGNED, "momentum_buffer", .beta = "momentum")                                      \
     HYPER("momentum", "factor of the momentum buffer; 0 needs no state", .maximum = 1e3)                     \
-    HYPER("dampening", "1 - dampening weighs the gradient, from the second step on", .minimum = -1e3,        \
+    HYPER("dampening", "the momentum gets 1 - dampening of each gradient but the first", .minimum = -1e3,    \
           .maximum = 1e3)                                                                                    \
-    HYPER("nesterov", "1: look ahead", .maximum = 1.0)
+    HYPER("nesterov", "1: the update is one step of the momentum ahead", .maximum = 1.0)
 
 #endif

@@ -1,4 +1,4 @@
-/* StableAdamW (Wortsman et al. 2023, algorithm 2): AdamW whose lr is divided by rms, if that is above 1. rms is the
+/* StableAdamW (Wortsman et al. 2023, algorithm 2): AdamW whose lr is divided by rms, if that is above 1. This is the
  * root mean square, over the tensor, of the update that the newest gradient alone would make:
  *
  *   rms = sqrt(mean((g / max(sqrt(v) / sqrt(1 - b2^t), eps))^2))         v with this gradient, as in adamw.h
@@ -25,14 +25,10 @@ HSTEP_INLINE void stableadamw_prepare(float *k, struct hstep_prepare *p)
     k[ADAMW_DECAY] = (float)(p->decay / divisor);
 }
 
-V_OP vf stableadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
-{
-    return adamw_rule(k, w, g, s, mode & RULE_CLAMP);
-}
-
 V_OP void stableadamw_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
 {
-    stableadamw_rule(k, w, g, s, mode);
+    (void)w;
+    adamw_moments(k, g, s, mode);
     x[0] = v_div0(g, v_max(v_mul(v_sqrt(s[1]), k[ADAMW_ROOT]), k[ADAMW_EPS]));
 }
 
@@ -40,10 +36,7 @@ V_OP void stableadamw_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mod
     RULE("stableadamw", NORMS(1), PARTS(adamw), NOT_CAUTIOUS("sums over the tensor come before its update"), \
          .label = "StableAdamW", .title = "StableAdamW: AdamW with clipped updates (Wortsman et al. 2023)",  \
          .lr = 1e-3, .weight_decay = 1e-2, .decay = "decoupled", .keeps = "exp_avg")                         \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                             \
-    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)         \
-    HYPER("beta2", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)       \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.99)                                                                    \
     HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)         \
     SCALAR("update_rms", .maximum = 1e300)
 

@@ -182,6 +182,18 @@ int hstep_find_hyper(int rule, const char *name)
     return -1;
 }
 
+HSTEP_TABLE const char *const hstep_choices[HSTEP_CHOICES] = {
+    [HSTEP_CHOICE_DECAY] = "decay",         [HSTEP_CHOICE_SCHEDULE] = "schedule", [HSTEP_CHOICE_SCAN] = "scan",
+    [HSTEP_CHOICE_GENERATOR] = "generator", [HSTEP_CHOICE_CLIP] = "clip",         [HSTEP_CHOICE_MISSING] = "missing",
+};
+
+enum hstep_choice hstep_find_choice(const char *name)
+{
+    int i = 0;
+    while (i < HSTEP_CHOICES && strcmp(hstep_choices[i], name)) i++;
+    return (enum hstep_choice)i;
+}
+
 static HSTEP_TABLE const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal"};
 static HSTEP_TABLE const char *const scans[] = {"scan", "per-tensor", "known-finite", NULL};
 static HSTEP_TABLE const char *const clips[] = {"delayed", "per-tensor", NULL};
@@ -189,16 +201,18 @@ static HSTEP_TABLE const char *const missings[] = {"skip", "error", NULL};
 
 const char *halfstep_choice_value(const char *choice, int32_t index)
 {
+    const char *const *values = NULL;
     if (!choice || index < 0) return NULL;
-    if (!strcmp(choice, "schedule")) return hstep_schedule_name(index);
-    if (!strcmp(choice, "generator")) return hstep_generator_name(hstep_generator_id(index));
-    const char *const *values = !strcmp(choice, "decay")     ? decays
-                                : !strcmp(choice, "scan")    ? scans
-                                : !strcmp(choice, "clip")    ? clips
-                                : !strcmp(choice, "missing") ? missings
-                                                             : NULL;
-    if (!values) return NULL;
-    for (int i = 0; values[i]; i++)
+    switch (hstep_find_choice(choice)) {
+    case HSTEP_CHOICE_DECAY: values = decays; break;
+    case HSTEP_CHOICE_SCHEDULE: return hstep_schedule_name(index);
+    case HSTEP_CHOICE_SCAN: values = scans; break;
+    case HSTEP_CHOICE_GENERATOR: return hstep_generator_name(hstep_generator_id(index));
+    case HSTEP_CHOICE_CLIP: values = clips; break;
+    case HSTEP_CHOICE_MISSING: values = missings; break;
+    case HSTEP_CHOICES: break;
+    }
+    for (int i = 0; values && values[i]; i++)
         if (i == index) return values[i];
     return NULL;
 }

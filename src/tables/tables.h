@@ -124,14 +124,19 @@ enum { HSTEP_SCAN_ALL, HSTEP_SCAN_TENSOR, HSTEP_SCAN_NONE };
 enum { HSTEP_CLIP_DELAYED, HSTEP_CLIP_TENSOR };
 enum { HSTEP_MISSING_SKIP, HSTEP_MISSING_ERROR };
 
-enum {
+/* The choices of groups, and after them those of the optimizer. */
+enum hstep_choice {
     HSTEP_CHOICE_DECAY,
     HSTEP_CHOICE_SCHEDULE,
     HSTEP_CHOICE_SCAN,
-    HSTEP_CHOICE_CLIP,
     HSTEP_CHOICE_GENERATOR,
+    HSTEP_CHOICE_CLIP,
+    HSTEP_CHOICE_MISSING,
     HSTEP_CHOICES
 };
+extern HSTEP_TABLE const char *const hstep_choices[HSTEP_CHOICES];
+/* Returns the row of a choice, or HSTEP_CHOICES if the name is unknown. */
+enum hstep_choice hstep_find_choice(const char *name);
 
 struct hstep_recipe {
     int rule, weight, state[HALFSTEP_MAX_STATES];
@@ -169,6 +174,7 @@ uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns);
  * bits and blocks. */
 int64_t hstep_row_stride(int64_t row_length);
 
+/* Returns the number of a choice's value, or -1 if it is unknown. */
 int hstep_choice_find(const char *choice, const char *value);
 
 #endif

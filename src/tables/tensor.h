@@ -35,14 +35,14 @@ struct hstep_tensor {
     /* Elements are worked on in units of 32, or of the longest block of a state. If rows are dense in index space, a
      * unit starts at a multiple of its length there. Otherwise it starts at such a column. */
     int unit, dense;
-    int matrix;      /* stepped as a matrix */
-    int pairs;       /* of vectors over rows and columns */
-    int cautious;    /* its group is cautious; the last sum then counts the elements that agree */
-    int slots;       /* slots of its rule, stored or not, with at least one state */
-    int fused;       /* the device's fused kernel for exactly these formats, or -1 */
-    int adjusted;    /* the same for updates that change the gradient first, or compare it with the change */
-    int share;       /* the first of the tensors that share its sums of TOTALS; its own number without such */
-    int first_alike; /* the first tensor of the same group that is stored alike */
+    int matrix;         /* stepped as a matrix */
+    int pairs;          /* of vectors over rows and columns */
+    int cautious;       /* its group is cautious; the last sum then counts the elements that agree */
+    int slots;          /* slots of its rule, stored or not, with at least one state */
+    int fused;          /* the device's fused kernel for exactly these formats, or -1 */
+    int fused_adjusted; /* the same for updates that change the gradient first, or compare it with the change */
+    int share;          /* the first of the tensors that share its sums of TOTALS; its own number without such */
+    int first_alike;    /* the first tensor of the same group that is stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
