@@ -2,15 +2,19 @@
 of an optimizer. Also says how the tests run."""
 
 import collections
+import contextlib
+import copy
 import functools
 import gc
 import io
 import os
+import pickle
 import shlex
 import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import halfstep
 from halfstep import _abi, _layout
@@ -55,6 +59,9 @@ TORCH_OPTIONS = [
     ("rmsprop", {"lr": 1e-3, "momentum": 0.5, "centered": True}),
 ]
 
+#: two ways to copy anything
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda whole: pickle.loads(pickle.dumps(whole))}
+
 rules = pytest.mark.parametrize("rule", RULES)
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -67,20 +74,29 @@ def parameters(dtype=torch.float32, shapes=None, seed=0):
     """Returns parameters by name, made from a seed."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
         for name, shape in (shapes or SHAPES).items()
     }
 
 
+def randn(shape, seed, dtype=torch.float32):
+    """Returns normal values that follow from the seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def named(params):
+    """Returns the parameters of a module or a dictionary by name."""
+    return dict(params.named_parameters()) if isinstance(params, nn.Module) else params
+
+
 def twins(params):
-    return {name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()}
+    return {name: nn.Parameter(p.detach().clone()) for name, p in named(params).items()}
 
 
 def set_gradients(params, step, dtype=None):
     """Sets the gradients of a step. They depend on the name and the step only."""
-    for name, p in params.items():
-        generator = torch.Generator().manual_seed(1000 * step + sum(name.encode()))
-        p.grad = torch.randn(p.shape, generator=generator).to(dtype or p.dtype)
+    for name, p in named(params).items():
+        p.grad = randn(p.shape, 1000 * step + sum(name.encode()), dtype or p.dtype)
 
 
 def run(opt, params, first, last):
@@ -99,6 +115,12 @@ def bits(tensor):
     )
 
 
+def weights_of(params):
+    """Returns the bits of the weights of a module, a dictionary or a list."""
+    params = named(params)
+    return [bits(p) for p in (params.values() if isinstance(params, dict) else params)]
+
+
 def plain(value):
     """Returns a copy without identity: tensors become their bits."""
     if isinstance(value, torch.Tensor):
@@ -112,12 +134,9 @@ def plain(value):
 
 def everything(opt, params=None):
     """Returns all weights, states, counters and options of an optimizer, comparable with ==."""
-    weights = (
-        params.values()
-        if isinstance(params, dict)
-        else [p for g in opt.param_groups for p in g["params"]]
-    )
-    return [bits(p) for p in weights], plain(opt.state_dict())
+    if params is None:
+        params = [p for g in opt.param_groups for p in g["params"]]
+    return weights_of(params), plain(opt.state_dict())
 
 
 def states(opt):
@@ -168,6 +187,12 @@ def make(rule, recipe="f32", named=True, shapes=None, seed=0, **options):
     )
 
 
+def another(params, rule="adamw", recipe="f32", **options):
+    """Copies parameters and makes an optimizer for the copies."""
+    fresh = twins(params)
+    return fresh, class_of(rule)(fresh.items(), **RECIPES[recipe][1], **options)
+
+
 def saved(state_dict):
     """Saves to a file and reads it as torch.load() does by default."""
     file = io.BytesIO()
@@ -177,30 +202,70 @@ def saved(state_dict):
 
 
 def same(a, b, params_a, params_b):
-    assert [bits(p) for p in params_a.values()] == [bits(p) for p in params_b.values()]
+    assert weights_of(params_a) == weights_of(params_b)
     assert states(a) == states(b)
 
 
+def same_steps(a, b, params_a, params_b, first, last):
+    """Makes the same steps with both. They must end with the same bits."""
+    run(a, params_a, first, last)
+    run(b, params_b, first, last)
+    same(a, b, params_a, params_b)
+
+
 def assert_close(params, others, rtol=1e-5, atol=1e-6):
-    for (name, p), q in zip(params.items(), others.values()):
+    for (name, p), q in zip(named(params).items(), named(others).values()):
         torch.testing.assert_close(
             p.detach(), q.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
+def outcome(act):
+    """Returns what the error of a function says, or "stepped" if it raises none."""
+    try:
+        act()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "stepped"
+
+
+def train(model, opt, first, last):
+    """Makes steps with the gradients of loss_of()."""
+    for step in range(first, last):
+        loss_of(model, step).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@contextlib.contextmanager
+def warnings_are(action):
+    """Treats all warnings inside in one way: "ignore", "error", or "always", which collects them in
+    the list that it yields."""
+    with warnings.catch_warnings(record=action == "always") as found:
+        warnings.simplefilter(action)
+        yield found
+
+
 def network(dtype=torch.float32):
     torch.manual_seed(4)
-    return torch.nn.Sequential(
-        torch.nn.Linear(48, 64),
-        torch.nn.Tanh(),
-        torch.nn.Linear(64, 32),
-        torch.nn.Tanh(),
-        torch.nn.Linear(32, 4),
+    return nn.Sequential(
+        nn.Linear(48, 64),
+        nn.Tanh(),
+        nn.Linear(64, 32),
+        nn.Tanh(),
+        nn.Linear(32, 4),
     ).to(dtype)
 
 
 def batch(step, dtype=torch.float32):
-    return torch.randn(8, 48, generator=torch.Generator().manual_seed(step)).to(dtype)
+    return randn((8, 48), step, dtype)
+
+
+def make_network(rule="adamw", recipe="f32", seed=0, **options):
+    """Makes a model and an optimizer for it. Two calls give the same bits."""
+    dtype, formats = RECIPES[recipe]
+    model = network(dtype)
+    return model, class_of(rule)(model.named_parameters(), seed=seed, **formats, **options)
 
 
 def loss_of(model, step):
@@ -220,6 +285,8 @@ def one_thread():
 @pytest.fixture(scope="session")
 def pool():
     """A pool of up to four ranks of torch.distributed."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("no gloo")
     from ranks import Pool
 
     pool = Pool(4)
@@ -230,8 +297,7 @@ def pool():
 @pytest.fixture
 def caught():
     """Collects all warnings of a test in a list."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings_are("always") as found:
         yield found
 
 

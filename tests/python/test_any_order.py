@@ -3,11 +3,22 @@
 import copy
 import math
 import pickle
-import warnings
 
 import pytest
 import torch
-from conftest import RECIPES, RULES, bits, make, run, saved, set_gradients, states, stored, twins
+from conftest import (
+    RECIPES,
+    RULES,
+    make,
+    run,
+    saved,
+    set_gradients,
+    states,
+    stored,
+    twins,
+    warnings_are,
+    weights_of,
+)
 
 from halfstep import _abi
 
@@ -54,8 +65,7 @@ def disturb(kind, opt, params, generator):
     elif kind == "not finite":
         set_gradients(params, 50)
         params["head.weight"].grad[1, 1] = math.nan
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings_are("ignore"):
             opt.step()
         opt.zero_grad()
     elif kind == "lr there and back":
@@ -139,7 +149,7 @@ def test_any_order_of_harmless_things(seed):
             opt.step()
             opt.remove_gradient_release()
         run(reference, others, step, step + 1)
-        assert [bits(p) for p in params.values()] == [bits(p) for p in others.values()], (
+        assert weights_of(params) == weights_of(others), (
             rule,
             recipe,
             done,

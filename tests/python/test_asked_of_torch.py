@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from conftest import warnings_are
 
 from halfstep._torch import VERSION, caller, follow, increment_versions
 
@@ -63,8 +64,7 @@ def test_version_counters():
 
 
 def test_a_warning_names_the_line_outside_of_the_package():
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings_are("always") as said:
         warnings.warn("here", stacklevel=caller())
     assert said[0].filename == __file__
 

@@ -2,16 +2,15 @@
 that do not exist."""
 
 import copy
-import io
 import math
 
 import pytest
 import torch
-from conftest import bits, everything, parameters, run, set_gradients, twins
+from conftest import everything, run, saved, set_gradients, twins, weights_of
 from test_errors import sound
 
 import halfstep
-from halfstep import _abi, _layout
+from halfstep import _layout
 
 
 def altered(change):
@@ -59,27 +58,21 @@ BAD_FILES = {
 @pytest.mark.parametrize("warm", [0, 2])
 def test_bad_files(kind, warm):
     """A refused file changes nothing: the optimizer goes on as if nobody had tried."""
-    params, options = sound()
-    writer = halfstep.AdamW(list(params.items()), **options)
-    run(writer, params, 0, 2)
+    _, writer = sound(2)
     bad = BAD_FILES[kind](writer.state_dict())
-    fresh = parameters(torch.bfloat16)
-    opt = halfstep.AdamW(list(fresh.items()), **options)
-    run(opt, fresh, 0, warm)
+    fresh, opt = sound(warm)
     before = everything(opt, fresh)
     with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
         opt.load_state_dict(bad)
         set_gradients(fresh, warm)
         opt.step()
-    assert [bits(p) for p in fresh.values()] == before[0]
+    assert weights_of(fresh) == before[0]
     assert everything(opt, fresh) == before, "refused at the step only"
     run(opt, fresh, warm, warm + 1)
 
 
 def test_truncated_and_foreign_safetensors(tmp_path):
-    params, options = sound()
-    opt = halfstep.AdamW(list(params.items()), **options)
-    run(opt, params, 0, 2)
+    params, opt = sound(2)
     path = tmp_path / "o.safetensors"
     opt.save_safetensors(path)
     whole = path.read_bytes()
@@ -106,9 +99,7 @@ def test_truncated_and_foreign_safetensors(tmp_path):
 
 
 def test_reading_what_is_not_there():
-    params, options = sound()
-    opt = halfstep.AdamW(list(params.items()), **options)
-    run(opt, params, 0, 1)
+    params, opt = sound(1)
     stranger = torch.nn.Parameter(torch.ones(3))
     for call in (
         lambda: opt.read_state(stranger, "exp_avg"),
@@ -127,27 +118,7 @@ def test_reading_what_is_not_there():
         assert everything(opt, params) == before
 
 
-def test_errors_of_the_library_are_of_both_kinds():
-    with pytest.raises(halfstep.HalfstepError) as caught:
-        _abi.recipe_full("adamw/bf17")
-    assert isinstance(caught.value, ValueError) and caught.value.code < 0
-    assert "bf17" in str(caught.value)
-
-
 def test_files_that_torch_saves_hold_nothing_odd():
     """Files hold only what weights_only loading admits, even with every option set."""
-    params, options = sound()
-    opt = halfstep.AdamW(
-        list(params.items()),
-        clip_norm=1.0,
-        scan="per-tensor",
-        generator="philox7",
-        seed=3,
-        fused=True,
-        **options,
-    )
-    run(opt, params, 0, 1)
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    torch.load(file, weights_only=True)
+    _, opt = sound(1, clip_norm=1.0, scan="per-tensor", generator="philox7", seed=3, fused=True)
+    saved(opt.state_dict())

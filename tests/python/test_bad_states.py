@@ -9,10 +9,19 @@ import threading
 
 import pytest
 import torch
-from conftest import bits, class_of, everything, parameters, run, saved, set_gradients, twins
+from conftest import (
+    assert_close,
+    class_of,
+    everything,
+    parameters,
+    run,
+    saved,
+    set_gradients,
+    twins,
+)
 
 import halfstep
-from halfstep import _abi, _layout
+from halfstep import _layout
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -36,7 +45,7 @@ NAN, INF = math.nan, math.inf
 def trained(kind, steps=2, seed=0):
     rule, dtype, options = KINDS[kind]
     params = parameters(dtype, SHAPES, seed)
-    opt = class_of(rule)(list(params.items()), lr=0.01, seed=3, **options)
+    opt = class_of(rule)(params.items(), lr=0.01, seed=3, **options)
     run(opt, params, 0, steps)
     return params, opt
 
@@ -167,10 +176,10 @@ def test_states_that_lack_something(kind, key):
 def test_plain_states_that_lack_something():
     """The same of torch's own."""
     params = parameters(shapes=SHAPES)
-    theirs = torch.optim.AdamW(list(params.values()), amsgrad=True)
+    theirs = torch.optim.AdamW(params.values(), amsgrad=True)
     run(theirs, params, 0, 2)
     fresh = twins(params)
-    opt = halfstep.AdamW(list(fresh.items()))
+    opt = halfstep.AdamW(fresh.items())
     for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
         for value in (MISSING, None):
             file = copy.deepcopy(theirs.state_dict())
@@ -226,26 +235,24 @@ def test_states_of_other_optimizers(name, rule, named):
     with pytest.raises(ValueError, match=wrong):
         opt.load_state_dict(copy.deepcopy(theirs.state_dict()))
     assert not opt.state
-    set_gradients(fresh, 1)
-    opt.step()
+    run(opt, fresh, 1, 2)
 
 
 def test_a_momentum_that_has_not_begun():
     """torch's SGD keeps None for a parameter that had no gradient yet."""
     params = parameters(shapes=SHAPES)
-    theirs = torch.optim.SGD(list(params.values()), lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(params.values(), lr=0.1, momentum=0.9)
     set_gradients(params, 0)
     params["vector"].grad = None
     theirs.step()
     theirs.state[params["vector"]]["momentum_buffer"] = None
     fresh = twins(params)
-    opt = halfstep.SGD(list(fresh.values()))
+    opt = halfstep.SGD(fresh.values())
     opt.load_state_dict(theirs.state_dict())
     assert fresh["vector"] not in opt.state
     for o, ps in ((theirs, params), (opt, fresh)):
         run(o, ps, 1, 4)
-    for p, q in zip(params.values(), fresh.values()):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert_close(params, fresh)
 
 
 # ---- Numbers -------------------------------------------------------------------------------------
@@ -451,23 +458,6 @@ def test_bad_safetensors(kind, tensors, metadata, warm, tmp_path):
     run(opt, params, 2, 3)
 
 
-def test_loading_a_file_is_no_foreign_write(tmp_path):
-    """Weights are loaded first, into an optimizer in use. The file's residuals belong to them."""
-    import warnings
-
-    params, writer = trained("int8", 3)
-    writer.save_safetensors(tmp_path / "o")
-    fresh, opt = trained("int8", 2, seed=4)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("error")
-        for p, q in zip(fresh.values(), params.values()):
-            p.copy_(q)
-        opt.load_safetensors(tmp_path / "o")
-        for o, ps in ((writer, params), (opt, fresh)):
-            run(o, ps, 3, 5)
-    assert [bits(p) for p in fresh.values()] == [bits(p) for p in params.values()]
-
-
 # ---- Where files are written ---------------------------------------------------------------------
 
 
@@ -545,23 +535,3 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
             with pytest.raises(OSError):
                 opt.save_safetensors(path)
         assert path.read_bytes() == before and os.listdir(tmp_path) == ["o"]
-
-
-def test_library_bounds_are_those_of_the_tests():
-    """The scalars of every rule are checked by the library, with its own bounds."""
-    for rule in _abi.rules.values():
-        for scalar in rule.scalars:
-            assert scalar in (
-                "update_rms",
-                "weight_rms",
-                "weight_norm",
-                "update_norm",
-                "trust_ratio",
-                "accumulated_decay",
-                "weight_sum",
-                "lr_max",
-                "gradient_norm",
-                "d",
-                "d_max",
-                "d_numerator",
-            )

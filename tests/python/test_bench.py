@@ -33,12 +33,13 @@ PEERS = (
 )
 
 
-def run(script, *arguments, missing=(), status=0):
-    """Runs the script in a process in which some packages cannot be imported. Returns its
-    output."""
+def run(line, *arguments, missing=(), status=0):
+    """Runs a script, given in one line with arguments, in a process in which some packages cannot
+    be imported. Returns its output."""
+    script, *words = *line.split(), *arguments
     code = (
         f"import runpy, sys; sys.modules.update(dict.fromkeys({tuple(missing)!r})); sys.argv ="
-        f" {[script, *arguments]!r}; runpy.run_path({os.path.join(BENCH, script)!r},"
+        f" {[script, *words]!r}; runpy.run_path({os.path.join(BENCH, script)!r},"
         " run_name='__main__')"
     )
     done = subprocess.run(
@@ -48,11 +49,24 @@ def run(script, *arguments, missing=(), status=0):
     return done.stdout + (done.stderr if status else "")
 
 
+def table(text, header):
+    """Returns the cells of the rows of tables, without the rows that have a word of the header."""
+    return [
+        line.strip("| ").split(" | ")
+        for line in text.splitlines()
+        if line.startswith("| ") and header not in line
+    ]
+
+
+def contestant(name, make, package="torch"):
+    return common.Contestant(name, name, package, "f32", make)
+
+
 # ---- Without peers -------------------------------------------------------------------------------
 
 
 def test_everybody_is_listed_where_no_peer_is_installed():
-    printed = run("peers.py", "--list", missing=("torch", *PEERS))
+    printed = run("peers.py --list", missing=("torch", *PEERS))
     keys = [line.split()[0] for line in printed.splitlines()]
     assert len(keys) == len(set(keys)) == len(peers.contestants())
     for package in (
@@ -66,14 +80,14 @@ def test_everybody_is_listed_where_no_peer_is_installed():
         assert package in keys
 
 
-@pytest.mark.parametrize("script", ["peers.py", "traps.py"])
+@pytest.mark.parametrize("script", ["peers.py", "traps.py", "gpu.py"])
 def test_without_torch_they_say_so(script):
-    assert "needs torch" in run(script, missing=("torch",), status=1)
+    assert f"{script}: needs torch" in run(script, missing=("torch",), status=1)
 
 
-def test_nobody_matches():
-    assert "no contestant matches 'nobody'" in run("peers.py", "--only", "nobody", status=2)
-    assert "no contestant matches 'nobody'" in run("traps.py", "--only", "nobody", status=2)
+@pytest.mark.parametrize("script", ["peers.py", "traps.py", "gpu.py"])
+def test_nobody_matches(script):
+    assert "no contestant matches 'nobody'" in run(script, "--only", "nobody", status=2)
 
 
 def test_selection():
@@ -99,27 +113,10 @@ def report(tmp_path_factory):
         "^torchastic$"
     )
     text = run(
-        "peers.py",
-        "--only",
+        "peers.py --elements 65536 --scale 1e-4 --tensors 20 --rounds 3 --settle 0 --threads 1"
+        " --memory-elements 0 --only",
         only,
-        "--elements",
-        "65536",
-        "--scale",
-        "1e-4",
-        "--tensors",
-        "20",
-        "--rounds",
-        "3",
-        "--settle",
-        "0",
-        "--threads",
-        "1",
-        "--memory-elements",
-        "0",
-        "--json",
-        str(folder / "out.json"),
-        "--csv",
-        str(folder / "out.csv"),
+        *("--json", str(folder / "out.json"), "--csv", str(folder / "out.csv")),
         missing=("torchastic",),
     )
     found = json.loads((folder / "out.json").read_text())
@@ -165,15 +162,13 @@ def test_bytes_are_those_that_are_held(report):
     _, _, states = _abi.recipe_bytes("adamw/bf16-sr/int8", 2, rows, length)
     # Besides, each tensor has its counts, its id, its recipe and the grid of v: 52 bytes. torch has
     # 4 for its steps.
-    assert one["adamw/bf16-sr/int8"]["bytes_of_states_per_param"] * rows * length == pytest.approx(
-        states, abs=56
-    )
-    assert one["torch"]["bytes_of_states_per_param"] * rows * length == pytest.approx(
-        8 * rows * length, abs=4
-    )
-    assert one["torch-bf16"]["bytes_of_states_per_param"] * rows * length == pytest.approx(
-        4 * rows * length, abs=4
-    )
+    n = rows * length
+    for key, wanted, beside in (
+        ("adamw/bf16-sr/int8", states, 56),
+        ("torch", 8 * n, 4),
+        ("torch-bf16", 4 * n, 4),
+    ):
+        assert one[key]["bytes_of_states_per_param"] * n == pytest.approx(wanted, abs=beside)
     # Ours reads gradients twice, unless told that they are finite.
     moved = [
         one[key]["bytes_moved_per_param"]
@@ -220,10 +215,9 @@ def test_one_that_is_too_slow_is_given_up():
 
         return Slow(params, lr=0.1)
 
-    contestant = common.Contestant("slow", "slow", "torch", "f32", slow)
     options = peers.parse(["--patience", "0.2"])
     with pytest.raises(common.GaveUp, match="gave up after 0.2 s"):
-        peers.measure(contestant, None, None, [(4, 64)], options)
+        peers.measure(contestant("slow", slow), None, None, [(4, 64)], options)
 
 
 def test_gradients_come_back():
@@ -237,9 +231,7 @@ def test_gradients_come_back():
 
         return Spoiler(params, lr=0.1)
 
-    subject = common.Subject(
-        common.Contestant("spoiler", "spoiler", "torch-optimi", "f32", spoiler), [(4, 64)]
-    )
+    subject = common.Subject(contestant("spoiler", spoiler, "torch-optimi"), [(4, 64)])
     before = subject.params[0].grad.clone()
     assert before.abs().min() > 0
     peers.timed_step(subject)
@@ -260,12 +252,12 @@ def test_stream_touches_every_byte(form):
 
 def test_memory_of_a_process():
     found = json.loads(
-        run("peers.py", "--memory-of", "torch", "--elements", str(8 * peers.MiB), "--threads", "1")
+        run("peers.py --memory-of torch --elements", str(8 * peers.MiB), "--threads", "1")
     )
     assert found["states_per_param"] == pytest.approx(8, abs=0.01)
     assert 7.9 < found["peak_per_param"] < 12  # torch's fused step needs nothing besides
     failed = json.loads(
-        run("peers.py", "--memory-of", "torchastic", "--elements", "65536", missing=("torchastic",))
+        run("peers.py --memory-of torchastic --elements 65536", missing=("torchastic",))
     )
     assert failed["error"].startswith("not installed")
 
@@ -277,14 +269,9 @@ def test_memory_of_a_process():
 def measured(tmp_path_factory):
     path = tmp_path_factory.mktemp("traps") / "out.json"
     text = run(
-        "traps.py",
-        "--short",
-        "100",
-        "--recipes",
-        "adamw/f32/f32,adamw/bf16-sr/int8,adamw/bf16/bf16",
-        "--only",
-        "^adamw/,^torch-bf16$,^flashoptim$,^torchastic$",
-        "--json",
+        "traps.py --short 100 --recipes "
+        "adamw/f32/f32,adamw/bf16-sr/int8,adamw/bf16/bf16 --only "
+        "^adamw/,^torch-bf16$,^flashoptim$,^torchastic$ --json",
         str(path),
         missing=("torchastic",),
     )
@@ -338,11 +325,11 @@ def altered(**changes):
         hyper = {**hyper, **{name: change(hyper) for name, change in changes.items()}}
         return torch.optim.AdamW(params, **hyper, foreach=False)
 
-    return common.Contestant("altered", "altered", "torch", "f32", make)
+    return contestant("altered", make)
 
 
 @pytest.mark.parametrize(
-    "name, contestant, expected",
+    "name, subject, expected",
     [
         ("movement", altered(lr=lambda hyper: 2 * hyper["lr"]), 2),
         ("decay", altered(lr=lambda hyper: 3 * hyper["lr"]), 3),
@@ -352,9 +339,9 @@ def altered(**changes):
         ("tiny", altered(eps=lambda hyper: 1e-8), 0.01),
     ],
 )
-def test_figures_are_quotients(name, contestant, expected):
+def test_figures_are_quotients(name, subject, expected):
     trap = traps.FIGURES[name]
-    found = trap(contestant, 100, False) / trap(traps.REFERENCE, 100, False)
+    found = trap(subject, 100, False) / trap(traps.REFERENCE, 100, False)
     assert found == pytest.approx(expected, rel=0.15 if expected < 0.1 else 0.01)
 
 
@@ -376,12 +363,10 @@ def test_resume_tells_what_is_missing(tmp_path):
             for p in self.param_groups[0]["params"]:
                 p.data.add_(float(self.count))
 
-    def contestant(cls):
-        return common.Contestant(
-            cls.__name__, cls.__name__, "torch", "f32", lambda params, hyper: cls(params, lr=0.1)
-        )
-
-    group = [contestant(Random), contestant(Forgetful), traps.REFERENCE]
+    group = [
+        contestant(cls.__name__, lambda params, hyper, cls=cls: cls(params, lr=0.1))
+        for cls in (Random, Forgetful)
+    ] + [traps.REFERENCE]
     traps.resume_save(group, str(tmp_path))
     assert traps.resume_load(group, str(tmp_path)) == {
         "Random": "+ rng",
@@ -400,24 +385,11 @@ def test_nan_is_counted():
 def test_gpu_runs_everything_on_the_processor():
     """Checks its columns, and bytes that follow from the formats. Times mean nothing here."""
     lines = run(
-        "gpu.py",
-        "--device",
-        "cpu",
-        "--elements",
-        "2^16",
-        "--scale",
-        "0.001",
-        "--rounds",
-        "1",
-        "--only",
-        "adamw/bf16-sr/int8,sgd,^torch$",
+        "gpu.py --device cpu --elements 2^16 --scale 0.001 --rounds 1 --only "
+        "adamw/bf16-sr/int8,sgd,^torch$"
     ).splitlines()
     judged = next(i for i, line in enumerate(lines) if line.startswith("| aim |"))
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in lines[:judged]
-        if line.startswith("| ") and "contestant" not in line
-    ]
+    rows = table("\n".join(lines[:judged]), "contestant")
     assert [row[:2] for row in rows] == [
         [key, kind]
         for kind in ("one", "model")
@@ -431,17 +403,7 @@ def test_gpu_runs_everything_on_the_processor():
     ]
     assert [row[5] for row in rows[:5]] == ["10.25", "12.25", "6.00", "8.00", "28.00"]
     assert any(line.startswith("| one: `adamw/bf16-sr/int8` of a copy | 0.75 |") for line in lines)
-    small = run(
-        "gpu.py",
-        "--device",
-        "cpu",
-        "--small",
-        "3",
-        "--rounds",
-        "1",
-        "--only",
-        "^torch$,adamw/bf16-sr/int8",
-    )
+    small = run("gpu.py --device cpu --small 3 --rounds 1 --only ^torch$,adamw/bf16-sr/int8")
     assert "us a step of the process" in small and "| torch |" in small
     row = next(
         line for line in small.splitlines() if line.startswith("| adamw/bf16-sr/int8 |")
@@ -461,16 +423,7 @@ def test_gpu_judges_its_aims(tmp_path):
     )
     path = tmp_path / "out.json"
     run(
-        "gpu.py",
-        "--device",
-        "cpu",
-        "--elements",
-        "2^16",
-        "--shapes",
-        "one",
-        "--rounds",
-        "1",
-        "--only",
+        "gpu.py --device cpu --elements 2^16 --shapes one --rounds 1 --only",
         ",".join(
             f"^{key}$"
             for key in (
@@ -510,24 +463,14 @@ def test_gpu_judges_its_aims(tmp_path):
     }
     assert [line["reached"] for line in gpu.aims([row])] == [False, True]
     assert "halfstep" in run(
-        "gpu.py",
-        "--device",
-        "cpu",
-        "--shapes",
-        "one",
-        "--elements",
-        "2^16",
-        "--only",
-        "^sgd",
+        "gpu.py --device cpu --shapes one --elements 2^16 --only ^sgd",
         missing=("halfstep",),
         status=1,
     )
 
 
 def test_gpu_says_what_is_wrong():
-    assert "there are one and model" in run("gpu.py", "--shapes", "two", status=2)
-    assert "no contestant matches 'nobody'" in run("gpu.py", "--only", "nobody", status=2)
-    assert "gpu.py: needs torch" in run("gpu.py", missing=("torch",), status=1)
+    assert "there are one and model" in run("gpu.py --shapes two", status=2)
     if not torch.cuda.is_available():
         said = run("gpu.py", status=1)
         assert "finds no GPU here" in said and ("built without CUDA" in said) == (
@@ -537,13 +480,7 @@ def test_gpu_says_what_is_wrong():
 
 def test_offload_copies_as_much_as_it_says():
     pytest.importorskip("torchao")
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in run(
-            "offload.py", "--rounds", "1", "--layers", "2", "--width", "96", "--no-memory"
-        ).splitlines()
-        if line.startswith("| ") and "ms a step" not in line
-    ]
+    rows = table(run("offload.py --rounds 1 --layers 2 --width 96 --no-memory"), "ms a step")
     copied = {row[0]: (row[3], row[4]) for row in rows}
     assert len(copied) == 8 and copied.pop("plain halfstep") == ("0.00", "0.00")
     assert all(
@@ -557,23 +494,13 @@ def test_offload_copies_as_much_as_it_says():
 def test_offload_beside_the_plan_and_in_phases():
     pytest.importorskip("torchao")
     lines = run(
-        "offload.py", "--plan", "--only", "^CPUOffload, offload", "--layers", "3", "--width", "1024"
+        "offload.py --plan --only", "^CPUOffload, offload", "--layers", "3", "--width", "1024"
     ).splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines[2:]]
     assert [row[0] for row in rows] == ["CPUOffload, offload_gradients"]
     for planned, measured in zip(rows[0][1::2], rows[0][2::2]):
         assert int(planned) > 0 and int(measured) > 0.8 * int(planned)
-    text = run(
-        "offload.py",
-        "--profile",
-        "StateStreaming",
-        "--rounds",
-        "1",
-        "--layers",
-        "2",
-        "--width",
-        "96",
-    )
+    text = run("offload.py --profile StateStreaming --rounds 1 --layers 2 --width 96")
     assert "phase of StateStreaming" in text
     assert [line.split(" |")[0] for line in text.splitlines()[2:5]] == [
         "| forward",
@@ -584,39 +511,12 @@ def test_offload_beside_the_plan_and_in_phases():
 
 def test_models_are_trained_where_there_is_no_gpu():
     rows = run(
-        "gpu_train.py",
-        "limit",
-        "--device",
-        "cpu",
-        "--width",
-        "64",
-        "--depth",
-        "2",
-        "--heads",
-        "4",
-        "--context",
-        "32",
-        "--vocab",
-        "256",
-        "--steps",
-        "3",
+        "gpu_train.py limit --device cpu --width 64 --depth 2 --heads 4 --context 32 "
+        "--vocab 256 --steps 3"
     )
     assert len([line for line in rows.splitlines() if line.endswith(" of 3 |")]) == 3
     rows = run(
-        "gpu_train.py",
-        "ladder",
-        "--device",
-        "cpu",
-        "--context",
-        "16",
-        "--batch",
-        "1",
-        "--steps",
-        "2",
-        "--only",
-        "10",
-        "--evaluation",
-        "1",
+        "gpu_train.py ladder --device cpu --context 16 --batch 1 --steps 2 --only 10 --evaluation 1"
     )
     losses = [float(line.split(" | ")[4]) for line in rows.splitlines() if "adamw" in line]
     assert len(losses) == 3 and max(losses) - min(losses) < 0.01 and len(set(losses)) > 1

@@ -3,8 +3,17 @@ update."""
 
 import pytest
 import torch
-from conftest import RECIPES, bits, class_of, loss_of, make, network, same, set_gradients, states
-from test_new_rules import adopt_clip, check, pair
+from conftest import (
+    RECIPES,
+    another,
+    class_of,
+    make,
+    network,
+    run,
+    same,
+    train,
+)
+from test_new_rules import adopt_clip, check
 
 import halfstep
 from halfstep import _abi
@@ -46,13 +55,8 @@ class CAdamW(torch.optim.Optimizer):
 
 
 def test_adamw_is_the_authors():
-    ours, theirs = pair()
-    check(
-        halfstep.AdamW(ours.items(), lr=1e-2, weight_decay=0.1, cautious=True),
-        ours,
-        CAdamW(theirs.values(), 1e-2, 0.1),
-        theirs,
-    )
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    check(halfstep.AdamW, {"cautious": True, **options}, CAdamW, options)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +76,8 @@ def test_adamw_is_the_authors():
 def test_pytorch_optimizer_s(monkeypatch, name, rate, ours_has, theirs_has):
     peer = getattr(pytorch_optimizer, name)
     monkeypatch.setattr(peer, "apply_cautious", staticmethod(authors_scale))
-    ours, theirs = pair()
-    check(
-        getattr(halfstep, name)(ours.items(), lr=rate, cautious=True, **ours_has),
-        ours,
-        peer(theirs.values(), lr=rate, cautious=True, **theirs_has),
-        theirs,
-    )
+    common = {"lr": rate, "cautious": True}
+    check(getattr(halfstep, name), {**common, **ours_has}, peer, {**common, **theirs_has})
 
 
 @pytest.mark.parametrize("rule", _abi.rules)
@@ -108,31 +107,21 @@ def test_it_is_read_at_each_step_and_saved(recipe):
     for step in range(8):
         opt.param_groups[0]["cautious"] = other.param_groups[0]["cautious"] = step in (2, 3, 6)
         for o, ps in ((opt, params), (other, others)):
-            set_gradients(ps, step)
-            o.step()
+            run(o, ps, step, step + 1)
         if step == 3:
             saved = opt.state_dict()
             assert saved["param_groups"][0]["cautious"] is True
-            restored = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
-            third = class_of("adamw")(list(restored.items()), **RECIPES[recipe][1])
-            third.load_state_dict(saved)
-            params, opt = restored, third
+            params, opt = another(params, "adamw", recipe)
+            opt.load_state_dict(saved)
     same(opt, other, params, others)
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lion", "adan"])
 def test_release_has_the_bits_of_a_step(rule):
     dtype, formats = RECIPES["ecc8-int8"]
-    model, other = network(dtype), network(dtype)
-    opt = class_of(rule)(
-        model.named_parameters(), lr=0.01, gradient_release=True, cautious=True, seed=0, **formats
-    )
-    reference = class_of(rule)(other.named_parameters(), lr=0.01, cautious=True, seed=0, **formats)
-    for step in range(4):
-        loss_of(model, step).backward()
-        opt.step()
-        loss_of(other, step).backward()
-        reference.step()
-        reference.zero_grad()
-    assert [bits(p) for p in model.parameters()] == [bits(p) for p in other.parameters()]
-    assert states(opt) == states(reference)
+    models, opts = [network(dtype) for _ in range(2)], []
+    for model, release in zip(models, (True, False)):
+        options = {"lr": 0.01, "gradient_release": release, "cautious": True, "seed": 0}
+        opts.append(class_of(rule)(model.named_parameters(), **options, **formats))
+        train(model, opts[-1], 0, 4)
+    same(*opts, *models)

@@ -1,11 +1,24 @@
 """Tests that torch.compile around a training step, and of the step itself, gives the bits of
 eager."""
 
+import contextlib
 import warnings
 
 import pytest
 import torch
-from conftest import RECIPES, bits, class_of, set_gradients, states
+from conftest import (
+    RECIPES,
+    bits,
+    class_of,
+    randn,
+    run,
+    same,
+    set_gradients,
+    states,
+    warnings_are,
+    weights_of,
+)
+from torch import nn
 
 import halfstep
 
@@ -17,17 +30,14 @@ STEPS = 4
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
+    with warnings_are("ignore"):  # the compiler's own
         yield
     torch._dynamo.reset()
 
 
 def network(dtype=torch.float32):
     torch.manual_seed(2)
-    return torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(
-        dtype
-    )
+    return nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 8)).to(dtype)
 
 
 def make(rule, recipe, **options):
@@ -37,12 +47,38 @@ def make(rule, recipe, **options):
 
 
 def batch(step, model):
-    x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step))
-    return x.to(next(model.parameters()).dtype)
+    return randn((16, 40), step, next(model.parameters()).dtype)
 
 
 def result(model, opt):
-    return [bits(p) for p in model.parameters()], states(opt)
+    return weights_of(model), states(opt)
+
+
+def compiled_step(opt, backend="eager"):
+    return torch.compile(opt.step, fullgraph=True, backend=backend)
+
+
+def as_eager(train, rule="adamw", recipe="ecc8-int8", backend="eager"):
+    """Trains with plain steps, then with compiled ones. Both must end with the same bits."""
+    found = []
+    for compiled in (False, True):
+        model, opt = make(rule, recipe, compile=compiled)
+        train(model, opt, compiled_step(opt, backend) if compiled else opt.step)
+        found.append(result(model, opt))
+    assert found[0] == found[1]
+
+
+@contextlib.contextmanager
+def skipped_without_a_compiler():
+    try:
+        yield
+    except Exception as error:
+        if (
+            "compiler" not in str(error).lower()
+            and "InvalidCxxCompiler" not in type(error).__name__
+        ):
+            raise
+        pytest.skip(f"no C++ compiler that inductor can use: {str(error)[:200]}")
 
 
 def training_step(model, opt):
@@ -89,53 +125,46 @@ def test_compiled_training_step(backend, recipe, compile_option):
 )
 def test_compiled_optimizer_step(backend, rule, recipe):
     """compile=True gives one graph, no break, and the bits of an ordinary optimizer's step()."""
-    found = []
-    for compiled in (False, True):
-        model, opt = make(rule, recipe, compile=compiled)
-        step = torch.compile(opt.step, fullgraph=True, backend=backend) if compiled else opt.step
+
+    def train(model, opt, step):
         for i in range(STEPS):
-            set_gradients(dict(model.named_parameters()), i)
+            set_gradients(model, i)
             step()
-        found.append(result(model, opt))
-    assert found[0] == found[1]
+
+    as_eager(train, rule, recipe, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_step_reads_options_again(backend):
     """lr and others edited between compiled steps, by hand and by a scheduler."""
-    found = []
-    for compiled in (False, True):
-        model, opt = make("adamw", "ecc8-int8", compile=compiled)
-        # Set before the scheduler, because the compiler refuses its wrapper around any optimizer's
+
+    def train(model, opt, step):
+        # Set after the step, because the compiler refuses its wrapper around any optimizer's
         # step().
-        step = torch.compile(opt.step, fullgraph=True, backend=backend) if compiled else opt.step
         scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 1.0 / (1 + n))
         for i in range(6):
-            set_gradients(dict(model.named_parameters()), i)
+            set_gradients(model, i)
             step()
             if i == 2:
                 opt.param_groups[0]["weight_decay"] = 0.5
             if i == 3:
                 opt.param_groups[0]["betas"] = (0.5, 0.9)
             scheduler.step()
-        found.append(result(model, opt))
-    assert found[0] == found[1]
+
+    as_eager(train, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_step_with_gradients_that_come_and_go(backend):
-    found = []
-    for compiled in (False, True):
-        model, opt = make("adamw", "ecc8-int8", compile=compiled)
-        step = torch.compile(opt.step, fullgraph=True, backend=backend) if compiled else opt.step
+    def train(model, opt, step):
         for i in range(5):
-            set_gradients(dict(model.named_parameters()), i)
+            set_gradients(model, i)
             if i in (0, 3):
                 model[0].bias.grad = None
             step()
         assert opt.state[model[0].bias]["step"].item() == 3
-        found.append(result(model, opt))
-    assert found[0] == found[1]
+
+    as_eager(train, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -143,16 +172,12 @@ def test_two_compiled_optimizers_do_not_mix(backend):
     found = []
     for compiled in (False, True):
         pairs = [
-            make("adamw", "ecc8-int8", compile=compiled),
-            make("lion", "sr-int4", compile=compiled),
+            make(*of, compile=compiled) for of in (("adamw", "ecc8-int8"), ("lion", "sr-int4"))
         ]
-        steps = [
-            torch.compile(o.step, fullgraph=True, backend=backend) if compiled else o.step
-            for _, o in pairs
-        ]
+        steps = [compiled_step(o, backend) if compiled else o.step for _, o in pairs]
         for i in range(3):
             for (m, _), step in zip(pairs, steps):
-                set_gradients(dict(m.named_parameters()), i)
+                set_gradients(m, i)
                 step()
         found.append([result(m, o) for m, o in pairs])
     assert found[0] == found[1]
@@ -160,29 +185,24 @@ def test_two_compiled_optimizers_do_not_mix(backend):
 
 def test_compiled_step_after_a_file():
     """load_state_dict() between compiled steps."""
-    found = []
-    for compiled in (False, True):
-        model, opt = make("adamw", "ecc8-int8", compile=compiled)
-        step = torch.compile(opt.step, fullgraph=True, backend="eager") if compiled else opt.step
-        for i in range(2):
-            set_gradients(dict(model.named_parameters()), i)
+
+    def train(model, opt, step):
+        for i in range(4):
+            if i == 2:
+                opt.load_state_dict(dict(opt.state_dict()))
+            set_gradients(model, i)
             step()
-        file = {k: v for k, v in opt.state_dict().items()}
-        opt.load_state_dict(file)
-        for i in range(2, 4):
-            set_gradients(dict(model.named_parameters()), i)
-            step()
-        found.append(result(model, opt))
-    assert found[0] == found[1]
+
+    as_eager(train)
 
 
 def test_compiled_step_skips_what_is_not_finite():
     model, opt = make("adamw", "ecc8-int8", compile=True)
-    step = torch.compile(opt.step, fullgraph=True, backend="eager")
-    set_gradients(dict(model.named_parameters()), 0)
+    step = compiled_step(opt)
+    set_gradients(model, 0)
     step()
     before = result(model, opt)
-    set_gradients(dict(model.named_parameters()), 1)
+    set_gradients(model, 1)
     model[2].weight.grad[0, 0] = float("nan")
     step()
     assert result(model, opt) == before and opt.skipped_steps == 1
@@ -218,11 +238,11 @@ def test_step_and_zero_grad_break_the_graph():
     """Without compile=True the compiler must leave the step alone. It says so when asked for one
     graph."""
     model, opt = make("adamw", "f32")
-    set_gradients(dict(model.named_parameters()), 0)
-    before = [bits(p) for p in model.parameters()]
+    set_gradients(model, 0)
+    before = weights_of(model)
     with pytest.raises(Exception):
         torch.compile(lambda: opt.step(), fullgraph=True, backend="eager")()
-    assert [bits(p) for p in model.parameters()] == before
+    assert weights_of(model) == before
 
 
 def test_gradient_release_under_a_compiled_forward():
@@ -244,59 +264,39 @@ def test_inductor():
     """Runs the default backend, if a C++ compiler works. The step is the same operator in its
     code."""
     model, opt = make("adamw", "ecc8-int8", compile=True)
-    step = torch.compile(opt.step, fullgraph=True)
-    try:
-        set_gradients(dict(model.named_parameters()), 0)
+    step = compiled_step(opt, "inductor")
+    with skipped_without_a_compiler():
+        set_gradients(model, 0)
         step()
-    except Exception as error:
-        if (
-            "compiler" not in str(error).lower()
-            and "InvalidCxxCompiler" not in type(error).__name__
-        ):
-            raise
-        pytest.skip(f"no C++ compiler that inductor can use: {str(error)[:200]}")
     for i in range(1, STEPS):
-        set_gradients(dict(model.named_parameters()), i)
+        set_gradients(model, i)
         step()
     others, other = make("adamw", "ecc8-int8")
-    for i in range(STEPS):
-        set_gradients(dict(others.named_parameters()), i)
-        other.step()
-    assert result(model, opt) == result(others, other)
+    run(other, others, 0, STEPS)
+    same(opt, other, model, others)
 
 
 @pytest.mark.all
 def test_inductor_training_step():
     """Runs a whole training step by inductor. Its kernels may round differently from eager's, but
     not for this gradient."""
-
-    def loss_of(p, x):
-        return (p * x).sum()
-
     found = []
     for compiled in (False, True):
-        p = torch.nn.Parameter(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)))
+        p = nn.Parameter(randn((16, 64), 0))
         opt = halfstep.AdamW([("p", p)], lr=0.01, states="int8", seed=0)
 
-        def run(x):
+        def train(x):
             opt.zero_grad()
-            loss = loss_of(p, x)
+            loss = (p * x).sum()
             loss.backward()
             opt.step()
             return loss
 
         if compiled:
-            run = torch.compile(run)
-        try:
+            train = torch.compile(train)
+        with skipped_without_a_compiler():
             for i in range(3):
-                run(torch.randn(16, 64, generator=torch.Generator().manual_seed(i)))
-        except Exception as error:
-            if (
-                "compiler" not in str(error).lower()
-                and "InvalidCxxCompiler" not in type(error).__name__
-            ):
-                raise
-            pytest.skip(f"no C++ compiler that inductor can use: {str(error)[:200]}")
+                train(randn((16, 64), i))
         found.append((bits(p), states(opt)))
     assert found[0] == found[1]
 

@@ -18,15 +18,19 @@ from conftest import (
     everything,
     ids,
     make,
+    named,
     parameters,
     recipes,
     rules,
     run,
     same,
+    same_steps,
     set_gradients,
     states,
     twins,
+    weights_of,
 )
+from torch.nn import Parameter
 
 import halfstep
 from halfstep import _abi, _signatures
@@ -44,9 +48,8 @@ def test_every_rule_has_a_class(rule):
     assert cls.__module__.startswith("halfstep")
     params = parameters()
     assert type(halfstep.optimizer(rule, list(params.values()))) is cls
-    assert "step" not in vars(
-        halfstep.optimizer(rule, list(params.values()))
-    )  # torch wraps it on the class, once
+    # torch wraps it on the class, once.
+    assert "step" not in vars(halfstep.optimizer(rule, list(params.values())))
 
 
 def test_classes_are_public():
@@ -75,9 +78,7 @@ def positional(cls):
 
 @pytest.mark.parametrize("rule", NAMESAKES)
 def test_positional_order_and_defaults_are_those_of_torch(rule):
-    ours, theirs = positional(class_of(rule)), positional(NAMESAKES[rule])
-    assert [name for name, _ in ours] == [name for name, _ in theirs]
-    assert ours == theirs
+    assert positional(class_of(rule)) == positional(NAMESAKES[rule])
 
 
 @pytest.mark.parametrize("rule", TORCH)
@@ -93,7 +94,7 @@ def test_defaults_hold_in_groups(rule):
     """A group's options are those of torch, so that code which reads or edits them works."""
     params = parameters(shapes={"a": (4, 4)})
     theirs = TORCH[rule](list(twins(params).values()))
-    ours = class_of(rule)(list(params.values()))
+    ours = class_of(rule)(params.values())
     for key, value in theirs.param_groups[0].items():
         if key != "params":
             assert ours.param_groups[0][key] == value or key in ("foreach", "fused"), key
@@ -205,30 +206,33 @@ def test_the_example_of_help_runs(rule):
 @rules
 def test_errors_of_construction(rule):
     cls = class_of(rule)
-    p, q = torch.nn.Parameter(torch.randn(3, 3)), torch.nn.Parameter(torch.randn(3, 3))
-    with pytest.raises(
-        TypeError,
-        match="params argument given to the optimizer should be an iterable of Tensors or dicts",
+    p, q = Parameter(torch.randn(3, 3)), Parameter(torch.randn(3, 3))
+    for error, words, given in (
+        (
+            TypeError,
+            "params argument given to the optimizer should be an iterable of Tensors or dicts",
+            p,
+        ),
+        (ValueError, "optimizer got an empty parameter list", []),
+        (TypeError, "optimizer can only optimize Tensors", [3.0]),
+        (
+            ValueError,
+            "some parameters appear in more than one parameter group",
+            [{"params": [p]}, {"params": [p]}],
+        ),
+        (ValueError, "can't optimize a non-leaf Tensor", [p * 2]),
+        (TypeError, "ordered collections|should be an iterable", [{"params": {p, q}}]),
+        (ValueError, "with/without names", [("p", p), q]),
+        (ValueError, "with/without names", [{"params": [("p", p)]}, {"params": [q]}]),
     ):
-        cls(p)
-    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
-        cls([])
-    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
-        cls([3.0])
+        with pytest.raises(error, match=words):
+            cls(given)
     with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
         cls([p, p])
-    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-        cls([{"params": [p]}, {"params": [p]}])
-    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
-        cls([p * 2])
-    with pytest.raises(TypeError, match="ordered collections|should be an iterable"):
-        cls([{"params": {p, q}}])
-    with pytest.raises(ValueError, match="with/without names"):
-        cls([("p", p), q])
-    with pytest.raises(ValueError, match="with/without names"):
-        cls([{"params": [("p", p)]}, {"params": [q]}])
     with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
         cls([p], lr=torch.tensor([1e-3, 1e-3]))
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        cls([p], lr=torch.tensor(-1.0))
     for wrong in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="Invalid learning rate: "):
             cls([p], lr=wrong)
@@ -244,33 +248,27 @@ def test_errors_of_construction(rule):
 
 @pytest.mark.parametrize("rule", [r for r in RULES if "eps" in _abi.rules[r].hypers])
 def test_error_of_eps(rule):
-    adafactor = rule == "adafactor"
-    with pytest.raises(
-        ValueError,
-        match="epsilon1 should be >= 0 but is: -1" if adafactor else "Invalid epsilon value: -1",
-    ):
-        class_of(rule)(
-            [torch.nn.Parameter(torch.randn(3, 3))], eps=(-1.0, 1e-3) if adafactor else -1.0
-        )
+    eps, words = -1.0, "Invalid epsilon value: -1"
+    if rule == "adafactor":
+        eps, words = (-1.0, 1e-3), "epsilon1 should be >= 0 but is: -1"
+    with pytest.raises(ValueError, match=words):
+        class_of(rule)([Parameter(torch.randn(3, 3))], eps=eps)
 
 
 @pytest.mark.parametrize(
     "rule", [r for r in RULES if {"beta1", "beta2"} <= _abi.rules[r].hypers.keys() and r != "muon"]
 )
 def test_errors_of_betas(rule):
-    p = torch.nn.Parameter(torch.randn(3, 3))
+    p = Parameter(torch.randn(3, 3))
     cls = class_of(rule)
     good = cls([p]).defaults["betas"]
     for index in range(len(good)):
         for wrong in (1.0, -0.5, math.nan):
             betas = tuple(wrong if i == index else b for i, b in enumerate(good))
-            with pytest.raises(
-                ValueError, match=f"Invalid beta parameter at index {index}: {wrong}"
-            ):
+            words = f"Invalid beta parameter at index {index}: {wrong}"
+            with pytest.raises(ValueError, match=words):
                 cls([p], betas=betas)
-            with pytest.raises(
-                ValueError, match=f"Invalid beta parameter at index {index}: {wrong}"
-            ):
+            with pytest.raises(ValueError, match=words):
                 cls([{"params": [p], "betas": betas}])
     with pytest.raises(ValueError, match="betas"):
         cls([p], betas=good[:-1])
@@ -281,55 +279,50 @@ def test_errors_of_betas(rule):
 @pytest.mark.parametrize("rule", [r for r in RULES if "momentum" in _abi.rules[r].hypers])
 def test_error_of_momentum(rule):
     with pytest.raises(ValueError, match="Invalid momentum value: -0.5"):
-        class_of(rule)([torch.nn.Parameter(torch.randn(3, 3))], momentum=-0.5)
+        class_of(rule)([Parameter(torch.randn(3, 3))], momentum=-0.5)
 
 
 def test_sgd_nesterov_wants_momentum():
-    p = torch.nn.Parameter(torch.randn(3))
-    with pytest.raises(
-        ValueError, match="Nesterov momentum requires a momentum and zero dampening"
-    ):
-        halfstep.SGD([p], nesterov=True)
-    with pytest.raises(
-        ValueError, match="Nesterov momentum requires a momentum and zero dampening"
-    ):
-        halfstep.SGD([p], momentum=0.9, dampening=0.5, nesterov=True)
+    p = Parameter(torch.randn(3))
+    words = "Nesterov momentum requires a momentum and zero dampening"
+    for options in ({}, {"momentum": 0.9, "dampening": 0.5}):
+        with pytest.raises(ValueError, match=words):
+            halfstep.SGD([p], nesterov=True, **options)
 
 
 # ---- Groups --------------------------------------------------------------------------------------
 
 
+#: other legal values of options that have bounds of their own
+OTHER_VALUES = {
+    "adjust_lr_fn": "match_rms_adamw",
+    "alpha_warmup": 20,
+    "beta3_warmup": 20,
+    "d": 1.5,
+    "growth_rate": 1.5,
+    "max_weight_norm": 0.5,
+    "slice_p": 7,
+    "threshold": 0.02,
+}
+
+
 def other_value(rule, key, value):
     """Returns another legal value for an option."""
     hypers = _abi.rules[rule].hypers
-    if key == "betas":
-        return tuple(b * 0.5 for b in value)
-    if key == "ns_coefficients":
-        return tuple(c * 0.9 for c in value)
-    if key == "adjust_lr_fn":
-        return "match_rms_adamw"
-    if key in ("alpha_warmup", "beta3_warmup"):
-        return 20
+    if key in OTHER_VALUES:
+        return OTHER_VALUES[key]
     if key == "decay":
         return "l2" if value != "l2" else "decoupled"
-    if key == "decoupled_weight_decay":
-        return not value
     if isinstance(value, bool) or (key in hypers and hypers[key].switch):
         return not value
-    if key == "slice_p":
-        return 7
     if key in ("k", "ns_steps"):
         return int(value) - 2
     if key == "lr":
         return value * 3
     if key == "eps":
         return (0.01, *value[1:]) if isinstance(value, tuple) else 0.01
-    if key == "threshold":
-        return 0.02
-    if key in ("growth_rate", "d"):
-        return 1.5
-    if key == "max_weight_norm":
-        return 0.5
+    if isinstance(value, tuple):
+        return tuple(v * 0.9 for v in value)
     return value * 0.5 if value else 0.3
 
 
@@ -361,30 +354,14 @@ def own_options(rule, options):
     """Returns the options of the group that belong to the rule: the table's and torch's names for
     them."""
     hypers = _abi.rules[rule].hypers
-    names = {
-        "betas",
-        "lr",
-        "weight_decay",
-        "maximize",
-        "centralize",
-        "decay",
-        "decoupled_weight_decay",
-        "ns_coefficients",
-        "adjust_lr_fn",
-    }
-    schedule = {
-        "reference_lr",
-        "warmup_steps",
-        "total_steps",
-        "final_fraction",
-        "decay_start",
-        "power",
-    }
+    names = {"betas", "lr", "weight_decay", "maximize", "centralize", "decay"}
+    names |= {"decoupled_weight_decay", "ns_coefficients", "adjust_lr_fn"}
+    schedule = {"reference_lr", "warmup_steps", "total_steps", "final_fraction", "decay_start"}
     return [
         k
         for k in options
         if (k in names or k in hypers)
-        and k not in schedule
+        and k not in {*schedule, "power"}
         and options[k] is not None
         and (rule, k) != ("adamw", "decoupled_weight_decay")
         or k == "adjust_lr_fn"
@@ -404,7 +381,7 @@ def test_each_option_can_be_set_for_a_group(rule):
         "eps" in _abi.rules[rule].hypers
     )
     plain_params = parameters(shapes=shapes)
-    plain_opt = cls(list(plain_params.items()), **base)
+    plain_opt = cls(plain_params.items(), **base)
     run(plain_opt, plain_params, 0, 8)
     for key in tried:
         value = plain_opt.param_groups[0][key]
@@ -413,18 +390,14 @@ def test_each_option_can_be_set_for_a_group(rule):
             option["nesterov"] = False
         if key == "nesterov" and rule == "sgd":
             option["dampening"] = 0
-        params, alone, late = (
-            parameters(shapes=shapes),
-            parameters(shapes=shapes),
-            parameters(shapes=shapes),
-        )
-        first = torch.nn.Parameter(torch.randn(5, 5))
+        params, alone, late = (parameters(shapes=shapes) for _ in range(3))
+        first = Parameter(torch.randn(5, 5))
         if rule == "prodigy":  # whose groups share an estimate, and so a rate
             option.setdefault("d_group", 1)
         groups = [{"params": [("first", first)]}, {"params": list(params.items()), **option}]
         opt = cls(groups, **base)
-        own = cls(list(alone.items()), **{**base, **option})
-        added = cls([("first", torch.nn.Parameter(torch.randn(5, 5)))], **base)
+        own = cls(alone.items(), **{**base, **option})
+        added = cls([("first", Parameter(torch.randn(5, 5)))], **base)
         added.add_param_group({"params": list(late.items()), **option})
         for o, ps in ((opt, params), (own, alone), (added, late)):
             run(o, ps, 0, 8)
@@ -464,9 +437,7 @@ def test_lists_edited_in_place_are_read():
         run(o, ps, 0, 2)
     opt.param_groups[0]["betas"][0] = 0.5
     other.param_groups[0]["betas"] = (0.5, 0.999)
-    for o, ps in ((opt, params), (other, others)):
-        run(o, ps, 2, 4)
-    same(opt, other, params, others)
+    same_steps(opt, other, params, others, 2, 4)
 
 
 @rules
@@ -477,14 +448,14 @@ def test_group_added_in_mid_run(rule):
     before = everything(opt)
     apart = {"d_group": 1} if rule == "prodigy" else {}  # an estimate of its own, as the rate is
     opt.add_param_group({"params": list(late.items()), "lr": 0.5, **apart})
-    assert [bits(p) for p in params.values()] == before[0]
+    assert weights_of(params) == before[0]
     others, other = make(rule, "sr-int4", lr=0.01)
     run(other, others, 0, 3)
     set_gradients(late, 3)
     untouched = bits(late["late.weight"])
     run(opt, params, 3, 5)
     run(other, others, 3, 5)
-    assert [bits(p) for p in params.values()] == [bits(p) for p in others.values()]
+    assert weights_of(params) == weights_of(others)
     assert bits(late["late.weight"]) != untouched
     assert opt.state[late["late.weight"]]["step"].item() == 2
 
@@ -504,29 +475,21 @@ def test_named_parameters(recipe):
     ]
     halfstep.name_parameters(modules[2])
     opts.append(halfstep.AdamW(modules[2].parameters(), **formats, seed=0))
-    for opt in opts[
-        :2
-    ]:  # beside the groups, as earlier versions have them, and in them, as torch has
-        assert [n for names in opt.state_dict()["param_names"] for n in names] == [
-            n for n, _ in module.named_parameters()
-        ]
-        assert [n for g in opt.param_groups for n in g["param_names"]] == [
-            n for n, _ in module.named_parameters()
-        ]
-    for step in range(3):
-        for m, opt in zip(modules, opts):
-            set_gradients(dict(m.named_parameters()), step)
-            opt.step()
-    for m in modules[1:]:
-        assert [bits(p) for p in m.parameters()] == [bits(p) for p in modules[0].parameters()]
-    for opt in opts:
-        assert ids(opt) == [_abi.name_id(n) for n, _ in module.named_parameters()]
+    names = list(named(module))
+    # Names are beside the groups, as earlier versions have them, and in them, as torch has.
+    for opt in opts[:2]:
+        assert [n for group in opt.state_dict()["param_names"] for n in group] == names
+        assert [n for g in opt.param_groups for n in g["param_names"]] == names
+    for m, opt in zip(modules, opts):
+        run(opt, m, 0, 3)
+        assert weights_of(m) == weights_of(modules[0])
+        assert ids(opt) == [_abi.name_id(n) for n in names]
 
 
 def test_groups_of_any_kind():
     """A single tensor, a generator, nothing at all; numbers of numpy."""
     numpy = pytest.importorskip("numpy")
-    p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    p, q = Parameter(torch.ones(3)), Parameter(torch.ones(3))
     opt = halfstep.AdamW(
         [
             {"params": p, "lr": numpy.float32(0.5)},
@@ -558,25 +521,22 @@ def test_subclasses_of_users():
             return super().step(closure)
 
     params, others = parameters(), parameters()
-    opt, other = (
-        Mine(list(params.items()), scale=2.0, lr=0.01),
-        halfstep.AdamW(list(others.items()), lr=0.01),
-    )
+    opt = Mine(params.items(), scale=2.0, lr=0.01)
+    other = halfstep.AdamW(others.items(), lr=0.01)
+    run(opt, params, 0, 3)
     for step in range(3):
-        set_gradients(params, step)
         set_gradients(others, step)
         for p in others.values():
             p.grad.mul_(2.0)
-        opt.step()
         other.step()
     same(opt, other, params, others)
-    copies, copied = copy.deepcopy((params, opt))
+    copied = copy.deepcopy(opt)
     assert copied.scale == 2.0 and type(copied) is Mine
 
 
 def test_hints_that_exclude_each_other():
     with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
-        halfstep.AdamW([torch.nn.Parameter(torch.ones(3))], fused=True, foreach=True)
+        halfstep.AdamW([Parameter(torch.ones(3))], fused=True, foreach=True)
 
 
 @pytest.mark.parametrize("recipe", ["ecc8-int8", "sr-int4"])

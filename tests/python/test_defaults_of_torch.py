@@ -3,12 +3,12 @@ always gives device and dtype itself."""
 
 import ast
 import glob
-import io
 import os
 
 import pytest
 import torch
-from conftest import RECIPES, bits, plain
+from conftest import RECIPES, bits, plain, saved
+from torch import nn
 
 import halfstep
 from halfstep import _abi
@@ -66,9 +66,7 @@ def training(recipe, device, default, release):
     """Trains under other defaults, from construction to loading. Returns the bits."""
     rule, dtype, formats = recipe
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.Linear(96, 32)
-    ).to(dtype)
+    model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 32)).to(dtype)
     batches = [torch.randn(8, 64).to(dtype) for _ in range(8)]
     first, state = model[0].weight, _abi.rules[rule].states[0].name
     try:
@@ -94,27 +92,13 @@ def training(recipe, device, default, release):
             opt.zero_grad()
             ema.update_parameters(model, opt)
             if i == 3:
-                file = io.BytesIO()
-                torch.save(opt.state_dict(), file)
-                file.seek(0)
-                opt.load_state_dict(torch.load(file, weights_only=True))
+                opt.load_state_dict(saved(opt.state_dict()))
             if i == 4:
-                opt.load_state_dict(
-                    {
-                        "state": {},
-                        **{k: v for k, v in opt.state_dict().items() if k == "param_groups"},
-                        **opt.state_dict(),
-                    }
-                )
+                opt.load_state_dict(opt.state_dict())
                 opt.write_weight(first, opt.read_weight(first))
                 opt.write_state(first, state, opt.read_state(first, state))
-                assert (
-                    repr(opt)
-                    and opt.memory()
-                    and opt.torch_state_dict()
-                    and ema.full_state_dict()
-                    and halfstep.plan(model)
-                )
+                assert repr(opt) and opt.memory() and opt.torch_state_dict()
+                assert ema.full_state_dict() and halfstep.plan(model)
                 assert halfstep.full_precision_state_dict(model, opt)
         if rule == "schedulefree":
             opt.eval()
@@ -149,7 +133,7 @@ def test_training_under_other_defaults(rule, recipe, release):
 
 
 def test_conversions_and_other_packages_under_another_device():
-    model = torch.nn.Linear(64, 64).bfloat16()
+    model = nn.Linear(64, 64).bfloat16()
     states = torch.optim.AdamW(model.parameters())
     model.weight.grad, model.bias.grad = torch.ones(64, 64).bfloat16(), torch.ones(64).bfloat16()
     states.step()

@@ -1,18 +1,25 @@
 """Tests DTensor parameters on 2, 3 and 4 ranks: the bits of one process, whatever the mesh."""
 
-import warnings
-
 import pytest
 import torch
-from conftest import RECIPES, RULES, bits, class_of, set_gradients
+from conftest import (
+    RECIPES,
+    RULES,
+    bits,
+    class_of,
+    named,
+    outcome,
+    parameters,
+    randn,
+    set_gradients,
+    warnings_are,
+)
+from torch import nn
+from torch.nn import Parameter
 
 import halfstep
 
 pytest.importorskip("torch.distributed.tensor", reason="DTensors are public from torch 2.5 on")
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="no gloo",
-)
 
 #: whole blocks, short ones, rows that leave ranks with nothing, a kernel, a vector, a scalar
 SHAPES = {
@@ -25,11 +32,8 @@ SHAPES = {
 }
 
 
-def values_of(shapes, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
-    }
+def values_of(shapes, dtype):
+    return {name: p.detach() for name, p in parameters(dtype, shapes).items()}
 
 
 def mesh_of(shape, names=None):
@@ -43,21 +47,19 @@ def cut(values, mesh, placements):
     from torch.distributed.tensor import distribute_tensor
 
     return {
-        name: torch.nn.Parameter(distribute_tensor(value, mesh, placements(name, value)))
+        name: Parameter(distribute_tensor(value, mesh, placements(name, value)))
         for name, value in values.items()
     }
 
 
-def give_gradients(params, step, scale=1.0):
+def give_gradients(params, step):
     """Sets the gradients of set_gradients(), cut as the parameters are."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    whole = {
-        name: torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for name, p in params.items()
-    }
+    whole = {name: Parameter(torch.empty(p.shape, dtype=p.dtype)) for name, p in params.items()}
     set_gradients(whole, step)
     for name, p in params.items():
-        grad = whole[name].grad * scale
+        grad = whole[name].grad
         p.grad = (
             distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
         )
@@ -85,35 +87,42 @@ def rows(name, value):
     return [Shard(0) if value.dim() else Replicate()]
 
 
-def train(opt, params, first, last, scale=1.0):
+def train(opt, params, first, last):
     for step in range(first, last):
-        give_gradients(params, step, scale)
+        give_gradients(params, step)
         opt.step()
 
 
-def alone(rule, recipe, options, shapes=None, steps=3):
-    dtype, formats = RECIPES[recipe]
-    params = {
-        name: torch.nn.Parameter(value)
-        for name, value in values_of(shapes or SHAPES, dtype).items()
-    }
-    opt = class_of(rule)(list(params.items()), lr=0.02, seed=0, **{**formats, **options})
-    for step in range(steps):
-        set_gradients(params, step)
-        opt.step()
+def both_ways(size):
+    """Yields parameters that are cut into rows, then the same as plain tensors."""
+    values = values_of(SHAPES, torch.bfloat16)
+    yield cut(values, mesh_of((size,)), rows)
+    yield {name: Parameter(value) for name, value in values.items()}
+
+
+def trained(params, rule, recipe, options):
+    opt = class_of(rule)(params.items(), lr=0.02, seed=0, **{**RECIPES[recipe][1], **options})
+    train(opt, params, 0, 3)
     return all_bits(opt, params), opt.grad_norm
 
 
-def one_mesh(rank, size, cases, shapes):
-    out = []
+def one_mesh(rank, size, cases):
     mesh = mesh_of((size,))
-    for rule, recipe, options in cases:
-        dtype, formats = RECIPES[recipe]
-        params = cut(values_of(shapes, dtype), mesh, rows)
-        opt = class_of(rule)(list(params.items()), lr=0.02, seed=0, **{**formats, **options})
-        train(opt, params, 0, 3)
-        out.append((all_bits(opt, params), opt.grad_norm))
-    return out
+    return [
+        trained(cut(values_of(SHAPES, RECIPES[recipe][0]), mesh, rows), rule, recipe, options)
+        for rule, recipe, options in cases
+    ]
+
+
+def check(cases, found):
+    """Compares what all ranks have found with what one process finds."""
+    for i, (rule, recipe, options) in enumerate(cases):
+        params = parameters(RECIPES[recipe][0], SHAPES)
+        wanted, norm = trained(params, rule, recipe, options)
+        for rank, answers in enumerate(found):
+            got, got_norm = answers[i]
+            assert got_norm == norm, (rule, recipe, rank)
+            assert got == wanted, (rule, recipe, rank, [n for n in got if got[n] != wanted[n]])
 
 
 @pytest.mark.parametrize(
@@ -138,49 +147,31 @@ def test_rows_over_ranks(pool, size, part):
     ]
     cases += [("prodigy", recipe, {"slice_p": 7, "d0": 1e-3}) for recipe in RECIPES]
     cases = [case for i, case in enumerate(cases) if (i + i // len(RECIPES)) % 5 == part]
-    found = pool.run(size, one_mesh, cases, SHAPES)
-    for i, (rule, recipe, options) in enumerate(cases):
-        wanted, norm = alone(rule, recipe, options)
-        for rank in range(size):
-            got, got_norm = found[rank][i]
-            assert got_norm == norm, (rule, recipe, rank)
-            for name in SHAPES:
-                assert got[name] == wanted[name], (rule, recipe, name, rank)
+    check(cases, pool.run(size, one_mesh, cases))
 
 
 MUON_CASES = [
-    ("muon", recipe, options)
-    for recipe, options in (
-        ("f32", {"clip_norm": 0.5}),
-        ("bf16-sr", {}),
-        ("kahan", {}),
-        ("ecc8-int8", {"clip_norm": 0.1}),
-        ("sr-int4", {}),
-    )
+    ("muon", "f32", {"clip_norm": 0.5}),
+    ("muon", "bf16-sr", {}),
+    ("muon", "kahan", {}),
+    ("muon", "ecc8-int8", {"clip_norm": 0.1}),
+    ("muon", "sr-int4", {}),
 ]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.all)])
 def test_matrices_are_gathered(pool, size):
     """A rule that steps matrices as a whole has the bits of one process, too."""
-    found = pool.run(size, one_mesh, MUON_CASES, SHAPES)
-    for i, (rule, recipe, options) in enumerate(MUON_CASES):
-        wanted, norm = alone(rule, recipe, options)
-        for rank in range(size):
-            got, got_norm = found[rank][i]
-            assert got_norm == norm, (recipe, rank)
-            assert got == wanted, (recipe, rank, [n for n in got if got[n] != wanted[n]])
+    check(MUON_CASES, pool.run(size, one_mesh, MUON_CASES))
 
 
 def micro_batches(rank, size, sharded=True):
     """Puts gradients of two micro-batches into the states one parameter at a time, then updates."""
-    values = values_of({"w": (24, 64), "b": (33,)}, torch.bfloat16)
-    params = (
-        cut(values, mesh_of((size,)), rows)
-        if sharded
-        else {n: torch.nn.Parameter(v) for n, v in values.items()}
-    )
-    opt = halfstep.Muon(list(params.items()), lr=0.02, seed=0, states="bf16-sr")
+    shapes = {"w": (24, 64), "b": (33,)}
+    params = parameters(torch.bfloat16, shapes)
+    if sharded:
+        params = cut(values_of(shapes, torch.bfloat16), mesh_of((size,)), rows)
+    opt = halfstep.Muon(params.items(), lr=0.02, seed=0, states="bf16-sr")
     for step in range(6):
         give_gradients(params, step)
         opt.optimizer_accumulation = step % 3 != 2
@@ -197,49 +188,38 @@ def test_matrices_are_gathered_for_micro_batches(pool):
 # ---- Meshes of two dimensions, mixed lists, columns ----------------------------------------------
 
 
-def wide(rule, recipe, options, layout, rank, size, steps=3):
-    """Trains under a layout by name. Returns parameters and optimizer."""
+def laid_out(values, layout, size):
+    """Makes parameters in a layout by name."""
     from torch.distributed.tensor import Replicate, Shard
 
-    dtype, formats = RECIPES[recipe]
-    values = values_of(SHAPES, dtype)
     if layout == "hsdp":
-        params = cut(
-            values, mesh_of((2, 2), ("replicas", "shards")), lambda n, v: [Replicate(), Shard(0)]
-        )
-    elif layout == "columns":  # where whole blocks allow it
-        mesh = mesh_of((size,))
-        params = cut(
-            values,
-            mesh,
-            lambda n, v: [Shard(1) if v.dim() > 1 and n == "body.weight" else Shard(0)],
-        )
-    elif layout == "grid":  # rows over one dimension, columns over the other
-        mesh = mesh_of((2, 2), ("dp", "tp"))
-        params = cut(
+        mesh = mesh_of((2, 2), ("replicas", "shards"))
+        return cut(values, mesh, lambda n, v: [Replicate(), Shard(0)])
+    if layout == "columns":  # where whole blocks allow it
+        return cut(values, mesh_of((size,)), lambda n, v: [Shard(int(n == "body.weight"))])
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    if layout == "grid":  # rows over one dimension, columns over the other
+        return cut(
             values, mesh, lambda n, v: [Shard(0), Shard(1) if n == "body.weight" else Replicate()]
         )
-    elif layout == "mixed":  # a 2-D mesh, its parts and plain tensors in one list
-        mesh = mesh_of((2, 2), ("dp", "tp"))
-        params = {}
-        for i, (name, value) in enumerate(values.items()):
-            if i % 3 == 2:
-                params[name] = torch.nn.Parameter(value)
-            elif i % 3:
-                params.update(cut({name: value}, mesh["dp"], lambda n, v: [Shard(0)]))
-            else:
-                params.update(cut({name: value}, mesh, lambda n, v: [Shard(0), Replicate()]))
-    opt = class_of(rule)(list(params.items()), lr=0.02, seed=0, **{**formats, **options})
-    train(opt, params, 0, steps)
-    return params, opt
+    params = {}  # a 2-D mesh, its parts and plain tensors in one list
+    for i, (name, value) in enumerate(values.items()):
+        if i % 3 == 2:
+            params[name] = Parameter(value)
+        elif i % 3:
+            params.update(cut({name: value}, mesh["dp"], lambda n, v: [Shard(0)]))
+        else:
+            params.update(cut({name: value}, mesh, lambda n, v: [Shard(0), Replicate()]))
+    return params
 
 
 def many(rank, size, layout, cases):
-    found = []
-    for rule, recipe, options in cases:
-        params, opt = wide(rule, recipe, options, layout, rank, size)
-        found.append((all_bits(opt, params), opt.grad_norm))
-    return found
+    return [
+        trained(
+            laid_out(values_of(SHAPES, RECIPES[recipe][0]), layout, size), rule, recipe, options
+        )
+        for rule, recipe, options in cases
+    ]
 
 
 LAYOUT_CASES = [
@@ -267,40 +247,33 @@ LAYOUT_CASES = [
     ],
 )
 def test_layouts(pool, layout, size):
-    found = pool.run(size, many, layout, LAYOUT_CASES)
-    for i, (rule, recipe, options) in enumerate(LAYOUT_CASES):
-        wanted, norm = alone(rule, recipe, options)
-        for rank in range(size):
-            got, got_norm = found[rank][i]
-            assert got_norm == norm, (rule, recipe, rank)
-            assert got == wanted, (rule, recipe, rank, [n for n in got if got[n] != wanted[n]])
+    check(LAYOUT_CASES, pool.run(size, many, layout, LAYOUT_CASES))
 
 
 # ---- torch's own wrappers ------------------------------------------------------------------------
 
 
-class Net(torch.nn.Module):
+class Net(nn.Module):
     def __init__(self, dtype):
         super().__init__()
         torch.manual_seed(4)
-        self.up = torch.nn.Linear(48, 90)
-        self.down = torch.nn.Linear(90, 64)
-        self.norm = torch.nn.LayerNorm(64)
-        self.out = torch.nn.Linear(64, 3)
+        self.up = nn.Linear(48, 90)
+        self.down = nn.Linear(90, 64)
+        self.norm = nn.LayerNorm(64)
+        self.out = nn.Linear(64, 3)
         self.to(dtype)
 
     def forward(self, x):
         return self.out(self.norm(self.down(torch.tanh(self.up(x)))))
 
 
-def net_loss(model, step, rank=0, size=1):
+def net_loss(model, step):
     dtype = next(model.parameters()).dtype
-    x = torch.randn(12, 48, generator=torch.Generator().manual_seed(step)).to(dtype)
+    x = randn((12, 48), step).to(dtype)
     return model(x).float().pow(2).mean()
 
 
 def sharded_net(kind, dtype):
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
@@ -309,33 +282,22 @@ def sharded_net(kind, dtype):
         parallelize_module,
     )
 
-    size, model = torch.distributed.get_world_size(), Net(dtype)
+    size, model, options = torch.distributed.get_world_size(), Net(dtype), {}
+    if kind in ("tp", "fsdp2+tp"):
+        mesh = mesh_of((size // 2, 2), ("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return fully_shard(model, mesh=mesh["dp"]) if kind == "fsdp2+tp" else model
+    if kind == "hsdp":
+        return fully_shard(model, mesh=mesh_of((2, size // 2), ("replicas", "shards")))
+    mesh = mesh_of((size,))
     if kind == "fsdp2":
-        mesh = init_device_mesh("cpu", (size,))
         for part in (model.up, model.down):
             fully_shard(part, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    if kind == "columns":
-        mesh = init_device_mesh("cpu", (size,))
-        return fully_shard(
-            model,
-            mesh=mesh,
-            shard_placement_fn=lambda p: Shard(1) if p.shape == (3, 64) else Shard(0),
-        )
-    if kind == "offload":
-        return fully_shard(
-            model,
-            mesh=init_device_mesh("cpu", (size,)),
-            offload_policy=CPUOffloadPolicy(pin_memory=False),
-        )
-    if kind == "hsdp":
-        return fully_shard(
-            model,
-            mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards")),
-        )
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return fully_shard(model, mesh=mesh["dp"]) if kind == "fsdp2+tp" else model
+    elif kind == "columns":
+        options["shard_placement_fn"] = lambda p: Shard(int(p.shape == (3, 64)))
+    elif kind == "offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def wrapped(rank, size, kind, rule, recipe, options):
@@ -354,9 +316,7 @@ def wrapped(rank, size, kind, rule, recipe, options):
         whole.step()
         opt.zero_grad()
     kinds = [str(getattr(p, "placements", "plain")) for p in model.parameters()]
-    same = all_bits(opt, dict(model.named_parameters())) == all_bits(
-        whole, dict(twin.named_parameters())
-    )
+    same = all_bits(opt, named(model)) == all_bits(whole, dict(twin.named_parameters()))
     return same, opt.grad_norm == whole.grad_norm, kinds
 
 
@@ -369,14 +329,11 @@ def wrapped(rank, size, kind, rule, recipe, options):
     ],
 )
 def test_wrappers(pool, kind, size):
-    for rule, recipe, options in [
-        (
-            "adamw",
-            "sr-int4" if kind not in ("tp", "fsdp2+tp", "columns") else "kahan",
-            {"clip_norm": 0.5},
-        ),
-        ("lamb", "ecc8-int8" if kind not in ("tp", "fsdp2+tp", "columns") else "bf16-sr", {}),
-    ]:
+    by_columns = kind in ("tp", "fsdp2+tp", "columns")
+    for rule, recipe, options in (
+        ("adamw", "kahan" if by_columns else "sr-int4", {"clip_norm": 0.5}),
+        ("lamb", "bf16-sr" if by_columns else "ecc8-int8", {}),
+    ):
         found = pool.run(size, wrapped, kind, rule, recipe, options)
         assert all(same and norm for same, norm, _ in found), found
 
@@ -395,30 +352,19 @@ def refused(rank, size):
         ((4, 4, 4), Shard(2), {}),
         ((8, 64), Shard(1), {"states": "int8", "centralize": 1.0}),
     ):
-        p = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [placement]))
-        try:
-            opt = halfstep.AdamW([("w", p)], **options)
-            p.grad = distribute_tensor(torch.ones(shape), mesh, [placement])
-            opt.step()
-            said.append("stepped")
-        except Exception as error:
-            said.append(str(error))
-    partial = torch.nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
-    try:
-        halfstep.AdamW([("w", partial)])
-        said.append("stepped")
-    except ValueError as error:
-        said.append(str(error))
+        cut = distribute_tensor(torch.ones(shape), mesh, [placement])
+        p = Parameter(cut)
+        p.grad = cut.clone()
+        said.append(outcome(lambda: halfstep.AdamW([("w", p)], **options).step()))
+    partial = Parameter(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
+    said.append(outcome(lambda: halfstep.AdamW([("w", partial)])))
     return said
 
 
 def test_cuts_that_cannot_be_served_are_refused_at_construction(pool):
+    told = "shard it along dimension 0", "states=", "dimension 2", "whole rows", "sum over ranks"
     for said in pool.run(2, refused):
-        assert "'w'" in said[0] and "shard it along dimension 0" in said[0]
-        assert "'w'" in said[1] and "states=" in said[1]
-        assert "'w'" in said[2] and "dimension 2" in said[2]
-        assert "'w'" in said[3] and "whole rows" in said[3]
-        assert "'w'" in said[4] and "sum over ranks" in said[4]
+        assert all("'w'" in text and words in text for text, words in zip(said, told)), said
 
 
 def not_finite(rank, size):
@@ -427,28 +373,23 @@ def not_finite(rank, size):
 
     mesh = mesh_of((size,))
     params = cut(values_of(SHAPES, torch.bfloat16), mesh, rows)
-    opt = halfstep.AdamW(list(params.items()), lr=0.02, states="int8", clip_norm=1.0)
+    opt = halfstep.AdamW(params.items(), lr=0.02, states="int8", clip_norm=1.0)
     train(opt, params, 0, 1)
     before = all_bits(opt, params)
     give_gradients(params, 1)
     held = params["body.weight"].grad._local_tensor
     if rank == size - 1:
         held[-1, -1] = float("nan")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         opt.step()
     unchanged = before == all_bits(opt, params)
     train(opt, params, 1, 2)
-    counts = {p: opt.state[p]["step"].item() for p in params.values()}
+    counts = {opt.state[p]["step"].item() for p in params.values()}
     give_gradients(params, 2)
     if rank == 0:
         params["head.weight"].grad = None
-    try:
-        opt.step()
-        said = "stepped"
-    except RuntimeError as error:
-        said = str(error)
-    return unchanged, opt.skipped_steps, set(counts.values()), said
+    said = outcome(opt.step)
+    return unchanged, opt.skipped_steps, counts, said
 
 
 def test_a_nan_on_one_rank_is_refused_on_all_of_them(pool):
@@ -471,12 +412,7 @@ def mismatched(rank, size, what):
     opt = halfstep.AdamW(named, lr=0.02, **options)
     give_gradients(params, 0)
     before = [whole_bits(p) for p in params.values()]
-    try:
-        opt.step()
-        said = "stepped"
-    except RuntimeError as error:
-        said = str(error)
-    return said, before == [whole_bits(p) for p in params.values()]
+    return outcome(opt.step), before == [whole_bits(p) for p in params.values()]
 
 
 @pytest.mark.parametrize(
@@ -496,12 +432,9 @@ def summed(rank, size, fmt):
     """Collects micro-batches of DTensors in buffers of their own, and of whole tensors beside
     them."""
 
-    values, found = values_of(SHAPES, torch.bfloat16), []
-    for params in (
-        cut(values, mesh_of((size,)), rows),
-        {name: torch.nn.Parameter(v) for name, v in values.items()},
-    ):
-        sums = halfstep.GradientAccumulator(list(params.items()), format=fmt, seed=3)
+    found = []
+    for params in both_ways(size):
+        sums = halfstep.GradientAccumulator(params.items(), format=fmt, seed=3)
         for step in range(4):
             give_gradients(params, step)
             for i, p in enumerate(params.values()):
@@ -519,12 +452,9 @@ def test_sums_of_micro_batches(pool, fmt):
 
 def accumulated(rank, size, rule):
     """Puts micro-batches into the states."""
-    values, found = values_of(SHAPES, torch.bfloat16), []
-    for params in (
-        cut(values, mesh_of((size,)), rows),
-        {name: torch.nn.Parameter(v) for name, v in values.items()},
-    ):
-        opt = class_of(rule)(list(params.items()), seed=3, states="bf16-sr")
+    found = []
+    for params in both_ways(size):
+        opt = class_of(rule)(params.items(), seed=3, states="bf16-sr")
         for step in range(6):
             opt.optimizer_accumulation = bool((step + 1) % 3)
             give_gradients(params, step)
@@ -541,23 +471,19 @@ def test_micro_batches_in_the_states(pool, rule):
 
 def impossible(rank, size, folder):
     params = cut(values_of(SHAPES, torch.bfloat16), mesh_of((size,)), rows)
-    opt = halfstep.AdamW(list(params.items()))
+    opt = halfstep.AdamW(params.items())
     train(opt, params, 0, 1)
-    module = torch.nn.Module()
+    module = nn.Module()
     module.weight = params["body.weight"]
-    said = []
-    for attempt in (
-        lambda: opt.save_safetensors(f"{folder}/file"),
-        lambda: opt.load_safetensors(f"{folder}/file"),
-        lambda: halfstep.EMA(module),
-        lambda: halfstep.AdamW(list(params.items()), compile=True),
-    ):
-        try:
-            attempt()
-            said.append("done")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    return [
+        outcome(attempt)
+        for attempt in (
+            lambda: opt.save_safetensors(f"{folder}/file"),
+            lambda: opt.load_safetensors(f"{folder}/file"),
+            lambda: halfstep.EMA(module),
+            lambda: halfstep.AdamW(params.items(), compile=True),
+        )
+    ]
 
 
 def test_what_cannot_be_had_of_parts_is_refused(pool, tmp_path):
@@ -568,12 +494,9 @@ def test_what_cannot_be_had_of_parts_is_refused(pool, tmp_path):
 
 def read_and_written(rank, size):
     """Reads and writes a matrix that is gathered: both are of the whole."""
-    values, found = values_of(SHAPES, torch.bfloat16), []
-    for params in (
-        cut(values, mesh_of((size,)), rows),
-        {name: torch.nn.Parameter(v) for name, v in values.items()},
-    ):
-        opt = halfstep.Muon(list(params.items()), weights="bf16-ecc8", seed=1)
+    found = []
+    for params in both_ways(size):
+        opt = halfstep.Muon(params.items(), weights="bf16-ecc8", seed=1)
         train(opt, params, 0, 2)
         p = params["head.weight"]
         opt.write_weight(p, opt.read_weight(p) * 0.5)
@@ -588,15 +511,11 @@ def read_and_written(rank, size):
 
 def converted(rank, size):
     params = cut(values_of(SHAPES, torch.bfloat16), mesh_of((size,)), rows)
-    opt = halfstep.Muon(list(params.items()), states="bf16-sr")
+    opt = halfstep.Muon(params.items(), states="bf16-sr")
     train(opt, params, 0, 1)
     opt.param_groups[0]["states"] = "int8"
     give_gradients(params, 1)
-    try:
-        opt.step()
-        return "stepped"
-    except ValueError as error:
-        return str(error)
+    return outcome(opt.step)
 
 
 def test_states_of_a_gathered_matrix_are_not_converted(pool):
@@ -637,25 +556,10 @@ def resharded(rank, size, folder, rule, recipe, kind, flatten, last, loads, save
         weights, states = get_state_dict(model, opt, options=options)
         both = {"model": weights, "optimizer": states, "steps": 0}
         checkpoint.load(both, checkpoint_id=f"{folder}/{loads}")
-        set_state_dict(
-            model,
-            opt,
-            model_state_dict=both["model"],
-            optim_state_dict=both["optimizer"],
-            options=options,
-        )
+        given = {"model_state_dict": both["model"], "optim_state_dict": both["optimizer"]}
+        set_state_dict(model, opt, **given, options=options)
         first = both["steps"]
-    generator = torch.Generator()
-    for step in range(first, last):
-        for i, (name, p) in enumerate(model.named_parameters()):
-            generator.manual_seed(1000 * step + i)
-            grad = torch.randn(p.shape, generator=generator).to(dtype)
-            if hasattr(p, "placements"):
-                from torch.distributed.tensor import distribute_tensor
-
-                grad = distribute_tensor(grad, p.device_mesh, p.placements)
-            p.grad = grad
-        opt.step()
+    train(opt, named(model), first, last)
     opt.zero_grad()
     if saves is not None:
         weights, states = get_state_dict(model, opt, options=options)
@@ -663,7 +567,7 @@ def resharded(rank, size, folder, rule, recipe, kind, flatten, last, loads, save
             {"model": weights, "optimizer": states, "steps": last},
             checkpoint_id=f"{folder}/{saves}",
         )
-    return all_bits(opt, dict(model.named_parameters())), opt.param_groups[0]["lr"]
+    return all_bits(opt, named(model)), opt.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize(
@@ -685,22 +589,11 @@ def test_checkpoints_reshard(pool, tmp_path, rule, recipe, flatten):
     """Goes on with 4, 3, 1 and 2 ranks of FSDP2, then HSDP: the bits of a run that was not
     interrupted."""
     stages = [(4, "fsdp2"), (3, "fsdp2"), (1, "fsdp2"), (2, "fsdp2"), (4, "hsdp")]
+    case = str(tmp_path), rule, recipe
     for i, (size, kind) in enumerate(stages):
-        found = pool.run(
-            size,
-            resharded,
-            str(tmp_path),
-            rule,
-            recipe,
-            kind,
-            flatten,
-            2 * (i + 1),
-            i - 1 if i else None,
-            i,
-        )
-    wanted = pool.run(
-        1, resharded, str(tmp_path), rule, recipe, None, flatten, 2 * len(stages), None, None
-    )
+        loads = i - 1 if i else None
+        found = pool.run(size, resharded, *case, kind, flatten, 2 * (i + 1), loads, i)
+    wanted = pool.run(1, resharded, *case, None, flatten, 2 * len(stages), None, None)
     for bits_found, lr in found:
         assert lr == 0.02
         assert bits_found == wanted[0][0]

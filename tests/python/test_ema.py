@@ -2,13 +2,12 @@
 changes."""
 
 import copy
-import io
+import itertools
 import math
-import pickle
 
 import pytest
 import torch
-from conftest import bits, everything
+from conftest import COPIES, assert_close, bits, everything, plain, randn, run, saved
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -52,12 +51,28 @@ def disturb(model, step, size=0.1):
 
 
 def content(module):
-    return {key: bits(value) for key, value in module.state_dict().items()}
+    return plain(module.state_dict())
 
 
-def pair(dtype=torch.float32, seed=0):
+def net(dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
     return Net().to(dtype)
+
+
+def advance(model, first, last, *averages):
+    """Disturbs the model and updates its averages, several times."""
+    for step in range(first, last):
+        disturb(model, step)
+        for average in averages:
+            average.update_parameters(model)
+
+
+def averaged(weights="bf16-sr", updates=0, decay=0.9, **options):
+    """Returns a model of BF16, and an average of it that was updated."""
+    model = net(torch.bfloat16)
+    ema = EMA(model, decay, weights, **options)
+    advance(model, 0, updates, ema)
+    return model, ema
 
 
 # ---- As AveragedModel ----------------------------------------------------------------------------
@@ -66,19 +81,15 @@ def pair(dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("use_buffers", [False, True], ids=["copied buffers", "averaged buffers"])
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
 def test_equal_to_averaged_model(decay, use_buffers):
-    model = pair()
+    model = net()
     ours = EMA(model, decay, use_buffers=use_buffers)
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
-    for step in range(50):
-        disturb(model, step)
-        ours.update_parameters(model)
-        theirs.update_parameters(model)
-        if step == 0:
-            assert content(ours.module) == content(theirs.module)
+    advance(model, 0, 1, ours, theirs)
+    assert content(ours.module) == content(theirs.module)
+    advance(model, 1, 50, ours, theirs)
     found, wanted = ours.state_dict(), theirs.state_dict()
-    assert set(found) - set(wanted) == {"formats", "ids", "random", "counters"} and set(
-        wanted
-    ) <= set(found)
+    assert set(wanted) <= set(found)
+    assert set(found) - set(wanted) == {"formats", "ids", "random", "counters"}
     for key, value in wanted.items():
         if value.is_floating_point():
             torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
@@ -90,7 +101,7 @@ def test_equal_to_averaged_model(decay, use_buffers):
 
 def test_interface():
     assert halfstep.EMA is EMA
-    model = pair()
+    model = net()
     ema = EMA(model)
     assert isinstance(ema, nn.Module) and type(ema.module) is Net and ema.decay == 0.999
     assert ema.n_averaged.dtype == torch.long and ema.n_averaged.item() == 0
@@ -106,7 +117,7 @@ def test_interface():
 
 def test_update_bn():
     """torch's own helper for averaged models."""
-    model = pair()
+    model = net()
     ema = EMA(model)
     ema.update_parameters(model)
     torch.optim.swa_utils.update_bn([torch.randn(8, 3, 9, 9) + 5 for _ in range(3)], ema)
@@ -116,7 +127,7 @@ def test_update_bn():
 
 def test_wrapped_model():
     """Names do not matter, as with DistributedDataParallel."""
-    model = pair()
+    model = net()
     wrapper = nn.Module()
     wrapper.module = model
     ema, other = EMA(model, 0.5, seed=0), EMA(model, 0.5, seed=0)
@@ -132,10 +143,7 @@ def test_wrapped_model():
 
 @pytest.mark.parametrize("weights", FORMATS + ["bf16"])
 def test_bytes_and_first_copy(weights):
-    model = pair(torch.bfloat16)
-    ema = EMA(model, 0.9, weights)
-    disturb(model, 1)
-    ema.update_parameters(model)
+    model, ema = averaged(weights, 1)
     full = ema.full_state_dict()
     for (name, live), average in zip(model.named_parameters(), ema.parameters()):
         assert average.dtype == (torch.float32 if weights == "f32" else torch.bfloat16)
@@ -149,9 +157,8 @@ def test_bytes_and_first_copy(weights):
         and "norm.r" not in key
         and not key.endswith("tracked")
     )
-    assert held == count * {"f32": 4, "bf16-kahan": 4, "bf16-ecc16": 4, "bf16-ecc8": 3}.get(
-        weights, 2
-    )
+    bytes_each = {"f32": 4, "bf16-kahan": 4, "bf16-ecc16": 4, "bf16-ecc8": 3}
+    assert held == count * bytes_each.get(weights, 2)
 
 
 @pytest.mark.parametrize("weights", FORMATS + ["bf16"])
@@ -193,10 +200,8 @@ def test_float16_takes_the_namesake(weights):
     for _ in range(100):
         ema.update_parameters(model)
         exact += 0.01 * (model.weight.double() - exact)
-    error = (ema.full_state_dict()["weight"].double() - exact).abs().mean() / (
-        0.01 * exact.abs().mean()
-    )
-    assert error < (0.2 if how == "sr" else 0.002)
+    error = (ema.full_state_dict()["weight"].double() - exact).abs().mean()
+    assert error < (0.2 if how == "sr" else 0.002) * 0.01 * exact.abs().mean()
 
 
 def test_mixed_model_keeps_float32():
@@ -208,20 +213,6 @@ def test_mixed_model_keeps_float32():
         "extra.0.bias",
         "extra.0.weight",
     ]
-
-
-def test_bf16_average_of_a_float32_model():
-    model = pair()
-    ema = EMA(copy.deepcopy(model).bfloat16(), 0.9, "bf16-ecc16")
-    reference = EMA(model, 0.9)
-    for step in range(10):
-        disturb(model, step)
-        ema.update_parameters(model)
-        reference.update_parameters(model)
-    assert next(ema.parameters()).dtype == torch.bfloat16
-    found = ema.full_state_dict()
-    for name, value in reference.module.named_parameters():
-        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("live", [1e4, 1e30, 3.4e38])
@@ -246,9 +237,8 @@ def test_values_stay_finite(live):
     "weights", ["bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16-sr", "f16-kahan", "f16-ecc8", "f32"]
 )
 def test_follows_both_parts_of_a_weight(weights):
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[
-        weights.split("-")[0]
-    ]
+    dtypes = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+    dtype = dtypes[weights.split("-")[0]]
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(33, 40), nn.Linear(40, 5)).to(dtype)
     opt = halfstep.AdamW(model.named_parameters(), lr=1e-5, weights=weights)
@@ -256,17 +246,13 @@ def test_follows_both_parts_of_a_weight(weights):
     exact = None
     for step in range(8):
         for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+            p.grad = randn(p.shape, step).to(dtype)
         if step:  # the first update finds no states yet
             opt.step()
         ema.update_parameters(model, opt)
         blind.update_parameters(model)
         now = {name: opt.read_weight(p).double() for name, p in model.named_parameters()}
-        exact = (
-            now
-            if exact is None
-            else {name: (exact[name] + value) / 2 for name, value in now.items()}
-        )
+        exact = {name: (exact[name] + value) / 2 for name, value in now.items()} if exact else now
     found, without = ema.full_state_dict(), blind.full_state_dict()
     apart = 0.0
     for name, value in exact.items():
@@ -342,13 +328,9 @@ def test_names_key_the_random_bits():
     assert one["a"] == renamed["a"] and one["b"] != renamed["c"]
     assert movements(models[0], seed=1)["a"] != one["a"]
     assert movements(models[0], threads=3) == one
-    others = {
-        generator: movements(models[0], generator=generator)
-        for generator in _abi.choices("generator")
-    }
-    assert others[_abi.choices("generator")[0]] == one and len(
-        {v["a"] for v in others.values()}
-    ) == len(others)
+    generators = _abi.choices("generator")
+    others = [movements(models[0], generator=generator)["a"] for generator in generators]
+    assert others[0] == one["a"] and len(set(others)) == len(others)
 
 
 def test_two_averages_and_the_optimizer_round_apart():
@@ -375,42 +357,26 @@ def test_two_averages_and_the_optimizer_round_apart():
 # ---- Saving --------------------------------------------------------------------------------------
 
 
-def advance(ema, model, first, last):
-    for step in range(first, last):
-        disturb(model, step, 0.01)
-        ema.update_parameters(model)
-
-
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("weights", FORMATS)
 def test_resume_is_bit_exact(weights, use_buffers):
-    model = pair(torch.bfloat16)
-    ema = EMA(model, 0.99, weights, use_buffers=use_buffers, seed=7)
-    advance(ema, model, 0, 5)
-    file = io.BytesIO()
-    torch.save(ema.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    assert all(isinstance(value, torch.Tensor) for value in saved.values())
-    fresh = EMA(pair(torch.bfloat16, seed=9), 0.99, weights, use_buffers=use_buffers)
-    assert fresh.load_state_dict(saved).missing_keys == []
-    copied, pickled = copy.deepcopy(ema), pickle.loads(pickle.dumps(ema))
-    ends = []
-    for other in (ema, fresh, copied, pickled):
-        again = copy.deepcopy(model)
-        advance(other, again, 5, 10)
-        ends.append(content(other))
+    model, ema = averaged(weights, 5, 0.99, use_buffers=use_buffers, seed=7)
+    kept = saved(ema.state_dict())
+    assert all(isinstance(value, torch.Tensor) for value in kept.values())
+    fresh = EMA(net(torch.bfloat16, seed=9), 0.99, weights, use_buffers=use_buffers)
+    assert fresh.load_state_dict(kept).missing_keys == []
+    others = [ema, fresh, *(copied(ema) for copied in COPIES.values())]
+    advance(model, 5, 10, *others)
+    ends = [content(other) for other in others]
     assert ends[0] == ends[1] == ends[2] == ends[3]
-    assert ends[0] != {key: bits(value) for key, value in saved.items()}
+    assert ends[0] != plain(kept)
     assert int(ema.n_averaged) == 10 and ema.counters.tolist() == [10, 0]
 
 
 def test_the_counters_are_the_library_s():
-    model = pair(torch.bfloat16)
-    ema = EMA(model, 0.9, "bf16-kahan")
-    advance(ema, model, 0, 4)
+    model, ema = averaged("bf16-kahan", 4)
     ema.n_averaged.zero_()
-    advance(ema, model, 4, 6)
+    advance(model, 4, 6, ema)
     for index in range(len(ema.ids)):
         counters = ema._handle.handle.counters(index)
         assert (counters.full_steps, counters.state_steps, counters.writes) == (2, 2, 6)
@@ -418,18 +384,14 @@ def test_the_counters_are_the_library_s():
 
 
 def test_a_copy_is_independent():
-    model = pair(torch.bfloat16)
-    ema = EMA(model, 0.9, "bf16-ecc8")
-    advance(ema, model, 0, 3)
+    model, ema = averaged("bf16-ecc8", 3)
     copied, before = copy.deepcopy(ema), content(ema)
-    advance(copied, model, 3, 6)
+    advance(model, 3, 6, copied)
     assert content(ema) == before
 
 
 def test_zeroed_count_starts_anew():
-    model = pair(torch.bfloat16)
-    ema = EMA(model, 0.999, "bf16-kahan")
-    advance(ema, model, 0, 3)
+    model, ema = averaged("bf16-kahan", 3, 0.999)
     disturb(model, 99, 1.0)
     ema.n_averaged.zero_()
     ema.update_parameters(model)
@@ -440,37 +402,26 @@ def test_zeroed_count_starts_anew():
 
 
 def test_state_of_an_averaged_model():
-    model = pair()
+    model = net()
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for step in range(4):
-        disturb(model, step)
-        theirs.update_parameters(model)
-    ours = EMA(pair(seed=5), 0.9)
+    advance(model, 0, 4, theirs)
+    ours = EMA(net(seed=5), 0.9)
     ours.load_state_dict(theirs.state_dict())
-    for step in range(4, 8):
-        disturb(model, step)
-        theirs.update_parameters(model)
-        ours.update_parameters(model)
+    advance(model, 4, 8, theirs, ours)
     assert int(ours.n_averaged) == 8
-    for a, b in zip(ours.parameters(), theirs.parameters()):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert_close(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("have", FORMATS)
 @pytest.mark.parametrize("own", FORMATS)
 def test_loading_converts_formats(have, own, caught):
-    model = pair(torch.bfloat16)
-    saved = EMA(model, 0.9, have)
-    advance(saved, model, 0, 4)
+    model, saved = averaged(have, 4)
     ema = EMA(model, 0.9, own)
     ema.load_state_dict(saved.state_dict())
     assert len([w for w in caught if "averages were saved as" in str(w.message)]) == (have != own)
     found, wanted = ema.full_state_dict(), saved.full_state_dict()
-    worst = (
-        0
-        if have == own
-        else {"bf16-sr": 2**-8, "bf16-kahan": 2**-16, "bf16-ecc8": 2**-16}.get(own, 0)
-    )
+    worst = {"bf16-sr": 2**-8, "bf16-kahan": 2**-16, "bf16-ecc8": 2**-16}.get(own, 0)
+    worst *= have != own
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], wanted[name], rtol=worst, atol=0)
     ema.update_parameters(model)
@@ -479,18 +430,17 @@ def test_loading_converts_formats(have, own, caught):
 
 @pytest.mark.parametrize("own", FORMATS)
 def test_plain_bf16_averages_load(own, caught):
-    model = pair(torch.bfloat16)
+    model = net(torch.bfloat16)
     theirs = AveragedModel(model)
     theirs.update_parameters(model)
-    ema = EMA(pair(torch.bfloat16, seed=5), 0.9, own)
+    ema = EMA(net(torch.bfloat16, seed=5), 0.9, own)
     ema.load_state_dict(theirs.state_dict())
     found = ema.full_state_dict()
     assert all(torch.equal(found[name], p.float()) for name, p in model.named_parameters())
 
 
 def test_load_state_dict_is_strict():
-    model = pair(torch.bfloat16)
-    ema = EMA(model, 0.9, "bf16-kahan")
+    model, ema = averaged("bf16-kahan")
     for lost in ("counters", "extra.scale", "module.scale", "n_averaged"):
         state = {key: value for key, value in ema.state_dict().items() if key != lost}
         with pytest.raises(RuntimeError, match=lost):
@@ -499,21 +449,20 @@ def test_load_state_dict_is_strict():
         EMA(model).load_state_dict(model.state_dict())
 
 
-def test_full_state_dict():
-    model = pair(torch.bfloat16)
-    ema = EMA(model, 0.9, "bf16-ecc16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_full_state_dict(dtype):
+    model = net(dtype)
+    ema = EMA(copy.deepcopy(model).bfloat16(), 0.9, "bf16-ecc16")
     reference = EMA(model, 0.9, "f32")
-    for step in range(5):
-        disturb(model, step)
-        ema.update_parameters(model)
-        reference.update_parameters(model)
+    advance(model, 0, 10, ema, reference)
+    assert next(ema.parameters()).dtype == torch.bfloat16
     full = ema.full_state_dict()
     assert list(full) == list(model.state_dict())
     for name, p in reference.module.named_parameters():
-        assert full[name].dtype == torch.float32 and torch.equal(full[name], p)
+        assert full[name].dtype == torch.float32 and torch.equal(full[name], p), name
     assert torch.equal(full["head.weight"], full["inner.2.weight"])
-    assert torch.equal(full["norm.running_mean"], model.norm.running_mean)
-    wide = pair()
+    assert torch.equal(full["norm.running_mean"], ema.module.norm.running_mean)
+    wide = net()
     wide.load_state_dict(full)
     x = torch.randn(4, 3, 9, 9)
     torch.testing.assert_close(wide(x), ema.module.float()(x), rtol=0.1, atol=0.05)
@@ -556,39 +505,29 @@ def test_debias_is_a_weighted_mean_of_all():
 
 def test_layouts_give_the_bits_of_contiguous_tensors():
     torch.manual_seed(1)
-    plain = nn.Conv2d(8, 16, 3).bfloat16()
+    module = nn.Conv2d(8, 16, 3).bfloat16()
     for weights in FORMATS:
         results = []
-        for turned_average in (False, True):
-            for turned_live in (False, True):
-                model = copy.deepcopy(plain)
-                average = copy.deepcopy(plain)
-                if turned_average:
-                    average = average.to(memory_format=torch.channels_last)
-                if turned_live:
-                    model = model.to(memory_format=torch.channels_last)
-                opt = halfstep.AdamW(
-                    model.named_parameters(), lr=1e-4, weights="bf16-kahan", seed=0
-                )
-                ema = EMA(average, 0.9, weights, seed=0)
-                for step in range(4):
-                    for p in model.parameters():
-                        p.grad = torch.randn(
-                            p.shape, generator=torch.Generator().manual_seed(step)
-                        ).bfloat16()
-                    opt.step()
-                    ema.update_parameters(model, opt)
-                assert (
-                    ema.module.weight.is_contiguous(memory_format=torch.channels_last)
-                    == turned_average
-                )
-                results.append({key: bits(value) for key, value in ema.full_state_dict().items()})
+        for turned_average, turned_live in itertools.product((False, True), repeat=2):
+            model, average = copy.deepcopy(module), copy.deepcopy(module)
+            if turned_average:
+                average = average.to(memory_format=torch.channels_last)
+            if turned_live:
+                model = model.to(memory_format=torch.channels_last)
+            opt = halfstep.AdamW(model.named_parameters(), lr=1e-4, weights="bf16-kahan", seed=0)
+            ema = EMA(average, 0.9, weights, seed=0)
+            for step in range(4):
+                run(opt, model, step, step + 1)
+                ema.update_parameters(model, opt)
+            turned = ema.module.weight.is_contiguous(memory_format=torch.channels_last)
+            assert turned == turned_average
+            results.append(plain(ema.full_state_dict()))
         assert all(result == results[0] for result in results)
 
 
 def test_compiled_step():
-    model, other = pair(), pair()
-    ema, plain = EMA(model, 0.9, seed=0), EMA(other, 0.9, seed=0)
+    model, other = net(), net()
+    ema, reference = EMA(model, 0.9, seed=0), EMA(other, 0.9, seed=0)
 
     def step(model, ema, number):
         with torch.no_grad():
@@ -599,8 +538,8 @@ def test_compiled_step():
     compiled = torch.compile(step, backend="eager")
     for number in range(3):
         compiled(model, ema, number)
-        step(other, plain, number)
-    assert content(ema) == content(plain)
+        step(other, reference, number)
+    assert content(ema) == content(reference)
 
 
 # ---- Bad input -----------------------------------------------------------------------------------
@@ -610,9 +549,7 @@ def test_compiled_step():
 @pytest.mark.parametrize("updates", [0, 2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_not_finite(bad, updates, weights, caught):
-    model = pair(torch.bfloat16)
-    ema = EMA(model, 0.9, weights)
-    advance(ema, model, 0, updates)
+    model, ema = averaged(weights, updates)
     broken = copy.deepcopy(model)
     disturb(broken, 50)
     with torch.no_grad():
@@ -624,11 +561,8 @@ def test_weights_that_are_not_finite(bad, updates, weights, caught):
         assert ema.skipped_updates == times and after.pop("counters") != before["counters"]
         assert after == {key: value for key, value in before.items() if key != "counters"}
     warned = [w for w in caught if "not finite" in str(w.message)]
-    assert (
-        len(warned) == 1
-        and "inner.0.weight" in str(warned[0].message)
-        and issubclass(warned[0].category, RuntimeWarning)
-    )
+    assert len(warned) == 1 and issubclass(warned[0].category, RuntimeWarning)
+    assert "inner.0.weight" in str(warned[0].message)
     disturb(model, 60)
     ema.update_parameters(model)
     assert int(ema.n_averaged) == updates + 1
@@ -639,11 +573,9 @@ def test_weights_that_are_not_finite(bad, updates, weights, caught):
 
 def test_weights_known_to_be_finite():
     """The averages are the same, without a scan. "scan" may be changed between updates."""
-    model = pair(torch.bfloat16)
+    model = net(torch.bfloat16)
     looked, known = EMA(model, 0.9, seed=7), EMA(model, 0.9, scan="known-finite", seed=7)
-    for step in range(3):
-        advance(looked, model, step, step + 1)
-        known.update_parameters(model)
+    advance(model, 0, 3, looked, known)
     assert content(known) == content(looked)
     with torch.no_grad():
         model.inner[0].weight[3, 1] = math.nan
@@ -695,22 +627,19 @@ def test_bad_options(options, text):
 
 
 def test_models_that_do_not_match():
-    model = pair(torch.bfloat16)
-    ema = EMA(model, 0.9)
-    advance(ema, model, 0, 2)
+    model, ema = averaged(updates=2)
     before = content(ema)
-    with pytest.raises(ValueError, match="2 tensors"):
-        ema.update_parameters(nn.Linear(2, 2))
-    other = copy.deepcopy(model)
+    other, third = copy.deepcopy(model), copy.deepcopy(model)
     other.inner[0].weight = nn.Parameter(torch.ones(40, 9).bfloat16())
-    with pytest.raises(ValueError, match=r"inner\.0\.weight.*\(40, 9\).*\(40, 8\)"):
-        ema.update_parameters(other)
-    other = copy.deepcopy(model)
-    other.norm.running_mean = torch.zeros(9)
-    with pytest.raises(ValueError, match=r"norm\.running_mean"):
-        ema.update_parameters(other)
-    with pytest.raises(TypeError, match=r"'scale' is torch\.float64"):
-        ema.update_parameters(copy.deepcopy(model).double())
+    third.norm.running_mean = torch.zeros(9)
+    for wrong, error, words in (
+        (nn.Linear(2, 2), ValueError, "2 tensors"),
+        (other, ValueError, r"inner\.0\.weight.*\(40, 9\).*\(40, 8\)"),
+        (third, ValueError, r"norm\.running_mean"),
+        (copy.deepcopy(model).double(), TypeError, r"'scale' is torch\.float64"),
+    ):
+        with pytest.raises(error, match=words):
+            ema.update_parameters(wrong)
     with pytest.raises(TypeError, match="Adam"):
         ema.update_parameters(model, torch.optim.Adam(model.parameters()))
     assert content(ema) == before

@@ -62,48 +62,18 @@ def test_init_computes_the_model_of_the_file(tmp_path, eps, theta, files):
         names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
         for i, name in enumerate(names):
             save_file(dict(tensors[i::files]), tmp_path / name)
+        places = {tensor: names[i % files] for i, (tensor, _) in enumerate(tensors)}
         (tmp_path / "model.safetensors.index.json").write_text(
-            json.dumps(
-                {
-                    "metadata": {"total_size": 1},
-                    "weight_map": {
-                        tensor: names[i % files] for i, (tensor, _) in enumerate(tensors)
-                    },
-                }
-            )
+            json.dumps({"metadata": {"total_size": 1}, "weight_map": places})
         )
-    for place in (
-        tmp_path,
-        tmp_path / ("model.safetensors" if files == 1 else "model.safetensors.index.json"),
-    ):
+    words = (
+        "--recipe adamw/f32/f32 --compute f32 --steps 0 --batch 4 --eval-batches 4"
+        " --sample-bytes 0 --seed 7 --threads 1 --quiet --json"
+    ).split()
+    file = "model.safetensors" if files == 1 else "model.safetensors.index.json"
+    for place in (tmp_path, tmp_path / file):
         done = subprocess.run(
-            [
-                PROGRAM,
-                "train",
-                "lm",
-                "--data",
-                DATA,
-                "--init",
-                place,
-                "--recipe",
-                "adamw/f32/f32",
-                "--compute",
-                "f32",
-                "--steps",
-                "0",
-                "--batch",
-                "4",
-                "--eval-batches",
-                "4",
-                "--sample-bytes",
-                "0",
-                "--seed",
-                "7",
-                "--threads",
-                "1",
-                "--quiet",
-                "--json",
-            ],
+            [PROGRAM, "train", "lm", "--data", DATA, "--init", place, *words],
             capture_output=True,
             text=True,
             timeout=60,
@@ -139,61 +109,41 @@ def planned(capsys, *words):
     return code, out.out, out.err
 
 
+def refusal(capsys, *words):
+    """Returns the one line in which a plan is refused."""
+    code, out, err = planned(capsys, *words)
+    assert code == 1 and not out and err.count("\n") == 1 and err[:-1].isprintable()
+    return err
+
+
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_plan_of_a_damaged_file(capsys, tmp_path, kind):
     path = tmp_path / "m\x1b[31m\u202e.safetensors"
     path.write_bytes(DAMAGED[kind])
-    code, out, err = planned(capsys, str(path))
-    assert code == 1 and not out and err.count("\n") == 1 and err[:-1].isprintable()
-    assert (
-        err.startswith("python -m halfstep plan: ")
-        and "m\\x1b[31m\\u202e.safetensors' is not a sound safetensors file: " in err
-    )
+    err = refusal(capsys, str(path))
+    assert err.startswith("python -m halfstep plan: ")
+    assert "m\\x1b[31m\\u202e.safetensors' is not a sound safetensors file: " in err
 
 
 def test_plan_of_what_is_no_file(capsys, tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     os.symlink("nowhere", tmp_path / "link")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "link"):
-        code, out, err = planned(capsys, str(path))
-        assert (
-            code == 1
-            and not out
-            and err.count("\n") == 1
-            and "is not a regular file; give a safetensors file" in err
-        )
+        said = refusal(capsys, str(path))
+        assert "is not a regular file; give a safetensors file" in said
     for number in ("1e400", "1e16", "inf", "nan", "0", "-1", "B", "", "\x1b[2J"):
-        code, out, err = (
-            planned(capsys, number) if number[:1] != "-" else planned(capsys, "--", number)
-        )
-        assert (
-            code == 1
-            and not out
-            and err.count("\n") == 1
-            and "from 1 to 1e15" in err
-            and err[:-1].isprintable()
-        )
+        assert "from 1 to 1e15" in refusal(capsys, *(["--"] if number[:1] == "-" else []), number)
     (tmp_path / "m.safetensors").write_bytes(header(b"{}"))
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    code, out, err = planned(capsys, str(tmp_path / "m.safetensors"))
-    assert code == 1 and not out and err.count("\n") == 1 and "pip install safetensors" in err
+    assert "pip install safetensors" in refusal(capsys, str(tmp_path / "m.safetensors"))
 
 
 def test_plan_of_sizes(capsys):
     for size in ("9" * 400 + "G", "1e400", "1e19", "-5", "x", "24\x1b[2J"):
-        code, out, err = planned(capsys, "7B", f"--memory={size}")
-        assert (
-            code == 1
-            and not out
-            and err.count("\n") == 1
-            and "is not a size in bytes below 2^63; write 24e9" in err
-            and err[:-1].isprintable()
-        )
-    assert (
-        planned(capsys, "7B", "--memory", "24e9")[0]
-        == planned(capsys, "7B", "--memory", "1.5 GiB")[0]
-        == 0
-    )
+        said = refusal(capsys, "7B", f"--memory={size}")
+        assert "is not a size in bytes below 2^63; write 24e9" in said
+    for size in ("24e9", "1.5 GiB"):
+        assert planned(capsys, "7B", "--memory", size)[0] == 0
 
 
 @pytest.mark.parametrize(

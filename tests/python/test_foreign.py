@@ -5,11 +5,10 @@ import copy
 import os
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
-from conftest import bits, set_gradients
+from conftest import bits, parameters, run, twins, warnings_are
 
 import halfstep
 import halfstep.compat.flashoptim
@@ -17,34 +16,25 @@ import halfstep.compat.flashoptim
 SHAPES = {"body": (96, 128), "ragged": (67, 71), "bias": (33,)}
 
 
-def params_of(seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        for name, shape in SHAPES.items()
-    }
+def params_of(dtype=torch.float32):
+    return parameters(dtype, SHAPES)
 
 
 def trained(cls, steps=4, dtype=torch.float32, **options):
-    params = params_of(dtype=dtype)
-    opt = cls(list(params.values()), lr=1e-3, **options)
-    for step in range(steps):
-        set_gradients(params, step)
-        opt.step()
+    params = params_of(dtype)
+    opt = cls(params.values(), lr=1e-3, **options)
+    run(opt, params, 0, steps)
     return params, opt
 
 
 def go_on(params, opt, ours, steps=3):
     """Makes further steps with both. Returns the largest difference of weights, in learning
     rates."""
-    mine = {name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()}
+    mine = twins(params)
     new = ours(list(mine.items()))
     new.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for step in range(4, 4 + steps):
-        set_gradients(params, step)
-        set_gradients(mine, step)
-        opt.step()
-        new.step()
+    run(opt, params, 4, 4 + steps)
+    run(new, mine, 4, 4 + steps)
     return max(float((mine[n] - params[n]).detach().abs().max()) for n in params) / 1e-3
 
 
@@ -70,18 +60,16 @@ def bnb_values(state, i):
 )
 def test_bitsandbytes(name, rule):
     optim = pytest.importorskip("bitsandbytes").optim
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         params, opt = trained(getattr(optim, name))
     assert name == "AdamW32bit" or any(
         v.dtype == torch.uint8
         for v in opt.state[params["body"]].values()
         if isinstance(v, torch.Tensor)
     )
-    mine = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
+    mine = twins(params)
     new = getattr(halfstep, rule)(list(mine.items()), states="f32")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are("error"):
         new.load_state_dict(copy.deepcopy(opt.state_dict()))
     for n, p in params.items():
         for i, key in enumerate(("exp_avg", "exp_avg_sq") if rule != "Lion" else ("exp_avg",), 1):
@@ -98,8 +86,8 @@ def test_ademamix_of_bitsandbytes(bits_of):
     """Its first tensor holds both averages."""
     optim = pytest.importorskip("bitsandbytes").optim
     params, opt = trained(optim.AdEMAMix, optim_bits=bits_of, alpha=3.0, t_alpha=50, t_beta3=60)
-    mine = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
-    new = halfstep.AdEMAMix(list(mine.items()), states="f32")
+    mine = twins(params)
+    new = halfstep.AdEMAMix(mine.items(), states="f32")
     new.load_state_dict(copy.deepcopy(opt.state_dict()))
     for n, p in params.items():
         state = opt.state[p]
@@ -121,11 +109,8 @@ def test_ademamix_of_bitsandbytes(bits_of):
         ):
             assert bits(new.read_state(mine[n], key)) == bits(found), (n, key)
     group = new.param_groups[0]
-    assert (group["alpha"], group["alpha_warmup"], group["beta3_warmup"]) == (
-        3.0,
-        50,
-        60,
-    ) and "t_alpha" not in group
+    assert (group["alpha"], group["alpha_warmup"], group["beta3_warmup"]) == (3.0, 50, 60)
+    assert "t_alpha" not in group
     assert tuple(group["betas"]) == (0.9, 0.999, 0.9999)
     moved = go_on(params, opt, lambda named: halfstep.AdEMAMix(named, states="f32"))
     assert moved < (0.02 if bits_of == 32 else 4.0)
@@ -173,10 +158,10 @@ def test_flashoptim(tmp_path, dtype):
         timeout=300,
     )
     made = torch.load(file)
-    params = params_of(dtype=dtype)
-    opt = halfstep.AdamW(list(params.items()), states="f32")
+    params = params_of(dtype)
+    opt = halfstep.AdamW(params.items(), states="f32")
     drop_in = halfstep.compat.flashoptim.FlashAdamW(
-        list(params_of(dtype=dtype).items()),
+        list(params_of(dtype).items()),
         master_weight_bits=24 if dtype == torch.bfloat16 else None,
     )
     saved = {
@@ -196,8 +181,7 @@ def test_flashoptim(tmp_path, dtype):
         )
         if dtype == torch.bfloat16:
             held["error_bits"] = torch.zeros_like(params[list(SHAPES)[i]])
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings_are("always") as told:
         opt.load_state_dict(saved)
         drop_in.load_state_dict(copy.deepcopy(saved))
     assert any("error_bits" in str(w.message) for w in told) == (dtype == torch.bfloat16)
@@ -216,12 +200,12 @@ def test_what_bitsandbytes_has_alone():
             "states of bitsandbytes can be loaded by adam, adamw, lamb, lion, ademamix, not by sgd"
         ),
     ):
-        halfstep.SGD(list(params.values())).load_state_dict(opt.state_dict())
+        halfstep.SGD(params.values()).load_state_dict(opt.state_dict())
     params, opt = trained(optim.AdamW32bit)
     saved = copy.deepcopy(opt.state_dict())
     saved["state"][0]["__bnb_optimizer_quant_state__"]["gnorm_vec"] = torch.ones(100)
     with pytest.warns(UserWarning, match=r"cannot be loaded.*: gnorm_vec \(percentile clipping\)"):
-        halfstep.AdamW(list(params.values())).load_state_dict(saved)
+        halfstep.AdamW(params.values()).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
@@ -233,8 +217,8 @@ def test_torchao(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(adam.torch, "compile", lambda function, **_: function)
     params, opt = trained(getattr(torchao, name))
-    mine = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
-    new = halfstep.AdamW(list(mine.items()), states="f32")
+    mine = twins(params)
+    new = halfstep.AdamW(mine.items(), states="f32")
     new.load_state_dict(opt.state_dict())
     quantized = 0
     for n, p in params.items():
@@ -245,7 +229,7 @@ def test_torchao(name, monkeypatch):
                 there = there.dequantize()
             assert bits(new.read_state(mine[n], key)) == bits(there.float()), (n, key)
     assert quantized
-    coded = halfstep.AdamW(list(mine.items()), states="int8")
+    coded = halfstep.AdamW(mine.items(), states="int8")
     coded.load_state_dict(opt.state_dict())
     wanted = new.read_state(mine["body"], "exp_avg")
     assert (

@@ -5,19 +5,20 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from conftest import set_gradients
+from conftest import named, run, set_gradients
+from torch import nn
 
 import halfstep
 
 
-class Net(torch.nn.Module):
+class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.inside = torch.nn.Linear(40, 24)
-        self.norm = torch.nn.BatchNorm1d(24)
-        self.embedding = torch.nn.Embedding(10, 24)
-        self.head = torch.nn.Linear(24, 10, bias=False)
+        self.inside = nn.Linear(40, 24)
+        self.norm = nn.BatchNorm1d(24)
+        self.embedding = nn.Embedding(10, 24)
+        self.head = nn.Linear(24, 10, bias=False)
         self.head.weight = self.embedding.weight
         self.to(torch.bfloat16)
 
@@ -25,9 +26,7 @@ class Net(torch.nn.Module):
 def trained(**options):
     model = Net()
     opt = halfstep.AdamW(model.named_parameters(), lr=1e-4, **options)
-    for step in range(4):
-        set_gradients(dict(model.named_parameters()), step)
-        opt.step()
+    run(opt, model, 0, 4)
     return model, opt
 
 
@@ -50,10 +49,8 @@ def test_weights_are_those_of_the_optimizer(weights):
 
 def test_one_at_a_time():
     model, opt = trained(weights="bf16-kahan")
-    lazy, whole = (
-        halfstep.full_precision_state_dict(model, opt, lazy=True),
-        halfstep.full_precision_state_dict(model, opt),
-    )
+    lazy = halfstep.full_precision_state_dict(model, opt, lazy=True)
+    whole = halfstep.full_precision_state_dict(model, opt)
     assert isinstance(lazy, Mapping) and not isinstance(lazy, dict) and len(lazy) == len(whole)
     assert all(torch.equal(value, whole[name]) for name, value in lazy.items())
     assert lazy["inside.weight"] is not lazy["inside.weight"]  # nothing is kept
@@ -77,7 +74,8 @@ def test_several_optimizers_and_none_of_ours():
         halfstep.full_precision_state_dict(model, torch.optim.AdamW(model.parameters()))
 
 
-def test_from_pretrained_reads_what_was_trained(tmp_path):
+def saved_by_transformers(folder, weights, **sizes):
+    """Trains a model and saves it in fp32. Returns model and optimizer."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32,
@@ -85,48 +83,32 @@ def test_from_pretrained_reads_what_was_trained(tmp_path):
         intermediate_size=48,
         num_hidden_layers=1,
         num_attention_heads=2,
-        num_key_value_heads=2,
         max_position_embeddings=16,
+        **sizes,
     )
     torch.manual_seed(1)
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    opt = halfstep.AdamW(model.named_parameters(), lr=1e-5, weights="bf16-ecc16")
-    for step in range(3):
-        set_gradients(dict(model.named_parameters()), step)
-        opt.step()
-    model.save_pretrained(tmp_path, state_dict=halfstep.full_precision_state_dict(model, opt))
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    opt = halfstep.AdamW(model.named_parameters(), lr=1e-5, weights=weights)
+    run(opt, model, 0, 3)
+    model.save_pretrained(folder, state_dict=halfstep.full_precision_state_dict(model, opt))
+    return model, opt
+
+
+def test_from_pretrained_reads_what_was_trained(tmp_path):
+    model, opt = saved_by_transformers(tmp_path, "bf16-ecc16", num_key_value_heads=2)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     for (name, p), (other, q) in zip(model.named_parameters(), again.named_parameters()):
         assert name == other and torch.equal(q, opt.read_weight(p)), name
 
 
 def test_save_pretrained(tmp_path):
     """transformers saves the weights of the split format in fp32."""
-    transformers = pytest.importorskip("transformers")
+    model, opt = saved_by_transformers(tmp_path, "bf16-kahan", tie_word_embeddings=True)
     from safetensors.torch import load_file
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = transformers.LlamaForCausalLM(config).bfloat16()
-    opt = halfstep.AdamW(model.named_parameters(), lr=1e-3, weights="bf16-kahan")
-    for _ in range(2):
-        tokens = torch.randint(64, (2, 8))
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        opt.step()
-        opt.zero_grad()
-    model.save_pretrained(tmp_path, state_dict=halfstep.full_precision_state_dict(model, opt))
-    found = load_file(tmp_path / "model.safetensors")
-    named = dict(model.named_parameters())
-    assert set(found) == set(named)
-    for name, p in named.items():
-        assert found[name].dtype == torch.float32 and torch.equal(
-            found[name], opt.read_weight(p)
-        ), name
-    assert any(not torch.equal(found[name], p.float()) for name, p in named.items())
+    found, params = load_file(tmp_path / "model.safetensors"), named(model)
+    assert set(found) == set(params)
+    for name, p in params.items():
+        assert found[name].dtype == torch.float32, name
+        assert torch.equal(found[name], opt.read_weight(p)), name
+    assert any(not torch.equal(found[name], p.float()) for name, p in params.items())

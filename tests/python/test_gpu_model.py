@@ -93,20 +93,7 @@ def test_its_sentences(capsys):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="torch finds no GPU here; --device cpu"):
             gpu_model.main([])
-    small = [
-        "--device",
-        "cpu",
-        "--steps",
-        "2",
-        "--width",
-        "32",
-        "--depth",
-        "1",
-        "--context",
-        "16",
-        "--batch",
-        "2",
-    ]
+    small = "--device cpu --steps 2 --width 32 --depth 1 --context 16 --batch 2".split()
     assert gpu_model.main([*small, "--recipes", "lion/bf16-sr/int8,adamm/f32"]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("ok   lion/bf16-sr/int8: 2 steps, all bits the same") and printed[

@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 import torch
+from conftest import randn
 
 from halfstep import _abi
 from halfstep._abi import lib
@@ -89,7 +90,7 @@ def test_rows_are_written_and_read(shape):
     if weight.numel():
         code = lib.halfstep_bind_slot(handle, index, _abi.SLOT_WEIGHT, None, extra.data_ptr())
         _abi.check(code, handle)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values = randn(shape, 1)
     write_rows(handle, index, _abi.SLOT_WEIGHT, weight.data_ptr(), values, shape)
     found = read_rows(
         lib.halfstep_read_slot, handle, index, shape, _abi.SLOT_WEIGHT, weight.data_ptr()

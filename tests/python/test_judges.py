@@ -6,11 +6,12 @@ torchao, torch-optimi, torchastic and FlashOptim judge in the test_compat_*.py f
 import math
 import os
 import sysconfig
-import warnings
 
 import pytest
 import torch
-from conftest import class_of
+from conftest import TORCH, class_of, randn, warnings_are
+from torch import nn
+from torch.nn import Parameter
 
 import halfstep
 
@@ -27,15 +28,12 @@ MATRICES = {"square": (48, 48), "wide": (24, 96), "tall": (96, 24)}
 def start(shapes=SHAPES, scale=1.0, dtype=torch.float32):
     g = torch.Generator().manual_seed(5)
     return {
-        n: torch.nn.Parameter((scale * torch.randn(s, generator=g)).to(dtype))
-        for n, s in shapes.items()
+        n: Parameter((scale * torch.randn(s, generator=g)).to(dtype)) for n, s in shapes.items()
     }
 
 
 def twins(params, dtype=None):
-    return {
-        n: torch.nn.Parameter(p.detach().clone().to(dtype or p.dtype)) for n, p in params.items()
-    }
+    return {n: Parameter(p.detach().clone().to(dtype or p.dtype)) for n, p in params.items()}
 
 
 def gradients(params, step, scale=1.0, dtype=torch.float32):
@@ -49,34 +47,40 @@ def gradients(params, step, scale=1.0, dtype=torch.float32):
         )
 
 
+def against(ours, theirs, options, others=None, shapes=SHAPES):
+    """Makes two optimizers of equal parameters. Returns each with its parameters."""
+    params = start(shapes)
+    reference = twins(params)
+    opt = ours(params.values(), **options)
+    return opt, params, theirs(reference.values(), **(others or options)), reference
+
+
+def steps_of(*pairs, steps, scale=1.0, dtype=torch.float32):
+    """Steps several optimizers of the same parameters. Yields after each step."""
+    for step in range(steps):
+        for opt, params in pairs:
+            gradients(params, step, scale, dtype)
+            opt.step()
+        yield step
+
+
 def wrong(a, b, rtol, atol):
     return int((~torch.isclose(a.detach().float(), b.detach().float(), rtol=rtol, atol=atol)).sum())
 
 
 def follow(
-    opt,
-    params,
-    judge,
-    reference,
-    steps=40,
-    rtol=1e-5,
-    atol=1e-6,
-    rate=5e-4,
-    few=2,
-    scale=1.0,
-    before=None,
+    opt, params, judge, reference, steps=40, rtol=1e-5, atol=1e-6, rate=5e-4, scale=1.0, before=None
 ):
     """Steps both. After each step at most rate * n elements of a tensor, or a few, may be off."""
     for step in range(steps):
-        gradients(params, step, scale)
-        gradients(reference, step, scale)
         if before:
             before(step)
-        opt.step()
-        judge.step()
+        for o, ps in ((opt, params), (judge, reference)):
+            gradients(ps, step, scale)
+            o.step()
         for n, p in params.items():
             off = wrong(p, reference[n], rtol, atol)
-            assert off <= max(few, rate * p.numel()), (
+            assert off <= max(2, rate * p.numel()), (
                 f"step {step}, {n}: {off} of {p.numel()} off by up to"
                 f" {float((p - reference[n]).abs().max()):.3g}"
             )
@@ -84,7 +88,7 @@ def follow(
 
 # ---- torch.optim ---------------------------------------------------------------------------------
 
-TORCH = {
+CASES = {
     "sgd": [
         {},
         {"weight_decay": 0.1},
@@ -130,18 +134,15 @@ TORCH = {
     ],
 }
 LR = {"sgd": 0.05, "adam": 0.01, "adamw": 0.01, "radam": 0.02, "rmsprop": 0.003}
-NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "radam": "RAdam", "rmsprop": "RMSprop"}
 
 
 @pytest.mark.parametrize(
     "rule,options",
-    [pytest.param(r, o, id=f"{r}-{'-'.join(o) or 'plain'}") for r in TORCH for o in TORCH[r]],
+    [pytest.param(r, o, id=f"{r}-{'-'.join(o) or 'plain'}") for r in CASES for o in CASES[r]],
 )
 def test_follows_torch(rule, options):
-    params = start()
-    reference = twins(params)
-    opt = class_of(rule)(list(params.values()), lr=LR[rule], **options)
-    judge = getattr(torch.optim, NAMES[rule])(list(reference.values()), lr=LR[rule], **options)
+    options = {"lr": LR[rule], **options}
+    opt, params, judge, reference = against(class_of(rule), TORCH[rule], options)
     # Centred RMSprop divides by the root of a difference of near equals: the last bits of v count
     # for more.
     loose = {}
@@ -159,14 +160,12 @@ def test_follows_torch(rule, options):
             )
 
 
-@pytest.mark.parametrize("rule", TORCH)
+@pytest.mark.parametrize("rule", CASES)
 def test_follows_torch_with_rates_that_change(rule):
     """lr, betas, momentum and decay edited between steps, as schedulers do."""
     options = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.5}}.get(rule, {})
-    params = start()
-    reference = twins(params)
-    opt = class_of(rule)(list(params.values()), lr=LR[rule], **options)
-    judge = getattr(torch.optim, NAMES[rule])(list(reference.values()), lr=LR[rule], **options)
+    options = {"lr": LR[rule], **options}
+    opt, params, judge, reference = against(class_of(rule), TORCH[rule], options)
 
     def edit(step):
         for o in (opt, judge):
@@ -184,13 +183,10 @@ def test_follows_torch_with_rates_that_change(rule):
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e3])
 def test_follows_torch_at_any_gradient_scale(scale):
     for rule in ("adamw", "radam", "rmsprop"):
-        params = start()
-        reference = twins(params)
         # RAdam's eps is added to the debiased root here, to the raw one there: docs/differences.md.
         options = {"lr": LR[rule], "eps": 1e-8 if rule != "radam" else 1e-8 * scale * 1e-3}
-        opt = class_of(rule)(list(params.values()), **options)
-        judge = getattr(torch.optim, NAMES[rule])(list(reference.values()), **options)
-        follow(opt, params, judge, reference, steps=15, rtol=1e-4, atol=1e-5, scale=scale)
+        both = against(class_of(rule), TORCH[rule], options)
+        follow(*both, steps=15, rtol=1e-4, atol=1e-5, scale=scale)
 
 
 MUON = [
@@ -215,10 +211,9 @@ def test_follows_torch_muon(options, monkeypatch):
         with monkeypatch.context() as patch:
             if exact:
                 patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-            params = start(MATRICES)
-            reference = twins(params)
-            opt = halfstep.Muon(list(params.values()), lr=0.02, **options)
-            judge = torch.optim.Muon(list(reference.values()), lr=0.02, **options)
+            opt, params, judge, reference = against(
+                halfstep.Muon, torch.optim.Muon, {"lr": 0.02, **options}, shapes=MATRICES
+            )
             if exact:
                 follow(opt, params, judge, reference, rtol=1e-4, atol=2e-5, rate=1e-3)
             else:
@@ -235,29 +230,21 @@ def test_follows_torch_muon_at_tiny_gradients(monkeypatch):
     """Norms are below eps, so the division is by eps and the matrix is not orthogonal."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     for eps in (1e-7, 1e-2):
-        params = start(MATRICES)
-        reference = twins(params)
-        opt = halfstep.Muon(list(params.values()), lr=0.02, eps=eps)
-        judge = torch.optim.Muon(list(reference.values()), lr=0.02, eps=eps)
-        follow(opt, params, judge, reference, steps=10, rtol=1e-4, atol=2e-5, rate=1e-3, scale=1e-5)
+        options = {"lr": 0.02, "eps": eps}
+        both = against(halfstep.Muon, torch.optim.Muon, options, shapes=MATRICES)
+        follow(*both, steps=10, rtol=1e-4, atol=2e-5, rate=1e-3, scale=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "radam", "rmsprop"])
+@pytest.mark.parametrize("rule", CASES)
 def test_exact_weights_in_bf16_follow_torch_in_fp32(rule):
     """bf16-ecc16 weights are fp32 in two parts. With f32 states the judge is torch on fp32
     parameters."""
     low = start(dtype=torch.bfloat16)
     reference = twins(low, torch.float32)
     options = {"sgd": {"momentum": 0.9}}.get(rule, {})
-    opt = class_of(rule)(
-        list(low.items()), lr=LR[rule], weights="bf16-ecc16", states="f32", **options
-    )
-    judge = getattr(torch.optim, NAMES[rule])(list(reference.values()), lr=LR[rule], **options)
-    for step in range(30):
-        gradients(low, step, dtype=torch.bfloat16)
-        gradients(reference, step, dtype=torch.bfloat16)
-        opt.step()
-        judge.step()
+    opt = class_of(rule)(low.items(), lr=LR[rule], weights="bf16-ecc16", states="f32", **options)
+    judge = TORCH[rule](list(reference.values()), lr=LR[rule], **options)
+    list(steps_of((opt, low), (judge, reference), steps=30, dtype=torch.bfloat16))
     for n, p in low.items():
         assert wrong(opt.read_weight(p), reference[n], 1e-4, 3e-6) <= max(2, 1e-3 * p.numel()), n
 
@@ -267,13 +254,9 @@ def test_weights_of_24_bits_follow_torch_in_fp32(weights, limit):
     """Kahan and 24-bit weights drift from fp32 by their rounding only."""
     low = start(dtype=torch.bfloat16)
     reference = twins(low, torch.float32)
-    opt = halfstep.AdamW(list(low.items()), lr=1e-3, weights=weights, states="f32")
-    judge = torch.optim.AdamW(list(reference.values()), lr=1e-3)
-    for step in range(40):
-        gradients(low, step, dtype=torch.bfloat16)
-        gradients(reference, step, dtype=torch.bfloat16)
-        opt.step()
-        judge.step()
+    opt = halfstep.AdamW(low.items(), lr=1e-3, weights=weights, states="f32")
+    judge = torch.optim.AdamW(reference.values(), lr=1e-3)
+    list(steps_of((opt, low), (judge, reference), steps=40, dtype=torch.bfloat16))
     for n, p in low.items():
         error = (opt.read_weight(p) - reference[n].detach()).abs() / (
             reference[n].detach().abs() + 1e-2
@@ -284,8 +267,8 @@ def test_weights_of_24_bits_follow_torch_in_fp32(weights, limit):
 def test_stochastic_weights_follow_torch_in_the_mean():
     """lr is 1e-5 on BF16 weights of 1. Each update is 1/400 of their spacing, and nearest rounding
     would never move."""
-    p = torch.nn.Parameter(torch.ones(512, 512, dtype=torch.bfloat16))
-    q = torch.nn.Parameter(torch.ones(1))
+    p = Parameter(torch.ones(512, 512, dtype=torch.bfloat16))
+    q = Parameter(torch.ones(1))
     opt, judge = halfstep.AdamW([("p", p)], lr=1e-5), torch.optim.AdamW([q], lr=1e-5)
     for step in range(50):
         value = 1.0 + 0.5 * math.sin(step)
@@ -311,12 +294,12 @@ def test_stochastic_weights_follow_torch_in_the_mean():
 def test_quantized_states_follow_torch(states, limit):
     """Compares the relative error of the whole movement over 60 steps, with fp32 weights and
     gradients of unequal sizes within rows."""
-    params = start({"w": (64, 256)})
+    options = {"lr": 1e-3, "weight_decay": 0.0}
+    opt, params, judge, reference = against(
+        halfstep.AdamW, torch.optim.AdamW, {**options, "states": states}, options, {"w": (64, 256)}
+    )
     begin = params["w"].detach().clone()
-    reference = twins(params)
-    opt = halfstep.AdamW(list(params.items()), lr=1e-3, weight_decay=0.0, states=states)
-    judge = torch.optim.AdamW(list(reference.values()), lr=1e-3, weight_decay=0.0)
-    sizes = torch.exp(0.5 * torch.randn(64, 256, generator=torch.Generator().manual_seed(2)))
+    sizes = torch.exp(0.5 * randn((64, 256), 2))
     for step in range(60):
         gradients(params, step)
         gradients(reference, step)
@@ -343,19 +326,10 @@ def heavyball():
     heavyball.utils.compile_mode = before
 
 
+#: our class and options, HeavyBall's class and its own options where they differ
 HEAVYBALL = [
-    (
-        "AdamW",
-        {"betas": (0.9, 0.99), "weight_decay": 0.1},
-        "AdamW",
-        {"betas": (0.9, 0.99), "weight_decay": 0.1},
-    ),
-    (
-        "AdamW",
-        {"betas": (0.8, 0.999), "weight_decay": 0.0, "eps": 1e-6},
-        "AdamW",
-        {"betas": (0.8, 0.999), "weight_decay": 0.0, "eps": 1e-6},
-    ),
+    ("AdamW", {"betas": (0.9, 0.99), "weight_decay": 0.1}, "AdamW", None),
+    ("AdamW", {"betas": (0.8, 0.999), "weight_decay": 0.0, "eps": 1e-6}, "AdamW", None),
     ("SGD", {"momentum": 0.9}, "SGD", {"beta": 0.9}),
     (
         "SGD",
@@ -378,22 +352,20 @@ HEAVYBALL = [
     "ours,options,theirs,others", HEAVYBALL, ids=[f"{h[0]}-{i}" for i, h in enumerate(HEAVYBALL)]
 )
 def test_follows_heavyball(heavyball, ours, options, theirs, others):
-    params = start()
-    reference = twins(params)
-    opt = getattr(halfstep, ours)(list(params.values()), lr=0.01, **options)
-    judge = getattr(heavyball, theirs)(
-        list(reference.values()), lr=0.01, compile_step=False, **others
-    )
-    follow(opt, params, judge, reference, rtol=1e-4, atol=5e-6)
+    others = {"lr": 0.01, "compile_step": False, **(others or options)}
+    ours, theirs = getattr(halfstep, ours), getattr(heavyball, theirs)
+    follow(*against(ours, theirs, {"lr": 0.01, **options}, others), rtol=1e-4, atol=5e-6)
 
 
 def test_schedule_free_evaluates_as_heavyball(heavyball):
     """Compares the weights to evaluate: read_average() and HeavyBall's eval mode."""
-    params = start({"w": (64, 48)})
-    reference = twins(params)
-    opt = halfstep.ScheduleFree(list(params.values()), lr=0.01, betas=(0.9, 0.99))
-    judge = heavyball.SFAdamW(
-        list(reference.values()), lr=0.01, betas=(0.9, 0.99), eps=1e-8, compile_step=False
+    options = {"lr": 0.01, "betas": (0.9, 0.99)}
+    opt, params, judge, reference = against(
+        halfstep.ScheduleFree,
+        heavyball.SFAdamW,
+        options,
+        {**options, "eps": 1e-8, "compile_step": False},
+        {"w": (64, 48)},
     )
     follow(opt, params, judge, reference, steps=20, rtol=1e-4, atol=5e-6)
     judge.eval()
@@ -405,38 +377,27 @@ def test_schedule_free_evaluates_as_heavyball(heavyball):
 def test_muon_points_where_heavyball_points(heavyball):
     """Its iteration has other coefficients. The updates must be the same orthogonal matrix to the
     precision of both."""
-    for nesterov in (False,):
-        params = start(MATRICES)
-        reference, begin = twins(params), twins(params)
-        opt = halfstep.Muon(
-            list(params.values()), lr=0.01, weight_decay=0.0, nesterov=nesterov, momentum=0.95
-        )
-        judge = heavyball.Muon(
-            list(reference.values()),
-            lr=0.01,
-            betas=(0.95, 0.99),
-            nesterov=nesterov,
-            compile_step=False,
-        )
-        for step in range(5):
-            gradients(params, step)
-            gradients(reference, step)
-            opt.step()
-            judge.step()
-        for n in params:
-            a, b = (
-                (params[n] - begin[n]).detach().flatten(),
-                (reference[n] - begin[n]).detach().flatten(),
-            )
-            assert float(torch.dot(a, b) / (a.norm() * b.norm())) > 0.97, n
+    options = {"lr": 0.01, "nesterov": False}
+    opt, params, judge, reference = against(
+        halfstep.Muon,
+        heavyball.Muon,
+        {**options, "weight_decay": 0.0, "momentum": 0.95},
+        {**options, "betas": (0.95, 0.99), "compile_step": False},
+        MATRICES,
+    )
+    begin = twins(params)
+    list(steps_of((opt, params), (judge, reference), steps=5))
+    for n in params:
+        a, b = ((ps[n] - begin[n]).detach().flatten() for ps in (params, reference))
+        assert float(torch.dot(a, b) / (a.norm() * b.norm())) > 0.97, n
 
 
 def test_bf16_with_stochastic_rounding_moves_as_heavyball(heavyball):
     """Both are unbiased: means over many weights agree with fp32."""
     g = torch.Generator().manual_seed(3)
     begin = torch.rand((256, 512), generator=g) + 1
-    ours, theirs = (torch.nn.Parameter(begin.bfloat16()) for _ in range(2))
-    exact = torch.nn.Parameter(begin.bfloat16().float())
+    ours, theirs = (Parameter(begin.bfloat16()) for _ in range(2))
+    exact = Parameter(begin.bfloat16().float())
     opts = (
         halfstep.AdamW([("p", ours)], lr=1e-4, weight_decay=0.0),
         heavyball.AdamW([theirs], lr=1e-4, betas=(0.9, 0.999), compile_step=False),
@@ -475,7 +436,7 @@ def cpu_adam():
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     try:
-        p = torch.nn.Parameter(torch.zeros(8))
+        p = Parameter(torch.zeros(8))
         p.grad = torch.ones(8)
         DeepSpeedCPUAdam([p], lr=0.0).step()
     except Exception as error:  # no compiler, no headers, ... : its own affair
@@ -487,23 +448,21 @@ def cpu_adam():
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_follows_deepspeed(cpu_adam, decoupled, decay):
-    params = start()
-    reference = twins(params)
-    cls = halfstep.AdamW if decoupled else halfstep.Adam
-    opt = cls(list(params.values()), lr=0.01, weight_decay=decay)
-    judge = cpu_adam(list(reference.values()), lr=0.01, weight_decay=decay, adamw_mode=decoupled)
-    follow(opt, params, judge, reference, rtol=1e-4, atol=5e-6, rate=1e-3)
+    cls, options = (
+        halfstep.AdamW if decoupled else halfstep.Adam,
+        {"lr": 0.01, "weight_decay": decay},
+    )
+    both = against(cls, cpu_adam, options, {**options, "adamw_mode": decoupled})
+    follow(*both, rtol=1e-4, atol=5e-6, rate=1e-3)
 
 
 @pytest.mark.all
 @pytest.mark.parametrize("size", [22, 55, 127, 1024, 1048576])
 def test_follows_deepspeed_in_its_own_sizes(cpu_adam, size):
     """Its suite's sizes, ten steps. Its limit is 1 % of the norm; this one is on every element."""
-    params = start({"p": (size,)})
-    reference = twins(params)
-    opt = halfstep.AdamW(list(params.values()), lr=1e-3)
-    judge = cpu_adam(list(reference.values()), lr=1e-3, weight_decay=1e-2)
-    follow(opt, params, judge, reference, steps=5 if size > 10000 else 10, rtol=1e-5, atol=2e-6)
+    options = {"lr": 1e-3, "weight_decay": 1e-2}
+    both = against(halfstep.AdamW, cpu_adam, options, shapes={"p": (size,)})
+    follow(*both, steps=5 if size > 10000 else 10, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.all
@@ -512,13 +471,9 @@ def test_follows_deepspeed_with_bf16_weights_to_nearest(cpu_adam):
     are equal."""
     params = start(dtype=torch.bfloat16)
     reference = twins(params)
-    opt = halfstep.AdamW(list(params.items()), lr=0.01, weights="bf16", states="f32")
+    opt = halfstep.AdamW(params.items(), lr=0.01, weights="bf16", states="f32")
     judge = cpu_adam(list(reference.values()), lr=0.01, weight_decay=1e-2)
-    for step in range(10):
-        gradients(params, step)
-        gradients(reference, step)
-        opt.step()
-        judge.step()
+    for _ in steps_of((opt, params), (judge, reference), steps=10):
         for n, p in params.items():
             assert wrong(p, reference[n], 2.0**-7, 0) == 0, n
             different = float((p != reference[n]).float().mean())
@@ -530,25 +485,29 @@ def test_follows_deepspeed_with_bf16_weights_to_nearest(cpu_adam):
 
 @pytest.fixture(scope="module")
 def bitsandbytes():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         return pytest.importorskip("bitsandbytes")
+
+
+def distances(ours, theirs, exact, **options):
+    """Makes 50 steps. Returns the mean distance of our weights from theirs, of theirs from exact
+    ones, and of ours from exact ones."""
+    params = start({"w": (64, 256)}, 0.1)
+    made = [(ours(params.values(), lr=1e-3, **options), params)]
+    for cls in (theirs, exact):
+        copied = twins(params)
+        made.append((cls(copied.values(), lr=1e-3), copied))
+    list(steps_of(*made, steps=50, scale=0.01))
+    a, b, c = (ps["w"].detach() for _, ps in made)
+    return [float((x - y).abs().mean()) for x, y in ((a, b), (b, c), (a, c))]
 
 
 @pytest.mark.parametrize("rule,name", [("adam", "Adam8bit"), ("adamw", "AdamW8bit")])
 def test_dyn8_follows_bitsandbytes(bitsandbytes, rule, name):
     """The same maps over the same blocks: much nearer to it than it is to fp32."""
-    params = start({"w": (64, 256)}, 0.1)
-    reference, exact = twins(params), twins(params)
-    opt = class_of(rule)(list(params.values()), lr=1e-3, states="dyn8")
-    judge = getattr(bitsandbytes.optim, name)(list(reference.values()), lr=1e-3)
-    full = getattr(torch.optim, NAMES[rule])(list(exact.values()), lr=1e-3)
-    for step in range(50):
-        for ps, o in ((params, opt), (reference, judge), (exact, full)):
-            gradients(ps, step, 0.01)
-            o.step()
-    ours = float((params["w"] - reference["w"]).detach().abs().mean())
-    theirs = float((reference["w"] - exact["w"]).detach().abs().mean())
+    ours, theirs, _ = distances(
+        class_of(rule), getattr(bitsandbytes.optim, name), TORCH[rule], states="dyn8"
+    )
     assert ours < 0.25 * theirs, (ours, theirs)
 
 
@@ -560,14 +519,12 @@ def test_within_the_limits_of_bitsandbytes_tests(rule, states, dtype, limit):
     8-bit one's after each. Fewer than 20 elements of a state may be off at atol 3e-3, rtol 1e-3.
     The mean error of weights must be below the limit.
     """
-    p = torch.nn.Parameter(
-        (0.1 * torch.randn((256, 512), generator=torch.Generator().manual_seed(0))).to(dtype)
-    )
-    q = torch.nn.Parameter(p.detach().float())
+    p = Parameter((0.1 * randn((256, 512), 0)).to(dtype))
+    q = Parameter(p.detach().float())
     opt = class_of(rule)([("p", p)], lr=1e-3, states=states, weights="bf16-sr")
-    judge = getattr(torch.optim, NAMES[rule])([q], lr=1e-3)
+    judge = TORCH[rule]([q], lr=1e-3)
     for step in range(50):
-        g = 0.01 * torch.randn((256, 512), generator=torch.Generator().manual_seed(step + 1))
+        g = 0.01 * randn((256, 512), step + 1)
         p.grad = g.to(dtype)
         q.grad = p.grad.float()
         opt.step()
@@ -585,29 +542,19 @@ def test_int8_is_no_farther_from_fp32_than_bitsandbytes(bitsandbytes):
     """Runs both for 50 steps without corrections and compares the mean error of the weights, in
     fp32, with equal gradients. Their codes to nearest scatter less over so few steps.
     bench/traps.py has longer runs."""
-    params = start({"w": (64, 256)}, 0.1)
-    reference, exact = twins(params), twins(params)
-    opt = halfstep.Adam(list(params.values()), lr=1e-3, states="int8")
-    judge = bitsandbytes.optim.Adam8bit(list(reference.values()), lr=1e-3)
-    full = torch.optim.Adam(list(exact.values()), lr=1e-3)
-    for step in range(50):
-        for ps, o in ((params, opt), (reference, judge), (exact, full)):
-            gradients(ps, step, 0.01)
-            o.step()
-    ours = float((params["w"] - exact["w"]).detach().abs().mean())
-    theirs = float((reference["w"] - exact["w"]).detach().abs().mean())
+    _, theirs, ours = distances(
+        halfstep.Adam, bitsandbytes.optim.Adam8bit, torch.optim.Adam, states="int8"
+    )
     assert ours < 1.25 * theirs, (ours, theirs)
 
 
 def test_follows_bitsandbytes_lion(bitsandbytes):
     """32-bit Lion. Its signs make trajectories equal, except where the interpolation is about
     zero."""
-    params = start({"w": (64, 48)})
-    reference = twins(params)
-    opt = halfstep.Lion(list(params.values()), lr=1e-3, weight_decay=0.1)
-    judge = bitsandbytes.optim.Lion(list(reference.values()), lr=1e-3, weight_decay=0.1)
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    both = against(halfstep.Lion, bitsandbytes.optim.Lion, options, shapes={"w": (64, 48)})
     try:
-        follow(opt, params, judge, reference, steps=30, rtol=1e-5, atol=1e-6)
+        follow(*both, steps=30)
     except (NotImplementedError, RuntimeError) as error:
         pytest.skip(f"bitsandbytes has no 32-bit Lion on this device: {error}")
 
@@ -617,9 +564,7 @@ def test_follows_bitsandbytes_lion(bitsandbytes):
 
 def trained(make, steps=60, dtype=torch.float32):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.LayerNorm(32), torch.nn.Linear(32, 64), torch.nn.Mish(), torch.nn.Linear(64, 1)
-    )
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.Mish(), nn.Linear(64, 1))
     model = model.to(dtype)
     opt = make(model)
     losses = []
@@ -635,12 +580,12 @@ def trained(make, steps=60, dtype=torch.float32):
     return losses
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "radam", "rmsprop"])
+@pytest.mark.parametrize("rule", CASES)
 def test_trains_as_torch(rule):
     """A real loss, in which every step depends on the steps before."""
     options = {"sgd": {"momentum": 0.9, "lr": 0.01}}.get(rule, {"lr": 0.01})
     ours = trained(lambda m: class_of(rule)(m.named_parameters(), **options))
-    theirs = trained(lambda m: getattr(torch.optim, NAMES[rule])(m.parameters(), **options))
+    theirs = trained(lambda m: TORCH[rule](m.parameters(), **options))
     assert theirs[-1] < 0.5 * theirs[0]
     for step, (a, b) in enumerate(zip(ours, theirs)):
         assert math.isclose(a, b, rel_tol=2e-3), (step, a, b)

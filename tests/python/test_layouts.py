@@ -2,16 +2,26 @@
 contiguous tensor."""
 
 import copy
-import io
 
 import pytest
 import torch
-from conftest import RECIPES, RULES, bits, class_of, parameters, plain, states
+from conftest import (
+    RECIPES,
+    RULES,
+    bits,
+    class_of,
+    parameters,
+    randn,
+    recipes,
+    rules,
+    same,
+    saved,
+    states,
+    weights_of,
+)
+from torch.nn import Parameter
 
 import halfstep
-
-rules = pytest.mark.parametrize("rule", RULES)
-recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def channels_last(t):
@@ -67,9 +77,7 @@ SHAPES = {"conv": (8, 6, 5, 7), "matrix": (24, 96), "odd": (17, 50), "vector": (
 def gradients(params, step, kind):
     """Sets gradients of equal values with strides of several kinds."""
     for name, p in params.items():
-        g = torch.randn(
-            p.shape, generator=torch.Generator().manual_seed(100 * step + sum(name.encode()))
-        ).to(p.dtype)
+        g = randn(p.shape, 100 * step + sum(name.encode()), p.dtype)
         p.grad = None
         layout = {
             "contiguous": lambda t: t,
@@ -88,7 +96,7 @@ def laid_out(params, name):
             layout = torch.clone
         else:
             layout = LAYOUTS[name]
-        out[key] = torch.nn.Parameter(layout(p.detach()))
+        out[key] = Parameter(layout(p.detach()))
         assert torch.equal(out[key], p)
     if name not in ("offset", "channels_last"):
         assert not out["matrix"].is_contiguous()
@@ -108,10 +116,13 @@ def surroundings(p):
     return bits(copied)
 
 
+def optimizer_of(params, rule, recipe):
+    return class_of(rule)(params.items(), lr=0.02, weight_decay=0.1, seed=0, **RECIPES[recipe][1])
+
+
 def reference(rule, recipe, steps=4):
-    dtype, formats = RECIPES[recipe]
-    params = parameters(dtype, SHAPES)
-    opt = class_of(rule)(list(params.items()), lr=0.02, weight_decay=0.1, **formats, seed=0)
+    params = parameters(RECIPES[recipe][0], SHAPES)
+    opt = optimizer_of(params, rule, recipe)
     for step in range(steps):
         gradients(params, step, "contiguous")
         opt.step()
@@ -121,13 +132,12 @@ def reference(rule, recipe, steps=4):
 @rules
 @recipes
 def test_weights_of_any_layout(rule, recipe):
-    dtype, formats = RECIPES[recipe]
     want, opt = reference(rule, recipe)
     for layout in LAYOUTS:
-        params = laid_out(parameters(dtype, SHAPES), layout)
+        params = laid_out(parameters(RECIPES[recipe][0], SHAPES), layout)
         strides = [p.stride() for p in params.values()]
         around = [surroundings(p) for p in params.values()]
-        other = class_of(rule)(list(params.items()), lr=0.02, weight_decay=0.1, **formats, seed=0)
+        other = optimizer_of(params, rule, recipe)
         for step in range(4):
             gradients(params, step, ("contiguous", "same", "transposed", "sliced")[step])
             other.step()
@@ -146,21 +156,13 @@ def test_gradients_of_any_layout(rule, kind):
     """Contiguous weights with gradients of other strides; the gradients are not written."""
     want, opt = reference(rule, "ecc8-int8")
     params = parameters(torch.bfloat16, SHAPES)
-    other = class_of(rule)(
-        list(params.items()), lr=0.02, weight_decay=0.1, **RECIPES["ecc8-int8"][1], seed=0
-    )
+    other = optimizer_of(params, rule, "ecc8-int8")
     for step in range(4):
         gradients(params, step, kind)
-        held = {n: (p.grad, p.grad.stride(), bits(p.grad)) for n, p in params.items()}
+        held = [(id(p.grad), p.grad.stride(), bits(p.grad)) for p in params.values()]
         other.step()
-        for n, p in params.items():
-            assert (
-                p.grad is held[n][0]
-                and p.grad.stride() == held[n][1]
-                and bits(p.grad) == held[n][2]
-            )
-    assert [bits(p) for p in params.values()] == [bits(p) for p in want.values()]
-    assert states(other) == states(opt)
+        assert [(id(p.grad), p.grad.stride(), bits(p.grad)) for p in params.values()] == held
+    same(other, opt, params, want)
 
 
 @rules
@@ -171,7 +173,7 @@ def test_expanded_gradients(rule, recipe):
     found = []
     for expanded in (True, False):
         params = parameters(dtype, SHAPES)
-        opt = class_of(rule)(list(params.items()), lr=0.02, **formats, seed=0)
+        opt = class_of(rule)(params.items(), lr=0.02, **formats, seed=0)
         for step in range(3):
             for p in params.values():
                 p.grad = None
@@ -189,7 +191,7 @@ def test_expanded_gradients(rule, recipe):
         opt.step()
         params["matrix"].grad = column.expand(24, 96) if expanded else column.repeat(1, 96)
         opt.step()
-        found.append(([bits(p) for p in params.values()], states(opt)))
+        found.append((weights_of(params), states(opt)))
     assert found[0] == found[1]
 
 
@@ -200,17 +202,14 @@ def test_files_between_layouts(recipe):
     dtype, formats = RECIPES[recipe]
     want, opt = reference("adamw", recipe, steps=6)
     params, half = reference("adamw", recipe, steps=3)
-    file = io.BytesIO()
-    torch.save(half.state_dict(), file)
     for layout in LAYOUTS:
-        file.seek(0)
         fresh = laid_out(params, layout)
-        other = halfstep.AdamW(list(fresh.items()), **formats, seed=0)
-        other.load_state_dict(torch.load(file, weights_only=True))
+        other = halfstep.AdamW(fresh.items(), **formats, seed=0)
+        other.load_state_dict(saved(half.state_dict()))
         for step in range(3, 6):
             gradients(fresh, step, "same")
             other.step()
-        assert [bits(p) for p in fresh.values()] == [bits(p) for p in want.values()], layout
+        assert weights_of(fresh) == weights_of(want), layout
         assert states(other) == states(opt), layout
 
 
@@ -227,8 +226,7 @@ def test_layout_that_changes_in_mid_run(layout):
     for step in range(2, 4):
         gradients(params, step, "same")
         other.step()
-    assert [bits(p) for p in params.values()] == [bits(p) for p in want.values()]
-    assert states(other) == states(opt)
+    same(other, opt, params, want)
     for name, p in params.items():
         assert torch.equal(other.read_weight(p), opt.read_weight(want[name]))
         values = torch.randn(p.shape)
@@ -251,7 +249,7 @@ def test_layout_that_changes_at_the_same_address(recipe, release):
         p = parameters(dtype, {"p": (32, 32)})["p"]
         opt = halfstep.AdamW([("p", p)], lr=0.05, gradient_release=release, **formats, seed=0)
         for step in range(4):
-            g = torch.randn((32, 32), generator=torch.Generator().manual_seed(step)).to(dtype)
+            g = randn((32, 32), step).to(dtype)
             if release:
                 (p * g).float().sum().backward()
             else:
@@ -271,7 +269,7 @@ def test_gradient_layout_that_changes_at_the_same_address():
     for copied in (False, True):
         p = parameters(torch.float32, {"p": (32, 32)})["p"]
         opt = halfstep.AdamW([("p", p)], lr=0.05, seed=0)
-        memory = torch.randn((32, 32), generator=torch.Generator().manual_seed(1))
+        memory = randn((32, 32), 1)
         for step in range(4):
             g = memory.t() if step % 2 else memory
             p.grad = g.contiguous() if copied else g
@@ -288,7 +286,7 @@ def test_clipping_and_release_of_any_layout(layout):
         if kind != "contiguous":
             params = laid_out(params, kind)
         opt = halfstep.AdamW(
-            list(params.items()), lr=0.02, clip_norm=0.5, clip="per-tensor", states="int8", seed=0
+            params.items(), lr=0.02, clip_norm=0.5, clip="per-tensor", states="int8", seed=0
         )
         for step in range(2):
             gradients(params, step, "same")
@@ -300,20 +298,13 @@ def test_clipping_and_release_of_any_layout(layout):
         copies, copied = copy.deepcopy((params, opt))
         gradients(copies, 9, "same")
         copied.step()
-        found.append(
-            (
-                [bits(p) for p in params.values()],
-                plain(opt.state_dict()["state"]),
-                opt.grad_norm,
-                [bits(p) for p in copies.values()],
-            )
-        )
+        found.append((weights_of(params), states(opt), opt.grad_norm, weights_of(copies)))
     assert found[0] == found[1]
 
 
 def test_a_step_makes_no_copy_of_dense_weights():
     """Contiguous weights are written where they lie."""
-    p = torch.nn.Parameter(torch.ones(64, 64))
+    p = Parameter(torch.ones(64, 64))
     address, version = p.data_ptr(), p._version
     opt = halfstep.AdamW([p])
     p.grad = torch.ones_like(p)
@@ -326,7 +317,7 @@ def test_a_step_makes_no_copy_of_dense_weights():
 def test_autograd_notices_the_step(layout):
     """A graph that saved the weight cannot be run backward after the step has changed it."""
     p = torch.ones(6, 4, 5, 3)
-    p = torch.nn.Parameter(p if layout == "contiguous" else LAYOUTS[layout](p))
+    p = Parameter(p if layout == "contiguous" else LAYOUTS[layout](p))
     opt = halfstep.AdamW([("p", p)])
     x = torch.ones(6, 4, 5, 3, requires_grad=True)
     loss = (p * x).sum()
@@ -352,12 +343,12 @@ def test_fp32_gradients_on_bf16_parameters(rule):
     with torch.no_grad():
         for p in dense.values():
             p.copy_(p.bfloat16().float())
-    low = {n: torch.nn.Parameter(p.detach().bfloat16()) for n, p in dense.items()}
+    low = {n: Parameter(p.detach().bfloat16()) for n, p in dense.items()}
     for p in low.values():
         p.grad_dtype = torch.float32
     options = {"lr": 0.02, "weight_decay": 0.1}
-    opt = class_of(rule)(list(dense.items()), states="f32", **options)
-    other = class_of(rule)(list(low.items()), weights="bf16-ecc16", states="f32", **options)
+    opt = class_of(rule)(dense.items(), states="f32", **options)
+    other = class_of(rule)(low.items(), weights="bf16-ecc16", states="f32", **options)
     for step in range(4):
         gradients(dense, step, "contiguous")
         for name, p in low.items():
@@ -379,9 +370,7 @@ def test_gradient_dtype_that_changes_in_mid_run():
         (torch.float32, torch.bfloat16, torch.float32, torch.float16),
         (torch.float16, torch.float16, torch.float32, torch.bfloat16),
     ):
-        p = torch.nn.Parameter(
-            torch.randn(24, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-        )
+        p = Parameter(randn((24, 96), 0).bfloat16())
         opt = halfstep.AdamW([("p", p)], weights="bf16-ecc8", states="int8", lr=0.02, seed=0)
         p.grad_dtype = None
         for step, dtype in enumerate(dtypes):
@@ -394,7 +383,7 @@ def test_gradient_dtype_that_changes_in_mid_run():
 
 @with_grad_dtype
 def test_fp32_gradients_from_backward():
-    p = torch.nn.Parameter(torch.randn(8, 64).bfloat16())
+    p = Parameter(torch.randn(8, 64).bfloat16())
     p.grad_dtype = torch.float32
     opt = halfstep.AdamW([("p", p)], states="int8")
     before = bits(p)

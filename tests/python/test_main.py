@@ -21,18 +21,12 @@ def said(capsys, *arguments):
 
 
 def test_it_is_a_program():
-    found = subprocess.run(
-        [sys.executable, "-m", "halfstep", "--help"], capture_output=True, text=True
-    )
-    assert found.returncode == 0 and all(
-        word in found.stdout for word in ("info", "plan", "verify")
-    )
-    assert (
-        subprocess.run(
-            [sys.executable, "-m", "halfstep", "nothing"], capture_output=True
-        ).returncode
-        == 2
-    )
+    for word, code in (("--help", 0), ("nothing", 2)):
+        command = [sys.executable, "-m", "halfstep", word]
+        found = subprocess.run(command, capture_output=True, text=True)
+        assert found.returncode == code
+        for known in ("info", "plan", "verify"):
+            assert known in found.stdout + found.stderr
 
 
 def test_info(capsys):
@@ -40,11 +34,8 @@ def test_info(capsys):
     assert code == 0 and "instruction set" in out and "adamw" in out
     code, out, _ = said(capsys, "info", "--json")
     found = json.loads(out)
-    assert (
-        found["version"] == halfstep.__version__
-        and found["rules"] == list(_abi.rules)
-        and found["instruction_set"]
-    )
+    assert (found["version"], found["rules"]) == (halfstep.__version__, list(_abi.rules))
+    assert found["instruction_set"]
 
 
 def test_every_instruction_set_has_the_bits(capsys):
@@ -119,17 +110,6 @@ def weight(n=3):
             lambda: halfstep.plan({"a": (2, 2)}, torch.nn.Linear(2, 2)),
             TypeError,
             "which come first",
-        ),
-        (lambda: halfstep.AdamW([weight()], lr="1e-3"), TypeError, "'lr' is '1e-3'"),
-        (
-            lambda: halfstep.AdamW([{"params": [weight()], "wieght_decay": 0.1}]),
-            ValueError,
-            "'wieght_decay'.*'weight_decay' is one",
-        ),
-        (
-            lambda: halfstep.AdamW([{"params": [weight()], "beta": (0.9, 0.99)}]),
-            ValueError,
-            "'beta'.*'betas' is one",
         ),
         (
             lambda: halfstep.AdamW([("a", weight()), ("a", weight(2))]),

@@ -5,33 +5,41 @@ import contextlib
 import gc
 import io
 import os
-import warnings
 
 import pytest
 import torch
-from conftest import bits, class_of, network, set_gradients
+from conftest import (
+    bits,
+    class_of,
+    network,
+    outcome,
+    randn,
+    run,
+    set_gradients,
+    twins,
+    warnings_are,
+    weights_of,
+)
+from torch import nn
+from torch.nn import Parameter
 
 import halfstep
 from halfstep import _reducers
 
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="no gloo",
-)
 RECIPE = {"weights": "bf16-ecc8", "states": "int8"}
 
 
 # ---- DistributedDataParallel ---------------------------------------------------------------------
 
 
-class Odd(torch.nn.Module):
+class Odd(nn.Module):
     """A frozen parameter, one that no batch uses, and one that only even steps use."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(4)
-        self.a, self.b, self.sometimes, self.unused = (torch.nn.Linear(40, 40) for _ in range(4))
-        self.frozen = torch.nn.Parameter(torch.ones(40), requires_grad=False)
+        self.a, self.b, self.sometimes, self.unused = (nn.Linear(40, 40) for _ in range(4))
+        self.frozen = Parameter(torch.ones(40), requires_grad=False)
 
     def forward(self, x, step):
         x = self.b(torch.tanh(self.a(x) * self.frozen))
@@ -40,19 +48,19 @@ class Odd(torch.nn.Module):
 
 def ddp(rank, size, named):
     model = Odd().to(torch.bfloat16)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     torch.manual_seed(rank)  # ranks need not agree
     params = model.named_parameters() if named else model.parameters()
     opt = halfstep.AdamW(params, lr=0.02, clip_norm=0.5, **RECIPE)
     after = []
     for step in range(4):
-        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+        x = randn((4, 40), 10 * step + rank).bfloat16()
         wrapped(x, step).float().pow(2).mean().backward()
         opt.step()
         opt.zero_grad()
-        after.append([bits(p) for p in model.parameters()])
+        after.append(weights_of(model))
     if rank == 0:  # an optimizer that only one rank has
-        alone = halfstep.AdamW([torch.nn.Parameter(torch.ones(3))], clip_norm=1.0)
+        alone = halfstep.AdamW([Parameter(torch.ones(3))], clip_norm=1.0)
         alone.param_groups[0]["params"][0].grad = torch.ones(3)
         alone.step()
     return after
@@ -76,18 +84,17 @@ def zero(rank, size, base, options, nan):
     opt = ZeroRedundancyOptimizer(
         model.parameters(), class_of(base), lr=0.02, norm_group=True, **RECIPE, **options
     )
-    named = dict(model.named_parameters())
+    params = dict(model.named_parameters())
     moved = []
     for step in range(4):
-        set_gradients(named, step)
+        set_gradients(params, step)
         if nan and step == 2:
-            named["0.bias"].grad[0] = float("nan")
-        before = [bits(p) for p in named.values()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            params["0.bias"].grad[0] = float("nan")
+        before = weights_of(params)
+        with warnings_are("ignore"):
             opt.step()
-        moved.append(sum(a != bits(p) for a, p in zip(before, named.values())))
-    return [bits(p) for p in named.values()], moved, opt.optim.skipped_steps, opt.optim.grad_norm
+        moved.append(sum(a != b for a, b in zip(before, weights_of(params))))
+    return weights_of(params), moved, opt.optim.skipped_steps, opt.optim.grad_norm
 
 
 @pytest.mark.parametrize("nan", [False, True])
@@ -99,11 +106,11 @@ def test_zero_redundancy_optimizer_with_a_norm_group(pool, base, options, nan):
     model = network(torch.bfloat16)
     alone = class_of(base)(model.named_parameters(), lr=0.02, seed=0, **RECIPE, **options)
     for step in range(4):
-        set_gradients(dict(model.named_parameters()), step)
+        set_gradients(model, step)
         if not (nan and step == 2):
             alone.step()
     for weights, moved, skipped, norm in pool.run(3, zero, base, options, nan):
-        assert weights == [bits(p) for p in model.parameters()]
+        assert weights == weights_of(model)
         assert norm == alone.grad_norm and skipped == int(nan)
         assert moved == [6, 6, 0 if nan else 6, 6]
 
@@ -111,42 +118,35 @@ def test_zero_redundancy_optimizer_with_a_norm_group(pool, base, options, nan):
 # ---- FSDP1, and flat buffers by name -------------------------------------------------------------
 
 
+def layers():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(96, 128), nn.Tanh(), nn.Linear(128, 64)).bfloat16()
+
+
 def fsdp1(rank, size, group):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    torch.manual_seed(4)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
-    ).bfloat16()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with warnings_are("ignore"):
+        model = FullyShardedDataParallel(layers(), device_id=torch.device("cpu"))
     opt = halfstep.AdamW(model.parameters(), lr=0.02, clip_norm=1.0, norm_group=group, **RECIPE)
     p = opt.param_groups[0]["params"][0]
-    norms, squares = [], 0.0
+    norms = []
     for step in range(3):
-        x = torch.randn(4, 96, generator=torch.Generator().manual_seed(step)).bfloat16()
+        x = randn((4, 96), step).bfloat16()
         model(x).float().pow(2).mean().backward()
         squares = p.grad.double().pow(2).sum()
-        try:
-            opt.step()
-        except ValueError as error:
-            return str(error)
+        said = outcome(opt.step)
+        if said != "stepped":
+            return said
         torch.distributed.all_reduce(squares)
         norms.append((opt.grad_norm, float(squares.sqrt())))
         opt.zero_grad()
-    return (
-        norms,
-        opt.memory()["states"] / p.numel(),
-        opt.fell_back(),
-        int(opt.state[p]["id"]),
-        p.numel(),
-    )
+    return norms, opt.memory()["states"] / p.numel(), opt.fell_back(), int(opt.state[p]["id"])
 
 
 def test_fsdp1_keeps_its_formats(pool):
     found = pool.run(2, fsdp1, True)
-    for norms, bytes_each, fallen, identity, numel in found:
+    for norms, bytes_each, fallen, _ in found:
         assert all(abs(a - b) <= 1e-9 * b for a, b in norms)
         assert 2.0 <= bytes_each < 2.2 and not fallen
     assert found[0][3] != found[1][3]  # ranks round by bits of their own
@@ -158,13 +158,8 @@ def reshard_fsdp1(rank, size, path, states):
     between loaded and saved states, and the warnings."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    torch.manual_seed(4)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
-    ).bfloat16()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with warnings_are("ignore"):
+        model = FullyShardedDataParallel(layers(), device_id=torch.device("cpu"))
         opt = halfstep.AdamW(model.parameters(), lr=0.02, norm_group=True, states=states)
 
         def gathered():
@@ -184,8 +179,7 @@ def reshard_fsdp1(rank, size, path, states):
             return None
         there = torch.load(path)
         mine = FullyShardedDataParallel.optim_state_dict_to_load(model, opt, there)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings_are("always") as said:
             opt.load_state_dict(mine)
         found = gathered()
     off = (
@@ -206,11 +200,10 @@ def test_fsdp1_reshards_by_plain_states(pool, states, tmp_path):
     path = str(tmp_path / "saved")
     pool.run(2, reshard_fsdp1, path, states)
     for off, said in pool.run(4, reshard_fsdp1, path, states):
-        assert (
-            (off == 0.0 and not said)
-            if states == "f32"
-            else (off < 0.02 and len(said) == 1 and "quantized anew" in said[0])
-        )
+        if states == "f32":
+            assert off == 0.0 and not said
+        else:
+            assert off < 0.02 and len(said) == 1 and "quantized anew" in said[0]
 
 
 def deepspeed(rank, size, folder):
@@ -219,15 +212,11 @@ def deepspeed(rank, size, folder):
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu"
     )
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"), contextlib.redirect_stdout(io.StringIO()):
         import deepspeed
 
         def made():
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(
-                torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
-            ).bfloat16()
+            model = layers()
             opt = halfstep.AdamW(
                 model.parameters(),
                 lr=1e-2,
@@ -242,30 +231,26 @@ def deepspeed(rank, size, folder):
                 "zero_allow_untested_optimizer": True,
                 "bf16": {"enabled": True},
             }
-            return (
-                deepspeed.initialize(
-                    model=model, optimizer=opt, config=config, dist_init_required=False
-                )[0],
-                opt,
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=opt, config=config, dist_init_required=False
             )
+            return engine, opt
 
         def train(engine, first, last):
             for step in range(first, last):
-                x = torch.randn(
-                    4, 96, generator=torch.Generator().manual_seed(10 * step + rank)
-                ).bfloat16()
+                x = randn((4, 96), 10 * step + rank).bfloat16()
                 engine.backward(engine(x).float().pow(2).mean())
                 engine.step()
 
         engine, opt = made()
-        before = [bits(p) for p in engine.module.parameters()]
+        before = weights_of(engine.module)
         train(engine, 0, 3)
         engine.save_checkpoint(folder, tag="third")
         train(engine, 3, 6)
         again, other = made()
         again.load_checkpoint(folder, tag="third")
         train(again, 3, 6)
-    ends = [[bits(p) for p in one.module.parameters()] for one in (engine, again)]
+    ends = [weights_of(one.module) for one in (engine, again)]
     p = opt.param_groups[0]["params"][0]
     return (
         ends[0] == ends[1] != before,
@@ -285,34 +270,19 @@ def test_deepspeed_resumes(pool, tmp_path):
 
 
 def flat_buffers(rank, size, flat):
-    buffer = torch.nn.Parameter(
-        torch.randn(8192, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    )
-    norm = torch.nn.Parameter(torch.ones(512))
-    opt = halfstep.AdamW(
-        [("flat", buffer), ("norm", norm)],
-        lr=0.02,
-        flat=flat,
-        norm_group=bool(flat) or None,
-        **RECIPE,
-    )
-    for step in range(2):
-        set_gradients({"flat": buffer, "norm": norm}, step)
-        opt.step()
-    state = opt.state_dict()
-    again = torch.nn.Parameter(buffer.detach().clone())
-    other_norm = torch.nn.Parameter(norm.detach().clone())
-    other = halfstep.AdamW(
-        [("flat", again), ("norm", other_norm)],
-        lr=0.5,
-        flat=flat,
-        norm_group=bool(flat) or None,
-        **RECIPE,
-    )
+    params = {
+        "flat": Parameter(randn(8192, rank).bfloat16()),
+        "norm": Parameter(torch.ones(512)),
+    }
+    options = {"flat": flat, "norm_group": bool(flat) or None, **RECIPE}
+    opt = halfstep.AdamW(params.items(), lr=0.02, **options)
+    run(opt, params, 0, 2)
+    state, fresh = opt.state_dict(), twins(params)
+    other = halfstep.AdamW(fresh.items(), lr=0.5, **options)
     other.load_state_dict(state)
-    for p, o in ((buffer, opt), (again, other)):
-        set_gradients({"flat": p, "norm": norm if p is buffer else other_norm}, 5)
-        o.step()
+    for o, ps in ((opt, params), (other, fresh)):
+        run(o, ps, 5, 6)
+    buffer = params["flat"]
     held = sum(
         v.numel() * v.element_size()
         for k, v in opt.state[buffer].items()
@@ -322,7 +292,7 @@ def flat_buffers(rank, size, flat):
         held / 8192,
         opt.fell_back(),
         int(opt.state[buffer]["id"]),
-        bits(buffer) == bits(again),
+        bits(buffer) == bits(fresh["flat"]),
         opt.read_state(buffer, "exp_avg").shape,
     )
 
@@ -339,7 +309,7 @@ def test_flat_buffers(pool, flat):
 def replicated(rank, size):
     """Runs two replicas of two shards each. Returns their ids."""
     groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
-    buffer = torch.nn.Parameter(torch.ones(8192).bfloat16())
+    buffer = Parameter(torch.ones(8192).bfloat16())
     opt = halfstep.AdamW([("flat", buffer)], flat="shards", norm_group=groups[rank // 2], **RECIPE)
     set_gradients({"flat": buffer}, 0)
     opt.step()
@@ -353,7 +323,7 @@ def test_replicas_of_flat_shards_round_alike(pool):
 
 def test_flat_says_what_it_takes():
     with pytest.raises(ValueError, match="flat='yes'"):
-        halfstep.AdamW([torch.nn.Parameter(torch.ones(3))], flat="yes")
+        halfstep.AdamW([Parameter(torch.ones(3))], flat="yes")
 
 
 # ---- Gradient release where gradients belong to somebody else ------------------------------------
@@ -361,15 +331,11 @@ def test_flat_says_what_it_takes():
 
 def release_under_ddp(rank, size):
     model = network(torch.bfloat16)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
     opt = halfstep.AdamW(model.named_parameters(), gradient_release=True, **RECIPE)
-    before = [bits(p) for p in model.parameters()]
-    try:
-        wrapped(torch.ones(2, 48).bfloat16()).float().sum().backward()
-        said = "stepped"
-    except RuntimeError as error:
-        said = str(error)
-    return said, before == [bits(p) for p in model.parameters()], opt.skipped_steps
+    before = weights_of(model)
+    said = outcome(lambda: wrapped(torch.ones(2, 48).bfloat16()).float().sum().backward())
+    return said, before == weights_of(model), opt.skipped_steps
 
 
 def test_release_refuses_the_gradients_of_ddp(pool):
@@ -389,7 +355,7 @@ def release_and_wrappers(rank, size, when):
     model, other = network(torch.bfloat16), network(torch.bfloat16)
     for one in (model, other):
         one.register_forward_pre_hook(Sees(), with_kwargs=True)
-    wrap, called, kept = torch.nn.parallel.DistributedDataParallel, None, []
+    wrap, called, kept = nn.parallel.DistributedDataParallel, None, []
     if when in ("before", "older than the package", "inner called", "forward before", "gone"):
         called = wrap(model)
     if when == "older than the package":  # which has not seen it made
@@ -414,7 +380,7 @@ def release_and_wrappers(rank, size, when):
     if when in ("inner called", "another model", "gone"):
         kept.append(called)
         called = model
-    before, said = [bits(p) for p in model.parameters()], []
+    before, said = weights_of(model), []
     for _ in range(2):
         try:
             if when != "forward before" or said:
@@ -426,7 +392,7 @@ def release_and_wrappers(rank, size, when):
             said.append(str(error))
             for p in model.parameters():
                 p.grad = None
-    return said, before == [bits(p) for p in model.parameters()]
+    return said, before == weights_of(model)
 
 
 @pytest.mark.parametrize(
@@ -460,7 +426,7 @@ def test_release_leaves_other_wrappers_alone(pool, when):
 def release_without_a_search(rank, size):
     """Wrappers are not looked for among all objects, and are looked at once."""
     gc.get_objects = None
-    wrapped = torch.nn.parallel.DistributedDataParallel(network(torch.bfloat16))
+    wrapped = nn.parallel.DistributedDataParallel(network(torch.bfloat16))
     looks, model = [], network(torch.bfloat16)
     named = wrapped.module.named_parameters
     wrapped.module.named_parameters = lambda *a, **k: looks.append(1) or named(*a, **k)
@@ -483,9 +449,7 @@ def release_under_fsdp2(rank, size):
         model = fully_shard(network(torch.bfloat16))
         opt = halfstep.AdamW(model.named_parameters(), lr=0.02, gradient_release=release, **RECIPE)
         for step in range(3):
-            x = torch.randn(
-                4, 48, generator=torch.Generator().manual_seed(10 * step + rank)
-            ).bfloat16()
+            x = randn((4, 48), 10 * step + rank).bfloat16()
             model(x).float().pow(2).mean().backward()
             assert all((p.grad is None) == release for p in model.parameters())
             opt.step()
@@ -502,7 +466,7 @@ def test_release_under_fsdp2_gives_the_bits_of_steps(pool):
 
 
 def compared(rank, size, what):
-    p = torch.nn.Parameter(torch.ones(40) * rank)
+    p = Parameter(torch.ones(40) * rank)
     options = {
         "seed": rank if what == "seed" else 0,
         "clip_norm": 1.0 + (rank if what == "clip_norm" else 0),
@@ -511,13 +475,9 @@ def compared(rank, size, what):
     said = []
     for step in range(2):
         p.grad = torch.ones(40)
-        try:
-            opt.step()
-            said.append("stepped")
-        except RuntimeError as error:
-            said.append(str(error))
+        said.append(outcome(opt.step))
         if step == 0 and what == "later":
-            opt.add_param_group({"params": [(f"q{rank}", torch.nn.Parameter(torch.ones(2)))]})
+            opt.add_param_group({"params": [(f"q{rank}", Parameter(torch.ones(2)))]})
             opt.clip_norm = 1.0 + rank
         elif step == 0 and what == "loaded":
             state = opt.state_dict()
@@ -539,13 +499,12 @@ def test_ranks_of_a_norm_group_compare_what_they_have_in_common(pool, what, when
 
 
 def refused_for_another(rank, size):
-    p = torch.nn.Parameter(torch.ones(40))
+    p = Parameter(torch.ones(40))
     opt = halfstep.AdamW([(f"p{rank}", p)], norm_group=True)
     said = []
     for step in range(11):
         p.grad = torch.full((40,), float("nan") if rank else 1.0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_are("always") as caught:
             opt.step()
         said.append([str(w.message) for w in caught])
     return said, opt.skipped_steps, bool((p == 1).all())
@@ -560,33 +519,32 @@ def test_a_rank_that_is_refused_for_another_warns_too(pool):
         assert "10 by now" in said[9][0]
 
 
-def late_rank(rank, size):
-    """Each rank has a tensor of its own; the last rank's has no gradient at first. Returns d and
-    the tensor."""
-    torch.manual_seed(0)
-    goals = torch.randn(size, 16, 64)
-    p = torch.nn.Parameter(torch.zeros(16, 64))
-    opt = halfstep.Prodigy([(f"p{rank}", p)], norm_group=True)
+def estimates(params, goals, ranks):
+    """Minimises the distance of tensors from the goals of their ranks. The last rank's tensor has
+    no gradient at first. Returns d after each step."""
+    opt = halfstep.Prodigy(
+        [(f"p{i}", p) for i, p in zip(ranks, params)],
+        norm_group=True if len(ranks) < len(goals) else None,
+    )
     told = []
     for step in range(60):
-        p.grad = None if rank == size - 1 and step < 25 else p.detach() - goals[rank]
+        for i, p in zip(ranks, params):
+            p.grad = None if i == len(goals) - 1 and step < 25 else p.detach() - goals[i]
         opt.step()
         told.append(opt.param_groups[0]["d"])
-    return told, p.detach()
+    return told
+
+
+def late_rank(rank, size):
+    """Each rank has a tensor of its own. Returns d and the tensor."""
+    p = Parameter(torch.zeros(16, 64))
+    return estimates([p], randn((size, 16, 64), 0), [rank]), p.detach()
 
 
 def test_prodigy_has_one_estimate_in_a_norm_group_also_on_a_rank_that_comes_late(pool):
     size = 3
-    torch.manual_seed(0)
-    goals = torch.randn(size, 16, 64)
-    params = [torch.nn.Parameter(torch.zeros(16, 64)) for _ in range(size)]
-    opt = halfstep.Prodigy([(f"p{i}", p) for i, p in enumerate(params)])
-    told = []
-    for step in range(60):
-        for i, p in enumerate(params):
-            p.grad = None if i == size - 1 and step < 25 else p.detach() - goals[i]
-        opt.step()
-        told.append(opt.param_groups[0]["d"])
+    params = [Parameter(torch.zeros(16, 64)) for _ in range(size)]
+    told = estimates(params, randn((size, 16, 64), 0), range(size))
     found = pool.run(size, late_rank)
     assert found[0][0] == found[1][0] == told and found[2][0][25:] == told[25:]
     assert all(torch.equal(p, own) for p, (_, own) in zip(params, found)) and told[-1] > 0.01

@@ -3,6 +3,8 @@ few dozen steps."""
 
 import pytest
 import torch
+from conftest import randn, twins
+from torch.nn import Parameter
 
 import halfstep
 
@@ -14,8 +16,8 @@ SHAPES = {"w": (24, 40), "b": (40,), "k": (4, 3, 5), "s": ()}
 def pair(shapes=SHAPES):
     """The same parameters twice."""
     torch.manual_seed(0)
-    ours = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-    return ours, {name: torch.nn.Parameter(p.detach().clone()) for name, p in ours.items()}
+    ours = {name: Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    return ours, twins(ours)
 
 
 def gradients(ours, theirs, step):
@@ -27,20 +29,24 @@ def gradients(ours, theirs, step):
         p.grad, theirs[name].grad = g, g.clone()
 
 
-def follow(ours, opt, theirs, peer, steps=40):
-    """Steps both. Returns the largest difference of a weight, and how far the weights came."""
-    start = {name: p.detach().clone() for name, p in ours.items()}
+def follow(ours, ours_has, theirs, theirs_has, shapes=SHAPES, steps=40):
+    """Steps two optimizers of equal parameters. Returns the largest difference of a weight, how far
+    the weights came, and the optimizers."""
+    params, others = pair(shapes)
+    opt, peer = ours(params.items(), **ours_has), theirs(others.values(), **theirs_has)
+    start = {name: p.detach().clone() for name, p in params.items()}
     for step in range(steps):
-        gradients(ours, theirs, step)
+        gradients(params, others, step)
         opt.step()
         peer.step()
-    apart = max((p - theirs[name]).abs().max().item() for name, p in ours.items())
-    return apart, min((p - start[name]).abs().max().item() for name, p in ours.items())
+    apart = max((p - others[name]).abs().max().item() for name, p in params.items())
+    moved = min((p - start[name]).abs().max().item() for name, p in params.items())
+    return apart, moved, opt, peer
 
 
-def check(opt, ours, peer, theirs, bound=6e-6, steps=40):
-    apart, moved = follow(ours, opt, theirs, peer, steps)
-    assert moved > 0.05 and apart < bound, f"{apart:.2e} apart after {moved:.2e}"
+def check(ours, ours_has, theirs, theirs_has, shapes=SHAPES):
+    apart, moved, _, _ = follow(ours, ours_has, theirs, theirs_has, shapes)
+    assert moved > 0.05 and apart < 6e-6, f"{apart:.2e} apart after {moved:.2e}"
 
 
 def adopt_clip(step):
@@ -61,13 +67,8 @@ def adopt_clip(step):
     ids=["default", "no clip", "l2"],
 )
 def test_adopt(ours_has, theirs_has):
-    ours, theirs = pair()
-    check(
-        halfstep.ADOPT(ours.items(), lr=1e-2, **ours_has),
-        ours,
-        pytorch_optimizer.ADOPT(theirs.values(), lr=1e-2, foreach=False, **theirs_has),
-        theirs,
-    )
+    theirs_has = {"lr": 1e-2, "foreach": False, **theirs_has}
+    check(halfstep.ADOPT, {"lr": 1e-2, **ours_has}, pytorch_optimizer.ADOPT, theirs_has)
 
 
 def test_adopt_s_first_update_moves_nothing():
@@ -84,36 +85,28 @@ def test_adopt_s_first_update_moves_nothing():
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("warmup", [None, 25, 1000])
 def test_ademamix(warmup, decoupled):
-    ours, theirs = pair()
-    opt = halfstep.AdEMAMix(
-        ours.items(),
-        lr=1e-2,
-        weight_decay=0.1,
-        decay="decoupled" if decoupled else "l2",
-        alpha_warmup=warmup or 0,
-        beta3_warmup=warmup or 0,
+    common = {"lr": 1e-2, "weight_decay": 0.1}
+    check(
+        halfstep.AdEMAMix,
+        {
+            **common,
+            "decay": "decoupled" if decoupled else "l2",
+            "alpha_warmup": warmup or 0,
+            "beta3_warmup": warmup or 0,
+        },
+        pytorch_optimizer.AdEMAMix,
+        {**common, "weight_decouple": decoupled, "t_alpha_beta3": warmup, "foreach": False},
     )
-    peer = pytorch_optimizer.AdEMAMix(
-        theirs.values(),
-        lr=1e-2,
-        weight_decay=0.1,
-        weight_decouple=decoupled,
-        t_alpha_beta3=warmup,
-        foreach=False,
-    )
-    check(opt, ours, peer, theirs)
 
 
 @pytest.mark.parametrize("states, bound", [("bf16-sr", 0.02), ("int8", 0.03)])
 def test_a_slow_average_does_not_wander(states, bound):
     """At beta3 0.9999 a gradient adds far less than the last place of 16 bits. Rounded to nearest,
     2000 of them add next to nothing."""
-    p = torch.nn.Parameter(torch.zeros(64, 64))
+    p = Parameter(torch.zeros(64, 64))
     opt = halfstep.AdEMAMix([("p", p)], lr=0.0, states=states)
     for step in range(2000):
-        p.grad = torch.full((64, 64), 0.5) + 0.1 * torch.randn(
-            64, 64, generator=torch.Generator().manual_seed(step)
-        )
+        p.grad = torch.full((64, 64), 0.5) + 0.1 * randn((64, 64), step)
         opt.step()
     wanted = 0.5 * (1 - 0.9999**2000)
     assert abs(opt.read_state(p, "exp_avg_slow").double().mean().item() / wanted - 1) < bound
@@ -125,31 +118,18 @@ def test_a_slow_average_does_not_wander(states, bound):
     ids=["default", "gamma"],
 )
 def test_mars(options):
-    ours, theirs = pair()
-    # eps is added to the raw root there
-    check(
-        halfstep.MARS(ours.items(), lr=1e-2, eps=0.0, **options),
-        ours,
-        pytorch_optimizer.MARS(
-            theirs.values(),
-            lr=1e-2,
-            eps=0.0,
-            optimize_1d=True,
-            weight_decouple=True,
-            foreach=False,
-            **{"weight_decay": 0.0, **options},
-        ),
-        theirs,
-    )
+    options = {"lr": 1e-2, "eps": 0.0, **options}  # eps is added to the raw root there
+    more = {"optimize_1d": True, "weight_decouple": True, "foreach": False, "weight_decay": 0.0}
+    check(halfstep.MARS, options, pytorch_optimizer.MARS, {**more, **options})
 
 
 def test_a_group_of_mars_without_correction_is_adamw():
-    ours, theirs = pair()
+    options = {"lr": 1e-2, "betas": (0.9, 0.95)}
     check(
-        halfstep.MARS(ours.items(), lr=1e-2, gamma=0.0, max_norm=0.0, betas=(0.9, 0.95)),
-        ours,
-        torch.optim.AdamW(theirs.values(), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95)),
-        theirs,
+        halfstep.MARS,
+        {"gamma": 0.0, "max_norm": 0.0, **options},
+        torch.optim.AdamW,
+        {"weight_decay": 0.0, **options},
     )
 
 
@@ -177,15 +157,12 @@ def test_a_group_of_mars_without_correction_is_adamw():
 def test_prodigy(ours_has, theirs_has):
     """One estimate of all tensors, which grows from 1e-6 by five orders of magnitude."""
     prodigyopt = pytest.importorskip("prodigyopt")
-    ours, theirs = pair()
-    opt, peer = (
-        halfstep.Prodigy(ours.items(), **ours_has),
-        prodigyopt.Prodigy(theirs.values(), **theirs_has),
+    apart, moved, opt, peer = follow(
+        halfstep.Prodigy, ours_has, prodigyopt.Prodigy, theirs_has, steps=60
     )
-    apart, moved = follow(ours, opt, theirs, peer, 60)
     wanted = peer.param_groups[0]["d"]
     assert wanted > 5 * ours_has.get("d0", 1e-6) and moved > 1e-3
-    assert all(opt.scalar(p, "d") == pytest.approx(wanted, rel=1e-3) for p in ours.values())
+    assert all(opt.scalar(p, "d") == pytest.approx(wanted, rel=1e-3) for p in opt.state)
     assert apart < 1e-3 * moved
 
 
@@ -204,13 +181,7 @@ FLAT = {name: shape for name, shape in SHAPES.items() if len(shape) < 3}
     ids=["default", "decay", "eps", "floor"],
 )
 def test_adafactor_is_torch_s(options):
-    ours, theirs = pair(FLAT)
-    check(
-        halfstep.Adafactor(ours.items(), **options),
-        ours,
-        torch.optim.Adafactor(theirs.values(), **options),
-        theirs,
-    )
+    check(halfstep.Adafactor, options, torch.optim.Adafactor, options, FLAT)
 
 
 @pytest.mark.parametrize(
@@ -229,14 +200,13 @@ def test_adafactor_is_transformers_too(options):
     theirs_of = pytest.importorskip("transformers.optimization").Adafactor
     from halfstep.compat.transformers import Adafactor
 
-    ours, theirs = pair(FLAT)
-    opt = Adafactor(ours.items(), **options)
-    apart, moved = follow(ours, opt, theirs, theirs_of(theirs.values(), **options))
+    apart, moved, opt, _ = follow(Adafactor, options, theirs_of, options, FLAT)
     assert moved > (1e-4 if "warmup_init" in options else 0.05) and apart < 1e-4 * moved
-    group, p = opt.param_groups[0], ours["w"]
+    (group,) = opt.param_groups
+    p = group["params"][0]
     assert opt._get_lr(group, opt.state[p]) == pytest.approx(
         theirs_of._get_lr(
-            theirs_of([torch.nn.Parameter(p.detach())], **options).param_groups[0],
+            theirs_of([Parameter(p.detach())], **options).param_groups[0],
             {"step": 40, "RMS": opt.scalar(p, "weight_rms")},
         )
     )
@@ -255,13 +225,8 @@ def test_came(options):
     came_pytorch = pytest.importorskip("came_pytorch")
     from halfstep.compat.came_pytorch import CAME
 
-    ours, theirs = pair(FLAT)
-    apart, moved = follow(
-        ours,
-        CAME(ours.items(), lr=1e-2, **options),
-        theirs,
-        came_pytorch.CAME(theirs.values(), lr=1e-2, **options),
-    )
+    options = {"lr": 1e-2, **options}
+    apart, moved, _, _ = follow(CAME, options, came_pytorch.CAME, options, FLAT)
     assert moved > 0.02 and apart < 1e-4 * moved
 
 
@@ -270,13 +235,10 @@ def test_factors_of_more_dimensions_are_of_the_first_and_the_rest():
     torch.manual_seed(1)
     start = torch.randn(8, 3, 5)
     for cls, options in ((halfstep.Adafactor, {}), (halfstep.CAME, {"lr": 1e-2})):
-        kernel, matrix = (
-            torch.nn.Parameter(start.clone()),
-            torch.nn.Parameter(start.flatten(1).clone()),
-        )
+        kernel, matrix = Parameter(start.clone()), Parameter(start.flatten(1).clone())
         opts = cls([kernel], **options), cls([matrix], **options)
         for step in range(5):
-            kernel.grad = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(step))
+            kernel.grad = randn((8, 3, 5), step)
             matrix.grad = kernel.grad.flatten(1)
             for opt in opts:
                 opt.step()
@@ -290,12 +252,8 @@ def other_adafactor(name):
     if name == "transformers":
         from halfstep.compat.transformers import Adafactor
 
-        return (
-            pytest.importorskip("transformers.optimization").Adafactor,
-            Adafactor,
-            {"beta1": 0.5},
-            {},
-        )
+        theirs = pytest.importorskip("transformers.optimization").Adafactor
+        return theirs, Adafactor, {"beta1": 0.5}, {}
     from halfstep.compat.came_pytorch import CAME
 
     return pytest.importorskip("came_pytorch").CAME, CAME, {"lr": 1e-2}, {"lr": 1.0}
@@ -322,12 +280,12 @@ def test_states_of_factors_are_taken_over(name):
         if name == "torch" or min(p.shape, default=0) != 1:  # the packages have factors of one row
             assert (p - theirs[key]).abs().max() < 2e-5, key
     if name == "torch":
-        kernel = torch.nn.Parameter(torch.randn(4, 3, 5))
+        kernel = Parameter(torch.randn(4, 3, 5))
         peer = theirs_of([kernel], **options)
         for _ in range(3):
             kernel.grad = torch.randn(4, 3, 5)
             peer.step()
-        found = torch.nn.Parameter(kernel.detach().clone())
+        found = Parameter(kernel.detach().clone())
         opt = cls([found])
         opt.load_state_dict(peer.state_dict())
         state = peer.state[kernel]

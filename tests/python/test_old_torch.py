@@ -2,10 +2,11 @@
 release, names. It runs with the pinned torch too; for another one see docs/packaging.md."""
 
 import copy
-import io
 
 import pytest
 import torch
+from conftest import saved
+from torch import nn
 
 import halfstep
 
@@ -22,17 +23,13 @@ recipes = pytest.mark.parametrize(
 
 def model_of(dtype):
     torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(
-        dtype
-    )
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(dtype)
 
 
 def loss_of(model):
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(128, 64, generator=generator).to(next(model.parameters()).dtype)
-    return torch.nn.functional.mse_loss(
-        model(x).float().squeeze(1), x[:, 0].float() * x[:, 1].float()
-    )
+    return nn.functional.mse_loss(model(x).float().squeeze(1), x[:, 0].float() * x[:, 1].float())
 
 
 def train(model, opt, steps):
@@ -72,16 +69,12 @@ def test_a_resumed_run_is_the_run(dtype, options):
     halfstep.name_parameters(whole)
     opt = halfstep.AdamW(whole.parameters(), lr=0.01, seed=11, **options)
     train(whole, opt, 5)
-    file = io.BytesIO()
-    torch.save({"model": whole.state_dict(), "opt": opt.state_dict()}, file)
+    file = saved({"model": whole.state_dict(), "opt": opt.state_dict()})
     train(whole, opt, 5)
-
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
     resumed = model_of(dtype)
-    resumed.load_state_dict(saved["model"])
+    resumed.load_state_dict(file["model"])
     opt = halfstep.AdamW(resumed.parameters(), **options)
-    opt.load_state_dict(saved["opt"])
+    opt.load_state_dict(file["opt"])
     assert opt.param_groups[0]["lr"] == 0.01
     train(resumed, opt, 5)
     assert same(whole, resumed)
@@ -90,14 +83,10 @@ def test_a_resumed_run_is_the_run(dtype, options):
 @recipes
 def test_release_gives_the_bits_of_steps(dtype, options):
     models = [model_of(dtype) for _ in range(2)]
-    for model in models:
+    for model, release in zip(models, (False, True)):
         halfstep.name_parameters(model)
-    train(models[0], halfstep.AdamW(models[0].parameters(), lr=0.01, **options, seed=0), 4)
-    train(
-        models[1],
-        halfstep.AdamW(models[1].parameters(), lr=0.01, gradient_release=True, **options, seed=0),
-        4,
-    )
+        more = {"lr": 0.01, "gradient_release": release, "seed": 0, **options}
+        train(model, halfstep.AdamW(model.parameters(), **more), 4)
     assert same(*models)
 
 

@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from torch.nn import Parameter
 
 from halfstep import _abi
 from halfstep._parameters import (
@@ -55,7 +56,7 @@ REFUSED = {
     "not made yet": (lambda: torch.nn.LazyLinear(3).weight, ValueError, "is not initialized"),
     "a class": (lambda: ONES.as_subclass(Unknown), TypeError, "is a Unknown, a kind of tensor"),
     "data of a class": (
-        lambda: torch.nn.Parameter(ONES.as_subclass(Unknown)),
+        lambda: Parameter(ONES.as_subclass(Unknown)),
         TypeError,
         "a kind of tensor that halfstep does not know",
     ),
@@ -109,7 +110,7 @@ def test_gradients_of_any_strides(dtype):
         p = torch.ones(shape, dtype=dtype)
         assert check_gradient(p, p, "p") == PLAIN[dtype]
     assert check_gradient(ONES, zeros((4, 6)), "p") == "f32"  # which takes no memory
-    assert check_gradient(ONES, torch.nn.Parameter(ONES), "p") == "f32"
+    assert check_gradient(ONES, Parameter(ONES), "p") == "f32"
 
 
 def freed():
@@ -148,7 +149,7 @@ def test_followers_of_gradients_die_with_their_owner():
         pass
 
     owner = Owner()
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    params = [Parameter(torch.ones(3)) for _ in range(2)]
     params[1].requires_grad_(False)
     seen = []
     handles = follow_gradients(params, owner, lambda held, p: seen.append((type(held), p.grad)))

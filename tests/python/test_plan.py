@@ -53,13 +53,8 @@ def test_equal_to_what_an_optimizer_holds(rule):
             p.grad = torch.randn_like(p)
         opt.step()
         (row,) = plan(shapes, recipe).rows
-        found = {
-            "weights": row.weights,
-            "gradients": row.gradients,
-            "extras": row.extras,
-            "states": row.states,
-        }
-        assert found == opt.memory(), recipe
+        for part, size in opt.memory().items():
+            assert getattr(row, part) == size, (recipe, part)
         held = {key: 0 for key in ("extra", "state")}
         for p in params.values():
             for key, value in streams(opt, p).items():
@@ -69,10 +64,8 @@ def test_equal_to_what_an_optimizer_holds(rule):
         assert (row.extras, row.states) == (held["extra"], held["state"]), recipe
         assert row.weights == sum(p.numel() * p.element_size() for p in params.values())
         assert row.gradients == sum(p.grad.numel() * p.grad.element_size() for p in params.values())
-        assert (
-            row.total == row.weights + row.extras + row.gradients + row.states
-            and row.recipe == _abi.recipe_full(recipe)
-        )
+        assert row.total == row.weights + row.extras + row.gradients + row.states
+        assert row.recipe == _abi.recipe_full(recipe)
 
 
 def test_adafactor_without_a_first_moment_adds_two_vectors():
@@ -184,24 +177,12 @@ def test_text():
     assert isinstance(answer, Plan) and repr(answer) == str(answer)
     lines = str(answer).splitlines()
     assert lines[0] == "1049600 parameters. Bytes per parameter:"
-    assert lines[2].split() == [
-        "recipe",
-        "weights",
-        "extra",
-        "gradients",
-        "states",
-        "total",
-        "in",
-        "all",
-        "fits",
-    ]
-    assert (
-        lines[3].split()
-        == "lion/bf16-kahan/int8 2.000 2.000 2.000 bf16 1.063 7.063 7.07 MiB no".split()
-    )
-    assert (
-        lines[4].split() == "adamw/f32/f32 4.000 0.000 4.000 f32 8.000 16.000 16.02 MiB no".split()
-    )
+    for line, words in (
+        (2, "recipe weights extra gradients states total in all fits"),
+        (3, "lion/bf16-kahan/int8 2.000 2.000 2.000 bf16 1.063 7.063 7.07 MiB no"),
+        (4, "adamw/f32/f32 4.000 0.000 4.000 f32 8.000 16.000 16.02 MiB no"),
+    ):
+        assert lines[line].split() == words.split()
     assert (
         "0 of 2 recipes fit into 1.00 MiB. The smallest lacks 6.07 MiB; release=True may help."
         in lines
@@ -243,12 +224,7 @@ def test_bars_are_as_long_as_what_they_stand_for():
         round(48 * row.total / answer.rows[-1].total) for row in answer.rows
     ]
     whole = bars[-1][bars[-1].index("█") :]
-    assert (whole.count("█"), whole.count("▒"), whole.count("░"), whole.index("|")) == (
-        12,
-        12,
-        24,
-        24,
-    )
+    assert [whole.count(sign) for sign in "█▒░"] == [12, 12, 24] and whole.index("|") == 24
     assert all(bar.index("|") == bars[-1].index("|") for bar in bars)
     assert "█ weights   ▓ extras   ▒ gradients   ░ states   | 8.00 MiB" in str(answer)
     assert "|" not in str(plan({"a": (1024, 1024)}))
@@ -269,12 +245,9 @@ def test_where_states_are():
     """The formulas of docs/choosing.md, by hand."""
     shapes = {f"m{i}": (1 << 15, 1 << 12) for i in range(8)}
     n = 8 << 27
-    every = {
-        row.way: row
-        for row in plan(
-            shapes, "adamw/bf16-sr/int8", device_memory="5G", bus=50e9, host=100e9, device=1e12
-        ).rows
-    }
+    speeds = {"bus": 50e9, "host": 100e9, "device": 1e12}
+    rows = plan(shapes, "adamw/bf16-sr/int8", device_memory="5G", **speeds).rows
+    every = {row.way: row for row in rows}
     (one,) = plan(shapes, "adamw/bf16-sr/int8").rows
     states, largest = one.states, one.states // 8
     touched = 2 * 2 * n + 2 * n + 2 * states
@@ -287,17 +260,14 @@ def test_where_states_are():
         "StateStreaming, gradient_release": (2 * n + n // 4 + 3 * largest, states),
         "CPUOffload, gradient_release": (2 * n + n // 4, 4 * n + states),
     }
-    assert (
-        every["StateStreaming"].seconds == states / 50e9 and every["GPU"].seconds == touched / 1e12
-    )
-    assert (
-        every["CPUOffload"].seconds == touched / 100e9 + 2 * n / 50e9
-        and not every["CPUOffload"].hidden
-    )
-    assert (
-        every["CPUOffload, gradient_release"].seconds == max(touched / 100e9, 4 * n / 50e9)
-        and every["CPUOffload, gradient_release"].hidden
-    )
+    for way, seconds in (
+        ("GPU", touched / 1e12),
+        ("StateStreaming", states / 50e9),
+        ("CPUOffload", touched / 100e9 + 2 * n / 50e9),
+        ("CPUOffload, gradient_release", max(touched / 100e9, 4 * n / 50e9)),
+    ):
+        assert every[way].seconds == seconds, way
+    assert every["CPUOffload, gradient_release"].hidden and not every["CPUOffload"].hidden
     # The order is: the quickest that fits and loses nothing, then the one that judges tensors
     # singly, then the smallest.
     for memory, way, fits in (

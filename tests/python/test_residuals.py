@@ -2,12 +2,27 @@
 somebody else has written has none. A weight that only seems to be written keeps its own."""
 
 import copy
-import pickle
+import itertools
 import warnings
 
 import pytest
 import torch
-from conftest import bits, class_of, run, saved, set_gradients, states
+from conftest import (
+    COPIES,
+    bits,
+    class_of,
+    named,
+    plain,
+    randn,
+    run,
+    same,
+    same_steps,
+    saved,
+    set_gradients,
+    states,
+    warnings_are,
+    weights_of,
+)
 from torch import nn
 
 import halfstep
@@ -36,16 +51,19 @@ class Model(nn.Module):
             }
         )
 
-    def named(self):
-        return dict(self.named_parameters())
+
+def optimizer_of(params, weights, rule="adamw", **options):
+    """Asks for the format of BF16, which stands for its namesake of FP16, too."""
+    asked = "bf16-" + weights.split("-")[1]
+    return class_of(rule)(params, lr=2.0**-9, weights=asked, seed=0, **options)
 
 
-def made(weights, rule="adamw", seed=0, **options):
+def made(weights, steps=0, rule="adamw", seed=0, **options):
+    """Makes a model and its optimizer, which have made some steps."""
     model = Model(FORMATS[weights], seed)
-    asked = weights.replace("f16", "bf16") if weights.startswith("f16") else weights
-    return model, class_of(rule)(
-        model.named_parameters(), lr=2.0**-9, weights=asked, seed=0, **options
-    )
+    opt = optimizer_of(model.named_parameters(), weights, rule, **options)
+    run(opt, model, 0, steps)
+    return model, opt
 
 
 def something_in(opt, model):
@@ -54,8 +72,7 @@ def something_in(opt, model):
 
 @pytest.fixture
 def silent():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are("error"):
         yield
 
 
@@ -80,32 +97,32 @@ OTHER_WAYS = {
 }
 
 
+#: of what a state dictionary is asked: the original, or a copy
+VERSIONS = {"state_dict": lambda whole: whole, **COPIES}
+
+
 @formats
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_a_weight_that_others_wrote_has_no_residual(weights, way):
     """The next step uses residuals of zero, and one warning says so."""
-    model, opt = made(weights)
-    run(opt, model.named(), 0, 3)
+    model, opt = made(weights, 3)
     assert something_in(opt, model)
     with torch.no_grad():
         OTHER_WAYS[way](model, Model(FORMATS[weights], 7))
     with pytest.warns(UserWarning, match="tree.matrix.*write_weight"):
-        run(opt, model.named(), 3, 4)
-    others, other = made(weights)
-    run(other, others.named(), 0, 3)
+        run(opt, model, 3, 4)
+    others, other = made(weights, 3)
     file = saved(other.state_dict())
     for state in file["state"].values():
         state["weight.extra"].zero_()
     judge, reference = made(weights, seed=7)
     reference.load_state_dict(file)
-    run(reference, judge.named(), 3, 4)
-    assert [bits(p) for p in model.parameters()] == [bits(p) for p in judge.parameters()]
-    assert states(opt) == states(reference)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+    run(reference, judge, 3, 4)
+    same(opt, reference, model, judge)
+    with warnings_are("error"):  # said once
         with torch.no_grad():
             OTHER_WAYS[way](model, Model(FORMATS[weights], 8))
-        run(opt, model.named(), 4, 5)
+        run(opt, model, 4, 5)
 
 
 @formats
@@ -114,12 +131,11 @@ def test_a_weight_that_others_wrote_has_no_residual(weights, way):
 def test_a_checkpoint_in_either_order_resumes_bit_for_bit(weights, order, used, silent):
     """Also in a process that has made steps before, and with looks at the optimizer between the
     two."""
-    model, opt = made(weights)
-    run(opt, model.named(), 0, 3)
+    model, opt = made(weights, 3)
     checkpoint = saved({"model": model.state_dict(), "optimizer": opt.state_dict()})
     fresh, other = made(weights, seed=5)
     if used:
-        run(other, fresh.named(), 50, 52)
+        run(other, fresh, 50, 52)
     if order == "model first":
         fresh.load_state_dict(checkpoint["model"])
         other.load_state_dict(checkpoint["optimizer"])
@@ -127,10 +143,7 @@ def test_a_checkpoint_in_either_order_resumes_bit_for_bit(weights, order, used, 
         other.load_state_dict(checkpoint["optimizer"])
         assert repr(other) and other.memory() and other.state_dict()
         fresh.load_state_dict(checkpoint["model"])
-    run(opt, model.named(), 3, 6)
-    run(other, fresh.named(), 3, 6)
-    assert [bits(p) for p in model.parameters()] == [bits(p) for p in fresh.parameters()]
-    assert states(opt) == states(other)
+    same_steps(opt, other, model, fresh, 3, 6)
 
 
 @formats
@@ -138,13 +151,11 @@ def test_a_checkpoint_in_place_resumes_bit_for_bit(weights, silent):
     """Loads as torch.distributed.checkpoint does: into the tensors of both, in any order, in
     mid-run."""
     for first in (0, 1):
-        model, opt = made(weights)
-        run(opt, model.named(), 0, 3)
+        model, opt = made(weights, 3)
         kept, held = saved(model.state_dict()), saved(opt.state_dict()["state"])
-        run(opt, model.named(), 3, 6)
-        after = [bits(p) for p in model.parameters()]
-        fresh, other = made(weights, seed=5)
-        run(other, fresh.named(), 0, 3)
+        run(opt, model, 3, 6)
+        after = weights_of(model)
+        fresh, other = made(weights, 3, seed=5)
 
         def weights_in():
             with torch.no_grad():
@@ -159,49 +170,36 @@ def test_a_checkpoint_in_place_resumes_bit_for_bit(weights, silent):
 
         for act in (weights_in, states_in)[:: -1 if first else 1]:
             act()
-        run(other, fresh.named(), 3, 6)
-        assert [bits(p) for p in fresh.parameters()] == after
+        run(other, fresh, 3, 6)
+        assert weights_of(fresh) == after
 
 
 @formats
 def test_safetensors_in_either_order(weights, tmp_path, silent):
     pytest.importorskip("safetensors")
-    model, opt = made(weights)
-    run(opt, model.named(), 0, 3)
+    model, opt = made(weights, 3)
     kept = saved(model.state_dict())
     opt.save_safetensors(tmp_path / "o")
-    run(opt, model.named(), 3, 5)
-    for first in (0, 1):
-        fresh, other = made(weights, seed=5)
+    run(opt, model, 3, 5)
+    for first, used in itertools.product((0, 1), (0, 2)):
+        fresh, other = made(weights, used, seed=5)
         for act in (
             lambda: fresh.load_state_dict(kept),
             lambda: other.load_safetensors(tmp_path / "o"),
         )[:: -1 if first else 1]:
             act()
-        run(other, fresh.named(), 3, 5)
-        assert [bits(p) for p in fresh.parameters()] == [bits(p) for p in model.parameters()]
+        run(other, fresh, 3, 5)
+        assert weights_of(fresh) == weights_of(model)
 
 
 @pytest.mark.parametrize(
     "look",
-    [
-        "read_weight",
-        "read_average",
-        "state_dict",
-        "pickle",
-        "deepcopy",
-        "safetensors",
-        "average",
-        "accumulate",
-        "conversion",
-        "release",
-        "torch_state_dict",
-    ],
+    ["read_weight", "read_average", *VERSIONS, "safetensors", "average"]
+    + ["accumulate", "conversion", "release", "torch_state_dict"],
 )
 def test_every_use_notices(look, tmp_path):
     """Every function that reads the pair may be the first to notice."""
-    model, opt = made("bf16-ecc8")
-    run(opt, model.named(), 0, 3)
+    model, opt = made("bf16-ecc8", 3)
     opt.zero_grad()
     ema = EMA(model, 0.5, "f32", seed=0)
     p = model.tree["matrix"]
@@ -211,17 +209,10 @@ def test_every_use_notices(look, tmp_path):
     with torch.no_grad():
         p.copy_(Model(torch.bfloat16, 7).tree["matrix"])
     with pytest.warns(UserWarning, match="tree.matrix"):
-        if look == "read_weight":
-            assert torch.equal(opt.read_weight(p), p.float())
-        elif look == "read_average":
-            assert torch.equal(opt.read_average(p), p.float())
-        elif look == "state_dict":
-            assert not opt.state_dict()["state"][0]["weight.extra"].any()
-        elif look == "pickle":
-            _, copied = pickle.loads(pickle.dumps((model, opt)))
-            assert not copied.state_dict()["state"][0]["weight.extra"].any()
-        elif look == "deepcopy":
-            _, copied = copy.deepcopy((model, opt))
+        if look in ("read_weight", "read_average"):
+            assert torch.equal(getattr(opt, look)(p), p.float())
+        elif look in VERSIONS:
+            _, copied = VERSIONS[look]((model, opt))
             assert not copied.state_dict()["state"][0]["weight.extra"].any()
         elif look == "safetensors":
             pytest.importorskip("safetensors")
@@ -233,7 +224,7 @@ def test_every_use_notices(look, tmp_path):
             assert torch.equal(ema.module.tree["matrix"], before + 0.5 * (p.float() - before))
         elif look == "accumulate":
             opt.optimizer_accumulation = True
-            run(opt, model.named(), 3, 4)
+            run(opt, model, 3, 4)
             assert not opt.state[p]["weight.extra"].any()
         elif look == "conversion":
             opt.param_groups[0]["weights"] = "bf16-ecc16"
@@ -263,7 +254,7 @@ def test_our_own_writes_are_no_strangers(weights, way, silent):
     results = []
     for looked in (False, True):
         model, opt = made(weights)
-        params = model.named()
+        params = named(model)
         if way == "strided":
             p = params["tree.matrix"]
             p.data = p.data.t().contiguous().t()
@@ -275,9 +266,7 @@ def test_our_own_writes_are_no_strangers(weights, way, silent):
                 for (n, p), a, b in zip(params.items(), places, places[1:])
             }
             assert len({p._version for p in params.values()}) == 1
-            opt = type(opt)(
-                list(params.items()), lr=2.0**-9, weights=opt.defaults["weights"], seed=0
-            )
+            opt = optimizer_of(params.items(), weights)
         if way == "release":
             opt.prepare_gradient_release()
         for step in range(4):
@@ -305,7 +294,7 @@ def test_our_own_writes_are_no_strangers(weights, way, silent):
                 assert opt.state_dict()
                 for p in params.values():
                     opt.read_weight(p)
-        results.append(([bits(p) for p in params.values()], states(opt)))
+        results.append((weights_of(params), states(opt)))
     assert results[0] == results[1]
     assert any(s["weight.extra"].any() for s in opt.state.values())
 
@@ -317,7 +306,7 @@ def test_a_weight_that_moves_keeps_its_residual(weights, silent):
     others, other = made(weights)
     for step in range(5):
         for m, o in ((model, opt), (others, other)):
-            set_gradients(m.named(), step)
+            set_gradients(m, step)
             o.step()
         p = model.tree["matrix"]
         p.grad = None
@@ -331,16 +320,14 @@ def test_a_weight_that_moves_keeps_its_residual(weights, silent):
             held = p.data
             p.data = torch.zeros_like(held)
             p.data = held
-    assert [bits(p) for p in model.parameters()] == [bits(p) for p in others.parameters()]
-    assert states(opt) == states(other)
+    same(opt, other, model, others)
 
 
 def test_moved_and_written():
     """The weight is written, then moved. Its old memory proves nothing any more, nor does freed
     memory."""
     for order in ("written first", "written after", "freed"):
-        model, opt = made("bf16-ecc16")
-        run(opt, model.named(), 0, 3)
+        model, opt = made("bf16-ecc16", 3)
         p = model.tree["matrix"]
         with torch.no_grad():
             if order == "written first":
@@ -368,8 +355,7 @@ def test_masks_lose_residuals_and_write_weight_keeps_them():
         mask = torch.ones(8, 64)
         mask[:, ::2] = 0
         opt = halfstep.SGD([("p", p)], lr=2.0**-13, weights="bf16-ecc16")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if way == "mul_" else "error")
+        with warnings_are("ignore" if way == "mul_" else "error"):
             for _ in range(64):
                 p.grad = torch.ones_like(p)
                 opt.step()
@@ -387,8 +373,7 @@ def test_masks_lose_residuals_and_write_weight_keeps_them():
 def test_residuals_of_states_stay(rule):
     """Slow weights and schedule-free's z are states. They keep their residuals, whoever writes the
     weight."""
-    model, opt = made("bf16-kahan", rule)
-    run(opt, model.named(), 0, 7)
+    model, opt = made("bf16-kahan", 7, rule)
     p = model.tree["matrix"]
     (key,) = (k for k in opt.state[p] if k.endswith(".extra") and k != "weight.extra")
     before = bits(opt.state[p][key])
@@ -402,15 +387,14 @@ def test_residuals_of_states_stay(rule):
 def test_formats_without_residuals_are_not_looked_at(silent):
     model = Model(torch.bfloat16)
     opt = halfstep.AdamW(model.named_parameters(), weights="bf16-sr")
-    run(opt, model.named(), 0, 2)
+    run(opt, model, 0, 2)
     model.load_state_dict(Model(torch.bfloat16, 7).state_dict())
-    run(opt, model.named(), 2, 3)
+    run(opt, model, 2, 3)
     assert not opt._parts.residuals.watch and not opt._parts.cache.engine.guarded
 
 
 def test_a_failed_load_forgets_nothing():
-    model, opt = made("bf16-ecc8")
-    run(opt, model.named(), 0, 2)
+    model, opt = made("bf16-ecc8", 2)
     bad = copy.deepcopy(opt.state_dict())
     bad["state"][0]["step"] = torch.tensor(-1.0)
     with pytest.raises(ValueError):
@@ -418,7 +402,7 @@ def test_a_failed_load_forgets_nothing():
     with torch.no_grad():
         model.tree["matrix"].mul_(0.5)
     with pytest.warns(UserWarning, match="tree.matrix"):
-        run(opt, model.named(), 2, 3)
+        run(opt, model, 2, 3)
 
 
 def test_weights_of_inference_mode(silent):
@@ -448,13 +432,11 @@ def test_compiled_steps(backend, weights):
 
     def both(number, missing=None):
         for m, act in ((model, step), (reference, other.step)):
-            set_gradients(m.named(), number)
+            set_gradients(m, number)
             if missing:
                 m.tree[missing].grad = None
             act()
-        assert [bits(p) for p in model.parameters()] == [bits(p) for p in reference.parameters()], (
-            number
-        )
+        assert weights_of(model) == weights_of(reference), number
         assert states(opt) == states(other), number
 
     with warnings.catch_warnings():
@@ -514,21 +496,14 @@ def test_averages_that_others_wrote_have_no_residual(weights, use, assign):
             judge.counters[0] = 4
             judge.update_parameters(model)
             ema.update_parameters(model)
-            assert {k: bits(v) for k, v in ema.state_dict().items()} == {
-                k: bits(v) for k, v in judge.state_dict().items()
-            }
+            assert plain(ema.state_dict()) == plain(judge.state_dict())
         elif use == "full_state_dict":
             full = ema.full_state_dict()
             assert all(torch.equal(full[n], p.float()) for n, p in ema.module.named_parameters())
         else:
-            found = {
-                "state_dict": lambda e: e,
-                "deepcopy": copy.deepcopy,
-                "pickle": lambda e: pickle.loads(pickle.dumps(e)),
-            }[use](ema).state_dict()
+            found = VERSIONS[use](ema).state_dict()
             assert not any(v.any() for k, v in found.items() if k.startswith("extra."))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are("error"):
         ema.module.load_state_dict(Model(FORMATS[weights], 8).state_dict())
         ema.update_parameters(model)  # said once
 
@@ -543,17 +518,13 @@ def test_averages_load_and_move_with_their_residuals(weights, silent):
             other.update_parameters(model)
             other.update_parameters(model)
         other.load_state_dict(kept)
-        assert {k: bits(v) for k, v in other.full_state_dict().items()} == {
-            k: bits(v) for k, v in ema.full_state_dict().items()
-        }
+        assert plain(other.full_state_dict()) == plain(ema.full_state_dict())
         follows = copy.deepcopy(ema)
         for e in (other, follows):
             e.module.share_memory()
             e.update_parameters(model)
             e.update_parameters(model)
-        assert {k: bits(v) for k, v in other.state_dict().items()} == {
-            k: bits(v) for k, v in follows.state_dict().items()
-        }
+        assert plain(other.state_dict()) == plain(follows.state_dict())
 
 
 def test_an_average_that_starts_anew_says_nothing(silent):
@@ -584,7 +555,7 @@ def test_bits_that_come_back_cost_no_residual(weights, way):
     ends = []
     for swapped in (False, True):
         model, opt = made(weights)
-        params = model.named()
+        params = named(model)
         if way == "strided":
             params["tree.matrix"].data = params["tree.matrix"].data.t().contiguous().t()
         run(opt, params, 0, 2)
@@ -592,8 +563,7 @@ def test_bits_that_come_back_cost_no_residual(weights, way):
             knows_hashes(model, opt)
         if way == "release":
             opt.prepare_gradient_release()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings_are("error"):
             for step in range(2, 6):
                 set_gradients(params, step)
                 if way in ("step_param", "release"):
@@ -611,7 +581,7 @@ def test_bits_that_come_back_cost_no_residual(weights, way):
                             p.fill_(7.0)
                         for p, q in zip(params.values(), kept):
                             p.copy_(q)
-        ends.append(([bits(p) for p in params.values()], states(opt)))
+        ends.append((weights_of(params), states(opt)))
     assert ends[0] == ends[1]
 
 
@@ -619,18 +589,10 @@ def test_bits_that_come_back_cost_no_residual(weights, way):
 def test_only_rows_that_changed_lose_theirs(weights):
     """Rows of a matrix, pieces of 256 of a vector."""
     matrix, vector = (
-        nn.Parameter(
-            torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(FORMATS[weights])
-        )
-        for shape in ((24, 96), (600,))
+        nn.Parameter(randn(shape, 3).to(FORMATS[weights])) for shape in ((24, 96), (600,))
     )
     params = {"matrix": matrix, "vector": vector}
-    opt = halfstep.AdamW(
-        params.items(),
-        lr=2.0**-9,
-        weights=weights.replace("f16", "bf16") if weights.startswith("f16") else weights,
-        seed=0,
-    )
+    opt = optimizer_of(params.items(), weights)
     run(opt, params, 0, 3)
     knows_hashes(nn.ParameterDict(params), opt)
     run(opt, params, 3, 6)
@@ -653,12 +615,10 @@ def test_only_rows_that_changed_lose_theirs(weights):
 def test_a_pair_that_was_loaded_is_judged_by_its_bits(weights, look):
     """Weights come after the optimizer's state. Those of the state keep their residuals, and other
     rows have none."""
-    model, opt = made(weights)
-    run(opt, model.named(), 0, 3)
+    model, opt = made(weights, 3)
     kept = saved({"model": model.state_dict(), "optimizer": opt.state_dict()})
     for others in (False, True):
-        fresh, other = made(weights, seed=5)
-        run(other, fresh.named(), 0, 1)
+        fresh, other = made(weights, 1, seed=5)
         other.load_state_dict(kept["optimizer"])
         if look == "state_dict":
             kept["optimizer"] = saved(other.state_dict())
@@ -668,8 +628,7 @@ def test_a_pair_that_was_loaded_is_judged_by_its_bits(weights, look):
         with torch.no_grad():
             if others:
                 fresh.tree["matrix"][3:5] = 0
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings_are("always") as said:
             values = other.read_weight(fresh.tree["matrix"])
         expected = opt.read_weight(model.tree["matrix"])
         if others:
@@ -678,24 +637,15 @@ def test_a_pair_that_was_loaded_is_judged_by_its_bits(weights, look):
         assert not others or "beside 2 of its 24 rows" in str(said[0].message)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("way", COPIES)
 def test_a_copy_knows_its_weights(way):
     """Weights of a copy that are set to zero have no residuals of other weights."""
-    model, opt = made("bf16-kahan")
-    run(opt, model.named(), 0, 3)
-    copied, other = (
-        copy.deepcopy((model, opt))
-        if way == "deepcopy"
-        else pickle.loads(pickle.dumps((model, opt)))
-    )
+    model, opt = made("bf16-kahan", 3)
+    copied, other = COPIES[way]((model, opt))
     assert torch.equal(
         other.read_weight(copied.tree["matrix"]), opt.read_weight(model.tree["matrix"])
     )
-    copied, other = (
-        copy.deepcopy((model, opt))
-        if way == "deepcopy"
-        else pickle.loads(pickle.dumps((model, opt)))
-    )
+    copied, other = COPIES[way]((model, opt))
     with torch.no_grad():
         copied.tree["matrix"].zero_()
     with pytest.warns(UserWarning, match="tree.matrix"):
@@ -705,12 +655,10 @@ def test_a_copy_knows_its_weights(way):
 def test_full_precision_beside_the_state():
     """Weights get other bits than they had. Their rows lose the residuals that belonged to the old
     ones."""
-    model, opt = made("bf16-kahan")
-    run(opt, model.named(), 0, 40)
+    model, opt = made("bf16-kahan", 40)
     whole, state = halfstep.full_precision_state_dict(model, opt), saved(opt.state_dict())
     fresh, other = made("bf16-kahan", seed=5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         fresh.load_state_dict(whole)
         other.load_state_dict(state)
         for (name, p), q in zip(model.named_parameters(), fresh.parameters()):
@@ -721,10 +669,9 @@ def test_full_precision_beside_the_state():
 def test_hashes_of_a_kept_state_end_with_the_next_step():
     """The residual in a kept state goes on, so the hash beside it no longer belongs to its
     weight."""
-    model, opt = made("bf16-kahan")
-    run(opt, model.named(), 0, 2)
+    model, opt = made("bf16-kahan", 2)
     live, copied = opt.state_dict(), copy.deepcopy(opt.state_dict())
-    run(opt, model.named(), 2, 3)
+    run(opt, model, 2, 3)
     assert all(not hashes.any() for hashes in live["weight_hashes"].values())
     assert all(hashes.all() for hashes in copied["weight_hashes"].values())
     fresh, other = made("bf16-kahan", seed=5)
@@ -747,17 +694,11 @@ def test_averages_that_come_back_keep_their_residuals():
     for swapped in (False, True):
         model = Model(torch.bfloat16)
         ema = EMA(model, 0.9, "bf16-kahan", seed=0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings_are("ignore"):
             for step in range(8):
                 with torch.no_grad():
                     for i, p in enumerate(model.parameters()):
-                        p.add_(
-                            torch.randn(
-                                p.shape, generator=torch.Generator().manual_seed(10 * step + i)
-                            ).bfloat16()
-                            * 0.1
-                        )
+                        p.add_(randn(p.shape, 10 * step + i).bfloat16() * 0.1)
                 ema.update_parameters(model)
                 if step == 0 or swapped:  # the first write of somebody else costs what was there
                     with torch.no_grad():

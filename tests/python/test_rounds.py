@@ -6,7 +6,24 @@ import warnings
 
 import pytest
 import torch
-from conftest import RECIPES, bits, class_of, loss_of, network, recipes, saved, states
+from conftest import (
+    RECIPES,
+    bits,
+    class_of,
+    loss_of,
+    make_network,
+    network,
+    randn,
+    recipes,
+    same,
+    saved,
+    train,
+    twins,
+    warnings_are,
+    weights_of,
+)
+from torch import nn
+from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
@@ -30,16 +47,14 @@ class Fails(torch.autograd.Function):
         return grad
 
 
-class Net(torch.nn.Module):
+class Net(nn.Module):
     """Two layers. Only the second has its gradient when the backward pass fails."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(4)
-        self.first, self.second = (
-            torch.nn.Linear(48, 64).to(dtype),
-            torch.nn.Linear(64, 32).to(dtype),
-        )
+        self.first, self.second = nn.Linear(48, 64), nn.Linear(64, 32)
+        self.to(dtype)
 
     def forward(self, x):
         return self.second(Fails.apply(torch.tanh(self.first(x))))
@@ -67,33 +82,29 @@ def test_zero_grad_ends_a_round_that_failed(recipe):
     for step in range(6):
         if step in (0, 3):
             fail(model, step)
+            opt.zero_grad()
             loss_of(other, step).backward()
             other.first.zero_grad()
+            reference.step()
+            reference.zero_grad()
         else:
-            loss_of(model, step).backward()
-            opt.step()
-            loss_of(other, step).backward()
-        opt.zero_grad()
-        reference.step()
-        reference.zero_grad()
-    assert [bits(p) for p in model.parameters()] == [bits(p) for p in other.parameters()]
-    assert states(opt) == states(reference)
+            train(model, opt, step, step + 1)
+            train(other, reference, step, step + 1)
+    same(opt, reference, model, other)
 
 
 def test_without_zero_grad_the_next_backward_is_refused():
     """It cannot be told from accumulation. The error says what helps."""
     model = Net()
     opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
-    loss_of(model, 0).backward()
-    opt.step()
+    train(model, opt, 0, 1)
     fail(model, 1)
     with pytest.raises(
         RuntimeError, match="after a batch whose backward.. failed call optimizer.zero_grad"
     ):
         loss_of(model, 2).backward()
     opt.zero_grad()
-    loss_of(model, 3).backward()
-    opt.step()
+    train(model, opt, 3, 4)
 
 
 def test_release_of_other_packages_after_a_batch_that_failed():
@@ -115,35 +126,25 @@ def test_release_of_other_packages_after_a_batch_that_failed():
                 fail(model, step)
             else:
                 loss_of(model, step).backward()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings_are("ignore"):
                 opt.step()
                 opt.zero_grad()
-        assert (
-            opt.state[model.second.weight]["step"] == 4
-            and opt.state[model.first.weight]["step"] == 3
-        )
+        layers = model.first, model.second
+        assert [opt.state[layer.weight]["step"] for layer in layers] == [3, 4]
 
 
 def test_the_norm_of_a_dropped_round_is_not_clipped_by():
     """Half of a round has half of its norm. The next round would be clipped too little by it."""
-    model = Net()
-    opt = halfstep.SGD(
-        model.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed"
-    )
-    loss_of(model, 0).backward()
-    opt.step()
-    norm = opt.grad_norm
-    fail(model, 1)
-    opt.zero_grad()
-    assert opt.grad_norm == norm > 0
-    fresh = Net()
-    opt = halfstep.SGD(
-        fresh.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed"
-    )
-    fail(fresh, 1)
-    opt.zero_grad()
-    assert opt.grad_norm == 0.0
+    for rounds in (0, 1):
+        model = Net()
+        opt = halfstep.SGD(
+            model.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed"
+        )
+        train(model, opt, 0, rounds)
+        norm = opt.grad_norm
+        fail(model, 1)
+        opt.zero_grad()
+        assert opt.grad_norm == norm and (norm > 0) == bool(rounds)
 
 
 @pytest.mark.parametrize("format", ["f32", "bf16-sr"])
@@ -160,7 +161,7 @@ def test_sums_are_dropped_by_zero_grad(format):
     assert all(p.grad.isfinite().all() for p in model.parameters())
     # Other optimizers' zero_grad() is of their parameters.
     loss_of(model, 1).backward()
-    halfstep.AdamW([torch.nn.Parameter(torch.ones(3))]).zero_grad()
+    halfstep.AdamW([Parameter(torch.ones(3))]).zero_grad()
     assert accumulator.memory() > 0
     accumulator.clear()
     assert accumulator.memory() == 0
@@ -183,12 +184,12 @@ def test_a_gradscaler_is_refused_before_the_step(kind, caught):
         opt = halfstep.SGD(
             model.named_parameters(), lr=1e-3, gradient_release=True, fused=kind == "fused"
         )
-    before = [bits(p) for p in model.parameters()]
+    before = weights_of(model)
     loss = loss_of(model, 0)
     scaled = scaler.scale([loss, loss * 2])[1] if kind == "several losses" else scaler.scale(loss)
     with pytest.raises(RuntimeError, match="halfstep: the loss was scaled by a GradScaler"):
         scaled.backward()
-    assert [bits(p) for p in model.parameters()] == before
+    assert weights_of(model) == before
     warnings.simplefilter("ignore")  # flashoptim's, that zero_grad() has nothing to do
     opt.zero_grad()
     # The scaler of another model, and one that is switched off, are nobody's business.
@@ -198,51 +199,7 @@ def test_a_gradscaler_is_refused_before_the_step(kind, caught):
     opt.step()
     opt.zero_grad()
     torch.amp.GradScaler("cpu", enabled=False).scale(loss_of(model, 1)).backward()
-    assert [bits(p) for p in model.parameters()] != before
-
-
-def test_scaled_gradients_are_the_scalers_without_release():
-    model, other = network(), network()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    opt, reference = (
-        halfstep.AdamW(model.named_parameters(), seed=0),
-        halfstep.AdamW(other.named_parameters(), seed=0),
-    )
-    scaler.scale(loss_of(model, 0)).backward()
-    scaler.step(opt)
-    scaler.update()
-    loss_of(other, 0).backward()
-    reference.step()
-    for p, q in zip(model.parameters(), other.parameters()):
-        torch.testing.assert_close(p, q)
-
-
-# ---- Clipping in the first round -----------------------------------------------------------------
-
-
-def test_the_first_round_of_delayed_clipping_is_clipped():
-    """The first round is clipped by each tensor's own norm, because no round has had one. Later
-    rounds use the norm of the round before."""
-    p, q = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
-    opt = halfstep.SGD(
-        [("p", p), ("q", q)], lr=1.0, gradient_release=True, clip_norm=1.0, clip="delayed"
-    )
-    (1000 * p.sum() + 1e-3 * q.sum()).backward()
-    assert (
-        abs(float(p.detach().norm()) - 1.0) < 1e-5 and abs(float(q.detach().norm()) - 8e-3) < 1e-6
-    )
-    opt.step()
-    assert abs(opt.grad_norm - 8000.0) < 1e-2
-    resumed = [torch.nn.Parameter(t.detach().clone()) for t in (p, q)]
-    other = halfstep.SGD(
-        zip("pq", resumed), lr=1.0, gradient_release=True, clip_norm=1.0, clip="delayed"
-    )
-    other.load_state_dict(saved(opt.state_dict()))
-    for a, b, o in ((p, q, opt), (*resumed, other)):
-        a.detach().zero_()
-        (8 * a.sum() + 1e-3 * b.sum()).backward()
-        o.step()
-        assert abs(float(a.detach().norm()) - 64 / 8000) < 1e-6
+    assert weights_of(model) != before
 
 
 # ---- Reentrant checkpointing ---------------------------------------------------------------------
@@ -250,14 +207,14 @@ def test_the_first_round_of_delayed_clipping_is_clipped():
 
 def tied(reentrant):
     torch.manual_seed(1)
-    shared, own = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    shared, own = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(x):
         for layer in (shared, own, shared):
             x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=reentrant)
         return x.square().mean()
 
-    return torch.nn.ModuleList([shared, own]), forward
+    return nn.ModuleList([shared, own]), forward
 
 
 @pytest.mark.parametrize("ends", ["backward", "step", "zero_grad"])
@@ -286,7 +243,7 @@ def test_checkpointing_of_what_is_not_shared(reentrant):
         models.append(model)
         opts.append(halfstep.AdamW(model.named_parameters(), gradient_release=release, seed=0))
     for step in range(3):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        x = randn((4, 8), step).requires_grad_()
         for model, opt in zip(models, opts):
             y = x
             for layer in model:
@@ -296,9 +253,7 @@ def test_checkpointing_of_what_is_not_shared(reentrant):
             y.square().mean().backward()
             opt.step()
             opt.zero_grad()
-    assert [bits(p) for p in models[0].parameters()] == [
-        bits(p) for p in models[1].parameters()
-    ] and states(opts[0]) == states(opts[1])
+    same(*opts, *models)
 
 
 # ---- Micro-batches -------------------------------------------------------------------------------
@@ -308,7 +263,7 @@ def micro_batches(rule, recipe, release, idle, zeros=False, steps=2, save=False,
     """Makes two equal parameters. b has no gradient, or one of zeros, in the micro-batches that
     `idle` names."""
     dtype, formats = RECIPES[recipe]
-    params = {name: torch.nn.Parameter(torch.ones(16, 64).to(dtype)) for name in "ab"}
+    params = {name: Parameter(torch.ones(16, 64).to(dtype)) for name in "ab"}
 
     def make(ps):
         return class_of(rule)(
@@ -333,9 +288,7 @@ def micro_batches(rule, recipe, release, idle, zeros=False, steps=2, save=False,
             opt.zero_grad()
             if save and micro == 1:
                 file = saved(opt.state_dict())
-                params = {
-                    name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()
-                }
+                params = twins(params)
                 opt = make(params)
                 opt.load_state_dict(file)
     return params, opt
@@ -357,9 +310,7 @@ def test_a_parameter_without_a_gradient_in_the_last_micro_batch_is_stepped(rule,
     """It is stepped as by a gradient of zeros. A parameter without any gradient is left alone."""
     want, opt = micro_batches(rule, recipe, False, (3,), zeros=True)
     got, other = micro_batches(rule, recipe, release, (3,))
-    assert [bits(p) for p in got.values()] == [bits(p) for p in want.values()] and states(
-        other
-    ) == states(opt)
+    same(other, opt, got, want)
     assert all(
         s["full_steps"] == 2 and s["step"] == 8 for s in other.state_dict()["state"].values()
     )
@@ -375,9 +326,7 @@ def test_micro_batches_are_remembered_by_what_is_saved():
     for release in (False, True):
         want, opt = micro_batches("adamw", "ecc8-int8", release, (2, 3))
         got, other = micro_batches("adamw", "ecc8-int8", release, (2, 3), save=True)
-        assert [bits(p) for p in got.values()] == [bits(p) for p in want.values()] and states(
-            other
-        ) == states(opt)
+        same(other, opt, got, want)
     assert "pending" not in other.state_dict()
 
 
@@ -386,18 +335,11 @@ def test_a_refused_last_micro_batch_leaves_what_was_gathered(caught):
     opt.optimizer_accumulation = True
     params["b"].grad = torch.ones_like(params["b"])
     opt.step()
-    before = [bits(p) for p in params.values()]
-    opt.optimizer_accumulation, params["b"].grad, params["a"].grad = (
-        False,
-        None,
-        torch.full_like(params["a"], math.nan),
-    )
+    before = weights_of(params)
+    opt.optimizer_accumulation, params["b"].grad = False, None
+    params["a"].grad = torch.full_like(params["a"], math.nan)
     opt.step()
-    assert (
-        [bits(p) for p in params.values()] == before
-        and params["b"].grad is None
-        and opt.skipped_steps == 1
-    )
+    assert weights_of(params) == before and params["b"].grad is None and opt.skipped_steps == 1
     params["a"].grad = torch.ones_like(params["a"])
     opt.step()
     assert bits(params["b"]) != before[1]
@@ -408,8 +350,7 @@ def test_a_refused_last_micro_batch_leaves_what_was_gathered(caught):
 
 @pytest.mark.parametrize("form", ["step_param", "step_parameter", "release"])
 def test_schedulers_see_single_steps(form, caught):
-    model = network()
-    opt = halfstep.AdamW(model.named_parameters(), gradient_release=form == "release")
+    model, opt = make_network(gradient_release=form == "release")
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 0.5**n)
     loss_of(model, 0).backward()
     if form != "release":

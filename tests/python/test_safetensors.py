@@ -50,45 +50,17 @@ def test_checkpoint(recipe, tmp_path):
     for layer in range(depth):
         names += [
             f"model.layers.{layer}.{part}.weight"
-            for part in (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "self_attn.q_proj",
-                "self_attn.k_proj",
-                "self_attn.v_proj",
-                "self_attn.o_proj",
-                "mlp.gate_proj",
-                "mlp.up_proj",
-                "mlp.down_proj",
-            )
+            for part in ("input_layernorm", "post_attention_layernorm")
+            + tuple(f"self_attn.{name}_proj" for name in "qkvo")
+            + tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
         ]
+    words = (
+        "--steps 2 --width 64 --heads 2 --context 32 --batch 2 --eval-batches 1 --json --depth"
+    ).split()
+    data = os.path.join(os.environ["HALFSTEP_SOURCE"], "data", "demo.txt")
     subprocess.run(
-        [
-            program,
-            "train",
-            "lm",
-            "--data",
-            os.path.join(os.environ["HALFSTEP_SOURCE"], "data", "demo.txt"),
-            "--recipe",
-            recipe,
-            "--steps",
-            "2",
-            "--width",
-            "64",
-            "--depth",
-            str(depth),
-            "--heads",
-            "2",
-            "--context",
-            "32",
-            "--batch",
-            "2",
-            "--eval-batches",
-            "1",
-            "--checkpoint",
-            tmp_path,
-            "--json",
-        ],
+        [program, "train", "lm", *words, str(depth)]
+        + ["--data", data, "--recipe", recipe, "--checkpoint", tmp_path],
         check=True,
         capture_output=True,
     )

@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import (
     RECIPES,
-    bits,
     everything,
     loss_of,
+    make_network,
     network,
     parameters,
     plain,
@@ -18,6 +18,8 @@ from conftest import (
     saved,
     set_gradients,
     states,
+    train,
+    weights_of,
 )
 
 import halfstep
@@ -32,7 +34,7 @@ def pair(recipe, **options):
 
 
 def weights(params):
-    return [bits(p) for p in params.values()]
+    return weights_of(params)
 
 
 @recipes
@@ -67,8 +69,7 @@ def test_averages_in_and_out(recipe):
 
 
 def test_steps_in_eval_are_refused():
-    model = network()
-    opt = halfstep.ScheduleFree(model.named_parameters(), gradient_release=True)
+    model, opt = make_network("schedulefree", gradient_release=True)
     loss_of(model, 0).backward()
     opt.step()
     opt.train(False)
@@ -185,10 +186,7 @@ def test_parameters_without_states_and_groups_added_in_eval():
 def test_averages_are_what_others_read_in_eval():
     model = network(torch.bfloat16)
     opt = halfstep.ScheduleFree(model.named_parameters(), weights="bf16-ecc8", lr=0.05)
-    for step in range(3):
-        loss_of(model, step).backward()
-        opt.step()
-        opt.zero_grad()
+    train(model, opt, 0, 3)
     want = {n: opt.read_average(p) for n, p in model.named_parameters()}
     opt.eval()
     got = halfstep.full_precision_state_dict(model, opt)

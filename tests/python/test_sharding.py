@@ -4,21 +4,22 @@ import pytest
 import torch
 from conftest import (
     RECIPES,
+    another,
     assert_close,
     bits,
-    class_of,
-    loss_of,
     make,
-    network,
+    make_network,
     parameters,
     recipes,
     rules,
     run,
     same,
-    saved,
+    same_steps,
     set_gradients,
     states,
+    train,
     twins,
+    weights_of,
 )
 
 import halfstep
@@ -34,45 +35,15 @@ def test_a_step_with_zero_lr_and_zero_gradients_moves_no_weight(rule, recipe, de
         params, opt = make(rule, recipe, lr=0.02, weight_decay=0.5, decay=decay)
         run(opt, params, 0, warm)
         held = {n: opt.read_weight(p) for n, p in params.items()} if warm else None
-        before = [bits(p) for p in params.values()]
+        before = weights_of(params)
         for group in opt.param_groups:
             group["lr"] = 0.0
         for p in params.values():
             p.grad = torch.zeros_like(p)
         opt.step()
-        assert [bits(p) for p in params.values()] == before
+        assert weights_of(params) == before
         if warm:
             assert all(torch.equal(held[n], opt.read_weight(p)) for n, p in params.items())
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rule", ["adamw", "muon", "ranger"])
-def test_distributed_checkpoint_state_dicts(rule, recipe):
-    """get_ and set_optimizer_state_dict(), by names, in one process; the fake step happens
-    inside."""
-    dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    dtype, formats = RECIPES[recipe]
-    model, other = network(dtype), network(dtype)
-    opt = class_of(rule)(model.named_parameters(), lr=0.02, **formats)
-    for step in range(3):
-        loss_of(model, step).backward()
-        opt.step()
-        opt.zero_grad()
-    state = dcp.get_optimizer_state_dict(model, opt)
-    weights = {k: v.clone() for k, v in model.state_dict().items()}
-    fresh = class_of(rule)(other.named_parameters(), lr=0.5, **formats)
-    other.load_state_dict(weights)
-    before = [bits(p) for p in other.parameters()]
-    dcp.set_optimizer_state_dict(other, fresh, saved(state))
-    assert [bits(p) for p in other.parameters()] == before
-    assert fresh.param_groups[0]["lr"] == 0.02
-    for step in range(3, 5):
-        for m, o in ((model, opt), (other, fresh)):
-            loss_of(m, step).backward()
-            o.step()
-            o.zero_grad()
-    assert [bits(p) for p in model.parameters()] == [bits(p) for p in other.parameters()]
-    assert states(opt) == states(fresh)
 
 
 @recipes
@@ -82,9 +53,7 @@ def test_parameters_replaced_before_the_first_step(recipe):
     others, other = make("adamw", recipe, lr=0.02)
     swapped = twins(params)
     opt.param_groups[0]["params"] = list(swapped.values())
-    run(opt, swapped, 0, 3)
-    run(other, others, 0, 3)
-    same(opt, other, swapped, others)
+    same_steps(opt, other, swapped, others, 0, 3)
     assert all(
         torch.equal(p, q) for p, q in zip(params.values(), parameters(RECIPES[recipe][0]).values())
     )
@@ -95,10 +64,8 @@ def test_parameters_replaced_in_mid_run_start_anew(in_place):
     """As torch: state belongs to the tensor object."""
     params = parameters()
     others = twins(params)
-    opt, other = (
-        halfstep.AdamW(list(params.values()), lr=0.05),
-        torch.optim.AdamW(list(others.values()), lr=0.05),
-    )
+    opt = halfstep.AdamW(params.values(), lr=0.05)
+    other = torch.optim.AdamW(others.values(), lr=0.05)
     run(opt, params, 0, 3)
     run(other, others, 0, 3)
     for o, ps in ((opt, params), (other, others)):
@@ -152,8 +119,7 @@ def test_states_thrown_away_start_anew():
     params, opt = make("adamw", "ecc8-int8", lr=0.02)
     run(opt, params, 0, 3)
     opt.state.clear()
-    fresh = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
-    other = halfstep.AdamW(list(fresh.items()), lr=0.02, weights="bf16-ecc8", states="int8")
+    fresh, other = another(params, lr=0.02, weights="bf16-ecc8", states="int8")
     run(opt, params, 0, 2)
     run(other, fresh, 0, 2)
     assert opt.state[params["scale"]]["step"].item() == 2
@@ -178,11 +144,9 @@ def test_a_priming_step_advances_nothing(rule, recipe):
     """get_optimizer_state_dict() before the first step changes nothing for the run, even if weights
     are loaded after it."""
     dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    dtype, formats = RECIPES[recipe]
     made = []
     for asked in (True, False):
-        model = network(dtype)
-        opt = class_of(rule)(model.named_parameters(), lr=0.02, seed=0, **formats)
+        model, opt = make_network(rule, recipe, lr=0.02)
         if asked:
             dcp.get_optimizer_state_dict(model, opt)
             assert all(
@@ -193,13 +157,8 @@ def test_a_priming_step_advances_nothing(rule, recipe):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.5)
-        for step in range(3):
-            loss_of(model, step).backward()
-            opt.step()
-            opt.zero_grad()
-        made.append(
-            ([bits(p) for p in model.parameters()], states(opt), opt.param_groups[0]["group_steps"])
-        )
+        train(model, opt, 0, 3)
+        made.append((weights_of(model), states(opt), opt.param_groups[0]["group_steps"]))
     assert made[0] == made[1]
 
 

@@ -2,16 +2,16 @@
 bit is lost."""
 
 import copy
-import pickle
 import re
-import warnings
 
 import pytest
 import torch
 from conftest import (
+    COPIES,
     RECIPES,
     TORCH,
     TORCH_OPTIONS,
+    another,
     assert_close,
     class_of,
     everything,
@@ -23,11 +23,14 @@ from conftest import (
     rules,
     run,
     same,
+    same_steps,
     saved,
     set_gradients,
     stored,
     twins,
+    warnings_are,
 )
+from torch.nn import Parameter
 
 import halfstep
 from halfstep import _abi
@@ -41,7 +44,7 @@ def test_deepcopy_and_pickle_go_on_with_the_same_bits(rule, recipe):
     """In mid-run; the copies own their states."""
     params, opt = make(rule, recipe, lr=0.02, seed=3)
     run(opt, params, 0, 3)
-    copies = [copy.deepcopy((params, opt)), pickle.loads(pickle.dumps((params, opt)))]
+    copies = [copied((params, opt)) for copied in COPIES.values()]
     before = everything(opt, params)
     for ps, o in copies:
         assert everything(o, ps) == before
@@ -56,7 +59,8 @@ def test_deepcopy_and_pickle_go_on_with_the_same_bits(rule, recipe):
 @rules
 def test_copies_before_the_first_step(rule):
     params, opt = make(rule, "sr-int4")
-    for ps, o in (copy.deepcopy((params, opt)), pickle.loads(pickle.dumps((params, opt)))):
+    for copied in COPIES.values():
+        ps, o = copied((params, opt))
         run(o, ps, 0, 2)
         reference, again = make(rule, "sr-int4")
         run(again, reference, 0, 2)
@@ -65,15 +69,15 @@ def test_copies_before_the_first_step(rule):
 
 def test_copies_keep_options_of_the_optimizer():
     params, opt = make("adamw", clip_norm=0.5, seed=11, clip="per-tensor", scan="per-tensor")
-    for ps, o in (copy.deepcopy((params, opt)), pickle.loads(pickle.dumps((params, opt)))):
+    for copied in COPIES.values():
+        ps, o = copied((params, opt))
         set_gradients(params, 0)
         set_gradients(ps, 0)
         assert o.clip_norm == 0.5
         o.step()
         assert o.grad_norm > 0
         others, other = make("adamw", clip_norm=0.5, seed=11, clip="per-tensor", scan="per-tensor")
-        set_gradients(others, 0)
-        other.step()
+        run(other, others, 0, 1)
         same(o, other, ps, others)
         assert (o.seed, o.clip, o.scan) == (11, "per-tensor", "per-tensor")
 
@@ -97,49 +101,25 @@ def test_repr(rule):
 
 @rules
 @recipes
-def test_formats_are_kept_exactly(rule, recipe):
-    """The base class casts states to the parameter's dtype while loading. Ours does not, and warns
-    not."""
-    params, opt = make(rule, recipe)
-    run(opt, params, 0, 2)
-    opt.state_dict()  # brings counters up to date
-    kept = [plain(opt.state[p]) for p in params.values()]
-    dtypes = {
-        v.dtype
-        for p in params.values()
-        for v in opt.state[p].values()
-        if isinstance(v, torch.Tensor)
-    }
+@pytest.mark.parametrize("named", [True, False])
+def test_resume_is_bit_exact(rule, recipe, named):
+    """3 + 3 steps with a file between them equal 6 steps. Unnamed parameters find their random bits
+    in the file. The base class casts states to the parameter's dtype while loading; ours does not,
+    and warns not."""
+    momentum = {"momentum": 0.9} if rule == "sgd" else {}
+    params, opt = make(rule, recipe, named, lr=0.02, weight_decay=0.1, seed=77, **momentum)
+    run(opt, params, 0, 3)
+    file = saved(opt.state_dict())
+    dtypes = {value.dtype for state in opt.state.values() for value in state.values()}
     if recipe.endswith("int8") and rule != "sgd":
         assert torch.int8 in dtypes and torch.bfloat16 in dtypes
     if recipe.endswith("int4") and rule not in ("sgd", "adafactor"):
         assert torch.uint8 in dtypes
     fresh = twins(params)
-    other = class_of(rule)(list(fresh.items()), **RECIPES[recipe][1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other.load_state_dict(saved(opt.state_dict()))
-    assert [plain(other.state[p]) for p in fresh.values()] == kept
+    other = class_of(rule)(fresh.items() if named else fresh.values(), **RECIPES[recipe][1])
+    with warnings_are("error"):
+        other.load_state_dict(file)
     assert everything(other, fresh) == everything(opt, params)
-
-
-@rules
-@recipes
-@pytest.mark.parametrize("named", [True, False])
-def test_resume_is_bit_exact(rule, recipe, named):
-    """3 + 3 steps with a file between them equal 6 steps. Unnamed parameters find their random bits
-    in the file."""
-    options = {"lr": 0.02, "weight_decay": 0.1, "seed": 77}
-    params, opt = make(
-        rule, recipe, named, **({**options, "momentum": 0.9} if rule == "sgd" else options)
-    )
-    run(opt, params, 0, 3)
-    file = saved(opt.state_dict())
-    fresh = twins(params)
-    other = class_of(rule)(
-        list(fresh.items()) if named else list(fresh.values()), **RECIPES[recipe][1]
-    )
-    other.load_state_dict(file)
     for key in ("lr", "weight_decay", "seed"):
         assert other.param_groups[0][key] == opt.param_groups[0][key]
     run(opt, params, 3, 6)
@@ -167,8 +147,7 @@ def test_a_loaded_state_dict_is_a_copy():
     params, opt = make("adamw", "ecc8-int8")
     run(opt, params, 0, 2)
     live = opt.state_dict()
-    fresh = twins(params)
-    other = halfstep.AdamW(list(fresh.items()), weights="bf16-ecc8", states="int8")
+    fresh, other = another(params, weights="bf16-ecc8", states="int8")
     other.load_state_dict(live)
     before = plain(live)
     run(other, fresh, 2, 4)
@@ -195,10 +174,9 @@ CONVERSIONS = [
 def test_formats_come_from_the_constructor_with_one_warning(rule, old, new, caught):
     """The states keep their values as nearly as the new format can."""
     params = parameters(torch.bfloat16)
-    opt = class_of(rule)(list(params.items()), lr=0.01, **old)
+    opt = class_of(rule)(params.items(), lr=0.01, **old)
     run(opt, params, 0, 3)
-    fresh = twins(params)
-    other = class_of(rule)(list(fresh.items()), **new)
+    fresh, other = another(params, rule, **new)
     del caught[:]
     other.load_state_dict(saved(opt.state_dict()))
     messages = [str(w.message) for w in caught]
@@ -220,8 +198,7 @@ def test_formats_come_from_the_constructor_with_one_warning(rule, old, new, caug
         assert torch.allclose(
             a, b, rtol=2.0**-8 if new["weights"] == "bf16-sr" else 2.0**-14, atol=1e-30
         ), name
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are("error"):
         run(other, fresh, 3, 5)
     assert all(torch.isfinite(q).all() for q in fresh.values())
     for q in fresh.values():
@@ -236,24 +213,19 @@ def test_states_that_wait_for_conversion_can_be_saved(rule):
     are copied."""
     params, opt = make(rule, "ecc8-int8", lr=0.02)
     run(opt, params, 0, 3)
-    fresh = twins(params)
-    other = class_of(rule)(list(fresh.items()), weights="bf16-sr", states="f32")
+    fresh, other = another(params, rule, weights="bf16-sr", states="f32")
     with pytest.warns(UserWarning):
         other.load_state_dict(saved(opt.state_dict()))
     ps, o = copy.deepcopy((fresh, other))
     for state_dict in (other.state_dict(), o.state_dict()):
-        back = twins(params)
-        third = class_of(rule)(list(back.items()), lr=1.0, **RECIPES["ecc8-int8"][1])
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        back, third = another(params, rule, "ecc8-int8", lr=1.0)
+        with warnings_are("error"):
             third.load_state_dict(saved(state_dict))
         run(third, back, 3, 5)
         again, reference = copy.deepcopy((params, opt))
         run(reference, again, 3, 5)
         same(third, reference, back, again)
-    run(other, fresh, 3, 5)
-    run(o, ps, 3, 5)
-    same(o, other, ps, fresh)
+    same_steps(o, other, ps, fresh, 3, 5)
 
 
 def test_f32_parameters_resume_as_bf16_and_back():
@@ -261,8 +233,8 @@ def test_f32_parameters_resume_as_bf16_and_back():
     caller's."""
     params, opt = make("adamw", lr=0.01)
     run(opt, params, 0, 3)
-    low = {n: torch.nn.Parameter(p.detach().bfloat16()) for n, p in params.items()}
-    other = halfstep.AdamW(list(low.items()), weights="bf16-ecc16")
+    low = {n: Parameter(p.detach().bfloat16()) for n, p in params.items()}
+    other = halfstep.AdamW(low.items(), weights="bf16-ecc16")
     with pytest.warns(UserWarning):
         other.load_state_dict(saved(opt.state_dict()))
     for n, p in params.items():
@@ -270,8 +242,8 @@ def test_f32_parameters_resume_as_bf16_and_back():
             other.read_state(low[n], "exp_avg"), opt.read_state(p, "exp_avg"), rtol=2**-7, atol=0
         )
     run(other, low, 3, 4)
-    back = {n: torch.nn.Parameter(p.detach().float()) for n, p in low.items()}
-    third = halfstep.AdamW(list(back.items()))
+    back = {n: Parameter(p.detach().float()) for n, p in low.items()}
+    third = halfstep.AdamW(back.items())
     with pytest.warns(UserWarning):
         third.load_state_dict(saved(other.state_dict()))
     assert third.recipe(back["body.weight"]) == "adamw/f32/f32"
@@ -288,11 +260,9 @@ def test_old_state_dicts(rule):
         {"params": g["params"], "lr": 0.25, "of_another_age": 3, "nested": {"a": [1]}}
         for g in file["param_groups"]
     ]
-    fresh = twins(params)
-    other = class_of(rule)(list(fresh.items()), weight_decay=0.125, **RECIPES["ecc8-int8"][1])
+    fresh, other = another(params, rule, weight_decay=0.125, **RECIPES["ecc8-int8"][1])
     kept = dict(other.param_groups[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         other.load_state_dict({"state": file["state"], "param_groups": groups})
     group = other.param_groups[0]
     assert group["lr"] == 0.25 and group["weight_decay"] == 0.125
@@ -332,10 +302,7 @@ def test_states_of_torch_load_and_go_on(rule, options):
     ):
         params = parameters()
         reference = twins(params)
-        a, through = (
-            first(list(params.values()), **options),
-            theirs(list(reference.values()), **options),
-        )
+        a, through = first(params.values(), **options), theirs(reference.values(), **options)
         run(a, params, 0, 5)
         run(through, reference, 0, 5)
         fresh = twins(params)
@@ -356,8 +323,8 @@ def test_torch_state_dict_is_torchs(rule, options):
     for recipe in RECIPES:
         dtype, formats = RECIPES[recipe]
         params = parameters(dtype)
-        opt = class_of(rule)(list(params.values()), **options, **formats)
-        reference = {n: torch.nn.Parameter(p.detach().float()) for n, p in params.items()}
+        opt = class_of(rule)(params.values(), **options, **formats)
+        reference = {n: Parameter(p.detach().float()) for n, p in params.items()}
         other = theirs(list(reference.values()), **options)
         run(opt, params, 0, 3)
         run(other, reference, 0, 3)
@@ -386,7 +353,7 @@ def test_muon_exports_to_torch():
     shapes = {"a": (24, 16), "b": (8, 40)}
     params = parameters(shapes=shapes)
     reference = twins(params)
-    opt, other = halfstep.Muon(list(params.values())), torch.optim.Muon(list(reference.values()))
+    opt, other = halfstep.Muon(params.values()), torch.optim.Muon(reference.values())
     run(opt, params, 0, 3)
     run(other, reference, 0, 3)
     want, ours = other.state_dict(), opt.torch_state_dict()
@@ -398,7 +365,7 @@ def test_muon_exports_to_torch():
     other.load_state_dict(ours)
     run(other, reference, 3, 4)
     fresh = twins(params)
-    again = halfstep.Muon(list(fresh.values()))
+    again = halfstep.Muon(fresh.values())
     again.load_state_dict(want)
     run(again, fresh, 3, 4)
 
@@ -409,12 +376,9 @@ def test_step_as_a_number_loads():
     file = opt.state_dict()
     for state in file["state"].values():
         state["step"] = float(state["step"])
-    fresh = twins(params)
-    other = halfstep.AdamW(list(fresh.items()), states="int4")
+    fresh, other = another(params, states="int4")
     other.load_state_dict(file)
-    run(other, fresh, 3, 5)
-    run(opt, params, 3, 5)
-    same(opt, other, params, fresh)
+    same_steps(opt, other, params, fresh, 3, 5)
     assert other.state[fresh["scale"]]["step"].dtype == torch.float32
 
 
@@ -424,12 +388,9 @@ def test_safetensors_round_trip(rule, recipe, tmp_path):
     params, opt = make(rule, recipe, lr=0.02)
     run(opt, params, 0, 3)
     opt.save_safetensors(tmp_path / "optimizer.safetensors")
-    fresh = twins(params)
-    other = class_of(rule)(list(fresh.items()), **RECIPES[recipe][1])
+    fresh, other = another(params, rule, recipe)
     other.load_safetensors(tmp_path / "optimizer.safetensors")
-    run(opt, params, 3, 5)
-    run(other, fresh, 3, 5)
-    same(opt, other, params, fresh)
+    same_steps(opt, other, params, fresh, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -472,33 +433,28 @@ def test_formats_changed_in_a_group():
     assert opt.state[params["body.weight"]]["exp_avg.codes"].dtype == torch.int8
     assert "exp_avg" not in opt.state[params["body.weight"]]
     run(opt, params, 3, 5)
-    fresh = twins(params)
-    other = halfstep.AdamW(list(fresh.items()), weights="bf16-ecc8", states="int8")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    fresh, other = another(params, weights="bf16-ecc8", states="int8")
+    with warnings_are("error"):
         other.load_state_dict(saved(opt.state_dict()))
-    run(opt, params, 5, 7)
-    run(other, fresh, 5, 7)
-    same(opt, other, params, fresh)
+    same_steps(opt, other, params, fresh, 5, 7)
 
 
-def test_counts_beyond_those_of_float32():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_counts_beyond_those_of_float32(in_place):
     """state["step"] is a float32 and stops at 2^24. The number beside it goes on."""
     params, opt = make("adamw", "sr-int4", shapes={"w": (6, 64), "b": (7,)}, lr=0.01)
     run(opt, params, 0, 1)
-    file = opt.state_dict()
+    file, counts = opt.state_dict(), ("state_steps", "full_steps", "writes")
     for state in file["state"].values():  # shared with opt.state, as torch's are
-        state["step"] = torch.tensor(2.0**24)
-        state["state_steps"] = state["full_steps"] = state["writes"] = torch.tensor(2**24)
-    opt.load_state_dict(file)
+        for key, count in (("step", 2.0**24), *((key, 2**24) for key in counts)):
+            state[key] = state[key].fill_(count) if in_place else torch.tensor(count)
+    if not in_place:
+        opt.load_state_dict(file)
     run(opt, params, 1, 4)
     file = saved(opt.state_dict())
     for state in file["state"].values():
-        assert state["state_steps"] == state["full_steps"] == state["writes"] == 2**24 + 3
-    fresh = twins(params)
-    other = halfstep.AdamW(list(fresh.items()), states="int4")
+        assert [int(state[key]) for key in counts] == [2**24 + 3] * 3
+    fresh, other = another(params, states="int4")
     other.load_state_dict(file)
-    run(other, fresh, 4, 6)
-    run(opt, params, 4, 6)
-    same(opt, other, params, fresh)
+    same_steps(opt, other, params, fresh, 4, 6)
     assert opt.state_dict()["state"][0]["state_steps"] == 2**24 + 5

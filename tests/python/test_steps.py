@@ -3,16 +3,15 @@ scaling, clipping."""
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
 from conftest import (
     FIRST_MOVEMENT,
-    RECIPES,
     SHAPES,
     TORCH,
     TORCH_OPTIONS,
+    another,
     assert_close,
     bits,
     class_of,
@@ -20,15 +19,22 @@ from conftest import (
     make,
     parameters,
     plain,
+    randn,
     recipes,
     rules,
     run,
     same,
+    same_steps,
     saved,
     set_gradients,
     states,
+    stored,
     twins,
+    warnings_are,
+    weights_of,
 )
+from torch import nn
+from torch.nn import Parameter
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import halfstep
@@ -37,35 +43,13 @@ from halfstep import _abi
 # ---- Learning rates ------------------------------------------------------------------------------
 
 
-@rules
-def test_tensor_lr(rule):
-    """A 0-dim or 1-element tensor as lr, edited in place or not, is the number it holds."""
-    params, opt = make(rule, lr=0.02)
-    for lr in (torch.tensor(0.02), torch.tensor([0.02]), torch.tensor(0.02, dtype=torch.float64)):
-        others, other = make(rule, lr=lr)
-        start, again = make(rule, lr=0.02 if lr.dtype == torch.float64 else float(lr))
-        run(again, start, 0, 3)
-        run(other, others, 0, 3)
-        lr.mul_(0.5)
-        again.param_groups[0]["lr"] = float(lr)
-        run(again, start, 3, 6)
-        run(other, others, 3, 6)
-        assert other.param_groups[0]["lr"] is lr
-        same(other, again, others, start)
-    with pytest.raises(ValueError, match="Invalid learning rate"):
-        class_of(rule)(list(params.values()), lr=torch.tensor(-1.0))
-
-
 def test_tensor_betas_and_decay():
     params, opt = make(
         "adamw", betas=(torch.tensor(0.8), torch.tensor(0.99)), weight_decay=torch.tensor(0.25)
     )
-    others, other = make(
-        "adamw", betas=(float(torch.tensor(0.8)), float(torch.tensor(0.99))), weight_decay=0.25
-    )
-    run(opt, params, 0, 3)
-    run(other, others, 0, 3)
-    assert [bits(p) for p in params.values()] == [bits(p) for p in others.values()]
+    betas = tuple(float(torch.tensor(beta)) for beta in (0.8, 0.99))
+    others, other = make("adamw", betas=betas, weight_decay=0.25)
+    same_steps(opt, other, params, others, 0, 3)
 
 
 SCHEDULERS = {
@@ -88,10 +72,8 @@ def schedule(opt, params, scheduler, steps=12):
 def test_schedulers_as_with_torch(rule, options, name, caught):
     params = parameters()
     others = twins(params)
-    opt, other = (
-        class_of(rule)(list(params.values()), **options),
-        TORCH[rule](list(others.values()), **options),
-    )
+    opt = class_of(rule)(params.values(), **options)
+    other = TORCH[rule](others.values(), **options)
     for o, ps in ((opt, params), (other, others)):
         schedule(o, ps, SCHEDULERS[name](o))
     assert opt.param_groups[0]["lr"] == other.param_groups[0]["lr"] != options.get("lr", 1e-3)
@@ -108,7 +90,7 @@ def test_schedulers_work_with_every_rule(rule):
         params, opt = make(rule, "sr-int4", lr=0.01, **({"d0": 1.0} if rule == "prodigy" else {}))
         if name == "onecycle" and not {"betas", "momentum"} & set(opt.defaults):
             continue
-        start = [bits(p) for p in params.values()]
+        start = weights_of(params)
         schedule(opt, params, scheduler(opt))
         assert opt.param_groups[0]["lr"] != 0.01
         assert all(torch.isfinite(p).all() for p in params.values())
@@ -134,7 +116,7 @@ def test_schedule_of_the_library_and_scheduler_agree():
 @pytest.mark.parametrize("release", [False, True])
 def test_closure(rule, release):
     release &= not _abi.rules[rule].totals
-    model = torch.nn.Linear(5, 3)
+    model = nn.Linear(5, 3)
     opt = class_of(rule)(model.named_parameters(), lr=0.01, gradient_release=release)
     calls = []
 
@@ -146,7 +128,7 @@ def test_closure(rule, release):
         calls.append(loss)
         return loss
 
-    before = [bits(p) for p in model.parameters()]
+    before = weights_of(model)
     for step in range(FIRST_MOVEMENT):
         with torch.no_grad():
             assert opt.step(closure) is calls[step]
@@ -164,8 +146,7 @@ def test_closure_runs_though_the_step_is_refused():
         params["head.weight"].grad[3, 3] = math.nan
         return 7.5
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         assert opt.step(closure) == 7.5
     assert opt.skipped_steps == 1
 
@@ -226,10 +207,8 @@ def test_first_gradient_arrives_late():
     """Bias corrections count a tensor's own steps, as torch's do."""
     params = parameters()
     others = twins(params)
-    opt, other = (
-        halfstep.AdamW(list(params.values()), lr=0.05),
-        torch.optim.AdamW(list(others.values()), lr=0.05),
-    )
+    opt = halfstep.AdamW(params.values(), lr=0.05)
+    other = torch.optim.AdamW(others.values(), lr=0.05)
     for step in range(5):
         for o, ps in ((opt, params), (other, others)):
             set_gradients(ps, step)
@@ -271,10 +250,10 @@ def test_lr_of_zero_moves_no_weight(rule, recipe):
     """With real gradients and decay; the states go on."""
     params, opt = make(rule, recipe, lr=0.02, weight_decay=0.1)
     run(opt, params, 0, 3)
-    weights, before = [bits(p) for p in params.values()], states(opt)
+    weights, before = weights_of(params), states(opt)
     opt.param_groups[0]["lr"] = 0.0
     run(opt, params, 3, 10)
-    assert [bits(p) for p in params.values()] == weights
+    assert weights_of(params) == weights
     assert states(opt) != before
     assert all(opt.state[p]["step"].item() == 10 for p in params.values())
 
@@ -308,8 +287,7 @@ def test_empty_and_scalar_tensors(rule, recipe):
             assert p.shape == next(s for n, s in shapes.items() if params[n] is p)
         again, other = make(rule, recipe, shapes=shapes)
         run(other, again, 0, 1)
-        restored = {n: torch.nn.Parameter(p.detach().clone()) for n, p in again.items()}
-        third = class_of(rule)(list(restored.items()), **RECIPES[recipe][1])
+        restored, third = another(again, rule, recipe)
         third.load_state_dict(saved(other.state_dict()))
         run(third, restored, 1, 2)
         same(third, opt, restored, params)
@@ -325,41 +303,29 @@ def test_state_of_a_parameter(rule, recipe):
         state = opt.state[p]
         assert len(state) > 0
         step = state["step"]
-        assert (
-            step.dtype == torch.float32
-            and step.shape == ()
-            and step.device.type == "cpu"
-            and step.item() == 1
-        )
+        assert (step.dtype, step.shape, step.device.type) == (torch.float32, (), "cpu")
+        assert step.item() == 1
         for key, value in state.items():
             assert isinstance(value, torch.Tensor), (key, type(value))
     run(opt, params, 1, 4)
     assert step is opt.state[p]["step"] or opt.state[p]["step"].item() == 4
-    vectors = {s.name for s in _abi.rules[rule].states if s.vector}
-    matrix = _abi.rules[rule].matrix
-    instead = {
-        s.name for s in _abi.rules[rule].states if s.role == _abi.ROLE_NONNEG and matrix
-    } - vectors
-    needless = {"sgd": 1, "rmsprop": 2, "adam": 1, "adamw": 1, "adafactor": 1}.get(
-        rule, 0
-    )  # by the default options
+    described = _abi.rules[rule].states
+    vectors = {s.name for s in described if s.vector}
+    instead = set()  # of vectors
+    if _abi.rules[rule].matrix:
+        instead = {s.name for s in described if s.role == _abi.ROLE_NONNEG} - vectors
+    # by the default options
+    needless = {"sgd": 1, "rmsprop": 2, "adam": 1, "adamw": 1, "adafactor": 1}.get(rule, 0)
     for name, lacking in (("body.bias", vectors), ("body.weight", instead)):
-        p, held = params[name], set()
-        for described in _abi.rules[rule].states:
-            if described.name in opt.state[p] or described.name + ".codes" in opt.state[p]:
-                value = opt.read_state(p, described.name)
-                assert value.dtype == torch.float32 and value.any()
-                assert value.shape == (
-                    p.shape
-                    if described.name not in vectors
-                    else p.shape[:1]
-                    if "row" in described.name
-                    else p.shape[1:]
-                )
-                held.add(described.name)
-        assert held.isdisjoint(lacking) and len(held) == len(
-            _abi.rules[rule].states
-        ) - needless - len(lacking)
+        p = params[name]
+        held = stored(opt, p)
+        for key in held:
+            value = opt.read_state(p, key)
+            assert value.dtype == torch.float32 and value.any()
+            by_row = p.shape[:1] if "row" in key else p.shape[1:]
+            assert value.shape == (by_row if key in vectors else p.shape)
+        assert lacking.isdisjoint(held)
+        assert len(held) == len(described) - needless - len(lacking)
     file = saved(opt.state_dict())
     assert plain(file) == plain(opt.state_dict())
 
@@ -372,11 +338,11 @@ def test_state_of_a_parameter(rule, recipe):
 def test_non_finite_gradients_change_nothing(rule, wrong, caught):
     params, opt = make(rule, "ecc8-int8", lr=0.02)
     run(opt, params, 0, 2)
-    before = everything(opt, params)[0], states(opt)
+    before = weights_of(params), states(opt)
     set_gradients(params, 2)
     params["head.weight"].grad[16, 49] = wrong
     opt.step()
-    assert (everything(opt, params)[0], states(opt)) == before
+    assert (weights_of(params), states(opt)) == before
     assert opt.skipped_steps == 1
     assert len(caught) == 1, [str(w.message) for w in caught]
     assert "head.weight" in str(caught[0].message)
@@ -390,11 +356,11 @@ def test_non_finite_gradients_change_nothing(rule, wrong, caught):
 
 def test_non_finite_in_the_first_step(caught):
     params, opt = make("adamw", "ecc8-int8")
-    weights = [bits(p) for p in params.values()]
+    weights = weights_of(params)
     set_gradients(params, 0)
     params["scale"].grad.fill_(math.nan)
     opt.step()
-    assert [bits(p) for p in params.values()] == weights
+    assert weights_of(params) == weights
     assert opt.skipped_steps == 1 and len(caught) == 1
     run(opt, params, 0, 2)
     others, other = make("adamw", "ecc8-int8")
@@ -407,7 +373,7 @@ def test_non_finite_per_tensor(caught):
     params, opt = make("adamw", scan="per-tensor")
     set_gradients(params, 0)
     params["head.weight"].grad[0, 0] = math.nan
-    before = {n: bits(p) for n, p in params.items()}
+    before = plain(params)
     opt.step()
     moved = {n for n, p in params.items() if bits(p) != before[n]}
     assert moved == set(SHAPES) - {"head.weight", "empty"}
@@ -418,15 +384,14 @@ def test_non_finite_per_tensor(caught):
 
 def test_skipped_steps_are_saved():
     params, opt = make("adamw")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         for step in range(3):
             set_gradients(params, step)
             params["scale"].grad.fill_(math.inf)
             opt.step()
     run(opt, params, 0, 1)
     assert opt.skipped_steps == 3
-    other = halfstep.AdamW(list(twins(params).items()))
+    _, other = another(params)
     other.load_state_dict(saved(opt.state_dict()))
     assert other.skipped_steps == 3
     assert copy.deepcopy(opt).skipped_steps == 3
@@ -442,15 +407,14 @@ def scaled_run(recipe, fused, poison=(), clip=None, steps=6, scale=2.0**6):
         opt.zero_grad()
         loss = 0
         for n, p in params.items():
-            generator = torch.Generator().manual_seed(1000 * step + sum(n.encode()))
-            x = torch.randn(p.shape, generator=generator).to(p.dtype)
+            x = randn(p.shape, 1000 * step + sum(n.encode()), p.dtype)
             if step in poison and n == "head.weight":
                 x[0, 0] = math.inf
             loss = loss + (p * x).float().sum()
         scaler.scale(loss).backward()
         if clip:
             scaler.unscale_(opt)
-            torch.nn.utils.clip_grad_norm_(params.values(), clip)
+            nn.utils.clip_grad_norm_(params.values(), clip)
         scaler.step(opt)
         scaler.update()
     return params, opt, scaler
@@ -475,7 +439,7 @@ def test_grad_scaler_after_unscale(fused):
     others, other = make("adamw", lr=0.02)
     for step in range(6):
         set_gradients(others, step)
-        torch.nn.utils.clip_grad_norm_(others.values(), 1.0)
+        nn.utils.clip_grad_norm_(others.values(), 1.0)
         other.step()
     same(opt, other, params, others)
 
@@ -484,8 +448,7 @@ def test_grad_scaler_after_unscale(fused):
 @pytest.mark.parametrize("recipe", ["f32", "ecc8-int8"])
 def test_grad_scaler_skips_overflows(fused, recipe):
     """After an infinity neither weights nor states nor steps change, and the scale falls."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         params, opt, scaler = scaled_run(recipe, fused, poison=(1,), steps=2)
     assert scaler.get_scale() == 2.0**5
     others, other = make("adamw", recipe, lr=0.02)
@@ -499,12 +462,12 @@ def test_fused_with_found_inf_by_hand():
     finite."""
     params, opt = make("adamw", "ecc8-int8", fused=True)
     run(opt, params, 0, 1)
-    before = everything(opt, params)[0], states(opt)
+    before = weights_of(params), states(opt)
     set_gradients(params, 1)
     opt.grad_scale, opt.found_inf = torch.tensor(4.0), torch.tensor(1.0)
     opt.step()
     del opt.grad_scale, opt.found_inf
-    assert (everything(opt, params)[0], states(opt)) == before
+    assert (weights_of(params), states(opt)) == before
 
 
 # ---- Clipping ------------------------------------------------------------------------------------
@@ -520,7 +483,7 @@ def test_clip_norm(rule, limit):
         set_gradients(params, step)
         set_gradients(others, step)
         opt.step()
-        norm = torch.nn.utils.clip_grad_norm_(others.values(), limit)
+        norm = nn.utils.clip_grad_norm_(others.values(), limit)
         other.step()
         assert isinstance(opt.grad_norm, float)
         assert math.isclose(opt.grad_norm, float(norm), rel_tol=1e-6)
@@ -528,9 +491,8 @@ def test_clip_norm(rule, limit):
     set_gradients(params, 9)
     before = {n: p.grad.clone() for n, p in params.items()}
     opt.step()
-    assert all(
-        torch.equal(before[n], p.grad) for n, p in params.items()
-    )  # gradients are the caller's
+    # Gradients are the caller's.
+    assert all(torch.equal(before[n], p.grad) for n, p in params.items())
 
 
 def test_clip_norm_can_be_changed():
@@ -541,8 +503,7 @@ def test_clip_norm_can_be_changed():
         with torch.no_grad():
             for n, p in params.items():
                 p.copy_(start[n])
-        set_gradients(params, 0)
-        opt.step()
+        run(opt, params, 0, 1)
         moved = math.sqrt(
             sum(float((p.detach() - start[n]).double().pow(2).sum()) for n, p in params.items())
         )
@@ -557,13 +518,12 @@ def opt_norm(params):
 
 
 def test_skipped_steps_are_told_again_at_the_10th_and_100th_time():
-    p = torch.nn.Parameter(torch.ones(4))
+    p = Parameter(torch.ones(4))
     opt = halfstep.AdamW([("p", p)])
     said = {}
     for step in range(1, 112):
         p.grad = torch.full((4,), float("nan"))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_are("always") as caught:
             opt.step()
         if caught:
             said[step] = str(caught[0].message)
@@ -574,34 +534,26 @@ def test_skipped_steps_are_told_again_at_the_10th_and_100th_time():
 
 
 def test_gradients_that_are_all_nan_are_not_blamed_on_one():
-    """torch.nn.utils.clip_grad_norm_ leaves such gradients if one was not finite."""
-    params = {name: torch.nn.Parameter(torch.ones(4)) for name in "abc"}
-    opt = halfstep.AdamW(list(params.items()))
-    for p in params.values():
-        p.grad = torch.ones(4)
-    params["c"].grad[1] = float("nan")
-    torch.nn.utils.clip_grad_norm_(list(params.values()), 1.0)
-    with pytest.warns(
-        RuntimeWarning, match="the gradients of all parameters are not finite.*clip_grad_norm_"
+    """nn.utils.clip_grad_norm_ leaves such gradients if one was not finite."""
+    params = {name: Parameter(torch.ones(4)) for name in "abc"}
+    for clipped, words in (
+        (True, "the gradients of all parameters are not finite.*clip_grad_norm_"),
+        (False, "the gradient of parameter 'c' is not finite"),
     ):
-        opt.step()
-    for p in params.values():
-        p.grad = torch.ones(4)
-    params["c"].grad[1] = float("nan")
-    opt = halfstep.AdamW(list(params.items()))
-    with pytest.warns(RuntimeWarning, match="the gradient of parameter 'c' is not finite"):
-        opt.step()
+        opt = halfstep.AdamW(params.items())
+        for p in params.values():
+            p.grad = torch.ones(4)
+        params["c"].grad[1] = math.nan
+        if clipped:
+            nn.utils.clip_grad_norm_(params.values(), 1.0)
+        with pytest.warns(RuntimeWarning, match=words):
+            opt.step()
 
 
 def test_frozen_parameters_are_not_counted():
-    trained, frozen = (
-        torch.nn.Parameter(torch.ones(64, 256)),
-        torch.nn.Parameter(torch.ones(64, 256), requires_grad=False),
-    )
-    alone, beside = (
-        halfstep.AdamW([("w", trained)]),
-        halfstep.AdamW([("w", trained), ("f", frozen)]),
-    )
+    trained, frozen = (Parameter(torch.ones(64, 256), requires_grad=on) for on in (True, False))
+    alone = halfstep.AdamW([("w", trained)])
+    beside = halfstep.AdamW([("w", trained), ("f", frozen)])
     assert beside.memory() == alone.memory()
     line = next(line for line in repr(alone).splitlines() if line.startswith("memory"))
     assert line in repr(beside)

@@ -24,26 +24,8 @@ def ready(cls):
 
 
 @rules
-def test_step_post_hook(cls):
-    problem, opt = ready(cls)
-    calls = []
-
-    def hook(optimizer, args, kwargs):
-        assert optimizer is opt
-        calls.append((problem.weight.detach().clone(), args, kwargs))
-
-    before = problem.weight.detach().clone()
-    handle = opt.register_step_post_hook(hook)
-    opt.step()
-    opt.step(None)
-    assert len(calls) == 2 and not torch.equal(calls[0][0], before)  # after the update
-    handle.remove()
-    opt.step()
-    assert len(calls) == 2
-
-
-@rules
-def test_step_pre_hook(cls):
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_step_pre_and_post_hook(cls, when):
     problem, opt = ready(cls)
     calls = []
 
@@ -52,10 +34,10 @@ def test_step_pre_hook(cls):
         calls.append(problem.weight.detach().clone())
 
     before = problem.weight.detach().clone()
-    handle = opt.register_step_pre_hook(hook)
+    handle = getattr(opt, f"register_step_{when}_hook")(hook)
     opt.step()
-    opt.step()
-    assert len(calls) == 2 and torch.equal(calls[0], before)  # before the update
+    opt.step(None)
+    assert len(calls) == 2 and torch.equal(calls[0], before) == (when == "pre")
     handle.remove()
     opt.step()
     assert len(calls) == 2

@@ -32,23 +32,11 @@ BOUND_SWITCHED = 3e-3
 SHAPE = ours.Shape(width=64, depth=2, heads=2, context=64, batch=8)
 
 
-def program(*words):
+def program(line, *words):
+    """Runs `halfstep train` with the words of a line and further ones. Returns what it reports."""
+    words = [*line.split(), *map(str, words), "--lr", str(LR), "--weight-decay", str(DECAY)]
     done = subprocess.run(
-        [
-            PROGRAM,
-            "train",
-            *map(str, words),
-            "--lr",
-            str(LR),
-            "--weight-decay",
-            str(DECAY),
-            "--seed",
-            str(SEED),
-            "--threads",
-            "1",
-            "--quiet",
-            "--json",
-        ],
+        [PROGRAM, "train", *words, "--seed", str(SEED), *"--threads 1 --quiet --json".split()],
         capture_output=True,
         text=True,
         timeout=120,
@@ -94,18 +82,9 @@ def lm(*words):
         for word in (f"--{name}", getattr(SHAPE, name))
     ]
     return program(
-        "lm",
-        "--data",
+        "lm --recipe adamw/f32/f32 --val-every 0 --eval-batches 4 --sample-bytes 0 --data",
         DATA,
-        "--recipe",
-        "adamw/f32/f32",
         *sizes,
-        "--val-every",
-        0,
-        "--eval-batches",
-        4,
-        "--sample-bytes",
-        0,
         *words,
     )
 
@@ -199,17 +178,8 @@ def test_mnist_ends_where_torch_does(tmp_path):
     images, batch, epochs = 3000, 64, 4  # 47 steps an epoch, the last of 56 images
     ours.write_images(tmp_path, images, 500)
     found = program(
-        "mnist",
-        "--data",
+        f"mnist --recipe adamw/f32/f32 --compute f32 --batch {batch} --epochs {epochs} --data",
         tmp_path,
-        "--recipe",
-        "adamw/f32/f32",
-        "--compute",
-        "f32",
-        "--batch",
-        batch,
-        "--epochs",
-        epochs,
     )
     model, data = ours.Digits(), ours.Images(tmp_path, batch, SEED, epochs)
     model.initialize(SEED)
@@ -231,52 +201,32 @@ def test_mnist_ends_where_torch_does(tmp_path):
 # ---- bench/trainer.py ----------------------------------------------------------------------------
 
 
-@pytest.mark.all
-def test_bench(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- measured -->\n<!-- end -->\nafter\n")
-    done = subprocess.run(
-        [
-            sys.executable,
-            os.path.join(BENCH, "trainer.py"),
-            "--program",
-            PROGRAM,
-            "--sizes",
-            "tiny,mnist",
-            "--compute",
-            "f32",
-            "--only",
-            "halfstep-f32|torch-f32$",
-            "--rounds",
-            "1",
-            "--seconds",
-            "0",
-            "--least",
-            "2",
-            "--check",
-            "3",
-            "--digits",
-            "256",
-            "--threads",
-            "1",
-            "--no-peak",
-            "--json",
-            tmp_path / "out.json",
-            "--out",
-            page,
-        ],
+def bench(line, *words):
+    """Runs bench/trainer.py with the words of a line and further ones."""
+    return subprocess.run(
+        [sys.executable, os.path.join(BENCH, "trainer.py"), *line.split(), *words],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+@pytest.mark.all
+def test_bench(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- measured -->\n<!-- end -->\nafter\n")
+    done = bench(
+        "--sizes tiny,mnist --compute f32 --only halfstep-f32|torch-f32$ --rounds 1 --seconds 0"
+        " --least 2 --check 3 --digits 256 --threads 1 --no-peak --program",
+        PROGRAM,
+        *("--json", tmp_path / "out.json", "--out", page),
+    )
     assert done.returncode == 0, done.stderr
     lm_, mnist = json.loads((tmp_path / "out.json").read_text())["results"]
     for found in (lm_, mnist):
-        assert not found["failures"] and [row["key"] for row in found["rows"]] == [
-            "halfstep-f32",
-            "torch-f32",
-        ]
+        assert not found["failures"]
+        assert [row["key"] for row in found["rows"]] == ["halfstep-f32", "torch-f32"]
         for row in found["rows"]:
             assert row["best"] >= row["median"] > 0 and row["gflops"] == pytest.approx(
                 row["best"] * found["flop"] * 1e-9
@@ -293,37 +243,20 @@ def test_bench(tmp_path):
 
 @pytest.mark.all
 def test_bench_refuses():
-    for words, line in (
-        (("--sizes", "huge"), "no size huge"),
-        (("--only", "nobody"), "no contestant matches 'nobody'"),
+    for line, words in (
+        ("--sizes huge", "no size huge"),
+        ("--only nobody", "no contestant matches 'nobody'"),
     ):
-        done = subprocess.run(
-            [sys.executable, os.path.join(BENCH, "trainer.py"), *words],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 2 and line in done.stderr
+        done = bench(line)
+        assert done.returncode == 2 and words in done.stderr
 
 
 @pytest.mark.all
 def test_rate_of_onednn(tmp_path):
     built = tmp_path / "onednn_peak"
-    subprocess.run(
-        [
-            "cc",
-            "-std=c11",
-            "-O2",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            os.path.join(ROOT, "lab", "onednn_peak.c"),
-            "-o",
-            built,
-            "-ldnnl",
-        ],
-        check=True,
-    )
+    source = os.path.join(ROOT, "lab", "onednn_peak.c")
+    flags = "-std=c11 -O2 -Wall -Wextra -Werror".split()
+    subprocess.run(["cc", *flags, source, "-o", built, "-ldnnl"], check=True)
     found = json.loads(
         subprocess.run([built, "256", "0.05"], capture_output=True, text=True, check=True).stdout
     )

@@ -12,9 +12,12 @@ from conftest import (
     everything,
     parameters,
     run,
+    saved,
     set_gradients,
     states,
+    weights_of,
 )
+from torch.nn import Parameter
 
 import halfstep
 from halfstep import _abi, _devices
@@ -64,11 +67,7 @@ def test_steps(rule, recipe):
                     opt.step_param(p)
             else:
                 opt.step()
-    assert (
-        [bits(p.resolve_neg()) for p in kept.values()]
-        == [bits(p) for p in plain.values()]
-        == [bits(p) for p in seen.values()]
-    )
+    assert [bits(p.resolve_neg()) for p in kept.values()] == weights_of(plain) == weights_of(seen)
     assert states(opts[0]) == states(opts[1]) == states(opts[2])
 
 
@@ -76,25 +75,24 @@ def test_steps(rule, recipe):
 def test_a_gradient_that_autograd_made(given):
     """The gradient comes through an imaginary part. Descent stays descent, from the first step on
     and after plain ones."""
-    p = torch.nn.Parameter(torch.zeros(4, 4))
+    p = Parameter(torch.zeros(4, 4))
     opt = halfstep.SGD([p], lr=0.1, clip_norm=given and 1e9)
     for step in range(4):
         p.grad = imaginary(torch.ones(4, 4)) if step else torch.ones(4, 4)
         opt.step()
     assert torch.allclose(p.detach(), torch.full((4, 4), -0.4))
-    q = torch.nn.Parameter(torch.zeros(8, 8))
+    q = Parameter(torch.zeros(8, 8))
     opt = halfstep.AdamW([q], lr=0.1, weight_decay=0.0, gradient_release=True)
     for _ in range(3):
-        (
-            (torch.complex(torch.ones(8, 8), q).conj() * 1j).real - 1.0
-        ).square().sum().backward()  # (q - 1)^2
+        apart = (torch.complex(torch.ones(8, 8), q).conj() * 1j).real - 1.0  # q - 1
+        apart.square().sum().backward()
     assert q.detach().mean() > 0.25
 
 
 def test_the_fast_path_looks_at_the_bit():
     """Gradients have been plain for long. In another case a weight's memory stays and only its sign
     changes."""
-    p, q = (torch.nn.Parameter(torch.zeros(16, 16)) for _ in range(2))
+    p, q = (Parameter(torch.zeros(16, 16)) for _ in range(2))
     opt = halfstep.SGD([("p", p), ("q", q)], lr=1.0)
     for step in range(8):
         for one in (p, q):
@@ -107,19 +105,27 @@ def test_the_fast_path_looks_at_the_bit():
     assert p.mean() == 7.0 and q.mean() == -9.0
 
 
-def test_micro_batches_and_sums():
-    params, others = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
-    opts = [halfstep.AdamW(ps.items(), lr=0.01, seed=0) for ps in (params, others)]
-    for step in range(4):
-        for ps, opt in zip((params, others), opts):
-            opt.optimizer_accumulation = step % 2 == 0
-            set_gradients(ps, step)
-            for p in ps.values() if ps is others else ():
-                p.grad = negated(p.grad)
+def as_plain(of_plain, of_others, accumulates=False):
+    """Steps two optimizers, whose gradients two functions make of a parameter that has one and of
+    the step. They must end with the same bits."""
+    found = []
+    for make in (of_plain, of_others):
+        params = parameters(torch.bfloat16, SHAPES)
+        opt = halfstep.AdamW(params.items(), lr=0.01, seed=0)
+        for step in range(4):
+            opt.optimizer_accumulation = accumulates and step % 2 == 0
+            set_gradients(params, step)
+            for p in params.values():
+                p.grad = make(p, step)
             opt.step()
-    assert everything(opts[0]) == everything(opts[1])
+        found.append(everything(opt))
+    assert found[0] == found[1]
+
+
+def test_micro_batches_and_sums():
+    as_plain(lambda p, step: p.grad, lambda p, step: negated(p.grad), accumulates=True)
     for fmt in ("f32", "bf16", "bf16-sr"):
-        p = torch.nn.Parameter(torch.zeros(16, 16).bfloat16())
+        p = Parameter(torch.zeros(16, 16).bfloat16())
         accumulator = halfstep.GradientAccumulator([("p", p)], fmt, seed=0)
         for _ in range(3):
             p.grad = negated(torch.ones(16, 16).bfloat16())
@@ -151,7 +157,7 @@ def test_averages():
 
 def test_reading_and_writing():
     for recipe in ("adamw/bf16-kahan/bf16-sr", "adamw/bf16-ecc8/int8", "adamw/bf16-sr/f32"):
-        p = torch.nn.Parameter(torch.randn(16, 32).bfloat16())
+        p = Parameter(torch.randn(16, 32).bfloat16())
         opt = halfstep.optimizer(recipe, [("p", p)], seed=0)
         p.grad = torch.ones_like(p)
         opt.step()
@@ -172,15 +178,12 @@ def test_states_that_are_views():
         if step == 2:
             for p in others.values():
                 other.state[p]["exp_avg"] = negated(other.state[p]["exp_avg"])
-        for ps, o in ((params, opt), (others, other)):
-            run(o, ps, step, step + 1)
+        run(opt, params, step, step + 1)
+        run(other, others, step, step + 1)
     assert everything(opt) == everything(other)
-    file = {
-        **opt.state_dict(),
-        "state": {
-            k: {**s, "exp_avg": negated(s["exp_avg"])} for k, s in opt.state_dict()["state"].items()
-        },
-    }
+    file = saved(opt.state_dict())
+    for state in file["state"].values():
+        state["exp_avg"] = negated(state["exp_avg"])
     other.load_state_dict(file)
     assert everything(opt)[1] == everything(other)[1]
 
@@ -220,15 +223,10 @@ def zeros(shape, dtype=torch.float32):
 
 def test_gradients_of_zeros_without_memory():
     """They are gradients: counted, and the momentum goes on."""
-    params, others = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
-    opts = [halfstep.AdamW(ps.items(), lr=0.01, seed=0) for ps in (params, others)]
-    for step in range(3):
-        for ps, opt in zip((params, others), opts):
-            set_gradients(ps, step)
-            for p in ps.values() if step == 1 else ():
-                p.grad = zeros(p.shape, p.dtype) if ps is others else torch.zeros_like(p)
-            opt.step()
-    assert everything(opts[0]) == everything(opts[1])
+    as_plain(
+        lambda p, step: torch.zeros_like(p) if step == 1 else p.grad,
+        lambda p, step: zeros(p.shape, p.dtype) if step == 1 else p.grad,
+    )
 
 
 def freed(tensor):
@@ -244,29 +242,27 @@ def freed(tensor):
 def test_what_has_no_memory_is_refused_by_name(without, release):
     params = parameters(torch.float32, {"good": (16, 16), "bad": (16, 16)})
     opt = halfstep.AdamW(params.items(), seed=0)
+    words = "the gradient of 'bad' has 256 elements and no memory"
     for step in range(2):
         set_gradients(params, step)
         before = everything(opt, params)
         params["bad"].grad = without()
-        with pytest.raises(
-            ValueError, match="the gradient of 'bad' has 256 elements and no memory"
-        ):
+        with pytest.raises(ValueError, match=words):
             opt.step_param(params["bad"]) if release else opt.step()
         assert everything(opt, params) == before
         set_gradients(params, step)
         opt.step()
     accumulator = halfstep.GradientAccumulator(params.items())
     params["bad"].grad = without()
-    with pytest.raises(ValueError, match="the gradient of 'bad' has 256 elements and no memory"):
-        (
+    with pytest.raises(ValueError, match=words):
+        if accumulator._buffers[1] is not None:
             accumulator.reassign(missing="skip")
-            if accumulator._buffers[1] is not None
-            else accumulator._take(1, params["bad"])
-        )
+        else:
+            accumulator._take(1, params["bad"])
 
 
 def test_weights_without_memory_are_refused_by_name():
-    p = torch.nn.Parameter(torch.ones(16, 16))
+    p = Parameter(torch.ones(16, 16))
     opt = halfstep.AdamW([("w", p)])
     p.grad = torch.ones(16, 16)
     opt.step()
@@ -282,7 +278,7 @@ def test_weights_without_memory_are_refused_by_name():
     with pytest.raises(ValueError, match="the weight 'weight' has 256 elements and no memory"):
         ema.update_parameters(model)
     with pytest.raises(ValueError, match="'z' is a tensor of zeros without memory"):
-        halfstep.AdamW([("z", torch.nn.Parameter(zeros((4, 4))))])
+        halfstep.AdamW([("z", Parameter(zeros((4, 4))))])
 
 
 def test_every_address_is_taken_of_tensors_in_order():
