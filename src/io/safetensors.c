@@ -196,7 +196,7 @@ static int compare_offsets(const halfstep_safetensors *file, uint32_t a, uint32_
 }
 
 /* Returns the text that a number of a sorted list stands for. */
-typedef const char *text_of(const halfstep_safetensors *file, uint32_t number);
+typedef const char *record_text(const halfstep_safetensors *file, uint32_t number);
 
 static const char *name_at(const halfstep_safetensors *file, uint32_t position)
 {
@@ -216,7 +216,7 @@ static int compare_keys(const halfstep_safetensors *file, uint32_t a, uint32_t b
 }
 
 /* Returns a text that comes twice in a sorted list, or NULL. */
-static const char *find_duplicate(const halfstep_safetensors *file, const series *sorted, text_of *text)
+static const char *find_duplicate(const halfstep_safetensors *file, const series *sorted, record_text *text)
 {
     for (size_t i = 1; i < sorted->count; i++) {
         const char *before = text(file, number_at(sorted, i - 1)), *after = text(file, number_at(sorted, i));
@@ -226,7 +226,7 @@ static const char *find_duplicate(const halfstep_safetensors *file, const series
 }
 
 /* Finds a text in a sorted list. Returns 1 and sets *number to what stands for it, or returns 0. */
-static int find_text(const halfstep_safetensors *file, const series *sorted, text_of *text, const char *wanted,
+static int find_text(const halfstep_safetensors *file, const series *sorted, record_text *text, const char *wanted,
                      uint32_t *number)
 {
     size_t low = 0, high = sorted->count;
