@@ -171,7 +171,7 @@ static void test_tables(void)
         {"needed", OPTION_STRING, 0, NULL, NULL, 0, 0, OPTION_REQUIRED, NULL, "without a word for its value"},
         {"", OPTION_HEADING, 0, NULL, NULL, 0, 0, 0, NULL, "a heading"},
     };
-    static const struct command command = {"try", "", "", NULL, 0, 0};
+    static const struct command command = {.name = "try", .usage = "", .summary = ""};
     const struct option_group group = {"Options", rows, OPTION_COUNT(rows), &target};
     struct args args;
     char why[200];
@@ -206,7 +206,7 @@ static void test_path_lists(void)
         {"number", OPTION_INTEGER, IN(number), "N", "3", 0, 9, 0, NULL, "a number"},
     };
 #undef IN
-    static const struct command command = {"try", "", "", NULL, 0, 0};
+    static const struct command command = {.name = "try", .usage = "", .summary = ""};
     static char names[1000][16];
     static char *words[1100] = {"try", "--paths",   "a,b", "-c",       "d e", "--number",
                                 "4",   "--paths=f", "g",   "--others", "h",   "--paths"};

@@ -34,15 +34,6 @@ static const struct option rows[] = {
     OPTION_JSON(struct generate),
 };
 
-static const struct command command = {
-    "generate",
-    "--checkpoint DIR [options]",
-    "Continues a text with a trained language model. The model computes in fp32 from the stored weights, so every "
-    "machine writes the same bytes.",
-    "  halfstep generate --checkpoint run --prompt 'To be' --bytes 500\n",
-    0,
-    0};
-
 /* Returns 1 if the checkpoint's rule evaluates an average of the weights that it trains. */
 static int uses_averages(const halfstep_checkpoint *checkpoint)
 {
@@ -140,14 +131,16 @@ static int write_text(const struct generate *g, const struct lm_config *shape, c
     return status;
 }
 
-static int generate(const struct generate *g)
+static int generate(struct args *args, void *options)
 {
+    const struct generate *g = options;
+    (void)args;
     char error[1024] = "", note[600];
     halfstep_checkpoint *checkpoint = NULL;
     struct model_tensors model = {NULL, 0, NULL};
     struct lm_config shape;
     if (halfstep_open_checkpoint(&checkpoint, g->checkpoint, NULL, error, sizeof error) != HALFSTEP_OK)
-        return failure(command.name, "%s", error);
+        return failure("generate", "%s", error);
     const char *path = halfstep_checkpoint_path(checkpoint, "model.safetensors");
     int status = 1;
     struct lm_weight *weights = NULL;
@@ -168,17 +161,16 @@ static int generate(const struct generate *g)
     free(weights);
     model_tensors_close(&model);
     halfstep_close_checkpoint(checkpoint);
-    return status && error[0] ? failure(command.name, "%s", error) : status;
+    return status && error[0] ? failure("generate", "%s", error) : status;
 }
 
-int cmd_generate(int argc, char **argv)
-{
-    struct generate g;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &g}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv);
-    if (status != ARGS_RUN) return status;
-    status = generate(&g);
-    args_free(&args);
-    return status;
-}
+const struct command generate_command = {
+    .name = "generate",
+    .usage = "--checkpoint DIR [options]",
+    .summary =
+        "Continues a text with a trained language model. The model computes in fp32 from the stored weights, so every "
+        "machine writes the same bytes.",
+    .notes = "  halfstep generate --checkpoint run --prompt 'To be' --bytes 500\n",
+    COMMAND_OPTIONS(rows, struct generate),
+    .run = generate,
+};

@@ -14,15 +14,6 @@ struct info {
 };
 
 static const struct option rows[] = {OPTION_JSON(struct info)};
-static const struct command command = {
-    "info",
-    "[--json]",
-    "Lists the features of the processor, the kernels and threads in use, the GPUs, and all rules and formats.",
-    "The environment variables HALFSTEP_ISA and HALFSTEP_THREADS set the kernels and the number of threads.\n"
-    "\n"
-    "  HALFSTEP_ISA=scalar halfstep info\n",
-    0,
-    0};
 
 static void put_names(struct document *d, json_t *in, const char *key, const char *(*name)(int32_t index))
 {
@@ -196,16 +187,23 @@ static int print_text(const char *features)
     return 0;
 }
 
-int cmd_info(int argc, char **argv)
+static int print_info(struct args *args, void *options)
 {
-    struct info info;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &info}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv);
-    if (status != ARGS_RUN) return status;
+    const struct info *info = options;
     char features[512];
+    (void)args;
     halfstep_cpu_features(features, sizeof features);
-    status = info.json ? print_object(features) : print_text(features);
-    args_free(&args);
-    return status;
+    return info->json ? print_object(features) : print_text(features);
 }
+
+const struct command info_command = {
+    .name = "info",
+    .usage = "[--json]",
+    .summary =
+        "Lists the features of the processor, the kernels and threads in use, the GPUs, and all rules and formats.",
+    .notes = "The environment variables HALFSTEP_ISA and HALFSTEP_THREADS set the kernels and the number of threads.\n"
+             "\n"
+             "  HALFSTEP_ISA=scalar halfstep info\n",
+    COMMAND_OPTIONS(rows, struct info),
+    .run = print_info,
+};

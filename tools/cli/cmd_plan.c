@@ -46,15 +46,6 @@ static const struct option option_rows[] = {
     OPTION_JSON(struct plan),
 };
 
-static const struct command command = {
-    "plan",
-    "--params N [--memory BYTES] [options]",
-    "Forecasts the memory for weights, gradients and optimizer states under each recipe. Activations need memory "
-    "besides; it depends on batch and context, not on the recipe.",
-    "  halfstep plan --params 7e9 --memory 24G --release\n",
-    0,
-    0};
-
 struct forecast {
     char recipe[RECIPE_BYTES];
     const char *gradients;
@@ -318,33 +309,33 @@ static int can_release(const char *recipe)
     return halfstep_get_rule_info(halfstep_rule_find(rule), &info) != HALFSTEP_OK || !info.totals;
 }
 
-static int plan_all(struct plan *plan, const struct args *args)
+static int plan_all(struct args *args, void *options)
 {
+    const struct plan *plan = options;
     enum { CAPACITY = 1024 };
     char error[600];
     struct lm_config shape = {
         .width = (int)plan->width, .depth = (int)plan->depth, .heads = (int)plan->heads, .context = (int)plan->context};
     int sources = args_given(args, "params") + args_given(args, "checkpoint") + args_given(args, "width");
     if (sources != 1)
-        return usage_error(command.name, "give the size of the model by one of --params, --checkpoint, --width");
+        return usage_error("plan", "give the size of the model by one of --params, --checkpoint, --width");
     if (plan->checkpoint) {
         char note[600];
         int status = checkpoint_read_shape(plan->checkpoint, 0, &shape, note, sizeof note, error, sizeof error);
         if (status > 0)
             snprintf(error, sizeof error, "%.500s: there is neither a checkpoint nor a config.json", plan->checkpoint);
-        if (status) return failure(command.name, "%s", error);
+        if (status) return failure("plan", "%s", error);
     }
-    if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error(command.name, "%s", error);
+    if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error("plan", "%s", error);
     for (int i = plan->recipes.n ? 0 : -1; plan->release && i < plan->recipes.n; i++) {
         const char *recipe = i < 0 ? plan->rule : plan->recipes.item[i];
         if (!can_release(recipe))
-            return usage_error(command.name, "--release: %s needs the gradients of all tensors before it steps any",
-                               recipe);
+            return usage_error("plan", "--release: %s needs the gradients of all tensors before it steps any", recipe);
     }
     int shaped = !args_given(args, "params");
     double params = shaped ? (double)lm_parameter_count(&shape) : plan->params;
     struct forecast *list = calloc(CAPACITY, sizeof *list);
-    if (!list) return failure(command.name, "out of memory");
+    if (!list) return failure("plan", "out of memory");
     int n = 0;
     for (int i = 0; i < plan->recipes.n; i++)
         if (make_forecast(plan, shaped ? &shape : NULL, plan->recipes.item[i], &list[n]) == 0) n++;
@@ -359,14 +350,13 @@ static int plan_all(struct plan *plan, const struct args *args)
     return status;
 }
 
-int cmd_plan(int argc, char **argv)
-{
-    struct plan plan;
-    struct args args;
-    const struct option_group groups[] = {{"Options", option_rows, OPTION_COUNT(option_rows), &plan}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv);
-    if (status != ARGS_RUN) return status;
-    status = plan_all(&plan, &args);
-    args_free(&args);
-    return status;
-}
+const struct command plan_command = {
+    .name = "plan",
+    .usage = "--params N [--memory BYTES] [options]",
+    .summary =
+        "Forecasts the memory for weights, gradients and optimizer states under each recipe. Activations need memory "
+        "besides; it depends on batch and context, not on the recipe.",
+    .notes = "  halfstep plan --params 7e9 --memory 24G --release\n",
+    COMMAND_OPTIONS(option_rows, struct plan),
+    .run = plan_all,
+};

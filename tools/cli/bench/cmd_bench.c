@@ -49,25 +49,6 @@ static const struct option rows[] = {
     OPTION_JSON(struct choice),
 };
 
-static const struct command command = {
-    "bench",
-    "[options]",
-    "Times one optimizer step of each recipe, in turns with a read-modify-write stream of as many bytes.",
-    "Columns:\n"
-    "  ns/param    time of a step per parameter, with gradients known to be finite\n"
-    "  B/param     bytes that the recipe has to move: weights and states read and written once, gradients read once.\n"
-    "              Rules that need sums over a tensor of more than 32 MB read all of it twice.\n"
-    "  GB/s        those bytes over the time of the step\n"
-    "  of stream   that rate, as a fraction of the stream's\n"
-    "  scan        the same fraction if the gradients are scanned first; their second reading counts\n"
-    "  in cache    ns/param of one thread on 16384 parameters: the cost of the arithmetic without the memory\n"
-    "  over one    time on --tensors small tensors over the time on one large tensor\n"
-    "  GFLOP/s     rate of the matrix products, for rules that have any, on one square matrix of up to 1024 rows\n"
-    "\n"
-    "  halfstep bench --recipes adamw/f32,adamw/bf16-sr/int8 --threads 8\n",
-    0,
-    0};
-
 /* ---- Which recipes ----------------------------------------------------------------------------------------------- */
 
 static const char *const usual[] = {
@@ -280,30 +261,46 @@ static int run_all(const struct choice *c, struct result *results, int *n, int t
     return 0;
 }
 
-int cmd_bench(int argc, char **argv)
+static int run_bench(struct args *args, void *options)
 {
-    struct choice c;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &c}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv), n = 0;
-    if (status != ARGS_RUN) return status;
-    c.bench.recipe = NULL;
-    c.bench.recipes = 0;
-    status = check_device("bench", c.bench.device);
-    if (!status) status = choose(&args, &c);
+    struct choice *c = options;
+    int n = 0, status = check_device("bench", c->bench.device);
+    if (!status) status = choose(args, c);
     /* Opened before the cases are timed, which takes minutes. Its old content stays until there are results. */
-    FILE *csv = !status && c.csv ? fopen(c.csv, "a") : NULL;
-    if (!status && c.csv && !csv) status = failure("bench", "cannot write %s: %s", c.csv, strerror(errno));
-    int threads = c.bench.threads ? (int)c.bench.threads : halfstep_default_threads();
-    struct result *results = calloc(2 * (size_t)c.bench.recipes + 1, sizeof *results);
-    if (!status) status = results ? run_all(&c, results, &n, threads) : failure("bench", "out of memory");
+    FILE *csv = !status && c->csv ? fopen(c->csv, "a") : NULL;
+    if (!status && c->csv && !csv) status = failure("bench", "cannot write %s: %s", c->csv, strerror(errno));
+    int threads = c->bench.threads ? (int)c->bench.threads : halfstep_default_threads();
+    struct result *results = calloc(2 * (size_t)c->bench.recipes + 1, sizeof *results);
+    if (!status) status = results ? run_all(c, results, &n, threads) : failure("bench", "out of memory");
     double ratio = status ? 0 : sr_over_nearest(results, n);
-    if (!status && c.json) status = print_object(results, n, c.bench.device, threads);
-    if (ratio > 0 && !c.json) printf("\nStochastic rounding takes %.3f times as long as rounding to nearest.\n", ratio);
-    if (csv && !status) status = write_csv(csv, c.csv, results, n);
+    if (!status && c->json) status = print_object(results, n, c->bench.device, threads);
+    if (ratio > 0 && !c->json)
+        printf("\nStochastic rounding takes %.3f times as long as rounding to nearest.\n", ratio);
+    if (csv && !status) status = write_csv(csv, c->csv, results, n);
     else if (csv) fclose(csv);
     free(results);
-    free(c.bench.recipe);
-    args_free(&args);
+    free(c->bench.recipe);
     return status;
 }
+
+const struct command bench_command = {
+    .name = "bench",
+    .usage = "[options]",
+    .summary = "Times one optimizer step of each recipe, in turns with a read-modify-write stream of as many bytes.",
+    .notes =
+        "Columns:\n"
+        "  ns/param    time of a step per parameter, with gradients known to be finite\n"
+        "  B/param     bytes that the recipe has to move: weights and states read and written once, gradients read "
+        "once.\n"
+        "              Rules that need sums over a tensor of more than 32 MB read all of it twice.\n"
+        "  GB/s        those bytes over the time of the step\n"
+        "  of stream   that rate, as a fraction of the stream's\n"
+        "  scan        the same fraction if the gradients are scanned first; their second reading counts\n"
+        "  in cache    ns/param of one thread on 16384 parameters: the cost of the arithmetic without the memory\n"
+        "  over one    time on --tensors small tensors over the time on one large tensor\n"
+        "  GFLOP/s     rate of the matrix products, for rules that have any, on one square matrix of up to 1024 rows\n"
+        "\n"
+        "  halfstep bench --recipes adamw/f32,adamw/bf16-sr/int8 --threads 8\n",
+    COMMAND_OPTIONS(rows, struct choice),
+    .run = run_bench,
+};

@@ -470,8 +470,25 @@ int args_parse(struct args *args, const struct command *command, const struct op
             return 0;
         }
     int status = args_defaults(args, command, groups, n_groups);
+    args->argc = argc;
+    args->argv = argv;
     if (status == ARGS_RUN) status = read_words(args, argc, argv);
     if (status != ARGS_RUN) args_free(args);
+    return status;
+}
+
+int command_run(const struct command *command, int argc, char **argv)
+{
+    void *options = calloc(1, command->options_bytes + 1);
+    const struct option_group group = {"Options", command->rows, command->n_rows, options};
+    struct args args;
+    int status = options ? args_parse(&args, command, &group, command->n_rows > 0, argc, argv)
+                         : failure(command->name, "out of memory");
+    if (status == ARGS_RUN) {
+        status = command->run(&args, options);
+        args_free(&args);
+    }
+    free(options);
     return status;
 }
 

@@ -9,14 +9,13 @@
  *        NULL, "memory to fit into"},
  *       OPTION_JSON(struct plan),
  *   };
- *   static const struct command command = {"plan", "", "memory forecast ...", NULL, 0, 0};
- *   struct plan plan;
- *   struct args args;
- *   const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &plan}};
- *   int status = args_parse(&args, &command, groups, 1, argc, argv);
- *   if (status != ARGS_RUN) return status;
- *   ...
- *   args_free(&args);
+ *   static int plan_all(struct args *args, void *options) { const struct plan *plan = options; ... }
+ *   const struct command plan_command = {.name = "plan",
+ *                                        .usage = "",
+ *                                        .summary = "memory forecast ...",
+ *                                        COMMAND_OPTIONS(rows, struct plan),
+ *                                        .run = plan_all};
+ *   command_run(&plan_command, argc, argv);
  *
  * An option takes its value as the next word or after "=": --steps 100, --steps=100, --steps 1e2. Numbers take the
  * suffixes k, M, G, T, B (powers of 1000; B is 10^9). Bytes take K, M, G, T (powers of 1024) and KB, MB, GB, TB (powers
@@ -80,6 +79,9 @@ struct option {
 #define OPTION_JSON(type) \
     {"json", OPTION_FLAG, offsetof(type, json), NULL, NULL, 0, 0, 0, NULL, "print the results as one JSON object"}
 
+/* The options of a command, of which each is a member of a struct of this type. */
+#define COMMAND_OPTIONS(table, type) .rows = table, .n_rows = OPTION_COUNT(table), .options_bytes = sizeof(type)
+
 struct option_group {
     const char *title; /* heading in --help, unless the first row is a heading */
     const struct option *rows;
@@ -87,12 +89,19 @@ struct option_group {
     void *target; /* the struct that offsets count from */
 };
 
+struct args;
+
 struct command {
     const char *name;         /* "train lm" */
     const char *usage;        /* after the name in the usage line: "--data FILE [options]" */
     const char *summary;      /* first paragraph of --help */
     const char *notes;        /* last paragraphs of --help, printed as they are; NULL: none */
     int min_words, max_words; /* arguments that are not options */
+    /* For command_run(): the options, the size of the struct that their offsets count from, and the work. */
+    const struct option *rows;
+    int n_rows;
+    size_t options_bytes;
+    int (*run)(struct args *args, void *options);
 };
 
 #define ARGS_MAX_WORDS 16
@@ -102,6 +111,8 @@ struct args {
     const struct command *command;
     const struct option_group *groups;
     int n_groups;
+    int argc; /* the command line, as given to args_parse() */
+    char **argv;
     const char *word[ARGS_MAX_WORDS];
     int n_words;
     unsigned char given[ARGS_MAX_OPTIONS];
@@ -121,6 +132,9 @@ struct args {
  * outlive args. */
 int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups,
                int argc, char **argv);
+/* Parses a command line into a struct of the command's options and runs the command with it. Returns the exit
+ * status. */
+int command_run(const struct command *command, int argc, char **argv);
 /* Only sets the defaults, for structs that no command line fills. Returns ARGS_RUN or an exit status. */
 int args_defaults(struct args *args, const struct command *command, const struct option_group *groups, int n_groups);
 void args_free(struct args *args);

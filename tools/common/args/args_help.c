@@ -76,7 +76,7 @@ void args_describe(const struct option *option, char *text, size_t text_bytes)
         separator = "; ";
     }
     if (option->initial) {
-        append(text, text_bytes, "%sdefault %s", separator, option->initial);
+        append(text, text_bytes, "%sdefault %s", separator, option->initial[0] ? option->initial : "\"\"");
         separator = "; ";
     }
     if (separator[0] == ';') append(text, text_bytes, ")");

@@ -459,7 +459,8 @@ int compare_run(const struct compare_kind *kind, const struct comparison *compar
 {
     struct compare *compare = calloc(1, sizeof *compare);
     if (!compare) return failure(comparison->command, "out of memory");
-    const struct command command = {comparison->command, kind->usage, kind->summary, kind->notes, 0, 0};
+    const struct command command = {
+        .name = comparison->command, .usage = kind->usage, .summary = kind->summary, .notes = kind->notes};
     compare->comparison = comparison;
     compare->kind = kind;
     compare->report.words = kind->words;
