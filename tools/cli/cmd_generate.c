@@ -38,10 +38,7 @@ static const struct option rows[] = {
 static int uses_averages(const halfstep_checkpoint *checkpoint)
 {
     const char *recipe = halfstep_checkpoint_value(checkpoint, "recipe");
-    struct recipe_parts parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    recipe_split(recipe ? recipe : "", &parts);
-    return halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && rule.average;
+    return recipe && rule_info(recipe_rule(recipe)).average;
 }
 
 /* Loads the averages that the rule evaluates, in fp32. Returns 0, or -1 with one line in error. */

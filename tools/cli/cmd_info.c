@@ -122,8 +122,7 @@ static void print_rules(void)
 {
     printf("\nRules\n");
     for (int32_t i = 0; i < halfstep_rule_count(); i++) {
-        halfstep_rule_info info = {.struct_size = sizeof info};
-        if (halfstep_get_rule_info(i, &info) != HALFSTEP_OK) continue;
+        const halfstep_rule_info info = rule_info(i);
         char full[RECIPE_BYTES];
         if (halfstep_recipe_full(info.name, full, sizeof full) != HALFSTEP_OK) full[0] = 0;
         printf("  %-13s %s\n  %-13s states:%s", info.name, info.title, "", info.states ? "" : " none");
@@ -145,8 +144,7 @@ static void print_formats(void)
                 {HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG, "states"}};
     printf("\nFormats        bytes\n");
     for (int32_t i = 0; i < halfstep_format_count(); i++) {
-        halfstep_format_info info = {.struct_size = sizeof info};
-        if (halfstep_get_format_info(i, &info) != HALFSTEP_OK) continue;
+        const halfstep_format_info info = format_info(i);
         double bytes =
             (info.code_bits + info.extra_bits) / 8.0 + (info.block ? (double)info.scale_bytes / info.block : 0);
         printf("  %-12s %6.4g  %-46s", info.name, bytes, info.title);

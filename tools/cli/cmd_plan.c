@@ -54,12 +54,6 @@ struct forecast {
 
 /* ---- Sizes ------------------------------------------------------------------------------------------------------- */
 
-static double gradient_bytes_of(const char *name)
-{
-    halfstep_format_info info = {.struct_size = sizeof info};
-    return halfstep_get_format_info(halfstep_format_find(name), &info) == HALFSTEP_OK ? info.code_bits / 8.0 : 0;
-}
-
 /* Adds up a model of known shape, tensor by tensor, because small tensors may fall back from block formats. Returns 0,
  * or -1 if the recipe does not exist. */
 static int add_shape(const struct lm_config *shape, struct forecast *f, double gradient_bytes, int release)
@@ -106,7 +100,7 @@ static int make_forecast(const struct plan *plan, const struct lm_config *shape,
     snprintf(f->recipe, sizeof f->recipe, "%s", recipe);
     run_config_settle(&config);
     f->gradients = config.gradients;
-    double bytes = gradient_bytes_of(f->gradients);
+    double bytes = format_named(f->gradients).code_bits / 8.0;
     int bad = shape ? add_shape(shape, f, bytes, plan->release) : add_params(plan, f, bytes);
     f->total = f->weights + f->extras + f->states + f->gradient_bytes;
     return bad;
@@ -118,9 +112,8 @@ static int make_forecast(const struct plan *plan, const struct lm_config *shape,
  * IEEE halves take as many bytes as BF16. */
 static int worth_a_look(const char *weight)
 {
-    halfstep_format_info info = {.struct_size = sizeof info};
-    return halfstep_get_format_info(halfstep_format_find(weight), &info) == HALFSTEP_OK &&
-           (info.code_bits > 16 || info.stochastic || info.extra_bits) && strcmp(info.code_dtype, "F16") != 0;
+    const halfstep_format_info info = format_named(weight);
+    return (info.code_bits > 16 || info.stochastic || info.extra_bits) && strcmp(info.code_dtype, "F16") != 0;
 }
 
 struct listing {
@@ -251,15 +244,11 @@ static void print_bars(const struct plan *plan, const struct forecast *list, int
 static void print_precise_states(const struct forecast *list, int n)
 {
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
-        halfstep_rule_info info = {.struct_size = sizeof info};
+        const halfstep_rule_info info = rule_info(row);
         char text[200];
-        if (halfstep_get_rule_info(row, &info) != HALFSTEP_OK) continue;
         precise_states_text(&info, text, sizeof text);
         int listed = 0;
-        for (int i = 0; i < n && *text && !listed; i++) {
-            size_t length = strlen(info.name);
-            listed = !strncmp(list[i].recipe, info.name, length) && list[i].recipe[length] == '/';
-        }
+        for (int i = 0; i < n && *text && !listed; i++) listed = recipe_rule(list[i].recipe) == row;
         if (listed) printf("%s: %s.\n", info.name, text);
     }
 }
@@ -300,15 +289,6 @@ static int print_table(const struct plan *plan, double params, const struct fore
     return 0;
 }
 
-/* Returns 1 if the rule, or the rule of a recipe, can step one tensor after another. */
-static int can_release(const char *recipe)
-{
-    char rule[RECIPE_BYTES];
-    halfstep_rule_info info = {.struct_size = sizeof info};
-    snprintf(rule, sizeof rule, "%.*s", (int)strcspn(recipe, "/"), recipe);
-    return halfstep_get_rule_info(halfstep_rule_find(rule), &info) != HALFSTEP_OK || !info.totals;
-}
-
 static int plan_all(struct args *args, void *options)
 {
     const struct plan *plan = options;
@@ -329,7 +309,7 @@ static int plan_all(struct args *args, void *options)
     if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error("plan", "%s", error);
     for (int i = plan->recipes.n ? 0 : -1; plan->release && i < plan->recipes.n; i++) {
         const char *recipe = i < 0 ? plan->rule : plan->recipes.item[i];
-        if (!can_release(recipe))
+        if (rule_info(recipe_rule(recipe)).totals)
             return usage_error("plan", "--release: %s needs the gradients of all tensors before it steps any", recipe);
     }
     int shaped = !args_given(args, "params");

@@ -23,7 +23,7 @@ int weight_dtype(int32_t format)
         const char *name;
         int dtype;
     } types[] = {{"F32", LM_F32}, {"BF16", LM_BF16}, {"F16", LM_F16}};
-    halfstep_format_info info = checkpoint_format(format);
+    halfstep_format_info info = format_info(format);
     for (size_t i = 0; info.code_dtype && i < sizeof types / sizeof types[0]; i++)
         if (strcmp(info.code_dtype, types[i].name) == 0) return types[i].dtype;
     return -1;

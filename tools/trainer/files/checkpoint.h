@@ -29,8 +29,6 @@ struct holding {
 
 /* Returns the LM_* type of the codes of a weight format, or -1. */
 int weight_dtype(int32_t format);
-/* The row's description, zeroed for a row that does not exist. */
-halfstep_format_info checkpoint_format(int32_t row);
 /* Returns the gradient format whose codes have this safetensors dtype, or NULL. */
 const char *gradient_format_of(const char *dtype);
 

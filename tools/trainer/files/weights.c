@@ -6,17 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Formats ----------------------------------------------------------------------------------------------------- */
-
-halfstep_format_info checkpoint_format(int32_t row)
-{
-    halfstep_format_info info = {.struct_size = sizeof info};
-    if (halfstep_get_format_info(row, &info) != HALFSTEP_OK) memset(&info, 0, sizeof info);
-    return info;
-}
-
-/* ---- Weights ----------------------------------------------------------------------------------------------------- */
-
 struct weight_source {
     struct model_files files;
     struct model_tensors model;
@@ -54,8 +43,7 @@ static int open_weights(struct weight_source *source, const char *path, char *er
     recipe_split(recipe ? recipe : "", &parts);
     snprintf(source->recipe, sizeof source->recipe, "%s", recipe ? recipe : "");
     snprintf(source->format, sizeof source->format, "%s", parts.weight);
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    source->averages = halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && rule.average;
+    source->averages = rule_info(halfstep_rule_find(parts.rule)).average;
     return 0;
 }
 
@@ -73,12 +61,10 @@ struct weight_source *weight_source_open(const char *path, char *error, size_t e
 
 const char *gradient_format_of(const char *dtype)
 {
-    for (int32_t i = 0;; i++) {
-        int32_t row = format_with_roles(HALFSTEP_ROLE_GRADIENT, i);
-        if (row < 0) return NULL;
-        halfstep_format_info info = checkpoint_format(row);
-        if (dtype && strcmp(info.code_dtype, dtype) == 0) return info.name;
-    }
+    const char *name;
+    for (int32_t i = 0; (name = gradient_format_name(i)) != NULL; i++)
+        if (dtype && strcmp(format_named(name).code_dtype, dtype) == 0) break;
+    return name;
 }
 
 /* Decodes the values of one tensor by a temporary optimizer. Its gradient slot reads any plain type; its weight slot
@@ -114,7 +100,7 @@ static int decode(struct weight_source *source, const char *path, const struct l
         const char *states = states_path(source);
         halfstep_safetensor_info found = {.struct_size = sizeof found};
         uint64_t place;
-        const char *needed = checkpoint_format(info.format).extra_dtype;
+        const char *needed = format_info(info.format).extra_dtype;
         bad = halfstep_safetensor_find(source->states, extra, &place) != HALFSTEP_OK ||
               halfstep_get_safetensor_info(source->states, place, &found) != HALFSTEP_OK ||
               model_tensor_fits(states, extra, &found, tensor, error, error_bytes) != 0;

@@ -85,10 +85,7 @@ static int open_log(struct mnist_run *m)
 {
     struct run *run = &m->run;
     struct text header = {0};
-    struct recipe_parts parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    recipe_split(run->config->recipe, &parts);
-    halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule);
+    const halfstep_rule_info rule = rule_info(run->rule);
     text_add(&header,
              "epoch,step,train_loss,test_loss,test_accuracy,lr,gradient_norm,images_per_s,seconds,skipped_steps");
     for (int i = 0; i < run->tensors; i++) {
@@ -318,10 +315,7 @@ static void write_log(struct mnist_run *m, const struct run_point *point)
     struct run *run = &m->run;
     size_t last = run->result->history.n_validations - 1;
     struct text line = {0};
-    struct recipe_parts parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    recipe_split(run->config->recipe, &parts);
-    halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule);
+    const halfstep_rule_info rule = rule_info(run->rule);
     text_add(&line, "%lld,%lld", (long long)m->epoch, (long long)run->step);
     add_number(&line, point->train_loss, 8);
     add_number(&line, run->result->history.validation[last].loss, 8);

@@ -63,8 +63,7 @@ void *ranks_own(const struct run *run, int tensor, void *whole, size_t element_b
 static void judge_recipe(struct run *run)
 {
     struct ranks *p = &run->parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    halfstep_get_rule_info(run->rule, &rule);
+    const halfstep_rule_info rule = rule_info(run->rule);
     p->whole_tensors = rule.matrix;
     p->two_sums = rule.two_pass;
     for (int i = 0; i < rule.states; i++) p->whole_tensors |= rule.state_extent[i] != HALFSTEP_EXTENT_ELEMENTS;
@@ -72,7 +71,7 @@ static void judge_recipe(struct run *run)
         for (int32_t slot = HALFSTEP_SLOT_STATE; slot < HALFSTEP_SLOT_STATE + rule.states; slot++) {
             halfstep_slot_info info = {.struct_size = sizeof info};
             if (halfstep_get_slot_info(run->whole, i, slot, &info) != HALFSTEP_OK || info.format < 0) continue;
-            halfstep_format_info format = checkpoint_format(info.format);
+            halfstep_format_info format = format_info(info.format);
             if (format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR) p->whole_tensors = p->two_sums = 1;
         }
     }

@@ -195,8 +195,8 @@ void run_options_init(struct run_options *options)
     memcpy(options->rows, fixed_rows, sizeof fixed_rows);
     options->rows[options->n++] = (struct option)HEADING("Hyper-parameters, where the rule has them");
     for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
-        halfstep_rule_info info = {.struct_size = sizeof info};
-        if (halfstep_get_rule_info(rule, &info) != HALFSTEP_OK || info.raw_gradient) continue;
+        const halfstep_rule_info info = rule_info(rule);
+        if (info.raw_gradient) continue;
         for (int32_t i = 0; i < info.hypers; i++) {
             halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
             if (halfstep_get_hyper_info(rule, i, &hyper) == HALFSTEP_OK) add_hyper(options, info.name, &hyper);
@@ -210,17 +210,12 @@ void run_config_settle(struct run_config *config)
 {
     struct recipe_parts parts;
     recipe_split(config->recipe, &parts);
-    halfstep_format_info format = {.struct_size = sizeof format};
-    int narrow =
-        halfstep_get_format_info(halfstep_format_find(parts.weight), &format) == HALFSTEP_OK && format.code_bits <= 16;
-    if (!config->gradients) config->gradients = narrow ? "bf16" : "f32";
+    if (!config->gradients) config->gradients = format_named(parts.weight).code_bits <= 16 ? "bf16" : "f32";
     if (config->micro_steps > 1 && !config->accumulator)
         config->accumulator = config->dist ? "tree" : accumulator_choice(0);
     if (config->loss_scale == 0) config->loss_scale = strcmp(config->gradients, "f16") == 0 ? 1024 : 1;
     if (!config->generator) config->generator = halfstep_choice_value("generator", 0);
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    if (!config->decay && halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK)
-        config->decay = rule.decay;
+    if (!config->decay) config->decay = rule_info(halfstep_rule_find(parts.rule)).decay;
 }
 
 int run_adds_up(const struct run_config *config)

@@ -31,9 +31,6 @@ static const char *suggest_hyper(void *context, int index)
 
 static int set_listed_hypers(struct run *run)
 {
-    struct recipe_parts parts;
-    recipe_split(run->config->recipe, &parts);
-    int32_t rule = halfstep_rule_find(parts.rule);
     for (int i = 0; i < run->config->hyper.n; i++) {
         char name[96];
         double value = 0;
@@ -44,10 +41,11 @@ static int set_listed_hypers(struct run *run)
         parse_number(item + n + 1, &value);
         int known = 0;
         const char *each;
-        for (int32_t k = 0; !known && (each = suggest_hyper(&rule, k)) != NULL; k++) known = strcmp(each, name) == 0;
+        for (int32_t k = 0; !known && (each = suggest_hyper(&run->rule, k)) != NULL; k++)
+            known = strcmp(each, name) == 0;
         if (!known) {
-            const char *near = args_suggest(name, suggest_hyper, &rule);
-            run_fail(run, "--hyper %s: %s has no such hyper-parameter%s%s%s", name, parts.rule,
+            const char *near = args_suggest(name, suggest_hyper, &run->rule);
+            run_fail(run, "--hyper %s: %s has no such hyper-parameter%s%s%s", name, rule_name(run->rule),
                      near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
             return 2;
         }
@@ -78,7 +76,7 @@ static int set_group(struct run *run, int32_t group, double weight_decay)
 static const char *stored_as(const char *accumulator)
 {
     if (strcmp(accumulator, "tree") == 0) return "f32";
-    return gradient_format_of(checkpoint_format(halfstep_format_find(accumulator)).code_dtype);
+    return gradient_format_of(format_named(accumulator).code_dtype);
 }
 
 int run_add_tensors(struct run *run)
@@ -106,12 +104,8 @@ int run_add_tensors(struct run *run)
 
 static int check_rule(struct run *run)
 {
-    struct recipe_parts parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    recipe_split(run->config->recipe, &parts);
-    run->rule = halfstep_rule_find(parts.rule);
-    if (halfstep_get_rule_info(run->rule, &rule) != HALFSTEP_OK)
-        return run_fail(run, "unknown rule '%s'; `halfstep info` lists the rules", parts.rule);
+    run->rule = recipe_rule(run->config->recipe);
+    const halfstep_rule_info rule = rule_info(run->rule);
     if (rule.raw_gradient) {
         run_fail(run, "--recipe: %s follows weights that another optimizer trains; choose a rule that trains them",
                  rule.name);
