@@ -32,6 +32,16 @@ int weight_dtype(int32_t format);
 /* Returns the gradient format whose codes have this safetensors dtype, or NULL. */
 const char *gradient_format_of(const char *dtype);
 
+/* Describes a tensor of the model for the optimizer, with a gradient of this format. */
+halfstep_tensor checkpoint_tensor(const struct lm_tensor *tensor, const char *gradient);
+/* Creates an optimizer that has only this tensor, as its number 0. The caller destroys it, also after a failure, unless
+ * it is NULL. Returns a code of the library. */
+int checkpoint_decoder(const char *recipe, const halfstep_tensor *tensor, halfstep_optimizer **optimizer);
+/* Counts the weights of a tensor of n elements whose bits are no longer those of `values`, stored in the weight format
+ * of the recipe. `now` is the tensor's weight slot and `codes` its codes. Returns 0, or -1 without memory. */
+int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, const halfstep_slot_info *now,
+                             const void *codes, const float *values, uint64_t *changed);
+
 /* Returns a hash of every weight and state bit, tensor after tensor: weight codes, their extra stream, then codes and
  * scales or extras of each state. */
 uint64_t holding_hash(const struct holding *holding);

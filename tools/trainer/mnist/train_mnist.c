@@ -21,8 +21,7 @@ struct mnist_run {
     struct mnist_result *result;
     struct cnn_config shape;
     struct cnn *model;
-    uint32_t *order;                      /* order of the training images in this epoch, or of the test images */
-    unsigned char *first[CNN_TENSORS][2]; /* codes and extra codes of the first weights */
+    uint32_t *order;               /* order of the training images in this epoch, or of the test images */
     int weight_dtype[CNN_TENSORS]; /* type of the codes, -1 if they need their extra codes or have no LM_* type */
     int has_trained_weights;       /* the model holds the trained weights, not their average */
     int64_t epoch;
@@ -32,35 +31,33 @@ struct mnist_run {
 
 /* ---- Building ---------------------------------------------------------------------------------------------------- */
 
-static int add_tensors(struct mnist_run *m)
+static halfstep_tensor describe(const struct mnist_run *m, int tensor, int32_t group, const char *gradient)
 {
-    struct run *run = &m->run;
-    for (int i = 0; i < run->tensors; i++) {
-        struct cnn_tensor info;
-        int32_t index;
-        cnn_tensor_info(&m->shape, i, &info);
-        halfstep_tensor t = {.struct_size = sizeof t,
-                             .group = run->decayed,
+    struct cnn_tensor info;
+    cnn_tensor_info(&m->shape, tensor, &info);
+    return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor),
+                             .group = group,
                              .name = info.name,
                              .ndim = info.ndim,
                              .rows = info.rows,
                              .row_length = info.row_length,
-                             .gradient = run->config->gradients};
+                             .gradient = gradient};
+}
+
+static int add_tensors(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    for (int i = 0; i < run->tensors; i++) {
+        int32_t index;
+        const halfstep_tensor t = describe(m, i, run->decayed, run->config->gradients);
         if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
-            return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
+            return run_fail(run, "%s: %s", t.name, halfstep_error_detail(run->optimizer));
     }
     if (halfstep_allocate_states(run->optimizer) == HALFSTEP_OK) return 0;
     return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
 }
 
-static void *copy_of(const void *bytes, size_t n)
-{
-    void *copy = malloc(n ? n : 1);
-    if (copy && n) memcpy(copy, bytes, n);
-    return copy;
-}
-
-/* Sets the first weights, and copies them to count the changes at the end. */
+/* Sets the first weights. */
 static int initialize(struct mnist_run *m)
 {
     struct run *run = &m->run;
@@ -74,9 +71,6 @@ static int initialize(struct mnist_run *m)
             halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK)
             return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
         m->weight_dtype[i] = slot.extra_bytes ? -1 : weight_dtype(slot.format);
-        m->first[i][0] = copy_of(run->weights[i], slot.code_bytes);
-        m->first[i][1] = copy_of(slot.extra, slot.extra_bytes);
-        if (!m->first[i][0] || !m->first[i][1]) return run_fail(run, "out of memory");
     }
     return 0;
 }
@@ -144,10 +138,6 @@ static int build(struct mnist_run *m)
 static void dismantle(struct mnist_run *m)
 {
     cnn_destroy(m->model);
-    for (int i = 0; i < CNN_TENSORS; i++) {
-        free(m->first[i][0]);
-        free(m->first[i][1]);
-    }
     free(m->order);
     run_dismantle(&m->run);
 }
@@ -376,20 +366,20 @@ static int train_epoch(struct mnist_run *m)
 
 /* ---- Results ----------------------------------------------------------------------------------------------------- */
 
+/* Makes the first weights again, in the memory of the model. */
 static double weights_changed(struct mnist_run *m)
 {
     struct run *run = &m->run;
-    int64_t changed = 0;
+    uint64_t changed = 0;
+    m->has_trained_weights = 0;
     for (int i = 0; i < run->tensors; i++) {
-        struct cnn_tensor info;
+        const halfstep_tensor t = describe(m, i, 0, "f32");
         halfstep_slot_info slot = {.struct_size = sizeof slot};
-        cnn_tensor_info(&m->shape, i, &info);
-        if (halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK) return NAN;
-        size_t n = (size_t)(info.rows * info.row_length), code = slot.code_bytes / n, extra = slot.extra_bytes / n;
-        const unsigned char *now = run->weights[i], *more = slot.extra;
-        for (size_t k = 0; k < n; k++)
-            changed += memcmp(now + k * code, m->first[i][0] + k * code, code) != 0 ||
-                       (extra && memcmp(more + k * extra, m->first[i][1] + k * extra, extra) != 0);
+        cnn_init_tensor(&m->shape, i, run->config->seed, cnn_weights(m->model, i));
+        if (halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK ||
+            checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], cnn_weights(m->model, i),
+                                     &changed) != 0)
+            return NAN;
     }
     return (double)changed / (double)run->result->params;
 }

@@ -86,16 +86,12 @@ int run_add_tensors(struct run *run)
         int32_t index;
         if (lm_tensor_info(&run->shape, i, &tensor) != 0) return run_fail(run, "this shape has no tensor %d", i);
         struct rows rows = ranks_rows(run, i, run->rank);
-        halfstep_tensor t = {.struct_size = sizeof t,
-                             .group = tensor.ndim >= 2 ? run->decayed : run->plain,
-                             .name = tensor.name,
-                             .ndim = tensor.ndim,
-                             .rows = tensor.rows,
-                             .row_length = tensor.row_length,
-                             .first_row = rows.first,
-                             .n_rows = rows.n,
-                             .n_columns = tensor.row_length,
-                             .gradient = run->adds_up ? stored_as(run->config->accumulator) : run->config->gradients};
+        halfstep_tensor t =
+            checkpoint_tensor(&tensor, run->adds_up ? stored_as(run->config->accumulator) : run->config->gradients);
+        t.group = tensor.ndim >= 2 ? run->decayed : run->plain;
+        t.first_row = rows.first;
+        t.n_rows = rows.n;
+        t.n_columns = tensor.row_length;
         if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
             return run_fail(run, "%s: %s", tensor.name, halfstep_error_detail(run->optimizer));
     }

@@ -12,42 +12,16 @@ static int count_changes(struct run *run, const struct holding *whole, int tenso
                          uint64_t *changed, char *why, size_t why_bytes)
 {
     struct lm_tensor info;
-    halfstep_optimizer *fresh = NULL;
-    int32_t group, index;
-    struct recipe_parts parts;
-    char recipe[RECIPE_BYTES + 8];
     lm_tensor_info(&run->shape, tensor, &info);
-    recipe_split(run->config->recipe, &parts);
-    snprintf(recipe, sizeof recipe, "sgd/%s", parts.weight);
-    size_t n = (size_t)(info.rows * info.row_length);
-    float *values = malloc(n * sizeof *values);
-    halfstep_slot_info now = {.struct_size = sizeof now}, then = now;
+    const halfstep_tensor t = checkpoint_tensor(&info, "f32");
+    halfstep_slot_info now = {.struct_size = sizeof now};
     halfstep_get_slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT, &now);
-    unsigned char *codes = malloc(now.code_bytes ? now.code_bytes : 1);
-    int bad = !values || !codes || halfstep_create(NULL, &fresh) != HALFSTEP_OK ||
-              halfstep_add_group(fresh, recipe, &group) != HALFSTEP_OK;
-    halfstep_tensor t = {.struct_size = sizeof t,
-                         .name = info.name,
-                         .ndim = info.ndim,
-                         .rows = info.rows,
-                         .row_length = info.row_length,
-                         .gradient = "f32"};
-    if (!bad)
-        bad = halfstep_add_tensor(fresh, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(fresh) != HALFSTEP_OK ||
-              halfstep_get_slot_info(fresh, index, HALFSTEP_SLOT_WEIGHT, &then) != HALFSTEP_OK;
+    float *values = malloc((size_t)(info.rows * info.row_length) * sizeof *values);
+    int bad = !values;
     if (!bad && source) bad = weight_source_read(source, &info, values, why, why_bytes) != 0;
     else if (!bad) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
-    if (!bad) bad = halfstep_write_slot(fresh, index, HALFSTEP_SLOT_WEIGHT, codes, 0, info.rows, values) != HALFSTEP_OK;
-    if (!bad) {
-        size_t code = now.code_bytes / n, extra = now.extra_bytes / n;
-        const unsigned char *here = whole->weights[tensor], *extra_here = now.extra, *extra_then = then.extra;
-        for (size_t i = 0; i < n; i++)
-            *changed += memcmp(here + i * code, codes + i * code, code) != 0 ||
-                        (extra && memcmp(extra_here + i * extra, extra_then + i * extra, extra) != 0);
-    }
-    halfstep_destroy(fresh);
+    if (!bad) bad = checkpoint_count_changes(run->config->recipe, &t, &now, whole->weights[tensor], values, changed);
     free(values);
-    free(codes);
     return bad;
 }
 
