@@ -52,7 +52,7 @@ static int load_averages(const char *checkpoint, const struct lm_config *shape, 
         lm_tensor_info(shape, i, &tensor);
         float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
         weights[i] = (struct lm_weight){values, LM_F32};
-        if (!values) snprintf(error, error_bytes, "out of memory");
+        if (!values) no_memory(error, error_bytes);
         bad = !values || weight_source_read(source, &tensor, values, error, error_bytes) != 0;
     }
     weight_source_close(source);
@@ -84,7 +84,7 @@ static int load_weights(const struct model_tensors *model, const struct lm_confi
         void *data = malloc(info.bytes);
         weights[i] = (struct lm_weight){data, types[type].dtype};
         if (!data) {
-            snprintf(error, error_bytes, "out of memory");
+            no_memory(error, error_bytes);
             return -1;
         }
         if (halfstep_read_safetensor(part->file, index, 0, data, info.bytes, error, error_bytes) != HALFSTEP_OK)
@@ -116,7 +116,7 @@ static int write_text(const struct generate *g, const struct lm_config *shape, c
     uint8_t *text = malloc((size_t)g->bytes + 1);
     struct lm *model = text ? lm_create(shape, &options, error, error_bytes) : NULL;
     int status = model ? 0 : 1;
-    if (!text) snprintf(error, error_bytes, "out of memory");
+    if (!text) no_memory(error, error_bytes);
     if (model && lm_generate(model, weights, (const uint8_t *)g->prompt, strlen(g->prompt), g->temperature, g->seed,
                              text, (size_t)g->bytes) != 0) {
         snprintf(error, error_bytes, "%s", lm_error(model));

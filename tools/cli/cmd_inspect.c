@@ -141,7 +141,7 @@ static int open_parts(struct checkpoint *c, char *error, size_t error_bytes)
 {
     c->part = calloc(c->info.files ? c->info.files : 1, sizeof *c->part);
     if (!c->part) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     for (uint64_t i = 0; i < c->info.files; i++) {

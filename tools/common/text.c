@@ -199,3 +199,18 @@ void text_free(struct text *text)
     free(text->data);
     memset(text, 0, sizeof *text);
 }
+
+void append(char *text, size_t text_bytes, const char *format, ...)
+{
+    size_t used = strlen(text);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text + used, text_bytes - used, format, arguments);
+    va_end(arguments);
+}
+
+int no_memory(char *error, size_t error_bytes)
+{
+    snprintf(error, error_bytes, "out of memory");
+    return 1;
+}

@@ -39,4 +39,9 @@ size_t text_utf8_length(const void *bytes, size_t n);
 void text_add_count(struct text *text, double count);
 void text_free(struct text *text);
 
+/* Appends to a string in a buffer of text_bytes, and cuts off what does not fit. */
+__attribute__((format(printf, 3, 4))) void append(char *text, size_t text_bytes, const char *format, ...);
+/* Writes "out of memory" as the error text. Returns 1, an exit status. */
+int no_memory(char *error, size_t error_bytes);
+
 #endif

@@ -27,12 +27,6 @@ static void *own(struct args *args, void *memory)
 
 const char *args_keep(struct args *args, const char *text) { return own(args, strdup(text)); }
 
-static int no_memory(char *error, size_t error_bytes)
-{
-    snprintf(error, error_bytes, "out of memory");
-    return 1;
-}
-
 static int check_bounds(const struct option *option, const char *text, double v, char *error, size_t error_bytes)
 {
     if (option->minimum == 0 && option->maximum == 0) return 0;

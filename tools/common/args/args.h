@@ -49,7 +49,6 @@ enum option_kind {
 #define OPTION_EXCLUSIVE_MAXIMUM 2
 #define OPTION_IDENTITY 4 /* must be the same when a run is resumed */
 #define OPTION_SAVED 8    /* kept in a checkpoint as the value to resume with, but may be changed */
-#define OPTION_HIDDEN 16  /* not in --help */
 
 #define STRING_LIST_MAX 64
 struct string_list {

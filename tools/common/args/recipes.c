@@ -69,11 +69,10 @@ static int known(const char *name, names all)
 static void complain(const char *what, const char *name, names all, char *error, size_t error_bytes)
 {
     const char *near = args_suggest(name, next_name, &all), *each;
-    int used = snprintf(error, error_bytes, "unknown %s \"%s\"%s%s%s (one of", what, name,
-                        near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
-    for (int32_t i = 0; (each = all(i)) != NULL && used > 0 && (size_t)used < error_bytes; i++)
-        used += snprintf(error + used, error_bytes - (size_t)used, "%s %s", i ? "," : "", each);
-    if (used > 0 && (size_t)used < error_bytes) snprintf(error + used, error_bytes - (size_t)used, ")");
+    snprintf(error, error_bytes, "unknown %s \"%s\"%s%s%s (one of", what, name, near ? ", did you mean " : "",
+             near ? near : "", near ? "?" : "");
+    for (int32_t i = 0; (each = all(i)) != NULL; i++) append(error, error_bytes, "%s %s", i ? "," : "", each);
+    append(error, error_bytes, ")");
 }
 
 static int serves(const halfstep_format_info *format, int32_t role)
@@ -160,17 +159,15 @@ int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_
 void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size)
 {
     const char *option = NULL, *format = "";
-    size_t used = 0;
     *text = 0;
     /* All such states of a rule share one option and one format. */
     for (int32_t i = 0; i < rule->states; i++) {
         if (!rule->precise_if[i]) continue;
-        used += (size_t)snprintf(text + used, size - used, option ? " and %s" : "with %s %s",
-                                 option ? rule->state_name[i] : rule->precise_if[i], rule->state_name[i]);
+        if (option) append(text, size, " and %s", rule->state_name[i]);
+        else append(text, size, "with %s %s", rule->precise_if[i], rule->state_name[i]);
         option = rule->precise_if[i];
         format = rule->precise_format[i];
     }
     if (option)
-        snprintf(text + used, size - used,
-                 " in %s and not in blocks, because errors of coarse codes would not average out", format);
+        append(text, size, " in %s and not in blocks, because errors of coarse codes would not average out", format);
 }

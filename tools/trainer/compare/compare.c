@@ -52,12 +52,6 @@ static int may_differ(const struct option *option)
     return 0;
 }
 
-static int no_memory(char *error, size_t error_bytes)
-{
-    snprintf(error, error_bytes, "out of memory");
-    return 1;
-}
-
 /* Sets one "name=value" or flag after a recipe. Like the functions below, it returns 0, or the exit status with an
  * error text. */
 static int set_one(struct compare *compare, struct run_config *config, const char *word, char *error,

@@ -37,12 +37,6 @@ int compare_name_paths(const struct compare *compare, const struct report_run *r
     return paths->log.failed || paths->checkpoint.failed ? -1 : 0;
 }
 
-static int no_memory(char *error, size_t error_bytes)
-{
-    snprintf(error, error_bytes, "out of memory");
-    return 1;
-}
-
 /* Fails if two names differ only in characters that file names cannot have. */
 static int check_names(const struct compare *compare, char *error, size_t error_bytes)
 {

@@ -23,8 +23,7 @@ struct holding {
     const struct lm_config *shape;
     halfstep_optimizer *optimizer;
     void **weights;
-    int32_t tensors, groups;
-    int32_t rule; /* index of all groups' rule in the library's table */
+    int32_t tensors;
 };
 
 /* Returns the LM_* type of the codes of a weight format, or -1. */

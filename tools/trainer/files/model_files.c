@@ -128,7 +128,7 @@ static long add_part(struct model_tensors *tensors, char *path, char *error, siz
     struct model_part *grown = path ? realloc(tensors->part, (tensors->parts + 1) * sizeof *grown) : NULL;
     if (!grown) {
         free(path);
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     tensors->part = grown;
@@ -216,7 +216,7 @@ int model_tensors_open(const char *path, struct model_tensors *tensors, char *er
 {
     *tensors = (struct model_tensors){NULL, 0, strdup(path)};
     if (!tensors->path) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     if (is_index(path)) return open_index(tensors, error, error_bytes);
@@ -238,10 +238,9 @@ void model_tensors_close(struct model_tensors *tensors)
 
 static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, size_t text_bytes)
 {
-    size_t used = (size_t)snprintf(text, text_bytes, "[");
-    for (uint64_t i = 0; i < ndim && used < text_bytes; i++)
-        used += (size_t)snprintf(text + used, text_bytes - used, "%s%" PRIu64, i ? ", " : "", shape[i]);
-    if (used < text_bytes) snprintf(text + used, text_bytes - used, "]");
+    snprintf(text, text_bytes, "[");
+    for (uint64_t i = 0; i < ndim; i++) append(text, text_bytes, "%s%" PRIu64, i ? ", " : "", shape[i]);
+    append(text, text_bytes, "]");
 }
 
 int model_tensor_fits(const char *path, const char *name, const halfstep_safetensor_info *info,
@@ -281,7 +280,7 @@ static int check_part(const struct model_tensors *tensors, size_t number, const 
     uint64_t n = halfstep_safetensor_count(part->file), index, more = 0;
     char *taken = calloc(n ? (size_t)n : 1, 1), other[200] = "";
     if (!taken) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     int bad = 0;

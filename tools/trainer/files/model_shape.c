@@ -164,11 +164,11 @@ static void refuse_token(struct reading *r, const char *name, const char *token,
 {
     char list[200] = "";
     const char *last = strrchr(allowed, '|');
-    for (size_t used = 0; *allowed && used + 5 < sizeof list; allowed++)
-        used += (size_t)snprintf(list + used, sizeof list - used, "%.*s", *allowed != '|' ? 1 : 4,
-                                 *allowed != '|'   ? allowed
-                                 : allowed == last ? " or "
-                                                   : ", ");
+    for (; *allowed; allowed++)
+        append(list, sizeof list, "%.*s", *allowed != '|' ? 1 : 4,
+               *allowed != '|'   ? allowed
+               : allowed == last ? " or "
+                                 : ", ");
     refuse(r, "\"%s\" is %s; it must be %s, because this program's model is a plain Llama: choose another file", name,
            token, list);
 }
@@ -247,9 +247,7 @@ static int read_unknown(struct reading *r, const char *name)
     for (size_t i = 0; i < COUNT(ignored); i++)
         if (strcmp(ignored[i], name) == 0) return hstep_json_skip(&r->json);
     if (!read_token(&r->json, token, sizeof token, &number)) return 0;
-    size_t used = strlen(r->note);
-    if (!is_allowed("null|false", token))
-        snprintf(r->note + used, r->note_bytes - used, "%s%s", used ? ", " : "", name);
+    if (!is_allowed("null|false", token)) append(r->note, r->note_bytes, "%s%s", r->note[0] ? ", " : "", name);
     return 1;
 }
 

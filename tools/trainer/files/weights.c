@@ -47,7 +47,7 @@ struct weight_source *weight_source_open(const char *path, char *error, size_t e
 {
     struct weight_source *source = calloc(1, sizeof *source);
     if (!source) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return NULL;
     }
     if (open_weights(source, path, error, error_bytes) == 0) return source;
@@ -189,7 +189,7 @@ int weight_source_read(struct weight_source *source, const struct lm_tensor *ten
     if (model_tensors_find(&source->model, tensor, &part, &index, &info, error, error_bytes) != 0) return -1;
     void *codes = malloc(info.bytes ? info.bytes : 1);
     if (!codes) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     int bad;
@@ -216,8 +216,7 @@ int checkpoint_init(const char *path, const struct holding *holding, char *error
         if (lm_tensor_info(holding->shape, i, &tensor) != 0) bad = 1;
         float *values = bad ? NULL : malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
         if (!values) {
-            snprintf(error, error_bytes, "out of memory");
-            bad = 1;
+            bad = no_memory(error, error_bytes);
             break;
         }
         bad = weight_source_read(source, &tensor, values, error, error_bytes) != 0;

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "common/text.h"
 #include "trainer/loops/rows.h"
 #include "trainer/models/llama.h"
 
@@ -63,7 +64,7 @@ struct matmul *matmul_create(char *error, size_t error_bytes)
     if (!has_memory(error, error_bytes)) return NULL;
     struct matmul *context = calloc(1, sizeof *context);
     if (!context) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return NULL;
     }
     use_one_thread();

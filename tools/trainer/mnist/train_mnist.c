@@ -116,8 +116,7 @@ static int build(struct mnist_run *m)
         status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients,
                               &run->result->gradient_bytes);
     if (status) return status;
-    run->holding =
-        (struct holding){.optimizer = run->optimizer, .weights = run->weights, .tensors = run->tensors, .groups = 2};
+    run->holding = (struct holding){.optimizer = run->optimizer, .weights = run->weights, .tensors = run->tensors};
     uint64_t extras, states;
     halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &run->result->fell_back);
     run->result->weight_bytes += extras;
@@ -208,13 +207,9 @@ static void show_progress(struct mnist_run *m, int important)
     const struct run_validation *last =
         history->n_validations ? &history->validation[history->n_validations - 1] : NULL;
     char extra[96] = "";
-    int used = 0;
-    if (last)
-        used =
-            snprintf(extra, sizeof extra, "accuracy %.2f %%  ", 100 * m->result->accuracy[history->n_validations - 1]);
+    if (last) append(extra, sizeof extra, "accuracy %.2f %%  ", 100 * m->result->accuracy[history->n_validations - 1]);
     if (run->trained_seconds > 0)
-        snprintf(extra + used, sizeof extra - (size_t)used, "%.1f kimages/s",
-                 1e-3 * (double)m->images_in_all / run->trained_seconds);
+        append(extra, sizeof extra, "%.1f kimages/s", 1e-3 * (double)m->images_in_all / run->trained_seconds);
     struct progress_values values = {.loss = m->images ? m->loss_sum / (double)m->images : NAN,
                                      .val_loss = last ? last->loss : NAN,
                                      .gradient_norm = NAN,

@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/text.h"
 #include "trainer/loops/conv.h"
 #include "trainer/loops/matmul.h"
 #include "trainer/loops/parallel.h"
@@ -173,7 +174,7 @@ struct cnn *cnn_create(const struct cnn_config *config, const struct cnn_options
     m->scratch = calloc(threads, sizeof *m->scratch);
     m->matmul = calloc(threads, sizeof *m->matmul);
     if (!m->scratch || !m->matmul) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         goto failed;
     }
     for (size_t i = 0; i < threads; i++) {

@@ -13,6 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "common/text.h"
 #include "trainer/loops/rows.h"
 
 enum { BLOCK = 128, ATTENTION_ROWS = 64, TILE = 64, COLUMNS = 64, MOST_THREADS = 1024 };
@@ -27,8 +28,6 @@ __attribute__((format(printf, 2, 3))) static int fail(struct lm *m, const char *
 }
 
 const char *lm_error(const struct lm *m) { return m->error; }
-
-const struct lm_config *lm_get_config(const struct lm *m) { return &m->config; }
 
 int lm_threads(const struct lm *m) { return parallel_threads(m->pool); }
 
@@ -155,7 +154,7 @@ struct lm *lm_create(const struct lm_config *config, const struct lm_options *op
     m->matmul = calloc((size_t)threads, sizeof *m->matmul);
     m->layers = calloc((size_t)c.depth + 1, sizeof *m->layers);
     if (!m->scratch || !m->matmul || !m->layers) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         goto failed;
     }
     for (int i = 0; i < threads; i++) {

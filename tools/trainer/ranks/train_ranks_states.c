@@ -5,8 +5,6 @@
 
 #include "trainer/ranks/train_ranks.h"
 
-enum { SCALARS = 4 + HALFSTEP_MAX_STATES };
-
 int ranks_make_whole(struct run *run, int with_states, struct holding *whole)
 {
     /* A run with nothing but an optimizer, which reports its errors through `run`. */
@@ -19,7 +17,7 @@ int ranks_make_whole(struct run *run, int with_states, struct holding *whole)
                         .adds_up = run->adds_up,
                         .ranks = 1,
                         .threads = run->threads};
-    *whole = (struct holding){&run->shape, NULL, run->weights, run->tensors, 2, run->rule};
+    *whole = (struct holding){&run->shape, NULL, run->weights, run->tensors};
     int status = run_create_optimizer(&other);
     if (!status) status = run_add_tensors(&other);
     if (!status && with_states && halfstep_allocate_states(other.optimizer) != HALFSTEP_OK)

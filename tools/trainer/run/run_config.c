@@ -147,11 +147,8 @@ static const char *covering_option(const char *hyper)
  * the optimizer checks its own. Appends the default and the title to the help if they differ. */
 static void join_hyper(struct option *row, char text[3][256], const char *rule, const halfstep_hyper_info *hyper)
 {
-    size_t used = strlen(text[1]), bytes = sizeof text[1];
-    if (strtod(text[1], NULL) != hyper->initial)
-        snprintf(text[1] + used, bytes - used, ", %s %.6g", rule, hyper->initial);
-    used = strlen(text[2]);
-    if (!strstr(text[2], hyper->title)) snprintf(text[2] + used, bytes - used, "; %s: %s", rule, hyper->title);
+    if (strtod(text[1], NULL) != hyper->initial) append(text[1], sizeof text[1], ", %s %.6g", rule, hyper->initial);
+    if (!strstr(text[2], hyper->title)) append(text[2], sizeof text[2], "; %s: %s", rule, hyper->title);
     if (hyper->minimum < row->minimum) row->minimum = hyper->minimum;
     if (hyper->maximum < row->maximum || (hyper->maximum == row->maximum && hyper->exclusive_maximum)) return;
     row->maximum = hyper->maximum;
@@ -234,10 +231,7 @@ static int restore_hypers(struct args *args, const struct option_group *group, c
         for (int i = 0; i < list->n; i++) there |= strncmp(list->item[i], saved, name) == 0;
         struct text word = {0};
         text_add(&word, "%.*s", (int)n, saved);
-        if (word.failed) {
-            snprintf(error, error_bytes, "out of memory");
-            return 1;
-        }
+        if (word.failed) return no_memory(error, error_bytes);
         if (!there) status = args_set(args, group, option, text_string(&word), error, error_bytes);
         text_free(&word);
         if (status) return status;
@@ -305,8 +299,7 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
     struct trainer_file trainer;
     int status = trainer_file_read(checkpoint, &trainer, error, error_bytes) != HALFSTEP_OK;
     if (!status && split_generation(args, config, checkpoint) != 0) {
-        snprintf(error, error_bytes, "out of memory");
-        status = 1;
+        status = no_memory(error, error_bytes);
     }
     halfstep_close_checkpoint(checkpoint);
     if (!status) status = restore_options(args, groups, n_groups, config, &trainer, error, error_bytes);
@@ -386,8 +379,7 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
     if (config->init) model_files_inputs(config->init, init, settings);
     struct named_path *inputs = calloc(files[0].n + files[1].n + 3, sizeof *inputs);
     if (!inputs && !status) {
-        snprintf(error, error_bytes, "out of memory");
-        status = 1;
+        status = no_memory(error, error_bytes);
     }
     for (int l = 0; l < 2 && inputs; l++)
         for (size_t i = 0; i < files[l].n; i++) inputs[n++] = (struct named_path){names[l], files[l].file[i].path};

@@ -73,10 +73,7 @@ int run_shape_from_init(struct args *args, struct run_config *config, char *erro
         config->context = shape.context;
         take_numbers(config, &shape);
     }
-    if (note[0] && !(config->init_note = args_keep(args, note))) {
-        snprintf(error, error_bytes, "out of memory");
-        return 1;
-    }
+    if (note[0] && !(config->init_note = args_keep(args, note))) return no_memory(error, error_bytes);
     return 0;
 }
 

@@ -288,7 +288,7 @@ int run_build(struct run *run)
     }
     run->scratch = malloc((size_t)piece * sizeof *run->scratch);
     if (!run->scratch) return run_fail(run, "out of memory");
-    run->holding = (struct holding){&run->shape, run->optimizer, run->own_weights, run->tensors, 2, run->rule};
+    run->holding = (struct holding){&run->shape, run->optimizer, run->own_weights, run->tensors};
     uint64_t extras, states;
     halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &result->fell_back);
     result->weight_bytes += extras;

@@ -146,7 +146,7 @@ int ranks_compare(struct dist *dist, const struct run_config *config, const stru
     if (!dist || dist->ranks == 1) return 0;
     struct identity *identity = calloc(1, sizeof *identity);
     int status = identity ? 0 : 1;
-    if (!identity) snprintf(error, error_bytes, "out of memory");
+    if (!identity) no_memory(error, error_bytes);
     status = ranks_agree(dist, status, error, error_bytes);
     if (status) {
         free(identity);
