@@ -13,7 +13,7 @@
 #include "trainer/models/cnn.h"
 #include "trainer/run/train_internal.h"
 
-enum { TEST_BATCH = 1000, SKIPS_IN_A_ROW = 20 };
+enum { TEST_BATCH = 1000 };
 
 struct mnist_run {
     struct run run; /* shared with train lm; the fields of the language model stay empty */
@@ -183,21 +183,10 @@ static void shuffle(struct mnist_run *m)
 static int judge(struct mnist_run *m, int code)
 {
     struct run *run = &m->run;
-    if (code != HALFSTEP_OK && code != HALFSTEP_NONFINITE)
-        return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
-    run->skips_in_a_row = code == HALFSTEP_OK ? 0 : run->skips_in_a_row + 1;
-    if (code == HALFSTEP_OK) return 0;
-    if (!run->skip_warned)
-        progress_note(run->progress,
-                      "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
-                      (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer, NULL), run_refused(run),
-                      run->result->tensors_skip ? "that tensor is" : "all weights are");
-    run->skip_warned = 1;
-    if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
-    run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
-             run_refused(run), halfstep_nonfinite_tensor(run->optimizer, NULL), (long long)run->step + 1);
-    m->result->diverged = 1;
-    return 1;
+    run->skipped_now = 0;
+    if (run_judge(run, code) != 0) return 1;
+    m->result->diverged = run_count_skip(run) != 0;
+    return m->result->diverged;
 }
 
 static void show_progress(struct mnist_run *m, int important)
@@ -383,28 +372,15 @@ static void fill_result(struct mnist_run *m)
 {
     struct run *run = &m->run;
     struct run_result *r = run->result;
-    const struct run_config *c = run->config;
     const struct run_history *history = &r->history;
-    snprintf(r->recipe, sizeof r->recipe, "%s", c->recipe);
-    snprintf(r->gradients, sizeof r->gradients, "%s", c->gradients);
-    snprintf(r->compute, sizeof r->compute, "%s", c->compute);
-    snprintf(r->isa, sizeof r->isa, "%s", halfstep_isa());
-    r->seed = c->seed;
-    r->micro_steps = 1;
-    r->threads = run->threads;
-    r->steps = run->step;
+    run_fill_common(run);
     r->params = cnn_parameter_count(&m->shape);
     r->train_loss = history->n_points ? history->point[history->n_points - 1].train_loss : NAN;
-    r->val_loss = history->n_validations ? history->validation[history->n_validations - 1].loss : NAN;
     if (m->result->diverged) r->train_loss = r->val_loss = NAN;
-    r->skipped_steps = halfstep_skipped_steps(run->optimizer);
-    r->optimizer_seconds = run->optimizer_seconds;
-    r->seconds = progress_clock() - run->started;
-    r->peak_gradient_bytes = r->gradient_bytes;
     r->activation_bytes = cnn_activation_bytes(m->model);
     r->state_hash = holding_hash(&run->holding);
     r->weights_changed = weights_changed(m);
-    m->result->batch = c->batch;
+    m->result->batch = run->config->batch;
     m->result->epochs = m->epoch;
     if (run->trained_seconds > 0) m->result->images_per_s = (double)m->images_in_all / run->trained_seconds;
 }
@@ -429,7 +405,9 @@ int mnist_run(const struct run_config *config, const struct mnist_data *data, st
     result->steps_per_epoch = (data->train.n + config->batch - 1) / config->batch;
     counted.steps = config->epochs * result->steps_per_epoch; /* schedules need the number of steps */
     struct mnist_run m = {.data = data, .result = result};
+    counted.micro_steps = 1;
     m.run.config = &counted;
+    m.run.ranks = 1;
     m.run.progress = progress;
     m.run.result = &result->run;
     m.run.error = error;

@@ -43,7 +43,8 @@ static const char *offender(const struct run *run)
     return run->dist ? run->offender : halfstep_nonfinite_tensor(run->optimizer, NULL);
 }
 
-const char *run_refused(const struct run *run)
+/* Returns the reason for which the last step's gradient was refused. */
+static const char *refused(const struct run *run)
 {
     int32_t too_large;
     halfstep_nonfinite_tensor(run->optimizer, &too_large);
@@ -56,14 +57,13 @@ static void warn_skip(struct run *run)
     if (run->skip_warned) return;
     run->skip_warned = 1;
     progress_note(run->progress, "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
-                  (long long)run->step + 1, offender(run), run_refused(run),
+                  (long long)run->step + 1, offender(run), refused(run),
                   run->result->tensors_skip ? "that tensor is"
                   : last_micro_step(run)    ? "all weights are"
                                             : "all states are");
 }
 
-/* Interprets the result of a call that may refuse gradients. Refused gradients give a warning and count as success. */
-static int judge(struct run *run, int code)
+int run_judge(struct run *run, int code)
 {
     if (code == HALFSTEP_NONFINITE) warn_skip(run);
     else if (code != HALFSTEP_OK) return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
@@ -84,8 +84,8 @@ static int take_gradient(struct run *run, int tensor, const void *gradient)
         halfstep_slot_info info = {.struct_size = sizeof info};
         halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, &info);
         if (run->micro_step == 0) memset(sum, 0, info.code_bytes);
-        if (judge(run, halfstep_accumulate(run->optimizer, tensor, sum, c->accumulator, gradient, c->gradients, 1)) !=
-            0)
+        if (run_judge(run,
+                      halfstep_accumulate(run->optimizer, tensor, sum, c->accumulator, gradient, c->gradients, 1)) != 0)
             return 1;
         gradient = sum;
     }
@@ -95,10 +95,10 @@ static int take_gradient(struct run *run, int tensor, const void *gradient)
                                 .micro = !run->adds_up && !last_micro_step(run),
                                 .weights = &run->weights[tensor],
                                 .gradients = &gradient};
-    if (call.micro) return judge(run, halfstep_run(run->optimizer, &call));
+    if (call.micro) return run_judge(run, halfstep_run(run->optimizer, &call));
     if (!c->release || !last_micro_step(run)) return 0;
     run->squares += sum_of_squares(run, tensor, gradient);
-    return judge(run, halfstep_run(run->optimizer, &call));
+    return run_judge(run, halfstep_run(run->optimizer, &call));
 }
 
 static void on_gradient(void *arg, int tensor, const void *gradient)
@@ -137,7 +137,7 @@ static int micro_step(struct run *run, double *loss)
     double begun = progress_clock();
     const halfstep_call call = {
         .struct_size = sizeof call, .micro = 1, .gradients = (const void *const *)run->gradients};
-    int status = judge(run, halfstep_run(run->optimizer, &call));
+    int status = run_judge(run, halfstep_run(run->optimizer, &call));
     run->optimizer_seconds += progress_clock() - begun;
     return status;
 }
@@ -156,7 +156,7 @@ static int finish_step(struct run *run, double *norm)
     } else {
         double begun = progress_clock();
         int code;
-        if (ranks_finish_exchange(run) != 0 || ranks_step(run, &code) != 0 || judge(run, code) != 0) return 1;
+        if (ranks_finish_exchange(run) != 0 || ranks_step(run, &code) != 0 || run_judge(run, code) != 0) return 1;
         run->optimizer_seconds += progress_clock() - begun;
         if (c->clip > 0 && code == HALFSTEP_OK) {
             *norm = halfstep_gradient_norm(run->optimizer);
@@ -168,12 +168,16 @@ static int finish_step(struct run *run, double *norm)
             *norm = sqrt(run->squares) / c->loss_scale;
         }
     }
+    return run_count_skip(run);
+}
+
+int run_count_skip(struct run *run)
+{
     run->skips_in_a_row = run->skipped_now ? run->skips_in_a_row + 1 : 0;
-    if (run->skips_in_a_row == SKIPS_IN_A_ROW) run->result->agreed = 1;
-    if (run->skips_in_a_row == SKIPS_IN_A_ROW)
-        return run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld",
-                        SKIPS_IN_A_ROW, run_refused(run), offender(run), (long long)run->step + 1);
-    return 0;
+    if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
+    run->result->agreed = 1;
+    return run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
+                    refused(run), offender(run), (long long)run->step + 1);
 }
 
 static int update(struct run *run, struct run_point *point)

@@ -40,28 +40,36 @@ static double weights_changed(struct run *run, const struct holding *whole)
     return NAN;
 }
 
-static void fill_result(struct run *run)
+void run_fill_common(struct run *run)
 {
     struct run_result *r = run->result;
     const struct run_config *c = run->config;
+    const struct run_history *history = &r->history;
     snprintf(r->recipe, sizeof r->recipe, "%s", c->recipe);
     snprintf(r->gradients, sizeof r->gradients, "%s", c->gradients);
     snprintf(r->compute, sizeof r->compute, "%s", c->compute);
     snprintf(r->isa, sizeof r->isa, "%s", halfstep_isa());
-    snprintf(r->accumulator, sizeof r->accumulator, "%s", c->accumulator ? c->accumulator : "");
     r->micro_steps = c->micro_steps;
     r->seed = c->seed;
-    r->release = c->release;
     r->threads = run->threads;
     r->steps = run->step;
-    r->params = lm_parameter_count(&run->shape);
-    r->train_loss = run_mean_loss(&r->history);
-    r->val_loss = r->history.n_validations ? r->history.validation[r->history.n_validations - 1].loss : NAN;
+    r->val_loss = history->n_validations ? history->validation[history->n_validations - 1].loss : NAN;
     r->skipped_steps = halfstep_skipped_steps(run->optimizer);
     r->optimizer_seconds = run->optimizer_seconds;
     r->seconds = progress_clock() - run->started;
-    size_t model_peak = lm_gradient_peak_bytes(run->model);
-    r->peak_gradient_bytes = r->gradient_bytes + model_peak;
+    r->peak_gradient_bytes = r->gradient_bytes;
+}
+
+static void fill_result(struct run *run)
+{
+    struct run_result *r = run->result;
+    const struct run_config *c = run->config;
+    run_fill_common(run);
+    snprintf(r->accumulator, sizeof r->accumulator, "%s", c->accumulator ? c->accumulator : "");
+    r->release = c->release;
+    r->params = lm_parameter_count(&run->shape);
+    r->train_loss = run_mean_loss(&r->history);
+    r->peak_gradient_bytes += lm_gradient_peak_bytes(run->model);
     if (run->streams) r->gradient_bytes = r->peak_gradient_bytes;
     r->activation_bytes = lm_activation_bytes(run->model);
     r->ranks = run->ranks;
