@@ -366,6 +366,8 @@ int bench_case(const struct bench *b, const char *recipe, int64_t params, int64_
             status = measure(b, &subject, &stream, recipe, mode ? r->scan_bytes : r->bytes, mode ? &r->scan_ns : &r->ns,
                              mode ? &r->scan_fraction : &r->fraction, mode ? &unused : &r->stream_gbs);
     }
+    r->rate = r->bytes / r->ns;
+    r->flops_rate = r->flops / r->ns;
     stream_close(&stream);
     subject_close(&subject);
     if (!status && in_cache && !on_device(b) && !bench_is_matrix(recipe))

@@ -10,6 +10,7 @@
 #include "common/args/recipes.h"
 #include "common/interrupt.h"
 #include "trainer/compare/compare_internal.h"
+#include "trainer/files/checkpoint.h"
 
 enum { RATE_BYTES = 320 };
 
@@ -246,8 +247,7 @@ static int has_saved(const char *checkpoint)
 {
     char why[512];
     halfstep_checkpoint *saved;
-    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
-    int code = halfstep_open_checkpoint(&saved, checkpoint, &quick, why, sizeof why);
+    int code = checkpoint_open_quickly(&saved, checkpoint, why, sizeof why);
     if (code == HALFSTEP_OK) halfstep_close_checkpoint(saved);
     return code != HALFSTEP_ERROR_NAME;
 }

@@ -45,6 +45,12 @@ uint64_t holding_hash(const struct holding *holding)
     return hash_finish(h);
 }
 
+int checkpoint_open_quickly(halfstep_checkpoint **checkpoint, const char *path, char *error, size_t error_bytes)
+{
+    const halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    return halfstep_open_checkpoint(checkpoint, path, &quick, error, error_bytes);
+}
+
 /* ---- Saving ------------------------------------------------------------------------------------------------------ */
 
 struct declaring {

@@ -45,6 +45,8 @@ int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, 
  * scales or extras of each state. */
 uint64_t holding_hash(const struct holding *holding);
 
+/* Opens a checkpoint without verifying checksums. Returns a code of the library. */
+int checkpoint_open_quickly(halfstep_checkpoint **checkpoint, const char *path, char *error, size_t error_bytes);
 /* Saves a checkpoint. `trainer` is the text of trainer.json. On success error is empty, or a text that begins with
  * "note: ". */
 int checkpoint_save(const char *directory, const halfstep_save_options *options, const struct holding *holding,

@@ -167,42 +167,33 @@ static int open_map(hstep_json *json, struct model_tensors *tensors, const char 
 {
     const char *name, *file;
     uint64_t index;
-    if (!hstep_json_expect(json, '{')) return -1;
-    if (hstep_json_take(json, '}')) return 0;
-    do {
-        if (!hstep_json_string(json, &name) || !hstep_json_expect(json, ':') || !hstep_json_string(json, &file))
-            return -1;
+    for (size_t n = 0; hstep_json_member(json, &n, &name);) {
+        if (!hstep_json_string(json, &file)) return -1;
         long part = part_named(tensors, folder, file, error, error_bytes);
         if (part < 0) return -1;
         if (halfstep_safetensor_find(tensors->part[part].file, name, &index) == HALFSTEP_OK) continue;
         snprintf(error, error_bytes, "%s: \"weight_map\" has the tensor \"%s\" in %s, which does not hold it",
                  tensors->path, name, file);
         return -1;
-    } while (hstep_json_take(json, ','));
-    return hstep_json_expect(json, '}') ? 0 : -1;
+    }
+    return json->problem ? -1 : 0;
 }
 
 static int open_index(struct model_tensors *tensors, char *error, size_t error_bytes)
 {
     char folder[MODEL_PATH_BYTES];
     size_t bytes;
-    int maps = 0, bad;
+    const char *key;
+    int maps = 0, bad = 0;
     char *text = text_file_read(tensors->path, &bytes, error, error_bytes);
     if (!text) return -1;
     hstep_json json = {text, bytes, 0, NULL};
     folder_of(tensors->path, folder);
     error[0] = 0;
-    bad = !hstep_json_expect(&json, '{');
-    if (!bad && !hstep_json_take(&json, '}')) {
-        do {
-            const char *key;
-            bad = !hstep_json_string(&json, &key) || !hstep_json_expect(&json, ':');
-            int map = !bad && strcmp(key, "weight_map") == 0;
-            if (map && maps++) bad = !hstep_json_fail(&json, "a name twice");
-            else if (map) bad = open_map(&json, tensors, folder, error, error_bytes) != 0;
-            else if (!bad) bad = !hstep_json_skip(&json);
-        } while (!bad && hstep_json_take(&json, ','));
-        if (!bad) bad = !hstep_json_expect(&json, '}');
+    for (size_t n = 0; !bad && hstep_json_member(&json, &n, &key);) {
+        if (strcmp(key, "weight_map") != 0) hstep_json_skip(&json);
+        else if (maps++) hstep_json_fail(&json, "a name twice");
+        else bad = open_map(&json, tensors, folder, error, error_bytes) != 0;
     }
     if (!bad) bad = !hstep_json_end(&json);
     if (json.problem) snprintf(error, error_bytes, "%s: byte %zu: %s", tensors->path, json.at, json.problem);

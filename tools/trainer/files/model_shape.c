@@ -217,10 +217,7 @@ static int read_rope(struct reading *r, const char *name)
         if (strcmp(token, "null") != 0) refuse(r, "\"%s\" is %s; it must be an object or null", name, token);
         return 1;
     }
-    hstep_json_take(&r->json, '{');
-    if (hstep_json_take(&r->json, '}')) return 1;
-    do {
-        if (!hstep_json_string(&r->json, &key) || !hstep_json_expect(&r->json, ':')) return 0;
+    for (size_t n = 0; hstep_json_member(&r->json, &n, &key);) {
         snprintf(inner, sizeof inner, "%s.%s", name, key);
         if (strcmp(key, number_names[THETA]) == 0) {
             if (!read_number(r, inner, THETA)) return 0;
@@ -232,11 +229,11 @@ static int read_rope(struct reading *r, const char *name)
         } else if (strcmp(token, "null") != 0 && !(strcmp(key, "partial_rotary_factor") == 0 && number == 1)) {
             snprintf(extra, sizeof extra, "%s", inner);
         }
-    } while (hstep_json_take(&r->json, ','));
+    }
     snprintf(inner, sizeof inner, "%s.rope_type", name);
     if (!is_allowed(allowed, type)) refuse_token(r, inner, type, allowed);
     else if (extra[0]) refuse(r, "\"%s\" is given; without a rope_type that uses it, it must be left out", extra);
-    return hstep_json_expect(&r->json, '}');
+    return !r->json.problem;
 }
 
 /* Notes an unknown member, because it may change the model. null and false count as missing. */
@@ -268,14 +265,8 @@ static int read_value(struct reading *r, const char *name)
 static int parse(struct reading *r)
 {
     const char *key;
-    if (!hstep_json_expect(&r->json, '{')) return -1;
-    if (!hstep_json_take(&r->json, '}')) {
-        do {
-            if (!hstep_json_string(&r->json, &key) || !hstep_json_expect(&r->json, ':') || !read_value(r, key))
-                return -1;
-        } while (hstep_json_take(&r->json, ','));
-        if (!hstep_json_expect(&r->json, '}')) return -1;
-    }
+    for (size_t n = 0; hstep_json_member(&r->json, &n, &key);)
+        if (!read_value(r, key)) return -1;
     return hstep_json_end(&r->json) ? 0 : -1;
 }
 

@@ -79,10 +79,8 @@ enum {
 static int read_options(hstep_json *json, struct trainer_file *file)
 {
     size_t capacity = 0;
-    if (!hstep_json_expect(json, '{') || hstep_json_take(json, '}')) return 0;
-    do {
-        struct trainer_option option;
-        if (!hstep_json_string(json, &option.name) || !hstep_json_expect(json, ':')) return 0;
+    struct trainer_option option;
+    for (size_t n = 0; hstep_json_member(json, &n, &option.name);) {
         if (hstep_json_peek(json) != '"') {
             hstep_json_skip(json);
             continue;
@@ -99,8 +97,7 @@ static int read_options(hstep_json *json, struct trainer_file *file)
             file->option = grown;
         }
         file->option[file->options++] = option;
-    } while (hstep_json_take(json, ','));
-    hstep_json_expect(json, '}');
+    }
     return 0;
 }
 
@@ -127,15 +124,13 @@ static int parse(hstep_json *json, struct trainer_file *file, int *lacking)
     unsigned seen = 0;
     uint64_t format = 0;
     const char *key;
-    if (!hstep_json_expect(json, '{')) return -1;
-    do {
-        if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':')) return -1;
+    for (size_t n = 0; hstep_json_member(json, &n, &key);) {
         unsigned member = read_member(json, key, file, &format, lacking);
         if (json->problem || *lacking) return -1;
         if (seen & member) return hstep_json_fail(json, "a name twice"), -1;
         seen |= member;
-    } while (hstep_json_take(json, ','));
-    if (!hstep_json_expect(json, '}') || !hstep_json_end(json)) return -1;
+    }
+    if (!hstep_json_end(json)) return -1;
     return seen == all && format == 1 ? 0 : -1;
 }
 

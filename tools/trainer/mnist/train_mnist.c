@@ -54,7 +54,7 @@ static int add_tensors(struct mnist_run *m)
             return run_fail(run, "%s: %s", t.name, halfstep_error_detail(run->optimizer));
     }
     if (halfstep_allocate_states(run->optimizer) == HALFSTEP_OK) return 0;
-    return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    return run_fail_in(run, run->optimizer);
 }
 
 /* Sets the first weights. */

@@ -246,7 +246,7 @@ int ranks_finish_exchange(struct run *run)
         for (int m = 0; ranks_rows(run, i, run->rank).n && m + 1 < p->nodes; m++)
             if (halfstep_accumulate(run->optimizer, i, p->sums[p->merge[m].into], "f32", p->sums[p->merge[m].from],
                                     "f32", 1) != HALFSTEP_OK)
-                return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+                return run_fail_in(run, run->optimizer);
         run->gradients[i] = p->sums[0];
     }
     return 0;

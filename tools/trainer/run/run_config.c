@@ -289,9 +289,8 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
                    char *error, size_t error_bytes)
 {
     halfstep_checkpoint *checkpoint;
-    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
     char why[1024];
-    int code = halfstep_open_checkpoint(&checkpoint, config->checkpoint, &quick, why, sizeof why);
+    int code = checkpoint_open_quickly(&checkpoint, config->checkpoint, why, sizeof why);
     if (code != HALFSTEP_OK) {
         snprintf(error, error_bytes, "%s%s", code == HALFSTEP_ERROR_NAME ? "--resume: " : "", why);
         return 1;

@@ -66,7 +66,7 @@ static void warn_skip(struct run *run)
 int run_judge(struct run *run, int code)
 {
     if (code == HALFSTEP_NONFINITE) warn_skip(run);
-    else if (code != HALFSTEP_OK) return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    else if (code != HALFSTEP_OK) return run_fail_in(run, run->optimizer);
     return 0;
 }
 
@@ -149,8 +149,7 @@ static int finish_step(struct run *run, double *norm)
     const struct run_config *c = run->config;
     if (c->release) {
         const halfstep_call round = {.struct_size = sizeof round, .kind = HALFSTEP_CALL_ROUND};
-        if (halfstep_run(run->optimizer, &round) != HALFSTEP_OK)
-            return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+        if (halfstep_run(run->optimizer, &round) != HALFSTEP_OK) return run_fail_in(run, run->optimizer);
         *norm = sqrt(run->squares) / c->loss_scale;
         if (isfinite(*norm)) run->released_norm = *norm;
     } else {
@@ -217,7 +216,7 @@ const struct lm_weight *run_eval_weights(struct run *run, void **copies)
         weights[i] = (struct lm_weight){at, LM_F32};
         if (halfstep_read_average(run->optimizer, i, run->own_weights[i], 0, ranks_rows(run, i, run->rank).n,
                                   ranks_own(run, i, at, sizeof *at)) != HALFSTEP_OK) {
-            run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+            run_fail_in(run, run->optimizer);
             return NULL;
         }
         if (ranks_hand_out_floats(run, i, at) != 0) return NULL;

@@ -16,6 +16,11 @@ int run_fail(struct run *run, const char *format, ...)
     return 1;
 }
 
+int run_fail_in(struct run *run, const halfstep_optimizer *optimizer)
+{
+    return run_fail(run, "%s", halfstep_error_detail(optimizer));
+}
+
 int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option)
 {
     if (halfstep_set_hyper(run->optimizer, group, name, value) == HALFSTEP_OK) return 0;
@@ -66,7 +71,7 @@ static int set_group(struct run *run, int32_t group, double weight_decay)
     if (status) return status;
     if (halfstep_set_choice(run->optimizer, group, "schedule", c->schedule) != HALFSTEP_OK ||
         halfstep_set_choice(run->optimizer, group, "decay", c->decay) != HALFSTEP_OK) {
-        run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+        run_fail_in(run, run->optimizer);
         return 2;
     }
     return 0;
@@ -186,8 +191,7 @@ int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **
         uint64_t at = stagger;
         for (int i = 0; i < run->tensors; i++) {
             halfstep_slot_info info = {.struct_size = sizeof info};
-            if (halfstep_get_slot_info(sizes, i, slot, &info) != HALFSTEP_OK)
-                return run_fail(run, "%s", halfstep_error_detail(sizes));
+            if (halfstep_get_slot_info(sizes, i, slot, &info) != HALFSTEP_OK) return run_fail_in(run, sizes);
             if (pass) pointers[i] = *memory + at;
             else held += info.code_bytes;
             at += (info.code_bytes + 63) / 64 * 64;
@@ -265,8 +269,7 @@ int run_build(struct run *run)
     int status = run_create_optimizer(run);
     if (!status) status = ranks_open(run);
     if (!status) status = run_add_tensors(run);
-    if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK)
-        status = run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK) status = run_fail_in(run, run->optimizer);
     if (!status) status = check_accumulation(run);
     if (status) return status;
     run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));

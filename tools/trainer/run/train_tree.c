@@ -56,7 +56,7 @@ void run_tree_close(struct run *run)
 static int add(struct run *run, int tensor, void *sum, const void *gradient, const char *format)
 {
     if (halfstep_accumulate(run->adder, tensor, sum, "f32", gradient, format, 1) == HALFSTEP_OK) return 0;
-    return run_fail(run, "%s", halfstep_error_detail(run->adder));
+    return run_fail_in(run, run->adder);
 }
 
 int run_tree_take(struct run *run, int tensor, const void *gradient)
