@@ -53,7 +53,7 @@ static const struct entry {
     {"man", "print the manual page of all commands", .command = &man_command},
 };
 
-enum { COMMANDS = sizeof commands / sizeof commands[0] };
+enum { COMMANDS = COUNT(commands) };
 
 static const char *command_name(void *context, int index)
 {
@@ -173,7 +173,7 @@ static const struct {
 static int print_script(struct args *args, void *options)
 {
     (void)options;
-    for (size_t i = 0; i < sizeof shells / sizeof shells[0]; i++)
+    for (int i = 0; i < COUNT(shells); i++)
         if (strcmp(args->word[0], shells[i].name) == 0) return fputs(shells[i].script, stdout) == EOF;
     return usage_error("completion", "unknown shell '%s'; known: bash, zsh, fish", args->word[0]);
 }

@@ -5,6 +5,9 @@
 #include <stddef.h>
 #include <stdio.h>
 
+/* The number of elements of an array. */
+#define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
+
 struct text {
     char *data; /* NUL-terminated; NULL before anything was added */
     size_t n, size;

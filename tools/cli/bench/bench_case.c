@@ -126,8 +126,7 @@ static int subject_fail(const struct subject *s, const char *recipe, int error)
 /* Returns the bytes that all tensors, which are alike, take in a slot. */
 static double slot_bytes(const struct subject *s, int slot)
 {
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    halfstep_get_slot_info(s->o, 0, slot, &info);
+    const halfstep_slot_info info = slot_info(s->o, 0, slot);
     return info.format < 0 ? 0 : (double)(info.code_bytes + info.extra_bytes) * (double)s->tensors;
 }
 
@@ -135,8 +134,7 @@ static double slot_bytes(const struct subject *s, int slot)
  * 64. */
 static void fill_slot(const struct subject *s, int32_t tensor, int slot, char *at, uint64_t *used)
 {
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    halfstep_get_slot_info(s->o, tensor, slot, &info);
+    const halfstep_slot_info info = slot_info(s->o, tensor, slot);
     const halfstep_format_info format = format_info(info.format);
     fill(at, info.code_bytes, format.code_bits / 8, !strcmp(format.code_dtype, "F16"));
     *used += (info.code_bytes + 63) / 64 * 64;
@@ -309,9 +307,7 @@ static int is_two_pass(const struct subject *s, const char *recipe)
 {
     int two = rule_info(recipe_rule(recipe)).two_pass;
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
-        halfstep_slot_info slot = {.struct_size = sizeof slot};
-        if (halfstep_get_slot_info(s->o, 0, HALFSTEP_SLOT_STATE + i, &slot) || slot.format < 0) continue;
-        const halfstep_format_info format = format_info(slot.format);
+        const halfstep_format_info format = format_info(slot_info(s->o, 0, HALFSTEP_SLOT_STATE + i).format);
         two |= format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR;
     }
     return two;

@@ -19,6 +19,14 @@ halfstep_format_info format_info(int32_t row)
 
 halfstep_format_info format_named(const char *name) { return format_info(halfstep_format_find(name)); }
 
+halfstep_slot_info slot_info(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot)
+{
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    if (halfstep_get_slot_info(optimizer, tensor, slot, &info) != HALFSTEP_OK)
+        info = (halfstep_slot_info){.format = -1};
+    return info;
+}
+
 int32_t recipe_rule(const char *recipe)
 {
     struct recipe_parts parts;

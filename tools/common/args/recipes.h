@@ -26,6 +26,8 @@ void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size
 halfstep_rule_info rule_info(int32_t row);
 halfstep_format_info format_info(int32_t row);
 halfstep_format_info format_named(const char *name);
+/* Returns the description of a slot. Its format is negative if the tensor has no such slot. */
+halfstep_slot_info slot_info(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot);
 /* Returns the row of a recipe's rule, or a negative number. */
 int32_t recipe_rule(const char *recipe);
 

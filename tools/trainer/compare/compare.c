@@ -48,7 +48,7 @@ static const struct option *find_row(const struct run_options *table, const char
 static int may_differ(const struct option *option)
 {
     if (option->kind == OPTION_HYPER_AS) return 1;
-    for (size_t i = 0; i < sizeof per_recipe / sizeof per_recipe[0]; i++)
+    for (int i = 0; i < COUNT(per_recipe); i++)
         if (strcmp(option->name, per_recipe[i]) == 0) return 1;
     return 0;
 }

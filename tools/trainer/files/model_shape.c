@@ -94,8 +94,6 @@ static const char *const ignored[] = {
     "max_window_layers",
 };
 
-#define COUNT(table) (sizeof table / sizeof table[0])
-
 struct reading {
     hstep_json json;
     double number[NUMBERS]; /* NAN: missing or null */
@@ -241,7 +239,7 @@ static int read_unknown(struct reading *r, const char *name)
 {
     char token[100];
     double number;
-    for (size_t i = 0; i < COUNT(ignored); i++)
+    for (int i = 0; i < COUNT(ignored); i++)
         if (strcmp(ignored[i], name) == 0) return hstep_json_skip(&r->json);
     if (!read_token(&r->json, token, sizeof token, &number)) return 0;
     if (!is_allowed("null|false", token)) append(r->note, r->note_bytes, "%s%s", r->note[0] ? ", " : "", name);
@@ -252,9 +250,8 @@ static int read_value(struct reading *r, const char *name)
 {
     int which = 0, place = 0;
     while (which < NUMBERS && strcmp(number_names[which], name) != 0) which++;
-    while (place < (int)COUNT(fixed) && strcmp(fixed[place].name, name) != 0) place++;
-    int known = which < NUMBERS || place < (int)COUNT(fixed),
-        *seen = &r->seen[which < NUMBERS ? which : NUMBERS + place];
+    while (place < COUNT(fixed) && strcmp(fixed[place].name, name) != 0) place++;
+    int known = which < NUMBERS || place < COUNT(fixed), *seen = &r->seen[which < NUMBERS ? which : NUMBERS + place];
     if (known && (*seen)++) return hstep_json_fail(&r->json, "a name twice");
     if (which < NUMBERS) return read_number(r, name, which);
     if (known) return read_fixed(r, name, fixed[place].allowed);
@@ -280,7 +277,7 @@ static void judge(struct reading *r, int64_t context, struct lm_config *shape)
     double *number = r->number;
     int mistral = strcmp(r->type, "\"mistral\"") == 0;
     if (!r->type[0]) refuse(r, "\"model_type\" is missing; it must be \"llama\" or \"mistral\"");
-    for (int i = 0; i < (int)COUNT(values); i++) {
+    for (int i = 0; i < COUNT(values); i++) {
         if (isnan(number[i])) refuse(r, "\"%s\" is missing", number_names[i]);
         else *values[i] = (int)number[i];
     }

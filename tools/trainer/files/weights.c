@@ -96,14 +96,12 @@ int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, 
 {
     char fresh[RECIPE_BYTES + 8];
     halfstep_optimizer *optimizer;
-    halfstep_slot_info then = {.struct_size = sizeof then};
     unsigned char *first = malloc(now->code_bytes ? now->code_bytes : 1);
     weights_only(fresh, recipe);
     int bad = checkpoint_decoder(fresh, tensor, &optimizer) != HALFSTEP_OK || !first ||
-              halfstep_get_slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT, &then) != HALFSTEP_OK ||
               halfstep_write_slot(optimizer, 0, HALFSTEP_SLOT_WEIGHT, first, 0, tensor->rows, values) != HALFSTEP_OK;
     size_t n = (size_t)(tensor->rows * tensor->row_length), code = now->code_bytes / n, extra = now->extra_bytes / n;
-    const char *more = now->extra, *first_more = then.extra;
+    const char *more = now->extra, *first_more = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT).extra;
     for (size_t i = 0; i < n && !bad; i++)
         *changed += memcmp((const char *)codes + i * code, first + i * code, code) != 0 ||
                     (extra && memcmp(more + i * extra, first_more + i * extra, extra) != 0);
@@ -126,8 +124,7 @@ static int decode(struct weight_source *source, const char *path, const struct l
         return -1;
     }
     int code = checkpoint_decoder(recipe, &t, &optimizer);
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    if (code == HALFSTEP_OK) code = halfstep_get_slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT, &info);
+    const halfstep_slot_info info = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT);
     int bad = code != HALFSTEP_OK;
     if (!bad && extra) {
         const char *states = states_path(source);

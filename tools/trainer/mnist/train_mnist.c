@@ -63,13 +63,12 @@ static int initialize(struct mnist_run *m)
     struct run *run = &m->run;
     for (int i = 0; i < run->tensors; i++) {
         struct cnn_tensor info;
-        halfstep_slot_info slot = {.struct_size = sizeof slot};
         cnn_tensor_info(&m->shape, i, &info);
         float *values = cnn_weights(m->model, i);
         cnn_init_tensor(&m->shape, i, run->config->seed, values);
-        if (halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values) ||
-            halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK)
+        if (halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values))
             return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
+        const halfstep_slot_info slot = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         m->weight_dtype[i] = slot.extra_bytes ? -1 : weight_dtype(slot.format);
     }
     return 0;
@@ -358,10 +357,9 @@ static double weights_changed(struct mnist_run *m)
     m->has_trained_weights = 0;
     for (int i = 0; i < run->tensors; i++) {
         const halfstep_tensor t = describe(m, i, 0, "f32");
-        halfstep_slot_info slot = {.struct_size = sizeof slot};
+        const halfstep_slot_info slot = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         cnn_init_tensor(&m->shape, i, run->config->seed, cnn_weights(m->model, i));
-        if (halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK ||
-            checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], cnn_weights(m->model, i),
+        if (checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], cnn_weights(m->model, i),
                                      &changed) != 0)
             return NAN;
     }

@@ -71,7 +71,7 @@ void mnist_options_init(struct run_options *options)
     int n = options->n;
     memcpy(all, options->rows, sizeof all);
     options->n = 0;
-    for (size_t i = 0; i < sizeof order / sizeof *order; i++) {
+    for (int i = 0; i < COUNT(order); i++) {
         struct option *row = &options->rows[options->n];
         const struct option *found = find_row(own_rows, OPTION_COUNT(own_rows), order[i].name);
         if (!found) found = find_row(all, n, order[i].name);

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/text.h"
 #include "trainer/loops/rows.h"
 
 struct cache {
@@ -46,7 +47,7 @@ static int create_cache(struct lm *m)
     c->keys = next;
     c->values = next += kept;
     next += kept;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++, next += widest) *parts[i] = next;
+    for (int i = 0; i < COUNT(parts); i++, next += widest) *parts[i] = next;
     c->scores = next;
     m->cache = c;
     return 0;

@@ -39,12 +39,9 @@ static int each_stream(struct run *run, const struct holding *whole, stream_visi
 {
     for (int i = 0; i < run->tensors; i++) {
         for (int32_t slot = HALFSTEP_SLOT_WEIGHT; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
-            halfstep_slot_info own = {.struct_size = sizeof own}, all = own, *sizes = &all;
-            if (slot == HALFSTEP_SLOT_GRADIENT ||
-                halfstep_get_slot_info(run->optimizer, i, slot, &own) != HALFSTEP_OK || own.format < 0)
-                continue;
-            if (halfstep_get_slot_info(whole->optimizer, i, slot, sizes) != HALFSTEP_OK)
-                return run_fail_in(run, whole->optimizer);
+            const halfstep_slot_info own = slot_info(run->optimizer, i, slot),
+                                     all = slot_info(whole->optimizer, i, slot);
+            if (slot == HALFSTEP_SLOT_GRADIENT || own.format < 0) continue;
             const struct stream codes = {own.code, all.code, all.code_bytes},
                                 extra = {own.extra, all.extra, all.extra_bytes};
             int status = slot != HALFSTEP_SLOT_WEIGHT && codes.bytes ? visit(run, i, &codes) : 0;
@@ -57,8 +54,7 @@ static int each_stream(struct run *run, const struct holding *whole, stream_visi
 
 static uint64_t part_of(const struct run *run, int tensor, const struct stream *stream, int64_t rows)
 {
-    struct lm_tensor info;
-    lm_tensor_info(&run->shape, tensor, &info);
+    const struct lm_tensor info = run_tensor(run, tensor);
     return stream->bytes * (uint64_t)rows / (uint64_t)info.rows;
 }
 

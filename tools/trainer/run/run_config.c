@@ -138,7 +138,7 @@ static const struct {
 
 static const char *covering_option(const char *hyper)
 {
-    for (size_t i = 0; i < sizeof covered / sizeof covered[0]; i++)
+    for (int i = 0; i < COUNT(covered); i++)
         if (strcmp(covered[i].hyper, hyper) == 0) return covered[i].option;
     return NULL;
 }

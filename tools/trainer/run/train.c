@@ -15,8 +15,7 @@ enum { SKIPS_IN_A_ROW = 20, LOSS_MEAN_STEPS = 20 };
 
 static double sum_of_squares(struct run *run, int tensor, const void *gradient)
 {
-    struct lm_tensor info;
-    lm_tensor_info(&run->shape, tensor, &info);
+    const struct lm_tensor info = run_tensor(run, tensor);
     int64_t piece = NORM_PIECE / (info.row_length > 0 ? info.row_length : 1);
     if (piece < 1) piece = 1;
     double sum = 0;
@@ -81,9 +80,7 @@ static int take_gradient(struct run *run, int tensor, const void *gradient)
         gradient = run->gradients[tensor];
     } else if (run->adds_up) {
         void *sum = run->gradients[tensor];
-        halfstep_slot_info info = {.struct_size = sizeof info};
-        halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, &info);
-        if (run->micro_step == 0) memset(sum, 0, info.code_bytes);
+        if (run->micro_step == 0) memset(sum, 0, slot_info(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT).code_bytes);
         if (run_judge(run,
                       halfstep_accumulate(run->optimizer, tensor, sum, c->accumulator, gradient, c->gradients, 1)) != 0)
             return 1;
@@ -211,8 +208,7 @@ const struct lm_weight *run_eval_weights(struct run *run, void **copies)
     }
     float *at = (float *)(memory + heads);
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor info;
-        lm_tensor_info(&run->shape, i, &info);
+        const struct lm_tensor info = run_tensor(run, i);
         weights[i] = (struct lm_weight){at, LM_F32};
         if (halfstep_read_average(run->optimizer, i, run->own_weights[i], 0, ranks_rows(run, i, run->rank).n,
                                   ranks_own(run, i, at, sizeof *at)) != HALFSTEP_OK) {

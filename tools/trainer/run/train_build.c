@@ -21,6 +21,13 @@ int run_fail_in(struct run *run, const halfstep_optimizer *optimizer)
     return run_fail(run, "%s", halfstep_error_detail(optimizer));
 }
 
+struct lm_tensor run_tensor(const struct run *run, int tensor)
+{
+    struct lm_tensor info;
+    lm_tensor_info(&run->shape, tensor, &info);
+    return info;
+}
+
 int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option)
 {
     if (halfstep_set_hyper(run->optimizer, group, name, value) == HALFSTEP_OK) return 0;
@@ -87,9 +94,8 @@ static const char *stored_as(const char *accumulator)
 int run_add_tensors(struct run *run)
 {
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor tensor;
+        const struct lm_tensor tensor = run_tensor(run, i);
         int32_t index;
-        if (lm_tensor_info(&run->shape, i, &tensor) != 0) return run_fail(run, "this shape has no tensor %d", i);
         struct rows rows = ranks_rows(run, i, run->rank);
         halfstep_tensor t =
             checkpoint_tensor(&tensor, run->adds_up ? stored_as(run->config->accumulator) : run->config->gradients);
@@ -190,8 +196,7 @@ int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **
     for (int pass = 0; pass < 2; pass++) {
         uint64_t at = stagger;
         for (int i = 0; i < run->tensors; i++) {
-            halfstep_slot_info info = {.struct_size = sizeof info};
-            if (halfstep_get_slot_info(sizes, i, slot, &info) != HALFSTEP_OK) return run_fail_in(run, sizes);
+            const halfstep_slot_info info = slot_info(sizes, i, slot);
             if (pass) pointers[i] = *memory + at;
             else held += info.code_bytes;
             at += (info.code_bytes + 63) / 64 * 64;
@@ -214,8 +219,7 @@ int run_initialize(struct run *run)
         return 0;
     }
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor tensor;
-        lm_tensor_info(&run->shape, i, &tensor);
+        const struct lm_tensor tensor = run_tensor(run, i);
         float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
         if (!values) return run_fail(run, "out of memory");
         lm_init_tensor(&run->shape, i, run->config->seed, values);
@@ -281,10 +285,8 @@ int run_build(struct run *run)
     if (status) return status;
     int64_t piece = NORM_PIECE;
     for (int i = 0; i < run->tensors; i++) {
-        halfstep_slot_info info = {.struct_size = sizeof info};
-        struct lm_tensor tensor;
-        lm_tensor_info(&run->shape, i, &tensor);
-        halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &info);
+        const struct lm_tensor tensor = run_tensor(run, i);
+        const halfstep_slot_info info = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         run->model_weights[i] = (struct lm_weight){run->weights[i], weight_dtype(info.format)};
         run->own_weights[i] = ranks_own(run, i, run->weights[i], lm_dtype_bytes(run->model_weights[i].dtype));
         if (tensor.row_length > piece) piece = tensor.row_length;

@@ -96,6 +96,8 @@ int run_count_skip(struct run *run);
 void run_fill_common(struct run *run);
 /* Does the same with the text of the optimizer's last error. */
 int run_fail_in(struct run *run, const halfstep_optimizer *optimizer);
+/* Returns the description of a tensor of the language model. */
+struct lm_tensor run_tensor(const struct run *run, int tensor);
 /* Sets a hyper-parameter. Returns 0, or an exit status with an error text that names `option`. */
 int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option);
 /* Creates the optimizer with its groups, hyper-parameters and choices, but without tensors. */

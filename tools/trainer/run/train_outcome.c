@@ -11,11 +11,9 @@
 static int count_changes(struct run *run, const struct holding *whole, int tensor, struct weight_source *source,
                          uint64_t *changed, char *why, size_t why_bytes)
 {
-    struct lm_tensor info;
-    lm_tensor_info(&run->shape, tensor, &info);
+    const struct lm_tensor info = run_tensor(run, tensor);
     const halfstep_tensor t = checkpoint_tensor(&info, "f32");
-    halfstep_slot_info now = {.struct_size = sizeof now};
-    halfstep_get_slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT, &now);
+    const halfstep_slot_info now = slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT);
     float *values = malloc((size_t)(info.rows * info.row_length) * sizeof *values);
     int bad = !values;
     if (!bad && source) bad = weight_source_read(source, &info, values, why, why_bytes) != 0;

@@ -12,8 +12,7 @@ static int build_adder(struct run *run)
     int code = halfstep_create(&options, &run->adder);
     if (code == HALFSTEP_OK) code = halfstep_add_group(run->adder, "sgd/f32", &number);
     for (int i = 0; i < run->tensors && code == HALFSTEP_OK; i++) {
-        struct lm_tensor tensor;
-        lm_tensor_info(&run->shape, i, &tensor);
+        const struct lm_tensor tensor = run_tensor(run, i);
         const halfstep_tensor t = checkpoint_tensor(&tensor, "f32");
         code = halfstep_add_tensor(run->adder, &t, &number);
         run->tree_offset[i + 1] = run->tree_offset[i] + (tensor.rows * tensor.row_length + 15) / 16 * 16;
