@@ -59,6 +59,13 @@ void text_add_html(struct text *text, const char *string)
     }
 }
 
+void text_add_between(struct text *text, const char *before, const char *string, const char *after)
+{
+    text_add(text, "%s", before);
+    text_add_html(text, string);
+    text_add(text, "%s", after);
+}
+
 void text_add_csv(struct text *text, const char *string)
 {
     if (!strpbrk(string, ",\"\r\n")) {

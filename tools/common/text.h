@@ -21,6 +21,8 @@ const char *text_string(const struct text *text);
 void text_join_failure(struct text *text, const struct text *part);
 /* Appends a string as HTML or SVG text, which may stand in a quoted attribute. */
 void text_add_html(struct text *text, const char *string);
+/* Does the same between two pieces of HTML. */
+void text_add_between(struct text *text, const char *before, const char *string, const char *after);
 /* Appends a string as one field of a CSV file, quoted if necessary. */
 void text_add_csv(struct text *text, const char *string);
 /* Appends a string as one word of a shell command, quoted if necessary. */

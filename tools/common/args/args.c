@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,6 +27,19 @@ static void *own(struct args *args, void *memory)
 }
 
 const char *args_keep(struct args *args, const char *text) { return own(args, strdup(text)); }
+
+char *args_format(struct args *args, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    int n = vsnprintf(NULL, 0, format, arguments);
+    va_end(arguments);
+    char *text = n < 0 ? NULL : malloc((size_t)n + 1);
+    va_start(arguments, format);
+    if (text) vsnprintf(text, (size_t)n + 1, format, arguments);
+    va_end(arguments);
+    return own(args, text);
+}
 
 static int check_bounds(const struct option *option, const char *text, double v, char *error, size_t error_bytes)
 {

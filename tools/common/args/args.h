@@ -140,8 +140,9 @@ void args_free(struct args *args);
 
 /* Returns 1 if the command line gave this option, otherwise 0. */
 int args_given(const struct args *args, const char *name);
-/* Returns a copy of text that lives as long as args, or NULL without memory. */
+/* Return a copy of text, and a text made as printf() makes it, that live as long as args, or NULL without memory. */
 const char *args_keep(struct args *args, const char *text);
+__attribute__((format(printf, 2, 3))) char *args_format(struct args *args, const char *format, ...);
 /* Reads text into an option's variable, as the command line does. Returns 0, or an exit status with one line in error.
  * The status is 2 if the text is wrong, and the line names the option then; it is 1 without memory. */
 int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text,

@@ -141,18 +141,11 @@ static int add_entry(struct compare *compare, const char *typed, int group, char
         return status;
     }
     run_config_settle(config);
-    struct text label = {0}, unique = {0}, known = {0};
     char batch[32] = "";
     if (compare->batches > 1) snprintf(batch, sizeof batch, ":batch=%lld", (long long)config->batch);
-    text_add(&label, "%s%s%s", full, rate, name ? name : "");
-    text_add(&unique, "%s%s%s%s", full, rate, name ? name : "", batch);
-    text_add(&known, "%s%s", typed, batch);
-    entry->label = label.failed ? NULL : args_keep(&compare->args, label.data);
-    entry->name = unique.failed ? NULL : args_keep(&compare->args, unique.data);
-    entry->typed = known.failed ? NULL : args_keep(&compare->args, known.data);
-    text_free(&label);
-    text_free(&unique);
-    text_free(&known);
+    entry->label = args_format(&compare->args, "%s%s%s", full, rate, name ? name : "");
+    entry->name = args_format(&compare->args, "%s%s%s%s", full, rate, name ? name : "", batch);
+    entry->typed = args_format(&compare->args, "%s%s", typed, batch);
     entry->recipe = config->recipe;
     entry->compute = config->compute;
     entry->gradients = config->gradients;
@@ -195,7 +188,7 @@ static int add_batches(struct compare *compare, char *error, size_t error_bytes)
     if (!compare->kind->batches) return 0;
     compare->batches = 0;
     for (const char *at = compare->options.batches; *at; at += *at == ',') {
-        char word[32], name[48];
+        char word[32];
         double size;
         size_t n = strcspn(at, ",");
         snprintf(word, sizeof word, "%.*s", (int)n, at);
@@ -213,9 +206,8 @@ static int add_batches(struct compare *compare, char *error, size_t error_bytes)
             snprintf(error, error_bytes, "more than %d batch sizes; compare fewer", MAX_GROUPS);
             return 2;
         }
-        snprintf(name, sizeof name, "batch %lld", (long long)size);
         compare->batch[compare->batches] = (int64_t)size;
-        compare->batch_name[compare->batches] = args_keep(&compare->args, name);
+        compare->batch_name[compare->batches] = args_format(&compare->args, "batch %lld", (long long)size);
         if (!compare->batch_name[compare->batches++]) return no_memory(error, error_bytes);
     }
     if (!compare->batches) snprintf(error, error_bytes, "it is empty");
@@ -257,13 +249,13 @@ static int set_paths(struct compare *compare, const struct report_run *run, stru
                      struct run_paths *paths, char *error, size_t error_bytes)
 {
     if (compare_name_paths(compare, run, paths) != 0) return no_memory(error, error_bytes);
-    if (config->log) config->log = paths->log.data;
+    if (config->log) config->log = paths->log;
     if (!config->checkpoint) return 0;
     if (compare_make_folder(config->checkpoint) != 0) {
         snprintf(error, error_bytes, "%s: %s", config->checkpoint, strerror(errno));
         return 1;
     }
-    config->checkpoint = paths->checkpoint.data;
+    config->checkpoint = paths->checkpoint;
     if (config->resume) config->resume = has_saved(config->checkpoint);
     return 0;
 }
@@ -303,7 +295,6 @@ static int train_all(struct compare *compare)
             progress_label(&progress, report->entry[run->entry].name);
             status = compare->kind->train(compare, &config, &progress, run, error, sizeof error);
         }
-        compare_free_paths(&paths);
         if (status != 0) {
             failure(command, "%s: %s", report->entry[run->entry].name, error);
             if (report_done(report))

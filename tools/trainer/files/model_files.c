@@ -259,7 +259,8 @@ int model_tensors_find(const struct model_tensors *tensors, const struct lm_tens
         if (halfstep_get_safetensor_info((*part)->file, *index, info) != HALFSTEP_OK) return -1;
         return model_tensor_fits((*part)->path, tensor->name, info, tensor, error, error_bytes);
     }
-    snprintf(error, error_bytes, "%s: there is no tensor %s", tensors->path, tensor->name);
+    snprintf(error, error_bytes, "%s: there is no tensor %s; `halfstep inspect FILE` lists the tensors of a file",
+             tensors->path, tensor->name);
     return -1;
 }
 

@@ -229,11 +229,9 @@ static int restore_hypers(struct args *args, const struct option_group *group, c
         size_t n = strcspn(saved, ","), name = strcspn(saved, "=") + 1;
         int there = 0, status = 0;
         for (int i = 0; i < list->n; i++) there |= strncmp(list->item[i], saved, name) == 0;
-        struct text word = {0};
-        text_add(&word, "%.*s", (int)n, saved);
-        if (word.failed) return no_memory(error, error_bytes);
-        if (!there) status = args_set(args, group, option, text_string(&word), error, error_bytes);
-        text_free(&word);
+        const char *word = args_format(args, "%.*s", (int)n, saved);
+        if (!word) return no_memory(error, error_bytes);
+        if (!there) status = args_set(args, group, option, word, error, error_bytes);
         if (status) return status;
         saved += n;
         if (*saved == ',') saved++;
@@ -276,12 +274,9 @@ static int split_generation(struct args *args, struct run_config *config, const 
     size_t name = n;
     while (name && config->checkpoint[name - 1] != '/') name--;
     if (strncmp(config->checkpoint + name, "checkpoint-", 11) != 0) return 0;
-    struct text above = {0};
     size_t end = name;
     while (end > 1 && config->checkpoint[end - 1] == '/') end--;
-    text_add(&above, "%.*s", end ? (int)end : 1, end ? config->checkpoint : ".");
-    config->checkpoint = above.failed ? NULL : args_keep(args, text_string(&above));
-    text_free(&above);
+    config->checkpoint = args_format(args, "%.*s", end ? (int)end : 1, end ? config->checkpoint : ".");
     return config->checkpoint ? 0 : 1;
 }
 
