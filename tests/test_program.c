@@ -172,7 +172,7 @@ static void test_tables(void)
         {"", OPTION_HEADING, 0, NULL, NULL, 0, 0, 0, NULL, "a heading"},
     };
     static const struct command command = {.name = "try", .usage = "", .summary = ""};
-    const struct option_group group = {"Options", rows, OPTION_COUNT(rows), &target};
+    const struct option_group group = {"Options", rows, COUNT_OF(rows), &target};
     struct args args;
     char why[200];
     demand(args_defaults(&args, &command, &group, 1) == ARGS_RUN, "no defaults");
@@ -215,7 +215,7 @@ static void test_path_lists(void)
         snprintf(names[i], sizeof names[i], "n%d", i);
         words[n++] = names[i];
     }
-    const struct option_group group = {"Options", rows, OPTION_COUNT(rows), &target};
+    const struct option_group group = {"Options", rows, COUNT_OF(rows), &target};
     struct args args;
     /* The first word after an option may begin with a dash, and no other. */
     CHECK(args_parse(&args, &command, &group, 1, n, words) == 2, "-c is a path");
@@ -228,7 +228,7 @@ static void test_path_lists(void)
         CHECK(!strcmp(target.paths.item[i], first[i]), "%s in the place of %s", target.paths.item[i], first[i]);
     struct text text = {0};
     char why[200];
-    const struct option_group other = {"Options", rows, OPTION_COUNT(rows), &again};
+    const struct option_group other = {"Options", rows, COUNT_OF(rows), &again};
     memset(&again, 0, sizeof again);
     args_text(&group, &rows[0], &text);
     CHECK(args_set(&args, &other, &rows[0], text_string(&text), why, sizeof why) == 0 && again.paths.n == 1005, "%s",

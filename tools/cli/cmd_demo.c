@@ -82,7 +82,7 @@ static int find_text(char *path, size_t path_bytes)
     char *slash = strrchr(program, '/');
     if (!slash) return -1;
     slash[1] = 0;
-    for (int i = 0; i < COUNT(places); i++) {
+    for (int i = 0; i < COUNT_OF(places); i++) {
         int length = snprintf(path, path_bytes, "%s%s", program, places[i]);
         if (length <= 0 || (size_t)length >= path_bytes || access(path, R_OK) != 0) continue;
         /* The resolved path is shorter to read in the report. The other one serves as well. */
@@ -107,7 +107,7 @@ static int run_demo(struct args *args, void *options)
         "demo",      "--data",      o->data ? o->data : path, "--out", o->out, "--threads", threads, "--seed", seed,
         "--compute", compute_type()};
     int n = 11;
-    for (int i = 0; i < COUNT(fixed_words); i++) words[n++] = fixed_words[i];
+    for (int i = 0; i < COUNT_OF(fixed_words); i++) words[n++] = fixed_words[i];
     if (o->json) words[n++] = "--json";
     if (o->quiet) words[n++] = "--quiet";
     const struct comparison comparison = {"demo", "halfstep demo: BF16 weights at a small learning rate", args->argc,

@@ -149,7 +149,7 @@ static void print_formats(void)
             (info.code_bits + info.extra_bits) / 8.0 + (info.block ? (double)info.scale_bytes / info.block : 0);
         printf("  %-12s %6.4g  %-46s", info.name, bytes, info.title);
         const char *separator = "";
-        for (int u = 0; u < COUNT(uses); u++) {
+        for (int u = 0; u < COUNT_OF(uses); u++) {
             if (!(info.roles & uses[u].roles)) continue;
             printf("%s%s", separator, uses[u].name);
             separator = ", ";

@@ -146,7 +146,7 @@ static void list_recipes(struct listing *l)
         if (l->plan->all)
             for (int32_t s = 0; (state = state_format_name(s)) != NULL; s++) add_recipe(l, weight, state);
         else
-            for (int i = 0; i < COUNT(compact); i++) add_recipe(l, weight, compact[i]);
+            for (int i = 0; i < COUNT_OF(compact); i++) add_recipe(l, weight, compact[i]);
     }
 }
 

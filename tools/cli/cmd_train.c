@@ -26,7 +26,7 @@ static int read_options(struct training *t, const struct command *command,
     options_init(&t->table);
     t->groups[0] = (struct option_group){"Recipe", &run_recipe_option, 1, &t->config};
     t->groups[1] = (struct option_group){"Options", t->table.rows, t->table.n, &t->config};
-    t->groups[2] = (struct option_group){"Output", output_rows, OPTION_COUNT(output_rows), t};
+    t->groups[2] = (struct option_group){"Output", output_rows, COUNT_OF(output_rows), t};
     return args_parse(&t->args, command, t->groups, 3, argc, argv);
 }
 

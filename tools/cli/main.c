@@ -53,7 +53,7 @@ static const struct entry {
     {"man", "print the manual page of all commands", .command = &man_command},
 };
 
-enum { COMMANDS = COUNT(commands) };
+enum { COMMANDS = COUNT_OF(commands) };
 
 static const char *command_name(void *context, int index)
 {
@@ -173,7 +173,7 @@ static const struct {
 static int print_script(struct args *args, void *options)
 {
     (void)options;
-    for (int i = 0; i < COUNT(shells); i++)
+    for (int i = 0; i < COUNT_OF(shells); i++)
         if (strcmp(args->word[0], shells[i].name) == 0) return fputs(shells[i].script, stdout) == EOF;
     return usage_error("completion", "unknown shell '%s'; known: bash, zsh, fish", args->word[0]);
 }

@@ -6,7 +6,7 @@
 #include "common/text.h"
 
 static const int requests[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
-enum { REQUESTS = COUNT(requests) };
+enum { REQUESTS = COUNT_OF(requests) };
 
 static volatile sig_atomic_t pending;
 static int installed, kept_ignored[REQUESTS];

@@ -6,7 +6,7 @@
 #include <stdio.h>
 
 /* The number of elements of an array. */
-#define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
+#define COUNT_OF(array) ((int)(sizeof(array) / sizeof((array)[0])))
 
 struct text {
     char *data; /* NUL-terminated; NULL before anything was added */

@@ -125,7 +125,7 @@ static int choose(struct args *args, struct choice *c)
         return add_grid(args, &c->bench);
     }
     for (int i = 0; i < c->recipes.n && !status; i++) status = add(args, &c->bench, c->recipes.item[i]);
-    for (int i = 0; i < COUNT(usual) && !status && !c->recipes.n; i++) status = add(args, &c->bench, usual[i]);
+    for (int i = 0; i < COUNT_OF(usual) && !status && !c->recipes.n; i++) status = add(args, &c->bench, usual[i]);
     return status;
 }
 
@@ -163,7 +163,7 @@ static const struct {
     {"time_over_one_tensor", "%.4f", offsetof(struct result, over_one)},
     {"gflop_per_s", "%.4g", offsetof(struct result, flops_rate)},
 };
-enum { NUMBERS = COUNT(numbers) };
+enum { NUMBERS = COUNT_OF(numbers) };
 
 static double number_of(const struct result *r, int i)
 {

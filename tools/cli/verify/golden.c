@@ -75,7 +75,7 @@ static const char *const mixtures[] = {
 static int is_bf16_only(const char *recipe)
 {
     size_t length = strlen(recipe);
-    for (int i = 0; i < COUNT(bf16_only); i++) {
+    for (int i = 0; i < COUNT_OF(bf16_only); i++) {
         size_t end = strlen(bf16_only[i]);
         if (length >= end && (length == end || bf16_only[i][0] == '/') && !strcmp(recipe + length - end, bf16_only[i]))
             return 1;
@@ -86,7 +86,7 @@ static int is_bf16_only(const char *recipe)
 static void mixture(char *states, size_t size, int32_t row, const char *format)
 {
     size_t length = strlen(format);
-    for (int i = 0; i < COUNT(mixtures); i++)
+    for (int i = 0; i < COUNT_OF(mixtures); i++)
         if (!strncmp(mixtures[i], format, length) && mixtures[i][length] == '+') {
             snprintf(states, size, "%s", mixtures[i]);
             return;
@@ -226,7 +226,7 @@ static const struct shape {
     {"blocks", 0, 2, 16, 512, 2},
 };
 /* ALWAYS: the number of shapes before the one for formats of geometry FLAT. */
-enum { SHAPES = COUNT(shapes), ALWAYS = SHAPES - 1, GROUPS = 3, STEPS = 9 };
+enum { SHAPES = COUNT_OF(shapes), ALWAYS = SHAPES - 1, GROUPS = 3, STEPS = 9 };
 
 enum { NONFINITE_STEP = 5, ACCUMULATE_STEP = 7 };
 
@@ -535,7 +535,7 @@ static int add_groups(struct run *r, int part)
     if (strstr(r->c->recipe, GOLDEN_CAUTIOUS) &&
         check(r, part, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "cautious", 1), "cautious"))
         return -1;
-    for (int i = 0; i < COUNT(settings); i++) {
+    for (int i = 0; i < COUNT_OF(settings); i++) {
         if (settings[i].choice) {
             if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice),
                       settings[i].name))

@@ -74,12 +74,11 @@ struct option {
     const char *help;                     /* names the unit */
 };
 
-#define OPTION_COUNT(rows) ((int)(sizeof(rows) / sizeof((rows)[0])))
 #define OPTION_JSON(type) \
     {"json", OPTION_FLAG, offsetof(type, json), NULL, NULL, 0, 0, 0, NULL, "print the results as one JSON object"}
 
 /* The options of a command, of which each is a member of a struct of this type. */
-#define COMMAND_OPTIONS(table, type) .rows = table, .n_rows = OPTION_COUNT(table), .options_bytes = sizeof(type)
+#define COMMAND_OPTIONS(table, type) .rows = table, .n_rows = COUNT_OF(table), .options_bytes = sizeof(type)
 
 struct option_group {
     const char *title; /* heading in --help, unless the first row is a heading */

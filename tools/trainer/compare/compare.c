@@ -48,7 +48,7 @@ static const struct option *find_row(const struct run_options *table, const char
 static int may_differ(const struct option *option)
 {
     if (option->kind == OPTION_HYPER_AS) return 1;
-    for (int i = 0; i < COUNT(per_recipe); i++)
+    for (int i = 0; i < COUNT_OF(per_recipe); i++)
         if (strcmp(option->name, per_recipe[i]) == 0) return 1;
     return 0;
 }
@@ -420,7 +420,7 @@ static int conclude(struct compare *compare)
 static void make_options(struct compare *compare)
 {
     const struct compare_kind *kind = compare->kind;
-    int n = OPTION_COUNT(compare_rows) - (kind->batches == NULL);
+    int n = COUNT_OF(compare_rows) - (kind->batches == NULL);
     for (int i = 0; i < n; i++) {
         struct option *row = &compare->own[i];
         *row = compare_rows[i];

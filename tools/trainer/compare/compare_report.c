@@ -73,7 +73,7 @@ static void processor_name(char *text, size_t text_bytes)
 /* Adds a line to the description of the machine. */
 static void machine_fact(struct compare *compare, const char *name, const char *value)
 {
-    add_pair(compare, compare->machine, COUNT(compare->machine), &compare->report.machines, name, value);
+    add_pair(compare, compare->machine, COUNT_OF(compare->machine), &compare->report.machines, name, value);
 }
 
 static void describe_machine(struct compare *compare)

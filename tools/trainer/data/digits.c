@@ -137,7 +137,7 @@ static const struct glyph glyphs[] = {
       {34, 85}}},
 };
 
-enum { GLYPHS = COUNT(glyphs) };
+enum { GLYPHS = COUNT_OF(glyphs) };
 
 /* A sequence of random numbers for one image. */
 struct dice {

@@ -97,7 +97,7 @@ static const char *const ignored[] = {
 struct reading {
     hstep_json json;
     double number[NUMBERS]; /* NAN: missing or null */
-    int seen[NUMBERS + COUNT(fixed) + 1];
+    int seen[NUMBERS + COUNT_OF(fixed) + 1];
     char type[16]; /* model_type with its quotes */
     char *complaint, *note;
     size_t complaint_bytes, note_bytes;
@@ -239,7 +239,7 @@ static int read_unknown(struct reading *r, const char *name)
 {
     char token[100];
     double number;
-    for (int i = 0; i < COUNT(ignored); i++)
+    for (int i = 0; i < COUNT_OF(ignored); i++)
         if (strcmp(ignored[i], name) == 0) return hstep_json_skip(&r->json);
     if (!read_token(&r->json, token, sizeof token, &number)) return 0;
     if (!is_allowed("null|false", token)) append(r->note, r->note_bytes, "%s%s", r->note[0] ? ", " : "", name);
@@ -250,8 +250,8 @@ static int read_value(struct reading *r, const char *name)
 {
     int which = 0, place = 0;
     while (which < NUMBERS && strcmp(number_names[which], name) != 0) which++;
-    while (place < COUNT(fixed) && strcmp(fixed[place].name, name) != 0) place++;
-    int known = which < NUMBERS || place < COUNT(fixed), *seen = &r->seen[which < NUMBERS ? which : NUMBERS + place];
+    while (place < COUNT_OF(fixed) && strcmp(fixed[place].name, name) != 0) place++;
+    int known = which < NUMBERS || place < COUNT_OF(fixed), *seen = &r->seen[which < NUMBERS ? which : NUMBERS + place];
     if (known && (*seen)++) return hstep_json_fail(&r->json, "a name twice");
     if (which < NUMBERS) return read_number(r, name, which);
     if (known) return read_fixed(r, name, fixed[place].allowed);
@@ -277,7 +277,7 @@ static void judge(struct reading *r, int64_t context, struct lm_config *shape)
     double *number = r->number;
     int mistral = strcmp(r->type, "\"mistral\"") == 0;
     if (!r->type[0]) refuse(r, "\"model_type\" is missing; it must be \"llama\" or \"mistral\"");
-    for (int i = 0; i < COUNT(values); i++) {
+    for (int i = 0; i < COUNT_OF(values); i++) {
         if (isnan(number[i])) refuse(r, "\"%s\" is missing", number_names[i]);
         else *values[i] = (int)number[i];
     }

@@ -274,7 +274,7 @@ static struct entry *find(struct matmul *context, const struct matmul_shape *s)
                               s->a_row,    s->a_column, s->b_row,
                               s->b_column, s->c_row,    s->type + 4 * s->c_type + 16 * s->accumulate};
     uint64_t hash = 0;
-    for (int i = 0; i < COUNT(fields); i++) {
+    for (int i = 0; i < COUNT_OF(fields); i++) {
         hash = (hash ^ (uint64_t)fields[i]) * UINT64_C(0x9E3779B97F4A7C15);
         hash ^= hash >> 29;
     }

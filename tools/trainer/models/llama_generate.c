@@ -47,7 +47,7 @@ static int create_cache(struct lm *m)
     c->keys = next;
     c->values = next += kept;
     next += kept;
-    for (int i = 0; i < COUNT(parts); i++, next += widest) *parts[i] = next;
+    for (int i = 0; i < COUNT_OF(parts); i++, next += widest) *parts[i] = next;
     c->scores = next;
     m->cache = c;
     return 0;

@@ -12,7 +12,7 @@ static const char *const rank_variables[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK",
 
 int dist_launched_rank(void)
 {
-    for (int i = 0; i < COUNT(rank_variables); i++) {
+    for (int i = 0; i < COUNT_OF(rank_variables); i++) {
         const char *text = getenv(rank_variables[i]);
         char *end;
         long rank = text ? strtol(text, &end, 10) : -1;

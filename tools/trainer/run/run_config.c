@@ -138,7 +138,7 @@ static const struct {
 
 static const char *covering_option(const char *hyper)
 {
-    for (int i = 0; i < COUNT(covered); i++)
+    for (int i = 0; i < COUNT_OF(covered); i++)
         if (strcmp(covered[i].hyper, hyper) == 0) return covered[i].option;
     return NULL;
 }
@@ -188,7 +188,7 @@ static void add_hyper(struct run_options *options, const char *rule, const halfs
 void run_options_init(struct run_options *options)
 {
     memset(options, 0, sizeof *options);
-    options->n = OPTION_COUNT(fixed_rows);
+    options->n = COUNT_OF(fixed_rows);
     memcpy(options->rows, fixed_rows, sizeof fixed_rows);
     options->rows[options->n++] = (struct option)HEADING("Hyper-parameters, where the rule has them");
     for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {

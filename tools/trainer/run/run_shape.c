@@ -61,7 +61,7 @@ int run_shape_from_init(struct args *args, struct run_config *config, char *erro
         } sizes[] = {{"width", &config->width, shape.width},
                      {"depth", &config->depth, shape.depth},
                      {"heads", &config->heads, shape.heads}};
-        for (int i = 0; i < COUNT(sizes); i++) {
+        for (int i = 0; i < COUNT_OF(sizes); i++) {
             if (args_given(args, sizes[i].option) && *sizes[i].value != sizes[i].in_config) {
                 snprintf(error, error_bytes, "--%s is %lld, but the config.json of --init %s says %d; leave --%s out",
                          sizes[i].option, (long long)*sizes[i].value, config->init, sizes[i].in_config,

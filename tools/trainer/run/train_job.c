@@ -73,7 +73,7 @@ static int identify_option(void *context, const struct option *option, const cha
     /* These may differ. Each machine has its own number of processors and its own paths of the data, whose bytes are
      * compared instead. Only rank 0 writes a log. */
     static const char *const own[] = {"threads", "data", "val", "log"};
-    for (int i = 0; i < COUNT(own); i++)
+    for (int i = 0; i < COUNT_OF(own); i++)
         if (strcmp(option->name, own[i]) == 0) return 0;
     identify(context, option->name, value);
     return 0;

@@ -158,7 +158,7 @@ static int same_model(struct run *run, const char *path)
     } numbers[] = {{"intermediate_size", here->intermediate, saved.intermediate},
                    {"rms_norm_eps", here->rms_norm_eps, saved.rms_norm_eps},
                    {"rope_theta", here->rope_theta, saved.rope_theta}};
-    for (int i = 0; i < COUNT(numbers); i++)
+    for (int i = 0; i < COUNT_OF(numbers); i++)
         if (numbers[i].here != numbers[i].there)
             return run_fail(run, "\"%s\" of the model is %.10g here but %.10g in %s", numbers[i].name, numbers[i].here,
                             numbers[i].there, path);
