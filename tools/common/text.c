@@ -216,6 +216,14 @@ void append(char *text, size_t text_bytes, const char *format, ...)
     va_end(arguments);
 }
 
+void exact_number(double number, char *text, size_t text_bytes)
+{
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(text, text_bytes, "%.*g", digits, number);
+        if (strtod(text, NULL) == number) return;
+    }
+}
+
 int no_memory(char *error, size_t error_bytes)
 {
     snprintf(error, error_bytes, "out of memory");

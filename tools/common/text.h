@@ -46,6 +46,8 @@ void text_free(struct text *text);
 
 /* Appends to a string in a buffer of text_bytes, and cuts off what does not fit. */
 __attribute__((format(printf, 3, 4))) void append(char *text, size_t text_bytes, const char *format, ...);
+/* Writes a number in the fewest digits that read back exactly. */
+void exact_number(double number, char *text, size_t text_bytes);
 /* Writes "out of memory" as the error text. Returns 1, an exit status. */
 int no_memory(char *error, size_t error_bytes);
 

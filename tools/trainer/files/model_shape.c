@@ -114,15 +114,6 @@ __attribute__((format(printf, 2, 3))) static void refuse(struct reading *r, cons
 
 /* ---- Values ------------------------------------------------------------------------------------------------------ */
 
-/* Prints the fewest digits that read back exactly. */
-static void print_number(double number, char *token, size_t token_bytes)
-{
-    for (int digits = 6; digits <= 17; digits++) {
-        snprintf(token, token_bytes, "%.*g", digits, number);
-        if (strtod(token, NULL) == number) return;
-    }
-}
-
 /* Reads a value of any kind into `token`, as text for errors and comparisons. Sets `*number` to NAN if it is not a
  * number. Returns 0 for malformed JSON. */
 static int read_token(hstep_json *json, char *token, size_t token_bytes, double *number)
@@ -145,7 +136,7 @@ static int read_token(hstep_json *json, char *token, size_t token_bytes, double 
         return hstep_json_skip(json);
     }
     if (!hstep_json_real(json, number)) return 0;
-    print_number(*number, token, token_bytes);
+    exact_number(*number, token, token_bytes);
     return 1;
 }
 
