@@ -8,9 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "common/args/recipes.h"
 #include "common/hash.h"
-#include "common/text.h"
 
 /* ---- The list of cases ------------------------------------------------------------------------------------------- */
 
@@ -19,7 +17,7 @@ struct list {
     int n, capacity;
 };
 
-static int add_case(struct list *list, const struct golden_case *c)
+static int append(struct list *list, const struct golden_case *c)
 {
     for (int i = 0; i < list->n; i++)
         if (!strcmp(list->item[i].recipe, c->recipe) && !strcmp(list->item[i].gradients, c->gradients) &&
@@ -42,8 +40,8 @@ static int add_case(struct list *list, const struct golden_case *c)
 /* Returns the name of the format in a row if it serves a role, otherwise NULL. */
 static const char *serving(int32_t role, int32_t row)
 {
-    const halfstep_format_info info = format_info(row);
-    return info.roles & role ? info.name : NULL;
+    halfstep_format_info info = {.struct_size = sizeof info};
+    return halfstep_get_format_info(row, &info) == HALFSTEP_OK && (info.roles & role) ? info.name : NULL;
 }
 
 /* The gradient formats and generators that a recipe is combined with. */
@@ -75,7 +73,7 @@ static const char *const mixtures[] = {
 static int is_bf16_only(const char *recipe)
 {
     size_t length = strlen(recipe);
-    for (int i = 0; i < COUNT_OF(bf16_only); i++) {
+    for (size_t i = 0; i < sizeof bf16_only / sizeof bf16_only[0]; i++) {
         size_t end = strlen(bf16_only[i]);
         if (length >= end && (length == end || bf16_only[i][0] == '/') && !strcmp(recipe + length - end, bf16_only[i]))
             return 1;
@@ -86,7 +84,7 @@ static int is_bf16_only(const char *recipe)
 static void mixture(char *states, size_t size, int32_t row, const char *format)
 {
     size_t length = strlen(format);
-    for (int i = 0; i < COUNT_OF(mixtures); i++)
+    for (size_t i = 0; i < sizeof mixtures / sizeof mixtures[0]; i++)
         if (!strncmp(mixtures[i], format, length) && mixtures[i][length] == '+') {
             snprintf(states, size, "%s", mixtures[i]);
             return;
@@ -120,7 +118,7 @@ static int add_recipe(struct list *list, const char *recipe, const char *default
         for (int32_t g = 0; (c.generator = halfstep_choice_value("generator", g)); g++) {
             if (g && !(depth == THOROUGH && (bf16 || by_default))) continue;
             c.large = uniform && bf16;
-            if (add_case(list, &c)) return -1;
+            if (append(list, &c)) return -1;
         }
     }
     return 0;
@@ -174,8 +172,9 @@ struct golden_case *golden_cases(int *n)
 {
     struct list list = {0};
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
-        const halfstep_rule_info rule = rule_info(row);
-        if (add_rule(&list, &rule) || (rule.cautious && add_cautious(&list, &rule))) {
+        halfstep_rule_info rule = {.struct_size = sizeof rule};
+        if (halfstep_get_rule_info(row, &rule) != HALFSTEP_OK || add_rule(&list, &rule) ||
+            (rule.cautious && add_cautious(&list, &rule))) {
             free(list.item);
             return NULL;
         }
@@ -226,7 +225,7 @@ static const struct shape {
     {"blocks", 0, 2, 16, 512, 2},
 };
 /* ALWAYS: the number of shapes before the one for formats of geometry FLAT. */
-enum { SHAPES = COUNT_OF(shapes), ALWAYS = SHAPES - 1, GROUPS = 3, STEPS = 9 };
+enum { SHAPES = sizeof shapes / sizeof shapes[0], ALWAYS = SHAPES - 1, GROUPS = 3, STEPS = 9 };
 
 enum { NONFINITE_STEP = 5, ACCUMULATE_STEP = 7 };
 
@@ -380,9 +379,9 @@ static int block_of(const char *recipe, int64_t row_length)
 {
     int block = 1;
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
-        const halfstep_format_info info = format_info(row);
-        if (info.geometry == HALFSTEP_GEOMETRY_ROWS && info.block > block && info.block <= row_length &&
-            recipe_has(recipe, info.name))
+        halfstep_format_info info = {.struct_size = sizeof info};
+        if (halfstep_get_format_info(row, &info) == HALFSTEP_OK && info.geometry == HALFSTEP_GEOMETRY_ROWS &&
+            info.block > block && info.block <= row_length && recipe_has(recipe, info.name))
             block = info.block;
     }
     return block;
@@ -391,8 +390,10 @@ static int block_of(const char *recipe, int64_t row_length)
 static int has_flat(const char *recipe)
 {
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
-        const halfstep_format_info info = format_info(row);
-        if (info.geometry == HALFSTEP_GEOMETRY_FLAT && recipe_has(recipe, info.name)) return 1;
+        halfstep_format_info info = {.struct_size = sizeof info};
+        if (halfstep_get_format_info(row, &info) == HALFSTEP_OK && info.geometry == HALFSTEP_GEOMETRY_FLAT &&
+            recipe_has(recipe, info.name))
+            return 1;
     }
     return 0;
 }
@@ -526,7 +527,9 @@ static int add_groups(struct run *r, int part)
         {2, "exact", NULL, 1},
         {2, "d_group", NULL, 2},
     };
-    int32_t rule = recipe_rule(r->c->recipe), index;
+    char name[32];
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(r->c->recipe, "/"), r->c->recipe);
+    int32_t rule = halfstep_rule_find(name), index;
     halfstep_optimizer *o = r->optimizer[part];
     char recipe[GOLDEN_RECIPE];
     snprintf(recipe, sizeof recipe, "%.*s", (int)strcspn(r->c->recipe, ":"), r->c->recipe);
@@ -535,7 +538,7 @@ static int add_groups(struct run *r, int part)
     if (strstr(r->c->recipe, GOLDEN_CAUTIOUS) &&
         check(r, part, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "cautious", 1), "cautious"))
         return -1;
-    for (int i = 0; i < COUNT_OF(settings); i++) {
+    for (size_t i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         if (settings[i].choice) {
             if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice),
                       settings[i].name))
@@ -593,7 +596,9 @@ static int add_tensors(struct run *r, int part)
     for (int32_t i = 0; i < tensors; i++) {
         int t = r->shape[i];
         const struct rectangle *h = &r->held[part][t];
-        const halfstep_slot_info info = slot_info(o, i, HALFSTEP_SLOT_WEIGHT);
+        halfstep_slot_info info = {.struct_size = sizeof info};
+        if (check(r, part, halfstep_get_slot_info(o, i, HALFSTEP_SLOT_WEIGHT, &info), "halfstep_get_slot_info"))
+            return -1;
         int64_t n = h->n_rows * h->n_columns;
         float *values = zeros(n * 4);
         r->weight[part][i] = device_zeros(r, part, (int64_t)info.code_bytes);
@@ -731,10 +736,13 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
 {
     int t = r->shape[tensor];
     void *code[GOLDEN_MAX_PARTS] = {0}, *extra[GOLDEN_MAX_PARTS] = {0};
-    const halfstep_format_info format = format_info(slot_info(r->optimizer[0], tensor, slot).format);
-    if (!format.name) return 0;
+    halfstep_format_info format = {.struct_size = sizeof format};
     for (int p = 0; p < r->parts; p++) {
-        const halfstep_slot_info info = slot_info(r->optimizer[p], tensor, slot);
+        halfstep_slot_info info = {.struct_size = sizeof info};
+        if (check(r, p, halfstep_get_slot_info(r->optimizer[p], tensor, slot, &info), "halfstep_get_slot_info"))
+            return -1;
+        if (info.format < 0) return 0;
+        if (check(r, p, halfstep_get_format_info(info.format, &format), "halfstep_get_format_info")) return -1;
         code[p] = slot == HALFSTEP_SLOT_WEIGHT ? r->weight[p][tensor] : info.code;
         extra[p] = info.extra;
         const struct rectangle *h = &r->held[p][t];
@@ -786,7 +794,11 @@ static int hash_scalar(struct run *r, int t, int is_grid, int place, int matrix,
 static int hash_all(struct run *r, uint64_t *result)
 {
     uint64_t hash = HASH_START;
-    const halfstep_rule_info rule = rule_info(recipe_rule(r->c->recipe));
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    char name[32];
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(r->c->recipe, "/"), r->c->recipe);
+    if (halfstep_get_rule_info(halfstep_rule_find(name), &rule) != HALFSTEP_OK)
+        return complain(r, "unknown rule '%s'", name);
     for (int t = 0; t < r->tensors; t++) {
         if (hash_slot(r, t, HALFSTEP_SLOT_WEIGHT, &hash)) return -1;
         for (int s = 0; s < rule.states; s++)
@@ -802,9 +814,10 @@ static int hash_all(struct run *r, uint64_t *result)
         for (int i = 0; i < rule.scalars; i++)
             if (hash_scalar(r, t, 0, i, rule.matrix, &hash)) return -1;
         for (int s = 0; s < rule.states; s++) {
-            if (slot_info(r->optimizer[0], t, HALFSTEP_SLOT_STATE + s).grid &&
-                hash_scalar(r, t, 1, s, rule.matrix, &hash))
+            halfstep_slot_info slot = {.struct_size = sizeof slot};
+            if (check(r, 0, halfstep_get_slot_info(r->optimizer[0], t, HALFSTEP_SLOT_STATE + s, &slot), "slot"))
                 return -1;
+            if (slot.grid && hash_scalar(r, t, 1, s, rule.matrix, &hash)) return -1;
         }
     }
     if (hash_stream(r, shape_of("rows.1000"), r->accumulator, 2, 1, &hash)) return -1;
@@ -835,9 +848,9 @@ static int compute(struct run *r, const struct golden_layout *layout, uint64_t *
 int golden_run(const struct golden_case *c, const struct golden_layout *layout, uint64_t *hash, char *error,
                size_t error_bytes)
 {
-    const halfstep_format_info format = format_named(c->gradients);
+    halfstep_format_info format = {.struct_size = sizeof format};
     struct run *r = calloc(1, sizeof *r);
-    if (!r || !format.name) {
+    if (!r || halfstep_get_format_info(halfstep_format_find(c->gradients), &format) != HALFSTEP_OK) {
         snprintf(error, error_bytes, "%s", r ? "unknown gradient format" : "out of memory");
         free(r);
         return -1;
@@ -847,7 +860,11 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     r->by_columns = layout->by_columns;
     r->states_bound = layout->states_bound;
     r->device = layout->device && strcmp(layout->device, "cpu") ? layout->device : NULL;
-    r->matrix = rule_info(recipe_rule(c->recipe)).matrix;
+    char name[32];
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(c->recipe, "/"), c->recipe);
+    halfstep_get_rule_info(halfstep_rule_find(name), &rule);
+    r->matrix = rule.matrix;
     r->flat = has_flat(c->recipe);
     r->element_bytes = format.code_bits / 8;
     r->error = error;
