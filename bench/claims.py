@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from statistics import quantiles
 
 # Freed memory goes back at once, and threads have no pools of their own, so that RSS tells what is
@@ -45,6 +46,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from peers_common import forget_peak, resident  # noqa: E402
 
 BF16 = torch.bfloat16
 MICRO = 4  # micro-batches of a step, where a snippet accumulates
@@ -96,17 +100,9 @@ def torch_adamw(source, depth=None, dtype=torch.float32, **options):
     yield optimizer
 
 
-def torch_bf16(source, depth=None):
-    yield from torch_adamw(source, depth, BF16, fused=True)
-
-
-def torch_fused(source, depth=None):
-    yield from torch_adamw(source, depth, fused=True)
-
-
 def torch_autocast(source, depth=None):
-    """Mixed precision: fp32 weights, of which autocast makes BF16 copies that live until backward()
-    is through them."""
+    """Trains fp32 weights in mixed precision. autocast makes BF16 copies of them, which live until
+    backward() is done."""
     model = Model(depth)
     yield model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -120,8 +116,8 @@ def torch_autocast(source, depth=None):
 
 
 def torch_buffers(source, depth=None, autocast=False):
-    """fp32 AdamW with micro-gradients summed in tensors of their own, as frameworks do that reduce
-    them elsewhere."""
+    """Trains with fp32 AdamW and sums micro-gradients in tensors of their own, as frameworks do
+    that reduce them elsewhere."""
     model = Model(depth)
     yield model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -140,10 +136,6 @@ def torch_buffers(source, depth=None, autocast=False):
         optimizer.step()
         optimizer.zero_grad()
     yield optimizer
-
-
-def torch_autocast_buffers(source, depth=None):
-    yield from torch_buffers(source, depth, True)
 
 
 def torchastic(source, depth=None, name="AdamW", **options):
@@ -166,18 +158,6 @@ def torchastic(source, depth=None, name="AdamW", **options):
     yield optimizer
 
 
-def torchastic_compass(source, depth=None):
-    yield from torchastic(source, depth, "Compass", amp_fac=5)
-
-
-def torchastic_lpf(source, depth=None):
-    yield from torchastic(source, depth, "LPFAdamW")
-
-
-def torchastic_rmsprop(source, depth=None):
-    yield from torchastic(source, depth, "RMSProp")
-
-
 def torchao(source, depth=None, name="AdamW8bit", dtype=BF16, **options):
     Optimizer = getattr(source("torchao.optim"), name)
     model = Model(depth).to(dtype)
@@ -188,30 +168,6 @@ def torchao(source, depth=None, name="AdamW8bit", dtype=BF16, **options):
         optim.step()
         optim.zero_grad()
     yield optim
-
-
-def torchao_8bit_f32(source, depth=None):
-    yield from torchao(source, depth, dtype=torch.float32)
-
-
-def torchao_8bit(source, depth=None):
-    yield from torchao(source, depth, bf16_stochastic_round=True)
-
-
-def torchao_4bit(source, depth=None):
-    yield from torchao(source, depth, "AdamW4bit", bf16_stochastic_round=True)
-
-
-def torchao_fp8(source, depth=None):
-    yield from torchao(source, depth, "AdamWFp8", bf16_stochastic_round=True)
-
-
-def torchao_sr(source, depth=None):
-    yield from torchao(source, depth, "_AdamW", bf16_stochastic_round=True)
-
-
-def torchao_nearest(source, depth=None):
-    yield from torchao(source, depth, "_AdamW", bf16_stochastic_round=False)
 
 
 def adamw_bfloat16(source, depth=None):
@@ -241,14 +197,6 @@ def lamb16(source, depth=None, name="Lamb16", **options):
         model(batch()).backward()
         optimizer.step()
     yield optimizer
-
-
-def lamb(source, depth=None):
-    yield from lamb16(source, depth, "Lamb")
-
-
-def lamb16_published(source, depth=None):
-    yield from lamb16(source, depth, states="fp8-lamb16")
 
 
 def optimi(source, depth=None, dtype=BF16, **options):
@@ -281,25 +229,9 @@ def optimi_release(source, depth=None, dtype=BF16, accumulation_steps=1):
     yield opt
 
 
-def optimi_f32(source, depth=None):
-    yield from optimi(source, depth, torch.float32)
-
-
-def optimi_release_f32(source, depth=None):
-    yield from optimi_release(source, depth, torch.float32)
-
-
-def optimi_accumulation_f32(source, depth=None):
-    yield from optimi_release(source, depth, torch.float32, MICRO)
-
-
-def optimi_accumulation(source, depth=None):
-    yield from optimi_release(source, depth, BF16, MICRO)
-
-
 def optimi_buffers(source, depth=None):
-    """Kahan summation with micro-gradients summed stochastically in BF16, in this library's
-    accumulator."""
+    """Trains with Kahan summation. This library's accumulator sums micro-gradients in BF16, rounded
+    stochastically."""
     import halfstep
 
     model = Model(depth).to(BF16)
@@ -333,20 +265,8 @@ def flashoptim(source, depth=None, release=False, **options):
     yield optimizer
 
 
-def flashoptim_release(source, depth=None):
-    yield from flashoptim(source, depth, release=True)
-
-
-def flashoptim_32(source, depth=None):
-    yield from flashoptim(source, depth, master_weight_bits=32)
-
-
-def flashoptim_none(source, depth=None):
-    yield from flashoptim(source, depth, master_weight_bits=None)
-
-
 def int4(source, depth=None, release=False):
-    """The least that this library has; no source's snippet."""
+    """Trains with the least memory that this library has. It is no source's snippet."""
     import halfstep
 
     model = Model(depth).to(BF16)
@@ -361,10 +281,43 @@ def int4(source, depth=None, release=False):
     yield optimizer
 
 
-def int4_release(source, depth=None):
-    yield from int4(source, depth, True)
-
-
+SR = {"bf16_stochastic_round": True}
+#: name of a case -> the snippet with its options
+CASES = {
+    "torch_fused": partial(torch_adamw, fused=True),
+    "torch_bf16": partial(torch_adamw, dtype=BF16, fused=True),
+    "torch_autocast": torch_autocast,
+    "torch_buffers": torch_buffers,
+    "torch_autocast_buffers": partial(torch_buffers, autocast=True),
+    "torchastic": torchastic,
+    "torchastic_compass": partial(torchastic, name="Compass", amp_fac=5),
+    "torchastic_lpf": partial(torchastic, name="LPFAdamW"),
+    "torchastic_rmsprop": partial(torchastic, name="RMSProp"),
+    "torchao_8bit_f32": partial(torchao, dtype=torch.float32),
+    "torchao_8bit": partial(torchao, **SR),
+    "torchao_4bit": partial(torchao, name="AdamW4bit", **SR),
+    "torchao_fp8": partial(torchao, name="AdamWFp8", **SR),
+    "torchao_sr": partial(torchao, name="_AdamW", **SR),
+    "torchao_nearest": partial(torchao, name="_AdamW", bf16_stochastic_round=False),
+    "adamw_bfloat16": adamw_bfloat16,
+    "lamb16": lamb16,
+    "lamb16_published": partial(lamb16, states="fp8-lamb16"),
+    "lamb": partial(lamb16, name="Lamb"),
+    "optimi": optimi,
+    "optimi_release": optimi_release,
+    "optimi_release_f32": partial(optimi_release, dtype=torch.float32),
+    "optimi_accumulation": partial(optimi_release, accumulation_steps=MICRO),
+    "optimi_accumulation_f32": partial(
+        optimi_release, dtype=torch.float32, accumulation_steps=MICRO
+    ),
+    "optimi_buffers": optimi_buffers,
+    "flashoptim": flashoptim,
+    "flashoptim_release": partial(flashoptim, release=True),
+    "flashoptim_32": partial(flashoptim, master_weight_bits=32),
+    "flashoptim_none": partial(flashoptim, master_weight_bits=None),
+    "int4": int4,
+    "int4_release": partial(int4, release=True),
+}
 OURS = {"torchao.optim": "torchao", "pytorch_lamb": "lamb16"}
 
 
@@ -372,17 +325,9 @@ def ours(package):
     return importlib.import_module("halfstep.compat." + OURS.get(package, package))
 
 
-def resident(line):
-    """Bytes that Linux reports of this process: VmRSS now, VmHWM at most."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            return next(int(text.split()[1]) * 1024 for text in file if text.startswith(line + ":"))
-    except OSError:
-        return float("nan")
-
-
 def nbytes(thing):
-    """Bytes of the tensors of a state, quantized ones of other libraries by their parts."""
+    """Returns the bytes of the tensors of a state. Quantized ones of other libraries count by their
+    parts."""
     if isinstance(thing, torch.Tensor):
         inner = getattr(thing, "__tensor_flatten__", None)
         if inner is not None:
@@ -392,24 +337,23 @@ def nbytes(thing):
 
 
 def measure(name, source, checkpoint):
-    """One case, in a process of its own."""
+    """Measures one case, in a process of its own."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    case = globals()[name]
+    case = CASES[name]
     for _ in case(source, 1):
         pass
     gc.collect()
 
-    before = resident("VmRSS")
+    rss, linux = float("nan"), os.access("/proc/self/clear_refs", os.W_OK)
+    before = resident("VmRSS") if linux else 0
     run = case(source)
     model = next(run)
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")  # forget the high-water mark
-        optimizer = next(run)
+    if linux:
+        forget_peak()
+    optimizer = next(run)
+    if linux:
         rss = resident("VmHWM") - before
-    except OSError:
-        optimizer, rss = next(run), float("nan")
     del run, model, optimizer
     gc.collect()
 
@@ -490,16 +434,31 @@ def peak(name, what, theirs=False):
 
 
 def less(name, other, theirs=False):
-    """By how much the first case's peak is below the other's."""
+    """Says by how much the first case's peak is below the other's."""
     return f"{100 * (1 - cases(name, theirs)['peak'] / cases(other)['peak']):.1f} %"
 
 
 def theirs(name, what):
-    """The source itself, where it is installed and runs here."""
+    """Measures the source itself, if it is installed and runs here."""
     try:
         return "; " + peak(name, what, True)
     except Failed as failure:
         return f"; {what}: does not run here ({str(failure).split(': ', 1)[-1][:80]})"
+
+
+def lamb16_states(rounds):
+    names = ("lamb16", "lamb16_published", "torch_fused")
+    own, published, adam = (cases(name)["states"] for name in names)
+    return (
+        f"`Lamb16`: {own:.3f} B of state per parameter, Adam's {adam:.3f}: {own / adam:.3f} (with"
+        f" its published scaling {published:.3f}, {published / adam:.3f}); "
+        f"{peak('lamb16', 'whole:')}, {peak('lamb', '`Lamb`')}"
+    )
+
+
+def flashoptim_checkpoint(rounds):
+    a, b = (cases(name, checkpoint=True)["checkpoint"] for name in ("flashoptim", "torch_fused"))
+    return f"{a:.2f} B/param on disk, torch AdamW fp32 {b:.2f}: {100 * (1 - a / b):.1f} % smaller"
 
 
 # ---- Speed ---------------------------------------------------------------------------------------
@@ -514,7 +473,7 @@ def tensors(dtype):
 
 
 def stepper(make, dtype=torch.float32):
-    """The step of an optimizer over the model's tensors."""
+    """Returns the step of an optimizer over the model's tensors."""
     optimizer = make(tensors(dtype))
     optimizer.step()
     return optimizer.step
@@ -525,7 +484,7 @@ def fused():
 
 
 def training(cast, make, autocast):
-    """A whole training step: forward and backward over 256 positions, optimizer."""
+    """Returns a whole training step: forward and backward over 256 positions, optimizer."""
     model = Model().to(cast)
     optimizer = make(model)
     x = batch(cast, 64, 4)
@@ -542,7 +501,8 @@ def training(cast, make, autocast):
 
 
 def ratio(first, second, rounds):
-    """Time of the first over time of the second, in pairs: (median, lower and upper quartile)."""
+    """Returns the time of the first over that of the second, in pairs: (median, lower and upper
+    quartile)."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def timed(step):
@@ -567,8 +527,8 @@ def pace(what, first, second):
 
 
 def against_torch(what, package, name, dtype, **options):
-    """Over torch's fused fp32 AdamW: as it is, and where the caller vouches for gradients, which
-    torch never looks at."""
+    """Compares a class with torch's fused fp32 AdamW: as it is, and if the caller vouches for
+    gradients. torch never looks at them."""
 
     def measured(rounds):
         scanned, finite = (
@@ -599,7 +559,7 @@ def mixed_training():
 
 
 def of(package, name, dtype, scan=None, **options):
-    """A stepper of one of our classes."""
+    """Returns what makes a stepper of one of our classes."""
 
     def make(params):
         optimizer = getattr(ours(package), name)(params, **options)
@@ -607,6 +567,12 @@ def of(package, name, dtype, scan=None, **options):
         return optimizer
 
     return lambda: stepper(make, dtype)
+
+
+def stochastic_over_nearest(name):
+    """Compares a class of torchao's with itself."""
+    what = f"`{name}`, stochastic over nearest:"
+    return pace(what, of("torchao", name, BF16, **SR), of("torchao", name, BF16))
 
 
 # ---- The rows: name -> (source, claim, what to measure) ------------------------------------------
@@ -682,29 +648,17 @@ ROWS = {
     "torchao-sr-speed": (
         "torchao",
         "stochastic rounding at nearest's speed",
-        pace(
-            "`_AdamW`, stochastic over nearest:",
-            of("torchao", "_AdamW", BF16, bf16_stochastic_round=True),
-            of("torchao", "_AdamW", BF16),
-        ),
+        stochastic_over_nearest("_AdamW"),
     ),
     "torchao-sr-speed-8bit": (
         "torchao",
         "the same with 8-bit states",
-        pace(
-            "`AdamW8bit`, stochastic over nearest:",
-            of("torchao", "AdamW8bit", BF16, bf16_stochastic_round=True),
-            of("torchao", "AdamW8bit", BF16),
-        ),
+        stochastic_over_nearest("AdamW8bit"),
     ),
     "torchao-sr-speed-4bit": (
         "torchao",
         "the same with 4-bit states",
-        pace(
-            "`AdamW4bit`, stochastic over nearest:",
-            of("torchao", "AdamW4bit", BF16, bf16_stochastic_round=True),
-            of("torchao", "AdamW4bit", BF16),
-        ),
+        stochastic_over_nearest("AdamW4bit"),
     ),
     "torchao-speed": (
         "torchao",
@@ -712,24 +666,12 @@ ROWS = {
             "8-bit AdamW at about the speed of torch's fused one (whole training on a GPU: 42.5 "
             "to 41.9 images/s)"
         ),
-        against_torch(
-            "step of `AdamW8bit` (BF16, SR)",
-            "torchao",
-            "AdamW8bit",
-            BF16,
-            bf16_stochastic_round=True,
-        ),
+        against_torch("step of `AdamW8bit` (BF16, SR)", "torchao", "AdamW8bit", BF16, **SR),
     ),
     "torchao-speed-4bit": (
         "torchao",
         "4-bit AdamW likewise (42.4 to 41.9 images/s)",
-        against_torch(
-            "step of `AdamW4bit` (BF16, SR)",
-            "torchao",
-            "AdamW4bit",
-            BF16,
-            bf16_stochastic_round=True,
-        ),
+        against_torch("step of `AdamW4bit` (BF16, SR)", "torchao", "AdamW4bit", BF16, **SR),
     ),
     "adamw-bf16-memory": (
         "adamw_bfloat16",
@@ -748,18 +690,7 @@ ROWS = {
     "lamb16-state": (
         "LAMB16",
         "16 bits of state per parameter, a quarter of Adam's",
-        lambda n: (
-            (
-                lambda own, published, adam: (
-                    f"`Lamb16`: {own:.3f} B of state per parameter, Adam's {adam:.3f}:"
-                    f" {own / adam:.3f}"
-                    f" (with its published scaling {published:.3f}, {published / adam:.3f}); "
-                )
-            )(*(cases(name)["states"] for name in ("lamb16", "lamb16_published", "torch_fused")))
-            + peak("lamb16", "whole:")
-            + ", "
-            + peak("lamb", "`Lamb`")
-        ),
+        lamb16_states,
     ),
     "lamb16-speed": (
         "LAMB16",
@@ -860,15 +791,7 @@ ROWS = {
     "flashoptim-checkpoint": (
         "FlashOptim",
         "checkpoints 57 % smaller (model and optimizer)",
-        lambda n: (
-            lambda a, b: (
-                f"{a:.2f} B/param on disk, torch AdamW fp32 {b:.2f}: {100 * (1 - a / b):.1f} %"
-                " smaller"
-            )
-        )(
-            cases("flashoptim", checkpoint=True)["checkpoint"],
-            cases("torch_fused", checkpoint=True)["checkpoint"],
-        ),
+        flashoptim_checkpoint,
     ),
     "flashoptim-speed": (
         "FlashOptim",

@@ -117,8 +117,8 @@ def contestants():
 
 
 def reads_twice(contestant):
-    """Whether a rule of ours needs sums first. Phases go over all tensors, so that no cache holds
-    any in between."""
+    """Returns True if a rule of ours needs sums first. Phases go over all tensors, so that no cache
+    holds any in between."""
     if not contestant.ours:
         return False
     from halfstep import _abi
@@ -211,8 +211,8 @@ def measure(contestant, shapes, given):
 
 
 def submission(contestant, given):
-    """Microseconds of the process for a step of small tensors, which the GPU does later; of ours
-    also of the call of C alone."""
+    """Measures the microseconds that a step of small tensors takes the process; the GPU works
+    later. For ours also those of the call of C alone."""
     import torch
 
     params, optimizer = subject_of(contestant, [(64, 64)] * given.small, given.device)
@@ -248,19 +248,12 @@ def submission(contestant, given):
 
 
 def aims(found):
-    """(aim, wanted, measured, whether it is reached) of everything that was measured."""
+    """Returns (aim, wanted, measured, True if it is reached) for everything that was measured."""
     rows = {(row["shapes"], row["contestant"]): row for row in found}
     judged = []
 
-    def judge(text, wanted, measured, most=False):
-        judged.append(
-            {
-                "aim": text,
-                "wanted": wanted,
-                "measured": measured,
-                "reached": measured <= wanted if most else measured >= wanted,
-            }
-        )
+    def judge(*arguments, **options):
+        judged.append(common.judged(*arguments, **options))
 
     for kind in SHAPES:
         for recipe, share in SHARES.items():
@@ -304,7 +297,7 @@ def write(path, where, found):
 
 
 def no_gpu(torch):
-    """Why torch cannot use one, in a few words, or None."""
+    """Says in a few words why torch cannot use a GPU, or returns None."""
     if torch.version.hip:
         return f"torch {torch.__version__} is for ROCm, whose GPUs these kernels are not for"
     if not torch.version.cuda:

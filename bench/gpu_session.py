@@ -3,8 +3,6 @@
 
     python bench/gpu_session.py                     every step, each with a limit and a log; status
                                                     1 if any fails
-    python bench/gpu_session.py --call 1            bits and faults, beside each other; 2: what is
-                                                    timed, one after another
     python bench/gpu_session.py --only golden,one   steps by name
     python bench/gpu_session.py --list              the steps with their commands
     python bench/gpu_session.py --dry               without a GPU: whether every command is there
@@ -14,7 +12,8 @@ It needs a build with device code (`bash scripts/build.sh build 8 -DHALFSTEP_CUD
 clang), and a Python with torch for CUDA, numpy and pytest. It compares with the peers of
 tests/python/requirements.txt that are installed. A machine without clang takes the build from
 elsewhere, and what `python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes.
---logs gets the logs and the tables."""
+Checks of bits and faults run side by side. What is timed then runs one after another. --logs gets
+the logs and the tables."""
 
 import argparse
 import concurrent.futures
@@ -34,9 +33,6 @@ from dataclasses import dataclass
 import gpu
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-#: A GPU is lent for 15 minutes, its machine takes half a minute to start, and no call may be longer
-#: than ten. Steps of call 1 are not timed.
-CALLS, CALL_SECONDS, SECONDS = (1, 2), 600, 840
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ class Step:
     of Python is run by this Python."""
 
     name: str
-    call: int
-    limit: int
+    timed: bool
+    limit: int  # seconds
     question: str
     command: str
     modules: str = ""  # that Python must have
@@ -57,7 +53,7 @@ class Step:
 STEPS = (
     Step(
         "arithmetic",
-        1,
+        False,
         250,
         "2^32 roots and 2^33 quotients, double precision and estimated roots: as the processor"
         " takes them",
@@ -66,21 +62,21 @@ STEPS = (
     ),
     Step(
         "info",
-        1,
+        False,
         20,
         "the driver, the GPU, and the device code of this build",
         "{build}/halfstep info",
     ),
     Step(
         "golden",
-        1,
+        False,
         250,
         "golden hashes of every rule and format: the processor's",
         "{build}/halfstep verify --device cuda",
     ),
     Step(
         "model",
-        1,
+        False,
         250,
         "300 steps of a transformer, bit for bit",
         "lab/gpu_model.py --steps 300",
@@ -88,32 +84,32 @@ STEPS = (
     ),
     Step(
         "torch",
-        1,
+        False,
         250,
         "through PyTorch: every rule, streams, graphs, scalers, offload and streaming",
-        "-m pytest -q -p no:cacheprovider tests/python/test_cuda.py tests/python/test_offload.py"
-        " tests/python/test_streaming.py",
+        "-m pytest -q -p no:cacheprovider tests/python/test_cuda.py"
+        " tests/python/test_offload.py tests/python/test_streaming.py",
         "torch pytest",
     ),
     Step(
         "memcheck",
-        1,
+        False,
         250,
         "no access out of bounds",
-        "compute-sanitizer --tool memcheck --error-exitcode 9 {build}/halfstep verify --device cuda"
-        " --every 61",
+        "compute-sanitizer --tool memcheck --error-exitcode 9 {build}/halfstep verify --device"
+        " cuda --every 61",
     ),
     Step(
         "racecheck",
-        1,
+        False,
         250,
         "no race in shared memory",
-        "compute-sanitizer --tool racecheck --error-exitcode 9 {build}/halfstep verify --device"
-        " cuda --every 211",
+        "compute-sanitizer --tool racecheck --error-exitcode 9 {build}/halfstep verify"
+        " --device cuda --every 211",
     ),
     Step(
         "limit",
-        2,
+        True,
         60,
         "full fine-tuning of 6.7 billion parameters in 24 GB",
         "bench/gpu_train.py limit --json {logs}/limit.json",
@@ -121,7 +117,7 @@ STEPS = (
     ),
     Step(
         "small",
-        2,
+        True,
         60,
         "what 300 small tensors cost the process",
         "bench/gpu.py --small 300 --patience 20 --json {logs}/small.json",
@@ -129,7 +125,7 @@ STEPS = (
     ),
     Step(
         "one",
-        2,
+        True,
         90,
         "fraction of a copy and peers, 2^30 parameters in one matrix",
         "bench/gpu.py --shapes one --patience 40 --rounds 7 --json {logs}/one.json",
@@ -137,7 +133,7 @@ STEPS = (
     ),
     Step(
         "shapes",
-        2,
+        True,
         90,
         "the same, the tensors of a model of 1.1 B parameters",
         "bench/gpu.py --shapes model --patience 40 --rounds 7 --json {logs}/shapes.json",
@@ -145,7 +141,7 @@ STEPS = (
     ),
     Step(
         "bench",
-        2,
+        True,
         30,
         "fraction of a copy from C, 2^30 parameters",
         "{build}/halfstep bench --device cuda --params 1073741824 --tensors 1 --rounds 7 --csv"
@@ -153,7 +149,7 @@ STEPS = (
     ),
     Step(
         "ladder",
-        2,
+        True,
         150,
         "losses of int8 and int4 states beside fp32's, 10 to 127 million parameters",
         "bench/gpu_train.py ladder --steps 400 --json {logs}/ladder.json",
@@ -161,10 +157,9 @@ STEPS = (
     ),
     Step(
         "offload",
-        CALLS[-1] + 1,
+        True,
         300,
-        "offload and streaming beside a plain step and torchao (not of the calls: where time is"
-        " left)",
+        "offload and streaming beside a plain step and torchao",
         "bench/offload.py",
         "torch",
     ),
@@ -174,7 +169,7 @@ TABLES = ("limit", "small", "one", "shapes", "bench", "ladder")
 
 
 def words_of(step, options):
-    """The command as it is run."""
+    """Returns the words of a command as it is run."""
     ptx = os.path.join(options.build, "arithmetic.ptx")
     words = shlex.split(
         step.command.format(
@@ -188,7 +183,8 @@ def words_of(step, options):
 
 
 def environment(options):
-    """This library and this package for Python, whatever is installed."""
+    """Returns an environment in which Python takes this library and this package, whatever is
+    installed."""
     build = os.path.join(ROOT, options.build)
     paths = [os.path.join(ROOT, "python"), os.environ.get("PYTHONPATH", "")]
     return {
@@ -204,7 +200,7 @@ def environment(options):
 
 
 def help_of(words, options):
-    """What the program at the beginning of a command prints of its options, or None."""
+    """Returns what the program at the beginning of a command prints of its options, or None."""
     command = itertools.takewhile(
         lambda word: not word.startswith("-"), words
     )  # a program, a script, and what they call a command
@@ -221,7 +217,7 @@ def help_of(words, options):
 
 
 def parts_of(words):
-    """The commands in a command: what runs another one, and that."""
+    """Splits a command that runs another one into both."""
     if os.path.basename(words[0]) != "compute-sanitizer":
         return [words]
     at = next(
@@ -232,7 +228,7 @@ def parts_of(words):
 
 
 def check(step, options):
-    """(what is wrong with a command, what is lacking here to run it)."""
+    """Returns what is wrong with a command, and what is lacking here to run it."""
     wrong, lacking = (
         [],
         [f"Python's {name}" for name in step.modules.split() if not importlib.util.find_spec(name)],
@@ -269,28 +265,8 @@ def check(step, options):
     return wrong, lacking
 
 
-def too_long(steps):
-    """The limits that do not fit, as sentences."""
-    limits = {call: [step.limit for step in steps if step.call == call] for call in CALLS}
-    sums = {
-        call: max(of, default=0) if call == CALLS[0] else sum(of) for call, of in limits.items()
-    }
-    return [
-        f"call {call}: {seconds} s of {CALL_SECONDS}"
-        for call, seconds in sums.items()
-        if seconds > CALL_SECONDS
-    ] + [
-        f"calls {CALLS[0]} to {CALLS[-1]}: {sum(sums.values())} s of {SECONDS}"
-        for _ in [0]
-        if sum(sums.values()) > SECONDS
-    ]
-
-
 def dry(steps, options):
     bad = ready = 0
-    for sentence in too_long(STEPS):
-        bad += 1
-        print(f"WRONG  {sentence}")
     for step in steps:
         wrong, lacking = check(step, options)
         bad += bool(wrong)
@@ -318,7 +294,8 @@ def no_code(options):
 
 
 def cuda(options):
-    """What the program finds of drivers, GPUs and device code; or a sentence."""
+    """Returns what the program finds of drivers, GPUs and device code, or a sentence if it finds
+    nothing."""
     program = os.path.join(ROOT, options.build, "halfstep")
     if not os.access(program, os.X_OK):
         return (
@@ -336,7 +313,7 @@ def cuda(options):
 
 
 def no_gpu(options):
-    """Why nothing can run here, in one sentence, or None."""
+    """Says in one sentence why nothing can run here, or returns None."""
     found = cuda(options)
     if isinstance(found, str):
         return found
@@ -353,8 +330,8 @@ def no_gpu(options):
 
 
 def ended(words, limit, options, file):
-    """Runs a command, its output into a file; None, or why it failed. Everything that it started is
-    ended with it."""
+    """Runs a command, with its output into a file. Returns None, or why it failed. Ends everything
+    that the command started."""
     try:
         process = subprocess.Popen(
             words,
@@ -381,7 +358,7 @@ def ended(words, limit, options, file):
 
 
 def run(step, options):
-    """Whether it failed; what it came to is printed."""
+    """Runs a step and prints what it came to. Returns True if it failed."""
     log, words, begun = (
         os.path.join(options.logs, step.name + ".log"),
         words_of(step, options),
@@ -408,7 +385,7 @@ def run(step, options):
 
 def run_all(steps, options):
     os.makedirs(options.logs, exist_ok=True)
-    beside = [step for step in steps if step.call == CALLS[0]]
+    beside = [step for step in steps if not step.timed]
     with concurrent.futures.ThreadPoolExecutor(len(STEPS)) as pool:
         fails = dict(zip(beside, pool.map(lambda step: run(step, options), beside)))
     fails.update((step, run(step, options)) for step in steps if step not in fails)
@@ -425,7 +402,7 @@ def listing(steps, options):
         words = words_of(step, options)
         words = ["python", *words[1:]] if words[0] == sys.executable else words
         print(
-            f"{step.name} (call {step.call}, at most {step.limit} s): {step.question}\n   "
+            f"{step.name} ({'timed, ' * step.timed}at most {step.limit} s): {step.question}\n   "
             f" {shlex.join(words)}"
         )
     print(
@@ -439,12 +416,6 @@ def main(arguments=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", metavar="NAME,...", help="these steps")
-    parser.add_argument(
-        "--call",
-        type=int,
-        choices=sorted({step.call for step in STEPS}),
-        help="the steps of one call (default: of the first two)",
-    )
     parser.add_argument("--list", action="store_true", help="print steps and commands")
     parser.add_argument("--dry", action="store_true", help="check every command without a GPU")
     parser.add_argument("--build", default="build", help="folder of the build (default: build)")
@@ -467,12 +438,6 @@ def main(arguments=None):
             )
             return 2
         steps = [by_name[name] for name in options.only.split(",")]
-    elif options.call or not (options.list or options.dry):
-        steps = [
-            step
-            for step in STEPS
-            if (step.call == options.call if options.call else step.call in CALLS)
-        ]
     if options.list:
         return listing(steps, options)
     if options.dry:

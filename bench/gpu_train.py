@@ -63,7 +63,7 @@ class Checkpointed(torch.nn.Module):
 
 
 def model_of(shape, device, dtype, seed, checkpointed=False):
-    """The model with normal weights, made where it will lie: no copy of a large one exists
+    """Makes the model with normal weights where it will lie, so that no copy of a large one exists
     elsewhere."""
     with torch.device("meta"):
         model = trainer_torch.Llama(shape).to(dtype)
@@ -86,7 +86,7 @@ def synchronize(device):
 
 
 def held():
-    """Bytes that are taken of the GPU, by whoever."""
+    """Returns the bytes of the GPU that are taken, by anybody."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -95,7 +95,8 @@ def held():
 
 
 def train_limited(way, shape, given):
-    """{"peak": bytes of the GPU, "tokens": a second, "losses": of the first and the last step}."""
+    """Returns {"peak": bytes of the GPU, "tokens": a second, "losses": of the first and the last
+    step}."""
     on_gpu = given.device == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -175,7 +176,7 @@ def limit(given):
 
 
 def train_small(recipe, shape, rate, given):
-    """(loss on text that was not trained on, seconds)."""
+    """Returns the loss on text that was not trained on, and the seconds."""
     low = "bf16" in recipe
     model = model_of(shape, given.device, torch.float32, given.seed)
     if low:

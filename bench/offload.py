@@ -33,6 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep
 from halfstep import _devices, offload, streaming
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from peers_common import forget_peak, put, resident  # noqa: E402
+
 GPU = torch.cuda.is_available()
 RECIPE = "adamw/bf16-sr/int8"
 #: of StateStreaming: of a few layers, so that there are more of them than of buffers; the plan is
@@ -214,23 +217,18 @@ def batch(given):
 
 
 def memory(given, way):
-    """In a process of its own: the most that a way takes beside the model, gradients and
-    activations among it: in the process, on the GPU, and of memory that torch has pinned."""
+    """Prints the peak memory of a way, in a process of its own: in the process, on the GPU, and
+    pinned by torch. The model does not count; gradients and activations do."""
     bus = None if GPU else stand_in()
     model, x = network(given), batch(given)
     model(x).float().square().mean().backward()  # what torch loads then is not the optimizer's
 
-    def status(key):
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
-
     model.zero_grad(set_to_none=True)
     ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS"), torch.cuda.memory_allocated() if GPU else 0
+    before = resident("VmRSS"), torch.cuda.memory_allocated() if GPU else 0
     if GPU:
         torch.cuda.reset_peak_memory_stats()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+    forget_peak()
     opt = ways(bus, PLANNED if given.plan else BUFFER)[way](model)
     for _ in range(3):
         step(model, opt, x)
@@ -242,7 +240,7 @@ def memory(given, way):
     print(
         json.dumps(
             [
-                status("VmHWM") - before[0],
+                resident("VmHWM") - before[0],
                 (torch.cuda.max_memory_allocated() - before[1]) if GPU else 0,
                 pinned,
             ]
@@ -289,7 +287,8 @@ def against_the_plan(given):
 
 
 def profile(given, way):
-    """Steps of one way; what each phase takes the process, of which the last waits for the GPU."""
+    """Makes steps of one way, and returns a table of the time that each phase takes the process.
+    The last phase waits for the GPU."""
     bus = None if GPU else stand_in()
     model, x, times = network(given), batch(given), {}
     opt = ways(bus)[way](model)
@@ -385,15 +384,9 @@ def main():
             f"| {way} | {1e3 * statistics.median(times):.1f} | {ratio:.2f} | {down} | {up} |"
             f" {host} |" + (f" {device} |" if GPU else "")
         )
-    text = "\n".join(lines)
-    print(text)
+    print("\n".join(lines))
     if given.out:
-        with open(given.out) as file:
-            page = file.read()
-        head, _, rest = page.partition("<!-- measured -->\n")
-        _, mark, tail = rest.partition("<!-- end -->")
-        with open(given.out, "w") as file:
-            file.write(head + "<!-- measured -->\n" + text + "\n" + mark + tail)
+        put(given.out, "measured", lines)
     return 0
 
 

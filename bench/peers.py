@@ -5,9 +5,10 @@
                                     small ones
     python bench/peers.py --only torch,adamw/bf16-sr/int8 --shapes one --elements 4194304 --rounds 5
 
-Every round is a stream of as many bytes as the contestant has to move, its step, and a step of the
-reference: torch's fused fp32 AdamW on tensors of its own. A pause before each timing lets the
-threads of the others go to sleep. The columns are medians over the rounds:
+A round has three parts: a stream of as many bytes as the contestant has to move, its step, and a
+step of the reference. The reference is torch's fused fp32 AdamW on tensors of its own. A pause
+before each timing lets the threads of the others go to sleep. The columns are medians over the
+rounds:
 
     of stream    the rate of the step over the rate of the streams before and after it
     to torch     the time of the step over the reference's time
@@ -50,14 +51,14 @@ MiB = common.MiB
 
 
 def one_shape(elements: int):
-    """One matrix of about that many elements."""
+    """Returns one matrix of about that many elements."""
     length = 4096 if elements >= 1 << 20 else 512
     return [(max(1, elements // length), length)]
 
 
 def model_shapes(scale: float):
-    """The 201 tensors of a decoder of 1.1 B parameters (22 layers of width 2048), widths times the
-    root of `scale`."""
+    """Returns the 201 tensors of a decoder of 1.1 B parameters (22 layers of width 2048). Widths
+    are multiplied by the root of `scale`."""
     root = math.sqrt(scale)
 
     def width(full: int) -> int:
@@ -158,23 +159,9 @@ def measure(contestant, reference, stream, shapes, options) -> Dict:
 # ---- Memory --------------------------------------------------------------------------------------
 
 
-def resident(peak: bool) -> int:
-    """Bytes of this process in memory, now or at most since reset_peak()."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("VmHWM:" if peak else "VmRSS:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("no VmRSS in /proc/self/status")
-
-
-def reset_peak() -> None:
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
-
-
 def hand_freed_memory_back() -> None:
-    """Memory that a block of 64 KiB leaves goes back to the system, instead of serving the next
-    unseen. glibc otherwise raises its threshold to the size of what is freed."""
+    """Makes freed blocks of 64 KiB and more go back to the system, so that they do not serve later
+    ones unseen. glibc otherwise raises this threshold to the size of what is freed."""
     trim_threshold, mmap_threshold = -1, -3
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -183,21 +170,22 @@ def hand_freed_memory_back() -> None:
 
 
 def measure_memory(contestant, shapes) -> Dict:
-    """In a process of its own: peak of the first two steps above weights and gradients. A first
-    optimizer on the same tensors has taken whatever compilers and libraries want."""
+    """Measures, in a process of its own, the peak of the first two steps above weights and
+    gradients. A first optimizer on the same tensors has taken whatever compilers and libraries
+    want."""
     hand_freed_memory_back()
     subject = common.Subject(contestant, shapes)
     timed_step(subject)
     subject.optimizer = None
     gc.collect()
-    before = resident(peak=False)
-    reset_peak()
+    before = common.resident("VmRSS")
+    common.forget_peak()
     subject.optimizer = contestant.build(subject.params, {})
     subject.hand_back()
     timed_step(subject)
     timed_step(subject)
     return {
-        "peak_per_param": (resident(peak=True) - before) / subject.count,
+        "peak_per_param": (common.resident("VmHWM") - before) / subject.count,
         "states_per_param": common.state_bytes(subject.optimizer) / subject.count,
     }
 
@@ -282,10 +270,9 @@ class Bare:
 
 
 def overhead(recipe: str, options) -> Dict:
-    """Microseconds per tensor and step that step() takes beyond the bare call, on tensors of one
-    element: with the gradients of the step before, and with new ones, as after backward(). All on
-    this thread, by its own processor time.
-    """
+    """Returns the microseconds per tensor and step that step() takes beyond the bare call, on
+    tensors of one element. Gradients are those of the step before, or new ones, as after
+    backward(). All runs on this thread, by its own processor time."""
     import torch
 
     shapes = [(1,)] * options.tensors
@@ -333,20 +320,17 @@ def overhead(recipe: str, options) -> Dict:
 
 
 def aims(results: Dict, sizes: Dict, cost: Dict) -> List[Dict]:
-    """The wall-time aims of the design with what came out; nothing where a contestant did not
-    run."""
+    """Compares what came out with the wall-time aims of the design. Leaves out an aim if a
+    contestant did not run."""
     found: List[Dict] = []
     one = results.get("one", {})
 
-    def ratio(text, aim, faster, slower, table=one):
-        if faster in table and slower in table:
-            found.append(
-                {
-                    "aim": text,
-                    "wanted": aim,
-                    "measured": table[slower]["to_torch"] / table[faster]["to_torch"],
-                }
-            )
+    def judge(*arguments):
+        found.append(common.judged(*arguments))
+
+    def ratio(text, wanted, faster, slower):
+        if faster in one and slower in one:
+            judge(text, wanted, one[slower]["to_torch"] / one[faster]["to_torch"])
 
     for recipe in common.RECIPES:
         if not recipe.startswith("adamw/f32"):
@@ -378,13 +362,8 @@ def aims(results: Dict, sizes: Dict, cost: Dict) -> List[Dict]:
         ("adamw/bf16-sr/int4", 0.45),
     ):
         if recipe + ":finite" in one:
-            found.append(
-                {
-                    "aim": f"`{recipe}`, known finite, of this stream",
-                    "wanted": aim,
-                    "measured": one[recipe + ":finite"]["of_stream"],
-                }
-            )
+            fraction = one[recipe + ":finite"]["of_stream"]
+            judge(f"`{recipe}`, known finite, of this stream", aim, fraction)
     small, flat = results.get("small", {}), results.get("flat", {})
     small_count = f"{sizes['small']['tensors']}" if small else ""
     for recipe in common.RECIPES:
@@ -394,23 +373,10 @@ def aims(results: Dict, sizes: Dict, cost: Dict) -> List[Dict]:
                 f"`{recipe}`: one flat tensor's time over {small_count} small ones' (at most 1.2"
                 " times it, in C)"
             )
-            found.append(
-                {
-                    "aim": text,
-                    "wanted": 0.83,
-                    "measured": small[recipe]["of_stream"] / flat[recipe]["of_stream"],
-                }
-            )
+            judge(text, 0.83, small[recipe]["of_stream"] / flat[recipe]["of_stream"])
     if cost:
-        found.append(
-            {
-                "aim": "2 µs per tensor and step above the C call: 2 over what it is",
-                "wanted": 1.0,
-                "measured": 2.0 / max(1e-9, cost["new_gradients_us"]),
-            }
-        )
-    for line in found:
-        line["reached"] = line["measured"] >= line["wanted"]
+        text = "2 µs per tensor and step above the C call: 2 over what it is"
+        judge(text, 1.0, 2.0 / max(1e-9, cost["new_gradients_us"]))
     return found
 
 

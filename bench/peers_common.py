@@ -18,11 +18,13 @@ import os
 import platform
 import re
 import signal
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Callable, Dict, Iterable, List, Optional, Tuple
 
 MiB = 1 << 20
@@ -42,7 +44,8 @@ RECIPES = (
 
 
 def deliver(report: dict, options, write_csv: Callable, print_report: Callable) -> None:
-    """The report where the options --csv and --json want it, and printed unless --json says "-"."""
+    """Writes the report where the options --csv and --json want it, and prints it unless --json
+    says "-"."""
     if options.csv:
         write_csv(report, options.csv)
     text = json.dumps(report, indent=1, ensure_ascii=False)
@@ -106,13 +109,13 @@ class Contestant:
         return {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[self.weights]
 
     def weight(self, optimizer, parameter):
-        """The weight in fp32 as the optimizer knows it, residuals and error codes included."""
+        """Returns the weight in fp32 as the optimizer knows it, with residuals and error codes."""
         if self.decode is None:
             return parameter.detach().float()
         return self.decode(optimizer, parameter).detach().float().reshape(parameter.shape)
 
     def set_to_zero(self, optimizer, parameter) -> None:
-        """Weight and residual, so that the parameter is what the next update is."""
+        """Sets weight and residual to zero, so that the parameter is what the next update is."""
         parameter.data.zero_()
         state = optimizer.state.get(parameter) if self.residual else None
         state = state.get(0, state) if state else {}  # HeavyBall counts the views of a parameter
@@ -148,7 +151,7 @@ def _plus(name: str) -> Callable:
 
 
 def peers() -> List[Contestant]:
-    """Every peer, installed or not. Titles say what is stored: weights, then states, where they
+    """Returns every peer, installed or not. Titles say what is stored: weights, then states if they
     differ."""
 
     def heavyball(key, title, weights, decode=None, residual="", **fixed):
@@ -166,76 +169,34 @@ def peers() -> List[Contestant]:
             residual=residual,
         )
 
-    adamw = "AdamW"
+    def peer(key, title, package, weights, name="AdamW", module=None, residual="", **fixed):
+        """Returns a contestant for a class of `module`, the package by default. `residual` is added
+        to a weight."""
+        decode = _plus(residual) if residual else None
+        make = _class_of(module or package, name, **fixed)
+        return Contestant(key, title, package, weights, make, residual=residual, decode=decode)
+
+    torchs = partial(peer, package="torch", module="torch.optim")
+    torchao = partial(peer, package="torchao", module="torchao.optim")
+    optimi = partial(peer, package="torch-optimi", module="optimi")
+    deepspeed = partial(
+        peer, package="deepspeed", module="deepspeed.ops.adam", name="DeepSpeedCPUAdam"
+    )
+    bitsandbytes = partial(
+        peer, package="bitsandbytes", module="bitsandbytes.optim", name="AdamW8bit"
+    )
+    sr = {"weights": "bf16", "bf16_stochastic_round": True}
     return [
-        Contestant(
-            "torch",
-            "torch AdamW, fused, fp32",
-            "torch",
-            "f32",
-            _class_of("torch.optim", adamw, fused=True),
-        ),
-        Contestant(
-            "torch-foreach",
-            "torch AdamW, foreach, fp32",
-            "torch",
-            "f32",
-            _class_of("torch.optim", adamw, foreach=True),
-        ),
-        Contestant(
-            "torch-bf16",
-            "torch AdamW, fused, all BF16",
-            "torch",
-            "bf16",
-            _class_of("torch.optim", adamw, fused=True),
-        ),
-        Contestant(
-            "optimi", "optimi AdamW, fp32", "torch-optimi", "f32", _class_of("optimi", adamw)
-        ),
-        Contestant(
-            "optimi-kahan",
-            "optimi AdamW, BF16, Kahan",
-            "torch-optimi",
-            "bf16",
-            _class_of("optimi", adamw),
-            residual="kahan_comp",
-            decode=_plus("kahan_comp"),
-        ),
-        Contestant(
-            "torchao-sr",
-            "torchao _AdamW, all BF16, SR",
-            "torchao",
-            "bf16",
-            _class_of("torchao.optim", "_AdamW", bf16_stochastic_round=True),
-        ),
-        Contestant(
-            "torchao-8bit-f32",
-            "torchao AdamW8bit, fp32",
-            "torchao",
-            "f32",
-            _class_of("torchao.optim", "AdamW8bit"),
-        ),
-        Contestant(
-            "torchao-8bit",
-            "torchao AdamW8bit, BF16, SR",
-            "torchao",
-            "bf16",
-            _class_of("torchao.optim", "AdamW8bit", bf16_stochastic_round=True),
-        ),
-        Contestant(
-            "torchao-4bit",
-            "torchao AdamW4bit, BF16, SR",
-            "torchao",
-            "bf16",
-            _class_of("torchao.optim", "AdamW4bit", bf16_stochastic_round=True),
-        ),
-        Contestant(
-            "torchao-fp8",
-            "torchao AdamWFp8, BF16, SR",
-            "torchao",
-            "bf16",
-            _class_of("torchao.optim", "AdamWFp8", bf16_stochastic_round=True),
-        ),
+        torchs("torch", "torch AdamW, fused, fp32", weights="f32", fused=True),
+        torchs("torch-foreach", "torch AdamW, foreach, fp32", weights="f32", foreach=True),
+        torchs("torch-bf16", "torch AdamW, fused, all BF16", weights="bf16", fused=True),
+        optimi("optimi", "optimi AdamW, fp32", weights="f32"),
+        optimi("optimi-kahan", "optimi AdamW, BF16, Kahan", weights="bf16", residual="kahan_comp"),
+        torchao("torchao-sr", "torchao _AdamW, all BF16, SR", name="_AdamW", **sr),
+        torchao("torchao-8bit-f32", "torchao AdamW8bit, fp32", weights="f32", name="AdamW8bit"),
+        torchao("torchao-8bit", "torchao AdamW8bit, BF16, SR", name="AdamW8bit", **sr),
+        torchao("torchao-4bit", "torchao AdamW4bit, BF16, SR", name="AdamW4bit", **sr),
+        torchao("torchao-fp8", "torchao AdamWFp8, BF16, SR", name="AdamWFp8", **sr),
         heavyball("heavyball", "HeavyBall AdamW, all BF16, SR", "bf16", storage_dtype="bfloat16"),
         heavyball(
             "heavyball-ecc8",
@@ -246,70 +207,40 @@ def peers() -> List[Contestant]:
             ecc="bf16+8",
             param_ecc="bf16+8",
         ),
-        Contestant(
-            "torchastic",
-            "torchastic AdamW, all BF16, SR",
-            "torchastic",
-            "bf16",
-            _class_of("torchastic", adamw),
-        ),
-        Contestant(
+        peer("torchastic", "torchastic AdamW, all BF16, SR", "torchastic", "bf16"),
+        peer(
             "adamw-bf16",
             "adamw_bf16, BF16 with correction",
             "adamw-bf16",
             "bf16",
-            _class_of("adamw_bf16", "AdamWBF16"),
+            "AdamWBF16",
+            "adamw_bf16",
             residual="shift",
-            decode=_plus("shift"),
         ),
-        Contestant(
-            "deepspeed",
-            "DeepSpeed CPUAdam, fp32",
-            "deepspeed",
-            "f32",
-            _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
-        ),
-        Contestant(
-            "deepspeed-mixed",
-            "DeepSpeed CPUAdam, BF16, fp32 states",
-            "deepspeed",
-            "bf16",
-            _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
-        ),
-        Contestant(
+        deepspeed("deepspeed", "DeepSpeed CPUAdam, fp32", weights="f32"),
+        deepspeed("deepspeed-mixed", "DeepSpeed CPUAdam, BF16, fp32 states", weights="bf16"),
+        deepspeed(
             "deepspeed-bf16",
             "DeepSpeed CPUAdam, all BF16",
-            "deepspeed",
-            "bf16",
-            _class_of("deepspeed.ops.adam", "DeepSpeedCPUAdam", fp32_optimizer_states=False),
+            weights="bf16",
+            fp32_optimizer_states=False,
         ),
-        Contestant(
-            "bitsandbytes-f32",
-            "bitsandbytes AdamW8bit, fp32",
-            "bitsandbytes",
-            "f32",
-            _class_of("bitsandbytes.optim", "AdamW8bit"),
-        ),
-        Contestant(
-            "bitsandbytes",
-            "bitsandbytes AdamW8bit, BF16",
-            "bitsandbytes",
-            "bf16",
-            _class_of("bitsandbytes.optim", "AdamW8bit"),
-        ),
-        Contestant(
+        bitsandbytes("bitsandbytes-f32", "bitsandbytes AdamW8bit, fp32", weights="f32"),
+        bitsandbytes("bitsandbytes", "bitsandbytes AdamW8bit, BF16", weights="bf16"),
+        peer(
             "flashoptim",
             "FlashOptim FlashAdamW, BF16+8, 8 bit",
             "flashoptim",
             "bf16",
-            _class_of("flashoptim", "FlashAdamW"),
+            "FlashAdamW",
         ),
     ]
 
 
 def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
-    """A recipe, with options after colons ("adamw/bf16-sr/int8:cautious=1"). With
-    scan="known-finite" the caller vouches for the gradients, which are then read once."""
+    """Returns a contestant for a recipe, with options after colons
+    ("adamw/bf16-sr/int8:cautious=1"). With scan="known-finite" the caller vouches for the
+    gradients, which are then read once."""
     formats, _, special = recipe.partition(":")
     fixed.update(
         (name, float(value))
@@ -347,8 +278,8 @@ def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
 
 
 def every_recipe() -> List[str]:
-    """AdamW in every weight format with every state format that can hold both moments, from the
-    library's tables. Formats that cannot be combined are left out by the library itself."""
+    """Returns AdamW in every weight format with every state format that can hold both moments. The
+    library leaves out formats that cannot be combined."""
     from halfstep import _abi
 
     weights = [f.name for f in _abi.formats.values() if f.roles & _abi.ROLE_WEIGHT]
@@ -369,8 +300,8 @@ def every_recipe() -> List[str]:
 
 
 def select(contestants: Iterable[Contestant], only: Optional[str]) -> List[Contestant]:
-    """Those whose key contains, or matches as a regular expression, one of the comma-separated
-    words."""
+    """Returns those whose key contains one of the comma-separated words, or matches it as a regular
+    expression."""
     chosen = list(contestants)
     if not only:
         return chosen
@@ -400,7 +331,7 @@ def patience(seconds: float):
 
 
 def reason(error: BaseException) -> str:
-    """One line about a failure: its first cause, which is the one that says why."""
+    """Returns one line about a failure: its first cause, which says why."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError):
@@ -482,8 +413,8 @@ def _tensors(thing, seen) -> Iterable:
 
 
 def state_bytes(optimizer) -> int:
-    """Bytes of all tensors that the optimizer holds in its state, each memory once; scalars that
-    count steps included."""
+    """Returns the bytes of all tensors in the state of an optimizer, scalars that count steps
+    included. Shared memory counts once."""
     storages = {}
     for tensor in _tensors(dict(optimizer.state), set()):
         storage = tensor.untyped_storage()
@@ -544,7 +475,7 @@ class Stream:
             first, at = first + turn, at + g_turn
 
     def run(self) -> float:
-        """Seconds of one pass."""
+        """Makes one pass and returns its seconds."""
         start = time.perf_counter()
         a, g = self.changed[: self.written], self.read[: self.only]
         if self.form == 0:
@@ -571,6 +502,18 @@ def available_bytes() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def resident(line: str) -> int:
+    """Returns bytes that Linux reports of this process: VmRSS now, VmHWM at most."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(text.split()[1]) * 1024 for text in file if text.startswith(line + ":"))
+
+
+def forget_peak() -> None:
+    """Makes VmHWM begin anew."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
 
 
 def processor() -> str:
@@ -603,8 +546,36 @@ def versions(contestants: Iterable[Contestant]) -> Dict[str, str]:
 # ---- Tables --------------------------------------------------------------------------------------
 
 
+def judged(aim: str, wanted: float, measured: float, most: bool = False) -> Dict:
+    """Returns an aim with what came out. With `most` it is the most that is allowed."""
+    reached = measured <= wanted if most else measured >= wanted
+    return {"aim": aim, "wanted": wanted, "measured": measured, "reached": reached}
+
+
+def flags(**options) -> List[str]:
+    """Returns options of a command line; val_every=0 gives --val-every 0."""
+    named = (("--" + name.replace("_", "-"), str(value)) for name, value in options.items())
+    return [word for pair in named for word in pair]
+
+
 def markdown(columns: List[str], rows: List[List[str]], left: int = 1) -> str:
-    """A table; the first `left` columns are set to the left."""
+    """Returns a table whose first `left` columns are set to the left."""
     rule = "|".join("---" if i < left else "---:" for i in range(len(columns)))
     lines = ["| " + " | ".join(columns) + " |", f"|{rule}|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def put(path: str, mark: str, lines: List[str]) -> None:
+    """Replaces the lines between a mark of a page and its end."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    new, count = re.subn(
+        f"<!-- {mark} -->\n.*?<!-- end -->",
+        lambda _: f"<!-- {mark} -->\n" + "\n".join(lines) + "\n<!-- end -->",
+        text,
+        flags=re.S,
+    )
+    if count != 1:
+        sys.exit(f"{path} has no place marked {mark}")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(new)

@@ -84,7 +84,7 @@ def make(name, model):
 
 
 def build(name, size):
-    """The model, cut over all ranks where there are several."""
+    """Makes the model, cut over all ranks if there are several."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(256, 64), torch.nn.Linear(64, 256), torch.nn.Linear(256, 66)
@@ -121,8 +121,8 @@ def weights(model):
 
 
 def part(rank, size, name, folder, first, last):
-    """Steps from `first`, of a checkpoint where that is not 0, to `last`; saves what it ends with.
-    Weights, or what went wrong."""
+    """Makes steps from `first` to `last`, from a checkpoint unless `first` is 0, and saves. Returns
+    the weights, or what went wrong."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

@@ -13,7 +13,6 @@ of the machine: nothing else may talk over it. --paper measures nothing.
 import argparse
 import json
 import os
-import re
 import resource
 import statistics
 import subprocess
@@ -22,6 +21,9 @@ import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
+sys.path.insert(0, HERE)
+from peers_common import flags, processor, put  # noqa: E402
+
 RECIPE, WEIGHT_BYTES, SUM_BYTES = "adamw/bf16-sr/int8", 2, 4
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH, MICRO_STEPS = 256, 4, 4, 128, 4, 4
 INTERMEDIATE = (WIDTH * 8 // 3 + 31) // 32 * 32
@@ -48,7 +50,7 @@ def loopback_bytes():
 
 
 def child(folder, command):
-    """One rank: its program, and what the kernel says of its memory afterwards."""
+    """Runs the program of one rank, and keeps what the kernel says of its memory."""
     status = subprocess.call(command)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     with open(
@@ -71,42 +73,16 @@ def run_mpi(program, ranks, steps, transport):
             os.path.abspath(__file__),
             "--child",
             folder,
-            program,
-            "train",
-            "lm",
-            "--data",
-            os.path.join(ROOT, "data", "demo.txt"),
-            "--recipe",
-            RECIPE,
-            "--width",
-            WIDTH,
-            "--depth",
-            DEPTH,
-            "--heads",
-            HEADS,
-            "--context",
-            CONTEXT,
-            "--batch",
-            BATCH,
-            "--micro-steps",
-            MICRO_STEPS,
-            "--steps",
-            steps,
-            "--val-every",
-            "0",
-            "--eval-batches",
-            "1",
-            "--sample-bytes",
-            "0",
-            "--quiet",
-            "--json",
-            "--log",
-            log,
+            *(program, "train", "lm", "--quiet", "--json"),
+            *flags(data=os.path.join(ROOT, "data", "demo.txt"), recipe=RECIPE, log=log),
+            *flags(width=WIDTH, depth=DEPTH, heads=HEADS, context=CONTEXT, batch=BATCH),
+            *flags(micro_steps=MICRO_STEPS, steps=steps),
+            *flags(val_every=0, eval_batches=1, sample_bytes=0),
         ]
         before = loopback_bytes()
         found = json.loads(
             subprocess.run(
-                [str(word) for word in command],
+                command,
                 check=True,
                 capture_output=True,
                 text=True,
@@ -125,8 +101,8 @@ def run_mpi(program, ranks, steps, transport):
 
 
 def measure_mpi(program, ranks, steps):
-    """Two runs of different lengths tell the bytes of a step from those of the start and the
-    end."""
+    """Measures two runs of different lengths, which tell the bytes of a step from those of the
+    start and the end."""
     long = run_mpi(program, ranks, 2 * steps, "self,vader")
     short, tcp = (run_mpi(program, ranks, steps, kind) for kind in ("self,vader", "self,tcp"))
     tcp_long = run_mpi(program, ranks, 2 * steps, "self,tcp")
@@ -284,20 +260,12 @@ def measure_fsdp(ranks, steps, library):
 
 
 def minimum(params, ranks):
-    """What a rank has to receive: its rows' sums of the others' gradients (one addition can be made
-    on the way) and the others' weights."""
+    """Returns the bytes that a rank must receive: the sums of the others' gradients for its rows,
+    with one addition on the way, and the others' weights."""
     return params * (SUM_BYTES + WEIGHT_BYTES) * (ranks - 1) / ranks
 
 
 def measured(program, steps):
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in open("/proc/cpuinfo", encoding="ascii")
-            if line.startswith("model name")
-        ),
-        "unknown",
-    )
     rows = []
     for ranks in (1, 2, 4):
         found = measure_mpi(program, ranks, steps)
@@ -309,9 +277,9 @@ def measured(program, steps):
     lines = [
         (
             f"{rows[0][2]['params'] / 1e6:.1f} M parameters, `{RECIPE}`, {MICRO_STEPS} micro-steps"
-            f" of {BATCH} x {CONTEXT} bytes; {os.cpu_count()} processors ({cpu}) for all ranks"
-            " together, which talk over the loopback device. Every number of ranks ended with the"
-            f" hash `{rows[0][2]['hash']}`."
+            f" of {BATCH} x {CONTEXT} bytes; {os.cpu_count()} processors ({processor()}) for all"
+            " ranks together, which talk over the loopback device. Every number of ranks ended with"
+            f" the hash `{rows[0][2]['hash']}`."
         ),
         "",
         (
@@ -364,8 +332,8 @@ LATENCY = 10e-6  # seconds of one hop between machines, with the software
 
 
 def network_seconds(received, hops):
-    """All 8 cards of a machine carry what crosses between machines, once; NVLink hands it on
-    within."""
+    """Returns the time of an exchange. All 8 cards of a machine carry what crosses between
+    machines, once, and NVLink hands it on within."""
     return max(received / (GPUS * NIC), received / NVLINK) + hops * LATENCY
 
 
@@ -431,20 +399,6 @@ def paper():
                 f" {seconds:.3g} | {compute:.3g} | {seconds / compute:.2f} |"
             )
     return lines[1:]
-
-
-def put(path, mark, lines):
-    text = open(path, encoding="utf-8").read()
-    new, count = re.subn(
-        f"<!-- {mark} -->\n.*?<!-- end -->",
-        lambda _: f"<!-- {mark} -->\n" + "\n".join(lines) + "\n<!-- end -->",
-        text,
-        flags=re.S,
-    )
-    if count != 1:
-        sys.exit(f"{path} has no place marked {mark}")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(new)
 
 
 def main():

@@ -10,8 +10,8 @@ torch, safetensors and, for the compiled contestants, g++; for the peak of oneDN
 its headers (--no-peak does without).
 
 Each round gives every contestant --seconds in turn. A contestant of torch is a process that waits
-between its turns; `train lm` is started for each, and its first steps are left out, as torch's are,
-and the time that its compiler takes.
+between its turns. `train lm` is started for each turn. The first steps of both are left out, and
+so is the time of torch's compiler.
 
 The file is longer than 500 lines because it holds the same two models once more, in torch.
 """
@@ -32,7 +32,7 @@ from typing import Optional
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 sys.path.insert(0, HERE)
-from peers_common import markdown, processor  # noqa: E402
+from peers_common import flags, markdown, processor, put, resident  # noqa: E402
 
 SEED, LR, WEIGHT_DECAY = 1, 1e-3, 0.1
 #: about millions of parameters -> --width, --depth, --heads; heads of 64
@@ -80,23 +80,17 @@ CONTESTANTS = [
 ]
 
 
-def memory(what):
-    """VmRSS or VmHWM of this process, bytes."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(what))
-
-
 # ---- A contestant of torch, a process of its own -------------------------------------------------
 
 
 def worker(told):
-    """Told on each line of stdin for how many seconds to train, it answers with what it did."""
+    """Trains for as many seconds as each line of stdin says, and answers with what it did."""
     import torch
     import trainer_torch
 
     contestant, threads = Contestant(**told["contestant"]), told["threads"]
     torch.set_num_threads(threads)
-    before = memory("VmRSS")
+    before = resident("VmRSS")
     if told["size"] == "mnist":
         model = trainer_torch.Digits()
         model.initialize(SEED)
@@ -155,7 +149,7 @@ def worker(told):
                 {
                     "rate": units_done / took,
                     "steps": steps,
-                    "peak": memory("VmHWM"),
+                    "peak": resident("VmHWM"),
                     "before": before,
                 }
             ),
@@ -239,47 +233,23 @@ class Program:
             os.path.join(task.folder, "log.csv"),
         )
         args = task.args
+        what = "mnist" if task.size == "mnist" else "lm"
         self.command = [
-            args.program,
-            "train",
-            "mnist" if task.size == "mnist" else "lm",
-            "--recipe",
-            contestant.recipe,
-            "--compute",
-            contestant.compute,
-            "--lr",
-            LR,
-            "--weight-decay",
-            WEIGHT_DECAY,
-            "--seed",
-            SEED,
-            "--threads",
-            args.threads,
-            "--quiet",
-            "--json",
-            "--log",
-            self.log,
+            *(args.program, "train", what, "--quiet", "--json"),
+            *flags(recipe=contestant.recipe, compute=contestant.compute, threads=args.threads),
+            *flags(lr=LR, weight_decay=WEIGHT_DECAY, seed=SEED, log=self.log),
         ]
         if task.size == "mnist":
-            self.command += ["--data", task.digits, "--batch", DIGITS_BATCH]
+            self.command += flags(data=task.digits, batch=DIGITS_BATCH)
         else:
-            self.command += [
-                "--data",
-                args.data,
-                *task.options(),
-                "--val-every",
-                0,
-                "--eval-batches",
-                1,
-                "--sample-bytes",
-                0,
-            ]
+            self.command += flags(data=args.data, val_every=0, eval_batches=1, sample_bytes=0)
+            self.command += task.options()
         self.rate = None
         self.losses = []
         self.turn(0)
 
     def run(self, *more):
-        words = [str(word) for word in (*self.command, *more)]
+        words = [*self.command, *map(str, more)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
@@ -299,7 +269,7 @@ class Program:
         return {"rate": self.rate, "steps": steps, "peak": found["peak_process_bytes"]}
 
     def epochs(self, seconds):
-        """One line of the log is an epoch, its time counted in milliseconds: the first is left
+        """Runs epochs. One line of the log is an epoch, its time in milliseconds. The first is left
         out."""
         images = self.task.args.digits
         epochs = max(1, round(seconds * (self.rate or 0) / images))
@@ -341,40 +311,18 @@ class Task:
         width, depth, heads = SIZES[size]
         self.shape = trainer_torch.Shape(width, depth, heads, args.context, args.batch)
         self.flop, self.params, self.unit = self.shape.flop, self.shape.params, "tokens"
-        subprocess.run(
-            [
-                args.program,
-                "train",
-                "lm",
-                "--data",
-                args.data,
-                "--recipe",
-                "adamw/f32/f32",
-                "--compute",
-                "f32",
-                "--seed",
-                str(SEED),
-                *self.options(),
-                "--steps",
-                "0",
-                "--eval-batches",
-                "1",
-                "--sample-bytes",
-                "0",
-                "--quiet",
-                "--checkpoint",
-                os.path.join(folder, "start"),
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        start = os.path.join(folder, "start")
+        command = [
+            *(args.program, "train", "lm", "--quiet"),
+            *flags(data=args.data, recipe="adamw/f32/f32", compute="f32", seed=SEED, steps=0),
+            *flags(eval_batches=1, sample_bytes=0, checkpoint=start),
+            *self.options(),
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     def options(self):
-        return [
-            str(word)
-            for name in ("width", "depth", "heads", "context", "batch")
-            for word in (f"--{name}", getattr(self.shape, name))
-        ]
+        names = ("width", "depth", "heads", "context", "batch")
+        return flags(**{name: getattr(self.shape, name) for name in names})
 
 
 class Peak:
@@ -428,8 +376,8 @@ class Peak:
 
 
 def processor_has_bf16():
-    """Whether it multiplies BF16: without, the products would go through fp32, and nobody trains
-    so."""
+    """Returns True if the processor multiplies BF16. Without, products would go through fp32, and
+    nobody trains so."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         return bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", file.read()))
 
@@ -565,21 +513,6 @@ def report(results, args):
     return lines[:-1]
 
 
-def put(path, lines):
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    new, count = re.subn(
-        "<!-- measured -->\n.*?<!-- end -->",
-        lambda _: "<!-- measured -->\n" + "\n".join(lines) + "\n<!-- end -->",
-        text,
-        flags=re.S,
-    )
-    if count != 1:
-        sys.exit(f"{path} has no place marked measured")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(new)
-
-
 def main():
     if sys.argv[1:2] == ["--worker"]:
         return worker(json.loads(sys.argv[2]))
@@ -658,7 +591,7 @@ def main():
                 indent=1,
             )
     if args.out:
-        put(args.out, lines)
+        put(args.out, "measured", lines)
     else:
         print("\n".join(lines))
     return None

@@ -15,7 +15,7 @@ nn, functional = torch.nn, torch.nn.functional
 
 
 def hash_counters(seed, a, b, c):
-    """tools/trainer/loops/rows.c; any of the counters may be an array."""
+    """Hashes counters, as tools/trainer/loops/rows.c does. Any of them may be an array."""
     step = 0x9E3779B97F4A7C15
 
     def mix(x):
@@ -31,28 +31,29 @@ def hash_counters(seed, a, b, c):
 
 
 def split(text):
-    """The training and the validation part of a text (data_split in tools/trainer/data/data.c)."""
+    """Returns the training and the validation part of a text (data_split in
+    tools/trainer/data/data.c)."""
     first = len(text) - len(text) // 10
     return text[:first], text[first:]
 
 
 def windows(part, seed, step, batch, context):
-    """The sequences of a step of `train lm`, context + 1 bytes each (data_window in
-    tools/trainer/data/data.c); part: bytes as an array."""
+    """Returns the sequences of a step of `train lm`, context + 1 bytes each (data_window in
+    tools/trainer/data/data.c). `part` is an array of bytes."""
     starts = hash_counters(seed, step, 0, numpy.arange(batch)) % numpy.uint64(len(part) - context)
     return part[starts.astype(numpy.int64)[:, None] + numpy.arange(context + 1)]
 
 
 def evaluation_windows(part, count, context):
-    """The sequences of a validation of `train lm` (data_eval_window in tools/trainer/data/data.c);
-    count: of those that fit side by side, at most."""
+    """Returns the sequences of a validation of `train lm` (data_eval_window in
+    tools/trainer/data/data.c): at most `count` of those that fit side by side."""
     last, count = len(part) - context - 1, max(1, min(count, len(part) // (context + 1)))
     starts = [int(last * i / (count - 1)) for i in range(count)] if count > 1 else [last // 2]
     return part[numpy.array(starts)[:, None] + numpy.arange(context + 1)]
 
 
 def image_order(seed, epoch, n):
-    """The order of the images in an epoch of `train mnist` (shuffle in
+    """Returns the order of the images in an epoch of `train mnist` (shuffle in
     tools/trainer/mnist/train_mnist.c)."""
     order = list(range(n))
     i = numpy.arange(n, dtype=numpy.uint64)
@@ -97,8 +98,8 @@ class Shape:
 
     @property
     def flop(self):
-        """Of a token of training: two for each weight and pair of positions forward, twice that
-        backward. Attention sees half of the square."""
+        """Returns the operations of a token of training: two for each weight and pair of positions
+        forward, twice that backward. Attention sees half of the square."""
         return 6 * self.matrices + 6 * self.depth * self.width * (self.context + 1)
 
 
@@ -174,7 +175,7 @@ class Llama(nn.Module):
         self.rotation = rotation_tables(shape)
 
     def forward(self, tokens):
-        """The mean loss over sequences of context + 1 bytes."""
+        """Returns the mean loss over sequences of context + 1 bytes."""
         cosine, sine = (table[: tokens.shape[1] - 1] for table in self.rotation)
         x = self.model.embed_tokens(tokens[:, :-1])
         for layer in self.model.layers:
@@ -203,7 +204,7 @@ class Text:
         )
 
     def evaluation(self, batches):
-        """Of --eval-batches so many."""
+        """Returns the validation batches of --eval-batches."""
         tokens = evaluation_windows(
             self.rest, batches * self.shape.batch, self.shape.context
         ).astype(numpy.int64)
@@ -238,7 +239,7 @@ class Digits(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed):
-        """The first weights of `train mnist` (cnn_init_tensor in
+        """Sets the first weights of `train mnist` (cnn_init_tensor in
         tools/trainer/models/cnn_shape.c)."""
         for i, (name, p) in enumerate(self.named_parameters()):
             inputs = self.get_submodule(name.split(".")[0]).weight[0].numel()
@@ -275,8 +276,8 @@ class Images:
 
 
 def write_images(folder, train, test):
-    """Ten blots with noise over them, one label of ten wrong: a task that is learned in some steps
-    but for that, in the four files of MNIST."""
+    """Writes the four files of MNIST with ten blots under noise. Some steps learn them, but one
+    label of ten is wrong."""
     random = numpy.random.default_rng(1)
     blots = numpy.kron(random.integers(0, 256, (10, 7, 7)), numpy.ones((4, 4)))
     for name, n in (("train", train), ("t10k", test)):

@@ -111,15 +111,15 @@ class Run:
         return self.contestant.weight(self.optimizer, self.p).double()
 
     def update(self, gradient):
-        """What this step takes from weights of zero, at lr 1."""
+        """Returns what this step takes from weights of zero, at lr 1."""
         self.contestant.set_to_zero(self.optimizer, self.p)
         self.step(gradient)
         return self.p.detach().float().neg()
 
 
 def as_given(values, half: bool):
-    """Rounded to what the optimizer will see: BF16 for BF16 and fp32 weights, IEEE half for its
-    own."""
+    """Rounds values to what the optimizer will see: BF16 for BF16 and fp32 weights, IEEE half for
+    its own."""
     return (values.half() if half else values.bfloat16()).float()
 
 
@@ -158,7 +158,7 @@ def _updates(contestant, gradients, half: bool, eps: float):
 
 
 def _open_loop(contestant, scales, half: bool, eps: float):
-    """The same for gradients that are normals times scales(step)."""
+    """Yields the same for gradients that are normals times scales(step)."""
     pool = [normals(1000 + k, *SHAPE) for k in range(POOL)]
     return _updates(
         contestant, (pool[step % POOL] * scale for step, scale in enumerate(scales)), half, eps
@@ -166,7 +166,7 @@ def _open_loop(contestant, scales, half: bool, eps: float):
 
 
 def _mean_size(updates, first: int) -> float:
-    """Of the updates from step `first` on."""
+    """Returns the mean size of the updates from step `first` on."""
     total = count = 0.0
     for step, update in updates:
         if step >= first:
@@ -212,7 +212,7 @@ def spikes(contestant, short: float, half: bool) -> float:
 
 
 def _largest(contestant, scale, short: float, half: bool) -> float:
-    """Of the updates on normal gradients of which each element has its own scale."""
+    """Returns the largest update on normal gradients, of which each element has its own scale."""
     steps, skip = max(4, round(2500 / short)), min(50, max(1, round(500 / short)))
     # A maximum that is not finite must not vanish.
     largest = 0.0
@@ -268,7 +268,7 @@ FIGURES: Dict[str, Callable] = {
 
 
 def nan(contestant, half: bool) -> Dict[str, int]:
-    """Weights that one NaN poisons for good, and weights that moved in its step."""
+    """Counts weights that one NaN poisons for good, and weights that moved in its step."""
     import torch
 
     run = Run(contestant, as_given(normals(3, *SHAPE), half), {"lr": 1.0})
@@ -294,7 +294,7 @@ def _resume_gradient(step: int):
 
 
 def resume_save(contestants: List[common.Contestant], folder: str) -> None:
-    """10 steps, a file, 10 more; the file holds where both ended."""
+    """Makes 10 steps, saves, and makes 10 more. Another file gets where both ended."""
     import torch
 
     for i, contestant in enumerate(contestants):
@@ -361,7 +361,7 @@ def resume_load(contestants: List[common.Contestant], folder: str) -> Dict[str, 
 
 
 def _resume_pair(group: List[common.Contestant], seconds: float):
-    """Answers by key from one process that saves and one that loads, or the reason why there are
+    """Returns the answers by key from one process that saves and one that loads, or why there are
     none."""
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "keys"), "w", encoding="utf-8") as file:
@@ -391,8 +391,8 @@ def _resume_pair(group: List[common.Contestant], seconds: float):
 
 
 def resume(contestants: List[common.Contestant], seconds: float) -> Dict[str, str]:
-    """All in one pair of processes; should one of them die, a pair for each package, so that none
-    can end another's."""
+    """Asks all in one pair of processes. If one of them dies, asks each package in a pair of its
+    own."""
     found, why = _resume_pair(contestants, seconds)
     if not why:
         return found
@@ -422,7 +422,7 @@ def _first():
 
 
 def _way(average) -> float:
-    """How far an average went from the first weights to nothing."""
+    """Returns how far an average went from the first weights to nothing."""
     first = _first().double()
     return ((first - average.detach().double()) * first).sum().item() / first.square().sum().item()
 
@@ -436,7 +436,7 @@ def _model(factor: float, dtype):
 
 
 def _averaged(dtype, make: Callable, updates: int) -> float:
-    """make(model) -> an AveragedModel; the way of its average."""
+    """Returns the way of the average of an AveragedModel, which make(model) makes."""
     average = make(_model(1.0, dtype))
     average.update_parameters(_model(1.0, dtype))  # the first one is taken as it is
     live = _model(0.5, dtype)
@@ -464,7 +464,7 @@ def _heavyball_average(dtype, updates: int) -> float:
 
 
 def averages(updates: int, only: Optional[str]) -> List[Dict]:
-    """Every way to average that is installed, over torch's in fp32."""
+    """Measures every way to average that is installed, over torch's in fp32."""
     import torch
     from torch.optim import swa_utils
 
@@ -523,7 +523,7 @@ def averages(updates: int, only: Optional[str]) -> List[Dict]:
 
 
 def examine(contestant: common.Contestant, exact: Dict, short: float, patience: float) -> Dict:
-    """All figures of one contestant; where one fails, its reason."""
+    """Returns all figures of one contestant. If one fails, its reason is there."""
     half = contestant.weights == "f16"
     reference = reference_of(contestant)
     found: Dict = {"title": contestant.title, "package": contestant.package, "reasons": {}}
@@ -576,8 +576,8 @@ LARGEST = {"block": 1.5, "sigma1": 1.4, "sigma2": 2.5}
 
 
 def outside(rows: Dict) -> List[str]:
-    """Of ours, what is not as near to 1 as it should be, and largest updates above what they should
-    be."""
+    """Returns figures of ours that are not as near to 1 as they should be, and largest updates that
+    are too large."""
     found = []
     for key, row in rows.items():
         if row["package"] != "halfstep":

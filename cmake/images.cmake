@@ -1,60 +1,90 @@
-# Device code inside the library. clang compiles src/device/cuda/code/kernels.cu to PTX once, which drivers compile for the GPU that is there; ptxas makes machine code of
-# it for each architecture beforehand. All of it becomes arrays of bytes in place of src/device/cuda/driver/images.c, which has none. nvcc's own front end takes functions that
-# say nothing for the host's, and refuses what the kernels share with the host.
+# Device code inside the library. clang compiles src/device/cuda/code/kernels.cu to PTX once, which drivers compile for
+# the GPU that is there. ptxas makes machine code of the PTX for each architecture beforehand. All of it becomes arrays
+# of bytes in place of src/device/cuda/driver/images.c, which has none. nvcc's own front end cannot compile the source
+# (docs/gpu.md).
+#
+# HALFSTEP_CUDA=AUTO makes what the machine has the tools for, and downloads nothing; builds with tests have none. ON
+# requires clang, and takes ptxas from the Python index. Either says in one line what was made by which tool.
 #
 #   cmake -D OUTPUT=file.c -D "IMAGES=compute=file;..." [-D LZ4=program] -P images.cmake    writes the table
 
 set(images_script ${CMAKE_CURRENT_LIST_FILE})
 
-# The assembler: the one that is named, or of the Python index, or whichever is found, or none.
-function(halfstep_find_ptxas)
-  if(HALFSTEP_PTXAS)
-    return()
-  endif()
-  execute_process(COMMAND bash ${PROJECT_SOURCE_DIR}/scripts/ptxas.sh ${PROJECT_BINARY_DIR}/ptxas
-    OUTPUT_VARIABLE found ERROR_QUIET RESULT_VARIABLE error OUTPUT_STRIP_TRAILING_WHITESPACE)
-  if(NOT error)
-    set(HALFSTEP_PTXAS ${found} CACHE FILEPATH "Assembler of device code" FORCE)
-    return()
-  endif()
-  find_program(HALFSTEP_PTXAS ptxas HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin DOC "Assembler of device code")
-  if(NOT HALFSTEP_PTXAS)
-    message(WARNING "no ptxas, and none to be had from the Python index: drivers will compile the device code when it is first used")
-    return()
-  endif()
-  execute_process(COMMAND ${HALFSTEP_PTXAS} --version OUTPUT_VARIABLE text)
-  string(REGEX MATCH "release ([0-9.]+)" text "${text}")
-  if(CMAKE_MATCH_1 VERSION_LESS 12.8)
-    message(FATAL_ERROR "${HALFSTEP_PTXAS} is of ${CMAKE_MATCH_1}; for ${HALFSTEP_CUDA_ARCHITECTURES} it has to be 12.8 or newer")
-  elseif(CMAKE_MATCH_1 VERSION_GREATER_EQUAL 13)
-    message(WARNING "${HALFSTEP_PTXAS} is of ${CMAKE_MATCH_1}: drivers of CUDA 12 will not load its code, and compile the PTX when it is first used")
+# Finds clang with a back end for GPUs.
+function(halfstep_find_clang)
+  find_program(HALFSTEP_CLANG clang DOC "Compiler of device code")
+  if(HALFSTEP_CLANG)
+    execute_process(COMMAND ${HALFSTEP_CLANG} --print-targets OUTPUT_VARIABLE targets ERROR_QUIET)
+    if(NOT targets MATCHES "nvptx64")
+      set(HALFSTEP_CLANG "HALFSTEP_CLANG-NOTFOUND" CACHE FILEPATH "Compiler of device code" FORCE)
+    endif()
   endif()
 endfunction()
 
+# Finds the assembler: the one that is named, that of the Python index (ON), or whichever is in the path. Its version
+# has to know the architectures.
+function(halfstep_find_ptxas)
+  if(NOT HALFSTEP_PTXAS AND NOT HALFSTEP_CUDA STREQUAL AUTO)
+    execute_process(COMMAND bash ${PROJECT_SOURCE_DIR}/scripts/ptxas.sh ${PROJECT_BINARY_DIR}/ptxas
+      OUTPUT_VARIABLE found ERROR_QUIET RESULT_VARIABLE error OUTPUT_STRIP_TRAILING_WHITESPACE)
+    if(NOT error)
+      set(HALFSTEP_PTXAS ${found} CACHE FILEPATH "Assembler of device code" FORCE)
+    endif()
+  endif()
+  find_program(HALFSTEP_PTXAS ptxas HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin DOC "Assembler of device code")
+  set(version 0)
+  if(HALFSTEP_PTXAS)
+    execute_process(COMMAND ${HALFSTEP_PTXAS} --version OUTPUT_VARIABLE text)
+    string(REGEX MATCH "release ([0-9.]+)" text "${text}")
+    set(version ${CMAKE_MATCH_1})
+  endif()
+  set(HALFSTEP_PTXAS_VERSION ${version} PARENT_SCOPE)
+endfunction()
+
 function(halfstep_device_images result)
-  # The least compute capability, of which the PTX is, and those that get machine code, newest first.
+  # The least compute capability, of which the PTX is, and those that get machine code, newest first. GPUs of 8.6 and
+  # 8.9 run the code of 8.0.
   set(HALFSTEP_CUDA_PTX 80)
-  set(HALFSTEP_CUDA_ARCHITECTURES 120 100 90 89 86 80 CACHE STRING "Architectures that get machine code, newest first")
+  set(HALFSTEP_CUDA_ARCHITECTURES 120 100 90 80 CACHE STRING "Architectures that get machine code, newest first")
   set(source ${PROJECT_SOURCE_DIR}/src/device/cuda/code/kernels.cu)
   set(output ${PROJECT_BINARY_DIR}/cuda_images.c)
   set(images "")
   set(files "")
   set(${result} ${PROJECT_SOURCE_DIR}/src/device/cuda/driver/images.c PARENT_SCOPE)
-  if(HALFSTEP_CUDA)
-    find_program(HALFSTEP_CLANG clang DOC "Compiler of device code")
+  if(HALFSTEP_CUDA STREQUAL AUTO AND HALFSTEP_TESTS)
+    message(STATUS "Device code for GPUs: none, because this build has tests (-DHALFSTEP_CUDA=ON makes it)")
+  elseif(HALFSTEP_CUDA)
+    halfstep_find_clang()
     find_program(HALFSTEP_LZ4 lz4 DOC "Packs device code, which is three times as large without")
     mark_as_advanced(HALFSTEP_CLANG HALFSTEP_LZ4 HALFSTEP_PTXAS)
     if(NOT HALFSTEP_CLANG)
-      message(FATAL_ERROR "HALFSTEP_CUDA=ON but clang was not found")
+      if(NOT HALFSTEP_CUDA STREQUAL AUTO)
+        message(FATAL_ERROR "HALFSTEP_CUDA=${HALFSTEP_CUDA}, but no clang that compiles for nvptx64 was found; install clang")
+      endif()
+      message(STATUS "Device code for GPUs: none, because no clang that compiles for nvptx64 was found")
+      return()
     endif()
     halfstep_find_ptxas()
+    set(by "Device code for GPUs: PTX by ${HALFSTEP_CLANG}")
+    if(HALFSTEP_PTXAS_VERSION VERSION_LESS 12.8)
+      message(STATUS "${by}; no machine code, because no ptxas of 12.8 or newer was found: drivers compile the PTX at the first use")
+    elseif(HALFSTEP_PTXAS_VERSION VERSION_GREATER_EQUAL 13)
+      message(STATUS "${by}, machine code by ${HALFSTEP_PTXAS} ${HALFSTEP_PTXAS_VERSION}, which drivers of CUDA 12 do not load: they compile the PTX at the first use")
+    else()
+      message(STATUS "${by}, machine code by ${HALFSTEP_PTXAS} ${HALFSTEP_PTXAS_VERSION}")
+    endif()
+    find_program(HALFSTEP_CCACHE ccache DOC "Keeps what clang has compiled")
+    mark_as_advanced(HALFSTEP_CCACHE)
+    if(NOT HALFSTEP_CCACHE)
+      set(HALFSTEP_CCACHE "")
+    endif()
     set(ptx ${PROJECT_BINARY_DIR}/kernels.ptx)
     add_custom_command(OUTPUT ${ptx}
-      COMMAND ${HALFSTEP_CLANG} -x cuda --cuda-device-only --cuda-gpu-arch=sm_${HALFSTEP_CUDA_PTX} -nocudainc -nocudalib -Xclang -target-feature
-              -Xclang +ptx74 -ffp-contract=off -std=c++17 -O2 -Wno-everything -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
-              -MD -MF ${ptx}.d -MT ${ptx} -S -o ${ptx} ${source}
+      COMMAND ${HALFSTEP_CCACHE} ${HALFSTEP_CLANG} -x cuda --cuda-device-only --cuda-gpu-arch=sm_${HALFSTEP_CUDA_PTX} -nocudainc -nocudalib
+              -Xclang -target-feature -Xclang +ptx74 -ffp-contract=off -std=c++17 -O2 -Wno-everything -I${PROJECT_SOURCE_DIR}/src
+              -I${PROJECT_SOURCE_DIR}/include -MD -MF ${ptx}.d -MT ${ptx} -S -o ${ptx} ${source}
       DEPENDS ${source} DEPFILE ${ptx}.d)
-    if(HALFSTEP_PTXAS)
+    if(NOT HALFSTEP_PTXAS_VERSION VERSION_LESS 12.8)
       foreach(architecture IN LISTS HALFSTEP_CUDA_ARCHITECTURES)
         set(cubin ${PROJECT_BINARY_DIR}/kernels.sm_${architecture}.cubin)
         add_custom_command(OUTPUT ${cubin} COMMAND ${HALFSTEP_PTXAS} -arch=sm_${architecture} --fmad=false -o ${cubin} ${ptx} DEPENDS ${ptx})
@@ -74,15 +104,22 @@ endfunction()
 if(CMAKE_SCRIPT_MODE_FILE)
   set(arrays "")
   set(rows "")
+  set(code "")
   foreach(image IN LISTS IMAGES)
     string(REGEX MATCH "^([0-9]+)=(.*)$" image "${image}")
     set(compute ${CMAKE_MATCH_1})
     set(file "${CMAKE_MATCH_2}")
+    if(compute)
+      string(REGEX REPLACE "(.)$" ".\\1 " name ${compute})
+    else()
+      set(name "PTX ")
+    endif()
+    string(APPEND code "${name}")
     # PTX is a text, which ends with a 0.
     file(SIZE "${file}" bytes)
     math(EXPR bytes "${bytes} + 1")
     if(LZ4)
-      execute_process(COMMAND bash -c "{ cat \"$0\"; printf '\\0'; } | \"$1\" -q -9 -B7 -BD --no-frame-crc >\"$2\"" "${file}" "${LZ4}" "${file}.lz4"
+      execute_process(COMMAND bash -c "{ cat \"$0\"; printf '\\0'; } | \"$1\" -q -12 -B7 -BD --no-frame-crc >\"$2\"" "${file}" "${LZ4}" "${file}.lz4"
         RESULT_VARIABLE error)
       if(error)
         message(FATAL_ERROR "${LZ4} failed with ${file}")
@@ -96,5 +133,6 @@ if(CMAKE_SCRIPT_MODE_FILE)
     string(APPEND arrays "static const _Alignas(64) unsigned char image_${compute}[] = {${data}};\n")
     string(APPEND rows "    {${compute}, image_${compute}, ${bytes}, sizeof image_${compute}},\n")
   endforeach()
-  file(WRITE "${OUTPUT}" "#include \"device/cuda/driver/images.h\"\n${arrays}const struct hstep_cuda_image hstep_cuda_images[] = {\n${rows}    {0, 0, 0, 0}};\n")
+  string(STRIP "${code}" code)
+  file(WRITE "${OUTPUT}" "#include \"device/cuda/driver/images.h\"\n${arrays}const struct hstep_cuda_image hstep_cuda_images[] = {\n${rows}    {0, 0, 0, 0}};\nconst char hstep_cuda_code[] = \"${code}\";\n")
 endif()

@@ -538,6 +538,10 @@ HALFSTEP_API const char *halfstep_isa(void);
  *             pointers of the first. Hyper-parameters that are set afterwards reach the replays that follow.
  *   threads   As on the processor. Any thread may call, with any context current.
  *   fork      The child can only destroy such a handle.
+ *   check     Before a GPU steps anything of the caller's, it steps small cases of the library's, whose bits must be
+ *             those of the processor (DEVICE otherwise). This happens once for each GPU, driver and library;
+ *             docs/gpu.md says where it is remembered. HALFSTEP_DEVICE_CHECK=always checks in every process, =never
+ *             does not.
  * A handle without tensors cannot step (ORDER). */
 
 /* Waits for everything that was submitted. Returns HALFSTEP_NONFINITE, with the text of the last one, if a step or
@@ -558,6 +562,8 @@ typedef struct halfstep_device_info {
     int32_t usable;          /* 1: halfstep_create() accepts it */
     uint64_t memory;         /* bytes */
     const char *name;        /* static text; "" if there is no device */
+    const char *code;        /* static text: the compute capabilities that the build has machine code for, and PTX, from
+                                which a driver makes code for any other: "12.0 10.0 9.0 8.0 PTX" */
 } halfstep_device_info;
 
 /* Describes a device of halfstep_options, as far as possible, usable or not. If it is not usable,

@@ -81,20 +81,11 @@ static void read_code(const char *path, void *symbol)
 
 /* ---- Counting ---- */
 
-/* From the branch at one address to another, how often in either size. */
-struct edge {
-    uint64_t from, to;
-    int64_t count[2];
-};
-enum { EDGES = 1 << 16 };
-
 static struct {
     uint64_t entered; /* the last target in the library */
     uint64_t pending; /* a branch that is being stepped over, or 0 */
     int64_t count;
-    int single;        /* by the trap flag */
-    struct edge *edge; /* a hash table, or NULL */
-    int size;          /* whose counts the edges are */
+    int single; /* by the trap flag */
 } now;
 
 static int inside(uint64_t address) { return address >= code.low && address < code.high; }
@@ -108,19 +99,6 @@ static void give_up(const char *what)
     _exit(1);
 }
 
-static void note_edge(uint64_t from, uint64_t to)
-{
-    if (!now.edge) return;
-    for (uint64_t at = (from * 0x9e3779b97f4a7c15u + to) >> 7, tried = 0; tried < EDGES; at++, tried++) {
-        struct edge *e = &now.edge[at % EDGES];
-        if (!e->from && !e->to) e->from = from, e->to = to;
-        if (e->from != from || e->to != to) continue;
-        e->count[now.size]++;
-        return;
-    }
-    give_up("instructions: too many branches\n");
-}
-
 /* From the last target to the branch at this address, which is the first after it. */
 static void add_block(uint64_t branch)
 {
@@ -131,10 +109,9 @@ static void add_block(uint64_t branch)
 }
 
 /* What is outside runs freely and comes back to `after`, the return address. */
-static void land(uint64_t branch, uint64_t target, uint64_t after)
+static void land(uint64_t target, uint64_t after)
 {
     now.entered = inside(address_of(target)) ? address_of(target) : address_of(after);
-    note_edge(branch, now.entered);
 }
 
 #if defined(__x86_64__)
@@ -216,7 +193,7 @@ static int follow(uint64_t branch, greg_t *r)
     }
     if (kind == 0xc3) r[REG_RSP] += 8;
     r[REG_RIP] = (greg_t)target;
-    land(branch, target, *(uint64_t *)r[REG_RSP]);
+    land(target, *(uint64_t *)r[REG_RSP]);
     return 1;
 }
 
@@ -236,7 +213,7 @@ static void trapped(int signal, siginfo_t *info, void *context)
         now.pending = 0;
         r[REG_EFL] &= ~(greg_t)TRAP_FLAG;
         put_break(branch);
-        land(branch, (uint64_t)r[REG_RIP], *(uint64_t *)r[REG_RSP]);
+        land((uint64_t)r[REG_RIP], *(uint64_t *)r[REG_RSP]);
         return;
     }
     at--;
@@ -337,7 +314,7 @@ static void trapped(int signal, siginfo_t *info, void *context)
         break;
     }
     r->pc = target;
-    land(at, target, r->regs[30]);
+    land(target, r->regs[30]);
 }
 
 static void trap_flag(int on)

@@ -93,8 +93,8 @@ class Gpu:
         return place
 
     def run(self, kernel, like, inputs=(), *numbers):
-        """What a kernel leaves in its first buffer: an array like `like`; the inputs go into the
-        buffers before. One thread at a time."""
+        """Returns what a kernel leaves in its first buffer: an array like `like`. The inputs go
+        into the buffers before. One thread at a time runs."""
         with self.lock:
             self.call("cuCtxSetCurrent", self.context)
             return self.run_alone(kernel, like, inputs, *numbers)
@@ -131,7 +131,7 @@ class Gpu:
 
 
 def compare(kernel, given, expected, inputs):
-    """How many differ; the first few are printed."""
+    """Returns how many values differ, and prints the first few."""
     import numpy
 
     bits = numpy.uint32 if given.dtype == numpy.float32 else numpy.uint64
@@ -147,8 +147,8 @@ def compare(kernel, given, expected, inputs):
 
 
 def pairs(random, n, kind, whole):
-    """Two arrays of floats of any bits; in every other piece the second is near the first, but for
-    its exponent."""
+    """Returns two arrays of floats of any bits. In every other piece the second is near the first,
+    but for its exponent."""
     a, b = (random.integers(0, whole, n, dtype=kind, endpoint=True) for _ in range(2))
     if random.integers(2):
         b = a ^ (b & kind(0x1FF)) ^ (kind(1) << kind(8 * a.itemsize - 3))
@@ -156,8 +156,8 @@ def pairs(random, n, kind, whole):
 
 
 def radicands(random, n):
-    """What int8's codes are roots of, below zero in part, and random bits; in every other piece
-    within 6 of the end of a code."""
+    """Returns radicands of int8's codes, below zero in part, and random bits. In every other piece
+    they are within 6 of the end of a code."""
     import numpy
 
     draws = random.integers(0, 1 << 16, n, dtype=numpy.uint32)
@@ -170,7 +170,7 @@ def radicands(random, n):
 
 
 def codes(radicand, draws):
-    """As every processor takes them."""
+    """Returns the codes as every processor takes them."""
     import numpy
 
     found = []
@@ -191,8 +191,8 @@ QUESTIONS = (
 
 
 def judge(gpu, question, piece, part, seed):
-    """How many of a piece differ. What is random in it follows from its number and the seed
-    alone."""
+    """Returns how many values of a piece differ. Its random values follow from its number and the
+    seed alone."""
     import numpy
 
     what, kernel, name, _ = QUESTIONS[question]

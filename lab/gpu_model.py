@@ -49,7 +49,8 @@ class Gpu:
 
 
 def bits(read, optimizer, params):
-    """Name -> value of all weights and of all that the optimizer holds, in the process's memory."""
+    """Returns name -> value of all weights and of all that the optimizer holds, in the memory of
+    the process."""
     import torch
 
     found = {name: read(p) for name, p in params.items()}
@@ -70,7 +71,7 @@ def bits(read, optimizer, params):
 
 
 def different(there, here):
-    """Names of what is not the same, bit for bit."""
+    """Returns the names of values that are not the same, bit for bit."""
     import torch
 
     def same(a, b):
@@ -88,7 +89,7 @@ def different(there, here):
 
 
 def compare(recipe, place, options):
-    """Trains; a sentence about the first difference, or None, and the losses."""
+    """Trains. Returns a sentence about the first difference, or None, and the losses."""
     import torch
 
     import halfstep

@@ -1,6 +1,6 @@
 /* Counts exactly the instructions that a step executes in the library, on any processor, however busy it is:
  *
- *   instructions LIBRARY.so [--isa NAME]... [--blocks] [--single-step] ROW...
+ *   instructions LIBRARY.so [--isa NAME]... [--single-step] ROW...
  *   instructions LIBRARY.so --list | --isas
  *
  * A row is a recipe followed by settings, separated by spaces. Settings are choices and hyper-parameters of the library
@@ -12,9 +12,7 @@
  * A single step costs 10 to 20 us under a hypervisor. The program therefore stops at branches only (branches.h), at
  * 2 us each. With --single-step it counts by the processor's trap flag instead, and must find the same (x86-64;
  * tests/instructions_test.sh). Instructions of the C library are not counted, because they differ from machine to
- * machine. An instruction with a repeat prefix counts as one. With --blocks it also prints how often each branch was
- * taken, for 2048 elements: "from to count", with addresses in the library's file. On x86-64 objdump finds where
- * instructions begin. */
+ * machine. An instruction with a repeat prefix counts as one. On x86-64 objdump finds where instructions begin. */
 #define _GNU_SOURCE
 #define HALFSTEP_ADVANCED
 #include <dlfcn.h>
@@ -172,7 +170,6 @@ static int64_t count_step(const struct row *row, int tensors, int64_t rows, int6
         trap_flag(1);
     } else {
         arm(1);
-        note_edge(0, now.entered);
     }
     if (!status) status = call.halfstep_step(o, weight, gradient);
     if (now.single) trap_flag(0);
@@ -183,29 +180,20 @@ static int64_t count_step(const struct row *row, int tensors, int64_t rows, int6
     return now.count;
 }
 
-static void print_row(const char *text, const struct row *row, const char *isa, int blocks)
+static void print_row(const char *text, const struct row *row, const char *isa)
 {
     int64_t rows = row->rows ? row->rows : 1;
-    if (blocks) now.edge = must(calloc(EDGES, sizeof *now.edge), "out of memory");
     int64_t small = count_step(row, 1, rows, row->size / rows);
-    now.size = 1;
     int64_t large = count_step(row, 1, rows, (row->size + MORE) / rows);
-    struct edge *edge = now.edge;
-    now.edge = NULL;
     int64_t few = row->rows ? 2 : 128, one = count_step(row, 1, few, 128 / few),
             many = count_step(row, MANY, few, 128 / few);
     double element = (double)(large - small) / MORE;
     printf("%s,%s,%.3f,%.0f,%.0f\n", text, isa, element, (double)(many - one) / (MANY - 1),
            (double)small - (double)row->size * element);
-    for (int i = 0; edge && i < EDGES; i++)
-        if (edge[i].count[1] != edge[i].count[0])
-            printf("%llx %llx %lld\n", (unsigned long long)edge[i].from, (unsigned long long)edge[i].to,
-                   (long long)(edge[i].count[1] - edge[i].count[0]));
-    free(edge);
 }
 
 /* Counts in a process of its own, so that one row does not affect the next. */
-static void count_row(const char *text, const char *isa, int blocks)
+static void count_row(const char *text, const char *isa)
 {
     struct row row = {.settings = strchr(text, ' ')};
     char recipe[64];
@@ -226,7 +214,7 @@ static void count_row(const char *text, const char *isa, int blocks)
     if (!child) {
         if (call.halfstep_set_isa(isa)) stop("cannot choose the instruction set %s", isa);
         prepare_counting();
-        print_row(text, &row, isa, blocks);
+        print_row(text, &row, isa);
         exit(fflush(stdout) ? 1 : 0);
     }
     if (child < 0 || waitpid(child, &status, 0) < 0) stop("cannot start a process for %s", text);
@@ -260,12 +248,11 @@ static void print_list(void)
 int main(int argc, char **argv)
 {
     const char *isa[16];
-    int isas = 0, blocks = 0, list = 0, names = 0, at = 2;
-    if (argc < 3) stop("LIBRARY.so [--isa NAME]... [--blocks] [--single-step] ROW...");
+    int isas = 0, list = 0, names = 0, at = 2;
+    if (argc < 3) stop("LIBRARY.so [--isa NAME]... [--single-step] ROW...");
     open_library(argv[1]);
     for (; at < argc && !strncmp(argv[at], "--", 2); at++) {
-        if (!strcmp(argv[at], "--blocks")) blocks = 1;
-        else if (!strcmp(argv[at], "--list")) list = 1;
+        if (!strcmp(argv[at], "--list")) list = 1;
         else if (!strcmp(argv[at], "--isas")) names = 1;
         else if (!strcmp(argv[at], "--single-step")) now.single = 1;
         else if (!strcmp(argv[at], "--isa") && at + 1 < argc && isas < 16) isa[isas++] = argv[++at];
@@ -281,6 +268,6 @@ int main(int argc, char **argv)
     if (names) return 0;
     find_instructions(argv[1]);
     for (; at < argc; at++)
-        for (int i = 0; i < isas; i++) count_row(argv[at], isa[i], blocks);
+        for (int i = 0; i < isas; i++) count_row(argv[at], isa[i]);
     return 0;
 }

@@ -54,7 +54,7 @@ def machine_of(library):
 
 
 def compiler_of(library):
-    """Name and major version, as the compiler left them in the library."""
+    """Returns name and major version of the compiler, as it left them in the library."""
     text = subprocess.run(
         ["readelf", "-p", ".comment", library], capture_output=True, text=True
     ).stdout
@@ -63,8 +63,8 @@ def compiler_of(library):
 
 
 def header_of(library):
-    """The folder of the header that it was built with, where its build folder tells; this tree's
-    otherwise."""
+    """Returns the folder of the header that the library was built with, if its build folder tells,
+    else this tree's."""
     cache = os.path.join(os.path.dirname(library), "CMakeCache.txt")
     if os.path.exists(cache):
         with open(cache, encoding="utf-8") as file:
@@ -161,8 +161,8 @@ class Counter:
         return sorted({row for p in patterns for row in [row for row in listed if p in row] or [p]})
 
     def count(self, isas, rows):
-        """{(isa, row): (for each element, for each small tensor, for a step)}; what the library
-        does not know is left out."""
+        """Returns {(isa, row): (for each element, for each small tensor, for a step)}. Leaves out
+        rows that the library does not know."""
         found = {}
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             for lines in pool.map(lambda isa: self.run("--isa", isa, *rows), isas):
@@ -182,107 +182,68 @@ def print_table(head, left, rows):
     print()
 
 
-def number(value, digits):
-    return "" if value is None else f"{value:.{digits}f}"
+def cell(found, isa, row, what, digits=2):
+    """Returns a count as text, or nothing if the library does not know the row."""
+    counts = found.get((isa, row))
+    return f"{counts[what]:.{digits if what == ELEMENT else 0}f}" if counts else ""
 
 
 def print_counts(isas, rows, found):
-    head = [
-        "row",
-        *[f"{isa}, {what}" for what in ("element", "small tensor", "step") for isa in isas],
-    ]
-    print_table(
-        head,
-        1,
-        [
-            [
-                f"`{row}`",
-                *[
-                    number(
-                        found[isa, row][what] if (isa, row) in found else None,
-                        2 if what == ELEMENT else 0,
-                    )
-                    for what in (ELEMENT, TENSOR, STEP)
-                    for isa in isas
-                ],
-            ]
-            for row in rows
-        ],
-    )
+    columns = [(what, isa) for what in (ELEMENT, TENSOR, STEP) for isa in isas]
+    head = [f"{isa}, {('element', 'small tensor', 'step')[what]}" for what, isa in columns]
+    lines = [[f"`{row}`", *(cell(found, isa, row, what) for what, isa in columns)] for row in rows]
+    print_table(["row", *head], 1, lines)
 
 
 def print_by_rule(isas, rows, found):
-    """Short enough for a page: rules by formats, the instruction sets in one cell, then what is
-    left."""
+    """Prints tables that are short enough for a page: rules by formats, the instruction sets in one
+    cell, then the other rows."""
     formats = ["f32/f32", "bf16-sr/bf16-sr", "bf16-sr/int8", "bf16-ecc8/int8"]
 
-    def cell(row, what):
-        return "; ".join(
-            number(
-                found[isa, row][what] if (isa, row) in found else None, 1 if what == ELEMENT else 0
-            )
-            for isa in isas
-        )
+    def cells(row, what):
+        return "; ".join(cell(found, isa, row, what, 1) for isa in isas)
 
     left, lines = set(rows), []
     for rule in dict.fromkeys(row.split("/")[0] for row in rows):
-        cells = [f"`{rule}`"]
+        line = [f"`{rule}`"]
         for weight, state in (f.split("/") for f in formats):
             # States that the format does not serve take their defaults; ema has none.
-            fits = [
-                row
-                for row in sorted(left)
-                if re.fullmatch(rf"{rule}/{weight}(/{state}(\+{state})*(\+bf16-sr)?)?", row)
-            ]
-            cells.append(cell(fits[0], ELEMENT) if fits else "")
+            pattern = rf"{rule}/{weight}(/{state}(\+{state})*(\+bf16-sr)?)?"
+            fits = [row for row in sorted(left) if re.fullmatch(pattern, row)]
+            line.append(cells(fits[0], ELEMENT) if fits else "")
             left.difference_update(fits[:1])
-        lines.append(
-            [
-                *cells,
-                cell(f"{rule}/f32/f32" if f"{rule}/f32/f32" in rows else f"{rule}/f32", TENSOR),
-            ]
-        )
+        plain = f"{rule}/f32/f32"
+        lines.append([*line, cells(plain if plain in rows else f"{rule}/f32", TENSOR)])
     print(f"{'; '.join(isas)}:\n")
     print_table(["rule", *[f"`{f}`" for f in formats], "small tensor, `f32/f32`"], 1, lines)
-    print_table(
-        ["row", "element", "small tensor"],
-        1,
-        [[f"`{row}`", cell(row, ELEMENT), cell(row, TENSOR)] for row in sorted(left)],
-    )
+    lines = [[f"`{row}`", cells(row, ELEMENT), cells(row, TENSOR)] for row in sorted(left)]
+    print_table(["row", "element", "small tensor"], 1, lines)
 
 
 def print_comparison(isas, rows, old, new):
+    head = [f"{isa}{column}" for isa in isas for column in (", old", ", new", ", new / old")]
     for what, title in (
         (ELEMENT, "Instructions for each element"),
         (TENSOR, "Instructions for each small tensor"),
         (STEP, "Instructions for a step of one tensor, whatever its size"),
     ):
-        print(f"{title}:\n")
         lines = []
         for row in rows:
-            cells = [f"`{row}`"]
+            line = [f"`{row}`"]
             for isa in isas:
-                a, b = (
-                    found[isa, row][what] if (isa, row) in found else None for found in (old, new)
-                )
-                digits = 2 if what == ELEMENT else 0
-                cells += [number(a, digits), number(b, digits), f"{b / a:.3f}" if a and b else ""]
-            lines.append(cells)
-        print_table(
-            [
-                "row",
-                *[f"{isa}{column}" for isa in isas for column in (", old", ", new", ", new / old")],
-            ],
-            1,
-            lines,
-        )
+                a, b = (found[isa, row][what] if (isa, row) in found else 0 for found in (old, new))
+                line += [cell(old, isa, row, what), cell(new, isa, row, what)]
+                line.append(f"{b / a:.3f}" if a and b else "")
+            lines.append(line)
+        print(f"{title}:\n")
+        print_table(["row", *head], 1, lines)
 
 
 # ---- Budgets -------------------------------------------------------------------------------------
 
 
 def read_budgets(path):
-    """{(compiler, isa, row): counts}"""
+    """Returns {(compiler, isa, row): counts}."""
     if not os.path.exists(path):
         return {}
     with open(path, encoding="utf-8") as file:
@@ -293,7 +254,7 @@ def read_budgets(path):
 
 
 def write_budgets(path, compiler, isas, found):
-    """What this compiler has for these instruction sets is replaced, all else stays."""
+    """Replaces what this compiler has for these instruction sets. All else stays."""
     budgets = {
         key: counts
         for key, counts in read_budgets(path).items()

@@ -18,14 +18,12 @@ recipe that --averaged names.
 
 Prints two markdown tables. The first has the validation loss, its difference to the first recipe
 (paired by seed, mean and standard error), and the root mean square distance of the final weights to
-those of the first recipe. The second has the same of the averages. With --out FILE each run is kept
-there as a line of JSON, and is not run again.
+those of the first recipe. The second has the same of the averages.
 """
 
 import argparse
-import json
+import itertools
 import math
-import os
 import statistics
 import sys
 import time
@@ -73,8 +71,8 @@ def flat(model):
 
 
 def run(text, recipe, seed, repeat, steps, averages):
-    """One training: (loss, weights) of the model, then of each average. repeat: batches after which
-    their order begins anew, 0 for never."""
+    """Trains once. Returns (loss, weights) of the model, then of each average. The order of batches
+    begins anew after `repeat` of them, or never if that is 0."""
     recipe, _, generator = recipe.partition(":")
     stored = torch.float32 if recipe.split("/")[1] == "f32" else torch.bfloat16
     model = Model(torch.Generator().manual_seed(seed), stored)
@@ -113,7 +111,8 @@ def spread(values, form):
 
 
 def table(title, rows):
-    """rows: {(order, name): [runs]}; the first of each order is what the others are held to."""
+    """Prints a table of {(order, name): [runs]}. The first name of each order is the reference of
+    the others."""
     print(
         f"| batches | {title} | val loss | difference | weights: rms distance |\n| --- | --- | ---:"
         " | ---: | ---: |"
@@ -158,59 +157,24 @@ def main():
     )
     parser.add_argument("--averaged", default="adamw/bf16-sr")
     parser.add_argument("--averages", nargs="*", default=["f32", "bf16-sr"])
-    parser.add_argument("--out")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with open(args.text, "rb") as file:
         text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-    kept = {}
-    if args.out and os.path.exists(args.out):
-        with open(args.out, encoding="utf-8") as file:
-            kept = {tuple(row["key"]): row for row in map(json.loads, file)}
     trained, averaged = {}, {}
-    for seed in range(1, args.seeds + 1):
-        for repeat in args.repeat:
-            # What is missing needs the first recipe's weights, so that all recipes of a seed and an
-            # order are run together.
-            keys = {recipe: (recipe, seed, repeat, args.steps) for recipe in args.recipes}
-            if not all(key in kept for key in keys.values()):
-                first = None
-                for recipe, key in keys.items():
-                    start = time.monotonic()
-                    results = run(
-                        text,
-                        recipe,
-                        seed,
-                        repeat,
-                        args.steps,
-                        args.averages if recipe == args.averaged else [],
-                    )
-                    first = results[0][1] if first is None else first
-                    bases = [first] + [weights for _, weights in results[1:2]] * len(args.averages)
-                    rows = [
-                        {
-                            "name": name,
-                            "loss": loss,
-                            "distance": (weights - base).square().mean().sqrt().item(),
-                        }
-                        for name, (loss, weights), base in zip(
-                            [recipe, *args.averages], results, bases
-                        )
-                    ]
-                    kept[key] = {"key": key, "rows": rows}
-                    print(
-                        f"{recipe}, seed {seed}, repeat {repeat}: {rows},"
-                        f" {time.monotonic() - start:.0f} s",
-                        file=sys.stderr,
-                    )
-                    if args.out:
-                        with open(args.out, "a", encoding="utf-8") as file:
-                            file.write(json.dumps(kept[key]) + "\n")
-            for recipe, key in keys.items():
-                own, *others = kept[key]["rows"]
-                trained.setdefault((repeat, recipe), []).append(own)
-                for other in others:
-                    averaged.setdefault((repeat, other["name"]), []).append(other)
+    for seed, repeat in itertools.product(range(1, args.seeds + 1), args.repeat):
+        references = {}  # the last weights of the first recipe, and of the first average
+        for recipe in args.recipes:
+            start = time.monotonic()
+            averages = args.averages if recipe == args.averaged else []
+            results = run(text, recipe, seed, repeat, args.steps, averages)
+            for place, (name, (loss, weights)) in enumerate(zip([recipe, *averages], results)):
+                first = references.setdefault("average" if place else "recipe", weights)
+                distance = (weights - first).square().mean().sqrt().item()
+                rows = averaged if place else trained
+                rows.setdefault((repeat, name), []).append({"loss": loss, "distance": distance})
+            seconds = time.monotonic() - start
+            print(f"{recipe}, seed {seed}, repeat {repeat}: {seconds:.0f} s", file=sys.stderr)
     table("recipe", trained)
     table(f"average of `{args.averaged}`", averaged)
 

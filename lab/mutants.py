@@ -83,32 +83,15 @@ C_TOKEN = re.compile(
     | (?P<op><<=|>>=|\.\.\.|->|\+\+|--|<<|>>|[<>=!+*/%&|^-]=|&&|\|\||.)""",
     re.M | re.S | re.X,
 )
+_PAIRS = [
+    pair.split()
+    for pair in "+ -, < <=, > >=, == !=, && ||, & |, << >>, += -=, |= &=, <<= >>=".split(", ")
+]
+#: operator of C -> its replacement; those of a pair replace each other
 C_OPERATORS = {
-    "+": "-",
-    "-": "+",
-    "*": "+",
-    "/": "*",
-    "%": "*",
-    "<": "<=",
-    "<=": "<",
-    ">": ">=",
-    ">=": ">",
-    "==": "!=",
-    "!=": "==",
-    "&&": "||",
-    "||": "&&",
-    "&": "|",
-    "|": "&",
-    "^": "|",
-    "<<": ">>",
-    ">>": "<<",
-    "+=": "-=",
-    "-=": "+=",
-    "|=": "&=",
-    "&=": "|=",
-    "*=": "/=",
-    "<<=": ">>=",
-    ">>=": "<<=",
+    **dict(_PAIRS),
+    **{b: a for a, b in _PAIRS},
+    **{"*": "+", "/": "*", "%": "*", "^": "|", "*=": "/="},
 }
 C_WORDS = {
     "if",
@@ -245,31 +228,17 @@ class LineOf:
         return self.starts[line - 1] + column
 
 
+#: class of an operator of Python -> how it is written; its replacement if C has no such operator
 PY_OPERATORS = {
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: (r"is\s+not", "is"),
-    ast.In: ("in", "not in"),
-    ast.NotIn: (r"not\s+in", "in"),
-    ast.And: ("and", "or"),
-    ast.Or: ("or", "and"),
-    ast.Add: (r"\+", "-"),
-    ast.Sub: ("-", "+"),
-    ast.Mult: (r"\*", "+"),
-    ast.Div: ("/", "*"),
-    ast.FloorDiv: ("//", "*"),
-    ast.Mod: ("%", "*"),
-    ast.Pow: (r"\*\*", "*"),
-    ast.LShift: ("<<", ">>"),
-    ast.RShift: (">>", "<<"),
-    ast.BitOr: (r"\|", "&"),
-    ast.BitAnd: ("&", "|"),
-    ast.BitXor: (r"\^", "|"),
+    **{ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="},
+    **{ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"},
+    **{ast.And: "and", ast.Or: "or", ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"},
+    **{ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**", ast.LShift: "<<", ast.RShift: ">>"},
+    **{ast.BitOr: "|", ast.BitAnd: "&", ast.BitXor: "^"},
+}
+PY_REPLACEMENTS = {
+    **{"is": "is not", "is not": "is", "in": "not in", "not in": "in"},
+    **{"and": "or", "or": "and", "//": "*", "**": "*"},
 }
 
 
@@ -291,9 +260,11 @@ def python_places(text):
 
     def operator(op, left, right, statement, assigned=""):
         if type(op) in PY_OPERATORS:
-            old, new = PY_OPERATORS[type(op)]
+            old = PY_OPERATORS[type(op)]
+            new = PY_REPLACEMENTS.get(old) or C_OPERATORS[old]
             first = span(left)[1]
-            at = re.search(old + assigned, text[first : span(right)[0]])
+            written = re.escape(old + assigned).replace("\\ ", r"\s+")
+            at = re.search(written, text[first : span(right)[0]])
             if at:
                 found.append(
                     ("operator", first + at.start(), first + at.end(), new + assigned, statement)

@@ -84,7 +84,7 @@ def results(title, report):
 
 
 def by_recipe(report):
-    """{recipe: {rate as typed: line of the table}} in the order of the report."""
+    """Returns {recipe: {rate as typed: line of the table}} in the order of the report."""
     grid = {}
     for line in report["table"]:
         words = line["name"].split(":")
@@ -107,8 +107,8 @@ def best_rate(lines):
 
 
 def differences(report, grid):
-    """{recipe: its text at its best rate against the first at its}, seed by seed, and the number of
-    seeds."""
+    """Returns {recipe: its text at its best rate against the first recipe at its own}, seed by
+    seed, and the number of seeds."""
     names = [line["name"] for line in report["table"]]
     by_name = {name: {} for name in names}
     # Runs come seed by seed, in the order of the table.

@@ -13,4 +13,5 @@ if ! cmake -G "Unix Makefiles" -S . -B "$folder" -DCMAKE_TARGET_MESSAGES=OFF -DH
     cat "$folder/configure.log" >&2
     exit 1
 fi
+[ -e "$folder/halfstep" ] || sed -n 's/^-- \(Device code for GPUs\)/    \1/p' "$folder/configure.log" >&2
 exec cmake --build "$folder" --parallel "$jobs" -- --no-print-directory -s

@@ -28,7 +28,7 @@ expect "unknown device 'tpu'; known: cpu, cuda, cuda:N" verify --device tpu
 expect 'unknown GPU number 3; the driver shows 1' bench --device cuda:3
 echo "ok   what is missing is said in one line"
 
-export HALFSTEP_CUDA_IMAGE=$fake/image
+export HALFSTEP_CUDA_IMAGE=$fake/image XDG_CACHE_HOME=$scratch/cache
 FAKE_CUDA_DEVICES=2 "$halfstep" info >info
 grep -q 'cuda:1, Fake GPU 1, compute capability 9.0, 3 multiprocessors, 1.1 GB' info || fail "info does not show the GPUs"
 grep -q 'driver of CUDA 12.0 or newer, 12.8 found' info || fail "info does not show the drivers"
@@ -45,5 +45,13 @@ echo "ok   bench runs on the device"
 "$halfstep" verify --device cuda --every 97 >verify || fail "verify --device cuda --every 97: $(cat verify)"
 grep -qE '^ok: ([0-9]+) of \1 cases give the promised bits \(cuda\)$' verify || fail "verify --device cuda --every 97: $(cat verify)"
 echo "ok   one golden case of 97 has its bits there"
+export FAKE_CUDA_LOSE=7
+! HALFSTEP_DEVICE_CHECK=always "$halfstep" bench --device cuda --params 65536 --tensors 4 --recipes lion/f32/f32 >out 2>err ||
+    fail "bench steps on a GPU with wrong bits"
+grep -q 'cuda gives wrong bits .*; run .halfstep verify --device cuda --json' err || fail "bench --device cuda: $(cat err)"
+! "$halfstep" verify --device cuda --every 97 >verify || fail "verify does not find a kernel that does nothing"
+grep -q '^FAILED: ' verify || fail "verify --device cuda: $(cat verify)"
+unset FAKE_CUDA_LOSE
+echo "ok   bench refuses a GPU with wrong bits, and verify finds them"
 FAKE_CUDA_FAULT=5 expect 'CUDA_ERROR_ILLEGAL_ADDRESS' verify --device cuda
 echo "ok   a fault of the device ends in one line"

@@ -6,7 +6,7 @@
 need cmake x86_64-w64-mingw32-gcc
 make_scratch
 folder=$build_dir/mingw
-cmake -S "$source_dir" -B "$folder" -DCMAKE_TOOLCHAIN_FILE="$source_dir/cmake/mingw-w64.cmake" -DHALFSTEP_WERROR=ON \
+cmake -S "$source_dir" -B "$folder" -DCMAKE_TOOLCHAIN_FILE="$source_dir/cmake/mingw-w64.cmake" -DHALFSTEP_CUDA=OFF -DHALFSTEP_WERROR=ON \
     -DHALFSTEP_TOOLS=OFF -DHALFSTEP_IO=OFF
 cmake --build "$folder" --target halfstep_static
 cat >"$scratch/main.c" <<'C'

@@ -30,6 +30,7 @@ def info(given):
         "torch": torch.__version__,
         "instruction_set": lib.halfstep_isa().decode(),
         "gpu": device.name.decode() if device.usable else None,
+        "device_code": device.code.decode() or None,
         "rules": list(_abi.rules),
         "formats": list(_abi.formats),
         "classes": sorted(classes),
@@ -39,6 +40,7 @@ def info(given):
         return 0
     if not device.usable:
         found["gpu"] = "none: " + (lib.halfstep_error_detail(None) or b"").decode()
+    found["device_code"] = found["device_code"] or "none in this build (docs/gpu.md)"
     for key, value in found.items():
         print(
             f"{key.replace('_', ' '):<16} {', '.join(value) if isinstance(value, list) else value}"

@@ -174,6 +174,7 @@ class DeviceInfo(_Sized):
         ("usable", c_int32),
         ("memory", c_uint64),
         ("name", c_char_p),
+        ("code", c_char_p),
     ]
 
 

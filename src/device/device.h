@@ -65,6 +65,13 @@ struct hstep_device {
     /* Returns the text of the error that an entry has just returned to this thread, or NULL. */
     const char *(*why)(void);
 
+    /* For a device whose code a driver loads or compiles: it must show the bits of this library before it touches
+     * memory of a caller (handle/device_check.c). trusted() returns 1 if the code of a fused row, or with -1 all other
+     * code, has shown them; 0 if it must be checked; or an error. trust() remembers that it was checked. NULL for
+     * others. */
+    int (*trusted)(const struct hstep_context *c, int fused);
+    void (*trust)(const struct hstep_context *c, int fused);
+
     /* Makes room for calls about the tensors of a plan, once it is known, so that a step allocates nothing. May be
      * NULL. */
     int (*settle)(const struct hstep_context *c, const struct hstep_plan *plan);

@@ -18,7 +18,7 @@
  * large, which only shortens a step. x is the stored value of a second moment: it is divided by the state's grid, which
  * decays with it (grid.h, int8.h).
  *
- * Reasons (lab/int4_trials.c, docs/results.md). Against exact Adam's, updates were 0.32 off in rms with real gradients.
+ * Reasons (docs/results.md). Against exact Adam's, updates were 0.32 off in rms with real gradients.
  * With linear codes of the root they were 0.36 off, and 0.51 with dynamic maps. Second moments on a grid of floats stay
  * representable when the scale moves, so only the amount that a step adds is rounded (int8.h). Their window must not
  * reach far below what 4 bits of m resolve. First moments have a scale that follows their maximum, and are rounded

@@ -24,9 +24,9 @@
  * squared relative terms, so its codes are floats. It wanders most if its scale follows the maximum, because
  * every change of the scale rounds all 32 elements again. On a grid of floats a stored value stays representable under
  * any scale, and only the amount that the step adds is rounded. The scale tells where the window begins
- * (docs/results.md, lab/int4_trials.c). Nothing is divided by first moments, so the largest matter most. They are
- * unbiased themselves. If their roots were unbiased instead, a tenth of a gradient at a time, elements of a
- * ten-thousandth of their block's largest would come out twice as large.
+ * (docs/results.md). Nothing is divided by first moments, so the largest matter most. They are unbiased themselves. If
+ * their roots were unbiased instead, a tenth of a gradient at a time, elements of a ten-thousandth of their block's
+ * largest would come out twice as large.
  *
  * Worst case if signed: |error of y| < 0.71 s to nearest (of x between k^2 and (k + 1)^2), < s stochastic, s <=
  * sqrt(max |x|) / 127 * (1 + 2^-7). If non-negative: below 2^-5 of y above the edge, 2^-4 below it. */

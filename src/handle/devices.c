@@ -27,7 +27,7 @@ int halfstep_set_stream(halfstep_optimizer *o, void *stream)
 int halfstep_get_device_info(const char *device, halfstep_device_info *info)
 {
     const char *rest = "";
-    halfstep_device_info ours = {.name = ""};
+    halfstep_device_info ours = {.name = "", .code = ""};
     const struct hstep_device *found = hstep_find_device(device, &rest);
     if (!info) return HALFSTEP_ERROR_ARGUMENT;
     if (!found || !found->inform) return HALFSTEP_ERROR_NAME;

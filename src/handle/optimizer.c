@@ -21,17 +21,12 @@ int32_t halfstep_abi(void) { return HALFSTEP_ABI; }
 
 /* ---- Handles ---- */
 
-/* Destroys a handle that could not be made. The caller gets no handle, so the device's error text goes where
- * halfstep_error_detail(NULL) finds it. */
-static int fail_create(halfstep_optimizer *o, int error)
+int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimizer)
 {
-    o->serial = 0;
-    hstep_why(o, error);
-    halfstep_destroy(o);
-    return error;
+    return hstep_create(given, 0, optimizer);
 }
 
-int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimizer)
+int hstep_create(const halfstep_options *given, int checking, halfstep_optimizer **optimizer)
 {
     static atomic_uint_least64_t serial;
     halfstep_options options = {0};
@@ -46,12 +41,13 @@ int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimize
     halfstep_optimizer *o = calloc(1, sizeof *o);
     if (!o) return HALFSTEP_ERROR_MEMORY;
     o->device = device;
+    snprintf(o->ordinal, sizeof o->ordinal, "%s", rest);
+    o->checking = checking;
     o->context.kernels = hstep_isa_in_use();
     o->context.threads = options.threads;
     o->seed = options.seed;
     o->context.run = options.run;
     o->context.host = options.host;
-    o->serial = atomic_fetch_add(&serial, 1) + 1;
     o->gradient_scale = 1.0;
     atomic_init(&o->skipped, 0);
     atomic_init(&o->nonfinite_tensor, -1);
@@ -60,8 +56,17 @@ int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimize
     atomic_flag_clear(&o->workspace_lock);
     atomic_flag_clear(&o->sync_lock);
     atomic_init(&o->device_ahead, 0);
-    int error = device->open ? device->open(&o->context, rest, options.stream) : HALFSTEP_OK;
-    if (error || (error = hstep_first_plan(o)) || (error = hstep_open_sync(o))) return fail_create(o, error);
+    /* The caller of a failed call gets no handle. As long as the serial is 0, halfstep_error_detail(NULL) finds the
+     * text. */
+    int error = device->open ? hstep_why(o, device->open(&o->context, rest, options.stream)) : HALFSTEP_OK;
+    if (!error) error = hstep_why(o, hstep_first_plan(o));
+    if (!error) error = hstep_why(o, hstep_open_sync(o));
+    if (!error && device->trusted && !checking) error = hstep_check_device(o, -1);
+    if (error) {
+        halfstep_destroy(o);
+        return error;
+    }
+    o->serial = atomic_fetch_add(&serial, 1) + 1;
     *optimizer = o;
     return HALFSTEP_OK;
 }

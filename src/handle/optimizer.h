@@ -1,6 +1,6 @@
 /* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), plan.c (chunks and arrays of a step),
  * slots.c (memory), ready.c and step.c (steps), sync.c (asynchronous devices), records.c (what a checkpoint keeps),
- * accumulate.c, checks.c and devices.c. */
+ * accumulate.c, checks.c, devices.c, device_check.c and device_cases.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -19,6 +19,8 @@ struct hstep_label {
 
 struct halfstep_optimizer {
     const struct hstep_device *device;
+    char ordinal[24]; /* the part of the device's option after the colon */
+    int checking;     /* 1: belongs to the check of a device (device_check.c), which does not check again */
     struct hstep_context context;
     uint64_t seed;
     int generator;                    /* row of the choice */
@@ -78,6 +80,16 @@ struct halfstep_optimizer {
 /* The device of handles made from now on. Tests put another one in place of the host. */
 extern const struct hstep_device *hstep_default_device;
 extern const struct hstep_device hstep_cuda_device;
+
+/* Does what halfstep_create() does. checking: the device is not checked. */
+int hstep_create(const halfstep_options *given, int checking, halfstep_optimizer **optimizer);
+
+/* Checks code of the handle's device, unless it is trusted already (device_check.c): the fused row of a tensor, or with
+ * -1 all code that is not fused. Returns DEVICE if a bit differs from the processor's, ORDER while the handle's stream
+ * is captured, or the error of a call. */
+int hstep_check_device(const halfstep_optimizer *o, int tensor);
+/* Checks all fused rows of the handle's tensors. */
+int hstep_check_fused(const halfstep_optimizer *o);
 
 /* Returns the device that halfstep_options.device names, or NULL if there is none. Points *rest behind the colon of the
  * name. */

@@ -86,6 +86,8 @@ int hstep_settle(halfstep_optimizer *o)
     int64_t n_chunks;
     size_t workspace;
     lay_out_all(o, &n_chunks, &workspace);
+    int error = hstep_check_fused(o);
+    if (error) return error;
     struct hstep_plan plan = o->plan;
     plan.n_tensors = o->n_tensors;
     plan.n_groups = o->n_groups;
@@ -97,7 +99,7 @@ int hstep_settle(halfstep_optimizer *o)
              task_bytes = (uint64_t)(n_chunks + 1) * sizeof *o->tasks;
     o->chunks = malloc((size_t)chunk_bytes);
     o->tasks = malloc((size_t)task_bytes);
-    int error = o->chunks && o->tasks ? hstep_settle_sync(o) : HALFSTEP_ERROR_MEMORY;
+    error = o->chunks && o->tasks ? hstep_settle_sync(o) : HALFSTEP_ERROR_MEMORY;
     for (int i = 0; !error && i < o->n_tensors; i++)
         hstep_cut_tensor(&o->tensors[i], i, o->chunks + o->tensors[i].first_chunk);
     if (!error) task_bytes = ((uint64_t)hstep_join_chunks(o->chunks, n_chunks, o->tasks) + 1) * sizeof *o->tasks;

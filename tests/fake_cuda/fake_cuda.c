@@ -50,6 +50,7 @@ EXPORT struct fake_cuda_control *fake_cuda_control(void)
         control.fail_allocation = number("FAKE_CUDA_FAIL_ALLOCATION", 0);
         control.fault = number("FAKE_CUDA_FAULT", 0);
         control.open = number("FAKE_CUDA_OPEN", 0);
+        control.lose = number("FAKE_CUDA_LOSE", 0);
     }
     return &control;
 }
@@ -153,6 +154,7 @@ static void run(struct op *o)
     case LAUNCH:
         control.kernels++;
         if (control.fault && !--control.fault) lost = 1;
+        else if (control.lose == o->kernel + 1) break;
         else if (hstep_emulate(&hstep_emulated_kernels[o->kernel], o->blocks, o->threads, 0, parameters))
             misuse("a launch of a shape that the kernel is not written for");
         break;
@@ -303,6 +305,12 @@ EXPORT int cuDeviceGetName(char *name, int length, int device)
     return OK;
 }
 
+EXPORT int cuDeviceGetUuid(unsigned char uuid[16], int device)
+{
+    memset(uuid, device + 1, 16);
+    return OK;
+}
+
 EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
     (void)device;
@@ -407,6 +415,8 @@ EXPORT int cuMemAlloc_v2(uint64_t *memory, size_t bytes)
     arena[d].used += room;
     arena[d].live++;
     control.live++;
+    control.bytes += (long)bytes;
+    if (control.bytes > control.most_bytes) control.most_bytes = control.bytes;
     *memory = (uint64_t)(uintptr_t)b->base;
     /* New memory has undefined contents. The page behind it must stay as it is. */
     touchable(1);
@@ -426,6 +436,7 @@ EXPORT int cuMemFree_v2(uint64_t memory)
     run_all();
     check_behind(b);
     int d = b->device;
+    control.bytes -= (long)b->bytes;
     *b = (struct block){0};
     control.live--;
     if (--arena[d].live) return OK;

@@ -10,6 +10,7 @@
  *   FAKE_CUDA_COMPUTE=N          Capability, 10 times (90).
  *   FAKE_CUDA_FAIL_ALLOCATION=N  The N-th allocation is out of memory.
  *   FAKE_CUDA_FAULT=N            The N-th kernel faults, and the context is lost.
+ *   FAKE_CUDA_LOSE=N             Kernel number N of kernels.def, counted from 1, does nothing.
  *   FAKE_CUDA_OPEN=1             The process may touch the device's memory, for tests whose tensors lie in it. */
 #ifndef FAKE_CUDA_H
 #define FAKE_CUDA_H
@@ -34,12 +35,14 @@ enum fake_cuda_mutation {
 struct fake_cuda_control {
     int devices, driver, compute, open;
     long fail_allocation, fault, fail_launch; /* counted down; 0: never */
+    int lose;                                 /* 1 + a kernel that does nothing, in the order of kernels.def; 0: none */
     int mutation, call;                       /* call: only the call-th place in the library; 0: everywhere */
     int strict; /* freeing memory while work is pending is misuse, though a driver would wait */
     /* Results: */
     long launches, kernels, synchronizations, pageable, copies, allocations; /* kernels: those that have run */
     long live, pinned;                                                       /* blocks of either memory */
-    int depth;                                                               /* of this thread's contexts */
+    long bytes, most_bytes;     /* of the device's memory, now and at most */
+    int depth;                  /* of this thread's contexts */
     int calls[FAKE_CUDA_CALLS]; /* places in the library whose call each mutation leaves out */
     const char *offence;        /* the first misuse, or NULL */
     const char *image;          /* device code loaded last; at most 15 characters of it */

@@ -56,6 +56,7 @@ def load():
     folder = os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests", "fake_cuda")
     os.environ["FAKE_CUDA_OPEN"] = "1"
     os.environ.setdefault("FAKE_CUDA_DEVICES", "2")
+    os.environ.setdefault("HALFSTEP_DEVICE_CHECK", "never")  # test_device_check has it
     os.environ.setdefault("HALFSTEP_CUDA_IMAGE", os.path.join(folder, "image"))
     driver = ctypes.CDLL(os.path.join(folder, "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     driver.fake_cuda_control.restype = ctypes.POINTER(Control)

@@ -4,13 +4,12 @@ signature, schedule and rule."""
 import copy
 import ctypes
 import inspect
-import io
 import math
 import pickle
 
 import pytest
 import torch
-from conftest import bits, everything, parameters, run, set_gradients, streams, twins
+from conftest import bits, everything, parameters, run, saved, set_gradients, streams, twins
 
 from halfstep import _abi, _calls
 from halfstep.compat import adamw_bfloat16
@@ -24,6 +23,11 @@ def bf16(n=64, value=None):
 
 def constant(lr):
     return LR(preheat_steps=1, lr=lr, decay_power=0)
+
+
+def schedule_of(opt, group=0):
+    """Returns the numbers that a group keeps of an LR."""
+    return tuple(opt.param_groups[group][key] for key in ("lr", "preheat_steps", "decay_power"))
 
 
 # ---- The interface -------------------------------------------------------------------------------
@@ -92,10 +96,8 @@ def test_readme_snippet():
     # ----
     assert losses[-1] < 0.7 * losses[0]
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-    group = no_arguments.param_groups[0]
-    assert (group["lr"], group["preheat_steps"], group["decay_power"]) == (1e-3, 3000, -0.5)
-    group = configured.param_groups[0]
-    assert (group["lr"], group["preheat_steps"], group["decay_power"]) == (1e-4, 5000, -0.25)
+    assert schedule_of(no_arguments) == (1e-3, 3000, -0.5)
+    assert schedule_of(configured) == (1e-4, 5000, -0.25)
     assert optimizer.recipe(model[0].weight) == "adamw-delayed/bf16-kahan/bf16-sr"
 
 
@@ -165,14 +167,9 @@ def test_a_group_keeps_three_numbers():
     assert not any(isinstance(value, LR) for value in opt.param_groups[0].values())
     set_gradients({"p": p}, 0)
     opt.step()
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
     fresh = AdamW_BF16([bf16()])
-    fresh.load_state_dict(loaded)
-    group = fresh.param_groups[0]
-    assert (group["lr"], group["preheat_steps"], group["decay_power"]) == (1e-2, 10, -0.5)
+    fresh.load_state_dict(saved(opt.state_dict()))
+    assert schedule_of(fresh) == (1e-2, 10, -0.5)
 
 
 def test_groups_may_have_an_lr_of_their_own():
@@ -181,8 +178,9 @@ def test_groups_may_have_an_lr_of_their_own():
     opt = AdamW_BF16(given, lr_function=LR(lr=1e-2, preheat_steps=1))
     opt.add_param_group({"params": [later], "lr_function": LR(2, 1e-3, -1.0)})
     assert "lr_function" in given[0] and "lr_function" not in opt.param_groups[0]
-    assert [g["lr"] for g in opt.param_groups] == [0.0, 1e-2, 1e-3]
-    assert [g["preheat_steps"] for g in opt.param_groups] == [3000, 1, 2]
+    assert schedule_of(opt, 0) == (0.0, 3000, -0.5)
+    assert schedule_of(opt, 1) == (1e-2, 1, -0.5)
+    assert schedule_of(opt, 2) == (1e-3, 2, -1.0)
     before = [opt.read_weight(p) for p in (slow, fast, later)]
     set_gradients({"slow": slow, "fast": fast, "later": later}, 0)
     opt.step()
@@ -213,11 +211,6 @@ def test_a_scheduler_multiplies():
         ({"lr_function": LR(preheat_steps=2.5)}, ValueError, "preheat_steps"),
         ({"lr_function": LR(lr=-1.0)}, ValueError, "Invalid learning rate"),
         ({"lr_function": LR(lr=math.nan)}, ValueError, "Invalid learning rate"),
-        ({"betas": (1.0, 0.9)}, ValueError, "Invalid beta parameter at index 0: 1.0"),
-        ({"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1: -0.1"),
-        ({"eps": -1.0}, ValueError, "Invalid epsilon value: -1.0"),
-        ({"weight_decay": -1.0}, ValueError, "Invalid weight_decay value: -1.0"),
-        ({"weights": "bf16-khan"}, ValueError, "bf16-khan"),
     ],
 )
 def test_errors(options, error, text):
@@ -372,22 +365,18 @@ def test_hooks_run_once():
 # ---- Saving, and the fake step of distributed checkpoints ----------------------------------------
 
 
-def everything_of(opt, p):
-    return bits(p), bits(opt.state[p]["weight.extra"]) if p.numel() else None
-
-
 def test_a_step_of_lr_0_and_zero_gradients_moves_nothing():
     params = parameters(torch.bfloat16)
     opt = AdamW_BF16(params.values(), lr_function=constant(1e-2), weight_decay=0.1)
     run(opt, params, 0, 20)
-    before = [everything_of(opt, p) for p in params.values()]
+    before = [(bits(p), bits(opt.read_weight(p))) for p in params.values()]
     for group in opt.param_groups:
         group["lr"] = 0.0
     for p in params.values():
         p.grad = torch.zeros_like(p)
     for _ in range(5):
         opt.step()
-    assert [everything_of(opt, p) for p in params.values()] == before
+    assert [(bits(p), bits(opt.read_weight(p))) for p in params.values()] == before
 
 
 def test_distributed_checkpoint_may_prime_a_fresh_optimizer():
@@ -397,10 +386,10 @@ def test_distributed_checkpoint_may_prime_a_fresh_optimizer():
     model = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.LayerNorm(33)).bfloat16()
     opt = AdamW_BF16(model.parameters(), lr_function=constant(0.1), weight_decay=0.5)
     before = [bits(p) for p in model.parameters()]
-    saved = dcp.get_optimizer_state_dict(model, opt)
+    primed = dcp.get_optimizer_state_dict(model, opt)
     assert [bits(p) for p in model.parameters()] == before
     assert opt.param_groups[0]["lr"] == 0.1
-    assert "0.weight" in saved["state"]
+    assert "0.weight" in primed["state"]
 
 
 @pytest.mark.parametrize(
@@ -411,12 +400,9 @@ def test_resume_is_bit_exact(options):
     params = parameters(torch.bfloat16)
     opt = AdamW_BF16(params.items(), **make)
     run(opt, params, 0, 10)
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
     others = twins(params)
     resumed = AdamW_BF16(others.items(), **options)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.load_state_dict(saved(opt.state_dict()))
     copied = copy.deepcopy(opt)
     pickled = pickle.loads(pickle.dumps(opt))
     run(opt, params, 10, 20)
@@ -448,9 +434,8 @@ def test_states_of_the_package_load():
     opt = AdamW_BF16([p])
     opt.load_state_dict({"state": {0: state}, "param_groups": [group]})
     found = opt.param_groups[0]
-    assert [
-        found[key] for key in ("lr", "preheat_steps", "decay_power", "betas", "eps", "weight_decay")
-    ] == [5e-3, 100, -0.25, (0.8, 0.95), 1e-7, 0.25]
+    assert schedule_of(opt) == (5e-3, 100, -0.25)
+    assert [found[key] for key in ("betas", "eps", "weight_decay")] == [(0.8, 0.95), 1e-7, 0.25]
     assert "lr_function" not in found
     assert bits(opt.state[p]["weight.extra"]) == bits(state["shift"])
     assert bits(opt.state[p]["exp_avg_sq"]) == bits(state["exp_avg_sq"])

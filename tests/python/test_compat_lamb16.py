@@ -3,13 +3,12 @@ signatures and rules."""
 
 import collections
 import inspect
-import io
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import everything, parameters, run, twins
+from conftest import everything, parameters, run, saved, twins
 
 import halfstep
 from halfstep.compat import lamb16
@@ -50,6 +49,12 @@ def gradient(shape, step):
     return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * 0.1
 
 
+def make_steps(opt, p, steps):
+    for t in range(steps):
+        p.grad = gradient(p.shape, t).to(p.dtype)
+        opt.step()
+
+
 # ---- The rules, in fp64 --------------------------------------------------------------------------
 
 
@@ -72,9 +77,7 @@ def test_lamb(scale, adam):
     start = torch.randn(20, 30) * scale
     p = nn.Parameter(start.clone())
     opt = Lamb([p], 1e-2, (0.8, 0.99), 1e-5, 0.1, adam)
-    for t in range(60):
-        p.grad = gradient(p.shape, t)
-        opt.step()
+    make_steps(opt, p, 60)
     wanted = exact_lamb(start, 60, 1e-2, (0.8, 0.99), 1e-5, 0.1, adam)
     torch.testing.assert_close(p.detach().double(), wanted, rtol=2e-6, atol=2e-6)
 
@@ -116,9 +119,7 @@ def test_lamb16(lr, scale, decay):
     start = torch.randn(20, 30) * 0.1
     p = nn.Parameter(start.clone())
     opt = Lamb16([p], lr, (0.8, 0.99), 1e-6, decay, scale, states="f32")
-    for t in range(60):
-        p.grad = gradient(p.shape, t)
-        opt.step()
+    make_steps(opt, p, 60)
     wanted, ratio = exact_lamb16(start, 60, lr, (0.8, 0.99), 1e-6, decay, scale)
     torch.testing.assert_close(p.detach().double(), wanted, rtol=2e-6, atol=2e-6)
     assert opt.scalar(p, "trust_ratio") == pytest.approx(ratio.item(), rel=1e-5)
@@ -139,9 +140,7 @@ def test_published_scaling():
     start = torch.randn(40, 50) * 0.1
     p = nn.Parameter(start.clone())
     opt = Lamb16([p], 0.02, (0.9, 0.999), 1e-6, 0.01, states="fp8-lamb16")
-    for t in range(20):
-        p.grad = gradient(p.shape, t)
-        opt.step()
+    make_steps(opt, p, 20)
     wanted, _ = exact_lamb16(start, 20, 0.02, (0.9, 0.999), 1e-6, 0.01, 0.382, published)
     wide, _ = exact_lamb16(start, 20, 0.02, (0.9, 0.999), 1e-6, 0.01, 0.382)
     moved = (wanted - start).norm()
@@ -161,11 +160,7 @@ def test_states_take_a_quarter_of_adam_s():
     held = {}
     for name, opt in made.items():
         opt.step()
-        held[name] = sum(
-            t.numel() * t.element_size()
-            for t in opt.state[p].values()
-            if isinstance(t, torch.Tensor)
-        )
+        held[name] = sum(t.nbytes for t in opt.state[p].values() if isinstance(t, torch.Tensor))
     assert held["published"] == pytest.approx(held["adam"] / 4, rel=1e-3)
     assert held["lamb16"] == pytest.approx(held["adam"] / 4, rel=0.04)  # scales for each 128
 
@@ -174,9 +169,7 @@ def test_nothing_moves_at_lr_0():
     p = nn.Parameter(torch.randn(8, 128).bfloat16())
     before = p.detach().clone()
     for opt in (Lamb16([p], lr=0.0, weight_decay=0.1), Lamb([p], lr=0.0, weight_decay=0.1)):
-        for t in range(3):
-            p.grad = gradient(p.shape, t).bfloat16()
-            opt.step()
+        make_steps(opt, p, 3)
     assert torch.equal(p, before)
 
 
@@ -196,13 +189,6 @@ def test_errors(make, options, text):
         make([nn.Parameter(torch.ones(3))], **options)
 
 
-def test_sparse_gradients_are_refused():
-    table = nn.Embedding(10, 4, sparse=True)
-    table(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(TypeError, match="sparse"):
-        Lamb16(table.parameters()).step()
-
-
 # ---- Saving --------------------------------------------------------------------------------------
 
 
@@ -213,12 +199,9 @@ def test_resume_is_bit_exact(make, options):
     params = parameters(shapes={"a": (12, 256), "b": (33,)})
     opt = make(params.items(), lr=0.02, weight_decay=0.01, **options)
     run(opt, params, 0, 6)
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
     others = twins(params)
     resumed = make(others.items(), **options)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.load_state_dict(saved(opt.state_dict()))
     run(opt, params, 6, 12)
     run(resumed, others, 6, 12)
     assert everything(resumed) == everything(opt)

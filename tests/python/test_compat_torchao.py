@@ -91,28 +91,6 @@ def test_signatures_are_the_peers(name):
 # ---- The README's snippets -----------------------------------------------------------------------
 
 
-def test_snippet_of_the_low_bit_optimizers():
-    Adam8bit = ours.Adam8bit
-    model = net()
-    optim = Adam8bit(model.parameters())
-    losses = train(optim, model, 20)
-    assert losses[-1] < losses[0]
-    for name in ("Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8"):
-        model = net()
-        optim = getattr(ours, name)(model.parameters(), block_size=256)
-        losses = train(optim, model, 20)
-        assert losses[-1] < losses[0]
-
-
-def test_snippet_of_stochastic_rounding():
-    _AdamW = ours._AdamW
-    model = net()
-    model_bf16 = model.bfloat16()
-    optim = _AdamW(model_bf16.parameters(), bf16_stochastic_round=True)
-    losses = train(optim, model, 20)
-    assert losses[-1] < losses[0]
-
-
 def test_snippets_of_cpu_offload(tmp_path):
     CPUOffloadOptimizer = ours.CPUOffloadOptimizer
     model = net()
@@ -149,6 +127,22 @@ def test_snippets_of_cpu_offload(tmp_path):
 # ---- Trajectories --------------------------------------------------------------------------------
 
 
+def assert_follows(end, begin, allowed):
+    """Judges runs from `begin`, given as (weights, loss) by name. Ours must end near torchao's, but
+    for the noise between two runs of torchao, and near exact Adam."""
+    way = (end["exact"][0] - vector(begin)).norm()
+
+    def distance(a, b):
+        return float((end[a][0] - end[b][0]).norm() / way)
+
+    noise = distance("peer", "peer again") if "peer again" in end else 0.0
+    assert distance("ours", "peer") < 1.2 * noise + allowed
+    # Ours is not farther from exact Adam than torchao, except for what 1.0625 and 1.0156 bytes may
+    # differ in.
+    assert distance("ours", "exact") < 1.4 * distance("peer", "exact")
+    assert abs(end["ours"][1] - end["exact"][1]) < 0.01 * end["exact"][1]
+
+
 @pytest.mark.parametrize(
     "name", [name if "W" in name else pytest.param(name, marks=pytest.mark.all) for name in ADAMS]
 )
@@ -166,16 +160,7 @@ def test_trajectory_in_fp32(name):
         off = ~torch.isclose(end["ours"][0], end["peer"][0], rtol=1e-5, atol=1e-6)
         assert off.float().mean() < 5e-4
         return
-    way = (end["exact"][0] - vector(net())).norm()
-    distance = {
-        pair: float((end[pair[0]][0] - end[pair[1]][0]).norm() / way)
-        for pair in (("ours", "peer"), ("ours", "exact"), ("peer", "exact"))
-    }
-    assert distance["ours", "peer"] < TOLERANCE[width(name)]
-    # Ours is not farther from exact Adam than torchao, except for what 1.0625 and 1.0156 bytes may
-    # differ in.
-    assert distance["ours", "exact"] < 1.4 * distance["peer", "exact"]
-    assert abs(end["ours"][1] - end["exact"][1]) < 0.01 * end["exact"][1]
+    assert_follows(end, net(), TOLERANCE[width(name)])
 
 
 @pytest.mark.all
@@ -206,16 +191,8 @@ def test_trajectory_in_bf16(name, stochastic):
     kind = torch.optim.AdamW if "W" in name else torch.optim.Adam
     losses = train(kind(exact.parameters(), lr=1e-3, weight_decay=1e-2), exact)
     end["exact"] = vector(exact), sum(losses[-5:]) / 5
-    way = (end["exact"][0] - vector(net(torch.bfloat16))).norm()
-    distance = {
-        pair: float((end[pair[0]][0] - end[pair[1]][0]).norm() / way)
-        for pair in (("ours", "peer"), ("ours", "exact"), ("peer", "exact"))
-    }
-    noise = float((end["peer"][0] - end["peer again"][0]).norm() / way) if stochastic else 0.0
     # torchao's _AdamW rounds its BF16 states to nearest, which is 0.02 of the way here.
-    assert distance["ours", "peer"] < 1.2 * noise + max(TOLERANCE[width(name)], 0.02)
-    assert distance["ours", "exact"] < 1.4 * distance["peer", "exact"]
-    assert abs(end["ours"][1] - end["exact"][1]) < 0.01 * end["exact"][1]
+    assert_follows(end, net(torch.bfloat16), max(TOLERANCE[width(name)], 0.02))
 
 
 @pytest.mark.parametrize("name", ADAMS)
@@ -268,8 +245,7 @@ def test_states_have_the_advertised_width(name, dtype):
     p.grad = torch.randn(256, 512).to(dtype)
     opt.step()
     assert opt.memory()["states"] == 2 * BYTES[width(name)] * p.numel()
-    held = sum(t.numel() * t.element_size() for t in streams(opt, p).values())
-    assert held == opt.memory()["states"]
+    assert sum(t.nbytes for t in streams(opt, p).values()) == opt.memory()["states"]
     assert not opt.fell_back()
 
 
@@ -405,14 +381,6 @@ def test_schedulers(lr):
         schedule.step()
         assert float((before - p.detach()).mean()) == pytest.approx(1e-3 * 0.5**step, rel=0.02)
     assert isinstance(opt.param_groups[0]["lr"], torch.Tensor)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"lr": -1.0}, {"eps": -1.0}, {"betas": (1.0, 0.999)}, {"betas": (0.9, -0.1)}]
-)
-def test_bad_numbers_are_refused(bad):
-    with pytest.raises(ValueError, match="Invalid"):
-        ours.AdamW8bit([torch.nn.Parameter(torch.zeros(4))], **bad)
 
 
 # ---- Saving --------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ static void put_gpus(struct document *d, json_t *in)
     json_t *cuda = put_object(d, in, "cuda");
     put_integer(d, cuda, "driver", info.driver);
     put_integer(d, cuda, "minimum_driver", info.minimum_driver);
-    put_integer(d, cuda, "images", info.images);
+    put_text(d, cuda, "code", info.code);
     if (!info.usable) put_text(d, cuda, "unusable", halfstep_error_detail(NULL));
     json_t *gpus = put_array(d, cuda, "gpus");
     for (int32_t i = 0, n = info.devices; i < n; i++) {
@@ -72,8 +72,9 @@ static void print_gpus(void)
                gpu.name, (int)gpu.compute / 10, (int)gpu.compute % 10, (int)gpu.multiprocessors,
                (double)gpu.memory * 1e-9, gpu.usable ? "" : " (not usable)");
     }
-    printf("%-15s%d images in this build; they need a driver of CUDA %d.%d or newer, ", "device code", (int)info.images,
-           DOT(info.minimum_driver));
+    if (*info.code) printf("%-15s%s; it needs", "device code", info.code);
+    else printf("%-15snone in this build (docs/gpu.md); a build with device code needs", "device code");
+    printf(" a driver of CUDA %d.%d or newer, ", DOT(info.minimum_driver));
     if (info.driver) printf("%d.%d found\n", DOT(info.driver));
     else printf("none found\n");
 }

@@ -16,7 +16,7 @@ import ctypes
 import math
 import warnings
 from collections import OrderedDict
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _abi, _calls, _devices, _parameters, _torch
 from .._abi import check, lib
-from .._handles import add_group, add_tensor, create_handle, seed_of
+from .._handles import Handle, seed_of
+from ._arguments import arguments
 
 __all__ = ["adam", "adamw", "adan", "lion", "radam", "ranger", "sgd", "stableadamw"]
 
@@ -34,62 +35,22 @@ _SETTLED = 2**40
 _HANDLES = 64
 
 
-class _Lists:
+class _Lists(Handle):
     """A handle for lists of tensors of one structure. Every call gives it memory and counters
     anew."""
 
     def __init__(self, rule, members, hypers):
-        self.handle = create_handle(torch.get_num_threads(), 0)
-        self.groups: Dict[str, int] = {}
-        try:
-            # Every call sets the steps, often to a number that only settles the rule. A generator
-            # of lattices would go by them.
-            check(
-                lib.halfstep_set_choice(self.handle, _abi.ALL_GROUPS, b"generator", b"mixer"),
-                self.handle,
-            )
-            for i, (identity, shape, weight, states, gradient) in enumerate(members):
-                recipe = "/".join([rule, weight] + (["+".join(states)] if states else []))
-                if recipe not in self.groups:
-                    self.groups[recipe] = add_group(self.handle, recipe, hypers, {})
-                add_tensor(
-                    self.handle, self.groups[recipe], f"params[{i}]", identity, shape, gradient
-                )
-        except BaseException:
-            self.destroy()
-            raise
-        self.hypers: Dict[str, float] = {}
-        self.decay, self.threads = None, 0
+        super().__init__(torch.get_num_threads(), 0)
+        # Every call sets the steps, often to a number that only settles the rule. A generator of
+        # lattices would go by them.
+        self.set(generator="mixer")
+        for i, (identity, shape, weight, states, gradient) in enumerate(members):
+            recipe = "/".join([rule, weight] + (["+".join(states)] if states else []))
+            self.add(recipe, f"params[{i}]", identity, shape, gradient)
+        self.set(**hypers)  # before the first binding, because hyper-parameters add states
         self.bound: List[Any] = [None] * len(members)
         pointers = ctypes.c_void_p * len(members)
         self.weights, self.gradients = pointers(), pointers()
-
-    def destroy(self):
-        if self.handle and lib is not None:  # the module may be gone at exit
-            lib.halfstep_destroy(self.handle)
-        self.handle = None
-
-    __del__ = destroy
-
-    def set(self, hypers, decay):
-        for key, value in hypers.items():
-            if self.hypers.get(key) != value:
-                check(
-                    lib.halfstep_set_hyper(self.handle, _abi.ALL_GROUPS, key.encode(), value),
-                    self.handle,
-                )
-                self.hypers[key] = value
-        if self.decay != decay:
-            for group in self.groups.values():
-                check(
-                    lib.halfstep_set_choice(self.handle, group, b"decay", decay.encode()),
-                    self.handle,
-                )
-            self.decay = decay
-        threads = torch.get_num_threads()
-        if self.threads != threads:
-            check(lib.halfstep_set_threads(self.handle, threads), self.handle)
-            self.threads = threads
 
     def bind(self, i, item):
         """Binds the memory of one tensor. Tensors without elements have no address, but their slots
@@ -105,7 +66,7 @@ class _Lists:
         ]
         if self.bound[i] != wanted:
             for slot, code, extra in wanted:
-                check(lib.halfstep_bind_slot(self.handle, i, slot, code, extra), self.handle)
+                check(lib.halfstep_bind_slot(self, i, slot, code, extra), self)
             self.bound[i] = wanted
 
 
@@ -124,7 +85,7 @@ def _lists(rule, items, hypers) -> _Lists:
     if found is None:
         found = _Lists(rule, members, hypers)
         if len(_handles) >= _HANDLES:
-            _handles.popitem(last=False)[1].destroy()
+            _handles.popitem(last=False)
     _handles[key] = found
     return found
 
@@ -253,20 +214,20 @@ def _step(
     grads,
     states,
     comps,
-    *,
     hypers,
-    decay,
+    *,
     kahan_sum,
-    options,
+    foreach,
+    triton,
+    gradient_release,
+    optimizer_accumulation,
     before=_SETTLED,
     full=0,
     writes=None,
     factors=None,
-    accumulate=False,
 ) -> bool:
     """Makes one step of the library's rule `name` on lists of the caller's tensors. Returns False
     if a gradient was not finite."""
-    foreach, _, gradient_release = options
     if foreach and gradient_release:
         raise ValueError("gradient_release and foreach cannot be used together")
     rule = _abi.rules[name]
@@ -294,16 +255,15 @@ def _step(
     made = True
     for batch in filter(None, batches):
         lists = _lists(name, batch, hypers)
-        lists.set(hypers, decay)
+        lists.set(**hypers)
+        lists.work(torch.get_num_threads())
         for i, item in enumerate(batch):
             lists.bind(i, item)
             lists.weights[i], lists.gradients[i] = (
                 item.param.data_ptr() or 1,
                 item.grad.data_ptr() or 1,
             )
-            _calls.change(
-                lists.handle,
-                _abi.RECORD_TENSOR,
+            lists.count(
                 i,
                 id=item.identity[0] if len(batch) == 1 else 0,
                 state_steps=before,
@@ -311,19 +271,19 @@ def _step(
                 writes=item.identity[1] if writes is None else writes,
             )
             item.load()
-        if accumulate:
-            code = _calls.run(lists.handle, _calls.all_tensors(None, lists.gradients, True))
+        if optimizer_accumulation:
+            code = _calls.run(lists, _calls.all_tensors(None, lists.gradients, True))
         else:
-            code = lib.halfstep_step(lists.handle, lists.weights, lists.gradients)
+            code = lib.halfstep_step(lists, lists.weights, lists.gradients)
         for item in batch:
             item.store(code == _abi.OK)
             item.identity[1] += code == _abi.OK
-        if code == _abi.OK and not accumulate:
+        if code == _abi.OK and not optimizer_accumulation:
             _torch.increment_versions([item.owner for item in batch])
         if code == _abi.NONFINITE:
-            made = _refused(*_calls.nonfinite_tensor(lists.handle))
+            made = _refused(*_calls.nonfinite_tensor(lists))
         else:
-            check(code, lists.handle)
+            check(code, lists)
     return made
 
 
@@ -349,18 +309,16 @@ def over(weight_decay, lr):
 def _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate, proximal=False):
     """Returns the hyper-parameters and the mode of the decay. Micro-steps do not decay and have no
     L2 term, as in optimi."""
-    lr, weight_decay = float(lr), 0.0 if accumulate else float(weight_decay)
-    found = {"lr": lr, "weight_decay": weight_decay, "reference_lr": 0.0}
+    weight_decay = 0.0 if accumulate else float(weight_decay)
+    found = {"lr": float(lr), "weight_decay": weight_decay, "reference_lr": 0.0}
     if weight_decay == 0.0:
-        return found, "decoupled"
+        return {**found, "decay": "decoupled"}
     if decouple_lr:
         coefficient = over(weight_decay, max_lr)  # refuses max_lr None and 0
         if proximal:
-            found["weight_decay"] = coefficient
-            return found, "proximal"
-        found["reference_lr"] = float(max_lr)
-        return found, "fully-decoupled"
-    return found, "proximal" if proximal else "decoupled" if decouple_wd else "l2"
+            return {**found, "weight_decay": coefficient, "decay": "proximal"}
+        return {**found, "reference_lr": float(max_lr), "decay": "fully-decoupled"}
+    return {**found, "decay": "proximal" if proximal else "decoupled" if decouple_wd else "l2"}
 
 
 def _count(step):
@@ -390,29 +348,17 @@ def _adam(
     weight_decay,
     eps,
     step,
-    decouple_wd,
     decouple_lr,
     max_lr,
-    kahan_sum,
-    options,
-    accumulate,
+    optimizer_accumulation,
+    decouple_wd=True,
+    **others,
 ):
-    hypers, decay = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate)
+    hypers = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation)
     t = _count(step)
     hypers.update(beta1=_debiased(beta1, t), beta2=_debiased(beta2, t), eps=float(eps))
-    if _step(
-        name,
-        params,
-        grads,
-        [exp_avgs, exp_avg_sqs],
-        kahan_comps,
-        hypers=hypers,
-        decay=decay,
-        kahan_sum=kahan_sum,
-        options=options,
-        writes=t - 1,
-        accumulate=accumulate,
-    ):
+    others.update(writes=t - 1, optimizer_accumulation=optimizer_accumulation)
+    if _step(name, params, grads, [exp_avgs, exp_avg_sqs], kahan_comps, hypers, **others):
         step.add_(1)
 
 
@@ -438,16 +384,16 @@ def adam(
     gradient_release: bool = False,
     optimizer_accumulation: bool = False,
 ):
-    """One step of Adam on lists of tensors (single tensors with `gradient_release`), in place.
+    """Makes one step of Adam on lists of tensors in place (on one tensor with `gradient_release`).
 
-    Everything belongs to the caller: parameters, the debiased moments `exp_avgs` and `exp_avg_sqs`,
-    the residuals `kahan_comps`, needed for 16-bit parameters with `kahan_sum`, and the counter
-    `step`, which counts up by one. BF16 states are rounded stochastically. Second moments in
-    float16 are stepped in float32 and rounded back. `grads` are only read.
+    All tensors are the caller's. `exp_avgs` and `exp_avg_sqs` are debiased moments. 16-bit
+    parameters with `kahan_sum` need residuals, `kahan_comps`. `step` counts up by one. BF16 states
+    are rounded stochastically. Second moments in float16 are stepped in float32 and rounded back.
+    `grads` are only read.
 
-    The C handle behind it is kept for later calls with tensors of the same shapes and types, at
-    most 64 of them; it holds no states. Beside the step a call costs about 25 microseconds for each
-    tensor, which the classes do not.
+    The C handle is kept for later calls with tensors of the same shapes and types. There are at
+    most 64 handles, and they hold no states. A call takes about 25 microseconds for each tensor
+    beside the step, which the classes do not take.
 
     Args:
         step: how many steps were made, in any dtype.
@@ -455,26 +401,7 @@ def adam(
         optimizer_accumulation: a micro-step: gradients go into the moments, parameters stay.
         foreach, triton: without effect.
     """
-    _adam(
-        "adam",
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        kahan_comps,
-        lr,
-        beta1,
-        beta2,
-        weight_decay,
-        eps,
-        step,
-        decouple_wd,
-        decouple_lr,
-        max_lr,
-        kahan_sum,
-        (foreach, triton, gradient_release),
-        optimizer_accumulation,
-    )
+    _adam("adam", params, **arguments(locals()))
 
 
 def adamw(
@@ -499,26 +426,7 @@ def adamw(
     optimizer_accumulation: bool = False,
 ):
     """Makes one step of AdamW on lists of tensors: `adam` with decoupled decay."""
-    _adam(
-        "adamw",
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        kahan_comps,
-        lr,
-        beta1,
-        beta2,
-        weight_decay,
-        eps,
-        step,
-        True,
-        decouple_lr,
-        max_lr,
-        kahan_sum,
-        (foreach, triton, gradient_release),
-        optimizer_accumulation,
-    )
+    _adam("adamw", params, **arguments(locals()))
 
 
 def stableadamw(
@@ -545,34 +453,16 @@ def stableadamw(
     mean_squares: Optional[List[Tensor]] = None,
 ):
     """Makes one step of StableAdamW on lists of tensors; see `adam`. `eps_sqs` and `mean_squares`
-    are optimi's scratch and not used: the square of `eps` is taken from `eps`."""
-    _adam(
-        "stableadamw",
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        kahan_comps,
-        lr,
-        beta1,
-        beta2,
-        weight_decay,
-        eps,
-        step,
-        True,
-        decouple_lr,
-        max_lr,
-        kahan_sum,
-        (foreach, triton, gradient_release),
-        optimizer_accumulation,
-    )
+    are optimi's scratch. They are not used, because the square of `eps` follows from `eps`."""
+    _adam("stableadamw", params, **arguments(locals(), "eps_sqs", "mean_squares"))
 
 
 def _rectified(
     name,
     params,
     grads,
-    states,
+    exp_avgs,
+    exp_avg_sqs,
     kahan_comps,
     lr,
     beta1,
@@ -583,52 +473,45 @@ def _rectified(
     decouple_wd,
     decouple_lr,
     max_lr,
-    kahan_sum,
-    options,
-    accumulate,
-    more,
+    optimizer_accumulation,
+    la_params=None,
+    k=None,
+    alpha=None,
+    **others,
 ):
-    hypers, decay = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate)
+    """Makes a step of RAdam, or of Ranger if there are slow weights `la_params`."""
+    hypers = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation)
     t = _count(step)
-    hypers.update(more, beta1=beta1, beta2=beta2, eps=float(eps))
+    hypers.update(beta1=beta1, beta2=beta2, eps=float(eps))
+    states = [exp_avgs, exp_avg_sqs]
+    if la_params is not None:
+        states.append(la_params)
+        hypers.update(k=float(k), alpha=float(alpha))
     power = beta2**t
     rho_all = 2.0 / (1.0 - beta2) - 1.0
     rho = rho_all - 2.0 * t * power / (1.0 - power)
     debiased1, debiased2 = _debiased(beta1, t), _debiased(beta2, t)
     before, factors = t - 1, {}
-    if accumulate or (rho > 5.0 and debiased2 > 2.0 / 3.0):
+    if optimizer_accumulation or (rho > 5.0 and debiased2 > 2.0 / 3.0):
         # The library's own rectification is 1 for a settled rule with these betas (above 2/3), so
         # the true one goes into lr.
         before = _SETTLED
         hypers.update(beta1=debiased1, beta2=debiased2)
-        if not accumulate:
+        if not optimizer_accumulation:
             rate = math.sqrt(
                 (rho - 4.0) * (rho - 2.0) * rho_all / ((rho_all - 4.0) * (rho_all - 2.0) * rho)
             )
             hypers["lr"] *= rate
-            if decay != "l2":
+            if hypers["decay"] != "l2":
                 hypers["weight_decay"] /= rate
     else:
         factors = {
             n: (1.0 - b ** (t - 1), 1.0 / (1.0 - b**t))
             for n, b in (("exp_avg", beta1), ("exp_avg_sq", beta2))
         }
-    if _step(
-        name,
-        params,
-        grads,
-        states,
-        kahan_comps,
-        hypers=hypers,
-        decay=decay,
-        kahan_sum=kahan_sum,
-        options=options,
-        before=before,
-        full=t - 1,
-        writes=t - 1,
-        factors=factors,
-        accumulate=accumulate,
-    ):
+    others.update(before=before, full=t - 1, writes=t - 1, factors=factors)
+    others["optimizer_accumulation"] = optimizer_accumulation
+    if _step(name, params, grads, states, kahan_comps, hypers, **others):
         step.add_(1)
 
 
@@ -657,26 +540,7 @@ def radam(
     """Makes one step of RAdam on lists of tensors; see `adam`. The first steps are not rectified
     (five of them, or all with beta2 up to 2/3). They take scratch memory of 8 bytes for each
     element of one tensor at a time."""
-    _rectified(
-        "radam",
-        params,
-        grads,
-        [exp_avgs, exp_avg_sqs],
-        kahan_comps,
-        lr,
-        beta1,
-        beta2,
-        weight_decay,
-        eps,
-        step,
-        decouple_wd,
-        decouple_lr,
-        max_lr,
-        kahan_sum,
-        (foreach, triton, gradient_release),
-        optimizer_accumulation,
-        {},
-    )
+    _rectified("radam", params, **arguments(locals()))
 
 
 def ranger(
@@ -707,30 +571,11 @@ def ranger(
     """Makes one step of Ranger on lists of tensors; see `radam`. The slow weights `la_params` are
     visited when the new `step` is a multiple of `k`.
 
-    With `kahan_sum` the slow weights have a residual of their own. optimi's signature has no place
-    for it, so it is kept here as long as the tensor in `la_params` lives. In another process it
-    starts at zero.
+    With `kahan_sum` the slow weights have a residual of their own, for which optimi's signature has
+    no place. It lives here as long as the tensor in `la_params`. In another process it starts at
+    zero.
     """
-    _rectified(
-        "ranger",
-        params,
-        grads,
-        [exp_avgs, exp_avg_sqs, la_params],
-        kahan_comps,
-        lr,
-        beta1,
-        beta2,
-        weight_decay,
-        eps,
-        step,
-        decouple_wd,
-        decouple_lr,
-        max_lr,
-        kahan_sum,
-        (foreach, triton, gradient_release),
-        optimizer_accumulation,
-        {"k": float(k), "alpha": float(alpha)},
-    )
+    _rectified("ranger", params, **arguments(locals()))
 
 
 def adan(
@@ -759,9 +604,10 @@ def adan(
     optimizer_accumulation: bool = False,
 ):
     """Makes one step of Adan on lists of tensors; see `adam`. `prev_grads` hold the negative of the
-    previous gradients; before the first step, that of the first gradients. Moments are scaled to
-    raw ones and back in scratch memory, 12 bytes for each element of one tensor at a time."""
-    hypers, decay = _decay(
+    previous gradients. Before the first step they hold that of the first gradients. Moments are
+    scaled to raw ones and back in scratch memory: 12 bytes for each element of one tensor at a
+    time."""
+    hypers = _decay(
         lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation, proximal=not adam_wd
     )
     t = _count(step)
@@ -785,14 +631,15 @@ def adan(
             grads,
             [exp_avgs, exp_avg_diffs, exp_avg_sqs, previous],
             kahan_comps,
-            hypers=hypers,
-            decay=decay,
+            hypers,
             kahan_sum=kahan_sum,
-            options=(foreach, triton, gradient_release),
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+            optimizer_accumulation=optimizer_accumulation,
             before=t - 1,
             writes=t - 1,
             factors=factors,
-            accumulate=optimizer_accumulation,
         ):
             step.add_(1)
     finally:
@@ -819,7 +666,7 @@ def lion(
     optimizer_accumulation: bool = False,
 ):
     """Makes one step of Lion on lists of tensors; see `adam`."""
-    hypers, decay = _decay(lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation)
+    hypers = _decay(lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation)
     hypers.update(beta1=float(beta1), beta2=float(beta2))
     _step(
         "lion",
@@ -827,11 +674,12 @@ def lion(
         grads,
         [exp_avgs],
         kahan_comps,
-        hypers=hypers,
-        decay=decay,
+        hypers,
         kahan_sum=kahan_sum,
-        options=(foreach, triton, gradient_release),
-        accumulate=optimizer_accumulation,
+        foreach=foreach,
+        triton=triton,
+        gradient_release=gradient_release,
+        optimizer_accumulation=optimizer_accumulation,
     )
 
 
@@ -860,9 +708,7 @@ def sgd(
         raise ValueError(
             "halfstep: sgd without momentum keeps no gradients, so a micro-step would lose them"
         )
-    hypers, decay = _decay(
-        lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation
-    )
+    hypers = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation)
     hypers.update(momentum=float(momentum), dampening=float(momentum) if dampening else 0.0)
     _step(
         "sgd",
@@ -870,9 +716,10 @@ def sgd(
         grads,
         [exp_avgs] if momentum else [],
         kahan_comps,
-        hypers=hypers,
-        decay=decay,
+        hypers,
         kahan_sum=kahan_sum,
-        options=(foreach, triton, gradient_release),
-        accumulate=optimizer_accumulation,
+        foreach=foreach,
+        triton=triton,
+        gradient_release=gradient_release,
+        optimizer_accumulation=optimizer_accumulation,
     )

@@ -15,6 +15,7 @@ import torch
 
 from .._options import Options
 from ..optimizer import Kept, Optimizer
+from ._arguments import arguments
 
 __all__ = ["LR", "AdamW_BF16"]
 
@@ -43,11 +44,7 @@ def _numbers(function) -> dict:
     """Returns the numbers that a group keeps of an LR. An object in a group could not be loaded
     with weights_only=True."""
     try:
-        found = {
-            "lr": function.lr,
-            "preheat_steps": function.preheat_steps,
-            "decay_power": function.decay_power,
-        }
+        found = {key: getattr(function, key) for key in ("lr", "preheat_steps", "decay_power")}
     except AttributeError:
         raise TypeError(
             "lr_function must be an LR, not"
@@ -87,13 +84,8 @@ class AdamW_BF16(Optimizer):
         self, params, *, lr_function=LR(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0, **options
     ):
         options.setdefault("weights", "bf16-kahan")
-        defaults = {
-            **_numbers(lr_function),
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, **options)
+        group = {**_numbers(lr_function), **arguments(locals(), "lr_function")}
+        super().__init__(params, group, **options)
 
     def add_param_group(self, param_group):
         """Adds a group as in torch. The group's "lr_function" replaces the constructor's."""

@@ -16,6 +16,7 @@ import torch
 
 from .. import _abi, _foreign
 from ..optimizer import Optimizer
+from ._arguments import arguments
 
 __all__ = ["CAME"]
 
@@ -23,10 +24,10 @@ __all__ = ["CAME"]
 class CAME(Optimizer):
     """CAME under the package's signature.
 
-    Groups may be given the package's pair `eps`, and keep halfstep's `eps` and `instability_eps`.
-    Factors of tensors of three or more dimensions are over the first dimension and over the rest; a
-    tensor of one row or one column has none. Further `options` are those of every halfstep
-    optimizer (`states="int8"` for the first moment).
+    A group may be given the package's pair `eps`. It keeps halfstep's `eps` and `instability_eps`.
+    A tensor of three or more dimensions has factors over the first dimension and over the rest. A
+    tensor of one row or one column has no factors. Further `options` are those of every halfstep
+    optimizer: `states="int8"` stores the first moment in bytes.
     """
 
     rule = "came"
@@ -43,14 +44,8 @@ class CAME(Optimizer):
     ):
         if not isinstance(lr, torch.Tensor) and (lr is None or not lr > 0.0):
             raise ValueError(f"Invalid learning rate: {lr}")
-        given = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "betas": betas,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, _foreign.factored_group(_abi.rules[self.rule], given), **options)
+        group = _foreign.factored_group(_abi.rules[self.rule], arguments(locals()))
+        super().__init__(params, group, **options)
 
     def add_param_group(self, param_group):
         """Adds a group as in torch. The group's `eps` may be a pair."""

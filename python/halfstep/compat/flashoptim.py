@@ -29,6 +29,7 @@ import math
 import os
 import warnings
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Tuple, Union
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from .. import _abi, _convert, _devices, _layout, _release
 from .._options import Options
 from ..optimizer import Kept, Optimizer, unwrapped
+from ._arguments import arguments
 from .optimi import constructors, start_from_zeros
 
 __all__ = [
@@ -60,6 +62,11 @@ _Bits = Optional[Literal[24, 32]]
 #: master_weight_bits -> bytes of a weight with its code
 _WIDTHS = {None: 0, 24: 3, 32: 4}
 _WEIGHTS = {0: "bf16", 3: "bf16-ecc8", 4: "bf16-ecc16"}
+#: arguments of FlashOptimizer beside `params` and `defaults`
+_COMMON = (
+    *("lr", "quantize", "compress_state_dict"),
+    *("master_weight_bits", "check_numerics", "fused"),
+)
 _EXPONENTS = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8}
 
 
@@ -366,6 +373,14 @@ class FlashOptimizer(Optimizer):
                 buffers[name].copy_(value)
 
 
+def _common(names):
+    """Returns the arguments of FlashOptimizer, from the locals() of a constructor with further
+    options. These become its `defaults`."""
+    given = arguments(names, "decouple_lr")
+    common = {k: given.pop(k) for k in _COMMON}
+    return {**common, "defaults": given}
+
+
 def _unwrapped(model):
     """Returns the model inside DistributedDataParallel or DataParallel, or the model itself."""
     wrapped = any(c.__module__.startswith("torch.nn.parallel") for c in type(model).__mro__)
@@ -400,21 +415,12 @@ class FlashLion(FlashOptimizer):
         fused: bool = True,
     ):
         self._decouple_lr = decouple_lr
-        super().__init__(
-            params,
-            lr,
-            quantize,
-            compress_state_dict,
-            master_weight_bits,
-            check_numerics,
-            fused,
-            {"betas": betas, "weight_decay": weight_decay},
-        )
+        super().__init__(params, **_common(locals()))
 
 
 class FlashSGD(FlashOptimizer):
     """SGD with momentum and L2 decay. The buffer starts from zeros, so that dampening acts on the
-    first gradient too (torch's first buffer is the gradient); with dampening `state[p]["step"]` is
+    first gradient too. (torch's first buffer is the gradient.) With dampening `state[p]["step"]` is
     one more than the steps made.
 
     Args:
@@ -440,21 +446,7 @@ class FlashSGD(FlashOptimizer):
         check_numerics: bool = False,
         fused: bool = True,
     ):
-        super().__init__(
-            params,
-            lr,
-            quantize,
-            compress_state_dict,
-            master_weight_bits,
-            check_numerics,
-            fused,
-            {
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-            },
-        )
+        super().__init__(params, **_common(locals()))
 
     class _options(FlashOptimizer._options):
         def before_build(self, groups, also):
@@ -485,19 +477,7 @@ class FlashSGDW(FlashSGD):
         fused: bool = True,
     ):
         self._decouple_lr = decouple_lr
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            quantize,
-            compress_state_dict,
-            master_weight_bits,
-            check_numerics,
-            fused,
-        )
+        super().__init__(params, **arguments(locals(), "decouple_lr"))
 
 
 class FlashAdam(FlashOptimizer):
@@ -527,16 +507,7 @@ class FlashAdam(FlashOptimizer):
         check_numerics: bool = False,
         fused: bool = True,
     ):
-        super().__init__(
-            params,
-            lr,
-            quantize,
-            compress_state_dict,
-            master_weight_bits,
-            check_numerics,
-            fused,
-            {"betas": betas, "weight_decay": weight_decay, "eps": eps},
-        )
+        super().__init__(params, **_common(locals()))
 
 
 class FlashAdamW(FlashAdam):
@@ -561,18 +532,7 @@ class FlashAdamW(FlashAdam):
         fused: bool = True,
     ):
         self._decouple_lr = decouple_lr
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            quantize,
-            compress_state_dict,
-            master_weight_bits,
-            check_numerics,
-            fused,
-        )
+        super().__init__(params, **arguments(locals(), "decouple_lr"))
 
 
 # ---- Gradient release ----------------------------------------------------------------------------
@@ -580,22 +540,19 @@ class FlashAdamW(FlashAdam):
 
 @dataclass
 class GradientReleaseHandle:
-    """The result of `enable_gradient_release`. `remove()` ends the release. `active` is True as
-    long as it lasts."""
+    """The result of `enable_gradient_release`."""
 
     _hooks: list
     _optimizer: FlashOptimizer
 
     def remove(self) -> None:
         """Removes the hooks, so that steps are ordinary again."""
-        optimizer, mine = self._optimizer, list(self._hooks)
-        for hook in self._hooks:
+        mine = list(self._hooks)
+        for hook in mine:
             hook.remove()
         self._hooks.clear()
-        if not mine:
-            return
-        if not optimizer._parts.release.discard(mine):
-            optimizer.remove_gradient_release()
+        if mine and not self._optimizer._parts.release.discard(mine):
+            self._optimizer.remove_gradient_release()
 
     @property
     def active(self) -> bool:
@@ -610,16 +567,16 @@ def enable_gradient_release(
     grad_scaler: Optional[Any] = None,
     pre_step: Optional[Callable[[Tensor, Dict[str, Any]], bool]] = None,
 ) -> GradientReleaseHandle:
-    """Steps every parameter of `model` that the optimizer has in the backward pass, and frees its
-    gradient.
+    """Steps each parameter in the backward pass, and frees its gradient.
 
     Args:
-        model: no DistributedDataParallel and no FullyShardedDataParallel (FSDP1), which write
-        gradients after the hooks. optimizer: step() and zero_grad() may be called as ever, and have
-        nothing to do. grad_scaler: not None is refused: gradients are gone before a scaler could
-        look at all of them. pre_step: called with the parameter and its group; False leaves the
-        parameter alone. Its gradient is dropped all the
-            same.
+        model: its parameters are stepped if the optimizer has them. DistributedDataParallel and
+            FullyShardedDataParallel (FSDP1) are refused, because they write gradients after the
+            hooks.
+        optimizer: its step() and zero_grad() may still be called, and have nothing to do.
+        grad_scaler: must be None. Gradients are gone before a scaler could look at all of them.
+        pre_step: is called with a parameter and its group. If it returns False, the parameter is
+            left alone, and its gradient is dropped.
     """
     optimizer = unwrapped(optimizer)
     if grad_scaler is not None:
@@ -696,11 +653,11 @@ def cast_model(
     """Casts the floating-point parameters and buffers of a model in place. Tied tensors stay tied.
 
     Args:
-        dtype: what they become. selective: leave out normalization with running statistics (batch
-        and instance norm). full_precision_layers: modules, or patterns of their full dotted names
-        (fnmatch), that stay as they are; their inputs
-            are cast to float32, their outputs stay float32.
-        full_precision_recast_layers: the same, with outputs cast to `dtype`.
+        dtype: the type that they get.
+        selective: leaves out normalization with running statistics (batch and instance norm).
+        full_precision_layers: modules that stay as they are, or patterns (fnmatch) of their full
+            dotted names. Their inputs are cast to float32, and their outputs stay float32.
+        full_precision_recast_layers: the same, but outputs are cast to `dtype`.
     """
     kept, recast = list(full_precision_layers or ()), list(full_precision_recast_layers or ())
 
@@ -719,8 +676,8 @@ def cast_model(
         if not (selective and isinstance(module, _RUNNING)):
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             casts.update((id(t), t) for t in own if id(t) not in wide and t.is_floating_point())
-    # Different tensors over the same memory stay over the same memory: found while all of it is
-    # still there.
+    # Tensors over the same memory must stay over the same memory. They are found before any of it
+    # is replaced.
     tied: Dict[Any, List[Tensor]] = {}
     for t in casts.values():
         tied.setdefault((t.data_ptr() or id(t), t.shape, t.stride(), t.dtype), []).append(t)
@@ -746,41 +703,46 @@ def cast_model(
 # ---- Error codes ---------------------------------------------------------------------------------
 
 
-def _codec(dtype, code):
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"only bfloat16 and float16 parameters have error codes, not {dtype}")
-    return ("bf16" if dtype == torch.bfloat16 else "f16") + (
-        "-ecc8" if code == torch.int8 else "-ecc16"
-    )
+@contextmanager
+def _codec(weight, code):
+    """Yields a codec of weights like this one with error codes of this type."""
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"only bfloat16 and float16 parameters have error codes, not {weight.dtype}"
+        )
+    form = "bf16" if weight.dtype == torch.bfloat16 else "f16"
+    recipe = f"sgd/{form}-ecc{torch.iinfo(code).bits}"
+    codec = _convert.Codec(recipe, {}, tuple(weight.shape), "param")
+    try:
+        yield codec
+    finally:
+        codec.close()
 
 
 @torch.no_grad()
 def reconstruct_fp32_param(param: Tensor, error_bits: Tensor) -> Tensor:
-    """The float32 value of a 16-bit parameter and its error code in halfstep's encoding,
-    `state[p]["weight.extra"]`: int8 of master_weight_bits=24, int16 of 32. FlashOptim's own codes
-    mean something else."""
+    """Returns the float32 value of a 16-bit parameter and its error code.
+
+    The code is `state[p]["weight.extra"]`, in halfstep's encoding: int8 with master_weight_bits=24,
+    int16 with 32. FlashOptim's own codes mean something else."""
     if error_bits.dtype not in (torch.int8, torch.int16):
         raise ValueError(f"error_bits must be int8 or int16, not {error_bits.dtype}")
     if error_bits.shape != param.shape:
         raise ValueError(
             f"error_bits have shape {tuple(error_bits.shape)}, the parameter {tuple(param.shape)}"
         )
-    codec = _convert.Codec(
-        "sgd/" + _codec(param.dtype, error_bits.dtype), {}, tuple(param.shape), "param"
-    )
-    try:
+    with _codec(param, error_bits.dtype) as codec:
         weight, codes = _devices.contiguous(param), _devices.contiguous(error_bits)
         codec.bind({"weight.extra": codes})
         return codec.read(0, weight.data_ptr())
-    finally:
-        codec.close()
 
 
 @torch.no_grad()
 def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth: int = 4) -> Tensor:
-    """The error codes (int8 for 3 bytes, int16 for 4) that bring `narrow_param`, which is
-    `fp32_param` rounded, back to `fp32_param`, as near as they can. The inverse of
-    reconstruct_fp32_param()."""
+    """Returns the error codes that bring `narrow_param` back to `fp32_param`, as near as they can.
+
+    `narrow_param` is `fp32_param`, rounded. Codes are int8 for 3 bytes and int16 for 4. This is the
+    inverse of reconstruct_fp32_param()."""
     if fp32_param.dtype != torch.float32:
         raise ValueError(f"fp32_param must be float32, not {fp32_param.dtype}")
     if fp32_param.shape != narrow_param.shape:
@@ -791,20 +753,17 @@ def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth:
     if master_bytewidth not in (3, 4):
         raise ValueError(f"master_bytewidth={master_bytewidth} is neither 3 nor 4")
     code = torch.int8 if master_bytewidth == 3 else torch.int16
-    codec = _convert.Codec(
-        "sgd/" + _codec(narrow_param.dtype, code), {}, tuple(fp32_param.shape), "param"
-    )
-    try:
+    with _codec(narrow_param, code) as codec:
         codes = torch.zeros(narrow_param.shape, dtype=code, device="cpu")
         weight = torch.empty(narrow_param.shape, dtype=narrow_param.dtype, device="cpu")
         codec.bind({"weight.extra": codes})
         codec.write(0, _devices.contiguous(fp32_param), weight.data_ptr())
-    finally:
-        codec.close()
     # The library rounds ties away from zero. Where the given weight was rounded otherwise, the code
     # goes as far as it can.
-    mine = weight.view(torch.int16).to(torch.int32) & 0x7FFF
-    given = _devices.contiguous(narrow_param).view(torch.int16).to(torch.int32) & 0x7FFF
+    mine, given = (
+        _devices.contiguous(w).view(torch.int16).to(torch.int32) & 0x7FFF
+        for w in (weight, narrow_param)
+    )
     limits = torch.iinfo(code)
     codes[given < mine] = limits.max
     codes[given > mine] = limits.min

@@ -11,6 +11,7 @@ import torch
 
 from .._options import Options
 from ..optimizer import Kept, Optimizer, unwrapped
+from ._arguments import arguments
 
 __all__ = ["Lamb", "Lamb16", "log_lamb_rs"]
 
@@ -29,14 +30,15 @@ def _check(lr, betas, eps):
 
 
 class Lamb16(Optimizer):
-    """LAMB with states of 8 bits and a trust ratio whose exponent `trust_scale` lets it stand in
-    for most of lr.
+    """LAMB with states of 8 bits. `trust_scale` is the exponent of the trust ratio, which takes the
+    place of most of lr.
 
-    States are e4m3 and e5m2 with a scale for every 128 elements of a row, rounded stochastically.
-    `states="fp8-lamb16"` stores them by the package's published scaling instead, one scale for each
-    tensor; its moments are then mostly clipped and lag behind, as published. Further `options` are
-    those of every halfstep optimizer. BF16 parameters are rounded stochastically
-    (`weights="bf16-sr"`); the package is made for float32 ones.
+    States are e4m3 and e5m2, rounded stochastically. 128 elements of a row share a scale.
+    `states="fp8-lamb16"` is the package's published scaling, with one scale for each tensor. It
+    clips most moments, and they lag behind, as published.
+
+    BF16 parameters are rounded stochastically (`weights="bf16-sr"`). The package takes float32
+    parameters only. Further `options` are those of every halfstep optimizer.
     """
 
     rule = "lamb16"
@@ -52,17 +54,7 @@ class Lamb16(Optimizer):
         **options,
     ):
         _check(lr, betas, eps)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "trust_scale": trust_scale,
-            },
-            **options,
-        )
+        super().__init__(params, arguments(locals()), **options)
 
     def load_state_dict(self, state_dict):
         """Loads halfstep's state dictionaries, and decodes those of the package."""
@@ -94,9 +86,7 @@ class Lamb(Optimizer):
     ):
         _check(lr, betas, eps)
         self.adam = adam
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options
-        )
+        super().__init__(params, arguments(locals(), "adam"), **options)
 
     class _options(Options):
         def hypers(self, group):

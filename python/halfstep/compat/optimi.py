@@ -1,20 +1,24 @@
 """optimi's names over halfstep: `from halfstep.compat.optimi import AdamW,
 prepare_for_gradient_release`.
 
-Every class, function and argument of torch-optimi 0.3.3. BF16 and float16 parameters are summed
-with a Kahan residual by themselves, as there (`kahan_sum`; plain BF16 for `Adan`, whose default is
-False there too); their states are `bf16-sr`, which can follow a falling second moment where
-optimi's plain BF16 cannot. `foreach` and `triton` are hints without effect. A group may also have
-halfstep's own options, such as `{"params": ..., "states": "int8"}`.
+It has every class, function and argument of torch-optimi 0.3.3. As there, BF16 and float16
+parameters have a Kahan residual by default (`kahan_sum`); `Adan`'s default is False, as there.
+States beside BF16 parameters are `bf16-sr`, which follow a falling second moment; optimi's plain
+BF16 cannot. `foreach` and `triton` are hints without effect. A group may also have halfstep's own
+options, such as `{"params": ..., "states": "int8"}`.
 
-Where this differs from optimi: the decay of 16-bit parameters is part of the compensated change;
-`max_lr` defaults to each group's own lr; `adam_wd` is honoured; steps are counted per parameter;
-gradients are never written; a gradient that is not finite changes nothing; micro-steps that would
-drop a gradient (SGD without momentum, L2 decay) are refused. Per-parameter states are torch's raw
-moments, not debiased ones; `load_state_dict` takes optimi's own state dicts and converts them.
+Differences to optimi:
 
-The lower-case functions step lists of tensors that are the caller's, states included, in place.
-Their states are optimi's: debiased moments, the negated previous gradient. See `adam`.
+* The decay of 16-bit parameters is part of the compensated change.
+* `max_lr` defaults to each group's own lr, and `adam_wd` is honoured.
+* Steps are counted per parameter.
+* Gradients are never written. A gradient that is not finite changes nothing.
+* A micro-step that would drop a gradient is refused (SGD without momentum, L2 decay).
+* Per-parameter states are torch's raw moments, not debiased ones. `load_state_dict` also takes
+  optimi's own state dictionaries and converts them.
+
+The lower-case functions step the caller's tensors in place, states included. These states are
+optimi's: debiased moments, and the negated previous gradient. See `adam`.
 
 This file is longer than 500 lines because it has every signature of the package.
 """
@@ -28,6 +32,7 @@ from torch import Tensor, nn
 from .. import _abi, _names, _parameters, _release
 from .._options import Options
 from ..optimizer import Optimizer, unwrapped
+from ._arguments import arguments
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
 
 __all__ = [
@@ -110,7 +115,7 @@ class OptimiOptimizer(Optimizer):
             return weights, states
 
     def step(self, closure: Optional[Callable] = None, param: Optional[Tensor] = None):
-        """A step of all parameters, or of `param` alone, as the hooks of gradient release make it.
+        """Makes a step of all parameters, or of `param` alone, as the hooks of gradient release do.
 
         Args:
             closure: computes the loss again and returns it; not together with `param`.
@@ -175,6 +180,14 @@ def start_from_zeros(groups, parameters, also):
             groups.state[p]["step"] = torch.ones((), dtype=torch.float32, device="cpu")
 
 
+def _group(names):
+    """Returns the options of a group from the locals() of a constructor: its arguments, with one
+    option for each of the betas."""
+    found = arguments(names, "betas")
+    found.update((f"beta{i}", beta) for i, beta in enumerate(names.get("betas", ()), 1))
+    return found
+
+
 def _is_optimi(state_dict):
     # Every state of optimi has this key, even if it is None.
     return any(
@@ -218,23 +231,7 @@ class Adam(OptimiOptimizer):
         triton: Optional[bool] = None,
         gradient_release: bool = False,
     ):
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                beta1=betas[0],
-                beta2=betas[1],
-                eps=eps,
-                weight_decay=weight_decay,
-                decouple_wd=decouple_wd,
-                decouple_lr=decouple_lr,
-                max_lr=max_lr,
-                kahan_sum=kahan_sum,
-                foreach=foreach,
-                triton=triton,
-                gradient_release=gradient_release,
-            ),
-        )
+        super().__init__(params, _group(locals()))
 
 
 class AdamW(Adam):
@@ -256,20 +253,7 @@ class AdamW(Adam):
         triton: Optional[bool] = None,
         gradient_release: bool = False,
     ):
-        super().__init__(
-            params,
-            lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            eps=eps,
-            decouple_wd=True,
-            decouple_lr=decouple_lr,
-            max_lr=max_lr,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-        )
+        super().__init__(params, decouple_wd=True, **arguments(locals()))
 
 
 class Adan(OptimiOptimizer):
@@ -303,24 +287,7 @@ class Adan(OptimiOptimizer):
         triton: Optional[bool] = None,
         gradient_release: bool = False,
     ):
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                beta1=betas[0],
-                beta2=betas[1],
-                beta3=betas[2],
-                eps=eps,
-                weight_decay=weight_decay,
-                decouple_lr=decouple_lr,
-                max_lr=max_lr,
-                adam_wd=adam_wd,
-                kahan_sum=kahan_sum,
-                foreach=foreach,
-                triton=triton,
-                gradient_release=gradient_release,
-            ),
-        )
+        super().__init__(params, _group(locals()))
 
     class _options(OptimiOptimizer._options):
         def hypers(self, group):
@@ -357,21 +324,7 @@ class Lion(OptimiOptimizer):
         triton: Optional[bool] = None,
         gradient_release: bool = False,
     ):
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                beta1=betas[0],
-                beta2=betas[1],
-                weight_decay=weight_decay,
-                decouple_lr=decouple_lr,
-                max_lr=max_lr,
-                kahan_sum=kahan_sum,
-                foreach=foreach,
-                triton=triton,
-                gradient_release=gradient_release,
-            ),
-        )
+        super().__init__(params, _group(locals()))
 
 
 class RAdam(OptimiOptimizer):
@@ -394,23 +347,7 @@ class RAdam(OptimiOptimizer):
         triton: Optional[bool] = None,
         gradient_release: bool = False,
     ):
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                beta1=betas[0],
-                beta2=betas[1],
-                eps=eps,
-                weight_decay=weight_decay,
-                decouple_wd=decouple_wd,
-                decouple_lr=decouple_lr,
-                max_lr=max_lr,
-                kahan_sum=kahan_sum,
-                foreach=foreach,
-                triton=triton,
-                gradient_release=gradient_release,
-            ),
-        )
+        super().__init__(params, _group(locals()))
 
 
 class Ranger(OptimiOptimizer):
@@ -443,25 +380,7 @@ class Ranger(OptimiOptimizer):
         triton: Optional[bool] = None,
         gradient_release: bool = False,
     ):
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                beta1=betas[0],
-                beta2=betas[1],
-                eps=eps,
-                weight_decay=weight_decay,
-                k=k,
-                alpha=alpha,
-                decouple_wd=decouple_wd,
-                decouple_lr=decouple_lr,
-                max_lr=max_lr,
-                kahan_sum=kahan_sum,
-                foreach=foreach,
-                triton=triton,
-                gradient_release=gradient_release,
-            ),
-        )
+        super().__init__(params, _group(locals()))
 
 
 class SGD(OptimiOptimizer):
@@ -494,23 +413,7 @@ class SGD(OptimiOptimizer):
         triton: Optional[bool] = None,
         gradient_release: bool = False,
     ):
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                momentum=momentum,
-                weight_decay=weight_decay,
-                dampening=dampening,
-                decouple_wd=decouple_wd,
-                decouple_lr=decouple_lr,
-                max_lr=max_lr,
-                kahan_sum=kahan_sum,
-                torch_init=torch_init,
-                foreach=foreach,
-                triton=triton,
-                gradient_release=gradient_release,
-            ),
-        )
+        super().__init__(params, _group(locals()))
 
     class _options(OptimiOptimizer._options):
         def before_build(self, groups, also):
@@ -545,22 +448,7 @@ class StableAdamW(OptimiOptimizer):
         triton: Optional[bool] = None,
         gradient_release: bool = False,
     ):
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                beta1=betas[0],
-                beta2=betas[1],
-                eps=eps,
-                weight_decay=weight_decay,
-                decouple_lr=decouple_lr,
-                max_lr=max_lr,
-                kahan_sum=kahan_sum,
-                foreach=foreach,
-                triton=triton,
-                gradient_release=gradient_release,
-            ),
-        )
+        super().__init__(params, _group(locals()))
 
 
 # ---- Gradient release ----------------------------------------------------------------------------
@@ -660,14 +548,15 @@ def to_low_precision(
         "rotary",
     ),
 ) -> nn.Module:
-    """Casts a model in place, and returns it. Modules of the types `fp32_modules` are kept (or
-    made) float32; so are the buffers of modules named in `fp32_buffers`, by type or by a part of
-    the qualified name in any case. Integers stay.
+    """Casts a model in place, and returns it. Integers stay.
 
     Args:
         model: the module to cast.
-        dtype: what everything else becomes.
+        dtype: the type that all but the following get.
         device: where to move it, if anywhere.
+        fp32_modules: types of modules that become float32, or stay so.
+        fp32_buffers: types of modules, or parts of their qualified names in any case. Their buffers
+            become float32, or stay so.
     """
     keep = _module_types(fp32_modules, "fp32_modules")
     if fp32_buffers is None or isinstance(fp32_buffers, (str, type)):

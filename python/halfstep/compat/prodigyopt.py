@@ -12,6 +12,7 @@ import torch
 
 from .. import _foreign, _sharding
 from ..optimizer import Optimizer
+from ._arguments import arguments
 
 __all__ = ["Prodigy"]
 
@@ -22,15 +23,14 @@ _ESTIMATE = ("d", "d_max", "d_numerator")
 class Prodigy(Optimizer):
     """Adam that estimates its learning rate, from sums over all parameters.
 
-    Groups may be given with the package's names, and keep halfstep's: `betas` of three, `debias`,
-    `decay`. `group["d"]`, `["d_max"]` and `["d_numerator"]` tell the estimate after the last step,
-    as loggers read it; reading it waits for a GPU, as the package does.
+    A group may be given with the package's names. It keeps halfstep's: three `betas`, `debias` and
+    `decay`. `group["d"]`, `["d_max"]` and `["d_numerator"]` are the estimate after the last step,
+    for loggers. step() waits for a GPU to read them, as the package does.
 
     Unlike in the package, sums are exact and the same however parameters are sharded. `fsdp_in_use`
     is therefore accepted without effect. A gradient that is not finite changes nothing. `slice_p`
-    makes the
-    package's estimate, but states stay whole: to save memory, give states of 8 bits. Further
-    `options` are those of every halfstep optimizer (`states="int8"`).
+    makes the package's estimate, but states stay whole. To save memory, take states of 8 bits.
+    Further `options` are those of every halfstep optimizer (`states="int8"`).
     """
 
     rule = "prodigy"
@@ -59,33 +59,10 @@ class Prodigy(Optimizer):
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 < eps:
             raise ValueError(f"Invalid epsilon value: {eps}")
-        given = {
-            "betas": betas,
-            "beta3": beta3,
-            "use_bias_correction": use_bias_correction,
-            "growth_rate": growth_rate,
-            "slice_p": slice_p,
-            "decouple": decouple,
-            "fsdp_in_use": fsdp_in_use,
-        }
-        given = _foreign.prodigyopt_group(given)
-        options.setdefault("decay", given.pop("decay"))
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "d0": d0,
-                "d_coef": d_coef,
-                "safeguard_warmup": safeguard_warmup,
-                "d": d0,
-                "d_max": d0,
-                "d_numerator": 0.0,
-                **given,
-            },
-            **options,
-        )
+        group = _foreign.prodigyopt_group(arguments(locals()))
+        group.update(d=d0, d_max=d0, d_numerator=0.0)
+        options.setdefault("decay", group.pop("decay"))
+        super().__init__(params, group, **options)
 
     def add_param_group(self, param_group):
         """Adds a group as in torch. Its options may have the package's names."""

@@ -30,6 +30,7 @@ from .._options import Options
 from ..offload import CPUOffload
 from ..optimizer import Optimizer
 from ..rules import classes
+from ._arguments import arguments
 
 __all__ = [
     "Adam4bit",
@@ -46,20 +47,24 @@ __all__ = [
 class _LowBit(Optimizer):
     """Common base of the classes. `weights` and `states` may be set by group."""
 
+    #: the format of states; None for those that are not quantized
+    _states = None
+
     def __init__(
         self,
         params,
-        lr,
-        betas,
-        eps,
-        weight_decay,
-        amsgrad,
-        states,
-        block_size,
-        bf16_stochastic_round,
-    ):
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0,
+        amsgrad=False,
+        *,
+        block_size=256,
+        bf16_stochastic_round=False,
+    ) -> None:
+        defaults = arguments(locals(), "block_size", "bf16_stochastic_round")
         if block_size is not None:
-            finest = _abi.formats[states].block
+            finest = _abi.formats[self._states].block
             if (
                 isinstance(block_size, bool)
                 or not isinstance(block_size, numbers.Integral)
@@ -74,16 +79,8 @@ class _LowBit(Optimizer):
                     f" {finest} elements, which serve every block_size from {finest} on"
                 )
         self.block_size = float("inf") if block_size is None else block_size
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-        }
-        super().__init__(
-            params, defaults, weights="bf16-sr" if bf16_stochastic_round else "bf16", states=states
-        )
+        weights = "bf16-sr" if bf16_stochastic_round else "bf16"
+        super().__init__(params, defaults, weights=weights, states=self._states)
 
     @property
     def is_adamw(self):
@@ -117,10 +114,10 @@ class _LowBit(Optimizer):
             return weights, states
 
 
-class Adam8bit(_LowBit):
-    """Adam (weight decay as part of the gradient) with states of 8 bits."""
+class _LowBitW(_LowBit):
+    """Common base of the classes with decoupled decay."""
 
-    rule = "adam"
+    rule = "adamw"
 
     def __init__(
         self,
@@ -128,21 +125,25 @@ class Adam8bit(_LowBit):
         lr=1e-3,
         betas=(0.9, 0.999),
         eps=1e-8,
-        weight_decay=0,
+        weight_decay=1e-2,
         amsgrad=False,
         *,
         block_size=256,
         bf16_stochastic_round=False,
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, "int8", block_size, bf16_stochastic_round
-        )
+        super().__init__(params, **arguments(locals()))
+
+
+class Adam8bit(_LowBit):
+    """Adam (weight decay as part of the gradient) with states of 8 bits."""
+
+    rule, _states = "adam", "int8"
 
 
 class Adam4bit(_LowBit):
     """Adam (weight decay as part of the gradient) with states of 4 bits."""
 
-    rule = "adam"
+    rule, _states = "adam", "int4"
 
     def __init__(
         self,
@@ -156,59 +157,25 @@ class Adam4bit(_LowBit):
         block_size=128,
         bf16_stochastic_round=False,
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, "int4", block_size, bf16_stochastic_round
-        )
+        super().__init__(params, **arguments(locals()))
 
 
 class AdamFp8(_LowBit):
     """Adam (weight decay as part of the gradient) with states in e4m3."""
 
-    rule = "adam"
-
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0,
-        amsgrad=False,
-        *,
-        block_size=256,
-        bf16_stochastic_round=False,
-    ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, "fp8", block_size, bf16_stochastic_round
-        )
+    rule, _states = "adam", "fp8"
 
 
-class AdamW8bit(_LowBit):
+class AdamW8bit(_LowBitW):
     """AdamW with states of 8 bits."""
 
-    rule = "adamw"
-
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
-        *,
-        block_size=256,
-        bf16_stochastic_round=False,
-    ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, "int8", block_size, bf16_stochastic_round
-        )
+    _states = "int8"
 
 
-class AdamW4bit(_LowBit):
+class AdamW4bit(_LowBitW):
     """AdamW with states of 4 bits."""
 
-    rule = "adamw"
+    _states = "int4"
 
     def __init__(
         self,
@@ -222,31 +189,13 @@ class AdamW4bit(_LowBit):
         block_size=128,
         bf16_stochastic_round=False,
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, "int4", block_size, bf16_stochastic_round
-        )
+        super().__init__(params, **arguments(locals()))
 
 
-class AdamWFp8(_LowBit):
+class AdamWFp8(_LowBitW):
     """AdamW with states in e4m3."""
 
-    rule = "adamw"
-
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
-        *,
-        block_size=256,
-        bf16_stochastic_round=False,
-    ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, "fp8", block_size, bf16_stochastic_round
-        )
+    _states = "fp8"
 
 
 #: names for trainers that take every name ending in "8bit" for a class of bitsandbytes
@@ -254,11 +203,9 @@ class AdamWFp8(_LowBit):
 AdamInt8, AdamWInt8 = Adam8bit, AdamW8bit
 
 
-class _AdamW(_LowBit):
+class _AdamW(_LowBitW):
     """AdamW with states that are not quantized. Parameters of torchao's quantized training are
     refused."""
-
-    rule = "adamw"
 
     def __init__(
         self,
@@ -271,41 +218,35 @@ class _AdamW(_LowBit):
         *,
         bf16_stochastic_round=False,
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, None, None, bf16_stochastic_round
-        )
+        super().__init__(params, **arguments(locals()), block_size=None)
 
 
 def _own(optimizer_class):
     """Returns this package's class in place of torch's class of the same name."""
-    if optimizer_class.__module__.startswith("torch.optim"):
-        found = next(
-            (
-                cls
-                for name, cls in classes.items()
-                if name.lower() == optimizer_class.__name__.lower()
-            ),
-            None,
-        )
-        if found is None:
-            raise ValueError(
-                f"halfstep has no {optimizer_class.__name__}; known: {', '.join(classes)}"
-            )
-        return found
-    return optimizer_class
+    if not optimizer_class.__module__.startswith("torch.optim"):
+        return optimizer_class
+    found = {name.lower(): cls for name, cls in classes.items()}.get(
+        optimizer_class.__name__.lower()
+    )
+    if found is None:
+        raise ValueError(f"halfstep has no {optimizer_class.__name__}; known: {', '.join(classes)}")
+    return found
 
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose states and steps are in CPU memory.
 
-    `optimizer_class` gets all parameters in one optimizer with the given groups, which this one
-    speaks for: its `param_groups`, `state`, schedulers, hooks and state_dict are that optimizer's.
-    Parameters that do not require a gradient are left out, as in torchao. Where some are on an
-    accelerator it is a `halfstep.CPUOffload` of the class; a class of `torch.optim` is halfstep's
-    of the same name then, and others are refused. Unlike in torchao, `clip_norm` clips by the norm
-    of all parameters, `offload_gradients` goes with accumulation, and what is saved is what the
-    class saves by itself. Where all are in CPU memory there is nothing to move, so
-    `offload_gradients` and `minimal_size` change nothing.
+    One optimizer of `optimizer_class` gets all parameters, in the given groups. `param_groups`,
+    `state`, schedulers, hooks and state_dict are that optimizer's. Parameters that do not require a
+    gradient are left out, as in torchao.
+
+    If a parameter is on an accelerator, that optimizer is a `halfstep.CPUOffload` of the class. A
+    class of `torch.optim` then becomes halfstep's class of the same name; others are refused. If
+    all parameters are in CPU memory, nothing moves, so that `offload_gradients` and `minimal_size`
+    change nothing.
+
+    Unlike in torchao, `clip_norm` clips by the norm of all parameters, and `offload_gradients` goes
+    with accumulation. State dictionaries are those of the class.
     """
 
     def __init__(
@@ -346,17 +287,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             raise ValueError("optimizer got no parameter that requires a gradient")
         self.offload_gradients, self.minimal_size = offload_gradients, minimal_size
         #: the optimizer that does the work
-        self.optimizer = (
-            optimizer_class(kept, **kwargs)
-            if not moved
-            else CPUOffload(
-                kept,
-                _own(optimizer_class),
-                offload_gradients=offload_gradients,
-                minimal_size=minimal_size,
-                **kwargs,
-            )
-        )
+        if moved:
+            kwargs.update(offload_gradients=offload_gradients, minimal_size=minimal_size)
+            self.optimizer = CPUOffload(kept, _own(optimizer_class), **kwargs)
+        else:
+            self.optimizer = optimizer_class(kept, **kwargs)
 
     def __getattr__(self, name):
         # Only called for names that are not found here: defaults, the dictionaries of hooks, and

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._options import Options
 from ..accumulate import GradientAccumulator, complain
 from ..optimizer import Optimizer
+from ._arguments import arguments
 
 __all__ = ["Compass", "RMSProp", "AdamW", "LPFAdamW", "StochasticAccumulator"]
 
@@ -72,18 +73,7 @@ class Compass(_Stochastic):
         weight_decay=0,
         centralization=0,
     ):
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "amp_fac": amp_fac,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "centralization": centralization,
-                "published": False,
-            },
-        )
+        super().__init__(params, {**arguments(locals()), "published": False})
 
 
 class LPFAdamW(_Stochastic):
@@ -102,18 +92,7 @@ class LPFAdamW(_Stochastic):
         weight_decay=0,
         centralization=0,
     ):
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "amp_fac": amp_fac,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "centralization": centralization,
-                "published": True,
-            },
-        )
+        super().__init__(params, {**arguments(locals()), "published": True})
 
 
 class AdamW(_Stochastic):
@@ -124,16 +103,7 @@ class AdamW(_Stochastic):
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, centralization=0
     ):
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "centralization": centralization,
-            },
-        )
+        super().__init__(params, arguments(locals()))
 
 
 class RMSProp(_Stochastic):
@@ -143,16 +113,7 @@ class RMSProp(_Stochastic):
     _state_names = {"ema_squared": "square_avg"}
 
     def __init__(self, params, lr=1e-3, beta=0.999, eps=1e-8, weight_decay=0, centralization=0):
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "beta": beta,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "centralization": centralization,
-            },
-        )
+        super().__init__(params, arguments(locals()))
 
     class _options(_Stochastic._options):
         def hypers(self, group):
@@ -164,8 +125,8 @@ _accumulators = WeakIdKeyDictionary()
 
 
 class StochasticAccumulator:
-    """Sums of gradients over backward passes in BF16, rounded stochastically:
-    halfstep.GradientAccumulator behind the package's names.
+    """Sums gradients over backward passes in BF16, rounded stochastically. This is
+    halfstep.GradientAccumulator under the package's names.
 
         StochasticAccumulator.assign_hooks(model)
         ...
@@ -174,10 +135,10 @@ class StochasticAccumulator:
         StochasticAccumulator.reassign_grad_buffer(model)
         optimizer.step()
 
-    float32 parameters work too (the package cannot give them their sum back) and get it as float32.
-    `seed` and `missing` are read as attributes of the class: the seed by `assign_hooks`, and by
-    `reassign_grad_buffer` whether a parameter without a gradient is an error ("error", as in the
-    package) or stays without ("skip").
+    float32 parameters work too, and get their sum as float32; the package cannot give it back.
+    `seed` and `missing` are attributes of the class. `assign_hooks` reads the seed. If a parameter
+    has no gradient, `reassign_grad_buffer` raises an error, as the package does, or leaves it
+    without (`missing = "skip"`).
     """
 
     seed = None

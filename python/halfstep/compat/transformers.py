@@ -12,19 +12,21 @@ import math
 
 from .. import _abi, _foreign
 from ..rules import classes
+from ._arguments import arguments
 
 __all__ = ["Adafactor"]
 
 
 class Adafactor(classes["Adafactor"]):
-    """Adafactor as the paper has it, with a learning rate from outside or by the number of updates.
+    """Adafactor as in the paper. The learning rate is given, or follows from the number of updates.
 
-    Groups may be given with transformers' names, and keep halfstep's: `d`, `beta2_decay`; `beta1`
-    is 0 for none, and lr with relative_step is the largest step, 1e-2, which a scheduler may lower.
-    Second moments of tensors of three or more dimensions have factors over the first dimension and
-    over the rest. Further `options` are those of every halfstep optimizer: BF16 parameters are
-    rounded stochastically (`weights="bf16-sr"`), and `states="int8"` stores the first moment in
-    bytes.
+    A group may be given with transformers' names. It keeps halfstep's names `d` and `beta2_decay`.
+    `beta1` is 0 if there is no first moment. With relative_step, lr is the largest step: 1e-2,
+    which a scheduler may lower. A tensor of three or more dimensions has factors over the first
+    dimension and over the rest.
+
+    BF16 parameters are rounded stochastically (`weights="bf16-sr"`). Further `options` are those of
+    every halfstep optimizer: `states="int8"` stores the first moment in bytes.
     """
 
     rule = "adafactor"
@@ -49,18 +51,8 @@ class Adafactor(classes["Adafactor"]):
             raise ValueError("`warmup_init=True` requires `relative_step=True`")
         if lr is None and not relative_step:
             raise ValueError("`relative_step=False` requires `lr`")
-        given = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "weight_decay": weight_decay,
-            "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
-            "warmup_init": warmup_init,
-        }
-        super().__init__(params, **_foreign.factored_group(_abi.rules[self.rule], given), **options)
+        group = _foreign.factored_group(_abi.rules[self.rule], arguments(locals()))
+        super().__init__(params, **group, **options)
 
     def add_param_group(self, param_group):
         """Adds a group as in torch. Its options may have transformers' names."""

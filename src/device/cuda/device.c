@@ -7,6 +7,7 @@
 #include "device/cuda/blas.h"
 #include "device/cuda/link.h"
 #include "device/cuda/sequence.h"
+#include "device/cuda/trust.h"
 #include "rules/transforms.h"
 
 static struct hstep_link *link_of(const struct hstep_context *c) { return c->link; }
@@ -62,6 +63,9 @@ static int cuda_owns(const struct hstep_context *c, const void *const *memory, i
     hstep_link_leave(l);
     return i;
 }
+
+static int cuda_trusted(const struct hstep_context *c, int fused) { return hstep_cuda_trusted(link_of(c)->gpu, fused); }
+static void cuda_trust(const struct hstep_context *c, int fused) { hstep_cuda_trust(link_of(c)->gpu, fused); }
 
 /* ---- Memory ---- */
 
@@ -352,6 +356,8 @@ const struct hstep_device hstep_cuda_device = {
     .owns = cuda_owns,
     .inform = hstep_gpu_inform,
     .why = hstep_cuda_why,
+    .trusted = cuda_trusted,
+    .trust = cuda_trust,
     .settle = cuda_settle,
     .allocate = cuda_allocate,
     .release = cuda_release,

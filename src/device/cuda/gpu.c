@@ -36,8 +36,8 @@ void hstep_gpu_leave(struct hstep_gpu *g)
 /* ---- Device code ---- */
 
 /* Returns the contents of the file that HALFSTEP_CUDA_IMAGE names, which replaces the build's device code. Returns NULL
- * if the file cannot be read. The caller frees them. */
-static char *read_image(const char *path)
+ * if the file cannot be read. Sets *size to their bytes. The caller frees them. */
+static char *read_image(const char *path, size_t *size)
 {
     FILE *file = fopen(path, "rb");
     char *text = NULL;
@@ -45,6 +45,7 @@ static char *read_image(const char *path)
     if (bytes >= 0 && (text = calloc(1, (size_t)bytes + 1)))
         if (fseek(file, 0, SEEK_SET) || fread(text, 1, (size_t)bytes, file) != (size_t)bytes) bytes = -1;
     if (file) fclose(file);
+    *size = (size_t)bytes;
     if (bytes >= 0) return text;
     free(text);
     return NULL;
@@ -63,19 +64,22 @@ static int count_images(void)
     return n ? n : image_path() != NULL;
 }
 
-static int load_image(struct hstep_gpu *g, const void *data)
+/* Loads device code and keeps its hash (FNV-1a). */
+static int load_image(struct hstep_gpu *g, const char *data, size_t bytes)
 {
+    g->image = 0xCBF29CE484222325u;
+    for (size_t i = 0; i < bytes; i++) g->image = (g->image ^ (unsigned char)data[i]) * 0x100000001B3u;
     return HSTEP_GPU(g, cuModuleLoadDataEx, &g->module, data, 0, NULL, NULL);
 }
 
 static int load_embedded(struct hstep_gpu *g, const struct hstep_cuda_image *image)
 {
-    if (image->stored == image->bytes) return load_image(g, image->data);
-    void *data = malloc(image->bytes);
+    if (image->stored == image->bytes) return load_image(g, image->data, image->bytes);
+    char *data = malloc(image->bytes);
     if (!data) return hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for device code");
     int error = hstep_unpack(data, image->bytes, image->data, image->stored)
                     ? hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "the device code of this build is damaged; build it again")
-                    : load_image(g, data);
+                    : load_image(g, data, image->bytes);
     free(data);
     return error;
 }
@@ -86,12 +90,13 @@ static int load_images(struct hstep_gpu *g)
 {
     const char *path = image_path();
     if (path) {
-        char *text = read_image(path);
+        size_t bytes;
+        char *text = read_image(path, &bytes);
         if (!text)
             return hstep_cuda_fail(
                 HALFSTEP_ERROR_DEVICE,
                 "HALFSTEP_CUDA_IMAGE: %.150s cannot be read; unset it to use the build's own device code", path);
-        int error = load_image(g, text);
+        int error = load_image(g, text, bytes);
         free(text);
         return error;
     }
@@ -217,6 +222,7 @@ void hstep_gpu_inform(const char *name, halfstep_device_info *info)
     info->driver = version;
     info->minimum_driver = HSTEP_CUDA_MINIMUM_DRIVER;
     info->images = count_images();
+    info->code = hstep_cuda_code;
     info->compute = g.compute;
     info->multiprocessors = g.multiprocessors;
     info->memory = g.memory;

@@ -16,8 +16,10 @@ struct hstep_gpu {
     char name[100];
     void *context, *module;
     void *function[HSTEP_CUDA_KERNELS];
-    unsigned blocks[HSTEP_CUDA_KERNELS]; /* of each kernel's launch */
-    atomic_int broken;                   /* set by a lasting error, with its text in why */
+    unsigned blocks[HSTEP_CUDA_KERNELS];     /* of each kernel's launch */
+    uint64_t image;                          /* hash of the device code that was loaded */
+    atomic_char trusted[HSTEP_CUDA_KERNELS]; /* trust.h */
+    atomic_int broken;                       /* set by a lasting error, with its text in why */
     char why[256];
 };
 

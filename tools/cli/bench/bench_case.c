@@ -119,7 +119,7 @@ static void fill(char *out, uint64_t bytes, int element, int half)
 
 static int subject_fail(const struct subject *s, const char *recipe, int error)
 {
-    const char *detail = s->o ? halfstep_error_detail(s->o) : "";
+    const char *detail = halfstep_error_detail(s->o);
     return failure("bench", "%s: %s%s%s", recipe, halfstep_strerror(error), *detail ? ": " : "", detail);
 }
 

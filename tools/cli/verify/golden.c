@@ -356,7 +356,7 @@ static int check(struct run *r, int part, int result, const char *what)
 {
     if (result == HALFSTEP_OK) return 0;
     const char *detail = halfstep_error_detail(r->optimizer[part]);
-    return complain(r, "%s: %s (%s)", what, halfstep_strerror(result), *detail ? detail : "no handle");
+    return complain(r, "%s: %s (%s)", what, halfstep_strerror(result), detail);
 }
 
 static int exists(const struct run *r, int tensor)

@@ -2,3 +2,4 @@
 #include "device/cuda/driver/images.h"
 
 const struct hstep_cuda_image hstep_cuda_images[] = {{0, 0, 0, 0}};
+const char hstep_cuda_code[] = "";

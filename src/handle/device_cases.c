@@ -1,0 +1,201 @@
+#include "handle/device_cases.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ---- Groups and tensors ---- */
+
+struct shape {
+    int ndim;
+    int64_t rows, row_length;
+};
+
+static const char *format_serving(int32_t role, int32_t row)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    return !halfstep_get_format_info(row, &info) && (info.roles & role) ? info.name : NULL;
+}
+
+/* Returns the n-th gradient format, and begins anew after the last. */
+static const char *gradient_format(int n)
+{
+    int count = 0;
+    for (int32_t row = 0; row < halfstep_format_count(); row++)
+        count += format_serving(HALFSTEP_ROLE_GRADIENT, row) != NULL;
+    n %= count;
+    for (int32_t row = 0;; row++)
+        if (format_serving(HALFSTEP_ROLE_GRADIENT, row) && !n--) return format_serving(HALFSTEP_ROLE_GRADIENT, row);
+}
+
+static int is_switch(const halfstep_hyper_info *hyper)
+{
+    return hyper->title[1] == ':' && (hyper->title[0] == '0' || hyper->title[0] == '1');
+}
+
+/* Gives case number n its own mixture of hyper-parameters and choices. A rule that refuses one keeps its default. */
+static void set_options(halfstep_optimizer *o, int32_t group, int n)
+{
+    const struct {
+        const char *name;
+        double value;
+    } common[] = {{"lr", 0.01},
+                  {"weight_decay", 0.02},
+                  {"warmup_steps", 2},
+                  {"total_steps", 12},
+                  {"maximize", n % 5 == 1},
+                  {"cautious", n % 6 == 3},
+                  {"centralize", n % 7 == 2 ? 0.5 : 0.0}};
+    const int rule = o->groups[group].recipe.rule;
+    for (size_t i = 0; i < sizeof common / sizeof *common; i++)
+        halfstep_set_hyper(o, group, common[i].name, common[i].value);
+    for (int i = HSTEP_COMMON_HYPERS; i < HSTEP_COMMON_HYPERS + hstep_rule_hypers(rule); i++) {
+        halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+        if (!halfstep_get_hyper_info(rule, i, &hyper) && is_switch(&hyper))
+            halfstep_set_hyper(o, group, hyper.name, (n >> 1) % 2);
+    }
+    if (hstep_rules[rule].share) halfstep_set_hyper(o, group, hstep_rules[rule].share, group);
+    /* Products of matrices by a vendor's library have bits of their own. */
+    halfstep_set_hyper(o, group, "exact", 1);
+    halfstep_set_choice(o, group, "decay", halfstep_choice_value("decay", n % 4));
+    halfstep_set_choice(o, group, "schedule", halfstep_choice_value("schedule", n % 5));
+}
+
+/* Adds a tensor of a case: only a part of it where `part` is set and the rule allows it. */
+static int add_tensor(halfstep_optimizer *o, int32_t group, struct shape s, const char *gradient, int part)
+{
+    char recipe[64], name[128];
+    int32_t index;
+    int error = halfstep_get_group_recipe(o, group, recipe, sizeof recipe);
+    if (error) return error;
+    snprintf(name, sizeof name, "%s, %lld x %lld, %s gradients, case %d", recipe, (long long)s.rows,
+             (long long)s.row_length, gradient, (int)halfstep_tensor_count(o));
+    halfstep_tensor t = {.struct_size = sizeof t,
+                         .group = group,
+                         .name = name,
+                         .ndim = s.ndim,
+                         .rows = s.rows,
+                         .row_length = s.row_length,
+                         .gradient = gradient},
+                    whole = t;
+    if (part && s.rows > 1) {
+        t.first_row = 1;
+        t.n_rows = s.rows - 1;
+        t.n_columns = s.row_length;
+        if (!halfstep_add_tensor(o, &t, &index)) return HALFSTEP_OK;
+    }
+    return halfstep_add_tensor(o, &whole, &index);
+}
+
+/* Adds a group if its recipe exists. *group is -1 if it does not. */
+static int add_group(halfstep_optimizer *o, int32_t *group, const char *rule, const char *weight, const char *states)
+{
+    char recipe[64];
+    snprintf(recipe, sizeof recipe, "%s/%s%s%s", rule, weight, *states ? "/" : "", states);
+    *group = -1;
+    int error = halfstep_add_group(o, recipe, group);
+    if (!error) set_options(o, *group, *group);
+    return error == HALFSTEP_ERROR_UNSUPPORTED ? HALFSTEP_OK : error;
+}
+
+/* Adds two tensors in the group: one of a shape that rows and blocks do not fit, and one with long rows. */
+static int add_general(halfstep_optimizer *o, int32_t group, int part)
+{
+    static const struct shape odd[] = {{0, 1, 1},  {1, 61, 1}, {2, 37, 1}, {2, 13, 7},
+                                       {2, 11, 9}, {2, 5, 32}, {2, 9, 33}, {3, 2, 301}},
+                              wide[] = {{2, 3, 256}, {4, 5, 300}, {2, 2, 1000}, {1, 1, 4100}, {2, 6, 64}};
+    if (group < 0) return HALFSTEP_OK;
+    int error = add_tensor(o, group, odd[group % 8], gradient_format(group), part);
+    return error ? error : add_tensor(o, group, wide[group % 5], gradient_format(group + 1), part);
+}
+
+int hstep_describe_general(halfstep_optimizer *o, int part)
+{
+    const int32_t formats = halfstep_format_count();
+    int32_t group;
+    int error = HALFSTEP_OK;
+    for (int32_t r = 0; !error && r < halfstep_rule_count(); r++) {
+        halfstep_rule_info rule = {.struct_size = sizeof rule};
+        if ((error = halfstep_get_rule_info(r, &rule))) return error;
+        int matrices = rule.matrix;
+        for (int i = 0; i < rule.states; i++) matrices |= rule.state_extent[i] != HALFSTEP_EXTENT_ELEMENTS;
+        for (int32_t w = 0; !error && w < formats; w++) {
+            const char *weight = format_serving(HALFSTEP_ROLE_WEIGHT, w);
+            if (!weight || (matrices && w % 4)) continue;
+            group = -1;
+            for (int32_t i = 0; !error && rule.states && group < 0 && i < formats; i++)
+                error = add_group(o, &group, rule.name, weight, format_serving(~0, (r + w + i) % formats));
+            if (!error && group < 0) error = add_group(o, &group, rule.name, weight, "");
+            if (!error) error = add_general(o, group, part);
+        }
+    }
+    for (int32_t s = 0; !error && s < formats; s++) {
+        char mixed[64];
+        snprintf(mixed, sizeof mixed, "bf16-sr+%s", format_serving(~0, s));
+        for (int second = 0; !error && second < 2; second++)
+            if (!(error = add_group(o, &group, "adamw", "bf16-sr", second ? mixed : format_serving(~0, s))))
+                error = add_general(o, group, part);
+    }
+    return error;
+}
+
+int hstep_describe_fused(halfstep_optimizer *o, const halfstep_optimizer *asking, int tensor)
+{
+    static const struct shape shapes[] = {{2, 4, 512}, {2, 3, 256}, {1, 1, 4096}, {3, 2, 1024}};
+    char recipe[64];
+    int error = halfstep_get_group_recipe(asking, asking->tensors[tensor].group, recipe, sizeof recipe);
+    char *weight = strchr(recipe, '/'), *states = weight ? strchr(weight + 1, '/') : NULL;
+    if (weight) *weight = 0;
+    for (int32_t w = 0; !error && w < halfstep_format_count(); w++)
+        for (int decay = 0; !error && decay < 4 && format_serving(HALFSTEP_ROLE_WEIGHT, w); decay++) {
+            int32_t group;
+            error = add_group(o, &group, recipe, format_serving(HALFSTEP_ROLE_WEIGHT, w), states ? states + 1 : "");
+            for (int g = 0; !error && group >= 0 && g < 3; g++)
+                error = add_tensor(o, group, shapes[(decay + g) % 4], gradient_format(g), 0);
+        }
+    return error;
+}
+
+/* ---- Values ---- */
+
+static uint64_t mix(uint64_t z)
+{
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+/* Returns an fp32 pattern: most have magnitudes of 2^-4 to 2^-19; others are larger, smaller, subnormal or zero. */
+static uint32_t pattern(uint64_t r)
+{
+    const uint32_t sign = (uint32_t)(r >> 63) << 31, mantissa = (uint32_t)(r >> 32) & 0x7fffff;
+    switch (r & 63) {
+    case 0: return sign;
+    case 1: return sign | mantissa >> (r >> 8 & 15);
+    case 2: return sign | (uint32_t)(67 + (r >> 8 & 31)) << 23 | mantissa;
+    case 3: return sign | (uint32_t)(127 + (r >> 8 & 7)) << 23 | mantissa;
+    default: return sign | (uint32_t)(123 - (r >> 8 & 15)) << 23 | mantissa;
+    }
+}
+
+void hstep_fill_case(char *data, const halfstep_optimizer *o, int tensor, int slot, uint64_t seed)
+{
+    const int64_t n = o->tensors[tensor].n_rows * o->tensors[tensor].n_columns;
+    const struct hstep_slot *s = &o->tensors[tensor].slot[slot];
+    halfstep_format_info format = {.struct_size = sizeof format};
+    halfstep_get_format_info(s->format, &format);
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    halfstep_get_rule_info(o->tensors[tensor].rule, &rule);
+    const int half = !strncmp(format.code_dtype, "F16", 3),
+              largest = slot == HALFSTEP_SLOT_WEIGHT && tensor % 4 == 0 && !rule.two_pass &&
+                        strcmp(halfstep_get_choice(o, o->tensors[tensor].group, "decay"), "l2") != 0;
+    for (int64_t i = 0; i < n; i++) {
+        const uint64_t r = mix(mix((uint64_t)i * UINT64_C(0x9e3779b97f4a7c15) + seed) + (uint64_t)tensor);
+        uint32_t bits = slot == HALFSTEP_SLOT_GRADIENT && (i / 32 + (int64_t)seed) % 11 == 0 ? 0 : pattern(r);
+        if (largest && i % 61 == 7) bits = 0x7f7fffff;
+        uint16_t code = (uint16_t)(bits >> 16);
+        if (half && bits == 0x7f7fffff) code = 0x7bff;
+        else if (half) code = (uint16_t)((r >> 63) << 15 | (4 + (r >> 8 & 7)) << 10 | (r >> 32 & 0x3ff));
+        if (format.code_bits == 32) memcpy(data + 4 * i, &bits, 4);
+        else memcpy(data + 2 * i, &code, 2);
+    }
+}
