@@ -171,8 +171,8 @@ static void test_tables(void)
         {"needed", OPTION_STRING, 0, NULL, NULL, 0, 0, OPTION_REQUIRED, NULL, "without a word for its value"},
         {"", OPTION_HEADING, 0, NULL, NULL, 0, 0, 0, NULL, "a heading"},
     };
-    static const struct command command = {"try", "", "", NULL, 0, 0};
-    const struct option_group group = {"Options", rows, OPTION_COUNT(rows), &target};
+    static const struct command command = {.name = "try", .usage = "", .summary = ""};
+    const struct option_group group = {"Options", rows, COUNT_OF(rows), &target};
     struct args args;
     char why[200];
     demand(args_defaults(&args, &command, &group, 1) == ARGS_RUN, "no defaults");
@@ -206,7 +206,7 @@ static void test_path_lists(void)
         {"number", OPTION_INTEGER, IN(number), "N", "3", 0, 9, 0, NULL, "a number"},
     };
 #undef IN
-    static const struct command command = {"try", "", "", NULL, 0, 0};
+    static const struct command command = {.name = "try", .usage = "", .summary = ""};
     static char names[1000][16];
     static char *words[1100] = {"try", "--paths",   "a,b", "-c",       "d e", "--number",
                                 "4",   "--paths=f", "g",   "--others", "h",   "--paths"};
@@ -215,7 +215,7 @@ static void test_path_lists(void)
         snprintf(names[i], sizeof names[i], "n%d", i);
         words[n++] = names[i];
     }
-    const struct option_group group = {"Options", rows, OPTION_COUNT(rows), &target};
+    const struct option_group group = {"Options", rows, COUNT_OF(rows), &target};
     struct args args;
     /* The first word after an option may begin with a dash, and no other. */
     CHECK(args_parse(&args, &command, &group, 1, n, words) == 2, "-c is a path");
@@ -227,7 +227,7 @@ static void test_path_lists(void)
     for (int i = 0; i < 7 && i < target.paths.n; i++) EQUAL_TEXT(target.paths.item[i], first[i]);
     struct text text = {0};
     char why[200];
-    const struct option_group other = {"Options", rows, OPTION_COUNT(rows), &again};
+    const struct option_group other = {"Options", rows, COUNT_OF(rows), &again};
     memset(&again, 0, sizeof again);
     args_text(&group, &rows[0], &text);
     CHECK(args_set(&args, &other, &rows[0], text_string(&text), why, sizeof why) == 0 && again.paths.n == 1005, "%s",

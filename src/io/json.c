@@ -269,6 +269,14 @@ int hstep_json_skip(hstep_json *json)
     return 1;
 }
 
+int hstep_json_member(hstep_json *json, size_t *n, const char **name)
+{
+    int more = *n ? hstep_json_take(json, ',') : hstep_json_expect(json, '{') && !hstep_json_take(json, '}');
+    if (!more && *n) hstep_json_expect(json, '}');
+    ++*n;
+    return more && hstep_json_string(json, name) && hstep_json_expect(json, ':');
+}
+
 int hstep_json_end(hstep_json *json)
 {
     if (json->problem) return 0;

@@ -33,6 +33,9 @@ char hstep_json_peek(hstep_json *json);
 int hstep_json_real(hstep_json *json, double *number);
 /* Takes the given word: true, false or null. */
 int hstep_json_word(hstep_json *json, const char *word);
+/* Goes to the next member of an object, or to the first one if *n is 0, and counts it in *n. Returns 1 with its name.
+ * Returns 0 behind the end of the object, and after an error, also one in the value of the last member. */
+int hstep_json_member(hstep_json *json, size_t *n, const char **name);
 /* Skips one value of any kind, nested at most HSTEP_JSON_DEPTH deep. */
 int hstep_json_skip(hstep_json *json);
 /* Returns 1 if nothing but blanks is left. */

@@ -82,7 +82,7 @@ static int find_text(char *path, size_t path_bytes)
     char *slash = strrchr(program, '/');
     if (!slash) return -1;
     slash[1] = 0;
-    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
+    for (int i = 0; i < COUNT_OF(places); i++) {
         int length = snprintf(path, path_bytes, "%s%s", program, places[i]);
         if (length <= 0 || (size_t)length >= path_bytes || access(path, R_OK) != 0) continue;
         /* The resolved path is shorter to read in the report. The other one serves as well. */
@@ -94,39 +94,33 @@ static int find_text(char *path, size_t path_bytes)
     return -1;
 }
 
-int cmd_demo(int argc, char **argv)
+static int run_demo(struct args *args, void *options)
 {
-    static const struct command command = {
-        "demo",
-        "[options]",
-        "Trains a small language model with fp32 weights and under four recipes with BF16 weights, and reports which "
-        "of them keep up with fp32.",
-        notes,
-        0,
-        0};
-    struct demo_options options;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &options}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv);
-    if (status != ARGS_RUN) return status;
+    const struct demo_options *o = options;
     char path[PATH_BYTES], threads[32], seed[32];
-    if (!options.data && find_text(path, sizeof path) != 0) {
-        args_free(&args);
+    if (!o->data && find_text(path, sizeof path) != 0)
         return failure("demo", "demo.txt is neither in ../data nor in ../share/halfstep beside the program; "
                                "name a text with --data FILE");
-    }
-    snprintf(threads, sizeof threads, "%lld", (long long)options.threads);
-    snprintf(seed, sizeof seed, "%llu", (unsigned long long)options.seed);
-    const char *words[MAX_WORDS] = {"demo",      "--data",      options.data ? options.data : path,
-                                    "--out",     options.out,   "--threads",
-                                    threads,     "--seed",      seed,
-                                    "--compute", compute_type()};
+    snprintf(threads, sizeof threads, "%lld", (long long)o->threads);
+    snprintf(seed, sizeof seed, "%llu", (unsigned long long)o->seed);
+    const char *words[MAX_WORDS] = {
+        "demo",      "--data",      o->data ? o->data : path, "--out", o->out, "--threads", threads, "--seed", seed,
+        "--compute", compute_type()};
     int n = 11;
-    for (size_t i = 0; i < sizeof fixed_words / sizeof fixed_words[0]; i++) words[n++] = fixed_words[i];
-    if (options.json) words[n++] = "--json";
-    if (options.quiet) words[n++] = "--quiet";
-    struct comparison comparison = {"demo", "halfstep demo: BF16 weights at a small learning rate", argc, argv};
-    status = compare_lm(&comparison, n, (char **)words);
-    args_free(&args);
-    return status;
+    for (int i = 0; i < COUNT_OF(fixed_words); i++) words[n++] = fixed_words[i];
+    if (o->json) words[n++] = "--json";
+    if (o->quiet) words[n++] = "--quiet";
+    const struct comparison comparison = {"demo", "halfstep demo: BF16 weights at a small learning rate", args->argc,
+                                          args->argv};
+    return compare_lm(&comparison, n, (char **)words);
 }
+
+const struct command demo_command = {
+    .name = "demo",
+    .usage = "[options]",
+    .summary = "Trains a small language model with fp32 weights and under four recipes with BF16 weights, and reports "
+               "which of them keep up with fp32.",
+    .notes = notes,
+    COMMAND_OPTIONS(rows, struct demo_options),
+    .run = run_demo,
+};

@@ -34,23 +34,11 @@ static const struct option rows[] = {
     OPTION_JSON(struct generate),
 };
 
-static const struct command command = {
-    "generate",
-    "--checkpoint DIR [options]",
-    "Continues a text with a trained language model. The model computes in fp32 from the stored weights, so every "
-    "machine writes the same bytes.",
-    "  halfstep generate --checkpoint run --prompt 'To be' --bytes 500\n",
-    0,
-    0};
-
 /* Returns 1 if the checkpoint's rule evaluates an average of the weights that it trains. */
 static int uses_averages(const halfstep_checkpoint *checkpoint)
 {
     const char *recipe = halfstep_checkpoint_value(checkpoint, "recipe");
-    struct recipe_parts parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    recipe_split(recipe ? recipe : "", &parts);
-    return halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && rule.average;
+    return recipe && rule_info(recipe_rule(recipe)).average;
 }
 
 /* Loads the averages that the rule evaluates, in fp32. Returns 0, or -1 with one line in error. */
@@ -64,7 +52,7 @@ static int load_averages(const char *checkpoint, const struct lm_config *shape, 
         lm_tensor_info(shape, i, &tensor);
         float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
         weights[i] = (struct lm_weight){values, LM_F32};
-        if (!values) snprintf(error, error_bytes, "out of memory");
+        if (!values) no_memory(error, error_bytes);
         bad = !values || weight_source_read(source, &tensor, values, error, error_bytes) != 0;
     }
     weight_source_close(source);
@@ -96,7 +84,7 @@ static int load_weights(const struct model_tensors *model, const struct lm_confi
         void *data = malloc(info.bytes);
         weights[i] = (struct lm_weight){data, types[type].dtype};
         if (!data) {
-            snprintf(error, error_bytes, "out of memory");
+            no_memory(error, error_bytes);
             return -1;
         }
         if (halfstep_read_safetensor(part->file, index, 0, data, info.bytes, error, error_bytes) != HALFSTEP_OK)
@@ -128,7 +116,7 @@ static int write_text(const struct generate *g, const struct lm_config *shape, c
     uint8_t *text = malloc((size_t)g->bytes + 1);
     struct lm *model = text ? lm_create(shape, &options, error, error_bytes) : NULL;
     int status = model ? 0 : 1;
-    if (!text) snprintf(error, error_bytes, "out of memory");
+    if (!text) no_memory(error, error_bytes);
     if (model && lm_generate(model, weights, (const uint8_t *)g->prompt, strlen(g->prompt), g->temperature, g->seed,
                              text, (size_t)g->bytes) != 0) {
         snprintf(error, error_bytes, "%s", lm_error(model));
@@ -140,14 +128,16 @@ static int write_text(const struct generate *g, const struct lm_config *shape, c
     return status;
 }
 
-static int generate(const struct generate *g)
+static int generate(struct args *args, void *options)
 {
+    const struct generate *g = options;
+    (void)args;
     char error[1024] = "", note[600];
     halfstep_checkpoint *checkpoint = NULL;
     struct model_tensors model = {NULL, 0, NULL};
     struct lm_config shape;
     if (halfstep_open_checkpoint(&checkpoint, g->checkpoint, NULL, error, sizeof error) != HALFSTEP_OK)
-        return failure(command.name, "%s", error);
+        return failure("generate", "%s", error);
     const char *path = halfstep_checkpoint_path(checkpoint, "model.safetensors");
     int status = 1;
     struct lm_weight *weights = NULL;
@@ -168,17 +158,16 @@ static int generate(const struct generate *g)
     free(weights);
     model_tensors_close(&model);
     halfstep_close_checkpoint(checkpoint);
-    return status && error[0] ? failure(command.name, "%s", error) : status;
+    return status && error[0] ? failure("generate", "%s", error) : status;
 }
 
-int cmd_generate(int argc, char **argv)
-{
-    struct generate g;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &g}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv);
-    if (status != ARGS_RUN) return status;
-    status = generate(&g);
-    args_free(&args);
-    return status;
-}
+const struct command generate_command = {
+    .name = "generate",
+    .usage = "--checkpoint DIR [options]",
+    .summary =
+        "Continues a text with a trained language model. The model computes in fp32 from the stored weights, so every "
+        "machine writes the same bytes.",
+    .notes = "  halfstep generate --checkpoint run --prompt 'To be' --bytes 500\n",
+    COMMAND_OPTIONS(rows, struct generate),
+    .run = generate,
+};

@@ -14,15 +14,6 @@ struct info {
 };
 
 static const struct option rows[] = {OPTION_JSON(struct info)};
-static const struct command command = {
-    "info",
-    "[--json]",
-    "Lists the features of the processor, the kernels and threads in use, the GPUs, and all rules and formats.",
-    "The environment variables HALFSTEP_ISA and HALFSTEP_THREADS set the kernels and the number of threads.\n"
-    "\n"
-    "  HALFSTEP_ISA=scalar halfstep info\n",
-    0,
-    0};
 
 static void put_names(struct document *d, json_t *in, const char *key, const char *(*name)(int32_t index))
 {
@@ -132,8 +123,7 @@ static void print_rules(void)
 {
     printf("\nRules\n");
     for (int32_t i = 0; i < halfstep_rule_count(); i++) {
-        halfstep_rule_info info = {.struct_size = sizeof info};
-        if (halfstep_get_rule_info(i, &info) != HALFSTEP_OK) continue;
+        const halfstep_rule_info info = rule_info(i);
         char full[RECIPE_BYTES];
         if (halfstep_recipe_full(info.name, full, sizeof full) != HALFSTEP_OK) full[0] = 0;
         printf("  %-13s %s\n  %-13s states:%s", info.name, info.title, "", info.states ? "" : " none");
@@ -155,13 +145,12 @@ static void print_formats(void)
                 {HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG, "states"}};
     printf("\nFormats        bytes\n");
     for (int32_t i = 0; i < halfstep_format_count(); i++) {
-        halfstep_format_info info = {.struct_size = sizeof info};
-        if (halfstep_get_format_info(i, &info) != HALFSTEP_OK) continue;
+        const halfstep_format_info info = format_info(i);
         double bytes =
             (info.code_bits + info.extra_bits) / 8.0 + (info.block ? (double)info.scale_bytes / info.block : 0);
         printf("  %-12s %6.4g  %-46s", info.name, bytes, info.title);
         const char *separator = "";
-        for (size_t u = 0; u < sizeof uses / sizeof uses[0]; u++) {
+        for (int u = 0; u < COUNT_OF(uses); u++) {
             if (!(info.roles & uses[u].roles)) continue;
             printf("%s%s", separator, uses[u].name);
             separator = ", ";
@@ -197,16 +186,23 @@ static int print_text(const char *features)
     return 0;
 }
 
-int cmd_info(int argc, char **argv)
+static int print_info(struct args *args, void *options)
 {
-    struct info info;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &info}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv);
-    if (status != ARGS_RUN) return status;
+    const struct info *info = options;
     char features[512];
+    (void)args;
     halfstep_cpu_features(features, sizeof features);
-    status = info.json ? print_object(features) : print_text(features);
-    args_free(&args);
-    return status;
+    return info->json ? print_object(features) : print_text(features);
 }
+
+const struct command info_command = {
+    .name = "info",
+    .usage = "[--json]",
+    .summary =
+        "Lists the features of the processor, the kernels and threads in use, the GPUs, and all rules and formats.",
+    .notes = "The environment variables HALFSTEP_ISA and HALFSTEP_THREADS set the kernels and the number of threads.\n"
+             "\n"
+             "  HALFSTEP_ISA=scalar halfstep info\n",
+    COMMAND_OPTIONS(rows, struct info),
+    .run = print_info,
+};

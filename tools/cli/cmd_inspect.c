@@ -25,16 +25,6 @@ static const struct option rows[] = {
     OPTION_JSON(struct inspect),
 };
 
-static const struct command command = {
-    "inspect",
-    "FILE|DIR [options]",
-    "Lists the contents of a safetensors file or a checkpoint directory: tensors with types, shapes and sizes, "
-    "metadata, and the step and settings of the run. Verifies the checksums of a checkpoint's files.",
-    "  halfstep inspect run\n"
-    "  halfstep inspect run/model.safetensors --json\n",
-    1,
-    1};
-
 /* ---- One safetensors file ---------------------------------------------------------------------------------------- */
 
 static int tensor_info(const halfstep_safetensors *file, uint64_t index, halfstep_safetensor_info *info)
@@ -151,7 +141,7 @@ static int open_parts(struct checkpoint *c, char *error, size_t error_bytes)
 {
     c->part = calloc(c->info.files ? c->info.files : 1, sizeof *c->part);
     if (!c->part) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     for (uint64_t i = 0; i < c->info.files; i++) {
@@ -255,7 +245,7 @@ static int inspect_checkpoint(const halfstep_checkpoint *checkpoint, const struc
               open_parts(&c, error, sizeof error) != 0,
         status;
     if (!bad && inspect->json) bad = put_checkpoint(&document, &c, error, sizeof error) != 0;
-    if (bad) status = failure(command.name, "%s", error);
+    if (bad) status = failure("inspect", "%s", error);
     else if (inspect->json) status = document_print(&document);
     else status = print_checkpoint(&c);
     document_free(&document);
@@ -284,17 +274,21 @@ static int inspect_path(const char *path, const struct inspect *inspect)
     }
     struct stat status;
     int folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    return failure(command.name, "%s", folder || code != HALFSTEP_ERROR_NAME ? error : why);
+    return failure("inspect", "%s", folder || code != HALFSTEP_ERROR_NAME ? error : why);
 }
 
-int cmd_inspect(int argc, char **argv)
-{
-    struct inspect inspect;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &inspect}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv);
-    if (status != ARGS_RUN) return status;
-    status = inspect_path(args.word[0], &inspect);
-    args_free(&args);
-    return status;
-}
+static int inspect_word(struct args *args, void *options) { return inspect_path(args->word[0], options); }
+
+const struct command inspect_command = {
+    .name = "inspect",
+    .usage = "FILE|DIR [options]",
+    .summary =
+        "Lists the contents of a safetensors file or a checkpoint directory: tensors with types, shapes and sizes, "
+        "metadata, and the step and settings of the run. Verifies the checksums of a checkpoint's files.",
+    .notes = "  halfstep inspect run\n"
+             "  halfstep inspect run/model.safetensors --json\n",
+    .min_words = 1,
+    .max_words = 1,
+    COMMAND_OPTIONS(rows, struct inspect),
+    .run = inspect_word,
+};

@@ -46,15 +46,6 @@ static const struct option option_rows[] = {
     OPTION_JSON(struct plan),
 };
 
-static const struct command command = {
-    "plan",
-    "--params N [--memory BYTES] [options]",
-    "Forecasts the memory for weights, gradients and optimizer states under each recipe. Activations need memory "
-    "besides; it depends on batch and context, not on the recipe.",
-    "  halfstep plan --params 7e9 --memory 24G --release\n",
-    0,
-    0};
-
 struct forecast {
     char recipe[RECIPE_BYTES];
     const char *gradients;
@@ -62,12 +53,6 @@ struct forecast {
 };
 
 /* ---- Sizes ------------------------------------------------------------------------------------------------------- */
-
-static double gradient_bytes_of(const char *name)
-{
-    halfstep_format_info info = {.struct_size = sizeof info};
-    return halfstep_get_format_info(halfstep_format_find(name), &info) == HALFSTEP_OK ? info.code_bits / 8.0 : 0;
-}
 
 /* Adds up a model of known shape, tensor by tensor, because small tensors may fall back from block formats. Returns 0,
  * or -1 if the recipe does not exist. */
@@ -115,7 +100,7 @@ static int make_forecast(const struct plan *plan, const struct lm_config *shape,
     snprintf(f->recipe, sizeof f->recipe, "%s", recipe);
     run_config_settle(&config);
     f->gradients = config.gradients;
-    double bytes = gradient_bytes_of(f->gradients);
+    double bytes = format_named(f->gradients).code_bits / 8.0;
     int bad = shape ? add_shape(shape, f, bytes, plan->release) : add_params(plan, f, bytes);
     f->total = f->weights + f->extras + f->states + f->gradient_bytes;
     return bad;
@@ -127,9 +112,8 @@ static int make_forecast(const struct plan *plan, const struct lm_config *shape,
  * IEEE halves take as many bytes as BF16. */
 static int worth_a_look(const char *weight)
 {
-    halfstep_format_info info = {.struct_size = sizeof info};
-    return halfstep_get_format_info(halfstep_format_find(weight), &info) == HALFSTEP_OK &&
-           (info.code_bits > 16 || info.stochastic || info.extra_bits) && strcmp(info.code_dtype, "F16") != 0;
+    const halfstep_format_info info = format_named(weight);
+    return (info.code_bits > 16 || info.stochastic || info.extra_bits) && strcmp(info.code_dtype, "F16") != 0;
 }
 
 struct listing {
@@ -162,7 +146,7 @@ static void list_recipes(struct listing *l)
         if (l->plan->all)
             for (int32_t s = 0; (state = state_format_name(s)) != NULL; s++) add_recipe(l, weight, state);
         else
-            for (size_t i = 0; i < sizeof compact / sizeof compact[0]; i++) add_recipe(l, weight, compact[i]);
+            for (int i = 0; i < COUNT_OF(compact); i++) add_recipe(l, weight, compact[i]);
     }
 }
 
@@ -260,15 +244,11 @@ static void print_bars(const struct plan *plan, const struct forecast *list, int
 static void print_precise_states(const struct forecast *list, int n)
 {
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
-        halfstep_rule_info info = {.struct_size = sizeof info};
+        const halfstep_rule_info info = rule_info(row);
         char text[200];
-        if (halfstep_get_rule_info(row, &info) != HALFSTEP_OK) continue;
         precise_states_text(&info, text, sizeof text);
         int listed = 0;
-        for (int i = 0; i < n && *text && !listed; i++) {
-            size_t length = strlen(info.name);
-            listed = !strncmp(list[i].recipe, info.name, length) && list[i].recipe[length] == '/';
-        }
+        for (int i = 0; i < n && *text && !listed; i++) listed = recipe_rule(list[i].recipe) == row;
         if (listed) printf("%s: %s.\n", info.name, text);
     }
 }
@@ -309,42 +289,33 @@ static int print_table(const struct plan *plan, double params, const struct fore
     return 0;
 }
 
-/* Returns 1 if the rule, or the rule of a recipe, can step one tensor after another. */
-static int can_release(const char *recipe)
+static int plan_all(struct args *args, void *options)
 {
-    char rule[RECIPE_BYTES];
-    halfstep_rule_info info = {.struct_size = sizeof info};
-    snprintf(rule, sizeof rule, "%.*s", (int)strcspn(recipe, "/"), recipe);
-    return halfstep_get_rule_info(halfstep_rule_find(rule), &info) != HALFSTEP_OK || !info.totals;
-}
-
-static int plan_all(struct plan *plan, const struct args *args)
-{
+    const struct plan *plan = options;
     enum { CAPACITY = 1024 };
     char error[600];
     struct lm_config shape = {
         .width = (int)plan->width, .depth = (int)plan->depth, .heads = (int)plan->heads, .context = (int)plan->context};
     int sources = args_given(args, "params") + args_given(args, "checkpoint") + args_given(args, "width");
     if (sources != 1)
-        return usage_error(command.name, "give the size of the model by one of --params, --checkpoint, --width");
+        return usage_error("plan", "give the size of the model by one of --params, --checkpoint, --width");
     if (plan->checkpoint) {
         char note[600];
         int status = checkpoint_read_shape(plan->checkpoint, 0, &shape, note, sizeof note, error, sizeof error);
         if (status > 0)
             snprintf(error, sizeof error, "%.500s: there is neither a checkpoint nor a config.json", plan->checkpoint);
-        if (status) return failure(command.name, "%s", error);
+        if (status) return failure("plan", "%s", error);
     }
-    if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error(command.name, "%s", error);
+    if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error("plan", "%s", error);
     for (int i = plan->recipes.n ? 0 : -1; plan->release && i < plan->recipes.n; i++) {
         const char *recipe = i < 0 ? plan->rule : plan->recipes.item[i];
-        if (!can_release(recipe))
-            return usage_error(command.name, "--release: %s needs the gradients of all tensors before it steps any",
-                               recipe);
+        if (rule_info(recipe_rule(recipe)).totals)
+            return usage_error("plan", "--release: %s needs the gradients of all tensors before it steps any", recipe);
     }
     int shaped = !args_given(args, "params");
     double params = shaped ? (double)lm_parameter_count(&shape) : plan->params;
     struct forecast *list = calloc(CAPACITY, sizeof *list);
-    if (!list) return failure(command.name, "out of memory");
+    if (!list) return failure("plan", "out of memory");
     int n = 0;
     for (int i = 0; i < plan->recipes.n; i++)
         if (make_forecast(plan, shaped ? &shape : NULL, plan->recipes.item[i], &list[n]) == 0) n++;
@@ -359,14 +330,13 @@ static int plan_all(struct plan *plan, const struct args *args)
     return status;
 }
 
-int cmd_plan(int argc, char **argv)
-{
-    struct plan plan;
-    struct args args;
-    const struct option_group groups[] = {{"Options", option_rows, OPTION_COUNT(option_rows), &plan}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv);
-    if (status != ARGS_RUN) return status;
-    status = plan_all(&plan, &args);
-    args_free(&args);
-    return status;
-}
+const struct command plan_command = {
+    .name = "plan",
+    .usage = "--params N [--memory BYTES] [options]",
+    .summary =
+        "Forecasts the memory for weights, gradients and optimizer states under each recipe. Activations need memory "
+        "besides; it depends on batch and context, not on the recipe.",
+    .notes = "  halfstep plan --params 7e9 --memory 24G --release\n",
+    COMMAND_OPTIONS(option_rows, struct plan),
+    .run = plan_all,
+};

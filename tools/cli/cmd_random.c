@@ -37,14 +37,6 @@ static const struct option rows[] = {
      "number of words; 0: until the reader closes the pipe"},
 };
 
-static const struct command command = {
-    "random",
-    "--generator NAME [options]",
-    "Writes the random words of one stream to stdout as raw little-endian 32-bit integers, for statistical tests.",
-    "  halfstep random --generator mixer --seed 1 | dieharder -a -g 200\n",
-    0,
-    0};
-
 /* Writes all bytes to stdout. Returns 0, 1 if the reader has closed the pipe, or -1 with errno set. */
 static int write_all(const unsigned char *bytes, size_t n)
 {
@@ -87,24 +79,25 @@ static int check_whole(const char *name, double value)
                : usage_error("random", "--%s is %.15g; it must be a whole number", name, value);
 }
 
-int cmd_random(int argc, char **argv)
+static int write_words(struct args *args, void *options)
 {
-    struct random r;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &r}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv);
-    if (status != ARGS_RUN) return status;
-    status = check_whole("write", r.write) || check_whole("slot", r.slot) || check_whole("first", r.first) ||
-                     check_whole("count", r.count)
-                 ? 2
-                 : 0;
-    if (!status && isatty(STDOUT_FILENO))
-        status = failure("random", "stdout is a terminal; pipe it into a tester or a file");
-    if (!status) {
-        /* A tester that has read enough closes the pipe. That counts as success. */
-        signal(SIGPIPE, SIG_IGN);
-        status = stream(&r);
-    }
-    args_free(&args);
-    return status;
+    const struct random *r = options;
+    (void)args;
+    if (check_whole("write", r->write) || check_whole("slot", r->slot) || check_whole("first", r->first) ||
+        check_whole("count", r->count))
+        return 2;
+    if (isatty(STDOUT_FILENO)) return failure("random", "stdout is a terminal; pipe it into a tester or a file");
+    /* A tester that has read enough closes the pipe. That counts as success. */
+    signal(SIGPIPE, SIG_IGN);
+    return stream(r);
 }
+
+const struct command random_command = {
+    .name = "random",
+    .usage = "--generator NAME [options]",
+    .summary =
+        "Writes the random words of one stream to stdout as raw little-endian 32-bit integers, for statistical tests.",
+    .notes = "  halfstep random --generator mixer --seed 1 | dieharder -a -g 200\n",
+    COMMAND_OPTIONS(rows, struct random),
+    .run = write_words,
+};

@@ -1,19 +1,16 @@
-/* The subcommands. Each gets its own words as argv, where argv[0] is its name. It returns the exit status: 0 success, 1
- * failure, 2 wrong usage, 128 + n ended by signal n. main.c holds the table. */
+/* The subcommands. main.c holds their list. A function for one of the two kinds of train and compare gets all words of
+ * the command as argv, where argv[1] is the kind. It returns the exit status: 0 success, 1 failure, 2 wrong usage, 128 + n ended by
+ * signal n. */
 #ifndef HALFSTEP_COMMANDS_H
 #define HALFSTEP_COMMANDS_H
 
-int cmd_train(int argc, char **argv);
-int cmd_generate(int argc, char **argv);
-int cmd_compare(int argc, char **argv);
-int cmd_demo(int argc, char **argv);
-int cmd_plan(int argc, char **argv);
-int cmd_bench(int argc, char **argv);
-int cmd_info(int argc, char **argv);
-int cmd_inspect(int argc, char **argv);
+#include "common/args/args.h"
+
+extern const struct command generate_command, demo_command, plan_command, bench_command, info_command, inspect_command,
+    verify_command, random_command;
+int train_lm(int argc, char **argv);
+int train_mnist(int argc, char **argv);
 /* Returns 0 if the device can be used (NULL: the CPU), otherwise 1 after printing one line that says why not. */
 int check_device(const char *command, const char *device);
-int cmd_verify(int argc, char **argv);
-int cmd_random(int argc, char **argv);
 
 #endif

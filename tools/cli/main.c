@@ -10,30 +10,50 @@
 
 #include "cli/commands.h"
 #include "common/args/args.h"
+#include "trainer/compare/compare.h"
 
-static int cmd_completion(int argc, char **argv);
-static int cmd_man(int argc, char **argv);
+static const struct command completion_command, man_command;
+static int compare_kind(int argc, char **argv);
 
-static const struct {
-    const char *name, *summary;
+/* One of the two models of train and compare, which is the second word of the command line. */
+struct kind {
+    const char *name, *model, *usage;
     int (*run)(int argc, char **argv);
-    const char *kind[2]; /* second words of a command that has two kinds */
-} commands[] = {
-    {"train", "train a language model (train lm) or a digit network (train mnist)", cmd_train, {"lm", "mnist"}},
-    {"generate", "continue a text with a trained model", cmd_generate, {NULL}},
-    {"compare", "train under several recipes and report (compare lm, compare mnist)", cmd_compare, {"lm", "mnist"}},
-    {"demo", "compare fp32 with BF16 weights, to show what stochastic rounding does", cmd_demo, {NULL}},
-    {"plan", "forecast the memory of each recipe, and whether it fits", cmd_plan, {NULL}},
-    {"bench", "time the optimizer step of each recipe", cmd_bench, {NULL}},
-    {"info", "list instruction sets, threads, GPUs, rules and formats", cmd_info, {NULL}},
-    {"inspect", "list the contents of a checkpoint or safetensors file", cmd_inspect, {NULL}},
-    {"verify", "check that this machine computes the promised bits", cmd_verify, {NULL}},
-    {"random", "write raw random words to stdout, for statistical tests", cmd_random, {NULL}},
-    {"completion", "print a script with which a shell completes commands and options", cmd_completion, {NULL}},
-    {"man", "print the manual page of all commands", cmd_man, {NULL}},
 };
 
-enum { COMMANDS = sizeof commands / sizeof commands[0] };
+static const struct entry {
+    const char *name, *summary;
+    const struct command *command; /* NULL: there are two kinds */
+    const char *purpose, *example; /* --help of a command that has two kinds */
+    struct kind kind[2];
+} commands[] = {
+    {"train",
+     "train a language model (train lm) or a digit network (train mnist)",
+     NULL,
+     "Trains a model with the storage formats of one recipe.",
+     "halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8",
+     {{"lm", "a byte-level language model", "--data FILE... [options]", train_lm},
+      {"mnist", "a network that reads digits", "[--data DIR] [options]", train_mnist}}},
+    {"generate", "continue a text with a trained model", .command = &generate_command},
+    {"compare",
+     "train under several recipes and report (compare lm, compare mnist)",
+     NULL,
+     "Trains the same model under several recipes and reports how losses and memory differ.",
+     "halfstep compare lm --data book.txt --recipes adamw/f32,adamw/bf16-sr/int8",
+     {{"lm", "a byte-level language model", "--data FILE... --recipes R,R,... [options]", compare_kind},
+      {"mnist", "a network that reads digits", "[--data DIR] --recipes R@LR,R@LR,... [options]", compare_kind}}},
+    {"demo", "compare fp32 with BF16 weights, to show what stochastic rounding does", .command = &demo_command},
+    {"plan", "forecast the memory of each recipe, and whether it fits", .command = &plan_command},
+    {"bench", "time the optimizer step of each recipe", .command = &bench_command},
+    {"info", "list instruction sets, threads, GPUs, rules and formats", .command = &info_command},
+    {"inspect", "list the contents of a checkpoint or safetensors file", .command = &inspect_command},
+    {"verify", "check that this machine computes the promised bits", .command = &verify_command},
+    {"random", "write raw random words to stdout, for statistical tests", .command = &random_command},
+    {"completion", "print a script with which a shell completes commands and options", .command = &completion_command},
+    {"man", "print the manual page of all commands", .command = &man_command},
+};
+
+enum { COMMANDS = COUNT_OF(commands) };
 
 static const char *command_name(void *context, int index)
 {
@@ -54,6 +74,41 @@ static void print_version(void)
 {
     int32_t v = halfstep_version();
     printf("halfstep %d.%d.%d (ABI %d, %s)\n", v / 10000, v / 100 % 100, v % 100, halfstep_abi(), halfstep_isa());
+}
+
+static int compare_kind(int argc, char **argv)
+{
+    int lm = strcmp(argv[1], "lm") == 0;
+    const struct comparison comparison = {lm ? "compare lm" : "compare mnist",
+                                          lm ? "halfstep compare lm" : "halfstep compare mnist", argc, argv};
+    return (lm ? compare_lm : compare_mnist)(&comparison, argc - 1, argv + 1);
+}
+
+/* Prints the help of a command that has two kinds. */
+static void print_kinds(const struct entry *entry)
+{
+    for (int k = 0; k < 2; k++)
+        printf("%s halfstep %s %s %s\n", k ? "      " : "Usage:", entry->name, entry->kind[k].name,
+               entry->kind[k].usage);
+    printf("\n%s\n\n", entry->purpose);
+    for (int k = 0; k < 2; k++)
+        printf("  %-7s %s; see halfstep %s %s --help\n", entry->kind[k].name, entry->kind[k].model, entry->name,
+               entry->kind[k].name);
+    printf("\n  %s\n", entry->example);
+}
+
+/* Runs a command with its words, of which the first is its name. */
+static int run(const struct entry *entry, int argc, char **argv)
+{
+    if (entry->command) return command_run(entry->command, argc, argv);
+    for (int k = 0; k < 2 && argc > 1; k++)
+        if (strcmp(argv[1], entry->kind[k].name) == 0) return entry->kind[k].run(argc, argv);
+    if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
+        print_kinds(entry);
+        return 0;
+    }
+    if (argc > 1 && argv[1][0] != '-') return usage_error(entry->name, "unknown model '%s'; known: lm, mnist", argv[1]);
+    return usage_error(entry->name, "the model is missing; known: lm, mnist");
 }
 
 static int unknown_command(const char *name)
@@ -79,9 +134,9 @@ static int complete(int n, char **words)
             continue;
         }
         if (strcmp(commands[i].name, words[0]) != 0) continue;
-        int kinds = commands[i].kind[0] != NULL;
+        int kinds = commands[i].command == NULL;
         for (int k = 0; kinds && n == 2 && k < 2; k++)
-            if (strncmp(commands[i].kind[k], word, strlen(word)) == 0) puts(commands[i].kind[k]);
+            if (strncmp(commands[i].kind[k].name, word, strlen(word)) == 0) puts(commands[i].kind[k].name);
         if (kinds && n == 2) return 0;
         char *asked[6] = {words[0], words[1]};
         char **rest = asked + 1 + kinds;
@@ -91,7 +146,7 @@ static int complete(int n, char **words)
         rest[1] = words[last];
         rest[2] = words[n - 2];
         rest[3] = word;
-        return commands[i].run(5 + kinds, asked);
+        return run(&commands[i], 5 + kinds, asked);
     }
     return 0;
 }
@@ -115,54 +170,57 @@ static const struct {
     {"fish", "complete -c halfstep -a '(halfstep complete (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)'\n"},
 };
 
-static int cmd_completion(int argc, char **argv)
+static int print_script(struct args *args, void *options)
 {
-    static const struct command command = {
-        "completion",
-        "SHELL",
-        "Prints a script for bash, zsh or fish that completes commands, options and their values, including recipes.",
-        "  eval \"$(halfstep completion bash)\"                       in ~/.bashrc\n"
-        "  halfstep completion zsh >~/.zfunc/_halfstep               a folder of fpath\n"
-        "  halfstep completion fish >~/.config/fish/completions/halfstep.fish\n",
-        1,
-        1};
-    struct args args;
-    int status = args_parse(&args, &command, NULL, 0, argc, argv);
-    if (status != ARGS_RUN) return status;
-    const char *script = NULL;
-    for (size_t i = 0; i < sizeof shells / sizeof shells[0]; i++)
-        if (strcmp(args.word[0], shells[i].name) == 0) script = shells[i].script;
-    status = script ? 0 : usage_error("completion", "unknown shell '%s'; known: bash, zsh, fish", args.word[0]);
-    if (script) fputs(script, stdout);
-    args_free(&args);
-    return status;
+    (void)options;
+    for (int i = 0; i < COUNT_OF(shells); i++)
+        if (strcmp(args->word[0], shells[i].name) == 0) return fputs(shells[i].script, stdout) == EOF;
+    return usage_error("completion", "unknown shell '%s'; known: bash, zsh, fish", args->word[0]);
 }
 
-static int cmd_man(int argc, char **argv)
+static const struct command completion_command = {
+    .name = "completion",
+    .usage = "SHELL",
+    .summary = "Prints a script for bash, zsh or fish that completes commands, options and their values, including "
+               "recipes.",
+    .notes = "  eval \"$(halfstep completion bash)\"                       in ~/.bashrc\n"
+             "  halfstep completion zsh >~/.zfunc/_halfstep               a folder of fpath\n"
+             "  halfstep completion fish >~/.config/fish/completions/halfstep.fish\n",
+    .min_words = 1,
+    .max_words = 1,
+    .run = print_script,
+};
+
+static int print_manual(struct args *args, void *options)
 {
-    static const struct command command = {
-        "man", "", "Prints the manual page of all commands, in the language of man(1).", "  halfstep man | man -l -\n",
-        0,     0};
-    struct args args;
-    int status = args_parse(&args, &command, NULL, 0, argc, argv);
-    if (status != ARGS_RUN) return status;
-    args_free(&args);
     int32_t v = halfstep_version();
+    (void)args;
+    (void)options;
     printf(".TH HALFSTEP 1 \"\" \"halfstep %d.%d.%d\" \"User Commands\"\n.ad l\n.SH NAME\nhalfstep \\- training with "
            "weights and optimizer "
            "states in 16, 8 or 4 bits\n.SH SYNOPSIS\n.B halfstep\n\\fICOMMAND\\fR [\\fIoptions\\fR]\n.SH COMMANDS\n",
            v / 10000, v / 100 % 100, v % 100);
-    for (int i = 0; i < COMMANDS; i++)
-        for (int k = 0; k < 2 && (k == 0 || commands[i].kind[k]); k++) {
-            char page[] = ARGS_MANUAL, name[32];
-            snprintf(name, sizeof name, "%s", commands[i].kind[k] ? commands[i].kind[k] : "");
-            char *words[3] = {argv[0], commands[i].kind[k] ? name : page, page};
-            status = commands[i].run(commands[i].kind[k] ? 3 : 2, words);
-            if (status) return status;
+    for (int i = 0; i < COMMANDS; i++) {
+        const struct entry *entry = &commands[i];
+        char name[] = "halfstep", page[] = ARGS_MANUAL, *words[] = {name, page};
+        if (entry->command) command_run(entry->command, 2, words);
+        for (int k = 0; k < 2 && !entry->command; k++) {
+            char kind[8], *more[] = {name, kind, page};
+            snprintf(kind, sizeof kind, "%s", entry->kind[k].name);
+            entry->kind[k].run(3, more);
         }
+    }
     printf(".SH EXIT STATUS\n0; 1 after an error; 2 after a wrong command line.\n");
     return 0;
 }
+
+static const struct command man_command = {
+    .name = "man",
+    .usage = "",
+    .summary = "Prints the manual page of all commands, in the language of man(1).",
+    .notes = "  halfstep man | man -l -\n",
+    .run = print_manual,
+};
 
 /* Returns the exit status of the program. It is not 0 if results could not be written, such as to a full disk. */
 static int finish(int status)
@@ -231,10 +289,10 @@ int main(int argc, char **argv)
     if (help) name = argv[2];
     for (int i = 0; i < COMMANDS; i++) {
         if (strcmp(name, commands[i].name) != 0) continue;
-        if (!help) return finish(commands[i].run(argc - 1, argv + 1));
+        if (!help) return finish(run(&commands[i], argc - 1, argv + 1));
         /* "help train lm" asks what "train lm --help" asks. */
         char *words[3] = {argv[2], argc > 3 ? argv[3] : "--help", "--help"};
-        return finish(commands[i].run(argc > 3 ? 3 : 2, words));
+        return finish(run(&commands[i], argc > 3 ? 3 : 2, words));
     }
     return unknown_command(name);
 }

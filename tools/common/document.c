@@ -81,13 +81,11 @@ static int put_value(struct document *document, json_t *in, const char *key, hst
 static int put_members(struct document *document, json_t *in, hstep_json *json, int depth)
 {
     const char *key;
-    if (hstep_json_take(json, '}')) return 1;
-    do {
-        if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':')) return 0;
+    for (size_t n = 0; hstep_json_member(json, &n, &key);) {
         if (in && json_object_get(in, key)) return hstep_json_fail(json, "a name twice in one object");
         if (!put_value(document, in, key, json, depth)) return 0;
-    } while (hstep_json_take(json, ','));
-    return hstep_json_expect(json, '}');
+    }
+    return !json->problem;
 }
 
 static int put_elements(struct document *document, json_t *in, hstep_json *json, int depth)
@@ -106,9 +104,7 @@ static int put_value(struct document *document, json_t *in, const char *key, hst
     char first = hstep_json_peek(json);
     if ((first == '{' || first == '[') && depth == HSTEP_JSON_DEPTH) return hstep_json_fail(json, "nested too deeply");
     switch (first) {
-    case '{':
-        hstep_json_take(json, first);
-        return put_members(document, put_object(document, in, key), json, depth + 1);
+    case '{': return put_members(document, put_object(document, in, key), json, depth + 1);
     case '[':
         hstep_json_take(json, first);
         return put_elements(document, put_array(document, in, key), json, depth + 1);

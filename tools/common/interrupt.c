@@ -3,8 +3,10 @@
 #include <signal.h>
 #include <string.h>
 
+#include "common/text.h"
+
 static const int requests[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
-enum { REQUESTS = sizeof requests / sizeof requests[0] };
+enum { REQUESTS = COUNT_OF(requests) };
 
 static volatile sig_atomic_t pending;
 static int installed, kept_ignored[REQUESTS];

@@ -45,17 +45,17 @@ static long kept_bytes(FILE *file, int64_t resumed)
     return kept < 0 || ferror(file) ? -2 : kept;
 }
 
-/* Returns 1 if the file may be overwritten, because it is empty or a log of train lm or train mnist. Returns 0 if not,
- * and -1 if the file cannot be read. */
-static int replaceable(FILE *file)
+/* Returns 0 if the file may be overwritten, because it is empty or a log of train lm or train mnist. Returns -1 if not,
+ * and -2 if the file cannot be read. */
+static long replaceable(FILE *file)
 {
     static const char *const starts[] = {"step,", "epoch,"};
     char start[8] = "";
     size_t n = fread(start, 1, 6, file);
-    if (ferror(file)) return -1;
+    if (ferror(file)) return -2;
     for (int i = 0; i < 2; i++)
-        if (strncmp(start, starts[i], n < strlen(starts[i]) ? n : strlen(starts[i])) == 0) return 1;
-    return 0;
+        if (strncmp(start, starts[i], n < strlen(starts[i]) ? n : strlen(starts[i])) == 0) return 0;
+    return -1;
 }
 
 /* Opens the file without changing it. Locks a regular file, because two runs that write to one log would destroy both
@@ -79,47 +79,37 @@ static FILE *open_file(const char *path, int *regular, char *error, size_t error
     return file;
 }
 
-struct log *log_open(const char *path, int64_t resumed, char *error, size_t error_bytes)
+/* Opens a log. With resumed < 0 it starts a new one with this header, otherwise it continues a log of train lm. */
+static struct log *open_log(const char *path, const char *first_line, int64_t resumed, char *error, size_t error_bytes)
 {
-    if (resumed < 0) return log_create(path, header, error, error_bytes);
     struct log *log = calloc(1, sizeof *log);
     int regular;
+    long kept = 0;
     if (!log) return give_up(log, error, error_bytes, path, "out of memory");
     log->file = open_file(path, &regular, error, error_bytes);
     if (!log->file) {
         free(log);
         return NULL;
     }
-    long kept = 0;
-    if (regular) {
-        kept = kept_bytes(log->file, resumed);
-        if (kept == -1) return give_up(log, error, error_bytes, path, "the file is not a log that can be continued");
-        if (kept < 0 || fseek(log->file, kept, SEEK_SET) != 0 || ftruncate(fileno(log->file), kept) != 0)
-            return give_up(log, error, error_bytes, path, strerror(errno));
-    }
-    if (kept == 0 && log_line(log, header) != 0) return give_up(log, error, error_bytes, path, strerror(errno));
+    if (regular) kept = resumed < 0 ? replaceable(log->file) : kept_bytes(log->file, resumed);
+    if (kept == -1)
+        return give_up(log, error, error_bytes, path,
+                       resumed < 0 ? "the file exists and is not a log; choose another name"
+                                   : "the file is not a log that can be continued");
+    if (regular && (kept < 0 || fseek(log->file, kept, SEEK_SET) != 0 || ftruncate(fileno(log->file), kept) != 0))
+        return give_up(log, error, error_bytes, path, strerror(errno));
+    if (kept == 0 && log_line(log, first_line) != 0) return give_up(log, error, error_bytes, path, strerror(errno));
     return log;
+}
+
+struct log *log_open(const char *path, int64_t resumed, char *error, size_t error_bytes)
+{
+    return open_log(path, header, resumed, error, error_bytes);
 }
 
 struct log *log_create(const char *path, const char *header, char *error, size_t error_bytes)
 {
-    struct log *log = calloc(1, sizeof *log);
-    int regular;
-    if (!log) return give_up(log, error, error_bytes, path, "out of memory");
-    log->file = open_file(path, &regular, error, error_bytes);
-    if (!log->file) {
-        free(log);
-        return NULL;
-    }
-    if (regular) {
-        int lost = replaceable(log->file);
-        if (lost == 0)
-            return give_up(log, error, error_bytes, path, "the file exists and is not a log; choose another name");
-        if (lost < 0 || fseek(log->file, 0, SEEK_SET) != 0 || ftruncate(fileno(log->file), 0) != 0)
-            return give_up(log, error, error_bytes, path, strerror(errno));
-    }
-    if (log_line(log, header) != 0) return give_up(log, error, error_bytes, path, strerror(errno));
-    return log;
+    return open_log(path, header, -1, error, error_bytes);
 }
 
 static void put(FILE *file, double v, int digits)

@@ -53,21 +53,11 @@ static int columns(const struct progress *progress)
     return size.ws_col;
 }
 
-static void add(char *text, size_t text_bytes, const char *format, ...) __attribute__((format(printf, 3, 4)));
-static void add(char *text, size_t text_bytes, const char *format, ...)
-{
-    size_t used = strlen(text);
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text + used, text_bytes - used, format, arguments);
-    va_end(arguments);
-}
-
 static void add_time(char *text, size_t text_bytes, double seconds)
 {
     long s = (long)(seconds + 0.5);
-    if (s >= 3600) add(text, text_bytes, "%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
-    else add(text, text_bytes, "%ld:%02ld", s / 60, s % 60);
+    if (s >= 3600) append(text, text_bytes, "%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+    else append(text, text_bytes, "%ld:%02ld", s / 60, s % 60);
 }
 
 /* Writes the line of a step. The most useful values come first, because a narrow terminal cuts the end off. */
@@ -75,23 +65,23 @@ static void compose(struct progress *progress, int64_t step, const struct progre
                     size_t text_bytes)
 {
     text[0] = 0;
-    add(text, text_bytes, "%sstep %lld/%lld", progress->label, (long long)step, (long long)progress->total);
-    if (!isnan(v->loss)) add(text, text_bytes, "  loss %.4f", v->loss);
-    if (!isnan(v->val_loss)) add(text, text_bytes, "  val %.4f", v->val_loss);
-    if (v->extra && v->extra[0]) add(text, text_bytes, "  %s", v->extra);
+    append(text, text_bytes, "%sstep %lld/%lld", progress->label, (long long)step, (long long)progress->total);
+    if (!isnan(v->loss)) append(text, text_bytes, "  loss %.4f", v->loss);
+    if (!isnan(v->val_loss)) append(text, text_bytes, "  val %.4f", v->val_loss);
+    if (v->extra && v->extra[0]) append(text, text_bytes, "  %s", v->extra);
     double spent = progress_clock() - progress->started;
     int64_t made = step - progress->first, left = progress->total - step;
     if (made > 0 && left > 0) {
-        add(text, text_bytes, "  ETA ");
+        append(text, text_bytes, "  ETA ");
         add_time(text, text_bytes, spent / (double)made * (double)left);
     } else if (left == 0) {
-        add(text, text_bytes, "  took ");
+        append(text, text_bytes, "  took ");
         add_time(text, text_bytes, spent);
     }
-    if (!isnan(v->tokens_per_s)) add(text, text_bytes, "  %.1f ktok/s", v->tokens_per_s / 1e3);
-    if (!isnan(v->gradient_norm)) add(text, text_bytes, "  norm %.3g", v->gradient_norm);
-    if (!isnan(v->lr)) add(text, text_bytes, "  lr %.3g", v->lr);
-    if (v->skipped) add(text, text_bytes, "  skipped %llu", (unsigned long long)v->skipped);
+    if (!isnan(v->tokens_per_s)) append(text, text_bytes, "  %.1f ktok/s", v->tokens_per_s / 1e3);
+    if (!isnan(v->gradient_norm)) append(text, text_bytes, "  norm %.3g", v->gradient_norm);
+    if (!isnan(v->lr)) append(text, text_bytes, "  lr %.3g", v->lr);
+    if (v->skipped) append(text, text_bytes, "  skipped %llu", (unsigned long long)v->skipped);
 }
 
 static void erase(struct progress *progress)

@@ -59,6 +59,13 @@ void text_add_html(struct text *text, const char *string)
     }
 }
 
+void text_add_between(struct text *text, const char *before, const char *string, const char *after)
+{
+    text_add(text, "%s", before);
+    text_add_html(text, string);
+    text_add(text, "%s", after);
+}
+
 void text_add_csv(struct text *text, const char *string)
 {
     if (!strpbrk(string, ",\"\r\n")) {
@@ -198,4 +205,27 @@ void text_free(struct text *text)
 {
     free(text->data);
     memset(text, 0, sizeof *text);
+}
+
+void append(char *text, size_t text_bytes, const char *format, ...)
+{
+    size_t used = strlen(text);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text + used, text_bytes - used, format, arguments);
+    va_end(arguments);
+}
+
+void exact_number(double number, char *text, size_t text_bytes)
+{
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(text, text_bytes, "%.*g", digits, number);
+        if (strtod(text, NULL) == number) return;
+    }
+}
+
+int no_memory(char *error, size_t error_bytes)
+{
+    snprintf(error, error_bytes, "out of memory");
+    return 1;
 }

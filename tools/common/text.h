@@ -5,6 +5,9 @@
 #include <stddef.h>
 #include <stdio.h>
 
+/* The number of elements of an array. */
+#define COUNT_OF(array) ((int)(sizeof(array) / sizeof((array)[0])))
+
 struct text {
     char *data; /* NUL-terminated; NULL before anything was added */
     size_t n, size;
@@ -18,6 +21,8 @@ const char *text_string(const struct text *text);
 void text_join_failure(struct text *text, const struct text *part);
 /* Appends a string as HTML or SVG text, which may stand in a quoted attribute. */
 void text_add_html(struct text *text, const char *string);
+/* Does the same between two pieces of HTML. */
+void text_add_between(struct text *text, const char *before, const char *string, const char *after);
 /* Appends a string as one field of a CSV file, quoted if necessary. */
 void text_add_csv(struct text *text, const char *string);
 /* Appends a string as one word of a shell command, quoted if necessary. */
@@ -38,5 +43,12 @@ size_t text_utf8_length(const void *bytes, size_t n);
 /* Appends a number, rounded to an integer, with commas between thousands. */
 void text_add_count(struct text *text, double count);
 void text_free(struct text *text);
+
+/* Appends to a string in a buffer of text_bytes, and cuts off what does not fit. */
+__attribute__((format(printf, 3, 4))) void append(char *text, size_t text_bytes, const char *format, ...);
+/* Writes a number in the fewest digits that read back exactly. */
+void exact_number(double number, char *text, size_t text_bytes);
+/* Writes "out of memory" as the error text. Returns 1, an exit status. */
+int no_memory(char *error, size_t error_bytes);
 
 #endif

@@ -63,8 +63,10 @@ struct result {
     double bytes, scan_bytes; /* per parameter */
     double ns, scan_ns;       /* per parameter */
     double fraction, scan_fraction, stream_gbs;
+    double rate;               /* GB/s of a step */
     double cache_ns, over_one; /* 0: not measured */
     double flops;              /* of the matrix products of a step, per parameter; 0: none */
+    double flops_rate;         /* GFLOP/s of a step; 0: none */
 };
 
 /* Returns the gradient format that a recipe is timed with. */

@@ -40,16 +40,7 @@ static double median(double *x, int n)
 
 /* ---- Properties of a recipe -------------------------------------------------------------------------------------- */
 
-static halfstep_rule_info rule_of(const char *recipe)
-{
-    struct recipe_parts parts;
-    halfstep_rule_info info = {.struct_size = sizeof info};
-    recipe_split(recipe, &parts);
-    halfstep_get_rule_info(halfstep_rule_find(parts.rule), &info);
-    return info;
-}
-
-int bench_is_matrix(const char *recipe) { return rule_of(recipe).matrix; }
+int bench_is_matrix(const char *recipe) { return rule_info(recipe_rule(recipe)).matrix; }
 
 const char *bench_gradients(const struct bench *b, const char *recipe)
 {
@@ -62,10 +53,8 @@ const char *bench_gradients(const struct bench *b, const char *recipe)
 /* Returns the initial value of a hyper-parameter, or -1 if the rule does not have it. */
 static double initial_hyper(const char *recipe, const char *name)
 {
-    struct recipe_parts parts;
     halfstep_hyper_info info = {.struct_size = sizeof info};
-    recipe_split(recipe, &parts);
-    for (int32_t i = 0; halfstep_get_hyper_info(halfstep_rule_find(parts.rule), i, &info) == HALFSTEP_OK; i++)
+    for (int32_t i = 0; halfstep_get_hyper_info(recipe_rule(recipe), i, &info) == HALFSTEP_OK; i++)
         if (!strcmp(info.name, name)) return info.initial;
     return -1;
 }
@@ -137,8 +126,7 @@ static int subject_fail(const struct subject *s, const char *recipe, int error)
 /* Returns the bytes that all tensors, which are alike, take in a slot. */
 static double slot_bytes(const struct subject *s, int slot)
 {
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    halfstep_get_slot_info(s->o, 0, slot, &info);
+    const halfstep_slot_info info = slot_info(s->o, 0, slot);
     return info.format < 0 ? 0 : (double)(info.code_bytes + info.extra_bytes) * (double)s->tensors;
 }
 
@@ -146,10 +134,8 @@ static double slot_bytes(const struct subject *s, int slot)
  * 64. */
 static void fill_slot(const struct subject *s, int32_t tensor, int slot, char *at, uint64_t *used)
 {
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    halfstep_format_info format = {.struct_size = sizeof format};
-    halfstep_get_slot_info(s->o, tensor, slot, &info);
-    halfstep_get_format_info(info.format, &format);
+    const halfstep_slot_info info = slot_info(s->o, tensor, slot);
+    const halfstep_format_info format = format_info(info.format);
     fill(at, info.code_bytes, format.code_bits / 8, !strcmp(format.code_dtype, "F16"));
     *used += (info.code_bytes + 63) / 64 * 64;
 }
@@ -194,7 +180,7 @@ static int subject_open(const struct bench *b, struct subject *s, const char *re
                         int64_t params, int64_t tensors, int threads)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = threads, .seed = 1, .device = b->device};
-    halfstep_rule_info rule = rule_of(recipe);
+    const halfstep_rule_info rule = rule_info(recipe_rule(recipe));
     memset(s, 0, sizeof *s);
     int64_t each = params / tensors, length = each >= 65536 ? 4096 : each >= 4096 ? 512 : 64, count = each / length;
     if (rule.matrix) length = count = matrix_side(params);
@@ -319,12 +305,9 @@ static int measure_in_cache(const struct bench *b, const char *recipe, const cha
  * the whole tensor. */
 static int is_two_pass(const struct subject *s, const char *recipe)
 {
-    int two = rule_of(recipe).two_pass;
+    int two = rule_info(recipe_rule(recipe)).two_pass;
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
-        halfstep_slot_info slot = {.struct_size = sizeof slot};
-        halfstep_format_info format = {.struct_size = sizeof format};
-        if (halfstep_get_slot_info(s->o, 0, HALFSTEP_SLOT_STATE + i, &slot) || slot.format < 0) continue;
-        halfstep_get_format_info(slot.format, &format);
+        const halfstep_format_info format = format_info(slot_info(s->o, 0, HALFSTEP_SLOT_STATE + i).format);
         two |= format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR;
     }
     return two;
@@ -379,6 +362,8 @@ int bench_case(const struct bench *b, const char *recipe, int64_t params, int64_
             status = measure(b, &subject, &stream, recipe, mode ? r->scan_bytes : r->bytes, mode ? &r->scan_ns : &r->ns,
                              mode ? &r->scan_fraction : &r->fraction, mode ? &unused : &r->stream_gbs);
     }
+    r->rate = r->bytes / r->ns;
+    r->flops_rate = r->flops / r->ns;
     stream_close(&stream);
     subject_close(&subject);
     if (!status && in_cache && !on_device(b) && !bench_is_matrix(recipe))
@@ -397,7 +382,7 @@ int64_t bench_affordable(const struct bench *b)
         double kept = (double)(weight + extra + states) / 4096 + gradients;
         /* The memory of the recipe, and that of its stream, which is twice as much if the recipe reads everything
          * twice. */
-        most = fmax(most, kept + (rule_of(recipe).two_pass ? 2 : 1) * kept);
+        most = fmax(most, kept + (rule_info(recipe_rule(recipe)).two_pass ? 2 : 1) * kept);
     }
     halfstep_device_info info = {.struct_size = sizeof info};
     double available = available_bytes();

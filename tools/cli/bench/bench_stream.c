@@ -8,6 +8,8 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include "common/text.h"
+
 double bench_now(void)
 {
     struct timespec t;
@@ -48,7 +50,7 @@ void block_close(struct block *b)
 enum { MAX_ARRAYS = 4, MAX_THREADS = 1024 };
 
 static const struct variant variants[] = {{3, 0}, {1, 256}, {1, 2048}, {2, 512}, {3, 256}, {3, 2048}, {4, 1024}};
-enum { VARIANTS = sizeof variants / sizeof variants[0] };
+enum { VARIANTS = COUNT_OF(variants) };
 
 static uint64_t read_words(const uint64_t *restrict g, size_t n)
 {

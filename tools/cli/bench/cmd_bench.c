@@ -49,25 +49,6 @@ static const struct option rows[] = {
     OPTION_JSON(struct choice),
 };
 
-static const struct command command = {
-    "bench",
-    "[options]",
-    "Times one optimizer step of each recipe, in turns with a read-modify-write stream of as many bytes.",
-    "Columns:\n"
-    "  ns/param    time of a step per parameter, with gradients known to be finite\n"
-    "  B/param     bytes that the recipe has to move: weights and states read and written once, gradients read once.\n"
-    "              Rules that need sums over a tensor of more than 32 MB read all of it twice.\n"
-    "  GB/s        those bytes over the time of the step\n"
-    "  of stream   that rate, as a fraction of the stream's\n"
-    "  scan        the same fraction if the gradients are scanned first; their second reading counts\n"
-    "  in cache    ns/param of one thread on 16384 parameters: the cost of the arithmetic without the memory\n"
-    "  over one    time on --tensors small tensors over the time on one large tensor\n"
-    "  GFLOP/s     rate of the matrix products, for rules that have any, on one square matrix of up to 1024 rows\n"
-    "\n"
-    "  halfstep bench --recipes adamw/f32,adamw/bf16-sr/int8 --threads 8\n",
-    0,
-    0};
-
 /* ---- Which recipes ----------------------------------------------------------------------------------------------- */
 
 static const char *const usual[] = {
@@ -144,8 +125,7 @@ static int choose(struct args *args, struct choice *c)
         return add_grid(args, &c->bench);
     }
     for (int i = 0; i < c->recipes.n && !status; i++) status = add(args, &c->bench, c->recipes.item[i]);
-    for (size_t i = 0; i < sizeof usual / sizeof *usual && !status && !c->recipes.n; i++)
-        status = add(args, &c->bench, usual[i]);
+    for (int i = 0; i < COUNT_OF(usual) && !status && !c->recipes.n; i++) status = add(args, &c->bench, usual[i]);
     return status;
 }
 
@@ -166,6 +146,30 @@ static double sr_over_nearest(const struct result *results, int n)
     return sr && nearest ? sr->ns / nearest->ns : 0;
 }
 
+/* The numbers of a case in JSON and CSV. Those that were not measured are 0 and left out. */
+static const struct {
+    const char *name, *format;
+    size_t offset;
+} numbers[] = {
+    {"ns_per_param", "%.5g", offsetof(struct result, ns)},
+    {"bytes_per_param", "%.6g", offsetof(struct result, bytes)},
+    {"gb_per_s", "%.5g", offsetof(struct result, rate)},
+    {"stream_fraction", "%.4f", offsetof(struct result, fraction)},
+    {"stream_gb_per_s", "%.5g", offsetof(struct result, stream_gbs)},
+    {"scan_ns_per_param", "%.5g", offsetof(struct result, scan_ns)},
+    {"scan_bytes_per_param", "%.6g", offsetof(struct result, scan_bytes)},
+    {"scan_stream_fraction", "%.4f", offsetof(struct result, scan_fraction)},
+    {"cache_ns_per_param", "%.5g", offsetof(struct result, cache_ns)},
+    {"time_over_one_tensor", "%.4f", offsetof(struct result, over_one)},
+    {"gflop_per_s", "%.4g", offsetof(struct result, flops_rate)},
+};
+enum { NUMBERS = COUNT_OF(numbers) };
+
+static double number_of(const struct result *r, int i)
+{
+    return *(const double *)((const char *)r + numbers[i].offset);
+}
+
 static void put_case(struct document *d, json_t *in, const struct result *r)
 {
     json_t *o = put_object(d, in, NULL);
@@ -173,17 +177,8 @@ static void put_case(struct document *d, json_t *in, const struct result *r)
     put_text(d, o, "gradients", r->gradients);
     put_integer(d, o, "params", r->params);
     put_integer(d, o, "tensors", r->tensors);
-    put_number(d, o, "ns_per_param", r->ns);
-    put_number(d, o, "bytes_per_param", r->bytes);
-    put_number(d, o, "gb_per_s", r->bytes / r->ns);
-    put_number(d, o, "stream_fraction", r->fraction);
-    put_number(d, o, "stream_gb_per_s", r->stream_gbs);
-    put_number(d, o, "scan_ns_per_param", r->scan_ns);
-    put_number(d, o, "scan_bytes_per_param", r->scan_bytes);
-    put_number(d, o, "scan_stream_fraction", r->scan_fraction);
-    if (r->cache_ns > 0) put_number(d, o, "cache_ns_per_param", r->cache_ns);
-    if (r->over_one > 0) put_number(d, o, "time_over_one_tensor", r->over_one);
-    if (r->flops > 0) put_number(d, o, "gflop_per_s", r->flops / r->ns);
+    for (int i = 0; i < NUMBERS; i++)
+        if (number_of(r, i) > 0) put_number(d, o, numbers[i].name, number_of(r, i));
 }
 
 static int print_object(const struct result *results, int n, const char *device, int threads)
@@ -210,7 +205,7 @@ static void print_row(const struct result *r)
 {
     if (r->flops > 0) return;
     printf("%-31s %-5s %7lld  %9.3f %7.3f %7.1f %10.3f %7.3f", r->recipe, r->gradients, (long long)r->tensors, r->ns,
-           r->bytes, r->bytes / r->ns, r->fraction, r->scan_fraction);
+           r->bytes, r->rate, r->fraction, r->scan_fraction);
     if (r->cache_ns > 0) printf(" %9.3f", r->cache_ns);
     if (r->over_one > 0) printf(" %9s %9.3f", "", r->over_one);
     printf("\n");
@@ -223,8 +218,7 @@ static void print_matrices(const struct result *results, int n)
         const struct result *r = &results[i];
         if (r->flops <= 0) continue;
         if (first) printf("\n%-31s %-5s %7s  %9s %7s\n", "recipe", "grads", "params", "ns/param", "GFLOP/s");
-        printf("%-31s %-5s %7lld  %9.2f %7.1f\n", r->recipe, r->gradients, (long long)r->params, r->ns,
-               r->flops / r->ns);
+        printf("%-31s %-5s %7lld  %9.2f %7.1f\n", r->recipe, r->gradients, (long long)r->params, r->ns, r->flops_rate);
         first = 0;
     }
 }
@@ -233,21 +227,17 @@ static int write_csv(FILE *f, const char *path, const struct result *results, in
 {
     /* Pipes and devices cannot be truncated, and need not be. */
     int bad = ftruncate(fileno(f), 0) != 0 && errno != EINVAL;
-    fprintf(f, "recipe,gradients,params,tensors,ns_per_param,bytes_per_param,gb_per_s,stream_fraction,stream_gb_per_s,"
-               "scan_ns_per_param,scan_bytes_per_param,scan_stream_fraction,cache_ns_per_param,time_over_one_tensor,"
-               "gflop_per_s\n");
+    fprintf(f, "recipe,gradients,params,tensors");
+    for (int k = 0; k < NUMBERS; k++) fprintf(f, ",%s", numbers[k].name);
     for (int i = 0; i < n; i++) {
         const struct result *r = &results[i];
-        fprintf(f, "%s,%s,%lld,%lld,%.5g,%.6g,%.5g,%.4f,%.5g,%.5g,%.6g,%.4f,", r->recipe, r->gradients,
-                (long long)r->params, (long long)r->tensors, r->ns, r->bytes, r->bytes / r->ns, r->fraction,
-                r->stream_gbs, r->scan_ns, r->scan_bytes, r->scan_fraction);
-        if (r->cache_ns > 0) fprintf(f, "%.5g", r->cache_ns);
-        fprintf(f, ",");
-        if (r->over_one > 0) fprintf(f, "%.4f", r->over_one);
-        fprintf(f, ",");
-        if (r->flops > 0) fprintf(f, "%.4g", r->flops / r->ns);
-        fprintf(f, "\n");
+        fprintf(f, "\n%s,%s,%lld,%lld", r->recipe, r->gradients, (long long)r->params, (long long)r->tensors);
+        for (int k = 0; k < NUMBERS; k++) {
+            fprintf(f, ",");
+            if (number_of(r, k) > 0) fprintf(f, numbers[k].format, number_of(r, k));
+        }
     }
+    fprintf(f, "\n");
     bad |= ferror(f);
     return fclose(f) || bad ? failure("bench", "cannot write %s", path) : 0;
 }
@@ -280,30 +270,46 @@ static int run_all(const struct choice *c, struct result *results, int *n, int t
     return 0;
 }
 
-int cmd_bench(int argc, char **argv)
+static int run_bench(struct args *args, void *options)
 {
-    struct choice c;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &c}};
-    int status = args_parse(&args, &command, groups, 1, argc, argv), n = 0;
-    if (status != ARGS_RUN) return status;
-    c.bench.recipe = NULL;
-    c.bench.recipes = 0;
-    status = check_device("bench", c.bench.device);
-    if (!status) status = choose(&args, &c);
+    struct choice *c = options;
+    int n = 0, status = check_device("bench", c->bench.device);
+    if (!status) status = choose(args, c);
     /* Opened before the cases are timed, which takes minutes. Its old content stays until there are results. */
-    FILE *csv = !status && c.csv ? fopen(c.csv, "a") : NULL;
-    if (!status && c.csv && !csv) status = failure("bench", "cannot write %s: %s", c.csv, strerror(errno));
-    int threads = c.bench.threads ? (int)c.bench.threads : halfstep_default_threads();
-    struct result *results = calloc(2 * (size_t)c.bench.recipes + 1, sizeof *results);
-    if (!status) status = results ? run_all(&c, results, &n, threads) : failure("bench", "out of memory");
+    FILE *csv = !status && c->csv ? fopen(c->csv, "a") : NULL;
+    if (!status && c->csv && !csv) status = failure("bench", "cannot write %s: %s", c->csv, strerror(errno));
+    int threads = c->bench.threads ? (int)c->bench.threads : halfstep_default_threads();
+    struct result *results = calloc(2 * (size_t)c->bench.recipes + 1, sizeof *results);
+    if (!status) status = results ? run_all(c, results, &n, threads) : failure("bench", "out of memory");
     double ratio = status ? 0 : sr_over_nearest(results, n);
-    if (!status && c.json) status = print_object(results, n, c.bench.device, threads);
-    if (ratio > 0 && !c.json) printf("\nStochastic rounding takes %.3f times as long as rounding to nearest.\n", ratio);
-    if (csv && !status) status = write_csv(csv, c.csv, results, n);
+    if (!status && c->json) status = print_object(results, n, c->bench.device, threads);
+    if (ratio > 0 && !c->json)
+        printf("\nStochastic rounding takes %.3f times as long as rounding to nearest.\n", ratio);
+    if (csv && !status) status = write_csv(csv, c->csv, results, n);
     else if (csv) fclose(csv);
     free(results);
-    free(c.bench.recipe);
-    args_free(&args);
+    free(c->bench.recipe);
     return status;
 }
+
+const struct command bench_command = {
+    .name = "bench",
+    .usage = "[options]",
+    .summary = "Times one optimizer step of each recipe, in turns with a read-modify-write stream of as many bytes.",
+    .notes =
+        "Columns:\n"
+        "  ns/param    time of a step per parameter, with gradients known to be finite\n"
+        "  B/param     bytes that the recipe has to move: weights and states read and written once, gradients read "
+        "once.\n"
+        "              Rules that need sums over a tensor of more than 32 MB read all of it twice.\n"
+        "  GB/s        those bytes over the time of the step\n"
+        "  of stream   that rate, as a fraction of the stream's\n"
+        "  scan        the same fraction if the gradients are scanned first; their second reading counts\n"
+        "  in cache    ns/param of one thread on 16384 parameters: the cost of the arithmetic without the memory\n"
+        "  over one    time on --tensors small tensors over the time on one large tensor\n"
+        "  GFLOP/s     rate of the matrix products, for rules that have any, on one square matrix of up to 1024 rows\n"
+        "\n"
+        "  halfstep bench --recipes adamw/f32,adamw/bf16-sr/int8 --threads 8\n",
+    COMMAND_OPTIONS(rows, struct choice),
+    .run = run_bench,
+};

@@ -46,18 +46,6 @@ static const struct option rows[] = {
     OPTION_JSON(struct verify),
 };
 
-static const struct command command = {
-    "verify",
-    "[options]",
-    "Steps a fixed problem under every rule, weight format, state format and gradient format, and checks that all "
-    "weights and states have the bits that every machine has to compute.",
-    "Exit status: 1 if the bits of any case differ. In the JSON a recipe has one hash for all its cases.\n"
-    "\n"
-    "  halfstep verify --threads 1\n"
-    "  HALFSTEP_ISA=scalar halfstep verify --every 50 --list\n",
-    0,
-    0};
-
 struct outcome {
     uint64_t hash;
     int listed, matches; /* the list has a hash for the case; the computed hash is that one */
@@ -174,32 +162,43 @@ static int thin(struct golden_case *cases, int n, int64_t every)
     return kept;
 }
 
-int cmd_verify(int argc, char **argv)
+static int check_cases(struct args *args, void *options)
 {
-    struct verify v;
-    struct args args;
-    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &v}};
+    const struct verify *v = options;
     static char no_check[] = "HALFSTEP_DEVICE_CHECK=never";
-    int status = args_parse(&args, &command, groups, 1, argc, argv), n = 0;
-    if (status != ARGS_RUN) return status;
+    int status, n = 0;
+    (void)args;
     struct golden_case *cases = golden_cases(&n);
     struct outcome *outcomes = cases ? calloc((size_t)n, sizeof *outcomes) : NULL;
     struct list list = {NULL, NULL};
-    if (cases) n = thin(cases, n, v.every);
+    if (cases) n = thin(cases, n, v->every);
     if (!outcomes) status = failure("verify", "out of memory");
-    else if (v.write && v.every > 1)
+    else if (v->write && v->every > 1)
         status = failure("verify", "--write and --every exclude each other, because --write needs every case");
-    else if (v.isa && halfstep_set_isa(v.isa) != HALFSTEP_OK)
-        status = failure("verify", "this processor cannot run the kernels for %s", v.isa);
+    else if (v->isa && halfstep_set_isa(v->isa) != HALFSTEP_OK)
+        status = failure("verify", "this processor cannot run the kernels for %s", v->isa);
     /* A device that fails the library's own check is what this command is for. */
     else if (putenv(no_check)) status = failure("verify", "out of memory");
-    else if (check_device("verify", v.device)) status = 1;
-    else if (v.write && open_list(&list, v.write) != 0) status = 1;
-    else if ((status = compute(&v, cases, outcomes, n)) == 0)
-        status = v.write ? write_list(&list, v.write, cases, outcomes, n) : report(&v, cases, outcomes, n);
+    else if (check_device("verify", v->device)) status = 1;
+    else if (v->write && open_list(&list, v->write) != 0) status = 1;
+    else if ((status = compute(v, cases, outcomes, n)) == 0)
+        status = v->write ? write_list(&list, v->write, cases, outcomes, n) : report(v, cases, outcomes, n);
     close_list(&list);
     free(outcomes);
     free(cases);
-    args_free(&args);
     return status;
 }
+
+const struct command verify_command = {
+    .name = "verify",
+    .usage = "[options]",
+    .summary =
+        "Steps a fixed problem under every rule, weight format, state format and gradient format, and checks that all "
+        "weights and states have the bits that every machine has to compute.",
+    .notes = "Exit status: 1 if the bits of any case differ. In the JSON a recipe has one hash for all its cases.\n"
+             "\n"
+             "  halfstep verify --threads 1\n"
+             "  HALFSTEP_ISA=scalar halfstep verify --every 50 --list\n",
+    COMMAND_OPTIONS(rows, struct verify),
+    .run = check_cases,
+};

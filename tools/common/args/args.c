@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,10 +28,17 @@ static void *own(struct args *args, void *memory)
 
 const char *args_keep(struct args *args, const char *text) { return own(args, strdup(text)); }
 
-static int no_memory(char *error, size_t error_bytes)
+char *args_format(struct args *args, const char *format, ...)
 {
-    snprintf(error, error_bytes, "out of memory");
-    return 1;
+    va_list arguments;
+    va_start(arguments, format);
+    int n = vsnprintf(NULL, 0, format, arguments);
+    va_end(arguments);
+    char *text = n < 0 ? NULL : malloc((size_t)n + 1);
+    va_start(arguments, format);
+    if (text) vsnprintf(text, (size_t)n + 1, format, arguments);
+    va_end(arguments);
+    return own(args, text);
 }
 
 static int check_bounds(const struct option *option, const char *text, double v, char *error, size_t error_bytes)
@@ -110,6 +118,13 @@ static int set_choice(const struct option *option, void *target, const char *tex
     return 2;
 }
 
+/* Sets a string to a copy of text. */
+static int set_string(struct args *args, const char **string, const char *text, char *error, size_t error_bytes)
+{
+    *string = args_keep(args, text);
+    return *string ? 0 : no_memory(error, error_bytes);
+}
+
 static int list_add(struct args *args, struct string_list *list, const struct option *option, const char *text,
                     char *error, size_t error_bytes)
 {
@@ -117,10 +132,7 @@ static int list_add(struct args *args, struct string_list *list, const struct op
         snprintf(error, error_bytes, "--%s: more than %d values", option->name, STRING_LIST_MAX);
         return 2;
     }
-    const char *copy = args_keep(args, text);
-    if (!copy) return no_memory(error, error_bytes);
-    list->item[list->n++] = copy;
-    return 0;
+    return set_string(args, &list->item[list->n++], text, error, error_bytes);
 }
 
 static int set_recipe(struct args *args, const struct option *option, void *target, const char *text, char *error,
@@ -132,10 +144,7 @@ static int set_recipe(struct args *args, const struct option *option, void *targ
         return 2;
     }
     if (option->kind == OPTION_RECIPES) return list_add(args, target, option, full, error, error_bytes);
-    const char *copy = args_keep(args, full);
-    if (!copy) return no_memory(error, error_bytes);
-    *(const char **)target = copy;
-    return 0;
+    return set_string(args, target, full, error, error_bytes);
 }
 
 static int set_recipes(struct args *args, const struct option *option, void *target, const char *text, char *error,
@@ -171,12 +180,7 @@ static int keep_hyper(struct args *args, const struct option *option, struct str
 {
     size_t name = strcspn(word, "=") + 1;
     for (int i = 0; i < list->n; i++)
-        if (strncmp(list->item[i], word, name) == 0) {
-            const char *copy = args_keep(args, word);
-            if (!copy) return no_memory(error, error_bytes);
-            list->item[i] = copy;
-            return 0;
-        }
+        if (strncmp(list->item[i], word, name) == 0) return set_string(args, &list->item[i], word, error, error_bytes);
     return list_add(args, list, option, word, error, error_bytes);
 }
 
@@ -231,18 +235,13 @@ int args_set(struct args *args, const struct option_group *group, const struct o
              char *error, size_t error_bytes)
 {
     void *target = variable(group, option);
-    const char *copy;
     switch (option->kind) {
     case OPTION_FLAG: *(int *)target = strcmp(text, "0") != 0; return 0;
     case OPTION_INTEGER:
     case OPTION_NUMBER:
     case OPTION_BYTES: return set_number(option, target, text, error, error_bytes);
     case OPTION_SEED: return set_seed(option, target, text, error, error_bytes);
-    case OPTION_STRING:
-        copy = args_keep(args, text);
-        if (!copy) return no_memory(error, error_bytes);
-        *(const char **)target = copy;
-        return 0;
+    case OPTION_STRING: return set_string(args, target, text, error, error_bytes);
     case OPTION_CHOICE: return set_choice(option, target, text, error, error_bytes);
     case OPTION_RECIPE: return set_recipe(args, option, target, text, error, error_bytes);
     case OPTION_RECIPES: return set_recipes(args, option, target, text, error, error_bytes);
@@ -257,35 +256,26 @@ int args_set(struct args *args, const struct option_group *group, const struct o
 void args_text(const struct option_group *group, const struct option *option, struct text *out)
 {
     const void *target = variable(group, option);
+    const char *const *string = target;
+    const struct string_list *list = target;
     switch (option->kind) {
     case OPTION_FLAG: text_add(out, "%d", *(const int *)target != 0); return;
     case OPTION_INTEGER: text_add(out, "%lld", (long long)*(const int64_t *)target); return;
     case OPTION_SEED:
     case OPTION_BYTES: text_add(out, "%llu", (unsigned long long)*(const uint64_t *)target); return;
     case OPTION_NUMBER: {
-        double v = *(const double *)target;
         char number[32];
-        /* Takes the fewest digits that read back exactly. */
-        for (int digits = 6; digits <= 17; digits++) {
-            snprintf(number, sizeof number, "%.*g", digits, v);
-            if (strtod(number, NULL) == v) break;
-        }
+        exact_number(*(const double *)target, number, sizeof number);
         text_add(out, "%s", number);
         return;
     }
     case OPTION_STRING:
     case OPTION_CHOICE:
-    case OPTION_RECIPE: {
-        const char *s = *(const char *const *)target;
-        text_add(out, "%s", s ? s : "");
-        return;
-    }
+    case OPTION_RECIPE: text_add(out, "%s", *string ? *string : ""); return;
     case OPTION_RECIPES:
-    case OPTION_HYPER: {
-        const struct string_list *list = target;
+    case OPTION_HYPER:
         for (int i = 0; i < list->n; i++) text_add(out, "%s%s", i ? "," : "", list->item[i]);
         return;
-    }
     case OPTION_PATHS: {
         const struct path_list *list = target;
         for (int i = 0; i < list->n; i++) text_add(out, "%s%s", i ? "\n" : "", list->item[i]);
@@ -339,6 +329,22 @@ static int unknown_option(struct args *args, const char *word, int bare_n)
     return usage_error(args->command->name, "unknown option %.*s", shown, word);
 }
 
+static const size_t variable_bytes[] = {
+    [OPTION_FLAG] = sizeof(int),
+    [OPTION_INTEGER] = sizeof(int64_t),
+    [OPTION_SEED] = sizeof(uint64_t),
+    [OPTION_NUMBER] = sizeof(double),
+    [OPTION_BYTES] = sizeof(uint64_t),
+    [OPTION_STRING] = sizeof(char *),
+    [OPTION_CHOICE] = sizeof(char *),
+    [OPTION_RECIPE] = sizeof(char *),
+    [OPTION_RECIPES] = sizeof(struct string_list),
+    [OPTION_HYPER] = sizeof(struct string_list),
+    [OPTION_HYPER_AS] = sizeof(struct string_list),
+    [OPTION_PATHS] = sizeof(struct path_list),
+    [OPTION_HEADING] = 0,
+};
+
 int args_defaults(struct args *args, const struct command *command, const struct option_group *groups, int n_groups)
 {
     char error[1024];
@@ -351,21 +357,7 @@ int args_defaults(struct args *args, const struct command *command, const struct
         for (int i = 0; i < groups[g].n; i++, count++) {
             const struct option *option = &groups[g].rows[i];
             void *target = variable(&groups[g], option);
-            switch (option->kind) {
-            case OPTION_FLAG: *(int *)target = 0; break;
-            case OPTION_INTEGER: *(int64_t *)target = 0; break;
-            case OPTION_SEED:
-            case OPTION_BYTES: *(uint64_t *)target = 0; break;
-            case OPTION_NUMBER: *(double *)target = 0; break;
-            case OPTION_STRING:
-            case OPTION_CHOICE:
-            case OPTION_RECIPE: *(const char **)target = NULL; break;
-            case OPTION_RECIPES:
-            case OPTION_HYPER:
-            case OPTION_HYPER_AS: ((struct string_list *)target)->n = 0; break;
-            case OPTION_PATHS: *(struct path_list *)target = (struct path_list){NULL, 0}; break;
-            case OPTION_HEADING: continue;
-            }
+            memset(target, 0, variable_bytes[option->kind]);
             if (option->initial && option->kind != OPTION_HYPER_AS &&
                 args_set(args, &groups[g], option, option->initial, error, sizeof error) != 0)
                 return failure(command->name, "default of --%s: %s", option->name, error);
@@ -457,21 +449,37 @@ static int read_words(struct args *args, int argc, char **argv)
 int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups,
                int argc, char **argv)
 {
+    memset(args, 0, sizeof *args);
     if (argc > 1 && (strcmp(argv[1], ARGS_CANDIDATES) == 0 || strcmp(argv[1], ARGS_MANUAL) == 0)) {
         if (strcmp(argv[1], ARGS_MANUAL) == 0) args_manual(command, groups, n_groups);
         else if (argc > 4) args_candidates(groups, n_groups, argv[2], argv[3], argv[4]);
-        memset(args, 0, sizeof *args);
         return 0;
     }
     for (int i = 1; i < argc && strcmp(argv[i], "--") != 0; i++)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             args_help(command, groups, n_groups);
-            memset(args, 0, sizeof *args);
             return 0;
         }
     int status = args_defaults(args, command, groups, n_groups);
+    args->argc = argc;
+    args->argv = argv;
     if (status == ARGS_RUN) status = read_words(args, argc, argv);
     if (status != ARGS_RUN) args_free(args);
+    return status;
+}
+
+int command_run(const struct command *command, int argc, char **argv)
+{
+    void *options = calloc(1, command->options_bytes + 1);
+    const struct option_group group = {"Options", command->rows, command->n_rows, options};
+    struct args args;
+    int status = options ? args_parse(&args, command, &group, command->n_rows > 0, argc, argv)
+                         : failure(command->name, "out of memory");
+    if (status == ARGS_RUN) {
+        status = command->run(&args, options);
+        args_free(&args);
+    }
+    free(options);
     return status;
 }
 

@@ -9,14 +9,13 @@
  *        NULL, "memory to fit into"},
  *       OPTION_JSON(struct plan),
  *   };
- *   static const struct command command = {"plan", "", "memory forecast ...", NULL, 0, 0};
- *   struct plan plan;
- *   struct args args;
- *   const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &plan}};
- *   int status = args_parse(&args, &command, groups, 1, argc, argv);
- *   if (status != ARGS_RUN) return status;
- *   ...
- *   args_free(&args);
+ *   static int plan_all(struct args *args, void *options) { const struct plan *plan = options; ... }
+ *   const struct command plan_command = {.name = "plan",
+ *                                        .usage = "",
+ *                                        .summary = "memory forecast ...",
+ *                                        COMMAND_OPTIONS(rows, struct plan),
+ *                                        .run = plan_all};
+ *   command_run(&plan_command, argc, argv);
  *
  * An option takes its value as the next word or after "=": --steps 100, --steps=100, --steps 1e2. Numbers take the
  * suffixes k, M, G, T, B (powers of 1000; B is 10^9). Bytes take K, M, G, T (powers of 1024) and KB, MB, GB, TB (powers
@@ -50,7 +49,6 @@ enum option_kind {
 #define OPTION_EXCLUSIVE_MAXIMUM 2
 #define OPTION_IDENTITY 4 /* must be the same when a run is resumed */
 #define OPTION_SAVED 8    /* kept in a checkpoint as the value to resume with, but may be changed */
-#define OPTION_HIDDEN 16  /* not in --help */
 
 #define STRING_LIST_MAX 64
 struct string_list {
@@ -76,9 +74,11 @@ struct option {
     const char *help;                     /* names the unit */
 };
 
-#define OPTION_COUNT(rows) ((int)(sizeof(rows) / sizeof((rows)[0])))
 #define OPTION_JSON(type) \
     {"json", OPTION_FLAG, offsetof(type, json), NULL, NULL, 0, 0, 0, NULL, "print the results as one JSON object"}
+
+/* The options of a command, of which each is a member of a struct of this type. */
+#define COMMAND_OPTIONS(table, type) .rows = table, .n_rows = COUNT_OF(table), .options_bytes = sizeof(type)
 
 struct option_group {
     const char *title; /* heading in --help, unless the first row is a heading */
@@ -87,12 +87,19 @@ struct option_group {
     void *target; /* the struct that offsets count from */
 };
 
+struct args;
+
 struct command {
     const char *name;         /* "train lm" */
     const char *usage;        /* after the name in the usage line: "--data FILE [options]" */
     const char *summary;      /* first paragraph of --help */
     const char *notes;        /* last paragraphs of --help, printed as they are; NULL: none */
     int min_words, max_words; /* arguments that are not options */
+    /* For command_run(): the options, the size of the struct that their offsets count from, and the work. */
+    const struct option *rows;
+    int n_rows;
+    size_t options_bytes;
+    int (*run)(struct args *args, void *options);
 };
 
 #define ARGS_MAX_WORDS 16
@@ -102,6 +109,8 @@ struct args {
     const struct command *command;
     const struct option_group *groups;
     int n_groups;
+    int argc; /* the command line, as given to args_parse() */
+    char **argv;
     const char *word[ARGS_MAX_WORDS];
     int n_words;
     unsigned char given[ARGS_MAX_OPTIONS];
@@ -121,14 +130,18 @@ struct args {
  * outlive args. */
 int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups,
                int argc, char **argv);
+/* Parses a command line into a struct of the command's options and runs the command with it. Returns the exit
+ * status. */
+int command_run(const struct command *command, int argc, char **argv);
 /* Only sets the defaults, for structs that no command line fills. Returns ARGS_RUN or an exit status. */
 int args_defaults(struct args *args, const struct command *command, const struct option_group *groups, int n_groups);
 void args_free(struct args *args);
 
 /* Returns 1 if the command line gave this option, otherwise 0. */
 int args_given(const struct args *args, const char *name);
-/* Returns a copy of text that lives as long as args, or NULL without memory. */
+/* Return a copy of text, and a text made as printf() makes it, that live as long as args, or NULL without memory. */
 const char *args_keep(struct args *args, const char *text);
+__attribute__((format(printf, 2, 3))) char *args_format(struct args *args, const char *format, ...);
 /* Reads text into an option's variable, as the command line does. Returns 0, or an exit status with one line in error.
  * The status is 2 if the text is wrong, and the line names the option then; it is 1 without memory. */
 int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text,

@@ -1,6 +1,5 @@
 #include "common/args/args_internal.h"
 
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -9,21 +8,9 @@
 
 void args_choices(const struct option *option, char *text, size_t text_bytes)
 {
-    size_t used = 0;
     text[0] = 0;
     const char *name;
-    for (int32_t i = 0; (name = option->choice(i)) != NULL && used < text_bytes; i++)
-        used += (size_t)snprintf(text + used, text_bytes - used, "%s%s", i ? ", " : "", name);
-}
-
-static void append(char *text, size_t text_bytes, const char *format, ...) __attribute__((format(printf, 3, 4)));
-static void append(char *text, size_t text_bytes, const char *format, ...)
-{
-    size_t used = strlen(text);
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text + used, text_bytes - used, format, arguments);
-    va_end(arguments);
+    for (int32_t i = 0; (name = option->choice(i)) != NULL; i++) append(text, text_bytes, "%s%s", i ? ", " : "", name);
 }
 
 /* Prints text from column `column` on, wrapped at HELP_WIDTH. `at` is the column reached so far. */
@@ -76,7 +63,7 @@ void args_describe(const struct option *option, char *text, size_t text_bytes)
         separator = "; ";
     }
     if (option->initial) {
-        append(text, text_bytes, "%sdefault %s", separator, option->initial);
+        append(text, text_bytes, "%sdefault %s", separator, option->initial[0] ? option->initial : "\"\"");
         separator = "; ";
     }
     if (separator[0] == ';') append(text, text_bytes, ")");
@@ -99,7 +86,7 @@ void args_help(const struct command *command, const struct option_group *groups,
         if (groups[g].n && groups[g].rows[0].kind != OPTION_HEADING) printf("%s:\n", groups[g].title);
         for (int i = 0; i < groups[g].n; i++)
             if (groups[g].rows[i].kind == OPTION_HEADING) printf("%s%s:\n", i ? "\n" : "", groups[g].rows[i].help);
-            else if (!(groups[g].rows[i].flags & OPTION_HIDDEN)) print_option(&groups[g].rows[i]);
+            else print_option(&groups[g].rows[i]);
     }
     if (command->notes) printf("\n%s", command->notes);
 }

@@ -47,8 +47,7 @@ void args_candidates(const struct option_group *groups, int n_groups, const char
         }
     for (int g = 0; g < n_groups; g++)
         for (int i = 0; i < groups[g].n; i++)
-            if (groups[g].rows[i].kind != OPTION_HEADING && !(groups[g].rows[i].flags & OPTION_HIDDEN))
-                offer("--", groups[g].rows[i].name, "", word);
+            if (groups[g].rows[i].kind != OPTION_HEADING) offer("--", groups[g].rows[i].name, "", word);
     offer("--", "help", "", word);
 }
 
@@ -75,7 +74,7 @@ void args_manual(const struct command *command, const struct option_group *group
     for (int g = 0; g < n_groups; g++)
         for (int i = 0; i < groups[g].n; i++) {
             const struct option *option = &groups[g].rows[i];
-            if (option->kind == OPTION_HEADING || option->flags & OPTION_HIDDEN) continue;
+            if (option->kind == OPTION_HEADING) continue;
             printf(".TP\n\\fB\\-\\-");
             print_plain(option->name);
             printf("\\fR");

@@ -5,29 +5,46 @@
 
 #include "common/args/args.h"
 
-int32_t format_with_roles(int32_t roles, int32_t index)
-{
-    for (int32_t row = 0; row < halfstep_format_count(); row++) {
-        halfstep_format_info info = {.struct_size = sizeof info};
-        if (halfstep_get_format_info(row, &info) != HALFSTEP_OK || !(info.roles & roles)) continue;
-        if (index-- == 0) return row;
-    }
-    return -1;
-}
-
-static const char *format_name(int32_t roles, int32_t index)
-{
-    halfstep_format_info info = {.struct_size = sizeof info};
-    int32_t row = format_with_roles(roles, index);
-    return row >= 0 && halfstep_get_format_info(row, &info) == HALFSTEP_OK ? info.name : NULL;
-}
-
-const char *rule_name(int32_t index)
+halfstep_rule_info rule_info(int32_t row)
 {
     halfstep_rule_info info = {.struct_size = sizeof info};
-    if (index >= halfstep_rule_count() || halfstep_get_rule_info(index, &info) != HALFSTEP_OK) return NULL;
+    return halfstep_get_rule_info(row, &info) == HALFSTEP_OK ? info : (halfstep_rule_info){0};
+}
+
+halfstep_format_info format_info(int32_t row)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    return halfstep_get_format_info(row, &info) == HALFSTEP_OK ? info : (halfstep_format_info){0};
+}
+
+halfstep_format_info format_named(const char *name) { return format_info(halfstep_format_find(name)); }
+
+halfstep_slot_info slot_info(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot)
+{
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    if (halfstep_get_slot_info(optimizer, tensor, slot, &info) != HALFSTEP_OK)
+        info = (halfstep_slot_info){.format = -1};
+    return info;
+}
+
+int32_t recipe_rule(const char *recipe)
+{
+    struct recipe_parts parts;
+    recipe_split(recipe, &parts);
+    return halfstep_rule_find(parts.rule);
+}
+
+/* Returns the name of the index-th format that serves any of the given roles, or NULL past the last. */
+static const char *format_name(int32_t roles, int32_t index)
+{
+    halfstep_format_info info;
+    int32_t row = 0;
+    do info = format_info(row++);
+    while (info.name && (!(info.roles & roles) || index-- > 0));
     return info.name;
 }
+
+const char *rule_name(int32_t index) { return rule_info(index).name; }
 
 const char *weight_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_WEIGHT, index); }
 const char *gradient_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_GRADIENT, index); }
@@ -60,11 +77,10 @@ static int known(const char *name, names all)
 static void complain(const char *what, const char *name, names all, char *error, size_t error_bytes)
 {
     const char *near = args_suggest(name, next_name, &all), *each;
-    int used = snprintf(error, error_bytes, "unknown %s \"%s\"%s%s%s (one of", what, name,
-                        near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
-    for (int32_t i = 0; (each = all(i)) != NULL && used > 0 && (size_t)used < error_bytes; i++)
-        used += snprintf(error + used, error_bytes - (size_t)used, "%s %s", i ? "," : "", each);
-    if (used > 0 && (size_t)used < error_bytes) snprintf(error + used, error_bytes - (size_t)used, ")");
+    snprintf(error, error_bytes, "unknown %s \"%s\"%s%s%s (one of", what, name, near ? ", did you mean " : "",
+             near ? near : "", near ? "?" : "");
+    for (int32_t i = 0; (each = all(i)) != NULL; i++) append(error, error_bytes, "%s %s", i ? "," : "", each);
+    append(error, error_bytes, ")");
 }
 
 static int serves(const halfstep_format_info *format, int32_t role)
@@ -87,9 +103,8 @@ static int unfit_state(const struct recipe_parts *parts, const halfstep_rule_inf
         if (rule->state_role[i] == HALFSTEP_ROLE_GRADIENT && one_for_all) continue;
         size_t n = strcspn(at, "+");
         snprintf(one, sizeof one, "%.*s", (int)n, at);
-        halfstep_format_info info = {.struct_size = sizeof info};
-        if (halfstep_get_format_info(halfstep_format_find(one), &info) == HALFSTEP_OK &&
-            !serves(&info, rule->state_role[i])) {
+        halfstep_format_info info = format_named(one);
+        if (info.name && !serves(&info, rule->state_role[i])) {
             snprintf(error, error_bytes, "%s cannot store %s of %s, which is %s", one, rule->state_name[i], rule->name,
                      rule->state_role[i] == HALFSTEP_ROLE_NONNEG   ? "never negative"
                      : rule->state_role[i] == HALFSTEP_ROLE_SIGNED ? "of either sign"
@@ -135,11 +150,11 @@ int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_
         at += n;
         if (*at == '+') at++;
     }
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    int known_rule = halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK, states = 0;
-    if (known_rule && unfit_state(&parts, &rule, error, error_bytes)) return -1;
-    for (int32_t i = 0; known_rule && i < rule.states; i++) states += rule.state_role[i] != HALFSTEP_ROLE_WEIGHT;
-    if (known_rule && (given > states || (given > 1 && given != states))) {
+    const halfstep_rule_info rule = rule_info(halfstep_rule_find(parts.rule));
+    int states = 0;
+    if (unfit_state(&parts, &rule, error, error_bytes)) return -1;
+    for (int32_t i = 0; i < rule.states; i++) states += rule.state_role[i] != HALFSTEP_ROLE_WEIGHT;
+    if (given > states || (given > 1 && given != states)) {
         snprintf(error, error_bytes, "%s names %d state format%s; %s has %d state%s that can be given one", recipe,
                  given, given == 1 ? "" : "s", parts.rule, states, states == 1 ? "" : "s");
         return -1;
@@ -152,17 +167,15 @@ int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_
 void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size)
 {
     const char *option = NULL, *format = "";
-    size_t used = 0;
     *text = 0;
     /* All such states of a rule share one option and one format. */
     for (int32_t i = 0; i < rule->states; i++) {
         if (!rule->precise_if[i]) continue;
-        used += (size_t)snprintf(text + used, size - used, option ? " and %s" : "with %s %s",
-                                 option ? rule->state_name[i] : rule->precise_if[i], rule->state_name[i]);
+        if (option) append(text, size, " and %s", rule->state_name[i]);
+        else append(text, size, "with %s %s", rule->precise_if[i], rule->state_name[i]);
         option = rule->precise_if[i];
         format = rule->precise_format[i];
     }
     if (option)
-        snprintf(text + used, size - used,
-                 " in %s and not in blocks, because errors of coarse codes would not average out", format);
+        append(text, size, " in %s and not in blocks, because errors of coarse codes would not average out", format);
 }

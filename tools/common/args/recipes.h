@@ -22,12 +22,19 @@ void recipe_split(const char *recipe, struct recipe_parts *parts);
  * amsgrad exp_avg_sq and max_exp_avg_sq in bf16-sr, ...". Writes "" if no state has. */
 void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size);
 
+/* Return the description of a row of the library's tables, or zeros if there is no such row. */
+halfstep_rule_info rule_info(int32_t row);
+halfstep_format_info format_info(int32_t row);
+halfstep_format_info format_named(const char *name);
+/* Returns the description of a slot. Its format is negative if the tensor has no such slot. */
+halfstep_slot_info slot_info(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot);
+/* Returns the row of a recipe's rule, or a negative number. */
+int32_t recipe_rule(const char *recipe);
+
 /* Return the index-th name, or NULL past the last, for option tables and listings. */
 const char *rule_name(int32_t index);
 const char *weight_format_name(int32_t index);
 const char *gradient_format_name(int32_t index);
 const char *state_format_name(int32_t index);
-/* Returns the row of the index-th format that serves any of the given roles, or -1 past the last. */
-int32_t format_with_roles(int32_t roles, int32_t index);
 
 #endif

@@ -10,6 +10,7 @@
 #include "common/args/recipes.h"
 #include "common/interrupt.h"
 #include "trainer/compare/compare_internal.h"
+#include "trainer/files/checkpoint.h"
 
 enum { RATE_BYTES = 320 };
 
@@ -47,15 +48,9 @@ static const struct option *find_row(const struct run_options *table, const char
 static int may_differ(const struct option *option)
 {
     if (option->kind == OPTION_HYPER_AS) return 1;
-    for (size_t i = 0; i < sizeof per_recipe / sizeof per_recipe[0]; i++)
+    for (int i = 0; i < COUNT_OF(per_recipe); i++)
         if (strcmp(option->name, per_recipe[i]) == 0) return 1;
     return 0;
-}
-
-static int no_memory(char *error, size_t error_bytes)
-{
-    snprintf(error, error_bytes, "out of memory");
-    return 1;
 }
 
 /* Sets one "name=value" or flag after a recipe. Like the functions below, it returns 0, or the exit status with an
@@ -146,18 +141,11 @@ static int add_entry(struct compare *compare, const char *typed, int group, char
         return status;
     }
     run_config_settle(config);
-    struct text label = {0}, unique = {0}, known = {0};
     char batch[32] = "";
     if (compare->batches > 1) snprintf(batch, sizeof batch, ":batch=%lld", (long long)config->batch);
-    text_add(&label, "%s%s%s", full, rate, name ? name : "");
-    text_add(&unique, "%s%s%s%s", full, rate, name ? name : "", batch);
-    text_add(&known, "%s%s", typed, batch);
-    entry->label = label.failed ? NULL : args_keep(&compare->args, label.data);
-    entry->name = unique.failed ? NULL : args_keep(&compare->args, unique.data);
-    entry->typed = known.failed ? NULL : args_keep(&compare->args, known.data);
-    text_free(&label);
-    text_free(&unique);
-    text_free(&known);
+    entry->label = args_format(&compare->args, "%s%s%s", full, rate, name ? name : "");
+    entry->name = args_format(&compare->args, "%s%s%s%s", full, rate, name ? name : "", batch);
+    entry->typed = args_format(&compare->args, "%s%s", typed, batch);
     entry->recipe = config->recipe;
     entry->compute = config->compute;
     entry->gradients = config->gradients;
@@ -200,7 +188,7 @@ static int add_batches(struct compare *compare, char *error, size_t error_bytes)
     if (!compare->kind->batches) return 0;
     compare->batches = 0;
     for (const char *at = compare->options.batches; *at; at += *at == ',') {
-        char word[32], name[48];
+        char word[32];
         double size;
         size_t n = strcspn(at, ",");
         snprintf(word, sizeof word, "%.*s", (int)n, at);
@@ -218,9 +206,8 @@ static int add_batches(struct compare *compare, char *error, size_t error_bytes)
             snprintf(error, error_bytes, "more than %d batch sizes; compare fewer", MAX_GROUPS);
             return 2;
         }
-        snprintf(name, sizeof name, "batch %lld", (long long)size);
         compare->batch[compare->batches] = (int64_t)size;
-        compare->batch_name[compare->batches] = args_keep(&compare->args, name);
+        compare->batch_name[compare->batches] = args_format(&compare->args, "batch %lld", (long long)size);
         if (!compare->batch_name[compare->batches++]) return no_memory(error, error_bytes);
     }
     if (!compare->batches) snprintf(error, error_bytes, "it is empty");
@@ -252,8 +239,7 @@ static int has_saved(const char *checkpoint)
 {
     char why[512];
     halfstep_checkpoint *saved;
-    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
-    int code = halfstep_open_checkpoint(&saved, checkpoint, &quick, why, sizeof why);
+    int code = checkpoint_open_quickly(&saved, checkpoint, why, sizeof why);
     if (code == HALFSTEP_OK) halfstep_close_checkpoint(saved);
     return code != HALFSTEP_ERROR_NAME;
 }
@@ -263,13 +249,13 @@ static int set_paths(struct compare *compare, const struct report_run *run, stru
                      struct run_paths *paths, char *error, size_t error_bytes)
 {
     if (compare_name_paths(compare, run, paths) != 0) return no_memory(error, error_bytes);
-    if (config->log) config->log = paths->log.data;
+    if (config->log) config->log = paths->log;
     if (!config->checkpoint) return 0;
     if (compare_make_folder(config->checkpoint) != 0) {
         snprintf(error, error_bytes, "%s: %s", config->checkpoint, strerror(errno));
         return 1;
     }
-    config->checkpoint = paths->checkpoint.data;
+    config->checkpoint = paths->checkpoint;
     if (config->resume) config->resume = has_saved(config->checkpoint);
     return 0;
 }
@@ -309,7 +295,6 @@ static int train_all(struct compare *compare)
             progress_label(&progress, report->entry[run->entry].name);
             status = compare->kind->train(compare, &config, &progress, run, error, sizeof error);
         }
-        compare_free_paths(&paths);
         if (status != 0) {
             failure(command, "%s: %s", report->entry[run->entry].name, error);
             if (report_done(report))
@@ -435,7 +420,7 @@ static int conclude(struct compare *compare)
 static void make_options(struct compare *compare)
 {
     const struct compare_kind *kind = compare->kind;
-    int n = OPTION_COUNT(compare_rows) - (kind->batches == NULL);
+    int n = COUNT_OF(compare_rows) - (kind->batches == NULL);
     for (int i = 0; i < n; i++) {
         struct option *row = &compare->own[i];
         *row = compare_rows[i];
@@ -459,7 +444,8 @@ int compare_run(const struct compare_kind *kind, const struct comparison *compar
 {
     struct compare *compare = calloc(1, sizeof *compare);
     if (!compare) return failure(comparison->command, "out of memory");
-    const struct command command = {comparison->command, kind->usage, kind->summary, kind->notes, 0, 0};
+    const struct command command = {
+        .name = comparison->command, .usage = kind->usage, .summary = kind->summary, .notes = kind->notes};
     compare->comparison = comparison;
     compare->kind = kind;
     compare->report.words = kind->words;

@@ -78,15 +78,14 @@ int compare_describe(struct compare *compare);
 void compare_fact(struct compare *compare, const char *name, const struct text *value);
 /* The files of one run among many: DIR/NAME, and FILE-NAME.csv for FILE.csv. */
 struct run_paths {
-    struct text log, checkpoint; /* empty without --log or --checkpoint */
+    const char *log, *checkpoint; /* NULL without --log or --checkpoint */
 };
 
-/* Builds the paths. Returns 0, or -1 if out of memory. Call compare_free_paths() afterwards, also on failure. */
-int compare_name_paths(const struct compare *compare, const struct report_run *run, struct run_paths *paths);
-void compare_free_paths(struct run_paths *paths);
+/* Builds the paths, which live as long as the command line. Returns 0, or -1 if out of memory. */
+int compare_name_paths(struct compare *compare, const struct report_run *run, struct run_paths *paths);
 /* Fails if an output is also an input, or if two runs would write the same file. Returns 0, or an exit status with an
  * error text. */
-int compare_check_paths(const struct compare *compare, char *error, size_t error_bytes);
+int compare_check_paths(struct compare *compare, char *error, size_t error_bytes);
 
 /* Creates a folder and those above it. Returns 0, or -1 with errno. */
 int compare_make_folder(const char *path);

@@ -45,8 +45,7 @@ static int train(struct compare *compare, const struct run_config *config, struc
     struct run_result result;
     int status = train_run(config, &compare->data.lm, progress, &result, error, error_bytes);
     if (status == 0 && keep(run, &result) != 0) {
-        snprintf(error, error_bytes, "out of memory");
-        status = 1;
+        status = no_memory(error, error_bytes);
     }
     run_result_free(&result);
     return status;

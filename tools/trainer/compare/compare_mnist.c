@@ -54,8 +54,7 @@ static int train(struct compare *compare, const struct run_config *config, struc
         status = 0;
     }
     if (status == 0 && keep(run, &result) != 0) {
-        snprintf(error, error_bytes, "out of memory");
-        status = 1;
+        status = no_memory(error, error_bytes);
     }
     mnist_result_free(&result);
     return status;

@@ -1,6 +1,5 @@
 #define HALFSTEP_ADVANCED
 #include <errno.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,11 +15,10 @@
  * ------------------------------------------------------------------------------------ */
 
 static void add_pair(struct compare *compare, struct report_pair *pair, int most, int *n, const char *name,
-                     const struct text *value)
+                     const char *value)
 {
-    const char *kept = value->failed ? NULL : args_keep(&compare->args, text_string(value));
-    if (!kept) compare->subtitle.failed = 1;
-    else if (*n < most) pair[(*n)++] = (struct report_pair){name, kept};
+    if (!value) compare->subtitle.failed = 1;
+    else if (*n < most) pair[(*n)++] = (struct report_pair){name, value};
 }
 
 const char *compare_file_name(const char *path)
@@ -31,7 +29,8 @@ const char *compare_file_name(const char *path)
 
 void compare_fact(struct compare *compare, const char *name, const struct text *value)
 {
-    add_pair(compare, compare->configuration, MAX_PAIRS, &compare->report.configurations, name, value);
+    const char *kept = value->failed ? NULL : args_keep(&compare->args, text_string(value));
+    add_pair(compare, compare->configuration, MAX_PAIRS, &compare->report.configurations, name, kept);
 }
 
 static void describe_configuration(struct compare *compare)
@@ -71,35 +70,28 @@ static void processor_name(char *text, size_t text_bytes)
     fclose(file);
 }
 
-__attribute__((format(printf, 3, 4))) static void machine_fact(struct compare *compare, const char *name,
-                                                               const char *format, ...)
+/* Adds a line to the description of the machine. */
+static void machine_fact(struct compare *compare, const char *name, const char *value)
 {
-    struct text value = {0};
-    char line[1024];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(line, sizeof line, format, arguments);
-    va_end(arguments);
-    text_add(&value, "%s", line);
-    add_pair(compare, compare->machine, (int)(sizeof compare->machine / sizeof compare->machine[0]),
-             &compare->report.machines, name, &value);
-    text_free(&value);
+    add_pair(compare, compare->machine, COUNT_OF(compare->machine), &compare->report.machines, name, value);
 }
 
 static void describe_machine(struct compare *compare)
 {
+    struct args *args = &compare->args;
     int32_t version = halfstep_version();
     char value[1024];
     compare->report.machine = compare->machine;
     processor_name(value, sizeof value);
-    if (value[0]) machine_fact(compare, "processor", "%s", value);
+    if (value[0]) machine_fact(compare, "processor", args_keep(args, value));
     halfstep_cpu_features(value, sizeof value);
-    machine_fact(compare, "features", "%s", value);
-    machine_fact(compare, "instruction set in use", "%s", halfstep_isa());
-    machine_fact(compare, "threads", "%d",
-                 compare->base.threads ? (int)compare->base.threads : (int)halfstep_default_threads());
-    machine_fact(compare, "halfstep", "%d.%d.%d, ABI %d", version / 10000, version / 100 % 100, version % 100,
-                 halfstep_abi());
+    machine_fact(compare, "features", args_keep(args, value));
+    machine_fact(compare, "instruction set in use", halfstep_isa());
+    int threads = compare->base.threads ? (int)compare->base.threads : halfstep_default_threads();
+    machine_fact(compare, "threads", args_format(args, "%d", threads));
+    machine_fact(
+        compare, "halfstep",
+        args_format(args, "%d.%d.%d, ABI %d", version / 10000, version / 100 % 100, version % 100, halfstep_abi()));
 }
 
 int compare_describe(struct compare *compare)

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "common/text.h"
 #include "trainer/data/data.h"
 
 enum { LINE = 700 };
@@ -57,35 +58,9 @@ static void add_file(struct data_list *list, struct problems *p, const char *pat
     else list->file[list->n].path = copy, list->file[list->n++].named = named;
 }
 
-static int by_bytes(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+static int by_bytes(const struct dirent **a, const struct dirent **b) { return strcmp((*a)->d_name, (*b)->d_name); }
 
-/* Lists the names in a folder, sorted. The caller frees them. Returns -1 if the folder cannot be read. */
-static int read_folder(const char *folder, char ***names, size_t *n, struct problems *p)
-{
-    size_t capacity = 0;
-    DIR *stream = opendir(folder);
-    *names = NULL;
-    *n = 0;
-    if (!stream) return -1;
-    struct dirent *entry;
-    while (!p->no_memory && (errno = 0, entry = readdir(stream)) != NULL) {
-        if (entry->d_name[0] == '.') continue;
-        if (*n == capacity) {
-            capacity = capacity ? 2 * capacity : 16;
-            char **grown = realloc(*names, capacity * sizeof *grown);
-            if (grown) *names = grown;
-            else p->no_memory = 1;
-        }
-        char *copy = p->no_memory ? NULL : strdup(entry->d_name);
-        if (copy) (*names)[(*n)++] = copy;
-        else p->no_memory = 1;
-    }
-    int status = errno && !p->no_memory ? -1 : 0, why = errno;
-    closedir(stream);
-    errno = why;
-    if (*n) qsort(*names, *n, sizeof **names, by_bytes);
-    return status;
-}
+static int is_shown(const struct dirent *entry) { return entry->d_name[0] != '.'; }
 
 static void walk(struct data_list *list, struct problems *p, const char *folder);
 
@@ -103,22 +78,20 @@ static void take(struct data_list *list, struct problems *p, const char *path)
 
 static void walk(struct data_list *list, struct problems *p, const char *folder)
 {
-    char **names;
-    size_t n, length = strlen(folder);
-    if (read_folder(folder, &names, &n, p) != 0) complain(p, folder, strerror(errno));
-    for (size_t i = 0; i < n; i++) {
-        size_t bytes = length + strlen(names[i]) + 2;
-        char *path = p->no_memory ? NULL : malloc(bytes);
-        if (path) {
-            snprintf(path, bytes, "%s%s%s", folder, folder[length - 1] == '/' ? "" : "/", names[i]);
-            take(list, p, path);
-        } else {
-            p->no_memory = 1;
-        }
-        free(path);
-        free(names[i]);
+    struct dirent **entry;
+    const char *slash = folder[strlen(folder) - 1] == '/' ? "" : "/";
+    int n = scandir(folder, &entry, is_shown, by_bytes);
+    if (n < 0 && errno == ENOMEM) p->no_memory = 1;
+    else if (n < 0) complain(p, folder, strerror(errno));
+    for (int i = 0; i < n; i++) {
+        struct text path = {0};
+        text_add(&path, "%s%s%s", folder, slash, entry[i]->d_name);
+        p->no_memory |= path.failed;
+        if (!p->no_memory) take(list, p, path.data);
+        text_free(&path);
+        free(entry[i]);
     }
-    free(names);
+    if (n >= 0) free(entry);
 }
 
 static void expand(const char *const *names, int n, struct data_list *out, struct problems *p)

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/text.h"
 #include "trainer/loops/rows.h"
 
 enum { MOST_POINTS = 24, PIXELS = DIGITS_SIDE * DIGITS_SIDE, UP = -1 };
@@ -136,7 +137,7 @@ static const struct glyph glyphs[] = {
       {34, 85}}},
 };
 
-enum { GLYPHS = sizeof glyphs / sizeof *glyphs };
+enum { GLYPHS = COUNT_OF(glyphs) };
 
 /* A sequence of random numbers for one image. */
 struct dice {

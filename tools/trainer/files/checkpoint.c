@@ -10,20 +10,13 @@
 
 /* ---- Slots ------------------------------------------------------------------------------------------------------- */
 
-static int slot_info(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, halfstep_slot_info *info)
-{
-    memset(info, 0, sizeof *info);
-    info->struct_size = sizeof *info;
-    return halfstep_get_slot_info(optimizer, tensor, slot, info);
-}
-
 int weight_dtype(int32_t format)
 {
     static const struct {
         const char *name;
         int dtype;
     } types[] = {{"F32", LM_F32}, {"BF16", LM_BF16}, {"F16", LM_F16}};
-    halfstep_format_info info = checkpoint_format(format);
+    halfstep_format_info info = format_info(format);
     for (size_t i = 0; info.code_dtype && i < sizeof types / sizeof types[0]; i++)
         if (strcmp(info.code_dtype, types[i].name) == 0) return types[i].dtype;
     return -1;
@@ -33,16 +26,20 @@ uint64_t holding_hash(const struct holding *holding)
 {
     uint64_t h = HASH_START;
     for (int32_t i = 0; i < holding->tensors; i++) {
-        halfstep_slot_info info;
         for (int32_t slot = HALFSTEP_SLOT_WEIGHT; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
-            if (slot == HALFSTEP_SLOT_GRADIENT || slot_info(holding->optimizer, i, slot, &info) != HALFSTEP_OK ||
-                info.format < 0)
-                continue;
+            const halfstep_slot_info info = slot_info(holding->optimizer, i, slot);
+            if (slot == HALFSTEP_SLOT_GRADIENT || info.format < 0) continue;
             h = hash_bytes(h, slot == HALFSTEP_SLOT_WEIGHT ? holding->weights[i] : info.code, info.code_bytes);
             if (info.extra_bytes) h = hash_bytes(h, info.extra, info.extra_bytes);
         }
     }
     return hash_finish(h);
+}
+
+int checkpoint_open_quickly(halfstep_checkpoint **checkpoint, const char *path, char *error, size_t error_bytes)
+{
+    const halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    return halfstep_open_checkpoint(checkpoint, path, &quick, error, error_bytes);
 }
 
 /* ---- Saving ------------------------------------------------------------------------------------------------------ */
@@ -91,10 +88,9 @@ static int save_files(halfstep_checkpoint_save *save, const struct holding *hold
                       const char *recipe, struct declaring *past, const struct run_history *history, char *error,
                       size_t error_bytes)
 {
-    halfstep_slot_info info;
     char text[2048];
-    if (slot_info(holding->optimizer, 0, HALFSTEP_SLOT_WEIGHT, &info) != HALFSTEP_OK) return HALFSTEP_ERROR_ARGUMENT;
-    int length = lm_config_json(holding->shape, torch_dtype(weight_dtype(info.format)), text, sizeof text);
+    int dtype = weight_dtype(slot_info(holding->optimizer, 0, HALFSTEP_SLOT_WEIGHT).format);
+    int length = lm_config_json(holding->shape, torch_dtype(dtype), text, sizeof text);
     if (length < 0) return HALFSTEP_ERROR_ARGUMENT;
 
     int code = halfstep_save_optimizer(save, holding->optimizer, holding->weights, NULL, error, error_bytes);

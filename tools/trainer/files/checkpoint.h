@@ -23,21 +23,30 @@ struct holding {
     const struct lm_config *shape;
     halfstep_optimizer *optimizer;
     void **weights;
-    int32_t tensors, groups;
-    int32_t rule; /* index of all groups' rule in the library's table */
+    int32_t tensors;
 };
 
 /* Returns the LM_* type of the codes of a weight format, or -1. */
 int weight_dtype(int32_t format);
-/* The row's description, zeroed for a row that does not exist. */
-halfstep_format_info checkpoint_format(int32_t row);
 /* Returns the gradient format whose codes have this safetensors dtype, or NULL. */
 const char *gradient_format_of(const char *dtype);
+
+/* Describes a tensor of the model for the optimizer, with a gradient of this format. */
+halfstep_tensor checkpoint_tensor(const struct lm_tensor *tensor, const char *gradient);
+/* Creates an optimizer that has only this tensor, as its number 0. The caller destroys it, also after a failure, unless
+ * it is NULL. Returns a code of the library. */
+int checkpoint_decoder(const char *recipe, const halfstep_tensor *tensor, halfstep_optimizer **optimizer);
+/* Counts the weights of a tensor of n elements whose bits are no longer those of `values`, stored in the weight format
+ * of the recipe. `now` is the tensor's weight slot and `codes` its codes. Returns 0, or -1 without memory. */
+int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, const halfstep_slot_info *now,
+                             const void *codes, const float *values, uint64_t *changed);
 
 /* Returns a hash of every weight and state bit, tensor after tensor: weight codes, their extra stream, then codes and
  * scales or extras of each state. */
 uint64_t holding_hash(const struct holding *holding);
 
+/* Opens a checkpoint without verifying checksums. Returns a code of the library. */
+int checkpoint_open_quickly(halfstep_checkpoint **checkpoint, const char *path, char *error, size_t error_bytes);
 /* Saves a checkpoint. `trainer` is the text of trainer.json. On success error is empty, or a text that begins with
  * "note: ". */
 int checkpoint_save(const char *directory, const halfstep_save_options *options, const struct holding *holding,

@@ -128,7 +128,7 @@ static long add_part(struct model_tensors *tensors, char *path, char *error, siz
     struct model_part *grown = path ? realloc(tensors->part, (tensors->parts + 1) * sizeof *grown) : NULL;
     if (!grown) {
         free(path);
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     tensors->part = grown;
@@ -167,42 +167,33 @@ static int open_map(hstep_json *json, struct model_tensors *tensors, const char 
 {
     const char *name, *file;
     uint64_t index;
-    if (!hstep_json_expect(json, '{')) return -1;
-    if (hstep_json_take(json, '}')) return 0;
-    do {
-        if (!hstep_json_string(json, &name) || !hstep_json_expect(json, ':') || !hstep_json_string(json, &file))
-            return -1;
+    for (size_t n = 0; hstep_json_member(json, &n, &name);) {
+        if (!hstep_json_string(json, &file)) return -1;
         long part = part_named(tensors, folder, file, error, error_bytes);
         if (part < 0) return -1;
         if (halfstep_safetensor_find(tensors->part[part].file, name, &index) == HALFSTEP_OK) continue;
         snprintf(error, error_bytes, "%s: \"weight_map\" has the tensor \"%s\" in %s, which does not hold it",
                  tensors->path, name, file);
         return -1;
-    } while (hstep_json_take(json, ','));
-    return hstep_json_expect(json, '}') ? 0 : -1;
+    }
+    return json->problem ? -1 : 0;
 }
 
 static int open_index(struct model_tensors *tensors, char *error, size_t error_bytes)
 {
     char folder[MODEL_PATH_BYTES];
     size_t bytes;
-    int maps = 0, bad;
+    const char *key;
+    int maps = 0, bad = 0;
     char *text = text_file_read(tensors->path, &bytes, error, error_bytes);
     if (!text) return -1;
     hstep_json json = {text, bytes, 0, NULL};
     folder_of(tensors->path, folder);
     error[0] = 0;
-    bad = !hstep_json_expect(&json, '{');
-    if (!bad && !hstep_json_take(&json, '}')) {
-        do {
-            const char *key;
-            bad = !hstep_json_string(&json, &key) || !hstep_json_expect(&json, ':');
-            int map = !bad && strcmp(key, "weight_map") == 0;
-            if (map && maps++) bad = !hstep_json_fail(&json, "a name twice");
-            else if (map) bad = open_map(&json, tensors, folder, error, error_bytes) != 0;
-            else if (!bad) bad = !hstep_json_skip(&json);
-        } while (!bad && hstep_json_take(&json, ','));
-        if (!bad) bad = !hstep_json_expect(&json, '}');
+    for (size_t n = 0; !bad && hstep_json_member(&json, &n, &key);) {
+        if (strcmp(key, "weight_map") != 0) hstep_json_skip(&json);
+        else if (maps++) hstep_json_fail(&json, "a name twice");
+        else bad = open_map(&json, tensors, folder, error, error_bytes) != 0;
     }
     if (!bad) bad = !hstep_json_end(&json);
     if (json.problem) snprintf(error, error_bytes, "%s: byte %zu: %s", tensors->path, json.at, json.problem);
@@ -216,7 +207,7 @@ int model_tensors_open(const char *path, struct model_tensors *tensors, char *er
 {
     *tensors = (struct model_tensors){NULL, 0, strdup(path)};
     if (!tensors->path) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     if (is_index(path)) return open_index(tensors, error, error_bytes);
@@ -238,10 +229,9 @@ void model_tensors_close(struct model_tensors *tensors)
 
 static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, size_t text_bytes)
 {
-    size_t used = (size_t)snprintf(text, text_bytes, "[");
-    for (uint64_t i = 0; i < ndim && used < text_bytes; i++)
-        used += (size_t)snprintf(text + used, text_bytes - used, "%s%" PRIu64, i ? ", " : "", shape[i]);
-    if (used < text_bytes) snprintf(text + used, text_bytes - used, "]");
+    snprintf(text, text_bytes, "[");
+    for (uint64_t i = 0; i < ndim; i++) append(text, text_bytes, "%s%" PRIu64, i ? ", " : "", shape[i]);
+    append(text, text_bytes, "]");
 }
 
 int model_tensor_fits(const char *path, const char *name, const halfstep_safetensor_info *info,
@@ -269,7 +259,8 @@ int model_tensors_find(const struct model_tensors *tensors, const struct lm_tens
         if (halfstep_get_safetensor_info((*part)->file, *index, info) != HALFSTEP_OK) return -1;
         return model_tensor_fits((*part)->path, tensor->name, info, tensor, error, error_bytes);
     }
-    snprintf(error, error_bytes, "%s: there is no tensor %s", tensors->path, tensor->name);
+    snprintf(error, error_bytes, "%s: there is no tensor %s; `halfstep inspect FILE` lists the tensors of a file",
+             tensors->path, tensor->name);
     return -1;
 }
 
@@ -281,7 +272,7 @@ static int check_part(const struct model_tensors *tensors, size_t number, const 
     uint64_t n = halfstep_safetensor_count(part->file), index, more = 0;
     char *taken = calloc(n ? (size_t)n : 1, 1), other[200] = "";
     if (!taken) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     int bad = 0;

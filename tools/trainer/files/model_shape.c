@@ -94,12 +94,10 @@ static const char *const ignored[] = {
     "max_window_layers",
 };
 
-#define COUNT(table) (sizeof table / sizeof table[0])
-
 struct reading {
     hstep_json json;
     double number[NUMBERS]; /* NAN: missing or null */
-    int seen[NUMBERS + COUNT(fixed) + 1];
+    int seen[NUMBERS + COUNT_OF(fixed) + 1];
     char type[16]; /* model_type with its quotes */
     char *complaint, *note;
     size_t complaint_bytes, note_bytes;
@@ -115,15 +113,6 @@ __attribute__((format(printf, 2, 3))) static void refuse(struct reading *r, cons
 }
 
 /* ---- Values ------------------------------------------------------------------------------------------------------ */
-
-/* Prints the fewest digits that read back exactly. */
-static void print_number(double number, char *token, size_t token_bytes)
-{
-    for (int digits = 6; digits <= 17; digits++) {
-        snprintf(token, token_bytes, "%.*g", digits, number);
-        if (strtod(token, NULL) == number) return;
-    }
-}
 
 /* Reads a value of any kind into `token`, as text for errors and comparisons. Sets `*number` to NAN if it is not a
  * number. Returns 0 for malformed JSON. */
@@ -147,7 +136,7 @@ static int read_token(hstep_json *json, char *token, size_t token_bytes, double 
         return hstep_json_skip(json);
     }
     if (!hstep_json_real(json, number)) return 0;
-    print_number(*number, token, token_bytes);
+    exact_number(*number, token, token_bytes);
     return 1;
 }
 
@@ -164,11 +153,11 @@ static void refuse_token(struct reading *r, const char *name, const char *token,
 {
     char list[200] = "";
     const char *last = strrchr(allowed, '|');
-    for (size_t used = 0; *allowed && used + 5 < sizeof list; allowed++)
-        used += (size_t)snprintf(list + used, sizeof list - used, "%.*s", *allowed != '|' ? 1 : 4,
-                                 *allowed != '|'   ? allowed
-                                 : allowed == last ? " or "
-                                                   : ", ");
+    for (; *allowed; allowed++)
+        append(list, sizeof list, "%.*s", *allowed != '|' ? 1 : 4,
+               *allowed != '|'   ? allowed
+               : allowed == last ? " or "
+                                 : ", ");
     refuse(r, "\"%s\" is %s; it must be %s, because this program's model is a plain Llama: choose another file", name,
            token, list);
 }
@@ -217,10 +206,7 @@ static int read_rope(struct reading *r, const char *name)
         if (strcmp(token, "null") != 0) refuse(r, "\"%s\" is %s; it must be an object or null", name, token);
         return 1;
     }
-    hstep_json_take(&r->json, '{');
-    if (hstep_json_take(&r->json, '}')) return 1;
-    do {
-        if (!hstep_json_string(&r->json, &key) || !hstep_json_expect(&r->json, ':')) return 0;
+    for (size_t n = 0; hstep_json_member(&r->json, &n, &key);) {
         snprintf(inner, sizeof inner, "%s.%s", name, key);
         if (strcmp(key, number_names[THETA]) == 0) {
             if (!read_number(r, inner, THETA)) return 0;
@@ -232,11 +218,11 @@ static int read_rope(struct reading *r, const char *name)
         } else if (strcmp(token, "null") != 0 && !(strcmp(key, "partial_rotary_factor") == 0 && number == 1)) {
             snprintf(extra, sizeof extra, "%s", inner);
         }
-    } while (hstep_json_take(&r->json, ','));
+    }
     snprintf(inner, sizeof inner, "%s.rope_type", name);
     if (!is_allowed(allowed, type)) refuse_token(r, inner, type, allowed);
     else if (extra[0]) refuse(r, "\"%s\" is given; without a rope_type that uses it, it must be left out", extra);
-    return hstep_json_expect(&r->json, '}');
+    return !r->json.problem;
 }
 
 /* Notes an unknown member, because it may change the model. null and false count as missing. */
@@ -244,12 +230,10 @@ static int read_unknown(struct reading *r, const char *name)
 {
     char token[100];
     double number;
-    for (size_t i = 0; i < COUNT(ignored); i++)
+    for (int i = 0; i < COUNT_OF(ignored); i++)
         if (strcmp(ignored[i], name) == 0) return hstep_json_skip(&r->json);
     if (!read_token(&r->json, token, sizeof token, &number)) return 0;
-    size_t used = strlen(r->note);
-    if (!is_allowed("null|false", token))
-        snprintf(r->note + used, r->note_bytes - used, "%s%s", used ? ", " : "", name);
+    if (!is_allowed("null|false", token)) append(r->note, r->note_bytes, "%s%s", r->note[0] ? ", " : "", name);
     return 1;
 }
 
@@ -257,9 +241,8 @@ static int read_value(struct reading *r, const char *name)
 {
     int which = 0, place = 0;
     while (which < NUMBERS && strcmp(number_names[which], name) != 0) which++;
-    while (place < (int)COUNT(fixed) && strcmp(fixed[place].name, name) != 0) place++;
-    int known = which < NUMBERS || place < (int)COUNT(fixed),
-        *seen = &r->seen[which < NUMBERS ? which : NUMBERS + place];
+    while (place < COUNT_OF(fixed) && strcmp(fixed[place].name, name) != 0) place++;
+    int known = which < NUMBERS || place < COUNT_OF(fixed), *seen = &r->seen[which < NUMBERS ? which : NUMBERS + place];
     if (known && (*seen)++) return hstep_json_fail(&r->json, "a name twice");
     if (which < NUMBERS) return read_number(r, name, which);
     if (known) return read_fixed(r, name, fixed[place].allowed);
@@ -270,14 +253,8 @@ static int read_value(struct reading *r, const char *name)
 static int parse(struct reading *r)
 {
     const char *key;
-    if (!hstep_json_expect(&r->json, '{')) return -1;
-    if (!hstep_json_take(&r->json, '}')) {
-        do {
-            if (!hstep_json_string(&r->json, &key) || !hstep_json_expect(&r->json, ':') || !read_value(r, key))
-                return -1;
-        } while (hstep_json_take(&r->json, ','));
-        if (!hstep_json_expect(&r->json, '}')) return -1;
-    }
+    for (size_t n = 0; hstep_json_member(&r->json, &n, &key);)
+        if (!read_value(r, key)) return -1;
     return hstep_json_end(&r->json) ? 0 : -1;
 }
 
@@ -291,7 +268,7 @@ static void judge(struct reading *r, int64_t context, struct lm_config *shape)
     double *number = r->number;
     int mistral = strcmp(r->type, "\"mistral\"") == 0;
     if (!r->type[0]) refuse(r, "\"model_type\" is missing; it must be \"llama\" or \"mistral\"");
-    for (int i = 0; i < (int)COUNT(values); i++) {
+    for (int i = 0; i < COUNT_OF(values); i++) {
         if (isnan(number[i])) refuse(r, "\"%s\" is missing", number_names[i]);
         else *values[i] = (int)number[i];
     }

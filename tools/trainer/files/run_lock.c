@@ -9,6 +9,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "common/text.h"
+
 /* A name that no file of a checkpoint can have. */
 #define LOCK_NAME "/.halfstep-train.lock"
 
@@ -111,7 +113,7 @@ struct run_lock *run_lock_take(const char *directory, char *error, size_t error_
         lock->path = malloc(n);
     }
     if (!lock || !lock->directory || !lock->path) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         if (lock) forget(lock);
         return NULL;
     }

@@ -79,10 +79,8 @@ enum {
 static int read_options(hstep_json *json, struct trainer_file *file)
 {
     size_t capacity = 0;
-    if (!hstep_json_expect(json, '{') || hstep_json_take(json, '}')) return 0;
-    do {
-        struct trainer_option option;
-        if (!hstep_json_string(json, &option.name) || !hstep_json_expect(json, ':')) return 0;
+    struct trainer_option option;
+    for (size_t n = 0; hstep_json_member(json, &n, &option.name);) {
         if (hstep_json_peek(json) != '"') {
             hstep_json_skip(json);
             continue;
@@ -99,15 +97,14 @@ static int read_options(hstep_json *json, struct trainer_file *file)
             file->option = grown;
         }
         file->option[file->options++] = option;
-    } while (hstep_json_take(json, ','));
-    hstep_json_expect(json, '}');
+    }
     return 0;
 }
 
 /* Reads the value of one member. Returns the member's bit, or 0 for an unknown member, which is skipped. Sets
- * json->problem if the value is invalid, and `*no_memory` if memory is out. */
+ * json->problem if the value is invalid, and `*lacking` if memory is out. */
 static unsigned read_member(hstep_json *json, const char *key, struct trainer_file *file, uint64_t *format,
-                            int *no_memory)
+                            int *lacking)
 {
     if (strcmp(key, "format") == 0) return hstep_json_number(json, format), FORMAT;
     if (strcmp(key, "step") == 0) return hstep_json_number(json, &file->step), STEP;
@@ -117,25 +114,23 @@ static unsigned read_member(hstep_json *json, const char *key, struct trainer_fi
     if (strcmp(key, "val_hash") == 0) return hstep_json_string(json, &file->val_hash), VAL_HASH;
     if (strcmp(key, "released_norm") == 0) return hstep_json_real(json, &file->released_norm), NORM;
     if (strcmp(key, "seconds") == 0) return hstep_json_real(json, &file->seconds), SECONDS;
-    if (strcmp(key, "options") == 0) return *no_memory = read_options(json, file) != 0, OPTIONS;
+    if (strcmp(key, "options") == 0) return *lacking = read_options(json, file) != 0, OPTIONS;
     return hstep_json_skip(json), 0;
 }
 
-static int parse(hstep_json *json, struct trainer_file *file, int *no_memory)
+static int parse(hstep_json *json, struct trainer_file *file, int *lacking)
 {
     const unsigned all = FORMAT | STEP | OPTIONS | DATA_BYTES | DATA_HASH | VAL_HASH | THREADS | NORM | SECONDS;
     unsigned seen = 0;
     uint64_t format = 0;
     const char *key;
-    if (!hstep_json_expect(json, '{')) return -1;
-    do {
-        if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':')) return -1;
-        unsigned member = read_member(json, key, file, &format, no_memory);
-        if (json->problem || *no_memory) return -1;
+    for (size_t n = 0; hstep_json_member(json, &n, &key);) {
+        unsigned member = read_member(json, key, file, &format, lacking);
+        if (json->problem || *lacking) return -1;
         if (seen & member) return hstep_json_fail(json, "a name twice"), -1;
         seen |= member;
-    } while (hstep_json_take(json, ','));
-    if (!hstep_json_expect(json, '}') || !hstep_json_end(json)) return -1;
+    }
+    if (!hstep_json_end(json)) return -1;
     return seen == all && format == 1 ? 0 : -1;
 }
 
@@ -143,14 +138,14 @@ int trainer_file_read(const halfstep_checkpoint *checkpoint, struct trainer_file
 {
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
     size_t bytes;
-    int no_memory = 0;
+    int lacking = 0;
     memset(file, 0, sizeof *file);
     file->memory = checkpoint_read_text(checkpoint, "trainer.json", &bytes, error, error_bytes);
     if (!file->memory) return HALFSTEP_ERROR_IO;
     hstep_json json = {file->memory, bytes, 0, NULL};
-    if (parse(&json, file, &no_memory) == 0) return HALFSTEP_OK;
-    if (no_memory) {
-        snprintf(error, error_bytes, "out of memory");
+    if (parse(&json, file, &lacking) == 0) return HALFSTEP_OK;
+    if (lacking) {
+        no_memory(error, error_bytes);
         return HALFSTEP_ERROR_MEMORY;
     }
     halfstep_get_checkpoint_info(checkpoint, &info);

@@ -6,23 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Formats ----------------------------------------------------------------------------------------------------- */
-
-halfstep_format_info checkpoint_format(int32_t row)
-{
-    halfstep_format_info info = {.struct_size = sizeof info};
-    if (halfstep_get_format_info(row, &info) != HALFSTEP_OK) memset(&info, 0, sizeof info);
-    return info;
-}
-
-/* ---- Weights ----------------------------------------------------------------------------------------------------- */
-
 struct weight_source {
     struct model_files files;
     struct model_tensors model;
     halfstep_safetensors *states;
-    char recipe[RECIPE_BYTES]; /* of the saved states */
-    char format[RECIPE_BYTES]; /* of the weights, whose extra stream the file of the states may hold */
+    char recipe[RECIPE_BYTES]; /* of the saved states; its weight format may have an extra stream in their file */
     int averages;
 };
 
@@ -50,12 +38,8 @@ static int open_weights(struct weight_source *source, const char *path, char *er
     if (!states) return 0;
     if (halfstep_open_safetensors(&source->states, states, error, error_bytes) != HALFSTEP_OK) return -1;
     const char *recipe = halfstep_safetensors_metadata_find(source->states, "recipe");
-    struct recipe_parts parts;
-    recipe_split(recipe ? recipe : "", &parts);
     snprintf(source->recipe, sizeof source->recipe, "%s", recipe ? recipe : "");
-    snprintf(source->format, sizeof source->format, "%s", parts.weight);
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    source->averages = halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && rule.average;
+    source->averages = rule_info(recipe_rule(source->recipe)).average;
     return 0;
 }
 
@@ -63,7 +47,7 @@ struct weight_source *weight_source_open(const char *path, char *error, size_t e
 {
     struct weight_source *source = calloc(1, sizeof *source);
     if (!source) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return NULL;
     }
     if (open_weights(source, path, error, error_bytes) == 0) return source;
@@ -73,12 +57,57 @@ struct weight_source *weight_source_open(const char *path, char *error, size_t e
 
 const char *gradient_format_of(const char *dtype)
 {
-    for (int32_t i = 0;; i++) {
-        int32_t row = format_with_roles(HALFSTEP_ROLE_GRADIENT, i);
-        if (row < 0) return NULL;
-        halfstep_format_info info = checkpoint_format(row);
-        if (dtype && strcmp(info.code_dtype, dtype) == 0) return info.name;
-    }
+    const char *name;
+    for (int32_t i = 0; (name = gradient_format_name(i)) != NULL; i++)
+        if (dtype && strcmp(format_named(name).code_dtype, dtype) == 0) break;
+    return name;
+}
+
+halfstep_tensor checkpoint_tensor(const struct lm_tensor *tensor, const char *gradient)
+{
+    return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor),
+                             .name = tensor->name,
+                             .ndim = tensor->ndim,
+                             .rows = tensor->rows,
+                             .row_length = tensor->row_length,
+                             .gradient = gradient};
+}
+
+int checkpoint_decoder(const char *recipe, const halfstep_tensor *tensor, halfstep_optimizer **optimizer)
+{
+    int32_t number;
+    *optimizer = NULL;
+    int code = halfstep_create(NULL, optimizer);
+    if (code == HALFSTEP_OK) code = halfstep_add_group(*optimizer, recipe, &number);
+    if (code == HALFSTEP_OK) code = halfstep_add_tensor(*optimizer, tensor, &number);
+    return code == HALFSTEP_OK ? halfstep_allocate_states(*optimizer) : code;
+}
+
+/* Makes the recipe of a rule without states that has the weight format of another recipe. */
+static void weights_only(char recipe[RECIPE_BYTES + 8], const char *other)
+{
+    struct recipe_parts parts;
+    recipe_split(other, &parts);
+    snprintf(recipe, RECIPE_BYTES + 8, "sgd/%s", parts.weight);
+}
+
+int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, const halfstep_slot_info *now,
+                             const void *codes, const float *values, uint64_t *changed)
+{
+    char fresh[RECIPE_BYTES + 8];
+    halfstep_optimizer *optimizer;
+    unsigned char *first = malloc(now->code_bytes ? now->code_bytes : 1);
+    weights_only(fresh, recipe);
+    int bad = checkpoint_decoder(fresh, tensor, &optimizer) != HALFSTEP_OK || !first ||
+              halfstep_write_slot(optimizer, 0, HALFSTEP_SLOT_WEIGHT, first, 0, tensor->rows, values) != HALFSTEP_OK;
+    size_t n = (size_t)(tensor->rows * tensor->row_length), code = now->code_bytes / n, extra = now->extra_bytes / n;
+    const char *more = now->extra, *first_more = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT).extra;
+    for (size_t i = 0; i < n && !bad; i++)
+        *changed += memcmp((const char *)codes + i * code, first + i * code, code) != 0 ||
+                    (extra && memcmp(more + i * extra, first_more + i * extra, extra) != 0);
+    halfstep_destroy(optimizer);
+    free(first);
+    return bad ? -1 : 0;
 }
 
 /* Decodes the values of one tensor by a temporary optimizer. Its gradient slot reads any plain type; its weight slot
@@ -87,40 +116,27 @@ static int decode(struct weight_source *source, const char *path, const struct l
                   const void *codes, const char *extra, float *out, char *error, size_t error_bytes)
 {
     char recipe[RECIPE_BYTES + 8];
-    halfstep_optimizer *optimizer = NULL;
-    int32_t group, index;
-    snprintf(recipe, sizeof recipe, "sgd/%s", extra ? source->format : "f32");
-    halfstep_tensor t = {.struct_size = sizeof t,
-                         .name = tensor->name,
-                         .ndim = tensor->ndim,
-                         .rows = tensor->rows,
-                         .row_length = tensor->row_length,
-                         .gradient = gradient_format_of(dtype)};
+    halfstep_optimizer *optimizer;
+    weights_only(recipe, extra ? source->recipe : "sgd/f32");
+    const halfstep_tensor t = checkpoint_tensor(tensor, gradient_format_of(dtype));
     if (!t.gradient) {
         snprintf(error, error_bytes, "%s: %s has dtype %s; weights have F32, BF16 or F16", path, tensor->name, dtype);
         return -1;
     }
-    int code = halfstep_create(NULL, &optimizer);
-    if (code == HALFSTEP_OK) code = halfstep_add_group(optimizer, recipe, &group);
-    if (code == HALFSTEP_OK) {
-        t.group = group;
-        code = halfstep_add_tensor(optimizer, &t, &index);
-    }
-    if (code == HALFSTEP_OK) code = halfstep_allocate_states(optimizer);
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    if (code == HALFSTEP_OK) code = halfstep_get_slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT, &info);
+    int code = checkpoint_decoder(recipe, &t, &optimizer);
+    const halfstep_slot_info info = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT);
     int bad = code != HALFSTEP_OK;
     if (!bad && extra) {
         const char *states = states_path(source);
         halfstep_safetensor_info found = {.struct_size = sizeof found};
         uint64_t place;
-        const char *needed = checkpoint_format(info.format).extra_dtype;
+        const char *needed = format_info(info.format).extra_dtype;
         bad = halfstep_safetensor_find(source->states, extra, &place) != HALFSTEP_OK ||
               halfstep_get_safetensor_info(source->states, place, &found) != HALFSTEP_OK ||
               model_tensor_fits(states, extra, &found, tensor, error, error_bytes) != 0;
         if (!bad && (!needed || strcmp(found.dtype, needed) != 0)) {
             snprintf(error, error_bytes, "%s: %s has dtype %s, which is not that of %s weights", states, extra,
-                     found.dtype, source->format);
+                     found.dtype, recipe + strlen("sgd/"));
             bad = 1;
         }
         if (!bad)
@@ -128,7 +144,7 @@ static int decode(struct weight_source *source, const char *path, const struct l
                                            error_bytes) != 0;
     }
     if (!bad) {
-        code = halfstep_read_slot(optimizer, index, extra ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes, 0,
+        code = halfstep_read_slot(optimizer, 0, extra ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes, 0,
                                   tensor->rows, out);
         bad = code != HALFSTEP_OK;
     }
@@ -144,25 +160,13 @@ static int read_average(struct weight_source *source, const struct lm_tensor *te
                         char *error, size_t error_bytes)
 {
     halfstep_file_options options = {.struct_size = sizeof options, .subset = 1};
-    halfstep_optimizer *optimizer = NULL;
-    int32_t group, index;
-    halfstep_tensor t = {.struct_size = sizeof t,
-                         .name = tensor->name,
-                         .ndim = tensor->ndim,
-                         .rows = tensor->rows,
-                         .row_length = tensor->row_length,
-                         .gradient = "f32"};
+    halfstep_optimizer *optimizer;
+    const halfstep_tensor t = checkpoint_tensor(tensor, "f32");
     error[0] = 0;
-    int bad = halfstep_create(NULL, &optimizer) != HALFSTEP_OK ||
-              halfstep_add_group(optimizer, source->recipe, &group) != HALFSTEP_OK;
-    if (!bad) {
-        t.group = group;
-        bad = halfstep_add_tensor(optimizer, &t, &index) != HALFSTEP_OK ||
-              halfstep_allocate_states(optimizer) != HALFSTEP_OK ||
+    int bad = checkpoint_decoder(source->recipe, &t, &optimizer) != HALFSTEP_OK ||
               halfstep_load_optimizer(source->files.checkpoint, optimizer, &codes, &options, error, error_bytes) !=
                   HALFSTEP_OK ||
-              halfstep_read_average(optimizer, index, codes, 0, tensor->rows, out) != HALFSTEP_OK;
-    }
+              halfstep_read_average(optimizer, 0, codes, 0, tensor->rows, out) != HALFSTEP_OK;
     if (bad && !error[0]) {
         const char *detail = optimizer ? halfstep_error_detail(optimizer) : "";
         snprintf(error, error_bytes, "%s: %s: %s", source->files.model, tensor->name,
@@ -182,7 +186,7 @@ int weight_source_read(struct weight_source *source, const struct lm_tensor *ten
     if (model_tensors_find(&source->model, tensor, &part, &index, &info, error, error_bytes) != 0) return -1;
     void *codes = malloc(info.bytes ? info.bytes : 1);
     if (!codes) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return -1;
     }
     int bad;
@@ -209,8 +213,7 @@ int checkpoint_init(const char *path, const struct holding *holding, char *error
         if (lm_tensor_info(holding->shape, i, &tensor) != 0) bad = 1;
         float *values = bad ? NULL : malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
         if (!values) {
-            snprintf(error, error_bytes, "out of memory");
-            bad = 1;
+            bad = no_memory(error, error_bytes);
             break;
         }
         bad = weight_source_read(source, &tensor, values, error, error_bytes) != 0;

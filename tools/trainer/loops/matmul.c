@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "common/text.h"
 #include "trainer/loops/rows.h"
 #include "trainer/models/llama.h"
 
@@ -63,7 +64,7 @@ struct matmul *matmul_create(char *error, size_t error_bytes)
     if (!has_memory(error, error_bytes)) return NULL;
     struct matmul *context = calloc(1, sizeof *context);
     if (!context) {
-        snprintf(error, error_bytes, "out of memory");
+        no_memory(error, error_bytes);
         return NULL;
     }
     use_one_thread();
@@ -273,7 +274,7 @@ static struct entry *find(struct matmul *context, const struct matmul_shape *s)
                               s->a_row,    s->a_column, s->b_row,
                               s->b_column, s->c_row,    s->type + 4 * s->c_type + 16 * s->accumulate};
     uint64_t hash = 0;
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+    for (int i = 0; i < COUNT_OF(fields); i++) {
         hash = (hash ^ (uint64_t)fields[i]) * UINT64_C(0x9E3779B97F4A7C15);
         hash ^= hash >> 29;
     }

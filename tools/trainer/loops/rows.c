@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "halfstep.h"
+#include "common/text.h"
 #include "trainer/loops/row_kernels.h"
 
 /* The build defines the instruction sets that row_kernels.c was compiled for: -DROW_ISAS="X(scalar) X(avx2)". */
@@ -24,7 +25,7 @@ static const struct {
 
 const struct row_kernels *row_kernels_of(const char *isa)
 {
-    for (size_t i = 0; i < sizeof compiled / sizeof *compiled; i++)
+    for (int i = 0; i < COUNT_OF(compiled); i++)
         if (!strcmp(compiled[i].isa, isa)) return compiled[i].kernels;
     return NULL;
 }
@@ -63,7 +64,7 @@ double exact_log(double x)
     static const double series[] = {1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11,
                                     1.0 / 9,  1.0 / 7,  1.0 / 5,  1.0 / 3,  1.0};
     double s = (m - 1.0) / (m + 1.0), q = s * s, p = 1.0 / 23;
-    for (size_t i = 0; i < sizeof series / sizeof *series; i++) p = p * q + series[i];
+    for (int i = 0; i < COUNT_OF(series); i++) p = p * q + series[i];
     return (double)exponent * 0.6931471805599453 + 2.0 * s * p;
 }
 

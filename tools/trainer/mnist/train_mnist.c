@@ -13,7 +13,7 @@
 #include "trainer/models/cnn.h"
 #include "trainer/run/train_internal.h"
 
-enum { TEST_BATCH = 1000, SKIPS_IN_A_ROW = 20 };
+enum { TEST_BATCH = 1000 };
 
 struct mnist_run {
     struct run run; /* shared with train lm; the fields of the language model stay empty */
@@ -21,8 +21,7 @@ struct mnist_run {
     struct mnist_result *result;
     struct cnn_config shape;
     struct cnn *model;
-    uint32_t *order;                      /* order of the training images in this epoch, or of the test images */
-    unsigned char *first[CNN_TENSORS][2]; /* codes and extra codes of the first weights */
+    uint32_t *order;               /* order of the training images in this epoch, or of the test images */
     int weight_dtype[CNN_TENSORS]; /* type of the codes, -1 if they need their extra codes or have no LM_* type */
     int has_trained_weights;       /* the model holds the trained weights, not their average */
     int64_t epoch;
@@ -32,51 +31,45 @@ struct mnist_run {
 
 /* ---- Building ---------------------------------------------------------------------------------------------------- */
 
-static int add_tensors(struct mnist_run *m)
+static halfstep_tensor describe(const struct mnist_run *m, int tensor, int32_t group, const char *gradient)
 {
-    struct run *run = &m->run;
-    for (int i = 0; i < run->tensors; i++) {
-        struct cnn_tensor info;
-        int32_t index;
-        cnn_tensor_info(&m->shape, i, &info);
-        halfstep_tensor t = {.struct_size = sizeof t,
-                             .group = run->decayed,
+    struct cnn_tensor info;
+    cnn_tensor_info(&m->shape, tensor, &info);
+    return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor),
+                             .group = group,
                              .name = info.name,
                              .ndim = info.ndim,
                              .rows = info.rows,
                              .row_length = info.row_length,
-                             .gradient = run->config->gradients};
+                             .gradient = gradient};
+}
+
+static int add_tensors(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    for (int i = 0; i < run->tensors; i++) {
+        int32_t index;
+        const halfstep_tensor t = describe(m, i, run->decayed, run->config->gradients);
         if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
-            return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
+            return run_fail(run, "%s: %s", t.name, halfstep_error_detail(run->optimizer));
     }
     if (halfstep_allocate_states(run->optimizer) == HALFSTEP_OK) return 0;
-    return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    return run_fail_in(run, run->optimizer);
 }
 
-static void *copy_of(const void *bytes, size_t n)
-{
-    void *copy = malloc(n ? n : 1);
-    if (copy && n) memcpy(copy, bytes, n);
-    return copy;
-}
-
-/* Sets the first weights, and copies them to count the changes at the end. */
+/* Sets the first weights. */
 static int initialize(struct mnist_run *m)
 {
     struct run *run = &m->run;
     for (int i = 0; i < run->tensors; i++) {
         struct cnn_tensor info;
-        halfstep_slot_info slot = {.struct_size = sizeof slot};
         cnn_tensor_info(&m->shape, i, &info);
         float *values = cnn_weights(m->model, i);
         cnn_init_tensor(&m->shape, i, run->config->seed, values);
-        if (halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values) ||
-            halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK)
+        if (halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values))
             return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
+        const halfstep_slot_info slot = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         m->weight_dtype[i] = slot.extra_bytes ? -1 : weight_dtype(slot.format);
-        m->first[i][0] = copy_of(run->weights[i], slot.code_bytes);
-        m->first[i][1] = copy_of(slot.extra, slot.extra_bytes);
-        if (!m->first[i][0] || !m->first[i][1]) return run_fail(run, "out of memory");
     }
     return 0;
 }
@@ -85,10 +78,7 @@ static int open_log(struct mnist_run *m)
 {
     struct run *run = &m->run;
     struct text header = {0};
-    struct recipe_parts parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    recipe_split(run->config->recipe, &parts);
-    halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule);
+    const halfstep_rule_info rule = rule_info(run->rule);
     text_add(&header,
              "epoch,step,train_loss,test_loss,test_accuracy,lr,gradient_norm,images_per_s,seconds,skipped_steps");
     for (int i = 0; i < run->tensors; i++) {
@@ -125,8 +115,7 @@ static int build(struct mnist_run *m)
         status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients,
                               &run->result->gradient_bytes);
     if (status) return status;
-    run->holding =
-        (struct holding){.optimizer = run->optimizer, .weights = run->weights, .tensors = run->tensors, .groups = 2};
+    run->holding = (struct holding){.optimizer = run->optimizer, .weights = run->weights, .tensors = run->tensors};
     uint64_t extras, states;
     halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &run->result->fell_back);
     run->result->weight_bytes += extras;
@@ -147,10 +136,6 @@ static int build(struct mnist_run *m)
 static void dismantle(struct mnist_run *m)
 {
     cnn_destroy(m->model);
-    for (int i = 0; i < CNN_TENSORS; i++) {
-        free(m->first[i][0]);
-        free(m->first[i][1]);
-    }
     free(m->order);
     run_dismantle(&m->run);
 }
@@ -197,21 +182,10 @@ static void shuffle(struct mnist_run *m)
 static int judge(struct mnist_run *m, int code)
 {
     struct run *run = &m->run;
-    if (code != HALFSTEP_OK && code != HALFSTEP_NONFINITE)
-        return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
-    run->skips_in_a_row = code == HALFSTEP_OK ? 0 : run->skips_in_a_row + 1;
-    if (code == HALFSTEP_OK) return 0;
-    if (!run->skip_warned)
-        progress_note(run->progress,
-                      "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
-                      (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer, NULL), run_refused(run),
-                      run->result->tensors_skip ? "that tensor is" : "all weights are");
-    run->skip_warned = 1;
-    if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
-    run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
-             run_refused(run), halfstep_nonfinite_tensor(run->optimizer, NULL), (long long)run->step + 1);
-    m->result->diverged = 1;
-    return 1;
+    run->skipped_now = 0;
+    if (run_judge(run, code) != 0) return 1;
+    m->result->diverged = run_count_skip(run) != 0;
+    return m->result->diverged;
 }
 
 static void show_progress(struct mnist_run *m, int important)
@@ -221,13 +195,9 @@ static void show_progress(struct mnist_run *m, int important)
     const struct run_validation *last =
         history->n_validations ? &history->validation[history->n_validations - 1] : NULL;
     char extra[96] = "";
-    int used = 0;
-    if (last)
-        used =
-            snprintf(extra, sizeof extra, "accuracy %.2f %%  ", 100 * m->result->accuracy[history->n_validations - 1]);
+    if (last) append(extra, sizeof extra, "accuracy %.2f %%  ", 100 * m->result->accuracy[history->n_validations - 1]);
     if (run->trained_seconds > 0)
-        snprintf(extra + used, sizeof extra - (size_t)used, "%.1f kimages/s",
-                 1e-3 * (double)m->images_in_all / run->trained_seconds);
+        append(extra, sizeof extra, "%.1f kimages/s", 1e-3 * (double)m->images_in_all / run->trained_seconds);
     struct progress_values values = {.loss = m->images ? m->loss_sum / (double)m->images : NAN,
                                      .val_loss = last ? last->loss : NAN,
                                      .gradient_norm = NAN,
@@ -318,10 +288,7 @@ static void write_log(struct mnist_run *m, const struct run_point *point)
     struct run *run = &m->run;
     size_t last = run->result->history.n_validations - 1;
     struct text line = {0};
-    struct recipe_parts parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    recipe_split(run->config->recipe, &parts);
-    halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule);
+    const halfstep_rule_info rule = rule_info(run->rule);
     text_add(&line, "%lld,%lld", (long long)m->epoch, (long long)run->step);
     add_number(&line, point->train_loss, 8);
     add_number(&line, run->result->history.validation[last].loss, 8);
@@ -382,20 +349,19 @@ static int train_epoch(struct mnist_run *m)
 
 /* ---- Results ----------------------------------------------------------------------------------------------------- */
 
+/* Makes the first weights again, in the memory of the model. */
 static double weights_changed(struct mnist_run *m)
 {
     struct run *run = &m->run;
-    int64_t changed = 0;
+    uint64_t changed = 0;
+    m->has_trained_weights = 0;
     for (int i = 0; i < run->tensors; i++) {
-        struct cnn_tensor info;
-        halfstep_slot_info slot = {.struct_size = sizeof slot};
-        cnn_tensor_info(&m->shape, i, &info);
-        if (halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK) return NAN;
-        size_t n = (size_t)(info.rows * info.row_length), code = slot.code_bytes / n, extra = slot.extra_bytes / n;
-        const unsigned char *now = run->weights[i], *more = slot.extra;
-        for (size_t k = 0; k < n; k++)
-            changed += memcmp(now + k * code, m->first[i][0] + k * code, code) != 0 ||
-                       (extra && memcmp(more + k * extra, m->first[i][1] + k * extra, extra) != 0);
+        const halfstep_tensor t = describe(m, i, 0, "f32");
+        const halfstep_slot_info slot = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
+        cnn_init_tensor(&m->shape, i, run->config->seed, cnn_weights(m->model, i));
+        if (checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], cnn_weights(m->model, i),
+                                     &changed) != 0)
+            return NAN;
     }
     return (double)changed / (double)run->result->params;
 }
@@ -404,28 +370,15 @@ static void fill_result(struct mnist_run *m)
 {
     struct run *run = &m->run;
     struct run_result *r = run->result;
-    const struct run_config *c = run->config;
     const struct run_history *history = &r->history;
-    snprintf(r->recipe, sizeof r->recipe, "%s", c->recipe);
-    snprintf(r->gradients, sizeof r->gradients, "%s", c->gradients);
-    snprintf(r->compute, sizeof r->compute, "%s", c->compute);
-    snprintf(r->isa, sizeof r->isa, "%s", halfstep_isa());
-    r->seed = c->seed;
-    r->micro_steps = 1;
-    r->threads = run->threads;
-    r->steps = run->step;
+    run_fill_common(run);
     r->params = cnn_parameter_count(&m->shape);
     r->train_loss = history->n_points ? history->point[history->n_points - 1].train_loss : NAN;
-    r->val_loss = history->n_validations ? history->validation[history->n_validations - 1].loss : NAN;
     if (m->result->diverged) r->train_loss = r->val_loss = NAN;
-    r->skipped_steps = halfstep_skipped_steps(run->optimizer);
-    r->optimizer_seconds = run->optimizer_seconds;
-    r->seconds = progress_clock() - run->started;
-    r->peak_gradient_bytes = r->gradient_bytes;
     r->activation_bytes = cnn_activation_bytes(m->model);
     r->state_hash = holding_hash(&run->holding);
     r->weights_changed = weights_changed(m);
-    m->result->batch = c->batch;
+    m->result->batch = run->config->batch;
     m->result->epochs = m->epoch;
     if (run->trained_seconds > 0) m->result->images_per_s = (double)m->images_in_all / run->trained_seconds;
 }
@@ -450,7 +403,9 @@ int mnist_run(const struct run_config *config, const struct mnist_data *data, st
     result->steps_per_epoch = (data->train.n + config->batch - 1) / config->batch;
     counted.steps = config->epochs * result->steps_per_epoch; /* schedules need the number of steps */
     struct mnist_run m = {.data = data, .result = result};
+    counted.micro_steps = 1;
     m.run.config = &counted;
+    m.run.ranks = 1;
     m.run.progress = progress;
     m.run.result = &result->run;
     m.run.error = error;

@@ -39,7 +39,4 @@ double mnist_accuracy(const struct mnist_result *result);
 void mnist_result_document(struct document *document, const struct mnist_result *result);
 void mnist_result_free(struct mnist_result *result);
 
-/* Runs the subcommand `train mnist`. */
-int train_mnist(int argc, char **argv);
-
 #endif

@@ -71,9 +71,9 @@ void mnist_options_init(struct run_options *options)
     int n = options->n;
     memcpy(all, options->rows, sizeof all);
     options->n = 0;
-    for (size_t i = 0; i < sizeof order / sizeof *order; i++) {
+    for (int i = 0; i < COUNT_OF(order); i++) {
         struct option *row = &options->rows[options->n];
-        const struct option *found = find_row(own_rows, OPTION_COUNT(own_rows), order[i].name);
+        const struct option *found = find_row(own_rows, COUNT_OF(own_rows), order[i].name);
         if (!found) found = find_row(all, n, order[i].name);
         if (!found) continue;
         *row = *found;

@@ -12,15 +12,14 @@
 #include "trainer/models/cnn.h"
 
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/text.h"
 #include "trainer/loops/conv.h"
-#include "trainer/loops/matmul.h"
-#include "trainer/loops/parallel.h"
 #include "trainer/loops/rows.h"
+#include "trainer/loops/team.h"
 #include "trainer/models/llama.h"
 
 enum { SLICE = 32, CHUNK = 2, TILE = 64, SUM_TASKS = 8, MOST_THREADS = 1024 };
@@ -49,8 +48,7 @@ struct cnn {
     int plane1, plane2;             /* values of one channel after each pooling: 12*12, 4*4 */
     int flat;                       /* values of all channels after the second pooling */
     int slices;                     /* number of slices in the largest batch */
-    struct parallel *pool;
-    struct matmul **matmul;
+    struct team team;
     struct scratch *scratch;
     void *arena;
     size_t arena_bytes;
@@ -71,7 +69,6 @@ struct cnn {
     float factor;
     void *const *gradients;
     int gradient_type;
-    atomic_int failed;
     char error[256];
 };
 
@@ -110,7 +107,7 @@ static void layout(struct cnn *m, struct arena *a)
         if (stored && i % 2 == 0) m->converted[i] = carve(a, info.rows * info.row_length, s);
         m->product[i] = stored ? m->converted[i] : m->weights[i];
     }
-    for (int i = 0; i < parallel_threads(m->pool); i++) {
+    for (int i = 0; i < parallel_threads(m->team.pool); i++) {
         struct scratch *k = &m->scratch[i];
         k->pixels = carve(a, (int64_t)CHUNK * m->in1 * m->in1, s);
         k->col1 = carve(a, TAPS * positions1, s);
@@ -164,21 +161,11 @@ struct cnn *cnn_create(const struct cnn_config *config, const struct cnn_options
     m->flat = c.channels2 * m->plane2;
     m->slices = (options->batch + SLICE - 1) / SLICE;
     for (int i = 0; i < 256; i++) m->normal[i] = (float)((i / 255.0 - 0.1307) / 0.3081);
-    m->pool = parallel_create(options->threads);
-    if (!m->pool) {
-        snprintf(error, error_bytes, "cannot start %d threads", options->threads);
+    if (team_open(&m->team, options->threads, error, error_bytes) != 0) goto failed;
+    m->scratch = calloc((size_t)parallel_threads(m->team.pool), sizeof *m->scratch);
+    if (!m->scratch) {
+        no_memory(error, error_bytes);
         goto failed;
-    }
-    size_t threads = (size_t)parallel_threads(m->pool);
-    m->scratch = calloc(threads, sizeof *m->scratch);
-    m->matmul = calloc(threads, sizeof *m->matmul);
-    if (!m->scratch || !m->matmul) {
-        snprintf(error, error_bytes, "out of memory");
-        goto failed;
-    }
-    for (size_t i = 0; i < threads; i++) {
-        m->matmul[i] = matmul_create(error, error_bytes);
-        if (!m->matmul[i]) goto failed;
     }
     struct arena arena = {NULL, 0};
     layout(m, &arena);
@@ -201,9 +188,7 @@ failed:
 void cnn_destroy(struct cnn *m)
 {
     if (!m) return;
-    for (int i = 0; m->pool && m->matmul && i < parallel_threads(m->pool); i++) matmul_destroy(m->matmul[i]);
-    parallel_destroy(m->pool);
-    free(m->matmul);
+    team_close(&m->team);
     free(m->scratch);
     free(m->arena);
     free(m);
@@ -227,18 +212,8 @@ static void product(struct cnn *m, int thread, int64_t rows, int64_t columns, in
                     int64_t a_row, int64_t a_column, const void *b, int64_t b_row, int64_t b_column, float *c,
                     int accumulate)
 {
-    struct matmul_shape shape = {.m = rows,
-                                 .n = columns,
-                                 .k = inner,
-                                 .a_row = a_row,
-                                 .a_column = a_column,
-                                 .b_row = b_row,
-                                 .b_column = b_column,
-                                 .c_row = columns,
-                                 .type = m->options.compute,
-                                 .c_type = LM_F32,
-                                 .accumulate = accumulate};
-    if (matmul_run(m->matmul[thread], &shape, a, b, c)) atomic_store(&m->failed, thread + 1);
+    team_multiply(&m->team, thread, m->options.compute, rows, columns, inner, (struct operand){a, a_row, a_column},
+                  (struct operand){b, b_row, b_column}, (struct product){c, columns, LM_F32, accumulate});
 }
 
 /* Unfolds images first .. first + n - 1 of the batch for the first convolution, side by side. */
@@ -461,16 +436,13 @@ static int run(struct cnn *m, const struct cnn_batch *batch, struct cnn_score *s
         return -1;
     }
     int slices = (batch->n + SLICE - 1) / SLICE;
+    int tiles = (m->config.hidden + TILE - 1) / TILE + (m->config.classes + TILE - 1) / TILE;
     m->batch = batch;
-    atomic_store(&m->failed, 0);
-    if (m->options.compute != LM_F32) parallel_run(m->pool, CNN_TENSORS, convert_task, m);
-    parallel_run(m->pool, slices, slice_task, m);
-    if (m->backward)
-        parallel_run(m->pool, (m->config.hidden + TILE - 1) / TILE + (m->config.classes + TILE - 1) / TILE + SUM_TASKS,
-                     gradient_task, m);
-    int failed = atomic_load(&m->failed);
-    if (failed) {
-        snprintf(m->error, sizeof m->error, "%s", matmul_error(m->matmul[failed - 1]));
+    if (m->options.compute != LM_F32) team_run(&m->team, CNN_TENSORS, convert_task, m);
+    const char *failure = team_run(&m->team, slices, slice_task, m);
+    if (!failure && m->backward) failure = team_run(&m->team, tiles + SUM_TASKS, gradient_task, m);
+    if (failure) {
+        snprintf(m->error, sizeof m->error, "%s", failure);
         return -1;
     }
     *score = (struct cnn_score){0, 0};

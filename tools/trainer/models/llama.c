@@ -13,6 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "common/text.h"
 #include "trainer/loops/rows.h"
 
 enum { BLOCK = 128, ATTENTION_ROWS = 64, TILE = 64, COLUMNS = 64, MOST_THREADS = 1024 };
@@ -28,9 +29,7 @@ __attribute__((format(printf, 2, 3))) static int fail(struct lm *m, const char *
 
 const char *lm_error(const struct lm *m) { return m->error; }
 
-const struct lm_config *lm_get_config(const struct lm *m) { return &m->config; }
-
-int lm_threads(const struct lm *m) { return parallel_threads(m->pool); }
+int lm_threads(const struct lm *m) { return parallel_threads(m->team.pool); }
 
 size_t lm_gradient_peak_bytes(const struct lm *m) { return m->gradient_bytes; }
 
@@ -145,22 +144,12 @@ struct lm *lm_create(const struct lm_config *config, const struct lm_options *op
     m->config = c;
     m->options = *o;
     m->count = lm_tensor_count(&c);
-    m->pool = parallel_create(o->threads);
-    if (!m->pool) {
-        snprintf(error, error_bytes, "cannot start %d threads", o->threads);
-        goto failed;
-    }
-    int threads = lm_threads(m);
-    m->scratch = calloc((size_t)threads, sizeof *m->scratch);
-    m->matmul = calloc((size_t)threads, sizeof *m->matmul);
+    if (team_open(&m->team, o->threads, error, error_bytes) != 0) goto failed;
+    m->scratch = calloc((size_t)lm_threads(m), sizeof *m->scratch);
     m->layers = calloc((size_t)c.depth + 1, sizeof *m->layers);
-    if (!m->scratch || !m->matmul || !m->layers) {
-        snprintf(error, error_bytes, "out of memory");
+    if (!m->scratch || !m->layers) {
+        no_memory(error, error_bytes);
         goto failed;
-    }
-    for (int i = 0; i < threads; i++) {
-        m->matmul[i] = matmul_create(error, error_bytes);
-        if (!m->matmul[i]) goto failed;
     }
     struct arena arena = {NULL, 0};
     layout(m, &arena);
@@ -186,9 +175,7 @@ void lm_destroy(struct lm *m)
 {
     if (!m) return;
     lm_cache_free(m);
-    for (int i = 0; m->pool && m->matmul && i < lm_threads(m); i++) matmul_destroy(m->matmul[i]);
-    parallel_destroy(m->pool);
-    free(m->matmul);
+    team_close(&m->team);
     free(m->scratch);
     free(m->layers);
     free(m->converted);
@@ -203,52 +190,36 @@ static void *at(const void *base, int type, int64_t index)
     return (char *)(uintptr_t)base + (size_t)index * lm_dtype_bytes(type);
 }
 
-static void product(struct lm *m, int thread, const struct matmul_shape *shape, const void *a, const void *b, void *c)
+/* C[rows, columns] (+)= A[rows, inner] B[inner, columns] */
+static void multiply(struct lm *m, int thread, int64_t rows, int64_t columns, int64_t inner, struct operand a,
+                     struct operand b, struct product c)
 {
-    if (matmul_run(m->matmul[thread], shape, a, b, c)) atomic_store(&m->failed, thread + 1);
+    team_multiply(&m->team, thread, m->options.compute, rows, columns, inner, a, b, c);
 }
 
 /* y[n, out] = x[n, in] W^T for W [out, in] */
 static void forward_product(struct lm *m, int thread, int64_t n, int64_t out, int64_t in, const void *x, int64_t x_row,
                             const void *weight, void *y, int y_type, int64_t y_row)
 {
-    struct matmul_shape shape = {.m = n,
-                                 .n = out,
-                                 .k = in,
-                                 .a_row = x_row,
-                                 .a_column = 1,
-                                 .b_row = 1,
-                                 .b_column = in,
-                                 .c_row = y_row,
-                                 .type = m->options.compute,
-                                 .c_type = y_type};
-    product(m, thread, &shape, x, weight, y);
+    multiply(m, thread, n, out, in, (struct operand){x, x_row, 1}, (struct operand){weight, 1, in},
+             (struct product){y, y_row, y_type, 0});
 }
 
 /* dx[n, in] (+)= dy[n, out] W */
 static void backward_product(struct lm *m, int thread, int64_t n, int64_t out, int64_t in, const void *dy,
                              int64_t dy_row, const void *weight, void *dx, int dx_type, int accumulate)
 {
-    struct matmul_shape shape = {.m = n,
-                                 .n = in,
-                                 .k = out,
-                                 .a_row = dy_row,
-                                 .a_column = 1,
-                                 .b_row = in,
-                                 .b_column = 1,
-                                 .c_row = in,
-                                 .type = m->options.compute,
-                                 .c_type = dx_type,
-                                 .accumulate = accumulate};
-    product(m, thread, &shape, dy, weight, dx);
+    multiply(m, thread, n, in, out, (struct operand){dy, dy_row, 1}, (struct operand){weight, in, 1},
+             (struct product){dx, in, dx_type, accumulate});
 }
 
-static int run(struct lm *m, int64_t tasks, void (*task)(void *, int64_t, int))
+static int run_with(struct lm *m, int64_t tasks, void (*task)(void *, int64_t, int), void *arg)
 {
-    parallel_run(m->pool, tasks, task, m);
-    int failed = atomic_exchange(&m->failed, 0);
-    return failed ? fail(m, "%s", matmul_error(m->matmul[failed - 1])) : 0;
+    const char *failure = team_run(&m->team, tasks, task, arg);
+    return failure ? fail(m, "%s", failure) : 0;
 }
+
+static int run(struct lm *m, int64_t tasks, void (*task)(void *, int64_t, int)) { return run_with(m, tasks, task, m); }
 
 static int64_t blocks(const struct lm *m) { return (m->rows + BLOCK - 1) / BLOCK; }
 
@@ -330,8 +301,7 @@ static int convert(struct lm *m, const struct lm_weight *weights, int first, int
         next += ((size_t)c.n[k] * lm_dtype_bytes(m->options.compute) + 63) / 64 * 64;
         k++;
     }
-    parallel_run(m->pool, tasks, convert_task, &c);
-    return 0;
+    return run_with(m, tasks, convert_task, &c);
 }
 
 static int use_layer(struct lm *m, const struct lm_weight *weights, int layer)
@@ -399,17 +369,8 @@ static void scores_product(struct lm *m, int thread, int64_t n, int64_t end, con
                            const void *b, int64_t b_row, float *scores)
 {
     int64_t d = m->config.width / m->config.heads;
-    struct matmul_shape shape = {.m = n,
-                                 .n = end,
-                                 .k = d,
-                                 .a_row = a_row,
-                                 .a_column = 1,
-                                 .b_row = 1,
-                                 .b_column = b_row,
-                                 .c_row = score_row(end),
-                                 .type = m->options.compute,
-                                 .c_type = LM_F32};
-    product(m, thread, &shape, a, b, scores);
+    multiply(m, thread, n, end, d, (struct operand){a, a_row, 1}, (struct operand){b, 1, b_row},
+             (struct product){scores, score_row(end), LM_F32, 0});
 }
 
 static void attention_task(void *arg, int64_t task, int thread)
@@ -429,17 +390,8 @@ static void attention_task(void *arg, int64_t task, int thread)
             int64_t row = r * score_row(end);
             row_softmax(at(k->p, type, row), type, k->scores + row, &kept[begin + r], scale, begin + r + 1, end);
         }
-        struct matmul_shape shape = {.m = n,
-                                     .n = d,
-                                     .k = end,
-                                     .a_row = score_row(end),
-                                     .a_column = 1,
-                                     .b_row = 3 * w,
-                                     .b_column = 1,
-                                     .c_row = w,
-                                     .type = type,
-                                     .c_type = type};
-        product(m, thread, &shape, k->p, v, at(l->o, type, (first + begin) * w + head * d));
+        multiply(m, thread, n, d, end, (struct operand){k->p, score_row(end), 1}, (struct operand){v, 3 * w, 1},
+                 (struct product){at(l->o, type, (first + begin) * w + head * d), w, type, 0});
     }
 }
 
@@ -557,17 +509,8 @@ static void outer_task(void *arg, int64_t task, int thread)
     int64_t begin = task * TILE, n = o->out - begin < TILE ? o->out - begin : TILE;
     int type = m->options.gradients;
     float *sum = type == LM_F32 ? (float *)o->gradient + begin * o->in : m->scratch[thread].wide;
-    struct matmul_shape shape = {.m = n,
-                                 .n = o->in,
-                                 .k = m->rows,
-                                 .a_row = 1,
-                                 .a_column = o->dy_row,
-                                 .b_row = o->x_row,
-                                 .b_column = 1,
-                                 .c_row = o->in,
-                                 .type = m->options.compute,
-                                 .c_type = LM_F32};
-    product(m, thread, &shape, at(o->dy, m->options.compute, begin), o->x, sum);
+    multiply(m, thread, n, o->in, m->rows, (struct operand){at(o->dy, m->options.compute, begin), 1, o->dy_row},
+             (struct operand){o->x, o->x_row, 1}, (struct product){sum, o->in, LM_F32, 0});
     if (type == LM_F32) return;
     for (int64_t r = 0; r < n; r++)
         row_store(at(o->gradient, type, (begin + r) * o->in), type, sum + r * o->in, (int)o->in);
@@ -596,9 +539,7 @@ static int hand_out_group(struct lm *m, const struct lm_sink *sink, struct group
         offset += o->out * o->in;
         tasks += (o->out + TILE - 1) / TILE;
     }
-    parallel_run(m->pool, tasks, outer_task, g);
-    int failed = atomic_exchange(&m->failed, 0);
-    if (failed) return fail(m, "%s", matmul_error(m->matmul[failed - 1]));
+    if (run_with(m, tasks, outer_task, g)) return -1;
     for (int i = 0; m->options.release && i < g->count; i++)
         sink->on_gradient(sink->arg, g->outer[i].tensor, g->outer[i].gradient);
     return 0;
@@ -712,32 +653,13 @@ static void attention_backward_task(void *arg, int64_t task, int thread)
             row_softmax_backward(at(k->p, type, row), at(k->dp, type, row), type, k->scores + row, k->dscores + row,
                                  &kept[begin + r], scale, begin + r + 1, end);
         }
-        struct matmul_shape dq = {.m = n,
-                                  .n = d,
-                                  .k = end,
-                                  .a_row = score_row(end),
-                                  .a_column = 1,
-                                  .b_row = 3 * w,
-                                  .b_column = 1,
-                                  .c_row = d,
-                                  .type = type,
-                                  .c_type = LM_F32};
-        struct matmul_shape dk = {.m = end,
-                                  .n = d,
-                                  .k = n,
-                                  .a_row = 1,
-                                  .a_column = score_row(end),
-                                  .b_row = 3 * w,
-                                  .b_column = 1,
-                                  .c_row = d,
-                                  .type = type,
-                                  .c_type = LM_F32,
-                                  .accumulate = 1};
-        struct matmul_shape dv = dk;
-        dv.b_row = w;
-        product(m, thread, &dq, k->dp, key, k->dq);
-        product(m, thread, &dk, k->dp, q_rows, k->dk);
-        product(m, thread, &dv, k->p, dout, k->dv);
+        int64_t scores = score_row(end);
+        multiply(m, thread, n, d, end, (struct operand){k->dp, scores, 1}, (struct operand){key, 3 * w, 1},
+                 (struct product){k->dq, d, LM_F32, 0});
+        multiply(m, thread, end, d, n, (struct operand){k->dp, 1, scores}, (struct operand){q_rows, 3 * w, 1},
+                 (struct product){k->dk, d, LM_F32, 1});
+        multiply(m, thread, end, d, n, (struct operand){k->p, 1, scores}, (struct operand){dout, w, 1},
+                 (struct product){k->dv, d, LM_F32, 1});
         for (int r = 0; r < n; r++) {
             int64_t angle = (int64_t)(begin + r) * half;
             row_rotate(at(q_rows, type, (int64_t)r * 3 * w), type, k->dq + (int64_t)r * d, m->cosine + angle,
@@ -818,7 +740,7 @@ int lm_backward(struct lm *m, const struct lm_weight *weights, double scale, con
         if (layer_backward(m, weights, layer, sink)) return -1;
 
     struct embedding_sum embedding = {m, destination(m, sink, 0, 0)};
-    parallel_run(m->pool, (m->config.width + COLUMNS - 1) / COLUMNS, embedding_task, &embedding);
+    if (run_with(m, (m->config.width + COLUMNS - 1) / COLUMNS, embedding_task, &embedding)) return -1;
     if (m->options.release) sink->on_gradient(sink->arg, 0, embedding.gradient);
     return 0;
 }

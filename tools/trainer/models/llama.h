@@ -66,7 +66,6 @@ struct lm_options {
 struct lm;
 struct lm *lm_create(const struct lm_config *config, const struct lm_options *options, char *error, size_t error_bytes);
 void lm_destroy(struct lm *model);
-const struct lm_config *lm_get_config(const struct lm *model); /* with the defaults filled in */
 int lm_threads(const struct lm *model);
 
 struct lm_weight {

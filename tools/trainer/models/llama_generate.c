@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/text.h"
 #include "trainer/loops/rows.h"
 
 struct cache {
@@ -46,7 +47,7 @@ static int create_cache(struct lm *m)
     c->keys = next;
     c->values = next += kept;
     next += kept;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++, next += widest) *parts[i] = next;
+    for (int i = 0; i < COUNT_OF(parts); i++, next += widest) *parts[i] = next;
     c->scores = next;
     m->cache = c;
     return 0;
@@ -73,7 +74,7 @@ static void vector_task(void *arg, int64_t task, int thread)
 static void multiply(struct lm *m, const struct lm_weight *weight, const float *x, float *y, int rows, int row_length)
 {
     struct vector_product p = {weight, x, y, rows, row_length};
-    parallel_run(m->pool, (rows + MATRIX_ROWS - 1) / MATRIX_ROWS, vector_task, &p);
+    parallel_run(m->team.pool, (rows + MATRIX_ROWS - 1) / MATRIX_ROWS, vector_task, &p);
 }
 
 static void norm(struct lm *m, const struct lm_weight *gain, const float *x, float *out)
@@ -126,7 +127,7 @@ static void advance(struct lm *m, const struct lm_weight *weights, uint8_t token
         row_rotate(c->q, LM_F32, c->q, cosine, sine, 1.0f, heads, half);
         row_rotate(key, LM_F32, key, cosine, sine, 1.0f, heads, half);
         struct attention attention = {m, c->keys + first, c->values + first, position};
-        parallel_run(m->pool, heads, attend_task, &attention);
+        parallel_run(m->team.pool, heads, attend_task, &attention);
         multiply(m, &l[O], c->out, c->hidden, w, w);
         row_add_to(c->x, c->hidden, w);
         norm(m, &l[POST_NORM], c->x, c->hidden);

@@ -2,11 +2,8 @@
 #ifndef HALFSTEP_LLAMA_INTERNAL_H
 #define HALFSTEP_LLAMA_INTERNAL_H
 
-#include <stdatomic.h>
-
-#include "trainer/loops/matmul.h"
-#include "trainer/loops/parallel.h"
 #include "trainer/loops/rows.h"
+#include "trainer/loops/team.h"
 #include "trainer/models/llama.h"
 
 /* Tensors of one layer, in the order of the tensor list. */
@@ -36,8 +33,7 @@ struct lm {
     struct lm_config config;
     struct lm_options options;
     int count; /* number of tensors */
-    struct parallel *pool;
-    struct matmul **matmul;
+    struct team team;
     struct scratch *scratch;
     float *cosine, *sine; /* [context, half a head] */
 
@@ -67,7 +63,6 @@ struct lm {
     int64_t rows;
     int ready; /* an lm_forward() is complete, so lm_backward() may follow */
     int layer; /* the current one */
-    atomic_int failed;
     struct cache *cache;
     char error[256];
 };

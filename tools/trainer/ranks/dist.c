@@ -5,12 +5,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/text.h"
+
 /* Set by Open MPI; by MPICH, Intel MPI and Slurm's PMI; and by PMIx, which srun supports, too. */
 static const char *const rank_variables[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
 
 int dist_launched_rank(void)
 {
-    for (size_t i = 0; i < sizeof rank_variables / sizeof *rank_variables; i++) {
+    for (int i = 0; i < COUNT_OF(rank_variables); i++) {
         const char *text = getenv(rank_variables[i]);
         char *end;
         long rank = text ? strtol(text, &end, 10) : -1;

@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define HALFSTEP_DIST_VERSION 1
+#define HALFSTEP_DIST_VERSION 2
 
 struct dist {
     int version;
@@ -32,8 +32,7 @@ struct dist {
     int (*progress)(void);
     int (*wait)(void);
     const char *(*error)(void);
-    /* Return the bytes that this rank has passed to send(), and received by share() and receive(). */
-    uint64_t (*sent)(void);
+    /* Returns the bytes that this rank has received by share() and receive(). */
     uint64_t (*received)(void);
     /* Leaves the job when all ranks have called it. */
     void (*leave)(void);

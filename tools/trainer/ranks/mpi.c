@@ -13,7 +13,7 @@ static MPI_Comm job = MPI_COMM_NULL;
 static int own_rank;
 static MPI_Request *requests;
 static int n_requests, request_capacity;
-static uint64_t bytes_sent, bytes_received;
+static uint64_t bytes_received;
 static char text[MPI_MAX_ERROR_STRING + 128];
 
 static int judge(int code, const char *what)
@@ -79,45 +79,35 @@ static int sum(int64_t *values, size_t n)
     return 0;
 }
 
-static int share(void *data, size_t bytes, int from)
+enum way { SHARING, SENDING, RECEIVING };
+
+/* Starts to move bytes, in pieces. `other` is the other rank, or the one whose bytes all ranks get. */
+static int start_moving(enum way way, char *data, size_t bytes, int other, int tag)
 {
-    for (size_t at = 0; at < bytes; at += PIECE) {
+    static const char *const what[] = {"handing out data", "sending", "receiving"};
+    for (size_t at = 0; at < bytes; at += PIECE, n_requests++) {
         MPI_Request *request = new_request();
-        int count = (int)(bytes - at < PIECE ? bytes - at : PIECE);
-        if (!request ||
-            judge(MPI_Ibcast((char *)data + at, count, MPI_BYTE, from, job, request), "handing out data") != 0)
-            return -1;
-        n_requests++;
+        int count = (int)(bytes - at < PIECE ? bytes - at : PIECE), code;
+        if (!request) return -1;
+        if (way == SHARING) code = MPI_Ibcast(data + at, count, MPI_BYTE, other, job, request);
+        else if (way == SENDING) code = MPI_Isend(data + at, count, MPI_BYTE, other, tag, job, request);
+        else code = MPI_Irecv(data + at, count, MPI_BYTE, other, tag, job, request);
+        if (judge(code, what[way]) != 0) return -1;
     }
-    if (from != own_rank) bytes_received += bytes;
+    if (way != SENDING && other != own_rank) bytes_received += bytes;
     return 0;
 }
 
+static int share(void *data, size_t bytes, int from) { return start_moving(SHARING, data, bytes, from, 0); }
+
 static int send(const void *data, size_t bytes, int to, int tag)
 {
-    for (size_t at = 0; at < bytes; at += PIECE) {
-        MPI_Request *request = new_request();
-        int count = (int)(bytes - at < PIECE ? bytes - at : PIECE);
-        if (!request ||
-            judge(MPI_Isend((const char *)data + at, count, MPI_BYTE, to, tag, job, request), "sending") != 0)
-            return -1;
-        n_requests++;
-    }
-    bytes_sent += bytes;
-    return 0;
+    return start_moving(SENDING, (char *)(uintptr_t)data, bytes, to, tag);
 }
 
 static int receive(void *data, size_t bytes, int from, int tag)
 {
-    for (size_t at = 0; at < bytes; at += PIECE) {
-        MPI_Request *request = new_request();
-        int count = (int)(bytes - at < PIECE ? bytes - at : PIECE);
-        if (!request || judge(MPI_Irecv((char *)data + at, count, MPI_BYTE, from, tag, job, request), "receiving") != 0)
-            return -1;
-        n_requests++;
-    }
-    bytes_received += bytes;
-    return 0;
+    return start_moving(RECEIVING, data, bytes, from, tag);
 }
 
 static int progress(void)
@@ -134,7 +124,6 @@ static int wait_all(void)
 }
 
 static const char *error(void) { return text; }
-static uint64_t sent(void) { return bytes_sent; }
 static uint64_t received(void) { return bytes_received; }
 
 static void leave(void)
@@ -158,7 +147,6 @@ struct dist halfstep_dist = {.version = HALFSTEP_DIST_VERSION,
                              .progress = progress,
                              .wait = wait_all,
                              .error = error,
-                             .sent = sent,
                              .received = received,
                              .leave = leave,
                              .end_job = end_job};

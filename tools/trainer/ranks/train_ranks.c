@@ -45,15 +45,13 @@ int ranks_check(struct run *run)
 struct rows ranks_rows(const struct run *run, int tensor, int rank)
 {
     if (run->dist) return run->parts.rows[tensor * run->ranks + rank];
-    struct lm_tensor info;
-    lm_tensor_info(&run->shape, tensor, &info);
+    const struct lm_tensor info = run_tensor(run, tensor);
     return (struct rows){0, info.rows};
 }
 
 void *ranks_own(const struct run *run, int tensor, void *whole, size_t element_bytes)
 {
-    struct lm_tensor info;
-    lm_tensor_info(&run->shape, tensor, &info);
+    const struct lm_tensor info = run_tensor(run, tensor);
     return (char *)whole + (size_t)(ranks_rows(run, tensor, run->rank).first * info.row_length) * element_bytes;
 }
 
@@ -63,16 +61,13 @@ void *ranks_own(const struct run *run, int tensor, void *whole, size_t element_b
 static void judge_recipe(struct run *run)
 {
     struct ranks *p = &run->parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    halfstep_get_rule_info(run->rule, &rule);
+    const halfstep_rule_info rule = rule_info(run->rule);
     p->whole_tensors = rule.matrix;
     p->two_sums = rule.two_pass;
     for (int i = 0; i < rule.states; i++) p->whole_tensors |= rule.state_extent[i] != HALFSTEP_EXTENT_ELEMENTS;
     for (int i = 0; i < run->tensors; i++) {
         for (int32_t slot = HALFSTEP_SLOT_STATE; slot < HALFSTEP_SLOT_STATE + rule.states; slot++) {
-            halfstep_slot_info info = {.struct_size = sizeof info};
-            if (halfstep_get_slot_info(run->whole, i, slot, &info) != HALFSTEP_OK || info.format < 0) continue;
-            halfstep_format_info format = checkpoint_format(info.format);
+            halfstep_format_info format = format_info(slot_info(run->whole, i, slot).format);
             if (format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR) p->whole_tensors = p->two_sums = 1;
         }
     }
@@ -95,8 +90,7 @@ static void share_rows(struct run *run)
 {
     int64_t all = lm_parameter_count(&run->shape), before = 0;
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor info;
-        lm_tensor_info(&run->shape, i, &info);
+        const struct lm_tensor info = run_tensor(run, i);
         int whole = run->parts.whole_tensors && info.ndim >= 2;
         int64_t step = whole ? info.rows : row_step(info.row_length), done = 0;
         for (int rank = 0; rank < run->ranks; rank++) {
@@ -146,8 +140,7 @@ int ranks_open(struct run *run)
     p->row_offset = calloc(n + 1, sizeof *p->row_offset);
     if (!p->row_offset) return run_fail(run, "out of memory");
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor info;
-        lm_tensor_info(&run->shape, i, &info);
+        const struct lm_tensor info = run_tensor(run, i);
         p->row_offset[i + 1] = p->row_offset[i] + info.rows;
     }
     p->row_squares = calloc((size_t)p->row_offset[n], sizeof *p->row_squares);
@@ -163,8 +156,7 @@ int ranks_open(struct run *run)
     judge_recipe(run);
     share_rows(run);
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor info;
-        lm_tensor_info(&run->shape, i, &info);
+        const struct lm_tensor info = run_tensor(run, i);
         p->own_offset[i + 1] = p->own_offset[i] + (ranks_rows(run, i, run->rank).n * info.row_length + 15) / 16 * 16;
     }
     int foreign = 0;
@@ -205,8 +197,7 @@ static float *node_sum(struct run *run, int tensor, int node)
 
 static size_t row_bytes(const struct run *run, int tensor)
 {
-    struct lm_tensor info;
-    lm_tensor_info(&run->shape, tensor, &info);
+    const struct lm_tensor info = run_tensor(run, tensor);
     return (size_t)info.row_length * sizeof(float);
 }
 
@@ -247,7 +238,7 @@ int ranks_finish_exchange(struct run *run)
         for (int m = 0; ranks_rows(run, i, run->rank).n && m + 1 < p->nodes; m++)
             if (halfstep_accumulate(run->optimizer, i, p->sums[p->merge[m].into], "f32", p->sums[p->merge[m].from],
                                     "f32", 1) != HALFSTEP_OK)
-                return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+                return run_fail_in(run, run->optimizer);
         run->gradients[i] = p->sums[0];
     }
     return 0;
@@ -260,8 +251,7 @@ int ranks_sum_of_squares(struct run *run, double *squares)
     memset(p->row_squares, 0, rows * sizeof *p->row_squares);
     for (int i = 0; i < run->tensors; i++) {
         struct rows own = ranks_rows(run, i, run->rank);
-        struct lm_tensor info;
-        lm_tensor_info(&run->shape, i, &info);
+        const struct lm_tensor info = run_tensor(run, i);
         const float *gradient = run->gradients[i];
         for (int64_t row = 0; row < own.n; row++) {
             double sum = 0;
@@ -306,8 +296,7 @@ int ranks_hand_out(struct run *run)
 {
     if (!run->dist) return 0;
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor info;
-        lm_tensor_info(&run->shape, i, &info);
+        const struct lm_tensor info = run_tensor(run, i);
         size_t each = (size_t)info.row_length * lm_dtype_bytes(run->model_weights[i].dtype);
         for (int rank = 0; rank < run->ranks; rank++) {
             struct rows rows = ranks_rows(run, i, rank);

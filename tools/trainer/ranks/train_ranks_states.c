@@ -5,8 +5,6 @@
 
 #include "trainer/ranks/train_ranks.h"
 
-enum { SCALARS = 4 + HALFSTEP_MAX_STATES };
-
 int ranks_make_whole(struct run *run, int with_states, struct holding *whole)
 {
     /* A run with nothing but an optimizer, which reports its errors through `run`. */
@@ -19,11 +17,11 @@ int ranks_make_whole(struct run *run, int with_states, struct holding *whole)
                         .adds_up = run->adds_up,
                         .ranks = 1,
                         .threads = run->threads};
-    *whole = (struct holding){&run->shape, NULL, run->weights, run->tensors, 2, run->rule};
+    *whole = (struct holding){&run->shape, NULL, run->weights, run->tensors};
     int status = run_create_optimizer(&other);
     if (!status) status = run_add_tensors(&other);
     if (!status && with_states && halfstep_allocate_states(other.optimizer) != HALFSTEP_OK)
-        status = run_fail(run, "%s", halfstep_error_detail(other.optimizer));
+        status = run_fail_in(run, other.optimizer);
     if (status) halfstep_destroy(other.optimizer);
     else whole->optimizer = other.optimizer;
     return status;
@@ -41,12 +39,9 @@ static int each_stream(struct run *run, const struct holding *whole, stream_visi
 {
     for (int i = 0; i < run->tensors; i++) {
         for (int32_t slot = HALFSTEP_SLOT_WEIGHT; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
-            halfstep_slot_info own = {.struct_size = sizeof own}, all = own, *sizes = &all;
-            if (slot == HALFSTEP_SLOT_GRADIENT ||
-                halfstep_get_slot_info(run->optimizer, i, slot, &own) != HALFSTEP_OK || own.format < 0)
-                continue;
-            if (halfstep_get_slot_info(whole->optimizer, i, slot, sizes) != HALFSTEP_OK)
-                return run_fail(run, "%s", halfstep_error_detail(whole->optimizer));
+            const halfstep_slot_info own = slot_info(run->optimizer, i, slot),
+                                     all = slot_info(whole->optimizer, i, slot);
+            if (slot == HALFSTEP_SLOT_GRADIENT || own.format < 0) continue;
             const struct stream codes = {own.code, all.code, all.code_bytes},
                                 extra = {own.extra, all.extra, all.extra_bytes};
             int status = slot != HALFSTEP_SLOT_WEIGHT && codes.bytes ? visit(run, i, &codes) : 0;
@@ -59,8 +54,7 @@ static int each_stream(struct run *run, const struct holding *whole, stream_visi
 
 static uint64_t part_of(const struct run *run, int tensor, const struct stream *stream, int64_t rows)
 {
-    struct lm_tensor info;
-    lm_tensor_info(&run->shape, tensor, &info);
+    const struct lm_tensor info = run_tensor(run, tensor);
     return stream->bytes * (uint64_t)rows / (uint64_t)info.rows;
 }
 
@@ -121,7 +115,7 @@ static int collect_records(struct run *run, halfstep_optimizer *to)
         halfstep_get_record(run->optimizer, &record);
         memcpy(record.scalar, &values[record.index * SCALARS], sizeof record.scalar);
         memcpy(record.grid, &values[record.index * SCALARS + HALFSTEP_MAX_SCALARS], sizeof record.grid);
-        if (halfstep_set_record(to, &record) != HALFSTEP_OK) status = run_fail(run, "%s", halfstep_error_detail(to));
+        if (halfstep_set_record(to, &record) != HALFSTEP_OK) status = run_fail_in(run, to);
     }
     free(values);
     return status;
@@ -140,7 +134,7 @@ static int copy_counts(struct run *run, const halfstep_optimizer *from, halfstep
     double scale = 1;
     if (!code) code = halfstep_get_hyper(from, HALFSTEP_ALL_GROUPS, "gradient_scale", &scale);
     if (!code) code = halfstep_set_hyper(to, HALFSTEP_ALL_GROUPS, "gradient_scale", scale);
-    return code == HALFSTEP_OK ? 0 : run_fail(run, "%s", halfstep_error_detail(to));
+    return code == HALFSTEP_OK ? 0 : run_fail_in(run, to);
 }
 
 int ranks_collect(struct run *run, struct holding *whole)
@@ -169,6 +163,6 @@ int ranks_take_own(struct run *run, const struct holding *whole)
 {
     int status = each_stream(run, whole, take_stream);
     if (!status && copy_records(whole->optimizer, run->optimizer, HALFSTEP_RECORD_TENSOR, run->tensors) != HALFSTEP_OK)
-        status = run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+        status = run_fail_in(run, run->optimizer);
     return status ? status : copy_counts(run, whole->optimizer, run->optimizer);
 }

@@ -235,9 +235,7 @@ static void add_curves(struct text *out, const struct report *report, enum curve
     if (bad) out->failed = 1;
     text_join_failure(out, &title);
     text_join_failure(out, &label);
-    text_add(out, "<h2>");
-    text_add_html(out, text_string(&title));
-    text_add(out, "</h2>\n<p class=\"soft\">");
+    text_add_between(out, "<h2>", text_string(&title), "</h2>\n<p class=\"soft\">");
     if (kind == TRAIN && window > 1) text_add(out, "Each point is the mean of the %d steps before it. ", window);
     if (kind == TRAIN) text_add(out, "%s", report_words(report)->learning);
     if (kind == DIFFERENCE)
@@ -395,9 +393,7 @@ static void add_facts(struct text *out, const char *title, const struct report_p
 {
     text_add(out, "<section><h2>%s</h2>\n<table class=\"facts\"><tbody>\n", title);
     for (int i = 0; i < n; i++) {
-        text_add(out, "<tr><td>");
-        text_add_html(out, pair[i].name);
-        text_add(out, "</td><td>");
+        text_add_between(out, "<tr><td>", pair[i].name, "</td><td>");
         text_add_html(out, pair[i].value);
         text_add(out, "</td></tr>\n");
     }
@@ -432,17 +428,13 @@ void report_html(const struct report *report, struct text *out)
     text_add_html(out, report->title);
     text_add(out, "</title>\n<style>\n%s", style);
     add_classes(out);
-    text_add(out, "</style>\n</head>\n<body>\n<main>\n<h1>");
-    text_add_html(out, report->title);
-    text_add(out, "</h1>\n<p class=\"soft\">");
+    text_add_between(out, "</style>\n</head>\n<body>\n<main>\n<h1>", report->title, "</h1>\n<p class=\"soft\">");
     text_add_html(out, report->subtitle);
     text_add(out, "</p>\n");
     if (done < report->runs)
         text_add(out, "<p class=\"bad\">Incomplete: %d of %d runs are done.</p>\n", done, report->runs);
     if (sentence.n) {
-        text_add(out, "<p class=\"lead\">");
-        text_add_html(out, sentence.data);
-        text_add(out, "</p>\n");
+        text_add_between(out, "<p class=\"lead\">", sentence.data, "</p>\n");
     }
     if (report->checks && done == report->runs) add_checks(out, report);
     add_table(out, report);
@@ -461,8 +453,6 @@ void report_html(const struct report *report, struct text *out)
     text_add(out, "<div class=\"columns\">\n");
     add_facts(out, "Configuration", report->configuration, report->configurations);
     add_facts(out, "Machine", report->machine, report->machines);
-    text_add(out, "</div>\n<h2>Command</h2>\n<pre>");
-    text_add_html(out, report->command);
-    text_add(out, "</pre>\n</main>\n</body>\n</html>\n");
+    text_add_between(out, "</div>\n<h2>Command</h2>\n<pre>", report->command, "</pre>\n</main>\n</body>\n</html>\n");
     text_free(&sentence);
 }

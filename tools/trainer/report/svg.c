@@ -220,9 +220,7 @@ static void draw_line(struct text *out, const struct svg_chart *chart, const str
         if (good) text_add(out, "%s%.1f %.2f", open ? "L" : "M", place(x, series->x[i]), place(y, series->y[i]));
         open = good;
     }
-    text_add(out, "\"><title>");
-    text_add_html(out, series->name);
-    text_add(out, "</title></path>\n");
+    text_add_between(out, "\"><title>", series->name, "</title></path>\n");
 }
 
 /* Draws dots if there are few points. A larger invisible disc around each point makes it easier to hit. */

@@ -138,7 +138,7 @@ static const struct {
 
 static const char *covering_option(const char *hyper)
 {
-    for (size_t i = 0; i < sizeof covered / sizeof covered[0]; i++)
+    for (int i = 0; i < COUNT_OF(covered); i++)
         if (strcmp(covered[i].hyper, hyper) == 0) return covered[i].option;
     return NULL;
 }
@@ -147,11 +147,8 @@ static const char *covering_option(const char *hyper)
  * the optimizer checks its own. Appends the default and the title to the help if they differ. */
 static void join_hyper(struct option *row, char text[3][256], const char *rule, const halfstep_hyper_info *hyper)
 {
-    size_t used = strlen(text[1]), bytes = sizeof text[1];
-    if (strtod(text[1], NULL) != hyper->initial)
-        snprintf(text[1] + used, bytes - used, ", %s %.6g", rule, hyper->initial);
-    used = strlen(text[2]);
-    if (!strstr(text[2], hyper->title)) snprintf(text[2] + used, bytes - used, "; %s: %s", rule, hyper->title);
+    if (strtod(text[1], NULL) != hyper->initial) append(text[1], sizeof text[1], ", %s %.6g", rule, hyper->initial);
+    if (!strstr(text[2], hyper->title)) append(text[2], sizeof text[2], "; %s: %s", rule, hyper->title);
     if (hyper->minimum < row->minimum) row->minimum = hyper->minimum;
     if (hyper->maximum < row->maximum || (hyper->maximum == row->maximum && hyper->exclusive_maximum)) return;
     row->maximum = hyper->maximum;
@@ -191,12 +188,12 @@ static void add_hyper(struct run_options *options, const char *rule, const halfs
 void run_options_init(struct run_options *options)
 {
     memset(options, 0, sizeof *options);
-    options->n = OPTION_COUNT(fixed_rows);
+    options->n = COUNT_OF(fixed_rows);
     memcpy(options->rows, fixed_rows, sizeof fixed_rows);
     options->rows[options->n++] = (struct option)HEADING("Hyper-parameters, where the rule has them");
     for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
-        halfstep_rule_info info = {.struct_size = sizeof info};
-        if (halfstep_get_rule_info(rule, &info) != HALFSTEP_OK || info.raw_gradient) continue;
+        const halfstep_rule_info info = rule_info(rule);
+        if (info.raw_gradient) continue;
         for (int32_t i = 0; i < info.hypers; i++) {
             halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
             if (halfstep_get_hyper_info(rule, i, &hyper) == HALFSTEP_OK) add_hyper(options, info.name, &hyper);
@@ -210,17 +207,12 @@ void run_config_settle(struct run_config *config)
 {
     struct recipe_parts parts;
     recipe_split(config->recipe, &parts);
-    halfstep_format_info format = {.struct_size = sizeof format};
-    int narrow =
-        halfstep_get_format_info(halfstep_format_find(parts.weight), &format) == HALFSTEP_OK && format.code_bits <= 16;
-    if (!config->gradients) config->gradients = narrow ? "bf16" : "f32";
+    if (!config->gradients) config->gradients = format_named(parts.weight).code_bits <= 16 ? "bf16" : "f32";
     if (config->micro_steps > 1 && !config->accumulator)
         config->accumulator = config->dist ? "tree" : accumulator_choice(0);
     if (config->loss_scale == 0) config->loss_scale = strcmp(config->gradients, "f16") == 0 ? 1024 : 1;
     if (!config->generator) config->generator = halfstep_choice_value("generator", 0);
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    if (!config->decay && halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK)
-        config->decay = rule.decay;
+    if (!config->decay) config->decay = rule_info(halfstep_rule_find(parts.rule)).decay;
 }
 
 int run_adds_up(const struct run_config *config)
@@ -237,14 +229,9 @@ static int restore_hypers(struct args *args, const struct option_group *group, c
         size_t n = strcspn(saved, ","), name = strcspn(saved, "=") + 1;
         int there = 0, status = 0;
         for (int i = 0; i < list->n; i++) there |= strncmp(list->item[i], saved, name) == 0;
-        struct text word = {0};
-        text_add(&word, "%.*s", (int)n, saved);
-        if (word.failed) {
-            snprintf(error, error_bytes, "out of memory");
-            return 1;
-        }
-        if (!there) status = args_set(args, group, option, text_string(&word), error, error_bytes);
-        text_free(&word);
+        const char *word = args_format(args, "%.*s", (int)n, saved);
+        if (!word) return no_memory(error, error_bytes);
+        if (!there) status = args_set(args, group, option, word, error, error_bytes);
         if (status) return status;
         saved += n;
         if (*saved == ',') saved++;
@@ -287,12 +274,9 @@ static int split_generation(struct args *args, struct run_config *config, const 
     size_t name = n;
     while (name && config->checkpoint[name - 1] != '/') name--;
     if (strncmp(config->checkpoint + name, "checkpoint-", 11) != 0) return 0;
-    struct text above = {0};
     size_t end = name;
     while (end > 1 && config->checkpoint[end - 1] == '/') end--;
-    text_add(&above, "%.*s", end ? (int)end : 1, end ? config->checkpoint : ".");
-    config->checkpoint = above.failed ? NULL : args_keep(args, text_string(&above));
-    text_free(&above);
+    config->checkpoint = args_format(args, "%.*s", end ? (int)end : 1, end ? config->checkpoint : ".");
     return config->checkpoint ? 0 : 1;
 }
 
@@ -300,9 +284,8 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
                    char *error, size_t error_bytes)
 {
     halfstep_checkpoint *checkpoint;
-    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
     char why[1024];
-    int code = halfstep_open_checkpoint(&checkpoint, config->checkpoint, &quick, why, sizeof why);
+    int code = checkpoint_open_quickly(&checkpoint, config->checkpoint, why, sizeof why);
     if (code != HALFSTEP_OK) {
         snprintf(error, error_bytes, "%s%s", code == HALFSTEP_ERROR_NAME ? "--resume: " : "", why);
         return 1;
@@ -310,8 +293,7 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
     struct trainer_file trainer;
     int status = trainer_file_read(checkpoint, &trainer, error, error_bytes) != HALFSTEP_OK;
     if (!status && split_generation(args, config, checkpoint) != 0) {
-        snprintf(error, error_bytes, "out of memory");
-        status = 1;
+        status = no_memory(error, error_bytes);
     }
     halfstep_close_checkpoint(checkpoint);
     if (!status) status = restore_options(args, groups, n_groups, config, &trainer, error, error_bytes);
@@ -391,8 +373,7 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
     if (config->init) model_files_inputs(config->init, init, settings);
     struct named_path *inputs = calloc(files[0].n + files[1].n + 3, sizeof *inputs);
     if (!inputs && !status) {
-        snprintf(error, error_bytes, "out of memory");
-        status = 1;
+        status = no_memory(error, error_bytes);
     }
     for (int l = 0; l < 2 && inputs; l++)
         for (size_t i = 0; i < files[l].n; i++) inputs[n++] = (struct named_path){names[l], files[l].file[i].path};

@@ -61,7 +61,7 @@ int run_shape_from_init(struct args *args, struct run_config *config, char *erro
         } sizes[] = {{"width", &config->width, shape.width},
                      {"depth", &config->depth, shape.depth},
                      {"heads", &config->heads, shape.heads}};
-        for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        for (int i = 0; i < COUNT_OF(sizes); i++) {
             if (args_given(args, sizes[i].option) && *sizes[i].value != sizes[i].in_config) {
                 snprintf(error, error_bytes, "--%s is %lld, but the config.json of --init %s says %d; leave --%s out",
                          sizes[i].option, (long long)*sizes[i].value, config->init, sizes[i].in_config,
@@ -73,10 +73,7 @@ int run_shape_from_init(struct args *args, struct run_config *config, char *erro
         config->context = shape.context;
         take_numbers(config, &shape);
     }
-    if (note[0] && !(config->init_note = args_keep(args, note))) {
-        snprintf(error, error_bytes, "out of memory");
-        return 1;
-    }
+    if (note[0] && !(config->init_note = args_keep(args, note))) return no_memory(error, error_bytes);
     return 0;
 }
 

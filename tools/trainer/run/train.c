@@ -15,8 +15,7 @@ enum { SKIPS_IN_A_ROW = 20, LOSS_MEAN_STEPS = 20 };
 
 static double sum_of_squares(struct run *run, int tensor, const void *gradient)
 {
-    struct lm_tensor info;
-    lm_tensor_info(&run->shape, tensor, &info);
+    const struct lm_tensor info = run_tensor(run, tensor);
     int64_t piece = NORM_PIECE / (info.row_length > 0 ? info.row_length : 1);
     if (piece < 1) piece = 1;
     double sum = 0;
@@ -43,7 +42,8 @@ static const char *offender(const struct run *run)
     return run->dist ? run->offender : halfstep_nonfinite_tensor(run->optimizer, NULL);
 }
 
-const char *run_refused(const struct run *run)
+/* Returns the reason for which the last step's gradient was refused. */
+static const char *refused(const struct run *run)
 {
     int32_t too_large;
     halfstep_nonfinite_tensor(run->optimizer, &too_large);
@@ -56,17 +56,16 @@ static void warn_skip(struct run *run)
     if (run->skip_warned) return;
     run->skip_warned = 1;
     progress_note(run->progress, "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
-                  (long long)run->step + 1, offender(run), run_refused(run),
+                  (long long)run->step + 1, offender(run), refused(run),
                   run->result->tensors_skip ? "that tensor is"
                   : last_micro_step(run)    ? "all weights are"
                                             : "all states are");
 }
 
-/* Interprets the result of a call that may refuse gradients. Refused gradients give a warning and count as success. */
-static int judge(struct run *run, int code)
+int run_judge(struct run *run, int code)
 {
     if (code == HALFSTEP_NONFINITE) warn_skip(run);
-    else if (code != HALFSTEP_OK) return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    else if (code != HALFSTEP_OK) return run_fail_in(run, run->optimizer);
     return 0;
 }
 
@@ -81,11 +80,9 @@ static int take_gradient(struct run *run, int tensor, const void *gradient)
         gradient = run->gradients[tensor];
     } else if (run->adds_up) {
         void *sum = run->gradients[tensor];
-        halfstep_slot_info info = {.struct_size = sizeof info};
-        halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, &info);
-        if (run->micro_step == 0) memset(sum, 0, info.code_bytes);
-        if (judge(run, halfstep_accumulate(run->optimizer, tensor, sum, c->accumulator, gradient, c->gradients, 1)) !=
-            0)
+        if (run->micro_step == 0) memset(sum, 0, slot_info(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT).code_bytes);
+        if (run_judge(run,
+                      halfstep_accumulate(run->optimizer, tensor, sum, c->accumulator, gradient, c->gradients, 1)) != 0)
             return 1;
         gradient = sum;
     }
@@ -95,10 +92,10 @@ static int take_gradient(struct run *run, int tensor, const void *gradient)
                                 .micro = !run->adds_up && !last_micro_step(run),
                                 .weights = &run->weights[tensor],
                                 .gradients = &gradient};
-    if (call.micro) return judge(run, halfstep_run(run->optimizer, &call));
+    if (call.micro) return run_judge(run, halfstep_run(run->optimizer, &call));
     if (!c->release || !last_micro_step(run)) return 0;
     run->squares += sum_of_squares(run, tensor, gradient);
-    return judge(run, halfstep_run(run->optimizer, &call));
+    return run_judge(run, halfstep_run(run->optimizer, &call));
 }
 
 static void on_gradient(void *arg, int tensor, const void *gradient)
@@ -137,7 +134,7 @@ static int micro_step(struct run *run, double *loss)
     double begun = progress_clock();
     const halfstep_call call = {
         .struct_size = sizeof call, .micro = 1, .gradients = (const void *const *)run->gradients};
-    int status = judge(run, halfstep_run(run->optimizer, &call));
+    int status = run_judge(run, halfstep_run(run->optimizer, &call));
     run->optimizer_seconds += progress_clock() - begun;
     return status;
 }
@@ -149,14 +146,13 @@ static int finish_step(struct run *run, double *norm)
     const struct run_config *c = run->config;
     if (c->release) {
         const halfstep_call round = {.struct_size = sizeof round, .kind = HALFSTEP_CALL_ROUND};
-        if (halfstep_run(run->optimizer, &round) != HALFSTEP_OK)
-            return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+        if (halfstep_run(run->optimizer, &round) != HALFSTEP_OK) return run_fail_in(run, run->optimizer);
         *norm = sqrt(run->squares) / c->loss_scale;
         if (isfinite(*norm)) run->released_norm = *norm;
     } else {
         double begun = progress_clock();
         int code;
-        if (ranks_finish_exchange(run) != 0 || ranks_step(run, &code) != 0 || judge(run, code) != 0) return 1;
+        if (ranks_finish_exchange(run) != 0 || ranks_step(run, &code) != 0 || run_judge(run, code) != 0) return 1;
         run->optimizer_seconds += progress_clock() - begun;
         if (c->clip > 0 && code == HALFSTEP_OK) {
             *norm = halfstep_gradient_norm(run->optimizer);
@@ -168,12 +164,16 @@ static int finish_step(struct run *run, double *norm)
             *norm = sqrt(run->squares) / c->loss_scale;
         }
     }
+    return run_count_skip(run);
+}
+
+int run_count_skip(struct run *run)
+{
     run->skips_in_a_row = run->skipped_now ? run->skips_in_a_row + 1 : 0;
-    if (run->skips_in_a_row == SKIPS_IN_A_ROW) run->result->agreed = 1;
-    if (run->skips_in_a_row == SKIPS_IN_A_ROW)
-        return run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld",
-                        SKIPS_IN_A_ROW, run_refused(run), offender(run), (long long)run->step + 1);
-    return 0;
+    if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
+    run->result->agreed = 1;
+    return run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
+                    refused(run), offender(run), (long long)run->step + 1);
 }
 
 static int update(struct run *run, struct run_point *point)
@@ -208,12 +208,11 @@ const struct lm_weight *run_eval_weights(struct run *run, void **copies)
     }
     float *at = (float *)(memory + heads);
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor info;
-        lm_tensor_info(&run->shape, i, &info);
+        const struct lm_tensor info = run_tensor(run, i);
         weights[i] = (struct lm_weight){at, LM_F32};
         if (halfstep_read_average(run->optimizer, i, run->own_weights[i], 0, ranks_rows(run, i, run->rank).n,
                                   ranks_own(run, i, at, sizeof *at)) != HALFSTEP_OK) {
-            run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+            run_fail_in(run, run->optimizer);
             return NULL;
         }
         if (ranks_hand_out_floats(run, i, at) != 0) return NULL;

@@ -16,6 +16,18 @@ int run_fail(struct run *run, const char *format, ...)
     return 1;
 }
 
+int run_fail_in(struct run *run, const halfstep_optimizer *optimizer)
+{
+    return run_fail(run, "%s", halfstep_error_detail(optimizer));
+}
+
+struct lm_tensor run_tensor(const struct run *run, int tensor)
+{
+    struct lm_tensor info;
+    lm_tensor_info(&run->shape, tensor, &info);
+    return info;
+}
+
 int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option)
 {
     if (halfstep_set_hyper(run->optimizer, group, name, value) == HALFSTEP_OK) return 0;
@@ -31,9 +43,6 @@ static const char *suggest_hyper(void *context, int index)
 
 static int set_listed_hypers(struct run *run)
 {
-    struct recipe_parts parts;
-    recipe_split(run->config->recipe, &parts);
-    int32_t rule = halfstep_rule_find(parts.rule);
     for (int i = 0; i < run->config->hyper.n; i++) {
         char name[96];
         double value = 0;
@@ -44,10 +53,11 @@ static int set_listed_hypers(struct run *run)
         parse_number(item + n + 1, &value);
         int known = 0;
         const char *each;
-        for (int32_t k = 0; !known && (each = suggest_hyper(&rule, k)) != NULL; k++) known = strcmp(each, name) == 0;
+        for (int32_t k = 0; !known && (each = suggest_hyper(&run->rule, k)) != NULL; k++)
+            known = strcmp(each, name) == 0;
         if (!known) {
-            const char *near = args_suggest(name, suggest_hyper, &rule);
-            run_fail(run, "--hyper %s: %s has no such hyper-parameter%s%s%s", name, parts.rule,
+            const char *near = args_suggest(name, suggest_hyper, &run->rule);
+            run_fail(run, "--hyper %s: %s has no such hyper-parameter%s%s%s", name, rule_name(run->rule),
                      near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
             return 2;
         }
@@ -68,7 +78,7 @@ static int set_group(struct run *run, int32_t group, double weight_decay)
     if (status) return status;
     if (halfstep_set_choice(run->optimizer, group, "schedule", c->schedule) != HALFSTEP_OK ||
         halfstep_set_choice(run->optimizer, group, "decay", c->decay) != HALFSTEP_OK) {
-        run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+        run_fail_in(run, run->optimizer);
         return 2;
     }
     return 0;
@@ -78,26 +88,21 @@ static int set_group(struct run *run, int32_t group, double weight_decay)
 static const char *stored_as(const char *accumulator)
 {
     if (strcmp(accumulator, "tree") == 0) return "f32";
-    return gradient_format_of(checkpoint_format(halfstep_format_find(accumulator)).code_dtype);
+    return gradient_format_of(format_named(accumulator).code_dtype);
 }
 
 int run_add_tensors(struct run *run)
 {
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor tensor;
+        const struct lm_tensor tensor = run_tensor(run, i);
         int32_t index;
-        if (lm_tensor_info(&run->shape, i, &tensor) != 0) return run_fail(run, "this shape has no tensor %d", i);
         struct rows rows = ranks_rows(run, i, run->rank);
-        halfstep_tensor t = {.struct_size = sizeof t,
-                             .group = tensor.ndim >= 2 ? run->decayed : run->plain,
-                             .name = tensor.name,
-                             .ndim = tensor.ndim,
-                             .rows = tensor.rows,
-                             .row_length = tensor.row_length,
-                             .first_row = rows.first,
-                             .n_rows = rows.n,
-                             .n_columns = tensor.row_length,
-                             .gradient = run->adds_up ? stored_as(run->config->accumulator) : run->config->gradients};
+        halfstep_tensor t =
+            checkpoint_tensor(&tensor, run->adds_up ? stored_as(run->config->accumulator) : run->config->gradients);
+        t.group = tensor.ndim >= 2 ? run->decayed : run->plain;
+        t.first_row = rows.first;
+        t.n_rows = rows.n;
+        t.n_columns = tensor.row_length;
         if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
             return run_fail(run, "%s: %s", tensor.name, halfstep_error_detail(run->optimizer));
     }
@@ -106,12 +111,8 @@ int run_add_tensors(struct run *run)
 
 static int check_rule(struct run *run)
 {
-    struct recipe_parts parts;
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    recipe_split(run->config->recipe, &parts);
-    run->rule = halfstep_rule_find(parts.rule);
-    if (halfstep_get_rule_info(run->rule, &rule) != HALFSTEP_OK)
-        return run_fail(run, "unknown rule '%s'; `halfstep info` lists the rules", parts.rule);
+    run->rule = recipe_rule(run->config->recipe);
+    const halfstep_rule_info rule = rule_info(run->rule);
     if (rule.raw_gradient) {
         run_fail(run, "--recipe: %s follows weights that another optimizer trains; choose a rule that trains them",
                  rule.name);
@@ -195,9 +196,7 @@ int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **
     for (int pass = 0; pass < 2; pass++) {
         uint64_t at = stagger;
         for (int i = 0; i < run->tensors; i++) {
-            halfstep_slot_info info = {.struct_size = sizeof info};
-            if (halfstep_get_slot_info(sizes, i, slot, &info) != HALFSTEP_OK)
-                return run_fail(run, "%s", halfstep_error_detail(sizes));
+            const halfstep_slot_info info = slot_info(sizes, i, slot);
             if (pass) pointers[i] = *memory + at;
             else held += info.code_bytes;
             at += (info.code_bytes + 63) / 64 * 64;
@@ -220,8 +219,7 @@ int run_initialize(struct run *run)
         return 0;
     }
     for (int i = 0; i < run->tensors; i++) {
-        struct lm_tensor tensor;
-        lm_tensor_info(&run->shape, i, &tensor);
+        const struct lm_tensor tensor = run_tensor(run, i);
         float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
         if (!values) return run_fail(run, "out of memory");
         lm_init_tensor(&run->shape, i, run->config->seed, values);
@@ -275,8 +273,7 @@ int run_build(struct run *run)
     int status = run_create_optimizer(run);
     if (!status) status = ranks_open(run);
     if (!status) status = run_add_tensors(run);
-    if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK)
-        status = run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK) status = run_fail_in(run, run->optimizer);
     if (!status) status = check_accumulation(run);
     if (status) return status;
     run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));
@@ -288,17 +285,15 @@ int run_build(struct run *run)
     if (status) return status;
     int64_t piece = NORM_PIECE;
     for (int i = 0; i < run->tensors; i++) {
-        halfstep_slot_info info = {.struct_size = sizeof info};
-        struct lm_tensor tensor;
-        lm_tensor_info(&run->shape, i, &tensor);
-        halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &info);
+        const struct lm_tensor tensor = run_tensor(run, i);
+        const halfstep_slot_info info = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         run->model_weights[i] = (struct lm_weight){run->weights[i], weight_dtype(info.format)};
         run->own_weights[i] = ranks_own(run, i, run->weights[i], lm_dtype_bytes(run->model_weights[i].dtype));
         if (tensor.row_length > piece) piece = tensor.row_length;
     }
     run->scratch = malloc((size_t)piece * sizeof *run->scratch);
     if (!run->scratch) return run_fail(run, "out of memory");
-    run->holding = (struct holding){&run->shape, run->optimizer, run->own_weights, run->tensors, 2, run->rule};
+    run->holding = (struct holding){&run->shape, run->optimizer, run->own_weights, run->tensors};
     uint64_t extras, states;
     halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &result->fell_back);
     result->weight_bytes += extras;

@@ -88,8 +88,16 @@ struct run {
 
 /* Writes the error text. Returns 1, the exit status of a failed run. */
 __attribute__((format(printf, 2, 3))) int run_fail(struct run *run, const char *format, ...);
-/* Returns the reason for which the last step's gradient was refused: "not finite" or "too large (2^62 or more)". */
-const char *run_refused(const struct run *run);
+/* Interprets the result of a call that may refuse gradients. Refused gradients give a warning and count as success. */
+int run_judge(struct run *run, int code);
+/* Counts the steps in a row whose gradients were refused. Returns 0, or 1 with an error text if they are too many. */
+int run_count_skip(struct run *run);
+/* Fills in the members of the result that both models have. */
+void run_fill_common(struct run *run);
+/* Does the same with the text of the optimizer's last error. */
+int run_fail_in(struct run *run, const halfstep_optimizer *optimizer);
+/* Returns the description of a tensor of the language model. */
+struct lm_tensor run_tensor(const struct run *run, int tensor);
 /* Sets a hyper-parameter. Returns 0, or an exit status with an error text that names `option`. */
 int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option);
 /* Creates the optimizer with its groups, hyper-parameters and choices, but without tensors. */

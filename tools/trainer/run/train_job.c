@@ -73,7 +73,7 @@ static int identify_option(void *context, const struct option *option, const cha
     /* These may differ. Each machine has its own number of processors and its own paths of the data, whose bytes are
      * compared instead. Only rank 0 writes a log. */
     static const char *const own[] = {"threads", "data", "val", "log"};
-    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+    for (int i = 0; i < COUNT_OF(own); i++)
         if (strcmp(option->name, own[i]) == 0) return 0;
     identify(context, option->name, value);
     return 0;
@@ -146,7 +146,7 @@ int ranks_compare(struct dist *dist, const struct run_config *config, const stru
     if (!dist || dist->ranks == 1) return 0;
     struct identity *identity = calloc(1, sizeof *identity);
     int status = identity ? 0 : 1;
-    if (!identity) snprintf(error, error_bytes, "out of memory");
+    if (!identity) no_memory(error, error_bytes);
     status = ranks_agree(dist, status, error, error_bytes);
     if (status) {
         free(identity);

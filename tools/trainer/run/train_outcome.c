@@ -11,43 +11,15 @@
 static int count_changes(struct run *run, const struct holding *whole, int tensor, struct weight_source *source,
                          uint64_t *changed, char *why, size_t why_bytes)
 {
-    struct lm_tensor info;
-    halfstep_optimizer *fresh = NULL;
-    int32_t group, index;
-    struct recipe_parts parts;
-    char recipe[RECIPE_BYTES + 8];
-    lm_tensor_info(&run->shape, tensor, &info);
-    recipe_split(run->config->recipe, &parts);
-    snprintf(recipe, sizeof recipe, "sgd/%s", parts.weight);
-    size_t n = (size_t)(info.rows * info.row_length);
-    float *values = malloc(n * sizeof *values);
-    halfstep_slot_info now = {.struct_size = sizeof now}, then = now;
-    halfstep_get_slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT, &now);
-    unsigned char *codes = malloc(now.code_bytes ? now.code_bytes : 1);
-    int bad = !values || !codes || halfstep_create(NULL, &fresh) != HALFSTEP_OK ||
-              halfstep_add_group(fresh, recipe, &group) != HALFSTEP_OK;
-    halfstep_tensor t = {.struct_size = sizeof t,
-                         .name = info.name,
-                         .ndim = info.ndim,
-                         .rows = info.rows,
-                         .row_length = info.row_length,
-                         .gradient = "f32"};
-    if (!bad)
-        bad = halfstep_add_tensor(fresh, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(fresh) != HALFSTEP_OK ||
-              halfstep_get_slot_info(fresh, index, HALFSTEP_SLOT_WEIGHT, &then) != HALFSTEP_OK;
+    const struct lm_tensor info = run_tensor(run, tensor);
+    const halfstep_tensor t = checkpoint_tensor(&info, "f32");
+    const halfstep_slot_info now = slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT);
+    float *values = malloc((size_t)(info.rows * info.row_length) * sizeof *values);
+    int bad = !values;
     if (!bad && source) bad = weight_source_read(source, &info, values, why, why_bytes) != 0;
     else if (!bad) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
-    if (!bad) bad = halfstep_write_slot(fresh, index, HALFSTEP_SLOT_WEIGHT, codes, 0, info.rows, values) != HALFSTEP_OK;
-    if (!bad) {
-        size_t code = now.code_bytes / n, extra = now.extra_bytes / n;
-        const unsigned char *here = whole->weights[tensor], *extra_here = now.extra, *extra_then = then.extra;
-        for (size_t i = 0; i < n; i++)
-            *changed += memcmp(here + i * code, codes + i * code, code) != 0 ||
-                        (extra && memcmp(extra_here + i * extra, extra_then + i * extra, extra) != 0);
-    }
-    halfstep_destroy(fresh);
+    if (!bad) bad = checkpoint_count_changes(run->config->recipe, &t, &now, whole->weights[tensor], values, changed);
     free(values);
-    free(codes);
     return bad;
 }
 
@@ -66,28 +38,36 @@ static double weights_changed(struct run *run, const struct holding *whole)
     return NAN;
 }
 
-static void fill_result(struct run *run)
+void run_fill_common(struct run *run)
 {
     struct run_result *r = run->result;
     const struct run_config *c = run->config;
+    const struct run_history *history = &r->history;
     snprintf(r->recipe, sizeof r->recipe, "%s", c->recipe);
     snprintf(r->gradients, sizeof r->gradients, "%s", c->gradients);
     snprintf(r->compute, sizeof r->compute, "%s", c->compute);
     snprintf(r->isa, sizeof r->isa, "%s", halfstep_isa());
-    snprintf(r->accumulator, sizeof r->accumulator, "%s", c->accumulator ? c->accumulator : "");
     r->micro_steps = c->micro_steps;
     r->seed = c->seed;
-    r->release = c->release;
     r->threads = run->threads;
     r->steps = run->step;
-    r->params = lm_parameter_count(&run->shape);
-    r->train_loss = run_mean_loss(&r->history);
-    r->val_loss = r->history.n_validations ? r->history.validation[r->history.n_validations - 1].loss : NAN;
+    r->val_loss = history->n_validations ? history->validation[history->n_validations - 1].loss : NAN;
     r->skipped_steps = halfstep_skipped_steps(run->optimizer);
     r->optimizer_seconds = run->optimizer_seconds;
     r->seconds = progress_clock() - run->started;
-    size_t model_peak = lm_gradient_peak_bytes(run->model);
-    r->peak_gradient_bytes = r->gradient_bytes + model_peak;
+    r->peak_gradient_bytes = r->gradient_bytes;
+}
+
+static void fill_result(struct run *run)
+{
+    struct run_result *r = run->result;
+    const struct run_config *c = run->config;
+    run_fill_common(run);
+    snprintf(r->accumulator, sizeof r->accumulator, "%s", c->accumulator ? c->accumulator : "");
+    r->release = c->release;
+    r->params = lm_parameter_count(&run->shape);
+    r->train_loss = run_mean_loss(&r->history);
+    r->peak_gradient_bytes += lm_gradient_peak_bytes(run->model);
     if (run->streams) r->gradient_bytes = r->peak_gradient_bytes;
     r->activation_bytes = lm_activation_bytes(run->model);
     r->ranks = run->ranks;

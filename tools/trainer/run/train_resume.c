@@ -158,7 +158,7 @@ static int same_model(struct run *run, const char *path)
     } numbers[] = {{"intermediate_size", here->intermediate, saved.intermediate},
                    {"rms_norm_eps", here->rms_norm_eps, saved.rms_norm_eps},
                    {"rope_theta", here->rope_theta, saved.rope_theta}};
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+    for (int i = 0; i < COUNT_OF(numbers); i++)
         if (numbers[i].here != numbers[i].there)
             return run_fail(run, "\"%s\" of the model is %.10g here but %.10g in %s", numbers[i].name, numbers[i].here,
                             numbers[i].there, path);
@@ -238,7 +238,6 @@ void run_tell(struct run *run, const char *note)
 static int refuse_unnamed(struct run *run)
 {
     const char *directory = run->config->checkpoint;
-    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
     DIR *stream = opendir(directory);
     if (!stream) return run_fail(run, "cannot list %s", directory);
     struct dirent *entry;
@@ -249,7 +248,7 @@ static int refuse_unnamed(struct run *run)
         if (strncmp(entry->d_name, "checkpoint-", 11) != 0) continue;
         text_add(&path, "%s/%s", directory, entry->d_name);
         int code = path.failed ? HALFSTEP_ERROR_MEMORY
-                               : halfstep_open_checkpoint(&there, path.data, &quick, run->error, run->error_bytes);
+                               : checkpoint_open_quickly(&there, path.data, run->error, run->error_bytes);
         if (code == HALFSTEP_OK) {
             status = run_fail(
                 run,
@@ -271,8 +270,7 @@ static int refuse_occupied(struct run *run)
 {
     const struct run_config *c = run->config;
     halfstep_checkpoint *there;
-    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
-    int code = halfstep_open_checkpoint(&there, c->checkpoint, &quick, run->error, run->error_bytes);
+    int code = checkpoint_open_quickly(&there, c->checkpoint, run->error, run->error_bytes);
     if (code == HALFSTEP_OK) {
         halfstep_checkpoint_info info = {.struct_size = sizeof info};
         halfstep_get_checkpoint_info(there, &info);
@@ -362,9 +360,8 @@ static void look_for_others(struct run *run)
 {
     halfstep_checkpoint *there;
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
-    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
     char why[1024];
-    int code = halfstep_open_checkpoint(&there, run->config->checkpoint, &quick, why, sizeof why), others;
+    int code = checkpoint_open_quickly(&there, run->config->checkpoint, why, sizeof why), others;
     if (code == HALFSTEP_OK) {
         halfstep_get_checkpoint_info(there, &info);
         int known = info.sequence == run->sequence && info.step == (uint64_t)run->saved_step;

@@ -8,20 +8,13 @@
 static int build_adder(struct run *run)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = run->threads};
-    int32_t group = 0, index;
+    int32_t number;
     int code = halfstep_create(&options, &run->adder);
-    if (code == HALFSTEP_OK) code = halfstep_add_group(run->adder, "sgd/f32", &group);
+    if (code == HALFSTEP_OK) code = halfstep_add_group(run->adder, "sgd/f32", &number);
     for (int i = 0; i < run->tensors && code == HALFSTEP_OK; i++) {
-        struct lm_tensor tensor;
-        lm_tensor_info(&run->shape, i, &tensor);
-        halfstep_tensor t = {.struct_size = sizeof t,
-                             .group = group,
-                             .name = tensor.name,
-                             .ndim = tensor.ndim,
-                             .rows = tensor.rows,
-                             .row_length = tensor.row_length,
-                             .gradient = "f32"};
-        code = halfstep_add_tensor(run->adder, &t, &index);
+        const struct lm_tensor tensor = run_tensor(run, i);
+        const halfstep_tensor t = checkpoint_tensor(&tensor, "f32");
+        code = halfstep_add_tensor(run->adder, &t, &number);
         run->tree_offset[i + 1] = run->tree_offset[i] + (tensor.rows * tensor.row_length + 15) / 16 * 16;
     }
     if (code == HALFSTEP_OK) code = halfstep_allocate_states(run->adder);
@@ -62,7 +55,7 @@ void run_tree_close(struct run *run)
 static int add(struct run *run, int tensor, void *sum, const void *gradient, const char *format)
 {
     if (halfstep_accumulate(run->adder, tensor, sum, "f32", gradient, format, 1) == HALFSTEP_OK) return 0;
-    return run_fail(run, "%s", halfstep_error_detail(run->adder));
+    return run_fail_in(run, run->adder);
 }
 
 int run_tree_take(struct run *run, int tensor, const void *gradient)
