@@ -11,9 +11,9 @@ int hstep_describe_general(halfstep_optimizer *o, int part);
  * consist of whole tiles. */
 int hstep_describe_fused(halfstep_optimizer *o, const halfstep_optimizer *asking, int tensor);
 
-/* Writes the numbers of a weight or a gradient, of 2 or 4 bytes each. Every eleventh block of 32 of a gradient is zero. IEEE half numbers have exponents of
- * their own range. Some weights of every fourth tensor are the largest finite numbers, unless l2 decay or sums
- * over the tensor would square them. */
+/* Writes the numbers of a weight or a gradient, of 2 or 4 bytes each. Every eleventh block of 32 of a gradient is zero.
+ * IEEE half numbers have exponents of their own range. Some weights of every fourth tensor are the largest finite
+ * numbers, unless l2 decay or sums over the tensor would square them. */
 void hstep_fill_case(char *data, const halfstep_optimizer *o, int tensor, int slot, uint64_t seed);
 
 #endif

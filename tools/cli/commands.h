@@ -1,6 +1,6 @@
 /* The subcommands. main.c holds their list. A function for one of the two kinds of train and compare gets all words of
- * the command as argv, where argv[1] is the kind. It returns the exit status: 0 success, 1 failure, 2 wrong usage, 128 + n ended by
- * signal n. */
+ * the command as argv, where argv[1] is the kind. It returns the exit status: 0 success, 1 failure, 2 wrong usage,
+ * 128 + n ended by signal n. */
 #ifndef HALFSTEP_COMMANDS_H
 #define HALFSTEP_COMMANDS_H
 
