@@ -118,7 +118,7 @@ def test_defaults_are_those_of_the_table(rule):
 
 #: what each class says of an option that stands for another quantity in every rule
 SENTENCES = {
-    "betas": "^(decay rate|interpolation) ",
+    "betas": "^(decay rate|interpolation|share) ",
     "eps": "^(added to|least|smallest) .*(root|norm|squares)",
     "momentum": r"\bmomentum\b",
     "amplify": "^factor of the .* added to the gradient$",
