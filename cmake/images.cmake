@@ -31,9 +31,18 @@ function(halfstep_find_ptxas)
   endif()
 endfunction()
 
+# Makes PTX of a source: what drivers compile, and tests translate.
+function(halfstep_ptx output source)
+  add_custom_command(OUTPUT ${output}
+    COMMAND ${HALFSTEP_CLANG} -x cuda --cuda-device-only --cuda-gpu-arch=sm_${HALFSTEP_CUDA_PTX} -nocudainc -nocudalib -Xclang -target-feature
+            -Xclang +ptx74 -ffp-contract=off -std=c++17 -O2 -Wno-everything -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
+            -MD -MF ${output}.d -MT ${output} -S -o ${output} ${source}
+    DEPENDS ${source} DEPFILE ${output}.d)
+endfunction()
+# The least compute capability, of which the PTX is.
+set(HALFSTEP_CUDA_PTX 80)
+
 function(halfstep_device_images result)
-  # The least compute capability, of which the PTX is, and those that get machine code, newest first.
-  set(HALFSTEP_CUDA_PTX 80)
   set(HALFSTEP_CUDA_ARCHITECTURES 120 100 90 89 86 80 CACHE STRING "Architectures that get machine code, newest first")
   set(source ${PROJECT_SOURCE_DIR}/src/device/cuda/code/kernels.cu)
   set(output ${PROJECT_BINARY_DIR}/cuda_images.c)
@@ -49,11 +58,7 @@ function(halfstep_device_images result)
     endif()
     halfstep_find_ptxas()
     set(ptx ${PROJECT_BINARY_DIR}/kernels.ptx)
-    add_custom_command(OUTPUT ${ptx}
-      COMMAND ${HALFSTEP_CLANG} -x cuda --cuda-device-only --cuda-gpu-arch=sm_${HALFSTEP_CUDA_PTX} -nocudainc -nocudalib -Xclang -target-feature
-              -Xclang +ptx74 -ffp-contract=off -std=c++17 -O2 -Wno-everything -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
-              -MD -MF ${ptx}.d -MT ${ptx} -S -o ${ptx} ${source}
-      DEPENDS ${source} DEPFILE ${ptx}.d)
+    halfstep_ptx(${ptx} ${source})
     if(HALFSTEP_PTXAS)
       foreach(architecture IN LISTS HALFSTEP_CUDA_ARCHITECTURES)
         set(cubin ${PROJECT_BINARY_DIR}/kernels.sm_${architecture}.cubin)

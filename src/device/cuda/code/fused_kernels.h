@@ -346,10 +346,14 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
 
 /* ---- Kernels ---- */
 
+/* A test may compile the kernels of some rules only. */
+#ifndef HSTEP_CUDA_IS_CHOSEN
+#define HSTEP_CUDA_IS_CHOSEN(rule) 1
+#endif
 /* 1 if a recipe has a kernel under a rule. A rule without states, or with states of role WEIGHT alone, does the same in
  * all recipes, so only the recipe f32 has one. */
-#define HAS_KERNEL(rule, first)                                                   \
-    ((int)rule##_states <= HSTEP_CUDA_FUSED_STATES && (int)rule##_vectors == 0 && \
+#define HAS_KERNEL(rule, first)                                                                                 \
+    (HSTEP_CUDA_IS_CHOSEN(rule) && (int)rule##_states <= HSTEP_CUDA_FUSED_STATES && (int)rule##_vectors == 0 && \
      (HSTEP_FORMAT_##first == HSTEP_FORMAT_f32 || (int)rule##_states > (int)rule##_weights))
 /* Blocks that share a multiprocessor. Half of the registers do not hold the values of more than two states, or of a
  * state of role WEIGHT. */

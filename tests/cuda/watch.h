@@ -1,0 +1,29 @@
+/* Looks at every access of emulated threads to memory that they share. Reports two accesses to one byte, one of them a
+ * write, if no barrier and no end of a launch lies between them; an exchange is no barrier. Reports reads of shared or
+ * local memory that nothing has written, and with AddressSanitizer's heap in the program accesses outside of blocks. */
+#ifndef HSTEP_TESTS_CUDA_WATCH_H
+#define HSTEP_TESTS_CUDA_WATCH_H
+
+#include <stdint.h>
+
+/* Which warp, and the times of the last barrier of its block and of the warp alone. */
+struct hstep_place {
+    uint32_t block, warp;
+    uint64_t block_since, warp_since;
+};
+enum hstep_access_kind { HSTEP_READS, HSTEP_READS_CONSTANT, HSTEP_WRITES, HSTEP_ADDS };
+
+enum { HSTEP_LANES = 255 };
+
+void hstep_watch_launch(const char *name);
+/* Returns the time after a barrier. */
+uint64_t hstep_watch_now(void);
+/* lane: HSTEP_LANES stands for several lanes of the warp. */
+void hstep_watch(char *p, unsigned n, enum hstep_access_kind kind, const struct hstep_place *place, int lane, int line);
+/* Marks n bytes as written by lanes, or reports that some lane reads a byte that it has not written. */
+void hstep_watch_written(uint32_t *written, unsigned n, uint32_t lanes, enum hstep_access_kind kind,
+                         const struct hstep_place *place, int lane, int line);
+/* Forgets accesses to memory that now belongs to another block. */
+void hstep_watch_forget(char *p, unsigned n);
+
+#endif
