@@ -94,7 +94,7 @@ endfunction()
 # Drivers without a GPU, by the name that the library looks for, and what they take for device code: one runs each kernel as the host's entry
 # of its name, the other the kernels themselves.
 function(halfstep_fake_cuda name folder kernels)
-  add_library(${name} SHARED EXCLUDE_FROM_ALL ${tests}/fake_cuda/fake_cuda.c ${kernels})
+  add_library(${name} SHARED EXCLUDE_FROM_ALL ${tests}/fake_cuda/fake_cuda.c ${kernels} ${ARGN})
   target_include_directories(${name} PRIVATE include src tests)
   target_link_libraries(${name} PRIVATE halfstep_static Threads::Threads m)
   target_link_options(${name} PRIVATE LINKER:--exclude-libs,ALL)

@@ -431,55 +431,47 @@ static inline __attribute__((always_inline)) void move_lane(char *lane, char *lo
     else memcpy(lane, &(U32){(U32)value}, 4);
 }
 
-static inline __attribute__((always_inline)) void move(struct warp *w, const struct row *r, int size, int is_store)
+/* flags: HOW_SIGNED and HOW_WIDE, which are constants where they are usual. */
+static inline __attribute__((always_inline)) void move(struct warp *w, const struct row *r, int size, int flags,
+                                                       int is_store)
 {
-    const int count = 1 << (r->how >> HOW_COUNT & 3), how = r->how, wide = how & HOW_WIDE ? 8 : 4;
-    struct reach x = {how & HOW_SPACE,
-                      is_store             ? HSTEP_WRITES
-                      : how & HOW_CONSTANT ? HSTEP_READS_CONSTANT
-                                           : HSTEP_READS,
-                      (unsigned)(size * count)};
+    const int count = 1 << (r->how >> HOW_COUNT & 3), wide = flags & HOW_WIDE ? 8 : 4;
+    const enum hstep_access_kind reads = r->how & HOW_CONSTANT ? HSTEP_READS_CONSTANT : HSTEP_READS;
+    struct reach x = {r->how & HOW_SPACE, is_store ? HSTEP_WRITES : reads, (unsigned)(size * count)};
     struct places p;
     locate_all(w, r, &x, at(w, r->x[4]), &p);
     for (int k = 0; k < count; k++) {
         char *lanes = at(w, r->x[k]), *words = p.of[0];
         if (p.beside) {
             words += k * size / 4 * LOCAL_WORDS + k * size % 4;
-            EACH_LANE(move_lane(lanes + i * wide, words + i * 4, words + i * 4 + LOCAL_WORDS, size, how, is_store);)
+            EACH_LANE(move_lane(lanes + i * wide, words + i * 4, words + i * 4 + LOCAL_WORDS, size, flags, is_store);)
         } else if (p.same) {
             words += k * size;
-            EACH_LANE(move_lane(lanes + i * wide, words, words + 4, size, how, 0);)
+            EACH_LANE(move_lane(lanes + i * wide, words, words + 4, size, flags, 0);)
         } else if (!is_store && !p.local) {
-            EACH_LANE(char *place = p.of[i] + k * size; move_lane(lanes + i * wide, place, place + 4, size, how, 0);)
+            EACH_LANE(char *place = p.of[i] + k * size; move_lane(lanes + i * wide, place, place + 4, size, flags, 0);)
         } else {
             for (U32 left = w->mask; left;) {
                 const int i = take_lane(&left);
-                move_lane(lanes + i * wide, byte_of(&p, i, k * size), byte_of(&p, i, k * size + 4), size, how,
+                move_lane(lanes + i * wide, byte_of(&p, i, k * size), byte_of(&p, i, k * size + 4), size, flags,
                           is_store);
             }
         }
     }
 }
 
-static void run_ld(struct warp *w, const struct row *r)
+static inline __attribute__((always_inline)) void move_any(struct warp *w, const struct row *r, int is_store)
 {
-    switch (r->how >> HOW_SIZE & 3) {
-    case 0: move(w, r, 1, 0); break;
-    case 1: move(w, r, 2, 0); break;
-    case 2: move(w, r, 4, 0); break;
-    case 3: move(w, r, 8, 0); break;
-    }
+    const int flags = r->how & (HOW_SIGNED | HOW_WIDE), size = r->how >> HOW_SIZE & 3;
+    if (size == 0) move(w, r, 1, flags, is_store);
+    else if (size == 1) move(w, r, 2, flags, is_store);
+    else if (size == 3) move(w, r, 8, HOW_WIDE, is_store);
+    else if (flags) move(w, r, 4, flags, is_store);
+    else move(w, r, 4, 0, is_store);
 }
 
-static void run_st(struct warp *w, const struct row *r)
-{
-    switch (r->how >> HOW_SIZE & 3) {
-    case 0: move(w, r, 1, 1); break;
-    case 1: move(w, r, 2, 1); break;
-    case 2: move(w, r, 4, 1); break;
-    case 3: move(w, r, 8, 1); break;
-    }
-}
+static void run_ld(struct warp *w, const struct row *r) { move_any(w, r, 0); }
+static void run_st(struct warp *w, const struct row *r) { move_any(w, r, 1); }
 
 static void run_atom_add(struct warp *w, const struct row *r)
 {

@@ -12,15 +12,16 @@
 
 #include "cuda/emulate.h"
 
-/* Threads that have accessed a byte since `time`: one, or several of a warp, of a block, of blocks. */
-enum { MANY = HSTEP_LANES };
+/* A thread that has accessed a byte, or several: of a warp (lane is MANY), of a block (warp too), of all (block too). */
+enum { MANY = HSTEP_LANES, MANY_BLOCKS = 0xffff };
 struct access {
-    uint32_t time, block;
-    uint8_t warp, lane, is_add;
-    int32_t line;
+    uint32_t time;
+    uint16_t block;
+    uint8_t warp, lane;
 };
 struct cell {
     struct access write, read;
+    int32_t write_line, read_line; /* write_line: negative for an atomic addition */
 };
 
 enum { PAGE = 4096, SLOTS = 1 << 16 };
@@ -44,7 +45,9 @@ uint64_t hstep_watch_now(void) { return ++now; }
 
 static struct cell *cell_of(const char *p)
 {
+    static struct page last;
     const uint64_t address = (uint64_t)(uintptr_t)p, number = address / PAGE;
+    if (last.cells && last.number == number) return &last.cells[address % PAGE];
     uint64_t i = number * 0x9E3779B97F4A7C15 >> 48;
     while (pages[i].cells && pages[i].number != number) i = (i + 1) % SLOTS;
     if (!pages[i].cells) {
@@ -53,7 +56,8 @@ static struct cell *cell_of(const char *p)
             mmap(NULL, PAGE * sizeof(struct cell), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (pages[i].cells == MAP_FAILED) abort();
     }
-    return &pages[i].cells[address % PAGE];
+    last = pages[i];
+    return &last.cells[address % PAGE];
 }
 
 /* Prints a finding once for each pair of lines. */
@@ -76,7 +80,7 @@ static void report(const char *what, const struct hstep_place *place, int lane, 
 static int is_unordered(const struct access *a, const struct hstep_place *place, int lane)
 {
     if (a->time < launched) return 0;
-    if (a->block != place->block) return 1;
+    if (a->block != (uint16_t)place->block) return 1;
     if (a->time < place->block_since) return 0;
     if (a->warp != place->warp) return 1;
     return a->time >= place->warp_since && (a->lane != lane || lane == MANY);
@@ -88,7 +92,7 @@ static void add_reader(struct access *a, const struct access *reader, int is_new
     if (is_new) {
         *a = *reader;
     } else if (a->block != reader->block) {
-        a->block = UINT32_MAX;
+        a->block = MANY_BLOCKS;
     } else if (a->warp != reader->warp) {
         a->warp = MANY;
     } else if (a->lane != reader->lane) {
@@ -100,22 +104,25 @@ __attribute__((weak)) void *__asan_region_is_poisoned(void *p, size_t n);
 
 void hstep_watch(char *p, unsigned n, enum hstep_access_kind kind, const struct hstep_place *place, int lane, int line)
 {
-    const struct access mine = {now, place->block, (uint8_t)place->warp, (uint8_t)lane, kind == HSTEP_ADDS, line};
+    const struct access mine = {now, (uint16_t)place->block, (uint8_t)place->warp, (uint8_t)lane};
+    const int is_read = kind < HSTEP_WRITES, is_add = kind == HSTEP_ADDS;
     if (__asan_region_is_poisoned && __asan_region_is_poisoned(p, n))
         report("beyond an allocation", place, lane, line, 0);
-    for (unsigned i = 0; i < n; i++) {
-        struct cell *c = cell_of(p + i);
+    /* n is a power of two and p a multiple of it, so that all cells lie in one page. */
+    for (struct cell *c = cell_of(p), *end = c + n; c < end; c++) {
+        const int other = abs(c->write_line);
         if (kind == HSTEP_READS_CONSTANT && c->write.time >= launched)
-            report("a read as constant of what the launch writes", place, lane, line, c->write.line);
-        if (!(mine.is_add && c->write.is_add) && is_unordered(&c->write, place, lane))
-            report(kind < HSTEP_WRITES ? "a race, a read and a write" : "a race of two writes", place, lane, line,
-                   c->write.line);
-        if (kind < HSTEP_WRITES) {
-            add_reader(&c->read, &mine, !is_unordered(&c->read, place, lane));
+            report("a read as constant of what the launch writes", place, lane, line, other);
+        if (is_unordered(&c->write, place, lane) && !(is_add && c->write_line < 0))
+            report(is_read ? "a race, a read and a write" : "a race of two writes", place, lane, line, other);
+        const int readers = is_unordered(&c->read, place, lane);
+        if (is_read) {
+            add_reader(&c->read, &mine, !readers);
+            c->read_line = line;
         } else {
-            if (is_unordered(&c->read, place, lane))
-                report("a race, a write and a read", place, lane, line, c->read.line);
+            if (readers) report("a race, a write and a read", place, lane, line, c->read_line);
             c->write = mine;
+            c->write_line = is_add ? -line : line;
             c->read.time = 0;
         }
     }
@@ -135,7 +142,7 @@ void hstep_watch_written(uint32_t *written, unsigned n, uint32_t lanes, enum hst
 
 void hstep_watch_forget(char *p, unsigned n)
 {
-    for (unsigned i = 0; i < n; i++) *cell_of(p + i) = (struct cell){{0}, {0}};
+    for (unsigned i = 0; i < n; i++) *cell_of(p + i) = (struct cell){.write_line = 0};
 }
 
 #endif
