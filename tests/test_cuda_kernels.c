@@ -17,6 +17,7 @@ int main(void) { return 0; }
 #include "golden_case.h"
 #include "handle/optimizer.h"
 #include "ref/fixture.h"
+#include "ref/nan_neighbours.h"
 
 /* ---- The device ---- */
 
@@ -285,6 +286,21 @@ static void check_part(const struct hstep_device *host)
           "a part of columns has other bits than on the host");
 }
 
+/* No bit of a NaN reaches its neighbours, which are those of the host. */
+static void check_beside_nan(const struct hstep_device *host)
+{
+    static struct neighbours other;
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        const halfstep_format_info format = format_info(row);
+        if (!format.block) continue;
+        hstep_default_device = host;
+        step_neighbours(format.name, 0x7fc00000, 0x7fc00000, 1, &other);
+        hstep_default_device = &emulated;
+        for (int fused = 0; fused < 2; fused++)
+            check_neighbours(format.name, fused, fused ? "fused kernels" : "the general kernel", 0, &other);
+    }
+}
+
 static float of_pattern(uint32_t pattern)
 {
     float x;
@@ -357,6 +373,7 @@ int main(int argc, char **argv)
     TEST("sums over slices") check_slices(host);
     TEST("states on a grid are written as the host writes them") check_written(host);
     TEST("rows that begin within a tile") check_part(host);
+    TEST("neighbours of NaNs") check_beside_nan(host);
     TEST("any number of blocks") {
         grid_blocks = 1;
         check_golden(list, &cases[n / 2], &layouts[0]);

@@ -230,7 +230,7 @@ V_OP float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
     vi pattern;
     switch (format) {
 #define FORMAT(id, fn)                                                                                               \
-    IF_LARGEST(fn, FORMAT_CASE(fn) pattern = fn##_scale(v_from_bits(vi_set(largest)), nonneg);                  \
+    IF_LARGEST(fn, FORMAT_CASE(fn) pattern = fn##_scale(block_maximum_of(vi_set(largest)), nonneg);                  \
                hstep_scale_store(fn##_scale_dtype, extra, 0, pattern.x[0]); inverse = fn##_inverse(pattern, nonneg); \
                break;)                                                                                               \
     IF_TENSOR(fn, FORMAT_CASE(fn) pattern = vi_set(hstep_scale_load(fn##_scale_dtype, extra, 0));                    \
