@@ -14,6 +14,7 @@
 #include "golden_case.h"
 #include "handle/optimizer.h"
 #include "ref/fixture.h"
+#include "ref/nan_neighbours.h"
 
 /* ---- The device ---- */
 
@@ -248,6 +249,57 @@ static void check_written(const struct hstep_device *host)
     hstep_default_device = &emulated;
 }
 
+/* Rows of a part need not begin with a tile. Element 65,536, where random words get another key, lies within the first
+ * 256 elements of row 60 here. */
+enum { PART_COLUMNS = 1024, PART_LEFT = 32, PART_ROWS = 70, PART = PART_ROWS * PART_COLUMNS };
+
+static void step_part(const struct hstep_device *device, uint16_t *weight, float (*states)[PART])
+{
+    static uint16_t gradient[PART];
+    struct source s = {5};
+    void *weights[] = {weight};
+    const void *gradients[] = {gradient};
+    hstep_default_device = device;
+    halfstep_optimizer *o = new_optimizer("adamw/bf16-sr/int8", 1, 3);
+    MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+    ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = PART_ROWS, .row_length = PART_COLUMNS + 2 * PART_LEFT,
+               .first_column = PART_LEFT, .n_rows = PART_ROWS, .n_columns = PART_COLUMNS, .gradient = "bf16");
+    MUST(halfstep_allocate_states(o));
+    for (int i = 0; i < PART; i++) {
+        weight[i] = (uint16_t)(0x3f80 + (next64(&s) & 0x807f));
+        gradient[i] = (uint16_t)(0x3c00 + (next64(&s) & 0x81ff));
+    }
+    for (int step = 0; step < 3; step++) MUST(halfstep_step(o, weights, gradients));
+    for (int j = 0; j < 2; j++) MUST(halfstep_read_slot(o, 0, HALFSTEP_SLOT_STATE + j, NULL, 0, PART_ROWS, states[j]));
+    halfstep_destroy(o);
+    hstep_default_device = &emulated;
+}
+
+static void check_part(const struct hstep_device *host)
+{
+    static uint16_t weight[2][PART];
+    static float states[2][2][PART];
+    step_part(host, weight[0], states[0]);
+    step_part(&emulated, weight[1], states[1]);
+    CHECK(!memcmp(weight[0], weight[1], sizeof *weight) && !memcmp(states[0], states[1], sizeof *states),
+          "a part of columns has other bits than on the host");
+}
+
+/* No bit of a NaN reaches its neighbours, which are those of the host. */
+static void check_beside_nan(const struct hstep_device *host)
+{
+    static struct neighbours other;
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        const halfstep_format_info format = format_info(row);
+        if (!format.block) continue;
+        hstep_default_device = host;
+        step_neighbours(format.name, 0x7fc00000, 0x7fc00000, 1, &other);
+        hstep_default_device = &emulated;
+        for (int fused = 0; fused < 2; fused++)
+            check_neighbours(format.name, fused, fused ? "fused kernels" : "the general kernel", 0, &other);
+    }
+}
+
 static float of_pattern(uint32_t pattern)
 {
     float x;
@@ -330,6 +382,8 @@ int main(int argc, char **argv)
     TEST("roots and quotients within a range and beyond it") check_arithmetic(BY_LENGTH(6, 12, 60));
     TEST("sums over slices") check_slices(host);
     TEST("states on a grid are written as the host writes them") check_written(host);
+    TEST("rows that begin within a tile") check_part(host);
+    TEST("neighbours of NaNs") check_beside_nan(host);
     TEST("any number of blocks") {
         grid_blocks = 1;
         check_golden(list, &cases[n / 2], &layouts[0]);
