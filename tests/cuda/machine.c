@@ -436,7 +436,9 @@ static inline __attribute__((always_inline)) void move(struct warp *w, const str
                                                        int is_store)
 {
     const int count = 1 << (r->how >> HOW_COUNT & 3), wide = flags & HOW_WIDE ? 8 : 4;
-    const enum hstep_access_kind reads = r->how & HOW_CONSTANT ? HSTEP_READS_CONSTANT : HSTEP_READS;
+    const enum hstep_access_kind reads = r->how & HOW_CONSTANT   ? HSTEP_READS_CONSTANT
+                                         : r->how & HOW_VOLATILE ? HSTEP_READS_VOLATILE
+                                                                 : HSTEP_READS;
     struct reach x = {r->how & HOW_SPACE, is_store ? HSTEP_WRITES : reads, (unsigned)(size * count)};
     struct places p;
     locate_all(w, r, &x, at(w, r->x[4]), &p);

@@ -19,7 +19,15 @@ struct row {
     uint32_t x[5];
     int32_t offset, line;
 };
-enum { HOW_SPACE = 7, HOW_SIZE = 3, HOW_COUNT = 5, HOW_SIGNED = 1 << 8, HOW_WIDE = 1 << 9, HOW_CONSTANT = 1 << 10 };
+enum {
+    HOW_SPACE = 7,
+    HOW_SIZE = 3,  /* a shift: log2 of the bytes */
+    HOW_COUNT = 5, /* a shift: log2 of the registers */
+    HOW_SIGNED = 1 << 8,
+    HOW_WIDE = 1 << 9, /* the registers have 64 bits */
+    HOW_CONSTANT = 1 << 10,
+    HOW_VOLATILE = 1 << 11
+};
 
 /* A frame holds its result and parameters, then the local memory, then the parameters of the function that it calls. */
 struct function {
@@ -28,7 +36,7 @@ struct function {
     int registers, frame, callees; /* bytes of registers and of a frame; where the frame of a callee begins */
     int local, local_bytes;        /* where local memory begins in the frame */
     int parameter_count, parameter_places[5], parameters[5]; /* of an entry: places and bytes */
-    int shared, variables, variable[4][2];                   /* shared memory: bytes; begin and end of each variable */
+    int shared, variables, variable[12][2];                  /* shared memory: bytes; begin and end of each variable */
 };
 
 /* A value that all lanes read: number + address, the address of what `of` says, number `index` of its table. */

@@ -20,7 +20,7 @@ POOLED = 1 << 31
 #: room for a function's result, at the begin of its frame
 RESULT_BYTES = 32
 NUMBER, VARIABLE, FUNCTION, PARAMETER = range(4)
-SIGNED, WIDE, CONSTANT = 1 << 8, 1 << 9, 1 << 10
+SIGNED, WIDE, CONSTANT, VOLATILE = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 SPECIAL = ["%tid.x", "%ctaid.x", "%nctaid.x", "%ntid.x"]
 NAME = r"[A-Za-z_$%][\w$]*"
 
@@ -86,7 +86,7 @@ class Module:
 
     def __init__(self, program, path):
         self.program, self.path = program, path
-        self.variables, self.functions = {}, {}
+        self.variables, self.functions, self.shared = {}, {}, SharedMemory()
         text = re.sub(r"//[^\n]*", "", open(path, encoding="utf-8").read())
         try:
             bodies = self.declare(text)
@@ -108,6 +108,8 @@ class Module:
             at = match.end()
             if match[2]:
                 words = match[2]
+                if self.shared.declare(words):
+                    continue
                 if ".func" not in words and not re.search(r"\.entry\b", words):
                     initialized.append(self.declare_variable(words))
             elif match[3]:
@@ -170,6 +172,31 @@ class Module:
         raise Refused("unknown: " + name)
 
 
+class SharedMemory:
+    """Variables of shared memory. Those of a module lie before an entry's own, at the same places
+    for all entries, because functions use them too."""
+
+    def __init__(self, others=None):
+        self.places = dict(others.places) if others else {}
+        self.spans = list(others.spans) if others else []
+
+    def declare(self, words):
+        """Returns False if the words do not declare shared memory."""
+        match = re.fullmatch(
+            rf"(?:\.visible\s+|\.weak\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+({NAME})\[(\d+)\]",
+            words.strip(),
+        )
+        if match:
+            # Nothing lies in the 64 bytes between two variables.
+            place = round_up(self.bytes() + (64 if self.spans else 0), int(match[1]))
+            self.places[match[2]] = place
+            self.spans.append((place, place + int(match[3])))
+        return bool(match)
+
+    def bytes(self):
+        return self.spans[-1][1] if self.spans else 0
+
+
 class Scope:
     def __init__(self, labels):
         self.registers, self.ranges, self.labels = {}, {}, labels
@@ -201,7 +228,7 @@ class Function:
             self.sizes.append((end, size))
             end = round_up(end + size, 16)
         self.local, self.local_bytes = round_up(end, 16), 0
-        self.shared, self.shared_bytes, self.variables = {}, 0, []
+        self.shared = SharedMemory(module.shared)
         self.register_bytes, self.places = 0, {}
         self.rows, self.uses, self.targets = [], [], {}
 
@@ -269,18 +296,10 @@ class Function:
                     self.scopes[-1].ranges[many[1]] = match[1]
                 else:
                     self.scopes[-1].registers[name.strip()] = self.new_register(match[1])
-        elif match := re.fullmatch(
-            rf"\.(local|shared)\s+\.align\s+(\d+)\s+\.b8\s+({NAME})\[(\d+)\]", text
-        ):
-            align, size = int(match[2]), int(match[4])
-            if match[1] == "local":
-                self.local_name, self.local_bytes = match[3], size
-            else:
-                # Nothing lies between two variables.
-                place = round_up(self.shared_bytes + (64 if self.variables else 0), align)
-                self.shared[match[3]] = place
-                self.variables.append((place, place + size))
-                self.shared_bytes = place + size
+        elif match := re.fullmatch(rf"\.local\s+\.align\s+\d+\s+\.b8\s+({NAME})\[(\d+)\]", text):
+            self.local_name, self.local_bytes = match[1], int(match[2])
+        elif self.shared.declare(text):
+            pass
         elif text.startswith(".param"):
             name, size = self.parameter(text)
             if name.startswith("retval") and size > RESULT_BYTES:
@@ -360,8 +379,8 @@ class Function:
             return self.program.pool.place(4 if size < 4 else size, number % (1 << 8 * size))
         if size != 8:
             self.refuse(f"operand {text} as {kind}")
-        if text in self.shared:
-            return self.program.pool.place(8, self.shared[text])
+        if text in self.shared.places:
+            return self.program.pool.place(8, self.shared.places[text])
         if self.is_entry and text in self.parameters:
             return self.program.pool.place(8, self.parameters[text], PARAMETER)
         try:
@@ -456,6 +475,9 @@ class Function:
         if words[-1:] == ["nc"]:
             words.pop()
             how |= CONSTANT
+        if words[:1] == ["volatile"] and not is_store:
+            words.pop(0)
+            how |= VOLATILE
         space = words.pop() if words else "generic"
         size = BYTES[kind]
         if words or space not in SPACES[:-1] or size * count > 16:
@@ -612,11 +634,11 @@ def write(program, path):
         places = braces(place for place, _ in sizes) if sizes else "{0}"
         lengths = braces(size for _, size in sizes) if sizes else "{0}"
         callees = f.callee_place()
-        variables = ", ".join(map(braces, f.variables)) or "{0}"
+        variables = ", ".join(map(braces, f.shared.spans)) or "{0}"
         add(
             f'{{"{f.name}", {int(f.is_entry)}, {f.first}, {f.register_bytes}, {callees}, {callees},'
             f" {f.local}, {f.local_bytes}, {len(sizes)}, {places}, {lengths},"
-            f" {f.shared_bytes}, {len(f.variables)}, {{{variables}}}}},"
+            f" {f.shared.bytes()}, {len(f.shared.spans)}, {{{variables}}}}},"
         )
     add("};\nconst struct row ptx_rows[] = {")
     for op, how, a, b, c, d, e, offset, line in program.rows:

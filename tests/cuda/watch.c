@@ -21,7 +21,7 @@ struct access {
 };
 struct cell {
     struct access write, read;
-    int32_t write_line, read_line; /* write_line: negative for an atomic addition */
+    int32_t write_line, read_line; /* negative for atomic additions, and if all reads were volatile */
 };
 
 enum { PAGE = 4096, SLOTS = 1 << 16 };
@@ -105,7 +105,7 @@ __attribute__((weak)) void *__asan_region_is_poisoned(void *p, size_t n);
 void hstep_watch(char *p, unsigned n, enum hstep_access_kind kind, const struct hstep_place *place, int lane, int line)
 {
     const struct access mine = {now, (uint16_t)place->block, (uint8_t)place->warp, (uint8_t)lane};
-    const int is_read = kind < HSTEP_WRITES, is_add = kind == HSTEP_ADDS;
+    const int is_read = kind < HSTEP_WRITES, is_strong = kind == HSTEP_ADDS || kind == HSTEP_READS_VOLATILE;
     if (__asan_region_is_poisoned && __asan_region_is_poisoned(p, n))
         report("beyond an allocation", place, lane, line, 0);
     /* n is a power of two and p a multiple of it, so that all cells lie in one page. */
@@ -113,16 +113,17 @@ void hstep_watch(char *p, unsigned n, enum hstep_access_kind kind, const struct 
         const int other = abs(c->write_line);
         if (kind == HSTEP_READS_CONSTANT && c->write.time >= launched)
             report("a read as constant of what the launch writes", place, lane, line, other);
-        if (is_unordered(&c->write, place, lane) && !(is_add && c->write_line < 0))
+        if (is_unordered(&c->write, place, lane) && !(is_strong && c->write_line < 0))
             report(is_read ? "a race, a read and a write" : "a race of two writes", place, lane, line, other);
         const int readers = is_unordered(&c->read, place, lane);
         if (is_read) {
             add_reader(&c->read, &mine, !readers);
-            c->read_line = line;
+            if (!readers || !is_strong || c->read_line < 0) c->read_line = is_strong ? -line : line;
         } else {
-            if (readers) report("a race, a write and a read", place, lane, line, c->read_line);
+            if (readers && !(is_strong && c->read_line < 0))
+                report("a race, a write and a read", place, lane, line, abs(c->read_line));
             c->write = mine;
-            c->write_line = is_add ? -line : line;
+            c->write_line = is_strong ? -line : line;
             c->read.time = 0;
         }
     }

@@ -1,5 +1,5 @@
 /* Looks at every access of emulated threads to memory that they share. Reports two accesses to one byte, one of them a
- * write, if no barrier and no end of a launch lies between them; an exchange is no barrier. Reports reads of shared or
+ * write, if no barrier and no end of a launch lies between them; an exchange is no barrier. Atomic additions and volatile reads are in no race with each other. Reports reads of shared or
  * local memory that nothing has written, and with AddressSanitizer's heap in the program accesses outside of blocks. */
 #ifndef HSTEP_TESTS_CUDA_WATCH_H
 #define HSTEP_TESTS_CUDA_WATCH_H
@@ -11,7 +11,7 @@ struct hstep_place {
     uint32_t block, warp;
     uint64_t block_since, warp_since;
 };
-enum hstep_access_kind { HSTEP_READS, HSTEP_READS_CONSTANT, HSTEP_WRITES, HSTEP_ADDS };
+enum hstep_access_kind { HSTEP_READS, HSTEP_READS_CONSTANT, HSTEP_READS_VOLATILE, HSTEP_WRITES, HSTEP_ADDS };
 
 enum { HSTEP_LANES = 255 };
 
