@@ -122,9 +122,10 @@ if(UNIX AND NOT HALFSTEP_TESTS STREQUAL UNIT AND HALFSTEP_CLANG AND HALFSTEP_PYT
     file(MAKE_DIRECTORY ${folder})
     halfstep_ptx(${folder}/${name}.ptx ${source})
     halfstep_ptx(${folder}/${name}_arithmetic.ptx ${PROJECT_SOURCE_DIR}/lab/gpu_arithmetic.cu)
+    set(parts ${folder}/${name}.ptx ${folder}/${name}_arithmetic.ptx ${tests}/cuda/faults.ptx)
     add_custom_command(OUTPUT ${folder}/${name}.c
-      COMMAND ${HALFSTEP_PYTHON} ${tests}/cuda/translate.py ${folder}/${name}.c ${folder}/${name}.ptx ${folder}/${name}_arithmetic.ptx
-      DEPENDS ${tests}/cuda/translate.py ${tests}/cuda/instructions.def ${folder}/${name}.ptx ${folder}/${name}_arithmetic.ptx)
+      COMMAND ${HALFSTEP_PYTHON} ${tests}/cuda/translate.py ${folder}/${name}.c ${parts}
+      DEPENDS ${tests}/cuda/translate.py ${tests}/cuda/instructions.def ${parts})
     add_library(cuda_${name} OBJECT EXCLUDE_FROM_ALL ${folder}/${name}.c)
     target_include_directories(cuda_${name} PRIVATE tests)
     # Tables of constants.

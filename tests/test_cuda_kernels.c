@@ -3,12 +3,16 @@
  * build/tests/test_cuda_few has the fused kernels of one rule (tests/cuda/few.cu); test_cuda_every has all. Cases whose
  * fused kernels are missing go through the general one. --short and --all change how many cases are run. */
 #include <inttypes.h>
+#include <signal.h>
 #include <stdlib.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "test.h"
 
 #include "cuda/emulate.h"
+#include "cuda/watch.h"
 #include "device/cuda/sequence.h"
 #include "device/host/host.h"
 #include "golden_case.h"
@@ -49,7 +53,7 @@ static int launch_phase(const struct hstep_call *call, int kernel, struct hstep_
     return launch_call(hstep_emulated_kernels[kernel].name, call, what);
 }
 
-static int wait(const struct hstep_context *c) { return (void)c, HALFSTEP_OK; }
+static int wait_for(const struct hstep_context *c) { return (void)c, HALFSTEP_OK; }
 static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
 {
     const int kernel = hstep_cuda_find_fused(t);
@@ -154,7 +158,7 @@ static struct hstep_device emulated = {
     .release = hstep_host_release,
     .zero = zero,
     .copy = hstep_host_copy,
-    .wait = wait,
+    .wait = wait_for,
     .find_fused = find_fused,
     .workspace = workspace,
     .scan = scan,
@@ -361,6 +365,50 @@ static void check_arithmetic(int pieces)
     CHECK(beyond > pieces * 10 && beyond < pieces * (PIECE / 4 - 10), "%d fours are beyond the range", beyond);
 }
 
+/* Runs an entry of tests/cuda/faults.ptx in a process of its own. Returns what the machine found: 'f' a fault, 'w' what
+ * the watch reports, '-' nothing. */
+static char outcome(const char *name)
+{
+    fflush(NULL);
+    const pid_t child = fork();
+    int status = 0;
+    if (!child) {
+        uint32_t *memory = malloc(HSTEP_CUDA_THREADS * sizeof *memory);
+        if (!memory || !freopen("/dev/null", "w", stderr)) _exit(2);
+        memset(memory, 0, HSTEP_CUDA_THREADS * sizeof *memory);
+        hstep_emulation.watch = 1;
+        if (hstep_emulate_entry(name, 1, (void *[]){&memory})) _exit(2);
+        _exit(hstep_emulated_reports() ? 3 : 0);
+    }
+    waitpid(child, &status, 0);
+    if (WIFSIGNALED(status)) return WTERMSIG(status) == SIGABRT ? 'f' : '?';
+    return WEXITSTATUS(status) == 3 ? 'w' : WEXITSTATUS(status) == 0 ? '-' : '?';
+}
+
+static void check_faults(void)
+{
+    const struct {
+        const char *name;
+        char expected;
+    } rows[] = {{"sound", '-'},
+                {"misaligned", 'f'},
+                {"shared_as_generic", 'f'},
+                {"shared_as_global", 'f'},
+                {"beyond_shared", 'f'},
+                {"beyond_parameters", 'f'},
+                {"meets_in_two_places", 'f'},
+                {"leaves_a_warp", 'f'},
+                {"leaves_a_block", 'f'},
+                {"races_of_writes", 'w'},
+                {"races_after_an_exchange", 'w'},
+                {"reads_unwritten", 'w'},
+                {"beyond_an_allocation", hstep_watch_knows_heap() ? 'w' : '-'}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const char found = outcome(rows[i].name);
+        CHECK(found == rows[i].expected, "%s: '%c', expected '%c'", rows[i].name, found, rows[i].expected);
+    }
+}
+
 int main(int argc, char **argv)
 {
     int n = 0;
@@ -398,6 +446,7 @@ int main(int argc, char **argv)
     TEST("no access is a race, out of bounds, or to unwritten memory")
         CHECK(!hstep_emulated_reports(), "the watch has reported %ld accesses", hstep_emulated_reports());
     TEST("roots and quotients within a range and beyond it") check_arithmetic(BY_LENGTH(6, 12, 60));
+    TEST("kernels that are wrong are noticed") check_faults();
     TEST("sums over slices") check_slices(host);
     TEST("states on a grid are written as the host writes them") check_written(host);
     TEST("rows that begin within a tile") check_part(host);

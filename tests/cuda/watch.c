@@ -102,6 +102,8 @@ static void add_reader(struct access *a, const struct access *reader, int is_new
 
 __attribute__((weak)) void *__asan_region_is_poisoned(void *p, size_t n);
 
+int hstep_watch_knows_heap(void) { return __asan_region_is_poisoned != NULL; }
+
 void hstep_watch(char *p, unsigned n, enum hstep_access_kind kind, const struct hstep_place *place, int lane, int line)
 {
     const struct access mine = {now, (uint16_t)place->block, (uint8_t)place->warp, (uint8_t)lane};

@@ -1,6 +1,9 @@
-/* Looks at every access of emulated threads to memory that they share. Reports two accesses to one byte, one of them a
- * write, if no barrier and no end of a launch lies between them; an exchange is no barrier. Atomic additions and volatile reads are in no race with each other. Reports reads of shared or
- * local memory that nothing has written, and with AddressSanitizer's heap in the program accesses outside of blocks. */
+/* Looks at every access of emulated threads to memory that they share.
+ *
+ * A race is two accesses to one byte, one of them a write, if no barrier and no end of a launch lies between them. An
+ * exchange is no barrier. Atomic additions and volatile reads are in no race with each other. Reads of shared or local
+ * memory that nothing has written are reported too. So are accesses outside of allocations, if AddressSanitizer's heap is
+ * in the program. */
 #ifndef HSTEP_TESTS_CUDA_WATCH_H
 #define HSTEP_TESTS_CUDA_WATCH_H
 
@@ -15,6 +18,8 @@ enum hstep_access_kind { HSTEP_READS, HSTEP_READS_CONSTANT, HSTEP_READS_VOLATILE
 
 enum { HSTEP_LANES = 255 };
 
+/* Returns 1 if the program has AddressSanitizer's heap. */
+int hstep_watch_knows_heap(void);
 void hstep_watch_launch(const char *name);
 /* Returns the time after a barrier. */
 uint64_t hstep_watch_now(void);
