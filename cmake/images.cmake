@@ -21,6 +21,24 @@ function(halfstep_find_clang)
   endif()
 endfunction()
 
+# The least compute capability, of which the PTX is.
+set(HALFSTEP_CUDA_PTX 80)
+
+# Makes PTX of a source: what drivers compile, and tests translate.
+function(halfstep_ptx output source)
+  find_program(HALFSTEP_CCACHE ccache DOC "Keeps what clang has compiled")
+  mark_as_advanced(HALFSTEP_CCACHE)
+  set(launcher "")
+  if(HALFSTEP_CCACHE)
+    set(launcher ${HALFSTEP_CCACHE})
+  endif()
+  add_custom_command(OUTPUT ${output}
+    COMMAND ${launcher} ${HALFSTEP_CLANG} -x cuda --cuda-device-only --cuda-gpu-arch=sm_${HALFSTEP_CUDA_PTX} -nocudainc -nocudalib
+            -Xclang -target-feature -Xclang +ptx74 -ffp-contract=off -std=c++17 -O2 -Wno-everything -I${PROJECT_SOURCE_DIR}/src
+            -I${PROJECT_SOURCE_DIR}/include -MD -MF ${output}.d -MT ${output} -S -o ${output} ${source}
+    DEPENDS ${source} DEPFILE ${output}.d)
+endfunction()
+
 # Finds the assembler: the one that is named, that of the Python index (ON), or whichever is in the path. Its version
 # has to know the architectures.
 function(halfstep_find_ptxas)
@@ -42,9 +60,7 @@ function(halfstep_find_ptxas)
 endfunction()
 
 function(halfstep_device_images result)
-  # The least compute capability, of which the PTX is, and those that get machine code, newest first. GPUs of 8.6 and
-  # 8.9 run the code of 8.0.
-  set(HALFSTEP_CUDA_PTX 80)
+  # GPUs of 8.6 and 8.9 run the code of 8.0.
   set(HALFSTEP_CUDA_ARCHITECTURES 120 100 90 80 CACHE STRING "Architectures that get machine code, newest first")
   set(source ${PROJECT_SOURCE_DIR}/src/device/cuda/code/kernels.cu)
   set(output ${PROJECT_BINARY_DIR}/cuda_images.c)
@@ -73,17 +89,8 @@ function(halfstep_device_images result)
     else()
       message(STATUS "${by}, machine code by ${HALFSTEP_PTXAS} ${HALFSTEP_PTXAS_VERSION}")
     endif()
-    find_program(HALFSTEP_CCACHE ccache DOC "Keeps what clang has compiled")
-    mark_as_advanced(HALFSTEP_CCACHE)
-    if(NOT HALFSTEP_CCACHE)
-      set(HALFSTEP_CCACHE "")
-    endif()
     set(ptx ${PROJECT_BINARY_DIR}/kernels.ptx)
-    add_custom_command(OUTPUT ${ptx}
-      COMMAND ${HALFSTEP_CCACHE} ${HALFSTEP_CLANG} -x cuda --cuda-device-only --cuda-gpu-arch=sm_${HALFSTEP_CUDA_PTX} -nocudainc -nocudalib
-              -Xclang -target-feature -Xclang +ptx74 -ffp-contract=off -std=c++17 -O2 -Wno-everything -I${PROJECT_SOURCE_DIR}/src
-              -I${PROJECT_SOURCE_DIR}/include -MD -MF ${ptx}.d -MT ${ptx} -S -o ${ptx} ${source}
-      DEPENDS ${source} DEPFILE ${ptx}.d)
+    halfstep_ptx(${ptx} ${source})
     if(NOT HALFSTEP_PTXAS_VERSION VERSION_LESS 12.8)
       foreach(architecture IN LISTS HALFSTEP_CUDA_ARCHITECTURES)
         set(cubin ${PROJECT_BINARY_DIR}/kernels.sm_${architecture}.cubin)

@@ -16,6 +16,12 @@ CUDA_KERNEL void roots(float *x, uint32_t first)
     x[i + VL - 1] = v_sqrt(v_set(hstep_number(from + VL - 1))).x[0];
 }
 
+CUDA_KERNEL void roots_of(float *x)
+{
+    const size_t i = thread_of_grid();
+    if (i % VL == 0) v_store(x + i, v_sqrt(v_load(x + i)));
+}
+
 CUDA_KERNEL void quotients(float *x, const float *y)
 {
     const size_t i = thread_of_grid();

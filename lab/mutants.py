@@ -60,7 +60,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDERS = ("src/", "python/halfstep/", "tools/")
 KERNELS = re.compile(
-    r"/(kernels|row_kernels|emulate|test_vec_unit)\.c\.o$"
+    r"/(kernels|row_kernels|test_vec_unit)\.c\.o$"
 )  # compiled for minutes, per instruction set
 DROPPED = {"no-compile", "equivalent", "not-executed"}
 COLUMNS = ["id", "file", "line", "kind", "before", "after", "status", "test", "tests", "seconds"]

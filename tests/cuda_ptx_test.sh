@@ -1,5 +1,5 @@
 #!/bin/bash
-# Compiles the GPU kernels as device code: clang makes PTX of the same source that the emulation runs, without any
+# Compiles the GPU kernels as device code: clang makes PTX of them, which the emulation runs too, without any
 # toolkit. Every row of kernels.def is an entry, and nothing is left for a linker. No product is fused with a sum,
 # except in roots and quotients. If ptxas can be found (PTXAS, or of the Python index, or in the path), it assembles the
 # PTX for each architecture in PTX_ARCHITECTURES, as the build does. The table that the build makes of the results must

@@ -8,6 +8,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "ref/fixture.h"
+#include "ref/nan_neighbours.h"
 #include "tables/tables.h"
 #include "vec/scalar.h"
 
@@ -833,6 +834,22 @@ static void test_slots(void)
             }
 }
 
+/* No bit of a NaN reaches its neighbours, on any instruction set. */
+static void test_neighbours(void)
+{
+    static struct neighbours other;
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        const halfstep_format_info format = format_info(row);
+        int first = 1;
+        for (int32_t isa = 0; format.block && isa < halfstep_isa_count(); isa++) {
+            if (!halfstep_isa_available(isa)) continue;
+            MUST(halfstep_set_isa(halfstep_isa_name(isa)));
+            for (int fused = 0; fused < 2; fused++, first = 0)
+                check_neighbours(format.name, fused, halfstep_isa_name(isa), first, &other);
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
@@ -850,6 +867,7 @@ int main(int argc, char **argv)
     TEST("worst cases as stated") test_bounds();
     TEST("every block format keeps what is stated of it") test_kept();
     TEST("positive second moments") test_positive();
+    TEST("neighbours of NaNs") test_neighbours();
     for (int i = 0; i < hstep_isa_count(); i++) {
         char title[64];
         if (!hstep_isa_available(i)) continue;

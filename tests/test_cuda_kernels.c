@@ -1,19 +1,24 @@
-/* Runs the GPU kernels, emulated (tests/cuda/emulate.h), behind a device that launches them one after another. Every
- * case of tests/golden/hashes.txt must have its hash. A run without arguments takes every ninth case, and some in
- * shards of rows and of columns; --short: a 61st of them; --all: all. */
+/* Runs the GPU kernels on the processor (tests/cuda/emulate.h), behind a device that launches them one after another.
+ * Cases of tests/golden/hashes.txt must have their hashes, some of them in shards of rows and of columns.
+ * build/tests/test_cuda_few has the fused kernels of one rule (tests/cuda/few.cu); test_cuda_every has all. Cases whose
+ * fused kernels are missing go through the general one. --short and --all change how many cases are run. */
 #include <inttypes.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
-#ifdef _WIN32
-int main(void) { return 0; }
-#else
+#include "test.h"
 
 #include "cuda/emulate.h"
+#include "cuda/watch.h"
 #include "device/cuda/sequence.h"
 #include "device/host/host.h"
 #include "golden_case.h"
 #include "handle/optimizer.h"
 #include "ref/fixture.h"
+#include "ref/nan_neighbours.h"
 
 /* ---- The device ---- */
 
@@ -29,9 +34,9 @@ static int launch(const char *name, void *subject, const struct hstep_cuda_what 
         if (strcmp(kernel->name, name)) continue;
         launches++;
         int blocks = kernel->shape == HSTEP_CUDA_ONE ? 1 : grid_blocks;
-        return hstep_emulate(kernel, blocks, HSTEP_CUDA_THREADS, 0, parameters) ? MEMORY : OK;
+        return hstep_emulate(kernel, blocks, HSTEP_CUDA_THREADS, 0, parameters) ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK;
     }
-    return NAME;
+    return HALFSTEP_ERROR_NAME;
 }
 
 /* Launches without the caller's context, because kernels must not look at how the host wants its work run. */
@@ -44,14 +49,16 @@ static int launch_call(const char *name, const struct hstep_call *call, struct h
 
 static int launch_phase(const struct hstep_call *call, int kernel, struct hstep_cuda_what what)
 {
-    if (leave_out_fused && kernel >= HSTEP_CUDA_FUSED) return OK;
+    if (leave_out_fused && kernel >= HSTEP_CUDA_FUSED) return HALFSTEP_OK;
     return launch_call(hstep_emulated_kernels[kernel].name, call, what);
 }
 
-static int wait_for_nothing(const struct hstep_context *c) { return (void)c, OK; }
+static int wait_for(const struct hstep_context *c) { return (void)c, HALFSTEP_OK; }
 static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
 {
-    return (void)c, (void)adjusted, hstep_cuda_find_fused(t);
+    const int kernel = hstep_cuda_find_fused(t);
+    (void)c, (void)adjusted;
+    return kernel >= 0 && hstep_emulated_is_empty(&hstep_emulated_kernels[kernel]) ? -1 : kernel;
 }
 
 static size_t workspace(const struct hstep_tensor *t) { return (size_t)hstep_cuda_workspace(t); }
@@ -151,7 +158,7 @@ static struct hstep_device emulated = {
     .release = hstep_host_release,
     .zero = zero,
     .copy = hstep_host_copy,
-    .wait = wait_for_nothing,
+    .wait = wait_for,
     .find_fused = find_fused,
     .workspace = workspace,
     .scan = scan,
@@ -188,13 +195,13 @@ static double estimate_slices(const struct hstep_device *device, int64_t row, do
     one_hyper(&t, "slice_p", slice);
     one_start(&t);
     for (int i = 0; i < SLICED; i++) weights[i] = (float)next_normal(&s);
-    one_write(&t, WEIGHT, weights);
+    one_write(&t, HALFSTEP_SLOT_WEIGHT, weights);
     for (int step = 0; step < 8; step++) {
         for (int i = 0; i < SLICED; i++) weights[i] = (float)(0.01 * (i % 7 - 2) * (1 + 0.1 * next_normal(&s)));
-        one_write(&t, GRADIENT, weights);
+        one_write(&t, HALFSTEP_SLOT_GRADIENT, weights);
         MUST(one_step(&t));
     }
-    one_read(&t, WEIGHT, weights);
+    one_read(&t, HALFSTEP_SLOT_WEIGHT, weights);
     MUST(get_scalar(t.o, 0, "d", &d));
     one_close(&t);
     hstep_default_device = before;
@@ -221,7 +228,7 @@ static void check_slices(const struct hstep_device *host)
 /* Values written into second moments on a grid that has moved must be those that the host writes. */
 static void check_written(const struct hstep_device *host)
 {
-    enum { GRIDDED = STATE + 1, ROWS = 4, COLUMNS = 320 };
+    enum { GRIDDED = HALFSTEP_SLOT_STATE + 1, ROWS = 4, COLUMNS = 320 };
     static float values[ROWS * COLUMNS], read[2][ROWS * COLUMNS];
     struct source s = {31};
     for (int i = 0; i < ROWS * COLUMNS; i++) values[i] = (float)next_unit(&s);
@@ -233,16 +240,68 @@ static void check_written(const struct hstep_device *host)
             struct one t;
             snprintf(recipe, sizeof recipe, "adam/f32/%s", format.name);
             hstep_default_device = far ? &emulated : host;
-            one_new(&t, recipe, 2, ROWS, COLUMNS, "f32");
+            one_open(&t, recipe, 2, ROWS, COLUMNS, "f32");
+            one_start(&t);
             MUST(set_scalar(t.o, 0, "exp_avg_sq.grid", 0.75));
             one_write(&t, GRIDDED, values);
             one_read(&t, GRIDDED, read[far]);
             one_close(&t);
         }
-        CHECK(!memcmp(read[0], read[1], sizeof read[0]), "%s: written as %g, not %g", format.name, read[1][0],
-              read[0][0]);
+        CHECK(!memcmp(read[0], read[1], sizeof read[0]), "%s: written as %g, not %g", format.name, (double)read[1][0],
+              (double)read[0][0]);
     }
     hstep_default_device = &emulated;
+}
+
+/* Rows of a part need not begin with a tile. Element 65,536, where random words get another key, lies within the first
+ * 256 elements of row 60 here. */
+enum { PART_COLUMNS = 1024, PART_LEFT = 32, PART_ROWS = 70, PART = PART_ROWS * PART_COLUMNS };
+
+static void step_part(const struct hstep_device *device, uint16_t *weight, float (*states)[PART])
+{
+    static uint16_t gradient[PART];
+    struct source s = {5};
+    void *weights[] = {weight};
+    const void *gradients[] = {gradient};
+    hstep_default_device = device;
+    halfstep_optimizer *o = new_optimizer("adamw/bf16-sr/int8", 1, 3);
+    MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+    ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = PART_ROWS, .row_length = PART_COLUMNS + 2 * PART_LEFT,
+               .first_column = PART_LEFT, .n_rows = PART_ROWS, .n_columns = PART_COLUMNS, .gradient = "bf16");
+    MUST(halfstep_allocate_states(o));
+    for (int i = 0; i < PART; i++) {
+        weight[i] = (uint16_t)(0x3f80 + (next64(&s) & 0x807f));
+        gradient[i] = (uint16_t)(0x3c00 + (next64(&s) & 0x81ff));
+    }
+    for (int step = 0; step < 3; step++) MUST(halfstep_step(o, weights, gradients));
+    for (int j = 0; j < 2; j++) MUST(halfstep_read_slot(o, 0, HALFSTEP_SLOT_STATE + j, NULL, 0, PART_ROWS, states[j]));
+    halfstep_destroy(o);
+    hstep_default_device = &emulated;
+}
+
+static void check_part(const struct hstep_device *host)
+{
+    static uint16_t weight[2][PART];
+    static float states[2][2][PART];
+    step_part(host, weight[0], states[0]);
+    step_part(&emulated, weight[1], states[1]);
+    CHECK(!memcmp(weight[0], weight[1], sizeof *weight) && !memcmp(states[0], states[1], sizeof *states),
+          "a part of columns has other bits than on the host");
+}
+
+/* No bit of a NaN reaches its neighbours, which are those of the host. */
+static void check_beside_nan(const struct hstep_device *host)
+{
+    static struct neighbours other;
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        const halfstep_format_info format = format_info(row);
+        if (!format.block) continue;
+        hstep_default_device = host;
+        step_neighbours(format.name, 0x7fc00000, 0x7fc00000, 1, &other);
+        hstep_default_device = &emulated;
+        for (int fused = 0; fused < 2; fused++)
+            check_neighbours(format.name, fused, fused ? "fused kernels" : "the general kernel", 0, &other);
+    }
 }
 
 static float of_pattern(uint32_t pattern)
@@ -267,32 +326,87 @@ static float operand(struct source *s, int any, uint32_t like)
     return of_pattern((any < 2 || !(bits >> 27 & 15) ? bits & 0x80000000 : 0) | exponent << 23 | (mantissa & 0x7fffff));
 }
 
-/* Computes four at a time, with the ends of the range among them, and compares with the processor's results. */
-static void check_arithmetic(int fours)
+enum { PIECE = 1 << 14 };
+
+/* Computes roots and quotients four at a time, with the ends of the ranges among them, and compares with the
+ * processor's results. Returns how many fours are beyond the range of the fast ways (vec/cuda_roots.h). */
+static int check_piece(struct source *s, int kind)
+{
+    static float a[PIECE], b[PIECE], found[PIECE];
+    const float *second = b;
+    float *first = found;
+    int beyond = 0;
+    for (int i = 0; i < PIECE; i += 4) {
+        const uint32_t like = (uint32_t)next64(s);
+        int inside = 1;
+        for (int j = i; j < i + 4; j++) {
+            a[j] = operand(s, kind, like);
+            b[j] = j % 256 ? operand(s, kind, like) : 0.0f;
+            inside &= fabsf(a[j] / b[j]) >= 0x1p-100f && fabsf(a[j]) >= 0x1p-100f;
+        }
+        beyond += !inside;
+    }
+    memcpy(found, a, sizeof a);
+    CHECK(!hstep_emulate_entry("quotients", PIECE / 256, (void *[]){&first, &second}), "no kernel of quotients");
+    for (int i = 0; i < PIECE; i++)
+        CHECK(same(found[i], a[i] / b[i]), "%a / %a is %a", (double)a[i], (double)b[i], (double)found[i]);
+    memcpy(found, a, sizeof a);
+    CHECK(!hstep_emulate_entry("roots_of", PIECE / 256, (void *[]){&first}), "no kernel of roots");
+    for (int i = 0; i < PIECE; i++)
+        CHECK(same(found[i], sqrtf(a[i])), "the root of %a is %a", (double)a[i], (double)found[i]);
+    return beyond;
+}
+
+static void check_arithmetic(int pieces)
 {
     struct source s = {21};
-    long ways[4] = {0}, wrong_root = 0, wrong_quotient = 0;
-    for (int n = 0; n < fours; n++) {
-        float a[4], b[4], root[4], quotient[4], quotient0[4];
-        const uint32_t like = (uint32_t)next64(&s);
-        for (int i = 0; i < 4; i++) {
-            a[i] = operand(&s, n % 3, like);
-            b[i] = n % 64 ? operand(&s, n % 3, like) : 0.0f;
-        }
-        ways[hstep_emulated_arithmetic(a, b, root, quotient, quotient0)]++;
-        for (int i = 0; i < 4; i++) {
-            const float exact = a[i] / b[i];
-            wrong_root += !same(hstep_emulated_root(a[i]), sqrtf(a[i]));
-            wrong_quotient += !same(hstep_emulated_quotient(a[i], b[i]), exact);
-            CHECK(same(root[i], sqrtf(a[i])), "the root of %a is %a", a[i], root[i]);
-            CHECK(same(quotient[i], exact), "%a / %a is %a", a[i], b[i], quotient[i]);
-            CHECK(same(quotient0[i], b[i] == 0.0f ? 0.0f : exact), "%a / %a or 0 is %a", a[i], b[i], quotient0[i]);
-        }
+    int beyond = 0;
+    for (int n = 0; n < pieces; n++) beyond += check_piece(&s, n % 3);
+    CHECK(beyond > pieces * 10 && beyond < pieces * (PIECE / 4 - 10), "%d fours are beyond the range", beyond);
+}
+
+/* Runs an entry of tests/cuda/faults.ptx in a process of its own. Returns what the machine found: 'f' a fault, 'w' what
+ * the watch reports, '-' nothing. */
+static char outcome(const char *name)
+{
+    fflush(NULL);
+    const pid_t child = fork();
+    int status = 0;
+    if (!child) {
+        uint32_t *memory = malloc(HSTEP_CUDA_THREADS * sizeof *memory);
+        if (!memory || !freopen("/dev/null", "w", stderr)) _exit(2);
+        memset(memory, 0, HSTEP_CUDA_THREADS * sizeof *memory);
+        hstep_emulation.watch = 1;
+        if (hstep_emulate_entry(name, 1, (void *[]){&memory})) _exit(2);
+        _exit(hstep_emulated_reports() ? 3 : 0);
     }
-    CHECK(ways[0] > fours / 100 && ways[3] > fours / 100, "%ld fours by neither short way, %ld by both", ways[0],
-          ways[3]);
-    CHECK(wrong_root > fours / 100 && wrong_quotient > fours / 100,
-          "without a range %ld roots and %ld quotients are wrong", wrong_root, wrong_quotient);
+    waitpid(child, &status, 0);
+    if (WIFSIGNALED(status)) return WTERMSIG(status) == SIGABRT ? 'f' : '?';
+    return WEXITSTATUS(status) == 3 ? 'w' : WEXITSTATUS(status) == 0 ? '-' : '?';
+}
+
+static void check_faults(void)
+{
+    const struct {
+        const char *name;
+        char expected;
+    } rows[] = {{"sound", '-'},
+                {"misaligned", 'f'},
+                {"shared_as_generic", 'f'},
+                {"shared_as_global", 'f'},
+                {"beyond_shared", 'f'},
+                {"beyond_parameters", 'f'},
+                {"meets_in_two_places", 'f'},
+                {"leaves_a_warp", 'f'},
+                {"leaves_a_block", 'f'},
+                {"races_of_writes", 'w'},
+                {"races_after_an_exchange", 'w'},
+                {"reads_unwritten", 'w'},
+                {"beyond_an_allocation", hstep_watch_knows_heap() ? 'w' : '-'}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const char found = outcome(rows[i].name);
+        CHECK(found == rows[i].expected, "%s: '%c', expected '%c'", rows[i].name, found, rows[i].expected);
+    }
 }
 
 int main(int argc, char **argv)
@@ -303,18 +417,40 @@ int main(int argc, char **argv)
     struct golden_case *cases = golden_cases(&n);
     if (!cases) return 1;
     const struct hstep_device *host = hstep_default_device;
+    const int is_few = hstep_emulated_is_empty(&hstep_emulated_kernels[HSTEP_CUDA_fused_lion_f32_f32]);
     hstep_default_device = &emulated;
     const struct golden_layout layouts[] = {
         {.threads = 1}, {.threads = 1, .parts = 2, .states_bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1}};
+    /* The watch looks at every access of every kernel. A run of all cases leaves it out, as it takes three times as long. */
+    const int watch = BY_LENGTH(1, !is_few, 0);
     const char *const names[] = {"golden cases", "in 2 shards of rows", "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)
         TEST(names[l]) {
-            int stride = BY_LENGTH(61, 9, 1) * (l ? 17 : 1);
+            int stride = BY_LENGTH(61, is_few ? 29 : 9, 1) * (l ? 17 : 1);
+            hstep_emulation.watch = watch;
             for (int i = l % stride; i < n; i += stride) check_golden(list, &cases[i], &layouts[l]);
+            hstep_emulation.watch = 0;
         }
-    TEST("roots and quotients within a range and beyond it") check_arithmetic(BY_LENGTH(20000, 100000, 400000));
+    TEST("in any order, with any estimates, the bits are the same") {
+        for (int i = 0; i < 4; i++) {
+            const int stride = BY_LENGTH(601, is_few ? 401 : 151, 61);
+            hstep_emulation = (struct hstep_emulation){.watch = watch,
+                                                       .order = i % 2 ? HSTEP_ORDER_RANDOM : HSTEP_ORDER_REVERSE,
+                                                       .estimates = HSTEP_ESTIMATES_NEAREST + i,
+                                                       .seed = (uint64_t)i};
+            for (int j = 7 * i; j < n; j += stride) check_golden(list, &cases[j], &layouts[0]);
+            check_arithmetic(2);
+        }
+        hstep_emulation = (struct hstep_emulation){0};
+    }
+    TEST("no access is a race, out of bounds, or to unwritten memory")
+        CHECK(!hstep_emulated_reports(), "the watch has reported %ld accesses", hstep_emulated_reports());
+    TEST("roots and quotients within a range and beyond it") check_arithmetic(BY_LENGTH(6, 12, 60));
+    TEST("kernels that are wrong are noticed") check_faults();
     TEST("sums over slices") check_slices(host);
     TEST("states on a grid are written as the host writes them") check_written(host);
+    TEST("rows that begin within a tile") check_part(host);
+    TEST("neighbours of NaNs") check_beside_nan(host);
     TEST("any number of blocks") {
         grid_blocks = 1;
         check_golden(list, &cases[n / 2], &layouts[0]);
@@ -335,19 +471,19 @@ int main(int argc, char **argv)
     TEST("whole tiles are the fused kernels' alone") {
         int without = 0, of = 0;
         leave_out_fused = 1;
-        for (int i = 0; i < n; i += 61, of++) {
+        for (int i = 0; i < n; i += is_few ? 41 : 61) {
+            if (is_few && strncmp(cases[i].recipe, "adamw/", 6)) continue;
+            of++;
             uint64_t hash = 0, expected = 0;
             char error[300] = "";
             without += !golden_expected(list, &cases[i], &expected) ||
                        golden_run(&cases[i], &layouts[0], &hash, error, sizeof error) || hash != expected;
         }
         leave_out_fused = 0;
-        CHECK(3 * without > of, "%d of %d hashes differ without the fused kernels", without, of);
+        CHECK(is_few ? without > 0 : 3 * without > of, "%d of %d hashes differ without the fused kernels", without, of);
     }
     printf("     %ld launches\n", launches);
     free(cases);
     free(list);
     return test_done();
 }
-
-#endif

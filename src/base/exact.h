@@ -62,47 +62,90 @@ HSTEP_INLINE void hstep_exact_normalize(int64_t acc[HSTEP_EXACT_LIMBS])
     acc[k] += carry;
 }
 
+/* What rounding needs to know of a sum whose limbs come one by one, from the lowest up. A digit is a limb after
+ * carries. */
+struct hstep_exact_top {
+    int64_t carry;
+    int limb;                          /* the highest limb whose digit is not 0, or 0 */
+    int64_t high, middle, low, rest;   /* its digit, the two below it, and the OR of all lower ones */
+    int64_t last, last_but_one, below; /* the last two digits, and the OR of all lower ones */
+};
+
+/* Takes limb k of a sum. */
+HSTEP_INLINE void hstep_exact_take(struct hstep_exact_top *t, int k, int64_t limb)
+{
+    int64_t sum = limb + t->carry, digit = k < HSTEP_EXACT_LIMBS - 1 ? sum & 0xFFFFFFFF : sum;
+    t->carry = (sum - digit) / ((int64_t)1 << 32);
+    if (digit) {
+        t->limb = k;
+        t->high = digit;
+        t->middle = t->last;
+        t->low = t->last_but_one;
+        t->rest = t->below;
+    }
+    t->below |= t->last_but_one;
+    t->last_but_one = t->last;
+    t->last = digit;
+}
+
+/* Returns the sum without its sign as the pattern of a double. */
+HSTEP_INLINE uint64_t hstep_exact_pattern(const struct hstep_exact_top *t)
+{
+    uint64_t high = (uint64_t)t->high, middle = (uint64_t)t->middle, low = (uint64_t)t->low, rest = (uint64_t)t->rest;
+    int width = 0;
+    while (high >> width) width++;
+    /* Bit `lowest` is the unit in the last place of a 53-bit result. Bit 0 is the smallest subnormal. */
+    int lowest = 32 * t->limb + width - 53;
+    if (lowest <= 0) return t->limb ? high << 32 | middle : high;
+    if (lowest >= 2046) return (uint64_t)2047 << 52;
+    /* The lowest of the digits that hold the result is two below the highest, or one below it. */
+    if ((lowest - 1) / 32 != t->limb - 2) {
+        rest |= low;
+        low = middle;
+        middle = high;
+        high = 0;
+    }
+    int shift = (lowest - 1) % 32;
+    uint64_t both = low | middle << 32;
+    /* The 53 bits of the result and the next lower bit. */
+    uint64_t window = both >> shift | high << 1 << (63 - shift), mantissa = window >> 1;
+    rest |= both & (((uint64_t)1 << shift) - 1);
+    mantissa += (window & 1) && (rest || (mantissa & 1));
+    /* Adds instead of inserting, so that bit 52 and a carry out of the rounding run into the exponent, up to
+     * infinity. */
+    return ((uint64_t)lowest << 52) + mantissa;
+}
+
+/* A sum whose limbs come one by one, and its negative. Only one of the two has no negative digit. */
+struct hstep_exact_rounding {
+    struct hstep_exact_top plus, minus;
+};
+
+HSTEP_INLINE void hstep_exact_next(struct hstep_exact_rounding *r, int k, int64_t limb)
+{
+    hstep_exact_take(&r->plus, k, limb);
+    hstep_exact_take(&r->minus, k, -limb);
+}
+
 /* Returns the sum as a double, rounded once to nearest even. Returns +0 for zero, and infinity beyond the largest
- * double. */
+ * double. Requires all limbs to be taken. */
+HSTEP_INLINE double hstep_exact_end(const struct hstep_exact_rounding *r)
+{
+    uint64_t bits =
+        r->plus.last < 0 ? (uint64_t)1 << 63 | hstep_exact_pattern(&r->minus) : hstep_exact_pattern(&r->plus);
+    double value;
+    memcpy(&value, &bits, 8);
+    return value;
+}
+
+/* Returns the sum as hstep_exact_end() does. Keeps no copy of the limbs, because a GPU's threads have little memory of
+ * their own. */
 HSTEP_INLINE double hstep_exact_round(const int64_t acc[HSTEP_EXACT_LIMBS])
 {
-    int64_t digits[HSTEP_EXACT_LIMBS + 1];
-    uint64_t result = 0;
-    double value;
-    int k, top;
-    memcpy(digits, acc, sizeof(int64_t) * HSTEP_EXACT_LIMBS);
-    hstep_exact_normalize(digits);
-    if (digits[HSTEP_EXACT_LIMBS - 1] < 0) {
-        for (k = 0; k < HSTEP_EXACT_LIMBS; k++) digits[k] = -digits[k];
-        hstep_exact_normalize(digits);
-        result = (uint64_t)1 << 63;
-    }
-    digits[HSTEP_EXACT_LIMBS] = 0;
-    for (top = HSTEP_EXACT_LIMBS - 1; top > 0 && digits[top] == 0; top--) {
-    }
-    int width = 0;
-    while (digits[top] >> width) width++;
-    /* Bit `lowest` is the unit in the last place of a 53-bit result. Bit 0 is the smallest subnormal. */
-    int lowest = 32 * top + width - 53;
-    if (lowest <= 0) {
-        result |= (uint64_t)digits[1] << 32 | (uint64_t)digits[0];
-    } else if (lowest >= 2046) {
-        result |= (uint64_t)2047 << 52;
-    } else {
-        int limb = (lowest - 1) / 32, shift = (lowest - 1) % 32;
-        uint64_t low = (uint64_t)digits[limb] | (uint64_t)digits[limb + 1] << 32;
-        /* The 53 bits of the result and the next lower bit. */
-        uint64_t window = low >> shift | (uint64_t)digits[limb + 2] << 1 << (63 - shift);
-        uint64_t rest = low & (((uint64_t)1 << shift) - 1);
-        for (k = 0; k < limb; k++) rest |= (uint64_t)digits[k];
-        uint64_t mantissa = window >> 1;
-        mantissa += (window & 1) && (rest || (mantissa & 1));
-        /* Adds instead of inserting, so that bit 52 and a carry out of the rounding run into the exponent, up to
-         * infinity. */
-        result |= ((uint64_t)lowest << 52) + mantissa;
-    }
-    memcpy(&value, &result, 8);
-    return value;
+    struct hstep_exact_rounding r = {{0}, {0}};
+    int k;
+    for (k = 0; k < HSTEP_EXACT_LIMBS; k++) hstep_exact_next(&r, k, acc[k]);
+    return hstep_exact_end(&r);
 }
 
 #endif

@@ -76,59 +76,70 @@ int hstep_decide(const struct hstep_call *call)
     return HALFSTEP_OK;
 }
 
-/* Returns sum number j over all tensors that have this `share`. */
+/* Returns sum number j over all tensors that have this `share`. Adds up a few limbs at a time, because a GPU's threads
+ * have little memory of their own. */
 static double total_of(const struct hstep_call *call, int share, int j)
 {
-    int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
-    for (int i = call->first; i < call->first + call->n; i++)
-        if (call->plan.tensors[i].share == share)
-            hstep_exact_merge(limbs, call->statistics + hstep_sum_offset(call, i) + (int64_t)j * HSTEP_EXACT_LIMBS);
-    return hstep_exact_round(limbs);
+    enum { AT_ONCE = 4 };
+    _Static_assert(HSTEP_EXACT_LIMBS % AT_ONCE == 0, "all limbs are taken");
+    struct hstep_exact_rounding total = {{0}, {0}};
+    for (int k = 0; k < HSTEP_EXACT_LIMBS; k += AT_ONCE) {
+        int64_t limb[AT_ONCE] = {0};
+        for (int i = call->first; i < call->first + call->n; i++) {
+            if (call->plan.tensors[i].share != share) continue;
+            const int64_t *limbs = call->statistics + hstep_sum_offset(call, i) + (int64_t)j * HSTEP_EXACT_LIMBS + k;
+            for (int n = 0; n < AT_ONCE; n++) limb[n] += limbs[n];
+        }
+        for (int n = 0; n < AT_ONCE; n++) hstep_exact_next(&total, k + n, limb[n]);
+    }
+    return hstep_exact_end(&total);
 }
 
-/* Prepares the update of a tensor again, now with its sums. totals: the totals of its rule, or NULL to compute them
- * here. */
-static void prepare_again(const struct hstep_call *call, int tensor, const double *totals)
+/* Prepares the update of a tensor again, now with its sums. *of is the share whose totals stand in `sums`. */
+static void prepare_again(const struct hstep_call *call, int tensor, double *sums, int *of)
 {
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    double sums[HSTEP_MAX_SUMS];
+    const int known = *of == t->share;
     const int64_t *limbs = call->statistics + hstep_sum_offset(call, tensor);
     for (int j = 0; j < t->sums; j++) {
         const int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
-        if (!hstep_is_squared(t, j)) sums[j] = totals ? totals[j] : total_of(call, t->share, j);
+        if (!hstep_is_squared(t, j)) sums[j] = known ? sums[j] : total_of(call, t->share, j);
         else if (t->cautious && j == t->sums - 1)
             sums[j] = hstep_exact_round(sum); /* the last sum of a cautious tensor is a count */
         else sums[j] = sqrt(hstep_exact_round(sum));
     }
+    *of = hstep_rules[t->rule].totals ? t->share : -1;
     hstep_prepare_update(call, tensor, call->verdict->clip, sums, NULL, &call->plan.updates[tensor]);
 }
 
-int hstep_decide_sums(const struct hstep_call *call, int first, int n)
+int hstep_decide_sums_in(const struct hstep_call *call, int first, int n, double *sums)
 {
-    double totals[HSTEP_MAX_NORMS] = {0};
-    int of = -1; /* the share that has these totals */
+    int of = -1; /* the share whose totals stand in `sums` */
     for (int i = first; i < first + n; i++) {
         const struct hstep_tensor *t = &call->plan.tensors[i];
         const int skip = call->plan.updates[i].skip, all = hstep_rules[t->rule].totals && !call->verdict->refused;
         if ((skip && !all) || !hstep_needs_sums(t, call->micro)) continue;
-        if (all && of != t->share) {
-            of = t->share;
-            for (int j = 0; j < hstep_rules[t->rule].norms; j++) totals[j] = total_of(call, of, j);
-        }
-        prepare_again(call, i, totals);
+        prepare_again(call, i, sums, &of);
         /* A skipped tensor stays skipped. Only the numbers that it shares are updated. */
         call->plan.updates[i].skip = skip;
     }
     return HALFSTEP_OK;
 }
 
-int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean)
+int hstep_decide_sums(const struct hstep_call *call, int first, int n)
+{
+    double sums[HSTEP_MAX_SUMS];
+    return hstep_decide_sums_in(call, first, n, sums);
+}
+
+int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean, double *sums)
 {
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
     struct hstep_update *u = &call->plan.updates[tensor];
     u->mean[pair] = mean;
     u->means = pair + 1;
-    if (pair && hstep_needs_sums(t, call->micro)) prepare_again(call, tensor, NULL);
+    int of = -1;
+    if (pair && hstep_needs_sums(t, call->micro)) prepare_again(call, tensor, sums, &of);
     else hstep_prepare_update(call, tensor, call->verdict->clip, NULL, NULL, u);
     return HALFSTEP_OK;
 }

@@ -162,12 +162,14 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     const struct hstep_rule *rule = &hstep_rules[t->rule];
     /* 1 for an empty tensor, so that no mean over it is 0 / 0. */
     double elements = t->rows && t->row_length ? (double)t->rows * (double)t->row_length : 1.0;
-    double base = hstep_group_lr(g), lr = base, decay, l2, mean[HSTEP_MAX_PAIRS];
-    int means = u->means;
-    memcpy(mean, u->mean, sizeof mean);
+    double base = hstep_group_lr(g), lr = base, decay, l2;
+    const int means = u->means;
+    _Static_assert(HSTEP_MAX_PAIRS == 2, "both means are kept");
+    const double mean0 = u->mean[0], mean1 = u->mean[1];
     memset(u, 0, sizeof *u);
     u->means = means;
-    memcpy(u->mean, mean, sizeof mean);
+    u->mean[0] = mean0;
+    u->mean[1] = mean1;
     decay_of(g, &lr, &decay, &l2);
     u->micro = call->micro;
     if (rule->kind == HSTEP_RAW_GRADIENT) {

@@ -49,8 +49,11 @@ int hstep_decide(const struct hstep_call *call);
 void hstep_judge(const struct hstep_call *call);
 void hstep_decide_tensors(const struct hstep_call *call, int first, int n);
 int hstep_decide_sums(const struct hstep_call *call, int first, int n);
-/* Ends a device's cross(): prepares the update again, with the mean over the pair's new vector of rows. */
-int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean);
+/* The same with room for HSTEP_MAX_SUMS numbers, for devices whose threads have little memory of their own. */
+int hstep_decide_sums_in(const struct hstep_call *call, int first, int n, double *sums);
+/* Ends a device's cross(): prepares the update again, with the mean over the pair's new vector of rows. `sums` is as
+ * for hstep_decide_sums_in(). */
+int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean, double *sums);
 int hstep_count(const struct hstep_call *call);
 void hstep_count_tensors(const struct hstep_call *call, int first, int n);
 void hstep_count_step(const struct hstep_call *call);

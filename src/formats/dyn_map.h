@@ -108,7 +108,7 @@ V_TABLE float hstep_dyn4_signed[16] = {
     0x1.cp-2f,       0x1.533334p-1f,  0x1.c66666p-1f, 0x1p+0f,
 };
 
-/* Returns the scale's pattern. The order of the operands lets a NaN through. */
+/* Returns the scale's pattern. */
 V_OP vi hstep_dyn_scale(vf maximum) { return v_bits(v_max(v_set(1e-12f), maximum)); }
 
 /* Sets slope and start in lanes above `edge`, the lower end of a decade. They give a count p = round(a slope + start);

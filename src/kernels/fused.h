@@ -125,7 +125,8 @@ V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_scr
         }                                                                                                    \
         v_store(s->scratch->stash + r, stashed_e);                                                           \
         v_store(s->scratch->stash + r + VL, stashed_o);                                                      \
-        vi larger = vi_max(magnitude_of(e, stashed_e, nonneg), magnitude_of(o, stashed_o, nonneg));          \
+        vi larger = vi_max(magnitude_of(e, stashed_e, nonneg && fn##_root != 0),                             \
+                           magnitude_of(o, stashed_o, nonneg && fn##_root != 0));                            \
         s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;                                  \
         vi_store(s->scratch->maxima[r / HSTEP_GROUP], s->largest);                                           \
     }

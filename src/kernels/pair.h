@@ -121,9 +121,14 @@ V_OP vf onto_grid(const int root, vf stashed, vf factor)
     return v_min(v_mul(stashed, factor), v_set(root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
 }
 
-/* Returns the magnitude that a block's maximum is taken over: that of the value itself if it is signed, otherwise the
- * stashed value. */
-V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg ? stashed : v_abs(x)); }
+/* Returns the magnitude that a block's maximum is taken over: the stashed value of a second moment on a grid, otherwise
+ * that of the value itself. A NaN may have either sign, but onto_grid() leaves none. */
+V_OP vi magnitude_of(vf x, vf stashed, const int gridded) { return v_bits(gridded ? stashed : v_abs(x)); }
+
+/* Returns the maximum of blocks from the patterns of their largest magnitudes. A NaN or an infinity counts as the
+ * largest finite number. No scale then depends on the bits of a NaN, which differ between machines, and neighbours
+ * stay finite. */
+V_OP vf block_maximum_of(vi largest) { return v_from_bits(vi_min(largest, vi_set(0x7f7fffff))); }
 
 /* Encodes the stashed elements i .. i + PAIR - 1. */
 V_OP void encode_codes(const int format, const int nonneg, const float *stash, const float *inverses, char *code,

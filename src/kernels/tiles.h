@@ -45,7 +45,7 @@ V_OP void scales_of_blocks(vi (*scale_of)(vf, int), vf (*inverse_of)(vi, int), c
             maxima[b] = largest;
         }
     for (int b = 0; b < 16; b += VL) {
-        vi patterns = scale_of(v_from_bits(vi_load(maxima + b)), nonneg);
+        vi patterns = scale_of(block_maximum_of(vi_load(maxima + b)), nonneg);
         vi_store(scales + b, patterns);
         v_store(inverses + b, inverse_of(patterns, nonneg));
     }
@@ -105,7 +105,7 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
             vf stashed = stash_any(format, v_load(x + i), nonneg);
             if (has_grid(format, nonneg)) stashed = onto_grid(columns_of(format).root, stashed, v_set(onto));
             v_store(stash + i, stashed);
-            largest = vi_max(largest, magnitude_of(v_load(x + i), stashed, nonneg));
+            largest = vi_max(largest, magnitude_of(v_load(x + i), stashed, has_grid(format, nonneg)));
         }
         vi_store(rows[b], largest);
     }

@@ -80,10 +80,11 @@ int hstep_cuda_update(hstep_cuda_launch *launch, const struct hstep_call *call, 
 
 int hstep_cuda_cross(hstep_cuda_launch *launch, const struct hstep_call *call, int tensor, int pair)
 {
+    struct hstep_cuda_what what = {.tensor = tensor, .pair = pair};
     int error = HALFSTEP_OK;
-    for (int phase = HSTEP_CUDA_ROWS; !error && phase <= HSTEP_CUDA_MEAN; phase++)
-        error = launch(call, HSTEP_CUDA_cross, (struct hstep_cuda_what){.tensor = tensor, .pair = pair, .pass = phase});
-    return error;
+    for (what.pass = HSTEP_CUDA_ROWS; !error && what.pass <= HSTEP_CUDA_VECTORS; what.pass++)
+        error = launch(call, HSTEP_CUDA_cross, what);
+    return error ? error : launch(call, HSTEP_CUDA_decide_mean, what);
 }
 
 /* The arguments that all launches of a transformation have in common. */

@@ -116,7 +116,8 @@ int hstep_host_cross(const struct hstep_call *call, int tensor, int pair)
     struct hstep_slot *columns = hstep_vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS);
     renew_vector(call, tensor, pair, columns, c.blocks, t->row_length, t->rows);
     double sum = renew_vector(call, tensor, pair, rows, c.rows, t->rows, t->row_length);
-    int error = hstep_decide_mean(call, tensor, pair, sum / (double)t->rows);
+    double room[HSTEP_MAX_SUMS];
+    int error = hstep_decide_mean(call, tensor, pair, sum / (double)t->rows, room);
     hstep_fp_leave(fp);
     return error;
 }

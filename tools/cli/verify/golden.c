@@ -791,6 +791,34 @@ static int hash_scalar(struct run *r, int t, int is_grid, int place, int matrix,
     return 0;
 }
 
+/* Fails if a slot of a tensor holds a NaN, whose bits are not promised. */
+static int has_numbers(struct run *r, int t, int slot)
+{
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    if (check(r, 0, halfstep_get_slot_info(r->optimizer[0], t, slot, &info), "halfstep_get_slot_info")) return -1;
+    const int64_t n = info.rows * info.columns;
+    if (info.format < 0 || !n) return 0;
+    float *values = zeros(n * (int64_t)sizeof *values);
+    if (!values) return complain(r, "out of memory");
+    int result = check(r, 0, halfstep_read_slot(r->optimizer[0], t, slot, r->weight[0][t], 0, info.rows, values),
+                       "halfstep_read_slot");
+    int64_t i = 0;
+    while (!result && i < n && values[i] == values[i]) i++;
+    if (!result && i < n)
+        result = complain(r, "slot %d of '%s' ends in a NaN at element %" PRId64, slot, shapes[r->shape[t]].name, i);
+    free(values);
+    return result;
+}
+
+/* Fails if any weight or state holds a NaN. Looks at cases in one part only, because shards have the same bits. */
+static int all_are_numbers(struct run *r, int32_t states)
+{
+    for (int t = 0; r->parts == 1 && t < r->tensors; t++)
+        for (int s = HALFSTEP_SLOT_WEIGHT; s < HALFSTEP_SLOT_STATE + states; s++)
+            if (s != HALFSTEP_SLOT_GRADIENT && has_numbers(r, t, s)) return -1;
+    return 0;
+}
+
 static int hash_all(struct run *r, uint64_t *result)
 {
     uint64_t hash = HASH_START;
@@ -822,7 +850,7 @@ static int hash_all(struct run *r, uint64_t *result)
     }
     if (hash_stream(r, shape_of("rows.1000"), r->accumulator, 2, 1, &hash)) return -1;
     *result = hash_finish(hash_word(hash, halfstep_skipped_steps(r->optimizer[0])));
-    return 0;
+    return all_are_numbers(r, rule.states);
 }
 
 static int compute(struct run *r, const struct golden_layout *layout, uint64_t *hash)

@@ -14,6 +14,13 @@ struct segment_key {
     uint32_t k1, factor, offset;
 };
 
+/* The segment of random words that a warp is in, and the keys of all slots for it. Each lane writes its own, so that no
+ * two write to one address. Those of the first lanes are read. */
+struct segment_keys {
+    struct segment_key key[LANES];
+    uint64_t segment[LANES];
+};
+
 /* The chunk that a block works on. It lies in shared memory because registers are scarce. */
 struct fused_work {
     int active, option; /* active: the chunk is this kernel's; option: RULE_OPTION is set in the mode */
@@ -25,9 +32,7 @@ struct fused_work {
     float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
     float gradient_scale, l2;
     struct hstep_key stream[HSTEP_SLOTS];
-    /* For the segment that each warp is in: */
-    uint64_t segment[WARPS];
-    struct segment_key key[WARPS][HSTEP_SLOTS];
+    struct segment_keys keys[WARPS];
 };
 
 /* ---- A slot of a lane ---- */
@@ -76,14 +81,13 @@ V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t
 V_OP void fused_segment(struct fused_work *w, uint64_t index)
 {
     const uint64_t segment = index / 2 >> HSTEP_SEGMENT_SHIFT;
-    const int warp = warp_of_thread(), s = lane_of_thread();
-    if (w->segment[warp] == segment) return;
+    struct segment_keys *keys = &w->keys[warp_of_thread()];
+    const int lane = lane_of_thread();
+    if (keys->segment[0] == segment) return;
     CUDA_WARP_BARRIER();
-    if (s < HSTEP_SLOTS) {
-        const struct hstep_key key = hstep_key_segment(&w->stream[s], segment);
-        w->key[warp][s] = (struct segment_key){key.k[0], key.k[1], key.factor << 16, key.offset << 16};
-    }
-    w->segment[warp] = segment;
+    const struct hstep_key key = hstep_key_segment(&w->stream[lane % HSTEP_SLOTS], segment);
+    keys->key[lane] = (struct segment_key){key.k[0], key.k[1], key.factor << 16, key.offset << 16};
+    keys->segment[lane] = segment;
     CUDA_WARP_BARRIER();
 }
 
@@ -103,7 +107,7 @@ V_OP vi fused_words(const int format, const struct fused_work *w, int s, uint64_
     const uint32_t first = (uint32_t)(index / 2) & (HSTEP_SEGMENT_WORDS - 1);
     struct hstep_key mixer;
     if (!columns_of(format).stochastic) return nearest_words();
-    const struct segment_key held = w->key[warp_of_thread()][s];
+    const struct segment_key held = w->keys[warp_of_thread()].key[s];
     mixer.k[0] = held.k0;
     mixer.k[1] = held.k1;
     return V_LANES(vi, fused_word(&held, &mixer, first + I));
@@ -228,12 +232,23 @@ V_OP void load_state(const struct fused_what f, const int j, const struct fused_
     if (has_grid(format, nonneg)) scale_pair(state->before, w->grid[s]);
 }
 
+/* Returns true if the compiler knows that all numbers are +0. */
+V_OP int is_known_zero(vf a)
+{
+    const vi bits = v_bits(a);
+    const int zero = (bits.x[0] | bits.x[1] | bits.x[2] | bits.x[3]) == 0;
+    return __builtin_constant_p(zero) && zero;
+}
+
 V_OP void store_state(const struct fused_what f, const int j, struct fused_work *w, int64_t element, uint64_t index,
                       struct fused_state *state)
 {
     const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
     if (!is_stored(f, w, j)) return;
     if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) {
+        /* A state that the rule leaves alone is loaded again, because registers are scarce. */
+        if (is_known_zero(state->after[0]) && is_known_zero(state->after[1]))
+            load_weight(w, s, element, 0, &state->scratch, state->before);
         change_weight(w, s, element, index, &state->scratch, state->before, state->after);
         return;
     }
@@ -270,6 +285,8 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
         s2.after[i] = s[2];
         s3.after[i] = s[3];
     }
+    if (is_block(f.first) || is_block(f.second))
+        CUDA_WARP_BARRIER(); /* all lanes of a block have read its scale, which one of them writes */
     store_state(f, 0, w, element, index, &s0);
     store_state(f, 1, w, element, index, &s1);
     store_state(f, 2, w, element, index, &s2);
@@ -283,8 +300,8 @@ V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf
 {
     const int64_t element = run * w->run_length + w->offset;
     const uint64_t index = w->index0 + (uint64_t)(run * w->index_stride) + (uint64_t)w->offset;
-    /* Units are groups of 32 here. */
-    const int lead = (int)(index % HSTEP_GROUP), tiles = (lead + (int)w->length) / HSTEP_TILE;
+    /* Tiles begin at multiples of their length, so that no segment of random words ends within one. */
+    const int lead = (int)(index % HSTEP_TILE), tiles = (lead + (int)w->length) / HSTEP_TILE;
     for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles; tile += WARPS) {
         const int place = tile * HSTEP_TILE - lead + lane_of_thread() * PLACES;
         fused_tile(f, rule, w, element + place, index + (uint64_t)place, tile + WARPS < tiles);
@@ -321,7 +338,7 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
         w->onto[i] = u->onto[i];
         w->stream[i] = u->stream[i];
     }
-    if (i < WARPS) w->segment[i] = ~(uint64_t)0;
+    w->keys[i / LANES].segment[i % LANES] = ~(uint64_t)0;
     for (int j = i; j < HSTEP_MAX_SCALARS; j += HSTEP_CUDA_THREADS) w->k[j] = u->k[j];
 }
 
@@ -346,16 +363,17 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
 
 /* ---- Kernels ---- */
 
+/* A test may compile the kernels of some rules only. */
+#ifndef HSTEP_CUDA_IS_CHOSEN
+#define HSTEP_CUDA_IS_CHOSEN(rule) 1
+#endif
 /* 1 if a recipe has a kernel under a rule. A rule without states, or with states of role WEIGHT alone, does the same in
  * all recipes, so only the recipe f32 has one. */
-#define HAS_KERNEL(rule, first)                                                   \
-    ((int)rule##_states <= HSTEP_CUDA_FUSED_STATES && (int)rule##_vectors == 0 && \
+#define HAS_KERNEL(rule, first)                                                                                 \
+    (HSTEP_CUDA_IS_CHOSEN(rule) && (int)rule##_states <= HSTEP_CUDA_FUSED_STATES && (int)rule##_vectors == 0 && \
      (HSTEP_FORMAT_##first == HSTEP_FORMAT_f32 || (int)rule##_states > (int)rule##_weights))
-/* Blocks that share a multiprocessor. Half of the registers do not hold the values of more than two states, or of a
- * state of role WEIGHT. */
-#define BLOCKS_OF(rule) ((int)rule##_states - (int)rule##_optionals > 2 || (int)rule##_weights > 0 ? 1 : 2)
 #define FUSED_KERNEL(one, two, rule)                                                                                 \
-    CUDA_KERNEL_SHARED(BLOCKS_OF(rule))                                                                              \
+    CUDA_KERNEL_SHARED(2)                                                                                            \
     void halfstep_cuda_fused_##rule##_##one##_##two(struct hstep_call call, struct hstep_cuda_what what)             \
     {                                                                                                                \
         CUDA_SHARED struct fused_work work;                                                                          \

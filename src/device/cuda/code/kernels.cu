@@ -27,58 +27,72 @@
 #endif
 #endif
 
-/* ---- What a pass sees ---- */
+/* ---- What a pass sees ----
+ *
+ * A thread has at most 512 bytes of memory of its own (tests/cuda_ptx_test.sh), because a driver reserves that for every
+ * thread that a GPU can hold. A lane therefore keeps the stored bytes of one slot at a time, and reads those that it
+ * needs again. What all lanes of a warp share lies in shared memory. */
 
-/* Loads the weight, the effective gradient and the states of the lane's places. `scratch` keeps the stored bytes. */
-CUDA_DEVICE void load(const struct hstep_work *w, const struct lane *l, struct scratch *scratch, struct values *v)
+/* Copies the stored bytes of a slot to scratch memory, or those of the weight if the slot becomes a copy of it. */
+CUDA_DEVICE void fetch_source(const struct hstep_work *w, int s, const struct lane *l, struct scratch *r)
+{
+    const int from = hstep_source_of(w, s);
+    if (from == s) fetch_slot(w, s, l, r);
+    else fetch(w->t, w->format[s], w->code[from], w->extra[from], l, r);
+}
+
+/* Loads the weight, the effective gradient and the states of the lane's places. mean: of the row, to be subtracted from
+ * the gradient. */
+CUDA_DEVICE void load(const struct hstep_work *w, float mean, const struct lane *l, struct scratch *r, struct values *v)
 {
     const struct hstep_update *u = w->u;
     for (int i = 0; i < 2; i++) v->weight[i] = v->gradient[i] = v->change[i] = v_set(0.0f);
     if (w->format[0] >= 0) {
-        fetch_slot(w, 0, l, &scratch[0]);
-        decode(w->format[0], 0, &scratch[0], v->weight);
+        fetch_slot(w, 0, l, r);
+        decode(w->format[0], 0, r, v->weight);
     }
     if (w->format[1] >= 0) {
-        fetch_slot(w, 1, l, &scratch[1]);
-        decode(w->format[1], 0, &scratch[1], v->gradient);
+        fetch_slot(w, 1, l, r);
+        decode(w->format[1], 0, r, v->gradient);
         for (int i = 0; i < 2; i++) {
             vf x = v_mul(v->gradient[i], v_set(u->gradient_scale));
-            if (w->mean != 0.0f) x = v_sub(x, v_set(w->mean));
+            if (mean != 0.0f) x = v_sub(x, v_set(mean));
             if (u->l2 != 0.0f) x = v_add(x, v_mul(v_set(u->l2), v->weight[i]));
             v->gradient[i] = x;
         }
     } else if (w->pass == HSTEP_PASS_CHANGE) { /* the transformed direction stands in for the gradient */
-        fetch_slot(w, HSTEP_SLOT_WORK, l, &scratch[HSTEP_SLOT_WORK]);
-        decode(HSTEP_FORMAT_f32, 0, &scratch[HSTEP_SLOT_WORK], v->gradient);
+        fetch_slot(w, HSTEP_SLOT_WORK, l, r);
+        decode(HSTEP_FORMAT_f32, 0, r, v->gradient);
     }
     for (int j = 0; j < HALFSTEP_MAX_STATES; j++) {
-        int s = HALFSTEP_SLOT_STATE + j, from = hstep_source_of(w, s);
+        int s = HALFSTEP_SLOT_STATE + j;
         v->state[j][0] = v->state[j][1] = v_set(0.0f);
         if (w->format[s] < 0) continue;
-        fetch_slot(w, s, l, &scratch[s]);
-        decode(w->format[s], w->t->slot[s].nonneg, &scratch[from], v->state[j]);
+        fetch_source(w, s, l, r);
+        decode(w->format[s], w->t->slot[s].nonneg, r, v->state[j]);
         if (w->t->slot[s].root) scale_pair(v->state[j], w->t->slot[s].grid);
     }
 }
 
-/* Returns the mean of a whole row of the raw gradient, times u->centralize. All lanes get the same value. */
-CUDA_DEVICE float row_mean(const struct hstep_work *w, struct exchange *e, int64_t row_start)
+/* Returns the mean of a whole row of the raw gradient, times u->centralize. All lanes get the same value. *v is room,
+ * which loses what it held. */
+CUDA_DEVICE float row_mean(const struct hstep_work *w, struct exchange *e, struct values *v, int64_t row_start)
 {
-    int64_t n = w->t->n_columns, total[HSTEP_EXACT_LIMBS];
-    for (int k = 0; k < HSTEP_EXACT_LIMBS; k++) total[k] = 0;
+    int64_t n = w->t->n_columns;
+    struct spread total;
+    struct scratch *r = scratch_of(e);
+    spread_clear(&total);
     for (int64_t i = 0; i < n; i += HSTEP_TILE) {
         struct lane l = lane_of(row_start + i, least(HSTEP_TILE, n - i));
-        struct scratch r;
-        vf x[2];
-        fetch_slot(w, HALFSTEP_SLOT_GRADIENT, &l, &r);
-        decode(w->format[HALFSTEP_SLOT_GRADIENT], 0, &r, x);
-        hstep_exact_add(total, warp_total(e, x, 0));
+        fetch_slot(w, HALFSTEP_SLOT_GRADIENT, &l, r);
+        decode(w->format[HALFSTEP_SLOT_GRADIENT], 0, r, v->gradient);
+        spread_add(&total, warp_total(e, v->gradient, 0));
     }
-    return (float)(w->u->centralize * (hstep_exact_round(total) / (double)n));
+    return (float)(w->u->centralize * (spread_round(&total, e) / (double)n));
 }
 
-/* Runs the pass's function of the rule. x receives the values of norms or cross. */
-CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v, vf (*x)[2])
+/* Runs the pass's function of the rule. Values of norms and cross take the place of the weight and the gradient. */
+CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v)
 {
     const struct constants constants = constants_of(w->u->k);
     const vf *k = constants.k;
@@ -92,9 +106,9 @@ CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v, vf (
         case HSTEP_FUNCTION_NORMS:
             for (int j = 0; j < HSTEP_MAX_NORMS; j++) y[j] = v_set(0.0f);
             step_norms(rule, mode, k, weight, gradient, s, y);
-            for (int j = 0; j < hstep_rules[rule].norms; j++) x[j][i] = y[j];
+            for (int j = 0; j < HSTEP_MAX_NORMS; j++) v->sum[j][i] = y[j];
             break;
-        case HSTEP_FUNCTION_CROSS: x[0][i] = step_cross(rule, w->pair, mode, k, weight, gradient, s); break;
+        case HSTEP_FUNCTION_CROSS: v->sum[0][i] = step_cross(rule, w->pair, mode, k, weight, gradient, s); break;
         case HSTEP_FUNCTION_DIRECTION: v->change[i] = step_direction(rule, mode, k, gradient, s); break;
         case HSTEP_FUNCTION_CHANGE: v->change[i] = step_change(rule, k, weight, gradient); break;
         }
@@ -102,73 +116,129 @@ CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v, vf (
     }
 }
 
-/* ---- update ---- */
-
-/* The state of a warp in a chunk that it updates. */
-struct updating {
-    struct hstep_work w;
-    int fused;    /* a fused kernel takes the whole tiles (device/cuda/code/fused.h) */
-    int64_t turn; /* counts tiles, which the warps take in turn */
-    uint64_t segment[HSTEP_SLOTS];
-    struct hstep_key key[HSTEP_SLOTS]; /* for that segment */
-};
-
-CUDA_DEVICE vi slot_words(struct updating *a, int s, uint64_t index)
+/* Prepares a pass over a tensor in shared memory. All lanes of the warp must call it at once. */
+CUDA_DEVICE void start_work(const struct hstep_call *call, int tensor, enum hstep_pass pass, int pair,
+                            struct hstep_work *w)
 {
-    const struct hstep_update *u = a->w.u;
-    if (!(u->stochastic >> s & 1)) return nearest_words();
-    return random_words(hstep_generator_id(u->generator), &u->stream[s], index, &a->key[s], &a->segment[s]);
+    CUDA_WARP_BARRIER();
+    if (lane_of_thread() == 0) hstep_work_start(call, tensor, pass, pair, w);
+    CUDA_WARP_BARRIER();
 }
 
-CUDA_DEVICE void update_tile(struct updating *a, const struct lane *l)
+/* ---- update ---- */
+
+/* What a warp knows of the chunk that it updates. */
+struct updating {
+    struct hstep_work w;
+    uint64_t segment; /* of the keys */
+    struct hstep_key key[HSTEP_SLOTS];
+};
+
+/* Makes the keys of all slots for the segment of random words that the tile begins in, unless the warp has them. */
+CUDA_DEVICE void start_segment(struct updating *a, const struct lane *l)
+{
+    const struct hstep_update *u = a->w.u;
+    const int s = lane_of_thread();
+    const uint64_t segment = (l->index - (uint64_t)(s * PLACES)) / 2 >> HSTEP_SEGMENT_SHIFT;
+    if (a->segment == segment) return;
+    CUDA_WARP_BARRIER();
+    if (s < HSTEP_SLOTS && (u->stochastic >> s & 1)) a->key[s] = hstep_key_segment(&u->stream[s], segment);
+    if (s == 0) a->segment = segment;
+    CUDA_WARP_BARRIER();
+}
+
+CUDA_DEVICE vi slot_words(const struct updating *a, int s, uint64_t index)
+{
+    const struct hstep_update *u = a->w.u;
+    struct hstep_key key;
+    uint64_t segment = a->segment;
+    if (!(u->stochastic >> s & 1)) return nearest_words();
+    key = a->key[s];
+    return random_words(hstep_generator_id(u->generator), &u->stream[s], index, &key, &segment);
+}
+
+/* Stores a lane's new values of a state. */
+CUDA_DEVICE void put_state(const struct updating *a, int s, const struct lane *l, struct scratch *r,
+                           const struct values *v)
+{
+    const struct hstep_work *w = &a->w;
+    const struct hstep_update *u = w->u;
+    const struct hstep_slot *slot = &w->t->slot[s];
+    const vf *state = v->state[s - HALFSTEP_SLOT_STATE];
+    const vi words = slot_words(a, s, l->index);
+    const int one_scale = hstep_has_one_scale(w->format[s]);
+    if (hstep_slot_role(w->t, s) != HALFSTEP_ROLE_WEIGHT) {
+        if (one_scale) memcpy(r->extra, &u->scale[s], 4);
+        encode(w->format[s], slot->nonneg, state, r, &words, 1, u->onto[s]);
+    } else {
+        vf old[2];
+        fetch_source(w, s, l, r);
+        decode(w->format[s], slot->nonneg, r, old);
+        if (!u->zero_lr) apply(w->format[s], old, state, r, &words);
+    }
+    /* The scale of a whole tensor is written once, after its update. */
+    put(w->t, w->format[s], w->code[s], one_scale ? NULL : w->extra[s], l, r);
+}
+
+/* Returns the state that becomes the weight, or 0. */
+CUDA_DEVICE int weight_source(const struct hstep_work *w)
+{
+    for (int s = HALFSTEP_SLOT_STATE; s < w->t->slots; s++)
+        if (w->u->slot_to_weight >> s & 1 && hstep_writes(w, s)) return s;
+    return 0;
+}
+
+/* Stores the lane's new weight. Copies between the weight and states read what is stored, so states are stored
+ * first. */
+CUDA_DEVICE void put_weight(const struct updating *a, const struct lane *l, struct scratch *r, const struct values *v)
+{
+    const struct hstep_work *w = &a->w;
+    const int from = weight_source(w);
+    const vi words = slot_words(a, 0, l->index);
+    fetch(w->t, w->format[0], w->code[from], w->extra[from], l, r);
+    if (!from) apply(w->format[0], v->weight, v->change, r, &words);
+    put(w->t, w->format[0], w->code[0], w->extra[0], l, r);
+}
+
+CUDA_DEVICE void put_work(const struct hstep_work *w, const struct lane *l, struct scratch *r, const struct values *v)
+{
+    const vi words = nearest_words();
+    encode(HSTEP_FORMAT_f32, 0, v->change, r, &words, 0, 1.0f);
+    put(w->t, HSTEP_FORMAT_f32, w->code[HSTEP_SLOT_WORK], NULL, l, r);
+}
+
+CUDA_DEVICE void update_tile(struct updating *a, float mean, const struct lane *l, struct scratch *r, struct values *v)
 {
     const struct hstep_work *w = &a->w;
     const struct hstep_update *u = w->u;
     const struct hstep_tensor *t = w->t;
-    struct scratch scratch[HSTEP_WORK_SLOTS];
-    struct values v;
-    vf old[HALFSTEP_MAX_STATES][2];
-    load(w, l, scratch, &v);
-    for (int j = 0; j < HALFSTEP_MAX_STATES; j++)
-        for (int i = 0; i < 2; i++) old[j][i] = v.state[j][i];
-    run_function(w, &v, NULL);
+    start_segment(a, l);
+    load(w, mean, l, r, v);
+    run_function(w, v);
     for (int i = 0; t->cautious && w->function == HSTEP_FUNCTION_RULE && i < 2; i++)
-        v.change[i] = cautious_change(v.change[i], v.gradient[i], v.weight[i], v_set(u->cautious), v_set(u->decay));
+        v->change[i] = cautious_change(v->change[i], v->gradient[i], v->weight[i], v_set(u->cautious), v_set(u->decay));
+    CUDA_WARP_BARRIER(); /* all lanes of a block have read its scale, which one of them writes */
     for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
-        if (hstep_writes(w, s) && hstep_source_of(w, s) != s) scratch[s] = scratch[0];
-    if (hstep_writes(w, 0)) apply(w->format[0], v.weight, v.change, &scratch[0], slot_words(a, 0, l->index));
-    if (hstep_writes(w, HSTEP_SLOT_WORK)) {
-        clear_scratch(&scratch[HSTEP_SLOT_WORK]);
-        encode(HSTEP_FORMAT_f32, 0, v.change, &scratch[HSTEP_SLOT_WORK], nearest_words(), 0, 1.0f);
-    }
-    for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++) {
-        int j = s - HALFSTEP_SLOT_STATE;
-        if (!hstep_writes(w, s)) continue;
-        const vi words = slot_words(a, s, l->index);
-        if (hstep_slot_role(t, s) != HALFSTEP_ROLE_WEIGHT) {
-            if (hstep_has_one_scale(w->format[s])) memcpy(scratch[s].extra, &u->scale[s], 4);
-            encode(w->format[s], t->slot[s].nonneg, v.state[j], &scratch[s], words, 1, u->onto[s]);
-        } else if (!u->zero_lr) {
-            apply(w->format[s], old[j], v.state[j], &scratch[s], words);
-            if (u->slot_to_weight >> s & 1) scratch[0] = scratch[s];
-        }
-    }
-    /* The scale of a whole tensor is written once, after its update. */
-    for (int s = 0; s < HSTEP_WORK_SLOTS; s++)
-        if (hstep_writes(w, s))
-            put(t, w->format[s], w->code[s], hstep_has_one_scale(w->format[s]) ? NULL : w->extra[s], l, &scratch[s]);
+        if (hstep_writes(w, s)) put_state(a, s, l, r, v);
+    if (hstep_writes(w, HSTEP_SLOT_WORK)) put_work(w, l, r, v);
+    if (hstep_writes(w, 0)) put_weight(a, l, r, v);
 }
 
-CUDA_DEVICE void update_stretch(struct updating *a, struct exchange *e, struct hstep_stretch s, int by_rows)
+/* Updates a stretch of a chunk. Takes only what the fused kernel leaves if `fused`. turn counts tiles, which the warps
+ * take in turn. */
+CUDA_DEVICE void update_stretch(struct updating *a, struct exchange *e, struct hstep_stretch s, int by_rows, int fused,
+                                int64_t *turn)
 {
-    const int64_t lead = hstep_unit_lead(a->w.t, s.element, s.index);
+    const int64_t lead = fused ? (int64_t)(s.index % HSTEP_TILE) : hstep_unit_lead(a->w.t, s.element, s.index);
+    struct values v;
+    float mean = 0.0f;
     int known = !by_rows;
     for (int64_t tile = 0; tile < tiles_of(lead, s.n); tile++) {
-        if (a->turn++ % WARPS != warp_of_thread()) continue;
-        if (!known) a->w.mean = row_mean(&a->w, e, s.element - s.element % a->w.t->n_columns);
+        if ((*turn)++ % WARPS != warp_of_thread()) continue;
+        if (!known) mean = row_mean(&a->w, e, &v, s.element - s.element % a->w.t->n_columns);
         known = 1;
         struct lane l = lane_at(s, lead, tile);
-        if (!a->fused || !is_whole(&l)) update_tile(a, &l);
+        if (!fused || !is_whole(&l)) update_tile(a, mean, &l, scratch_of(e), &v);
     }
 }
 
@@ -178,25 +248,26 @@ CUDA_DEVICE int is_whole_chunk(const struct hstep_tensor *t, const struct hstep_
 {
     const uint64_t first = t->index0 + (uint64_t)c->offset,
                    stride = c->run + c->runs > 1 ? (uint64_t)t->index_stride : 0;
-    return first % HSTEP_GROUP == 0 && stride % HSTEP_GROUP == 0 && c->length % HSTEP_TILE == 0;
+    return first % HSTEP_TILE == 0 && stride % HSTEP_TILE == 0 && c->length % HSTEP_TILE == 0;
 }
 
 CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_chunk *c, enum hstep_pass pass,
-                              struct exchange *e)
+                              struct updating *a, struct exchange *e)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
-    struct updating a;
+    int64_t turn = 0;
     if (!hstep_is_updated(t, &call->plan.updates[c->tensor], pass)) return;
-    a.fused = pass == HSTEP_PASS_UPDATE && is_fused(call, c->tensor);
-    if (a.fused && is_whole_chunk(t, c)) return;
-    a.turn = 0;
-    for (int s = 0; s < HSTEP_SLOTS; s++) a.segment[s] = ~(uint64_t)0;
-    hstep_work_start(call, c->tensor, pass, -1, &a.w);
-    const int by_rows = hstep_is_by_rows(&a.w);
+    const int fused = pass == HSTEP_PASS_UPDATE && is_fused(call, c->tensor);
+    if (fused && is_whole_chunk(t, c)) return;
+    start_work(call, c->tensor, pass, -1, &a->w);
+    if (lane_of_thread() == 0) a->segment = ~(uint64_t)0;
+    CUDA_WARP_BARRIER();
+    const int by_rows = hstep_is_by_rows(&a->w);
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         struct hstep_stretch s = hstep_stretch_of(t, c, run);
         while (s.n > 0)
-            update_stretch(&a, e, hstep_take(&s, by_rows ? t->n_columns - s.element % t->n_columns : s.n), by_rows);
+            update_stretch(a, e, hstep_take(&s, by_rows ? t->n_columns - s.element % t->n_columns : s.n), by_rows,
+                           fused, &turn);
     }
 }
 
@@ -216,12 +287,14 @@ CUDA_DEVICE struct span span_of(const struct hstep_call *call, int first, int n)
     return span;
 }
 
-CUDA_KERNEL void halfstep_cuda_update(struct hstep_call call, struct hstep_cuda_what what)
+CUDA_KERNEL_SHARED(2) void halfstep_cuda_update(struct hstep_call call, struct hstep_cuda_what what)
 {
     CUDA_SHARED struct exchange e[WARPS];
+    CUDA_SHARED struct updating a[WARPS];
+    const int warp = warp_of_thread();
     struct span span = span_of(&call, what.first, what.n);
     for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
-        update_chunk(&call, &call.plan.chunks[i], (enum hstep_pass)what.pass, &e[warp_of_thread()]);
+        update_chunk(&call, &call.plan.chunks[i], (enum hstep_pass)what.pass, &a[warp], &e[warp]);
 }
 
 /* ---- scan ---- */
@@ -330,7 +403,7 @@ CUDA_DEVICE uint32_t scan_run(const struct hstep_tensor *t, int format, const ch
 /* Raises a flag. Lanes add only if they have not seen it raised, so that at most a few wait for each other. */
 CUDA_DEVICE void raise_flag(int64_t *flag, int64_t found)
 {
-    const int64_t seen = *flag;
+    const int64_t seen = *(volatile int64_t *)flag;
     if (found == HSTEP_FLAG_NONFINITE ? !hstep_is_nonfinite(seen) : seen < found) HSTEP_ADD_ATOMIC(flag, found);
 }
 
@@ -366,107 +439,132 @@ CUDA_KERNEL_SHARED(3) void halfstep_cuda_scan(struct hstep_call call, struct hst
 
 /* ---- sum ---- */
 
-/* Computes the values to be summed for the lane's places, as the update will see them. */
-CUDA_DEVICE void values_of(const struct hstep_work *w, const struct lane *l, vf (*x)[2])
+/* Computes the rule's values to be summed for the lane's places, as the update will see them. */
+CUDA_DEVICE void values_of(const struct hstep_work *w, float mean, const struct lane *l, struct scratch *r,
+                           struct values *v)
+{
+    load(w, mean, l, r, v);
+    run_function(w, v);
+}
+
+/* Computes the values of sum number j from those of values_of(). Returns them, in place of the latter. */
+CUDA_DEVICE vf *summed_values(const struct hstep_work *w, int j, struct values *v)
 {
     const struct hstep_tensor *t = w->t;
-    struct scratch scratch[HSTEP_WORK_SLOTS];
-    struct values v;
-    load(w, l, scratch, &v);
-    run_function(w, &v, x);
-    if (w->pair >= 0) return;
-    for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
-        for (int i = 0; hstep_has_one_scale(t->slot[s].format) && i < 2; i++)
-            x[hstep_sum_of_state(t, s)][i] =
-                norm_value(t->slot[s].format, t->slot[s].nonneg, v.state[s - HALFSTEP_SLOT_STATE][i]);
-    for (int i = 0; t->cautious && i < 2; i++)
-        x[t->sums - 1][i] = v_select(agrees(v.change[i], v.gradient[i]), v_set(1.0f), v_set(0.0f));
+    int s = HALFSTEP_SLOT_STATE;
+    if (j < hstep_rules[t->rule].norms) return v->sum[j];
+    if (t->cautious && j == t->sums - 1) {
+        for (int i = 0; i < 2; i++)
+            v->change[i] = v_select(agrees(v->change[i], v->gradient[i]), v_set(1.0f), v_set(0.0f));
+        return v->change;
+    }
+    while (!hstep_has_one_scale(t->slot[s].format) || hstep_sum_of_state(t, s) != j) s++;
+    vf *x = v->state[s - HALFSTEP_SLOT_STATE];
+    for (int i = 0; i < 2; i++) x[i] = norm_value(t->slot[s].format, t->slot[s].nonneg, x[i]);
+    return x;
+}
+
+/* A warp keeps this many sums in registers until the chunk is done. It adds further ones to the limbs at once. */
+enum { KEPT_SUMS = HSTEP_MAX_NORMS };
+
+/* Adds to sum number j of a warp, in the registers or in the limbs of all sums. */
+CUDA_DEVICE void add_sum(struct spread *sums, int j, int64_t *limbs, double total)
+{
+    int64_t part[3];
+    const int first = hstep_exact_parts(total, part);
+    if (!is_finite(total)) return;
+    /* Without a branch, the sums stay in registers. */
+    CUDA_UNROLL for (int kept = 0; kept < KEPT_SUMS; kept++) spread_take(&sums[kept], first, part, j == kept);
+    if (j >= KEPT_SUMS && lane_of_thread() == 0) add_shared(limbs + (int64_t)j * HSTEP_EXACT_LIMBS, total);
 }
 
 /* Adds the sums of a stretch within one chunk of columns. */
-CUDA_DEVICE void add_chunk(const struct hstep_work *w, struct exchange *e, struct hstep_stretch s, int64_t *limbs,
-                           struct spread *sums)
+CUDA_DEVICE void add_chunk(const struct hstep_work *w, float mean, struct exchange *e, struct values *v,
+                           struct hstep_stretch s, int64_t *limbs, struct spread *sums)
 {
     const int singly = hstep_is_summed_singly(w->t);
-    vf x[HSTEP_MAX_SUMS][2];
     struct lane l = lane_at(s, hstep_unit_lead(w->t, s.element, s.index), 0);
-    values_of(w, &l, x);
+    values_of(w, mean, &l, scratch_of(e), v);
     for (int j = 0; j < w->t->sums; j++) {
         const int squared = hstep_is_squared(w->t, j);
         const uint64_t every = (uint64_t)hstep_every(w, j);
         /* the number of place 0, which need not be held */
         const uint64_t number = every > 1 ? hstep_number_of(w->t, s.element) + (uint64_t)(l.element - s.element) : 0;
+        vf *x = summed_values(w, j, v);
         for (int i = 0; i < PLACES; i++) {
-            const double one = (double)PLACE(x[j], i);
-            if (i < l.first || i >= l.last || (every > 1 && (number + (uint64_t)i) % every)) PLACE(x[j], i) = 0.0f;
+            const double one = (double)PLACE(x, i);
+            if (i < l.first || i >= l.last || (every > 1 && (number + (uint64_t)i) % every)) PLACE(x, i) = 0.0f;
             else if (singly && is_finite(one))
                 add_shared(limbs + (int64_t)j * HSTEP_EXACT_LIMBS, one * (squared ? one : 1.0));
         }
-        if (singly) continue;
-        double total = warp_total(e, x[j], squared);
-        if (is_finite(total)) spread_add(&sums[j], total);
+        if (!singly) add_sum(sums, j, limbs, warp_total(e, x, squared));
     }
 }
 
-CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e)
+CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct hstep_work *w,
+                           struct exchange *e)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     if (!hstep_is_summed(t, &call->plan.updates[c->tensor])) return;
     int64_t *total = call->statistics + hstep_sum_offset(call, c->tensor), mean_of = -1, turn = 0;
-    struct hstep_work w;
-    struct spread sums[HSTEP_MAX_SUMS];
-    for (int j = 0; j < t->sums; j++) spread_clear(&sums[j]);
-    hstep_work_start(call, c->tensor, HSTEP_PASS_SUMS, -1, &w);
-    const int by_rows = hstep_is_by_rows(&w);
+    float mean = 0.0f;
+    struct values v;
+    struct spread sums[KEPT_SUMS];
+    CUDA_UNROLL for (int j = 0; j < KEPT_SUMS; j++) spread_clear(&sums[j]);
+    start_work(call, c->tensor, HSTEP_PASS_SUMS, -1, w);
+    const int by_rows = hstep_is_by_rows(w);
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         struct hstep_stretch s = hstep_summed_of(t, c, run);
         while (s.n > 0) {
             const struct hstep_stretch one = hstep_take_summed(t, &s, by_rows);
             if (turn++ % WARPS != warp_of_thread()) continue;
             const int64_t row_start = one.element - one.element % t->n_columns;
-            if (by_rows && row_start != mean_of) w.mean = row_mean(&w, e, mean_of = row_start);
-            add_chunk(&w, e, one, total, sums);
+            if (by_rows && row_start != mean_of) mean = row_mean(w, e, &v, mean_of = row_start);
+            add_chunk(w, mean, e, &v, one, total, sums);
         }
     }
-    for (int j = 0; j < t->sums; j++) spread_flush(&sums[j], total + (int64_t)j * HSTEP_EXACT_LIMBS);
+    CUDA_UNROLL for (int j = 0; j < KEPT_SUMS; j++)
+    {
+        if (j < t->sums) spread_flush(&sums[j], total + (int64_t)j * HSTEP_EXACT_LIMBS);
+    }
 }
 
-CUDA_KERNEL void halfstep_cuda_sum(struct hstep_call call, struct hstep_cuda_what what)
+CUDA_KERNEL_SHARED(2) void halfstep_cuda_sum(struct hstep_call call, struct hstep_cuda_what what)
 {
     CUDA_SHARED struct exchange e[WARPS];
+    CUDA_SHARED struct hstep_work w[WARPS];
+    const int warp = warp_of_thread();
     struct span span = span_of(&call, what.first, what.n);
     for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
-        sum_chunk(&call, &call.plan.chunks[i], &e[warp_of_thread()]);
+        sum_chunk(&call, &call.plan.chunks[i], &w[warp], &e[warp]);
 }
 
 /* ---- cross ---- */
 
 /* Adds the values of a chunk of a row to `columns`, which hold those of the rows before it, and returns their sum. A
  * chunk that begins within a unit is taken in parts. */
-CUDA_DEVICE double cross_chunk(const struct hstep_work *w, struct exchange *e, float *chunk, struct hstep_stretch s,
-                               double *columns)
+CUDA_DEVICE double cross_chunk(const struct hstep_work *w, float mean, struct exchange *e, struct values *v,
+                               float *chunk, struct hstep_stretch s, double *columns)
 {
     const int64_t count = s.n;
     while (s.n > 0) {
         const int64_t lead = hstep_unit_lead(w->t, s.element, s.index), done = count - s.n;
         struct lane l = lane_at(hstep_take(&s, HSTEP_TILE - lead), lead, 0);
-        vf x[HSTEP_MAX_SUMS][2];
-        values_of(w, &l, x);
-        for (int i = l.first; i < l.last; i++) chunk[done - lead + lane_of_thread() * PLACES + i] = PLACE(x[0], i);
+        values_of(w, mean, &l, scratch_of(e), v);
+        for (int i = l.first; i < l.last; i++) chunk[done - lead + lane_of_thread() * PLACES + i] = PLACE(v->sum[0], i);
     }
     CUDA_WARP_BARRIER();
-    vf mine[2];
     for (int i = 0; i < PLACES; i++) {
         int64_t at = lane_of_thread() * PLACES + i;
-        PLACE(mine, i) = at < count ? chunk[at] : 0.0f;
+        PLACE(v->sum[0], i) = at < count ? chunk[at] : 0.0f;
         if (at < count) columns[at] += (double)chunk[at];
     }
-    return warp_total(e, mine, 0);
+    return warp_total(e, v->sum[0], 0);
 }
 
 /* Sums chunk number i: one chunk of columns in one block of rows, by one warp. */
-CUDA_DEVICE void cross_block(struct hstep_work *w, struct exchange *e, float *chunk, const struct hstep_cuda_sums *s,
-                             int64_t i, double *sums)
+CUDA_DEVICE void cross_block(const struct hstep_work *w, struct exchange *e, struct values *v, float *chunk,
+                             const struct hstep_cuda_sums *s, int64_t i, double *sums)
 {
     const struct hstep_tensor *t = w->t;
     int64_t block = i / s->chunks, part = i % s->chunks, column = part * HSTEP_TILE, first = block * HSTEP_CROSS_ROWS;
@@ -475,91 +573,102 @@ CUDA_DEVICE void cross_block(struct hstep_work *w, struct exchange *e, float *ch
     CUDA_WARP_BARRIER();
     for (int64_t row = first; row < least(first + HSTEP_CROSS_ROWS, t->rows); row++) {
         struct hstep_stretch stretch = hstep_row_of(t, row);
-        if (hstep_is_by_rows(w)) w->mean = row_mean(w, e, stretch.element);
+        const float mean = hstep_is_by_rows(w) ? row_mean(w, e, v, stretch.element) : 0.0f;
         hstep_take(&stretch, column);
-        const double sum = cross_chunk(w, e, chunk, hstep_take(&stretch, HSTEP_TILE), columns);
+        const double sum = cross_chunk(w, mean, e, v, chunk, hstep_take(&stretch, HSTEP_TILE), columns);
         if (lane_of_thread() == 0) sums[s->parts + row * s->chunks + part] = sum;
     }
 }
 
-/* Sums whole rows from the sums of their chunks, and whole columns from those of the blocks. */
-CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cuda_sums *s, double *sums)
+/* Sums whole rows from the sums of their chunks, a row by each warp, and whole columns from those of the blocks. */
+CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cuda_sums *s, struct exchange *e,
+                            double *sums)
 {
     for (int64_t i = thread_of_grid(); i < t->row_length; i += threads_of_grid())
         for (int64_t block = 1; block < s->blocks; block++)
             sums[s->columns + i] += sums[s->columns + block * t->row_length + i];
-    for (int64_t row = thread_of_grid(); row < t->rows; row += threads_of_grid()) {
-        int64_t limbs[HSTEP_EXACT_LIMBS];
+    for (int64_t row = warp_of_grid(); row < t->rows; row += warps_of_grid()) {
+        struct spread total;
         double odd = 0.0; /* the limbs hold finite sums only */
-        for (int k = 0; k < HSTEP_EXACT_LIMBS; k++) limbs[k] = 0;
+        spread_clear(&total);
         for (int64_t part = 0; part < s->chunks; part++) {
             double sum = sums[s->parts + row * s->chunks + part];
-            if (is_finite(sum)) hstep_exact_add(limbs, sum);
+            if (is_finite(sum)) spread_add(&total, sum);
             else odd += sum;
         }
-        sums[row] = odd != 0.0 ? odd : hstep_exact_round(limbs);
+        const double rounded = spread_round(&total, e);
+        if (lane_of_thread() == 0) sums[row] = odd != 0.0 ? odd : rounded;
     }
 }
 
 /* Computes the n new numbers of a vector from `sums`, each of which is over `of` elements. Adds them to the limbs,
- * where each chunk of 256 is rounded to double first. */
-CUDA_DEVICE void renew(const struct hstep_call *call, int tensor, int pair, struct exchange *e, struct hstep_slot *slot,
-                       const double *sums, int64_t n, int64_t of, int64_t *limbs)
+ * where each chunk of 256 is rounded to double first. *v is room. */
+CUDA_DEVICE void renew(int rule, int pair, const struct constants *constants, struct exchange *e, struct values *v,
+                       struct hstep_slot *slot, const double *sums, int64_t n, int64_t of, int64_t *limbs)
 {
-    const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    const struct constants constants = constants_of(call->plan.updates[tensor].k);
+    struct scratch *r = scratch_of(e);
+    vf *x = v->weight, *mean = v->gradient;
+    const vi words = nearest_words();
     for (int64_t i = warp_of_grid() * HSTEP_TILE; i < n; i += warps_of_grid() * HSTEP_TILE) {
-        struct scratch r;
-        vf x[2], mean[2];
         int64_t at = i + lane_of_thread() * PLACES;
         int count = within(n - at, PLACES);
-        clear_scratch(&r);
-        copy_bytes(r.code, slot->code + at * 4, count * 4);
-        decode(HSTEP_FORMAT_f32, 1, &r, x);
+        clear_scratch(r);
+        copy_bytes(r->code, slot->code + at * 4, count * 4);
+        decode(HSTEP_FORMAT_f32, 1, r, x);
         for (int j = 0; j < PLACES; j++) PLACE(mean, j) = j < count ? (float)(sums[at + j] / (double)of) : 0.0f;
-        for (int j = 0; j < 2; j++) x[j] = step_vector(t->rule, pair, constants.k, x[j], mean[j]);
-        encode(HSTEP_FORMAT_f32, 1, x, &r, nearest_words(), 1, 1.0f);
-        copy_bytes(slot->code + at * 4, r.code, count * 4);
-        decode(HSTEP_FORMAT_f32, 0, &r, x);
+        for (int j = 0; j < 2; j++) x[j] = step_vector(rule, pair, constants->k, x[j], mean[j]);
+        encode(HSTEP_FORMAT_f32, 1, x, r, &words, 1, 1.0f);
+        copy_bytes(slot->code + at * 4, r->code, count * 4);
+        decode(HSTEP_FORMAT_f32, 0, r, x);
         for (int j = count; j < PLACES; j++) PLACE(x, j) = 0.0f;
         double sum = warp_total(e, x, 0);
         if (is_finite(sum) && lane_of_thread() == 0) add_shared(limbs, sum);
     }
 }
 
-CUDA_KERNEL void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_what what)
+CUDA_KERNEL_SHARED(2) void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_what what)
 {
     CUDA_SHARED struct exchange exchanges[WARPS];
     CUDA_SHARED float chunks[WARPS][HSTEP_TILE];
+    CUDA_SHARED struct hstep_work works[WARPS];
+    CUDA_SHARED struct constants constants;
+    struct values v;
     struct exchange *e = &exchanges[warp_of_thread()];
+    struct hstep_work *w = &works[warp_of_thread()];
     struct hstep_tensor *t = &call.plan.tensors[what.tensor];
     const struct hstep_cuda_sums s = hstep_cuda_sums(t->rows, t->row_length);
     double *sums = (double *)(void *)call.plan.workspace;
     int64_t *limbs = (int64_t *)(void *)(sums + s.limbs);
-    struct hstep_work w;
     if (call.plan.updates[what.tensor].skip) return;
     switch (what.pass) {
     case HSTEP_CUDA_ROWS:
-        hstep_work_start(&call, what.tensor, HSTEP_PASS_SUMS, what.pair, &w);
+        start_work(&call, what.tensor, HSTEP_PASS_SUMS, what.pair, w);
         for (int64_t i = warp_of_grid(); i < s.blocks * s.chunks; i += warps_of_grid())
-            cross_block(&w, e, chunks[warp_of_thread()], &s, i, sums);
+            cross_block(w, e, &v, chunks[warp_of_thread()], &s, i, sums);
         for (int64_t i = thread_of_grid(); i < 2 * HSTEP_EXACT_LIMBS; i += threads_of_grid()) limbs[i] = 0;
         break;
-    case HSTEP_CUDA_COLUMNS: cross_ends(t, &s, sums); break;
+    case HSTEP_CUDA_COLUMNS: cross_ends(t, &s, e, sums); break;
     case HSTEP_CUDA_VECTORS:
-        renew(&call, what.tensor, what.pair, e, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS),
+        if (CUDA_THREAD < HSTEP_MAX_SCALARS)
+            constants.k[CUDA_THREAD] = v_set(call.plan.updates[what.tensor].k[CUDA_THREAD]);
+        CUDA_BARRIER();
+        renew(t->rule, what.pair, &constants, e, &v, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS),
               sums + s.columns, t->row_length, t->rows, limbs);
-        renew(&call, what.tensor, what.pair, e, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), sums, t->rows,
+        renew(t->rule, what.pair, &constants, e, &v, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), sums, t->rows,
               t->row_length, limbs + HSTEP_EXACT_LIMBS);
         break;
-    default:
-        if (thread_of_grid() == 0)
-            hstep_decide_mean(&call, what.tensor, what.pair,
-                              hstep_exact_round(limbs + HSTEP_EXACT_LIMBS) / (double)t->rows);
+    default: break;
     }
 }
 
 /* ---- What a single block decides ---- */
+
+/* Copies the call to shared memory, for functions that are not inlined. Each thread would copy it otherwise. */
+CUDA_DEVICE void share_call(const struct hstep_call *call, struct hstep_call *shared)
+{
+    if (CUDA_THREAD == 0) *shared = *call;
+    CUDA_BARRIER();
+}
 
 /* Returns this thread's share of n tensors. The tensors of a share are consecutive, because neighbours often have the
  * same constants, which are then computed once. */
@@ -571,35 +680,58 @@ CUDA_DEVICE struct span share_of_thread(int first, int n)
 
 CUDA_KERNEL void halfstep_cuda_decide(struct hstep_call call, struct hstep_cuda_what what)
 {
+    CUDA_SHARED struct hstep_call shared;
     const struct span share = share_of_thread(call.first, call.n);
     (void)what;
-    if (CUDA_THREAD == 0) hstep_judge(&call);
+    share_call(&call, &shared);
+    if (CUDA_THREAD == 0) hstep_judge(&shared);
     CUDA_BARRIER();
-    hstep_decide_tensors(&call, (int)share.first, (int)(share.end - share.first));
+    hstep_decide_tensors(&shared, (int)share.first, (int)(share.end - share.first));
 }
 
 /* Rules with sums over several tensors are left to one thread, which makes each of these sums once. */
 CUDA_KERNEL void halfstep_cuda_decide_sums(struct hstep_call call, struct hstep_cuda_what what)
 {
+    CUDA_SHARED struct hstep_call shared;
+    CUDA_SHARED double sums[HSTEP_CUDA_THREADS][HSTEP_MAX_SUMS];
     struct span share = share_of_thread(what.first, what.n);
+    share_call(&call, &shared);
     for (int i = what.first; i < what.first + what.n; i++)
         if (hstep_rules[call.plan.tensors[i].rule].totals)
             share = (struct span){what.first, CUDA_THREAD == 0 ? what.first + what.n : what.first};
-    hstep_decide_sums(&call, (int)share.first, (int)(share.end - share.first));
+    hstep_decide_sums_in(&shared, (int)share.first, (int)(share.end - share.first), sums[CUDA_THREAD]);
+}
+
+/* Ends a cross: prepares the update again with the mean over the new vector of rows. */
+CUDA_KERNEL void halfstep_cuda_decide_mean(struct hstep_call call, struct hstep_cuda_what what)
+{
+    CUDA_SHARED struct hstep_call shared;
+    CUDA_SHARED double sums[HSTEP_MAX_SUMS];
+    const struct hstep_tensor *t = &call.plan.tensors[what.tensor];
+    const struct hstep_cuda_sums s = hstep_cuda_sums(t->rows, t->row_length);
+    const int64_t *limbs = (const int64_t *)(void *)((double *)(void *)call.plan.workspace + s.limbs);
+    share_call(&call, &shared);
+    if (CUDA_THREAD || call.plan.updates[what.tensor].skip) return;
+    hstep_decide_mean(&shared, what.tensor, what.pair, hstep_exact_round(limbs + HSTEP_EXACT_LIMBS) / (double)t->rows,
+                      sums);
 }
 
 CUDA_KERNEL void halfstep_cuda_count(struct hstep_call call, struct hstep_cuda_what what)
 {
+    CUDA_SHARED struct hstep_call shared;
     const struct span share = share_of_thread(call.first, call.n);
     (void)what;
-    hstep_count_tensors(&call, (int)share.first, (int)(share.end - share.first));
-    if (CUDA_THREAD == 0) hstep_count_step(&call);
+    share_call(&call, &shared);
+    hstep_count_tensors(&shared, (int)share.first, (int)(share.end - share.first));
+    if (CUDA_THREAD == 0) hstep_count_step(&shared);
 }
 
 CUDA_KERNEL void halfstep_cuda_end_round(struct hstep_call call, struct hstep_cuda_what what)
 {
+    CUDA_SHARED struct hstep_call shared;
     (void)what;
-    if (CUDA_THREAD == 0) hstep_end_round(&call);
+    share_call(&call, &shared);
+    if (CUDA_THREAD == 0) hstep_end_round(&shared);
 }
 
 /* ---- Memory ---- */
@@ -636,7 +768,7 @@ CUDA_DEVICE void accumulate_tile(const struct hstep_accumulation *a, const struc
     for (int i = 0; i < 2; i++) x[i] = v_add(x[i], v_mul(y[i], v_set(a->scale)));
     if (hstep_formats[a->format].stochastic)
         words = random_words(hstep_generator_id(a->generator), &a->stream, l->index, &key, &segment);
-    encode(a->format, 0, x, &sum, words, 0, 1.0f);
+    encode(a->format, 0, x, &sum, &words, 0, 1.0f);
     put(a->tensor, a->format, a->accumulator, NULL, l, &sum);
 }
 
@@ -729,8 +861,8 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
         if (one_scale) memcpy(r.extra, &scale, 4);
         /* A weight is written as a step with a change of 0 writes it, so that it saturates. Formats with a second
          * stream are encoded instead, because a step would start from what the stream holds now. */
-        if (a.slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits) apply(s->format, x, nothing, &r, words);
-        else encode(s->format, s->nonneg, x, &r, words, a.slot >= HALFSTEP_SLOT_STATE, onto);
+        if (a.slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits) apply(s->format, x, nothing, &r, &words);
+        else encode(s->format, s->nonneg, x, &r, &words, a.slot >= HALFSTEP_SLOT_STATE, onto);
         put(t, s->format, (char *)a.data, extra_of(s), &l, &r);
     }
 }

@@ -40,8 +40,8 @@ enum hstep_cuda_transform {
     HSTEP_CUDA_WIDEN       /* back from BF16 */
 };
 
-/* Phases of the vectors of a matrix, in one launch each. */
-enum hstep_cuda_cross { HSTEP_CUDA_ROWS, HSTEP_CUDA_COLUMNS, HSTEP_CUDA_VECTORS, HSTEP_CUDA_MEAN };
+/* Phases of the vectors of a matrix, in one launch each. decide_mean follows. */
+enum hstep_cuda_cross { HSTEP_CUDA_ROWS, HSTEP_CUDA_COLUMNS, HSTEP_CUDA_VECTORS };
 
 struct hstep_cuda_what {
     int first, n,

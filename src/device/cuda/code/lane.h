@@ -230,7 +230,7 @@ V_OP float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
     vi pattern;
     switch (format) {
 #define FORMAT(id, fn)                                                                                               \
-    IF_LARGEST(fn, FORMAT_CASE(fn) pattern = fn##_scale(v_from_bits(vi_set(largest)), nonneg);                       \
+    IF_LARGEST(fn, FORMAT_CASE(fn) pattern = fn##_scale(block_maximum_of(vi_set(largest)), nonneg);                  \
                hstep_scale_store(fn##_scale_dtype, extra, 0, pattern.x[0]); inverse = fn##_inverse(pattern, nonneg); \
                break;)                                                                                               \
     IF_TENSOR(fn, FORMAT_CASE(fn) pattern = vi_set(hstep_scale_load(fn##_scale_dtype, extra, 0));                    \
@@ -269,22 +269,23 @@ V_OP uint32_t stash_pair(const int format, const int nonneg, const vf *x, vf ont
 }
 
 /* Encodes a lane's pair. All lanes of the warp must call it at once. x has values for all places, held or not. r->extra
- * must hold a scale for the whole tensor. */
-CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct scratch *r, vi words, int state, float onto)
+ * must hold a scale for the whole tensor. Functions that are not inlined take vectors by their addresses, because clang
+ * reads one that is passed by value in a way that PTX does not have. */
+CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct scratch *r, const vi *words, int state, float onto)
 {
     __attribute__((aligned(16))) float stash[PLACES];
     float inverse;
     if (!is_block(format)) {
-        store_any(format, r->code, r->extra, 0, x[0], x[1], words, state);
+        store_any(format, r->code, r->extra, 0, x[0], x[1], *words, state);
         return;
     }
     inverse = encode_scale(format, nonneg, stash_pair(format, nonneg, x, v_set(onto), stash), r->extra);
-    encode_codes(format, nonneg, stash, &inverse, r->code, 0, words);
+    encode_codes(format, nonneg, stash, &inverse, r->code, 0, *words);
 }
 
-CUDA_DEVICE void apply(int format, const vf *w, const vf *d, struct scratch *r, vi words)
+CUDA_DEVICE void apply(int format, const vf *w, const vf *d, struct scratch *r, const vi *words)
 {
-    apply_any(format, r->code, r->extra, 0, w[0], w[1], d[0], d[1], words);
+    apply_any(format, r->code, r->extra, 0, w[0], w[1], d[0], d[1], *words);
 }
 
 /* Returns the value whose square is summed for a format whose scale is a sum over the tensor. */
@@ -331,10 +332,18 @@ CUDA_DEVICE vi random_words(int generator, const struct hstep_key *stream, uint6
 
 /* ---- Sums ---- */
 
+/* Shared memory of a warp. A meeting of the warp stands before each write and after it, except to a lane's own
+ * scratch. */
 struct exchange {
-    float x[HSTEP_TILE];
+    union {
+        float x[HSTEP_TILE];
+        int64_t limbs[HSTEP_EXACT_LIMBS];
+    };
     double sum[16];
+    struct scratch scratch[LANES];
 };
+
+CUDA_DEVICE struct scratch *scratch_of(struct exchange *e) { return &e->scratch[lane_of_thread()]; }
 
 /* Returns the sum of a chunk of up to 256 values, or of their squares, to all lanes. Lanes hold eight consecutive
  * values each. The 16 partial sums and their tree are those of docs/numerics.md 4. */
@@ -377,16 +386,36 @@ struct spread {
 
 V_OP void spread_clear(struct spread *s) { CUDA_UNROLL for (int j = 0; j < SPREAD; j++) s->limb[j] = 0; }
 
+/* Adds the parts of a number to the limbs from `first` on, if `wanted`. They must be the same in all lanes of the
+ * warp. */
+V_OP void spread_take(struct spread *s, int first, const int64_t part[3], int wanted)
+{
+    CUDA_UNROLL for (int k = 0; k < 3; k++)
+    {
+        const int limb = first + k, mine = wanted && limb % LANES == lane_of_thread();
+        CUDA_UNROLL for (int j = 0; j < SPREAD; j++) s->limb[j] += mine && limb / LANES == j ? part[k] : 0;
+    }
+}
+
 /* Adds x, which must be the same in all lanes of the warp. */
 V_OP void spread_add(struct spread *s, double x)
 {
     int64_t part[3];
     const int first = hstep_exact_parts(x, part);
-    CUDA_UNROLL for (int k = 0; k < 3; k++)
+    spread_take(s, first, part, 1);
+}
+
+/* Returns the sum of a warp, rounded, to all lanes. */
+CUDA_DEVICE double spread_round(const struct spread *s, struct exchange *e)
+{
+    CUDA_WARP_BARRIER();
+    CUDA_UNROLL for (int j = 0; j < SPREAD; j++)
     {
-        const int limb = first + k, mine = limb % LANES == lane_of_thread();
-        CUDA_UNROLL for (int j = 0; j < SPREAD; j++) s->limb[j] += mine && limb / LANES == j ? part[k] : 0;
+        const int limb = j * LANES + lane_of_thread();
+        if (limb < HSTEP_EXACT_LIMBS) e->limbs[limb] = s->limb[j];
     }
+    CUDA_WARP_BARRIER();
+    return hstep_exact_round(e->limbs);
 }
 
 /* Adds the sum to limbs that other warps add to. */

@@ -4,8 +4,15 @@
 
 #include "device/cuda/code/lane.h"
 
+/* A lane's values. The values of the rule's sums take the place of what they are computed from. */
 struct values {
-    vf weight[2], gradient[2], change[2], state[HALFSTEP_MAX_STATES][2];
+    union {
+        struct {
+            vf weight[2], gradient[2], change[2];
+        };
+        vf sum[HSTEP_MAX_NORMS][2];
+    };
+    vf state[HALFSTEP_MAX_STATES][2];
 };
 
 struct constants {
