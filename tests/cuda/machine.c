@@ -837,7 +837,7 @@ static const struct function *find(const char *name)
     return NULL;
 }
 
-int hstep_emulate_entry(const char *name, int grid, void **arguments)
+__attribute__((visibility("default"))) int hstep_emulate_entry(const char *name, int grid, void **arguments)
 {
     entry = find(name);
     if (!entry) return -1;
