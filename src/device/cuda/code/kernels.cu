@@ -1,10 +1,10 @@
 /* The kernels of device.h's entries. They do what device/host does with tasks and tiles, warp by warp and bit for bit.
- * The source is valid C and CUDA C++. As CUDA it is device code, as C the kernels of the emulation (tests/cuda).
+ * Tests run the PTX that clang makes of them (tests/cuda).
  *
  * Over 500 lines because the kernels share the walk over chunks and what a warp holds of them. */
 #include "vec/cuda.h"
 
-#if defined(__clang__) && !defined(HSTEP_CUDA_EMULATED)
+#ifdef __clang__
 #pragma clang force_cuda_host_device begin
 #endif
 
@@ -15,7 +15,6 @@
 #include "device/cuda/code/rules.h"
 #include "base/squares.h"
 
-#ifndef HSTEP_CUDA_EMULATED
 /* Decisions are compiled from the same source as on a host. */
 #include "decide/decide.c"
 #include "tables/layout.c"
@@ -24,7 +23,6 @@
 #include "tables/tables.c"
 #ifdef __clang__
 #pragma clang force_cuda_host_device end
-#endif
 #endif
 
 /* ---- What a pass sees ----
