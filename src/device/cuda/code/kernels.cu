@@ -27,9 +27,9 @@
 
 /* ---- What a pass sees ----
  *
- * A thread has at most 512 bytes of memory of its own (tests/cuda_ptx_test.sh), because a driver reserves that for every
- * thread that a GPU can hold. A lane therefore keeps the stored bytes of one slot at a time, and reads those that it
- * needs again. What all lanes of a warp share lies in shared memory. */
+ * A thread has at most 512 bytes of memory of its own (tests/cuda_ptx_test.sh), because a driver reserves that for
+ * every thread that a GPU can hold. A lane therefore keeps the stored bytes of one slot at a time, and reads those that
+ * it needs again. What all lanes of a warp share lies in shared memory. */
 
 /* Copies the stored bytes of a slot to scratch memory, or those of the weight if the slot becomes a copy of it. */
 CUDA_DEVICE void fetch_source(const struct hstep_work *w, int s, const struct lane *l, struct scratch *r)
