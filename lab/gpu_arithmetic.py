@@ -7,6 +7,9 @@ emulation can tell.
     gpu_arithmetic.py --part 64     a 64th of that
     gpu_arithmetic.py --compile     without a GPU: makes the device code, and says what instructions
                                     it takes
+    gpu_arithmetic.py --translated build/tests/cuda/libarithmetic.so
+                                    without a GPU: runs the PTX on the processor, as tests do
+                                    (tests/cuda). The build's target cuda_arithmetic makes the file
     gpu_arithmetic.py --ptx FILE    with the device code of a file, which --compile --ptx FILE
                                     writes, where there is no clang
 
@@ -28,8 +31,9 @@ import tempfile
 import threading
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-#: elements of a launch
+#: elements of a launch: on a GPU, and translated, where a part of all is spread over every exponent
 PIECE = 1 << 25
+TRANSLATED_PIECE = 1 << 14
 #: makes device code as the build does (cmake/images.cmake)
 CLANG = [
     *("clang", "-x", "cuda", "--cuda-device-only", "--cuda-gpu-arch=sm_80"),
@@ -130,6 +134,31 @@ class Gpu:
         return out
 
 
+class Translated:
+    """The PTX as tests/cuda/translate.py has turned it into tables, in a library."""
+
+    def __init__(self, path):
+        try:
+            self.library = ctypes.CDLL(os.path.abspath(path))
+        except OSError as error:
+            sys.exit(f"gpu_arithmetic.py: --translated {path}: {error}")
+        self.name, self.lock = "translated PTX", threading.Lock()
+
+    def run(self, kernel, like, inputs=(), *numbers):
+        import numpy
+
+        buffers = [numpy.array(values) for values in inputs] or [numpy.empty_like(like)]
+        held = [
+            *(ctypes.c_void_p(buffer.ctypes.data) for buffer in buffers),
+            *(ctypes.c_uint32(n) for n in numbers),
+        ]
+        places = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
+        with self.lock:
+            if self.library.hstep_emulate_entry(kernel.encode(), len(like) // 256, places):
+                sys.exit(f"gpu_arithmetic.py: the library has no kernel {kernel}")
+        return buffers[0]
+
+
 def compare(kernel, given, expected, inputs):
     """Returns how many values differ, and prints the first few."""
     import numpy
@@ -190,7 +219,7 @@ QUESTIONS = (
 )
 
 
-def judge(gpu, question, piece, part, seed):
+def judge(gpu, question, piece, size, part, seed):
     """Returns how many values of a piece differ. Its random values follow from its number and the
     seed alone."""
     import numpy
@@ -200,17 +229,17 @@ def judge(gpu, question, piece, part, seed):
     bits = numpy.uint32 if kind == numpy.float32 else numpy.uint64
     with numpy.errstate(all="ignore"):
         if kernel == "roots":
-            first = piece * part * PIECE
-            inputs = [numpy.arange(first, first + PIECE, dtype=numpy.uint32).view(kind)]
+            first = piece * part * size
+            inputs = [(numpy.arange(size, dtype=numpy.uint32) + numpy.uint32(first)).view(kind)]
             found, expected = gpu.run(kernel, inputs[0], (), first), numpy.sqrt(inputs[0])
         elif kernel == "codes":
-            inputs = [x.view(kind) for x in radicands(random, PIECE)]
+            inputs = [x.view(kind) for x in radicands(random, size)]
             found, expected = (
                 gpu.run(kernel, inputs[0], inputs),
                 codes(inputs[0], inputs[1].view(bits)),
             )
         else:
-            inputs = [x.view(kind) for x in pairs(random, PIECE, bits, numpy.iinfo(bits).max)][
+            inputs = [x.view(kind) for x in pairs(random, size, bits, numpy.iinfo(bits).max)][
                 : 1 if "root" in what else 2
             ]
             found = gpu.run(kernel, inputs[0], inputs)
@@ -227,6 +256,7 @@ def main():
     parser.add_argument(
         "--ptx", metavar="FILE", help="the device code: read, or written with --compile"
     )
+    parser.add_argument("--translated", metavar="FILE", help="a library with the translated PTX")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--threads",
@@ -259,18 +289,20 @@ def main():
             with open(given.ptx, "wb") as file:
                 file.write(code)
         return 0
-    gpu, wrong = Gpu(code + b"\0"), 0
+    gpu = Translated(given.translated) if given.translated else Gpu(code + b"\0")
+    size, wrong = TRANSLATED_PIECE if given.translated else PIECE, 0
     print(gpu.name)
     for question, (what, _, _, count) in enumerate(QUESTIONS):
-        many = max(1, count // PIECE // given.part)
+        many = max(1, count // size // given.part)
         with concurrent.futures.ThreadPoolExecutor(given.threads) as pool:
             different = sum(
                 pool.map(
-                    lambda piece: judge(gpu, question, piece, given.part, given.seed), range(many)
+                    lambda piece: judge(gpu, question, piece, size, given.part, given.seed),
+                    range(many),
                 )
             )
         print(
-            f"{'ok  ' if not different else 'FAIL'} {many * PIECE} {what}: {different} differ",
+            f"{'ok  ' if not different else 'FAIL'} {many * size} {what}: {different} differ",
             flush=True,
         )
         wrong += different

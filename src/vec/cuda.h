@@ -1,7 +1,6 @@
 /* The vocabulary of one CUDA thread, with what kernels need besides: who a thread is, and where threads meet. A vector
- * is four numbers in the registers of the thread, so that one test of a range serves all four. Three compilers read
- * this file: nvcc, which has its own declarations; clang without a toolkit; and a C compiler, for the emulation of
- * tests/cuda. The emulation defines HSTEP_CUDA_EMULATED and runs the same source with fibers as threads.
+ * is four numbers in the registers of the thread, so that one test of a range serves all four. Two compilers read this
+ * file: nvcc, which has its own declarations, and clang without a toolkit.
  *
  *   Slow:       conversions to and from integers, and estimates (16 lanes a cycle)
  *               comparisons, shifts and bitwise operations (64; products and sums have 128, of integers too)
@@ -15,35 +14,6 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-
-#ifdef HSTEP_CUDA_EMULATED
-
-int hstep_emulated_thread(void);
-int hstep_emulated_block(void);
-int hstep_emulated_blocks(void);
-void hstep_emulated_barrier(void);
-void hstep_emulated_warp_barrier(void);
-uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
-
-#define CUDA_THREAD hstep_emulated_thread()
-#define CUDA_BLOCK hstep_emulated_block()
-#define CUDA_BLOCKS hstep_emulated_blocks()
-#define CUDA_BARRIER() hstep_emulated_barrier()
-#define CUDA_WARP_BARRIER() hstep_emulated_warp_barrier()
-#define CUDA_SHUFFLE(x, mask) hstep_emulated_shuffle(x, mask)
-/* Emulated threads switch only where they meet, so a plain addition is atomic. */
-#define CUDA_ADD(to, x) ((void)(*(to) += (x)))
-#define CUDA_PREFETCH(from) ((void)(from))
-#define CUDA_SHARED static
-#define CUDA_KERNEL static
-#define CUDA_KERNEL_SHARED(blocks) static
-#define CUDA_UNROLL
-#define CUDA_DEVICE static
-/* Inlining is not forced, so constants stay arguments. With it the fused kernels would take a compiler minutes. */
-#define V_OP static inline __attribute__((unused))
-#define V_TABLE static const
-
-#else
 
 /* Clang takes functions without attributes for functions of host and device (kernels.cu), which may call only their
  * kind. */
@@ -124,8 +94,6 @@ CUDA_DEVICE float hstep_cuda_fabsf(float x) { return __builtin_fabsf(x); }
 #define memset __builtin_memset
 #endif
 
-#endif
-
 #include "vec/half.h"
 
 #define HSTEP_VEC_NAME "cuda"
@@ -166,11 +134,7 @@ V_OP vf v_mul(vf a, vf b) { return V_LANES(vf, a.x[I] * b.x[I]); }
 
 /* The instructions for minimum and maximum return the number if one operand is NaN, and they order zeros. Beside a
  * constant that is neither NaN nor zero they agree with the vocabulary. */
-#ifdef HSTEP_CUDA_EMULATED
-#define CUDA_IS_PLAIN(b) 0
-#else
 #define CUDA_IS_PLAIN(b) (__builtin_constant_p(b) && ((b) > 0.0f || (b) < 0.0f))
-#endif
 V_OP float hstep_cuda_min(float a, float b) { return CUDA_IS_PLAIN(b) ? __builtin_fminf(a, b) : a < b ? a : b; }
 V_OP float hstep_cuda_max(float a, float b) { return CUDA_IS_PLAIN(b) ? __builtin_fmaxf(a, b) : a > b ? a : b; }
 V_OP vf v_min(vf a, vf b) { return V_LANES(vf, hstep_cuda_min(a.x[I], b.x[I])); }
@@ -192,18 +156,6 @@ V_OP vi v_round(vf a) { return V_LANES(vi, (uint32_t)(int32_t)lrintf(a.x[I])); }
 V_OP vf v_from_int(vi a) { return V_LANES(vf, (float)(int32_t)a.x[I]); }
 
 /* Returns the pattern of the largest magnitude in a pair. */
-#ifdef HSTEP_CUDA_EMULATED
-V_OP uint32_t hstep_cuda_larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
-V_OP uint32_t hstep_cuda_largest(vf e, vf o)
-{
-    uint32_t largest = 0;
-    for (int i = 0; i < VL; i++) {
-        largest = hstep_cuda_larger(largest, hstep_pattern(e.x[i]) & 0x7fffffffu);
-        largest = hstep_cuda_larger(largest, hstep_pattern(o.x[i]) & 0x7fffffffu);
-    }
-    return largest;
-}
-#else
 V_OP float hstep_cuda_larger(float a, float b)
 {
     float r;
@@ -216,7 +168,6 @@ V_OP uint32_t hstep_cuda_largest(vf e, vf o)
     const vf a = hstep_cuda_larger_of(e, o);
     return hstep_pattern(hstep_cuda_larger(hstep_cuda_larger(a.x[0], a.x[1]), hstep_cuda_larger(a.x[2], a.x[3])));
 }
-#endif
 
 /* Returns true if a number of the pair may be 2^127 or more (formats/bf16_round.h). No magnitude exceeds their sum. */
 V_OP int hstep_cuda_bf16_special(vi ue, vi uo, const int small)
@@ -262,18 +213,6 @@ V_OP void hstep_cuda_put_word(void *p, int at, uint32_t word)
 V_OP uint32_t hstep_cuda_byte(const void *p, int n) { return hstep_cuda_word(p, n / 4) >> n % 4 * 8 & 255u; }
 V_OP uint32_t hstep_cuda_signed_byte(const void *p, int n) { return (uint32_t)(int32_t)(int8_t)hstep_cuda_byte(p, n); }
 /* Returns the low bytes of four words. */
-#ifdef HSTEP_CUDA_EMULATED
-V_OP uint32_t hstep_cuda_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
-{
-    return (a & 255u) | (b & 255u) << 8 | (c & 255u) << 16 | d << 24;
-}
-V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high)
-{
-    const int32_t a = hstep_saturated(hstep_half_low(low), 0, 255), b = hstep_saturated(hstep_half_high(low), 0, 255);
-    const int32_t c = hstep_saturated(hstep_half_low(high), 0, 255), d = hstep_saturated(hstep_half_high(high), 0, 255);
-    return hstep_cuda_bytes((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
-}
-#else
 #define CUDA_FOUR_BYTES(name, of_two)                                              \
     V_OP uint32_t name(uint32_t a, uint32_t b, uint32_t c, uint32_t d)             \
     {                                                                              \
@@ -294,7 +233,6 @@ V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high)
     __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(part));
     return all;
 }
-#endif
 
 V_OP vf v_load(const float *p) { return V_LANES(vf, p[I]); }
 V_OP void v_store(float *p, vf x) { memcpy(p, x.x, sizeof x.x); }
@@ -440,20 +378,9 @@ V_OP uint32_t hstep_cuda_negated(uint32_t codes, uint32_t signs)
 {
     return (((codes ^ signs) & 0x7f7f7f7fu) + (signs & 0x01010101u)) ^ (signs & 0x80808080u);
 }
-#ifdef HSTEP_CUDA_EMULATED
-V_OP uint32_t hstep_cuda_third_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
-{
-    return hstep_cuda_bytes(a >> 16, b >> 16, c >> 16, d >> 16);
-}
-V_OP uint32_t hstep_cuda_signs(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
-{
-    return (a >> 31) * 0xffu | (b >> 31) * 0xff00u | (c >> 31) * 0xff0000u | (d >> 31) * 0xff000000u;
-}
-#else
 CUDA_FOUR_BYTES(hstep_cuda_third_bytes, "0x0062")
 /* Each byte of the result repeats the sign bit of a word. */
 CUDA_FOUR_BYTES(hstep_cuda_signs, "0x00fb")
-#endif
 V_OP void hstep_cuda_store_signed(char *code, vi ce, vi co, vf e, vf o)
 {
     const vi se = v_bits(e), so = v_bits(o);

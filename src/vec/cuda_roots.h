@@ -17,50 +17,6 @@
 #ifndef HSTEP_VEC_CUDA_ROOTS_H
 #define HSTEP_VEC_CUDA_ROOTS_H
 
-#define CUDA_LEAST_ROOT 0x1p-50f
-#define CUDA_LEAST_QUOTIENT 0x1p-100f
-
-#ifdef HSTEP_CUDA_EMULATED
-
-float hstep_emulated_rsqrt(float x);
-float hstep_emulated_root(float a);
-float hstep_emulated_quotient(float a, float b);
-#define CUDA_RSQRT(x) hstep_emulated_rsqrt(x)
-
-V_OP int hstep_cuda_is_least(vf a, float least)
-{
-    return a.x[0] >= least && a.x[1] >= least && a.x[2] >= least && a.x[3] >= least;
-}
-V_OP vf hstep_cuda_magnitude(vf a) { return V_LANES(vf, hstep_number(hstep_pattern(a.x[I]) & 0x7fffffffu)); }
-V_OP vf hstep_cuda_roots(vf a) { return V_LANES(vf, hstep_emulated_root(a.x[I])); }
-V_OP vf hstep_cuda_exact_roots(vf a) { return V_LANES(vf, sqrtf(a.x[I])); }
-V_OP vf hstep_cuda_quotients(vf a, vf b) { return V_LANES(vf, hstep_emulated_quotient(a.x[I], b.x[I])); }
-V_OP vf hstep_cuda_exact_quotients(vf a, vf b) { return V_LANES(vf, a.x[I] / b.x[I]); }
-V_OP vf hstep_cuda_exact_quotients0(vf a, vf b) { return V_LANES(vf, b.x[I] == 0.0f ? 0.0f : a.x[I] / b.x[I]); }
-V_OP int hstep_cuda_are_quotients(vf a, vf r)
-{
-    return hstep_cuda_is_least(hstep_cuda_magnitude(a), CUDA_LEAST_QUOTIENT) &&
-           hstep_cuda_is_least(hstep_cuda_magnitude(r), CUDA_LEAST_QUOTIENT);
-}
-
-V_OP vf v_sqrt(vf a)
-{
-    const vf r = hstep_cuda_roots(a);
-    return hstep_cuda_is_least(r, CUDA_LEAST_ROOT) ? r : hstep_cuda_exact_roots(a);
-}
-V_OP vf v_div(vf a, vf b)
-{
-    const vf r = hstep_cuda_quotients(a, b);
-    return hstep_cuda_are_quotients(a, r) ? r : hstep_cuda_exact_quotients(a, b);
-}
-V_OP vf v_div0(vf a, vf b)
-{
-    const vf r = hstep_cuda_quotients(a, b);
-    return hstep_cuda_are_quotients(a, r) ? r : hstep_cuda_exact_quotients0(a, b);
-}
-
-#else
-
 V_OP float hstep_cuda_rsqrt(float x)
 {
     float y;
@@ -166,7 +122,5 @@ V_OP vf v_sqrt(vf a) { return hstep_cuda_is_one(a) ? v_set(hstep_cuda_root(a.x[0
     }
 CUDA_DIVISION(, CUDA_EXACT_QUOTIENT)
 CUDA_DIVISION(0, CUDA_EXACT_QUOTIENT0)
-
-#endif
 
 #endif

@@ -1,5 +1,4 @@
 /* See watch.h. */
-#ifndef _WIN32
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -147,5 +146,3 @@ void hstep_watch_forget(char *p, unsigned n)
 {
     for (unsigned i = 0; i < n; i++) *cell_of(p + i) = (struct cell){.write_line = 0};
 }
-
-#endif

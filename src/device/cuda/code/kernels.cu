@@ -1,10 +1,10 @@
 /* The kernels of device.h's entries. They do what device/host does with tasks and tiles, warp by warp and bit for bit.
- * The source is valid C and CUDA C++. As CUDA it is device code, as C the kernels of the emulation (tests/cuda).
+ * Tests run the PTX that clang makes of them (tests/cuda).
  *
  * Over 500 lines because the kernels share the walk over chunks and what a warp holds of them. */
 #include "vec/cuda.h"
 
-#if defined(__clang__) && !defined(HSTEP_CUDA_EMULATED)
+#ifdef __clang__
 #pragma clang force_cuda_host_device begin
 #endif
 
@@ -15,7 +15,6 @@
 #include "device/cuda/code/rules.h"
 #include "base/squares.h"
 
-#ifndef HSTEP_CUDA_EMULATED
 /* Decisions are compiled from the same source as on a host. */
 #include "decide/decide.c"
 #include "tables/layout.c"
@@ -25,13 +24,12 @@
 #ifdef __clang__
 #pragma clang force_cuda_host_device end
 #endif
-#endif
 
 /* ---- What a pass sees ----
  *
- * A thread has at most 512 bytes of memory of its own (tests/cuda_ptx_test.sh), because a driver reserves that for every
- * thread that a GPU can hold. A lane therefore keeps the stored bytes of one slot at a time, and reads those that it
- * needs again. What all lanes of a warp share lies in shared memory. */
+ * A thread has at most 512 bytes of memory of its own (tests/cuda_ptx_test.sh), because a driver reserves that for
+ * every thread that a GPU can hold. A lane therefore keeps the stored bytes of one slot at a time, and reads those that
+ * it needs again. What all lanes of a warp share lies in shared memory. */
 
 /* Copies the stored bytes of a slot to scratch memory, or those of the weight if the slot becomes a copy of it. */
 CUDA_DEVICE void fetch_source(const struct hstep_work *w, int s, const struct lane *l, struct scratch *r)
@@ -76,19 +74,19 @@ CUDA_DEVICE void load(const struct hstep_work *w, float mean, const struct lane 
 
 /* Returns the mean of a whole row of the raw gradient, times u->centralize. All lanes get the same value. *v is room,
  * which loses what it held. */
-CUDA_DEVICE float row_mean(const struct hstep_work *w, struct exchange *e, struct values *v, int64_t row_start)
+CUDA_DEVICE float row_mean(const struct hstep_work *w, struct room *room, struct values *v, int64_t row_start)
 {
     int64_t n = w->t->n_columns;
     struct spread total;
-    struct scratch *r = scratch_of(e);
+    struct scratch *r = scratch_of(room);
     spread_clear(&total);
     for (int64_t i = 0; i < n; i += HSTEP_TILE) {
-        struct lane l = lane_of(row_start + i, least(HSTEP_TILE, n - i));
-        fetch_slot(w, HALFSTEP_SLOT_GRADIENT, &l, r);
+        struct lane *l = place_of(room, lane_of(row_start + i, least(HSTEP_TILE, n - i)));
+        fetch_slot(w, HALFSTEP_SLOT_GRADIENT, l, r);
         decode(w->format[HALFSTEP_SLOT_GRADIENT], 0, r, v->gradient);
-        spread_add(&total, warp_total(e, v->gradient, 0));
+        spread_add(&total, warp_total(&room->e, v->gradient, 0));
     }
-    return (float)(w->u->centralize * (spread_round(&total, e) / (double)n));
+    return (float)(w->u->centralize * (spread_round(&total, &room->e) / (double)n));
 }
 
 /* Runs the pass's function of the rule. Values of norms and cross take the place of the weight and the gradient. */
@@ -101,18 +99,22 @@ CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v)
         const vf weight = v->weight[i], gradient = v->gradient[i];
         vf s[HALFSTEP_MAX_STATES], y[HSTEP_MAX_NORMS];
         for (int j = 0; j < HALFSTEP_MAX_STATES; j++) s[j] = v->state[j][i];
+        for (int j = 0; j < HSTEP_MAX_NORMS; j++) y[j] = v_set(0.0f);
         switch (w->function) {
         case HSTEP_FUNCTION_RULE: v->change[i] = step_rule(rule, mode, k, weight, gradient, s); break;
         case HSTEP_FUNCTION_NORMS:
-            for (int j = 0; j < HSTEP_MAX_NORMS; j++) y[j] = v_set(0.0f);
             step_norms(rule, mode, k, weight, gradient, s, y);
-            for (int j = 0; j < HSTEP_MAX_NORMS; j++) v->sum[j][i] = y[j];
+            for (int j = 0; j < SUMS_BEFORE_STATES; j++) v->sum[j][i] = y[j];
             break;
         case HSTEP_FUNCTION_CROSS: v->sum[0][i] = step_cross(rule, w->pair, mode, k, weight, gradient, s); break;
         case HSTEP_FUNCTION_DIRECTION: v->change[i] = step_direction(rule, mode, k, gradient, s); break;
         case HSTEP_FUNCTION_CHANGE: v->change[i] = step_change(rule, k, weight, gradient); break;
         }
         for (int j = 0; j < HALFSTEP_MAX_STATES; j++) v->state[j][i] = s[j];
+        CUDA_UNROLL for (int j = SUMS_BEFORE_STATES; j < HSTEP_MAX_NORMS; j++)
+        {
+            if (w->function == HSTEP_FUNCTION_NORMS && j < hstep_rules[rule].norms) sum_of(v, j)[i] = y[j];
+        }
     }
 }
 
@@ -226,7 +228,7 @@ CUDA_DEVICE void update_tile(struct updating *a, float mean, const struct lane *
 
 /* Updates a stretch of a chunk. Takes only what the fused kernel leaves if `fused`. turn counts tiles, which the warps
  * take in turn. */
-CUDA_DEVICE void update_stretch(struct updating *a, struct exchange *e, struct hstep_stretch s, int by_rows, int fused,
+CUDA_DEVICE void update_stretch(struct updating *a, struct room *room, struct hstep_stretch s, int by_rows, int fused,
                                 int64_t *turn)
 {
     const int64_t lead = fused ? (int64_t)(s.index % HSTEP_TILE) : hstep_unit_lead(a->w.t, s.element, s.index);
@@ -235,10 +237,10 @@ CUDA_DEVICE void update_stretch(struct updating *a, struct exchange *e, struct h
     int known = !by_rows;
     for (int64_t tile = 0; tile < tiles_of(lead, s.n); tile++) {
         if ((*turn)++ % WARPS != warp_of_thread()) continue;
-        if (!known) mean = row_mean(&a->w, e, &v, s.element - s.element % a->w.t->n_columns);
+        if (!known) mean = row_mean(&a->w, room, &v, s.element - s.element % a->w.t->n_columns);
         known = 1;
-        struct lane l = lane_at(s, lead, tile);
-        if (!fused || !is_whole(&l)) update_tile(a, mean, &l, scratch_of(e), &v);
+        struct lane *l = place_of(room, lane_at(s, lead, tile));
+        if (!fused || !is_whole(l)) update_tile(a, mean, l, scratch_of(room), &v);
     }
 }
 
@@ -252,7 +254,7 @@ CUDA_DEVICE int is_whole_chunk(const struct hstep_tensor *t, const struct hstep_
 }
 
 CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_chunk *c, enum hstep_pass pass,
-                              struct updating *a, struct exchange *e)
+                              struct updating *a, struct room *room)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     int64_t turn = 0;
@@ -266,7 +268,7 @@ CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         struct hstep_stretch s = hstep_stretch_of(t, c, run);
         while (s.n > 0)
-            update_stretch(a, e, hstep_take(&s, by_rows ? t->n_columns - s.element % t->n_columns : s.n), by_rows,
+            update_stretch(a, room, hstep_take(&s, by_rows ? t->n_columns - s.element % t->n_columns : s.n), by_rows,
                            fused, &turn);
     }
 }
@@ -289,12 +291,12 @@ CUDA_DEVICE struct span span_of(const struct hstep_call *call, int first, int n)
 
 CUDA_KERNEL_SHARED(2) void halfstep_cuda_update(struct hstep_call call, struct hstep_cuda_what what)
 {
-    CUDA_SHARED struct exchange e[WARPS];
+    CUDA_SHARED struct room rooms[WARPS];
     CUDA_SHARED struct updating a[WARPS];
     const int warp = warp_of_thread();
     struct span span = span_of(&call, what.first, what.n);
     for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
-        update_chunk(&call, &call.plan.chunks[i], (enum hstep_pass)what.pass, &a[warp], &e[warp]);
+        update_chunk(&call, &call.plan.chunks[i], (enum hstep_pass)what.pass, &a[warp], &rooms[warp]);
 }
 
 /* ---- scan ---- */
@@ -452,7 +454,7 @@ CUDA_DEVICE vf *summed_values(const struct hstep_work *w, int j, struct values *
 {
     const struct hstep_tensor *t = w->t;
     int s = HALFSTEP_SLOT_STATE;
-    if (j < hstep_rules[t->rule].norms) return v->sum[j];
+    if (j < hstep_rules[t->rule].norms) return sum_of(v, j);
     if (t->cautious && j == t->sums - 1) {
         for (int i = 0; i < 2; i++)
             v->change[i] = v_select(agrees(v->change[i], v->gradient[i]), v_set(1.0f), v_set(0.0f));
@@ -479,30 +481,30 @@ CUDA_DEVICE void add_sum(struct spread *sums, int j, int64_t *limbs, double tota
 }
 
 /* Adds the sums of a stretch within one chunk of columns. */
-CUDA_DEVICE void add_chunk(const struct hstep_work *w, float mean, struct exchange *e, struct values *v,
+CUDA_DEVICE void add_chunk(const struct hstep_work *w, float mean, struct room *room, struct values *v,
                            struct hstep_stretch s, int64_t *limbs, struct spread *sums)
 {
     const int singly = hstep_is_summed_singly(w->t);
-    struct lane l = lane_at(s, hstep_unit_lead(w->t, s.element, s.index), 0);
-    values_of(w, mean, &l, scratch_of(e), v);
+    struct lane *l = place_of(room, lane_at(s, hstep_unit_lead(w->t, s.element, s.index), 0));
+    values_of(w, mean, l, scratch_of(room), v);
     for (int j = 0; j < w->t->sums; j++) {
         const int squared = hstep_is_squared(w->t, j);
         const uint64_t every = (uint64_t)hstep_every(w, j);
         /* the number of place 0, which need not be held */
-        const uint64_t number = every > 1 ? hstep_number_of(w->t, s.element) + (uint64_t)(l.element - s.element) : 0;
+        const uint64_t number = every > 1 ? hstep_number_of(w->t, s.element) + (uint64_t)(l->element - s.element) : 0;
         vf *x = summed_values(w, j, v);
         for (int i = 0; i < PLACES; i++) {
             const double one = (double)PLACE(x, i);
-            if (i < l.first || i >= l.last || (every > 1 && (number + (uint64_t)i) % every)) PLACE(x, i) = 0.0f;
+            if (i < l->first || i >= l->last || (every > 1 && (number + (uint64_t)i) % every)) PLACE(x, i) = 0.0f;
             else if (singly && is_finite(one))
                 add_shared(limbs + (int64_t)j * HSTEP_EXACT_LIMBS, one * (squared ? one : 1.0));
         }
-        if (!singly) add_sum(sums, j, limbs, warp_total(e, x, squared));
+        if (!singly) add_sum(sums, j, limbs, warp_total(&room->e, x, squared));
     }
 }
 
 CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct hstep_work *w,
-                           struct exchange *e)
+                           struct room *room)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     if (!hstep_is_summed(t, &call->plan.updates[c->tensor])) return;
@@ -519,8 +521,8 @@ CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chu
             const struct hstep_stretch one = hstep_take_summed(t, &s, by_rows);
             if (turn++ % WARPS != warp_of_thread()) continue;
             const int64_t row_start = one.element - one.element % t->n_columns;
-            if (by_rows && row_start != mean_of) mean = row_mean(w, e, &v, mean_of = row_start);
-            add_chunk(w, mean, e, &v, one, total, sums);
+            if (by_rows && row_start != mean_of) mean = row_mean(w, room, &v, mean_of = row_start);
+            add_chunk(w, mean, room, &v, one, total, sums);
         }
     }
     CUDA_UNROLL for (int j = 0; j < KEPT_SUMS; j++)
@@ -531,27 +533,28 @@ CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chu
 
 CUDA_KERNEL_SHARED(2) void halfstep_cuda_sum(struct hstep_call call, struct hstep_cuda_what what)
 {
-    CUDA_SHARED struct exchange e[WARPS];
+    CUDA_SHARED struct room rooms[WARPS];
     CUDA_SHARED struct hstep_work w[WARPS];
     const int warp = warp_of_thread();
     struct span span = span_of(&call, what.first, what.n);
     for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
-        sum_chunk(&call, &call.plan.chunks[i], &w[warp], &e[warp]);
+        sum_chunk(&call, &call.plan.chunks[i], &w[warp], &rooms[warp]);
 }
 
 /* ---- cross ---- */
 
 /* Adds the values of a chunk of a row to `columns`, which hold those of the rows before it, and returns their sum. A
  * chunk that begins within a unit is taken in parts. */
-CUDA_DEVICE double cross_chunk(const struct hstep_work *w, float mean, struct exchange *e, struct values *v,
+CUDA_DEVICE double cross_chunk(const struct hstep_work *w, float mean, struct room *room, struct values *v,
                                float *chunk, struct hstep_stretch s, double *columns)
 {
     const int64_t count = s.n;
     while (s.n > 0) {
         const int64_t lead = hstep_unit_lead(w->t, s.element, s.index), done = count - s.n;
-        struct lane l = lane_at(hstep_take(&s, HSTEP_TILE - lead), lead, 0);
-        values_of(w, mean, &l, scratch_of(e), v);
-        for (int i = l.first; i < l.last; i++) chunk[done - lead + lane_of_thread() * PLACES + i] = PLACE(v->sum[0], i);
+        struct lane *l = place_of(room, lane_at(hstep_take(&s, HSTEP_TILE - lead), lead, 0));
+        values_of(w, mean, l, scratch_of(room), v);
+        for (int i = l->first; i < l->last; i++)
+            chunk[done - lead + lane_of_thread() * PLACES + i] = PLACE(v->sum[0], i);
     }
     CUDA_WARP_BARRIER();
     for (int i = 0; i < PLACES; i++) {
@@ -559,11 +562,11 @@ CUDA_DEVICE double cross_chunk(const struct hstep_work *w, float mean, struct ex
         PLACE(v->sum[0], i) = at < count ? chunk[at] : 0.0f;
         if (at < count) columns[at] += (double)chunk[at];
     }
-    return warp_total(e, v->sum[0], 0);
+    return warp_total(&room->e, v->sum[0], 0);
 }
 
 /* Sums chunk number i: one chunk of columns in one block of rows, by one warp. */
-CUDA_DEVICE void cross_block(const struct hstep_work *w, struct exchange *e, struct values *v, float *chunk,
+CUDA_DEVICE void cross_block(const struct hstep_work *w, struct room *room, struct values *v, float *chunk,
                              const struct hstep_cuda_sums *s, int64_t i, double *sums)
 {
     const struct hstep_tensor *t = w->t;
@@ -573,15 +576,15 @@ CUDA_DEVICE void cross_block(const struct hstep_work *w, struct exchange *e, str
     CUDA_WARP_BARRIER();
     for (int64_t row = first; row < least(first + HSTEP_CROSS_ROWS, t->rows); row++) {
         struct hstep_stretch stretch = hstep_row_of(t, row);
-        const float mean = hstep_is_by_rows(w) ? row_mean(w, e, v, stretch.element) : 0.0f;
+        const float mean = hstep_is_by_rows(w) ? row_mean(w, room, v, stretch.element) : 0.0f;
         hstep_take(&stretch, column);
-        const double sum = cross_chunk(w, mean, e, v, chunk, hstep_take(&stretch, HSTEP_TILE), columns);
+        const double sum = cross_chunk(w, mean, room, v, chunk, hstep_take(&stretch, HSTEP_TILE), columns);
         if (lane_of_thread() == 0) sums[s->parts + row * s->chunks + part] = sum;
     }
 }
 
 /* Sums whole rows from the sums of their chunks, a row by each warp, and whole columns from those of the blocks. */
-CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cuda_sums *s, struct exchange *e,
+CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cuda_sums *s, struct room *room,
                             double *sums)
 {
     for (int64_t i = thread_of_grid(); i < t->row_length; i += threads_of_grid())
@@ -596,17 +599,17 @@ CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cud
             if (is_finite(sum)) spread_add(&total, sum);
             else odd += sum;
         }
-        const double rounded = spread_round(&total, e);
+        const double rounded = spread_round(&total, &room->e);
         if (lane_of_thread() == 0) sums[row] = odd != 0.0 ? odd : rounded;
     }
 }
 
 /* Computes the n new numbers of a vector from `sums`, each of which is over `of` elements. Adds them to the limbs,
  * where each chunk of 256 is rounded to double first. *v is room. */
-CUDA_DEVICE void renew(int rule, int pair, const struct constants *constants, struct exchange *e, struct values *v,
+CUDA_DEVICE void renew(int rule, int pair, const struct constants *constants, struct room *room, struct values *v,
                        struct hstep_slot *slot, const double *sums, int64_t n, int64_t of, int64_t *limbs)
 {
-    struct scratch *r = scratch_of(e);
+    struct scratch *r = scratch_of(room);
     vf *x = v->weight, *mean = v->gradient;
     const vi words = nearest_words();
     for (int64_t i = warp_of_grid() * HSTEP_TILE; i < n; i += warps_of_grid() * HSTEP_TILE) {
@@ -621,19 +624,19 @@ CUDA_DEVICE void renew(int rule, int pair, const struct constants *constants, st
         copy_bytes(slot->code + at * 4, r->code, count * 4);
         decode(HSTEP_FORMAT_f32, 0, r, x);
         for (int j = count; j < PLACES; j++) PLACE(x, j) = 0.0f;
-        double sum = warp_total(e, x, 0);
+        double sum = warp_total(&room->e, x, 0);
         if (is_finite(sum) && lane_of_thread() == 0) add_shared(limbs, sum);
     }
 }
 
 CUDA_KERNEL_SHARED(2) void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_what what)
 {
-    CUDA_SHARED struct exchange exchanges[WARPS];
+    CUDA_SHARED struct room rooms[WARPS];
     CUDA_SHARED float chunks[WARPS][HSTEP_TILE];
     CUDA_SHARED struct hstep_work works[WARPS];
     CUDA_SHARED struct constants constants;
     struct values v;
-    struct exchange *e = &exchanges[warp_of_thread()];
+    struct room *room = &rooms[warp_of_thread()];
     struct hstep_work *w = &works[warp_of_thread()];
     struct hstep_tensor *t = &call.plan.tensors[what.tensor];
     const struct hstep_cuda_sums s = hstep_cuda_sums(t->rows, t->row_length);
@@ -644,18 +647,18 @@ CUDA_KERNEL_SHARED(2) void halfstep_cuda_cross(struct hstep_call call, struct hs
     case HSTEP_CUDA_ROWS:
         start_work(&call, what.tensor, HSTEP_PASS_SUMS, what.pair, w);
         for (int64_t i = warp_of_grid(); i < s.blocks * s.chunks; i += warps_of_grid())
-            cross_block(w, e, &v, chunks[warp_of_thread()], &s, i, sums);
+            cross_block(w, room, &v, chunks[warp_of_thread()], &s, i, sums);
         for (int64_t i = thread_of_grid(); i < 2 * HSTEP_EXACT_LIMBS; i += threads_of_grid()) limbs[i] = 0;
         break;
-    case HSTEP_CUDA_COLUMNS: cross_ends(t, &s, e, sums); break;
+    case HSTEP_CUDA_COLUMNS: cross_ends(t, &s, room, sums); break;
     case HSTEP_CUDA_VECTORS:
         if (CUDA_THREAD < HSTEP_MAX_SCALARS)
             constants.k[CUDA_THREAD] = v_set(call.plan.updates[what.tensor].k[CUDA_THREAD]);
         CUDA_BARRIER();
-        renew(t->rule, what.pair, &constants, e, &v, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS),
+        renew(t->rule, what.pair, &constants, room, &v, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS),
               sums + s.columns, t->row_length, t->rows, limbs);
-        renew(t->rule, what.pair, &constants, e, &v, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), sums, t->rows,
-              t->row_length, limbs + HSTEP_EXACT_LIMBS);
+        renew(t->rule, what.pair, &constants, room, &v, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), sums,
+              t->rows, t->row_length, limbs + HSTEP_EXACT_LIMBS);
         break;
     default: break;
     }

@@ -332,18 +332,30 @@ CUDA_DEVICE vi random_words(int generator, const struct hstep_key *stream, uint6
 
 /* ---- Sums ---- */
 
-/* Shared memory of a warp. A meeting of the warp stands before each write and after it, except to a lane's own
- * scratch. */
+/* Shared memory of a warp. A meeting of the warp stands before each write and after it. */
 struct exchange {
     union {
         float x[HSTEP_TILE];
         int64_t limbs[HSTEP_EXACT_LIMBS];
     };
     double sum[16];
-    struct scratch scratch[LANES];
 };
 
-CUDA_DEVICE struct scratch *scratch_of(struct exchange *e) { return &e->scratch[lane_of_thread()]; }
+/* The same with what each lane has of its own. */
+struct room {
+    struct exchange e;
+    struct scratch scratch[LANES];
+    struct lane lane[LANES];
+};
+
+/* Keeps the lane's places where functions can look at them. */
+CUDA_DEVICE struct lane *place_of(struct room *room, struct lane l)
+{
+    room->lane[lane_of_thread()] = l;
+    return &room->lane[lane_of_thread()];
+}
+
+CUDA_DEVICE struct scratch *scratch_of(struct room *room) { return &room->scratch[lane_of_thread()]; }
 
 /* Returns the sum of a chunk of up to 256 values, or of their squares, to all lanes. Lanes hold eight consecutive
  * values each. The 16 partial sums and their tree are those of docs/numerics.md 4. */

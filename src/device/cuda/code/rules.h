@@ -4,16 +4,24 @@
 
 #include "device/cuda/code/lane.h"
 
-/* A lane's values. The values of the rule's sums take the place of what they are computed from. */
+/* A lane's values. The values of the rule's sums take the place of what they are computed from (sum_of()). */
+enum { SUMS_BEFORE_STATES = 3 };
 struct values {
     union {
         struct {
             vf weight[2], gradient[2], change[2];
         };
-        vf sum[HSTEP_MAX_NORMS][2];
+        vf sum[SUMS_BEFORE_STATES][2];
     };
     vf state[HALFSTEP_MAX_STATES][2];
 };
+
+/* Returns the values of sum number j, counted from the end of what is not a state. Those of a rule with more sums than
+ * that stand in the last states, which it does not have. */
+CUDA_DEVICE vf *sum_of(struct values *v, int j)
+{
+    return j < SUMS_BEFORE_STATES ? v->sum[j] : v->state[HALFSTEP_MAX_STATES - 1 - (j - SUMS_BEFORE_STATES)];
+}
 
 struct constants {
     vf k[HSTEP_MAX_SCALARS];
