@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""How much the check on first use (docs/gpu.md) notices: changes single instructions of the kernels' PTX, by a
-seed, and lets the library check the emulated GPU.
+"""How much the check on first use (docs/gpu.md) notices: changes single instructions of the kernels'
+PTX, by a seed, and lets the library check the emulated GPU.
 
     device_faults.py BUILD --number 300 --seed 1 --jobs 2
 
-BUILD needs the fake driver with all kernels: cmake --build BUILD --target fake_cuda_emulated halfstep. A change is
-another instruction of the same types, a jump that is inverted, or an address that is off by one element. What the
-check does not refuse is tried with golden cases. If they do not notice it either, it does not count. Prints the share
-that the check refuses, and each change that only golden cases notice, with its line of BUILD/tests/cuda/every.ptx.
+BUILD needs the fake driver with all kernels: cmake --build BUILD --target fake_cuda_emulated halfstep.
+A change is another instruction of the same types, a jump that is inverted, or an address that is off
+by one element. What the check does not refuse is tried with golden cases. If they do not notice it
+either, it does not count. Prints the share that the check refuses, and each change that only golden
+cases notice, with its line of BUILD/tests/cuda/every.ptx.
 """
 
 import argparse
@@ -22,12 +23,12 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROW = struct.Struct("<HH5Iii")
-#: every so many golden cases are tried for a general kernel; for a fused one, all of its rule and states
+#: general kernels are tried with one golden case of so many, fused ones with all of their rule
 STRIDE = 12
 
 
 def instructions():
-    """Returns (name, types, meaning) of each row of instructions.def, in the order of their numbers."""
+    """Returns (name, types, meaning) of each row of instructions.def, by their numbers."""
     text = (ROOT / "tests/cuda/instructions.def").read_text()
     found = re.findall(r"^(HAND|ONE|TWO|THREE)\((.*)\)$", text, re.M)
     count = {"HAND": 0, "ONE": 2, "TWO": 3, "THREE": 4}
