@@ -155,7 +155,7 @@ class Bench:
                     (cache / "halfstep" / file.name).write_text("general\n")
                 golden = ["golden", f"{rule}/", "1"]
             else:
-                words, cache = ["check", "-"], "/nowhere"
+                words, cache = ["check", "-"], pathlib.Path(folder) / "cache"
                 golden = ["golden", "/", str(STRIDE)]
             if self.run(folder, *words, cache=cache):
                 return "check"
