@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""How much the check on first use (docs/gpu.md) notices: changes single instructions of the kernels'
-PTX, by a seed, and lets the library check the emulated GPU.
+"""How much the check on first use (docs/gpu.md) notices: changes single instructions of the
+kernels' PTX, by a seed, and lets the library check the emulated GPU.
 
     device_faults.py BUILD --number 300 --seed 1 --jobs 2
 
-BUILD needs the fake driver with all kernels: cmake --build BUILD --target fake_cuda_emulated halfstep.
-A change is another instruction of the same types, a jump that is inverted, or an address that is off
-by one element. What the check does not refuse is tried with golden cases. If they do not notice it
-either, it does not count. Prints the share that the check refuses, and each change that only golden
-cases notice, with its line of BUILD/tests/cuda/every.ptx.
+BUILD needs the fake driver with all kernels:
+
+    cmake --build BUILD --target fake_cuda_emulated halfstep
+
+A change is another instruction of the same types, a jump that is inverted, or an address that is
+off by one element. What the check does not refuse is tried with golden cases. If they do not notice
+it either, it does not count. Prints the share that the check refuses, and each change that only
+golden cases notice, with its line of BUILD/tests/cuda/every.ptx.
 """
 
 import argparse
@@ -182,12 +185,9 @@ def main():
             if notices == "golden":
                 print(f"{changed[3]}, line {changed[4]}: {changed[2]}", flush=True)
     noticed = counts["check"] + counts["golden"]
-    print(
-        f"{given.number} changes: golden cases or the check notice {noticed}; the check refuses {counts['check']},"
-    )
-    print(
-        f"{100 * counts['check'] / max(noticed, 1):.1f} % of these; nothing notices {counts['nothing']}"
-    )
+    share = 100 * counts["check"] / max(noticed, 1)
+    print(f"{given.number} changes, of which golden cases or the check notice {noticed}.")
+    print(f"The check refuses {counts['check']} of these, {share:.1f} %.")
 
 
 if __name__ == "__main__":

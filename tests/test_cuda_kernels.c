@@ -421,19 +421,20 @@ int main(int argc, char **argv)
     hstep_default_device = &emulated;
     const struct golden_layout layouts[] = {
         {.threads = 1}, {.threads = 1, .parts = 2, .states_bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1}};
-    /* The watch looks at every access of every kernel. A run of all cases leaves it out, as it takes three times as long. */
+    /* The watch looks at every access of every kernel. A run of all cases leaves it out, because it takes three times as
+     * long. */
     const int watch = BY_LENGTH(1, !is_few, 0);
     const char *const names[] = {"golden cases", "in 2 shards of rows", "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)
         TEST(names[l]) {
-            int stride = BY_LENGTH(61, is_few ? 29 : 9, 1) * (l ? 17 : 1);
+            int stride = BY_LENGTH(61, is_few ? 29 : 17, 1) * (l ? 17 : 1);
             hstep_emulation.watch = watch;
             for (int i = l % stride; i < n; i += stride) check_golden(list, &cases[i], &layouts[l]);
             hstep_emulation.watch = 0;
         }
     TEST("in any order, with any estimates, the bits are the same") {
         for (int i = 0; i < 4; i++) {
-            const int stride = BY_LENGTH(601, is_few ? 401 : 151, 61);
+            const int stride = BY_LENGTH(601, is_few ? 401 : 301, 61);
             hstep_emulation = (struct hstep_emulation){.watch = watch,
                                                        .order = i % 2 ? HSTEP_ORDER_RANDOM : HSTEP_ORDER_REVERSE,
                                                        .estimates = HSTEP_ESTIMATES_NEAREST + i,

@@ -11,7 +11,7 @@
 
 #include "cuda/emulate.h"
 
-/* A thread that has accessed a byte, or several: of a warp (lane is MANY), of a block (warp too), of all (block too). */
+/* Who has accessed a byte: a thread, or several of a warp (lane is MANY), of a block (warp too), of all (block too). */
 enum { MANY = HSTEP_LANES, MANY_BLOCKS = 0xffff };
 struct access {
     uint32_t time;
@@ -23,11 +23,16 @@ struct cell {
     int32_t write_line, read_line; /* negative for atomic additions, and if all reads were volatile */
 };
 
-enum { PAGE = 4096, SLOTS = 1 << 16 };
+/* Freed memory comes back soon, so that the watch sees few pages. */
+__attribute__((visibility("default"))) const char *__asan_default_options(void);
+const char *__asan_default_options(void) { return "quarantine_size_mb=1"; }
+
+enum { PAGE = 4096, SLOTS = 1 << 16, MOST_PAGES = 1 << 13 };
 static struct page {
     uint64_t number;
     struct cell *cells;
-} pages[SLOTS];
+} pages[SLOTS], last;
+static int page_count;
 static uint32_t now = 1, launched;
 static const char *kernel = "";
 static long reports;
@@ -38,19 +43,26 @@ void hstep_watch_launch(const char *name)
 {
     kernel = name;
     launched = ++now;
+    if (page_count < MOST_PAGES) return;
+    /* What earlier launches have done is in order with all that follows. */
+    for (int i = 0; i < SLOTS; i++)
+        if (pages[i].cells) munmap(pages[i].cells, PAGE * sizeof(struct cell));
+    memset(pages, 0, sizeof pages);
+    last.cells = NULL;
+    page_count = 0;
 }
 
 uint64_t hstep_watch_now(void) { return ++now; }
 
 static struct cell *cell_of(const char *p)
 {
-    static struct page last;
     const uint64_t address = (uint64_t)(uintptr_t)p, number = address / PAGE;
     if (last.cells && last.number == number) return &last.cells[address % PAGE];
     uint64_t i = number * 0x9E3779B97F4A7C15 >> 48;
     while (pages[i].cells && pages[i].number != number) i = (i + 1) % SLOTS;
     if (!pages[i].cells) {
         pages[i].number = number;
+        page_count++;
         pages[i].cells =
             mmap(NULL, PAGE * sizeof(struct cell), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (pages[i].cells == MAP_FAILED) abort();

@@ -1,9 +1,9 @@
 /* Looks at every access of emulated threads to memory that they share.
  *
  * A race is two accesses to one byte, one of them a write, if no barrier and no end of a launch lies between them. An
- * exchange is no barrier. Atomic additions and volatile reads are in no race with each other. Reads of shared or local
- * memory that nothing has written are reported too. So are accesses outside of allocations, if AddressSanitizer's heap is
- * in the program. */
+ * exchange is no barrier. Atomic additions and volatile reads are in no race with each other. The watch also reports
+ * reads of shared or local memory that nothing has written. If AddressSanitizer's heap is in the program, it reports
+ * accesses outside of allocations too. */
 #ifndef HSTEP_TESTS_CUDA_WATCH_H
 #define HSTEP_TESTS_CUDA_WATCH_H
 
