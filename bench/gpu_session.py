@@ -52,6 +52,14 @@ class Step:
 #: share of the golden cases.
 STEPS = (
     Step(
+        "check",
+        False,
+        60,
+        "the library's own check on first use, of the general kernels and two fused ones",
+        "env HALFSTEP_DEVICE_CHECK=always {build}/halfstep bench --device cuda --params 65536"
+        " --tensors 4 --rounds 2 --recipes adamw/bf16-sr/int8,lion/bf16-sr/bf16-sr",
+    ),
+    Step(
         "arithmetic",
         False,
         250,
@@ -281,7 +289,7 @@ def dry(steps, options):
         + (f"; {bad} wrong" if bad else "")
     )
     found = cuda(options)
-    if isinstance(found, dict) and not found["images"]:
+    if isinstance(found, dict) and not found["code"]:
         print(no_code(options))
     return 1 if bad else 0
 
@@ -323,7 +331,7 @@ def no_gpu(options):
             + found.get("unusable", "none that is usable")
             + " (--list and --dry need none)"
         )
-    return None if found["images"] else no_code(options)
+    return None if found["code"] else no_code(options)
 
 
 # ---- On one --------------------------------------------------------------------------------------

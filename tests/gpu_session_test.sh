@@ -52,7 +52,7 @@ session --list >"$scratch/list"
 for word in gpu_arithmetic.py 'verify --device cuda' gpu_model.py memcheck racecheck 'gpu.py --small 300' 'gpu.py --shapes one' 'gpu.py --shapes model'; do
     grep -qF -- "$word" "$scratch/list" || fail "--list lacks $word"
 done
-head -n 1 "$scratch/list" | grep -q '^arithmetic' || fail "--list does not begin with the arithmetic"
+head -n 1 "$scratch/list" | grep -q '^check' || fail "--list does not begin with the check on first use"
 session --dry >"$scratch/dry" || fail "--dry: $(cat "$scratch/dry")"
 ! grep -q '^WRONG' "$scratch/dry" || fail "--dry: $(cat "$scratch/dry")"
 ! grep -q 'compute-sanitizer' "$scratch/dry" || fail "--dry does not find compute-sanitizer"
