@@ -441,7 +441,7 @@ def main(arguments=None):
         unknown = [name for name in options.only.split(",") if name not in by_name]
         if unknown:
             print(
-                f"gpu_session.py: there is no step '{unknown[0]}': they are {', '.join(by_name)}",
+                f"gpu_session.py: unknown step '{unknown[0]}'; known: {', '.join(by_name)}",
                 file=sys.stderr,
             )
             return 2

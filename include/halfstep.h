@@ -563,7 +563,8 @@ typedef struct halfstep_device_info {
     uint64_t memory;         /* bytes */
     const char *name;        /* static text; "" if there is no device */
     const char *code;        /* static text: the compute capabilities that the build has machine code for, and PTX, from
-                                which a driver makes code for any other: "12.0 10.0 9.0 8.0 PTX" */
+                                which a driver makes code for any other: "12.0 10.0 9.0 8.0 PTX". The name of the
+                                variable HALFSTEP_CUDA_IMAGE if it names a file */
 } halfstep_device_info;
 
 /* Describes a device of halfstep_options, as far as possible, usable or not. If it is not usable,

@@ -60,7 +60,7 @@ steps=$(grep -cE ' \((timed, )?at most ' "$scratch/list")
 [ "$(grep -cE '^(ready|lacks) ' "$scratch/dry")" = "$steps" ] || fail "--dry does not look at $steps steps"
 echo "ok   commands of $steps steps"
 
-expect 2 "there is no step 'goldn': they are arithmetic, " --only golden,goldn
+expect 2 "unknown step 'goldn'; known: check, " --only golden,goldn
 FAKE_CUDA_DEVICES=0 LD_LIBRARY_PATH=$fake expect 1 'no GPU here: .*CUDA_ERROR_NO_DEVICE'
 expect 1 'is not built: bash scripts/build.sh' --build "$scratch/none"
 echo "ok   mistakes, and no GPU, in one sentence"

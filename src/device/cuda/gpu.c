@@ -222,7 +222,7 @@ void hstep_gpu_inform(const char *name, halfstep_device_info *info)
     info->driver = version;
     info->minimum_driver = HSTEP_CUDA_MINIMUM_DRIVER;
     info->images = count_images();
-    info->code = hstep_cuda_code;
+    info->code = image_path() ? "HALFSTEP_CUDA_IMAGE" : hstep_cuda_code;
     info->compute = g.compute;
     info->multiprocessors = g.multiprocessors;
     info->memory = g.memory;
