@@ -421,8 +421,8 @@ int main(int argc, char **argv)
     hstep_default_device = &emulated;
     const struct golden_layout layouts[] = {
         {.threads = 1}, {.threads = 1, .parts = 2, .states_bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1}};
-    /* The watch looks at every access of every kernel. A run of all cases leaves it out, because it takes three times as
-     * long. */
+    /* The watch looks at every access of every kernel. A run of all cases leaves it out, because it takes three times
+     * as long. */
     const int watch = BY_LENGTH(1, !is_few, 0);
     const char *const names[] = {"golden cases", "in 2 shards of rows", "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)
