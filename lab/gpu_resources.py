@@ -45,8 +45,8 @@ BEGIN, END = "<!-- lab/gpu_resources.py -->", "<!-- end of lab/gpu_resources.py 
 
 
 def read(text):
-    """Kernel -> (bytes of stack, bytes spilled, registers, bytes of shared memory), from the output
-    of `ptxas -v`."""
+    """Reads the output of `ptxas -v`. Returns kernel -> (bytes of stack, bytes spilled, registers,
+    bytes of shared memory)."""
     found = {}
     for part in re.split(r"Compiling entry function '", text)[1:]:
         name = re.match(r"\w+", part)[0]

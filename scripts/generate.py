@@ -18,7 +18,7 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 
 
 def between(path, mark, text):
-    """The file with the text between its marks."""
+    """Returns the file with another text between its marks."""
     with open(os.path.join(ROOT, path), encoding="utf-8") as file:
         before, rest = file.read().split(f"<!-- {mark} -->")
     return before + f"<!-- {mark} -->" + text + "<!-- end -->" + rest.split("<!-- end -->", 1)[1]

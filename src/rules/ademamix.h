@@ -23,7 +23,7 @@ enum {
     ademamix_constants
 };
 
-/* Returns B of the formula above. ln 0 is minus infinity, and its reciprocal 0. */
+/* Returns B of the formula above. `part` is its x. ln 0 is minus infinity, and its reciprocal is 0. */
 HSTEP_INLINE double ademamix_beta3(double beta1, double beta3, double part)
 {
     if (!(part < 1.0) || beta3 == 0.0 || beta1 >= beta3) return beta3;

@@ -88,7 +88,8 @@ enum hstep_pass { HSTEP_PASS_UPDATE, HSTEP_PASS_DIRECTION, HSTEP_PASS_CHANGE, HS
 
 HSTEP_INLINE int hstep_is_nonfinite(int64_t flag) { return (uint32_t)flag != 0; }
 
-/* Places in call->statistics, in numbers. Only devices may call hstep_sum_offset(), because it reads their plan. */
+/* Return where the flags, the sums of all tensors and the sums of one tensor begin in call->statistics, counted in
+ * numbers. Only devices may call hstep_sum_offset(), because it reads their plan. */
 HSTEP_INLINE int64_t hstep_flags_offset(void) { return HSTEP_STATISTICS_HEAD; }
 HSTEP_INLINE int64_t hstep_sums_offset(int n_tensors) { return HSTEP_STATISTICS_HEAD + n_tensors; }
 
