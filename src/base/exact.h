@@ -143,8 +143,16 @@ HSTEP_INLINE double hstep_exact_end(const struct hstep_exact_rounding *r)
 HSTEP_INLINE double hstep_exact_round(const int64_t acc[HSTEP_EXACT_LIMBS])
 {
     struct hstep_exact_rounding r = {{0}, {0}};
-    int k;
-    for (k = 0; k < HSTEP_EXACT_LIMBS; k++) hstep_exact_next(&r, k, acc[k]);
+    int k = 0, end = HSTEP_EXACT_LIMBS;
+    /* Most limbs are 0. Those below the first other one change nothing. Those above the last leave a carry, whose sign
+     * is that of the sum. */
+    while (end > 1 && !acc[end - 1]) end--;
+    while (k < end - 1 && !acc[k]) k++;
+    for (; k < end; k++) hstep_exact_next(&r, k, acc[k]);
+    if (end < HSTEP_EXACT_LIMBS) {
+        hstep_exact_next(&r, end, 0);
+        if (r.plus.carry < 0) r.plus.last = -1;
+    }
     return hstep_exact_end(&r);
 }
 
