@@ -52,7 +52,7 @@ static inline void step_neighbours(const char *format, uint32_t weight, uint32_t
         const halfstep_slot_info info = slot_info(t.o, 0, HALFSTEP_SLOT_STATE + j);
         one_read(&t, HALFSTEP_SLOT_STATE + j, found->state[j]);
         leave_out(found->state[j]);
-        memcpy(found->scales[j], info.extra, (size_t)info.extra_bytes);
+        if (info.extra_bytes) memcpy(found->scales[j], info.extra, (size_t)info.extra_bytes);
     }
     one_close(&t);
 }
