@@ -427,7 +427,7 @@ int main(int argc, char **argv)
     const char *const names[] = {"golden cases", "in 2 shards of rows", "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)
         TEST(names[l]) {
-            int stride = BY_LENGTH(61, is_few ? 29 : 17, 1) * (l ? 17 : 1);
+            int stride = BY_LENGTH(61, is_few ? 29 : 41, 1) * (l ? 17 : 1);
             hstep_emulation.watch = watch;
             for (int i = l % stride; i < n; i += stride) check_golden(list, &cases[i], &layouts[l]);
             hstep_emulation.watch = 0;
