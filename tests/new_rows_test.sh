@@ -57,7 +57,7 @@ refused src/rules/rules.def 's/RULE(4, lion)/RULE(3, lion)/' RULE_ID_3
 # moments only, and is the only new format of its geometry. -O1 is enough, because only bits matter.
 cp "$source_dir/tests/rows/mx8.h" "$source_dir/tests/rows/nv8.h" src/formats
 sed 's/nv8/e5m2/g; s/NV8/E5M2/g; s/ ROWS,/ FLAT,/; s/= SIGNED | NONNEG/= NONNEG/' src/formats/nv8.h >src/formats/e5m2.h
-sed 's/bf16_\(decode\|encode\|apply\|ROW\)/twin_\1/; s/BF16_H/TWIN_H/; s/ROW "bf16"/ROW "twin"/; s/SIGNED | NONNEG/SIGNED/' \
+sed 's/bf16_\(decode\|encode\|apply\|ROW\)/twin_\1/; s/ENCODING(bf16)/ENCODING(twin)/; s/BF16_H/TWIN_H/; s/ROW "bf16"/ROW "twin"/; s/SIGNED | NONNEG/SIGNED/' \
     src/formats/bf16.h >src/formats/twin.h
 cp "$source_dir/examples/skeleton_rule.h" src/rules/skeleton.h
 cp "$source_dir/tests/rows/factored.h" "$source_dir/tests/rows/estimate.h" src/rules
