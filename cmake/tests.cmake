@@ -103,9 +103,9 @@ endfunction()
 # The kernels for GPUs on the processor: clang's PTX, translated (tests/cuda/translate.py). `few` has the fused kernels of one rule, for `make
 # test`; `every` has all. Each is built by a test, because clang takes minutes for `every`.
 set(with_emulation FALSE)
-find_program(HALFSTEP_CLANG clang DOC "Compiler of device code")
+halfstep_find_clang()
 find_program(HALFSTEP_PYTHON python3 DOC "Translates device code for tests")
-mark_as_advanced(HALFSTEP_CLANG HALFSTEP_PYTHON)
+mark_as_advanced(HALFSTEP_PYTHON)
 if(UNIX AND NOT HALFSTEP_TESTS STREQUAL UNIT AND HALFSTEP_CLANG AND HALFSTEP_PYTHON)
   set(with_emulation TRUE)
   set(machine -fno-strict-aliasing -fno-trapping-math -fno-math-errno -ftree-vectorize -O2)

@@ -147,10 +147,9 @@ class Bench:
             ROW.pack_into(data, self.start + ROW.size * i, *row)
             (pathlib.Path(folder) / "libcuda.so.1").write_bytes(data)
             if fused:
-                rule, states = (
-                    fused[1].replace("delayed", "adamw-delayed"),
-                    fused[2].replace("_", "-"),
-                )
+                header = (ROOT / f"src/rules/{fused[1]}.h").read_text()
+                rule = re.search(r'RULE\("([^"]+)"', header)[1]
+                states = fused[2].replace("_", "-")
                 # The general code is the one that is trusted already.
                 words, cache = ["check", f"{rule}/bf16-sr/{states}"], self.folder / f"cache{i}"
                 (cache / "halfstep").mkdir(parents=True)

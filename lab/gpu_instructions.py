@@ -55,7 +55,20 @@ ROWS = [
 #: moment
 WEIGHT_BITS = {"f32": 32, "bf16-sr": 16, "bf16-kahan": 32, "bf16-ecc8": 24}
 STATE_BITS = {"f32": 32, "bf16-sr": 16, "int8": 8.5, "int4": 4.5}
-BEGIN, END = "<!-- lab/gpu_instructions.py -->", "<!-- end -->"
+
+
+def show(table, page):
+    """Prints a table, or puts it between the marks of this program in a page."""
+    if not page:
+        print(table)
+        return
+    program = os.path.basename(sys.argv[0])
+    begin, end = f"<!-- lab/{program} -->", "<!-- end -->"
+    head, found, rest = open(page).read().partition(begin)
+    if not found or end not in rest or begin in rest:
+        sys.exit(f"{program}: {page} has no place for the table ({begin} ... {end})")
+    with open(page, "w") as file:
+        file.write(f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}")
 
 
 def run(*command):
@@ -378,18 +391,7 @@ def main():
                 f"gpu_instructions.py: --rows {row}: wanted RULE/WEIGHTS/STATES of"
                 f" {', '.join(WEIGHT_BITS)} and {', '.join(STATE_BITS)}"
             )
-    found = table(archs, given.rows.split(","), given.tools, given.jobs)
-    if not given.write:
-        print(found)
-        return
-    text = open(given.write).read()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        sys.exit(
-            f"gpu_instructions.py: {given.write} has no place for the table ({BEGIN} ... {END})"
-        )
-    head, _, rest = text.partition(BEGIN)
-    with open(given.write, "w") as file:
-        file.write(f"{head}{BEGIN}\n{found}\n{END}{rest.partition(END)[2]}")
+    show(table(archs, given.rows.split(","), given.tools, given.jobs), given.write)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import sys
 import tempfile
 
 from gpu_arithmetic import CLANG
-from gpu_instructions import ROOT, run, tools
+from gpu_instructions import ROOT, run, show, tools
 
 STACK = 512  # bytes a thread
 WARPS = 8  # of a block
@@ -41,7 +41,6 @@ FUSED = (
     "adamw_bf16_sr_bf16_sr adamw_int8_int8 adamw_int4_int4 adan_int8_int8 ranger_int8_int8"
     " schedulefree_int8_int8 prodigy_int8_int8"
 ).split()
-BEGIN, END = "<!-- lab/gpu_resources.py -->", "<!-- end of lab/gpu_resources.py -->"
 
 
 def read(text):
@@ -75,7 +74,7 @@ def warps(arch, registers, shared):
 
 
 def check(kernels):
-    """The complaints about what ptxas has made."""
+    """Returns what ptxas has made and may not be, as sentences."""
     said = [
         f"{name} has {stack} bytes of stack; at most {STACK} are allowed"
         for name, (stack, _, _, _) in kernels.items()
@@ -158,16 +157,7 @@ def main():
     unknown = [arch for arch in texts if arch not in LIMITS]
     if unknown:
         sys.exit(f"gpu_resources.py: {unknown[0]}: there are {', '.join(map(str, LIMITS))}")
-    found = table({arch: read(text) for arch, text in texts.items()})
-    if not given.write:
-        print(found)
-        return
-    text = open(given.write).read()
-    head, begin, rest = text.partition(BEGIN)
-    if not begin or END not in rest:
-        sys.exit(f"gpu_resources.py: {given.write} has no place for the table ({BEGIN} ... {END})")
-    with open(given.write, "w") as file:
-        file.write(f"{head}{BEGIN}\n{found}\n{END}{rest.partition(END)[2]}")
+    show(table({arch: read(text) for arch, text in texts.items()}), given.write)
 
 
 if __name__ == "__main__":

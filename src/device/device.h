@@ -65,10 +65,10 @@ struct hstep_device {
     /* Returns the text of the error that an entry has just returned to this thread, or NULL. */
     const char *(*why)(void);
 
-    /* For a device whose code a driver loads or compiles: it must show the bits of this library before it touches
-     * memory of a caller (handle/device_check.c). trusted() returns 1 if the code of a fused row, or with -1 all other
-     * code, has shown them; 0 if it must be checked; or an error. trust() remembers that it was checked. NULL for
-     * others. */
+    /* For a device whose code a driver loads or compiles, NULL for others. Such code must show the bits of this library
+     * before it touches memory of a caller (handle/device_check.c). trusted() returns 1 if it has shown them, 0 if it
+     * must be checked, or an error. `fused` is a fused row; -1 means all other code. trust() remembers that a check
+     * has passed. */
     int (*trusted)(const struct hstep_context *c, int fused);
     void (*trust)(const struct hstep_context *c, int fused);
 

@@ -115,7 +115,8 @@ int hstep_cuda_trusted(struct hstep_gpu *g, int fused)
 void hstep_cuda_trust(struct hstep_gpu *g, int fused)
 {
     enum policy policy;
-    if (!find_policy(&policy) && policy == ONCE) read_file(g);
+    const int in_a_file = !find_policy(&policy) && policy == ONCE;
+    if (in_a_file) read_file(g); /* what other processes have added */
     atomic_store(&g->trusted[kernel_of(fused)], 1);
-    if (!find_policy(&policy) && policy == ONCE) write_file(g);
+    if (in_a_file) write_file(g);
 }
