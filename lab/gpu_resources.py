@@ -3,7 +3,7 @@
 Needs no GPU.
 
     gpu_resources.py [--archs 80,90,120]        as Markdown
-    gpu_resources.py --write docs/gpu.md        puts the table between its marks there
+    gpu_resources.py --write docs/results.md    puts the table between its marks there
     gpu_resources.py --logs 80=LOG,90=LOG       the same from what `ptxas -v` has printed
     gpu_resources.py --check LOG                fails if a kernel has more stack than 512 bytes, or
                                                 a fused kernel any stack or one block alone
