@@ -181,7 +181,8 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
 /* Sets a choice, whose values are names. Per group (HALFSTEP_ALL_GROUPS sets all of them):
  *   decay      "l2": g += weight_decay * w; "decoupled": w -= lr * weight_decay * w (Loshchilov & Hutter 2019);
  *              "fully-decoupled": as "reference_lr" above; "proximal": w = (w - lr * update) / (1 + lr * weight_decay)
- *              (Xie et al. 2022)
+ *              (Xie et al. 2022); "cautious": decoupled, but not for elements that the update alone moves away from 0
+ *              (Chen et al. 2025). Only for rules with halfstep_rule_info.cautious_decay
  *   schedule   a factor on lr, by the group's count of accepted steps: "constant", "linear", "cosine", "wsd",
  *              "inverse-power" (the schedule of the adamw_bfloat16 package)
  * Per optimizer (group = HALFSTEP_ALL_GROUPS):
@@ -448,6 +449,8 @@ typedef struct halfstep_rule_info {
      * and the format that then replaces a block format, whose errors would not average out. NULL for other states. */
     const char *precise_if[HALFSTEP_MAX_STATES];
     const char *precise_format[HALFSTEP_MAX_STATES];
+    int32_t cautious_decay; /* 1: the decay mode "cautious" is allowed */
+    int32_t reserved;       /* 0 */
 } halfstep_rule_info;
 
 typedef struct halfstep_format_info {

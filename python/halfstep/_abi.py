@@ -106,6 +106,7 @@ class RuleInfo(_Sized):
         (c_int32 * MAX_STATES, "state_extent"),
         (c_int32, "totals cautious"),
         (c_char_p * MAX_STATES, "precise_if precise_format"),
+        (c_int32, "cautious_decay reserved"),
     )
 
 

@@ -135,10 +135,16 @@ HSTEP_INLINE int hstep_is_updated(const struct hstep_tensor *t, const struct hst
     return !u->skip && !(t->matrix && pass == HSTEP_PASS_UPDATE) && !(u->zero_lr && pass == HSTEP_PASS_CHANGE);
 }
 
+/* Returns 1 if the pass has a change to which cautious decay is to be added. */
+HSTEP_INLINE int hstep_decays_cautiously(const struct hstep_work *w)
+{
+    return w->u->cautious_decay != 0.0f && hstep_writes(w, HALFSTEP_SLOT_WEIGHT);
+}
+
 /* Returns the device's fused row for an update, or -1. */
 HSTEP_INLINE int hstep_fused_row(const struct hstep_tensor *t, const struct hstep_update *u)
 {
-    return u->adjusted ? t->fused_adjusted : t->fused;
+    return t->fused[u->way];
 }
 
 /* ---- What a scan looks for ---- */

@@ -106,7 +106,8 @@ static void decay_of(const struct hstep_group *g, double *lr, double *decay, dou
     if (weight_decay == 0.0) return;
     switch (g->decay) {
     case HSTEP_DECAY_L2: *l2 = weight_decay; break;
-    case HSTEP_DECAY_DECOUPLED: *decay = *lr * weight_decay; break;
+    case HSTEP_DECAY_DECOUPLED:
+    case HSTEP_DECAY_CAUTIOUS: *decay = *lr * weight_decay; break;
     case HSTEP_DECAY_FULLY: *decay = *lr / hstep_reference_lr(g) * weight_decay; break;
     case HSTEP_DECAY_PROXIMAL:
         /* (w - lr u) / (1 + lr wd) = w - (lr u + lr wd w) / (1 + lr wd). */
@@ -189,7 +190,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     const struct hstep_group *first = rule->totals ? &call->plan.groups[call->plan.tensors[t->share].group] : g;
     const struct hstep_shared shared = {.hyper = first->own, .t = first->steps + 1};
     struct hstep_prepare p = {.lr = lr,
-                              .decay = decay,
+                              .decay = g->decay == HSTEP_DECAY_CAUTIOUS ? 0.0 : decay,
                               .t = t->state_steps + 1,
                               .full = t->full_steps + 1,
                               .norm = rule->totals ? NULL : norms,
@@ -203,6 +204,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     if (same) memcpy(u->k, same->k, sizeof u->k);
     else hstep_prepare_rule(g, &p, u->k);
     u->every = same ? same->every : p.every;
+    if (g->decay == HSTEP_DECAY_CAUTIOUS) u->cautious_decay = (float)decay;
     if (t->cautious) {
         /* Decay takes no part in the comparison and the scaling, so it goes to u->decay. */
         float *place = &u->k[hstep_rules[t->rule].decay_constant];
@@ -234,7 +236,9 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         }
     }
     u->zero_lr = base == 0.0;
-    u->adjusted = l2 != 0.0 || u->centralize != 0.0 || t->cautious;
+    u->way = t->cautious || u->cautious_decay != 0.0f ? HSTEP_WAY_COMPARED
+             : l2 != 0.0 || u->centralize != 0.0      ? HSTEP_WAY_ADJUSTED
+                                                      : HSTEP_WAY_PLAIN;
     u->fused = hstep_use_fused && hstep_fused_row(t, u) >= 0 && !u->zero_lr && !u->micro &&
                (!u->stochastic || generator != HSTEP_GENERATOR_PHILOX7);
 }

@@ -139,12 +139,7 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     if (o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist",
                           d->name);
-    struct hstep_tensor t = {.group = d->group,
-                             .fused = -1,
-                             .fused_adjusted = -1,
-                             .ndim = d->ndim,
-                             .rows = d->rows,
-                             .row_length = d->row_length};
+    struct hstep_tensor t = {.group = d->group, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
     int error = hstep_check_group(o, d->group);
     if (error || (error = check_shape(o, d, &t))) return error;
     t.rule = o->groups[t.group].recipe.rule;

@@ -71,6 +71,7 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define NAME_SIZE(rule) HSTEP_OF_ROW(rule, ANY_NAME)
 #define CAUTION_CAUTIOUS(decay) (int)(decay)
 #define CAUTION_NOT_CAUTIOUS(reason) -1
+#define CAUTION_CAUTIOUS_DECAY(reason) -1
 #define CAUTION_WORD(name, shape, parts, caution, ...) CAUTION_##caution
 #define RULE(id, rule)                                                                                                \
     enum { RULE_ID_##id##_OF_ONE_ROW };                                                                               \
@@ -96,7 +97,8 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define KIND_MATRIX(transformation) HSTEP_MATRIX, .transform = HSTEP_TRANSFORM_##transformation
 #define KIND_FACTORED(pairs, n) HSTEP_FACTORED
 #define MEMBERS_CAUTIOUS(decay) .decay_constant = decay
-#define MEMBERS_NOT_CAUTIOUS(reason) .not_cautious = reason
+#define MEMBERS_NOT_CAUTIOUS(reason) .not_cautious = reason, .no_cautious_decay = reason
+#define MEMBERS_CAUTIOUS_DECAY(reason) .not_cautious = reason
 #define RULE_MEMBERS(name_, shape, parts, caution, ...) \
     .name = name_, .kind = KIND_##shape, MEMBERS_##caution, __VA_ARGS__,
 #define STATE_MEMBERS(role_, name_, ...) \
@@ -194,7 +196,8 @@ enum hstep_choice hstep_find_choice(const char *name)
     return (enum hstep_choice)i;
 }
 
-static HSTEP_TABLE const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal"};
+static HSTEP_TABLE const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal",
+                                                                 "cautious"};
 static HSTEP_TABLE const char *const scans[] = {"scan", "per-tensor", "known-finite", NULL};
 static HSTEP_TABLE const char *const clips[] = {"delayed", "per-tensor", NULL};
 static HSTEP_TABLE const char *const missings[] = {"skip", "error", NULL};
@@ -336,6 +339,7 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
     info->matrix = rule->kind == HSTEP_MATRIX || rule->kind == HSTEP_FACTORED;
     info->accumulates = rule->keeps != NULL;
     info->cautious = !rule->not_cautious;
+    info->cautious_decay = !rule->no_cautious_decay;
     info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;
     info->hypers = HSTEP_COMMON_HYPERS + hstep_rule_hypers(row);
     return hstep_give_struct(given, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;

@@ -73,6 +73,7 @@ struct hstep_rule {
     int kind, norms, totals, pairs, transform; /* of its SHAPE; totals: sums are over all tensors */
     int decay_constant;                        /* place of the weight's coefficient in k[], if known */
     const char *not_cautious;                  /* why no group may be cautious, as the end of a sentence, or NULL */
+    const char *no_cautious_decay;             /* the same for the decay mode "cautious" */
     const char *label;                         /* class name in bindings, an identifier */
     const char *title;
     double lr, weight_decay;                           /* initial values */
@@ -119,7 +120,14 @@ enum {
 };
 extern HSTEP_TABLE const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS];
 
-enum { HSTEP_DECAY_L2, HSTEP_DECAY_DECOUPLED, HSTEP_DECAY_FULLY, HSTEP_DECAY_PROXIMAL, HSTEP_DECAYS };
+enum {
+    HSTEP_DECAY_L2,
+    HSTEP_DECAY_DECOUPLED,
+    HSTEP_DECAY_FULLY,
+    HSTEP_DECAY_PROXIMAL,
+    HSTEP_DECAY_CAUTIOUS,
+    HSTEP_DECAYS
+};
 enum { HSTEP_SCAN_ALL, HSTEP_SCAN_TENSOR, HSTEP_SCAN_NONE };
 enum { HSTEP_CLIP_DELAYED, HSTEP_CLIP_TENSOR };
 enum { HSTEP_MISSING_SKIP, HSTEP_MISSING_ERROR };

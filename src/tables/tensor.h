@@ -24,6 +24,10 @@ struct hstep_slot {
     int extent; /* HALFSTEP_EXTENT_* */
 };
 
+/* What an update asks of fused kernels. The gradient or the weight is compared with the change if a group is cautious,
+ * or its decay is. */
+enum hstep_way { HSTEP_WAY_PLAIN, HSTEP_WAY_ADJUSTED, HSTEP_WAY_COMPARED, HSTEP_WAYS };
+
 struct hstep_tensor {
     uint64_t id;
     int group, rule, ndim;
@@ -35,14 +39,13 @@ struct hstep_tensor {
     /* Elements are worked on in units of 32, or of the longest block of a state. If rows are dense in index space, a
      * unit starts at a multiple of its length there. Otherwise it starts at such a column. */
     int unit, dense;
-    int matrix;         /* stepped as a matrix */
-    int pairs;          /* of vectors over rows and columns */
-    int cautious;       /* its group is cautious; the last sum then counts the elements that agree */
-    int slots;          /* slots of its rule, stored or not, with at least one state */
-    int fused;          /* the device's fused kernel for exactly these formats, or -1 */
-    int fused_adjusted; /* the same for updates that change the gradient first, or compare it with the change */
-    int share;          /* the first of the tensors that share its sums of TOTALS; its own number without such */
-    int first_alike;    /* the first tensor of the same group that is stored alike */
+    int matrix;            /* stepped as a matrix */
+    int pairs;             /* of vectors over rows and columns */
+    int cautious;          /* its group is cautious; the last sum then counts the elements that agree */
+    int slots;             /* slots of its rule, stored or not, with at least one state */
+    int fused[HSTEP_WAYS]; /* the device's fused kernel for exactly these formats, by the way of the update, or -1 */
+    int share;             /* the first of the tensors that share its sums of TOTALS; its own number without such */
+    int first_alike;       /* the first tensor of the same group that is stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
@@ -111,11 +114,12 @@ struct hstep_update {
     uint32_t weight_to_slot; /* bit per slot: the weight is copied there before the update */
     uint32_t slot_to_weight; /* bit per slot: the slot is copied to the weight after it */
     int skip, fused;
-    int adjusted;                 /* l2, centralize or cautious */
+    enum hstep_way way;           /* of fused kernels */
     int zero_lr;                  /* 1: lr is 0, so weights do not change, even infinite ones */
     int micro;                    /* only states are written */
     float cautious;               /* 0, or the factor of elements that agree with their gradient */
     float decay;                  /* factor of the weight then, apart from k[] */
+    float cautious_decay;         /* 0, or the factor of weights that the update alone does not move away from 0 */
     int64_t every;                /* every so many-th element is summed for TOTALS; below 2: all */
     int of_its_own;               /* 1: the constants depend on this tensor; no other may take them over */
     double mean[HSTEP_MAX_PAIRS]; /* means of the new vectors of rows, `means` of them so far */

@@ -139,11 +139,11 @@ static int cuda_settle(const struct hstep_context *c, const struct hstep_plan *p
 
 /* ---- Steps ---- */
 
-/* Ignores `adjusted`, because a tensor has one fused kernel for both. */
-static int cuda_find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
+/* A tensor has one fused kernel for all updates that have one. */
+static int cuda_find_fused(const struct hstep_context *c, const struct hstep_tensor *t, enum hstep_way way)
 {
-    (void)c, (void)adjusted;
-    return hstep_cuda_find_fused(t);
+    (void)c;
+    return way == HSTEP_WAY_COMPARED ? -1 : hstep_cuda_find_fused(t);
 }
 
 static size_t cuda_workspace(const struct hstep_tensor *t) { return (size_t)hstep_cuda_workspace(t); }

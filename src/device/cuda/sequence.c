@@ -68,7 +68,7 @@ int hstep_cuda_update(hstep_cuda_launch *launch, const struct hstep_call *call, 
     char launched[HSTEP_CUDA_KERNELS] = {0};
     int error = launch(call, HSTEP_CUDA_update, what);
     for (int i = first; !error && pass == HSTEP_PASS_UPDATE && i < first + n; i++) {
-        const int kernel = call->tensors[i].fused;
+        const int kernel = call->tensors[i].fused[HSTEP_WAY_PLAIN];
         if (kernel < 0 || launched[kernel]) continue;
         launched[kernel] = 1;
         error = launch(call, kernel, what);

@@ -177,7 +177,8 @@ struct hstep_fused hstep_fused_start(const struct hstep_work *w)
                             .weight_to_slot = w->u->weight_to_slot,
                             .slot_to_weight = w->u->slot_to_weight,
                             .cautious = w->u->cautious,
-                            .decay = w->u->decay};
+                            .decay = w->u->decay,
+                            .cautious_decay = w->u->cautious_decay};
     memcpy(f.onto, w->u->onto, sizeof f.onto);
     for (int s = w->t->slots; s < HSTEP_SLOTS; s++) f.format[s] = HSTEP_FORMAT_NONE;
     for (int s = 0; s < w->t->slots; s++) {

@@ -151,19 +151,20 @@ static int add_rule(struct list *list, const halfstep_rule_info *rule)
     return 0;
 }
 
-/* Adds the cautious cases of a rule. Every rule gets a recipe whose kernels work in the order of memory (f32) and one
- * whose kernels work on pairs (int8). adamw gets every weight format and every state format. */
-static int add_cautious(struct list *list, const halfstep_rule_info *rule)
+/* Adds the cautious cases of a rule, or those of cautious decay. Every rule gets a recipe whose kernels work in the
+ * order of memory (f32) and one whose kernels work on pairs (int8). A cautious adamw gets every weight format and every
+ * state format. */
+static int add_cautious(struct list *list, const halfstep_rule_info *rule, const char *kind)
 {
-    int all = !strcmp(rule->name, "adamw");
+    int all = !strcmp(rule->name, "adamw") && !strcmp(kind, GOLDEN_CAUTIOUS);
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         const char *weight = serving(HALFSTEP_ROLE_WEIGHT, row), *state = serving(rule->state_role[0], row);
         int plain = weight && !strcmp(weight, "f32"), int8 = state && !strcmp(state, "int8");
         char recipe[GOLDEN_RECIPE];
         snprintf(recipe, sizeof recipe, "%s/%s", rule->name, weight ? weight : "");
-        if (weight && (all || plain) && add_recipe(list, recipe, "", MIXED, plain, GOLDEN_CAUTIOUS)) return -1;
+        if (weight && (all || plain) && add_recipe(list, recipe, "", MIXED, plain, kind)) return -1;
         snprintf(recipe, sizeof recipe, "%s/bf16-sr/%s", rule->name, state ? state : "");
-        if (state && (all || int8) && add_recipe(list, recipe, "", ONCE, int8, GOLDEN_CAUTIOUS)) return -1;
+        if (state && (all || int8) && add_recipe(list, recipe, "", ONCE, int8, kind)) return -1;
     }
     return 0;
 }
@@ -174,7 +175,8 @@ struct golden_case *golden_cases(int *n)
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
         halfstep_rule_info rule = {.struct_size = sizeof rule};
         if (halfstep_get_rule_info(row, &rule) != HALFSTEP_OK || add_rule(&list, &rule) ||
-            (rule.cautious && add_cautious(&list, &rule))) {
+            (rule.cautious && add_cautious(&list, &rule, GOLDEN_CAUTIOUS)) ||
+            (rule.cautious_decay && add_cautious(&list, &rule, GOLDEN_CAUTIOUS_DECAY))) {
             free(list.item);
             return NULL;
         }
@@ -540,7 +542,10 @@ static int add_groups(struct run *r, int part)
         return -1;
     for (size_t i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         if (settings[i].choice) {
-            if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice),
+            const int cautious = !strcmp(settings[i].name, "decay") && strstr(r->c->recipe, GOLDEN_CAUTIOUS_DECAY);
+            if (check(r, part,
+                      halfstep_set_choice(o, settings[i].group, settings[i].name,
+                                          cautious ? "cautious" : settings[i].choice),
                       settings[i].name))
                 return -1;
         } else if (has_hyper(rule, settings[i].name)) {

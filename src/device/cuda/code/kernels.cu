@@ -219,6 +219,8 @@ CUDA_DEVICE void update_tile(struct updating *a, float mean, const struct lane *
     run_function(w, v);
     for (int i = 0; t->cautious && w->function == HSTEP_FUNCTION_RULE && i < 2; i++)
         v->change[i] = cautious_change(v->change[i], v->gradient[i], v->weight[i], v_set(u->cautious), v_set(u->decay));
+    for (int i = 0; hstep_decays_cautiously(w) && i < 2; i++)
+        v->change[i] = decay_change(v->change[i], v->weight[i], v_set(u->cautious_decay));
     CUDA_WARP_BARRIER(); /* all lanes of a block have read its scale, which one of them writes */
     for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
         if (hstep_writes(w, s)) put_state(a, s, l, r, v);
