@@ -169,6 +169,7 @@ HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, 
  *                    their fraction of the tensor (at least 1/1000). Decay is unchanged (Liang et al. 2024). Only for
  *                    rules with halfstep_rule_info.cautious. A step then sums over each tensor first
  *   warmup_steps, total_steps, final_fraction, decay_start, power    of the schedule
+ *   final_decay_fraction    of decay_schedule, which shares total_steps, decay_start and power with the schedule
  *   gradient_scale   (optimizer) gradients are multiplied by it first, e.g. 1 / loss scale
  *   clip_norm        (optimizer) c: gradients are scaled by min(1, c / (norm + 1e-6)). The norm is over all tensors,
  *                    after gradient_scale. 0 turns clipping off
@@ -185,6 +186,7 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
  *              (Chen et al. 2025). Only for rules with halfstep_rule_info.cautious_decay
  *   schedule   a factor on lr, by the group's count of accepted steps: "constant", "linear", "cosine", "wsd",
  *              "inverse-power" (the schedule of the adamw_bfloat16 package)
+ *   decay_schedule    the same as a factor on weight_decay, without warm-up
  * Per optimizer (group = HALFSTEP_ALL_GROUPS):
  *   scan       "scan": a pass over the gradients comes before the first write; a gradient that is not finite refuses
  *              the whole step. "per-tensor": refuses only the tensors with such gradients and steps the others; the
@@ -494,7 +496,8 @@ HALFSTEP_API int32_t halfstep_format_find(const char *name);
  * first. */
 HALFSTEP_API int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info);
 /* Returns the values of a choice by position, or NULL past the last. The first is the default, except for "decay",
- * where each rule has its own. Choices: "decay", "schedule", "scan", "generator", "clip", "missing". */
+ * where each rule has its own. Choices: "decay", "schedule", "decay_schedule", "scan",
+ * "generator", "clip", "missing". */
 HALFSTEP_API const char *halfstep_choice_value(const char *choice, int32_t index);
 
 /* Writes the full form of a recipe, with every part spelled out, into text[size]. 64 bytes are enough for any. Errors:

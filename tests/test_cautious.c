@@ -1,6 +1,8 @@
 /* Tests cautious groups against plain double precision. The authors' own two optimizers are one reference (Liang et al.
  * 2024; c_adamw.py and c_lion.py of their code). Every rule whose table row has a sign is held to its own reference.
- * Other tests are about handles, parts and hyper-parameters. */
+ * Other tests are about handles, parts, hyper-parameters and cautious decay.
+ *
+ * Over 500 lines because each of these needs the references and tensors of the others. */
 
 #include "handle/optimizer.h"
 #include "ref/table.h"

@@ -38,17 +38,28 @@ float hstep_tensor_scale(int format, double norm, double elements)
     }
 }
 
-double hstep_group_lr(const struct hstep_group *group)
+/* Returns a schedule's factor for the next step. warmup and final: rows of hyper-parameters. warmup -1: none. */
+static double factor_of(const struct hstep_group *group, int kind, int warmup, int final)
 {
     struct hstep_schedule schedule = {
-        .kind = group->schedule,
-        .warmup = (uint64_t)group->hyper[HSTEP_WARMUP_STEPS],
+        .kind = kind,
+        .warmup = warmup < 0 ? 0 : (uint64_t)group->hyper[warmup],
         .total = (uint64_t)group->hyper[HSTEP_TOTAL_STEPS],
-        .final = group->hyper[HSTEP_FINAL_FRACTION],
+        .final = group->hyper[final],
         .decay_start = group->hyper[HSTEP_DECAY_START],
         .power = group->hyper[HSTEP_POWER],
     };
-    return group->hyper[HSTEP_LR] * hstep_schedule_factor(&schedule, group->steps);
+    return hstep_schedule_factor(&schedule, group->steps);
+}
+
+double hstep_group_lr(const struct hstep_group *group)
+{
+    return group->hyper[HSTEP_LR] * factor_of(group, group->schedule, HSTEP_WARMUP_STEPS, HSTEP_FINAL_FRACTION);
+}
+
+double hstep_group_decay(const struct hstep_group *group)
+{
+    return group->hyper[HSTEP_WEIGHT_DECAY] * factor_of(group, group->decay_schedule, -1, HSTEP_FINAL_DECAY_FRACTION);
 }
 
 double hstep_state_beta(const struct hstep_group *group, int state)
@@ -101,7 +112,7 @@ const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_t
 
 static void decay_of(const struct hstep_group *g, double *lr, double *decay, double *l2)
 {
-    double weight_decay = g->hyper[HSTEP_WEIGHT_DECAY];
+    double weight_decay = hstep_group_decay(g);
     *decay = *l2 = 0.0;
     if (weight_decay == 0.0) return;
     switch (g->decay) {

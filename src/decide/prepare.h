@@ -13,6 +13,8 @@ extern HSTEP_TABLE int hstep_use_fused;
 void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k);
 /* Returns the group's lr at its next step. */
 double hstep_group_lr(const struct hstep_group *group);
+/* Returns the group's weight decay at its next step. */
+double hstep_group_decay(const struct hstep_group *group);
 /* Returns the factor by which a write decays a state, or 1 for a state without a decay rate, such as a maximum. */
 double hstep_state_beta(const struct hstep_group *group, int state);
 /* Returns 1 if the group's hyper-parameters need the state. Example: sgd without momentum needs none. */

@@ -260,6 +260,7 @@ static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choic
     switch (hstep_find_choice(choice)) {
     case HSTEP_CHOICE_DECAY: return g ? &g->decay : NULL;
     case HSTEP_CHOICE_SCHEDULE: return g ? &g->schedule : NULL;
+    case HSTEP_CHOICE_DECAY_SCHEDULE: return g ? &g->decay_schedule : NULL;
     case HSTEP_CHOICE_SCAN: return g ? NULL : &o->scan;
     case HSTEP_CHOICE_GENERATOR: return g ? NULL : &o->generator;
     case HSTEP_CHOICE_CLIP: return g ? NULL : &o->clip;

@@ -170,6 +170,8 @@ HSTEP_TABLE const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = 
     [HSTEP_WARMUP_STEPS] = {"warmup_steps", "steps of linear warm-up (preheat) of the schedule", 0.0, 0.0, 1e15, 0},
     [HSTEP_TOTAL_STEPS] = {"total_steps", "length of the schedule", 0.0, 0.0, 1e15, 0},
     [HSTEP_FINAL_FRACTION] = {"final_fraction", "fraction of lr at the end of the schedule", 0.0, 0.0, 1.0, 0},
+    [HSTEP_FINAL_DECAY_FRACTION] = {"final_decay_fraction", "fraction of weight_decay at the end of decay_schedule",
+                                    0.0, 0.0, 1.0, 0},
     [HSTEP_DECAY_START] = {"decay_start", "fraction of total_steps at which wsd begins to fall", 0.8, 0.0, 1.0, 0},
     [HSTEP_POWER] = {"power", "exponent of inverse-power", -0.5, -16.0, 0.0, 0},
     [HSTEP_GRADIENT_SCALE] = {"gradient_scale", "gradients are multiplied by it first", 1.0, 0.0, 1e30, 0},
@@ -185,8 +187,10 @@ int hstep_find_hyper(int rule, const char *name)
 }
 
 HSTEP_TABLE const char *const hstep_choices[HSTEP_CHOICES] = {
-    [HSTEP_CHOICE_DECAY] = "decay",         [HSTEP_CHOICE_SCHEDULE] = "schedule", [HSTEP_CHOICE_SCAN] = "scan",
-    [HSTEP_CHOICE_GENERATOR] = "generator", [HSTEP_CHOICE_CLIP] = "clip",         [HSTEP_CHOICE_MISSING] = "missing",
+    [HSTEP_CHOICE_DECAY] = "decay",         [HSTEP_CHOICE_SCHEDULE] = "schedule",
+    [HSTEP_CHOICE_SCAN] = "scan",           [HSTEP_CHOICE_DECAY_SCHEDULE] = "decay_schedule",
+    [HSTEP_CHOICE_GENERATOR] = "generator", [HSTEP_CHOICE_CLIP] = "clip",
+    [HSTEP_CHOICE_MISSING] = "missing",
 };
 
 enum hstep_choice hstep_find_choice(const char *name)
@@ -208,7 +212,8 @@ const char *halfstep_choice_value(const char *choice, int32_t index)
     if (!choice || index < 0) return NULL;
     switch (hstep_find_choice(choice)) {
     case HSTEP_CHOICE_DECAY: values = decays; break;
-    case HSTEP_CHOICE_SCHEDULE: return hstep_schedule_name(index);
+    case HSTEP_CHOICE_SCHEDULE:
+    case HSTEP_CHOICE_DECAY_SCHEDULE: return hstep_schedule_name(index);
     case HSTEP_CHOICE_SCAN: values = scans; break;
     case HSTEP_CHOICE_GENERATOR: return hstep_generator_name(hstep_generator_id(index));
     case HSTEP_CHOICE_CLIP: values = clips; break;

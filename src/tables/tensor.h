@@ -62,7 +62,7 @@ struct hstep_group {
     double hyper[HSTEP_GROUP_HYPERS], own[HSTEP_MAX_OWN_HYPERS];
     double first_lr; /* lr as first set: the default reference of fully decoupled decay */
     int lr_was_set;
-    int decay, schedule;
+    int decay, schedule, decay_schedule;
     uint64_t steps;
 };
 
