@@ -1,6 +1,8 @@
 /* Tests options that change what a rule keeps, or what a step depends on. They are one estimate of the learning rate
  * for many tensors, states that blocks cannot hold, first moments and a learning rate that falls. Others are the
- * reference of fully decoupled decay, and what a refused gradient is reported as. */
+ * reference of fully decoupled decay, its schedule, and what a refused gradient is reported as.
+ *
+ * Over 500 lines because the options share the tensors that they are tried on. */
 
 #include "ref/fixture.h"
 
