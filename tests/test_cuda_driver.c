@@ -32,7 +32,7 @@ enum { TEXTS = COUNT(code), TEXT_AT = sizeof XZ_HEAD - 1, TEXT = 7, PACKED = siz
 const struct hstep_cuda_image hstep_cuda_images[] = {{90, code[0], TEXT, PACKED}, {89, code[1], TEXT, PACKED},
                                                      {86, code[2], TEXT, PACKED}, {80, code[3], TEXT, PACKED},
                                                      {0, code[4], TEXT, PACKED},  {0, NULL, 0, 0}};
-const char hstep_cuda_code[] = "9.0 8.9 8.6 8.0 PTX";
+const char hstep_cuda_code[] = "9.0 8.9 8.6 8.0 PTX", hstep_cuda_code_text[] = "those of the test";
 
 static struct fake_cuda_control *fake;
 static void *driver;

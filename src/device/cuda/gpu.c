@@ -64,6 +64,11 @@ static int count_images(void)
     return n ? n : image_path() != NULL;
 }
 
+const char *hstep_gpu_code(void)
+{
+    return image_path() ? "what the file that HALFSTEP_CUDA_IMAGE names is for" : hstep_cuda_code_text;
+}
+
 /* Loads device code and keeps its hash (FNV-1a). */
 static int load_image(struct hstep_gpu *g, const char *data, size_t bytes)
 {

@@ -12,5 +12,6 @@ struct hstep_cuda_image {
 
 extern const struct hstep_cuda_image hstep_cuda_images[]; /* ends with an image of 0 bytes */
 extern const char hstep_cuda_code[];                      /* halfstep_device_info.code */
+extern const char hstep_cuda_code_text[];                 /* halfstep_device_code() */
 
 #endif
