@@ -577,6 +577,9 @@ typedef struct halfstep_device_info {
  * halfstep_error_detail(NULL) says why. Errors: ARGUMENT; NAME for the processor or an unknown device. */
 HALFSTEP_API int halfstep_get_device_info(const char *device, halfstep_device_info *info);
 
+/* Returns a static text of one line: for which GPUs this build has device code. Looks for no driver and no GPU. */
+HALFSTEP_API const char *halfstep_device_code(void);
+
 #ifdef __cplusplus
 }
 #endif

@@ -248,6 +248,7 @@ signatures = {
     "synchronize": (c_int, _handle),
     "set_stream": (c_int, _handle, c_void_p),
     "get_device_info": (c_int, c_char_p, POINTER(DeviceInfo)),
+    "device_code": (c_char_p,),
     "run_begin": (c_int, _handle, POINTER(Call)),
     "run_norms": (c_int, _handle, POINTER(Call)),
     "run_finish": (c_int, _handle, POINTER(Call)),

@@ -62,6 +62,8 @@ struct hstep_device {
     int (*owns)(const struct hstep_context *c, const void *const *memory, int n, int *error);
     /* Fills in all that can be found out about the device of that name. If it is not usable, why() tells the reason. */
     void (*inform)(const char *name, halfstep_device_info *info);
+    /* Returns a line that says for which devices there is code, without asking any. */
+    const char *(*code)(void);
     /* Returns the text of the error that an entry has just returned to this thread, or NULL. */
     const char *(*why)(void);
 

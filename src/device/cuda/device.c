@@ -355,6 +355,7 @@ const struct hstep_device hstep_cuda_device = {
     .records = cuda_records,
     .owns = cuda_owns,
     .inform = hstep_gpu_inform,
+    .code = hstep_gpu_code,
     .why = hstep_cuda_why,
     .trusted = cuda_trusted,
     .trust = cuda_trust,
