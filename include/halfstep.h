@@ -205,7 +205,12 @@ HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_
  * flattened. A tensor of one dimension has n rows of length 1. From 4096 elements up, 1 row of length n is allowed too,
  * which makes flat buffers eligible for block formats. The part held here is a rectangle. Its elements are contiguous,
  * row by row, in the weight, gradient and state buffers. Blocks, random bits and eligibility for block formats depend
- * on the shape of the whole tensor, never on the part. */
+ * on the shape of the whole tensor, never on the part.
+ *
+ * Rules with halfstep_rule_info.matrix step matrices. A tensor of two or more dimensions is one matrix, or a stack of
+ * matrices with matrix_rows rows each. A stack of shape [E, M, N] has E * M rows of N, and its matrix_rows is M. It has
+ * one id, one set of counters and one verdict. A matrix with a single row or column is stepped as other tensors are. A
+ * part of a tensor that is stepped as matrices must consist of whole matrices. Other rules ignore matrix_rows. */
 typedef struct halfstep_tensor {
     uint32_t struct_size;     /* sizeof(halfstep_tensor) */
     int32_t group;
@@ -216,13 +221,15 @@ typedef struct halfstep_tensor {
     int64_t rows, row_length; /* the whole tensor */
     int64_t first_row, n_rows, first_column, n_columns; /* the part held here; all four zero: the whole */
     const char *gradient;     /* format of its gradients: "f32", "bf16", "f16" */
+    int64_t matrix_rows;      /* rows of each matrix, a divisor of rows; 0: the tensor is one matrix */
 } halfstep_tensor;
 
 /* Adds a tensor and writes its index to *index. A part of zero elements is allowed. Errors: SHAPE (names the tensor,
  * and the cut that is not on a block boundary), DUPLICATE, NAME, ORDER, UNSUPPORTED. */
 HALFSTEP_API int halfstep_add_tensor(halfstep_optimizer *optimizer, const halfstep_tensor *tensor, int32_t *index);
 HALFSTEP_API int32_t halfstep_tensor_count(const halfstep_optimizer *optimizer);
-/* Describes a tensor as it was added, with its actual id and part in place of zeros. name lives as long as the handle.
+/* Describes a tensor as it was added, with its actual id, part and matrix_rows in place of zeros. name lives as long as
+ * the handle. matrix_rows is `rows` for rules that ignore it.
  * The caller sets tensor->struct_size. */
 HALFSTEP_API int halfstep_get_tensor(const halfstep_optimizer *optimizer, int32_t index, halfstep_tensor *tensor);
 /* Returns the index of the tensor with this name, or -1. */

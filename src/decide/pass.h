@@ -100,10 +100,12 @@ HSTEP_INLINE void hstep_work_start(const struct hstep_call *call, int tensor, en
     }
     w->code[HALFSTEP_SLOT_WEIGHT] = hstep_code_of(call, tensor, HALFSTEP_SLOT_WEIGHT);
     w->code[HALFSTEP_SLOT_GRADIENT] = hstep_code_of(call, tensor, HALFSTEP_SLOT_GRADIENT);
-    const int works = pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE;
+    const int works = hstep_is_for_matrix(pass);
+    /* Elements are counted in the part held here, but the workspace holds only one matrix. */
+    const int64_t before = call->matrix * t->matrix_rows * t->row_length * (int64_t)sizeof *call->plan.workspace;
     for (int s = t->slots; s < HSTEP_SLOTS; s++) w->format[s] = HSTEP_FORMAT_NONE;
     w->format[HSTEP_SLOT_WORK] = works ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_NONE;
-    w->code[HSTEP_SLOT_WORK] = works ? (char *)call->plan.workspace : NULL;
+    w->code[HSTEP_SLOT_WORK] = works ? (char *)((uintptr_t)call->plan.workspace - (uintptr_t)before) : NULL;
     w->extra[HSTEP_SLOT_WORK] = NULL;
 }
 

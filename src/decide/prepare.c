@@ -181,7 +181,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         if (is_centralized(g, t)) u->centralize = g->hyper[HSTEP_CENTRALIZE] * scale;
     }
     struct hstep_own own = {.id = t->id,
-                            .rows = t->rows,
+                            .rows = t->matrix_rows,
                             .row_length = t->row_length,
                             .elements = elements,
                             .matrix = t->matrix || t->pairs,

@@ -143,30 +143,33 @@ static int norms(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-static int transform(const struct hstep_request *s, int tensor)
+static int transform(const halfstep_optimizer *o, const struct hstep_call *call, int tensor)
 {
-    halfstep_optimizer *o = s->o;
     const struct hstep_tensor *t = &o->tensors[tensor];
-    const struct hstep_own own = {.rows = t->rows, .row_length = t->row_length, .matrix = 1};
+    const struct hstep_own own = {.rows = t->matrix_rows, .row_length = t->row_length, .matrix = 1};
     int own_asked = 0;
     struct hstep_prepare p = {.own = &own, .own_was_asked = &own_asked};
     float k[HSTEP_MAX_SCALARS];
     hstep_prepare_rule(&o->groups[t->group], &p, k);
-    const struct hstep_matrix m = {tensor, t->rows, t->row_length, k};
-    return o->device->transform(&s->call, &m);
+    const struct hstep_matrix m = {tensor, t->matrix_rows, t->row_length, k};
+    return o->device->transform(call, &m);
 }
 
-/* Updates a matrix in three passes: the direction into the workspace, its transformation, the change of the weight. */
-static int update_matrix(const struct hstep_request *s, int tensor)
+/* Updates each matrix of a tensor in three passes: the direction into the workspace, its transformation, the change of
+ * the weight. */
+static int update_matrices(const struct hstep_request *s, int tensor)
 {
     halfstep_optimizer *o = s->o;
-    const struct hstep_call *c = &s->call;
-    if (!c->gradients[tensor - c->first] || !o->tensors[tensor].runs) return HALFSTEP_OK;
+    struct hstep_call c = s->call;
+    int error = HALFSTEP_OK;
+    if (!c.gradients[tensor - c.first] || !o->tensors[tensor].runs) return HALFSTEP_OK;
     /* Only calls about single tensors, on several threads, can compete for the workspace. */
     hstep_lock(&o->workspace_lock);
-    int error = o->device->update(c, tensor, 1, HSTEP_PASS_DIRECTION);
-    if (!error && !c->micro && !(error = transform(s, tensor)))
-        error = o->device->update(c, tensor, 1, HSTEP_PASS_CHANGE);
+    for (c.matrix = 0; !error && c.matrix < o->tensors[tensor].matrices; c.matrix++) {
+        error = o->device->update(&c, tensor, 1, HSTEP_PASS_DIRECTION);
+        if (!error && !c.micro && !(error = transform(o, &c, tensor)))
+            error = o->device->update(&c, tensor, 1, HSTEP_PASS_CHANGE);
+    }
     hstep_unlock(&o->workspace_lock);
     return error;
 }
@@ -198,7 +201,7 @@ static int update_tensors(const struct hstep_request *s, int first, int n)
     for (int i = first; o->matrices && i < first + n; i++) matrices += o->tensors[i].matrix;
     if (matrices < n && (error = o->device->update(&s->call, first, n, HSTEP_PASS_UPDATE))) return error;
     for (int i = first; matrices && i < first + n; i++)
-        if (o->tensors[i].matrix && (error = update_matrix(s, i))) return error;
+        if (o->tensors[i].matrix && (error = update_matrices(s, i))) return error;
     return HALFSTEP_OK;
 }
 

@@ -60,7 +60,7 @@ enum { HSTEP_PARTS_ROOT = 1, HSTEP_PARTS_ROOTLESS, HSTEP_PARTS_UNLESS_OPTION };
 /* The properties of one tensor of a group. */
 struct hstep_own {
     uint64_t id;
-    int64_t rows, row_length;
+    int64_t rows, row_length; /* of one matrix of a rule of matrices */
     double elements;    /* of the whole tensor; 1 where there are none */
     int matrix;         /* stepped as a matrix, by a transformation or by vectors over rows and columns */
     double *scalar;     /* the rule's SCALARS: before the update on entry, after it on return */

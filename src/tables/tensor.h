@@ -28,6 +28,8 @@ struct hstep_tensor {
     uint64_t id;
     int group, rule, ndim;
     int64_t rows, row_length, first_row, n_rows, first_column, n_columns;
+    int64_t matrix_rows; /* rows of one matrix; `rows` for rules without matrices */
+    int64_t matrices;    /* number of matrices held here; 1 unless the tensor is stepped as matrices */
     /* The part held here consists of `runs` runs of `run_length` elements, dense in memory one after another. Run r
      * starts at element index0 + r * index_stride of the space that indexes random bits and blocks. */
     int64_t runs, run_length, index_stride;
@@ -35,7 +37,7 @@ struct hstep_tensor {
     /* Elements are worked on in units of 32, or of the longest block of a state. If rows are dense in index space, a
      * unit starts at a multiple of its length there. Otherwise it starts at such a column. */
     int unit, dense;
-    int matrix;         /* stepped as a matrix */
+    int matrix;         /* stepped as matrices */
     int pairs;          /* of vectors over rows and columns */
     int cautious;       /* its group is cautious; the last sum then counts the elements that agree */
     int slots;          /* slots of its rule, stored or not, with at least one state */

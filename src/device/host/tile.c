@@ -16,6 +16,10 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
     const struct hstep_chunk *chunks = call->plan.chunks;
     const struct hstep_tensor *t = &call->plan.tensors[first], *last = t + n - 1;
     struct hstep_batch b = {call, pass, t->first_chunk, last->first_chunk + last->chunks, 0};
+    if (hstep_is_for_matrix(pass)) {
+        b.first = hstep_matrix_chunk(t, chunks, call->matrix);
+        b.end = hstep_matrix_chunk(t, chunks, call->matrix + 1);
+    }
     if (b.first == b.end) return;
     b.task = chunks[b.first].task;
     (backward ? hstep_run_backwards : hstep_run)(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);

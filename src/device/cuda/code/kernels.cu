@@ -295,6 +295,11 @@ CUDA_KERNEL_SHARED(2) void halfstep_cuda_update(struct hstep_call call, struct h
     CUDA_SHARED struct updating a[WARPS];
     const int warp = warp_of_thread();
     struct span span = span_of(&call, what.first, what.n);
+    if (hstep_is_for_matrix((enum hstep_pass)what.pass)) {
+        const struct hstep_tensor *t = &call.plan.tensors[what.first];
+        span.first = hstep_matrix_chunk(t, call.plan.chunks, call.matrix);
+        span.end = hstep_matrix_chunk(t, call.plan.chunks, call.matrix + 1);
+    }
     for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
         update_chunk(&call, &call.plan.chunks[i], (enum hstep_pass)what.pass, &a[warp], &rooms[warp]);
 }

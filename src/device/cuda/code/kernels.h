@@ -104,7 +104,7 @@ HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(int64_t rows, int64_t column
 /* Returns the floats that a matrix and its transformation, or its vectors, need. */
 HSTEP_INLINE uint64_t hstep_cuda_workspace(const struct hstep_tensor *t)
 {
-    if (t->matrix) return (uint64_t)hstep_cuda_parts(t->rows, t->row_length).end;
+    if (t->matrix) return (uint64_t)hstep_cuda_parts(t->matrix_rows, t->row_length).end;
     return 2 * (uint64_t)hstep_cuda_sums(t->rows, t->row_length).end;
 }
 
