@@ -252,8 +252,8 @@ typedef struct halfstep_slot_info {
     int32_t grid;              /* 1: stored on a grid: halfstep_record.grid */
     void *code, *extra;        /* where it is bound; NULL for the codes of weights and gradients */
     int64_t rows, columns;     /* shape of what the slot stores for the part held here: a vector over rows is rows x 1,
-                                  one over columns 1 x columns. halfstep_read_slot() and halfstep_write_slot() use this
-                                  shape */
+                                  one over columns is matrices x columns. halfstep_read_slot() and
+                                  halfstep_write_slot() use this shape */
     int32_t precise;           /* 1: in the format of halfstep_rule_info.precise_format, not in the recipe's */
     int32_t reserved;
 } halfstep_slot_info;

@@ -2,7 +2,7 @@
  * tensors and one, and makes a whole step, a part of one or a micro-step. */
 #include "base/lock.h"
 #include "base/structs.h"
-#include "decide/prepare.h"
+#include "decide/pass.h"
 #include "handle/optimizer.h"
 #include "handle/ready.h"
 #include "kernels/dispatch.h"
@@ -115,7 +115,29 @@ static int zero_sums(const struct hstep_request *s)
                               (uint64_t)count * sizeof *c->statistics);
 }
 
-/* Makes the sums of n tensors, except of those with vectors, which update_factored() sums after their vectors. */
+/* Makes the sums of a part of matrices with vectors, which need new vectors. Puts the old vectors back afterwards,
+ * because a step that is not finished must not change them. update_factored() makes the new ones again. */
+static int sum_factored(const struct hstep_request *s, int tensor)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_slot *vector[] = {hstep_vector_of(t, 0, HALFSTEP_EXTENT_ROWS),
+                                         hstep_vector_of(t, 0, HALFSTEP_EXTENT_COLUMNS)};
+    float *aside = c->plan.workspace + o->device->workspace(t);
+    float *const place[] = {aside, aside + t->n_rows};
+    int error = HALFSTEP_OK;
+    hstep_lock(&o->workspace_lock);
+    for (int i = 0; !error && i < 2; i++)
+        error = o->device->copy(c->context, place[i], vector[i]->code, vector[i]->code_bytes);
+    if (!error && !(error = o->device->cross(c, tensor, 0))) error = o->device->sum(c, tensor, 1);
+    for (int i = 0; !error && i < 2; i++)
+        error = o->device->copy(c->context, vector[i]->code, place[i], vector[i]->code_bytes);
+    hstep_unlock(&o->workspace_lock);
+    return error;
+}
+
+/* Makes the sums of n tensors. A whole tensor with vectors is left to update_factored(). */
 static int sum_tensors(const struct hstep_request *s, int first, int n)
 {
     const struct hstep_tensor *tensors = s->o->tensors;
@@ -124,6 +146,8 @@ static int sum_tensors(const struct hstep_request *s, int first, int n)
         for (end = i + 1; end < first + n && !tensors[i].pairs && !tensors[end].pairs; end++) {
         }
         if (!tensors[i].pairs) error = s->o->device->sum(&s->call, i, end - i);
+        else if (tensors[i].runs && !hstep_is_whole(&tensors[i]) && s->call.gradients[i - s->call.first])
+            error = sum_factored(s, i);
     }
     return error;
 }
@@ -181,12 +205,15 @@ static int update_factored(const struct hstep_request *s, int tensor)
     const struct hstep_call *c = &s->call;
     const struct hstep_tensor *t = &o->tensors[tensor];
     int error = HALFSTEP_OK;
-    if (!c->gradients[tensor - c->first] || !t->runs) return HALFSTEP_OK;
+    if (!c->gradients[tensor - c->first]) return HALFSTEP_OK;
+    /* The sums of a part are those of norms(). A part without elements has only its constants and scalars to renew. */
+    if (!t->runs) return hstep_needs_sums(t, 0) ? o->device->decide_sums(c, tensor, 1) : HALFSTEP_OK;
     hstep_lock(&o->workspace_lock);
     for (int pair = 0; !error && pair < t->pairs; pair++) {
         error = o->device->cross(c, tensor, pair);
-        if (!error && !pair && hstep_needs_sums(t, 0) && !(error = o->device->sum(c, tensor, 1)))
-            error = o->device->decide_sums(c, tensor, 1);
+        if (error || pair || !hstep_needs_sums(t, 0)) continue;
+        if (hstep_is_whole(t)) error = o->device->sum(c, tensor, 1);
+        if (!error) error = o->device->decide_sums(c, tensor, 1);
     }
     if (!error) error = o->device->update(c, tensor, 1, HSTEP_PASS_UPDATE);
     hstep_unlock(&o->workspace_lock);

@@ -14,7 +14,7 @@ static void size_slot(const struct hstep_tensor *t, struct hstep_slot *slot)
 {
     if (slot->format < 0) return;
     int64_t rows = t->n_rows, columns = t->n_columns;
-    hstep_extend(slot->extent, &rows, &columns);
+    hstep_extend(slot->extent, t->matrix_rows, &rows, &columns);
     slot->code_bytes = hstep_code_bytes(slot->format, rows, columns);
     slot->extra_bytes = hstep_extra_bytes(slot->format, rows, columns);
 }
@@ -99,7 +99,7 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
                           "tensor '%s': matrix_rows is %lld; it must be 0 (one matrix) or a divisor of its %lld rows",
                           d->name, (long long)d->matrix_rows, (long long)d->rows);
-    if (d->matrix_rows && hstep_rules[t->rule].kind == HSTEP_MATRIX) t->matrix_rows = d->matrix_rows;
+    if (d->matrix_rows && hstep_has_matrices(t->rule)) t->matrix_rows = d->matrix_rows;
     t->first_row = d->first_row;
     t->n_rows = d->n_rows;
     t->first_column = d->first_column;

@@ -169,7 +169,7 @@ int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_
         if (!needed_by_default(r.rule, i, ndim, rows, row_length)) continue;
         int format = hstep_eligible_format(r.state[i], r.weight, ndim, rows, row_length, rows);
         int64_t height = rows, width = row_length;
-        hstep_extend(hstep_rules[r.rule].state[i].extent, &height, &width);
+        hstep_extend(hstep_rules[r.rule].state[i].extent, rows, &height, &width);
         *states += hstep_code_bytes(format, height, width) + hstep_extra_bytes(format, height, width);
     }
     return HALFSTEP_OK;

@@ -161,11 +161,11 @@ int hstep_has_matrices(int rule);
  * a tensor has the state; second moments serve only tensors that are no matrices. `rows` are those of one matrix. */
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
 int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length); /* pairs of vectors that a matrix has */
-/* Changes the rows and columns of a tensor to those of a state with that extent. */
-HSTEP_INLINE void hstep_extend(int extent, int64_t *rows, int64_t *columns)
+/* Changes the rows and columns of a tensor to those of a state with that extent. Each matrix has a row of columns. */
+HSTEP_INLINE void hstep_extend(int extent, int64_t matrix_rows, int64_t *rows, int64_t *columns)
 {
     if (extent == HALFSTEP_EXTENT_ROWS) *columns = 1;
-    if (extent == HALFSTEP_EXTENT_COLUMNS) *rows = 1;
+    if (extent == HALFSTEP_EXTENT_COLUMNS) *rows /= matrix_rows;
 }
 int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length);
 /* Returns true if a format can store a state of that role. */

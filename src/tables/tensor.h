@@ -113,15 +113,13 @@ struct hstep_update {
     uint32_t weight_to_slot; /* bit per slot: the weight is copied there before the update */
     uint32_t slot_to_weight; /* bit per slot: the slot is copied to the weight after it */
     int skip, fused;
-    int adjusted;                 /* l2, centralize or cautious */
-    int zero_lr;                  /* 1: lr is 0, so weights do not change, even infinite ones */
-    int micro;                    /* only states are written */
-    float cautious;               /* 0, or the factor of elements that agree with their gradient */
-    float decay;                  /* factor of the weight then, apart from k[] */
-    int64_t every;                /* every so many-th element is summed for TOTALS; below 2: all */
-    int of_its_own;               /* 1: the constants depend on this tensor; no other may take them over */
-    double mean[HSTEP_MAX_PAIRS]; /* means of the new vectors of rows, `means` of them so far */
-    int means;
+    int adjusted;                           /* l2, centralize or cautious */
+    int zero_lr;                            /* 1: lr is 0, so weights do not change, even infinite ones */
+    int micro;                              /* only states are written */
+    float cautious;                         /* 0, or the factor of elements that agree with their gradient */
+    float decay;                            /* factor of the weight then, apart from k[] */
+    int64_t every;                          /* every so many-th element is summed for TOTALS; below 2: all */
+    int of_its_own;                         /* 1: the constants depend on this tensor; no other may take them over */
     double scalar[HSTEP_MAX_NAMED_SCALARS]; /* after the update */
     float scale[HSTEP_SLOTS];               /* after the update, of states with one scale */
     float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */
