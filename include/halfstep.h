@@ -208,7 +208,12 @@ HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_
  * flattened. A tensor of one dimension has n rows of length 1. From 4096 elements up, 1 row of length n is allowed too,
  * which makes flat buffers eligible for block formats. The part held here is a rectangle. Its elements are contiguous,
  * row by row, in the weight, gradient and state buffers. Blocks, random bits and eligibility for block formats depend
- * on the shape of the whole tensor, never on the part. */
+ * on the shape of the whole tensor, never on the part.
+ *
+ * Rules with halfstep_rule_info.matrix step matrices. A tensor of two or more dimensions is one matrix, or a stack of
+ * matrices with matrix_rows rows each. A stack of shape [E, M, N] has E * M rows of N, and its matrix_rows is M. It has
+ * one id, one set of counters and one verdict. A matrix with a single row or column is stepped as other tensors are. A
+ * part of a tensor that is stepped as matrices must consist of whole matrices. Other rules ignore matrix_rows. */
 typedef struct halfstep_tensor {
     uint32_t struct_size;     /* sizeof(halfstep_tensor) */
     int32_t group;
@@ -219,13 +224,15 @@ typedef struct halfstep_tensor {
     int64_t rows, row_length; /* the whole tensor */
     int64_t first_row, n_rows, first_column, n_columns; /* the part held here; all four zero: the whole */
     const char *gradient;     /* format of its gradients: "f32", "bf16", "f16" */
+    int64_t matrix_rows;      /* rows of each matrix, a divisor of rows; 0: the tensor is one matrix */
 } halfstep_tensor;
 
 /* Adds a tensor and writes its index to *index. A part of zero elements is allowed. Errors: SHAPE (names the tensor,
  * and the cut that is not on a block boundary), DUPLICATE, NAME, ORDER, UNSUPPORTED. */
 HALFSTEP_API int halfstep_add_tensor(halfstep_optimizer *optimizer, const halfstep_tensor *tensor, int32_t *index);
 HALFSTEP_API int32_t halfstep_tensor_count(const halfstep_optimizer *optimizer);
-/* Describes a tensor as it was added, with its actual id and part in place of zeros. name lives as long as the handle.
+/* Describes a tensor as it was added, with its actual id, part and matrix_rows in place of zeros. name lives as long as
+ * the handle. matrix_rows is `rows` for rules that ignore it.
  * The caller sets tensor->struct_size. */
 HALFSTEP_API int halfstep_get_tensor(const halfstep_optimizer *optimizer, int32_t index, halfstep_tensor *tensor);
 /* Returns the index of the tensor with this name, or -1. */
@@ -248,8 +255,8 @@ typedef struct halfstep_slot_info {
     int32_t grid;              /* 1: stored on a grid: halfstep_record.grid */
     void *code, *extra;        /* where it is bound; NULL for the codes of weights and gradients */
     int64_t rows, columns;     /* shape of what the slot stores for the part held here: a vector over rows is rows x 1,
-                                  one over columns 1 x columns. halfstep_read_slot() and halfstep_write_slot() use this
-                                  shape */
+                                  one over columns is matrices x columns. halfstep_read_slot() and
+                                  halfstep_write_slot() use this shape */
     int32_t precise;           /* 1: in the format of halfstep_rule_info.precise_format, not in the recipe's */
     int32_t reserved;
 } halfstep_slot_info;

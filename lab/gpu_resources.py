@@ -34,9 +34,7 @@ LIMITS = {
     100: (64, 228),
     120: (48, 100),
 }
-GENERAL = (
-    "update sum cross decide decide_sums decide_mean end_round scan transform accumulate write"
-).split()
+GENERAL = ("update sum cross decide decide_sums end_round scan transform accumulate write").split()
 FUSED = (
     "adamw_bf16_sr_bf16_sr adamw_int8_int8 adamw_int4_int4 adan_int8_int8 ranger_int8_int8"
     " schedulefree_int8_int8 prodigy_int8_int8"

@@ -159,6 +159,7 @@ class Tensor(_Sized):
         (c_int32, "ndim reserved"),
         (c_int64, "rows row_length first_row n_rows first_column n_columns"),
         (c_char_p, "gradient"),
+        (c_int64, "matrix_rows"),
     )
 
 

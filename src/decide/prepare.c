@@ -28,6 +28,18 @@ void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p
     prepares[group->recipe.rule](k, p);
 }
 
+float hstep_factor_of(const struct hstep_group *group, double mean, int pair)
+{
+    switch (group->recipe.rule) {
+#define FACTOR_CASE(name) \
+    case HSTEP_RULE_##name: return (float)name##_factor(group->own, mean, pair);
+#define RULE(id, name) HSTEP_IF(HSTEP_PAIRS(name), FACTOR_CASE, name)
+#include "rules/rules.def"
+#undef RULE
+    default: return 0.0f;
+    }
+}
+
 float hstep_tensor_scale(int format, double norm, double elements)
 {
     switch (format) {
@@ -175,13 +187,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     /* 1 for an empty tensor, so that no mean over it is 0 / 0. */
     double elements = t->rows && t->row_length ? (double)t->rows * (double)t->row_length : 1.0;
     double base = hstep_group_lr(g), lr = base, decay, l2;
-    const int means = u->means;
-    _Static_assert(HSTEP_MAX_PAIRS == 2, "both means are kept");
-    const double mean0 = u->mean[0], mean1 = u->mean[1];
     memset(u, 0, sizeof *u);
-    u->means = means;
-    u->mean[0] = mean0;
-    u->mean[1] = mean1;
     decay_of(g, &lr, &decay, &l2);
     u->micro = call->micro;
     if (rule->kind == HSTEP_RAW_GRADIENT) {
@@ -193,7 +199,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         if (is_centralized(g, t)) u->centralize = g->hyper[HSTEP_CENTRALIZE] * scale;
     }
     struct hstep_own own = {.id = t->id,
-                            .rows = t->rows,
+                            .rows = t->matrix_rows,
                             .row_length = t->row_length,
                             .elements = elements,
                             .matrix = t->matrix || t->pairs,
@@ -207,8 +213,6 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
                               .norm = rule->totals ? NULL : norms,
                               .total = rule->totals ? norms : NULL,
                               .shared = rule->totals ? &shared : NULL,
-                              .mean = u->mean,
-                              .means = means,
                               .own = &own,
                               .own_was_asked = &u->of_its_own};
     memcpy(u->scalar, t->scalar, sizeof u->scalar);

@@ -252,6 +252,11 @@ int hstep_find_format(const char *text, size_t length)
     return find_part(&hstep_formats[0].name, sizeof hstep_formats[0], HSTEP_FORMATS, text, length);
 }
 
+int hstep_has_matrices(int rule)
+{
+    return hstep_rules[rule].kind == HSTEP_MATRIX || hstep_rules[rule].kind == HSTEP_FACTORED;
+}
+
 static int has_matrix_shape(int ndim, int64_t rows, int64_t row_length)
 {
     return ndim >= 2 && rows > 1 && row_length > 1;
@@ -283,12 +288,13 @@ int hstep_format_serves(int format, int role)
 
 int64_t hstep_row_stride(int64_t row_length) { return row_length < 32 ? row_length : (row_length + 31) / 32 * 32; }
 
-int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length)
+int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length,
+                          int64_t matrix_rows)
 {
     if (format < 0 || !hstep_formats[format].block) return format;
     const struct hstep_format *f = &hstep_formats[format];
     int eligible = 1, one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
-    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && rows * row_length % f->block == 0;
+    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && matrix_rows * row_length % f->block == 0;
     if (f->geometry == ROWS) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
     if (eligible) return format;
     return weight_format == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_bf16_sr;
@@ -341,7 +347,7 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
     for (int i = 0; i < info->scalars; i++) info->scalar_name[i] = rule->scalar[i].name;
     info->two_pass = rule->norms > 0;
     info->totals = rule->totals ? rule->norms : 0;
-    info->matrix = rule->kind == HSTEP_MATRIX || rule->kind == HSTEP_FACTORED;
+    info->matrix = hstep_has_matrices(row);
     info->accumulates = rule->keeps != NULL;
     info->cautious = !rule->not_cautious;
     info->cautious_decay = !rule->no_cautious_decay;

@@ -32,6 +32,8 @@ struct hstep_tensor {
     uint64_t id;
     int group, rule, ndim;
     int64_t rows, row_length, first_row, n_rows, first_column, n_columns;
+    int64_t matrix_rows; /* rows of one matrix; `rows` for rules without matrices */
+    int64_t matrices;    /* number of matrices held here; 1 unless the tensor is stepped as matrices */
     /* The part held here consists of `runs` runs of `run_length` elements, dense in memory one after another. Run r
      * starts at element index0 + r * index_stride of the space that indexes random bits and blocks. */
     int64_t runs, run_length, index_stride;
@@ -39,7 +41,7 @@ struct hstep_tensor {
     /* Elements are worked on in units of 32, or of the longest block of a state. If rows are dense in index space, a
      * unit starts at a multiple of its length there. Otherwise it starts at such a column. */
     int unit, dense;
-    int matrix;            /* stepped as a matrix */
+    int matrix;            /* stepped as matrices */
     int pairs;             /* of vectors over rows and columns */
     int cautious;          /* its group is cautious; the last sum then counts the elements that agree */
     int slots;             /* slots of its rule, stored or not, with at least one state */
@@ -114,16 +116,14 @@ struct hstep_update {
     uint32_t weight_to_slot; /* bit per slot: the weight is copied there before the update */
     uint32_t slot_to_weight; /* bit per slot: the slot is copied to the weight after it */
     int skip, fused;
-    enum hstep_way way;           /* of fused kernels */
-    int zero_lr;                  /* 1: lr is 0, so weights do not change, even infinite ones */
-    int micro;                    /* only states are written */
-    float cautious;               /* 0, or the factor of elements that agree with their gradient */
-    float decay;                  /* factor of the weight then, apart from k[] */
-    float cautious_decay;         /* 0, or the factor of weights that the update alone does not move away from 0 */
-    int64_t every;                /* every so many-th element is summed for TOTALS; below 2: all */
-    int of_its_own;               /* 1: the constants depend on this tensor; no other may take them over */
-    double mean[HSTEP_MAX_PAIRS]; /* means of the new vectors of rows, `means` of them so far */
-    int means;
+    enum hstep_way way;   /* of fused kernels */
+    int zero_lr;          /* 1: lr is 0, so weights do not change, even infinite ones */
+    int micro;            /* only states are written */
+    float cautious;       /* 0, or the factor of elements that agree with their gradient */
+    float decay;          /* factor of the weight then, apart from k[] */
+    float cautious_decay; /* 0, or the factor of weights that the update alone does not move away from 0 */
+    int64_t every;        /* every so many-th element is summed for TOTALS; below 2: all */
+    int of_its_own;       /* 1: the constants depend on this tensor; no other may take them over */
     double scalar[HSTEP_MAX_NAMED_SCALARS]; /* after the update */
     float scale[HSTEP_SLOTS];               /* after the update, of states with one scale */
     float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */

@@ -155,7 +155,7 @@ static int run(const struct hstep_call *call, int kernel, struct hstep_cuda_what
     struct hstep_link *l = link_of(call->context);
     struct hstep_call pointed;
     int changes = kernel == HSTEP_CUDA_update || kernel == HSTEP_CUDA_transform || kernel == HSTEP_CUDA_cross ||
-                  kernel == HSTEP_CUDA_decide_mean || kernel >= HSTEP_CUDA_FUSED;
+                  kernel >= HSTEP_CUDA_FUSED;
     int error = hstep_link_enter(l);
     if (error) return error;
     if (l->incomplete && kernel != HSTEP_CUDA_scan)

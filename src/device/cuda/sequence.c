@@ -82,9 +82,9 @@ int hstep_cuda_cross(hstep_cuda_launch *launch, const struct hstep_call *call, i
 {
     struct hstep_cuda_what what = {.tensor = tensor, .pair = pair};
     int error = HALFSTEP_OK;
-    for (what.pass = HSTEP_CUDA_ROWS; !error && what.pass <= HSTEP_CUDA_VECTORS; what.pass++)
+    for (what.pass = HSTEP_CUDA_ROWS; !error && what.pass <= HSTEP_CUDA_FACTORS; what.pass++)
         error = launch(call, HSTEP_CUDA_cross, what);
-    return error ? error : launch(call, HSTEP_CUDA_decide_mean, what);
+    return error;
 }
 
 /* The arguments that all launches of a transformation have in common. */
