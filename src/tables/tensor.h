@@ -24,8 +24,8 @@ struct hstep_slot {
     int extent; /* HALFSTEP_EXTENT_* */
 };
 
-/* What an update asks of fused kernels. The gradient or the weight is compared with the change if a group is cautious,
- * or its decay is. */
+/* What an update asks of fused kernels. ADJUSTED: l2 decay or row means change the gradient first. COMPARED: the
+ * gradient or the weight is compared with the change, because the group or its decay is cautious. */
 enum hstep_way { HSTEP_WAY_PLAIN, HSTEP_WAY_ADJUSTED, HSTEP_WAY_COMPARED, HSTEP_WAYS };
 
 struct hstep_tensor {
