@@ -45,7 +45,7 @@ def _value(hyper):
 
 def _rename_muon(own):
     """Gives options of the table the names that torch's Muon has for them."""
-    own["ns_coefficients"] = tuple(own.pop(f"ns_{key}") for key in "abc")
+    own["ns_coefficients"] = tuple(own.pop(f"ns_{key}") for key in "abc")  # or a name
     own["betas"], own["adam_eps"], own["eps"] = own.pop("betas"), own.pop("eps"), own.pop("ns_eps")
     own["adjust_lr_fn"] = own["adamw"] = own["adamw_names"] = None
     del own["match_rms"]
@@ -89,7 +89,11 @@ def options_of(rule, common):
 
 
 #: types that do not follow from the default
-_TYPES = {"adamw": "Optional[Mapping[str, Any]]", "adamw_names": "Optional[Sequence[str]]"}
+_TYPES = {
+    "adamw": "Optional[Mapping[str, Any]]",
+    "adamw_names": "Optional[Sequence[str]]",
+    "ns_coefficients": "Union[Tuple[float, float, float], str]",
+}
 
 
 def type_of(name, default):
@@ -106,7 +110,10 @@ _TITLES = {
     "lr": "learning rate, a number or a tensor of one element",
     "weight_decay": "coefficient of the weight decay; `decay` says how it acts",
     "decoupled_weight_decay": "True: weight decay does not go through the gradient, as in AdamW",
-    "ns_coefficients": "coefficients of the Newton-Schulz iteration",
+    "ns_coefficients": (
+        "coefficients of the Newton-Schulz iteration, or the name of a published list, which has a"
+        f" least number of iterations: {', '.join(_abi.choices('ns_coefficients')[1:])}"
+    ),
     "adam_eps": "eps of the parameters that are no matrices, which AdamW steps",
     "adamw": (
         "options of AdamW, which then steps embeddings, heads and whatever is no matrix, in groups"

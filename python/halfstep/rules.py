@@ -129,12 +129,16 @@ class _Muon(Optimizer):
         def hypers(self, group):
             if self.rule_of(group) != self.rule:
                 return super().hypers(group)
-            out = super().hypers({k: v for k, v in group.items() if k != "eps"})
-            a, b, c = group["ns_coefficients"]
+            ours = ("eps", "ns_coefficients")
+            out = super().hypers({k: v for k, v in group.items() if k not in ours})
+            given, names = group["ns_coefficients"], _abi.choices("ns_coefficients")
+            if isinstance(given, str):
+                _abi.check_choice("ns_coefficients", given)
+                out["ns_coefficients"] = float(names.index(given))
+            else:
+                a, b, c = given
+                out.update(ns_a=float(a), ns_b=float(b), ns_c=float(c), ns_coefficients=0.0)
             out.update(
-                ns_a=float(a),
-                ns_b=float(b),
-                ns_c=float(c),
                 ns_eps=float(group["eps"]),
                 eps=float(group["adam_eps"]),
                 match_rms=float(group["adjust_lr_fn"] == "match_rms_adamw"),
@@ -147,7 +151,11 @@ class _Muon(Optimizer):
             elif name in self._COEFFICIENTS:
                 place = self._COEFFICIENTS.index(name)
                 values = group["ns_coefficients"]
+                values = (0.0, 0.0, 0.0) if isinstance(values, str) else values
                 group["ns_coefficients"] = (*values[:place], value, *values[place + 1 :])
+            elif name == "ns_coefficients":  # comes after ns_a, ns_b and ns_c
+                if value:
+                    group[name] = _abi.choices(name)[int(value)]
             elif name == "match_rms":
                 group["adjust_lr_fn"] = "match_rms_adamw" if value else None
             else:

@@ -274,15 +274,20 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
     if (!o || !choice || !value) return HALFSTEP_ERROR_ARGUMENT;
     int error;
     if (group != HALFSTEP_ALL_GROUPS && (error = hstep_check_group(o, group))) return error;
-    if (hstep_find_choice(choice) == HSTEP_CHOICES) {
+    int is_hyper = hstep_find_choice(choice) == HSTEP_CHOICES;
+    if (is_hyper && !halfstep_choice_value(choice, 0)) {
         char known[HSTEP_DETAIL_BYTES] = "";
         for (int i = 0; i < HSTEP_CHOICES; i++) hstep_add_name(known, hstep_choices[i]);
         return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown choice '%s'; known: %s", choice, known);
     }
-    int *place = choice_place(o, group, choice), found = hstep_choice_find(choice, value);
-    if (found < 0)
-        return hstep_fail(o, HALFSTEP_ERROR_NAME,
-                          "unknown value '%s' of '%s'; halfstep_choice_value() lists the known ones", value, choice);
+    int found = hstep_choice_find(choice, value);
+    if (found < 0) {
+        char known[HSTEP_DETAIL_BYTES] = "";
+        for (int i = 0; halfstep_choice_value(choice, i); i++) hstep_add_name(known, halfstep_choice_value(choice, i));
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown value '%s' of '%s'; known: %s", value, choice, known);
+    }
+    if (is_hyper) return halfstep_set_hyper(o, group, choice, found);
+    int *place = choice_place(o, group, choice);
     if (place) {
         *place = found;
         return HALFSTEP_OK;
@@ -297,6 +302,9 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
 const char *halfstep_get_choice(const halfstep_optimizer *o, int32_t group, const char *choice)
 {
     if (!o || !choice || (group != HALFSTEP_ALL_GROUPS && (group < 0 || group >= o->n_groups))) return NULL;
+    double value;
+    if (hstep_find_choice(choice) == HSTEP_CHOICES && halfstep_choice_value(choice, 0))
+        return halfstep_get_hyper(o, group, choice, &value) ? NULL : halfstep_choice_value(choice, (int32_t)value);
     const int *place = choice_place((halfstep_optimizer *)o, group, choice);
     return place ? halfstep_choice_value(choice, *place) : NULL;
 }

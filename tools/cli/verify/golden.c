@@ -168,13 +168,29 @@ static int add_cautious(struct list *list, const halfstep_rule_info *rule)
     return 0;
 }
 
+/* Adds the cases of the hyper-parameters whose values have names: one recipe with each value but the first. */
+static int add_words(struct list *list, int32_t row, const halfstep_rule_info *rule)
+{
+    halfstep_hyper_info info = {.struct_size = sizeof info};
+    for (int32_t i = 0; halfstep_get_hyper_info(row, i, &info) == HALFSTEP_OK; i++) {
+        const char *word;
+        for (int32_t v = 1; (word = halfstep_choice_value(info.name, v)); v++) {
+            char special[64], recipe[GOLDEN_RECIPE];
+            snprintf(special, sizeof special, ":%s=%s", info.name, word);
+            snprintf(recipe, sizeof recipe, "%s/f32", rule->name);
+            if (add_recipe(list, recipe, "", ONCE, 0, special)) return -1;
+        }
+    }
+    return 0;
+}
+
 struct golden_case *golden_cases(int *n)
 {
     struct list list = {0};
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
         halfstep_rule_info rule = {.struct_size = sizeof rule};
         if (halfstep_get_rule_info(row, &rule) != HALFSTEP_OK || add_rule(&list, &rule) ||
-            (rule.cautious && add_cautious(&list, &rule))) {
+            (rule.cautious && add_cautious(&list, &rule)) || add_words(&list, row, &rule)) {
             free(list.item);
             return NULL;
         }
@@ -538,6 +554,12 @@ static int add_groups(struct run *r, int part)
     if (strstr(r->c->recipe, GOLDEN_CAUTIOUS) &&
         check(r, part, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "cautious", 1), "cautious"))
         return -1;
+    char choice[GOLDEN_RECIPE];
+    const char *special = strchr(r->c->recipe, ':'), *word = special ? strchr(special, '=') : NULL;
+    if (word) {
+        snprintf(choice, sizeof choice, "%.*s", (int)(word - special - 1), special + 1);
+        if (check(r, part, halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, choice, word + 1), choice)) return -1;
+    }
     for (size_t i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         if (settings[i].choice) {
             if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice),

@@ -15,7 +15,8 @@ enum { GOLDEN_RECIPE = 160 };
 #define GOLDEN_CAUTIOUS ":cautious"
 
 struct golden_case {
-    char recipe[GOLDEN_RECIPE]; /* ends with GOLDEN_CAUTIOUS if all groups are cautious */
+    char recipe[GOLDEN_RECIPE]; /* ends with GOLDEN_CAUTIOUS if all groups are cautious, or with ":NAME=VALUE" if they
+                                   all have this choice */
     const char *gradients, *generator;
     int large; /* the problem has tensors that span several chunks and segments of random words */
 };
