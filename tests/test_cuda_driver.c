@@ -766,8 +766,8 @@ static double distance(const float *a, const float *b)
     return sqrt(apart / all);
 }
 
-/* Wide, square and tall matrices, each also with another list of coefficients. If kernels are the host's entries, these do all the work, and the products are not
- * seen. */
+/* Wide, square and tall matrices, each also with another list of coefficients. If kernels are the host's entries, these
+ * do all the work, and the products are not seen. */
 static void test_products(int emulated)
 {
     static const int shapes[] = {24, ROWS, 64, 128};

@@ -96,8 +96,9 @@ class Inspection:
         return "\n".join(lines + [")"])
 
     def _by_rule(self, members):
-        """Returns a line for each rule with what it steps, if there are several."""
-        found = {}
+        """Returns a line for each rule with what it steps, if there are several. Names of matrices
+        come first, because only they can be where nobody expects them."""
+        found, members = {}, sorted(members, key=lambda member: member[2].dim() < 2)
         for g, i, p in members:
             found.setdefault(self.groups.row_of(self.groups[g]).label, []).append((g, i, p))
         return [

@@ -1,7 +1,9 @@
 """Tests optimizers whose groups have different rules: Muon for matrices, AdamW or Lion for the
 rest. They have the bits of one optimizer for each rule, and one verdict, one norm, one file."""
 
+import importlib.util
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -369,8 +371,9 @@ def test_repr_says_what_went_where():
     _, opt = made()
     lines = repr(opt).split("\n")
     assert lines[2] == "Muon: 2 tensors of 4352 elements, 'body.0.weight', 'body.1.weight'"
-    assert lines[3].startswith("AdamW: 5 tensors of 2617 elements, 'embed.weight', 'body.0.bias'")
-    assert "lm_head" in lines[3]
+    assert lines[3].startswith(
+        "AdamW: 5 tensors of 2617 elements, 'embed.weight', 'lm_head.weight', 'body.0.bias'"
+    )
     assert "Muon: " not in repr(halfstep.Muon([nn.Parameter(torch.ones(2, 2))]))
 
 
@@ -530,3 +533,21 @@ def test_moves_between_c_and_python(tmp_path):
     run(opt, params, 4, 6)
     assert weights_of(there) == weights_of(params)
     assert states_of(again, there) == states_of(opt, params)
+
+
+# ---- The example ---------------------------------------------------------------------------------
+
+
+def test_example(capsys):
+    """examples/muon.py at a size of a second: it learns, and says what went where."""
+    path = Path(__file__).parents[2] / "examples" / "muon.py"
+    spec = importlib.util.spec_from_file_location("muon_example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    size = "--steps 40 --width 32 --depth 1 --heads 2 --experts 2 --context 32 --batch 4".split()
+    results = module.main([*size, "--coefficients", "polar-express"])
+    assert set(results) == {"Muon with AdamW", "AdamW alone"}
+    assert all(2 < loss < 4.5 for loss in results.values())  # log(256) is 5.5
+    lines = capsys.readouterr().out.splitlines()
+    assert "Muon: 7 tensors of 12352 elements" in lines[2] and "experts.up" in lines[2]
+    assert lines[3].startswith("AdamW: 9 tensors") and "'lm_head.weight'" in lines[3]
