@@ -19,7 +19,7 @@ import types
 PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python", "halfstep")
 HEAD = '''"""The classes of halfstep and their options. Made by cmake/stub.py."""
 
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from typing_extensions import TypedDict, Unpack
@@ -85,7 +85,7 @@ def stub():
     def typed(name, default):
         if name == "lr":
             return "lr: Union[float, torch.Tensor]"
-        return f"{name}: {kinds.get(name) or signatures.type_of(default)}"
+        return f"{name}: {kinds.get(name) or signatures.type_of(name, default)}"
 
     # Options of all classes are written once, as keywords.
     first, *rest = ({**positional, **keywords} for _, positional, keywords in classes.values())

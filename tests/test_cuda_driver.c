@@ -726,13 +726,15 @@ static void test_graph(void)
 
 /* ---- Products in BF16 ---- */
 
-/* Computes what three steps take from the weights of tensor 0. captured: the last two are replays of one. */
-static int taken(float *out, const char *recipe, const char *device, int rows, double exact, int captured)
+/* Computes what three steps take from the weights of tensor 0. list: muon's coefficients. captured: the last two are
+ * replays of one. */
+static int taken_by(int list, float *out, const char *recipe, const char *device, int rows, double exact, int captured)
 {
     void *stream = device ? new_stream() : NULL, *graph = NULL, *context = NULL;
     struct problem p;
     int error = problem_open_as(&p, device, recipe, stream, rows);
     if (!error && !strncmp(recipe, "muon", 4)) error = halfstep_set_hyper(p.o, 0, "exact", exact);
+    if (!error && list) error = halfstep_set_hyper(p.o, 0, "ns_coefficients", list);
     for (int step = 0; !error && step < (captured ? 1 : 3); step++)
         if (!(error = problem_gradients(&p, 0))) error = halfstep_step(p.o, p.weights, p.gradients);
     if (!error && captured) {
@@ -753,6 +755,11 @@ static int taken(float *out, const char *recipe, const char *device, int rows, d
     return error;
 }
 
+static int taken(float *out, const char *recipe, const char *device, int rows, double exact, int captured)
+{
+    return taken_by(0, out, recipe, device, rows, exact, captured);
+}
+
 static double distance(const float *a, const float *b)
 {
     double apart = 0.0, all = 0.0;
@@ -763,22 +770,23 @@ static double distance(const float *a, const float *b)
     return sqrt(apart / all);
 }
 
-/* Wide, square and tall matrices. If kernels are the host's entries, these do all the work, and the products are not
- * seen. */
+/* Wide, square and tall matrices, each also with another list of coefficients. If kernels are the host's entries, these
+ * do all the work, and the products are not seen. */
 static void test_products(int emulated)
 {
     static const int shapes[] = {24, ROWS, 64, 128};
     static float host[N], exact[N], fast[N], replayed[N];
-    for (size_t i = 0; i < COUNT(shapes); i++) {
-        MUST(taken(host, "muon/f32/f32", NULL, shapes[i], 0, 0));
-        MUST(taken(exact, "muon/f32/f32", "cuda", shapes[i], 1, 0));
-        MUST(taken(fast, "muon/f32/f32", "cuda", shapes[i], 0, 0));
-        MUST(taken(replayed, "muon/f32/f32", "cuda", shapes[i], 0, 1));
-        CHECK(!memcmp(host, exact, sizeof host), "%d rows: exact products differ", shapes[i]);
-        CHECK(!memcmp(replayed, fast, sizeof fast), "%d rows: replayed products differ", shapes[i]);
+    for (size_t i = 0; i < 2 * COUNT(shapes) - 1; i++) {
+        const int list = i < COUNT(shapes) ? 0 : (int)(i - COUNT(shapes)) + 1, rows = shapes[i % COUNT(shapes)];
+        MUST(taken_by(list, host, "muon/f32/f32", NULL, rows, 0, 0));
+        MUST(taken_by(list, exact, "muon/f32/f32", "cuda", rows, 1, 0));
+        MUST(taken_by(list, fast, "muon/f32/f32", "cuda", rows, 0, 0));
+        MUST(taken_by(list, replayed, "muon/f32/f32", "cuda", rows, 0, 1));
+        CHECK(!memcmp(host, exact, sizeof host), "%d rows, list %d: exact products differ", rows, list);
+        CHECK(!memcmp(replayed, fast, sizeof fast), "%d rows, list %d: replayed products differ", rows, list);
         double apart = distance(fast, host);
-        CHECK(emulated ? apart > 1e-5 && apart < 0.1 : apart == 0.0, "%d rows: BF16 is %g from exact", shapes[i],
-              apart);
+        CHECK(emulated ? apart > 1e-5 && apart < 0.1 : apart == 0.0, "%d rows, list %d: BF16 is %g from exact", rows,
+              list, apart);
     }
     check_clean("products");
 }

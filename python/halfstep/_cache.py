@@ -118,7 +118,7 @@ class EngineCache:
                 len(flat) != len(known)
                 or not all(map(is_, flat, known))
                 or self.groups.state is not engine.optimizer_state
-                or engine.formats != formats_of(self.groups.param_groups)
+                or engine.formats != formats_of(self.groups.settings(), self.groups)
                 or not self._refresh(engine)
             ):
                 engine = None

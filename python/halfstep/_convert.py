@@ -154,7 +154,7 @@ def read_coarse(name, recipe, shape, label, state, part):
 
 
 @torch.no_grad()
-def convert(rule, hypers, m, state, old):
+def convert(hypers, m, state, old):
     """Converts the states of member `m` to its recipe. Returns the tensors by key, the keys that
     become obsolete, and the weight, or None if it stays. Changes nothing yet.
 
@@ -164,10 +164,10 @@ def convert(rule, hypers, m, state, old):
     if m.gathered:
         raise ValueError(
             f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'} and cannot be"
-            f" converted to {m.recipe}, because it is a DTensor and {rule.name} steps matrices as a"
-            " whole; load and save them once on one process"
+            f" converted to {m.recipe}, because it is a DTensor and {m.rule.name} steps matrices as"
+            " a whole; load and save them once on one process"
         )
-    names = list(rule.roles)
+    names = list(m.rule.roles)
     values, weight, held = {}, None, None
     now = _devices.to_cpu(local(m.p))  # everything is computed on the CPU
     if old is None:
@@ -214,7 +214,7 @@ def convert(rule, hypers, m, state, old):
     if weight is not None and "weight.extra" in made:
         held = now.clone()
         target.write(0, weight, held.data_ptr())
-    obsolete = _layout.keys_of(rule) - set(made)
+    obsolete = _layout.keys_of(m.rule) - set(made)
     if old == m.recipe:  # only coarse states are converted
         coarse = coarse_states(m.streams, state)
         made = {
@@ -232,11 +232,11 @@ def convert(rule, hypers, m, state, old):
     return made, obsolete, held
 
 
-def create_state(rule, m, states, hypers):
+def create_state(m, states, hypers):
     """Makes what the state of a member lacks, or holds otherwise than its recipe. Returns the
     tensors by key, the keys to delete, and the weight, or None if it stays. Tensors are shards of a
     DTensor if the parameter is one."""
-    made, obsolete, weight = _created(rule, m, states.get(m.p) or {}, hypers)
+    made, obsolete, weight = _created(m, states.get(m.p) or {}, hypers)
     streams = {s.key: s for s in m.streams}
     with torch.no_grad():
         if m.stage is not None:
@@ -251,11 +251,16 @@ def create_state(rule, m, states, hypers):
         )
 
 
-def _created(rule, m, state, hypers):
+def _created(m, state, hypers):
     """Does the work of create_state() on local shards."""
     made, obsolete, weight = {}, set(), None
     old = _layout.recipe_of(state, m.name)
-    has = any(key in state for key in _layout.keys_of(rule))
+    if old is not None and old.partition("/")[0] != m.rule.name:
+        raise ValueError(
+            f"halfstep: the states of parameter {m.name!r} are of the recipe {old!r}, and its group"
+            f" is stepped by {m.rule.name} now: give it the rule that it had, or delete its state"
+        )
+    has = any(key in state for key in _layout.keys_of(m.rule))
     # torch's SGD and Muon save a momentum and no count. The count is then 1, because it matters
     # only that this is not the first step.
     steps = _layout.step_count(state, m.name, int(has))
@@ -264,7 +269,7 @@ def _created(rule, m, state, hypers):
     if old != m.recipe:
         made["recipe"] = _layout.recipe_number(m.recipe)
     initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
-    for key in _layout.numbers_of(rule, m.streams):
+    for key in _layout.numbers_of(m.rule, m.streams):
         if key not in made and not _layout.is_number(state.get(key), key):
             value = _layout.take_number(state, key, m.name)
             made[key] = _layout.number(
@@ -281,7 +286,7 @@ def _created(rule, m, state, hypers):
     ):
         return made, obsolete, weight
     if has and (old != m.recipe or coarse_states(m.streams, state)):
-        streams, obsolete, weight = convert(rule, hypers, m, state, old)
+        streams, obsolete, weight = convert(hypers, m, state, old)
         made.update(streams)
         return made, obsolete, weight
     for s in m.streams:

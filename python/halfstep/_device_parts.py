@@ -15,9 +15,13 @@ from ._members import NOTHING
 _NO_HYPERS = ("params", "param_names", *_layout.TOLD)
 
 
-def formats_of(groups):
-    """Returns the formats that each group asks for. A handle is made for these."""
-    return [(group.get("weights"), group.get("states")) for group in groups]
+def formats_of(settings, groups):
+    """Returns the rule of each group and the formats that it asks for. A handle is made for
+    these."""
+    return [
+        (rule, group.get("weights"), group.get("states"))
+        for rule, group in zip(settings.rules, groups)
+    ]
 
 
 class Group:

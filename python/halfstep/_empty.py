@@ -1,6 +1,6 @@
 """Parameters without elements. They are in no handle, so their counters are kept here."""
 
-from . import _abi, _convert, _layout
+from . import _convert, _layout
 
 
 def count(groups, names, group_index, position, p, steps=1):
@@ -9,7 +9,8 @@ def count(groups, names, group_index, position, p, steps=1):
     identity, recipe = names.identities([p])[p], names.recipe(group_index, position)
     state, packed = groups.state[p], _layout.pack_recipe(recipe)
     if "step" not in state or "recipe" not in state or int(state["recipe"]) != packed:
-        numbers = {key: state.get(key) for key in _layout.numbers_of(_abi.rules[groups.rule], ())}
+        rule = groups.row_of(groups[group_index])
+        numbers = {key: state.get(key) for key in _layout.numbers_of(rule, ())}
         state.setdefault("step", 0)
         state.update(_convert.empty(recipe, groups.options.hypers(groups[group_index]), p))
         state.update(

@@ -30,11 +30,10 @@ class Engine:
         device, the stage that brings states there (streaming.py) or None, and a list of Wanted.
         `meant` is that of declare()."""
         self.optimizer_state = state
+        #: the row of the optimizer's own rule; a member's may be another
         self.rule = _abi.rules[settings.rule]
-        #: keys of the numbers that the library writes into a state
-        self.shown = (*_layout.COUNTERS, *self.rule.scalars)
         self.settings = None
-        self.formats = formats_of(groups)
+        self.formats = formats_of(settings, groups)
         self.parts, self.members, self.groups = [], [], []
         for device, stage, some in divided or [(_devices.HOST, None, [])]:
             part = DevicePart(settings.threads, settings.seed, device)
@@ -51,9 +50,7 @@ class Engine:
         self.asynchronous = any(part.asynchronous for part in self.parts)
         self.index_of = {m.p: i for i, m in enumerate(self.members)}
         # From here on only memory can run out. All states are made before any of them is stored.
-        fresh = [
-            (m, *_convert.create_state(self.rule, m, state, meant[m.group])) for m in self.members
-        ]
+        fresh = [(m, *_convert.create_state(m, state, meant[m.group])) for m in self.members]
         #: parameters whose residual or error code was made here
         self.converted = [m.p for m, made, _, _ in fresh if "weight.extra" in made]
         for m, made, obsolete, weight in fresh:
@@ -102,7 +99,7 @@ class Engine:
             (key, state[key], local(state[key]).data_ptr())
             for key in (*(s.key for s in m.streams), *grids)
         )
-        m.numbers = {key: state[key] for key in _layout.numbers_of(self.rule, m.streams)}
+        m.numbers = {key: state[key] for key in _layout.numbers_of(m.rule, m.streams)}
         m.versions = {
             "step": version(m.step),
             **{key: version(tensor) for key, tensor in m.numbers.items()},
@@ -113,12 +110,12 @@ class Engine:
         m.written = {key: _layout.take_number(state, key, m.name) for key in m.numbers}
         counts = _layout.agreed({key: m.written[key] for key in _layout.COUNTERS}, steps)
         record = _abi.Record.new(kind=_abi.RECORD_TENSOR, index=m.index, **counts)
-        for scalar in _layout.scalars_of(self.rule, m.streams):
-            _calls.set_number(record, self.rule, scalar, m.written[scalar])
+        for scalar in _layout.scalars_of(m.rule, m.streams):
+            _calls.set_number(record, m.rule, scalar, m.written[scalar])
         _calls.restore(m.handle, record)
         # The library keeps all tensors of a state current, because somebody may keep the state
         # dictionary. This includes the grids: codes mean nothing without their grid.
-        _calls.bind(m.handle, m.index, self.rule, m.streams, m.step, m.numbers)
+        _calls.bind(m.handle, m.index, m.rule, m.streams, m.step, m.numbers)
 
     def member(self, p):
         """Returns the member of a parameter, or None."""
@@ -147,8 +144,8 @@ class Engine:
                 if _abi.is_count(steps) and not _layout.same_count(now["state_steps"], steps):
                     alone = ours = False  # somebody set the count, and maybe other numbers
                     now["state_steps"] = now["full_steps"] = steps
-            for scalar in _layout.scalars_of(self.rule, m.streams):
-                now[scalar] = _calls.number(record, self.rule, scalar)
+            for scalar in _layout.scalars_of(m.rule, m.streams):
+                now[scalar] = _calls.number(record, m.rule, scalar)
             for key, tensor in m.numbers.items():
                 held = state.get(key)
                 if (
@@ -166,7 +163,7 @@ class Engine:
                     _layout.write(held, now[key])
                     m.written[key] = now[key]
             if replaced:
-                _calls.bind(m.handle, m.index, self.rule, m.streams, m.step, m.numbers)
+                _calls.bind(m.handle, m.index, m.rule, m.streams, m.step, m.numbers)
         self.tell(groups)
         return alone
 

@@ -259,12 +259,14 @@ PACKAGES = (
 )
 
 
-def translate(rule_name, state_dict):
+def translate(rules, state_dict):
     """Returns a state dictionary with plain states in place of another package's. Warns once about
-    what is lost."""
-    states, lost, packages, rule = {}, set(), {}, _abi.rules[rule_name]
+    what is lost. `rules` has the row of the rule of each group; the first is that of a group that
+    this optimizer does not have."""
+    states, lost, packages = {}, set(), {}
     groups = state_dict["param_groups"]
-    group_of = {key: group for group in groups for key in group["params"]}
+    rules = [*rules, *[rules[0]] * (len(groups) - len(rules))]
+    place_of = {key: place for place, group in enumerate(groups) for key in group["params"]}
     for key, state in state_dict["state"].items():
         row = (
             next((row for row in PACKAGES if row[1](state)), None)
@@ -272,14 +274,15 @@ def translate(rule_name, state_dict):
             else None
         )
         if row is not None:
-            state, left = row[2](rule, state, group_of.get(key, {}))
+            place = place_of.get(key)
+            state, left = row[2](rules[place or 0], state, {} if place is None else groups[place])
             packages[row[0]] = row[3]
             lost |= left
         states[key] = state
     if not packages:
         return state_dict
     for rename in filter(None, packages.values()):
-        groups = [rename(rule, group) for group in groups]
+        groups = [rename(rule, group) for rule, group in zip(rules, groups)]
     if lost:
         warn(
             f"these states of {' and '.join(sorted(packages))} cannot be loaded and are"

@@ -52,13 +52,14 @@ class Groups:
     """
 
     def __init__(self, options):
-        self.options, self.rule = options, options.rule
+        self.options = options
 
     def settings(self):
         """Returns the options of the optimizer that its handles depend on."""
         o = self.options
         return Settings(
-            self.rule,
+            self.options.rule,
+            tuple(map(self.options.rule_of, self)),
             self[0].get("seed", 0),
             o.threads or torch.get_num_threads(),
             o.clip_norm,
@@ -80,6 +81,18 @@ class Groups:
             vars(owner).update((name, saved.pop(name)) for name in names if name in saved)
 
     # ---- The groups ------------------------------------------------------------------------------
+
+    def row_of(self, group):
+        """Returns the row of the rule that steps a group."""
+        return _abi.rules[self.options.rule_of(group)]
+
+    def row_for(self, p):
+        """Returns the row of the rule that steps a parameter. Raises ValueError if the optimizer
+        does not have it."""
+        for group in self:
+            if any(other is p for other in group["params"]):
+                return self.row_of(group)
+        raise ValueError("halfstep: a parameter that this optimizer does not have")
 
     def __iter__(self):
         return iter(self.param_groups)
@@ -124,7 +137,7 @@ class Groups:
     def check_rates(self):
         """Raises ValueError if groups that share one estimate of the lr (Prodigy) have two rates
         above 0."""
-        if not _abi.rules[self.rule].totals:
+        if not _abi.rules[self.options.rule].totals:
             return
         rates = {}
         for group in self:
@@ -142,8 +155,7 @@ class Groups:
     def show_estimates(self):
         """Puts the estimate of the learning rate (Prodigy's d) into the groups, from the states of
         their parameters."""
-        rule = _abi.rules[self.rule]
-        if not rule.totals:
+        if not _abi.rules[self.options.rule].totals:
             return
         shared = {}
         for group in self:
@@ -157,7 +169,7 @@ class Groups:
     def check_keys(self, group):
         """Raises ValueError for a key that is nearly the name of an option. Other keys are kept, as
         torch keeps them, because somebody else uses them."""
-        known = {*self.defaults, *self.options.beside_defaults, *_abi.rules[self.rule].hypers}
+        known = {*self.defaults, *self.options.beside_defaults, *self.row_of(group).hypers}
         for key in group:
             if key not in known and key not in _GROUP_KEYS:
                 near = next((option for option in sorted(known) if _is_misspelt(key, option)), None)

@@ -18,7 +18,9 @@ class HostedPlacement(Placement):
         return (
             _devices.is_asynchronous(_devices.of(here))
             and here.numel() > 0
-            and not _sharding.is_gathered(self.groups.rule, p)
+            and not (
+                _sharding.is_dtensor(p) and _sharding.is_gathered(self.groups.row_for(p).name, p)
+            )
         )
 
 

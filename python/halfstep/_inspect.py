@@ -4,7 +4,7 @@ from ctypes import byref, c_int32, c_uint64
 
 import torch
 
-from . import _abi, _calls, _devices, _layout, _names, _sharding
+from . import _calls, _devices, _layout, _names, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, read_rows, write_rows
 from ._members import declare
@@ -65,7 +65,7 @@ class Inspection:
     def scalar(self, p, name):
         """Returns a number that the rule keeps for a parameter."""
         m = self.cache.member(p)
-        return _calls.read_number(m.handle, m.index, _abi.rules[self.groups.rule], name)
+        return _calls.read_number(m.handle, m.index, self.groups.row_for(p), name)
 
     def text(self):
         """Returns the text of repr()."""
@@ -76,6 +76,7 @@ class Inspection:
         lines = [
             f"{self.groups.options.title} (",
             f"recipe: {', '.join(recipes)}",
+            *self._by_rule(taking_part),
             (
                 f"memory: {sum(memory.values()) / count:.3f} B/param (weights and their"
                 f" extras {(memory['weights'] + memory['extras']) / count:.3f}, gradients"
@@ -94,13 +95,27 @@ class Inspection:
             ]
         return "\n".join(lines + [")"])
 
+    def _by_rule(self, members):
+        """Returns a line for each rule with what it steps, if there are several. Names of matrices
+        come first, because only they can be where nobody expects them."""
+        found, members = {}, sorted(members, key=lambda member: member[2].dim() < 2)
+        for g, i, p in members:
+            found.setdefault(self.groups.row_of(self.groups[g]).label, []).append((g, i, p))
+        return [
+            f"{label}: {len(some)} tensors of {sum(p.numel() for _, _, p in some)} elements, "
+            + _names.some([self.names.of(g, i) for g, i, _ in some], 8)
+            for label, some in found.items()
+            if len(found) > 1
+        ]
+
     # ---- Reading ---------------------------------------------------------------------------------
 
-    def _slot(self, name):
-        names = list(_abi.rules[self.groups.rule].roles)
+    def _slot(self, p, name):
+        rule = self.groups.row_for(p)
+        names = list(rule.roles)
         if name not in names:
             raise KeyError(
-                f"halfstep: {self.groups.rule} has no state {name!r}; it has {', '.join(names)}"
+                f"halfstep: {rule.name} has no state {name!r}; it has {', '.join(names)}"
             )
         return STATE + names.index(name)
 
@@ -146,7 +161,7 @@ class Inspection:
     @torch.no_grad()
     def read_state(self, p, name):
         """Returns a state decoded to fp32."""
-        slot = self._slot(name)
+        slot = self._slot(p, name)
         if p.numel() == 0:
             return torch.empty(p.shape, dtype=torch.float32, device="cpu")
         return self._read(self.cache.member(p), lib.halfstep_read_slot, slot, None)
@@ -202,4 +217,4 @@ class Inspection:
         if p.numel() == 0:
             return
         m = self._member_to_write(p)
-        self._write(m, self._slot(name), None, values)
+        self._write(m, self._slot(p, name), None, values)

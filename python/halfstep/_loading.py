@@ -92,7 +92,7 @@ class Loading:
         self.renamed, self.positions, self.pending, self.hashes, self.places = {}, False, (), {}, {}
         # The dictionary may be this optimizer's own, edited. It is copied, so that the handle's
         # numbers do not overwrite it.
-        state_dict = dict(_foreign.translate(groups.rule, state_dict))
+        state_dict = dict(_foreign.translate(list(map(groups.row_of, groups)), state_dict))
         state_dict["state"] = {
             k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()
         }
@@ -105,10 +105,6 @@ class Loading:
         """Runs as the last hook of torch's loader. Wraps the states, and completes the groups with
         the optimizer's options that the file lacks."""
         given = dict(given)
-        given["state"] = {
-            k: v if isinstance(v, _Wrapped) else _Wrapped(_as_own(self.groups.rule, v))
-            for k, v in given["state"].items()
-        }
         for place, group in enumerate(given["param_groups"]):
             if not any(isinstance(key, str) for key in group["params"]):
                 _state.check_names(group, place)
@@ -121,16 +117,40 @@ class Loading:
         groups, self.renamed, self.positions = _names.align(self.names.all(), given["param_groups"])
         numbers = [key for group in groups for key in group["params"]]
         self.places = {key: i for i, key in enumerate(numbers)}
+        rules = {
+            key: self.groups.row_of(own).name
+            for group, own in zip(groups, self.groups)
+            for key in group["params"]
+        }
+        given["state"] = {
+            k: v if isinstance(v, _Wrapped) else _Wrapped(_as_own(rules.get(k), v))
+            for k, v in given["state"].items()
+        }
+        if self.groups.options.partners and len(groups) != len(self.before):
+            raise ValueError(
+                f"halfstep: loaded state dict has a different number of parameter groups:"
+                f" {len(groups)}, and this optimizer has {len(self.before)}; Muon(adamw=...) makes"
+                " groups of matrices and of the rest, so load it into an optimizer made as the"
+                " saved one was"
+            )
         # torch itself complains about a wrong number of groups.
         given["param_groups"] = [
-            self._completed(group, own) for group, own in zip(groups, self.before)
+            self._completed(place, group, own)
+            for place, (group, own) in enumerate(zip(groups, self.before))
         ] + list(groups[len(self.before) :])
         return given
 
-    def _completed(self, group, own):
+    def _completed(self, place, group, own):
         """Returns a group of the file with what it lacks. Missing values, and formats, are those of
-        the constructor."""
-        group = dict(group)
+        the constructor. Raises ValueError if the group asks for another rule than it has here."""
+        group, rule = dict(group), self.groups.row_of(own).name
+        for key, there in self.groups.options.asked(group):
+            if there != rule:
+                raise ValueError(
+                    f"halfstep: group {place} of this state has {key!r}: {group[key]!r}, and"
+                    f" {self.groups.options.title} steps that group by {rule} here: make the"
+                    " optimizer with groups of the same rules as they were saved with"
+                )
         if "seed" in group:
             group.setdefault("generator", _layout.OLD_GENERATOR)
         for key, value in own.items():
@@ -140,7 +160,7 @@ class Loading:
                 group.setdefault(
                     key, True if key == "train_mode" else value
                 )  # files without it hold the weights that train
-        if self.groups.rule == "adamw":
+        if rule == "adamw":
             group["decoupled_weight_decay"] = True  # even if the file's group is Adam's
         if isinstance(own.get("lr"), torch.Tensor) and not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.full_like(own["lr"], float(group["lr"]))

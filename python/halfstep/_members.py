@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from . import _devices, _layout, _sharding
+from . import _abi, _devices, _layout, _sharding
 from ._handles import add_group, add_tensor
 from ._parameters import stored_dtype
 from ._sharding import local
@@ -19,6 +19,7 @@ class Settings(NamedTuple):
     """The options of an optimizer that its handles depend on."""
 
     rule: str
+    rules: tuple  # of each group
     seed: int
     threads: int
     clip_norm: Optional[float]
@@ -50,7 +51,8 @@ def declare(handle, settings, wanted, meant):
     """
     members, c_groups, fallen = [], {}, []
     for one in wanted:
-        m = Member(one, _sharding.part_of(one.p, one.name, settings.flat, settings.rule), handle)
+        rule = one.recipe.partition("/")[0]
+        m = Member(one, _sharding.part_of(one.p, one.name, settings.flat, rule), handle)
         key = (one.group, m.recipe)
         if key not in c_groups:
             c_groups[key] = add_group(handle, m.recipe, meant[one.group])
@@ -68,6 +70,7 @@ class Member:
     """One parameter: tensor `index` of the handle of `device`, which steps it.
 
     lies        the device of its weight
+    rule        the row of its rule
     numbers     the small tensors of its state
     written     the values of these tensors; they are behind the library's counts until somebody
                 asks
@@ -76,6 +79,7 @@ class Member:
 
     def __init__(self, wanted, part, handle):
         p, self.group, self.gradient, self.name, self.id, self.recipe, self.device = wanted
+        self.rule = _abi.rules[self.recipe.partition("/")[0]]
         self.p, self.part, self.handle = p, part, handle
         here = local(p)
         self.shape, self.dtype, self.strides = tuple(here.shape), p.dtype, here.stride()
@@ -84,6 +88,11 @@ class Member:
         self.bound, self.full = (), None
         #: brings states from CPU memory to the device and back (streaming.py), or None
         self.stage = None
+
+    @property
+    def shown(self):
+        """The keys of the numbers that the library writes into its state."""
+        return (*_layout.COUNTERS, *self.rule.scalars)
 
     @property
     def gathered(self):
@@ -146,9 +155,9 @@ class Plain:
         self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         self.memory = [tensor.untyped_storage() for held in numbers for tensor in held]
         # The library writes these and counts no version, so a new version means another writer.
-        self.counts = [m.numbers[key] for m in members for key in engine.shown]
+        self.counts = [m.numbers[key] for m in members for key in m.shown]
         self.step_versions = [m.versions["step"] for m in members]
-        self.count_versions = [m.versions[key] for m in members for key in engine.shown]
+        self.count_versions = [m.versions[key] for m in members for key in m.shown]
         # All states of the optimizer in order, because this is cheaper to compare than to look up
         # parameters.
         self.keys, self.values = list(states), list(states.values())

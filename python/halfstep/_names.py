@@ -14,7 +14,7 @@ _HIDDEN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MODULE = "module"
 
 
-def _unwrapped(name):
+def without_wrappers(name):
     """Returns a name without the parts that wrappers add, of a whole model or of its modules."""
     parts = [part for part in name.split(".") if part not in _HIDDEN]
     while len(parts) > 1 and parts[0] == _MODULE:
@@ -25,7 +25,7 @@ def _unwrapped(name):
 def _bare(name):
     """Returns a name without the parts that wrappers add, including DistributedDataParallel around
     modules of a model."""
-    parts = _unwrapped(name).split(".")
+    parts = without_wrappers(name).split(".")
     return ".".join([part for part in parts[:-1] if part != _MODULE] + parts[-1:])
 
 
@@ -47,7 +47,7 @@ def match(theirs, ours, what="this state"):
                 " parameter needs a name of its own"
             )
     best = []
-    for short in (str, _unwrapped, _bare):
+    for short in (str, without_wrappers, _bare):
         there, here = [short(name) for name in theirs], [short(name) for name in ours]
         if len(set(there)) < len(there) or len(set(here)) < len(here):
             continue  # two names of one side would become equal
@@ -73,11 +73,11 @@ def match(theirs, ours, what="this state"):
 def partly(theirs, ours):
     """Returns their name for each of our names that is among them. Names match without the parts
     that wrappers add."""
-    short = {_unwrapped(name): name for name in theirs}
+    short = {without_wrappers(name): name for name in theirs}
     return {
-        name: name if name in theirs else short[_unwrapped(name)]
+        name: name if name in theirs else short[without_wrappers(name)]
         for name in ours
-        if name in theirs or _unwrapped(name) in short
+        if name in theirs or without_wrappers(name) in short
     }
 
 
@@ -274,5 +274,5 @@ class Names:
         p = group["params"][position]
         weights, states = self.groups.options.formats(group, p)
         weights = weight_format(weights, p.dtype, self.of(group_index, position))
-        parts = (self.groups.rule, weights, states)
+        parts = (self.groups.row_of(group).name, weights, states)
         return _abi.recipe_full("/".join(part for part in parts if part))

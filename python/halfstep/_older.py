@@ -32,8 +32,9 @@ def _aligned(group, key, place):
 def modernize(groups, names):
     """Brings states of older versions and their groups into today's layout. Gives `names` the ids
     of parameters that have no states yet."""
-    rule, states = _abi.rules[groups.rule], groups.state
+    states = groups.state
     for g, group in enumerate(groups):
+        rule = groups.row_of(group)
         ids, recipes = _aligned(group, "ids", g), _aligned(group, "recipes", g)
         for i, p in enumerate(group["params"]):
             name, state = names.of(g, i), states.get(p)

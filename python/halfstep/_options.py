@@ -12,10 +12,23 @@ _SEQUENCES = ("betas", "eps", "ns_coefficients")
 # Without a reference_lr, fully decoupled decay refers to the first lr: one that is at least so much
 # of the rule's default, and of which a later one is at most so many times as much (halfstep.h).
 _LEAST_FIRST_LR, _MOST_ABOVE_FIRST_LR = 1e-4, 10.0
-_OTHER_RULE = (
-    "halfstep: a group has {}, and {} steps all of its groups by its own rule: give parameters that"
-    " another rule is to step to an optimizer of that rule, and leave the key out"
-)
+#: keys by which trainers and other packages say whether Muon steps a group, and the value for it
+_FLAGS = {
+    "use_muon": True,
+    "is_muon": True,
+    "use_fallback": False,
+    "use_adamw": False,
+    "use_adam": False,
+}
+#: those of them that say so beside any rule
+_FLAGS_OF_ALL = ("use_muon", "is_muon")
+#: keys by which they name the rule of a group
+_NAMES = ("algorithm", "optimizer")
+
+
+def _plainly(name):
+    """Returns the name of a rule as it is compared: "AdamW-delayed" and "adamwdelayed" are one."""
+    return re.sub("[-_]", "", name.lower())
 
 
 def sequence(value: Any) -> Any:
@@ -65,6 +78,9 @@ class Options:
 
     #: options of groups that are not among the defaults
     beside_defaults = ()
+    #: rules beside the optimizer's own that groups may ask for; without flags, the first is meant.
+    #: They keep nothing over all tensors (TOTALS)
+    partners = ()
     norm_group = None
 
     def __init__(self, rule, title, kept):
@@ -72,19 +88,48 @@ class Options:
         self.rule, self.title, self.kept = rule, title, list(kept)
         vars(self).update(kept)
 
+    # ---- The rule of a group ---------------------------------------------------------------------
+
+    def asked(self, group):
+        """Yields (key, rule) for each key of a group that asks for a rule. The rule is None if this
+        optimizer does not step by it."""
+        rules = (self.rule, *self.partners)
+        muon = "muon" if "muon" in rules else None
+        for key, means_muon in _FLAGS.items():
+            if key in group and (muon or key in _FLAGS_OF_ALL):
+                other = next((rule for rule in rules if rule != "muon"), None)
+                yield key, muon if bool(group[key]) == means_muon else other
+        for key in _NAMES:
+            if isinstance(group.get(key), str):
+                names = {_plainly(self.title): self.rule}
+                for rule in rules:
+                    names.update({_plainly(rule): rule, _plainly(_abi.rules[rule].label): rule})
+                yield key, names.get(_plainly(group[key]))
+
+    def rule_of(self, group):
+        """Returns the name of the rule that steps a group."""
+        if not self.partners:
+            return self.rule
+        return next((rule for _, rule in self.asked(group) if rule), self.rule)
+
     # ---- What classes override -------------------------------------------------------------------
+
+    def defaults_of(self, group, defaults):
+        """Returns those of an optimizer's defaults that its group has."""
+        return defaults
 
     def hypers(self, group):
         """Returns the hyper-parameters of a group under the library's names."""
         out = {}
-        betas, hypers = group.get("betas"), _abi.rules[self.rule].hypers
+        rule = self.rule_of(group)
+        betas, hypers = group.get("betas"), _abi.rules[rule].hypers
         if betas is not None:
             betas, given = sequence(betas), betas
             if betas is None:
                 raise TypeError(f"halfstep: betas={given!r} is not a sequence of numbers")
             wanted = sum(name in hypers for name in _abi.BETAS)
             if len(betas) != wanted:
-                raise ValueError(f"Invalid betas {tuple(betas)}: {self.rule} has {wanted}")
+                raise ValueError(f"Invalid betas {tuple(betas)}: {rule} has {wanted}")
         for name, hyper in hypers.items():
             if hyper.per_optimizer:
                 continue
@@ -115,7 +160,7 @@ class Options:
         decay = group.get("decay")
         if decay is None and group.get("decoupled_weight_decay"):
             decay = "decoupled"
-        out = {"decay": decay or _abi.rules[self.rule].decay}
+        out = {"decay": decay or _abi.rules[self.rule_of(group)].decay}
         for name in ("schedule", "decay_schedule"):
             if group.get(name):
                 out[name] = group[name]
@@ -139,7 +184,8 @@ class Options:
 
     def check(self, group):
         """Raises ValueError, in torch's words, for a value outside the library's bounds."""
-        rule = _abi.rules[self.rule]
+        self._check_algorithm(group)
+        rule = _abi.rules[self.rule_of(group)]
         if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         for name in ("weights", "states", "decay"):
@@ -165,10 +211,9 @@ class Options:
             and not (group["momentum"] > 0 and group["dampening"] == 0)
         ):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        self._check_algorithm(group)
         states = group.get("states")
         # Formats are checked by the library, which says what is wrong with them.
-        _abi.recipe_full("/".join((self.rule, "f32", states)) if states else self.rule)
+        _abi.recipe_full("/".join((rule.name, "f32", states)) if states else rule.name)
         _check_choices(**self.choices(group))
         if not _abi.is_real(self.clip_norm):
             raise TypeError(f"halfstep: clip_norm={self.clip_norm!r} is not a number")
@@ -179,23 +224,25 @@ class Options:
         _check_choices(clip=self.clip, scan=self.scan, generator=group.get("generator"))
 
     def _check_algorithm(self, group):
-        """Raises ValueError for a group that other packages would step by another rule than this
-        optimizer's."""
-        muon, ours = self.rule == "muon", self.title
-        known = {
-            name.lower().replace("-", "") for name in (self.rule, _abi.rules[self.rule].label, ours)
-        }
-        wrong = [
-            *(key for key in ("use_muon", "is_muon") if bool(group.get(key, muon)) != muon),
-            *(key for key in ("use_fallback", "use_adamw", "use_adam") if muon and group.get(key)),
-        ]
-        for key in ("algorithm", "optimizer"):
-            name = group.get(key)
-            if isinstance(name, str) and re.sub("[-_]", "", name.lower()) not in known:
-                wrong.append(key)
-        if wrong:
-            found = f"{wrong[0]!r}: {group[wrong[0]]!r}"
-            raise ValueError(_OTHER_RULE.format(found, ours))
+        """Raises ValueError for a group that asks for a rule which this optimizer does not step by,
+        or for two rules."""
+        own = self.rule_of(group)
+        for key, rule in self.asked(group):
+            if rule == own:
+                continue
+            found = f"{key!r}: {group[key]!r}"
+            if rule is None:
+                known = [_abi.rules[name].label for name in self.partners]
+                known[:0] = [self.title]
+                raise ValueError(
+                    f"halfstep: a group has {found}, and {self.title} steps groups by"
+                    f" {' or '.join(known)} only: give parameters that another rule is to step to"
+                    " an optimizer of that rule, and leave the key out"
+                )
+            raise ValueError(
+                f"halfstep: a group has {found}, and another of its keys asks for {own}: leave one"
+                " of them out"
+            )
 
     def take_reference(self, group):
         """Makes fully decoupled decay refer to the first lr, if there is no reference_lr and the
@@ -203,7 +250,7 @@ class Options:
         if self.choices(group)["decay"] != "fully-decoupled" or group.get("reference_lr"):
             return
         first = group.setdefault("first_lr", float(group["lr"]))
-        if first >= _LEAST_FIRST_LR * _abi.rules[self.rule].hypers["lr"].initial:
+        if first >= _LEAST_FIRST_LR * _abi.rules[self.rule_of(group)].hypers["lr"].initial:
             group["reference_lr"] = first
 
     def check_reference(self, group):

@@ -29,12 +29,12 @@ class Class:
         self.groups, self.params = groups, []
 
 
-def classes_of(rule, groups, gathered=True):
+def classes_of(rules, groups, gathered=True):
     """Returns the classes of all parameters, in an order that all ranks agree on. The first class
-    holds the parameters that are not divided. `gathered`: parameters that are gathered for each
-    step count as divided, too."""
+    holds the parameters that are not divided. `rules` has the rule of each group. `gathered`:
+    parameters that are gathered for each step count as divided, too."""
     found, seen = {frozenset(): Class(())}, set()
-    for group in groups:
+    for rule, group in zip(rules, groups):
         for p in group["params"]:
             if id(p) in seen:
                 continue
@@ -78,7 +78,7 @@ class Ranks:
     """
 
     def __init__(self, settings, groups, engine):
-        self.classes = classes_of(settings.rule, groups, gathered=False)
+        self.classes = classes_of(settings.rules, groups, gathered=False)
         self.divided = [c for c in self.classes if c.groups]
         group = group_of(settings.norm_group)
         self.norm_groups = () if group is None else (group,)
@@ -348,7 +348,7 @@ def everywhere(settings, groups, value):
     """Returns True if a condition holds on all ranks that share the parameters of an optimizer. All
     these ranks must call it."""
     answer = torch.tensor([int(not value)], dtype=torch.int64, device="cpu")
-    for cls in classes_of(settings.rule, groups):
+    for cls in classes_of(settings.rules, groups):
         add_up(answer, cls.groups)
     group = group_of(settings.norm_group)
     if group is not None:
@@ -374,7 +374,7 @@ def agree(settings, groups, wanted):
     group = group_of(settings.norm_group)
     if group is not None:  # its ranks hold different parameters
         _compare(common, (group,), "have one norm_group")
-    for cls in classes_of(settings.rule, groups):
+    for cls in classes_of(settings.rules, groups):
         if not cls.groups:
             continue
         known = {id(p) for p in cls.params}

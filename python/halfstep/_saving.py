@@ -143,7 +143,8 @@ class Saving:
         state dictionary, which has to be checked."""
         told = dict(zip(_layout.TOLD, (0, 0, 0.0)))
         for group in self.groups:
-            for key, value in {**self.groups.defaults, **told}.items():
+            defaults = self.groups.options.defaults_of(group, self.groups.defaults)
+            for key, value in {**defaults, **told}.items():
                 group.setdefault(key, value)
         self.names.take_loaded()
         _older.modernize(self.groups, self.names)

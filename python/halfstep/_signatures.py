@@ -17,6 +17,9 @@ _SCHEDULE = (
     *("decay_start", "power"),
 )
 _INTEGERS = ("ns_steps", "k", "d_group")
+#: patterns for matrices that AdamW steps beside Muon: embeddings and heads. A pattern fits a whole
+#: name, or a part of it between dots
+ADAMW_NAMES = tuple("*embed* wte wpe lm_head head classifier score output.weight".split())
 #: rules that torch has too: the positional options of its class after `lr`, in order. It is fixed,
 #: so that a class is the same beside every torch.
 _ORDER = {
@@ -45,9 +48,9 @@ def _value(hyper):
 
 def _rename_muon(own):
     """Gives options of the table the names that torch's Muon has for them."""
-    own["ns_coefficients"] = tuple(own.pop(f"ns_{key}") for key in "abc")
+    own["ns_coefficients"] = tuple(own.pop(f"ns_{key}") for key in "abc")  # or a name
     own["betas"], own["adam_eps"], own["eps"] = own.pop("betas"), own.pop("eps"), own.pop("ns_eps")
-    own["adjust_lr_fn"] = None
+    own["adjust_lr_fn"] = own["adamw"] = own["adamw_names"] = None
     del own["match_rms"]
 
 
@@ -88,8 +91,18 @@ def options_of(rule, common):
     return positional, {name: v for name, v in known.items() if name not in positional}
 
 
-def type_of(default):
+#: types that do not follow from the default
+_TYPES = {
+    "adamw": "Optional[Mapping[str, Any]]",
+    "adamw_names": "Optional[Sequence[str]]",
+    "ns_coefficients": "Union[Tuple[float, float, float], str]",
+}
+
+
+def type_of(name, default):
     """Returns the type of an option of a rule, other than `lr`, as it stands in the stub."""
+    if name in _TYPES:
+        return _TYPES[name]
     if isinstance(default, tuple):
         return f"Tuple[{', '.join('Optional[float]' if x is None else 'float' for x in default)}]"
     return "Optional[str]" if default is None else type(default).__name__
@@ -100,8 +113,19 @@ _TITLES = {
     "lr": "learning rate, a number or a tensor of one element",
     "weight_decay": "coefficient of the weight decay; `decay` says how it acts",
     "decoupled_weight_decay": "True: weight decay does not go through the gradient, as in AdamW",
-    "ns_coefficients": "coefficients of the Newton-Schulz iteration",
+    "ns_coefficients": (
+        "coefficients of the Newton-Schulz iteration, or the name of a published list, which has a"
+        f" least number of iterations: {', '.join(_abi.choices('ns_coefficients')[1:])}"
+    ),
     "adam_eps": "eps of the parameters that are no matrices, which AdamW steps",
+    "adamw": (
+        "options of AdamW, which then steps embeddings, heads and whatever is no matrix, in groups"
+        ' of its own: {"lr": 3e-4}'
+    ),
+    "adamw_names": (
+        "with adamw: the matrices that AdamW steps, by patterns that fit a name or a part of it"
+        f" between dots. None: {', '.join(ADAMW_NAMES)}"
+    ),
     "adjust_lr_fn": (
         'None or "original": updates are scaled by the shape, as in torch.optim.Muon;'
         ' "match_rms_adamw": updates are scaled to the size of AdamW\'s'

@@ -66,7 +66,7 @@ def check(groups, names):
                     f"halfstep: the state of parameter {name!r} is a {type(state).__name__}, not a"
                     " dictionary"
                 )
-            _check_state(groups, name, p, state, hypers)
+            _check_state(groups, groups.row_of(group), name, p, state, hypers)
             identity = state.get("id")
             if identity is not None and ids.setdefault(int(identity), name) != name:
                 raise ValueError(
@@ -74,16 +74,15 @@ def check(groups, names):
                 )
 
 
-def _check_state(groups, name, p, state, hypers):
-    rule = _abi.rules[groups.rule]
+def _check_state(groups, rule, name, p, state, hypers):
     recipe = _layout.recipe_of(state, name)
-    if recipe is not None and recipe.partition("/")[0] != groups.rule:
+    if recipe is not None and recipe.partition("/")[0] != rule.name:
         raise ValueError(
             f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r}; this"
-            f" optimizer is {groups.rule}"
+            f" optimizer {'steps it by' if groups.options.partners else 'is'} {rule.name}"
         )
     plain = recipe is None
-    if plain and groups.rule in _UNCOUNTED:
+    if plain and rule.name in _UNCOUNTED:
         for s in rule.states:  # torch's SGD has None for a momentum that has not begun
             if s.name in state and state[s.name] is None:
                 del state[s.name]
@@ -107,11 +106,11 @@ def _check_state(groups, name, p, state, hypers):
     identity = _layout.take_number(state, "id", name)
     if identity == 0:
         raise ValueError(f"halfstep: the id of parameter {name!r} is 0; ids are at least 1")
-    part = _sharding.part_of(p, name, groups.options.flat, groups.rule)
+    part = _sharding.part_of(p, name, groups.options.flat, rule.name)
     here = _sharding.local(p)
     gathered = part is not None and part.gathered
     codec = _convert.Codec(
-        recipe or groups.rule,
+        recipe or rule.name,
         hypers,
         tuple(p.shape if gathered else here.shape),
         name,
@@ -212,9 +211,9 @@ def _check_streams(codec, state, name, recipe, part):
 def plain(groups, read_state):
     """Returns the state as torch's own optimizer of the same rule saves it. read_state(p, name)
     returns the fp32 values of a state."""
-    rule = _abi.rules[groups.rule]
     packed, states, flat, place = [], {}, 0, {}
     for group in groups:
+        rule = groups.row_of(group)
         for p in group["params"]:
             place.setdefault(p, flat)
             flat += 1
@@ -222,7 +221,7 @@ def plain(groups, read_state):
             if held:
                 out = (
                     {"step": held["step"].clone()}
-                    if "step" in held and groups.rule not in _UNCOUNTED
+                    if "step" in held and rule.name not in _UNCOUNTED
                     else {}
                 )
                 for s in rule.states:

@@ -59,7 +59,7 @@ def several(optimizer: Any) -> List["Optimizer"]:
     return found
 
 
-def _split_pairs(group):
+def split_pairs(group):
     """Replaces (name, tensor) pairs of a group by the parameters, and gives the group the names."""
     params = group["params"]
     if isinstance(params, torch.Tensor):
@@ -257,7 +257,7 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         if not _NAMED:
-            _split_pairs(param_group)
+            split_pairs(param_group)
         parts = self._parts
         parts.names.refresh()  # all groups have names or none does; torch looks
         super().add_param_group(param_group)

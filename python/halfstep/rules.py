@@ -6,17 +6,18 @@ child of the class here that has its name after an underscore.
 """
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from . import _abi, _layout
+from . import _abi, _assignment, _layout
 from ._options import Options, sequence
 from ._sharding import local
-from ._signatures import documentation, options_of
+from ._signatures import COMMON, documentation, options_of
 from ._torch import no_dynamo
 from ._watch import version
-from .optimizer import Optimizer, Params
+from .optimizer import Optimizer, Params, split_pairs
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 #: the keywords that Optimizer takes itself
@@ -25,38 +26,119 @@ _COMMON = {
     for name, p in inspect.signature(Optimizer.__init__).parameters.items()
     if p.kind is _KEYWORD
 }
+#: those of them that are options of a group
+_FORMATS = ("weights", "states", "decay", "reference_lr")
 _IN_EVAL = "its weights are the averages to evaluate with, after eval(): call train() before"
 
 
+def _common():
+    return {name: p.default for name, p in _COMMON.items()}
+
+
+@lru_cache(None)
+def _own_options(rule):
+    """Returns the options of a rule's class that are those of a group, with their defaults."""
+    positional, keywords = options_of(_abi.rules[rule], _common())
+    own = {**positional, **keywords}
+    return {name: own[name] for name in own if name not in _COMMON and name not in COMMON}
+
+
 class _Muon(Optimizer):
-    """Takes Muon's options under torch's names, which are not those of the table."""
+    """Takes Muon's options under torch's names, which are not those of the table. AdamW and Lion
+    may step some of the groups."""
 
     #: of groups that say nothing; what pickles that lack it go on with
     _betas = tuple(_abi.rules["muon"].hypers[name].initial for name in _abi.BETAS[:2])
+    #: the options `adamw` and `adamw_names`
+    _adamw, _adamw_names = None, ()
 
     def __init__(self, params, defaults, **options):
         # Not among the defaults: schedulers that cycle momentum take an optimizer with default
         # betas for one of Adam's kind, and would cycle those of the parameters that are no
         # matrices.
         self._betas = defaults.pop("betas")
+        adamw, names = defaults.pop("adamw"), defaults.pop("adamw_names")
+        if adamw is not None:
+            known = {*_own_options("adamw"), *COMMON, *_FORMATS}
+            self._adamw = {
+                "betas": self._betas,
+                "eps": defaults["adam_eps"],
+                **_assignment.check_options(adamw, known),
+            }
+            self._adamw_names = _assignment.check_patterns(names)
+        elif names is not None:
+            raise ValueError(
+                "halfstep: adamw_names= names what AdamW steps, and needs adamw=, its options:"
+                ' adamw={"lr": 3e-4}'
+            )
         super().__init__(params, defaults, **options)
 
     def add_param_group(self, param_group):
-        if isinstance(param_group, dict):
-            param_group.setdefault("betas", self._betas)
-        super().add_param_group(param_group)
+        """Adds a group as torch's optimizers do. With `adamw`, a group that does not say who steps
+        it becomes two: one of Muon's matrices, and one of the rest."""
+        before, options = len(self.param_groups), self._parts.options
+        try:
+            for group in self._divided(param_group):
+                if isinstance(group, dict):
+                    rule = options.rule_of(group)
+                    for key, value in self._defaults_of(rule).items():
+                        group.setdefault(key, value)
+                    super().add_param_group(group)
+                    for key in options.foreign(rule):
+                        group.pop(key, None)
+                else:
+                    super().add_param_group(group)
+        except BaseException:
+            del self.param_groups[before:]
+            self._parts.names.refresh()
+            self._parts.cache.drop()
+            raise
+
+    def _divided(self, group):
+        """Returns the groups that a group becomes."""
+        if self._adamw is None or not isinstance(group, dict):
+            return [group]
+        if any(self._parts.options.asked(group)):
+            return [group]
+        split_pairs(group)
+        if isinstance(group["params"], set):  # torch refuses it
+            return [group]
+        known = self._parts.names.known
+        return _assignment.divide(group, known, self._adamw_names)
+
+    def _defaults_of(self, rule):
+        """Returns what a group of a rule has if it does not say."""
+        if rule == self.rule:
+            return {"betas": self._betas}
+        own = {"decoupled_weight_decay": True, **(self._adamw or {})} if rule == "adamw" else {}
+        return {**_own_options(rule), **own}
 
     class _options(Options):
         beside_defaults = ("betas",)
+        partners = ("adamw", "lion")
         _COEFFICIENTS = ("ns_a", "ns_b", "ns_c")
 
+        def foreign(self, rule):
+            """Returns the names of Muon's options that another rule does not have."""
+            return () if rule == self.rule else _own_options(self.rule).keys() - _own_options(rule)
+
+        def defaults_of(self, group, defaults):
+            foreign = self.foreign(self.rule_of(group))
+            return {key: value for key, value in defaults.items() if key not in foreign}
+
         def hypers(self, group):
-            out = super().hypers({k: v for k, v in group.items() if k != "eps"})
-            a, b, c = group["ns_coefficients"]
+            if self.rule_of(group) != self.rule:
+                return super().hypers(group)
+            ours = ("eps", "ns_coefficients")
+            out = super().hypers({k: v for k, v in group.items() if k not in ours})
+            given, names = group["ns_coefficients"], _abi.choices("ns_coefficients")
+            if isinstance(given, str):
+                _abi.check_choice("ns_coefficients", given)
+                out["ns_coefficients"] = float(names.index(given))
+            else:
+                a, b, c = given
+                out.update(ns_a=float(a), ns_b=float(b), ns_c=float(c), ns_coefficients=0.0)
             out.update(
-                ns_a=float(a),
-                ns_b=float(b),
-                ns_c=float(c),
                 ns_eps=float(group["eps"]),
                 eps=float(group["adam_eps"]),
                 match_rms=float(group["adjust_lr_fn"] == "match_rms_adamw"),
@@ -64,10 +146,16 @@ class _Muon(Optimizer):
             return out
 
         def take_hyper(self, group, name, value):
-            if name in self._COEFFICIENTS:
+            if self.rule_of(group) != self.rule:
+                super().take_hyper(group, name, value)
+            elif name in self._COEFFICIENTS:
                 place = self._COEFFICIENTS.index(name)
                 values = group["ns_coefficients"]
+                values = (0.0, 0.0, 0.0) if isinstance(values, str) else values
                 group["ns_coefficients"] = (*values[:place], value, *values[place + 1 :])
+            elif name == "ns_coefficients":  # comes after ns_a, ns_b and ns_c
+                if value:
+                    group[name] = _abi.choices(name)[int(value)]
             elif name == "match_rms":
                 group["adjust_lr_fn"] = "match_rms_adamw" if value else None
             else:
@@ -75,7 +163,8 @@ class _Muon(Optimizer):
                 super().take_hyper(group, name, value)
 
         def check(self, group):
-            if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            known = (None, "original", "match_rms_adamw")
+            if self.rule_of(group) == self.rule and group["adjust_lr_fn"] not in known:
                 raise ValueError(
                     f"Adjust learning rate function {group['adjust_lr_fn']} is not supported"
                 )
@@ -252,7 +341,7 @@ class _ScheduleFree(Optimizer):
 
 def make_class(rule):
     """Makes the class of one rule of the table."""
-    common = {name: p.default for name, p in _COMMON.items()}
+    common = _common()
     positional, keywords = options_of(rule, common)
     options = {**positional, **keywords}
 

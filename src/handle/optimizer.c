@@ -270,28 +270,39 @@ static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choic
     return NULL;
 }
 
+/* Fails if a group, or one of all groups, cannot have this decay mode. */
+static int check_decay(const halfstep_optimizer *o, int32_t group, int decay)
+{
+    for (int i = 0; decay == HSTEP_DECAY_CAUTIOUS && i < o->n_groups; i++) {
+        const struct hstep_rule *rule = &hstep_rules[o->groups[i].recipe.rule];
+        if ((i == group || group == HALFSTEP_ALL_GROUPS) && rule->no_cautious_decay)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "the decay of %s cannot be cautious: %s; choose another decay", rule->name,
+                              rule->no_cautious_decay);
+    }
+    return HALFSTEP_OK;
+}
+
 int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice, const char *value)
 {
     if (!o || !choice || !value) return HALFSTEP_ERROR_ARGUMENT;
     int error;
     if (group != HALFSTEP_ALL_GROUPS && (error = hstep_check_group(o, group))) return error;
-    if (hstep_find_choice(choice) == HSTEP_CHOICES) {
+    int is_hyper = hstep_find_choice(choice) == HSTEP_CHOICES;
+    if (is_hyper && !halfstep_choice_value(choice, 0)) {
         char known[HSTEP_DETAIL_BYTES] = "";
         for (int i = 0; i < HSTEP_CHOICES; i++) hstep_add_name(known, hstep_choices[i]);
         return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown choice '%s'; known: %s", choice, known);
     }
-    int *place = choice_place(o, group, choice), found = hstep_choice_find(choice, value);
-    if (found < 0)
-        return hstep_fail(o, HALFSTEP_ERROR_NAME,
-                          "unknown value '%s' of '%s'; halfstep_choice_value() lists the known ones", value, choice);
-    for (int i = 0; hstep_find_choice(choice) == HSTEP_CHOICE_DECAY && found == HSTEP_DECAY_CAUTIOUS && i < o->n_groups;
-         i++) {
-        const struct hstep_rule *rule = &hstep_rules[o->groups[i].recipe.rule];
-        if ((place == &o->groups[i].decay || !place) && rule->no_cautious_decay)
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "the decay of %s cannot be cautious: %s; choose another decay", rule->name,
-                              rule->no_cautious_decay);
+    int found = hstep_choice_find(choice, value);
+    if (found < 0) {
+        char known[HSTEP_DETAIL_BYTES] = "";
+        for (int i = 0; halfstep_choice_value(choice, i); i++) hstep_add_name(known, halfstep_choice_value(choice, i));
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown value '%s' of '%s'; known: %s", value, choice, known);
     }
+    if (is_hyper) return halfstep_set_hyper(o, group, choice, found);
+    int *place = choice_place(o, group, choice);
+    if (hstep_find_choice(choice) == HSTEP_CHOICE_DECAY && (error = check_decay(o, group, found))) return error;
     if (place) {
         *place = found;
         return HALFSTEP_OK;
@@ -306,6 +317,9 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
 const char *halfstep_get_choice(const halfstep_optimizer *o, int32_t group, const char *choice)
 {
     if (!o || !choice || (group != HALFSTEP_ALL_GROUPS && (group < 0 || group >= o->n_groups))) return NULL;
+    double value;
+    if (hstep_find_choice(choice) == HSTEP_CHOICES && halfstep_choice_value(choice, 0))
+        return halfstep_get_hyper(o, group, choice, &value) ? NULL : halfstep_choice_value(choice, (int32_t)value);
     const int *place = choice_place((halfstep_optimizer *)o, group, choice);
     return place ? halfstep_choice_value(choice, *place) : NULL;
 }

@@ -6,6 +6,8 @@
  *                                             (transforms.def)
  *   adjust = sqrt(max(1, rows / columns)), or with match_rms 0.2 sqrt(max(rows, columns))
  *
+ * ns_coefficients is the row of coefficients.h.
+ *
  * torch.optim.Muon has this form. In its buffer gradients weigh 1 - mu, on which O does not depend. Its adjust_lr_fn is
  * "original" or "match_rms_adamw" (Liu et al. 2025). torch runs the Newton-Schulz steps in BF16; here they are fp32. A
  * matrix is a tensor of at least two dimensions with more than one row and column. Any other tensor is stepped by AdamW
@@ -37,19 +39,20 @@ HSTEP_INLINE void muon_prepare(float *k, struct hstep_prepare *p)
     double momentum = hyper[0], rows = (double)own->rows, columns = (double)own->row_length;
     double most = rows > columns ? rows : columns;
     double adjust = hyper[6] != 0.0 ? 0.2 * sqrt(most) : sqrt(most / columns);
-    int nesterov = hyper[1] != 0.0;
+    int nesterov = hyper[1] != 0.0, least = hstep_coefficients[(int)hyper[12]].least;
     k[MUON_OLD] = (float)momentum;
     k[MUON_NEW] = (float)(1.0 - momentum);
     k[MUON_GRADIENT] = nesterov ? (float)(1.0 - momentum) : 0.0f;
     k[MUON_BUFFER] = nesterov ? (float)momentum : 1.0f;
     k[MUON_SCALE] = (float)(p->lr * adjust);
     k[MUON_DECAY] = (float)p->decay;
-    k[newton_schulz_steps] = (float)hyper[2];
+    k[newton_schulz_steps] = hyper[2] < least ? (float)least : (float)hyper[2];
     k[newton_schulz_a] = (float)hyper[3];
     k[newton_schulz_b] = (float)hyper[4];
     k[newton_schulz_c] = (float)hyper[5];
     k[newton_schulz_eps] = (float)hyper[10];
     k[newton_schulz_exact] = (float)hyper[11];
+    k[newton_schulz_row] = (float)(int)hyper[12];
 }
 
 V_OP vf muon_direction(const vf *k, vf g, vf *s, const int mode)
@@ -81,6 +84,8 @@ V_OP vf muon_change(const vf *k, vf w, vf o) { return v_add(v_mul(k[MUON_SCALE],
     HYPER("eps", "added to the root of the second moment of the rest", .initial = 1e-8, .maximum = 1.0)        \
     HYPER("ns_eps", "least norm that the momentum of a matrix is divided by", .initial = 1e-7, .maximum = 1.0) \
     HYPER("exact", "1: a GPU multiplies matrices to the bits of every machine, not by its units for BF16",     \
-          .maximum = 1.0)
+          .maximum = 1.0)                                                                                      \
+    HYPER("ns_coefficients", "coefficients of the iterations: ns_a, ns_b and ns_c, or a published list",        \
+          .maximum = (HSTEP_COEFFICIENTS(HSTEP_ONE)) - 1, .words = {HSTEP_COEFFICIENTS(HSTEP_COEFFICIENTS_NAME)})
 
 #endif

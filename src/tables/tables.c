@@ -220,6 +220,10 @@ const char *halfstep_choice_value(const char *choice, int32_t index)
     case HSTEP_CHOICE_MISSING: values = missings; break;
     case HSTEP_CHOICES: break;
     }
+    for (int rule = 0; !values && rule < HSTEP_RULES; rule++) {
+        int hyper = hstep_find_hyper(rule, choice) - HSTEP_COMMON_HYPERS;
+        if (hyper >= 0 && hstep_rules[rule].hyper[hyper].words[0]) values = hstep_rules[rule].hyper[hyper].words;
+    }
     for (int i = 0; values && values[i]; i++)
         if (i == index) return values[i];
     return NULL;

@@ -22,7 +22,8 @@ enum {
     HSTEP_RULES
 };
 
-#define HSTEP_MAX_OWN_HYPERS 12
+#define HSTEP_MAX_OWN_HYPERS 13
+#define HSTEP_MAX_WORDS 8
 
 struct hstep_format {
     int id;
@@ -37,7 +38,8 @@ struct hstep_format {
 struct hstep_hyper {
     const char *name, *title;
     double initial, minimum, maximum;
-    int exclusive; /* the maximum itself is too large */
+    int exclusive;                      /* the maximum itself is too large */
+    const char *words[HSTEP_MAX_WORDS]; /* names of the values 0, 1 ..., if they have names: another choice */
 };
 
 /* A double that a rule keeps for each tensor. Its updates leave it within these bounds, and a checkpoint must do so

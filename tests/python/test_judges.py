@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import halfstep
+from halfstep import _abi
 
 SHAPES = {
     "matrix": (64, 48),
@@ -606,3 +607,80 @@ def test_low_precision_trains_as_fp32(recipe):
     late, want = sum(ours[-20:]) / 20, sum(theirs[-20:]) / 20
     assert want < 0.25 * theirs[0]
     assert late < 1.35 * want + 0.02 * theirs[0], (late, want, theirs[0])
+
+
+# ---- Published coefficients of Muon --------------------------------------------------------------
+
+
+def polar_express(u, steps):
+    """Algorithm 1 of Amsel et al. 2025 (arXiv:2505.16932), in fp32."""
+    listed = [
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    ]
+    safe = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in listed]
+    x = u / (u.norm() * 1.01 + 1e-7)
+    return quintics(x, (safe + [(1.875, -1.25, 0.375)] * steps)[:steps])
+
+
+def deepseek_v4(u, steps):
+    """Eight iterations with Jordan's coefficients, then two (more if asked) with 2, -1.5, 0.5."""
+    x = u / (u.norm() + 1e-7)
+    return quintics(x, [(3.4445, -4.775, 2.0315)] * 8 + [(2, -1.5, 0.5)] * (max(steps, 10) - 8))
+
+
+def dion(u, steps):
+    """newton_schulz_triton.py of microsoft/dion."""
+    listed = [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        *[(2.8366, -3.0525, 1.2012)] * steps,
+    ]
+    return quintics(u / (u.norm() + 1e-7), listed[:steps])
+
+
+def quintics(x, coefficients):
+    tall = x.size(0) > x.size(1)
+    x = x.mT if tall else x
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+PUBLISHED = {"polar-express": polar_express, "deepseek-v4": deepseek_v4, "dion": dion}
+
+
+def test_published_coefficients_are_all_judged():
+    assert set(PUBLISHED) == set(_abi.choices("ns_coefficients")[1:])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("steps", [5, 7, 12])
+def test_follows_published_coefficients(name, steps):
+    """Muon with each list beside its authors' equations, over trajectories of matrices whose
+    singular values fall as 1/k^2, of rank 2, and normal ones."""
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((24, 60), (60, 24), (32, 32)):
+        normal = torch.randn(shape, generator=generator)
+        u, s, v = torch.linalg.svd(normal, full_matrices=False)
+        falling = u @ torch.diag(1 / torch.arange(1.0, len(s) + 1) ** 2) @ v
+        for gradient in (normal, falling, u[:, :2] @ v[:2]):
+            p = Parameter(torch.zeros(shape))
+            opt = halfstep.Muon([p], lr=0.1, weight_decay=0.0, ns_coefficients=name, ns_steps=steps)
+            weight, momentum = torch.zeros(shape), torch.zeros(shape)
+            for step in range(3):
+                g = gradient + 1e-3 * torch.randn(shape, generator=generator)
+                p.grad = g.clone()
+                opt.step()
+                momentum.lerp_(g, 0.05)
+                scale = 0.1 * max(1, shape[0] / shape[1]) ** 0.5
+                weight -= scale * PUBLISHED[name](g.lerp(momentum, 0.95), steps)
+            torch.testing.assert_close(p.detach(), weight, rtol=1e-3, atol=1e-4)

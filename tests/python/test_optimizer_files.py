@@ -44,7 +44,8 @@ def addresses(tensors):
 
 
 class InC:
-    """The optimizer of the parameters `params` in C: one group, states of the library."""
+    """The optimizer of the parameters `params` in C, with states of the library: a group for each
+    recipe. `recipe` is one for all, or one for each name."""
 
     def __init__(self, recipe, params):
         # Its dependencies too: one copy of the core library serves both.
@@ -59,13 +60,16 @@ class InC:
                 c_size_t,
             ]
         self.params = {name: p.detach().clone() for name, p in params.items()}
-        self.handle, group = c_void_p(), c_int32()
+        self.handle, groups = c_void_p(), {}
         self.must(self.lib.halfstep_create(None, byref(self.handle)))
-        self.must(self.lib.halfstep_add_group(self.handle, recipe.encode(), byref(group)))
+        recipes = recipe if isinstance(recipe, dict) else dict.fromkeys(self.params, recipe)
+        for own in dict.fromkeys(recipes.values()):
+            groups[own] = c_int32()
+            self.must(self.lib.halfstep_add_group(self.handle, own.encode(), byref(groups[own])))
         for name, p in self.params.items():
             tensor = _abi.Tensor(
                 struct_size=ctypes.sizeof(_abi.Tensor),
-                group=group,
+                group=groups[recipes[name]],
                 name=name.encode(),
                 ndim=p.dim(),
                 rows=p.shape[0] if p.dim() else 1,

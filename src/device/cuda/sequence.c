@@ -102,11 +102,11 @@ static int run_phase(const struct phase *p, enum hstep_cuda_transform phase, int
 
 static int transform_exactly(const struct phase *p, int steps)
 {
-    int error = run_phase(p, HSTEP_CUDA_DIVIDE, 0), place = 0;
-    for (int step = 0; !error && step < steps; step++, place = !place)
-        if (!(error = run_phase(p, HSTEP_CUDA_GRAM, place)) && !(error = run_phase(p, HSTEP_CUDA_POLYNOMIAL, place)))
-            error = run_phase(p, HSTEP_CUDA_NEXT, place);
-    return error || !place ? error : run_phase(p, HSTEP_CUDA_BACK, place);
+    int error = run_phase(p, HSTEP_CUDA_DIVIDE, 0);
+    for (int step = 0; !error && step < steps; step++)
+        if (!(error = run_phase(p, HSTEP_CUDA_GRAM, step)) && !(error = run_phase(p, HSTEP_CUDA_POLYNOMIAL, step)))
+            error = run_phase(p, HSTEP_CUDA_NEXT, step);
+    return error || steps % 2 == 0 ? error : run_phase(p, HSTEP_CUDA_BACK, steps);
 }
 
 /* Transforms with products in BF16. BLAS takes matrices by columns, so it sees a matrix by rows as its transpose. For a
@@ -115,16 +115,16 @@ static int transform_exactly(const struct phase *p, int steps)
 static int transform_in_bf16(const struct phase *p, const struct hstep_matrix *m, struct hstep_blas *blas)
 {
     const struct hstep_cuda_parts parts = hstep_cuda_parts(m->rows, m->columns);
-    const struct hstep_update *u = &p->call->plan.updates[m->tensor];
     const int tall = m->rows > m->columns;
     const int64_t least = tall ? m->columns : m->rows, most = tall ? m->rows : m->columns,
                   all = hstep_cuda_bf16_place(m->rows, m->columns);
     float *work = p->call->plan.workspace;
     uint16_t *x = (uint16_t *)(void *)(work + parts.next), *next = x + all;
     const struct hstep_operand gram = {work + parts.gram, least, 0}, polynomial = {work + parts.polynomial, least, 0};
-    const float *one = work + parts.factors, *zero = one + 1, *a = &u->k[newton_schulz_a];
+    const float *one = work + parts.factors, *zero = one + 1;
     int error = run_phase(p, HSTEP_CUDA_NARROW, 0), place = 0;
     for (int step = 0; !error && step < (int)m->k[newton_schulz_steps]; step++, place = !place) {
+        const float *a = one + 2 + 3 * (step < HSTEP_MAX_TRIPLES ? step : HSTEP_MAX_TRIPLES - 1);
         const struct hstep_operand now = {place ? next : x, m->columns, 0}, turned = {now.x, m->columns, 1},
                                    then = {place ? x : next, m->columns, 0};
         /* G = X X', P = b G + c G G, a X + P X. Terms to be added are copied to the place of the sum first. */

@@ -183,6 +183,22 @@ static int add_stacks(struct list *list, const halfstep_rule_info *rule)
     return 0;
 }
 
+/* Adds the cases of the hyper-parameters whose values have names: one recipe with each value but the first. */
+static int add_words(struct list *list, int32_t row, const halfstep_rule_info *rule)
+{
+    halfstep_hyper_info info = {.struct_size = sizeof info};
+    for (int32_t i = 0; halfstep_get_hyper_info(row, i, &info) == HALFSTEP_OK; i++) {
+        const char *word;
+        for (int32_t v = 1; (word = halfstep_choice_value(info.name, v)); v++) {
+            char special[64], recipe[GOLDEN_RECIPE];
+            snprintf(special, sizeof special, ":%s=%s", info.name, word);
+            snprintf(recipe, sizeof recipe, "%s/f32", rule->name);
+            if (add_recipe(list, recipe, "", ONCE, 0, special)) return -1;
+        }
+    }
+    return 0;
+}
+
 struct golden_case *golden_cases(int *n)
 {
     struct list list = {0};
@@ -191,7 +207,7 @@ struct golden_case *golden_cases(int *n)
         if (halfstep_get_rule_info(row, &rule) != HALFSTEP_OK || add_rule(&list, &rule) ||
             (rule.cautious && add_cautious(&list, &rule, GOLDEN_CAUTIOUS)) ||
             (rule.cautious_decay && add_cautious(&list, &rule, GOLDEN_CAUTIOUS_DECAY)) ||
-            (rule.matrix && add_stacks(&list, &rule))) {
+            (rule.matrix && add_stacks(&list, &rule)) || add_words(&list, row, &rule)) {
             free(list.item);
             return NULL;
         }
@@ -568,10 +584,7 @@ static int add_groups(struct run *r, int part)
         return -1;
     for (size_t i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         if (settings[i].choice) {
-            const int cautious = !strcmp(settings[i].name, "decay") && strstr(r->c->recipe, GOLDEN_CAUTIOUS_DECAY);
-            if (check(r, part,
-                      halfstep_set_choice(o, settings[i].group, settings[i].name,
-                                          cautious ? "cautious" : settings[i].choice),
+            if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice),
                       settings[i].name))
                 return -1;
         } else if (has_hyper(rule, settings[i].name)) {
@@ -579,6 +592,12 @@ static int add_groups(struct run *r, int part)
                       settings[i].name))
                 return -1;
         }
+    }
+    char choice[GOLDEN_RECIPE];
+    const char *special = strchr(r->c->recipe, ':'), *word = special ? strchr(special, '=') : NULL;
+    if (word) {
+        snprintf(choice, sizeof choice, "%.*s", (int)(word - special - 1), special + 1);
+        if (check(r, part, halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, choice, word + 1), choice)) return -1;
     }
     return 0;
 }

@@ -173,15 +173,20 @@ static void add_hyper(struct run_options *options, const char *rule, const halfs
     if (options->n == RUN_OPTIONS_MAX) return;
     int i = options->n++;
     snprintf(options->text[i][0], sizeof options->text[i][0], "%s", name);
-    snprintf(options->text[i][1], sizeof options->text[i][1], "%.6g", hyper->initial);
+    const char *word = halfstep_choice_value(hyper->name, (int32_t)hyper->initial);
+    if (word) snprintf(options->text[i][1], sizeof options->text[i][1], "%s", word);
+    else snprintf(options->text[i][1], sizeof options->text[i][1], "%.6g", hyper->initial);
     snprintf(options->text[i][2], sizeof options->text[i][2], "%s", hyper->title);
+    for (int32_t k = 0; word && (word = halfstep_choice_value(hyper->name, k)); k++)
+        append(options->text[i][2], sizeof options->text[i][2], "%s %s", k ? "," : ":", word);
+    const int named = halfstep_choice_value(hyper->name, 0) != NULL;
     options->rows[i] = (struct option){options->text[i][0],
                                        OPTION_HYPER_AS,
                                        AT(hyper),
-                                       "X",
+                                       named ? "NAME" : "X",
                                        options->text[i][1],
-                                       hyper->minimum,
-                                       hyper->maximum,
+                                       named ? 0 : hyper->minimum,
+                                       named ? 0 : hyper->maximum,
                                        hyper->exclusive_maximum ? OPTION_EXCLUSIVE_MAXIMUM : 0,
                                        NULL,
                                        options->text[i][2]};

@@ -46,11 +46,11 @@ static int set_listed_hypers(struct run *run)
     for (int i = 0; i < run->config->hyper.n; i++) {
         char name[96];
         double value = 0;
-        /* args_set() has checked that it reads NAME=VALUE. */
+        /* args_set() has checked that it reads NAME=VALUE, and that VALUE is a number or one of the names. */
         const char *item = run->config->hyper.item[i];
         size_t n = strcspn(item, "=");
         snprintf(name, sizeof name, "%.*s", (int)n, item);
-        parse_number(item + n + 1, &value);
+        int named = parse_number(item + n + 1, &value) != 0;
         int known = 0;
         const char *each;
         for (int32_t k = 0; !known && (each = suggest_hyper(&run->rule, k)) != NULL; k++)
@@ -61,7 +61,11 @@ static int set_listed_hypers(struct run *run)
                      near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
             return 2;
         }
-        int status = run_set_hyper(run, HALFSTEP_ALL_GROUPS, name, value, name);
+        if (named && halfstep_set_choice(run->optimizer, HALFSTEP_ALL_GROUPS, name, item + n + 1) != HALFSTEP_OK) {
+            run_fail_in(run, run->optimizer);
+            return 2;
+        }
+        int status = named ? 0 : run_set_hyper(run, HALFSTEP_ALL_GROUPS, name, value, name);
         if (status) return status;
     }
     return 0;

@@ -52,7 +52,7 @@ struct hstep_cuda_what {
     int first, n,
         pass; /* for sum, decide_sums and update, as the entry has them; for transform and cross: pass is the phase */
     int tensor, pair; /* for cross and transform */
-    int place;        /* for transform: where X is, 0 or 1 */
+    int place;        /* for transform: the iteration; X is in its first place before every even one */
     uint64_t bytes;   /* at `to` or `from` */
     void *to;         /* limbs (carry), fp32 values (read), a uint64_t that starts from 0 (saturated) */
     const void *from; /* fp32 values (write) */
@@ -64,7 +64,7 @@ struct hstep_cuda_parts {
     int64_t gram, polynomial; /* least(rows, columns)^2 */
     int64_t next;             /* the second place of X, or both places of X in BF16 */
     int64_t limbs;            /* of the sum of squares */
-    int64_t factors;          /* 1 and 0 */
+    int64_t factors;          /* 1, 0, and HSTEP_MAX_TRIPLES coefficients a, b, c */
     int64_t end;
 };
 
@@ -79,7 +79,7 @@ HSTEP_INLINE struct hstep_cuda_parts hstep_cuda_parts(int64_t rows, int64_t colu
     /* Large enough for the host's panels too, because tests run its entries in place of kernels. */
     p.limbs = p.next + ((rows + panel) * (columns + panel) + line - 1) / line * line;
     p.factors = p.limbs + (2 * HSTEP_EXACT_LIMBS + line - 1) / line * line;
-    p.end = p.factors + line;
+    p.end = p.factors + 2 * line;
     return p;
 }
 

@@ -127,16 +127,19 @@ CUDA_DEVICE void newton_schulz(union matrix_scratch *scratch, const struct hstep
     const struct hstep_cuda_parts parts = hstep_cuda_parts(rows, cols);
     const int64_t m = least(rows, cols), n = rows < cols ? cols : rows, all = rows * cols;
     const struct view places[2] = {{u, rows > cols ? 1 : cols, rows > cols ? cols : 1}, {u + parts.next, n, 1}};
-    const struct view x = places[what->place], next = places[!what->place], gram = {u + parts.gram, m, 1},
+    const int other = what->place & 1;
+    const struct view x = places[other], next = places[!other], gram = {u + parts.gram, m, 1},
                       polynomial = {u + parts.polynomial, m, 1}, x_transposed = {x.x, x.column, x.row};
     int64_t *limbs = (int64_t *)(void *)(u + parts.limbs);
-    uint16_t *narrow = (uint16_t *)(void *)(u + parts.next) + (what->place ? hstep_cuda_bf16_place(rows, cols) : 0);
+    uint16_t *narrow = (uint16_t *)(void *)(u + parts.next) + (other ? hstep_cuda_bf16_place(rows, cols) : 0);
     double norm;
     switch (what->pass) {
     case HSTEP_CUDA_CLEAR:
         if (CUDA_BLOCK) break;
         if (CUDA_THREAD < HSTEP_EXACT_LIMBS) limbs[CUDA_THREAD] = 0;
         if (CUDA_THREAD < 2) u[parts.factors + CUDA_THREAD] = CUDA_THREAD ? 0.0f : 1.0f;
+        if (CUDA_THREAD < 3 * HSTEP_MAX_TRIPLES)
+            u[parts.factors + 2 + CUDA_THREAD] = hstep_newton_schulz_triple(k, CUDA_THREAD / 3)[CUDA_THREAD % 3];
         break;
     case HSTEP_CUDA_SQUARES: add_squares(&scratch->e[warp_of_thread()], u, all, limbs); break;
     case HSTEP_CUDA_DIVIDE:
@@ -144,7 +147,9 @@ CUDA_DEVICE void newton_schulz(union matrix_scratch *scratch, const struct hstep
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid()) u[i] = (float)((double)u[i] / norm);
         break;
     case HSTEP_CUDA_GRAM: multiply(scratch, gram, x, x_transposed, m, m, n, NULL, 1); break;
-    case HSTEP_CUDA_POLYNOMIAL: multiply(scratch, polynomial, gram, gram, m, m, m, &k[newton_schulz_a], 1); break;
+    case HSTEP_CUDA_POLYNOMIAL:
+        multiply(scratch, polynomial, gram, gram, m, m, m, hstep_newton_schulz_triple(k, what->place), 1);
+        break;
     case HSTEP_CUDA_NEXT: multiply(scratch, next, polynomial, x, m, n, m, NULL, 0); break;
     case HSTEP_CUDA_BACK:
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid())
