@@ -1,7 +1,8 @@
 # Device code inside the library. clang compiles src/device/cuda/code/kernels.cu to PTX once, which drivers compile for
 # the GPU that is there. ptxas makes machine code of the PTX for each architecture beforehand. All of it becomes arrays
 # of bytes in place of src/device/cuda/driver/images.c, which has none. CMake packs them as xz files (driver/unpack.h).
-# nvcc's own front end cannot compile the source (docs/gpu.md).
+# nvcc's own front end (13.0) does not compile the source: it takes neither C11's _Static_assert nor a pragma that marks
+# all functions of a file as a device's.
 #
 # HALFSTEP_CUDA=AUTO makes what the machine has the tools for, and downloads nothing; builds with tests have none. ON
 # requires clang, and takes ptxas from the Python index. Either says in one line what was made by which tool.

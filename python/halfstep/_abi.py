@@ -106,6 +106,7 @@ class RuleInfo(_Sized):
         (c_int32 * MAX_STATES, "state_extent"),
         (c_int32, "totals cautious"),
         (c_char_p * MAX_STATES, "precise_if precise_format"),
+        (c_int32, "cautious_decay reserved"),
     )
 
 
@@ -158,6 +159,7 @@ class Tensor(_Sized):
         (c_int32, "ndim reserved"),
         (c_int64, "rows row_length first_row n_rows first_column n_columns"),
         (c_char_p, "gradient"),
+        (c_int64, "matrix_rows"),
     )
 
 

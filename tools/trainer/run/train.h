@@ -46,7 +46,7 @@ struct run_config {
     double loss_scale; /* 0: 1, or 1024 for f16 gradients */
     double lr, weight_decay, clip, final_lr;
     const char *decay; /* NULL: the rule's default */
-    const char *schedule, *generator;
+    const char *schedule, *decay_schedule, *generator;
     int64_t warmup;
     struct string_list hyper; /* "name=value": the hyper-parameters without a field of their own */
     int64_t val_every, eval_batches;
