@@ -4,7 +4,7 @@ from ctypes import byref, c_int32, c_uint64
 
 import torch
 
-from . import _abi, _calls, _devices, _layout, _names, _sharding
+from . import _abi, _calls, _devices, _layout, _matrices, _names, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, read_rows, write_rows
 from ._members import declare
@@ -82,6 +82,13 @@ class Inspection:
                 f" {memory['gradients'] / count:.3f}, states {memory['states'] / count:.3f})"
             ),
         ]
+        shapes = dict.fromkeys(
+            _matrices.lay(self.groups.rule, p.shape, _matrices.how_of(self.groups[g]))
+            for g, _, p in taking_part
+        )
+        taken = [f"{list(x)} as {_matrices.told(x)}" for x in shapes if _matrices.told(x)]
+        if taken and _abi.rules[self.groups.rule].matrix:
+            lines.append(f"taken for matrices: {'; '.join(taken)}")
         if fallen:
             lines.append(f"too small for blocks, plain states: {_names.some(fallen, 8)}")
         lines += precise

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from . import _devices, _layout, _sharding
+from . import _devices, _layout, _matrices, _sharding
 from ._handles import add_group, add_tensor
 from ._parameters import stored_dtype
 from ._sharding import local
@@ -31,7 +31,8 @@ class Settings(NamedTuple):
 
 class Wanted(NamedTuple):
     """A parameter that a handle is to have. `group` is the index of its group. `gradient` is the
-    format of its gradient. `home` is the device that it is stepped on."""
+    format of its gradient. `home` is the device that it is stepped on. `how` is what its group says
+    of matrices, as lay() takes it."""
 
     p: torch.Tensor
     group: int
@@ -40,6 +41,7 @@ class Wanted(NamedTuple):
     id: int
     recipe: str
     home: torch.device
+    how: tuple
 
 
 def declare(handle, settings, wanted, meant):
@@ -50,7 +52,8 @@ def declare(handle, settings, wanted, meant):
     """
     members, c_groups, fallen = [], {}, []
     for one in wanted:
-        m = Member(one, _sharding.part_of(one.p, one.name, settings.flat, settings.rule), handle)
+        part = _sharding.part_of(one.p, one.name, settings.flat, settings.rule, one.how)
+        m = Member(one, part, handle, settings.rule)
         key = (one.group, m.recipe)
         if key not in c_groups:
             c_groups[key] = add_group(handle, m.recipe, meant[one.group])
@@ -74,11 +77,13 @@ class Member:
     versions    the versions of these tensors and of `step`, as this package left them
     """
 
-    def __init__(self, wanted, part, handle):
-        p, self.group, self.gradient, self.name, self.id, self.recipe, self.device = wanted
+    def __init__(self, wanted, part, handle, rule):
+        p, self.group, self.gradient, self.name, self.id, self.recipe, self.device, how = wanted
         self.p, self.part, self.handle = p, part, handle
         here = local(p)
-        self.shape, self.dtype, self.strides = tuple(here.shape), p.dtype, here.stride()
+        #: the shape here, as the library takes it
+        self.shape = tuple(here.shape) if self.gathered else _matrices.lay(rule, here.shape, how)
+        self.dtype, self.strides = p.dtype, here.stride()
         self.dense = _devices.is_plain(here)
         self.address, self.lies = here.data_ptr(), _devices.of(here)
         self.bound, self.full = (), None
@@ -107,7 +112,7 @@ class Member:
     @property
     def whole(self):
         """The shape that the library knows it by."""
-        return self.part.global_shape if self.gathered else self.shape
+        return self.part.laid if self.gathered else self.shape
 
     @property
     def rows(self):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import _abi
+from . import _abi, _matrices
 
 #: options that are sequences of numbers
 _SEQUENCES = ("betas", "eps", "ns_coefficients")
@@ -165,6 +165,8 @@ class Options:
         ):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         self._check_algorithm(group)
+        if rule.matrix:
+            _matrices.check(group)
         states = group.get("states")
         # Formats are checked by the library, which says what is wrong with them.
         _abi.recipe_full("/".join((self.rule, "f32", states)) if states else self.rule)

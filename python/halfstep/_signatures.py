@@ -80,6 +80,8 @@ def options_of(rule, common):
     if rule.name in ("adam", "radam"):
         shared["decoupled_weight_decay"] = False
     first = ("lr", *_ORDER.get(rule.name, ("betas", "eps", "weight_decay", *own)))
+    if rule.matrix:
+        shared["matrix"], shared["heads"] = "auto", None
     known = {**own, **shared, **common}
     positional = {name: known[name] for name in first if name in known}
     return positional, {name: v for name, v in known.items() if name not in positional}
@@ -98,6 +100,12 @@ _TITLES = {
     "weight_decay": "coefficient of the weight decay; `decay` says how it acts",
     "decoupled_weight_decay": "True: weight decay does not go through the gradient, as in AdamW",
     "ns_coefficients": "coefficients of the Newton-Schulz iteration",
+    "matrix": (
+        'what a parameter of three or more dimensions is: "last-two", a stack of matrices of the last'
+        ' two; "flatten", one matrix of dimension 0 by the rest; "auto", what the rule\'s authors take'
+        " it for (docs/python.md)"
+    ),
+    "heads": "number of equal blocks of rows that are matrices of their own (heads; q, k and v)",
     "adam_eps": "eps of the parameters that are no matrices, which AdamW steps",
     "adjust_lr_fn": (
         'None or "original": updates are scaled by the shape, as in torch.optim.Muon;'
