@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 
 from . import _abi, _layout, _names, _sharding
-from ._parameters import rows_of
+from ._matrices import rows_of
 
 FORMAT = "halfstep optimizer 1"
 
