@@ -33,7 +33,7 @@ static const struct option compare_rows[] = {
  * (shape, data, order, length, type of matrix products) are the same, so that recipes can be compared. */
 static const char *const per_recipe[] = {"lr",        "schedule", "warmup",      "final-lr", "weight-decay",
                                          "decay",     "clip",     "gradients",   "release",  "loss-scale",
-                                         "generator", "hyper",    "accumulator", "scan"};
+                                         "generator", "hyper",    "accumulator", "scan",     "adamw-lr"};
 
 /* ---- Recipes and batch sizes
  * -------------------------------------------------------------------------------------- */
