@@ -50,6 +50,9 @@ expect 2 'names 2 state formats; schedulefree has 1 state that' train lm --data 
 expect 2 'multiple of 4 heads' train lm --data "$data" --width 30 --heads 4
 expect 2 'beta1 = 1 is not in' train lm --data "$data" --beta1 1
 expect 2 'no such hyper-parameter, did you mean beta' train lm --data "$data" --hyper beta3=0.5
+expect 2 '"foo" is unknown; known: given, polar-express' train lm --data "$data" --ns-coefficients foo
+expect 2 '"foo" is unknown; known: given, polar-express' train lm --data "$data" --hyper ns_coefficients=foo
+expect 2 'lion steps all tensors; only muon' train lm --data "$data" --recipe lion --adamw-lr 1
 expect 2 'use --lr' train lm --data "$data" --hyper lr=1
 expect 2 'one of bf16, f32' train lm --data "$data" --compute f64
 expect 2 'needs --checkpoint' train lm --data "$data" --resume
@@ -265,6 +268,7 @@ for accumulator in f32 bf16 bf16-sr states; do
     resume_case --micro-steps 3 --batch 2 --accumulator $accumulator --clip 1
     resume_case --micro-steps 2 --batch 2 --accumulator $accumulator --recipe adamw/bf16-ecc8/int8 --release --clip 0.5
 done
+resume_case --recipe muon/bf16-ecc8/int8 --adamw-lr 3e-3 --ns-coefficients polar-express --clip 1 --weight-decay 0.1
 resume_case --scan per-tensor --recipe lion/bf16-sr/int8
 ok "a resumed run ends with the bits of an uninterrupted one"
 

@@ -1,6 +1,7 @@
 """Tests optimizers whose groups have different rules: Muon for matrices, AdamW or Lion for the
 rest. They have the bits of one optimizer for each rule, and one verdict, one norm, one file."""
 
+import copy
 import importlib.util
 import warnings
 from pathlib import Path
@@ -273,6 +274,75 @@ def test_goes_on_from_a_copy(copied, tmp_path):
         run(one, some, 2, 4)
     assert weights_of(there) == weights_of(params)
     assert states_of(again, there) == states_of(opt, params)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_checkpoints_of_torch_distributed(flatten):
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model = nn.ModuleDict({"embed": nn.Embedding(40, 32), "body": nn.Linear(32, 64)}).bfloat16()
+    there = copy.deepcopy(model)
+    options = {**MUON, "states": "int8"}
+    opt = halfstep.Muon(model.named_parameters(), adamw=ADAMW, **options)
+    run(opt, model, 0, 2)
+    file = copy.deepcopy(get_optimizer_state_dict(model, opt, options=how))
+    there.load_state_dict(model.state_dict())
+    again = halfstep.Muon(there.named_parameters(), adamw={}, states="int8")
+    set_optimizer_state_dict(there, again, file, options=how)
+    for one, some in ((opt, model), (again, there)):
+        run(one, some, 2, 4)
+    assert weights_of(there) == weights_of(model)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_states_of_two_optimizers_of_torch(monkeypatch):
+    """States of torch's Muon and of its AdamW beside it go into one optimizer, as two groups."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's iterations in fp32
+    params = parameters(torch.float32, SHAPES)
+    other = twins(params)
+    theirs = [
+        torch.optim.Muon([other[n] for n in MATRICES], lr=0.02, momentum=0.9),
+        torch.optim.AdamW([other[n] for n in REST], **ADAMW),
+    ]
+    for one in theirs:
+        run(one, other, 0, 2)
+    muon, rest = (one.state_dict() for one in theirs)
+    shift = len(MATRICES)
+    (group,) = rest["param_groups"]
+    file = {
+        "state": {**muon["state"], **{i + shift: s for i, s in rest["state"].items()}},
+        "param_groups": [
+            *muon["param_groups"],
+            {**group, "params": [i + shift for i in group["params"]]},
+        ],
+    }
+    opt = mixed(params)
+    opt.load_state_dict(file)
+    assert [group["use_muon"] for group in opt.param_groups] == [True, False]
+    for name, p in params.items():
+        p.data.copy_(other[name])
+    run(opt, params, 2, 5)
+    for one in theirs:
+        run(one, other, 2, 5)
+    for name, p in params.items():
+        torch.testing.assert_close(p, other[name], rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_steps():
+    params, opt = made("ecc8-int8", compile=True)
+    other = twins(params)
+    plain = mixed(other, **RECIPES["ecc8-int8"][1])
+    compiled = torch.compile(lambda: opt.step(), fullgraph=True, backend="eager")
+    for step in range(3):
+        for some, call in ((params, compiled), (other, plain.step)):
+            set_gradients(some, step)
+            call()
+    assert weights_of(params) == weights_of(other)
 
 
 def test_groups_of_another_rule_are_not_loaded():

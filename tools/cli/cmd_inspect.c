@@ -160,6 +160,7 @@ static int open_parts(struct checkpoint *c, char *error, size_t error_bytes)
         }
         if (strcmp(part->info.name, "optimizer.safetensors") != 0) continue;
         c->recipe = halfstep_safetensors_metadata_find(part->file, "recipe");
+        if (!c->recipe) c->recipe = halfstep_safetensors_metadata_find(part->file, "rule"); /* of several groups */
         c->seed = halfstep_safetensors_metadata_find(part->file, "seed");
     }
     return 0;

@@ -184,28 +184,6 @@ static int keep_hyper(struct args *args, const struct option *option, struct str
     return list_add(args, list, option, word, error, error_bytes);
 }
 
-/* Fails if the value of a hyper-parameter in NAME=VALUE is neither a number nor one of its names. */
-static int check_hyper(const struct option *option, const char *word, char *error, size_t error_bytes)
-{
-    char name[96];
-    const char *value = strchr(word, '=') + 1, *known;
-    double number;
-    snprintf(name, sizeof name, "%.*s", (int)strcspn(word, "="), word);
-    if (parse_number(value, &number) == 0) return 0;
-    struct text names = {0};
-    for (int32_t i = 0; (known = halfstep_choice_value(name, i)); i++) {
-        if (strcmp(known, value) == 0) {
-            text_free(&names);
-            return 0;
-        }
-        text_add(&names, "%s%s", i ? ", " : "", known);
-    }
-    if (names.data) snprintf(error, error_bytes, "--%s: \"%s\" is unknown; known: %s", option->name, value, names.data);
-    else snprintf(error, error_bytes, "--%s: \"%s\" is not a number", option->name, value);
-    text_free(&names);
-    return 2;
-}
-
 /* Adds a hyper-parameter to the list. Checks only that its value is a number or a name, because the library knows the
  * bounds of each hyper-parameter. */
 static int set_hyper(struct args *args, const struct option *option, void *target, const char *text, char *error,
@@ -224,7 +202,11 @@ static int set_hyper(struct args *args, const struct option *option, void *targe
     int status = word.failed ? no_memory(error, error_bytes) : 0;
     for (char *c = word.data; !status && *c != '='; c++)
         if (*c == '-') *c = '_';
-    if (!status) status = check_hyper(option, word.data, error, error_bytes);
+    char why[300];
+    if (!status && hyper_check(word.data, why, sizeof why) != 0) {
+        snprintf(error, error_bytes, "--%s: %s", option->name, why);
+        status = 2;
+    }
     if (!status) status = keep_hyper(args, option, target, word.data, error, error_bytes);
     text_free(&word);
     return status;

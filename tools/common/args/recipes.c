@@ -179,3 +179,19 @@ void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size
     if (option)
         append(text, size, " in %s and not in blocks, because errors of coarse codes would not average out", format);
 }
+
+int hyper_check(const char *word, char *error, size_t error_bytes)
+{
+    char name[96], names[200] = "";
+    const char *value = strchr(word, '=') + 1, *known;
+    double number;
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(word, "="), word);
+    if (parse_number(value, &number) == 0) return 0;
+    for (int32_t i = 0; (known = halfstep_choice_value(name, i)); i++) {
+        if (strcmp(known, value) == 0) return 0;
+        append(names, sizeof names, "%s%s", i ? ", " : "", known);
+    }
+    if (*names) snprintf(error, error_bytes, "\"%s\" is unknown; known: %s", value, names);
+    else snprintf(error, error_bytes, "\"%s\" is not a number", value);
+    return -1;
+}

@@ -37,7 +37,9 @@ static int open_weights(struct weight_source *source, const char *path, char *er
     const char *states = states_path(source);
     if (!states) return 0;
     if (halfstep_open_safetensors(&source->states, states, error, error_bytes) != HALFSTEP_OK) return -1;
+    /* Groups of several rules have no recipe in common. Their weights have one format, and no averages. */
     const char *recipe = halfstep_safetensors_metadata_find(source->states, "recipe");
+    if (!recipe) recipe = halfstep_safetensors_metadata_find(source->states, "recipe.model.embed_tokens.weight");
     snprintf(source->recipe, sizeof source->recipe, "%s", recipe ? recipe : "");
     source->averages = rule_info(recipe_rule(source->recipe)).average;
     return 0;

@@ -42,7 +42,8 @@ int lm_config_json(const struct lm_config *config, const char *torch_dtype, char
  * output head. */
 struct lm_tensor {
     char name[80];
-    int ndim; /* 1 (norms: rows elements, row_length 1) or 2 */
+    int ndim;   /* 1 (norms: rows elements, row_length 1) or 2 */
+    int is_end; /* 1: the embedding or the head */
     int64_t rows, row_length;
     double init_std; /* normal with this deviation; 0 for norms, which start at 1 */
 };

@@ -96,6 +96,7 @@ int lm_tensor_info(const struct lm_config *c, int tensor, struct lm_tensor *out)
     out->rows = c->vocab;
     out->row_length = c->width;
     out->init_std = 0.02;
+    out->is_end = tensor == 0 || tensor == count - 1;
     if (tensor == 0) {
         snprintf(out->name, sizeof out->name, "model.embed_tokens.weight");
     } else if (tensor == count - 1) {

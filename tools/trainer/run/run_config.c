@@ -98,6 +98,8 @@ static const struct option fixed_rows[] = {
      "generator of the bits for stochastic rounding (default: the first)"},
     HEADING("Optimizer"),
     {"lr", OPTION_NUMBER, AT(lr), "X", "1e-3", 0, 0, SAME, NULL, "learning rate"},
+    {"adamw-lr", OPTION_NUMBER, AT(adamw_lr), "X", "0", 0, 1e6, SAME, NULL,
+     "with muon: rate at which AdamW steps embedding, head and norms; 0: muon steps all"},
     {"schedule", OPTION_CHOICE, AT(schedule), "NAME", "constant", 0, 0, SAME, schedule_choice,
      "schedule of the learning rate"},
     {"warmup", OPTION_INTEGER, AT(warmup), "N", "0", 0, 1e12, SAME, NULL, "steps over which the rate rises from 0"},

@@ -45,6 +45,7 @@ struct run_config {
     int release;
     double loss_scale; /* 0: 1, or 1024 for f16 gradients */
     double lr, weight_decay, clip, final_lr;
+    double adamw_lr;   /* above 0: AdamW steps embedding, head and norms at this rate */
     const char *decay; /* NULL: the rule's default */
     const char *schedule, *decay_schedule, *generator;
     int64_t warmup;

@@ -71,10 +71,10 @@ static int set_listed_hypers(struct run *run)
     return 0;
 }
 
-static int set_group(struct run *run, int32_t group, double weight_decay)
+static int set_group(struct run *run, int32_t group, double lr, double weight_decay)
 {
     const struct run_config *c = run->config;
-    int status = run_set_hyper(run, group, "lr", c->lr, "lr");
+    int status = run_set_hyper(run, group, "lr", lr, lr == c->lr ? "lr" : "adamw-lr");
     if (!status) status = run_set_hyper(run, group, "weight_decay", weight_decay, "weight-decay");
     if (!status) status = run_set_hyper(run, group, "warmup_steps", (double)c->warmup, "warmup");
     if (!status) status = run_set_hyper(run, group, "total_steps", (double)c->steps, "steps");
@@ -104,7 +104,7 @@ int run_add_tensors(struct run *run)
         struct rows rows = ranks_rows(run, i, run->rank);
         halfstep_tensor t =
             checkpoint_tensor(&tensor, run->adds_up ? stored_as(run->config->accumulator) : run->config->gradients);
-        t.group = tensor.ndim >= 2 ? run->decayed : run->plain;
+        t.group = tensor.is_end ? run->ends : tensor.ndim >= 2 ? run->decayed : run->plain;
         t.first_row = rows.first;
         t.n_rows = rows.n;
         t.n_columns = tensor.row_length;
@@ -123,9 +123,19 @@ static int check_rule(struct run *run)
                  rule.name);
         return 2;
     }
+    if (run->config->adamw_lr > 0 && strcmp(rule.name, "muon") != 0) {
+        run_fail(run, "--adamw-lr: %s steps all tensors; only muon leaves some to AdamW", rule.name);
+        return 2;
+    }
     run->has_average = rule.average;
     run->result->tensors_skip = run->config->release || strcmp(run->config->scan, "per-tensor") == 0;
     return 0;
+}
+
+/* Makes the recipe of AdamW with the formats of muon, whose states have the same roles. */
+static void recipe_of_rest(const char *recipe, char rest[RECIPE_BYTES + 8])
+{
+    snprintf(rest, RECIPE_BYTES + 8, "adamw%s", recipe + strcspn(recipe, "/"));
 }
 
 int run_create_optimizer(struct run *run)
@@ -136,13 +146,20 @@ int run_create_optimizer(struct run *run)
     halfstep_options options = {.struct_size = sizeof options, .threads = run->threads, .seed = c->seed};
     int code = halfstep_create(&options, &run->optimizer);
     if (code != HALFSTEP_OK) return run_fail(run, "cannot create an optimizer: %s", halfstep_strerror(code));
+    const int splits = c->adamw_lr > 0;
+    const double rest_lr = splits ? c->adamw_lr : c->lr;
+    char rest[RECIPE_BYTES + 8];
+    if (splits) recipe_of_rest(c->recipe, rest);
     if ((code = halfstep_add_group(run->optimizer, c->recipe, &run->decayed)) != HALFSTEP_OK ||
-        (code = halfstep_add_group(run->optimizer, c->recipe, &run->plain)) != HALFSTEP_OK) {
+        (code = halfstep_add_group(run->optimizer, splits ? rest : c->recipe, &run->plain)) != HALFSTEP_OK ||
+        (splits && (code = halfstep_add_group(run->optimizer, rest, &run->ends)) != HALFSTEP_OK)) {
         run_fail(run, "--recipe: %s", halfstep_error_detail(run->optimizer));
         return code == HALFSTEP_ERROR_MEMORY ? 1 : 2;
     }
-    status = set_group(run, run->decayed, c->weight_decay);
-    if (!status) status = set_group(run, run->plain, 0);
+    if (!splits) run->ends = run->decayed;
+    status = set_group(run, run->decayed, c->lr, c->weight_decay);
+    if (!status) status = set_group(run, run->plain, rest_lr, 0);
+    if (!status && splits) status = set_group(run, run->ends, rest_lr, c->weight_decay);
     if (!status) status = set_listed_hypers(run);
     /* With release, set_release_scale() clips by the gradient scale. */
     if (!status && !c->release) status = run_set_hyper(run, HALFSTEP_ALL_GROUPS, "clip_norm", c->clip, "clip");

@@ -44,6 +44,7 @@ struct run {
     halfstep_optimizer *optimizer;
     struct holding holding;
     int32_t decayed, plain; /* groups: with and without weight decay */
+    int32_t ends;           /* the group of embedding and head: `decayed`, or a group of AdamW */
     int32_t rule;           /* index of the rule in the library's table */
     int tensors, threads, gradient_dtype;
     int adds_up;     /* micro-steps add their gradients up in buffers, and the step reads the sums */
