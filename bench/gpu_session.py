@@ -6,14 +6,15 @@
     python bench/gpu_session.py --only golden,one   steps by name
     python bench/gpu_session.py --list              the steps with their commands
     python bench/gpu_session.py --dry               without a GPU: whether every command is there
-                                                    and takes its options, and what is lacking
+                                                    and takes its options, and what is lacking;
+                                                    trains small models on the processor
 
 It needs a build with device code (`bash scripts/build.sh build 8 -DHALFSTEP_CUDA=ON`, which takes
 clang), and a Python with torch for CUDA, numpy and pytest. It compares with the peers of
 tests/python/requirements.txt that are installed. A machine without clang takes the build from
 elsewhere, and what `python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes.
 Checks of bits and faults run side by side. What is timed then runs one after another. --logs gets
-the logs and the tables."""
+the logs and results.md, whose tables are ready for docs/results.md."""
 
 import argparse
 import concurrent.futures
@@ -31,6 +32,7 @@ import time
 from dataclasses import dataclass
 
 import gpu
+import gpu_report
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
@@ -46,6 +48,7 @@ class Step:
     question: str
     command: str
     modules: str = ""  # that Python must have
+    small: str = ""  # options with which --dry runs the command
 
 
 #: A sanitizer rewrites every kernel of the library, and then slows each launch, so that it gets a
@@ -122,6 +125,7 @@ STEPS = (
         "full fine-tuning of 6.7 billion parameters in 24 GB",
         "bench/gpu_train.py limit --json {logs}/limit.json",
         "torch",
+        "--device cpu --width 64 --depth 2 --heads 4 --context 32 --vocab 256 --steps 3",
     ),
     Step(
         "small",
@@ -160,8 +164,9 @@ STEPS = (
         True,
         150,
         "losses of int8 and int4 states beside fp32's, 10 to 127 million parameters",
-        "bench/gpu_train.py ladder --steps 400 --json {logs}/ladder.json",
+        "bench/gpu_train.py ladder --minutes 1.5 --json {logs}/ladder.json",
         "torch",
+        "--device cpu --minutes 0 --only 10 --context 16 --batch 1 --evaluation 1",
     ),
     Step(
         "offload",
@@ -174,6 +179,7 @@ STEPS = (
 )
 #: whose output is shown whole
 TABLES = ("limit", "small", "one", "shapes", "bench", "ladder")
+DRY_LIMIT = 900  # seconds of a small model on the processor
 
 
 def words_of(step, options):
@@ -188,6 +194,11 @@ def words_of(step, options):
         )
     )
     return [sys.executable, *words] if words[0].endswith(".py") or words[0] == "-m" else words
+
+
+def shown(words):
+    """Returns a command as a user types it."""
+    return shlex.join(["python", *words[1:]] if words[0] == sys.executable else words)
 
 
 def environment(options):
@@ -270,6 +281,13 @@ def check(step, options):
         and not shutil.which("clang")
     ):
         lacking.append("clang, or arithmetic.ptx in the build's folder")
+    if step.small and not wrong and not lacking:
+        os.makedirs(options.logs, exist_ok=True)
+        log = os.path.join(options.logs, f"dry-{step.name}.log")
+        words = [*words_of(step, options), *step.small.split()]
+        with open(log, "w", encoding="utf-8") as file:
+            failed = ended(words, DRY_LIMIT, options, file)
+        wrong += [f"{shown(words)}: {failed}; {log}"] if failed else []
     return wrong, lacking
 
 
@@ -366,7 +384,7 @@ def ended(words, limit, options, file):
 
 
 def run(step, options):
-    """Runs a step and prints what it came to. Returns True if it failed."""
+    """Runs a step and prints what it came to. Returns why it failed, or None, and its output."""
     log, words, begun = (
         os.path.join(options.logs, step.name + ".log"),
         words_of(step, options),
@@ -388,16 +406,32 @@ def run(step, options):
         ),
         flush=True,
     )
-    return failed is not None
+    return failed, lines
 
 
 def run_all(steps, options):
     os.makedirs(options.logs, exist_ok=True)
+    found, path, machine = {}, os.path.join(options.logs, "results.md"), cuda(options)
+
+    def keep(more):
+        found.update(more)
+        with open(path, "w", encoding="utf-8") as file:  # an interrupted session leaves it too
+            rows = [
+                (step.question, shown(words_of(step, options)), step.name in TABLES, *found[step])
+                for step in steps
+                if step in found
+            ]
+            file.write(gpu_report.report(machine, rows))
+
     beside = [step for step in steps if not step.timed]
     with concurrent.futures.ThreadPoolExecutor(len(STEPS)) as pool:
-        fails = dict(zip(beside, pool.map(lambda step: run(step, options), beside)))
-    fails.update((step, run(step, options)) for step in steps if step not in fails)
-    failed = [step.name for step in steps if fails[step]]
+        keep(zip(beside, pool.map(lambda step: run(step, options), beside)))
+    for step in steps:
+        if step.timed:
+            keep({step: run(step, options)})
+    failed = [step.name for step in steps if found[step][0]]
+    with open(path, encoding="utf-8") as file:
+        print(f"\n{file.read()}\n{path} has these tables for docs/results.md")
     print(
         f"{len(steps) - len(failed)} of {len(steps)} steps passed"
         + (f"; failed: {', '.join(failed)}" if failed else "")
@@ -407,11 +441,9 @@ def run_all(steps, options):
 
 def listing(steps, options):
     for step in steps:
-        words = words_of(step, options)
-        words = ["python", *words[1:]] if words[0] == sys.executable else words
         print(
             f"{step.name} ({'timed, ' * step.timed}at most {step.limit} s): {step.question}\n   "
-            f" {shlex.join(words)}"
+            f" {shown(words_of(step, options))}"
         )
     print(
         f"One of them by itself: export HALFSTEP_BUILD={options.build}"
@@ -448,13 +480,13 @@ def main(arguments=None):
         steps = [by_name[name] for name in options.only.split(",")]
     if options.list:
         return listing(steps, options)
+    os.chdir(ROOT)
     if options.dry:
         return dry(steps, options)
     why = no_gpu(options)
     if why:
         print(f"gpu_session.py: {why}", file=sys.stderr)
         return 1
-    os.chdir(ROOT)
     return run_all(steps, options)
 
 

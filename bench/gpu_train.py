@@ -6,6 +6,8 @@ fp32.
                                                         parameters in 24 GB: peak, tokens a second
     python bench/gpu_train.py ladder --data TEXT        fp32 against int8 and int4 states for 10, 40
                                                         and 120 million parameters: losses
+    python bench/gpu_train.py ladder --minutes 10       as many steps as that allows, the same in
+                                                        all recipes of a size
     python bench/gpu_train.py limit --device cpu --width 64 --depth 2 --context 32 --vocab 256
                                                         without a GPU, to see that everything runs
 
@@ -153,7 +155,7 @@ def limit(given):
         " |\n|---|---:|---:|---|"
     )
     failed, found = False, []
-    for way in [way for way in WAYS if not given.only or given.only in way]:
+    for way in [way for way in WAYS if given.only in way]:
         try:
             row = train_limited(way, shape, given)
             text = (
@@ -211,6 +213,15 @@ def train_small(recipe, shape, rate, given):
     return sum(losses) / len(losses), seconds
 
 
+def steps_within(minutes, shape, rate, given):
+    """Returns how many steps each recipe of a size can take, if all sizes share the minutes
+    evenly. At least two."""
+    given.steps = 10 if minutes else 2
+    seconds = train_small(RECIPES[0], shape, rate, given)[1] / given.steps
+    runs = len(RECIPES) * given.seeds * sum(given.only in name for name in LADDER)
+    return max(2, int(60 * minutes / runs / seconds))
+
+
 def ladder(given):
     print(
         "| parameters | recipe | steps | seconds | loss | beside fp32"
@@ -220,9 +231,11 @@ def ladder(given):
     for (name, (width, depth, heads, rate)), given.seed in itertools.product(
         LADDER.items(), range(1, given.seeds + 1)
     ):
-        if given.only and given.only not in name:
+        if given.only not in name:
             continue
         shape, first = trainer_torch.Shape(width, depth, heads, given.context, given.batch), None
+        if given.minutes is not None:
+            given.steps = steps_within(given.minutes, shape, rate, given)
         for recipe in RECIPES:
             loss, seconds = train_small(recipe, shape, rate, given)
             first = loss if first is None else first
@@ -274,8 +287,9 @@ def main(arguments=None):
         ("seeds", 1),
     ):
         two.add_argument("--" + name, type=int, default=value)
+    two.add_argument("--minutes", type=float, help="in place of --steps")
     for part in (one, two):
-        part.add_argument("--only", help="what a way's or a size's name contains")
+        part.add_argument("--only", default="", help="what a way's or a size's name contains")
         part.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
         part.add_argument("--json", help="write the results to a file as well")
     given = parser.parse_args(arguments)

@@ -1,12 +1,14 @@
 # Device code inside the library. clang compiles src/device/cuda/code/kernels.cu to PTX once, which drivers compile for
 # the GPU that is there. ptxas makes machine code of the PTX for each architecture beforehand. All of it becomes arrays
-# of bytes in place of src/device/cuda/driver/images.c, which has none. nvcc's own front end cannot compile the source
-# (docs/gpu.md).
+# of bytes in place of src/device/cuda/driver/images.c, which has none. CMake packs them as xz files (driver/unpack.h).
+# nvcc's own front end (13.0) does not compile the source: it takes neither C11's _Static_assert nor a pragma that marks
+# all functions of a file as a device's.
 #
 # HALFSTEP_CUDA=AUTO makes what the machine has the tools for, and downloads nothing; builds with tests have none. ON
 # requires clang, and takes ptxas from the Python index. Either says in one line what was made by which tool.
 #
-#   cmake -D OUTPUT=file.c -D "IMAGES=compute=file;..." [-D LZ4=program] -P images.cmake    writes the table
+#   cmake -D PACK=file -P images.cmake                                       writes file.xz
+#   cmake -D OUTPUT=file.c -D "IMAGES=compute=file;..." -P images.cmake      writes the table of packed files
 
 set(images_script ${CMAKE_CURRENT_LIST_FILE})
 
@@ -22,10 +24,8 @@ function(halfstep_find_clang)
   mark_as_advanced(HALFSTEP_CLANG)
 endfunction()
 
-# The least compute capability, of which the PTX is.
-set(HALFSTEP_CUDA_PTX 80)
-
-# Makes PTX of a source: what drivers compile, and tests translate.
+# Makes PTX of a source: what drivers compile, and tests translate. It is for the least compute capability. ccache keeps
+# it, because clang takes a minute.
 function(halfstep_ptx output source)
   find_program(HALFSTEP_CCACHE ccache DOC "Keeps what clang has compiled")
   mark_as_advanced(HALFSTEP_CCACHE)
@@ -33,11 +33,15 @@ function(halfstep_ptx output source)
   if(HALFSTEP_CCACHE)
     set(launcher ${HALFSTEP_CCACHE})
   endif()
+  set(file ${PROJECT_SOURCE_DIR}/cmake/device_code.options)
+  file(STRINGS ${file} options)
+  string(JOIN " " options ${options})
+  separate_arguments(options UNIX_COMMAND "${options}")
   add_custom_command(OUTPUT ${output}
-    COMMAND ${launcher} ${HALFSTEP_CLANG} -x cuda --cuda-device-only --cuda-gpu-arch=sm_${HALFSTEP_CUDA_PTX} -nocudainc -nocudalib
-            -Xclang -target-feature -Xclang +ptx74 -ffp-contract=off -std=c++17 -O2 -Wno-everything -I${PROJECT_SOURCE_DIR}/src
-            -I${PROJECT_SOURCE_DIR}/include -MD -MF ${output}.d -MT ${output} -S -o ${output} ${source}
-    DEPENDS ${source} DEPFILE ${output}.d)
+    COMMAND ${launcher} ${HALFSTEP_CLANG} ${options} -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
+            -MD -MF ${output}.d -MT ${output} -S -o ${output} ${source}
+    DEPENDS ${source} ${file} DEPFILE ${output}.d)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
 endfunction()
 
 # Finds the assembler: the one that HALFSTEP_PTXAS names, that of the Python index (ON), or whichever is in the path.
@@ -77,8 +81,6 @@ function(halfstep_device_images result)
     message(STATUS "Device code for GPUs: none, because this build has tests (-DHALFSTEP_CUDA=ON makes it)")
   elseif(HALFSTEP_CUDA)
     halfstep_find_clang()
-    find_program(HALFSTEP_LZ4 lz4 DOC "Packs device code, which is three times as large without")
-    mark_as_advanced(HALFSTEP_LZ4)
     if(NOT HALFSTEP_CLANG)
       if(NOT HALFSTEP_CUDA STREQUAL AUTO)
         message(FATAL_ERROR "HALFSTEP_CUDA=${HALFSTEP_CUDA}, but no clang that compiles for nvptx64 was found; install clang")
@@ -100,24 +102,29 @@ function(halfstep_device_images result)
     endif()
     set(ptx ${PROJECT_BINARY_DIR}/kernels.ptx)
     halfstep_ptx(${ptx} ${source})
+    add_custom_command(OUTPUT ${ptx}.xz COMMAND ${CMAKE_COMMAND} -D PACK=${ptx} -P ${images_script} DEPENDS ${ptx} ${images_script})
     if(machine_code)
       foreach(architecture IN LISTS HALFSTEP_CUDA_ARCHITECTURES)
         set(cubin ${PROJECT_BINARY_DIR}/kernels.sm_${architecture}.cubin)
-        add_custom_command(OUTPUT ${cubin} COMMAND ${ptxas} -arch=sm_${architecture} --fmad=false -o ${cubin} ${ptx} DEPENDS ${ptx})
+        add_custom_command(OUTPUT ${cubin}.xz BYPRODUCTS ${cubin}
+          COMMAND ${ptxas} -arch=sm_${architecture} --fmad=false -o ${cubin} ${ptx}
+          COMMAND ${CMAKE_COMMAND} -D PACK=${cubin} -P ${images_script}
+          DEPENDS ${ptx} ${images_script})
         list(APPEND images ${architecture}=${cubin})
-        list(APPEND files ${cubin})
+        list(APPEND files ${cubin}.xz)
       endforeach()
     endif()
     list(APPEND images 0=${ptx})
-    list(APPEND files ${ptx})
-    add_custom_command(OUTPUT ${output}
-      COMMAND ${CMAKE_COMMAND} -D OUTPUT=${output} -D "IMAGES=${images}" -D "LZ4=${HALFSTEP_LZ4}" -P ${images_script}
+    list(APPEND files ${ptx}.xz)
+    add_custom_command(OUTPUT ${output} COMMAND ${CMAKE_COMMAND} -D OUTPUT=${output} -D "IMAGES=${images}" -P ${images_script}
       DEPENDS ${files} ${images_script} VERBATIM)
     set(${result} ${output} PARENT_SCOPE)
   endif()
 endfunction()
 
-if(CMAKE_SCRIPT_MODE_FILE)
+if(CMAKE_SCRIPT_MODE_FILE AND PACK)
+  file(ARCHIVE_CREATE OUTPUT "${PACK}.xz" PATHS "${PACK}" FORMAT raw COMPRESSION XZ)
+elseif(CMAKE_SCRIPT_MODE_FILE)
   set(arrays "")
   set(rows "")
   set(code "")
@@ -131,24 +138,17 @@ if(CMAKE_SCRIPT_MODE_FILE)
       set(name "PTX ")
     endif()
     string(APPEND code "${name}")
-    # PTX is a text, which ends with a 0.
     file(SIZE "${file}" bytes)
-    math(EXPR bytes "${bytes} + 1")
-    if(LZ4)
-      execute_process(COMMAND bash -c "{ cat \"$0\"; printf '\\0'; } | \"$1\" -q -12 -B7 -BD --no-frame-crc >\"$2\"" "${file}" "${LZ4}" "${file}.lz4"
-        RESULT_VARIABLE error)
-      if(error)
-        message(FATAL_ERROR "${LZ4} failed with ${file}")
-      endif()
-      file(READ "${file}.lz4" data HEX)
-    else()
-      file(READ "${file}" data HEX)
-      string(APPEND data 00)
-    endif()
-    string(REGEX REPLACE "(..)" "0x\\1," data "${data}")
-    string(APPEND arrays "static const _Alignas(64) unsigned char image_${compute}[] = {${data}};\n")
-    string(APPEND rows "    {${compute}, image_${compute}, ${bytes}, sizeof image_${compute}},\n")
+    file(READ "${file}.xz" data HEX)
+    # A string, because compilers read it in a twentieth of the time of a list of numbers.
+    string(REGEX REPLACE "(..)" "\\\\x\\1" data "${data}")
+    string(APPEND arrays "static const unsigned char image_${compute}[] = \"${data}\";\n")
+    string(APPEND rows "    {${compute}, image_${compute}, ${bytes}, sizeof image_${compute} - 1},\n")
   endforeach()
   string(STRIP "${code}" code)
-  file(WRITE "${OUTPUT}" "#include \"device/cuda/driver/images.h\"\n${arrays}const struct hstep_cuda_image hstep_cuda_images[] = {\n${rows}    {0, 0, 0, 0}};\nconst char hstep_cuda_code[] = \"${code}\";\n")
+  set(text "PTX, of which drivers make code for every GPU of compute capability 8.0 or higher")
+  if(code MATCHES "^(.*) PTX$")
+    set(text "machine code for GPUs of compute capability ${CMAKE_MATCH_1} and later minor numbers; PTX for all others from 8.0 on")
+  endif()
+  file(WRITE "${OUTPUT}" "#include \"device/cuda/driver/images.h\"\n${arrays}const struct hstep_cuda_image hstep_cuda_images[] = {\n${rows}    {0, 0, 0, 0}};\nconst char hstep_cuda_code[] = \"${code}\";\nconst char hstep_cuda_code_text[] = \"${text}\";\n")
 endif()

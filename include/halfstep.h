@@ -169,6 +169,7 @@ HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, 
  *                    their fraction of the tensor (at least 1/1000). Decay is unchanged (Liang et al. 2024). Only for
  *                    rules with halfstep_rule_info.cautious. A step then sums over each tensor first
  *   warmup_steps, total_steps, final_fraction, decay_start, power    of the schedule
+ *   final_decay_fraction    of decay_schedule, which shares total_steps, decay_start and power with the schedule
  *   gradient_scale   (optimizer) gradients are multiplied by it first, e.g. 1 / loss scale
  *   clip_norm        (optimizer) c: gradients are scaled by min(1, c / (norm + 1e-6)). The norm is over all tensors,
  *                    after gradient_scale. 0 turns clipping off
@@ -181,9 +182,11 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
 /* Sets a choice, whose values are names. Per group (HALFSTEP_ALL_GROUPS sets all of them):
  *   decay      "l2": g += weight_decay * w; "decoupled": w -= lr * weight_decay * w (Loshchilov & Hutter 2019);
  *              "fully-decoupled": as "reference_lr" above; "proximal": w = (w - lr * update) / (1 + lr * weight_decay)
- *              (Xie et al. 2022)
+ *              (Xie et al. 2022); "cautious": decoupled, but not for elements that the update alone moves away from 0
+ *              (Chen et al. 2025). Only for rules with halfstep_rule_info.cautious_decay
  *   schedule   a factor on lr, by the group's count of accepted steps: "constant", "linear", "cosine", "wsd",
  *              "inverse-power" (the schedule of the adamw_bfloat16 package)
+ *   decay_schedule    the same as a factor on weight_decay, without warm-up
  *   ns_coefficients  muon's coefficients of each iteration: "given" (ns_a, ns_b, ns_c), "polar-express" (Amsel et al.
  *              2025), "deepseek-v4", "dion". Lists have a least number of iterations; ns_steps counts if it is more.
  *              This is a hyper-parameter, and a choice because its values have names
@@ -208,7 +211,12 @@ HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_
  * flattened. A tensor of one dimension has n rows of length 1. From 4096 elements up, 1 row of length n is allowed too,
  * which makes flat buffers eligible for block formats. The part held here is a rectangle. Its elements are contiguous,
  * row by row, in the weight, gradient and state buffers. Blocks, random bits and eligibility for block formats depend
- * on the shape of the whole tensor, never on the part. */
+ * on the shape of the whole tensor, never on the part.
+ *
+ * Rules with halfstep_rule_info.matrix step matrices. A tensor of two or more dimensions is one matrix, or a stack of
+ * matrices with matrix_rows rows each. A stack of shape [E, M, N] has E * M rows of N, and its matrix_rows is M. It has
+ * one id, one set of counters and one verdict. A matrix with a single row or column is stepped as other tensors are. A
+ * part of a tensor that is stepped as matrices must consist of whole matrices. Other rules ignore matrix_rows. */
 typedef struct halfstep_tensor {
     uint32_t struct_size;     /* sizeof(halfstep_tensor) */
     int32_t group;
@@ -219,13 +227,15 @@ typedef struct halfstep_tensor {
     int64_t rows, row_length; /* the whole tensor */
     int64_t first_row, n_rows, first_column, n_columns; /* the part held here; all four zero: the whole */
     const char *gradient;     /* format of its gradients: "f32", "bf16", "f16" */
+    int64_t matrix_rows;      /* rows of each matrix, a divisor of rows; 0: the tensor is one matrix */
 } halfstep_tensor;
 
 /* Adds a tensor and writes its index to *index. A part of zero elements is allowed. Errors: SHAPE (names the tensor,
  * and the cut that is not on a block boundary), DUPLICATE, NAME, ORDER, UNSUPPORTED. */
 HALFSTEP_API int halfstep_add_tensor(halfstep_optimizer *optimizer, const halfstep_tensor *tensor, int32_t *index);
 HALFSTEP_API int32_t halfstep_tensor_count(const halfstep_optimizer *optimizer);
-/* Describes a tensor as it was added, with its actual id and part in place of zeros. name lives as long as the handle.
+/* Describes a tensor as it was added, with its actual id, part and matrix_rows in place of zeros. name lives as long as
+ * the handle. matrix_rows is `rows` for rules that ignore it.
  * The caller sets tensor->struct_size. */
 HALFSTEP_API int halfstep_get_tensor(const halfstep_optimizer *optimizer, int32_t index, halfstep_tensor *tensor);
 /* Returns the index of the tensor with this name, or -1. */
@@ -248,8 +258,8 @@ typedef struct halfstep_slot_info {
     int32_t grid;              /* 1: stored on a grid: halfstep_record.grid */
     void *code, *extra;        /* where it is bound; NULL for the codes of weights and gradients */
     int64_t rows, columns;     /* shape of what the slot stores for the part held here: a vector over rows is rows x 1,
-                                  one over columns 1 x columns. halfstep_read_slot() and halfstep_write_slot() use this
-                                  shape */
+                                  one over columns is matrices x columns. halfstep_read_slot() and
+                                  halfstep_write_slot() use this shape */
     int32_t precise;           /* 1: in the format of halfstep_rule_info.precise_format, not in the recipe's */
     int32_t reserved;
 } halfstep_slot_info;
@@ -451,6 +461,8 @@ typedef struct halfstep_rule_info {
      * and the format that then replaces a block format, whose errors would not average out. NULL for other states. */
     const char *precise_if[HALFSTEP_MAX_STATES];
     const char *precise_format[HALFSTEP_MAX_STATES];
+    int32_t cautious_decay; /* 1: the decay mode "cautious" is allowed */
+    int32_t reserved;       /* 0 */
 } halfstep_rule_info;
 
 typedef struct halfstep_format_info {
@@ -494,8 +506,9 @@ HALFSTEP_API int32_t halfstep_format_find(const char *name);
  * first. */
 HALFSTEP_API int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info);
 /* Returns the values of a choice by position, or NULL past the last. The first is the default, except for "decay",
- * where each rule has its own. Choices: "decay", "schedule", "scan", "generator", "clip", "missing", and the
- * hyper-parameters of rules whose values have names: "ns_coefficients". The number of such a value is its position. */
+ * where each rule has its own. Choices: "decay", "schedule", "decay_schedule", "scan", "generator", "clip", "missing",
+ * and the hyper-parameters of rules whose values have names: "ns_coefficients". The number of such a value is its
+ * position. */
 HALFSTEP_API const char *halfstep_choice_value(const char *choice, int32_t index);
 
 /* Writes the full form of a recipe, with every part spelled out, into text[size]. 64 bytes are enough for any. Errors:
@@ -574,6 +587,9 @@ typedef struct halfstep_device_info {
 /* Describes a device of halfstep_options, as far as possible, usable or not. If it is not usable,
  * halfstep_error_detail(NULL) says why. Errors: ARGUMENT; NAME for the processor or an unknown device. */
 HALFSTEP_API int halfstep_get_device_info(const char *device, halfstep_device_info *info);
+
+/* Returns a static text of one line: for which GPUs this build has device code. Looks for no driver and no GPU. */
+HALFSTEP_API const char *halfstep_device_code(void);
 
 #ifdef __cplusplus
 }

@@ -36,9 +36,7 @@ PIECE = 1 << 25
 TRANSLATED_PIECE = 1 << 14
 #: makes device code as the build does (cmake/images.cmake)
 CLANG = [
-    *("clang", "-x", "cuda", "--cuda-device-only", "--cuda-gpu-arch=sm_80"),
-    *("-nocudainc", "-nocudalib", "-Xclang", "-target-feature", "-Xclang", "+ptx74"),
-    *("-ffp-contract=off", "-std=c++17", "-O2", "-Wno-everything"),
+    *("clang", f"@{ROOT}/cmake/device_code.options"),
     *(f"-I{ROOT}/src", f"-I{ROOT}/include"),
 ]
 

@@ -3,7 +3,7 @@
 what they leave of memory's speed. Needs no GPU.
 
     gpu_instructions.py [--archs 80,90,120] [--rows adamw/bf16-sr/int8,...]    as Markdown
-    gpu_instructions.py --write docs/gpu.md     puts the table between its marks there
+    gpu_instructions.py --write docs/results.md  puts the table between its marks there
     gpu_instructions.py --fused CUBIN           prints the fused multiply-adds in machine code;
                                                 exits with 1 if there are any
 

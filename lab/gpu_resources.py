@@ -3,7 +3,7 @@
 Needs no GPU.
 
     gpu_resources.py [--archs 80,90,120]        as Markdown
-    gpu_resources.py --write docs/gpu.md        puts the table between its marks there
+    gpu_resources.py --write docs/results.md    puts the table between its marks there
     gpu_resources.py --logs 80=LOG,90=LOG       the same from what `ptxas -v` has printed
     gpu_resources.py --check LOG                fails if a kernel has more stack than 512 bytes, or
                                                 a fused kernel any stack or one block alone
@@ -34,9 +34,7 @@ LIMITS = {
     100: (64, 228),
     120: (48, 100),
 }
-GENERAL = (
-    "update sum cross decide decide_sums decide_mean end_round scan transform accumulate write"
-).split()
+GENERAL = ("update sum cross decide decide_sums end_round scan transform accumulate write").split()
 FUSED = (
     "adamw_bf16_sr_bf16_sr adamw_int8_int8 adamw_int4_int4 adan_int8_int8 ranger_int8_int8"
     " schedulefree_int8_int8 prodigy_int8_int8"

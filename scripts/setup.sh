@@ -69,7 +69,6 @@ test | all)
 esac
 
 if [ "${1:-build}" = all ]; then
-    want lz4 program lz4
     if [ "$(uname -m)" = x86_64 ]; then
         want gcc-aarch64-linux-gnu program aarch64-linux-gnu-gcc
         want libc6-dev-arm64-cross test -e /usr/aarch64-linux-gnu/include/stdio.h

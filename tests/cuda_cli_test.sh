@@ -31,13 +31,16 @@ echo "ok   what is missing is said in one line"
 export HALFSTEP_CUDA_IMAGE=$fake/image XDG_CACHE_HOME=$scratch/cache
 FAKE_CUDA_DEVICES=2 "$halfstep" info >info
 grep -q 'cuda:1, Fake GPU 1, compute capability 9.0, 3 multiprocessors, 1.1 GB' info || fail "info does not show the GPUs"
-grep -q 'driver of CUDA 12.0 or newer, 12.8 found' info || fail "info does not show the drivers"
+grep -q 'CUDA 12.0 or newer is needed, 12.8 found' info || fail "info does not show the drivers"
 FAKE_CUDA_DEVICES=2 "$halfstep" info --json >info.json
 python3 -c 'import json; c = json.load(open("info.json"))["cuda"]; assert len(c["gpus"]) == 2 and c["minimum_driver"] == 12000, c' ||
     fail "info --json does not show the GPUs"
 FAKE_CUDA_COMPUTE=75 "$halfstep" info >info
 grep -q 'none: Fake GPU 0 has compute capability 7.5' info || fail "info does not say why a GPU is of no use"
-echo "ok   info shows drivers and GPUs"
+code=$(sed -n 's/^device code  *//p' info)
+"$halfstep" plan --params 1e6 >plan
+[ -n "$code" ] && grep -qF "Device code for GPUs: $code." plan || fail "plan does not say for which GPUs there is code: $code"
+echo "ok   info shows drivers and GPUs, and plan what there is code for"
 
 "$halfstep" bench --device cuda --params 65536 --tensors 4 --rounds 2 --recipes adamw/bf16-sr/int8,lamb/f32 >bench
 [ "$(grep -cE '^(adamw/bf16-sr/int8|lamb/f32)' bench)" = 4 ] || fail "bench --device cuda: $(cat bench)"

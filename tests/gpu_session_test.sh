@@ -53,11 +53,16 @@ for word in gpu_arithmetic.py 'verify --device cuda' gpu_model.py memcheck racec
     grep -qF -- "$word" "$scratch/list" || fail "--list lacks $word"
 done
 head -n 1 "$scratch/list" | grep -q '^check' || fail "--list does not begin with the check on first use"
-session --dry >"$scratch/dry" || fail "--dry: $(cat "$scratch/dry")"
+session --dry >"$scratch/dry" || fail "--dry: $(cat "$scratch/dry" "$scratch"/logs/dry-*)"
 ! grep -q '^WRONG' "$scratch/dry" || fail "--dry: $(cat "$scratch/dry")"
 ! grep -q 'compute-sanitizer' "$scratch/dry" || fail "--dry does not find compute-sanitizer"
 steps=$(grep -cE ' \((timed, )?at most ' "$scratch/list")
 [ "$(grep -cE '^(ready|lacks) ' "$scratch/dry")" = "$steps" ] || fail "--dry does not look at $steps steps"
+if grep -q '^ready  limit' "$scratch/dry"; then
+    grep -qE '^\| StateStreaming bf16-sr/int8 released \|.* of 3 \|$' "$scratch/logs/dry-limit.log" || fail "limit: $(cat "$scratch/logs/dry-limit.log")"
+    [ "$(grep -cE '^\| 10.8 M \| `adamw/.*\| [-+][0-9.]+ \|$' "$scratch/logs/dry-ladder.log")" = 3 ] || fail "ladder: $(cat "$scratch/logs/dry-ladder.log")"
+    echo "ok   small models are trained on the processor"
+fi
 echo "ok   commands of $steps steps"
 
 expect 2 "unknown step 'goldn'; known: check, " --only golden,goldn
@@ -68,6 +73,10 @@ echo "ok   mistakes, and no GPU, in one sentence"
 export LD_LIBRARY_PATH=$fake HALFSTEP_CUDA_IMAGE=$fake/image
 session --only info,memcheck >"$scratch/out" || fail "info and memcheck: $(cat "$scratch/out" "$scratch"/logs/*)"
 grep -q '^2 of 2 steps passed$' "$scratch/out" || fail "$(cat "$scratch/out")"
+for line in '\*\*Measured on [0-9-]+ on Fake GPU 0 \(driver of CUDA 12\.8; device code: HALFSTEP_CUDA_IMAGE' '\| question \| answer \|' \
+    '\| no access out of bounds \| ok: ([0-9]+) of \1 cases give the promised bits \(cuda\) \|'; do
+    grep -qE "^$line" "$scratch/logs/results.md" || fail "results.md lacks $line: $(cat "$scratch/logs/results.md")"
+done
 grep -qE '^ok: ([0-9]+) of \1 cases' "$scratch/logs/memcheck.log" || fail "$(cat "$scratch/logs/memcheck.log")"
 ! FAKE_CUDA_FAULT=5 session --only golden,info >"$scratch/out" || fail "a fault passes"
 grep -q '^1 of 2 steps passed; failed: golden$' "$scratch/out" || fail "$(cat "$scratch/out")"

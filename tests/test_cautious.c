@@ -1,7 +1,10 @@
 /* Tests cautious groups against plain double precision. The authors' own two optimizers are one reference (Liang et al.
  * 2024; c_adamw.py and c_lion.py of their code). Every rule whose table row has a sign is held to its own reference.
- * Other tests are about handles, parts and hyper-parameters. */
+ * Other tests are about handles, parts, hyper-parameters and cautious decay.
+ *
+ * Over 500 lines because each of these needs the references and tensors of the others. */
 
+#include "handle/optimizer.h"
 #include "ref/table.h"
 
 enum { ROWS = 24, COLUMNS = 80, N = ROWS * COLUMNS };
@@ -447,6 +450,93 @@ static void test_refusals(void)
     }
 }
 
+/* ---- Cautious decay (Chen et al. 2025) --------------------------------------------------------------------------- */
+
+enum { UNDECAYED, DECOUPLED, CAUTIOUS, MODES };
+
+/* Sets weights and states to those of another tensor of the same recipe. */
+static void copy_values(const struct one *from, struct one *to)
+{
+    for (int slot = 0; slot < HSTEP_SLOTS; slot++) {
+        const struct hstep_slot *p = &from->o->tensors[0].slot[slot], *q = &to->o->tensors[0].slot[slot];
+        if (p->format < 0 || slot == GRADIENT) continue;
+        memcpy(slot ? q->code : to->weight, slot ? p->code : from->weight, (size_t)p->code_bytes);
+        if (p->extra_bytes) memcpy(q->extra, p->extra, (size_t)p->extra_bytes);
+    }
+    memcpy(to->o->tensors[0].scalar, from->o->tensors[0].scalar, sizeof to->o->tensors[0].scalar);
+}
+
+/* Compares each weight after a step with that of a step without decay, if the update alone moves it away from 0, and
+ * else with that of a step with decoupled decay. */
+static void judge_decay(const char *recipe, int ndim, struct source *s)
+{
+    static float gradient[N], before[N], after[MODES][N];
+    struct one t[MODES];
+    int64_t away = 0, towards = 0;
+    for (int k = 0; k < MODES; k++) {
+        one_open(&t[k], recipe, ndim, ndim == 2 ? ROWS : N, ndim == 2 ? COLUMNS : 1, "f32");
+        MUST(halfstep_set_choice(t[k].o, 0, "decay", k == CAUTIOUS ? "cautious" : "decoupled"));
+        one_hyper(&t[k], "lr", 1e-2);
+        one_hyper(&t[k], "weight_decay", k == UNDECAYED ? 0 : 0.1);
+        one_start(&t[k]);
+    }
+    for (int64_t i = 0; i < t[0].n; i++) before[i] = (float)next_normal(s);
+    one_write(&t[CAUTIOUS], WEIGHT, before);
+    for (int step = 0; step < 6; step++) {
+        for (int64_t i = 0; i < t[0].n; i++) gradient[i] = (float)next_normal(s);
+        one_read(&t[CAUTIOUS], WEIGHT, before);
+        for (int k = 0; k < MODES; k++) {
+            if (k != CAUTIOUS) copy_values(&t[CAUTIOUS], &t[k]);
+            one_write(&t[k], GRADIENT, gradient);
+        }
+        for (int k = 0; k < MODES; k++) {
+            MUST(one_step(&t[k]));
+            one_read(&t[k], WEIGHT, after[k]);
+        }
+        for (int64_t i = 0; i < t[0].n; i++) {
+            float moved = after[UNDECAYED][i] - before[i],
+                  expected = after[moved * before[i] > 0 ? UNDECAYED : DECOUPLED][i];
+            if (after[UNDECAYED][i] == after[DECOUPLED][i]) continue;
+            CHECK(after[CAUTIOUS][i] == expected || (!moved && after[CAUTIOUS][i] == after[UNDECAYED][i]),
+                  "%s, step %d: weight %lld became %.9g of %.9g, expected %.9g", recipe, step, (long long)i,
+                  after[CAUTIOUS][i], before[i], expected);
+            away += moved * before[i] > 0;
+            towards += moved * before[i] < 0;
+        }
+    }
+    CHECK(away > 100 && towards > 100, "%s: %lld weights moved away from 0 and %lld towards it", recipe,
+          (long long)away, (long long)towards);
+    for (int k = 0; k < MODES; k++) one_close(&t[k]);
+}
+
+static void test_decay(void)
+{
+    static const char *const formats[] = {"f32/f32", "bf16-sr/bf16-sr", "bf16-kahan/int8"};
+    for (int32_t row = 0; row < halfstep_rule_count(); row++) {
+        const char *rule = rule_info(row).name;
+        if (rule_info(row).cautious_decay) {
+            TEST(text_of("%s: cautious decay leaves out what moves away from 0", rule)) {
+                struct source s = {(uint64_t)row + 1};
+                for (size_t k = 0; k < COUNT(formats); k++) {
+                    judge_decay(text_of("%s/%s", rule, formats[k]), 2, &s);
+                    judge_decay(text_of("%s/%s", rule, formats[k]), 1, &s);
+                }
+            }
+            continue;
+        }
+        TEST(text_of("%s: cautious decay is refused, and nothing is changed", rule)) {
+            halfstep_optimizer *o = new_optimizer("adamw/f32", 1, 0);
+            int32_t group;
+            MUST(halfstep_add_group(o, text_of("%s/f32", rule), &group));
+            EXPECT_NAMED(o, halfstep_set_choice(o, group, "decay", "cautious"), UNSUPPORTED, " cannot be cautious: ");
+            EXPECT(halfstep_set_choice(o, ALL_GROUPS, "decay", "cautious"), UNSUPPORTED);
+            CHECK(!strcmp(halfstep_get_choice(o, 0, "decay"), "decoupled"), "one group took what the other refused");
+            MUST(halfstep_set_choice(o, 0, "decay", "cautious"));
+            halfstep_destroy(o);
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
@@ -455,5 +545,6 @@ int main(int argc, char **argv)
     test_ends();
     test_handles();
     test_refusals();
+    test_decay();
     return test_done();
 }

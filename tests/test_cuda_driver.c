@@ -22,13 +22,17 @@
 #include "fake_cuda/fake_cuda.h"
 #include "golden_case.h"
 
-/* Replaces the embedded device code. The fake accepts code that begins with "fake". */
-static char code[5][8] = {"fake 90", "fake 89", "fake 86", "fake 80", "fake tx"};
-enum { TEXTS = COUNT(code), TEXT = sizeof *code };
-const struct hstep_cuda_image hstep_cuda_images[] = {{90, code[0], TEXT, TEXT}, {89, code[1], TEXT, TEXT},
-                                                     {86, code[2], TEXT, TEXT}, {80, code[3], TEXT, TEXT},
-                                                     {0, code[4], TEXT, TEXT},  {0, NULL, 0, 0}};
-const char hstep_cuda_code[] = "9.0 8.9 8.6 8.0 PTX";
+/* Replaces the embedded device code. The fake accepts code that begins with "fake". As in a build, each is an xz file: its
+ * head, a block of one chunk that is not packed, and what is not read. */
+#define XZ_HEAD "\xFD\x37zXZ\0\0\4....\2\0\x21\1\x16\0\0\0....\1\0\6"
+#define XZ_TAIL "\0checksum, index"
+static char code[][52] = {XZ_HEAD "fake 90" XZ_TAIL, XZ_HEAD "fake 89" XZ_TAIL, XZ_HEAD "fake 86" XZ_TAIL,
+                          XZ_HEAD "fake 80" XZ_TAIL, XZ_HEAD "fake tx" XZ_TAIL};
+enum { TEXTS = COUNT(code), TEXT_AT = sizeof XZ_HEAD - 1, TEXT = 7, PACKED = sizeof *code };
+const struct hstep_cuda_image hstep_cuda_images[] = {{90, code[0], TEXT, PACKED}, {89, code[1], TEXT, PACKED},
+                                                     {86, code[2], TEXT, PACKED}, {80, code[3], TEXT, PACKED},
+                                                     {0, code[4], TEXT, PACKED},  {0, NULL, 0, 0}};
+const char hstep_cuda_code[] = "9.0 8.9 8.6 8.0 PTX", hstep_cuda_code_text[] = "those of the test";
 
 static struct fake_cuda_control *fake;
 static void *driver;
@@ -1004,7 +1008,7 @@ static void load_and_tell(void)
     struct problem p;
     setenv("FAKE_CUDA_COMPUTE", image_case.compute, 1);
     for (int i = 0; i < TEXTS; i++)
-        if (image_case.refused >> i & 1) code[i][0] = '?';
+        if (image_case.refused >> i & 1) code[i][TEXT_AT] = '?';
     int error = problem_open(&p, "cuda", "adamw", NULL);
     if (error) {
         create_and_tell();

@@ -160,13 +160,17 @@ static int is_precise(int rule, int row, int variant)
     return 0;
 }
 
-/* Changes of the gradient before the rule sees it. */
-enum { AS_IT_IS, L2, CENTRALIZED, L2_AND_CENTRALIZED, ADJUSTMENTS };
+/* Changes of the gradient before the rule sees it, and of decay where it is not l2. */
+enum { AS_IT_IS, L2, CENTRALIZED, L2_AND_CENTRALIZED, ADJUSTMENTS, CAUTIOUS_DECAY = ADJUSTMENTS };
 
-/* Compares one tensor. Returns 1 if it was fused. */
+/* Compares one tensor. Returns 1 if it was fused */
 static int judge(const char *recipe, int rule, int variant, const char *gradient, int adjustment, const char *generator,
                  int shape, int special)
 {
+    const int cautious = adjustment & CAUTIOUS_DECAY && !hstep_rules[rule].no_cautious_decay;
+    const enum hstep_way way = cautious                          ? HSTEP_WAY_COMPARED
+                               : adjustment & L2_AND_CENTRALIZED ? HSTEP_WAY_ADJUSTED
+                                                                 : HSTEP_WAY_PLAIN;
     char name[200];
     snprintf(name, sizeof name, "%s, %s gradients, adjustment %d", recipe, gradient, adjustment);
     struct one t[2];
@@ -176,7 +180,7 @@ static int judge(const char *recipe, int rule, int variant, const char *gradient
         MUST(halfstep_set_choice(t[i].o, ALL_GROUPS, "scan", "known-finite"));
         MUST(halfstep_set_choice(t[i].o, ALL_GROUPS, "generator", generator));
         one_hyper(&t[i], "weight_decay", 0.01);
-        MUST(halfstep_set_choice(t[i].o, 0, "decay", adjustment & L2 ? "l2" : "decoupled"));
+        MUST(halfstep_set_choice(t[i].o, 0, "decay", cautious ? "cautious" : adjustment & L2 ? "l2" : "decoupled"));
         if (adjustment & CENTRALIZED) one_hyper(&t[i], "centralize", 0.75);
         for (int j = 0, bit = 0; j < hstep_rule_states(rule); j++) {
             const char *unless = hstep_rules[rule].state[j].unless;
@@ -186,7 +190,7 @@ static int judge(const char *recipe, int rule, int variant, const char *gradient
         one_start(&t[i]);
         prepare(&t[i], 7, adjustment & L2);
         run(&t[i], 11, !i, special);
-        fused = (adjustment ? t[0].o->tensors[0].fused_adjusted : t[0].o->tensors[0].fused) >= 0;
+        fused = t[0].o->tensors[0].fused[way] >= 0;
     }
     compare(name, &t[0], &t[1]);
     for (int i = 0; i < 2; i++) one_close(&t[i]);
@@ -226,10 +230,12 @@ int main(int argc, char **argv)
                             const char *gradient =
                                 any ? gradients[(w + row) % 3] : hstep_formats[fused_rows[row].gradient].name;
                             for (int shape = 0; shape < 2; shape++)
-                                for (int k = 0; k < (any || f32 ? ADJUSTMENTS : 1); k += any ? 2 : 1)
-                                    found |=
-                                        judge(recipe, rule, variant, gradient, k + (any ? (w + shape + rule) % 2 : 0),
-                                              generator, shape, cases++ % 3 == 0);
+                                for (int k = 0; k < (any || f32 ? ADJUSTMENTS : 1); k += any ? 2 : 1) {
+                                    int adjustment = k + (any ? (w + shape + rule) % 2 : 0);
+                                    if (any && !(adjustment & L2) && w % 2) adjustment |= CAUTIOUS_DECAY;
+                                    found |= judge(recipe, rule, variant, gradient, adjustment, generator, shape,
+                                                   cases++ % 3 == 0);
+                                }
                         }
                         /* One row serves more than one recipe where a rule lacks states of some role. */
                         CHECK(found || !hstep_rule_states(rule), "%s: no recipe is stepped by row %d, variant %d",

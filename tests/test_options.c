@@ -1,6 +1,8 @@
 /* Tests options that change what a rule keeps, or what a step depends on. They are one estimate of the learning rate
  * for many tensors, states that blocks cannot hold, first moments and a learning rate that falls. Others are the
- * reference of fully decoupled decay, and what a refused gradient is reported as. */
+ * reference of fully decoupled decay, its schedule, and what a refused gradient is reported as.
+ *
+ * Over 500 lines because the options share the tensors that they are tried on. */
 
 #include "ref/fixture.h"
 
@@ -122,6 +124,52 @@ static void test_idle_steps(void)
             EQUAL(number(&a, 0, "d"), d);
             halfstep_destroy(a.o);
             halfstep_destroy(b.o);
+        }
+    }
+}
+
+/* ---- A schedule of the weight decay ------------------------------------------------------------------------------ */
+
+static void test_decay_schedule(void)
+{
+    enum { STEPS = 10 };
+    int schedules = 0;
+    while (halfstep_choice_value("schedule", schedules)) schedules++;
+    TEST("a schedule of the weight decay is the weight decay set before each step, for every rule and schedule") {
+        for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
+            const char *schedule = halfstep_choice_value("schedule", rule % schedules);
+            const char *decays[] = {rule_info(rule).decay, "fully-decoupled"};
+            struct source s = {(uint64_t)rule + 1};
+            struct one t[2];
+            float gradient[24 * 40], after[2][24 * 40];
+            for (int k = 0; k < 2; k++) {
+                one_open(&t[k], text_of("%s/f32", rule_info(rule).name), 2, 24, 40, "f32");
+                MUST(halfstep_set_choice(t[k].o, 0, "decay", decays[rule % 2]));
+                one_hyper(&t[k], "lr", 1e-2);
+                one_hyper(&t[k], "reference_lr", 2e-2);
+                one_hyper(&t[k], "weight_decay", 0.3);
+                one_hyper(&t[k], "warmup_steps", 2); /* of lr alone */
+                one_start(&t[k]);
+                one_write(&t[k], WEIGHT, memset(after[k], 63, sizeof after[k]));
+            }
+            MUST(halfstep_set_choice(t[0].o, 0, "decay_schedule", schedule));
+            one_hyper(&t[0], "total_steps", 8);
+            one_hyper(&t[0], "final_decay_fraction", 0.25);
+            for (uint64_t step = 0; step < STEPS; step++) {
+                double factor;
+                MUST(halfstep_schedule_factor(schedule, step, 0, 8, 0.25, 0.8, -0.5, &factor));
+                one_hyper(&t[1], "weight_decay", 0.3 * factor);
+                for (int64_t i = 0; i < t[0].n; i++) gradient[i] = (float)next_normal(&s);
+                for (int k = 0; k < 2; k++) {
+                    one_write(&t[k], GRADIENT, gradient);
+                    MUST(one_step(&t[k]));
+                    one_read(&t[k], WEIGHT, after[k]);
+                }
+                CHECK(!memcmp(after[0], after[1], sizeof after[0]), "%s, %s: step %d", rule_info(rule).name, schedule,
+                      (int)step);
+            }
+            one_close(&t[0]);
+            one_close(&t[1]);
         }
     }
 }
@@ -249,6 +297,7 @@ static void test_prodigy(void)
         }
     }
     test_idle_steps();
+    test_decay_schedule();
     test_rates();
     test_old_numbers();
     test_two_handles();

@@ -1,123 +1,234 @@
-/* Tests unpacking of LZ4 frames made by hand. Each kind of sequence is unpacked. A frame that is damaged or of another
- * length is refused, and no byte outside is touched. (cuda_ptx_test unpacks what the program lz4 has written.)
+/* Tests unpacking of xz files. Each kind of chunk is unpacked. A file that is damaged or of another length is refused, and
+ * no byte outside is touched. (cuda_ptx_test unpacks what CMake has written.)
  * Runs under sanitizers. */
 #include "device/cuda/driver/unpack.h"
+
+#include <stdint.h>
+
 #include "test.h"
 
-enum { MOST = 4096 };
+/* LZMA2 data of the texts below, by Python's lzma:
+ *   lzma.compress(text, format=lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6}])
+ * For the second, with "lc": 0, "lp": 2, "pb": 0. */
+static const char packed_default[] =
+    "\xE0\x4E\x1F\x04\x0F\x5D\x00\x2F\x20\x52\x85\xE6\x64\x53\x43\xAB\x20\x95\x25\xAA\x1A\x8B\x47\xF9\x1C\x10\xB0\xBD"
+    "\x32\xEE\xA0\xA2\xAA\xC5\x9A\x6B\xCE\xDA\xEE\x45\xD4\x1F\xFC\x4D\xCB\x09\x7E\x25\x0F\x4B\xDA\xC7\xF3\x33\x3B\x59"
+    "\x5A\x9F\x3A\x99\x0B\x9A\x19\x54\x05\xDF\xBE\xB9\x60\x31\x5D\xB1\x84\x1F\x7C\xCD\x42\x59\x06\x27\xA8\x09\xAD\x18"
+    "\xFD\x8F\xBD\x0A\x75\x0C\xE7\x64\xC4\xAC\x55\xE2\xA5\x62\x6F\x1D\x68\xA3\x31\x8E\xD6\xDF\xF4\x17\xF5\x11\x03\x88"
+    "\x70\x82\x65\xB0\xFA\x5F\x97\xBC\xF9\x1B\xC5\x96\x92\x0E\xD1\x53\x66\x0A\xD0\x4E\x42\x97\x1F\x89\x68\x03\x3B\x2E"
+    "\xA3\xB7\xFB\x35\x76\x98\x71\xBD\x5C\x3A\xA5\x23\xC2\x9D\x61\x49\x10\x7A\x4C\x01\xF4\x5D\x15\x53\x38\x9B\xF5\x72"
+    "\x76\xB1\x7E\xEF\xB7\x4F\x76\x00\x3B\x34\xD7\xB4\x2C\xBA\x72\x3C\xC1\xC7\x1F\x8C\xF9\xC3\x83\x84\xD6\xD5\xD8\x82"
+    "\xCC\x93\x3F\x04\xCE\xAA\x3F\x7A\xF3\xCC\xA1\x48\x0E\x3E\x3A\x36\x10\x67\x75\x62\x1C\x18\x96\x7D\x06\x1C\xEB\x3A"
+    "\xF2\x44\x15\x7C\x94\xCA\x1F\xA8\xE1\xAE\xFE\x21\x79\x9B\x98\x83\x81\xCB\xF4\xC4\xCF\x25\x59\x6D\xAD\xD3\xCC\x15"
+    "\x7A\xE2\x51\xA0\xF7\x53\xFC\x4E\xFC\xDE\x83\x14\x5E\x78\xDD\xAE\x15\x63\x74\xEB\x52\x77\x46\x8E\x5F\x59\xFC\x37"
+    "\x46\x90\x6F\x83\xF4\x6E\x41\xFE\x3F\xCF\xC1\xA1\xB0\x9F\x88\x87\xF9\x69\x7D\x3F\x8C\x61\x2D\xF0\xF1\xBC\x65\x1B"
+    "\xC8\x31\xE6\x09\x34\x3F\xE6\x97\x1E\x13\xCC\x4A\xC7\x9C\x93\x2C\xDF\x72\x61\x79\x86\x1A\xE5\x29\xB6\x9D\xB5\xA0"
+    "\x1A\xAB\x4A\xEA\xF4\x47\xCD\x95\x50\x4E\x67\xD5\xF3\xCF\x3B\xCB\x24\xD5\x44\xA7\x28\x40\xAD\x45\x8E\x5D\xF8\x6A"
+    "\xFA\x4B\x7E\xEC\xEF\xC7\xD0\xCE\x00\xC0\x7B\x84\xBD\x3B\x75\x94\xB3\x49\x94\x1E\x51\x54\x43\xA0\x77\x7B\x1C\x19"
+    "\x64\x76\x79\x7C\x9C\x4F\x9B\xA3\x36\xCB\xED\x97\x7D\xCD\x1B\xC5\x52\xCB\xD8\x6B\xCF\x61\xF7\x73\x49\xB1\xE6\x7D"
+    "\xC0\x17\x69\xD1\x80\xCC\x58\x44\xFD\x5A\x39\x64\x49\x3D\xFA\x42\x2C\x41\x49\x03\xEC\x7F\x89\xC2\x9C\x42\xC1\x6B"
+    "\xD3\x89\xDD\x66\x5C\x80\xAF\xB2\x9F\x09\xCD\x80\x0C\xD5\xCF\x07\x98\x16\x55\x05\xB8\x5E\x9E\xF7\xDD\x27\xE9\x88"
+    "\xC1\x27\x67\xD1\xEF\xD3\x08\xFE\x59\xE4\xAA\x78\x6C\xAB\x95\x95\xE8\xB7\xF5\x7F\x6B\x28\x7A\xA2\xE6\x17\xDE\xF8"
+    "\x63\x92\x1D\x8D\xDB\x55\x14\xF7\x73\x19\xB0\x4E\xDB\x6B\x92\x8B\x54\xA7\x3B\xDB\xC3\x2B\xEF\xC7\xC2\xBD\xE0\xEC"
+    "\x20\x55\x47\x44\xF7\xFF\x98\x23\xF8\xFB\xF8\x90\xC1\xF7\xA6\xE3\x7E\x65\x4E\x5F\xA9\xC8\xF7\x29\x02\x45\x76\x09"
+    "\x29\xE8\x4A\xE1\x95\xC0\xCA\xF7\xC8\xE3\x7F\x3F\x5B\x20\x99\x2E\xA7\xDF\x2E\xD5\xEB\xF6\xBB\xE0\x57\x5D\xA6\x0E"
+    "\x09\xE2\x37\x4E\x33\xDC\x8D\x64\x8F\x6C\xA9\x67\x3C\x01\xC5\x38\x30\x8C\x88\x38\x04\x12\x93\xE0\xB6\xEB\xEE\xA6"
+    "\xD4\x30\xC5\xFE\x06\x9C\xF2\xFA\x42\x30\x1C\xA3\x3A\xC9\xD4\xE1\x80\x40\xAF\xF1\xB4\x11\xB6\x81\xE0\x9A\x0D\x4F"
+    "\x59\xA0\xF3\x23\xA5\x5A\x73\xD2\xE3\x76\x3F\xD0\x95\x90\x27\xD1\x21\x0E\x27\x35\x1B\x23\x07\x33\x8F\xD4\x1A\x16"
+    "\x01\x02\x21\xE3\x2E\x18\xB0\xD4\x37\x0B\x7C\x4D\xC9\xE1\x7F\x91\x6D\x36\xC0\x26\x93\x76\xBA\x6F\xE5\x7A\xC9\x05"
+    "\xB0\x85\x8A\xE1\xA3\x3B\xE1\x4B\x06\xE4\x54\x79\x87\x96\x39\x1A\x60\x85\x69\x68\xED\x1F\x53\xAC\x81\x5E\x2A\x21"
+    "\xE5\xE5\xD0\xDF\xC7\x79\x01\xFC\x94\x0A\xC1\x70\x76\xB3\x05\xEA\xBC\x6C\x73\x2E\xD9\xCA\x51\xF3\x60\x45\xA5\x8B"
+    "\x09\x1F\x9B\x10\xD7\x2C\xAA\xBF\x89\xF9\xC8\x3F\xA5\x72\x8B\x96\x60\x53\xDF\x11\xAF\x3E\xDD\x55\x5F\xF5\xDB\xDC"
+    "\x44\x07\x5F\x5F\x5C\x4F\x5E\x93\x8C\x3A\x68\x0D\xA9\xFC\xC3\xD6\x86\x6E\xBA\xE8\x3A\xAB\xDF\x65\x74\xCF\xF8\xE5"
+    "\x0C\xAB\x0C\x55\xF8\x32\x06\x32\xB7\x20\xF2\x27\x79\x6B\x30\x93\xDF\x88\xCD\xFA\x63\xD1\xB2\xC7\xF5\xB7\x62\x90"
+    "\xB2\xD9\x61\x9F\x7D\x3E\xF0\x2E\xF5\xC4\xC9\xF6\x53\x5F\xDA\x4D\x19\xC2\x66\x07\x77\xDD\x41\x68\x16\xD3\x7B\x16"
+    "\x13\x58\x3D\xB8\x44\x88\xCB\x68\xB5\xF3\xAF\x6F\xD9\x37\x22\x82\x99\x4D\xED\x92\xDB\x43\x25\x4A\x4D\x0A\xA1\x91"
+    "\xF1\xCA\x81\x34\x89\x14\xA9\xEA\x4F\x49\x3B\xAA\x1C\x6D\xF6\xBC\x2D\x67\xDD\x12\xDD\x01\x13\xBE\x55\x33\xD4\x77"
+    "\x02\x39\x04\xA2\xD0\x56\x47\x46\xCD\x0B\xEB\x23\x9E\x2E\x85\x0D\x7B\x48\x95\x04\xF3\x73\x3B\x75\xCF\x64\xDF\x39"
+    "\x1F\x6A\x10\xFE\x8F\xB9\xF0\xDD\xAE\xE9\xA2\x5E\x0E\xEA\x69\xE2\xA1\x62\xFE\x1F\x41\x17\x62\x70\x0A\xB9\xB5\xBE"
+    "\x94\x5B\xF3\xB5\x63\xC5\x1E\xA6\x9C\x19\x63\x3F\x07\x37\x28\x88\x3A\x9D\x70\x67\xDD\x69\x65\x52\x46\x94\x71\x8C"
+    "\x33\x74\x71\xD6\x38\x50\xA1\x54\x11\x72\x08\x42\x89\xB2\xD7\xDC\xF5\x74\x50\x4C\x26\xEE\x8B\x83\xA7\x37\xE6\x19"
+    "\xB1\x1D\x28\xB1\xE4\x50\xB9\x79\x1B\xF2\x00";
+static const char packed_otherwise[] =
+    "\xE0\x0F\xFF\x00\xDF\x12\x00\x2F\x21\x56\xA8\x7C\x58\x9E\x88\xE2\x6C\xC1\x2C\xB7\x2A\xA3\x76\x7E\xB6\x87\x6C\x5F"
+    "\x3F\xEF\xD8\xE5\x57\x1A\x97\xBF\xDA\x21\xEF\x18\x2B\xB8\x19\x8D\xEC\x77\x14\x19\x11\x4B\xEA\x47\xF1\x39\x1C\xF6"
+    "\x53\x22\xE5\x10\x76\x9E\x18\x0E\x29\x24\x19\x13\xE7\x69\xDA\x64\x81\x95\x10\xED\xC5\xD3\x2F\x76\x84\x02\xC9\x99"
+    "\xF3\x6A\xA3\x71\xC1\x8E\x32\x48\x21\x97\x87\x06\xCD\xAC\xD3\x8F\xAF\xB8\x5B\xA4\x44\xC0\xB7\x45\x5A\x25\xE2\x60"
+    "\x74\x1F\x7C\x31\x75\x5C\xF3\xBF\x9A\x91\x8F\x4F\x73\xE4\x12\xFE\xBF\xCF\xEF\x76\xA0\x2B\x98\xCA\x27\x28\x77\x9D"
+    "\x1D\x9D\x06\xB3\x67\xF9\x1F\x6A\x82\x24\x0B\xA6\x2E\x3E\xA2\xA9\xD5\xE6\x9E\x5D\x0B\x3F\x73\xAF\xDC\xF9\xF5\x57"
+    "\x9C\x1F\x88\xB3\x36\xC0\x92\x4C\x32\x9D\x5B\xBF\x7F\x4E\xC0\x9C\x92\x73\x19\xAB\xA3\x10\xBD\x79\xD1\xBD\xB0\x51"
+    "\xDC\xC0\x0B\x04\xE2\xD9\x18\x9D\xF8\xC5\x45\xCE\xD1\x19\xB7\xF3\x75\x00\xC9\x96\xF0\x42\x6C\x51\xED\xBB\x23\xFE"
+    "\x13\xA7\xF6\x66\xF5\xC2\x00";
+static const char packed_runs[] =
+    "\xFF\xFF\x20\x01\x7D\x5D\x00\x18\x0C\x42\x92\x6A\x67\xBC\x0E\xD1\x33\x2C\xE4\xCC\x42\x29\xC0\x9C\x4A\x8F\x7E\xFF"
+    "\xB6\xFE\xCF\x0B\x2D\xCA\x22\xC9\x2C\xC4\xCC\xD1\x90\xE8\xFA\xDD\x3C\x88\x9B\xFC\xDA\x59\x6E\x23\xDC\x47\x7F\x0C"
+    "\xD9\x0F\x63\x3F\xA6\x9D\x9C\xCE\x6C\x65\x2D\x9B\x91\x5D\x59\x21\x57\x34\x24\x66\xD0\x64\xD3\x81\x3E\x24\x8A\x8F"
+    "\xEF\xDD\x65\xDD\x2F\x89\x0F\x4A\xFA\x4D\x67\x7E\x70\x9D\xAA\x70\x5C\xF3\xF2\xC0\xC5\x32\xCF\xBE\xBE\x8B\x4B\xC9"
+    "\xEE\x9F\xDE\xA5\x42\xCB\x88\x3F\x5C\x00\x8F\xD0\x4E\xAF\x26\x28\x94\x71\x1F\x3D\x8F\x24\xE1\x70\x9E\xA7\x23\x5F"
+    "\xEC\x28\xCB\x85\xD1\x95\x98\x8A\x7E\x2A\x91\xF2\x27\x75\xF7\x19\xC0\x06\x98\x4D\x98\xFD\xD8\xAF\xD5\x90\x0F\xC4"
+    "\x25\x53\xF8\xF5\x91\x36\x31\x05\xA5\xB0\xEE\x6F\xC1\x70\x4D\x47\x0C\xD1\x91\x11\xAA\xAD\x60\x1D\xBA\xCE\xB1\x27"
+    "\x18\x5C\x59\x86\xE9\x66\x52\x58\xBE\xE9\x76\xAC\x59\xE4\xE5\x5B\x05\x08\xF9\xC7\xDA\xAD\xFC\xFB\x52\x2B\x74\xCD"
+    "\x1E\x5B\x20\x42\xF9\xDD\x53\x3D\xF8\x29\x64\x09\x3B\x80\xCB\x2A\x6C\xDF\xB5\x3B\xF0\xC4\xBD\x2E\x5F\xAA\x0F\x3E"
+    "\x4B\x66\x42\x90\x13\x0E\xFF\x10\x93\xF8\x71\x78\x59\xF8\x0B\xCD\xFF\x95\x28\x46\x0F\xA9\xFC\x7C\xDE\xFB\x9A\x30"
+    "\x2E\x56\xC0\x8F\x85\xF3\x83\x81\xC0\x65\xC4\x25\x53\xF8\xF5\x91\x36\x31\x05\xA5\xB0\xEE\x6F\xC1\x70\x4D\x47\x0C"
+    "\xD1\x91\x11\xAA\xAD\x60\x1D\xBA\xCE\xB1\x27\x18\x5C\x59\x86\xE9\x66\x52\x58\xBE\xE9\x76\xAC\x59\xE4\xE5\x5B\x05"
+    "\x08\xF9\xC7\xDA\xAD\xFC\xFB\x52\x2B\x74\xCD\x1E\x5B\x20\x42\xF9\xDD\x53\x3D\xF8\x29\x64\x09\x3B\x80\xCB\x2A\x6C"
+    "\xDF\xB5\x3B\xF0\xC4\xBD\x2E\x5F\xAA\x0F\x3E\x4B\x66\x42\x90\x13\x0E\xFF\x10\x93\xF6\x16\x30\x89\x83\x19\x3E\x00"
+    "\x22\x00\xEC\x73\x53\xA7\xFD\xBE\xAE\x7C\x31\x1A\x9F\xB7\x8D\x31\x6E\x70\x9E\xA7\x23\x5F\xEC\x28\xCB\x85\xD1\x95"
+    "\x98\x8A\x77\x30\xC1\xFC\x00\x00\x00";
 
-struct frame {
+enum { MOST = 80000, LONG = 20000, SHORT = 4096, RUNS = 2300000 };
+
+struct file {
     unsigned char bytes[MOST];
-    size_t n, block; /* the place of the size of the block that is being written */
+    size_t n;
 };
 
-static void put(struct frame *f, const void *bytes, size_t n)
+static void put(struct file *f, const void *bytes, size_t n)
 {
     memcpy(f->bytes + f->n, bytes, n);
     f->n += n;
 }
 
-static void begin(struct frame *f, unsigned flags)
+/* Begins a file with one block, whose filter is LZMA2. Checksums are not read. */
+static void begin(struct file *f)
 {
-    const unsigned char header[] = {0x04, 0x22, 0x4D, 0x18, (unsigned char)flags, 0x70, 0, 0, 0, 0, 0, 0, 0, 0, 0};
     f->n = 0;
-    put(f, header, flags & 8 ? 15 : 7);
+    put(f, "\xFD\x37zXZ\0\0\4....", 12);
+    put(f, "\x02\0\x21\x01\x16\0\0\0....", 12);
 }
 
-static void open_block(struct frame *f)
-{
-    f->block = f->n;
-    f->n += 4;
-}
+static void end(struct file *f) { put(f, "checksum, index", 15); }
 
-static void close_block(struct frame *f, unsigned stored_as_is)
+static void make(struct file *f, const char *data, size_t n)
 {
-    size_t n = f->n - f->block - 4;
-    const unsigned char size[] = {(unsigned char)n, (unsigned char)(n >> 8), 0, (unsigned char)(stored_as_is << 7)};
-    memcpy(f->bytes + f->block, size, 4);
-}
-
-static void end(struct frame *f) { put(f, "\0\0\0\0", 4); }
-
-/* A text of 20 letters, of which 300 are made by overlapping matches, "tail", and a block that is not packed. */
-static size_t make(struct frame *f, unsigned flags, char *expected)
-{
-    char *at = expected;
-    begin(f, flags);
-    open_block(f);
-    /* 20 literals: 15 and 5 more. A match of 300 at distance 3: 4 + 15 + 255 + 26. */
-    put(f, "\xFF\x05", 2);
-    put(f, "abcdefghijklmnopqrst", 20);
-    put(f, "\x03\x00\xFF\x1A", 4);
-    put(f, "\x40tail", 5);
-    close_block(f, 0);
-    if (flags & 16) put(f, "????", 4);
-    open_block(f);
-    put(f, "as it is", 8);
-    close_block(f, 1);
-    if (flags & 16) put(f, "????", 4);
+    begin(f);
+    put(f, data, n);
     end(f);
-    memcpy(at, "abcdefghijklmnopqrst", 20), at += 20;
-    for (int i = 0; i < 300; i++, at++) *at = at[-3];
-    memcpy(at, "tailas it is", 12), at += 12;
-    return (size_t)(at - expected);
+}
+
+/* Writes a chunk that is not packed. Kind 1 forgets what was before. */
+static void put_as_it_is(struct file *f, int kind, const unsigned char *bytes, size_t n)
+{
+    const unsigned char head[] = {(unsigned char)kind, (unsigned char)((n - 1) >> 8), (unsigned char)(n - 1)};
+    put(f, head, 3);
+    put(f, bytes, n);
+}
+
+/* Writes literals, and matches of all lengths at distances below 2^span, also at distances that were used before. */
+static void write_text(unsigned char *out, size_t n, unsigned span)
+{
+    uint32_t x = 1;
+    for (size_t at = 0; at < n;) {
+        x = x * 1664525u + 1013904223u;
+        size_t length = 1 + (x >> 8) % 48;
+        if (x >> 29 == 0 || at < 8) {
+            for (length = 1 + length % 4; length && at < n; length--) {
+                x = x * 1664525u + 1013904223u;
+                out[at++] = (unsigned char)(x >> 24);
+            }
+            continue;
+        }
+        if (x >> 29 == 1) length *= 8;
+        x = x * 1664525u + 1013904223u;
+        const size_t reach = (size_t)1 << (1 + (x >> 28) % span);
+        const size_t back = 1 + (x >> 8) % (reach < at ? reach : at);
+        for (; length && at < n; length--, at++) out[at] = out[at - back];
+    }
+}
+
+static void write_runs(unsigned char *out, size_t n)
+{
+    for (size_t i = 0; i < n; i++) out[i] = (unsigned char)"0123456789abcdef"[i % 16];
 }
 
 /* Unpacks in memory of exactly these sizes, where sanitizers see one byte too many. Elsewhere a byte on each side shows
  * it. */
-static int unpack(char *expected, size_t n, const unsigned char *bytes, size_t frame_bytes)
+static int unpack(const unsigned char *expected, size_t n, const unsigned char *bytes, size_t file_bytes)
 {
-    unsigned char *out = malloc(n + 2), *frame = malloc(frame_bytes + 1);
+    unsigned char *out = malloc(n + 2), *file = malloc(file_bytes + 1);
     out[0] = out[n + 1] = 0x5A;
-    memcpy(frame, bytes, frame_bytes);
-    int error = hstep_unpack(out + 1, n, frame, frame_bytes);
+    memcpy(file, bytes, file_bytes);
+    int error = hstep_unpack(out + 1, n, file, file_bytes);
     CHECK(out[0] == 0x5A && out[n + 1] == 0x5A, "a byte outside was written");
     if (!error && expected) CHECK(!memcmp(out + 1, expected, n), "another text");
     free(out);
-    free(frame);
+    free(file);
     return error;
 }
 
 int main(int argc, char **argv)
 {
-    static struct frame f, damaged;
-    static char expected[MOST];
+    static struct file f, damaged;
+    static unsigned char text[RUNS];
     test_init(argc, argv);
 
-    TEST("literals, matches that overlap, blocks that are not packed, sizes and checksums of blocks") {
-        static const unsigned flags[] = {0x40, 0x60, 0x48, 0x50, 0x58};
-        for (int i = 0; i < 5; i++) {
-            size_t n = make(&f, flags[i], expected);
-            CHECK(!unpack(expected, n, f.bytes, f.n), "flags %x: refused", flags[i]);
-            CHECK(unpack(NULL, n - 1, f.bytes, f.n), "flags %x: one byte less was taken", flags[i]);
-            CHECK(unpack(NULL, n + 1, f.bytes, f.n), "flags %x: one byte more was taken", flags[i]);
+    TEST("literals, matches, and all settings of a model; the length must be exact") {
+        const struct {
+            const char *data;
+            size_t n, text;
+            unsigned span;
+        } samples[] = {{packed_default, sizeof packed_default - 1, LONG, 14},
+                       {packed_otherwise, sizeof packed_otherwise - 1, SHORT, 12},
+                       {packed_runs, sizeof packed_runs - 1, RUNS, 0}};
+        for (int i = 0; i < 3; i++) {
+            const size_t n = samples[i].text;
+            if (samples[i].span) write_text(text, n, samples[i].span);
+            else write_runs(text, n); /* two chunks, the second of which goes on with the model of the first */
+            make(&f, samples[i].data, samples[i].n);
+            CHECK(!unpack(text, n, f.bytes, f.n), "text %d: refused", i);
+            CHECK(unpack(NULL, n - 1, f.bytes, f.n), "text %d: one byte less was taken", i);
+            CHECK(unpack(NULL, n + 1, f.bytes, f.n), "text %d: one byte more was taken", i);
         }
     }
-    TEST("a frame that ends early is refused, wherever it ends") {
-        size_t n = make(&f, 0x48, expected);
-        for (size_t k = 0; k < f.n; k++) CHECK(unpack(NULL, n, f.bytes, k), "%d bytes of a frame were taken", (int)k);
-    }
-    TEST("no damage leads outside") {
-        size_t n = make(&f, 0x40, expected);
-        for (size_t k = 0; k < f.n; k++)
-            for (int bit = 0; bit < 256; bit++) {
-                damaged = f;
-                damaged.bytes[k] = (unsigned char)bit;
-                int error = unpack(NULL, n, damaged.bytes, f.n);
-                if (k < 4 && damaged.bytes[k] != f.bytes[k]) CHECK(error, "another magic number was taken");
-            }
-    }
-    TEST("matches of what was not there yet, and of distance 0") {
-        begin(&f, 0x40);
-        open_block(&f);
-        put(&f, "\x10x\x02\x00\x50yyyyy", 10);
-        close_block(&f, 0);
+    TEST("chunks that are not packed, and those that keep a part of what was before") {
+        /* Packed text depends on its place modulo 16, so that what stands before has a multiple of 16 bytes. */
+        enum { BEFORE = 65536, BETWEEN = 16 };
+        for (size_t i = 0; i < BEFORE + BETWEEN; i++) text[i] = (unsigned char)(i * i >> 3 & 31);
+        write_text(text + BEFORE + BETWEEN, SHORT, 12);
+        write_text(text + BEFORE + BETWEEN + SHORT, LONG, 14);
+        begin(&f);
+        put_as_it_is(&f, 1, text, BEFORE);
+        put_as_it_is(&f, 2, text + BEFORE, BETWEEN);
+        const size_t second = f.n;
+        put(&f, packed_otherwise, sizeof packed_otherwise - 2);
+        put(&f, packed_default, sizeof packed_default - 1);
         end(&f);
-        CHECK(unpack(NULL, 10, f.bytes, f.n), "a match before the beginning was taken");
-        f.bytes[f.block + 6] = 1;
-        CHECK(!unpack("xxxxxyyyyy", 10, f.bytes, f.n), "a match of distance 1 was refused");
-        f.bytes[f.block + 6] = 0;
-        CHECK(unpack(NULL, 10, f.bytes, f.n), "a match of distance 0 was taken");
+        const size_t n = BEFORE + BETWEEN + SHORT + LONG;
+        CHECK(!unpack(text, n, f.bytes, f.n), "refused");
+        f.bytes[second] = 0xC0; /* a chunk whose matches might reach into the chunk before */
+        CHECK(!unpack(text, n, f.bytes, f.n), "a chunk that keeps the text before is refused");
+        f.bytes[second] = 0xA0;
+        CHECK(unpack(NULL, n, f.bytes, f.n), "a chunk without properties was taken");
+        f.bytes[second] = 0x80;
+        CHECK(unpack(NULL, n, f.bytes, f.n), "a chunk without a model was taken");
+        f.bytes[second] = 3;
+        CHECK(unpack(NULL, n, f.bytes, f.n), "an unknown kind of chunk was taken");
+        begin(&f);
+        put_as_it_is(&f, 2, text, 16);
+        put(&f, "", 1);
+        end(&f);
+        CHECK(unpack(NULL, 16, f.bytes, f.n), "a first chunk that keeps what was before was taken");
+        f.bytes[24] = 1;
+        CHECK(!unpack(text, 16, f.bytes, f.n), "a first chunk that is not packed was refused");
+    }
+    TEST("a file that ends early is refused, wherever it ends") {
+        make(&f, packed_otherwise, sizeof packed_otherwise - 1);
+        for (size_t k = 0; k < f.n - 15; k++)
+            CHECK(unpack(NULL, SHORT, f.bytes, k), "%d bytes of a file were taken", (int)k);
+    }
+    TEST("no damage leads outside, and nearly all is noticed") {
+        make(&f, packed_default, sizeof packed_default - 1);
+        int noticed = 0, all = 0;
+        for (size_t k = 0; k < f.n - 15; k++)
+            for (int bit = 0; bit < 8; bit++, all++) {
+                damaged = f;
+                damaged.bytes[k] ^= (unsigned char)(1 << bit);
+                int error = unpack(NULL, LONG, damaged.bytes, f.n) != 0;
+                if (k < 6) CHECK(error, "another magic number was taken");
+                noticed += error;
+            }
+        CHECK(noticed > all * 9 / 10, "%d of %d were noticed", noticed, all);
     }
     return test_done();
 }

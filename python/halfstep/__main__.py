@@ -40,7 +40,7 @@ def info(given):
         return 0
     if not device.usable:
         found["gpu"] = "none: " + (lib.halfstep_error_detail(None) or b"").decode()
-    found["device_code"] = found["device_code"] or "none in this build (docs/gpu.md)"
+    found["device_code"] = lib.halfstep_device_code().decode()
     for key, value in found.items():
         print(
             f"{key.replace('_', ' '):<16} {', '.join(value) if isinstance(value, list) else value}"

@@ -106,6 +106,7 @@ class RuleInfo(_Sized):
         (c_int32 * MAX_STATES, "state_extent"),
         (c_int32, "totals cautious"),
         (c_char_p * MAX_STATES, "precise_if precise_format"),
+        (c_int32, "cautious_decay reserved"),
     )
 
 
@@ -158,6 +159,7 @@ class Tensor(_Sized):
         (c_int32, "ndim reserved"),
         (c_int64, "rows row_length first_row n_rows first_column n_columns"),
         (c_char_p, "gradient"),
+        (c_int64, "matrix_rows"),
     )
 
 
@@ -247,6 +249,7 @@ signatures = {
     "synchronize": (c_int, _handle),
     "set_stream": (c_int, _handle, c_void_p),
     "get_device_info": (c_int, c_char_p, POINTER(DeviceInfo)),
+    "device_code": (c_char_p,),
     "run_begin": (c_int, _handle, POINTER(Call)),
     "run_norms": (c_int, _handle, POINTER(Call)),
     "run_finish": (c_int, _handle, POINTER(Call)),

@@ -17,6 +17,7 @@ _GROUP_KEYS = {
     "max_momentum",
     "base_momentum",
     "schedule",
+    "decay_schedule",
     "ids",
     "recipes",
     "first_lr",

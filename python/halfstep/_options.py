@@ -156,13 +156,14 @@ class Options:
             group[name] = bool(value) if isinstance(group[name], bool) else value
 
     def choices(self, group):
-        """Returns the choices of a group: its decay mode, and its schedule if it has one."""
+        """Returns the choices of a group: its decay mode, and its schedules if it has any."""
         decay = group.get("decay")
         if decay is None and group.get("decoupled_weight_decay"):
             decay = "decoupled"
         out = {"decay": decay or _abi.rules[self.rule_of(group)].decay}
-        if group.get("schedule"):
-            out["schedule"] = group["schedule"]
+        for name in ("schedule", "decay_schedule"):
+            if group.get(name):
+                out[name] = group[name]
         return out
 
     def values(self, group):

@@ -12,7 +12,10 @@ from . import _abi
 #: common options that come from the table; Optimizer's docstring describes them beside its own
 COMMON = ("maximize", "centralize", "cautious")
 #: hyper-parameters that belong to built-in schedules, which torch's schedulers take the place of
-_SCHEDULE = ("warmup_steps", "total_steps", "final_fraction", "decay_start", "power")
+_SCHEDULE = (
+    *("warmup_steps", "total_steps", "final_fraction", "final_decay_fraction"),
+    *("decay_start", "power"),
+)
 _INTEGERS = ("ns_steps", "k", "d_group")
 #: patterns for matrices that AdamW steps beside Muon: embeddings and heads. A pattern fits a whole
 #: name, or a part of it between dots

@@ -117,7 +117,8 @@ class Optimizer(torch.optim.Optimizer):
     states          format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for
                     each state, "int8+bf16-sr". None: f32 for float32 parameters, bf16-sr for others
     decay           how `weight_decay` acts: "l2", "decoupled", "fully-decoupled" (by
-                    lr / reference_lr) or "proximal". None: the rule's default
+                    lr / reference_lr), "proximal" or "cautious" (decoupled, but not where the
+                    update alone moves the weight away from 0). None: the rule's default
     reference_lr    the lr at which fully decoupled decay is `weight_decay`. 0: the first lr
     maximize        True: steps go up the gradient
     centralize      the fraction of each row's mean that is subtracted from the gradient

@@ -115,6 +115,7 @@ class Plan:
         return list(columns), [[cell(row) for cell in columns.values()] for row in self.rows]
 
     def _lines(self):
+        code = f"\nDevice code for GPUs: {_abi.lib.halfstep_device_code().decode()}."
         if self.placed:
             fitting = sum(bool(row.fits) for row in self.rows)
             return (
@@ -123,7 +124,7 @@ class Plan:
                     f"{fitting} of {len(self.rows)} fit. Activations come on top. A step is what"
                     " comes after the backward pass, or under it (<=); docs/choosing.md has\nthe"
                     " formulas. Ways with gradient_release judge and clip tensors singly; the"
-                    " others lose nothing."
+                    f" others lose nothing.{code}"
                 ),
             )
         title = (
@@ -149,7 +150,7 @@ class Plan:
                 text += f" The smallest lacks {_size(self.rows[0].total - self.memory)}"
                 text += "." if self.release else "; release=True may help."
             foot = f"{text}\n{foot}"
-        return title, foot
+        return title, foot + code
 
     def __str__(self):
         (title, foot), (head, body) = self._lines(), self._cells()

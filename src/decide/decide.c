@@ -60,7 +60,6 @@ void hstep_decide_tensors(const struct hstep_call *call, int first, int n)
             u->skip = 1;
             continue;
         }
-        u->means = 0;
         int same = before && !updates[last].of_its_own && before->group == t->group &&
                    before->state_steps == t->state_steps && before->full_steps == t->full_steps;
         if (same && before->first_alike == t->first_alike) hstep_repeat_update(call, i, before, &updates[last], u);
@@ -130,18 +129,6 @@ int hstep_decide_sums(const struct hstep_call *call, int first, int n)
 {
     double sums[HSTEP_MAX_SUMS];
     return hstep_decide_sums_in(call, first, n, sums);
-}
-
-int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean, double *sums)
-{
-    const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    struct hstep_update *u = &call->plan.updates[tensor];
-    u->mean[pair] = mean;
-    u->means = pair + 1;
-    int of = -1;
-    if (pair && hstep_needs_sums(t, call->micro)) prepare_again(call, tensor, sums, &of);
-    else hstep_prepare_update(call, tensor, call->verdict->clip, NULL, NULL, u);
-    return HALFSTEP_OK;
 }
 
 /* Advances the counters, scalars, scales and grids of a tensor after its update. */

@@ -36,7 +36,8 @@ struct hstep_work {
     int format[HSTEP_WORK_SLOTS]; /* of the slots that the pass touches; HSTEP_FORMAT_NONE for others */
     char *code[HSTEP_WORK_SLOTS], *extra[HSTEP_WORK_SLOTS]; /* addresses of the part held here */
     uint32_t written;                                       /* bit per slot */
-    float mean;                                             /* subtracted from the scaled gradient */
+    const float *factors; /* of vectors over rows: for each pair, one number for each matrix; else NULL */
+    float mean;           /* subtracted from the scaled gradient */
 };
 
 /* Returns the address of a slot's codes, or NULL for the weight in a micro-step. */
@@ -91,6 +92,7 @@ HSTEP_INLINE void hstep_work_start(const struct hstep_call *call, int tensor, en
     w->mode = w->function == HSTEP_FUNCTION_RULE ? w->u->mode : w->u->mode & RULE_CLAMP;
     w->written = pass == HSTEP_PASS_DIRECTION ? 1u << HSTEP_SLOT_WORK : 0;
     w->mean = 0.0f;
+    w->factors = t->pairs ? call->plan.workspace : NULL;
     for (int s = 0; s < t->slots; s++) {
         const struct hstep_slot *slot = &t->slot[s];
         w->format[s] = touches_all || hstep_is_touched(w, s) ? slot->format : HSTEP_FORMAT_NONE;
@@ -100,10 +102,12 @@ HSTEP_INLINE void hstep_work_start(const struct hstep_call *call, int tensor, en
     }
     w->code[HALFSTEP_SLOT_WEIGHT] = hstep_code_of(call, tensor, HALFSTEP_SLOT_WEIGHT);
     w->code[HALFSTEP_SLOT_GRADIENT] = hstep_code_of(call, tensor, HALFSTEP_SLOT_GRADIENT);
-    const int works = pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE;
+    const int works = hstep_is_for_matrix(pass);
+    /* Elements are counted in the part held here, but the workspace holds only one matrix. */
+    const int64_t before = call->matrix * t->matrix_rows * t->row_length * (int64_t)sizeof *call->plan.workspace;
     for (int s = t->slots; s < HSTEP_SLOTS; s++) w->format[s] = HSTEP_FORMAT_NONE;
     w->format[HSTEP_SLOT_WORK] = works ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_NONE;
-    w->code[HSTEP_SLOT_WORK] = works ? (char *)call->plan.workspace : NULL;
+    w->code[HSTEP_SLOT_WORK] = works ? (char *)((uintptr_t)call->plan.workspace - (uintptr_t)before) : NULL;
     w->extra[HSTEP_SLOT_WORK] = NULL;
 }
 
@@ -135,10 +139,16 @@ HSTEP_INLINE int hstep_is_updated(const struct hstep_tensor *t, const struct hst
     return !u->skip && !(t->matrix && pass == HSTEP_PASS_UPDATE) && !(u->zero_lr && pass == HSTEP_PASS_CHANGE);
 }
 
+/* Returns 1 if the pass has a change to which cautious decay is to be added. */
+HSTEP_INLINE int hstep_decays_cautiously(const struct hstep_work *w)
+{
+    return w->u->cautious_decay != 0.0f && hstep_writes(w, HALFSTEP_SLOT_WEIGHT);
+}
+
 /* Returns the device's fused row for an update, or -1. */
 HSTEP_INLINE int hstep_fused_row(const struct hstep_tensor *t, const struct hstep_update *u)
 {
-    return u->adjusted ? t->fused_adjusted : t->fused;
+    return t->fused[u->way];
 }
 
 /* ---- What a scan looks for ---- */
@@ -203,6 +213,20 @@ HSTEP_INLINE int64_t hstep_every(const struct hstep_work *w, int j)
 /* Sums over the columns of a matrix with vectors are added up within blocks of this many rows. The sums of the blocks
  * are then added in order. */
 #define HSTEP_CROSS_ROWS 64
+
+/* Returns the floats at the start of the workspace that hold the factors of all pairs. They fill whole lines. */
+HSTEP_INLINE int64_t hstep_factor_floats(const struct hstep_tensor *t)
+{
+    return (HSTEP_MAX_PAIRS * t->matrices + 15) / 16 * 16;
+}
+
+/* Returns the factors of the matrices in a slot that is a vector over rows. */
+HSTEP_INLINE const float *hstep_factors_of(const struct hstep_work *w, int slot)
+{
+    int pair = 0;
+    for (int s = HALFSTEP_SLOT_STATE; s < slot; s++) pair += w->t->slot[s].extent == HALFSTEP_EXTENT_ROWS;
+    return w->factors + pair * w->t->matrices;
+}
 
 /* Returns the slot of a pair's vector over rows, or over columns, by the extent. */
 HSTEP_INLINE struct hstep_slot *hstep_vector_of(struct hstep_tensor *t, int pair, int extent)

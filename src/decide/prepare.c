@@ -28,6 +28,18 @@ void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p
     prepares[group->recipe.rule](k, p);
 }
 
+float hstep_factor_of(const struct hstep_group *group, double mean, int pair)
+{
+    switch (group->recipe.rule) {
+#define FACTOR_CASE(name) \
+    case HSTEP_RULE_##name: return (float)name##_factor(group->own, mean, pair);
+#define RULE(id, name) HSTEP_IF(HSTEP_PAIRS(name), FACTOR_CASE, name)
+#include "rules/rules.def"
+#undef RULE
+    default: return 0.0f;
+    }
+}
+
 float hstep_tensor_scale(int format, double norm, double elements)
 {
     switch (format) {
@@ -38,17 +50,28 @@ float hstep_tensor_scale(int format, double norm, double elements)
     }
 }
 
-double hstep_group_lr(const struct hstep_group *group)
+/* Returns a schedule's factor for the next step. warmup and final: rows of hyper-parameters. warmup -1: none. */
+static double factor_of(const struct hstep_group *group, int kind, int warmup, int final)
 {
     struct hstep_schedule schedule = {
-        .kind = group->schedule,
-        .warmup = (uint64_t)group->hyper[HSTEP_WARMUP_STEPS],
+        .kind = kind,
+        .warmup = warmup < 0 ? 0 : (uint64_t)group->hyper[warmup],
         .total = (uint64_t)group->hyper[HSTEP_TOTAL_STEPS],
-        .final = group->hyper[HSTEP_FINAL_FRACTION],
+        .final = group->hyper[final],
         .decay_start = group->hyper[HSTEP_DECAY_START],
         .power = group->hyper[HSTEP_POWER],
     };
-    return group->hyper[HSTEP_LR] * hstep_schedule_factor(&schedule, group->steps);
+    return hstep_schedule_factor(&schedule, group->steps);
+}
+
+double hstep_group_lr(const struct hstep_group *group)
+{
+    return group->hyper[HSTEP_LR] * factor_of(group, group->schedule, HSTEP_WARMUP_STEPS, HSTEP_FINAL_FRACTION);
+}
+
+double hstep_group_decay(const struct hstep_group *group)
+{
+    return group->hyper[HSTEP_WEIGHT_DECAY] * factor_of(group, group->decay_schedule, -1, HSTEP_FINAL_DECAY_FRACTION);
 }
 
 double hstep_state_beta(const struct hstep_group *group, int state)
@@ -101,12 +124,13 @@ const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_t
 
 static void decay_of(const struct hstep_group *g, double *lr, double *decay, double *l2)
 {
-    double weight_decay = g->hyper[HSTEP_WEIGHT_DECAY];
+    double weight_decay = hstep_group_decay(g);
     *decay = *l2 = 0.0;
     if (weight_decay == 0.0) return;
     switch (g->decay) {
     case HSTEP_DECAY_L2: *l2 = weight_decay; break;
-    case HSTEP_DECAY_DECOUPLED: *decay = *lr * weight_decay; break;
+    case HSTEP_DECAY_DECOUPLED:
+    case HSTEP_DECAY_CAUTIOUS: *decay = *lr * weight_decay; break;
     case HSTEP_DECAY_FULLY: *decay = *lr / hstep_reference_lr(g) * weight_decay; break;
     case HSTEP_DECAY_PROXIMAL:
         /* (w - lr u) / (1 + lr wd) = w - (lr u + lr wd w) / (1 + lr wd). */
@@ -163,13 +187,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     /* 1 for an empty tensor, so that no mean over it is 0 / 0. */
     double elements = t->rows && t->row_length ? (double)t->rows * (double)t->row_length : 1.0;
     double base = hstep_group_lr(g), lr = base, decay, l2;
-    const int means = u->means;
-    _Static_assert(HSTEP_MAX_PAIRS == 2, "both means are kept");
-    const double mean0 = u->mean[0], mean1 = u->mean[1];
     memset(u, 0, sizeof *u);
-    u->means = means;
-    u->mean[0] = mean0;
-    u->mean[1] = mean1;
     decay_of(g, &lr, &decay, &l2);
     u->micro = call->micro;
     if (rule->kind == HSTEP_RAW_GRADIENT) {
@@ -181,7 +199,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         if (is_centralized(g, t)) u->centralize = g->hyper[HSTEP_CENTRALIZE] * scale;
     }
     struct hstep_own own = {.id = t->id,
-                            .rows = t->rows,
+                            .rows = t->matrix_rows,
                             .row_length = t->row_length,
                             .elements = elements,
                             .matrix = t->matrix || t->pairs,
@@ -189,20 +207,19 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     const struct hstep_group *first = rule->totals ? &call->plan.groups[call->plan.tensors[t->share].group] : g;
     const struct hstep_shared shared = {.hyper = first->own, .t = first->steps + 1};
     struct hstep_prepare p = {.lr = lr,
-                              .decay = decay,
+                              .decay = g->decay == HSTEP_DECAY_CAUTIOUS ? 0.0 : decay,
                               .t = t->state_steps + 1,
                               .full = t->full_steps + 1,
                               .norm = rule->totals ? NULL : norms,
                               .total = rule->totals ? norms : NULL,
                               .shared = rule->totals ? &shared : NULL,
-                              .mean = u->mean,
-                              .means = means,
                               .own = &own,
                               .own_was_asked = &u->of_its_own};
     memcpy(u->scalar, t->scalar, sizeof u->scalar);
     if (same) memcpy(u->k, same->k, sizeof u->k);
     else hstep_prepare_rule(g, &p, u->k);
     u->every = same ? same->every : p.every;
+    if (g->decay == HSTEP_DECAY_CAUTIOUS) u->cautious_decay = (float)decay;
     if (t->cautious) {
         /* Decay takes no part in the comparison and the scaling, so it goes to u->decay. */
         float *place = &u->k[hstep_rules[t->rule].decay_constant];
@@ -234,7 +251,9 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         }
     }
     u->zero_lr = base == 0.0;
-    u->adjusted = l2 != 0.0 || u->centralize != 0.0 || t->cautious;
+    u->way = t->cautious || u->cautious_decay != 0.0f ? HSTEP_WAY_COMPARED
+             : l2 != 0.0 || u->centralize != 0.0      ? HSTEP_WAY_ADJUSTED
+                                                      : HSTEP_WAY_PLAIN;
     u->fused = hstep_use_fused && hstep_fused_row(t, u) >= 0 && !u->zero_lr && !u->micro &&
                (!u->stochastic || generator != HSTEP_GENERATOR_PHILOX7);
 }

@@ -11,8 +11,12 @@ extern HSTEP_TABLE int hstep_use_fused;
 /* Computes the constants k of a group's rule from its hyper-parameters. The caller has filled in the other members of
  * p. */
 void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k);
+/* Returns what a pair's vector of rows is multiplied by in one matrix, from the mean over the new vector. */
+float hstep_factor_of(const struct hstep_group *group, double mean, int pair);
 /* Returns the group's lr at its next step. */
 double hstep_group_lr(const struct hstep_group *group);
+/* Returns the group's weight decay at its next step. */
+double hstep_group_decay(const struct hstep_group *group);
 /* Returns the factor by which a write decays a state, or 1 for a state without a decay rate, such as a maximum. */
 double hstep_state_beta(const struct hstep_group *group, int state);
 /* Returns 1 if the group's hyper-parameters need the state. Example: sgd without momentum needs none. */
@@ -51,9 +55,6 @@ void hstep_decide_tensors(const struct hstep_call *call, int first, int n);
 int hstep_decide_sums(const struct hstep_call *call, int first, int n);
 /* The same with room for HSTEP_MAX_SUMS numbers, for devices whose threads have little memory of their own. */
 int hstep_decide_sums_in(const struct hstep_call *call, int first, int n, double *sums);
-/* Ends a device's cross(): prepares the update again, with the mean over the pair's new vector of rows. `sums` is as
- * for hstep_decide_sums_in(). */
-int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean, double *sums);
 int hstep_count(const struct hstep_call *call);
 void hstep_count_tensors(const struct hstep_call *call, int first, int n);
 void hstep_count_step(const struct hstep_call *call);

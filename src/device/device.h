@@ -62,6 +62,8 @@ struct hstep_device {
     int (*owns)(const struct hstep_context *c, const void *const *memory, int n, int *error);
     /* Fills in all that can be found out about the device of that name. If it is not usable, why() tells the reason. */
     void (*inform)(const char *name, halfstep_device_info *info);
+    /* Returns a line that says for which devices there is code, without asking any. */
+    const char *(*code)(void);
     /* Returns the text of the error that an entry has just returned to this thread, or NULL. */
     const char *(*why)(void);
 
@@ -89,10 +91,9 @@ struct hstep_device {
     /* Waits until all work is done. After an error none of it is under way any more. */
     int (*wait)(const struct hstep_context *c);
 
-    /* find_fused() returns the device's fused row for a tensor, or -1. adjusted: the row is for gradients with l2 decay
-     * or row means, and for all steps of cautious tensors. workspace() returns how many floats a matrix or its vectors
+    /* find_fused() returns the device's fused row for a tensor and a way of updates, or -1. workspace() returns how many floats a matrix or its vectors
      * need. Both have their result at once. */
-    int (*find_fused)(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted);
+    int (*find_fused)(const struct hstep_context *c, const struct hstep_tensor *t, enum hstep_way way);
     size_t (*workspace)(const struct hstep_tensor *t);
 
     /* Adds to statistics that are zero: squares of the gradients, if they are clipped, and flags of gradients that are

@@ -396,7 +396,7 @@ static int check_with(const halfstep_optimizer *o, int tensor, int variant)
 
 int hstep_check_device(const halfstep_optimizer *o, int tensor)
 {
-    const int row = tensor < 0 ? -1 : o->tensors[tensor].fused;
+    const int row = tensor < 0 ? -1 : o->tensors[tensor].fused[HSTEP_WAY_PLAIN];
     int trusted = o->device->trusted(&o->context, row), error = HALFSTEP_OK;
     if (trusted) return trusted < 0 ? hstep_why(o, trusted) : HALFSTEP_OK;
     if (o->device->records(&o->context))
@@ -412,6 +412,6 @@ int hstep_check_fused(const halfstep_optimizer *o)
 {
     int error = HALFSTEP_OK;
     for (int i = 0; !error && o->device->trusted && !o->checking && i < o->n_tensors; i++)
-        if (o->tensors[i].fused >= 0) error = hstep_check_device(o, i);
+        if (o->tensors[i].fused[HSTEP_WAY_PLAIN] >= 0) error = hstep_check_device(o, i);
     return error;
 }

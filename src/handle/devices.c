@@ -39,6 +39,8 @@ int halfstep_get_device_info(const char *device, halfstep_device_info *info)
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
+const char *halfstep_device_code(void) { return hstep_cuda_device.code(); }
+
 int halfstep_device_allocate(const halfstep_optimizer *o, uint64_t bytes, void **memory)
 {
     if (!o || !memory) return HALFSTEP_ERROR_ARGUMENT;

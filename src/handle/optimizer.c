@@ -260,6 +260,7 @@ static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choic
     switch (hstep_find_choice(choice)) {
     case HSTEP_CHOICE_DECAY: return g ? &g->decay : NULL;
     case HSTEP_CHOICE_SCHEDULE: return g ? &g->schedule : NULL;
+    case HSTEP_CHOICE_DECAY_SCHEDULE: return g ? &g->decay_schedule : NULL;
     case HSTEP_CHOICE_SCAN: return g ? NULL : &o->scan;
     case HSTEP_CHOICE_GENERATOR: return g ? NULL : &o->generator;
     case HSTEP_CHOICE_CLIP: return g ? NULL : &o->clip;
@@ -288,6 +289,14 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
     }
     if (is_hyper) return halfstep_set_hyper(o, group, choice, found);
     int *place = choice_place(o, group, choice);
+    for (int i = 0; hstep_find_choice(choice) == HSTEP_CHOICE_DECAY && found == HSTEP_DECAY_CAUTIOUS && i < o->n_groups;
+         i++) {
+        const struct hstep_rule *rule = &hstep_rules[o->groups[i].recipe.rule];
+        if ((place == &o->groups[i].decay || !place) && rule->no_cautious_decay)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "the decay of %s cannot be cautious: %s; choose another decay", rule->name,
+                              rule->no_cautious_decay);
+    }
     if (place) {
         *place = found;
         return HALFSTEP_OK;

@@ -32,9 +32,8 @@ int hstep_first_plan(halfstep_optimizer *o)
  * hstep_repeat_update() relies on it. */
 static int are_alike(const struct hstep_tensor *a, const struct hstep_tensor *b)
 {
-    int alike = a->group == b->group && a->fused == b->fused && a->fused_adjusted == b->fused_adjusted &&
-                a->matrix == b->matrix && a->pairs == b->pairs &&
-                (a->ndim >= 2 && a->row_length > 1) == (b->ndim >= 2 && b->row_length > 1);
+    int alike = a->group == b->group && !memcmp(a->fused, b->fused, sizeof a->fused) && a->matrix == b->matrix &&
+                a->pairs == b->pairs && (a->ndim >= 2 && a->row_length > 1) == (b->ndim >= 2 && b->row_length > 1);
     for (int s = 0; alike && s < HSTEP_SLOTS; s++)
         alike = a->slot[s].format == b->slot[s].format && a->slot[s].root == b->slot[s].root;
     return alike;
@@ -72,10 +71,12 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
         o->totals += hstep_rules[t->rule].totals;
         t->share = find_share(o, i);
         o->parts += !hstep_is_whole(t);
-        t->fused = o->device->find_fused(&o->context, t, 0);
-        t->fused_adjusted = o->device->find_fused(&o->context, t, 1);
+        for (int way = 0; way < HSTEP_WAYS; way++)
+            t->fused[way] = o->device->find_fused(&o->context, t, (enum hstep_way)way);
         t->first_alike = i && are_alike(t - 1, t) ? t[-1].first_alike : i;
         size_t floats = (t->matrix || t->pairs) && t->runs ? o->device->workspace(t) : 0;
+        /* halfstep_run_norms() puts the vectors of a part aside. */
+        if (t->pairs && t->runs && !hstep_is_whole(t)) floats += (size_t)(t->n_rows + t->matrices * t->row_length);
         if (floats > *workspace) *workspace = floats;
     }
 }

@@ -139,7 +139,7 @@ static int check_rates(const struct hstep_request *s)
 
 static int check_decay(const struct hstep_request *s, const struct hstep_group *g, const char *tensor)
 {
-    double lr = hstep_group_lr(g), reference = hstep_reference_lr(g), decay = g->hyper[HSTEP_WEIGHT_DECAY];
+    double lr = hstep_group_lr(g), reference = hstep_reference_lr(g), decay = hstep_group_decay(g);
     if (g->decay != HSTEP_DECAY_FULLY || decay == 0.0 || reference == 0.0) return HALFSTEP_OK;
     if (lr / reference * decay > 1.0)
         return hstep_fail(

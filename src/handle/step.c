@@ -2,7 +2,7 @@
  * tensors and one, and makes a whole step, a part of one or a micro-step. */
 #include "base/lock.h"
 #include "base/structs.h"
-#include "decide/prepare.h"
+#include "decide/pass.h"
 #include "handle/optimizer.h"
 #include "handle/ready.h"
 #include "kernels/dispatch.h"
@@ -115,7 +115,29 @@ static int zero_sums(const struct hstep_request *s)
                               (uint64_t)count * sizeof *c->statistics);
 }
 
-/* Makes the sums of n tensors, except of those with vectors, which update_factored() sums after their vectors. */
+/* Makes the sums of a part of matrices with vectors, which need new vectors. Puts the old vectors back afterwards,
+ * because a step that is not finished must not change them. update_factored() makes the new ones again. */
+static int sum_factored(const struct hstep_request *s, int tensor)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_slot *vector[] = {hstep_vector_of(t, 0, HALFSTEP_EXTENT_ROWS),
+                                         hstep_vector_of(t, 0, HALFSTEP_EXTENT_COLUMNS)};
+    float *aside = c->plan.workspace + o->device->workspace(t);
+    float *const place[] = {aside, aside + t->n_rows};
+    int error = HALFSTEP_OK;
+    hstep_lock(&o->workspace_lock);
+    for (int i = 0; !error && i < 2; i++)
+        error = o->device->copy(c->context, place[i], vector[i]->code, vector[i]->code_bytes);
+    if (!error && !(error = o->device->cross(c, tensor, 0))) error = o->device->sum(c, tensor, 1);
+    for (int i = 0; !error && i < 2; i++)
+        error = o->device->copy(c->context, vector[i]->code, place[i], vector[i]->code_bytes);
+    hstep_unlock(&o->workspace_lock);
+    return error;
+}
+
+/* Makes the sums of n tensors. A whole tensor with vectors is left to update_factored(). */
 static int sum_tensors(const struct hstep_request *s, int first, int n)
 {
     const struct hstep_tensor *tensors = s->o->tensors;
@@ -124,6 +146,8 @@ static int sum_tensors(const struct hstep_request *s, int first, int n)
         for (end = i + 1; end < first + n && !tensors[i].pairs && !tensors[end].pairs; end++) {
         }
         if (!tensors[i].pairs) error = s->o->device->sum(&s->call, i, end - i);
+        else if (tensors[i].runs && !hstep_is_whole(&tensors[i]) && s->call.gradients[i - s->call.first])
+            error = sum_factored(s, i);
     }
     return error;
 }
@@ -143,30 +167,33 @@ static int norms(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-static int transform(const struct hstep_request *s, int tensor)
+static int transform(const halfstep_optimizer *o, const struct hstep_call *call, int tensor)
 {
-    halfstep_optimizer *o = s->o;
     const struct hstep_tensor *t = &o->tensors[tensor];
-    const struct hstep_own own = {.rows = t->rows, .row_length = t->row_length, .matrix = 1};
+    const struct hstep_own own = {.rows = t->matrix_rows, .row_length = t->row_length, .matrix = 1};
     int own_asked = 0;
     struct hstep_prepare p = {.own = &own, .own_was_asked = &own_asked};
     float k[HSTEP_MAX_SCALARS];
     hstep_prepare_rule(&o->groups[t->group], &p, k);
-    const struct hstep_matrix m = {tensor, t->rows, t->row_length, k};
-    return o->device->transform(&s->call, &m);
+    const struct hstep_matrix m = {tensor, t->matrix_rows, t->row_length, k};
+    return o->device->transform(call, &m);
 }
 
-/* Updates a matrix in three passes: the direction into the workspace, its transformation, the change of the weight. */
-static int update_matrix(const struct hstep_request *s, int tensor)
+/* Updates each matrix of a tensor in three passes: the direction into the workspace, its transformation, the change of
+ * the weight. */
+static int update_matrices(const struct hstep_request *s, int tensor)
 {
     halfstep_optimizer *o = s->o;
-    const struct hstep_call *c = &s->call;
-    if (!c->gradients[tensor - c->first] || !o->tensors[tensor].runs) return HALFSTEP_OK;
+    struct hstep_call c = s->call;
+    int error = HALFSTEP_OK;
+    if (!c.gradients[tensor - c.first] || !o->tensors[tensor].runs) return HALFSTEP_OK;
     /* Only calls about single tensors, on several threads, can compete for the workspace. */
     hstep_lock(&o->workspace_lock);
-    int error = o->device->update(c, tensor, 1, HSTEP_PASS_DIRECTION);
-    if (!error && !c->micro && !(error = transform(s, tensor)))
-        error = o->device->update(c, tensor, 1, HSTEP_PASS_CHANGE);
+    for (c.matrix = 0; !error && c.matrix < o->tensors[tensor].matrices; c.matrix++) {
+        error = o->device->update(&c, tensor, 1, HSTEP_PASS_DIRECTION);
+        if (!error && !c.micro && !(error = transform(o, &c, tensor)))
+            error = o->device->update(&c, tensor, 1, HSTEP_PASS_CHANGE);
+    }
     hstep_unlock(&o->workspace_lock);
     return error;
 }
@@ -178,12 +205,15 @@ static int update_factored(const struct hstep_request *s, int tensor)
     const struct hstep_call *c = &s->call;
     const struct hstep_tensor *t = &o->tensors[tensor];
     int error = HALFSTEP_OK;
-    if (!c->gradients[tensor - c->first] || !t->runs) return HALFSTEP_OK;
+    if (!c->gradients[tensor - c->first]) return HALFSTEP_OK;
+    /* The sums of a part are those of norms(). A part without elements has only its constants and scalars to renew. */
+    if (!t->runs) return hstep_needs_sums(t, 0) ? o->device->decide_sums(c, tensor, 1) : HALFSTEP_OK;
     hstep_lock(&o->workspace_lock);
     for (int pair = 0; !error && pair < t->pairs; pair++) {
         error = o->device->cross(c, tensor, pair);
-        if (!error && !pair && hstep_needs_sums(t, 0) && !(error = o->device->sum(c, tensor, 1)))
-            error = o->device->decide_sums(c, tensor, 1);
+        if (error || pair || !hstep_needs_sums(t, 0)) continue;
+        if (hstep_is_whole(t)) error = o->device->sum(c, tensor, 1);
+        if (!error) error = o->device->decide_sums(c, tensor, 1);
     }
     if (!error) error = o->device->update(c, tensor, 1, HSTEP_PASS_UPDATE);
     hstep_unlock(&o->workspace_lock);
@@ -198,7 +228,7 @@ static int update_tensors(const struct hstep_request *s, int first, int n)
     for (int i = first; o->matrices && i < first + n; i++) matrices += o->tensors[i].matrix;
     if (matrices < n && (error = o->device->update(&s->call, first, n, HSTEP_PASS_UPDATE))) return error;
     for (int i = first; matrices && i < first + n; i++)
-        if (o->tensors[i].matrix && (error = update_matrix(s, i))) return error;
+        if (o->tensors[i].matrix && (error = update_matrices(s, i))) return error;
     return HALFSTEP_OK;
 }
 

@@ -14,7 +14,7 @@ static void size_slot(const struct hstep_tensor *t, struct hstep_slot *slot)
 {
     if (slot->format < 0) return;
     int64_t rows = t->n_rows, columns = t->n_columns;
-    hstep_extend(slot->extent, &rows, &columns);
+    hstep_extend(slot->extent, t->matrix_rows, &rows, &columns);
     slot->code_bytes = hstep_code_bytes(slot->format, rows, columns);
     slot->extra_bytes = hstep_extra_bytes(slot->format, rows, columns);
 }
@@ -56,9 +56,10 @@ int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g
         struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_STATE + i];
         *slot = (struct hstep_slot){.format = HSTEP_FORMAT_NONE, .grid = 1.0f};
         if (i >= hstep_rule_states(g->recipe.rule) || !hstep_state_needed(g, i) ||
-            !hstep_state_of_shape(g->recipe.rule, i, t->ndim, t->rows, t->row_length))
+            !hstep_state_of_shape(g->recipe.rule, i, t->ndim, t->matrix_rows, t->row_length))
             continue;
-        int format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length);
+        int format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length,
+                                           t->matrix_rows);
         slot->fell_back = format != g->recipe.state[i];
         slot->format = precise_format(g, i, format);
         slot->precise = slot->format != format;
@@ -94,6 +95,11 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
                           "tensor '%s': %d dimension%s need n rows of length 1, or one row of at least 4096", d->name,
                           (int)d->ndim, d->ndim == 1 ? "" : "s");
+    if (d->matrix_rows < 0 || (d->matrix_rows && d->rows % d->matrix_rows))
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': matrix_rows is %lld; it must be 0 (one matrix) or a divisor of its %lld rows",
+                          d->name, (long long)d->matrix_rows, (long long)d->rows);
+    if (d->matrix_rows && hstep_has_matrices(t->rule)) t->matrix_rows = d->matrix_rows;
     t->first_row = d->first_row;
     t->n_rows = d->n_rows;
     t->first_column = d->first_column;
@@ -139,15 +145,12 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     if (o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist",
                           d->name);
-    struct hstep_tensor t = {.group = d->group,
-                             .fused = -1,
-                             .fused_adjusted = -1,
-                             .ndim = d->ndim,
-                             .rows = d->rows,
-                             .row_length = d->row_length};
+    struct hstep_tensor t = {
+        .group = d->group, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length, .matrix_rows = d->rows};
     int error = hstep_check_group(o, d->group);
-    if (error || (error = check_shape(o, d, &t))) return error;
+    if (error) return error;
     t.rule = o->groups[t.group].recipe.rule;
+    if ((error = check_shape(o, d, &t))) return error;
     if ((error = choose_formats(o, d, &t))) return error;
     t.id = d->id ? d->id : hstep_hash_name(d->name);
     for (int i = 0; i < o->n_tensors; i++)
@@ -157,12 +160,16 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
                               "their random bits; give one of them another id",
                               o->labels[i].name, d->name, (unsigned long long)t.id);
 
-    if ((hstep_is_matrix(t.rule, t.ndim, t.rows, t.row_length) || hstep_pairs(t.rule, t.ndim, t.rows, t.row_length)) &&
-        t.n_rows && t.n_columns && (t.n_rows != t.rows || t.n_columns != t.row_length))
+    if ((hstep_is_matrix(t.rule, t.ndim, t.matrix_rows, t.row_length) ||
+         hstep_pairs(t.rule, t.ndim, t.matrix_rows, t.row_length)) &&
+        t.n_rows && t.n_columns &&
+        (t.first_row % t.matrix_rows || t.n_rows % t.matrix_rows || t.n_columns != t.row_length))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor '%s': %s steps only whole matrices, not %lld x %lld of %lld x %lld", d->name,
-                          hstep_rules[o->groups[t.group].recipe.rule].name, (long long)t.n_rows, (long long)t.n_columns,
-                          (long long)t.rows, (long long)t.row_length);
+                          "tensor '%s': %s steps only whole matrices of %lld x %lld, not rows %lld + %lld and columns "
+                          "%lld + %lld (first + number) of %lld x %lld",
+                          d->name, hstep_rules[t.rule].name, (long long)t.matrix_rows, (long long)t.row_length,
+                          (long long)t.first_row, (long long)t.n_rows, (long long)t.first_column,
+                          (long long)t.n_columns, (long long)t.rows, (long long)t.row_length);
 
     size_t length = strlen(d->name) + 1;
     struct hstep_label label = {0};
@@ -207,6 +214,7 @@ int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_ten
                             .n_rows = t->n_rows,
                             .first_column = t->first_column,
                             .n_columns = t->n_columns,
+                            .matrix_rows = t->matrix_rows,
                             .gradient = hstep_formats[t->slot[HALFSTEP_SLOT_GRADIENT].format].name};
     return hstep_give_struct(d, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }

@@ -81,7 +81,7 @@ static int add_setting(record *r, const setting *added, hstep_error *error)
 /* Adds the choices of one group, or those of the optimizer, to the settings. */
 static int describe_choices(record *r, int32_t group, hstep_error *error)
 {
-    static const char *const of_group[] = {"decay", "schedule", NULL};
+    static const char *const of_group[] = {"decay", "schedule", "decay_schedule", NULL};
     static const char *const of_optimizer[] = {"generator", "scan", "clip", "missing", NULL};
     const char *const *names = group == HALFSTEP_ALL_GROUPS ? of_optimizer : of_group;
     int code = HALFSTEP_OK;

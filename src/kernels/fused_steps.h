@@ -232,8 +232,9 @@ static void fused_step(const struct hstep_fused *a, int step)
     const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
     struct fused_scratch scratch;
     struct hstep_fused seen;
-    /* A cautious step needs the change in scratch memory, beside its gradient. */
-    const int plain = a->cautious == 0.0f && fused_is_plain(a);
+    /* A cautious step needs the change in scratch memory, beside its gradient and its weight. */
+    const int cautious = a->cautious != 0.0f || a->cautious_decay != 0.0f;
+    const int plain = !cautious && fused_is_plain(a);
     fused_tile *const tile = fused_tiles[rule][row][variant];
     static const struct fused_ends none;
     const int parts = fused_parts(fused_rules[rule].kind, variant);
@@ -247,7 +248,7 @@ static void fused_step(const struct hstep_fused *a, int step)
         else j0 = j0 < j ? j0 : j;
     }
     if (j0 == HSTEP_FUSED_STATES || j1 == HSTEP_FUSED_STATES) j0 = j1 = -1;
-    fused_end_function *const end = a->cautious != 0.0f         ? NULL
+    fused_end_function *const end = cautious                    ? NULL
                                     : !plain                    ? ends->format[weight]
                                     : parts == HSTEP_PARTS_ROOT ? ends->plain
                                                                 : NULL;
@@ -270,6 +271,7 @@ static void fused_step(const struct hstep_fused *a, int step)
             if (ends->change) ends->change(a, &scratch, t, n);
             if (a->cautious != 0.0f)
                 cautious_tile(scratch.change, scratch.gradient, scratch.weight, a->cautious, a->decay, n);
+            if (a->cautious_decay != 0.0f) decay_tile(scratch.change, scratch.weight, a->cautious_decay, n);
             fused_formats.apply[weight](a, HALFSTEP_SLOT_WEIGHT, scratch.weight, scratch.change, t, n);
         }
         for (int j = 0; j < HSTEP_FUSED_STATES; j++) {

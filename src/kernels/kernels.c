@@ -62,6 +62,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
     .gradient = gradient_tile,
     .agreement = agreement_tile,
     .cautious = cautious_tile,
+    .decay = decay_tile,
     .accumulate = accumulate_tile,
     .scale = scale_tile,
     .to_plain = to_plain,

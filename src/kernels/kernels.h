@@ -38,7 +38,7 @@ struct hstep_fused {
     float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS]; /* factors of stored values and of values to be coded (grid.h) */
     uint32_t nonneg, as_weight;                 /* masks: second moments; states that are stored as the weight is */
     uint32_t weight_to_slot, slot_to_weight;    /* masks, as in struct hstep_update */
-    float cautious, decay;                      /* as in struct hstep_update */
+    float cautious, decay, cautious_decay;      /* as in struct hstep_update */
     const struct hstep_key *key;                /* segment keys of the mixer */
 };
 
@@ -113,9 +113,10 @@ struct hstep_kernels {
     /* g = g * scale - mean + l2 * w */
     void (*gradient)(float *g, const float *w, float scale, float mean, float l2, int64_t n);
     /* agreement() sets x to 1 where an update agrees with the gradient, else to 0. cautious() turns an update into the
-     * cautious change. */
+     * cautious change. decay() adds cautious decay to an update. */
     void (*agreement)(const float *update, const float *g, float *x, int64_t n);
     void (*cautious)(float *d, const float *g, const float *w, float scale, float decay, int64_t n);
+    void (*decay)(float *d, const float *w, float decay, int64_t n);
     /* g += scale * x */
     void (*accumulate)(float *g, const float *x, float scale, int64_t n);
     /* x *= factor */

@@ -156,6 +156,14 @@ V_OP vf cautious_change(vf update, vf g, vf w, vf scale, vf decay)
     return v_add(v_select(agrees(update, g), v_mul(update, scale), v_set(0.0f)), v_mul(decay, w));
 }
 
+/* Returns the update plus decay * w. Leaves decay out where the update alone moves the weight away from 0 (Chen et al.
+ * 2025). */
+V_OP vf decay_change(vf update, vf w, vf decay)
+{
+    const vm away = v_gt(v_set(0.0f), v_mul(v_sign(update), w));
+    return v_add(update, v_select(away, v_set(0.0f), v_mul(decay, w)));
+}
+
 /* ---- Random words ---- */
 
 /* mixer_start() and mixer_next() compute hstep_mixer_word() on VL consecutive words. Each call of mixer_next() advances

@@ -305,6 +305,11 @@ static void cautious_tile(float *d, const float *g, const float *w, float scale,
         v_store(d + i, cautious_change(v_load(d + i), v_load(g + i), v_load(w + i), v_set(scale), v_set(decay)));
 }
 
+static void decay_tile(float *d, const float *w, float decay, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += VL) v_store(d + i, decay_change(v_load(d + i), v_load(w + i), v_set(decay)));
+}
+
 static void accumulate_tile(float *g, const float *x, float scale, int64_t n)
 {
     vf s = v_set(scale);

@@ -13,8 +13,8 @@
  *   published: m = b1 m + (1 - b1) L u, change = m + decay L / lr w
  *
  * The default form is torch.optim.Adafactor's; published is that of the paper and of transformers. RMS is the root mean
- * square over the tensor, kept as update_rms and weight_rms. If a square is 0, so is its quotient. A matrix is a tensor
- * of two or more dimensions with two rows and two columns or more. Its rows are the first dimension. */
+ * square over the tensor, kept as update_rms and weight_rms. If a square is 0, so is its quotient. A matrix has two rows
+ * and two columns or more. In a stack of matrices each has vectors of its own. */
 #ifndef HSTEP_ADAFACTOR_H
 #define HSTEP_ADAFACTOR_H
 
@@ -30,7 +30,6 @@ enum {
     ADAFACTOR_NEW2_REST, /* 0 for matrices, which have no v for each element */
     ADAFACTOR_ADDED,
     ADAFACTOR_FLOOR,
-    ADAFACTOR_MEAN, /* 1 / mean(r) for matrices; 0 for the rest */
     ADAFACTOR_STEP, /* L, or 1 if m holds whole steps */
     ADAFACTOR_DECAY,
     adafactor_constants
@@ -45,7 +44,7 @@ HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
     double beta1 = p->hyper[0], eps = p->hyper[2], threshold = p->hyper[4], t = (double)p->t;
     /* Without a first moment both forms agree, and m is the change. m then includes L too. */
     int published = p->hyper[8] != 0.0, whole = published || beta1 == 0.0;
-    double fresh = hstep_pow(t, p->hyper[1]), step = p->lr, clip = 1.0, floor = published ? 0.0 : eps, mean = 0.0;
+    double fresh = hstep_pow(t, p->hyper[1]), step = p->lr, clip = 1.0, floor = published ? 0.0 : eps;
     if (p->hyper[5] != 0.0 && step > 1.0 / sqrt(t)) step = 1.0 / sqrt(t);
     if (p->hyper[5] != 0.0 && p->hyper[6] != 0.0 && step > 1e-6 * t) step = 1e-6 * t;
     if (p->norm) {
@@ -55,7 +54,6 @@ HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
         if (threshold > 0.0 && own->scalar[0] > threshold) clip = threshold / own->scalar[0];
     }
     if (p->hyper[7] != 0.0) step = step * (own->scalar[1] > p->hyper[3] ? own->scalar[1] : p->hyper[3]);
-    if (p->means > 0) mean = adafactor_reciprocal(p->mean[0] > floor ? p->mean[0] : floor);
     k[ADAFACTOR_BETA1] = (float)beta1;
     k[ADAFACTOR_NEW1] = (float)((1.0 - beta1) * (whole ? step : 1.0) * clip);
     k[ADAFACTOR_STEP] = whole ? 1.0f : (float)step;
@@ -64,16 +62,23 @@ HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
     k[ADAFACTOR_NEW2_REST] = own->matrix ? 0.0f : k[ADAFACTOR_NEW2];
     k[ADAFACTOR_ADDED] = published ? (float)eps : 0.0f;
     k[ADAFACTOR_FLOOR] = (float)floor;
-    k[ADAFACTOR_MEAN] = (float)mean;
     k[ADAFACTOR_DECAY] = (float)(published && p->lr > 0.0 ? p->decay * (step / p->lr) : p->decay);
 }
 
-/* Updates v and returns g / max(sqrt(v), f). s[] holds v, r, c and m. */
+/* Returns 1 / max(mean(r), f). */
+HSTEP_INLINE double adafactor_factor(const double *hyper, double mean, int pair)
+{
+    const double floor = hyper[8] != 0.0 ? 0.0 : hyper[2];
+    (void)pair;
+    return adafactor_reciprocal(mean > floor ? mean : floor);
+}
+
+/* Updates v and returns g / max(sqrt(v), f). s[] holds v, r / max(mean(r), f), c and m. */
 V_OP vf adafactor_quotient(const vf *k, vf g, vf *s)
 {
     vf square = v_add(v_mul(g, g), k[ADAFACTOR_ADDED]);
     s[0] = v_add(v_mul(k[ADAFACTOR_BETA2], s[0]), v_mul(k[ADAFACTOR_NEW2_REST], square));
-    vf root = v_sqrt(v_add(s[0], v_mul(v_mul(s[1], k[ADAFACTOR_MEAN]), s[2])));
+    vf root = v_sqrt(v_add(s[0], v_mul(s[1], s[2])));
     return v_div0(g, v_max(root, k[ADAFACTOR_FLOOR]));
 }
 

@@ -11,8 +11,8 @@
  *   the rest: d = lr m + decay * w
  *
  * As in the authors' code, no moment is debiased. If a square is 0, so is its quotient. RMS is the root mean square
- * over the tensor, kept as update_rms. A matrix is a tensor of two or more dimensions with two rows and two
- * columns or more. Its rows are the first dimension. */
+ * over the tensor, kept as update_rms. A matrix has two rows and two columns or more. In a stack of matrices each has
+ * vectors of its own. */
 #ifndef HSTEP_CAME_H
 #define HSTEP_CAME_H
 
@@ -28,8 +28,6 @@ enum {
     CAME_NEW2_REST, /* 0 for matrices, which have no v for each element */
     CAME_EPS,
     CAME_INSTABILITY_EPS,
-    CAME_MEAN, /* 1 / mean(r), 1 / mean(p); 0 for the rest */
-    CAME_INSTABILITY_MEAN,
     CAME_REST, /* added to the divisor of m: 1 for the rest, 0 for matrices */
     CAME_CLIP,
     CAME_LR,
@@ -54,20 +52,25 @@ HSTEP_INLINE void came_prepare(float *k, struct hstep_prepare *p)
     k[CAME_NEW2_REST] = own->matrix ? 0.0f : k[CAME_NEW2];
     k[CAME_EPS] = (float)p->hyper[3];
     k[CAME_INSTABILITY_EPS] = (float)p->hyper[4];
-    k[CAME_MEAN] = p->means > 0 ? (float)adafactor_reciprocal(p->mean[0]) : 0.0f;
-    k[CAME_INSTABILITY_MEAN] = p->means > 1 ? (float)adafactor_reciprocal(p->mean[1]) : 0.0f;
     k[CAME_REST] = own->matrix ? 0.0f : 1.0f;
     k[CAME_CLIP] = (float)clip;
     k[CAME_LR] = (float)p->lr;
     k[CAME_DECAY] = (float)p->decay;
 }
 
-/* Updates v and returns g / sqrt(v). s[] holds m, v, r, c, p and q. */
+/* Returns 1 / mean(r) and 1 / mean(p). */
+HSTEP_INLINE double came_factor(const double *hyper, double mean, int pair)
+{
+    (void)hyper, (void)pair;
+    return adafactor_reciprocal(mean);
+}
+
+/* Updates v and returns g / sqrt(v). s[] holds m, v, r / mean(r), c, p / mean(p) and q. */
 V_OP vf came_quotient(const vf *k, vf g, vf *s)
 {
     vf square = v_add(v_mul(g, g), k[CAME_EPS]);
     s[1] = v_add(v_mul(k[CAME_BETA2], s[1]), v_mul(k[CAME_NEW2_REST], square));
-    return v_div0(g, v_sqrt(v_add(s[1], v_mul(v_mul(s[2], k[CAME_MEAN]), s[3]))));
+    return v_div0(g, v_sqrt(v_add(s[1], v_mul(s[2], s[3]))));
 }
 
 V_OP void came_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
@@ -101,7 +104,7 @@ V_OP vf came_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     (void)mode;
     came_moment(k, g, s);
-    vf divisor = v_add(v_sqrt(v_mul(v_mul(s[4], k[CAME_INSTABILITY_MEAN]), s[5])), k[CAME_REST]);
+    vf divisor = v_add(v_sqrt(v_mul(s[4], s[5])), k[CAME_REST]);
     return v_add(v_mul(k[CAME_LR], v_div0(s[0], divisor)), v_mul(k[CAME_DECAY], w));
 }
 

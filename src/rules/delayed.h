@@ -39,7 +39,7 @@ HSTEP_INLINE void delayed_prepare(float *k, struct hstep_prepare *p)
 #define delayed_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                           \
     RULE("adamw-delayed", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                                         \
          .label = "AdamWDelayed", .title = "AdamW with lumped decay, for weights with a residual (adamw_bfloat16)", \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                      \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg", .no_cautious_decay = "its decay comes in lumps")     \
     ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                          \
     HYPER("eps", "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                         \
     HYPER("threshold", "decay is gathered until it is above this, then applied", .initial = 5e-3, .maximum = 1.0)   \

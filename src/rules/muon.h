@@ -66,7 +66,7 @@ V_OP vf muon_change(const vf *k, vf w, vf o) { return v_add(v_mul(k[MUON_SCALE],
 
 #define muon_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                         \
     RULE("muon", MATRIX(newton_schulz), PARTS(adamw),                                                          \
-         NOT_CAUTIOUS("the update of a matrix is made of all its elements at once"),                           \
+         CAUTIOUS_DECAY("the update of a matrix is made of all its elements at once"),                           \
          .label = "Muon",                                                                                      \
          .title = "Muon: orthogonalized momentum for matrices, AdamW for the rest (Jordan et al. 2024)",       \
          .lr = 1e-3, .weight_decay = 1e-1, .decay = "decoupled", .keeps = "momentum_buffer")                   \

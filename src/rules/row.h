@@ -27,9 +27,11 @@
  *          PARTS_UNLESS_OPTION(PREFIX)    the parts are for modes without RULE_OPTION. NAME_rule() is for all modes
  *          WHOLE                     the rule has no parts, only NAME_rule()
  *
- * CAUTION  CAUTIOUS(DECAY)           a group may be cautious: the change is an update plus k[DECAY] times the weight,
+ * CAUTION  CAUTIOUS(DECAY)           a group may be cautious, and so may its decay unless
+ *                                    .no_cautious_decay says why not: the change is an update plus k[DECAY] times the weight,
  *                                    and one pass finds the sign of the update
- *          NOT_CAUTIOUS("why")       a group may not be cautious; the reason is the end of a sentence
+ *          NOT_CAUTIOUS("why")       neither a group nor its decay may be cautious; the reason is the end of a sentence
+ *          CAUTIOUS_DECAY("why")     only its decay may be cautious; the reason is why a group may not be
  *
  * ROLE     SIGNED                    a state of either sign
  *          NONNEG                    a second moment, never negative. Beside ROWS and COLUMNS, only tensors that are

@@ -31,9 +31,14 @@
  *   V_OP vf NAME_vector(const vf *k, vf old, vf mean, const int pair)
  *       for FACTORED(pairs, n), and tensors that are matrices. The first returns a value of each element. The second
  *       returns the new number of a row or column from its old one and the mean of those values over it. Pair 0 is made
- *       before the sums of NORMS, from gradients alone (w and s[] may be 0). Pair 1 is made after them. Then follows
- *       another prepare() with p->mean, the mean over each new vector of rows. In NAME_rule() and the others, s[] of
- *       those states are the numbers of an element's row and column. Changes to them there are not stored.
+ *       before the sums of NORMS, from gradients alone (w and s[] may be 0). Pair 1 is made after them. In NAME_rule()
+ *       and the others, s[] of those states are the numbers of an element's row and column. Changes to them there are
+ *       not stored.
+ *
+ *   HSTEP_INLINE double NAME_factor(const double *hyper, double mean, int pair)
+ *       for FACTORED(pairs, n). It returns what the pair's numbers of rows are multiplied by, in fp32, before they reach
+ *       s[]. The mean is over the new vector of rows of one matrix. `hyper` is as p->hyper. A stack has a factor for
+ *       each of its matrices.
  *
  *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
  *       the row: name, states, hyper-parameters and whatever else the tables know of the rule (row.h). */
@@ -60,7 +65,7 @@ enum { HSTEP_PARTS_ROOT = 1, HSTEP_PARTS_ROOTLESS, HSTEP_PARTS_UNLESS_OPTION };
 /* The properties of one tensor of a group. */
 struct hstep_own {
     uint64_t id;
-    int64_t rows, row_length;
+    int64_t rows, row_length; /* of one matrix of a rule of matrices */
     double elements;    /* of the whole tensor; 1 where there are none */
     int matrix;         /* stepped as a matrix, by a transformation or by vectors over rows and columns */
     double *scalar;     /* the rule's SCALARS: before the update on entry, after it on return */
@@ -81,8 +86,6 @@ struct hstep_prepare {
     const double *norm;  /* roots of the sums of squares that NORMS asks for; NULL before they are known */
     const double *total; /* the sums that TOTALS asks for, likewise */
     const struct hstep_shared *shared; /* for TOTALS, else NULL */
-    const double *mean;  /* over the new vectors of rows of a matrix, `means` of them so far */
-    int means;
     int64_t every;       /* out: for TOTALS only every so many-th element is summed; below 2: all */
     int copies_state;    /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
     /* For hstep_own() alone. */

@@ -46,7 +46,7 @@ V_OP vf schedulefree_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 }
 
 #define schedulefree_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                     \
-    RULE("schedulefree", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its update always has the gradient's sign"),            \
+    RULE("schedulefree", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its weights are averages, which no update moves alone"),            \
          .label = "ScheduleFree", .title = "schedule-free AdamW (Defazio et al. 2024)",                            \
          .lr = 2.5e-3, .decay = "decoupled")                                                                       \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                   \

@@ -66,6 +66,7 @@ struct hstep_call {
     int first, n;
     int single;           /* 1: one tensor is stepped by itself */
     int micro;            /* 1: a micro-step: gradients go into the states, weights do not change */
+    int64_t matrix;       /* of passes over one matrix: its number among those held here */
     void *const *weights; /* NULL in micro-steps */
     const void *const *gradients;
     const struct hstep_tensor *tensors; /* the handle's own; a device may read what settling filled in */
@@ -74,6 +75,12 @@ struct hstep_call {
 };
 
 enum hstep_pass { HSTEP_PASS_UPDATE, HSTEP_PASS_DIRECTION, HSTEP_PASS_CHANGE, HSTEP_PASS_SUMS };
+
+/* Returns 1 if the pass is over one matrix, call->matrix, whose elements are in the workspace. */
+HSTEP_INLINE int hstep_is_for_matrix(enum hstep_pass pass)
+{
+    return pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE;
+}
 
 /* Statistics of a step are the limbs of the sum of squares, one flag for each tensor, and the limbs of the sums over
  * single tensors. */

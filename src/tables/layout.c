@@ -61,37 +61,52 @@ void hstep_lay_out(struct hstep_tensor *t)
     t->runs = t->dense ? 1 : rows;
     t->run_length = t->dense ? rows * columns : columns;
     if (!rows || !columns) t->runs = t->run_length = 0;
-    t->matrix = hstep_is_matrix(t->rule, t->ndim, t->rows, t->row_length);
+    t->matrix = hstep_is_matrix(t->rule, t->ndim, t->matrix_rows, t->row_length);
     /* C has no empty arrays, so kernels of a rule without states get a list of one empty state. */
     t->slots = HALFSTEP_SLOT_STATE + (hstep_rule_states(t->rule) > 0 ? hstep_rule_states(t->rule) : 1);
-    t->pairs = hstep_pairs(t->rule, t->ndim, t->rows, t->row_length);
+    t->pairs = hstep_pairs(t->rule, t->ndim, t->matrix_rows, t->row_length);
+    t->matrices = t->matrix || t->pairs ? rows / t->matrix_rows : 1;
     t->sums = hstep_sum_of_state(t, HSTEP_SLOTS) + t->cautious;
 }
 
-int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out)
+/* Cuts elements from .. to - 1 of each of n_runs runs. Writes the chunks to out, if that is not NULL. */
+static int64_t cut_runs(const struct hstep_tensor *t, int index, int64_t first_run, int64_t n_runs, int64_t from,
+                        int64_t to, struct hstep_chunk *out)
 {
-    int64_t n = 0;
-    if (!t->runs) return 0;
-    if (t->run_length < HSTEP_CHUNK) {
-        int64_t per_chunk = HSTEP_CHUNK / t->run_length;
-        for (int64_t run = 0; run < t->runs; run += per_chunk, n++)
+    int64_t n = 0, length = to - from;
+    if (length < HSTEP_CHUNK) {
+        int64_t per_chunk = HSTEP_CHUNK / length;
+        for (int64_t run = 0; run < n_runs; run += per_chunk, n++)
             if (out)
                 out[n] = (struct hstep_chunk){
-                    index, run, t->runs - run < per_chunk ? t->runs - run : per_chunk, 0, t->run_length, 0};
+                    index, first_run + run, n_runs - run < per_chunk ? n_runs - run : per_chunk, from, length, 0};
         return n;
     }
-    for (int64_t run = 0; run < t->runs; run++) {
+    for (int64_t run = first_run; run < first_run + n_runs; run++) {
         /* Cuts at multiples of a chunk. If units start at multiples in index space, cuts lie there too. This also keeps
          * a chunk within one segment of random words. Otherwise cuts lie in columns. */
         uint64_t first = t->dense || t->unit == HSTEP_GROUP ? t->index0 + (uint64_t)(run * t->index_stride)
                                                             : (uint64_t)t->first_column;
         int64_t start = (int64_t)(first % (uint64_t)HSTEP_CHUNK);
-        for (int64_t offset = 0; offset < t->run_length; n++) {
-            int64_t length = HSTEP_CHUNK - (start + offset) % HSTEP_CHUNK;
-            if (length > t->run_length - offset) length = t->run_length - offset;
-            if (out) out[n] = (struct hstep_chunk){index, run, 1, offset, length, 0};
-            offset += length;
+        for (int64_t offset = from; offset < to; n++) {
+            int64_t some = HSTEP_CHUNK - (start + offset) % HSTEP_CHUNK;
+            if (some > to - offset) some = to - offset;
+            if (out) out[n] = (struct hstep_chunk){index, run, 1, offset, some, 0};
+            offset += some;
         }
+    }
+    return n;
+}
+
+int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out)
+{
+    const int64_t matrices = t->matrix && t->runs ? t->matrices : 1, runs = t->dense ? 1 : t->runs / matrices,
+                  length = t->dense ? t->run_length / matrices : t->run_length;
+    int64_t n = 0;
+    if (!t->runs) return 0;
+    for (int64_t i = 0; i < matrices; i++) {
+        const int64_t run = t->dense ? 0 : i * runs, from = t->dense ? i * length : 0;
+        n += cut_runs(t, index, run, runs, from, from + length, out ? out + n : NULL);
     }
     return n;
 }

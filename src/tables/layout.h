@@ -9,6 +9,19 @@ void hstep_lay_out(struct hstep_tensor *t);
 /* Returns the number of chunks of a laid out tensor. Writes them to `out` if that is not NULL, with tensor number
  * `index`. */
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out);
+/* Returns the first chunk of a matrix, by its number among those held here, or the end of the tensor's chunks for number
+ * t->matrices. Every matrix begins with a chunk of its own. */
+HSTEP_INLINE int64_t hstep_matrix_chunk(const struct hstep_tensor *t, const struct hstep_chunk *chunks, int64_t matrix)
+{
+    const int64_t element = matrix * t->matrix_rows * t->row_length;
+    int64_t low = t->first_chunk, high = low + t->chunks;
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (chunks[middle].run * t->run_length + chunks[middle].offset < element) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
 /* Joins n chunks to tasks and returns the number of tasks. `tasks` has room for n + 1 numbers. It receives the first
  * chunk of each task, then n. */
 int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks);

@@ -167,9 +167,9 @@ int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_
     *states = 0;
     for (int i = 0; i < hstep_rule_states(r.rule); i++) {
         if (!needed_by_default(r.rule, i, ndim, rows, row_length)) continue;
-        int format = hstep_eligible_format(r.state[i], r.weight, ndim, rows, row_length);
+        int format = hstep_eligible_format(r.state[i], r.weight, ndim, rows, row_length, rows);
         int64_t height = rows, width = row_length;
-        hstep_extend(hstep_rules[r.rule].state[i].extent, &height, &width);
+        hstep_extend(hstep_rules[r.rule].state[i].extent, rows, &height, &width);
         *states += hstep_code_bytes(format, height, width) + hstep_extra_bytes(format, height, width);
     }
     return HALFSTEP_OK;

@@ -71,6 +71,7 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define NAME_SIZE(rule) HSTEP_OF_ROW(rule, ANY_NAME)
 #define CAUTION_CAUTIOUS(decay) (int)(decay)
 #define CAUTION_NOT_CAUTIOUS(reason) -1
+#define CAUTION_CAUTIOUS_DECAY(reason) -1
 #define CAUTION_WORD(name, shape, parts, caution, ...) CAUTION_##caution
 #define RULE(id, rule)                                                                                                \
     enum { RULE_ID_##id##_OF_ONE_ROW };                                                                               \
@@ -96,7 +97,8 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define KIND_MATRIX(transformation) HSTEP_MATRIX, .transform = HSTEP_TRANSFORM_##transformation
 #define KIND_FACTORED(pairs, n) HSTEP_FACTORED
 #define MEMBERS_CAUTIOUS(decay) .decay_constant = decay
-#define MEMBERS_NOT_CAUTIOUS(reason) .not_cautious = reason
+#define MEMBERS_NOT_CAUTIOUS(reason) .not_cautious = reason, .no_cautious_decay = reason
+#define MEMBERS_CAUTIOUS_DECAY(reason) .not_cautious = reason
 #define RULE_MEMBERS(name_, shape, parts, caution, ...) \
     .name = name_, .kind = KIND_##shape, MEMBERS_##caution, __VA_ARGS__,
 #define STATE_MEMBERS(role_, name_, ...) \
@@ -168,6 +170,8 @@ HSTEP_TABLE const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = 
     [HSTEP_WARMUP_STEPS] = {"warmup_steps", "steps of linear warm-up (preheat) of the schedule", 0.0, 0.0, 1e15, 0},
     [HSTEP_TOTAL_STEPS] = {"total_steps", "length of the schedule", 0.0, 0.0, 1e15, 0},
     [HSTEP_FINAL_FRACTION] = {"final_fraction", "fraction of lr at the end of the schedule", 0.0, 0.0, 1.0, 0},
+    [HSTEP_FINAL_DECAY_FRACTION] = {"final_decay_fraction", "fraction of weight_decay at the end of decay_schedule",
+                                    0.0, 0.0, 1.0, 0},
     [HSTEP_DECAY_START] = {"decay_start", "fraction of total_steps at which wsd begins to fall", 0.8, 0.0, 1.0, 0},
     [HSTEP_POWER] = {"power", "exponent of inverse-power", -0.5, -16.0, 0.0, 0},
     [HSTEP_GRADIENT_SCALE] = {"gradient_scale", "gradients are multiplied by it first", 1.0, 0.0, 1e30, 0},
@@ -183,8 +187,10 @@ int hstep_find_hyper(int rule, const char *name)
 }
 
 HSTEP_TABLE const char *const hstep_choices[HSTEP_CHOICES] = {
-    [HSTEP_CHOICE_DECAY] = "decay",         [HSTEP_CHOICE_SCHEDULE] = "schedule", [HSTEP_CHOICE_SCAN] = "scan",
-    [HSTEP_CHOICE_GENERATOR] = "generator", [HSTEP_CHOICE_CLIP] = "clip",         [HSTEP_CHOICE_MISSING] = "missing",
+    [HSTEP_CHOICE_DECAY] = "decay",         [HSTEP_CHOICE_SCHEDULE] = "schedule",
+    [HSTEP_CHOICE_SCAN] = "scan",           [HSTEP_CHOICE_DECAY_SCHEDULE] = "decay_schedule",
+    [HSTEP_CHOICE_GENERATOR] = "generator", [HSTEP_CHOICE_CLIP] = "clip",
+    [HSTEP_CHOICE_MISSING] = "missing",
 };
 
 enum hstep_choice hstep_find_choice(const char *name)
@@ -194,7 +200,8 @@ enum hstep_choice hstep_find_choice(const char *name)
     return (enum hstep_choice)i;
 }
 
-static HSTEP_TABLE const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal"};
+static HSTEP_TABLE const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal",
+                                                                 "cautious"};
 static HSTEP_TABLE const char *const scans[] = {"scan", "per-tensor", "known-finite", NULL};
 static HSTEP_TABLE const char *const clips[] = {"delayed", "per-tensor", NULL};
 static HSTEP_TABLE const char *const missings[] = {"skip", "error", NULL};
@@ -205,7 +212,8 @@ const char *halfstep_choice_value(const char *choice, int32_t index)
     if (!choice || index < 0) return NULL;
     switch (hstep_find_choice(choice)) {
     case HSTEP_CHOICE_DECAY: values = decays; break;
-    case HSTEP_CHOICE_SCHEDULE: return hstep_schedule_name(index);
+    case HSTEP_CHOICE_SCHEDULE:
+    case HSTEP_CHOICE_DECAY_SCHEDULE: return hstep_schedule_name(index);
     case HSTEP_CHOICE_SCAN: values = scans; break;
     case HSTEP_CHOICE_GENERATOR: return hstep_generator_name(hstep_generator_id(index));
     case HSTEP_CHOICE_CLIP: values = clips; break;
@@ -248,6 +256,11 @@ int hstep_find_format(const char *text, size_t length)
     return find_part(&hstep_formats[0].name, sizeof hstep_formats[0], HSTEP_FORMATS, text, length);
 }
 
+int hstep_has_matrices(int rule)
+{
+    return hstep_rules[rule].kind == HSTEP_MATRIX || hstep_rules[rule].kind == HSTEP_FACTORED;
+}
+
 static int has_matrix_shape(int ndim, int64_t rows, int64_t row_length)
 {
     return ndim >= 2 && rows > 1 && row_length > 1;
@@ -279,12 +292,13 @@ int hstep_format_serves(int format, int role)
 
 int64_t hstep_row_stride(int64_t row_length) { return row_length < 32 ? row_length : (row_length + 31) / 32 * 32; }
 
-int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length)
+int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length,
+                          int64_t matrix_rows)
 {
     if (format < 0 || !hstep_formats[format].block) return format;
     const struct hstep_format *f = &hstep_formats[format];
     int eligible = 1, one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
-    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && rows * row_length % f->block == 0;
+    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && matrix_rows * row_length % f->block == 0;
     if (f->geometry == ROWS) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
     if (eligible) return format;
     return weight_format == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_bf16_sr;
@@ -337,9 +351,10 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
     for (int i = 0; i < info->scalars; i++) info->scalar_name[i] = rule->scalar[i].name;
     info->two_pass = rule->norms > 0;
     info->totals = rule->totals ? rule->norms : 0;
-    info->matrix = rule->kind == HSTEP_MATRIX || rule->kind == HSTEP_FACTORED;
+    info->matrix = hstep_has_matrices(row);
     info->accumulates = rule->keeps != NULL;
     info->cautious = !rule->not_cautious;
+    info->cautious_decay = !rule->no_cautious_decay;
     info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;
     info->hypers = HSTEP_COMMON_HYPERS + hstep_rule_hypers(row);
     return hstep_give_struct(given, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;

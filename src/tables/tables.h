@@ -75,6 +75,7 @@ struct hstep_rule {
     int kind, norms, totals, pairs, transform; /* of its SHAPE; totals: sums are over all tensors */
     int decay_constant;                        /* place of the weight's coefficient in k[], if known */
     const char *not_cautious;                  /* why no group may be cautious, as the end of a sentence, or NULL */
+    const char *no_cautious_decay;             /* the same for the decay mode "cautious" */
     const char *label;                         /* class name in bindings, an identifier */
     const char *title;
     double lr, weight_decay;                           /* initial values */
@@ -112,6 +113,7 @@ enum {
     HSTEP_WARMUP_STEPS,
     HSTEP_TOTAL_STEPS,
     HSTEP_FINAL_FRACTION,
+    HSTEP_FINAL_DECAY_FRACTION,
     HSTEP_DECAY_START,
     HSTEP_POWER,
     HSTEP_GROUP_HYPERS,
@@ -121,7 +123,14 @@ enum {
 };
 extern HSTEP_TABLE const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS];
 
-enum { HSTEP_DECAY_L2, HSTEP_DECAY_DECOUPLED, HSTEP_DECAY_FULLY, HSTEP_DECAY_PROXIMAL, HSTEP_DECAYS };
+enum {
+    HSTEP_DECAY_L2,
+    HSTEP_DECAY_DECOUPLED,
+    HSTEP_DECAY_FULLY,
+    HSTEP_DECAY_PROXIMAL,
+    HSTEP_DECAY_CAUTIOUS,
+    HSTEP_DECAYS
+};
 enum { HSTEP_SCAN_ALL, HSTEP_SCAN_TENSOR, HSTEP_SCAN_NONE };
 enum { HSTEP_CLIP_DELAYED, HSTEP_CLIP_TENSOR };
 enum { HSTEP_MISSING_SKIP, HSTEP_MISSING_ERROR };
@@ -130,6 +139,7 @@ enum { HSTEP_MISSING_SKIP, HSTEP_MISSING_ERROR };
 enum hstep_choice {
     HSTEP_CHOICE_DECAY,
     HSTEP_CHOICE_SCHEDULE,
+    HSTEP_CHOICE_DECAY_SCHEDULE,
     HSTEP_CHOICE_SCAN,
     HSTEP_CHOICE_GENERATOR,
     HSTEP_CHOICE_CLIP,
@@ -153,17 +163,21 @@ int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *deta
 /* Writes a recipe in full (recipe.c). Returns HALFSTEP_ERROR_RANGE if size is too small. */
 int hstep_recipe_text(const struct hstep_recipe *recipe, char *text, size_t size);
 
-/* Returns the format itself, or the format that replaces it for a tensor that a block format cannot serve. */
-int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length);
-/* The first returns true if a tensor of that shape is stepped as a matrix. hstep_state_of_shape() returns true if such
- * a tensor has the state; second moments serve only tensors that are no matrices. */
+/* Returns the format itself, or the format that replaces it for a tensor that a block format cannot serve. Blocks of a
+ * flattened tensor end with matrices. */
+int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length,
+                          int64_t matrix_rows);
+/* Returns true if the rule steps matrices, by a transformation or by vectors over rows and columns. */
+int hstep_has_matrices(int rule);
+/* The first returns true if a tensor is stepped as matrices of that shape. hstep_state_of_shape() returns true if such
+ * a tensor has the state; second moments serve only tensors that are no matrices. `rows` are those of one matrix. */
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
 int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length); /* pairs of vectors that a matrix has */
-/* Changes the rows and columns of a tensor to those of a state with that extent. */
-HSTEP_INLINE void hstep_extend(int extent, int64_t *rows, int64_t *columns)
+/* Changes the rows and columns of a tensor to those of a state with that extent. Each matrix has a row of columns. */
+HSTEP_INLINE void hstep_extend(int extent, int64_t matrix_rows, int64_t *rows, int64_t *columns)
 {
     if (extent == HALFSTEP_EXTENT_ROWS) *columns = 1;
-    if (extent == HALFSTEP_EXTENT_COLUMNS) *rows = 1;
+    if (extent == HALFSTEP_EXTENT_COLUMNS) *rows /= matrix_rows;
 }
 int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length);
 /* Returns true if a format can store a state of that role. */

@@ -24,10 +24,16 @@ struct hstep_slot {
     int extent; /* HALFSTEP_EXTENT_* */
 };
 
+/* What an update asks of fused kernels. ADJUSTED: l2 decay or row means change the gradient first. COMPARED: the
+ * gradient or the weight is compared with the change, because the group or its decay is cautious. */
+enum hstep_way { HSTEP_WAY_PLAIN, HSTEP_WAY_ADJUSTED, HSTEP_WAY_COMPARED, HSTEP_WAYS };
+
 struct hstep_tensor {
     uint64_t id;
     int group, rule, ndim;
     int64_t rows, row_length, first_row, n_rows, first_column, n_columns;
+    int64_t matrix_rows; /* rows of one matrix; `rows` for rules without matrices */
+    int64_t matrices;    /* number of matrices held here; 1 unless the tensor is stepped as matrices */
     /* The part held here consists of `runs` runs of `run_length` elements, dense in memory one after another. Run r
      * starts at element index0 + r * index_stride of the space that indexes random bits and blocks. */
     int64_t runs, run_length, index_stride;
@@ -35,14 +41,13 @@ struct hstep_tensor {
     /* Elements are worked on in units of 32, or of the longest block of a state. If rows are dense in index space, a
      * unit starts at a multiple of its length there. Otherwise it starts at such a column. */
     int unit, dense;
-    int matrix;         /* stepped as a matrix */
-    int pairs;          /* of vectors over rows and columns */
-    int cautious;       /* its group is cautious; the last sum then counts the elements that agree */
-    int slots;          /* slots of its rule, stored or not, with at least one state */
-    int fused;          /* the device's fused kernel for exactly these formats, or -1 */
-    int fused_adjusted; /* the same for updates that change the gradient first, or compare it with the change */
-    int share;          /* the first of the tensors that share its sums of TOTALS; its own number without such */
-    int first_alike;    /* the first tensor of the same group that is stored alike */
+    int matrix;            /* stepped as matrices */
+    int pairs;             /* of vectors over rows and columns */
+    int cautious;          /* its group is cautious; the last sum then counts the elements that agree */
+    int slots;             /* slots of its rule, stored or not, with at least one state */
+    int fused[HSTEP_WAYS]; /* the device's fused kernel for exactly these formats, by the way of the update, or -1 */
+    int share;             /* the first of the tensors that share its sums of TOTALS; its own number without such */
+    int first_alike;       /* the first tensor of the same group that is stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
@@ -59,7 +64,7 @@ struct hstep_group {
     double hyper[HSTEP_GROUP_HYPERS], own[HSTEP_MAX_OWN_HYPERS];
     double first_lr; /* lr as first set: the default reference of fully decoupled decay */
     int lr_was_set;
-    int decay, schedule;
+    int decay, schedule, decay_schedule;
     uint64_t steps;
 };
 
@@ -111,15 +116,14 @@ struct hstep_update {
     uint32_t weight_to_slot; /* bit per slot: the weight is copied there before the update */
     uint32_t slot_to_weight; /* bit per slot: the slot is copied to the weight after it */
     int skip, fused;
-    int adjusted;                 /* l2, centralize or cautious */
-    int zero_lr;                  /* 1: lr is 0, so weights do not change, even infinite ones */
-    int micro;                    /* only states are written */
-    float cautious;               /* 0, or the factor of elements that agree with their gradient */
-    float decay;                  /* factor of the weight then, apart from k[] */
-    int64_t every;                /* every so many-th element is summed for TOTALS; below 2: all */
-    int of_its_own;               /* 1: the constants depend on this tensor; no other may take them over */
-    double mean[HSTEP_MAX_PAIRS]; /* means of the new vectors of rows, `means` of them so far */
-    int means;
+    enum hstep_way way;   /* of fused kernels */
+    int zero_lr;          /* 1: lr is 0, so weights do not change, even infinite ones */
+    int micro;            /* only states are written */
+    float cautious;       /* 0, or the factor of elements that agree with their gradient */
+    float decay;          /* factor of the weight then, apart from k[] */
+    float cautious_decay; /* 0, or the factor of weights that the update alone does not move away from 0 */
+    int64_t every;        /* every so many-th element is summed for TOTALS; below 2: all */
+    int of_its_own;       /* 1: the constants depend on this tensor; no other may take them over */
     double scalar[HSTEP_MAX_NAMED_SCALARS]; /* after the update */
     float scale[HSTEP_SLOTS];               /* after the update, of states with one scale */
     float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */

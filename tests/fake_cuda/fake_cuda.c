@@ -714,6 +714,7 @@ static const struct field {
     CALL_FIELD(int, n),
     CALL_FIELD(int, single),
     CALL_FIELD(int, micro),
+    CALL_FIELD(int64_t, matrix),
     SUM_FIELD(void *, tensor),
     SUM_FIELD(void *, chunks),
     SUM_FIELD(void *, accumulator),
@@ -726,7 +727,7 @@ static const struct field {
     ACCESS_FIELD(int64_t, first),
     ACCESS_FIELD(int64_t, end),
 };
-_Static_assert(sizeof(struct hstep_cuda_what) == 48 && sizeof(struct hstep_call) == 192 &&
+_Static_assert(sizeof(struct hstep_cuda_what) == 48 && sizeof(struct hstep_call) == 200 &&
                    sizeof(struct hstep_accumulation) == 88 && sizeof(struct hstep_access) == 48,
                "a field that is new has to stand in fields[]");
 

@@ -72,8 +72,6 @@ static void run_update(void **parameters)
 
 static void run_nothing(void **parameters) { (void)parameters; }
 
-static void run_decide_mean(void **parameters) { run_nothing(parameters); }
-
 /* For kernels in phases, the first phase that has all inputs does all the work. */
 static void run_cross(void **parameters)
 {

@@ -57,6 +57,8 @@ def test_other_bits_are_a_failure(capsys, monkeypatch):
 def test_plan(capsys, tmp_path):
     code, out, _ = said(capsys, "plan", "7B", "--memory", "24G", "--release")
     assert code == 0 and "7000000000 parameters" in out and "fit into 24.00 GiB" in out
+    says = f"\nDevice code for GPUs: {_abi.lib.halfstep_device_code().decode()}.\n"
+    assert says in out and says in said(capsys, "plan", "7B", "--device-memory", "24G")[1]
     code, out, err = said(capsys, "plan", "seven")
     assert code == 1 and err.count("\n") == 1 and "'seven'" in err
     pytest.importorskip("safetensors")

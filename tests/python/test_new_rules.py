@@ -71,6 +71,37 @@ def test_adopt(ours_has, theirs_has):
     check(halfstep.ADOPT, {"lr": 1e-2, **ours_has}, pytorch_optimizer.ADOPT, theirs_has)
 
 
+class CautiousDecay(torch.optim.Optimizer):
+    """Algorithm 1 of Chen et al. 2025 around an optimizer without decay: decay acts where update
+    and the weight have one sign, or one of them is 0."""
+
+    def __init__(self, params, base, weight_decay, lr):
+        super().__init__(params, {"lr": lr})
+        self.base = base(self.param_groups[0]["params"], lr=lr, weight_decay=0.0)
+        self.decay = lr * weight_decay
+
+    def step(self):
+        params = self.param_groups[0]["params"]
+        before = [p.detach().clone() for p in params]
+        self.base.step()
+        with torch.no_grad():
+            for p, old in zip(params, before):
+                p.sub_(self.decay * old * ((old - p) * old >= 0))
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (halfstep.AdamW, torch.optim.AdamW),
+        (halfstep.RAdam, torch.optim.RAdam),
+        (halfstep.Lion, pytorch_optimizer.Lion),
+    ],
+)
+def test_cautious_decay(ours, theirs):
+    options = {"lr": 1e-2, "weight_decay": 0.5}
+    check(ours, {"decay": "cautious", **options}, CautiousDecay, {"base": theirs, **options})
+
+
 def test_adopt_s_first_update_moves_nothing():
     ours, theirs = pair()
     opt = halfstep.ADOPT(ours.items(), lr=1.0, weight_decay=0.5, decay="decoupled")

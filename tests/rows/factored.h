@@ -22,8 +22,6 @@ enum {
     FACTORED_NEW2,
     FACTORED_REST,
     FACTORED_EPS,
-    FACTORED_MEAN,
-    FACTORED_MEAN_OF_PAIR_1,
     FACTORED_PLAIN,
     FACTORED_CLIP,
     FACTORED_LR,
@@ -43,21 +41,25 @@ HSTEP_INLINE void factored_prepare(float *k, struct hstep_prepare *p)
     k[FACTORED_NEW2] = (float)(1.0 - p->hyper[1]);
     k[FACTORED_REST] = own->matrix ? 0.0f : k[FACTORED_NEW2];
     k[FACTORED_EPS] = (float)p->hyper[2];
-    k[FACTORED_MEAN] = p->means > 0 ? (float)(1.0 / p->mean[0]) : 0.0f;
-    k[FACTORED_MEAN_OF_PAIR_1] = p->means > 1 ? (float)(1.0 / p->mean[1]) : 0.0f;
     k[FACTORED_PLAIN] = own->matrix ? 0.0f : 1.0f;
     k[FACTORED_CLIP] = (float)clip;
     k[FACTORED_LR] = (float)p->lr;
     k[FACTORED_DECAY] = (float)p->decay;
 }
 
-/* States: m, v, r, c, p, q. */
+HSTEP_INLINE double factored_factor(const double *hyper, double mean, int pair)
+{
+    (void)hyper, (void)pair;
+    return 1.0 / mean;
+}
+
+/* States: m, v, r / mean(r), c, p / mean(p), q. */
 V_OP vf factored_square(const vf *k, vf x) { return v_add(v_mul(x, x), k[FACTORED_EPS]); }
 
 V_OP vf factored_direction(const vf *k, vf g, vf *s)
 {
     s[1] = v_add(v_mul(k[FACTORED_BETA2], s[1]), v_mul(k[FACTORED_REST], factored_square(k, g)));
-    return v_div0(g, v_sqrt(v_add(s[1], v_mul(v_mul(s[2], s[3]), k[FACTORED_MEAN]))));
+    return v_div0(g, v_sqrt(v_add(s[1], v_mul(s[2], s[3]))));
 }
 
 V_OP void factored_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
@@ -91,7 +93,7 @@ V_OP vf factored_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     (void)mode;
     factored_moment(k, g, s);
-    vf divisor = v_add(v_sqrt(v_mul(v_mul(s[4], s[5]), k[FACTORED_MEAN_OF_PAIR_1])), k[FACTORED_PLAIN]);
+    vf divisor = v_add(v_sqrt(v_mul(s[4], s[5])), k[FACTORED_PLAIN]);
     return v_add(v_mul(k[FACTORED_LR], v_div0(s[0], divisor)), v_mul(k[FACTORED_DECAY], w));
 }
 

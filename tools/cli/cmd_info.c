@@ -72,9 +72,8 @@ static void print_gpus(void)
                gpu.name, (int)gpu.compute / 10, (int)gpu.compute % 10, (int)gpu.multiprocessors,
                (double)gpu.memory * 1e-9, gpu.usable ? "" : " (not usable)");
     }
-    if (*info.code) printf("%-15s%s; it needs", "device code", info.code);
-    else printf("%-15snone in this build (docs/gpu.md); a build with device code needs", "device code");
-    printf(" a driver of CUDA %d.%d or newer, ", DOT(info.minimum_driver));
+    printf("%-15s%s\n%-15sCUDA %d.%d or newer is needed, ", "device code", halfstep_device_code(), "driver",
+           DOT(info.minimum_driver));
     if (info.driver) printf("%d.%d found\n", DOT(info.driver));
     else printf("none found\n");
 }

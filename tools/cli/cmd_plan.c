@@ -285,6 +285,7 @@ static int print_table(const struct plan *plan, double params, const struct fore
     }
     print_precise_states(list, n);
     printf("Activations need memory besides; it depends on batch and context, not on the recipe.\n");
+    printf("Device code for GPUs: %s.\n", halfstep_device_code());
     if (!plan->recipes.n && !plan->all) printf("Other rules: --rule; other formats: --all; any recipes: --recipes.\n");
     return 0;
 }

@@ -139,11 +139,11 @@ static int cuda_settle(const struct hstep_context *c, const struct hstep_plan *p
 
 /* ---- Steps ---- */
 
-/* Ignores `adjusted`, because a tensor has one fused kernel for both. */
-static int cuda_find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
+/* A tensor has one fused kernel for all updates that have one. */
+static int cuda_find_fused(const struct hstep_context *c, const struct hstep_tensor *t, enum hstep_way way)
 {
-    (void)c, (void)adjusted;
-    return hstep_cuda_find_fused(t);
+    (void)c;
+    return way == HSTEP_WAY_COMPARED ? -1 : hstep_cuda_find_fused(t);
 }
 
 static size_t cuda_workspace(const struct hstep_tensor *t) { return (size_t)hstep_cuda_workspace(t); }
@@ -155,7 +155,7 @@ static int run(const struct hstep_call *call, int kernel, struct hstep_cuda_what
     struct hstep_link *l = link_of(call->context);
     struct hstep_call pointed;
     int changes = kernel == HSTEP_CUDA_update || kernel == HSTEP_CUDA_transform || kernel == HSTEP_CUDA_cross ||
-                  kernel == HSTEP_CUDA_decide_mean || kernel >= HSTEP_CUDA_FUSED;
+                  kernel >= HSTEP_CUDA_FUSED;
     int error = hstep_link_enter(l);
     if (error) return error;
     if (l->incomplete && kernel != HSTEP_CUDA_scan)
@@ -355,6 +355,7 @@ const struct hstep_device hstep_cuda_device = {
     .records = cuda_records,
     .owns = cuda_owns,
     .inform = hstep_gpu_inform,
+    .code = hstep_gpu_code,
     .why = hstep_cuda_why,
     .trusted = cuda_trusted,
     .trust = cuda_trust,

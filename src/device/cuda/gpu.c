@@ -64,6 +64,11 @@ static int count_images(void)
     return n ? n : image_path() != NULL;
 }
 
+const char *hstep_gpu_code(void)
+{
+    return image_path() ? "what the file that HALFSTEP_CUDA_IMAGE names is for" : hstep_cuda_code_text;
+}
+
 /* Loads device code and keeps its hash (FNV-1a). */
 static int load_image(struct hstep_gpu *g, const char *data, size_t bytes)
 {
@@ -74,10 +79,10 @@ static int load_image(struct hstep_gpu *g, const char *data, size_t bytes)
 
 static int load_embedded(struct hstep_gpu *g, const struct hstep_cuda_image *image)
 {
-    if (image->stored == image->bytes) return load_image(g, image->data, image->bytes);
-    char *data = malloc(image->bytes);
+    char *data = malloc(image->bytes + 1);
     if (!data) return hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for device code");
-    int error = hstep_unpack(data, image->bytes, image->data, image->stored)
+    data[image->bytes] = 0; /* PTX is a text */
+    int error = hstep_unpack(data, image->bytes, image->data, image->packed)
                     ? hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "the device code of this build is damaged; build it again")
                     : load_image(g, data, image->bytes);
     free(data);

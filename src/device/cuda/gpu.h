@@ -28,6 +28,7 @@ struct hstep_gpu {
 struct hstep_gpu *hstep_gpu_open(const char *name, int *error);
 /* Fills in all that can be found out about the GPU. */
 void hstep_gpu_inform(const char *name, halfstep_device_info *info);
+const char *hstep_gpu_code(void);
 
 /* Returns what hstep_cuda_result() says of a result. A lasting error marks the GPU as broken. */
 int hstep_gpu_result(struct hstep_gpu *g, int result, const char *call);

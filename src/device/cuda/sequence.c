@@ -68,7 +68,7 @@ int hstep_cuda_update(hstep_cuda_launch *launch, const struct hstep_call *call, 
     char launched[HSTEP_CUDA_KERNELS] = {0};
     int error = launch(call, HSTEP_CUDA_update, what);
     for (int i = first; !error && pass == HSTEP_PASS_UPDATE && i < first + n; i++) {
-        const int kernel = call->tensors[i].fused;
+        const int kernel = call->tensors[i].fused[HSTEP_WAY_PLAIN];
         if (kernel < 0 || launched[kernel]) continue;
         launched[kernel] = 1;
         error = launch(call, kernel, what);
@@ -82,9 +82,9 @@ int hstep_cuda_cross(hstep_cuda_launch *launch, const struct hstep_call *call, i
 {
     struct hstep_cuda_what what = {.tensor = tensor, .pair = pair};
     int error = HALFSTEP_OK;
-    for (what.pass = HSTEP_CUDA_ROWS; !error && what.pass <= HSTEP_CUDA_VECTORS; what.pass++)
+    for (what.pass = HSTEP_CUDA_ROWS; !error && what.pass <= HSTEP_CUDA_FACTORS; what.pass++)
         error = launch(call, HSTEP_CUDA_cross, what);
-    return error ? error : launch(call, HSTEP_CUDA_decide_mean, what);
+    return error;
 }
 
 /* The arguments that all launches of a transformation have in common. */

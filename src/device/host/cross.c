@@ -1,8 +1,9 @@
-/* Vectors over the rows and columns of a matrix. A pass over its elements makes the means, and the means make the
+/* Vectors over the rows and columns of matrices. A pass over the elements makes the means, and the means make the
  * vectors.
  *
  * Sums are in double and do not depend on the threads. The sum of a row adds its chunks of 256 columns exactly, as in
- * norms.c. The sum of a column is added from row to row within blocks of 64 rows, and then over the blocks in order. */
+ * norms.c. The sum of a column is added from row to row within blocks of 64 rows of a matrix, and then over the blocks
+ * in order. */
 #include <math.h>
 #include <string.h>
 
@@ -14,35 +15,60 @@
 struct cross {
     const struct hstep_call *call;
     int tensor, pair;
-    double *rows, *blocks; /* sums of each row, and of each column within each block */
+    int64_t blocks, blocks_per_task; /* blocks: of one matrix */
+    double *rows, *columns;          /* sums of each row, and of each column within each block */
 };
 
-static int64_t blocks_of(const struct hstep_tensor *t) { return (t->rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS; }
+static int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static size_t doubles_of(const struct hstep_tensor *t)
-{
-    return (size_t)t->rows + (size_t)blocks_of(t) * (size_t)t->row_length;
-}
+static int64_t blocks_of(const struct hstep_tensor *t) { return ceil_divide(t->matrix_rows, HSTEP_CROSS_ROWS); }
 
 size_t hstep_host_cross_workspace(const struct hstep_tensor *t)
 {
-    return doubles_of(t) * (sizeof(double) / sizeof(float));
+    const int64_t doubles = t->n_rows + blocks_of(t) * t->matrices * t->row_length;
+    return (size_t)hstep_factor_floats(t) + (size_t)doubles * (sizeof(double) / sizeof(float));
 }
 
+/* Returns the sums of the columns in the block of a row. The first blocks of all matrices come first, then the second
+ * blocks, so that totals end up next to each other. */
+static double *columns_of(const struct cross *c, const struct hstep_tensor *t, int64_t row)
+{
+    const int64_t matrix = row / t->matrix_rows, block = row % t->matrix_rows / HSTEP_CROSS_ROWS;
+    return c->columns + (block * t->matrices + matrix) * t->row_length;
+}
+
+/* Returns the sum of n numbers, at most a tile. What follows them in x, up to a tile, becomes 0. */
 static double sum_of(const struct hstep_kernels *kernels, float *x, int64_t n)
 {
-    double sums[16];
+    double sums[16] = {0};
+    if (n <= HSTEP_GROUP) { /* as the kernel sums them, without the rest of the tile */
+        for (int64_t i = 0; i < n; i++) sums[i / 2] += (double)x[i];
+        return hstep_tree_sum(sums);
+    }
     memset(x + n, 0, (size_t)(HSTEP_TILE - n) * sizeof *x);
     kernels->format[HSTEP_FORMAT_f32].sums((const char *)x, HSTEP_TILE, sums);
     return hstep_tree_sum(sums);
 }
 
+/* An exact sum. Its limbs hold finite numbers only. */
+struct exact {
+    int64_t limbs[HSTEP_EXACT_LIMBS];
+    double nonfinite;
+};
+
+static void exact_add(struct exact *e, double sum)
+{
+    if (isfinite(sum)) hstep_exact_add(e->limbs, sum);
+    else e->nonfinite += sum;
+}
+
 /* Sums the values of a row, and adds them to `columns`, the sums of the block so far. */
-static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row, double *columns)
+static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row)
 {
     struct hstep_stretch s = hstep_row_of(w->t, row);
-    int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
-    double nonfinite = 0.0; /* the limbs hold finite sums only */
+    struct exact total = {{0}, 0.0};
+    double *columns = columns_of(c, w->t, row);
     if (hstep_is_by_rows(w)) w->mean = hstep_centralized(w, s.element);
     for (; s.n > 0; columns += HSTEP_TILE) {
         HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE], chunk[HSTEP_TILE];
@@ -56,68 +82,122 @@ static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row, do
             memcpy(chunk + (count - left.n - some.n), x[0] + lead, (size_t)some.n * sizeof **x);
         }
         for (int64_t i = 0; i < count; i++) columns[i] += (double)chunk[i];
-        double sum = sum_of(w->context->kernels, chunk, count);
-        if (isfinite(sum)) hstep_exact_add(limbs, sum);
-        else nonfinite += sum;
+        exact_add(&total, sum_of(w->context->kernels, chunk, count));
     }
-    c->rows[row] = nonfinite != 0.0 ? nonfinite : hstep_exact_round(limbs);
+    c->rows[row] = total.nonfinite != 0.0 ? total.nonfinite : hstep_exact_round(total.limbs);
 }
 
-static void sum_block(void *argument, int64_t block)
+/* Sums rows of fewer elements than a group, as many as fit a tile at a time. They have one chunk of columns each. */
+static void sum_short_rows(const struct cross *c, const struct hstep_work *w, int64_t row, int64_t end)
+{
+    HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE];
+    float values[HSTEP_GROUP];
+    struct hstep_stretch s = hstep_row_of(w->t, row);
+    int64_t column = 0;
+    s.n = (end - row) * w->t->row_length;
+    while (s.n > 0) {
+        const struct hstep_stretch some = hstep_take(&s, HSTEP_TILE - hstep_unit_lead(w->t, s.element, s.index));
+        const int64_t lead = hstep_values(w, some, x);
+        for (int64_t i = lead; i < lead + some.n; i++) {
+            values[column++] = x[0][i];
+            if (column < w->t->row_length) continue;
+            double *columns = columns_of(c, w->t, row);
+            for (int64_t j = 0; j < column; j++) columns[j] += (double)values[j];
+            c->rows[row++] = sum_of(w->context->kernels, values, column);
+            column = 0;
+        }
+    }
+}
+
+/* Sums the rows of consecutive blocks. */
+static void sum_blocks(void *argument, int64_t task)
 {
     const struct cross *c = argument;
     struct hstep_fp fp = hstep_fp_enter();
     struct hstep_work w;
     hstep_work_start(c->call, c->tensor, HSTEP_PASS_SUMS, c->pair, &w);
-    double *columns = c->blocks + block * w.t->row_length;
-    memset(columns, 0, (size_t)w.t->row_length * sizeof *columns);
-    for (int64_t row = block * HSTEP_CROSS_ROWS; row < (block + 1) * HSTEP_CROSS_ROWS && row < w.t->rows; row++)
-        sum_row(c, &w, row, columns);
+    const struct hstep_tensor *t = w.t;
+    const int64_t first = task * c->blocks_per_task,
+                  last = least(first + c->blocks_per_task, c->blocks * t->matrices) - 1;
+    const int64_t row = first / c->blocks * t->matrix_rows + first % c->blocks * HSTEP_CROSS_ROWS,
+                  end = last / c->blocks * t->matrix_rows +
+                        least((last % c->blocks + 1) * HSTEP_CROSS_ROWS, t->matrix_rows);
+    for (int64_t i = row; i < end; i++)
+        if (i % t->matrix_rows % HSTEP_CROSS_ROWS == 0)
+            memset(columns_of(c, t, i), 0, (size_t)t->row_length * sizeof(double));
+    if (t->row_length < HSTEP_GROUP && t->dense && !hstep_is_by_rows(&w)) sum_short_rows(c, &w, row, end);
+    else
+        for (int64_t i = row; i < end; i++) sum_row(c, &w, i);
     hstep_fp_leave(fp);
 }
 
-/* Computes the n new numbers of a vector from `sums`, each of which is over `elements_each` elements. Returns the sum
- * of the new numbers, for which each chunk of 256 is rounded to double before it is added. */
-static double renew_vector(const struct hstep_call *call, int tensor, int pair, struct hstep_slot *slot,
-                           const double *sums, int64_t n, int64_t elements_each)
+/* Computes the n new numbers of a vector from `sums`, each of which is over `elements_each` elements. */
+static void renew_vector(const struct cross *c, struct hstep_slot *slot, const double *sums, int64_t n,
+                         int64_t elements_each)
 {
-    const struct hstep_kernels *kernels = call->context->kernels;
-    const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
+    const struct hstep_kernels *kernels = c->call->context->kernels;
+    const struct hstep_tensor *t = &c->call->plan.tensors[c->tensor];
     for (int64_t i = 0; i < n; i += HSTEP_TILE) {
         HSTEP_ALIGNED float scratch[HSTEP_TILE] = {0}, plain[HSTEP_TILE] = {0}, x[HSTEP_TILE], mean[HSTEP_TILE];
         HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS] = {0};
-        int64_t count = n - i < HSTEP_TILE ? n - i : HSTEP_TILE;
+        int64_t count = least(n - i, HSTEP_TILE);
         const struct hstep_format_kernels *f32 = &kernels->format[HSTEP_FORMAT_f32];
         memcpy(scratch, slot->code + i * 4, (size_t)count * 4);
         for (int64_t j = 0; j < count; j++) plain[j] = (float)(sums[i + j] / (double)elements_each);
         f32->decode[1](x, (const char *)scratch, NULL, HSTEP_TILE);
         kernels->from_plain(plain, mean, HSTEP_TILE);
-        kernels->factored[t->rule][pair].vector(call->plan.updates[tensor].k, x, mean, HSTEP_TILE);
+        kernels->factored[t->rule][c->pair].vector(c->call->plan.updates[c->tensor].k, x, mean, HSTEP_TILE);
         f32->encode[1](x, (char *)scratch, NULL, words, HSTEP_TILE, 1, 1.0f);
         memcpy(slot->code + i * 4, scratch, (size_t)count * 4);
-        double sum = sum_of(kernels, scratch, count);
-        if (isfinite(sum)) hstep_exact_add(limbs, sum);
     }
-    return hstep_exact_round(limbs);
+}
+
+/* Computes the factor of each matrix from the mean over its new vector of rows. Each chunk of 256 numbers is rounded to
+ * double before it is added. Factors of later pairs are 0 until they are made. */
+static void make_factors(const struct cross *c, const struct hstep_slot *rows)
+{
+    const struct hstep_tensor *t = &c->call->plan.tensors[c->tensor];
+    const struct hstep_group *g = &c->call->plan.groups[t->group];
+    float *factors = c->call->plan.workspace + c->pair * t->matrices;
+    for (int64_t matrix = 0; matrix < t->matrices; matrix++) {
+        struct exact total = {{0}, 0.0};
+        double sum = 0.0;
+        for (int64_t i = 0; i < t->matrix_rows; i += HSTEP_TILE) {
+            HSTEP_ALIGNED float x[HSTEP_TILE];
+            const int64_t count = least(t->matrix_rows - i, HSTEP_TILE);
+            memcpy(x, rows->code + (matrix * t->matrix_rows + i) * 4, (size_t)count * 4);
+            sum = sum_of(c->call->context->kernels, x, count);
+            if (t->matrix_rows > HSTEP_TILE) exact_add(&total, sum);
+        }
+        if (t->matrix_rows > HSTEP_TILE) sum = hstep_exact_round(total.limbs);
+        else if (!isfinite(sum)) sum = 0.0;
+        factors[matrix] = hstep_factor_of(g, sum / (double)t->matrix_rows, c->pair);
+    }
+    for (int64_t i = t->matrices; i < (t->pairs - c->pair) * t->matrices; i++) factors[i] = 0.0f;
 }
 
 int hstep_host_cross(const struct hstep_call *call, int tensor, int pair)
 {
     struct hstep_tensor *t = &call->plan.tensors[tensor];
     if (call->plan.updates[tensor].skip) return HALFSTEP_OK;
-    double *sums = (double *)(void *)call->plan.workspace;
-    struct cross c = {call, tensor, pair, sums, sums + t->rows};
-    hstep_run(call->context, sum_block, &c, blocks_of(t));
+    double *sums = (double *)(void *)(call->plan.workspace + hstep_factor_floats(t));
+    const int64_t blocks = blocks_of(t), totals = t->matrices * t->row_length,
+                  of_a_block = least(t->matrix_rows, HSTEP_CROSS_ROWS) * t->row_length;
+    struct cross c = {.call = call,
+                      .tensor = tensor,
+                      .pair = pair,
+                      .blocks = blocks,
+                      .blocks_per_task = of_a_block < HSTEP_CHUNK / 2 ? HSTEP_CHUNK / 2 / of_a_block : 1,
+                      .rows = sums,
+                      .columns = sums + t->n_rows};
+    hstep_run(call->context, sum_blocks, &c, ceil_divide(blocks * t->matrices, c.blocks_per_task));
     struct hstep_fp fp = hstep_fp_enter();
-    for (int64_t block = 1; block < blocks_of(t); block++)
-        for (int64_t i = 0; i < t->row_length; i++) c.blocks[i] += c.blocks[block * t->row_length + i];
+    for (int64_t block = 1; block < blocks; block++)
+        for (int64_t i = 0; i < totals; i++) c.columns[i] += c.columns[block * totals + i];
     struct hstep_slot *rows = hstep_vector_of(t, pair, HALFSTEP_EXTENT_ROWS);
-    struct hstep_slot *columns = hstep_vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS);
-    renew_vector(call, tensor, pair, columns, c.blocks, t->row_length, t->rows);
-    double sum = renew_vector(call, tensor, pair, rows, c.rows, t->rows, t->row_length);
-    double room[HSTEP_MAX_SUMS];
-    int error = hstep_decide_mean(call, tensor, pair, sum / (double)t->rows, room);
+    renew_vector(&c, hstep_vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS), c.columns, totals, t->matrix_rows);
+    renew_vector(&c, rows, c.rows, t->n_rows, t->row_length);
+    make_factors(&c, rows);
     hstep_fp_leave(fp);
-    return error;
+    return HALFSTEP_OK;
 }

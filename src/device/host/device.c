@@ -7,7 +7,7 @@
 
 /* Returns the number of the fused step for the first row of fused.def that fits the tensor's formats, or -1. The
  * variant says which conditional states the tensor stores. */
-static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
+static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, enum hstep_way way)
 {
     static const struct {
         int gradient, first, second;
@@ -43,7 +43,8 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
             plain = plain && format == HSTEP_FORMAT_f32;
         }
         /* If all other slots are f32 in the order of memory, the weight must be so too. */
-        if (!fits || (plain && weight != HSTEP_FORMAT_f32) || (adjusted && !any && (!plain || t->cautious))) continue;
+        const int any_gradient = way == HSTEP_WAY_COMPARED || (way == HSTEP_WAY_ADJUSTED && !plain);
+        if (!fits || (plain && weight != HSTEP_FORMAT_f32) || (any_gradient && !any)) continue;
         int step = c->kernels->find_fused(t->rule, i, variant);
         if (step >= 0) return step;
     }

@@ -281,11 +281,11 @@ static const struct {
 #undef TRANSFORM
 };
 
-/* Returns the floats of the matrix and of what its transformation works in. */
+/* Returns the floats of one matrix and of what its transformation works in. */
 size_t hstep_host_workspace(const struct hstep_tensor *t)
 {
-    return transforms[hstep_rules[t->rule].transform].workspace(t->rows, t->row_length) +
-           (size_t)(t->rows * t->row_length);
+    return transforms[hstep_rules[t->rule].transform].workspace(t->matrix_rows, t->row_length) +
+           (size_t)(t->matrix_rows * t->row_length);
 }
 
 /* Products on a processor are always exact, even if the group allows others. */
@@ -295,7 +295,7 @@ int hstep_host_transform(const struct hstep_call *call, const struct hstep_matri
     const struct hstep_update *u = &call->plan.updates[m->tensor];
     float *matrix = call->plan.workspace;
     if (!u->skip && !u->zero_lr)
-        transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, t->rows, t->row_length, u->k,
-                                                         matrix + t->rows * t->row_length);
+        transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, t->matrix_rows, t->row_length, u->k,
+                                                         matrix + t->matrix_rows * t->row_length);
     return HALFSTEP_OK;
 }

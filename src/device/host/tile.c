@@ -16,6 +16,10 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
     const struct hstep_chunk *chunks = call->plan.chunks;
     const struct hstep_tensor *t = &call->plan.tensors[first], *last = t + n - 1;
     struct hstep_batch b = {call, pass, t->first_chunk, last->first_chunk + last->chunks, 0};
+    if (hstep_is_for_matrix(pass)) {
+        b.first = hstep_matrix_chunk(t, chunks, call->matrix);
+        b.end = hstep_matrix_chunk(t, chunks, call->matrix + 1);
+    }
     if (b.first == b.end) return;
     b.task = chunks[b.first].task;
     (backward ? hstep_run_backwards : hstep_run)(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);
@@ -77,17 +81,22 @@ void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *pl
 /* Returns the slot after s: those of the rule, then WORK. */
 static int next_slot(const struct hstep_work *w, int s) { return s + 1 == w->t->slots ? HSTEP_SLOT_WORK : s + 1; }
 
-/* Writes the numbers that n elements from `element` on have in a vector over rows or columns. */
+/* Writes the numbers that n elements from `element` on have in a vector over rows or columns. Those of rows are
+ * multiplied by the factor of their matrix. */
 static void expand_vector(const struct hstep_work *w, int s, int64_t element, int64_t n, float *out)
 {
     const float *vector = (const float *)(void *)w->code[s];
     int64_t columns = w->t->n_columns, row = element / columns, column = element % columns;
-    const int rows = hstep_extent_of(w, s) == HALFSTEP_EXTENT_ROWS;
+    const float *factors = hstep_extent_of(w, s) == HALFSTEP_EXTENT_ROWS ? hstep_factors_of(w, s) : NULL;
     for (int64_t done = 0, some; done < n; done += some, column = 0, row++) {
+        const int64_t matrix = w->t->matrices > 1 ? row / w->t->matrix_rows : 0;
         some = columns - column < n - done ? columns - column : n - done;
-        if (rows)
-            for (int64_t i = 0; i < some; i++) out[done + i] = vector[row];
-        else memcpy(out + done, vector + column, (size_t)some * sizeof *out);
+        if (factors) {
+            const float number = vector[row] * factors[matrix];
+            for (int64_t i = 0; i < some; i++) out[done + i] = number;
+        } else {
+            memcpy(out + done, vector + matrix * columns + column, (size_t)some * sizeof *out);
+        }
     }
 }
 
@@ -177,7 +186,8 @@ struct hstep_fused hstep_fused_start(const struct hstep_work *w)
                             .weight_to_slot = w->u->weight_to_slot,
                             .slot_to_weight = w->u->slot_to_weight,
                             .cautious = w->u->cautious,
-                            .decay = w->u->decay};
+                            .decay = w->u->decay,
+                            .cautious_decay = w->u->cautious_decay};
     memcpy(f.onto, w->u->onto, sizeof f.onto);
     for (int s = w->t->slots; s < HSTEP_SLOTS; s++) f.format[s] = HSTEP_FORMAT_NONE;
     for (int s = 0; s < w->t->slots; s++) {

@@ -39,6 +39,7 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
     hstep_run_function(w, &tile, NULL, n);
     if (w->t->cautious && w->function == HSTEP_FUNCTION_RULE)
         w->context->kernels->cautious(tile.change, tile.gradient, tile.weight, u->cautious, u->decay, n);
+    if (hstep_decays_cautiously(w)) w->context->kernels->decay(tile.change, tile.weight, u->cautious_decay, n);
     for (int s = HALFSTEP_SLOT_STATE; s < w->t->slots; s++)
         if (hstep_writes(w, s) && hstep_source_of(w, s) != s) copy_slot(w, places, s, HALFSTEP_SLOT_WEIGHT, n);
     if (hstep_writes(w, HALFSTEP_SLOT_WEIGHT))

@@ -151,19 +151,34 @@ static int add_rule(struct list *list, const halfstep_rule_info *rule)
     return 0;
 }
 
-/* Adds the cautious cases of a rule. Every rule gets a recipe whose kernels work in the order of memory (f32) and one
- * whose kernels work on pairs (int8). adamw gets every weight format and every state format. */
-static int add_cautious(struct list *list, const halfstep_rule_info *rule)
+/* Adds the cautious cases of a rule, or those of cautious decay. Every rule gets a recipe whose kernels work in the
+ * order of memory (f32) and one whose kernels work on pairs (int8). A cautious adamw gets every weight format and every
+ * state format. */
+static int add_cautious(struct list *list, const halfstep_rule_info *rule, const char *kind)
 {
-    int all = !strcmp(rule->name, "adamw");
+    int all = !strcmp(rule->name, "adamw") && !strcmp(kind, GOLDEN_CAUTIOUS);
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         const char *weight = serving(HALFSTEP_ROLE_WEIGHT, row), *state = serving(rule->state_role[0], row);
         int plain = weight && !strcmp(weight, "f32"), int8 = state && !strcmp(state, "int8");
         char recipe[GOLDEN_RECIPE];
         snprintf(recipe, sizeof recipe, "%s/%s", rule->name, weight ? weight : "");
-        if (weight && (all || plain) && add_recipe(list, recipe, "", MIXED, plain, GOLDEN_CAUTIOUS)) return -1;
+        if (weight && (all || plain) && add_recipe(list, recipe, "", MIXED, plain, kind)) return -1;
         snprintf(recipe, sizeof recipe, "%s/bf16-sr/%s", rule->name, state ? state : "");
-        if (state && (all || int8) && add_recipe(list, recipe, "", ONCE, int8, GOLDEN_CAUTIOUS)) return -1;
+        if (state && (all || int8) && add_recipe(list, recipe, "", ONCE, int8, kind)) return -1;
+    }
+    return 0;
+}
+
+/* Adds the cases with stacks of a rule of matrices: f32 weights, and every state format with bf16-sr weights. */
+static int add_stacks(struct list *list, const halfstep_rule_info *rule)
+{
+    char recipe[GOLDEN_RECIPE];
+    snprintf(recipe, sizeof recipe, "%s/f32", rule->name);
+    if (add_recipe(list, recipe, "", ONCE, 0, GOLDEN_STACKS)) return -1;
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        const char *state = serving(rule->state_role[0], row);
+        snprintf(recipe, sizeof recipe, "%s/bf16-sr/%s", rule->name, state ? state : "");
+        if (state && add_recipe(list, recipe, "", ONCE, 0, GOLDEN_STACKS)) return -1;
     }
     return 0;
 }
@@ -190,7 +205,9 @@ struct golden_case *golden_cases(int *n)
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
         halfstep_rule_info rule = {.struct_size = sizeof rule};
         if (halfstep_get_rule_info(row, &rule) != HALFSTEP_OK || add_rule(&list, &rule) ||
-            (rule.cautious && add_cautious(&list, &rule)) || add_words(&list, row, &rule)) {
+            (rule.cautious && add_cautious(&list, &rule, GOLDEN_CAUTIOUS)) ||
+            (rule.cautious_decay && add_cautious(&list, &rule, GOLDEN_CAUTIOUS_DECAY)) ||
+            (rule.matrix && add_stacks(&list, &rule)) || add_words(&list, row, &rule)) {
             free(list.item);
             return NULL;
         }
@@ -218,30 +235,37 @@ static const struct shape {
     const char *name;
     int group, ndim;
     int64_t rows, row_length;
-    int large; /* 1: only in problems with large tensors; 2: only with formats of geometry FLAT */
+    int large; /* 1: only in problems with large tensors; 2: only with formats of geometry FLAT; 3: only with stacks */
+    int64_t matrix_rows;
 } shapes[] = {
-    {"scalar", 0, 0, 1, 1, 0},
-    {"vector", 0, 1, 61, 1, 0},
-    {"empty", 0, 2, 0, 40, 0},
-    {"column", 0, 2, 37, 1, 0},
-    {"rows.7", 1, 2, 13, 7, 0},
-    {"rows.9", 2, 2, 11, 9, 0},
-    {"rows.32", 1, 2, 5, 32, 0},
-    {"rows.33", 0, 2, 9, 33, 0},
-    {"rows.64", 2, 2, 6, 64, 0},
-    {"rows.96", 1, 2, 4, 96, 0},
-    {"rows.256", 2, 2, 3, 256, 0},
-    {"rows.300", 1, 4, 5, 300, 0},
-    {"rows.301", 0, 3, 2, 301, 0},
-    {"rows.1000", 0, 2, 2, 1000, 0},
-    {"flat", 2, 1, 1, 4100, 0},
-    {"large.rows", 0, 3, 24, 2999, 1},
-    {"large.flat", 2, 1, 1, 70001, 1},
+    {"scalar", 0, 0, 1, 1, 0, 0},
+    {"vector", 0, 1, 61, 1, 0, 0},
+    {"empty", 0, 2, 0, 40, 0, 0},
+    {"column", 0, 2, 37, 1, 0, 0},
+    {"rows.7", 1, 2, 13, 7, 0, 0},
+    {"rows.9", 2, 2, 11, 9, 0, 0},
+    {"rows.32", 1, 2, 5, 32, 0, 0},
+    {"rows.33", 0, 2, 9, 33, 0, 0},
+    {"rows.64", 2, 2, 6, 64, 0, 0},
+    {"rows.96", 1, 2, 4, 96, 0, 0},
+    {"rows.256", 2, 2, 3, 256, 0, 0},
+    {"rows.300", 1, 4, 5, 300, 0, 0},
+    {"rows.301", 0, 3, 2, 301, 0, 0},
+    {"rows.1000", 0, 2, 2, 1000, 0, 0},
+    {"flat", 2, 1, 1, 4100, 0, 0},
+    {"large.rows", 0, 3, 24, 2999, 1, 0},
+    {"large.flat", 2, 1, 1, 70001, 1, 0},
     /* consists of whole blocks, for formats of geometry FLAT */
-    {"blocks", 0, 2, 16, 512, 2},
+    {"blocks", 0, 2, 16, 512, 2, 0},
+    /* matrices that begin within a group, short rows, more than one block of 64 rows; only the last one consists of
+     * whole blocks for formats of geometry FLAT */
+    {"stack.33", 0, 3, 4 * 9, 33, 3, 9},
+    {"stack.7", 1, 3, 6 * 5, 7, 3, 5},
+    {"stack.64", 2, 3, 3 * 69, 64, 3, 69},
+    {"stack.512", 0, 4, 4 * 8, 512, 3, 8},
 };
 /* ALWAYS: the number of shapes before the one for formats of geometry FLAT. */
-enum { SHAPES = sizeof shapes / sizeof shapes[0], ALWAYS = SHAPES - 1, GROUPS = 3, STEPS = 9 };
+enum { SHAPES = sizeof shapes / sizeof shapes[0], ALWAYS = SHAPES - 5, GROUPS = 3, STEPS = 9 };
 
 enum { NONFINITE_STEP = 5, ACCUMULATE_STEP = 7 };
 
@@ -340,7 +364,8 @@ struct run {
     const struct golden_case *c;
     int parts, by_columns;
     int flat;   /* the recipe has a format of geometry FLAT; the shape for such formats is not cut by columns */
-    int matrix; /* the rule steps matrices, which are not cut at all */
+    int matrix; /* the rule steps matrices, which are not cut at all; stacks of them are cut between matrices */
+    int stacks; /* the problem has stacks */
     int64_t element_bytes; /* of a gradient */
     halfstep_optimizer *optimizer[GOLDEN_MAX_PARTS];
     int tensors;
@@ -377,7 +402,9 @@ static int check(struct run *r, int part, int result, const char *what)
 
 static int exists(const struct run *r, int tensor)
 {
-    return shapes[tensor].large == 2 ? r->flat : r->c->large || !shapes[tensor].large;
+    return shapes[tensor].large == 3   ? r->stacks
+           : shapes[tensor].large == 2 ? r->flat
+                                       : r->c->large || !shapes[tensor].large;
 }
 
 /* Returns 1 if the recipe has the format. Compares whole names, because one name may be part of another. */
@@ -432,8 +459,9 @@ static void place_parts(struct run *r)
             const struct shape *s = &shapes[t];
             struct rectangle *h = &r->held[p][t];
             *h = (struct rectangle){0, s->rows, 0, s->row_length};
-            int whole = (r->by_columns && (s->group == 1 || s->large == 2)) ||
-                        (r->matrix && s->ndim >= 2 && s->rows > 1 && s->row_length > 1);
+            const int64_t multiple_of_rows = s->matrix_rows ? s->matrix_rows : 1;
+            int whole = (r->by_columns && (s->group == 1 || s->large >= 2)) ||
+                        (r->matrix && !s->matrix_rows && s->ndim >= 2 && s->rows > 1 && s->row_length > 1);
             if (whole) {
                 if (p) h->n_rows = 0;
             } else if (r->by_columns) {
@@ -441,8 +469,8 @@ static void place_parts(struct run *r)
                 h->first_column = cut(s->row_length, p, r->parts, multiple);
                 h->n_columns = cut(s->row_length, p + 1, r->parts, multiple) - h->first_column;
             } else {
-                h->first_row = cut(s->rows, p, r->parts, 1);
-                h->n_rows = cut(s->rows, p + 1, r->parts, 1) - h->first_row;
+                h->first_row = cut(s->rows, p, r->parts, multiple_of_rows);
+                h->n_rows = cut(s->rows, p + 1, r->parts, multiple_of_rows) - h->first_row;
             }
         }
 }
@@ -562,7 +590,10 @@ static int add_groups(struct run *r, int part)
     }
     for (size_t i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         if (settings[i].choice) {
-            if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice),
+            const int cautious = !strcmp(settings[i].name, "decay") && strstr(r->c->recipe, GOLDEN_CAUTIOUS_DECAY);
+            if (check(r, part,
+                      halfstep_set_choice(o, settings[i].group, settings[i].name,
+                                          cautious ? "cautious" : settings[i].choice),
                       settings[i].name))
                 return -1;
         } else if (has_hyper(rule, settings[i].name)) {
@@ -601,6 +632,7 @@ static int add_tensors(struct run *r, int part)
                              .ndim = s->ndim,
                              .rows = s->rows,
                              .row_length = s->row_length,
+                             .matrix_rows = s->matrix_rows,
                              .gradient = r->c->gradients};
         if (r->parts > 1) {
             d.first_row = h->first_row;
@@ -754,9 +786,29 @@ static int hash_bytes_of(struct run *r, int p, void *stream, int64_t bytes, uint
     return 0;
 }
 
+/* Hashes a vector over rows or columns. Those of the parts follow one another, because parts are cut between
+ * matrices. */
+static int hash_vector(struct run *r, void *const *code, const struct rectangle *pieces, int64_t rows, int64_t columns,
+                       uint64_t *hash)
+{
+    const struct shape s = {.rows = rows, .row_length = columns};
+    char *whole = zeros(rows * columns * 4);
+    if (!whole) return complain(r, "out of memory");
+    for (int p = 0; p < r->parts; p++) {
+        void *here = from_device(r, p, code[p], pieces[p].n_rows * columns * 4);
+        if (here) move_part(&s, &pieces[p], whole, here, 4, 0);
+        if (here != code[p]) free(here);
+    }
+    *hash = hash_bytes(*hash, whole, (size_t)(rows * columns * 4));
+    free(whole);
+    return 0;
+}
+
 static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
 {
     int t = r->shape[tensor];
+    struct rectangle pieces[GOLDEN_MAX_PARTS] = {{0, 0, 0, 0}};
+    int64_t rows = 0, vector = 0; /* columns of what stores a vector */
     void *code[GOLDEN_MAX_PARTS] = {0}, *extra[GOLDEN_MAX_PARTS] = {0};
     halfstep_format_info format = {.struct_size = sizeof format};
     for (int p = 0; p < r->parts; p++) {
@@ -768,10 +820,12 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
         code[p] = slot == HALFSTEP_SLOT_WEIGHT ? r->weight[p][tensor] : info.code;
         extra[p] = info.extra;
         const struct rectangle *h = &r->held[p][t];
-        /* A vector over rows or columns belongs to the one part that has the whole tensor. */
         if (h->n_rows > 0 && h->n_columns > 0 && info.rows * info.columns != h->n_rows * h->n_columns)
-            return hash_bytes_of(r, p, code[p], info.rows * info.columns * format.code_bits / 8, hash);
+            vector = info.columns;
+        if (vector) pieces[p] = (struct rectangle){rows, info.rows, 0, info.columns};
+        rows += info.rows;
     }
+    if (vector) return hash_vector(r, code, pieces, rows, vector, hash);
     /* Two codes of four bits share a byte. */
     if (hash_stream(r, t, code, (format.code_bits + 7) / 8, format.code_bits < 8 ? 2 : 1, hash)) return -1;
     if (format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR) {
@@ -916,6 +970,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     halfstep_get_rule_info(halfstep_rule_find(name), &rule);
     r->matrix = rule.matrix;
     r->flat = has_flat(c->recipe);
+    r->stacks = strstr(c->recipe, GOLDEN_STACKS) != NULL;
     r->element_bytes = format.code_bits / 8;
     r->error = error;
     r->error_bytes = error_bytes;

@@ -13,10 +13,13 @@
 enum { GOLDEN_RECIPE = 160 };
 
 #define GOLDEN_CAUTIOUS ":cautious"
+#define GOLDEN_CAUTIOUS_DECAY ":decay=cautious"
+#define GOLDEN_STACKS ":stacks"
 
 struct golden_case {
-    char recipe[GOLDEN_RECIPE]; /* ends with GOLDEN_CAUTIOUS if all groups are cautious, or with ":NAME=VALUE" if they
-                                   all have this choice */
+    /* Ends with GOLDEN_CAUTIOUS or GOLDEN_CAUTIOUS_DECAY if all groups are so, with GOLDEN_STACKS if the problem has
+     * stacks of matrices, and with ":NAME=VALUE" if all groups have this choice. */
+    char recipe[GOLDEN_RECIPE];
     const char *gradients, *generator;
     int large; /* the problem has tensors that span several chunks and segments of random words */
 };

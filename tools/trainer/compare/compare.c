@@ -31,9 +31,9 @@ static const struct option compare_rows[] = {
 
 /* Options that may differ between the recipes of one comparison, besides the rule's hyper-parameters. All others
  * (shape, data, order, length, type of matrix products) are the same, so that recipes can be compared. */
-static const char *const per_recipe[] = {"lr",        "schedule", "warmup",      "final-lr", "weight-decay",
-                                         "decay",     "clip",     "gradients",   "release",  "loss-scale",
-                                         "generator", "hyper",    "accumulator", "scan",     "adamw-lr"};
+static const char *const per_recipe[] = {
+    "lr",        "schedule", "warmup",     "final-lr",  "weight-decay", "decay",       "decay-schedule", "clip",
+    "gradients", "release",  "loss-scale", "generator", "hyper",        "accumulator", "scan",           "adamw-lr"};
 
 /* ---- Recipes and batch sizes
  * -------------------------------------------------------------------------------------- */

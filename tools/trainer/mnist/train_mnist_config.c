@@ -48,6 +48,7 @@ static const struct {
     {"warmup", NULL, NULL},
     {"final-lr", NULL, NULL},
     {"weight-decay", NULL, "coefficient, for all tensors"},
+    {"decay-schedule", NULL, NULL},
     {"decay", NULL, NULL},
     {"clip", NULL, "largest norm of all gradients together; 0: no clipping"},
     {"hyper", NULL, NULL},

@@ -107,6 +107,8 @@ static const struct option fixed_rows[] = {
      "rate at the end of a falling schedule, as a fraction of --lr"},
     {"weight-decay", OPTION_NUMBER, AT(weight_decay), "X", "0", 0, 0, SAME, NULL,
      "coefficient, for matrices and the embedding (not for norms)"},
+    {"decay-schedule", OPTION_CHOICE, AT(decay_schedule), "NAME", "constant", 0, 0, SAME, schedule_choice,
+     "schedule of the weight decay, without warm-up"},
     {"decay", OPTION_CHOICE, AT(decay), "MODE", NULL, 0, 0, SAME, decay_choice,
      "how weight decay acts (default: the rule's own)"},
     {"clip", OPTION_NUMBER, AT(clip), "X", "0", 0, 0, SAME, NULL,

@@ -47,7 +47,7 @@ struct run_config {
     double lr, weight_decay, clip, final_lr;
     double adamw_lr;   /* above 0: AdamW steps embedding, head and norms at this rate */
     const char *decay; /* NULL: the rule's default */
-    const char *schedule, *generator;
+    const char *schedule, *decay_schedule, *generator;
     int64_t warmup;
     struct string_list hyper; /* "name=value": the hyper-parameters without a field of their own */
     int64_t val_every, eval_batches;

@@ -81,6 +81,7 @@ static int set_group(struct run *run, int32_t group, double lr, double weight_de
     if (!status) status = run_set_hyper(run, group, "final_fraction", c->final_lr, "final-lr");
     if (status) return status;
     if (halfstep_set_choice(run->optimizer, group, "schedule", c->schedule) != HALFSTEP_OK ||
+        halfstep_set_choice(run->optimizer, group, "decay_schedule", c->decay_schedule) != HALFSTEP_OK ||
         halfstep_set_choice(run->optimizer, group, "decay", c->decay) != HALFSTEP_OK) {
         run_fail_in(run, run->optimizer);
         return 2;

@@ -121,27 +121,35 @@ static int same_data(struct run *run, const char *saved, uint64_t hash, const ch
                     run->config->checkpoint);
 }
 
-/* Fails if the new --steps changes the learning rate of a step already made. */
-static int same_rates(struct run *run, int64_t saved_steps)
+/* Fails if the new --steps changes a schedule's factor at a step already made. */
+static int same_factors(struct run *run, int64_t saved_steps, const char *schedule, double warmup, double final)
 {
     const struct run_config *c = run->config;
-    if (saved_steps == c->steps) return 0;
     double start = 0, power = 0, before, now;
     halfstep_record group = {.struct_size = sizeof group, .kind = HALFSTEP_RECORD_GROUP, .index = run->decayed};
     halfstep_get_record(run->optimizer, &group);
     halfstep_get_hyper(run->optimizer, run->decayed, "decay_start", &start);
     halfstep_get_hyper(run->optimizer, run->decayed, "power", &power);
     for (uint64_t s = 0; s < group.steps; s++) {
-        if (halfstep_schedule_factor(c->schedule, s, (double)c->warmup, (double)saved_steps, c->final_lr, start, power,
-                                     &before) != HALFSTEP_OK ||
-            halfstep_schedule_factor(c->schedule, s, (double)c->warmup, (double)c->steps, c->final_lr, start, power,
-                                     &now) != HALFSTEP_OK ||
+        if (halfstep_schedule_factor(schedule, s, warmup, (double)saved_steps, final, start, power, &before) !=
+                HALFSTEP_OK ||
+            halfstep_schedule_factor(schedule, s, warmup, (double)c->steps, final, start, power, &now) != HALFSTEP_OK ||
             before != now)
             return run_fail(
                 run, "--steps is %lld here but %lld in %s, and the %s schedule of the steps already made depends on it",
-                (long long)c->steps, (long long)saved_steps, c->checkpoint, c->schedule);
+                (long long)c->steps, (long long)saved_steps, c->checkpoint, schedule);
     }
     return 0;
+}
+
+static int same_rates(struct run *run, int64_t saved_steps)
+{
+    const struct run_config *c = run->config;
+    double final_decay = 0;
+    if (saved_steps == c->steps) return 0;
+    halfstep_get_hyper(run->optimizer, run->decayed, "final_decay_fraction", &final_decay);
+    int status = same_factors(run, saved_steps, c->schedule, (double)c->warmup, c->final_lr);
+    return status ? status : same_factors(run, saved_steps, c->decay_schedule, 0, final_decay);
 }
 
 /* Compares the model's sizes that have no option. */

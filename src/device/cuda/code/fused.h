@@ -17,8 +17,7 @@ CUDA_DEVICE int is_fused(const struct hstep_call *call, int tensor)
         if (t->slot[s].format >= 0)
             bits |=
                 (uintptr_t)hstep_code_of(call, tensor, s) | (t->slot[s].extra_bytes ? (uintptr_t)t->slot[s].extra : 0);
-    return bits % 16 == 0 && t->fused >= 0 && u->fused && !u->weight_to_slot && !u->slot_to_weight &&
-           u->centralize == 0.0;
+    return bits % 16 == 0 && u->fused && !u->weight_to_slot && !u->slot_to_weight && u->centralize == 0.0;
 }
 
 /* Returns 1 if every place of the tile is held, in this lane and in all others. */

@@ -318,7 +318,7 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
     const struct hstep_update *u = &call->plan.updates[c->tensor];
     const int i = CUDA_THREAD;
     if (i == 0) {
-        w->active = t->fused == kernel && !u->skip && is_fused(call, c->tensor);
+        w->active = hstep_fused_row(t, u) == kernel && !u->skip && is_fused(call, c->tensor);
         w->option = (u->mode & RULE_OPTION) != 0;
         w->run = c->run;
         w->runs = c->runs;

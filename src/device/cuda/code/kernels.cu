@@ -219,6 +219,8 @@ CUDA_DEVICE void update_tile(struct updating *a, float mean, const struct lane *
     run_function(w, v);
     for (int i = 0; t->cautious && w->function == HSTEP_FUNCTION_RULE && i < 2; i++)
         v->change[i] = cautious_change(v->change[i], v->gradient[i], v->weight[i], v_set(u->cautious), v_set(u->decay));
+    for (int i = 0; hstep_decays_cautiously(w) && i < 2; i++)
+        v->change[i] = decay_change(v->change[i], v->weight[i], v_set(u->cautious_decay));
     CUDA_WARP_BARRIER(); /* all lanes of a block have read its scale, which one of them writes */
     for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
         if (hstep_writes(w, s)) put_state(a, s, l, r, v);
@@ -295,6 +297,11 @@ CUDA_KERNEL_SHARED(2) void halfstep_cuda_update(struct hstep_call call, struct h
     CUDA_SHARED struct updating a[WARPS];
     const int warp = warp_of_thread();
     struct span span = span_of(&call, what.first, what.n);
+    if (hstep_is_for_matrix((enum hstep_pass)what.pass)) {
+        const struct hstep_tensor *t = &call.plan.tensors[what.first];
+        span.first = hstep_matrix_chunk(t, call.plan.chunks, call.matrix);
+        span.end = hstep_matrix_chunk(t, call.plan.chunks, call.matrix + 1);
+    }
     for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
         update_chunk(&call, &call.plan.chunks[i], (enum hstep_pass)what.pass, &a[warp], &rooms[warp]);
 }
@@ -570,11 +577,14 @@ CUDA_DEVICE void cross_block(const struct hstep_work *w, struct room *room, stru
                              const struct hstep_cuda_sums *s, int64_t i, double *sums)
 {
     const struct hstep_tensor *t = w->t;
-    int64_t block = i / s->chunks, part = i % s->chunks, column = part * HSTEP_TILE, first = block * HSTEP_CROSS_ROWS;
-    double *columns = sums + s->columns + block * t->row_length + column;
+    const int64_t part = i % s->chunks, column = part * HSTEP_TILE, block = i / s->chunks % s->blocks,
+                  matrix = i / s->chunks / s->blocks, first = block * HSTEP_CROSS_ROWS,
+                  rows = least(HSTEP_CROSS_ROWS, t->matrix_rows - first);
+    double *columns = sums + s->columns + (block * t->matrices + matrix) * t->row_length + column;
     for (int64_t j = lane_of_thread(); j < least(HSTEP_TILE, t->row_length - column); j += LANES) columns[j] = 0.0;
     CUDA_WARP_BARRIER();
-    for (int64_t row = first; row < least(first + HSTEP_CROSS_ROWS, t->rows); row++) {
+    for (int64_t j = 0; j < rows; j++) {
+        const int64_t row = matrix * t->matrix_rows + first + j;
         struct hstep_stretch stretch = hstep_row_of(t, row);
         const float mean = hstep_is_by_rows(w) ? row_mean(w, room, v, stretch.element) : 0.0f;
         hstep_take(&stretch, column);
@@ -583,49 +593,83 @@ CUDA_DEVICE void cross_block(const struct hstep_work *w, struct room *room, stru
     }
 }
 
+/* Returns the sum of n sums, added exactly by one warp. A sum that is not finite is the result if it counts. */
+CUDA_DEVICE double sum_exactly(const double *sums, int64_t n, int odd_counts, struct exchange *e)
+{
+    struct spread total;
+    double odd = 0.0; /* the limbs hold finite sums only */
+    spread_clear(&total);
+    for (int64_t i = 0; i < n; i++) {
+        if (is_finite(sums[i])) spread_add(&total, sums[i]);
+        else odd += sums[i];
+    }
+    const double rounded = spread_round(&total, e);
+    return odd_counts && odd != 0.0 ? odd : rounded;
+}
+
 /* Sums whole rows from the sums of their chunks, a row by each warp, and whole columns from those of the blocks. */
 CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cuda_sums *s, struct room *room,
                             double *sums)
 {
-    for (int64_t i = thread_of_grid(); i < t->row_length; i += threads_of_grid())
+    const int64_t totals = t->matrices * t->row_length;
+    for (int64_t i = thread_of_grid(); i < totals; i += threads_of_grid())
         for (int64_t block = 1; block < s->blocks; block++)
-            sums[s->columns + i] += sums[s->columns + block * t->row_length + i];
-    for (int64_t row = warp_of_grid(); row < t->rows; row += warps_of_grid()) {
-        struct spread total;
-        double odd = 0.0; /* the limbs hold finite sums only */
-        spread_clear(&total);
-        for (int64_t part = 0; part < s->chunks; part++) {
-            double sum = sums[s->parts + row * s->chunks + part];
-            if (is_finite(sum)) spread_add(&total, sum);
-            else odd += sum;
-        }
-        const double rounded = spread_round(&total, &room->e);
-        if (lane_of_thread() == 0) sums[row] = odd != 0.0 ? odd : rounded;
+            sums[s->columns + i] += sums[s->columns + block * totals + i];
+    for (int64_t row = warp_of_grid(); row < t->n_rows; row += warps_of_grid()) {
+        const double sum = sum_exactly(sums + s->parts + row * s->chunks, s->chunks, 1, &room->e);
+        if (lane_of_thread() == 0) sums[row] = sum;
     }
 }
 
-/* Computes the n new numbers of a vector from `sums`, each of which is over `of` elements. Adds them to the limbs,
- * where each chunk of 256 is rounded to double first. *v is room. */
-CUDA_DEVICE void renew(int rule, int pair, const struct constants *constants, struct room *room, struct values *v,
-                       struct hstep_slot *slot, const double *sums, int64_t n, int64_t of, int64_t *limbs)
+/* Computes up to a tile of new numbers of a vector, n from number `first` on, from sums over `of` elements each. Returns
+ * the sum of the new numbers. *v is room. */
+CUDA_DEVICE double renew(int rule, int pair, const struct constants *constants, struct room *room, struct values *v,
+                         struct hstep_slot *slot, const double *sums, int64_t first, int64_t n, int64_t of)
 {
     struct scratch *r = scratch_of(room);
     vf *x = v->weight, *mean = v->gradient;
     const vi words = nearest_words();
-    for (int64_t i = warp_of_grid() * HSTEP_TILE; i < n; i += warps_of_grid() * HSTEP_TILE) {
-        int64_t at = i + lane_of_thread() * PLACES;
-        int count = within(n - at, PLACES);
-        clear_scratch(r);
-        copy_bytes(r->code, slot->code + at * 4, count * 4);
-        decode(HSTEP_FORMAT_f32, 1, r, x);
-        for (int j = 0; j < PLACES; j++) PLACE(mean, j) = j < count ? (float)(sums[at + j] / (double)of) : 0.0f;
-        for (int j = 0; j < 2; j++) x[j] = step_vector(rule, pair, constants->k, x[j], mean[j]);
-        encode(HSTEP_FORMAT_f32, 1, x, r, &words, 1, 1.0f);
-        copy_bytes(slot->code + at * 4, r->code, count * 4);
-        decode(HSTEP_FORMAT_f32, 0, r, x);
-        for (int j = count; j < PLACES; j++) PLACE(x, j) = 0.0f;
-        double sum = warp_total(&room->e, x, 0);
-        if (is_finite(sum) && lane_of_thread() == 0) add_shared(limbs, sum);
+    const int64_t at = first + lane_of_thread() * PLACES;
+    const int count = within(first + n - at, PLACES);
+    clear_scratch(r);
+    copy_bytes(r->code, slot->code + at * 4, count * 4);
+    decode(HSTEP_FORMAT_f32, 1, r, x);
+    for (int j = 0; j < PLACES; j++) PLACE(mean, j) = j < count ? (float)(sums[at + j] / (double)of) : 0.0f;
+    for (int j = 0; j < 2; j++) x[j] = step_vector(rule, pair, constants->k, x[j], mean[j]);
+    encode(HSTEP_FORMAT_f32, 1, x, r, &words, 1, 1.0f);
+    copy_bytes(slot->code + at * 4, r->code, count * 4);
+    decode(HSTEP_FORMAT_f32, 0, r, x);
+    for (int j = count; j < PLACES; j++) PLACE(x, j) = 0.0f;
+    return warp_total(&room->e, x, 0);
+}
+
+/* Computes the new vectors of a pair. A warp takes pieces of a vector of rows that end with their matrix. */
+CUDA_DEVICE void cross_vectors(struct hstep_tensor *t, int pair, const struct constants *constants,
+                               const struct hstep_cuda_sums *s, struct room *room, struct values *v, double *sums)
+{
+    const int64_t totals = t->matrices * t->row_length;
+    struct hstep_slot *slot = hstep_vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS);
+    for (int64_t i = warp_of_grid() * HSTEP_TILE; i < totals; i += warps_of_grid() * HSTEP_TILE)
+        renew(t->rule, pair, constants, room, v, slot, sums + s->columns, i, least(HSTEP_TILE, totals - i),
+              t->matrix_rows);
+    slot = hstep_vector_of(t, pair, HALFSTEP_EXTENT_ROWS);
+    for (int64_t i = warp_of_grid(); i < t->matrices * s->pieces; i += warps_of_grid()) {
+        const int64_t piece = i % s->pieces * HSTEP_TILE;
+        const double sum = renew(t->rule, pair, constants, room, v, slot, sums, i / s->pieces * t->matrix_rows + piece,
+                                 least(HSTEP_TILE, t->matrix_rows - piece), t->row_length);
+        if (lane_of_thread() == 0) sums[s->parts + i] = sum;
+    }
+}
+
+/* Computes the factor of each matrix, a matrix by each warp. Factors of later pairs are 0 until they are made. */
+CUDA_DEVICE void cross_factors(const struct hstep_group *g, const struct hstep_tensor *t, int pair,
+                               const struct hstep_cuda_sums *s, struct room *room, const double *sums, float *factors)
+{
+    for (int64_t i = warp_of_grid(); i < t->matrices; i += warps_of_grid()) {
+        const double sum = sum_exactly(sums + s->parts + i * s->pieces, s->pieces, 0, &room->e);
+        if (lane_of_thread()) continue;
+        factors[pair * t->matrices + i] = hstep_factor_of(g, sum / (double)t->matrix_rows, pair);
+        for (int later = pair + 1; later < t->pairs; later++) factors[later * t->matrices + i] = 0.0f;
     }
 }
 
@@ -639,26 +683,24 @@ CUDA_KERNEL_SHARED(2) void halfstep_cuda_cross(struct hstep_call call, struct hs
     struct room *room = &rooms[warp_of_thread()];
     struct hstep_work *w = &works[warp_of_thread()];
     struct hstep_tensor *t = &call.plan.tensors[what.tensor];
-    const struct hstep_cuda_sums s = hstep_cuda_sums(t->rows, t->row_length);
-    double *sums = (double *)(void *)call.plan.workspace;
-    int64_t *limbs = (int64_t *)(void *)(sums + s.limbs);
+    const struct hstep_cuda_sums s = hstep_cuda_sums(t);
+    double *sums = (double *)(void *)(call.plan.workspace + hstep_factor_floats(t));
     if (call.plan.updates[what.tensor].skip) return;
     switch (what.pass) {
     case HSTEP_CUDA_ROWS:
         start_work(&call, what.tensor, HSTEP_PASS_SUMS, what.pair, w);
-        for (int64_t i = warp_of_grid(); i < s.blocks * s.chunks; i += warps_of_grid())
+        for (int64_t i = warp_of_grid(); i < t->matrices * s.blocks * s.chunks; i += warps_of_grid())
             cross_block(w, room, &v, chunks[warp_of_thread()], &s, i, sums);
-        for (int64_t i = thread_of_grid(); i < 2 * HSTEP_EXACT_LIMBS; i += threads_of_grid()) limbs[i] = 0;
         break;
     case HSTEP_CUDA_COLUMNS: cross_ends(t, &s, room, sums); break;
     case HSTEP_CUDA_VECTORS:
         if (CUDA_THREAD < HSTEP_MAX_SCALARS)
             constants.k[CUDA_THREAD] = v_set(call.plan.updates[what.tensor].k[CUDA_THREAD]);
         CUDA_BARRIER();
-        renew(t->rule, what.pair, &constants, room, &v, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS),
-              sums + s.columns, t->row_length, t->rows, limbs);
-        renew(t->rule, what.pair, &constants, room, &v, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), sums,
-              t->rows, t->row_length, limbs + HSTEP_EXACT_LIMBS);
+        cross_vectors(t, what.pair, &constants, &s, room, &v, sums);
+        break;
+    case HSTEP_CUDA_FACTORS:
+        cross_factors(&call.plan.groups[t->group], t, what.pair, &s, room, sums, call.plan.workspace);
         break;
     default: break;
     }
@@ -703,20 +745,6 @@ CUDA_KERNEL void halfstep_cuda_decide_sums(struct hstep_call call, struct hstep_
         if (hstep_rules[call.plan.tensors[i].rule].totals)
             share = (struct span){what.first, CUDA_THREAD == 0 ? what.first + what.n : what.first};
     hstep_decide_sums_in(&shared, (int)share.first, (int)(share.end - share.first), sums[CUDA_THREAD]);
-}
-
-/* Ends a cross: prepares the update again with the mean over the new vector of rows. */
-CUDA_KERNEL void halfstep_cuda_decide_mean(struct hstep_call call, struct hstep_cuda_what what)
-{
-    CUDA_SHARED struct hstep_call shared;
-    CUDA_SHARED double sums[HSTEP_MAX_SUMS];
-    const struct hstep_tensor *t = &call.plan.tensors[what.tensor];
-    const struct hstep_cuda_sums s = hstep_cuda_sums(t->rows, t->row_length);
-    const int64_t *limbs = (const int64_t *)(void *)((double *)(void *)call.plan.workspace + s.limbs);
-    share_call(&call, &shared);
-    if (CUDA_THREAD || call.plan.updates[what.tensor].skip) return;
-    hstep_decide_mean(&shared, what.tensor, what.pair, hstep_exact_round(limbs + HSTEP_EXACT_LIMBS) / (double)t->rows,
-                      sums);
 }
 
 CUDA_KERNEL void halfstep_cuda_count(struct hstep_call call, struct hstep_cuda_what what)

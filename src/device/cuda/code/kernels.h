@@ -40,8 +40,13 @@ enum hstep_cuda_transform {
     HSTEP_CUDA_WIDEN       /* back from BF16 */
 };
 
-/* Phases of the vectors of a matrix, in one launch each. decide_mean follows. */
-enum hstep_cuda_cross { HSTEP_CUDA_ROWS, HSTEP_CUDA_COLUMNS, HSTEP_CUDA_VECTORS };
+/* Phases of the vectors of matrices, in one launch each. */
+enum hstep_cuda_cross {
+    HSTEP_CUDA_ROWS,
+    HSTEP_CUDA_COLUMNS,
+    HSTEP_CUDA_VECTORS,
+    HSTEP_CUDA_FACTORS /* the factor of each matrix, from its new vector of rows */
+};
 
 struct hstep_cuda_what {
     int first, n,
@@ -81,31 +86,32 @@ HSTEP_INLINE struct hstep_cuda_parts hstep_cuda_parts(int64_t rows, int64_t colu
 /* Returns the second place of X in BF16, counted from the first in elements. */
 HSTEP_INLINE int64_t hstep_cuda_bf16_place(int64_t rows, int64_t columns) { return (rows * columns + 7) / 8 * 8; }
 
-/* Places of the sums of a matrix with vectors, in doubles. Sums over rows stand first. Then come sums over columns
- * within each 64 rows, whose total ends in the first block, sums of each 256 columns of each row, and the limbs of two
- * sums. */
+/* Places of the sums of matrices with vectors, in doubles, after the factors. Sums over rows stand first. Then come sums
+ * over columns within each 64 rows of a matrix: the first blocks of all matrices, where the totals end, then the second
+ * blocks. Last come sums of each 256 columns of each row. Sums of each 256 numbers of a new vector of rows take the
+ * same place later. */
 struct hstep_cuda_sums {
-    int64_t blocks, chunks; /* counts: blocks of rows, chunks of 256 columns */
-    int64_t columns, parts, limbs, end;
+    int64_t blocks, chunks, pieces; /* counts: blocks of rows, chunks of 256 columns and of 256 rows of one matrix */
+    int64_t columns, parts, end;
 };
 
-HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(int64_t rows, int64_t columns)
+HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(const struct hstep_tensor *t)
 {
     struct hstep_cuda_sums s;
-    s.blocks = (rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS;
-    s.chunks = (columns + HSTEP_TILE - 1) / HSTEP_TILE;
-    s.columns = rows;
-    s.parts = s.columns + s.blocks * columns;
-    s.limbs = s.parts + rows * s.chunks;
-    s.end = s.limbs + 2 * HSTEP_EXACT_LIMBS;
+    s.blocks = (t->matrix_rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS;
+    s.chunks = (t->row_length + HSTEP_TILE - 1) / HSTEP_TILE;
+    s.pieces = (t->matrix_rows + HSTEP_TILE - 1) / HSTEP_TILE;
+    s.columns = t->n_rows;
+    s.parts = s.columns + s.blocks * t->matrices * t->row_length;
+    s.end = s.parts + t->n_rows * s.chunks;
     return s;
 }
 
-/* Returns the floats that a matrix and its transformation, or its vectors, need. */
+/* Returns the floats that a matrix and its transformation, or the vectors of all matrices, need. */
 HSTEP_INLINE uint64_t hstep_cuda_workspace(const struct hstep_tensor *t)
 {
-    if (t->matrix) return (uint64_t)hstep_cuda_parts(t->rows, t->row_length).end;
-    return 2 * (uint64_t)hstep_cuda_sums(t->rows, t->row_length).end;
+    if (t->matrix) return (uint64_t)hstep_cuda_parts(t->matrix_rows, t->row_length).end;
+    return (uint64_t)hstep_factor_floats(t) + 2 * (uint64_t)hstep_cuda_sums(t).end;
 }
 
 #endif

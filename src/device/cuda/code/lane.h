@@ -125,14 +125,22 @@ CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char 
     else if (l->begins || lane_of_thread() % (f->block / PLACES) == 0) copy_bytes(extra, r->extra, f->scale_bits / 8);
 }
 
-/* Copies the numbers of a vector over rows or columns to scratch memory, one for each place. */
+/* Copies the numbers of a vector over rows or columns to scratch memory, one for each place. Those of rows are multiplied
+ * by the factor of their matrix. */
 CUDA_DEVICE void fetch_vector(const struct hstep_work *w, int s, const struct lane *l, struct scratch *r)
 {
+    const int64_t columns = w->t->n_columns;
+    const int over_rows = w->t->slot[s].extent == HALFSTEP_EXTENT_ROWS;
+    const float *factors = over_rows ? hstep_factors_of(w, s) : NULL;
     clear_scratch(r);
     for (int i = l->first; i < l->last; i++) {
-        int64_t element = l->element + i, columns = w->t->n_columns;
-        int64_t at = w->t->slot[s].extent == HALFSTEP_EXTENT_ROWS ? element / columns : element % columns;
-        copy_bytes(r->code + 4 * i, w->code[s] + 4 * at, 4);
+        const int64_t element = l->element + i, row = element / columns,
+                      matrix = w->t->matrices > 1 ? row / w->t->matrix_rows : 0;
+        const int64_t at = over_rows ? row : matrix * columns + element % columns;
+        float number;
+        memcpy(&number, w->code[s] + 4 * at, 4);
+        if (over_rows) number *= factors[matrix];
+        copy_bytes(r->code + 4 * i, (const char *)&number, 4);
     }
 }
 

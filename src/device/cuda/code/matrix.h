@@ -176,7 +176,7 @@ CUDA_KERNEL void halfstep_cuda_transform(struct hstep_call call, struct hstep_cu
     if (u->skip || u->zero_lr) return;
     switch (hstep_rules[t->rule].transform) {
 #define TRANSFORM(name, ...) \
-    case HSTEP_TRANSFORM_##name: name(&scratch, &what, call.plan.workspace, t->rows, t->row_length, u->k); break;
+    case HSTEP_TRANSFORM_##name: name(&scratch, &what, call.plan.workspace, t->matrix_rows, t->row_length, u->k); break;
 #include "rules/transforms.def"
 #undef TRANSFORM
     default: break;

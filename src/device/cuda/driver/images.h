@@ -5,12 +5,13 @@
 #include <stddef.h>
 
 struct hstep_cuda_image {
-    int compute; /* compute capability of the machine code, 10 * major + minor; 0: PTX, or a file of several */
-    const void *data;
-    size_t bytes, stored; /* stored < bytes: packed (device/cuda/driver/unpack.h) */
+    int compute;          /* compute capability of the machine code, 10 * major + minor; 0: PTX, or a file of several */
+    const void *data;     /* packed */
+    size_t bytes, packed; /* packed: the size of `data` (device/cuda/driver/unpack.h) */
 };
 
 extern const struct hstep_cuda_image hstep_cuda_images[]; /* ends with an image of 0 bytes */
 extern const char hstep_cuda_code[];                      /* halfstep_device_info.code */
+extern const char hstep_cuda_code_text[];                 /* halfstep_device_code() */
 
 #endif
