@@ -506,8 +506,9 @@ HALFSTEP_API int32_t halfstep_format_find(const char *name);
  * first. */
 HALFSTEP_API int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info);
 /* Returns the values of a choice by position, or NULL past the last. The first is the default, except for "decay",
- * where each rule has its own. Choices: "decay", "schedule", "decay_schedule", "scan", "generator", "clip", "missing", and the
- * hyper-parameters of rules whose values have names: "ns_coefficients". The number of such a value is its position. */
+ * where each rule has its own. Choices: "decay", "schedule", "decay_schedule", "scan", "generator", "clip", "missing",
+ * and the hyper-parameters of rules whose values have names: "ns_coefficients". The number of such a value is its
+ * position. */
 HALFSTEP_API const char *halfstep_choice_value(const char *choice, int32_t index);
 
 /* Writes the full form of a recipe, with every part spelled out, into text[size]. 64 bytes are enough for any. Errors:

@@ -12,8 +12,8 @@
 /* Writes the full form of a recipe. Returns 0, or -1 with one line in error. */
 int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_t error_bytes);
 
-/* Checks that the value in NAME=VALUE is a number, or a name of a value of the hyper-parameter. Returns 0, or -1 with one
- * line in error. */
+/* Checks that the value in NAME=VALUE is a number, or the name of a value of the hyper-parameter. Returns 0, or -1 with
+ * one line in error. */
 int hyper_check(const char *word, char *error, size_t error_bytes);
 
 /* The parts of a recipe, such as "adamw", "bf16-sr", "int8+bf16-sr". A missing part is "". */
