@@ -397,6 +397,8 @@ int main(int argc, char **argv)
     seen[CHECKS] = shared_memory((is_every ? 2 : (size_t)CHECKED) * (size_t)n_changes);
     for (int i = 0; i < 2; i++) noticed[i] = memset(shared_memory((size_t)n_changes), UNKNOWN, (size_t)n_changes);
 
+    in_processes(processes, watch_checks);
+    tell_time("Checks");
     if (!keep(argc > 4 ? argv[4] : NULL, "r")) {
         in_processes(processes, watch_cases);
         printf("%d of %d golden cases are equal.\n", shared->equal, n_cases);
@@ -405,8 +407,6 @@ int main(int argc, char **argv)
         tell_time("Golden cases with changes");
         if (argc > 4 && !keep(argv[4], "w")) perror(argv[4]);
     }
-    in_processes(processes, watch_checks);
-    tell_time("Checks");
     in_processes(is_every ? 0 : processes, try_checks);
     tell_time("Checks with changes");
     if (is_every) report_every();

@@ -78,7 +78,7 @@ void hstep_set_case_step(halfstep_optimizer *o, int step)
     halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", clip_norm[n]);
     halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "gradient_scale", scale[n]);
     for (int32_t g = 0; g < o->n_groups; g++) {
-        halfstep_set_hyper(o, g, "lr", (step + g) % 4 == 2 ? 0 : 0.005 * (1 + (step + g) % 3));
+        halfstep_set_hyper(o, g, "lr", step && (step + g) % 4 == 2 ? 0 : 0.005 * (1 + (step + g) % 3));
         halfstep_set_hyper(o, g, "weight_decay", (step + g) % 5 == 3 ? 0 : 0.005);
     }
 }
@@ -89,7 +89,7 @@ int hstep_age_cases(halfstep_optimizer *o)
     for (int i = 1; !error && i < o->n_tensors; i += 2) {
         halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_TENSOR, .index = i};
         error = halfstep_get_record(o, &record);
-        record.state_steps = record.full_steps = record.writes = i % 4 == 1 ? 5 : 1000;
+        record.state_steps = record.full_steps = record.writes = i % 4 == 1 ? 5 : 1001;
         if (!error) error = halfstep_set_record(o, &record);
     }
     for (int g = 1; !error && g < o->n_groups; g += 3) {
@@ -150,18 +150,19 @@ static int has_flat_format(const halfstep_optimizer *o, int32_t group)
 }
 
 /* Adds tensors in the group: one of a shape that rows and blocks do not fit, and one with long rows. Formats of
- * geometry FLAT also get one that consists of whole blocks, and rules of matrices get a vector. */
+ * geometry FLAT also get one that consists of whole blocks, and rules of matrices get a vector and a tall matrix. */
 static int add_general(halfstep_optimizer *o, int32_t group, int part, int matrices)
 {
     static const struct shape odd[] = {{0, 1, 1},  {1, 61, 1}, {2, 37, 1}, {2, 13, 7},
                                        {2, 11, 9}, {2, 5, 32}, {2, 9, 33}, {3, 2, 301}},
                               wide[] = {{2, 3, 256}, {4, 5, 300}, {2, 2, 1000}, {1, 1, 4100}, {2, 6, 64}},
-                              blocks = {2, 16, 256}, vector = {1, 1, 4100};
+                              blocks = {2, 16, 256}, vector = {1, 1, 4100}, tall = {2, 70, 5};
     if (group < 0) return HALFSTEP_OK;
     int error = add_tensor(o, group, odd[group % 8], gradient_format(group), part);
     if (!error) error = add_tensor(o, group, wide[group % 5], gradient_format(group + 1), part);
     if (!error && has_flat_format(o, group)) error = add_tensor(o, group, blocks, gradient_format(group), part);
     if (!error && matrices) error = add_tensor(o, group, vector, gradient_format(group + 1), part);
+    if (!error && matrices) error = add_tensor(o, group, tall, gradient_format(group), part);
     return error;
 }
 
