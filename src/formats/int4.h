@@ -116,18 +116,9 @@ V_OP void int4_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
     *o = vi_shr(bytes, 4);
 }
 
-/* Returns what int4_unsquared() does for the codes of a pair. An instruction set may have its own version. */
-#ifndef hstep_int4_roots
-V_OP void hstep_int4_roots(const char *code, vi edge, vi *e, vi *o)
-{
-    vi ce, co;
-    int4_load(code, 0, &ce, &co, 1);
-    *e = int4_unsquared(ce, edge);
-    *o = int4_unsquared(co, edge);
-}
-#endif
-
-/* Does int4_load() and int4_value() for a pair. */
+/* Does int4_load() and int4_value() for a pair, if an instruction set has hstep_int4_roots(), which does
+ * int4_unsquared() for a pair. */
+#ifdef hstep_int4_roots
 #define int4_DECODE HSTEP_PAIR(PAIRED)
 V_OP void int4_decode_pair(const char *code, int64_t i, vf scale, vf *e, vf *o, const int nonneg)
 {
@@ -142,6 +133,7 @@ V_OP void int4_decode_pair(const char *code, int64_t i, vf scale, vf *e, vf *o, 
     *e = int4_value(ce, scale, nonneg);
     *o = int4_value(co, scale, nonneg);
 }
+#endif
 
 V_OP void int4_store(char *code, int64_t i, vi e, vi o)
 {

@@ -37,11 +37,26 @@ struct fused_work {
 
 /* ---- A slot of a lane ---- */
 
-/* A lane's places of a slot: where they are stored, and their bytes. */
+/* A lane's places of slot s: where they are, and their bytes. again: the addresses are made again before places are
+ * stored. */
 struct fused_slot {
+    int s, again;
+    int64_t element;
     char *code, *extra;
     struct scratch scratch;
 };
+
+V_OP char *code_place(const struct columns c, const struct fused_work *w, const struct fused_slot *slot)
+{
+    return w->code[slot->s] + slot->element * c.bits / 8;
+}
+
+/* Returns the address of the second bytes, or of the scale of the lane's block. */
+V_OP char *extra_place(const struct columns c, const struct fused_work *w, const struct fused_slot *slot)
+{
+    if (!c.block) return w->extra[slot->s] + slot->element * c.extra_bits / 8;
+    return w->extra[slot->s] + (slot->element >> __builtin_ctz((unsigned)c.block)) * hstep_scale_bytes(c.scale);
+}
 
 /* Finds and loads a lane's places of a slot. more: the warp goes on with the tile that is WARPS further on, which is
  * prefetched here. */
@@ -52,11 +67,13 @@ V_OP void fused_load(const int format, const int nonneg, const struct fused_work
     const struct columns c = columns_of(format);
     const int scale_bytes = c.block ? hstep_scale_bytes(c.scale) : 0;
     struct scratch *r = &slot->scratch;
-    slot->code = w->code[s] + element * c.bits / 8;
+    slot->s = s;
+    slot->element = element;
+    slot->code = code_place(c, w, slot);
     copy_codes(r->code, slot->code, PLACES * c.bits / 8);
     if (more) CUDA_PREFETCH(slot->code + NEXT * c.bits / 8);
     if (c.block) {
-        slot->extra = w->extra[s] + (element >> __builtin_ctz((unsigned)c.block)) * scale_bytes;
+        slot->extra = extra_place(c, w, slot);
         copy_aligned(r->extra, slot->extra, scale_bytes);
         if (more) CUDA_PREFETCH(slot->extra + NEXT / c.block * scale_bytes);
         load_scaled(format, nonneg, r->code, v_from_bits(vi_set(hstep_scale_load(c.scale, r->extra, 0))), 0, &x[0],
@@ -64,7 +81,7 @@ V_OP void fused_load(const int format, const int nonneg, const struct fused_work
         return;
     }
     if (c.extra_bits) {
-        slot->extra = w->extra[s] + element * c.extra_bits / 8;
+        slot->extra = extra_place(c, w, slot);
         copy_aligned(r->extra, slot->extra, PLACES * c.extra_bits / 8);
         if (more) CUDA_PREFETCH(slot->extra + NEXT * c.extra_bits / 8);
     }
@@ -72,11 +89,13 @@ V_OP void fused_load(const int format, const int nonneg, const struct fused_work
 }
 
 /* Stores a lane's places where they were loaded. */
-V_OP void fused_put(const int format, const struct fused_slot *slot)
+V_OP void fused_put(const int format, const struct fused_work *w, const struct fused_slot *slot)
 {
     const struct columns c = columns_of(format);
-    copy_codes(slot->code, slot->scratch.code, PLACES * c.bits / 8);
-    if (c.extra_bits) copy_aligned(slot->extra, slot->scratch.extra, PLACES * c.extra_bits / 8);
+    copy_codes(slot->again ? code_place(c, w, slot) : slot->code, slot->scratch.code, PLACES * c.bits / 8);
+    if (c.extra_bits)
+        copy_aligned(slot->again ? extra_place(c, w, slot) : slot->extra, slot->scratch.extra,
+                     PLACES * c.extra_bits / 8);
 }
 
 /* Makes the keys of all slots for the segment of the index, unless the warp has them. */
@@ -126,13 +145,14 @@ V_OP void fused_store(const int format, const int nonneg, const struct fused_wor
     float inverse;
     if (!c.block) {
         store_any(format, r->code, r->extra, 0, x[0], x[1], words, 1);
-        fused_put(format, slot);
+        fused_put(format, w, slot);
         return;
     }
     inverse = encode_scale(format, nonneg, stash_pair(format, nonneg, x, v_set(w->onto[s]), stash), r->extra);
-    if (lane_of_thread() % (c.block / PLACES) == 0) copy_aligned(slot->extra, r->extra, hstep_scale_bytes(c.scale));
+    if (lane_of_thread() % (c.block / PLACES) == 0)
+        copy_aligned(slot->again ? extra_place(c, w, slot) : slot->extra, r->extra, hstep_scale_bytes(c.scale));
     encode_codes(format, nonneg, stash, &inverse, r->code, 0, words);
-    fused_put(format, slot);
+    fused_put(format, w, slot);
 }
 
 /* ---- Slots whose format is told apart at run time ---- */
@@ -167,7 +187,7 @@ V_OP void fused_apply(const int format, const struct fused_work *w, int s, uint3
 {
     struct scratch *r = &slot->scratch;
     apply_any(format, r->code, r->extra, 0, x[0], x[1], d[0], d[1], fused_words(format, w, s, first));
-    fused_put(format, slot);
+    fused_put(format, w, slot);
 }
 
 V_OP void change_weight(const struct fused_work *w, int s, uint32_t first, struct fused_slot *slot, const vf *x,
@@ -224,11 +244,20 @@ struct fused_state {
     vf before[2], after[2];
 };
 
+/* Returns 1 if registers are scarce. Addresses are then made again before places are stored, and each tile asks for its
+ * segment of random words. */
+V_OP int is_large(const struct fused_what f)
+{
+    return role_of(f, 0) == HALFSTEP_ROLE_WEIGHT || role_of(f, 1) == HALFSTEP_ROLE_WEIGHT ||
+           (role_of(f, 2) != 0 && !f.states.optional[2]);
+}
+
 V_OP void load_state(const struct fused_what f, const int j, const struct fused_work *w, int64_t element,
                      const int more, struct fused_state *state)
 {
     const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
     state->before[0] = state->before[1] = v_set(0.0f);
+    state->slot.again = is_large(f);
     if (!is_stored(f, w, j)) return;
     if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, more, &state->slot, state->before);
     else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, more, &state->slot, state->before);
@@ -269,6 +298,7 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     struct fused_slot slot;
     struct fused_state s0, s1, s2, s3;
     vf gradient[2], weight[2], change[2];
+    slot.again = is_large(f);
     load_gradient(w, element, more, gradient);
     load_weight(w, HALFSTEP_SLOT_WEIGHT, element, more, &slot, weight);
     load_state(f, 0, w, element, more, &s0);
@@ -309,7 +339,7 @@ V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf
     for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles;) {
         const uint64_t from = index + (uint64_t)(tile * HSTEP_TILE - lead);
         const int rest = SEGMENT_TILES - (int)(from / HSTEP_TILE % SEGMENT_TILES);
-        const int end = tile + rest < tiles ? tile + rest : tiles;
+        const int end = is_large(f) ? tile + 1 : tile + rest < tiles ? tile + rest : tiles;
         fused_segment(w, from);
         for (; tile < end; tile += WARPS) {
             const int place = tile * HSTEP_TILE - lead + lane_of_thread() * PLACES;
