@@ -1,5 +1,6 @@
 /* Steps: statistics, sums, decision and update, as calls to the device. The caller's halfstep_call chooses between all
- * tensors and one, and makes a whole step, a part of one or a micro-step. */
+ * tensors and one, and makes a whole step, a part of one or a micro-step. Over 500 lines because all stages of a step
+ * work on one request. */
 #include "base/lock.h"
 #include "base/structs.h"
 #include "decide/pass.h"

@@ -8,6 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from halfstep import _abi
+from halfstep._matrices import rows_of
 from halfstep._parameters import (
     PLAIN,
     SparseGradientError,
@@ -18,7 +19,6 @@ from halfstep._parameters import (
     follow_gradients,
     is_ordinary,
     overlaps,
-    rows_of,
     weight_format,
 )
 
