@@ -221,7 +221,7 @@ static void watch_changes(void)
 }
 
 enum { MOST_CASES = 24 }; /* with one change */
-enum { STRIDE = 16 };      /* of golden cases, if one change of each row is watched */
+enum { STRIDE = 16 };     /* of golden cases, if one change of each row is watched */
 static int is_every;
 
 static void watch_cases(void)
