@@ -11,7 +11,7 @@
  *
  * First, all golden cases run on the kernels as they are. Each drawn row also tries its change, and remembers the cases
  * in which that gives another result. Only these cases can notice the change. They run with the change, one after
- * another, until one notices it. A change is left out if 100 do not. Then the check runs: that of the fused kernel that
+ * another, until one notices it. A change is left out if 24 do not. Then the check runs: that of the fused kernel that
  * the row is in, or of all other code. Prints each change that counts and that the check does not refuse, with its line
  * of BUILD/tests/cuda/every.ptx.
  *
@@ -220,8 +220,8 @@ static void watch_changes(void)
     hstep_watch_changes(changes, n_changes);
 }
 
-enum { MOST_CASES = 100 }; /* with one change */
-enum { STRIDE = 16 };      /* of golden cases, if one change of each row is watched */
+enum { MOST_CASES = 24 }; /* with one change */
+enum { STRIDE = 16 };     /* of golden cases, if one change of each row is watched */
 static int is_every;
 
 static void watch_cases(void)

@@ -196,6 +196,25 @@ int hstep_describe_general(halfstep_optimizer *o, int part)
     return error;
 }
 
+/* Leaves the format of the states that are moments in a list with one format for each state. States of other roles then
+ * have the formats that follow from the weights, as every recipe with the same fused kernel has them. */
+static void name_moments(char *states, int32_t r)
+{
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    const int32_t moments = HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG;
+    const char *at = states;
+    if (halfstep_get_rule_info(r, &rule)) return;
+    for (int i = 0; i < rule.states; i++) {
+        const size_t length = strcspn(at, "+");
+        if (rule.state_role[i] & moments) {
+            memmove(states, at, length);
+            states[length] = 0;
+            return;
+        }
+        at += length + (at[length] == '+');
+    }
+}
+
 int hstep_describe_fused(halfstep_optimizer *o, const halfstep_optimizer *asking, int tensor, int part)
 {
     static const struct shape shapes[] = {{2, 4, 512}, {2, 3, 256}, {1, 1, 4096}, {3, 2, 1024}};
@@ -203,6 +222,7 @@ int hstep_describe_fused(halfstep_optimizer *o, const halfstep_optimizer *asking
     int error = halfstep_get_group_recipe(asking, asking->tensors[tensor].group, recipe, sizeof recipe);
     char *weight = strchr(recipe, '/'), *states = weight ? strchr(weight + 1, '/') : NULL;
     if (weight) *weight = 0;
+    if (states) name_moments(states + 1, asking->groups[asking->tensors[tensor].group].recipe.rule);
     for (int32_t w = 0; !error && w < halfstep_format_count(); w++)
         for (int decay = 0; !error && decay < 4 && format_serving(HALFSTEP_ROLE_WEIGHT, w); decay++) {
             int32_t group;
