@@ -520,6 +520,9 @@ HALFSTEP_API int halfstep_recipe_full(const char *recipe, char *text, size_t siz
  * hyper-parameters (sgd without momentum). Any out pointer may be NULL. */
 HALFSTEP_API int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length,
                                        uint64_t *weight, uint64_t *weight_extra, uint64_t *states);
+/* Does the same for a tensor by its ndim, rows, row_length and matrix_rows. Its other fields do not count. */
+HALFSTEP_API int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uint64_t *weight,
+                                       uint64_t *weight_extra, uint64_t *states);
 
 /* ---- Threads and instruction sets -----------------------------------------------------------------------------------
  * */

@@ -31,16 +31,16 @@ CUDA_KERNEL void quotients(float *x, const float *y)
     x[i + VL - 1] = v_div(v_set(a.x[VL - 1]), v_set(b.x[VL - 1])).x[0];
 }
 
-/* x: radicands; y: random bits, in the low halves of patterns. */
+/* x: squares of codes, times 2^32; y: random bits, in the low halves of patterns. */
 CUDA_KERNEL void codes(float *x, const float *y)
 {
     const size_t i = thread_of_grid();
     if (i % VL) return;
-    const vf radicand = v_load(x + i);
+    const vf square = v_load(x + i);
     const vi r = vi_and(v_bits(v_load(y + i)), vi_set(0xffffu));
     vi even, odd;
-    hstep_roots_and(radicand, v_abs(radicand), r, vi_sub(vi_set(0xffffu), r), &even, &odd);
-    v_store(x + i, v_from_bits(vi_join16(vi_shr(odd, 16), even)));
+    hstep_root_codes(square, square, v_set(1.0f), vi_or(r, vi_shl(vi_sub(vi_set(0xffffu), r), 16)), &even, &odd);
+    v_store(x + i, v_from_bits(vi_and(vi_join16(vi_shr(odd, 16), even), vi_set(0x7f007fu))));
 }
 
 CUDA_KERNEL void double_roots(double *x)

@@ -183,26 +183,27 @@ def pairs(random, n, kind, whole):
 
 
 def radicands(random, n):
-    """Returns radicands of int8's codes, below zero in part, and random bits. In every other piece
-    they are within 6 of the end of a code."""
+    """Returns squares that int8's codes are made from, and random bits. In every other piece the
+    sums of roots and random bits are within 6 of the end of a code."""
     import numpy
 
     draws = random.integers(0, 1 << 16, n, dtype=numpy.uint32)
     if random.integers(2):
         root = random.integers(0, 128, n) * 65536.0 - draws + random.uniform(-6, 6, n)
-        return (numpy.clip(root, 0, 127 * 65536.0) ** 2).astype(numpy.float32), draws
-    return (
-        random.uniform(-0.1, 1, n) * (127 * 65536.0) ** 2 * 2.0 ** random.integers(-80, 1, n)
-    ).astype(numpy.float32), draws
+        square = numpy.clip(root, 0, 126 * 65536.0) ** 2 + draws * (65536.0 - draws)
+        return square.astype(numpy.float32), draws
+    square = random.uniform(0, 1, n) * (126.5 * 65536.0) ** 2 * 2.0 ** random.integers(-80, 1, n)
+    return square.astype(numpy.float32), draws
 
 
-def codes(radicand, draws):
+def codes(square, draws):
     """Returns the codes as every processor takes them."""
     import numpy
 
     found = []
-    for x, r in ((radicand, draws), (abs(radicand), 0xFFFF - draws)):
-        root = numpy.sqrt(numpy.maximum(x, numpy.float32(0)))
+    for r in (draws, 0xFFFF - draws):
+        apart = (r.astype(numpy.int64) * (65536 - r.astype(numpy.int64))).astype(numpy.float32)
+        root = numpy.sqrt(numpy.maximum(square - apart, numpy.float32(0)))
         found.append((numpy.rint(root).astype(numpy.uint32) + r) >> 16)
     return (found[0] << 16 | found[1]).view(numpy.float32)
 
@@ -278,6 +279,7 @@ def main():
         "div.rn.f64",
         "rcp.approx.ftz.f32",
         "rsqrt.approx.ftz.f32",
+        "sqrt.approx.ftz.f32",
         "sqrt.rn.f32",
         "sqrt.rn.f64",
     ]:

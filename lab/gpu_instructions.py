@@ -172,8 +172,8 @@ class Code:
 
     def exact(self, start):
         """The block that takes roots or quotients again, exactly, after one that has found that an
-        estimate of a code is near its end (less than 6 << 16 away) or that some of four are not at
-        least 2^-50 or 2^-100 (src/vec/cuda.h).
+        estimate of a code is near its end (less than 6 << 16 away), that some of four are not at
+        least 2^-50 or 2^-100, or that a scale is more than 2^125 (src/vec/cuda.h).
         """
         last = start + len(self.of[start]) - 1
         jump = re.match(r"@(!?)(P\d) BRA\b", self.of[start][-1])
@@ -191,6 +191,9 @@ class Code:
                 r" (?:8\.8817841970012\d*e-16|7\.88860905221011\d*e-31),",
                 one,
             )
+            over = re.search(r"FSETP\.GTU\.AND (P\d), PT, [\w.]+, 4\.2535295865117\d*e\+37,", one)
+            if over and over[1] == jump[2]:
+                return [to for to in self.next[start] if (to == last + 1) == bool(jump[1])]
             set_here = re.match(r"(?:@!?P\d )?\w+[\w.]* (P\d),", one)
             if (near and near[2] == jump[2]) or (least and least[1] == jump[2]):
                 goes_on = (not near or near[1] == "G") == (not jump[1])

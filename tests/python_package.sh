@@ -89,6 +89,40 @@ needed=$(readelf -d "$library" | sed -nE 's/.*(NEEDED|RPATH|RUNPATH)[^[]*\[(.*)\
     grep -vE '^NEEDED (lib(c|m|pthread|dl)\.so|ld-linux)' || true)
 [ -z "$needed" ] || fail "the library in the wheel has $needed"
 echo "ok   installed, imported; the library needs the C library alone"
+if [ "$mode" = sdist ]; then
+    mkdir "$scratch/driver"
+    echo "no library" >"$scratch/driver/libcuda.so.1" # in front of one that may be there
+    (cd "$scratch" && LD_LIBRARY_PATH=$scratch/driver "$python" -I - "${target[@]:1}" <<'P'
+import sys
+
+sys.path[:0] = sys.argv[1:]
+import torch
+
+import halfstep
+from halfstep import __main__, _devices
+
+p = torch.nn.Parameter(torch.ones(64, 64))
+p.grad = torch.ones(64, 64)
+halfstep.AdamW([p]).step()
+assert not (p == 1).any(), "no step on the processor"
+__main__.main(["info"])
+_devices.of = lambda tensor: torch.device("cuda", 0)
+_devices.stream = lambda device: None
+_devices.capturing = lambda device: False
+try:
+    halfstep.AdamW([p]).step()
+except halfstep.HalfstepError as error:
+    print("step:", error)
+P
+    ) >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "the package without a driver"; }
+    code="none in this build"
+    ! clang --print-targets 2>/dev/null | grep -q nvptx64 || code="PTX, of which drivers make code for every GPU of compute capability 8[.]0 or higher$"
+    missing="there is no NVIDIA driver: libcuda[.]so[.]1 cannot be loaded; install one"
+    for line in "gpu  *none: $missing" "device code  *$code" "step: .*$missing"; do
+        grep -q "^$line" "$scratch/log" || { cat "$scratch/log"; fail "the package without a driver does not say: $line"; }
+    done
+    echo "ok   without a driver the package steps on the processor, and says what a GPU lacks"
+fi
 
 stub=$(dirname "$library")/__init__.pyi
 "$python" -I "$source_dir/cmake/stub.py" "$library" "$scratch/stub.pyi" && cmp "$scratch/stub.pyi" "$stub" ||

@@ -146,6 +146,10 @@ static void test_null_pointers(void)
         REFUSED(halfstep_recipe_full("adamw", NULL, 64));
         REFUSED(halfstep_recipe_bytes(NULL, 2, 1, 1, &count, &count, &count));
         EXPECT(halfstep_recipe_bytes("adamw", 2, 1, 1, NULL, NULL, NULL), OK);
+        halfstep_tensor sized = {.struct_size = sizeof sized, .ndim = 3, .rows = 24, .row_length = 64};
+        REFUSED(halfstep_tensor_bytes(NULL, &sized, &count, &count, &count));
+        REFUSED(halfstep_tensor_bytes("adamw", NULL, &count, &count, &count));
+        EXPECT(halfstep_tensor_bytes("adamw", &sized, NULL, NULL, NULL), OK);
         EXPECT(halfstep_set_isa(NULL), OK); /* NULL chooses the best one */
         halfstep_cpu_features(NULL, 3);
         halfstep_cpu_features(text, 0);
@@ -319,6 +323,15 @@ static void test_numbers(void)
         EQUAL(count, 0);
         EXPECT(halfstep_recipe_bytes("adamw", 2, INT64_MAX / 2, 3, NULL, NULL, NULL), SHAPE);
         EXPECT(halfstep_recipe_bytes("adamx", 2, 1, 1, NULL, NULL, NULL), NAME);
+        halfstep_tensor sized = {.struct_size = sizeof sized, .ndim = 3, .rows = 24, .row_length = 64};
+        for (int i = 0; i < 4; i++) {
+            static const int64_t rows[] = {0, 8, 7, -8};
+            sized.matrix_rows = rows[i];
+            EXPECT(halfstep_tensor_bytes("adafactor", &sized, NULL, NULL, &count), i < 2 ? OK : SHAPE);
+            /* a number for each row, and for each column of each matrix */
+            if (i < 2) EQUAL(count, 4 * (24 + (i ? 3 : 1) * 64));
+        }
+        EXPECT(halfstep_tensor_bytes("adamx", &sized, NULL, NULL, NULL), NAME);
         static const double not_norms[] = {-1.0, INFINITY, NAN};
         for (int i = 0; i < 3; i++) EXPECT(set_gradient_norm(o, not_norms[i]), RANGE);
         static const double not_scales[] = {INFINITY, NAN, -1e31};

@@ -22,8 +22,8 @@
 #include "fake_cuda/fake_cuda.h"
 #include "golden_case.h"
 
-/* Replaces the embedded device code. The fake accepts code that begins with "fake". As in a build, each is an xz file: its
- * head, a block of one chunk that is not packed, and what is not read. */
+/* Replaces the embedded device code. The fake accepts code that begins with "fake". As in a build, each is an xz
+ * file: its head, a block of one chunk that is not packed, and what is not read. */
 #define XZ_HEAD "\xFD\x37zXZ\0\0\4....\2\0\x21\1\x16\0\0\0....\1\0\6"
 #define XZ_TAIL "\0checksum, index"
 static char code[][52] = {XZ_HEAD "fake 90" XZ_TAIL, XZ_HEAD "fake 89" XZ_TAIL, XZ_HEAD "fake 86" XZ_TAIL,

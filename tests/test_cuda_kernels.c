@@ -54,10 +54,10 @@ static int launch_phase(const struct hstep_call *call, int kernel, struct hstep_
 }
 
 static int wait_for(const struct hstep_context *c) { return (void)c, HALFSTEP_OK; }
-static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
+static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, enum hstep_way way)
 {
-    const int kernel = hstep_cuda_find_fused(t);
-    (void)c, (void)adjusted;
+    const int kernel = way == HSTEP_WAY_COMPARED ? -1 : hstep_cuda_find_fused(t);
+    (void)c;
     return kernel >= 0 && hstep_emulated_is_empty(&hstep_emulated_kernels[kernel]) ? -1 : kernel;
 }
 

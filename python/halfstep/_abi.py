@@ -244,6 +244,7 @@ signatures = {
     "choice_value": (c_char_p, c_char_p, c_int32),
     "recipe_full": (c_int, c_char_p, c_char_p, c_size_t),
     "recipe_bytes": (c_int, c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes),
+    "tensor_bytes": (c_int, c_char_p, POINTER(Tensor), _bytes, _bytes, _bytes),
     "set_threads": (c_int, _handle, c_int32),
     "isa": (c_char_p,),
     "synchronize": (c_int, _handle),
@@ -553,6 +554,17 @@ def recipe_bytes(recipe: str, ndim: int, rows: int, row_length: int) -> Tuple[in
     check(
         lib.halfstep_recipe_bytes(recipe.encode(), ndim, rows, row_length, *map(byref, sums)),
         detail=f"recipe '{recipe}', {rows} rows of {row_length}",
+    )
+    return sums[0].value, sums[1].value, sums[2].value
+
+
+def tensor_bytes(recipe: str, **fields: int) -> Tuple[int, int, int]:
+    """Returns the same as recipe_bytes() for a tensor with these fields of its structure."""
+    sums = [c_uint64() for _ in range(3)]
+    tensor = Tensor.new(**fields)
+    check(
+        lib.halfstep_tensor_bytes(recipe.encode(), byref(tensor), *map(byref, sums)),
+        detail=f"recipe '{recipe}', {fields}",
     )
     return sums[0].value, sums[1].value, sums[2].value
 

@@ -8,10 +8,16 @@ import torch
 from . import _abi, _calls, _devices, _layout
 from ._abi import invoke, lib
 from ._handles import Handle, add_group, add_tensor, read_rows, write_rows
-from ._parameters import described, rows_of
+from ._matrices import rows_of
+from ._parameters import described
 from ._sharding import local
 from ._streams import bind_streams, lay_out
 
+#: advice beside a state of another shape: version 0.1.0 took every parameter for one matrix
+_ONE_MATRIX = (
+    '; a state that was saved when the parameter was taken for one matrix goes on with matrix="flatten"'
+    " in its group"
+)
 #: the number of values that pieces() decodes at once
 _PIECE = 1 << 20
 
@@ -104,6 +110,7 @@ def adopt(tensor, stream, name):
         raise ValueError(
             f"halfstep: state {stream.key!r} of parameter {name!r} is {described(tensor)}, not"
             f" {stream.dtype} of shape {stream.shape}"
+            + (_ONE_MATRIX if getattr(tensor, "ndim", 9) < len(stream.shape) else "")
         )
     return _devices.to_cpu(tensor)
 

@@ -1,6 +1,7 @@
 """Optimizers in safetensors files, in the layout of the library's checkpoints
 (docs/checkpoints.md)."""
 
+import math
 import os
 import secrets
 import stat
@@ -10,7 +11,7 @@ from collections import defaultdict
 import torch
 
 from . import _abi, _layout, _names, _sharding
-from ._parameters import rows_of
+from ._matrices import Laid, how_of, lay, rows_of
 
 FORMAT = "halfstep optimizer 1"
 
@@ -166,15 +167,21 @@ def _pairs(convert):
     return read
 
 
-def _shaped(tensor, p):
-    """Returns a tensor of the file in the shape of parameter `p`. A program in C may have stored
-    only its rows."""
-    if tensor.shape != p.shape and tuple(tensor.shape) == rows_of(tuple(p.shape)):
-        return tensor.reshape(p.shape)
+def _shaped(tensor, laid):
+    """Returns a tensor of the file in the shape of a parameter, as the library takes it. A program
+    in C may have stored only its rows, or the rows of all matrices of a stack."""
+    shape = tuple(tensor.shape)
+    if shape in (rows_of(tuple(laid)), rows_of(laid)):
+        return tensor.reshape(tuple(laid))
+    if isinstance(laid, Laid) and len(laid.lines) > 1 and len(shape) < 3:
+        if shape[:1] == laid.grid[:1]:
+            return tensor.reshape(*laid.lines, *shape[1:])
+        if shape == (math.prod(laid.columns),):
+            return tensor.reshape(laid.columns)
     return tensor
 
 
-def _state(file, path, metadata, name, p, streams):
+def _state(file, path, metadata, name, laid, streams):
     """Returns the state of one parameter, or None if the file has none."""
     numbers = _parsed(metadata, f"counters.{name}", _pairs(int), path)
     if numbers is None:
@@ -205,13 +212,13 @@ def _state(file, path, metadata, name, p, streams):
     for stream, key in streams:
         if stream in state:
             raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")
-        state[stream] = _shaped(file.get_tensor(key), p)
+        state[stream] = _shaped(file.get_tensor(key), laid)
     return state
 
 
-def _weight(file, path, name, p, key):
+def _weight(file, path, name, p, laid, key):
     """Returns the weight that a single file of the C library holds beside the states."""
-    weight = _shaped(file.get_tensor(key), p)
+    weight = _shaped(file.get_tensor(key), laid)
     if weight.dtype != p.dtype or weight.shape != p.shape:
         raise ValueError(
             f"halfstep: {key!r} of {path} is {weight.dtype} of shape {tuple(weight.shape)},"
@@ -276,10 +283,11 @@ def load(parts, path):
             source = str(g)
             for i, p in enumerate(group["params"]):
                 name = named[names.of(g, i)]
+                laid = lay(groups.rule, p.shape, how_of(group))
                 source = metadata.get(f"group_of.{name}", source)
                 if name in weight_keys:
-                    weights.append((p, _weight(file, path, name, p, weight_keys[name])))
-                state = _state(file, path, metadata, name, p, streams[name])
+                    weights.append((p, _weight(file, path, name, p, laid, weight_keys[name])))
+                state = _state(file, path, metadata, name, laid, streams[name])
                 if state is not None:
                     found["state"][places[p]] = state
                 elif p in groups.state or streams[name]:

@@ -176,23 +176,16 @@ def _is_factored(state):
 
 
 def _factors(row, column):
-    """Returns factors over the last two dimensions as vectors over the first dimension and over the
-    rest. Each factor has the parameter's shape, but one dimension is 1. A parameter with only one
-    row or column gets one second moment instead."""
+    """Returns factors over the last two dimensions as vectors over them. Each factor has the
+    parameter's shape, but one dimension is 1. Matrices of one row or column get one second moment
+    instead."""
     row, column = row.to(torch.float32), column.to(torch.float32)
     whole = row * column / row.mean(-2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    if min(whole.shape[0], whole[0].numel()) < 2:
-        return (whole,)
-    return (
-        (row.flatten(), column.flatten())
-        if whole.dim() == 2
-        else (whole.flatten(1).mean(1), whole.mean(0).flatten())
-    )
+    return (whole,) if min(whole.shape[-2:]) < 2 else (row.squeeze(-1), column.squeeze(-2))
 
 
 def _plain_factored(rule, state, group):
-    """Translates states of torch's and transformers' Adafactor and of came_pytorch's CAME. For
-    tensors of three or more dimensions the factors are averaged anew."""
+    """Translates states of torch's and transformers' Adafactor and of came_pytorch's CAME."""
     vectors = [s.name for s in rule.states if s.vector]
     single = next(s.name for s in rule.states if s.role == _abi.ROLE_NONNEG)
     out = {key: value for key, value in state.items() if key == "step" or key == "exp_avg"}

@@ -9,9 +9,9 @@ from ctypes import byref, c_int32, c_void_p
 
 import torch
 
-from . import _abi, _calls, _devices, _sharding
+from . import _abi, _calls, _devices, _matrices, _sharding
 from ._abi import check, invoke, lib
-from ._parameters import rows_of
+from ._matrices import rows_of
 
 
 def seed_of(seed):
@@ -60,8 +60,7 @@ def add_group(handle, recipe, *options):
 def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=False):
     """Adds a tensor, or this rank's `part` of it, and returns its index. `whole`: adds the whole
     tensor that `part` belongs to."""
-    rows, length = rows_of(shape)
-    fields = {"ndim": len(shape), "rows": rows, "row_length": length}
+    fields = _matrices.fields_of(shape)
     if part is not None:
         fields = part.whole_fields() if whole else part.fields
     index = c_int32()
@@ -89,7 +88,7 @@ def _vector(handle, index, slot, shape):
         return None
     info = slot_info(handle, index, slot)
     count = info.rows * info.columns
-    return None if count == math.prod(shape) else ((count,), info.rows)
+    return None if count == math.prod(shape) else (_matrices.vector_of(shape, info), info.rows)
 
 
 def read_rows(function, handle, index, shape, *arguments, rows=None):
@@ -99,7 +98,7 @@ def read_rows(function, handle, index, shape, *arguments, rows=None):
         _vector(handle, index, arguments[0], shape) if function is lib.halfstep_read_slot else None
     )
     shape, rows = vector or (shape, rows)
-    out = torch.empty(shape, dtype=torch.float32, device="cpu")
+    out = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
     if out.numel():
         rows = rows_of(shape)[0] if rows is None else rows
         invoke(function, handle, index, *arguments, 0, rows, out.data_ptr())

@@ -4,7 +4,7 @@ an optimizer of a recipe's class, and leaves the states of small parameters on t
 from functools import lru_cache
 from typing import Any, Type, Union
 
-from . import _abi, _devices, _sharding, rules
+from . import _abi, _devices, _matrices, _sharding, rules
 from ._placement import Placement
 from .optimizer import Kept, Optimizer, Params
 
@@ -12,15 +12,18 @@ from .optimizer import Kept, Optimizer, Params
 class HostedPlacement(Placement):
     """Decides where optimizers of Hosted step and keep states."""
 
+    def _is_gathered(self, p):
+        group = next(g for g in self.groups if any(p is other for other in g["params"]))
+        rule = self.groups.row_of(group).name
+        return _sharding.is_gathered(rule, p, _matrices.how_of(group))
+
     def may_leave(self, p):
         """Returns True if the states of `p` can be in CPU memory while `p` is on a GPU."""
         here = _sharding.local(p)
         return (
             _devices.is_asynchronous(_devices.of(here))
             and here.numel() > 0
-            and not (
-                _sharding.is_dtensor(p) and _sharding.is_gathered(self.groups.row_for(p).name, p)
-            )
+            and not (_sharding.is_dtensor(p) and self._is_gathered(p))
         )
 
 

@@ -4,7 +4,7 @@ from ctypes import byref, c_int32, c_uint64
 
 import torch
 
-from . import _calls, _devices, _layout, _names, _sharding
+from . import _calls, _devices, _layout, _matrices, _names, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, read_rows, write_rows
 from ._members import declare
@@ -83,6 +83,14 @@ class Inspection:
                 f" {memory['gradients'] / count:.3f}, states {memory['states'] / count:.3f})"
             ),
         ]
+        shapes = {}
+        for g, _, p in taking_part:
+            rule, how = self.groups.row_of(self.groups[g]), _matrices.how_of(self.groups[g])
+            if rule.matrix:
+                shapes[_matrices.lay(rule.name, p.shape, how)] = None
+        taken = [f"{list(x)} as {_matrices.told(x)}" for x in shapes if _matrices.told(x)]
+        if taken:
+            lines.append(f"taken for matrices: {'; '.join(taken)}")
         if fallen:
             lines.append(f"too small for blocks, plain states: {_names.some(fallen, 8)}")
         lines += precise

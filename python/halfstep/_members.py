@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from . import _abi, _devices, _layout, _sharding
+from . import _abi, _devices, _layout, _matrices, _sharding
 from ._handles import add_group, add_tensor
 from ._parameters import stored_dtype
 from ._sharding import local
@@ -32,7 +32,8 @@ class Settings(NamedTuple):
 
 class Wanted(NamedTuple):
     """A parameter that a handle is to have. `group` is the index of its group. `gradient` is the
-    format of its gradient. `home` is the device that it is stepped on."""
+    format of its gradient. `home` is the device that it is stepped on. `how` is what its group says
+    of matrices, as lay() takes it."""
 
     p: torch.Tensor
     group: int
@@ -41,6 +42,7 @@ class Wanted(NamedTuple):
     id: int
     recipe: str
     home: torch.device
+    how: tuple
 
 
 def declare(handle, settings, wanted, meant):
@@ -52,7 +54,8 @@ def declare(handle, settings, wanted, meant):
     members, c_groups, fallen = [], {}, []
     for one in wanted:
         rule = one.recipe.partition("/")[0]
-        m = Member(one, _sharding.part_of(one.p, one.name, settings.flat, rule), handle)
+        part = _sharding.part_of(one.p, one.name, settings.flat, rule, one.how)
+        m = Member(one, part, handle)
         key = (one.group, m.recipe)
         if key not in c_groups:
             c_groups[key] = add_group(handle, m.recipe, meant[one.group])
@@ -78,11 +81,15 @@ class Member:
     """
 
     def __init__(self, wanted, part, handle):
-        p, self.group, self.gradient, self.name, self.id, self.recipe, self.device = wanted
+        p, self.group, self.gradient, self.name, self.id, self.recipe, self.device, how = wanted
         self.rule = _abi.rules[self.recipe.partition("/")[0]]
         self.p, self.part, self.handle = p, part, handle
         here = local(p)
-        self.shape, self.dtype, self.strides = tuple(here.shape), p.dtype, here.stride()
+        #: the shape here, as the library takes it
+        self.shape = tuple(here.shape)
+        if not self.gathered:
+            self.shape = _matrices.lay(self.rule.name, here.shape, how)
+        self.dtype, self.strides = p.dtype, here.stride()
         self.dense = _devices.is_plain(here)
         self.address, self.lies = here.data_ptr(), _devices.of(here)
         self.bound, self.full = (), None
@@ -116,7 +123,7 @@ class Member:
     @property
     def whole(self):
         """The shape that the library knows it by."""
-        return self.part.global_shape if self.gathered else self.shape
+        return self.part.laid if self.gathered else self.shape
 
     @property
     def rows(self):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import _abi
+from . import _abi, _matrices
 
 #: options that are sequences of numbers
 _SEQUENCES = ("betas", "eps", "ns_coefficients")
@@ -211,6 +211,8 @@ class Options:
             and not (group["momentum"] > 0 and group["dampening"] == 0)
         ):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        if rule.matrix:
+            _matrices.check(group)
         states = group.get("states")
         # Formats are checked by the library, which says what is wrong with them.
         _abi.recipe_full("/".join((rule.name, "f32", states)) if states else rule.name)

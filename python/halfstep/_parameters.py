@@ -3,7 +3,6 @@
 Errors name the parameter.
 """
 
-import math
 import weakref
 
 import torch
@@ -29,12 +28,6 @@ _ORDINARY = {torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch
 def stored_dtype(fmt):
     """Returns the dtype that a format, given by its name, stores elements in."""
     return DTYPES[_abi.formats[fmt].code_dtype]
-
-
-def rows_of(shape):
-    """Returns the rows and the row length of a tensor, as the library counts them. Dimension 0
-    gives the rows, and the rest is flattened."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
 def _refuse_class(tensor, what):

@@ -3,7 +3,7 @@ and streaming.py have other placements."""
 
 import contextlib
 
-from . import _devices
+from . import _devices, _matrices
 from ._members import Wanted
 from ._parameters import check_gradient
 from ._sharding import local
@@ -21,8 +21,9 @@ class Placement:
         groups by index."""
         names = self.names
         ids = names.identities([p for _, _, p, _ in members])
+        how = [_matrices.how_of(group) for group in self.groups]
         wanted = [
-            Wanted(p, g, gradient, names.of(g, i), ids[p], names.recipe(g, i), self.home(p))
+            Wanted(p, g, gradient, names.of(g, i), ids[p], names.recipe(g, i), self.home(p), how[g])
             for g, i, p, gradient in members
         ]
         groups = {one.group for one in wanted}

@@ -15,6 +15,7 @@ import torch
 
 from . import _abi, _calls, _devices
 from ._abi import check, lib
+from ._matrices import how_of
 from ._sharding import group_of, is_dtensor, is_gathered, is_sharded_buffer, number_of
 
 #: number of the statistics before the flags of the tensors: the limbs of the sum of all squares
@@ -40,7 +41,7 @@ def classes_of(rules, groups, gathered=True):
                 continue
             seen.add(id(p))
             ranks = ()
-            if is_dtensor(p) and (gathered or not is_gathered(rule, p)):
+            if is_dtensor(p) and (gathered or not is_gathered(rule, p, how_of(group))):
                 ranks = tuple(
                     p.device_mesh.get_group(i)
                     for i, x in enumerate(p.placements)

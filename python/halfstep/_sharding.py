@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from . import _abi
+from . import _abi, _matrices
 
 #: the fewest elements that the library takes as one row
 _FLAT_ELEMENTS = 4096
@@ -66,13 +66,13 @@ def _flat_identity(p, name):
 
 class Part:
     """How a parameter lies in the library: the whole as rows x length, and the rectangle of it that
-    is here. `shape` and `rows` are those of the tensor here, as streams_of() takes them. `divided`:
-    other ranks hold other parts."""
+    is here. `shape` and `rows` are those of the tensor here, as streams_of() takes them. `laid` is
+    the global shape as the library takes it. `divided`: other ranks hold other parts."""
 
     gathered = divided = False
 
-    def __init__(self, p, name):
-        self.mesh = None
+    def __init__(self, p, name, laid):
+        self.mesh, self.laid = None, laid
         self.placements, self.global_shape = (), tuple(p.shape)
         self.shape = tuple(local(p).shape)
         if not is_dtensor(p):  # one row
@@ -102,22 +102,25 @@ class Part:
 
     def _cut(self, shape, offset, name):
         """Finds the rectangle of a shard. Fails if its elements are not a run of columns."""
-        whole = self.global_shape
+        whole = self.global_shape if self.gathered else self.laid
         cut = [d for d in range(len(whole)) if shape[d] != whole[d]]
         if 0 not in shape and any(shape[d] != 1 for d in range(1, max(cut, default=0))):
             raise ValueError(
                 f"halfstep: parameter {name!r} of shape {whole} is cut along dimension {max(cut)}"
                 f" ({self.placements}), not into ranges of columns; shard it along dimension 0 or 1"
             )
-        self.ndim, self.rows = len(whole), shape[0] if shape else 1
-        self.whole, self.length = whole[0] if whole else 1, math.prod(whole[1:])
+        self.whole, self.length = _matrices.rows_of(whole)
+        each = (
+            self.whole // whole[0] if whole and whole[0] else 1
+        )  # rows of an index of dimension 0
+        self.ndim, self.rows = len(whole), each * shape[0] if shape else 1
         if 0 in shape:  # not all zero, because that would mean the whole
             self.first_row, self.n_rows = self.whole, 0
             self.first_column, self.n_columns = 0, self.length
             return
-        self.first_row, self.n_rows = (offset[0], shape[0]) if whole else (0, 1)
+        self.first_row, self.n_rows = (each * offset[0], each * shape[0]) if whole else (0, 1)
         self.first_column = sum(at * step for at, step in zip(offset[1:], _strides(whole)[1:]))
-        self.n_columns = math.prod(shape[1:])
+        self.n_columns = math.prod(shape[1:]) // each
 
     @property
     def fields(self):
@@ -131,6 +134,8 @@ class Part:
         }
 
     def whole_fields(self):
+        if self.mesh is not None:
+            return _matrices.fields_of(self.laid)
         return {"ndim": self.ndim, "rows": self.whole, "row_length": self.length}
 
     # ---- States ----------------------------------------------------------------------------------
@@ -221,8 +226,8 @@ class Gathered(Part):
 
     gathered = True
 
-    def __init__(self, p, name):
-        super().__init__(p, name)
+    def __init__(self, p, name, laid):
+        super().__init__(p, name, laid)
         self.divided = False  # every rank sees the whole gradient
         self.rows = None  # the shape of the whole says it
 
@@ -263,20 +268,27 @@ def refuse(params, what, advice):
         )
 
 
-def is_gathered(rule, p):
-    """Returns True if a rule steps this parameter as a whole matrix, and this rank holds a part of
-    it."""
-    return is_dtensor(p) and p.dim() > 1 and _abi.rules[rule].matrix
+def is_gathered(rule, p, how):
+    """Returns True if a rule steps this parameter as whole matrices, and a rank may hold a part of
+    one. `how` is as lay() takes it. A stack that is cut along dimension 0 is cut between
+    matrices."""
+    if not is_dtensor(p) or p.dim() < 2 or not _abi.rules[rule].matrix:
+        return False
+    cut = [x.dim for x in p.placements if hasattr(x, "dim")]
+    laid = _matrices.lay(rule, p.shape, how)
+    return any(cut) or len(_matrices.lines_of(laid, 0)) < 2
 
 
-def part_of(p, name, flat=False, rule=None):
+def part_of(p, name, flat=False, rule=None, how=("auto", 1)):
     """Returns the Part of a parameter. Returns None if it is here as a whole and is not a flat
-    buffer."""
+    buffer. `how` is as lay() takes it."""
     if is_dtensor(p):
         global seen
         seen = True
-        return (Gathered if rule is not None and is_gathered(rule, p) else Part)(p, name)
-    return Part(p, name) if is_flat(p, flat) else None
+        laid = tuple(p.shape) if rule is None else _matrices.lay(rule, p.shape, how)
+        gathered = rule is not None and is_gathered(rule, p, how)
+        return (Gathered if gathered else Part)(p, name, laid)
+    return Part(p, name, tuple(p.shape)) if is_flat(p, flat) else None
 
 
 def is_flat(p, flat):

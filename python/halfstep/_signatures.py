@@ -86,6 +86,8 @@ def options_of(rule, common):
     if rule.name in ("adam", "radam"):
         shared["decoupled_weight_decay"] = False
     first = ("lr", *_ORDER.get(rule.name, ("betas", "eps", "weight_decay", *own)))
+    if rule.matrix:
+        shared["matrix"], shared["heads"] = "auto", None
     known = {**own, **shared, **common}
     positional = {name: known[name] for name in first if name in known}
     return positional, {name: v for name, v in known.items() if name not in positional}
@@ -117,6 +119,12 @@ _TITLES = {
         "coefficients of the Newton-Schulz iteration, or the name of a published list, which has a"
         f" least number of iterations: {', '.join(_abi.choices('ns_coefficients')[1:])}"
     ),
+    "matrix": (
+        'what a parameter of three or more dimensions is: "last-two", a stack of matrices of the last'
+        ' two; "flatten", one matrix of dimension 0 by the rest; "auto", what the rule\'s authors take'
+        " it for (docs/python.md)"
+    ),
+    "heads": "number of equal blocks of rows that are matrices of their own (heads; q, k and v)",
     "adam_eps": "eps of the parameters that are no matrices, which AdamW steps",
     "adamw": (
         "options of AdamW, which then steps embeddings, heads and whatever is no matrix, in groups"

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from . import _abi, _calls, _convert, _devices, _layout, _sharding
+from . import _abi, _calls, _convert, _devices, _layout, _matrices, _sharding
 from ._parameters import described
 
 #: group keys that only this package has
@@ -18,6 +18,8 @@ OURS = (
     "generator",
     "centralize",
     "cautious",
+    "matrix",
+    "heads",
     *_layout.TOLD,
 )
 #: rules whose optimizers in torch save no step count
@@ -66,7 +68,8 @@ def check(groups, names):
                     f"halfstep: the state of parameter {name!r} is a {type(state).__name__}, not a"
                     " dictionary"
                 )
-            _check_state(groups, groups.row_of(group), name, p, state, hypers)
+            how = _matrices.how_of(group)
+            _check_state(groups, groups.row_of(group), name, p, state, hypers, how)
             identity = state.get("id")
             if identity is not None and ids.setdefault(int(identity), name) != name:
                 raise ValueError(
@@ -74,7 +77,7 @@ def check(groups, names):
                 )
 
 
-def _check_state(groups, rule, name, p, state, hypers):
+def _check_state(groups, rule, name, p, state, hypers, how):
     recipe = _layout.recipe_of(state, name)
     if recipe is not None and recipe.partition("/")[0] != rule.name:
         raise ValueError(
@@ -106,13 +109,13 @@ def _check_state(groups, rule, name, p, state, hypers):
     identity = _layout.take_number(state, "id", name)
     if identity == 0:
         raise ValueError(f"halfstep: the id of parameter {name!r} is 0; ids are at least 1")
-    part = _sharding.part_of(p, name, groups.options.flat, rule.name)
+    part = _sharding.part_of(p, name, groups.options.flat, rule.name, how)
     here = _sharding.local(p)
     gathered = part is not None and part.gathered
     codec = _convert.Codec(
         recipe or rule.name,
         hypers,
-        tuple(p.shape if gathered else here.shape),
+        part.laid if gathered else _matrices.lay(rule.name, here.shape, how),
         name,
         (identity or 1) % 2**64,
         part,

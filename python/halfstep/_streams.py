@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _abi, _devices, _sharding
+from . import _abi, _devices, _matrices, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, add_group, add_tensor, slot_info
-from ._parameters import DTYPES, rows_of
+from ._matrices import rows_of
+from ._parameters import DTYPES
 from ._sharding import local
 
 WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
@@ -86,11 +87,11 @@ def streams_of(handle, index, rule, shape, rows=None):
             code = DTYPES[fmt.code_dtype]
             code_bytes = int(info.code_bytes)
             if info.rows * info.columns != count:  # a vector over rows or columns
-                code_shape = (code_bytes // code.itemsize,)
+                code_shape = _matrices.vector_of(shape, info)
             elif code_bytes == count * code.itemsize:
                 code_shape = tuple(shape)
             elif fmt.geometry == _abi.GEOMETRY_ROWS and rows and code_bytes % rows == 0:
-                code_shape = (rows, code_bytes // rows)
+                code_shape = (*_matrices.lines_of(shape, rows), code_bytes // rows)
             else:
                 code_shape = (code_bytes,)
             key = "" if code.is_floating_point else ".codes"
@@ -102,7 +103,7 @@ def streams_of(handle, index, rule, shape, rows=None):
             if not fmt.block:
                 extra_shape = tuple(shape)
             elif fmt.geometry == _abi.GEOMETRY_ROWS and rows and info.blocks_per_row:
-                extra_shape = (rows, n // rows)
+                extra_shape = (*_matrices.lines_of(shape, rows), n // rows)
             else:
                 extra_shape = (n,)
             key = ".scale" if fmt.block else ".extra"
@@ -124,7 +125,7 @@ def lay_out(handle, index, recipe, options, part, shape, name):
         whole = Handle(1, 0)
         group = add_group(whole, recipe, options)
         place = add_tensor(whole, group, name, 1, shape, "f32", part, whole=True)
-        part.place(streams, streams_of(whole, place, rule, part.global_shape)[0], name)
+        part.place(streams, streams_of(whole, place, rule, part.laid)[0], name)
     return streams, fell_back
 
 

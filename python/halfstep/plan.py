@@ -10,7 +10,8 @@ from html import escape
 import torch
 
 from . import _abi, _layout
-from ._parameters import PLAIN, rows_of, stored_dtype
+from ._matrices import fields_of, lay
+from ._parameters import PLAIN, stored_dtype
 from ._release import check_release
 from .streaming import BUFFER_BYTES, BUFFERS
 
@@ -391,7 +392,7 @@ def plan(
             if shape not in sizes:
                 sizes[shape] = (0, 0, 0)
                 if math.prod(shape):
-                    sizes[shape] = _abi.recipe_bytes(recipe, len(shape), *rows_of(shape))
+                    sizes[shape] = _abi.tensor_bytes(recipe, **fields_of(lay(rule.name, shape)))
         weights, extras, states = (sum(sizes[shape][i] for shape in shapes) for i in range(3))
         largest = max((extra + state for _, extra, state in sizes.values()), default=0)
         each = [math.prod(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]

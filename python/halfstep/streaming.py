@@ -9,7 +9,7 @@ import torch
 
 from . import _abi, _devices
 from ._hosted import Hosted, HostedPlacement
-from ._parameters import rows_of
+from ._matrices import fields_of, lay
 from ._sharding import local
 from .optimizer import Kept, Optimizer, Params
 
@@ -166,8 +166,8 @@ class _Streamed(HostedPlacement):
             if not self._is_streamed(one.p):
                 stay.append(one)
                 continue
-            rows = rows_of(local(one.p).shape)
-            size = sum(_abi.recipe_bytes(one.recipe, one.p.dim(), *rows)[1:])
+            laid = lay(one.recipe.partition("/")[0], local(one.p).shape, one.how)
+            size = sum(_abi.tensor_bytes(one.recipe, **fields_of(laid))[1:])
             if one.home not in buses:
                 buses[one.home] = Bus(one.home), []
             bus, stages = buses[one.home]

@@ -33,6 +33,8 @@
 #ifndef HSTEP_INT4_H
 #define HSTEP_INT4_H
 
+#include "vec/root_code.h"
+
 #define int4_ROW "int4", "4-bit codes, BF16 scale per 32", ROWS, U8, BF16, \
     roles = SIGNED | NONNEG, code_bits = 4, block = 32, stochastic = 1, root = 2
 
@@ -58,45 +60,52 @@ V_OP vi int4_scale(vf maximum, const int nonneg)
 V_OP vf int4_inverse(vi scale, const int nonneg)
 {
     if (nonneg) return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
-    return v_div0(v_set(1.0f), v_from_bits(scale));
+    return hstep_inverse(v_from_bits(scale), 1.0f, 0x1p127f);
 }
 
 V_OP vf int4_stash(vf x, const int nonneg) { return nonneg ? v_sqrt(x) : x; }
 
-/* Returns a code with its dropped part: times 2^21 and at least 0 for a second moment, times 2^16 for a signed state.
- * For a signed state `draw` is the random bits. For a second moment it is 32 times them, and its other bits do not
- * matter. */
-V_OP vi int4_position(vf stashed, vf inverse, vi draw, const int nonneg)
+/* A second moment's code is made times 2^21. This is added to the draw, 32 times the random bits, of which these
+ * count. */
+#define INT4_DRAWN 0x1fffe0u
+#define INT4_BASE ((6u << 21) + 16)
+
+/* Returns a signed state's code times 2^16, with its dropped part. */
+V_OP vi int4_rounded(vf stashed, vf inverse, vi random)
 {
-    if (nonneg) {
-        /* Below the edge it is floor((floor(d / 2) + 32 r + 16) / 2^21). The maximum finds the way: d / 2 > d below
-         * zero. */
-        vi d = vi_sub(v_bits(stashed), v_bits(inverse)), fine = vi_max(d, vi_sra(d, 1));
-        vi part = vi_or(vi_and(draw, vi_set(0x1fffe0)), vi_set((6u << 21) + 16));
-        return vi_max(vi_add(fine, part), vi_set(0));
-    }
     vi sign = vi_and(v_bits(stashed), vi_set(0x80000000));
     vf a = v_mul(v_abs(stashed), inverse);
     /* All factors are times 2^16, which changes no bit. */
     vf y = v_mul(a, v_add(v_mul(a, v_sub(v_mul(a, v_set(0x1p16f * 3.7f)), v_set(0x1p16f * 10.05f))),
                           v_set(0x1p16f * 13.4f)));
     vf scaled = v_min(y, v_set(0x1p16f * 7.0f));
-    return vi_add(v_round(v_from_bits(vi_or(v_bits(scaled), sign))), draw);
+    return vi_add(v_round(v_from_bits(vi_or(v_bits(scaled), sign))), random);
 }
 
 V_OP vi int4_code(vf stashed, vf inverse, vi random, const int nonneg)
 {
-    if (nonneg) return vi_shr(int4_position(stashed, inverse, vi_shl(random, 5), 1), 21);
-    return vi_sra(int4_position(stashed, inverse, random, 0), 16);
+    if (!nonneg) return vi_sra(int4_rounded(stashed, inverse, random), 16);
+    vi position = hstep_position(stashed, inverse, vi_shl(random, 5), INT4_DRAWN, INT4_BASE);
+    return vi_shr(vi_max(position, vi_set(0)), 21);
 }
+
+/* Returns the edge of a block of second moments. A scale of 0 becomes 6 of the steps below it, so that code 0 decodes
+ * as 0. */
+V_OP vi int4_edge(vf scale) { return vi_max(v_bits(scale), vi_set(6u << 22)); }
+
+/* Returns the pattern of a second moment's root. Steps below the edge are twice as long. */
+V_OP vi int4_unsquared(vi code, vi edge)
+{
+    vi steps = vi_shl(vi_sub(code, vi_set(6)), 21);
+    return vi_add(edge, vi_min(steps, vi_add(steps, steps)));
+}
+
+V_OP vf int4_square(vi root) { return v_mul(v_from_bits(root), v_from_bits(root)); }
 
 V_OP vf int4_value(vi code, vf scale, const int nonneg)
 {
-    if (!nonneg) return v_mul(v_lookup16(int4_signed, code), scale);
-    /* Steps below the edge are twice as long. A scale of 0 becomes 6 of those, so that code 0 decodes as 0. */
-    vi steps = vi_shl(vi_sub(code, vi_set(6)), 21), edge = vi_max(v_bits(scale), vi_set(6u << 22));
-    vf y = v_from_bits(vi_add(edge, vi_min(steps, vi_add(steps, steps))));
-    return v_mul(y, y);
+    if (nonneg) return int4_square(int4_unsquared(code, int4_edge(scale)));
+    return v_mul(v_lookup16(int4_signed, code), scale);
 }
 
 V_OP void int4_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
@@ -106,6 +115,25 @@ V_OP void int4_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
     *e = vi_and(bytes, vi_set(15));
     *o = vi_shr(bytes, 4);
 }
+
+/* Does int4_load() and int4_value() for a pair, if an instruction set has hstep_int4_roots(), which does
+ * int4_unsquared() for a pair. */
+#ifdef hstep_int4_roots
+#define int4_DECODE HSTEP_PAIR(PAIRED)
+V_OP void int4_decode_pair(const char *code, int64_t i, vf scale, vf *e, vf *o, const int nonneg)
+{
+    vi ce, co;
+    if (nonneg) {
+        hstep_int4_roots(code + i / 2, int4_edge(scale), &ce, &co);
+        *e = int4_square(ce);
+        *o = int4_square(co);
+        return;
+    }
+    int4_load(code, i, &ce, &co, nonneg);
+    *e = int4_value(ce, scale, nonneg);
+    *o = int4_value(co, scale, nonneg);
+}
+#endif
 
 V_OP void int4_store(char *code, int64_t i, vi e, vi o)
 {
@@ -117,13 +145,13 @@ V_OP void int4_store(char *code, int64_t i, vi e, vi o)
 V_OP void int4_encode_pair(char *code, int64_t i, vf e, vf o, vf inverse, vi words, const int nonneg)
 {
     const vi low = vi_set(15), high = vi_set(15 << 4);
-    vi bytes;
+    vi ce, co, bytes;
     if (nonneg) {
-        vi ce = int4_position(e, inverse, vi_shl(words, 5), 1), co = int4_position(o, inverse, vi_shr(words, 11), 1);
-        bytes = vi_or(vi_shr(ce, 21), vi_and(vi_shr(co, 17), high));
+        hstep_positions(e, o, inverse, words, 5, INT4_DRAWN, INT4_BASE, &ce, &co);
+        bytes = vi_or(vi_shr(vi_max(ce, vi_set(0)), 21), vi_and(vi_shr(vi_max(co, vi_set(0)), 17), high));
     } else {
-        vi ce = int4_position(e, inverse, vi_and(words, vi_set(0xffff)), 0);
-        vi co = int4_position(o, inverse, vi_shr(words, 16), 0);
+        ce = int4_rounded(e, inverse, vi_and(words, vi_set(0xffff)));
+        co = int4_rounded(o, inverse, vi_shr(words, 16));
         bytes = vi_or(vi_and(vi_shr(ce, 16), low), vi_and(vi_shr(co, 12), high));
     }
     vi_store_u8(code + i / 2, bytes);

@@ -61,7 +61,7 @@ V_OP vi int8_scale(vf maximum, const int nonneg)
 V_OP vf int8_inverse(vi scale, const int nonneg)
 {
     if (nonneg) return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
-    return v_div0(v_set(65536.0f), v_from_bits(scale));
+    return hstep_inverse(v_from_bits(scale), 65536.0f, 0x1p58f);
 }
 
 /* Returns the form of a new value that is kept until its block's scale is known. For a second moment it is the root,
@@ -71,35 +71,19 @@ V_OP vf int8_stash(vf x, const int nonneg)
     return nonneg ? v_sqrt(x) : x;
 }
 
-/* Returns a second moment's code times 2^18, with its dropped part. The code may be below zero. draw is four times the
- * random bits; other bits of it do not matter. */
-V_OP vi int8_position(vf stashed, vf edge, vi draw)
-{
-    /* Below the edge it is floor((floor(d / 2) + q) / 2^18). The maximum finds the way: d / 2 > d below zero. */
-    vi d = vi_sub(v_bits(stashed), v_bits(edge)), fine = vi_max(d, vi_sra(d, 1));
-    return vi_add(fine, vi_or(vi_and(draw, vi_set(0x3fff0)), vi_set((128u << 18) + 8)));
-}
-
-/* Returns the number whose root is a signed state's code, times 2^32. Below zero it counts as zero. */
-V_OP vf int8_radicand(vf stashed, vf inverse, vi random)
-{
-    /* With u = r / 2^16 the code is floor(sqrt(x / s^2 - u (1 - u)) + u). It is k + 1 instead of k with a probability
-     * that rises evenly from 0 to 1 while x / s^2 goes from k^2 to (k + 1)^2. */
-    vf draw = v_from_int(random), apart = v_mul(draw, v_sub(v_set(65536.0f), draw));
-    /* Multiplies twice, because the square of the inverse may leave fp32. */
-    return v_sub(v_mul(v_mul(v_abs(stashed), inverse), inverse), apart);
-}
-
-/* Returns a signed state's code times 2^16, with its dropped part but without its sign. */
-V_OP vi int8_magnitude(vf stashed, vf inverse, vi random)
-{
-    return hstep_root_and(int8_radicand(stashed, inverse, random), random);
-}
+/* A second moment's code is made times 2^18. It may be below zero. This is added to the draw, four times the random
+ * bits, of which these count. */
+#define INT8_DRAWN 0x3fff0u
+#define INT8_BASE ((128u << 18) + 8)
 
 V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
 {
-    if (nonneg) return vi_max(vi_sra(int8_position(stashed, inverse, vi_shl(random, 2)), 18), vi_set(0));
-    vi magnitude = vi_shr(int8_magnitude(stashed, inverse, random), 16), sign = vi_sra(v_bits(stashed), 31);
+    if (nonneg) {
+        vi position = hstep_position(stashed, inverse, vi_shl(random, 2), INT8_DRAWN, INT8_BASE);
+        return vi_max(vi_sra(position, 18), vi_set(0));
+    }
+    vi magnitude = vi_shr(hstep_root_and(hstep_radicand(stashed, inverse, random), random), 16);
+    vi sign = vi_sra(v_bits(stashed), 31);
     return vi_sub(vi_xor(magnitude, sign), sign);
 }
 
@@ -152,14 +136,13 @@ V_OP void int8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e
 #define int8_ENCODE HSTEP_PAIR(PAIRED)
 V_OP void int8_encode_pair(char *code, int64_t i, vf e, vf o, vf inverse, vi words, const int nonneg)
 {
+    vi ce, co;
     if (nonneg) {
-        vi ce = vi_sra(int8_position(e, inverse, vi_shl(words, 2)), 18);
-        vi co = vi_sra(int8_position(o, inverse, vi_shr(words, 14)), 2);
-        vh_store_u8(code + i, vi_join16(ce, co));
+        hstep_positions(e, o, inverse, words, 2, INT8_DRAWN, INT8_BASE, &ce, &co);
+        vh_store_u8(code + i, vi_join16(vi_sra(ce, 18), vi_sra(co, 2)));
         return;
     }
-    vi re = vi_and(words, vi_set(0xffff)), ro = vi_shr(words, 16), ce, co;
-    hstep_roots_and(int8_radicand(e, inverse, re), int8_radicand(o, inverse, ro), re, ro, &ce, &co);
+    hstep_root_codes(e, o, inverse, words, &ce, &co);
     hstep_store_signed(code + i, ce, co, e, o);
 }
 

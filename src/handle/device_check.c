@@ -61,10 +61,9 @@ static int open_side(struct check *c, int which, const char *device, const char 
     int error = hstep_create(&options, 1, &s->o);
     if (!error && c->parts) error = halfstep_set_choice(s->o, HALFSTEP_ALL_GROUPS, "scan", "per-tensor");
     if (!error) error = halfstep_set_choice(s->o, HALFSTEP_ALL_GROUPS, "generator", generator);
-    if (!error) error = halfstep_set_hyper(s->o, HALFSTEP_ALL_GROUPS, "clip_norm", 2.0);
-    if (!error) error = halfstep_set_hyper(s->o, HALFSTEP_ALL_GROUPS, "gradient_scale", 0.75);
     if (error) return error;
-    return tensor < 0 ? hstep_describe_general(s->o, c->parts) : hstep_describe_fused(s->o, c->asking, tensor);
+    return tensor < 0 ? hstep_describe_general(s->o, c->parts)
+                      : hstep_describe_fused(s->o, c->asking, tensor, c->parts);
 }
 
 /* Works out where the weights and gradients of all tensors are in a side's data. */
@@ -102,7 +101,8 @@ static int bind_side(struct check *c, int which)
         s->weights[i] = s->data + c->weight[i];
         s->gradients[i] = s->data + c->gradient[i];
     }
-    return halfstep_bind_states(s->o, s->states, c->state_bytes);
+    error = halfstep_bind_states(s->o, s->states, c->state_bytes);
+    return error ? error : hstep_age_cases(s->o);
 }
 
 static void close_check(struct check *c)
@@ -136,10 +136,10 @@ static int agree(struct check *c, int device, int host, int tensor)
 /* Waits for the device, and compares what it refused. */
 static int agree_at_last(struct check *c)
 {
-    int device = halfstep_synchronize(c->side[DEVICE].o), host = c->refused ? HALFSTEP_NONFINITE : HALFSTEP_OK;
-
+    const int device = halfstep_synchronize(c->side[DEVICE].o), refused = c->refused;
     c->refused = 0;
-    return agree(c, device, host, -1);
+    if (!device && refused) return fail_bits(c, 0, "what a step refuses");
+    return agree(c, device, refused ? HALFSTEP_NONFINITE : HALFSTEP_OK, -1);
 }
 
 static int compare_states(const struct check *c)
@@ -346,10 +346,11 @@ static int spoil(const struct check *c)
 }
 
 /* Makes the calls of a check: steps, a refused one, gradient release with micro-steps; then every slot is read and
- * written, and one more step made. */
+ * written, and one more step made. The step without some gradients comes after both kinds of verdict were right,
+ * because a device that skips no tensor would read addresses of NULL. */
 static int make_calls(struct check *c, int rewrite)
 {
-    enum { STEPS = 5, REFUSED = 1, LAST = STEPS - 1 };
+    enum { STEPS = 5, REFUSED = 1, HIDING = 2, RELEASE = 3, LAST = STEPS - 1 };
     int error = HALFSTEP_OK;
     for (int step = 0; !error && step < STEPS; step++) {
         if (step == LAST)
@@ -357,14 +358,15 @@ static int make_calls(struct check *c, int rewrite)
                 for (int slot = HALFSTEP_SLOT_WEIGHT; !error && slot < HSTEP_SLOTS; slot++)
                     if (slot != HALFSTEP_SLOT_GRADIENT) error = rewrite_both(c, i, slot);
         if (error || (error = send_gradients(c, step))) return error;
+        for (int s = 0; s < SIDES; s++) hstep_set_case_step(c->side[s].o, step);
         if (step == REFUSED) error = spoil(c);
-        else error = vary(c, step == 2);
-        if (!error && step < 3) error = call_both(c, HALFSTEP_CALL_STEP, -1, 0);
-        for (int i = step; !error && step >= 3 && i < c->tensors; i += rewrite ? 3 : 7) {
-            if (step == 3) error = call_both(c, HALFSTEP_CALL_TENSOR, i, 1);
+        else error = vary(c, step == HIDING);
+        if (!error && step < RELEASE) error = call_both(c, HALFSTEP_CALL_STEP, -1, 0);
+        for (int i = step; !error && step >= RELEASE && i < c->tensors; i += rewrite ? 3 : 7) {
+            if (step == RELEASE) error = call_both(c, HALFSTEP_CALL_TENSOR, i, 1);
             if (!error) error = call_both(c, HALFSTEP_CALL_TENSOR, i, 0);
         }
-        if (!error && step >= 3) error = call_both(c, HALFSTEP_CALL_ROUND, -1, 0);
+        if (!error && step >= RELEASE) error = call_both(c, HALFSTEP_CALL_ROUND, -1, 0);
         if (!error) error = agree_at_last(c);
     }
     for (int i = 0; !error && i < c->tensors; i += 2) error = saturated_both(c, i);
@@ -372,9 +374,11 @@ static int make_calls(struct check *c, int rewrite)
     return rewrite ? carry_both(c) : HALFSTEP_OK;
 }
 
+enum { WITH_PARTS = 1 }; /* the variant, one for each generator, whose tensors are parts */
+
 static int check_with(const halfstep_optimizer *o, int tensor, int variant)
 {
-    struct check c = {.asking = o, .parts = variant == 2};
+    struct check c = {.asking = o, .parts = variant == WITH_PARTS};
     snprintf(c.device, sizeof c.device, "%s%s%s", o->device->name, *o->ordinal ? ":" : "", o->ordinal);
     const char *generator = halfstep_choice_value("generator", variant);
     int error = open_side(&c, HOST, NULL, generator, tensor);

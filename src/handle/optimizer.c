@@ -270,6 +270,19 @@ static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choic
     return NULL;
 }
 
+/* Fails if a group, or one of all groups, cannot have this decay mode. */
+static int check_decay(const halfstep_optimizer *o, int32_t group, int decay)
+{
+    for (int i = 0; decay == HSTEP_DECAY_CAUTIOUS && i < o->n_groups; i++) {
+        const struct hstep_rule *rule = &hstep_rules[o->groups[i].recipe.rule];
+        if ((i == group || group == HALFSTEP_ALL_GROUPS) && rule->no_cautious_decay)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "the decay of %s cannot be cautious: %s; choose another decay", rule->name,
+                              rule->no_cautious_decay);
+    }
+    return HALFSTEP_OK;
+}
+
 int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice, const char *value)
 {
     if (!o || !choice || !value) return HALFSTEP_ERROR_ARGUMENT;
@@ -289,14 +302,7 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
     }
     if (is_hyper) return halfstep_set_hyper(o, group, choice, found);
     int *place = choice_place(o, group, choice);
-    for (int i = 0; hstep_find_choice(choice) == HSTEP_CHOICE_DECAY && found == HSTEP_DECAY_CAUTIOUS && i < o->n_groups;
-         i++) {
-        const struct hstep_rule *rule = &hstep_rules[o->groups[i].recipe.rule];
-        if ((place == &o->groups[i].decay || !place) && rule->no_cautious_decay)
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "the decay of %s cannot be cautious: %s; choose another decay", rule->name,
-                              rule->no_cautious_decay);
-    }
+    if (hstep_find_choice(choice) == HSTEP_CHOICE_DECAY && (error = check_decay(o, group, found))) return error;
     if (place) {
         *place = found;
         return HALFSTEP_OK;

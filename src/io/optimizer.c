@@ -232,14 +232,10 @@ static int shape_of(const record *r, int32_t index, const halfstep_file_options 
                     hstep_error *error)
 {
     const halfstep_tensor *t = &r->tensors[index].info;
-    uint64_t length = 1;
     *shape = options && options->shapes && t->ndim > 1 ? options->shapes[index] : NULL;
     if (!*shape) return HALFSTEP_OK;
-    for (int32_t i = 1; i < t->ndim; i++) {
-        uint64_t size = (*shape)[i];
-        length = size && length > UINT64_MAX / size ? UINT64_MAX : length * size;
-    }
-    if ((*shape)[0] == (uint64_t)t->rows && length == (uint64_t)t->row_length) return HALFSTEP_OK;
+    if (hstep_gives(*shape, (uint64_t)t->ndim, (uint64_t)t->rows, (uint64_t)t->row_length, hstep_is_stack(t)))
+        return HALFSTEP_OK;
     return hstep_fail(error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": its shape does not give %lld rows of %lld elements",
                       t->name, (long long)t->rows, (long long)t->row_length);
 }

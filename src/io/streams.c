@@ -13,6 +13,22 @@ static uint64_t elements_of(const halfstep_tensor *tensor)
     return (uint64_t)tensor->rows * (uint64_t)tensor->row_length;
 }
 
+int hstep_is_stack(const halfstep_tensor *tensor) { return tensor->matrix_rows < tensor->rows; }
+
+static uint64_t product(const uint64_t *shape, uint64_t ndim)
+{
+    uint64_t n = 1;
+    for (uint64_t i = 0; i < ndim; i++) n = shape[i] && n > UINT64_MAX / shape[i] ? UINT64_MAX : n * shape[i];
+    return n;
+}
+
+int hstep_gives(const uint64_t *shape, uint64_t ndim, uint64_t first, uint64_t rest, int merged)
+{
+    for (uint64_t i = 1; i <= ndim && (i == 1 || merged); i++)
+        if (product(shape, i) == first && product(shape + i, ndim - i) == rest) return 1;
+    return 0;
+}
+
 /* Gives a stream the shape of the tensor, with one element of the dtype for each of the tensor's. */
 static void shape_as_tensor(hstep_stream *stream, const halfstep_tensor *tensor, const uint64_t *shape)
 {
@@ -147,12 +163,18 @@ static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, siz
 }
 
 /* Tells whether a tensor of a file has the shape of the stream. The optimizer knows only the first size, so a tensor of
- * more dimensions may have any sizes that give its rows and elements. */
+ * more dimensions may have any sizes that give its rows and elements. In a stack of matrices, other streams of rows may
+ * have such sizes too. */
 static int fits(const hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_safetensor_info *found)
 {
     int same = found->ndim == stream->ndim;
     for (uint64_t i = 0; same && i < found->ndim; i++) same = found->shape[i] == stream->shape[i];
     if (same) return 1;
+    if (hstep_is_stack(tensor) && !stream->flat_scales) {
+        const uint64_t first = stream->by_element ? (uint64_t)tensor->rows : stream->shape[0],
+                       all = product(stream->shape, stream->ndim);
+        return first && hstep_gives(found->shape, found->ndim, first, all / first, 1);
+    }
     if (stream->flat_scales) return found->elements == stream->own_shape[0];
     return stream->by_element && tensor->ndim > 1 && found->ndim > 1 && found->shape[0] == (uint64_t)tensor->rows &&
            found->elements == elements_of(tensor);

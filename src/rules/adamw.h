@@ -28,7 +28,11 @@ HSTEP_INLINE float adamw_bound(double beta1, double beta2, uint64_t t)
     return bound < 1e30 ? (float)bound : 1e30f;
 }
 
+/* Returns m, at least -bound and at most bound. The sign of a zero does not matter: no state keeps it, and no weight
+ * depends on it. An instruction set may have its own version. */
+#ifndef adamw_clamp
 V_OP vf adamw_clamp(vf m, vf bound) { return v_max(v_min(m, bound), v_neg(bound)); }
+#endif
 
 HSTEP_INLINE void adamw_prepare(float *k, struct hstep_prepare *p)
 {

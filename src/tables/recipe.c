@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/structs.h"
 #include "tables/tables.h"
 
 enum {
@@ -153,24 +154,35 @@ static int needed_by_default(int rule, int state, int ndim, int64_t rows, int64_
     return hstep_state_of_shape(rule, state, ndim, rows, row_length);
 }
 
-int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length, uint64_t *weight,
-                          uint64_t *weight_extra, uint64_t *states)
+int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uint64_t *weight, uint64_t *weight_extra,
+                          uint64_t *states)
 {
     struct hstep_recipe r;
-    if (!recipe) return HALFSTEP_ERROR_ARGUMENT;
+    halfstep_tensor t = {0};
+    if (!recipe || !tensor || !hstep_take_struct(&t, sizeof t, tensor)) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_recipe_parse(recipe, &r, NULL, 0);
     if (error) return error;
-    if (rows < 0 || row_length < 0 || (row_length && rows > (INT64_MAX >> 6) / row_length)) return HALFSTEP_ERROR_SHAPE;
-    if (weight) *weight = hstep_code_bytes(r.weight, rows, row_length);
-    if (weight_extra) *weight_extra = hstep_extra_bytes(r.weight, rows, row_length);
+    if (t.rows < 0 || t.row_length < 0 || (t.row_length && t.rows > (INT64_MAX >> 6) / t.row_length) ||
+        t.matrix_rows < 0 || (t.matrix_rows && t.rows % t.matrix_rows))
+        return HALFSTEP_ERROR_SHAPE;
+    if (!t.matrix_rows || !hstep_has_matrices(r.rule)) t.matrix_rows = t.rows;
+    if (weight) *weight = hstep_code_bytes(r.weight, t.rows, t.row_length);
+    if (weight_extra) *weight_extra = hstep_extra_bytes(r.weight, t.rows, t.row_length);
     if (!states) return HALFSTEP_OK;
     *states = 0;
     for (int i = 0; i < hstep_rule_states(r.rule); i++) {
-        if (!needed_by_default(r.rule, i, ndim, rows, row_length)) continue;
-        int format = hstep_eligible_format(r.state[i], r.weight, ndim, rows, row_length, rows);
-        int64_t height = rows, width = row_length;
-        hstep_extend(hstep_rules[r.rule].state[i].extent, rows, &height, &width);
+        if (!needed_by_default(r.rule, i, t.ndim, t.matrix_rows, t.row_length)) continue;
+        int format = hstep_eligible_format(r.state[i], r.weight, t.ndim, t.rows, t.row_length, t.matrix_rows);
+        int64_t height = t.rows, width = t.row_length;
+        hstep_extend(hstep_rules[r.rule].state[i].extent, t.matrix_rows, &height, &width);
         *states += hstep_code_bytes(format, height, width) + hstep_extra_bytes(format, height, width);
     }
     return HALFSTEP_OK;
+}
+
+int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length, uint64_t *weight,
+                          uint64_t *weight_extra, uint64_t *states)
+{
+    const halfstep_tensor t = {.struct_size = sizeof t, .ndim = ndim, .rows = rows, .row_length = row_length};
+    return halfstep_tensor_bytes(recipe, &t, weight, weight_extra, states);
 }

@@ -139,6 +139,11 @@ V_OP float hstep_cuda_min(float a, float b) { return CUDA_IS_PLAIN(b) ? __builti
 V_OP float hstep_cuda_max(float a, float b) { return CUDA_IS_PLAIN(b) ? __builtin_fmaxf(a, b) : a > b ? a : b; }
 V_OP vf v_min(vf a, vf b) { return V_LANES(vf, hstep_cuda_min(a.x[I], b.x[I])); }
 V_OP vf v_max(vf a, vf b) { return V_LANES(vf, hstep_cuda_max(a.x[I], b.x[I])); }
+V_OP vf hstep_cuda_clamp(vf m, vf bound)
+{
+    return V_LANES(vf, __builtin_fmaxf(__builtin_fminf(m.x[I], bound.x[I]), -bound.x[I]));
+}
+#define adamw_clamp hstep_cuda_clamp
 V_OP vf v_abs(vf a) { return V_LANES(vf, fabsf(a.x[I])); }
 V_OP vf v_neg(vf a) { return V_LANES(vf, -a.x[I]); }
 V_OP vf v_sign(vf a) { return V_LANES(vf, (float)((a.x[I] > 0.0f) - (a.x[I] < 0.0f))); }
@@ -270,9 +275,15 @@ V_OP void vp_load_hi16(const void *p, vi *e, vi *o)
     *e = vi_shl(words, 16);
     *o = vi_and(words, vi_set(0xffff0000u));
 }
+V_OP uint32_t hstep_cuda_high_halves(uint32_t low, uint32_t high)
+{
+    uint32_t r;
+    __asm__("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(r) : "r"(low), "r"(high));
+    return r;
+}
 V_OP void vp_store_hi16(void *p, vi e, vi o)
 {
-    hstep_cuda_put_words(p, 0, 1, vi_join16(vi_shr(e, 16), o));
+    hstep_cuda_put_words(p, 0, 1, V_LANES(vi, hstep_cuda_high_halves(e.x[I], o.x[I])));
 }
 V_OP vi hstep_cuda_normal(vi a) { return V_LANES(vi, a.x[I] & 0x7f800000u ? a.x[I] : 0); }
 V_OP void vp_store_hi16_normal(void *p, vi e, vi o) { vp_store_hi16(p, hstep_cuda_normal(e), hstep_cuda_normal(o)); }
@@ -327,53 +338,73 @@ V_OP void vp_load_f16(const void *p, vf *e, vf *o)
 }
 V_OP void vp_store_f16(void *p, vf e, vf o) { vp_store_16(p, hstep_cuda_to_half(e), hstep_cuda_to_half(o)); }
 
-/* Computes hstep_root_and() from an estimated root. Only bits 16 and up are exact (vec/root_code.h).
- *
- * PTX documents an error of 2^-22.9 for the estimate. With the product's rounding, the error is at most 2^-22 + 2^-24
- * of the root. Roots are below 2^23, so this is 2.5, or 3 after rounding to an integer. The exact root is rounded
- * twice, by 1/4 and 1/2. The two numbers are then at most 3.75 apart, so the integers are at most 3 apart, and their
- * sums with r too.
- *
- * Bits 16 and up can only differ if a multiple of 2^16 lies between the sums. If the estimate's sum is that near to a
- * multiple, the exact roots are taken. This happens for 6 of 65,536 sums, so for 48 of 65,536 pairs, which have eight.
- * Radicands below 2^-100 have roots that round to 0, as that of 2^-100 does. A NaN counts as 2^-100 too. */
-V_OP float hstep_cuda_estimated(float most) { return most * CUDA_RSQRT(most); }
-V_OP vf hstep_cuda_estimates(vf a) { return V_LANES(vf, hstep_cuda_estimated(a.x[I])); }
-V_OP vi hstep_cuda_estimate(vf a, vi r) { return vi_add(v_round(hstep_cuda_estimates(v_max(a, v_set(0x1p-100f)))), r); }
-V_OP vi hstep_cuda_to_edge(vi estimate) { return vi_shl(vi_add(estimate, vi_set(3)), 16); }
+/* ---- Codes of roots (vec/root_code.h) ---- */
+
 V_OP uint32_t hstep_cuda_lesser(uint32_t a, uint32_t b) { return a < b ? a : b; }
 V_OP vi hstep_cuda_nearest_edge(vi a, vi b) { return V_LANES(vi, hstep_cuda_lesser(a.x[I], b.x[I])); }
-V_OP vi hstep_root_and(vf a, vi r);
-V_OP void hstep_cuda_roots_and(vf e, vf o, vi re, vi ro, vi *ce, vi *co)
+V_OP vi hstep_cuda_to_edge(vi estimate) { return vi_shl(vi_add(estimate, vi_set(3)), 16); }
+
+/* Returns 1 + r / 2^23, where r is a half of a word. */
+#define CUDA_DRAWN(name, of_halves)                                                            \
+    V_OP float name(uint32_t word)                                                             \
+    {                                                                                          \
+        uint32_t r;                                                                            \
+        __asm__("prmt.b32 %0, %1, %2, " of_halves ";" : "=r"(r) : "r"(word), "r"(0x00003f80u)); \
+        return hstep_number(r);                                                                \
+    }
+CUDA_DRAWN(hstep_cuda_drawn_low, "0x5410")
+CUDA_DRAWN(hstep_cuda_drawn_high, "0x5432")
+
+/* Returns the pattern of 1 + (root + r) / 2^23 with an estimated root. `drawn` is 1 + r / 2^23. `square` is the number
+ * that hstep_radicand() takes r (65536 - r) from, divided by 2^46. Powers of two change no rounding.
+ *
+ * With u = r - 32768, r (65536 - r) is 2^30 - u u. The fused product therefore rounds the same number as
+ * hstep_radicand() does. A difference below zero, or a NaN, becomes 0. */
+V_OP uint32_t hstep_cuda_estimate(float drawn, float square)
 {
-    const vi fe = hstep_cuda_estimate(e, re), fo = hstep_cuda_estimate(o, ro);
+    float sum;
+    __asm__("{\n.reg .f32 u, y;\n"
+            "add.rn.f32 u, %1, 0fBF808000;\n" /* -(1 + 2^-8) */
+            "neg.f32 y, u;\n"
+            "fma.rn.f32 u, y, u, 0f37800000;\n" /* 2^-16 */
+            "sub.rn.sat.f32 y, %2, u;\n"
+            "sqrt.approx.ftz.f32 y, y;\n"
+            "add.rn.f32 %0, %1, y;\n}"
+            : "=f"(sum)
+            : "f"(drawn), "f"(square));
+    return hstep_pattern(sum);
+}
+
+/* Computes hstep_root_codes() from estimated roots. Only bits 16 to 22 are exact.
+ *
+ * PTX documents an error of 2^-23 for the estimate. Roots are below 2^23, so this is at most 1, and 1.5 after the sum
+ * is rounded. The exact root is rounded twice, by 1/4 and 1/2. The two integers are then at most 2 apart.
+ *
+ * The bits can only differ if a multiple of 2^16 lies between the sums. If the estimate's sum is within 3 of a
+ * multiple, the exact roots are taken. This happens for 6 of 65,536 sums, so for 48 of 65,536 pairs, which have
+ * eight. */
+V_OP vi hstep_root_and(vf a, vi r);
+V_OP vf hstep_radicand(vf x, vf inverse, vi random);
+V_OP void hstep_cuda_root_codes(vf e, vf o, vf inverse, vi words, vi *ce, vi *co)
+{
+    const vf scaled = v_mul(inverse, v_set(0x1p-46f));
+    const vf se = v_mul(v_mul(v_abs(e), inverse), scaled), so = v_mul(v_mul(v_abs(o), inverse), scaled);
+    const vi fe = V_LANES(vi, hstep_cuda_estimate(hstep_cuda_drawn_low(words.x[I]), se.x[I]));
+    const vi fo = V_LANES(vi, hstep_cuda_estimate(hstep_cuda_drawn_high(words.x[I]), so.x[I]));
     const vi edge = hstep_cuda_nearest_edge(hstep_cuda_to_edge(fe), hstep_cuda_to_edge(fo));
     const uint32_t one = hstep_cuda_lesser(edge.x[0], edge.x[1]), two = hstep_cuda_lesser(edge.x[2], edge.x[3]);
     *ce = fe;
     *co = fo;
     if (__builtin_expect(hstep_cuda_lesser(one, two) < 6u << 16, 0)) {
-        *ce = hstep_root_and(e, re);
-        *co = hstep_root_and(o, ro);
+        const vi re = vi_and(words, vi_set(0xffff)), ro = vi_shr(words, 16);
+        *ce = hstep_root_and(hstep_radicand(e, inverse, re), re);
+        *co = hstep_root_and(hstep_radicand(o, inverse, ro), ro);
     }
 }
-#define hstep_roots_and hstep_cuda_roots_and
+#define hstep_root_codes hstep_cuda_root_codes
 
-V_OP uint32_t hstep_cuda_distance(int32_t steps)
-{
-    const int32_t twice = 2 * steps;
-    return (uint32_t)(steps < twice ? steps : twice) << 18;
-}
-V_OP vi hstep_cuda_distances(vi steps) { return V_LANES(vi, hstep_cuda_distance((int32_t)steps.x[I])); }
-V_OP void hstep_cuda_load_distances(const char *code, vi *e, vi *o)
-{
-    const uint32_t centred[2] = {hstep_cuda_word(code, 0) ^ 0x80808080u, hstep_cuda_word(code, 1) ^ 0x80808080u};
-    *e = hstep_cuda_distances(hstep_cuda_signed_bytes(centred, 0));
-    *o = hstep_cuda_distances(hstep_cuda_signed_bytes(centred, 1));
-}
-#define hstep_load_distances hstep_cuda_load_distances
-
-/* Negates those of four codes, by bytes, whose mask in `signs` is set. Codes are 0 to 127. -c is ~c + 1, whose carry
- * stays below the top bit of its byte. */
+/* Negates those of four codes, by bytes, whose mask in `signs` is set. A code is the low seven bits. -c is ~c + 1,
+ * whose carry stays below the top bit of its byte. */
 V_OP uint32_t hstep_cuda_negated(uint32_t codes, uint32_t signs)
 {
     return (((codes ^ signs) & 0x7f7f7f7fu) + (signs & 0x01010101u)) ^ (signs & 0x80808080u);
@@ -390,5 +421,90 @@ V_OP void hstep_cuda_store_signed(char *code, vi ce, vi co, vf e, vf o)
     hstep_cuda_put_word(code, 1, hstep_cuda_negated(high, hstep_cuda_signs(se.x[2], so.x[2], se.x[3], so.x[3])));
 }
 #define hstep_store_signed hstep_cuda_store_signed
+
+/* Computes max(d, floor(d / 2)) + base with d = x - edge. An edge is even, so that its half can be taken from the half
+ * of x. The arguments are edge - base and edge / 2 - base. */
+V_OP uint32_t hstep_cuda_above(uint32_t x, uint32_t edge, uint32_t half)
+{
+    const int32_t whole = (int32_t)(x - edge), halved = (int32_t)((uint32_t)((int32_t)x >> 1) - half);
+    return (uint32_t)(whole > halved ? whole : halved);
+}
+/* These return a + b 2^n and a + b / 2^n. They are hidden from the compiler, which would shift b before it is masked,
+ * in an instruction of its own. */
+V_OP uint32_t hstep_cuda_add_left(uint32_t a, uint32_t b, const int n)
+{
+    uint32_t r;
+    __asm__("mad.lo.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(b), "n"(1 << n), "r"(a));
+    return r;
+}
+V_OP uint32_t hstep_cuda_add_right(uint32_t a, uint32_t b, const int n)
+{
+    uint32_t r;
+    __asm__("{\n.reg .u32 b;\nshr.u32 b, %1, %2;\nadd.u32 %0, b, %3;\n}" : "=r"(r) : "r"(b), "n"(n), "r"(a));
+    return r;
+}
+V_OP void hstep_cuda_positions(vf e, vf o, vf edge, vi words, const int shift, const uint32_t mask, const uint32_t base,
+                               vi *pe, vi *po)
+{
+    /* All lanes have one edge. */
+    const uint32_t pattern = hstep_pattern(edge.x[0]), from = pattern - base, half = pattern / 2 - base;
+    const vi fe = V_LANES(vi, hstep_cuda_above(hstep_pattern(e.x[I]), from, half));
+    const vi fo = V_LANES(vi, hstep_cuda_above(hstep_pattern(o.x[I]), from, half));
+    *pe = V_LANES(vi, hstep_cuda_add_left(fe.x[I], words.x[I] & mask >> shift, shift));
+    *po = V_LANES(vi, hstep_cuda_add_right(fo.x[I], words.x[I] & mask << (16 - shift), 16 - shift));
+}
+#define hstep_positions hstep_cuda_positions
+
+/* Codes below 128 are doubled in all four bytes of a word at once, the others lose their top bit. A byte of ones above
+ * a doubled code then takes 256 from it. That makes 2 (c - 128) of the first and c - 128 of the others. */
+V_OP uint32_t hstep_cuda_distance(uint32_t doubled, uint32_t below, const int n)
+{
+    uint32_t r;
+    __asm__("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(doubled), "r"(below), "n"((12 + n) << 4 | n));
+    return r << 18;
+}
+V_OP vi hstep_cuda_distances(const uint32_t *doubled, const uint32_t *below, const int first)
+{
+    return V_LANES(vi, hstep_cuda_distance(doubled[I / 2], below[I / 2], I % 2 * 2 + first));
+}
+V_OP void hstep_cuda_load_distances(const char *code, vi *e, vi *o)
+{
+    uint32_t doubled[2], below[2];
+    CUDA_UNROLL for (int i = 0; i < 2; i++)
+    {
+        const uint32_t codes = hstep_cuda_word(code, i);
+        uint32_t mask;
+        below[i] = ~codes;
+        __asm__("prmt.b32 %0, %1, %1, 0xba98;" : "=r"(mask) : "r"(below[i]));
+        doubled[i] = (codes & 0x7f7f7f7fu) + (codes & mask);
+    }
+    *e = hstep_cuda_distances(doubled, below, 0);
+    *o = hstep_cuda_distances(doubled, below, 1);
+}
+#define hstep_load_distances hstep_cuda_load_distances
+
+/* Returns a byte for each of four codes of 4 bits: code + the smaller of code and 6, 0 to 21. A code selects a byte of
+ * eight. With its highest bit set it selects the sign of a byte, which is 0. */
+V_OP uint32_t hstep_cuda_int4_steps(uint32_t codes)
+{
+    uint32_t low, high;
+    __asm__("prmt.b32 %0, %1, %2, %3;" : "=r"(low) : "r"(0x06040200u), "r"(0x0d0c0a08u), "r"(codes));
+    __asm__("prmt.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(0x11100f0eu), "r"(0x15141312u), "r"(codes ^ 0x8888u));
+    return low | high;
+}
+V_OP uint32_t hstep_cuda_int4_root(uint32_t steps, uint32_t edge, const int n)
+{
+    uint32_t byte;
+    __asm__("prmt.b32 %0, %1, 0, %2;" : "=r"(byte) : "r"(steps), "n"(0x4440 | n));
+    return hstep_cuda_add_left(edge, byte, 21);
+}
+V_OP void hstep_cuda_int4_roots(const char *code, vi edge, vi *e, vi *o)
+{
+    const uint32_t codes = hstep_cuda_word(code, 0), from = edge.x[0] - (12u << 21);
+    const uint32_t steps[2] = {hstep_cuda_int4_steps(codes), hstep_cuda_int4_steps(codes >> 16)};
+    *e = V_LANES(vi, hstep_cuda_int4_root(steps[I / 2], from, I % 2 * 2));
+    *o = V_LANES(vi, hstep_cuda_int4_root(steps[I / 2], from, I % 2 * 2 + 1));
+}
+#define hstep_int4_roots hstep_cuda_int4_roots
 
 #endif

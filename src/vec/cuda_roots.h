@@ -17,14 +17,6 @@
 #ifndef HSTEP_VEC_CUDA_ROOTS_H
 #define HSTEP_VEC_CUDA_ROOTS_H
 
-V_OP float hstep_cuda_rsqrt(float x)
-{
-    float y;
-    __asm__("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#define CUDA_RSQRT(x) hstep_cuda_rsqrt(x)
-
 /* Returns true if the compiler knows that all lanes are equal. The result is then computed once. */
 V_OP int hstep_cuda_is_one(vf a)
 {
@@ -120,6 +112,42 @@ V_OP vf v_sqrt(vf a) { return hstep_cuda_is_one(a) ? v_set(hstep_cuda_root(a.x[0
         return is_one ? v_set(hstep_cuda_quotient##suffix(a.x[0], b.x[0]))              \
                                                 : hstep_cuda_quotients##suffix(a, b);                             \
     }
+/* A power of two over a BF16 number, or +0 if the number is 0. The product by the power is exact. With each of the 128
+ * significands of BF16, y' is right if the estimate is within 8 units in the last place. The steps require a quotient
+ * that is not subnormal. */
+#define CUDA_POWER_OVER(r, power, b)        \
+    "rcp.approx.ftz.f32 y, " b ";\n"        \
+    "neg.f32 s, " b ";\n"                   \
+    "fma.rn.f32 e, s, y, 0f3F800000;\n"     \
+    "fma.rn.f32 y, y, e, y;\n"              \
+    "mul.rn.f32 y, y, " power ";\n"         \
+    "setp.gt.f32 p, " b ", 0f00000000;\n"   \
+    "selp.f32 " r ", y, 0f00000000, p;\n"
+/* The constant is 2^125. */
+#define CUDA_POWER_UNLESS(b) "setp.le.f32 p, " b ", 0f7E000000;\n@p bra done;\n"
+V_OP float hstep_cuda_power_over(float s, const float power)
+{
+    float r;
+    __asm__(CUDA_BEGIN CUDA_POWER_OVER("%0", "%1", "%2") "}" : "=&f"(r) : "f"(power), "f"(s));
+    return r;
+}
+V_OP float hstep_cuda_power_over_any(float s, const float power)
+{
+    float r;
+    __asm__(CUDA_BEGIN CUDA_POWER_OVER("%0", "%1", "%2") CUDA_POWER_UNLESS("%2") CUDA_EXACT_QUOTIENT("%0", "%1", "%2")
+                CUDA_END
+            : "=&f"(r)
+            : "f"(power), "f"(s));
+    return r;
+}
+/* Computes hstep_inverse() (vec/root_code.h). All lanes have one scale. */
+V_OP vf hstep_cuda_inverse(vf scale, const float power, const float most)
+{
+    const float s = scale.x[0];
+    return v_set(most > 0x1p125f ? hstep_cuda_power_over_any(s, power) : hstep_cuda_power_over(s, power));
+}
+#define hstep_inverse hstep_cuda_inverse
+
 CUDA_DIVISION(, CUDA_EXACT_QUOTIENT)
 CUDA_DIVISION(0, CUDA_EXACT_QUOTIENT0)
 

@@ -6,16 +6,57 @@
 /* Returns round(sqrt(max(a, 0))) + r. Callers use bits 16 and up. Requires a < 2^46 and r < 2^16. */
 V_OP vi hstep_root_and(vf a, vi r) { return vi_add(v_round(v_sqrt(v_max(a, v_set(0.0f)))), r); }
 
-/* Applies hstep_root_and() to a pair. An instruction set's own version must be right in bits 16 and up only. */
-#ifndef hstep_roots_and
-V_OP void hstep_roots_and(vf e, vf o, vi re, vi ro, vi *ce, vi *co)
+/* Returns a power of two over a scale, or +0 if the scale is 0. The scale is a BF16 number, 0 or 2^-126 to `most`. An
+ * instruction set may have its own version. */
+#ifndef hstep_inverse
+V_OP vf hstep_inverse(vf scale, const float power, const float most)
 {
-    *ce = hstep_root_and(e, re);
-    *co = hstep_root_and(o, ro);
+    (void)most;
+    return v_div0(v_set(power), scale);
 }
 #endif
 
-/* Stores signed codes as bytes. A code is bits 16 to 23 of ce or co, at most 127. It is negated if e or o is negative.
+/* Returns the number whose root is a signed state's code, times 2^32. Below zero it counts as zero. */
+V_OP vf hstep_radicand(vf x, vf inverse, vi random)
+{
+    /* With u = r / 2^16 the code is floor(sqrt(x / s^2 - u (1 - u)) + u). It is k + 1 instead of k with a probability
+     * that rises evenly from 0 to 1 while x / s^2 goes from k^2 to (k + 1)^2. */
+    vf draw = v_from_int(random), apart = v_mul(draw, v_sub(v_set(65536.0f), draw));
+    /* Multiplies twice, because the square of the inverse may leave fp32. */
+    return v_sub(v_mul(v_mul(v_abs(x), inverse), inverse), apart);
+}
+
+/* Returns the codes of a pair, times 2^16, with their dropped parts but without their signs. An instruction set's own
+ * version must be right in bits 16 to 22 only. */
+#ifndef hstep_root_codes
+V_OP void hstep_root_codes(vf e, vf o, vf inverse, vi words, vi *ce, vi *co)
+{
+    vi re = vi_and(words, vi_set(0xffff)), ro = vi_shr(words, 16);
+    *ce = hstep_root_and(hstep_radicand(e, inverse, re), re);
+    *co = hstep_root_and(hstep_radicand(o, inverse, ro), ro);
+}
+#endif
+
+/* Returns a second moment's code with its dropped part: base + the distance of the root to the edge + the draw. Only
+ * the mask's bits of the draw count. Distances below the edge are halved. hstep_positions() does it for a pair, whose draws
+ * are the random bits times 2^shift, and whose lanes have one edge. An instruction set may have its own version of
+ * that. */
+V_OP vi hstep_position(vf root, vf edge, vi draw, const uint32_t mask, const uint32_t base)
+{
+    /* Below the edge it is floor(d / 2). The maximum finds the way: d / 2 > d below zero. */
+    vi d = vi_sub(v_bits(root), v_bits(edge)), fine = vi_max(d, vi_sra(d, 1));
+    return vi_add(fine, vi_or(vi_and(draw, vi_set(mask)), vi_set(base)));
+}
+#ifndef hstep_positions
+V_OP void hstep_positions(vf e, vf o, vf edge, vi words, const int shift, const uint32_t mask, const uint32_t base,
+                          vi *pe, vi *po)
+{
+    *pe = hstep_position(e, edge, vi_shl(words, shift), mask, base);
+    *po = hstep_position(o, edge, vi_shr(words, 16 - shift), mask, base);
+}
+#endif
+
+/* Stores signed codes as bytes. A code is bits 16 to 22 of ce or co, at most 127. It is negated if e or o is negative.
  * An instruction set may have its own version. */
 #ifndef hstep_store_signed
 V_OP void hstep_store_signed(char *code, vi ce, vi co, vf e, vf o)

@@ -8,12 +8,13 @@
 #include <stdint.h>
 
 /* How kernels are run. All 0 by default. */
-extern struct hstep_emulation {
+extern __attribute__((visibility("default"))) struct hstep_emulation {
     int watch; /* 1: looks at each access to memory (watch.h) */
     enum { HSTEP_ORDER_FORWARD, HSTEP_ORDER_REVERSE, HSTEP_ORDER_RANDOM } order; /* of blocks, warps and lanes */
     /* Estimates of reciprocals and of roots of codes: the nearest, or off by what the PTX ISA allows. */
     enum { HSTEP_ESTIMATES_NEAREST, HSTEP_ESTIMATES_HIGH, HSTEP_ESTIMATES_LOW, HSTEP_ESTIMATES_ANYWHERE } estimates;
     uint64_t seed; /* of a random order */
+    long most;     /* instructions of a launch in order, for a warp at a time; more are a fault. 0: any number */
 } hstep_emulation;
 
 /* Returns how often the watch has found something. */

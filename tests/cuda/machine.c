@@ -200,8 +200,8 @@ void hstep_run_bar_sync(struct warp *w, const struct row *r)
 
 /* ---- Warps and blocks ---- */
 
-/* Runs a warp until it waits for other warps or has left, or for so many instructions. */
-static void run_warp(struct warp *w, long most)
+/* Runs a warp until it waits for other warps or has left, or for so many instructions. Returns how many are left. */
+static long run_warp(struct warp *w, long most)
 {
     while (w->state == RUNNING && most > 0) {
         regroup(w);
@@ -211,6 +211,7 @@ static void run_warp(struct warp *w, long most)
             if (w->pc >= w->limit) break;
         }
     }
+    return most;
 }
 
 static char *memory(size_t bytes, int protection)
@@ -288,10 +289,16 @@ static int release(struct block *b)
 static void run_in_order(int grid)
 {
     const int reverse = hstep_emulation.order == HSTEP_ORDER_REVERSE;
+    long left = hstep_emulation.most ? hstep_emulation.most : LONG_MAX;
     for (int i = 0; i < grid; i++) {
         begin_block(blocks[0], reverse ? grid - 1 - i : i);
         do
-            for (int k = 0; k < WARPS; k++) run_warp(&blocks[0]->warps[reverse ? WARPS - 1 - k : k], LONG_MAX);
+            for (int k = 0; k < WARPS; k++) {
+                struct warp *w = &blocks[0]->warps[reverse ? WARPS - 1 - k : k];
+                left = run_warp(w, left);
+                if (left <= 0)
+                    hstep_machine_fault(w, &ptx_rows[w->pc], "too many instructions", (U64)hstep_emulation.most);
+            }
         while (release(blocks[0]));
     }
 }
@@ -342,7 +349,7 @@ static void initialize(void)
     hstep_machine.windows[LOCAL] = (U64)(uintptr_t)memory(NOTHING, PROT_NONE);
     hstep_machine.windows[CONSTANT] = (U64)(uintptr_t)hstep_machine.constants;
     variables = calloc((size_t)ptx_variable_count + 1, sizeof *variables);
-    hstep_machine.pool = memory((size_t)ptx_pool_bytes + 1, PROT_READ | PROT_WRITE);
+    hstep_machine.pool = memory((size_t)ptx_pool_bytes + LANES * sizeof(U64), PROT_READ | PROT_WRITE);
     if (!variables) abort();
     bytes[0] = 0;
     bytes[1] = LOCAL_FIRST;

@@ -55,10 +55,13 @@ struct variable {
     const struct pooled *addresses; /* `place` is in the variable; ends with bytes = 0 */
 };
 
+/* A program that is linked with the fake driver sees them too. */
+#pragma GCC visibility push(default)
 extern const struct row ptx_rows[];
 extern const struct function ptx_functions[];
 extern const struct pooled ptx_pool[];
 extern const struct variable ptx_variables[];
 extern const int ptx_row_count, ptx_function_count, ptx_pool_count, ptx_pool_bytes, ptx_variable_count;
+#pragma GCC visibility pop
 
 #endif

@@ -60,17 +60,29 @@ static F64 astray(F32 x, F64 most)
     default: return 1;
     }
 }
-/* The ISA allows 1 unit in the last place for rcp and 2^-22.9 for rsqrt, of which rounding takes a part. Both take
- * subnormal numbers for zeros. */
+/* The ISA allows 1 unit in the last place for rcp and 2^-23 for sqrt, of which rounding takes a part. A root's own
+ * estimate is the nearest (docs/gpu.md). All take subnormal numbers for zeros. */
 static F32 reciprocal(F32 x)
 {
     const F64 y = fabsf(x) < 0x1p-126f ? (F64)copysignf(INFINITY, x) : astray(x, 0x1p-24) / (F64)x;
     return fabs(y) < 0x1p-126 ? copysignf(0.0f, x) : (F32)y;
 }
-static F32 inverse_root(F32 x, int is_free)
+static F32 inverse_root(F32 x)
 {
     if (fabsf(x) < 0x1p-126f) return copysignf(INFINITY, x);
-    return (F32)((is_free ? astray(x, exp2(-22.9) - 0x1p-25) : 1) / sqrt((F64)x));
+    return (F32)(1 / sqrt((F64)x));
+}
+
+static F32 estimated_root(F32 x)
+{
+    if (fabsf(x) < 0x1p-126f) return copysignf(0.0f, x);
+    return (F32)(astray(x, 0x1p-24) * sqrt((F64)x));
+}
+/* Between 0 and 1. A NaN becomes 0. */
+static F32 saturated_sum(F32 a, F32 b)
+{
+    const F32 sum = a + b;
+    return sum > 0 ? sum < 1 ? sum : 1 : 0;
 }
 
 #define ONE(name, D, A, value)                                                   \

@@ -444,8 +444,6 @@ class Function:
         if word in ("mov.u64", "mov.b64") and (place := self.in_frame(operands[1])) is not None:
             return self.emit("frame", [self.write(operands[0], "u64")], 0, place)
         name = word.replace(".", "_")
-        if word == "rsqrt.approx.ftz.f32" and not operands[0].startswith("%"):
-            name += "_of_root"  # the estimate within a root has a register of its own
         source = self.register(operands[1]) if parts[0] == "cvt" else None
         if source and lane_bytes(source[1]) > lane_bytes(parts[-1]):
             name += "_of_wide"  # the low bits of a wider register

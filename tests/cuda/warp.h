@@ -61,7 +61,7 @@ struct block {
 /* The launch, and where a program's memory lies. */
 struct hstep_machine {
     const struct function *entry;
-    char *pool, *constants;
+    char *pool, *constants; /* the pool has a register of 64 bits at its end */
     int constant_bytes, blocks;
     _Alignas(16) char parameters[PARAMETER_BYTES];
     /* Generic addresses of shared and local memory, and of constants. Nothing else lies there. */
@@ -80,6 +80,12 @@ extern hstep_instruction *const hstep_instructions[];
 #define TWO ONE
 #define THREE ONE
 #include "cuda/instructions.def"
+#undef HAND
+/* Their numbers. Those of HAND rows come first. */
+enum {
+#define HAND(name) HSTEP_ROW_##name,
+#include "cuda/instructions.def"
+};
 #undef HAND
 #undef ONE
 #undef TWO

@@ -21,12 +21,14 @@ import halfstep
 
 pytest.importorskip("torch.distributed.tensor", reason="DTensors are public from torch 2.5 on")
 
-#: whole blocks, short ones, rows that leave ranks with nothing, a kernel, a vector, a scalar
+#: whole blocks, short ones, rows that leave ranks with nothing, a kernel, a stack of matrices, a
+#: vector, a scalar
 SHAPES = {
     "body.weight": (24, 256),
     "head.weight": (17, 50),
     "thin.weight": (2, 64),
     "conv.weight": (8, 4, 3, 3),
+    "experts": (5, 6, 40),
     "body.bias": (33,),
     "one": (1,),
 }

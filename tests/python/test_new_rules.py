@@ -46,7 +46,7 @@ def follow(ours, ours_has, theirs, theirs_has, shapes=SHAPES, steps=40):
 
 def check(ours, ours_has, theirs, theirs_has, shapes=SHAPES):
     apart, moved, _, _ = follow(ours, ours_has, theirs, theirs_has, shapes)
-    assert moved > 0.05 and apart < 6e-6, f"{apart:.2e} apart after {moved:.2e}"
+    assert moved > 0.04 and apart < 6e-6, f"{apart:.2e} apart after {moved:.2e}"
 
 
 def adopt_clip(step):
@@ -197,8 +197,11 @@ def test_prodigy(ours_has, theirs_has):
     assert apart < 1e-3 * moved
 
 
-#: whose factors are those of the packages, over the last two dimensions
-FLAT = {name: shape for name, shape in SHAPES.items() if len(shape) < 3}
+#: shapes with factors over the last two dimensions
+FACTORED = {**SHAPES, "experts": (3, 12, 20), "kernel": (6, 5, 3, 3)}
+#: kernels of 1 x 1 are not factored here. Factors of one number are the moment itself, if no eps is
+#: above it
+POINT = {**FACTORED, "point": (6, 5, 1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,8 @@ FLAT = {name: shape for name, shape in SHAPES.items() if len(shape) < 3}
     ids=["default", "decay", "eps", "floor"],
 )
 def test_adafactor_is_torch_s(options):
-    check(halfstep.Adafactor, options, torch.optim.Adafactor, options, FLAT)
+    shapes = FACTORED if "eps" in options else POINT
+    check(halfstep.Adafactor, options, torch.optim.Adafactor, options, shapes)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +235,7 @@ def test_adafactor_is_transformers_too(options):
     theirs_of = pytest.importorskip("transformers.optimization").Adafactor
     from halfstep.compat.transformers import Adafactor
 
-    apart, moved, opt, _ = follow(Adafactor, options, theirs_of, options, FLAT)
+    apart, moved, opt, _ = follow(Adafactor, options, theirs_of, options, FACTORED)
     assert moved > (1e-4 if "warmup_init" in options else 0.05) and apart < 1e-4 * moved
     (group,) = opt.param_groups
     p = group["params"][0]
@@ -257,17 +261,16 @@ def test_came(options):
     from halfstep.compat.came_pytorch import CAME
 
     options = {"lr": 1e-2, **options}
-    apart, moved, _, _ = follow(CAME, options, came_pytorch.CAME, options, FLAT)
+    apart, moved, _, _ = follow(CAME, options, came_pytorch.CAME, options, FACTORED)
     assert moved > 0.02 and apart < 1e-4 * moved
 
 
-def test_factors_of_more_dimensions_are_of_the_first_and_the_rest():
-    """A kernel of a convolution is stepped as the matrix that has its rows."""
+def test_flatten_makes_factors_of_the_first_dimension_and_the_rest():
     torch.manual_seed(1)
     start = torch.randn(8, 3, 5)
     for cls, options in ((halfstep.Adafactor, {}), (halfstep.CAME, {"lr": 1e-2})):
         kernel, matrix = Parameter(start.clone()), Parameter(start.flatten(1).clone())
-        opts = cls([kernel], **options), cls([matrix], **options)
+        opts = cls([kernel], matrix="flatten", **options), cls([matrix], **options)
         for step in range(5):
             kernel.grad = randn((8, 3, 5), step)
             matrix.grad = kernel.grad.flatten(1)
@@ -293,7 +296,7 @@ def other_adafactor(name):
 @pytest.mark.parametrize("name", ["torch", "transformers", "came_pytorch"])
 def test_states_of_factors_are_taken_over(name):
     theirs_of, cls, options, first = other_adafactor(name)
-    ours, theirs = pair({**FLAT, "row": (1, 40), "column": (40, 1)})
+    ours, theirs = pair({**FACTORED, "row": (1, 40), "column": (40, 1)})
     peer = theirs_of(theirs.values(), **options)
     for step in range(10):
         gradients(ours, theirs, step)
@@ -320,6 +323,5 @@ def test_states_of_factors_are_taken_over(name):
         opt = cls([found])
         opt.load_state_dict(peer.state_dict())
         state = peer.state[kernel]
-        whole = state["row_var"] * state["col_var"] / state["row_var"].mean(-2, keepdim=True)
-        assert torch.allclose(opt.read_state(found, "row_var"), whole.mean((1, 2)))
-        assert torch.allclose(opt.read_state(found, "col_var"), whole.mean(0).flatten())
+        assert torch.equal(opt.read_state(found, "row_var"), state["row_var"].squeeze(-1))
+        assert torch.equal(opt.read_state(found, "col_var"), state["col_var"].squeeze(-2))

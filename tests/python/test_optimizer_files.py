@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import RECIPES, class_of, parameters, run, set_gradients, twins, weights_of
 
-from halfstep import _abi
+from halfstep import _abi, _matrices
 
 pytest.importorskip("safetensors.torch")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -71,11 +71,7 @@ class InC:
                 struct_size=ctypes.sizeof(_abi.Tensor),
                 group=groups[recipes[name]],
                 name=name.encode(),
-                ndim=p.dim(),
-                rows=p.shape[0] if p.dim() else 1,
-                row_length=(
-                    p[0].numel() if p.dim() > 1 and len(p) else p.shape[1] if p.dim() > 1 else 1
-                ),
+                **_matrices.fields_of(_matrices.lay(recipe.partition("/")[0], p.shape)),
                 gradient=FORMATS[p.dtype],
             )
             self.must(self.lib.halfstep_add_tensor(self.handle, byref(tensor), byref(c_int32())))
@@ -153,6 +149,26 @@ def test_from_python_to_c_and_back(rule, recipe, tmp_path):
     other.load_safetensors(tmp_path / "c.safetensors")
     run(opt, params, 5, 7)
     run(other, back, 5, 7)
+    assert weights_of(params) == weights_of(back)
+
+
+@pytest.mark.parametrize("shapes", [True, False])
+@pytest.mark.parametrize("rule", ["muon", "adafactor", "came"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_stacks_from_python_to_c_and_back(rule, recipe, shapes, tmp_path):
+    dtype, options = RECIPES[recipe]
+    params = parameters(dtype, {"experts": (3, 6, 64), "conv": (8, 4, 3, 3), "w": (24, 96)})
+    opt = class_of(rule)(params.items(), lr=0.01, **options)
+    run(opt, params, 0, 2)
+    opt.save_safetensors(tmp_path / "python.safetensors")
+    in_c = InC(opt._parts.names.recipe(0, 0), params)
+    in_c.read(tmp_path / "python.safetensors")
+    in_c.write(tmp_path / "c.safetensors", weights=True, shapes=shapes)
+    back = twins(params)
+    other = class_of(rule)(back.items(), lr=0.5, **options)
+    other.load_safetensors(tmp_path / "c.safetensors")
+    run(opt, params, 2, 4)
+    run(other, back, 2, 4)
     assert weights_of(params) == weights_of(back)
 
 

@@ -582,18 +582,9 @@ static int add_groups(struct run *r, int part)
     if (strstr(r->c->recipe, GOLDEN_CAUTIOUS) &&
         check(r, part, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "cautious", 1), "cautious"))
         return -1;
-    char choice[GOLDEN_RECIPE];
-    const char *special = strchr(r->c->recipe, ':'), *word = special ? strchr(special, '=') : NULL;
-    if (word) {
-        snprintf(choice, sizeof choice, "%.*s", (int)(word - special - 1), special + 1);
-        if (check(r, part, halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, choice, word + 1), choice)) return -1;
-    }
     for (size_t i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         if (settings[i].choice) {
-            const int cautious = !strcmp(settings[i].name, "decay") && strstr(r->c->recipe, GOLDEN_CAUTIOUS_DECAY);
-            if (check(r, part,
-                      halfstep_set_choice(o, settings[i].group, settings[i].name,
-                                          cautious ? "cautious" : settings[i].choice),
+            if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice),
                       settings[i].name))
                 return -1;
         } else if (has_hyper(rule, settings[i].name)) {
@@ -601,6 +592,12 @@ static int add_groups(struct run *r, int part)
                       settings[i].name))
                 return -1;
         }
+    }
+    char choice[GOLDEN_RECIPE];
+    const char *special = strchr(r->c->recipe, ':'), *word = special ? strchr(special, '=') : NULL;
+    if (word) {
+        snprintf(choice, sizeof choice, "%.*s", (int)(word - special - 1), special + 1);
+        if (check(r, part, halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, choice, word + 1), choice)) return -1;
     }
     return 0;
 }

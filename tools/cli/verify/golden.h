@@ -17,8 +17,8 @@ enum { GOLDEN_RECIPE = 160 };
 #define GOLDEN_STACKS ":stacks"
 
 struct golden_case {
-    /* Ends with GOLDEN_CAUTIOUS or GOLDEN_CAUTIOUS_DECAY if all groups are so, with GOLDEN_STACKS if the problem has
-     * stacks of matrices, and with ":NAME=VALUE" if all groups have this choice. */
+    /* Ends with GOLDEN_CAUTIOUS if all groups are cautious, with ":NAME=VALUE" if they all have this choice, with
+     * GOLDEN_STACKS if the problem has stacks of matrices. */
     char recipe[GOLDEN_RECIPE];
     const char *gradients, *generator;
     int large; /* the problem has tensors that span several chunks and segments of random words */

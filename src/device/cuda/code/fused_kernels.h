@@ -37,47 +37,68 @@ struct fused_work {
 
 /* ---- A slot of a lane ---- */
 
-/* Returns the address of the scale of an element's block. */
-V_OP char *block_scale(const struct columns c, const struct fused_work *w, int s, int64_t element)
+/* A lane's places of slot s: where they are, and their bytes. again: the addresses are made again before places are
+ * stored. */
+struct fused_slot {
+    int s, again;
+    int64_t element;
+    char *code, *extra;
+    struct scratch scratch;
+};
+
+V_OP char *code_place(const struct columns c, const struct fused_work *w, const struct fused_slot *slot)
 {
-    return w->extra[s] + element / c.block * hstep_scale_bytes(c.scale);
+    return w->code[slot->s] + slot->element * c.bits / 8;
 }
 
-/* Loads a lane's places of a slot, and keeps the stored bytes in r. more: the warp goes on with the tile that is WARPS
- * further on, which is prefetched here. */
+/* Returns the address of the second bytes, or of the scale of the lane's block. */
+V_OP char *extra_place(const struct columns c, const struct fused_work *w, const struct fused_slot *slot)
+{
+    if (!c.block) return w->extra[slot->s] + slot->element * c.extra_bits / 8;
+    return w->extra[slot->s] + (slot->element >> __builtin_ctz((unsigned)c.block)) * hstep_scale_bytes(c.scale);
+}
+
+/* Finds and loads a lane's places of a slot. more: the warp goes on with the tile that is WARPS further on, which is
+ * prefetched here. */
 V_OP void fused_load(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
-                     const int more, struct scratch *r, vf *x)
+                     const int more, struct fused_slot *slot, vf *x)
 {
     enum { NEXT = WARPS * HSTEP_TILE };
     const struct columns c = columns_of(format);
-    const char *code = w->code[s] + element * c.bits / 8;
-    copy_codes(r->code, code, PLACES * c.bits / 8);
-    if (more) CUDA_PREFETCH(code + NEXT * c.bits / 8);
+    const int scale_bytes = c.block ? hstep_scale_bytes(c.scale) : 0;
+    struct scratch *r = &slot->scratch;
+    slot->s = s;
+    slot->element = element;
+    slot->code = code_place(c, w, slot);
+    copy_codes(r->code, slot->code, PLACES * c.bits / 8);
+    if (more) CUDA_PREFETCH(slot->code + NEXT * c.bits / 8);
     if (c.block) {
-        vf scale;
-        const char *at = block_scale(c, w, s, element);
-        copy_aligned(r->extra, at, hstep_scale_bytes(c.scale));
-        if (more) CUDA_PREFETCH(at + NEXT / c.block * hstep_scale_bytes(c.scale));
-        scale = v_from_bits(vi_set(hstep_scale_load(c.scale, r->extra, 0)));
-        load_scaled(format, nonneg, r->code, scale, 0, &x[0], &x[1]);
+        slot->extra = extra_place(c, w, slot);
+        copy_aligned(r->extra, slot->extra, scale_bytes);
+        if (more) CUDA_PREFETCH(slot->extra + NEXT / c.block * scale_bytes);
+        load_scaled(format, nonneg, r->code, v_from_bits(vi_set(hstep_scale_load(c.scale, r->extra, 0))), 0, &x[0],
+                    &x[1]);
         return;
     }
     if (c.extra_bits) {
-        const char *extra = w->extra[s] + element * c.extra_bits / 8;
-        copy_aligned(r->extra, extra, PLACES * c.extra_bits / 8);
-        if (more) CUDA_PREFETCH(extra + NEXT * c.extra_bits / 8);
+        slot->extra = extra_place(c, w, slot);
+        copy_aligned(r->extra, slot->extra, PLACES * c.extra_bits / 8);
+        if (more) CUDA_PREFETCH(slot->extra + NEXT * c.extra_bits / 8);
     }
     load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
 }
 
-V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t element, const struct scratch *r)
+/* Stores a lane's places where they were loaded. */
+V_OP void fused_put(const int format, const struct fused_work *w, const struct fused_slot *slot)
 {
     const struct columns c = columns_of(format);
-    copy_codes(w->code[s] + element * c.bits / 8, r->code, PLACES * c.bits / 8);
-    if (c.extra_bits) copy_aligned(w->extra[s] + element * c.extra_bits / 8, r->extra, PLACES * c.extra_bits / 8);
+    copy_codes(slot->again ? code_place(c, w, slot) : slot->code, slot->scratch.code, PLACES * c.bits / 8);
+    if (c.extra_bits)
+        copy_aligned(slot->again ? extra_place(c, w, slot) : slot->extra, slot->scratch.extra,
+                     PLACES * c.extra_bits / 8);
 }
 
-/* Makes the keys of all slots for the segment of the tile, unless the warp has them. */
+/* Makes the keys of all slots for the segment of the index, unless the warp has them. */
 V_OP void fused_segment(struct fused_work *w, uint64_t index)
 {
     const uint64_t segment = index / 2 >> HSTEP_SEGMENT_SHIFT;
@@ -100,47 +121,48 @@ V_OP uint32_t fused_word(const struct segment_key *held, const struct hstep_key 
     return (high & 0xffff0000u) | low >> 16;
 }
 
-/* Returns the random words of a lane's places. Slots whose format is written with random bits have a stream
- * (decide/prepare.c). Others get the word that rounds to nearest. */
-V_OP vi fused_words(const int format, const struct fused_work *w, int s, uint64_t index)
+/* Returns the random words of a lane's places, from word `first` of the segment on. Slots whose format is written with
+ * random bits have a stream (decide/prepare.c). Others get the word that rounds to nearest. */
+V_OP vi fused_words(const int format, const struct fused_work *w, int s, uint32_t first)
 {
-    const uint32_t first = (uint32_t)(index / 2) & (HSTEP_SEGMENT_WORDS - 1);
     struct hstep_key mixer;
     if (!columns_of(format).stochastic) return nearest_words();
     const struct segment_key held = w->keys[warp_of_thread()].key[s];
     mixer.k[0] = held.k0;
     mixer.k[1] = held.k1;
+    /* No lattice rounds the codes of blocks (decide/prepare.c). */
+    if (is_block(format)) return V_LANES(vi, hstep_mixer_word(&mixer, first + I));
     return V_LANES(vi, fused_word(&held, &mixer, first + I));
 }
 
-V_OP void fused_store(const int format, const int nonneg, struct fused_work *w, int s, int64_t element, uint64_t index,
-                      const vf *x)
+V_OP void fused_store(const int format, const int nonneg, const struct fused_work *w, int s, uint32_t first,
+                      struct fused_slot *slot, const vf *x)
 {
-    const vi words = fused_words(format, w, s, index);
+    const vi words = fused_words(format, w, s, first);
     const struct columns c = columns_of(format);
-    struct scratch r = {{0}, {0}};
+    struct scratch *r = &slot->scratch;
     __attribute__((aligned(16))) float stash[PLACES];
     float inverse;
     if (!c.block) {
-        store_any(format, r.code, r.extra, 0, x[0], x[1], words, 1);
-        fused_put(format, w, s, element, &r);
+        store_any(format, r->code, r->extra, 0, x[0], x[1], words, 1);
+        fused_put(format, w, slot);
         return;
     }
-    inverse = encode_scale(format, nonneg, stash_pair(format, nonneg, x, v_set(w->onto[s]), stash), r.extra);
+    inverse = encode_scale(format, nonneg, stash_pair(format, nonneg, x, v_set(w->onto[s]), stash), r->extra);
     if (lane_of_thread() % (c.block / PLACES) == 0)
-        copy_aligned(block_scale(c, w, s, element), r.extra, hstep_scale_bytes(c.scale));
-    encode_codes(format, nonneg, stash, &inverse, r.code, 0, words);
-    fused_put(format, w, s, element, &r);
+        copy_aligned(slot->again ? extra_place(c, w, slot) : slot->extra, r->extra, hstep_scale_bytes(c.scale));
+    encode_codes(format, nonneg, stash, &inverse, r->code, 0, words);
+    fused_put(format, w, slot);
 }
 
 /* ---- Slots whose format is told apart at run time ---- */
 
 V_OP void load_gradient(const struct fused_work *w, int64_t element, const int more, vf *x)
 {
-    struct scratch r;
+    struct fused_slot slot;
     switch (w->format[HALFSTEP_SLOT_GRADIENT]) {
 #define GRADIENT(fn) \
-    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, HALFSTEP_SLOT_GRADIENT, element, more, &r, x); break;
+    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, HALFSTEP_SLOT_GRADIENT, element, more, &slot, x); break;
         HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT)
 #undef GRADIENT
     default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
@@ -148,30 +170,32 @@ V_OP void load_gradient(const struct fused_work *w, int64_t element, const int m
 }
 
 /* Loads the weight, or a state that is stored as the weight is. */
-V_OP void load_weight(const struct fused_work *w, int s, int64_t element, const int more, struct scratch *r, vf *x)
+V_OP void load_weight(const struct fused_work *w, int s, int64_t element, const int more, struct fused_slot *slot,
+                      vf *x)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
 #define WEIGHT(fn) \
-    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, s, element, more, r, x); break;
+    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, s, element, more, slot, x); break;
         HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
 #undef WEIGHT
     default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
     }
 }
 
-V_OP void fused_apply(const int format, struct fused_work *w, int s, int64_t element, uint64_t index, struct scratch *r,
+V_OP void fused_apply(const int format, const struct fused_work *w, int s, uint32_t first, struct fused_slot *slot,
                       const vf *x, const vf *d)
 {
-    apply_any(format, r->code, r->extra, 0, x[0], x[1], d[0], d[1], fused_words(format, w, s, index));
-    fused_put(format, w, s, element, r);
+    struct scratch *r = &slot->scratch;
+    apply_any(format, r->code, r->extra, 0, x[0], x[1], d[0], d[1], fused_words(format, w, s, first));
+    fused_put(format, w, slot);
 }
 
-V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t index, struct scratch *r, const vf *x,
+V_OP void change_weight(const struct fused_work *w, int s, uint32_t first, struct fused_slot *slot, const vf *x,
                         const vf *d)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
 #define WEIGHT(fn) \
-    case HSTEP_FORMAT_##fn: fused_apply(HSTEP_FORMAT_##fn, w, s, element, index, r, x, d); break;
+    case HSTEP_FORMAT_##fn: fused_apply(HSTEP_FORMAT_##fn, w, s, first, slot, x, d); break;
         HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
 #undef WEIGHT
     default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
@@ -216,19 +240,28 @@ V_OP int format_of(const struct fused_what f, const int j)
 
 /* A lane's places of one state, before and after the rule. */
 struct fused_state {
-    struct scratch scratch;
+    struct fused_slot slot;
     vf before[2], after[2];
 };
+
+/* Returns 1 if registers are scarce. Addresses are then made again before places are stored, and each tile asks for its
+ * segment of random words. */
+V_OP int is_large(const struct fused_what f)
+{
+    return role_of(f, 0) == HALFSTEP_ROLE_WEIGHT || role_of(f, 1) == HALFSTEP_ROLE_WEIGHT ||
+           (role_of(f, 2) != 0 && !f.states.optional[2]);
+}
 
 V_OP void load_state(const struct fused_what f, const int j, const struct fused_work *w, int64_t element,
                      const int more, struct fused_state *state)
 {
     const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
     state->before[0] = state->before[1] = v_set(0.0f);
+    state->slot.again = is_large(f);
     if (!is_stored(f, w, j)) return;
-    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, more, &state->scratch, state->before);
-    else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, more, &state->scratch, state->before);
-    else fused_load(format, nonneg, w, s, element, more, &state->scratch, state->before);
+    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, more, &state->slot, state->before);
+    else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, more, &state->slot, state->before);
+    else fused_load(format, nonneg, w, s, element, more, &state->slot, state->before);
     if (has_grid(format, nonneg)) scale_pair(state->before, w->grid[s]);
 }
 
@@ -240,34 +273,34 @@ V_OP int is_known_zero(vf a)
     return __builtin_constant_p(zero) && zero;
 }
 
-V_OP void store_state(const struct fused_what f, const int j, struct fused_work *w, int64_t element, uint64_t index,
-                      struct fused_state *state)
+V_OP void store_state(const struct fused_what f, const int j, const struct fused_work *w, int64_t element,
+                      uint32_t first, struct fused_state *state)
 {
     const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
     if (!is_stored(f, w, j)) return;
     if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) {
         /* A state that the rule leaves alone is loaded again, because registers are scarce. */
         if (is_known_zero(state->after[0]) && is_known_zero(state->after[1]))
-            load_weight(w, s, element, 0, &state->scratch, state->before);
-        change_weight(w, s, element, index, &state->scratch, state->before, state->after);
+            load_weight(w, s, element, 0, &state->slot, state->before);
+        change_weight(w, s, first, &state->slot, state->before, state->after);
         return;
     }
-    if (is_wide(f, w, j)) fused_store(HSTEP_FORMAT_f32, 0, w, s, element, index, state->after);
-    else fused_store(format, nonneg, w, s, element, index, state->after);
+    if (is_wide(f, w, j)) fused_store(HSTEP_FORMAT_f32, 0, w, s, first, &state->slot, state->after);
+    else fused_store(format, nonneg, w, s, first, &state->slot, state->after);
 }
 
-V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
-                     int64_t element, uint64_t index, const int more)
+V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), const struct fused_work *w,
+                     int64_t element, uint32_t first, const int more)
 {
     const int mode = (is_block(f.first) || is_block(f.second) ? RULE_CLAMP : 0) | (f.option ? RULE_OPTION : 0);
     const struct constants constants = constants_of(w->k);
     const float l2 = w->l2;
-    struct scratch scratch;
+    struct fused_slot slot;
     struct fused_state s0, s1, s2, s3;
     vf gradient[2], weight[2], change[2];
-    fused_segment(w, index);
+    slot.again = is_large(f);
     load_gradient(w, element, more, gradient);
-    load_weight(w, HALFSTEP_SLOT_WEIGHT, element, more, &scratch, weight);
+    load_weight(w, HALFSTEP_SLOT_WEIGHT, element, more, &slot, weight);
     load_state(f, 0, w, element, more, &s0);
     load_state(f, 1, w, element, more, &s1);
     load_state(f, 2, w, element, more, &s2);
@@ -287,24 +320,32 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     }
     if (is_block(f.first) || is_block(f.second))
         CUDA_WARP_BARRIER(); /* all lanes of a block have read its scale, which one of them writes */
-    store_state(f, 0, w, element, index, &s0);
-    store_state(f, 1, w, element, index, &s1);
-    store_state(f, 2, w, element, index, &s2);
-    store_state(f, 3, w, element, index, &s3);
-    change_weight(w, HALFSTEP_SLOT_WEIGHT, element, index, &scratch, weight, change);
+    store_state(f, 0, w, element, first, &s0);
+    store_state(f, 1, w, element, first, &s1);
+    store_state(f, 2, w, element, first, &s2);
+    store_state(f, 3, w, element, first, &s3);
+    change_weight(w, HALFSTEP_SLOT_WEIGHT, first, &slot, weight, change);
 }
 
 /* Updates the whole tiles of a run. The warps take them in turn. */
 V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
                     int64_t run)
 {
+    enum { SEGMENT_TILES = 2 * HSTEP_SEGMENT_WORDS / HSTEP_TILE };
     const int64_t element = run * w->run_length + w->offset;
     const uint64_t index = w->index0 + (uint64_t)(run * w->index_stride) + (uint64_t)w->offset;
     /* Tiles begin at multiples of their length, so that no segment of random words ends within one. */
     const int lead = (int)(index % HSTEP_TILE), tiles = (lead + (int)w->length) / HSTEP_TILE;
-    for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles; tile += WARPS) {
-        const int place = tile * HSTEP_TILE - lead + lane_of_thread() * PLACES;
-        fused_tile(f, rule, w, element + place, index + (uint64_t)place, tile + WARPS < tiles);
+    for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles;) {
+        const uint64_t from = index + (uint64_t)(tile * HSTEP_TILE - lead);
+        const int rest = SEGMENT_TILES - (int)(from / HSTEP_TILE % SEGMENT_TILES);
+        const int end = is_large(f) ? tile + 1 : tile + rest < tiles ? tile + rest : tiles;
+        fused_segment(w, from);
+        for (; tile < end; tile += WARPS) {
+            const int place = tile * HSTEP_TILE - lead + lane_of_thread() * PLACES;
+            const uint32_t word = ((uint32_t)index + (uint32_t)place) / 2 % HSTEP_SEGMENT_WORDS;
+            fused_tile(f, rule, w, element + place, word, tile + WARPS < tiles);
+        }
     }
 }
 

@@ -121,7 +121,9 @@ static int load(int *version)
     static const char *const names[] = {LIBRARY, NULL};
     void *library = hstep_library_open(names);
     if (!library)
-        return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "there is no NVIDIA driver: %s cannot be loaded", LIBRARY);
+        return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE,
+                               "there is no NVIDIA driver: %s cannot be loaded; install one of CUDA %d.%d or newer",
+                               LIBRARY, DOT(HSTEP_CUDA_MINIMUM_DRIVER));
     /* Checked before the rest, so that an old driver is reported as old and not as incomplete. */
     hstep_library_find(library, "cuDriverGetVersion", &driver.cuDriverGetVersion);
     if (!driver.cuDriverGetVersion || driver.cuDriverGetVersion(version)) *version = 0;

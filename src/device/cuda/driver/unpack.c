@@ -208,8 +208,8 @@ static int set_properties(struct unpacker *u, unsigned byte)
     return 1u << (u->context_bits + u->literal_place_bits) > CONTEXTS ? -1 : 0;
 }
 
-/* Unpacks the chunks of LZMA2 data. The first byte of a chunk is its kind. 0 ends the data. The first chunk must be AFRESH
- * or FIRST, so that no match reaches what was not there. */
+/* Unpacks the chunks of LZMA2 data. The first byte of a chunk is its kind. 0 ends the data. The first chunk must be
+ * AFRESH or FIRST, so that no match reaches what was not there. */
 static int unpack_chunks(struct unpacker *u, const uint8_t *in, const uint8_t *end, const uint8_t *out_end)
 {
     enum { AFRESH = 1, AS_IT_IS, PACKED = 0x80, WITH_RESET = 0xA0, WITH_PROPERTIES = 0xC0, FIRST = 0xE0 };

@@ -1,0 +1,159 @@
+"""Tests what the rules of matrices take parameters for: stacks of matrices, kernels, heads."""
+
+import pytest
+import torch
+from conftest import bits, randn
+from torch.nn import Parameter
+
+import halfstep
+
+CLASSES = (halfstep.Muon, halfstep.Adafactor, halfstep.CAME)
+#: options without sums over the parameter, which matrices by themselves do not share
+APART = {
+    halfstep.Muon: {},
+    halfstep.Adafactor: {"d": 1e30, "scale_parameter": False, "beta1": 0.9},
+    halfstep.CAME: {"clip_threshold": 0.0},
+}
+
+
+def stepped(cls, shapes, steps=4, cut=lambda grad: [grad], **options):
+    """Steps parameters of these shapes, which are cut from one tensor, and returns them with their
+    optimizer."""
+    whole = randn(shapes[0], 0)
+    params = [Parameter(part.clone()) for part in cut(whole)]
+    opt = cls([(f"p{i}", p) for i, p in enumerate(params)], lr=1e-2, seed=3, **options)
+    for step in range(steps):
+        for p, grad in zip(params, cut(randn(shapes[0], step + 1))):
+            p.grad = grad.clone()
+        opt.step()
+    return opt, params
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("shape", [(3, 12, 20), (5, 7, 33), (2, 3, 12, 20)])
+def test_a_stack_is_its_matrices(cls, shape):
+    how = {"matrix": "last-two"} if len(shape) > 3 else {}
+    _, (stack,) = stepped(cls, [shape], **APART[cls], **how)
+    _, matrices = stepped(cls, [shape], cut=lambda x: list(x.flatten(0, -3)), **APART[cls])
+    assert bits(stack) == bits(torch.stack([p.detach() for p in matrices]).reshape(shape))
+    assert not torch.equal(stack, randn(shape, 0))
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 4), (6, 5, 3), (4, 1, 31), (8, 4, 3, 3), (6, 5, 1, 1)])
+def test_muon_flattens_kernels(shape):
+    _, (kernel,) = stepped(halfstep.Muon, [shape])
+    _, (matrix,) = stepped(halfstep.Muon, [shape], cut=lambda x: [x.flatten(1)])
+    assert bits(kernel.flatten(1)) == bits(matrix)
+
+
+@pytest.mark.parametrize("cls", (halfstep.Adafactor, halfstep.CAME))
+def test_kernels_of_one_number_are_not_factored(cls):
+    for shape in ((6, 5, 1, 1), (6, 1, 5), (6, 5, 1, 3)):
+        opt, (p,) = stepped(cls, [shape], states="int8")
+        assert not any(key.endswith(("_row", "_col", "row_var", "col_var")) for key in opt.state[p])
+        _, (vector,) = stepped(cls, [shape], cut=lambda x: [x.flatten()], states="f32")
+        _, (plain,) = stepped(cls, [shape], states="f32")
+        assert torch.equal(plain.flatten(), vector)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_heads_are_blocks_of_rows(cls):
+    _, (whole,) = stepped(cls, [(24, 20)], heads=3, **APART[cls])
+    _, parts = stepped(cls, [(24, 20)], cut=lambda x: list(x.chunk(3)), **APART[cls])
+    assert bits(whole) == bits(torch.cat([p.detach() for p in parts]))
+    with pytest.raises(ValueError, match=r"heads=5 cannot divide a parameter of shape \(24, 20\)"):
+        stepped(cls, [(24, 20)], heads=5)
+    with pytest.raises(
+        ValueError, match=r"heads=3 cannot divide a parameter of shape \(6, 4, 20\)"
+    ):
+        stepped(cls, [(6, 4, 20)], heads=3)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_options_are_checked_by_name(cls):
+    with pytest.raises(ValueError, match="unknown matrix='rows'; known: auto, last-two, flatten"):
+        cls([Parameter(torch.zeros(2, 2))], matrix="rows")
+    for heads in (0, -1, 1.5, "2", True):
+        with pytest.raises(ValueError, match=f"heads={heads!r} is not a number"):
+            cls([Parameter(torch.zeros(2, 2))], heads=heads)
+    with pytest.raises(TypeError, match="matrix"):
+        halfstep.AdamW([Parameter(torch.zeros(2, 2))], matrix="flatten")
+
+
+def test_repr_says_what_was_taken_for_what():
+    shapes = (4, 24, 32), (8, 1, 4), (6, 5, 3, 3), (6, 5, 1, 1), (24, 32), (7,)
+    params = [Parameter(torch.zeros(shape)) for shape in shapes]
+    text = repr(halfstep.Muon(params))
+    assert (
+        "taken for matrices: [4, 24, 32] as 4 matrices of 24 x 32; [8, 1, 4] as one matrix of 8 x"
+        " 4; [6, 5, 3, 3] as one matrix of 6 x 45; [6, 5, 1, 1] as one matrix of 6 x 5\n"
+    ) in text
+    text = repr(halfstep.CAME(params))
+    assert "[6, 5, 3, 3] as 30 matrices of 3 x 3; [6, 5, 1, 1] as no matrices\n" in text
+    groups = [{"params": [Parameter(torch.zeros(24, 32))], "heads": 4}]
+    assert "[24, 32] as 4 matrices of 6 x 32" in repr(halfstep.Adafactor(groups))
+    assert "matrices" not in repr(halfstep.AdamW(params))
+
+
+@pytest.mark.parametrize("states", ["f32", "int8"])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_files_go_on(cls, states, tmp_path):
+    """state_dict() and safetensors bring a stack back. The memory is what a plan says."""
+    shape, options = (3, 12, 64), {"states": states}
+    _, (wanted,) = stepped(cls, [shape], steps=6, **options)
+    opt, (p,) = stepped(cls, [shape], steps=3, **options)
+    opt.save_safetensors(tmp_path / "file")
+    for way in ("dict", "file"):
+        again = Parameter(p.detach().clone())
+        other = cls([("p0", again)], lr=1e-2, seed=9, **options)
+        if way == "dict":
+            other.load_state_dict(opt.state_dict())
+        else:
+            other.load_safetensors(tmp_path / "file")
+        for step in range(3, 6):
+            again.grad = randn(shape, step + 1)
+            other.step()
+        assert bits(again) == bits(wanted), way
+    row = halfstep.plan([("p0", shape)], recipes=f"{cls.rule}/f32/{states}").rows[0]
+    assert row.states == opt.memory()["states"] - workspace(cls, shape)
+
+
+def workspace(cls, shape):
+    """Returns the bytes that a handle with a parameter without states of its own works in."""
+    opt, _ = stepped(cls, [shape], states="f32")
+    (p,) = opt.state
+    kept = sum(value.numel() * 4 for value in opt.state[p].values() if value.dim())
+    return opt.memory()["states"] - kept
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_states_of_one_matrix_go_on_with_flatten(cls):
+    """A state of the version that took every parameter for one matrix is refused by name, and loads
+    with matrix="flatten"."""
+    shape, options = (3, 12, 64), {"states": "int8"}
+    opt, (p,) = stepped(cls, [shape], matrix="flatten", **options)
+    saved = opt.state_dict()
+    for group in saved["param_groups"]:
+        del group["matrix"], group["heads"]
+    words = "parameter 'p0'.* goes on with matrix=\"flatten\" in its group"
+    with pytest.raises(ValueError, match=words):
+        cls([("p0", Parameter(p.detach().clone()))], **options).load_state_dict(saved)
+    again = Parameter(p.detach().clone())
+    other = cls([("p0", again)], lr=1e-2, **options)
+    saved["param_groups"][0]["matrix"] = "flatten"
+    other.load_state_dict(saved)
+    p.grad = again.grad = randn(shape, 9)
+    opt.step()
+    other.step()
+    assert bits(again) == bits(p)
+
+
+def test_a_nan_in_one_expert_leaves_the_stack_alone():
+    for cls in CLASSES:
+        opt, (p,) = stepped(cls, [(3, 12, 20)])
+        before = bits(p), {key: bits(value) for key, value in opt.state[p].items()}
+        p.grad = randn((3, 12, 20), 7)
+        p.grad[1, 2, 3] = float("nan")
+        opt.step()
+        assert opt.skipped_steps == 1
+        assert before == (bits(p), {key: bits(value) for key, value in opt.state[p].items()})
