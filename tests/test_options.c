@@ -496,6 +496,60 @@ static void test_too_large(void)
     }
 }
 
+/* ---- Values with names ------------------------------------------------------------------------------------------- */
+
+static void test_words(void)
+{
+    TEST("a hyper-parameter whose values have names is a choice") {
+        halfstep_optimizer *o;
+        int32_t group[3];
+        double value;
+        const char *word;
+        MUST(halfstep_create(NULL, &o));
+        MUST(halfstep_add_group(o, "muon/f32", &group[0]));
+        EXPECT(halfstep_add_group(o, "adamw/f32", &group[1]), OK);
+        MUST(halfstep_add_group(o, "muon/bf16-sr/int8", &group[2]));
+        CHECK(!strcmp(halfstep_get_choice(o, group[0], "ns_coefficients"), "given"), "not the first at first");
+        for (int32_t i = 0; (word = halfstep_choice_value("ns_coefficients", i)); i++) {
+            MUST(halfstep_set_choice(o, group[0], "ns_coefficients", word));
+            MUST(halfstep_get_hyper(o, group[0], "ns_coefficients", &value));
+            EQUAL((int)value, i);
+            MUST(halfstep_set_hyper(o, group[2], "ns_coefficients", i));
+            CHECK(!strcmp(halfstep_get_choice(o, group[2], "ns_coefficients"), word), "%s", word);
+            EXPECT(halfstep_set_hyper(o, group[2], "ns_coefficients", i + 4), HALFSTEP_ERROR_RANGE);
+        }
+        MUST(halfstep_set_choice(o, ALL_GROUPS, "ns_coefficients", "dion"));
+        for (int i = 0; i < 3; i += 2)
+            CHECK(!strcmp(halfstep_get_choice(o, group[i], "ns_coefficients"), "dion"), "group %d", i);
+        CHECK(!halfstep_get_choice(o, group[1], "ns_coefficients"), "adamw has it");
+        EXPECT(halfstep_set_choice(o, group[1], "ns_coefficients", "dion"), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_set_choice(o, group[0], "ns_coefficients", "jordan"), HALFSTEP_ERROR_NAME);
+        CHECK(strstr(halfstep_error_detail(o), "'jordan' of 'ns_coefficients'; known: given, polar-express"), "'%s'",
+              halfstep_error_detail(o));
+        EXPECT(halfstep_set_choice(o, group[0], "ns_steps", "5"), HALFSTEP_ERROR_NAME);
+        halfstep_destroy(o);
+    }
+    TEST("a list of coefficients has a least number of iterations") {
+        static float taken[3][N];
+        static const double steps[] = {1, 5, 6};
+        for (int k = 0; k < 3; k++) {
+            struct one t;
+            struct source s = {3};
+            one_open(&t, "muon/f32/f32", 2, ROWS, COLUMNS, "f32");
+            one_hyper(&t, "ns_steps", steps[k]);
+            MUST(halfstep_set_choice(t.o, 0, "ns_coefficients", "dion"));
+            one_start(&t);
+            for (int64_t i = 0; i < t.n; i++) t.room[i] = (float)next_normal(&s);
+            one_write(&t, GRADIENT, t.room);
+            EXPECT(one_step(&t), OK);
+            one_read(&t, WEIGHT, taken[k]);
+            one_close(&t);
+        }
+        CHECK(!memcmp(taken[0], taken[1], sizeof taken[0]), "one iteration is not five");
+        CHECK(memcmp(taken[1], taken[2], sizeof taken[0]), "five iterations are six");
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
@@ -504,5 +558,6 @@ int main(int argc, char **argv)
     test_adafactor();
     test_reference();
     test_too_large();
+    test_words();
     return test_done();
 }
