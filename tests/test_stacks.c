@@ -1,5 +1,5 @@
-/* Tests stacks of matrices: tensors of E * M rows of N whose matrix_rows is M. One handle with the stack has the bits of
- * E handles that each hold one matrix as their part, for every rule of matrices and every format. In f32 it also has
+/* Tests stacks of matrices: tensors of E * M rows of N whose matrix_rows is M. One handle with the stack has the bits
+ * of E handles that each hold one matrix as their part, for every rule of matrices and every format. In f32 it also has
  * the bits of E tensors. --short leaves out most shapes and formats, --all none. */
 #include "ref/fixture.h"
 

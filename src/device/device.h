@@ -91,8 +91,8 @@ struct hstep_device {
     /* Waits until all work is done. After an error none of it is under way any more. */
     int (*wait)(const struct hstep_context *c);
 
-    /* find_fused() returns the device's fused row for a tensor and a way of updates, or -1. workspace() returns how many floats a matrix or its vectors
-     * need. Both have their result at once. */
+    /* find_fused() returns the device's fused row for a tensor and a way of updates, or -1. workspace() returns how
+     * many floats a matrix or its vectors need. Both have their result at once. */
     int (*find_fused)(const struct hstep_context *c, const struct hstep_tensor *t, enum hstep_way way);
     size_t (*workspace)(const struct hstep_tensor *t);
 

@@ -13,8 +13,8 @@
  *   published: m = b1 m + (1 - b1) L u, change = m + decay L / lr w
  *
  * The default form is torch.optim.Adafactor's; published is that of the paper and of transformers. RMS is the root mean
- * square over the tensor, kept as update_rms and weight_rms. If a square is 0, so is its quotient. A matrix has two rows
- * and two columns or more. In a stack of matrices each has vectors of its own. */
+ * square over the tensor, kept as update_rms and weight_rms. If a square is 0, so is its quotient. A matrix has two
+ * rows and two columns or more. In a stack of matrices each has vectors of its own. */
 #ifndef HSTEP_ADAFACTOR_H
 #define HSTEP_ADAFACTOR_H
 

@@ -27,9 +27,9 @@
  *          PARTS_UNLESS_OPTION(PREFIX)    the parts are for modes without RULE_OPTION. NAME_rule() is for all modes
  *          WHOLE                     the rule has no parts, only NAME_rule()
  *
- * CAUTION  CAUTIOUS(DECAY)           a group may be cautious, and so may its decay unless
- *                                    .no_cautious_decay says why not: the change is an update plus k[DECAY] times the weight,
- *                                    and one pass finds the sign of the update
+ * CAUTION  CAUTIOUS(DECAY)           a group may be cautious, and so may its decay unless .no_cautious_decay says why
+ *                                    not: the change is an update plus k[DECAY] times the weight, and one pass finds
+ *                                    the sign of the update
  *          NOT_CAUTIOUS("why")       neither a group nor its decay may be cautious; the reason is the end of a sentence
  *          CAUTIOUS_DECAY("why")     only its decay may be cautious; the reason is why a group may not be
  *

@@ -36,9 +36,9 @@
  *       not stored.
  *
  *   HSTEP_INLINE double NAME_factor(const double *hyper, double mean, int pair)
- *       for FACTORED(pairs, n). It returns what the pair's numbers of rows are multiplied by, in fp32, before they reach
- *       s[]. The mean is over the new vector of rows of one matrix. `hyper` is as p->hyper. A stack has a factor for
- *       each of its matrices.
+ *       for FACTORED(pairs, n). It returns what the pair's numbers of rows are multiplied by, in fp32, before they
+ *       reach s[]. The mean is over the new vector of rows of one matrix. `hyper` is as p->hyper. A stack has a factor
+ *       for each of its matrices.
  *
  *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
  *       the row: name, states, hyper-parameters and whatever else the tables know of the rule (row.h). */

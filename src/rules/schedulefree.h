@@ -45,19 +45,19 @@ V_OP vf schedulefree_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return v_add(v_mul(k[SF_MEAN], apart), v_mul(k[SF_STEP], step));
 }
 
-#define schedulefree_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                     \
-    RULE("schedulefree", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its weights are averages, which no update moves alone"),            \
-         .label = "ScheduleFree", .title = "schedule-free AdamW (Defazio et al. 2024)",                            \
-         .lr = 2.5e-3, .decay = "decoupled")                                                                       \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                   \
-    STATE(WEIGHT, "z", .beta = "beta1")                                                                            \
-    HYPER("beta1", "interpolation between the average and z", .initial = 0.9, .minimum = 1e-3,                     \
-          .maximum = 1.0, .exclusive = 1)                                                                          \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                              \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)               \
-    HYPER("weight_lr_power", "a step's share of the average: the largest lr so far to this power", .initial = 2.0, \
-          .maximum = 16.0)                                                                                         \
-    SCALAR("weight_sum", .maximum = 1e300)                                                                         \
+#define schedulefree_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                      \
+    RULE("schedulefree", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its weights are averages, which no update moves alone"), \
+         .label = "ScheduleFree", .title = "schedule-free AdamW (Defazio et al. 2024)",                             \
+         .lr = 2.5e-3, .decay = "decoupled")                                                                        \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                    \
+    STATE(WEIGHT, "z", .beta = "beta1")                                                                             \
+    HYPER("beta1", "interpolation between the average and z", .initial = 0.9, .minimum = 1e-3,                      \
+          .maximum = 1.0, .exclusive = 1)                                                                           \
+    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                               \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)                \
+    HYPER("weight_lr_power", "a step's share of the average: the largest lr so far to this power", .initial = 2.0,  \
+          .maximum = 16.0)                                                                                          \
+    SCALAR("weight_sum", .maximum = 1e300)                                                                          \
     SCALAR("lr_max", .maximum = 1e6)
 
 #endif

@@ -9,8 +9,8 @@ void hstep_lay_out(struct hstep_tensor *t);
 /* Returns the number of chunks of a laid out tensor. Writes them to `out` if that is not NULL, with tensor number
  * `index`. */
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out);
-/* Returns the first chunk of a matrix, by its number among those held here, or the end of the tensor's chunks for number
- * t->matrices. Every matrix begins with a chunk of its own. */
+/* Returns the first chunk of a matrix, by its number among those held here, or the end of the tensor's chunks for
+ * number t->matrices. Every matrix begins with a chunk of its own. */
 HSTEP_INLINE int64_t hstep_matrix_chunk(const struct hstep_tensor *t, const struct hstep_chunk *chunks, int64_t matrix)
 {
     const int64_t element = matrix * t->matrix_rows * t->row_length;

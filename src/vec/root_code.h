@@ -38,9 +38,9 @@ V_OP void hstep_root_codes(vf e, vf o, vf inverse, vi words, vi *ce, vi *co)
 #endif
 
 /* Returns a second moment's code with its dropped part: base + the distance of the root to the edge + the draw. Only
- * the mask's bits of the draw count. Distances below the edge are halved. hstep_positions() does it for a pair, whose draws
- * are the random bits times 2^shift, and whose lanes have one edge. An instruction set may have its own version of
- * that. */
+ * the mask's bits of the draw count. Distances below the edge are halved. hstep_positions() does it for a pair, whose
+ * draws are the random bits times 2^shift, and whose lanes have one edge. An instruction set may have its own version
+ * of that. */
 V_OP vi hstep_position(vf root, vf edge, vi draw, const uint32_t mask, const uint32_t base)
 {
     /* Below the edge it is floor(d / 2). The maximum finds the way: d / 2 > d below zero. */

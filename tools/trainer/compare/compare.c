@@ -35,7 +35,7 @@ static const char *const per_recipe[] = {
     "lr",        "schedule", "warmup",     "final-lr",  "weight-decay", "decay",       "decay-schedule", "clip",
     "gradients", "release",  "loss-scale", "generator", "hyper",        "accumulator", "scan",           "adamw-lr"};
 
-/* ---- Recipes and batch sizes -------------------------------------------------------------------------------------- */
+/* ---- Recipes and batch sizes ------------------------------------------------------------------------------------- */
 
 static const struct option *find_row(const struct run_options *table, const char *name)
 {

@@ -621,8 +621,8 @@ CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cud
     }
 }
 
-/* Computes up to a tile of new numbers of a vector, n from number `first` on, from sums over `of` elements each. Returns
- * the sum of the new numbers. *v is room. */
+/* Computes up to a tile of new numbers of a vector, n from number `first` on, from sums over `of` elements each.
+ * Returns the sum of the new numbers. *v is room. */
 CUDA_DEVICE double renew(int rule, int pair, const struct constants *constants, struct room *room, struct values *v,
                          struct hstep_slot *slot, const double *sums, int64_t first, int64_t n, int64_t of)
 {

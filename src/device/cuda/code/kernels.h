@@ -86,10 +86,10 @@ HSTEP_INLINE struct hstep_cuda_parts hstep_cuda_parts(int64_t rows, int64_t colu
 /* Returns the second place of X in BF16, counted from the first in elements. */
 HSTEP_INLINE int64_t hstep_cuda_bf16_place(int64_t rows, int64_t columns) { return (rows * columns + 7) / 8 * 8; }
 
-/* Places of the sums of matrices with vectors, in doubles, after the factors. Sums over rows stand first. Then come sums
- * over columns within each 64 rows of a matrix: the first blocks of all matrices, where the totals end, then the second
- * blocks. Last come sums of each 256 columns of each row. Sums of each 256 numbers of a new vector of rows take the
- * same place later. */
+/* Places of the sums of matrices with vectors, in doubles, after the factors. Sums over rows stand first. Then come
+ * sums over columns within each 64 rows of a matrix: the first blocks of all matrices, where the totals end, then the
+ * second blocks. Last come sums of each 256 columns of each row. Sums of each 256 numbers of a new vector of rows take
+ * the same place later. */
 struct hstep_cuda_sums {
     int64_t blocks, chunks, pieces; /* counts: blocks of rows, chunks of 256 columns and of 256 rows of one matrix */
     int64_t columns, parts, end;

@@ -125,8 +125,8 @@ CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char 
     else if (l->begins || lane_of_thread() % (f->block / PLACES) == 0) copy_bytes(extra, r->extra, f->scale_bits / 8);
 }
 
-/* Copies the numbers of a vector over rows or columns to scratch memory, one for each place. Those of rows are multiplied
- * by the factor of their matrix. */
+/* Copies the numbers of a vector over rows or columns to scratch memory, one for each place. Those of rows are
+ * multiplied by the factor of their matrix. */
 CUDA_DEVICE void fetch_vector(const struct hstep_work *w, int s, const struct lane *l, struct scratch *r)
 {
     const int64_t columns = w->t->n_columns;
