@@ -15,8 +15,8 @@ from ._streams import bind_streams, lay_out
 
 #: advice beside a state of another shape: version 0.1.0 took every parameter for one matrix
 _ONE_MATRIX = (
-    '; a state that was saved when the parameter was taken for one matrix goes on with matrix="flatten"'
-    " in its group"
+    "; a state that was saved when the parameter was taken for one matrix goes on with"
+    ' matrix="flatten" in its group'
 )
 #: the number of values that pieces() decodes at once
 _PIECE = 1 << 20

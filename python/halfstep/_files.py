@@ -283,7 +283,7 @@ def load(parts, path):
             source = str(g)
             for i, p in enumerate(group["params"]):
                 name = named[names.of(g, i)]
-                laid = lay(groups.rule, p.shape, how_of(group))
+                laid = lay(groups.row_of(group).name, p.shape, how_of(group))
                 source = metadata.get(f"group_of.{name}", source)
                 if name in weight_keys:
                     weights.append((p, _weight(file, path, name, p, laid, weight_keys[name])))

@@ -120,9 +120,9 @@ _TITLES = {
         f" least number of iterations: {', '.join(_abi.choices('ns_coefficients')[1:])}"
     ),
     "matrix": (
-        'what a parameter of three or more dimensions is: "last-two", a stack of matrices of the last'
-        ' two; "flatten", one matrix of dimension 0 by the rest; "auto", what the rule\'s authors take'
-        " it for (docs/python.md)"
+        'what a parameter of three or more dimensions is: "last-two", a stack of matrices of the'
+        ' last two; "flatten", one matrix of dimension 0 by the rest; "auto", what the rule\'s'
+        " authors take it for (docs/python.md)"
     ),
     "heads": "number of equal blocks of rows that are matrices of their own (heads; q, k and v)",
     "adam_eps": "eps of the parameters that are no matrices, which AdamW steps",

@@ -71,7 +71,7 @@ class InC:
                 struct_size=ctypes.sizeof(_abi.Tensor),
                 group=groups[recipes[name]],
                 name=name.encode(),
-                **_matrices.fields_of(_matrices.lay(recipe.partition("/")[0], p.shape)),
+                **_matrices.fields_of(_matrices.lay(recipes[name].partition("/")[0], p.shape)),
                 gradient=FORMATS[p.dtype],
             )
             self.must(self.lib.halfstep_add_tensor(self.handle, byref(tensor), byref(c_int32())))
