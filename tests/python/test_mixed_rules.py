@@ -38,11 +38,12 @@ SHAPES = {
     "body.0.weight": (24, 96),
     "body.0.bias": (24,),
     "body.1.weight": (64, 32),
+    "body.experts": (4, 16, 32),
     "norm.weight": (32,),
     "scale": (),
     "lm_head.weight": (40, 32),
 }
-MATRICES = ["body.0.weight", "body.1.weight"]
+MATRICES = ["body.0.weight", "body.1.weight", "body.experts"]
 REST = [name for name in SHAPES if name not in MATRICES]
 MUON = {"lr": 0.02, "seed": 3, "momentum": 0.9}
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.02}
@@ -304,15 +305,16 @@ def test_states_of_two_optimizers_of_torch(monkeypatch):
     """States of torch's Muon and of its AdamW beside it go into one optimizer, as two groups."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's iterations in fp32
     params = parameters(torch.float32, SHAPES)
-    other = twins(params)
+    del params["body.experts"]  # which torch's Muon does not take
+    hidden, other = MATRICES[:2], twins(params)
     theirs = [
-        torch.optim.Muon([other[n] for n in MATRICES], lr=0.02, momentum=0.9),
+        torch.optim.Muon([other[n] for n in hidden], lr=0.02, momentum=0.9),
         torch.optim.AdamW([other[n] for n in REST], **ADAMW),
     ]
     for one in theirs:
         run(one, other, 0, 2)
     muon, rest = (one.state_dict() for one in theirs)
-    shift = len(MATRICES)
+    shift = len(hidden)
     (group,) = rest["param_groups"]
     file = {
         "state": {**muon["state"], **{i + shift: s for i, s in rest["state"].items()}},
@@ -440,7 +442,9 @@ def test_names_that_are_given():
 def test_repr_says_what_went_where():
     _, opt = made()
     lines = repr(opt).split("\n")
-    assert lines[2] == "Muon: 2 tensors of 4352 elements, 'body.0.weight', 'body.1.weight'"
+    assert lines[2] == (
+        "Muon: 3 tensors of 6400 elements, 'body.0.weight', 'body.1.weight', 'body.experts'"
+    )
     assert lines[3].startswith(
         "AdamW: 5 tensors of 2617 elements, 'embed.weight', 'lm_head.weight', 'body.0.bias'"
     )
@@ -462,8 +466,8 @@ def test_options_of_both_and_of_each():
     # A group's own options.
     given = [
         {"params": list(params.items())[:3], "weight_decay": 0.0},
-        {"params": list(params.items())[3:5], "lr": 0.1, "adamw": {"lr": 0.2, "states": "int8"}},
-        {"params": list(params.items())[5:], "lr": 0.3},
+        {"params": list(params.items())[3:6], "lr": 0.1, "adamw": {"lr": 0.2, "states": "int8"}},
+        {"params": list(params.items())[6:], "lr": 0.3},
     ]
     groups = halfstep.Muon(given, adamw=ADAMW).param_groups
     assert [(g["use_muon"], g["lr"]) for g in groups] == [
