@@ -16,8 +16,9 @@ _NO_HYPERS = ("params", "param_names", *_layout.TOLD)
 
 
 def formats_of(groups):
-    """Returns the formats that each group asks for. A handle is made for these."""
-    return [(group.get("weights"), group.get("states")) for group in groups]
+    """Returns the formats that each group asks for, and what it takes for matrices. A handle is made
+    for these."""
+    return [tuple(map(group.get, ("weights", "states", "matrix", "heads"))) for group in groups]
 
 
 class Group:
