@@ -24,6 +24,7 @@ struct settings {
     const char *recipe;
     double clip, centralize;
     int threads, isolated; /* isolated: without sums over the tensor, where hyper-parameters allow it */
+    int released, micro;   /* tensor by tensor; the first step goes into the states */
 };
 
 /* Sets a hyper-parameter of group 0 if its rule has it. */
@@ -146,6 +147,19 @@ static void compare_part(const struct held *whole, const struct held *part, cons
 
 enum cut { SINGLY, UNEVENLY, AS_TENSORS };
 
+/* Makes step number `step` of a handle with one tensor. */
+static void make_step(struct held *h, const struct settings *s, int step)
+{
+    void *w[1] = {h->weight};
+    const void *g[1] = {h->gradient};
+    const int micro = s->micro && !step;
+    if (micro && s->released) MUST(accumulate_states_tensor(h->o, 0, h->gradient));
+    else if (micro) MUST(accumulate_states(h->o, g));
+    else if (s->released) MUST(step_tensor(h->o, 0, h->weight, h->gradient));
+    else MUST(halfstep_step(h->o, w, g));
+    if (s->released && !micro) MUST(end_round(h->o));
+}
+
 /* Compares a stack with parts of it: each matrix, or the first one, none, and all others. AS_TENSORS compares with
  * tensors of one matrix. */
 static void compare_shape(const struct settings *s, const int *shape, enum cut cut)
@@ -175,18 +189,12 @@ static void compare_shape(const struct settings *s, const int *shape, enum cut c
         write_weights(&part[e], part[e].first * each, part[e].n * rows);
     }
     for (int step = 0; step < STEPS; step++) {
-        void *w[1] = {whole.weight};
-        const void *g[1] = {whole.gradient};
         memcpy(whole.gradient, gradients[step], (size_t)(matrices * each) * 4);
         for (int e = 0; e < parts; e++)
             memcpy(part[e].gradient, gradients[step] + part[e].first * each, (size_t)(part[e].n * each) * 4);
-        MUST(halfstep_step(whole.o, w, g));
+        make_step(&whole, s, step);
         if (cut != AS_TENSORS) step_parts(part, parts);
-        for (int e = 0; cut == AS_TENSORS && e < parts; e++) {
-            void *v[1] = {part[e].weight};
-            const void *h[1] = {part[e].gradient};
-            MUST(halfstep_step(part[e].o, v, h));
-        }
+        for (int e = 0; cut == AS_TENSORS && e < parts; e++) make_step(&part[e], &one, step);
     }
     for (int e = 0; e < parts; e++) {
         if (cut == AS_TENSORS) {
@@ -237,6 +245,15 @@ static void test_rule(const char *rule)
     TEST(text_of("%s: in f32 a stack has the bits of its matrices as tensors", rule)) {
         for (int j = 0; j < SHAPES; j += BY_LENGTH(4, 1, 1))
             compare_shape(&(struct settings){.recipe = plain, .threads = 2, .isolated = 1}, shapes[j], AS_TENSORS);
+    }
+    TEST(text_of("%s: likewise tensor by tensor, and with micro-steps where there are any", rule)) {
+        const int micro = !rule_info(halfstep_rule_find(rule)).two_pass; /* factors take none */
+        for (int j = 0; j < SHAPES; j += BY_LENGTH(4, 2, 1))
+            for (int i = 0; i <= micro; i++)
+                compare_shape(
+                    &(struct settings){
+                        .recipe = plain, .threads = 2, .isolated = 1, .released = !i || j % 2, .micro = i},
+                    shapes[j], AS_TENSORS);
     }
     TEST(text_of("%s: a NaN in one matrix leaves every bit of the stack alone", rule)) {
         static struct held h;

@@ -16,12 +16,10 @@ _NO_HYPERS = ("params", "param_names", *_layout.TOLD)
 
 
 def formats_of(settings, groups):
-    """Returns the rule of each group and the formats that it asks for. A handle is made for
-    these."""
-    return [
-        (rule, group.get("weights"), group.get("states"))
-        for rule, group in zip(settings.rules, groups)
-    ]
+    """Returns the rule of each group, the formats that it asks for, and what it takes for matrices.
+    A handle is made for these."""
+    keys = ("weights", "states", "matrix", "heads")
+    return [(rule, *map(group.get, keys)) for rule, group in zip(settings.rules, groups)]
 
 
 class Group:

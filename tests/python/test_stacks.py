@@ -148,6 +148,21 @@ def test_states_of_one_matrix_go_on_with_flatten(cls):
     assert bits(again) == bits(p)
 
 
+def test_another_option_counts_at_the_next_step_or_is_refused():
+    opt, (p,) = stepped(halfstep.Muon, [(3, 12, 64)])
+    other, (q,) = stepped(halfstep.Muon, [(3, 12, 64)])
+    opt.param_groups[0]["matrix"] = "flatten"
+    p.grad = q.grad = randn((3, 12, 64), 9)
+    opt.step()
+    other.step()
+    assert not torch.equal(p, q)
+    assert bits(opt.state[p]["momentum_buffer"]) == bits(other.state[q]["momentum_buffer"])
+    opt, (p,) = stepped(halfstep.Adafactor, [(3, 12, 64)])
+    opt.param_groups[0]["matrix"] = "flatten"
+    with pytest.raises(ValueError, match="state 'row_var' of parameter 'p0'"):
+        opt.step()
+
+
 def test_a_nan_in_one_expert_leaves_the_stack_alone():
     for cls in CLASSES:
         opt, (p,) = stepped(cls, [(3, 12, 20)])

@@ -152,25 +152,35 @@ static void renew_vector(const struct cross *c, struct hstep_slot *slot, const d
     }
 }
 
-/* Computes the factor of each matrix from the mean over its new vector of rows. Each chunk of 256 numbers is rounded to
- * double before it is added. Factors of later pairs are 0 until they are made. */
+/* Returns the sum of n fp32 numbers. Each chunk of 256 is rounded to double before it is added. Chunks whose sum is not
+ * finite do not count. */
+static double sum_of_vector(const struct hstep_kernels *kernels, const char *numbers, int64_t n)
+{
+    HSTEP_ALIGNED float x[HSTEP_TILE];
+    if (n <= HSTEP_TILE) { /* exact as it is */
+        memcpy(x, numbers, (size_t)n * 4);
+        const double sum = sum_of(kernels, x, n);
+        return isfinite(sum) ? sum : 0.0;
+    }
+    struct exact total = {{0}, 0.0};
+    for (int64_t i = 0; i < n; i += HSTEP_TILE) {
+        const int64_t count = least(n - i, HSTEP_TILE);
+        memcpy(x, numbers + i * 4, (size_t)count * 4);
+        exact_add(&total, sum_of(kernels, x, count));
+    }
+    return hstep_exact_round(total.limbs);
+}
+
+/* Computes the factor of each matrix from the mean over its new vector of rows. Factors of later pairs are 0 until they
+ * are made. */
 static void make_factors(const struct cross *c, const struct hstep_slot *rows)
 {
     const struct hstep_tensor *t = &c->call->plan.tensors[c->tensor];
     const struct hstep_group *g = &c->call->plan.groups[t->group];
     float *factors = c->call->plan.workspace + c->pair * t->matrices;
     for (int64_t matrix = 0; matrix < t->matrices; matrix++) {
-        struct exact total = {{0}, 0.0};
-        double sum = 0.0;
-        for (int64_t i = 0; i < t->matrix_rows; i += HSTEP_TILE) {
-            HSTEP_ALIGNED float x[HSTEP_TILE];
-            const int64_t count = least(t->matrix_rows - i, HSTEP_TILE);
-            memcpy(x, rows->code + (matrix * t->matrix_rows + i) * 4, (size_t)count * 4);
-            sum = sum_of(c->call->context->kernels, x, count);
-            if (t->matrix_rows > HSTEP_TILE) exact_add(&total, sum);
-        }
-        if (t->matrix_rows > HSTEP_TILE) sum = hstep_exact_round(total.limbs);
-        else if (!isfinite(sum)) sum = 0.0;
+        const char *numbers = rows->code + matrix * t->matrix_rows * 4;
+        const double sum = sum_of_vector(c->call->context->kernels, numbers, t->matrix_rows);
         factors[matrix] = hstep_factor_of(g, sum / (double)t->matrix_rows, c->pair);
     }
     for (int64_t i = t->matrices; i < (t->pairs - c->pair) * t->matrices; i++) factors[i] = 0.0f;
