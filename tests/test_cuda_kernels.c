@@ -407,6 +407,9 @@ static void check_faults(void)
         const char found = outcome(rows[i].name);
         CHECK(found == rows[i].expected, "%s: '%c', expected '%c'", rows[i].name, found, rows[i].expected);
     }
+    hstep_emulation.most = 5;
+    CHECK(outcome("sound") == 'f', "a launch of more than 5 instructions is not ended");
+    hstep_emulation.most = 0;
 }
 
 int main(int argc, char **argv)
