@@ -87,7 +87,7 @@ def options_of(rule, common):
         shared["decoupled_weight_decay"] = False
     first = ("lr", *_ORDER.get(rule.name, ("betas", "eps", "weight_decay", *own)))
     if rule.matrix:
-        shared["matrix"], shared["heads"] = "auto", None
+        shared["matrix"], shared["heads"] = "auto", 1
     known = {**own, **shared, **common}
     positional = {name: known[name] for name in first if name in known}
     return positional, {name: v for name, v in known.items() if name not in positional}
