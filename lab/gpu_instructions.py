@@ -101,12 +101,14 @@ def tools(folder):
     sys.exit(f"gpu_instructions.py: {NVDISASM} holds no nvdisasm")
 
 
-def ptx_of(folder, weight, gradient, states):
-    """Device code with one format of each, and only with what the states of its rows need."""
+def ptx_of(folder, rules, weight, gradient, states):
+    """Device code with one format of each, and only with the rules and states of its rows."""
+    chosen = " || ".join(f"HSTEP_RULE_##rule == HSTEP_RULE_{states_of(rule)[0]}" for rule in rules)
     recipes = " ".join(f"X({one}, {one}, __VA_ARGS__)" for one in states)
     out = os.path.join(folder, f"{weight}.ptx")
     run(
         *CLANG,
+        f"-DHSTEP_CUDA_IS_CHOSEN(rule)=({chosen})",
         f"-DHSTEP_CUDA_FUSED_WEIGHTS(X)=X({weight.replace('-', '_')})",
         f"-DHSTEP_CUDA_FUSED_GRADIENTS(X)=X({gradient})",
         f"-DHSTEP_CUDA_FUSED_RECIPES(X,...)={recipes}",
@@ -306,18 +308,22 @@ def bytes_of(rule, weight, states, gradient):
 def table(archs, rows, folder, jobs):
     ptxas, nvdisasm = tools(folder)
     needed = {}
-    for _, weight, states in (row.split("/") for row in rows):
-        needed.setdefault(weight, set()).add(states.replace("-", "_"))
+    for rule, weight, states in (row.split("/") for row in rows):
+        rules, formats = needed.setdefault(weight, (set(), set()))
+        rules.add(rule)
+        formats.add(states.replace("-", "_"))
     pairs = [
-        (weight, "f32" if weight == "f32" else "bf16", sorted(states))
-        for weight, states in sorted(needed.items())
+        (sorted(rules), weight, "f32" if weight == "f32" else "bf16", sorted(formats))
+        for weight, (rules, formats) in sorted(needed.items())
     ]
     counts = {}
     with (
         tempfile.TemporaryDirectory() as scratch,
         concurrent.futures.ThreadPoolExecutor(jobs) as pool,
     ):
-        for (weight, _, _), ptx in zip(pairs, pool.map(lambda pair: ptx_of(scratch, *pair), pairs)):
+        for (_, weight, _, _), ptx in zip(
+            pairs, pool.map(lambda pair: ptx_of(scratch, *pair), pairs)
+        ):
             for arch in archs:
                 cubin = os.path.join(scratch, "cubin")
                 run(ptxas, f"-arch=sm_{arch}", "--fmad=false", "-o", cubin, ptx)

@@ -24,6 +24,7 @@ struct segment_keys {
 /* The chunk that a block works on. It lies in shared memory because registers are scarce. */
 struct fused_work {
     int active, option; /* active: the chunk is this kernel's; option: RULE_OPTION is set in the mode */
+    int64_t chunk, end; /* of the block's loop over chunks */
     int64_t run, runs, offset, length, run_length, index_stride;
     uint64_t index0;
     int format[HSTEP_SLOTS];
@@ -353,14 +354,17 @@ V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf
 
 /* Reads what the block needs to know of a chunk. All threads of the block call this, and a barrier must follow before
  * any of them uses w. */
-V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c, int kernel, struct fused_work *w)
+V_OP void start_fused(const struct hstep_call *call, int64_t chunk, int64_t end, int kernel, struct fused_work *w)
 {
+    const struct hstep_chunk *c = &call->plan.chunks[chunk];
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     const struct hstep_update *u = &call->plan.updates[c->tensor];
     const int i = CUDA_THREAD;
     if (i == 0) {
         w->active = hstep_fused_row(t, u) == kernel && !u->skip && is_fused(call, c->tensor);
         w->option = (u->mode & RULE_OPTION) != 0;
+        w->chunk = chunk;
+        w->end = end;
         w->run = c->run;
         w->runs = c->runs;
         w->offset = c->offset;
@@ -390,9 +394,9 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
 {
     struct fused_what with = f;
     with.option = 1;
-    for (int64_t i = first; i < end; i += CUDA_BLOCKS) {
+    for (int64_t i = first; i < end; i = w->chunk + CUDA_BLOCKS, end = w->end) {
         CUDA_BARRIER();
-        start_fused(call, &call->plan.chunks[i], kernel, w);
+        start_fused(call, i, end, kernel, w);
         CUDA_BARRIER();
         if (!w->active) continue;
         if (!w->option)
