@@ -18,6 +18,7 @@ sheet. Multiprocessors issue four times 32 lanes a cycle. The slower of the two 
 
 import argparse
 import concurrent.futures
+import functools
 import os
 import re
 import subprocess
@@ -274,18 +275,29 @@ def fused(nvdisasm, cubin):
     return found
 
 
+@functools.lru_cache
+def rows_of_rules():
+    """The C name and the roles of the states of each rule, by its name. States that hang on a
+    hyper-parameter are left out. The preprocessor knows, because rows are macros."""
+    with tempfile.TemporaryDirectory() as scratch:
+        asked = os.path.join(scratch, "rows.c")
+        with open(asked, "w") as file:
+            file.write(
+                '#include "rules/rules.h"\n#define NAME(name, ...) name\n#define ROLE(role, ...) role\n'
+                "#define RULE(id, rule) @@rule rule##_ROW(NAME, ROLE, HSTEP_NOTHING, HSTEP_NOTHING,"
+                ' HSTEP_NOTHING)\n#include "rules/rules.def"\n'
+            )
+        text = run(CLANG[0], "-E", "-P", f"-I{ROOT}/src", f"-I{ROOT}/include", asked)
+    rows = [row.split() for row in text.split("@@")[1:]]
+    return {name.strip('"'): (rule, roles) for rule, name, *roles in rows}
+
+
 def states_of(rule):
     """The C name of a rule, and the roles of the states that it has whatever its
     hyper-parameters."""
-    for name in re.findall(
-        r"^RULE\(\d+, (\w+)\)", open(os.path.join(ROOT, "src", "rules", "rules.def")).read(), re.M
-    ):
-        text = open(os.path.join(ROOT, "src", "rules", f"{name}.h")).read()
-        if f'RULE("{rule}"' in text:
-            if name == "adam":  # its states stand in adamw.h
-                text = open(os.path.join(ROOT, "src", "rules", "adamw.h")).read()
-            return name, re.findall(r"^    STATE\((\w+), ", text, re.M)
-    sys.exit(f"gpu_instructions.py: no rule {rule}")
+    if rule not in rows_of_rules():
+        sys.exit(f"gpu_instructions.py: no rule {rule}")
+    return rows_of_rules()[rule]
 
 
 def bytes_of(rule, weight, states, gradient):
@@ -324,9 +336,15 @@ def table(archs, rows, folder, jobs):
         for (_, weight, _, _), ptx in zip(
             pairs, pool.map(lambda pair: ptx_of(scratch, *pair), pairs)
         ):
+            asked = [row.split("/") for row in rows]
+            entries = [
+                f"-e=halfstep_cuda_fused_{states_of(rule)[0]}_{x}_{x}"
+                for rule, of, x in ((r, w, s.replace("-", "_")) for r, w, s in asked)
+                if of == weight
+            ]
             for arch in archs:
                 cubin = os.path.join(scratch, "cubin")
-                run(ptxas, f"-arch=sm_{arch}", "--fmad=false", "-o", cubin, ptx)
+                run(ptxas, f"-arch=sm_{arch}", "--fmad=false", *entries, "-o", cubin, ptx)
                 counts[weight, arch] = loops(nvdisasm, cubin)
     lines = [
         "| recipe | bytes moved |"

@@ -7,7 +7,7 @@
 
 struct shape {
     int ndim;
-    int64_t rows, row_length;
+    int64_t rows, row_length, matrix_rows;
 };
 
 static const char *format_serving(int32_t role, int32_t row)
@@ -50,6 +50,7 @@ static void set_options(halfstep_optimizer *o, int32_t group, int n)
                   {"warmup_steps", 2},
                   {"total_steps", n % 4 ? 12 : 4},
                   {"final_fraction", 0.25},
+                  {"final_decay_fraction", 0.5},
                   {"decay_start", 0.25},
                   {"power", -0.75},
                   {"maximize", n % 5 == 1},
@@ -68,6 +69,9 @@ static void set_options(halfstep_optimizer *o, int32_t group, int n)
     /* Products of matrices by a vendor's library have bits of their own. */
     halfstep_set_hyper(o, group, "exact", 1);
     halfstep_set_choice(o, group, "decay", halfstep_choice_value("decay", n % 4));
+    /* No fused kernel has cautious decay. */
+    if (n % 9 == 8) halfstep_set_choice(o, group, "decay", "cautious");
+    halfstep_set_choice(o, group, "decay_schedule", halfstep_choice_value("decay_schedule", n % 3 ? 0 : n / 3 % 5));
     halfstep_set_choice(o, group, "schedule", halfstep_choice_value("schedule", n % 5));
 }
 
@@ -115,6 +119,7 @@ static int add_tensor(halfstep_optimizer *o, int32_t group, struct shape s, cons
                          .ndim = s.ndim,
                          .rows = s.rows,
                          .row_length = s.row_length,
+                         .matrix_rows = s.matrix_rows,
                          .gradient = gradient},
                     whole = t;
     if (part && s.rows > 1) {
@@ -150,19 +155,20 @@ static int has_flat_format(const halfstep_optimizer *o, int32_t group)
 }
 
 /* Adds tensors in the group: one of a shape that rows and blocks do not fit, and one with long rows. Formats of
- * geometry FLAT also get one that consists of whole blocks, and rules of matrices get a vector and a tall matrix. */
+ * geometry FLAT also get one that consists of whole blocks. Rules of matrices get a vector, a tall matrix and a stack. */
 static int add_general(halfstep_optimizer *o, int32_t group, int part, int matrices)
 {
     static const struct shape odd[] = {{0, 1, 1},  {1, 61, 1}, {2, 37, 1}, {2, 13, 7},
                                        {2, 11, 9}, {2, 5, 32}, {2, 9, 33}, {3, 2, 301}},
                               wide[] = {{2, 3, 256}, {4, 5, 300}, {2, 2, 1000}, {1, 1, 4100}, {2, 6, 64}},
-                              blocks = {2, 16, 256}, vector = {1, 1, 4100}, tall = {2, 70, 5};
+                              blocks = {2, 16, 256}, vector = {1, 1, 4100}, tall = {2, 70, 5}, stack = {3, 9, 33, 3};
     if (group < 0) return HALFSTEP_OK;
     int error = add_tensor(o, group, odd[group % 8], gradient_format(group), part);
     if (!error) error = add_tensor(o, group, wide[group % 5], gradient_format(group + 1), part);
     if (!error && has_flat_format(o, group)) error = add_tensor(o, group, blocks, gradient_format(group), part);
     if (!error && matrices) error = add_tensor(o, group, vector, gradient_format(group + 1), part);
     if (!error && matrices) error = add_tensor(o, group, tall, gradient_format(group), part);
+    if (!error && matrices) error = add_tensor(o, group, stack, gradient_format(group + 1), 0);
     return error;
 }
 

@@ -6,7 +6,8 @@
  *               comparisons, shifts and bitwise operations (64; products and sums have 128, of integers too)
  *   Not used:   instructions that round in another way; fused multiply-add, except in roots and quotients
  *
- * Include this header before any other of the project, because it defines how they declare functions and tables. */
+ * Include this header before any other of the project, because it defines how they declare functions and tables. Over
+ * 500 lines because the vocabulary is one. */
 #ifndef HSTEP_VEC_CUDA_H
 #define HSTEP_VEC_CUDA_H
 
