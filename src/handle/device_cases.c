@@ -7,7 +7,7 @@
 
 struct shape {
     int ndim;
-    int64_t rows, row_length, matrix_rows;
+    int64_t rows, row_length;
 };
 
 static const char *format_serving(int32_t role, int32_t row)
@@ -119,7 +119,7 @@ static int add_tensor(halfstep_optimizer *o, int32_t group, struct shape s, cons
                          .ndim = s.ndim,
                          .rows = s.rows,
                          .row_length = s.row_length,
-                         .matrix_rows = s.matrix_rows,
+                         .matrix_rows = s.ndim == 3 ? s.rows / 3 : 0, /* a stack of three, for rules of matrices */
                          .gradient = gradient},
                     whole = t;
     if (part && s.rows > 1) {
@@ -136,7 +136,7 @@ static int add_tensor(halfstep_optimizer *o, int32_t group, struct shape s, cons
 /* Adds a group if its recipe exists. *group is -1 if it does not. */
 static int add_group(halfstep_optimizer *o, int32_t *group, const char *rule, const char *weight, const char *states)
 {
-    char recipe[64];
+    char recipe[160];
     snprintf(recipe, sizeof recipe, "%s/%s%s%s", rule, weight, *states ? "/" : "", states);
     *group = -1;
     int error = halfstep_add_group(o, recipe, group);
@@ -161,7 +161,7 @@ static int add_general(halfstep_optimizer *o, int32_t group, int part, int matri
     static const struct shape odd[] = {{0, 1, 1},  {1, 61, 1}, {2, 37, 1}, {2, 13, 7},
                                        {2, 11, 9}, {2, 5, 32}, {2, 9, 33}, {3, 2, 301}},
                               wide[] = {{2, 3, 256}, {4, 5, 300}, {2, 2, 1000}, {1, 1, 4100}, {2, 6, 64}},
-                              blocks = {2, 16, 256}, vector = {1, 1, 4100}, tall = {2, 70, 5}, stack = {3, 9, 33, 3};
+                              blocks = {2, 16, 256}, vector = {1, 1, 4100}, tall = {2, 70, 5}, stack = {3, 9, 33};
     if (group < 0) return HALFSTEP_OK;
     int error = add_tensor(o, group, odd[group % 8], gradient_format(group), part);
     if (!error) error = add_tensor(o, group, wide[group % 5], gradient_format(group + 1), part);
