@@ -283,7 +283,8 @@ def rows_of_rules():
         asked = os.path.join(scratch, "rows.c")
         with open(asked, "w") as file:
             file.write(
-                '#include "rules/rules.h"\n#define NAME(name, ...) name\n#define ROLE(role, ...) role\n'
+                '#include "rules/rules.h"\n#define NAME(name, ...) name\n'
+                "#define ROLE(role, ...) role\n"
                 "#define RULE(id, rule) @@rule rule##_ROW(NAME, ROLE, HSTEP_NOTHING, HSTEP_NOTHING,"
                 ' HSTEP_NOTHING)\n#include "rules/rules.def"\n'
             )

@@ -43,7 +43,7 @@ check_budgets() { # cubin for 9.0
 check_sums() {
     local instructions=(lab/gpu_instructions.py --tools "$build_dir" --fused)
     sed -E 's/\bdiv\.rn\.f(32|64)/mul.rn.f\1/; s/\b(sqrt|rcp)\.rn\.f(32|64)/abs.f\2/; s/\bfma\.rn\.f32 ([^,]+, [^,]+), [^,]+,/add.rn.f32 \1,/' "$ptx" >"$scratch/sums.ptx"
-    ! sed 's/rcp\.approx//' "$scratch/sums.ptx" | grep -qE '\b(div|sqrt|rcp)\.[a-z.]*f(32|64)' || fail "divisions or roots of another kind"
+    ! sed -E 's/(rcp|sqrt)\.approx//' "$scratch/sums.ptx" | grep -qE '\b(div|sqrt|rcp)\.[a-z.]*f(32|64)' || fail "divisions or roots of another kind"
     "$ptxas" -arch=sm_90 --fmad=false -o "$scratch/sums" "$scratch/sums.ptx"
     python3 "${instructions[@]}" "$scratch/sums" >"$scratch/log" 2>&1 || fail "$(head -3 "$scratch/log")"
     echo "ok   machine code has no fused multiply-add beyond those of divisions and roots"

@@ -155,7 +155,8 @@ static int has_flat_format(const halfstep_optimizer *o, int32_t group)
 }
 
 /* Adds tensors in the group: one of a shape that rows and blocks do not fit, and one with long rows. Formats of
- * geometry FLAT also get one that consists of whole blocks. Rules of matrices get a vector, a tall matrix and a stack. */
+ * geometry FLAT also get one that consists of whole blocks. Rules of matrices get a vector, a tall matrix and a
+ * stack. */
 static int add_general(halfstep_optimizer *o, int32_t group, int part, int matrices)
 {
     static const struct shape odd[] = {{0, 1, 1},  {1, 61, 1}, {2, 37, 1}, {2, 13, 7},
