@@ -159,24 +159,28 @@ struct hstep_hyper hstep_rule_hyper(int rule, int index)
     return hyper;
 }
 
+#define COMMON(name_, title_, initial_, minimum_, maximum_) \
+    {.name = name_, .title = title_, .initial = initial_, .minimum = minimum_, .maximum = maximum_}
 HSTEP_TABLE const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = {
-    [HSTEP_LR] = {"lr", "learning rate", 1e-3, 0.0, 1e6, 0},
-    [HSTEP_WEIGHT_DECAY] = {"weight_decay", "coefficient of the decay mode", 0.0, 0.0, 1e6, 0},
-    [HSTEP_REFERENCE_LR] = {"reference_lr", "lr at which fully decoupled decay is weight_decay; 0: lr as first set",
-                            0.0, 0.0, 1e6, 0},
-    [HSTEP_MAXIMIZE] = {"maximize", "1: ascend", 0.0, 0.0, 1.0, 0},
-    [HSTEP_CENTRALIZE] = {"centralize", "fraction of the row mean taken from the gradient", 0.0, 0.0, 1.0, 0},
-    [HSTEP_CAUTIOUS] = {"cautious", "1: no element moves against its gradient (Liang et al. 2024)", 0.0, 0.0, 1.0, 0},
-    [HSTEP_WARMUP_STEPS] = {"warmup_steps", "steps of linear warm-up (preheat) of the schedule", 0.0, 0.0, 1e15, 0},
-    [HSTEP_TOTAL_STEPS] = {"total_steps", "length of the schedule", 0.0, 0.0, 1e15, 0},
-    [HSTEP_FINAL_FRACTION] = {"final_fraction", "fraction of lr at the end of the schedule", 0.0, 0.0, 1.0, 0},
-    [HSTEP_FINAL_DECAY_FRACTION] = {"final_decay_fraction", "fraction of weight_decay at the end of decay_schedule",
-                                    0.0, 0.0, 1.0, 0},
-    [HSTEP_DECAY_START] = {"decay_start", "fraction of total_steps at which wsd begins to fall", 0.8, 0.0, 1.0, 0},
-    [HSTEP_POWER] = {"power", "exponent of inverse-power", -0.5, -16.0, 0.0, 0},
-    [HSTEP_GRADIENT_SCALE] = {"gradient_scale", "gradients are multiplied by it first", 1.0, 0.0, 1e30, 0},
-    [HSTEP_CLIP_NORM] = {"clip_norm", "largest global gradient norm; 0: no clipping", 0.0, 0.0, 1e15, 0},
+    [HSTEP_LR] = COMMON("lr", "learning rate", 1e-3, 0.0, 1e6),
+    [HSTEP_WEIGHT_DECAY] = COMMON("weight_decay", "coefficient of the decay mode", 0.0, 0.0, 1e6),
+    [HSTEP_REFERENCE_LR] =
+        COMMON("reference_lr", "lr at which fully decoupled decay is weight_decay; 0: lr as first set", 0.0, 0.0, 1e6),
+    [HSTEP_MAXIMIZE] = COMMON("maximize", "1: ascend", 0.0, 0.0, 1.0),
+    [HSTEP_CENTRALIZE] = COMMON("centralize", "fraction of the row mean taken from the gradient", 0.0, 0.0, 1.0),
+    [HSTEP_CAUTIOUS] =
+        COMMON("cautious", "1: no element moves against its gradient (Liang et al. 2024)", 0.0, 0.0, 1.0),
+    [HSTEP_WARMUP_STEPS] = COMMON("warmup_steps", "steps of linear warm-up (preheat) of the schedule", 0.0, 0.0, 1e15),
+    [HSTEP_TOTAL_STEPS] = COMMON("total_steps", "length of the schedule", 0.0, 0.0, 1e15),
+    [HSTEP_FINAL_FRACTION] = COMMON("final_fraction", "fraction of lr at the end of the schedule", 0.0, 0.0, 1.0),
+    [HSTEP_FINAL_DECAY_FRACTION] =
+        COMMON("final_decay_fraction", "fraction of weight_decay at the end of decay_schedule", 0.0, 0.0, 1.0),
+    [HSTEP_DECAY_START] = COMMON("decay_start", "fraction of total_steps at which wsd begins to fall", 0.8, 0.0, 1.0),
+    [HSTEP_POWER] = COMMON("power", "exponent of inverse-power", -0.5, -16.0, 0.0),
+    [HSTEP_GRADIENT_SCALE] = COMMON("gradient_scale", "gradients are multiplied by it first", 1.0, 0.0, 1e30),
+    [HSTEP_CLIP_NORM] = COMMON("clip_norm", "largest global gradient norm; 0: no clipping", 0.0, 0.0, 1e15),
 };
+#undef COMMON
 
 int hstep_find_hyper(int rule, const char *name)
 {
