@@ -175,13 +175,13 @@ static void add_hyper(struct run_options *options, const char *rule, const halfs
     if (options->n == RUN_OPTIONS_MAX) return;
     int i = options->n++;
     snprintf(options->text[i][0], sizeof options->text[i][0], "%s", name);
-    const char *word = halfstep_choice_value(hyper->name, (int32_t)hyper->initial);
-    if (word) snprintf(options->text[i][1], sizeof options->text[i][1], "%s", word);
+    const int named = halfstep_choice_value(hyper->name, 0) != NULL;
+    const char *word = named ? halfstep_choice_value(hyper->name, (int32_t)hyper->initial) : NULL;
+    if (named) snprintf(options->text[i][1], sizeof options->text[i][1], "%s", word);
     else snprintf(options->text[i][1], sizeof options->text[i][1], "%.6g", hyper->initial);
     snprintf(options->text[i][2], sizeof options->text[i][2], "%s", hyper->title);
-    for (int32_t k = 0; word && (word = halfstep_choice_value(hyper->name, k)); k++)
+    for (int32_t k = 0; named && (word = halfstep_choice_value(hyper->name, k)); k++)
         append(options->text[i][2], sizeof options->text[i][2], "%s %s", k ? "," : ":", word);
-    const int named = halfstep_choice_value(hyper->name, 0) != NULL;
     options->rows[i] = (struct option){options->text[i][0],
                                        OPTION_HYPER_AS,
                                        AT(hyper),
