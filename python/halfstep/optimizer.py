@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
-from . import _abi, _files, _sharding, _state, accumulate
+from . import _abi, _files, _matrices, _sharding, _state, accumulate
 from ._groups import LISTS
 from ._handles import seed_of
 from ._options import Options, keep_plain
@@ -287,6 +287,7 @@ class Optimizer(torch.optim.Optimizer):
                 name = parts.names.of(place, i)
                 check_parameter(p, name)
                 weight_format(parts.options.formats(group, p)[0], p.dtype, name)
+                _matrices.lay(parts.groups.row_of(group).name, p.shape, _matrices.how_of(group))
         if self.compile:
             _sharding.refuse(
                 group["params"],
