@@ -174,10 +174,9 @@ class Code:
         return None if 0 in found and head else found
 
     def exact(self, start):
-        """The block that takes roots or quotients again, exactly, after one that has found that an
-        estimate of a code is near its end (less than 6 << 16 away), that some of four are not at
-        least 2^-50 or 2^-100, or that a scale is more than 2^125 (src/vec/cuda.h).
-        """
+        """The block that takes roots, quotients or codes again, exactly, after a block that asked
+        for it. It asks if an estimate of a code is near its end (less than 6 << 16 away), if some
+        of four are not at least 2^-50 or 2^-100, or if a scale is above 2^125 (src/vec/cuda.h)."""
         last = start + len(self.of[start]) - 1
         jump = re.match(r"@(!?)(P\d) BRA\b", self.of[start][-1])
         if not jump:
@@ -334,14 +333,13 @@ def table(archs, rows, folder, jobs):
         tempfile.TemporaryDirectory() as scratch,
         concurrent.futures.ThreadPoolExecutor(jobs) as pool,
     ):
-        for (_, weight, _, _), ptx in zip(
+        for (rules, weight, _, formats), ptx in zip(
             pairs, pool.map(lambda pair: ptx_of(scratch, *pair), pairs)
         ):
-            asked = [row.split("/") for row in rows]
             entries = [
                 f"-e=halfstep_cuda_fused_{states_of(rule)[0]}_{x}_{x}"
-                for rule, of, x in ((r, w, s.replace("-", "_")) for r, w, s in asked)
-                if of == weight
+                for rule in rules
+                for x in formats
             ]
             for arch in archs:
                 cubin = os.path.join(scratch, "cubin")

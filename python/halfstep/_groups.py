@@ -86,13 +86,16 @@ class Groups:
         """Returns the row of the rule that steps a group."""
         return _abi.rules[self.options.rule_of(group)]
 
-    def row_for(self, p):
-        """Returns the row of the rule that steps a parameter. Raises ValueError if the optimizer
-        does not have it."""
+    def group_of(self, p):
+        """Returns the group of a parameter. Raises ValueError if the optimizer does not have it."""
         for group in self:
             if any(other is p for other in group["params"]):
-                return self.row_of(group)
+                return group
         raise ValueError("halfstep: a parameter that this optimizer does not have")
+
+    def row_for(self, p):
+        """Returns the row of the rule that steps a parameter, as group_of() finds it."""
+        return self.row_of(self.group_of(p))
 
     def __iter__(self):
         return iter(self.param_groups)

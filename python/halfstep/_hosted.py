@@ -13,7 +13,7 @@ class HostedPlacement(Placement):
     """Decides where optimizers of Hosted step and keep states."""
 
     def _is_gathered(self, p):
-        group = next(g for g in self.groups if any(p is other for other in g["params"]))
+        group = self.groups.group_of(p)
         rule = self.groups.row_of(group).name
         return _sharding.is_gathered(rule, p, _matrices.how_of(group))
 

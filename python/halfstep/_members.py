@@ -44,6 +44,11 @@ class Wanted(NamedTuple):
     home: torch.device
     how: tuple
 
+    @property
+    def rule(self):
+        """The name of its rule."""
+        return self.recipe.partition("/")[0]
+
 
 def declare(handle, settings, wanted, meant):
     """Adds parameters and the groups that they need to an empty handle. Returns the members, the
@@ -53,8 +58,7 @@ def declare(handle, settings, wanted, meant):
     """
     members, c_groups, fallen = [], {}, []
     for one in wanted:
-        rule = one.recipe.partition("/")[0]
-        part = _sharding.part_of(one.p, one.name, settings.flat, rule, one.how)
+        part = _sharding.part_of(one.p, one.name, settings.flat, one.rule, one.how)
         m = Member(one, part, handle)
         key = (one.group, m.recipe)
         if key not in c_groups:
@@ -82,7 +86,7 @@ class Member:
 
     def __init__(self, wanted, part, handle):
         p, self.group, self.gradient, self.name, self.id, self.recipe, self.device, how = wanted
-        self.rule = _abi.rules[self.recipe.partition("/")[0]]
+        self.rule = _abi.rules[wanted.rule]
         self.p, self.part, self.handle = p, part, handle
         here = local(p)
         #: the shape here, as the library takes it

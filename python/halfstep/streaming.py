@@ -166,7 +166,7 @@ class _Streamed(HostedPlacement):
             if not self._is_streamed(one.p):
                 stay.append(one)
                 continue
-            laid = lay(one.recipe.partition("/")[0], local(one.p).shape, one.how)
+            laid = lay(one.rule, local(one.p).shape, one.how)
             size = sum(_abi.tensor_bytes(one.recipe, **fields_of(laid))[1:])
             if one.home not in buses:
                 buses[one.home] = Bus(one.home), []
