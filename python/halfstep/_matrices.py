@@ -185,6 +185,16 @@ def vector_of(shape, info):
     return shape.columns if len(shape.lines) > 1 else (info.rows, info.columns)
 
 
+def taken(rule, shapes, most=8):
+    """Returns a text that says what a rule takes shapes for, or "" if all shapes say it. It has the
+    first of them only."""
+    if not _abi.rules[rule].matrix:
+        return ""
+    found = [f"{list(x)} as {told(x)}" for x in dict.fromkeys(shapes) if told(x)]
+    more = f"; and {len(found) - most} more" if len(found) > most else ""
+    return "; ".join(found[:most]) + more
+
+
 def told(shape):
     """Returns what a parameter was taken for, or None if its shape says it."""
     if isinstance(shape, Laid) and not shape.columns:
