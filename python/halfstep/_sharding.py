@@ -268,18 +268,26 @@ def refuse(params, what, advice):
         )
 
 
+def _ranks_of_rows(p):
+    """Returns the number of ranks that the rows of a DTensor are cut for, by one plain Shard(0).
+    Returns 0 if there is none, or another cut beside it."""
+    cut = [(i, x) for i, x in enumerate(p.placements) if hasattr(x, "dim")]
+    if len(cut) != 1 or getattr(cut[0][1], "split_factor", 1) != 1:
+        return 0
+    return p.device_mesh.size(cut[0][0])
+
+
 def is_gathered(rule, p, how):
     """Returns True if a rule steps this parameter as whole matrices, and a rank may hold a part of
-    one. `how` is as lay() takes it. A stack that is cut along dimension 0 is cut between
-    matrices."""
+    one. `how` is as lay() takes it."""
     if not is_dtensor(p) or p.dim() < 2 or not _abi.rules[rule].matrix:
         return False
     cut = [x.dim for x in p.placements if hasattr(x, "dim")]
     laid = _matrices.lay(rule, p.shape, how)
-    return any(cut) or len(_matrices.lines_of(laid, 0)) < 2
+    return any(cut) or not _matrices.is_cut_between(rule, laid, _ranks_of_rows(p))
 
 
-def part_of(p, name, flat=False, rule=None, how=("auto", 1)):
+def part_of(p, name, flat=False, rule=None, how=_matrices.AUTO):
     """Returns the Part of a parameter. Returns None if it is here as a whole and is not a flat
     buffer. `how` is as lay() takes it."""
     if is_dtensor(p):

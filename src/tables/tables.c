@@ -297,12 +297,12 @@ int hstep_format_serves(int format, int role)
 int64_t hstep_row_stride(int64_t row_length) { return row_length < 32 ? row_length : (row_length + 31) / 32 * 32; }
 
 int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length,
-                          int64_t matrix_rows)
+                          int64_t common_rows)
 {
     if (format < 0 || !hstep_formats[format].block) return format;
     const struct hstep_format *f = &hstep_formats[format];
     int eligible = 1, one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
-    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && matrix_rows * row_length % f->block == 0;
+    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && common_rows * row_length % f->block == 0;
     if (f->geometry == ROWS) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
     if (eligible) return format;
     return weight_format == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_bf16_sr;
