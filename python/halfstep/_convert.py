@@ -166,9 +166,9 @@ def convert(hypers, m, state, old):
     become obsolete, and the weight, or None if it stays. Changes nothing yet.
 
     `old` is the recipe of `state`, or None if the states are plain. Raises ValueError for a
-    gathered matrix.
+    matrix that is cut over ranks.
     """
-    if m.gathered:
+    if m.gathered and m.part.mesh is not None:
         raise ValueError(
             f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'} and cannot be"
             f" converted to {m.recipe}, because it is a DTensor and {m.rule.name} steps matrices as"
@@ -246,7 +246,7 @@ def create_state(m, states, hypers):
     made, obsolete, weight = _created(m, states.get(m.p) or {}, hypers)
     streams = {s.key: s for s in m.streams}
     with torch.no_grad():
-        if m.stage is not None:
+        if m.kept != m.device:
             for key in streams:
                 held = made[key] if key in made else local(states[m.p][key])
                 if not _devices.is_pinned(held):
