@@ -31,10 +31,10 @@ HEAD = _calls.count_statistics(None, _calls.end_of_round())[0]
 
 class Class:
     """The parameters of an optimizer that are divided over the same ranks, in the order of its
-    groups."""
+    groups. `names` are those that the groups or the parameters know, or places."""
 
     def __init__(self, groups):
-        self.groups, self.params = groups, []
+        self.groups, self.params, self.names = groups, [], []
 
 
 def classes_of(settings, groups):
@@ -43,7 +43,7 @@ def classes_of(settings, groups):
     divided."""
     found, seen = {frozenset(): Class(())}, set()
     for rule, group in zip(settings.rules, groups):
-        for p in group["params"]:
+        for i, p in enumerate(group["params"]):
             if id(p) in seen:
                 continue
             seen.add(id(p))
@@ -57,7 +57,10 @@ def classes_of(settings, groups):
                     if hasattr(x, "dim") and p.device_mesh.size(i) > 1
                 )
             key = frozenset(tuple(torch.distributed.get_process_group_ranks(g)) for g in ranks)
-            found.setdefault(key, Class(ranks)).params.append(p)
+            cls = found.setdefault(key, Class(ranks))
+            known = group.get("param_names")
+            cls.names.append(known[i] if known else getattr(p, "_halfstep_name", len(cls.params)))
+            cls.params.append(p)
     return list(found.values())
 
 
@@ -166,11 +169,10 @@ class Ranks:
     def _check_counts(self, cls, counts):
         """Fails if only some of the ranks have a gradient of a parameter: `counts` of them."""
         ranks = math.prod(map(torch.distributed.get_world_size, cls.groups))
-        names = {m.p: m.name for m in self.members}
-        for row, (p, has) in enumerate(zip(cls.params, counts.tolist())):
+        for name, has in zip(cls.names, counts.tolist()):
             if has not in (0, ranks):
                 raise RuntimeError(
-                    f"halfstep: parameter {names.get(p, row)!r} has a gradient on {has} of the"
+                    f"halfstep: parameter {name!r} has a gradient on {has} of the"
                     f" {ranks} ranks that it is divided over"
                 )
 
