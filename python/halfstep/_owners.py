@@ -7,6 +7,7 @@ matrices is stepped at a time: parts go to the owners, owners step, and parts co
 """
 
 import contextlib
+import itertools
 import math
 from functools import lru_cache
 
@@ -142,13 +143,13 @@ def _views(memory, tensors):
 def work_of(one, steps):
     """Returns the work of a step of a Wanted: multiplications of Newton-Schulz, or the number of
     elements for a rule without products."""
-    rule, laid = _abi.rules[one.rule], _matrices.lay(one.rule, one.p.shape, one.how)
-    fields = _matrices.fields_of(laid)
-    rows, columns = fields["matrix_rows"] or fields["rows"], fields["row_length"]
-    if any(state.vector for state in rule.states):
-        return fields["rows"] * columns
-    least, most = sorted((rows, columns))
-    return fields["rows"] // rows * steps * 2 * least**2 * (2 * most + least)
+    laid = _matrices.lay(one.rule, one.p.shape, one.how)
+    rows, columns = _matrices.rows_of(laid)
+    if any(state.vector for state in _abi.rules[one.rule].states):
+        return rows * columns
+    starts = laid.starts if isinstance(laid, _matrices.Laid) else [0, rows]
+    sides = (sorted((last - first, columns)) for first, last in itertools.pairwise(starts))
+    return steps * sum(2 * least**2 * (2 * most + least) for least, most in sides)
 
 
 def assign(works, count):
