@@ -192,7 +192,7 @@ static void compare_part(const struct held *whole, const struct held *part, int 
     }
 }
 
-enum cut { SINGLY, UNEVENLY, AS_TENSORS };
+enum cut { SINGLY, UNEVENLY, WHOLLY, AS_TENSORS };
 
 /* Makes step number `step` of a handle with one tensor. */
 static void make_step(struct held *h, const struct settings *s, int step)
@@ -207,13 +207,15 @@ static void make_step(struct held *h, const struct settings *s, int step)
     if (s->released && !micro) MUST(end_round(h->o));
 }
 
-/* Compares a stack with parts of it: each matrix, or the first one, none, and all others. AS_TENSORS compares with
- * tensors of one matrix. */
+/* Compares a stack with parts of it: each matrix; the first one, none, and all others; or all and none. AS_TENSORS
+ * compares with tensors of one matrix. */
 static void compare_shape(const struct settings *s, const struct shape *shape, enum cut cut)
 {
     static struct held whole, part[MATRICES];
-    const int matrices = matrices_of(shape), columns = shape->columns, parts = cut == UNEVENLY ? 3 : matrices,
-              rows = row_of(shape, matrices);
+    const int matrices = matrices_of(shape), columns = shape->columns, rows = row_of(shape, matrices),
+              parts = cut == UNEVENLY ? 3
+                      : cut == WHOLLY ? 2
+                                      : matrices;
     int first[MATRICES];
     char what[128];
     snprintf(what, sizeof what, "%.63s, %d matrices in %d x %d", s->recipe, matrices, rows, columns);
@@ -230,8 +232,13 @@ static void compare_shape(const struct settings *s, const struct shape *shape, e
             ADD_TENSOR(part[e].o, .name = text_of("w%d", e), .ndim = 2, .rows = part[e].n, .row_length = columns,
                        .gradient = "f32");
             start_held(&part[e], (int64_t)part[e].n * columns);
+        } else if (cut == SINGLY) {
+            open_stack(&part[e], &one, shape, e, 1);
+        } else if (cut == WHOLLY) {
+            first[e] = 0;
+            open_stack(&part[e], &one, shape, 0, e ? 0 : matrices);
         } else {
-            open_stack(&part[e], &one, shape, first[e], cut == SINGLY || e == 0 ? 1 : e == 1 ? 0 : matrices - 1);
+            open_stack(&part[e], &one, shape, first[e], e == 0 ? 1 : e == 1 ? 0 : matrices - 1);
         }
         write_weights(&part[e], (int64_t)part[e].first * columns, part[e].n);
     }
@@ -285,7 +292,10 @@ static void test_rule(const char *rule)
         for (int i = 0; i < n; i++)
             for (int j = i % BY_LENGTH(5, 2, 1); j < SHAPES; j += BY_LENGTH(5, 2, 1))
                 compare_shape(&(struct settings){.recipe = recipe[i], .threads = 1 + i % 3, .clip = i % 2 ? 0.5 : 0.0},
-                              &shapes[j], (i + j) % 3 || matrices_of(&shapes[j]) == 1 ? SINGLY : UNEVENLY);
+                              &shapes[j],
+                              (i + j) % 3 == 1                              ? SINGLY
+                              : (i + j) % 3 || matrices_of(&shapes[j]) == 1 ? WHOLLY
+                                                                            : UNEVENLY);
     }
     TEST(text_of("%s: likewise with row means taken from the gradient", rule)) {
         for (int j = 0; j < SHAPES; j += BY_LENGTH(4, 1, 1))
