@@ -170,11 +170,11 @@ def test_matrices_are_gathered(pool, size):
 #: parameters of several matrices, by name: shape, options of the group, and the numbers of ranks
 #: for which Muon and the rules with vectors need not gather them
 BLOCKS = {
-    "qkv": ((24, 40), {"split": [12, 6, 6]}, (2, 4), (4,)),
+    "qkv": ((24, 40), {"split": [12, 6, 6]}, (2,), ()),
     "ends": ((18, 40), {"split": (6, 6, 3, 3)}, (3,), ()),
-    "heads": ((24, 40), {"heads": 6}, (2, 3, 6), (2, 3, 6)),
+    "heads": ((24, 40), {"heads": 6}, (2, 3), (2, 3)),
     "inside": ((20, 40), {"split": [8, 8, 4]}, (), ()),
-    "experts": ((5, 10, 40), {"split": [6, 4]}, (2, 3, 4, 6), (2, 3, 4, 6)),
+    "experts": ((5, 10, 40), {"split": [6, 4]}, (2, 3, 4), (2, 3, 4)),
 }
 
 
