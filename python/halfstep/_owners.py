@@ -7,7 +7,6 @@ matrices is stepped at a time: parts go to the owners, owners step, and parts co
 """
 
 import contextlib
-import itertools
 import math
 from functools import lru_cache
 
@@ -148,7 +147,7 @@ def work_of(one, steps):
     if any(state.vector for state in _abi.rules[one.rule].states):
         return rows * columns
     starts = laid.starts if isinstance(laid, _matrices.Laid) else [0, rows]
-    sides = (sorted((last - first, columns)) for first, last in itertools.pairwise(starts))
+    sides = (sorted((last - first, columns)) for first, last in zip(starts, starts[1:]))
     return steps * sum(2 * least**2 * (2 * most + least) for least, most in sides)
 
 
