@@ -53,6 +53,7 @@ ROLE_SIGNED = 4
 ROLE_NONNEG = 8
 
 GEOMETRY_ROWS = 0
+EXTENT_COLUMNS = 2
 
 #: hyper-parameters that users give together, as "betas"
 BETAS = ("beta1", "beta2", "beta3")
@@ -379,14 +380,20 @@ class State:
 
     name: str
     role: int
-    vector: bool = False
+    extent: int = 0
     precise_if: Optional[str] = None
     precise_format: Optional[str] = None
+
+    @property
+    def vector(self) -> bool:
+        """True for a state over the rows or the columns of matrices."""
+        return self.extent != 0
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """A hyper-parameter with its bounds. `switch`: the value is 0 or 1, and users give a bool."""
+    """A hyper-parameter with its bounds. `switch`: the value is 0 or 1, and users give a bool.
+    `words`: the names of its values 0, 1 ..., if they have names."""
 
     name: str
     title: str
@@ -396,6 +403,7 @@ class Hyper:
     exclusive_maximum: bool
     per_optimizer: bool
     switch: bool
+    words: Tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -459,10 +467,19 @@ def _row(cls, info, **own):
     return cls(**own)
 
 
+def _values(name: str) -> Tuple[str, ...]:
+    """Returns the values of a choice, or () if there is no such choice."""
+    values = []
+    while (value := lib.halfstep_choice_value(name.encode(), len(values))) is not None:
+        values.append(_text(value))
+    return tuple(values)
+
+
 def _read_hyper(row: int, index: int) -> Hyper:
     info = HyperInfo.new()
     check(lib.halfstep_get_hyper_info(row, index, byref(info)))
-    return _row(Hyper, info, switch=info.title.startswith((b"0:", b"1:")))
+    switch = info.title.startswith((b"0:", b"1:"))
+    return _row(Hyper, info, switch=switch, words=_values(_text(info.name)))
 
 
 def _read_rule(row: int) -> Rule:
@@ -477,7 +494,7 @@ def _read_rule(row: int) -> Rule:
             State(
                 _text(info.state_name[i]),
                 info.state_role[i],
-                bool(info.state_extent[i]),
+                info.state_extent[i],
                 _text(info.precise_if[i]) or None,
                 _text(info.precise_format[i]) or None,
             )
@@ -505,13 +522,11 @@ format_rows: List[Format] = list(formats.values())
 
 def choices(name: str) -> Tuple[str, ...]:
     """Returns the values of a choice, the default first. Choices are "decay", "schedule", "scan",
-    "generator", "clip" and "missing"."""
-    values = []
-    while (value := lib.halfstep_choice_value(name.encode(), len(values))) is not None:
-        values.append(_text(value))
+    "generator", "clip", "missing", and hyper-parameters whose values have names."""
+    values = _values(name)
     if not values:
         raise HalfstepValueError(f"unknown choice '{name}'", ERROR_NAME)
-    return tuple(values)
+    return values
 
 
 def check_choice(name: str, value, where: str = "") -> None:

@@ -56,7 +56,7 @@ def lay(rule, shape, how=("auto", 1)):
                 " matrices of two dimensions whose rows it divides: leave others to another group"
             )
         return Laid(shape, shape, shape[0] // heads, shape[:1], (heads, shape[1]))
-    factored = any(state.vector for state in rule.states)
+    factored = any(state.extent == _abi.EXTENT_COLUMNS for state in rule.states)
     if matrix == "auto" and not factored:
         stack = len(shape) == 3 and shape[2] >= _LEAST_COLUMNS and shape[1] > 1
         matrix = "last-two" if stack else "flatten"
