@@ -29,6 +29,11 @@ class Laid(tuple):
         return laid
 
 
+def has_products(rule):
+    """Returns True if a rule multiplies matrices, which a processor is slow at."""
+    return rule.matrix and not any(state.vector for state in rule.states)
+
+
 def check(group):
     """Raises ValueError for options of a group that are none."""
     matrix, heads = how_of(group)

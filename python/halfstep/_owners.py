@@ -142,10 +142,9 @@ def _views(memory, tensors):
 def work_of(one, steps):
     """Returns the work of a step of a Wanted: multiplications of Newton-Schulz, or the number of
     elements for a rule without products."""
-    rule, laid = _abi.rules[one.rule], _matrices.lay(one.rule, one.p.shape, one.how)
-    fields = _matrices.fields_of(laid)
+    fields = _matrices.fields_of(_matrices.lay(one.rule, one.p.shape, one.how))
     rows, columns = fields["matrix_rows"] or fields["rows"], fields["row_length"]
-    if any(state.vector for state in rule.states):
+    if not _matrices.has_products(_abi.rules[one.rule]):
         return fields["rows"] * columns
     least, most = sorted((rows, columns))
     return fields["rows"] // rows * steps * 2 * least**2 * (2 * most + least)
