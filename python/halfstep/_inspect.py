@@ -85,10 +85,9 @@ class Inspection:
         ]
         shapes = {}
         for g, _, p in taking_part:
-            rule, how = self.groups.row_of(self.groups[g]), _matrices.how_of(self.groups[g])
-            if rule.matrix:
-                shapes[_matrices.lay(rule.name, p.shape, how)] = None
-        taken = [f"{list(x)} as {_matrices.told(x)}" for x in shapes if _matrices.told(x)]
+            rule, how = self.groups.row_of(self.groups[g]).name, _matrices.how_of(self.groups[g])
+            shapes.setdefault(rule, []).append(_matrices.lay(rule, p.shape, how))
+        taken = [text for rule, some in shapes.items() if (text := _matrices.taken(rule, some))]
         if taken:
             lines.append(f"taken for matrices: {'; '.join(taken)}")
         if fallen:

@@ -142,12 +142,13 @@ def _views(memory, tensors):
 def work_of(one, steps):
     """Returns the work of a step of a Wanted: multiplications of Newton-Schulz, or the number of
     elements for a rule without products."""
-    fields = _matrices.fields_of(_matrices.lay(one.rule, one.p.shape, one.how))
-    rows, columns = fields["matrix_rows"] or fields["rows"], fields["row_length"]
+    laid = _matrices.lay(one.rule, one.p.shape, one.how)
+    rows, columns = _matrices.rows_of(laid)
     if not _matrices.has_products(_abi.rules[one.rule]):
-        return fields["rows"] * columns
-    least, most = sorted((rows, columns))
-    return fields["rows"] // rows * steps * 2 * least**2 * (2 * most + least)
+        return rows * columns
+    starts = laid.starts if isinstance(laid, _matrices.Laid) else [0, rows]
+    sides = (sorted((last - first, columns)) for first, last in zip(starts, starts[1:]))
+    return steps * sum(2 * least**2 * (2 * most + least) for least, most in sides)
 
 
 def assign(works, count):

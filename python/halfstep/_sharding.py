@@ -265,6 +265,15 @@ def refuse(params, what, advice):
         )
 
 
+def _ranks_of_rows(p):
+    """Returns the number of ranks that the rows of a DTensor are cut for, by one plain Shard(0).
+    Returns 0 if there is none, or another cut beside it."""
+    cut = [(i, x) for i, x in enumerate(p.placements) if hasattr(x, "dim")]
+    if len(cut) != 1 or getattr(cut[0][1], "split_factor", 1) != 1:
+        return 0
+    return p.device_mesh.size(cut[0][0])
+
+
 def is_gathered(rule, p, how, owners=None):
     """Returns True if a rule steps this parameter as whole matrices, and one rank does so for
     others: a rank may hold a part of a matrix, or `owners` says that ranks have the same
@@ -276,7 +285,7 @@ def is_gathered(rule, p, how, owners=None):
         return group_of(owners) is not None
     cut = [x.dim for x in p.placements if hasattr(x, "dim")]
     laid = _matrices.lay(rule, p.shape, how)
-    return any(cut) or len(_matrices.lines_of(laid, 0)) < 2
+    return any(cut) or not _matrices.is_cut_between(rule, laid, _ranks_of_rows(p))
 
 
 def sharing_groups(p, owners):
@@ -288,7 +297,7 @@ def sharing_groups(p, owners):
     return [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
 
 
-def part_of(p, name, flat=False, rule=None, how=("auto", 1), owners=None):
+def part_of(p, name, flat=False, rule=None, how=_matrices.AUTO, owners=None):
     """Returns the Part of a parameter. Returns None if it is here as a whole, is stepped here and
     is not a flat buffer. `how` and `owners` are as is_gathered() takes them."""
     gathered = rule is not None and is_gathered(rule, p, how, owners)

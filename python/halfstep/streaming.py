@@ -9,7 +9,7 @@ import torch
 
 from . import _abi, _devices
 from ._hosted import Hosted, HostedPlacement
-from ._matrices import fields_of, lay
+from ._matrices import fields_of, here, lay
 from ._sharding import local
 from .optimizer import Kept, Optimizer, Params
 
@@ -173,7 +173,7 @@ class Streamed(HostedPlacement):
             if not self._is_streamed(one.p):
                 stay.append(one)
                 continue
-            laid = lay(one.rule, local(one.p).shape, one.how)
+            laid = here(lay(one.rule, one.p.shape, one.how), local(one.p).shape)
             size = sum(_abi.tensor_bytes(one.recipe, **fields_of(laid))[1:])
             if one.home not in buses:
                 buses[one.home] = Bus(one.home), []

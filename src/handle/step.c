@@ -170,17 +170,18 @@ static int norms(const struct hstep_request *s)
 static int transform(const halfstep_optimizer *o, const struct hstep_call *call, int tensor)
 {
     const struct hstep_tensor *t = &o->tensors[tensor];
-    const struct hstep_own own = {.rows = t->matrix_rows, .row_length = t->row_length, .matrix = 1};
+    const int64_t rows = hstep_matrix_rows(t, call->matrix);
+    const struct hstep_own own = {.rows = rows, .row_length = t->row_length, .matrix = 1};
     int own_asked = 0;
     struct hstep_prepare p = {.own = &own, .own_was_asked = &own_asked};
     float k[HSTEP_MAX_SCALARS];
     hstep_prepare_rule(&o->groups[t->group], &p, k);
-    const struct hstep_matrix m = {tensor, t->matrix_rows, t->row_length, k};
+    const struct hstep_matrix m = {tensor, rows, t->row_length, k};
     return o->device->transform(call, &m);
 }
 
 /* Updates each matrix of a tensor in three passes: the direction into the workspace, its transformation, the change of
- * the weight. */
+ * the weight. If matrices differ in their rows, makes the constants anew for each. */
 static int update_matrices(const struct hstep_request *s, int tensor)
 {
     halfstep_optimizer *o = s->o;
@@ -190,6 +191,7 @@ static int update_matrices(const struct hstep_request *s, int tensor)
     /* Only calls about single tensors, on several threads, can compete for the workspace. */
     hstep_lock(&o->workspace_lock);
     for (c.matrix = 0; !error && c.matrix < o->tensors[tensor].matrices; c.matrix++) {
+        if (o->tensors[tensor].blocks > 1 && (error = o->device->decide_sums(&c, tensor, 1))) break;
         error = o->device->update(&c, tensor, 1, HSTEP_PASS_DIRECTION);
         if (!error && !c.micro && !(error = transform(o, &c, tensor)))
             error = o->device->update(&c, tensor, 1, HSTEP_PASS_CHANGE);
