@@ -48,6 +48,11 @@ class Laid(tuple):
         return list(itertools.accumulate(self.blocks * each, initial=0))
 
 
+def has_products(rule):
+    """Returns True if a rule multiplies matrices, which a processor is slow at."""
+    return rule.matrix and not is_factored(rule)
+
+
 def check(group):
     """Raises ValueError for options of a group that are none."""
     matrix, heads, split = how_of(group)

@@ -144,7 +144,7 @@ def work_of(one, steps):
     elements for a rule without products."""
     laid = _matrices.lay(one.rule, one.p.shape, one.how)
     rows, columns = _matrices.rows_of(laid)
-    if _matrices.is_factored(_abi.rules[one.rule]):
+    if not _matrices.has_products(_abi.rules[one.rule]):
         return rows * columns
     starts = laid.starts if isinstance(laid, _matrices.Laid) else [0, rows]
     sides = (sorted((last - first, columns)) for first, last in zip(starts, starts[1:]))
