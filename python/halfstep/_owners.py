@@ -7,7 +7,6 @@ matrices is stepped at a time: parts go to the owners, owners step, and parts co
 """
 
 import contextlib
-import itertools
 import math
 from functools import lru_cache
 
@@ -145,10 +144,10 @@ def work_of(one, steps):
     elements for a rule without products."""
     laid = _matrices.lay(one.rule, one.p.shape, one.how)
     rows, columns = _matrices.rows_of(laid)
-    if any(state.vector for state in _abi.rules[one.rule].states):
+    if not _matrices.has_products(_abi.rules[one.rule]):
         return rows * columns
     starts = laid.starts if isinstance(laid, _matrices.Laid) else [0, rows]
-    sides = (sorted((last - first, columns)) for first, last in itertools.pairwise(starts))
+    sides = (sorted((last - first, columns)) for first, last in zip(starts, starts[1:]))
     return steps * sum(2 * least**2 * (2 * most + least) for least, most in sides)
 
 
