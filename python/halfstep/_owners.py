@@ -24,6 +24,8 @@ _MOST_BACK = 3
 #: tensors in a room begin at multiples of this, as with torch's allocators; pieces in a message at
 #: multiples of the second number
 _ALIGNED, _PACKED = 256, 8
+#: process groups that were made here, by their ranks, each with the world that it belongs to
+_groups = {}
 #: stands for a tensor that another rank has
 _EMPTY = torch.empty(0, device="cpu")
 
@@ -48,11 +50,12 @@ class Team:
         the first use."""
         if len(self.groups) == 1:
             return self.groups[0]
-        if not hasattr(self.mesh, "_halfstep_group"):
-            self.mesh._halfstep_group = torch.distributed.new_group(
-                self.ranks, use_local_synchronization=True
-            )
-        return self.mesh._halfstep_group
+        dist = torch.distributed
+        world, group = _groups.get(tuple(self.ranks), (None, None))
+        if world is not dist.group.WORLD:
+            group = dist.new_group(self.ranks, use_local_synchronization=True)
+            _groups[tuple(self.ranks)] = dist.group.WORLD, group
+        return group
 
     def boxes(self, shape, placements):
         """Returns what each rank holds of a tensor of this shape, as slices. None: nothing."""
