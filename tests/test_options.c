@@ -517,6 +517,7 @@ static void test_words(void)
             MUST(halfstep_set_hyper(o, group[2], "ns_coefficients", i));
             CHECK(!strcmp(halfstep_get_choice(o, group[2], "ns_coefficients"), word), "%s", word);
             EXPECT(halfstep_set_hyper(o, group[2], "ns_coefficients", i + 4), HALFSTEP_ERROR_RANGE);
+            EXPECT(halfstep_set_hyper(o, group[2], "ns_coefficients", i + 0.5), HALFSTEP_ERROR_RANGE);
         }
         MUST(halfstep_set_choice(o, ALL_GROUPS, "ns_coefficients", "dion"));
         for (int i = 0; i < 3; i += 2)

@@ -53,12 +53,14 @@ ROLE_SIGNED = 4
 ROLE_NONNEG = 8
 
 GEOMETRY_ROWS = 0
+EXTENT_COLUMNS = 2
 
 #: hyper-parameters that users give together, as "betas"
 BETAS = ("beta1", "beta2", "beta3")
 
 MAX_STATES = 6
 MAX_SCALARS = 4
+MAX_SPLIT = 16
 ALL_GROUPS = -1
 
 CALL_STEP = 0
@@ -160,6 +162,7 @@ class Tensor(_Sized):
         (c_int64, "rows row_length first_row n_rows first_column n_columns"),
         (c_char_p, "gradient"),
         (c_int64, "matrix_rows"),
+        (c_int64 * MAX_SPLIT, "split"),
     )
 
 
@@ -374,20 +377,26 @@ def invoke(function, handle, *arguments) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """A state of a rule. `role` is a ROLE_ number. `vector`: the state has one value per row or per
-    column of a matrix, and only matrices have it. While the hyper-parameter `precise_if` is not 0,
-    the state is stored in `precise_format` instead of a block format."""
+    """A state of a rule. `role` is a ROLE_ number. `extent`: one of EXTENT_, because a state
+    may have one value per row or per column of a matrix. While the hyper-parameter `precise_if` is
+    not 0, the state is stored in `precise_format` instead of a block format."""
 
     name: str
     role: int
-    vector: bool = False
+    extent: int = 0
     precise_if: Optional[str] = None
     precise_format: Optional[str] = None
+
+    @property
+    def vector(self) -> bool:
+        """True for a state over the rows or the columns of matrices."""
+        return self.extent != 0
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """A hyper-parameter with its bounds. `switch`: the value is 0 or 1, and users give a bool."""
+    """A hyper-parameter with its bounds. `switch`: the value is 0 or 1, and users give a bool.
+    `words`: the names of its values 0, 1 ..., if they have names."""
 
     name: str
     title: str
@@ -397,6 +406,7 @@ class Hyper:
     exclusive_maximum: bool
     per_optimizer: bool
     switch: bool
+    words: Tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -460,10 +470,19 @@ def _row(cls, info, **own):
     return cls(**own)
 
 
+def _values(name: str) -> Tuple[str, ...]:
+    """Returns the values of a choice, or () if there is no such choice."""
+    values = []
+    while (value := lib.halfstep_choice_value(name.encode(), len(values))) is not None:
+        values.append(_text(value))
+    return tuple(values)
+
+
 def _read_hyper(row: int, index: int) -> Hyper:
     info = HyperInfo.new()
     check(lib.halfstep_get_hyper_info(row, index, byref(info)))
-    return _row(Hyper, info, switch=info.title.startswith((b"0:", b"1:")))
+    switch = info.title.startswith((b"0:", b"1:"))
+    return _row(Hyper, info, switch=switch, words=_values(_text(info.name)))
 
 
 def _read_rule(row: int) -> Rule:
@@ -478,7 +497,7 @@ def _read_rule(row: int) -> Rule:
             State(
                 _text(info.state_name[i]),
                 info.state_role[i],
-                bool(info.state_extent[i]),
+                info.state_extent[i],
                 _text(info.precise_if[i]) or None,
                 _text(info.precise_format[i]) or None,
             )
@@ -506,13 +525,11 @@ format_rows: List[Format] = list(formats.values())
 
 def choices(name: str) -> Tuple[str, ...]:
     """Returns the values of a choice, the default first. Choices are "decay", "schedule", "scan",
-    "generator", "clip" and "missing"."""
-    values = []
-    while (value := lib.halfstep_choice_value(name.encode(), len(values))) is not None:
-        values.append(_text(value))
+    "generator", "clip", "missing", and hyper-parameters whose values have names."""
+    values = _values(name)
     if not values:
         raise HalfstepValueError(f"unknown choice '{name}'", ERROR_NAME)
-    return tuple(values)
+    return values
 
 
 def check_choice(name: str, value, where: str = "") -> None:

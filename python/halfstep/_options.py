@@ -81,7 +81,7 @@ class Options:
     #: rules beside the optimizer's own that groups may ask for; without flags, the first is meant.
     #: They keep nothing over all tensors (TOTALS)
     partners = ()
-    norm_group = None
+    norm_group = owners = None
 
     def __init__(self, rule, title, kept):
         """title: the name of the class. kept: attributes of an optimizer of it, at first."""
@@ -135,6 +135,9 @@ class Options:
                 continue
             if name in _abi.BETAS and betas is not None:
                 out[name] = float(betas[_abi.BETAS.index(name)])
+            elif name in group and hyper.words and isinstance(group[name], str):
+                _abi.check_choice(name, group[name])
+                out[name] = float(hyper.words.index(group[name]))
             elif name in group:
                 if group[name] is None or isinstance(group[name], str):
                     raise TypeError(
@@ -150,6 +153,8 @@ class Options:
             place = _abi.BETAS.index(name)
             if place < len(betas):
                 group["betas"] = (*betas[:place], value, *betas[place + 1 :])
+        elif name in group and isinstance(group[name], str):
+            group[name] = _abi.rules[self.rule_of(group)].hypers[name].words[int(value)]
         elif isinstance(group.get(name), torch.Tensor):
             group[name] = torch.full_like(group[name], value)
         elif name in group:

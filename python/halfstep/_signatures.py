@@ -43,6 +43,8 @@ def _value(hyper):
     """Returns a default as a user would write it."""
     if hyper.switch:
         return bool(hyper.initial)
+    if hyper.words:
+        return hyper.words[int(hyper.initial)]
     return int(hyper.initial) if hyper.name in _INTEGERS else hyper.initial
 
 
@@ -87,7 +89,7 @@ def options_of(rule, common):
         shared["decoupled_weight_decay"] = False
     first = ("lr", *_ORDER.get(rule.name, ("betas", "eps", "weight_decay", *own)))
     if rule.matrix:
-        shared["matrix"], shared["heads"] = "auto", 1
+        shared["matrix"], shared["heads"], shared["split"] = "auto", 1, None
     known = {**own, **shared, **common}
     positional = {name: known[name] for name in first if name in known}
     return positional, {name: v for name, v in known.items() if name not in positional}
@@ -97,6 +99,7 @@ def options_of(rule, common):
 _TYPES = {
     "adamw": "Optional[Mapping[str, Any]]",
     "adamw_names": "Optional[Sequence[str]]",
+    "split": "Optional[Sequence[int]]",
     "ns_coefficients": "Union[Tuple[float, float, float], str]",
 }
 
@@ -124,7 +127,8 @@ _TITLES = {
         ' last two; "flatten", one matrix of dimension 0 by the rest; "auto", what the rule\'s'
         " authors take it for (docs/python.md)"
     ),
-    "heads": "number of equal blocks of rows that are matrices of their own (heads; q, k and v)",
+    "heads": "number of equal blocks of rows that are matrices of their own (heads)",
+    "split": "rows of the blocks that are matrices of their own, such as q, k and v in one weight",
     "adam_eps": "eps of the parameters that are no matrices, which AdamW steps",
     "adamw": (
         "options of AdamW, which then steps embeddings, heads and whatever is no matrix, in groups"
@@ -135,8 +139,9 @@ _TITLES = {
         f" between dots. None: {', '.join(ADAMW_NAMES)}"
     ),
     "adjust_lr_fn": (
-        'None or "original": updates are scaled by the shape, as in torch.optim.Muon;'
-        ' "match_rms_adamw": updates are scaled to the size of AdamW\'s'
+        'what an update is scaled by: None or "original", sqrt(max(1, rows / columns)), as in'
+        ' torch.optim.Muon; "match_rms_adamw", to the size of AdamW\'s; "spectral_norm",'
+        ' sqrt(rows / columns); "none"'
     ),
     ("adafactor", "eps"): (
         "smallest root of a second moment (None: 2^-23; with published=True: what is added to"
@@ -153,9 +158,9 @@ def title_of(rule, name):
         if key in _TITLES:
             return _TITLES[key]
     hyper = rule.hypers["ns_eps" if (rule.name, name) == ("muon", "eps") else name]
-    return (
-        hyper.title.replace("1:", "True:").replace("0:", "False:") if hyper.switch else hyper.title
-    )
+    if hyper.switch:
+        return hyper.title.replace("1:", "True:").replace("0:", "False:")
+    return hyper.title + (f" ({', '.join(hyper.words)})" if hyper.words else "")
 
 
 def about(rule, names):

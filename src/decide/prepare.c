@@ -81,12 +81,14 @@ double hstep_state_beta(const struct hstep_group *group, int state)
     return beta ? group->own[hstep_find_hyper(rule, beta) - HSTEP_COMMON_HYPERS] : 1.0;
 }
 
-int hstep_state_needed(const struct hstep_group *group, int state)
+double hstep_state_option(const struct hstep_group *group, int state)
 {
     int rule = group->recipe.rule;
     const char *unless = hstep_rules[rule].state[state].unless;
-    return !unless || group->own[hstep_find_hyper(rule, unless) - HSTEP_COMMON_HYPERS] != 0.0;
+    return unless ? group->own[hstep_find_hyper(rule, unless) - HSTEP_COMMON_HYPERS] : 1.0;
 }
+
+int hstep_state_needed(const struct hstep_group *group, int state) { return hstep_state_option(group, state) != 0.0; }
 
 /* ---- One update ---- */
 
@@ -199,7 +201,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         if (is_centralized(g, t)) u->centralize = g->hyper[HSTEP_CENTRALIZE] * scale;
     }
     struct hstep_own own = {.id = t->id,
-                            .rows = t->matrix_rows,
+                            .rows = t->matrix ? hstep_matrix_rows(t, call->matrix) : t->pattern_rows,
                             .row_length = t->row_length,
                             .elements = elements,
                             .matrix = t->matrix || t->pairs,

@@ -126,7 +126,11 @@ def test_structures_have_the_compilers_layout(tmp_path):
 
 @compiler
 def test_constants_are_the_headers(tmp_path):
-    names = [n for n in dir(_abi) if re.match(r"(ERROR|ROLE|GEOMETRY|SLOT|CALL|RECORD)_[A-Z]+$", n)]
+    names = [
+        n
+        for n in dir(_abi)
+        if re.match(r"(ERROR|ROLE|GEOMETRY|EXTENT|SLOT|CALL|RECORD)_[A-Z]+$", n)
+    ]
     names += ["OK", "NONFINITE", "ABI", "ALL_GROUPS", "MAX_STATES", "MAX_SCALARS"]
     assert len(names) > 20
     assert dict(zip(names, c_values(tmp_path, ["HALFSTEP_" + n for n in names]))) == {

@@ -283,6 +283,22 @@ def test_where_states_are():
         assert (found.way, found.fits) == (way, fits), memory
     text = str(plan(shapes, device_memory="5G"))
     assert "StateStreaming" in text and "5.00 GiB on the GPU" in text and "<=" in text
+
+
+def test_matrices_with_products_are_streamed():
+    """CPUOffload steps Muon's matrices on the GPU, where their gradients stay."""
+    shapes = {f"m{i}": (1 << 15, 1 << 12) for i in range(8)}
+    recipe = "muon/bf16-sr/int8"
+    ways = {row.way: row for row in plan(shapes, recipe, device_memory="5G").rows}
+    assert not any("CPUOffload" in way for way in ways)
+    (plain,) = plan(shapes, recipe).rows
+    for offload in (True, "gradients"):
+        (row,) = plan(shapes, recipe, offload=offload).rows
+        assert row.total == ways["StateStreaming"].total
+        assert (row.gradients, row.host) == (plain.gradients, plain.states)
+        assert row.copied == 2 * plain.states
+    (row,) = plan(shapes, recipe, offload=True, release=True).rows
+    assert row.total == ways["StateStreaming, gradient_release"].total
     assert "StateStreaming" in plan(shapes, "lion", device_memory="5G")._repr_html_()
     for options, said in (
         ({"release": True}, "device_memory="),

@@ -40,6 +40,13 @@ enum hstep_cuda_transform {
     HSTEP_CUDA_WIDEN       /* back from BF16 */
 };
 
+/* Phases of making the rows of a transformed matrix alike (decide/rows.h), in one launch each. */
+enum hstep_cuda_rows {
+    HSTEP_CUDA_CLEAR_SUMS,
+    HSTEP_CUDA_RENEW_ROWS, /* the state over rows, and the sums of squares before and after the division */
+    HSTEP_CUDA_MULTIPLY_ROWS
+};
+
 /* Phases of the vectors of matrices, in one launch each. */
 enum hstep_cuda_cross {
     HSTEP_CUDA_ROWS,
@@ -50,8 +57,8 @@ enum hstep_cuda_cross {
 
 struct hstep_cuda_what {
     int first, n,
-        pass; /* for sum, decide_sums and update, as the entry has them; for transform and cross: pass is the phase */
-    int tensor, pair; /* for cross and transform */
+        pass; /* for sum, decide_sums and update, as the entry has them; for transform, rows and cross: pass is the phase */
+    int tensor, pair; /* for cross, transform and rows */
     int place;        /* for transform: the iteration; X is in its first place before every even one */
     uint64_t bytes;   /* at `to` or `from` */
     void *to;         /* limbs (carry), fp32 values (read), a uint64_t that starts from 0 (saturated) */
@@ -91,16 +98,18 @@ HSTEP_INLINE int64_t hstep_cuda_bf16_place(int64_t rows, int64_t columns) { retu
  * second blocks. Last come sums of each 256 columns of each row. Sums of each 256 numbers of a new vector of rows take
  * the same place later. */
 struct hstep_cuda_sums {
-    int64_t blocks, chunks, pieces; /* counts: blocks of rows, chunks of 256 columns and of 256 rows of one matrix */
+    int64_t blocks, chunks, pieces; /* counts: blocks of rows, chunks of 256 columns and of 256 rows of the largest
+                                       matrix. Smaller matrices leave places empty */
     int64_t columns, parts, end;
 };
 
 HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(const struct hstep_tensor *t)
 {
     struct hstep_cuda_sums s;
-    s.blocks = (t->matrix_rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS;
+    const int64_t rows = hstep_most_rows(t);
+    s.blocks = (rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS;
     s.chunks = (t->row_length + HSTEP_TILE - 1) / HSTEP_TILE;
-    s.pieces = (t->matrix_rows + HSTEP_TILE - 1) / HSTEP_TILE;
+    s.pieces = (rows + HSTEP_TILE - 1) / HSTEP_TILE;
     s.columns = t->n_rows;
     s.parts = s.columns + s.blocks * t->matrices * t->row_length;
     s.end = s.parts + t->n_rows * s.chunks;
@@ -110,7 +119,7 @@ HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(const struct hstep_tensor *t
 /* Returns the floats that a matrix and its transformation, or the vectors of all matrices, need. */
 HSTEP_INLINE uint64_t hstep_cuda_workspace(const struct hstep_tensor *t)
 {
-    if (t->matrix) return (uint64_t)hstep_cuda_parts(t->matrix_rows, t->row_length).end;
+    if (t->matrix) return (uint64_t)hstep_cuda_parts(hstep_most_rows(t), t->row_length).end;
     return (uint64_t)hstep_factor_floats(t) + 2 * (uint64_t)hstep_cuda_sums(t).end;
 }
 
