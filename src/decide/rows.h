@@ -15,6 +15,7 @@
 #include <math.h>
 
 #include "decide/prepare.h"
+#include "tables/layout.h"
 
 enum { HSTEP_ROWS_KEEP_NORM = 1, HSTEP_ROWS_FULL_NORM };
 
