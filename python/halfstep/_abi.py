@@ -246,6 +246,7 @@ signatures = {
     "get_hyper_info": (c_int, c_int32, c_int32, POINTER(HyperInfo)),
     "choice_value": (c_char_p, c_char_p, c_int32),
     "recipe_full": (c_int, c_char_p, c_char_p, c_size_t),
+    "recipe_caveat": (c_int, c_char_p, c_char_p, c_size_t),
     "recipe_bytes": (c_int, c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes),
     "tensor_bytes": (c_int, c_char_p, POINTER(Tensor), _bytes, _bytes, _bytes),
     "set_threads": (c_int, _handle, c_int32),
@@ -561,6 +562,16 @@ def recipe_full(recipe: str) -> str:
     code = lib.halfstep_recipe_full(recipe.encode(), text, sizeof(text))
     if code:
         check(code, detail=_about_recipe(recipe))
+    return _text(text.value)
+
+
+def recipe_caveat(recipe: str) -> str:
+    """Returns what a recipe is known to cost, as a sentence without its full stop, or ""."""
+    text = create_string_buffer(256)
+    check(
+        lib.halfstep_recipe_caveat(recipe.encode(), text, sizeof(text)),
+        detail=_about_recipe(recipe),
+    )
     return _text(text.value)
 
 
