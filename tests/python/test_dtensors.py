@@ -207,7 +207,7 @@ def test_blocks_of_rows_stay_on_their_ranks(pool, size):
     part of a block, or of a vector's rows."""
     cases = [
         ("muon", "f32", {"clip_norm": 0.5}),
-        ("muon", "ecc8-int8", {}),
+        ("muon", "ecc8-int8", {"normalize_rows": "keep-norm"}),
         ("adafactor", "ecc8-int8", {"beta1": 0.9}),
         ("came", "sr-int4", {}),
     ]
