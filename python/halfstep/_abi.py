@@ -386,7 +386,8 @@ class State:
 
 @dataclass(frozen=True)
 class Hyper:
-    """A hyper-parameter with its bounds. `switch`: the value is 0 or 1, and users give a bool."""
+    """A hyper-parameter with its bounds. `switch`: the value is 0 or 1, and users give a bool.
+    `words`: the names of the values 0, 1 ..., which users give, or nothing."""
 
     name: str
     title: str
@@ -396,6 +397,7 @@ class Hyper:
     exclusive_maximum: bool
     per_optimizer: bool
     switch: bool
+    words: Tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -459,10 +461,20 @@ def _row(cls, info, **own):
     return cls(**own)
 
 
+def _values_of(name: bytes) -> Tuple[str, ...]:
+    """Returns the values of a choice, or nothing if there is no choice of this name."""
+    values = []
+    while (value := lib.halfstep_choice_value(name, len(values))) is not None:
+        values.append(_text(value))
+    return tuple(values)
+
+
 def _read_hyper(row: int, index: int) -> Hyper:
     info = HyperInfo.new()
     check(lib.halfstep_get_hyper_info(row, index, byref(info)))
-    return _row(Hyper, info, switch=info.title.startswith((b"0:", b"1:")))
+    return _row(
+        Hyper, info, switch=info.title.startswith((b"0:", b"1:")), words=_values_of(info.name)
+    )
 
 
 def _read_rule(row: int) -> Rule:
@@ -506,12 +518,10 @@ format_rows: List[Format] = list(formats.values())
 def choices(name: str) -> Tuple[str, ...]:
     """Returns the values of a choice, the default first. Choices are "decay", "schedule", "scan",
     "generator", "clip" and "missing"."""
-    values = []
-    while (value := lib.halfstep_choice_value(name.encode(), len(values))) is not None:
-        values.append(_text(value))
+    values = _values_of(name.encode())
     if not values:
         raise HalfstepValueError(f"unknown choice '{name}'", ERROR_NAME)
-    return tuple(values)
+    return values
 
 
 def check_choice(name: str, value, where: str = "") -> None:

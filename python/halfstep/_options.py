@@ -135,6 +135,9 @@ class Options:
                 continue
             if name in _abi.BETAS and betas is not None:
                 out[name] = float(betas[_abi.BETAS.index(name)])
+            elif name in group and hyper.words:
+                _abi.check_choice(name, group[name])
+                out[name] = float(hyper.words.index(group[name]))
             elif name in group:
                 if group[name] is None or isinstance(group[name], str):
                     raise TypeError(
@@ -153,6 +156,8 @@ class Options:
         elif isinstance(group.get(name), torch.Tensor):
             group[name] = torch.full_like(group[name], value)
         elif name in group:
+            hyper = _abi.rules[self.rule_of(group)].hypers.get(name)
+            value = hyper.words[int(value)] if hyper and hyper.words else value
             group[name] = bool(value) if isinstance(group[name], bool) else value
 
     def choices(self, group):

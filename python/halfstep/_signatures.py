@@ -41,6 +41,8 @@ _ORDER = {
 
 def _value(hyper):
     """Returns a default as a user would write it."""
+    if hyper.words:
+        return hyper.words[int(hyper.initial)]
     if hyper.switch:
         return bool(hyper.initial)
     return int(hyper.initial) if hyper.name in _INTEGERS else hyper.initial

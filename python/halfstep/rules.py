@@ -129,13 +129,10 @@ class _Muon(Optimizer):
         def hypers(self, group):
             if self.rule_of(group) != self.rule:
                 return super().hypers(group)
-            ours = ("eps", "ns_coefficients")
+            given = group["ns_coefficients"]
+            ours = ("eps",) if isinstance(given, str) else ("eps", "ns_coefficients")
             out = super().hypers({k: v for k, v in group.items() if k not in ours})
-            given, names = group["ns_coefficients"], _abi.choices("ns_coefficients")
-            if isinstance(given, str):
-                _abi.check_choice("ns_coefficients", given)
-                out["ns_coefficients"] = float(names.index(given))
-            else:
+            if not isinstance(given, str):
                 a, b, c = given
                 out.update(ns_a=float(a), ns_b=float(b), ns_c=float(c), ns_coefficients=0.0)
             out.update(
@@ -155,7 +152,7 @@ class _Muon(Optimizer):
                 group["ns_coefficients"] = (*values[:place], value, *values[place + 1 :])
             elif name == "ns_coefficients":  # comes after ns_a, ns_b and ns_c
                 if value:
-                    group[name] = _abi.choices(name)[int(value)]
+                    super().take_hyper(group, name, value)
             elif name == "match_rms":
                 group["adjust_lr_fn"] = "match_rms_adamw" if value else None
             else:

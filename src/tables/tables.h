@@ -22,7 +22,7 @@ enum {
     HSTEP_RULES
 };
 
-#define HSTEP_MAX_OWN_HYPERS 13
+#define HSTEP_MAX_OWN_HYPERS 16
 #define HSTEP_MAX_WORDS 8
 
 struct hstep_format {
