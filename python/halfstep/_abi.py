@@ -59,6 +59,7 @@ BETAS = ("beta1", "beta2", "beta3")
 
 MAX_STATES = 6
 MAX_SCALARS = 4
+MAX_SPLIT = 16
 ALL_GROUPS = -1
 
 CALL_STEP = 0
@@ -160,6 +161,7 @@ class Tensor(_Sized):
         (c_int64, "rows row_length first_row n_rows first_column n_columns"),
         (c_char_p, "gradient"),
         (c_int64, "matrix_rows"),
+        (c_int64 * MAX_SPLIT, "split"),
     )
 
 
@@ -373,13 +375,13 @@ def invoke(function, handle, *arguments) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """A state of a rule. `role` is a ROLE_ number. `vector`: the state has one value per row or per
-    column of a matrix, and only matrices have it. While the hyper-parameter `precise_if` is not 0,
+    """A state of a rule. `role` is a ROLE_ number. `vector`: the state has one value per row (1) or
+    per column (2) of a matrix, and only matrices have it; else 0. While the hyper-parameter `precise_if` is not 0,
     the state is stored in `precise_format` instead of a block format."""
 
     name: str
     role: int
-    vector: bool = False
+    vector: int = 0
     precise_if: Optional[str] = None
     precise_format: Optional[str] = None
 
@@ -489,7 +491,7 @@ def _read_rule(row: int) -> Rule:
             State(
                 _text(info.state_name[i]),
                 info.state_role[i],
-                bool(info.state_extent[i]),
+                info.state_extent[i],
                 _text(info.precise_if[i]) or None,
                 _text(info.precise_format[i]) or None,
             )

@@ -13,7 +13,7 @@ static uint64_t elements_of(const halfstep_tensor *tensor)
     return (uint64_t)tensor->rows * (uint64_t)tensor->row_length;
 }
 
-int hstep_is_stack(const halfstep_tensor *tensor) { return tensor->matrix_rows < tensor->rows; }
+int hstep_is_stack(const halfstep_tensor *tensor) { return tensor->matrix_rows < tensor->rows || tensor->split[0] > 0; }
 
 static uint64_t product(const uint64_t *shape, uint64_t ndim)
 {

@@ -336,7 +336,8 @@ const struct command plan_command = {
     .usage = "--params N [--memory BYTES] [options]",
     .summary =
         "Forecasts the memory for weights, gradients and optimizer states under each recipe. Activations need memory "
-        "besides; it depends on batch and context, not on the recipe.",
+        "besides; it depends on batch and context, not on the recipe. The models have no stacks of matrices: python -m "
+        "halfstep plan FILE takes the shapes of any safetensors file.",
     .notes = "  halfstep plan --params 7e9 --memory 24G --release\n",
     COMMAND_OPTIONS(option_rows, struct plan),
     .run = plan_all,
