@@ -230,6 +230,18 @@ static void test_bits(void)
             CHECK(!differences(u[0], u[1], 40 * columns) == (columns <= 60), "40 x %d", columns);
         }
     }
+    TEST("the workspace of a split tensor is that of the matrix that needs most, here the smaller one") {
+        static const struct hstep_tensor split = {.rule = HSTEP_RULE_muon,
+                                                  .matrix = 1,
+                                                  .row_length = 1000,
+                                                  .matrices = 2,
+                                                  .blocks = 2,
+                                                  .block_end = {700, 1360}};
+        const size_t large = hstep_newton_schulz_workspace(700, 1000) + 700 * 1000,
+                     small = hstep_newton_schulz_workspace(660, 1000) + 660 * 1000;
+        CHECK(hstep_host_workspace(&split) == small && small > large, "%zu floats for matrices of %zu and %zu",
+              hstep_host_workspace(&split), large, small);
+    }
     TEST("the transposed matrix has the transposed result, a power of two times it the same") {
         enum { ROWS = 45, COLUMNS = 71, N = ROWS * COLUMNS };
         static float u[N], transposed[N], scaled[N];

@@ -323,11 +323,16 @@ static const struct {
 #undef TRANSFORM
 };
 
-/* Returns the floats of the largest matrix and of what its transformation works in. */
+/* Returns the most floats of one matrix and of what its transformation works in. */
 size_t hstep_host_workspace(const struct hstep_tensor *t)
 {
-    const int64_t rows = hstep_most_rows(t);
-    return transforms[hstep_rules[t->rule].transform].workspace(rows, t->row_length) + (size_t)(rows * t->row_length);
+    size_t most = 0;
+    for (int i = 0; i < t->blocks; i++) {
+        const int64_t rows = hstep_matrix_rows(t, i);
+        most = most_floats(most, transforms[hstep_rules[t->rule].transform].workspace(rows, t->row_length) +
+                                     (size_t)(rows * t->row_length));
+    }
+    return most;
 }
 
 /* Products on a processor are always exact, even if the group allows others. */

@@ -139,11 +139,17 @@ HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(const struct hstep_tensor *t
     return s;
 }
 
-/* Returns the floats that a matrix and its transformation, or the vectors of all matrices, need. */
+/* Returns the floats that a matrix and its transformation, or the vectors of all matrices, need. A smaller matrix of the
+ * Gram form may need more than a larger one. */
 HSTEP_INLINE uint64_t hstep_cuda_workspace(const struct hstep_tensor *t)
 {
-    if (t->matrix) return (uint64_t)hstep_cuda_parts(hstep_most_rows(t), t->row_length).end;
-    return (uint64_t)hstep_factor_floats(t) + 2 * (uint64_t)hstep_cuda_sums(t).end;
+    uint64_t most = 0;
+    if (!t->matrix) return (uint64_t)hstep_factor_floats(t) + 2 * (uint64_t)hstep_cuda_sums(t).end;
+    for (int i = 0; i < t->blocks; i++) {
+        const uint64_t floats = (uint64_t)hstep_cuda_parts(hstep_matrix_rows(t, i), t->row_length).end;
+        if (floats > most) most = floats;
+    }
+    return most;
 }
 
 #endif
