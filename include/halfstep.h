@@ -215,8 +215,11 @@ HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_
  *
  * Rules with halfstep_rule_info.matrix step matrices. A tensor of two or more dimensions is one matrix, or a stack of
  * matrices with matrix_rows rows each. A stack of shape [E, M, N] has E * M rows of N, and its matrix_rows is M. It has
- * one id, one set of counters and one verdict. A matrix with a single row or column is stepped as other tensors are. A
- * part of a tensor that is stepped as matrices must consist of whole matrices. Other rules ignore matrix_rows. */
+ * one id, one set of counters and one verdict. A matrix with a single row or column is stepped as other tensors are.
+ * `split` cuts each of them into blocks of rows, which are then the matrices: q, k and v in one weight of 6144 rows
+ * have split = {4096, 1024, 1024}. A part of a tensor that is stepped as matrices must consist of whole matrices. Other
+ * rules ignore matrix_rows and split. */
+#define HALFSTEP_MAX_SPLIT 16
 typedef struct halfstep_tensor {
     uint32_t struct_size;     /* sizeof(halfstep_tensor) */
     int32_t group;
@@ -228,6 +231,8 @@ typedef struct halfstep_tensor {
     int64_t first_row, n_rows, first_column, n_columns; /* the part held here; all four zero: the whole */
     const char *gradient;     /* format of its gradients: "f32", "bf16", "f16" */
     int64_t matrix_rows;      /* rows of each matrix, a divisor of rows; 0: the tensor is one matrix */
+    int64_t split[HALFSTEP_MAX_SPLIT]; /* rows of each block, at least 2; their sum is matrix_rows, or rows where that
+                                          is 0. A 0 ends the list; all 0: one block */
 } halfstep_tensor;
 
 /* Adds a tensor and writes its index to *index. A part of zero elements is allowed. Errors: SHAPE (names the tensor,
@@ -235,7 +240,7 @@ typedef struct halfstep_tensor {
 HALFSTEP_API int halfstep_add_tensor(halfstep_optimizer *optimizer, const halfstep_tensor *tensor, int32_t *index);
 HALFSTEP_API int32_t halfstep_tensor_count(const halfstep_optimizer *optimizer);
 /* Describes a tensor as it was added, with its actual id, part and matrix_rows in place of zeros. name lives as long as
- * the handle. matrix_rows is `rows` for rules that ignore it.
+ * the handle. matrix_rows is `rows`, and split is empty, for rules that ignore them. A split into one block is empty.
  * The caller sets tensor->struct_size. */
 HALFSTEP_API int halfstep_get_tensor(const halfstep_optimizer *optimizer, int32_t index, halfstep_tensor *tensor);
 /* Returns the index of the tensor with this name, or -1. */
@@ -515,12 +520,15 @@ HALFSTEP_API const char *halfstep_choice_value(const char *choice, int32_t index
  * NAME (which part), UNSUPPORTED (a format that cannot serve the role, or a wrong number of state formats), RANGE (text
  * is too small). */
 HALFSTEP_API int halfstep_recipe_full(const char *recipe, char *text, size_t size);
+/* Writes what a recipe is known to cost into text[size], as a sentence without its full stop: a format that is too
+ * coarse for a state of its rule. Writes "" if nothing is known. 256 bytes are enough for any. Errors as above. */
+HALFSTEP_API int halfstep_recipe_caveat(const char *recipe, char *text, size_t size);
 
 /* Computes the bytes that one tensor takes under a recipe, before any optimizer exists. It assumes the rule's default
  * hyper-parameters (sgd without momentum). Any out pointer may be NULL. */
 HALFSTEP_API int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length,
                                        uint64_t *weight, uint64_t *weight_extra, uint64_t *states);
-/* Does the same for a tensor by its ndim, rows, row_length and matrix_rows. Its other fields do not count. */
+/* Does the same for a tensor by its ndim, rows, row_length, matrix_rows and split. Its other fields do not count. */
 HALFSTEP_API int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uint64_t *weight,
                                        uint64_t *weight_extra, uint64_t *states);
 

@@ -29,7 +29,7 @@ for block in 16 48 96 512 0; do
 done
 refused_format int8 's/ROWS, I8, BF16/ROWS, I8, I16/' HSTEP_SCALE_I16
 refused_format int8 's/ROWS, I8/COLUMNS, I8/' COLUMNS
-refused_format int8 's/code_bits = 8/code_bits = 6/' "int8: codes in blocks have 8 or 4 bits"
+refused_format int8 's/code_bits = 8/code_bits = 5/' "int8: codes in blocks have 8, 6 or 4 bits"
 refused_format int8 's/I8, BF16/I16, BF16/' "int8: codes in blocks are stored in bytes"
 refused_format int8 's/SIGNED | NONNEG/SIGNED | WEIGHT/' "int8: blocks store neither weights nor gradients"
 refused_format int8 's/stochastic = 1/stochastic = 2/' "int8: stochastic is 0 or 1"

@@ -18,22 +18,23 @@
 #include "formats/fp8_e5m2.h"
 #include "formats/fp8_lamb16.h"
 #include "formats/int4.h"
+#include "formats/int6.h"
 
 /* ---- Codecs: one element with a given scale, by the functions of the headers on one lane ------------------------- */
 
 #define NEAREST 0x8000u
 
-static int overflows; /* 4-bit codes that are not -8 .. 15 */
+static int overflows; /* codes of n < 8 bits that are not -2^(n-1) .. 2^n - 1 */
 
-/* The code as it is stored. A 4-bit code may have had a sign. */
+/* The code as it is stored. A code of 4 or 6 bits may have had a sign. */
 #define CODEC(fn, bits)                                                                \
     static uint32_t fn##_code_of(float x, float scale, uint32_t random, int nonneg)    \
     {                                                                                  \
         uint32_t s = to_bits(scale), code;                                             \
         if (nonneg) code = fn##_code(fn##_stash(x, 1), fn##_inverse(s, 1), random, 1); \
         else code = fn##_code(fn##_stash(x, 0), fn##_inverse(s, 0), random, 0);        \
-        if (bits == 4 && code + 8 > 8 + 15) overflows++;                               \
-        return bits == 4 ? code & 15 : code;                                           \
+        if (bits < 8 && code + (1u << (bits - 1)) >= 3u << (bits - 1)) overflows++;    \
+        return bits < 8 ? code & ((1u << bits) - 1) : code;                            \
     }                                                                                  \
     static float fn##_value_of(uint32_t code, float scale, int nonneg)                 \
     {                                                                                  \
@@ -45,12 +46,13 @@ static int overflows; /* 4-bit codes that are not -8 .. 15 */
         return from_bits(nonneg ? fn##_scale(fn##_stash(largest, 1), 1) : fn##_scale(fn##_stash(largest, 0), 0)); \
     }
 /* clang-format off */
-CODEC(int4, 4) CODEC(fp8, 8) CODEC(fp8_e5m2, 8) CODEC(dyn8, 8) CODEC(dyn4, 4) CODEC(fp8_lamb16, 8)
-BLOCK_SCALE(int4) BLOCK_SCALE(fp8) BLOCK_SCALE(fp8_e5m2) BLOCK_SCALE(dyn8) BLOCK_SCALE(dyn4)
+CODEC(int4, 4) CODEC(int6, 6) CODEC(fp8, 8) CODEC(fp8_e5m2, 8) CODEC(dyn8, 8) CODEC(dyn4, 4) CODEC(fp8_lamb16, 8)
+BLOCK_SCALE(int4) BLOCK_SCALE(int6) BLOCK_SCALE(fp8) BLOCK_SCALE(fp8_e5m2) BLOCK_SCALE(dyn8) BLOCK_SCALE(dyn4)
     /* clang-format on */
 
     enum {
         INT4,
+        INT6,
         FP8,
         E5M2,
         DYN8,
@@ -60,12 +62,13 @@ BLOCK_SCALE(int4) BLOCK_SCALE(fp8) BLOCK_SCALE(fp8_e5m2) BLOCK_SCALE(dyn8) BLOCK
     };
 static const struct codec {
     const char *name;
-    int format, levels, low_first; /* low_first: the nibble of even elements */
+    int format, levels, low_first; /* low_first: even elements have the low bits */
     uint32_t (*code)(float x, float scale, uint32_t random, int nonneg);
     float (*value)(uint32_t code, float scale, int nonneg);
     float (*scale)(float largest, int nonneg);
 } codecs[CODECS] = {
     {"int4", HSTEP_FORMAT_int4, 16, 1, int4_code_of, int4_value_of, int4_scale_of},
+    {"int6", HSTEP_FORMAT_int6, 64, 1, int6_code_of, int6_value_of, int6_scale_of},
     {"fp8", HSTEP_FORMAT_fp8, 256, 0, fp8_code_of, fp8_value_of, fp8_scale_of},
     {"fp8-e5m2", HSTEP_FORMAT_fp8_e5m2, 256, 0, fp8_e5m2_code_of, fp8_e5m2_value_of, fp8_e5m2_scale_of},
     {"dyn8", HSTEP_FORMAT_dyn8, 256, 0, dyn8_code_of, dyn8_value_of, dyn8_scale_of},
@@ -187,15 +190,30 @@ static double octaves(double x)
 }
 static double from_octaves(double y) { return ldexp(1 + (y - floor(y)), (int)floor(y)); }
 
-/* Returns the place of x among int4's codes, in double. On this scale codes have equal steps. */
-static double int4_place(double x, double scale, int nonneg)
+/* int4 and int6. Second moments: the code of the edge, and codes in an octave below it and above. */
+static const struct narrow {
+    int edge, below, above;
+} narrow[] = {[INT4] = {6, 2, 4}, [INT6] = {32, 8, 16}};
+/* Returns the root that the smallest code stands for. */
+static double narrow_least(int codec, double scale)
 {
-    double a = fabs(x) / scale;
-    if (!nonneg) return copysign(fmin(a * (a * (3.7 * a - 10.05) + 13.4), 7), x);
-    double above = x > 0 ? octaves(sqrt(x)) - octaves(scale) : -1000;
-    return fmax(6 + above * (above < 0 ? 2 : 4), 0);
+    return from_octaves(octaves(scale) - (double)narrow[codec].edge / narrow[codec].below);
 }
-static double int4_code_place(uint32_t code, int nonneg) { return nonneg || code < 8 ? code : code - 16.0; }
+
+/* Returns the place of x among the codes of int4 or int6, in double. On this scale codes have equal steps. */
+static double narrow_place(int codec, double x, double scale, int nonneg)
+{
+    const struct narrow *n = &narrow[codec];
+    double a = fabs(x) / scale;
+    if (!nonneg) return codec == INT6 ? 2 * x / scale : copysign(fmin(a * (a * (3.7 * a - 10.05) + 13.4), 7), x);
+    double above = x > 0 ? octaves(sqrt(x)) - octaves(scale) : -1000;
+    return fmax(n->edge + above * (above < 0 ? n->below : n->above), 0);
+}
+static double narrow_code_place(int codec, uint32_t code, int nonneg)
+{
+    int levels = codecs[codec].levels;
+    return nonneg || (int)code < levels / 2 ? code : (double)code - levels;
+}
 
 /* ---- Codes and values -------------------------------------------------------------------------------------------- */
 
@@ -204,7 +222,8 @@ static int unused_code(int codec, int nonneg, uint32_t code)
 {
     uint32_t magnitude = nonneg ? code : code & 0x7f;
     switch (codec) {
-    case INT4: return !nonneg && code == 8;
+    case INT4:
+    case INT6: return !nonneg && (int)code == codecs[codec].levels / 2;
     case FP8: return magnitude > float8_top(0) || code == 0x80;
     case E5M2: return magnitude > float8_top(1) || code == 0x80;
     case LAMB16: return nonneg ? magnitude > float8_top(1) : float8(magnitude, 0) > 15 || code == 0x80;
@@ -215,11 +234,14 @@ static int unused_code(int codec, int nonneg, uint32_t code)
 /* Returns the number of a code by the format's definition, as fp32. */
 static float defined_value(int codec, int nonneg, uint32_t code, float scale)
 {
-    double s = (double)scale, n = int4_code_place(code, nonneg), root;
+    double s = (double)scale, n, root;
     switch (codec) {
     case INT4:
-        if (!nonneg) return (float)((double)(float)(n / (14 - fabs(n))) * s);
-        root = from_octaves(octaves(s) + (n - 6) / (n < 6 ? 2 : 4));
+    case INT6:
+        n = narrow_code_place(codec, code, nonneg);
+        if (!nonneg) return codec == INT6 ? (float)(n / 2 * s) : (float)((double)(float)(n / (14 - fabs(n))) * s);
+        n -= narrow[codec].edge;
+        root = from_octaves(octaves(s) + n / (n < 0 ? narrow[codec].below : narrow[codec].above));
         return (float)(root * root);
     case DYN8: return maps[0][nonneg][code] * scale;
     case DYN4: return maps[1][nonneg][code] * scale;
@@ -270,7 +292,7 @@ static void test_round_trips(void)
         }
 }
 
-/* A block's own scale. Its largest value gets a code; for int4's second moments, writing back what was read changes
+/* A block's own scale. Its largest value gets a code. In int4 and int6, writing back what was read changes
  * nothing. */
 static void test_scales(void)
 {
@@ -291,10 +313,11 @@ static void test_scales(void)
                     CHECK(value > 0.5f * largest || (f >= DYN8 && largest < 1e-12f), "%s, nonneg %d: %a became %a",
                           c->name, nonneg, largest, value);
                 }
-                if (f == INT4) {
-                    float again = nonneg ? c->scale(c->value(15, scale, 1), 1) : scale;
-                    CHECK(again == scale, "int4: scale %a, rewritten %a", scale, again);
-                    CHECK(!(to_bits(scale) & 0xffff), "int4: scale %a is no BF16 number", scale);
+                if (f == INT4 || f == INT6) {
+                    float top = c->value((uint32_t)c->levels / (nonneg ? 1 : 2) - 1, scale, nonneg);
+                    float again = f == INT4 && !nonneg ? scale : c->scale(top, nonneg);
+                    CHECK(again == scale, "%s: scale %a, rewritten %a", c->name, scale, again);
+                    CHECK(!(to_bits(scale) & 0xffff), "%s: scale %a is no BF16 number", c->name, scale);
                 }
                 float under = from_bits(random32() % 0x00800000u);
                 if (f < DYN8)
@@ -308,7 +331,7 @@ static void test_scales(void)
                     CHECK(c->scale(under, nonneg) == 1e-12f, "%s: scale %a of a block of zeros", c->name,
                           c->scale(under, nonneg));
             }
-    CHECK(!overflows, "%d codes did not fit into four bits", overflows);
+    CHECK(!overflows, "%d codes did not fit into their bits", overflows);
     CHECK(fp8_lamb16_code_of(-0x1p-128f, 1.0f, 0, 0) == 0x80 && to_bits(fp8_lamb16_value_of(0x80, 1.0f, 0)) == 0,
           "fp8-lamb16: the published -0 is read as +0");
     CHECK(dyn4_value_of(dyn4_code_of(0, 1e-12f, 0, 1), 1e-12f, 1) == 0.0625f * 1e-12f, "dyn4 has no zero");
@@ -333,22 +356,23 @@ static void test_fp8_top(void)
 static void test_nearest(void)
 {
     int tries = BY_LENGTH(20000, 50000, 200000);
-    for (int nonneg = 0; nonneg < 2; nonneg++)
-        for (int i = 0; i < tries; i++) {
-            float largest = some_largest(i % 6), x = some_value(largest, nonneg),
-                  scale = int4_scale_of(largest, nonneg);
-            uint32_t code = int4_code_of(x, scale, NEAREST, nonneg);
-            double place = int4_place((double)x, (double)scale, nonneg);
-            CHECK(fabs(place - int4_code_place(code, nonneg)) < 0.5 + 0x1p-16,
-                  "int4, nonneg %d: %a with scale %a is at %g, "
-                  "its code at %g",
-                  nonneg, x, scale, place, int4_code_place(code, nonneg));
-        }
+    for (int f = INT4; f <= INT6; f++)
+        for (int nonneg = 0; nonneg < 2; nonneg++)
+            for (int i = 0; i < tries; i++) {
+                float largest = some_largest(i % 6), x = some_value(largest, nonneg),
+                      scale = codecs[f].scale(largest, nonneg);
+                uint32_t code = codecs[f].code(x, scale, NEAREST, nonneg);
+                double place = narrow_place(f, (double)x, (double)scale, nonneg);
+                CHECK(fabs(place - narrow_code_place(f, code, nonneg)) < 0.5 + 0x1p-16,
+                      "%s, nonneg %d: %a with scale %a is at %g, its code at %g", codecs[f].name, nonneg, x, scale,
+                      place, narrow_code_place(f, code, nonneg));
+            }
     /* int4's cubic against the values themselves: it changes codes within 0.0022 of the middle between two. */
     for (int k = 0; k < 7; k++) {
         double middle = (k / (14.0 - k) + (k + 1) / (13.0 - k)) / 2;
-        CHECK(int4_place(middle - 0.0022, 1, 0) < k + 0.5 && int4_place(middle + 0.0022, 1, 0) > k + 0.5,
-              "int4: %g is at %g", middle, int4_place(middle, 1, 0));
+        CHECK(narrow_place(INT4, middle - 0.0022, 1, 0) < k + 0.5 &&
+                  narrow_place(INT4, middle + 0.0022, 1, 0) > k + 0.5,
+              "int4: %g is at %g", middle, narrow_place(INT4, middle, 1, 0));
     }
     for (int e5m2 = 0; e5m2 < 2; e5m2++)
         for (int nonneg = 0; nonneg < 2; nonneg++)
@@ -489,11 +513,18 @@ static void test_unbiased(void)
     for (int i = 0; i < BY_LENGTH(24, 50, 200); i++) {
         int nonneg = i % 2;
         float largest = some_largest(i % 6), x = some_value(largest, nonneg);
-        float scale = int4_scale_of(largest, nonneg);
-        double place = int4_place((double)x, (double)scale, nonneg), sum = 0;
-        for (uint32_t r = 0; r < 65536; r++) sum += int4_code_place(int4_code_of(x, scale, r, nonneg), nonneg);
-        CHECK(fabs(sum / 65536 - place) < 0x1p-16, "int4, nonneg %d: %a with scale %a, at %.9g, has mean %.9g", nonneg,
-              x, scale, place, sum / 65536);
+        float scale;
+        double sum;
+        for (int f = INT4; f <= INT6; f++) {
+            const struct codec *c = &codecs[f];
+            scale = c->scale(largest, nonneg);
+            double place = narrow_place(f, (double)x, (double)scale, nonneg);
+            sum = 0;
+            for (uint32_t r = 0; r < 65536; r++) sum += narrow_code_place(f, c->code(x, scale, r, nonneg), nonneg);
+            /* int6 draws 15 bits for a second moment. */
+            CHECK(fabs(sum / 65536 - place) < 0x1.2p-16, "%s, nonneg %d: %a with scale %a, at %.9g, has mean %.9g",
+                  c->name, nonneg, x, scale, place, sum / 65536);
+        }
         for (int e5m2 = 0; e5m2 < 2; e5m2++) {
             const struct codec *c = &codecs[e5m2 ? E5M2 : FP8];
             scale = c->scale(largest, nonneg);
@@ -532,6 +563,7 @@ static double stated_bound(int codec, int nonneg, int stochastic, double x, doub
                 return (nonneg ? 0.225 : 0.45) * s * decade / (1 << (6 - k)) * (1 + 0x1p-15);
         return 0;
     case DYN4: return (nonneg ? (a >= s / 16 ? s / 32 : s / 16) : 0.1125 * s) * (1 + 0x1p-15);
+    case INT6: return stochastic ? s / 2 : s / 4 * grow;
     default: return stochastic ? s / 4 : 0.1272 * s;
     }
 }
@@ -548,10 +580,11 @@ static void test_bounds(void)
                 float y = c->value(c->code(x, s, stochastic ? random32() & 0xffff : NEAREST, nonneg), s, nonneg);
                 double error = fabs((double)y - (double)x),
                        bound = stated_bound(f, nonneg, stochastic, (double)x, (double)s);
-                if (f == INT4 && nonneg) {
-                    double root = fmax(sqrt((double)x), (double)s / 8);
+                if ((f == INT4 || f == INT6) && nonneg) {
+                    double root = fmax(sqrt((double)x), narrow_least(f, (double)s));
                     error = fabs(sqrt((double)y) - root);
-                    bound = root / (root < (double)s ? 2 : 4) / (stochastic ? 1 : 2) * (1 + 0x1p-15);
+                    bound = root / (root < (double)s ? narrow[f].below : narrow[f].above) / (stochastic ? 1 : 2) *
+                            (1 + 0x1p-15);
                 }
                 if ((f == FP8 || f == E5M2) && nonneg && x > 0) {
                     double least = (double)s * float8(1, f == E5M2);
@@ -585,6 +618,7 @@ static const struct kept {
 } kept[] = {
     {"int8", {{0, 8.1e-3}, {0x1p-4, 0x1p-21}}, 0, "roots in steps of 1/127; floats of 4 or 5 bits"},
     {"int4", {{0, 0.13}, {0.57, 1.5e-3}}, 0, "steps of 1/7 at the largest; roots in half octaves"},
+    {"int6", {{0, 0.0163}, {0x1.1p-3, 3.4e-4}}, 0, "steps of 1/31; roots of 3 or 4 bits"},
     {"fp8", {{0x1.01p-4, 2.2e-6}, {0x1.01p-4, 9e-6}}, 0, "3 bits of mantissa"},
     {"fp8-e5m2", {{0x1.01p-3, 1.4e-10}, {0x1.01p-3, 5.7e-10}}, 0, "2 bits of mantissa"},
     {"dyn8", {{0, 7.1e-3}, {0, 3.6e-3}}, 0, "0.9 / 64 or 0.9 / 128 between the largest codes"},
@@ -661,15 +695,21 @@ static void test_positive(void)
 
 /* ---- Instruction sets, layouts, the public interface ------------------------------------------------------------- */
 
+/* Returns the first bit of element i. Codes of less than a byte begin at the lowest bit, or with the high nibble. */
+static int64_t bit_of(const struct codec *c, int64_t i)
+{
+    return (c->levels == 16 && !c->low_first ? i ^ 1 : i) * hstep_formats[c->format].code_bits;
+}
 static uint32_t packed_code(const struct codec *c, const uint8_t *code, int64_t i)
 {
-    if (c->levels == 256) return code[i];
-    return (i % 2 == 0) == c->low_first ? code[i / 2] & 15u : code[i / 2] >> 4;
+    int64_t bit = bit_of(c, i), last = bit + hstep_formats[c->format].code_bits - 1;
+    return ((code[bit / 8] | (uint32_t)code[last / 8] << 8) >> bit % 8) & (uint32_t)(c->levels - 1);
 }
 static void pack_code(const struct codec *c, uint8_t *code, int64_t i, uint32_t value)
 {
-    if (c->levels == 256) code[i] = (uint8_t)value;
-    else code[i / 2] = (uint8_t)(code[i / 2] | value << ((i % 2 == 0) == c->low_first ? 0 : 4));
+    int64_t bit = bit_of(c, i), last = bit + hstep_formats[c->format].code_bits - 1;
+    code[bit / 8] |= (uint8_t)(value << bit % 8);
+    if (last / 8 > bit / 8) code[last / 8] |= (uint8_t)(value << bit % 8 >> 8);
 }
 static float stored_scale(const struct codec *c, const uint8_t *extra, int64_t block)
 {

@@ -498,6 +498,17 @@ static void test_definitions(const struct vec_unit *scalar)
         find_store(scalar, "vi_store_u8")->run((char *)stored, half[0], half[1]);
         CHECK(!memcmp(bytes, stored, sizeof bytes), "vi_store_u8 of bytes from %02x", first);
     }
+    for (uint32_t first = 0; first < 4096; first += 16) {
+        ALIGNED uint8_t bytes[32] = {0}, stored[32] = {0};
+        ALIGNED uint32_t field[2][16];
+        for (uint32_t bit = 0; bit < 16 * 12; bit++)
+            bytes[8 + bit / 8] |= (uint8_t)(((first + bit / 12) >> bit % 12 & 1) << bit % 8);
+        find_load(scalar, "vi_load_u12")->run((const char *)bytes, field[0], field[1]);
+        for (uint32_t i = 0; i < 16; i++)
+            CHECK(field[1][i] == first + i, "vi_load_u12 of %03x: %08x", first + i, field[1][i]);
+        find_store(scalar, "vi_store_u12")->run((char *)stored, field[1], field[1]);
+        CHECK(!memcmp(bytes + 8, stored + 8, 24), "vi_store_u12 of fields from %03x", first);
+    }
 
     const struct vec_load *decode = find_load(scalar, "vp_load_f16");
     for (uint32_t first = 0; first < 65536; first += 32) {

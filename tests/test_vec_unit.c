@@ -274,16 +274,30 @@ static void store_v_storeu(char *p, const uint32_t *e, const uint32_t *o)
 IN_ORDER(u8, 1)
 IN_ORDER(u16, 2)
 
+/* Two groups of 16 fields, in bytes 0 to 23 and 8 to 31. A store of the second overwrites part of the first. */
+static void load_vi_load_u12(const char *p, uint32_t *e, uint32_t *o)
+{
+    for (int i = 0; i < 16; i += VL) {
+        vi_store(e + i, vi_load_u12(p, 2 * i));
+        vi_store(o + i, vi_load_u12(p + 8, 2 * i));
+    }
+}
+static void store_vi_store_u12(char *p, const uint32_t *e, const uint32_t *o)
+{
+    for (int i = 0; i < 16; i += VL) vi_store_u12(p, 2 * i, vi_and(vi_load(e + i), vi_set(0xfff)));
+    for (int i = 0; i < 16; i += VL) vi_store_u12(p + 8, 2 * i, vi_and(vi_load(o + i), vi_set(0xfff)));
+}
+
 static const struct vec_load load_table[] = {
 #define LOAD_ROW(op, bytes) {#op, bytes, load_##op},
     LOADS_OF_INTEGERS(LOAD_ROW) LOADS_OF_FLOATS(LOAD_ROW) LOAD_ROW(v_loadu, 4) LOAD_ROW(vi_load_u8, 1)
-        LOAD_ROW(vi_load_u16, 2){NULL, 0, NULL},
+        LOAD_ROW(vi_load_u16, 2) LOAD_ROW(vi_load_u12, 1){NULL, 0, NULL},
 };
 
 static const struct vec_store store_table[] = {
 #define STORE_ROW(op, bytes) {#op, bytes, store_##op},
     STORES_OF_INTEGERS(STORE_ROW) STORES_OF_FLOATS(STORE_ROW) STORE_ROW(v_storeu, 4) STORE_ROW(vi_store_u8, 1)
-        STORE_ROW(vi_store_u16, 2){NULL, 0, NULL},
+        STORE_ROW(vi_store_u16, 2) STORE_ROW(vi_store_u12, 1){NULL, 0, NULL},
 };
 
 #define SUM(op, add)                                                                        \

@@ -60,6 +60,7 @@ BETAS = ("beta1", "beta2", "beta3")
 
 MAX_STATES = 6
 MAX_SCALARS = 4
+MAX_SPLIT = 16
 ALL_GROUPS = -1
 
 CALL_STEP = 0
@@ -161,6 +162,7 @@ class Tensor(_Sized):
         (c_int64, "rows row_length first_row n_rows first_column n_columns"),
         (c_char_p, "gradient"),
         (c_int64, "matrix_rows"),
+        (c_int64 * MAX_SPLIT, "split"),
     )
 
 
@@ -244,6 +246,7 @@ signatures = {
     "get_hyper_info": (c_int, c_int32, c_int32, POINTER(HyperInfo)),
     "choice_value": (c_char_p, c_char_p, c_int32),
     "recipe_full": (c_int, c_char_p, c_char_p, c_size_t),
+    "recipe_caveat": (c_int, c_char_p, c_char_p, c_size_t),
     "recipe_bytes": (c_int, c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes),
     "tensor_bytes": (c_int, c_char_p, POINTER(Tensor), _bytes, _bytes, _bytes),
     "set_threads": (c_int, _handle, c_int32),
@@ -374,9 +377,9 @@ def invoke(function, handle, *arguments) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """A state of a rule. `role` is a ROLE_ number. `vector`: the state has one value per row or per
-    column of a matrix, and only matrices have it. While the hyper-parameter `precise_if` is not 0,
-    the state is stored in `precise_format` instead of a block format."""
+    """A state of a rule. `role` is a ROLE_ number. `extent`: one of EXTENT_, because a state
+    may have one value per row or per column of a matrix. While the hyper-parameter `precise_if` is
+    not 0, the state is stored in `precise_format` instead of a block format."""
 
     name: str
     role: int
@@ -559,6 +562,16 @@ def recipe_full(recipe: str) -> str:
     code = lib.halfstep_recipe_full(recipe.encode(), text, sizeof(text))
     if code:
         check(code, detail=_about_recipe(recipe))
+    return _text(text.value)
+
+
+def recipe_caveat(recipe: str) -> str:
+    """Returns what a recipe is known to cost, as a sentence without its full stop, or ""."""
+    text = create_string_buffer(256)
+    check(
+        lib.halfstep_recipe_caveat(recipe.encode(), text, sizeof(text)),
+        detail=_about_recipe(recipe),
+    )
     return _text(text.value)
 
 

@@ -14,9 +14,9 @@ from ._sharding import local
 from ._streams import bind_streams, lay_out
 
 #: advice beside a state of another shape: version 0.1.0 took every parameter for one matrix
-_ONE_MATRIX = (
+ONE_MATRIX = (
     "; a state that was saved when the parameter was taken for one matrix goes on with"
-    ' matrix="flatten" in its group'
+    ' matrix="flatten" in its group, without heads= and split='
 )
 #: the number of values that pieces() decodes at once
 _PIECE = 1 << 20
@@ -110,7 +110,7 @@ def adopt(tensor, stream, name):
         raise ValueError(
             f"halfstep: state {stream.key!r} of parameter {name!r} is {described(tensor)}, not"
             f" {stream.dtype} of shape {stream.shape}"
-            + (_ONE_MATRIX if getattr(tensor, "ndim", 9) < len(stream.shape) else "")
+            + (ONE_MATRIX if getattr(tensor, "ndim", 9) < len(stream.shape) else "")
         )
     return _devices.to_cpu(tensor)
 
@@ -166,24 +166,24 @@ def convert(hypers, m, state, old):
     become obsolete, and the weight, or None if it stays. Changes nothing yet.
 
     `old` is the recipe of `state`, or None if the states are plain. Raises ValueError for a
-    gathered matrix.
+    matrix that is cut over ranks.
     """
-    if m.gathered:
+    if m.gathered and m.part.mesh is not None:
         raise ValueError(
             f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'} and cannot be"
             f" converted to {m.recipe}, because it is a DTensor and {m.rule.name} steps matrices as"
             " a whole; load and save them once on one process"
         )
-    names = list(m.rule.roles)
+    names, part = list(m.rule.roles), None if m.gathered else m.part
     values, weight, held = {}, None, None
     now = _devices.to_cpu(local(m.p))  # everything is computed on the CPU
     if old is None:
         for key in names:
             if isinstance(state.get(key), torch.Tensor):
                 value = _devices.to_cpu(local(state[key])).to(torch.float32)
-                values[key] = value.reshape(m.shape if value.numel() == now.numel() else (-1,))
+                values[key] = value.reshape(m.whole if value.numel() == now.numel() else (-1,))
     else:
-        source = Codec(old, hypers, m.shape, m.name, part=m.part)
+        source = Codec(old, hypers, m.whole, m.name, part=part)
         missing = [s for s in source.streams if s.key not in state]
         # A state that the saved optimizer's hyper-parameters did not need starts at zero.
         tensors = {
@@ -198,13 +198,13 @@ def convert(hypers, m, state, old):
         source.take_scalars(state)
         there = {s.name for s in source.streams} - {s.name for s in missing}
         for name in coarse_states(source.streams, state):
-            values[name] = read_coarse(name, old, m.shape, m.name, state, m.part)
+            values[name] = read_coarse(name, old, m.whole, m.name, state, part)
         for i, name in enumerate(names):
             if name in there:
                 values[name] = source.read(2 + i)
         if "weight" in there:
             weight = source.read(0, now.data_ptr())
-    target = Codec(m.recipe, hypers, m.shape, m.name, part=m.part)
+    target = Codec(m.recipe, hypers, m.whole, m.name, part=part)
     # The target has the streams of `m`. Its grids are those of a new handle.
     made = {
         s.key: (
@@ -246,7 +246,7 @@ def create_state(m, states, hypers):
     made, obsolete, weight = _created(m, states.get(m.p) or {}, hypers)
     streams = {s.key: s for s in m.streams}
     with torch.no_grad():
-        if m.stage is not None:
+        if m.kept != m.device:
             for key in streams:
                 held = made[key] if key in made else local(states[m.p][key])
                 if not _devices.is_pinned(held):

@@ -9,6 +9,7 @@ import torch
 from . import _abi, _devices, _layout
 from ._abi import invoke, lib
 from ._handles import Handle, set_option
+from ._matrices import how_of
 from ._members import NOTHING
 
 #: keys of a group that are not hyper-parameters
@@ -18,8 +19,10 @@ _NO_HYPERS = ("params", "param_names", *_layout.TOLD)
 def formats_of(settings, groups):
     """Returns the rule of each group, the formats that it asks for, and what it takes for matrices.
     A handle is made for these."""
-    keys = ("weights", "states", "matrix", "heads")
-    return [(rule, *map(group.get, keys)) for rule, group in zip(settings.rules, groups)]
+    return [
+        (rule, group.get("weights"), group.get("states"), how_of(group))
+        for rule, group in zip(settings.rules, groups)
+    ]
 
 
 class Group:

@@ -27,7 +27,8 @@ class Engine:
 
     def __init__(self, settings, groups, state, divided, meant):
         """`groups` and `state` are the optimizer's. `divided` has three items for each handle: its
-        device, the stage that brings states there (streaming.py) or None, and a list of Wanted.
+        device, the stage that brings states there (streaming.py, _owners.py) or None, and a list
+        of Wanted.
         `meant` is that of declare()."""
         self.optimizer_state = state
         #: the row of the optimizer's own rule; a member's may be another
@@ -38,7 +39,7 @@ class Engine:
         for device, stage, some in divided or [(_devices.HOST, None, [])]:
             part = DevicePart(settings.threads, settings.seed, device)
             self.parts.append(part)
-            members, c_groups, _ = declare(part, settings, some, meant)
+            members, c_groups, _ = declare(part, settings, some, meant, stage)
             part.first, part.n, part.stage = len(self.members), len(members), stage
             if stage is not None:
                 stage.take(members, state)
@@ -80,7 +81,7 @@ class Engine:
             m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)
         }
         plain = n and all(
-            m.dense and m.address and not m.offloaded and not _sharding.is_dtensor(m.p)
+            m.dense and m.address and not (m.offloaded or m.gathered or _sharding.is_dtensor(m.p))
             for m in self.members
         )
         self.plain = Plain(self, state) if plain else None
@@ -90,8 +91,6 @@ class Engine:
 
     def _bind(self, m, state):
         where = state if m.stage is None else m.stage.addresses(m)
-        if m.gathered:
-            where = m.part.gather(m.streams, state)
         bind_streams(m.handle, m.index, m.streams, where)
         m.step = state["step"]
         grids = (s.name + _layout.GRID for s in m.streams if s.grid)
@@ -258,21 +257,6 @@ class Engine:
                 value = torch.where(found_inf.to(value.device) != 0, torch.inf, value)
             part.scale.copy_(value.reshape(()))
 
-    # ---- Matrices that are spread over ranks and gathered ----------------------------------------
-
-    def gather(self, m, state):
-        """Gathers the states of a gathered member and binds them until the next gather."""
-        m.full = m.part.gather(m.streams, state)
-        bind_streams(m.handle, m.index, m.streams, m.full)
-
-    def scatter(self, m, state, weight=None):
-        """Writes the gathered states back to this rank's shards, and the weight if it is given."""
-        for s in m.streams:
-            m.part.scatter(m.full[s.key], state[s.key])
-        if weight is not None:
-            m.part.scatter(weight, m.p.detach())
-        m.full = None
-
     # ---- Calls -----------------------------------------------------------------------------------
 
     def use_streams(self):
@@ -326,10 +310,16 @@ class Engine:
 
     def step_one(self, m, weight, gradient, micro):
         """Updates one member, or adds a micro-batch to its states. Returns the code."""
+        if m.gathered:
+            (gradient,) = m.stage.gather_gradients([m])
         with m.states():
             if self.ranks.divided:
-                return self.ranks.step_one(m, None if micro else weight, gradient, micro)
-            return _calls.run(m.handle, _calls.one_tensor(m.index, weight, gradient, micro))
+                code = self.ranks.step_one(m, None if micro else weight, gradient, micro)
+            else:
+                code = _calls.run(m.handle, _calls.one_tensor(m.index, weight, gradient, micro))
+        if m.gathered:
+            m.stage.end()
+        return code
 
     def end_round(self, clipped):
         """Ends a round of gradient release. Returns the code."""

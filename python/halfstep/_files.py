@@ -167,17 +167,18 @@ def _pairs(convert):
     return read
 
 
-def _shaped(tensor, laid):
+def _shaped(tensor, laid, over_columns=False):
     """Returns a tensor of the file in the shape of a parameter, as the library takes it. A program
-    in C may have stored only its rows, or the rows of all matrices of a stack."""
+    in C may have stored only its rows, or the rows of all matrices of a stack. `over_columns`: the
+    tensor is a vector over columns."""
     shape = tuple(tensor.shape)
+    if over_columns:
+        fits = isinstance(laid, Laid) and shape == (math.prod(laid.columns),)
+        return tensor.reshape(laid.columns) if fits else tensor
     if shape in (rows_of(tuple(laid)), rows_of(laid)):
         return tensor.reshape(tuple(laid))
-    if isinstance(laid, Laid) and len(laid.lines) > 1 and len(shape) < 3:
-        if shape[:1] == laid.grid[:1]:
-            return tensor.reshape(*laid.lines, *shape[1:])
-        if shape == (math.prod(laid.columns),):
-            return tensor.reshape(laid.columns)
+    if isinstance(laid, Laid) and len(shape) < 3 and shape[:1] == laid.grid[:1]:
+        return tensor.reshape(*laid.lines, *shape[1:])
     return tensor
 
 
@@ -209,10 +210,15 @@ def _state(file, path, metadata, name, laid, streams):
         "recipe": packed,
         **_parsed(metadata, f"scalars.{name}", _pairs(float.fromhex), path, {}),
     }
+    columns = {
+        s.name
+        for s in _abi.rules[recipe.partition("/")[0]].states
+        if s.extent == _abi.EXTENT_COLUMNS
+    }
     for stream, key in streams:
         if stream in state:
             raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")
-        state[stream] = _shaped(file.get_tensor(key), laid)
+        state[stream] = _shaped(file.get_tensor(key), laid, stream in columns)
     return state
 
 

@@ -29,7 +29,8 @@ class Gathered:
 
     engine     the engine, whose arrays are filled
     keep       tensors that have to live until the call
-    back       (parameter or member, weight) of each weight that is worked on in a copy
+    back       (parameter or member, weight) of each weight that is worked on in a copy, unless
+               its owner has the copy (_owners.py)
     stepped    the parameters that have gradients
     """
 
@@ -54,14 +55,7 @@ class Gather:
             grad = _sharding.gradient_of(p, grad, m.name)
             if check_gradient(p, grad, m.name) != m.gradient:
                 return None
-            engine.gather(m, self.groups.state[p])
-            grad, weight = (
-                _devices.contiguous(grad.full_tensor()),
-                _devices.contiguous(p.full_tensor()),
-            )
-            keep.append(grad)
-            back.append((m, weight))
-            return weight.data_ptr(), grad.data_ptr()
+            return m.stage.give(m, local(grad))
         if m.offloaded:
             if (
                 not self._is_where_it_was(engine, m, local(p))

@@ -68,6 +68,7 @@ class Groups:
             self[0]["generator"],
             o.flat,
             o.norm_group,
+            o.owners,
         )
 
     def saved(self):

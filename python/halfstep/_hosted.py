@@ -13,9 +13,12 @@ class HostedPlacement(Placement):
     """Decides where optimizers of Hosted step and keep states."""
 
     def _is_gathered(self, p):
+        if not _sharding.is_dtensor(p) and self.groups.options.owners is None:
+            return False
         group = self.groups.group_of(p)
         rule = self.groups.row_of(group).name
-        return _sharding.is_gathered(rule, p, _matrices.how_of(group))
+        owners = self.groups.options.owners
+        return _sharding.is_gathered(rule, p, _matrices.how_of(group), owners)
 
     def may_leave(self, p):
         """Returns True if the states of `p` can be in CPU memory while `p` is on a GPU."""
@@ -23,7 +26,7 @@ class HostedPlacement(Placement):
         return (
             _devices.is_asynchronous(_devices.of(here))
             and here.numel() > 0
-            and not (_sharding.is_dtensor(p) and self._is_gathered(p))
+            and not self._is_gathered(p)
         )
 
 

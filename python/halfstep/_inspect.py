@@ -85,15 +85,14 @@ class Inspection:
         ]
         shapes = {}
         for g, _, p in taking_part:
-            rule, how = self.groups.row_of(self.groups[g]), _matrices.how_of(self.groups[g])
-            if rule.matrix:
-                shapes[_matrices.lay(rule.name, p.shape, how)] = None
-        taken = [f"{list(x)} as {_matrices.told(x)}" for x in shapes if _matrices.told(x)]
+            rule, how = self.groups.row_of(self.groups[g]).name, _matrices.how_of(self.groups[g])
+            shapes.setdefault(rule, []).append(_matrices.lay(rule, p.shape, how))
+        taken = [text for rule, some in shapes.items() if (text := _matrices.taken(rule, some))]
         if taken:
             lines.append(f"taken for matrices: {'; '.join(taken)}")
         if fallen:
             lines.append(f"too small for blocks, plain states: {_names.some(fallen, 8)}")
-        lines += precise
+        lines += precise + _layout.caveats(recipes)
         for i, group in enumerate(self.groups):
             lines.append(f"Parameter Group {i}")
             lines += [
@@ -128,16 +127,16 @@ class Inspection:
         return STATE + names.index(name)
 
     def _read(self, m, function, *arguments):
-        if m.gathered:
-            self.cache.engine.gather(m, self.groups.state[m.p])
-            if arguments[-1] is not None:  # the address of a weight
-                whole = _devices.contiguous(m.p.full_tensor())
-                arguments = (*arguments[:-1], whole.data_ptr())
+        if m.gathered and arguments[-1] is not None:  # the address of a weight
+            arguments = (*arguments[:-1], m.stage.weight(m))
+        found = None
         with m.states(written=False):
-            found = read_rows(function, m.handle, m.index, m.whole, *arguments, rows=m.rows)
+            if not m.gathered or m.part.owned:
+                found = read_rows(function, m.handle, m.index, m.whole, *arguments, rows=m.rows)
+        if m.gathered:
+            found = m.stage.tell(m, found)
         vector = found.shape != m.whole
         if m.gathered:
-            m.full = None
             found = found if vector else m.part.take(found).contiguous()
         found = _devices.place(found, m.lies)
         return found if vector or m.part is None else m.part.like_parameter(found)
@@ -186,17 +185,11 @@ class Inspection:
             raise ValueError(
                 f"halfstep: parameter {m.name!r} has shape {m.whole}, not {tuple(values.shape)}"
             )
-        if not m.gathered:
-            with m.states():
+        if m.gathered and data is not None:  # the address of a weight
+            data = m.stage.weight(m)
+        with m.states():
+            if not m.gathered or m.part.owned:
                 write_rows(m.handle, m.index, slot, data, values, m.whole, m.rows)
-            return
-        weight = _devices.contiguous(m.p.full_tensor()) if slot == WEIGHT else None
-        engine, state = self.cache.engine, self.groups.state[m.p]
-        engine.gather(m, state)
-        write_rows(
-            m.handle, m.index, slot, None if weight is None else weight.data_ptr(), values, m.whole
-        )
-        engine.scatter(m, state, weight)
 
     def _member_to_write(self, p):
         if p not in self.groups.state:

@@ -28,6 +28,7 @@ class Settings(NamedTuple):
     generator: Optional[str]
     flat: Any
     norm_group: Any
+    owners: Any
 
 
 class Wanted(NamedTuple):
@@ -50,15 +51,18 @@ class Wanted(NamedTuple):
         return self.recipe.partition("/")[0]
 
 
-def declare(handle, settings, wanted, meant):
+def declare(handle, settings, wanted, meant, stage=None):
     """Adds parameters and the groups that they need to an empty handle. Returns the members, the
     library's groups by (group index, recipe), and the names of tensors too small for blocks.
 
     `wanted` is a list of Wanted. `meant` holds Options.values() of each group, by its index.
+    `stage` knows the owners of gathered parameters; without it they are declared as a whole.
     """
     members, c_groups, fallen = [], {}, []
     for one in wanted:
-        part = _sharding.part_of(one.p, one.name, settings.flat, one.rule, one.how)
+        part = _sharding.part_of(one.p, one.name, settings.flat, one.rule, one.how, settings.owners)
+        if stage is not None and part is not None and part.gathered:
+            part.owned = stage.owns(one.p)
         m = Member(one, part, handle)
         key = (one.group, m.recipe)
         if key not in c_groups:
@@ -92,12 +96,12 @@ class Member:
         #: the shape here, as the library takes it
         self.shape = tuple(here.shape)
         if not self.gathered:
-            self.shape = _matrices.lay(self.rule.name, here.shape, how)
+            self.shape = _matrices.here(_matrices.lay(self.rule.name, p.shape, how), here.shape)
         self.dtype, self.strides = p.dtype, here.stride()
         self.dense = _devices.is_plain(here)
         self.address, self.lies = here.data_ptr(), _devices.of(here)
-        self.bound, self.full = (), None
-        #: brings states from CPU memory to the device and back (streaming.py), or None
+        self.bound = ()
+        #: brings states to where it is stepped and back (streaming.py, _owners.py), or None
         self.stage = None
 
     @property
@@ -107,7 +111,7 @@ class Member:
 
     @property
     def gathered(self):
-        """True if the library has the whole parameter, and this process keeps a part."""
+        """True if one rank steps the whole parameter for all that share it."""
         return self.part is not None and self.part.gathered
 
     @property
@@ -118,7 +122,7 @@ class Member:
     @property
     def kept(self):
         """The device of its states between steps."""
-        return self.device if self.stage is None else _devices.HOST
+        return self.device if self.stage is None else self.stage.kept
 
     def states(self, written=True):
         """Returns the context of DevicePart.states() for this member alone."""

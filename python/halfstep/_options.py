@@ -81,7 +81,7 @@ class Options:
     #: rules beside the optimizer's own that groups may ask for; without flags, the first is meant.
     #: They keep nothing over all tensors (TOTALS)
     partners = ()
-    norm_group = None
+    norm_group = owners = None
 
     def __init__(self, rule, title, kept):
         """title: the name of the class. kept: attributes of an optimizer of it, at first."""

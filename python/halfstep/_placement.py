@@ -3,7 +3,7 @@ and streaming.py have other placements."""
 
 import contextlib
 
-from . import _devices, _matrices
+from . import _devices, _matrices, _owners, _sharding
 from ._members import Wanted
 from ._parameters import check_gradient
 from ._sharding import local
@@ -37,10 +37,19 @@ class Placement:
 
     def divide(self, wanted):
         """Returns what each handle has, as Engine takes it, of a list of Wanted."""
-        found = {}
+        found, gathered, owners = {}, [], self.groups.options.owners
         for one in wanted:
-            found.setdefault(one.home, []).append(one)
-        return [(device, None, some) for device, some in found.items()]
+            if _sharding.is_gathered(one.rule, one.p, one.how, owners):
+                gathered.append(one)
+            else:
+                found.setdefault(one.home, []).append(one)
+        steps = {
+            g: self.groups.options.values(self.groups[g]).get("ns_steps", 1)
+            for g in {one.group for one in gathered}
+        }
+        return [(device, None, some) for device, some in found.items()] + _owners.divide(
+            gathered, owners, steps
+        )
 
     def check_device(self, p, name):
         """Raises ValueError if a parameter cannot be stepped because of where it lies."""

@@ -16,7 +16,14 @@ import torch
 from . import _abi, _calls, _devices
 from ._abi import check, lib
 from ._matrices import how_of
-from ._sharding import group_of, is_dtensor, is_gathered, is_sharded_buffer, number_of
+from ._sharding import (
+    group_of,
+    is_dtensor,
+    is_gathered,
+    is_sharded_buffer,
+    number_of,
+    sharing_groups,
+)
 
 #: number of the statistics before the flags of the tensors: the limbs of the sum of all squares
 HEAD = _calls.count_statistics(None, _calls.end_of_round())[0]
@@ -24,31 +31,36 @@ HEAD = _calls.count_statistics(None, _calls.end_of_round())[0]
 
 class Class:
     """The parameters of an optimizer that are divided over the same ranks, in the order of its
-    groups."""
+    groups. `names` are those that the groups or the parameters know, or places."""
 
     def __init__(self, groups):
-        self.groups, self.params = groups, []
+        self.groups, self.params, self.names = groups, [], []
 
 
-def classes_of(rules, groups, gathered=True):
+def classes_of(settings, groups):
     """Returns the classes of all parameters, in an order that all ranks agree on. The first class
-    holds the parameters that are not divided. `rules` has the rule of each group. `gathered`:
-    parameters that are gathered for each step count as divided, too."""
+    holds the parameters that are not divided. Those that one rank steps for others count as
+    divided."""
     found, seen = {frozenset(): Class(())}, set()
-    for rule, group in zip(rules, groups):
-        for p in group["params"]:
+    for rule, group in zip(settings.rules, groups):
+        for i, p in enumerate(group["params"]):
             if id(p) in seen:
                 continue
             seen.add(id(p))
             ranks = ()
-            if is_dtensor(p) and (gathered or not is_gathered(rule, p, how_of(group))):
+            if is_gathered(rule, p, how_of(group), settings.owners):
+                ranks = sharing_groups(p, settings.owners)
+            elif is_dtensor(p):
                 ranks = tuple(
                     p.device_mesh.get_group(i)
                     for i, x in enumerate(p.placements)
                     if hasattr(x, "dim") and p.device_mesh.size(i) > 1
                 )
             key = frozenset(tuple(torch.distributed.get_process_group_ranks(g)) for g in ranks)
-            found.setdefault(key, Class(ranks)).params.append(p)
+            cls = found.setdefault(key, Class(ranks))
+            known = group.get("param_names")
+            cls.names.append(known[i] if known else getattr(p, "_halfstep_name", len(cls.params)))
+            cls.params.append(p)
     return list(found.values())
 
 
@@ -79,12 +91,14 @@ class Ranks:
     """
 
     def __init__(self, settings, groups, engine):
-        self.classes = classes_of(settings.rules, groups, gathered=False)
+        self.classes = classes_of(settings, groups)
         self.divided = [c for c in self.classes if c.groups]
         group = group_of(settings.norm_group)
         self.norm_groups = () if group is None else (group,)
         self.engine = weakref.proxy(engine)
         self.index_of, self.members = engine.index_of, engine.members
+        #: parameters that one rank steps for others, as keys
+        self.gathered = {m.p: True for m in engine.members if m.gathered}
         self.n = len(self.members)
         #: number of the rule's sums over all tensors, of every handle and of the norm group
         self.totals = engine.rule.totals
@@ -131,7 +145,7 @@ class Ranks:
     @property
     def needed(self):
         """True if other ranks take part in the verdict."""
-        return bool(self.divided or self.norm_groups)
+        return bool(self.divided or self.norm_groups or self.gathered)
 
     def _members(self, cls):
         return [(row, self.index_of[p]) for row, p in enumerate(cls.params) if p in self.index_of]
@@ -147,17 +161,38 @@ class Ranks:
             packed[HEAD + row] = statistics[HEAD + i]
             packed[HEAD + size + row] = int(bool(gradients[i]))
         add_up(packed, cls.groups)
-        ranks = math.prod(map(torch.distributed.get_world_size, cls.groups))
-        names = {m.p: m.name for m in self.members}
-        for row, (p, has) in enumerate(zip(cls.params, packed[HEAD + size :].tolist())):
-            if has not in (0, ranks):
-                raise RuntimeError(
-                    f"halfstep: parameter {names.get(p, row)!r} has a gradient on {has} of the"
-                    f" {ranks} ranks that it is divided over"
-                )
+        self._check_counts(cls, packed[HEAD + size :])
         statistics[:HEAD] = packed[:HEAD]
         for row, i in members:
             statistics[HEAD + i] = packed[HEAD + row]
+
+    def _check_counts(self, cls, counts):
+        """Fails if only some of the ranks have a gradient of a parameter: `counts` of them."""
+        ranks = math.prod(map(torch.distributed.get_world_size, cls.groups))
+        for name, has in zip(cls.names, counts.tolist()):
+            if has not in (0, ranks):
+                raise RuntimeError(
+                    f"halfstep: parameter {name!r} has a gradient on {has} of the"
+                    f" {ranks} ranks that it is divided over"
+                )
+
+    def _gather_gradients(self, gradients):
+        """Brings gradients to the ranks that step them for others. Puts their addresses there into
+        the array. Fails before that if only some of the ranks have one."""
+        for cls in self.divided:
+            if any(p in self.gathered for p in cls.params):
+                counts = _devices.zeros(len(cls.params), torch.int64)
+                for row, i in self._members(cls):
+                    counts[row] = int(bool(gradients[i]))
+                add_up(counts, cls.groups)
+                self._check_counts(cls, counts)
+        for part in self.engine.parts:
+            places = range(part.first, part.first + part.n)
+            some = [i for i in places if self.members[i].gathered and gradients[i]]
+            if some:
+                given = part.stage.gather_gradients([self.members[i] for i in some])
+                for i, address in zip(some, given):
+                    gradients[i] = address
 
     def _share_sums(self, statistics):
         for cls in self.divided:
@@ -239,6 +274,7 @@ class Ranks:
         """Makes a step of all members, or a micro-batch. Returns its code and the handle that knows
         why. The code is None if other ranks of the norm group refuse the step and this rank would
         not. `whole`: a gradient that is not finite refuses the whole step."""
+        self._gather_gradients(gradients)
         parts, total = self.engine.parts, _devices.zeros(self.count, torch.int64)
         # States arrive while gradients are scanned.
         for stage in [part.stage for part in parts if part.stage is not None][:2]:
@@ -299,6 +335,9 @@ class Ranks:
                 code = given, part
             else:
                 check(given, part)
+        for part in parts:
+            if part.stage is not None:
+                part.stage.end()
         return code
 
     def step_one(self, m, weight, gradient, micro):
@@ -349,7 +388,7 @@ def everywhere(settings, groups, value):
     """Returns True if a condition holds on all ranks that share the parameters of an optimizer. All
     these ranks must call it."""
     answer = torch.tensor([int(not value)], dtype=torch.int64, device="cpu")
-    for cls in classes_of(settings.rules, groups):
+    for cls in classes_of(settings, groups):
         add_up(answer, cls.groups)
     group = group_of(settings.norm_group)
     if group is not None:
@@ -375,7 +414,7 @@ def agree(settings, groups, wanted):
     group = group_of(settings.norm_group)
     if group is not None:  # its ranks hold different parameters
         _compare(common, (group,), "have one norm_group")
-    for cls in classes_of(settings.rules, groups):
+    for cls in classes_of(settings, groups):
         if not cls.groups:
             continue
         known = {id(p) for p in cls.params}

@@ -75,7 +75,7 @@ class Part:
         self.mesh, self.laid = None, laid
         self.placements, self.global_shape = (), tuple(p.shape)
         self.shape = tuple(local(p).shape)
-        if not is_dtensor(p):  # one row
+        if not is_dtensor(p):  # a flat buffer, one row
             self.ndim, self.whole, self.length, self.rows = 1, 1, p.numel(), 1
             self.first_row = self.n_rows = self.first_column = self.n_columns = 0
             return
@@ -220,38 +220,35 @@ def _along(placement, dim):
 
 
 class Gathered(Part):
-    """A part of a matrix that a rule steps as a whole. On every rank the library holds the whole
-    matrix, which is gathered for each step and cut again after it. The states that are kept are
-    sharded like the parameter."""
+    """A matrix that one rank steps as a whole for all ranks that share it (_owners.py). The library
+    has all of it there, and a part without elements on the other ranks. Weight and states that are
+    kept are sharded like the parameter.
 
-    gathered = True
+    owned    False: another rank steps it
+    """
+
+    gathered = owned = True
 
     def __init__(self, p, name, laid):
         super().__init__(p, name, laid)
-        self.divided = False  # every rank sees the whole gradient
+        self.divided = False  # one rank sees the whole gradient
         self.rows = None  # the shape of the whole says it
 
     @property
     def fields(self):
-        return self.whole_fields()
+        fields = self.whole_fields()
+        if not self.owned:  # not all zero, because that would mean the whole
+            fields.update(first_row=fields["rows"], n_columns=fields["row_length"])
+        return fields
 
-    def place(self, streams, whole=None, name=None):
-        for s in streams:
-            s.placements, here = self._placed(s.shape)
-            s.whole, s.shape = s.shape, here
+    def whole_fields(self):
+        return _matrices.fields_of(self.laid)
 
-    def gather(self, streams, state):
-        """Returns the whole of each state, by key."""
-        return {s.key: state[s.key].full_tensor() for s in streams}
-
-    def scatter(self, whole, kept):
-        """Copies this rank's part of a whole tensor into the shard that is kept."""
-        from torch.distributed.tensor import DTensor, Replicate
-
-        full = DTensor.from_local(
-            whole, self.mesh, (Replicate(),) * len(kept.placements), run_check=False
-        )
-        local(kept).copy_(local(full.redistribute(placements=kept.placements)))
+    def place(self, streams, whole, name):
+        for s, all_of_it in zip(streams, whole):
+            s.whole = s.shape = all_of_it.shape
+            if self.mesh is not None:
+                s.placements, s.shape = self._placed(s.whole)
 
 
 def like(p, tensor):
@@ -268,25 +265,47 @@ def refuse(params, what, advice):
         )
 
 
-def is_gathered(rule, p, how):
-    """Returns True if a rule steps this parameter as whole matrices, and a rank may hold a part of
-    one. `how` is as lay() takes it. A stack that is cut along dimension 0 is cut between
+def _ranks_of_rows(p):
+    """Returns the number of ranks that the rows of a DTensor are cut for, by one plain Shard(0).
+    Returns 0 if there is none, or another cut beside it."""
+    cut = [(i, x) for i, x in enumerate(p.placements) if hasattr(x, "dim")]
+    if len(cut) != 1 or getattr(cut[0][1], "split_factor", 1) != 1:
+        return 0
+    return p.device_mesh.size(cut[0][0])
+
+
+def is_gathered(rule, p, how, owners=None):
+    """Returns True if a rule steps this parameter as whole matrices, and one rank does so for
+    others: a rank may hold a part of a matrix, or `owners` says that ranks have the same
+    parameters. `how` is as lay() takes it. A stack that is cut along dimension 0 is cut between
     matrices."""
-    if not is_dtensor(p) or p.dim() < 2 or not _abi.rules[rule].matrix:
+    if p.dim() < 2 or not _abi.rules[rule].matrix:
         return False
+    if not is_dtensor(p):
+        return group_of(owners) is not None
     cut = [x.dim for x in p.placements if hasattr(x, "dim")]
     laid = _matrices.lay(rule, p.shape, how)
-    return any(cut) or len(_matrices.lines_of(laid, 0)) < 2
+    return any(cut) or not _matrices.is_cut_between(rule, laid, _ranks_of_rows(p))
 
 
-def part_of(p, name, flat=False, rule=None, how=("auto", 1)):
-    """Returns the Part of a parameter. Returns None if it is here as a whole and is not a flat
-    buffer. `how` is as lay() takes it."""
+def sharing_groups(p, owners):
+    """Returns the process groups of the ranks that share a gathered parameter: one for each
+    dimension of its mesh, or that of `owners`."""
+    if not is_dtensor(p):
+        return [group_of(owners)]
+    mesh = p.device_mesh
+    return [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
+
+
+def part_of(p, name, flat=False, rule=None, how=_matrices.AUTO, owners=None):
+    """Returns the Part of a parameter. Returns None if it is here as a whole, is stepped here and
+    is not a flat buffer. `how` and `owners` are as is_gathered() takes them."""
+    gathered = rule is not None and is_gathered(rule, p, how, owners)
     if is_dtensor(p):
         global seen
         seen = True
+    if is_dtensor(p) or gathered:
         laid = tuple(p.shape) if rule is None else _matrices.lay(rule, p.shape, how)
-        gathered = rule is not None and is_gathered(rule, p, how)
         return (Gathered if gathered else Part)(p, name, laid)
     return Part(p, name, tuple(p.shape)) if is_flat(p, flat) else None
 
@@ -304,7 +323,7 @@ def is_sharded_buffer(p):
 
 
 def group_of(norm_group):
-    """Returns the process group that the option stands for; True is all ranks."""
+    """Returns the process group that an option stands for; True is all ranks."""
     if norm_group is None or norm_group is False:
         return None
     return torch.distributed.group.WORLD if norm_group is True else norm_group

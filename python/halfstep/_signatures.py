@@ -89,7 +89,7 @@ def options_of(rule, common):
         shared["decoupled_weight_decay"] = False
     first = ("lr", *_ORDER.get(rule.name, ("betas", "eps", "weight_decay", *own)))
     if rule.matrix:
-        shared["matrix"], shared["heads"] = "auto", 1
+        shared["matrix"], shared["heads"], shared["split"] = "auto", 1, None
     known = {**own, **shared, **common}
     positional = {name: known[name] for name in first if name in known}
     return positional, {name: v for name, v in known.items() if name not in positional}
@@ -99,6 +99,7 @@ def options_of(rule, common):
 _TYPES = {
     "adamw": "Optional[Mapping[str, Any]]",
     "adamw_names": "Optional[Sequence[str]]",
+    "split": "Optional[Sequence[int]]",
     "ns_coefficients": "Union[Tuple[float, float, float], str]",
 }
 
@@ -126,7 +127,8 @@ _TITLES = {
         ' last two; "flatten", one matrix of dimension 0 by the rest; "auto", what the rule\'s'
         " authors take it for (docs/python.md)"
     ),
-    "heads": "number of equal blocks of rows that are matrices of their own (heads; q, k and v)",
+    "heads": "number of equal blocks of rows that are matrices of their own (heads)",
+    "split": "rows of the blocks that are matrices of their own, such as q, k and v in one weight",
     "adam_eps": "eps of the parameters that are no matrices, which AdamW steps",
     "adamw": (
         "options of AdamW, which then steps embeddings, heads and whatever is no matrix, in groups"

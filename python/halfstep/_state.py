@@ -20,6 +20,7 @@ OURS = (
     "cautious",
     "matrix",
     "heads",
+    "split",
     *_layout.TOLD,
 )
 #: rules whose optimizers in torch save no step count
@@ -115,7 +116,9 @@ def _check_state(groups, rule, name, p, state, hypers, how):
     codec = _convert.Codec(
         recipe or rule.name,
         hypers,
-        part.laid if gathered else _matrices.lay(rule.name, here.shape, how),
+        part.laid
+        if gathered
+        else _matrices.here(_matrices.lay(rule.name, p.shape, how), here.shape),
         name,
         (identity or 1) % 2**64,
         part,
@@ -188,6 +191,7 @@ def _check_streams(codec, state, name, recipe, part):
         if s.key not in state:
             raise ValueError(
                 f"halfstep: parameter {name!r} has no state {s.key!r}, which {recipe} needs"
+                + (_convert.ONE_MATRIX if isinstance(codec.shape, _matrices.Laid) else "")
             )
         tensors[s.key] = tensor = _convert.adopt(state[s.key], s, name)
         if s.part == ".scale":

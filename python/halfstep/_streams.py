@@ -117,9 +117,7 @@ def lay_out(handle, index, recipe, options, part, shape, name):
     of its group."""
     rule = _abi.rules[recipe.partition("/")[0]]
     streams, fell_back = streams_of(handle, index, rule, shape, None if part is None else part.rows)
-    if part is not None and part.gathered:
-        part.place(streams)
-    elif part is not None and part.mesh is not None:
+    if part is not None and (part.gathered or part.mesh is not None):
         # A sharded stream needs the shape of the whole, which only a handle that holds the whole
         # can tell.
         whole = Handle(1, 0)

@@ -77,8 +77,7 @@ class Updates:
         if engine.ranks.needed and not self._agreed:
             self._agree()
         micro = self.groups.options.optimizer_accumulation
-        moved = [m for m, _ in back if isinstance(m, Member)]
-        self.placement.arrive([m for m in moved if m.offloaded])
+        self.placement.arrive([m for m, _ in back if isinstance(m, Member)])
         code, handle = engine.step(micro)
         if engine.asynchronous:
             engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
@@ -89,16 +88,18 @@ class Updates:
         if done:
             self.accumulation.gathered(stepped if given is None else list(given), micro)
         if micro:
-            self._finish(engine, code, [(m, None) for m in moved if m.gathered], (), handle)
+            self._finish(engine, code, (), (), handle)
             return
         self._finish(engine, code, back, stepped, handle)
         if self.cache.empty and done:
             self.count_empty()
 
     def _agree(self):
-        params = [member for member in self.groups.members() if _sharding.is_dtensor(member[2])]
+        settings, groups = self.groups.settings(), self.groups.param_groups
+        shared = {id(p) for c in _ranks.classes_of(settings, groups) if c.groups for p in c.params}
+        params = [member for member in self.groups.members() if id(member[2]) in shared]
         wanted, _ = self.placement.describe([(g, i, p, "f32") for g, i, p in params])
-        _ranks.agree(self.groups.settings(), self.groups.param_groups, wanted)
+        _ranks.agree(settings, groups, wanted)
         self._agreed = True
 
     def refuse(self):
@@ -131,7 +132,7 @@ class Updates:
             self.placement.arrive([m])
         code = engine.step_one(m, *found, micro)
         if micro:
-            back = [(m, None)] if m.gathered else []
+            back = ()
         if engine.asynchronous and not m.offloaded:
             engine.keep_until_read([local(grad), *ready.keep])
         if code == _abi.NONFINITE and not micro:
@@ -165,14 +166,12 @@ class Updates:
                 return
         elif code:
             check(code, handle)
-        offloaded, state = [], self.groups.state
+        offloaded = []
         for p, weight in back:
-            if not isinstance(p, Member):
-                local(p).detach().copy_(weight)
-            elif p.offloaded:
+            if isinstance(p, Member):
                 offloaded.append(p)
             else:
-                engine.scatter(p, state[p.p], weight)
+                local(p).detach().copy_(weight)
         increment_versions(stepped)
         self.placement.put_back(offloaded)
         self.residuals.stepped(engine, stepped)

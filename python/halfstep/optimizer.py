@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
-from . import _abi, _files, _matrices, _sharding, _state, accumulate
+from . import _abi, _files, _layout, _matrices, _sharding, _state, accumulate
 from ._groups import LISTS
 from ._handles import seed_of
 from ._options import Options, keep_plain
@@ -18,7 +18,7 @@ from ._parameters import check_parameter, weight_format
 from ._parts import Parts
 from ._placement import Placement
 from ._release import check_release
-from ._torch import VERSION, no_dynamo
+from ._torch import VERSION, no_dynamo, warn_once
 
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
@@ -147,6 +147,10 @@ class Optimizer(torch.optim.Optimizer):
                     by, the verdict on gradients and a rule's sums over all tensors are then those
                     of the whole group. All its ranks call step() equally often. Not saved and not
                     copied
+    owners          a torch.distributed group (True: all ranks) whose ranks hold the same
+                    parameters and gradients, as under DistributedDataParallel. Each matrix of Muon,
+                    Adafactor and CAME is then stepped by one rank, which sends weight and states to
+                    the others. DTensors need no such option. Not saved and not copied
     flat            True: vectors of 4096 elements or more are flat buffers of many parameters,
                     which take block formats. "shards": each rank also holds another shard, and gets
                     random bits of its own. FSDP1's buffers are recognized without it
@@ -188,6 +192,7 @@ class Optimizer(torch.optim.Optimizer):
         gradient_release: bool = False,
         optimizer_accumulation: bool = False,
         norm_group: Any = None,
+        owners: Any = None,
         flat: Union[bool, str] = False,
         foreach: Optional[bool] = None,
         fused: Optional[bool] = None,
@@ -206,6 +211,7 @@ class Optimizer(torch.optim.Optimizer):
         if flat not in (False, True, "shards"):
             raise ValueError(f"halfstep: unknown flat={flat!r}; known: False, True, 'shards'")
         self.norm_group, self.flat, self.threads = norm_group, flat, threads
+        self.owners = owners
         self.compile = compile
         if compile:
             self._register()
@@ -282,8 +288,10 @@ class Optimizer(torch.optim.Optimizer):
             _state.check_names(group, place)
             parts.names.give(group)
         parts.options.check(group)
+        taking_part = []
         for i, p in enumerate(group["params"]):
             if parts.groups.takes_part(p):
+                taking_part.append(i)
                 name = parts.names.of(place, i)
                 check_parameter(p, name)
                 weight_format(parts.options.formats(group, p)[0], p.dtype, name)
@@ -295,6 +303,8 @@ class Optimizer(torch.optim.Optimizer):
                 "torch.compile the model and call step() as it is",
             )
         parts.inspection.check_cuts(place)
+        for caveat in _layout.caveats(parts.names.recipe(place, i) for i in taking_part):
+            warn_once(caveat)
 
     @property
     def seed(self):
@@ -321,6 +331,24 @@ class Optimizer(torch.optim.Optimizer):
     @norm_group.setter
     def norm_group(self, group):
         self._parts.options.norm_group = group
+        self._parts.updates.doubt_ranks()
+        self._parts.cache.drop()
+
+    @property
+    def owners(self):
+        """The torch.distributed group of the option. It can be neither saved nor copied, so set it
+        again after loading or copying."""
+        return self._parts.options.owners
+
+    @owners.setter
+    def owners(self, group):
+        rules = self.rule, *self._parts.options.partners
+        if group and not any(_abi.rules[rule].matrix for rule in rules):
+            raise ValueError(
+                f"halfstep: owners={group!r}, but {type(self).__name__} steps no matrices as a"
+                " whole, so no rank can do it for others: leave owners out"
+            )
+        self._parts.options.owners = group
         self._parts.updates.doubt_ranks()
         self._parts.cache.drop()
 

@@ -10,7 +10,7 @@ from html import escape
 import torch
 
 from . import _abi, _layout
-from ._matrices import fields_of, lay
+from ._matrices import fields_of, has_products, lay, taken
 from ._parameters import PLAIN, stored_dtype
 from ._release import check_release
 from .streaming import BUFFER_BYTES, BUFFERS
@@ -74,8 +74,10 @@ class Plan:
     """The answer of `halfstep.plan`. `rows` are sorted, the smallest first. `str()` is a table of
     them."""
 
-    def __init__(self, rows, parameters, release, memory, offload=False, placed=False):
+    def __init__(self, rows, parameters, release, memory, offload=False, placed=False, notes=()):
         self.rows = rows
+        #: lines that say what rules of matrices take the shapes for
+        self.notes = notes
         #: True if rows say where states are (device_memory=)
         self.placed = placed
         self.offload = offload
@@ -116,7 +118,8 @@ class Plan:
         return list(columns), [[cell(row) for cell in columns.values()] for row in self.rows]
 
     def _lines(self):
-        code = f"\nDevice code for GPUs: {_abi.lib.halfstep_device_code().decode()}."
+        code = "".join("\n" + line for line in self.notes)
+        code += f"\nDevice code for GPUs: {_abi.lib.halfstep_device_code().decode()}."
         if self.placed:
             fitting = sum(bool(row.fits) for row in self.rows)
             return (
@@ -138,6 +141,7 @@ class Plan:
         foot += "".join(
             "\n" + line for line in _layout.precise_states(row.recipe for row in self.rows)
         )
+        foot += "".join(f"\n{line}." for line in _layout.caveats(row.recipe for row in self.rows))
         if self.offload and self.rows:
             copied = max(row.copied for row in self.rows)
             foot += (
@@ -335,8 +339,9 @@ def plan(
     It assumes that all parameters that train are stored in the recipe's weight format
     (`model.to(torch.bfloat16)` for the bf16 ones), and gradients in the same width. Parameters with
     requires_grad=False are counted as they are. Nothing is allocated, so the model may be on the
-    meta device. Hyper-parameters that change which states exist have their defaults: SGD is without
-    momentum.
+    meta device. Options that change which states exist have their defaults: SGD is without
+    momentum, matrices are not cut by heads= or split=. The workspace of Muon, Adafactor and CAME
+    is not counted; it fits their largest matrix.
 
     model_or_shapes: a module, a dict of shapes by name, or (name, shape) pairs; a tensor may stand
         for its shape.
@@ -378,21 +383,22 @@ def plan(
     shapes, frozen = _tensors(model_or_shapes)
     limit = memory if device_memory is None else device_memory
     limit = None if limit is None else _bytes(limit)
-    rows = []
+    rows, notes = [], {}
     for recipe in (
         [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes
     ):
         recipe = _abi.recipe_full(recipe)
         rule = _abi.rules[recipe.split("/")[0]]
+        streamed = has_products(rule)  # what CPUOffload does with its matrices
         if release:
             check_release(rule, rule.label)
         gradient = PLAIN[stored_dtype(recipe.split("/")[1])]
-        sizes = {}
-        for shape in shapes:
-            if shape not in sizes:
-                sizes[shape] = (0, 0, 0)
-                if math.prod(shape):
-                    sizes[shape] = _abi.tensor_bytes(recipe, **fields_of(lay(rule.name, shape)))
+        laid = {shape: lay(rule.name, shape) for shape in shapes}
+        notes[rule.name] = taken(rule.name, laid.values())
+        sizes = {
+            shape: _abi.tensor_bytes(recipe, **fields_of(x)) if math.prod(shape) else (0, 0, 0)
+            for shape, x in laid.items()
+        }
         weights, extras, states = (sum(sizes[shape][i] for shape in shapes) for i in range(3))
         largest = max((extra + state for _, extra, state in sizes.values()), default=0)
         each = [math.prod(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]
@@ -401,11 +407,17 @@ def plan(
             found = _ways(
                 one, max(each, default=0), largest, limit, bus, host, device, not rule.totals
             )
+            if streamed:  # as with StateStreaming
+                found = [way for way in found if not way.way.startswith("CPUOffload")]
             rows += found if isinstance(recipes, str) else [min(found, key=_preference)]
             continue
-        gradients = max(each, default=0) if release or offload == "gradients" else sum(each)
+        freed = release or offload == "gradients" and not streamed
+        gradients = max(each, default=0) if freed else sum(each)
         host = copied = 0
-        if offload:
+        if offload and streamed:
+            host, copied = extras + states, 2 * (extras + states)
+            extras, states = 0, min(BUFFERS * max(BUFFER_BYTES, largest), host)
+        elif offload:
             copied = weights + sum(each)
             host = extras + states + copied  # less in release, where copies of gradients are shared
             extras = states = 0
@@ -434,6 +446,7 @@ def plan(
         limit,
         bool(offload),
         device_memory is not None,
+        [f"{rule} takes {text}." for rule, text in notes.items() if text],
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from . import _abi, _devices
 from ._hosted import Hosted, HostedPlacement
-from ._matrices import fields_of, lay
+from ._matrices import fields_of, here, lay
 from ._sharding import local
 from .optimizer import Kept, Optimizer, Params
 
@@ -60,13 +60,16 @@ class Bus:
 class Stage:
     """Members whose states are on the GPU together, in one buffer."""
 
+    #: the device of states between steps
+    kept = _devices.HOST
+
     def __init__(self, bus):
         self.bus, self.number, self.size = bus, len(bus.stages), 0
         bus.stages.append(self)
         #: for each member: where each of its streams begins in the buffer, by key
         self.places = {}
         #: for each member: the event after which its states are in CPU memory
-        self.kept = {}
+        self.left = {}
         #: the event after which all states are in the buffer
         self.ready = None
         self.state = None
@@ -97,8 +100,8 @@ class Stage:
     def _fetch(self, members):
         """Begins to copy states into the buffer. Returns the event after which they are there."""
         bus, buffer = self.bus, self.bus.buffer(self)
-        kept = [self.kept[m] for m in members if m in self.kept]
-        for event in {id(event): event for event in kept}.values():
+        left = [self.left[m] for m in members if m in self.left]
+        for event in {id(event): event for event in left}.values():
             bus.up.after(event)
         if buffer.owner is not self and buffer.left is not None:
             bus.up.after(buffer.left)
@@ -111,6 +114,9 @@ class Stage:
         if self.ready is None:
             self.ready = self._fetch(self.places)
             self.bus.buffer(self).owner = self
+
+    def end(self):
+        """Does nothing: what a step leaves is in CPU memory."""
 
     @contextlib.contextmanager
     def states(self, only=None, written=True):
@@ -136,14 +142,14 @@ class Stage:
                     bus.down.copy(here, there)
             buffer.left = bus.down.event()
             if written:
-                self.kept.update(dict.fromkeys(members, buffer.left))
+                self.left.update(dict.fromkeys(members, buffer.left))
 
 
 def _bytes(stream):
     return stream.dtype.itemsize * math.prod(stream.shape)
 
 
-class _Streamed(HostedPlacement):
+class Streamed(HostedPlacement):
     """Steps parameters where they are, with states of large ones in CPU memory."""
 
     def __init__(self, groups, names):
@@ -161,12 +167,13 @@ class _Streamed(HostedPlacement):
     def divide(self, wanted):
         """Divides parameters: first those whose states stay where they are stepped, then stages of
         about the size of a buffer."""
-        stay, buses, room = [], {}, self.groups.options.buffer
+        stay, buses = [], {}
+        room = getattr(self.groups.options, "buffer", BUFFER_BYTES)
         for one in wanted:
             if not self._is_streamed(one.p):
                 stay.append(one)
                 continue
-            laid = lay(one.rule, local(one.p).shape, one.how)
+            laid = here(lay(one.rule, one.p.shape, one.how), local(one.p).shape)
             size = sum(_abi.tensor_bytes(one.recipe, **fields_of(laid))[1:])
             if one.home not in buses:
                 buses[one.home] = Bus(one.home), []
@@ -229,7 +236,7 @@ class StateStreaming(Hosted):
     CPU memory are stepped there.
     """
 
-    _placement = _Streamed
+    _placement = Streamed
     buffer = Kept()
 
     def __init__(

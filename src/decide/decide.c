@@ -94,13 +94,14 @@ static double total_of(const struct hstep_call *call, int share, int j)
     return hstep_exact_end(&total);
 }
 
-/* Prepares the update of a tensor again, now with its sums. *of is the share whose totals stand in `sums`. */
+/* Prepares the update of a tensor again, now with its sums if it has any, and for the matrix of the call. *of is the
+ * share whose totals stand in `sums`. */
 static void prepare_again(const struct hstep_call *call, int tensor, double *sums, int *of)
 {
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    const int known = *of == t->share;
+    const int known = *of == t->share, summed = hstep_needs_sums(t, call->micro);
     const int64_t *limbs = call->statistics + hstep_sum_offset(call, tensor);
-    for (int j = 0; j < t->sums; j++) {
+    for (int j = 0; summed && j < t->sums; j++) {
         const int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
         if (!hstep_is_squared(t, j)) sums[j] = known ? sums[j] : total_of(call, t->share, j);
         else if (t->cautious && j == t->sums - 1)
@@ -108,7 +109,7 @@ static void prepare_again(const struct hstep_call *call, int tensor, double *sum
         else sums[j] = sqrt(hstep_exact_round(sum));
     }
     *of = hstep_rules[t->rule].totals ? t->share : -1;
-    hstep_prepare_update(call, tensor, call->verdict->clip, sums, NULL, &call->plan.updates[tensor]);
+    hstep_prepare_update(call, tensor, call->verdict->clip, summed ? sums : NULL, NULL, &call->plan.updates[tensor]);
 }
 
 int hstep_decide_sums_in(const struct hstep_call *call, int first, int n, double *sums)
@@ -117,7 +118,7 @@ int hstep_decide_sums_in(const struct hstep_call *call, int first, int n, double
     for (int i = first; i < first + n; i++) {
         const struct hstep_tensor *t = &call->plan.tensors[i];
         const int skip = call->plan.updates[i].skip, all = hstep_rules[t->rule].totals && !call->verdict->refused;
-        if ((skip && !all) || !hstep_needs_sums(t, call->micro)) continue;
+        if ((skip && !all) || (!hstep_needs_sums(t, call->micro) && t->blocks < 2)) continue;
         prepare_again(call, i, sums, &of);
         /* A skipped tensor stays skipped. Only the numbers that it shares are updated. */
         call->plan.updates[i].skip = skip;

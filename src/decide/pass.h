@@ -105,7 +105,8 @@ HSTEP_INLINE void hstep_work_start(const struct hstep_call *call, int tensor, en
     w->code[HALFSTEP_SLOT_GRADIENT] = hstep_code_of(call, tensor, HALFSTEP_SLOT_GRADIENT);
     const int works = hstep_is_for_matrix(pass);
     /* Elements are counted in the part held here, but the workspace holds only one matrix. */
-    const int64_t before = call->matrix * t->matrix_rows * t->row_length * (int64_t)sizeof *call->plan.workspace;
+    const int64_t before =
+        works ? hstep_matrix_start(t, call->matrix) * t->row_length * (int64_t)sizeof *call->plan.workspace : 0;
     for (int s = t->slots; s < HSTEP_SLOTS; s++) w->format[s] = HSTEP_FORMAT_NONE;
     w->format[HSTEP_SLOT_WORK] = works ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_NONE;
     w->code[HSTEP_SLOT_WORK] = works ? (char *)((uintptr_t)call->plan.workspace - (uintptr_t)before) : NULL;

@@ -201,7 +201,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         if (is_centralized(g, t)) u->centralize = g->hyper[HSTEP_CENTRALIZE] * scale;
     }
     struct hstep_own own = {.id = t->id,
-                            .rows = t->matrix_rows,
+                            .rows = t->matrix ? hstep_matrix_rows(t, call->matrix) : t->pattern_rows,
                             .row_length = t->row_length,
                             .elements = elements,
                             .matrix = t->matrix || t->pairs,

@@ -15,6 +15,7 @@
 #include <math.h>
 
 #include "decide/prepare.h"
+#include "tables/layout.h"
 
 enum { HSTEP_ROWS_KEEP_NORM = 1, HSTEP_ROWS_FULL_NORM };
 
@@ -41,7 +42,7 @@ HSTEP_INLINE struct hstep_rows hstep_rows_of(const struct hstep_call *call, int 
     const int s = hstep_rows_slot(t);
     struct hstep_rows r = {NULL, 0.0, 0};
     if (!s) return r;
-    r.numbers = t->slot[s].code + call->matrix * t->matrix_rows * (int64_t)sizeof(float);
+    r.numbers = t->slot[s].code + hstep_matrix_start(t, call->matrix) * (int64_t)sizeof(float);
     r.beta = hstep_state_beta(g, s - HALFSTEP_SLOT_STATE);
     r.norm = (int)hstep_state_option(g, s - HALFSTEP_SLOT_STATE);
     return r;

@@ -104,7 +104,7 @@ struct hstep_device {
     int (*decide)(const struct hstep_call *call);
     /* Adds the sums of n tensors from `first` on to the statistics. */
     int (*sum)(const struct hstep_call *call, int first, int n);
-    /* Prepares the updates of n tensors again, from their sums. */
+    /* Prepares the updates of n tensors again, from their sums and for the matrix of the call. */
     int (*decide_sums)(const struct hstep_call *call, int first, int n);
     /* For a matrix with vectors over rows and columns: sums the rule's values of its elements over both, computes the
      * pair's new vectors from these sums, and prepares the tensor's update again. */

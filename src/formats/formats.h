@@ -11,11 +11,11 @@
  *   GEOMETRY     ROWS: blocks of a row; FLAT: blocks of the flattened tensor; TENSOR: one scale, from a sum over the
  *                tensor
  *
- *   dtypes       those of dtypes.def. Two codes of 4 bits share a U8. A scale is F32, BF16, F8_E8M0 or F8_E4M3
+ *   dtypes       those of dtypes.def. Codes of 4 and 6 bits are packed in U8. A scale is F32, BF16, F8_E8M0 or F8_E4M3
  *                (scale.h)
  *
  *   roles        what it may store: WEIGHT, GRADIENT; SIGNED and NONNEG states
- *   code_bits    8 or 4
+ *   code_bits    8, 6 or 4
  *   block        elements that share a scale; 1 << 30 for a whole tensor
  *
  *   stochastic   1: written with random bits. Otherwise codes as coarse as those of blocks would hardly ever change
@@ -48,6 +48,7 @@
 #include "formats/fp8_e5m2.h"
 #include "formats/fp8_lamb16.h"
 #include "formats/int4.h"
+#include "formats/int6.h"
 #include "formats/int8.h"
 
 /* Roles, as rows name them. */

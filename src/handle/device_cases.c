@@ -110,6 +110,7 @@ int hstep_age_cases(halfstep_optimizer *o)
 static int add_tensor(halfstep_optimizer *o, int32_t group, struct shape s, const char *gradient, int part)
 {
     char recipe[64], name[128];
+    const int64_t matrix = s.ndim == 3 ? s.rows / 3 : 0;
     int32_t index;
     int error = halfstep_get_group_recipe(o, group, recipe, sizeof recipe);
     if (error) return error;
@@ -121,7 +122,8 @@ static int add_tensor(halfstep_optimizer *o, int32_t group, struct shape s, cons
                          .ndim = s.ndim,
                          .rows = s.rows,
                          .row_length = s.row_length,
-                         .matrix_rows = s.ndim == 3 ? s.rows / 3 : 0, /* a stack of three, for rules of matrices */
+                         .matrix_rows = matrix, /* a stack of three, for rules of matrices */
+                         .split = {matrix > 3 ? matrix - 2 : 0, matrix > 3 ? 2 : 0},
                          .gradient = gradient},
                     whole = t;
     if (part && s.rows > 1) {
@@ -157,14 +159,15 @@ static int has_flat_format(const halfstep_optimizer *o, int32_t group)
 }
 
 /* Adds tensors in the group: one of a shape that rows and blocks do not fit, and one with long rows. Formats of
- * geometry FLAT also get one that consists of whole blocks. Rules of matrices get a vector, a tall matrix and a
- * stack. */
+ * geometry FLAT also get one that consists of whole blocks. Rules of matrices get a vector, a tall matrix, a
+ * stack, and one whose matrices are split. */
 static int add_general(halfstep_optimizer *o, int32_t group, int part, int matrices)
 {
     static const struct shape odd[] = {{0, 1, 1},  {1, 61, 1}, {2, 37, 1}, {2, 13, 7},
                                        {2, 11, 9}, {2, 5, 32}, {2, 9, 33}, {3, 2, 301}},
                               wide[] = {{2, 3, 256}, {4, 5, 300}, {2, 2, 1000}, {1, 1, 4100}, {2, 6, 64}},
-                              blocks = {2, 16, 256}, vector = {1, 1, 4100}, tall = {2, 70, 5}, stack = {3, 9, 33};
+                              blocks = {2, 16, 256}, vector = {1, 1, 4100}, tall = {2, 70, 5}, stack = {3, 9, 33},
+                              split = {3, 21, 33};
     if (group < 0) return HALFSTEP_OK;
     int error = add_tensor(o, group, odd[group % 8], gradient_format(group), part);
     if (!error) error = add_tensor(o, group, wide[group % 5], gradient_format(group + 1), part);
@@ -172,6 +175,7 @@ static int add_general(halfstep_optimizer *o, int32_t group, int part, int matri
     if (!error && matrices) error = add_tensor(o, group, vector, gradient_format(group + 1), part);
     if (!error && matrices) error = add_tensor(o, group, tall, gradient_format(group), part);
     if (!error && matrices) error = add_tensor(o, group, stack, gradient_format(group + 1), 0);
+    if (!error && matrices) error = add_tensor(o, group, split, gradient_format(group), 0);
     return error;
 }
 

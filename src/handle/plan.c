@@ -75,8 +75,8 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
             t->fused[way] = o->device->find_fused(&o->context, t, (enum hstep_way)way);
         t->first_alike = i && are_alike(t - 1, t) ? t[-1].first_alike : i;
         size_t floats = (t->matrix || t->pairs) && t->runs ? o->device->workspace(t) : 0;
-        /* halfstep_run_norms() puts the vectors of a part aside. */
-        if (t->pairs && t->runs && !hstep_is_whole(t)) floats += (size_t)(t->n_rows + t->matrices * t->row_length);
+        /* halfstep_run_norms() puts the vectors aside. */
+        if (t->pairs && t->runs) floats += (size_t)(t->n_rows + t->matrices * t->row_length);
         if (floats > *workspace) *workspace = floats;
     }
 }

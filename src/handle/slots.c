@@ -29,7 +29,7 @@ static void shape_of(const struct hstep_tensor *t, int slot, int64_t *rows, int6
 {
     *rows = t->n_rows;
     *columns = t->n_columns;
-    hstep_extend(t->slot[slot].extent, t->matrix_rows, rows, columns);
+    hstep_extend(t, t->slot[slot].extent, rows, columns);
 }
 
 int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t slot, halfstep_slot_info *info)

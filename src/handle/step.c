@@ -116,7 +116,7 @@ static int zero_sums(const struct hstep_request *s)
                               (uint64_t)count * sizeof *c->statistics);
 }
 
-/* Makes the sums of a part of matrices with vectors, which need new vectors. Puts the old vectors back afterwards,
+/* Makes the sums of matrices with vectors, which need new vectors. Puts the old vectors back afterwards,
  * because a step that is not finished must not change them. update_factored() makes the new ones again. */
 static int sum_factored(const struct hstep_request *s, int tensor)
 {
@@ -138,7 +138,7 @@ static int sum_factored(const struct hstep_request *s, int tensor)
     return error;
 }
 
-/* Makes the sums of n tensors. A whole tensor with vectors is left to update_factored(). */
+/* Makes the sums of n tensors. */
 static int sum_tensors(const struct hstep_request *s, int first, int n)
 {
     const struct hstep_tensor *tensors = s->o->tensors;
@@ -147,8 +147,7 @@ static int sum_tensors(const struct hstep_request *s, int first, int n)
         for (end = i + 1; end < first + n && !tensors[i].pairs && !tensors[end].pairs; end++) {
         }
         if (!tensors[i].pairs) error = s->o->device->sum(&s->call, i, end - i);
-        else if (tensors[i].runs && !hstep_is_whole(&tensors[i]) && s->call.gradients[i - s->call.first])
-            error = sum_factored(s, i);
+        else if (tensors[i].runs && s->call.gradients[i - s->call.first]) error = sum_factored(s, i);
     }
     return error;
 }
@@ -171,17 +170,18 @@ static int norms(const struct hstep_request *s)
 static int transform(const halfstep_optimizer *o, const struct hstep_call *call, int tensor)
 {
     const struct hstep_tensor *t = &o->tensors[tensor];
-    const struct hstep_own own = {.rows = t->matrix_rows, .row_length = t->row_length, .matrix = 1};
+    const int64_t rows = hstep_matrix_rows(t, call->matrix);
+    const struct hstep_own own = {.rows = rows, .row_length = t->row_length, .matrix = 1};
     int own_asked = 0;
     struct hstep_prepare p = {.own = &own, .own_was_asked = &own_asked};
     float k[HSTEP_MAX_SCALARS];
     hstep_prepare_rule(&o->groups[t->group], &p, k);
-    const struct hstep_matrix m = {tensor, t->matrix_rows, t->row_length, k};
+    const struct hstep_matrix m = {tensor, rows, t->row_length, k};
     return o->device->transform(call, &m);
 }
 
 /* Updates each matrix of a tensor in three passes: the direction into the workspace, its transformation, the change of
- * the weight. */
+ * the weight. If matrices differ in their rows, makes the constants anew for each. */
 static int update_matrices(const struct hstep_request *s, int tensor)
 {
     halfstep_optimizer *o = s->o;
@@ -191,6 +191,7 @@ static int update_matrices(const struct hstep_request *s, int tensor)
     /* Only calls about single tensors, on several threads, can compete for the workspace. */
     hstep_lock(&o->workspace_lock);
     for (c.matrix = 0; !error && c.matrix < o->tensors[tensor].matrices; c.matrix++) {
+        if (o->tensors[tensor].blocks > 1 && (error = o->device->decide_sums(&c, tensor, 1))) break;
         error = o->device->update(&c, tensor, 1, HSTEP_PASS_DIRECTION);
         if (!error && !c.micro && !(error = transform(o, &c, tensor)))
             error = o->device->update(&c, tensor, 1, HSTEP_PASS_CHANGE);
@@ -207,13 +208,13 @@ static int update_factored(const struct hstep_request *s, int tensor)
     const struct hstep_tensor *t = &o->tensors[tensor];
     int error = HALFSTEP_OK;
     if (!c->gradients[tensor - c->first]) return HALFSTEP_OK;
-    /* The sums of a part are those of norms(). A part without elements has only its constants and scalars to renew. */
+    /* A part without elements has only its constants and scalars to renew, from the sums of norms(). */
     if (!t->runs) return hstep_needs_sums(t, 0) ? o->device->decide_sums(c, tensor, 1) : HALFSTEP_OK;
     hstep_lock(&o->workspace_lock);
     for (int pair = 0; !error && pair < t->pairs; pair++) {
         error = o->device->cross(c, tensor, pair);
         if (error || pair || !hstep_needs_sums(t, 0)) continue;
-        if (hstep_is_whole(t)) error = o->device->sum(c, tensor, 1);
+        if (!*s->norms_made) error = o->device->sum(c, tensor, 1);
         if (!error) error = o->device->decide_sums(c, tensor, 1);
     }
     if (!error) error = o->device->update(c, tensor, 1, HSTEP_PASS_UPDATE);

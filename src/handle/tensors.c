@@ -14,7 +14,7 @@ static void size_slot(const struct hstep_tensor *t, struct hstep_slot *slot)
 {
     if (slot->format < 0) return;
     int64_t rows = t->n_rows, columns = t->n_columns;
-    hstep_extend(slot->extent, t->matrix_rows, &rows, &columns);
+    hstep_extend(t, slot->extent, &rows, &columns);
     slot->code_bytes = hstep_code_bytes(slot->format, rows, columns);
     slot->extra_bytes = hstep_extra_bytes(slot->format, rows, columns);
 }
@@ -56,10 +56,10 @@ int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g
         struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_STATE + i];
         *slot = (struct hstep_slot){.format = HSTEP_FORMAT_NONE, .grid = 1.0f};
         if (i >= hstep_rule_states(g->recipe.rule) || !hstep_state_needed(g, i) ||
-            !hstep_state_of_shape(g->recipe.rule, i, t->ndim, t->matrix_rows, t->row_length))
+            !hstep_state_of_shape(g->recipe.rule, i, t->ndim, t->pattern_rows, t->row_length))
             continue;
         int format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length,
-                                           t->matrix_rows);
+                                           hstep_common_rows(t));
         slot->fell_back = format != g->recipe.state[i];
         slot->format = precise_format(g, i, format);
         slot->precise = slot->format != format;
@@ -83,6 +83,18 @@ int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g
 /* The limit of rows x row_length. It keeps index space, bytes of any format and their sums within int64. */
 #define MAX_ELEMENTS ((int64_t)1 << 52)
 
+static int fail_split(const halfstep_optimizer *o, const halfstep_tensor *d)
+{
+    char list[HALFSTEP_MAX_SPLIT * 22] = "";
+    size_t used = 0;
+    for (int i = 0; i < HALFSTEP_MAX_SPLIT && d->split[i]; i++)
+        used += (size_t)snprintf(list + used, sizeof list - used, "%s%lld", i ? " + " : "", (long long)d->split[i]);
+    return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                      "tensor '%s': split is %s; its blocks must have at least 2 rows each, and %lld rows together",
+                      d->name, used ? list : "not a list that begins with its first block",
+                      (long long)(d->matrix_rows ? d->matrix_rows : d->rows));
+}
+
 static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, struct hstep_tensor *t)
 {
     if (d->ndim < 0 || d->rows < 0 || d->row_length < 0 || d->row_length > MAX_ELEMENTS ||
@@ -95,11 +107,12 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
                           "tensor '%s': %d dimension%s need n rows of length 1, or one row of at least 4096", d->name,
                           (int)d->ndim, d->ndim == 1 ? "" : "s");
-    if (d->matrix_rows < 0 || (d->matrix_rows && d->rows % d->matrix_rows))
+    const char *wrong = hstep_divide(t, d);
+    if (wrong && !strcmp(wrong, "split")) return fail_split(o, d);
+    if (wrong)
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
                           "tensor '%s': matrix_rows is %lld; it must be 0 (one matrix) or a divisor of its %lld rows",
                           d->name, (long long)d->matrix_rows, (long long)d->rows);
-    if (d->matrix_rows && hstep_has_matrices(t->rule)) t->matrix_rows = d->matrix_rows;
     t->first_row = d->first_row;
     t->n_rows = d->n_rows;
     t->first_column = d->first_column;
@@ -139,14 +152,19 @@ static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d,
     return hstep_choose_states(o, &o->groups[t->group], d->name, t);
 }
 
+/* Returns 1 if a matrix begins at a row of the whole tensor, or the tensor ends there. */
+static int begins_matrix(const struct hstep_tensor *t, int64_t row)
+{
+    return row % t->pattern_rows == 0 || hstep_matrix_in_whole(t, row) != hstep_matrix_in_whole(t, row - 1);
+}
+
 static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *index)
 {
     if (!d->name || !*d->name) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "a tensor must have a name");
     if (o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist",
                           d->name);
-    struct hstep_tensor t = {
-        .group = d->group, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length, .matrix_rows = d->rows};
+    struct hstep_tensor t = {.group = d->group, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
     int error = hstep_check_group(o, d->group);
     if (error) return error;
     t.rule = o->groups[t.group].recipe.rule;
@@ -160,16 +178,17 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
                               "their random bits; give one of them another id",
                               o->labels[i].name, d->name, (unsigned long long)t.id);
 
-    if ((hstep_is_matrix(t.rule, t.ndim, t.matrix_rows, t.row_length) ||
-         hstep_pairs(t.rule, t.ndim, t.matrix_rows, t.row_length)) &&
+    if ((hstep_is_matrix(t.rule, t.ndim, t.pattern_rows, t.row_length) ||
+         hstep_pairs(t.rule, t.ndim, t.pattern_rows, t.row_length)) &&
         t.n_rows && t.n_columns &&
-        (t.first_row % t.matrix_rows || t.n_rows % t.matrix_rows || t.n_columns != t.row_length))
+        (!begins_matrix(&t, t.first_row) || !begins_matrix(&t, t.first_row + t.n_rows) || t.n_columns != t.row_length))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor '%s': %s steps only whole matrices of %lld x %lld, not rows %lld + %lld and columns "
-                          "%lld + %lld (first + number) of %lld x %lld",
-                          d->name, hstep_rules[t.rule].name, (long long)t.matrix_rows, (long long)t.row_length,
-                          (long long)t.first_row, (long long)t.n_rows, (long long)t.first_column,
-                          (long long)t.n_columns, (long long)t.rows, (long long)t.row_length);
+                          "tensor '%s': %s steps only whole matrices of %lld x %lld%s, not rows %lld + %lld and "
+                          "columns %lld + %lld (first + number) of %lld x %lld",
+                          d->name, hstep_rules[t.rule].name, (long long)t.pattern_rows, (long long)t.row_length,
+                          t.blocks > 1 ? ", or the blocks of its split" : "", (long long)t.first_row,
+                          (long long)t.n_rows, (long long)t.first_column, (long long)t.n_columns, (long long)t.rows,
+                          (long long)t.row_length);
 
     size_t length = strlen(d->name) + 1;
     struct hstep_label label = {0};
@@ -214,8 +233,10 @@ int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_ten
                             .n_rows = t->n_rows,
                             .first_column = t->first_column,
                             .n_columns = t->n_columns,
-                            .matrix_rows = t->matrix_rows,
+                            .matrix_rows = t->pattern_rows,
                             .gradient = hstep_formats[t->slot[HALFSTEP_SLOT_GRADIENT].format].name};
+    for (int i = 0; i < t->blocks && t->blocks > 1; i++)
+        ours.split[i] = t->block_end[i] - (i ? t->block_end[i - 1] : 0);
     return hstep_give_struct(d, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 

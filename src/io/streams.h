@@ -29,12 +29,13 @@ typedef struct hstep_source {
     hstep_error *error;
 } hstep_source;
 
-/* Lists the streams of a tensor except its weight's codes and those without a byte. `shape` are the tensor's sizes, or
- * NULL for those that the optimizer knows. Fails if a stream has no memory yet. */
-/* Returns 1 if a tensor is a stack of matrices. Its rows come from several dimensions of a shape. */
+/* Returns 1 if a tensor consists of several matrices. Its rows may come from several dimensions of a shape, and its
+ * vectors over columns have a row for each matrix. */
 int hstep_is_stack(const halfstep_tensor *tensor);
 /* Returns 1 if sizes are `first`, then sizes with the product `rest`. With `merged`, several sizes may give `first`. */
 int hstep_gives(const uint64_t *shape, uint64_t ndim, uint64_t first, uint64_t rest, int merged);
+/* Lists the streams of a tensor except its weight's codes and those without a byte. `shape` are the tensor's sizes, or
+ * NULL for those that the optimizer knows. Fails if a stream has no memory yet. */
 int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
                        const halfstep_rule_info *rule, const uint64_t *shape, hstep_stream streams[HSTEP_MAX_STREAMS],
                        int *count, hstep_error *error);

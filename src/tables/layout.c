@@ -38,6 +38,54 @@ uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element)
     return (uint64_t)(row * t->row_length + column);
 }
 
+const char *hstep_divide(struct hstep_tensor *t, const halfstep_tensor *d)
+{
+    const int64_t rows = d->matrix_rows ? d->matrix_rows : d->rows;
+    int64_t sum = 0;
+    int n = 0;
+    if (rows < 0 || (rows && d->rows % rows)) return "matrix_rows";
+    for (; n < HALFSTEP_MAX_SPLIT && d->split[n]; n++) {
+        if (d->split[n] < 2 || d->split[n] > rows - sum) return "split";
+        sum += d->split[n];
+    }
+    for (int i = n; i < HALFSTEP_MAX_SPLIT; i++)
+        if (d->split[i]) return "split";
+    if (n && sum != rows) return "split";
+    const int matrices = hstep_has_matrices(t->rule);
+    t->pattern_rows = t->block_end[0] = matrices ? rows : d->rows;
+    t->blocks = matrices && n ? n : 1;
+    for (int i = 0; i < t->blocks && t->blocks > 1; i++) t->block_end[i] = d->split[i] + (i ? t->block_end[i - 1] : 0);
+    return NULL;
+}
+
+int64_t hstep_common_rows(const struct hstep_tensor *t)
+{
+    int64_t common = t->pattern_rows;
+    for (int i = 0; i < t->blocks; i++)
+        for (int64_t rest = t->block_end[i], next; rest; rest = next) {
+            next = common % rest;
+            common = rest;
+        }
+    return common;
+}
+
+int64_t hstep_most_rows(const struct hstep_tensor *t)
+{
+    int64_t most = 0;
+    for (int i = 0; i < t->blocks; i++) {
+        const int64_t rows = t->block_end[i] - (i ? t->block_end[i - 1] : 0);
+        if (rows > most) most = rows;
+    }
+    return most;
+}
+
+void hstep_extend(const struct hstep_tensor *t, int extent, int64_t *rows, int64_t *columns)
+{
+    if (extent == HALFSTEP_EXTENT_ROWS) *columns = 1;
+    if (extent == HALFSTEP_EXTENT_COLUMNS)
+        *rows = hstep_matrix_in_whole(t, t->first_row + t->n_rows) - hstep_matrix_in_whole(t, t->first_row);
+}
+
 void hstep_lay_out(struct hstep_tensor *t)
 {
     int64_t stride = hstep_row_stride(t->row_length), rows = t->n_rows, columns = t->n_columns;
@@ -61,11 +109,16 @@ void hstep_lay_out(struct hstep_tensor *t)
     t->runs = t->dense ? 1 : rows;
     t->run_length = t->dense ? rows * columns : columns;
     if (!rows || !columns) t->runs = t->run_length = 0;
-    t->matrix = hstep_is_matrix(t->rule, t->ndim, t->matrix_rows, t->row_length);
+    t->matrix = hstep_is_matrix(t->rule, t->ndim, t->pattern_rows, t->row_length);
     /* C has no empty arrays, so kernels of a rule without states get a list of one empty state. */
     t->slots = HALFSTEP_SLOT_STATE + (hstep_rule_states(t->rule) > 0 ? hstep_rule_states(t->rule) : 1);
-    t->pairs = hstep_pairs(t->rule, t->ndim, t->matrix_rows, t->row_length);
-    t->matrices = t->matrix || t->pairs ? rows / t->matrix_rows : 1;
+    t->pairs = hstep_pairs(t->rule, t->ndim, t->pattern_rows, t->row_length);
+    t->matrices = 1;
+    t->first_matrix = 0;
+    if (t->matrix || t->pairs) {
+        t->first_matrix = hstep_matrix_in_whole(t, t->first_row);
+        t->matrices = hstep_matrix_in_whole(t, t->first_row + rows) - t->first_matrix;
+    }
     t->sums = hstep_sum_of_state(t, HSTEP_SLOTS) + t->cautious;
 }
 
@@ -100,13 +153,14 @@ static int64_t cut_runs(const struct hstep_tensor *t, int index, int64_t first_r
 
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out)
 {
-    const int64_t matrices = t->matrix && t->runs ? t->matrices : 1, runs = t->dense ? 1 : t->runs / matrices,
-                  length = t->dense ? t->run_length / matrices : t->run_length;
     int64_t n = 0;
     if (!t->runs) return 0;
-    for (int64_t i = 0; i < matrices; i++) {
-        const int64_t run = t->dense ? 0 : i * runs, from = t->dense ? i * length : 0;
-        n += cut_runs(t, index, run, runs, from, from + length, out ? out + n : NULL);
+    if (!t->matrix) return cut_runs(t, index, 0, t->runs, 0, t->run_length, out);
+    for (int64_t i = 0; i < t->matrices; i++) {
+        const int64_t start = hstep_matrix_start(t, i), rows = hstep_matrix_rows(t, i), from = start * t->row_length;
+        struct hstep_chunk *place = out ? out + n : NULL;
+        n += t->dense ? cut_runs(t, index, 0, 1, from, from + rows * t->row_length, place)
+                      : cut_runs(t, index, start, rows, 0, t->run_length, place);
     }
     return n;
 }

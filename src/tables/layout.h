@@ -9,11 +9,53 @@ void hstep_lay_out(struct hstep_tensor *t);
 /* Returns the number of chunks of a laid out tensor. Writes them to `out` if that is not NULL, with tensor number
  * `index`. */
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out);
-/* Returns the first chunk of a matrix, by its number among those held here, or the end of the tensor's chunks for
- * number t->matrices. Every matrix begins with a chunk of its own. */
+/* Takes the rows of matrices from a description, for a tensor whose rule is set. Returns NULL, or the name of the field
+ * that is not valid. */
+const char *hstep_divide(struct hstep_tensor *t, const halfstep_tensor *description);
+/* Returns a number of rows that divides the rows of each matrix. */
+int64_t hstep_common_rows(const struct hstep_tensor *t);
+/* Returns the rows of the largest matrix of the whole tensor. */
+int64_t hstep_most_rows(const struct hstep_tensor *t);
+/* Changes *rows and *columns of the part held here to those of a state with that extent. */
+void hstep_extend(const struct hstep_tensor *t, int extent, int64_t *rows, int64_t *columns);
+
+/* Returns the number of the matrix that a row of the whole tensor lies in. */
+HSTEP_INLINE int64_t hstep_matrix_in_whole(const struct hstep_tensor *t, int64_t row)
+{
+    const int64_t rest = row % t->pattern_rows;
+    int block = 0;
+    while (rest >= t->block_end[block]) block++;
+    return row / t->pattern_rows * t->blocks + block;
+}
+
+/* The following functions count matrices and rows from the first held here. hstep_matrix_start() also takes the number
+ * after the last matrix. Matrices of equal rows need fewer divisions. */
+HSTEP_INLINE int64_t hstep_matrix_of(const struct hstep_tensor *t, int64_t row)
+{
+    if (t->matrices < 2) return 0;
+    if (t->blocks < 2) return row / t->pattern_rows;
+    return hstep_matrix_in_whole(t, t->first_row + row) - t->first_matrix;
+}
+
+HSTEP_INLINE int64_t hstep_matrix_start(const struct hstep_tensor *t, int64_t matrix)
+{
+    if (t->blocks < 2) return matrix * t->pattern_rows;
+    const int64_t number = t->first_matrix + matrix, block = number % t->blocks;
+    return number / t->blocks * t->pattern_rows + (block ? t->block_end[block - 1] : 0) - t->first_row;
+}
+
+HSTEP_INLINE int64_t hstep_matrix_rows(const struct hstep_tensor *t, int64_t matrix)
+{
+    if (t->blocks < 2) return t->pattern_rows;
+    const int64_t block = (t->first_matrix + matrix) % t->blocks;
+    return t->block_end[block] - (block ? t->block_end[block - 1] : 0);
+}
+
+/* Returns the first chunk of a matrix, or the end of the tensor's chunks for the number after the last matrix. Every
+ * matrix begins with a chunk of its own. */
 HSTEP_INLINE int64_t hstep_matrix_chunk(const struct hstep_tensor *t, const struct hstep_chunk *chunks, int64_t matrix)
 {
-    const int64_t element = matrix * t->matrix_rows * t->row_length;
+    const int64_t element = hstep_matrix_start(t, matrix) * t->row_length;
     int64_t low = t->first_chunk, high = low + t->chunks;
     while (low < high) {
         const int64_t middle = low + (high - low) / 2;

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/structs.h"
-#include "tables/tables.h"
+#include "tables/layout.h"
 
 enum {
     WEIGHT = HALFSTEP_ROLE_WEIGHT,
@@ -145,6 +145,23 @@ int halfstep_recipe_full(const char *recipe, char *text, size_t size)
     return error ? error : hstep_recipe_text(&r, text, size);
 }
 
+int halfstep_recipe_caveat(const char *recipe, char *text, size_t size)
+{
+    struct hstep_recipe r;
+    if (!recipe || !text || !size) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
+    if (error) return error;
+    *text = 0;
+    for (int i = 0; i < hstep_rule_states(r.rule); i++) {
+        const struct hstep_state *state = &hstep_rules[r.rule].state[i];
+        if (r.state[i] < 0 || hstep_formats[r.state[i]].code_bits >= state->fewest_bits) continue;
+        int n = snprintf(text, size, "%s: %s in %s %s", hstep_rules[r.rule].name, state->name,
+                         hstep_formats[r.state[i]].name, state->coarse);
+        return (size_t)n < size ? HALFSTEP_OK : HALFSTEP_ERROR_RANGE;
+    }
+    return HALFSTEP_OK;
+}
+
 /* Returns true if a tensor has the state under the rule's default hyper-parameters. */
 static int needed_by_default(int rule, int state, int ndim, int64_t rows, int64_t row_length)
 {
@@ -158,23 +175,23 @@ int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uin
                           uint64_t *states)
 {
     struct hstep_recipe r;
-    halfstep_tensor t = {0};
-    if (!recipe || !tensor || !hstep_take_struct(&t, sizeof t, tensor)) return HALFSTEP_ERROR_ARGUMENT;
+    halfstep_tensor d = {0};
+    if (!recipe || !tensor || !hstep_take_struct(&d, sizeof d, tensor)) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_recipe_parse(recipe, &r, NULL, 0);
     if (error) return error;
+    struct hstep_tensor t = {.rule = r.rule, .rows = d.rows, .row_length = d.row_length, .n_rows = d.rows};
     if (t.rows < 0 || t.row_length < 0 || (t.row_length && t.rows > (INT64_MAX >> 6) / t.row_length) ||
-        t.matrix_rows < 0 || (t.matrix_rows && t.rows % t.matrix_rows))
+        hstep_divide(&t, &d))
         return HALFSTEP_ERROR_SHAPE;
-    if (!t.matrix_rows || !hstep_has_matrices(r.rule)) t.matrix_rows = t.rows;
     if (weight) *weight = hstep_code_bytes(r.weight, t.rows, t.row_length);
     if (weight_extra) *weight_extra = hstep_extra_bytes(r.weight, t.rows, t.row_length);
     if (!states) return HALFSTEP_OK;
     *states = 0;
     for (int i = 0; i < hstep_rule_states(r.rule); i++) {
-        if (!needed_by_default(r.rule, i, t.ndim, t.matrix_rows, t.row_length)) continue;
-        int format = hstep_eligible_format(r.state[i], r.weight, t.ndim, t.rows, t.row_length, t.matrix_rows);
+        if (!needed_by_default(r.rule, i, d.ndim, t.pattern_rows, t.row_length)) continue;
+        int format = hstep_eligible_format(r.state[i], r.weight, d.ndim, t.rows, t.row_length, hstep_common_rows(&t));
         int64_t height = t.rows, width = t.row_length;
-        hstep_extend(hstep_rules[r.rule].state[i].extent, t.matrix_rows, &height, &width);
+        hstep_extend(&t, hstep_rules[r.rule].state[i].extent, &height, &width);
         *states += hstep_code_bytes(format, height, width) + hstep_extra_bytes(format, height, width);
     }
     return HALFSTEP_OK;

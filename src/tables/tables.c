@@ -38,7 +38,8 @@ enum { ROWS = HALFSTEP_GEOMETRY_ROWS, FLAT = HALFSTEP_GEOMETRY_FLAT, TENSOR = HA
     ROW(!(fn##_roles & GRADIENT) || fn##_extra_bits == 0, name, "gradients have no second stream")
 #define BLOCKS_ARE_RIGHT(fn, name, stored_bits)                                                  \
     ROW(!(fn##_roles & (WEIGHT | GRADIENT)), name, "blocks store neither weights nor gradients") \
-    ROW(fn##_code_bits == 8 || fn##_code_bits == 4, name, "codes in blocks have 8 or 4 bits")    \
+    ROW(fn##_code_bits == 8 || fn##_code_bits == 6 || fn##_code_bits == 4, name,                 \
+        "codes in blocks have 8, 6 or 4 bits")                                                   \
     ROW(stored_bits == 8, name, "codes in blocks are stored in bytes")                           \
     ROW(fn##_root >= 0 && fn##_root <= 2, name, "the root of a grid is 0, 1 or 2")
 #define SIZE_IS_RIGHT(fn, name)                                                                                       \
@@ -298,12 +299,12 @@ int hstep_format_serves(int format, int role)
 int64_t hstep_row_stride(int64_t row_length) { return row_length < 32 ? row_length : (row_length + 31) / 32 * 32; }
 
 int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length,
-                          int64_t matrix_rows)
+                          int64_t common_rows)
 {
     if (format < 0 || !hstep_formats[format].block) return format;
     const struct hstep_format *f = &hstep_formats[format];
     int eligible = 1, one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
-    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && matrix_rows * row_length % f->block == 0;
+    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && common_rows * row_length % f->block == 0;
     if (f->geometry == ROWS) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
     if (eligible) return format;
     return weight_format == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_bf16_sr;
@@ -312,7 +313,7 @@ int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows,
 uint64_t hstep_code_bytes(int format, int64_t n_rows, int64_t n_columns)
 {
     const struct hstep_format *f = &hstep_formats[format];
-    /* Half a byte is left over only at the end of a row, or of everything. */
+    /* Bits are left over only at the end of a row, or of everything. */
     if (f->geometry == FLAT) return ((uint64_t)n_rows * (uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8;
     return (uint64_t)n_rows * (((uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8);
 }

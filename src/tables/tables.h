@@ -63,6 +63,10 @@ struct hstep_state {
      * Errors of coarse codes would not average out in it. So the format `precise` replaces a block format. */
     const char *precise_while;
     int precise;
+    /* Formats with fewer bits an element end measurably behind fp32's. `coarse` is a verb with how far, and what to
+     * take. 0: no format is known to. */
+    int fewest_bits;
+    const char *coarse;
 };
 
 /* What a rule needs beyond one pass over independent elements. */
@@ -164,21 +168,15 @@ int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *deta
 int hstep_recipe_text(const struct hstep_recipe *recipe, char *text, size_t size);
 
 /* Returns the format itself, or the format that replaces it for a tensor that a block format cannot serve. Blocks of a
- * flattened tensor end with matrices. */
+ * flattened tensor end with matrices; common_rows divides the rows of each. */
 int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length,
-                          int64_t matrix_rows);
+                          int64_t common_rows);
 /* Returns true if the rule steps matrices, by a transformation or by vectors over rows and columns. */
 int hstep_has_matrices(int rule);
 /* The first returns true if a tensor is stepped as matrices of that shape. hstep_state_of_shape() returns true if such
  * a tensor has the state; second moments serve only tensors that are no matrices. `rows` are those of one matrix. */
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
 int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length); /* pairs of vectors that a matrix has */
-/* Changes the rows and columns of a tensor to those of a state with that extent. Each matrix has a row of columns. */
-HSTEP_INLINE void hstep_extend(int extent, int64_t matrix_rows, int64_t *rows, int64_t *columns)
-{
-    if (extent == HALFSTEP_EXTENT_ROWS) *columns = 1;
-    if (extent == HALFSTEP_EXTENT_COLUMNS) *rows /= matrix_rows;
-}
 int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length);
 /* Returns true if a format can store a state of that role. */
 int hstep_format_serves(int format, int role);

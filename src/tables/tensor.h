@@ -32,8 +32,12 @@ struct hstep_tensor {
     uint64_t id;
     int group, rule, ndim;
     int64_t rows, row_length, first_row, n_rows, first_column, n_columns;
-    int64_t matrix_rows; /* rows of one matrix; `rows` for rules without matrices */
-    int64_t matrices;    /* number of matrices held here; 1 unless the tensor is stepped as matrices */
+    /* The matrices are blocks of rows whose numbers of rows repeat after pattern_rows rows (layout.h). Rules without
+     * matrices have one block of all rows. */
+    int64_t pattern_rows, block_end[HALFSTEP_MAX_SPLIT]; /* where each block of the pattern ends, in rows */
+    int blocks;                                          /* of one pattern */
+    int64_t matrices;     /* number of matrices held here; 1 unless the tensor is stepped as matrices */
+    int64_t first_matrix; /* number in the whole tensor of the first matrix held here; 0 unless there are matrices */
     /* The part held here consists of `runs` runs of `run_length` elements, dense in memory one after another. Run r
      * starts at element index0 + r * index_stride of the space that indexes random bits and blocks. */
     int64_t runs, run_length, index_stride;

@@ -11,6 +11,7 @@
 
 #include <immintrin.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "base/inline.h"
 
@@ -119,6 +120,28 @@ V_OP void vi_store_u16(void *p, vi x)
     const vi words = _mm256_broadcastsi128_si256(_mm_setr_epi32(0x05040100, 0x0d0c0908, -1, -1));
     vi halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(x, words), 0x08);
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(halves));
+}
+/* Moves the two bytes of each field to its lane, and back. Each 128 bits have six bytes. */
+V_OP vi vi_load_u12(const char *p, int64_t i)
+{
+    const vi at = _mm256_setr_epi16(0x0100, -1, 0x0201, -1, 0x0403, -1, 0x0504, -1, 0x0706, -1, 0x0807, -1, 0x0a09, -1,
+                                    0x0b0a, -1);
+    const vi shift = _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4);
+    int32_t last;
+    memcpy(&last, p + i * 6 / 8 + 8, 4);
+    __m128i bytes = _mm_insert_epi32(_mm_loadl_epi64((const __m128i *)(p + i * 6 / 8)), last, 2);
+    vi w = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), at);
+    return _mm256_and_si256(_mm256_srlv_epi32(w, shift), vi_set(0xfff));
+}
+V_OP void vi_store_u12(char *p, int64_t i, vi x)
+{
+    const vi at = _mm256_setr_epi16(0x0100, 0x0802, 0x0a09, -1, -1, -1, -1, -1, -1, -1, -1, 0x0100, 0x0802, 0x0a09, -1,
+                                    -1);
+    vi w = _mm256_shuffle_epi8(_mm256_or_si256(x, _mm256_srli_epi64(x, 20)), at);
+    __m128i bytes = _mm_or_si128(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+    const int32_t last = _mm_extract_epi32(bytes, 2);
+    _mm_storel_epi64((__m128i *)(p + i * 6 / 8), bytes);
+    memcpy(p + i * 6 / 8 + 8, &last, 4);
 }
 
 V_OP vf v_gather(const float *table, vi index) { return _mm256_i32gather_ps(table, index, 4); }

@@ -109,6 +109,23 @@ V_OP vi vi_load_u8(const void *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(
 V_OP void vi_store_u8(void *p, vi x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x)); }
 V_OP vi vi_load_u16(const void *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
 V_OP void vi_store_u16(void *p, vi x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x)); }
+/* Moves three 16-bit words to each 128 bits, then the two bytes of each field to its lane, and back. */
+V_OP vi vi_load_u12(const char *p, int64_t i)
+{
+    const vi words = _mm512_setr_epi64(0x000200010000, 0, 0x000500040003, 0, 0x000800070006, 0, 0x000b000a0009, 0);
+    const vi at = _mm512_broadcast_i32x4(_mm_setr_epi16(0x0100, -1, 0x0201, -1, 0x0403, -1, 0x0504, -1));
+    const vi shift = _mm512_set1_epi64((int64_t)4 << 32);
+    vi w = _mm512_maskz_loadu_epi32(0x3f, p + i * 6 / 8);
+    w = _mm512_shuffle_epi8(_mm512_permutexvar_epi16(words, w), at);
+    return _mm512_and_si512(_mm512_srlv_epi32(w, shift), vi_set(0xfff));
+}
+V_OP void vi_store_u12(char *p, int64_t i, vi x)
+{
+    const vi at = _mm512_broadcast_i32x4(_mm_setr_epi16(0x0100, 0x0802, 0x0a09, -1, -1, -1, -1, -1));
+    const vi words = _mm512_castsi256_si512(_mm256_setr_epi16(0, 1, 2, 8, 9, 10, 16, 17, 18, 24, 25, 26, 0, 0, 0, 0));
+    vi w = _mm512_shuffle_epi8(_mm512_or_si512(x, _mm512_srli_epi64(x, 20)), at);
+    _mm512_mask_storeu_epi32(p + i * 6 / 8, 0x3f, _mm512_permutexvar_epi16(words, w));
+}
 
 V_OP vf v_gather(const float *table, vi index) { return _mm512_i32gather_ps(index, table, 4); }
 V_OP vf v_lookup16(const float *table, vi index) { return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table)); }

@@ -244,6 +244,20 @@ V_OP vf v_load(const float *p) { return V_LANES(vf, p[I]); }
 V_OP void v_store(float *p, vf x) { memcpy(p, x.x, sizeof x.x); }
 V_OP vi vi_load_u8(const void *p) { return V_LANES(vi, hstep_cuda_byte(p, I)); }
 V_OP void vi_store_u8(void *p, vi x) { hstep_cuda_put_word(p, 0, hstep_cuda_bytes(x.x[0], x.x[1], x.x[2], x.x[3])); }
+/* The fields of a lane's scratch, where i is 0. */
+V_OP vi vi_load_u12(const char *p, int64_t i)
+{
+    const uint32_t low = hstep_cuda_word(p, 0), high = hstep_cuda_word(p, 1);
+    const vi r = {{low, low >> 12, low >> 24 | high << 8, high >> 4}};
+    (void)i;
+    return vi_and(r, vi_set(0xfff));
+}
+V_OP void vi_store_u12(char *p, int64_t i, vi x)
+{
+    (void)i;
+    hstep_cuda_put_word(p, 0, x.x[0] | x.x[1] << 12 | x.x[2] << 24);
+    hstep_cuda_put_word(p, 1, x.x[2] >> 8 | x.x[3] << 4);
+}
 
 V_OP vf v_gather(const float *table, vi index) { return V_LANES(vf, table[index.x[I]]); }
 V_OP vf v_lookup16(const float *table, vi index) { return V_LANES(vf, table[index.x[I]]); }

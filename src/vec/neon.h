@@ -134,6 +134,23 @@ V_OP void vi_store_u16(void *p, vi x)
     uint64_t words = vget_lane_u64(vreinterpret_u64_u16(vmovn_u32(x)), 0);
     memcpy(p, &words, 8);
 }
+/* Moves the two bytes of each field to its lane, and back. */
+V_OP vi vi_load_u12(const char *p, int64_t i)
+{
+    const uint8x16_t at = {0, 1, 16, 16, 1, 2, 16, 16, 3, 4, 16, 16, 4, 5, 16, 16};
+    const int32x4_t shift = {0, -4, 0, -4};
+    uint64_t bytes = 0;
+    memcpy(&bytes, p + i * 6 / 8, 6);
+    vi w = vreinterpretq_u32_u8(vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vcreate_u8(0)), at));
+    return vandq_u32(vshlq_u32(w, shift), vi_set(0xfff));
+}
+V_OP void vi_store_u12(char *p, int64_t i, vi x)
+{
+    const uint8x16_t at = {0, 1, 2, 8, 9, 10, 16, 16, 16, 16, 16, 16, 16, 16, 16, 16};
+    const uint64x2_t pairs = vreinterpretq_u64_u32(x), joined = vorrq_u64(pairs, vshrq_n_u64(pairs, 20));
+    uint64_t bytes = vgetq_lane_u64(vreinterpretq_u64_u8(vqtbl1q_u8(vreinterpretq_u8_u64(joined), at)), 0);
+    memcpy(p + i * 6 / 8, &bytes, 6);
+}
 
 V_OP vf v_gather(const float *table, vi index)
 {

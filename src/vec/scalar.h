@@ -93,6 +93,13 @@ V_OP void vi_store_u16(void *p, vi x)
     uint16_t word = (uint16_t)x;
     memcpy(p, &word, 2);
 }
+/* Every other field begins within a byte, behind the end of the one before. */
+V_OP vi vi_load_u12(const char *p, int64_t i) { return (vi_load_u16(p + i * 6 / 8) >> i * 6 % 8) & 0xfff; }
+V_OP void vi_store_u12(char *p, int64_t i, vi x)
+{
+    char *at = p + i * 6 / 8;
+    vi_store_u16(at, i * 6 % 8 ? vi_or(vi_and(vi_load_u8(at), 15), x << 4) : x);
+}
 
 V_OP vf v_gather(const float *table, vi index) { return table[index]; }
 V_OP vf v_lookup16(const float *table, vi index) { return table[index]; }

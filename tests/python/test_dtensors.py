@@ -167,6 +167,61 @@ def test_matrices_are_gathered(pool, size):
     check(MUON_CASES, pool.run(size, one_mesh, MUON_CASES))
 
 
+#: parameters of several matrices, by name: shape, options of the group, and the numbers of ranks
+#: for which Muon and the rules with vectors need not gather them
+BLOCKS = {
+    "qkv": ((24, 40), {"split": [12, 6, 6]}, (2,), ()),
+    "ends": ((18, 40), {"split": (6, 6, 3, 3)}, (3,), ()),
+    "heads": ((24, 40), {"heads": 6}, (2, 3), (2, 3)),
+    "inside": ((20, 40), {"split": [8, 8, 4]}, (), ()),
+    "experts": ((5, 10, 40), {"split": [6, 4]}, (2, 3, 4), (2, 3, 4)),
+}
+
+
+def in_groups(params):
+    return [{"params": [(name, p)], **BLOCKS[name][1]} for name, p in params.items()]
+
+
+def blocks(rank, size, cases, sharded=True):
+    """Returns the bits of these parameters, and the names of those that are gathered. Ranks that
+    have whole ones give their matrices to owners."""
+    found = []
+    for rule, recipe, options in cases:
+        dtype, formats = RECIPES[recipe]
+        params = parameters(dtype, {name: row[0] for name, row in BLOCKS.items()})
+        if size and sharded:
+            params = cut({n: p.detach() for n, p in params.items()}, mesh_of((size,)), rows)
+        owners = None if sharded else True
+        opt = class_of(rule)(
+            in_groups(params), lr=0.02, seed=0, owners=owners, **formats, **options
+        )
+        train(opt, params, 0, 3)
+        gathered = {m.name for m in opt._parts.cache.engine.members if m.gathered}
+        found.append((all_bits(opt, params), gathered))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.all)])
+def test_blocks_of_rows_stay_on_their_ranks(pool, size):
+    """Splits and heads have the bits of one process. They are gathered only if a rank would hold a
+    part of a block, or of a vector's rows."""
+    cases = [
+        ("muon", "f32", {"clip_norm": 0.5}),
+        ("muon", "ecc8-int8", {}),
+        ("adafactor", "ecc8-int8", {"beta1": 0.9}),
+        ("came", "sr-int4", {}),
+    ]
+    wanted = blocks(0, 0, cases)
+    for sharded in (True, False)[: 1 + (size == 2)]:
+        for answers in pool.run(size, blocks, cases, sharded):
+            for (rule, recipe, _), (got, gathered), (ours, _) in zip(cases, answers, wanted):
+                assert got == ours, (rule, recipe, sharded)
+                rest = {
+                    n for n, row in BLOCKS.items() if size not in row[2 if rule == "muon" else 3]
+                }
+                assert gathered == (rest if sharded else BLOCKS.keys()), (rule, recipe, sharded)
+
+
 def micro_batches(rank, size, sharded=True):
     """Puts gradients of two micro-batches into the states one parameter at a time, then updates."""
     shapes = {"w": (24, 64), "b": (33,)}
@@ -275,7 +330,17 @@ def net_loss(model, step):
     return model(x).float().pow(2).mean()
 
 
-def sharded_net(kind, dtype):
+class Blocks(nn.Module):
+    """A stack of experts, one weight whose parts stay on their ranks, and one that is gathered."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(4)
+        for name in ("experts", "heads", "inside"):
+            setattr(self, name, Parameter(torch.randn(BLOCKS[name][0], dtype=dtype)))
+
+
+def sharded_net(kind, dtype, make=Net):
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
@@ -284,7 +349,7 @@ def sharded_net(kind, dtype):
         parallelize_module,
     )
 
-    size, model, options = torch.distributed.get_world_size(), Net(dtype), {}
+    size, model, options = torch.distributed.get_world_size(), make(dtype), {}
     if kind in ("tp", "fsdp2+tp"):
         mesh = mesh_of((size // 2, 2), ("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -292,7 +357,7 @@ def sharded_net(kind, dtype):
     if kind == "hsdp":
         return fully_shard(model, mesh=mesh_of((2, size // 2), ("replicas", "shards")))
     mesh = mesh_of((size,))
-    if kind == "fsdp2":
+    if kind == "fsdp2" and make is Net:
         for part in (model.up, model.down):
             fully_shard(part, mesh=mesh)
     elif kind == "columns":
@@ -533,7 +598,9 @@ def test_reading_and_writing_a_gathered_matrix(pool):
 # ---- torch.distributed.checkpoint ----------------------------------------------------------------
 
 
-def resharded(rank, size, folder, rule, recipe, kind, flatten, last, loads, saves):
+def resharded(
+    rank, size, folder, rule, recipe, kind, flatten, last, loads, saves, make=Net, **more
+):
     """Loads the checkpoint `loads` if there is one, trains to the step `last`, and saves as
     `saves`. Returns the bits."""
     import torch.distributed.checkpoint as checkpoint
@@ -544,13 +611,14 @@ def resharded(rank, size, folder, rule, recipe, kind, flatten, last, loads, save
     )
 
     dtype, formats = RECIPES[recipe]
-    model = sharded_net(kind, dtype) if kind else Net(dtype)
+    model = sharded_net(kind, dtype, make) if kind else make(dtype)
     opt = class_of(rule)(
-        model.named_parameters(),
+        in_groups(named(model)) if make is Blocks else model.named_parameters(),
         lr=0.02 if loads is None else 0.5,
         seed=0 if loads is None else 9,
         clip_norm=0.5,
         **formats,
+        **more,
     )
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     first = 0
@@ -599,3 +667,36 @@ def test_checkpoints_reshard(pool, tmp_path, rule, recipe, flatten):
     for bits_found, lr in found:
         assert lr == 0.02
         assert bits_found == wanted[0][0]
+
+
+def blocks_resharded(rank, size, folder, cases, last, loads, *kinds):
+    """Saves if nothing is loaded. Else returns the bits for each kind of model; None is a whole one
+    that loads nothing."""
+    return [
+        resharded(
+            *(rank, size, f"{folder}/{i}", rule, recipe, kind, flatten, last),
+            *(loads if kind else None, None if loads else "saved", Blocks),
+            **more,
+        )
+        for kind in kinds
+        for i, (rule, recipe, flatten, more) in enumerate(cases)
+    ]
+
+
+def test_checkpoints_reshard_stacks_and_splits(pool, tmp_path):
+    """What 2 ranks of FSDP2 save goes on with 1, 3 and 4 ranks."""
+    cases = [
+        (rule, recipe, recipe == "f32", more)
+        for rule, more in (("muon", {}), ("adafactor", {"beta1": 0.9}))
+        for recipe in ("f32", "ecc8-int8")
+    ]
+    run = str(tmp_path), cases
+    pool.run(2, blocks_resharded, *run, 2, None, "fsdp2")
+    ((*answers,),) = pool.run(1, blocks_resharded, *run, 4, "saved", None, "fsdp2")
+    wanted, found = answers[: len(cases)], {1: [answers[len(cases) :]]}
+    for size in (3, 4):
+        found[size] = pool.run(size, blocks_resharded, *run, 4, "saved", "fsdp2")
+    for size, ranks in found.items():
+        for answers in ranks:
+            for case, (got, lr), (bits_wanted, _) in zip(cases, answers, wanted):
+                assert lr == 0.02 and got == bits_wanted, (size, case)

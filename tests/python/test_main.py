@@ -69,6 +69,10 @@ def test_plan(capsys, tmp_path):
         capsys, "plan", str(tmp_path / "model.safetensors"), "--recipes", "adamw/f32/f32"
     )
     assert code == 0 and "22 parameters" in out and out.count("adamw/") == 2  # a row and its bar
+    save_file({"experts": torch.zeros(4, 6, 32)}, str(tmp_path / "model.safetensors"))
+    recipes = "muon/f32/int8,came/f32/int8,adamw/f32/f32"
+    code, out, _ = said(capsys, "plan", str(tmp_path / "model.safetensors"), "--recipes", recipes)
+    assert code == 0 and out.count("takes [4, 6, 32] as 4 matrices of 6 x 32.") == 2
 
 
 ROOT = os.environ.get("HALFSTEP_SOURCE") or os.path.join(

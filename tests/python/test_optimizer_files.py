@@ -45,9 +45,9 @@ def addresses(tensors):
 
 class InC:
     """The optimizer of the parameters `params` in C, with states of the library: a group for each
-    recipe. `recipe` is one for all, or one for each name."""
+    recipe. `recipe` is one for all, or one for each name. `how` is what groups say of matrices."""
 
-    def __init__(self, recipe, params):
+    def __init__(self, recipe, params, how=_matrices.AUTO):
         # Its dependencies too: one copy of the core library serves both.
         self.lib = ctypes.CDLL(LIBRARY)
         for name in ("halfstep_read_optimizer", "halfstep_write_optimizer"):
@@ -71,7 +71,7 @@ class InC:
                 struct_size=ctypes.sizeof(_abi.Tensor),
                 group=groups[recipes[name]],
                 name=name.encode(),
-                **_matrices.fields_of(_matrices.lay(recipes[name].partition("/")[0], p.shape)),
+                **_matrices.fields_of(_matrices.lay(recipes[name].partition("/")[0], p.shape, how)),
                 gradient=FORMATS[p.dtype],
             )
             self.must(self.lib.halfstep_add_tensor(self.handle, byref(tensor), byref(c_int32())))
@@ -152,16 +152,28 @@ def test_from_python_to_c_and_back(rule, recipe, tmp_path):
     assert weights_of(params) == weights_of(back)
 
 
+#: options, and shapes that they fit. A vector over the columns of `square` has as many numbers as
+#: one over its rows.
+MATRICES = {
+    "stacks": ({}, {"experts": (3, 6, 64), "conv": (8, 4, 3, 3), "w": (24, 96)}),
+    "split": ({"split": [12, 6, 6]}, {"qkv": (24, 96), "square": (24, 8), "e": (2, 24, 64)}),
+    "heads": ({"heads": 3}, {"qkv": (24, 96), "square": (24, 8), "e": (2, 24, 64)}),
+}
+
+
 @pytest.mark.parametrize("shapes", [True, False])
 @pytest.mark.parametrize("rule", ["muon", "adafactor", "came"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_stacks_from_python_to_c_and_back(rule, recipe, shapes, tmp_path):
+@pytest.mark.parametrize("kind", MATRICES)
+def test_stacks_from_python_to_c_and_back(rule, recipe, shapes, kind, tmp_path):
     dtype, options = RECIPES[recipe]
-    params = parameters(dtype, {"experts": (3, 6, 64), "conv": (8, 4, 3, 3), "w": (24, 96)})
+    cut, sizes = MATRICES[kind]
+    options = {**options, **cut}
+    params = parameters(dtype, sizes)
     opt = class_of(rule)(params.items(), lr=0.01, **options)
     run(opt, params, 0, 2)
     opt.save_safetensors(tmp_path / "python.safetensors")
-    in_c = InC(opt._parts.names.recipe(0, 0), params)
+    in_c = InC(opt._parts.names.recipe(0, 0), params, _matrices.how_of(cut))
     in_c.read(tmp_path / "python.safetensors")
     in_c.write(tmp_path / "c.safetensors", weights=True, shapes=shapes)
     back = twins(params)
@@ -170,6 +182,40 @@ def test_stacks_from_python_to_c_and_back(rule, recipe, shapes, tmp_path):
     run(opt, params, 2, 4)
     run(other, back, 2, 4)
     assert weights_of(params) == weights_of(back)
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 64), (8, 4, 3, 3)])
+@pytest.mark.parametrize("rule", ["muon", "adafactor", "came"])
+def test_files_from_before_stacks(rule, shape, tmp_path):
+    """A file that took the parameter for one matrix is refused by name, in C and in Python, or goes
+    on with what is written there. Muon takes four dimensions for one matrix to this day."""
+    params = parameters(torch.float32, {"experts": shape})
+    opt = class_of(rule)(params.items(), lr=0.01, states="int8", matrix="flatten")
+    run(opt, params, 0, 2)
+    path, recipe = tmp_path / "old.safetensors", opt._parts.names.recipe(0, 0)
+    opt.save_safetensors(path)
+    flat = _matrices.How("flatten")
+    in_c = InC(recipe, params, flat)
+    in_c.read(path)
+    back = twins(params)
+    other = class_of(rule)(back.items(), lr=0.01, states="int8", matrix="flatten")
+    other.load_safetensors(path)
+    for one, held in ((opt, params), (other, back)):
+        run(one, held, 2, 4)
+    assert weights_of(params) == weights_of(back)
+    fresh = class_of(rule)(twins(params).items(), lr=0.01, states="int8")
+    if rule == "muon" and len(shape) > 3:
+        fresh.load_safetensors(path)
+        return
+    with pytest.raises(
+        ValueError, match="'experts'.* goes on with matrix=\"flatten\" in its group"
+    ):
+        fresh.load_safetensors(path)
+    assert not fresh.state
+    with pytest.raises(
+        AssertionError, match="experts/.*describe the tensor as one matrix to go on"
+    ):
+        InC(recipe, params).read(path)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

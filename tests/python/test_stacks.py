@@ -1,4 +1,5 @@
-"""Tests what the rules of matrices take parameters for: stacks of matrices, kernels, heads."""
+"""Tests what the rules of matrices take parameters for: stacks of matrices, kernels, heads and
+splits."""
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from conftest import bits, randn
 from torch.nn import Parameter
 
 import halfstep
+from halfstep import _abi, _layout
 
 CLASSES = (halfstep.Muon, halfstep.Adafactor, halfstep.CAME)
 #: options without sums over the parameter, which matrices by themselves do not share
@@ -56,17 +58,62 @@ def test_kernels_of_one_number_are_not_factored(cls):
         assert torch.equal(plain.flatten(), vector)
 
 
+def blocks_of(shape, sizes):
+    """Returns a function that cuts a tensor into the blocks of rows of each of its matrices."""
+    return lambda x: [
+        part for matrix in x.reshape(-1, *shape[-2:]) for part in matrix.split(list(sizes))
+    ]
+
+
+#: option, shape, rows of the blocks of a matrix
+BLOCKS = [
+    ({"heads": 3}, (24, 20), (8, 8, 8)),
+    ({"split": [12, 6, 6]}, (24, 20), (12, 6, 6)),
+    ({"split": (2, 75, 13)}, (90, 33), (2, 75, 13)),
+    ({"heads": 2}, (3, 12, 20), (6, 6)),
+    ({"split": [5, 7]}, (3, 12, 20), (5, 7)),
+    ({"split": [24]}, (24, 20), (24,)),
+    ({"split": [5, 7], "matrix": "flatten"}, (12, 3, 20), None),
+]
+
+
+@pytest.mark.parametrize("options, shape, sizes", BLOCKS)
 @pytest.mark.parametrize("cls", CLASSES)
-def test_heads_are_blocks_of_rows(cls):
-    _, (whole,) = stepped(cls, [(24, 20)], heads=3, **APART[cls])
-    _, parts = stepped(cls, [(24, 20)], cut=lambda x: list(x.chunk(3)), **APART[cls])
-    assert bits(whole) == bits(torch.cat([p.detach() for p in parts]))
-    with pytest.raises(ValueError, match=r"heads=5 cannot divide a parameter of shape \(24, 20\)"):
-        cls([Parameter(torch.zeros(24, 20))], heads=5)
-    with pytest.raises(
-        ValueError, match=r"heads=3 cannot divide a parameter of shape \(6, 4, 20\)"
-    ):
-        cls([Parameter(torch.zeros(6, 4, 20))], heads=3)
+def test_blocks_of_rows_are_matrices(cls, options, shape, sizes):
+    cut = blocks_of(shape, sizes) if sizes else lambda x: list(x.flatten(1).split([5, 7]))
+    _, (whole,) = stepped(cls, [shape], **options, **APART[cls])
+    _, parts = stepped(cls, [shape], cut=cut, **APART[cls])
+    assert bits(whole) == bits(torch.cat([p.detach() for p in parts]).reshape(shape))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    "options, shape, words",
+    [
+        ({"heads": 5}, (24, 20), r"heads=5 cannot divide .* \(24, 20\), whose matrices have 24"),
+        ({"heads": 3}, (6, 4, 20), r"heads=3 cannot divide .* \(6, 4, 20\), whose matrices have 4"),
+        (
+            {"split": [8, 8]},
+            (24, 20),
+            r"split=\[8, 8\] cannot divide .* 16 rows, .* it has 24; leave",
+        ),
+        ({"split": (8, 20)}, (24, 20), r"split=\[8, 20\] cannot divide .* 28 rows, .* it has 24"),
+        ({"split": [2, 4]}, (6, 4, 20), r"split=\[2, 4\] cannot divide .* 6 rows, .* it has 4"),
+        ({"split": [12, 12], "heads": 2}, (24, 20), r"heads=2 and split=\[12, 12\]; give one"),
+        (
+            {"split": [23, 1]},
+            (24, 20),
+            r"split=\[23, 1\] is not a list .* 16 blocks, .* at least 2",
+        ),
+        ({"split": [12.0, 12]}, (24, 20), r"split=\[12.0, 12\] is not a list"),
+        ({"split": 12}, (24, 20), "split=12 is not a list"),
+        ({"split": "12,12"}, (24, 20), "split='12,12' is not a list"),
+        ({"split": [2] * 17}, (34, 20), "is not a list of the rows of up to 16 blocks"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(cls, options, shape, words):
+    with pytest.raises(ValueError, match=words):
+        cls([Parameter(torch.zeros(shape))], **options)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -92,14 +139,23 @@ def test_repr_says_what_was_taken_for_what():
     assert "[6, 5, 3, 3] as 30 matrices of 3 x 3; [6, 5, 1, 1] as no matrices\n" in text
     groups = [{"params": [Parameter(torch.zeros(24, 32))], "heads": 4}]
     assert "[24, 32] as 4 matrices of 6 x 32" in repr(halfstep.Adafactor(groups))
+    groups[0] |= {"heads": 1, "split": [16, 8]}
+    assert "[24, 32] as 2 matrices of 16, 8 x 32" in repr(halfstep.Adafactor(groups))
+    groups = [{"params": params[:1], "split": [16, 8]}]
+    assert "[4, 24, 32] as 8 matrices of 16, 8, ... x 32" in repr(halfstep.Muon(groups))
     assert "matrices" not in repr(halfstep.AdamW(params))
 
 
+@pytest.mark.parametrize(
+    "shape, cut",
+    [((3, 12, 64), {}), ((24, 64), {"split": [16, 8]}), ((24, 64), {"heads": 3})],
+    ids=("stack", "split", "heads"),
+)
 @pytest.mark.parametrize("states", ["f32", "int8"])
 @pytest.mark.parametrize("cls", CLASSES)
-def test_files_go_on(cls, states, tmp_path):
-    """state_dict() and safetensors bring a stack back. The memory is what a plan says."""
-    shape, options = (3, 12, 64), {"states": states}
+def test_files_go_on(cls, states, shape, cut, tmp_path):
+    """state_dict() and safetensors bring a stack back."""
+    options = {"states": states, **cut}
     _, (wanted,) = stepped(cls, [shape], steps=6, **options)
     opt, (p,) = stepped(cls, [shape], steps=3, **options)
     opt.save_safetensors(tmp_path / "file")
@@ -114,16 +170,29 @@ def test_files_go_on(cls, states, tmp_path):
             again.grad = randn(shape, step + 1)
             other.step()
         assert bits(again) == bits(wanted), way
-    row = halfstep.plan([("p0", shape)], recipes=f"{cls.rule}/f32/{states}").rows[0]
-    assert row.states == opt.memory()["states"] - workspace(cls, shape)
 
 
-def workspace(cls, shape):
-    """Returns the bytes that a handle with a parameter without states of its own works in."""
-    opt, _ = stepped(cls, [shape], states="f32")
-    (p,) = opt.state
-    kept = sum(value.numel() * 4 for value in opt.state[p].values() if value.dim())
-    return opt.memory()["states"] - kept
+#: what a plan can be asked for: matrices, stacks, kernels, vectors, and what is no matrix
+PLANNED = [
+    *((24, 64), (3, 12, 64), (3, 12, 20), (5, 7, 33), (64, 1, 4), (6, 5, 3), (4, 1, 31)),
+    *((8, 4, 3, 3), (6, 5, 1, 1), (2, 3, 12, 64), (130, 40), (7,), (), (1, 64), (64, 1), (0, 4)),
+    *((3, 64, 64), (4096,), (2, 64, 128)),
+]
+
+
+@pytest.mark.parametrize("states", ["f32", "bf16-sr", "int8", "int4", "dyn8", "fp8"])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_plan_has_the_bytes_that_are_allocated(cls, states):
+    """One optimizer of each shape, in blocks of rows, blocks of the flattened tensor, and plain."""
+    small = {"step", *_layout.numbers_of(_abi.rules[cls.rule])}
+    for shape in PLANNED:
+        p = Parameter(torch.zeros(shape))
+        opt = cls([p], states=states)
+        p.grad = torch.zeros(shape)
+        opt.step()
+        row = halfstep.plan([("p0", shape)], recipes=f"{cls.rule}/f32/{states}").rows[0]
+        kept = [value for key, value in opt.state[p].items() if key not in small]
+        assert row.states == sum(value.nbytes for value in kept), shape
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -161,6 +230,28 @@ def test_another_option_counts_at_the_next_step_or_is_refused():
     opt.param_groups[0]["matrix"] = "flatten"
     with pytest.raises(ValueError, match="state 'row_var' of parameter 'p0'"):
         opt.step()
+
+
+@pytest.mark.parametrize("states", ["f32", "int8"])
+@pytest.mark.parametrize(
+    "cut", [{}, {"heads": 3}, {"split": [5, 7]}], ids=("whole", "heads", "split")
+)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_release_has_the_bits_of_a_step(cls, cut, states):
+    """Also with micro-batches in the states, which only Muon's matrices take."""
+    shape, params, optimizers = (3, 12, 40), [], []
+    for released in (False, True):
+        params.append(Parameter(randn(shape, 0)))
+        options = {"states": states, "gradient_release": released, **cut}
+        optimizers.append(cls([("p", params[-1])], lr=1e-2, seed=3, **options))
+    for step in range(6):
+        micro = cls is halfstep.Muon and states == "f32" and step % 3 != 2
+        for p, opt in zip(params, optimizers):
+            opt.optimizer_accumulation = micro
+            (p * randn(shape, step + 1)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        assert bits(params[0]) == bits(params[1]), step
 
 
 def test_a_nan_in_one_expert_leaves_the_stack_alone():

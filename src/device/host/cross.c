@@ -3,7 +3,8 @@
  *
  * Sums are in double and do not depend on the threads. The sum of a row adds its chunks of 256 columns exactly, as in
  * norms.c. The sum of a column is added from row to row within blocks of 64 rows of a matrix, and then over the blocks
- * in order. The state over rows of a transformed matrix has sums of its own (decide/rows.h). */
+ * in order. Vectors of different matrices are made by different tasks. The state over rows of a transformed matrix has
+ * sums of its own (decide/rows.h). */
 #include <math.h>
 #include <string.h>
 
@@ -16,18 +17,27 @@
 struct cross {
     const struct hstep_call *call;
     int tensor, pair;
-    int64_t blocks, blocks_per_task; /* blocks: of one matrix */
-    double *rows, *columns;          /* sums of each row, and of each column within each block */
+    int64_t blocks, blocks_per_task; /* blocks: of the largest matrix. Smaller ones have empty blocks after theirs */
+    int64_t matrices_per_task;
+    double *rows, *columns; /* sums of each row, and of each column within each block */
 };
 
 static int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static int64_t blocks_of(const struct hstep_tensor *t) { return ceil_divide(t->matrix_rows, HSTEP_CROSS_ROWS); }
+static int64_t blocks_of(int64_t rows) { return ceil_divide(rows, HSTEP_CROSS_ROWS); }
+
+/* Returns the first row of a block, counted over all matrices. The number after the last block is allowed. */
+static int64_t start_of_block(const struct cross *c, const struct hstep_tensor *t, int64_t number)
+{
+    const int64_t matrix = number / c->blocks, row = number % c->blocks * HSTEP_CROSS_ROWS,
+                  start = hstep_matrix_start(t, matrix);
+    return row ? start + least(row, hstep_matrix_rows(t, matrix)) : start;
+}
 
 size_t hstep_host_cross_workspace(const struct hstep_tensor *t)
 {
-    const int64_t doubles = t->n_rows + blocks_of(t) * t->matrices * t->row_length;
+    const int64_t doubles = t->n_rows + blocks_of(hstep_most_rows(t)) * t->matrices * t->row_length;
     return (size_t)hstep_factor_floats(t) + (size_t)doubles * (sizeof(double) / sizeof(float));
 }
 
@@ -35,7 +45,7 @@ size_t hstep_host_cross_workspace(const struct hstep_tensor *t)
  * blocks, so that totals end up next to each other. */
 static double *columns_of(const struct cross *c, const struct hstep_tensor *t, int64_t row)
 {
-    const int64_t matrix = row / t->matrix_rows, block = row % t->matrix_rows / HSTEP_CROSS_ROWS;
+    const int64_t matrix = hstep_matrix_of(t, row), block = (row - hstep_matrix_start(t, matrix)) / HSTEP_CROSS_ROWS;
     return c->columns + (block * t->matrices + matrix) * t->row_length;
 }
 
@@ -118,33 +128,36 @@ static void sum_blocks(void *argument, int64_t task)
     struct hstep_work w;
     hstep_work_start(c->call, c->tensor, HSTEP_PASS_SUMS, c->pair, &w);
     const struct hstep_tensor *t = w.t;
-    const int64_t first = task * c->blocks_per_task,
-                  last = least(first + c->blocks_per_task, c->blocks * t->matrices) - 1;
-    const int64_t row = first / c->blocks * t->matrix_rows + first % c->blocks * HSTEP_CROSS_ROWS,
-                  end = last / c->blocks * t->matrix_rows +
-                        least((last % c->blocks + 1) * HSTEP_CROSS_ROWS, t->matrix_rows);
-    for (int64_t i = row; i < end; i++)
-        if (i % t->matrix_rows % HSTEP_CROSS_ROWS == 0)
-            memset(columns_of(c, t, i), 0, (size_t)t->row_length * sizeof(double));
+    const int64_t first = task * c->blocks_per_task, last = least(first + c->blocks_per_task, c->blocks * t->matrices),
+                  row = start_of_block(c, t, first), end = start_of_block(c, t, last);
+    for (int64_t i = first; i < last; i++)
+        memset(c->columns + (i % c->blocks * t->matrices + i / c->blocks) * t->row_length, 0,
+               (size_t)t->row_length * sizeof(double));
     if (t->row_length < HSTEP_GROUP && t->dense && !hstep_is_by_rows(&w)) sum_short_rows(c, &w, row, end);
     else
         for (int64_t i = row; i < end; i++) sum_row(c, &w, i);
     hstep_fp_leave(fp);
 }
 
-/* Computes the n new numbers of a vector from `sums`, each of which is over `elements_each` elements. */
-static void renew_vector(const struct cross *c, struct hstep_slot *slot, const double *sums, int64_t n,
-                         int64_t elements_each)
+/* Computes new numbers first .. end - 1 of a vector from `sums`. */
+static void renew_vector(const struct cross *c, const struct hstep_slot *slot, const double *sums, int64_t first,
+                         int64_t end)
 {
     const struct hstep_kernels *kernels = c->call->context->kernels;
     const struct hstep_tensor *t = &c->call->plan.tensors[c->tensor];
-    for (int64_t i = 0; i < n; i += HSTEP_TILE) {
+    const struct hstep_format_kernels *f32 = &kernels->format[HSTEP_FORMAT_f32];
+    const int over_rows = slot->extent == HALFSTEP_EXTENT_ROWS;
+    for (int64_t i = first; i < end; i += HSTEP_TILE) {
         HSTEP_ALIGNED float scratch[HSTEP_TILE] = {0}, plain[HSTEP_TILE] = {0}, x[HSTEP_TILE], mean[HSTEP_TILE];
         HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS] = {0};
-        int64_t count = least(n - i, HSTEP_TILE);
-        const struct hstep_format_kernels *f32 = &kernels->format[HSTEP_FORMAT_f32];
+        const int64_t count = least(end - i, HSTEP_TILE);
         memcpy(scratch, slot->code + i * 4, (size_t)count * 4);
-        for (int64_t j = 0; j < count; j++) plain[j] = (float)(sums[i + j] / (double)elements_each);
+        for (int64_t j = i, next; j < i + count; j = next) {
+            const int64_t matrix = over_rows ? 0 : j / t->row_length,
+                          of = over_rows ? t->row_length : hstep_matrix_rows(t, matrix);
+            next = over_rows ? i + count : least((matrix + 1) * t->row_length, i + count);
+            for (int64_t k = j; k < next; k++) plain[k - i] = (float)(sums[k] / (double)of);
+        }
         f32->decode[1](x, (const char *)scratch, NULL, HSTEP_TILE);
         kernels->from_plain(plain, mean, HSTEP_TILE);
         kernels->factored[t->rule][c->pair].vector(c->call->plan.updates[c->tensor].k, x, mean, HSTEP_TILE);
@@ -172,19 +185,31 @@ static double sum_of_vector(const struct hstep_kernels *kernels, const char *num
     return hstep_exact_round(total.limbs);
 }
 
-/* Computes the factor of each matrix from the mean over its new vector of rows. Factors of later pairs are 0 until they
- * are made. */
-static void make_factors(const struct cross *c, const struct hstep_slot *rows)
+/* Adds up the sums over the columns of consecutive matrices, and makes their vectors and factors. A factor comes from
+ * the mean over the new vector of rows. */
+static void renew_matrices(void *argument, int64_t task)
 {
-    const struct hstep_tensor *t = &c->call->plan.tensors[c->tensor];
+    const struct cross *c = argument;
+    struct hstep_tensor *t = &c->call->plan.tensors[c->tensor];
     const struct hstep_group *g = &c->call->plan.groups[t->group];
+    const struct hstep_slot *rows = hstep_vector_of(t, c->pair, HALFSTEP_EXTENT_ROWS);
+    const int64_t first = task * c->matrices_per_task, end = least(first + c->matrices_per_task, t->matrices),
+                  totals = t->matrices * t->row_length;
     float *factors = c->call->plan.workspace + c->pair * t->matrices;
-    for (int64_t matrix = 0; matrix < t->matrices; matrix++) {
-        const char *numbers = rows->code + matrix * t->matrix_rows * 4;
-        const double sum = sum_of_vector(c->call->context->kernels, numbers, t->matrix_rows);
-        factors[matrix] = hstep_factor_of(g, sum / (double)t->matrix_rows, c->pair);
+    struct hstep_fp fp = hstep_fp_enter();
+    for (int64_t matrix = first; matrix < end; matrix++)
+        for (int64_t block = 1; block < blocks_of(hstep_matrix_rows(t, matrix)); block++)
+            for (int64_t i = matrix * t->row_length; i < (matrix + 1) * t->row_length; i++)
+                c->columns[i] += c->columns[block * totals + i];
+    renew_vector(c, hstep_vector_of(t, c->pair, HALFSTEP_EXTENT_COLUMNS), c->columns, first * t->row_length,
+                 end * t->row_length);
+    renew_vector(c, rows, c->rows, hstep_matrix_start(t, first), hstep_matrix_start(t, end));
+    for (int64_t matrix = first; matrix < end; matrix++) {
+        const int64_t n = hstep_matrix_rows(t, matrix);
+        const char *numbers = rows->code + hstep_matrix_start(t, matrix) * 4;
+        factors[matrix] = hstep_factor_of(g, sum_of_vector(c->call->context->kernels, numbers, n) / (double)n, c->pair);
     }
-    for (int64_t i = t->matrices; i < (t->pairs - c->pair) * t->matrices; i++) factors[i] = 0.0f;
+    hstep_fp_leave(fp);
 }
 
 int hstep_host_cross(const struct hstep_call *call, int tensor, int pair)
@@ -192,24 +217,21 @@ int hstep_host_cross(const struct hstep_call *call, int tensor, int pair)
     struct hstep_tensor *t = &call->plan.tensors[tensor];
     if (call->plan.updates[tensor].skip) return HALFSTEP_OK;
     double *sums = (double *)(void *)(call->plan.workspace + hstep_factor_floats(t));
-    const int64_t blocks = blocks_of(t), totals = t->matrices * t->row_length,
-                  of_a_block = least(t->matrix_rows, HSTEP_CROSS_ROWS) * t->row_length;
+    float *later = call->plan.workspace + (pair + 1) * t->matrices;
+    const int64_t most = hstep_most_rows(t), of_a_block = least(most, HSTEP_CROSS_ROWS) * t->row_length,
+                  of_a_matrix = most + blocks_of(most) * t->row_length;
     struct cross c = {.call = call,
                       .tensor = tensor,
                       .pair = pair,
-                      .blocks = blocks,
+                      .blocks = blocks_of(most),
                       .blocks_per_task = of_a_block < HSTEP_CHUNK / 2 ? HSTEP_CHUNK / 2 / of_a_block : 1,
+                      .matrices_per_task = of_a_matrix < HSTEP_CHUNK / 2 ? HSTEP_CHUNK / 2 / of_a_matrix : 1,
                       .rows = sums,
                       .columns = sums + t->n_rows};
-    hstep_run(call->context, sum_blocks, &c, ceil_divide(blocks * t->matrices, c.blocks_per_task));
-    struct hstep_fp fp = hstep_fp_enter();
-    for (int64_t block = 1; block < blocks; block++)
-        for (int64_t i = 0; i < totals; i++) c.columns[i] += c.columns[block * totals + i];
-    struct hstep_slot *rows = hstep_vector_of(t, pair, HALFSTEP_EXTENT_ROWS);
-    renew_vector(&c, hstep_vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS), c.columns, totals, t->matrix_rows);
-    renew_vector(&c, rows, c.rows, t->n_rows, t->row_length);
-    make_factors(&c, rows);
-    hstep_fp_leave(fp);
+    hstep_run(call->context, sum_blocks, &c, ceil_divide(c.blocks * t->matrices, c.blocks_per_task));
+    hstep_run(call->context, renew_matrices, &c, ceil_divide(t->matrices, c.matrices_per_task));
+    /* Factors of later pairs are 0 until they are made. */
+    for (int64_t i = 0; i < (t->pairs - pair - 1) * t->matrices; i++) later[i] = 0.0f;
     return HALFSTEP_OK;
 }
 

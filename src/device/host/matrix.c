@@ -23,6 +23,7 @@
 #include "device/host/host.h"
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
+#include "tables/layout.h"
 
 #define ROW_BLOCK (2 * HSTEP_STRIP)
 #define COLUMN_BLOCK (32 * HSTEP_PANEL)
@@ -281,11 +282,11 @@ static const struct {
 #undef TRANSFORM
 };
 
-/* Returns the floats of one matrix and of what its transformation works in. */
+/* Returns the floats of the largest matrix and of what its transformation works in. */
 size_t hstep_host_workspace(const struct hstep_tensor *t)
 {
-    return transforms[hstep_rules[t->rule].transform].workspace(t->matrix_rows, t->row_length) +
-           (size_t)(t->matrix_rows * t->row_length);
+    const int64_t rows = hstep_most_rows(t);
+    return transforms[hstep_rules[t->rule].transform].workspace(rows, t->row_length) + (size_t)(rows * t->row_length);
 }
 
 /* Products on a processor are always exact, even if the group allows others. */
@@ -293,11 +294,12 @@ int hstep_host_transform(const struct hstep_call *call, const struct hstep_matri
 {
     const struct hstep_tensor *t = &call->plan.tensors[m->tensor];
     const struct hstep_update *u = &call->plan.updates[m->tensor];
-    const struct hstep_rows rows = hstep_rows_of(call, m->tensor);
+    const struct hstep_rows alike = hstep_rows_of(call, m->tensor);
+    const int64_t rows = hstep_matrix_rows(t, call->matrix);
     float *matrix = call->plan.workspace;
     if (!hstep_is_transformed(t, u)) return HALFSTEP_OK;
-    transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, t->matrix_rows, t->row_length, u->k,
-                                                     matrix + t->matrix_rows * t->row_length);
-    if (rows.numbers) hstep_host_rows(call->context, &rows, matrix, t->matrix_rows, t->row_length);
+    transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, rows, t->row_length, u->k,
+                                                     matrix + rows * t->row_length);
+    if (alike.numbers) hstep_host_rows(call->context, &alike, matrix, rows, t->row_length);
     return HALFSTEP_OK;
 }

@@ -89,7 +89,7 @@ static void expand_vector(const struct hstep_work *w, int s, int64_t element, in
     int64_t columns = w->t->n_columns, row = element / columns, column = element % columns;
     const float *factors = hstep_extent_of(w, s) == HALFSTEP_EXTENT_ROWS ? hstep_factors_of(w, s) : NULL;
     for (int64_t done = 0, some; done < n; done += some, column = 0, row++) {
-        const int64_t matrix = w->t->matrices > 1 ? row / w->t->matrix_rows : 0;
+        const int64_t matrix = hstep_matrix_of(w->t, row);
         some = columns - column < n - done ? columns - column : n - done;
         if (factors) {
             const float number = vector[row] * factors[matrix];

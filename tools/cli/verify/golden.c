@@ -169,16 +169,19 @@ static int add_cautious(struct list *list, const halfstep_rule_info *rule, const
     return 0;
 }
 
-/* Adds the cases with stacks of a rule of matrices: f32 weights, and every state format with bf16-sr weights. */
+/* Adds the cases with stacks of a rule of matrices: f32 weights, and every state format with bf16-sr weights. Split
+ * matrices get f32 and int8. */
 static int add_stacks(struct list *list, const halfstep_rule_info *rule)
 {
     char recipe[GOLDEN_RECIPE];
     snprintf(recipe, sizeof recipe, "%s/f32", rule->name);
-    if (add_recipe(list, recipe, "", ONCE, 0, GOLDEN_STACKS)) return -1;
+    if (add_recipe(list, recipe, "", ONCE, 0, GOLDEN_STACKS) || add_recipe(list, recipe, "", ONCE, 0, GOLDEN_SPLITS))
+        return -1;
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         const char *state = serving(rule->state_role[0], row);
         snprintf(recipe, sizeof recipe, "%s/bf16-sr/%s", rule->name, state ? state : "");
         if (state && add_recipe(list, recipe, "", ONCE, 0, GOLDEN_STACKS)) return -1;
+        if (state && !strcmp(state, "int8") && add_recipe(list, recipe, "", ONCE, 0, GOLDEN_SPLITS)) return -1;
     }
     return 0;
 }
@@ -235,37 +238,41 @@ static const struct shape {
     const char *name;
     int group, ndim;
     int64_t rows, row_length;
-    int large; /* 1: only in problems with large tensors; 2: only with formats of geometry FLAT; 3: only with stacks */
-    int64_t matrix_rows;
+    int large; /* 1: only in problems with large tensors; 2: only with formats of geometry FLAT; 3: only with stacks;
+                  4: only with split matrices */
+    int64_t matrix_rows, split[4];
 } shapes[] = {
-    {"scalar", 0, 0, 1, 1, 0, 0},
-    {"vector", 0, 1, 61, 1, 0, 0},
-    {"empty", 0, 2, 0, 40, 0, 0},
-    {"column", 0, 2, 37, 1, 0, 0},
-    {"rows.7", 1, 2, 13, 7, 0, 0},
-    {"rows.9", 2, 2, 11, 9, 0, 0},
-    {"rows.32", 1, 2, 5, 32, 0, 0},
-    {"rows.33", 0, 2, 9, 33, 0, 0},
-    {"rows.64", 2, 2, 6, 64, 0, 0},
-    {"rows.96", 1, 2, 4, 96, 0, 0},
-    {"rows.256", 2, 2, 3, 256, 0, 0},
-    {"rows.300", 1, 4, 5, 300, 0, 0},
-    {"rows.301", 0, 3, 2, 301, 0, 0},
-    {"rows.1000", 0, 2, 2, 1000, 0, 0},
-    {"flat", 2, 1, 1, 4100, 0, 0},
-    {"large.rows", 0, 3, 24, 2999, 1, 0},
-    {"large.flat", 2, 1, 1, 70001, 1, 0},
+    {"scalar", 0, 0, 1, 1, 0, 0, {0}},
+    {"vector", 0, 1, 61, 1, 0, 0, {0}},
+    {"empty", 0, 2, 0, 40, 0, 0, {0}},
+    {"column", 0, 2, 37, 1, 0, 0, {0}},
+    {"rows.7", 1, 2, 13, 7, 0, 0, {0}},
+    {"rows.9", 2, 2, 11, 9, 0, 0, {0}},
+    {"rows.32", 1, 2, 5, 32, 0, 0, {0}},
+    {"rows.33", 0, 2, 9, 33, 0, 0, {0}},
+    {"rows.64", 2, 2, 6, 64, 0, 0, {0}},
+    {"rows.96", 1, 2, 4, 96, 0, 0, {0}},
+    {"rows.256", 2, 2, 3, 256, 0, 0, {0}},
+    {"rows.300", 1, 4, 5, 300, 0, 0, {0}},
+    {"rows.301", 0, 3, 2, 301, 0, 0, {0}},
+    {"rows.1000", 0, 2, 2, 1000, 0, 0, {0}},
+    {"flat", 2, 1, 1, 4100, 0, 0, {0}},
+    {"large.rows", 0, 3, 24, 2999, 1, 0, {0}},
+    {"large.flat", 2, 1, 1, 70001, 1, 0, {0}},
     /* consists of whole blocks, for formats of geometry FLAT */
-    {"blocks", 0, 2, 16, 512, 2, 0},
+    {"blocks", 0, 2, 16, 512, 2, 0, {0}},
     /* matrices that begin within a group, short rows, more than one block of 64 rows; only the last one consists of
      * whole blocks for formats of geometry FLAT */
-    {"stack.33", 0, 3, 4 * 9, 33, 3, 9},
-    {"stack.7", 1, 3, 6 * 5, 7, 3, 5},
-    {"stack.64", 2, 3, 3 * 69, 64, 3, 69},
-    {"stack.512", 0, 4, 4 * 8, 512, 3, 8},
+    {"stack.33", 0, 3, 4 * 9, 33, 3, 9, {0}},
+    {"stack.7", 1, 3, 6 * 5, 7, 3, 5, {0}},
+    {"stack.64", 2, 3, 3 * 69, 64, 3, 69, {0}},
+    {"stack.512", 0, 4, 4 * 8, 512, 3, 8, {0}},
+    /* one matrix, and a stack of them, whose largest block stands between or first */
+    {"split.33", 0, 2, 24, 33, 4, 24, {5, 12, 7}},
+    {"split.64", 2, 3, 3 * 80, 64, 4, 80, {66, 14}},
 };
 /* ALWAYS: the number of shapes before the one for formats of geometry FLAT. */
-enum { SHAPES = sizeof shapes / sizeof shapes[0], ALWAYS = SHAPES - 5, GROUPS = 3, STEPS = 9 };
+enum { SHAPES = sizeof shapes / sizeof shapes[0], ALWAYS = SHAPES - 7, GROUPS = 3, STEPS = 9 };
 
 enum { NONFINITE_STEP = 5, ACCUMULATE_STEP = 7 };
 
@@ -363,9 +370,9 @@ struct rectangle {
 struct run {
     const struct golden_case *c;
     int parts, by_columns;
-    int flat;   /* the recipe has a format of geometry FLAT; the shape for such formats is not cut by columns */
-    int matrix; /* the rule steps matrices, which are not cut at all; stacks of them are cut between matrices */
-    int stacks; /* the problem has stacks */
+    int flat;     /* the recipe has a format of geometry FLAT; the shape for such formats is not cut by columns */
+    int matrix;   /* the rule steps matrices, which are not cut at all; stacks of them are cut between matrices */
+    int matrices; /* shape.large of the stacks or splits that the problem has, else 0 */
     int64_t element_bytes; /* of a gradient */
     halfstep_optimizer *optimizer[GOLDEN_MAX_PARTS];
     int tensors;
@@ -402,9 +409,8 @@ static int check(struct run *r, int part, int result, const char *what)
 
 static int exists(const struct run *r, int tensor)
 {
-    return shapes[tensor].large == 3   ? r->stacks
-           : shapes[tensor].large == 2 ? r->flat
-                                       : r->c->large || !shapes[tensor].large;
+    const int large = shapes[tensor].large;
+    return large >= 3 ? r->matrices == large : large == 2 ? r->flat : r->c->large || !large;
 }
 
 /* Returns 1 if the recipe has the format. Compares whole names, because one name may be part of another. */
@@ -452,6 +458,16 @@ static int64_t cut(int64_t n, int part, int parts, int64_t multiple)
     return at < n ? at : n;
 }
 
+/* Returns the same for the rows of a tensor, whose matrices are not cut. */
+static int64_t cut_rows(const struct shape *s, int part, int parts)
+{
+    int64_t row = cut(s->rows, part, parts, s->matrix_rows && !s->split[0] ? s->matrix_rows : 1);
+    if (!s->split[0]) return row;
+    int64_t start = row / s->matrix_rows * s->matrix_rows;
+    for (int i = 0; start + s->split[i] <= row && s->split[i]; i++) start += s->split[i];
+    return start;
+}
+
 static void place_parts(struct run *r)
 {
     for (int t = 0; t < SHAPES; t++)
@@ -459,7 +475,6 @@ static void place_parts(struct run *r)
             const struct shape *s = &shapes[t];
             struct rectangle *h = &r->held[p][t];
             *h = (struct rectangle){0, s->rows, 0, s->row_length};
-            const int64_t multiple_of_rows = s->matrix_rows ? s->matrix_rows : 1;
             int whole = (r->by_columns && (s->group == 1 || s->large >= 2)) ||
                         (r->matrix && !s->matrix_rows && s->ndim >= 2 && s->rows > 1 && s->row_length > 1);
             if (whole) {
@@ -469,8 +484,8 @@ static void place_parts(struct run *r)
                 h->first_column = cut(s->row_length, p, r->parts, multiple);
                 h->n_columns = cut(s->row_length, p + 1, r->parts, multiple) - h->first_column;
             } else {
-                h->first_row = cut(s->rows, p, r->parts, multiple_of_rows);
-                h->n_rows = cut(s->rows, p + 1, r->parts, multiple_of_rows) - h->first_row;
+                h->first_row = cut_rows(s, p, r->parts);
+                h->n_rows = cut_rows(s, p + 1, r->parts) - h->first_row;
             }
         }
 }
@@ -637,6 +652,7 @@ static int add_tensors(struct run *r, int part)
             d.first_column = h->first_column;
             d.n_columns = h->n_columns;
         }
+        memcpy(d.split, s->split, sizeof s->split);
         if (check(r, part, halfstep_add_tensor(o, &d, &index), "halfstep_add_tensor")) return -1;
     }
     if (place_states(r, part)) return -1;
@@ -752,21 +768,21 @@ static int make_step(struct run *r, int step)
 
 /* ---- Hashing, of parts put together as one handle would hold them ------------------------------------------------ */
 
-/* Hashes one stream of a tensor, put together from all parts. It has `width` bytes for every `block` elements of a
- * row. */
-static int hash_stream(struct run *r, int t, void *const *streams, int64_t width, int64_t block, uint64_t *hash)
+/* Hashes one stream of a tensor, put together from all parts. It has `bits` for every `block` elements of a row. Rows
+ * are in whole bytes. */
+static int hash_stream(struct run *r, int t, void *const *streams, int64_t bits, int64_t block, uint64_t *hash)
 {
     struct shape s = shapes[t];
-    s.row_length = (s.row_length + block - 1) / block;
-    int64_t bytes = s.rows * s.row_length * width;
+    s.row_length = ((s.row_length + block - 1) / block * bits + 7) / 8;
+    int64_t bytes = s.rows * s.row_length;
     char *whole = zeros(bytes);
     if (!whole) return complain(r, "out of memory");
     for (int p = 0; p < r->parts; p++) {
         struct rectangle h = r->held[p][t];
-        h.n_columns = (h.n_columns + block - 1) / block;
-        h.first_column /= block;
-        void *here = from_device(r, p, streams[p], h.n_rows * h.n_columns * width);
-        if (here) move_part(&s, &h, whole, here, width, 0);
+        h.n_columns = ((h.n_columns + block - 1) / block * bits + 7) / 8;
+        h.first_column = h.first_column / block * bits / 8;
+        void *here = from_device(r, p, streams[p], h.n_rows * h.n_columns);
+        if (here) move_part(&s, &h, whole, here, 1, 0);
         if (here != streams[p]) free(here);
     }
     *hash = hash_bytes(*hash, whole, (size_t)bytes);
@@ -823,16 +839,15 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
         rows += info.rows;
     }
     if (vector) return hash_vector(r, code, pieces, rows, vector, hash);
-    /* Two codes of four bits share a byte. */
-    if (hash_stream(r, t, code, (format.code_bits + 7) / 8, format.code_bits < 8 ? 2 : 1, hash)) return -1;
+    if (hash_stream(r, t, code, format.code_bits, 1, hash)) return -1;
     if (format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR) {
         for (int p = 0; p < r->parts; p++)
             if (r->held[p][t].n_rows && r->held[p][t].n_columns)
                 return hash_bytes_of(r, p, extra[p], format.scale_bytes, hash);
         return 0;
     }
-    if (format.block) return hash_stream(r, t, extra, format.scale_bytes, format.block, hash);
-    return format.extra_bits ? hash_stream(r, t, extra, format.extra_bits / 8, 1, hash) : 0;
+    if (format.block) return hash_stream(r, t, extra, 8 * format.scale_bytes, format.block, hash);
+    return format.extra_bits ? hash_stream(r, t, extra, format.extra_bits, 1, hash) : 0;
 }
 
 /* Returns 1 if part p has elements of tensor t. */
@@ -921,7 +936,7 @@ static int hash_all(struct run *r, uint64_t *result)
             if (slot.grid && hash_scalar(r, t, 1, s, rule.matrix, &hash)) return -1;
         }
     }
-    if (hash_stream(r, shape_of("rows.1000"), r->accumulator, 2, 1, &hash)) return -1;
+    if (hash_stream(r, shape_of("rows.1000"), r->accumulator, 16, 1, &hash)) return -1;
     *result = hash_finish(hash_word(hash, halfstep_skipped_steps(r->optimizer[0])));
     return all_are_numbers(r, rule.states);
 }
@@ -967,7 +982,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     halfstep_get_rule_info(halfstep_rule_find(name), &rule);
     r->matrix = rule.matrix;
     r->flat = has_flat(c->recipe);
-    r->stacks = strstr(c->recipe, GOLDEN_STACKS) != NULL;
+    r->matrices = strstr(c->recipe, GOLDEN_STACKS) ? 3 : strstr(c->recipe, GOLDEN_SPLITS) ? 4 : 0;
     r->element_bytes = format.code_bits / 8;
     r->error = error;
     r->error_bytes = error_bytes;

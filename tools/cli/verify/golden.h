@@ -15,10 +15,11 @@ enum { GOLDEN_RECIPE = 160 };
 #define GOLDEN_CAUTIOUS ":cautious"
 #define GOLDEN_CAUTIOUS_DECAY ":decay=cautious"
 #define GOLDEN_STACKS ":stacks"
+#define GOLDEN_SPLITS ":splits"
 
 struct golden_case {
     /* Ends with GOLDEN_CAUTIOUS if all groups are cautious, with ":NAME=VALUE" if they all have this choice, with
-     * GOLDEN_STACKS if the problem has stacks of matrices. */
+     * GOLDEN_STACKS if the problem has stacks of matrices, and with GOLDEN_SPLITS if it has split ones. */
     char recipe[GOLDEN_RECIPE];
     const char *gradients, *generator;
     int large; /* the problem has tensors that span several chunks and segments of random words */

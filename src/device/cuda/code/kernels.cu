@@ -580,12 +580,13 @@ CUDA_DEVICE void cross_block(const struct hstep_work *w, struct room *room, stru
     const struct hstep_tensor *t = w->t;
     const int64_t part = i % s->chunks, column = part * HSTEP_TILE, block = i / s->chunks % s->blocks,
                   matrix = i / s->chunks / s->blocks, first = block * HSTEP_CROSS_ROWS,
-                  rows = least(HSTEP_CROSS_ROWS, t->matrix_rows - first);
+                  rows = least(HSTEP_CROSS_ROWS, hstep_matrix_rows(t, matrix) - first);
+    if (rows <= 0) return; /* an empty block after those of a smaller matrix */
     double *columns = sums + s->columns + (block * t->matrices + matrix) * t->row_length + column;
     for (int64_t j = lane_of_thread(); j < least(HSTEP_TILE, t->row_length - column); j += LANES) columns[j] = 0.0;
     CUDA_WARP_BARRIER();
     for (int64_t j = 0; j < rows; j++) {
-        const int64_t row = matrix * t->matrix_rows + first + j;
+        const int64_t row = hstep_matrix_start(t, matrix) + first + j;
         struct hstep_stretch stretch = hstep_row_of(t, row);
         const float mean = hstep_is_by_rows(w) ? row_mean(w, room, v, stretch.element) : 0.0f;
         hstep_take(&stretch, column);
@@ -613,20 +614,23 @@ CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cud
                             double *sums)
 {
     const int64_t totals = t->matrices * t->row_length;
-    for (int64_t i = thread_of_grid(); i < totals; i += threads_of_grid())
-        for (int64_t block = 1; block < s->blocks; block++)
+    for (int64_t i = thread_of_grid(); i < totals; i += threads_of_grid()) {
+        const int64_t rows = hstep_matrix_rows(t, i / t->row_length);
+        for (int64_t block = 1; block * HSTEP_CROSS_ROWS < rows; block++)
             sums[s->columns + i] += sums[s->columns + block * totals + i];
+    }
     for (int64_t row = warp_of_grid(); row < t->n_rows; row += warps_of_grid()) {
         const double sum = sum_exactly(sums + s->parts + row * s->chunks, s->chunks, 1, &room->e);
         if (lane_of_thread() == 0) sums[row] = sum;
     }
 }
 
-/* Computes up to a tile of new numbers of a vector, n from number `first` on, from sums over `of` elements each.
- * Returns the sum of the new numbers. *v is room. */
-CUDA_DEVICE double renew(int rule, int pair, const struct constants *constants, struct room *room, struct values *v,
-                         struct hstep_slot *slot, const double *sums, int64_t first, int64_t n, int64_t of)
+/* Computes up to a tile of new numbers of a vector, n from number `first` on. Returns the sum of the new numbers. *v is
+ * room. */
+CUDA_DEVICE double renew(const struct hstep_tensor *t, int pair, const struct constants *constants, struct room *room,
+                         struct values *v, const struct hstep_slot *slot, const double *sums, int64_t first, int64_t n)
 {
+    const int over_rows = slot->extent == HALFSTEP_EXTENT_ROWS;
     struct scratch *r = scratch_of(room);
     vf *x = v->weight, *mean = v->gradient;
     const vi words = nearest_words();
@@ -635,8 +639,13 @@ CUDA_DEVICE double renew(int rule, int pair, const struct constants *constants, 
     clear_scratch(r);
     copy_bytes(r->code, slot->code + at * 4, count * 4);
     decode(HSTEP_FORMAT_f32, 1, r, x);
-    for (int j = 0; j < PLACES; j++) PLACE(mean, j) = j < count ? (float)(sums[at + j] / (double)of) : 0.0f;
-    for (int j = 0; j < 2; j++) x[j] = step_vector(rule, pair, constants->k, x[j], mean[j]);
+    for (int j = 0; j < PLACES; j++) {
+        PLACE(mean, j) = 0.0f;
+        if (j >= count) continue;
+        const int64_t of = over_rows ? t->row_length : hstep_matrix_rows(t, (at + j) / t->row_length);
+        PLACE(mean, j) = (float)(sums[at + j] / (double)of);
+    }
+    for (int j = 0; j < 2; j++) x[j] = step_vector(t->rule, pair, constants->k, x[j], mean[j]);
     encode(HSTEP_FORMAT_f32, 1, x, r, &words, 1, 1.0f);
     copy_bytes(slot->code + at * 4, r->code, count * 4);
     decode(HSTEP_FORMAT_f32, 0, r, x);
@@ -651,13 +660,13 @@ CUDA_DEVICE void cross_vectors(struct hstep_tensor *t, int pair, const struct co
     const int64_t totals = t->matrices * t->row_length;
     struct hstep_slot *slot = hstep_vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS);
     for (int64_t i = warp_of_grid() * HSTEP_TILE; i < totals; i += warps_of_grid() * HSTEP_TILE)
-        renew(t->rule, pair, constants, room, v, slot, sums + s->columns, i, least(HSTEP_TILE, totals - i),
-              t->matrix_rows);
+        renew(t, pair, constants, room, v, slot, sums + s->columns, i, least(HSTEP_TILE, totals - i));
     slot = hstep_vector_of(t, pair, HALFSTEP_EXTENT_ROWS);
     for (int64_t i = warp_of_grid(); i < t->matrices * s->pieces; i += warps_of_grid()) {
-        const int64_t piece = i % s->pieces * HSTEP_TILE;
-        const double sum = renew(t->rule, pair, constants, room, v, slot, sums, i / s->pieces * t->matrix_rows + piece,
-                                 least(HSTEP_TILE, t->matrix_rows - piece), t->row_length);
+        const int64_t matrix = i / s->pieces, piece = i % s->pieces * HSTEP_TILE,
+                      n = least(HSTEP_TILE, hstep_matrix_rows(t, matrix) - piece);
+        if (n <= 0) continue;
+        const double sum = renew(t, pair, constants, room, v, slot, sums, hstep_matrix_start(t, matrix) + piece, n);
         if (lane_of_thread() == 0) sums[s->parts + i] = sum;
     }
 }
@@ -667,9 +676,10 @@ CUDA_DEVICE void cross_factors(const struct hstep_group *g, const struct hstep_t
                                const struct hstep_cuda_sums *s, struct room *room, const double *sums, float *factors)
 {
     for (int64_t i = warp_of_grid(); i < t->matrices; i += warps_of_grid()) {
-        const double sum = sum_exactly(sums + s->parts + i * s->pieces, s->pieces, 0, &room->e);
+        const int64_t rows = hstep_matrix_rows(t, i), pieces = (rows + HSTEP_TILE - 1) / HSTEP_TILE;
+        const double sum = sum_exactly(sums + s->parts + i * s->pieces, pieces, 0, &room->e);
         if (lane_of_thread()) continue;
-        factors[pair * t->matrices + i] = hstep_factor_of(g, sum / (double)t->matrix_rows, pair);
+        factors[pair * t->matrices + i] = hstep_factor_of(g, sum / (double)rows, pair);
         for (int later = pair + 1; later < t->pairs; later++) factors[later * t->matrices + i] = 0.0f;
     }
 }

@@ -98,16 +98,18 @@ HSTEP_INLINE int64_t hstep_cuda_bf16_place(int64_t rows, int64_t columns) { retu
  * second blocks. Last come sums of each 256 columns of each row. Sums of each 256 numbers of a new vector of rows take
  * the same place later. */
 struct hstep_cuda_sums {
-    int64_t blocks, chunks, pieces; /* counts: blocks of rows, chunks of 256 columns and of 256 rows of one matrix */
+    int64_t blocks, chunks, pieces; /* counts: blocks of rows, chunks of 256 columns and of 256 rows of the largest
+                                       matrix. Smaller matrices leave places empty */
     int64_t columns, parts, end;
 };
 
 HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(const struct hstep_tensor *t)
 {
     struct hstep_cuda_sums s;
-    s.blocks = (t->matrix_rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS;
+    const int64_t rows = hstep_most_rows(t);
+    s.blocks = (rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS;
     s.chunks = (t->row_length + HSTEP_TILE - 1) / HSTEP_TILE;
-    s.pieces = (t->matrix_rows + HSTEP_TILE - 1) / HSTEP_TILE;
+    s.pieces = (rows + HSTEP_TILE - 1) / HSTEP_TILE;
     s.columns = t->n_rows;
     s.parts = s.columns + s.blocks * t->matrices * t->row_length;
     s.end = s.parts + t->n_rows * s.chunks;
@@ -117,7 +119,7 @@ HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(const struct hstep_tensor *t
 /* Returns the floats that a matrix and its transformation, or the vectors of all matrices, need. */
 HSTEP_INLINE uint64_t hstep_cuda_workspace(const struct hstep_tensor *t)
 {
-    if (t->matrix) return (uint64_t)hstep_cuda_parts(t->matrix_rows, t->row_length).end;
+    if (t->matrix) return (uint64_t)hstep_cuda_parts(hstep_most_rows(t), t->row_length).end;
     return (uint64_t)hstep_factor_floats(t) + 2 * (uint64_t)hstep_cuda_sums(t).end;
 }
 

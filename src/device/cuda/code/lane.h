@@ -134,8 +134,7 @@ CUDA_DEVICE void fetch_vector(const struct hstep_work *w, int s, const struct la
     const float *factors = over_rows ? hstep_factors_of(w, s) : NULL;
     clear_scratch(r);
     for (int i = l->first; i < l->last; i++) {
-        const int64_t element = l->element + i, row = element / columns,
-                      matrix = w->t->matrices > 1 ? row / w->t->matrix_rows : 0;
+        const int64_t element = l->element + i, row = element / columns, matrix = hstep_matrix_of(w->t, row);
         const int64_t at = over_rows ? row : matrix * columns + element % columns;
         float number;
         memcpy(&number, w->code[s] + 4 * at, 4);

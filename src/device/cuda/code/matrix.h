@@ -174,10 +174,11 @@ CUDA_KERNEL void halfstep_cuda_transform(struct hstep_call call, struct hstep_cu
     CUDA_SHARED union matrix_scratch scratch;
     const struct hstep_tensor *t = &call.plan.tensors[what.tensor];
     const struct hstep_update *u = &call.plan.updates[what.tensor];
+    const int64_t rows = hstep_matrix_rows(t, call.matrix);
     if (!hstep_is_transformed(t, u)) return;
     switch (hstep_rules[t->rule].transform) {
 #define TRANSFORM(name, ...) \
-    case HSTEP_TRANSFORM_##name: name(&scratch, &what, call.plan.workspace, t->matrix_rows, t->row_length, u->k); break;
+    case HSTEP_TRANSFORM_##name: name(&scratch, &what, call.plan.workspace, rows, t->row_length, u->k); break;
 #include "rules/transforms.def"
 #undef TRANSFORM
     default: break;

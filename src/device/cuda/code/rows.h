@@ -50,7 +50,7 @@ CUDA_KERNEL void halfstep_cuda_rows(struct hstep_call call, struct hstep_cuda_wh
     CUDA_SHARED union matrix_scratch scratch;
     const struct hstep_tensor *t = &call.plan.tensors[what.tensor];
     const struct hstep_rows r = hstep_rows_of(&call, what.tensor);
-    const int64_t n = t->matrix_rows, columns = t->row_length;
+    const int64_t n = hstep_matrix_rows(t, call.matrix), columns = t->row_length;
     float *u = call.plan.workspace;
     int64_t *limbs = (int64_t *)(void *)(u + hstep_cuda_parts(n, columns).next);
     if (!hstep_is_transformed(t, &call.plan.updates[what.tensor])) return;
