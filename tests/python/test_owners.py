@@ -302,12 +302,14 @@ def test_a_gradient_that_some_ranks_lack_is_named(pool, layout):
         assert all("'body.up' has a gradient on 2 of the 3 ranks" in text for text in said), said
 
 
-def test_rules_without_matrices_have_no_owners():
+def test_where_there_are_no_owners():
     p = Parameter(torch.ones(4, 4))
     with pytest.raises(ValueError, match="AdamW steps no matrices as a whole"):
         halfstep.AdamW([p], owners=True)
     opt = halfstep.AdamW([p], owners=None)
     with pytest.raises(ValueError, match="leave owners out"):
         opt.owners = True
+    with pytest.raises(ValueError, match="torch.compile the model"):
+        halfstep.Muon([p], owners=True, compile=True)
     set_gradients({"p": p}, 0)
     opt.step()
