@@ -60,9 +60,6 @@ class Bus:
 class Stage:
     """Members whose states are on the GPU together, in one buffer."""
 
-    #: the device of states between steps
-    kept = _devices.HOST
-
     def __init__(self, bus):
         self.bus, self.number, self.size = bus, len(bus.stages), 0
         bus.stages.append(self)
@@ -82,6 +79,10 @@ class Stage:
             for s in m.streams:
                 places[s.key] = self.size
                 self.size += -(-_bytes(s) // _ALIGNED) * _ALIGNED
+
+    def kept_of(self, m):
+        """Returns the device of a member's states between steps."""
+        return _devices.HOST
 
     def addresses(self, m):
         """Returns the memory of a member's streams while it is stepped, by key."""
