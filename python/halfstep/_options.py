@@ -135,6 +135,9 @@ class Options:
                 continue
             if name in _abi.BETAS and betas is not None:
                 out[name] = float(betas[_abi.BETAS.index(name)])
+            elif name in group and hyper.words and isinstance(group[name], str):
+                _abi.check_choice(name, group[name])
+                out[name] = float(hyper.words.index(group[name]))
             elif name in group:
                 if group[name] is None or isinstance(group[name], str):
                     raise TypeError(
@@ -150,6 +153,8 @@ class Options:
             place = _abi.BETAS.index(name)
             if place < len(betas):
                 group["betas"] = (*betas[:place], value, *betas[place + 1 :])
+        elif name in group and isinstance(group[name], str):
+            group[name] = _abi.rules[self.rule_of(group)].hypers[name].words[int(value)]
         elif isinstance(group.get(name), torch.Tensor):
             group[name] = torch.full_like(group[name], value)
         elif name in group:

@@ -141,6 +141,7 @@ class Plan:
         foot += "".join(
             "\n" + line for line in _layout.precise_states(row.recipe for row in self.rows)
         )
+        foot += "".join(f"\n{line}." for line in _layout.caveats(row.recipe for row in self.rows))
         if self.offload and self.rows:
             copied = max(row.copied for row in self.rows)
             foot += (

@@ -313,6 +313,8 @@ def other_value(rule, key, value):
         return OTHER_VALUES[key]
     if key == "decay":
         return "l2" if value != "l2" else "decoupled"
+    if key in hypers and isinstance(value, str):
+        return next(word for word in reversed(hypers[key].words) if word != value)
     if isinstance(value, bool) or (key in hypers and hypers[key].switch):
         return not value
     if key in ("k", "ns_steps"):
@@ -347,6 +349,7 @@ SILENT = {
 BASE = {
     "sgd": {"momentum": 0.9, "weight_decay": 0.1},
     "rmsprop": {"momentum": 0.5, "weight_decay": 0.1},
+    "muon": {"normalize_rows": "keep-norm", "weight_decay": 0.1},
 }
 
 

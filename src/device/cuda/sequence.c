@@ -1,5 +1,6 @@
 #include "device/cuda/sequence.h"
 
+#include "decide/rows.h"
 #include "device/cuda/blas.h"
 #include "rules/transforms.h"
 
@@ -139,12 +140,22 @@ static int transform_in_bf16(const struct phase *p, const struct hstep_matrix *m
     return error ? error : run_phase(p, HSTEP_CUDA_WIDEN, place);
 }
 
+/* Makes the rows of a transformed matrix alike if the tensor has a state over them. */
+static int make_rows_alike(const struct phase *p)
+{
+    struct hstep_cuda_what what = {.tensor = p->tensor};
+    int error = HALFSTEP_OK, made = !hstep_rows_slot(&p->call->tensors[p->tensor]);
+    for (; !error && !made && what.pass <= HSTEP_CUDA_MULTIPLY_ROWS; what.pass++)
+        error = p->launch(p->call, HSTEP_CUDA_rows, what);
+    return error;
+}
+
 int hstep_cuda_transform(hstep_cuda_launch *launch, const struct hstep_call *call, const struct hstep_matrix *m,
                          struct hstep_blas *blas)
 {
     const struct phase p = {launch, call, m->tensor};
     int error = run_phase(&p, HSTEP_CUDA_CLEAR, 0);
     if (!error) error = run_phase(&p, HSTEP_CUDA_SQUARES, 0);
-    if (error) return error;
-    return blas ? transform_in_bf16(&p, m, blas) : transform_exactly(&p, (int)m->k[newton_schulz_steps]);
+    if (!error) error = blas ? transform_in_bf16(&p, m, blas) : transform_exactly(&p, (int)m->k[newton_schulz_steps]);
+    return error ? error : make_rows_alike(&p);
 }
