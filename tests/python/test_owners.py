@@ -93,7 +93,7 @@ CASES = [
     ("mixed", "f32", {}),
     ("mixed", "bf16-sr", {}),
     ("mixed", "ecc8-int8", {"scan": "per-tensor"}),
-    ("muon", "sr-int4", {"clip_norm": 0.0, "decay": "cautious"}),
+    ("muon", "kahan", {"clip_norm": 0.0, "decay": "cautious"}),
     ("adafactor", "kahan", {}),
     ("came", "ecc8-int8", {}),
 ]
@@ -216,6 +216,24 @@ def test_memory_is_that_of_a_batch(pool, layout):
         on_the_way = [log[:i].count("x") - log[:i].count("w") for i in range(len(log) + 1)]
         assert len(steps) == batches and on_the_way[-1] == 0 and max(on_the_way) <= 3, log
         assert all(on_the_way[i] > 0 for i in steps[1:-1]), log
+
+
+def forecast(rank, size, cases):
+    found = []
+    for rule, recipe, options in cases:
+        for layout in ("rows", None):
+            params, opt = made(rule, recipe, layout, size, **options)
+            give_gradients(params, 0)
+            found.append(opt.memory())
+    return found
+
+
+def test_ranks_say_what_each_of_them_keeps(pool):
+    cases = [("mixed", "kahan", {}), ("adafactor", "ecc8-int8", {"beta1": 0.9})]
+    found = pool.run(2, forecast, cases)
+    for i in range(0, 4, 2):
+        both = {key: found[0][i][key] + found[1][i][key] for key in found[0][i]}
+        assert both == found[0][i + 1] and found[0][i] != found[1][i]
 
 
 # ---- DistributedDataParallel ---------------------------------------------------------------------
