@@ -154,10 +154,10 @@ def test_rows_over_ranks(pool, size, part):
 
 MUON_CASES = [
     ("muon", "f32", {"clip_norm": 0.5}),
-    ("muon", "bf16-sr", {}),
+    ("muon", "bf16-sr", {"normalize_rows": "keep-norm"}),
     ("muon", "kahan", {}),
     ("muon", "ecc8-int8", {"clip_norm": 0.1}),
-    ("muon", "sr-int4", {}),
+    ("muon", "sr-int4", {"normalize_rows": "full-norm"}),
 ]
 
 
@@ -285,7 +285,7 @@ LAYOUT_CASES = [
     ("stableadamw", "kahan", {"clip_norm": 0.1}),
     ("schedulefree", "ecc8-int8", {}),
     ("lion", "f32", {"clip_norm": 1.0}),
-    ("muon", "ecc8-int8", {"clip_norm": 0.5}),
+    ("muon", "ecc8-int8", {"clip_norm": 0.5, "normalize_rows": "keep-norm"}),
     ("adamw", "ecc8-int8", {"cautious": True, "clip_norm": 0.5}),
     ("lion", "sr-int4", {"cautious": True}),
     ("prodigy", "ecc8-int8", {"slice_p": 7, "d0": 1e-3}),
