@@ -692,6 +692,7 @@ def number(value) -> str:
 AIMS = {
     **dict.fromkeys(("f32", "bf16-sr", "bf16-ecc8", "bf16-ecc16"), (0.02, 0.02)),
     "int8": (0.01, 0.02),
+    "int6": (0.02, 0.02),
     "int4": (0.05, 0.10),
 }
 #: how large the largest update may be
