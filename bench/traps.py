@@ -32,7 +32,20 @@ NaN         one NaN in one gradient, lr 1: weights not finite after five more so
 resume      20 steps = 10, save, load in a new process, 10: the same bits; "+ rng": only if torch's
             generator is saved too
 
-From fall to tiny the weights are set to zero before each step, and lr is 1. Rounding of a weight
+Rules that step matrices have other figures beside movement (whose gradient has rank one), decay and
+resume. The direction that a step should have is the orthogonal factor of the momentum that has the
+same gradients, computed in double. A figure is the mean product of updates and that direction, over
+fp32's.
+
+noise       normal gradients, with a mean of a tenth: 400 steps
+large       likewise, and one gradient 10000 times as large: the last 100 of 400 steps after it
+rank one    the same outer product of two normal vectors in each of 100 steps. Errors in all other
+            directions are lifted to full length, which the next figure tells
+length      root mean square of those updates
+zero        weights that five gradients of zeros move, from the start. Should be 0
+NaN         in one matrix of a stack of four. No weight of the stack may move
+
+From fall to tiny, and for matrices, the weights are set to zero before each step, and lr is 1. Rounding of a weight
 can then neither hide nor add anything, so that the updates are compared. Weights are read with
 their residuals and error codes.
 
@@ -58,6 +71,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import peers_common as common  # noqa: E402
 
 SHAPE = (16, 512)
+STACK = (4, 16, 128)  # as many elements
 EMA_DECAY = 0.9999
 POOL = 61  # normal gradients are used again after so many steps
 
@@ -81,6 +95,16 @@ def reference_of(contestant: common.Contestant) -> common.Contestant:
     if not contestant.ours or (rule == "adamw" and not special):
         return REFERENCE
     return common.ours(f"{rule}/f32/f32" + (":" + special if special else ""))
+
+
+def steps_matrices(contestant: common.Contestant) -> bool:
+    if not contestant.ours:
+        return False
+    from halfstep import _abi
+
+    return bool(_abi.rules[contestant.recipe.partition("/")[0]].matrix) and not any(
+        state.vector for state in _abi.rules[contestant.recipe.partition("/")[0]].states
+    )
 
 
 def normals(seed: int, *shape: int):
@@ -254,6 +278,74 @@ def tiny(contestant, short: float, half: bool) -> float:
     return math.sqrt(total / count)
 
 
+# ---- Matrices ------------------------------------------------------------------------------------
+
+MOMENTUM = 0.95
+
+
+def _along(contestant, gradients, half: bool):
+    """Yields (product of the update with the direction it should have, root mean square of the
+    update) for these gradients."""
+    import torch
+
+    run = Run(contestant, torch.zeros(SHAPE), {"lr": 1.0})
+    momentum = torch.zeros(SHAPE, dtype=torch.float64)
+    for gradient in gradients:
+        gradient = as_given(gradient, half)
+        update = run.update(gradient).double()
+        momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient.double()
+        ahead = MOMENTUM * momentum + (1 - MOMENTUM) * gradient.double()
+        left, size, right = torch.linalg.svd(ahead, full_matrices=False)
+        held = (size > 1e-6 * size[0]).double()
+        yield (
+            (update * (left * held @ right)).sum().item(),
+            update.square().mean().sqrt().item(),
+        )
+
+
+def _last(found, n: int, which: int = 0) -> float:
+    found = list(found)[-n:]
+    return sum(one[which] for one in found) / len(found)
+
+
+def matrix_noise(contestant, short: float, half: bool) -> float:
+    steps, mean = max(4, round(400 / short)), 0.1 * normals(5000, *SHAPE)
+    gradients = (mean + normals(5001 + k, *SHAPE) for k in range(steps))
+    return _last(_along(contestant, gradients, half), steps // 2)
+
+
+def large(contestant, short: float, half: bool) -> float:
+    steps = max(8, round(400 / short))
+    gradients = (normals(6000 + k, *SHAPE) * (1e4 if k == 0 else 1.0) for k in range(steps))
+    return _last(_along(contestant, gradients, half), steps // 4)
+
+
+def _rank_one(contestant, short: float, half: bool):
+    steps = max(4, round(100 / short))
+    gradient = normals(7000, SHAPE[0], 1) * normals(7001, SHAPE[1])
+    return _along(contestant, [gradient] * steps, half)
+
+
+def rank_one(contestant, short: float, half: bool) -> float:
+    return _last(_rank_one(contestant, short, half), max(2, round(50 / short)))
+
+
+def length(contestant, short: float, half: bool) -> float:
+    return _last(_rank_one(contestant, short, half), max(2, round(50 / short)), 1)
+
+
+MATRIX_FIGURES: Dict[str, Callable] = {
+    "movement": movement,
+    "decay": decay,
+    "noise": matrix_noise,
+    "large": large,
+    "rank one": rank_one,
+    "length": length,
+}
+
+
+# ---- All figures ---------------------------------------------------------------------------------
+
 FIGURES: Dict[str, Callable] = {
     "movement": movement,
     "decay": decay,
@@ -265,19 +357,37 @@ FIGURES: Dict[str, Callable] = {
     "sigma2": sigma2,
     "tiny": tiny,
 }
+#: of all rules, in the order of columns
+EVERY_FIGURE = list(dict.fromkeys((*FIGURES, *MATRIX_FIGURES)))
+
+
+def figures_of(contestant: common.Contestant) -> Dict[str, Callable]:
+    return MATRIX_FIGURES if steps_matrices(contestant) else FIGURES
+
+
+def zero(contestant, half: bool) -> int:
+    """Counts weights that gradients of zeros move, in a matrix without momentum."""
+    import torch
+
+    run = Run(contestant, as_given(normals(3, *SHAPE), half), {"lr": 1.0})
+    before = run.p.detach().clone()
+    for _ in range(5):
+        run.step(torch.zeros(SHAPE))
+    return int((run.p.detach() != before).sum())
 
 
 def nan(contestant, half: bool) -> Dict[str, int]:
     """Counts weights that one NaN poisons for good, and weights that moved in its step."""
     import torch
 
-    run = Run(contestant, as_given(normals(3, *SHAPE), half), {"lr": 1.0})
-    gradients = [as_given(normals(200 + k, *SHAPE), half) for k in range(11)]
+    shape = STACK if steps_matrices(contestant) else SHAPE
+    run = Run(contestant, as_given(normals(3, *shape), half), {"lr": 1.0})
+    gradients = [as_given(normals(200 + k, *shape), half) for k in range(11)]
     for gradient in gradients[:5]:
         run.step(gradient)
     before = run.p.detach().clone()
     bad = gradients[5].clone()
-    bad[3, 77] = math.nan
+    bad.view(-1)[3 * SHAPE[1] + 77] = math.nan
     run.step(bad)
     now = run.p.detach()
     moved = int((now != before).sum())
@@ -527,7 +637,7 @@ def examine(contestant: common.Contestant, exact: Dict, short: float, patience: 
     half = contestant.weights == "f16"
     reference = reference_of(contestant)
     found: Dict = {"title": contestant.title, "package": contestant.package, "reasons": {}}
-    for name, trap in FIGURES.items():
+    for name, trap in figures_of(contestant).items():
         try:
             with common.patience(patience):
                 if (name, half, reference.key) not in exact:
@@ -546,6 +656,8 @@ def examine(contestant: common.Contestant, exact: Dict, short: float, patience: 
     try:
         with common.patience(patience):
             found.update(nan(contestant, half))
+            if steps_matrices(contestant):
+                found["zero"] = zero(contestant, half)
     except Exception as error:
         found["reasons"]["NaN"] = common.reason(error)
     return found
@@ -573,6 +685,8 @@ AIMS = {
 }
 #: how large the largest update may be
 LARGEST = {"block": 1.5, "sigma1": 1.4, "sigma2": 2.5}
+#: what the products of a rule make of any error, however small
+LIFTED = ("rank one", "length")
 
 
 def outside(rows: Dict) -> List[str]:
@@ -584,9 +698,9 @@ def outside(rows: Dict) -> List[str]:
             continue
         _, weights, states = key.partition(":")[0].split("/")
         aims = [AIMS.get(state) for state in states.split("+")]
-        for name in FIGURES:
+        for name in EVERY_FIGURE:
             value = row.get(name)
-            if value is None:
+            if value is None or name in LIFTED:
                 continue
             if name in LARGEST:
                 if not value <= LARGEST[name]:
@@ -597,7 +711,11 @@ def outside(rows: Dict) -> List[str]:
                 and not abs(value - 1) <= max(aim[name in ("fall", "noise")] for aim in aims)
             ):
                 found.append(f"`{key}`: {name} {number(value)}")
-        found += [f"`{key}`: {name} {row[name]}" for name in ("poisoned", "moved") if row.get(name)]
+        found += [
+            f"`{key}`: {name} {row[name]}"
+            for name in ("poisoned", "moved", "zero")
+            if row.get(name)
+        ]
         if row.get("resume", "yes") != "yes":
             found.append(f"`{key}`: resume {row['resume']}")
     return found
@@ -609,17 +727,18 @@ def print_report(report: Dict) -> None:
         + (f"; steps divided by {report['short']:g}" if report["short"] != 1 else "")
         + "\n"
     )
-    columns = ["optimizer", *FIGURES, "NaN: poisoned", "moved, %", "resume"]
+    shown = [name for name in EVERY_FIGURE if any(name in r for r in report["traps"].values())]
+    columns = ["optimizer", *shown, "NaN: poisoned", "moved, %", "resume"]
     table, reasons = [], []
     total = SHAPE[0] * SHAPE[1]
     for row in report["traps"].values():
         reasons += [(row["title"], name, why) for name, why in row["reasons"].items()]
-        if len(row["reasons"]) and "fall" not in row:
+        if len(row["reasons"]) and not {"fall", "large"} & set(row):
             continue  # nothing was measured
         moved = None if row.get("moved") is None else 100 * row["moved"] / total
         table.append(
             [row["title"]]
-            + [number(row.get(name)) for name in FIGURES]
+            + [number(row.get(name)) for name in shown]
             + [
                 str(row.get("poisoned", "-")),
                 "-" if moved is None else f"{moved:.0f}",
@@ -654,7 +773,7 @@ def print_report(report: Dict) -> None:
 
 
 def write_csv(report: Dict, path: str) -> None:
-    fields = ["key", "title", *FIGURES, "poisoned", "moved", "resume", "reasons"]
+    fields = ["key", "title", *EVERY_FIGURE, "poisoned", "moved", "resume", "reasons"]
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fields, extrasaction="ignore")
         writer.writeheader()
@@ -742,7 +861,7 @@ def main(arguments=None) -> int:
         traps[contestant.key] = examine(contestant, exact, options.short, options.patience)
         print(f"{contestant.title}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
     if not options.no_resume:
-        able = [c for c in chosen if "fall" in traps[c.key]]
+        able = [c for c in chosen if {"fall", "large"} & set(traps[c.key])]
         for key, answer in resume(able, options.patience).items():
             if answer.startswith("error: "):
                 traps[key]["reasons"]["resume"] = answer[7:]

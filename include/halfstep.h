@@ -522,6 +522,9 @@ HALFSTEP_API const char *halfstep_choice_value(const char *choice, int32_t index
  * NAME (which part), UNSUPPORTED (a format that cannot serve the role, or a wrong number of state formats), RANGE (text
  * is too small). */
 HALFSTEP_API int halfstep_recipe_full(const char *recipe, char *text, size_t size);
+/* Writes what a recipe is known to cost into text[size], as a sentence without its full stop: a format that is too
+ * coarse for a state of its rule. Writes "" if nothing is known. 256 bytes are enough for any. Errors as above. */
+HALFSTEP_API int halfstep_recipe_caveat(const char *recipe, char *text, size_t size);
 
 /* Computes the bytes that one tensor takes under a recipe, before any optimizer exists. It assumes the rule's default
  * hyper-parameters (sgd without momentum). Any out pointer may be NULL. */

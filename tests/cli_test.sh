@@ -135,6 +135,8 @@ few, many, some = ({r["recipe"] for r in json.load(open(name))["recipes"]} for n
 assert few < many and "adamw/bf16/bf16" in many, many
 assert some == {"lion/bf16/bf16", "adamw/f32/f32"}, some
 PY
+"$halfstep" plan --params 7e9 --recipes muon/f32/int8,muon/f32/int4,muon/bf16-sr/int4 >coarse.txt
+[ "$(grep -c "^muon: momentum_buffer in int4 ends " coarse.txt)" = 1 ] || fail "plan does not say once what int4 costs muon"
 ok "info and plan"
 
 "$halfstep" bench --recipes adamw/f32,adamw/bf16-sr/int8 --params 8192 --tensors 8 --rounds 1 --threads 1 --csv bench.csv --json >bench.json

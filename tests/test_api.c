@@ -136,6 +136,16 @@ static void test_tables(void)
         for (size_t i = 0; i < COUNT(impossible); i++)
             EXPECT(halfstep_recipe_full(impossible[i], text, sizeof text), UNSUPPORTED);
         CHECK(halfstep_recipe_full("adamw", text, 5) != OK, "a recipe fits into too little room");
+        static const char *const sound[] = {"muon/f32/int8", "muon/f32/f32+int4", "muon/bf16-sr", "adamw/f32/int4"};
+        char caveat[256];
+        for (size_t i = 0; i < COUNT(sound); i++) {
+            EXPECT(halfstep_recipe_caveat(sound[i], caveat, sizeof caveat), OK);
+            CHECK(!*caveat, "%s: %s", sound[i], caveat);
+        }
+        EXPECT(halfstep_recipe_caveat("muon/f32/int4+int8", caveat, sizeof caveat), OK);
+        CHECK(!strncmp(caveat, "muon: momentum_buffer in int4 ends ", 35) && strstr(caveat, "int8"), "%s", caveat);
+        EXPECT(halfstep_recipe_caveat("muon/f32/int4", caveat, 35), RANGE);
+        EXPECT(halfstep_recipe_caveat("muon/f32/int5", caveat, sizeof caveat), NAME);
         uint64_t w, e, s;
         EXPECT(halfstep_recipe_bytes("adamw/bf16-ecc8/int8", 2, 10, 64, &w, &e, &s), OK);
         CHECK(w == 1280 && e == 640 && s == 2 * (640 + 40), "bytes %d %d %d", (int)w, (int)e, (int)s);

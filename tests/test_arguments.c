@@ -144,6 +144,9 @@ static void test_null_pointers(void)
               "found nothing");
         REFUSED(halfstep_recipe_full(NULL, text, sizeof text));
         REFUSED(halfstep_recipe_full("adamw", NULL, 64));
+        REFUSED(halfstep_recipe_caveat(NULL, text, sizeof text));
+        REFUSED(halfstep_recipe_caveat("muon", NULL, 64));
+        REFUSED(halfstep_recipe_caveat("muon", text, 0));
         REFUSED(halfstep_recipe_bytes(NULL, 2, 1, 1, &count, &count, &count));
         EXPECT(halfstep_recipe_bytes("adamw", 2, 1, 1, NULL, NULL, NULL), OK);
         halfstep_tensor sized = {.struct_size = sizeof sized, .ndim = 3, .rows = 24, .row_length = 64};

@@ -140,7 +140,7 @@ static int recipe_of(const halfstep_rule_info *rule, const char *weight, int row
     char full[64];
     int n = snprintf(text, size, "%s/%s", rule->name, weight);
     for (int j = 0, named = 0; j < rule->states; j++) {
-        if (rule->state_role[j] == HALFSTEP_ROLE_WEIGHT) continue;
+        if (rule->state_role[j] == HALFSTEP_ROLE_WEIGHT || rule->state_extent[j] != HALFSTEP_EXTENT_ELEMENTS) continue;
         int format = hstep_fused_format(rule->state_role[j], fused_rows[row].gradient, fused_rows[row].first,
                                         fused_rows[row].second, hstep_formats[fused_rows[row].first].block);
         n += snprintf(text + n, size - (size_t)n, "%c%s", named++ ? '+' : '/', hstep_formats[format].name);

@@ -316,11 +316,14 @@ static void test_slots(void)
         open_grid(&t, "adamw", "bf16-sr", 0.999);
         CHECK(get_scalar(t.o, 0, "exp_avg_sq.grid", &value) == NAME, "BF16 states have a grid");
         one_close(&t);
-        static const char *const some[] = {"int8", "int4", "fp8", "fp8-e5m2"}, *const without[] = {"f32", "dyn8",
-                                                                                                   "fp8-lamb16"};
-        for (int i = 0; i < 7; i++) {
-            halfstep_format_info info = format_info(halfstep_format_find(i < 4 ? some[i] : without[i - 4]));
-            CHECK(info.grid == (i < 4), "%s: grid %d", info.name, info.grid);
+        static const struct {
+            const char *format;
+            int grid;
+        } all[] = {{"int8", 1}, {"int6", 1}, {"int4", 1},     {"fp8", 1},
+                   {"f32", 0},  {"dyn8", 0}, {"fp8-e5m2", 1}, {"fp8-lamb16", 0}};
+        for (size_t i = 0; i < COUNT(all); i++) {
+            halfstep_format_info info = format_info(halfstep_format_find(all[i].format));
+            CHECK(info.grid == all[i].grid, "%s: grid %d", info.name, info.grid);
         }
     }
 }

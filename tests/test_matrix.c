@@ -434,6 +434,7 @@ static void model_open(struct model *m, const char *recipe, int isa, int threads
     MUST(halfstep_create(&options, &m->o));
     if (isa >= 0) m->o->context.kernels = hstep_isa_kernels(isa);
     MUST(halfstep_add_group(m->o, recipe, &index));
+    MUST(halfstep_set_hyper(m->o, index, "normalize_rows", strlen(recipe) % 3));
     for (int i = 0; i < LAYERS; i++) {
         char name[8];
         snprintf(name, sizeof name, "w%d", i);
@@ -490,12 +491,12 @@ static void test_muon(void)
             halfstep_destroy(first.o);
         }
     }
-    TEST("muon: 20 steps follow double precision, with either adjustment of lr and without Nesterov") {
+    TEST("muon: 20 steps follow double precision, with each scale of an update, alike rows and without Nesterov") {
         enum { ROWS = 48, COLUMNS = 30, N = ROWS * COLUMNS };
         static struct ref_element x[N];
         static float w[N], g[N];
-        static const double options[][2] = {{0, 1}, {1, 1}, {0, 0}}; /* match_rms, nesterov */
-        for (int k = 0; k < 3; k++) {
+        static const double options[][3] = {{0, 1, 0}, {1, 1, 2}, {0, 0, 1}, {2, 1, 0}, {3, 0, 1}};
+        for (size_t k = 0; k < COUNT(options); k++) { /* match_rms, nesterov, normalize_rows */
             struct ref_hyper h = {.lr = 1e-2,
                                   .weight_decay = 0.1,
                                   .reference_lr = 1,
@@ -503,6 +504,8 @@ static void test_muon(void)
                                   .momentum = 0.95,
                                   .nesterov = options[k][1],
                                   .match_rms = options[k][0],
+                                  .normalize_rows = options[k][2],
+                                  .row_beta = 0.95,
                                   .ns_steps = 5,
                                   .ns_a = 3.4445,
                                   .ns_b = -4.775,
@@ -516,6 +519,7 @@ static void test_muon(void)
             one_hyper(&t, "lr", h.lr);
             one_hyper(&t, "match_rms", h.match_rms);
             one_hyper(&t, "nesterov", h.nesterov);
+            one_hyper(&t, "normalize_rows", h.normalize_rows);
             one_start(&t);
             for (int i = 0; i < N; i++) {
                 w[i] = (float)next_normal(&s);
@@ -528,16 +532,20 @@ static void test_muon(void)
                 MUST(one_step(&t));
                 r.t = r.full = step;
                 ref_muon(&h, &r);
-                for (int i = 0; i < N; i++) x[i].w = x[i].w_new, x[i].s[0] = x[i].s_new[0];
+                for (int i = 0; i < N; i++) {
+                    x[i].w = x[i].w_new;
+                    for (int j = 0; j < 3; j++) x[i].s[j] = x[i].s_new[j];
+                }
             }
             one_read(&t, WEIGHT, t.room);
             for (int i = 0; i < N; i++) {
                 worst = fmax(worst, fabs((double)t.room[i] - x[i].w));
                 moved = fmax(moved, fabs((double)w[i] - x[i].w));
             }
-            printf("     match_rms %g, nesterov %g: off by %.1e, moved by up to %.1e\n", h.match_rms, h.nesterov, worst,
-                   moved);
-            CHECK(worst <= 1e-4 * moved, "match_rms %g, nesterov %g: %g off", h.match_rms, h.nesterov, worst);
+            printf("     match_rms %g, nesterov %g, normalize_rows %g: off by %.1e, moved by up to %.1e\n", h.match_rms,
+                   h.nesterov, h.normalize_rows, worst, moved);
+            CHECK(worst <= 1e-4 * moved, "match_rms %g, normalize_rows %g: %g off", h.match_rms, h.normalize_rows,
+                  worst);
             one_close(&t);
         }
     }
@@ -570,6 +578,46 @@ static void test_muon(void)
             one_close(&muon);
             one_close(&adamw);
         }
+    }
+    TEST("muon: alike rows have equal norms at first, and the norm that normalize_rows says") {
+        enum { ROWS = 40, COLUMNS = 24, N = ROWS * COLUMNS };
+        static float u[3][N], v[ROWS], again[ROWS], zeros[N];
+        double whole[3] = {0}, first = 0;
+        for (int words = 0; words < 3; words++) {
+            struct source s = {41};
+            struct one t;
+            one_open(&t, "muon/f32/f32", 2, ROWS, COLUMNS, "f32");
+            one_hyper(&t, "lr", 1.0);
+            one_hyper(&t, "weight_decay", 0.0);
+            one_hyper(&t, "match_rms", 1);
+            one_hyper(&t, "normalize_rows", words);
+            one_start(&t);
+            for (int i = 0; i < N; i++) t.room[i] = (float)(next_normal(&s) * (1 + i / COLUMNS));
+            one_write(&t, GRADIENT, t.room);
+            MUST(one_step(&t));
+            one_read(&t, WEIGHT, u[words]);
+            for (int row = 0; row < ROWS; row++) {
+                double squares = 0;
+                for (int j = 0; j < COLUMNS; j++) squares += pow((double)u[words][row * COLUMNS + j], 2);
+                whole[words] += squares;
+                if (!row) first = squares;
+                if (words) CHECK(fabs(squares / first - 1) < 1e-5, "row %d: %g, not %g", row, squares, first);
+            }
+            /* Zeros decay the state, which also goes on where lr is 0. */
+            if (words) one_read(&t, STATE + 2, v);
+            one_hyper(&t, "lr", 0.0);
+            one_write(&t, STATE, zeros);
+            one_write(&t, GRADIENT, zeros);
+            MUST(one_step(&t));
+            if (words) one_read(&t, STATE + 2, again);
+            for (int row = 0; words && row < ROWS; row++)
+                CHECK(again[row] == (float)(0.95 * (double)v[row]) && v[row] > 0, "%g after %g", again[row], v[row]);
+            one_read(&t, WEIGHT, t.room);
+            CHECK(!differences(u[words], t.room, N), "weights moved with lr 0");
+            one_close(&t);
+        }
+        CHECK(fabs(whole[1] / whole[0] - 1) < 1e-6, "keep-norm: %g, not %g", whole[1], whole[0]);
+        CHECK(fabs(sqrt(whole[2] / N) - 0.2) < 1e-7, "full-norm: a root mean square of %g", sqrt(whole[2] / N));
     }
     TEST("muon: a part of a matrix is refused, a part of a vector is not") {
         halfstep_optimizer *o = new_optimizer("muon", 0, 0);

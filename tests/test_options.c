@@ -366,7 +366,7 @@ static void test_precise(void)
         CHECK(found >= 6 * 7, "%d such states", found);
     }
     TEST("amsgrad beside block states steps as in fp32") {
-        static const char *const formats[] = {"int8", "int4", "fp8", "fp8-e5m2", "dyn8"};
+        static const char *const formats[] = {"int8", "int6", "int4", "fp8", "fp8-e5m2", "dyn8"};
         double largest, fp32 = mean_step("adamw", "f32", "amsgrad", 0.3, 600, &largest) /
                                mean_step("adamw", "f32", "", 0.3, 600, &largest);
         for (size_t i = 0; i < COUNT(formats); i++) {
@@ -377,7 +377,7 @@ static void test_precise(void)
         }
     }
     TEST("centered rmsprop in block states steps as in fp32") {
-        static const char *const formats[] = {"int8", "int4", "fp8", "fp8-e5m2", "dyn8"};
+        static const char *const formats[] = {"int8", "int6", "int4", "fp8", "fp8-e5m2", "dyn8"};
         for (double noise = 0.1; noise < 4; noise *= 30) {
             double most, fp32 = mean_step("rmsprop", "f32", "centered", noise, 200, &most), largest;
             for (size_t i = 0; i < COUNT(formats); i++) {
@@ -517,6 +517,7 @@ static void test_words(void)
             MUST(halfstep_set_hyper(o, group[2], "ns_coefficients", i));
             CHECK(!strcmp(halfstep_get_choice(o, group[2], "ns_coefficients"), word), "%s", word);
             EXPECT(halfstep_set_hyper(o, group[2], "ns_coefficients", i + 4), HALFSTEP_ERROR_RANGE);
+            EXPECT(halfstep_set_hyper(o, group[2], "ns_coefficients", i + 0.5), HALFSTEP_ERROR_RANGE);
         }
         MUST(halfstep_set_choice(o, ALL_GROUPS, "ns_coefficients", "dion"));
         for (int i = 0; i < 3; i += 2)

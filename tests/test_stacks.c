@@ -60,6 +60,7 @@ struct settings {
     const char *recipe;
     double clip, centralize;
     int threads, isolated; /* isolated: without sums over the tensor, where hyper-parameters allow it */
+    int normalize_rows;    /* where the rule has it */
     int released, micro;   /* tensor by tensor; the first step goes into the states */
 };
 
@@ -78,6 +79,7 @@ static void open_held(struct held *h, const struct settings *s)
     MUST(halfstep_set_hyper(h->o, 0, "weight_decay", 0.1));
     MUST(halfstep_set_hyper(h->o, 0, "centralize", s->centralize));
     set_if_any(h->o, "beta1", 0.8);
+    set_if_any(h->o, "normalize_rows", s->normalize_rows);
     if (s->isolated) {
         set_if_any(h->o, "d", 0.0);
         set_if_any(h->o, "scale_parameter", 0.0);
@@ -291,7 +293,10 @@ static void test_rule(const char *rule)
     TEST(text_of("%s: a stack has the bits of its matrices as parts, in every format", rule)) {
         for (int i = 0; i < n; i++)
             for (int j = i % BY_LENGTH(5, 2, 1); j < SHAPES; j += BY_LENGTH(5, 2, 1))
-                compare_shape(&(struct settings){.recipe = recipe[i], .threads = 1 + i % 3, .clip = i % 2 ? 0.5 : 0.0},
+                compare_shape(&(struct settings){.recipe = recipe[i],
+                                                 .threads = 1 + i % 3,
+                                                 .clip = i % 2 ? 0.5 : 0.0,
+                                                 .normalize_rows = (i + 2 * j) % 3},
                               &shapes[j],
                               (i + j) % 3 == 1                              ? SINGLY
                               : (i + j) % 3 || matrices_of(&shapes[j]) == 1 ? WHOLLY
@@ -303,7 +308,8 @@ static void test_rule(const char *rule)
     }
     TEST(text_of("%s: in f32 a stack has the bits of its matrices as tensors", rule)) {
         for (int j = 0; j < SHAPES; j += BY_LENGTH(4, 1, 1))
-            compare_shape(&(struct settings){.recipe = plain, .threads = 2, .isolated = 1}, &shapes[j], AS_TENSORS);
+            compare_shape(&(struct settings){.recipe = plain, .threads = 2, .isolated = 1, .normalize_rows = 1 + j % 2},
+                          &shapes[j], AS_TENSORS);
     }
     TEST(text_of("%s: likewise tensor by tensor, and with micro-steps where there are any", rule)) {
         const int micro = !rule_info(halfstep_rule_find(rule)).two_pass; /* factors take none */

@@ -191,7 +191,7 @@ static const struct bound states[] = {
     {"f16-ecc8", {2.5e-4, 1e-5}, "2^-18, averaged; Lion as above"},
     {"f16-ecc16", {1e-6, 1e-6}, "2^-24 above 2^-17, then absolute"},
     {"int8", {0.15, 0.05}, "codes of 1/127 and 1/32 of the root: second moments a little large within a block"},
-    {"int6", {0.25, 0.25}, "codes of 1/31 and 1/16 of the root, as int4's"},
+    {"int6", {0.4, 0.2}, "codes of 1/31 and 1/16 of the root, as int4's"},
     {"int4", {0.9, 0.6}, "codes of 1/7 and 1/4: second moments far below their block's largest are too large"},
     {"fp8", {0.25, 0.12}, "3 bits of mantissa"},
     {"fp8-e5m2", {0.35, 0.25}, "2 bits of mantissa"},

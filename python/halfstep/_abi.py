@@ -53,6 +53,7 @@ ROLE_SIGNED = 4
 ROLE_NONNEG = 8
 
 GEOMETRY_ROWS = 0
+EXTENT_COLUMNS = 2
 
 #: hyper-parameters that users give together, as "betas"
 BETAS = ("beta1", "beta2", "beta3")
@@ -245,6 +246,7 @@ signatures = {
     "get_hyper_info": (c_int, c_int32, c_int32, POINTER(HyperInfo)),
     "choice_value": (c_char_p, c_char_p, c_int32),
     "recipe_full": (c_int, c_char_p, c_char_p, c_size_t),
+    "recipe_caveat": (c_int, c_char_p, c_char_p, c_size_t),
     "recipe_bytes": (c_int, c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes),
     "tensor_bytes": (c_int, c_char_p, POINTER(Tensor), _bytes, _bytes, _bytes),
     "set_threads": (c_int, _handle, c_int32),
@@ -375,21 +377,26 @@ def invoke(function, handle, *arguments) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """A state of a rule. `role` is a ROLE_ number. `vector`: the state has one value per row (1) or
-    per column (2) of a matrix, and only matrices have it; else 0. While the hyper-parameter `precise_if` is not 0,
-    the state is stored in `precise_format` instead of a block format."""
+    """A state of a rule. `role` is a ROLE_ number. `extent`: one of EXTENT_, because a state
+    may have one value per row or per column of a matrix. While the hyper-parameter `precise_if` is
+    not 0, the state is stored in `precise_format` instead of a block format."""
 
     name: str
     role: int
-    vector: int = 0
+    extent: int = 0
     precise_if: Optional[str] = None
     precise_format: Optional[str] = None
+
+    @property
+    def vector(self) -> bool:
+        """True for a state over the rows or the columns of matrices."""
+        return self.extent != 0
 
 
 @dataclass(frozen=True)
 class Hyper:
     """A hyper-parameter with its bounds. `switch`: the value is 0 or 1, and users give a bool.
-    `words`: the names of the values 0, 1 ..., which users give, or nothing."""
+    `words`: the names of its values 0, 1 ..., if they have names."""
 
     name: str
     title: str
@@ -463,10 +470,10 @@ def _row(cls, info, **own):
     return cls(**own)
 
 
-def _values_of(name: bytes) -> Tuple[str, ...]:
-    """Returns the values of a choice, or nothing if there is no choice of this name."""
+def _values(name: str) -> Tuple[str, ...]:
+    """Returns the values of a choice, or () if there is no such choice."""
     values = []
-    while (value := lib.halfstep_choice_value(name, len(values))) is not None:
+    while (value := lib.halfstep_choice_value(name.encode(), len(values))) is not None:
         values.append(_text(value))
     return tuple(values)
 
@@ -474,9 +481,8 @@ def _values_of(name: bytes) -> Tuple[str, ...]:
 def _read_hyper(row: int, index: int) -> Hyper:
     info = HyperInfo.new()
     check(lib.halfstep_get_hyper_info(row, index, byref(info)))
-    return _row(
-        Hyper, info, switch=info.title.startswith((b"0:", b"1:")), words=_values_of(info.name)
-    )
+    switch = info.title.startswith((b"0:", b"1:"))
+    return _row(Hyper, info, switch=switch, words=_values(_text(info.name)))
 
 
 def _read_rule(row: int) -> Rule:
@@ -519,8 +525,8 @@ format_rows: List[Format] = list(formats.values())
 
 def choices(name: str) -> Tuple[str, ...]:
     """Returns the values of a choice, the default first. Choices are "decay", "schedule", "scan",
-    "generator", "clip" and "missing"."""
-    values = _values_of(name.encode())
+    "generator", "clip", "missing", and hyper-parameters whose values have names."""
+    values = _values(name)
     if not values:
         raise HalfstepValueError(f"unknown choice '{name}'", ERROR_NAME)
     return values
@@ -556,6 +562,16 @@ def recipe_full(recipe: str) -> str:
     code = lib.halfstep_recipe_full(recipe.encode(), text, sizeof(text))
     if code:
         check(code, detail=_about_recipe(recipe))
+    return _text(text.value)
+
+
+def recipe_caveat(recipe: str) -> str:
+    """Returns what a recipe is known to cost, as a sentence without its full stop, or ""."""
+    text = create_string_buffer(256)
+    check(
+        lib.halfstep_recipe_caveat(recipe.encode(), text, sizeof(text)),
+        detail=_about_recipe(recipe),
+    )
     return _text(text.value)
 
 

@@ -14,9 +14,9 @@ from ._sharding import local
 from ._streams import bind_streams, lay_out
 
 #: advice beside a state of another shape: version 0.1.0 took every parameter for one matrix
-_ONE_MATRIX = (
+ONE_MATRIX = (
     "; a state that was saved when the parameter was taken for one matrix goes on with"
-    ' matrix="flatten" in its group'
+    ' matrix="flatten" in its group, without heads= and split='
 )
 #: the number of values that pieces() decodes at once
 _PIECE = 1 << 20
@@ -110,7 +110,7 @@ def adopt(tensor, stream, name):
         raise ValueError(
             f"halfstep: state {stream.key!r} of parameter {name!r} is {described(tensor)}, not"
             f" {stream.dtype} of shape {stream.shape}"
-            + (_ONE_MATRIX if getattr(tensor, "ndim", 9) < len(stream.shape) else "")
+            + (ONE_MATRIX if getattr(tensor, "ndim", 9) < len(stream.shape) else "")
         )
     return _devices.to_cpu(tensor)
 

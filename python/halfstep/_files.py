@@ -210,7 +210,11 @@ def _state(file, path, metadata, name, laid, streams):
         "recipe": packed,
         **_parsed(metadata, f"scalars.{name}", _pairs(float.fromhex), path, {}),
     }
-    columns = {s.name for s in _abi.rules[recipe.partition("/")[0]].states if s.vector == 2}
+    columns = {
+        s.name
+        for s in _abi.rules[recipe.partition("/")[0]].states
+        if s.extent == _abi.EXTENT_COLUMNS
+    }
     for stream, key in streams:
         if stream in state:
             raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")

@@ -13,6 +13,8 @@ class HostedPlacement(Placement):
     """Decides where optimizers of Hosted step and keep states."""
 
     def _is_gathered(self, p):
+        if not _sharding.is_dtensor(p) and self.groups.options.owners is None:
+            return False
         group = self.groups.group_of(p)
         rule = self.groups.row_of(group).name
         owners = self.groups.options.owners

@@ -92,7 +92,7 @@ class Inspection:
             lines.append(f"taken for matrices: {'; '.join(taken)}")
         if fallen:
             lines.append(f"too small for blocks, plain states: {_names.some(fallen, 8)}")
-        lines += precise
+        lines += precise + _layout.caveats(recipes)
         for i, group in enumerate(self.groups):
             lines.append(f"Parameter Group {i}")
             lines += [

@@ -115,6 +115,11 @@ def precise_states(recipes):
     return lines
 
 
+def caveats(recipes):
+    """Returns what these recipes are known to cost, each text once."""
+    return list(dict.fromkeys(filter(None, map(_abi.recipe_caveat, recipes))))
+
+
 def numbers_of(rule, streams=None):
     """Returns the keys of the small tensors beside `step`, with the streams of scalars_of()."""
     return (*WHOLE, *scalars_of(rule, streams))

@@ -48,6 +48,11 @@ class Laid(tuple):
         return list(itertools.accumulate(self.blocks * each, initial=0))
 
 
+def has_products(rule):
+    """Returns True if a rule multiplies matrices, which a processor is slow at."""
+    return rule.matrix and not is_factored(rule)
+
+
 def check(group):
     """Raises ValueError for options of a group that are none."""
     matrix, heads, split = how_of(group)
@@ -80,6 +85,11 @@ def how_of(group):
     )
 
 
+def is_factored(rule):
+    """Returns True for a rule whose second moment is one vector over rows and one over columns."""
+    return any(state.extent == _abi.EXTENT_COLUMNS for state in rule.states)
+
+
 def _blocks_of(rows, shape, how):
     """Returns the rows of the matrices that a matrix of so many rows is cut into."""
     if how.split and sum(how.split) != rows:
@@ -102,7 +112,7 @@ def lay(rule, shape, how=AUTO):
     shape, rule, matrix = tuple(shape), _abi.rules[rule], how.matrix
     if not rule.matrix or len(shape) < 2:
         return shape
-    factored = any(state.vector for state in rule.states)
+    factored = is_factored(rule)
     if matrix == "auto" and not factored:
         stack = len(shape) == 3 and shape[2] >= _LEAST_COLUMNS and shape[1] > 1
         matrix = "last-two" if stack else "flatten"
@@ -140,7 +150,7 @@ def is_cut_between(rule, laid, ranks):
         return False
     starts, count = laid.starts, len(laid.blocks)
     rows, matrices = -(-laid[0] // ranks), -(-count // ranks)
-    factored = any(state.vector for state in _abi.rules[rule].states)
+    factored = is_factored(_abi.rules[rule])
     for rank in range(1, ranks):
         border = min(rank * rows, laid[0])
         if border not in starts:

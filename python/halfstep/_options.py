@@ -135,7 +135,7 @@ class Options:
                 continue
             if name in _abi.BETAS and betas is not None:
                 out[name] = float(betas[_abi.BETAS.index(name)])
-            elif name in group and hyper.words:
+            elif name in group and hyper.words and isinstance(group[name], str):
                 _abi.check_choice(name, group[name])
                 out[name] = float(hyper.words.index(group[name]))
             elif name in group:
@@ -153,11 +153,11 @@ class Options:
             place = _abi.BETAS.index(name)
             if place < len(betas):
                 group["betas"] = (*betas[:place], value, *betas[place + 1 :])
+        elif name in group and isinstance(group[name], str):
+            group[name] = _abi.rules[self.rule_of(group)].hypers[name].words[int(value)]
         elif isinstance(group.get(name), torch.Tensor):
             group[name] = torch.full_like(group[name], value)
         elif name in group:
-            hyper = _abi.rules[self.rule_of(group)].hypers.get(name)
-            value = hyper.words[int(value)] if hyper and hyper.words else value
             group[name] = bool(value) if isinstance(group[name], bool) else value
 
     def choices(self, group):

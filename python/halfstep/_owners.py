@@ -3,11 +3,11 @@ matrices, and a rank of FSDP2 holds a part of each.
 
 Each matrix has an owner among the ranks. The owner's handle has the whole tensor. The handles of
 the other ranks have a part of it without elements, so that counters advance everywhere. A batch of
-matrices is stepped at a time: parts go to the owners, owners step, and parts come back.
+matrices is stepped at a time: parts go to the owners, owners step, and parts come back. While a
+batch is stepped, the parts of the next one are on their way, and those of the last one back.
 """
 
 import contextlib
-import itertools
 import math
 from functools import lru_cache
 
@@ -18,10 +18,14 @@ from ._parameters import stored_dtype
 from ._sharding import local
 
 #: the most bytes of weights and states that an owner has of one batch, unless one matrix has more
-BATCH_BYTES = 256 << 20
+BATCH_BYTES = 64 << 20
+#: the most messages that are on their way back at the same time
+_MOST_BACK = 3
 #: tensors in a room begin at multiples of this, as with torch's allocators; pieces in a message at
 #: multiples of the second number
 _ALIGNED, _PACKED = 256, 8
+#: process groups that were made here, by their ranks, each with the world that it belongs to
+_groups = {}
 #: stands for a tensor that another rank has
 _EMPTY = torch.empty(0, device="cpu")
 
@@ -46,11 +50,12 @@ class Team:
         the first use."""
         if len(self.groups) == 1:
             return self.groups[0]
-        if not hasattr(self.mesh, "_halfstep_group"):
-            self.mesh._halfstep_group = torch.distributed.new_group(
-                self.ranks, use_local_synchronization=True
-            )
-        return self.mesh._halfstep_group
+        dist = torch.distributed
+        world, group = _groups.get(tuple(self.ranks), (None, None))
+        if world is not dist.group.WORLD:
+            group = dist.new_group(self.ranks, use_local_synchronization=True)
+            _groups[tuple(self.ranks)] = dist.group.WORLD, group
+        return group
 
     def boxes(self, shape, placements):
         """Returns what each rank holds of a tensor of this shape, as slices. None: nothing."""
@@ -59,35 +64,42 @@ class Team:
         return _boxes(self.mesh, tuple(self.ranks), tuple(shape), tuple(placements))
 
     def exchange(self, device, out, into):
-        """Sends the tensors out[i] to rank i, and fills the tensors into[i] with those of rank
-        i."""
-        for to, tensor in zip(into[self.here], out[self.here]):
-            to.copy_(tensor)
-        out, into = (
-            [[] if i == self.here else some for i, some in enumerate(lists)]
-            for lists in (out, into)
-        )
+        """Begins to send the tensors out[i] to rank i. Returns a function that waits, and fills the
+        tensors into[i] with those of rank i. There are none of this rank."""
         device = _carrier(self.group, device)
         sizes = [[sum(map(_packed, some)) for some in lists] for lists in (out, into)]
         sent, got = (_devices.zeros((sum(some),), torch.uint8, device) for some in sizes)
         for view, tensor in _views(sent, [tensor for some in out for tensor in some]):
             view.copy_(tensor)
-        torch.distributed.all_to_all_single(got, sent, sizes[1], sizes[0], group=self.group)
-        for view, tensor in _views(got, [tensor for some in into for tensor in some]):
-            tensor.copy_(view)
+        work = torch.distributed.all_to_all_single(
+            got, sent, sizes[1], sizes[0], group=self.group, async_op=True
+        )
+
+        def finish(sent=sent):  # which has to live until then
+            work.wait()
+            for view, tensor in _views(got, [tensor for some in into for tensor in some]):
+                tensor.copy_(view)
+
+        return finish
 
     def publish(self, device, of, tensors):
-        """Fills the same tensors of all ranks with those of the rank in place `of`."""
+        """Begins to send tensors of the rank in place `of` to all. Returns a function that waits,
+        and fills the same tensors of the others."""
         sent = _devices.zeros(
             (sum(map(_packed, tensors)),), torch.uint8, _carrier(self.group, device)
         )
         if of == self.here:
             for view, tensor in _views(sent, tensors):
                 view.copy_(tensor)
-        torch.distributed.broadcast(sent, self.ranks[of], group=self.group)
-        if of != self.here:
-            for view, tensor in _views(sent, tensors):
-                tensor.copy_(view)
+        work = torch.distributed.broadcast(sent, self.ranks[of], group=self.group, async_op=True)
+
+        def finish():
+            work.wait()
+            if of != self.here:
+                for view, tensor in _views(sent, tensors):
+                    tensor.copy_(view)
+
+        return finish
 
 
 class _Elsewhere:
@@ -121,7 +133,9 @@ def _boxes(mesh, ranks, shape, placements):
 def _carrier(group, device):
     """Returns the device that a process group can send from, at best this one."""
     types = {d.type for d in getattr(group, "_device_types", ())} or {"cpu"}
-    return device if device.type in types else _devices.HOST
+    if device.type in types:
+        return device
+    return _devices.HOST if "cpu" in types else torch.device(sorted(types)[0])
 
 
 def _packed(tensor):
@@ -145,10 +159,10 @@ def work_of(one, steps):
     elements for a rule without products."""
     laid = _matrices.lay(one.rule, one.p.shape, one.how)
     rows, columns = _matrices.rows_of(laid)
-    if any(state.vector for state in _abi.rules[one.rule].states):
+    if not _matrices.has_products(_abi.rules[one.rule]):
         return rows * columns
     starts = laid.starts if isinstance(laid, _matrices.Laid) else [0, rows]
-    sides = (sorted((last - first, columns)) for first, last in itertools.pairwise(starts))
+    sides = (sorted((last - first, columns)) for first, last in zip(starts, starts[1:]))
     return steps * sum(2 * least**2 * (2 * most + least) for least, most in sides)
 
 
@@ -185,14 +199,10 @@ def divide(wanted, owners, steps):
             if at == len(batches):
                 batches.append([])
             batches[at].append(i)
-        found += [
-            (
-                room.device,
-                Batch(room, {some[i].p: whose[i] for i in batch}),
-                [some[i] for i in batch],
-            )
-            for batch in batches
-        ]
+        made = [Batch(room, {some[i].p: whose[i] for i in batch}) for batch in batches]
+        for one, following in zip(made, made[1:]):
+            one.following, following.first = following, False
+        found += [(room.device, one, [some[i] for i in batch]) for one, batch in zip(made, batches)]
     return found
 
 
@@ -244,12 +254,20 @@ class _Piece:
 
 
 class Room:
-    """Memory for the whole tensors that this rank has of one batch after the other. `holds` is the
-    batch whose weights and states are there."""
+    """Memory for the whole tensors that this rank has of one batch after the other.
+
+    holds    the batch whose weights and states are there, if its parts have not changed since
+    back     functions that wait for parts of the last batch, which are on their way back
+    """
 
     def __init__(self, team, device):
         self.team, self.device = team, device
-        self.size, self._memory, self.holds = 0, None, None
+        self.size, self._memory, self.holds, self.back = 0, None, None, []
+
+    def settle(self, left=0):
+        """Waits for parts that are on their way back, all but so many messages."""
+        while len(self.back) > left:
+            self.back.pop(0)()
 
     def view(self, piece):
         """Returns a tensor of the room."""
@@ -263,8 +281,13 @@ class Batch:
     """Members of one handle that are stepped at the same time, each by its owner. It stands where
     a Stage of streaming.py does."""
 
+    #: the batch that is stepped after this one, and True for the first of a room
+    following, first = None, True
+
     def __init__(self, room, owners):
         self.room, self.team, self.owners = room, room.team, owners
+        #: a function that waits for parts that are on their way to their owners, or None
+        self.ready = None
         #: of each member: its pieces by key; "" is the gradient, "weight" the weight
         self.pieces = {}
         #: the members of the present step; their gradients here, and the whole ones of the owner
@@ -309,9 +332,6 @@ class Batch:
         """Returns the address of the whole weight of a member."""
         return _sharding.address(self._room_of(self.pieces[m]["weight"]))
 
-    def begin(self):
-        """Does nothing: parts come when they are needed."""
-
     # ---- Parts come and go -----------------------------------------------------------------------
 
     def _here(self, m, piece):
@@ -324,7 +344,8 @@ class Batch:
         return self.room.view(piece) if piece.key else self.gradients[m]
 
     def _gather(self, some):
-        """Brings parts to owners: (member, piece) of each."""
+        """Begins to bring parts to owners: (member, piece) of each. Returns a function that waits
+        for them."""
         out, into = ([[] for _ in self.team.ranks] for _ in range(2))
         for m, piece in some:
             if self.team.here in piece.sources:
@@ -332,14 +353,26 @@ class Batch:
             if piece.owner == self.team.here:
                 for source, box in piece.sources.items():
                     into[source].append(self._whole(m, piece)[box])
+        own, arrive = self._take_own(out, into), None
         if any(piece.sources.keys() != {piece.owner} for _, piece in some):
-            self.team.exchange(self.room.device, out, into)
-        else:  # owners hold all that they need
-            for to, tensor in zip(into[self.team.here], out[self.team.here]):
+            arrive = self.team.exchange(self.room.device, out, into)
+
+        def finish():  # until then another batch is in the room
+            for to, tensor in own:
                 to.copy_(tensor)
+            if arrive is not None:
+                arrive()
+
+        return finish
+
+    def _take_own(self, out, into):
+        """Takes what stays on this rank out of two lists. Returns (target, source) of each."""
+        own = list(zip(into[self.team.here], out[self.team.here]))
+        out[self.team.here], into[self.team.here] = [], []
+        return own
 
     def _scatter(self, some):
-        """Brings parts back from owners: (member, piece) of each."""
+        """Begins to bring parts back from owners: (member, piece) of each."""
         here, cut = self.team.here, [(m, piece) for m, piece in some if not piece.public]
         out, into = ([[] for _ in self.team.ranks] for _ in range(2))
         for m, piece in cut:
@@ -350,8 +383,10 @@ class Batch:
                         out[rank].append(whole[box])
             if piece.box is not None:
                 into[piece.owner].append(self._here(m, piece))
+        for to, tensor in self._take_own(out, into):
+            to.copy_(tensor)
         if cut:
-            self.team.exchange(self.room.device, out, into)
+            self.room.back.append(self.team.exchange(self.room.device, out, into))
         whole = [(m, piece) for m, piece in some if piece.public]
         for m, piece in whole:
             if piece.owner == here:
@@ -359,7 +394,8 @@ class Batch:
         for owner in sorted({piece.owner for _, piece in whole}):
             tensors = [self._here(m, piece) for m, piece in whole if piece.owner == owner]
             if len(self.team.ranks) > 1:
-                self.team.publish(self.room.device, owner, tensors)
+                self.room.settle(_MOST_BACK - 1)
+                self.room.back.append(self.team.publish(self.room.device, owner, tensors))
 
     def give(self, m, grad):
         """Takes this rank's part of a gradient. Returns the address of the member's weight, and an
@@ -370,6 +406,7 @@ class Batch:
     def gather_gradients(self, members):
         """Brings the gradients of members to their owners. The members are those of the present
         step. Returns an address for each."""
+        self.room.settle()
         self.present, self.room.holds = members, None
         pieces = [(m, self.pieces[m][""]) for m in members]
         self.gradients, moved = {}, []
@@ -380,25 +417,54 @@ class Batch:
             if piece.owner == self.team.here:
                 self.gradients[m] = _devices.zeros(piece.shape, piece.dtype, self.room.device)
             moved.append((m, piece))
-        self._gather(moved)
+        self._gather(moved)()
         self.given = {}
         return [_sharding.address(self.gradients.get(m, _EMPTY)) for m in members]
+
+    def _pieces_of(self, members):
+        """Returns (member, piece) of weights and states."""
+        return [(m, piece) for m in members for key, piece in self.pieces[m].items() if key]
+
+    def begin(self):
+        """Begins to bring the first batch of a step to its owners. Each batch begins the next."""
+        if self.first:
+            self._begin()
+
+    def _begin(self):
+        if self.ready is None:
+            self.ready = self._gather(self._pieces_of(self.present))
+
+    def _arrive(self):
+        """Waits until owners have what _begin() brings."""
+        ready, self.ready = self.ready, None
+        if ready is not None:
+            ready()
 
     @contextlib.contextmanager
     def states(self, only=None, written=True):
         """Returns a context in which owners have the weights and states of the present members, or
         of `only`. If they are written, they are copied back afterwards."""
-        members = self.present if only is None else [only]
-        some = [(m, piece) for m in members for key, piece in self.pieces[m].items() if key]
-        if only is not None or self.room.holds is not self:
-            self._gather(some)
-        self.room.holds = None if only is not None or written else self
+        room, some = self.room, self._pieces_of(self.present if only is None else [only])
+        if only is not None:
+            room.settle()
+            self._gather(some)()
+        elif room.holds is not self:
+            self._begin()
+            self._arrive()
+            if self.following is not None:
+                self.following._begin()
+        room.holds = None if only is not None or written else self
         yield
+        room.settle()
         if written:
             self._scatter(some)
+        if only is not None:
+            room.settle()
 
     def end(self):
-        """Forgets the gradients of the step."""
+        """Waits for all parts, and forgets the gradients of the step."""
+        self._arrive()
+        self.room.settle()
         self.present, self.gradients = (), {}
 
     def tell(self, m, found):

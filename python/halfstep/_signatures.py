@@ -41,10 +41,10 @@ _ORDER = {
 
 def _value(hyper):
     """Returns a default as a user would write it."""
-    if hyper.words:
-        return hyper.words[int(hyper.initial)]
     if hyper.switch:
         return bool(hyper.initial)
+    if hyper.words:
+        return hyper.words[int(hyper.initial)]
     return int(hyper.initial) if hyper.name in _INTEGERS else hyper.initial
 
 
@@ -139,8 +139,9 @@ _TITLES = {
         f" between dots. None: {', '.join(ADAMW_NAMES)}"
     ),
     "adjust_lr_fn": (
-        'None or "original": updates are scaled by the shape, as in torch.optim.Muon;'
-        ' "match_rms_adamw": updates are scaled to the size of AdamW\'s'
+        'what an update is scaled by: None or "original", sqrt(max(1, rows / columns)), as in'
+        ' torch.optim.Muon; "match_rms_adamw", to the size of AdamW\'s; "spectral_norm",'
+        ' sqrt(rows / columns); "none"'
     ),
     ("adafactor", "eps"): (
         "smallest root of a second moment (None: 2^-23; with published=True: what is added to"
@@ -157,9 +158,9 @@ def title_of(rule, name):
         if key in _TITLES:
             return _TITLES[key]
     hyper = rule.hypers["ns_eps" if (rule.name, name) == ("muon", "eps") else name]
-    return (
-        hyper.title.replace("1:", "True:").replace("0:", "False:") if hyper.switch else hyper.title
-    )
+    if hyper.switch:
+        return hyper.title.replace("1:", "True:").replace("0:", "False:")
+    return hyper.title + (f" ({', '.join(hyper.words)})" if hyper.words else "")
 
 
 def about(rule, names):

@@ -191,6 +191,7 @@ def _check_streams(codec, state, name, recipe, part):
         if s.key not in state:
             raise ValueError(
                 f"halfstep: parameter {name!r} has no state {s.key!r}, which {recipe} needs"
+                + (_convert.ONE_MATRIX if isinstance(codec.shape, _matrices.Laid) else "")
             )
         tensors[s.key] = tensor = _convert.adopt(state[s.key], s, name)
         if s.part == ".scale":

@@ -48,6 +48,12 @@ def warn(text, kind=UserWarning):
     warnings.warn(f"halfstep: {text}", kind, stacklevel=caller())
 
 
+@functools.lru_cache(None)
+def warn_once(text):
+    """Warns as warn() does, the first time in this process that it has this text."""
+    warn(text + ". This warning is given once")
+
+
 def follow(cls, name, then):
     """Makes each call of a method of one of torch's classes go on with then(object, result,
     *arguments). The caller gets the result of `then`. Does nothing if the method is followed

@@ -9,14 +9,15 @@ from typing import Any, Type, Union
 
 import torch
 
-from . import _devices, _sharding
+from . import _devices, _matrices, _sharding
 from ._abi import HalfstepError
 from ._handles import Handle
-from ._hosted import Hosted, HostedPlacement
+from ._hosted import Hosted
 from ._parameters import PLAIN, check_gradient, dense, follow_gradients
 from ._sharding import local
 from ._watch import version
 from .optimizer import Kept, Optimizer, Params
+from .streaming import Streamed
 
 
 class _Copy:
@@ -54,9 +55,10 @@ def _fits(held, tensor):
     return held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype
 
 
-class _Offloaded(HostedPlacement):
+class _Offloaded(Streamed):
     """Steps large parameters of a GPU in CPU memory. Copies weights and gradients on two streams
-    beside the current one, one for each direction."""
+    beside the current one, one for each direction. Matrices of a rule with products are stepped on
+    the GPU, with their states streamed."""
 
     work = None
 
@@ -77,13 +79,25 @@ class _Offloaded(HostedPlacement):
             lambda held, p: held.groups.options.gradient_release or held._copy_gradient(p),
         )
 
+    def _is_streamed(self, p):
+        return (
+            p.dim() > 1
+            and _matrices.has_products(self.groups.row_for(p))
+            and super()._is_streamed(p)
+            and _can_step_on(_devices.of(local(p)))
+        )
+
     def _is_offloaded(self, p):
         here = local(p)
-        return self.may_leave(p) and (
-            here.numel() >= self.groups.options.minimal_size
-            or _sharding.is_dtensor(p)
-            or self.groups.options.norm_group is not None
-            or not _can_step_on(_devices.of(here))
+        return (
+            self.may_leave(p)
+            and not self._is_streamed(p)
+            and (
+                here.numel() >= self.groups.options.minimal_size
+                or _sharding.is_dtensor(p)
+                or self.groups.options.norm_group is not None
+                or not _can_step_on(_devices.of(here))
+            )
         )
 
     def _placed(self, p):
@@ -244,14 +258,18 @@ class _Offloaded(HostedPlacement):
 
     @contextlib.contextmanager
     def stepping(self):
-        yield
+        with super().stepping():
+            yield
         self.drop()
         for side in self._ups():
             side.lead()
 
     def released(self, p, release):
-        # Parameters that are stepped on the GPU keep their gradients until step(), so that handles
-        # belong to one thread at a time.
+        # Handles belong to one thread at a time. Small parameters that are stepped on the GPU keep
+        # their gradients until step(), and large ones wait for the thread.
+        if self._is_streamed(p):
+            self.settle()
+            return False
         if self._is_offloaded(p):
             grad = self._placed(p)
             check_gradient(p, grad, self.names.given.get(p, "?"))
@@ -352,6 +370,10 @@ class CPUOffload(Hosted):
                         backward pass goes on. Tensors are then checked singly, and clipped by the
                         norm of the round before or by their own: see prepare_gradient_release()
     options             of the class: lr, betas, clip_norm ...
+
+    Matrices of Muon are stepped on the GPU, because a processor is slow at their products. Their
+    states are in CPU memory and pass through the GPU, as with `StateStreaming`. Their gradients
+    stay on the GPU until they are stepped, also with offload_gradients.
 
     A parameter takes CPU memory for its states, and 2 bytes an element (BF16) each for copies of
     the weight and of the gradient. The copies are pinned. The states never leave and are not

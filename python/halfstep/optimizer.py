@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
-from . import _abi, _files, _matrices, _sharding, _state, accumulate
+from . import _abi, _files, _layout, _matrices, _sharding, _state, accumulate
 from ._groups import LISTS
 from ._handles import seed_of
 from ._options import Options, keep_plain
@@ -18,7 +18,7 @@ from ._parameters import check_parameter, weight_format
 from ._parts import Parts
 from ._placement import Placement
 from ._release import check_release
-from ._torch import VERSION, no_dynamo
+from ._torch import VERSION, no_dynamo, warn_once
 
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
@@ -288,8 +288,10 @@ class Optimizer(torch.optim.Optimizer):
             _state.check_names(group, place)
             parts.names.give(group)
         parts.options.check(group)
+        taking_part = []
         for i, p in enumerate(group["params"]):
             if parts.groups.takes_part(p):
+                taking_part.append(i)
                 name = parts.names.of(place, i)
                 check_parameter(p, name)
                 weight_format(parts.options.formats(group, p)[0], p.dtype, name)
@@ -301,6 +303,8 @@ class Optimizer(torch.optim.Optimizer):
                 "torch.compile the model and call step() as it is",
             )
         parts.inspection.check_cuts(place)
+        for caveat in _layout.caveats(parts.names.recipe(place, i) for i in taking_part):
+            warn_once(caveat)
 
     @property
     def seed(self):

@@ -10,7 +10,7 @@ from html import escape
 import torch
 
 from . import _abi, _layout
-from ._matrices import fields_of, lay, taken
+from ._matrices import fields_of, has_products, lay, taken
 from ._parameters import PLAIN, stored_dtype
 from ._release import check_release
 from .streaming import BUFFER_BYTES, BUFFERS
@@ -141,6 +141,7 @@ class Plan:
         foot += "".join(
             "\n" + line for line in _layout.precise_states(row.recipe for row in self.rows)
         )
+        foot += "".join(f"\n{line}." for line in _layout.caveats(row.recipe for row in self.rows))
         if self.offload and self.rows:
             copied = max(row.copied for row in self.rows)
             foot += (
@@ -388,6 +389,7 @@ def plan(
     ):
         recipe = _abi.recipe_full(recipe)
         rule = _abi.rules[recipe.split("/")[0]]
+        streamed = has_products(rule)  # what CPUOffload does with its matrices
         if release:
             check_release(rule, rule.label)
         gradient = PLAIN[stored_dtype(recipe.split("/")[1])]
@@ -405,11 +407,17 @@ def plan(
             found = _ways(
                 one, max(each, default=0), largest, limit, bus, host, device, not rule.totals
             )
+            if streamed:  # as with StateStreaming
+                found = [way for way in found if not way.way.startswith("CPUOffload")]
             rows += found if isinstance(recipes, str) else [min(found, key=_preference)]
             continue
-        gradients = max(each, default=0) if release or offload == "gradients" else sum(each)
+        freed = release or offload == "gradients" and not streamed
+        gradients = max(each, default=0) if freed else sum(each)
         host = copied = 0
-        if offload:
+        if offload and streamed:
+            host, copied = extras + states, 2 * (extras + states)
+            extras, states = 0, min(BUFFERS * max(BUFFER_BYTES, largest), host)
+        elif offload:
             copied = weights + sum(each)
             host = extras + states + copied  # less in release, where copies of gradients are shared
             extras = states = 0

@@ -130,17 +130,12 @@ class _Muon(Optimizer):
             if self.rule_of(group) != self.rule:
                 return super().hypers(group)
             given = group["ns_coefficients"]
-            ours = ("eps",) if isinstance(given, str) else ("eps", "ns_coefficients")
-            out = super().hypers({k: v for k, v in group.items() if k not in ours})
+            own = {"eps": group["adam_eps"], "ns_eps": group["eps"]}
+            own["match_rms"] = group["adjust_lr_fn"] or "original"
             if not isinstance(given, str):
                 a, b, c = given
-                out.update(ns_a=float(a), ns_b=float(b), ns_c=float(c), ns_coefficients=0.0)
-            out.update(
-                ns_eps=float(group["eps"]),
-                eps=float(group["adam_eps"]),
-                match_rms=float(group["adjust_lr_fn"] == "match_rms_adamw"),
-            )
-            return out
+                own.update(ns_a=a, ns_b=b, ns_c=c, ns_coefficients=0.0)
+            return super().hypers({**group, **own})
 
         def take_hyper(self, group, name, value):
             if self.rule_of(group) != self.rule:
@@ -152,15 +147,15 @@ class _Muon(Optimizer):
                 group["ns_coefficients"] = (*values[:place], value, *values[place + 1 :])
             elif name == "ns_coefficients":  # comes after ns_a, ns_b and ns_c
                 if value:
-                    super().take_hyper(group, name, value)
+                    group[name] = _abi.choices(name)[int(value)]
             elif name == "match_rms":
-                group["adjust_lr_fn"] = "match_rms_adamw" if value else None
+                group["adjust_lr_fn"] = _abi.choices(name)[int(value)] if value else None
             else:
                 name = {"eps": "adam_eps", "ns_eps": "eps"}.get(name, name)
                 super().take_hyper(group, name, value)
 
         def check(self, group):
-            known = (None, "original", "match_rms_adamw")
+            known = (None, *_abi.choices("match_rms"))
             if self.rule_of(group) == self.rule and group["adjust_lr_fn"] not in known:
                 raise ValueError(
                     f"Adjust learning rate function {group['adjust_lr_fn']} is not supported"

@@ -149,7 +149,7 @@ def _bytes(stream):
     return stream.dtype.itemsize * math.prod(stream.shape)
 
 
-class _Streamed(HostedPlacement):
+class Streamed(HostedPlacement):
     """Steps parameters where they are, with states of large ones in CPU memory."""
 
     def __init__(self, groups, names):
@@ -167,7 +167,8 @@ class _Streamed(HostedPlacement):
     def divide(self, wanted):
         """Divides parameters: first those whose states stay where they are stepped, then stages of
         about the size of a buffer."""
-        stay, buses, room = [], {}, self.groups.options.buffer
+        stay, buses = [], {}
+        room = getattr(self.groups.options, "buffer", BUFFER_BYTES)
         for one in wanted:
             if not self._is_streamed(one.p):
                 stay.append(one)
@@ -235,7 +236,7 @@ class StateStreaming(Hosted):
     CPU memory are stepped there.
     """
 
-    _placement = _Streamed
+    _placement = Streamed
     buffer = Kept()
 
     def __init__(

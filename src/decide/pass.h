@@ -50,9 +50,10 @@ HSTEP_INLINE char *hstep_code_of(const struct hstep_call *call, int tensor, int 
 
 /* Returns 1 if the pass reads or writes slot s. The first pass of a matrix (DIRECTION) and pair 0 need the weight only
  * for l2 decay. Pair 0 uses no states, and CHANGE uses only the weight. A micro-step leaves out the weight and the
- * states of role WEIGHT. */
+ * states of role WEIGHT. The state over rows of a transformed matrix is its transformation's (decide/rows.h). */
 HSTEP_INLINE int hstep_is_touched(const struct hstep_work *w, int s)
 {
+    if (w->t->matrix && w->t->slot[s].extent != HALFSTEP_EXTENT_ELEMENTS) return 0;
     const int alone = w->pass == HSTEP_PASS_DIRECTION || w->pair == 0;
     if (s == HALFSTEP_SLOT_WEIGHT) return !w->u->micro && (!alone || w->u->l2 != 0.0f);
     if (w->pass == HSTEP_PASS_CHANGE) return 0;

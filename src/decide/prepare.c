@@ -81,12 +81,14 @@ double hstep_state_beta(const struct hstep_group *group, int state)
     return beta ? group->own[hstep_find_hyper(rule, beta) - HSTEP_COMMON_HYPERS] : 1.0;
 }
 
-int hstep_state_needed(const struct hstep_group *group, int state)
+double hstep_state_option(const struct hstep_group *group, int state)
 {
     int rule = group->recipe.rule;
     const char *unless = hstep_rules[rule].state[state].unless;
-    return !unless || group->own[hstep_find_hyper(rule, unless) - HSTEP_COMMON_HYPERS] != 0.0;
+    return unless ? group->own[hstep_find_hyper(rule, unless) - HSTEP_COMMON_HYPERS] : 1.0;
 }
+
+int hstep_state_needed(const struct hstep_group *group, int state) { return hstep_state_option(group, state) != 0.0; }
 
 /* ---- One update ---- */
 

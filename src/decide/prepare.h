@@ -19,6 +19,8 @@ double hstep_group_lr(const struct hstep_group *group);
 double hstep_group_decay(const struct hstep_group *group);
 /* Returns the factor by which a write decays a state, or 1 for a state without a decay rate, such as a maximum. */
 double hstep_state_beta(const struct hstep_group *group, int state);
+/* Returns the hyper-parameter without which a state is needless, or 1 for a state that is always needed. */
+double hstep_state_option(const struct hstep_group *group, int state);
 /* Returns 1 if the group's hyper-parameters need the state. Example: sgd without momentum needs none. */
 int hstep_state_needed(const struct hstep_group *group, int state);
 /* Returns the scale of a state whose format has one scale for the tensor. norm: root of the state's sum. elements:

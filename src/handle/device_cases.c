@@ -62,7 +62,9 @@ static void set_options(halfstep_optimizer *o, int32_t group, int n)
     for (int i = HSTEP_COMMON_HYPERS; i < HSTEP_COMMON_HYPERS + hstep_rule_hypers(rule); i++) {
         halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
         if (halfstep_get_hyper_info(rule, i, &hyper)) continue;
-        if (is_switch(&hyper)) halfstep_set_hyper(o, group, hyper.name, (n >> 1) % 2);
+        const int named = halfstep_choice_value(hyper.name, 0) != NULL;
+        if (named) halfstep_set_hyper(o, group, hyper.name, (n + i) % (int)(hyper.maximum + 1));
+        else if (is_switch(&hyper)) halfstep_set_hyper(o, group, hyper.name, (n >> 1) % 2);
         else if ((n ^ n >> 2) % 2) halfstep_set_hyper(o, group, hyper.name, other_value(&hyper));
     }
     if (hstep_rules[rule].share) halfstep_set_hyper(o, group, hstep_rules[rule].share, group);

@@ -132,6 +132,11 @@ int halfstep_get_group_recipe(const halfstep_optimizer *o, int32_t group, char *
 static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *hyper, double value)
 {
     int above = hyper->exclusive ? !(value < hyper->maximum) : !(value <= hyper->maximum);
+    if (value >= hyper->minimum && !above && hyper->words[0] && value != floor(value))
+        return hstep_fail(
+            o, HALFSTEP_ERROR_RANGE,
+            "%s = %g is not a whole number; its values are 0 to %g, or their names (halfstep_set_choice())",
+            hyper->name, value, hyper->maximum);
     if (value >= hyper->minimum && !above) return HALFSTEP_OK;
     return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s = %g is not in [%g, %g%c", hyper->name, value, hyper->minimum,
                       hyper->maximum, hyper->exclusive ? ')' : ']');

@@ -188,16 +188,21 @@ int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor,
     if (!name) return hstep_fail_memory(source->error);
     int code = halfstep_safetensor_find(source->file, name, index);
     if (!code) code = halfstep_get_safetensor_info(source->file, *index, &found);
+    const char *advice = hstep_is_stack(tensor)
+                             ? "; if the file is from before stacks of matrices, describe the tensor "
+                               "as one matrix to go on"
+                             : "";
     if (code) {
-        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: there is no tensor \"%s\"", source->path, name);
+        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: there is no tensor \"%s\"%s", source->path, name,
+                          advice);
     } else if (!fits(stream, tensor, &found)) {
         describe_shape(found.shape, found.ndim, there, sizeof there);
         describe_shape(stream->shape, stream->ndim, here, sizeof here);
-        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" has shape %s, this optimizer needs %s",
-                          source->path, name, there, here);
+        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" has shape %s, this optimizer needs %s%s",
+                          source->path, name, there, here, advice);
     } else if (strcmp(found.dtype, stream->dtype)) {
-        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" is %s, this optimizer needs %s",
-                          source->path, name, found.dtype, stream->dtype);
+        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" is %s, this optimizer needs %s%s",
+                          source->path, name, found.dtype, stream->dtype, advice);
     }
     free(name);
     return code;

@@ -4,7 +4,8 @@
  *       RULE("name", SHAPE, PARTS, CAUTION, .label = ..., ...)   members of struct hstep_rule (tables/tables.h)
  *       STATE(ROLE, "name", .beta = ...)                         members of struct hstep_state
  *       OPTIONAL("hyper", ROLE, "name", ...)                     a state that is needless while "hyper" is 0. They
- *                                                                come last
+ *                                                                come last. With MATRIX, the last may be of ROWS: its
+ *                                                                words 1 and 2 are those of decide/rows.h
  *       HYPER("name", "title", .initial = ..., ...)              members of struct hstep_hyper
  *       SCALAR("name", .maximum = ...)                           members of struct hstep_scalar
  *
@@ -38,8 +39,8 @@
  *                                    no matrices have it
  *          GRADIENT                  stored as the gradient is
  *          WEIGHT                    stored as the weight is. It starts as a copy of the weight
- *          ROWS, COLUMNS             fp32 vectors over the rows and the columns of a matrix, never negative. The first
- *                                    of each are pair 0, the second pair 1 */
+ *          ROWS, COLUMNS             fp32 vectors over the rows and the columns of a matrix, never negative. With
+ *                                    FACTORED, the first of each are pair 0, the second pair 1 */
 #ifndef HSTEP_ROW_H
 #define HSTEP_ROW_H
 

@@ -29,8 +29,9 @@
 
 /* Numbers that the compiler computes from a row, for each rule. Those of lion:
  *
- *   lion_states                               its states
- *   lion_optionals                            states that may be needless
+ *   lion_states                               states that its functions get
+ *   lion_optionals                            those of them that may be needless
+ *   lion_kept                                 states that they do not get: 1 over rows of a transformed matrix
  *
  *   lion_signed, lion_nonneg, lion_weights    states of the three roles
  *   lion_vectors                              1 for each state over rows, plus 8 for each over columns
@@ -43,12 +44,15 @@
 #define HSTEP_IF_VECTOR(role, ...)                         \
     +(HSTEP_EXTENT_OF_##role == HALFSTEP_EXTENT_ROWS) + 8 * \
         (HSTEP_EXTENT_OF_##role == HALFSTEP_EXTENT_COLUMNS)
+#define HSTEP_IF_ELEMENTS(unless, role, ...) +(HSTEP_EXTENT_OF_##role == HALFSTEP_EXTENT_ELEMENTS)
+#define HSTEP_IF_OPTIONAL_VECTOR(unless, ...) HSTEP_IF_VECTOR(__VA_ARGS__)
 #define HSTEP_IF_OPTIONAL_SIGNED(unless, ...) HSTEP_IF_SIGNED(__VA_ARGS__)
 #define HSTEP_IF_OPTIONAL_NONNEG(unless, ...) HSTEP_IF_NONNEG(__VA_ARGS__)
 #define RULE(id, rule)                                                                                       \
     enum {                                                                                                   \
-        rule##_states = HSTEP_NUMBERS(rule, HSTEP_ONE, HSTEP_ONE),                                           \
-        rule##_optionals = HSTEP_NUMBERS(rule, HSTEP_NOTHING, HSTEP_ONE),                                    \
+        rule##_states = HSTEP_NUMBERS(rule, HSTEP_ONE, HSTEP_IF_ELEMENTS),                                   \
+        rule##_optionals = HSTEP_NUMBERS(rule, HSTEP_NOTHING, HSTEP_IF_ELEMENTS),                            \
+        rule##_kept = HSTEP_NUMBERS(rule, HSTEP_NOTHING, HSTEP_IF_OPTIONAL_VECTOR),                          \
         rule##_signed = HSTEP_NUMBERS(rule, HSTEP_IF_SIGNED, HSTEP_IF_OPTIONAL_SIGNED),                      \
         rule##_nonneg = HSTEP_NUMBERS(rule, HSTEP_IF_NONNEG, HSTEP_IF_OPTIONAL_NONNEG),                      \
         rule##_weights = HSTEP_NUMBERS(rule, HSTEP_IF_WEIGHT, HSTEP_NOTHING),                                \
@@ -62,6 +66,8 @@
 #undef HSTEP_IF_NONNEG
 #undef HSTEP_IF_WEIGHT
 #undef HSTEP_IF_VECTOR
+#undef HSTEP_IF_ELEMENTS
+#undef HSTEP_IF_OPTIONAL_VECTOR
 #undef HSTEP_IF_OPTIONAL_SIGNED
 #undef HSTEP_IF_OPTIONAL_NONNEG
 #undef HSTEP_NUMBERS

@@ -29,20 +29,24 @@ HSTEP_INLINE int64_t hstep_matrix_in_whole(const struct hstep_tensor *t, int64_t
 }
 
 /* The following functions count matrices and rows from the first held here. hstep_matrix_start() also takes the number
- * after the last matrix. */
+ * after the last matrix. Matrices of equal rows need fewer divisions. */
 HSTEP_INLINE int64_t hstep_matrix_of(const struct hstep_tensor *t, int64_t row)
 {
-    return t->matrices > 1 ? hstep_matrix_in_whole(t, t->first_row + row) - t->first_matrix : 0;
+    if (t->matrices < 2) return 0;
+    if (t->blocks < 2) return row / t->pattern_rows;
+    return hstep_matrix_in_whole(t, t->first_row + row) - t->first_matrix;
 }
 
 HSTEP_INLINE int64_t hstep_matrix_start(const struct hstep_tensor *t, int64_t matrix)
 {
+    if (t->blocks < 2) return matrix * t->pattern_rows;
     const int64_t number = t->first_matrix + matrix, block = number % t->blocks;
     return number / t->blocks * t->pattern_rows + (block ? t->block_end[block - 1] : 0) - t->first_row;
 }
 
 HSTEP_INLINE int64_t hstep_matrix_rows(const struct hstep_tensor *t, int64_t matrix)
 {
+    if (t->blocks < 2) return t->pattern_rows;
     const int64_t block = (t->first_matrix + matrix) % t->blocks;
     return t->block_end[block] - (block ? t->block_end[block - 1] : 0);
 }

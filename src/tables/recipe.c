@@ -145,6 +145,23 @@ int halfstep_recipe_full(const char *recipe, char *text, size_t size)
     return error ? error : hstep_recipe_text(&r, text, size);
 }
 
+int halfstep_recipe_caveat(const char *recipe, char *text, size_t size)
+{
+    struct hstep_recipe r;
+    if (!recipe || !text || !size) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
+    if (error) return error;
+    *text = 0;
+    for (int i = 0; i < hstep_rule_states(r.rule); i++) {
+        const struct hstep_state *state = &hstep_rules[r.rule].state[i];
+        if (r.state[i] < 0 || hstep_formats[r.state[i]].code_bits >= state->fewest_bits) continue;
+        int n = snprintf(text, size, "%s: %s in %s %s", hstep_rules[r.rule].name, state->name,
+                         hstep_formats[r.state[i]].name, state->coarse);
+        return (size_t)n < size ? HALFSTEP_OK : HALFSTEP_ERROR_RANGE;
+    }
+    return HALFSTEP_OK;
+}
+
 /* Returns true if a tensor has the state under the rule's default hyper-parameters. */
 static int needed_by_default(int rule, int state, int ndim, int64_t rows, int64_t row_length)
 {

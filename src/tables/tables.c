@@ -74,19 +74,20 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define CAUTION_NOT_CAUTIOUS(reason) -1
 #define CAUTION_CAUTIOUS_DECAY(reason) -1
 #define CAUTION_WORD(name, shape, parts, caution, ...) CAUTION_##caution
-#define RULE(id, rule)                                                                                                \
-    enum { RULE_ID_##id##_OF_ONE_ROW };                                                                               \
-    ROW((id) > 0, #rule, "ids count from 1")                                                                          \
-    ROW(NAME_SIZE(rule) > 1 && NAME_SIZE(rule) <= 24, #rule, "names have 1 to 23 characters")                         \
-    ROW((int)rule##_states <= HALFSTEP_MAX_STATES, #rule, "more states than HALFSTEP_MAX_STATES")                     \
-    ROW((int)rule##_hypers <= HSTEP_MAX_OWN_HYPERS, #rule, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")         \
-    ROW((int)rule##_scalars <= HSTEP_MAX_NAMED_SCALARS, #rule, "more scalars than HSTEP_MAX_NAMED_SCALARS")           \
-    ROW((int)rule##_constants <= HSTEP_MAX_SCALARS, #rule, "more constants than HSTEP_MAX_SCALARS")                   \
-    ROW(HSTEP_SUMS(rule) <= HSTEP_MAX_NORMS, #rule, "more sums than HSTEP_MAX_NORMS")                                 \
-    ROW((int)rule##_vectors == 9 * HSTEP_PAIRS(rule), #rule,                                                          \
-        "FACTORED(n, ...) has n states over rows and n over columns")                                                 \
-    ROW(HSTEP_OF_ROW(rule, CAUTION_WORD) < (int)rule##_constants, #rule, "CAUTIOUS names a constant of another rule") \
-    ROW(HSTEP_OF_ROW(rule, CAUTION_WORD) < 0 || !HSTEP_SUMS(rule), #rule,                                             \
+#define RULE(id, rule)                                                                                                 \
+    enum { RULE_ID_##id##_OF_ONE_ROW };                                                                                \
+    ROW((id) > 0, #rule, "ids count from 1")                                                                           \
+    ROW(NAME_SIZE(rule) > 1 && NAME_SIZE(rule) <= 24, #rule, "names have 1 to 23 characters")                          \
+    ROW((int)rule##_states <= HALFSTEP_MAX_STATES, #rule, "more states than HALFSTEP_MAX_STATES")                      \
+    ROW((int)rule##_hypers <= HSTEP_MAX_OWN_HYPERS, #rule, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")          \
+    ROW((int)rule##_scalars <= HSTEP_MAX_NAMED_SCALARS, #rule, "more scalars than HSTEP_MAX_NAMED_SCALARS")            \
+    ROW((int)rule##_constants <= HSTEP_MAX_SCALARS, #rule, "more constants than HSTEP_MAX_SCALARS")                    \
+    ROW(HSTEP_SUMS(rule) <= HSTEP_MAX_NORMS, #rule, "more sums than HSTEP_MAX_NORMS")                                  \
+    ROW((int)rule##_vectors == 9 * HSTEP_PAIRS(rule), #rule,                                                           \
+        "FACTORED(n, ...) has n states over rows and n over columns")                                                  \
+    ROW((int)rule##_kept <= HSTEP_IS_MATRIX(rule), #rule, "only MATRIX may have an OPTIONAL state over rows, and one") \
+    ROW(HSTEP_OF_ROW(rule, CAUTION_WORD) < (int)rule##_constants, #rule, "CAUTIOUS names a constant of another rule")  \
+    ROW(HSTEP_OF_ROW(rule, CAUTION_WORD) < 0 || !HSTEP_SUMS(rule), #rule,                                              \
         "CAUTIOUS is for rules whose update no sum comes before")
 #include "rules/rules.def"
 #undef RULE
@@ -105,7 +106,7 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define STATE_MEMBERS(role_, name_, ...) \
     {.name = name_, .role = HSTEP_ROLE_OF_##role_, .extent = HSTEP_EXTENT_OF_##role_, __VA_ARGS__},
 #define OPTIONAL_MEMBERS(unless_, role_, name_, ...) \
-    {.name = name_, .role = HSTEP_ROLE_OF_##role_, .unless = unless_, __VA_ARGS__},
+    {.name = name_, .role = HSTEP_ROLE_OF_##role_, .extent = HSTEP_EXTENT_OF_##role_, .unless = unless_, __VA_ARGS__},
 #define HYPER_MEMBERS(name_, title_, ...) {.name = name_, .title = title_, __VA_ARGS__},
 #define SCALAR_MEMBERS(name_, ...) {.name = name_, __VA_ARGS__},
 HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {

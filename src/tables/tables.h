@@ -63,6 +63,10 @@ struct hstep_state {
      * Errors of coarse codes would not average out in it. So the format `precise` replaces a block format. */
     const char *precise_while;
     int precise;
+    /* Formats with fewer bits an element end measurably behind fp32's. `coarse` is a verb with how far, and what to
+     * take. 0: no format is known to. */
+    int fewest_bits;
+    const char *coarse;
 };
 
 /* What a rule needs beyond one pass over independent elements. */

@@ -126,7 +126,11 @@ def test_structures_have_the_compilers_layout(tmp_path):
 
 @compiler
 def test_constants_are_the_headers(tmp_path):
-    names = [n for n in dir(_abi) if re.match(r"(ERROR|ROLE|GEOMETRY|SLOT|CALL|RECORD)_[A-Z]+$", n)]
+    names = [
+        n
+        for n in dir(_abi)
+        if re.match(r"(ERROR|ROLE|GEOMETRY|EXTENT|SLOT|CALL|RECORD)_[A-Z]+$", n)
+    ]
     names += ["OK", "NONFINITE", "ABI", "ALL_GROUPS", "MAX_STATES", "MAX_SCALARS"]
     assert len(names) > 20
     assert dict(zip(names, c_values(tmp_path, ["HALFSTEP_" + n for n in names]))) == {
@@ -189,7 +193,7 @@ def test_tables_are_complete():
 
 def test_formats_tell_their_bytes():
     for f in _abi.formats.values():
-        assert (f.block > 0) == (f.scale_bytes > 0) and f.code_bits in (4, 8, 16, 32)
+        assert (f.block > 0) == (f.scale_bytes > 0) and f.code_bits in (4, 6, 8, 16, 32)
         assert (f.extra_dtype is not None) == bool(f.extra_bits or f.scale_bytes)
     int8 = _abi.formats["int8"]
     assert (int8.code_bits, int8.code_dtype, int8.geometry) == (8, "I8", _abi.GEOMETRY_ROWS)

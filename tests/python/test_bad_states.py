@@ -32,6 +32,7 @@ KINDS = {
     "f32": ("adamw", torch.float32, {}),
     "int8": ("adamw", BF, {"weights": "bf16-kahan", "states": "int8"}),
     "fp8": ("adamw", BF, {"states": "fp8"}),
+    "int6": ("adamw", BF, {"states": "int6"}),
     "int4": ("adamw", BF, {"states": "int4"}),
     "dyn8": ("adamw", BF, {"states": "dyn8"}),
     "bf16": ("adamw", BF, {"weights": "bf16-ecc8", "states": "bf16-kahan+f32"}),
@@ -126,7 +127,7 @@ def test_negative_second_moments(kind):
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, -1.0])
 @pytest.mark.parametrize("key", ["exp_avg.scale", "exp_avg_sq.scale"])
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "dyn8"])
+@pytest.mark.parametrize("kind", ["int8", "int6", "fp8", "int4", "dyn8"])
 def test_scales(kind, key, value):
     refused(kind, of_matrix(key, with_scale(value)), f"{key}.*matrix")
 

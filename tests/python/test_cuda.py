@@ -19,7 +19,10 @@ from torch.nn import Parameter
 import halfstep
 from halfstep import _abi, _devices
 
-SHAPES = {"body.weight": (24, 96), "head.weight": (17, 50), "body.bias": (33,), "scale": ()}
+SHAPES = {
+    **{"body.weight": (24, 96), "head.weight": (17, 50), "body.bias": (33,), "scale": ()},
+    "experts": (3, 12, 40),
+}
 _made = []
 
 
@@ -105,6 +108,17 @@ def same(gpu, both):
 def same_steps(gpu, both, first, last):
     run(gpu, both, first, last)
     same(gpu, both)
+
+
+@recipes
+@pytest.mark.parametrize("cut", [{"split": [12, 5, 7]}, {"heads": 4}], ids=("split", "heads"))
+@pytest.mark.parametrize("rule", [rule.name for rule in _abi.rules.values() if rule.matrix])
+def test_blocks_of_rows_on_a_gpu(gpu, rule, cut, recipe):
+    dtype, options = RECIPES[recipe]
+    if "exact" in _abi.rules[rule].hypers:
+        options = {**options, "exact": True}
+    shapes = {"qkv": (24, 96), "narrow": (24, 7), "experts": (3, 24, 40)}
+    same_steps(gpu, pair(gpu, class_of(rule), dtype, shapes, **cut, **options), 1, 4)
 
 
 @rules

@@ -170,11 +170,11 @@ def test_matrices_are_gathered(pool, size):
 #: parameters of several matrices, by name: shape, options of the group, and the numbers of ranks
 #: for which Muon and the rules with vectors need not gather them
 BLOCKS = {
-    "qkv": ((24, 40), {"split": [12, 6, 6]}, (2, 4), (4,)),
+    "qkv": ((24, 40), {"split": [12, 6, 6]}, (2,), ()),
     "ends": ((18, 40), {"split": (6, 6, 3, 3)}, (3,), ()),
-    "heads": ((24, 40), {"heads": 6}, (2, 3, 6), (2, 3, 6)),
+    "heads": ((24, 40), {"heads": 6}, (2, 3), (2, 3)),
     "inside": ((20, 40), {"split": [8, 8, 4]}, (), ()),
-    "experts": ((5, 10, 40), {"split": [6, 4]}, (2, 3, 4, 6), (2, 3, 4, 6)),
+    "experts": ((5, 10, 40), {"split": [6, 4]}, (2, 3, 4), (2, 3, 4)),
 }
 
 
@@ -182,15 +182,19 @@ def in_groups(params):
     return [{"params": [(name, p)], **BLOCKS[name][1]} for name, p in params.items()]
 
 
-def blocks(rank, size, cases):
-    """Returns the bits of these parameters, and the names of those that are gathered."""
+def blocks(rank, size, cases, sharded=True):
+    """Returns the bits of these parameters, and the names of those that are gathered. Ranks that
+    have whole ones give their matrices to owners."""
     found = []
     for rule, recipe, options in cases:
         dtype, formats = RECIPES[recipe]
         params = parameters(dtype, {name: row[0] for name, row in BLOCKS.items()})
-        if size:
+        if size and sharded:
             params = cut({n: p.detach() for n, p in params.items()}, mesh_of((size,)), rows)
-        opt = class_of(rule)(in_groups(params), lr=0.02, seed=0, **formats, **options)
+        owners = None if sharded else True
+        opt = class_of(rule)(
+            in_groups(params), lr=0.02, seed=0, owners=owners, **formats, **options
+        )
         train(opt, params, 0, 3)
         gathered = {m.name for m in opt._parts.cache.engine.members if m.gathered}
         found.append((all_bits(opt, params), gathered))
@@ -208,11 +212,14 @@ def test_blocks_of_rows_stay_on_their_ranks(pool, size):
         ("came", "sr-int4", {}),
     ]
     wanted = blocks(0, 0, cases)
-    for answers in pool.run(size, blocks, cases):
-        for (rule, recipe, _), (got, gathered), (bits_wanted, _) in zip(cases, answers, wanted):
-            assert got == bits_wanted, (rule, recipe)
-            stay = {name for name, row in BLOCKS.items() if size in row[2 if rule == "muon" else 3]}
-            assert gathered == BLOCKS.keys() - stay, (rule, recipe)
+    for sharded in (True, False)[: 1 + (size == 2)]:
+        for answers in pool.run(size, blocks, cases, sharded):
+            for (rule, recipe, _), (got, gathered), (ours, _) in zip(cases, answers, wanted):
+                assert got == ours, (rule, recipe, sharded)
+                rest = {
+                    n for n, row in BLOCKS.items() if size not in row[2 if rule == "muon" else 3]
+                }
+                assert gathered == (rest if sharded else BLOCKS.keys()), (rule, recipe, sharded)
 
 
 def micro_batches(rank, size, sharded=True):

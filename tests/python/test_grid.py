@@ -92,7 +92,7 @@ def test_what_no_step_leaves_is_refused(bad):
     assert torch.equal(opt.state_dict()["state"][0][KEY], before)
 
 
-@pytest.mark.parametrize("there", ["f32", "int4", "bf16-sr", "fp8"])
+@pytest.mark.parametrize("there", ["f32", "int6", "int4", "bf16-sr", "fp8"])
 def test_conversions_decode_by_it(there):
     p, opt = made("int8")
     steps(p, opt, 0, 40)

@@ -286,6 +286,7 @@ def test_stochastic_weights_follow_torch_in_the_mean():
     [
         ("bf16-sr", 0.01),
         ("int8", 0.04),
+        ("int6", 0.2),
         ("int8+int4", 0.22),
         ("int4", 0.5),
         ("fp8", 0.09),

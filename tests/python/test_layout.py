@@ -496,7 +496,7 @@ def test_zero_redundancy_optimizer(pool):
 # ---- torch's optimizers --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("states", ["int8", "int4", "fp8", "dyn8"])
+@pytest.mark.parametrize("states", ["int8", "int6", "int4", "fp8", "dyn8"])
 def test_codes_never_stand_under_torchs_names(states):
     """torch.optim.AdamW takes any such file without a check. Its next step must not go on from
     codes."""

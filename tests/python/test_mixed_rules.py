@@ -3,6 +3,7 @@ rest. They have the bits of one optimizer for each rule, and one verdict, one no
 
 import copy
 import importlib.util
+import re
 import warnings
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from test_offload import run as run_there
 from test_optimizer_files import InC
 from test_optimizer_files import pytestmark as in_c
 from torch import nn
+from torch.nn import Parameter
 
 import halfstep
 
@@ -625,3 +627,28 @@ def test_example(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "Muon: 7 tensors of 12352 elements" in lines[2] and "experts.up" in lines[2]
     assert lines[3].startswith("AdamW: 9 tensors") and "'lm_head.weight'" in lines[3]
+
+
+def test_qk_clip():
+    """The callback of docs/python.md: logits of the clipped heads are at the limit, and others stay
+    as they are."""
+    text = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^### QK-clip\n.*?^```python\n(.*?)^```", text, flags=re.M | re.S)
+    given = {"torch": torch}
+    exec(compile(code, "docs/python.md", "exec"), given)
+    query, key = (Parameter(randn((32, 16), i) * scale) for i, scale in enumerate((2.0, 8.0)))
+    opt = halfstep.Muon([query, key], lr=0.01)
+    query.grad, key.grad = randn((32, 16), 2), randn((32, 16), 3)
+    opt.step()
+    x = randn((2, 5, 16), 4)
+
+    def largest():
+        q, k = ((x @ w.detach().T).unflatten(-1, (4, 8)).transpose(1, 2) for w in (query, key))
+        return given["largest_logits"](q, k)
+
+    before = largest()
+    most = before.sort().values[1:3].mean().item()
+    given["qk_clip"](query, key, before, most)
+    assert torch.allclose(largest(), before.clamp(max=most), rtol=1e-5)
+    assert torch.equal(largest()[before < most], before[before < most])
+    opt.step()  # goes on with what was written

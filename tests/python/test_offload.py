@@ -398,6 +398,48 @@ def test_how_much_is_copied(fake):
     same(fake, both)
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_release": True}, {"offload_gradients": True}])
+def test_matrices_with_products_are_stepped_on_the_gpu(fake, options):
+    """Momentum of Muon's matrices is in the process's memory, and goes up and down once. Their
+    weights and gradients stay where they are."""
+    how = {"minimal_size": SIZE, **{k: v for k, v in options.items() if k == "offload_gradients"}}
+    release = {k: v for k, v in options.items() if k not in how}
+    shapes = {**SHAPES, "embed": (80, 48), "long": (1500,)}
+    both = pair(
+        fake,
+        halfstep.Muon,
+        "ecc8-int8",
+        how=how,
+        shapes=shapes,
+        exact=True,
+        adamw={"lr": 1e-3},
+        **release,
+    )
+    run(fake, both, 1, 2)
+    fake.moved.clear()
+    run(fake, [both[1]], 2, 4)
+    params, opt = both[1]
+    here = {p for part in opt._parts.cache.engine.parts for p in stepped_by(opt, part, "cpu")}
+    assert here == {"embed", "long"}
+    states = weights = 0
+    for name, p in params.items():
+        large = [v for v in opt.state[p].values() if v.dim()]
+        assert {_devices.of(v).type for v in large} <= {"cpu" if p.numel() >= SIZE else "cuda"}
+        if name in here:
+            weights += p.numel() * p.element_size()
+        elif p.numel() >= SIZE:
+            states += sum(v.numel() * v.element_size() for v in large)
+    assert moved(fake) == [2 * (states + weights), 2 * (states + weights)]
+    run(fake, [both[0]], 2, 4)
+    same_steps(fake, both, 4, 6)
+
+
+def stepped_by(opt, part, device):
+    """Returns the names of what a handle steps, if it is on a device of this type."""
+    members = opt._parts.cache.engine.members[part.first : part.first + part.n]
+    return [m.name for m in members if part.device.type == device]
+
+
 def test_memory_in_release_is_that_of_gradients_on_their_way(fake):
     """If each gradient comes after the step of the one before, one copy of each size is enough."""
     (_, (params, opt)) = pair(

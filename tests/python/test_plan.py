@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 import xml.etree.ElementTree
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import halfstep
 from halfstep import _abi
+from halfstep._torch import warn_once
 from halfstep.plan import Plan, plan
 
 BLOCKS = {
@@ -26,7 +28,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 def states_for(rule):
     """Yields the formats that every state of the rule can take; None is the default."""
-    for states in (None, "f32", "bf16-sr", "int8", "int4", "fp8", "dyn8"):
+    for states in (None, "f32", "bf16-sr", "int8", "int6", "int4", "fp8", "dyn8"):
         try:
             _abi.recipe_full("/".join(part for part in (rule, "f32", states) if part))
         except ValueError:
@@ -281,6 +283,22 @@ def test_where_states_are():
         assert (found.way, found.fits) == (way, fits), memory
     text = str(plan(shapes, device_memory="5G"))
     assert "StateStreaming" in text and "5.00 GiB on the GPU" in text and "<=" in text
+
+
+def test_matrices_with_products_are_streamed():
+    """CPUOffload steps Muon's matrices on the GPU, where their gradients stay."""
+    shapes = {f"m{i}": (1 << 15, 1 << 12) for i in range(8)}
+    recipe = "muon/bf16-sr/int8"
+    ways = {row.way: row for row in plan(shapes, recipe, device_memory="5G").rows}
+    assert not any("CPUOffload" in way for way in ways)
+    (plain,) = plan(shapes, recipe).rows
+    for offload in (True, "gradients"):
+        (row,) = plan(shapes, recipe, offload=offload).rows
+        assert row.total == ways["StateStreaming"].total
+        assert (row.gradients, row.host) == (plain.gradients, plain.states)
+        assert row.copied == 2 * plain.states
+    (row,) = plan(shapes, recipe, offload=True, release=True).rows
+    assert row.total == ways["StateStreaming, gradient_release"].total
     assert "StateStreaming" in plan(shapes, "lion", device_memory="5G")._repr_html_()
     for options, said in (
         ({"release": True}, "device_memory="),
@@ -292,3 +310,23 @@ def test_where_states_are():
     ):
         with pytest.raises(ValueError, match=said):
             plan(shapes, device_memory="5G", **options)
+
+
+def test_a_format_too_coarse_for_a_rule_is_said():
+    """By the plan, by repr(), and by one warning."""
+    coarse = "muon: momentum_buffer in int4 ends "
+    text = str(plan({"weight": (64, 64)}, ["muon/bf16-sr/int4", "muon/f32/int4", "muon/f32/int8"]))
+    assert text.count(coarse) == 1
+    assert coarse not in str(plan({"weight": (64, 64)}, ["muon/f32/int8", "adamw/f32/int4"]))
+    warn_once.cache_clear()
+
+    def muon(states):
+        return halfstep.Muon([nn.Parameter(torch.randn(64, 64))], lr=0.1, states=states)
+
+    with pytest.warns(UserWarning, match=coarse) as given:
+        opt = muon("int4")
+    assert len(given) == 1 and given[0].filename == __file__ and coarse in repr(opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert coarse not in repr(muon("int8"))
+        muon("int4")

@@ -334,7 +334,7 @@ def test_a_program_ends_without_a_word():
 import io, torch, halfstep
 from halfstep.compat import optimi
 p = torch.nn.Parameter(torch.randn(64, 64))
-for states in ("f32", "int8", "int4", "fp8"):
+for states in ("f32", "int8", "int6", "int4", "fp8"):
     opt = halfstep.AdamW([("p", p)], states=states)
     p.grad = torch.ones_like(p)
     opt.step()

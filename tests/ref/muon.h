@@ -1,5 +1,6 @@
 /* torch.optim.Muon in double: momentum by lerp, Nesterov by lerp, division by the norm, the quintic iteration on the
- * smaller Gram matrix, both adjustments of lr. Tensors that are not matrices take AdamW's step. */
+ * smaller Gram matrix, the adjustments of lr. normalize_rows is NorMuon of Li et al. 2025. Tensors that are not matrices
+ * take AdamW's step. */
 #ifndef HALFSTEP_REF_MUON_H
 #define HALFSTEP_REF_MUON_H
 
@@ -94,6 +95,25 @@ static inline void ref_newton_schulz(double *u, int rows, int columns, const str
     free(room);
 }
 
+/* NorMuon: divides each row by the root of its second moment, then gives the matrix its norm. */
+static inline void ref_normalize_rows(double *u, const struct ref_hyper *h, struct ref_tensor *r)
+{
+    double before = 0, after = 0;
+    for (int i = 0; i < r->rows; i++) {
+        double mean = 0, *row = u + i * r->columns;
+        for (int j = 0; j < r->columns; j++) mean += row[j] * row[j] / r->columns;
+        double v = h->row_beta * r->x[i * r->columns].s[2] + (1 - h->row_beta) * mean;
+        for (int j = 0; j < r->columns; j++) {
+            r->x[i * r->columns + j].s_new[2] = v;
+            before += row[j] * row[j];
+            row[j] /= sqrt(v) + 1e-10;
+            after += row[j] * row[j];
+        }
+    }
+    if (h->normalize_rows == 2) before = fmin(r->rows, r->columns);
+    for (int i = 0; i < r->n; i++) u[i] *= ref_ratio(sqrt(before), sqrt(after));
+}
+
 static inline void ref_muon(const struct ref_hyper *h, struct ref_tensor *r)
 {
     if (r->ndim < 2 || r->rows < 2 || r->columns < 2) {
@@ -111,7 +131,9 @@ static inline void ref_muon(const struct ref_hyper *h, struct ref_tensor *r)
         x->s_new[0] = buffer;
     }
     ref_newton_schulz(u, r->rows, r->columns, h);
-    double adjusted = h->lr * (h->match_rms != 0 ? 0.2 * sqrt(fmax(rows, columns)) : sqrt(fmax(1, rows / columns)));
+    if (h->normalize_rows != 0) ref_normalize_rows(u, h, r);
+    const double scales[] = {sqrt(fmax(1, rows / columns)), 0.2 * sqrt(fmax(rows, columns)), sqrt(rows / columns), 1};
+    double adjusted = h->lr * scales[(int)h->match_rms];
     for (int i = 0; i < r->n; i++) r->x[i].w_new = r->x[i].w - adjusted * u[i] - ref_decay_factor(h) * r->x[i].w;
     free(u);
 }

@@ -135,10 +135,10 @@ static void add_recipe(struct listing *l, const char *weight, const char *states
 }
 
 /* Lists the recipes of the rule. With --all, every weight format is combined with every state format. Otherwise, weight
- * formats that keep small updates are combined with their default states, 8-bit and 4-bit ones. */
+ * formats that keep small updates are combined with their default states, and with those of 8, 6 and 4 bits. */
 static void list_recipes(struct listing *l)
 {
-    static const char *const compact[] = {"int8", "int4"};
+    static const char *const compact[] = {"int8", "int6", "int4"};
     const char *weight, *state;
     for (int32_t w = 0; (weight = weight_format_name(w)) != NULL; w++) {
         if (!l->plan->all && !worth_a_look(weight)) continue;
@@ -186,6 +186,9 @@ static int print_object(const struct plan *plan, double params, const struct for
         put_number(&d, bytes, "total", f->total / params);
         put_integer(&d, row, "total_bytes", (int64_t)(f->total + 0.5));
         if (plan->memory) put_flag(&d, row, "fits", fits(plan, f));
+        char caveat[256];
+        if (halfstep_recipe_caveat(f->recipe, caveat, sizeof caveat) == HALFSTEP_OK && *caveat)
+            put_text(&d, row, "caveat", caveat);
     }
     return document_print(&d);
 }
@@ -253,6 +256,19 @@ static void print_precise_states(const struct forecast *list, int n)
     }
 }
 
+/* Prints what listed recipes are known to cost. Those that differ only in their weights share a line. */
+static void print_caveats(const struct forecast *list, int n)
+{
+    char text[256], other[256];
+    for (int i = 0; i < n; i++) {
+        int first = 0;
+        if (halfstep_recipe_caveat(list[i].recipe, text, sizeof text) != HALFSTEP_OK || !*text) continue;
+        do halfstep_recipe_caveat(list[first].recipe, other, sizeof other);
+        while (strcmp(text, other) && ++first < i);
+        if (first == i) printf("%s.\n", text);
+    }
+}
+
 static int print_table(const struct plan *plan, double params, const struct forecast *list, int n)
 {
     int fitting = 0, width = 6;
@@ -284,6 +300,7 @@ static int print_table(const struct plan *plan, double params, const struct fore
         printf("\n");
     }
     print_precise_states(list, n);
+    print_caveats(list, n);
     printf("Activations need memory besides; it depends on batch and context, not on the recipe.\n");
     printf("Device code for GPUs: %s.\n", halfstep_device_code());
     if (!plan->recipes.n && !plan->all) printf("Other rules: --rule; other formats: --all; any recipes: --recipes.\n");

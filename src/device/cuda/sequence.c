@@ -1,5 +1,6 @@
 #include "device/cuda/sequence.h"
 
+#include "decide/rows.h"
 #include "device/cuda/blas.h"
 #include "rules/transforms.h"
 
@@ -172,6 +173,16 @@ static int make_iteration(const struct progress *p)
     return error || p->left ? error : make(p, HSTEP_CUDA_NEXT);
 }
 
+/* Makes the rows of a transformed matrix alike if the tensor has a state over them. */
+static int make_rows_alike(const struct progress *p)
+{
+    struct hstep_cuda_what what = {.tensor = p->m->tensor};
+    int error = HALFSTEP_OK, made = !hstep_rows_slot(&p->call->tensors[p->m->tensor]);
+    for (; !error && !made && what.pass <= HSTEP_CUDA_MULTIPLY_ROWS; what.pass++)
+        error = p->launch(p->call, HSTEP_CUDA_rows, what);
+    return error;
+}
+
 int hstep_cuda_transform(hstep_cuda_launch *launch, const struct hstep_call *call, const struct hstep_matrix *m,
                          struct hstep_blas *blas)
 {
@@ -204,5 +215,6 @@ int hstep_cuda_transform(hstep_cuda_launch *launch, const struct hstep_call *cal
             p.place = 0;
         }
     }
-    return error || !blas ? error : run_phase(&p, HSTEP_CUDA_WIDEN);
+    if (!error && blas) error = run_phase(&p, HSTEP_CUDA_WIDEN);
+    return error ? error : make_rows_alike(&p);
 }

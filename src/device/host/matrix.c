@@ -340,10 +340,12 @@ int hstep_host_transform(const struct hstep_call *call, const struct hstep_matri
 {
     const struct hstep_tensor *t = &call->plan.tensors[m->tensor];
     const struct hstep_update *u = &call->plan.updates[m->tensor];
+    const struct hstep_rows alike = hstep_rows_of(call, m->tensor);
     const int64_t rows = hstep_matrix_rows(t, call->matrix);
     float *matrix = call->plan.workspace;
-    if (!u->skip && !u->zero_lr)
-        transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, rows, t->row_length, u->k,
-                                                         matrix + rows * t->row_length);
+    if (!hstep_is_transformed(t, u)) return HALFSTEP_OK;
+    transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, rows, t->row_length, u->k,
+                                                     matrix + rows * t->row_length);
+    if (alike.numbers) hstep_host_rows(call->context, &alike, matrix, rows, t->row_length);
     return HALFSTEP_OK;
 }

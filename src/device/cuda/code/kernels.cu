@@ -12,6 +12,7 @@
 #include "device/cuda/code/lane.h"
 #include "device/cuda/code/fused.h"
 #include "device/cuda/code/matrix.h"
+#include "device/cuda/code/rows.h"
 #include "device/cuda/code/rules.h"
 #include "base/squares.h"
 

@@ -45,6 +45,13 @@ enum hstep_cuda_transform {
     HSTEP_CUDA_WIDEN       /* back from 16 bits */
 };
 
+/* Phases of making the rows of a transformed matrix alike (decide/rows.h), in one launch each. */
+enum hstep_cuda_rows {
+    HSTEP_CUDA_CLEAR_SUMS,
+    HSTEP_CUDA_RENEW_ROWS, /* the state over rows, and the sums of squares before and after the division */
+    HSTEP_CUDA_MULTIPLY_ROWS
+};
+
 /* Phases of the vectors of matrices, in one launch each. */
 enum hstep_cuda_cross {
     HSTEP_CUDA_ROWS,
@@ -55,8 +62,8 @@ enum hstep_cuda_cross {
 
 struct hstep_cuda_what {
     int first, n,
-        pass; /* for sum, decide_sums and update, as the entry has them; for transform and cross: pass is the phase */
-    int tensor, pair; /* for cross and transform */
+        pass; /* for sum, decide_sums and update, as the entry has them; for transform, rows and cross: pass is the phase */
+    int tensor, pair; /* for cross, transform and rows */
     /* For transform: 1 if X is in its second place. n is the iteration, and pair counts those that follow in its
      * stretch. first: 1 in the first one of a stretch. */
     int place;

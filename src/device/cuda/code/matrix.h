@@ -3,6 +3,7 @@
 #ifndef HSTEP_CUDA_MATRIX_H
 #define HSTEP_CUDA_MATRIX_H
 
+#include "decide/rows.h"
 #include "device/cuda/code/kernels.h"
 #include "device/cuda/code/lane.h"
 #include "rules/transforms.h"
@@ -196,7 +197,7 @@ CUDA_KERNEL void halfstep_cuda_transform(struct hstep_call call, struct hstep_cu
     const struct hstep_tensor *t = &call.plan.tensors[what.tensor];
     const struct hstep_update *u = &call.plan.updates[what.tensor];
     const int64_t rows = hstep_matrix_rows(t, call.matrix);
-    if (u->skip || u->zero_lr) return;
+    if (!hstep_is_transformed(t, u)) return;
     switch (hstep_rules[t->rule].transform) {
 #define TRANSFORM(name, ...) \
     case HSTEP_TRANSFORM_##name: name(&scratch, &what, call.plan.workspace, rows, t->row_length, u->k); break;
