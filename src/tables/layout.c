@@ -86,6 +86,13 @@ void hstep_extend(const struct hstep_tensor *t, int extent, int64_t *rows, int64
         *rows = hstep_matrix_in_whole(t, t->first_row + t->n_rows) - hstep_matrix_in_whole(t, t->first_row);
 }
 
+/* Returns 1 for an optional vector, which the functions of the rule do not get. */
+static int is_kept(int rule, int state)
+{
+    const struct hstep_state *s = &hstep_rules[rule].state[state];
+    return s->unless && s->extent != HALFSTEP_EXTENT_ELEMENTS;
+}
+
 void hstep_lay_out(struct hstep_tensor *t)
 {
     int64_t stride = hstep_row_stride(t->row_length), rows = t->n_rows, columns = t->n_columns;
@@ -110,8 +117,11 @@ void hstep_lay_out(struct hstep_tensor *t)
     t->run_length = t->dense ? rows * columns : columns;
     if (!rows || !columns) t->runs = t->run_length = 0;
     t->matrix = hstep_is_matrix(t->rule, t->ndim, t->pattern_rows, t->row_length);
-    /* C has no empty arrays, so kernels of a rule without states get a list of one empty state. */
-    t->slots = HALFSTEP_SLOT_STATE + (hstep_rule_states(t->rule) > 0 ? hstep_rule_states(t->rule) : 1);
+    /* Loops over slots do not see an optional vector that is not stored. C has no empty arrays, so kernels of a rule
+     * without states get a list of one empty state. */
+    int states = hstep_rule_states(t->rule);
+    if (states && is_kept(t->rule, states - 1) && t->slot[HALFSTEP_SLOT_STATE + states - 1].format < 0) states--;
+    t->slots = HALFSTEP_SLOT_STATE + (states > 0 ? states : 1);
     t->pairs = hstep_pairs(t->rule, t->ndim, t->pattern_rows, t->row_length);
     t->matrices = 1;
     t->first_matrix = 0;

@@ -45,10 +45,10 @@ struct hstep_tensor {
     /* Elements are worked on in units of 32, or of the longest block of a state. If rows are dense in index space, a
      * unit starts at a multiple of its length there. Otherwise it starts at such a column. */
     int unit, dense;
-    int matrix;            /* stepped as matrices */
-    int pairs;             /* of vectors over rows and columns */
-    int cautious;          /* its group is cautious; the last sum then counts the elements that agree */
-    int slots;             /* slots of its rule, stored or not, with at least one state */
+    int matrix;   /* stepped as matrices */
+    int pairs;    /* of vectors over rows and columns */
+    int cautious; /* its group is cautious; the last sum then counts the elements that agree */
+    int slots;    /* slots of its rule, stored or not, with at least one state; an optional vector only if stored */
     int fused[HSTEP_WAYS]; /* the device's fused kernel for exactly these formats, by the way of the update, or -1 */
     int share;             /* the first of the tensors that share its sums of TOTALS; its own number without such */
     int first_alike;       /* the first tensor of the same group that is stored alike */
