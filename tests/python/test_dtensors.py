@@ -207,7 +207,7 @@ def test_blocks_of_rows_stay_on_their_ranks(pool, size):
     part of a block, or of a vector's rows."""
     cases = [
         ("muon", "f32", {"clip_norm": 0.5}),
-        ("muon", "ecc8-int8", {}),
+        ("muon", "ecc8-int8", {"normalize_rows": "keep-norm"}),
         ("adafactor", "ecc8-int8", {"beta1": 0.9}),
         ("came", "sr-int4", {}),
     ]
@@ -687,7 +687,7 @@ def test_checkpoints_reshard_stacks_and_splits(pool, tmp_path):
     """What 2 ranks of FSDP2 save goes on with 1, 3 and 4 ranks."""
     cases = [
         (rule, recipe, recipe == "f32", more)
-        for rule, more in (("muon", {}), ("adafactor", {"beta1": 0.9}))
+        for rule, more in (("muon", {"normalize_rows": "keep-norm"}), ("adafactor", {"beta1": 0.9}))
         for recipe in ("f32", "ecc8-int8")
     ]
     run = str(tmp_path), cases
