@@ -2,6 +2,8 @@
  * compared with plain C loops, bit for bit, and with double precision. Then muon runs through the public calls. --short
  * leaves out the largest shapes, --all none. Over 500 lines because the plain loops are here too. */
 
+#include <limits.h>
+
 #include "device/host/host.h"
 #include "handle/optimizer.h"
 #include "kernels/dispatch.h"
@@ -72,11 +74,48 @@ static void test_product(void)
 
 /* ---- The iteration ----------------------------------------------------------------------------------------------- */
 
-/* Runs the iteration as matrix.h defines it, in plain loops. */
-static void plain_newton_schulz(float *u, int rows, int columns, int steps, float eps)
+/* A form of the iteration: the row of ns_form, and that of ns_coefficients. */
+struct form {
+    int gram, list;
+};
+
+/* Computes c = a b, or a b' if b is stored transposed, in plain loops. a is m x l, b is l x n. If it is symmetric, only
+ * the upper triangle is computed, and copied. */
+static void plain_product(float *c, const float *a, const float *b, int transposed, int m, int l, int n, int symmetric)
 {
+    for (int i = 0; i < m; i++)
+        for (int j = symmetric ? i : 0; j < n; j++) {
+            float sum = 0;
+            for (int k = 0; k < l; k++) sum += a[i * l + k] * (transposed ? b[j * l + k] : b[k * n + j]);
+            c[i * n + j] = sum;
+            if (symmetric) c[j * n + i] = sum;
+        }
+}
+
+/* Returns how many iterations the Gram form makes of one Gram matrix: as many as multiply small singular values by at
+ * most 1024. */
+static int stretch_of(const struct ref_hyper *h, int step, int steps)
+{
+    double product = 1, abc[3];
+    for (int first = step; step < steps; step++) {
+        ref_lists[(int)h->ns_coefficients].coefficients(h, step, abc);
+        product *= fabs(abc[0]) / (step ? 1 : ref_lists[(int)h->ns_coefficients].norm);
+        if (step > first && product > 1024) return step - first;
+    }
+    return INT_MAX;
+}
+
+/* Runs the iteration as matrix.c defines it, in plain loops. */
+static void plain_newton_schulz(struct form form, float *u, int rows, int columns, int steps, float eps)
+{
+    const float k[newton_schulz_constants] = {[newton_schulz_a] = quintic[0],
+                                              [newton_schulz_b] = quintic[1],
+                                              [newton_schulz_c] = quintic[2],
+                                              [newton_schulz_row] = (float)form.list};
+    const struct ref_hyper h = {.ns_a = quintic[0], .ns_coefficients = form.list};
     int tall = rows > columns, m = tall ? columns : rows, n = tall ? rows : columns;
-    float *x = floats(2 * m * n + 2 * m * m), *next = x + m * n, *gram = next + m * n, *polynomial = gram + m * m;
+    float *x = floats(2 * m * n + 5 * m * m), *next = x + m * n, *gram = next + m * n, *p = gram + m * m,
+          *q = p + m * m, *product = q + m * m;
     int64_t squares[HSTEP_EXACT_LIMBS] = {0};
     for (int first = 0; first < m * n; first += 256) {
         double lane[16] = {0};
@@ -89,25 +128,23 @@ static void plain_newton_schulz(float *u, int rows, int columns, int steps, floa
             double value = tall ? u[j * m + i] : u[i * n + j];
             x[i * n + j] = norm > 0 ? (float)(value / norm) : 0;
         }
-    for (int step = 0; step < steps; step++) {
-        for (int i = 0; i < m; i++)
-            for (int j = 0; j < m; j++) {
-                float sum = 0;
-                for (int k = 0; k < n; k++) sum += x[i * n + k] * x[j * n + k];
-                gram[i * m + j] = sum;
-            }
-        for (int i = 0; i < m; i++)
-            for (int j = 0; j < m; j++) {
-                float sum = 0;
-                for (int k = 0; k < m; k++) sum += gram[i * m + k] * gram[k * m + j];
-                polynomial[i * m + j] = quintic[1] * gram[i * m + j] + quintic[2] * sum;
-                if (i == j) polynomial[i * m + j] += quintic[0];
-            }
-        for (int i = 0; i < m; i++)
-            for (int j = 0; j < n; j++) next[i * n + j] = 0;
-        for (int i = 0; i < m; i++)
-            for (int k = 0; k < m; k++)
-                for (int j = 0; j < n; j++) next[i * n + j] += polynomial[i * m + k] * x[k * n + j];
+    for (int step = 0, left = 0; step < steps; step++) {
+        int starts = left == 0;
+        const float *abc = hstep_newton_schulz_triple(k, step);
+        if (starts) {
+            left = form.gram && n > m * 3 / 2.0 ? stretch_of(&h, step, steps) : 1;
+            plain_product(gram, x, x, 1, m, n, m, 1);
+        }
+        plain_product(product, gram, gram, 0, m, m, m, 1);
+        for (int i = 0; i < m * m; i++) p[i] = abc[1] * gram[i] + abc[2] * product[i];
+        for (int i = 0; i < m; i++) p[i * m + i] += abc[0];
+        plain_product(product, p, q, 0, m, m, m, 1);
+        memcpy(q, starts ? p : product, (size_t)(m * m) * sizeof *q);
+        plain_product(product, p, gram, 0, m, m, m, 1);
+        plain_product(gram, p, product, 0, m, m, m, 1);
+        if (--left && step + 1 < steps) continue;
+        left = 0;
+        plain_product(next, q, x, 0, m, m, n, 0);
         memcpy(x, next, (size_t)(m * n) * sizeof *x);
     }
     for (int i = 0; i < m; i++)
@@ -115,15 +152,17 @@ static void plain_newton_schulz(float *u, int rows, int columns, int steps, floa
     free(x);
 }
 
-static void newton_schulz_by(int list, const struct hstep_kernels *kernels, int threads, float *u, int rows,
+static void newton_schulz_by(struct form form, const struct hstep_kernels *kernels, int threads, float *u, int rows,
                              int columns, int steps, float eps)
 {
     struct hstep_context c = {.kernels = kernels, .threads = threads};
     size_t n = hstep_newton_schulz_workspace(rows, columns);
     float *workspace = floats((int64_t)n + 64);
     const float k[] = {
-        [newton_schulz_a] = quintic[0],       [newton_schulz_b] = quintic[1], [newton_schulz_c] = quintic[2],
-        [newton_schulz_steps] = (float)steps, [newton_schulz_eps] = eps,      [newton_schulz_row] = (float)list};
+        [newton_schulz_a] = quintic[0],          [newton_schulz_b] = quintic[1], [newton_schulz_c] = quintic[2],
+        [newton_schulz_steps] = (float)steps,    [newton_schulz_eps] = eps,      [newton_schulz_row] = (float)form.list,
+        [newton_schulz_form] = (float)form.gram,
+    };
     /* The output's old contents do not matter, and nothing behind it is written. */
     for (size_t i = 0; i < n + 64; i++) workspace[i] = NAN;
     hstep_newton_schulz(&c, u, rows, columns, k, workspace);
@@ -135,10 +174,29 @@ static void newton_schulz_by(int list, const struct hstep_kernels *kernels, int 
 static void newton_schulz(const struct hstep_kernels *kernels, int threads, float *u, int rows, int columns, int steps,
                           float eps)
 {
-    newton_schulz_by(0, kernels, threads, u, rows, columns, steps, eps);
+    newton_schulz_by((struct form){0, 0}, kernels, threads, u, rows, columns, steps, eps);
 }
 
 static const struct hstep_kernels *best(void) { return hstep_isa_kernels(hstep_isa_best()); }
+
+static void judge_bits(struct form form, int rows, int columns, int steps)
+{
+    int n = rows * columns;
+    float *in = floats(3 * n), *expected = in + n, *u = expected + n;
+    struct source s = {(uint64_t)n};
+    for (int i = 0; i < n; i++) in[i] = (float)(1e-3 * next_normal(&s));
+    memcpy(expected, in, (size_t)n * sizeof *in);
+    plain_newton_schulz(form, expected, rows, columns, steps, 1e-7f);
+    for (int isa = 0; isa < hstep_isa_count(); isa++)
+        for (int threads = 1; threads <= 4; threads++) {
+            if (!hstep_isa_kernels(isa)) continue;
+            memcpy(u, in, (size_t)n * sizeof *in);
+            newton_schulz_by(form, hstep_isa_kernels(isa), threads, u, rows, columns, steps, 1e-7f);
+            CHECK(!differences(u, expected, n), "%d x %d, list %d, %s, %d threads: %d of %d elements differ", rows,
+                  columns, form.list, hstep_isa_name(isa), threads, (int)differences(u, expected, n), n);
+        }
+    free(in);
+}
 
 static void test_bits(void)
 {
@@ -147,24 +205,42 @@ static void test_bits(void)
     static const int shapes[][2] = {{2, 2},    {2, 3},    {3, 2},     {5, 31},    {12, 32},    {13, 33},
                                     {33, 13},  {64, 64},  {31, 97},   {97, 31},   {1, 7},      {7, 1},
                                     {4, 1100}, {1100, 4}, {100, 517}, {521, 100}, {130, 1090}, {1030, 131}};
-    TEST("the iteration has the bits of plain loops, on every instruction set and with 1 to 4 threads") {
-        for (int k = 0; k < BY_LENGTH(14, 16, 18); k++) {
-            int rows = shapes[k][0], columns = shapes[k][1], n = rows * columns, steps = k < 14 ? 5 : 2;
-            float *in = floats(3 * n), *expected = in + n, *u = expected + n;
-            struct source s = {(uint64_t)k + 1};
-            for (int i = 0; i < n; i++) in[i] = (float)(1e-3 * next_normal(&s));
-            memcpy(expected, in, (size_t)n * sizeof *in);
-            plain_newton_schulz(expected, rows, columns, steps, 1e-7f);
-            for (int isa = 0; isa < hstep_isa_count(); isa++)
-                for (int threads = 1; threads <= 4; threads++) {
-                    if (!hstep_isa_kernels(isa)) continue;
-                    memcpy(u, in, (size_t)n * sizeof *in);
-                    newton_schulz(hstep_isa_kernels(isa), threads, u, rows, columns, steps, 1e-7f);
-                    CHECK(!differences(u, expected, n), "%d x %d, %s, %d threads: %d of %d elements differ", rows,
-                          columns, hstep_isa_name(isa), threads, (int)differences(u, expected, n), n);
-                }
-            free(in);
+    TEST("the iteration has the bits of plain loops, on every instruction set and with 1 to 4 threads")
+        for (int k = 0; k < BY_LENGTH(14, 16, 18); k++)
+            judge_bits((struct form){0, 0}, shapes[k][0], shapes[k][1], k < 14 ? 5 : 2);
+    TEST("the Gram form has the bits of plain loops, on every instruction set and with 1 to 4 threads") {
+        /* Sides of 3 to 2 are iterated in the standard form. Lists of 1 to 10 iterations have one stretch or two. */
+        static const int long_shapes[][2] = {{2, 3},     {2, 4},      {33, 13},    {13, 20},   {20, 13},  {40, 61},
+                                             {97, 31},   {31, 97},    {1, 7},      {4, 1100},  {1100, 4}, {521, 100},
+                                             {100, 517}, {130, 1090}, {1030, 131}, {517, 1040}};
+        for (int k = 0; k < BY_LENGTH(13, 14, 16); k++)
+            for (int list = 0; list < (k < 11 ? 4 : 1); list++)
+                judge_bits((struct form){1, list}, long_shapes[k][0], long_shapes[k][1],
+                           list == 2 ? 10
+                           : k < 11  ? 5 + list * 2
+                                     : 3);
+    }
+    TEST("the Gram form has the bits of the standard form up to sides of 3 to 2, and no others beyond") {
+        for (int columns = 59; columns <= 62; columns++) {
+            float u[2][40 * 62];
+            struct source s = {(uint64_t)columns};
+            for (int i = 0; i < 40 * columns; i++) u[0][i] = u[1][i] = (float)next_normal(&s);
+            for (int gram = 0; gram < 2; gram++)
+                newton_schulz_by((struct form){gram, 0}, best(), 1, u[gram], 40, columns, 5, 1e-7f);
+            CHECK(!differences(u[0], u[1], 40 * columns) == (columns <= 60), "40 x %d", columns);
         }
+    }
+    TEST("the workspace of a split tensor is that of the matrix that needs most, here the smaller one") {
+        static const struct hstep_tensor split = {.rule = HSTEP_RULE_muon,
+                                                  .matrix = 1,
+                                                  .row_length = 1000,
+                                                  .matrices = 2,
+                                                  .blocks = 2,
+                                                  .block_end = {700, 1360}};
+        const size_t large = hstep_newton_schulz_workspace(700, 1000) + 700 * 1000,
+                     small = hstep_newton_schulz_workspace(660, 1000) + 660 * 1000;
+        CHECK(hstep_host_workspace(&split) == small && small > large, "%zu floats for matrices of %zu and %zu",
+              hstep_host_workspace(&split), large, small);
     }
     TEST("the transposed matrix has the transposed result, a power of two times it the same") {
         enum { ROWS = 45, COLUMNS = 71, N = ROWS * COLUMNS };
@@ -246,53 +322,65 @@ static void from_spectrum(struct source *s, int rows, int columns, const double 
 }
 
 /* Returns the bound of the error. fp32 rounds to 2^-24 of the largest singular value. The steps multiply that by up to
- * the product of their first coefficients, as they do any small singular value: by 3.4445^5 = 485 in list 0. Measured
- * there on the matrices below: at most 0.21 times that in any element. */
-static double accuracy(const struct ref_hyper *h, int steps)
+ * the product of their first coefficients, as they do any small singular value: by 3.4445^5 = 485 in list 0. In the
+ * Gram form it is that of a squared singular value that is rounded, so that a stretch multiplies by the square of its
+ * product. Measured on the matrices below: in any element at most 0.33 times the bound of the standard form, and 0.05
+ * times that of the Gram form. */
+static double accuracy(struct form form, const struct ref_hyper *h, int steps)
 {
-    double bound = 0x1p-24, abc[3];
-    for (int step = 0; step < steps; step++) {
-        ref_lists[(int)h->ns_coefficients].coefficients(h, step, abc);
-        bound *= abc[0];
+    double all = 1, stretch = 1, squares = 0, abc[3];
+    for (int step = 0, left = 0; step < steps; step++) {
+        if (!left) left = stretch_of(h, step, steps), stretch = 1;
+        ref_lists[form.list].coefficients(h, step, abc);
+        all *= abc[0];
+        stretch *= abc[0];
+        if (!--left || step + 1 == steps) squares += stretch * stretch;
     }
-    return bound;
+    return 0x1p-24 * (form.gram ? all + squares : all);
 }
 
-static void judge_accuracy_of(int list, const char *what, const float *in, int rows, int columns, const double *image)
+static void judge_form(struct form form, const char *what, const float *in, int rows, int columns, const double *exact,
+                       const double *image, const struct ref_hyper *h, int steps)
 {
-    const struct ref_hyper h = {
-        .ns_a = 3.4445, .ns_b = -4.775, .ns_c = 2.0315, .ns_steps = 5, .ns_eps = 1e-7, .ns_coefficients = list};
-    int n = rows * columns, steps = (int)fmax(5, ref_lists[list].least);
+    int n = rows * columns;
     float *u = floats(n);
-    double *exact = zeroed(sizeof *exact * (size_t)n), worst = 0, off = 0, sum = 0, worst_image = 0;
-    double bound = accuracy(&h, steps);
-    for (int i = 0; i < n; i++) exact[i] = u[i] = in[i];
-    newton_schulz_by(list, best(), 2, u, rows, columns, steps, 1e-7f);
-    ref_newton_schulz(exact, rows, columns, &h);
+    double worst = 0, off = 0, sum = 0, bound = accuracy(form, h, steps), part = form.gram ? 0.05 : 0.33;
+    memcpy(u, in, (size_t)n * sizeof *u);
+    newton_schulz_by(form, best(), 2, u, rows, columns, steps, 1e-7f);
     for (int i = 0; i < n; i++) {
         worst = fmax(worst, fabs((double)u[i] - exact[i]));
+        if (image) worst = fmax(worst, fabs((double)u[i] - image[i]));
         off += ((double)u[i] - exact[i]) * ((double)u[i] - exact[i]);
         sum += exact[i] * exact[i];
-        if (image) worst_image = fmax(worst_image, fabs((double)u[i] - image[i]));
     }
-    printf("     list %d: %-28s %4d x %-4d elements %.2f * %.2g, norm %.1e of its own\n", list, what, rows, columns,
-           fmax(worst, worst_image) / bound, bound, sqrt(off / sum));
-    CHECK(worst <= bound, "list %d, %s, %d x %d: off by %g", list, what, rows, columns, worst);
-    CHECK(worst_image <= bound, "%s, %d x %d: off its singular vectors by %g", what, rows, columns, worst_image);
+    printf("     %s, list %d: %-28s %4d x %-4d elements %.3f * %.2g, norm %.1e of its own\n",
+           form.gram ? "Gram" : "standard", form.list, what, rows, columns, worst / bound, bound, sqrt(off / sum));
+    CHECK(worst <= part * bound, "form %d, list %d, %s, %d x %d: off by %g", form.gram, form.list, what, rows, columns,
+          worst);
     free(u);
-    free(exact);
 }
 
+/* image: the exact result of list 0 by its singular vectors, or NULL. */
 static void judge_accuracy(const char *what, const float *in, int rows, int columns, const double *image)
 {
-    for (int list = 0; list < (int)(sizeof ref_lists / sizeof ref_lists[0]); list++)
-        judge_accuracy_of(list, what, in, rows, columns, list ? NULL : image);
+    int n = rows * columns;
+    double *exact = zeroed(sizeof *exact * (size_t)n);
+    for (int list = 0; list < (int)(sizeof ref_lists / sizeof ref_lists[0]); list++) {
+        const struct ref_hyper h = {
+            .ns_a = 3.4445, .ns_b = -4.775, .ns_c = 2.0315, .ns_steps = 5, .ns_eps = 1e-7, .ns_coefficients = list};
+        for (int i = 0; i < n; i++) exact[i] = in[i];
+        ref_newton_schulz(exact, rows, columns, &h);
+        for (int gram = 0; gram <= hstep_newton_schulz_long(rows, columns); gram++)
+            judge_form((struct form){gram, list}, what, in, rows, columns, exact, list ? NULL : image, &h,
+                       (int)fmax(5, ref_lists[list].least));
+    }
+    free(exact);
 }
 
 static void test_accuracy(void)
 {
     static const int shapes[][2] = {{16, 80}, {80, 16}, {64, 64}, {48, 300}, {130, 130}, {400, 60}, {256, 512}};
-    TEST("the iteration is as exact as its growth lets it be") {
+    TEST("the iteration is as exact as its growth lets it be, in both forms") {
         for (int k = 0; k < BY_LENGTH(4, 5, 7); k++) {
             int rows = shapes[k][0], columns = shapes[k][1], n = rows * columns, m = rows < columns ? rows : columns;
             float *u = floats(n);
@@ -309,6 +397,12 @@ static void test_accuracy(void)
             for (int r = 0; r < m; r++) values[r] = pow(10, -6.0 * r / m);
             from_spectrum(&s, rows, columns, values, m, u, image, range);
             judge_accuracy("singular values of 1 to 1e-6", u, rows, columns, image);
+            for (int r = 0; r < m; r++) values[r] = pow(r + 1, -2);
+            from_spectrum(&s, rows, columns, values, m, u, image, range);
+            judge_accuracy("singular values 1/k^2", u, rows, columns, image);
+            for (int r = 0; r < 8; r++) values[r] = 1;
+            from_spectrum(&s, rows, columns, values, 8, u, image, range);
+            judge_accuracy("rank 8", u, rows, columns, image);
             for (int r = 0; r < m; r++) values[r] = 1 + 3.0 * r / m;
             from_spectrum(&s, rows, columns, values, m, u, image, range);
             judge_accuracy("singular values of 1 to 4", u, rows, columns, image);

@@ -44,6 +44,7 @@ static const struct {
     {"weight_lr_power", 3, {2, 0, 3}},
     {"ns_steps", 2, {5, 1}},
     {"ns_coefficients", 4, {0, 1, 2, 3}},
+    {"ns_form", 2, {0, 1}},
     {"exact", 2, {0, 1}},
     {"match_rms", 4, {0, 1, 2, 3}},
     {"normalize_rows", 3, {0, 1, 2}},

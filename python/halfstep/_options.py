@@ -158,6 +158,8 @@ class Options:
         elif isinstance(group.get(name), torch.Tensor):
             group[name] = torch.full_like(group[name], value)
         elif name in group:
+            hyper = _abi.rules[self.rule_of(group)].hypers.get(name)
+            value = hyper.words[int(value)] if hyper and hyper.words else value
             group[name] = bool(value) if isinstance(group[name], bool) else value
 
     def choices(self, group):
@@ -199,7 +201,8 @@ class Options:
         for name, value in self.hypers(group).items():
             hyper = rule.hypers[name]
             above = value >= hyper.maximum if hyper.exclusive_maximum else value > hyper.maximum
-            if hyper.minimum <= value and not above:
+            whole = not hyper.words or value == int(value)
+            if hyper.minimum <= value and not above and whole:
                 continue
             if name == "lr":
                 raise ValueError(f"Invalid learning rate: {value}")

@@ -10,9 +10,10 @@
  *     spectral_norm     sqrt(rows / columns)           microsoft/dion
  *     none              1
  *
- * ns_coefficients is the row of coefficients.h. normalize_rows makes the rows of O alike (decide/rows.h), as NorMuon
- * does (Li et al. 2025). "keep-norm" is the authors' code. "full-norm" with match_rms "match_rms_adamw" is the paper's
- * algorithm, whose updates have a root mean square of 0.2 lr.
+ * ns_coefficients is the row of coefficients.h. ns_form "gram" iterates on the Gram matrix of a long matrix
+ * (device/host/matrix.c). normalize_rows makes the rows of O alike (decide/rows.h), as NorMuon does (Li et al. 2025).
+ * "keep-norm" is the authors' code. "full-norm" with match_rms "match_rms_adamw" is the paper's algorithm, whose
+ * updates have a root mean square of 0.2 lr.
  *
  * torch.optim.Muon has this form. In its buffer gradients weigh 1 - mu, on which O does not depend. Its adjust_lr_fn is
  * "original" or "match_rms_adamw". torch runs the Newton-Schulz steps in BF16; here they are fp32. A matrix is a tensor
@@ -69,6 +70,7 @@ HSTEP_INLINE void muon_prepare(float *k, struct hstep_prepare *p)
     k[newton_schulz_eps] = (float)hyper[10];
     k[newton_schulz_exact] = (float)hyper[11];
     k[newton_schulz_row] = (float)(int)hyper[12];
+    k[newton_schulz_form] = (float)(int)hyper[13];
 }
 
 V_OP vf muon_direction(const vf *k, vf g, vf *s, const int mode)
@@ -105,7 +107,9 @@ V_OP vf muon_change(const vf *k, vf w, vf o) { return v_add(v_mul(k[MUON_SCALE],
     HYPER("exact", "1: a GPU multiplies matrices to the bits of every machine, not by its units for BF16",     \
           .maximum = 1.0)                                                                                      \
     HYPER("ns_coefficients", "coefficients of the iterations: ns_a, ns_b and ns_c, or a published list",        \
-          .maximum = (HSTEP_COEFFICIENTS(HSTEP_ONE)) - 1, .words = {HSTEP_COEFFICIENTS(HSTEP_COEFFICIENTS_NAME)}) \
+          .maximum = (HSTEP_COEFFICIENTS(HSTEP_ONE)) - 1, .words = {HSTEP_COEFFICIENTS(HSTEP_COEFFICIENTS_NAME)})        \
+    HYPER("ns_form", "form of the iterations: gram has fewer products, for matrices with a side 1.5 times the other", \
+          .maximum = 1.0, .words = {"standard", "gram"}) \
     HYPER("normalize_rows", "NorMuon: rows of an update are divided by the root of their second moment",        \
           .maximum = 2.0, .words = {"off", "keep-norm", "full-norm"})                                           \
     HYPER("row_beta", "decay rate of the second moment of rows", BELOW_1(0.95))

@@ -1,4 +1,4 @@
-/* A libcublas.so.12 for the fake driver. It has the one product that src/device/cuda/blas.def asks for, as work on the
+/* A libcublas.so.12 for the fake driver. It has the products that src/device/cuda/blas.def asks for, as work on the
  * stream of its handle. It refuses some calls that cuBLAS accepts. These have factors on the host, or lack the caller's
  * workspace, which cuBLAS would then allocate itself, also in captures. */
 #include <dlfcn.h>
@@ -7,9 +7,12 @@
 
 #include "fake_cuda.h"
 
+#define V_OP static inline
+#include "vec/half.h"
+
 #define EXPORT __attribute__((visibility("default")))
 
-enum { BF16 = 14, SUMS_IN_FP32 = 68, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
+enum { F16 = 2, BF16 = 14, SUMS_IN_FP32 = 68, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 
 struct handle {
     void *stream, *workspace;
@@ -17,7 +20,7 @@ struct handle {
 };
 
 struct product {
-    int turned[2], rows, columns, inner, ld[3];
+    int type, turned[2], rows, columns, inner, ld[3];
     const float *alpha, *beta;
     const uint16_t *a, *b;
     uint16_t *c;
@@ -61,17 +64,19 @@ EXPORT int cublasSetMathMode(void *handle, int mode)
     return 0;
 }
 
-static float widened(uint16_t code)
+static float widened(int type, uint16_t code)
 {
     const uint32_t bits = (uint32_t)code << 16;
     float x;
+    if (type == F16) return hstep_half_decode(code);
     memcpy(&x, &bits, 4);
     return x;
 }
 
-static uint16_t narrowed(float x)
+static uint16_t narrowed(int type, float x)
 {
     uint32_t bits;
+    if (type == F16) return hstep_half_encode(x);
     memcpy(&bits, &x, 4);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
@@ -88,11 +93,11 @@ static void multiply(void *argument)
                     p->turned[0] ? (size_t)k + (size_t)i * (size_t)p->ld[0] : (size_t)i + (size_t)k * (size_t)p->ld[0];
                 size_t b =
                     p->turned[1] ? (size_t)j + (size_t)k * (size_t)p->ld[1] : (size_t)k + (size_t)j * (size_t)p->ld[1];
-                sum += widened(p->a[a]) * widened(p->b[b]);
+                sum += widened(p->type, p->a[a]) * widened(p->type, p->b[b]);
             }
             /* Does not read c if beta is 0, like BLAS. */
             sum *= *p->alpha;
-            *c = narrowed(*p->beta != 0.0f ? sum + *p->beta * widened(*c) : sum);
+            *c = narrowed(p->type, *p->beta != 0.0f ? sum + *p->beta * widened(p->type, *c) : sum);
         }
 }
 
@@ -101,12 +106,13 @@ EXPORT int cublasGemmEx(void *handle, int turn_a, int turn_b, int rows, int colu
                         void *c, int type_c, int ldc, int compute, int algorithm)
 {
     const struct handle *h = handle;
-    const struct product p = {{turn_a, turn_b}, rows, columns, inner, {lda, ldb, ldc}, alpha, beta, a, b, c};
+    const struct product p = {type_a, {turn_a, turn_b}, rows, columns, inner, {lda, ldb, ldc}, alpha, beta, a, b, c};
     void (*submit)(void *, void (*)(void *), const void *, size_t);
     void *symbol = dlsym(dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD), "fake_cuda_submit");
     (void)algorithm;
     if (!symbol) return NOT_SUPPORTED;
-    if (type_a != BF16 || type_b != BF16 || type_c != BF16 || compute != SUMS_IN_FP32) return NOT_SUPPORTED;
+    if ((type_a != BF16 && type_a != F16) || type_b != type_a || type_c != type_a || compute != SUMS_IN_FP32)
+        return NOT_SUPPORTED;
     if (lda < (turn_a ? inner : rows) || ldb < (turn_b ? columns : inner) || ldc < rows || !h->workspace ||
         !h->pointers_on_device || c == a || c == b)
         return INVALID_VALUE;

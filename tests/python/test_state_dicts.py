@@ -404,8 +404,10 @@ def test_safetensors_round_trip(rule, recipe, tmp_path):
                 "adam_eps": 1e-6,
                 "adjust_lr_fn": "match_rms_adamw",
                 "betas": (0.8, 0.9),
+                "ns_form": "gram",
             },
         ),
+        ("muon", {"ns_coefficients": "dion", "ns_form": "standard"}),
         ("adafactor", {"eps": (1e-5, 1e-2), "d": 2.0, "beta2_decay": -0.5, "published": True}),
     ],
 )

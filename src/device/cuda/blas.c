@@ -7,8 +7,8 @@
 #include "device/cuda/driver/library.h"
 #include "device/cuda/gpu.h"
 
-/* Numbers of cublas_api.h and library_types.h. */
-enum { POINTERS_ON_DEVICE = 1, NO_SUMS_BELOW_FP32 = 16, BF16 = 14, SUMS_IN_FP32 = 68, ANY_ALGORITHM = -1 };
+/* Numbers of cublas_api.h. */
+enum { POINTERS_ON_DEVICE = 1, NO_SUMS_BELOW_FP32 = 16, SUMS_IN_FP32 = 68, ANY_ALGORITHM = -1 };
 
 /* Workspace for products. cuBLAS's manual recommends this size for the largest GPUs. cuBLAS would allocate its own
  * while a stream is captured. */
@@ -109,14 +109,14 @@ int hstep_blas_follow(struct hstep_blas *b, void *stream)
     return result_of(status, "cublasSetStream");
 }
 
-int hstep_blas_multiply(struct hstep_blas *b, struct hstep_operand c, struct hstep_operand left,
+int hstep_blas_multiply(struct hstep_blas *b, int type, struct hstep_operand c, struct hstep_operand left,
                         struct hstep_operand right, int64_t rows, int64_t columns, int64_t inner, const float *alpha,
                         const float *beta)
 {
     int error = hstep_gpu_enter(b->gpu);
     if (error) return error;
     int status = blas.cublasGemmEx(b->handle, left.turned, right.turned, (int)rows, (int)columns, (int)inner, alpha,
-                                   left.x, BF16, (int)left.stride, right.x, BF16, (int)right.stride, beta, c.x, BF16,
+                                   left.x, type, (int)left.stride, right.x, type, (int)right.stride, beta, c.x, type,
                                    (int)c.stride, SUMS_IN_FP32, ANY_ALGORITHM);
     hstep_gpu_leave(b->gpu);
     return result_of(status, "cublasGemmEx");

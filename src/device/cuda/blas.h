@@ -1,4 +1,4 @@
-/* Products of BF16 matrices by cuBLAS, which is found at run time as the driver is. torch brings it, and so does a
+/* Products of matrices of 16 bits by cuBLAS, which is found at run time as the driver is. torch brings it, and so does a
  * toolkit. Sums are in fp32. Their order, and so the last bits, depend on the version of cuBLAS and on the GPU. */
 #ifndef HSTEP_CUDA_BLAS_H
 #define HSTEP_CUDA_BLAS_H
@@ -25,12 +25,15 @@ void hstep_blas_close(struct hstep_blas *b);
 /* Sets the stream of the calls that follow. */
 int hstep_blas_follow(struct hstep_blas *b, void *stream);
 
+/* The types of all matrices of a product, as cuBLAS numbers them. */
+enum { HSTEP_BLAS_F16 = 2, HSTEP_BLAS_BF16 = 14 };
+
 /* Computes c = alpha * left * right + beta * c, with c of rows x columns and left of rows x inner. alpha and beta are
  * read from the GPU's memory when the product is made. */
-int hstep_blas_multiply(struct hstep_blas *b, struct hstep_operand c, struct hstep_operand left,
+int hstep_blas_multiply(struct hstep_blas *b, int type, struct hstep_operand c, struct hstep_operand left,
                         struct hstep_operand right, int64_t rows, int64_t columns, int64_t inner, const float *alpha,
                         const float *beta);
-/* Copies n elements of BF16. */
+/* Copies n elements of 16 bits. */
 int hstep_blas_copy(struct hstep_blas *b, void *to, const void *from, int64_t n);
 
 #endif

@@ -88,63 +88,96 @@ int hstep_cuda_cross(hstep_cuda_launch *launch, const struct hstep_call *call, i
     return error;
 }
 
-/* The arguments that all launches of a transformation have in common. */
-struct phase {
+/* A transformation in progress. Kernels make its products in fp32, in the contract's order, or cuBLAS makes them in 16
+ * bits. Addresses are in the GPU's memory. BLAS takes matrices by columns, so it sees a matrix by rows as its transpose.
+ * For a matrix with more rows than columns that is X itself, `least` x `most`. Otherwise it is X', `most` x `least`. */
+struct progress {
     hstep_cuda_launch *launch;
     const struct hstep_call *call;
-    int tensor;
+    const struct hstep_matrix *m;
+    struct hstep_blas *blas; /* NULL: kernels */
+    int is_gram, tall;
+    int64_t least, most;
+    struct hstep_cuda_parts parts;
+    int place;                /* 1: X is in its second place */
+    int step, left, is_first; /* the iteration, those of its stretch that follow, 1 in the first one of the stretch */
 };
 
-static int run_phase(const struct phase *p, enum hstep_cuda_transform phase, int place)
+static int run_phase(const struct progress *p, enum hstep_cuda_transform phase)
 {
     return p->launch(p->call, HSTEP_CUDA_transform,
-                     (struct hstep_cuda_what){.tensor = p->tensor, .pass = (int)phase, .place = place});
+                     (struct hstep_cuda_what){.tensor = p->m->tensor,
+                                              .pass = (int)phase,
+                                              .place = p->place,
+                                              .n = p->step,
+                                              .pair = p->left,
+                                              .first = p->is_first});
 }
 
-static int transform_exactly(const struct phase *p, int steps)
+/* Makes a product of 16 bits, c = alpha left right + beta c. */
+static int multiply(const struct progress *p, struct hstep_operand c, struct hstep_operand left,
+                    struct hstep_operand right, int64_t rows, int64_t columns, int64_t inner, const float *alpha,
+                    const float *beta)
 {
-    int error = run_phase(p, HSTEP_CUDA_DIVIDE, 0);
-    for (int step = 0; !error && step < steps; step++)
-        if (!(error = run_phase(p, HSTEP_CUDA_GRAM, step)) && !(error = run_phase(p, HSTEP_CUDA_POLYNOMIAL, step)))
-            error = run_phase(p, HSTEP_CUDA_NEXT, step);
-    return error || steps % 2 == 0 ? error : run_phase(p, HSTEP_CUDA_BACK, steps);
+    const int type = p->is_gram ? HSTEP_BLAS_F16 : HSTEP_BLAS_BF16;
+    return hstep_blas_multiply(p->blas, type, c, left, right, rows, columns, inner, alpha, beta);
 }
 
-/* Transforms with products in BF16. BLAS takes matrices by columns, so it sees a matrix by rows as its transpose. For a
- * matrix with more rows than columns that is X itself, `least` x `most`. Otherwise it is X', `most` x `least`.
- * Addresses are in the GPU's memory. */
-static int transform_in_bf16(const struct phase *p, const struct hstep_matrix *m, struct hstep_blas *blas)
+/* Makes a phase by cuBLAS. Terms to be added are in the place of the sum first. */
+static int make_narrow(const struct progress *p, enum hstep_cuda_transform phase)
 {
-    const struct hstep_cuda_parts parts = hstep_cuda_parts(m->rows, m->columns);
-    const int tall = m->rows > m->columns;
-    const int64_t least = tall ? m->columns : m->rows, most = tall ? m->rows : m->columns,
-                  all = hstep_cuda_bf16_place(m->rows, m->columns);
     float *work = p->call->plan.workspace;
-    uint16_t *x = (uint16_t *)(void *)(work + parts.next), *next = x + all;
-    const struct hstep_operand gram = {work + parts.gram, least, 0}, polynomial = {work + parts.polynomial, least, 0};
-    const float *one = work + parts.factors, *zero = one + 1;
-    int error = run_phase(p, HSTEP_CUDA_NARROW, 0), place = 0;
-    for (int step = 0; !error && step < (int)m->k[newton_schulz_steps]; step++, place = !place) {
-        const float *a = one + 2 + 3 * (step < HSTEP_MAX_TRIPLES ? step : HSTEP_MAX_TRIPLES - 1);
-        const struct hstep_operand now = {place ? next : x, m->columns, 0}, turned = {now.x, m->columns, 1},
-                                   then = {place ? x : next, m->columns, 0};
-        /* G = X X', P = b G + c G G, a X + P X. Terms to be added are copied to the place of the sum first. */
-        if (!(error = hstep_blas_multiply(blas, gram, tall ? now : turned, tall ? turned : now, least, least, most, one,
-                                          zero)) &&
-            !(error = hstep_blas_copy(blas, polynomial.x, gram.x, least * least)) &&
-            !(error = hstep_blas_multiply(blas, polynomial, gram, gram, least, least, least, a + 2, a + 1)) &&
-            !(error = hstep_blas_copy(blas, then.x, now.x, m->rows * m->columns)))
-            error = hstep_blas_multiply(blas, then, tall ? polynomial : now, tall ? now : polynomial,
-                                        tall ? least : most, tall ? most : least, least, one, a);
+    const float *one = work + p->parts.factors, *zero = one + 1,
+                *abc = one + 2 + 3 * (p->step < HSTEP_MAX_TRIPLES ? p->step : HSTEP_MAX_TRIPLES - 1);
+    const int64_t rows = p->tall ? p->least : p->most, columns = p->tall ? p->most : p->least, least = p->least;
+    uint16_t *halves = (uint16_t *)(void *)work, *x[2] = {halves + 2 * p->parts.next, halves + 2 * p->parts.next};
+    x[1] += hstep_cuda_narrow_place(p->m->rows, p->m->columns);
+    const struct hstep_operand gram = {halves + 2 * p->parts.gram, least, 0}, now = {x[p->place], p->m->columns, 0},
+                               turned = {now.x, now.stride, 1}, next = {x[!p->place], now.stride, 0};
+    struct hstep_operand square[3];
+    int error;
+    for (int role = 0; role < 3; role++)
+        square[role] = (struct hstep_operand){
+            halves + hstep_cuda_narrow_square(&p->parts, hstep_cuda_square(p->left, p->is_first, role)), least, 0};
+    const struct hstep_operand q = square[HSTEP_CUDA_Q], polynomial = square[HSTEP_CUDA_P],
+                               spare = square[HSTEP_CUDA_SPARE];
+    switch (phase) {
+    case HSTEP_CUDA_GRAM:
+        return multiply(p, gram, p->tall ? now : turned, p->tall ? turned : now, least, least, p->most, one, zero);
+    case HSTEP_CUDA_POLYNOMIAL: /* without a I in the standard form */
+        error = p->is_gram ? run_phase(p, HSTEP_CUDA_LINEAR)
+                           : hstep_blas_copy(p->blas, polynomial.x, gram.x, least * least);
+        return error ? error
+                     : multiply(p, polynomial, gram, gram, least, least, least, abc + 2, p->is_gram ? one : abc + 1);
+    case HSTEP_CUDA_GATHER: return multiply(p, q, polynomial, spare, least, least, least, one, zero);
+    case HSTEP_CUDA_FOLLOW: return multiply(p, spare, polynomial, gram, least, least, least, one, zero);
+    case HSTEP_CUDA_FOLLOWED: return multiply(p, gram, polynomial, spare, least, least, least, one, zero);
+    default: /* HSTEP_CUDA_NEXT; in the standard form a X + P X */
+        error = p->is_gram ? HALFSTEP_OK : hstep_blas_copy(p->blas, next.x, now.x, p->m->rows * p->m->columns);
+        return error ? error
+                     : multiply(p, next, p->tall ? q : now, p->tall ? now : q, rows, columns, least, one,
+                                p->is_gram ? zero : abc);
     }
-    return error ? error : run_phase(p, HSTEP_CUDA_WIDEN, place);
+}
+
+static int make(const struct progress *p, enum hstep_cuda_transform phase)
+{
+    return p->blas ? make_narrow(p, phase) : run_phase(p, phase);
+}
+
+static int make_iteration(const struct progress *p)
+{
+    int error = make(p, HSTEP_CUDA_POLYNOMIAL);
+    if (!error && !p->is_first) error = make(p, HSTEP_CUDA_GATHER);
+    if (!error && p->left && !(error = make(p, HSTEP_CUDA_FOLLOW))) error = make(p, HSTEP_CUDA_FOLLOWED);
+    return error || p->left ? error : make(p, HSTEP_CUDA_NEXT);
 }
 
 /* Makes the rows of a transformed matrix alike if the tensor has a state over them. */
-static int make_rows_alike(const struct phase *p)
+static int make_rows_alike(const struct progress *p)
 {
-    struct hstep_cuda_what what = {.tensor = p->tensor};
-    int error = HALFSTEP_OK, made = !hstep_rows_slot(&p->call->tensors[p->tensor]);
+    struct hstep_cuda_what what = {.tensor = p->m->tensor};
+    int error = HALFSTEP_OK, made = !hstep_rows_slot(&p->call->tensors[what.tensor]);
     for (; !error && !made && what.pass <= HSTEP_CUDA_MULTIPLY_ROWS; what.pass++)
         error = p->launch(p->call, HSTEP_CUDA_rows, what);
     return error;
@@ -153,9 +186,35 @@ static int make_rows_alike(const struct phase *p)
 int hstep_cuda_transform(hstep_cuda_launch *launch, const struct hstep_call *call, const struct hstep_matrix *m,
                          struct hstep_blas *blas)
 {
-    const struct phase p = {launch, call, m->tensor};
-    int error = run_phase(&p, HSTEP_CUDA_CLEAR, 0);
-    if (!error) error = run_phase(&p, HSTEP_CUDA_SQUARES, 0);
-    if (!error) error = blas ? transform_in_bf16(&p, m, blas) : transform_exactly(&p, (int)m->k[newton_schulz_steps]);
+    const int steps = (int)m->k[newton_schulz_steps], tall = m->rows > m->columns;
+    struct progress p = {.launch = launch,
+                         .call = call,
+                         .m = m,
+                         .blas = blas,
+                         .is_gram = hstep_newton_schulz_is_gram(m->k, m->rows, m->columns),
+                         .tall = tall,
+                         .least = tall ? m->columns : m->rows,
+                         .most = tall ? m->rows : m->columns,
+                         .parts = hstep_cuda_parts(m->rows, m->columns)};
+    const float growth = blas ? HSTEP_GROWTH_F16 : HSTEP_GROWTH_F32;
+    int error = run_phase(&p, HSTEP_CUDA_CLEAR);
+    if (!error) error = run_phase(&p, HSTEP_CUDA_SQUARES);
+    if (!error) error = run_phase(&p, blas ? HSTEP_CUDA_NARROW : HSTEP_CUDA_DIVIDE);
+    while (!error && p.step < steps) {
+        const int start = p.step, end = hstep_newton_schulz_stretch(m->k, m->rows, m->columns, growth, start);
+        error = make(&p, HSTEP_CUDA_GRAM);
+        for (; !error && p.step < end; p.step++) {
+            p.is_first = p.step == start;
+            p.left = end - 1 - p.step;
+            error = make_iteration(&p);
+        }
+        p.place = !p.place;
+        /* In fp32, squares of the Gram form take the second place of X. */
+        if (!error && !blas && p.place && (p.is_gram || end == steps)) {
+            error = run_phase(&p, HSTEP_CUDA_BACK);
+            p.place = 0;
+        }
+    }
+    if (!error && blas) error = run_phase(&p, HSTEP_CUDA_WIDEN);
     return error ? error : make_rows_alike(&p);
 }

@@ -17,8 +17,8 @@ int hstep_cuda_update(hstep_cuda_launch *launch, const struct hstep_call *call, 
 int hstep_cuda_cross(hstep_cuda_launch *launch, const struct hstep_call *call, int tensor, int pair);
 
 /* Launches the phases of a transformation. Without blas its products are exact, in the contract's order. With blas they
- * are in BF16 with sums in fp32, and their bits are those of cuBLAS on this GPU. The caller has set the stream of
- * blas. */
+ * are in BF16, or FP16 in the Gram form, with sums in fp32. Their bits are those of cuBLAS on this GPU. The caller has
+ * set the stream of blas. */
 int hstep_cuda_transform(hstep_cuda_launch *launch, const struct hstep_call *call, const struct hstep_matrix *m,
                          struct hstep_blas *blas);
 

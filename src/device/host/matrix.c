@@ -7,14 +7,29 @@
  * strips of 12 as it comes to them. Edges are padded with zeros and not stored. None of this affects the bits, because
  * every element is one chain of products and sums in the order of the inner index.
  *
- * The Gram matrix and its square are symmetric to the bit: products commute, and both sides of the diagonal add in the
- * order of the inner index. Only the upper triangle is computed. A matrix with more rows than columns is transposed by
+ * Only the upper triangle of a small square is computed, and copied below the diagonal. For the Gram matrix and its
+ * square these are the bits of the full product: products commute, and both sides of the diagonal add in the order of
+ * the inner index. In exact arithmetic the polynomials of one Gram matrix commute, so that their products are
+ * symmetric too. In fp32 the triangle is what makes them so. A matrix with more rows than columns is transposed by
  * exchanging its strides.
+ *
+ * The standard form makes a Gram matrix G for each iteration, and multiplies the matrix X by a polynomial of it. The
+ * Gram form (ns_form) makes G once for a stretch of iterations. It follows what the iterations make of G, gathers their
+ * polynomials in a small square Q, and multiplies X by Q at the end of the stretch. It serves matrices of which one
+ * side is more than 1.5 times the other. At a ratio of 4, five iterations take 2.24 times fewer multiplications.
  *
  * Error: every step multiplies small singular values by its coefficient a, and with them the rounding errors of fp32.
  * An element of the result is therefore within the product of all a times 2^-24 of the exact one: 2.9e-5 by default,
  * 5.8e-5 for "polar-express", 4.7e-3 for the ten steps of "deepseek-v4". By default, measured up to 512
- * columns: a fifth of that, and 2e-6 of the result's norm for random matrices. */
+ * columns: a fifth of that, and 2e-6 of the result's norm for random matrices.
+ *
+ * Error of the Gram form: G holds squares of singular values, so a stretch multiplies an error by the square of the
+ * product of its a. An element is within 2^-24 times (the product of all a + the sum of these squares): 1.4e-2 by
+ * default, 5.6e-2 for "polar-express", 2.0e-2 for "deepseek-v4", 1.5e-2 for "dion". Measured on singular values of
+ * 1/k^2, rank 8 and condition 1e6: 0.03 of that, which is 2.7e-4, 1.5e-3, 4.7e-4 and 4.2e-4.
+ *
+ * Stretches end before their product exceeds 1024 (hstep_newton_schulz_stretch()): after the fifth iteration in all
+ * lists. Without that restart, ten iterations diverge on matrices of low rank. */
 
 #include <math.h>
 #include <string.h>
@@ -223,21 +238,41 @@ static size_t panel_floats(int64_t columns, int64_t inner)
     return (size_t)ceil_divide(columns, HSTEP_PANEL) * HSTEP_PANEL * (size_t)inner;
 }
 
+static size_t most_floats(size_t a, size_t b) { return a > b ? a : b; }
+
+/* In the Gram form, Q takes the end of the panels, which products of small squares leave. */
 size_t hstep_newton_schulz_workspace(int64_t rows, int64_t cols)
 {
     int64_t m = least(rows, cols), n = rows < cols ? cols : rows;
-    size_t gram = panel_floats(m, n), next = panel_floats(n, m);
-    return 2 * square_floats(m) + (gram > next ? gram : next);
+    size_t whole = most_floats(panel_floats(m, n), panel_floats(n, m)), small = panel_floats(m, m) + square_floats(m);
+    return 2 * square_floats(m) + (hstep_newton_schulz_long(rows, cols) ? most_floats(whole, small) : whole);
+}
+
+/* Makes c = a b of squares whose product is symmetric. c may be b. */
+static void multiply_symmetric(struct batch *b, struct view c, struct view a, struct view right, int64_t side,
+                               int64_t inner, const float *coefficients)
+{
+    b->symmetric = 1;
+    b->coefficients = coefficients;
+    multiply(b, c, a, right, side, side, inner);
+    b->symmetric = 0;
+    b->coefficients = NULL;
 }
 
 /* Computes, in place:
  *
  *   X = u / max(|u|, eps), transposed if rows > cols
- *   X = (a I + b G + c G G) X with G = X X^T, `steps` times, each with its own a, b, c
+ *   for each stretch of iterations:
+ *     G = X X^T
+ *     for each iteration, with its own a, b, c:
+ *       P = a I + b G + c G G
+ *       Q = P Q, or P in the first iteration
+ *       G = P (P G), unless it is the last iteration
+ *     X = Q X
  *   u = X, transposed back
  *
- * |u| is the root of the sum of squares. Products and sums are fp32 in the order of the inner index. The norm comes
- * from an exact sum. */
+ * Of every product but Q X, the upper triangle is computed and copied below the diagonal. |u| is the root of the sum
+ * of squares. Products and sums are fp32 in the order of the inner index. The norm comes from an exact sum. */
 void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k,
                          float *workspace)
 {
@@ -248,7 +283,8 @@ void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, 
     struct view x = rows > cols ? (struct view){u, 1, cols} : (struct view){u, cols, 1};
     struct view x_transposed = {u, x.column, x.row};
     struct view gram = {workspace, m, 1}, polynomial = {workspace + square_floats(m), m, 1};
-    struct batch b = {.context = c, .panels = workspace + 2 * square_floats(m), .u = u, .n = m * n, .squares = squares};
+    struct view gathered = {workspace + hstep_newton_schulz_workspace(rows, cols) - square_floats(m), m, 1};
+    struct batch b = {.context = c, .panels = polynomial.x + square_floats(m), .u = u, .n = m * n, .squares = squares};
     struct hstep_fp fp = hstep_fp_enter();
 
     run_batch(&b, add_squares, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
@@ -257,15 +293,20 @@ void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, 
     if (b.norm == 0.0) b.norm = 1.0;
     run_batch(&b, divide_by_norm, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
 
-    for (int step = 0; step < steps; step++) {
-        b.symmetric = 1;
-        b.coefficients = NULL;
-        multiply(&b, gram, x, x_transposed, m, m, n);
-        b.coefficients = hstep_newton_schulz_triple(k, step);
-        multiply(&b, polynomial, gram, gram, m, m, m);
-        b.symmetric = 0;
-        b.coefficients = NULL;
-        multiply(&b, x, polynomial, x, m, n, m);
+    for (int start = 0, end; start < steps; start = end) {
+        struct view q = gram;
+        end = hstep_newton_schulz_stretch(k, rows, cols, HSTEP_GROWTH_F32, start);
+        multiply_symmetric(&b, gram, x, x_transposed, m, n, NULL);
+        for (int step = start; step < end; step++) {
+            /* Q X needs all panels. Q is then in the place of P or of G. */
+            const int is_first = step == start, is_last = step + 1 == end;
+            struct view p = is_first && !is_last ? gathered : polynomial, before = q;
+            multiply_symmetric(&b, p, gram, gram, m, m, hstep_newton_schulz_triple(k, step));
+            q = is_first ? p : is_last ? gram : gathered;
+            if (!is_first) multiply_symmetric(&b, q, p, before, m, m, NULL);
+            for (int side = 0; !is_last && side < 2; side++) multiply_symmetric(&b, gram, p, gram, m, m, NULL);
+        }
+        multiply(&b, x, q, x, m, n, m);
     }
     hstep_fp_leave(fp);
 }
@@ -282,11 +323,16 @@ static const struct {
 #undef TRANSFORM
 };
 
-/* Returns the floats of the largest matrix and of what its transformation works in. */
+/* Returns the most floats of one matrix and of what its transformation works in. */
 size_t hstep_host_workspace(const struct hstep_tensor *t)
 {
-    const int64_t rows = hstep_most_rows(t);
-    return transforms[hstep_rules[t->rule].transform].workspace(rows, t->row_length) + (size_t)(rows * t->row_length);
+    size_t most = 0;
+    for (int i = 0; i < t->blocks; i++) {
+        const int64_t rows = hstep_matrix_rows(t, i);
+        most = most_floats(most, transforms[hstep_rules[t->rule].transform].workspace(rows, t->row_length) +
+                                     (size_t)(rows * t->row_length));
+    }
+    return most;
 }
 
 /* Products on a processor are always exact, even if the group allows others. */

@@ -1,5 +1,5 @@
 /* The transformations of matrices (transforms.def), phase by phase (enum hstep_cuda_transform). All blocks of one phase
- * must be done before the next is launched. Between the phases cuBLAS may make the products in BF16. */
+ * must be done before the next is launched. Between the phases cuBLAS may make the products, in 16 bits. */
 #ifndef HSTEP_CUDA_MATRIX_H
 #define HSTEP_CUDA_MATRIX_H
 
@@ -39,8 +39,8 @@ CUDA_DEVICE void fetch_factor(float (*part)[SQUARE + 4], const float *x, int64_t
 }
 
 /* Makes one square of c = a b from (top, left) on. Every element is one chain of products and sums in the order of the
- * inner index. With coefficients, c becomes coefficients[0] I + coefficients[1] a + coefficients[2] c. mirrored: c is
- * symmetric, and elements below its diagonal are written with those above. */
+ * inner index. With coefficients, c becomes coefficients[0] I + coefficients[1] a + coefficients[2] c. mirrored: only
+ * the upper triangle is stored, and elements below the diagonal are written with those above. */
 CUDA_DEVICE void multiply_square(union matrix_scratch *scratch, struct view c, struct view a, struct view b,
                                  int64_t rows, int64_t columns, int64_t inner, const float *coefficients, int mirrored,
                                  int64_t top, int64_t left)
@@ -63,13 +63,13 @@ CUDA_DEVICE void multiply_square(union matrix_scratch *scratch, struct view c, s
     for (int n = 0; n < EACH * EACH; n++) {
         const int64_t i = top + down + n / EACH, j = left + across + n % EACH;
         float x = sum[n / EACH][n % EACH];
-        if (i >= rows || j >= columns) continue;
+        if (i >= rows || j >= columns || (mirrored && j < i)) continue;
         if (coefficients) {
             x = coefficients[1] * a.x[i * a.row + j * a.column] + coefficients[2] * x;
             if (i == j) x += coefficients[0];
         }
         c.x[i * c.row + j * c.column] = x;
-        if (mirrored && left > top) c.x[j * c.row + i * c.column] = x;
+        if (mirrored) c.x[j * c.row + i * c.column] = x;
     }
 }
 
@@ -122,6 +122,15 @@ CUDA_DEVICE uint16_t to_bf16(float x)
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+CUDA_DEVICE struct view square_of(float *u, const struct hstep_cuda_parts *parts, int64_t m,
+                                  const struct hstep_cuda_what *what, enum hstep_cuda_role role)
+{
+    return (struct view){u + hstep_cuda_square_place(parts, hstep_cuda_square(what->pair, what->first, role)), m, 1};
+}
+
+/* Rounds to BF16, or to FP16. */
+CUDA_DEVICE uint16_t to_narrow(float x, int is_half) { return is_half ? hstep_half_encode(x) : to_bf16(x); }
+
 CUDA_DEVICE void newton_schulz(union matrix_scratch *scratch, const struct hstep_cuda_what *what, float *u,
                                int64_t rows, int64_t cols, const float *k)
 {
@@ -130,9 +139,13 @@ CUDA_DEVICE void newton_schulz(union matrix_scratch *scratch, const struct hstep
     const struct view places[2] = {{u, rows > cols ? 1 : cols, rows > cols ? cols : 1}, {u + parts.next, n, 1}};
     const int other = what->place & 1;
     const struct view x = places[other], next = places[!other], gram = {u + parts.gram, m, 1},
-                      polynomial = {u + parts.polynomial, m, 1}, x_transposed = {x.x, x.column, x.row};
+                      x_transposed = {x.x, x.column, x.row};
+    const struct view q = square_of(u, &parts, m, what, HSTEP_CUDA_Q), p = square_of(u, &parts, m, what, HSTEP_CUDA_P),
+                      spare = square_of(u, &parts, m, what, HSTEP_CUDA_SPARE);
+    const float *abc = hstep_newton_schulz_triple(k, what->n);
     int64_t *limbs = (int64_t *)(void *)(u + parts.limbs);
-    uint16_t *narrow = (uint16_t *)(void *)(u + parts.next) + (other ? hstep_cuda_bf16_place(rows, cols) : 0);
+    uint16_t *narrow = (uint16_t *)(void *)(u + parts.next) + (other ? hstep_cuda_narrow_place(rows, cols) : 0);
+    const int is_gram = hstep_newton_schulz_is_gram(k, rows, cols);
     double norm;
     switch (what->pass) {
     case HSTEP_CUDA_CLEAR:
@@ -148,10 +161,11 @@ CUDA_DEVICE void newton_schulz(union matrix_scratch *scratch, const struct hstep
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid()) u[i] = (float)((double)u[i] / norm);
         break;
     case HSTEP_CUDA_GRAM: multiply(scratch, gram, x, x_transposed, m, m, n, NULL, 1); break;
-    case HSTEP_CUDA_POLYNOMIAL:
-        multiply(scratch, polynomial, gram, gram, m, m, m, hstep_newton_schulz_triple(k, what->place), 1);
-        break;
-    case HSTEP_CUDA_NEXT: multiply(scratch, next, polynomial, x, m, n, m, NULL, 0); break;
+    case HSTEP_CUDA_POLYNOMIAL: multiply(scratch, p, gram, gram, m, m, m, abc, 1); break;
+    case HSTEP_CUDA_GATHER: multiply(scratch, q, p, spare, m, m, m, NULL, 1); break;
+    case HSTEP_CUDA_FOLLOW: multiply(scratch, spare, p, gram, m, m, m, NULL, 1); break;
+    case HSTEP_CUDA_FOLLOWED: multiply(scratch, gram, p, spare, m, m, m, NULL, 1); break;
+    case HSTEP_CUDA_NEXT: multiply(scratch, next, q, x, m, n, m, NULL, 0); break;
     case HSTEP_CUDA_BACK:
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid())
             u[i] = x.x[rows > cols ? i % cols * x.row + i / cols : i];
@@ -159,11 +173,19 @@ CUDA_DEVICE void newton_schulz(union matrix_scratch *scratch, const struct hstep
     case HSTEP_CUDA_NARROW:
         norm = norm_of(scratch, limbs, (double)k[newton_schulz_eps]);
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid())
-            narrow[i] = to_bf16((float)((double)u[i] / norm));
+            narrow[i] = to_narrow((float)((double)u[i] / norm), is_gram);
+        break;
+    case HSTEP_CUDA_LINEAR:
+        narrow = (uint16_t *)(void *)u;
+        for (int64_t i = thread_of_grid(); i < m * m; i += threads_of_grid()) {
+            const float g = hstep_half_decode(narrow[2 * parts.gram + i]), identity = i / m == i % m ? abc[0] : 0.0f;
+            narrow[hstep_cuda_narrow_square(&parts, hstep_cuda_square(what->pair, what->first, HSTEP_CUDA_P)) + i] =
+                hstep_half_encode(identity + abc[1] * g);
+        }
         break;
     case HSTEP_CUDA_WIDEN:
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid())
-            u[i] = hstep_number((uint32_t)narrow[i] << 16);
+            u[i] = is_gram ? hstep_half_decode(narrow[i]) : hstep_number((uint32_t)narrow[i] << 16);
         break;
     default: break;
     }
