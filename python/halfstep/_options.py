@@ -158,8 +158,6 @@ class Options:
         elif isinstance(group.get(name), torch.Tensor):
             group[name] = torch.full_like(group[name], value)
         elif name in group:
-            hyper = _abi.rules[self.rule_of(group)].hypers.get(name)
-            value = hyper.words[int(value)] if hyper and hyper.words else value
             group[name] = bool(value) if isinstance(group[name], bool) else value
 
     def choices(self, group):

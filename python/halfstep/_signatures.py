@@ -41,8 +41,6 @@ _ORDER = {
 
 def _value(hyper):
     """Returns a default as a user would write it."""
-    if hyper.words:
-        return hyper.words[int(hyper.initial)]
     if hyper.switch:
         return bool(hyper.initial)
     if hyper.words:

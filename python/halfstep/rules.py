@@ -147,7 +147,7 @@ class _Muon(Optimizer):
                 group["ns_coefficients"] = (*values[:place], value, *values[place + 1 :])
             elif name == "ns_coefficients":  # comes after ns_a, ns_b and ns_c
                 if value:
-                    super().take_hyper(group, name, value)
+                    group[name] = _abi.choices(name)[int(value)]
             elif name == "match_rms":
                 group["adjust_lr_fn"] = _abi.choices(name)[int(value)] if value else None
             else:

@@ -687,7 +687,7 @@ def test_checkpoints_reshard_stacks_and_splits(pool, tmp_path):
     """What 2 ranks of FSDP2 save goes on with 1, 3 and 4 ranks."""
     cases = [
         (rule, recipe, recipe == "f32", more)
-        for rule, more in (("muon", {}), ("adafactor", {"beta1": 0.9}))
+        for rule, more in (("muon", {"normalize_rows": "keep-norm"}), ("adafactor", {"beta1": 0.9}))
         for recipe in ("f32", "ecc8-int8")
     ]
     run = str(tmp_path), cases
