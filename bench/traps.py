@@ -32,11 +32,11 @@ NaN         one NaN in one gradient, lr 1: weights not finite after five more so
 resume      20 steps = 10, save, load in a new process, 10: the same bits; "+ rng": only if torch's
             generator is saved too
 
-Rules that step matrices have other figures beside movement (whose gradient has rank one), decay and
-resume. The direction that a step should have is the orthogonal factor of the momentum that has the
+Rules that step matrices have other figures beside decay and resume. The direction that a step should have is the orthogonal factor of the momentum that has the
 same gradients, computed in double. A figure is the mean product of updates and that direction, over
 fp32's.
 
+movement    normal weights as of a layer, the same normal gradient in each of 2000 steps, lr 1e-5
 noise       normal gradients, with a mean of a tenth: 400 steps
 large       likewise, and one gradient 10000 times as large: the last 100 of 400 steps after it
 rank one    the same outer product of two normal vectors in each of 100 steps. Errors in all other
@@ -45,9 +45,9 @@ length      root mean square of those updates
 zero        weights that five gradients of zeros move, from the start. Should be 0
 NaN         in one matrix of a stack of four. No weight of the stack may move
 
-From fall to tiny, and for matrices, the weights are set to zero before each step, and lr is 1. Rounding of a weight
-can then neither hide nor add anything, so that the updates are compared. Weights are read with
-their residuals and error codes.
+From fall to tiny, and from noise to length, the weights are set to zero before each step, and lr is
+1. Rounding of a weight can then neither hide nor add anything, so that the updates are compared.
+Weights are read with their residuals and error codes.
 
 EMA: averages follow normal weights' halves at decay 0.9999 for 2000 updates. The figure is how far
 they went over how far torch's AveragedModel in fp32 went.
@@ -98,13 +98,12 @@ def reference_of(contestant: common.Contestant) -> common.Contestant:
 
 
 def steps_matrices(contestant: common.Contestant) -> bool:
+    """Returns True for rules of ours that orthogonalize matrices."""
     if not contestant.ours:
         return False
     from halfstep import _abi
 
-    return bool(_abi.rules[contestant.recipe.partition("/")[0]].matrix) and not any(
-        state.vector for state in _abi.rules[contestant.recipe.partition("/")[0]].states
-    )
+    return "ns_steps" in _abi.rules[contestant.recipe.partition("/")[0]].hypers
 
 
 def normals(seed: int, *shape: int):
@@ -303,6 +302,18 @@ def _along(contestant, gradients, half: bool):
         )
 
 
+def matrix_movement(contestant, short: float, half: bool) -> float:
+    import torch
+
+    start, gradient = as_given(normals(7, *SHAPE) / SHAPE[1] ** 0.5, half), normals(8, *SHAPE)
+    before, gradient = start.double(), as_given(gradient, half)
+    run = Run(contestant, start, {"lr": 1e-5})
+    left, _, right = torch.linalg.svd(gradient.double(), full_matrices=False)
+    for _ in range(max(2, round(2000 / short))):
+        run.step(gradient)
+    return ((before - run.weight()) * (left @ right)).sum().item()
+
+
 def _last(found, n: int, which: int = 0) -> float:
     found = list(found)[-n:]
     return sum(one[which] for one in found) / len(found)
@@ -335,7 +346,7 @@ def length(contestant, short: float, half: bool) -> float:
 
 
 MATRIX_FIGURES: Dict[str, Callable] = {
-    "movement": movement,
+    "movement": matrix_movement,
     "decay": decay,
     "noise": matrix_noise,
     "large": large,
@@ -681,6 +692,7 @@ def number(value) -> str:
 AIMS = {
     **dict.fromkeys(("f32", "bf16-sr", "bf16-ecc8", "bf16-ecc16"), (0.02, 0.02)),
     "int8": (0.01, 0.02),
+    "int6": (0.02, 0.02),
     "int4": (0.05, 0.10),
 }
 #: how large the largest update may be

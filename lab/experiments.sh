@@ -8,13 +8,14 @@
 #   E3  accumulation: steps of 8 micro-steps, whose gradients add up in fp32, in BF16 and in the optimizer's states
 #   E5  memory held and at its peak, with and without gradient release
 #   E6  rules beside adamw in fp32, each at three rates: E1's model, cosine; only where ONLY names it. RULES, between spaces, are others
+#   EM  storage of Muon's momentum: from one checkpoint in fp32, rate decayed to 0; only where ONLY names it
 #   ER  every rule with bf16-sr weights and int8 states, at two rates of its own: only where ONLY names it
 #
 # Environment: TEXT, any large text (docs/results.md was made from tinyshakespeare.txt; without it the text of the demo
 # serves); OUT, default BUILD/experiments; ONLY="E1 E5" runs some of them; SCALE=0.02 shortens all runs to that share of
-# their steps (to try the script); SEEDS1, SEEDS2 and SEEDS3 are the numbers of seeds of E1, E2 and E3; RECIPES, between
-# spaces, takes the place of the recipes of E1, E2 and E5, and RATES of the rates of E2; THREADS. What has finished is not run
-# again: delete its folder in OUT to repeat it. What was interrupted goes on where it stopped.
+# their steps (to try the script); SEEDS1, SEEDS2, SEEDS3 and SEEDSM are the numbers of seeds of E1, E2, E3 and EM; RECIPES,
+# between spaces, takes the place of the recipes of E1, E2, E5 and EM, and RATES of the rates of E2; THREADS. What has
+# finished is not run again: delete its folder in OUT to repeat it. What was interrupted goes on where it stopped.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 build=${1:-$here/../build}
@@ -95,6 +96,31 @@ if wanted E3; then
         --depth 4 --heads 4 --context 128 --weight-decay 0.1 --schedule cosine --final-lr 0.1 --steps "$n" --warmup $((n / 20)) \
         --val-every 0 --eval-batches "$(steps 384)"
     tables results "E3: accumulation" "$out/e3/report.json"
+fi
+
+if wanted EM; then
+    # From a common start runs with one seed stay close, so that few seeds tell small differences. AdamW steps the rest.
+    n=$(steps 200)
+    options="--adamw-lr 3e-3 --batch 8 --clip 1 --weight-decay 0.1"
+    if [ ! -e "$out/em-start/manifest.json" ]; then
+        echo "experiments: em-start" >&2
+        # shellcheck disable=SC2086
+        "$halfstep" train lm --data "$text" --threads "$threads" --recipe muon/f32 --lr 2e-2 $options --width 128 --depth 2 --heads 4 \
+            --context 128 --steps $((2 * n)) --warmup $((n / 10)) --seed 500 --val-every 0 --checkpoint "$out/em-start" --quiet >/dev/null
+    fi
+    options="$options --init $out/em-start --schedule linear --final-lr 0 --steps $n --warmup $((n / 20)) --val-every 0 --eval-batches $(steps 64)"
+    grid=
+    for lr in 5e-3 1e-2 2e-2 4e-2; do grid=$grid,muon/f32:lr=$lr; done
+    # shellcheck disable=SC2086
+    compare em-rates $options --recipes "${grid#,}" --seed 501
+    tables rates "EM: rates of fp32" "$out/em-rates/report.json"
+    grid=
+    for recipe in ${RECIPES:-muon/f32 muon/f32/int8 muon/f32/int6 muon/f32/int4 muon/bf16-sr/int8 muon/bf16-sr muon/bf16-ecc8/int8}; do
+        grid=$grid,$recipe
+    done
+    # shellcheck disable=SC2086
+    compare em $options --recipes "${grid#,}" --lr 1e-2 --seed 601 --seeds "${SEEDSM:-4}"
+    tables results "EM: momentum of Muon" "$out/em/report.json"
 fi
 
 # The rates at which a rule is tried; rates mean other things to each of them.

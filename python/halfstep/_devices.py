@@ -90,6 +90,12 @@ def clone(tensor):
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
+def copy(to, tensor):
+    """Copies a tensor into another, in the turn of the current stream. One of them may be in CPU
+    memory; then waits until the copy is done."""
+    to.copy_(tensor)
+
+
 def to_cpu(tensor):
     """Returns the tensor in CPU memory, in memory order. If it is plain and there already, the
     memory is shared."""

@@ -230,6 +230,74 @@ def factored_group(rule, group):
     return out
 
 
+#: what dion calls the scales of an update, and their names here
+_DION_SCALES = {"spectral_norm": "spectral_norm", "rms_norm": "match_rms_adamw", None: "none"}
+
+
+def _dion_scale(value):
+    if value not in _DION_SCALES:
+        known = ", ".join(map(repr, _DION_SCALES))
+        raise ValueError(f"halfstep: unknown adjust_lr={value!r}; known: {known}")
+    return {"adjust_lr_fn": _DION_SCALES[value]}
+
+
+#: options of dion's groups, and what they are here
+_DION_OPTIONS = {
+    "mu": lambda value: {"momentum": value},
+    "muon_beta2": lambda value: {"row_beta": value},
+    "epsilon": lambda value: {"eps": value},
+    "adjust_lr": _dion_scale,
+    "flatten": lambda value: {"matrix": "flatten" if value else "last-two"},
+    "cautious_wd": lambda value: {"decay": "cautious" if value else "decoupled"},
+    "num_heads": lambda value: {"heads": value or 1},
+    "step": lambda value: {},
+}
+
+
+def dion_group(group):
+    """Returns the options of a group of microsoft/dion under the names here. Options that have such
+    a name already stay."""
+    out = {}
+    for key, value in group.items():
+        out.update(_DION_OPTIONS[key](value) if key in _DION_OPTIONS else {key: value})
+    if "beta1" in out and "beta2" in out and "betas" not in out:
+        out["betas"] = (out.pop("beta1"), out.pop("beta2"))
+    return out
+
+
+def _is_dion(state):
+    return "momentum" in state and "recipe" not in state
+
+
+def _dion(rule, state, group):
+    """Renames states of microsoft/dion. Gradients weigh 1 in its momentum of matrices."""
+    out = {"step": group.get("step", 0)}
+    if rule.name != "muon":
+        names = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
+        return {**out, **{names[key]: value for key, value in state.items()}}, set()
+    out["momentum_buffer"] = state["momentum"].to(torch.float32) * (1.0 - group["mu"])
+    if "variance_neuron" in state:
+        out["second_momentum_buffer"] = state["variance_neuron"].squeeze(-1)
+    return out, set()
+
+
+def _is_normuon(state):
+    rows = state.get("second_momentum_buffer")
+    return "recipe" not in state and isinstance(rows, torch.Tensor) and rows.shape[-1:] == (1,)
+
+
+def _normuon(rule, state, group):
+    """Drops the last dimension of NorMuon's moments of rows, which is 1."""
+    return {**state, "second_momentum_buffer": state["second_momentum_buffer"].squeeze(-1)}, set()
+
+
+def _normuon_group(rule, group):
+    out = dict(group)
+    if rule.name == "muon" and "beta2" in group:
+        out["row_beta"] = out.pop("beta2")
+    return out
+
+
 def _bitsandbytes_group(rule, group):
     return {
         **{key: value for key, value in group.items() if key not in _BNB_GROUP},
@@ -249,6 +317,8 @@ PACKAGES = (
     ("flashoptim", _is_flashoptim, _flashoptim, None),
     ("prodigyopt", _is_prodigyopt, _prodigyopt, lambda rule, group: prodigyopt_group(group)),
     ("another Adafactor or CAME", _is_factored, _plain_factored, factored_group),
+    ("dion", _is_dion, _dion, lambda rule, group: dion_group(group)),
+    ("NorMuon", _is_normuon, _normuon, _normuon_group),
 )
 
 

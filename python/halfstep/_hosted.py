@@ -21,13 +21,18 @@ class HostedPlacement(Placement):
         return _sharding.is_gathered(rule, p, _matrices.how_of(group), owners)
 
     def may_leave(self, p):
-        """Returns True if the states of `p` can be in CPU memory while `p` is on a GPU."""
+        """Returns True if `p` can be stepped in CPU memory, or with states that come from there,
+        while it is on a GPU. Batches of _owners.py bring states by themselves."""
         here = _sharding.local(p)
         return (
             _devices.is_asynchronous(_devices.of(here))
             and here.numel() > 0
             and not self._is_gathered(p)
         )
+
+    def kept(self, one):
+        leaves = one.p.numel() >= self.groups.options.minimal_size
+        return _devices.HOST if leaves and _devices.is_asynchronous(one.home) else one.home
 
 
 class Hosted(Optimizer):

@@ -1,5 +1,6 @@
 """Shows what an optimizer stores: its memory, and its weights and states as fp32 numbers."""
 
+import math
 from ctypes import byref, c_int32, c_uint64
 
 import torch
@@ -8,7 +9,7 @@ from . import _calls, _devices, _layout, _matrices, _names, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, read_rows, write_rows
 from ._members import declare
-from ._parameters import PLAIN
+from ._parameters import PLAIN, stored_dtype
 from ._sharding import local
 from ._streams import STATE, WEIGHT
 from ._torch import increment_versions
@@ -51,9 +52,19 @@ class Inspection:
         handle, (members, _, fallen) = self._declared(wanted)
         out = [c_uint64() for _ in range(4)]
         invoke(lib.halfstep_memory, handle, *map(byref, out), byref(c_int32()))
-        memory = zip(("weights", "gradients", "extras", "states"), (int(x.value) for x in out))
+        memory = dict(
+            zip(("weights", "gradients", "extras", "states"), (int(x.value) for x in out))
+        )
+        for m in members:
+            if m.gathered:  # this rank keeps a part of what was declared
+                missing = m.p.numel() - local(m.p).numel()
+                memory["weights"] -= missing * m.dtype.itemsize
+                memory["gradients"] -= missing * stored_dtype(m.gradient).itemsize
+                for s in m.streams:
+                    missing = math.prod(s.whole) - math.prod(s.shape)
+                    memory["extras" if s.slot == WEIGHT else "states"] -= missing * s.dtype.itemsize
         precise = (m.recipe for m in members if any(s.precise for s in m.streams))
-        return dict(memory), fallen, _layout.precise_states(precise)
+        return memory, fallen, _layout.precise_states(precise)
 
     def recipe(self, p):
         """Returns the full recipe of a parameter."""

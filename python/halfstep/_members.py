@@ -122,7 +122,7 @@ class Member:
     @property
     def kept(self):
         """The device of its states between steps."""
-        return self.device if self.stage is None else self.stage.kept
+        return self.device if self.stage is None else self.stage.kept_of(self)
 
     def states(self, written=True):
         """Returns the context of DevicePart.states() for this member alone."""

@@ -199,7 +199,8 @@ class Options:
         for name, value in self.hypers(group).items():
             hyper = rule.hypers[name]
             above = value >= hyper.maximum if hyper.exclusive_maximum else value > hyper.maximum
-            if hyper.minimum <= value and not above:
+            whole = not hyper.words or value == int(value)
+            if hyper.minimum <= value and not above and whole:
                 continue
             if name == "lr":
                 raise ValueError(f"Invalid learning rate: {value}")

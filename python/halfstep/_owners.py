@@ -70,7 +70,7 @@ class Team:
         sizes = [[sum(map(_packed, some)) for some in lists] for lists in (out, into)]
         sent, got = (_devices.zeros((sum(some),), torch.uint8, device) for some in sizes)
         for view, tensor in _views(sent, [tensor for some in out for tensor in some]):
-            view.copy_(tensor)
+            _devices.copy(view, tensor)
         work = torch.distributed.all_to_all_single(
             got, sent, sizes[1], sizes[0], group=self.group, async_op=True
         )
@@ -78,7 +78,7 @@ class Team:
         def finish(sent=sent):  # which has to live until then
             work.wait()
             for view, tensor in _views(got, [tensor for some in into for tensor in some]):
-                tensor.copy_(view)
+                _devices.copy(tensor, view)
 
         return finish
 
@@ -90,14 +90,14 @@ class Team:
         )
         if of == self.here:
             for view, tensor in _views(sent, tensors):
-                view.copy_(tensor)
+                _devices.copy(view, tensor)
         work = torch.distributed.broadcast(sent, self.ranks[of], group=self.group, async_op=True)
 
         def finish():
             work.wait()
             if of != self.here:
                 for view, tensor in _views(sent, tensors):
-                    tensor.copy_(view)
+                    _devices.copy(tensor, view)
 
         return finish
 
@@ -177,9 +177,10 @@ def assign(works, count):
     return owners, order
 
 
-def divide(wanted, owners, steps):
+def divide(wanted, owners, steps, kept):
     """Divides a list of Wanted into batches. Returns (device, Batch, list of Wanted) for each, the
-    same on all ranks. `steps` holds the number of iterations by group."""
+    same on all ranks. `steps` holds the number of iterations by group. kept(one) is the device of
+    states between steps."""
     shared = {}
     for one in wanted:
         team = Team(one.p, owners)
@@ -199,7 +200,14 @@ def divide(wanted, owners, steps):
             if at == len(batches):
                 batches.append([])
             batches[at].append(i)
-        made = [Batch(room, {some[i].p: whose[i] for i in batch}) for batch in batches]
+        made = [
+            Batch(
+                room,
+                {some[i].p: whose[i] for i in batch},
+                {some[i].p: kept(some[i]) for i in batch},
+            )
+            for batch in batches
+        ]
         for one, following in zip(made, made[1:]):
             one.following, following.first = following, False
         found += [(room.device, one, [some[i] for i in batch]) for one, batch in zip(made, batches)]
@@ -284,8 +292,10 @@ class Batch:
     #: the batch that is stepped after this one, and True for the first of a room
     following, first = None, True
 
-    def __init__(self, room, owners):
-        self.room, self.team, self.owners = room, room.team, owners
+    def __init__(self, room, owners, kept):
+        self.room, self.team = room, room.team
+        #: by parameter: the place of its owner, and the device of its states between steps
+        self.owners, self.kept = owners, kept
         #: a function that waits for parts that are on their way to their owners, or None
         self.ready = None
         #: of each member: its pieces by key; "" is the gradient, "weight" the weight
@@ -293,10 +303,9 @@ class Batch:
         #: the members of the present step; their gradients here, and the whole ones of the owner
         self.present, self.given, self.gradients = (), {}, {}
 
-    @property
-    def kept(self):
-        """The device of states between steps."""
-        return self.room.device
+    def kept_of(self, m):
+        """Returns the device of a member's states between steps."""
+        return self.kept[m.p]
 
     def owns(self, p):
         """Returns True if this rank steps a parameter."""
@@ -359,7 +368,7 @@ class Batch:
 
         def finish():  # until then another batch is in the room
             for to, tensor in own:
-                to.copy_(tensor)
+                _devices.copy(to, tensor)
             if arrive is not None:
                 arrive()
 
@@ -384,13 +393,13 @@ class Batch:
             if piece.box is not None:
                 into[piece.owner].append(self._here(m, piece))
         for to, tensor in self._take_own(out, into):
-            to.copy_(tensor)
+            _devices.copy(to, tensor)
         if cut:
             self.room.back.append(self.team.exchange(self.room.device, out, into))
         whole = [(m, piece) for m, piece in some if piece.public]
         for m, piece in whole:
             if piece.owner == here:
-                self._here(m, piece).copy_(self._whole(m, piece))
+                _devices.copy(self._here(m, piece), self._whole(m, piece))
         for owner in sorted({piece.owner for _, piece in whole}):
             tensors = [self._here(m, piece) for m, piece in whole if piece.owner == owner]
             if len(self.team.ranks) > 1:

@@ -48,8 +48,12 @@ class Placement:
             for g in {one.group for one in gathered}
         }
         return [(device, None, some) for device, some in found.items()] + _owners.divide(
-            gathered, owners, steps
+            gathered, owners, steps, self.kept
         )
+
+    def kept(self, one):
+        """Returns the device of the states of a Wanted that one rank steps for others."""
+        return one.home
 
     def check_device(self, p, name):
         """Raises ValueError if a parameter cannot be stepped because of where it lies."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import _abi, _devices, _empty, _ranks, _sharding
+from . import _abi, _devices, _empty, _ranks
 from ._abi import check
 from ._gather import Gathered
 from ._members import Member

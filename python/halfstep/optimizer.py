@@ -211,8 +211,8 @@ class Optimizer(torch.optim.Optimizer):
         if flat not in (False, True, "shards"):
             raise ValueError(f"halfstep: unknown flat={flat!r}; known: False, True, 'shards'")
         self.norm_group, self.flat, self.threads = norm_group, flat, threads
-        self.owners = owners
         self.compile = compile
+        self.owners = owners
         if compile:
             self._register()
         self.optimizer_accumulation = optimizer_accumulation
@@ -347,6 +347,11 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"halfstep: owners={group!r}, but {type(self).__name__} steps no matrices as a"
                 " whole, so no rank can do it for others: leave owners out"
+            )
+        if group and self.compile:
+            raise ValueError(
+                f"halfstep: owners={group!r} is not available with compile=True, because a traced"
+                " step is one rank's alone: torch.compile the model and call step() as it is"
             )
         self._parts.options.owners = group
         self._parts.updates.doubt_ranks()

@@ -7,9 +7,9 @@ from typing import Any, Type, Union
 
 import torch
 
-from . import _abi, _devices
+from . import _abi, _devices, _matrices
 from ._hosted import Hosted, HostedPlacement
-from ._matrices import fields_of, here, lay
+from ._matrices import fields_of, lay
 from ._sharding import local
 from .optimizer import Kept, Optimizer, Params
 
@@ -60,9 +60,6 @@ class Bus:
 class Stage:
     """Members whose states are on the GPU together, in one buffer."""
 
-    #: the device of states between steps
-    kept = _devices.HOST
-
     def __init__(self, bus):
         self.bus, self.number, self.size = bus, len(bus.stages), 0
         bus.stages.append(self)
@@ -82,6 +79,10 @@ class Stage:
             for s in m.streams:
                 places[s.key] = self.size
                 self.size += -(-_bytes(s) // _ALIGNED) * _ALIGNED
+
+    def kept_of(self, m):
+        """Returns the device of a member's states between steps."""
+        return _devices.HOST
 
     def addresses(self, m):
         """Returns the memory of a member's streams while it is stepped, by key."""
@@ -173,7 +174,7 @@ class Streamed(HostedPlacement):
             if not self._is_streamed(one.p):
                 stay.append(one)
                 continue
-            laid = here(lay(one.rule, one.p.shape, one.how), local(one.p).shape)
+            laid = _matrices.here(lay(one.rule, one.p.shape, one.how), local(one.p).shape)
             size = sum(_abi.tensor_bytes(one.recipe, **fields_of(laid))[1:])
             if one.home not in buses:
                 buses[one.home] = Bus(one.home), []

@@ -169,8 +169,10 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
     if ((slot >= HALFSTEP_SLOT_STATE && s->code_bytes && !code) || (s->extra_bytes && !extra))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': memory for %s is NULL", name,
                           slot_name(o, tensor, slot));
-    if ((code && (error = check_owned(o, code, name))) || (extra && (error = check_owned(o, extra, name))) ||
-        (error = hstep_settle(o)) || (error = hstep_fetch(o)))
+    /* Nothing is read or written at the address of a slot without bytes. */
+    if ((code && s->code_bytes && (error = check_owned(o, code, name))) ||
+        (extra && s->extra_bytes && (error = check_owned(o, extra, name))) || (error = hstep_settle(o)) ||
+        (error = hstep_fetch(o)))
         return error;
     hstep_changed(o, tensor, 1);
     s->code = code;

@@ -70,7 +70,7 @@ HSTEP_INLINE void muon_prepare(float *k, struct hstep_prepare *p)
     k[newton_schulz_eps] = (float)hyper[10];
     k[newton_schulz_exact] = (float)hyper[11];
     k[newton_schulz_row] = (float)(int)hyper[12];
-    k[newton_schulz_form] = (float)(int)hyper[15];
+    k[newton_schulz_form] = (float)(int)hyper[13];
 }
 
 V_OP vf muon_direction(const vf *k, vf g, vf *s, const int mode)
@@ -107,11 +107,11 @@ V_OP vf muon_change(const vf *k, vf w, vf o) { return v_add(v_mul(k[MUON_SCALE],
     HYPER("exact", "1: a GPU multiplies matrices to the bits of every machine, not by its units for BF16",     \
           .maximum = 1.0)                                                                                      \
     HYPER("ns_coefficients", "coefficients of the iterations: ns_a, ns_b and ns_c, or a published list",        \
-          .maximum = (HSTEP_COEFFICIENTS(HSTEP_ONE)) - 1, .words = {HSTEP_COEFFICIENTS(HSTEP_COEFFICIENTS_NAME)}) \
+          .maximum = (HSTEP_COEFFICIENTS(HSTEP_ONE)) - 1, .words = {HSTEP_COEFFICIENTS(HSTEP_COEFFICIENTS_NAME)})        \
+    HYPER("ns_form", "form of the iterations: gram has fewer products, for matrices with a side 1.5 times the other", \
+          .maximum = 1.0, .words = {"standard", "gram"}) \
     HYPER("normalize_rows", "NorMuon: rows of an update are divided by the root of their second moment",        \
           .maximum = 2.0, .words = {"off", "keep-norm", "full-norm"})                                           \
-    HYPER("row_beta", "decay rate of the second moment of rows", BELOW_1(0.95))                                   \
-    HYPER("ns_form", "form of the iterations: gram has fewer products, for matrices with a side 1.5 times the other", \
-          .maximum = 1.0, .words = {"standard", "gram"})
+    HYPER("row_beta", "decay rate of the second moment of rows", BELOW_1(0.95))
 
 #endif

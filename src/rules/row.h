@@ -103,11 +103,13 @@
 #define HSTEP_IF_3(X, ...) X(__VA_ARGS__)
 #define HSTEP_IF_4(X, ...) X(__VA_ARGS__)
 
-/* The roles of a rule's states, and whether each is optional. Both are lists with a comma after each item. */
+/* The roles of a rule's states, and whether each is optional. Both are lists with a comma after each item. The items of
+ * an optional vector are 0, because loops over elements do not see it. */
 #define HSTEP_ROLE_ITEM(role, ...) HSTEP_ROLE_OF_##role,
-#define HSTEP_OPTIONAL_ROLE_ITEM(unless, role, ...) HSTEP_ROLE_OF_##role,
+#define HSTEP_OPTIONAL_ROLE_ITEM(unless, role, ...) HSTEP_OPTIONAL_ITEM(unless, role, ) * HSTEP_ROLE_OF_##role,
 #define HSTEP_ITEM_0(...) 0,
-#define HSTEP_ITEM_1(...) 1,
+#define HSTEP_OPTIONAL_ITEM(unless, role, ...) (HSTEP_EXTENT_OF_##role == HALFSTEP_EXTENT_ELEMENTS)
+#define HSTEP_ITEM_1(...) HSTEP_OPTIONAL_ITEM(__VA_ARGS__),
 #define HSTEP_ROLES(rule) \
     rule##_ROW(HSTEP_NOTHING, HSTEP_ROLE_ITEM, HSTEP_OPTIONAL_ROLE_ITEM, HSTEP_NOTHING, HSTEP_NOTHING)
 #define HSTEP_OPTIONALS(rule) rule##_ROW(HSTEP_NOTHING, HSTEP_ITEM_0, HSTEP_ITEM_1, HSTEP_NOTHING, HSTEP_NOTHING)

@@ -246,6 +246,11 @@ class Fake:
     def like(self, tensor, made):
         return self.place(made, self.of(tensor))
 
+    def copy(self, to, tensor):
+        """Copies a tensor once all earlier work is done."""
+        self.synchronize()
+        to.copy_(tensor)
+
     def read(self, tensor):
         """Returns a tensor's values in the process's memory, once all earlier work is done."""
         if self.of(tensor).type == "cuda":
@@ -272,6 +277,7 @@ class Fake:
             ),
             ("clone", lambda tensor: self.like(tensor, self.read(tensor).clone())),
             ("contiguous", lambda tensor: self.like(tensor, self.read(tensor))),
+            ("copy", self.copy),
             ("to_cpu", self.read),
             ("place", self.place),
             ("pinned", self.pinned),

@@ -345,6 +345,29 @@ def test_figures_are_quotients(name, subject, expected):
     assert found == pytest.approx(expected, rel=0.15 if expected < 0.1 else 0.01)
 
 
+@pytest.mark.parametrize("name", traps.MATRIX_FIGURES)
+def test_figures_of_matrices_are_quotients(name):
+    """Twice the rate is twice the step, and its decay."""
+
+    exact = common.ours("muon/f32/f32")
+
+    def make(params, hyper):
+        return exact.make(params, {**hyper, "lr": 2 * hyper["lr"]})
+
+    trap = traps.MATRIX_FIGURES[name]
+    found = trap(contestant("altered", make), 100, False) / trap(exact, 100, False)
+    assert found == pytest.approx(2, rel=0.01)
+
+
+def test_matrices_stand_still_as_they_should():
+    """Without a gradient that is not 0, and with a NaN in one matrix of a stack."""
+    for recipe in ("muon/f32/f32", "muon/bf16-sr/int8", "muon/bf16-sr/int6"):
+        subject = common.ours(recipe)
+        assert traps.steps_matrices(subject) and traps.zero(subject, False) == 0
+        assert traps.nan(subject, False) == {"poisoned": 0, "moved": 0}
+    assert not traps.steps_matrices(common.ours("adafactor/f32"))
+
+
 def test_resume_tells_what_is_missing(tmp_path):
     class Random(torch.optim.SGD):
         """Takes random bits from torch."""

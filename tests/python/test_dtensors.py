@@ -154,10 +154,10 @@ def test_rows_over_ranks(pool, size, part):
 
 MUON_CASES = [
     ("muon", "f32", {"clip_norm": 0.5}),
-    ("muon", "bf16-sr", {}),
+    ("muon", "bf16-sr", {"normalize_rows": "keep-norm"}),
     ("muon", "kahan", {}),
     ("muon", "ecc8-int8", {"clip_norm": 0.1}),
-    ("muon", "sr-int4", {}),
+    ("muon", "sr-int4", {"normalize_rows": "full-norm"}),
 ]
 
 
@@ -207,7 +207,7 @@ def test_blocks_of_rows_stay_on_their_ranks(pool, size):
     part of a block, or of a vector's rows."""
     cases = [
         ("muon", "f32", {"clip_norm": 0.5}),
-        ("muon", "ecc8-int8", {}),
+        ("muon", "ecc8-int8", {"normalize_rows": "keep-norm"}),
         ("adafactor", "ecc8-int8", {"beta1": 0.9}),
         ("came", "sr-int4", {}),
     ]
@@ -285,7 +285,7 @@ LAYOUT_CASES = [
     ("stableadamw", "kahan", {"clip_norm": 0.1}),
     ("schedulefree", "ecc8-int8", {}),
     ("lion", "f32", {"clip_norm": 1.0}),
-    ("muon", "ecc8-int8", {"clip_norm": 0.5}),
+    ("muon", "ecc8-int8", {"clip_norm": 0.5, "normalize_rows": "keep-norm"}),
     ("adamw", "ecc8-int8", {"cautious": True, "clip_norm": 0.5}),
     ("lion", "sr-int4", {"cautious": True}),
     ("prodigy", "ecc8-int8", {"slice_p": 7, "d0": 1e-3}),
@@ -687,7 +687,7 @@ def test_checkpoints_reshard_stacks_and_splits(pool, tmp_path):
     """What 2 ranks of FSDP2 save goes on with 1, 3 and 4 ranks."""
     cases = [
         (rule, recipe, recipe == "f32", more)
-        for rule, more in (("muon", {}), ("adafactor", {"beta1": 0.9}))
+        for rule, more in (("muon", {"normalize_rows": "keep-norm"}), ("adafactor", {"beta1": 0.9}))
         for recipe in ("f32", "ecc8-int8")
     ]
     run = str(tmp_path), cases

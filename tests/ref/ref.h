@@ -29,7 +29,8 @@ enum ref_decay { REF_L2, REF_DECOUPLED, REF_FULLY_DECOUPLED, REF_PROXIMAL };
 #define REF_HYPERS(X) \
     X(beta1) X(beta2) X(beta3) X(eps) X(momentum) X(dampening) X(nesterov) X(amsgrad) X(k) X(alpha) X(centered)   \
     X(debias) X(amplify) X(published) X(max_weight_norm) X(trust_scale) X(adam) X(threshold) X(weight_lr_power)     \
-    X(beta) X(ns_steps) X(ns_a) X(ns_b) X(ns_c) X(ns_eps) X(ns_coefficients) X(ns_form) X(exact) X(match_rms) X(normalize_rows) X(row_beta) \
+    X(beta) X(ns_steps) X(ns_a) X(ns_b) X(ns_c) X(ns_eps) X(ns_coefficients) X(ns_form) X(exact) X(match_rms)   \
+    X(normalize_rows) X(row_beta)                                                                       \
     X(clipped) X(clip_power) X(alpha_warmup) X(beta3_warmup) X(gamma) X(max_norm) X(d0) X(d_coef)      \
     X(growth_rate) X(safeguard_warmup) X(slice_p) X(d_group) X(instability_eps) X(clip_threshold) \
     X(beta2_decay) X(scale_eps) X(d) X(relative_step) X(warmup_init) X(scale_parameter)

@@ -177,7 +177,7 @@ static int make_iteration(const struct progress *p)
 static int make_rows_alike(const struct progress *p)
 {
     struct hstep_cuda_what what = {.tensor = p->m->tensor};
-    int error = HALFSTEP_OK, made = !hstep_rows_slot(&p->call->tensors[p->m->tensor]);
+    int error = HALFSTEP_OK, made = !hstep_rows_slot(&p->call->tensors[what.tensor]);
     for (; !error && !made && what.pass <= HSTEP_CUDA_MULTIPLY_ROWS; what.pass++)
         error = p->launch(p->call, HSTEP_CUDA_rows, what);
     return error;

@@ -20,7 +20,7 @@ size_t hstep_host_cross_workspace(const struct hstep_tensor *t);
 int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass); /* update.c */
 size_t hstep_host_workspace(const struct hstep_tensor *t);                                    /* matrix.c */
 int hstep_host_transform(const struct hstep_call *call, const struct hstep_matrix *m);
-/* Makes the n rows of a transformed matrix alike (rows.c). */
+/* Makes the n rows of a transformed matrix alike (cross.c, decide/rows.h). */
 void hstep_host_rows(const struct hstep_context *c, const struct hstep_rows *rows, float *u, int64_t n,
                      int64_t columns);
 int hstep_host_accumulate(const struct hstep_accumulation *a); /* accumulate.c */
