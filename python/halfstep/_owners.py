@@ -27,7 +27,7 @@ _ALIGNED, _PACKED = 256, 8
 #: process groups that were made here, by their ranks, each with the world that it belongs to
 _groups = {}
 #: stands for a tensor that another rank has
-_EMPTY = torch.empty(0, device="cpu")
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Team:
