@@ -32,9 +32,9 @@ NaN         one NaN in one gradient, lr 1: weights not finite after five more so
 resume      20 steps = 10, save, load in a new process, 10: the same bits; "+ rng": only if torch's
             generator is saved too
 
-Rules that step matrices have other figures beside decay and resume. The direction that a step should have is the orthogonal factor of the momentum that has the
-same gradients, computed in double. A figure is the mean product of updates and that direction, over
-fp32's.
+Rules that step matrices have other figures beside decay and resume. The direction that a step
+should have is the orthogonal factor of the momentum that has the same gradients, computed in
+double. A figure is the mean product of updates and that direction, over fp32's.
 
 movement    normal weights as of a layer, the same normal gradient in each of 2000 steps, lr 1e-5
 noise       normal gradients, with a mean of a tenth: 400 steps

@@ -417,6 +417,11 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
 #define HAS_KERNEL(rule, first)                                                                                 \
     (HSTEP_CUDA_IS_CHOSEN(rule) && (int)rule##_states <= HSTEP_CUDA_FUSED_STATES && (int)rule##_vectors == 0 && \
      (HSTEP_FORMAT_##first == HSTEP_FORMAT_f32 || (int)rule##_states > (int)rule##_weights))
+/* A lane copies the codes of its places in pieces of a power of two (copy_codes()). */
+#define CODES_FIT(fn) (((PLACES * fn##_code_bits / 8) & (PLACES * fn##_code_bits / 8 - 1)) == 0)
+#define FUSED_CODES(one, two, none) \
+    _Static_assert(CODES_FIT(one) && CODES_FIT(two), #one ", " #two ": codes of 6 bits have no fused kernel");
+HSTEP_CUDA_FUSED_RECIPES(FUSED_CODES, 0)
 #define FUSED_KERNEL(one, two, rule)                                                                                 \
     CUDA_KERNEL_SHARED(2)                                                                                            \
     void halfstep_cuda_fused_##rule##_##one##_##two(struct hstep_call call, struct hstep_cuda_what what)             \
