@@ -200,14 +200,15 @@ static void judge_bits(struct form form, int rows, int columns, int steps)
 
 static void test_bits(void)
 {
-    /* Sizes at the edges of strips, panels and blocks of rows (24), columns (1024) and the inner dimension (512), both
-     * ways round. Two are large enough for more than one task. */
-    static const int shapes[][2] = {{2, 2},    {2, 3},    {3, 2},     {5, 31},    {12, 32},    {13, 33},
-                                    {33, 13},  {64, 64},  {31, 97},   {97, 31},   {1, 7},      {7, 1},
-                                    {4, 1100}, {1100, 4}, {100, 517}, {521, 100}, {130, 1090}, {1030, 131}};
+    /* Sizes at the edges of strips, panels and blocks of rows (24, 48, 96), columns (512) and the inner dimension (256,
+     * 512), both ways round. From {100, 517} on they take more than one task. */
+    static const int shapes[][2] = {{2, 2},      {2, 3},      {3, 2},     {5, 31},    {12, 32},   {13, 33},
+                                    {33, 13},    {64, 64},    {31, 97},   {97, 31},   {1, 7},     {7, 1},
+                                    {4, 1100},   {1100, 4},   {100, 517}, {521, 100}, {97, 5200}, {300, 3600},
+                                    {130, 1090}, {1030, 131}, {97, 7700}};
     TEST("the iteration has the bits of plain loops, on every instruction set and with 1 to 4 threads")
-        for (int k = 0; k < BY_LENGTH(14, 16, 18); k++)
-            judge_bits((struct form){0, 0}, shapes[k][0], shapes[k][1], k < 14 ? 5 : 2);
+        for (int k = 0; k < BY_LENGTH(14, 18, 21); k++)
+            judge_bits((struct form){0, 0}, shapes[k][0], shapes[k][1], k < 14 ? 5 : k < 16 ? 2 : 1);
     TEST("the Gram form has the bits of plain loops, on every instruction set and with 1 to 4 threads") {
         /* Sides of 3 to 2 are iterated in the standard form. Lists of 1 to 10 iterations have one stretch or two. */
         static const int long_shapes[][2] = {{2, 3},     {2, 4},      {33, 13},    {13, 20},   {20, 13},  {40, 61},

@@ -203,8 +203,8 @@ static void run_reference(const struct reference *ref, const struct drawn *d, in
     memcpy(scalar, r.scalar, sizeof r.scalar);
 }
 
-/* Returns how many units of 2^-24 of what goes into it a state may be off by. Squares of a transformed matrix, whose state
- * over rows stands alone, have the errors of all its products. */
+/* Returns how many units of 2^-24 of what goes into it a state may be off by. Squares of a transformed matrix, whose
+ * state over rows stands alone, have the errors of all its products. */
 static double units_of(const halfstep_rule_info *info, int state)
 {
     for (int j = 0; j < info->states; j++)

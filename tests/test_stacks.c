@@ -1,13 +1,13 @@
 /* Tests stacks of matrices: tensors of E * M rows of N whose matrix_rows is M, and those whose matrices are split into
- * blocks of unequal rows. One handle with the stack has the bits of handles that each hold one matrix as their part, for
- * every rule of matrices and every format. In f32 it also has the bits of tensors of one matrix. --short leaves out most
- * shapes and formats, --all none. */
+ * blocks of unequal rows. One handle with the stack has the bits of handles that each hold one matrix as their part,
+ * for every rule of matrices and every format. In f32 it also has the bits of tensors of one matrix. --short leaves out
+ * most shapes and formats, --all none. */
 #include "ref/fixture.h"
 
 enum { MOST = 3 * 130 * 300, MATRICES = 40, LIMBS = 4096, STEPS = 3 };
 
-/* Rows within and beyond a group of 32; matrices that begin within a group; more than one block of 64 rows, one chunk of
- * 256 columns, one chunk of 32,768 elements; many small matrices; splits of one matrix and of several, whose largest
+/* Rows within and beyond a group of 32; matrices that begin within a group; more than one block of 64 rows, one chunk
+ * of 256 columns, one chunk of 32,768 elements; many small matrices; splits of one matrix and of several, whose largest
  * block stands first, last and between, with blocks of more and fewer rows than columns. */
 struct shape {
     int stack, rows, columns, split[5]; /* rows: of each of the stack, which the split divides */

@@ -27,7 +27,7 @@ _ALIGNED, _PACKED = 256, 8
 #: process groups that were made here, by their ranks, each with the world that it belongs to
 _groups = {}
 #: stands for a tensor that another rank has
-_EMPTY = torch.empty(0, device="cpu")
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Team:
@@ -154,16 +154,27 @@ def _views(memory, tensors):
 # ---- Who steps what ------------------------------------------------------------------------------
 
 
-def work_of(one, steps):
+#: iterations of the Gram form between two multiplications of the long matrix, about
+_STRETCH = 5
+
+
+def work_of(one, values):
     """Returns the work of a step of a Wanted: multiplications of Newton-Schulz, or the number of
-    elements for a rule without products."""
+    elements for a rule without products. `values` are Options.values() of its group."""
     laid = _matrices.lay(one.rule, one.p.shape, one.how)
     rows, columns = _matrices.rows_of(laid)
     if not _matrices.has_products(_abi.rules[one.rule]):
         return rows * columns
     starts = laid.starts if isinstance(laid, _matrices.Laid) else [0, rows]
-    sides = (sorted((last - first, columns)) for first, last in zip(starts, starts[1:]))
-    return steps * sum(2 * least**2 * (2 * most + least) for least, most in sides)
+    steps, work = int(values["ns_steps"]), 0
+    for first, last in zip(starts, starts[1:]):
+        least, most = sorted((last - first, columns))
+        squares, long = steps, 2 * steps  # products of small squares, and with the long matrix
+        if values["ns_form"] and 2 * most > 3 * least:
+            stretches = -(-steps // _STRETCH)
+            squares, long = 4 * steps - 3 * stretches, 2 * stretches
+        work += 2 * least**2 * (squares * least + long * most)
+    return work
 
 
 def assign(works, count):
@@ -177,10 +188,10 @@ def assign(works, count):
     return owners, order
 
 
-def divide(wanted, owners, steps, kept):
+def divide(wanted, owners, values, kept):
     """Divides a list of Wanted into batches. Returns (device, Batch, list of Wanted) for each, the
-    same on all ranks. `steps` holds the number of iterations by group. kept(one) is the device of
-    states between steps."""
+    same on all ranks. `values` holds Options.values() by group. kept(one) is the device of states
+    between steps."""
     shared = {}
     for one in wanted:
         team = Team(one.p, owners)
@@ -188,7 +199,7 @@ def divide(wanted, owners, steps, kept):
         some.append(one)
     found = []
     for team, some in shared.values():
-        works = [work_of(one, steps.get(one.group, 1)) for one in some]
+        works = [work_of(one, values[one.group]) for one in some]
         whose, order = assign(works, len(team.ranks))
         room, batches, filled = Room(team, some[0].home), [], {}
         for i in order:

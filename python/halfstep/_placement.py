@@ -43,12 +43,10 @@ class Placement:
                 gathered.append(one)
             else:
                 found.setdefault(one.home, []).append(one)
-        steps = {
-            g: self.groups.options.values(self.groups[g]).get("ns_steps", 1)
-            for g in {one.group for one in gathered}
-        }
+        places = {one.group for one in gathered}
+        values = {g: self.groups.options.values(self.groups[g]) for g in places}
         return [(device, None, some) for device, some in found.items()] + _owners.divide(
-            gathered, owners, steps, self.kept
+            gathered, owners, values, self.kept
         )
 
     def kept(self, one):

@@ -84,7 +84,18 @@ static void run_transform(void **parameters)
 {
     const struct hstep_cuda_what *w = what_of(parameters);
     struct hstep_call call = call_of(parameters);
-    if (w->pass == HSTEP_CUDA_CLEAR) hstep_host_device.transform(&call, &(struct hstep_matrix){.tensor = w->tensor});
+    const int rows = hstep_rows_slot(&call.plan.tensors[w->tensor]);
+    if (w->pass == HSTEP_CUDA_CLEAR && !rows)
+        hstep_host_device.transform(&call, &(struct hstep_matrix){.tensor = w->tensor});
+}
+
+/* The host makes rows alike at the end of transform(). */
+static void run_rows(void **parameters)
+{
+    const struct hstep_cuda_what *w = what_of(parameters);
+    struct hstep_call call = call_of(parameters);
+    if (w->pass == HSTEP_CUDA_CLEAR_SUMS)
+        hstep_host_device.transform(&call, &(struct hstep_matrix){.tensor = w->tensor});
 }
 
 static void run_carry(void **parameters)
@@ -125,7 +136,6 @@ static void run_zero(void **parameters)
 }
 
 const struct hstep_emulated_kernel hstep_emulated_kernels[] = {
-#define run_rows run_nothing /* the host's transform() makes the rows of its matrix alike */
 #define KERNEL(name, shape) {"halfstep_cuda_" #name, run_##name, shape},
 #define KERNEL_SUM KERNEL
 #define KERNEL_ACCESS KERNEL

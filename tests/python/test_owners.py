@@ -102,7 +102,7 @@ def trained(rank, size, case, layout):
 
 CASES = [
     ("mixed", "f32", {}),
-    ("mixed", "bf16-sr", {}),
+    ("mixed", "bf16-sr", {"normalize_rows": "keep-norm"}),
     ("mixed", "ecc8-int8", {"scan": "per-tensor"}),
     ("muon", "kahan", {"clip_norm": 0.0, "decay": "cautious"}),
     ("adafactor", "kahan", {}),

@@ -1,6 +1,6 @@
 /* torch.optim.Muon in double: momentum by lerp, Nesterov by lerp, division by the norm, the quintic iteration on the
- * smaller Gram matrix, the adjustments of lr. normalize_rows is NorMuon of Li et al. 2025. Tensors that are not matrices
- * take AdamW's step. */
+ * smaller Gram matrix, the adjustments of lr. normalize_rows is NorMuon of Li et al. 2025. Tensors that are not
+ * matrices take AdamW's step. */
 #ifndef HALFSTEP_REF_MUON_H
 #define HALFSTEP_REF_MUON_H
 

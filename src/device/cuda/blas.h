@@ -1,5 +1,5 @@
-/* Products of matrices of 16 bits by cuBLAS, which is found at run time as the driver is. torch brings it, and so does a
- * toolkit. Sums are in fp32. Their order, and so the last bits, depend on the version of cuBLAS and on the GPU. */
+/* Products of matrices of 16 bits by cuBLAS, which is found at run time as the driver is. torch brings it, and so does
+ * a toolkit. Sums are in fp32. Their order, and so the last bits, depend on the version of cuBLAS and on the GPU. */
 #ifndef HSTEP_CUDA_BLAS_H
 #define HSTEP_CUDA_BLAS_H
 

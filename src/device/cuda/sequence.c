@@ -89,8 +89,9 @@ int hstep_cuda_cross(hstep_cuda_launch *launch, const struct hstep_call *call, i
 }
 
 /* A transformation in progress. Kernels make its products in fp32, in the contract's order, or cuBLAS makes them in 16
- * bits. Addresses are in the GPU's memory. BLAS takes matrices by columns, so it sees a matrix by rows as its transpose.
- * For a matrix with more rows than columns that is X itself, `least` x `most`. Otherwise it is X', `most` x `least`. */
+ * bits. Addresses are in the GPU's memory. BLAS takes matrices by columns, so it sees a matrix by rows as its
+ * transpose. For a matrix with more rows than columns that is X itself, `least` x `most`. Otherwise it is X', `most` x
+ * `least`. */
 struct progress {
     hstep_cuda_launch *launch;
     const struct hstep_call *call;

@@ -40,8 +40,14 @@
 #include "kernels/kernels.h"
 #include "tables/layout.h"
 
-#define ROW_BLOCK (2 * HSTEP_STRIP)
-#define COLUMN_BLOCK (32 * HSTEP_PANEL)
+/* A block has 2 to 8 strips of rows. More of them use a panel more often before it leaves the second cache, which
+ * matters where all panels do not fit the last one. Fewer make more tasks. */
+#define LEAST_ROWS (2 * HSTEP_STRIP)
+#define MOST_ROWS (8 * HSTEP_STRIP)
+#define COLUMN_BLOCK (16 * HSTEP_PANEL)
+#define ENOUGH_BLOCKS 32
+/* Elements of the strips of a stretch, of which each has at most INNER_BLOCK terms. */
+#define STRIPS (MOST_ROWS * 256)
 #define INNER_BLOCK 512
 /* Elements of a task that only reads and writes memory. */
 #define STRETCH ((int64_t)32768)
@@ -60,7 +66,7 @@ struct batch {
     void (*unit)(const struct batch *b, int64_t i);
     int64_t units, units_per_task;
     struct view c, a, b; /* c = a b */
-    int64_t rows, columns, inner;
+    int64_t rows, columns, inner, row_block;
     float *panels;
     /* symmetric: c equals its transpose. coefficients: c becomes coefficients[0] I + coefficients[1] a +
      * coefficients[2] c. NULL leaves it as it is. */
@@ -168,13 +174,14 @@ static void finish_tile(const struct batch *b, int64_t i, int64_t j, float *tile
 /* Computes one block of c, stretch by stretch of the inner dimension. */
 static void multiply_block(const struct batch *b, int64_t unit)
 {
-    HSTEP_ALIGNED float strips[ROW_BLOCK * INNER_BLOCK], tile[HSTEP_STRIP * HSTEP_PANEL];
+    HSTEP_ALIGNED float strips[STRIPS], tile[HSTEP_STRIP * HSTEP_PANEL];
     int64_t blocks = ceil_divide(b->columns, COLUMN_BLOCK);
-    int64_t top = unit / blocks * ROW_BLOCK, bottom = least(top + ROW_BLOCK, b->rows);
+    int64_t top = unit / blocks * b->row_block, bottom = least(top + b->row_block, b->rows);
     int64_t left = unit % blocks * COLUMN_BLOCK, right = least(left + COLUMN_BLOCK, b->columns);
     if (b->symmetric && right <= top) return;
-    for (int64_t k = 0; k < b->inner; k += INNER_BLOCK) {
-        int64_t length = least(INNER_BLOCK, b->inner - k);
+    const int64_t most = least(INNER_BLOCK, STRIPS / b->row_block);
+    for (int64_t k = 0; k < b->inner; k += most) {
+        int64_t length = least(most, b->inner - k);
         int last = k + length == b->inner;
         for (int64_t i = top; i < bottom; i += HSTEP_STRIP)
             pack(strips + (i - top) * length, HSTEP_STRIP, b->a.x + i * b->a.row + k * b->a.column, b->a.row,
@@ -193,6 +200,11 @@ static void multiply_block(const struct batch *b, int64_t unit)
     }
 }
 
+static int64_t blocks_of(const struct batch *b)
+{
+    return ceil_divide(b->rows, b->row_block) * ceil_divide(b->columns, COLUMN_BLOCK);
+}
+
 static void multiply(struct batch *b, struct view c, struct view a, struct view right, int64_t rows, int64_t columns,
                      int64_t inner)
 {
@@ -203,8 +215,10 @@ static void multiply(struct batch *b, struct view c, struct view a, struct view 
     b->rows = rows;
     b->columns = columns;
     b->inner = inner;
+    b->row_block = MOST_ROWS;
+    while (b->row_block > LEAST_ROWS && blocks_of(b) < ENOUGH_BLOCKS) b->row_block /= 2;
     run_batch(b, pack_panel, ceil_divide(columns, HSTEP_PANEL), in_one);
-    run_batch(b, multiply_block, ceil_divide(rows, ROW_BLOCK) * ceil_divide(columns, COLUMN_BLOCK), in_one);
+    run_batch(b, multiply_block, blocks_of(b), in_one);
 }
 
 /* ---- The iteration ---- */

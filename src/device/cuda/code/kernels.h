@@ -62,7 +62,7 @@ enum hstep_cuda_cross {
 
 struct hstep_cuda_what {
     int first, n,
-        pass; /* for sum, decide_sums and update, as the entry has them; for transform, rows and cross: pass is the phase */
+        pass; /* for sum, decide_sums and update, as the entry has them; for transform, rows, cross: the phase */
     int tensor, pair; /* for cross, transform and rows */
     /* For transform: 1 if X is in its second place. n is the iteration, and pair counts those that follow in its
      * stretch. first: 1 in the first one of a stretch. */
@@ -146,8 +146,8 @@ HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(const struct hstep_tensor *t
     return s;
 }
 
-/* Returns the floats that a matrix and its transformation, or the vectors of all matrices, need. A smaller matrix of the
- * Gram form may need more than a larger one. */
+/* Returns the floats that a matrix and its transformation, or the vectors of all matrices, need. A smaller matrix of
+ * the Gram form may need more than a larger one. */
 HSTEP_INLINE uint64_t hstep_cuda_workspace(const struct hstep_tensor *t)
 {
     uint64_t most = 0;
