@@ -88,8 +88,8 @@ V_OP vf muon_change(const vf *k, vf w, vf o) { return v_add(v_mul(k[MUON_SCALE],
          .label = "Muon",                                                                                             \
          .title = "Muon: orthogonalized momentum for matrices, AdamW for the rest (Jordan et al. 2024)",              \
          .lr = 1e-3, .weight_decay = 1e-1, .decay = "decoupled", .keeps = "momentum_buffer")                          \
-    STATE(SIGNED, "momentum_buffer", .beta = "momentum", .fewest_bits = 6,                                            \
-          .coarse = "ends behind fp32's loss (docs/results.md); int8 does not")                                       \
+    STATE(SIGNED, "momentum_buffer", .beta = "momentum", .fewest_bits = 8,                                            \
+          .coarse = "ends 0.01 nat or more behind fp32's from scratch; int8 does not")                                \
     STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                      \
     OPTIONAL("normalize_rows", ROWS, "second_momentum_buffer", .beta = "row_beta")                                    \
     HYPER("momentum", "decay rate of the momentum of matrices", .initial = 0.95, .maximum = 1e3)                      \
