@@ -13,11 +13,11 @@ class HostedPlacement(Placement):
     """Decides where optimizers of Hosted step and keep states."""
 
     def _is_gathered(self, p):
-        if not _sharding.is_dtensor(p) and self.groups.options.owners is None:
+        owners = self.groups.options.owners
+        if not _sharding.is_dtensor(p) and owners is None:
             return False
         group = self.groups.group_of(p)
         rule = self.groups.row_of(group).name
-        owners = self.groups.options.owners
         return _sharding.is_gathered(rule, p, _matrices.how_of(group), owners)
 
     def may_leave(self, p):
