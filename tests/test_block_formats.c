@@ -563,7 +563,7 @@ static double stated_bound(int codec, int nonneg, int stochastic, double x, doub
                 return (nonneg ? 0.225 : 0.45) * s * decade / (1 << (6 - k)) * (1 + 0x1p-15);
         return 0;
     case DYN4: return (nonneg ? (a >= s / 16 ? s / 32 : s / 16) : 0.1125 * s) * (1 + 0x1p-15);
-    case INT6: return stochastic ? s / 2 : s / 4 * grow;
+    case INT6: return (stochastic ? s / 2 : s / 4) * (1 + 0x1p-15);
     default: return stochastic ? s / 4 : 0.1272 * s;
     }
 }

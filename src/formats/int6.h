@@ -24,8 +24,9 @@
  * small (docs/results.md). Linear codes have no bias, and need neither a root nor a table. On recorded gradients, codes
  * of a softsign, which are denser near zero, had 6 % less noise in Muon's momentum and 20 % less in AdamW's updates.
  *
- * Worst case if signed: |error of x| <= s/4 to nearest, < s/2 stochastic. Here s <= max |x| (2 / 31) (1 + 2^-7). If
- * non-negative: below 2^-4 of y above the edge, 2^-3 below it, half that to nearest, from the smallest code up. */
+ * Worst case if signed: |error of x| <= s/4 to nearest, s/2 stochastic, times 1 + 2^-15; s <= max |x| (2 / 31) (1 +
+ * 2^-7). If non-negative: below 2^-4 of y above the edge, 2^-3 below it, half that to nearest, from the smallest code
+ * up. */
 #ifndef HSTEP_INT6_H
 #define HSTEP_INT6_H
 
