@@ -12,8 +12,8 @@ optimizer = Muon(
 
 Iterations are in fp32 with the package's five polynomials, not in BF16; `ns_coefficients` chooses
 others. A step has the same bits on every rank. One rank steps each matrix of a DTensor, which knows
-its mesh, so `distributed_mesh` is accepted without effect, and so is `use_triton`. Further `options`
-are those of every halfstep optimizer.
+its mesh, so `distributed_mesh` is accepted without effect, and so is `use_triton`. Further
+`options` are those of every halfstep optimizer.
 """
 
 from __future__ import annotations
