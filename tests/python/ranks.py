@@ -51,8 +51,8 @@ def _serve(control, pipes):
         "torch.distributed.tensor.parallel",
     ):  # what every rank would import again
         importlib.import_module(module)
-    while True:
-        size, *task = control.recv()
+    while (given := control.recv()) is not None:
+        size, *task = given
         ranks = {}
         for rank, pipe in enumerate(pipes[:size]):
             pid = os.fork()
@@ -62,17 +62,19 @@ def _serve(control, pipes):
                 finally:
                     os._exit(1)
             ranks[pid] = pipe
-        while not control.poll(0.02):
-            for pid in list(ranks):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    ranks.pop(pid).send(
-                        (False, f"ended with status {os.waitstatus_to_exitcode(status)}")
-                    )
-        control.recv()
-        for pid in ranks:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        try:
+            while not control.poll(0.02):
+                for pid in list(ranks):
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        ranks.pop(pid).send(
+                            (False, f"ended with status {os.waitstatus_to_exitcode(status)}")
+                        )
+            control.recv()
+        finally:  # also if the process of the tests has ended
+            for pid in ranks:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 class Pool:
@@ -114,5 +116,6 @@ class Pool:
         return [answers[rank][1] for rank in range(size)]
 
     def close(self):
-        self.process.kill()
+        """Ends the server, once it has killed the ranks of the last run."""
+        self.control.send(None)
         self.process.join()
