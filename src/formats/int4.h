@@ -44,14 +44,10 @@ V_TABLE float int4_signed[16] = {
     -7 / 7.0f,   -7 / 7.0f,  -6 / 8.0f,  -5 / 9.0f, -4 / 10.0f, -3 / 11.0f, -2 / 12.0f, -1 / 13.0f,
 };
 
-/* Returns a block's scale as a pattern. The window ends at 2^-73, because a quarter of its square is still above zero.
- * A signed scale is at most the largest BF16 number. */
+/* Returns a block's scale as a pattern. A signed scale is at most the largest BF16 number. */
 V_OP vi int4_scale(vf maximum, const int nonneg)
 {
-    if (nonneg) {
-        vi edge = vi_and(vi_add(v_bits(maximum), vi_set((1u << 21) - 16 - (4u << 22))), vi_set(0xffc00000));
-        return vi_select(v_lt(maximum, v_set(0x1p-63f)), vi_set(0), vi_max(edge, vi_set(57u << 23)));
-    }
+    if (nonneg) return hstep_edge(maximum, (1u << 21) - 16 - (4u << 22), 0xffc00000, 57u << 23);
     vi up = vi_and(vi_add(v_bits(maximum), vi_set(0xffff)), vi_set(0xffff0000));
     return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), vi_min(up, vi_set(0x7f7f0000)));
 }
@@ -59,7 +55,7 @@ V_OP vi int4_scale(vf maximum, const int nonneg)
 /* Returns 1 / s for signed states. For second moments it returns the edge, or one out of reach if all are zero. */
 V_OP vf int4_inverse(vi scale, const int nonneg)
 {
-    if (nonneg) return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
+    if (nonneg) return hstep_reached_edge(scale);
     return hstep_inverse(v_from_bits(scale), 1.0f, 0x1p127f);
 }
 

@@ -35,14 +35,10 @@
 #define int6_ROW "int6", "6-bit codes, BF16 scale per 32", ROWS, U8, BF16, \
     roles = SIGNED | NONNEG, code_bits = 6, block = 32, stochastic = 1, root = 2
 
-/* Returns a block's scale as a pattern. The window ends at 2^-73, because a quarter of its square is still above
- * zero. */
+/* Returns a block's scale as a pattern. */
 V_OP vi int6_scale(vf maximum, const int nonneg)
 {
-    if (nonneg) {
-        vi edge = vi_and(vi_add(v_bits(maximum), vi_set((1u << 20) - 8 - (31u << 19))), vi_set(0xfff00000));
-        return vi_select(v_lt(maximum, v_set(0x1p-63f)), vi_set(0), vi_max(edge, vi_set(58u << 23)));
-    }
+    if (nonneg) return hstep_edge(maximum, (1u << 20) - 8 - (31u << 19), 0xfff00000, 58u << 23);
     vi up = vi_and(vi_add(v_bits(v_mul(maximum, v_set(2.0f / 31.0f))), vi_set(0xffff)), vi_set(0xffff0000));
     return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), vi_max(up, vi_set(0x00800000)));
 }
@@ -50,7 +46,7 @@ V_OP vi int6_scale(vf maximum, const int nonneg)
 /* Returns 1 / s for signed states. For second moments it returns the edge, or one out of reach if all are zero. */
 V_OP vf int6_inverse(vi scale, const int nonneg)
 {
-    if (nonneg) return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
+    if (nonneg) return hstep_reached_edge(scale);
     return hstep_inverse(v_from_bits(scale), 1.0f, 0x1p125f);
 }
 

@@ -43,14 +43,10 @@
     roles = SIGNED | NONNEG, code_bits = 8, block = 32, stochastic = 1, root = 2
 
 /* Returns a block's scale, as the fp32 pattern of a BF16 number. Takes the largest magnitude, or the largest root for
- * second moments. The window ends at 2^-73, because a quarter of its square is still above zero. The grid may make it
- * so. */
+ * second moments. */
 V_OP vi int8_scale(vf maximum, const int nonneg)
 {
-    if (nonneg) {
-        vi edge = vi_and(vi_add(v_bits(maximum), vi_set((1u << 19) - 8 - (127u << 18))), vi_set(0xfff80000));
-        return vi_select(v_lt(maximum, v_set(0x1p-63f)), vi_set(0), vi_max(edge, vi_set(62u << 23)));
-    }
+    if (nonneg) return hstep_edge(maximum, (1u << 19) - 8 - (127u << 18), 0xfff80000, 62u << 23);
     vf step = v_mul(v_sqrt(maximum), v_set(1.0f / 127.0f));
     vi up = vi_and(vi_add(v_bits(step), vi_set(0x10007)), vi_set(0xffff0000));
     return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), up);
@@ -60,7 +56,7 @@ V_OP vi int8_scale(vf maximum, const int nonneg)
  * the edge, or one out of reach if all are zero. */
 V_OP vf int8_inverse(vi scale, const int nonneg)
 {
-    if (nonneg) return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
+    if (nonneg) return hstep_reached_edge(scale);
     return hstep_inverse(v_from_bits(scale), 65536.0f, 0x1p58f);
 }
 

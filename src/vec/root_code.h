@@ -16,6 +16,21 @@ V_OP vf hstep_inverse(vf scale, const float power, const float most)
 }
 #endif
 
+/* Returns the edge of a block of second moments, as a pattern, from its largest root. `added` moves the root down by the
+ * codes above the edge, and `mask` leaves multiples of a step. It is 0 if all roots are below 2^-63. The smallest edge
+ * is `least`, with which the window ends at 2^-73: a quarter of its square is still above zero. */
+V_OP vi hstep_edge(vf maximum, const uint32_t added, const uint32_t mask, const uint32_t least)
+{
+    vi edge = vi_and(vi_add(v_bits(maximum), vi_set(added)), vi_set(mask));
+    return vi_select(v_lt(maximum, v_set(0x1p-63f)), vi_set(0), vi_max(edge, vi_set(least)));
+}
+
+/* Returns the edge that codes are made from: one out of reach if all second moments of a block are zero. */
+V_OP vf hstep_reached_edge(vi scale)
+{
+    return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
+}
+
 /* Returns the number whose root is a signed state's code, times 2^32. Below zero it counts as zero. */
 V_OP vf hstep_radicand(vf x, vf inverse, vi random)
 {
