@@ -247,22 +247,6 @@ struct alike {
     double factor;
 };
 
-static double squares_of(const struct alike *b, int64_t row)
-{
-    double squares = 0.0;
-    for (int64_t i = 0; i < b->columns; i += HSTEP_TILE) {
-        HSTEP_ALIGNED float chunk[HSTEP_TILE] = {0};
-        double sums[16];
-        uint32_t maximum;
-        const int64_t n = least(HSTEP_TILE, b->columns - i);
-        memcpy(chunk, b->u + row * b->columns + i, (size_t)n * sizeof *chunk);
-        b->context->kernels->format[HSTEP_FORMAT_f32].squares(
-            (const char *)chunk, (n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP, sums, &maximum);
-        squares += hstep_tree_sum(sums);
-    }
-    return squares;
-}
-
 static void renew_rows(void *argument, int64_t task)
 {
     const struct alike *b = argument;
@@ -270,7 +254,10 @@ static void renew_rows(void *argument, int64_t task)
     int64_t before[HSTEP_EXACT_LIMBS] = {0}, after[HSTEP_EXACT_LIMBS] = {0};
     struct hstep_fp fp = hstep_fp_enter();
     for (int64_t row = task * b->rows_per_task; row < end; row++) {
-        const double squares = squares_of(b, row);
+        const float *u = b->u + row * b->columns;
+        double squares = 0.0;
+        for (int64_t i = 0; i < b->columns; i += HSTEP_TILE)
+            squares += hstep_chunk_squares(b->context->kernels, u + i, least(HSTEP_TILE, b->columns - i));
         hstep_rows_renew(b->rows, row, squares, b->columns);
         const double inverse = hstep_rows_inverse(b->rows, row), divided = squares * inverse * inverse;
         if (!isfinite(divided)) continue; /* the limbs hold finite numbers only */

@@ -36,6 +36,7 @@
 
 #include "base/squares.h"
 #include "device/host/host.h"
+#include "device/host/tile.h"
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "tables/layout.h"
@@ -227,14 +228,8 @@ static void multiply(struct batch *b, struct view c, struct view a, struct view 
 static void add_squares(const struct batch *b, int64_t unit)
 {
     int64_t squares[HSTEP_EXACT_LIMBS] = {0}, end = least((unit + 1) * STRETCH, b->n);
-    for (int64_t i = unit * STRETCH; i < end; i += HSTEP_TILE) {
-        HSTEP_ALIGNED float chunk[HSTEP_TILE] = {0};
-        double sums[16];
-        uint32_t maximum;
-        memcpy(chunk, b->u + i, (size_t)least(HSTEP_TILE, end - i) * sizeof *chunk);
-        b->context->kernels->format[HSTEP_FORMAT_f32].squares((const char *)chunk, HSTEP_TILE, sums, &maximum);
-        hstep_exact_add(squares, hstep_tree_sum(sums));
-    }
+    for (int64_t i = unit * STRETCH; i < end; i += HSTEP_TILE)
+        hstep_exact_add(squares, hstep_chunk_squares(b->context->kernels, b->u + i, least(HSTEP_TILE, end - i)));
     hstep_merge_squares(b->squares, squares);
 }
 
@@ -354,10 +349,10 @@ int hstep_host_transform(const struct hstep_call *call, const struct hstep_matri
 {
     const struct hstep_tensor *t = &call->plan.tensors[m->tensor];
     const struct hstep_update *u = &call->plan.updates[m->tensor];
-    const struct hstep_rows alike = hstep_rows_of(call, m->tensor);
     const int64_t rows = hstep_matrix_rows(t, call->matrix);
     float *matrix = call->plan.workspace;
     if (!hstep_is_transformed(t, u)) return HALFSTEP_OK;
+    const struct hstep_rows alike = hstep_rows_of(call, m->tensor);
     transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, rows, t->row_length, u->k,
                                                      matrix + rows * t->row_length);
     if (alike.numbers) hstep_host_rows(call->context, &alike, matrix, rows, t->row_length);

@@ -5,6 +5,7 @@
 
 #include <string.h>
 
+#include "base/squares.h"
 #include "tables/layout.h"
 
 /* ---- Batches ---- */
@@ -263,4 +264,15 @@ void hstep_run_function(const struct hstep_work *w, struct hstep_tile *tile, flo
         break;
     case HSTEP_FUNCTION_CHANGE: kernels->matrix[rule].change(k, weight, gradient, tile->change, n); break;
     }
+}
+
+double hstep_chunk_squares(const struct hstep_kernels *kernels, const float *x, int64_t n)
+{
+    HSTEP_ALIGNED float chunk[HSTEP_TILE] = {0};
+    double sums[16];
+    uint32_t maximum;
+    memcpy(chunk, x, (size_t)n * sizeof *chunk);
+    kernels->format[HSTEP_FORMAT_f32].squares((const char *)chunk, (n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP,
+                                              sums, &maximum);
+    return hstep_tree_sum(sums);
 }

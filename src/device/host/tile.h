@@ -79,6 +79,9 @@ void hstep_fused_place(const struct hstep_work *w, const struct hstep_stretch *s
 /* Writes the random words of n elements from element `index` on, both multiples of 32. generator: its row. */
 void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
                       uint64_t index, uint32_t *words, int64_t n);
+/* Returns the sum of the squares of n fp32 numbers, at most 256, as all sums of squares add a chunk (docs/numerics.md
+ * 4). */
+double hstep_chunk_squares(const struct hstep_kernels *kernels, const float *x, int64_t n);
 /* Returns the mean of a row of the raw gradient, times u->centralize. row_start: its first element. In statistics.c. */
 float hstep_centralized(const struct hstep_work *w, int64_t row_start);
 

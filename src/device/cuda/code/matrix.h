@@ -90,15 +90,21 @@ CUDA_DEVICE int64_t threads_of_grid(void) { return (int64_t)CUDA_BLOCKS * HSTEP_
 CUDA_DEVICE int64_t warp_of_grid(void) { return thread_of_grid() / LANES; }
 CUDA_DEVICE int64_t warps_of_grid(void) { return threads_of_grid() / LANES; }
 
+/* Returns the sum of the squares of the first 256 of n numbers, or of all if they are fewer, to all lanes. */
+CUDA_DEVICE double chunk_squares(struct exchange *e, const float *x, int64_t n)
+{
+    vf mine[2];
+    for (int j = 0; j < PLACES; j++) {
+        const int64_t at = lane_of_thread() * PLACES + j;
+        PLACE(mine, j) = at < n ? x[at] : 0.0f;
+    }
+    return warp_total(e, mine, 1);
+}
+
 CUDA_DEVICE void add_squares(struct exchange *e, const float *u, int64_t n, int64_t *limbs)
 {
     for (int64_t i = warp_of_grid() * HSTEP_TILE; i < n; i += warps_of_grid() * HSTEP_TILE) {
-        vf mine[2];
-        for (int j = 0; j < PLACES; j++) {
-            int64_t at = i + lane_of_thread() * PLACES + j;
-            PLACE(mine, j) = at < n ? u[at] : 0.0f;
-        }
-        double total = warp_total(e, mine, 1);
+        const double total = chunk_squares(e, u + i, n - i);
         if (lane_of_thread() == 0) add_shared(limbs, total);
     }
 }

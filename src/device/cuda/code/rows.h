@@ -12,14 +12,8 @@ CUDA_DEVICE void renew_rows(struct exchange *e, const struct hstep_rows *r, cons
 {
     for (int64_t row = warp_of_grid(); row < n; row += warps_of_grid()) {
         double squares = 0.0;
-        for (int64_t i = 0; i < columns; i += HSTEP_TILE) {
-            vf mine[2];
-            for (int j = 0; j < PLACES; j++) {
-                const int64_t at = i + lane_of_thread() * PLACES + j;
-                PLACE(mine, j) = at < columns ? u[row * columns + at] : 0.0f;
-            }
-            squares += warp_total(e, mine, 1);
-        }
+        for (int64_t i = 0; i < columns; i += HSTEP_TILE)
+            squares += chunk_squares(e, u + row * columns + i, columns - i);
         if (lane_of_thread()) continue;
         hstep_rows_renew(r, row, squares, columns);
         const double inverse = hstep_rows_inverse(r, row), divided = squares * inverse * inverse;
