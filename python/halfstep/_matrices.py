@@ -126,10 +126,10 @@ def lay(rule, shape, how=AUTO):
     return Laid(shape, grid, blocks, shape[:-1], (*shape[:-2], *columns, shape[-1]))
 
 
-def here(laid, shape):
+def lay_part(rule, whole, shape, how):
     """Returns the shape of the part of a parameter that this process has, as the library takes it.
-    `laid` is what lay() returns for the parameter."""
-    shape = tuple(shape)
+    `whole` is the shape of the parameter, and `how` is as lay() takes it."""
+    laid, shape = lay(rule, whole, how), tuple(shape)
     if not isinstance(laid, Laid) or shape == laid:
         return laid if shape == laid else shape
     if len(laid.lines) == 1:  # which blocks of a split are here, the library says

@@ -96,7 +96,7 @@ class Member:
         #: the shape here, as the library takes it
         self.shape = tuple(here.shape)
         if not self.gathered:
-            self.shape = _matrices.here(_matrices.lay(self.rule.name, p.shape, how), here.shape)
+            self.shape = _matrices.lay_part(self.rule.name, p.shape, here.shape, how)
         self.dtype, self.strides = p.dtype, here.stride()
         self.dense = _devices.is_plain(here)
         self.address, self.lies = here.data_ptr(), _devices.of(here)

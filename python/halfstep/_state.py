@@ -116,9 +116,7 @@ def _check_state(groups, rule, name, p, state, hypers, how):
     codec = _convert.Codec(
         recipe or rule.name,
         hypers,
-        part.laid
-        if gathered
-        else _matrices.here(_matrices.lay(rule.name, p.shape, how), here.shape),
+        part.laid if gathered else _matrices.lay_part(rule.name, p.shape, here.shape, how),
         name,
         (identity or 1) % 2**64,
         part,

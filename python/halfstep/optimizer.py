@@ -330,7 +330,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @norm_group.setter
     def norm_group(self, group):
-        self._parts.options.norm_group = group
+        self._share("norm_group", group)
+
+    def _share(self, option, group):
+        """Sets the process group of an option. Handles are made anew, once ranks have agreed."""
+        setattr(self._parts.options, option, group)
         self._parts.updates.doubt_ranks()
         self._parts.cache.drop()
 
@@ -353,9 +357,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"halfstep: owners={group!r} is not available with compile=True, because a traced"
                 " step is one rank's alone: torch.compile the model and call step() as it is"
             )
-        self._parts.options.owners = group
-        self._parts.updates.doubt_ranks()
-        self._parts.cache.drop()
+        self._share("owners", group)
 
     # ---- Steps -----------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ from typing import Any, Type, Union
 
 import torch
 
-from . import _abi, _devices, _matrices
+from . import _abi, _devices
 from ._hosted import Hosted, HostedPlacement
-from ._matrices import fields_of, lay
+from ._matrices import fields_of, lay_part
 from ._sharding import local
 from .optimizer import Kept, Optimizer, Params
 
@@ -174,7 +174,7 @@ class Streamed(HostedPlacement):
             if not self._is_streamed(one.p):
                 stay.append(one)
                 continue
-            laid = _matrices.here(lay(one.rule, one.p.shape, one.how), local(one.p).shape)
+            laid = lay_part(one.rule, one.p.shape, local(one.p).shape, one.how)
             size = sum(_abi.tensor_bytes(one.recipe, **fields_of(laid))[1:])
             if one.home not in buses:
                 buses[one.home] = Bus(one.home), []
