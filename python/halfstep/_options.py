@@ -199,7 +199,7 @@ class Options:
         for name, value in self.hypers(group).items():
             hyper = rule.hypers[name]
             above = value >= hyper.maximum if hyper.exclusive_maximum else value > hyper.maximum
-            whole = not hyper.words or value == int(value)
+            whole = not hyper.words or value % 1 == 0
             if hyper.minimum <= value and not above and whole:
                 continue
             if name == "lr":

@@ -255,6 +255,23 @@ def test_error_of_eps(rule):
         class_of(rule)([Parameter(torch.randn(3, 3))], eps=eps)
 
 
+def test_errors_of_options_whose_values_have_names():
+    p, tried = Parameter(torch.randn(3, 3)), []
+    for rule in RULES:
+        cls = class_of(rule)
+        own = cls([p]).defaults
+        for name in (h.name for h in _abi.rules[rule].hypers.values() if h.words):
+            if not isinstance(own.get(name), str):
+                continue
+            tried.append(name)
+            for wrong in (-1.0, 0.5, 1e9, math.nan, math.inf):
+                with pytest.raises(ValueError, match=f"Invalid {name} value: {wrong}"):
+                    cls([p], **{name: wrong})
+            with pytest.raises(ValueError, match=f"unknown {name}='none such'"):
+                cls([p], **{name: "none such"})
+    assert tried == ["ns_form", "normalize_rows"]
+
+
 @pytest.mark.parametrize(
     "rule", [r for r in RULES if {"beta1", "beta2"} <= _abi.rules[r].hypers.keys() and r != "muon"]
 )
