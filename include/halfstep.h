@@ -192,6 +192,7 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
  *              This is a hyper-parameter, and a choice because its values have names
  *   ns_form    likewise: "standard", or "gram", which makes fewer products for matrices with one side over 1.5 times
  *              the other (docs/numerics.md 4)
+ *   match_rms, normalize_rows   likewise (docs/choosing.md, Muon)
  * Per optimizer (group = HALFSTEP_ALL_GROUPS):
  *   scan       "scan": a pass over the gradients comes before the first write; a gradient that is not finite refuses
  *              the whole step. "per-tensor": refuses only the tensors with such gradients and steps the others; the
@@ -514,8 +515,8 @@ HALFSTEP_API int32_t halfstep_format_find(const char *name);
 HALFSTEP_API int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info);
 /* Returns the values of a choice by position, or NULL past the last. The first is the default, except for "decay",
  * where each rule has its own. Choices: "decay", "schedule", "decay_schedule", "scan", "generator", "clip", "missing",
- * and the hyper-parameters of rules whose values have names: "ns_coefficients", "ns_form". The number of such a value
- * is its position. */
+ * and the hyper-parameters of rules whose values have names, such as "ns_form". The number of such a value is its
+ * position. */
 HALFSTEP_API const char *halfstep_choice_value(const char *choice, int32_t index);
 
 /* Writes the full form of a recipe, with every part spelled out, into text[size]. 64 bytes are enough for any. Errors:

@@ -175,8 +175,9 @@ class Code:
 
     def exact(self, start):
         """The block that takes roots, quotients or codes again, exactly, after a block that asked
-        for it. It asks if an estimate of a code is near its end (less than 6 << 16 away), if some
-        of four are not at least 2^-50 or 2^-100, or if a scale is above 2^125 (src/vec/cuda.h)."""
+        for it. It asks in three cases (src/vec/cuda.h): an estimate of a code is near its end (less
+        than 6 << 16 away), some of four are not at least 2^-50 or 2^-100, or a scale is above
+        2^125."""
         last = start + len(self.of[start]) - 1
         jump = re.match(r"@(!?)(P\d) BRA\b", self.of[start][-1])
         if not jump:

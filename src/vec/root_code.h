@@ -16,9 +16,9 @@ V_OP vf hstep_inverse(vf scale, const float power, const float most)
 }
 #endif
 
-/* Returns the edge of a block of second moments, as a pattern, from its largest root. `added` moves the root down by the
- * codes above the edge, and `mask` leaves multiples of a step. It is 0 if all roots are below 2^-63. The smallest edge
- * is `least`, with which the window ends at 2^-73: a quarter of its square is still above zero. */
+/* Returns the edge of a block of second moments, as a pattern, from its largest root. `added` moves the root down by
+ * the codes above the edge, and `mask` leaves multiples of a step. It is 0 if all roots are below 2^-63. The smallest
+ * edge is `least`, with which the window ends at 2^-73: a quarter of its square is still above zero. */
 V_OP vi hstep_edge(vf maximum, const uint32_t added, const uint32_t mask, const uint32_t least)
 {
     vi edge = vi_and(vi_add(v_bits(maximum), vi_set(added)), vi_set(mask));

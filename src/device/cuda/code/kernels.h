@@ -64,9 +64,9 @@ struct hstep_cuda_what {
     int first, n,
         pass; /* for sum, decide_sums and update, as the entry has them; for transform, rows, cross: the phase */
     int tensor, pair; /* for cross, transform and rows */
-    /* For transform: 1 if X is in its second place. n is the iteration, and pair counts those that follow in its
-     * stretch. first: 1 in the first one of a stretch. */
-    int place;
+    int place;        /* for transform: 1 if X is in its second place */
+    /* For transform, n is the number of the iteration. `pair` counts the iterations of its stretch that follow. `first`
+     * is 1 in the first of a stretch. */
     uint64_t bytes;   /* at `to` or `from` */
     void *to;         /* limbs (carry), fp32 values (read), a uint64_t that starts from 0 (saturated) */
     const void *from; /* fp32 values (write) */
