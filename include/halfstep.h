@@ -435,6 +435,8 @@ HALFSTEP_API int halfstep_memory(const halfstep_optimizer *optimizer, uint64_t *
 #define HALFSTEP_GEOMETRY_ROWS   0 /* a run of elements within a row; the last of a row may be short */
 #define HALFSTEP_GEOMETRY_FLAT   1 /* a run of elements of the flattened tensor, whole runs only */
 #define HALFSTEP_GEOMETRY_TENSOR 2 /* the whole tensor */
+#define HALFSTEP_GEOMETRY_PACKED 3 /* of weights: as ROWS, but the scale lies before its codes in the main stream, and
+                                      codes of elements beyond the end of a row are stored as 0 */
 
 /* Extents of a state: what it has a number for. Vectors are fp32 in every recipe. Only matrices have them: tensors of
  * two or more dimensions with more than one row and column. */
@@ -480,7 +482,8 @@ typedef struct halfstep_format_info {
     const char *title;
     int32_t roles;          /* sum of HALFSTEP_ROLE_* that it may serve */
     int32_t code_bits;      /* bits per element of the main stream */
-    int32_t extra_bits;     /* bits per element of the extra stream (Kahan residual, error code), or 0 */
+    int32_t extra_bits;     /* bits per element of the extra stream (Kahan residual, error code), or 0. PACKED formats
+                               store it for whole blocks */
     int32_t block;          /* elements that share one scale, or 0 */
     int32_t scale_bytes;    /* bytes of one scale, or 0 */
     int32_t stochastic;     /* 1: its writes consume random bits */

@@ -1,12 +1,14 @@
 /* Every storage format: its functions, and the members of its row as constants. Include a vocabulary first
  * (vec/README.md). formats.def lists the formats. src/formats/NAME.h holds one, where NAME is the function prefix. Its
  * row stands under its first comment. Element formats keep each number by itself, some with a second stream. Block
- * formats keep codes that share scales:
+ * formats keep codes that share scales, for states. Packed formats are for weights (packed.h):
  *
  *   #define NAME_ROW "name", "title", ELEMENTS, dtype, dtype of the second stream or NONE, \
  *       roles = ..., stochastic = ...
  *   #define NAME_ROW "name", "title", GEOMETRY, dtype of the codes, dtype of the scales, \
  *       roles = ..., code_bits = ..., block = ..., stochastic = ..., root = ...
+ *   #define NAME_ROW "name", "title", PACKED, U8, U8 for error codes or NONE, \
+ *       roles = WEIGHT, extra_bits = ..., steps = ..., stochastic = 1
  *
  *   GEOMETRY     ROWS: blocks of a row; FLAT: blocks of the flattened tensor; TENSOR: one scale, from a sum over the
  *                tensor
@@ -17,6 +19,9 @@
  *   roles        what it may store: WEIGHT, GRADIENT; SIGNED and NONNEG states
  *   code_bits    8, 6 or 4
  *   block        elements that share a scale; 1 << 30 for a whole tensor
+ *
+ *   extra_bits   0, or 4 for error codes
+ *   steps        in a scale: positions count steps
  *
  *   stochastic   1: written with random bits. Otherwise codes as coarse as those of blocks would hardly ever change
  *
@@ -50,6 +55,8 @@
 #include "formats/int4.h"
 #include "formats/int6.h"
 #include "formats/int8.h"
+#include "formats/int8_ecc4.h"
+#include "formats/int8_sr.h"
 
 /* Roles, as rows name them. */
 enum {
@@ -74,13 +81,20 @@ enum {
 #define FORMAT_ELEMENTS(fn, code, extra, a, b)                                                        \
     enum {                                                                                            \
         fn##_##a, fn##_##b, fn##_code_bits = HSTEP_BITS_##code, fn##_extra_bits = HSTEP_BITS_##extra, \
-        fn##_block = 0, fn##_geometry = 0, fn##_scale_dtype = 0, fn##_scale_bits = 0, fn##_root = 0   \
+        fn##_block = 0, fn##_geometry = 0, fn##_scale_dtype = 0, fn##_scale_bits = 0, fn##_root = 0,  \
+        fn##_steps = 0                                                                                \
     };
 #define FORMAT_BLOCKS(fn, geometry, code, scale, a, b, c, d, e)                                       \
     enum {                                                                                            \
-        fn##_##a, fn##_##b, fn##_##c, fn##_##d, fn##_##e, fn##_extra_bits = 0,                        \
+        fn##_##a, fn##_##b, fn##_##c, fn##_##d, fn##_##e, fn##_extra_bits = 0, fn##_steps = 0,        \
         fn##_geometry = HALFSTEP_GEOMETRY_##geometry, fn##_scale_dtype = HSTEP_SCALE_##scale,         \
         fn##_scale_bits = HSTEP_BITS_##scale                                                          \
+    };
+#define FORMAT_PACKED(fn, code, extra, a, b, c, d)                                                    \
+    enum {                                                                                            \
+        fn##_##a, fn##_##b, fn##_##c, fn##_##d, fn##_code_bits = 8, fn##_block = HSTEP_PACKED_BLOCK,  \
+        fn##_geometry = HALFSTEP_GEOMETRY_PACKED, fn##_scale_dtype = HSTEP_SCALE_BF16,                \
+        fn##_scale_bits = 8 * HSTEP_PACKED_SCALE, fn##_root = 0                                       \
     };
 #define FORMAT_ROWS(fn, ...) FORMAT_BLOCKS(fn, ROWS, __VA_ARGS__)
 #define FORMAT_FLAT(fn, ...) FORMAT_BLOCKS(fn, FLAT, __VA_ARGS__)
@@ -94,19 +108,21 @@ enum {
 #define FORMAT_CASE(fn) case HSTEP_FORMAT_##fn:
 
 /* Expand to the arguments after `fn` if that format is of one kind, else to nothing. The kinds are single elements,
- * blocks, blocks whose scale is made of their largest number, and one scale for the tensor. */
+ * packed weights, blocks, blocks whose scale is made of their largest number, and one scale for the tensor. */
 #define IF_ELEMENT(fn, ...) FORMAT_PICK(FORMAT_KEEP, FORMAT_DROP, FORMAT_DROP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)
-#define IF_BLOCK(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_KEEP, FORMAT_KEEP, FORMAT_KEEP, fn##_ROW)(__VA_ARGS__)
-#define IF_LARGEST(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_KEEP, FORMAT_KEEP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)
+#define IF_PACKED(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_KEEP, FORMAT_DROP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)
+#define IF_BLOCK(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_DROP, FORMAT_KEEP, FORMAT_KEEP, fn##_ROW)(__VA_ARGS__)
+#define IF_LARGEST(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_DROP, FORMAT_KEEP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)
 #define IF_TENSOR(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_DROP, FORMAT_DROP, FORMAT_KEEP, fn##_ROW)(__VA_ARGS__)
 #define FORMAT_KEEP(...) __VA_ARGS__
 #define FORMAT_DROP(...)
 #define FORMAT_PICK(...) FORMAT_PICK_(__VA_ARGS__)
-#define FORMAT_PICK_(elements, rows, flat, tensor, name, title, kind, ...) \
-    FORMAT_PICK_##kind(elements, rows, flat, tensor)
-#define FORMAT_PICK_ELEMENTS(elements, rows, flat, tensor) elements
-#define FORMAT_PICK_ROWS(elements, rows, flat, tensor) rows
-#define FORMAT_PICK_FLAT(elements, rows, flat, tensor) flat
-#define FORMAT_PICK_TENSOR(elements, rows, flat, tensor) tensor
+#define FORMAT_PICK_(elements, packed, blocks, tensor, name, title, kind, ...) \
+    FORMAT_PICK_##kind(elements, packed, blocks, tensor)
+#define FORMAT_PICK_ELEMENTS(elements, packed, blocks, tensor) elements
+#define FORMAT_PICK_PACKED(elements, packed, blocks, tensor) packed
+#define FORMAT_PICK_ROWS(elements, packed, blocks, tensor) blocks
+#define FORMAT_PICK_FLAT(elements, packed, blocks, tensor) blocks
+#define FORMAT_PICK_TENSOR(elements, packed, blocks, tensor) tensor
 
 #endif

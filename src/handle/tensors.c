@@ -24,10 +24,10 @@ static int check_blocks(const halfstep_optimizer *o, const char *name, const str
 {
     const struct hstep_format *f = &hstep_formats[format];
     int64_t end = t->first_column + t->n_columns, block = f->block;
-    if (f->geometry == HALFSTEP_GEOMETRY_ROWS && (t->first_column % block || (end % block && end != t->row_length)))
+    if (hstep_is_by_row(format) && (t->first_column % block || (end % block && end != t->row_length)))
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
-                          "tensor '%s': columns %lld + %lld (first + number) do not fall on blocks of %d ('%s' states)",
-                          name, (long long)t->first_column, (long long)t->n_columns, f->block, f->name);
+                          "tensor '%s': columns %lld + %lld (first + number) do not fall on blocks of %d ('%s')", name,
+                          (long long)t->first_column, (long long)t->n_columns, f->block, f->name);
     if (f->geometry == HALFSTEP_GEOMETRY_FLAT &&
         (t->n_columns != t->row_length || t->first_row * t->row_length % block || t->n_rows * t->row_length % block))
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
@@ -145,11 +145,19 @@ static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d,
     if (!(hstep_formats[gradient].roles & roles))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': '%s' cannot store gradients; these can: %s",
                           d->name, d->gradient, known);
-    t->slot[HALFSTEP_SLOT_WEIGHT].format = o->groups[t->group].recipe.weight;
+    if (hstep_formats[gradient].geometry == HALFSTEP_GEOMETRY_PACKED)
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                          "tensor '%s': %s cannot follow weights in '%s'; give it decoded weights, such as bf16",
+                          d->name, hstep_rules[t->rule].name, d->gradient);
+    const int named = o->groups[t->group].recipe.weight;
+    const int weight = hstep_eligible_format(named, named, t->ndim, t->rows, t->row_length, hstep_common_rows(t));
+    t->slot[HALFSTEP_SLOT_WEIGHT].format = weight;
+    t->slot[HALFSTEP_SLOT_WEIGHT].fell_back = weight != named;
     t->slot[HALFSTEP_SLOT_GRADIENT].format = gradient;
     size_slot(t, &t->slot[HALFSTEP_SLOT_WEIGHT]);
     size_slot(t, &t->slot[HALFSTEP_SLOT_GRADIENT]);
-    return hstep_choose_states(o, &o->groups[t->group], d->name, t);
+    const int error = check_blocks(o, d->name, t, weight);
+    return error ? error : hstep_choose_states(o, &o->groups[t->group], d->name, t);
 }
 
 /* Returns 1 if a matrix begins at a row of the whole tensor, or the tensor ends there. */
@@ -274,6 +282,7 @@ int halfstep_memory(const halfstep_optimizer *o, uint64_t *weights, uint64_t *gr
         sum[0] += slot[HALFSTEP_SLOT_WEIGHT].code_bytes;
         sum[1] += slot[HALFSTEP_SLOT_GRADIENT].code_bytes;
         sum[2] += slot[HALFSTEP_SLOT_WEIGHT].extra_bytes;
+        fell |= slot[HALFSTEP_SLOT_WEIGHT].fell_back;
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
             sum[3] += slot[s].code_bytes + slot[s].extra_bytes;
             fell |= slot[s].fell_back;

@@ -446,11 +446,42 @@ V_OP void fused_apply(const int format, const struct hstep_fused *a, int slot, c
                       int64_t t, int64_t n)
 {
     const struct columns c = columns_of(format);
-    char *code = a->code[slot] + t * c.bits / 8, *extra = a->extra[slot] + t * c.extra_bits / 8;
+    char *code = a->code[slot] + code_place(c, t), *extra = a->extra[slot] + extra_place(c, t);
     struct fused_words words = fused_words_from(a, slot, t);
     for (int64_t r = 0; r < n; r += PAIR)
         apply_any(format, code, extra, r, v_load(old + r), v_load(old + r + VL), v_load(change + r),
                   v_load(change + r + VL), fused_words(&words));
+}
+
+/* Returns the change of a vector in a packed weight's loop, from r on: the end of a rule in parts, or what is in
+ * scratch memory. */
+V_OP vf packed_change(vf (*end)(const vf *, vf, vf, vf), const vf *k, vf weight, const float *change, const float *root,
+                      int64_t r)
+{
+    return end ? end(k, weight, v_load(change + r), v_load(root + r)) : v_load(change + r);
+}
+
+/* Does fused_apply() or fused_end() for a packed format. `end` is NULL unless the rule's end comes here. */
+V_OP void fused_packed(const int format, vf (*end)(const vf *, vf, vf, vf), const struct hstep_fused *a, int slot,
+                       const float *change, const float *root, int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(format);
+    char *code = a->code[slot] + code_place(c, t), *extra = a->extra[slot] + extra_place(c, t);
+    struct fused_words words = fused_words_from(a, slot, t);
+    const struct packed_scales scales = packed_scales_of(format, code, n);
+    vf k[HSTEP_MAX_SCALARS];
+    for (int j = 0; end && j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
+    for (int64_t b = 0; b < n; b += HSTEP_PACKED_BLOCK) {
+        char *block = code + code_place(c, b), *errors = extra + extra_place(c, b);
+        const vf unit = v_set(scales.unit[b / HSTEP_PACKED_BLOCK]);
+        const struct positions p = load_block(format, block, errors);
+        vf changes[2 * PAIRS];
+        vi drawn[PAIRS];
+        for (int j = 0; j < 2 * PAIRS; j++)
+            changes[j] = packed_change(end, k, hstep_packed_value(p.x[j], unit), change, root, b + j * VL);
+        for (int j = 0; j < PAIRS; j++) drawn[j] = fused_words(&words);
+        change_block(format, block, errors, &p, unit, v_set(scales.factor[b / HSTEP_PACKED_BLOCK]), changes, drawn);
+    }
 }
 
 /* Computes and stores the weight under a rule in parts, from the numerator and the root in scratch memory. */
@@ -556,6 +587,13 @@ typedef void fused_codes_function(const struct hstep_fused *, struct fused_state
     {                                                                                                                 \
         fused_apply(HSTEP_FORMAT_##fn, a, slot, old, change, t, n);                                                   \
     }
+#define FUSED_PACKED_APPLY(fn)                                                                                 \
+    static void fused_apply_##fn(const struct hstep_fused *a, int slot, const float *old, const float *change, \
+                                 int64_t t, int64_t n)                                                         \
+    {                                                                                                          \
+        (void)old;                                                                                             \
+        fused_packed(HSTEP_FORMAT_##fn, NULL, a, slot, change, NULL, t, n);                                    \
+    }
 #define FUSED_CODES(fn, nonneg)                                                                                 \
     static void fused_codes_##fn##_##nonneg(const struct hstep_fused *a, struct fused_state *scratch, int slot, \
                                             int64_t t, int64_t n)                                               \
@@ -564,6 +602,7 @@ typedef void fused_codes_function(const struct hstep_fused *, struct fused_state
     }
 #define FORMAT(id, fn)                          \
     IF_ELEMENT(fn, FUSED_ELEMENT_FUNCTIONS(fn)) \
+    IF_PACKED(fn, FUSED_PACKED_APPLY(fn))       \
     IF_BLOCK(fn, FUSED_CODES(fn, 0) FUSED_CODES(fn, 1))
 #include "formats/formats.def"
 #undef FORMAT
@@ -578,6 +617,7 @@ static const struct {
 #define FORMAT(id, fn)                                                                                               \
     IF_ELEMENT(fn, .gradient[HSTEP_FORMAT_##fn] = fused_gradient_##fn, .apply[HSTEP_FORMAT_##fn] = fused_apply_##fn, \
                .decode[HSTEP_FORMAT_##fn] = decode_##fn##_0, )                                                       \
+    IF_PACKED(fn, .apply[HSTEP_FORMAT_##fn] = fused_apply_##fn, .decode[HSTEP_FORMAT_##fn] = decode_##fn##_0, )      \
     IF_BLOCK(fn, .codes[HSTEP_FORMAT_##fn] = {fused_codes_##fn##_0, fused_codes_##fn##_1}, )
 #include "formats/formats.def"
 #undef FORMAT
@@ -586,17 +626,16 @@ static const struct {
 static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t, int64_t n)
 {
     const struct columns c = columns_of(a->format[from]);
-    memcpy(a->code[to] + t * c.bits / 8, a->code[from] + t * c.bits / 8, (size_t)(n * c.bits / 8));
+    memcpy(a->code[to] + code_place(c, t), a->code[from] + code_place(c, t), (size_t)code_place(c, n));
     if (c.extra_bits)
-        memcpy(a->extra[to] + t * c.extra_bits / 8, a->extra[from] + t * c.extra_bits / 8,
-               (size_t)(n * c.extra_bits / 8));
+        memcpy(a->extra[to] + extra_place(c, t), a->extra[from] + extra_place(c, t), (size_t)extra_place(c, n));
 }
 
 /* Decodes n elements of the weight, or of a state that is stored as the weight is. */
 static void fused_decode(const struct hstep_fused *a, int slot, float *x, int64_t t, int64_t n)
 {
     const struct columns c = columns_of(a->format[slot]);
-    fused_formats.decode[a->format[slot]](x, a->code[slot] + t * c.bits / 8, a->extra[slot] + t * c.extra_bits / 8, n);
+    fused_formats.decode[a->format[slot]](x, a->code[slot] + code_place(c, t), a->extra[slot] + extra_place(c, t), n);
 }
 #endif
 #endif

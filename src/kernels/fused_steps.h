@@ -92,13 +92,16 @@ struct fused_ends {
 
 /* Defines fused_end_adamw_bf16_sr for rule adamw, and so on for each format, then fused_end_adamw_plain and
  * fused_change_adamw. */
-#define FUSED_END(format, name, prefix)                                                                             \
-    __attribute__((unused)) static void fused_end_##name##_##format(                                                \
-        const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n)                           \
-    {                                                                                                               \
-        if (FUSED_OWN(name))                                                                                        \
-            fused_end(format##_code_bits, format##_extra_bits, 0, format##_decode, format##_apply, prefix##_end, a, \
-                      scratch, t, n);                                                                               \
+#define FUSED_END(format, name, prefix)                                                                               \
+    __attribute__((unused)) static void fused_end_##name##_##format(                                                  \
+        const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n)                             \
+    {                                                                                                                 \
+        if (FUSED_OWN(name)) {                                                                                        \
+            IF_ELEMENT(format, fused_end(format##_code_bits, format##_extra_bits, 0, format##_decode, format##_apply, \
+                                         prefix##_end, a, scratch, t, n);)                                            \
+            IF_PACKED(format, fused_packed(HSTEP_FORMAT_##format, prefix##_end, a, HALFSTEP_SLOT_WEIGHT,              \
+                                           scratch->change, scratch->root, t, n);)                                    \
+        }                                                                                                             \
     }
 #define FUSED_ENDS(name, prefix)                                                                                      \
     HSTEP_FUSED_WEIGHTS(FUSED_END, name, prefix)                                                                      \

@@ -27,6 +27,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
     [HSTEP_FORMAT_##fn] = {                                                                                        \
         IF_ELEMENT(fn, .decode = {decode_##fn##_0, decode_##fn##_0}, .encode = {encode_##fn##_0, encode_##fn##_0}, \
                    .apply = apply_##fn, .maximum = maximum_##fn, .squares = squares_##fn, .sums = sums_##fn)       \
+        IF_PACKED(fn, .decode = {decode_##fn##_0}, .encode = {encode_##fn##_0}, .apply = apply_##fn,)              \
         IF_BLOCK(fn, .decode = {decode_##fn##_0, decode_##fn##_1}, .encode = {encode_##fn##_0, encode_##fn##_1},)  \
         IF_TENSOR(fn, .norm = {norm_##fn##_0, norm_##fn##_1})},
 #include "formats/formats.def"

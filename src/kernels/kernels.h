@@ -67,7 +67,8 @@ enum {
     HSTEP_FUSED_STATES = 4 /* rules with more states take the tile path */
 };
 
-/* The kernels of one storage format. NULL if one does not apply: block formats hold no weights and no gradients. */
+/* The kernels of one storage format. NULL if one does not apply: block formats hold no weights and no gradients, packed
+ * formats only weights. */
 struct hstep_format_kernels {
     void (*decode[2])(float *x, const char *code, const char *extra, int64_t n); /* indexed by nonneg, as is encode */
     /* `onto` (grid.h) multiplies the values of a second moment with a grid before they are coded. decode() returns the

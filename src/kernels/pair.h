@@ -14,24 +14,38 @@
  * left. */
 
 /* Constants of a format's row (formats.h). block: elements that share a scale, or 0 for element formats. extra_bits:
- * bits of an element's second stream. */
+ * bits of an element's second stream. steps: of a packed format, else 0. */
 struct columns {
-    int bits, extra_bits, block, scale, stochastic, root;
+    int bits, extra_bits, block, scale, stochastic, root, steps;
 };
 
 V_OP struct columns columns_of(const int format)
 {
     switch (format) {
-#define FORMAT(id, fn) \
-    FORMAT_CASE(fn)    \
-    return (struct columns){fn##_code_bits, fn##_extra_bits, fn##_block, fn##_scale_dtype, fn##_stochastic, fn##_root};
+#define FORMAT(id, fn)                                            \
+    FORMAT_CASE(fn)                                               \
+    return (struct columns){.bits = fn##_code_bits,               \
+                            .extra_bits = fn##_extra_bits,        \
+                            .block = fn##_steps ? 0 : fn##_block, \
+                            .scale = fn##_scale_dtype,            \
+                            .stochastic = fn##_stochastic,        \
+                            .root = fn##_root,                    \
+                            .steps = fn##_steps};
 #include "formats/formats.def"
 #undef FORMAT
-    default: return (struct columns){0, 0, 0, 0, 0, 0};
+    default: return (struct columns){0};
     }
 }
 
 V_OP int is_block(const int format) { return columns_of(format).block != 0; }
+
+/* Return how far element t lies from the start of the main stream, and of a second stream of residuals or error codes.
+ * t is a multiple of 32. */
+V_OP int64_t code_place(const struct columns c, int64_t t)
+{
+    return c.steps ? t / HSTEP_PACKED_BLOCK * HSTEP_PACKED_BYTES : t * c.bits / 8;
+}
+V_OP int64_t extra_place(const struct columns c, int64_t t) { return t * c.extra_bits / 8; }
 
 /* 1 if a state lies on a grid that decays with it. */
 V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns_of(format).root != 0; }
@@ -66,11 +80,43 @@ V_OP void load_scaled(const int format, const int nonneg, const char *code, vf s
     }
 }
 
+/* Load and store the positions of a packed format: a pair from element i on, whose block begins at `block`. */
+V_OP void load_positions(const int format, const char *block, const char *extra, int64_t i, vi *e, vi *o)
+{
+    const char *codes = block + HSTEP_PACKED_SCALE + i % HSTEP_PACKED_BLOCK;
+    switch (format) {
+#define FORMAT(id, fn) IF_PACKED(fn, FORMAT_CASE(fn) fn##_load(codes, extra + i * fn##_extra_bits / 8, e, o); break;)
+#include "formats/formats.def"
+#undef FORMAT
+    default: *e = *o = vi_set(0);
+    }
+}
+
+V_OP void store_positions(const int format, char *block, char *extra, int64_t i, vi e, vi o)
+{
+    char *codes = block + HSTEP_PACKED_SCALE + i % HSTEP_PACKED_BLOCK;
+    switch (format) {
+#define FORMAT(id, fn) IF_PACKED(fn, FORMAT_CASE(fn) fn##_store(codes, extra + i * fn##_extra_bits / 8, e, o); break;)
+#include "formats/formats.def"
+#undef FORMAT
+    default: break;
+    }
+}
+
 V_OP void load_any(const int format, const int nonneg, const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     const struct columns c = columns_of(format);
     if (c.block) {
         load_scaled(format, nonneg, code, v_from_bits(vi_set(hstep_scale_load(c.scale, extra, i / c.block))), i, e, o);
+        return;
+    }
+    if (c.steps) {
+        const char *block = hstep_packed_block(code, i);
+        const vf unit = hstep_packed_unit(v_from_bits(vi_set(hstep_scale_load(c.scale, block, 0))), c.steps);
+        vi pe, po;
+        load_positions(format, block, extra, i, &pe, &po);
+        *e = hstep_packed_value(pe, unit);
+        *o = hstep_packed_value(po, unit);
         return;
     }
     switch (format) {

@@ -9,14 +9,21 @@ int hstep_unit_of(int format)
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format)
 {
-    int block =
-        format < 0 || hstep_formats[format].geometry != HALFSTEP_GEOMETRY_ROWS ? 0 : hstep_formats[format].block;
-    return block ? (t->n_columns + block - 1) / block : 0;
+    if (format < 0 || !hstep_is_by_row(format)) return 0;
+    return (t->n_columns + hstep_formats[format].block - 1) / hstep_formats[format].block;
+}
+
+/* Returns the number of the block of an element, for a format with blocks of rows. */
+static int64_t block_number(const struct hstep_tensor *t, int format, int64_t element)
+{
+    const int64_t row = element / t->n_columns, column = element % t->n_columns;
+    return row * hstep_blocks_per_row(t, format) + column / hstep_formats[format].block;
 }
 
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element)
 {
     const struct hstep_format *f = &hstep_formats[format];
+    if (f->geometry == HALFSTEP_GEOMETRY_PACKED) return block_number(t, format, element) * hstep_packed_bytes(f);
     if (f->code_bits >= 8 || f->geometry == HALFSTEP_GEOMETRY_FLAT) return element * f->code_bits / 8;
     int64_t row = element / t->n_columns, column = element % t->n_columns;
     return row * ((t->n_columns * f->code_bits + 7) / 8) + column * f->code_bits / 8;
@@ -28,8 +35,8 @@ int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t ele
     if (!f->block) return element * f->extra_bits / 8;
     if (f->geometry == HALFSTEP_GEOMETRY_TENSOR) return 0;
     if (f->geometry == HALFSTEP_GEOMETRY_FLAT) return element / f->block * f->scale_bits / 8;
-    int64_t row = element / t->n_columns, column = element % t->n_columns;
-    return (row * hstep_blocks_per_row(t, format) + column / f->block) * f->scale_bits / 8;
+    const int64_t number = block_number(t, format, element);
+    return f->geometry == HALFSTEP_GEOMETRY_PACKED ? number * f->block * f->extra_bits / 8 : number * f->scale_bits / 8;
 }
 
 uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element)

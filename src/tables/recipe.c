@@ -183,8 +183,9 @@ int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uin
     if (t.rows < 0 || t.row_length < 0 || (t.row_length && t.rows > (INT64_MAX >> 6) / t.row_length) ||
         hstep_divide(&t, &d))
         return HALFSTEP_ERROR_SHAPE;
-    if (weight) *weight = hstep_code_bytes(r.weight, t.rows, t.row_length);
-    if (weight_extra) *weight_extra = hstep_extra_bytes(r.weight, t.rows, t.row_length);
+    const int stored = hstep_eligible_format(r.weight, r.weight, d.ndim, t.rows, t.row_length, hstep_common_rows(&t));
+    if (weight) *weight = hstep_code_bytes(stored, t.rows, t.row_length);
+    if (weight_extra) *weight_extra = hstep_extra_bytes(stored, t.rows, t.row_length);
     if (!states) return HALFSTEP_OK;
     *states = 0;
     for (int i = 0; i < hstep_rule_states(r.rule); i++) {

@@ -15,7 +15,12 @@
 #include "formats/formats.h"
 #include "rules/rules.h"
 
-enum { ROWS = HALFSTEP_GEOMETRY_ROWS, FLAT = HALFSTEP_GEOMETRY_FLAT, TENSOR = HALFSTEP_GEOMETRY_TENSOR };
+enum {
+    ROWS = HALFSTEP_GEOMETRY_ROWS,
+    FLAT = HALFSTEP_GEOMETRY_FLAT,
+    TENSOR = HALFSTEP_GEOMETRY_TENSOR,
+    PACKED = HALFSTEP_GEOMETRY_PACKED
+};
 
 /* Checks of rows, for what the kernels, the staging tiles and the offsets of streams assume. A wrong row does not
  * compile, and the message names it. */
@@ -28,6 +33,7 @@ enum { ROWS = HALFSTEP_GEOMETRY_ROWS, FLAT = HALFSTEP_GEOMETRY_FLAT, TENSOR = HA
     ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                               \
     ROW(fn##_stochastic == 0 || fn##_stochastic == 1, name, "stochastic is 0 or 1")                                \
     IF_ELEMENT(fn, ELEMENTS_ARE_RIGHT(fn, name))                                                                   \
+    IF_PACKED(fn, PACKED_IS_RIGHT(fn, name, HSTEP_BITS_##code, HSTEP_BITS_##extra))                                \
     IF_BLOCK(fn, BLOCKS_ARE_RIGHT(fn, name, HSTEP_BITS_##code))                                                    \
     IF_LARGEST(fn, SIZE_IS_RIGHT(fn, name))                                                                        \
     IF_TENSOR(fn, TENSOR_IS_RIGHT(fn, name))
@@ -36,6 +42,13 @@ enum { ROWS = HALFSTEP_GEOMETRY_ROWS, FLAT = HALFSTEP_GEOMETRY_FLAT, TENSOR = HA
     ROW(fn##_extra_bits == 0 || fn##_extra_bits == 8 || fn##_extra_bits == 16, name,                       \
         "a second stream has 8 or 16 bits")                                                                \
     ROW(!(fn##_roles & GRADIENT) || fn##_extra_bits == 0, name, "gradients have no second stream")
+#define PACKED_IS_RIGHT(fn, name, stored_bits, error_bits)                                            \
+    ROW((int)fn##_roles == (int)WEIGHT, name, "packed formats are for weights")                       \
+    ROW(stored_bits == 8, name, "packed codes are stored in bytes")                                   \
+    ROW((fn##_extra_bits == 0 && error_bits == 0) || (fn##_extra_bits == 4 && error_bits == 8), name, \
+        "error codes of a packed format have 4 bits, in bytes")                                       \
+    ROW(fn##_steps >= 1 && fn##_steps <= 16, name, "a scale of a packed format has 1 to 16 steps")    \
+    ROW(fn##_stochastic == 1, name, "packed formats are written with random bits")
 #define BLOCKS_ARE_RIGHT(fn, name, stored_bits)                                                  \
     ROW(!(fn##_roles & (WEIGHT | GRADIENT)), name, "blocks store neither weights nor gradients") \
     ROW(fn##_code_bits == 8 || fn##_code_bits == 6 || fn##_code_bits == 4, name,                 \
@@ -296,6 +309,12 @@ int hstep_format_serves(int format, int role)
     return role == GRADIENT ? (f->roles & SIGNED) && !f->block : (f->roles & role) != 0;
 }
 
+int hstep_is_by_row(int format)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    return f->block && (f->geometry == ROWS || f->geometry == PACKED);
+}
+
 int64_t hstep_row_stride(int64_t row_length) { return row_length < 32 ? row_length : (row_length + 31) / 32 * 32; }
 
 int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length,
@@ -305,14 +324,18 @@ int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows,
     const struct hstep_format *f = &hstep_formats[format];
     int eligible = 1, one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
     if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && common_rows * row_length % f->block == 0;
-    if (f->geometry == ROWS) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
+    if (hstep_is_by_row(format)) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
     if (eligible) return format;
+    if (f->geometry == PACKED) return f->extra_bits ? HSTEP_FORMAT_bf16_ecc8 : HSTEP_FORMAT_bf16_sr;
     return weight_format == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_bf16_sr;
 }
+
+static int64_t blocks_of(const struct hstep_format *f, int64_t n) { return (n + f->block - 1) / f->block; }
 
 uint64_t hstep_code_bytes(int format, int64_t n_rows, int64_t n_columns)
 {
     const struct hstep_format *f = &hstep_formats[format];
+    if (f->geometry == PACKED) return (uint64_t)(n_rows * blocks_of(f, n_columns) * hstep_packed_bytes(f));
     /* Bits are left over only at the end of a row, or of everything. */
     if (f->geometry == FLAT) return ((uint64_t)n_rows * (uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8;
     return (uint64_t)n_rows * (((uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8);
@@ -323,9 +346,11 @@ uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns)
     const struct hstep_format *f = &hstep_formats[format];
     uint64_t elements = (uint64_t)n_rows * (uint64_t)n_columns, block = (uint64_t)f->block;
     if (!f->block) return elements * (uint64_t)f->extra_bits / 8;
+    if (f->geometry == PACKED)
+        return (uint64_t)n_rows * (uint64_t)blocks_of(f, n_columns) * block * (uint64_t)f->extra_bits / 8;
     uint64_t scales = f->geometry == TENSOR ? elements != 0
                       : f->geometry == FLAT ? (elements + block - 1) / block
-                                            : (uint64_t)n_rows * (((uint64_t)n_columns + block - 1) / block);
+                                            : (uint64_t)n_rows * (uint64_t)blocks_of(f, n_columns);
     return scales * (uint64_t)f->scale_bits / 8;
 }
 

@@ -93,6 +93,11 @@ struct hstep_rule {
 };
 
 extern HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS];
+/* Returns the bytes of a packed block: its scale and its codes. */
+HSTEP_INLINE int64_t hstep_packed_bytes(const struct hstep_format *f)
+{
+    return (f->block * f->code_bits + f->scale_bits) / 8;
+}
 extern HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES];
 int hstep_rule_states(int rule);
 int hstep_rule_hypers(int rule); /* the rule's own */
@@ -178,6 +183,8 @@ int hstep_has_matrices(int rule);
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
 int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length); /* pairs of vectors that a matrix has */
 int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length);
+/* Returns true if the blocks of a format are runs of a row. */
+int hstep_is_by_row(int format);
 /* Returns true if a format can store a state of that role. */
 int hstep_format_serves(int format, int role);
 /* Return the bytes of n_rows x n_columns elements, and of their second stream. */

@@ -90,8 +90,8 @@ int hstep_host_write(const struct hstep_access *a, const float *in)
         if (one_scale) memcpy(extra, &scale, 4);
         kernels->from_plain(plain, x, padded(s->format, p.n));
         /* A weight is written as a step with a change of 0 writes it, so that it saturates. Formats with a second
-         * stream are encoded instead, because a step would start from what the stream holds now. */
-        if (a->slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits)
+         * stream or a scale are encoded instead, because a step would start from what is stored now. */
+        if (a->slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits && !f->block)
             kernels->format[s->format].apply(x, nothing, code, extra, words, padded(s->format, p.n));
         else
             kernels->format[s->format].encode[s->nonneg](x, code, extra, words, padded(s->format, p.n),

@@ -10,9 +10,10 @@
 /* Copies n stored elements of one slot over those of another of the same format. */
 static void copy_slot(const struct hstep_work *w, const struct hstep_places *places, int to, int from, int64_t n)
 {
-    const struct hstep_format *f = &hstep_formats[w->format[from]];
-    memcpy(places->code[to], places->code[from], (size_t)(n * f->code_bits / 8));
-    if (f->extra_bits) memcpy(places->extra[to], places->extra[from], (size_t)(n * f->extra_bits / 8));
+    const int format = w->format[from];
+    memcpy(places->code[to], places->code[from], hstep_code_bytes(format, 1, n));
+    if (hstep_formats[format].extra_bits)
+        memcpy(places->extra[to], places->extra[from], hstep_extra_bytes(format, 1, n));
 }
 
 static void encode_state(const struct hstep_work *w, const struct hstep_places *places, int s, const float *x,

@@ -429,8 +429,9 @@ static int block_of(const char *recipe, int64_t row_length)
     int block = 1;
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         halfstep_format_info info = {.struct_size = sizeof info};
-        if (halfstep_get_format_info(row, &info) == HALFSTEP_OK && info.geometry == HALFSTEP_GEOMETRY_ROWS &&
-            info.block > block && info.block <= row_length && recipe_has(recipe, info.name))
+        if (halfstep_get_format_info(row, &info) == HALFSTEP_OK && info.geometry != HALFSTEP_GEOMETRY_FLAT &&
+            info.geometry != HALFSTEP_GEOMETRY_TENSOR && info.block > block && info.block <= row_length &&
+            recipe_has(recipe, info.name))
             block = info.block;
     }
     return block;
@@ -839,6 +840,11 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
         rows += info.rows;
     }
     if (vector) return hash_vector(r, code, pieces, rows, vector, hash);
+    if (format.geometry == HALFSTEP_GEOMETRY_PACKED) {
+        const int block = format.block, bits = block * format.code_bits + 8 * format.scale_bytes;
+        if (hash_stream(r, t, code, bits, block, hash)) return -1;
+        return format.extra_bits ? hash_stream(r, t, extra, block * format.extra_bits, block, hash) : 0;
+    }
     if (hash_stream(r, t, code, format.code_bits, 1, hash)) return -1;
     if (format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR) {
         for (int p = 0; p < r->parts; p++)
