@@ -15,7 +15,7 @@ import torch
 
 from ._int8_weight import Int8Weight
 from ._packed import BLOCK, pack, parts_of, unpack
-from ._parameters import DTYPES, PLAIN
+from ._parameters import PLAIN
 from ._sharding import is_dtensor
 from ._torch import follow
 
@@ -67,7 +67,6 @@ def quantize_(
         for module in modules:
             module.weight = made
         del weight
-    follow(torch.nn.parallel.DistributedDataParallel, "__init__", _send)
     return model
 
 
@@ -131,6 +130,9 @@ def _send(wrapper, made, /, *_, **__):
     return made
 
 
+follow(torch.nn.parallel.DistributedDataParallel, "__init__", _send)
+
+
 # ---- Files ---------------------------------------------------------------------------------------
 
 
@@ -149,18 +151,20 @@ def packed_state_dict(model: torch.nn.Module) -> Tuple[Dict[str, torch.Tensor], 
                 " torch.distributed.checkpoint, or save it with torch.distributed.checkpoint"
             )
         if isinstance(value, Int8Weight):
-            stored = next(name for name, dtype in DTYPES.items() if dtype == value.dtype)
-            packed[name] = dict(format=value.format, row_length=value.row_length, dtype=stored)
+            packed[name] = {"format": value.format, "columns": value.row_length}
             value = value.packed
         tensors[name] = value
-    return tensors, {METADATA: json.dumps(packed)}
+    return tensors, {METADATA: json.dumps(packed, sort_keys=True)}
 
 
 def unpacked_state_dict(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Optional[Mapping[str, str]],
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Dict[str, torch.Tensor]:
-    """Returns the state dictionary that `packed_state_dict()` was given. `load_state_dict()` takes
-    it, of quantized models and of others.
+    """Returns the state dictionary that `packed_state_dict()` was given, or that a file of
+    `halfstep convert` holds. `load_state_dict()` takes it, of quantized models and of others.
+    `dtype` is what layers compute in if they take the weights themselves (`assign=True`).
 
         with safetensors.safe_open("model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -173,9 +177,8 @@ def unpacked_state_dict(
                 f"halfstep: the metadata describe {name!r}, which is not among the tensors; read"
                 " both from one file"
             )
-        dtype = DTYPES.get(what["dtype"])
         try:
-            state[name] = Int8Weight(state[name], what["format"], what["row_length"], dtype)
+            state[name] = Int8Weight(state[name], what["format"], what["columns"], dtype)
         except ValueError as error:
             raise ValueError(f"{error}: tensor {name!r}") from None
     return state
