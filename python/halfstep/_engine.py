@@ -333,13 +333,14 @@ class Engine:
         return _abi.OK
 
     def recheck_weight(self, m):
-        """Takes the new address of a weight. Returns False if the weight is on another device,
-        which needs another handle. Fails if its shape or dtype has changed."""
+        """Takes the new address of a weight. Returns False if the weight is on another device or
+        in another format of 8 bits, which needs another handle. Fails if its shape or dtype has
+        changed."""
         check_parameter(m.p, m.name)
         p, held = local(m.p), stored(m.p)
         if not m.offloaded:
             _devices.check(held, m.name)
-        if _devices.of(held) != m.lies:
+        if _devices.of(held) != m.lies or (held is not p and p.format != m.format):
             return False
         if tuple(p.shape) != m.shape or p.dtype != m.dtype:
             raise ValueError(

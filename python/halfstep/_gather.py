@@ -89,6 +89,7 @@ class Gather:
             and p.dtype == m.dtype
             and held.stride() == m.strides
             and _devices.is_plain(held) == m.dense
+            and (held is p or p.format == m.format)
         ):
             return True
         return engine.recheck_weight(m)

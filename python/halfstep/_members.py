@@ -98,6 +98,8 @@ class Member:
         if not self.gathered:
             self.shape = _matrices.lay_part(self.rule.name, p.shape, here.shape, how)
         held = stored(p)
+        #: the format of 8-bit weights, or None
+        self.format = None if held is here else here.format
         self.dtype, self.strides = p.dtype, held.stride()
         self.dense = _devices.is_plain(held)
         self.address, self.lies = held.data_ptr(), _devices.of(held)
