@@ -211,7 +211,9 @@ def convert(hypers, m, state, old):
     # The target has the streams of `m`. Its grids are those of a new handle.
     made = {
         s.key: (
-            _devices.zeros(s.shape, s.dtype) if s.name in values else s.initial(now, now.device)
+            _devices.zeros(s.shape, s.dtype)
+            if s.name in values
+            else s.initial(m.p, m.name, _devices.HOST)
         )
         for s in m.streams
     }
@@ -306,7 +308,7 @@ def _created(m, state, hypers):
                 if moved is not state[s.key]:
                     made[s.key] = moved
         else:
-            made[s.key] = s.initial(m.p, m.kept)
+            made[s.key] = s.initial(m.p, m.name, m.kept)
     return made, obsolete, weight
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _abi, _devices, _matrices, _sharding
+from . import _abi, _devices, _dither, _matrices, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, add_group, add_tensor, slot_info
 from ._matrices import rows_of
@@ -58,8 +58,10 @@ class Stream:
             and _devices.is_plain(tensor)
         )
 
-    def initial(self, p, device):
+    def initial(self, p, name, device):
         """Returns what the stream begins with beside the weight p."""
+        if self.extra and self.role in (0, _abi.ROLE_WEIGHT) and _sharding.is_packed(p):
+            return _dither.error_codes(p, name, device)
         if self.role == _abi.ROLE_WEIGHT and not self.extra:
             here = stored(p)
             return (

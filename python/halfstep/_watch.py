@@ -110,10 +110,15 @@ def _changed(tensor, hashes):
     return now != hashes.to(now.device) if now is not None and now.shape == hashes.shape else None
 
 
-def clear_rows(extra, rows):
-    """Drops the residuals of these rows, as row_hashes() counts rows, or of all rows for None."""
+def clear_rows(extra, rows, fresh=None):
+    """Drops the residuals of these rows, as row_hashes() counts rows, or of all rows for None.
+    `fresh` are the error codes that 8-bit weights begin with."""
     here = local(extra)
-    if rows is None:
+    if fresh is not None:
+        here.copy_(
+            fresh if rows is None else torch.where(rows.to(here.device)[:, None], fresh, here)
+        )
+    elif rows is None:
         here.zero_()
     elif here.dim() > 1:
         here[rows.to(here.device)] = 0
