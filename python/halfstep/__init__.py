@@ -8,7 +8,8 @@ The classes are ordinary `torch.optim.Optimizer`s over the C library inside this
 docs/python.md is the manual.
 """
 
-from . import _abi, nn
+from . import _abi
+from . import nn as nn
 from ._abi import HalfstepError
 from .accumulate import GradientAccumulator
 from .ema import EMA

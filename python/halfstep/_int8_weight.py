@@ -1,21 +1,19 @@
 """A tensor whose elements are 8-bit codes with scales, and the operators of torch on it.
 
-It is a wrapper without memory around one tensor of bytes. Its shape and strides are those that a
-tensor of decoded values would have, so that all views are views of the same bytes. An operator that
-is not named here runs on decoded values, which it alone keeps alive.
+All views of a weight are views of the same bytes (_packed_views.py). An operator that is not named
+here runs on decoded values, which it alone keeps alive.
 """
 
 import functools
-import itertools
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from . import _packed
 from ._packed import unpack
+from ._packed_views import decoded, is_rows, like, rows_like, span, wrap
 from ._parameters import PLAIN, overlaps
 from ._torch import VERSION
 
@@ -69,12 +67,12 @@ class Int8Weight(torch.Tensor):
                 f" {', '.join(map(str, PLAIN))}"
             )
         shape = packed.shape[0], row_length
-        return _wrap(cls, packed.contiguous(), format, row_length, dtype, shape, (row_length, 1), 0)
+        return wrap(cls, packed.contiguous(), format, row_length, dtype, shape, (row_length, 1), 0)
 
     @property
     def packed(self) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            first, rows = _span(self)
+            first, rows = span(self)
         held = self._stored
         return held if rows == held.shape[0] else held.narrow(0, first, rows)
 
@@ -131,7 +129,7 @@ class Int8Weight(torch.Tensor):
     @classmethod
     def __tensor_unflatten__(cls, inner, context, size, stride):
         *what, offset = context
-        return _wrap(cls, inner["_stored"], *what, size, stride, offset)
+        return wrap(cls, inner["_stored"], *what, size, stride, offset)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -169,88 +167,9 @@ class Int8Weight(torch.Tensor):
         return None
 
 
-def _wrap(cls, stored, format, row_length, dtype, size, stride, offset):
-    """Returns a weight of any strides over stored rows."""
-    weight = torch.Tensor._make_wrapper_subclass(
-        cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=stored.device
-    )
-    weight._stored, weight.format, weight.row_length = stored, format, row_length
-    return weight
-
-
-def _like(weight, stored=None, dtype=None, view=None):
-    """Returns a weight with other bytes, another dtype, or the strides of a view."""
-    view = weight if view is None else view
-    return _wrap(
-        type(weight),
-        weight._stored if stored is None else stored,
-        weight.format,
-        weight.row_length,
-        dtype or weight.dtype,
-        view.shape,
-        view.stride(),
-        view.storage_offset(),
-    )
-
-
-def _rows_like(weight, packed, dtype=None):
-    """Returns packed rows as a weight of the same kind."""
-    return type(weight)(packed, weight.format, weight.row_length, dtype or weight.dtype)
-
-
-def _span(weight):
-    """Returns the first row that a view reaches into, and the number of such rows."""
-    first = weight.storage_offset() // weight.row_length
-    if not weight.numel():
-        return first, 0
-    reach = sum((n - 1) * stride for n, stride in zip(weight.shape, weight.stride()))
-    return first, (weight.storage_offset() + reach) // weight.row_length + 1 - first
-
-
-def _is_rows(weight):
-    """Returns True for whole rows, as they are stored."""
-    length = weight.row_length
-    return (
-        weight.dim() == 2
-        and weight.shape[1] == length
-        and weight.stride() == (length, 1)
-        and weight.storage_offset() % length == 0
-    )
-
-
-def _decoded(weight, dtype=None):
-    """Returns the values of a weight, an ordinary tensor of its shape and strides."""
-    dtype = dtype or weight.dtype
-    rows = _recomputed(unpack, weight.packed, weight.row_length, dtype)
-    if _is_rows(weight):
-        return rows
-    if (
-        weight.dim() == 2
-        and rows.shape == weight.shape[::-1]
-        and rows.stride(0) == weight.stride(1)
-    ):
-        return rows.t()
-    offset = weight.storage_offset() - _span(weight)[0] * weight.row_length
-    return rows.as_strided(weight.shape, weight.stride(), offset)
-
-
-def _recomputed(function, packed, *args):
-    """Calls a function. A graph that is being compiled calls it again in the backward pass, where
-    it would otherwise keep the decoded weight from the forward pass on."""
-    mode = None if type(packed) is torch.Tensor or VERSION < (2, 4) else get_proxy_mode()
-    if mode is None:
-        return function(packed, *args)
-    nodes = mode.tracer.graph.nodes
-    before = len(nodes)
-    made = function(packed, *args)
-    for node in itertools.islice(reversed(nodes), len(nodes) - before):
-        node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
-    return made
-
-
 def _parted(weight):
     """Returns what _restore() makes a weight of."""
-    offset = weight.storage_offset() - _span(weight)[0] * weight.row_length
+    offset = weight.storage_offset() - span(weight)[0] * weight.row_length
     what = weight.packed, weight.format, weight.row_length, weight.dtype
     return (*what, tuple(weight.shape), weight.stride(), offset)
 
@@ -265,7 +184,7 @@ def _marks(weight):
 def _restore(stored, *what):
     """Returns the weight that was copied or pickled."""
     *what, is_parameter, trains, marks = what
-    weight = _wrap(Int8Weight, stored, *what)
+    weight = wrap(Int8Weight, stored, *what)
     weight = torch.nn.Parameter(weight, trains) if is_parameter else weight.requires_grad_(trains)
     vars(weight).update(marks)
     return weight
@@ -277,7 +196,7 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, dtype):
         ctx.dtype = weight.dtype
-        return _like(weight, dtype=dtype)
+        return like(weight, dtype=dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -311,13 +230,13 @@ def _view(func, args, kwargs):
     if isinstance(views, torch.Tensor):
         if views.dtype != weight.dtype:
             return _plainly(func, args, kwargs)
-        return return_and_correct_aliasing(func, args, kwargs, _like(weight, view=views))
-    views = type(views)(_like(weight, view=view) for view in views)
+        return return_and_correct_aliasing(func, args, kwargs, like(weight, view=views))
+    views = type(views)(like(weight, view=view) for view in views)
     return return_and_correct_aliasing(func, args, kwargs, views)
 
 
 def _detach(func, args, kwargs):
-    return return_and_correct_aliasing(func, args, kwargs, _like(args[0]))
+    return return_and_correct_aliasing(func, args, kwargs, like(args[0]))
 
 
 def _clone(func, args, kwargs):
@@ -326,7 +245,7 @@ def _clone(func, args, kwargs):
     if not _keeps_order(weight, kwargs):
         return _plainly(func, args, kwargs)
     packed, *what = _parted(weight)
-    return _wrap(type(weight), packed.clone(), *what)
+    return wrap(type(weight), packed.clone(), *what)
 
 
 def _to(func, args, kwargs):
@@ -334,9 +253,9 @@ def _to(func, args, kwargs):
     behind a shard are there so that each rank sends as much."""
     weight, dtype = args[0], kwargs.pop("dtype", None) or args[0].dtype
     if dtype not in PLAIN or not _keeps_order(weight, kwargs):
-        return func(_decoded(weight, torch.float32), *args[1:], dtype=dtype, **kwargs)
+        return func(decoded(weight, torch.float32), *args[1:], dtype=dtype, **kwargs)
     kwargs.pop("memory_format", None)
-    return _like(weight, func(weight._stored, *args[1:], **kwargs), dtype)
+    return like(weight, func(weight._stored, *args[1:], **kwargs), dtype)
 
 
 def _keeps_order(weight, kwargs):
@@ -344,7 +263,7 @@ def _keeps_order(weight, kwargs):
     order = kwargs.get("memory_format") or torch.preserve_format
     if order != torch.preserve_format and not weight.is_contiguous(memory_format=order):
         return False
-    return weight.numel() == _span(weight)[1] * weight.row_length and not overlaps(weight)
+    return weight.numel() == span(weight)[1] * weight.row_length and not overlaps(weight)
 
 
 def _empty(func, args, kwargs):
@@ -355,7 +274,7 @@ def _empty(func, args, kwargs):
         return _shape_only(func, args, {**kwargs, "dtype": dtype})
     device = kwargs.get("device") or weight.device
     stored = torch.zeros((size[0], weight._stored.shape[1]), dtype=torch.uint8, device=device)
-    return _rows_like(weight, stored, dtype)
+    return rows_like(weight, stored, dtype)
 
 
 def _write(func, args, kwargs):
@@ -369,16 +288,16 @@ def _write(func, args, kwargs):
         )
     packed, length, parts = weight.packed, weight.row_length, _packed.parts_of(weight.format)
     source = args[1] if name == "copy_" else None
-    if isinstance(source, Int8Weight) and _is_rows(source) and source.shape == weight.shape:
-        if _is_rows(weight):
+    if isinstance(source, Int8Weight) and is_rows(source) and source.shape == weight.shape:
+        if is_rows(weight):
             packed.copy_(source.packed, *args[2:], **kwargs)
             return weight
-    if source is not None and _is_rows(weight):
-        source = _decoded(source, torch.float32) if isinstance(source, Int8Weight) else source
+    if source is not None and is_rows(weight):
+        source = decoded(source, torch.float32) if isinstance(source, Int8Weight) else source
         _packed.store(packed, length, source.expand(weight.shape), parts)
         return weight
     rows = unpack(packed, length, torch.float32)
-    offset = weight.storage_offset() - _span(weight)[0] * length
+    offset = weight.storage_offset() - span(weight)[0] * length
     _plainly(func, (rows.as_strided(weight.shape, weight.stride(), offset), *args[1:]), kwargs)
     _packed.store(packed, length, rows, parts)
     return weight
@@ -387,7 +306,7 @@ def _write(func, args, kwargs):
 def _embedding(func, args, kwargs):
     """Looks rows up and decodes only those."""
     weight, indices = args[0], args[1]
-    if not isinstance(weight, Int8Weight) or not _is_rows(weight):
+    if not isinstance(weight, Int8Weight) or not is_rows(weight):
         return _plainly(func, args, kwargs)
     return unpack(weight.packed[indices], weight.row_length, weight.dtype)
 
@@ -406,25 +325,25 @@ def _run(func, args, kwargs, change):
 def _plainly(func, args, kwargs):
     """Runs an operator on decoded weights."""
     dtype = args[0].dtype if func is aten.copy_.default and args[0].dtype in PLAIN else None
-    return _run(func, args, kwargs, functools.partial(_decoded, dtype=dtype))
+    return _run(func, args, kwargs, functools.partial(decoded, dtype=dtype))
 
 
 def _shape_only(func, args, kwargs):
     """Runs an operator that only asks for shape, strides, dtype and device of its first tensor."""
-    like = args[0]
-    like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return func(like, *args[1:], **kwargs)
+    first = args[0]
+    held = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
+    return func(held, *args[1:], **kwargs)
 
 
 def _decode_copy(func, args, kwargs):
-    return _decoded(args[0])
+    return decoded(args[0])
 
 
 def _collective(func, args, kwargs):
     """Moves the bytes of whole rows between ranks, or refuses."""
     name, weight = func.overloadpacket.__name__, args[0]
-    if name in _GATHERS and _is_rows(weight):
-        return _rows_like(weight, func(weight.packed, *args[1:], **kwargs))
+    if name in _GATHERS and is_rows(weight):
+        return rows_like(weight, func(weight.packed, *args[1:], **kwargs))
     if name in _MOVES:
         return _run(func, args, kwargs, _bytes_of)
     raise TypeError(
@@ -434,7 +353,7 @@ def _collective(func, args, kwargs):
 
 
 def _bytes_of(weight):
-    if not _is_rows(weight):
+    if not is_rows(weight):
         raise ValueError(
             f"halfstep: a part of shape {tuple(weight.shape)} of 8-bit weights cannot be sent,"
             f" because its rows are not whole ({weight.row_length} elements); send whole rows, or"
@@ -459,9 +378,9 @@ def _split(func, args, kwargs):
 def _pad(func, args, kwargs):
     """Returns a weight with rows of zeros behind it, as DTensor makes shards equal."""
     weight, pad, value = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("value", 0)
-    if len(pad) != 4 or any(pad[:3]) or pad[3] < 0 or value or not _is_rows(weight):
+    if len(pad) != 4 or any(pad[:3]) or pad[3] < 0 or value or not is_rows(weight):
         return _plainly(func, args, kwargs)
-    return _rows_like(weight, F.pad(weight.packed, pad))
+    return rows_like(weight, F.pad(weight.packed, pad))
 
 
 def _decompose(func, args, kwargs):

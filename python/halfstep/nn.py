@@ -168,6 +168,14 @@ def unpacked_state_dict(
     """
     state: Dict[str, Any] = dict(tensors)
     for name, what in json.loads((metadata or {}).get(METADATA, "{}")).items():
+        if name not in state:
+            raise ValueError(
+                f"halfstep: the metadata describe {name!r}, which is not among the tensors; read"
+                " both from one file"
+            )
         dtype = DTYPES.get(what["dtype"])
-        state[name] = Int8Weight(state[name], what["format"], what["row_length"], dtype)
+        try:
+            state[name] = Int8Weight(state[name], what["format"], what["row_length"], dtype)
+        except ValueError as error:
+            raise ValueError(f"{error}: tensor {name!r}") from None
     return state
