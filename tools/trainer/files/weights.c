@@ -113,12 +113,12 @@ static int count_values(halfstep_optimizer *decoder, const halfstep_tensor *tens
 {
     const size_t n = (size_t)(tensor->rows * tensor->row_length);
     float *values = malloc(2 * n * sizeof *values);
-    int bad = !values ||
-              halfstep_read_slot(decoder, 0, HALFSTEP_SLOT_WEIGHT, first, 0, tensor->rows, values) != HALFSTEP_OK;
+    int bad =
+        !values || halfstep_read_slot(decoder, 0, HALFSTEP_SLOT_WEIGHT, first, 0, tensor->rows, values) != HALFSTEP_OK;
     if (!bad && now->extra_bytes)
         memcpy(slot_info(decoder, 0, HALFSTEP_SLOT_WEIGHT).extra, now->extra, now->extra_bytes);
-    bad = bad ||
-          halfstep_read_slot(decoder, 0, HALFSTEP_SLOT_WEIGHT, codes, 0, tensor->rows, values + n) != HALFSTEP_OK;
+    bad =
+        bad || halfstep_read_slot(decoder, 0, HALFSTEP_SLOT_WEIGHT, codes, 0, tensor->rows, values + n) != HALFSTEP_OK;
     for (size_t i = 0; i < n && !bad; i++) *changed += values[i] != values[n + i];
     free(values);
     return bad;
@@ -237,8 +237,7 @@ int weight_source_read(struct weight_source *source, const struct lm_tensor *ten
         snprintf(extra, sizeof extra, "%s/weight.extra", tensor->name);
         int with_extra = source->states && halfstep_safetensor_find(source->states, extra, &unused) == HALFSTEP_OK;
         bad = halfstep_read_safetensor(part->file, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK ||
-              decode(source, part->path, tensor, &info, codes, with_extra ? extra : NULL, out, error,
-                     error_bytes) != 0;
+              decode(source, part->path, tensor, &info, codes, with_extra ? extra : NULL, out, error, error_bytes) != 0;
     }
     free(codes);
     return bad ? -1 : 0;
