@@ -446,7 +446,8 @@ static void test_convert(void)
         {2, "--to is f16; did you mean bf16?", "convert base new --to f16"},
         {1, "nowhere", "convert nowhere new --to bf16"},
         {1, "convert: text exists already; remove it, or choose another name", "convert base text --to bf16"},
-        {1, "empty.safetensors has nothing to convert to f32; only packed weights", "convert empty.safetensors new --to f32"},
+        {1, "empty.safetensors has nothing to convert to f32; only packed weights",
+         "convert empty.safetensors new --to f32"},
         {1, "--tensors '*_norm*' matches no matrix", "convert 40 new --to int8-sr --tensors *proj* *_norm*"},
         {1, "convert: cannot create nowhere/new: No such file", "convert 40 nowhere/new --to int8-sr"},
         {1, "plain is not finite in row 1, column 33; int8-sr cannot hold", "convert listed new --to int8-sr"},
@@ -463,7 +464,7 @@ static void test_convert(void)
         {"{\"plain\": {\"format\": \"int8-sr\", \"columns\": 40}}", "plain has 40 columns in int8-sr, but its"},
         {"{\"a\": {}, \"b\": {}, \"c\": {}}", "more names than the file has tensors"},
     };
-    char line[400];
+    char line[400], hash[28] = "no hash";
     snprintf(line, sizeof line, "%sadamw/bf16-sr --checkpoint 40", wide);
     accept("", line);
     make_packed("listed", "{\"packed\": {\"columns\": 40, \"by\": 1, \"format\": \"int8-ecc4\"}}");
@@ -486,9 +487,17 @@ static void test_convert(void)
     snprintf(line, sizeof line, "%sadamw/int8-ecc4/int8 --heads 2 --init small --json", wide);
     accept("state_hash", line);
     snprintf(line, sizeof line, "%ssgd/int8-ecc4 --checkpoint trained", wide);
-    accept("", line);
+    accept("state hash ", line);
+    const char *at = strstr(printed, "state hash ");
+    if (at) snprintf(hash, sizeof hash, "%.27s", at);
     accept("", "generate --checkpoint trained --bytes 4 --threads 1");
     accept("256 x 68, int8-ecc4 of 40 columns", "inspect trained");
+    /* Packed weights that a run begins with stay what they are, with their error codes. */
+    snprintf(line, sizeof line, "%ssgd/int8-ecc4 --steps 0 --init trained", wide);
+    accept(hash, line);
+    CHECK(strstr(printed, "weights changed 0.00 %"), "%s", printed);
+    snprintf(line, sizeof line, "%ssgd/int8-sr --steps 0 --init small --json", wide);
+    accept("\"weights_changed_percent\": 0.0", line);
     accept(": 9 tensors converted to bf16, 3 copied as they are", "convert trained restored --to bf16");
     snprintf(line, sizeof line, "%sadamw/f32 --init trained --json", wide);
     accept("state_hash", line);

@@ -111,7 +111,9 @@ def test_several_files_become_one(model, tmp_path):
         safetensors.save_file(tensors, folder / part, {"part": part, "format": "pt"})
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    safetensors.save_file(model, tmp_path / "one.safetensors", {"part": "part-0.safetensors", "format": "pt"})
+    safetensors.save_file(
+        model, tmp_path / "one.safetensors", {"part": "part-0.safetensors", "format": "pt"}
+    )
     told = json.loads(convert(folder, tmp_path / "a", "--to", "int8-sr", "--json"))
     assert told["converted"] and sorted(told["converted"] + told["copied"]) == names
     convert(tmp_path / "one.safetensors", tmp_path / "b", "--to", "int8-sr")
