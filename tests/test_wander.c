@@ -6,7 +6,8 @@
  *   test_wander --all       Also the runs in steps, of 1200 each.
  *   test_wander STEPS       The same with as many steps; docs/random.md quotes 12000.
  *
- * Errors are counted in ulp of BF16 between 1 and 2, those of packed weights as parts of the weights. Seeds are fixed, so a pass stays a pass.
+ * Errors are counted in ulp of BF16 between 1 and 2, those of packed weights as parts of the weights. Seeds are fixed,
+ * so a pass stays a pass.
  * Not for an emulator. */
 #define HALFSTEP_ADVANCED
 
