@@ -3,6 +3,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/scale.h"
+#include "tables/layout.h"
+
 /* ---- Groups and tensors ---- */
 
 struct shape {
@@ -283,6 +286,22 @@ static uint16_t half_pattern(uint64_t r)
     }
 }
 
+/* Fills a packed weight: scales and codes of any size, and 0 beyond the end of a row. */
+static void fill_packed(char *data, const struct hstep_tensor *t, const struct hstep_format *f, uint64_t seed,
+                        int largest)
+{
+    const int64_t blocks = hstep_blocks_per_row(t, t->slot[HALFSTEP_SLOT_WEIGHT].format);
+    for (int64_t b = 0; b < t->n_rows * blocks; b++, data += hstep_packed_bytes(f)) {
+        const uint64_t r = mix(mix((uint64_t)b * UINT64_C(0x9e3779b97f4a7c15) + seed) + t->id);
+        const uint32_t scale = largest && b % 7 == 3 ? 0x7b800000 : pattern(r) & 0x7fffffff;
+        hstep_scale_store(HSTEP_SCALE_BF16, data, 0, scale);
+        for (int64_t i = 0; i < f->block; i++) {
+            const int code = (int)(mix(r + (uint64_t)i) % 255) - 127;
+            data[f->scale_bits / 8 + i] = (char)(b % blocks * f->block + i < t->n_columns ? code : 0);
+        }
+    }
+}
+
 void hstep_fill_case(char *data, const halfstep_optimizer *o, int tensor, int slot, uint64_t seed)
 {
     const int64_t n = o->tensors[tensor].n_rows * o->tensors[tensor].n_columns;
@@ -294,6 +313,10 @@ void hstep_fill_case(char *data, const halfstep_optimizer *o, int tensor, int sl
     const int half = !strncmp(format.code_dtype, "F16", 3),
               largest = slot == HALFSTEP_SLOT_WEIGHT && tensor % 4 == 0 && !rule.two_pass &&
                         strcmp(halfstep_get_choice(o, o->tensors[tensor].group, "decay"), "l2") != 0;
+    if (format.geometry == HALFSTEP_GEOMETRY_PACKED) {
+        fill_packed(data, &o->tensors[tensor], &hstep_formats[s->format], seed, largest);
+        return;
+    }
     for (int64_t i = 0; i < n; i++) {
         const uint64_t r = mix(mix((uint64_t)i * UINT64_C(0x9e3779b97f4a7c15) + seed) + (uint64_t)tensor);
         const uint32_t zero = slot == HALFSTEP_SLOT_GRADIENT && (i / 32 + (int64_t)seed) % 11 == 0;

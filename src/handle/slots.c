@@ -249,7 +249,7 @@ static int check_values(const halfstep_optimizer *o, int32_t tensor, int32_t slo
 {
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
-    int block = hstep_formats[s->format].block;
+    const int block = slot >= HALFSTEP_SLOT_STATE && hstep_formats[s->format].block;
     for (int64_t i = 0; i < n && (block || s->nonneg); i++) {
         uint32_t bits;
         memcpy(&bits, in + i, 4);
