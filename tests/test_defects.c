@@ -733,8 +733,8 @@ static void test_zeroed_weights(void)
     }
 }
 
-/* Returns the weight format of a row if it is meant to keep small changes in fewer than 32 bits. Such formats are written
- * stochastically or have a second stream. */
+/* Returns the weight format of a row if it is meant to keep small changes without fp32 weights. Such formats are
+ * written stochastically or have a second stream. */
 static const char *small_weight(int32_t row)
 {
     halfstep_format_info info = format_info(row);
