@@ -943,7 +943,8 @@ static void test_counters(void)
 
 static void test_nan(void)
 {
-    TEST("I-12, I-42 a NaN, whatever its payload, or infinite weight is never taken for a number under any weight format") {
+    TEST("I-12, I-42 a NaN, whatever its payload, or infinite weight is never taken for a number under any weight "
+         "format") {
         static const uint32_t nan[] = {0x7fffffff, 0x7f800001, 0xff800001, 0x7f80ffff, 0x7f801fff};
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             const char *format = format_for(row, HALFSTEP_ROLE_WEIGHT);

@@ -43,6 +43,7 @@
 #define CUDA_BARRIER() __syncthreads()
 #define CUDA_WARP_BARRIER() __nvvm_bar_warp_sync(0xffffffffu)
 #define CUDA_SHUFFLE(x, mask) ((uint32_t)__nvvm_shfl_sync_bfly_i32(0xffffffffu, (int)(x), mask, 31))
+#define CUDA_ANY(x) __nvvm_vote_any_sync(0xffffffffu, x)
 #define CUDA_ADD(to, x) ((void)__nvvm_atom_add_gen_ll((long long *)(to), (long long)(x)))
 #else
 #define CUDA_THREAD ((int)threadIdx.x)
@@ -51,6 +52,7 @@
 #define CUDA_BARRIER() __syncthreads()
 #define CUDA_WARP_BARRIER() __syncwarp()
 #define CUDA_SHUFFLE(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
+#define CUDA_ANY(x) __any_sync(0xffffffffu, x)
 #define CUDA_ADD(to, x) ((void)atomicAdd((unsigned long long *)(to), (unsigned long long)(x)))
 #endif
 #define HSTEP_ADD_ATOMIC(to, x) CUDA_ADD(to, x)
@@ -229,6 +231,13 @@ V_OP uint32_t hstep_cuda_signed_byte(const void *p, int n) { return (uint32_t)(i
         return all;                                                                \
     }
 CUDA_FOUR_BYTES(hstep_cuda_bytes, "0x0040")
+/* Returns four of the eight bytes of two words. Each of the lower four digits of `which` is the number of a byte. */
+V_OP uint32_t hstep_cuda_pick(uint32_t low, uint32_t high, uint32_t which)
+{
+    uint32_t r;
+    __asm__("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(which));
+    return r;
+}
 /* Returns the halves of two words as bytes, saturated to 0 .. 255. */
 V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high)
 {

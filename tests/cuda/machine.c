@@ -185,6 +185,15 @@ void hstep_run_shfl(struct warp *w, const struct row *r)
     }
 }
 
+void hstep_run_vote_any(struct warp *w, const struct row *r)
+{
+    P *d = at(w, r->x[0]), any = 0;
+    const P *x = at(w, r->x[1]);
+    if (!is_met(w)) return;
+    for (int i = 0; i < LANES; i++) any |= x[i];
+    for (int i = 0; i < LANES; i++) d[i] = any;
+}
+
 void hstep_run_bar_warp_sync(struct warp *w, const struct row *r)
 {
     (void)r;

@@ -428,6 +428,9 @@ class Function:
                 self.refuse(word)
             x = [self.read(operands[1], "b32"), self.read(operands[2], "b32")]
             return self.emit("shfl", [self.write(operands[0], "b32"), *x])
+        if word == "vote.sync.any.pred" and operands[2] in ("-1", "0xffffffff"):
+            x = self.read(operands[1], "pred")
+            return self.emit("vote_any", [self.write(operands[0], "pred"), x])
         if word == "bar.warp.sync" and operands in (["-1"], ["0xffffffff"]):
             return self.emit("bar_warp_sync")
         if word == "bar.sync" and operands == ["0"]:

@@ -1,6 +1,7 @@
 /* The contents of a training checkpoint, and how they map to an optimizer and a model:
  *
- *   model.safetensors      the weights as stored (F32, BF16 or F16) under the usual Llama names, with config.json
+ *   model.safetensors      the weights as stored (F32, BF16, F16, or U8 in packed blocks) under the usual Llama names,
+ *                          with config.json
  *   optimizer.safetensors  NAME/STATE, NAME/STATE.scale or .extra, NAME/weight.extra; counters, the rule's numbers for
  *                          each tensor, seed, generator, recipe and hyper-parameters as metadata
  *   history.safetensors    losses so far

@@ -93,6 +93,37 @@ static void weights_only(char recipe[RECIPE_BYTES + 8], const char *other)
     snprintf(recipe, RECIPE_BYTES + 8, "sgd/%s", parts.weight);
 }
 
+/* Counts elements whose codes or extra codes differ. */
+static uint64_t count_codes(size_t n, const halfstep_slot_info *now, const char *codes, const halfstep_slot_info *then,
+                            const char *first)
+{
+    const size_t code = now->code_bytes / n, extra = now->extra_bytes / n;
+    const char *more = now->extra, *first_more = then->extra;
+    uint64_t changed = 0;
+    for (size_t i = 0; i < n; i++)
+        changed += memcmp(codes + i * code, first + i * code, code) != 0 ||
+                   (extra && memcmp(more + i * extra, first_more + i * extra, extra) != 0);
+    return changed;
+}
+
+/* Counts elements of packed weights that decode to other numbers. A new scale alone may change all codes of a block.
+ * The decoder's error codes are those of `first`, and afterwards those of `now`. */
+static int count_values(halfstep_optimizer *decoder, const halfstep_tensor *tensor, const halfstep_slot_info *now,
+                        const void *codes, const void *first, uint64_t *changed)
+{
+    const size_t n = (size_t)(tensor->rows * tensor->row_length);
+    float *values = malloc(2 * n * sizeof *values);
+    int bad = !values ||
+              halfstep_read_slot(decoder, 0, HALFSTEP_SLOT_WEIGHT, first, 0, tensor->rows, values) != HALFSTEP_OK;
+    if (!bad && now->extra_bytes)
+        memcpy(slot_info(decoder, 0, HALFSTEP_SLOT_WEIGHT).extra, now->extra, now->extra_bytes);
+    bad = bad ||
+          halfstep_read_slot(decoder, 0, HALFSTEP_SLOT_WEIGHT, codes, 0, tensor->rows, values + n) != HALFSTEP_OK;
+    for (size_t i = 0; i < n && !bad; i++) *changed += values[i] != values[n + i];
+    free(values);
+    return bad;
+}
+
 int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, const halfstep_slot_info *now,
                              const void *codes, const float *values, uint64_t *changed)
 {
@@ -102,40 +133,48 @@ int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, 
     weights_only(fresh, recipe);
     int bad = checkpoint_decoder(fresh, tensor, &optimizer) != HALFSTEP_OK || !first ||
               halfstep_write_slot(optimizer, 0, HALFSTEP_SLOT_WEIGHT, first, 0, tensor->rows, values) != HALFSTEP_OK;
-    size_t n = (size_t)(tensor->rows * tensor->row_length), code = now->code_bytes / n, extra = now->extra_bytes / n;
-    const char *more = now->extra, *first_more = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT).extra;
-    for (size_t i = 0; i < n && !bad; i++)
-        *changed += memcmp((const char *)codes + i * code, first + i * code, code) != 0 ||
-                    (extra && memcmp(more + i * extra, first_more + i * extra, extra) != 0);
+    if (!bad && format_info(now->format).geometry == HALFSTEP_GEOMETRY_PACKED) {
+        bad = count_values(optimizer, tensor, now, codes, first, changed);
+    } else if (!bad) {
+        const halfstep_slot_info then = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT);
+        *changed += count_codes((size_t)(tensor->rows * tensor->row_length), now, codes, &then, (const char *)first);
+    }
     halfstep_destroy(optimizer);
     free(first);
     return bad ? -1 : 0;
 }
 
 /* Decodes the values of one tensor by a temporary optimizer. Its gradient slot reads any plain type; its weight slot
- * reads codes and extra together. */
-static int decode(struct weight_source *source, const char *path, const struct lm_tensor *tensor, const char *dtype,
-                  const void *codes, const char *extra, float *out, char *error, size_t error_bytes)
+ * reads packed codes, and codes and extra together. */
+static int decode(struct weight_source *source, const char *path, const struct lm_tensor *tensor,
+                  const halfstep_safetensor_info *stored, const void *codes, const char *extra, float *out, char *error,
+                  size_t error_bytes)
 {
     char recipe[RECIPE_BYTES + 8];
     halfstep_optimizer *optimizer;
-    weights_only(recipe, extra ? source->recipe : "sgd/f32");
-    const halfstep_tensor t = checkpoint_tensor(tensor, gradient_format_of(dtype));
-    if (!t.gradient) {
-        snprintf(error, error_bytes, "%s: %s has dtype %s; weights have F32, BF16 or F16", path, tensor->name, dtype);
-        return -1;
-    }
+    int dtype = model_tensor_dtype(path, stored, tensor, error, error_bytes), packed = dtype == LM_PACKED;
+    if (dtype < 0) return -1;
+    weights_only(recipe, extra ? source->recipe : packed ? "sgd/int8-sr" : "sgd/f32");
+    const halfstep_tensor t = checkpoint_tensor(tensor, packed ? "f32" : gradient_format_of(stored->dtype));
     int code = checkpoint_decoder(recipe, &t, &optimizer);
     const halfstep_slot_info info = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT);
     int bad = code != HALFSTEP_OK;
+    if (!bad && (extra || packed) && strcmp(stored->dtype, format_info(info.format).code_dtype) != 0) {
+        snprintf(error, error_bytes, "%s: %s has dtype %s, which is not that of %s weights", path, tensor->name,
+                 stored->dtype, format_info(info.format).name);
+        bad = 1;
+    }
     if (!bad && extra) {
         const char *states = states_path(source);
         halfstep_safetensor_info found = {.struct_size = sizeof found};
         uint64_t place;
-        const char *needed = format_info(info.format).extra_dtype;
+        const halfstep_format_info format = format_info(info.format);
+        const char *needed = format.extra_dtype;
+        const uint64_t columns =
+            format.geometry == HALFSTEP_GEOMETRY_PACKED ? info.extra_bytes / (uint64_t)tensor->rows : 0;
         bad = halfstep_safetensor_find(source->states, extra, &place) != HALFSTEP_OK ||
               halfstep_get_safetensor_info(source->states, place, &found) != HALFSTEP_OK ||
-              model_tensor_fits(states, extra, &found, tensor, error, error_bytes) != 0;
+              model_tensor_fits(states, extra, &found, tensor, columns, error, error_bytes) != 0;
         if (!bad && (!needed || strcmp(found.dtype, needed) != 0)) {
             snprintf(error, error_bytes, "%s: %s has dtype %s, which is not that of %s weights", states, extra,
                      found.dtype, recipe + strlen("sgd/"));
@@ -146,8 +185,8 @@ static int decode(struct weight_source *source, const char *path, const struct l
                                            error_bytes) != 0;
     }
     if (!bad) {
-        code = halfstep_read_slot(optimizer, 0, extra ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes, 0,
-                                  tensor->rows, out);
+        code = halfstep_read_slot(optimizer, 0, extra || packed ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes,
+                                  0, tensor->rows, out);
         bad = code != HALFSTEP_OK;
     }
     if (bad && code != HALFSTEP_OK)
@@ -198,7 +237,7 @@ int weight_source_read(struct weight_source *source, const struct lm_tensor *ten
         snprintf(extra, sizeof extra, "%s/weight.extra", tensor->name);
         int with_extra = source->states && halfstep_safetensor_find(source->states, extra, &unused) == HALFSTEP_OK;
         bad = halfstep_read_safetensor(part->file, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK ||
-              decode(source, part->path, tensor, info.dtype, codes, with_extra ? extra : NULL, out, error,
+              decode(source, part->path, tensor, &info, codes, with_extra ? extra : NULL, out, error,
                      error_bytes) != 0;
     }
     free(codes);

@@ -47,16 +47,53 @@ struct fused_slot {
     struct scratch scratch;
 };
 
-V_OP char *code_place(const struct columns c, const struct fused_work *w, const struct fused_slot *slot)
+/* Returns the address of the lane's codes. Those of packed blocks stand behind the scales of their own and all earlier
+ * blocks. */
+V_OP char *fused_code(const struct columns c, const struct fused_work *w, const struct fused_slot *slot)
 {
-    return w->code[slot->s] + slot->element * c.bits / 8;
+    char *code = w->code[slot->s] + slot->element * c.bits / 8;
+    if (!c.steps) return code;
+    return code + ((slot->element >> __builtin_ctz(HSTEP_PACKED_BLOCK)) + 1) * HSTEP_PACKED_SCALE;
 }
 
 /* Returns the address of the second bytes, or of the scale of the lane's block. */
-V_OP char *extra_place(const struct columns c, const struct fused_work *w, const struct fused_slot *slot)
+V_OP char *fused_extra(const struct columns c, const struct fused_work *w, const struct fused_slot *slot)
 {
     if (!c.block) return w->extra[slot->s] + slot->element * c.extra_bits / 8;
     return w->extra[slot->s] + (slot->element >> __builtin_ctz((unsigned)c.block)) * hstep_scale_bytes(c.scale);
+}
+
+/* load_packed() and store_packed() copy a lane's part of a packed block. Its codes lie at an even address, and all
+ * lanes of the block are `odd` bytes before the next multiple of four, 0 or 2. Whole words are copied, whose other bytes
+ * are the scale or codes of the block. */
+V_OP uint32_t odd_of(const char *code) { return (uint32_t)(uintptr_t)code & 2; }
+
+V_OP void load_packed(const char *code, struct scratch *r)
+{
+    const uint32_t odd = odd_of(code), select = 0x3210 + odd * 0x1111;
+    const char *from = code - odd;
+    const uint32_t low = hstep_cuda_word(from, 0), middle = hstep_cuda_word(from, 1);
+    uint16_t high;
+    memcpy(&high, __builtin_assume_aligned(from + 4 + 2 * odd, 2), 2);
+    hstep_cuda_put_word(r->code + PACKED_CODES, 0, hstep_cuda_pick(low, middle, select));
+    hstep_cuda_put_word(r->code + PACKED_CODES, 1, hstep_cuda_pick(middle, high, select));
+    copy_aligned(r->code + PACKED_SCALE, code - lane_of_block() * PLACES - HSTEP_PACKED_SCALE, HSTEP_PACKED_SCALE);
+}
+
+/* All lanes of the warp must call it at once, because each stores two bytes of the lane before it. The first or the last
+ * lane of the block stores the two bytes that are left. */
+V_OP void store_packed(char *code, const struct scratch *r)
+{
+    const uint32_t odd = odd_of(code), select = 0x7654 - odd * 0x1111;
+    const int lane = lane_of_thread(), first = lane_of_block() == 0, last = lane_of_block() == PACKED_LANES - 1;
+    const uint32_t low = hstep_cuda_word(r->code + PACKED_CODES, 0), high = hstep_cuda_word(r->code + PACKED_CODES, 1);
+    const uint32_t scale = hstep_scale_load(HSTEP_SCALE_BF16, r->code + PACKED_SCALE, 0),
+                   exchanged = CUDA_SHUFFLE(high, (lane ^ (lane - 1)) & (LANES - 1)), before = first ? scale : exchanged;
+    const uint16_t left = (uint16_t)((odd ? high : scale) >> 16);
+    char *to = code - odd;
+    hstep_cuda_put_word(to, 0, hstep_cuda_pick(before, low, select));
+    hstep_cuda_put_word(to, 1, hstep_cuda_pick(low, high, select));
+    if (odd ? last : first) memcpy(__builtin_assume_aligned(to + (odd ? 8 : -HSTEP_PACKED_SCALE), 2), &left, 2);
 }
 
 /* Finds and loads a lane's places of a slot. more: the warp goes on with the tile that is WARPS further on, which is
@@ -70,11 +107,12 @@ V_OP void fused_load(const int format, const int nonneg, const struct fused_work
     struct scratch *r = &slot->scratch;
     slot->s = s;
     slot->element = element;
-    slot->code = code_place(c, w, slot);
-    copy_codes(r->code, slot->code, PLACES * c.bits / 8);
-    if (more) CUDA_PREFETCH(slot->code + NEXT * c.bits / 8);
+    slot->code = fused_code(c, w, slot);
+    if (c.steps) load_packed(slot->code, r);
+    else copy_codes(r->code, slot->code, PLACES * c.bits / 8);
+    if (more) CUDA_PREFETCH(slot->code + code_place(c, NEXT));
     if (c.block) {
-        slot->extra = extra_place(c, w, slot);
+        slot->extra = fused_extra(c, w, slot);
         copy_aligned(r->extra, slot->extra, scale_bytes);
         if (more) CUDA_PREFETCH(slot->extra + NEXT / c.block * scale_bytes);
         load_scaled(format, nonneg, r->code, v_from_bits(vi_set(hstep_scale_load(c.scale, r->extra, 0))), 0, &x[0],
@@ -82,20 +120,22 @@ V_OP void fused_load(const int format, const int nonneg, const struct fused_work
         return;
     }
     if (c.extra_bits) {
-        slot->extra = extra_place(c, w, slot);
+        slot->extra = fused_extra(c, w, slot);
         copy_aligned(r->extra, slot->extra, PLACES * c.extra_bits / 8);
-        if (more) CUDA_PREFETCH(slot->extra + NEXT * c.extra_bits / 8);
+        if (more) CUDA_PREFETCH(slot->extra + extra_place(c, NEXT));
     }
-    load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
+    load_scratch(format, nonneg, r, x);
 }
 
 /* Stores a lane's places where they were loaded. */
 V_OP void fused_put(const int format, const struct fused_work *w, const struct fused_slot *slot)
 {
     const struct columns c = columns_of(format);
-    copy_codes(slot->again ? code_place(c, w, slot) : slot->code, slot->scratch.code, PLACES * c.bits / 8);
+    char *code = slot->again ? fused_code(c, w, slot) : slot->code;
+    if (c.steps) store_packed(code, &slot->scratch);
+    else copy_codes(code, slot->scratch.code, PLACES * c.bits / 8);
     if (c.extra_bits)
-        copy_aligned(slot->again ? extra_place(c, w, slot) : slot->extra, slot->scratch.extra,
+        copy_aligned(slot->again ? fused_extra(c, w, slot) : slot->extra, slot->scratch.extra,
                      PLACES * c.extra_bits / 8);
 }
 
@@ -151,7 +191,7 @@ V_OP void fused_store(const int format, const int nonneg, const struct fused_wor
     }
     inverse = encode_scale(format, nonneg, stash_pair(format, nonneg, x, v_set(w->onto[s]), stash), r->extra);
     if (lane_of_thread() % (c.block / PLACES) == 0)
-        copy_aligned(slot->again ? extra_place(c, w, slot) : slot->extra, r->extra, hstep_scale_bytes(c.scale));
+        copy_aligned(slot->again ? fused_extra(c, w, slot) : slot->extra, r->extra, hstep_scale_bytes(c.scale));
     encode_codes(format, nonneg, stash, &inverse, r->code, 0, words);
     fused_put(format, w, slot);
 }
@@ -187,7 +227,13 @@ V_OP void fused_apply(const int format, const struct fused_work *w, int s, uint3
                       const vf *x, const vf *d)
 {
     struct scratch *r = &slot->scratch;
-    apply_any(format, r->code, r->extra, 0, x[0], x[1], d[0], d[1], fused_words(format, w, s, first));
+    const vi words = fused_words(format, w, s, first);
+    if (columns_of(format).steps) {
+        apply_packed(format, d, r, words);
+        CUDA_WARP_BARRIER(); /* all lanes of a block have read what others write */
+    } else {
+        apply_any(format, r->code, r->extra, 0, x[0], x[1], d[0], d[1], words);
+    }
     fused_put(format, w, slot);
 }
 

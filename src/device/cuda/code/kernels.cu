@@ -178,6 +178,7 @@ CUDA_DEVICE void put_state(const struct updating *a, int s, const struct lane *l
         fetch_source(w, s, l, r);
         decode(w->format[s], slot->nonneg, r, old);
         if (!u->zero_lr) apply(w->format[s], old, state, r, &words);
+        CUDA_WARP_BARRIER(); /* as for the weight */
     }
     /* The scale of a whole tensor is written once, after its update. */
     put(w->t, w->format[s], w->code[s], one_scale ? NULL : w->extra[s], l, r);
@@ -200,6 +201,7 @@ CUDA_DEVICE void put_weight(const struct updating *a, const struct lane *l, stru
     const vi words = slot_words(a, 0, l->index);
     fetch(w->t, w->format[0], w->code[from], w->extra[from], l, r);
     if (!from) apply(w->format[0], v->weight, v->change, r, &words);
+    CUDA_WARP_BARRIER(); /* all lanes of a packed block have read its scale, which one of them writes */
     put(w->t, w->format[0], w->code[0], w->extra[0], l, r);
 }
 
@@ -902,8 +904,8 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
         for (int i = 0; s->nonneg && i < 2; i++) x[i] = v_abs(x[i]);
         if (one_scale) memcpy(r.extra, &scale, 4);
         /* A weight is written as a step with a change of 0 writes it, so that it saturates. Formats with a second
-         * stream are encoded instead, because a step would start from what the stream holds now. */
-        if (a.slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits) apply(s->format, x, nothing, &r, &words);
+         * stream or a scale are encoded instead, because a step would start from what is stored now. */
+        if (a.slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits && !f->block) apply(s->format, x, nothing, &r, &words);
         else encode(s->format, s->nonneg, x, &r, &words, a.slot >= HALFSTEP_SLOT_STATE, onto);
         put(t, s->format, (char *)a.data, extra_of(s), &l, &r);
     }

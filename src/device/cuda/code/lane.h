@@ -34,9 +34,14 @@ struct scratch {
     __attribute__((aligned(16))) char code[PLACES * 4], extra[PLACES * 2];
 };
 
+/* Lanes that hold a packed block. In scratch memory its scale lies so far into the code that the lane's own codes,
+ * which follow, are aligned. */
+enum { PACKED_LANES = HSTEP_PACKED_BLOCK / PLACES, PACKED_SCALE = 4 - HSTEP_PACKED_SCALE, PACKED_CODES = 4 };
+
 CUDA_DEVICE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 CUDA_DEVICE int within(int64_t x, int64_t most) { return x < 0 ? 0 : (int)least(x, most); }
 CUDA_DEVICE int lane_of_thread(void) { return CUDA_THREAD % LANES; }
+CUDA_DEVICE int lane_of_block(void) { return CUDA_THREAD & (PACKED_LANES - 1); }
 CUDA_DEVICE int warp_of_thread(void) { return CUDA_THREAD / LANES; }
 
 CUDA_DEVICE int is_finite(double x) { return (hstep_bits64(x) >> 52 & 2047) != 2047; }
@@ -84,6 +89,30 @@ CUDA_DEVICE void clear_scratch(struct scratch *r)
     for (int i = 0; i < PLACES * 2; i++) r->extra[i] = 0;
 }
 
+/* Returns an element that is held here of the block that the lane's places are in, or -1 if there is none. */
+CUDA_DEVICE int64_t held_in_block(const struct lane *l, int block)
+{
+    const int64_t first = l->element - lane_of_thread() * PLACES % block, from = first < l->begin ? l->begin : first;
+    return from < least(first + block, l->end) ? from : -1;
+}
+
+/* The lane's part of a packed block: the addresses of its codes, of the block's scale and of its error codes. */
+struct packed {
+    char *code, *scale, *extra;
+};
+
+/* Returns the lane's part of the packed block that `element` is in. */
+CUDA_DEVICE struct packed packed_of(const struct hstep_tensor *t, int format, const char *code, const char *extra,
+                                    int64_t element)
+{
+    const int at = lane_of_block() * PLACES;
+    struct packed p;
+    p.scale = (char *)code + hstep_code_offset(t, format, element);
+    p.code = p.scale + HSTEP_PACKED_SCALE + at;
+    p.extra = (char *)extra + hstep_extra_offset(t, format, element) + at * hstep_formats[format].extra_bits / 8;
+    return p;
+}
+
 /* Copies the lane's places of a slot to scratch memory. code and extra belong to the whole slot. extra may be NULL. */
 CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *code, const char *extra,
                        const struct lane *l, struct scratch *r)
@@ -91,14 +120,21 @@ CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *cod
     const struct hstep_format *f = &hstep_formats[format];
     int n = l->last - l->first;
     int64_t element = l->element + l->first;
+    const int64_t in_block = f->block ? held_in_block(l, f->block) : -1;
     clear_scratch(r);
-    if (extra && f->block) {
-        /* All lanes of a block get its scale, even those that hold none of it. Padding decodes as code 0, whose value
-         * may depend on the scale. */
-        int64_t from = l->element - lane_of_thread() * PLACES % f->block, end = least(from + f->block, l->end);
-        if (from < l->begin) from = l->begin;
-        if (from < end) copy_bytes(r->extra, extra + hstep_extra_offset(t, format, from), f->scale_bits / 8);
+    if (f->geometry == HALFSTEP_GEOMETRY_PACKED) {
+        if (in_block < 0) return;
+        /* Whole blocks are copied, with the codes beyond the end of a row. */
+        const struct packed p = packed_of(t, format, code, extra, in_block);
+        copy_bytes(r->code + PACKED_SCALE, p.scale, HSTEP_PACKED_SCALE);
+        copy_bytes(r->code + PACKED_CODES, p.code, PLACES);
+        copy_bytes(r->extra, p.extra, PLACES * f->extra_bits / 8);
+        return;
     }
+    /* All lanes of a block get its scale, even those that hold none of it. Padding decodes as code 0, whose value may
+     * depend on the scale. */
+    if (extra && in_block >= 0)
+        copy_bytes(r->extra, extra + hstep_extra_offset(t, format, in_block), f->scale_bits / 8);
     if (n <= 0) return;
     copy_bytes(r->code + l->first * f->code_bits / 8, code + hstep_code_offset(t, format, element),
                (n * f->code_bits + 7) / 8);
@@ -115,6 +151,15 @@ CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char 
     const struct hstep_format *f = &hstep_formats[format];
     int n = l->last - l->first;
     int64_t element = l->element + l->first;
+    if (f->geometry == HALFSTEP_GEOMETRY_PACKED) {
+        const int64_t in_block = held_in_block(l, f->block);
+        if (in_block < 0) return;
+        const struct packed p = packed_of(t, format, code, extra, in_block);
+        copy_bytes(p.code, r->code + PACKED_CODES, PLACES);
+        copy_bytes(p.extra, r->extra, PLACES * f->extra_bits / 8);
+        if (lane_of_block() == 0) copy_bytes(p.scale, r->code + PACKED_SCALE, HSTEP_PACKED_SCALE);
+        return;
+    }
     if (n <= 0) return;
     copy_bytes(code + hstep_code_offset(t, format, element), r->code + l->first * f->code_bits / 8,
                (n * f->code_bits + 7) / 8);
@@ -193,9 +238,14 @@ V_OP void copy_codes(void *to, const void *from, const int n)
 
 /* ---- Formats ---- */
 
+V_OP void load_scratch(const int format, const int nonneg, const struct scratch *r, vf *x)
+{
+    load_any(format, nonneg, r->code + (columns_of(format).steps ? PACKED_SCALE : 0), r->extra, 0, &x[0], &x[1]);
+}
+
 CUDA_DEVICE void decode(int format, int nonneg, const struct scratch *r, vf *x)
 {
-    load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
+    load_scratch(format, nonneg, r, x);
 }
 
 /* Returns 1 if load_aligned() knows the format. */
@@ -275,6 +325,63 @@ V_OP uint32_t stash_pair(const int format, const int nonneg, const vf *x, vf ont
     return shared_by_block(hstep_cuda_largest(magnitude[0], magnitude[1]), c.block);
 }
 
+/* Puts a lane's pair of weights on a new scale of their packed block: 2^16 times their positions. All lanes of the warp
+ * must call it at once. Returns the scale. */
+V_OP uint32_t place_packed(const int steps, const vf *weights, vi *placed)
+{
+    const vi scale = hstep_packed_scale(
+        vi_set(shared_by_block(hstep_cuda_largest(weights[0], weights[1]), HSTEP_PACKED_BLOCK)));
+    const vf factor = hstep_packed_factor(v_from_bits(scale), steps);
+    CUDA_UNROLL for (int i = 0; i < 2; i++) placed[i] = hstep_packed_placed(weights[i], scale, factor);
+    return scale.x[0];
+}
+
+V_OP void store_packed_pair(const int format, const vi *placed, struct scratch *r, vi words)
+{
+    store_positions(format, r->code + PACKED_SCALE, r->extra, 0, hstep_packed_even(placed[0], words),
+                    hstep_packed_odd(placed[1], words));
+}
+
+V_OP uint32_t largest_of_pair(const vi *x)
+{
+    const vi a = vi_max(x[0], x[1]);
+    const uint32_t low = a.x[0] > a.x[1] ? a.x[0] : a.x[1], high = a.x[2] > a.x[3] ? a.x[2] : a.x[3];
+    return low > high ? low : high;
+}
+
+/* Subtracts a lane's changes from its pair of a packed weight. All lanes of the warp must call it at once, because they
+ * exchange what is largest in their blocks. */
+V_OP void apply_packed(const int format, const vf *d, struct scratch *r, vi words)
+{
+    const struct columns c = columns_of(format);
+    const vf scale = v_from_bits(vi_set(hstep_scale_load(c.scale, r->code + PACKED_SCALE, 0)));
+    const vf factor = hstep_packed_factor(scale, c.steps);
+    vi position[2], moved[2], magnitude[2];
+    load_positions(format, r->code + PACKED_SCALE, r->extra, 0, &position[0], &position[1]);
+    CUDA_UNROLL for (int i = 0; i < 2; i++)
+    {
+        moved[i] = hstep_packed_moved(position[i], d[i], factor);
+        magnitude[i] = hstep_packed_magnitude(moved[i]);
+    }
+    const vi largest = vi_set(shared_by_block(largest_of_pair(magnitude), HSTEP_PACKED_BLOCK));
+    const int is_kept =
+        vm_any(hstep_packed_reaches(largest, c.steps)) & !vm_any(hstep_packed_exceeds(largest, c.steps));
+    if (__builtin_expect(CUDA_ANY(!is_kept), 0)) {
+        const vf unit = hstep_packed_unit(scale, c.steps);
+        vf weight[2];
+        vi placed[2];
+        CUDA_UNROLL for (int i = 0; i < 2; i++)
+            weight[i] = v_sub(hstep_packed_value(position[i], unit), d[i]);
+        const uint32_t made = place_packed(c.steps, weight, placed);
+        if (!is_kept) {
+            hstep_scale_store(c.scale, r->code + PACKED_SCALE, 0, made);
+            moved[0] = placed[0];
+            moved[1] = placed[1];
+        }
+    }
+    store_packed_pair(format, moved, r, words);
+}
+
 /* Encodes a lane's pair. All lanes of the warp must call it at once. x has values for all places, held or not. r->extra
  * must hold a scale for the whole tensor. Functions that are not inlined take vectors by their addresses, because clang
  * reads one that is passed by value in a way that PTX does not have. */
@@ -282,6 +389,13 @@ CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct scratch *r, 
 {
     __attribute__((aligned(16))) float stash[PLACES];
     float inverse;
+    const struct columns c = columns_of(format);
+    if (c.steps) {
+        vi placed[2];
+        hstep_scale_store(c.scale, r->code + PACKED_SCALE, 0, place_packed(c.steps, x, placed));
+        store_packed_pair(format, placed, r, *words);
+        return;
+    }
     if (!is_block(format)) {
         store_any(format, r->code, r->extra, 0, x[0], x[1], *words, state);
         return;
@@ -290,9 +404,11 @@ CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct scratch *r, 
     encode_codes(format, nonneg, stash, &inverse, r->code, 0, *words);
 }
 
+/* Subtracts a lane's changes from its pair of a weight. All lanes of the warp must call it at once. */
 CUDA_DEVICE void apply(int format, const vf *w, const vf *d, struct scratch *r, const vi *words)
 {
-    apply_any(format, r->code, r->extra, 0, w[0], w[1], d[0], d[1], *words);
+    if (columns_of(format).steps) apply_packed(format, d, r, *words);
+    else apply_any(format, r->code, r->extra, 0, w[0], w[1], d[0], d[1], *words);
 }
 
 /* Returns the value whose square is summed for a format whose scale is a sum over the tensor. */
