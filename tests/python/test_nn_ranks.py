@@ -90,6 +90,23 @@ def mixed(rank, size):
     assert model[0].weight.grad.dtype == torch.float32 == model[0].weight.dtype
 
 
+def on_a_mesh(rank, size, options):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    model = quantize_(network())
+    single = copy.deepcopy(model)
+    if "mesh" in options:
+        options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("some", "all"))
+    if "offload_policy" in options:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    shard(model, **options)
+    for _ in range(2):
+        y = model(batch())
+        y.sum().backward()
+    assert torch.equal(y, single(batch()))
+
+
 def traffic(rank, size):
     found = []
     for quantized in (True, False):
@@ -197,6 +214,13 @@ def test_shards(pool, rows, held):
 
 def test_shards_in_mixed_precision(pool):
     pool.run(2, mixed)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": (2, 2)}, {"offload_policy": True}, {"reshard_after_forward": False}]
+)
+def test_other_ways_to_shard(pool, options):
+    pool.run(4, on_a_mesh, options)
 
 
 def test_ranks_gather_packed_bytes(pool):
