@@ -36,7 +36,7 @@ def width(row_length):
 
 def _by_block(packed):
     """Returns packed rows as [..., blocks, 34], or of as many bytes in another dtype."""
-    each = _BYTES // packed.itemsize
+    each = _BYTES // packed.element_size()
     return packed.unflatten(-1, (packed.shape[-1] // each, each))
 
 
