@@ -46,6 +46,7 @@ RECIPES = (
     "adamw/bf16-ecc8/int8",
     "adamw/bf16-sr/int8",
     "adamw/bf16-sr/int4",
+    "adamw/int8-ecc4/int8",
     "lion/bf16-sr/bf16-sr",
     "lion/bf16-sr/int8",
     "sgd/bf16-sr",
@@ -71,6 +72,7 @@ SHARES = {
     "lamb16/bf16-sr/bf16-sr": 0.90,
     "adamw/bf16-sr/int8": 0.75,
     "adamw/bf16-ecc8/int8": 0.75,
+    "adamw/int8-ecc4/int8": 0.75,
     "lion/bf16-sr/int8": 0.75,
 }
 #: who stores about as much as a recipe, which has to be ahead of them as users have it

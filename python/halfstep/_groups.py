@@ -6,6 +6,7 @@ import torch
 
 from . import _abi, _layout, _sharding
 from ._members import Settings
+from ._parameters import is_packed_format
 
 #: keys of groups that are no options: those of torch, of its schedulers, and of this package
 _GROUP_KEYS = {
@@ -169,6 +170,20 @@ class Groups:
                 shared[number] = max(shared.get(number, 0.0), 0.0 if d is None else float(d))
         for group in self:
             group["d"] = shared.get(_sharding.number_of(group), 0.0) or group["d0"]
+
+    def check_quantized(self):
+        """Raises ValueError if 8-bit weights are asked for and no parameter has any, although one
+        could."""
+        if any(map(_sharding.is_packed, self.params())):
+            return
+        for group in self:
+            for p in group["params"]:
+                asked, _ = self.options.formats(group, p)
+                if is_packed_format(asked) and p.dim() == 2 and p.element_size() == 2:
+                    raise ValueError(
+                        f"halfstep: weights={asked!r}, and no parameter has such weights: call"
+                        f" halfstep.nn.quantize_(model, {asked!r}) before the optimizer is made"
+                    )
 
     def check_keys(self, group):
         """Raises ValueError for a key that is nearly the name of an option. Other keys are kept, as

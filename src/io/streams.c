@@ -122,8 +122,7 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         memset(extra, 0, sizeof *extra);
         extra->state = slot - HALFSTEP_SLOT_STATE;
         extra->precise = info.precise;
-        snprintf(extra->suffix, sizeof extra->suffix, "%s.%s", info.name,
-                 has_scales(&format) ? "scale" : "extra");
+        snprintf(extra->suffix, sizeof extra->suffix, "%s.%s", info.name, has_scales(&format) ? "scale" : "extra");
         make_extra(extra, tensor, &format, &info, shape);
     }
     *count = n;

@@ -12,6 +12,7 @@
 #include "common/args/args.h"
 #include "common/document.h"
 #include "trainer/files/checkpoint.h"
+#include "trainer/files/packed_list.h"
 #include "trainer/files/trainer_file.h"
 #include "trainer/run/train.h"
 
@@ -33,8 +34,18 @@ static int tensor_info(const halfstep_safetensors *file, uint64_t index, halfste
     return halfstep_get_safetensor_info(file, index, info) == HALFSTEP_OK;
 }
 
+/* Reads which tensors are packed weights. A list that is wrong counts as none, and the metadata show it. */
+static struct packed_list read_packed(const halfstep_safetensors *file)
+{
+    char unused[600];
+    struct packed_list list;
+    if (packed_list_read(file, "", &list, unused, sizeof unused) != 0) packed_list_free(&list);
+    return list;
+}
+
 static void put_file(struct document *d, json_t *in, const halfstep_safetensors *file)
 {
+    struct packed_list list = read_packed(file);
     uint64_t elements = 0, bytes = 0;
     json_t *metadata = put_object(d, in, "metadata");
     for (uint64_t i = 0; i < halfstep_safetensors_metadata_count(file); i++) {
@@ -51,11 +62,15 @@ static void put_file(struct document *d, json_t *in, const halfstep_safetensors 
         json_t *shape = put_array(d, tensor, "shape");
         for (uint64_t k = 0; k < info.ndim; k++) put_integer(d, shape, NULL, (int64_t)info.shape[k]);
         put_integer(d, tensor, "bytes", (int64_t)info.bytes);
+        const struct packed_weight *packed = packed_list_find(&list, info.name);
+        if (packed) put_text(d, tensor, "format", packed->format);
+        if (packed) put_integer(d, tensor, "columns", packed->columns);
         elements += info.elements;
         bytes += info.bytes;
     }
     put_integer(d, in, "elements", (int64_t)elements);
     put_integer(d, in, "bytes", (int64_t)bytes);
+    packed_list_free(&list);
 }
 
 /* Prints text from a file, made safe for a terminal, between two strings of this program. Returns the number of
@@ -76,11 +91,13 @@ static void print_shape(const halfstep_safetensor_info *info)
 static void print_file(const halfstep_safetensors *file)
 {
     halfstep_safetensor_info info;
+    struct packed_list list = read_packed(file);
     uint64_t elements = 0, bytes = 0, n = halfstep_safetensor_count(file);
     int wide = 4;
     for (uint64_t i = 0; i < halfstep_safetensors_metadata_count(file); i++) {
         const char *key, *value;
         if (halfstep_get_safetensors_metadata(file, i, &key, &value) != HALFSTEP_OK) continue;
+        if (list.n && strcmp(key, HALFSTEP_PACKED_KEY) == 0) continue;
         print_words("  ", key, "");
         print_words(" = ", value, "\n");
     }
@@ -92,12 +109,15 @@ static void print_file(const halfstep_safetensors *file)
         printf("%*s  %-5s %14llu bytes  ", columns < wide ? wide - columns : 0, "", info.dtype,
                (unsigned long long)info.bytes);
         print_shape(&info);
+        const struct packed_weight *packed = packed_list_find(&list, info.name);
+        if (packed) printf(", %s of %lld columns", packed->format, (long long)packed->columns);
         printf("\n");
         elements += info.elements;
         bytes += info.bytes;
     }
     printf("  %llu tensors, %llu elements, %llu bytes\n", (unsigned long long)n, (unsigned long long)elements,
            (unsigned long long)bytes);
+    packed_list_free(&list);
 }
 
 static int inspect_file(const char *path, const halfstep_safetensors *file, const struct inspect *inspect)

@@ -10,10 +10,7 @@
 
 /* ---- Slots ------------------------------------------------------------------------------------------------------- */
 
-int weight_dtype(int32_t format)
-{
-    return lm_dtype_named(format_info(format).code_dtype);
-}
+int weight_dtype(int32_t format) { return lm_dtype_named(format_info(format).code_dtype); }
 
 uint64_t holding_hash(const struct holding *holding)
 {

@@ -180,7 +180,7 @@ V_OP void put_f32(float *row, int i, int n, lanes x) { put(row, LM_F32, i, n, x)
     }
 
 /* Does the same for the type of a weight. */
-#define FOR_WEIGHT(LOOP)                     \
+#define FOR_WEIGHT(LOOP)                   \
     if (type == LM_PACKED) LOOP(LM_PACKED) \
     else FOR_TYPE(LOOP)
 

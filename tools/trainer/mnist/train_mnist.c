@@ -360,8 +360,8 @@ static double weights_changed(struct mnist_run *m)
         const halfstep_tensor t = describe(m, i, 0, "f32");
         const halfstep_slot_info slot = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         cnn_init_tensor(&m->shape, i, run->config->seed, cnn_weights(m->model, i));
-        if (checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], cnn_weights(m->model, i),
-                                     &changed) != 0)
+        const struct first_weights first = {.values = cnn_weights(m->model, i)};
+        if (checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], &first, &changed, NULL, 0) != 0)
             return NAN;
     }
     return (double)changed / (double)run->result->params;

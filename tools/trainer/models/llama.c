@@ -259,11 +259,12 @@ static void convert_row(void *out, int to, const void *in, int from, int n)
     float values[PIECE];
     if (to == LM_F32) row_load(out, in, from, n);
     else if (from == LM_F32) row_store(out, to, in, n);
-    else for (int at = 0; at < n; at += PIECE) {
-        int piece = n - at < PIECE ? n - at : PIECE;
-        row_load(values, (const char *)in + lm_row_bytes(from, at), from, piece);
-        row_store((char *)out + lm_row_bytes(to, at), to, values, piece);
-    }
+    else
+        for (int at = 0; at < n; at += PIECE) {
+            int piece = n - at < PIECE ? n - at : PIECE;
+            row_load(values, (const char *)in + lm_row_bytes(from, at), from, piece);
+            row_store((char *)out + lm_row_bytes(to, at), to, values, piece);
+        }
 }
 
 static void convert_task(void *arg, int64_t task, int thread)
@@ -276,8 +277,8 @@ static void convert_task(void *arg, int64_t task, int thread)
     const int64_t n = c->row_length[i], each = stretch(n);
     const size_t in = lm_row_bytes(from, n), out = lm_row_bytes(to, n);
     for (int64_t row = task * each; row < c->rows[i] && row < (task + 1) * each; row++)
-        convert_row((char *)c->out[i] + (size_t)row * out, to, (const char *)c->weight[i]->data + (size_t)row * in, from,
-                    (int)n);
+        convert_row((char *)c->out[i] + (size_t)row * out, to, (const char *)c->weight[i]->data + (size_t)row * in,
+                    from, (int)n);
 }
 
 static size_t converted_bytes(const struct conversion *c, int i)
@@ -349,9 +350,8 @@ static void embed_task(void *arg, int64_t task, int thread)
     int64_t first, n = block_rows(m, task, &first), w = m->config.width;
     for (int64_t r = first; r < first + n; r++) {
         uint8_t token = m->tokens[r / m->length * (m->length + 1) + r % m->length];
-        row_load(m->layers[0].x + r * w,
-                 (const char *)m->embedding.data + token * lm_row_bytes(m->embedding.dtype, w), m->embedding.dtype,
-                 (int)w);
+        row_load(m->layers[0].x + r * w, (const char *)m->embedding.data + token * lm_row_bytes(m->embedding.dtype, w),
+                 m->embedding.dtype, (int)w);
     }
 }
 
