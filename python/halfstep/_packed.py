@@ -101,7 +101,7 @@ def pack(weights: torch.Tensor, format: str = "int8-ecc4") -> torch.Tensor:
     tensor [rows, 34 * blocks]; docs/formats.md says what is in it."""
     parts, shape = parts_of(format), (weights.shape[0], width(weights.shape[1]))
     packed = torch.empty(shape, dtype=torch.uint8, device=weights.device)
-    for part in _stretches(weights):
+    for part in () if weights.is_meta else _stretches(weights):
         packed[part] = _pack_rows(weights[part], parts)
     return packed
 
