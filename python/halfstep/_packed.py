@@ -98,7 +98,7 @@ def pack(weights: torch.Tensor) -> torch.Tensor:
     tensor [rows, 34 * blocks]; docs/formats.md says what is in it."""
     shape = weights.shape[0], width(weights.shape[1])
     packed = torch.empty(shape, dtype=torch.uint8, device=weights.device)
-    for part in _stretches(weights):
+    for part in () if weights.is_meta else _stretches(weights):
         packed[part] = _pack_rows(weights[part])
     return packed
 
