@@ -34,10 +34,10 @@ def quantize_(
 
     Call it before the optimizer is made and before the model is sharded.
 
-    format: "int8-ecc4" for anything, or "int8-sr" for fine-tunes of some thousand steps. Both give
-        the model the same bytes; with "int8-ecc4" the optimizer keeps 4 more bits.
-    where: takes a module and its name and returns True if its weight is to be quantized. It is
-        asked for each `nn.Linear` and `nn.Embedding`. Default: each `nn.Linear`.
+    format: "int8-ecc4" for anything, or "int8-sr" for fine-tunes of some thousand steps. The model
+        has the same bytes with both. With "int8-ecc4" the optimizer keeps 4 more bits.
+    where: says which weights, as a function of a module and its name. It is asked for each
+        `nn.Linear` and `nn.Embedding`. Default: each `nn.Linear`.
 
     Weights with rows of fewer than 32 elements stay as they are. Nothing has changed if a weight is
     refused. Returns the model.
