@@ -114,8 +114,9 @@ def _place(weight):
     """Returns what two names of one tensor have in common."""
     if isinstance(weight, Int8Weight):
         weight = weight.packed
-    place = 0 if is_dtensor(weight) or weight.is_meta else weight.data_ptr()
-    return place or id(weight)
+    ordinary = type(weight) in (torch.Tensor, torch.nn.Parameter)
+    has_memory = ordinary and weight.layout == torch.strided and not weight.is_meta
+    return has_memory and weight.data_ptr() or id(weight)
 
 
 def _send(wrapper, made, /, *_, **__):

@@ -391,6 +391,9 @@ def test_which_weights_are_quantized():
         }
     )
     chosen = copy.deepcopy(model)
+    chosen.lazy = nn.LazyLinear(64)
+    chosen.sparse = nn.Linear(64, 64)
+    chosen.sparse.weight = nn.Parameter(torch.eye(64).to_sparse())
     assert quantize_(model, "int8-sr") is model
     assert packed_of(model).keys() == {"one.weight", "two.weight"}
     asked = []
@@ -404,6 +407,8 @@ def test_which_weights_are_quantized():
     assert asked == [
         (nn.Embedding, "embed"),
         *((nn.Linear, name) for name in ("one", "short", "two")),
+        (nn.LazyLinear, "lazy"),
+        (nn.Linear, "sparse"),
     ]
     layer = quantize_(nn.Linear(64, 64))
     bytes_, w = layer.weight.packed.clone(), layer.weight
