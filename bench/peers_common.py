@@ -106,7 +106,27 @@ class Contestant:
     def dtype(self):
         import torch
 
-        return {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[self.weights]
+        dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+        return dtypes["f32" if self.packed else self.weights]
+
+    @property
+    def packed(self) -> bool:
+        """True if its parameters are tensors of codes and scales."""
+        return self.weights.startswith("int8")
+
+    def parameter(self, values):
+        """Returns a parameter of these values, stored as this contestant's are."""
+        import torch
+
+        if not self.packed:
+            return torch.nn.Parameter(values.to(self.dtype()))
+        from halfstep import nn
+
+        rows, columns = values.shape
+        layer = torch.nn.Linear(columns, rows, bias=False, dtype=self.dtype())
+        with torch.no_grad():
+            layer.weight.copy_(values)
+        return nn.quantize_(layer, self.weights).weight
 
     def weight(self, optimizer, parameter):
         """Returns the weight in fp32 as the optimizer knows it, with residuals and error codes."""
@@ -263,17 +283,18 @@ def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
         return halfstep.optimizer(formats, params, scan=scan, **given, **fixed)
 
     weights = recipe.split("/")[1]
+    packed = weights.startswith("int8")
     finite = scan == "known-finite"
     return Contestant(
         recipe + (":finite" if finite else ""),
         f"`{recipe}`" + (", known finite" if finite else ""),
         "halfstep",
-        weights.split("-")[0],
+        weights if packed else weights.split("-")[0],
         make,
         recipe=recipe,
         passes=1 if finite else 2,
         residual="weight.extra",
-        decode=lambda optimizer, parameter: optimizer.read_weight(parameter),
+        decode=None if packed else lambda optimizer, parameter: optimizer.read_weight(parameter),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 import torch
 
 from ._int8_weight import Int8Weight
-from ._packed import BLOCK, pack, parts_of, unpack
+from ._packed import BLOCK, check_format, pack, unpack
 from ._parameters import PLAIN
 from ._sharding import is_dtensor
 from ._torch import follow
@@ -42,7 +42,7 @@ def quantize_(
     Weights with rows of fewer than 32 elements stay as they are. Nothing has changed if a weight is
     refused. Returns the model.
     """
-    parts_of(format)
+    check_format(format)
     chosen = {}  # id of a parameter -> (parameter, modules, names)
     for name, module in model.named_modules():
         if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
@@ -61,7 +61,7 @@ def quantize_(
         if isinstance(weight, Int8Weight):
             weight.format = format
             continue
-        made = Int8Weight(pack(weight.detach(), format), format, weight.shape[1], weight.dtype)
+        made = Int8Weight(pack(weight.detach()), format, weight.shape[1], weight.dtype)
         made = torch.nn.Parameter(made, weight.requires_grad)
         vars(made).update(vars(weight))
         for module in modules:

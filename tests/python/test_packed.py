@@ -45,9 +45,7 @@ def matrices(format, move=lambda packed: packed):
     """Makes parameters of 8 bits by name. move() brings their bytes elsewhere."""
     return {
         name: Parameter(
-            halfstep.nn.Int8Weight(
-                move(halfstep.nn.pack(randn(shape, i), format)), format, shape[1]
-            )
+            halfstep.nn.Int8Weight(move(halfstep.nn.pack(randn(shape, i))), format, shape[1])
         )
         for i, (name, shape) in enumerate(SHAPES.items())
     }
