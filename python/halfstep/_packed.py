@@ -36,7 +36,7 @@ def width(row_length):
 
 def _by_block(packed):
     """Returns packed rows as [..., blocks, 34], or of as many bytes in another dtype."""
-    each = _BYTES // packed.itemsize
+    each = _BYTES // packed.element_size()
     return packed.unflatten(-1, (packed.shape[-1] // each, each))
 
 
@@ -101,7 +101,7 @@ def pack(weights: torch.Tensor, format: str = "int8-ecc4") -> torch.Tensor:
     tensor [rows, 34 * blocks]; docs/formats.md says what is in it."""
     parts, shape = parts_of(format), (weights.shape[0], width(weights.shape[1]))
     packed = torch.empty(shape, dtype=torch.uint8, device=weights.device)
-    for part in _stretches(weights):
+    for part in () if weights.is_meta else _stretches(weights):
         packed[part] = _pack_rows(weights[part], parts)
     return packed
 

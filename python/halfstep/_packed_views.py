@@ -7,10 +7,15 @@ torch itself works out what a view of it is. The bytes are whole rows, in `_stor
 import itertools
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+import torch.utils.checkpoint
+from torch.fx.experimental import proxy_tensor
 
 from ._packed import unpack
-from ._torch import VERSION
+
+#: says that a compiled graph makes something again, or None if this torch cannot be told so
+_AGAIN = getattr(getattr(torch.utils.checkpoint, "CheckpointPolicy", None), "MUST_RECOMPUTE", None)
+#: returns what records a graph, or None
+_recorder = getattr(proxy_tensor, "get_proxy_mode", lambda: None)
 
 
 def wrap(cls, stored, format, row_length, dtype, size, stride, offset):
@@ -81,12 +86,12 @@ def decoded(weight, dtype=None):
 def _recomputed(function, packed, *args):
     """Calls a function. A graph that is being compiled calls it again in the backward pass, where
     it would otherwise keep the decoded weight from the forward pass on."""
-    mode = None if type(packed) is torch.Tensor or VERSION < (2, 4) else get_proxy_mode()
-    if mode is None:
+    mode = None if type(packed) is torch.Tensor else _recorder()
+    if mode is None or _AGAIN is None:
         return function(packed, *args)
     nodes = mode.tracer.graph.nodes
     before = len(nodes)
     made = function(packed, *args)
     for node in itertools.islice(reversed(nodes), len(nodes) - before):
-        node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["recompute"] = _AGAIN
     return made

@@ -57,7 +57,7 @@ def result(text, tmp_path_factory):
     figure = str(tmp_path_factory.mktemp("figure") / "finetune.svg")
     recipes = (
         "adamw/f32,adamw/bf16-kahan,adamw/bf16-sr,adamw/bf16-sr/int8,adamw/f16-ecc8/int4,"
-        "adamw/int8-ecc4/int8,adamw/int8-sr/int4,lion/bf16-sr,adamw/bf16"
+        "adamw/int8-ecc4/int8,lion/bf16-sr,adamw/bf16"
     )
     done = finetune("--data", text, "--recipes", recipes, "--seeds", "2", "--json", "--svg", figure)
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,6 @@ def test_losses(result):
         "adamw/bf16-sr/int8",
         "adamw/f16-ecc8/int4",
         "adamw/int8-ecc4/int8",
-        "adamw/int8-sr/int4",
     ):
         assert abs(rows[recipe]["difference"]) < 0.4 * gain, recipe
     assert rows["adamw/bf16"]["difference"] > 0.5 * gain
@@ -113,6 +112,13 @@ def test_a_run_depends_on_its_own_recipe_and_seed_only(result, text):
     assert again == {recipe: before[recipe] for recipe in again}
 
 
+class Nothing(torch.optim.SGD):
+    """An optimizer that makes no step."""
+
+    def step(self, closure=None):
+        pass
+
+
 def peak(act):
     """Returns the most that torch's allocator has handed out in a call."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -138,9 +144,7 @@ def test_peak_is_that_of_plan(recipe):
         kept.append(optimizer)
 
     def train_nothing():
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.step = lambda: None
-        train(optimizer)
+        train(Nothing(model.parameters()))
         model.zero_grad()
 
     train_nothing()  # the first one loads what torch keeps

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import json
+import os
 import pickle
 
 import pytest
@@ -314,12 +315,37 @@ def test_safetensors_files(tmp_path):
         assert all(map(torch.equal, other.parameters(), plain.parameters()))
     other.load_state_dict(unpacked_state_dict(tensors, metadata, torch.float16), assign=True)
     assert other[2].weight.dtype == torch.float16 and other[2].weight.format == "int8-ecc4"
+    from test_convert import reader_of_the_page
+
+    read = dict(reader_of_the_page()(path))
+    assert read.keys() == packed_of(model).keys()
+    for name, values in read.items():
+        exact = model.get_parameter(name).dequantize(torch.float32)
+        assert torch.equal(torch.from_numpy(values), exact.detach())
     with pytest.raises(ValueError, match=r"rows of 200 elements .* tensor '0.weight'"):
         broken = {"0.weight": {"format": "int8-sr", "columns": 200}}
         unpacked_state_dict(tensors, {"halfstep.nn": json.dumps(broken)})
     with pytest.raises(ValueError, match="'0.weight', which is not among the tensors"):
         unpacked_state_dict({}, metadata)
     assert unpacked_state_dict(tensors, None).keys() == tensors.keys()
+
+
+def test_files_of_halfstep_convert(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    from safetensors import safe_open
+    from test_convert import PROGRAM, convert
+
+    if not os.path.exists(PROGRAM):
+        pytest.skip(f"{PROGRAM} is not built")
+    plain, path = network(), tmp_path / "packed.safetensors"
+    safetensors.save_file(plain.state_dict(), tmp_path / "plain.safetensors")
+    convert(tmp_path / "plain.safetensors", path, "--to", "int8-sr")
+    model = quantize_(network(seed=1), "int8-sr")
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        model.load_state_dict(unpacked_state_dict(tensors, file.metadata()))
+    assert torch.equal(model[0].weight.packed, pack(plain[0].weight, "int8-sr"))
+    assert torch.equal(model[2].weight.packed, pack(plain[2].weight, "int8-sr"))
 
 
 def test_devices_and_dtypes():

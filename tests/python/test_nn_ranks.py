@@ -90,6 +90,23 @@ def mixed(rank, size):
     assert model[0].weight.grad.dtype == torch.float32 == model[0].weight.dtype
 
 
+def on_a_mesh(rank, size, options):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    model = quantize_(network())
+    single = copy.deepcopy(model)
+    if "mesh" in options:
+        options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("some", "all"))
+    if "offload_policy" in options:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    shard(model, **options)
+    for _ in range(2):
+        y = model(batch())
+        y.sum().backward()
+    assert torch.equal(y, single(batch()))
+
+
 def traffic(rank, size):
     found = []
     for quantized in (True, False):
@@ -101,7 +118,19 @@ def traffic(rank, size):
     return found
 
 
-def checkpoints(rank, size, folder):
+def saved(rank, size, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    single = quantize_(network())
+    model = shard(copy.deepcopy(single))
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, value in single.state_dict().items():
+        assert type(full[name]) is type(value) and torch.equal(full[name], value)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+
+def loaded(rank, size, folder):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -109,23 +138,18 @@ def checkpoints(rank, size, folder):
         set_model_state_dict,
     )
 
-    single = quantize_(network())
-    model, other = shard(copy.deepcopy(single)), shard(quantize_(network(seed=1)))
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    for name, value in single.state_dict().items():
-        assert type(full[name]) is type(value) and torch.equal(full[name], value)
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
-    state = get_model_state_dict(other)
+    single, model = quantize_(network()), shard(quantize_(network(seed=1)))
+    state = get_model_state_dict(model)
     dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(other, state)
-    for p, q in zip(model.parameters(), other.parameters()):
-        assert torch.equal(whole(p), whole(q))
-    assert torch.equal(other(batch()), single(batch()))
-    # A state dictionary in BF16 is converted by each rank.
+    set_model_state_dict(model, state)
+    for p, q in zip(model.parameters(), single.parameters()):
+        assert torch.equal(whole(p), getattr(q, "packed", q))
+    assert torch.equal(model(batch()), single(batch()))
+    # Each rank converts its rows of ordinary weights.
     plain = network(seed=2)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
-    set_model_state_dict(other, plain.state_dict(), options=options)
-    assert torch.equal(whole(other[0].weight), quantize_(plain)[0].weight.packed)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, plain.state_dict(), options=options)
+    assert torch.equal(whole(model[0].weight), quantize_(plain)[0].weight.packed)
 
 
 def replicated(rank, size):
@@ -192,6 +216,13 @@ def test_shards_in_mixed_precision(pool):
     pool.run(2, mixed)
 
 
+@pytest.mark.parametrize(
+    "options", [{"mesh": (2, 2)}, {"offload_policy": True}, {"reshard_after_forward": False}]
+)
+def test_other_ways_to_shard(pool, options):
+    pool.run(4, on_a_mesh, options)
+
+
 def test_ranks_gather_packed_bytes(pool):
     """Each rank sends 17 rows, also the one that has 16."""
     assert pool.run(2, traffic)[0] == [2 * 17 * 4 * 34, 2 * 17 * 128 * 2]
@@ -199,7 +230,9 @@ def test_ranks_gather_packed_bytes(pool):
 
 def test_distributed_checkpoints(pool):
     with tempfile.TemporaryDirectory() as folder:
-        pool.run(2, checkpoints, folder)
+        pool.run(2, saved, folder)
+        pool.run(2, loaded, folder)
+        pool.run(3, loaded, folder)
 
 
 def test_replicas_begin_with_the_bytes_of_rank_0(pool):

@@ -299,17 +299,22 @@ static int write_file(struct work *w, const char *path)
     return code ? -1 : 0;
 }
 
-static uint64_t file_bytes(const char *path)
+/* Returns the bytes of a tensor in the new file. */
+static uint64_t new_bytes(const struct work *w, const struct job *job)
 {
-    struct stat status;
-    return stat(path, &status) == 0 ? (uint64_t)status.st_size : 0;
+    if (job->copies) return job->info.bytes;
+    return job->info.shape[0] * (is_packed(&w->target) ? lm_row_bytes(LM_PACKED, job->columns)
+                                                       : (uint64_t)job->columns * (uint64_t)w->target.code_bits / 8);
 }
 
 static int print_result(const struct work *w, const char *path)
 {
-    uint64_t before = 0, converted = 0, after = file_bytes(path);
-    for (size_t i = 0; i < w->model.parts; i++) before += file_bytes(w->model.part[i].path);
-    for (uint64_t i = 0; i < w->jobs; i++) converted += (uint64_t)w->job[i].converts;
+    uint64_t before = 0, converted = 0, after = 0;
+    for (uint64_t i = 0; i < w->jobs; i++) {
+        converted += (uint64_t)w->job[i].converts;
+        before += w->job[i].info.bytes;
+        after += new_bytes(w, &w->job[i]);
+    }
     if (w->options->json) {
         struct document d;
         json_t *object = document_begin(&d);
@@ -322,7 +327,7 @@ static int print_result(const struct work *w, const char *path)
         return document_print(&d);
     }
     plain_print(stdout, path);
-    printf(": %llu tensors converted to %s, %llu copied as they are; %llu bytes, before %llu\n",
+    printf(": %llu tensors converted to %s, %llu copied as they are; %llu bytes of tensors, before %llu\n",
            (unsigned long long)converted, w->target.name, (unsigned long long)(w->jobs - converted),
            (unsigned long long)after, (unsigned long long)before);
     return 0;

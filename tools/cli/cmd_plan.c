@@ -31,7 +31,7 @@ static const struct option option_rows[] = {
     {"all", OPTION_FLAG, AT(all), NULL, NULL, 0, 0, 0, NULL,
      "list every weight format with every state format that holds all states of the rule (default: a short list)"},
     {"gradients", OPTION_CHOICE, AT(gradients), "FORMAT", NULL, 0, 0, 0, gradient_format_name,
-     "gradient format (default: bf16 with 16-bit weights, otherwise f32)"},
+     "gradient format (default: f32 with f32 weights, otherwise bf16)"},
     {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, 0, NULL,
      "gradient release: gradients exist for one layer at a time"},
     {"layers", OPTION_INTEGER, AT(layers), "N", "32", 1, 1e6, 0, NULL,

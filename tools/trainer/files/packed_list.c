@@ -92,10 +92,7 @@ int packed_list_read(const halfstep_safetensors *file, const char *path, struct 
     if (!value) return 0;
     list->text = strdup(value);
     list->item = malloc((most + 1) * sizeof *list->item);
-    if (!list->text || !list->item) {
-        no_memory(error, error_bytes);
-        return -1;
-    }
+    if (!list->text || !list->item) return no_memory(error, error_bytes);
     hstep_json json = {list->text, strlen(list->text), 0, NULL};
     if (!read_items(&json, list, most)) {
         snprintf(error, error_bytes, "%s: " HALFSTEP_PACKED_KEY ": byte %zu: %s", path, json.at, json.problem);

@@ -21,8 +21,8 @@ struct packed_list {
 };
 
 /* Reads the list of a file. It is empty if the file has none. Fails unless each item is a tensor of the file with the
- * dtype and shape of its format. Returns 0, or -1 with an error text. Call packed_list_free() afterwards, also on
- * failure. */
+ * dtype and shape of its format. Returns 0, -1 if the list is wrong, or 1 without memory, with an error text. Call
+ * packed_list_free() afterwards, also on failure. */
 int packed_list_read(const halfstep_safetensors *file, const char *path, struct packed_list *list, char *error,
                      size_t error_bytes);
 void packed_list_free(struct packed_list *list);
