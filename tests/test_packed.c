@@ -348,6 +348,35 @@ static void test_shapes(void)
                 one_close(&t);
             }
     }
+    TEST("packed weights: error codes begin spread over their range, alike in every part") {
+        enum { ROWS = 300, COLUMNS = 77, WIDTH = 48 };
+        const halfstep_tensor whole = {.struct_size = sizeof whole,
+                                       .name = "w",
+                                       .gradient = "bf16",
+                                       .ndim = 2,
+                                       .rows = ROWS,
+                                       .row_length = COLUMNS};
+        halfstep_tensor part = whole;
+        part.first_row = 50;
+        part.n_rows = 200;
+        part.first_column = 32;
+        part.n_columns = COLUMNS - 32;
+        halfstep_optimizer *all = optimizer_of("sgd/int8-ecc4", &whole), *some = optimizer_of("sgd/int8-ecc4", &part);
+        const unsigned char *errors = slot_info(all, 0, WEIGHT).extra, *theirs = slot_info(some, 0, WEIGHT).extra;
+        int count[16] = {0};
+        for (int row = 0; row < ROWS; row++)
+            for (int i = 0; i < 2 * WIDTH; i++) {
+                const int code = errors[row * WIDTH + i / 2] >> i % 2 * 4 & 15;
+                CHECK(i < COLUMNS || !code, "row %d, column %d has the error code %d", row, i, code);
+                if (i < COLUMNS) count[code]++;
+            }
+        for (int code = 0; code < 16; code++)
+            CHECK(abs(count[code] - ROWS * COLUMNS / 16) < 120, "%d begin with error code %d", count[code], code);
+        for (int row = 0; row < 200; row++)
+            CHECK(!memcmp(errors + (row + 50) * WIDTH + 16, theirs + row * 32, 32), "row %d differs in a part", row);
+        halfstep_destroy(all);
+        halfstep_destroy(some);
+    }
     TEST("packed weights: what cannot be is refused by name") {
         halfstep_optimizer *o = new_optimizer("adamw/int8-ecc4", 1, 0);
         const halfstep_tensor part = {.struct_size = sizeof part,

@@ -88,7 +88,8 @@ V_OP void store_packed(char *code, const struct scratch *r)
     const int lane = lane_of_thread(), first = lane_of_block() == 0, last = lane_of_block() == PACKED_LANES - 1;
     const uint32_t low = hstep_cuda_word(r->code + PACKED_CODES, 0), high = hstep_cuda_word(r->code + PACKED_CODES, 1);
     const uint32_t scale = hstep_scale_load(HSTEP_SCALE_BF16, r->code + PACKED_SCALE, 0),
-                   exchanged = CUDA_SHUFFLE(high, (lane ^ (lane - 1)) & (LANES - 1)), before = first ? scale : exchanged;
+                   exchanged = CUDA_SHUFFLE(high, (lane ^ (lane - 1)) & (LANES - 1)),
+                   before = first ? scale : exchanged;
     const uint16_t left = (uint16_t)((odd ? high : scale) >> 16);
     char *to = code - odd;
     hstep_cuda_put_word(to, 0, hstep_cuda_pick(before, low, select));
