@@ -243,10 +243,7 @@ V_OP void load_scratch(const int format, const int nonneg, const struct scratch 
     load_any(format, nonneg, r->code + (columns_of(format).steps ? PACKED_SCALE : 0), r->extra, 0, &x[0], &x[1]);
 }
 
-CUDA_DEVICE void decode(int format, int nonneg, const struct scratch *r, vf *x)
-{
-    load_scratch(format, nonneg, r, x);
-}
+CUDA_DEVICE void decode(int format, int nonneg, const struct scratch *r, vf *x) { load_scratch(format, nonneg, r, x); }
 
 /* Returns 1 if load_aligned() knows the format. */
 CUDA_DEVICE int is_fused_gradient(int format)
@@ -329,8 +326,8 @@ V_OP uint32_t stash_pair(const int format, const int nonneg, const vf *x, vf ont
  * must call it at once. Returns the scale. */
 V_OP uint32_t place_packed(const int steps, const vf *weights, vi *placed)
 {
-    const vi scale = hstep_packed_scale(
-        vi_set(shared_by_block(hstep_cuda_largest(weights[0], weights[1]), HSTEP_PACKED_BLOCK)));
+    const vi scale =
+        hstep_packed_scale(vi_set(shared_by_block(hstep_cuda_largest(weights[0], weights[1]), HSTEP_PACKED_BLOCK)));
     const vf factor = hstep_packed_factor(v_from_bits(scale), steps);
     CUDA_UNROLL for (int i = 0; i < 2; i++) placed[i] = hstep_packed_placed(weights[i], scale, factor);
     return scale.x[0];
@@ -370,8 +367,10 @@ V_OP void apply_packed(const int format, const vf *d, struct scratch *r, vi word
         const vf unit = hstep_packed_unit(scale, c.steps);
         vf weight[2];
         vi placed[2];
-        CUDA_UNROLL for (int i = 0; i < 2; i++)
-            weight[i] = v_sub(hstep_packed_value(position[i], unit), d[i]);
+        /* What lies in memory is read again, because registers are scarce. */
+        CUDA_WARP_BARRIER();
+        load_positions(format, r->code + PACKED_SCALE, r->extra, 0, &position[0], &position[1]);
+        CUDA_UNROLL for (int i = 0; i < 2; i++) weight[i] = v_sub(hstep_packed_value(position[i], unit), d[i]);
         const uint32_t made = place_packed(c.steps, weight, placed);
         if (!is_kept) {
             hstep_scale_store(c.scale, r->code + PACKED_SCALE, 0, made);
