@@ -367,6 +367,9 @@ V_OP void apply_packed(const int format, const vf *d, struct scratch *r, vi word
         const vf unit = hstep_packed_unit(scale, c.steps);
         vf weight[2];
         vi placed[2];
+        /* What lies in memory is read again, because registers are scarce. */
+        CUDA_WARP_BARRIER();
+        load_positions(format, r->code + PACKED_SCALE, r->extra, 0, &position[0], &position[1]);
         CUDA_UNROLL for (int i = 0; i < 2; i++) weight[i] = v_sub(hstep_packed_value(position[i], unit), d[i]);
         const uint32_t made = place_packed(c.steps, weight, placed);
         if (!is_kept) {
