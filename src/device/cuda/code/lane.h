@@ -3,7 +3,8 @@
  * A lane copies its places of a slot into scratch memory of its own, with zeros at places that are not held here. Whole
  * tiles, tails and rows that begin within a unit therefore take one path. The formats then decode and encode in scratch
  * memory. Blocks of 32, 128 and 256 elements are 4, 16 and 32 lanes, which find their maximum by exchanges. All formats
- * are possible. They are arguments here, the same for all lanes of a warp. */
+ * are possible. They are arguments here, the same for all lanes of a warp. Over 500 lines because formats, random words
+ * and sums share the places of a lane. */
 #ifndef HSTEP_CUDA_LANE_H
 #define HSTEP_CUDA_LANE_H
 
