@@ -59,7 +59,7 @@ RECIPES = [
     f"adamw/{weights}/{states}"
     for states in ("f32", "int8", "int4")
     for weights in ("f32", "bf16-sr", "int8-ecc4", "int8-sr")
-    if weights == "f32" or states == "int8" or (states == "int4" and weights != "bf16-sr")
+    if states != "f32" or weights == "f32"
 ]
 
 
