@@ -324,7 +324,8 @@ int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows,
     const struct hstep_format *f = &hstep_formats[format];
     int eligible = 1, one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
     if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && common_rows * row_length % f->block == 0;
-    if (hstep_is_by_row(format)) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
+    if (f->geometry == ROWS) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
+    if (f->geometry == PACKED) eligible = ndim >= 2 && row_length >= f->block;
     if (eligible) return format;
     if (f->geometry == PACKED) return f->extra_bits ? HSTEP_FORMAT_bf16_ecc8 : HSTEP_FORMAT_bf16_sr;
     return weight_format == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_bf16_sr;
