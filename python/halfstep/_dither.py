@@ -3,7 +3,7 @@
 Layers compute with codes alone. If all error codes began at 0, each weight would stand in the
 middle of its code, and layers would see no step until a weight has moved by half a code. So error
 codes begin spread over their range. Then the mean code of many weights follows their mean change
-from the first step on.
+from the first step on. halfstep_bind_states() writes the same ones.
 """
 
 from functools import lru_cache
