@@ -58,6 +58,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import json
 import math
 import os
@@ -457,6 +458,9 @@ def resume_load(contestants: List[common.Contestant], folder: str) -> Dict[str, 
             continue
         try:
             note = ""
+            if contestant.packed:
+                # From then on torch.load() knows their class.
+                importlib.import_module("halfstep.nn")
             try:
                 saved = torch.load(os.path.join(folder, f"{i}.middle"), weights_only=True)
             except Exception:

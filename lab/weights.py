@@ -237,7 +237,7 @@ def table(title, runs):
             wander = statistics.fmean(a["wander"] for a, _ in pairs)
             changed = statistics.fmean(a["changed"] for a, _ in pairs)
             cells.append("reference" if plain else f"{100 * wander:.2f}")
-            cells.append(f"{100 * changed:.3f}" if packed else "")
+            cells.append(f"{100 * changed:.4f}" if packed else "")
         print("| " + " | ".join(cells) + " |")
 
 

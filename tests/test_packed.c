@@ -30,7 +30,7 @@ static struct block stored_block(const struct one *t, const struct packed_format
         b.position[i] = ((const signed char *)bytes)[2 + i] * f->steps;
         if (!errors) continue;
         const int nibble = (unsigned char)errors[i / 2] >> i % 2 * 4 & 15;
-        b.position[i] += nibble < 8 ? nibble : nibble - 16;
+        b.position[i] += (i % 2 ? -1 : 1) * (nibble < 8 ? nibble : nibble - 16);
     }
     return b;
 }

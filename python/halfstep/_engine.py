@@ -81,10 +81,7 @@ class Engine:
             m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)
         }
         plain = n and all(
-            m.dense
-            and m.address
-            and not (m.offloaded or m.gathered)
-            and not (_sharding.is_dtensor(m.p) or _sharding.is_packed(m.p))
+            m.dense and m.address and not (m.offloaded or m.gathered or _sharding.is_dtensor(m.p))
             for m in self.members
         )
         self.plain = Plain(self, state) if plain else None

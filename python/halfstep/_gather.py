@@ -185,9 +185,16 @@ class Gather:
                     return False
             except KeyError:
                 return False
+        held = plain.params
+        if plain.packed:
+            held = list(held)
+            for i, format in plain.packed:
+                if held[i].format != format:
+                    return False
+                held[i] = held[i].packed
         if (
             list(map(_data_ptr, plain.tensors)) != plain.addresses
-            or list(map(_data_ptr, plain.params)) != plain.weights
+            or list(map(_data_ptr, held)) != plain.weights
         ):
             return False
         engine.gradients[:] = addresses

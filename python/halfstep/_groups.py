@@ -6,7 +6,7 @@ import torch
 
 from . import _abi, _layout, _sharding
 from ._members import Settings
-from ._parameters import is_packed_format
+from ._parameters import could_be_packed, is_packed_format
 
 #: keys of groups that are no options: those of torch, of its schedulers, and of this package
 _GROUP_KEYS = {
@@ -24,6 +24,8 @@ _GROUP_KEYS = {
     "first_lr",
     *_layout.TOLD,
 }
+#: dtypes of weights whose format an option says
+_LOW = (torch.bfloat16, torch.float16)
 #: two swapped letters of eight are a slip; a word of four letters after one of eleven is not
 _ALIKE = 0.86
 
@@ -179,7 +181,7 @@ class Groups:
         for group in self:
             for p in group["params"]:
                 asked, _ = self.options.formats(group, p)
-                if is_packed_format(asked) and p.dim() == 2 and p.element_size() == 2:
+                if is_packed_format(asked) and p.dtype in _LOW and could_be_packed(p.shape, asked):
                     raise ValueError(
                         f"halfstep: weights={asked!r}, and no parameter has such weights: call"
                         f" halfstep.nn.quantize_(model, {asked!r}) before the optimizer is made"

@@ -54,7 +54,7 @@ class Int8Weight(torch.Tensor):
         row_length: int,
         dtype: torch.dtype = torch.bfloat16,
     ):
-        _packed.parts_of(format)
+        _packed.check_format(format)
         width = _packed.width(row_length)
         if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != width:
             raise ValueError(
@@ -286,7 +286,7 @@ def _write(func, args, kwargs):
             " what is less than half a code. Step them with an optimizer of halfstep, or write"
             " values that you computed: weight.copy_(values)"
         )
-    packed, length, parts = weight.packed, weight.row_length, _packed.parts_of(weight.format)
+    packed, length = weight.packed, weight.row_length
     source = args[1] if name == "copy_" else None
     if isinstance(source, Int8Weight) and is_rows(source) and source.shape == weight.shape:
         if is_rows(weight):
@@ -294,12 +294,12 @@ def _write(func, args, kwargs):
             return weight
     if source is not None and is_rows(weight):
         source = decoded(source, torch.float32) if isinstance(source, Int8Weight) else source
-        _packed.store(packed, length, source.expand(weight.shape), parts)
+        _packed.store(packed, length, source.expand(weight.shape))
         return weight
     rows = unpack(packed, length, torch.float32)
     offset = weight.storage_offset() - span(weight)[0] * length
     _plainly(func, (rows.as_strided(weight.shape, weight.stride(), offset), *args[1:]), kwargs)
-    _packed.store(packed, length, rows, parts)
+    _packed.store(packed, length, rows)
     return weight
 
 

@@ -157,6 +157,8 @@ class Plain:
         self.shapes = [m.p.shape for m in members]
         self.numels = [m.p.numel() for m in members]
         self.weights = [m.address for m in members]
+        #: the numbers of members with 8-bit weights, and the formats of these
+        self.packed = [(i, m.format) for i, m in enumerate(members) if m.format]
         self.states = [states[m.p] for m in members]
         self.steps = [m.step for m in members]
         # The address of a number is compared only if its member has no other state, because

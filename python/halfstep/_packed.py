@@ -10,23 +10,20 @@ import torch.nn.functional as F
 from . import _abi
 from ._parameters import PLAIN
 
-#: formats of packed weights -> into how many parts a step divides a code
-FORMATS = {
-    f.name: 1 << f.extra_bits for f in _abi.formats.values() if f.geometry == _abi.GEOMETRY_PACKED
-}
+#: names of the formats that have these bytes
+FORMATS = [f.name for f in _abi.formats.values() if f.geometry == _abi.GEOMETRY_PACKED]
 #: elements of a block, its bytes, and those of its scale
 BLOCK, _BYTES, _SCALE = 32, 34, 2
 #: elements that are converted at once, so that temporary tensors stay small
 _STRETCH = 1 << 18
 
 
-def parts_of(format):
-    """Returns into how many parts a step divides a code. Raises ValueError for other formats."""
+def check_format(format):
+    """Raises ValueError if there is no such format of packed weights."""
     if format not in FORMATS:
         raise ValueError(
             f"halfstep: unknown format of packed weights {format!r}; known: {', '.join(FORMATS)}"
         )
-    return FORMATS[format]
 
 
 def width(row_length):
@@ -71,8 +68,9 @@ def unpack(packed: torch.Tensor, row_length: int, dtype: torch.dtype) -> torch.T
     return weights.flatten(-2)[..., :row_length].to(dtype).contiguous()
 
 
-def _pack_rows(rows, parts):
-    """Returns the packed bytes of a few rows. src/formats/packed.h says what they are."""
+def _pack_rows(rows):
+    """Returns the packed bytes of a few rows, those of halfstep_write_slot() in int8-sr. Error
+    codes would be lost here, so codes are not rounded by way of them."""
     blocks = _blocks(rows.float())
     largest = blocks.abs().amax(-1, keepdim=True)
     finite, held = largest.isfinite(), largest >= 2.0**-99
@@ -81,9 +79,8 @@ def _pack_rows(rows, parts):
     pattern = torch.where(finite, torch.where(held, pattern, 0), 0x7FC0)
     step = torch.where(held & finite, (pattern << 16).view(torch.float32), torch.inf)
     blocks = torch.where(finite, blocks.clamp(-(2.0**127), 2.0**127), 0.0)
-    placed = (blocks * (2.0**16 * parts / step)).round().to(torch.int32)
-    position = (placed + 0x8000) >> 16
-    codes = (position + parts // 2).div(parts, rounding_mode="floor").to(torch.int8)
+    placed = (blocks * (2.0**16 / step)).round().to(torch.int32)
+    codes = ((placed + 0x8000) >> 16).to(torch.int8)
     pieces = pattern.to(torch.int16).view(torch.uint8), codes.view(torch.uint8)
     return torch.cat(pieces, -1).flatten(-2)
 
@@ -96,17 +93,17 @@ def _stretches(rows):
 
 
 @torch.no_grad()
-def pack(weights: torch.Tensor, format: str = "int8-ecc4") -> torch.Tensor:
+def pack(weights: torch.Tensor) -> torch.Tensor:
     """Returns a matrix as packed bytes, each weight rounded to nearest. The result is one uint8
     tensor [rows, 34 * blocks]; docs/formats.md says what is in it."""
-    parts, shape = parts_of(format), (weights.shape[0], width(weights.shape[1]))
+    shape = weights.shape[0], width(weights.shape[1])
     packed = torch.empty(shape, dtype=torch.uint8, device=weights.device)
     for part in () if weights.is_meta else _stretches(weights):
-        packed[part] = _pack_rows(weights[part], parts)
+        packed[part] = _pack_rows(weights[part])
     return packed
 
 
-def store(packed, row_length, weights, parts):
+def store(packed, row_length, weights):
     """Writes weights into packed rows. Blocks whose weights stay the same keep their bytes, because
     new scales would round them again."""
     if weights.dtype not in PLAIN:
@@ -114,5 +111,5 @@ def store(packed, row_length, weights, parts):
     for part in _stretches(weights):
         old, new = packed[part], weights[part].to(packed.device)
         same = (_blocks(unpack(old, row_length, new.dtype)) == _blocks(new)).all(-1, keepdim=True)
-        fresh = _by_block(_pack_rows(new, parts))
+        fresh = _by_block(_pack_rows(new))
         old.copy_(torch.where(same, _by_block(old), fresh).flatten(-2))

@@ -3,6 +3,7 @@
 Errors name the parameter.
 """
 
+import math
 import weakref
 
 import torch
@@ -88,6 +89,11 @@ def format_of(asked, p, name):
 def is_packed_format(fmt):
     """Returns True for a format of 8-bit weights, given by its name or None."""
     return fmt in _abi.formats and _abi.formats[fmt].geometry == _abi.GEOMETRY_PACKED
+
+
+def could_be_packed(shape, fmt):
+    """Returns True if the rows of a tensor are long enough for the blocks of 8-bit weights."""
+    return len(shape) > 1 and math.prod(shape[1:]) >= _abi.formats[fmt].block
 
 
 def beside(fmt):

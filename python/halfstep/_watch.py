@@ -20,6 +20,8 @@ from . import _devices, _sharding
 from ._sharding import is_dtensor, is_packed, local, stored
 
 _get = torch._C.TensorBase._version.__get__
+#: classes whose tensors count all writes themselves
+_WHOLE = {torch.Tensor, torch.nn.Parameter}
 
 
 def version(tensor):
@@ -35,14 +37,9 @@ def version(tensor):
         return None
 
 
-def _has_parts(tensor):
-    """Returns True if writes to a tensor are counted in several places."""
-    return is_dtensor(tensor) or is_packed(tensor)
-
-
 def versions(tensors):
     """Returns version() of each tensor."""
-    if _sharding.seen and any(map(_has_parts, tensors)):
+    if _sharding.seen and not _WHOLE.issuperset(map(type, tensors)):
         return list(map(version, tensors))
     try:
         return list(map(_get, tensors))

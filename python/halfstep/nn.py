@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 import torch
 
 from ._int8_weight import Int8Weight
-from ._packed import BLOCK, pack, parts_of, unpack
+from ._packed import BLOCK, check_format, pack, unpack
 from ._parameters import PLAIN
 from ._sharding import is_dtensor
 from ._torch import follow
@@ -34,15 +34,15 @@ def quantize_(
 
     Call it before the optimizer is made and before the model is sharded.
 
-    format: "int8-ecc4" for anything, or "int8-sr" for fine-tunes of some thousand steps. Both give
-        the model the same bytes; with "int8-ecc4" the optimizer keeps 4 more bits.
-    where: takes a module and its name and returns True if its weight is to be quantized. It is
-        asked for each `nn.Linear` and `nn.Embedding`. Default: each `nn.Linear`.
+    format: "int8-ecc4" for anything, or "int8-sr" for fine-tunes of some thousand steps. The model
+        has the same bytes with both. With "int8-ecc4" the optimizer keeps 4 more bits.
+    where: says which weights, as a function of a module and its name. It is asked for each
+        `nn.Linear` and `nn.Embedding`. Default: each `nn.Linear`.
 
     Weights with rows of fewer than 32 elements stay as they are. Nothing has changed if a weight is
     refused. Returns the model.
     """
-    parts_of(format)
+    check_format(format)
     chosen = {}  # id of a parameter -> (parameter, modules, names)
     for name, module in model.named_modules():
         if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
@@ -61,7 +61,7 @@ def quantize_(
         if isinstance(weight, Int8Weight):
             weight.format = format
             continue
-        made = Int8Weight(pack(weight.detach(), format), format, weight.shape[1], weight.dtype)
+        made = Int8Weight(pack(weight.detach()), format, weight.shape[1], weight.dtype)
         made = torch.nn.Parameter(made, weight.requires_grad)
         vars(made).update(vars(weight))
         for module in modules:
@@ -114,8 +114,9 @@ def _place(weight):
     """Returns what two names of one tensor have in common."""
     if isinstance(weight, Int8Weight):
         weight = weight.packed
-    place = 0 if is_dtensor(weight) or weight.is_meta else weight.data_ptr()
-    return place or id(weight)
+    ordinary = type(weight) in (torch.Tensor, torch.nn.Parameter)
+    has_memory = ordinary and weight.layout == torch.strided and not weight.is_meta
+    return has_memory and weight.data_ptr() or id(weight)
 
 
 def _send(wrapper, made, /, *_, **__):

@@ -15,7 +15,7 @@ import torch
 
 from . import _abi, _layout, _names
 from ._matrices import fields_of, has_products, lay, taken
-from ._parameters import PLAIN, beside, is_packed_format, stored_dtype
+from ._parameters import PLAIN, beside, could_be_packed, is_packed_format, stored_dtype
 from ._release import check_release
 from ._sharding import is_packed, stored
 from .streaming import BUFFER_BYTES, BUFFERS
@@ -329,14 +329,9 @@ class _Counted(NamedTuple):
         rule, weights, states = recipe.split("/")
         if self.own is not None:
             weights = self.own
-        elif not self.quantized or not _fits_blocks(self.shape, weights):
+        elif not self.quantized or not could_be_packed(self.shape, weights):
             weights = beside(weights)
         return "/".join((rule, weights, states))
-
-
-def _fits_blocks(shape, fmt):
-    """Returns True if the rows of a tensor are long enough for the blocks of 8-bit weights."""
-    return len(shape) > 1 and math.prod(shape[1:]) >= _abi.formats[fmt].block
 
 
 def _tensors(model_or_shapes):

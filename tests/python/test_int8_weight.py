@@ -10,7 +10,7 @@ from torch import nn
 from halfstep import _abi, _handles, _packed
 from halfstep.nn import Int8Weight, pack, unpack
 
-FORMATS = list(_packed.FORMATS)
+FORMATS = _packed.FORMATS
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -19,7 +19,7 @@ def normal(shape, seed=0, dtype=torch.float32):
 
 
 def weight(rows=40, columns=100, dtype=torch.bfloat16, format="int8-ecc4", seed=0):
-    return Int8Weight(pack(normal((rows, columns), seed), format), format, columns, dtype)
+    return Int8Weight(pack(normal((rows, columns), seed)), format, columns, dtype)
 
 
 # ---- Bytes ---------------------------------------------------------------------------------------
@@ -38,21 +38,30 @@ def by_library(values, format):
     return packed, _handles.read_rows(read, handle, index, shape, 0, packed.data_ptr())
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("columns", [32, 77, 100])
-def test_packed_bytes_are_those_of_the_library(format, columns):
+def test_packed_bytes_are_those_of_the_library(columns):
     sizes = torch.exp2((torch.arange(300) - 149).clamp(max=126).float())
     values = normal((300, columns)) * sizes[:, None]
     values[60:90] = torch.randint(-400, 400, (30, columns)) / 8  # halves of codes
     values[0], values[1, 3], values[2, 30], values[3] = 0, torch.nan, -torch.inf, 3.4e38
     values[4], values[5] = 2.0**-99, 2.0**-99 - 2.0**-123
-    packed, read = by_library(values, format)
-    assert torch.equal(pack(values, format), packed)
+    packed, read = by_library(values, "int8-sr")
+    assert torch.equal(pack(values), packed)
     decoded = unpack(packed, columns, torch.float32)
-    if format == "int8-sr":
-        torch.testing.assert_close(decoded, read, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(decoded, read, rtol=0, atol=0, equal_nan=True)
     off, largest = (decoded - values)[60:250].abs(), values[60:250].abs().amax(1, True)
-    assert (off <= largest / 220).all()
+    assert (off <= largest / 236).all()
+    # Codes that were rounded by way of error codes are no nearer.
+    other = unpack(by_library(values, "int8-ecc4")[0], columns, torch.float32)
+    assert (off <= (other - values)[60:250].abs()).all()
+
+
+def test_codes_of_a_conversion_err_in_no_direction():
+    """A common error would add up in long sums of inputs of one sign."""
+    values = normal((512, 1024))
+    w = Int8Weight(pack(values), "int8-ecc4", 1024, torch.float32)
+    error = (w.dequantize() - values).view(512, 32, 32) / w.scales.unsqueeze(-1).float()
+    assert error.mean().abs() < 0.003 and 0.27 < error.std() < 0.31
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,7 +155,7 @@ def test_writes_round_what_they_change_to_nearest(name, format):
     assert touched.any()
     blocks = F.pad(twin, (0, 28)).view(40, 4, 32)
     off = (F.pad(w.dequantize(), (0, 28)).view(40, 4, 32) - blocks).abs()
-    assert (off <= blocks.abs().amax(-1, True) / 220).all()
+    assert (off <= blocks.abs().amax(-1, True) / 236).all()
     kept = (w.packed == before).view(40, 4, 34).all(-1)
     assert kept[~touched].all() and not kept[touched].any()
 

@@ -339,13 +339,13 @@ def test_files_of_halfstep_convert(tmp_path):
         pytest.skip(f"{PROGRAM} is not built")
     plain, path = network(), tmp_path / "packed.safetensors"
     safetensors.save_file(plain.state_dict(), tmp_path / "plain.safetensors")
-    convert(tmp_path / "plain.safetensors", path, "--to", "int8-sr")
-    model = quantize_(network(seed=1), "int8-sr")
+    convert(tmp_path / "plain.safetensors", path, "--to", "int8-ecc4")
+    model = quantize_(network(seed=1))
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
         model.load_state_dict(unpacked_state_dict(tensors, file.metadata()))
-    assert torch.equal(model[0].weight.packed, pack(plain[0].weight, "int8-sr"))
-    assert torch.equal(model[2].weight.packed, pack(plain[2].weight, "int8-sr"))
+    assert torch.equal(model[0].weight.packed, pack(plain[0].weight))
+    assert torch.equal(model[2].weight.packed, pack(plain[2].weight))
 
 
 def test_devices_and_dtypes():
@@ -391,6 +391,9 @@ def test_which_weights_are_quantized():
         }
     )
     chosen = copy.deepcopy(model)
+    chosen.lazy = nn.LazyLinear(64)
+    chosen.sparse = nn.Linear(64, 64)
+    chosen.sparse.weight = nn.Parameter(torch.eye(64).to_sparse())
     assert quantize_(model, "int8-sr") is model
     assert packed_of(model).keys() == {"one.weight", "two.weight"}
     asked = []
@@ -404,6 +407,8 @@ def test_which_weights_are_quantized():
     assert asked == [
         (nn.Embedding, "embed"),
         *((nn.Linear, name) for name in ("one", "short", "two")),
+        (nn.LazyLinear, "lazy"),
+        (nn.Linear, "sparse"),
     ]
     layer = quantize_(nn.Linear(64, 64))
     bytes_, w = layer.weight.packed.clone(), layer.weight

@@ -45,9 +45,7 @@ def matrices(format, move=lambda packed: packed):
     """Makes parameters of 8 bits by name. move() brings their bytes elsewhere."""
     return {
         name: Parameter(
-            halfstep.nn.Int8Weight(
-                move(halfstep.nn.pack(randn(shape, i), format)), format, shape[1]
-            )
+            halfstep.nn.Int8Weight(move(halfstep.nn.pack(randn(shape, i))), format, shape[1])
         )
         for i, (name, shape) in enumerate(SHAPES.items())
     }
@@ -383,12 +381,15 @@ def test_what_is_refused():
 
 @formats
 @pytest.mark.parametrize("kind", ["CPUOffload", "StateStreaming"])
-def test_states_in_the_process(fake, kind, format):  # noqa: F811
+@pytest.mark.parametrize("release", [False, True])
+def test_states_in_the_process(fake, kind, format, release):  # noqa: F811
     here, there = matrices(format), matrices(format, fake.tensor)
-    options = {"lr": 0.01, "seed": 5, "clip_norm": 0.5, "states": "int8"}
+    options = {"lr": 0.01, "seed": 5, "clip_norm": 0.0 if release else 0.5, "states": "int8"}
     opts = (
         halfstep.AdamW(here.items(), **options),
-        getattr(halfstep, kind)(there.items(), halfstep.AdamW, minimal_size=0, **options),
+        getattr(halfstep, kind)(
+            there.items(), halfstep.AdamW, minimal_size=0, gradient_release=release, **options
+        ),
     )
     for step in range(3):
         for params, opt in zip((here, there), opts):
@@ -398,6 +399,8 @@ def test_states_in_the_process(fake, kind, format):  # noqa: F811
                 else:
                     params[name].grad = fake.tensor(torch.full_like(g, 3.0))
                     fake.later(params[name].grad, g)
+                    for hook in (params[name]._post_accumulate_grad_hooks or {}).values():
+                        hook(params[name])
             opt.step()
     opts[1].state_dict()  # waits for the states
     for name, p in there.items():

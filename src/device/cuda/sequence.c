@@ -14,7 +14,7 @@ static int is_one_of(int format, const int *formats, int n)
 
 static int state_fits(int role, int format, int first, int second, int weight)
 {
-    if (role == HALFSTEP_ROLE_WEIGHT) return format == weight;
+    if (role == HALFSTEP_ROLE_WEIGHT) return format == weight && !hstep_formats[format].block;
     if (role == HALFSTEP_ROLE_NONNEG) return format == second;
     if (role == HALFSTEP_ROLE_GRADIENT && hstep_formats[first].block)
         return format == HSTEP_FORMAT_f32 || format == HSTEP_FORMAT_bf16_sr;
@@ -26,7 +26,7 @@ static int is_regular(const struct hstep_tensor *t)
 {
     int regular = t->unit == HSTEP_GROUP && t->index0 % HSTEP_GROUP == 0 &&
                   (t->dense || (t->n_columns % HSTEP_GROUP == 0 && t->index_stride % HSTEP_GROUP == 0));
-    for (int s = HALFSTEP_SLOT_STATE; regular && s < t->slots; s++)
+    for (int s = HALFSTEP_SLOT_WEIGHT; regular && s < t->slots; s++)
         regular = t->slot[s].extent == HALFSTEP_EXTENT_ELEMENTS &&
                   (t->slot[s].format < 0 || !hstep_formats[t->slot[s].format].block || t->n_columns % HSTEP_GROUP == 0);
     return regular;

@@ -63,12 +63,13 @@ V_OP char *fused_extra(const struct columns c, const struct fused_work *w, const
     return w->extra[slot->s] + (slot->element >> __builtin_ctz((unsigned)c.block)) * hstep_scale_bytes(c.scale);
 }
 
-/* load_packed() and store_packed() copy a lane's part of a packed block. Its codes lie at an even address, and all
- * lanes of the block are `odd` bytes before the next multiple of four, 0 or 2. Whole words are copied, whose other bytes
- * are the scale or codes of the block. */
+/* load_packed() and store_packed() copy a lane's part of a packed block, from its place in the block on. The codes of all
+ * lanes of a block begin 0 or 2 bytes after a multiple of four. Whole words are copied, whose other bytes are the scale
+ * or codes of the block. */
 V_OP uint32_t odd_of(const char *code) { return (uint32_t)(uintptr_t)code & 2; }
+V_OP uint32_t place_in_block(const struct fused_slot *slot) { return (uint32_t)slot->element % HSTEP_PACKED_BLOCK; }
 
-V_OP void load_packed(const char *code, struct scratch *r)
+V_OP void load_packed(const char *code, uint32_t place, struct scratch *r)
 {
     const uint32_t odd = odd_of(code), select = 0x3210 + odd * 0x1111;
     const char *from = code - odd;
@@ -77,22 +78,22 @@ V_OP void load_packed(const char *code, struct scratch *r)
     memcpy(&high, __builtin_assume_aligned(from + 4 + 2 * odd, 2), 2);
     hstep_cuda_put_word(r->code + PACKED_CODES, 0, hstep_cuda_pick(low, middle, select));
     hstep_cuda_put_word(r->code + PACKED_CODES, 1, hstep_cuda_pick(middle, high, select));
-    copy_aligned(r->code + PACKED_SCALE, code - lane_of_block() * PLACES - HSTEP_PACKED_SCALE, HSTEP_PACKED_SCALE);
+    copy_aligned(r->code + PACKED_SCALE, code - place - HSTEP_PACKED_SCALE, HSTEP_PACKED_SCALE);
 }
 
 /* All lanes of the warp must call it at once, because each stores two bytes of the lane before it. The first or the last
  * lane of the block stores the two bytes that are left. */
-V_OP void store_packed(char *code, const struct scratch *r)
+V_OP void store_packed(char *code, uint32_t place, const struct scratch *r)
 {
     const uint32_t odd = odd_of(code), select = 0x7654 - odd * 0x1111;
-    const int lane = lane_of_thread(), first = lane_of_block() == 0, last = lane_of_block() == PACKED_LANES - 1;
+    const int first = place == 0, last = place == HSTEP_PACKED_BLOCK - PLACES;
+    const int before = (int)((place ^ (place - PLACES)) / PLACES % PACKED_LANES);
     const uint32_t low = hstep_cuda_word(r->code + PACKED_CODES, 0), high = hstep_cuda_word(r->code + PACKED_CODES, 1);
     const uint32_t scale = hstep_scale_load(HSTEP_SCALE_BF16, r->code + PACKED_SCALE, 0),
-                   exchanged = CUDA_SHUFFLE(high, (lane ^ (lane - 1)) & (LANES - 1)),
-                   before = first ? scale : exchanged;
+                   exchanged = CUDA_SHUFFLE(high, before);
     const uint16_t left = (uint16_t)((odd ? high : scale) >> 16);
     char *to = code - odd;
-    hstep_cuda_put_word(to, 0, hstep_cuda_pick(before, low, select));
+    hstep_cuda_put_word(to, 0, hstep_cuda_pick(first ? scale : exchanged, low, select));
     hstep_cuda_put_word(to, 1, hstep_cuda_pick(low, high, select));
     if (odd ? last : first) memcpy(__builtin_assume_aligned(to + (odd ? 8 : -HSTEP_PACKED_SCALE), 2), &left, 2);
 }
@@ -109,7 +110,7 @@ V_OP void fused_load(const int format, const int nonneg, const struct fused_work
     slot->s = s;
     slot->element = element;
     slot->code = fused_code(c, w, slot);
-    if (c.steps) load_packed(slot->code, r);
+    if (c.steps) load_packed(slot->code, place_in_block(slot), r);
     else copy_codes(r->code, slot->code, PLACES * c.bits / 8);
     if (more) CUDA_PREFETCH(slot->code + code_place(c, NEXT));
     if (c.block) {
@@ -133,7 +134,7 @@ V_OP void fused_put(const int format, const struct fused_work *w, const struct f
 {
     const struct columns c = columns_of(format);
     char *code = slot->again ? fused_code(c, w, slot) : slot->code;
-    if (c.steps) store_packed(code, &slot->scratch);
+    if (c.steps) store_packed(code, place_in_block(slot), &slot->scratch);
     else copy_codes(code, slot->scratch.code, PLACES * c.bits / 8);
     if (c.extra_bits)
         copy_aligned(slot->again ? fused_extra(c, w, slot) : slot->extra, slot->scratch.extra,
@@ -211,13 +212,16 @@ V_OP void load_gradient(const struct fused_work *w, int64_t element, const int m
     }
 }
 
-/* Loads the weight, or a state that is stored as the weight is. */
-V_OP void load_weight(const struct fused_work *w, int s, int64_t element, const int more, struct fused_slot *slot,
-                      vf *x)
+/* Loads the weight, or a state that is stored as the weight is. packed: the weight may be packed. */
+V_OP void load_weight(const int packed, const struct fused_work *w, int s, int64_t element, const int more,
+                      struct fused_slot *slot, vf *x)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
-#define WEIGHT(fn) \
-    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, s, element, more, slot, x); break;
+#define WEIGHT(fn)                                                      \
+    case HSTEP_FORMAT_##fn:                                             \
+        if (fn##_steps && !packed) __builtin_unreachable();             \
+        fused_load(HSTEP_FORMAT_##fn, 0, w, s, element, more, slot, x); \
+        break;
         HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
 #undef WEIGHT
     default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
@@ -238,12 +242,15 @@ V_OP void fused_apply(const int format, const struct fused_work *w, int s, uint3
     fused_put(format, w, slot);
 }
 
-V_OP void change_weight(const struct fused_work *w, int s, uint32_t first, struct fused_slot *slot, const vf *x,
-                        const vf *d)
+V_OP void change_weight(const int packed, const struct fused_work *w, int s, uint32_t first, struct fused_slot *slot,
+                        const vf *x, const vf *d)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
-#define WEIGHT(fn) \
-    case HSTEP_FORMAT_##fn: fused_apply(HSTEP_FORMAT_##fn, w, s, first, slot, x, d); break;
+#define WEIGHT(fn)                                               \
+    case HSTEP_FORMAT_##fn:                                      \
+        if (fn##_steps && !packed) __builtin_unreachable();      \
+        fused_apply(HSTEP_FORMAT_##fn, w, s, first, slot, x, d); \
+        break;
         HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
 #undef WEIGHT
     default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
@@ -292,6 +299,14 @@ struct fused_state {
     vf before[2], after[2];
 };
 
+/* Returns 1 if the weight may be packed: if no state is stored as it is, because registers are scarce then
+ * (hstep_cuda_find_fused()). */
+V_OP int may_be_packed(const struct fused_what f)
+{
+    return role_of(f, 0) != HALFSTEP_ROLE_WEIGHT && role_of(f, 1) != HALFSTEP_ROLE_WEIGHT &&
+           role_of(f, 2) != HALFSTEP_ROLE_WEIGHT && role_of(f, 3) != HALFSTEP_ROLE_WEIGHT;
+}
+
 /* Returns 1 if registers are scarce. Addresses are then made again before places are stored, and each tile asks for its
  * segment of random words. */
 V_OP int is_large(const struct fused_what f)
@@ -307,7 +322,7 @@ V_OP void load_state(const struct fused_what f, const int j, const struct fused_
     state->before[0] = state->before[1] = v_set(0.0f);
     state->slot.again = is_large(f);
     if (!is_stored(f, w, j)) return;
-    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, more, &state->slot, state->before);
+    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(0, w, s, element, more, &state->slot, state->before);
     else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, more, &state->slot, state->before);
     else fused_load(format, nonneg, w, s, element, more, &state->slot, state->before);
     if (has_grid(format, nonneg)) scale_pair(state->before, w->grid[s]);
@@ -329,8 +344,8 @@ V_OP void store_state(const struct fused_what f, const int j, const struct fused
     if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) {
         /* A state that the rule leaves alone is loaded again, because registers are scarce. */
         if (is_known_zero(state->after[0]) && is_known_zero(state->after[1]))
-            load_weight(w, s, element, 0, &state->slot, state->before);
-        change_weight(w, s, first, &state->slot, state->before, state->after);
+            load_weight(0, w, s, element, 0, &state->slot, state->before);
+        change_weight(0, w, s, first, &state->slot, state->before, state->after);
         return;
     }
     if (is_wide(f, w, j)) fused_store(HSTEP_FORMAT_f32, 0, w, s, first, &state->slot, state->after);
@@ -346,9 +361,9 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     struct fused_slot slot;
     struct fused_state s0, s1, s2, s3;
     vf gradient[2], weight[2], change[2];
-    slot.again = is_large(f);
+    slot.again = 1; /* because registers are scarce */
     load_gradient(w, element, more, gradient);
-    load_weight(w, HALFSTEP_SLOT_WEIGHT, element, more, &slot, weight);
+    load_weight(may_be_packed(f), w, HALFSTEP_SLOT_WEIGHT, element, more, &slot, weight);
     load_state(f, 0, w, element, more, &s0);
     load_state(f, 1, w, element, more, &s1);
     load_state(f, 2, w, element, more, &s2);
@@ -372,7 +387,7 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     store_state(f, 1, w, element, first, &s1);
     store_state(f, 2, w, element, first, &s2);
     store_state(f, 3, w, element, first, &s3);
-    change_weight(w, HALFSTEP_SLOT_WEIGHT, first, &slot, weight, change);
+    change_weight(may_be_packed(f), w, HALFSTEP_SLOT_WEIGHT, first, &slot, weight, change);
 }
 
 /* Updates the whole tiles of a run. The warps take them in turn. */

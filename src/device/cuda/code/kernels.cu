@@ -161,23 +161,23 @@ CUDA_DEVICE vi slot_words(const struct updating *a, int s, uint64_t index)
 }
 
 /* Stores a lane's new values of a state. */
-CUDA_DEVICE void put_state(const struct updating *a, int s, const struct lane *l, struct scratch *r,
-                           const struct values *v)
+CUDA_DEVICE void put_state(const struct updating *a, int s, const struct lane *l, struct scratch *r, struct values *v,
+                           vi *words)
 {
     const struct hstep_work *w = &a->w;
     const struct hstep_update *u = w->u;
     const struct hstep_slot *slot = &w->t->slot[s];
     const vf *state = v->state[s - HALFSTEP_SLOT_STATE];
-    const vi words = slot_words(a, s, l->index);
     const int one_scale = hstep_has_one_scale(w->format[s]);
+    *words = slot_words(a, s, l->index);
     if (hstep_slot_role(w->t, s) != HALFSTEP_ROLE_WEIGHT) {
         if (one_scale) memcpy(r->extra, &u->scale[s], 4);
-        encode(w->format[s], slot->nonneg, state, r, &words, 1, u->onto[s]);
+        encode(w->format[s], slot->nonneg, state, r, words, 1, u->onto[s]);
     } else {
-        vf old[2];
+        vf *old = v->gradient; /* which has been used */
         fetch_source(w, s, l, r);
         decode(w->format[s], slot->nonneg, r, old);
-        if (!u->zero_lr) apply(w->format[s], old, state, r, &words);
+        if (!u->zero_lr) apply(w->format[s], old, state, r, words);
         CUDA_WARP_BARRIER(); /* as for the weight */
     }
     /* The scale of a whole tensor is written once, after its update. */
@@ -194,21 +194,23 @@ CUDA_DEVICE int weight_source(const struct hstep_work *w)
 
 /* Stores the lane's new weight. Copies between the weight and states read what is stored, so states are stored
  * first. */
-CUDA_DEVICE void put_weight(const struct updating *a, const struct lane *l, struct scratch *r, const struct values *v)
+CUDA_DEVICE void put_weight(const struct updating *a, const struct lane *l, struct scratch *r, const struct values *v,
+                            vi *words)
 {
     const struct hstep_work *w = &a->w;
     const int from = weight_source(w);
-    const vi words = slot_words(a, 0, l->index);
+    *words = slot_words(a, 0, l->index);
     fetch(w->t, w->format[0], w->code[from], w->extra[from], l, r);
-    if (!from) apply(w->format[0], v->weight, v->change, r, &words);
+    if (!from) apply(w->format[0], v->weight, v->change, r, words);
     CUDA_WARP_BARRIER(); /* all lanes of a packed block have read its scale, which one of them writes */
     put(w->t, w->format[0], w->code[0], w->extra[0], l, r);
 }
 
-CUDA_DEVICE void put_work(const struct hstep_work *w, const struct lane *l, struct scratch *r, const struct values *v)
+CUDA_DEVICE void put_work(const struct hstep_work *w, const struct lane *l, struct scratch *r, const struct values *v,
+                          vi *words)
 {
-    const vi words = nearest_words();
-    encode(HSTEP_FORMAT_f32, 0, v->change, r, &words, 0, 1.0f);
+    *words = nearest_words();
+    encode(HSTEP_FORMAT_f32, 0, v->change, r, words, 0, 1.0f);
     put(w->t, HSTEP_FORMAT_f32, w->code[HSTEP_SLOT_WORK], NULL, l, r);
 }
 
@@ -217,6 +219,7 @@ CUDA_DEVICE void update_tile(struct updating *a, float mean, const struct lane *
     const struct hstep_work *w = &a->w;
     const struct hstep_update *u = w->u;
     const struct hstep_tensor *t = w->t;
+    vi words; /* of the slot that is stored */
     start_segment(a, l);
     load(w, mean, l, r, v);
     run_function(w, v);
@@ -226,9 +229,9 @@ CUDA_DEVICE void update_tile(struct updating *a, float mean, const struct lane *
         v->change[i] = decay_change(v->change[i], v->weight[i], v_set(u->cautious_decay));
     CUDA_WARP_BARRIER(); /* all lanes of a block have read its scale, which one of them writes */
     for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
-        if (hstep_writes(w, s)) put_state(a, s, l, r, v);
-    if (hstep_writes(w, HSTEP_SLOT_WORK)) put_work(w, l, r, v);
-    if (hstep_writes(w, 0)) put_weight(a, l, r, v);
+        if (hstep_writes(w, s)) put_state(a, s, l, r, v, &words);
+    if (hstep_writes(w, HSTEP_SLOT_WORK)) put_work(w, l, r, v, &words);
+    if (hstep_writes(w, 0)) put_weight(a, l, r, v, &words);
 }
 
 /* Updates a stretch of a chunk. Takes only what the fused kernel leaves if `fused`. turn counts tiles, which the warps

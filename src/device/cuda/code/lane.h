@@ -3,7 +3,8 @@
  * A lane copies its places of a slot into scratch memory of its own, with zeros at places that are not held here. Whole
  * tiles, tails and rows that begin within a unit therefore take one path. The formats then decode and encode in scratch
  * memory. Blocks of 32, 128 and 256 elements are 4, 16 and 32 lanes, which find their maximum by exchanges. All formats
- * are possible. They are arguments here, the same for all lanes of a warp. */
+ * are possible. They are arguments here, the same for all lanes of a warp. Over 500 lines because formats, random words
+ * and sums share the places of a lane. */
 #ifndef HSTEP_CUDA_LANE_H
 #define HSTEP_CUDA_LANE_H
 
@@ -367,6 +368,9 @@ V_OP void apply_packed(const int format, const vf *d, struct scratch *r, vi word
         const vf unit = hstep_packed_unit(scale, c.steps);
         vf weight[2];
         vi placed[2];
+        /* What lies in memory is read again, because registers are scarce. */
+        CUDA_WARP_BARRIER();
+        load_positions(format, r->code + PACKED_SCALE, r->extra, 0, &position[0], &position[1]);
         CUDA_UNROLL for (int i = 0; i < 2; i++) weight[i] = v_sub(hstep_packed_value(position[i], unit), d[i]);
         const uint32_t made = place_packed(c.steps, weight, placed);
         if (!is_kept) {
