@@ -166,8 +166,8 @@ static int open_stretch(const struct work *w, const struct job *job, struct stre
     if (s->rows > rows) s->rows = rows;
     const struct lm_tensor shape = {.name = "weight", .ndim = 2, .rows = s->rows, .row_length = job->columns};
     const halfstep_tensor t = checkpoint_tensor(&shape, plain);
-    snprintf(from, sizeof from, "sgd/%s", job->packed ? job->packed->format : "f32");
-    /* A file has no error codes. Without them the nearest codes are those of int8-sr, because int8-ecc4 rounds twice. */
+    /* A file has no error codes. The nearest codes without them are those of int8-sr. int8-ecc4 rounds twice. */
+    snprintf(from, sizeof from, "sgd/%s", job->packed ? "int8-sr" : "f32");
     snprintf(to, sizeof to, "sgd/%s", is_packed(&w->target) ? "int8-sr" : w->target.name);
     s->slot = job->packed ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT;
     int code = checkpoint_decoder(from, &t, &s->from);

@@ -283,17 +283,16 @@ int weight_source_read(struct weight_source *source, const struct lm_tensor *ten
     return bad ? -1 : 0;
 }
 
-/* Copies rows of packed weights, with their error codes if both sides have them. A conversion would round again. */
+/* Copies rows of packed weights, because a conversion would round again. Their error codes stay what they begin with if
+ * the source has none. */
 static void copy_packed(const struct lm_tensor *tensor, const struct stored *s, const halfstep_tensor *held,
                         const halfstep_slot_info *into, void *codes)
 {
     const halfstep_slot_info from = slot_info(s->decoder, 0, HALFSTEP_SLOT_WEIGHT);
     const uint64_t rows = (uint64_t)tensor->rows, first = (uint64_t)held->first_row;
     memcpy(codes, (const char *)s->codes + from.code_bytes / rows * first, into->code_bytes);
-    if (!into->extra_bytes) return;
-    if (from.extra_bytes)
+    if (into->extra_bytes && from.extra_bytes)
         memcpy(into->extra, (const char *)from.extra + from.extra_bytes / rows * first, into->extra_bytes);
-    else memset(into->extra, 0, into->extra_bytes);
 }
 
 int weight_source_write(struct weight_source *source, const struct lm_tensor *tensor, halfstep_optimizer *optimizer,
