@@ -46,6 +46,7 @@ RECIPES = (
     "adamw/bf16-ecc8/int8",
     "adamw/bf16-sr/int8",
     "adamw/bf16-sr/int4",
+    "adamw/int8-ecc4/int8",
     "lion/bf16-sr/bf16-sr",
     "lion/bf16-sr/int8",
     "sgd/bf16-sr",
@@ -71,6 +72,7 @@ SHARES = {
     "lamb16/bf16-sr/bf16-sr": 0.90,
     "adamw/bf16-sr/int8": 0.75,
     "adamw/bf16-ecc8/int8": 0.75,
+    "adamw/int8-ecc4/int8": 0.75,
     "lion/bf16-sr/int8": 0.75,
 }
 #: who stores about as much as a recipe, which has to be ahead of them as users have it
@@ -102,7 +104,7 @@ def ours(recipe, finite):
         recipe + (":finite" if finite else ""),
         recipe,
         "halfstep",
-        recipe.split("/")[1].split("-")[0],
+        common.stored_as(recipe),
         make,
         recipe=recipe,
         passes=1 if finite else 2,
@@ -154,12 +156,10 @@ def subject_of(contestant, shapes, device):
     generator = torch.Generator(device).manual_seed(1)
     params = []
     for shape in shapes:
-        p = torch.nn.Parameter(
-            torch.empty(shape, dtype=contestant.dtype(), device=device).normal_(
-                0, 0.02, generator=generator
-            )
-        )
-        p.grad = torch.empty_like(p).normal_(0, 1e-3, generator=generator)
+        first = torch.empty(shape, dtype=contestant.dtype(), device=device)
+        gradient = torch.empty_like(first)
+        p = contestant.parameter(first.normal_(0, 0.02, generator=generator))
+        p.grad = gradient.normal_(0, 1e-3, generator=generator)
         params.append(p)
     return params, contestant.build(params, {}, len(shapes) > 64)
 
@@ -180,7 +180,8 @@ def measure(contestant, shapes, given):
         for _ in range(3):
             clock(step)
     n = sum(p.numel() for p in params)
-    stored = sum(p.numel() * p.element_size() for p in params) + common.state_bytes(optimizer)
+    held = (t for p in params for t in common.tensors_in(p, set()))
+    stored = sum(t.numel() * t.element_size() for t in held) + common.state_bytes(optimizer)
     given_bytes = sum(g.numel() * g.element_size() for g in gradients)
     moved = (
         2 * stored

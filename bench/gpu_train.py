@@ -3,7 +3,8 @@
 fp32.
 
     python bench/gpu_train.py limit                     full fine-tuning steps of 6.7 billion
-                                                        parameters in 24 GB: peak, tokens a second
+                                                        parameters in 24 GB, and of 14 billion in
+                                                        int8-ecc4: peak, tokens a second
     python bench/gpu_train.py ladder --data TEXT        fp32 against int8 and int4 states for 10, 40
                                                         and 120 million parameters: losses
     python bench/gpu_train.py ladder --minutes 10       as many steps as that allows, the same in
@@ -20,6 +21,7 @@ each recipe. Matrix products take BF16 in all of them. Losses are of text that n
 """
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -38,13 +40,18 @@ import trainer_torch  # noqa: E402
 import halfstep  # noqa: E402
 
 TEXT = os.path.join(BENCH, os.pardir, "data", "demo.txt")
-#: of `limit`: what is printed, and the optimizer of named parameters
+#: of `limit`: what is printed, and the optimizer of named parameters. A name with QUANTIZED has its
+#: weights so, in a model that is larger by the GROWTH of width and heads, and of depth
+QUANTIZED, GROWTH = "int8-ecc4", (5 / 4, 11 / 8)
 WAYS = {
     "bf16-sr/int4 released": lambda named: halfstep.optimizer(
         "adamw/bf16-sr/int4", named, lr=1e-5, gradient_release=True
     ),
     "StateStreaming bf16-sr/int8 released": lambda named: halfstep.StateStreaming(
         named, "adamw/bf16-sr/int8", lr=1e-5, gradient_release=True
+    ),
+    f"StateStreaming {QUANTIZED}/int8 released": lambda named: halfstep.StateStreaming(
+        named, f"adamw/{QUANTIZED}/int8", lr=1e-5, gradient_release=True
     ),
     "torch.optim.AdamW, BF16": lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-5),
 }
@@ -64,11 +71,13 @@ class Checkpointed(torch.nn.Module):
         return torch.utils.checkpoint.checkpoint(self.layer, *inputs, use_reentrant=False)
 
 
-def model_of(shape, device, dtype, seed, checkpointed=False):
+def model_of(shape, device, dtype, seed, checkpointed=False, quantized=None):
     """Makes the model with normal weights where it will lie, so that no copy of a large one exists
-    elsewhere."""
+    elsewhere. `quantized` is a format of 8-bit weights."""
     with torch.device("meta"):
         model = trainer_torch.Llama(shape).to(dtype)
+    if quantized:
+        halfstep.nn.quantize_(model, quantized)
     if checkpointed:
         model.model.layers = torch.nn.ModuleList(
             [Checkpointed(layer) for layer in model.model.layers]
@@ -102,7 +111,8 @@ def train_limited(way, shape, given):
     on_gpu = given.device == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    model = model_of(shape, given.device, torch.bfloat16, 1, checkpointed=True)
+    quantized = QUANTIZED if QUANTIZED in way else None
+    model = model_of(shape, given.device, torch.bfloat16, 1, checkpointed=True, quantized=quantized)
     optimizer = WAYS[way](list(model.named_parameters()))
     text, losses, begun = trainer_torch.Text(TEXT, shape, 1), [], 0.0
     for step in range(given.steps):
@@ -125,8 +135,14 @@ def train_limited(way, shape, given):
 
 
 def limit(given):
-    shape = trainer_torch.Shape(
+    usual = trainer_torch.Shape(
         given.width, given.depth, given.heads, given.context, given.batch, given.vocab
+    )
+    larger = dataclasses.replace(
+        usual,
+        width=int(given.width * GROWTH[0]),
+        heads=int(given.heads * GROWTH[0]),
+        depth=int(given.depth * GROWTH[1]),
     )
     total = torch.cuda.mem_get_info()[1] if given.device == "cuda" else 0
     if total:
@@ -146,16 +162,14 @@ def limit(given):
             f"{torch.cuda.get_device_name()}; limit {given.memory / 1e9:.1f} GB, of which"
             f" {outside / 1e9:.2f} GB are context and device code"
         )
+    print(f"batches of {usual.batch} x {usual.context} tokens\n")
     print(
-        f"{shape.params / 1e9:.2f} billion parameters, batches of {shape.batch} x {shape.context}"
-        " tokens\n"
-    )
-    print(
-        "| way | peak, GB | tokens a second | loss, first and last of so many steps"
-        " |\n|---|---:|---:|---|"
+        "| way | billion parameters | peak, GB | tokens a second | loss, first and last of so many"
+        " steps |\n|---|---:|---:|---:|---|"
     )
     failed, found = False, []
     for way in [way for way in WAYS if given.only in way]:
+        shape = larger if QUANTIZED in way else usual
         try:
             row = train_limited(way, shape, given)
             text = (
@@ -163,11 +177,11 @@ def limit(given):
                 f" {row['losses'][1]:.3f} of {given.steps}"
             )
             failed = failed or row["peak"] > given.memory or not math.isfinite(row["losses"][1])
-            found.append({"way": way, **row})
+            found.append({"way": way, "parameters": shape.params, **row})
         except torch.OutOfMemoryError:
             text = "out of memory | | "
             failed = failed or "torch" not in way
-        print(f"| {way} | {text} |", flush=True)
+        print(f"| {way} | {shape.params / 1e9:.2f} | {text} |", flush=True)
         gc.collect()
         if total:
             torch.cuda.empty_cache()

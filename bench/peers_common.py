@@ -106,7 +106,27 @@ class Contestant:
     def dtype(self):
         import torch
 
-        return {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[self.weights]
+        dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+        return dtypes["bf16" if self.packed else self.weights]
+
+    @property
+    def packed(self) -> bool:
+        """True if its parameters are tensors of codes and scales."""
+        return self.weights.startswith("int8")
+
+    def parameter(self, values):
+        """Returns a parameter of these values, stored as this contestant's are. Packed weights
+        decode to the dtype of the values; only matrices are packed."""
+        import torch
+
+        if not self.packed or values.dim() != 2:
+            return torch.nn.Parameter(values.to(self.dtype()))
+        from halfstep import nn
+
+        rows, columns = values.shape
+        layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
+        layer.weight = torch.nn.Parameter(values)
+        return nn.quantize_(layer, self.weights).weight
 
     def weight(self, optimizer, parameter):
         """Returns the weight in fp32 as the optimizer knows it, with residuals and error codes."""
@@ -237,6 +257,12 @@ def peers() -> List[Contestant]:
     ]
 
 
+def stored_as(recipe: str) -> str:
+    """Returns the `weights` of a contestant of ours: a dtype, or the name of a packed format."""
+    weights = recipe.split("/")[1]
+    return weights if weights.startswith("int8") else weights.split("-")[0]
+
+
 def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
     """Returns a contestant for a recipe, with options after colons
     ("adamw/bf16-sr/int8:cautious=1"). With scan="known-finite" the caller vouches for the
@@ -262,18 +288,20 @@ def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
         given = {name: value for name, value in hyper.items() if name not in left}
         return halfstep.optimizer(formats, params, scan=scan, **given, **fixed)
 
-    weights = recipe.split("/")[1]
+    weights = stored_as(recipe)
     finite = scan == "known-finite"
     return Contestant(
         recipe + (":finite" if finite else ""),
         f"`{recipe}`" + (", known finite" if finite else ""),
         "halfstep",
-        weights.split("-")[0],
+        weights,
         make,
         recipe=recipe,
         passes=1 if finite else 2,
         residual="weight.extra",
-        decode=lambda optimizer, parameter: optimizer.read_weight(parameter),
+        decode=None
+        if weights.startswith("int8")
+        else lambda optimizer, parameter: optimizer.read_weight(parameter),
     )
 
 
@@ -392,31 +420,31 @@ class Subject:
         return sum(parameter.numel() for parameter in self.params)
 
 
-def _tensors(thing, seen) -> Iterable:
+def tensors_in(thing, seen) -> Iterable:
     import torch
 
     if isinstance(thing, torch.Tensor):
         inner = getattr(thing, "__tensor_flatten__", None)
         if inner is not None:
             for name in inner()[0]:
-                yield from _tensors(getattr(thing, name), seen)
+                yield from tensors_in(getattr(thing, name), seen)
         else:
             yield thing
     elif isinstance(thing, dict):
         if id(thing) not in seen:
             seen.add(id(thing))
             for value in thing.values():
-                yield from _tensors(value, seen)
+                yield from tensors_in(value, seen)
     elif isinstance(thing, (list, tuple)):
         for value in thing:
-            yield from _tensors(value, seen)
+            yield from tensors_in(value, seen)
 
 
 def state_bytes(optimizer) -> int:
     """Returns the bytes of all tensors in the state of an optimizer, scalars that count steps
     included. Shared memory counts once."""
     storages = {}
-    for tensor in _tensors(dict(optimizer.state), set()):
+    for tensor in tensors_in(dict(optimizer.state), set()):
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = max(storages.get(storage.data_ptr(), 0), storage.nbytes())
     return sum(storages.values())

@@ -47,7 +47,7 @@ NaN         in one matrix of a stack of four. No weight of the stack may move
 
 From fall to tiny, and from noise to length, the weights are set to zero before each step, and lr is
 1. Rounding of a weight can then neither hide nor add anything, so that the updates are compared.
-Weights are read with their residuals and error codes.
+Weights are read with their residuals and error codes, those of 8 bits as the model sees them.
 
 EMA: averages follow normal weights' halves at decay 0.9999 for 2000 updates. The figure is how far
 they went over how far torch's AveragedModel in fp32 went.
@@ -58,6 +58,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import json
 import math
 import os
@@ -74,6 +75,7 @@ SHAPE = (16, 512)
 STACK = (4, 16, 128)  # as many elements
 EMA_DECAY = 0.9999
 POOL = 61  # normal gradients are used again after so many steps
+PACKED = ("adamw/int8-ecc4/int8", "adamw/int8-sr/int8")  # beside common.RECIPES
 
 
 class NotApplicable(Exception):
@@ -120,7 +122,7 @@ class Run:
         import torch
 
         self.contestant = contestant
-        self.p = torch.nn.Parameter(start.to(contestant.dtype()))
+        self.p = contestant.parameter(start)
         self.optimizer = contestant.build([self.p], hyper)
         self.gradient = torch.zeros_like(self.p.detach())
 
@@ -132,6 +134,10 @@ class Run:
 
     def weight(self):
         return self.contestant.weight(self.optimizer, self.p).double()
+
+    def first_weight(self):
+        """Returns the weight before the first step, which has no residual yet."""
+        return self.p.detach().double()
 
     def update(self, gradient):
         """Returns what this step takes from weights of zero, at lr 1."""
@@ -153,10 +159,10 @@ def movement(contestant, short: float, half: bool) -> float:
     import torch
 
     run = Run(contestant, torch.ones(SHAPE), {"lr": 1e-5})
-    gradient = torch.full(SHAPE, 0.5)
+    before, gradient = run.first_weight(), torch.full(SHAPE, 0.5)
     for _ in range(max(2, round(2000 / short))):
         run.step(gradient)
-    return 1.0 - run.weight().mean().item()
+    return (before - run.weight()).mean().item()
 
 
 def decay(contestant, short: float, half: bool) -> float:
@@ -165,7 +171,7 @@ def decay(contestant, short: float, half: bool) -> float:
     run = Run(
         contestant, as_given(normals(7, *SHAPE), half), {"lr": 2.0**-10, "weight_decay": 2.0**-10}
     )
-    before, gradient = as_given(normals(7, *SHAPE), half).double(), torch.zeros(SHAPE)
+    before, gradient = run.first_weight(), torch.zeros(SHAPE)
     for _ in range(max(2, round(10000 / short))):
         run.step(gradient)
     return ((before - run.weight()) * before).sum().item() / before.square().sum().item()
@@ -306,8 +312,8 @@ def matrix_movement(contestant, short: float, half: bool) -> float:
     import torch
 
     start, gradient = as_given(normals(7, *SHAPE) / SHAPE[1] ** 0.5, half), normals(8, *SHAPE)
-    before, gradient = start.double(), as_given(gradient, half)
     run = Run(contestant, start, {"lr": 1e-5})
+    before, gradient = run.first_weight(), as_given(gradient, half)
     left, _, right = torch.linalg.svd(gradient.double(), full_matrices=False)
     for _ in range(max(2, round(2000 / short))):
         run.step(gradient)
@@ -452,6 +458,9 @@ def resume_load(contestants: List[common.Contestant], folder: str) -> Dict[str, 
             continue
         try:
             note = ""
+            if contestant.packed:
+                # From then on torch.load() knows their class.
+                importlib.import_module("halfstep.nn")
             try:
                 saved = torch.load(os.path.join(folder, f"{i}.middle"), weights_only=True)
             except Exception:
@@ -614,7 +623,7 @@ def averages(updates: int, only: Optional[str]) -> List[Dict]:
         from halfstep import _abi
 
         for name, form in _abi.formats.items():
-            if form.roles & _abi.ROLE_WEIGHT:
+            if form.roles & _abi.ROLE_WEIGHT and not form.block:
                 dtype = {"f32": torch.float32, "bf1": bf16, "f16": torch.float16}[name[:3]]
                 jobs.append(
                     (
@@ -839,7 +848,7 @@ def parse(arguments):
 
 def our_recipes(which: str) -> List[str]:
     if which == "short":
-        return list(common.RECIPES)
+        return [*common.RECIPES, *PACKED]
     if which != "all":
         return [recipe for recipe in which.split(",") if recipe]
     try:

@@ -25,6 +25,7 @@ import torch
 from typing_extensions import TypedDict, Unpack
 
 from . import compat as compat
+from . import nn as nn
 from . import rules
 from .optimizer import Params as Params
 '''

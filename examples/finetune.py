@@ -12,9 +12,10 @@ same batches. The last tenth of the text gives the validation loss. Differences 
 taken seed by seed.
 
 For a bf16 recipe, model.to(torch.bfloat16) casts the model. Weights, gradients, activations and
-states then have 16 bits or less, and nothing has a copy in fp32. The learning rate is that of a
-fine-tune, which is low. BF16 weights that are rounded to nearest (the recipe adamw/bf16) hardly
-move at this rate; they are the control."""
+states then have 16 bits or less, and nothing has a copy in fp32. For int8-ecc4 and int8-sr,
+halfstep.nn.quantize_() makes the weights of linear layers 8-bit codes, and layers compute in BF16.
+The learning rate is that of a fine-tune, which is low. BF16 weights that are rounded to nearest
+(the recipe adamw/bf16) hardly move at this rate; they are the control."""
 
 import argparse
 import copy
@@ -37,6 +38,8 @@ RECIPES = (
     "adamw/bf16-ecc8/int8",
     "adamw/bf16-sr/int8",
     "adamw/bf16-sr/int4",
+    "adamw/int8-ecc4/int8",
+    "adamw/int8-sr/int4",
     "adamw/bf16",
 )
 REFERENCE = "torch.optim.AdamW, fp32"
@@ -119,7 +122,7 @@ def held(model, optimizer):
     count = sum(p.numel() for p in model.parameters())
     found = {"weights": 0, "gradients": 0, "states": 0}
     for p in model.parameters():
-        found["weights"] += p.nbytes
+        found["weights"] += getattr(p, "packed", p).nbytes
         found["gradients"] += 0 if p.grad is None else p.grad.nbytes
         for name, value in optimizer.state[p].items():
             if isinstance(value, torch.Tensor):
@@ -127,16 +130,15 @@ def held(model, optimizer):
     return {kind: n / count for kind, n in found.items()}
 
 
-def dtype_of(recipe):
-    """Returns the type to which the model is cast for a recipe."""
+def prepare(model, recipe):
+    """Stores the weights of a model as a recipe says, in place. Returns the model."""
+    import halfstep
+
     weights = (recipe.split("/") + [""])[1]
-    return (
-        torch.bfloat16
-        if weights.startswith("bf16")
-        else torch.float16
-        if weights.startswith("f16")
-        else torch.float32
-    )
+    if weights.startswith("int8"):
+        halfstep.nn.quantize_(model, weights)
+    low = {"bf16": torch.bfloat16, "int8": torch.bfloat16, "f16": torch.float16}
+    return model.to(low.get(weights.partition("-")[0], torch.float32))
 
 
 def summary(name, runs, reference):
@@ -324,9 +326,8 @@ def arguments():
     recipes = [recipe for recipe in options.recipes.split(",") if recipe]
     for recipe in recipes:
         try:
-            halfstep.optimizer(
-                recipe, [nn.Parameter(torch.zeros(2, 2, dtype=dtype_of(recipe)))], lr=options.lr
-            )
+            model = prepare(nn.Linear(32, 2), recipe)
+            halfstep.optimizer(recipe, model.parameters(), lr=options.lr)
         except ValueError as error:
             parser.error(f"--recipes: {recipe}: {error}")
     try:
@@ -381,10 +382,9 @@ def main():
                     model.parameters(), lr=options.lr, weight_decay=options.weight_decay
                 )
             else:
-                model.to(dtype_of(name))
                 optimizer = halfstep.optimizer(
                     name,
-                    model.named_parameters(),
+                    prepare(model, name).named_parameters(),
                     lr=options.lr,
                     seed=seed,
                     weight_decay=options.weight_decay,

@@ -278,7 +278,8 @@ HALFSTEP_API int halfstep_get_slot_info(const halfstep_optimizer *optimizer, int
 /* Writes to *bytes how much memory halfstep_bind_states() needs. That holds all that is stored beside weights and
  * gradients: states, their scales, residuals and error codes. Every stream starts on 64 bytes. */
 HALFSTEP_API int halfstep_state_bytes(halfstep_optimizer *optimizer, uint64_t *bytes);
-/* Binds the states to memory and sets them to their initial values. The memory is aligned to 64 bytes, has at least
+/* Binds the states to memory and sets them to their initial values: zero bytes, and evenly spread error codes of packed
+ * weights (docs/formats.md). The memory is aligned to 64 bytes, has at least
  * halfstep_state_bytes(), and stays the caller's until the handle is destroyed. No tensor or group can be added
  * afterwards. */
 HALFSTEP_API int halfstep_bind_states(halfstep_optimizer *optimizer, void *memory, uint64_t bytes);
@@ -655,7 +656,7 @@ HALFSTEP_API int64_t halfstep_norms_offset(const halfstep_optimizer *optimizer, 
 
 /* Binds the memory of one slot, for hosts that keep each state as an object of their own. extra may be NULL if
  * extra_bytes is 0. The bytes are taken as they are, on the slot's present grid. All zero is the initial value of every
- * format. A slot may be bound again at any time between steps. Steps are allowed once every slot that stores something
+ * state. A slot may be bound again at any time between steps. Steps are allowed once every slot that stores something
  * is bound. An optimizer that stores nothing at all (sgd in f32) still needs halfstep_allocate_states(). Bytes that
  * decode to infinities or NaN are memory-safe and spoil only the numbers. An average (ema) may follow a live weight
  * with residuals or error codes. Bind those as extra of its gradient slot, with code NULL; they are only read. */

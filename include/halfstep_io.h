@@ -293,6 +293,10 @@ HALFSTEP_API int halfstep_declare_safetensors_metadata(halfstep_safetensors_writ
 HALFSTEP_API int halfstep_write_safetensors(const halfstep_safetensors_writer *writer, const char *path,
                                             halfstep_fill_function fill, void *context, char *error, size_t error_size);
 
+/* Key of the metadata that tells which tensors are packed weights (int8-sr, int8-ecc4), with the columns that they have
+ * without padding: {"NAME": {"format": "int8-sr", "columns": 4096}, ...}. docs/checkpoints.md describes it. */
+#define HALFSTEP_PACKED_KEY "halfstep.nn"
+
 /* ---- Other files of a checkpoint --------------------------------------------------------------------------------- */
 
 /* Adds a safetensors file to a checkpoint, under the rules of halfstep_save_file(). */

@@ -9,13 +9,15 @@
 #   E5  memory held and at its peak, with and without gradient release
 #   E6  rules beside adamw in fp32, each at three rates: E1's model, cosine; only where ONLY names it. RULES, between spaces, are others
 #   EM  storage of Muon's momentum: from one checkpoint in fp32, rate decayed to 0; only where ONLY names it
+#   EW  weights in 12 and 8 bits, without a master copy, in four regimes: only where ONLY names it; needs torch
 #   ER  every rule with bf16-sr weights and int8 states, at two rates of its own: only where ONLY names it
 #
 # Environment: TEXT, any large text (docs/results.md was made from tinyshakespeare.txt; without it the text of the demo
 # serves); OUT, default BUILD/experiments; ONLY="E1 E5" runs some of them; SCALE=0.02 shortens all runs to that share of
-# their steps (to try the script); SEEDS1, SEEDS2, SEEDS3 and SEEDSM are the numbers of seeds of E1, E2, E3 and EM; RECIPES,
-# between spaces, takes the place of the recipes of E1, E2, E5 and EM, and RATES of the rates of E2; THREADS. What has
-# finished is not run again: delete its folder in OUT to repeat it. What was interrupted goes on where it stopped.
+# their steps (to try the script); SEEDS1, SEEDS2, SEEDS3, SEEDSM and SEEDSW are the numbers of seeds of E1, E2, E3, EM
+# and EW; RECIPES, between spaces, takes the place of the recipes of E1, E2, E5, EM and EW, and RATES of the rates of E2;
+# OTHER is the text that EW tunes to; PYTHON, the interpreter of EW; THREADS. What has finished is not run again: delete
+# its folder in OUT to repeat it. What was interrupted goes on where it stopped.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 build=${1:-$here/../build}
@@ -121,6 +123,12 @@ if wanted EM; then
     # shellcheck disable=SC2086
     compare em $options --recipes "${grid#,}" --lr 1e-2 --seed 601 --seeds "${SEEDSM:-4}"
     tables results "EM: momentum of Muon" "$out/em/report.json"
+fi
+
+if wanted EW; then
+    # shellcheck disable=SC2086
+    PYTHONPATH=$here/../python HALFSTEP_LIBRARY=$build/libhalfstep.so "${PYTHON:-python3}" "$here/weights.py" --text "$text" \
+        --other "${OTHER:-$here/../data/demo.txt}" --out "$out/ew" --scale "$scale" --seeds "${SEEDSW:-3}" ${RECIPES:+--recipes $RECIPES}
 fi
 
 # The rates at which a rule is tried; rates mean other things to each of them.

@@ -262,7 +262,7 @@ for rule in $(names rules); do
     [ "$rule" != ema ] || continue
     resume_case --recipe "$rule/bf16-kahan/int8" --weight-decay 0.1
 done
-resume_case --recipe schedulefree/bf16-ecc8/int8 --release
+resume_case --recipe schedulefree/int8-ecc4/int8 --release
 resume_case --recipe sgd/bf16-kahan --momentum 0.9 --weight-decay 0.1
 resume_case --recipe adamw/bf16-ecc8/int8+bf16-sr --release --clip 0.5 --generator mixer
 resume_case --gradients f16 --clip 1 --warmup 3

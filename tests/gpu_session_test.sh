@@ -59,7 +59,9 @@ session --dry >"$scratch/dry" || fail "--dry: $(cat "$scratch/dry" "$scratch"/lo
 steps=$(grep -cE ' \((timed, )?at most ' "$scratch/list")
 [ "$(grep -cE '^(ready|lacks) ' "$scratch/dry")" = "$steps" ] || fail "--dry does not look at $steps steps"
 if grep -q '^ready  limit' "$scratch/dry"; then
-    grep -qE '^\| StateStreaming bf16-sr/int8 released \|.* of 3 \|$' "$scratch/logs/dry-limit.log" || fail "limit: $(cat "$scratch/logs/dry-limit.log")"
+    for way in bf16-sr/int8 int8-ecc4/int8; do
+        grep -qE "^\\| StateStreaming $way released \\|.* of 3 \\|\$" "$scratch/logs/dry-limit.log" || fail "limit: $(cat "$scratch/logs/dry-limit.log")"
+    done
     [ "$(grep -cE '^\| 10.8 M \| `adamw/.*\| [-+][0-9.]+ \|$' "$scratch/logs/dry-ladder.log")" = 3 ] || fail "ladder: $(cat "$scratch/logs/dry-ladder.log")"
     echo "ok   small models are trained on the processor"
 fi

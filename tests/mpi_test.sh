@@ -66,7 +66,7 @@ compare 2 adamw/bf16-sr/int8 --weight-decay 0.1
 compare "1 3" lamb/f32/f32 --clip 1
 compare 4 muon/bf16-sr/int8
 # Averages are gathered before they are evaluated. Factors over rows and columns stay with their matrix.
-compare 3 schedulefree/bf16-ecc8/int8
+compare 3 schedulefree/int8-ecc4/int8
 if [ "$mode" = long ]; then
     for recipe in adafactor/bf16-sr came/bf16-kahan prodigy/f32 adamw/bf16-sr/int4 adamw/bf16-sr/fp8-lamb16 lamb16 adan/f16-ecc16/dyn8; do compare 3 $recipe; done
 fi

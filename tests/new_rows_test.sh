@@ -43,6 +43,10 @@ refused_format bf16_ecc8 's/I8,/I32,/' "bf16-ecc8: a second stream has 8 or 16 b
 refused_format bf16_sr 's/BF16, NONE/U8, NONE/' "bf16-sr: codes of single elements have 16 or 32 bits"
 refused_format bf16_sr 's/stochastic = 1/stochastic = 2/' "bf16-sr: stochastic is 0 or 1"
 refused_format bf16_sr 's/WEIGHT | SIGNED/64 | SIGNED/' "bf16-sr: roles are"
+refused_format int8_ecc4 's/WEIGHT/WEIGHT | SIGNED/' "int8-ecc4: packed formats are for weights"
+refused_format int8_ecc4 's/U8, U8/U8, NONE/' "int8-ecc4: error codes of a packed format have 4 bits, in bytes"
+refused_format int8_ecc4 's/steps = 16/steps = 32/' "int8-ecc4: a scale of a packed format has 1 to 16 steps"
+refused_format int8_sr 's/stochastic = 1/stochastic = 0/' "int8-sr: packed formats are written with random bits"
 refused_format bf16 's/NONE,/I8,/' "bf16: gradients have no second stream"
 refused src/formats/formats.def 's/^FORMAT(16,/FORMAT(17,/' FORMAT_ID_17
 refused_rule lion 's/lion_constants }/lion_constants = HSTEP_MAX_SCALARS + 1 }/' "more constants than HSTEP_MAX_SCALARS"

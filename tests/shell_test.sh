@@ -53,6 +53,8 @@ expect 'mnist' train m
 expect '--recipes' compare lm --rec
 expect 'adam/ adamw/ adamw-delayed/' train lm --recipe adam
 expect 'adamw/bf16-ecc8 adamw/bf16-ecc16' train lm --recipe adamw/bf16-ecc
+expect 'adamw/int8-sr adamw/int8-ecc4' train lm --recipe adamw/int
+expect 'int8-sr int8-ecc4' convert a b --to int
 expect 'adamw/bf16-sr/int8 adamw/bf16-sr/int6 adamw/bf16-sr/int4' train lm --recipe adamw/bf16-sr/int
 expect '' train lm --data ''
 expect '' train lm --data one ''

@@ -632,7 +632,7 @@ static void test_kept(void)
     static float in[N], out[N];
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         halfstep_format_info info = format_info(row);
-        if (!info.block) continue;
+        if (!is_block_format(&info)) continue;
         const struct kept *k = NULL;
         for (size_t i = 0; i < COUNT(kept); i++)
             if (!strcmp(kept[i].format, info.name)) k = &kept[i];
@@ -881,7 +881,7 @@ static void test_neighbours(void)
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         const halfstep_format_info format = format_info(row);
         int first = 1;
-        for (int32_t isa = 0; format.block && isa < halfstep_isa_count(); isa++) {
+        for (int32_t isa = 0; is_block_format(&format) && isa < halfstep_isa_count(); isa++) {
             if (!halfstep_isa_available(isa)) continue;
             MUST(halfstep_set_isa(halfstep_isa_name(isa)));
             for (int fused = 0; fused < 2; fused++, first = 0)

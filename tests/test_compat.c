@@ -51,6 +51,7 @@ static void list_wanted(void)
                 info.geometry == HALFSTEP_GEOMETRY_TENSOR ? "lamb16" : "adamw", "f32", states);
     }
     add(2, "schedulefree", "bf16-sr", "int8");
+    add(2, "schedulefree", "int8-ecc4", "int8");
     add(2, "ranger", "bf16-ecc8", "int4");
     add(2, "adamw-delayed", "bf16-kahan", "fp8");
     add(2, "lamb", "f16-sr", "int8");

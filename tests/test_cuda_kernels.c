@@ -295,7 +295,7 @@ static void check_beside_nan(const struct hstep_device *host)
     static struct neighbours other;
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         const halfstep_format_info format = format_info(row);
-        if (!format.block || format.roles & HALFSTEP_ROLE_WEIGHT) continue;
+        if (!is_block_format(&format)) continue;
         hstep_default_device = host;
         step_neighbours(format.name, 0x7fc00000, 0x7fc00000, 1, &other);
         hstep_default_device = &emulated;

@@ -466,7 +466,7 @@ static void test_lamb16(void)
     TEST("I-23 a second moment beyond the range saturates: no state becomes infinite, no element freezes") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             halfstep_format_info info = format_info(row);
-            if (!info.block) continue;
+            if (!is_block_format(&info)) continue;
             struct one t;
             one_open(&t, text_of("lamb16/f32/%s", info.name), 2, 100, 256, "f32");
             one_hyper(&t, "lr", 1e-2);
@@ -509,7 +509,7 @@ static void test_block_states(void)
         static const int64_t shapes[][3] = {{0, 1, 1}, {1, 4000, 1}, {2, 31, 31}, {2, 3, 21}};
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             halfstep_format_info info = format_info(row);
-            if (!info.block || info.geometry == HALFSTEP_GEOMETRY_TENSOR) continue;
+            if (!is_block_format(&info) || info.geometry == HALFSTEP_GEOMETRY_TENSOR) continue;
             for (int weight = 0; weight < 2; weight++)
                 for (int i = 0; i < 4; i++) {
                     struct one t;
@@ -579,7 +579,7 @@ static void test_block_states(void)
         for (int32_t row = -1; row < halfstep_format_count(); row++) {
             halfstep_format_info info =
                 row < 0 ? (halfstep_format_info){.name = "the peer", .block = 256} : format_info(row);
-            if (!info.block || info.geometry == HALFSTEP_GEOMETRY_TENSOR) continue;
+            if (!is_block_format(&info) || info.geometry == HALFSTEP_GEOMETRY_TENSOR) continue;
             for (int s = 0; s < (row < 0 ? 1 : 2); s++) {
                 double least = 2, greatest = 0;
                 for (int k = 0; k < WAYS; k++) {
@@ -733,14 +733,12 @@ static void test_zeroed_weights(void)
     }
 }
 
-/* Returns the weight format of a row if it has 16 bits and is meant to keep small changes. Such formats are written
- * stochastically or have a second stream. */
-static const char *weight16(int32_t row)
+/* Returns the weight format of a row if it is meant to keep small changes without fp32 weights. Such formats are
+ * written stochastically or have a second stream. */
+static const char *small_weight(int32_t row)
 {
     halfstep_format_info info = format_info(row);
-    return (info.roles & HALFSTEP_ROLE_WEIGHT) && info.code_bits == 16 && (info.stochastic || info.extra_bits)
-               ? info.name
-               : NULL;
+    return (info.roles & HALFSTEP_ROLE_WEIGHT) && (info.stochastic || info.extra_bits) ? info.name : NULL;
 }
 
 /* ---- Second moments in every format ------------------------------------------------------------------------------ */
@@ -807,18 +805,18 @@ static void open_one(struct one *t, const char *states)
     exit(1);
 }
 
-/* ---- I-5, I-40: small changes of 16-bit weights ------------------------------------------------------------------ */
+/* ---- I-5, I-40: small changes of small weights ------------------------------------------------------------------ */
 
 /* The peers lose changes below half a unit, however many. They multiply the rounded weight by 1 - lr * decay outside
  * the compensation (I-5), or round the 8-bit error to nearest (I-40). */
 static void test_small_changes(void)
 {
     int steps = UNLESS_ALL(4000, 20000);
-    TEST("I-5 decay of 1e-6 a step is realised on 16-bit weights") {
+    TEST("I-5 decay of 1e-6 a step is realised on small weights") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             struct one t;
             struct source s = {7};
-            const char *format = weight16(row);
+            const char *format = small_weight(row);
             if (!format) continue;
             one_with(&t, text_of("adamw/%s", format), 2, 128, 64, "bf16", 1e-3, 1e-3);
             double before = 0, after = 0;
@@ -834,8 +832,9 @@ static void test_small_changes(void)
             }
             double lost = 1 - after / before, expected = 1 - pow(1 - 1e-6, steps);
             printf("     %-10s realised %.3f of the decay\n", format, lost / expected);
-            /* bf16-sr: each weight wanders by 2^-8 a rounding; 8192 of them leave 1e-4 of the mean. */
-            double noise = strcmp(format, "bf16-sr") ? 0.02 : UNLESS_ALL(0.25, 0.06);
+            /* Each weight of bf16-sr wanders by 2^-8 a rounding; 8192 of them leave 1e-4 of the mean. */
+            int coarse = !strcmp(format, "bf16-sr") || !strcmp(format, "int8-sr");
+            double noise = coarse ? UNLESS_ALL(0.25, 0.06) : 0.02;
             CHECK(fabs(lost / expected - 1) < noise, "%s: %.4f of the decay realised", format, lost / expected);
             free(start);
             one_close(&t);
@@ -849,13 +848,14 @@ static void test_small_changes(void)
     TEST("I-16, I-32, I-40, I-42 steps of 1e-5 on weights of 1 are realised") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             struct one t;
-            const char *format = row == halfstep_format_find("f32") ? "f32" : weight16(row);
+            const char *format = row == halfstep_format_find("f32") ? "f32" : small_weight(row);
             if (!format) continue;
             one_with(&t, text_of("adamw/%s", format), 2, 16, 64, "bf16", 1e-5, 0);
             one_fill(&t, WEIGHT, 1.0f);
             one_fill(&t, GRADIENT, 0.5f);
+            double start = one_mean(&t, WEIGHT);
             one_steps(&t, steps);
-            double moved = (1 - one_mean(&t, WEIGHT)) / (1e-5 * steps);
+            double moved = (start - one_mean(&t, WEIGHT)) / (1e-5 * steps);
             printf("     %-10s realised %.4f of the movement\n", format, moved);
             CHECK(fabs(moved - 1) < 0.02, "%s: %.4f of the movement realised", format, moved);
             one_close(&t);
@@ -943,7 +943,8 @@ static void test_counters(void)
 
 static void test_nan(void)
 {
-    TEST("I-12, I-42 a NaN, whatever its payload, or infinite weight stays what it is under every weight format") {
+    TEST("I-12, I-42 a NaN, whatever its payload, or infinite weight is never taken for a number under any weight "
+         "format") {
         static const uint32_t nan[] = {0x7fffffff, 0x7f800001, 0xff800001, 0x7f80ffff, 0x7f801fff};
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             const char *format = format_for(row, HALFSTEP_ROLE_WEIGHT);
@@ -962,9 +963,10 @@ static void test_nan(void)
             one_read(&t, WEIGHT, values);
             /* Beside an infinite weight a pair's residual is Inf - Inf. The pair may read as NaN, never as finite. */
             for (int i = 0; i < 64; i++)
-                CHECK(i % 3 == 0   ? isnan(values[i])
-                      : i % 3 == 1 ? !isfinite(values[i])
-                                   : fabsf(values[i] - 0.8f) < 0.05f,
+                CHECK(format_info(row).block ? isnan(values[i]) /* its block cannot be without it */
+                      : i % 3 == 0           ? isnan(values[i])
+                      : i % 3 == 1           ? !isfinite(values[i])
+                                             : fabsf(values[i] - 0.8f) < 0.05f,
                       "%s: element %d is %g", format, i, values[i]);
             one_close(&t);
         }
@@ -1220,6 +1222,7 @@ static void set_any_weights(struct one *t, struct source *s, int raw_extra)
     for (uint64_t i = 0; i < info.extra_bytes; i++) ((unsigned char *)info.extra)[i] = (unsigned char)next64(s);
     /* Residuals are finite, and weights are not at the end of the range. */
     halfstep_format_info format = format_info(info.format);
+    if (format.block) return;
     int half = !strcmp(format.code_dtype, "F16"), code = !strcmp(format.extra_dtype, "I16");
     uint16_t exponent = half ? 0x7c00 : 0x7f80, end = half ? 0x7800 : 0x7f00;
     for (int64_t i = 0; i < t->n; i++) {

@@ -368,6 +368,68 @@ static void test_release(void)
     }
 }
 
+/* Replaces the matrices of an fp32 model by numbers that packed blocks can hold, and returns these weights packed. The
+ * caller frees their data. */
+static struct lm_weight *pack_weights(const struct weights *w)
+{
+    struct lm_weight *list = need(malloc((size_t)w->count * sizeof *list));
+    memcpy(list, w->list, (size_t)w->count * sizeof *list);
+    for (int i = 0; i < w->count; i++) {
+        const int64_t rows = w->info[i].rows, n = w->info[i].row_length;
+        float *values = w->stored[i];
+        if (w->info[i].ndim == 1) continue;
+        unsigned char *at = need(calloc((size_t)rows, lm_row_bytes(LM_PACKED, n)));
+        list[i] = (struct lm_weight){at, LM_PACKED};
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t k = 0; k < n; k++, values++) {
+                const float scale = ldexpf(1.0f + (float)(k / ROW_BLOCK) * 0x1p-7f, -7 - (int)(row % 3));
+                if (k % ROW_BLOCK == 0) {
+                    row_store(at, LM_BF16, &scale, 1);
+                    at += ROW_BLOCK_BYTES;
+                }
+                const float code = fmaxf(fminf(rintf(*values / scale), 127.0f), -127.0f);
+                at[k % ROW_BLOCK - ROW_BLOCK] = (unsigned char)(int)code;
+                *values = code * scale;
+            }
+    }
+    return list;
+}
+
+/* Packed weights give the bits of the same numbers in fp32. Rows end within a block. */
+static void test_packed(void)
+{
+    const struct lm_config shape = {.width = 40, .depth = 2, .heads = 4, .context = 20, .intermediate = 72};
+    struct weights w = make_weights(shape, LM_F32, 0.2, 15);
+    struct lm_weight *packed = pack_weights(&w), *const plain = w.list;
+    uint8_t tokens[3 * 21], said[2][30];
+    make_tokens(tokens, sizeof tokens, 16);
+    for (int compute = LM_F32; compute <= LM_BF16; compute++) {
+        void **gradients[2];
+        double loss[2];
+        for (int i = 0; i < 2; i++) {
+            struct lm *m = make_trained(&shape, 3, compute);
+            w.list = i ? packed : plain;
+            gradients[i] = make_buffers(&w);
+            loss[i] = lm_forward(m, w.list, tokens, 3, 20);
+            CHECK(backward(m, &w, 1.0, gradients[i]) == 0, "%s", lm_error(m));
+            CHECK(lm_generate(m, w.list, tokens, 5, 0.8, 1, said[i], sizeof said[i]) == 0, "%s", lm_error(m));
+            lm_destroy(m);
+        }
+        CHECK(loss[0] == loss[1], "loss %.9g, %.9g packed", loss[0], loss[1]);
+        CHECK(!memcmp(said[0], said[1], sizeof said[0]), "packed weights say other bytes");
+        for (int i = 0; i < w.count; i++)
+            CHECK(!memcmp(gradients[0][i], gradients[1][i], (size_t)elements(&w, i) * sizeof(float)),
+                  "%s: gradients differ", w.info[i].name);
+        free_buffers(&w, gradients[0]);
+        free_buffers(&w, gradients[1]);
+    }
+    for (int i = 0; i < w.count; i++)
+        if (packed[i].dtype == LM_PACKED) free((void *)(uintptr_t)packed[i].data);
+    free(packed);
+    w.list = plain;
+    free_weights(&w);
+}
+
 /* Gradient types are roundings of the fp32 gradient; a power-of-two scale is exact. */
 static void test_gradient_types(void)
 {
@@ -970,6 +1032,7 @@ int main(int argc, char **argv)
     TEST("gradients against central differences") test_gradients();
     TEST("gradient types and scale") test_gradient_types();
     TEST("release gives the bits of all-at-once and reads no weight late") test_release();
+    TEST("packed weights") test_packed();
     TEST("same bits twice and on any number of threads") test_determinism();
     TEST("bf16 products stay close to f32") test_bf16();
     TEST("overfits one batch and recites it") test_overfit();

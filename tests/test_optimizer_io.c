@@ -631,9 +631,10 @@ static const refusal refusals[] = {
     {META("missing", NULL), 0, ""},
 };
 
-/* States in single precision, and scales over the flattened tensor. */
+/* States in single precision, scales over the flattened tensor, and packed weights. */
 static const plan single = {.recipe = {"adamw", "adamw"}, .seed = 7};
 static const plan flat = {.recipe = {"adamw/f32/dyn8", "adamw/f32/dyn8"}, .seed = 7};
+static const plan packed = {.recipe = {"adamw/int8-sr", "adamw/int8-ecc4/int8"}, .seed = 7};
 static const refusal refusals_single[] = {
     {POKE("norm.weight/exp_avg_sq", 5, 0xbf800000, 4), FORMAT, "element 5 of"},
     {POKE("norm.weight/exp_avg_sq", 99, 0x7fc00000, 4), FORMAT, "element 99 of"},
@@ -645,6 +646,14 @@ static const refusal refusals_flat[] = {
     {POKE("linear/exp_avg_sq.scale", 1, 0xff800000, 4), FORMAT, "element 1 of"},
     {RESHAPE("linear/exp_avg.scale", 1, 19), MISMATCH, "shape [19], this optimizer needs [20]"},
     {RESHAPE("linear/exp_avg.scale", 2, 4, 5), 0, ""},
+};
+static const refusal refusals_packed[] = {
+    {{.drop = "linear/weight.extra"}, MISMATCH, "no tensor \"linear/weight.extra\""},
+    {{.reshape = "linear/weight"}, MISMATCH, "shape [5440], this optimizer needs [40, 136]"},
+    {RESHAPE("linear/weight.extra", 2, 64, 40), MISMATCH, "shape [64, 40], this optimizer needs [40, 64]"},
+    {{.retype = "embed/weight"}, MISMATCH, "\"embed/weight\" is I8, this optimizer needs U8"},
+    {META("recipe.linear", "adamw/int8-sr/int8"), MISMATCH, "\"linear\" is adamw/int8-ecc4/int8 here"},
+    {POKE("linear/weight", 0, 0x7fc0, 2), 0, ""},
 };
 
 static void refuse(const plan *p, const refusal *rows, size_t count)
@@ -678,6 +687,27 @@ static void test_refusals(void)
     refuse(&usual, refusals, COUNT(refusals));
     refuse(&single, refusals_single, COUNT(refusals_single));
     refuse(&flat, refusals_flat, COUNT(refusals_flat));
+    refuse(&packed, refusals_packed, COUNT(refusals_packed));
+}
+
+static void test_packed_list(void)
+{
+    run r;
+    halfstep_checkpoint_save *save;
+    halfstep_safetensors *file;
+    start(&r, &packed);
+    WORKS(halfstep_begin_checkpoint(&save, at("packed"), NULL, TEXT));
+    WORKS(halfstep_save_optimizer(save, r.o, r.weights, NULL, TEXT));
+    WORKS(halfstep_commit_checkpoint(save, TEXT));
+    WORKS(halfstep_open_safetensors(&file, at("packed/model.safetensors"), TEXT));
+    const char *list = halfstep_safetensors_metadata_find(file, HALFSTEP_PACKED_KEY);
+    CHECK(is(list, "{\"conv\": {\"format\": \"int8-sr\", \"columns\": 72}, "
+                   "\"embed\": {\"format\": \"int8-sr\", \"columns\": 300}, "
+                   "\"flat/vector\": {\"format\": \"int8-ecc4\", \"columns\": 4096}, "
+                   "\"linear\": {\"format\": \"int8-ecc4\", \"columns\": 128}}"),
+          "packed weights: %s", list ? list : "none");
+    halfstep_close_safetensors(file);
+    end(&r);
 }
 
 /* Checks every setting that is compared, and what is left alone. */
@@ -1255,6 +1285,7 @@ int main(int argc, char **argv)
     TEST("groups of different rules, groups and tensors in another order") test_order();
     TEST("two optimizers in one checkpoint, files by other names, states alone") test_two_in_one_checkpoint();
     TEST("what a file says wrong is named, and changes nothing") test_refusals();
+    TEST("a model's file tells which weights are packed") test_packed_list();
     TEST("numbers of the rule for each tensor") test_scalars();
     TEST("settings: taken, compared, left") test_settings();
     TEST("files of the program and of Python") test_other_writers();

@@ -345,7 +345,7 @@ static void test_precise(void)
             for (int32_t f = 0; f < halfstep_format_count(); f++) {
                 halfstep_format_info format = format_info(f);
                 for (int on = 0; on < 2; on++)
-                    for (int32_t i = 0; format.block && i < info.states; i++) {
+                    for (int32_t i = 0; is_block_format(&format) && i < info.states; i++) {
                         struct one t;
                         if (!info.precise_if[i]) continue;
                         const char *recipe = text_of("%s/bf16-sr/%s", info.name, format.name);

@@ -258,6 +258,9 @@ static void test_plan(void)
           "%s", printed);
     accept("adamw/bf16-ecc8/int8  ██████▓▓▓▒▒|▒▒▒▒░░░░░░\n",
            "plan --params 7e9 --memory 24G --recipes adamw/f32,adamw/bf16-ecc8/int8");
+    accept("int8-ecc4: the weights of vectors, and of rows with fewer than 32 elements, are in bf16-ecc8.\n",
+           "plan --params 14e9 --release --recipes adamw/int8-ecc4/int4");
+    CHECK(strstr(printed, "1.062   0.500") && !strstr(printed, "int8-sr"), "%s", printed);
     accept("adamw/f32/f32", "plan --params 1e15 --memory 8000T --all");
     CHECK(strstr(printed, "fit into 7.81 PiB") && strstr(printed, " PiB  yes") && strstr(printed, " PiB  no"), "%s",
           printed);
@@ -413,6 +416,100 @@ static void test_resume(void)
     at = strstr(printed, "\"state_hash\"");
     if (at) snprintf(hash, sizeof hash, "%.36s", at);
     accept(hash, LM "--quiet --steps 3 --json --recipe lamb/f32 --hyper trust-scale=0.5");
+}
+
+/* ---- Packed weights ---------------------------------------------------------------------------------------------- */
+
+/* Writes two rows of 40 weights, one of them NaN, and a packed tensor of the same shape that the metadata describe. */
+static void make_packed(const char *path, const char *list)
+{
+    static float plain[2][40] = {{0.5f, -1.0f}, {0.25f}};
+    static const uint8_t packed[2][68];
+    static const uint64_t shape[2] = {2, 40}, packed_shape[2] = {2, 68};
+    char error[600] = "";
+    halfstep_safetensors_writer *writer;
+    plain[1][33] = (float)NAN;
+    demand(!halfstep_create_safetensors_writer(&writer), "no writer");
+    demand(!halfstep_declare_safetensor(writer, "plain", "F32", 2, shape, plain, error, sizeof error), error);
+    demand(!halfstep_declare_safetensor(writer, "packed", "U8", 2, packed_shape, packed, error, sizeof error), error);
+    if (list)
+        demand(!halfstep_declare_safetensors_metadata(writer, HALFSTEP_PACKED_KEY, list, error, sizeof error), error);
+    demand(!halfstep_write_safetensors(writer, path, NULL, NULL, error, sizeof error), error);
+    halfstep_destroy_safetensors_writer(writer);
+}
+
+static void test_convert(void)
+{
+    static const char wide[] = LM "--quiet --steps 2 --width 40 --recipe ";
+    static const struct refusal table[] = {
+        {2, "one argument too many: three", "convert one two three --to bf16"},
+        {2, "--to is f16; did you mean bf16?", "convert base new --to f16"},
+        {1, "nowhere", "convert nowhere new --to bf16"},
+        {1, "convert: text exists already; remove it, or choose another name", "convert base text --to bf16"},
+        {1, "empty.safetensors has nothing to convert to f32; only packed weights",
+         "convert empty.safetensors new --to f32"},
+        {1, "--tensors '*_norm*' matches no matrix", "convert 40 new --to int8-sr --tensors *proj* *_norm*"},
+        {1, "convert: cannot create nowhere/new: No such file", "convert 40 nowhere/new --to int8-sr"},
+        {1, "plain is not finite in row 1, column 33; int8-sr cannot hold", "convert listed new --to int8-sr"},
+    };
+    static const struct {
+        const char *list, *says;
+    } lists[] = {
+        {"[]", "halfstep.nn: byte 0"},
+        {"{\"packed\": {\"format\": \"int8-sr\"", "halfstep.nn: byte 3"},
+        {"{\"packed\": {\"format\": \"int9\", \"columns\": 40}}", "packed: unknown format 'int9'"},
+        {"{\"other\": {\"format\": \"int8-sr\", \"columns\": 40}}", "names other, which the file does not hold"},
+        {"{\"packed\": {\"format\": \"int8-sr\", \"columns\": 65}}", "packed has 65 columns in int8-sr, but its"},
+        {"{\"packed\": {\"format\": \"int8-sr\", \"columns\": 9}}", "packed has 9 columns in int8-sr, but its"},
+        {"{\"plain\": {\"format\": \"int8-sr\", \"columns\": 40}}", "plain has 40 columns in int8-sr, but its"},
+        {"{\"a\": {}, \"b\": {}, \"c\": {}}", "more names than the file has tensors"},
+    };
+    char line[400], hash[28] = "no hash";
+    snprintf(line, sizeof line, "%sadamw/bf16-sr --checkpoint 40", wide);
+    accept("", line);
+    make_packed("listed", "{\"packed\": {\"columns\": 40, \"by\": 1, \"format\": \"int8-ecc4\"}}");
+    REFUSE_ALL(table);
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
+        make_packed("wrong", lists[i].list);
+        refuse(1, lists[i].says, "convert wrong new --to bf16");
+    }
+    accept("halfstep.nn = {", "inspect wrong");
+    accept("  2 x 68, int8-ecc4 of 40 columns\n", "inspect listed");
+    accept("\"columns\": 40", "inspect listed --json");
+    accept(": 1 tensors converted to bf16, 1 copied as they are", "convert listed zero --to bf16 --tensors packed");
+    accept("  packed  BF16             160 bytes  2 x 40\n", "inspect zero");
+
+    /* What was converted names its format, and is taken like what was trained. */
+    accept(": 9 tensors converted to int8-ecc4, 3 copied as they are", "convert 40 small --to int8-ecc4");
+    accept("256 x 68, int8-ecc4 of 40 columns", "inspect small");
+    accept(": 9 tensors converted to int8-sr, 3 copied as they are", "convert small other-name --to int8-sr");
+    accept("\"format\": \"f32\"", "convert other-name large --to f32 --json");
+    snprintf(line, sizeof line, "%sadamw/int8-ecc4/int8 --heads 2 --init small --json", wide);
+    accept("state_hash", line);
+    snprintf(line, sizeof line, "%ssgd/int8-ecc4 --checkpoint trained", wide);
+    accept("state hash ", line);
+    const char *at = strstr(printed, "state hash ");
+    if (at) snprintf(hash, sizeof hash, "%.27s", at);
+    accept("", "generate --checkpoint trained --bytes 4 --threads 1");
+    accept("256 x 68, int8-ecc4 of 40 columns", "inspect trained");
+    /* Packed weights that a run begins with stay what they are, with their error codes. */
+    snprintf(line, sizeof line, "%ssgd/int8-ecc4 --steps 0 --init trained", wide);
+    accept(hash, line);
+    CHECK(strstr(printed, "weights changed 0.00 %"), "%s", printed);
+    snprintf(line, sizeof line, "%ssgd/int8-sr --steps 0 --init small --json", wide);
+    accept("\"weights_changed_percent\": 0.0", line);
+    accept(": 9 tensors converted to bf16, 3 copied as they are", "convert trained restored --to bf16");
+    snprintf(line, sizeof line, "%sadamw/f32 --init trained --json", wide);
+    accept("state_hash", line);
+    /* Codes and error codes of other formats than the recipe says. */
+    forge("trained", "forged", "optimizer.safetensors", "weight.extra\":{\"dtype\":\"U8\"",
+          "weight.extra\":{\"dtype\":\"I8\"");
+    CHECK(program(line) == 0, "%s", program_errors);
+    snprintf(line, sizeof line, "%sadamw/f32 --init forged", wide);
+    refuse(1, "which is not that of int8-ecc4 weights", line);
+    forge("trained", "forged", "model.safetensors", "\"U8\",\"shape\":[256,68]", "\"U8\",\"shape\":[272,64]");
+    refuse(1, "has shape [272, 64], this model needs [256, 68]", line);
+    remove_tree("forged");
 }
 
 /* ---- Other commands ---------------------------------------------------------------------------------------------- */
@@ -1012,6 +1109,7 @@ int main(int argc, char **argv)
     TEST("plan") test_plan();
     TEST("forged checkpoints") test_forged();
     TEST("resuming") test_resume();
+    TEST("packed weights") test_convert();
     TEST("other commands") test_commands();
     TEST("logs") test_logs();
     TEST("terminals") test_terminal();

@@ -57,6 +57,9 @@ static const struct {
     {ALL, "inspect free --json"},
     {ALL, "inspect kahan"},
     {ALL, "inspect kahan/model.safetensors --json"},
+    {ALL, "convert kahan new.csv --to int8-sr --json"},
+    {ALL, "inspect packed"},
+    {HASH, LM "--steps 1 --init packed --recipe adamw/int8-ecc4 --json"},
     {ALL, "plan --checkpoint kahan --all --json"},
     {ALL, "plan --params 1e6 --memory 1M --recipes adamw/f32,lion/bf16-sr"},
     {ALL, "info"},
@@ -210,6 +213,7 @@ int main(int argc, char **argv)
     put_file("text", text, sizeof text);
     make_digits();
     demand(!program(LM "--steps 2 --recipe adamw/bf16-kahan --checkpoint kahan --log new.csv"), program_errors);
+    demand(!program(LM "--steps 2 --recipe sgd/int8-ecc4 --checkpoint packed"), program_errors);
     demand(!program(LM "--steps 2 --recipe schedulefree/f32 --checkpoint free"), program_errors);
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     demand(shared != MAP_FAILED, "no memory");

@@ -267,11 +267,42 @@ static void test_stored(void)
     }
 }
 
+/* Loads packed rows of every length, and compares products with those of the same numbers in fp32. */
+static void test_packed(void)
+{
+    for (int isa = 0; isa < halfstep_isa_count(); isa++) {
+        const struct row_kernels *k = row_kernels_of(halfstep_isa_name(isa));
+        if (!k || !halfstep_isa_available(isa)) continue;
+        for (int n = 1; n <= MOST; n++) {
+            unsigned char row[(MOST / ROW_BLOCK + 1) * ROW_BLOCK_BYTES] = {0};
+            float expected[MOST], x[MOST], got[MOST + 1];
+            for (int i = 0; i < n; i++) {
+                unsigned char *block = row + i / ROW_BLOCK * ROW_BLOCK_BYTES;
+                const uint16_t scale = (uint16_t)(0x3b81 + 0x95 * (i / ROW_BLOCK));
+                const int code = (i * 89 + n) % 255 - 127;
+                uint32_t bits = (uint32_t)scale << 16;
+                memcpy(block, &scale, sizeof scale);
+                block[2 + i % ROW_BLOCK] = (unsigned char)code;
+                memcpy(&expected[i], &bits, sizeof bits);
+                expected[i] *= (float)code;
+                x[i] = value((uint64_t)n, 0, i, 2.0);
+            }
+            got[n] = 7.0f;
+            k->load(got, row, LM_PACKED, n);
+            CHECK(!memcmp(got, expected, (size_t)n * sizeof *got) && got[n] == 7.0f, "%d packed values on %s", n,
+                  halfstep_isa_name(isa));
+            CHECK(k->dot(row, LM_PACKED, x, n) == k->dot(expected, LM_F32, x, n), "product of %d packed values on %s",
+                  n, halfstep_isa_name(isa));
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
     TEST("definitions") test_definitions();
     TEST("the same bits on every instruction set") test_same_bits();
     TEST("stored values") test_stored();
+    TEST("packed weights") test_packed();
     return test_done();
 }

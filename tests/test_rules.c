@@ -467,7 +467,7 @@ static void test_formats(void)
                        *gradient = format_for(row, HALFSTEP_ROLE_GRADIENT);
             const char *state = format_for(row, HALFSTEP_ROLE_SIGNED);
             halfstep_format_info info = format_info(row);
-            if (info.block) continue; /* kept[] of test_block_formats.c has them */
+            if (info.block) continue; /* test_block_formats.c and test_packed.c have them */
             const struct kept *k = kept_of(info.name);
             CHECK(k, "kept[] of tests/test_rules.c has no bound for '%s' (docs/adding.md)", info.name);
             if (!k) continue;

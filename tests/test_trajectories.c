@@ -170,6 +170,8 @@ static const struct bound weights[] = {
     {"bf16-kahan", {4e-4, 6e-3}, "the same 2^-8 finer"},
     {"bf16-ecc8", {1.2e-3, 2e-2}, "16 bits of significand, unbiased"},
     {"bf16-ecc16", {4e-6, 6e-5}, "is fp32"},
+    {"int8-sr", {0.5, 3}, "unbiased, but one step of a code is many steps long"},
+    {"int8-ecc4", {0.06, 0.36}, "the same 2^-4 finer"},
     /* Without a bound: not followed. */
     {"bf16", {0, 0}, "most steps are below half a unit, and are lost"},
     {"f16", {0, 0}, "the same at 2^-11"},

@@ -6,7 +6,8 @@
  *   test_wander --all       Also the runs in steps, of 1200 each.
  *   test_wander STEPS       The same with as many steps; docs/random.md quotes 12000.
  *
- * Everything is counted in ulp of BF16 between 1 and 2. Seeds are fixed, so a pass stays a pass.
+ * Errors are counted in ulp of BF16 between 1 and 2, those of packed weights as parts of the weights. Seeds are fixed,
+ * so a pass stays a pass.
  * Not for an emulator. */
 #define HALFSTEP_ADVANCED
 
@@ -333,6 +334,71 @@ static void test_wander(void)
     }
 }
 
+/* ---- Weights in packed blocks ------------------------------------------------------------------------------------ */
+
+/* Each format with bounds on its wander: over its own under independent words, and over bf16-sr's. */
+static const struct {
+    const char *format;
+    double of_independent, of_bf16;
+} packed[] = {{"int8-ecc4", 0.9, 0.6}, {"int8-sr", 0.9, 2.6}};
+
+/* Returns the rms of stored - exact over the rms of the weights, as of a layer. It makes 1000 steps of 0.0005 of that
+ * rms, whose signs last for some steps. */
+static double layer_wander(const char *format, const char *generator)
+{
+    struct one t;
+    static float g[ELEMENTS];
+    static double exact[ELEMENTS];
+    struct source s = {78};
+    open_with(&t, text_of("sgd/%s", format), generator);
+    one_hyper(&t, "lr", 1e-5);
+    one_hyper(&t, "momentum", 0);
+    one_hyper(&t, "weight_decay", 0);
+    one_start(&t);
+    for (int i = 0; i < ELEMENTS; i++) t.room[i] = (float)(0.02 * next_normal(&s)), g[i] = 0;
+    one_write(&t, WEIGHT, t.room);
+    one_read(&t, WEIGHT, t.room);
+    for (int i = 0; i < ELEMENTS; i++) exact[i] = (double)t.room[i];
+    for (int k = 0; k < 1000; k++) {
+        const void *gradients[1] = {g};
+        void *weights[1] = {t.weight};
+        const float *fresh = pool[next64(&s) % PERIODS];
+        int from = (int)(next64(&s) % ELEMENTS);
+        for (int i = 0; i < ELEMENTS; i++) {
+            g[i] = 0.9f * g[i] + fresh[(i + from) % ELEMENTS];
+            exact[i] -= 1e-5 * (double)g[i];
+        }
+        MUST(halfstep_step(t.o, weights, gradients));
+    }
+    one_read(&t, WEIGHT, t.room);
+    double error = 0, size = 0;
+    for (int i = 0; i < ELEMENTS; i++) {
+        error += ((double)t.room[i] - exact[i]) * ((double)t.room[i] - exact[i]);
+        size += exact[i] * exact[i];
+    }
+    one_close(&t);
+    return sqrt(error / size);
+}
+
+static void test_packed(void)
+{
+    TEST("packed weights wander less than with independent words, int8-ecc4 half as far as bf16-sr") {
+        struct source s = {6};
+        for (int p = 0; p < PERIODS; p++)
+            for (int i = 0; i < ELEMENTS; i++) pool[p][i] = (float)(0.1 * next_normal(&s));
+        double bf16 = layer_wander("bf16-sr", "lattice");
+        for (size_t f = 0; f < COUNT(packed); f++) {
+            const char *name = packed[f].format;
+            double lattice = layer_wander(name, "lattice"), independent = layer_wander(name, "mixer");
+            printf("     %-9s %.3f %%, independent %.3f %%, bf16-sr %.3f %%\n", name, 100 * lattice, 100 * independent,
+                   100 * bf16);
+            CHECK(lattice <= packed[f].of_independent * independent, "%s: %.3f of independent words", name,
+                  lattice / independent);
+            CHECK(lattice <= packed[f].of_bf16 * bf16, "%s: %.3f of bf16-sr", name, lattice / bf16);
+        }
+    }
+}
+
 /* ---- States that feed on themselves ------------------------------------------------------------------------------ */
 
 /* A word is uniform, but not if a stored value remembers earlier words of its lattice. */
@@ -367,6 +433,55 @@ static void test_feedback(void)
     }
 }
 
+/* Decay through several changes of scale. A scale that changes rounds its 32 weights once more. */
+static void test_weight_decay(void)
+{
+    /* Bounds on the bias of the mean, and on the scatter over that of independent words. */
+    static const struct {
+        const char *format;
+        double bias, scatter;
+    } rows[] = {{"bf16-sr", 0.01, 0.4}, {"int8-sr", 0.015, 0.6}, {"int8-ecc4", 0.001, 0.3}};
+    const double kept = 1 - (double)1e-4f;
+    const int decays = 10000;
+    TEST("weights that decay to a third keep their mean, and scatter less than with independent words") {
+        for (size_t f = 0; f < COUNT(rows); f++) {
+            double scatter[2];
+            for (int which = 0; which < 2; which++) {
+                struct one t;
+                static double start[ELEMENTS];
+                struct source s = {79};
+                open_with(&t, text_of("sgd/%s", rows[f].format), which ? "mixer" : "lattice");
+                one_hyper(&t, "lr", 1e-4);
+                one_hyper(&t, "momentum", 0);
+                one_hyper(&t, "weight_decay", 1);
+                one_start(&t);
+                for (int i = 0; i < ELEMENTS; i++) t.room[i] = (float)next_normal(&s);
+                one_write(&t, WEIGHT, t.room);
+                one_read(&t, WEIGHT, t.room);
+                for (int i = 0; i < ELEMENTS; i++) start[i] = (double)t.room[i];
+                one_steps(&t, decays);
+                one_read(&t, WEIGHT, t.room);
+                double along = 0, size = 0, square = 0;
+                for (int i = 0; i < ELEMENTS; i++) {
+                    double expected = start[i] * pow(kept, decays), error = (double)t.room[i] - expected;
+                    along += error * expected;
+                    size += expected * expected;
+                    square += error * error;
+                }
+                scatter[which] = sqrt(square / size);
+                double noise = 4 * scatter[which] / sqrt(ELEMENTS);
+                CHECK(fabs(along / size) < rows[f].bias + noise, "%s, %s: %.4f of the exact value", rows[f].format,
+                      which ? "mixer" : "lattice", 1 + along / size);
+                printf("     %-9s %-7s mean %.4f of the exact value, relative scatter %.4f\n", rows[f].format,
+                       which ? "mixer" : "lattice", 1 + along / size, scatter[which]);
+                one_close(&t);
+            }
+            CHECK(scatter[0] < rows[f].scatter * scatter[1], "%s: scatter %.4f, independent %.4f", rows[f].format,
+                  scatter[0], scatter[1]);
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
@@ -377,6 +492,8 @@ int main(int argc, char **argv)
     test_elements();
     test_counts();
     if (test_length == TEST_ALL || given) test_wander();
+    test_packed();
     test_feedback();
+    test_weight_decay();
     return test_done();
 }

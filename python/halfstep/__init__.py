@@ -9,6 +9,7 @@ docs/python.md is the manual.
 """
 
 from . import _abi
+from . import nn as nn
 from ._abi import HalfstepError
 from .accumulate import GradientAccumulator
 from .ema import EMA

@@ -53,6 +53,7 @@ ROLE_SIGNED = 4
 ROLE_NONNEG = 8
 
 GEOMETRY_ROWS = 0
+GEOMETRY_PACKED = 3
 EXTENT_COLUMNS = 2
 
 #: hyper-parameters that users give together, as "betas"

@@ -9,8 +9,8 @@ from . import _abi, _calls, _devices, _layout
 from ._abi import invoke, lib
 from ._handles import Handle, add_group, add_tensor, read_rows, write_rows
 from ._matrices import rows_of
-from ._parameters import described
-from ._sharding import local
+from ._parameters import described, stored_dtype
+from ._sharding import local, stored
 from ._streams import bind_streams, lay_out
 
 #: advice beside a state of another shape: version 0.1.0 took every parameter for one matrix
@@ -165,8 +165,9 @@ def convert(hypers, m, state, old):
     """Converts the states of member `m` to its recipe. Returns the tensors by key, the keys that
     become obsolete, and the weight, or None if it stays. Changes nothing yet.
 
-    `old` is the recipe of `state`, or None if the states are plain. Raises ValueError for a
-    matrix that is cut over ranks.
+    `old` is the recipe of `state`, or None if the states are plain. The residual of a weight that
+    was converted to another dtype is not kept. Raises ValueError for a matrix that is cut over
+    ranks.
     """
     if m.gathered and m.part.mesh is not None:
         raise ValueError(
@@ -176,12 +177,14 @@ def convert(hypers, m, state, old):
         )
     names, part = list(m.rule.roles), None if m.gathered else m.part
     values, weight, held = {}, None, None
-    now = _devices.to_cpu(local(m.p))  # everything is computed on the CPU
+    now = _devices.to_cpu(stored(m.p))  # everything is computed on the CPU
     if old is None:
         for key in names:
             if isinstance(state.get(key), torch.Tensor):
                 value = _devices.to_cpu(local(state[key])).to(torch.float32)
-                values[key] = value.reshape(m.whole if value.numel() == now.numel() else (-1,))
+                values[key] = value.reshape(
+                    m.whole if value.numel() == math.prod(m.whole) else (-1,)
+                )
     else:
         source = Codec(old, hypers, m.whole, m.name, part=part)
         missing = [s for s in source.streams if s.key not in state]
@@ -202,13 +205,15 @@ def convert(hypers, m, state, old):
         for i, name in enumerate(names):
             if name in there:
                 values[name] = source.read(2 + i)
-        if "weight" in there:
+        if "weight" in there and stored_dtype(old.split("/")[1]) == now.dtype:
             weight = source.read(0, now.data_ptr())
     target = Codec(m.recipe, hypers, m.whole, m.name, part=part)
     # The target has the streams of `m`. Its grids are those of a new handle.
     made = {
         s.key: (
-            _devices.zeros(s.shape, s.dtype) if s.name in values else s.initial(now, now.device)
+            _devices.zeros(s.shape, s.dtype)
+            if s.name in values
+            else s.initial(m.p, m.name, _devices.HOST)
         )
         for s in m.streams
     }
@@ -303,7 +308,7 @@ def _created(m, state, hypers):
                 if moved is not state[s.key]:
                     made[s.key] = moved
         else:
-            made[s.key] = s.initial(m.p, m.kept)
+            made[s.key] = s.initial(m.p, m.name, m.kept)
     return made, obsolete, weight
 
 

@@ -15,7 +15,7 @@ from ._abi import check, invoke, lib
 from ._device_parts import DevicePart, Group, formats_of
 from ._members import Plain, declare
 from ._parameters import check_parameter
-from ._sharding import local
+from ._sharding import local, stored
 from ._streams import bind_streams
 from ._watch import version
 
@@ -61,7 +61,7 @@ class Engine:
                 del held[key]
             if weight is not None:
                 with torch.no_grad():
-                    local(m.p).copy_(weight)
+                    stored(m.p).copy_(weight)
         for part in self.parts:
             if not any(m.streams for m in self.members[part.first : part.first + part.n]):
                 # No bytes, because there is nothing to bind.
@@ -330,18 +330,19 @@ class Engine:
         return _abi.OK
 
     def recheck_weight(self, m):
-        """Takes the new address of a weight. Returns False if the weight is on another device,
-        which needs another handle. Fails if its shape or dtype has changed."""
+        """Takes the new address of a weight. Returns False if the weight is on another device or
+        in another format of 8 bits, which needs another handle. Fails if its shape or dtype has
+        changed."""
         check_parameter(m.p, m.name)
-        p = local(m.p)
+        p, held = local(m.p), stored(m.p)
         if not m.offloaded:
-            _devices.check(p, m.name)
-        if _devices.of(p) != m.lies:
+            _devices.check(held, m.name)
+        if _devices.of(held) != m.lies or (held is not p and p.format != m.format):
             return False
         if tuple(p.shape) != m.shape or p.dtype != m.dtype:
             raise ValueError(
                 f"halfstep: parameter {m.name!r} was {m.dtype} of shape {m.shape} when its states"
                 f" were made and is {p.dtype} of shape {tuple(p.shape)} now"
             )
-        m.strides, m.dense, m.address = p.stride(), _devices.is_plain(p), p.data_ptr()
+        m.strides, m.dense, m.address = held.stride(), _devices.is_plain(held), held.data_ptr()
         return True

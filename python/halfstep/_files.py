@@ -12,6 +12,7 @@ import torch
 
 from . import _abi, _layout, _names, _sharding
 from ._matrices import Laid, how_of, lay, rows_of
+from ._sharding import stored
 
 FORMAT = "halfstep optimizer 1"
 
@@ -224,11 +225,11 @@ def _state(file, path, metadata, name, laid, streams):
 
 def _weight(file, path, name, p, laid, key):
     """Returns the weight that a single file of the C library holds beside the states."""
-    weight = _shaped(file.get_tensor(key), laid)
-    if weight.dtype != p.dtype or weight.shape != p.shape:
+    weight, held = _shaped(file.get_tensor(key), laid), stored(p)
+    if weight.dtype != held.dtype or weight.shape != held.shape:
         raise ValueError(
             f"halfstep: {key!r} of {path} is {weight.dtype} of shape {tuple(weight.shape)},"
-            f" parameter {name!r} {p.dtype} of shape {tuple(p.shape)}"
+            f" parameter {name!r} {held.dtype} of shape {tuple(held.shape)}"
         )
     return weight
 

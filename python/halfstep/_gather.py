@@ -7,7 +7,7 @@ import torch
 from . import _devices, _sharding
 from ._guards import guard
 from ._parameters import check_gradient
-from ._sharding import local
+from ._sharding import local, stored
 from ._watch import versions
 
 _Tensor = torch.Tensor
@@ -73,21 +73,23 @@ class Gather:
         if not _devices.is_plain(grad):
             grad = _devices.contiguous(grad)
             keep.append(grad)
-        weight = p
+        weight = stored(p)
         if not m.dense:
-            weight = _devices.contiguous(p)
+            weight = _devices.contiguous(weight)
             back.append((p, weight))
         return weight.data_ptr(), _sharding.address(grad) if sharded else grad.data_ptr()
 
     @staticmethod
     def _is_where_it_was(engine, m, p):
         """Returns True if the handle has the weight's address, or could be told the new one."""
+        held = stored(p)
         if (
-            p.data_ptr() == m.address
+            held.data_ptr() == m.address
             and p.shape == m.shape
             and p.dtype == m.dtype
-            and p.stride() == m.strides
-            and _devices.is_plain(p) == m.dense
+            and held.stride() == m.strides
+            and _devices.is_plain(held) == m.dense
+            and (held is p or p.format == m.format)
         ):
             return True
         return engine.recheck_weight(m)
@@ -183,9 +185,16 @@ class Gather:
                     return False
             except KeyError:
                 return False
+        held = plain.params
+        if plain.packed:
+            held = list(held)
+            for i, format in plain.packed:
+                if held[i].format != format:
+                    return False
+                held[i] = held[i].packed
         if (
             list(map(_data_ptr, plain.tensors)) != plain.addresses
-            or list(map(_data_ptr, plain.params)) != plain.weights
+            or list(map(_data_ptr, held)) != plain.weights
         ):
             return False
         engine.gradients[:] = addresses

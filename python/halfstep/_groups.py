@@ -6,6 +6,7 @@ import torch
 
 from . import _abi, _layout, _sharding
 from ._members import Settings
+from ._parameters import could_be_packed, is_packed_format
 
 #: keys of groups that are no options: those of torch, of its schedulers, and of this package
 _GROUP_KEYS = {
@@ -23,6 +24,8 @@ _GROUP_KEYS = {
     "first_lr",
     *_layout.TOLD,
 }
+#: dtypes of weights whose format an option says
+_LOW = (torch.bfloat16, torch.float16)
 #: two swapped letters of eight are a slip; a word of four letters after one of eleven is not
 _ALIKE = 0.86
 
@@ -169,6 +172,20 @@ class Groups:
                 shared[number] = max(shared.get(number, 0.0), 0.0 if d is None else float(d))
         for group in self:
             group["d"] = shared.get(_sharding.number_of(group), 0.0) or group["d0"]
+
+    def check_quantized(self):
+        """Raises ValueError if 8-bit weights are asked for and no parameter has any, although one
+        could."""
+        if any(map(_sharding.is_packed, self.params())):
+            return
+        for group in self:
+            for p in group["params"]:
+                asked, _ = self.options.formats(group, p)
+                if is_packed_format(asked) and p.dtype in _LOW and could_be_packed(p.shape, asked):
+                    raise ValueError(
+                        f"halfstep: weights={asked!r}, and no parameter has such weights: call"
+                        f" halfstep.nn.quantize_(model, {asked!r}) before the optimizer is made"
+                    )
 
     def check_keys(self, group):
         """Raises ValueError for a key that is nearly the name of an option. Other keys are kept, as

@@ -25,7 +25,7 @@ class HostedPlacement(Placement):
         while it is on a GPU. Batches of _owners.py bring states by themselves."""
         here = _sharding.local(p)
         return (
-            _devices.is_asynchronous(_devices.of(here))
+            _devices.is_asynchronous(_devices.of(_sharding.stored(p)))
             and here.numel() > 0
             and not self._is_gathered(p)
         )

@@ -10,7 +10,7 @@ from ._abi import invoke, lib
 from ._handles import Handle, read_rows, write_rows
 from ._members import declare
 from ._parameters import PLAIN, stored_dtype
-from ._sharding import local
+from ._sharding import decoded, local, stored, stored_whole
 from ._streams import STATE, WEIGHT
 from ._torch import increment_versions
 
@@ -57,8 +57,10 @@ class Inspection:
         )
         for m in members:
             if m.gathered:  # this rank keeps a part of what was declared
+                held = stored(m.p)
+                missing = math.prod(stored_whole(m.p)) - held.numel()
+                memory["weights"] -= missing * held.dtype.itemsize
                 missing = m.p.numel() - local(m.p).numel()
-                memory["weights"] -= missing * m.dtype.itemsize
                 memory["gradients"] -= missing * stored_dtype(m.gradient).itemsize
                 for s in m.streams:
                     missing = math.prod(s.whole) - math.prod(s.shape)
@@ -155,7 +157,7 @@ class Inspection:
     def _read_by_weight(self, p, function, *arguments):
         self.residuals.notice(p)
         m = self.cache.member(p)
-        weight = _devices.place(_devices.contiguous(local(p)), m.device)
+        weight = _devices.place(_devices.contiguous(stored(p)), m.device)
         return self._read(m, function, *arguments, weight.data_ptr())
 
     def _is_plain(self, p):
@@ -166,7 +168,7 @@ class Inspection:
     def read_weight(self, p):
         """Returns the weight in fp32, with its residual or error code."""
         if self._is_plain(p):
-            return p.detach().float().clone() if p.is_floating_point() else p.detach().clone()
+            return (decoded(p) if p.is_floating_point() else p.detach()).clone()
         return self._read_by_weight(p, lib.halfstep_read_slot, WEIGHT)
 
     @torch.no_grad()
@@ -213,7 +215,7 @@ class Inspection:
         if p.numel() == 0:
             return
         m = self._member_to_write(p)
-        here = local(p)
+        here = stored(p)
         weight = _devices.place(_devices.contiguous(here), m.device)
         self._write(m, WEIGHT, weight.data_ptr(), values)
         if not m.gathered and weight.data_ptr() != here.data_ptr():

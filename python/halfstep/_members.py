@@ -9,7 +9,7 @@ import torch
 from . import _abi, _devices, _layout, _matrices, _sharding
 from ._handles import add_group, add_tensor
 from ._parameters import stored_dtype
-from ._sharding import local
+from ._sharding import local, stored
 from ._streams import lay_out
 
 NOTHING = contextlib.nullcontext()
@@ -97,9 +97,12 @@ class Member:
         self.shape = tuple(here.shape)
         if not self.gathered:
             self.shape = _matrices.lay_part(self.rule.name, p.shape, here.shape, how)
-        self.dtype, self.strides = p.dtype, here.stride()
-        self.dense = _devices.is_plain(here)
-        self.address, self.lies = here.data_ptr(), _devices.of(here)
+        held = stored(p)
+        #: the format of 8-bit weights, or None
+        self.format = None if held is here else here.format
+        self.dtype, self.strides = p.dtype, held.stride()
+        self.dense = _devices.is_plain(held)
+        self.address, self.lies = held.data_ptr(), _devices.of(held)
         self.bound = ()
         #: brings states to where it is stepped and back (streaming.py, _owners.py), or None
         self.stage = None
@@ -154,6 +157,8 @@ class Plain:
         self.shapes = [m.p.shape for m in members]
         self.numels = [m.p.numel() for m in members]
         self.weights = [m.address for m in members]
+        #: the numbers of members with 8-bit weights, and the formats of these
+        self.packed = [(i, m.format) for i, m in enumerate(members) if m.format]
         self.states = [states[m.p] for m in members]
         self.steps = [m.step for m in members]
         # The address of a number is compared only if its member has no other state, because

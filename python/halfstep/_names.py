@@ -5,7 +5,7 @@ from collections import Counter
 from itertools import chain
 
 from . import _abi, _sharding
-from ._parameters import weight_format
+from ._parameters import format_of
 
 #: parts that wrappers add to names: torch.compile, FSDP1, activation checkpointing
 _HIDDEN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -273,6 +273,6 @@ class Names:
         group = self.groups[group_index]
         p = group["params"][position]
         weights, states = self.groups.options.formats(group, p)
-        weights = weight_format(weights, p.dtype, self.of(group_index, position))
+        weights = format_of(weights, p, self.of(group_index, position))
         parts = (self.groups.row_of(group).name, weights, states)
         return _abi.recipe_full("/".join(part for part in parts if part))

@@ -15,7 +15,7 @@ import torch
 
 from . import _abi, _devices, _matrices, _sharding
 from ._parameters import stored_dtype
-from ._sharding import local
+from ._sharding import local, stored, stored_whole
 
 #: the most bytes of weights and states that an owner has of one batch, unless one matrix has more
 BATCH_BYTES = 64 << 20
@@ -327,10 +327,10 @@ class Batch:
         self.state, size = state, 0
         for m in members:
             owner, placements = self.owners[m.p], getattr(m.p, "placements", ())
-            gradient = stored_dtype(m.gradient)
+            gradient, held = stored_dtype(m.gradient), stored(m.p).dtype
             found = [
                 _Piece(self.team, owner, "", m.p.shape, gradient, placements),
-                _Piece(self.team, owner, "weight", m.p.shape, m.dtype, placements),
+                _Piece(self.team, owner, "weight", stored_whole(m.p), held, placements),
             ]
             found += [
                 _Piece(self.team, owner, s.key, s.whole, s.dtype, s.placements) for s in m.streams
@@ -358,7 +358,7 @@ class Batch:
         """Returns what this rank holds of a piece."""
         if not piece.key:
             return self.given[m]
-        return local(m.p).detach() if piece.key == "weight" else local(self.state[m.p][piece.key])
+        return stored(m.p).detach() if piece.key == "weight" else local(self.state[m.p][piece.key])
 
     def _whole(self, m, piece):
         return self.room.view(piece) if piece.key else self.gradients[m]

@@ -3,6 +3,7 @@
 Errors name the parameter.
 """
 
+import math
 import weakref
 
 import torch
@@ -77,6 +78,31 @@ def weight_format(asked, dtype, name):
     return found
 
 
+def format_of(asked, p, name):
+    """Returns the format of one weight of an optimizer. 8-bit weights have their own. `asked` is
+    the option; a format of 8 bits means beside() for others."""
+    if _sharding.is_packed(p):
+        return local(p).format
+    return weight_format(beside(asked), p.dtype, name)
+
+
+def is_packed_format(fmt):
+    """Returns True for a format of 8-bit weights, given by its name or None."""
+    return fmt in _abi.formats and _abi.formats[fmt].geometry == _abi.GEOMETRY_PACKED
+
+
+def could_be_packed(shape, fmt):
+    """Returns True if the rows of a tensor are long enough for the blocks of 8-bit weights."""
+    return len(shape) > 1 and math.prod(shape[1:]) >= _abi.formats[fmt].block
+
+
+def beside(fmt):
+    """Returns the format of weights that have no blocks, beside others of this format."""
+    if not is_packed_format(fmt):
+        return fmt
+    return "bf16-ecc8" if _abi.formats[fmt].extra_bits else "bf16-sr"
+
+
 def overlaps(tensor):
     """Returns True if two elements may share memory. Sorted by stride, each dimension has to step
     over all smaller ones."""
@@ -104,7 +130,9 @@ def check_parameter(p, name):
             " first"
         )
     if _sharding.is_dtensor(p):
-        return check_parameter(local(p), name)
+        return _check_placements(p, name) or check_parameter(local(p), name)
+    if _sharding.is_packed(p):
+        return _check_packed(p, name)
     if type(p) not in _ORDINARY and not (
         isinstance(p, torch.nn.Parameter) and type(p.data) in _ORDINARY
     ):
@@ -125,6 +153,31 @@ def check_parameter(p, name):
         raise ValueError(
             f"halfstep: parameter {name!r} is a tensor of zeros without memory; pass it through"
             " .clone() first"
+        )
+
+
+def _check_packed(p, name):
+    """Raises ValueError for 8-bit weights that are not as the library takes them."""
+    if p.dim() != 2 or p.shape[1] != p.row_length or not p.is_contiguous():
+        raise ValueError(
+            f"halfstep: parameter {name!r} is a view of 8-bit weights that is no range of their"
+            f" rows (shape {tuple(p.shape)} of rows of {p.row_length}); give the weight itself"
+        )
+    if p.row_length < _abi.formats[p.format].block:
+        raise ValueError(
+            f"halfstep: parameter {name!r} has rows of {p.row_length} elements, and a block of"
+            f" {p.format} has {_abi.formats[p.format].block}; leave it in 16 bits, as"
+            " halfstep.nn.quantize_() does"
+        )
+
+
+def _check_placements(p, name):
+    """Raises ValueError for 8-bit weights that are cut otherwise than by rows."""
+    if _sharding.is_packed(p) and any(getattr(x, "dim", 0) for x in p.placements):
+        raise ValueError(
+            f"halfstep: parameter {name!r} is {local(p).format} and cut along its columns"
+            f" ({tuple(p.placements)}); 8-bit weights are cut by rows, as fully_shard() does. For"
+            " tensor parallelism leave it in 16 bits"
         )
 
 
@@ -169,10 +222,10 @@ def check_gradient(p, grad, name):
         )
     if grad.dtype not in PLAIN:
         _refuse_dtype(grad.dtype, f"the gradient of {name!r}", "used")
-    if _devices.of(grad) != _devices.of(p):
+    lies = _devices.of(_sharding.stored(p))
+    if _devices.of(grad) != lies:
         raise ValueError(
-            f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on"
-            f" {_devices.of(p)}"
+            f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on {lies}"
         )
     if grad.shape != p.shape:
         raise ValueError(

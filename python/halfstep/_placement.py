@@ -6,7 +6,7 @@ import contextlib
 from . import _devices, _matrices, _owners, _sharding
 from ._members import Wanted
 from ._parameters import check_gradient
-from ._sharding import local
+from ._sharding import stored
 
 
 class Placement:
@@ -33,7 +33,7 @@ class Placement:
 
     def home(self, p):
         """Returns the device that a parameter is stepped on."""
-        return _devices.of(local(p))
+        return _devices.of(stored(p))
 
     def divide(self, wanted):
         """Returns what each handle has, as Engine takes it, of a list of Wanted."""
@@ -55,7 +55,7 @@ class Placement:
 
     def check_device(self, p, name):
         """Raises ValueError if a parameter cannot be stepped because of where it lies."""
-        _devices.check(local(p), name)
+        _devices.check(stored(p), name)
 
     def built(self, params):
         """Runs after handles were made anew. `params` are all parameters."""

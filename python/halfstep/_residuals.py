@@ -5,6 +5,8 @@ import contextlib
 
 import torch
 
+from . import _devices, _dither
+from ._sharding import is_packed, local
 from ._torch import warn
 from ._watch import PIECE, Watch, clear_rows
 
@@ -48,7 +50,11 @@ class Residuals:
             extra = self.of(p)
             if extra is None:
                 continue
-            clear_rows(extra, rows)
+            fresh = None
+            if is_packed(p):
+                here = local(extra)
+                fresh = _dither.error_codes(p, self.names.find(p), _devices.of(here))
+            clear_rows(extra, rows, fresh)
             self.watch.wrote([p], self.of)
             if not self._warned:
                 self._warned = True

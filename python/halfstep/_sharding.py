@@ -16,7 +16,8 @@ from . import _abi, _matrices
 
 #: the fewest elements that the library takes as one row
 _FLAT_ELEMENTS = 4096
-#: True once this process has met a DTensor among parameters; until then checks are spared
+#: True once this process has met a DTensor or 8-bit weights among parameters; until then checks are
+#: spared
 seen = False
 #: stands for the address of a tensor without elements, because NULL would mean no tensor
 _NOWHERE = ctypes.c_double()
@@ -38,9 +39,42 @@ def local(tensor):
     return held.wait() if hasattr(held, "wait") else held
 
 
+def is_packed(tensor):
+    """Returns True for 8-bit weights, which are bytes behind a tensor without memory."""
+    return hasattr(type(local(tensor)), "packed")
+
+
+def stored(tensor):
+    """Returns the tensor that has the memory of a tensor's part in this process: the bytes of 8-bit
+    weights, and any other part itself."""
+    held = local(tensor)
+    return held.packed if hasattr(type(held), "packed") else held
+
+
+def stored_whole(p):
+    """Returns the shape that stored() has for the whole of a parameter."""
+    return (p.shape[0], stored(p).shape[1]) if is_packed(p) else tuple(p.shape)
+
+
+def copy_of(p):
+    """Returns a copy of stored(), cut over ranks as the parameter is."""
+    if not is_packed(p):
+        return p.detach().clone()
+    copy = stored(p).detach().clone()
+    return _dtensor(copy, p.device_mesh, p.placements, stored_whole(p)) if is_dtensor(p) else copy
+
+
+def decoded(p):
+    """Returns a weight as an ordinary fp32 tensor, cut over ranks as the parameter is. A weight
+    that is one already shares its memory."""
+    if not is_packed(p):
+        return p.detach().float()
+    return like(p, local(p).detach().dequantize(torch.float32))
+
+
 def address(tensor):
     """Returns the address of a tensor's elements here, or of other memory if it has none."""
-    return local(tensor).data_ptr() or ctypes.addressof(_NOWHERE)
+    return stored(tensor).data_ptr() or ctypes.addressof(_NOWHERE)
 
 
 def _is_flat_parameter(p):
@@ -265,6 +299,12 @@ def refuse(params, what, advice):
         )
 
 
+def refuse_packed(params, what, advice):
+    """Raises ValueError if one of the parameters is of 8 bits."""
+    if any(map(is_packed, params)):
+        raise ValueError(f"halfstep: {what} is not available for 8-bit weights: {advice}")
+
+
 def _ranks_of_rows(p):
     """Returns the number of ranks that the rows of a DTensor are cut for, by one plain Shard(0).
     Returns 0 if there is none, or another cut beside it."""
@@ -301,7 +341,7 @@ def part_of(p, name, flat=False, rule=None, how=_matrices.AUTO, owners=None):
     """Returns the Part of a parameter. Returns None if it is here as a whole, is stepped here and
     is not a flat buffer. `how` and `owners` are as is_gathered() takes them."""
     gathered = rule is not None and is_gathered(rule, p, how, owners)
-    if is_dtensor(p):
+    if is_dtensor(p) or is_packed(p):
         global seen
         seen = True
     if is_dtensor(p) or gathered:

@@ -101,11 +101,13 @@ def _check_state(groups, rule, name, p, state, hypers, how):
         return
     kept = state.get(_layout.TRAINED)
     if kept is not None and (
-        not isinstance(kept, torch.Tensor) or kept.dtype != p.dtype or kept.shape != p.shape
+        not isinstance(kept, torch.Tensor)
+        or kept.dtype != _sharding.stored(p).dtype
+        or tuple(kept.shape) != _sharding.stored_whole(p)
     ):
         raise ValueError(
             f"halfstep: state {_layout.TRAINED!r} of parameter {name!r} is not a tensor of"
-            f" {p.dtype} of shape {tuple(p.shape)}"
+            f" {_sharding.stored(p).dtype} of shape {_sharding.stored_whole(p)}"
         )
     identity = _layout.take_number(state, "id", name)
     if identity == 0:
@@ -200,10 +202,11 @@ def _check_streams(codec, state, name, recipe, part):
         return  # codes mean nothing without the others of their matrix
     codec.bind(tensors)
     for s in codec.streams:
+        scale = tensors.get(s.name + ".scale")  # packed blocks have theirs among the codes
         if (
             s.part == ".codes"
             and tensors[s.key].numel()
-            and not codec.all_codes_are_good(s, tensors[s.name + ".scale"].max())
+            and not (scale is not None and codec.all_codes_are_good(s, scale.max()))
         ):
             for values in codec.pieces(s.slot):
                 _judge(s.name, name, values, s.role)

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _abi, _devices, _matrices, _sharding
+from . import _abi, _devices, _dither, _matrices, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, add_group, add_tensor, slot_info
 from ._matrices import rows_of
 from ._parameters import DTYPES
-from ._sharding import local
+from ._sharding import local, stored
 
 WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
+#: geometries of formats whose tensors have a row for each row of the weight
+_BY_ROWS = (_abi.GEOMETRY_ROWS, _abi.GEOMETRY_PACKED)
 
 
 @dataclass(eq=False)
@@ -56,10 +58,12 @@ class Stream:
             and _devices.is_plain(tensor)
         )
 
-    def initial(self, p, device):
+    def initial(self, p, name, device):
         """Returns what the stream begins with beside the weight p."""
+        if self.extra and self.role in (0, _abi.ROLE_WEIGHT) and _sharding.is_packed(p):
+            return _dither.error_codes(p, name, device)
         if self.role == _abi.ROLE_WEIGHT and not self.extra:
-            here = local(p)
+            here = stored(p)
             return (
                 _devices.clone(here)
                 if _devices.of(here) == device
@@ -90,23 +94,24 @@ def streams_of(handle, index, rule, shape, rows=None):
                 code_shape = _matrices.vector_of(shape, info)
             elif code_bytes == count * code.itemsize:
                 code_shape = tuple(shape)
-            elif fmt.geometry == _abi.GEOMETRY_ROWS and rows and code_bytes % rows == 0:
+            elif fmt.geometry in _BY_ROWS and rows and code_bytes % rows == 0:
                 code_shape = (*_matrices.lines_of(shape, rows), code_bytes // rows)
             else:
                 code_shape = (code_bytes,)
             key = "" if code.is_floating_point else ".codes"
             grid, precise = bool(info.grid), bool(info.precise)
             found.append(Stream(slot, False, name, key, code, code_shape, role, grid, precise))
-        if fmt.extra_bits or fmt.scale_bytes:
+        if fmt.extra_dtype:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
+            scales = bool(fmt.block) and fmt.geometry != _abi.GEOMETRY_PACKED
             if not fmt.block:
                 extra_shape = tuple(shape)
-            elif fmt.geometry == _abi.GEOMETRY_ROWS and rows and info.blocks_per_row:
+            elif fmt.geometry in _BY_ROWS and rows and (info.blocks_per_row or not scales):
                 extra_shape = (*_matrices.lines_of(shape, rows), n // rows)
             else:
                 extra_shape = (n,)
-            key = ".scale" if fmt.block else ".extra"
+            key = ".scale" if scales else ".extra"
             precise = bool(info.precise)
             found.append(Stream(slot, True, name, key, extra, extra_shape, role, precise=precise))
     return found, fell_back

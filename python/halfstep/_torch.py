@@ -56,15 +56,16 @@ def warn_once(text):
 
 def follow(cls, name, then):
     """Makes each call of a method of one of torch's classes go on with then(object, result,
-    *arguments). The caller gets the result of `then`. Does nothing if the method is followed
+    *arguments). The caller gets the result of `then`. Does nothing if `then` follows the method
     already."""
     method = vars(cls).get(name)
-    if method is None or hasattr(method, "_halfstep"):
+    followers = getattr(method, "_halfstep", ())
+    if method is None or then in followers:
         return
 
     @functools.wraps(method)
     def followed(self, /, *args, **kwargs):
         return then(self, method(self, *args, **kwargs), *args, **kwargs)
 
-    followed._halfstep = True
+    followed._halfstep = (*followers, then)
     setattr(cls, name, followed)

@@ -6,7 +6,7 @@ from . import _abi, _devices, _empty, _ranks
 from ._abi import check
 from ._gather import Gathered
 from ._members import Member
-from ._sharding import local
+from ._sharding import local, stored
 from ._torch import increment_versions
 
 
@@ -171,7 +171,7 @@ class Updates:
             if isinstance(p, Member):
                 offloaded.append(p)
             else:
-                local(p).detach().copy_(weight)
+                stored(p).detach().copy_(weight)
         increment_versions(stepped)
         self.placement.put_back(offloaded)
         self.residuals.stepped(engine, stepped)

@@ -17,28 +17,29 @@ from functools import lru_cache
 import torch
 
 from . import _devices, _sharding
-from ._sharding import is_dtensor, local
+from ._sharding import is_dtensor, is_packed, local, stored
 
 _get = torch._C.TensorBase._version.__get__
+#: classes whose tensors count all writes themselves
+_WHOLE = {torch.Tensor, torch.nn.Parameter}
 
 
 def version(tensor):
     """Returns how often torch has counted a write to a tensor. For a DTensor it adds the writes to
-    its local part. Returns None if torch counts none."""
-    if is_dtensor(tensor):
-        try:
-            return _get(tensor) + _get(local(tensor))
-        except RuntimeError:
-            return None
+    its local part, and for 8-bit weights those to their bytes. Returns None if torch counts
+    none."""
     try:
-        return _get(tensor)
+        found = _get(tensor)
+        if is_dtensor(tensor):
+            found += _get(local(tensor))
+        return found + _get(stored(tensor)) if is_packed(tensor) else found
     except RuntimeError:  # tensors of inference mode count nothing
         return None
 
 
 def versions(tensors):
     """Returns version() of each tensor."""
-    if _sharding.seen and any(map(is_dtensor, tensors)):
+    if _sharding.seen and not _WHOLE.issuperset(map(type, tensors)):
         return list(map(version, tensors))
     try:
         return list(map(_get, tensors))
@@ -47,7 +48,7 @@ def versions(tensors):
 
 
 def _place(tensor):
-    tensor = local(tensor)
+    tensor = stored(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
@@ -70,13 +71,15 @@ def _odd_numbers(n, device):
 
 @torch.no_grad()
 def row_hashes(tensor):
-    """Returns the hashes of a 16-bit weight, as int64 on its device. A matrix has one for each row,
-    a vector one for each 256 elements. Returns None for other weights.
+    """Returns the hashes of a weight of 16 or 8 bits, as int64 on its device. A matrix has one for
+    each row, a vector one for each 256 elements. Returns None for other weights.
 
     A hash is the sum over the row of bits times a number of the column, modulo 2^32, and never
     UNKNOWN. One changed element always changes it.
     """
-    t = _devices.contiguous(local(tensor).detach())
+    t = _devices.contiguous(stored(tensor).detach())
+    if is_packed(tensor):
+        t = t.view(torch.int16)
     if t.element_size() != 2:
         return None
     bits = (
@@ -104,10 +107,15 @@ def _changed(tensor, hashes):
     return now != hashes.to(now.device) if now is not None and now.shape == hashes.shape else None
 
 
-def clear_rows(extra, rows):
-    """Drops the residuals of these rows, as row_hashes() counts rows, or of all rows for None."""
+def clear_rows(extra, rows, fresh=None):
+    """Drops the residuals of these rows, as row_hashes() counts rows, or of all rows for None.
+    `fresh` are the error codes that 8-bit weights begin with."""
     here = local(extra)
-    if rows is None:
+    if fresh is not None:
+        here.copy_(
+            fresh if rows is None else torch.where(rows.to(here.device)[:, None], fresh, here)
+        )
+    elif rows is None:
         here.zero_()
     elif here.dim() > 1:
         here[rows.to(here.device)] = 0
@@ -118,7 +126,7 @@ def clear_rows(extra, rows):
 def _same_bits(a, b):
     """Returns True if two tensors hold the same bits, index by index. `a` may have lost its
     memory."""
-    a, b = local(a), local(b)
+    a, b = stored(a), stored(b)
     if (
         a.shape != b.shape
         or a.dtype != b.dtype
@@ -267,8 +275,8 @@ class Watch:
         if self.blocks is None:
             self.blocks = {}
             for k, p in enumerate(self.tensors):
-                self.blocks.setdefault(local(p).untyped_storage().data_ptr(), []).append(k)
-        found = self.blocks.get(local(self.tensors[i]).untyped_storage().data_ptr(), ())
+                self.blocks.setdefault(stored(p).untyped_storage().data_ptr(), []).append(k)
+        found = self.blocks.get(stored(self.tensors[i]).untyped_storage().data_ptr(), ())
         return found if i in found else (i,)  # it has moved meanwhile
 
     # ---- Noting ----------------------------------------------------------------------------------
@@ -278,7 +286,7 @@ class Watch:
         self.versions[i] = version(p)
         place = _place(p)
         if self.places[i] != place:
-            self.places[i], note.held = place, local(p).detach()
+            self.places[i], note.held = place, stored(p).detach()
             self.blocks = self.token = None
         note.extra, note.extra_version = extra, None if extra is None else version(extra)
         note.compiled, note.copied = self.compiled, copied

@@ -10,7 +10,7 @@ from . import _abi, _calls, _devices, _layout, _names, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, seed_of
 from ._parameters import PLAIN, check_gradient, check_parameter, dense, stored_dtype
-from ._sharding import local
+from ._sharding import local, stored
 
 #: formats that halfstep_accumulate() can add into
 FORMATS = ("f32", "bf16", "bf16-sr", "f16")
@@ -134,7 +134,7 @@ class GradientAccumulator:
     def _setup(self, members, format, seed, missing, dtype):
         for name, p in members:
             check_parameter(p, name)
-            _devices.check(local(p), name)
+            _devices.check(stored(p), name)
             if dtype is not None and dtype != p.dtype and not hasattr(p, "grad_dtype"):
                 raise ValueError(
                     f"halfstep: this torch cannot give {name!r}, which is {p.dtype}, a gradient of"
@@ -149,7 +149,7 @@ class GradientAccumulator:
         self._buffers = [None] * len(members)
         self._hooks = [None] * len(members)
         _alive.add(self)
-        self._devices = [_devices.of(local(p)) for _, p in members]
+        self._devices = [_devices.of(stored(p)) for _, p in members]
         self._generator = _abi.choices("generator")[0]
         threads = torch.get_num_threads()
         self._handles = {

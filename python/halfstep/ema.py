@@ -22,6 +22,7 @@ from ._parameters import (
     check_parameter,
     dense,
     is_ordinary,
+    is_packed_format,
     stored_dtype,
     weight_format,
 )
@@ -41,6 +42,11 @@ _WITH_EXTRA = {
 _WHOLE = (
     "make the EMA of a whole copy of the model, and load into a second copy what"
     " get_model_state_dict(full_state_dict=True) gives"
+)
+#: advice for a model of 8-bit weights
+_DECODED = (
+    "make the EMA of a copy in 16 bits, and before each update load into this copy what"
+    " halfstep.full_precision_state_dict(model, optimizer) gives"
 )
 
 
@@ -145,7 +151,13 @@ def _find(root, name):
     return root._buffers.get(leaf)
 
 
+def _trains(p):
+    return p.requires_grad
+
+
 def _can_be_averaged(tensor):
+    if _sharding.is_packed(tensor):
+        return False
     try:
         check_parameter(tensor, "")
     except (TypeError, ValueError):
@@ -237,7 +249,11 @@ class EMA(torch.nn.Module):
         threads=0,
     ):
         super().__init__()
-        stores = [f.name for f in _abi.formats.values() if f.roles & _abi.ROLE_WEIGHT]
+        stores = [
+            f.name
+            for f in _abi.formats.values()
+            if f.roles & _abi.ROLE_WEIGHT and not is_packed_format(f.name)
+        ]
         if weights not in stores:
             raise ValueError(f"halfstep: unknown weights={weights!r}; known: {', '.join(stores)}")
         generator = _abi.choices("generator")[0] if generator is None else generator
@@ -248,6 +264,7 @@ class EMA(torch.nn.Module):
         self._handle = _Handle()
         self._warned = False
         _sharding.refuse(model.parameters(), "averages", _WHOLE)
+        _sharding.refuse_packed(filter(_trains, model.parameters()), "EMA", _DECODED)
         self.module = deepcopy(model)
         if device is not None:
             self.module = self.module.to(device)
@@ -372,6 +389,7 @@ class EMA(torch.nn.Module):
         """Returns what an average follows: the tensor in memory order, its format, and its residual
         or error code or None."""
         if not is_ordinary(tensor):
+            _sharding.refuse_packed((tensor,), "EMA", _DECODED)
             check_parameter(tensor, name)
         _devices.check_memory(tensor, f"the weight {name!r}")
         _check_shapes(repr(name), tensor, average)

@@ -5,6 +5,7 @@ from typing import Iterable, Union
 
 import torch
 
+from ._sharding import decoded
 from .optimizer import Optimizer, several
 
 __all__ = ["full_precision_state_dict"]
@@ -24,8 +25,7 @@ class _Lazy(Mapping):
             return owner.read_weight(value)
         if not isinstance(value, torch.Tensor):
             return value
-        value = value.detach()
-        return value.float() if value.is_floating_point() else value.clone()
+        return decoded(value) if value.is_floating_point() else value.detach().clone()
 
     def __iter__(self):
         return iter(self._held)

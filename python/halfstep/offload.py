@@ -14,7 +14,7 @@ from ._abi import HalfstepError
 from ._handles import Handle
 from ._hosted import Hosted
 from ._parameters import PLAIN, check_gradient, dense, follow_gradients
-from ._sharding import local
+from ._sharding import local, stored
 from ._watch import version
 from .optimizer import Kept, Optimizer, Params
 from .streaming import Streamed
@@ -48,7 +48,7 @@ class _Copy:
 def _mark(tensor):
     """Returns a mark of a tensor. The mark changes as soon as somebody writes the tensor or gives
     it other memory."""
-    return version(tensor), local(tensor).data_ptr()
+    return version(tensor), stored(tensor).data_ptr()
 
 
 def _fits(held, tensor):
@@ -84,7 +84,7 @@ class _Offloaded(Streamed):
             p.dim() > 1
             and _matrices.has_products(self.groups.row_for(p))
             and super()._is_streamed(p)
-            and _can_step_on(_devices.of(local(p)))
+            and _can_step_on(_devices.of(stored(p)))
         )
 
     def _is_offloaded(self, p):
@@ -96,7 +96,7 @@ class _Offloaded(Streamed):
                 here.numel() >= self.groups.options.minimal_size
                 or _sharding.is_dtensor(p)
                 or self.groups.options.norm_group is not None
-                or not _can_step_on(_devices.of(here))
+                or not _can_step_on(_devices.of(stored(p)))
             )
         )
 
@@ -119,7 +119,7 @@ class _Offloaded(Streamed):
 
     def check_device(self, p, name):
         if self._is_offloaded(p):
-            _devices.check_copies(local(p), name)
+            _devices.check_copies(stored(p), name)
         else:
             super().check_device(p, name)
 
@@ -216,7 +216,7 @@ class _Offloaded(Streamed):
     # ---- Weights and gradients of a step ---------------------------------------------------------
 
     def bring(self, m, p, grad):
-        copy, here = self._copy_of(p), local(p).detach()
+        copy, here = self._copy_of(p), stored(p).detach()
         if not copy.is_of(grad):
             grad = _sharding.gradient_of(p, grad, m.name)
         if copy.as_of is None or copy.as_of[0] is None or copy.as_of != _mark(p):
@@ -242,7 +242,7 @@ class _Offloaded(Streamed):
             for side in self._ups():
                 side.follow()
         for m in members:
-            copy, here = self.copies[m.p], local(m.p).detach()
+            copy, here = self.copies[m.p], stored(m.p).detach()
             side = self._side(_devices.of(here), True)
             if _devices.is_plain(here):
                 side.copy(here, copy.weight)

@@ -14,7 +14,7 @@ from . import _abi, _files, _layout, _matrices, _sharding, _state, accumulate
 from ._groups import LISTS
 from ._handles import seed_of
 from ._options import Options, keep_plain
-from ._parameters import check_parameter, weight_format
+from ._parameters import check_parameter, format_of
 from ._parts import Parts
 from ._placement import Placement
 from ._release import check_release
@@ -113,7 +113,9 @@ class Optimizer(torch.optim.Optimizer):
 
     weights         format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8",
                     "bf16-ecc16" or "bf16". float16 parameters take the namesake ("f16-sr").
-                    float32 parameters stay float32
+                    float32 parameters stay float32. Weights of halfstep.nn.quantize_() have a
+                    format of their own. "int8-ecc4" and "int8-sr" mean it, and "bf16-ecc8" and
+                    "bf16-sr" for other parameters
     states          format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for
                     each state, "int8+bf16-sr". None: f32 for float32 parameters, bf16-sr for others
     decay           how `weight_decay` acts: "l2", "decoupled", "fully-decoupled" (by
@@ -233,6 +235,7 @@ class Optimizer(torch.optim.Optimizer):
         keep_plain(defaults)
         self._parts.options.check(defaults)
         super().__init__(params, defaults)
+        self._parts.groups.check_quantized()
         if fused:
             self._step_supports_amp_scaling = True
         if gradient_release:
@@ -294,14 +297,12 @@ class Optimizer(torch.optim.Optimizer):
                 taking_part.append(i)
                 name = parts.names.of(place, i)
                 check_parameter(p, name)
-                weight_format(parts.options.formats(group, p)[0], p.dtype, name)
+                format_of(parts.options.formats(group, p)[0], p, name)
                 _matrices.lay(parts.groups.row_of(group).name, p.shape, _matrices.how_of(group))
         if self.compile:
-            _sharding.refuse(
-                group["params"],
-                "compile=True",
-                "torch.compile the model and call step() as it is",
-            )
+            for refuse in (_sharding.refuse, _sharding.refuse_packed):
+                advice = "torch.compile the model and call step() as it is"
+                refuse(group["params"], "compile=True", advice)
         parts.inspection.check_cuts(place)
         for caveat in _layout.caveats(parts.names.recipe(place, i) for i in taking_part):
             warn_once(caveat)
@@ -579,7 +580,7 @@ class Optimizer(torch.optim.Optimizer):
         self.generator = generator
         with torch.no_grad():
             for p, weight in weights:
-                p.copy_(weight)
+                _sharding.stored(p).copy_(weight)
 
     def __getstate__(self):
         return self._parts.saving.pickled(self.__dict__)

@@ -1,4 +1,7 @@
-"""The memory that training takes under each recipe, before anything is allocated."""
+"""The memory that training takes under each recipe, before anything is allocated.
+
+This file is longer than 500 lines because it draws its tables itself.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import math
 import re
 from dataclasses import dataclass, replace
 from html import escape
+from typing import NamedTuple
 
 import torch
 
-from . import _abi, _layout
+from . import _abi, _layout, _names
 from ._matrices import fields_of, has_products, lay, taken
-from ._parameters import PLAIN, stored_dtype
+from ._parameters import PLAIN, beside, could_be_packed, is_packed_format, stored_dtype
 from ._release import check_release
+from ._sharding import is_packed, stored
 from .streaming import BUFFER_BYTES, BUFFERS
 
 __all__ = ["Plan", "PlanRow", "plan"]
@@ -306,19 +311,70 @@ def _shape(name, given):
     return shape
 
 
+class _Counted(NamedTuple):
+    """What counts of a tensor that trains: two that are equal take the same bytes.
+
+    own         its format, if it is of 8 bits already
+    gradient    the format of its gradient, or None for that of the recipe
+    quantized   True if a recipe with 8-bit weights means it
+    """
+
+    shape: tuple
+    own: str | None = None
+    gradient: str | None = None
+    quantized: bool = True
+
+    def recipe(self, recipe):
+        """Returns the recipe that this tensor has in an optimizer of `recipe`."""
+        rule, weights, states = recipe.split("/")
+        if self.own is not None:
+            weights = self.own
+        elif not self.quantized or not could_be_packed(self.shape, weights):
+            weights = beside(weights)
+        return "/".join((rule, weights, states))
+
+
 def _tensors(model_or_shapes):
-    """Returns the shapes of the tensors that train, and the bytes of the others."""
-    if isinstance(model_or_shapes, torch.nn.Module):
-        shapes, frozen = [], 0
-        for name, p in model_or_shapes.named_parameters():
-            if p.requires_grad:
-                shapes.append(_shape(name, p))
-            else:
-                frozen += p.numel() * p.element_size()
-        return shapes, frozen
-    if hasattr(model_or_shapes, "items"):
-        model_or_shapes = model_or_shapes.items()
-    return [_shape(name, given) for name, given in model_or_shapes], 0
+    """Returns the name of each tensor that trains with what counts of it, and the bytes of the
+    others."""
+    if not isinstance(model_or_shapes, torch.nn.Module):
+        if hasattr(model_or_shapes, "items"):
+            model_or_shapes = model_or_shapes.items()
+        return [(name, _Counted(_shape(name, given))) for name, given in model_or_shapes], 0
+    found, frozen, params = [], 0, dict(model_or_shapes.named_parameters())
+    linear = {
+        id(module.weight)
+        for module in model_or_shapes.modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    if any(map(is_packed, params.values())):
+        linear = set()  # what is to be quantized is quantized already
+    for name, p in params.items():
+        if not p.requires_grad:
+            frozen += stored(p).numel() * stored(p).element_size()
+        elif is_packed(p):
+            found.append((name, _Counted(_shape(name, p), p.format, PLAIN[p.dtype])))
+        else:
+            found.append((name, _Counted(_shape(name, p), quantized=id(p) in linear)))
+    return found, frozen
+
+
+def _left(recipe, tensors):
+    """Returns a line that says which tensors are not of 8 bits although a recipe or others are."""
+    weights = recipe.split("/")[1]
+    asked = [one.own for _, one in tensors if one.own] or [weights]
+    if not is_packed_format(asked[0]):
+        return ""
+    found = {}
+    for name, one in tensors:
+        fmt = one.recipe(recipe).split("/")[1]
+        if not is_packed_format(fmt):
+            found.setdefault(fmt, []).append((str(name), math.prod(one.shape)))
+    return "\n".join(
+        f"Beside {asked[0]} {len(some)} tensors of {sum(size for _, size in some)} elements are"
+        f" {fmt}: {_names.some([name for name, _ in some], 8)}."
+        for fmt, some in found.items()
+    )
 
 
 def plan(
@@ -337,11 +393,13 @@ def plan(
     of some recipes.
 
     It assumes that all parameters that train are stored in the recipe's weight format
-    (`model.to(torch.bfloat16)` for the bf16 ones), and gradients in the same width. Parameters with
-    requires_grad=False are counted as they are. Nothing is allocated, so the model may be on the
-    meta device. Options that change which states exist have their defaults: SGD is without
-    momentum, matrices are not cut by heads= or split=. The workspace of Muon, Adafactor and CAME
-    is not counted; it fits their largest matrix.
+    (`model.to(torch.bfloat16)` for the bf16 ones), and gradients in the same width. Weights of
+    halfstep.nn.quantize_() count as they are. Without any, a recipe with 8-bit weights means those
+    of nn.Linear, or of shapes alone all with rows of a block or more. The last lines name the
+    others. Parameters with requires_grad=False are counted as they are. Nothing is allocated, so
+    the model may be on the meta device. Options that change which states exist have their defaults:
+    SGD is without momentum, matrices are not cut by heads= or split=. The workspace of Muon,
+    Adafactor and CAME is not counted; it fits their largest matrix.
 
     model_or_shapes: a module, a dict of shapes by name, or (name, shape) pairs; a tensor may stand
         for its shape.
@@ -380,7 +438,9 @@ def plan(
             "halfstep.plan(model_or_shapes, recipes): the recipes are a model or shapes, which come"
             " first"
         )
-    shapes, frozen = _tensors(model_or_shapes)
+    tensors, frozen = _tensors(model_or_shapes)
+    counted = [one for _, one in tensors]
+    shapes = [one.shape for one in counted]
     limit = memory if device_memory is None else device_memory
     limit = None if limit is None else _bytes(limit)
     rows, notes = [], {}
@@ -392,16 +452,26 @@ def plan(
         streamed = has_products(rule)  # what CPUOffload does with its matrices
         if release:
             check_release(rule, rule.label)
-        gradient = PLAIN[stored_dtype(recipe.split("/")[1])]
-        laid = {shape: lay(rule.name, shape) for shape in shapes}
-        notes[rule.name] = taken(rule.name, laid.values())
+        gradient = PLAIN[stored_dtype(beside(recipe.split("/")[1]))]
+        laid = {one: lay(rule.name, one.shape) for one in counted}
+        if text := taken(rule.name, laid.values()):
+            notes[f"{rule.name} takes {text}."] = True
+        if text := _left(recipe, tensors):
+            notes[text] = True
         sizes = {
-            shape: _abi.tensor_bytes(recipe, **fields_of(x)) if math.prod(shape) else (0, 0, 0)
-            for shape, x in laid.items()
+            one: (
+                _abi.tensor_bytes(one.recipe(recipe), **fields_of(x))
+                if math.prod(one.shape)
+                else (0, 0, 0)
+            )
+            for one, x in laid.items()
         }
-        weights, extras, states = (sum(sizes[shape][i] for shape in shapes) for i in range(3))
+        weights, extras, states = (sum(sizes[one][i] for one in counted) for i in range(3))
         largest = max((extra + state for _, extra, state in sizes.values()), default=0)
-        each = [math.prod(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]
+        each = [
+            math.prod(one.shape) * _abi.formats[one.gradient or gradient].code_bits // 8
+            for one in counted
+        ]
         if device_memory is not None:
             one = PlanRow(recipe, gradient, weights, extras, sum(each), states, frozen, 0, False)
             found = _ways(
@@ -446,7 +516,7 @@ def plan(
         limit,
         bool(offload),
         device_memory is not None,
-        [f"{rule} takes {text}." for rule, text in notes.items() if text],
+        list(notes),
     )
 
 

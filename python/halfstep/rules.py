@@ -13,7 +13,7 @@ import torch
 
 from . import _abi, _assignment, _layout
 from ._options import Options, sequence
-from ._sharding import local
+from ._sharding import copy_of, is_packed, local, stored
 from ._signatures import COMMON, documentation, options_of
 from ._torch import no_dynamo
 from ._watch import version
@@ -248,7 +248,7 @@ class _ScheduleFree(Optimizer):
         for _, p in self._groups_of():
             state, average = self.state[p], super().read_average(p)
             extra = state.get("weight.extra")
-            state[_layout.TRAINED] = p.detach().clone()
+            state[_layout.TRAINED] = copy_of(p)
             if extra is not None:
                 state[_layout.TRAINED_EXTRA] = extra.clone()
             self.write_weight(p, average)
@@ -278,8 +278,13 @@ class _ScheduleFree(Optimizer):
                 z, beta = self.read_state(p, "z"), float(group["betas"][0])
                 self.write_weight(p, torch.lerp(z, self.read_weight(p), beta))
                 continue
-            p.copy_(held)
+            self._put_back(p, held)
             self._put_extra(p, extra)
+
+    @staticmethod
+    def _put_back(p, held):
+        """Puts a weight back that _put_averages() has kept."""
+        stored(p).copy_(local(held)) if is_packed(p) else p.copy_(held)
 
     def _put_extra(self, p, extra):
         """Puts the residual or error code back beside the weight that trains, if there is one."""
@@ -304,7 +309,7 @@ class _ScheduleFree(Optimizer):
                     not before
                     and held
                     and all(
-                        kept is not None and torch.equal(local(kept), local(p))
+                        kept is not None and torch.equal(local(kept), stored(p))
                         for p, kept in held.items()
                     )
                 ):
@@ -316,7 +321,7 @@ class _ScheduleFree(Optimizer):
                     for p in group["params"]:
                         kept = (state_before.get(p) or {}).get(_layout.TRAINED)
                         if kept is not None and left is not None and left.get(p) == version(p):
-                            p.copy_(kept)
+                            self._put_back(p, kept)
                 self._left = None
 
     def __getstate__(self):

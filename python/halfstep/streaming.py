@@ -10,7 +10,7 @@ import torch
 from . import _abi, _devices
 from ._hosted import Hosted, HostedPlacement
 from ._matrices import fields_of, lay_part
-from ._sharding import local
+from ._sharding import local, stored
 from .optimizer import Kept, Optimizer, Params
 
 #: the number of buffers of a device. States come into one and leave another while a third is
@@ -163,7 +163,7 @@ class Streamed(HostedPlacement):
     def check_device(self, p, name):
         super().check_device(p, name)
         if self._is_streamed(p):
-            _devices.check_copies(local(p), name)
+            _devices.check_copies(stored(p), name)
 
     def divide(self, wanted):
         """Divides parameters: first those whose states stay where they are stepped, then stages of

@@ -1,4 +1,5 @@
 /* Memory of states, and reading and writing slots as fp32. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/structs.h"
@@ -96,6 +97,46 @@ static int check_owned(const halfstep_optimizer *o, const void *memory, const ch
     return error ? hstep_fail(o, error, "%s: %s", whose, o->device->why()) : HALFSTEP_OK;
 }
 
+/* Rows after which the first error codes repeat. */
+enum { ERROR_ROWS = 256 };
+
+/* Returns byte number `place` of the error codes that a packed weight begins with. */
+static unsigned char first_errors(uint64_t place)
+{
+    place *= 0x9e3779b1;
+    return (unsigned char)(((place ^ place >> 15) * 0x2c1b3c6d & 0xffffffff) >> 24);
+}
+
+/* Writes the first error codes of a packed weight. Codes alone do not say where in its step a weight lies. If all error
+ * codes began at 0, in the middle of a step, a model that computes with codes would see nothing of updates until a
+ * weight has moved half a step. They begin spread over the step instead, so that the mean of many codes follows from the
+ * first update on. They are the same for every cut of the tensor. */
+static int spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *t)
+{
+    const struct hstep_slot *s = &t->slot[HALFSTEP_SLOT_WEIGHT];
+    if (hstep_formats[s->format].geometry != HALFSTEP_GEOMETRY_PACKED || !s->extra_bytes) return HALFSTEP_OK;
+    const int64_t width = (int64_t)s->extra_bytes / t->n_rows, first = t->first_column / 2;
+    const int64_t whole = (int64_t)hstep_extra_bytes(s->format, 1, t->row_length);
+    const int64_t used = (t->n_columns + 1) / 2, some = t->n_rows < ERROR_ROWS ? t->n_rows : ERROR_ROWS;
+    unsigned char *rows = calloc((size_t)some, (size_t)width);
+    if (!rows)
+        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "out of memory for %lld bytes of first error codes",
+                          (long long)(some * width));
+    int error = HALFSTEP_OK;
+    for (int64_t row = 0; row < some; row++)
+        for (int64_t i = 0; i < used; i++) {
+            const int64_t at = (t->first_row + row) % ERROR_ROWS * whole + first + i;
+            rows[row * width + i] = first_errors((uint64_t)at) & (i == used - 1 && t->n_columns % 2 ? 15 : 255);
+        }
+    for (int64_t row = 0; row < t->n_rows && !error; row += some) {
+        const int64_t n = t->n_rows - row < some ? t->n_rows - row : some;
+        error = o->device->copy(&o->context, s->extra + row * width, rows, (uint64_t)(n * width));
+    }
+    if (!error) error = hstep_wait(o, HALFSTEP_OK);
+    free(rows);
+    return error;
+}
+
 static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
     struct layout touched = {memory, 0}, layout = {memory, 0};
@@ -109,6 +150,8 @@ static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
     each_stream(o, place_stream, &layout);
     for (int i = 0; i < o->n_tensors; i++)
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) o->tensors[i].slot[s].grid = 1.0f;
+    for (int i = 0; i < o->n_tensors; i++)
+        if ((error = spread_errors(o, &o->tensors[i]))) return error;
     hstep_show(o, 0, o->n_tensors);
     return HALFSTEP_OK;
 }

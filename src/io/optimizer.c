@@ -379,6 +379,32 @@ static int declare_numbers(const declaring *d, const record *r)
     return code ? code : declare_tensor_numbers(d, r);
 }
 
+/* Declares which weights are packed, with their format and the columns that are left of the last block. */
+static int declare_packed(const declaring *d, const record *r)
+{
+    hstep_buffer list = {0};
+    int packed = 0, code = HALFSTEP_OK;
+    for (int32_t i = 0; i < r->tensor_count; i++) {
+        const named_tensor *tensor = &r->by_name[i];
+        halfstep_slot_info slot = {.struct_size = sizeof slot};
+        halfstep_format_info format = {.struct_size = sizeof format};
+        if (halfstep_get_slot_info(r->optimizer, tensor->index, HALFSTEP_SLOT_WEIGHT, &slot) ||
+            halfstep_get_format_info(slot.format, &format) || format.geometry != HALFSTEP_GEOMETRY_PACKED)
+            continue;
+        hstep_append_text(&list, packed++ ? ", " : "{");
+        hstep_append_json(&list, tensor->name);
+        hstep_append_format(&list, ": {\"format\": \"%s\", \"columns\": %lld}", format.name,
+                            (long long)r->tensors[tensor->index].info.row_length);
+    }
+    hstep_append(&list, "}", 2);
+    if (list.failed) code = hstep_fail_memory(d->error);
+    if (!code && packed)
+        code = halfstep_declare_safetensors_metadata(d->model, HALFSTEP_PACKED_KEY, list.data, d->error->text,
+                                                     d->error->size);
+    free(list.data);
+    return code;
+}
+
 static int declare_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
     const declaring *d = context;
@@ -398,6 +424,7 @@ static int write_files(halfstep_checkpoint_save *save, const char *path, const h
         code = hstep_fail_memory(error);
     if (!code) code = declare_numbers(&d, &r);
     if (!code && d.model) code = halfstep_declare_safetensors_metadata(d.model, "format", "pt", text, error->size);
+    if (!code && d.model) code = declare_packed(&d, &r);
     if (!code) code = each_stream(&r, weights, d.model != NULL, options, declare_stream, &d, error);
     if (!code && d.model)
         code = halfstep_save_safetensors(save, model_file(options), d.model, NULL, NULL, text, error->size);

@@ -47,6 +47,17 @@ static void shape_as(hstep_stream *stream, uint64_t ndim, uint64_t first, uint64
     stream->own_shape[1] = second;
 }
 
+static int is_packed(const halfstep_format_info *format) { return format->geometry == HALFSTEP_GEOMETRY_PACKED; }
+
+/* Returns 1 if the second stream of a slot holds scales. That of packed weights holds error codes. */
+static int has_scales(const halfstep_format_info *format) { return format->block && !is_packed(format); }
+
+/* Returns 1 if the streams of a slot have rows of their own, whose bytes are not those of single elements. */
+static int is_by_row(const halfstep_format_info *format)
+{
+    return format->geometry == HALFSTEP_GEOMETRY_ROWS || is_packed(format);
+}
+
 static void make_codes(hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_format_info *format,
                        const halfstep_slot_info *slot, const uint64_t *shape)
 {
@@ -57,8 +68,7 @@ static void make_codes(hstep_stream *stream, const halfstep_tensor *tensor, cons
     stream->bytes = slot->code_bytes;
     if ((uint64_t)slot->rows * (uint64_t)slot->columns != elements_of(tensor)) shape_as(stream, 1, elements, 0);
     else if (elements == elements_of(tensor)) shape_as_tensor(stream, tensor, shape);
-    else if (format->geometry == HALFSTEP_GEOMETRY_ROWS && elements % rows == 0)
-        shape_as(stream, 2, rows, elements / rows);
+    else if (is_by_row(format) && elements % rows == 0) shape_as(stream, 2, rows, elements / rows);
     else shape_as(stream, 1, elements, 0);
 }
 
@@ -68,12 +78,12 @@ static void make_extra(hstep_stream *stream, const halfstep_tensor *tensor, cons
     stream->dtype = format->extra_dtype;
     stream->data = slot->extra;
     stream->bytes = slot->extra_bytes;
-    stream->nonnegative = format->block != 0;
-    stream->flat_scales = format->block && format->geometry != HALFSTEP_GEOMETRY_ROWS;
+    stream->nonnegative = has_scales(format);
+    stream->flat_scales = format->block && !is_by_row(format);
+    const uint64_t elements = slot->extra_bytes * 8 / halfstep_safetensors_dtype_bits(format->extra_dtype);
     if (!format->block) shape_as_tensor(stream, tensor, shape);
-    else if (stream->flat_scales)
-        shape_as(stream, 1, slot->extra_bytes * 8 / halfstep_safetensors_dtype_bits(format->extra_dtype), 0);
-    else shape_as(stream, 2, (uint64_t)tensor->rows, (uint64_t)slot->blocks_per_row);
+    else if (stream->flat_scales) shape_as(stream, 1, elements, 0);
+    else shape_as(stream, 2, (uint64_t)tensor->rows, elements / (uint64_t)tensor->rows);
 }
 
 int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
@@ -112,7 +122,7 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         memset(extra, 0, sizeof *extra);
         extra->state = slot - HALFSTEP_SLOT_STATE;
         extra->precise = info.precise;
-        snprintf(extra->suffix, sizeof extra->suffix, "%s.%s", info.name, format.block ? "scale" : "extra");
+        snprintf(extra->suffix, sizeof extra->suffix, "%s.%s", info.name, has_scales(&format) ? "scale" : "extra");
         make_extra(extra, tensor, &format, &info, shape);
     }
     *count = n;

@@ -14,17 +14,18 @@ int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format)
 }
 
 /* Returns the number of the block of an element, for a format with blocks of rows. */
-static int64_t block_number(const struct hstep_tensor *t, int format, int64_t element)
+static int64_t block_number(const struct hstep_tensor *t, const struct hstep_format *f, int64_t element)
 {
     const int64_t row = element / t->n_columns, column = element % t->n_columns;
-    return row * hstep_blocks_per_row(t, format) + column / hstep_formats[format].block;
+    return row * ((t->n_columns + f->block - 1) / f->block) + column / f->block;
 }
 
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element)
 {
     const struct hstep_format *f = &hstep_formats[format];
-    if (f->geometry == HALFSTEP_GEOMETRY_PACKED) return block_number(t, format, element) * hstep_packed_bytes(f);
-    if (f->code_bits >= 8 || f->geometry == HALFSTEP_GEOMETRY_FLAT) return element * f->code_bits / 8;
+    const int packed = f->geometry == HALFSTEP_GEOMETRY_PACKED;
+    if ((f->code_bits >= 8 && !packed) || f->geometry == HALFSTEP_GEOMETRY_FLAT) return element * f->code_bits / 8;
+    if (packed) return block_number(t, f, element) * hstep_packed_bytes(f);
     int64_t row = element / t->n_columns, column = element % t->n_columns;
     return row * ((t->n_columns * f->code_bits + 7) / 8) + column * f->code_bits / 8;
 }
@@ -35,8 +36,8 @@ int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t ele
     if (!f->block) return element * f->extra_bits / 8;
     if (f->geometry == HALFSTEP_GEOMETRY_TENSOR) return 0;
     if (f->geometry == HALFSTEP_GEOMETRY_FLAT) return element / f->block * f->scale_bits / 8;
-    const int64_t number = block_number(t, format, element);
-    return f->geometry == HALFSTEP_GEOMETRY_PACKED ? number * f->block * f->extra_bits / 8 : number * f->scale_bits / 8;
+    const int64_t number = block_number(t, f, element);
+    return number * (f->geometry == HALFSTEP_GEOMETRY_PACKED ? f->block * f->extra_bits : f->scale_bits) / 8;
 }
 
 uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element)

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.skipif(not os.path.exists(PROGRAM), reason=f"{PROGRAM} 
         "adan/bf16-sr/dyn4+dyn4+dyn4+bf16-sr",
         "lamb16/bf16-sr",
         "schedulefree/bf16-kahan",
+        "adamw/int8-ecc4/int8",
+        "schedulefree/int8-sr/int4",
     ],
 )
 def test_a_checkpoint_of_the_c_trainer_goes_on(recipe, tmp_path):
@@ -43,10 +45,10 @@ def test_a_checkpoint_of_the_c_trainer_goes_on(recipe, tmp_path):
         check=True,
         capture_output=True,
     )
-    params = {
-        name: torch.nn.Parameter(value)
-        for name, value in load_file(os.path.join(run, "model.safetensors")).items()
-    }
+    weights = os.path.join(run, "model.safetensors")
+    with safe_open(weights, "pt") as file:
+        tensors = halfstep.nn.unpacked_state_dict(load_file(weights), file.metadata())
+    params = {name: torch.nn.Parameter(value) for name, value in tensors.items()}
     # The trainer's groups: matrices, which decay, and norms, which do not.
     groups = [
         {"params": [(n, p) for n, p in params.items() if p.dim() > 1]},

@@ -1,7 +1,9 @@
 """Runs examples/finetune.py and bench/claims.py at sizes of seconds: results, output and
 refusals."""
 
+import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -11,6 +13,8 @@ import xml.etree.ElementTree
 
 import pytest
 import torch
+
+import halfstep
 
 pytestmark = pytest.mark.all
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -53,7 +57,7 @@ def result(text, tmp_path_factory):
     figure = str(tmp_path_factory.mktemp("figure") / "finetune.svg")
     recipes = (
         "adamw/f32,adamw/bf16-kahan,adamw/bf16-sr,adamw/bf16-sr/int8,adamw/f16-ecc8/int4,"
-        "lion/bf16-sr,adamw/bf16"
+        "adamw/int8-ecc4/int8,lion/bf16-sr,adamw/bf16"
     )
     done = finetune("--data", text, "--recipes", recipes, "--seeds", "2", "--json", "--svg", figure)
     assert done.returncode == 0, done.stderr
@@ -79,6 +83,7 @@ def test_losses(result):
         "adamw/bf16-sr",
         "adamw/bf16-sr/int8",
         "adamw/f16-ecc8/int4",
+        "adamw/int8-ecc4/int8",
     ):
         assert abs(rows[recipe]["difference"]) < 0.4 * gain, recipe
     assert rows["adamw/bf16"]["difference"] > 0.5 * gain
@@ -105,6 +110,51 @@ def test_a_run_depends_on_its_own_recipe_and_seed_only(result, text):
     again = {row["recipe"]: row["losses"] for row in json.loads(done.stdout)["rows"]}
     before = {row["recipe"]: row["losses"] for row in result[0]["rows"]}
     assert again == {recipe: before[recipe] for recipe in again}
+
+
+class Nothing(torch.optim.SGD):
+    """An optimizer that makes no step."""
+
+    def step(self, closure=None):
+        pass
+
+
+def peak(act):
+    """Returns the most that torch's allocator has handed out in a call."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        act()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("recipe", ["adamw/int8-ecc4/int8", "adamw/int8-sr/int4"])
+def test_peak_is_that_of_plan(recipe):
+    """What training takes beside activations and gradients is what plan says."""
+    module, text = load(FINETUNE), torch.arange(4000, dtype=torch.int16).to(torch.uint8)
+    options = argparse.Namespace(context=32, batch=4)
+    model = module.prepare(module.Model(256, 2, 4, options.context), recipe)
+    (row,) = halfstep.plan(model, recipe).rows
+    planned = row.weights + row.extras + row.states
+    kept = []
+
+    def train(optimizer):
+        module.train(model, optimizer, text, 2, 1, options)
+        kept.append(optimizer)
+
+    def train_nothing():
+        train(Nothing(model.parameters()))
+        model.zero_grad()
+
+    train_nothing()  # the first one loads what torch keeps
+    without = peak(train_nothing)
+    taken = peak(lambda: train(halfstep.optimizer(recipe, model.named_parameters())))
+    assert row.weights + taken - without == pytest.approx(planned, rel=0.05)
+    found = module.held(model, kept[-1])
+    count = sum(p.numel() for p in model.parameters())
+    assert found["weights"] == (row.weights + row.extras) / count
+    assert found["states"] == pytest.approx(row.states / count, abs=0.01)  # and counters
 
 
 def test_figure_and_streams(result):
@@ -141,6 +191,7 @@ def test_table(result):
         (["--recipes", "adamw/bf17"], ["--recipes", "adamw/bf17", "unknown"]),
         (["--recipes", "adamw/f32,adamv"], ["--recipes", "adamv"]),
         (["--recipes", "adamw/bf16-sr/int3"], ["adamw/bf16-sr/int3"]),
+        (["--recipes", "adamw/int8"], ["adamw/int8", "unknown format"]),
         (["--recipes", "ema"], ["ema", "halfstep.EMA"]),
         (["--width", "65"], ["--width 65", "--heads 2"]),
         (["--seeds", "0"], ["--seeds 0"]),

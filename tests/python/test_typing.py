@@ -26,6 +26,7 @@ import torch
 import halfstep
 
 model = torch.nn.Linear(8, 8)
+halfstep.nn.quantize_(model, "int8-sr", where=lambda module, name: name != "head")
 opt = halfstep.AdamW(
     model.named_parameters(), lr=1e-3, betas=(0.9, 0.95), states="int8", weights="bf16-kahan"
 )

@@ -118,6 +118,11 @@ static inline halfstep_format_info format_info(int32_t row)
     MUST(halfstep_get_format_info(row, &info));
     return info;
 }
+/* Returns 1 for a format that stores states in blocks. */
+static inline int is_block_format(const halfstep_format_info *info)
+{
+    return info->block && !(info->roles & HALFSTEP_ROLE_WEIGHT);
+}
 
 static inline halfstep_slot_info slot_info(const halfstep_optimizer *o, int32_t tensor, int slot)
 {

@@ -63,10 +63,6 @@ static int load_averages(const char *checkpoint, const struct lm_config *shape, 
 static int load_weights(const struct model_tensors *model, const struct lm_config *shape, struct lm_weight *weights,
                         char *error, size_t error_bytes)
 {
-    static const struct {
-        const char *name;
-        int dtype;
-    } types[] = {{"F32", LM_F32}, {"BF16", LM_BF16}, {"F16", LM_F16}};
     for (int i = 0; i < lm_tensor_count(shape); i++) {
         struct lm_tensor tensor;
         const struct model_part *part;
@@ -74,15 +70,10 @@ static int load_weights(const struct model_tensors *model, const struct lm_confi
         halfstep_safetensor_info info;
         lm_tensor_info(shape, i, &tensor);
         if (model_tensors_find(model, &tensor, &part, &index, &info, error, error_bytes) != 0) return -1;
-        size_t type = 0;
-        while (type < sizeof types / sizeof types[0] && strcmp(types[type].name, info.dtype) != 0) type++;
-        if (type == sizeof types / sizeof types[0]) {
-            snprintf(error, error_bytes, "%s: %s has dtype %s; weights have F32, BF16 or F16", part->path, tensor.name,
-                     info.dtype);
-            return -1;
-        }
+        int dtype = model_tensor_dtype(part->path, &info, &tensor, error, error_bytes);
+        if (dtype < 0) return -1;
         void *data = malloc(info.bytes);
-        weights[i] = (struct lm_weight){data, types[type].dtype};
+        weights[i] = (struct lm_weight){data, dtype};
         if (!data) {
             no_memory(error, error_bytes);
             return -1;

@@ -12,6 +12,7 @@
 #include "common/args/args.h"
 #include "common/document.h"
 #include "trainer/files/checkpoint.h"
+#include "trainer/files/packed_list.h"
 #include "trainer/files/trainer_file.h"
 #include "trainer/run/train.h"
 
@@ -33,7 +34,17 @@ static int tensor_info(const halfstep_safetensors *file, uint64_t index, halfste
     return halfstep_get_safetensor_info(file, index, info) == HALFSTEP_OK;
 }
 
-static void put_file(struct document *d, json_t *in, const halfstep_safetensors *file)
+/* Reads which tensors are packed weights. A list that is wrong counts as none, and the metadata show it. Fails without
+ * memory. */
+static int read_packed(const halfstep_safetensors *file, struct packed_list *list, char *error, size_t error_bytes)
+{
+    int status = packed_list_read(file, "", list, error, error_bytes);
+    if (status < 0) packed_list_free(list);
+    if (status < 0) error[0] = 0;
+    return status > 0 ? -1 : 0;
+}
+
+static void put_file(struct document *d, json_t *in, const halfstep_safetensors *file, const struct packed_list *list)
 {
     uint64_t elements = 0, bytes = 0;
     json_t *metadata = put_object(d, in, "metadata");
@@ -51,6 +62,9 @@ static void put_file(struct document *d, json_t *in, const halfstep_safetensors 
         json_t *shape = put_array(d, tensor, "shape");
         for (uint64_t k = 0; k < info.ndim; k++) put_integer(d, shape, NULL, (int64_t)info.shape[k]);
         put_integer(d, tensor, "bytes", (int64_t)info.bytes);
+        const struct packed_weight *packed = packed_list_find(list, info.name);
+        if (packed) put_text(d, tensor, "format", packed->format);
+        if (packed) put_integer(d, tensor, "columns", packed->columns);
         elements += info.elements;
         bytes += info.bytes;
     }
@@ -73,7 +87,7 @@ static void print_shape(const halfstep_safetensor_info *info)
     for (uint64_t k = 0; k < info->ndim; k++) printf("%s%llu", k ? " x " : "", (unsigned long long)info->shape[k]);
 }
 
-static void print_file(const halfstep_safetensors *file)
+static void print_file(const halfstep_safetensors *file, const struct packed_list *list)
 {
     halfstep_safetensor_info info;
     uint64_t elements = 0, bytes = 0, n = halfstep_safetensor_count(file);
@@ -81,6 +95,7 @@ static void print_file(const halfstep_safetensors *file)
     for (uint64_t i = 0; i < halfstep_safetensors_metadata_count(file); i++) {
         const char *key, *value;
         if (halfstep_get_safetensors_metadata(file, i, &key, &value) != HALFSTEP_OK) continue;
+        if (list->n && strcmp(key, HALFSTEP_PACKED_KEY) == 0) continue;
         print_words("  ", key, "");
         print_words(" = ", value, "\n");
     }
@@ -92,6 +107,8 @@ static void print_file(const halfstep_safetensors *file)
         printf("%*s  %-5s %14llu bytes  ", columns < wide ? wide - columns : 0, "", info.dtype,
                (unsigned long long)info.bytes);
         print_shape(&info);
+        const struct packed_weight *packed = packed_list_find(list, info.name);
+        if (packed) printf(", %s of %lld columns", packed->format, (long long)packed->columns);
         printf("\n");
         elements += info.elements;
         bytes += info.bytes;
@@ -102,16 +119,21 @@ static void print_file(const halfstep_safetensors *file)
 
 static int inspect_file(const char *path, const halfstep_safetensors *file, const struct inspect *inspect)
 {
-    if (inspect->json) {
+    char error[1024] = "";
+    struct packed_list list;
+    int status = read_packed(file, &list, error, sizeof error) == 0 ? 0 : failure("inspect", "%s", error);
+    if (status == 0 && inspect->json) {
         struct document d;
         document_begin(&d);
-        put_file(&d, d.root, file);
+        put_file(&d, d.root, file, &list);
         put_text(&d, d.root, "file", path);
-        return document_print(&d);
+        status = document_print(&d);
+    } else if (status == 0) {
+        print_words("", path, "\n");
+        print_file(file, &list);
     }
-    print_words("", path, "\n");
-    print_file(file);
-    return 0;
+    packed_list_free(&list);
+    return status;
 }
 
 /* ---- A checkpoint directory -------------------------------------------------------------------------------------- */
@@ -126,6 +148,7 @@ static int has_suffix(const char *name, const char *suffix)
 struct part {
     halfstep_checkpoint_file info;
     halfstep_safetensors *file; /* NULL if it is no safetensors file */
+    struct packed_list packed;
 };
 
 struct checkpoint {
@@ -150,7 +173,8 @@ static int open_parts(struct checkpoint *c, char *error, size_t error_bytes)
         if (halfstep_get_checkpoint_file(c->opened, i, &part->info) != HALFSTEP_OK) return -1;
         c->bytes += part->info.bytes;
         if (has_suffix(part->info.name, ".safetensors") &&
-            halfstep_open_safetensors(&part->file, part->info.path, error, error_bytes) != HALFSTEP_OK)
+            (halfstep_open_safetensors(&part->file, part->info.path, error, error_bytes) != HALFSTEP_OK ||
+             read_packed(part->file, &part->packed, error, error_bytes) != 0))
             return -1;
         if (strcmp(part->info.name, "trainer.json") == 0) {
             int code = trainer_file_read(c->opened, &c->trainer, error, error_bytes);
@@ -196,7 +220,7 @@ static int put_checkpoint(struct document *d, const struct checkpoint *c, char *
         const struct part *part = &c->part[i];
         char crc[24];
         json_t *entry = put_object(d, files, part->info.name);
-        if (part->file) put_file(d, entry, part->file);
+        if (part->file) put_file(d, entry, part->file, &part->packed);
         if (has_suffix(part->info.name, ".json") && put_content(d, entry, c, part, error, error_bytes) != 0) return -1;
         put_integer(d, entry, "file_bytes", (int64_t)part->info.bytes);
         snprintf(crc, sizeof crc, "%016" PRIx64, part->info.crc64);
@@ -232,7 +256,7 @@ static int print_checkpoint(const struct checkpoint *c)
         const struct part *part = &c->part[i];
         print_words("\n", part->info.name, "");
         printf(", %llu bytes, CRC-64 %016" PRIx64 "\n", (unsigned long long)part->info.bytes, part->info.crc64);
-        if (part->file) print_file(part->file);
+        if (part->file) print_file(part->file, &part->packed);
     }
     return 0;
 }
@@ -250,7 +274,10 @@ static int inspect_checkpoint(const halfstep_checkpoint *checkpoint, const struc
     else if (inspect->json) status = document_print(&document);
     else status = print_checkpoint(&c);
     document_free(&document);
-    for (uint64_t i = 0; c.part && i < c.info.files; i++) halfstep_close_safetensors(c.part[i].file);
+    for (uint64_t i = 0; c.part && i < c.info.files; i++) {
+        halfstep_close_safetensors(c.part[i].file);
+        packed_list_free(&c.part[i].packed);
+    }
     free(c.part);
     trainer_file_free(&c.trainer);
     return status;

@@ -31,7 +31,7 @@ static const struct option option_rows[] = {
     {"all", OPTION_FLAG, AT(all), NULL, NULL, 0, 0, 0, NULL,
      "list every weight format with every state format that holds all states of the rule (default: a short list)"},
     {"gradients", OPTION_CHOICE, AT(gradients), "FORMAT", NULL, 0, 0, 0, gradient_format_name,
-     "gradient format (default: bf16 with 16-bit weights, otherwise f32)"},
+     "gradient format (default: f32 with f32 weights, otherwise bf16)"},
     {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, 0, NULL,
      "gradient release: gradients exist for one layer at a time"},
     {"layers", OPTION_INTEGER, AT(layers), "N", "32", 1, 1e6, 0, NULL,
@@ -256,6 +256,37 @@ static void print_precise_states(const struct forecast *list, int n)
     }
 }
 
+/* Returns the name of the format that replaces packed weights where blocks do not fit, or "" without memory. */
+static const char *fallback_of(const char *format)
+{
+    static const struct lm_tensor vector = {.name = "vector", .ndim = 1, .rows = 1, .row_length = 1};
+    char recipe[RECIPE_BYTES];
+    halfstep_optimizer *decoder;
+    const halfstep_tensor t = checkpoint_tensor(&vector, "f32");
+    snprintf(recipe, sizeof recipe, "sgd/%s", format);
+    int code = checkpoint_decoder(recipe, &t, &decoder);
+    const char *name = code ? "" : format_info(slot_info(decoder, 0, HALFSTEP_SLOT_WEIGHT).format).name;
+    halfstep_destroy(decoder);
+    return name;
+}
+
+/* Prints a line for each listed format of packed weights. */
+static void print_fallbacks(const struct forecast *list, int n)
+{
+    struct recipe_parts parts;
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        const halfstep_format_info format = format_info(row);
+        int listed = 0;
+        for (int i = 0; i < n && format.geometry == HALFSTEP_GEOMETRY_PACKED && !listed; i++) {
+            recipe_split(list[i].recipe, &parts);
+            listed = strcmp(parts.weight, format.name) == 0;
+        }
+        if (listed)
+            printf("%s: the weights of vectors, and of rows with fewer than %d elements, are in %s.\n", format.name,
+                   format.block, fallback_of(format.name));
+    }
+}
+
 /* Prints what listed recipes are known to cost. Those that differ only in their weights share a line. */
 static void print_caveats(const struct forecast *list, int n)
 {
@@ -300,6 +331,7 @@ static int print_table(const struct plan *plan, double params, const struct fore
         printf("\n");
     }
     print_precise_states(list, n);
+    print_fallbacks(list, n);
     print_caveats(list, n);
     printf("Activations need memory besides; it depends on batch and context, not on the recipe.\n");
     printf("Device code for GPUs: %s.\n", halfstep_device_code());

@@ -83,7 +83,7 @@ void print_held(const struct run_result *r)
     print_bytes_line("total", r->weight_bytes + r->gradient_bytes + r->state_bytes, n);
     if (r->peak_process_bytes) print_bytes_line("process", r->peak_process_bytes, n);
     if (r->fell_back)
-        printf("  (%d tensors are too small for the block format of the recipe and have states without blocks)\n",
+        printf("  (%d tensors are too small for the block formats of the recipe and are stored without blocks)\n",
                r->fell_back);
     printf("weights changed %.2f %%, state hash %016llx\n", 100 * r->weights_changed,
            (unsigned long long)r->state_hash);

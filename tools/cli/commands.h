@@ -6,8 +6,8 @@
 
 #include "common/args/args.h"
 
-extern const struct command generate_command, demo_command, plan_command, bench_command, info_command, inspect_command,
-    verify_command, random_command;
+extern const struct command generate_command, convert_command, demo_command, plan_command, bench_command, info_command,
+    inspect_command, verify_command, random_command;
 int train_lm(int argc, char **argv);
 int train_mnist(int argc, char **argv);
 /* Returns 0 if the device can be used (NULL: the CPU), otherwise 1 after printing one line that says why not. */

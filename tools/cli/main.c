@@ -42,6 +42,7 @@ static const struct entry {
      "halfstep compare lm --data book.txt --recipes adamw/f32,adamw/bf16-sr/int8",
      {{"lm", "a byte-level language model", "--data FILE... --recipes R,R,... [options]", compare_kind},
       {"mnist", "a network that reads digits", "[--data DIR] --recipes R@LR,R@LR,... [options]", compare_kind}}},
+    {"convert", "convert a model's weights to 8 bits and back", .command = &convert_command},
     {"demo", "compare fp32 with BF16 weights, to show what stochastic rounding does", .command = &demo_command},
     {"plan", "forecast the memory of each recipe, and whether it fits", .command = &plan_command},
     {"bench", "time the optimizer step of each recipe", .command = &bench_command},

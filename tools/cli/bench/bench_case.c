@@ -117,6 +117,16 @@ static void fill(char *out, uint64_t bytes, int element, int half)
     for (uint64_t i = 0; i < bytes; i += PIECE) memcpy(out + i, piece, bytes - i < PIECE ? bytes - i : PIECE);
 }
 
+/* Fills packed weights: in each block the scale 2^-9, a code within the bounds that keep it, and smaller codes. */
+static void fill_packed(char *out, uint64_t bytes)
+{
+    enum { BLOCK_BYTES = 34 };
+    for (uint64_t i = 0; i < bytes; i++) {
+        const int place = (int)(i % BLOCK_BYTES), code = (int)((uint32_t)i * 2654435761u >> 24) % 201 - 100;
+        out[i] = (char)(place == 0 ? 0x00 : place == 1 ? 0x3b : place == 2 ? 114 : code);
+    }
+}
+
 static int subject_fail(const struct subject *s, const char *recipe, int error)
 {
     const char *detail = halfstep_error_detail(s->o);
@@ -130,13 +140,13 @@ static double slot_bytes(const struct subject *s, int slot)
     return info.format < 0 ? 0 : (double)(info.code_bytes + info.extra_bytes) * (double)s->tensors;
 }
 
-/* Fills the codes of a slot, which have 2 or 4 bytes, but not its residuals. Adds their bytes to *used, rounded up to
- * 64. */
+/* Fills the codes of a slot, but not its residuals or error codes. Adds their bytes to *used, rounded up to 64. */
 static void fill_slot(const struct subject *s, int32_t tensor, int slot, char *at, uint64_t *used)
 {
     const halfstep_slot_info info = slot_info(s->o, tensor, slot);
     const halfstep_format_info format = format_info(info.format);
-    fill(at, info.code_bytes, format.code_bits / 8, !strcmp(format.code_dtype, "F16"));
+    if (format.geometry == HALFSTEP_GEOMETRY_PACKED) fill_packed(at, info.code_bytes);
+    else fill(at, info.code_bytes, format.code_bits / 8, !strcmp(format.code_dtype, "F16"));
     *used += (info.code_bytes + 63) / 64 * 64;
 }
 

@@ -25,8 +25,9 @@ static void offer_recipes(const char *word)
     for (int32_t i = 0; parts == 0 && halfstep_get_rule_info(i, &rule) == HALFSTEP_OK; i++)
         offer(before, rule.name, "/", word);
     halfstep_format_info format = {.struct_size = sizeof format};
+    const int32_t roles = parts > 1 ? HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG : HALFSTEP_ROLE_WEIGHT;
     for (int32_t i = 0; parts > 0 && parts < 3 && halfstep_get_format_info(i, &format) == HALFSTEP_OK; i++)
-        if (parts > 1 || format.roles & HALFSTEP_ROLE_WEIGHT) offer(before, format.name, "", word);
+        if (format.roles & roles) offer(before, format.name, "", word);
 }
 
 void args_candidates(const struct option_group *groups, int n_groups, const char *last, const char *previous,

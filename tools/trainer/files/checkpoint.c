@@ -10,17 +10,7 @@
 
 /* ---- Slots ------------------------------------------------------------------------------------------------------- */
 
-int weight_dtype(int32_t format)
-{
-    static const struct {
-        const char *name;
-        int dtype;
-    } types[] = {{"F32", LM_F32}, {"BF16", LM_BF16}, {"F16", LM_F16}};
-    halfstep_format_info info = format_info(format);
-    for (size_t i = 0; info.code_dtype && i < sizeof types / sizeof types[0]; i++)
-        if (strcmp(info.code_dtype, types[i].name) == 0) return types[i].dtype;
-    return -1;
-}
+int weight_dtype(int32_t format) { return lm_dtype_named(format_info(format).code_dtype); }
 
 uint64_t holding_hash(const struct holding *holding)
 {
@@ -72,9 +62,10 @@ static int declare_history(struct declaring *d, const struct run_history *histor
     return code;
 }
 
+/* Returns the type in which torch computes with weights. Packed weights are decoded to BF16. */
 static const char *torch_dtype(int dtype)
 {
-    return dtype == LM_F32 ? "float32" : dtype == LM_BF16 ? "bfloat16" : "float16";
+    return dtype == LM_F32 ? "float32" : dtype == LM_F16 ? "float16" : "bfloat16";
 }
 
 const char *checkpoint_file_name(int index)

@@ -1,6 +1,7 @@
 /* The contents of a training checkpoint, and how they map to an optimizer and a model:
  *
- *   model.safetensors      the weights as stored (F32, BF16 or F16) under the usual Llama names, with config.json
+ *   model.safetensors      the weights as stored (F32, BF16, F16, or U8 in packed blocks) under the usual Llama names,
+ *                          with config.json
  *   optimizer.safetensors  NAME/STATE, NAME/STATE.scale or .extra, NAME/weight.extra; counters, the rule's numbers for
  *                          each tensor, seed, generator, recipe and hyper-parameters as metadata
  *   history.safetensors    losses so far
@@ -36,10 +37,19 @@ halfstep_tensor checkpoint_tensor(const struct lm_tensor *tensor, const char *gr
 /* Creates an optimizer that has only this tensor, as its number 0. The caller destroys it, also after a failure, unless
  * it is NULL. Returns a code of the library. */
 int checkpoint_decoder(const char *recipe, const halfstep_tensor *tensor, halfstep_optimizer **optimizer);
-/* Counts the weights of a tensor of n elements whose bits are no longer those of `values`, stored in the weight format
- * of the recipe. `now` is the tensor's weight slot and `codes` its codes. Returns 0, or -1 without memory. */
+struct weight_source;
+/* The first weights of a run: one tensor of a source, or `values` without a source. */
+struct first_weights {
+    struct weight_source *source;
+    const struct lm_tensor *tensor;
+    const float *values;
+};
+/* Counts the weights of a tensor that are no longer what they were first, stored in the weight format of the recipe.
+ * `now` is the tensor's weight slot and `codes` its codes. Returns 0, or -1 with an error text that is empty if memory
+ * is out. */
 int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, const halfstep_slot_info *now,
-                             const void *codes, const float *values, uint64_t *changed);
+                             const void *codes, const struct first_weights *from, uint64_t *changed, char *error,
+                             size_t error_bytes);
 
 /* Returns a hash of every weight and state bit, tensor after tensor: weight codes, their extra stream, then codes and
  * scales or extras of each state. */
@@ -67,12 +77,14 @@ int checkpoint_load(const halfstep_checkpoint *checkpoint, const struct holding 
  * weights are read. */
 int checkpoint_init(const char *path, const struct holding *holding, char *error, size_t error_bytes);
 
-/* Reads the weights of one tensor as fp32, from the same places. Used to compare with the first weights. */
-struct weight_source;
+/* Reads the weights of one tensor from the same places: as fp32, or into the weight slot of tensor `index` of an
+ * optimizer, whose codes are `codes`. There packed weights stay packed to the bit. */
 struct weight_source *weight_source_open(const char *path, char *error, size_t error_bytes);
 void weight_source_close(struct weight_source *source);
 int weight_source_read(struct weight_source *source, const struct lm_tensor *tensor, float *out, char *error,
                        size_t error_bytes);
+int weight_source_write(struct weight_source *source, const struct lm_tensor *tensor, halfstep_optimizer *optimizer,
+                        int32_t index, void *codes, char *error, size_t error_bytes);
 
 /* Reads the model's shape from config.json: in a checkpoint, in a folder, or beside the safetensors file or index that
  * `path` names. Fails unless this program's model computes the same (docs/checkpoints.md). A `context` that is not 0

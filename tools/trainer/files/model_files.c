@@ -234,10 +234,20 @@ static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, siz
     append(text, text_bytes, "]");
 }
 
-int model_tensor_fits(const char *path, const char *name, const halfstep_safetensor_info *info,
-                      const struct lm_tensor *tensor, char *error, size_t error_bytes)
+int model_tensor_dtype(const char *path, const halfstep_safetensor_info *info, const struct lm_tensor *tensor,
+                       char *error, size_t error_bytes)
 {
-    const uint64_t shape[2] = {(uint64_t)tensor->rows, (uint64_t)tensor->row_length};
+    int dtype = lm_dtype_named(info->dtype);
+    if (dtype >= 0 && (dtype != LM_PACKED || tensor->ndim == 2)) return dtype;
+    snprintf(error, error_bytes, "%s: %s has dtype %s; weights have F32, BF16 or F16, and matrices in 8 bits U8", path,
+             info->name, info->dtype);
+    return -1;
+}
+
+int model_tensor_fits(const char *path, const char *name, const halfstep_safetensor_info *info,
+                      const struct lm_tensor *tensor, uint64_t columns, char *error, size_t error_bytes)
+{
+    const uint64_t shape[2] = {(uint64_t)tensor->rows, columns ? columns : (uint64_t)tensor->row_length};
     int same = info->ndim == (uint64_t)tensor->ndim;
     for (uint64_t i = 0; same && i < info->ndim; i++) same = info->shape[i] == shape[i];
     if (same) return 0;
@@ -257,7 +267,9 @@ int model_tensors_find(const struct model_tensors *tensors, const struct lm_tens
         *part = &tensors->part[i];
         if (halfstep_safetensor_find((*part)->file, tensor->name, index) != HALFSTEP_OK) continue;
         if (halfstep_get_safetensor_info((*part)->file, *index, info) != HALFSTEP_OK) return -1;
-        return model_tensor_fits((*part)->path, tensor->name, info, tensor, error, error_bytes);
+        int packed = tensor->ndim == 2 && lm_dtype_named(info->dtype) == LM_PACKED;
+        return model_tensor_fits((*part)->path, tensor->name, info, tensor,
+                                 packed ? lm_row_bytes(LM_PACKED, tensor->row_length) : 0, error, error_bytes);
     }
     snprintf(error, error_bytes, "%s: there is no tensor %s; `halfstep inspect FILE` lists the tensors of a file",
              tensors->path, tensor->name);

@@ -49,8 +49,11 @@ int model_tensors_find(const struct model_tensors *tensors, const struct lm_tens
 /* Fails unless the files hold each tensor of the model once, with its shape, and no other tensor. */
 int model_tensors_check(const struct model_tensors *tensors, const struct lm_config *shape, char *error,
                         size_t error_bytes);
-/* Fails unless a tensor of a file has the shape of the model's. */
+/* Fails unless a tensor of a file has the shape of the model's, or this number of columns if that is not 0. */
 int model_tensor_fits(const char *path, const char *name, const halfstep_safetensor_info *info,
-                      const struct lm_tensor *tensor, char *error, size_t error_bytes);
+                      const struct lm_tensor *tensor, uint64_t columns, char *error, size_t error_bytes);
+/* Returns the type of a weight in a file. Fails unless weights may have it. */
+int model_tensor_dtype(const char *path, const halfstep_safetensor_info *info, const struct lm_tensor *tensor,
+                       char *error, size_t error_bytes);
 
 #endif

@@ -93,67 +93,152 @@ static void weights_only(char recipe[RECIPE_BYTES + 8], const char *other)
     snprintf(recipe, RECIPE_BYTES + 8, "sgd/%s", parts.weight);
 }
 
+/* Counts elements whose codes or extra codes differ. */
+static uint64_t count_codes(size_t n, const halfstep_slot_info *now, const char *codes, const halfstep_slot_info *then,
+                            const char *first)
+{
+    const size_t code = now->code_bytes / n, extra = now->extra_bytes / n;
+    const char *more = now->extra, *first_more = then->extra;
+    uint64_t changed = 0;
+    for (size_t i = 0; i < n; i++)
+        changed += memcmp(codes + i * code, first + i * code, code) != 0 ||
+                   (extra && memcmp(more + i * extra, first_more + i * extra, extra) != 0);
+    return changed;
+}
+
+/* Counts elements of packed weights that decode to other numbers. A new scale alone may change all codes of a block.
+ * The decoder's error codes are those of `first`, and afterwards those of `now`. */
+static int count_values(halfstep_optimizer *decoder, const halfstep_tensor *tensor, const halfstep_slot_info *now,
+                        const void *codes, const void *first, uint64_t *changed)
+{
+    const size_t n = (size_t)(tensor->rows * tensor->row_length);
+    float *values = malloc(2 * n * sizeof *values);
+    int bad =
+        !values || halfstep_read_slot(decoder, 0, HALFSTEP_SLOT_WEIGHT, first, 0, tensor->rows, values) != HALFSTEP_OK;
+    if (!bad && now->extra_bytes)
+        memcpy(slot_info(decoder, 0, HALFSTEP_SLOT_WEIGHT).extra, now->extra, now->extra_bytes);
+    bad =
+        bad || halfstep_read_slot(decoder, 0, HALFSTEP_SLOT_WEIGHT, codes, 0, tensor->rows, values + n) != HALFSTEP_OK;
+    for (size_t i = 0; i < n && !bad; i++) *changed += values[i] != values[n + i];
+    free(values);
+    return bad;
+}
+
+/* Makes the first weights of a tensor again: those of a source, or `values` without one. */
+static int make_first(halfstep_optimizer *decoder, const halfstep_tensor *tensor, const struct first_weights *from,
+                      void *first, char *error, size_t error_bytes)
+{
+    if (from->source) return weight_source_write(from->source, from->tensor, decoder, 0, first, error, error_bytes);
+    return halfstep_write_slot(decoder, 0, HALFSTEP_SLOT_WEIGHT, first, 0, tensor->rows, from->values) != HALFSTEP_OK;
+}
+
 int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, const halfstep_slot_info *now,
-                             const void *codes, const float *values, uint64_t *changed)
+                             const void *codes, const struct first_weights *from, uint64_t *changed, char *error,
+                             size_t error_bytes)
 {
     char fresh[RECIPE_BYTES + 8];
     halfstep_optimizer *optimizer;
     unsigned char *first = malloc(now->code_bytes ? now->code_bytes : 1);
     weights_only(fresh, recipe);
     int bad = checkpoint_decoder(fresh, tensor, &optimizer) != HALFSTEP_OK || !first ||
-              halfstep_write_slot(optimizer, 0, HALFSTEP_SLOT_WEIGHT, first, 0, tensor->rows, values) != HALFSTEP_OK;
-    size_t n = (size_t)(tensor->rows * tensor->row_length), code = now->code_bytes / n, extra = now->extra_bytes / n;
-    const char *more = now->extra, *first_more = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT).extra;
-    for (size_t i = 0; i < n && !bad; i++)
-        *changed += memcmp((const char *)codes + i * code, first + i * code, code) != 0 ||
-                    (extra && memcmp(more + i * extra, first_more + i * extra, extra) != 0);
+              make_first(optimizer, tensor, from, first, error, error_bytes) != 0;
+    if (!bad && format_info(now->format).geometry == HALFSTEP_GEOMETRY_PACKED) {
+        bad = count_values(optimizer, tensor, now, codes, first, changed);
+    } else if (!bad) {
+        const halfstep_slot_info then = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT);
+        *changed += count_codes((size_t)(tensor->rows * tensor->row_length), now, codes, &then, (const char *)first);
+    }
     halfstep_destroy(optimizer);
     free(first);
     return bad ? -1 : 0;
 }
 
-/* Decodes the values of one tensor by a temporary optimizer. Its gradient slot reads any plain type; its weight slot
- * reads codes and extra together. */
-static int decode(struct weight_source *source, const char *path, const struct lm_tensor *tensor, const char *dtype,
-                  const void *codes, const char *extra, float *out, char *error, size_t error_bytes)
+/* ---- Reading ----------------------------------------------------------------------------------------------------- */
+
+/* A tensor of the source: its bytes, and a temporary optimizer that decodes them. Its gradient slot reads any plain
+ * type; its weight slot reads packed codes, and codes and extra together. */
+struct stored {
+    const struct model_part *part;
+    uint64_t index;
+    halfstep_safetensor_info info;
+    void *codes;
+    halfstep_optimizer *decoder;
+    int slot;
+};
+
+static void close_stored(struct stored *s)
 {
-    char recipe[RECIPE_BYTES + 8];
-    halfstep_optimizer *optimizer;
-    weights_only(recipe, extra ? source->recipe : "sgd/f32");
-    const halfstep_tensor t = checkpoint_tensor(tensor, gradient_format_of(dtype));
-    if (!t.gradient) {
-        snprintf(error, error_bytes, "%s: %s has dtype %s; weights have F32, BF16 or F16", path, tensor->name, dtype);
+    free(s->codes);
+    halfstep_destroy(s->decoder);
+}
+
+/* Reads the extra stream into the decoder. */
+static int read_extra(const struct weight_source *source, const struct lm_tensor *tensor, const char *name,
+                      const struct stored *s, char *error, size_t error_bytes)
+{
+    const char *states = states_path(source);
+    const halfstep_slot_info slot = slot_info(s->decoder, 0, HALFSTEP_SLOT_WEIGHT);
+    const halfstep_format_info format = format_info(slot.format);
+    const int packed = format.geometry == HALFSTEP_GEOMETRY_PACKED;
+    halfstep_safetensor_info found = {.struct_size = sizeof found};
+    uint64_t place;
+    if (halfstep_safetensor_find(source->states, name, &place) != HALFSTEP_OK ||
+        halfstep_get_safetensor_info(source->states, place, &found) != HALFSTEP_OK ||
+        model_tensor_fits(states, name, &found, tensor, packed ? slot.extra_bytes / (uint64_t)tensor->rows : 0, error,
+                          error_bytes) != 0)
+        return -1;
+    if (!format.extra_dtype || strcmp(found.dtype, format.extra_dtype) != 0) {
+        snprintf(error, error_bytes, "%s: %s has dtype %s, which is not that of %s weights", states, name, found.dtype,
+                 format.name);
         return -1;
     }
-    int code = checkpoint_decoder(recipe, &t, &optimizer);
-    const halfstep_slot_info info = slot_info(optimizer, 0, HALFSTEP_SLOT_WEIGHT);
-    int bad = code != HALFSTEP_OK;
-    if (!bad && extra) {
-        const char *states = states_path(source);
-        halfstep_safetensor_info found = {.struct_size = sizeof found};
-        uint64_t place;
-        const char *needed = format_info(info.format).extra_dtype;
-        bad = halfstep_safetensor_find(source->states, extra, &place) != HALFSTEP_OK ||
-              halfstep_get_safetensor_info(source->states, place, &found) != HALFSTEP_OK ||
-              model_tensor_fits(states, extra, &found, tensor, error, error_bytes) != 0;
-        if (!bad && (!needed || strcmp(found.dtype, needed) != 0)) {
-            snprintf(error, error_bytes, "%s: %s has dtype %s, which is not that of %s weights", states, extra,
-                     found.dtype, recipe + strlen("sgd/"));
-            bad = 1;
-        }
-        if (!bad)
-            bad = halfstep_read_safetensor(source->states, place, 0, info.extra, info.extra_bytes, error,
-                                           error_bytes) != 0;
+    return halfstep_read_safetensor(source->states, place, 0, slot.extra, slot.extra_bytes, error, error_bytes) ==
+                   HALFSTEP_OK
+               ? 0
+               : -1;
+}
+
+/* Makes the decoder of a tensor. */
+static int open_decoder(const struct weight_source *source, const struct lm_tensor *tensor, struct stored *s,
+                        char *error, size_t error_bytes)
+{
+    char recipe[RECIPE_BYTES + 8], extra[192];
+    uint64_t unused;
+    const int dtype = model_tensor_dtype(s->part->path, &s->info, tensor, error, error_bytes);
+    const int packed = dtype == LM_PACKED;
+    if (dtype < 0) return -1;
+    snprintf(extra, sizeof extra, "%s/weight.extra", tensor->name);
+    const int with_extra = source->states && halfstep_safetensor_find(source->states, extra, &unused) == HALFSTEP_OK;
+    s->slot = with_extra || packed ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT;
+    weights_only(recipe, with_extra ? source->recipe : packed ? "sgd/int8-sr" : "sgd/f32");
+    const halfstep_tensor t = checkpoint_tensor(tensor, packed ? "f32" : gradient_format_of(s->info.dtype));
+    int code = checkpoint_decoder(recipe, &t, &s->decoder);
+    if (code != HALFSTEP_OK) {
+        snprintf(error, error_bytes, "%s: %s: %s", s->part->path, tensor->name, halfstep_strerror(code));
+        return -1;
     }
-    if (!bad) {
-        code = halfstep_read_slot(optimizer, 0, extra ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes, 0,
-                                  tensor->rows, out);
-        bad = code != HALFSTEP_OK;
+    const halfstep_format_info format = format_info(slot_info(s->decoder, 0, HALFSTEP_SLOT_WEIGHT).format);
+    if (s->slot == HALFSTEP_SLOT_WEIGHT && strcmp(s->info.dtype, format.code_dtype) != 0) {
+        snprintf(error, error_bytes, "%s: %s has dtype %s, which is not that of %s weights", s->part->path,
+                 tensor->name, s->info.dtype, format.name);
+        return -1;
     }
-    if (bad && code != HALFSTEP_OK)
-        snprintf(error, error_bytes, "%s: %s: %s", path, tensor->name, halfstep_strerror(code));
-    halfstep_destroy(optimizer);
-    return bad ? -1 : 0;
+    return with_extra ? read_extra(source, tensor, extra, s, error, error_bytes) : 0;
+}
+
+/* Reads one tensor. Call close_stored() afterwards, also on failure. */
+static int open_stored(const struct weight_source *source, const struct lm_tensor *tensor, struct stored *s,
+                       char *error, size_t error_bytes)
+{
+    *s = (struct stored){0};
+    if (model_tensors_find(&source->model, tensor, &s->part, &s->index, &s->info, error, error_bytes) != 0) return -1;
+    s->codes = malloc(s->info.bytes ? s->info.bytes : 1);
+    if (!s->codes) return -no_memory(error, error_bytes);
+    if (source->averages) return 0; /* read_average() reads the codes again, with the states */
+    if (halfstep_read_safetensor(s->part->file, s->index, 0, s->codes, s->info.bytes, error, error_bytes) !=
+        HALFSTEP_OK)
+        return -1;
+    return open_decoder(source, tensor, s, error, error_bytes);
 }
 
 /* Reads the average of one tensor's weights. Loads the weight and its states into a temporary optimizer of the
@@ -178,30 +263,61 @@ static int read_average(struct weight_source *source, const struct lm_tensor *te
     return bad ? -1 : 0;
 }
 
+static int read_values(struct weight_source *source, const struct lm_tensor *tensor, const struct stored *s, float *out,
+                       char *error, size_t error_bytes)
+{
+    if (source->averages) return read_average(source, tensor, s->codes, out, error, error_bytes);
+    int code = halfstep_read_slot(s->decoder, 0, s->slot, s->codes, 0, tensor->rows, out);
+    if (code != HALFSTEP_OK)
+        snprintf(error, error_bytes, "%s: %s: %s", s->part->path, tensor->name, halfstep_strerror(code));
+    return code == HALFSTEP_OK ? 0 : -1;
+}
+
 int weight_source_read(struct weight_source *source, const struct lm_tensor *tensor, float *out, char *error,
                        size_t error_bytes)
 {
-    const struct model_part *part;
-    uint64_t index, unused;
-    halfstep_safetensor_info info;
-    char extra[192];
-    if (model_tensors_find(&source->model, tensor, &part, &index, &info, error, error_bytes) != 0) return -1;
-    void *codes = malloc(info.bytes ? info.bytes : 1);
-    if (!codes) {
-        no_memory(error, error_bytes);
-        return -1;
+    struct stored s;
+    int bad = open_stored(source, tensor, &s, error, error_bytes) != 0 ||
+              read_values(source, tensor, &s, out, error, error_bytes) != 0;
+    close_stored(&s);
+    return bad ? -1 : 0;
+}
+
+/* Copies rows of packed weights, with their error codes if both sides have them. A conversion would round again. */
+static void copy_packed(const struct lm_tensor *tensor, const struct stored *s, const halfstep_tensor *held,
+                        const halfstep_slot_info *into, void *codes)
+{
+    const halfstep_slot_info from = slot_info(s->decoder, 0, HALFSTEP_SLOT_WEIGHT);
+    const uint64_t rows = (uint64_t)tensor->rows, first = (uint64_t)held->first_row;
+    memcpy(codes, (const char *)s->codes + from.code_bytes / rows * first, into->code_bytes);
+    if (!into->extra_bytes) return;
+    if (from.extra_bytes)
+        memcpy(into->extra, (const char *)from.extra + from.extra_bytes / rows * first, into->extra_bytes);
+    else memset(into->extra, 0, into->extra_bytes);
+}
+
+int weight_source_write(struct weight_source *source, const struct lm_tensor *tensor, halfstep_optimizer *optimizer,
+                        int32_t index, void *codes, char *error, size_t error_bytes)
+{
+    struct stored s;
+    halfstep_tensor held = {.struct_size = sizeof held};
+    const halfstep_slot_info into = slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT);
+    int bad = open_stored(source, tensor, &s, error, error_bytes) != 0;
+    if (!bad) bad = halfstep_get_tensor(optimizer, index, &held) != HALFSTEP_OK;
+    const int packed = !bad && s.decoder && lm_dtype_named(s.info.dtype) == LM_PACKED &&
+                       format_info(into.format).geometry == HALFSTEP_GEOMETRY_PACKED;
+    if (packed) copy_packed(tensor, &s, &held, &into, codes);
+    float *values = bad || packed ? NULL : malloc((size_t)(tensor->rows * tensor->row_length) * sizeof *values);
+    if (!bad && !packed && !values) bad = no_memory(error, error_bytes);
+    if (values) bad = read_values(source, tensor, &s, values, error, error_bytes) != 0;
+    if (values && !bad &&
+        halfstep_write_slot(optimizer, index, HALFSTEP_SLOT_WEIGHT, codes, 0, held.n_rows,
+                            values + held.first_row * held.row_length) != HALFSTEP_OK) {
+        snprintf(error, error_bytes, "%s: %s: %s", source->model.path, tensor->name, halfstep_error_detail(optimizer));
+        bad = 1;
     }
-    int bad;
-    if (source->averages) {
-        bad = read_average(source, tensor, codes, out, error, error_bytes) != 0;
-    } else {
-        snprintf(extra, sizeof extra, "%s/weight.extra", tensor->name);
-        int with_extra = source->states && halfstep_safetensor_find(source->states, extra, &unused) == HALFSTEP_OK;
-        bad = halfstep_read_safetensor(part->file, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK ||
-              decode(source, part->path, tensor, info.dtype, codes, with_extra ? extra : NULL, out, error,
-                     error_bytes) != 0;
-    }
-    free(codes);
+    free(values);
+    close_stored(&s);
     return bad ? -1 : 0;
 }
 
@@ -212,21 +328,8 @@ int checkpoint_init(const char *path, const struct holding *holding, char *error
     int bad = model_tensors_check(&source->model, holding->shape, error, error_bytes) != 0;
     for (int32_t i = 0; i < holding->tensors && !bad; i++) {
         struct lm_tensor tensor;
-        if (lm_tensor_info(holding->shape, i, &tensor) != 0) bad = 1;
-        float *values = bad ? NULL : malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
-        if (!values) {
-            bad = no_memory(error, error_bytes);
-            break;
-        }
-        bad = weight_source_read(source, &tensor, values, error, error_bytes) != 0;
-        halfstep_tensor held = {.struct_size = sizeof held};
-        if (!bad && (halfstep_get_tensor(holding->optimizer, i, &held) != HALFSTEP_OK ||
-                     halfstep_write_slot(holding->optimizer, i, HALFSTEP_SLOT_WEIGHT, holding->weights[i], 0,
-                                         held.n_rows, values + held.first_row * held.row_length) != HALFSTEP_OK)) {
-            snprintf(error, error_bytes, "%s: %s: %s", path, tensor.name, halfstep_error_detail(holding->optimizer));
-            bad = 1;
-        }
-        free(values);
+        bad = lm_tensor_info(holding->shape, i, &tensor) != 0 ||
+              weight_source_write(source, &tensor, holding->optimizer, i, holding->weights[i], error, error_bytes) != 0;
     }
     weight_source_close(source);
     return bad ? -1 : 0;

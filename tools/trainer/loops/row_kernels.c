@@ -128,9 +128,26 @@ V_OP void put_whole(void *row, int type, int i, lanes x)
     }
 }
 
+/* Returns the 16 values from i on of a packed row. They are in one block, and codes past the end of a row are 0. */
+V_OP lanes get_packed(const void *row, int i)
+{
+    const char *block = (const char *)row + i / ROW_BLOCK * ROW_BLOCK_BYTES;
+    uint16_t bits;
+    memcpy(&bits, block, sizeof bits);
+    const vf scale = v_from_bits(vi_set((uint32_t)bits << 16));
+    lanes x;
+    EACH_PART(k)
+    {
+        vi code = vi_load_u8(block + sizeof bits + i % ROW_BLOCK + k * VL);
+        x.part[k] = v_mul(v_from_int(vi_sra(vi_shl(code, 24), 24)), scale);
+    }
+    return x;
+}
+
 /* Returns the 16 values from i on, with 0 past the end of a row of n. */
 V_OP lanes get(const void *row, int type, int i, int n)
 {
+    if (type == LM_PACKED) return get_packed(row, i);
     if (i + LANES <= n) return get_whole(row, type, i);
     char rest[LANES * sizeof(float)] = {0};
     size_t size = type == LM_F32 ? 4 : 2;
@@ -162,12 +179,17 @@ V_OP void put_f32(float *row, int i, int n, lanes x) { put(row, LM_F32, i, n, x)
     default: LOOP(LM_F16) break;       \
     }
 
+/* Does the same for the type of a weight. */
+#define FOR_WEIGHT(LOOP)                   \
+    if (type == LM_PACKED) LOOP(LM_PACKED) \
+    else FOR_TYPE(LOOP)
+
 /* ---- rows ---- */
 
 static void row_load_(float *restrict out, const void *restrict in, int type, int n)
 {
 #define LOOP(t) EACH(i, n) put_f32(out, i, n, get(in, t, i, n));
-    FOR_TYPE(LOOP)
+    FOR_WEIGHT(LOOP)
 #undef LOOP
 }
 
@@ -194,7 +216,7 @@ static float row_dot_(const void *restrict weights, int type, const float *restr
 {
     lanes s = splat(0.0f);
 #define LOOP(t) EACH(i, n) s = l_mul_add(get(weights, t, i, n), get_f32(x, i, n), s);
-    FOR_TYPE(LOOP)
+    FOR_WEIGHT(LOOP)
 #undef LOOP
     return total(s);
 }

@@ -7,7 +7,8 @@
 #include <stdint.h>
 
 /* Types are those of enum lm_dtype. Stored values are rounded to nearest even. Finite values stay finite; Inf and NaN
- * stay, too.
+ * stay, too. Only load and dot take LM_PACKED, a whole row of a packed weight: ROW_BLOCK_BYTES for each ROW_BLOCK values,
+ * first their scale in BF16, then their codes.
  *
  * load, store      fp32 from and to a stored type
  * add              out = a + b
@@ -27,7 +28,7 @@
  * cross_entropy    returns -log(softmax(logits)[target]); logits become factor * (softmax - onehot(target))
  *
  * Rows of the two softmaxes have room for n rounded up to ROW_LANES values, and all of it is written. */
-enum { ROW_LANES = 16 };
+enum { ROW_LANES = 16, ROW_BLOCK = 32, ROW_BLOCK_BYTES = 34 };
 
 struct row_softmax {
     float largest, inverse_sum; /* of scale * row; 1 / the sum of exp(scale * row - largest) */

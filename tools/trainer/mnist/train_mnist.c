@@ -22,7 +22,7 @@ struct mnist_run {
     struct cnn_config shape;
     struct cnn *model;
     uint32_t *order;               /* order of the training images in this epoch, or of the test images */
-    int weight_dtype[CNN_TENSORS]; /* type of the codes, -1 if they need their extra codes or have no LM_* type */
+    int weight_dtype[CNN_TENSORS]; /* type of the codes, -1 if they are packed or need their extra codes */
     int has_trained_weights;       /* the model holds the trained weights, not their average */
     int64_t epoch;
     double loss_sum; /* sum over this epoch's images so far */
@@ -69,7 +69,8 @@ static int initialize(struct mnist_run *m)
         if (halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values))
             return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
         const halfstep_slot_info slot = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
-        m->weight_dtype[i] = slot.extra_bytes ? -1 : weight_dtype(slot.format);
+        m->weight_dtype[i] = weight_dtype(slot.format);
+        if (slot.extra_bytes || m->weight_dtype[i] == LM_PACKED) m->weight_dtype[i] = -1;
     }
     return 0;
 }
@@ -359,8 +360,8 @@ static double weights_changed(struct mnist_run *m)
         const halfstep_tensor t = describe(m, i, 0, "f32");
         const halfstep_slot_info slot = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         cnn_init_tensor(&m->shape, i, run->config->seed, cnn_weights(m->model, i));
-        if (checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], cnn_weights(m->model, i),
-                                     &changed) != 0)
+        const struct first_weights first = {.values = cnn_weights(m->model, i)};
+        if (checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], &first, &changed, NULL, 0) != 0)
             return NAN;
     }
     return (double)changed / (double)run->result->params;

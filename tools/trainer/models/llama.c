@@ -236,36 +236,55 @@ struct conversion {
     struct lm *model;
     const struct lm_weight *weight[PER_LAYER];
     void *out[PER_LAYER];
-    int64_t n[PER_LAYER];
+    int64_t rows[PER_LAYER], row_length[PER_LAYER];
     int count;
 };
 
-enum { CHUNK = 16384 };
+/* Returns the number of rows that one task converts. */
+static int64_t stretch(int64_t row_length)
+{
+    enum { ELEMENTS = 16384 };
+    return row_length < ELEMENTS ? ELEMENTS / row_length : 1;
+}
+
+static int64_t stretches(const struct conversion *c, int i)
+{
+    int64_t each = stretch(c->row_length[i]);
+    return (c->rows[i] + each - 1) / each;
+}
+
+static void convert_row(void *out, int to, const void *in, int from, int n)
+{
+    enum { PIECE = 1024 }; /* whole blocks of a packed row */
+    float values[PIECE];
+    if (to == LM_F32) row_load(out, in, from, n);
+    else if (from == LM_F32) row_store(out, to, in, n);
+    else
+        for (int at = 0; at < n; at += PIECE) {
+            int piece = n - at < PIECE ? n - at : PIECE;
+            row_load(values, (const char *)in + lm_row_bytes(from, at), from, piece);
+            row_store((char *)out + lm_row_bytes(to, at), to, values, piece);
+        }
+}
 
 static void convert_task(void *arg, int64_t task, int thread)
 {
     (void)thread;
     const struct conversion *c = arg;
     int i = 0;
-    while (task >= (c->n[i] + CHUNK - 1) / CHUNK) {
-        task -= (c->n[i] + CHUNK - 1) / CHUNK;
-        i++;
-    }
-    int from = c->weight[i]->dtype, to = c->model->options.compute;
-    for (int64_t begin = task * CHUNK; begin < c->n[i] && begin < (task + 1) * CHUNK; begin += 1024) {
-        int n = (int)(c->n[i] - begin < 1024 ? c->n[i] - begin : 1024);
-        const void *in = at(c->weight[i]->data, from, begin);
-        void *out = at(c->out[i], to, begin);
-        float values[1024];
-        if (to == LM_F32) {
-            row_load(out, in, from, n);
-        } else if (from == LM_F32) {
-            row_store(out, to, in, n);
-        } else {
-            row_load(values, in, from, n);
-            row_store(out, to, values, n);
-        }
-    }
+    while (task >= stretches(c, i)) task -= stretches(c, i++);
+    const int from = c->weight[i]->dtype, to = c->model->options.compute;
+    const int64_t n = c->row_length[i], each = stretch(n);
+    const size_t in = lm_row_bytes(from, n), out = lm_row_bytes(to, n);
+    for (int64_t row = task * each; row < c->rows[i] && row < (task + 1) * each; row++)
+        convert_row((char *)c->out[i] + (size_t)row * out, to, (const char *)c->weight[i]->data + (size_t)row * in,
+                    from, (int)n);
+}
+
+static size_t converted_bytes(const struct conversion *c, int i)
+{
+    size_t bytes = (size_t)c->rows[i] * lm_row_bytes(c->model->options.compute, c->row_length[i]);
+    return (bytes + 63) / 64 * 64;
 }
 
 /* Sets use[i] to the data of tensor first + i in the matrix-product type. Matrices stored in another type are converted
@@ -281,10 +300,10 @@ static int convert(struct lm *m, const struct lm_weight *weights, int first, int
         use[i] = weights[first + i].data;
         if (info.ndim == 1 || weights[first + i].dtype == m->options.compute) continue;
         c.weight[c.count] = &weights[first + i];
-        c.n[c.count] = info.rows * info.row_length;
-        needed += ((size_t)c.n[c.count] * lm_dtype_bytes(m->options.compute) + 63) / 64 * 64;
-        tasks += (c.n[c.count] + CHUNK - 1) / CHUNK;
-        c.count++;
+        c.rows[c.count] = info.rows;
+        c.row_length[c.count] = info.row_length;
+        needed += converted_bytes(&c, c.count);
+        tasks += stretches(&c, c.count++);
     }
     if (needed > m->converted_bytes) {
         free(m->converted);
@@ -298,8 +317,7 @@ static int convert(struct lm *m, const struct lm_weight *weights, int first, int
     for (int i = 0; i < count; i++) {
         if (k == c.count || c.weight[k] != &weights[first + i]) continue;
         use[i] = c.out[k] = next;
-        next += ((size_t)c.n[k] * lm_dtype_bytes(m->options.compute) + 63) / 64 * 64;
-        k++;
+        next += converted_bytes(&c, k++);
     }
     return run_with(m, tasks, convert_task, &c);
 }
@@ -332,8 +350,8 @@ static void embed_task(void *arg, int64_t task, int thread)
     int64_t first, n = block_rows(m, task, &first), w = m->config.width;
     for (int64_t r = first; r < first + n; r++) {
         uint8_t token = m->tokens[r / m->length * (m->length + 1) + r % m->length];
-        row_load(m->layers[0].x + r * w, at(m->embedding.data, m->embedding.dtype, token * w), m->embedding.dtype,
-                 (int)w);
+        row_load(m->layers[0].x + r * w, (const char *)m->embedding.data + token * lm_row_bytes(m->embedding.dtype, w),
+                 m->embedding.dtype, (int)w);
     }
 }
 

@@ -14,9 +14,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum lm_dtype { LM_F32, LM_BF16, LM_F16 };
+/* LM_PACKED: the rows of a matrix in blocks of 8-bit codes (int8-sr and int8-ecc4, docs/formats.md). Only weights have
+ * this type. */
+enum lm_dtype { LM_F32, LM_BF16, LM_F16, LM_PACKED };
 
+/* Returns the bytes of one element. LM_PACKED has none. */
 size_t lm_dtype_bytes(int dtype);
+/* Returns the bytes of a row of a weight. */
+size_t lm_row_bytes(int dtype, int64_t row_length);
+/* Returns the type of a weight with this safetensors dtype, or -1. "U8" is LM_PACKED. */
+int lm_dtype_named(const char *name);
 
 /* Zero means the default of the members that have one. */
 struct lm_config {

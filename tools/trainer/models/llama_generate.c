@@ -65,7 +65,7 @@ static void vector_task(void *arg, int64_t task, int thread)
     (void)thread;
     const struct vector_product *p = arg;
     int64_t begin = task * MATRIX_ROWS, end = begin + MATRIX_ROWS < p->rows ? begin + MATRIX_ROWS : p->rows;
-    size_t size = lm_dtype_bytes(p->weight->dtype) * (size_t)p->row_length;
+    size_t size = lm_row_bytes(p->weight->dtype, p->row_length);
     for (int64_t i = begin; i < end; i++)
         p->y[i] = row_dot((const char *)p->weight->data + (size_t)i * size, p->weight->dtype, p->x, p->row_length);
 }
@@ -114,8 +114,7 @@ static void advance(struct lm *m, const struct lm_weight *weights, uint8_t token
     struct cache *c = m->cache;
     int w = m->config.width, f = m->config.intermediate, heads = m->config.heads, half = w / heads / 2;
     const float *cosine = m->cosine + (int64_t)position * half, *sine = m->sine + (int64_t)position * half;
-    row_load(c->x, (const char *)weights[0].data + lm_dtype_bytes(weights[0].dtype) * token * (size_t)w,
-             weights[0].dtype, w);
+    row_load(c->x, (const char *)weights[0].data + token * lm_row_bytes(weights[0].dtype, w), weights[0].dtype, w);
     for (int layer = 0; layer < m->config.depth; layer++) {
         const struct lm_weight *l = weights + 1 + layer * PER_LAYER;
         int64_t first = (int64_t)layer * m->config.context * w;

@@ -9,6 +9,20 @@
 
 size_t lm_dtype_bytes(int dtype) { return dtype == LM_F32 ? 4 : 2; }
 
+size_t lm_row_bytes(int dtype, int64_t row_length)
+{
+    if (dtype != LM_PACKED) return lm_dtype_bytes(dtype) * (size_t)row_length;
+    return (size_t)((row_length + ROW_BLOCK - 1) / ROW_BLOCK) * ROW_BLOCK_BYTES;
+}
+
+int lm_dtype_named(const char *name)
+{
+    static const char *const names[] = {[LM_F32] = "F32", [LM_BF16] = "BF16", [LM_F16] = "F16", [LM_PACKED] = "U8"};
+    for (int i = 0; i < (int)(sizeof names / sizeof names[0]); i++)
+        if (name && strcmp(names[i], name) == 0) return i;
+    return -1;
+}
+
 __attribute__((format(printf, 3, 4))) static int complain(char *error, size_t error_bytes, const char *format, ...)
 {
     va_list arguments;

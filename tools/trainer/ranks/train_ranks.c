@@ -49,10 +49,10 @@ struct rows ranks_rows(const struct run *run, int tensor, int rank)
     return (struct rows){0, info.rows};
 }
 
-void *ranks_own(const struct run *run, int tensor, void *whole, size_t element_bytes)
+void *ranks_own(const struct run *run, int tensor, void *whole, int dtype)
 {
     const struct lm_tensor info = run_tensor(run, tensor);
-    return (char *)whole + (size_t)(ranks_rows(run, tensor, run->rank).first * info.row_length) * element_bytes;
+    return (char *)whole + (size_t)ranks_rows(run, tensor, run->rank).first * lm_row_bytes(dtype, info.row_length);
 }
 
 /* Finds out if the recipe needs whole matrices or a second sum over the ranks. Rules of whole matrices need whole
@@ -189,7 +189,7 @@ static float *node_sum(struct run *run, int tensor, int node)
 {
     struct ranks *p = &run->parts;
     if (p->node_rank[node] == run->rank)
-        return ranks_own(run, tensor, run_tree_slot(run, p->node[node].slot, tensor), sizeof(float));
+        return ranks_own(run, tensor, run_tree_slot(run, p->node[node].slot, tensor), LM_F32);
     int foreign = 0;
     for (int k = 0; k < node; k++) foreign += p->node_rank[k] != run->rank;
     return p->received + foreign * p->own_offset[run->tensors] + p->own_offset[tensor];
@@ -297,7 +297,7 @@ int ranks_hand_out(struct run *run)
     if (!run->dist) return 0;
     for (int i = 0; i < run->tensors; i++) {
         const struct lm_tensor info = run_tensor(run, i);
-        size_t each = (size_t)info.row_length * lm_dtype_bytes(run->model_weights[i].dtype);
+        size_t each = lm_row_bytes(run->model_weights[i].dtype, info.row_length);
         for (int rank = 0; rank < run->ranks; rank++) {
             struct rows rows = ranks_rows(run, i, rank);
             if (rows.n &&

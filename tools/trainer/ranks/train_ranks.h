@@ -34,8 +34,8 @@ int ranks_check(struct run *run);
 int ranks_open(struct run *run);
 void ranks_close(struct run *run);
 struct rows ranks_rows(const struct run *run, int tensor, int rank);
-/* Returns the first own row of a tensor in a buffer of the whole tensor with elements of `element_bytes`. */
-void *ranks_own(const struct run *run, int tensor, void *whole, size_t element_bytes);
+/* Returns the first own row of a tensor in a buffer of the whole tensor, whose rows have this type. */
+void *ranks_own(const struct run *run, int tensor, void *whole, int dtype);
 
 /* The exchange of gradients: ranks_begin_exchange() before the last micro-step of this rank, ranks_exchange() for each
  * finished tensor, ranks_finish_exchange() at the end. Afterwards run->gradients has the own rows' sums. */

@@ -80,7 +80,7 @@ static const struct option fixed_rows[] = {
      "length of the text that the model writes at the end"},
     HEADING("Storage"),
     {"gradients", OPTION_CHOICE, AT(gradients), "FORMAT", NULL, 0, 0, SAME, gradient_format_name,
-     "how gradients are stored (default: bf16 with 16-bit weights, otherwise f32)"},
+     "how gradients are stored (default: f32 with f32 weights, otherwise bf16)"},
     {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, SAME, NULL,
      "update each tensor as soon as its gradient exists, and keep no other"},
     {"accumulator", OPTION_CHOICE, AT(accumulator), "FORMAT", NULL, 0, 0, SAME, accumulator_choice,

@@ -211,7 +211,7 @@ const struct lm_weight *run_eval_weights(struct run *run, void **copies)
         const struct lm_tensor info = run_tensor(run, i);
         weights[i] = (struct lm_weight){at, LM_F32};
         if (halfstep_read_average(run->optimizer, i, run->own_weights[i], 0, ranks_rows(run, i, run->rank).n,
-                                  ranks_own(run, i, at, sizeof *at)) != HALFSTEP_OK) {
+                                  ranks_own(run, i, at, LM_F32)) != HALFSTEP_OK) {
             run_fail_in(run, run->optimizer);
             return NULL;
         }

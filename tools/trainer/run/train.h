@@ -38,7 +38,7 @@ struct run_config {
     uint64_t seed;
     int64_t threads;       /* 0: halfstep_default_threads() */
     const char *recipe;    /* full name: rule/weight format/state format */
-    const char *gradients; /* NULL: bf16 for 16-bit weights, otherwise f32 */
+    const char *gradients; /* NULL: f32 for f32 weights, otherwise bf16 */
     const char *compute;
     const char *accumulator; /* how micro-steps are added up; NULL: f32, or none if there is one micro-step */
     const char *scan;

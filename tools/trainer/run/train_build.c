@@ -310,7 +310,7 @@ int run_build(struct run *run)
         const struct lm_tensor tensor = run_tensor(run, i);
         const halfstep_slot_info info = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         run->model_weights[i] = (struct lm_weight){run->weights[i], weight_dtype(info.format)};
-        run->own_weights[i] = ranks_own(run, i, run->weights[i], lm_dtype_bytes(run->model_weights[i].dtype));
+        run->own_weights[i] = ranks_own(run, i, run->weights[i], run->model_weights[i].dtype);
         if (tensor.row_length > piece) piece = tensor.row_length;
     }
     run->scratch = malloc((size_t)piece * sizeof *run->scratch);

@@ -6,19 +6,21 @@
 
 #include "trainer/ranks/train_ranks.h"
 
-/* Makes the first weights of one tensor again, in the same format. Adds to `*changed` the number of weights that differ
- * from them now. Returns true on failure, with a text in `why` unless memory is out. */
+/* Adds to `*changed` the number of weights of one tensor that are no longer what they were first. Returns true on
+ * failure, with a text in `why` unless memory is out. */
 static int count_changes(struct run *run, const struct holding *whole, int tensor, struct weight_source *source,
                          uint64_t *changed, char *why, size_t why_bytes)
 {
     const struct lm_tensor info = run_tensor(run, tensor);
     const halfstep_tensor t = checkpoint_tensor(&info, "f32");
     const halfstep_slot_info now = slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT);
-    float *values = malloc((size_t)(info.rows * info.row_length) * sizeof *values);
-    int bad = !values;
-    if (!bad && source) bad = weight_source_read(source, &info, values, why, why_bytes) != 0;
-    else if (!bad) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
-    if (!bad) bad = checkpoint_count_changes(run->config->recipe, &t, &now, whole->weights[tensor], values, changed);
+    float *values = source ? NULL : malloc((size_t)(info.rows * info.row_length) * sizeof *values);
+    int bad = !source && !values;
+    if (values) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
+    const struct first_weights first = {source, &info, values};
+    if (!bad)
+        bad = checkpoint_count_changes(run->config->recipe, &t, &now, whole->weights[tensor], &first, changed, why,
+                                       why_bytes) != 0;
     free(values);
     return bad;
 }
