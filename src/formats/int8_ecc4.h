@@ -1,5 +1,5 @@
-/* 12-bit weights in packed blocks (packed.h): the 8-bit codes of int8-sr, and a 4-bit error code of each element; 1.5625
- * bytes an element. A step is 1/16 of the scale. Positions are -2032 .. 2032:
+/* 12-bit weights in packed blocks (packed.h): the 8-bit codes of int8-sr, and a 4-bit error code of each element;
+ * 1.5625 bytes an element. A step is 1/16 of the scale. Positions are -2032 .. 2032:
  *
  *   even elements    code = (position + 8) >> 4      position = 16 code + error, error = -8 .. 7
  *   odd elements     code = (position + 7) >> 4      position = 16 code - error

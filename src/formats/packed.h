@@ -9,8 +9,9 @@
  * ratchet: the largest weight rounds down, the scale falls, and 32 weights are rounded again. Both bounds are whole
  * codes, because no rounding leads across one: a change of 0 therefore changes no bit.
  *
- * Weights saturate at 2^127, so that none decodes to infinity. A block whose weights are all below 2^-99 becomes zero. A block with a weight that is not finite gets the scale NaN
- * and the codes 0: a NaN cannot be stored by itself, and must not be lost. */
+ * Weights saturate at 2^127, so that none decodes to infinity. A block whose weights are all below 2^-99 becomes zero. A
+ * block with a weight that is not finite gets the scale NaN and the codes 0: a NaN cannot be stored by itself, and must
+ * not be lost. */
 #ifndef HSTEP_PACKED_H
 #define HSTEP_PACKED_H
 
@@ -41,7 +42,10 @@ V_OP vm hstep_packed_reaches(vi largest, const int steps)
 {
     return vi_gt(largest, vi_set((uint32_t)((101 * steps << 16) - 1)));
 }
-V_OP vm hstep_packed_exceeds(vi largest, const int steps) { return vi_gt(largest, vi_set((uint32_t)(127 * steps << 16))); }
+V_OP vm hstep_packed_exceeds(vi largest, const int steps)
+{
+    return vi_gt(largest, vi_set((uint32_t)(127 * steps << 16)));
+}
 
 /* Returns a new scale as a pattern, from the pattern of the largest magnitude. */
 V_OP vi hstep_packed_scale(vi largest)

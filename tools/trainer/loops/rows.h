@@ -7,8 +7,8 @@
 #include <stdint.h>
 
 /* Types are those of enum lm_dtype. Stored values are rounded to nearest even. Finite values stay finite; Inf and NaN
- * stay, too. Only load and dot take LM_PACKED, which begins at a block: ROW_BLOCK_BYTES for each ROW_BLOCK values,
- * first their scale in BF16, then their codes.
+ * stay, too. Only load and dot take LM_PACKED. Each ROW_BLOCK values then have ROW_BLOCK_BYTES: a scale in BF16 and
+ * codes.
  *
  * load, store      fp32 from and to a stored type
  * add              out = a + b
