@@ -9,9 +9,9 @@
  * ratchet: the largest weight rounds down, the scale falls, and 32 weights are rounded again. Both bounds are whole
  * codes, because no rounding leads across one: a change of 0 therefore changes no bit.
  *
- * Weights saturate at 2^127, so that none decodes to infinity. A block whose weights are all below 2^-99 becomes zero. A
- * block with a weight that is not finite gets the scale NaN and the codes 0: a NaN cannot be stored by itself, and must
- * not be lost. */
+ * Weights saturate at 2^127, so that none decodes to infinity. A block whose weights are all below 2^-99 becomes zero.
+ * A block with a weight that is not finite gets the scale NaN and the codes 0: a NaN cannot be stored by itself, and
+ * must not be lost. */
 #ifndef HSTEP_PACKED_H
 #define HSTEP_PACKED_H
 

@@ -109,8 +109,8 @@ static unsigned char first_errors(uint64_t place)
 
 /* Writes the first error codes of a packed weight. Codes alone do not say where in its step a weight lies. If all error
  * codes began at 0, in the middle of a step, a model that computes with codes would see nothing of updates until a
- * weight has moved half a step. They begin spread over the step instead, so that the mean of many codes follows from the
- * first update on. They are the same for every cut of the tensor. */
+ * weight has moved half a step. They begin spread over the step instead, so that the mean of many codes follows from
+ * the first update on. They are the same for every cut of the tensor. */
 static int spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *t)
 {
     const struct hstep_slot *s = &t->slot[HALFSTEP_SLOT_WEIGHT];

@@ -63,9 +63,9 @@ V_OP char *fused_extra(const struct columns c, const struct fused_work *w, const
     return w->extra[slot->s] + (slot->element >> __builtin_ctz((unsigned)c.block)) * hstep_scale_bytes(c.scale);
 }
 
-/* load_packed() and store_packed() copy a lane's part of a packed block, from its place in the block on. The codes of all
- * lanes of a block begin 0 or 2 bytes after a multiple of four. Whole words are copied, whose other bytes are the scale
- * or codes of the block. */
+/* load_packed() and store_packed() copy a lane's part of a packed block, from its place in the block on. The codes of
+ * all lanes of a block begin 0 or 2 bytes after a multiple of four. Whole words are copied, whose other bytes are the
+ * scale or codes of the block. */
 V_OP uint32_t odd_of(const char *code) { return (uint32_t)(uintptr_t)code & 2; }
 V_OP uint32_t place_in_block(const struct fused_slot *slot) { return (uint32_t)slot->element % HSTEP_PACKED_BLOCK; }
 
@@ -81,8 +81,8 @@ V_OP void load_packed(const char *code, uint32_t place, struct scratch *r)
     copy_aligned(r->code + PACKED_SCALE, code - place - HSTEP_PACKED_SCALE, HSTEP_PACKED_SCALE);
 }
 
-/* All lanes of the warp must call it at once, because each stores two bytes of the lane before it. The first or the last
- * lane of the block stores the two bytes that are left. */
+/* All lanes of the warp must call it at once, because each stores two bytes of the lane before it. The first or the
+ * last lane of the block stores the two bytes that are left. */
 V_OP void store_packed(char *code, uint32_t place, const struct scratch *r)
 {
     const uint32_t odd = odd_of(code), select = 0x7654 - odd * 0x1111;
