@@ -323,7 +323,12 @@ int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows,
     if (format < 0 || !hstep_formats[format].block) return format;
     const struct hstep_format *f = &hstep_formats[format];
     int eligible = 1, one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
-    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && common_rows * row_length % f->block == 0;
+    const struct hstep_format *weight = &hstep_formats[weight_format];
+    /* Rows of packed weights are padded to whole blocks, those of flattened tensors are not. */
+    const int padded =
+        weight->geometry == PACKED && ndim >= 2 && row_length >= weight->block && row_length % weight->block;
+    if (f->geometry == FLAT)
+        eligible = rows * row_length >= 4096 && common_rows * row_length % f->block == 0 && !padded;
     if (f->geometry == ROWS) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
     if (f->geometry == PACKED) eligible = ndim >= 2 && row_length >= f->block;
     if (eligible) return format;

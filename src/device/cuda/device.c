@@ -288,14 +288,17 @@ static int read_piece(struct hstep_link *l, const struct hstep_access *a, float 
     return HSTEP_GPU(l->gpu, cuStreamSynchronize, l->stream);
 }
 
+/* Pieces end with rows, because blocks begin with them. */
 static int cuda_read(const struct hstep_access *a, float *out)
 {
     struct hstep_link *l = link_of(a->context);
     struct hstep_access piece = *a;
+    const int64_t columns = a->tensor->n_columns > 0 ? a->tensor->n_columns : 1;
+    const int64_t most = columns < PIECE ? PIECE / columns * columns : columns;
     int error = hstep_link_enter(l);
     if (error) return error;
     for (; !error && piece.first < a->end; piece.first = piece.end) {
-        piece.end = a->end - piece.first < PIECE ? a->end : piece.first + PIECE;
+        piece.end = a->end - piece.first < most ? a->end : piece.first + most;
         error = read_piece(l, &piece, out + (piece.first - a->first));
     }
     hstep_link_leave(l);
