@@ -52,7 +52,18 @@ DEVICE void *memcpy(void *to, const void *from, size_t n);
         x[1] = stash_any(HSTEP_FORMAT_##fn, *o, 0);                                    \
         encode_codes(HSTEP_FORMAT_##fn, 1, x, x + 2, code, 0, words);                  \
     }
-#define FORMAT(id, fn) IF_ELEMENT(fn, ELEMENT_KERNEL(fn)) IF_BLOCK(fn, BLOCK_KERNEL(fn))
+#define PACKED_KERNEL(fn)                                                                  \
+    KERNEL void format_##fn(char *code, char *extra, vf *e, vf *o, vi *x, vi words)        \
+    {                                                                                      \
+        load_any(HSTEP_FORMAT_##fn, 0, code, extra, 0, e, o);                              \
+        load_positions(HSTEP_FORMAT_##fn, code, extra, 0, &x[0], &x[1]);                   \
+        x[0] = hstep_packed_moved(x[0], *e, *o);                                           \
+        x[1] = hstep_packed_placed(*o, hstep_packed_scale(x[1]), *e);                      \
+        store_positions(HSTEP_FORMAT_##fn, code, extra, 0, hstep_packed_even(x[0], words), \
+                        hstep_packed_odd(x[1], words));                                    \
+    }
+#define FORMAT(id, fn) \
+    IF_ELEMENT(fn, ELEMENT_KERNEL(fn)) IF_PACKED(fn, PACKED_KERNEL(fn)) IF_BLOCK(fn, BLOCK_KERNEL(fn))
 #include "formats/formats.def"
 #undef FORMAT
 
