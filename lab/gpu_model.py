@@ -98,9 +98,8 @@ def compare(recipe, place, options):
     import finetune
 
     torch.manual_seed(options.seed)
-    model = finetune.Model(options.width, options.depth, options.heads, options.context).to(
-        finetune.dtype_of(recipe)
-    )
+    model = finetune.Model(options.width, options.depth, options.heads, options.context)
+    model = finetune.prepare(model, recipe)
     here = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
     there = dict(place.model(model).named_parameters())
     rate = RATES.get(recipe.split("/")[0], 1e-3)

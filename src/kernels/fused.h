@@ -587,13 +587,6 @@ typedef void fused_codes_function(const struct hstep_fused *, struct fused_state
     {                                                                                                                 \
         fused_apply(HSTEP_FORMAT_##fn, a, slot, old, change, t, n);                                                   \
     }
-/* Decodes n elements of the weight, or of a state that is stored as the weight is. */
-#define FUSED_DECODE(fn)                                                                                 \
-    static void fused_decode_##fn(const struct hstep_fused *a, int slot, float *x, int64_t t, int64_t n) \
-    {                                                                                                    \
-        const struct columns c = columns_of(HSTEP_FORMAT_##fn);                                          \
-        decode_##fn##_0(x, a->code[slot] + code_place(c, t), a->extra[slot] + extra_place(c, t), n);     \
-    }
 #define FUSED_PACKED_APPLY(fn)                                                                                 \
     static void fused_apply_##fn(const struct hstep_fused *a, int slot, const float *old, const float *change, \
                                  int64_t t, int64_t n)                                                         \
@@ -607,9 +600,9 @@ typedef void fused_codes_function(const struct hstep_fused *, struct fused_state
     {                                                                                                           \
         fused_codes(HSTEP_FORMAT_##fn, nonneg, a, scratch, slot, t, n);                                         \
     }
-#define FORMAT(id, fn)                                           \
-    IF_ELEMENT(fn, FUSED_ELEMENT_FUNCTIONS(fn) FUSED_DECODE(fn)) \
-    IF_PACKED(fn, FUSED_PACKED_APPLY(fn) FUSED_DECODE(fn))       \
+#define FORMAT(id, fn)                          \
+    IF_ELEMENT(fn, FUSED_ELEMENT_FUNCTIONS(fn)) \
+    IF_PACKED(fn, FUSED_PACKED_APPLY(fn))       \
     IF_BLOCK(fn, FUSED_CODES(fn, 0) FUSED_CODES(fn, 1))
 #include "formats/formats.def"
 #undef FORMAT
@@ -619,12 +612,12 @@ static const struct {
     fused_gradient_function *gradient[HSTEP_FORMATS];
     fused_apply_function *apply[HSTEP_FORMATS];
     fused_codes_function *codes[HSTEP_FORMATS][2];
-    void (*decode[HSTEP_FORMATS])(const struct hstep_fused *, int, float *, int64_t, int64_t);
+    void (*decode[HSTEP_FORMATS])(float *, const char *, const char *, int64_t);
 } fused_formats = {
 #define FORMAT(id, fn)                                                                                               \
     IF_ELEMENT(fn, .gradient[HSTEP_FORMAT_##fn] = fused_gradient_##fn, .apply[HSTEP_FORMAT_##fn] = fused_apply_##fn, \
-               .decode[HSTEP_FORMAT_##fn] = fused_decode_##fn, )                                                     \
-    IF_PACKED(fn, .apply[HSTEP_FORMAT_##fn] = fused_apply_##fn, .decode[HSTEP_FORMAT_##fn] = fused_decode_##fn, )    \
+               .decode[HSTEP_FORMAT_##fn] = decode_##fn##_0, )                                                       \
+    IF_PACKED(fn, .apply[HSTEP_FORMAT_##fn] = fused_apply_##fn, .decode[HSTEP_FORMAT_##fn] = decode_##fn##_0, )      \
     IF_BLOCK(fn, .codes[HSTEP_FORMAT_##fn] = {fused_codes_##fn##_0, fused_codes_##fn##_1}, )
 #include "formats/formats.def"
 #undef FORMAT
@@ -638,9 +631,14 @@ static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t,
         memcpy(a->extra[to] + extra_place(c, t), a->extra[from] + extra_place(c, t), (size_t)extra_place(c, n));
 }
 
+/* Decodes n elements of the weight, or of a state that is stored as the weight is. */
 static void fused_decode(const struct hstep_fused *a, int slot, float *x, int64_t t, int64_t n)
 {
-    fused_formats.decode[a->format[slot]](a, slot, x, t, n);
+    const int format = a->format[slot];
+    /* gcc for aarch64 takes the index for one out of bounds, unless it is told this. */
+    if (format < 0 || format >= HSTEP_FORMATS) return;
+    const struct columns c = columns_of(format);
+    fused_formats.decode[format](x, a->code[slot] + code_place(c, t), a->extra[slot] + extra_place(c, t), n);
 }
 #endif
 #endif

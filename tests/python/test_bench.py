@@ -537,7 +537,7 @@ def test_models_are_trained_where_there_is_no_gpu():
         "gpu_train.py limit --device cpu --width 64 --depth 2 --heads 4 --context 32 "
         "--vocab 256 --steps 3"
     )
-    assert len([line for line in rows.splitlines() if line.endswith(" of 3 |")]) == 3
+    assert len([line for line in rows.splitlines() if line.endswith(" of 3 |")]) == 4
     rows = run(
         "gpu_train.py ladder --device cpu --context 16 --batch 1 --steps 2 --only 10 --evaluation 1"
     )
