@@ -279,9 +279,8 @@ HALFSTEP_API int halfstep_get_slot_info(const halfstep_optimizer *optimizer, int
  * gradients: states, their scales, residuals and error codes. Every stream starts on 64 bytes. */
 HALFSTEP_API int halfstep_state_bytes(halfstep_optimizer *optimizer, uint64_t *bytes);
 /* Binds the states to memory and sets them to their initial values: zero bytes, and evenly spread error codes of packed
- * weights (docs/formats.md). The memory is aligned to 64 bytes, has at least
- * halfstep_state_bytes(), and stays the caller's until the handle is destroyed. No tensor or group can be added
- * afterwards. */
+ * weights (docs/formats.md). The memory is aligned to 64 bytes, has at least halfstep_state_bytes(), and stays the
+ * caller's until the handle is destroyed. No tensor or group can be added afterwards. */
 HALFSTEP_API int halfstep_bind_states(halfstep_optimizer *optimizer, void *memory, uint64_t bytes);
 /* Does the same with memory of the library: in huge pages where large, with slots staggered. */
 HALFSTEP_API int halfstep_allocate_states(halfstep_optimizer *optimizer);

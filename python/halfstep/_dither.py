@@ -3,37 +3,40 @@
 Layers compute with codes alone. If all error codes began at 0, each weight would stand in the
 middle of its code, and layers would see no step until a weight has moved by half a code. So error
 codes begin spread over their range. Then the mean code of many weights follows their mean change
-from the first step on. halfstep_bind_states() writes the same ones.
+from the first step on. The library says which they are.
 """
 
+import ctypes
 from functools import lru_cache
 
 import torch
 
 from . import _abi, _devices, _sharding
+from ._abi import invoke, lib
+from ._handles import Handle, add_group, add_tensor, slot_info
 from ._sharding import local
 
-#: rows after which error codes repeat
+#: rows after which error codes repeat (docs/formats.md)
 _PERIOD = 256
 
 
 @lru_cache(16)
-def _pattern(columns, width):
-    """Returns the error codes of some rows, uint8 [_PERIOD, width]. Those behind the last column
-    are 0."""
-    places = torch.arange(_PERIOD * width, dtype=torch.int64, device="cpu") * 0x9E3779B1
-    mixed = (places ^ places >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
-    codes = (mixed >> 24).to(torch.uint8).view(_PERIOD, width)
-    codes[:, (columns + 1) // 2 :] = 0
-    if columns % 2:
-        codes[:, columns // 2] &= 15
-    return codes
+def _pattern(format, columns):
+    """Returns the error codes that a matrix of _PERIOD rows begins with, uint8 [_PERIOD, bytes]."""
+    handle = Handle(1, 0)
+    index = add_tensor(
+        handle, add_group(handle, f"sgd/{format}"), "w", 0, (_PERIOD, columns), "f32"
+    )
+    invoke(lib.halfstep_allocate_states, handle)
+    info = slot_info(handle, index, _abi.SLOT_WEIGHT)
+    codes = bytearray(ctypes.string_at(info.extra, info.extra_bytes))
+    handle.close()
+    return torch.frombuffer(codes, dtype=torch.uint8).view(_PERIOD, -1)
 
 
 def error_codes(p, name, device):
     """Returns the first error codes of what this process has of a parameter, on a device."""
     here, part = local(p), _sharding.part_of(p, name)
-    block, columns = _abi.formats[here.format].block, here.row_length
     first = 0 if part is None else part.first_row
     rows = (torch.arange(here.shape[0], dtype=torch.int64, device="cpu") + first) % _PERIOD
-    return _devices.place(_pattern(columns, -(-columns // block) * block // 2)[rows], device)
+    return _devices.place(_pattern(here.format, here.row_length)[rows], device)

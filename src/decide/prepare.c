@@ -149,7 +149,7 @@ static void decay_of(const struct hstep_group *g, double *lr, double *decay, dou
 static struct hstep_key slot_stream(uint64_t seed, int generator, const struct hstep_tensor *t, int s)
 {
     const struct hstep_format *f = &hstep_formats[t->slot[s].format];
-    if (generator != HSTEP_GENERATOR_LATTICE || (f->block && !(f->roles & HALFSTEP_ROLE_WEIGHT)))
+    if (generator != HSTEP_GENERATOR_LATTICE || hstep_is_of_states(f))
         return hstep_key_stream(seed, t->id, t->writes, (uint32_t)s);
     int weight = s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT;
     return hstep_key_lattice(seed, t->id, weight ? t->full_steps : t->state_steps, (uint32_t)s);
@@ -245,7 +245,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         }
         if (s >= HALFSTEP_SLOT_STATE && rule->state[s - HALFSTEP_SLOT_STATE].unless) u->mode |= RULE_OPTION;
         /* A format with one scale for a tensor is left out, because it exists to reproduce its authors' results. */
-        if (f->block && !(f->roles & HALFSTEP_ROLE_WEIGHT) && !hstep_has_one_scale(slot->format)) u->mode |= RULE_CLAMP;
+        if (hstep_is_of_states(f) && !hstep_has_one_scale(slot->format)) u->mode |= RULE_CLAMP;
         if (slot->root) u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
         u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);
         if (f->stochastic && s != HALFSTEP_SLOT_GRADIENT) {

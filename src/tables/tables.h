@@ -93,6 +93,11 @@ struct hstep_rule {
 };
 
 extern HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS];
+/* Returns true if a format stores states in blocks. Their second stream has scales. */
+HSTEP_INLINE int hstep_is_of_states(const struct hstep_format *f)
+{
+    return f->block && !(f->roles & HALFSTEP_ROLE_WEIGHT);
+}
 /* Returns the bytes of a packed block: its scale and its codes. */
 HSTEP_INLINE int64_t hstep_packed_bytes(const struct hstep_format *f)
 {

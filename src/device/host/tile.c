@@ -136,12 +136,11 @@ static void move_parts(const struct hstep_work *w, const struct hstep_fragment *
     const struct hstep_format *f = &hstep_formats[w->format[s]];
     for (int i = 0; i < n; i++) {
         int64_t at = (int64_t)i * w->t->unit + part[i].lead, element = part[i].held.element, count = part[i].held.n;
-        const int packed = f->geometry == HALFSTEP_GEOMETRY_PACKED;
-        char *mine = code + (packed ? (int64_t)hstep_code_bytes(w->format[s], 1, at) : at * f->code_bits / 8),
+        char *mine = code + hstep_code_bytes(w->format[s], 1, at),
              *theirs = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
         memcpy(out ? theirs : mine, out ? mine : theirs, hstep_code_bytes(w->format[s], 1, count));
         if (!w->extra[s]) continue;
-        mine = extra + (f->block && !packed ? at / f->block * f->scale_bits : at * f->extra_bits) / 8;
+        mine = extra + (hstep_is_of_states(f) ? at / f->block * f->scale_bits : at * f->extra_bits) / 8;
         theirs = w->extra[s] + hstep_extra_offset(w->t, w->format[s], element);
         memcpy(out ? theirs : mine, out ? mine : theirs, hstep_extra_bytes(w->format[s], 1, count));
     }
