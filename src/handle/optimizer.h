@@ -1,6 +1,6 @@
 /* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), plan.c (chunks and arrays of a step),
  * slots.c (memory), ready.c and step.c (steps), sync.c (asynchronous devices), records.c (what a checkpoint keeps),
- * accumulate.c, checks.c, devices.c, device_check.c and device_cases.c. */
+ * accumulate.c, ahead.c, checks.c, device_check.c and device_cases.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -13,6 +13,7 @@ struct hstep_label {
     char *name;
     halfstep_record_places places; /* addresses of the host's copies of the record */
     int norms_made;                /* 1: halfstep_run_norms() has made this tensor's sums for the next finish */
+    struct hstep_result *result;   /* of steps in advance (ahead.c); NULL until there was one */
 };
 
 #define HSTEP_DETAIL_BYTES 256
@@ -72,6 +73,9 @@ struct halfstep_optimizer {
     double gradient_norm;
     atomic_uint_least64_t skipped;
     atomic_int nonfinite_tensor, gradient_too_large;
+    void **ahead_weights;          /* for steps that take results: one for each tensor, or NULL */
+    atomic_int results;            /* 1: some tensor may have a result of a step in advance */
+    uint64_t redone;               /* steps that made a tensor again although it had a result */
     uint64_t serial; /* unique among all handles of the process */
     atomic_flag detail_lock;
     char detail[HSTEP_DETAIL_BYTES];
@@ -158,6 +162,11 @@ int hstep_grow(void **array, int count, int *capacity, size_t size);
 /* Chooses the formats of a tensor's states under the group's hyper-parameters. */
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
                         struct hstep_tensor *t);
+
+/* Forgets the results of steps in advance of n tensors. */
+void hstep_forget_results(halfstep_optimizer *o, int first, int n);
+/* Frees what steps in advance have allocated. */
+void hstep_free_results(halfstep_optimizer *o);
 
 /* Gives all tensors that share totals the same scalars: those of the tensor whose first scalar is largest. Tensors must
  * have been fetched. */
