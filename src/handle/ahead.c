@@ -11,8 +11,8 @@
 
 /* What is remembered of the result of one tensor. */
 struct hstep_result {
-    int there;                          /* 1: there is a result */
-    int scan, summed;                   /* how the gradient was scanned */
+    int there;        /* 1: there is a result */
+    int scan, summed; /* how the gradient was scanned */
     double gradient_scale;
     void *weight, *states;              /* where the result is */
     struct hstep_update update;         /* the constants that it was made with */

@@ -73,10 +73,10 @@ struct halfstep_optimizer {
     double gradient_norm;
     atomic_uint_least64_t skipped;
     atomic_int nonfinite_tensor, gradient_too_large;
-    void **ahead_weights;          /* for steps that take results: one for each tensor, or NULL */
-    atomic_int results;            /* 1: some tensor may have a result of a step in advance */
-    uint64_t redone;               /* steps that made a tensor again although it had a result */
-    uint64_t serial; /* unique among all handles of the process */
+    void **ahead_weights; /* for steps that take results: one for each tensor, or NULL */
+    atomic_int results;   /* 1: some tensor may have a result of a step in advance */
+    uint64_t redone;      /* steps that made a tensor again although it had a result */
+    uint64_t serial;      /* unique among all handles of the process */
     atomic_flag detail_lock;
     char detail[HSTEP_DETAIL_BYTES];
 };

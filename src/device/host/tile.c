@@ -50,8 +50,8 @@ struct hstep_range hstep_range_of(const struct hstep_tensor *t, const struct hst
     const int64_t first = c->run * t->run_length + c->offset, end = first + (c->runs - 1) * t->run_length + c->length;
     const int last = end == t->runs * t->run_length, format = t->slot[slot].format;
     if (extra)
-        return (struct hstep_range){hstep_extra_offset(t, format, first), last ? (int64_t)t->slot[slot].extra_bytes
-                                                                              : hstep_extra_offset(t, format, end)};
+        return (struct hstep_range){hstep_extra_offset(t, format, first),
+                                    last ? (int64_t)t->slot[slot].extra_bytes : hstep_extra_offset(t, format, end)};
     return (struct hstep_range){hstep_code_offset(t, format, first),
                                 last ? (int64_t)t->slot[slot].code_bytes : hstep_code_offset(t, format, end)};
 }
