@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "handle/ready.h"
+#include "handle/optimizer.h"
 #include "tables/layout.h"
 
 /* What is remembered of the result of one tensor. */
@@ -24,6 +24,7 @@ static const char *obstacle(const halfstep_optimizer *o, const struct hstep_tens
 {
     const struct hstep_rule *rule = &hstep_rules[t->rule];
     if (!o->device->advance) return "the device is not the processor";
+    if (o->storage) return "its states are in storage";
     if (rule->totals) return "its rule needs sums over all tensors";
     if (t->matrix || t->pairs) return "its rule steps matrices";
     if (rule->norms) return "its rule needs sums over the tensor";
@@ -128,9 +129,10 @@ int hstep_find_results(struct hstep_request *s, const halfstep_ahead *ahead)
         hstep_forget_results(o, 0, o->n_tensors);
         return HALFSTEP_OK;
     }
-    if (!o->device->adopt)
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "only a handle on the processor steps in advance; call without `ahead`");
+    if (!o->device->adopt || o->storage)
+        return hstep_fail(
+            o, HALFSTEP_ERROR_UNSUPPORTED,
+            "only a handle on the processor with states in memory steps in advance; call without `ahead`");
     if (!o->ahead_weights && !(o->ahead_weights = calloc((size_t)o->n_tensors + 1, sizeof *o->ahead_weights)))
         return hstep_fail_memory(o, (uint64_t)o->n_tensors * sizeof *o->ahead_weights, "the weights of a step");
     for (int i = 0; i < c->n; i++) {
