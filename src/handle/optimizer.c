@@ -83,6 +83,7 @@ int halfstep_set_threads(halfstep_optimizer *o, int32_t threads)
 void halfstep_destroy(halfstep_optimizer *o)
 {
     if (!o) return;
+    hstep_close_storage(o);
     hstep_release_plan(o);
     hstep_close_sync(o);
     o->device->release(&o->context, o->plan.round_squares);

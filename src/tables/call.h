@@ -64,9 +64,11 @@ struct hstep_call {
     int scan, clip; /* HSTEP_SCAN_*, HSTEP_CLIP_* */
     double gradient_scale, clip_norm, round_norm;
     int first, n;
-    int single;           /* 1: one tensor is stepped by itself */
-    int micro;            /* 1: a micro-step: gradients go into the states, weights do not change */
-    int64_t matrix;       /* of passes over one matrix: its number among those held here */
+    int single;     /* 1: one tensor is stepped by itself */
+    int micro;      /* 1: a micro-step: gradients go into the states, weights do not change */
+    int64_t matrix; /* of passes over one matrix: its number among those held here */
+    /* Of passes over some pieces in storage: their chunks. end_chunk 0: all. Devices of shared memory alone get it. */
+    int64_t first_chunk, end_chunk;
     void *const *weights; /* NULL in micro-steps */
     const void *const *gradients;
     const struct hstep_tensor *tensors; /* the handle's own; a device may read what settling filled in */
