@@ -58,9 +58,9 @@ struct forecast {
     char recipe[RECIPE_BYTES];
     const char *gradients;
     double weights, extras, states, gradient_bytes, total; /* bytes */
-    /* With --store, which puts `buffers` into the total in place of extras and states. half: all pieces, once; buffers:
-     * pieces in memory; read, written: in a step. */
-    double half, buffers, read, written;
+    /* With --store, which puts `buffers` into the total in place of extras and states. half: all pieces, once; largest: a
+     * piece; buffers: pieces in memory; read, written: in a step. */
+    double half, largest, buffers, read, written;
 };
 
 /* ---- A file of states -------------------------------------------------------------------------------------------- */
@@ -77,17 +77,18 @@ static int reads_of(const char *recipe)
     return 1 + sums;
 }
 
-/* Adds a tensor to the file: its pieces with their weight, twice on the disk. `stored` bytes are read, and written with
- * the weight. Rules of matrices have each tensor in one piece. */
+/* Adds a tensor to the file. `stored` bytes are read, and written with the weight. Memory holds three of the largest
+ * pieces, or all. Rules of matrices have each tensor in one piece. */
 static void add_stored(struct forecast *f, double stored, double weight)
 {
     enum { PAGE = 4096, PIECE = 16 << 20, IN_MEMORY = 3 };
     const double cut = rule_info(recipe_rule(f->recipe)).matrix || stored < PIECE ? 1 : stored / PIECE;
-    const double piece = IN_MEMORY * (stored + weight) / cut;
+    const double piece = (stored + weight) / cut;
     f->half += ceil((stored + weight) / PAGE) * PAGE;
     f->read += stored * reads_of(f->recipe);
     f->written += stored + weight;
-    if (piece > f->buffers) f->buffers = piece;
+    f->largest = fmax(f->largest, fmax(piece, PIECE));
+    f->buffers = fmin(IN_MEMORY * f->largest, f->half);
 }
 
 /* Returns the seconds in which the disk reads and writes what a step needs. */
@@ -398,7 +399,7 @@ static void print_caveats(const struct forecast *list, int n)
 
 static int print_table(const struct plan *plan, double params, const struct forecast *list, int n)
 {
-    int fitting = 0, width = 6;
+    int fitting = 0, width = plan->store ? 16 : 6;
     char size[32], lacking[32];
     for (int i = 0; i < n; i++)
         if ((int)strlen(list[i].recipe) > width) width = (int)strlen(list[i].recipe);
