@@ -2,9 +2,9 @@
  * are set before its streams, because numbers can be set back. docs/checkpoints.md has the layout. Over 500 lines
  * because what is saved, compared and loaded must be one list. */
 #include "base/structs.h"
-#include "io/checkpoint.h"
 #include "io/coarse.h"
 #include "io/numbers.h"
+#include "io/parts.h"
 #include "io/streams.h"
 
 #define HSTEP_OPTIMIZER_FORMAT "halfstep optimizer 1"
@@ -58,6 +58,7 @@ typedef struct record {
     setting *settings;
     size_t setting_count, setting_capacity;
     halfstep_record numbers[SIDES];
+    int takes_parts; /* 1: tensors of which only a part is here are allowed */
 } record;
 
 static void free_record(record *r)
@@ -168,7 +169,7 @@ static int describe_tensor(record *r, int32_t index, hstep_error *error)
     }
     if (code) return hstep_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
     int whole = t->info.n_rows == t->info.rows && t->info.n_columns == t->info.row_length;
-    if (!whole && t->info.rows && t->info.row_length)
+    if (!whole && t->info.rows && t->info.row_length && !r->takes_parts)
         return hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED,
                           "only a part of tensor \"%s\" is here, %lld x %lld of %lld x %lld; files hold whole tensors",
                           t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns,
@@ -182,9 +183,10 @@ static int compare_names(const void *a, const void *b)
     return strcmp(((const named_tensor *)a)->name, ((const named_tensor *)b)->name);
 }
 
-static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error *error)
+static int describe(record *r, const halfstep_optimizer *optimizer, int takes_parts, hstep_error *error)
 {
     memset(r, 0, sizeof *r);
+    r->takes_parts = takes_parts;
     /* Only functions that read are called with it if the caller's is const. */
     r->optimizer = (halfstep_optimizer *)optimizer;
     r->group_count = halfstep_group_count(optimizer);
@@ -278,17 +280,21 @@ static const char *model_file(const halfstep_file_options *options)
 
 /* ---- Writing ----------------------------------------------------------------------------------------------------- */
 
-/* The writers of states and weights, and the place of error texts. `model` is NULL if weights go to the states. */
+/* The writers of states and weights, and the place of error texts. `model` is NULL if weights go to the states. With
+ * `put`, the pairs of metadata go there, and there are no writers. */
 typedef struct declaring {
     halfstep_safetensors_writer *states, *model;
+    hstep_put *put;
+    void *context;
     hstep_error *error;
 } declaring;
 
 static int declare(const declaring *d, char *key, const char *value)
 {
-    int code = key && value
-                   ? halfstep_declare_safetensors_metadata(d->states, key, value, d->error->text, d->error->size)
-                   : hstep_fail_memory(d->error);
+    int code = !key || !value ? hstep_fail_memory(d->error)
+               : d->put       ? d->put(d->context, key, value, d->error)
+                              : halfstep_declare_safetensors_metadata(d->states, key, value, d->error->text,
+                                                                      d->error->size);
     free(key);
     return code;
 }
@@ -379,6 +385,16 @@ static int declare_numbers(const declaring *d, const record *r)
     return code ? code : declare_tensor_numbers(d, r);
 }
 
+int hstep_put_numbers(const halfstep_optimizer *optimizer, hstep_put *put, void *context, hstep_error *error)
+{
+    const declaring d = {.put = put, .context = context, .error = error};
+    record r;
+    int code = describe(&r, optimizer, 1, error);
+    if (!code) code = declare_numbers(&d, &r);
+    free_record(&r);
+    return code;
+}
+
 /* Declares which weights are packed, with their format and the columns that are left of the last block. */
 static int declare_packed(const declaring *d, const record *r)
 {
@@ -415,10 +431,10 @@ static int declare_stream(void *context, tensor_record *t, const hstep_stream *s
 static int write_files(halfstep_checkpoint_save *save, const char *path, const halfstep_optimizer *optimizer,
                        void *const *weights, const halfstep_file_options *options, hstep_error *error)
 {
-    declaring d = {NULL, NULL, error};
+    declaring d = {.error = error};
     record r;
     char *text = error->text;
-    int code = describe(&r, optimizer, error);
+    int code = describe(&r, optimizer, 0, error);
     if (!code && (halfstep_create_safetensors_writer(&d.states) ||
                   (save && weights && halfstep_create_safetensors_writer(&d.model))))
         code = hstep_fail_memory(error);
@@ -467,6 +483,7 @@ typedef struct loading {
     const halfstep_file_options *options;
     void *const *weights;
     hstep_source states, model; /* model: the file that holds the weights, if they are loaded */
+    const hstep_pairs *pairs;   /* metadata that is not of a safetensors file, for a handle of the same settings */
     int has_model_file;         /* 1: model is a file of its own */
     void *piece;                /* HSTEP_CHECK_BYTES for values while they are checked */
     unsigned char *known;       /* for each tensor in the file of states: 1 if the optimizer stores it */
@@ -480,7 +497,10 @@ typedef struct loading {
 static const char *find_value(const loading *l, const char *prefix, const char *name)
 {
     snprintf(l->key, l->key_bytes, "%s%s", prefix, name);
-    return halfstep_safetensors_metadata_find(l->states.file, l->key);
+    if (!l->pairs) return halfstep_safetensors_metadata_find(l->states.file, l->key);
+    int found;
+    size_t at = hstep_find_pair(l->pairs, l->key, &found);
+    return found ? l->pairs->list[at].value : NULL;
 }
 
 static int make_key(loading *l)
@@ -626,9 +646,15 @@ static int read_group_of(const loading *l, tensor_record *t)
 
 static int is_left(const loading *l, const char *name)
 {
+    if (l->pairs) return strcmp(name, "generator") && strcmp(name, "seed");
     const char *const *left = l->options ? l->options->leave : NULL;
     while (left && *left && strcmp(*left, name)) left++;
     return left && *left;
+}
+
+static int is_compared(const loading *l)
+{
+    return l->pairs || (l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE);
 }
 
 /* Returns the default of a choice. A file without the choice was written before the choice existed, so it had its
@@ -667,7 +693,7 @@ static const char *known_choice(const char *choice, const char *value)
 
 static int read_setting(const loading *l, setting *s)
 {
-    int compare = l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE;
+    const int compare = is_compared(l);
     const int64_t source = s->group == HALFSTEP_ALL_GROUPS ? 0 : l->record->groups[s->group].source;
     s->choice[IN_FILE] = s->choice[HERE];
     s->number[IN_FILE] = s->number[HERE];
@@ -702,7 +728,7 @@ static int read_setting(const loading *l, setting *s)
 static int read_seed(const loading *l)
 {
     record *r = l->record;
-    int compare = l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE;
+    const int compare = is_compared(l);
     const char *text = find_value(l, "seed", "");
     r->numbers[IN_FILE].seed = r->numbers[HERE].seed;
     if (is_left(l, "seed")) return HALFSTEP_OK;
@@ -743,11 +769,12 @@ static const named_tensor *find_tensor(const record *r, const char *name)
 static int check_unknown_tensors(const loading *l)
 {
     static const char *const prefixes[] = {"counters.", "group_of."};
-    uint64_t count = halfstep_safetensors_metadata_count(l->states.file);
+    uint64_t count = l->pairs ? l->pairs->count : halfstep_safetensors_metadata_count(l->states.file);
     if (l->options && l->options->subset) return HALFSTEP_OK;
     for (uint64_t i = 0; i < count; i++) {
         const char *key = "", *value;
-        halfstep_get_safetensors_metadata(l->states.file, i, &key, &value);
+        if (l->pairs) key = l->pairs->list[i].key;
+        else halfstep_get_safetensors_metadata(l->states.file, i, &key, &value);
         for (size_t k = 0; k < sizeof prefixes / sizeof *prefixes; k++) {
             size_t length = strlen(prefixes[k]);
             if (!strncmp(key, prefixes[k], length) && !find_tensor(l->record, key + length))
@@ -966,14 +993,20 @@ static int set_numbers(const record *r, int side)
     return code;
 }
 
-static int take(loading *l)
+/* Sets the numbers of the file, or none. */
+static int take_numbers(const loading *l)
 {
     int code = set_numbers(l->record, IN_FILE);
-    if (code) {
-        code = fail_taking(l, code);
-        set_numbers(l->record, HERE);
-        return code;
-    }
+    if (!code) return HALFSTEP_OK;
+    code = fail_taking(l, code);
+    set_numbers(l->record, HERE);
+    return code;
+}
+
+static int take(loading *l)
+{
+    int code = take_numbers(l);
+    if (code) return code;
     char detail[900];
     hstep_error trouble = hstep_make_error(detail, sizeof detail), *told = l->error;
     l->error = l->states.error = l->model.error = &trouble;
@@ -990,13 +1023,26 @@ static int load(loading *l, const halfstep_optimizer *optimizer, hstep_error *er
     record r;
     l->record = &r;
     l->error = l->states.error = l->model.error = error;
-    int code = describe(&r, optimizer, error);
+    int code = describe(&r, optimizer, 0, error);
     if (!code) code = make_key(l);
     if (!code) code = read_numbers(l);
     if (!code) code = check_streams(l);
     if (!code) code = take(l);
     free(l->key);
     free(l->places);
+    free_record(&r);
+    return code;
+}
+
+int hstep_take_numbers(halfstep_optimizer *optimizer, const char *path, const hstep_pairs *pairs, hstep_error *error)
+{
+    record r;
+    loading l = {.record = &r, .states = {.path = path, .error = error}, .pairs = pairs, .error = error};
+    int code = describe(&r, optimizer, 1, error);
+    if (!code) code = make_key(&l);
+    if (!code) code = read_numbers(&l);
+    if (!code) code = take_numbers(&l);
+    free(l.key);
     free_record(&r);
     return code;
 }
