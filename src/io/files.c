@@ -194,7 +194,8 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
     }
     /* Renaming onto a symbolic link would replace the link, not the file it leads to. */
     char *target = is_regular ? realpath(path, NULL) : hstep_copy(path), *temporary = NULL;
-    if (!target) return errno == ENOMEM || !is_regular ? hstep_fail_memory(error) : hstep_fail_system(error, "resolve", path);
+    if (!target)
+        return errno == ENOMEM || !is_regular ? hstep_fail_memory(error) : hstep_fail_system(error, "resolve", path);
     hstep_file *file = NULL;
     if (exists && !is_regular) {
         int fd = open_retrying(path, O_WRONLY | O_NOCTTY, 0);
@@ -301,7 +302,8 @@ int hstep_sync_directory(const char *path, hstep_error *error)
     int code = HALFSTEP_OK;
     /* Some network file systems cannot sync a directory and report one of these errors. They order renames
      * themselves. */
-    if (sync_retrying(fd) && errno != EINVAL && errno != ENOTSUP) code = hstep_fail_system(error, "sync directory", path);
+    if (sync_retrying(fd) && errno != EINVAL && errno != ENOTSUP)
+        code = hstep_fail_system(error, "sync directory", path);
     close_once(fd);
     return code;
 }

@@ -293,8 +293,7 @@ static int declare(const declaring *d, char *key, const char *value)
 {
     int code = !key || !value ? hstep_fail_memory(d->error)
                : d->put       ? d->put(d->context, key, value, d->error)
-                              : halfstep_declare_safetensors_metadata(d->states, key, value, d->error->text,
-                                                                      d->error->size);
+                        : halfstep_declare_safetensors_metadata(d->states, key, value, d->error->text, d->error->size);
     free(key);
     return code;
 }

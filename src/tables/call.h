@@ -71,6 +71,7 @@ struct hstep_call {
     int64_t first_chunk, end_chunk;
     void *const *weights; /* NULL in micro-steps */
     const void *const *gradients;
+    void *const *weights_before; /* copied to `weights` before an update where they differ; NULL: they never do */
     const struct hstep_tensor *tensors; /* the handle's own; a device may read what settling filled in */
     int64_t *statistics;
     struct hstep_verdict *verdict; /* in the memory of the device */

@@ -55,6 +55,7 @@ struct run_config {
     const char *init_note;  /* note for the user about the config.json of --init, or NULL */
     const char *log;        /* CSV file or NULL */
     const char *checkpoint; /* directory or NULL */
+    const char *store;      /* file of states or NULL */
     int64_t checkpoint_every, keep;
     int resume;
     const char *resume_from; /* the checkpoint to resume: a directory, or one checkpoint in it. NULL: checkpoint */
@@ -97,6 +98,10 @@ struct lm_config run_shape(const struct run_config *config);
  * status with an error text. */
 int run_shape_from_init(struct args *args, struct run_config *config, char *error, size_t error_bytes);
 int run_shape_resumed(struct run_config *config, char *error, size_t error_bytes);
+
+struct trainer_file;
+/* Reads trainer.json of a file of states, as trainer_file_read() does from a checkpoint. */
+int run_store_read(const char *path, struct trainer_file *file, char *error, size_t error_bytes);
 
 struct run_data {
     size_t files; /* number of files of --data */
