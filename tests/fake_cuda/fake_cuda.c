@@ -727,7 +727,7 @@ static const struct field {
     ACCESS_FIELD(int64_t, first),
     ACCESS_FIELD(int64_t, end),
 };
-_Static_assert(sizeof(struct hstep_cuda_what) == 48 && sizeof(struct hstep_call) == 224 &&
+_Static_assert(sizeof(struct hstep_cuda_what) == 48 && sizeof(struct hstep_call) == 208 &&
                    sizeof(struct hstep_accumulation) == 88 && sizeof(struct hstep_access) == 48,
                "a field that is new has to stand in fields[]");
 
