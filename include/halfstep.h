@@ -300,6 +300,12 @@ HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weigh
 #define HALFSTEP_CALL_TENSOR 1 /* one tensor, as soon as its gradient exists (gradient release) */
 #define HALFSTEP_CALL_ROUND  2 /* the end of a round, in which tensors had their TENSOR calls */
 
+/* Where a step in advance of one tensor puts its results. */
+typedef struct halfstep_ahead {
+    void *weight; /* memory for the new weight, as many bytes as the weight has */
+    void *states; /* memory for the new states, of halfstep_ahead_bytes() and aligned to 64 bytes */
+} halfstep_ahead;
+
 typedef struct halfstep_call {
     uint32_t struct_size;         /* sizeof(halfstep_call) */
     int32_t kind;                 /* HALFSTEP_CALL_* */
@@ -309,6 +315,8 @@ typedef struct halfstep_call {
                                      micro-step */
     const void *const *gradients; /* as weights */
     int64_t *statistics;          /* for halfstep_run_begin(), _norms() and _finish(); NULL for halfstep_run() */
+    const halfstep_ahead *ahead;  /* for TENSOR: steps the tensor in advance. For STEP, one for each tensor: takes the
+                                     results. NULL: neither */
 } halfstep_call;
 
 /* Makes the call that `call` describes, in one piece.
@@ -324,8 +332,27 @@ typedef struct halfstep_call {
  *           average. No clipping. Bias corrections count micro-steps; schedules, Lookahead and averages of weights
  *           count steps. UNSUPPORTED if micro-gradients would be lost (sgd and rmsprop without momentum, schedulefree,
  *           ema). UNSUPPORTED also for l2 decay, which only the last gradient would get, and for
- *           matrices whose states include vectors over rows and columns. */
+ *           matrices whose states include vectors over rows and columns.
+ *   ahead   of TENSOR: computes what the next STEP will make of the tensor if all gradients are finite and nothing is
+ *           clipped, with the hyper-parameters, the gradient_scale and the counters of now. Puts the new weight and the
+ *           new states where `ahead` says. Changes nothing else, so that everything reads as before. A later such call
+ *           for the same tensor replaces its result. HALFSTEP_NONFINITE if the gradient is not finite; there is no
+ *           result then. The first such call of a tensor allocates a few hundred bytes.
+ *           of STEP: takes a tensor's result if the step would compute the same, and otherwise makes the tensor again:
+ *           if lr or another option, the scale, the clip factor, `micro` or a counter differs. The bits are those of a
+ *           step without `ahead`. If ahead[i].weight is not NULL, the new weight of tensor i is there afterwards, also
+ *           if there was no result, and weights[i] stays as it was; a tensor that was skipped has its old weight there.
+ *           New states are always in the states' own memory. The caller gives states = NULL if the weight, the
+ *           gradient or the states were written since the result was made; the tensor is then made again. An entry of
+ *           two NULLs is stepped in place. After a refused step the memory of `ahead` holds nothing of use. Every STEP
+ *           forgets all results. */
 HALFSTEP_API int halfstep_run(halfstep_optimizer *optimizer, const halfstep_call *call);
+/* Writes to *bytes how much memory halfstep_ahead.states needs for a tensor whose states have memory. Errors:
+ * UNSUPPORTED if the tensor cannot be stepped in advance. Its rule then needs sums over it or steps matrices, or its
+ * group is cautious, or a state has one scale for the whole tensor, or the device is not the processor. */
+HALFSTEP_API int halfstep_ahead_bytes(const halfstep_optimizer *optimizer, int32_t tensor, uint64_t *bytes);
+/* Returns the number of STEP calls so far that made a tensor again although it had a result. */
+HALFSTEP_API uint64_t halfstep_redone_steps(const halfstep_optimizer *optimizer);
 
 /* Adds scale * gradient to an accumulator of one tensor, which is the gradient of a later step. Formats of the
  * accumulator: "f32", "bf16", "bf16-sr", "f16". It has the shape of the part held here. "bf16-sr" consumes random bits

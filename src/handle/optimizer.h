@@ -1,6 +1,6 @@
 /* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), plan.c (chunks and arrays of a step),
  * slots.c and storage.c (memory), ready.c and step.c (steps), sync.c (asynchronous devices), records.c (what a
- * checkpoint keeps), accumulate.c, checks.c, devices.c, device_check.c and device_cases.c. */
+ * checkpoint keeps), accumulate.c, ahead.c, checks.c, device_check.c and device_cases.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -13,6 +13,7 @@ struct hstep_label {
     char *name;
     halfstep_record_places places; /* addresses of the host's copies of the record */
     int norms_made;                /* 1: halfstep_run_norms() has made this tensor's sums for the next finish */
+    struct hstep_result *result;   /* of steps in advance (ahead.c); NULL until there was one */
 };
 
 #define HSTEP_DETAIL_BYTES 256
@@ -73,7 +74,10 @@ struct halfstep_optimizer {
     double gradient_norm;
     atomic_uint_least64_t skipped;
     atomic_int nonfinite_tensor, gradient_too_large;
-    uint64_t serial; /* unique among all handles of the process */
+    void **ahead_weights; /* for steps that take results: one for each tensor, or NULL */
+    atomic_int results;   /* 1: some tensor may have a result of a step in advance */
+    uint64_t redone;      /* steps that made a tensor again although it had a result */
+    uint64_t serial;      /* unique among all handles of the process */
     atomic_flag detail_lock;
     char detail[HSTEP_DETAIL_BYTES];
 };
@@ -160,6 +164,11 @@ int hstep_grow(void **array, int count, int *capacity, size_t size);
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
                         struct hstep_tensor *t);
 
+/* Forgets the results of steps in advance of n tensors. */
+void hstep_forget_results(halfstep_optimizer *o, int first, int n);
+/* Frees what steps in advance have allocated. */
+void hstep_free_results(halfstep_optimizer *o);
+
 /* Gives all tensors that share totals the same scalars: those of the tensor whose first scalar is largest. Tensors must
  * have been fetched. */
 void hstep_share_scalars(halfstep_optimizer *o);
@@ -185,6 +194,15 @@ struct hstep_request {
 
 /* The parts of a step: the three that processes make together, or all of it in one call. */
 enum hstep_part { HSTEP_PART_BEGIN, HSTEP_PART_NORMS, HSTEP_PART_FINISH, HSTEP_PART_ALL };
+
+/* Steps a tensor in advance: ahead.c. */
+int hstep_step_ahead(struct hstep_request *s, const halfstep_ahead *ahead, struct hstep_single_scratch *scratch);
+/* Prepares a step that may take results: notes which ones are at hand, and chooses where new weights go. */
+int hstep_find_results(struct hstep_request *s, const halfstep_ahead *ahead);
+/* Adds the squares of the results that are at hand to the statistics of a scan. */
+void hstep_add_squares(const struct hstep_request *s);
+/* After the decision: lets stand the results that equal it, and copies what has to be copied. */
+int hstep_take_results(const struct hstep_request *s);
 
 /* Fails if the call cannot be made. The device has not been asked for anything by then. */
 int hstep_check_ready(const struct hstep_request *s, enum hstep_part part);

@@ -103,7 +103,9 @@ static int begin(const struct hstep_request *s)
     const struct hstep_call *c = &s->call;
     *s->norms_made = 0;
     int error = s->o->device->zero(c->context, c->statistics, (uint64_t)statistics_count(s) * sizeof *c->statistics);
-    return error ? error : s->o->device->scan(c);
+    if (!error) error = s->o->device->scan(c);
+    if (!error) hstep_add_squares(s);
+    return error;
 }
 
 static int zero_sums(const struct hstep_request *s)
@@ -303,7 +305,8 @@ static int submit(const struct hstep_request *s)
 {
     const struct hstep_device *device = s->o->device;
     int error;
-    if ((error = device->decide(&s->call)) || (!*s->norms_made && (error = zero_sums(s))) || (error = update_all(s)))
+    if ((error = device->decide(&s->call)) || (error = hstep_take_results(s)) ||
+        (!*s->norms_made && (error = zero_sums(s))) || (error = update_all(s)))
         return error;
     return device->count(&s->call);
 }
@@ -379,9 +382,12 @@ static int run_all(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
     s.norms_made = &o->norms_made;
     s.call.weights = call->micro || part == HSTEP_PART_BEGIN ? NULL : call->weights;
     s.call.verdict = o->verdict;
+    int result = hstep_find_results(&s, call->ahead);
+    if (result) return result;
     struct hstep_fp fp = hstep_fp_enter();
-    int result = make(&s, part, call->statistics, o->plan.statistics);
+    result = make(&s, part, call->statistics, o->plan.statistics);
     hstep_fp_leave(fp);
+    if (part == HSTEP_PART_FINISH || part == HSTEP_PART_ALL) hstep_forget_results(o, 0, o->n_tensors);
     return result;
 }
 
@@ -403,7 +409,9 @@ static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
     s.call.weights = call->micro || part == HSTEP_PART_BEGIN ? NULL : call->weights;
     s.call.verdict = &scratch->verdict;
     struct hstep_fp fp = hstep_fp_enter();
-    result = make(&s, part, call->statistics, scratch->statistics);
+    if (!call->ahead) hstep_forget_results(o, tensor, 1);
+    if (call->ahead) result = hstep_step_ahead(&s, call->ahead, scratch);
+    else result = make(&s, part, call->statistics, scratch->statistics);
     hstep_fp_leave(fp);
     hstep_leave_scratch(o, scratch);
     return result;
