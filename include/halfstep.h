@@ -300,6 +300,13 @@ HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weigh
 #define HALFSTEP_CALL_TENSOR 1 /* one tensor, as soon as its gradient exists (gradient release) */
 #define HALFSTEP_CALL_ROUND  2 /* the end of a round, in which tensors had their TENSOR calls */
 
+/* Where a step in advance puts its results. */
+typedef struct halfstep_ahead {
+    void *weight;                 /* the new weight: as many bytes as the weight */
+    void *states;                 /* the new states: halfstep_ahead_bytes() of the tensor, aligned to 64 bytes. Any
+                                     other address if these are 0 */
+} halfstep_ahead;
+
 typedef struct halfstep_call {
     uint32_t struct_size;         /* sizeof(halfstep_call) */
     int32_t kind;                 /* HALFSTEP_CALL_* */
@@ -309,6 +316,7 @@ typedef struct halfstep_call {
                                      micro-step */
     const void *const *gradients; /* as weights */
     int64_t *statistics;          /* for halfstep_run_begin(), _norms() and _finish(); NULL for halfstep_run() */
+    const halfstep_ahead *ahead;  /* for TENSOR, one: step in advance; for STEP, one for each tensor; NULL: none */
 } halfstep_call;
 
 /* Makes the call that `call` describes, in one piece.
@@ -326,6 +334,32 @@ typedef struct halfstep_call {
  *           ema). UNSUPPORTED also for l2 decay, which only the last gradient would get, and for
  *           matrices whose states include vectors over rows and columns. */
 HALFSTEP_API int halfstep_run(halfstep_optimizer *optimizer, const halfstep_call *call);
+
+/* Steps in advance: a tensor is stepped as soon as its gradient exists, before it is known whether the step is made.
+ *
+ * TENSOR with `ahead` computes what the next STEP would make of the tensor if all gradients are finite and nothing is
+ * clipped, under the present hyper-parameters, gradient scale and counters. The new weight and the new states go to
+ * `ahead`. Nothing that can be read changes. The tensor's statistics are kept, so that the STEP need not scan it.
+ * Further such calls about other tensors may run at the same time. A second one about the same tensor replaces the
+ * first. HALFSTEP_NONFINITE if the gradient is not finite; there is no result then. In a micro-step only the states are
+ * computed. ARGUMENT in the parts of a call (halfstep_run_begin()), and for ROUND.
+ *
+ * STEP with `ahead`, also in its parts: for each tensor whose ahead[i].weight is not NULL, the new weight is there
+ * afterwards, and weights[i] is as it was. This holds whether the result stands, is made again, or is not used because
+ * the tensor or the step is skipped; the weight is then a copy. The new states are in their own memory, as always. The
+ * result stands if everything that it was made with equals what the step decides: lr and all other hyper-parameters,
+ * scale, clip factor, counters, micro. Otherwise the tensor is stepped again. The bits are those of a plain STEP in
+ * every case. ahead[i].states NULL: there is no result, or it may not be used. Pass NULL if the weight, the states or
+ * the gradient were written to after TENSOR. A tensor whose ahead[i].weight is NULL has a plain step, as without
+ * `ahead`. A micro-step leaves weights alone, so it looks at ahead[i].states only. Every STEP ends by forgetting all
+ * results. A STEP that is refused leaves the memory of the results undefined, apart from the weights. */
+
+/* Writes to *bytes how much memory halfstep_ahead.states needs. UNSUPPORTED for a tensor that cannot be stepped in
+ * advance: if its rule, a cautious group or a state with one scale needs sums over it, if it is stepped as matrices or
+ * has vectors over rows and columns, on a device other than the processor, and with states in a storage. */
+HALFSTEP_API int halfstep_ahead_bytes(const halfstep_optimizer *optimizer, int32_t tensor, uint64_t *bytes);
+/* Returns how many steps made a tensor again although its result was at hand. */
+HALFSTEP_API uint64_t halfstep_redone_steps(const halfstep_optimizer *optimizer);
 
 /* Adds scale * gradient to an accumulator of one tensor, which is the gradient of a later step. Formats of the
  * accumulator: "f32", "bf16", "bf16-sr", "f16". It has the shape of the part held here. "bf16-sr" consumes random bits

@@ -1,6 +1,6 @@
 /* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), plan.c (chunks and arrays of a step),
- * slots.c and storage.c (memory), ready.c and step.c (steps), sync.c (asynchronous devices), records.c (what a
- * checkpoint keeps), accumulate.c, checks.c, devices.c, device_check.c and device_cases.c. */
+ * slots.c and storage.c (memory), ready.c, step.c and ahead.c (steps), sync.c (asynchronous devices), records.c (what a
+ * checkpoint keeps), accumulate.c, checks.c, device_check.c and device_cases.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -47,6 +47,8 @@ struct halfstep_optimizer {
     int scalars_unshared;          /* 1: tensors with totals may differ in their scalars, which were set or are new */
     void *memory;                  /* the states' memory if the library has allocated it, or NULL */
     struct hstep_storage *storage; /* of the states, in place of memory, or NULL */
+    _Atomic(struct hstep_results *) results; /* of steps in advance; NULL before the first */
+    uint64_t redone_steps;
     uint64_t workspace_bytes;
     atomic_flag workspace_lock;
 
@@ -125,7 +127,8 @@ int hstep_check_owned(const halfstep_optimizer *o, const void *memory);
 /* Fetches what steps have changed into the handle, and waits for it. This function and those up to hstep_send_at_once()
  * act on asynchronous devices only, and do nothing for others (sync.c). */
 int hstep_fetch(const halfstep_optimizer *o);
-/* Mark tensors, or counts of groups and of the ledger, as changed. They must have been fetched before the change. */
+/* Mark tensors, or counts of groups and of the ledger, as changed. They must have been fetched before the change. On
+ * every device, results of steps in advance of these tensors are forgotten. */
 void hstep_changed(halfstep_optimizer *o, int first, int n);
 void hstep_counts_changed(halfstep_optimizer *o);
 /* Send to the device what was changed: before a step, or at once if a captured graph may make steps. */
@@ -181,6 +184,7 @@ struct hstep_request {
     halfstep_optimizer *o;
     struct hstep_call call;
     int *norms_made; /* 1: the call between begin and finish has made the sums */
+    const halfstep_ahead *ahead;
 };
 
 /* The parts of a step: the three that processes make together, or all of it in one call. */
@@ -193,12 +197,32 @@ int hstep_check_ready(const struct hstep_request *s, enum hstep_part part);
 int hstep_sum_tensors(const struct hstep_request *s, int first, int n);
 int hstep_step_tensors(const struct hstep_request *s, int first, int n, int made);
 
+/* The following functions are for steps in advance (ahead.c). The first makes one, for a request about one tensor, with
+ * statistics as scratch. */
+int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics);
+/* Fails if a call may not have `ahead`. */
+int hstep_check_ahead(const halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part);
+/* Scans gradients except those of results, whose squares it adds. */
+int hstep_scan_rest(const struct hstep_request *s);
+/* Between decide and count: the first function points the request to the results that stand, and to where new weights
+ * go. The second restores the updates, and forgets all results of the request's tensors. */
+int hstep_use_results(struct hstep_request *s);
+void hstep_end_results(const struct hstep_request *s);
+/* Forgets the results of n tensors, because something that they were made of changes. */
+void hstep_forget_results(halfstep_optimizer *o, int first, int n);
+void hstep_close_results(halfstep_optimizer *o);
+
 /* Cuts all tensors of a settled handle into chunks again, after their piece_rows have changed (plan.c). */
 int hstep_cut_again(halfstep_optimizer *o);
 /* Fails with ARGUMENT unless the tensor has such a slot (slots.c). */
 int hstep_check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot);
 /* Writes the first error codes of a packed weight (slots.c). */
 int hstep_spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *t);
+
+/* Returns a tensor as it is once the handle is settled (storage.c). */
+struct hstep_tensor hstep_laid_out(const halfstep_optimizer *o, int tensor);
+/* Describes the piece of some rows. Rows that are not all rows belong to a tensor that may be cut. */
+halfstep_piece hstep_describe(const struct hstep_tensor *t, int tensor, int64_t first_row, int64_t n_rows, int weights);
 
 /* The following functions are for states in storage (storage.c). The first brings the pieces of a call into memory one
  * after another, and makes the sums or the updates of their tensors. */

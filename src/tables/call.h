@@ -55,7 +55,15 @@ struct hstep_verdict {
     double clip;   /* factor of the gradients */
 };
 
-/* One public call, for all tensors or for one. weights, gradients and statistics count from tensor `first`. */
+/* Where the bytes of a tensor come from before an update: its weight, and a tensor with the addresses of its states and
+ * of what is stored beside its weight. NULL: they are in place. */
+struct hstep_origin {
+    const void *weight;
+    const struct hstep_tensor *states;
+};
+
+/* One public call, for all tensors or for one. weights, gradients, origins and statistics count from tensor
+ * `first`. */
 struct hstep_call {
     const struct hstep_context *context;
     struct hstep_plan plan;
@@ -71,6 +79,7 @@ struct hstep_call {
     int64_t first_chunk, end_chunk;
     void *const *weights; /* NULL in micro-steps */
     const void *const *gradients;
+    const struct hstep_origin *origins; /* copied from in an UPDATE, or NULL. Devices of shared memory alone get it */
     const struct hstep_tensor *tensors; /* the handle's own; a device may read what settling filled in */
     int64_t *statistics;
     struct hstep_verdict *verdict; /* in the memory of the device */

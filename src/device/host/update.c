@@ -157,9 +157,31 @@ static void update_rows(struct hstep_work *w, struct staging *st, struct hstep_s
     }
 }
 
+static void copy_bytes(char *to, const char *from, struct hstep_bytes bytes)
+{
+    memcpy(to + bytes.first, from + bytes.first, (size_t)bytes.n);
+}
+
+/* Copies the bytes of a chunk from where they are before the update. */
+static void bring_chunk(const struct hstep_call *call, const struct hstep_chunk *c)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
+    const struct hstep_origin *from = &call->origins[c->tensor - call->first];
+    if (from->weight)
+        copy_bytes(call->weights[c->tensor - call->first], from->weight,
+                   hstep_chunk_bytes(t, c, HALFSTEP_SLOT_WEIGHT, 0));
+    for (int s = 0; from->states && s < t->slots; s++) {
+        const struct hstep_slot *slot = &t->slot[s], *other = &from->states->slot[s];
+        if (slot->format < 0 || s == HALFSTEP_SLOT_GRADIENT) continue;
+        if (s >= HALFSTEP_SLOT_STATE) copy_bytes(slot->code, other->code, hstep_chunk_bytes(t, c, s, 0));
+        if (slot->extra_bytes) copy_bytes(slot->extra, other->extra, hstep_chunk_bytes(t, c, s, 1));
+    }
+}
+
 static void update_chunk(const struct hstep_batch *b, const struct hstep_chunk *c)
 {
     const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
+    if (b->call->origins && b->pass == HSTEP_PASS_UPDATE) bring_chunk(b->call, c);
     if (!hstep_is_updated(t, &b->call->plan.updates[c->tensor], b->pass)) return;
     struct hstep_work w;
     struct staging st;
