@@ -377,7 +377,14 @@ static void test_refusals(void)
     hstep_free_commit(&record);
     change_byte(path, hstep_slot_begin(&layout, 5) + 40);
     EQUAL(go_on(path, 3, 3), (uint64_t)3);
+    layout_of(path, &record);
+    const int half = record.halves[0];
+    hstep_free_commit(&record);
+    /* Now step 4 was made again. A step that is under way writes over what step 3 needs. */
     change_byte(path, hstep_slot_begin(&layout, 5) + 10);
+    change_byte(path, hstep_half_begin(&layout, !half));
+    FAILS(open_run(&r, path), FORMAT, "the states of the other are not whole any more");
+    end_run(&r);
     change_byte(path, hstep_slot_begin(&layout, 4) + 10);
     FAILS(open_run(&r, path), FORMAT, "both of its records are damaged");
     end_run(&r);

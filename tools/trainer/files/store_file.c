@@ -293,8 +293,8 @@ int store_file_open(const char *path, struct store_file *file, char *error, size
     const size_t n = file->about.tensors;
     halfstep_tensor *tensors = malloc((n + 1) * sizeof *tensors);
     for (size_t i = 0; tensors && i < n; i++) tensors[i] = as_added(&file->about.tensor[i]);
-    int bad = !tensors || store_make_optimizer(&file->about.metadata, tensors, n, path, &file->optimizer, error,
-                                               error_bytes) != 0;
+    int bad = !tensors ||
+              store_make_optimizer(&file->about.metadata, tensors, n, path, &file->optimizer, error, error_bytes) != 0;
     if (!tensors) no_memory(error, error_bytes);
     free(tensors);
     if (bad) return -1;
