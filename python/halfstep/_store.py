@@ -176,6 +176,7 @@ class Store:
     """
 
     file = part = places = None
+    closed = False
 
     def __init__(self, groups, names, placement, residuals, cache, accumulation, release):
         self.groups, self.names, self.placement = groups, names, placement
@@ -192,7 +193,8 @@ class Store:
         self.close()
 
     def close(self):
-        """Closes the file. The optimizer cannot be stepped any more."""
+        """Closes the file, for good unless `closed` is reset."""
+        self.closed = True
         part, file = self.part, self.file
         self.part = self.file = None
         if part is not None:
@@ -209,7 +211,12 @@ class Store:
         self.exists = os.path.exists(self.path)
         if self.exists:
             self._load_groups(optimizer.load_state_dict)
-        self.cache.build(decides=False)
+        self._build()
+
+    def _build(self):
+        """Opens or makes the file. The residuals and error codes in it belong to the weights that
+        are there."""
+        self.residuals.wrote(list(self.cache.build(decides=False).guarded))
 
     def _refuse_options(self, optimizer):
         for name, why in (
@@ -304,6 +311,8 @@ class Store:
         return converted
 
     def _open(self, engine, part, state):
+        if self.closed:
+            raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         path, options = os.fsencode(self.path), self.groups.options
         weights = [_devices.to_cpu(stored(m.p)) for m in engine.members]
         pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
@@ -377,7 +386,7 @@ class Store:
     def _bytes(self, function, p, s, tensor):
         self.placement.settle()
         if self.part is None or p not in self.indices:
-            raise RuntimeError(f"halfstep: {self.path} is closed; make the optimizer anew")
+            raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         if tensor.numel():
             place, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
             invoke(function, self.part, self.indices[p], s.slot, s.extra, 0, size, place)
@@ -464,12 +473,15 @@ class Store:
         self.cache.forget()
         self.release.restart()
         self.close()
+        self.closed = False
         try:
-            self.cache.build(decides=False)
+            self._build()
         except Exception as error:
             now = f"it could not be opened again ({error}), so make the optimizer anew from it"
         else:
-            now = "states and weights are those of its last whole step, and step() goes on from there"
+            now = (
+                "states and weights are those of its last whole step, and step() goes on from there"
+            )
         if not self.groups.options.store_weights:
             now = (
                 "it keeps no weights, so load those of its last whole step and make the optimizer"

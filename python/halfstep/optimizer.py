@@ -13,7 +13,7 @@ import torch
 from . import _abi, _files, _layout, _matrices, _sharding, _state, accumulate
 from ._groups import LISTS
 from ._handles import seed_of
-from ._options import Options, keep_plain, bytes_of
+from ._options import Options, bytes_of, keep_plain
 from ._parameters import check_parameter, format_of
 from ._parts import Parts
 from ._placement import Placement
@@ -211,9 +211,9 @@ class Optimizer(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         compile: bool = False,
-        store: Optional[Union[str, "os.PathLike[str]"]] = None,
+        store: Optional[str] = None,
         store_weights: bool = True,
-        store_memory: Union[None, int, float, str] = None,
+        store_memory: Any = None,
     ) -> None:
         if differentiable:
             raise ValueError(
