@@ -144,6 +144,7 @@ class EngineCache:
             or state.get("step") is not m.step
             or version(m.step) != m.versions["step"]
             or any(version(tensor) != m.versions[key] for key, tensor in m.numbers.items())
+            or m.are_numbers_moved()
             or any(
                 state.get(key) is not tensor or local(tensor).data_ptr() != address
                 for key, tensor, address in m.bound

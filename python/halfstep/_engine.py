@@ -123,7 +123,11 @@ class Engine:
         _calls.restore(m.handle, record)
         # The library keeps all tensors of a state current, because somebody may keep the state
         # dictionary. This includes the grids: codes mean nothing without their grid.
+        self._bind_numbers(m)
+
+    def _bind_numbers(self, m):
         _calls.bind(m.handle, m.index, m.rule, m.streams, m.step, m.numbers)
+        m.note_places()
 
     def member(self, p):
         """Returns the member of a parameter, or None."""
@@ -170,8 +174,12 @@ class Engine:
                 if key in now:
                     _layout.write(held, now[key])
                     m.written[key] = now[key]
-            if replaced:
-                _calls.bind(m.handle, m.index, m.rule, m.streams, m.step, m.numbers)
+            if m.are_numbers_moved():
+                if ours and step is m.step:
+                    step.detach().fill_(now["state_steps"])
+                alone = False
+            elif replaced:
+                self._bind_numbers(m)
         self.tell(groups)
         return alone
 

@@ -71,6 +71,7 @@ class Release:
         if grad is not None:
             self.groups.options.check_mode(self.groups)
             self.step_one(p, grad, self.groups.options.optimizer_accumulation)
+            self.placement.stepped_alone(p)
 
     def step_one(self, p, grad, micro):
         """Does the work of step_param() with a given gradient. `micro`: only adds it to the

@@ -11,14 +11,13 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 import torch
 
 from . import _abi, _files, _layout, _matrices, _sharding, _state, accumulate
-from ._groups import LISTS
 from ._handles import seed_of
 from ._options import Options, bytes_of, keep_plain
 from ._parameters import check_parameter, format_of
 from ._parts import Parts
 from ._placement import Placement
 from ._release import check_release
-from ._torch import VERSION, no_dynamo, warn_once
+from ._torch import VERSION, is_compiling, no_dynamo, warn_once
 
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
@@ -78,6 +77,15 @@ def _kept(name):
         lambda self: getattr(self._parts.groups, name),
         lambda self, value: setattr(self._parts.groups, name, value),
     )
+
+
+def _state_as_it_is(optimizer):
+    """Returns the state of an optimizer after all submitted work is done, because callers read it:
+    trainers copy it to another device."""
+    parts = optimizer._parts
+    if not is_compiling():
+        parts.cache.hear()
+    return parts.groups.state
 
 
 class Kept:
@@ -175,7 +183,8 @@ class Optimizer(torch.optim.Optimizer):
     #: name in the library's table of rules
     rule = None
 
-    param_groups, state, defaults = map(_kept, LISTS)
+    param_groups, defaults = map(_kept, ("param_groups", "defaults"))
+    state = property(_state_as_it_is, _kept("state").fset)
     clip_norm, clip, scan, threads, flat = map(Kept, (0.0, None, None, 0, False))
     #: True: gradients go into the states and leave the weights alone; the last micro-batch of a
     #: step is made with False

@@ -232,9 +232,8 @@ class StateStreaming(Hosted):
     States are in pinned memory, which torch takes in powers of two. If they need more than one
     buffer, step() waits once for all gradients, unless it does not check them
     (scan="known-finite" without clip_norm). It returns before the states are back. All functions of
-    this package that read states wait for them. Code that reads `optimizer.state` itself must
-    synchronize the device first. Such a step cannot be captured into a CUDA graph. Parameters in
-    CPU memory are stepped there.
+    this package that read states wait for them, and so does `optimizer.state`. Such a step cannot
+    be captured into a CUDA graph. Parameters in CPU memory are stepped there.
     """
 
     _placement = Streamed

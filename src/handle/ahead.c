@@ -164,7 +164,8 @@ int hstep_take_results(const struct hstep_request *s)
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     int redone = 0;
-    if (c->single || c->verdict->refused || (!atomic_load(&o->results) && !c->weights_before)) return HALFSTEP_OK;
+    if (!o->device->adopt || c->single || c->verdict->refused) return HALFSTEP_OK;
+    if (!atomic_load(&o->results) && !c->weights_before) return HALFSTEP_OK;
     for (int i = c->first; i < c->first + c->n; i++) {
         const struct hstep_result *r = o->labels[i].result;
         const struct hstep_update *u = &c->plan.updates[i];
@@ -174,5 +175,5 @@ int hstep_take_results(const struct hstep_request *s)
         redone |= !u->skip && !t->ahead;
     }
     o->redone += (uint64_t)redone;
-    return o->device->adopt ? o->device->adopt(c) : HALFSTEP_OK;
+    return o->device->adopt(c);
 }

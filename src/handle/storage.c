@@ -565,8 +565,10 @@ static int work(const struct walk *w, const struct visit *v)
     struct hstep_request s = *w->s;
     const int64_t first = most((uint64_t)s.call.first, (uint64_t)st->pieces[r->first].tensor),
                   end = least((uint64_t)(s.call.first + s.call.n), (uint64_t)st->pieces[r->end - 1].tensor + 1);
-    s.call.first_chunk = st->pieces[r->first].first_chunk;
-    s.call.end_chunk = st->pieces[r->end - 1].end_chunk;
+    struct hstep_context context = *s.call.context;
+    context.first_chunk = st->pieces[r->first].first_chunk;
+    context.end_chunk = st->pieces[r->end - 1].end_chunk;
+    s.call.context = &context;
     for (int64_t i = r->first; i < r->end; i++)
         if (is_active(w, &st->pieces[i])) give_addresses(&s.o->tensors[st->pieces[i].tensor], &st->pieces[i]);
     int error = v->what == SUM ? hstep_sum_tensors(&s, (int)first, (int)(end - first))

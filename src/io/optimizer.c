@@ -250,7 +250,7 @@ typedef int stream_visitor(void *context, tensor_record *t, const hstep_stream *
 static int each_stream(const record *r, void *const *weights, int has_model_file, const halfstep_file_options *options,
                        stream_visitor *visit, void *context, hstep_error *error)
 {
-    int code = HALFSTEP_OK;
+    int code = HALFSTEP_OK, in_storage = 0;
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
         tensor_record *t = &r->tensors[i];
         hstep_stream streams[HSTEP_MAX_STREAMS], weight;
@@ -258,7 +258,8 @@ static int each_stream(const record *r, void *const *weights, int has_model_file
         const halfstep_rule_info *rule = &r->groups[t->info.group].rule;
         int count = 0;
         code = shape_of(r, i, options, &shape, error);
-        if (!code) code = hstep_list_streams(r->optimizer, i, &t->info, rule, shape, streams, &count, error);
+        if (!code)
+            code = hstep_list_streams(r->optimizer, i, &t->info, rule, shape, &in_storage, streams, &count, error);
         for (int k = 0; k < count && !code; k++) code = visit(context, t, &streams[k], 0);
         if (code || !weights) continue;
         code = hstep_weight_stream(r->optimizer, i, &t->info, shape, weights[i], has_model_file ? "" : HSTEP_WEIGHT,
@@ -280,10 +281,18 @@ static const char *model_file(const halfstep_file_options *options)
 
 /* ---- Writing ----------------------------------------------------------------------------------------------------- */
 
+/* A stream that is in storage. */
+typedef struct stored {
+    int32_t tensor, slot, extra;
+} stored;
+
 /* The writers of states and weights, and the place of error texts. `model` is NULL if weights go to the states. With
  * `put`, the pairs of metadata go there, and there are no writers. */
 typedef struct declaring {
     halfstep_safetensors_writer *states, *model;
+    const record *record;
+    stored *streams; /* for each tensor of `states`: where it is if it has no memory */
+    size_t count, capacity;
     hstep_put *put;
     void *context;
     hstep_error *error;
@@ -422,16 +431,28 @@ static int declare_packed(const declaring *d, const record *r)
 
 static int declare_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
+    declaring *d = context;
+    const stored place = {(int32_t)(t - d->record->tensors), stream->slot, stream->extra};
+    if (is_weight && d->model) return hstep_declare_stream(d->model, t->info.name, stream, d->error);
+    if (!hstep_grow((void **)&d->streams, d->count, &d->capacity, sizeof place)) return hstep_fail_memory(d->error);
+    d->streams[d->count++] = place;
+    return hstep_declare_stream(d->states, t->info.name, stream, d->error);
+}
+
+/* Reads from storage. */
+static int fill_stream(void *context, uint64_t number, uint64_t offset, void *data, uint64_t bytes)
+{
     const declaring *d = context;
-    return hstep_declare_stream(is_weight && d->model ? d->model : d->states, t->info.name, stream, d->error);
+    const stored *from = &d->streams[number];
+    return halfstep_read_bytes(d->record->optimizer, from->tensor, from->slot, from->extra, offset, bytes, data);
 }
 
 /* Writes the optimizer into a checkpoint, or into the file at path if save is NULL. */
 static int write_files(halfstep_checkpoint_save *save, const char *path, const halfstep_optimizer *optimizer,
                        void *const *weights, const halfstep_file_options *options, hstep_error *error)
 {
-    declaring d = {.error = error};
     record r;
+    declaring d = {.record = &r, .error = error};
     char *text = error->text;
     int code = describe(&r, optimizer, 0, error);
     if (!code && (halfstep_create_safetensors_writer(&d.states) ||
@@ -444,8 +465,9 @@ static int write_files(halfstep_checkpoint_save *save, const char *path, const h
     if (!code && d.model)
         code = halfstep_save_safetensors(save, model_file(options), d.model, NULL, NULL, text, error->size);
     if (!code && save)
-        code = halfstep_save_safetensors(save, optimizer_file(options), d.states, NULL, NULL, text, error->size);
-    if (!code && !save) code = halfstep_write_safetensors(d.states, path, NULL, NULL, text, error->size);
+        code = halfstep_save_safetensors(save, optimizer_file(options), d.states, fill_stream, &d, text, error->size);
+    if (!code && !save) code = halfstep_write_safetensors(d.states, path, fill_stream, &d, text, error->size);
+    free(d.streams);
     halfstep_destroy_safetensors_writer(d.states);
     halfstep_destroy_safetensors_writer(d.model);
     free_record(&r);
@@ -879,19 +901,59 @@ static int check_stream(void *context, tensor_record *t, const hstep_stream *str
                                : HALFSTEP_OK;
 }
 
+static int fail_taking(const loading *l, int code)
+{
+    const char *detail = halfstep_error_detail(l->record->optimizer);
+    return hstep_fail(l->error, code, "%s: %s", l->states.path, *detail ? detail : halfstep_strerror(code));
+}
+
+/* Copies tensor `place` of the file to a stream in storage. UINT64_MAX: writes zeros. */
+static int fill_storage(const loading *l, const tensor_record *t, const hstep_stream *stream, uint64_t place)
+{
+    const int32_t index = (int32_t)(t - l->record->tensors);
+    int code = HALFSTEP_OK;
+    char *piece = calloc(1, HSTEP_CHECK_BYTES);
+    if (!piece) return hstep_fail_memory(l->error);
+    for (uint64_t at = 0, bytes; at < stream->bytes && !code; at += bytes) {
+        bytes = stream->bytes - at < HSTEP_CHECK_BYTES ? stream->bytes - at : HSTEP_CHECK_BYTES;
+        if (place != UINT64_MAX)
+            code = halfstep_read_safetensor(l->states.file, place, at, piece, bytes, l->error->text, l->error->size);
+        if (code) break;
+        code = halfstep_write_bytes(l->record->optimizer, index, stream->slot, stream->extra, at, bytes, piece);
+        if (code) code = fail_taking(l, code);
+    }
+    free(piece);
+    return code;
+}
+
+/* Copies a weight that was loaded to the storage, if that keeps weights. */
+static int store_weight(const loading *l, const tensor_record *t, const hstep_stream *stream)
+{
+    const int32_t index = (int32_t)(t - l->record->tensors);
+    halfstep_optimizer *const o = l->record->optimizer;
+    /* A storage without weights, and memory, refuse even no bytes. */
+    if (halfstep_write_bytes(o, index, HALFSTEP_SLOT_WEIGHT, 0, 0, 0, NULL)) return HALFSTEP_OK;
+    const int code = halfstep_write_bytes(o, index, HALFSTEP_SLOT_WEIGHT, 0, 0, stream->bytes, stream->data);
+    return code ? fail_taking(l, code) : HALFSTEP_OK;
+}
+
 static int read_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
     loading *l = context;
     hstep_coarse coarse;
     if (!stream->bytes) return HALFSTEP_OK;
     if (t->has_no_steps && !is_weight) {
+        if (!stream->data) return fill_storage(l, t, stream, UINT64_MAX);
         memset(stream->data, 0, (size_t)stream->bytes);
         return HALFSTEP_OK;
     }
     if (find_coarse(l, t, stream, is_weight, &coarse))
         return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, t, stream, &coarse, l->record->optimizer);
-    return halfstep_read_safetensor(is_weight ? l->model.file : l->states.file, l->places[l->place_count++], 0,
-                                    stream->data, stream->bytes, l->error->text, l->error->size);
+    const uint64_t place = l->places[l->place_count++];
+    if (!stream->data) return fill_storage(l, t, stream, place);
+    int code = halfstep_read_safetensor(is_weight ? l->model.file : l->states.file, place, 0, stream->data,
+                                        stream->bytes, l->error->text, l->error->size);
+    return code || !is_weight ? code : store_weight(l, t, stream);
 }
 
 /* Fails if the file holds states that this optimizer does not have. Either it was saved with other settings, or a
@@ -927,12 +989,6 @@ static int check_streams(loading *l)
 }
 
 /* ---- Taking what was read ---------------------------------------------------------------------------------------- */
-
-static int fail_taking(const loading *l, int code)
-{
-    const char *detail = halfstep_error_detail(l->record->optimizer);
-    return hstep_fail(l->error, code, "%s: %s", l->states.path, *detail ? detail : halfstep_strerror(code));
-}
 
 /* Returns the first id from `from` on that no tensor has here or in the file. */
 static uint64_t unused_id(const record *r, uint64_t from)
@@ -1011,6 +1067,7 @@ static int take(loading *l)
     l->error = l->states.error = l->model.error = &trouble;
     l->place_count = 0;
     code = load_streams(l, read_stream);
+    if (!code && (code = halfstep_flush(l->record->optimizer, l->weights))) code = fail_taking(l, code);
     l->error = l->states.error = l->model.error = told;
     /* The same bytes were read once without an error, so the disk or the file is failing right now. */
     if (code) hstep_fail(told, code, "%s; the optimizer is only partly loaded: load it again", detail);

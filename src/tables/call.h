@@ -15,6 +15,9 @@ struct hstep_context {
     halfstep_run_tasks run;              /* the caller's own threads, or NULL */
     void *host;
     struct hstep_link *link; /* made by open(), or NULL */
+    /* The chunks that a pass is restricted to, because only their states are in memory. end_chunk 0: it is not. Only
+     * devices of shared memory are asked for that. */
+    int64_t first_chunk, end_chunk;
 };
 
 /* Numbers that steps of an asynchronous device read and write in its own memory. They stay there until somebody
@@ -64,11 +67,9 @@ struct hstep_call {
     int scan, clip; /* HSTEP_SCAN_*, HSTEP_CLIP_* */
     double gradient_scale, clip_norm, round_norm;
     int first, n;
-    int single;     /* 1: one tensor is stepped by itself */
-    int micro;      /* 1: a micro-step: gradients go into the states, weights do not change */
-    int64_t matrix; /* of passes over one matrix: its number among those held here */
-    /* Of passes over some pieces in storage: their chunks. end_chunk 0: all. Devices of shared memory alone get it. */
-    int64_t first_chunk, end_chunk;
+    int single;           /* 1: one tensor is stepped by itself */
+    int micro;            /* 1: a micro-step: gradients go into the states, weights do not change */
+    int64_t matrix;       /* of passes over one matrix: its number among those held here */
     void *const *weights; /* NULL in micro-steps */
     const void *const *gradients;
     void *const *weights_before; /* copied to `weights` before an update where they differ; NULL: they never do */

@@ -21,8 +21,9 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
         b.first = hstep_matrix_chunk(t, chunks, call->matrix);
         b.end = hstep_matrix_chunk(t, chunks, call->matrix + 1);
     }
-    if (call->end_chunk && b.first < call->first_chunk) b.first = call->first_chunk;
-    if (call->end_chunk && b.end > call->end_chunk) b.end = call->end_chunk;
+    const struct hstep_context *c = call->context;
+    if (c->end_chunk && b.first < c->first_chunk) b.first = c->first_chunk;
+    if (c->end_chunk && b.end > c->end_chunk) b.end = c->end_chunk;
     if (b.first >= b.end) return;
     b.task = chunks[b.first].task;
     (backward ? hstep_run_backwards : hstep_run)(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);

@@ -2,7 +2,8 @@
  *
  * A piece has a place in each half. The last record says for each piece which half is current. A step writes to the
  * other halves, which the last record does not need. Then they are made durable, then a new record is written over the
- * older one of the two, and made durable. So at any instant one record is whole, and so is all that it refers to. */
+ * older one of the two, and made durable. So at any instant one record is whole, and so is all that it refers to. Over 500 lines because
+ * making, opening and writing must agree on what is current. */
 #include "base/structs.h"
 #include "io/numbers.h"
 #include "io/store/engine.h"
@@ -210,7 +211,10 @@ static const char *why(void *host) { return ((halfstep_store *)host)->text; }
 static int fail_optimizer(const halfstep_store *s, const halfstep_optimizer *optimizer, int code, hstep_error *error)
 {
     const char *detail = halfstep_error_detail(optimizer);
-    return hstep_fail(error, code, "%s: %s", s->path, *detail ? detail : halfstep_strerror(code));
+    /* A text of this store names the file. */
+    const int is_ours = *detail && !strcmp(detail, s->text);
+    return hstep_fail(error, code, "%s%s%s", is_ours ? "" : s->path, is_ours ? "" : ": ",
+                      *detail ? detail : halfstep_strerror(code));
 }
 
 /* Binds the store to a handle. Pieces are known only then. */

@@ -196,11 +196,12 @@ static int set_settings(const struct store_pairs *metadata, int32_t group, halfs
         if (strncmp(pair->key, prefix, n) != 0 || strchr(pair->key + n, '.')) continue;
         const char *name = pair->key + n;
         int code = HALFSTEP_OK;
-        if (halfstep_get_choice(optimizer, group, name))
-            code = halfstep_set_choice(optimizer, group, name, pair->value);
-        else if (halfstep_get_hyper(optimizer, group == HALFSTEP_ALL_GROUPS ? 0 : group, name, &now) == HALFSTEP_OK &&
-                 parse_number(pair->value, &value) == 0)
+        /* Some hyper-parameters have names for their numbers, which the metadata do not use. */
+        if (parse_number(pair->value, &value) == 0 &&
+            halfstep_get_hyper(optimizer, group == HALFSTEP_ALL_GROUPS ? 0 : group, name, &now) == HALFSTEP_OK)
             code = halfstep_set_hyper(optimizer, group, name, value);
+        else if (halfstep_get_choice(optimizer, group, name))
+            code = halfstep_set_choice(optimizer, group, name, pair->value);
         if (code != HALFSTEP_OK) return code;
     }
     return HALFSTEP_OK;
@@ -293,8 +294,8 @@ int store_file_open(const char *path, struct store_file *file, char *error, size
     const size_t n = file->about.tensors;
     halfstep_tensor *tensors = malloc((n + 1) * sizeof *tensors);
     for (size_t i = 0; tensors && i < n; i++) tensors[i] = as_added(&file->about.tensor[i]);
-    int bad = !tensors || store_make_optimizer(&file->about.metadata, tensors, n, path, &file->optimizer, error,
-                                               error_bytes) != 0;
+    int bad = !tensors ||
+              store_make_optimizer(&file->about.metadata, tensors, n, path, &file->optimizer, error, error_bytes) != 0;
     if (!tensors) no_memory(error, error_bytes);
     free(tensors);
     if (bad) return -1;
@@ -308,6 +309,33 @@ int store_file_open(const char *path, struct store_file *file, char *error, size
                    HALFSTEP_OK
                ? 0
                : -1;
+}
+
+int32_t store_file_find(const struct store_file *file, const struct lm_tensor *tensor, char *error, size_t error_bytes)
+{
+    for (size_t i = 0; i < file->about.tensors; i++) {
+        const struct store_tensor *t = &file->about.tensor[i];
+        if (strcmp(t->name, tensor->name) != 0) continue;
+        if (t->shape[0] == (uint64_t)tensor->rows && t->shape[1] == (uint64_t)tensor->row_length) return (int32_t)i;
+        snprintf(error, error_bytes, "%s has %llu x %llu elements in the file of states, and %lld x %lld in the model",
+                 t->name, (unsigned long long)t->shape[0], (unsigned long long)t->shape[1], (long long)tensor->rows,
+                 (long long)tensor->row_length);
+        return -1;
+    }
+    snprintf(error, error_bytes, "the file of states has no tensor %s", tensor->name);
+    return -1;
+}
+
+int store_file_check(const struct store_file *file, const struct lm_config *shape, char *error, size_t error_bytes)
+{
+    const int n = lm_tensor_count(shape);
+    for (int i = 0; i < n; i++) {
+        struct lm_tensor tensor;
+        if (lm_tensor_info(shape, i, &tensor) != 0 || store_file_find(file, &tensor, error, error_bytes) < 0) return -1;
+    }
+    if (file->about.tensors == (size_t)n) return 0;
+    snprintf(error, error_bytes, "the file of states has %zu tensors, and the model %d", file->about.tensors, n);
+    return -1;
 }
 
 void store_file_close(struct store_file *file)

@@ -9,6 +9,8 @@
 #include "halfstep.h"
 #include "halfstep_io.h"
 
+#include "trainer/models/llama.h"
+
 struct store_pair {
     const char *key, *value;
 };
@@ -66,6 +68,10 @@ struct store_file {
 /* Opens a file. Call store_file_close() afterwards, also on failure. */
 int store_file_open(const char *path, struct store_file *file, char *error, size_t error_bytes);
 void store_file_close(struct store_file *file);
+/* Returns the number of a tensor of the model, or -1 if the file has none of that name and shape. */
+int32_t store_file_find(const struct store_file *file, const struct lm_tensor *tensor, char *error, size_t error_bytes);
+/* Fails unless the file has the tensors of the model and no others. */
+int store_file_check(const struct store_file *file, const struct lm_config *shape, char *error, size_t error_bytes);
 /* Allocates memory for the weights of an optimizer. NULL without memory. Free it with store_free_weights(). */
 void **store_make_weights(const halfstep_optimizer *optimizer);
 void store_free_weights(const halfstep_optimizer *optimizer, void **weights);

@@ -362,7 +362,8 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
     int trains = groups[0].n > 0 && config->recipe;
     int status = config->store ? store_check(args, trains, config, error, error_bytes) : 0;
     if (status) return status;
-    if (!config->checkpoint && ((config->resume && !config->store) || args_given(args, "checkpoint-every") || args_given(args, "keep"))) {
+    if (!config->checkpoint &&
+        ((config->resume && !config->store) || args_given(args, "checkpoint-every") || args_given(args, "keep"))) {
         snprintf(error, error_bytes, "--%s needs --checkpoint DIR",
                  config->resume             ? "resume"
                  : args_given(args, "keep") ? "keep"

@@ -295,7 +295,8 @@ int run_build(struct run *run)
     int status = run_create_optimizer(run);
     if (!status) status = ranks_open(run);
     if (!status) status = run_add_tensors(run);
-    if (!status && !c->store && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK) status = run_fail_in(run, run->optimizer);
+    if (!status && !c->store && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK)
+        status = run_fail_in(run, run->optimizer);
     if (!status) status = check_accumulation(run);
     if (status) return status;
     run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));

@@ -61,11 +61,11 @@ struct run {
     float *scratch; /* room for NORM_PIECE values or one row, whichever is longer */
     struct log *log;
 
-    int64_t step;         /* steps done */
-    int64_t micro_step;   /* the current one of the step */
+    int64_t step;             /* steps done */
+    int64_t micro_step;       /* the current one of the step */
     int64_t first_micro_step; /* those before it are in the states of a resumed run */
-    double squares;       /* sum of squares of this step's gradients, loss scale included */
-    double released_norm; /* gradient norm of the previous step, which --clip uses with --release */
+    double squares;           /* sum of squares of this step's gradients, loss scale included */
+    double released_norm;     /* gradient norm of the previous step, which --clip uses with --release */
     int skipped_now, skips_in_a_row, skip_warned, log_lost;
     int stream_failed;
     double started, optimizer_seconds, trained_seconds;

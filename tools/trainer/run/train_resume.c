@@ -226,9 +226,8 @@ int run_resume(struct run *run)
     const struct run_config *c = run->config;
     halfstep_checkpoint *checkpoint = NULL;
     struct trainer_file saved;
-    if (!c->store &&
-        halfstep_open_checkpoint(&checkpoint, c->resume_from ? c->resume_from : c->checkpoint, NULL, run->error,
-                                 run->error_bytes) != HALFSTEP_OK)
+    if (!c->store && halfstep_open_checkpoint(&checkpoint, c->resume_from ? c->resume_from : c->checkpoint, NULL,
+                                              run->error, run->error_bytes) != HALFSTEP_OK)
         return 1;
     int status = (c->store ? run_store_read(c->store, &saved, run->error, run->error_bytes)
                            : trainer_file_read(checkpoint, &saved, run->error, run->error_bytes)) != HALFSTEP_OK;
