@@ -2,7 +2,8 @@
 
 halfstep_io does the work. A step reads the states from the file and writes them there. This module
 opens the file, gives it what the optimizer knows beside states, and shows its tensors in
-`state[p]`.
+`state[p]`. It is longer than 500 lines because the file and the dictionaries that read it know each
+other.
 """
 
 import copy
