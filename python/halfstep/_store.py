@@ -205,13 +205,14 @@ class Store:
 
     # ---- Opening and making ----------------------------------------------------------------------
 
-    def begin(self, optimizer):
-        """Goes on from the file, or makes it if it does not exist."""
-        self._refuse_options(optimizer)
+    def begin(self, load, compiled):
+        """Goes on from the file, or makes it if it does not exist. `load` is load_state_dict() of
+        the optimizer, and `compiled` its option."""
+        self._refuse_options(compiled)
         self.cache.store = self
         self.exists = os.path.exists(self.path)
         if self.exists:
-            self._load_groups(optimizer.load_state_dict)
+            self._load_groups(load)
         self._build()
 
     def _build(self):
@@ -219,16 +220,18 @@ class Store:
         are there."""
         self.residuals.wrote(list(self.cache.build(decides=False).guarded))
 
-    def _refuse_options(self, optimizer):
-        for name, why in (
-            ("compile", "a traced step cannot read a file"),
-            ("norm_group", "each rank would have a file, and they could be one step apart"),
-            ("owners", "each rank would have a file, and they could be one step apart"),
+    def _refuse_options(self, compiled):
+        options = self.groups.options
+        apart = "each rank would have a file, and they could be one step apart"
+        for name, given, why in (
+            ("compile", compiled, "a traced step cannot read a file"),
+            ("norm_group", options.norm_group, apart),
+            ("owners", options.owners, apart),
         ):
-            if getattr(optimizer, name):
+            if given:
                 raise ValueError(
                     f"halfstep: store={self.path!r} is not available with {name}=, because {why}:"
-                    f" leave one of them out"
+                    " leave one of them out"
                 )
         advice = "leave store out and save with torch.distributed.checkpoint"
         _sharding.refuse(self.groups.params(), f"store={self.path!r}", advice)

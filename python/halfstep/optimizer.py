@@ -264,7 +264,7 @@ class Optimizer(torch.optim.Optimizer):
         if fused:
             self._step_supports_amp_scaling = True
         if self.store is not None:
-            self._parts.store.begin(self)
+            self._parts.store.begin(self.load_state_dict, compile)
         if gradient_release:
             self.prepare_gradient_release()
 

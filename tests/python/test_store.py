@@ -122,8 +122,9 @@ def test_gradient_release(path, options, keeps):
     same(both)
     both[1][1].close_store()
     params = {n: Parameter(p.detach().clone()) for n, p in both[1][0].items()}
-    options.update(RECIPES["ecc8-int8"][1], gradient_release=True)
-    both[1] = params, halfstep.AdamW(params.items(), store=path, **options)
+    formats = RECIPES["ecc8-int8"][1]
+    opt = halfstep.AdamW(params.items(), store=path, gradient_release=True, **formats, **options)
+    both[1] = params, opt
     some(4, 6)
     same(both)
 
