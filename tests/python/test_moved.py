@@ -9,7 +9,8 @@ computes for it at once, so tests move weights once all work on its current stre
 import pytest
 import torch
 from conftest import randn, warnings_are, weights_of
-from test_cuda import fake, gpu, held  # noqa: F401
+from test_cuda import fake, gpu  # noqa: F401
+from test_cuda import held as all_bits
 from torch import nn
 
 import halfstep
@@ -96,7 +97,7 @@ class Run:
 
     def same(self):
         found = [
-            held(self.gpu, dict(model.named_parameters()), opt)[:2]
+            all_bits(self.gpu, dict(model.named_parameters()), opt)[:2]
             for model, opt in ((self.here, self.plain), (self.there, self.opt))
         ]
         assert found[0] == found[1]
@@ -361,3 +362,43 @@ def test_hooks_that_leave_parameters_alone():
             opt.zero_grad()
         hook.offload()
     assert weights_of(plain) == weights_of(model)
+
+
+# ---- FSDP2's CPUOffloadPolicy --------------------------------------------------------------------
+
+
+def offloaded_by_fsdp(rank, size, kind, way):
+    """Returns the weights after some steps of a sharded model whose parameters torch keeps in CPU
+    memory, and those of a whole one with the same gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    model, whole = Net(), Net()
+    given = {}
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (size,)), offload_policy=policy)
+    for name, p in model.named_parameters():  # before the optimizer's hooks
+
+        def keep(p, name=name):
+            given[name] = p.grad.full_tensor().clone()
+
+        p.register_post_accumulate_grad_hook(keep)
+    opts = make(model, kind, way), make(whole)
+    for step in range(STEPS):
+        backward(model, step)
+        for name, p in whole.named_parameters():
+            p.grad = given[name]
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return [weights_of([p.full_tensor() for p in model.parameters()]), weights_of(whole)]
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("way", ["step", "release"])
+@kinds
+def test_cpu_offload_policy(pool, size, way, kind):
+    for sharded, whole in pool.run(size, offloaded_by_fsdp, kind, way):
+        assert sharded == whole
