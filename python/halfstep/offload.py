@@ -95,7 +95,8 @@ class _Offloaded(Streamed):
 
     def _is_streamed(self, p):
         return (
-            p.dim() > 1
+            self.groups.options.store is None
+            and p.dim() > 1
             and _matrices.has_products(self.groups.row_for(p))
             and super()._is_streamed(p)
             and _can_step_on(_devices.of(stored(p)))
@@ -108,6 +109,7 @@ class _Offloaded(Streamed):
             and not self._is_streamed(p)
             and (
                 here.numel() >= self.groups.options.minimal_size
+                or self.groups.options.store is not None
                 or _sharding.is_dtensor(p)
                 or self.groups.options.norm_group is not None
                 or not _can_step_on(_devices.of(stored(p)))

@@ -252,5 +252,10 @@ class StateStreaming(Hosted):
             raise ValueError(
                 f"halfstep: buffer={buffer!r} is not a size in bytes; give a whole number above 0"
             )
+        if options.get("store") is not None:
+            raise ValueError(
+                f"halfstep: StateStreaming steps states on the GPU, and store={options['store']!r}"
+                " keeps them in a file for the processor: use CPUOffload(..., store=)"
+            )
         self.buffer = buffer
         super().__init__(params, recipe, minimal_size=minimal_size, **options)
