@@ -196,11 +196,11 @@ static int set_settings(const struct store_pairs *metadata, int32_t group, halfs
         if (strncmp(pair->key, prefix, n) != 0 || strchr(pair->key + n, '.')) continue;
         const char *name = pair->key + n;
         int code = HALFSTEP_OK;
-        if (halfstep_get_choice(optimizer, group, name))
-            code = halfstep_set_choice(optimizer, group, name, pair->value);
-        else if (halfstep_get_hyper(optimizer, group == HALFSTEP_ALL_GROUPS ? 0 : group, name, &now) == HALFSTEP_OK &&
-                 parse_number(pair->value, &value) == 0)
+        /* Some hyper-parameters have names for their numbers, which the metadata do not use. */
+        if (parse_number(pair->value, &value) == 0 && halfstep_get_hyper(optimizer, group, name, &now) == HALFSTEP_OK)
             code = halfstep_set_hyper(optimizer, group, name, value);
+        else if (halfstep_get_choice(optimizer, group, name))
+            code = halfstep_set_choice(optimizer, group, name, pair->value);
         if (code != HALFSTEP_OK) return code;
     }
     return HALFSTEP_OK;

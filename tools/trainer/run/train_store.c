@@ -11,9 +11,8 @@
 #include "trainer/files/store_file.h"
 #include "trainer/run/train_internal.h"
 
-/* Keys of the file. A file of states has trainer.json and config.json as a checkpoint has them. */
-static const char trainer_key[] = "trainer.json", config_key[] = "config.json", history_key[] = "history",
-                  micro_key[] = "micro_steps";
+static const char trainer_key[] = STORE_TRAINER, config_key[] = STORE_CONFIG, history_key[] = STORE_HISTORY,
+                  micro_key[] = STORE_MICRO_STEPS;
 
 static int set(struct run *run, const char *key, struct text *text)
 {
@@ -27,22 +26,24 @@ static int set(struct run *run, const char *key, struct text *text)
 
 /* ---- What the next step keeps ------------------------------------------------------------------------------------ */
 
-/* Keeps the points that the mean loss needs, the one of this step last, and the last validation. The rest of the curve
- * is in --log. */
-static int set_history(struct run *run, const struct run_point *now)
+void history_write(const struct run_history *history, const struct run_point *now, struct text *text)
 {
-    const struct run_history *history = &run->result->history;
     const size_t room = LOSS_MEAN_STEPS - (now != NULL);
     const size_t first = history->n_points > room ? history->n_points - room : 0;
-    struct text text = {0};
-    text_add(&text, "%zu", history->n_points - first + (now != NULL));
+    text_add(text, "%zu", history->n_points - first + (now != NULL));
     for (size_t i = first; i < history->n_points; i++)
-        text_add(&text, " %.0f %.17g", history->point[i].step, history->point[i].train_loss);
-    if (now) text_add(&text, " %.0f %.17g", now->step, now->train_loss);
+        text_add(text, " %.0f %.17g", history->point[i].step, history->point[i].train_loss);
+    if (now) text_add(text, " %.0f %.17g", now->step, now->train_loss);
     if (history->n_validations) {
         const struct run_validation *last = &history->validation[history->n_validations - 1];
-        text_add(&text, " %.0f %.17g", last->step, last->loss);
+        text_add(text, " %.0f %.17g", last->step, last->loss);
     }
+}
+
+static int set_history(struct run *run, const struct run_point *now)
+{
+    struct text text = {0};
+    history_write(&run->result->history, now, &text);
     return set(run, history_key, &text);
 }
 
@@ -113,9 +114,8 @@ static double next_number(const char **text, int *bad)
     return number;
 }
 
-static int take_history(struct run *run, const char *text)
+int history_read(struct run_history *history, const char *text)
 {
-    struct run_history *history = &run->result->history;
     int bad = 0, lacking = 0;
     const double points = next_number(&text, &bad);
     for (double i = 0; i < points && i < LOSS_MEAN_STEPS && !bad && !lacking; i++) {
@@ -129,8 +129,7 @@ static int take_history(struct run *run, const char *text)
         const double loss = next_number(&text, &bad);
         if (!bad) lacking = history_add_validation(history, step, loss);
     }
-    if (lacking) return run_fail(run, "out of memory");
-    return bad ? run_fail(run, "%s: its history is damaged", run->config->store) : 0;
+    return bad || lacking ? -1 : 0;
 }
 
 /* Goes on in the middle of a step, if the states have some of its micro-steps already. */
@@ -153,7 +152,9 @@ int run_store_open(struct run *run)
         return 1;
     const char *history = halfstep_store_value(run->store, history_key);
     const char *micro = halfstep_store_value(run->store, micro_key);
-    int status = history ? take_history(run, history) : 0;
+    int status = 0;
+    if (history && history_read(&run->result->history, history) != 0)
+        status = run_fail(run, "%s: its history cannot be read", run->config->store);
     return status || !micro ? status : take_micro_steps(run, micro);
 }
 
