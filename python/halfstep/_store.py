@@ -469,7 +469,9 @@ class Store:
         except Exception as error:
             now = f"it could not be opened again ({error}), so make the optimizer anew from it"
         else:
-            now = "states and weights are those of its last whole step, and step() goes on from there"
+            now = (
+                "states and weights are those of its last whole step, and step() goes on from there"
+            )
         if not self.groups.options.store_weights:
             now = (
                 "it keeps no weights, so load those of its last whole step and make the optimizer"

@@ -12,7 +12,7 @@ import torch
 
 from . import _abi, _files, _layout, _matrices, _sharding, _state, accumulate
 from ._handles import seed_of
-from ._options import Options, keep_plain, bytes_of
+from ._options import Options, bytes_of, keep_plain
 from ._parameters import check_parameter, format_of
 from ._parts import Parts
 from ._placement import Placement
