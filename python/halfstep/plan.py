@@ -280,9 +280,9 @@ def _size(n):
     return f"{n:.2f} {_UNITS[unit]}"
 
 
-def _bytes(memory):
+def bytes_of(memory, name="memory"):
     """Returns the bytes of 24e9, "24e9", "24G" or "24 GiB". Units are powers of 1024, as in
-    `halfstep plan`."""
+    `halfstep plan`. `name` is that of the option, for errors."""
     size, unit = memory, ""
     if isinstance(memory, str):
         found = re.fullmatch(
@@ -295,7 +295,7 @@ def _bytes(memory):
         size = math.inf
     if not 0 <= size < 2**63:
         raise ValueError(
-            f"memory={str(memory)[:40]!r} is not a size in bytes below 2^63; write 24e9, '24G' or"
+            f"{name}={str(memory)[:40]!r} is not a size in bytes below 2^63; write 24e9, '24G' or"
             " '512M'"
         )
     return int(size)
@@ -442,7 +442,7 @@ def plan(
     counted = [one for _, one in tensors]
     shapes = [one.shape for one in counted]
     limit = memory if device_memory is None else device_memory
-    limit = None if limit is None else _bytes(limit)
+    limit = None if limit is None else bytes_of(limit)
     rows, notes = [], {}
     for recipe in (
         [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes
