@@ -300,6 +300,12 @@ HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weigh
 #define HALFSTEP_CALL_TENSOR 1 /* one tensor, as soon as its gradient exists (gradient release) */
 #define HALFSTEP_CALL_ROUND  2 /* the end of a round, in which tensors had their TENSOR calls */
 
+/* Where a step in advance of one tensor puts its results. */
+typedef struct halfstep_ahead {
+    void *weight; /* memory for the new weight, as many bytes as the weight has */
+    void *states; /* memory for the new states, of halfstep_ahead_bytes() and aligned to 64 bytes */
+} halfstep_ahead;
+
 typedef struct halfstep_call {
     uint32_t struct_size;         /* sizeof(halfstep_call) */
     int32_t kind;                 /* HALFSTEP_CALL_* */
@@ -309,6 +315,8 @@ typedef struct halfstep_call {
                                      micro-step */
     const void *const *gradients; /* as weights */
     int64_t *statistics;          /* for halfstep_run_begin(), _norms() and _finish(); NULL for halfstep_run() */
+    const halfstep_ahead *ahead;  /* for TENSOR: steps the tensor in advance. For STEP, one for each tensor: takes the
+                                     results. NULL: neither */
 } halfstep_call;
 
 /* Makes the call that `call` describes, in one piece.
@@ -324,8 +332,27 @@ typedef struct halfstep_call {
  *           average. No clipping. Bias corrections count micro-steps; schedules, Lookahead and averages of weights
  *           count steps. UNSUPPORTED if micro-gradients would be lost (sgd and rmsprop without momentum, schedulefree,
  *           ema). UNSUPPORTED also for l2 decay, which only the last gradient would get, and for
- *           matrices whose states include vectors over rows and columns. */
+ *           matrices whose states include vectors over rows and columns.
+ *   ahead   of TENSOR: computes what the next STEP will make of the tensor if all gradients are finite and nothing is
+ *           clipped, with the hyper-parameters, the gradient_scale and the counters of now. Puts the new weight and the
+ *           new states where `ahead` says. Changes nothing else, so that everything reads as before. A later such call
+ *           for the same tensor replaces its result. HALFSTEP_NONFINITE if the gradient is not finite; there is no
+ *           result then. The first such call of a tensor allocates a few hundred bytes.
+ *           of STEP: takes a tensor's result if the step would compute the same, and otherwise makes the tensor again:
+ *           if lr or another option, the scale, the clip factor, `micro` or a counter differs. The bits are those of a
+ *           step without `ahead`. If ahead[i].weight is not NULL, the new weight of tensor i is there afterwards, also
+ *           if there was no result, and weights[i] stays as it was; a tensor that was skipped has its old weight there.
+ *           New states are always in the states' own memory. The caller gives states = NULL if the weight, the
+ *           gradient or the states were written since the result was made; the tensor is then made again. An entry of
+ *           two NULLs is stepped in place. After a refused step the memory of `ahead` holds nothing of use. Every STEP
+ *           forgets all results. */
 HALFSTEP_API int halfstep_run(halfstep_optimizer *optimizer, const halfstep_call *call);
+/* Writes to *bytes how much memory halfstep_ahead.states needs for a tensor whose states have memory. Errors:
+ * UNSUPPORTED if the tensor cannot be stepped in advance. Its rule then needs sums over it or steps matrices, or its
+ * group is cautious, or a state has one scale for the whole tensor, or the device is not the processor. */
+HALFSTEP_API int halfstep_ahead_bytes(const halfstep_optimizer *optimizer, int32_t tensor, uint64_t *bytes);
+/* Returns the number of STEP calls so far that made a tensor again although it had a result. */
+HALFSTEP_API uint64_t halfstep_redone_steps(const halfstep_optimizer *optimizer);
 
 /* Adds scale * gradient to an accumulator of one tensor, which is the gradient of a later step. Formats of the
  * accumulator: "f32", "bf16", "bf16-sr", "f16". It has the shape of the part held here. "bf16-sr" consumes random bits
@@ -661,6 +688,83 @@ HALFSTEP_API int64_t halfstep_norms_offset(const halfstep_optimizer *optimizer, 
  * with residuals or error codes. Bind those as extra of its gradient slot, with code NULL; they are only read. */
 HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *code,
                                     void *extra);
+
+/* States in storage: a file, or whatever else lies behind a table of functions, in place of memory. A step brings them
+ * into memory piece by piece, works on them, and writes them back. A piece is one range of bytes: the states of a
+ * tensor, or of some rows of a large one. Its streams follow one another, each on 64 bytes: the extra stream of the
+ * weight, then codes and extra stream of each state, in the order of the slots. The codes of the weight come last.
+ * Every tensor has at least one piece. Pieces of 0 bytes are neither read nor written. */
+typedef struct halfstep_piece {
+    uint32_t struct_size;         /* sizeof(halfstep_piece) */
+    int32_t tensor;
+    int64_t first_row, n_rows;    /* rows of the part held here */
+    uint64_t state_bytes;         /* of the streams with their padding: where the weight begins */
+    uint64_t weight_bytes;        /* 0 if the storage takes no weights */
+    /* Where the streams of each slot lie. 0 bytes: nothing is stored. The codes of WEIGHT are at state_bytes. */
+    struct {
+        uint64_t code_offset, code_bytes, extra_offset, extra_bytes;
+    } slot[2 + HALFSTEP_MAX_STATES];
+} halfstep_piece;
+
+/* The table of a storage. Each function returns 0 or an error code below 0. One thread at a time calls them, and not
+ * necessarily always the same one. They must not call functions on the handle, except that flush may call those that
+ * read its records. */
+typedef struct halfstep_storage {
+    uint32_t struct_size;         /* sizeof(halfstep_storage) */
+    int32_t weights;              /* 1: pieces end with the codes of the weight */
+    void *host;                   /* first argument of the functions */
+    /* States of a tensor that need more than piece_bytes are cut by rows; 0: 16 MiB. Not cut are tensors that are
+     * stepped as matrices, tensors with states that are vectors or have one scale, and tensors of one row. */
+    uint64_t piece_bytes;
+    /* Bytes of memory for pieces. 0: the least, which is three times the larger of piece_bytes and the largest piece,
+     * or everything if that is less. Pieces that fit beside this stay in memory. They are then only written. */
+    uint64_t memory;
+    /* Begin to read or write the first `bytes` bytes of a piece. The memory is aligned to 4096 bytes, has room for the
+     * next multiple of 4096, and stays as it is until wait(). A read gives what was last written, current or not. Only
+     * micro-steps and functions that read or write slots read the weight. Writes always bring the whole piece. */
+    int (*read)(void *host, int64_t piece, void *memory, uint64_t bytes);
+    int (*write)(void *host, int64_t piece, const void *memory, uint64_t bytes);
+    /* Waits for all that was begun. Afterwards none of it is under way, not even after an error. */
+    int (*wait)(void *host);
+    /* Makes all that was written since the last flush current, in one. Records have their new numbers already. weights
+     * are those of the call; NULL in micro-steps, and where the caller gave none. */
+    int (*flush)(void *host, void *const *weights);
+    const char *(*why)(void *host); /* returns the text of the last error; may be NULL */
+} halfstep_storage;
+
+/* Binds the states to a storage, in place of halfstep_bind_states(). The storage must hold a value for every piece by
+ * the first step: from before, or by halfstep_write_initial(). The table is copied. host must stay until the handle is
+ * destroyed or bound anew. storage = NULL ends the binding; the states then have no memory.
+ *
+ * Steps go from the last piece to the first, with three buffers. While one piece is worked on, the next is read and the
+ * one before is written. Pieces of small tensors that follow one another are taken together. Tensors without a gradient
+ * and refused steps write nothing. Sums over a tensor that is cut read its pieces twice; rules with totals read all
+ * pieces twice. flush is called at the end of every STEP that counts something, and of a ROUND, whose call may have
+ * weights. Calls about single tensors wait for one another. The bits are those of states in memory.
+ *
+ * If a function of the table fails, the call fails with its code and text. Counters do not advance, but weights may
+ * have been stepped in part. Every further call that needs the states is refused (ORDER) until the handle is bound
+ * anew. The caller then reads the weights back, and restores the records as they were at the last flush: a STEP that
+ * fails leaves them so, a round does not.
+ *
+ * Errors: UNSUPPORTED on a device; RANGE if memory is too small. */
+HALFSTEP_API int halfstep_bind_storage(halfstep_optimizer *optimizer, const halfstep_storage *storage);
+/* Returns the number of pieces of the bound storage, or those that a storage of default options would have. */
+HALFSTEP_API int64_t halfstep_piece_count(const halfstep_optimizer *optimizer);
+/* Describes a piece of these. Errors: ARGUMENT. */
+HALFSTEP_API int halfstep_get_piece(const halfstep_optimizer *optimizer, int64_t piece, halfstep_piece *info);
+/* Writes the initial value of every piece, and flushes. weights may be NULL if the storage takes none. */
+HALFSTEP_API int halfstep_write_initial(halfstep_optimizer *optimizer, void *const *weights);
+/* Read or write some bytes of a stream of a state or a weight, wherever they are. extra: 0 codes, 1 the extra stream.
+ * The codes of a weight are those that the storage holds. Bytes are taken as they are. What is written, also by
+ * halfstep_write_slot(), becomes current with the next flush. Errors: RANGE for bytes beyond the stream, ARGUMENT for
+ * codes of a gradient, or of a weight that is not in a storage. */
+HALFSTEP_API int halfstep_read_bytes(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, int32_t extra,
+                                     uint64_t first, uint64_t bytes, void *out);
+HALFSTEP_API int halfstep_write_bytes(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, int32_t extra,
+                                      uint64_t first, uint64_t bytes, const void *in);
+/* Flushes the storage. weights may be NULL. Does nothing if none is bound. */
+HALFSTEP_API int halfstep_flush(halfstep_optimizer *optimizer, void *const *weights);
 
 /* Holds the addresses at which a host keeps copies of a tensor's record. NULL: no copy. */
 typedef struct halfstep_record_places {

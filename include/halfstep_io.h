@@ -195,6 +195,77 @@ HALFSTEP_API int halfstep_write_optimizer(const char *path, const halfstep_optim
 HALFSTEP_API int halfstep_read_optimizer(const char *path, halfstep_optimizer *optimizer, void *const *weights,
                                          const halfstep_file_options *options, char *error, size_t error_size);
 
+/* ---- States in a file -------------------------------------------------------------------------------------------- */
+
+/* A file that keeps the states of an optimizer in place of memory, and is its checkpoint. Each step reads the states
+ * from there, piece by piece, and writes the new ones beside them. The weights are in memory and are written too. When a
+ * step returns, it is durable. A kill or a loss of power at any instant leaves the last whole step; so does a disk that
+ * fails. A run that opens the file goes on with the bits of a run that never stopped.
+ *
+ *   halfstep_store_create("run.states", optimizer, weights, NULL, &store, error, sizeof error);    a new run
+ *   halfstep_store_open("run.states", optimizer, weights, NULL, &store, error, sizeof error);      an old one
+ *   ... halfstep_step(optimizer, weights, gradients) ...
+ *   halfstep_store_close(store);
+ *   halfstep_destroy(optimizer);
+ *
+ * Both take the place of halfstep_allocate_states(). The file takes twice the bytes of states and weights, and all of
+ * them are reserved at creation. One process uses it at a time. A child after fork() cannot step the optimizer.
+ * docs/checkpoints.md has the layout. */
+typedef struct halfstep_store halfstep_store;
+
+/* Zero bytes are the defaults. */
+typedef struct halfstep_store_options {
+    uint32_t struct_size;     /* sizeof(halfstep_store_options) */
+    int32_t without_weights;  /* of a new file. 1: it keeps no weights, only a hash of each, and can be opened with exactly
+                                 the weights of its last step only */
+    uint64_t memory;          /* bytes that pieces may take in memory; 0: the least */
+    uint64_t piece_bytes;     /* of a new file: larger states are cut by rows; 0: 16 MiB */
+    int32_t buffered;         /* 1: through the page cache. 0: past it, where the file system can do that */
+    int32_t reserved;         /* 0 */
+} halfstep_store_options;
+
+/* Makes a file with the initial states, and the weights. Fails if the path exists (IO), or if the disk has not enough
+ * room (IO; the text has the bytes). The optimizer has all its tensors, and no states yet. options may be NULL. */
+HALFSTEP_API int halfstep_store_create(const char *path, halfstep_optimizer *optimizer, void *const *weights,
+                                       const halfstep_store_options *options, halfstep_store **store, char *error,
+                                       size_t error_size);
+/* Opens a file for an optimizer of the same tensors, in the same order, with the same recipes, seed and generator
+ * (MISMATCH otherwise; the text has the first difference). Sets counters, scalars and grids; hyper-parameters stay as
+ * they are here. Reads the weights into `weights` unless that is NULL. If the file keeps no weights, compares their hash
+ * instead (MISMATCH). After a failure the optimizer has no states, its counters may be those of the file, and weights
+ * may be partly read if the disk failed. */
+HALFSTEP_API int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *const *weights,
+                                     const halfstep_store_options *options, halfstep_store **store, char *error,
+                                     size_t error_size);
+/* Moves an open file to another handle of the same tensors and formats, without states. Its counters stay as they are.
+ * The handle before can only be destroyed. */
+HALFSTEP_API int halfstep_store_bind(halfstep_store *store, halfstep_optimizer *optimizer, char *error,
+                                     size_t error_size);
+/* Sets a text that the next step writes, and all later ones: a position in the data, a schedule. NULL removes it. Keys
+ * and texts together may have 256 KiB. halfstep_flush() writes it without a step. */
+HALFSTEP_API int halfstep_store_set_value(halfstep_store *store, const char *key, const char *value, char *error,
+                                          size_t error_size);
+/* Returns the text as it was set or opened, or NULL. It lives until it is set again. */
+HALFSTEP_API const char *halfstep_store_value(const halfstep_store *store, const char *key);
+/* Closes the file and frees the store. What no step has made whole is lost. The handle can then only be destroyed, or
+ * bound to another file. NULL is allowed. */
+HALFSTEP_API void halfstep_store_close(halfstep_store *store);
+
+typedef struct halfstep_store_info {
+    uint32_t struct_size;    /* set by the caller: sizeof(halfstep_store_info) */
+    int32_t has_weights;
+    uint64_t generation;     /* counts what was made whole, from 1 */
+    uint64_t steps;          /* of the group with the most */
+    uint64_t bytes;          /* of the file */
+    uint64_t pieces;
+    char *header, *commit;   /* JSON: what the file holds, and the last whole step. Free with
+                                halfstep_store_free_info() */
+} halfstep_store_info;
+
+/* Describes a file without an optimizer, also while a process steps with it. Errors: FORMAT for any other file. */
+HALFSTEP_API int halfstep_store_get_info(const char *path, halfstep_store_info *info, char *error, size_t error_size);
+HALFSTEP_API void halfstep_store_free_info(halfstep_store_info *info);
+
 /* ---- Reading a safetensors file ---------------------------------------------------------------------------------- */
 
 /* An open file whose header has been checked in full: every tensor lies inside the file, no two overlap, every byte

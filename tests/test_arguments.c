@@ -111,6 +111,15 @@ static void test_null_handle(void)
             REFUSED(halfstep_set_record(NULL, &record));
         }
         REFUSED(halfstep_memory(NULL, &count, &count, &count, &count, &index));
+        SIZED(halfstep_storage, storage);
+        SIZED(halfstep_piece, piece);
+        REFUSED(halfstep_bind_storage(NULL, &storage));
+        CHECK(halfstep_piece_count(NULL) == 0, "pieces of no handle");
+        REFUSED(halfstep_get_piece(NULL, 0, &piece));
+        REFUSED(halfstep_write_initial(NULL, weights));
+        REFUSED(halfstep_read_bytes(NULL, 0, 2, 0, 0, 1, w));
+        REFUSED(halfstep_write_bytes(NULL, 0, 2, 0, 0, 1, w));
+        REFUSED(halfstep_flush(NULL, NULL));
     }
 }
 
@@ -234,6 +243,11 @@ static void test_null_pointers(void)
                   "statistics of no call");
         }
         EXPECT(halfstep_memory(o, NULL, NULL, NULL, NULL, NULL), OK);
+        SIZED(halfstep_storage, storage);
+        REFUSED(halfstep_bind_storage(o, &storage)); /* without functions */
+        REFUSED(halfstep_get_piece(o, 0, NULL));
+        REFUSED(halfstep_read_bytes(o, 0, 2, 0, 0, 1, NULL));
+        REFUSED(halfstep_write_bytes(o, 0, 2, 0, 0, 1, NULL));
         REFUSED(halfstep_schedule_factor(NULL, 0, 0, 1, 0, 0, 1, &value));
         REFUSED(halfstep_schedule_factor("constant", 0, 0, 1, 0, 0, 1, NULL));
         REFUSED(halfstep_random_words(NULL, 0, 1, 0, 0, 0, words, 1));

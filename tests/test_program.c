@@ -274,6 +274,13 @@ static void test_plan(void)
     accept("\"memory\": null", "plan --checkpoint base --json");
     CHECK(strstr(printed, "\"params\": 5144"), "%s", printed);
     accept("Other rules", "plan --checkpoint base --rule lion");
+    /* States in a file: two halves of states and weights, states read once or twice and written with the weights. */
+    accept("adamw/bf16-sr/int8   53.78 GiB  93.18 MiB   13.85 GiB  26.89 GiB      14.6      38.7",
+           "plan --params 7e9 --store --bandwidth 3 --step-time 64.5 --recipes adamw/bf16-sr/int8");
+    CHECK(strstr(printed, "    4.014 ") && strstr(printed, "░ pieces of states"), "%s", printed);
+    accept("\"read_bytes\": 28875000000", "plan --params 7e9 --store --json --recipes lamb/f32/fp8");
+    CHECK(strstr(printed, "\"step_seconds\": null") && strstr(printed, "\"terabytes_a_day\": null"), "%s", printed);
+    refuse(2, "--step-time needs --store", "plan --params 7e9 --step-time 3");
 }
 
 /* ---- Checkpoints ------------------------------------------------------------------------------------------------- */

@@ -45,6 +45,9 @@ ERROR_ORDER = -15
 ERROR_UNSUPPORTED = -20
 ERROR_MEMORY = -30
 ERROR_DEVICE = -31
+ERROR_FORMAT = -40
+ERROR_MISMATCH = -41
+ERROR_IO = -42
 NONFINITE = -50
 
 ROLE_WEIGHT = 1
@@ -211,6 +214,25 @@ class RecordPlaces(_Sized):
     )
 
 
+class StoreOptions(_Sized):
+    """Of halfstep_io.h, as is StoreInfo."""
+
+    _fields_ = _fields(
+        (c_int32, "without_weights"),
+        (c_uint64, "memory piece_bytes"),
+        (c_int32, "buffered reserved"),
+    )
+
+
+class StoreInfo(_Sized):
+    _fields_ = _fields(
+        (c_int32, "has_weights"),
+        (c_uint64, "generation steps bytes pieces"),
+        # Addresses, because the library frees them.
+        (c_void_p, "header commit"),
+    )
+
+
 # ---- Functions, in the order of the header -------------------------------------------------------
 
 _handle = c_void_p
@@ -268,8 +290,16 @@ signatures = {
     "statistics_count": (c_int64, _handle, POINTER(Call)),
     "norms_offset": (c_int64, _handle, POINTER(Call)),
     "bind_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_void_p),
+    **dict.fromkeys(
+        ("read_bytes", "write_bytes"),
+        (c_int, _handle, c_int32, c_int32, c_int32, c_uint64, c_uint64, c_void_p),
+    ),
+    "flush": (c_int, _handle, _pointers),
     "bind_record": (c_int, _handle, c_int32, POINTER(RecordPlaces)),
     "bind_hyper": (c_int, _handle, c_int32, c_char_p, c_void_p),
+    "read_bytes": (c_int, _handle, c_int32, c_int32, c_int32, c_uint64, c_uint64, c_void_p),
+    "write_bytes": (c_int, _handle, c_int32, c_int32, c_int32, c_uint64, c_uint64, c_void_p),
+    "flush": (c_int, _handle, _pointers),
     "abi": (c_int32,),
     "name_id": (c_uint64, c_char_p),
     "isa_count": (c_int32,),

@@ -20,6 +20,13 @@ class Accumulation:
         """Sets the pending parameters."""
         self.pending = pending
 
+    def after(self, params, micro):
+        """Returns the parameters that will be pending once gathered() has been called."""
+        if micro:
+            return list(dict.fromkeys([*self.pending, *params]))
+        gone = set(params)
+        return [p for p in self.pending if p not in gone]
+
     def gathered(self, params, micro):
         """Notes that `params` have taken a micro-batch or, without `micro`, an update of their
         weights."""

@@ -9,6 +9,7 @@ from ._device_parts import formats_of
 from ._engine import Engine
 from ._parameters import PLAIN, check_parameter
 from ._sharding import local
+from ._store import StoredState
 from ._watch import version
 
 
@@ -25,6 +26,8 @@ class EngineCache:
         self.residuals, self.refusals = residuals, refusals
         self.engine = None
         self.flat, self.indices, self.empty = [], [], []
+        #: the file of the states, or None
+        self.store = None
 
     # ---- Building --------------------------------------------------------------------------------
 
@@ -44,7 +47,10 @@ class EngineCache:
             grad = also.get(p)
             if grad is None:
                 grad = self.placement.gradient_of(p)
-            if (
+            if self.store is not None:
+                if not self.store.has(g, i, p):
+                    continue
+            elif (
                 grad is None
                 and p not in state
                 and p not in also
@@ -60,7 +66,8 @@ class EngineCache:
             wanted.append((g, i, p, gradient))
         wanted, meant = self.placement.describe(wanted)
         settings, groups = self.groups.settings(), self.groups.param_groups
-        engine = Engine(settings, groups, state, self.placement.divide(wanted), meant)
+        divided = self.placement.divide(wanted)
+        engine = Engine(settings, groups, state, divided, meant, self.store)
         self._refresh(engine)
         self.residuals.built(engine)
         self.flat = flat
@@ -141,9 +148,12 @@ class EngineCache:
         state = self.groups.state.get(m.p)
         return (
             state is None
+            or self.store is not None
+            and not isinstance(state, StoredState)
             or state.get("step") is not m.step
             or version(m.step) != m.versions["step"]
             or any(version(tensor) != m.versions[key] for key, tensor in m.numbers.items())
+            or m.are_numbers_moved()
             or any(
                 state.get(key) is not tensor or local(tensor).data_ptr() != address
                 for key, tensor, address in m.bound

@@ -41,9 +41,10 @@ def one_tensor(tensor, weight=None, gradient=None, micro=False, ahead=None):
     return call
 
 
-def end_of_round(statistics=None):
-    """Describes the end of a round of gradient release."""
-    return Call.new(kind=_abi.CALL_ROUND, statistics=statistics)
+def end_of_round(statistics=None, weights=None):
+    """Describes the end of a round of gradient release. `weights` are for states in storage."""
+    weights = None if weights is None else addressof(weights)
+    return Call.new(kind=_abi.CALL_ROUND, weights=weights, statistics=statistics)
 
 
 def run(handle, call):

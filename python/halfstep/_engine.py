@@ -25,12 +25,12 @@ class Engine:
     parameters in the order of the handles' tensors. `parts` are all handles; `handle` is the first,
     and nearly always the only one."""
 
-    def __init__(self, settings, groups, state, divided, meant):
+    def __init__(self, settings, groups, state, divided, meant, store=None):
         """`groups` and `state` are the optimizer's. `divided` has three items for each handle: its
         device, the stage that brings states there (streaming.py, _owners.py) or None, and a list
         of Wanted.
-        `meant` is that of declare()."""
-        self.optimizer_state = state
+        `meant` is that of declare(). `store` is the file of the states, or None."""
+        self.optimizer_state, self.store = state, store
         #: the row of the optimizer's own rule; a member's may be another
         self.rule = _abi.rules[settings.rule]
         self.settings = None
@@ -50,22 +50,10 @@ class Engine:
         self.handle = self.parts[0]
         self.asynchronous = any(part.asynchronous for part in self.parts)
         self.index_of = {m.p: i for i, m in enumerate(self.members)}
-        # From here on only memory can run out. All states are made before any of them is stored.
-        fresh = [(m, *_convert.create_state(m, state, meant[m.group])) for m in self.members]
         #: parameters whose residual or error code was made here
-        self.converted = [m.p for m, made, _, _ in fresh if "weight.extra" in made]
-        for m, made, obsolete, weight in fresh:
-            held = state[m.p]
-            held.update(made)
-            for key in obsolete & set(held):
-                del held[key]
-            if weight is not None:
-                with torch.no_grad():
-                    stored(m.p).copy_(weight)
-        for part in self.parts:
-            if not any(m.streams for m in self.members[part.first : part.first + part.n]):
-                # No bytes, because there is nothing to bind.
-                invoke(lib.halfstep_allocate_states, part)
+        self.converted = (
+            self._create(state, meant) if store is None else store.attach(self, state, meant)
+        )
         for m in self.members:
             self._bind(m, state[m.p])
             self._restore_counters(m, state[m.p])
@@ -89,14 +77,35 @@ class Engine:
 
     # ---- Building --------------------------------------------------------------------------------
 
+    def _create(self, state, meant):
+        """Makes what states lack. Returns the parameters whose residual or error code was made."""
+        # From here on only memory can run out. All states are made before any of them is stored.
+        fresh = [(m, *_convert.create_state(m, state, meant[m.group])) for m in self.members]
+        for m, made, obsolete, weight in fresh:
+            held = state[m.p]
+            held.update(made)
+            for key in obsolete & set(held):
+                del held[key]
+            if weight is not None:
+                with torch.no_grad():
+                    stored(m.p).copy_(weight)
+        for part in self.parts:
+            if not any(m.streams for m in self.members[part.first : part.first + part.n]):
+                # No bytes, because there is nothing to bind.
+                invoke(lib.halfstep_allocate_states, part)
+        return [m.p for m, made, _, _ in fresh if "weight.extra" in made]
+
     def _bind(self, m, state):
-        where = state if m.stage is None else m.stage.addresses(m)
-        bind_streams(m.handle, m.index, m.streams, where)
+        streams = ()
+        if self.store is None:
+            streams = m.streams
+            where = state if m.stage is None else m.stage.addresses(m)
+            bind_streams(m.handle, m.index, streams, where)
         m.step = state["step"]
         grids = (s.name + _layout.GRID for s in m.streams if s.grid)
         m.bound = tuple(
             (key, state[key], local(state[key]).data_ptr())
-            for key in (*(s.key for s in m.streams), *grids)
+            for key in (*(s.key for s in streams), *grids)
         )
         m.numbers = {key: state[key] for key in _layout.numbers_of(m.rule, m.streams)}
         m.versions = {
@@ -114,7 +123,11 @@ class Engine:
         _calls.restore(m.handle, record)
         # The library keeps all tensors of a state current, because somebody may keep the state
         # dictionary. This includes the grids: codes mean nothing without their grid.
+        self._bind_numbers(m)
+
+    def _bind_numbers(self, m):
         _calls.bind(m.handle, m.index, m.rule, m.streams, m.step, m.numbers)
+        m.note_places()
 
     def member(self, p):
         """Returns the member of a parameter, or None."""
@@ -161,8 +174,12 @@ class Engine:
                 if key in now:
                     _layout.write(held, now[key])
                     m.written[key] = now[key]
-            if replaced:
-                _calls.bind(m.handle, m.index, m.rule, m.streams, m.step, m.numbers)
+            if m.are_numbers_moved():
+                if ours and step is m.step:
+                    step.detach().fill_(now["state_steps"])
+                alone = False
+            elif replaced:
+                self._bind_numbers(m)
         self.tell(groups)
         return alone
 
@@ -208,7 +225,8 @@ class Engine:
         """Destroys the handles."""
         parts, self.parts, self.handle = self.parts, (), None
         for part in parts:
-            part.close()
+            if self.store is None or self.store.part is not part:
+                part.close()
 
     def changed(self, groups):
         """Yields the groups of the handles whose hyper-parameters have to be set again, each with
@@ -326,13 +344,18 @@ class Engine:
             m.stage.end()
         return code
 
-    def end_round(self, clipped):
-        """Ends a round of gradient release. Returns the code."""
+    def end_round(self, clipped, weights=None):
+        """Ends a round of gradient release. Returns the code. `weights` are for states in a
+        file."""
         if clipped and (self.ranks.needed or len(self.parts) > 1):
             return self.ranks.end_round()
         for part in self.parts:
-            invoke(_calls.run, part, _calls.end_of_round())
+            self.check(_calls.run(part, _calls.end_of_round(weights=weights)), part)
         return _abi.OK
+
+    def check(self, code, handle):
+        """Raises the error of a call about a handle."""
+        (check if self.store is None else self.store.check)(code, handle)
 
     def recheck_weight(self, m):
         """Takes the new address of a weight. Returns False if the weight is on another device or

@@ -12,7 +12,9 @@ from ._watch import versions
 
 _Tensor = torch.Tensor
 # Called through map(), which costs half as much as a loop.
-_get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("dtype", "shape"))
+_get_dtype, _get_shape, _get_device = (
+    getattr(torch._C.TensorBase, name).__get__ for name in ("dtype", "shape", "device")
+)
 _numel, _is_contiguous, _is_neg, _data_ptr = (
     _Tensor.numel,
     _Tensor.is_contiguous,
@@ -217,6 +219,7 @@ class Gather:
             return False
         return (
             list(map(_get_dtype, grads)) == plain.dtypes
+            and list(map(_get_device, grads)) == list(map(_get_device, plain.params))
             and list(map(_numel, grads)) == plain.numels
             and all(map(_is_contiguous, grads))
             and not any(map(_is_neg, grads))

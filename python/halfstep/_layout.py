@@ -30,7 +30,7 @@ from functools import lru_cache
 
 import torch
 
-from . import _abi
+from . import _abi, _devices
 
 WHOLE = ("id", "recipe", "state_steps", "full_steps", "writes")
 COUNTERS = WHOLE[2:]
@@ -158,13 +158,17 @@ def is_number(tensor, key):
         isinstance(tensor, torch.Tensor)
         and tensor.dtype == _dtype(key)
         and (tensor.numel() == 1 if key == "step" else tensor.dim() == 0)
-        and tensor.device.type == "cpu"
+        and _devices.of(tensor).type == "cpu"
     )
 
 
 def write(tensor, value):
-    """Writes a number into a tensor for which is_number() is true. Counts no version, so that a new
-    version means another writer."""
+    """Writes a number into a tensor for which is_number() was true when the library got it. Counts
+    no version, so that a new version means another writer. Somebody may have moved the tensor to a
+    GPU since."""
+    if _devices.of(tensor).type != "cpu":
+        tensor.detach().fill_(value)
+        return
     (ctypes.c_int64 if tensor.dtype == torch.int64 else ctypes.c_double).from_address(
         tensor.data_ptr()
     ).value = value

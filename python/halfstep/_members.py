@@ -86,6 +86,8 @@ class Member:
     written     the values of these tensors; they are behind the library's counts until somebody
                 asks
     versions    the versions of these tensors and of `step`, as this package left them
+    places      (tensor, address) of the same, where the library writes them
+    memory      what keeps that memory alive until the library knows another
     """
 
     def __init__(self, wanted, part, handle):
@@ -103,7 +105,7 @@ class Member:
         self.dtype, self.strides = p.dtype, held.stride()
         self.dense = _devices.is_plain(held)
         self.address, self.lies = held.data_ptr(), _devices.of(held)
-        self.bound = ()
+        self.bound = self.places = ()
         #: brings states to where it is stepped and back (streaming.py, _owners.py), or None
         self.stage = None
 
@@ -111,6 +113,16 @@ class Member:
     def shown(self):
         """The keys of the numbers that the library writes into its state."""
         return (*_layout.COUNTERS, *self.rule.scalars)
+
+    def note_places(self):
+        """Notes where the library writes the numbers of its state."""
+        numbers = [self.step, *self.numbers.values()]
+        self.places = [(tensor, tensor.data_ptr()) for tensor in numbers]
+        self.memory = [tensor.untyped_storage() for tensor in numbers]
+
+    def are_numbers_moved(self):
+        """Returns True if a number has got other memory, as by `.data`."""
+        return any(tensor.data_ptr() != address for tensor, address in self.places)
 
     @property
     def gathered(self):
@@ -162,7 +174,7 @@ class Plain:
         self.states = [states[m.p] for m in members]
         self.steps = [m.step for m in members]
         # The address of a number is compared only if its member has no other state, because
-        # whatever moves states moves all of them. `memory` keeps the numbers' memory alive.
+        # whatever moves states moves all of them.
         numbers = [
             [m.step, *(tensor for key, tensor, _ in m.bound if key.endswith(_layout.GRID))]
             for m in members
@@ -173,7 +185,6 @@ class Plain:
         ]
         self.tensors = [tensor for pair in zip(streams, numbers) for tensor in pair[0] or pair[1]]
         self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        self.memory = [tensor.untyped_storage() for held in numbers for tensor in held]
         # The library writes these and counts no version, so a new version means another writer.
         self.counts = [m.numbers[key] for m in members for key in m.shown]
         self.step_versions = [m.versions["step"] for m in members]

@@ -1,5 +1,6 @@
 """What the options of an optimizer mean to the library."""
 
+import math
 import re
 from typing import Any
 
@@ -66,6 +67,27 @@ def _check_choices(**values):
     for choice, value in values.items():
         if value is not None:
             _abi.check_choice(choice, value)
+
+
+def bytes_of(given, name="memory"):
+    """Returns the bytes of 24e9, "24e9", "24G" or "24 GiB". Units are powers of 1024, as in
+    `halfstep plan`. `name` is the option's name in the error text."""
+    size, unit = given, ""
+    if isinstance(given, str):
+        found = re.fullmatch(
+            r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGTP]?)(?:i?B)?\s*", given, re.IGNORECASE
+        )
+        size, unit = found.groups() if found else ("nan", "")
+    try:
+        size = float(size) * 1024 ** " KMGTP".index(unit.upper() or " ")
+    except OverflowError:
+        size = math.inf
+    if not 0 <= size < 2**63:
+        raise ValueError(
+            f"{name}={str(given)[:40]!r} is not a size in bytes below 2^63; write 24e9, '24G' or"
+            " '512M'"
+        )
+    return int(size)
 
 
 class Options:

@@ -1,7 +1,6 @@
 """Steps in advance: while the backward pass goes on, a thread steps each parameter whose gradient
 has come. What it makes lies beside the present values until step() takes it, or steps anew."""
 
-import math
 from ctypes import byref, c_uint64
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from . import _abi, _calls, _devices
 from ._abi import lib
 from ._gather import Gathered
+from ._options import bytes_of
 from ._watch import version
 
 #: so many steps in a row that are made again end the steps in advance for a while
@@ -218,10 +218,8 @@ def window(overlap):
     """Returns the option `overlap` as False, True or a number of bytes."""
     if isinstance(overlap, bool):
         return overlap
-    from .plan import bytes_of
-
     found = bytes_of(overlap, "overlap")
-    if not found or math.isinf(found):
+    if not found:
         raise ValueError(
             f"halfstep: overlap={overlap!r} leaves no room for results; give True, or a size in"
             ' bytes above 0, such as "8G"'

@@ -11,6 +11,7 @@ from ._residuals import Residuals
 from ._rounds import Release
 from ._saving import Saving
 from ._steps import Steps
+from ._store import Store
 from ._updates import Updates
 
 
@@ -29,6 +30,7 @@ class Parts:
     updates       calls of the engine
     release       steps in the backward pass
     steps         step()
+    store         the file of the states; the engine's cache knows it if there is one
     inspection    what is stored
     saving        what is saved
     """
@@ -51,5 +53,6 @@ class Parts:
         self.steps = Steps(
             groups, names, placement, residuals, cache, accumulation, updates, release
         )
+        self.store = Store(groups, names, placement, residuals, cache, accumulation, release)
         self.inspection = inspection = Inspection(groups, names, placement, residuals, cache)
         self.saving = Saving(groups, names, residuals, cache, accumulation, release, inspection)

@@ -99,6 +99,9 @@ class Placement:
         this object makes the step itself, by release.step_sent() or later."""
         return False
 
+    def stepped_alone(self, p):
+        """Runs after step_param() has stepped a parameter. Work that follows needs its weight."""
+
     def stepped_in_release(self, params):
         """Runs after step() has stepped these parameters in gradient release."""
 

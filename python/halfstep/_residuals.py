@@ -7,6 +7,7 @@ import torch
 
 from . import _devices, _dither
 from ._sharding import is_packed, local
+from ._store import StoredState
 from ._torch import warn
 from ._watch import PIECE, Watch, clear_rows
 
@@ -34,8 +35,11 @@ class Residuals:
         self.watch = watch
 
     def of(self, p):
-        """Returns the residual or error code beside a weight, or None."""
+        """Returns the residual or error code beside a weight, or None. In its place returns a
+        token if it is in a file."""
         state = self.groups.state.get(p)
+        if isinstance(state, StoredState):
+            return state.token
         return state.get("weight.extra") if state else None
 
     # ---- Writes of others ------------------------------------------------------------------------
@@ -47,14 +51,14 @@ class Residuals:
         if not self.watch:
             return
         for p, rows in self.watch.strangers(self.of, only, self._copies, token, decides):
-            extra = self.of(p)
-            if extra is None:
+            if self.of(p) is None:
                 continue
-            fresh = None
+            fresh, extra = None, self.groups.state[p]["weight.extra"]
             if is_packed(p):
                 here = local(extra)
                 fresh = _dither.error_codes(p, self.names.find(p), _devices.of(here))
             clear_rows(extra, rows, fresh)
+            self.groups.state[p]["weight.extra"] = extra
             self.watch.wrote([p], self.of)
             if not self._warned:
                 self._warned = True

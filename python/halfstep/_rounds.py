@@ -2,7 +2,6 @@
 
 import torch
 
-from ._abi import check
 from ._parameters import follow_gradients
 from ._release import Rounds, watch_scalers
 from ._torch import no_dynamo
@@ -72,6 +71,7 @@ class Release:
         if grad is not None:
             self.groups.options.check_mode(self.groups)
             self.step_one(p, grad, self.groups.options.optimizer_accumulation)
+            self.placement.stepped_alone(p)
 
     def step_one(self, p, grad, micro):
         """Does the work of step_param() with a given gradient. `micro`: only adds it to the
@@ -121,7 +121,11 @@ class Release:
         if engine is not None:
             clipped = self.groups.options.clip_norm
             before = self.cache.told("last_norm") if (dropped or partial) and clipped else None
-            check(engine.end_round(bool(clipped)), engine.handle)
+            weights, keep = None, []
+            if engine.store is not None:
+                engine.store.prepare(engine, pending, keep, all=True)
+                weights = engine.store.round_weights(engine, keep)
+            engine.check(engine.end_round(bool(clipped), weights), engine.handle)
             if not engine.asynchronous or before is not None:
                 engine.tell(self.groups.param_groups)
             if before is not None:

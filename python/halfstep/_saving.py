@@ -57,6 +57,8 @@ class Saving:
         for group in self.groups:
             keep_plain(group)
         members, kept = set(map(id, self.groups.params())), self.groups.state
+        if self.cache.store is not None:
+            kept = {p: dict(state.items()) for p, state in kept.items()}
         strangers = {
             key for key in kept if isinstance(key, torch.Tensor) and id(key) not in members
         }
@@ -97,6 +99,12 @@ class Saving:
 
     def pickled(self, attributes):
         """Returns what a pickle keeps of an optimizer with these attributes."""
+        if self.cache.store is not None:
+            raise TypeError(
+                f"halfstep: an optimizer with its states in {self.cache.store.path} can be neither"
+                " pickled nor copied, because two would step one file: make another with another"
+                " file, and load this one's state_dict() into it"
+            )
         self.sync()
         kept = {
             key: value

@@ -2,7 +2,8 @@
 
 import torch
 
-from . import _empty, _ranks, _sharding
+from . import _devices, _empty, _ranks, _sharding
+from ._torch import warn
 from ._updates import Scaler
 
 
@@ -13,6 +14,8 @@ class Steps:
         self.groups, self.names, self.placement = groups, names, placement
         self.residuals, self.cache, self.accumulation = residuals, cache, accumulation
         self.updates, self.release = updates, release
+        #: how many calls have found no gradient before the first one that did
+        self._idle = 0
 
     def step(self, step_param, scale, found_inf, given=None, witness=None):
         """Updates every parameter that has a gradient. `step_param` steps one of them in gradient
@@ -40,6 +43,8 @@ class Steps:
             waiting = [] if self.release.hooks else self.accumulation.give_zeros(given)
             try:
                 ready = self.updates.prepare(given)
+                if not ready.stepped and not self.groups.state:
+                    self._doubt_parameters()
                 if self.release.hooks:
                     self.release.step_all(ready.stepped, step_param)
                 else:
@@ -47,6 +52,24 @@ class Steps:
             finally:
                 for p in waiting:
                     p.grad = None
+
+    def _doubt_parameters(self):
+        """Raises ValueError or warns if no parameter ever has a gradient, because the model then
+        computes with other tensors. The first such call may be one that a scheduler asks for."""
+        for g, i, p in self.groups.members():
+            if p.requires_grad and _devices.of(_sharding.stored(p)).type == "meta":
+                raise ValueError(
+                    f"halfstep: parameter {self.names.of(g, i)!r} is on meta and never has a"
+                    " gradient. Hooks such as those of Accelerate's cpu_offload() compute with other"
+                    " tensors; make the optimizer for parameters of a model without them"
+                )
+        self._idle += 1
+        if self._idle == 2:
+            warn(
+                "step() was called twice, and no parameter has had a gradient. The model may compute"
+                " with other tensors than this optimizer has, as with Accelerate's cpu_offload():"
+                " nothing is trained then. This warning is given once"
+            )
 
     def _is_primed(self):
         """Makes the states, and nothing else, if this call is not meant as a step. Returns True

@@ -16,6 +16,10 @@ _disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+#: is_compiling() is True where TorchDynamo traces the caller
+is_compiling = getattr(torch.compiler, "is_dynamo_compiling", None) or torch._utils.is_compiling
+
+
 def no_dynamo(function: _Function) -> _Function:
     """Keeps TorchDynamo out of a function."""
     return _disable(function)

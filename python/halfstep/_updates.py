@@ -3,7 +3,6 @@
 import torch
 
 from . import _abi, _devices, _empty, _ranks
-from ._abi import check
 from ._gather import Gathered
 from ._members import Member
 from ._sharding import local, stored
@@ -78,6 +77,8 @@ class Updates:
             self._agree()
         micro = self.groups.options.optimizer_accumulation
         self.placement.arrive([m for m, _ in back if isinstance(m, Member)])
+        if engine.store is not None:
+            engine.store.prepare(engine, self.accumulation.after(stepped, micro), ready.keep)
         ahead = None if micro else self.placement.gather_results(engine)
         code, handle = engine.step(micro, ahead)
         if engine.asynchronous:
@@ -168,7 +169,7 @@ class Updates:
             if self.groups.options.scan != "per-tensor":
                 return
         elif code:
-            check(code, handle)
+            engine.check(code, handle)
         offloaded = []
         for p, weight in back:
             if isinstance(p, Member):
@@ -178,3 +179,5 @@ class Updates:
         increment_versions(stepped)
         self.placement.put_back(offloaded)
         self.residuals.stepped(engine, stepped)
+        if engine.store is not None:
+            engine.store.stepped(stepped)

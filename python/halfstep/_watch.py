@@ -127,13 +127,10 @@ def _same_bits(a, b):
     """Returns True if two tensors hold the same bits, index by index. `a` may have lost its
     memory."""
     a, b = stored(a), stored(b)
-    if (
-        a.shape != b.shape
-        or a.dtype != b.dtype
-        or a.device != b.device
-        or not a.untyped_storage().nbytes()
-    ):
+    if a.shape != b.shape or a.dtype != b.dtype or not a.untyped_storage().nbytes():
         return False
+    if _devices.of(a) != _devices.of(b):
+        a, b = _devices.to_cpu(a), _devices.to_cpu(b)
     return torch.equal(*(_devices.contiguous(t).view(-1).view(torch.uint8) for t in (a, b)))
 
 
@@ -151,7 +148,7 @@ class Watch:
 
     The counter is not enough in two cases. A weight that lies elsewhere than before may be
     unchanged. It is, if its former memory, which is held until then, was not written either and has
-    the same bits.
+    the same bits. It counts as unchanged too if its former memory is used for other weights by now.
 
     The other case is the operator of a compiled step. The compiler makes increments of its own
     around it, more or fewer depending on how it compiled. They are read off a witness: a tensor
@@ -265,9 +262,20 @@ class Watch:
             return False
         if moved and version(note.held) == known and _same_bits(note.held, p):
             return None
+        if moved and version(p) == known and self._is_recycled(note.held, p):
+            return None
         if extra is not note.extra or extra is not None and version(extra) != note.extra_version:
             return None  # a pair that somebody brought
         return True
+
+    def _is_recycled(self, held, p):
+        """Returns True if the former memory of a weight is used for other weights now, or lies on
+        another device. Trainers that swap blocks or offload layers leave it so. It then proves
+        nothing, and torch has counted no write to the weight."""
+        if _devices.of(held) != _devices.of(stored(p)):
+            return True
+        memory = held.untyped_storage().data_ptr()
+        return any(stored(q).untyped_storage().data_ptr() == memory for q in self.tensors)
 
     def _sharing(self, i):
         """Returns the places of the weights in the same memory block as this one, because they may

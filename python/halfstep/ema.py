@@ -435,7 +435,7 @@ class EMA(torch.nn.Module):
         optimizers = [] if optimizer is None else several(optimizer)
         for one in optimizers:
             one._parts.residuals.notice()
-        states = [one.state for one in optimizers]
+        states = [one._parts.groups.state for one in optimizers]
         lives = []
         for (name, _, fmt, average), tensor in zip(members, followed):
             self._check_average(name, fmt, average, _devices.of(members[0][3]))

@@ -52,6 +52,14 @@ def _mark(tensor):
     return version(tensor), stored(tensor).data_ptr()
 
 
+def _place(p):
+    """Returns where the memory of a parameter is, or None if it has none."""
+    try:
+        return stored(p).data_ptr()
+    except (RuntimeError, ValueError):  # sparse, or not initialized
+        return None
+
+
 def _fits(held, tensor):
     return held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype
 
@@ -69,12 +77,18 @@ class _Offloaded(Streamed):
         self.thread = self.error = None
         #: pinned memory that is free for gradients, by dtype and size
         self.spare = {}
+        #: where weights lay when they were last looked at, and (parameter, place) of those that the
+        #: thread steps or has stepped since settle()
+        self.places, self.sent = {}, []
+        #: True once somebody has moved weights about
+        self.moving = False
 
     def hook(self):
         """Copies gradients as they come, and steps in advance by them, unless gradient release
         takes them."""
         for handle in self.hooks:
             handle.remove()
+        self.places = {p: _place(p) for p in self.groups.params()}
         self.hooks = follow_gradients(
             filter(self._is_offloaded, self.groups.params()),
             self,
@@ -83,7 +97,8 @@ class _Offloaded(Streamed):
 
     def _is_streamed(self, p):
         return (
-            p.dim() > 1
+            self.groups.options.store is None
+            and p.dim() > 1
             and _matrices.has_products(self.groups.row_for(p))
             and super()._is_streamed(p)
             and _can_step_on(_devices.of(stored(p)))
@@ -96,6 +111,7 @@ class _Offloaded(Streamed):
             and not self._is_streamed(p)
             and (
                 here.numel() >= self.groups.options.minimal_size
+                or self.groups.options.store is not None
                 or _sharding.is_dtensor(p)
                 or self.groups.options.norm_group is not None
                 or not _can_step_on(_devices.of(stored(p)))
@@ -114,6 +130,8 @@ class _Offloaded(Streamed):
     def _copy_gradient(self, p):
         if p.grad.layout != torch.strided:
             return  # step() refuses it by name
+        if not _devices.is_asynchronous(_devices.of(local(p.grad))):
+            return  # it is in CPU memory, and so is a model that somebody has moved there
         grad, alone = self._placed(p), self.groups.options.offload_gradients
         if grad is p.grad or alone:
             self._take(p, grad, alone)
@@ -194,9 +212,17 @@ class _Offloaded(Streamed):
         kept_here = copy is not None and copy.alone
         if kept_here and p.grad is not None and self.groups.options.offload_gradients:
             self._copy_gradient(p)  # a hook raised before it was added to the copy
-        if p.grad is not None or not kept_here:
+        went = not _devices.is_asynchronous(_devices.of(stored(p)))
+        if went and p.grad is not None and _devices.is_asynchronous(_devices.of(local(p.grad))):
+            # A trainer has moved the weight to CPU memory since its gradient came.
+            if copy is None or not copy.is_of(p.grad):
+                self._take(p, self._placed(p), False)
+                copy = self.copies[p]
+        elif p.grad is not None or not kept_here:
             return p.grad
         self.complete(copy)
+        if went and copy.down is not None:
+            _devices.wait(copy.down)  # arrive() waits for members of other devices only
         return copy.gradient
 
     def check_gradient(self, p, grad, name):
@@ -282,8 +308,7 @@ class _Offloaded(Streamed):
             finally:
                 self.overlap.end()
         self.drop()
-        for side in self._ups():
-            side.lead()
+        self._lead()
 
     def released(self, p, release):
         # Handles belong to one thread at a time. Small parameters that are stepped on the GPU keep
@@ -295,9 +320,26 @@ class _Offloaded(Streamed):
             grad = self._placed(p)
             check_gradient(p, grad, self.names.given.get(p, "?"))
             self.groups.options.check_mode(self.groups)
+            place = _place(p)
+            self.moving |= self.places.setdefault(p, place) != place
+            self.places[p] = place
+            self.sent.append((p, place))
             self._send(release, p, grad, self.groups.options.optimizer_accumulation)
             p.grad = None
+            if self.moving:  # the weight must be there before it leaves again
+                self.settle()
+                self._lead()
         return True
+
+    def stepped_alone(self, p):
+        if p in self.copies:
+            self.copies[p].alone = False  # used up, as by step()
+        self._lead()
+
+    def _lead(self):
+        """Makes later work on the current streams wait for the weights."""
+        for side in self._ups():
+            side.lead()
 
     def stepped_in_release(self, params):
         for p in params:
@@ -344,8 +386,18 @@ class _Offloaded(Streamed):
         self.work.put(done)
         done.wait()
         error, self.error = self.error, None
+        sent, self.sent = self.sent, []
         if error is not None:
             raise error
+        for p, place in sent:
+            if _place(p) != place:
+                self.moving = True
+                raise RuntimeError(
+                    f"halfstep: parameter {self.names.find(p)!r} was moved while gradient_release"
+                    " stepped it in another thread, so weights may be wrong: go back to a checkpoint."
+                    " A trainer that swaps blocks or offloads layers has to move weights before the"
+                    " first backward pass, or use gradient_release=False"
+                )
 
     def __del__(self):
         if self.work is not None:

@@ -11,14 +11,13 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 import torch
 
 from . import _abi, _files, _layout, _matrices, _sharding, _state, accumulate
-from ._groups import LISTS
 from ._handles import seed_of
-from ._options import Options, keep_plain
+from ._options import Options, keep_plain, bytes_of
 from ._parameters import check_parameter, format_of
 from ._parts import Parts
 from ._placement import Placement
 from ._release import check_release
-from ._torch import VERSION, no_dynamo, warn_once
+from ._torch import VERSION, is_compiling, no_dynamo, warn_once
 
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
@@ -78,6 +77,15 @@ def _kept(name):
         lambda self: getattr(self._parts.groups, name),
         lambda self, value: setattr(self._parts.groups, name, value),
     )
+
+
+def _state_as_it_is(optimizer):
+    """Returns the state of an optimizer after all submitted work is done, because callers read it:
+    trainers copy it to another device."""
+    parts = optimizer._parts
+    if not is_compiling():
+        parts.cache.hear()
+    return parts.groups.state
 
 
 class Kept:
@@ -156,6 +164,15 @@ class Optimizer(torch.optim.Optimizer):
     flat            True: vectors of 4096 elements or more are flat buffers of many parameters,
                     which take block formats. "shards": each rank also holds another shard, and gets
                     random bits of its own. FSDP1's buffers are recognized without it
+    store           the path of a file that keeps the states in place of memory, and is the
+                    checkpoint: each step reads them from there and writes them and the weights
+                    there. A file that exists is resumed: weights, states, counters and the groups'
+                    options are read from it. Parameters are stepped by the processor. The option
+                    is not saved
+    store_weights   False: the file keeps no weights, only their hashes. Whoever resumes from it
+                    loads the weights of its last step first
+    store_memory    bytes of memory for states on their way, such as "8G". What fits is only
+                    written, not read. None: the least
     compile         True: torch.compile(fullgraph=True) can trace step()
     fused           True: a GradScaler leaves unscaling to the step
     foreach         accepted and without effect: one call steps all parameters
@@ -166,12 +183,14 @@ class Optimizer(torch.optim.Optimizer):
     #: name in the library's table of rules
     rule = None
 
-    param_groups, state, defaults = map(_kept, LISTS)
+    param_groups, defaults = map(_kept, ("param_groups", "defaults"))
+    state = property(_state_as_it_is, _kept("state").fset)
     clip_norm, clip, scan, threads, flat = map(Kept, (0.0, None, None, 0, False))
     #: True: gradients go into the states and leave the weights alone; the last micro-batch of a
     #: step is made with False
     optimizer_accumulation = Kept(False)
     gradient_release = Kept(False)
+    store, store_weights, store_memory = map(Kept, (None, True, None))
     compile = False  # in pickles that lack it
     #: what options mean, and where parameters are stepped
     _options, _placement = Options, Placement
@@ -201,6 +220,9 @@ class Optimizer(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         compile: bool = False,
+        store: Optional[Union[str, "os.PathLike[str]"]] = None,
+        store_weights: bool = True,
+        store_memory: Union[None, int, float, str] = None,
     ) -> None:
         if differentiable:
             raise ValueError(
@@ -215,6 +237,9 @@ class Optimizer(torch.optim.Optimizer):
         self.norm_group, self.flat, self.threads = norm_group, flat, threads
         self.compile = compile
         self.owners = owners
+        self.store = None if store is None else os.path.abspath(os.fsdecode(store))
+        self.store_weights = bool(store_weights)
+        self.store_memory = None if store_memory is None else bytes_of(store_memory, "store_memory")
         if compile:
             self._register()
         self.optimizer_accumulation = optimizer_accumulation
@@ -238,6 +263,8 @@ class Optimizer(torch.optim.Optimizer):
         self._parts.groups.check_quantized()
         if fused:
             self._step_supports_amp_scaling = True
+        if self.store is not None:
+            self._parts.store.begin(self)
         if gradient_release:
             self.prepare_gradient_release()
 
@@ -268,6 +295,7 @@ class Optimizer(torch.optim.Optimizer):
         if not _NAMED:
             split_pairs(param_group)
         parts = self._parts
+        parts.store.check_open_to_groups()
         parts.names.refresh()  # all groups have names or none does; torch looks
         super().add_param_group(param_group)
         try:
@@ -529,7 +557,8 @@ class Optimizer(torch.optim.Optimizer):
         parameters. "param_names" holds all names, a list for each group.
 
         The tensors in `state` are the optimizer's own, so steps go on changing them. The options
-        are those of the time of the call. For a copy that stays, call copy.deepcopy()."""
+        are those of the time of the call. For a copy that stays, call copy.deepcopy(). States that
+        are in a file are read into memory, all of them, and stay as they are."""
         kept, self.state = self.state, self._parts.saving.states()
         try:
             found = super().state_dict()
@@ -557,6 +586,7 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             self._optimizer_load_state_dict_pre_hooks = hooks
         loading.finish()
+        self._parts.store.settle()
         self._parts.updates.doubt_ranks()  # every rank loads, and maybe not the same
         if self.gradient_release:
             self.prepare_gradient_release()
@@ -565,6 +595,12 @@ class Optimizer(torch.optim.Optimizer):
         """Returns the state as torch's own optimizer of the same rule saves it: fp32 states, plain
         groups."""
         return self._parts.saving.plain()
+
+    def close_store(self) -> None:
+        """Closes the file of `store`, so that another optimizer can open it. This one cannot be
+        stepped any more."""
+        self._parts.cache.forget()
+        self._parts.store.close()
 
     def save_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Writes the optimizer to a safetensors file in the layout of halfstep's checkpoints

@@ -6,7 +6,6 @@ This file is longer than 500 lines because it draws its tables itself.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from html import escape
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import torch
 
 from . import _abi, _layout, _names
 from ._matrices import fields_of, has_products, lay, taken
+from ._options import bytes_of
 from ._parameters import PLAIN, beside, could_be_packed, is_packed_format, stored_dtype
 from ._release import check_release
 from ._sharding import is_packed, stored
@@ -278,27 +278,6 @@ def _size(n):
     while n >= 1024 and unit < len(_UNITS) - 1:
         n, unit = n / 1024, unit + 1
     return f"{n:.2f} {_UNITS[unit]}"
-
-
-def bytes_of(memory, name="memory"):
-    """Returns the bytes of 24e9, "24e9", "24G" or "24 GiB". Units are powers of 1024, as in
-    `halfstep plan`. `name` is that of the option, for errors."""
-    size, unit = memory, ""
-    if isinstance(memory, str):
-        found = re.fullmatch(
-            r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGTP]?)(?:i?B)?\s*", memory, re.IGNORECASE
-        )
-        size, unit = found.groups() if found else ("nan", "")
-    try:
-        size = float(size) * 1024 ** " KMGTP".index(unit.upper() or " ")
-    except OverflowError:
-        size = math.inf
-    if not 0 <= size < 2**63:
-        raise ValueError(
-            f"{name}={str(memory)[:40]!r} is not a size in bytes below 2^63; write 24e9, '24G' or"
-            " '512M'"
-        )
-    return int(size)
 
 
 def _shape(name, given):

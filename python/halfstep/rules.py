@@ -290,7 +290,7 @@ class _ScheduleFree(Optimizer):
         """Puts the residual or error code back beside the weight that trains, if there is one."""
         state = self.state[p]
         if extra is not None and "weight.extra" in state:
-            state["weight.extra"].copy_(extra)
+            state["weight.extra"] = state["weight.extra"].copy_(extra)
             self._parts.residuals.wrote([p])
 
     def read_average(self, p: torch.Tensor) -> torch.Tensor:

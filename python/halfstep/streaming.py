@@ -232,9 +232,8 @@ class StateStreaming(Hosted):
     States are in pinned memory, which torch takes in powers of two. If they need more than one
     buffer, step() waits once for all gradients, unless it does not check them
     (scan="known-finite" without clip_norm). It returns before the states are back. All functions of
-    this package that read states wait for them. Code that reads `optimizer.state` itself must
-    synchronize the device first. Such a step cannot be captured into a CUDA graph. Parameters in
-    CPU memory are stepped there.
+    this package that read states wait for them, and so does `optimizer.state`. Such a step cannot
+    be captured into a CUDA graph. Parameters in CPU memory are stepped there.
     """
 
     _placement = Streamed
@@ -252,6 +251,11 @@ class StateStreaming(Hosted):
         if not _abi.is_count(buffer, 1):
             raise ValueError(
                 f"halfstep: buffer={buffer!r} is not a size in bytes; give a whole number above 0"
+            )
+        if options.get("store") is not None:
+            raise ValueError(
+                f"halfstep: StateStreaming steps states on the GPU, and store={options['store']!r}"
+                " keeps them in a file for the processor: use CPUOffload(..., store=)"
             )
         self.buffer = buffer
         super().__init__(params, recipe, minimal_size=minimal_size, **options)

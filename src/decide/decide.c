@@ -139,7 +139,8 @@ static void count_update(struct hstep_tensor *t, const struct hstep_update *u)
     t->writes++;
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
         struct hstep_slot *slot = &t->slot[s];
-        if (slot->extra_bytes && hstep_has_one_scale(slot->format)) memcpy(slot->extra, &u->scale[s], 4);
+        /* Storage has got the scale with its piece, and the slot has no address. */
+        if (slot->extra && slot->extra_bytes && hstep_has_one_scale(slot->format)) memcpy(slot->extra, &u->scale[s], 4);
         if (slot->root) slot->grid = u->grid[s];
     }
     if (u->micro) return;

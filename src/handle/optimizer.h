@@ -1,6 +1,6 @@
 /* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), plan.c (chunks and arrays of a step),
- * slots.c (memory), ready.c and step.c (steps), sync.c (asynchronous devices), records.c (what a checkpoint keeps),
- * accumulate.c, checks.c, devices.c, device_check.c and device_cases.c. */
+ * slots.c and storage.c (memory), ready.c and step.c (steps), sync.c (asynchronous devices), records.c (what a
+ * checkpoint keeps), accumulate.c, ahead.c, checks.c, device_check.c and device_cases.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -13,6 +13,7 @@ struct hstep_label {
     char *name;
     halfstep_record_places places; /* addresses of the host's copies of the record */
     int norms_made;                /* 1: halfstep_run_norms() has made this tensor's sums for the next finish */
+    struct hstep_result *result;   /* of steps in advance (ahead.c); NULL until there was one */
 };
 
 #define HSTEP_DETAIL_BYTES 256
@@ -42,10 +43,11 @@ struct halfstep_optimizer {
     /* Numbers of tensors: stepped as matrices, with vectors, with totals in their rule, of which only a part is
      * here. */
     int matrices, factored, totals, parts;
-    int slots_bound;      /* 1: all slots have their memory */
-    int norms_made;       /* 1: halfstep_run_norms() has made the sums of all tensors for the next finish */
-    int scalars_unshared; /* 1: tensors with totals may differ in their scalars, which were set or are new */
-    void *memory;         /* the states' memory if the library has allocated it, or NULL */
+    int slots_bound;               /* 1: all slots have their memory */
+    int norms_made;                /* 1: halfstep_run_norms() has made the sums of all tensors for the next finish */
+    int scalars_unshared;          /* 1: tensors with totals may differ in their scalars, which were set or are new */
+    void *memory;                  /* the states' memory if the library has allocated it, or NULL */
+    struct hstep_storage *storage; /* of the states, in place of memory, or NULL */
     uint64_t workspace_bytes;
     atomic_flag workspace_lock;
 
@@ -72,7 +74,10 @@ struct halfstep_optimizer {
     double gradient_norm;
     atomic_uint_least64_t skipped;
     atomic_int nonfinite_tensor, gradient_too_large;
-    uint64_t serial; /* unique among all handles of the process */
+    void **ahead_weights; /* for steps that take results: one for each tensor, or NULL */
+    atomic_int results;   /* 1: some tensor may have a result of a step in advance */
+    uint64_t redone;      /* steps that made a tensor again although it had a result */
+    uint64_t serial;      /* unique among all handles of the process */
     atomic_flag detail_lock;
     char detail[HSTEP_DETAIL_BYTES];
 };
@@ -159,6 +164,11 @@ int hstep_grow(void **array, int count, int *capacity, size_t size);
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
                         struct hstep_tensor *t);
 
+/* Forgets the results of steps in advance of n tensors. */
+void hstep_forget_results(halfstep_optimizer *o, int first, int n);
+/* Frees what steps in advance have allocated. */
+void hstep_free_results(halfstep_optimizer *o);
+
 /* Gives all tensors that share totals the same scalars: those of the tensor whose first scalar is largest. Tensors must
  * have been fetched. */
 void hstep_share_scalars(halfstep_optimizer *o);
@@ -174,5 +184,54 @@ void hstep_release_plan(halfstep_optimizer *o);
 int hstep_check_bound(const halfstep_optimizer *o, int first_tensor, int n);
 /* Writes the host's copies of the records of n tensors. */
 void hstep_show(const halfstep_optimizer *o, int first, int n);
+
+/* A call about all tensors or one: what the device is told, and the handle. */
+struct hstep_request {
+    halfstep_optimizer *o;
+    struct hstep_call call;
+    int *norms_made; /* 1: the call between begin and finish has made the sums */
+};
+
+/* The parts of a step: the three that processes make together, or all of it in one call. */
+enum hstep_part { HSTEP_PART_BEGIN, HSTEP_PART_NORMS, HSTEP_PART_FINISH, HSTEP_PART_ALL };
+
+/* Steps a tensor in advance: ahead.c. */
+int hstep_step_ahead(struct hstep_request *s, const halfstep_ahead *ahead, struct hstep_single_scratch *scratch);
+/* Prepares a step that may take results: notes which ones are at hand, and chooses where new weights go. */
+int hstep_find_results(struct hstep_request *s, const halfstep_ahead *ahead);
+/* Adds the squares of the results that are at hand to the statistics of a scan. */
+void hstep_add_squares(const struct hstep_request *s);
+/* After the decision: lets stand the results that equal it, and copies what has to be copied. */
+int hstep_take_results(const struct hstep_request *s);
+
+/* Fails if the call cannot be made. The device has not been asked for anything by then. */
+int hstep_check_ready(const struct hstep_request *s, enum hstep_part part);
+
+/* Make the sums of n tensors, or their sums and their update (step.c). made: 1 if there are sums already. */
+int hstep_sum_tensors(const struct hstep_request *s, int first, int n);
+int hstep_step_tensors(const struct hstep_request *s, int first, int n, int made);
+
+/* Cuts all tensors of a settled handle into chunks again, after their piece_rows have changed (plan.c). */
+int hstep_cut_again(halfstep_optimizer *o);
+/* Fails with ARGUMENT unless the tensor has such a slot (slots.c). */
+int hstep_check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot);
+/* Writes the first error codes of a packed weight (slots.c). */
+int hstep_spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *t);
+
+/* The following functions are for states in storage (storage.c). The first brings the pieces of a call into memory one
+ * after another, and makes the sums or the updates of their tensors. */
+int hstep_walk(const struct hstep_request *s, int sums_only);
+/* Fails with ORDER if the storage has failed since it was bound. Succeeds without storage. */
+int hstep_check_storage(const halfstep_optimizer *o);
+/* Keeps the counters as they are, for hstep_commit(). Does nothing without storage. */
+void hstep_keep_counts(halfstep_optimizer *o);
+/* Flushes the storage, if there is one. After a failure puts the counters back. */
+int hstep_commit(halfstep_optimizer *o, void *const *weights);
+/* Tells whether some bytes of a slot are in storage, apart from codes of the weight. The next two functions read and
+ * write values of such a slot. */
+int hstep_is_stored(const halfstep_optimizer *o, int tensor, int slot);
+int hstep_read_stored(const halfstep_optimizer *o, int tensor, const struct hstep_access *a, float *out);
+int hstep_write_stored(halfstep_optimizer *o, int tensor, const struct hstep_access *a, const float *in);
+void hstep_close_storage(halfstep_optimizer *o);
 
 #endif

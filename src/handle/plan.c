@@ -134,6 +134,30 @@ int hstep_settle(halfstep_optimizer *o)
     return HALFSTEP_OK;
 }
 
+int hstep_cut_again(halfstep_optimizer *o)
+{
+    int64_t n_chunks = 0;
+    for (int i = 0; i < o->n_tensors; i++) n_chunks += hstep_cut_tensor(&o->tensors[i], i, NULL);
+    struct hstep_chunk *chunks = malloc((size_t)(n_chunks + 1) * sizeof *chunks);
+    int64_t *tasks = malloc((size_t)(n_chunks + 1) * sizeof *tasks);
+    if (!chunks || !tasks) {
+        free(chunks);
+        free(tasks);
+        return hstep_fail_memory(o, (uint64_t)(n_chunks + 1) * (sizeof *chunks + sizeof *tasks),
+                                 "the plan of %d tensors", o->n_tensors);
+    }
+    for (int64_t i = 0, n = 0; i < o->n_tensors; n += o->tensors[i++].chunks) {
+        o->tensors[i].first_chunk = n;
+        o->tensors[i].chunks = hstep_cut_tensor(&o->tensors[i], (int)i, chunks + n);
+    }
+    hstep_join_chunks(chunks, n_chunks, tasks);
+    free(o->chunks);
+    free(o->tasks);
+    o->plan.chunks = o->chunks = chunks;
+    o->plan.tasks = o->tasks = tasks;
+    return HALFSTEP_OK;
+}
+
 void hstep_release_plan(halfstep_optimizer *o)
 {
     struct hstep_plan *plan = &o->plan;

@@ -1,8 +1,7 @@
 /* Checks before anything of a step is done. States, gradients and weights must be there, and the step must not depend
  * on elements of a tensor that other processes hold. */
-#include "handle/ready.h"
-
 #include "decide/prepare.h"
+#include "handle/optimizer.h"
 
 /* Fails unless states, weights and gradients have their memory. Conditions that nearly always hold are counted when the
  * handle is settled, or remembered. Checking them in each of a thousand small tensors would cost time. */
@@ -192,8 +191,8 @@ static int check_memory(const struct hstep_request *s)
 
 int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
-    int error = check_bound(s);
-    if (error || (error = check_accumulates(s)) || (error = check_single(s)) ||
+    int error = hstep_check_storage(s->o);
+    if (error || (error = check_bound(s)) || (error = check_accumulates(s)) || (error = check_single(s)) ||
         (part != HSTEP_PART_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
         (part == HSTEP_PART_FINISH && (error = check_norms(s))) ||
         (part == HSTEP_PART_ALL && (error = check_alone(s))) || (error = check_memory(s)))

@@ -8,7 +8,7 @@
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
-static int check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot)
+int hstep_check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot)
 {
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
@@ -36,7 +36,7 @@ static void shape_of(const struct hstep_tensor *t, int slot, int64_t *rows, int6
 int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t slot, halfstep_slot_info *info)
 {
     if (!o || !info) return HALFSTEP_ERROR_ARGUMENT;
-    int error = check_slot(o, tensor, slot);
+    int error = hstep_check_slot(o, tensor, slot);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
@@ -111,7 +111,7 @@ static unsigned char first_errors(uint64_t place)
  * codes began at 0, in the middle of a step, a model that computes with codes would see nothing of updates until a
  * weight has moved half a step. They begin spread over the step instead, so that the mean of many codes follows from
  * the first update on. They are the same for every cut of the tensor. */
-static int spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *t)
+int hstep_spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *t)
 {
     const struct hstep_slot *s = &t->slot[HALFSTEP_SLOT_WEIGHT];
     if (hstep_formats[s->format].geometry != HALFSTEP_GEOMETRY_PACKED || !s->extra_bytes) return HALFSTEP_OK;
@@ -151,9 +151,17 @@ static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
     for (int i = 0; i < o->n_tensors; i++)
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) o->tensors[i].slot[s].grid = 1.0f;
     for (int i = 0; i < o->n_tensors; i++)
-        if ((error = spread_errors(o, &o->tensors[i]))) return error;
+        if ((error = hstep_spread_errors(o, &o->tensors[i]))) return error;
     hstep_show(o, 0, o->n_tensors);
     return HALFSTEP_OK;
+}
+
+/* Fails if the states are in storage. */
+static int check_in_memory(const halfstep_optimizer *o)
+{
+    return o->storage ? hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                                   "the states are in storage; end that first by halfstep_bind_storage() with NULL")
+                      : HALFSTEP_OK;
 }
 
 int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
@@ -168,7 +176,8 @@ int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "the states need %llu bytes, %llu were given",
                           (unsigned long long)needed, (unsigned long long)bytes);
     int error = needed ? check_owned(o, memory, "memory for states") : HALFSTEP_OK;
-    if (error || (error = hstep_settle(o)) || (error = place_all(o, memory, needed))) return error;
+    if (error || (error = check_in_memory(o)) || (error = hstep_settle(o)) || (error = place_all(o, memory, needed)))
+        return error;
     o->device->release(&o->context, o->memory);
     o->memory = NULL;
     return HALFSTEP_OK;
@@ -183,7 +192,9 @@ int halfstep_allocate_states(halfstep_optimizer *o)
         return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes, more than a process can have",
                           (unsigned long long)bytes);
     void *memory;
-    int error = o->device->allocate(&o->context, bytes, &memory);
+    int error = check_in_memory(o);
+    if (error) return error;
+    error = o->device->allocate(&o->context, bytes, &memory);
     if (error == HALFSTEP_ERROR_MEMORY)
         return hstep_fail(o, error,
                           "out of memory: the states need %llu bytes; free some, or choose smaller formats "
@@ -202,10 +213,11 @@ int halfstep_allocate_states(halfstep_optimizer *o)
 int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *code, void *extra)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    int error = check_slot(o, tensor, slot);
+    int error = hstep_check_slot(o, tensor, slot);
     if (error) return error;
     struct hstep_slot *s = &o->tensors[tensor].slot[slot];
     const char *name = o->labels[tensor].name;
+    if (slot != HALFSTEP_SLOT_GRADIENT && (error = check_in_memory(o))) return error;
     if (slot < HALFSTEP_SLOT_STATE && code)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
                           "tensor '%s': weights and gradients cannot be bound; pass them to each step", name);
@@ -235,6 +247,7 @@ int hstep_check_bound(const halfstep_optimizer *o, int first, int n)
     for (int i = first; i < first + n; i++)
         for (int s = 0; s < HSTEP_SLOTS; s++) {
             const struct hstep_slot *slot = &o->tensors[i].slot[s];
+            if (o->storage && s != HALFSTEP_SLOT_GRADIENT) continue;
             if ((s >= HALFSTEP_SLOT_STATE && slot->code_bytes && !slot->code) || (slot->extra_bytes && !slot->extra))
                 return fail_unbound(o, i, slot_name(o, i, s));
         }
@@ -246,7 +259,7 @@ int hstep_check_bound(const halfstep_optimizer *o, int first, int n)
 static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
                       int64_t n_rows, const void *values)
 {
-    int error = check_slot(o, tensor, slot);
+    int error = hstep_check_slot(o, tensor, slot);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
@@ -262,6 +275,7 @@ static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
     if (!n_rows || !columns) return HALFSTEP_OK;
     if (!values || (slot < HALFSTEP_SLOT_STATE && !data))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", o->labels[tensor].name);
+    if (hstep_is_stored(o, tensor, slot)) return hstep_check_storage(o);
     if ((slot >= HALFSTEP_SLOT_STATE && !s->code) || (s->extra_bytes && !s->extra))
         return fail_unbound(o, tensor, slot_name(o, tensor, slot));
     return HALFSTEP_OK;
@@ -277,6 +291,12 @@ static struct hstep_access access_of(const halfstep_optimizer *o, int32_t tensor
     return (struct hstep_access){&o->context, t, slot, place, first_row * columns, (first_row + n_rows) * columns};
 }
 
+static int read_elements(const halfstep_optimizer *o, int32_t tensor, const struct hstep_access *a, float *out)
+{
+    if (hstep_is_stored(o, tensor, a->slot)) return hstep_read_stored(o, tensor, a, out);
+    return hstep_why(o, o->device->read(a, out));
+}
+
 static int read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
                      int64_t n_rows, float *out)
 {
@@ -285,7 +305,7 @@ static int read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, 
     struct hstep_access a = access_of(o, tensor, slot, data, first_row, n_rows);
     if (slot < HALFSTEP_SLOT_STATE && a.end > a.first && (error = check_owned(o, data, o->labels[tensor].name)))
         return error;
-    return hstep_why(o, o->device->read(&a, out));
+    return read_elements(o, tensor, &a, out);
 }
 
 static int check_values(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const float *in, int64_t n)
@@ -327,6 +347,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
                           o->labels[tensor].name, f->name, slot_name(o, tensor, slot));
     if (slot < HALFSTEP_SLOT_STATE && end > first && (error = check_owned(o, data, o->labels[tensor].name)))
         return error;
+    if (hstep_is_stored(o, tensor, slot)) return hstep_write_stored(o, tensor, &a, in);
     return hstep_wait(o, o->device->write(&a, in));
 }
 
@@ -343,10 +364,10 @@ static int read_average(const halfstep_optimizer *o, int32_t tensor, const void 
         float part = (float)(1.0 - 1.0 / hstep_state_beta(g, i));
         float other[HSTEP_TILE];
         struct hstep_access all = access_of(o, tensor, HALFSTEP_SLOT_STATE + i, NULL, first_row, n_rows), a = all;
-        if (all.first < all.end && !a.data) return fail_unbound(o, tensor, state->name);
+        if (all.first < all.end && !a.data && !o->storage) return fail_unbound(o, tensor, state->name);
         for (a.first = all.first; a.first < all.end; a.first = a.end) {
             a.end = all.end - a.first > HSTEP_TILE ? a.first + HSTEP_TILE : all.end;
-            if ((error = o->device->read(&a, other))) return hstep_why(o, error);
+            if ((error = read_elements(o, tensor, &a, other))) return error;
             for (int64_t j = 0; j < a.end - a.first; j++) {
                 float *w = &out[a.first - all.first + j];
                 *w = *w + part * (other[j] - *w);

@@ -5,7 +5,6 @@
 #include "base/structs.h"
 #include "decide/pass.h"
 #include "handle/optimizer.h"
-#include "handle/ready.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
@@ -104,7 +103,9 @@ static int begin(const struct hstep_request *s)
     const struct hstep_call *c = &s->call;
     *s->norms_made = 0;
     int error = s->o->device->zero(c->context, c->statistics, (uint64_t)statistics_count(s) * sizeof *c->statistics);
-    return error ? error : s->o->device->scan(c);
+    if (!error) error = s->o->device->scan(c);
+    if (!error) hstep_add_squares(s);
+    return error;
 }
 
 static int zero_sums(const struct hstep_request *s)
@@ -138,8 +139,7 @@ static int sum_factored(const struct hstep_request *s, int tensor)
     return error;
 }
 
-/* Makes the sums of n tensors. */
-static int sum_tensors(const struct hstep_request *s, int first, int n)
+int hstep_sum_tensors(const struct hstep_request *s, int first, int n)
 {
     const struct hstep_tensor *tensors = s->o->tensors;
     int error = HALFSTEP_OK;
@@ -152,6 +152,12 @@ static int sum_tensors(const struct hstep_request *s, int first, int n)
     return error;
 }
 
+/* Makes the sums of all tensors of the call. */
+static int sum_all(const struct hstep_request *s)
+{
+    return s->o->storage ? hstep_walk(s, 1) : hstep_sum_tensors(s, s->call.first, s->call.n);
+}
+
 /* Makes the sums for finish. Decides first, so that a step which finish will refuse makes no sums. */
 static int norms(const struct hstep_request *s)
 {
@@ -160,7 +166,7 @@ static int norms(const struct hstep_request *s)
     int64_t count = sums_count(s);
     int error;
     if (!count || c->micro) return HALFSTEP_OK;
-    if ((error = device->decide(c)) || (error = zero_sums(s)) || (error = sum_tensors(s, c->first, c->n)) ||
+    if ((error = device->decide(c)) || (error = zero_sums(s)) || (error = sum_all(s)) ||
         (error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), count / HSTEP_EXACT_LIMBS)))
         return error;
     *s->norms_made = 1;
@@ -251,6 +257,20 @@ static int start_of_batch(const struct hstep_request *s, int end)
     return first;
 }
 
+int hstep_step_tensors(const struct hstep_request *s, int first, int n, int made)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    const int totals = o->totals && !c->micro;
+    int error, sums = 0;
+    for (int i = first; o->sums && i < first + n && !o->tensors[i].pairs; i++)
+        sums |= c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro);
+    if ((sums && !made && (error = o->device->sum(c, first, n))) ||
+        (sums && !totals && (error = o->device->decide_sums(c, first, n))))
+        return error;
+    return update_tensors(s, first, n);
+}
+
 /* Updates all tensors of the call. For rules of two passes makes the sums first, unless they are made. Begins with the
  * last tensor, whose gradient the scan has left in the caches. */
 static int update_all(const struct hstep_request *s)
@@ -259,19 +279,13 @@ static int update_all(const struct hstep_request *s)
     const struct hstep_call *c = &s->call;
     int error, totals = o->totals && !c->micro, made = *s->norms_made || totals;
     if (!c->n) return HALFSTEP_OK;
-    if (totals && ((!*s->norms_made && (error = sum_tensors(s, c->first, c->n))) ||
-                   (error = o->device->decide_sums(c, c->first, c->n))))
+    if (totals && ((!*s->norms_made && (error = sum_all(s))) || (error = o->device->decide_sums(c, c->first, c->n))))
         return error;
+    if (o->storage) return hstep_walk(s, 0);
     if (!o->sums && !o->factored) return update_tensors(s, c->first, c->n);
     for (int end = c->first + c->n, first; end > c->first; end = first) {
-        int sums = 0;
         first = start_of_batch(s, end);
-        for (int i = first; i < end && !o->tensors[i].pairs; i++)
-            sums |= c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro);
-        if ((sums && !made && (error = o->device->sum(c, first, end - first))) ||
-            (sums && !totals && (error = o->device->decide_sums(c, first, end - first))) ||
-            (error = update_tensors(s, first, end - first)))
-            return error;
+        if ((error = hstep_step_tensors(s, first, end - first, made))) return error;
     }
     return HALFSTEP_OK;
 }
@@ -291,7 +305,8 @@ static int submit(const struct hstep_request *s)
 {
     const struct hstep_device *device = s->o->device;
     int error;
-    if ((error = device->decide(&s->call)) || (!*s->norms_made && (error = zero_sums(s))) || (error = update_all(s)))
+    if ((error = device->decide(&s->call)) || (error = hstep_take_results(s)) ||
+        (!*s->norms_made && (error = zero_sums(s))) || (error = update_all(s)))
         return error;
     return device->count(&s->call);
 }
@@ -301,13 +316,16 @@ static int finish(const struct hstep_request *s)
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     struct hstep_verdict verdict;
-    int error = submit(s);
+    if (!c->single) hstep_keep_counts(o);
+    int error = submit(s), flushed;
     if (error) return hstep_wait(o, error);
     if ((error = wait_for_verdict(s, &verdict))) return error;
     *s->norms_made = 0;
     hstep_show(o, c->first, c->n);
     if (!verdict.refused && !c->micro && !c->single) o->gradient_norm = verdict.norm;
-    return verdict.refused || verdict.offenders ? refuse(s, &verdict) : HALFSTEP_OK;
+    if (verdict.refused || verdict.offenders) error = refuse(s, &verdict);
+    flushed = verdict.refused || c->single ? HALFSTEP_OK : hstep_commit(o, c->weights);
+    return flushed ? flushed : error;
 }
 
 /* Makes a part of a step on an asynchronous device, which works on `scratch`. The caller's statistics may be memory of
@@ -364,9 +382,12 @@ static int run_all(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
     s.norms_made = &o->norms_made;
     s.call.weights = call->micro || part == HSTEP_PART_BEGIN ? NULL : call->weights;
     s.call.verdict = o->verdict;
+    int result = hstep_find_results(&s, call->ahead);
+    if (result) return result;
     struct hstep_fp fp = hstep_fp_enter();
-    int result = make(&s, part, call->statistics, o->plan.statistics);
+    result = make(&s, part, call->statistics, o->plan.statistics);
     hstep_fp_leave(fp);
+    if (part == HSTEP_PART_FINISH || part == HSTEP_PART_ALL) hstep_forget_results(o, 0, o->n_tensors);
     return result;
 }
 
@@ -388,7 +409,9 @@ static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
     s.call.weights = call->micro || part == HSTEP_PART_BEGIN ? NULL : call->weights;
     s.call.verdict = &scratch->verdict;
     struct hstep_fp fp = hstep_fp_enter();
-    result = make(&s, part, call->statistics, scratch->statistics);
+    if (!call->ahead) hstep_forget_results(o, tensor, 1);
+    if (call->ahead) result = hstep_step_ahead(&s, call->ahead, scratch);
+    else result = make(&s, part, call->statistics, scratch->statistics);
     hstep_fp_leave(fp);
     hstep_leave_scratch(o, scratch);
     return result;
@@ -442,6 +465,8 @@ static int begin_round(halfstep_optimizer *o, int64_t *statistics)
 
 static int run_round(halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)
 {
+    int error = hstep_check_storage(o);
+    if (error) return error;
     if (part == HSTEP_PART_BEGIN) return begin_round(o, call->statistics);
     if (part == HSTEP_PART_NORMS) return HALFSTEP_OK;
     for (int i = 0; i < o->n_tensors && o->clip_norm > 0.0 && part == HSTEP_PART_ALL; i++)
@@ -451,7 +476,9 @@ static int run_round(halfstep_optimizer *o, const halfstep_call *call, enum hste
                 "only a part of tensor '%s' is here, and the norm of the round needs all of it; end the round "
                 "by halfstep_run_begin() and halfstep_run_finish()",
                 o->labels[i].name);
-    return end_round(o, call->statistics);
+    hstep_keep_counts(o);
+    error = end_round(o, call->statistics);
+    return error ? error : hstep_commit(o, call->weights);
 }
 
 /* ---- Public functions ---- */

@@ -17,6 +17,7 @@ static int records(const halfstep_optimizer *o) { return o->device->records && o
 
 void hstep_changed(halfstep_optimizer *o, int first, int n)
 {
+    hstep_forget_results(o, first, n);
     if (!o->device->asynchronous || !n) return;
     if (o->changed_end == o->changed_first) o->changed_first = o->changed_end = first;
     if (first < o->changed_first) o->changed_first = first;

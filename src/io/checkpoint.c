@@ -2,10 +2,9 @@
  * layout and what each step of a save guarantees are in docs/checkpoints.md. Over 500 lines because saving, pruning and
  * opening must agree on that layout, and nobody else may know it. */
 #include "base/structs.h"
-#include "io/checkpoint.h"
 #include "io/files.h"
 #include "io/json.h"
-#include "io/safetensors.h"
+#include "io/parts.h"
 
 #define HSTEP_MANIFEST "manifest.json"
 #define HSTEP_GENERATION "checkpoint-"
@@ -52,8 +51,7 @@ static uint64_t fold(uint64_t word, const uint64_t (*table)[256])
            table[3][word >> 32 & 255] ^ table[2][word >> 40 & 255] ^ table[1][word >> 48 & 255] ^ table[0][word >> 56];
 }
 
-/* Returns the checksum of more bytes after those whose checksum is crc (0 at the start). */
-static uint64_t update_crc(uint64_t crc, const void *data, uint64_t bytes)
+uint64_t hstep_crc64(uint64_t crc, const void *data, uint64_t bytes)
 {
     const unsigned char *next = data;
     hstep_call_once(build_crc_table);
@@ -102,7 +100,7 @@ static void free_manifest(manifest *m)
 
 static void append_seal(hstep_buffer *text)
 {
-    if (!text->failed) hstep_append_format(text, HSTEP_SEAL, ull(update_crc(0, text->data, text->bytes)));
+    if (!text->failed) hstep_append_format(text, HSTEP_SEAL, ull(hstep_crc64(0, text->data, text->bytes)));
 }
 
 static int is_sealed(const char *text, size_t bytes)
@@ -110,7 +108,7 @@ static int is_sealed(const char *text, size_t bytes)
     char seal[64];
     size_t length = (size_t)snprintf(seal, sizeof seal, HSTEP_SEAL, 0ull);
     if (bytes < length) return 0;
-    snprintf(seal, sizeof seal, HSTEP_SEAL, ull(update_crc(0, text, bytes - length)));
+    snprintf(seal, sizeof seal, HSTEP_SEAL, ull(hstep_crc64(0, text, bytes - length)));
     return !memcmp(text + bytes - length, seal, length);
 }
 
@@ -592,7 +590,7 @@ static int write_checked(void *context, const void *data, uint64_t bytes, hstep_
     while (bytes) {
         /* Pieces are small, so that the write finds in cache what the checksum has just read. */
         uint64_t piece = bytes < 1 << 20 ? bytes : 1 << 20;
-        sink->crc = update_crc(sink->crc, data, piece);
+        sink->crc = hstep_crc64(sink->crc, data, piece);
         int code = hstep_write(sink->file, data, piece, error);
         if (code) return code;
         sink->bytes += piece;
@@ -938,7 +936,7 @@ static int verify_file(const file_record *record, int check_contents, void *piec
     for (uint64_t offset = 0; offset < bytes && check_contents && !code;) {
         size_t part = bytes - offset < piece_bytes ? (size_t)(bytes - offset) : piece_bytes;
         code = hstep_read_at(file, offset, piece, part, error);
-        if (!code) crc = update_crc(crc, piece, part);
+        if (!code) crc = hstep_crc64(crc, piece, part);
         offset += part;
     }
     if (!code && check_contents && crc != record->crc)

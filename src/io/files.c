@@ -1,4 +1,4 @@
-/* The operating system as POSIX has it. A port to another system rewrites this file and no other of halfstep_io. */
+/* The operating system as POSIX has it. A port to another system rewrites this file and store/engine.c. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -20,7 +20,7 @@ struct hstep_file {
     char path[]; /* for error texts */
 };
 
-static int fail_system(hstep_error *error, const char *what, const char *path)
+int hstep_fail_system(hstep_error *error, const char *what, const char *path)
 {
     char text[256];
     int number = errno;
@@ -70,11 +70,11 @@ int hstep_open_file(hstep_file **file, const char *path, uint64_t *bytes, hstep_
     *file = NULL;
     /* Without O_NONBLOCK, opening a pipe would wait for its other end. */
     int fd = open_retrying(path, O_RDONLY | O_NONBLOCK, 0);
-    if (fd < 0) return fail_system(error, "open", path);
+    if (fd < 0) return hstep_fail_system(error, "open", path);
     struct stat status;
     int code = wrap_descriptor(file, fd, path, error);
     if (code) return code;
-    if (fstat(fd, &status)) code = fail_system(error, "inspect", path);
+    if (fstat(fd, &status)) code = hstep_fail_system(error, "inspect", path);
     else if (!S_ISREG(status.st_mode))
         code = hstep_fail(error, HALFSTEP_ERROR_IO, "%s is %s, not a regular file", path,
                           S_ISDIR(status.st_mode) ? "a directory" : "a device or a pipe");
@@ -90,7 +90,7 @@ int hstep_create_file(hstep_file **file, const char *path, const char *shown, hs
 {
     *file = NULL;
     int fd = open_retrying(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
-    if (fd < 0) return fail_system(error, "create", shown);
+    if (fd < 0) return hstep_fail_system(error, "create", shown);
     int code = wrap_descriptor(file, fd, shown, error);
     if (code) unlink(path);
     return code;
@@ -99,7 +99,7 @@ int hstep_create_file(hstep_file **file, const char *path, const char *shown, hs
 int hstep_file_bytes(const hstep_file *file, uint64_t *bytes, hstep_error *error)
 {
     struct stat status;
-    if (fstat(file->fd, &status)) return fail_system(error, "inspect", file->path);
+    if (fstat(file->fd, &status)) return hstep_fail_system(error, "inspect", file->path);
     *bytes = (uint64_t)status.st_size;
     return HALFSTEP_OK;
 }
@@ -112,7 +112,7 @@ int hstep_read_at(const hstep_file *file, uint64_t offset, void *data, size_t by
     while (bytes) {
         ssize_t got = pread(file->fd, next, bytes < HSTEP_PIECE ? bytes : HSTEP_PIECE, (off_t)offset);
         if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return fail_system(error, "read", file->path);
+        if (got < 0) return hstep_fail_system(error, "read", file->path);
         if (got == 0)
             return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s ends at byte %llu, while it is being read", file->path,
                               (unsigned long long)offset);
@@ -130,7 +130,7 @@ int hstep_write(hstep_file *file, const void *data, uint64_t bytes, hstep_error 
         ssize_t put = write(file->fd, next, bytes < HSTEP_PIECE ? (size_t)bytes : HSTEP_PIECE);
         if (put < 0 && errno == EINTR) continue;
         if (put == 0) errno = EIO;
-        if (put <= 0) return fail_system(error, "write", file->path);
+        if (put <= 0) return hstep_fail_system(error, "write", file->path);
         next += put;
         bytes -= (uint64_t)put;
     }
@@ -140,7 +140,7 @@ int hstep_write(hstep_file *file, const void *data, uint64_t bytes, hstep_error 
 int hstep_sync(hstep_file *file, hstep_error *error)
 {
     /* A failure is final: after a failed fsync the kernel may drop the dirty pages and report success the next time. */
-    return sync_retrying(file->fd) ? fail_system(error, "sync", file->path) : HALFSTEP_OK;
+    return sync_retrying(file->fd) ? hstep_fail_system(error, "sync", file->path) : HALFSTEP_OK;
 }
 
 void hstep_close(hstep_file *file)
@@ -151,7 +151,7 @@ void hstep_close(hstep_file *file)
 
 int hstep_close_written(hstep_file *file, int code, hstep_error *error)
 {
-    if (close_once(file->fd) && !code) code = fail_system(error, "close", file->path);
+    if (close_once(file->fd) && !code) code = hstep_fail_system(error, "close", file->path);
     free(file);
     return code;
 }
@@ -187,25 +187,26 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
     int exists = !stat(path, &status), is_regular = exists && S_ISREG(status.st_mode), code;
 
     memset(replacement, 0, sizeof *replacement);
-    if (!exists && errno != ENOENT) return fail_system(error, "inspect", path);
+    if (!exists && errno != ENOENT) return hstep_fail_system(error, "inspect", path);
     if (exists && S_ISDIR(status.st_mode)) {
         errno = EISDIR;
-        return fail_system(error, "write", path);
+        return hstep_fail_system(error, "write", path);
     }
     /* Renaming onto a symbolic link would replace the link, not the file it leads to. */
     char *target = is_regular ? realpath(path, NULL) : hstep_copy(path), *temporary = NULL;
-    if (!target) return errno == ENOMEM || !is_regular ? hstep_fail_memory(error) : fail_system(error, "resolve", path);
+    if (!target)
+        return errno == ENOMEM || !is_regular ? hstep_fail_memory(error) : hstep_fail_system(error, "resolve", path);
     hstep_file *file = NULL;
     if (exists && !is_regular) {
         int fd = open_retrying(path, O_WRONLY | O_NOCTTY, 0);
-        code = fd < 0 ? fail_system(error, "open", path) : wrap_descriptor(&file, fd, path, error);
+        code = fd < 0 ? hstep_fail_system(error, "open", path) : wrap_descriptor(&file, fd, path, error);
     } else {
         char *parent = hstep_parent_path(target);
         temporary = parent ? hstep_temporary_path(parent, prefix) : NULL;
         free(parent);
         code = temporary ? hstep_create_file(&file, temporary, path, error) : hstep_fail_memory(error);
         if (!code && exists && fchmod(file->fd, status.st_mode & 07777))
-            code = fail_system(error, "set the mode of", path);
+            code = hstep_fail_system(error, "set the mode of", path);
     }
     if (!code) {
         *replacement = (hstep_replacement){file, target, temporary};
@@ -291,17 +292,18 @@ int hstep_make_directory(const char *path, int *created, hstep_error *error)
     int number = errno;
     if (number == EEXIST && !stat(path, &status) && S_ISDIR(status.st_mode)) return HALFSTEP_OK;
     errno = number;
-    return fail_system(error, "create directory", path);
+    return hstep_fail_system(error, "create directory", path);
 }
 
 int hstep_sync_directory(const char *path, hstep_error *error)
 {
     int fd = open_retrying(path, O_RDONLY | O_DIRECTORY, 0);
-    if (fd < 0) return fail_system(error, "open directory", path);
+    if (fd < 0) return hstep_fail_system(error, "open directory", path);
     int code = HALFSTEP_OK;
     /* Some network file systems cannot sync a directory and report one of these errors. They order renames
      * themselves. */
-    if (sync_retrying(fd) && errno != EINVAL && errno != ENOTSUP) code = fail_system(error, "sync directory", path);
+    if (sync_retrying(fd) && errno != EINVAL && errno != ENOTSUP)
+        code = hstep_fail_system(error, "sync directory", path);
     close_once(fd);
     return code;
 }
@@ -322,12 +324,12 @@ int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_e
     *names = NULL;
     *count = 0;
     DIR *stream = opendir(path);
-    if (!stream) return fail_system(error, "list", path);
+    if (!stream) return hstep_fail_system(error, "list", path);
     for (;;) {
         errno = 0;
         struct dirent *entry = readdir(stream);
         if (!entry) {
-            if (errno) code = fail_system(error, "list", path);
+            if (errno) code = hstep_fail_system(error, "list", path);
             break;
         }
         if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
@@ -351,17 +353,17 @@ int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_e
 int hstep_rename(const char *from, const char *to, const char *shown, hstep_error *error)
 {
     if (!rename(from, to)) return HALFSTEP_OK;
-    return fail_system(error, "rename a temporary file to", shown);
+    return hstep_fail_system(error, "rename a temporary file to", shown);
 }
 
 int hstep_remove_file(const char *path, hstep_error *error)
 {
-    return unlink(path) && errno != ENOENT ? fail_system(error, "remove", path) : HALFSTEP_OK;
+    return unlink(path) && errno != ENOENT ? hstep_fail_system(error, "remove", path) : HALFSTEP_OK;
 }
 
 int hstep_remove_directory(const char *path, hstep_error *error)
 {
-    return rmdir(path) && errno != ENOENT ? fail_system(error, "remove", path) : HALFSTEP_OK;
+    return rmdir(path) && errno != ENOENT ? hstep_fail_system(error, "remove", path) : HALFSTEP_OK;
 }
 
 hstep_kind hstep_kind_of(const char *path)
@@ -397,7 +399,7 @@ int hstep_link(const char *base, const char *inner, const char *name, const char
     if (!source || !path || !temporary) {
         code = hstep_fail_memory(error);
     } else if (link(source, temporary) && symlink(relative, temporary)) {
-        code = fail_system(error, "make a link at", path);
+        code = hstep_fail_system(error, "make a link at", path);
     } else {
         code = hstep_rename(temporary, path, path, error);
         /* If both are names of one file, the rename does nothing and leaves the temporary. */
@@ -417,7 +419,7 @@ int hstep_lock_directory(hstep_file **lock, const char *path, int mode, int *bus
     *lock = NULL;
     *busy = 0;
     int result, fd = open_retrying(path, O_RDONLY | O_DIRECTORY, 0);
-    if (fd < 0) return fail_system(error, "open directory", path);
+    if (fd < 0) return hstep_fail_system(error, "open directory", path);
     do result = flock(fd, (mode == HSTEP_LOCK_SHARED ? LOCK_SH : LOCK_EX) | LOCK_NB);
     while (result && errno == EINTR);
     *busy = result && errno == EWOULDBLOCK;

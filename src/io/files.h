@@ -1,10 +1,13 @@
-/* Everything that halfstep_io asks of the operating system. files.c implements it for POSIX.
+/* What halfstep_io asks of the operating system, but for store/engine.h. files.c implements it for POSIX.
  *
  * Error texts name the path and include the system's message. Calls interrupted by a signal are resumed. */
 #ifndef HALFSTEP_IO_FILES_H
 #define HALFSTEP_IO_FILES_H
 
 #include "io/text.h"
+
+/* Fails with the text of errno: "cannot WHAT PATH: ...". */
+int hstep_fail_system(hstep_error *error, const char *what, const char *path);
 
 /* ---- Files ------------------------------------------------------------------------------------------------------- */
 

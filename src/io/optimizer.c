@@ -2,9 +2,9 @@
  * are set before its streams, because numbers can be set back. docs/checkpoints.md has the layout. Over 500 lines
  * because what is saved, compared and loaded must be one list. */
 #include "base/structs.h"
-#include "io/checkpoint.h"
 #include "io/coarse.h"
 #include "io/numbers.h"
+#include "io/parts.h"
 #include "io/streams.h"
 
 #define HSTEP_OPTIMIZER_FORMAT "halfstep optimizer 1"
@@ -58,6 +58,7 @@ typedef struct record {
     setting *settings;
     size_t setting_count, setting_capacity;
     halfstep_record numbers[SIDES];
+    int takes_parts; /* 1: tensors of which only a part is here are allowed */
 } record;
 
 static void free_record(record *r)
@@ -168,7 +169,7 @@ static int describe_tensor(record *r, int32_t index, hstep_error *error)
     }
     if (code) return hstep_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
     int whole = t->info.n_rows == t->info.rows && t->info.n_columns == t->info.row_length;
-    if (!whole && t->info.rows && t->info.row_length)
+    if (!whole && t->info.rows && t->info.row_length && !r->takes_parts)
         return hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED,
                           "only a part of tensor \"%s\" is here, %lld x %lld of %lld x %lld; files hold whole tensors",
                           t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns,
@@ -182,9 +183,10 @@ static int compare_names(const void *a, const void *b)
     return strcmp(((const named_tensor *)a)->name, ((const named_tensor *)b)->name);
 }
 
-static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error *error)
+static int describe(record *r, const halfstep_optimizer *optimizer, int takes_parts, hstep_error *error)
 {
     memset(r, 0, sizeof *r);
+    r->takes_parts = takes_parts;
     /* Only functions that read are called with it if the caller's is const. */
     r->optimizer = (halfstep_optimizer *)optimizer;
     r->group_count = halfstep_group_count(optimizer);
@@ -248,7 +250,7 @@ typedef int stream_visitor(void *context, tensor_record *t, const hstep_stream *
 static int each_stream(const record *r, void *const *weights, int has_model_file, const halfstep_file_options *options,
                        stream_visitor *visit, void *context, hstep_error *error)
 {
-    int code = HALFSTEP_OK;
+    int code = HALFSTEP_OK, in_storage = 0;
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
         tensor_record *t = &r->tensors[i];
         hstep_stream streams[HSTEP_MAX_STREAMS], weight;
@@ -256,7 +258,8 @@ static int each_stream(const record *r, void *const *weights, int has_model_file
         const halfstep_rule_info *rule = &r->groups[t->info.group].rule;
         int count = 0;
         code = shape_of(r, i, options, &shape, error);
-        if (!code) code = hstep_list_streams(r->optimizer, i, &t->info, rule, shape, streams, &count, error);
+        if (!code)
+            code = hstep_list_streams(r->optimizer, i, &t->info, rule, shape, &in_storage, streams, &count, error);
         for (int k = 0; k < count && !code; k++) code = visit(context, t, &streams[k], 0);
         if (code || !weights) continue;
         code = hstep_weight_stream(r->optimizer, i, &t->info, shape, weights[i], has_model_file ? "" : HSTEP_WEIGHT,
@@ -278,17 +281,28 @@ static const char *model_file(const halfstep_file_options *options)
 
 /* ---- Writing ----------------------------------------------------------------------------------------------------- */
 
-/* The writers of states and weights, and the place of error texts. `model` is NULL if weights go to the states. */
+/* A stream that is in storage. */
+typedef struct stored {
+    int32_t tensor, slot, extra;
+} stored;
+
+/* The writers of states and weights, and the place of error texts. `model` is NULL if weights go to the states. With
+ * `put`, the pairs of metadata go there, and there are no writers. */
 typedef struct declaring {
     halfstep_safetensors_writer *states, *model;
+    const record *record;
+    stored *streams; /* for each tensor of `states`: where it is if it has no memory */
+    size_t count, capacity;
+    hstep_put *put;
+    void *context;
     hstep_error *error;
 } declaring;
 
 static int declare(const declaring *d, char *key, const char *value)
 {
-    int code = key && value
-                   ? halfstep_declare_safetensors_metadata(d->states, key, value, d->error->text, d->error->size)
-                   : hstep_fail_memory(d->error);
+    int code = !key || !value ? hstep_fail_memory(d->error)
+               : d->put       ? d->put(d->context, key, value, d->error)
+                        : halfstep_declare_safetensors_metadata(d->states, key, value, d->error->text, d->error->size);
     free(key);
     return code;
 }
@@ -379,6 +393,16 @@ static int declare_numbers(const declaring *d, const record *r)
     return code ? code : declare_tensor_numbers(d, r);
 }
 
+int hstep_put_numbers(const halfstep_optimizer *optimizer, hstep_put *put, void *context, hstep_error *error)
+{
+    const declaring d = {.put = put, .context = context, .error = error};
+    record r;
+    int code = describe(&r, optimizer, 1, error);
+    if (!code) code = declare_numbers(&d, &r);
+    free_record(&r);
+    return code;
+}
+
 /* Declares which weights are packed, with their format and the columns that are left of the last block. */
 static int declare_packed(const declaring *d, const record *r)
 {
@@ -407,18 +431,30 @@ static int declare_packed(const declaring *d, const record *r)
 
 static int declare_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
+    declaring *d = context;
+    const stored place = {(int32_t)(t - d->record->tensors), stream->slot, stream->extra};
+    if (is_weight && d->model) return hstep_declare_stream(d->model, t->info.name, stream, d->error);
+    if (!hstep_grow((void **)&d->streams, d->count, &d->capacity, sizeof place)) return hstep_fail_memory(d->error);
+    d->streams[d->count++] = place;
+    return hstep_declare_stream(d->states, t->info.name, stream, d->error);
+}
+
+/* Reads from storage. */
+static int fill_stream(void *context, uint64_t number, uint64_t offset, void *data, uint64_t bytes)
+{
     const declaring *d = context;
-    return hstep_declare_stream(is_weight && d->model ? d->model : d->states, t->info.name, stream, d->error);
+    const stored *from = &d->streams[number];
+    return halfstep_read_bytes(d->record->optimizer, from->tensor, from->slot, from->extra, offset, bytes, data);
 }
 
 /* Writes the optimizer into a checkpoint, or into the file at path if save is NULL. */
 static int write_files(halfstep_checkpoint_save *save, const char *path, const halfstep_optimizer *optimizer,
                        void *const *weights, const halfstep_file_options *options, hstep_error *error)
 {
-    declaring d = {NULL, NULL, error};
     record r;
+    declaring d = {.record = &r, .error = error};
     char *text = error->text;
-    int code = describe(&r, optimizer, error);
+    int code = describe(&r, optimizer, 0, error);
     if (!code && (halfstep_create_safetensors_writer(&d.states) ||
                   (save && weights && halfstep_create_safetensors_writer(&d.model))))
         code = hstep_fail_memory(error);
@@ -429,8 +465,9 @@ static int write_files(halfstep_checkpoint_save *save, const char *path, const h
     if (!code && d.model)
         code = halfstep_save_safetensors(save, model_file(options), d.model, NULL, NULL, text, error->size);
     if (!code && save)
-        code = halfstep_save_safetensors(save, optimizer_file(options), d.states, NULL, NULL, text, error->size);
-    if (!code && !save) code = halfstep_write_safetensors(d.states, path, NULL, NULL, text, error->size);
+        code = halfstep_save_safetensors(save, optimizer_file(options), d.states, fill_stream, &d, text, error->size);
+    if (!code && !save) code = halfstep_write_safetensors(d.states, path, fill_stream, &d, text, error->size);
+    free(d.streams);
     halfstep_destroy_safetensors_writer(d.states);
     halfstep_destroy_safetensors_writer(d.model);
     free_record(&r);
@@ -467,6 +504,7 @@ typedef struct loading {
     const halfstep_file_options *options;
     void *const *weights;
     hstep_source states, model; /* model: the file that holds the weights, if they are loaded */
+    const hstep_pairs *pairs;   /* metadata that is not of a safetensors file, for a handle of the same settings */
     int has_model_file;         /* 1: model is a file of its own */
     void *piece;                /* HSTEP_CHECK_BYTES for values while they are checked */
     unsigned char *known;       /* for each tensor in the file of states: 1 if the optimizer stores it */
@@ -480,7 +518,10 @@ typedef struct loading {
 static const char *find_value(const loading *l, const char *prefix, const char *name)
 {
     snprintf(l->key, l->key_bytes, "%s%s", prefix, name);
-    return halfstep_safetensors_metadata_find(l->states.file, l->key);
+    if (!l->pairs) return halfstep_safetensors_metadata_find(l->states.file, l->key);
+    int found;
+    size_t at = hstep_find_pair(l->pairs, l->key, &found);
+    return found ? l->pairs->list[at].value : NULL;
 }
 
 static int make_key(loading *l)
@@ -626,9 +667,15 @@ static int read_group_of(const loading *l, tensor_record *t)
 
 static int is_left(const loading *l, const char *name)
 {
+    if (l->pairs) return strcmp(name, "generator") && strcmp(name, "seed");
     const char *const *left = l->options ? l->options->leave : NULL;
     while (left && *left && strcmp(*left, name)) left++;
     return left && *left;
+}
+
+static int is_compared(const loading *l)
+{
+    return l->pairs || (l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE);
 }
 
 /* Returns the default of a choice. A file without the choice was written before the choice existed, so it had its
@@ -667,7 +714,7 @@ static const char *known_choice(const char *choice, const char *value)
 
 static int read_setting(const loading *l, setting *s)
 {
-    int compare = l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE;
+    const int compare = is_compared(l);
     const int64_t source = s->group == HALFSTEP_ALL_GROUPS ? 0 : l->record->groups[s->group].source;
     s->choice[IN_FILE] = s->choice[HERE];
     s->number[IN_FILE] = s->number[HERE];
@@ -702,7 +749,7 @@ static int read_setting(const loading *l, setting *s)
 static int read_seed(const loading *l)
 {
     record *r = l->record;
-    int compare = l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE;
+    const int compare = is_compared(l);
     const char *text = find_value(l, "seed", "");
     r->numbers[IN_FILE].seed = r->numbers[HERE].seed;
     if (is_left(l, "seed")) return HALFSTEP_OK;
@@ -743,11 +790,12 @@ static const named_tensor *find_tensor(const record *r, const char *name)
 static int check_unknown_tensors(const loading *l)
 {
     static const char *const prefixes[] = {"counters.", "group_of."};
-    uint64_t count = halfstep_safetensors_metadata_count(l->states.file);
+    uint64_t count = l->pairs ? l->pairs->count : halfstep_safetensors_metadata_count(l->states.file);
     if (l->options && l->options->subset) return HALFSTEP_OK;
     for (uint64_t i = 0; i < count; i++) {
         const char *key = "", *value;
-        halfstep_get_safetensors_metadata(l->states.file, i, &key, &value);
+        if (l->pairs) key = l->pairs->list[i].key;
+        else halfstep_get_safetensors_metadata(l->states.file, i, &key, &value);
         for (size_t k = 0; k < sizeof prefixes / sizeof *prefixes; k++) {
             size_t length = strlen(prefixes[k]);
             if (!strncmp(key, prefixes[k], length) && !find_tensor(l->record, key + length))
@@ -853,19 +901,59 @@ static int check_stream(void *context, tensor_record *t, const hstep_stream *str
                                : HALFSTEP_OK;
 }
 
+static int fail_taking(const loading *l, int code)
+{
+    const char *detail = halfstep_error_detail(l->record->optimizer);
+    return hstep_fail(l->error, code, "%s: %s", l->states.path, *detail ? detail : halfstep_strerror(code));
+}
+
+/* Copies tensor `place` of the file to a stream in storage. UINT64_MAX: writes zeros. */
+static int fill_storage(const loading *l, const tensor_record *t, const hstep_stream *stream, uint64_t place)
+{
+    const int32_t index = (int32_t)(t - l->record->tensors);
+    int code = HALFSTEP_OK;
+    char *piece = calloc(1, HSTEP_CHECK_BYTES);
+    if (!piece) return hstep_fail_memory(l->error);
+    for (uint64_t at = 0, bytes; at < stream->bytes && !code; at += bytes) {
+        bytes = stream->bytes - at < HSTEP_CHECK_BYTES ? stream->bytes - at : HSTEP_CHECK_BYTES;
+        if (place != UINT64_MAX)
+            code = halfstep_read_safetensor(l->states.file, place, at, piece, bytes, l->error->text, l->error->size);
+        if (code) break;
+        code = halfstep_write_bytes(l->record->optimizer, index, stream->slot, stream->extra, at, bytes, piece);
+        if (code) code = fail_taking(l, code);
+    }
+    free(piece);
+    return code;
+}
+
+/* Copies a weight that was loaded to the storage, if that keeps weights. */
+static int store_weight(const loading *l, const tensor_record *t, const hstep_stream *stream)
+{
+    const int32_t index = (int32_t)(t - l->record->tensors);
+    halfstep_optimizer *const o = l->record->optimizer;
+    /* A storage without weights, and memory, refuse even no bytes. */
+    if (halfstep_write_bytes(o, index, HALFSTEP_SLOT_WEIGHT, 0, 0, 0, NULL)) return HALFSTEP_OK;
+    const int code = halfstep_write_bytes(o, index, HALFSTEP_SLOT_WEIGHT, 0, 0, stream->bytes, stream->data);
+    return code ? fail_taking(l, code) : HALFSTEP_OK;
+}
+
 static int read_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
     loading *l = context;
     hstep_coarse coarse;
     if (!stream->bytes) return HALFSTEP_OK;
     if (t->has_no_steps && !is_weight) {
+        if (!stream->data) return fill_storage(l, t, stream, UINT64_MAX);
         memset(stream->data, 0, (size_t)stream->bytes);
         return HALFSTEP_OK;
     }
     if (find_coarse(l, t, stream, is_weight, &coarse))
         return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, t, stream, &coarse, l->record->optimizer);
-    return halfstep_read_safetensor(is_weight ? l->model.file : l->states.file, l->places[l->place_count++], 0,
-                                    stream->data, stream->bytes, l->error->text, l->error->size);
+    const uint64_t place = l->places[l->place_count++];
+    if (!stream->data) return fill_storage(l, t, stream, place);
+    int code = halfstep_read_safetensor(is_weight ? l->model.file : l->states.file, place, 0, stream->data,
+                                        stream->bytes, l->error->text, l->error->size);
+    return code || !is_weight ? code : store_weight(l, t, stream);
 }
 
 /* Fails if the file holds states that this optimizer does not have. Either it was saved with other settings, or a
@@ -901,12 +989,6 @@ static int check_streams(loading *l)
 }
 
 /* ---- Taking what was read ---------------------------------------------------------------------------------------- */
-
-static int fail_taking(const loading *l, int code)
-{
-    const char *detail = halfstep_error_detail(l->record->optimizer);
-    return hstep_fail(l->error, code, "%s: %s", l->states.path, *detail ? detail : halfstep_strerror(code));
-}
 
 /* Returns the first id from `from` on that no tensor has here or in the file. */
 static uint64_t unused_id(const record *r, uint64_t from)
@@ -966,19 +1048,26 @@ static int set_numbers(const record *r, int side)
     return code;
 }
 
-static int take(loading *l)
+/* Sets the numbers of the file, or none. */
+static int take_numbers(const loading *l)
 {
     int code = set_numbers(l->record, IN_FILE);
-    if (code) {
-        code = fail_taking(l, code);
-        set_numbers(l->record, HERE);
-        return code;
-    }
+    if (!code) return HALFSTEP_OK;
+    code = fail_taking(l, code);
+    set_numbers(l->record, HERE);
+    return code;
+}
+
+static int take(loading *l)
+{
+    int code = take_numbers(l);
+    if (code) return code;
     char detail[900];
     hstep_error trouble = hstep_make_error(detail, sizeof detail), *told = l->error;
     l->error = l->states.error = l->model.error = &trouble;
     l->place_count = 0;
     code = load_streams(l, read_stream);
+    if (!code && (code = halfstep_flush(l->record->optimizer, l->weights))) code = fail_taking(l, code);
     l->error = l->states.error = l->model.error = told;
     /* The same bytes were read once without an error, so the disk or the file is failing right now. */
     if (code) hstep_fail(told, code, "%s; the optimizer is only partly loaded: load it again", detail);
@@ -990,13 +1079,26 @@ static int load(loading *l, const halfstep_optimizer *optimizer, hstep_error *er
     record r;
     l->record = &r;
     l->error = l->states.error = l->model.error = error;
-    int code = describe(&r, optimizer, error);
+    int code = describe(&r, optimizer, 0, error);
     if (!code) code = make_key(l);
     if (!code) code = read_numbers(l);
     if (!code) code = check_streams(l);
     if (!code) code = take(l);
     free(l->key);
     free(l->places);
+    free_record(&r);
+    return code;
+}
+
+int hstep_take_numbers(halfstep_optimizer *optimizer, const char *path, const hstep_pairs *pairs, hstep_error *error)
+{
+    record r;
+    loading l = {.record = &r, .states = {.path = path, .error = error}, .pairs = pairs, .error = error};
+    int code = describe(&r, optimizer, 1, error);
+    if (!code) code = make_key(&l);
+    if (!code) code = read_numbers(&l);
+    if (!code) code = take_numbers(&l);
+    free(l.key);
     free_record(&r);
     return code;
 }

@@ -4,7 +4,7 @@
 #include "base/structs.h"
 #include "io/files.h"
 #include "io/json.h"
-#include "io/safetensors.h"
+#include "io/parts.h"
 
 /* Limits. The format limits the header. The others bound the time and memory that a hostile header may cost: an open
  * file takes about twice its header. 2^20 tensors are ten times the weights of the largest published models. 64

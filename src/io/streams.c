@@ -87,8 +87,8 @@ static void make_extra(hstep_stream *stream, const halfstep_tensor *tensor, cons
 }
 
 int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
-                       const halfstep_rule_info *rule, const uint64_t *shape, hstep_stream streams[HSTEP_MAX_STREAMS],
-                       int *count, hstep_error *error)
+                       const halfstep_rule_info *rule, const uint64_t *shape, int *in_storage,
+                       hstep_stream streams[HSTEP_MAX_STREAMS], int *count, hstep_error *error)
 {
     static const char *const floats[] = {"F32", "BF16", "F16"};
     int n = 0;
@@ -101,7 +101,12 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         if (!code) code = format_of(info.format, &format);
         if (code) return hstep_fail(error, code, "tensor \"%s\": %s", tensor->name, halfstep_strerror(code));
         int has_codes = slot != HALFSTEP_SLOT_WEIGHT && info.code_bytes;
-        if ((has_codes && !info.code) || (info.extra_bytes && !info.extra))
+        const int lacks_memory = (has_codes && !info.code) || (info.extra_bytes && !info.extra);
+        /* Without memory, only what is in storage can be read. */
+        char byte;
+        if (lacks_memory && !*in_storage)
+            *in_storage = !halfstep_read_bytes(optimizer, index, slot, !has_codes, 0, 1, &byte);
+        if (lacks_memory && !*in_storage)
             return hstep_fail(error, HALFSTEP_ERROR_ORDER,
                               "tensor \"%s\": %s has no memory yet; allocate or bind the states "
                               "first",
@@ -109,6 +114,7 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         if (has_codes) {
             hstep_stream *codes = &streams[n++];
             memset(codes, 0, sizeof *codes);
+            codes->slot = slot;
             codes->state = slot - HALFSTEP_SLOT_STATE;
             codes->precise = info.precise;
             snprintf(codes->suffix, sizeof codes->suffix, "%s", info.name);
@@ -120,6 +126,8 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         if (!info.extra_bytes) continue;
         hstep_stream *extra = &streams[n++];
         memset(extra, 0, sizeof *extra);
+        extra->slot = slot;
+        extra->extra = 1;
         extra->state = slot - HALFSTEP_SLOT_STATE;
         extra->precise = info.precise;
         snprintf(extra->suffix, sizeof extra->suffix, "%s.%s", info.name, has_scales(&format) ? "scale" : "extra");

@@ -12,13 +12,14 @@ typedef struct hstep_stream {
     uint64_t ndim;
     const uint64_t *shape; /* the caller's, or own_shape, so a stream must not be copied or moved */
     uint64_t own_shape[2];
-    int by_element;  /* 1: it has one element for each element of the tensor */
-    int flat_scales; /* 1: scales of a flattened tensor, whose number counts but not their shape */
-    int nonnegative; /* 1: values are neither NaN nor negative */
-    int finite;      /* 1: values are not infinite either */
-    int32_t state;   /* number of the rule's state; -1 for a weight */
-    int precise;     /* 1: the state has a finer format here than in the recipe */
-    void *data;
+    int by_element;      /* 1: it has one element for each element of the tensor */
+    int flat_scales;     /* 1: scales of a flattened tensor, whose number counts but not their shape */
+    int nonnegative;     /* 1: values are neither NaN nor negative */
+    int finite;          /* 1: values are not infinite either */
+    int32_t state;       /* number of the rule's state; -1 for a weight */
+    int precise;         /* 1: the state has a finer format here than in the recipe */
+    int32_t slot, extra; /* as halfstep_read_bytes() takes them */
+    void *data;          /* NULL: the states are in storage */
     uint64_t bytes;
 } hstep_stream;
 
@@ -35,10 +36,11 @@ int hstep_is_stack(const halfstep_tensor *tensor);
 /* Returns 1 if sizes are `first`, then sizes with the product `rest`. With `merged`, several sizes may give `first`. */
 int hstep_gives(const uint64_t *shape, uint64_t ndim, uint64_t first, uint64_t rest, int merged);
 /* Lists the streams of a tensor except its weight's codes and those without a byte. `shape` are the tensor's sizes, or
- * NULL for those that the optimizer knows. Fails if a stream has no memory yet. */
+ * NULL for those that the optimizer knows. Fails if a stream has neither memory nor storage. *in_storage is 0 before
+ * the first tensor, and 1 once the optimizer is known to have storage. */
 int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
-                       const halfstep_rule_info *rule, const uint64_t *shape, hstep_stream streams[HSTEP_MAX_STREAMS],
-                       int *count, hstep_error *error);
+                       const halfstep_rule_info *rule, const uint64_t *shape, int *in_storage,
+                       hstep_stream streams[HSTEP_MAX_STREAMS], int *count, hstep_error *error);
 /* Describes the stream of the weight's codes at `data`, which may be NULL if there are none. */
 int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
                         const uint64_t *shape, void *data, const char *suffix, hstep_stream *stream,

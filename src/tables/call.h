@@ -15,6 +15,9 @@ struct hstep_context {
     halfstep_run_tasks run;              /* the caller's own threads, or NULL */
     void *host;
     struct hstep_link *link; /* made by open(), or NULL */
+    /* The chunks that a pass is restricted to, because only their states are in memory. end_chunk 0: it is not. Only
+     * devices of shared memory are asked for that. */
+    int64_t first_chunk, end_chunk;
 };
 
 /* Numbers that steps of an asynchronous device read and write in its own memory. They stay there until somebody
@@ -69,6 +72,7 @@ struct hstep_call {
     int64_t matrix;       /* of passes over one matrix: its number among those held here */
     void *const *weights; /* NULL in micro-steps */
     const void *const *gradients;
+    void *const *weights_before; /* copied to `weights` before an update where they differ; NULL: they never do */
     const struct hstep_tensor *tensors; /* the handle's own; a device may read what settling filled in */
     int64_t *statistics;
     struct hstep_verdict *verdict; /* in the memory of the device */

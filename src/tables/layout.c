@@ -173,11 +173,14 @@ int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_c
 {
     int64_t n = 0;
     if (!t->runs) return 0;
-    if (!t->matrix) return cut_runs(t, index, 0, t->runs, 0, t->run_length, out);
-    for (int64_t i = 0; i < t->matrices; i++) {
-        const int64_t start = hstep_matrix_start(t, i), rows = hstep_matrix_rows(t, i), from = start * t->row_length;
+    if (!t->matrix && !t->piece_rows) return cut_runs(t, index, 0, t->runs, 0, t->run_length, out);
+    /* Matrices and pieces begin with chunks of their own. */
+    for (int64_t i = 0, start = 0, rows; start < t->n_rows; i++, start += rows) {
+        rows = t->matrix ? hstep_matrix_rows(t, i) : t->piece_rows;
+        if (rows > t->n_rows - start) rows = t->n_rows - start;
+        const int64_t from = start * t->n_columns;
         struct hstep_chunk *place = out ? out + n : NULL;
-        n += t->dense ? cut_runs(t, index, 0, 1, from, from + rows * t->row_length, place)
+        n += t->dense ? cut_runs(t, index, 0, 1, from, from + rows * t->n_columns, place)
                       : cut_runs(t, index, start, rows, 0, t->run_length, place);
     }
     return n;

@@ -51,11 +51,9 @@ HSTEP_INLINE int64_t hstep_matrix_rows(const struct hstep_tensor *t, int64_t mat
     return t->block_end[block] - (block ? t->block_end[block - 1] : 0);
 }
 
-/* Returns the first chunk of a matrix, or the end of the tensor's chunks for the number after the last matrix. Every
- * matrix begins with a chunk of its own. */
-HSTEP_INLINE int64_t hstep_matrix_chunk(const struct hstep_tensor *t, const struct hstep_chunk *chunks, int64_t matrix)
+/* Returns the first chunk that begins with an element or a later one, or the end of the tensor's chunks. */
+HSTEP_INLINE int64_t hstep_chunk_from(const struct hstep_tensor *t, const struct hstep_chunk *chunks, int64_t element)
 {
-    const int64_t element = hstep_matrix_start(t, matrix) * t->row_length;
     int64_t low = t->first_chunk, high = low + t->chunks;
     while (low < high) {
         const int64_t middle = low + (high - low) / 2;
@@ -64,6 +62,14 @@ HSTEP_INLINE int64_t hstep_matrix_chunk(const struct hstep_tensor *t, const stru
     }
     return low;
 }
+
+/* Returns the first chunk of a matrix, or the end of the tensor's chunks for the number after the last matrix. Every
+ * matrix begins with a chunk of its own. */
+HSTEP_INLINE int64_t hstep_matrix_chunk(const struct hstep_tensor *t, const struct hstep_chunk *chunks, int64_t matrix)
+{
+    return hstep_chunk_from(t, chunks, hstep_matrix_start(t, matrix) * t->row_length);
+}
+
 /* Joins n chunks to tasks and returns the number of tasks. `tasks` has room for n + 1 numbers. It receives the first
  * chunk of each task, then n. */
 int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks);
@@ -75,6 +81,21 @@ int hstep_unit_of(int format);
  * first. */
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element);
 int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element);
+
+/* Writes a copy of a tensor whose states, residuals and error codes lie one after another from `base` on, each stream on
+ * 64 bytes. Returns the bytes that they take. `result` may be NULL. */
+HSTEP_INLINE uint64_t hstep_place_ahead(const struct hstep_tensor *t, char *base, struct hstep_tensor *result)
+{
+    uint64_t bytes = 0;
+    if (result) *result = *t;
+    for (int s = 0; s < HSTEP_SLOTS; s++)
+        for (int extra = s < HALFSTEP_SLOT_STATE; extra < 2 && s != HALFSTEP_SLOT_GRADIENT; extra++) {
+            const uint64_t stream = extra ? t->slot[s].extra_bytes : t->slot[s].code_bytes;
+            if (result) *(extra ? &result->slot[s].extra : &result->slot[s].code) = base + bytes;
+            bytes += (stream + 63) / 64 * 64;
+        }
+    return bytes;
+}
 
 /* Returns the number of an element held here in the whole tensor, counted row by row. */
 uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element);

@@ -56,9 +56,11 @@ struct hstep_tensor {
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
     int64_t first_chunk, chunks;
+    int64_t piece_rows; /* 0, or rows of a piece of its states in storage. No chunk crosses the end of a piece */
     /* Sums over the tensor that come before its update (hstep_sum_of_state()). Their limbs start at number `first_sum`
      * among those of all tensors. */
     int sums, first_sum;
+    char *ahead; /* in a step that takes the tensor's result of a step in advance: its states. Otherwise NULL */
 };
 
 /* The fields that callers set come first, in HSTEP_GROUP_SET_BYTES. The steps, which a device counts, come last,

@@ -121,9 +121,9 @@ def test_a_step_returns_before_states_are_back(fake):
     fake.synchronize()
     for bus in opt._parts.placement.buses:
         bus.wait()
-    before = bits(opt.state[params["a"]]["exp_avg"])
+    before = bits(opt._parts.groups.state[params["a"]]["exp_avg"])
     run(fake, [both[1]], 2, 3)
-    assert bits(opt.state[params["a"]]["exp_avg"]) == before
+    assert bits(opt._parts.groups.state[params["a"]]["exp_avg"]) == before
     assert bits(opt.state_dict()["state"][4]["exp_avg"]) != before
     run(fake, [both[0]], 2, 3)
     same(fake, both)

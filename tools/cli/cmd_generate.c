@@ -9,6 +9,7 @@
 #include "common/args/args.h"
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/model_files.h"
+#include "trainer/files/store_file.h"
 #include "trainer/run/train.h"
 
 struct generate {
@@ -22,8 +23,8 @@ struct generate {
 #define AT(member) offsetof(struct generate, member)
 
 static const struct option rows[] = {
-    {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, OPTION_REQUIRED, NULL,
-     "checkpoint of the model, saved by train lm --checkpoint DIR"},
+    {"checkpoint", OPTION_STRING, AT(checkpoint), "PATH", NULL, 0, 0, OPTION_REQUIRED, NULL,
+     "checkpoint of the model: the directory of train lm --checkpoint, or the file of --store"},
     {"prompt", OPTION_STRING, AT(prompt), "TEXT", "", 0, 0, 0, NULL, "text to continue"},
     {"bytes", OPTION_INTEGER, AT(bytes), "N", "200", 0, 1 << 24, 0, NULL, "number of bytes to generate"},
     {"temperature", OPTION_NUMBER, AT(temperature), "X", "0.8", 0, 100, 0, NULL,
@@ -119,6 +120,51 @@ static int write_text(const struct generate *g, const struct lm_config *shape, c
     return status;
 }
 
+/* Loads the same from a file of states: averages in fp32, or weights as they are stored. */
+static int load_from_store(const char *path, const struct lm_config *shape, struct lm_weight *weights, char *error,
+                           size_t error_bytes)
+{
+    struct store_file file;
+    int bad = store_file_open(path, &file, error, error_bytes) != 0 ||
+              store_file_check(&file, shape, error, error_bytes) != 0;
+    for (int k = 0; !bad && k < lm_tensor_count(shape); k++) {
+        struct lm_tensor tensor;
+        lm_tensor_info(shape, k, &tensor);
+        const int32_t i = store_file_find(&file, &tensor, error, error_bytes);
+        if (!rule_info(recipe_rule(file.about.tensor[i].recipe)).average) {
+            const int32_t format = slot_info(file.optimizer, i, HALFSTEP_SLOT_WEIGHT).format;
+            weights[k] = (struct lm_weight){file.weights[i], weight_dtype(format)};
+            file.weights[i] = NULL;
+            continue;
+        }
+        float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
+        weights[k] = (struct lm_weight){values, LM_F32};
+        if (!values) bad = no_memory(error, error_bytes);
+        else if (halfstep_read_average(file.optimizer, i, file.weights[i], 0, tensor.rows, values) != HALFSTEP_OK)
+            bad = snprintf(error, error_bytes, "%s", halfstep_error_detail(file.optimizer)) >= 0;
+    }
+    store_file_close(&file);
+    return bad ? -1 : 0;
+}
+
+static int generate_from_store(const struct generate *g)
+{
+    char error[1024] = "", note[600];
+    struct lm_config shape;
+    struct lm_weight *weights = NULL;
+    int status = 1, tensors = 0;
+    if (checkpoint_read_shape(g->checkpoint, 0, &shape, note, sizeof note, error, sizeof error) == 0) {
+        tensors = lm_tensor_count(&shape);
+        weights = calloc((size_t)tensors, sizeof *weights);
+        if (!weights) no_memory(error, sizeof error);
+        else if (load_from_store(g->checkpoint, &shape, weights, error, sizeof error) == 0)
+            status = write_text(g, &shape, weights, error, sizeof error);
+    }
+    for (int i = 0; weights && i < tensors; i++) free((void *)weights[i].data);
+    free(weights);
+    return status && error[0] ? failure("generate", "%s", error) : status;
+}
+
 static int generate(struct args *args, void *options)
 {
     const struct generate *g = options;
@@ -127,6 +173,7 @@ static int generate(struct args *args, void *options)
     halfstep_checkpoint *checkpoint = NULL;
     struct model_tensors model = {NULL, 0, NULL};
     struct lm_config shape;
+    if (store_file_is(g->checkpoint)) return generate_from_store(g);
     if (halfstep_open_checkpoint(&checkpoint, g->checkpoint, NULL, error, sizeof error) != HALFSTEP_OK)
         return failure("generate", "%s", error);
     const char *path = halfstep_checkpoint_path(checkpoint, "model.safetensors");
@@ -154,7 +201,7 @@ static int generate(struct args *args, void *options)
 
 const struct command generate_command = {
     .name = "generate",
-    .usage = "--checkpoint DIR [options]",
+    .usage = "--checkpoint PATH [options]",
     .summary =
         "Continues a text with a trained language model. The model computes in fp32 from the stored weights, so every "
         "machine writes the same bytes.",

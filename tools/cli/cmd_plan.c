@@ -1,4 +1,5 @@
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +18,8 @@ struct plan {
     const char *gradients, *rule, *checkpoint;
     struct string_list recipes;
     int64_t width, depth, heads, context, layers;
-    int release, all, json;
+    int release, store, all, json;
+    double bandwidth, step_time; /* GB/s and seconds; 0: not given */
 };
 
 #define AT(member) offsetof(struct plan, member)
@@ -36,6 +38,12 @@ static const struct option option_rows[] = {
      "gradient release: gradients exist for one layer at a time"},
     {"layers", OPTION_INTEGER, AT(layers), "N", "32", 1, 1e6, 0, NULL,
      "with --release and --params: number of equal layers"},
+    {"store", OPTION_FLAG, AT(store), NULL, NULL, 0, 0, 0, NULL,
+     "states are in a file (train lm --store): what that takes of the disk, and of each step"},
+    {"bandwidth", OPTION_NUMBER, AT(bandwidth), "GB/S", NULL, 1e-3, 1e6, 0, NULL,
+     "with --store: 10^9 bytes that the disk reads and writes a second, both together"},
+    {"step-time", OPTION_NUMBER, AT(step_time), "S", NULL, 1e-6, 1e9, 0, NULL,
+     "with --store: seconds between two steps, for the terabytes written a day (default: what the disk needs)"},
     {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, 0, NULL,
      "in place of --params: take the model's shape from a checkpoint or a folder with config.json"},
     {"width", OPTION_INTEGER, AT(width), "N", NULL, 2, 65536, 0, NULL,
@@ -50,13 +58,59 @@ struct forecast {
     char recipe[RECIPE_BYTES];
     const char *gradients;
     double weights, extras, states, gradient_bytes, total; /* bytes */
+    /* With --store, which puts `buffers` into the total in place of extras and states. half: all pieces, once; largest: a
+     * piece; buffers: pieces in memory; read, written: in a step. */
+    double half, largest, buffers, read, written;
 };
+
+/* ---- A file of states -------------------------------------------------------------------------------------------- */
+
+/* Returns how often a step reads a recipe's states: twice if sums over whole tensors come before their update. */
+static int reads_of(const char *recipe)
+{
+    const halfstep_rule_info rule = rule_info(recipe_rule(recipe));
+    int sums = rule.two_pass || rule.totals > 0;
+    struct recipe_parts parts;
+    recipe_split(recipe, &parts);
+    for (char *name = strtok(parts.states, "+"); name; name = strtok(NULL, "+"))
+        sums |= format_named(name).geometry == HALFSTEP_GEOMETRY_TENSOR;
+    return 1 + sums;
+}
+
+/* Adds a tensor to the file. `stored` bytes are read, and written with the weight. Memory holds three of the largest
+ * pieces, or all. Rules of matrices have each tensor in one piece. */
+static void add_stored(struct forecast *f, double stored, double weight)
+{
+    enum { PAGE = 4096, PIECE = 16 << 20, IN_MEMORY = 3 };
+    const double cut = rule_info(recipe_rule(f->recipe)).matrix || stored < PIECE ? 1 : stored / PIECE;
+    const double piece = (stored + weight) / cut;
+    f->half += ceil((stored + weight) / PAGE) * PAGE;
+    f->read += stored * reads_of(f->recipe);
+    f->written += stored + weight;
+    f->largest = fmax(f->largest, fmax(piece, PIECE));
+    f->buffers = fmin(IN_MEMORY * f->largest, f->half);
+}
+
+/* Returns the seconds in which the disk reads and writes what a step needs. */
+static double disk_seconds(const struct plan *plan, const struct forecast *f)
+{
+    return (f->read + f->written) / (plan->bandwidth * 1e9);
+}
+
+/* Returns the terabytes that steps write in a day. A step takes at least what the disk needs. NaN if nothing says how
+ * long it takes. */
+static double terabytes_a_day(const struct plan *plan, const struct forecast *f)
+{
+    const double disk = plan->bandwidth > 0 ? disk_seconds(plan, f) : 0;
+    const double step = plan->step_time > disk ? plan->step_time : disk;
+    return step > 0 ? f->written / step * 86400 / 1e12 : NAN;
+}
 
 /* ---- Sizes ------------------------------------------------------------------------------------------------------- */
 
 /* Adds up a model of known shape, tensor by tensor, because small tensors may fall back from block formats. Returns 0,
  * or -1 if the recipe does not exist. */
-static int add_shape(const struct lm_config *shape, struct forecast *f, double gradient_bytes, int release)
+static int add_shape(const struct lm_config *shape, struct forecast *f, double gradient_bytes, int release, int store)
 {
     double largest = 0, layer = 0;
     for (int i = 0; i < lm_tensor_count(shape); i++) {
@@ -70,6 +124,7 @@ static int add_shape(const struct lm_config *shape, struct forecast *f, double g
         f->extras += (double)extra;
         f->states += (double)states;
         f->gradient_bytes += gradient;
+        if (store) add_stored(f, (double)(extra + states), (double)weight);
         if (gradient > largest) largest = gradient;
         if (strncmp(t.name, "model.layers.0.", 15) == 0) layer += gradient;
     }
@@ -90,6 +145,7 @@ static int add_params(const struct plan *plan, struct forecast *f, double gradie
     f->extras = (double)extra * scale;
     f->states = (double)states * scale;
     f->gradient_bytes = plan->params * gradient_bytes / (plan->release ? (double)plan->layers : 1);
+    if (plan->store) add_stored(f, f->extras + f->states, f->weights);
     return 0;
 }
 
@@ -101,8 +157,8 @@ static int make_forecast(const struct plan *plan, const struct lm_config *shape,
     run_config_settle(&config);
     f->gradients = config.gradients;
     double bytes = format_named(f->gradients).code_bits / 8.0;
-    int bad = shape ? add_shape(shape, f, bytes, plan->release) : add_params(plan, f, bytes);
-    f->total = f->weights + f->extras + f->states + f->gradient_bytes;
+    int bad = shape ? add_shape(shape, f, bytes, plan->release, plan->store) : add_params(plan, f, bytes);
+    f->total = f->weights + f->gradient_bytes + (plan->store ? f->buffers : f->extras + f->states);
     return bad;
 }
 
@@ -153,7 +209,9 @@ static void list_recipes(struct listing *l)
 static int by_size(const void *a, const void *b)
 {
     const struct forecast *x = a, *y = b;
-    if (x->total != y->total) return x->total < y->total ? -1 : 1;
+    const double lead = (x->total - x->buffers) - (y->total - y->buffers);
+    if (lead != 0) return lead < 0 ? -1 : 1;
+    if (x->half != y->half) return x->half < y->half ? -1 : 1;
     return strcmp(x->recipe, y->recipe);
 }
 
@@ -162,6 +220,16 @@ static int by_size(const void *a, const void *b)
 static int fits(const struct plan *plan, const struct forecast *f)
 {
     return plan->memory > 0 && f->total <= (double)plan->memory;
+}
+
+static void put_store(struct document *d, json_t *object, const struct plan *plan, const struct forecast *f)
+{
+    put_integer(d, object, "disk_bytes", (int64_t)(2 * f->half));
+    put_integer(d, object, "memory_bytes", (int64_t)f->buffers);
+    put_integer(d, object, "read_bytes", (int64_t)f->read);
+    put_integer(d, object, "written_bytes", (int64_t)f->written);
+    put_number(d, object, "step_seconds", plan->bandwidth > 0 ? disk_seconds(plan, f) : NAN);
+    put_number(d, object, "terabytes_a_day", terabytes_a_day(plan, f));
 }
 
 static int print_object(const struct plan *plan, double params, const struct forecast *list, int n)
@@ -186,6 +254,7 @@ static int print_object(const struct plan *plan, double params, const struct for
         put_number(&d, bytes, "total", f->total / params);
         put_integer(&d, row, "total_bytes", (int64_t)(f->total + 0.5));
         if (plan->memory) put_flag(&d, row, "fits", fits(plan, f));
+        if (plan->store) put_store(&d, put_object(&d, row, "store"), plan, f);
         char caveat[256];
         if (halfstep_recipe_caveat(f->recipe, caveat, sizeof caveat) == HALFSTEP_OK && *caveat)
             put_text(&d, row, "caveat", caveat);
@@ -201,17 +270,44 @@ static void size_text(double bytes, char text[32])
     snprintf(text, 32, "%.2f %s", bytes, units[unit]);
 }
 
+/* Prints what the file of each recipe takes, and what a step does with it. */
+static void print_stores(const struct plan *plan, const struct forecast *list, int n, int width)
+{
+    printf("%-*s   on disk  in memory  read a step   written", width, "states in a file");
+    if (plan->bandwidth > 0) printf("   seconds");
+    if (plan->bandwidth > 0 || plan->step_time > 0) printf("  TB a day");
+    printf("\n");
+    for (int i = 0; i < n; i++) {
+        const struct forecast *f = &list[i];
+        char size[4][32];
+        size_text(2 * f->half, size[0]);
+        size_text(f->buffers, size[1]);
+        size_text(f->read, size[2]);
+        size_text(f->written, size[3]);
+        printf("%-*s  %10s %10s %11s %10s", width, f->recipe, size[0], size[1], size[2], size[3]);
+        if (plan->bandwidth > 0) printf(" %9.3g", disk_seconds(plan, f));
+        if (plan->bandwidth > 0 || plan->step_time > 0) printf(" %9.3g", terabytes_a_day(plan, f));
+        printf("\n");
+    }
+    printf("\nThe file holds all twice, weights too: the last whole step, and the one that is being written.\n");
+    printf(
+        "Without weights in the file (Python: store_weights=False), their bytes are spared twice on the disk and once "
+        "in each step.\n");
+    printf("Rules with sums over whole tensors read their states twice a step.\n");
+}
+
 /* Prints a bar for each recipe, whose length is the memory of the recipe. A | marks the memory of --memory. */
 static void print_bars(const struct plan *plan, const struct forecast *list, int n, int width)
 {
     enum { WIDTH = 48, PARTS = 4 };
-    static const struct {
+    const struct {
         const char *sign, *name;
         size_t bytes;
     } parts[PARTS] = {{"█", "weights", offsetof(struct forecast, weights)},
-                      {"▓", "extras", offsetof(struct forecast, extras)},
+                      {"▓", "extras", plan->store ? 0 : offsetof(struct forecast, extras)},
                       {"▒", "gradients", offsetof(struct forecast, gradient_bytes)},
-                      {"░", "states", offsetof(struct forecast, states)}};
+                      {"░", plan->store ? "pieces of states" : "states",
+                       plan->store ? offsetof(struct forecast, buffers) : offsetof(struct forecast, states)}};
     int used[PARTS] = {0};
     char size[32];
     double longest = plan->memory ? (double)plan->memory : 1;
@@ -223,6 +319,7 @@ static void print_bars(const struct plan *plan, const struct forecast *list, int
         double sum = 0;
         int at = 0;
         for (int part = 0; part < PARTS; part++) {
+            if (!parts[part].bytes) continue;
             double bytes = *(const double *)((const char *)&list[i] + parts[part].bytes);
             sum += bytes;
             used[part] |= bytes > 0;
@@ -302,11 +399,12 @@ static void print_caveats(const struct forecast *list, int n)
 
 static int print_table(const struct plan *plan, double params, const struct forecast *list, int n)
 {
-    int fitting = 0, width = 6;
+    int fitting = 0, width = plan->store ? 16 : 6;
     char size[32], lacking[32];
     for (int i = 0; i < n; i++)
         if ((int)strlen(list[i].recipe) > width) width = (int)strlen(list[i].recipe);
-    printf("%.0f parameters%s. Bytes per parameter:\n\n", params, plan->release ? ", gradients released" : "");
+    printf("%.0f parameters%s%s. Bytes per parameter:\n\n", params, plan->release ? ", gradients released" : "",
+           plan->store ? ", extras and states in a file" : "");
     printf("%-*s  weights   extra  gradients   states    total  %12s%s\n", width, "recipe", "in all",
            plan->memory ? "  fits" : "");
     for (int i = 0; i < n; i++) {
@@ -321,6 +419,7 @@ static int print_table(const struct plan *plan, double params, const struct fore
     }
     printf("\n");
     if (n > 0) print_bars(plan, list, n, width);
+    if (n > 0 && plan->store) print_stores(plan, list, n, width);
     if (plan->memory) {
         size_text((double)plan->memory, size);
         printf("%d of %d recipes fit into %s.", fitting, n, size);
@@ -346,6 +445,8 @@ static int plan_all(struct args *args, void *options)
     char error[600];
     struct lm_config shape = {
         .width = (int)plan->width, .depth = (int)plan->depth, .heads = (int)plan->heads, .context = (int)plan->context};
+    if (!plan->store && (plan->bandwidth > 0 || plan->step_time > 0))
+        return usage_error("plan", "--%s needs --store", plan->bandwidth > 0 ? "bandwidth" : "step-time");
     int sources = args_given(args, "params") + args_given(args, "checkpoint") + args_given(args, "width");
     if (sources != 1)
         return usage_error("plan", "give the size of the model by one of --params, --checkpoint, --width");
@@ -387,7 +488,8 @@ const struct command plan_command = {
         "Forecasts the memory for weights, gradients and optimizer states under each recipe. Activations need memory "
         "besides; it depends on batch and context, not on the recipe. The models have no stacks of matrices: python -m "
         "halfstep plan FILE takes the shapes of any safetensors file.",
-    .notes = "  halfstep plan --params 7e9 --memory 24G --release\n",
+    .notes = "  halfstep plan --params 7e9 --memory 24G --release\n"
+             "  halfstep plan --params 7e9 --memory 24G --store --bandwidth 3 --step-time 60\n",
     COMMAND_OPTIONS(option_rows, struct plan),
     .run = plan_all,
 };

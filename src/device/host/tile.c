@@ -21,7 +21,10 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
         b.first = hstep_matrix_chunk(t, chunks, call->matrix);
         b.end = hstep_matrix_chunk(t, chunks, call->matrix + 1);
     }
-    if (b.first == b.end) return;
+    const struct hstep_context *c = call->context;
+    if (c->end_chunk && b.first < c->first_chunk) b.first = c->first_chunk;
+    if (c->end_chunk && b.end > c->end_chunk) b.end = c->end_chunk;
+    if (b.first >= b.end) return;
     b.task = chunks[b.first].task;
     (backward ? hstep_run_backwards : hstep_run)(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);
 }
@@ -45,20 +48,31 @@ static void touch_bytes(char *from, char *end)
     for (; from < end; from += PAGE) *(volatile char *)from = 0;
 }
 
-/* Touches the streams of each state for one chunk, up to where the next chunk begins, or to their end. */
+struct hstep_range hstep_range_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int slot, int extra)
+{
+    const int64_t first = c->run * t->run_length + c->offset, end = first + (c->runs - 1) * t->run_length + c->length;
+    const int last = end == t->runs * t->run_length, format = t->slot[slot].format;
+    if (extra)
+        return (struct hstep_range){hstep_extra_offset(t, format, first),
+                                    last ? (int64_t)t->slot[slot].extra_bytes : hstep_extra_offset(t, format, end)};
+    return (struct hstep_range){hstep_code_offset(t, format, first),
+                                last ? (int64_t)t->slot[slot].code_bytes : hstep_code_offset(t, format, end)};
+}
+
+static void touch_stream(const struct hstep_tensor *t, const struct hstep_chunk *c, int slot, int extra, char *memory)
+{
+    const struct hstep_range r = hstep_range_of(t, c, slot, extra);
+    touch_bytes(memory + r.start, memory + r.end);
+}
+
+/* Touches the streams of each state for one chunk. */
 static void touch_chunk(const struct hstep_tensor *t, const struct hstep_chunk *c)
 {
-    int64_t first = c->run * t->run_length + c->offset, end = first + (c->runs - 1) * t->run_length + c->length;
-    int last = end == t->runs * t->run_length;
     for (int s = 0; s < HSTEP_SLOTS; s++) {
         const struct hstep_slot *slot = &t->slot[s];
         if (slot->format < 0 || s == HALFSTEP_SLOT_GRADIENT || slot->extent != HALFSTEP_EXTENT_ELEMENTS) continue;
-        if (s >= HALFSTEP_SLOT_STATE && slot->code)
-            touch_bytes(slot->code + hstep_code_offset(t, slot->format, first),
-                        slot->code + (last ? (int64_t)slot->code_bytes : hstep_code_offset(t, slot->format, end)));
-        if (slot->extra_bytes && slot->extra)
-            touch_bytes(slot->extra + hstep_extra_offset(t, slot->format, first),
-                        slot->extra + (last ? (int64_t)slot->extra_bytes : hstep_extra_offset(t, slot->format, end)));
+        if (s >= HALFSTEP_SLOT_STATE && slot->code) touch_stream(t, c, s, 0, slot->code);
+        if (slot->extra_bytes && slot->extra) touch_stream(t, c, s, 1, slot->extra);
     }
 }
 

@@ -384,6 +384,7 @@ struct run {
     int64_t *statistics[GOLDEN_MAX_PARTS];
     char *states[GOLDEN_MAX_PARTS]; /* memory of the caller for the states, or NULL */
     int states_bound;
+    int (*place)(halfstep_optimizer *o);
     const char *device;
     char *error;
     size_t error_bytes;
@@ -622,6 +623,7 @@ static int place_states(struct run *r, int part)
 {
     halfstep_optimizer *o = r->optimizer[part];
     uint64_t bytes;
+    if (r->place) return check(r, part, r->place(o), "place");
     if (!r->states_bound) return check(r, part, halfstep_allocate_states(o), "halfstep_allocate_states");
     if (check(r, part, halfstep_state_bytes(o, &bytes), "halfstep_state_bytes")) return -1;
     r->states[part] = device_zeros(r, part, (int64_t)bytes + 64);
@@ -964,6 +966,8 @@ static int compute(struct run *r, const struct golden_layout *layout, uint64_t *
     }
     for (int step = 0; step < STEPS; step++)
         if (make_step(r, step)) return -1;
+    for (int p = 0; layout->end && p < r->parts; p++)
+        if (check(r, p, layout->end(r->optimizer[p]), "end")) return -1;
     return hash_all(r, hash);
 }
 
@@ -981,6 +985,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     r->parts = layout->parts > 1 ? layout->parts : 1;
     r->by_columns = layout->by_columns;
     r->states_bound = layout->states_bound;
+    r->place = layout->place;
     r->device = layout->device && strcmp(layout->device, "cpu") ? layout->device : NULL;
     char name[32];
     halfstep_rule_info rule = {.struct_size = sizeof rule};

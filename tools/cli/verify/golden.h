@@ -34,6 +34,10 @@ struct golden_layout {
     int by_columns;     /* tensors are cut by columns instead of rows */
     int states_bound;   /* states lie in memory of the caller */
     const char *device; /* as in halfstep_options, or NULL */
+    /* place() gives the states of a handle their place, end() brings them into memory after the last step. Return 0 or
+     * an error code. NULL: the states are in memory. */
+    int (*place)(halfstep_optimizer *o);
+    int (*end)(halfstep_optimizer *o);
 };
 
 enum { GOLDEN_MAX_PARTS = 4 };

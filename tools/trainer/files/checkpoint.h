@@ -52,11 +52,16 @@ int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, 
                              size_t error_bytes);
 
 /* Returns a hash of every weight and state bit, tensor after tensor: weight codes, their extra stream, then codes and
- * scales or extras of each state. */
+ * scales or extras of each state. 0 if the file that has the states cannot be read, or without memory. */
 uint64_t holding_hash(const struct holding *holding);
+/* Points `slot`, the weight's, to its extra stream, if that is in a file. The caller frees `*copy`. Returns 0, or -1
+ * without a text. */
+int holding_extra(const struct holding *holding, int32_t tensor, halfstep_slot_info *slot, void **copy);
 
 /* Opens a checkpoint without verifying checksums. Returns a code of the library. */
 int checkpoint_open_quickly(halfstep_checkpoint **checkpoint, const char *path, char *error, size_t error_bytes);
+/* Writes config.json. Returns its length, or a negative number if it does not fit. */
+int checkpoint_config_text(const struct holding *holding, char *text, size_t bytes);
 /* Saves a checkpoint. `trainer` is the text of trainer.json. On success error is empty, or a text that begins with
  * "note: ". */
 int checkpoint_save(const char *directory, const halfstep_save_options *options, const struct holding *holding,

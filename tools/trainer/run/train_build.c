@@ -295,7 +295,8 @@ int run_build(struct run *run)
     int status = run_create_optimizer(run);
     if (!status) status = ranks_open(run);
     if (!status) status = run_add_tensors(run);
-    if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK) status = run_fail_in(run, run->optimizer);
+    if (!status && !c->store && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK)
+        status = run_fail_in(run, run->optimizer);
     if (!status) status = check_accumulation(run);
     if (status) return status;
     run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));
@@ -328,6 +329,7 @@ void run_dismantle(struct run *run)
     lm_destroy(run->model);
     run_tree_close(run);
     ranks_close(run);
+    halfstep_store_close(run->store);
     halfstep_destroy(run->whole);
     halfstep_destroy(run->optimizer);
     free(run->weight_memory);

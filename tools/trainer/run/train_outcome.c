@@ -13,14 +13,16 @@ static int count_changes(struct run *run, const struct holding *whole, int tenso
 {
     const struct lm_tensor info = run_tensor(run, tensor);
     const halfstep_tensor t = checkpoint_tensor(&info, "f32");
-    const halfstep_slot_info now = slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT);
+    halfstep_slot_info now = slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT);
     float *values = source ? NULL : malloc((size_t)(info.rows * info.row_length) * sizeof *values);
-    int bad = !source && !values;
+    void *extra;
+    int bad = holding_extra(whole, tensor, &now, &extra) != 0 || (!source && !values);
     if (values) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
     const struct first_weights first = {source, &info, values};
     if (!bad)
         bad = checkpoint_count_changes(run->config->recipe, &t, &now, whole->weights[tensor], &first, changed, why,
                                        why_bytes) != 0;
+    free(extra);
     free(values);
     return bad;
 }

@@ -1,0 +1,501 @@
+"""States in a file (`store=`), which takes the place of memory and is the checkpoint.
+
+halfstep_io does the work. A step reads the states from the file and writes them there. This module
+opens the file, gives it what the optimizer knows beside states, and shows its tensors in
+`state[p]`.
+"""
+
+import copy
+import ctypes
+import json
+import os
+from collections.abc import MutableMapping
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
+from functools import lru_cache
+
+import torch
+
+from . import _abi, _calls, _convert, _devices, _layout, _sharding
+from ._abi import check, invoke, lib
+from ._sharding import stored
+from ._streams import Stream
+from ._torch import increment_versions
+from ._watch import version
+
+#: errors of the library that come from a file
+_OF_FILES = (_abi.ERROR_FORMAT, _abi.ERROR_MISMATCH, _abi.ERROR_IO)
+#: the key of what a file keeps of Python's optimizer
+_KEY = "python"
+#: keys of groups that a file keeps elsewhere, or not at all
+_NOT_KEPT = ("params", "param_names", "train_mode", *_layout.TOLD)
+
+
+_text = c_char_p, c_size_t
+_SIGNATURES = {
+    **dict.fromkeys(
+        ("store_create", "store_open"),
+        (
+            *(c_int, c_char_p, c_void_p, c_void_p, POINTER(_abi.StoreOptions), POINTER(c_void_p)),
+            *_text,
+        ),
+    ),
+    "store_bind": (c_int, c_void_p, c_void_p, *_text),
+    "store_set_value": (c_int, c_void_p, c_char_p, c_char_p, *_text),
+    "store_close": (None, c_void_p),
+    "store_get_info": (c_int, c_char_p, POINTER(_abi.StoreInfo), *_text),
+    "store_free_info": (None, POINTER(_abi.StoreInfo)),
+    "write_optimizer": (c_int, c_char_p, c_void_p, c_void_p, c_void_p, *_text),
+}
+
+
+@lru_cache(None)
+def _io():
+    """Returns the library halfstep_io, which lies beside the core library. HALFSTEP_IO_LIBRARY
+    names another. Raises RuntimeError if there is none."""
+    folder, name = os.path.split(_abi.path)
+    path = os.environ.get("HALFSTEP_IO_LIBRARY") or os.path.join(
+        folder, name.replace("halfstep", "halfstep_io", 1)
+    )
+    try:
+        library = ctypes.CDLL(os.path.abspath(path))
+        for name, (result, *parameters) in _SIGNATURES.items():
+            function = getattr(library, "halfstep_" + name)
+            function.restype, function.argtypes = result, parameters
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(
+            f"halfstep: store= needs the library halfstep_io, and {path} cannot be loaded"
+            f" ({error}); build halfstep on a POSIX system with HALFSTEP_IO=ON, or leave store out"
+        ) from error
+    return library
+
+
+def _call(name, *arguments):
+    """Calls a function of halfstep_io, and raises its error."""
+    text = ctypes.create_string_buffer(1024)
+    code = getattr(_io(), "halfstep_" + name)(*arguments, text, len(text))
+    check(code, detail=text.value.decode("utf-8", "replace"))
+
+
+def contents(path):
+    """Describes a file of states. Returns its StoreInfo without texts, its header, and the record
+    of its last whole step."""
+    info = _abi.StoreInfo.new()
+    _call("store_get_info", os.fsencode(path), byref(info))
+    try:
+        texts = [json.loads(ctypes.string_at(text)) for text in (info.header, info.commit)]
+    finally:
+        _io().halfstep_store_free_info(byref(info))
+    return (info, *texts)
+
+
+def write_optimizer(path, handle):
+    """Writes the optimizer of a handle, with states wherever they are, to a safetensors file."""
+    _call("write_optimizer", os.fsencode(path), handle, None, None)
+
+
+class StoredState(MutableMapping, dict):
+    """`state[p]` of a parameter whose states are in a file. It holds counters and the like as
+    tensors. A state is read from the file each time it is asked for, so changes of the tensor that
+    is returned have no effect. Assigning a tensor writes it into the file, and the next step makes
+    it durable. Copies and pickles are plain dictionaries."""
+
+    __slots__ = ("store", "p", "token")
+
+    def __init__(self, store, m, others):
+        """m: the member. others: the rest of the state, by key."""
+        dict.__init__(self, others)
+        dict.update(self, {s.key: s for s in m.streams})
+        self.store, self.p = store, m.p
+        #: stands for the residual beside the weight: another tensor after somebody has written it
+        self.token = None
+        self._renew()
+
+    def _renew(self):
+        held = dict.__contains__(self, "weight.extra")
+        self.token = torch.empty(0, dtype=torch.uint8, device="cpu") if held else None
+
+    def __getitem__(self, key):
+        value = dict.__getitem__(self, key)
+        return self.store.read(self.p, value) if isinstance(value, Stream) else value
+
+    def __setitem__(self, key, value):
+        held = dict.get(self, key)
+        if not isinstance(held, Stream):
+            dict.__setitem__(self, key, value)
+            return
+        self.store.write(self.p, held, value)
+        if key == "weight.extra":
+            self._renew()
+
+    def __delitem__(self, key):
+        if isinstance(dict.get(self, key), Stream):
+            raise TypeError(
+                f"halfstep: state {key!r} is in {self.store.path} and cannot be deleted; delete"
+                " the parameter's whole state to begin anew"
+            )
+        dict.__delitem__(self, key)
+
+    # MutableMapping's would read states to find keys.
+    __len__, __contains__ = dict.__len__, dict.__contains__
+
+    def __iter__(self):
+        return dict.__iter__(self)
+
+    def clear(self):
+        for key in list(self):
+            del self[key]
+
+    def copy(self):
+        return dict(self.items())
+
+    def __copy__(self):
+        return self.copy()
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol):
+        return dict, (self.copy(),)
+
+    def __repr__(self):
+        return repr({key: "in a file" if isinstance(v, Stream) else v for key, v in self.raw()})
+
+    def raw(self):
+        """Yields keys and values, with a Stream for each state, and reads nothing."""
+        return dict.items(self)
+
+
+class Store:
+    """The file of an optimizer's states.
+
+    file        the open file of halfstep_io, or None
+    part        the handle that is bound to it. It outlives its engine until the next is bound
+    indices     the tensors of that handle, by parameter
+    places      (group, position) of the parameters that the file holds, or None before it is made
+    versions    the versions of weights as the file holds them, by parameter
+    """
+
+    file = part = places = None
+
+    def __init__(self, groups, names, placement, residuals, cache, accumulation, release):
+        self.groups, self.names, self.placement = groups, names, placement
+        self.residuals, self.cache = residuals, cache
+        self.accumulation, self.release = accumulation, release
+        self.indices, self.versions, self.exists, self.told = {}, {}, False, None
+
+    @property
+    def path(self):
+        """The path of the file, or None for states in memory."""
+        return self.groups.options.store
+
+    def __del__(self):
+        self.close()
+
+    def close(self):
+        """Closes the file. The optimizer cannot be stepped any more."""
+        part, file = self.part, self.file
+        self.part = self.file = None
+        if part is not None:
+            part.close()
+        if file is not None:
+            _io().halfstep_store_close(file)
+
+    # ---- Opening and making ----------------------------------------------------------------------
+
+    def begin(self, optimizer):
+        """Goes on from the file, or makes it if it does not exist."""
+        self._refuse_options(optimizer)
+        self.cache.store = self
+        self.exists = os.path.exists(self.path)
+        if self.exists:
+            self._load_groups(optimizer.load_state_dict)
+        self.cache.build(decides=False)
+
+    def _refuse_options(self, optimizer):
+        for name, why in (
+            ("compile", "a traced step cannot read a file"),
+            ("norm_group", "each rank would have a file, and they could be one step apart"),
+            ("owners", "each rank would have a file, and they could be one step apart"),
+        ):
+            if getattr(optimizer, name):
+                raise ValueError(
+                    f"halfstep: store={self.path!r} is not available with {name}=, because {why}:"
+                    f" leave one of them out"
+                )
+        advice = "leave store out and save with torch.distributed.checkpoint"
+        _sharding.refuse(self.groups.params(), f"store={self.path!r}", advice)
+
+    def _load_groups(self, load):
+        _, _, commit = contents(self.path)
+        kept = self._kept(commit)
+        groups = kept.get("param_groups", ())
+        if kept and len(groups) != len(self.groups):
+            raise ValueError(
+                f"halfstep: {self.path} has {len(groups)} parameter groups, and this optimizer has"
+                f" {len(self.groups)}: make it as it was made for the file"
+            )
+        numbers, packed = iter(range(len(self.groups.params()))), []
+        for group, there in zip(self.groups, groups or [{}] * len(self.groups)):
+            there = {
+                key: tuple(v) if isinstance(group.get(key), tuple) and v is not None else v
+                for key, v in there.items()
+            }
+            packed.append({**there, "params": [next(numbers) for _ in group["params"]]})
+        metadata = commit["metadata"]
+        for group in packed:  # a file that the C library has made says so only here
+            group.setdefault("seed", int(metadata["seed"]))
+            group.setdefault("generator", metadata["generator"])
+        load({"state": {}, "param_groups": packed})
+
+    @staticmethod
+    def _kept(commit):
+        return json.loads(commit.get("values", {}).get(_KEY, "{}"))
+
+    def has(self, group_index, position, p):
+        """Returns True if the file holds, or is to hold, the states of a parameter. Raises
+        ValueError for a gradient of another."""
+        if self.places is None:
+            return p.requires_grad
+        if (group_index, position) in self.places:
+            return True
+        if self.placement.gradient_of(p) is not None:
+            raise ValueError(
+                f"halfstep: parameter {self.names.of(group_index, position)!r} has a gradient, and"
+                f" {self.path} holds no states of it, because it was frozen when the file was made:"
+                " make another file"
+            )
+        return False
+
+    def attach(self, engine, state, meant):
+        """Binds the file to the handle of a new engine. Puts a StoredState in place of every other
+        state, and what such a state holds into the file. `state` and `meant` are as in Engine.
+        Returns the parameters whose residual or error code was made here."""
+        if len(engine.parts) != 1 or engine.asynchronous:
+            name, device = next(
+                (m.name, m.device) for m in engine.members if _devices.is_asynchronous(m.device)
+            )
+            raise ValueError(
+                f"halfstep: parameter {name!r} is on {device}, and states in a file are stepped by"
+                " the processor: use halfstep.CPUOffload(..., store=), which copies weights and"
+                " gradients"
+            )
+        part, fresh = engine.handle, self.file is None
+        if fresh:
+            self._open(engine, part, state)
+        else:
+            _call("store_bind", self.file, part)
+        before, self.part = self.part, part
+        if before is not None and before is not part:
+            before.close()
+        self.indices = {m.p: m.index for m in engine.members}
+        if fresh:
+            places = {p: (g, i) for g, i, p in reversed(list(self.groups.members()))}
+            self.places = {places[m.p] for m in engine.members}
+        converted = []
+        for m in engine.members:
+            held = state.get(m.p)
+            if isinstance(held, StoredState) and held.store is self:
+                for key in ("step", *_layout.numbers_of(m.rule, m.streams)):
+                    value = _layout.take_number(held, key, m.name)
+                    if not _layout.is_number(held.get(key), key):
+                        held[key] = _layout.number(value or _layout.initial(key), key)
+            elif self._take(m, state, meant[m.group]):
+                converted.append(m.p)
+        return converted
+
+    def _open(self, engine, part, state):
+        path, options = os.fsencode(self.path), self.groups.options
+        weights = [_devices.to_cpu(stored(m.p)) for m in engine.members]
+        pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
+        given = _abi.StoreOptions.new(
+            without_weights=not options.store_weights, memory=options.store_memory or 0
+        )
+        file, exists = c_void_p(), self.exists
+        name = "store_open" if exists else "store_create"
+        _call(name, path, part, pointers, byref(given), byref(file))
+        self.file, self.exists, self.told = file, True, None
+        for m in engine.members:
+            state[m.p] = StoredState(self, m, self._numbers(m))
+        if exists:
+            kept = self._kept(contents(self.path)[2])
+            params = self.groups.params()
+            self.accumulation.restore({params[i]: True for i in kept.get("pending", ())})
+            self._tell_groups(engine, part)
+            with torch.no_grad():
+                for m, weight in zip(engine.members, weights):
+                    if weight.data_ptr() != stored(m.p).data_ptr():
+                        stored(m.p).copy_(weight)
+            increment_versions([m.p for m in engine.members])
+            self.groups.show_estimates()
+        self.versions = {m.p: version(m.p) for m in engine.members}
+
+    @staticmethod
+    def _numbers(m):
+        """Returns the small tensors of a state, from the record of its tensor."""
+        record = _calls.read(m.handle, _abi.RECORD_TENSOR, m.index)
+        values = {"step": float(record.state_steps), "id": _layout.signed(m.id)}
+        values["recipe"] = _layout.pack_recipe(m.recipe)
+        values.update((key, getattr(record, key)) for key in _layout.COUNTERS)
+        for key in _layout.scalars_of(m.rule, m.streams):
+            values[key] = _calls.number(record, m.rule, key)
+        return {key: _layout.number(value, key) for key, value in values.items()}
+
+    def _tell_groups(self, engine, part):
+        """Writes the counts of the file into the groups."""
+        groups = self.groups.param_groups
+        for group in engine.groups:
+            groups[group.place]["group_steps"] = group.count_steps()
+        skipped, norm = lib.halfstep_skipped_steps(part), lib.halfstep_gradient_norm(part)
+        for group in groups:
+            group["skipped_steps"], group["last_norm"] = int(skipped), float(norm)
+
+    def _take(self, m, states, hypers):
+        """Moves the state of a member into the file. Makes what it lacks. Returns True if this was
+        the residual or error code of the weight."""
+        made, obsolete, weight = _convert.create_state(m, states, hypers)
+        whole = {**(states.get(m.p) or {}), **made}
+        for key in obsolete & set(whole):
+            del whole[key]
+        for s in m.streams:
+            self.write(m.p, s, whole.pop(s.key))
+        if weight is not None:
+            with torch.no_grad():
+                stored(m.p).copy_(weight)
+        states[m.p] = StoredState(self, m, whole)
+        return "weight.extra" in made
+
+    def check_open_to_groups(self):
+        """Raises RuntimeError if groups cannot be added any more."""
+        if self.places is not None:
+            raise RuntimeError(
+                f"halfstep: no group can be added, because {self.path} holds the states of the"
+                " groups that the optimizer was made with: give all of them to the constructor"
+            )
+
+    # ---- States ----------------------------------------------------------------------------------
+
+    def _bytes(self, function, p, s, tensor):
+        self.placement.settle()
+        if self.part is None or p not in self.indices:
+            raise RuntimeError(f"halfstep: {self.path} is closed; make the optimizer anew")
+        if tensor.numel():
+            place, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            invoke(function, self.part, self.indices[p], s.slot, s.extra, 0, size, place)
+        return tensor
+
+    def read(self, p, s):
+        """Returns the tensor of a stream of a parameter."""
+        out = torch.empty(s.shape, dtype=s.dtype, device="cpu")
+        return self._bytes(lib.halfstep_read_bytes, p, s, out)
+
+    def write(self, p, s, tensor):
+        """Writes the tensor of a stream of a parameter. The next step makes it durable."""
+        tensor = _convert.adopt(tensor, s, self.names.find(p))
+        self._bytes(lib.halfstep_write_bytes, p, s, tensor)
+
+    # ---- Steps -----------------------------------------------------------------------------------
+
+    def prepare(self, engine, pending, keep, all=False):
+        """Brings into the file what a step does not write: weights that were written by somebody
+        else and have no gradient, and what Python knows. `pending` holds the parameters whose
+        states will have micro-batches. `keep` is a list for tensors that live until the step.
+        `all`: a round ends, for which no parameter counts as one with a gradient."""
+        if all or not engine.weights_are_plain:
+            for i, m in enumerate(engine.members):
+                if not all and engine.gradients[i] is not None:
+                    continue
+                engine.weights[i] = None
+                if version(m.p) != self.versions.get(m.p):
+                    engine.weights[i] = self._bring_weight(m, keep)
+        places = {p: i for i, p in enumerate(self.groups.params())}
+        text = json.dumps(
+            {
+                "param_groups": list(map(_plain, self.groups)),
+                "pending": [places[p] for p in pending if p in places],
+            }
+        )
+        if text != self.told:
+            _call("store_set_value", self.file, _KEY.encode(), text.encode())
+            self.told = text
+
+    def _bring_weight(self, m, keep):
+        """Writes a weight into the file, or returns its address if the file keeps only hashes."""
+        weight = _devices.to_cpu(stored(m.p))
+        keep.append(weight)
+        self.versions[m.p] = version(m.p)
+        if not self.groups.options.store_weights:
+            return weight.data_ptr()
+        size = weight.numel() * weight.element_size()
+        place = m.index, _abi.SLOT_WEIGHT, 0, 0, size, weight.data_ptr()
+        invoke(lib.halfstep_write_bytes, self.part, *place)
+        return None
+
+    def round_weights(self, engine, keep):
+        """Returns the addresses of all weights, of which a file without weights keeps the hashes.
+        Returns None for other files."""
+        if self.groups.options.store_weights:
+            return None
+        weights = [_devices.to_cpu(stored(m.p)) for m in engine.members]
+        keep += weights
+        return (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
+
+    def stepped(self, params):
+        """Notes that a step wrote these weights, here and in the file."""
+        self.versions.update((p, version(p)) for p in params)
+
+    def settle(self):
+        """Brings the states of a loaded dictionary into the file, and makes them durable."""
+        if self.file is None:
+            return
+        engine, keep = self.cache.build(decides=False), []
+        self.prepare(engine, self.accumulation.pending, keep, all=True)
+        weights = self.round_weights(engine, keep)
+        self.check(lib.halfstep_flush(self.part, weights), self.part)
+
+    def check(self, code, handle):
+        """Raises the error of a call. If the file has failed, first makes the optimizer what the
+        file holds: the last whole step."""
+        if code not in _OF_FILES:
+            check(code, handle)
+            return
+        text = (lib.halfstep_error_detail(handle) or b"").decode("utf-8", "replace")
+        for p in self.indices:
+            self.groups.state.pop(p, None)
+        self.cache.forget()
+        self.release.restart()
+        self.close()
+        try:
+            self.cache.build(decides=False)
+        except Exception as error:
+            now = f"it could not be opened again ({error}), so make the optimizer anew from it"
+        else:
+            now = "states and weights are those of its last whole step, and step() goes on from there"
+        if not self.groups.options.store_weights:
+            now = (
+                "it keeps no weights, so load those of its last whole step and make the optimizer"
+                " anew"
+            )
+        raise _abi.HalfstepError(
+            f"halfstep: the step was not made, because the file of states failed: {text}. Look"
+            f" after {self.path} and its disk; {now}",
+            code,
+        )
+
+
+def _plain(group):
+    """Returns what JSON can hold of a group."""
+    out = {}
+    for key, value in group.items():
+        if key in _NOT_KEPT:
+            continue
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (str, int, float, type(None))):
+            out[key] = value
+            continue
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            continue  # an object of somebody else
+        out[key] = value
+    return out
