@@ -136,6 +136,10 @@ class DevicePart(Handle):
         kind = type(pointers)._type_
         return (kind * self.n).from_buffer(pointers, self.first * ctypes.sizeof(kind))
 
+    def results(self, ahead):
+        """Returns slice() of the results of steps in advance, which only the processor makes."""
+        return None if self.asynchronous else self.slice(ahead)
+
     def states(self, needed=True, written=True):
         """Returns a context in which the states are where the handle expects them. `written`: the
         handle writes them, so they are kept afterwards. `needed`: False if the call does not use

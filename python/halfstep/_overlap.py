@@ -173,7 +173,9 @@ class Overlap:
 
     @staticmethod
     def _count(engine):
-        return sum(int(lib.halfstep_redone_steps(part)) for part in engine.parts)
+        return sum(
+            int(lib.halfstep_redone_steps(part)) for part in engine.parts if not part.asynchronous
+        )
 
     def judge(self, engine, done):
         """Notes what became of the results in a step. `done`: the step was not refused."""

@@ -264,7 +264,7 @@ class Ranks:
             own = torch.zeros(
                 HEAD + part.n + sums.stop - sums.start, dtype=torch.int64, device="cpu"
             )
-            some, results = part.slice(gradients), part.slice(ahead)
+            some, results = part.slice(gradients), part.results(ahead)
             _calls.begin(part, _calls.all_tensors(None, some, micro, own.data_ptr(), results))
             found[:HEAD] += own[:HEAD]
             found[flags] = own[HEAD : HEAD + part.n]
@@ -308,7 +308,7 @@ class Ranks:
         def described(part, flags, sums):
             """Returns the statistics of one handle, and the call with them."""
             own = torch.cat([total[:HEAD], total[flags], total[sums]])
-            pointers = part.slice(weights), part.slice(gradients), part.slice(ahead)
+            pointers = part.slice(weights), part.slice(gradients), part.results(ahead)
             call = _calls.all_tensors(*pointers[:2], micro, own.data_ptr(), pointers[2])
             call.pointers = pointers  # keeps them alive as long as the call
             return own, call
