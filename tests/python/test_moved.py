@@ -6,6 +6,8 @@ another device between phases, written from what they do. The GPU is the fake of
 computes for it at once, so tests move weights once all work on its current streams is done.
 """
 
+import weakref
+
 import pytest
 import torch
 from conftest import randn, warnings_are, weights_of
@@ -330,6 +332,27 @@ def test_states_that_move_on_the_processor(rule, move):
     for one, other in zip(b.values(), d.values()):
         assert all(torch.equal(one[key], other[key]) for key in one)
     assert all(float(value) == 7.0 for value in fill)
+
+
+@kinds
+def test_memory_that_states_leave_is_free(fake, tmp_path, kind):
+    """So that trainers can use it between phases."""
+    run = Run(fake, tmp_path, kind)
+    for _ in range(2):
+        run.step()
+        left = [
+            weakref.ref(value)
+            for held in run.opt.state.values()
+            for value in held.values()
+            if value.dim()
+        ]
+        replaced(run.opt.state, torch.clone)
+        if kind == "StateStreaming":
+            fake.works.clear()  # what the fake itself keeps alive
+            fake.pins.clear()
+        assert left and not any(tensor() is not None for tensor in left)
+    run.step()
+    run.same()
 
 
 # ---- Accelerate's hooks --------------------------------------------------------------------------
