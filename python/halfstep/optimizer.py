@@ -222,9 +222,9 @@ class Optimizer(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         compile: bool = False,
-        store: Optional[Union[str, "os.PathLike[str]"]] = None,
+        store: Optional[str] = None,
         store_weights: bool = True,
-        store_memory: Union[None, int, float, str] = None,
+        store_memory: Any = None,
     ) -> None:
         if differentiable:
             raise ValueError(
@@ -266,7 +266,7 @@ class Optimizer(torch.optim.Optimizer):
         if fused:
             self._step_supports_amp_scaling = True
         if self.store is not None:
-            self._parts.store.begin(self)
+            self._parts.store.begin(self.load_state_dict, compile)
         if gradient_release:
             self.prepare_gradient_release()
 
