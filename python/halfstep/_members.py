@@ -11,6 +11,7 @@ from ._handles import add_group, add_tensor
 from ._parameters import stored_dtype
 from ._sharding import local, stored
 from ._streams import lay_out
+from ._watch import version
 
 NOTHING = contextlib.nullcontext()
 
@@ -124,6 +125,11 @@ class Member:
     def are_numbers_moved(self):
         """Returns True if a number has got other memory, as by `.data`."""
         return any(tensor.data_ptr() != address for tensor, address in self.places)
+
+    def state_versions(self):
+        """Returns the versions of the streams and grids that the handle knows."""
+        held = [tensor() for _, tensor, _ in self.bound]
+        return [None if tensor is None else version(tensor) for tensor in held]
 
     @property
     def gathered(self):
