@@ -1,6 +1,7 @@
 """Steps in advance: while the backward pass goes on, a thread steps each parameter whose gradient
 has come. What it makes lies beside the present values until step() takes it, or steps anew."""
 
+import threading
 from ctypes import byref, c_uint64
 
 import torch
@@ -43,10 +44,12 @@ class Overlap:
         self.redone = 0
         #: by parameter: the results of this step, and those that step() uses
         self.results, self.used = {}, {}
-        #: by parameter: memory for a weight and for states
-        self.rooms = {}
+        #: by parameter: memory for a weight and for states; and the bytes of all of it
+        self.rooms, self.taken = {}, 0
         #: by parameter: how many gradients have come, and how many came before the last step
         self.came, self.expected = {}, {}
+        #: gradients of several GPUs come in a thread each
+        self.lock = threading.Lock()
         #: the engine of this step's results. None: not known yet. False: there are none
         self.engine = None
         #: spoiled: a result was lost; before: steps that the handles had made again
@@ -60,11 +63,14 @@ class Overlap:
     def take(self, p):
         """Takes the gradient of a parameter, of which a copy is under way. Begins a step in advance
         if it is the last gradient before step(), as far as can be known."""
+        if not self.groups.options.overlap:
+            return
         self.came[p] = self.came.get(p, 0) + 1
         if self.came[p] != self.expected.get(p):
             return
         try:
-            self._begin(p)
+            with self.lock:
+                self._begin(p)
         except Exception:  # step() comes to the same point and raises it
             self.engine = False
 
@@ -88,7 +94,7 @@ class Overlap:
 
     def _engine_now(self):
         options = self.groups.options
-        if not options.overlap or options.optimizer_accumulation or self.rest:
+        if options.optimizer_accumulation or self.rest:
             return None
         options.check_mode(self.groups)
         return self.cache.fitting()
@@ -105,17 +111,19 @@ class Overlap:
             or room[0].dtype != copy.weight.dtype
             or room[1].numel() != size.value
         ):
-            self.rooms.pop(m.p, None)
-            limit = self.groups.options.overlap
-            if limit is not True:
-                taken = sum(t.nbytes for some in self.rooms.values() for t in some)
-                if taken + size.value + copy.weight.nbytes > limit:
-                    return None
+            self._leave(m.p)
+            limit, needed = window(self.groups.options.overlap), size.value + copy.weight.nbytes
+            if limit is not True and self.taken + needed > limit:
+                return None
+            self.taken += needed
             room = self.rooms[m.p] = (
                 _devices.pinned(copy.weight.shape, copy.weight.dtype),
                 torch.empty(size.value, dtype=torch.uint8, device="cpu"),
             )
         return room
+
+    def _leave(self, p):
+        self.taken -= sum(tensor.nbytes for tensor in self.rooms.pop(p, ()))
 
     @staticmethod
     def _places(room):
@@ -149,8 +157,9 @@ class Overlap:
     def gather_results(self, engine):
         """Returns an array of the results that fit what is stepped now, or None if there are
         none."""
-        self.before = self._count(engine)
-        found = None
+        if not self.results:
+            return None
+        self.before, found = self._count(engine), None
         for p, result in self.results.items():
             weight, gradient, versions = result.made_of
             copy = self.placement.copies.get(p)
@@ -210,7 +219,9 @@ class Overlap:
 
     def keep(self, known):
         """Forgets all parameters but those that are known."""
-        for held in (self.rooms, self.expected, self.came):
+        for p in [p for p in self.rooms if p not in known]:
+            self._leave(p)
+        for held in (self.expected, self.came):
             for p in [p for p in held if p not in known]:
                 del held[p]
 
