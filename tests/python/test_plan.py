@@ -352,9 +352,7 @@ HELD = {
 def test_growth_of_the_peak(fake):
     """What a process has more at its peak than one without optimizer is what plan() says, within
     5 %, for 268 million parameters."""
-    params = {
-        f"m{i}": nn.Parameter(torch.ones(8192, 4096, dtype=torch.bfloat16)) for i in range(8)
-    }
+    params = {f"m{i}": nn.Parameter(torch.ones(8192, 4096, dtype=torch.bfloat16)) for i in range(8)}
     for p in params.values():
         p.grad = torch.ones_like(p)
     small = nn.Parameter(torch.ones(64, 64))
