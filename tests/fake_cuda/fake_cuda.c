@@ -674,7 +674,7 @@ static size_t size_of_about(int kernel)
 enum holder { WHAT, CALL, ACCUMULATION, ACCESS };
 
 /* The fields that the library passes to kernels, by type. A call's scale and norm of a round are left out, because
- * kernels have the ledger for them. So is weights_before, which only the host has. */
+ * kernels have the ledger for them. So are origins, which only the host has. */
 static const struct field {
     enum holder holder;
     const char *type, *name;

@@ -152,8 +152,8 @@ static int make_store(struct moving *m, const char *from, const char *to)
         tensors[i] = checkpoint_tensor(&named[i], "f32");
     }
     if (!bad)
-        bad = store_make_optimizer(&m->metadata, tensors, (size_t)n, from, &m->optimizer, m->error,
-                                   sizeof m->error) != 0;
+        bad =
+            store_make_optimizer(&m->metadata, tensors, (size_t)n, from, &m->optimizer, m->error, sizeof m->error) != 0;
     free(named);
     free(tensors);
     if (bad) return -1;

@@ -197,8 +197,7 @@ static int set_settings(const struct store_pairs *metadata, int32_t group, halfs
         const char *name = pair->key + n;
         int code = HALFSTEP_OK;
         /* Some hyper-parameters have names for their numbers, which the metadata do not use. */
-        if (parse_number(pair->value, &value) == 0 &&
-            halfstep_get_hyper(optimizer, group == HALFSTEP_ALL_GROUPS ? 0 : group, name, &now) == HALFSTEP_OK)
+        if (parse_number(pair->value, &value) == 0 && halfstep_get_hyper(optimizer, group, name, &now) == HALFSTEP_OK)
             code = halfstep_set_hyper(optimizer, group, name, value);
         else if (halfstep_get_choice(optimizer, group, name))
             code = halfstep_set_choice(optimizer, group, name, pair->value);

@@ -193,9 +193,9 @@ void print_bytes(const uint8_t *bytes, size_t n);
 
 /* What train lm keeps in a file of states beside them: trainer.json and config.json as a checkpoint has them, the text of
  * history_write(), and the losses of the micro-steps that the states of an unfinished step have. */
-#define STORE_TRAINER     "trainer.json"
-#define STORE_CONFIG      "config.json"
-#define STORE_HISTORY     "history"
+#define STORE_TRAINER "trainer.json"
+#define STORE_CONFIG "config.json"
+#define STORE_HISTORY "history"
 #define STORE_MICRO_STEPS "micro_steps"
 /* Write and read the points that the mean loss needs, `now` last unless it is NULL, and the last validation. The rest of
  * the curve is in --log only. history_read() returns 0, or -1 for a damaged text or without memory. */
