@@ -387,6 +387,24 @@ def test_a_safetensors_file_with_a_wrong_number(path, tmp_path):
     same(both)
 
 
+# ---- What a file takes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_plan(path, keeps):
+    """The two halves of the file are what plan() says; the rest are header and records."""
+    shapes = {"a": (256, 1024), "b": (512, 64)}
+    make(recipe="ecc8-int8", store=path, store_weights=keeps, shapes=shapes)
+    _, header, _ = _store.contents(path)
+    half = sum(-(-(states + weight) // 4096) * 4096 for *_, states, weight in header["pieces"])
+    (row,) = halfstep.plan(shapes, "adamw/bf16-ecc8/int8", store=True if keeps else "states").rows
+    assert row.disk == 2 * half < os.path.getsize(path)
+    assert row.read == sum(piece[3] for piece in header["pieces"])
+    assert row.written == row.read + keeps * row.weights
+    assert row.states == half  # less than three pieces
+    assert "disk" in str(halfstep.plan({"a": (40960, 4096)}, store=True))
+
+
 # ---- Errors --------------------------------------------------------------------------------------
 
 
