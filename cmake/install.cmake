@@ -39,4 +39,12 @@ install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 # The library is copied into the Python package as it is built, so it must not carry the room for a run path that CMake would fill in
 # (and needs none: it uses the C library alone).
 set_target_properties(halfstep PROPERTIES INSTALL_RPATH "")
-halfstep_install_python($<TARGET_FILE:halfstep>)
+set(python_io "")
+if(with_io)
+  set(python_io $<TARGET_FILE:halfstep_io>)
+endif()
+halfstep_install_python($<TARGET_FILE:halfstep> "${python_io}")
+add_dependencies(halfstep_python halfstep)
+if(with_io)
+  add_dependencies(halfstep_python halfstep_io)
+endif()

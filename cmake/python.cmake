@@ -1,10 +1,16 @@
-# What CMake puts into the Python package, the install component "python": the library and the stub, beside the modules.
+# What CMake puts into the Python package, the install component "python": the libraries and the stub, beside the modules.
 
-# Installs `library`, a path, as one real file, since a wheel holds no links. Python loads it then to make the stub. In a cross build it
+# Installs `library` and halfstep_io `io`, two paths, each as one real file, since a wheel holds no links. The second may be missing or empty:
+# the package then cannot keep states in a file. Python loads the first to make the stub. In a cross build it
 # cannot be loaded: the wheel goes without a stub unless HALFSTEP_STUB names one. A native build makes the same.
-function(halfstep_install_python library)
+function(halfstep_install_python library io)
+  add_custom_target(halfstep_python) # what a wheel needs to be built
   install(FILES ${library} DESTINATION halfstep COMPONENT python EXCLUDE_FROM_ALL
     RENAME ${CMAKE_SHARED_LIBRARY_PREFIX}halfstep${CMAKE_SHARED_LIBRARY_SUFFIX})
+  if(io)
+    install(FILES ${io} DESTINATION halfstep COMPONENT python EXCLUDE_FROM_ALL OPTIONAL
+      RENAME ${CMAKE_SHARED_LIBRARY_PREFIX}halfstep_io${CMAKE_SHARED_LIBRARY_SUFFIX})
+  endif()
   set(stub "${HALFSTEP_STUB}")
   if(NOT stub)
     if(CMAKE_CROSSCOMPILING)

@@ -300,10 +300,11 @@ HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weigh
 #define HALFSTEP_CALL_TENSOR 1 /* one tensor, as soon as its gradient exists (gradient release) */
 #define HALFSTEP_CALL_ROUND  2 /* the end of a round, in which tensors had their TENSOR calls */
 
-/* Where a step in advance of one tensor puts its results. */
+/* Where a step in advance puts its results. */
 typedef struct halfstep_ahead {
-    void *weight; /* memory for the new weight, as many bytes as the weight has */
-    void *states; /* memory for the new states, of halfstep_ahead_bytes() and aligned to 64 bytes */
+    void *weight;                 /* the new weight: as many bytes as the weight */
+    void *states;                 /* the new states: halfstep_ahead_bytes() of the tensor, aligned to 64 bytes. Any
+                                     other address if these are 0 */
 } halfstep_ahead;
 
 typedef struct halfstep_call {
@@ -315,8 +316,7 @@ typedef struct halfstep_call {
                                      micro-step */
     const void *const *gradients; /* as weights */
     int64_t *statistics;          /* for halfstep_run_begin(), _norms() and _finish(); NULL for halfstep_run() */
-    const halfstep_ahead *ahead;  /* for TENSOR: steps the tensor in advance. For STEP, one for each tensor: takes the
-                                     results. NULL: neither */
+    const halfstep_ahead *ahead;  /* for TENSOR, one: step in advance; for STEP, one for each tensor; NULL: none */
 } halfstep_call;
 
 /* Makes the call that `call` describes, in one piece.
@@ -332,26 +332,33 @@ typedef struct halfstep_call {
  *           average. No clipping. Bias corrections count micro-steps; schedules, Lookahead and averages of weights
  *           count steps. UNSUPPORTED if micro-gradients would be lost (sgd and rmsprop without momentum, schedulefree,
  *           ema). UNSUPPORTED also for l2 decay, which only the last gradient would get, and for
- *           matrices whose states include vectors over rows and columns.
- *   ahead   of TENSOR: computes what the next STEP will make of the tensor if all gradients are finite and nothing is
- *           clipped, with the hyper-parameters, the gradient_scale and the counters of now. Puts the new weight and the
- *           new states where `ahead` says. Changes nothing else, so that everything reads as before. A later such call
- *           for the same tensor replaces its result. HALFSTEP_NONFINITE if the gradient is not finite; there is no
- *           result then. The first such call of a tensor allocates a few hundred bytes.
- *           of STEP: takes a tensor's result if the step would compute the same, and otherwise makes the tensor again:
- *           if lr or another option, the scale, the clip factor, `micro` or a counter differs. The bits are those of a
- *           step without `ahead`. If ahead[i].weight is not NULL, the new weight of tensor i is there afterwards, also
- *           if there was no result, and weights[i] stays as it was; a tensor that was skipped has its old weight there.
- *           New states are always in the states' own memory. The caller gives states = NULL if the weight, the
- *           gradient or the states were written since the result was made; the tensor is then made again. An entry of
- *           two NULLs is stepped in place. After a refused step the memory of `ahead` holds nothing of use. Every STEP
- *           forgets all results. */
+ *           matrices whose states include vectors over rows and columns. */
 HALFSTEP_API int halfstep_run(halfstep_optimizer *optimizer, const halfstep_call *call);
-/* Writes to *bytes how much memory halfstep_ahead.states needs for a tensor whose states have memory. Errors:
- * UNSUPPORTED if the tensor cannot be stepped in advance. Its rule then needs sums over it or steps matrices, or its
- * group is cautious, or a state has one scale for the whole tensor, or the device is not the processor. */
+
+/* Steps in advance: a tensor is stepped as soon as its gradient exists, before it is known whether the step is made.
+ *
+ * TENSOR with `ahead` computes what the next STEP would make of the tensor if all gradients are finite and nothing is
+ * clipped, under the present hyper-parameters, gradient scale and counters. The new weight and the new states go to
+ * `ahead`. Nothing that can be read changes. The tensor's statistics are kept, so that the STEP need not scan it.
+ * Further such calls about other tensors may run at the same time. A second one about the same tensor replaces the
+ * first. HALFSTEP_NONFINITE if the gradient is not finite; there is no result then. In a micro-step only the states are
+ * computed. ARGUMENT in the parts of a call (halfstep_run_begin()), and for ROUND.
+ *
+ * STEP with `ahead`, also in its parts: for each tensor whose ahead[i].weight is not NULL, the new weight is there
+ * afterwards, and weights[i] is as it was. This holds whether the result stands, is made again, or is not used because
+ * the tensor or the step is skipped; the weight is then a copy. The new states are in their own memory, as always. The
+ * result stands if everything that it was made with equals what the step decides: lr and all other hyper-parameters,
+ * scale, clip factor, counters, micro. Otherwise the tensor is stepped again. The bits are those of a plain STEP in
+ * every case. ahead[i].states NULL: there is no result, or it may not be used. Pass NULL if the weight, the states or
+ * the gradient were written to after TENSOR. A tensor whose ahead[i].weight is NULL has a plain step, as without
+ * `ahead`. A micro-step leaves weights alone, so it looks at ahead[i].states only. Every STEP ends by forgetting all
+ * results. A STEP that is refused leaves the memory of the results undefined, apart from the weights. */
+
+/* Writes to *bytes how much memory halfstep_ahead.states needs. UNSUPPORTED for a tensor that cannot be stepped in
+ * advance: if its rule, a cautious group or a state with one scale needs sums over it, if it is stepped as matrices or
+ * has vectors over rows and columns, on a device other than the processor, and with states in a storage. */
 HALFSTEP_API int halfstep_ahead_bytes(const halfstep_optimizer *optimizer, int32_t tensor, uint64_t *bytes);
-/* Returns the number of STEP calls so far that made a tensor again although it had a result. */
+/* Returns how many steps made a tensor again although its result was at hand. */
 HALFSTEP_API uint64_t halfstep_redone_steps(const halfstep_optimizer *optimizer);
 
 /* Adds scale * gradient to an accumulator of one tensor, which is the gradient of a later step. Formats of the

@@ -63,7 +63,8 @@ with zipfile.ZipFile(wheel) as archive:
     names = {n for n in archive.namelist() if not n.startswith(info + "/")}
     links = [i.filename for i in archive.infolist() if i.external_attr >> 28 == 0xA]
     wanted = {p.relative_to(source).as_posix() for p in pathlib.Path(source).rglob("*.py")}
-    wanted |= {"halfstep/__init__.pyi", "halfstep/libhalfstep.so", "halfstep/py.typed"}
+    wanted |= {"halfstep/__init__.pyi", "halfstep/libhalfstep.so", "halfstep/libhalfstep_io.so"}
+    wanted |= {"halfstep/py.typed"}
     assert names == wanted, f"missing {sorted(wanted - names)}, not expected {sorted(names - wanted)}"
     assert not links, links
     assert f"{info}/licenses/LICENSE" in archive.namelist(), "no licence"
@@ -85,10 +86,29 @@ case "$library" in
 "$version $folder/"*halfstep/libhalfstep.so) library=${library#* } ;;
 *) fail "loaded $library" ;;
 esac
-needed=$(readelf -d "$library" | sed -nE 's/.*(NEEDED|RPATH|RUNPATH)[^[]*\[(.*)\]/\1 \2/p' |
-    grep -vE '^NEEDED (lib(c|m|pthread|dl)\.so|ld-linux)' || true)
+needed() {
+    readelf -d "$1" | sed -nE 's/.*(NEEDED|RPATH|RUNPATH)[^[]*\[(.*)\]/\1 \2/p' |
+        grep -vE '^NEEDED (lib(c|m|pthread|dl)\.so|ld-linux)' || true
+}
+needed=$(needed "$library")
 [ -z "$needed" ] || fail "the library in the wheel has $needed"
-echo "ok   installed, imported; the library needs the C library alone"
+needed=$(needed "${library/libhalfstep/libhalfstep_io}" | sort | paste -sd ' ')
+[[ "$needed" =~ ^'NEEDED libhalfstep.so.'[0-9]+' RUNPATH $ORIGIN'$ ]] || fail "halfstep_io in the wheel has $needed"
+(cd "$scratch" && "$python" -I - "${target[@]:1}" <<'P'
+import sys
+
+sys.path[:0] = sys.argv[1:]
+import torch
+
+import halfstep
+
+p = torch.nn.Parameter(torch.ones(64, 64))
+p.grad = torch.ones(64, 64)
+halfstep.AdamW([p], store="wheel.states").step()
+assert not (p == 1).any(), "no step with states in a file"
+P
+) || fail "states in a file"
+echo "ok   installed, imported; the library needs the C library alone, and halfstep_io the library; states in a file"
 if [ "$mode" = sdist ]; then
     mkdir "$scratch/driver"
     echo "no library" >"$scratch/driver/libcuda.so.1" # in front of one that may be there

@@ -377,7 +377,14 @@ static void test_refusals(void)
     hstep_free_commit(&record);
     change_byte(path, hstep_slot_begin(&layout, 5) + 40);
     EQUAL(go_on(path, 3, 3), (uint64_t)3);
+    layout_of(path, &record);
+    const int half = record.halves[0];
+    hstep_free_commit(&record);
+    /* Now step 4 was made again. A step that is under way writes over what step 3 needs. */
     change_byte(path, hstep_slot_begin(&layout, 5) + 10);
+    change_byte(path, hstep_half_begin(&layout, !half));
+    FAILS(open_run(&r, path), FORMAT, "the states of the other are not whole any more");
+    end_run(&r);
     change_byte(path, hstep_slot_begin(&layout, 4) + 10);
     FAILS(open_run(&r, path), FORMAT, "both of its records are damaged");
     end_run(&r);
@@ -700,7 +707,7 @@ static void test_power(void)
     }
     power.on = 0;
     printf("     %llu losses, %llu of them after the new step was whole\n", ull(losses), ull(newer));
-    CHECK(newer > 4 && newer < losses / 2, "losses hit too few moments");
+    CHECK(newer > 1 && newer < losses / 2, "losses hit too few moments");
     close(after.fd);
     free(power.image);
     end_run(&r);
@@ -742,8 +749,10 @@ static void test_kills(void)
         shared->whole = whole;
         pid_t child = fork();
         if (!child) step_forever(path, shared);
-        const long wait = 1000 + (long)(next_random() % 16000);
-        nanosleep(&(struct timespec){0, 1000 * wait}, NULL);
+        /* Within some steps after the first one, wherever that is. */
+        for (int spent = 0; !shared->failed && shared->whole == whole && spent < 10000; spent++)
+            nanosleep(&(struct timespec){0, 1000000}, NULL);
+        nanosleep(&(struct timespec){0, (long)(next_random() % 8000000)}, NULL);
         kill(child, SIGKILL);
         CHECK(WIFSIGNALED(test_child_status(child)) && !shared->failed, "kill %d: the child ended by itself", i);
         WORKS(open_run(&r, path));

@@ -183,10 +183,14 @@ class SlotInfo(_Sized):
     )
 
 
+class Ahead(Structure):
+    _fields_ = [("weight", c_void_p), ("states", c_void_p)]
+
+
 class Call(_Sized):
     _fields_ = _fields(
         (c_int32, "kind tensor micro"),
-        (c_void_p, "weights gradients statistics"),
+        (c_void_p, "weights gradients statistics ahead"),
     )
 
 
@@ -252,6 +256,8 @@ signatures = {
     "allocate_states": (c_int, _handle),
     "step": (c_int, _handle, _pointers, _pointers),
     "run": (c_int, _handle, POINTER(Call)),
+    "ahead_bytes": (c_int, _handle, c_int32, _bytes),
+    "redone_steps": (c_uint64, _handle),
     "accumulate": (c_int, _handle, c_int32, c_void_p, c_char_p, c_void_p, c_char_p, c_double),
     "get_record": (c_int, _handle, POINTER(Record)),
     "set_record": (c_int, _handle, POINTER(Record)),

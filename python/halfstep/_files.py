@@ -13,7 +13,6 @@ import torch
 from . import _abi, _layout, _names, _sharding
 from ._matrices import Laid, how_of, lay, rows_of
 from ._sharding import stored
-from ._store import write_optimizer
 
 FORMAT = "halfstep optimizer 1"
 
@@ -138,10 +137,6 @@ def save(parts, path):
 
     _refuse_parts(parts.groups)
     parts.saving.sync(decides=True)
-    if parts.cache.store is not None and not parts.cache.empty:
-        handle = parts.cache.current().handle
-        _replace(os.fspath(path), lambda temporary: write_optimizer(temporary, handle))
-        return
     tensors, metadata = _tensors(parts.groups, parts.names)
     _replace(os.fspath(path), lambda temporary: save_file(tensors, temporary, metadata))
 

@@ -225,8 +225,8 @@ def check_gradient(p, grad, name):
     lies = _devices.of(_sharding.stored(p))
     if _devices.of(grad) != lies:
         raise ValueError(
-            f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on {lies};"
-            " bring both to one device, or step in the backward pass (gradient_release=True,"
+            f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on {lies}"
+            "; bring both to one device, or step in the backward pass (gradient_release=True,"
             " step_param()), before a trainer moves the parameter away"
         )
     if grad.shape != p.shape:

@@ -60,15 +60,15 @@ class Steps:
             if p.requires_grad and _devices.of(_sharding.stored(p)).type == "meta":
                 raise ValueError(
                     f"halfstep: parameter {self.names.of(g, i)!r} is on meta and never has a"
-                    " gradient. Hooks such as those of Accelerate's cpu_offload() compute with other"
-                    " tensors; make the optimizer for parameters of a model without them"
+                    " gradient. Hooks such as those of Accelerate's cpu_offload() compute with"
+                    " other tensors; make the optimizer for parameters of a model without them"
                 )
         self._idle += 1
         if self._idle == 2:
             warn(
-                "step() was called twice, and no parameter has had a gradient. The model may compute"
-                " with other tensors than this optimizer has, as with Accelerate's cpu_offload():"
-                " nothing is trained then. This warning is given once"
+                "step() was called twice, and no parameter has had a gradient. The model may"
+                " compute with other tensors than this optimizer has, as with Accelerate's"
+                " cpu_offload(): nothing is trained then. This warning is given once"
             )
 
     def _is_primed(self):

@@ -2,7 +2,8 @@
 
 halfstep_io does the work. A step reads the states from the file and writes them there. This module
 opens the file, gives it what the optimizer knows beside states, and shows its tensors in
-`state[p]`.
+`state[p]`. It is longer than 500 lines because the file and the dictionaries that read it know each
+other.
 """
 
 import copy
@@ -176,6 +177,7 @@ class Store:
     """
 
     file = part = places = None
+    closed = False
 
     def __init__(self, groups, names, placement, residuals, cache, accumulation, release):
         self.groups, self.names, self.placement = groups, names, placement
@@ -192,7 +194,8 @@ class Store:
         self.close()
 
     def close(self):
-        """Closes the file. The optimizer cannot be stepped any more."""
+        """Closes the file, for good unless `closed` is reset."""
+        self.closed = True
         part, file = self.part, self.file
         self.part = self.file = None
         if part is not None:
@@ -202,25 +205,33 @@ class Store:
 
     # ---- Opening and making ----------------------------------------------------------------------
 
-    def begin(self, optimizer):
-        """Goes on from the file, or makes it if it does not exist."""
-        self._refuse_options(optimizer)
+    def begin(self, load, compiled):
+        """Goes on from the file, or makes it if it does not exist. `load` is load_state_dict() of
+        the optimizer, and `compiled` its option."""
+        self._refuse_options(compiled)
         self.cache.store = self
         self.exists = os.path.exists(self.path)
         if self.exists:
-            self._load_groups(optimizer.load_state_dict)
-        self.cache.build(decides=False)
+            self._load_groups(load)
+        self._build()
 
-    def _refuse_options(self, optimizer):
-        for name, why in (
-            ("compile", "a traced step cannot read a file"),
-            ("norm_group", "each rank would have a file, and they could be one step apart"),
-            ("owners", "each rank would have a file, and they could be one step apart"),
+    def _build(self):
+        """Opens or makes the file. The residuals and error codes in it belong to the weights that
+        are there."""
+        self.residuals.wrote(list(self.cache.build(decides=False).guarded))
+
+    def _refuse_options(self, compiled):
+        options = self.groups.options
+        apart = "each rank would have a file, and they could be one step apart"
+        for name, given, why in (
+            ("compile", compiled, "a traced step cannot read a file"),
+            ("norm_group", options.norm_group, apart),
+            ("owners", options.owners, apart),
         ):
-            if getattr(optimizer, name):
+            if given:
                 raise ValueError(
                     f"halfstep: store={self.path!r} is not available with {name}=, because {why}:"
-                    f" leave one of them out"
+                    " leave one of them out"
                 )
         advice = "leave store out and save with torch.distributed.checkpoint"
         _sharding.refuse(self.groups.params(), f"store={self.path!r}", advice)
@@ -304,6 +315,8 @@ class Store:
         return converted
 
     def _open(self, engine, part, state):
+        if self.closed:
+            raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         path, options = os.fsencode(self.path), self.groups.options
         weights = [_devices.to_cpu(stored(m.p)) for m in engine.members]
         pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
@@ -377,7 +390,7 @@ class Store:
     def _bytes(self, function, p, s, tensor):
         self.placement.settle()
         if self.part is None or p not in self.indices:
-            raise RuntimeError(f"halfstep: {self.path} is closed; make the optimizer anew")
+            raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         if tensor.numel():
             place, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
             invoke(function, self.part, self.indices[p], s.slot, s.extra, 0, size, place)
@@ -464,12 +477,15 @@ class Store:
         self.cache.forget()
         self.release.restart()
         self.close()
+        self.closed = False
         try:
-            self.cache.build(decides=False)
+            self._build()
         except Exception as error:
             now = f"it could not be opened again ({error}), so make the optimizer anew from it"
         else:
-            now = "states and weights are those of its last whole step, and step() goes on from there"
+            now = (
+                "states and weights are those of its last whole step, and step() goes on from there"
+            )
         if not self.groups.options.store_weights:
             now = (
                 "it keeps no weights, so load those of its last whole step and make the optimizer"

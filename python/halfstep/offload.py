@@ -369,9 +369,9 @@ class _Offloaded(Streamed):
                 self.moving = True
                 raise RuntimeError(
                     f"halfstep: parameter {self.names.find(p)!r} was moved while gradient_release"
-                    " stepped it in another thread, so weights may be wrong: go back to a checkpoint."
-                    " A trainer that swaps blocks or offloads layers has to move weights before the"
-                    " first backward pass, or use gradient_release=False"
+                    " stepped it in another thread, so weights may be wrong; go back to a"
+                    " checkpoint. A trainer that swaps blocks has to begin with it before the first"
+                    " backward pass, or to use gradient_release=False"
                 )
 
     def __del__(self):

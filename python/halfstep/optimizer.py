@@ -12,7 +12,7 @@ import torch
 
 from . import _abi, _files, _layout, _matrices, _sharding, _state, accumulate
 from ._handles import seed_of
-from ._options import Options, keep_plain, bytes_of
+from ._options import Options, bytes_of, keep_plain
 from ._parameters import check_parameter, format_of
 from ._parts import Parts
 from ._placement import Placement
@@ -220,9 +220,9 @@ class Optimizer(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         compile: bool = False,
-        store: Optional[Union[str, "os.PathLike[str]"]] = None,
+        store: Optional[str] = None,
         store_weights: bool = True,
-        store_memory: Union[None, int, float, str] = None,
+        store_memory: Any = None,
     ) -> None:
         if differentiable:
             raise ValueError(
@@ -264,7 +264,7 @@ class Optimizer(torch.optim.Optimizer):
         if fused:
             self._step_supports_amp_scaling = True
         if self.store is not None:
-            self._parts.store.begin(self)
+            self._parts.store.begin(self.load_state_dict, compile)
         if gradient_release:
             self.prepare_gradient_release()
 

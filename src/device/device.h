@@ -113,13 +113,6 @@ struct hstep_device {
     int (*carry)(const struct hstep_context *c, int64_t *limbs, int64_t n);
     /* Makes one pass over n tensors from `first` on. UPDATE leaves out matrices. Other passes are for one matrix. */
     int (*update)(const struct hstep_call *call, int first, int n, enum hstep_pass pass);
-    /* For steps in advance (handle/ahead.c); NULL for devices without. advance() copies weight and states of tensor
-     * call->first from call->weights_before and call->tensors to call->weights and the plan's tensor, and updates them
-     * there. adopt() copies the states of results that a step takes to the tensors' own memory, and the weights of
-     * other tensors from call->weights_before to call->weights. scan() and update() leave tensors out whose result is
-     * taken (hstep_tensor.ahead). */
-    int (*advance)(const struct hstep_call *call);
-    int (*adopt)(const struct hstep_call *call);
     /* Applies the transformation of the rule's row, between the two passes of a matrix. */
     int (*transform)(const struct hstep_call *call, const struct hstep_matrix *m);
     /* Advances the counters, scalars and grids of updated tensors, the squares of the round and the steps of groups. */

@@ -1,4 +1,4 @@
-/* Handles and groups. Arguments are checked here, so that a step has nothing left to refuse but gradients. */
+/* Handles and groups, and what callers may ask of devices. Arguments are checked here, so that a step has nothing left to refuse but gradients. */
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -56,6 +56,7 @@ int hstep_create(const halfstep_options *given, int checking, halfstep_optimizer
     atomic_flag_clear(&o->workspace_lock);
     atomic_flag_clear(&o->sync_lock);
     atomic_init(&o->device_ahead, 0);
+    atomic_init(&o->results, NULL);
     /* The caller of a failed call gets no handle. As long as the serial is 0, halfstep_error_detail(NULL) finds the
      * text. */
     int error = device->open ? hstep_why(o, device->open(&o->context, rest, options.stream)) : HALFSTEP_OK;
@@ -84,77 +85,18 @@ void halfstep_destroy(halfstep_optimizer *o)
 {
     if (!o) return;
     hstep_close_storage(o);
+    hstep_close_results(o);
     hstep_release_plan(o);
     hstep_close_sync(o);
     o->device->release(&o->context, o->plan.round_squares);
     o->device->release(&o->context, o->verdict);
     o->device->release(&o->context, o->memory);
     if (o->device->close) o->device->close(&o->context);
-    hstep_free_results(o);
     for (int i = 0; i < o->n_tensors; i++) free(o->labels[i].name);
     free(o->labels);
     free(o->tensors);
     free(o->groups);
     free(o);
-}
-
-/* ---- Devices ---- */
-
-const struct hstep_device *hstep_find_device(const char *name, const char **rest)
-{
-    const struct hstep_device *const devices[] = {hstep_default_device, &hstep_cuda_device};
-    if (!name || !*name || !strcmp(name, "cpu")) return hstep_default_device;
-    for (size_t i = 1; i < sizeof devices / sizeof *devices; i++) {
-        size_t length = strlen(devices[i]->name);
-        if (strncmp(name, devices[i]->name, length) || (name[length] && name[length] != ':')) continue;
-        *rest = name + length + (name[length] == ':');
-        return name[length] && !**rest ? NULL : devices[i];
-    }
-    return NULL;
-}
-
-int halfstep_set_stream(halfstep_optimizer *o, void *stream)
-{
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    if (o->device->follow) return hstep_why(o, o->device->follow(&o->context, stream));
-    return stream ? hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the %s has no streams", o->device->name) : HALFSTEP_OK;
-}
-
-int halfstep_get_device_info(const char *device, halfstep_device_info *info)
-{
-    const char *rest = "";
-    halfstep_device_info ours = {.name = "", .code = ""};
-    const struct hstep_device *found = hstep_find_device(device, &rest);
-    if (!info) return HALFSTEP_ERROR_ARGUMENT;
-    if (!found || !found->inform) return HALFSTEP_ERROR_NAME;
-    found->inform(rest, &ours);
-    if (!ours.usable) {
-        halfstep_optimizer nobody = {.device = found};
-        hstep_why(&nobody, HALFSTEP_ERROR_DEVICE);
-    }
-    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
-}
-
-const char *halfstep_device_code(void) { return hstep_cuda_device.code(); }
-
-int halfstep_device_allocate(const halfstep_optimizer *o, uint64_t bytes, void **memory)
-{
-    if (!o || !memory) return HALFSTEP_ERROR_ARGUMENT;
-    *memory = NULL;
-    int error = o->device->allocate(&o->context, bytes, memory);
-    if (error == HALFSTEP_ERROR_MEMORY) return hstep_fail_memory(o, bytes, "the call");
-    return hstep_why(o, error);
-}
-
-void halfstep_device_release(const halfstep_optimizer *o, void *memory)
-{
-    if (o && memory) o->device->release(&o->context, memory);
-}
-
-int halfstep_device_copy(const halfstep_optimizer *o, void *to, const void *from, uint64_t bytes)
-{
-    if (!o || (bytes && (!to || !from))) return HALFSTEP_ERROR_ARGUMENT;
-    return bytes ? hstep_wait(o, o->device->copy(&o->context, to, from, bytes)) : HALFSTEP_OK;
 }
 
 /* ---- Groups ---- */
@@ -435,4 +377,63 @@ int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uin
     struct hstep_key key = hstep_key_write(hstep_generator_id(row), seed, id, write, (uint32_t)slot);
     hstep_random_words(hstep_generator_id(row), &key, first, n, out);
     return HALFSTEP_OK;
+}
+
+/* ---- Devices: names, information, streams, memory ---- */
+
+const struct hstep_device *hstep_find_device(const char *name, const char **rest)
+{
+    const struct hstep_device *const devices[] = {hstep_default_device, &hstep_cuda_device};
+    if (!name || !*name || !strcmp(name, "cpu")) return hstep_default_device;
+    for (size_t i = 1; i < sizeof devices / sizeof *devices; i++) {
+        size_t length = strlen(devices[i]->name);
+        if (strncmp(name, devices[i]->name, length) || (name[length] && name[length] != ':')) continue;
+        *rest = name + length + (name[length] == ':');
+        return name[length] && !**rest ? NULL : devices[i];
+    }
+    return NULL;
+}
+
+int halfstep_set_stream(halfstep_optimizer *o, void *stream)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    if (o->device->follow) return hstep_why(o, o->device->follow(&o->context, stream));
+    return stream ? hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the %s has no streams", o->device->name) : HALFSTEP_OK;
+}
+
+int halfstep_get_device_info(const char *device, halfstep_device_info *info)
+{
+    const char *rest = "";
+    halfstep_device_info ours = {.name = "", .code = ""};
+    const struct hstep_device *found = hstep_find_device(device, &rest);
+    if (!info) return HALFSTEP_ERROR_ARGUMENT;
+    if (!found || !found->inform) return HALFSTEP_ERROR_NAME;
+    found->inform(rest, &ours);
+    if (!ours.usable) {
+        halfstep_optimizer nobody = {.device = found};
+        hstep_why(&nobody, HALFSTEP_ERROR_DEVICE);
+    }
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+}
+
+const char *halfstep_device_code(void) { return hstep_cuda_device.code(); }
+
+int halfstep_device_allocate(const halfstep_optimizer *o, uint64_t bytes, void **memory)
+{
+    if (!o || !memory) return HALFSTEP_ERROR_ARGUMENT;
+    *memory = NULL;
+    int error = o->device->allocate(&o->context, bytes, memory);
+    if (error == HALFSTEP_ERROR_MEMORY) return hstep_fail_memory(o, bytes, "the call");
+    return hstep_why(o, error);
+}
+
+void halfstep_device_release(const halfstep_optimizer *o, void *memory)
+{
+    if (o && memory) o->device->release(&o->context, memory);
+}
+
+int halfstep_device_copy(const halfstep_optimizer *o, void *to, const void *from, uint64_t bytes)
+{
+    if (!o || (bytes && (!to || !from))) return HALFSTEP_ERROR_ARGUMENT;
+    return bytes ? hstep_wait(o, o->device->copy(&o->context, to, from, bytes)) : HALFSTEP_OK;
 }

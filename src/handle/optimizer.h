@@ -1,6 +1,6 @@
 /* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), plan.c (chunks and arrays of a step),
- * slots.c and storage.c (memory), ready.c and step.c (steps), sync.c (asynchronous devices), records.c (what a
- * checkpoint keeps), accumulate.c, ahead.c, checks.c, device_check.c and device_cases.c. */
+ * slots.c and storage.c (memory), ready.c, step.c and ahead.c (steps), sync.c (asynchronous devices), records.c (what a
+ * checkpoint keeps), accumulate.c, checks.c, device_check.c and device_cases.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -13,7 +13,6 @@ struct hstep_label {
     char *name;
     halfstep_record_places places; /* addresses of the host's copies of the record */
     int norms_made;                /* 1: halfstep_run_norms() has made this tensor's sums for the next finish */
-    struct hstep_result *result;   /* of steps in advance (ahead.c); NULL until there was one */
 };
 
 #define HSTEP_DETAIL_BYTES 256
@@ -48,6 +47,8 @@ struct halfstep_optimizer {
     int scalars_unshared;          /* 1: tensors with totals may differ in their scalars, which were set or are new */
     void *memory;                  /* the states' memory if the library has allocated it, or NULL */
     struct hstep_storage *storage; /* of the states, in place of memory, or NULL */
+    _Atomic(struct hstep_results *) results; /* of steps in advance; NULL before the first */
+    uint64_t redone_steps;
     uint64_t workspace_bytes;
     atomic_flag workspace_lock;
 
@@ -74,10 +75,7 @@ struct halfstep_optimizer {
     double gradient_norm;
     atomic_uint_least64_t skipped;
     atomic_int nonfinite_tensor, gradient_too_large;
-    void **ahead_weights; /* for steps that take results: one for each tensor, or NULL */
-    atomic_int results;   /* 1: some tensor may have a result of a step in advance */
-    uint64_t redone;      /* steps that made a tensor again although it had a result */
-    uint64_t serial;      /* unique among all handles of the process */
+    uint64_t serial; /* unique among all handles of the process */
     atomic_flag detail_lock;
     char detail[HSTEP_DETAIL_BYTES];
 };
@@ -129,7 +127,8 @@ int hstep_check_owned(const halfstep_optimizer *o, const void *memory);
 /* Fetches what steps have changed into the handle, and waits for it. This function and those up to hstep_send_at_once()
  * act on asynchronous devices only, and do nothing for others (sync.c). */
 int hstep_fetch(const halfstep_optimizer *o);
-/* Mark tensors, or counts of groups and of the ledger, as changed. They must have been fetched before the change. */
+/* Mark tensors, or counts of groups and of the ledger, as changed. They must have been fetched before the change. On
+ * every device, results of steps in advance of these tensors are forgotten. */
 void hstep_changed(halfstep_optimizer *o, int first, int n);
 void hstep_counts_changed(halfstep_optimizer *o);
 /* Send to the device what was changed: before a step, or at once if a captured graph may make steps. */
@@ -164,11 +163,6 @@ int hstep_grow(void **array, int count, int *capacity, size_t size);
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
                         struct hstep_tensor *t);
 
-/* Forgets the results of steps in advance of n tensors. */
-void hstep_forget_results(halfstep_optimizer *o, int first, int n);
-/* Frees what steps in advance have allocated. */
-void hstep_free_results(halfstep_optimizer *o);
-
 /* Gives all tensors that share totals the same scalars: those of the tensor whose first scalar is largest. Tensors must
  * have been fetched. */
 void hstep_share_scalars(halfstep_optimizer *o);
@@ -190,19 +184,11 @@ struct hstep_request {
     halfstep_optimizer *o;
     struct hstep_call call;
     int *norms_made; /* 1: the call between begin and finish has made the sums */
+    const halfstep_ahead *ahead;
 };
 
 /* The parts of a step: the three that processes make together, or all of it in one call. */
 enum hstep_part { HSTEP_PART_BEGIN, HSTEP_PART_NORMS, HSTEP_PART_FINISH, HSTEP_PART_ALL };
-
-/* Steps a tensor in advance: ahead.c. */
-int hstep_step_ahead(struct hstep_request *s, const halfstep_ahead *ahead, struct hstep_single_scratch *scratch);
-/* Prepares a step that may take results: notes which ones are at hand, and chooses where new weights go. */
-int hstep_find_results(struct hstep_request *s, const halfstep_ahead *ahead);
-/* Adds the squares of the results that are at hand to the statistics of a scan. */
-void hstep_add_squares(const struct hstep_request *s);
-/* After the decision: lets stand the results that equal it, and copies what has to be copied. */
-int hstep_take_results(const struct hstep_request *s);
 
 /* Fails if the call cannot be made. The device has not been asked for anything by then. */
 int hstep_check_ready(const struct hstep_request *s, enum hstep_part part);
@@ -211,12 +197,32 @@ int hstep_check_ready(const struct hstep_request *s, enum hstep_part part);
 int hstep_sum_tensors(const struct hstep_request *s, int first, int n);
 int hstep_step_tensors(const struct hstep_request *s, int first, int n, int made);
 
+/* The following functions are for steps in advance (ahead.c). The first makes one, for a request about one tensor, with
+ * statistics as scratch. */
+int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics);
+/* Fails if a call may not have `ahead`. */
+int hstep_check_ahead(const halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part);
+/* Scans gradients except those of results, whose squares it adds. */
+int hstep_scan_rest(const struct hstep_request *s);
+/* Between decide and count: the first function points the request to the results that stand, and to where new weights
+ * go. The second restores the updates, and forgets all results of the request's tensors. */
+int hstep_use_results(struct hstep_request *s);
+void hstep_end_results(const struct hstep_request *s);
+/* Forgets the results of n tensors, because something that they were made of changes. */
+void hstep_forget_results(halfstep_optimizer *o, int first, int n);
+void hstep_close_results(halfstep_optimizer *o);
+
 /* Cuts all tensors of a settled handle into chunks again, after their piece_rows have changed (plan.c). */
 int hstep_cut_again(halfstep_optimizer *o);
 /* Fails with ARGUMENT unless the tensor has such a slot (slots.c). */
 int hstep_check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot);
 /* Writes the first error codes of a packed weight (slots.c). */
 int hstep_spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *t);
+
+/* Returns a tensor as it is once the handle is settled (storage.c). */
+struct hstep_tensor hstep_laid_out(const halfstep_optimizer *o, int tensor);
+/* Describes the piece of some rows. Rows that are not all rows belong to a tensor that may be cut. */
+halfstep_piece hstep_describe(const struct hstep_tensor *t, int tensor, int64_t first_row, int64_t n_rows, int weights);
 
 /* The following functions are for states in storage (storage.c). The first brings the pieces of a call into memory one
  * after another, and makes the sums or the updates of their tensors. */

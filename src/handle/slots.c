@@ -347,6 +347,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
                           o->labels[tensor].name, f->name, slot_name(o, tensor, slot));
     if (slot < HALFSTEP_SLOT_STATE && end > first && (error = check_owned(o, data, o->labels[tensor].name)))
         return error;
+    hstep_forget_results(o, tensor, 1);
     if (hstep_is_stored(o, tensor, slot)) return hstep_write_stored(o, tensor, &a, in);
     return hstep_wait(o, o->device->write(&a, in));
 }

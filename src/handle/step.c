@@ -103,9 +103,7 @@ static int begin(const struct hstep_request *s)
     const struct hstep_call *c = &s->call;
     *s->norms_made = 0;
     int error = s->o->device->zero(c->context, c->statistics, (uint64_t)statistics_count(s) * sizeof *c->statistics);
-    if (!error) error = s->o->device->scan(c);
-    if (!error) hstep_add_squares(s);
-    return error;
+    return error ? error : hstep_scan_rest(s);
 }
 
 static int zero_sums(const struct hstep_request *s)
@@ -301,14 +299,16 @@ static int refuse(const struct hstep_request *s, const struct hstep_verdict *v)
 }
 
 /* Submits the decision, sums, updates and counters to the device. weights are NULL in a micro-step. */
-static int submit(const struct hstep_request *s)
+static int submit(const struct hstep_request *given)
 {
-    const struct hstep_device *device = s->o->device;
+    const struct hstep_device *device = given->o->device;
+    struct hstep_request s = *given;
     int error;
-    if ((error = device->decide(&s->call)) || (error = hstep_take_results(s)) ||
-        (!*s->norms_made && (error = zero_sums(s))) || (error = update_all(s)))
-        return error;
-    return device->count(&s->call);
+    if (!(error = device->decide(&s.call)) && (*s.norms_made || !(error = zero_sums(&s))) &&
+        !(error = hstep_use_results(&s)))
+        error = update_all(&s);
+    hstep_end_results(&s);
+    return error ? error : device->count(&s.call);
 }
 
 static int finish(const struct hstep_request *s)
@@ -382,12 +382,10 @@ static int run_all(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
     s.norms_made = &o->norms_made;
     s.call.weights = call->micro || part == HSTEP_PART_BEGIN ? NULL : call->weights;
     s.call.verdict = o->verdict;
-    int result = hstep_find_results(&s, call->ahead);
-    if (result) return result;
+    s.ahead = part == HSTEP_PART_NORMS ? NULL : call->ahead;
     struct hstep_fp fp = hstep_fp_enter();
-    result = make(&s, part, call->statistics, o->plan.statistics);
+    int result = make(&s, part, call->statistics, o->plan.statistics);
     hstep_fp_leave(fp);
-    if (part == HSTEP_PART_FINISH || part == HSTEP_PART_ALL) hstep_forget_results(o, 0, o->n_tensors);
     return result;
 }
 
@@ -409,9 +407,9 @@ static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
     s.call.weights = call->micro || part == HSTEP_PART_BEGIN ? NULL : call->weights;
     s.call.verdict = &scratch->verdict;
     struct hstep_fp fp = hstep_fp_enter();
-    if (!call->ahead) hstep_forget_results(o, tensor, 1);
-    if (call->ahead) result = hstep_step_ahead(&s, call->ahead, scratch);
-    else result = make(&s, part, call->statistics, scratch->statistics);
+    s.ahead = call->ahead;
+    result = s.ahead ? hstep_step_in_advance(&s, scratch->statistics)
+                     : make(&s, part, call->statistics, scratch->statistics);
     hstep_fp_leave(fp);
     hstep_leave_scratch(o, scratch);
     return result;
@@ -511,6 +509,7 @@ static int run(halfstep_optimizer *o, const halfstep_call *given, enum hstep_par
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
                           call.statistics ? "call: statistics must be NULL for halfstep_run()"
                                           : "call: statistics must not be NULL for begin, norms and finish");
+    if ((error = hstep_check_ahead(o, &call, part))) return error;
     return call.kind == HALFSTEP_CALL_STEP     ? run_all(o, &call, part)
            : call.kind == HALFSTEP_CALL_TENSOR ? run_one(o, &call, part)
                                                : run_round(o, &call, part);

@@ -61,8 +61,7 @@ static int has_stream(const struct hstep_slot *slot, int s, int extra)
 /* Returns the number of an element's row, or of the first row of a piece, as elements. */
 static int64_t start_of(const struct hstep_tensor *t, int64_t first_row) { return first_row * t->n_columns; }
 
-/* Describes the piece of some rows. Rows that are not all rows belong to a tensor that may be cut. */
-static halfstep_piece describe(const struct hstep_tensor *t, int tensor, int64_t first_row, int64_t n_rows, int weights)
+halfstep_piece hstep_describe(const struct hstep_tensor *t, int tensor, int64_t first_row, int64_t n_rows, int weights)
 {
     halfstep_piece p = {.tensor = tensor, .first_row = first_row, .n_rows = n_rows};
     const int whole = n_rows == t->n_rows;
@@ -125,8 +124,7 @@ static int64_t rows_per_piece(const struct hstep_tensor *t, uint64_t piece_bytes
     return rows < t->n_rows ? rows : 0;
 }
 
-/* Returns the tensor as it is once the handle is settled. */
-static struct hstep_tensor laid_out(const halfstep_optimizer *o, int tensor)
+struct hstep_tensor hstep_laid_out(const halfstep_optimizer *o, int tensor)
 {
     struct hstep_tensor t = o->tensors[tensor];
     if (o->settled) return t;
@@ -146,7 +144,7 @@ int64_t halfstep_piece_count(const halfstep_optimizer *o)
     if (!o) return 0;
     if (o->storage) return o->storage->n_pieces;
     for (int i = 0; i < o->n_tensors; i++) {
-        const struct hstep_tensor t = laid_out(o, i);
+        const struct hstep_tensor t = hstep_laid_out(o, i);
         n += count_pieces(&t, rows_per_piece(&t, DEFAULT_PIECE_BYTES));
     }
     return n;
@@ -155,7 +153,7 @@ int64_t halfstep_piece_count(const halfstep_optimizer *o)
 static halfstep_piece describe_bound(const halfstep_optimizer *o, int64_t number)
 {
     const struct piece *p = &o->storage->pieces[number];
-    return describe(&o->tensors[p->tensor], p->tensor, p->first_row, p->n_rows, o->storage->table.weights);
+    return hstep_describe(&o->tensors[p->tensor], p->tensor, p->first_row, p->n_rows, o->storage->table.weights);
 }
 
 int halfstep_get_piece(const halfstep_optimizer *o, int64_t number, halfstep_piece *info)
@@ -168,10 +166,10 @@ int halfstep_get_piece(const halfstep_optimizer *o, int64_t number, halfstep_pie
     halfstep_piece p = {0};
     if (o->storage) p = describe_bound(o, number);
     for (int i = 0; i < o->n_tensors && !o->storage; i++) {
-        const struct hstep_tensor t = laid_out(o, i);
+        const struct hstep_tensor t = hstep_laid_out(o, i);
         const int64_t rows = rows_per_piece(&t, DEFAULT_PIECE_BYTES), n = count_pieces(&t, rows), first = number * rows;
         if (number < n) {
-            p = describe(&t, i, first, rows && rows < t.n_rows - first ? rows : t.n_rows - first, 1);
+            p = hstep_describe(&t, i, first, rows && rows < t.n_rows - first ? rows : t.n_rows - first, 1);
             break;
         }
         number -= n;
@@ -208,7 +206,7 @@ static void list_pieces(const halfstep_optimizer *o, struct hstep_storage *st)
         st->first_piece[i] = p - st->pieces;
         for (int64_t j = 0; j < n; j++, p++) {
             const int64_t first = j * t->piece_rows, rows = j + 1 < n ? t->piece_rows : t->n_rows - first;
-            const halfstep_piece d = describe(t, i, first, rows, st->table.weights);
+            const halfstep_piece d = hstep_describe(t, i, first, rows, st->table.weights);
             *p = (struct piece){.tensor = i,
                                 .first_row = first,
                                 .n_rows = rows,
@@ -311,7 +309,7 @@ static int open_storage(const halfstep_optimizer *o, struct hstep_storage *st)
 static int cut_pieces(halfstep_optimizer *o, uint64_t piece_bytes)
 {
     for (int i = 0; i < o->n_tensors; i++) {
-        const struct hstep_tensor t = laid_out(o, i);
+        const struct hstep_tensor t = hstep_laid_out(o, i);
         o->tensors[i].piece_rows = rows_per_piece(&t, piece_bytes ? piece_bytes : DEFAULT_PIECE_BYTES);
     }
     return o->settled ? hstep_cut_again(o) : hstep_settle(o);
@@ -391,7 +389,7 @@ static char *biased(char *place, uint64_t offset, int64_t less)
 /* Gives the slots of a tensor the addresses of a piece at p->place. */
 static void give_addresses(struct hstep_tensor *t, const struct piece *p)
 {
-    const halfstep_piece d = describe(t, p->tensor, p->first_row, p->n_rows, 0);
+    const halfstep_piece d = hstep_describe(t, p->tensor, p->first_row, p->n_rows, 0);
     const int64_t element = start_of(t, p->first_row);
     for (int s = 0; s < HSTEP_SLOTS; s++) {
         struct hstep_slot *slot = &t->slot[s];
@@ -662,7 +660,7 @@ int halfstep_flush(halfstep_optimizer *o, void *const *weights)
 static int initialize(const halfstep_optimizer *o, const struct piece *p, void *const *weights)
 {
     struct hstep_tensor t = o->tensors[p->tensor];
-    const halfstep_piece d = describe(&t, p->tensor, p->first_row, p->n_rows, 0);
+    const halfstep_piece d = hstep_describe(&t, p->tensor, p->first_row, p->n_rows, 0);
     memset(p->place, 0, (size_t)(p->state_bytes + p->weight_bytes));
     t.first_row += p->first_row;
     t.n_rows = p->n_rows;
@@ -802,7 +800,7 @@ static int find_bytes(const halfstep_optimizer *o, const struct stream *stream, 
     const int error = hold(o, number);
     if (error) return error;
     const struct piece *p = &o->storage->pieces[number];
-    const halfstep_piece d = describe(t, stream->tensor, p->first_row, p->n_rows, o->storage->table.weights);
+    const halfstep_piece d = hstep_describe(t, stream->tensor, p->first_row, p->n_rows, o->storage->table.weights);
     const uint64_t offset = stream->extra                          ? d.slot[stream->slot].extra_offset
                             : stream->slot == HALFSTEP_SLOT_WEIGHT ? d.state_bytes
                                                                    : d.slot[stream->slot].code_offset;
@@ -844,5 +842,8 @@ int halfstep_read_bytes(const halfstep_optimizer *o, int32_t tensor, int32_t slo
 int halfstep_write_bytes(halfstep_optimizer *o, int32_t tensor, int32_t slot, int32_t extra, uint64_t first,
                          uint64_t bytes, const void *in)
 {
-    return o ? move_bytes(o, tensor, slot, extra, first, bytes, (char *)(uintptr_t)in, 1) : HALFSTEP_ERROR_ARGUMENT;
+    int error =
+        o ? move_bytes(o, tensor, slot, extra, first, bytes, (char *)(uintptr_t)in, 1) : HALFSTEP_ERROR_ARGUMENT;
+    if (!error) hstep_forget_results(o, tensor, 1);
+    return error;
 }

@@ -58,7 +58,15 @@ struct hstep_verdict {
     double clip;   /* factor of the gradients */
 };
 
-/* One public call, for all tensors or for one. weights, gradients and statistics count from tensor `first`. */
+/* Where the bytes of a tensor come from before an update: its weight, and a tensor with the addresses of its states and
+ * of what is stored beside its weight. NULL: they are in place. */
+struct hstep_origin {
+    const void *weight;
+    const struct hstep_tensor *states;
+};
+
+/* One public call, for all tensors or for one. weights, gradients, origins and statistics count from tensor
+ * `first`. */
 struct hstep_call {
     const struct hstep_context *context;
     struct hstep_plan plan;
@@ -72,7 +80,7 @@ struct hstep_call {
     int64_t matrix;       /* of passes over one matrix: its number among those held here */
     void *const *weights; /* NULL in micro-steps */
     const void *const *gradients;
-    void *const *weights_before; /* copied to `weights` before an update where they differ; NULL: they never do */
+    const struct hstep_origin *origins; /* copied from in an UPDATE, or NULL. Devices of shared memory alone get it */
     const struct hstep_tensor *tensors; /* the handle's own; a device may read what settling filled in */
     int64_t *statistics;
     struct hstep_verdict *verdict; /* in the memory of the device */

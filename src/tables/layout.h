@@ -82,21 +82,6 @@ int hstep_unit_of(int format);
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element);
 int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element);
 
-/* Writes a copy of a tensor whose states, residuals and error codes lie one after another from `base` on, each stream on
- * 64 bytes. Returns the bytes that they take. `result` may be NULL. */
-HSTEP_INLINE uint64_t hstep_place_ahead(const struct hstep_tensor *t, char *base, struct hstep_tensor *result)
-{
-    uint64_t bytes = 0;
-    if (result) *result = *t;
-    for (int s = 0; s < HSTEP_SLOTS; s++)
-        for (int extra = s < HALFSTEP_SLOT_STATE; extra < 2 && s != HALFSTEP_SLOT_GRADIENT; extra++) {
-            const uint64_t stream = extra ? t->slot[s].extra_bytes : t->slot[s].code_bytes;
-            if (result) *(extra ? &result->slot[s].extra : &result->slot[s].code) = base + bytes;
-            bytes += (stream + 63) / 64 * 64;
-        }
-    return bytes;
-}
-
 /* Returns the number of an element held here in the whole tensor, counted row by row. */
 uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element);
 /* Returns how far into its unit an element lies. */

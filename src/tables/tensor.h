@@ -60,7 +60,6 @@ struct hstep_tensor {
     /* Sums over the tensor that come before its update (hstep_sum_of_state()). Their limbs start at number `first_sum`
      * among those of all tensors. */
     int sums, first_sum;
-    char *ahead; /* in a step that takes the tensor's result of a step in advance: its states. Otherwise NULL */
 };
 
 /* The fields that callers set come first, in HSTEP_GROUP_SET_BYTES. The steps, which a device counts, come last,

@@ -674,7 +674,7 @@ static size_t size_of_about(int kernel)
 enum holder { WHAT, CALL, ACCUMULATION, ACCESS };
 
 /* The fields that the library passes to kernels, by type. A call's scale and norm of a round are left out, because
- * kernels have the ledger for them. So are pieces and weights_before, which only the host has. */
+ * kernels have the ledger for them. So are origins, which only the host has. */
 static const struct field {
     enum holder holder;
     const char *type, *name;
@@ -727,7 +727,7 @@ static const struct field {
     ACCESS_FIELD(int64_t, first),
     ACCESS_FIELD(int64_t, end),
 };
-_Static_assert(sizeof(struct hstep_cuda_what) == 48 && sizeof(struct hstep_call) == 224 &&
+_Static_assert(sizeof(struct hstep_cuda_what) == 48 && sizeof(struct hstep_call) == 208 &&
                    sizeof(struct hstep_accumulation) == 88 && sizeof(struct hstep_access) == 48,
                "a field that is new has to stand in fields[]");
 

@@ -15,7 +15,10 @@ import pytest
 from halfstep import _abi
 
 SOURCE = Path(os.environ.get("HALFSTEP_SOURCE", Path(__file__).resolve().parents[2]))
-HEADER = re.sub(r"/\*.*?\*/", "", (SOURCE / "include" / "halfstep.h").read_text(), flags=re.S)
+HEADER, IO_HEADER = (
+    re.sub(r"/\*.*?\*/", "", (SOURCE / "include" / name).read_text(), flags=re.S)
+    for name in ("halfstep.h", "halfstep_io.h")
+)
 
 STRUCTURES = {
     "rule_info": _abi.RuleInfo,
@@ -28,6 +31,8 @@ STRUCTURES = {
     "record": _abi.Record,
     "record_places": _abi.RecordPlaces,
     "device_info": _abi.DeviceInfo,
+    "store_options": _abi.StoreOptions,
+    "store_info": _abi.StoreInfo,
 }
 
 compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
@@ -95,7 +100,7 @@ def c_values(folder, expressions):
     program = folder / "values.c"
     lines = "\n".join(f'    printf("%lld\\n", (long long)({e}));' for e in expressions)
     program.write_text(
-        "#define HALFSTEP_ADVANCED\n#include <halfstep.h>\n#include <stdio.h>\n"
+        "#define HALFSTEP_ADVANCED\n#include <halfstep_io.h>\n#include <stdio.h>\n"
         f"int main(void)\n{{\n{lines}\n    return 0;\n}}\n"
     )
     subprocess.run(
@@ -141,7 +146,9 @@ def test_constants_are_the_headers(tmp_path):
 def test_the_mirror_has_every_field():
     for name, structure in STRUCTURES.items():
         body = re.search(
-            r"typedef struct halfstep_%s \{(.*?)\} halfstep_%s;" % (name, name), HEADER, flags=re.S
+            r"typedef struct halfstep_%s \{(.*?)\} halfstep_%s;" % (name, name),
+            HEADER + IO_HEADER,
+            flags=re.S,
         ).group(1)
         declared = [
             re.sub(r"\[.*", "", part).split("*")[-1].split()[-1]

@@ -9,7 +9,8 @@ computes for it at once, so tests move weights once all work on its current stre
 import pytest
 import torch
 from conftest import randn, warnings_are, weights_of
-from test_cuda import fake, gpu, held  # noqa: F401
+from test_cuda import fake, gpu  # noqa: F401
+from test_cuda import held as all_bits
 from torch import nn
 
 import halfstep
@@ -24,6 +25,7 @@ KINDS = {
         {"minimal_size": 1000, "offload_gradients": True},
     ),
     "StateStreaming": (halfstep.StateStreaming, {"minimal_size": 1000, "buffer": 3000}),
+    "store": (halfstep.CPUOffload, {"store": "states"}),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 weights = pytest.mark.parametrize("weights", ["bf16-sr", "bf16-ecc8"])
@@ -47,8 +49,10 @@ class Net(nn.Module):
         return x
 
 
-def make(model, kind="Optimizer", way="step", **options):
+def make(model, kind="Optimizer", way="step", folder=None, **options):
     cls, where = KINDS[kind]
+    if "store" in where:
+        where = {"store": str(folder / where["store"])}
     options = {"lr": 1e-2, "states": "int8", "seed": 5, **where, **options}
     opt = cls(model.named_parameters(), gradient_release=way == "release", **options)
     if way == "step_param":
@@ -71,12 +75,12 @@ class Run:
     """Two models that make the same steps: one on the processor, where nothing moves, and one on
     the GPU."""
 
-    def __init__(self, gpu, kind, way="step", mover=None, late=False, **options):
+    def __init__(self, gpu, folder, kind, way="step", mover=None, late=False, **options):
         self.gpu, self.way, self.steps = gpu, way, 0
         self.here, self.there = Net(), gpu.model(Net())
         self.plain = make(self.here, **options)
         self.mover = None if mover is None or late else mover(gpu, self.there.blocks)
-        self.opt = make(self.there, kind, way, **options)
+        self.opt = make(self.there, kind, way, folder, **options)
         if late:
             self.mover = mover(gpu, self.there.blocks)
 
@@ -96,7 +100,7 @@ class Run:
 
     def same(self):
         found = [
-            held(self.gpu, dict(model.named_parameters()), opt)[:2]
+            all_bits(self.gpu, dict(model.named_parameters()), opt)[:2]
             for model, opt in ((self.here, self.plain), (self.there, self.opt))
         ]
         assert found[0] == found[1]
@@ -191,10 +195,10 @@ movers = pytest.mark.parametrize("mover", [BlockSwap, PinnedBlockSwap, Layers])
 @movers
 @weights
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-def test_weights_that_move_in_forward_and_backward(fake, kind, way, mover, weights, late):
+def test_weights_that_move_in_forward_and_backward(fake, tmp_path, kind, way, mover, weights, late):
     """They begin to move before or after the optimizer is made. step() finds some of them in CPU
     memory, while their gradients are on the GPU. CPUOffload steps them there."""
-    run = Run(fake, kind, way, mover, late, weights=weights)
+    run = Run(fake, tmp_path, kind, way, mover, late, weights=weights)
     if way == "step" and kind in ("Optimizer", "StateStreaming"):
         with pytest.raises(ValueError, match=r"'blocks.2.0.weight' is on cuda:0, .* on cpu; bring"):
             run.step()
@@ -207,10 +211,10 @@ def test_weights_that_move_in_forward_and_backward(fake, kind, way, mover, weigh
 
 @kinds
 @weights
-def test_a_model_that_leaves_between_steps(fake, kind, weights):
+def test_a_model_that_leaves_between_steps(fake, tmp_path, kind, weights):
     """As Accelerate's cpu_offload_with_hook() and module.to() do. Some steps are made while the
     model is in CPU memory."""
-    run = Run(fake, kind, weights=weights)
+    run = Run(fake, tmp_path, kind, weights=weights)
     hooks = {p: list((p._backward_hooks or {}).items()) for p in run.there.parameters()}
     with warnings_are("error"):
         for step in range(2 * STEPS):
@@ -226,9 +230,9 @@ def test_a_model_that_leaves_between_steps(fake, kind, weights):
     run.same()
 
 
-def test_moves_during_steps_of_a_thread_are_refused(fake):
+def test_moves_during_steps_of_a_thread_are_refused(fake, tmp_path):
     """The thread of CPUOffload's gradient release may not have put the weight back yet."""
-    run = Run(fake, "CPUOffload", "release")
+    run = Run(fake, tmp_path, "CPUOffload", "release")
     run.step()
     first = next(run.there.parameters())
 
@@ -239,9 +243,9 @@ def test_moves_during_steps_of_a_thread_are_refused(fake):
         run.step(move)
 
 
-def test_weights_of_which_others_took_the_memory_are_still_watched(fake):
+def test_weights_of_which_others_took_the_memory_are_still_watched(fake, tmp_path):
     """A weight that is written besides loses its residual, and a warning says so."""
-    run = Run(fake, "Optimizer", "release", Layers, weights="bf16-ecc8")
+    run = Run(fake, tmp_path, "Optimizer", "release", Layers, weights="bf16-ecc8")
     for _ in range(2):
         run.step()
     with torch.no_grad():
@@ -282,9 +286,9 @@ moves = pytest.mark.parametrize("move", [replaced, by_data, without_numbers])
 @pytest.mark.parametrize("way", ["step", "release"])
 @moves
 @weights
-def test_states_that_move_between_phases(fake, kind, way, move, weights):
+def test_states_that_move_between_phases(fake, tmp_path, kind, way, move, weights):
     """There and back, with the model; one way; and before the first look at them."""
-    run = Run(fake, kind, way, weights=weights)
+    run = Run(fake, tmp_path, kind, way, weights=weights)
     with warnings_are("error"):
         for step in range(2 * STEPS):
             run.step()
@@ -361,3 +365,43 @@ def test_hooks_that_leave_parameters_alone():
             opt.zero_grad()
         hook.offload()
     assert weights_of(plain) == weights_of(model)
+
+
+# ---- FSDP2's CPUOffloadPolicy --------------------------------------------------------------------
+
+
+def offloaded_by_fsdp(rank, size, kind, way):
+    """Returns the weights after some steps of a sharded model whose parameters torch keeps in CPU
+    memory, and those of a whole one with the same gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    model, whole = Net(), Net()
+    given = {}
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (size,)), offload_policy=policy)
+    for name, p in model.named_parameters():  # before the optimizer's hooks
+
+        def keep(p, name=name):
+            given[name] = p.grad.full_tensor().clone()
+
+        p.register_post_accumulate_grad_hook(keep)
+    opts = make(model, kind, way), make(whole)
+    for step in range(STEPS):
+        backward(model, step)
+        for name, p in whole.named_parameters():
+            p.grad = given[name]
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return [weights_of([p.full_tensor() for p in model.parameters()]), weights_of(whole)]
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("way", ["step", "release"])
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"store"}))
+def test_cpu_offload_policy(pool, size, way, kind):
+    for sharded, whole in pool.run(size, offloaded_by_fsdp, kind, way):
+        assert sharded == whole

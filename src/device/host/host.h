@@ -18,8 +18,6 @@ int hstep_host_sum(const struct hstep_call *call, int first, int n);       /* no
 int hstep_host_cross(const struct hstep_call *call, int tensor, int pair); /* cross.c */
 size_t hstep_host_cross_workspace(const struct hstep_tensor *t);
 int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass); /* update.c */
-int hstep_host_advance(const struct hstep_call *call);                                        /* update.c */
-int hstep_host_adopt(const struct hstep_call *call);                                          /* update.c */
 size_t hstep_host_workspace(const struct hstep_tensor *t);                                    /* matrix.c */
 int hstep_host_transform(const struct hstep_call *call, const struct hstep_matrix *m);
 /* Makes the n rows of a transformed matrix alike (cross.c, decide/rows.h). */

@@ -89,7 +89,7 @@ static void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     const struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_GRADIENT];
     const char *gradient = call->gradients[c->tensor - call->first];
-    if (!gradient || t->ahead) return;
+    if (!gradient) return;
     const struct hstep_scan scan = hstep_scan_of(call, t);
     const struct hstep_kernels *kernels = call->context->kernels;
     const struct hstep_format_kernels *format = &kernels->format[scan.format];

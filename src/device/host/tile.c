@@ -39,30 +39,23 @@ struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i)
                                plan->chunks + (end > b->end ? b->end : end)};
 }
 
+struct hstep_bytes hstep_chunk_bytes(const struct hstep_tensor *t, const struct hstep_chunk *c, int slot, int extra)
+{
+    int64_t (*const offset)(const struct hstep_tensor *, int, int64_t) = extra ? hstep_extra_offset : hstep_code_offset;
+    const struct hstep_slot *s = &t->slot[slot];
+    const int64_t first = c->run * t->run_length + c->offset, end = first + (c->runs - 1) * t->run_length + c->length,
+                  start = offset(t, s->format, first);
+    const int64_t all = (int64_t)(extra ? s->extra_bytes : s->code_bytes);
+    return (struct hstep_bytes){start, (end == t->runs * t->run_length ? all : offset(t, s->format, end)) - start};
+}
+
 /* ---- First touch ---- */
 
 enum { PAGE = 4096 };
 
-static void touch_bytes(char *from, char *end)
+static void touch_bytes(char *stream, struct hstep_bytes bytes)
 {
-    for (; from < end; from += PAGE) *(volatile char *)from = 0;
-}
-
-struct hstep_range hstep_range_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int slot, int extra)
-{
-    const int64_t first = c->run * t->run_length + c->offset, end = first + (c->runs - 1) * t->run_length + c->length;
-    const int last = end == t->runs * t->run_length, format = t->slot[slot].format;
-    if (extra)
-        return (struct hstep_range){hstep_extra_offset(t, format, first),
-                                    last ? (int64_t)t->slot[slot].extra_bytes : hstep_extra_offset(t, format, end)};
-    return (struct hstep_range){hstep_code_offset(t, format, first),
-                                last ? (int64_t)t->slot[slot].code_bytes : hstep_code_offset(t, format, end)};
-}
-
-static void touch_stream(const struct hstep_tensor *t, const struct hstep_chunk *c, int slot, int extra, char *memory)
-{
-    const struct hstep_range r = hstep_range_of(t, c, slot, extra);
-    touch_bytes(memory + r.start, memory + r.end);
+    for (int64_t i = 0; i < bytes.n; i += PAGE) *(volatile char *)(stream + bytes.first + i) = 0;
 }
 
 /* Touches the streams of each state for one chunk. */
@@ -71,8 +64,8 @@ static void touch_chunk(const struct hstep_tensor *t, const struct hstep_chunk *
     for (int s = 0; s < HSTEP_SLOTS; s++) {
         const struct hstep_slot *slot = &t->slot[s];
         if (slot->format < 0 || s == HALFSTEP_SLOT_GRADIENT || slot->extent != HALFSTEP_EXTENT_ELEMENTS) continue;
-        if (s >= HALFSTEP_SLOT_STATE && slot->code) touch_stream(t, c, s, 0, slot->code);
-        if (slot->extra_bytes && slot->extra) touch_stream(t, c, s, 1, slot->extra);
+        if (s >= HALFSTEP_SLOT_STATE && slot->code) touch_bytes(slot->code, hstep_chunk_bytes(t, c, s, 0));
+        if (slot->extra_bytes && slot->extra) touch_bytes(slot->extra, hstep_chunk_bytes(t, c, s, 1));
     }
 }
 

@@ -56,14 +56,13 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
                      halfstep_task task);
 /* Returns the chunks of call number i of a task. */
 struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i);
-/* The bytes of a stream that belong to a chunk. */
-struct hstep_range {
-    int64_t start, end;
+/* Some bytes of a stream. */
+struct hstep_bytes {
+    int64_t first, n;
 };
-
-/* Returns the bytes of a chunk in a slot's codes, or in its extra stream: up to where the next chunk begins, or to their
- * end. */
-struct hstep_range hstep_range_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int slot, int extra);
+/* Returns the bytes of a slot's codes, or of its extra stream, that belong to a chunk: up to those of the next chunk, or
+ * to the end. */
+struct hstep_bytes hstep_chunk_bytes(const struct hstep_tensor *t, const struct hstep_chunk *c, int slot, int extra);
 /* Sets the addresses of whole units in the slots themselves. */
 void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places);
 /* Takes the part of a stretch that lies in its first unit. */

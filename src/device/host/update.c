@@ -157,10 +157,32 @@ static void update_rows(struct hstep_work *w, struct staging *st, struct hstep_s
     }
 }
 
+static void copy_bytes(char *to, const char *from, struct hstep_bytes bytes)
+{
+    memcpy(to + bytes.first, from + bytes.first, (size_t)bytes.n);
+}
+
+/* Copies the bytes of a chunk from where they are before the update. */
+static void bring_chunk(const struct hstep_call *call, const struct hstep_chunk *c)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
+    const struct hstep_origin *from = &call->origins[c->tensor - call->first];
+    if (from->weight)
+        copy_bytes(call->weights[c->tensor - call->first], from->weight,
+                   hstep_chunk_bytes(t, c, HALFSTEP_SLOT_WEIGHT, 0));
+    for (int s = 0; from->states && s < t->slots; s++) {
+        const struct hstep_slot *slot = &t->slot[s], *other = &from->states->slot[s];
+        if (slot->format < 0 || s == HALFSTEP_SLOT_GRADIENT) continue;
+        if (s >= HALFSTEP_SLOT_STATE) copy_bytes(slot->code, other->code, hstep_chunk_bytes(t, c, s, 0));
+        if (slot->extra_bytes) copy_bytes(slot->extra, other->extra, hstep_chunk_bytes(t, c, s, 1));
+    }
+}
+
 static void update_chunk(const struct hstep_batch *b, const struct hstep_chunk *c)
 {
     const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
-    if (t->ahead || !hstep_is_updated(t, &b->call->plan.updates[c->tensor], b->pass)) return;
+    if (b->call->origins && b->pass == HSTEP_PASS_UPDATE) bring_chunk(b->call, c);
+    if (!hstep_is_updated(t, &b->call->plan.updates[c->tensor], b->pass)) return;
     struct hstep_work w;
     struct staging st;
     hstep_work_start(b->call, c->tensor, b->pass, -1, &w);
@@ -182,76 +204,5 @@ static void update_task(void *argument, int64_t i)
 int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
 {
     hstep_run_batch(call, pass, first, n, !n || !call->plan.tensors[first].sums, update_task);
-    return HALFSTEP_OK;
-}
-
-/* ---- Steps in advance ---- */
-
-/* Copies a chunk's bytes of one stream, up to where the next chunk begins. */
-static void copy_stream(const struct hstep_tensor *t, const struct hstep_chunk *c, int slot, int extra, char *to,
-                        const char *from)
-{
-    const struct hstep_range r = hstep_range_of(t, c, slot, extra);
-    if (r.end > r.start) memcpy(to + r.start, from + r.start, (size_t)(r.end - r.start));
-}
-
-static void copy_weight(const struct hstep_call *call, const struct hstep_chunk *c)
-{
-    if (!call->weights || !call->weights_before) return;
-    char *to = call->weights[c->tensor - call->first];
-    const char *from = call->weights_before[c->tensor - call->first];
-    if (to && from && to != from) copy_stream(&call->plan.tensors[c->tensor], c, HALFSTEP_SLOT_WEIGHT, 0, to, from);
-}
-
-/* Copies a chunk of all states, residuals and error codes. */
-static void copy_states(const struct hstep_tensor *to, const struct hstep_tensor *from, const struct hstep_chunk *c)
-{
-    for (int s = 0; s < HSTEP_SLOTS; s++) {
-        if (s >= HALFSTEP_SLOT_STATE && to->slot[s].code_bytes)
-            copy_stream(to, c, s, 0, to->slot[s].code, from->slot[s].code);
-        if (s != HALFSTEP_SLOT_GRADIENT && to->slot[s].extra_bytes)
-            copy_stream(to, c, s, 1, to->slot[s].extra, from->slot[s].extra);
-    }
-}
-
-/* Copies a chunk and updates it at once, while it is in the caches. */
-static void advance_task(void *argument, int64_t i)
-{
-    const struct hstep_batch *b = argument;
-    struct hstep_span span = hstep_task_span(b, i);
-    struct hstep_fp fp = hstep_fp_enter();
-    for (const struct hstep_chunk *c = span.first; c < span.end; c++) {
-        copy_weight(b->call, c);
-        copy_states(&b->call->plan.tensors[c->tensor], &b->call->tensors[c->tensor], c);
-        update_chunk(b, c);
-    }
-    hstep_fp_leave(fp);
-}
-
-static void adopt_task(void *argument, int64_t i)
-{
-    const struct hstep_batch *b = argument;
-    struct hstep_span span = hstep_task_span(b, i);
-    for (const struct hstep_chunk *c = span.first; c < span.end; c++) {
-        const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
-        struct hstep_tensor result;
-        if (t->ahead) {
-            hstep_place_ahead(t, t->ahead, &result);
-            copy_states(t, &result, c);
-        } else {
-            copy_weight(b->call, c);
-        }
-    }
-}
-
-int hstep_host_advance(const struct hstep_call *call)
-{
-    hstep_run_batch(call, HSTEP_PASS_UPDATE, call->first, 1, 0, advance_task);
-    return HALFSTEP_OK;
-}
-
-int hstep_host_adopt(const struct hstep_call *call)
-{
-    hstep_run_batch(call, HSTEP_PASS_UPDATE, call->first, call->n, 0, adopt_task);
     return HALFSTEP_OK;
 }

@@ -9,12 +9,13 @@
 #include "io/files.h"
 #include "io/store/engine.h"
 
-/* A transfer is cut into pieces of at most CHUNK bytes, which the threads take in turn from all transfers. */
-enum { CHUNK = 4 << 20, THREADS = 4, TRANSFERS = 64 };
+/* A transfer is cut into runs of at most HSTEP_RUN bytes, which the threads take in turn from all transfers. */
+enum { THREADS = 4, TRANSFERS = 64 };
 
 typedef struct transfer {
     char *memory; /* NULL: this place is free */
     uint64_t offset, bytes, taken, ended;
+    uint64_t *sum;
     int writes;
 } transfer;
 
@@ -26,7 +27,7 @@ struct hstep_engine {
     pthread_cond_t work, end;
     pthread_t threads[THREADS];
     int thread_count, is_ending;
-    int busy, next;             /* transfers under way; the one that the next piece is taken from */
+    int busy, next;             /* transfers under way; the one that the next run is taken from */
     int failed, failed_writing; /* the first failure: its errno, or -1 for an end of file */
     uint64_t failed_at;
     transfer transfers[TRANSFERS];
@@ -46,7 +47,7 @@ static void set_direct(int fd, int direct)
 #endif
 }
 
-/* Makes one piece of a transfer. Returns 0, an errno, or -1 if the file ends before. */
+/* Makes one run of a transfer. Returns 0, an errno, or -1 if the file ends before. */
 static int move(hstep_engine *e, int writes, uint64_t offset, char *memory, size_t bytes)
 {
     int refused = 0;
@@ -67,7 +68,7 @@ static int move(hstep_engine *e, int writes, uint64_t offset, char *memory, size
     return 0;
 }
 
-/* Takes the next piece of any transfer and makes it. Returns 0 if there is none. The engine is locked before and
+/* Takes the next run of any transfer and makes it. Returns 0 if there is none. The engine is locked before and
  * after. */
 static int move_one(hstep_engine *e)
 {
@@ -79,11 +80,13 @@ static int move_one(hstep_engine *e)
     }
     if (!t) return 0;
     const uint64_t at = t->taken, left = t->bytes - at;
-    const size_t bytes = left < CHUNK ? (size_t)left : CHUNK;
+    const size_t bytes = left < HSTEP_RUN ? (size_t)left : HSTEP_RUN;
     t->taken += bytes;
     int problem = 0;
+    uint64_t hash = 0;
     if (!e->failed) {
         pthread_mutex_unlock(&e->lock);
+        if (t->sum) hash = hstep_hash(t->memory + at, bytes, at);
         problem = move(e, t->writes, t->offset + at, t->memory + at, bytes);
         pthread_mutex_lock(&e->lock);
     }
@@ -93,6 +96,7 @@ static int move_one(hstep_engine *e)
         e->failed_at = t->offset + at;
     }
     t->ended += bytes;
+    if (t->sum) *t->sum += hash;
     if (t->ended == t->bytes) {
         t->memory = NULL;
         e->busy--;
@@ -118,7 +122,8 @@ static void start_threads(hstep_engine *e)
         e->thread_count++;
 }
 
-int hstep_engine_begin(hstep_engine *e, int writes, uint64_t offset, void *memory, uint64_t bytes, hstep_error *error)
+int hstep_engine_begin(hstep_engine *e, int writes, uint64_t offset, void *memory, uint64_t bytes, uint64_t *sum,
+                       hstep_error *error)
 {
     if (getpid() != e->owner)
         return hstep_fail(error, HALFSTEP_ERROR_ORDER,
@@ -130,7 +135,7 @@ int hstep_engine_begin(hstep_engine *e, int writes, uint64_t offset, void *memor
         if (!move_one(e)) pthread_cond_wait(&e->end, &e->lock);
     transfer *t = e->transfers;
     while (t->memory) t++;
-    *t = (transfer){.memory = memory, .offset = offset, .bytes = bytes, .writes = writes};
+    *t = (transfer){.memory = memory, .offset = offset, .bytes = bytes, .sum = sum, .writes = writes};
     e->busy++;
     pthread_cond_broadcast(&e->work);
     pthread_mutex_unlock(&e->lock);

@@ -16,9 +16,9 @@ int hstep_engine_open(hstep_engine **engine, const char *path, int buffered, hst
 /* Waits for all transfers and closes the file. Removes it if it was not published. NULL is allowed. */
 void hstep_engine_close(hstep_engine *engine);
 
-/* Begins to read or write. The memory must stay until hstep_engine_wait(). Fails only in a process that did not open
- * the file. */
-int hstep_engine_begin(hstep_engine *engine, int writes, uint64_t offset, void *memory, uint64_t bytes,
+/* Begins to read or write. The memory must stay until hstep_engine_wait(). With `sum`, adds the sum of what is written
+ * there until then. Fails only in a process that did not open the file. */
+int hstep_engine_begin(hstep_engine *engine, int writes, uint64_t offset, void *memory, uint64_t bytes, uint64_t *sum,
                        hstep_error *error);
 /* Waits until all transfers have ended, and fails with the first failure among them. *lost is set to 1 if that was one
  * of writing. */

@@ -35,6 +35,29 @@ uint64_t hstep_half_begin(const hstep_layout *layout, int half)
 
 uint64_t hstep_layout_bytes(const hstep_layout *layout) { return hstep_half_begin(layout, 2); }
 
+uint64_t hstep_hash(const void *data, uint64_t bytes, uint64_t seed)
+{
+    static const uint64_t odd = UINT64_C(0x9e3779b97f4a7c15);
+    uint64_t lane[4] = {bytes, seed, 2, 3}, words[4];
+    const char *next = data;
+    for (uint64_t left = bytes; left; next += sizeof words) {
+        const size_t n = left < sizeof words ? (size_t)left : sizeof words;
+        if (n < sizeof words) memset(words, 0, sizeof words);
+        memcpy(words, next, n);
+        for (int i = 0; i < 4; i++) {
+            const uint64_t mixed = (lane[i] ^ words[i]) * odd;
+            lane[i] = mixed ^ mixed >> 29;
+        }
+        left -= n;
+    }
+    uint64_t hash = 0;
+    for (int i = 0; i < 4; i++) {
+        hash = (hash ^ lane[i]) * odd;
+        hash ^= hash >> 32;
+    }
+    return hash ? hash : 1;
+}
+
 /* ---- The header -------------------------------------------------------------------------------------------------- */
 
 static uint64_t header_crc(header_bytes header, const char *json)
@@ -128,6 +151,7 @@ void hstep_free_commit(hstep_commit *commit)
     free(commit->metadata.list);
     free(commit->values.list);
     free(commit->halves);
+    free(commit->sums);
     free(commit->hashes);
     memset(commit, 0, sizeof *commit);
 }
@@ -172,45 +196,38 @@ static int read_halves(hstep_json *json, uint64_t pieces, unsigned char **halves
     return 1;
 }
 
-static int read_hash(hstep_json *json, uint64_t *hash)
+/* Reads a string of 16 digits for each number. */
+static int read_numbers(hstep_json *json, uint64_t **numbers, uint64_t *count)
 {
     const char *digits;
-    *hash = 0;
+    if (*numbers) return hstep_json_fail(json, "a member comes twice");
     if (!hstep_json_string(json, &digits)) return 0;
-    for (int i = 0; i < 16; i++) {
-        if (hex_digit(digits[i]) < 0) return hstep_json_fail(json, "a hash has a wrong digit");
-        *hash = *hash << 4 | (uint64_t)hex_digit(digits[i]);
+    const size_t length = strlen(digits);
+    *count = length / 16;
+    if (length % 16) return hstep_json_fail(json, "a list of numbers ends within one");
+    if (!(*numbers = calloc((size_t)*count + 1, sizeof **numbers))) return 0;
+    for (size_t i = 0; i < length; i++) {
+        if (hex_digit(digits[i]) < 0) return hstep_json_fail(json, "a number has a wrong digit");
+        (*numbers)[i / 16] = (*numbers)[i / 16] << 4 | (uint64_t)hex_digit(digits[i]);
     }
-    return digits[16] ? hstep_json_fail(json, "a hash is too long") : 1;
-}
-
-static int read_hashes(hstep_json *json, hstep_commit *commit)
-{
-    size_t capacity = 0, count = 0;
-    if (commit->hashes) return hstep_json_fail(json, "a member comes twice");
-    if (!hstep_json_expect(json, '[')) return 0;
-    if (hstep_json_take(json, ']')) return 1;
-    do {
-        if (!hstep_grow((void **)&commit->hashes, count, &capacity, sizeof *commit->hashes) ||
-            !read_hash(json, &commit->hashes[count++]))
-            return 0;
-    } while (hstep_json_take(json, ','));
-    commit->hash_count = count;
-    return hstep_json_expect(json, ']');
+    return 1;
 }
 
 static int parse_commit(hstep_json *json, const hstep_layout *layout, hstep_commit *commit)
 {
     const char *key;
+    uint64_t sum_count = 0;
     for (size_t n = 0; hstep_json_member(json, &n, &key);) {
         const int good = !strcmp(key, "metadata") ? !commit->metadata.list && read_pairs(json, &commit->metadata)
                          : !strcmp(key, "values") ? !commit->values.list && read_pairs(json, &commit->values)
                          : !strcmp(key, "halves") ? read_halves(json, layout->pieces, &commit->halves)
-                         : !strcmp(key, "hashes") ? read_hashes(json, commit)
+                         : !strcmp(key, "hashes") ? read_numbers(json, &commit->hashes, &commit->hash_count)
+                         : !strcmp(key, "sums")   ? read_numbers(json, &commit->sums, &sum_count)
                                                   : hstep_json_skip(json);
         if (!good) return 0;
     }
-    if (!json->problem && !commit->halves) return hstep_json_fail(json, "there is no \"halves\"");
+    if (!json->problem && (!commit->halves || sum_count != layout->pieces))
+        return hstep_json_fail(json, "\"halves\" or \"sums\" is missing or too short");
     return hstep_json_end(json);
 }
 

@@ -11,6 +11,7 @@
 typedef struct piece {
     uint64_t offset, bytes; /* within a half; bytes that are used */
     uint64_t state_bytes;   /* where the weight begins */
+    uint64_t sum, new_sum;  /* of the current half, and of the other one if it is newer */
     int32_t tensor;
     unsigned char current; /* half of the last record */
     unsigned char written; /* 1: the other half is newer */
@@ -43,34 +44,10 @@ static hstep_error own_error(halfstep_store *s) { return (hstep_error){s->text, 
 
 /* ---- Hashes ------------------------------------------------------------------------------------------------------ */
 
-/* Hashes bytes in four lanes, so that it is as fast as memory. Guards against accidents only. Never returns 0. */
-static uint64_t hash_bytes(const void *data, uint64_t bytes)
-{
-    static const uint64_t odd = UINT64_C(0x9e3779b97f4a7c15);
-    uint64_t lane[4] = {bytes, 1, 2, 3}, words[4];
-    const char *next = data;
-    for (uint64_t left = bytes; left; next += sizeof words) {
-        const size_t n = left < sizeof words ? (size_t)left : sizeof words;
-        if (n < sizeof words) memset(words, 0, sizeof words);
-        memcpy(words, next, n);
-        for (int i = 0; i < 4; i++) {
-            const uint64_t mixed = (lane[i] ^ words[i]) * odd;
-            lane[i] = mixed ^ mixed >> 29;
-        }
-        left -= n;
-    }
-    uint64_t hash = 0;
-    for (int i = 0; i < 4; i++) {
-        hash = (hash ^ lane[i]) * odd;
-        hash ^= hash >> 32;
-    }
-    return hash ? hash : 1;
-}
-
 static void hash_weights(halfstep_store *s, void *const *weights)
 {
     for (int32_t i = 0; weights && !s->layout.has_weights && i < s->tensor_count; i++)
-        if (weights[i]) s->hashes[i] = hash_bytes(weights[i], s->weight_bytes[i]);
+        if (weights[i]) s->hashes[i] = hstep_hash(weights[i], s->weight_bytes[i], 0);
 }
 
 /* ---- Records ----------------------------------------------------------------------------------------------------- */
@@ -86,6 +63,8 @@ static int put_member(void *context, const char *key, const char *value, hstep_e
     hstep_append_json(record, value);
     return HALFSTEP_OK;
 }
+
+static void put_number(hstep_buffer *record, uint64_t number) { hstep_append_format(record, "%016llx", ull(number)); }
 
 /* Writes the JSON of the record that makes everything current that was written. */
 static int write_record(halfstep_store *s, hstep_error *error)
@@ -107,10 +86,12 @@ static int write_record(halfstep_store *s, hstep_error *error)
             digit |= (s->pieces[i + k].current ^ s->pieces[i + k].written) << k;
         hstep_append(record, &digits[digit], 1);
     }
-    hstep_append_text(record, "\"");
-    for (int32_t i = 0; i < s->tensor_count && !s->layout.has_weights; i++)
-        hstep_append_format(record, "%s\"%016llx\"", i ? ", " : ", \"hashes\": [", ull(s->hashes[i]));
-    hstep_append_text(record, s->tensor_count && !s->layout.has_weights ? "]}" : "}");
+    hstep_append_text(record, "\", \"sums\": \"");
+    for (int64_t i = 0; i < s->piece_count; i++)
+        put_number(record, s->pieces[i].written ? s->pieces[i].new_sum : s->pieces[i].sum);
+    if (!s->layout.has_weights) hstep_append_text(record, "\", \"hashes\": \"");
+    for (int32_t i = 0; i < s->tensor_count && !s->layout.has_weights; i++) put_number(record, s->hashes[i]);
+    hstep_append_text(record, "\"}");
     return record->failed ? hstep_fail_memory(error) : HALFSTEP_OK;
 }
 
@@ -138,24 +119,28 @@ static int commit(halfstep_store *s, void *const *weights, hstep_error *error)
     if (s->lost)
         return hstep_fail(error, HALFSTEP_ERROR_IO, "%s: an earlier step could not be written; open it again", s->path);
     hash_weights(s, weights);
-    int code = write_record(s, error);
+    int code = wait_all(s, error);
+    if (!code) code = write_record(s, error);
     const uint64_t generation = s->generation + 1;
     const uint64_t bytes = code ? 0 : hstep_write_commit(&s->layout, generation, &s->record, s->slot);
     if (!code && !bytes)
         code = hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s has no room for a record of %llu bytes", s->path,
                           ull(s->record.bytes));
-    if (!code) code = wait_all(s, error);
     if (code) return code;
     code = hstep_engine_sync(s->engine, error);
-    if (!code) code = hstep_engine_begin(s->engine, 1, hstep_slot_begin(&s->layout, generation), s->slot, bytes, error);
+    if (!code)
+        code = hstep_engine_begin(s->engine, 1, hstep_slot_begin(&s->layout, generation), s->slot, bytes, NULL, error);
     int lost = 0;
     if (!code) code = hstep_engine_wait(s->engine, &lost, error);
     if (!code) code = hstep_engine_sync(s->engine, error);
     if (code) return fail_lost(s, code, error);
     s->generation = generation;
     for (int64_t i = 0; i < s->piece_count; i++) {
-        s->pieces[i].current ^= s->pieces[i].written;
-        s->pieces[i].written = 0;
+        piece *p = &s->pieces[i];
+        if (!p->written) continue;
+        p->current = !p->current;
+        p->sum = p->new_sum;
+        p->written = 0;
     }
     return HALFSTEP_OK;
 }
@@ -175,11 +160,12 @@ static int move(halfstep_store *s, int writes, int64_t index, void *memory, uint
                           (long long)index);
     if (writes) {
         p->written = 1;
+        p->new_sum = 0;
         p->round = s->round;
     }
     const int half = p->current ^ p->written;
     return hstep_engine_begin(s->engine, writes, hstep_half_begin(&s->layout, half) + p->offset, memory,
-                              hstep_whole_pages(bytes), &error);
+                              hstep_whole_pages(bytes), writes ? &p->new_sum : NULL, &error);
 }
 
 static int read_piece(void *host, int64_t index, void *memory, uint64_t bytes)
@@ -424,7 +410,7 @@ static int write_header(halfstep_store *s, hstep_error *error)
     int lost = 0;
     if (!memory) return hstep_fail_memory(error);
     hstep_write_header(&s->layout, s->header, memory);
-    int code = hstep_engine_begin(s->engine, 1, 0, memory, bytes, error);
+    int code = hstep_engine_begin(s->engine, 1, 0, memory, bytes, NULL, error);
     if (!code) code = hstep_engine_wait(s->engine, &lost, error);
     free(memory);
     return code;
@@ -492,7 +478,10 @@ static int take_record(halfstep_store *s, const hstep_commit *record, hstep_erro
         return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its record has %llu hashes of weights instead of %llu",
                           s->path, ull(record->hash_count), ull(expected));
     s->generation = record->generation;
-    for (int64_t i = 0; i < s->piece_count; i++) s->pieces[i].current = record->halves[i];
+    for (int64_t i = 0; i < s->piece_count; i++) {
+        s->pieces[i].current = record->halves[i];
+        s->pieces[i].sum = record->sums[i];
+    }
     for (uint64_t i = 0; i < expected; i++) s->hashes[i] = record->hashes[i];
     for (size_t i = 0; i < record->values.count && !code; i++)
         if (!hstep_set_pair(&s->values, record->values.list[i].key, record->values.list[i].value))
@@ -504,7 +493,7 @@ static int check_hashes(const halfstep_store *s, void *const *weights, hstep_err
 {
     for (int32_t i = 0; i < s->tensor_count; i++) {
         halfstep_tensor t = {.struct_size = sizeof t};
-        if (!weights[i] || !s->hashes[i] || hash_bytes(weights[i], s->weight_bytes[i]) == s->hashes[i]) continue;
+        if (!weights[i] || !s->hashes[i] || hstep_hash(weights[i], s->weight_bytes[i], 0) == s->hashes[i]) continue;
         halfstep_get_tensor(s->optimizer, i, &t);
         return hstep_fail(error, HALFSTEP_ERROR_MISMATCH,
                           "%s keeps no weights, and the weight of tensor \"%s\" is not that of its last step, number "
@@ -514,13 +503,42 @@ static int check_hashes(const halfstep_store *s, void *const *weights, hstep_err
     return HALFSTEP_OK;
 }
 
-enum { WINDOW = 4 << 20 };
+/* Reads bytes of the file into a window of HSTEP_RUN, and waits. */
+static int read_window(halfstep_store *s, uint64_t offset, char *window, uint64_t bytes, hstep_error *error)
+{
+    int lost = 0, code = hstep_engine_begin(s->engine, 0, offset, window, bytes, NULL, error);
+    return code ? code : hstep_engine_wait(s->engine, &lost, error);
+}
+
+/* Compares all pieces with their sums. If the newest record is damaged, a step that was under way may have written over
+ * what the one before refers to. */
+static int check_pieces(halfstep_store *s, hstep_error *error)
+{
+    char *window = aligned_alloc(HSTEP_PAGE, HSTEP_RUN);
+    int code = window ? HALFSTEP_OK : hstep_fail_memory(error);
+    for (int64_t i = 0; i < s->piece_count && !code; i++) {
+        const piece *p = &s->pieces[i];
+        const uint64_t begin = hstep_half_begin(&s->layout, p->current) + p->offset, end = hstep_whole_pages(p->bytes);
+        uint64_t sum = 0;
+        for (uint64_t at = 0, bytes; at < end && !code; at += bytes) {
+            bytes = end - at < HSTEP_RUN ? end - at : HSTEP_RUN;
+            code = read_window(s, begin + at, window, bytes, error);
+            sum += code ? 0 : hstep_hash(window, bytes, at);
+        }
+        if (!code && sum != p->sum)
+            code = hstep_fail(error, HALFSTEP_ERROR_FORMAT,
+                              "%s: one of its records is damaged, and the states of the other are not whole any more",
+                              s->path);
+    }
+    free(window);
+    return code;
+}
 
 /* Reads the weights of the pieces, which follow each other as the rows of a tensor do. */
 static int read_weights(halfstep_store *s, void *const *weights, hstep_error *error)
 {
-    char *window = aligned_alloc(HSTEP_PAGE, WINDOW);
-    int code = window ? HALFSTEP_OK : hstep_fail_memory(error), lost = 0;
+    char *window = aligned_alloc(HSTEP_PAGE, HSTEP_RUN);
+    int code = window ? HALFSTEP_OK : hstep_fail_memory(error);
     uint64_t done = 0;
     for (int64_t i = 0; i < s->piece_count && !code; i++) {
         const piece *p = &s->pieces[i];
@@ -528,10 +546,9 @@ static int read_weights(halfstep_store *s, void *const *weights, hstep_error *er
         if (!i || p->tensor != p[-1].tensor) done = 0;
         for (uint64_t at = p->state_bytes; at < p->bytes && !code;) {
             const uint64_t first = at / HSTEP_PAGE * HSTEP_PAGE, end = hstep_whole_pages(p->bytes),
-                           bytes = end - first < WINDOW ? end - first : WINDOW;
+                           bytes = end - first < HSTEP_RUN ? end - first : HSTEP_RUN;
             const uint64_t last = first + bytes < p->bytes ? first + bytes : p->bytes;
-            code = hstep_engine_begin(s->engine, 0, half + first, window, bytes, error);
-            if (!code) code = hstep_engine_wait(s->engine, &lost, error);
+            code = read_window(s, half + first, window, bytes, error);
             if (!code && !weights[p->tensor])
                 code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: the weight of tensor %d is NULL", s->path,
                                   p->tensor);
@@ -564,6 +581,7 @@ static int open_parts(halfstep_store *s, halfstep_optimizer *optimizer, const hs
                   layout.json_bytes != s->layout.json_bytes))
         code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its header is damaged", s->path);
     if (!code) code = take_record(s, &record, error);
+    if (!code && record.fell_back) code = check_pieces(s, error);
     if (!code) code = make_slot(s, error);
     hstep_free_commit(&record);
     free(here);
