@@ -377,6 +377,7 @@ static void test_refusals(void)
     hstep_free_commit(&record);
     change_byte(path, hstep_slot_begin(&layout, 5) + 40);
     EQUAL(go_on(path, 3, 3), (uint64_t)3);
+    SAYS("note: one of the two records of");
     layout_of(path, &record);
     const int half = record.halves[0];
     hstep_free_commit(&record);
@@ -406,23 +407,11 @@ static void test_refusals(void)
     end_run(&r);
 }
 
-static void test_arguments(void)
+static void test_options(void)
 {
     run r;
     SIZED(halfstep_store_options, options);
-    SIZED(halfstep_store_info, info);
     make_run(&r);
-    FAILS(halfstep_store_create(NULL, r.optimizer, r.places, NULL, &r.store, TEXT), ARGUMENT, "NULL");
-    FAILS(halfstep_store_create("x", NULL, r.places, NULL, &r.store, TEXT), ARGUMENT, "NULL");
-    FAILS(halfstep_store_create("x", r.optimizer, r.places, NULL, NULL, TEXT), ARGUMENT, "NULL");
-    FAILS(halfstep_store_create("x", r.optimizer, NULL, NULL, &r.store, TEXT), ARGUMENT, "without_weights");
-    FAILS(halfstep_store_open(NULL, r.optimizer, r.places, NULL, &r.store, TEXT), ARGUMENT, "NULL");
-    FAILS(halfstep_store_bind(NULL, r.optimizer, TEXT), ARGUMENT, "NULL");
-    FAILS(halfstep_store_set_value(NULL, "k", "v", TEXT), ARGUMENT, "NULL");
-    FAILS(halfstep_store_get_info(NULL, &info, TEXT), ARGUMENT, "NULL");
-    CHECK(!halfstep_store_value(NULL, "k"), "a value of nothing");
-    halfstep_store_free_info(NULL);
-    halfstep_store_close(NULL);
     options.reserved = 1;
     FAILS(halfstep_store_create("x", r.optimizer, r.places, &options, &r.store, TEXT), ARGUMENT, "reserved 0");
     options = (halfstep_store_options){.struct_size = sizeof options, .memory = 1};
@@ -803,7 +792,7 @@ int main(int argc, char **argv)
     make_expected();
     TEST("a run that is closed and opened has the bits of one that goes on") test_resume();
     TEST("what is of another optimizer, damaged or in use is refused") test_refusals();
-    TEST("arguments") test_arguments();
+    TEST("options that a store cannot have") test_options();
     TEST("values, and a description without an optimizer") test_values();
     TEST("weights elsewhere are known by their hash") test_without_weights();
     TEST("an open file moves to another handle") test_bind();
