@@ -214,9 +214,19 @@ class RecordPlaces(_Sized):
     )
 
 
-class StoreOptions(_Sized):
-    """Of halfstep_io.h, as is StoreInfo."""
+class FileOptions(_Sized):
+    """Of halfstep_io.h, as are StoreOptions and StoreInfo."""
 
+    _fields_ = _fields(
+        (c_uint32, "settings"),
+        (c_void_p, "leave"),
+        (c_uint32, "subset reserved"),
+        (c_void_p, "shapes"),
+        (c_char_p, "optimizer_file model_file"),
+    )
+
+
+class StoreOptions(_Sized):
     _fields_ = _fields(
         (c_int32, "without_weights"),
         (c_uint64, "memory piece_bytes"),

@@ -19,6 +19,7 @@ from conftest import (
     rules,
     saved,
     set_gradients,
+    states,
     warnings_are,
     weights_of,
 )
@@ -82,10 +83,10 @@ def steps(both, first, last, skip=()):
             opt.zero_grad()
 
 
-def same(both):
+def same(both, compared=everything):
     (a, b), (c, d) = both
     assert weights_of(a) == weights_of(c)
-    assert everything(d) == everything(b)
+    assert compared(d) == compared(b)
 
 
 # ---- The bits of states in memory ----------------------------------------------------------------
@@ -338,17 +339,51 @@ def test_state_dictionaries(path, tmp_path):
     same(both)
 
 
-def test_safetensors(path, tmp_path):
+@pytest.mark.parametrize("recipe", ["ecc8-int8", "bf16-sr"])
+def test_safetensors(path, tmp_path, recipe):
+    """Files of both are loaded by both. One of other formats is converted."""
     pytest.importorskip("safetensors.torch")
-    both = pair(path, recipe="ecc8-int8")
+    both, files = pair(path, recipe=recipe), [str(tmp_path / str(i)) for i in range(2)]
     steps(both, 1, 3)
-    both[1][1].save_safetensors(tmp_path / "file")
-    both[0][1].save_safetensors(tmp_path / "memory")
+    for (_, opt), file in zip(both, files):
+        opt.save_safetensors(file)
     steps(both, 3, 4)
     with warnings_are("ignore"):
-        both[0][1].load_safetensors(tmp_path / "file")
-        both[1][1].load_safetensors(tmp_path / "memory")
+        for (_, opt), file in zip(both, reversed(files)):
+            opt.load_safetensors(file)
         steps(both, 4, 6)
+        same(both, states)
+        for _, opt in both:
+            opt.load_safetensors(files[0])
+        same(both, states)
+        other = make(recipe="sr-int4")
+        steps([other], 1, 3)
+        other[1].save_safetensors(files[0])
+        for _, opt in both:
+            opt.load_safetensors(files[0])
+        steps(both, 6, 7)
+    same(both, states)
+    both[1] = resumed(both[1], recipe=recipe)
+    same(both, states)
+
+
+def test_a_safetensors_file_with_a_wrong_number(path, tmp_path):
+    """The optimizer is what its own file holds."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    both = pair(path, recipe="ecc8-int8")
+    steps(both, 1, 3)
+    file = str(tmp_path / "file")
+    both[1][1].save_safetensors(file)
+    steps(both, 3, 4)
+    with safetensors.safe_open(file, "pt") as content:
+        tensors = {key: content.get_tensor(key) for key in content.keys()}
+        metadata = content.metadata()
+    tensors["conv.weight/exp_avg_sq.scale"][3] = -1.0
+    safetensors.save_file(tensors, file, metadata)
+    with pytest.raises(RuntimeError, match="conv.weight"):
+        both[1][1].load_safetensors(file)
+    same(both)
+    steps(both, 4, 5)
     same(both)
 
 
