@@ -263,7 +263,8 @@ typedef struct halfstep_store_info {
                                 halfstep_store_free_info() */
 } halfstep_store_info;
 
-/* Describes a file without an optimizer, also while a process steps with it. Errors: FORMAT for any other file. */
+/* Describes a file without an optimizer, also while a process steps with it. A note is as in
+ * halfstep_store_open(). Errors: FORMAT for any other file. */
 HALFSTEP_API int halfstep_store_get_info(const char *path, halfstep_store_info *info, char *error, size_t error_size);
 HALFSTEP_API void halfstep_store_free_info(halfstep_store_info *info);
 

@@ -2,7 +2,8 @@
  * engine.c is compiled into this file, with calls that can fail and that remember what a loss of power would undo. Over
  * 500 lines because kills, losses and failures are judged by one run.
  *
- *   test_store [--short | --all]     50 kills; with --all 1000
+ *   test_store [--short | --all]     50 kills; with --all 150, and more losses of power
+ *   test_store KILLS                 nothing but so many kills
  * Runs under sanitizers. */
 #define HALFSTEP_ADVANCED
 #include <errno.h>
@@ -663,7 +664,7 @@ static void lose_power(void)
             lost[i] = (unsigned char)!others;
             lose(lost);
         }
-    for (int k = 0; k < BY_LENGTH(3, 8, 200) + 2 && !test_group_failed; k++) {
+    for (int k = 0; k < BY_LENGTH(3, 8, 60) + 2 && !test_group_failed; k++) {
         for (int i = 0; i < pages; i++) lost[i] = k == 0 ? 1 : k == 1 ? 0 : next_random() & 1;
         lose(lost);
     }
@@ -723,9 +724,8 @@ static void step_forever(const char *path, report *shared)
     _exit(1);
 }
 
-static void test_kills(void)
+static void test_kills(int kills)
 {
-    const int kills = BY_LENGTH(10, 50, 1000);
     const char *path = path_of("kills");
     report *shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     run r, reference;
@@ -788,6 +788,8 @@ static void test_fork(void)
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
+    const int kills = atoi(test_filter);
+    if (kills) test_filter = "kills";
     make_scratch("store");
     make_expected();
     TEST("a run that is closed and opened has the bits of one that goes on") test_resume();
@@ -801,6 +803,6 @@ int main(int argc, char **argv)
     TEST("an unreadable page is one clear error") test_bad_page();
     TEST("a loss of power leaves a whole step") test_power();
     TEST_UNLESS_EMULATED("the child of a fork") test_fork();
-    TEST_UNLESS_EMULATED("kills") test_kills();
+    TEST_UNLESS_EMULATED("kills") test_kills(kills ? kills : BY_LENGTH(10, 50, 150));
     return test_done();
 }

@@ -306,9 +306,10 @@ class Engine:
             ):
                 _devices.record([t for t in tensors if _devices.of(t) == part.device], part.device)
 
-    def step(self, micro=False):
-        """Makes a step of all members, or a micro-batch, from the arrays of pointers. Returns its
-        code and, if that is NONFINITE, the handle that knows why.
+    def step(self, micro=False, ahead=None):
+        """Makes a step of all members, or a micro-batch, from the arrays of pointers. `ahead` is an
+        array of Ahead, or None. Returns its code and, if that is NONFINITE, the handle that knows
+        why.
 
         Several handles are each waited for, so that there is one verdict and one norm for all of
         them.
@@ -319,10 +320,14 @@ class Engine:
                 self.gradients,
                 micro,
                 self.handle.options.get("scan", "scan") == "scan",
+                ahead,
             )
         with self.parts[0].states():
             if micro:
                 call = _calls.all_tensors(None, self.gradients, True)
+                return _calls.run(self.handle, call), self.handle
+            if ahead is not None:
+                call = _calls.all_tensors(self.weights, self.gradients, ahead=ahead)
                 return _calls.run(self.handle, call), self.handle
             return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
 

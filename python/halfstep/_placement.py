@@ -81,6 +81,13 @@ class Placement:
     def put_back(self, members):
         """Copies the weights of members back to their own device."""
 
+    def gather_results(self, engine):
+        """Returns the results of steps in advance, an array of Ahead, or None if there are none."""
+        return None
+
+    def judge(self, engine, done):
+        """Notes what became of these results in a step. `done`: the step was not refused."""
+
     # ---- Steps -----------------------------------------------------------------------------------
 
     def stepping(self):

@@ -15,6 +15,7 @@ import torch
 from . import _abi, _layout, _names
 from ._matrices import fields_of, has_products, lay, taken
 from ._options import bytes_of
+from ._overlap import window
 from ._parameters import PLAIN, beside, could_be_packed, is_packed_format, stored_dtype
 from ._release import check_release
 from ._sharding import is_packed, stored
@@ -73,6 +74,8 @@ class PlanRow:
     way: str = ""
     seconds: float | None = None
     hidden: bool = False
+    #: of `host`: the results of steps in advance (overlap=)
+    ahead: int = 0
 
 
 class Plan:
@@ -153,6 +156,9 @@ class Plan:
                 f"\nEach step copies up to {_size(copied)} to and fro: {copied / 2 / _BUS:.2g} s"
                 f" each way at {_BUS / 1e9:.0f} GB/s, the first under the backward pass."
             )
+            ahead = max(row.ahead for row in self.rows)
+            if ahead:
+                foot += f"\nResults of steps in advance are up to {_size(ahead)} of the host's."
         if self.memory is not None:
             fitting = sum(bool(row.fits) for row in self.rows)
             text = f"{fitting} of {len(self.rows)} recipes fit into {_size(self.memory)}."
@@ -367,6 +373,7 @@ def plan(
     bus=_BUS,
     host=_HOST,
     device=_DEVICE,
+    overlap=False,
 ) -> Plan:
     """Returns a table of the memory that weights, gradients and optimizer states take under each
     of some recipes.
@@ -389,6 +396,8 @@ def plan(
     offload: states are in CPU memory (CPUOffload with minimal_size=0). The total, which is compared
         with `memory`, is then that of the GPU. "gradients": gradients leave the GPU as they come,
         too (offload_gradients=True).
+    overlap: that of CPUOffload, with offload=: True, or the bytes (or "8G") that results of steps
+        in advance take at most.
     device_memory: bytes (or "24G") of a GPU. For each recipe finds the quickest way that fits, and
         the time that it takes. Ways are states on the GPU, `StateStreaming` and `CPUOffload`, with
         gradients kept, or released if that does not fit. For a single recipe lists all ways.
@@ -407,6 +416,12 @@ def plan(
             )
     if offload not in (False, True, "gradients"):
         raise ValueError(f"unknown offload={offload!r}; known: False, True, 'gradients'")
+    overlap = window(overlap)
+    if overlap and (not offload or release):
+        raise ValueError(
+            f"overlap={overlap!r} is for CPUOffload without gradient release: give it with offload="
+            " and without release="
+        )
     if isinstance(model_or_shapes, str):
         raise TypeError(
             "halfstep.plan(model_or_shapes, recipes) takes a model or shapes first;"
@@ -462,13 +477,17 @@ def plan(
             continue
         freed = release or offload == "gradients" and not streamed
         gradients = max(each, default=0) if freed else sum(each)
-        host = copied = 0
+        host = copied = ahead = 0
         if offload and streamed:
             host, copied = extras + states, 2 * (extras + states)
             extras, states = 0, min(BUFFERS * max(BUFFER_BYTES, largest), host)
         elif offload:
             copied = weights + sum(each)
             host = extras + states + copied  # less in release, where copies of gradients are shared
+            if overlap and not rule.two_pass:
+                ahead = weights + extras + states
+                ahead = ahead if overlap is True else min(ahead, overlap)
+                host += ahead
             extras = states = 0
         total = weights + extras + gradients + states + frozen
         rows.append(
@@ -484,6 +503,7 @@ def plan(
                 None if limit is None else total <= limit,
                 host,
                 copied,
+                ahead=ahead,
             )
         )
     if device_memory is None or not isinstance(recipes, str):

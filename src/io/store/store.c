@@ -590,6 +590,16 @@ static int open_parts(halfstep_store *s, halfstep_optimizer *optimizer, const hs
     return code;
 }
 
+/* Says that the record that counts is the only sound one. */
+static void note_damage(const char *path, uint64_t generation, hstep_error *error)
+{
+    hstep_fail(
+        error, HALFSTEP_OK,
+        "note: one of the two records of %s is damaged, so the other one counts, number %llu. A step that was cut "
+        "short by a kill or a loss of power leaves that",
+        path, ull(generation));
+}
+
 int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *const *weights,
                         const halfstep_store_options *theirs, halfstep_store **store, char *text, size_t text_size)
 {
@@ -608,12 +618,7 @@ int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *c
     if (!code && weights)
         code = s->layout.has_weights ? read_weights(s, weights, &error) : check_hashes(s, weights, &error);
     if (code) return give_up(s, code);
-    if (s->fell_back)
-        hstep_fail(
-            &error, HALFSTEP_OK,
-            "note: one of the two records of %s is damaged, so the other one counts, number %llu. A step that was "
-            "cut short by a kill or a loss of power leaves that",
-            path, ull(s->generation));
+    if (s->fell_back) note_damage(path, s->generation, &error);
     *store = s;
     return HALFSTEP_OK;
 }
@@ -694,6 +699,7 @@ int halfstep_store_get_info(const char *path, halfstep_store_info *info, char *t
         ours.pieces = layout.pieces;
         ours.generation = record.generation;
         ours.steps = most_steps(&record.metadata);
+        if (record.fell_back) note_damage(path, record.generation, &error);
     }
     hstep_free_commit(&record);
     hstep_close(file);
