@@ -6,6 +6,9 @@ bytes copied.
                [--no-memory] [--out bench/offload.md]
     offload.py --plan [--only REGEX]      peaks of memory beside what halfstep.plan() says, instead
                                           of times
+    offload.py --overlap [--backward 1]   what is left of a step after a backward pass: one that
+                                          brings the gradients and leaves the processor alone, so
+                                          many times as long as the step of CPUOffload
     offload.py --profile WAY              steps of one way alone, for nsys: the capture begins after
                                           the first ones, phases are NVTX ranges
 
@@ -174,6 +177,7 @@ def ways(bus, buffer=BUFFER):
         "plain halfstep": lambda model: plain[0](model.named_parameters(), lr=1e-4, **plain[1]),
         "CPUOffload": ours(halfstep.CPUOffload),
         "CPUOffload, offload_gradients": ours(halfstep.CPUOffload, offload_gradients=True),
+        "CPUOffload, overlap": ours(halfstep.CPUOffload, overlap=True),
         "CPUOffload, gradient_release": ours(halfstep.CPUOffload, gradient_release=True),
         "StateStreaming": ours(halfstep.StateStreaming, buffer=buffer),
         "StateStreaming, gradient_release": ours(
@@ -315,6 +319,69 @@ def profile(given, way):
     ]
 
 
+def overlapped(given):
+    """Returns a table of what is left of a step after a backward pass. The pass is stood in for:
+    gradients come one after the other, in the order of a real one, and the processor has nothing
+    else to do. Ways take turns."""
+    bus, made = None if GPU else stand_in(), {}
+    for way, make in ways(bus).items():
+        if way in ("CPUOffload", "CPUOffload, overlap", "torchao, torch.optim.AdamW"):
+            model = network(given)
+            params = list(model.parameters())[::-1]
+            made[way] = params, [torch.randn_like(p) * 1e-3 for p in params], make(model), []
+
+    def one(params, gradients, opt, pause):
+        """Makes a step. Returns the time of the pass, and the time after it."""
+        ACTIVE[0] = isinstance(opt, halfstep.CPUOffload)
+        if bus is not None:
+            bus.device = {p.data_ptr() for p in params}
+        begun = time.perf_counter()
+        for i, (p, g) in enumerate(zip(params, gradients)):
+            time.sleep(max(0.0, begun + pause * (i + 1) / len(params) - time.perf_counter()))
+            p.grad = g
+            for hook in list((p._post_accumulate_grad_hooks or {}).values()):
+                hook(p)
+        passed = time.perf_counter()
+        opt.step()
+        if GPU:
+            torch.cuda.synchronize()
+        after = time.perf_counter()
+        opt.zero_grad()
+        return passed - begun, after - passed
+
+    for _ in range(3):
+        for params, gradients, opt, _ in made.values():
+            one(params, gradients, opt, 0.0)
+    params, gradients, opt, _ = made["CPUOffload"]
+    step = statistics.median(one(params, gradients, opt, 0.0)[1] for _ in range(given.rounds))
+    for _ in range(given.rounds):
+        for params, gradients, opt, times in made.values():
+            times.append(one(params, gradients, opt, given.backward * step))
+    n = sum(p.numel() for p in made["CPUOffload"][0])
+    base = made["CPUOffload"][3]
+    lines = [
+        f"{n / 1e6:.1f} M parameters in BF16, {platform.machine()}, {os.cpu_count()} cores, torch"
+        f" {torch.__version__}, "
+        + (torch.cuda.get_device_name() if GPU else "the CPU in the place of a GPU")
+        + f", kernels of {halfstep._abi.lib.halfstep_isa().decode()}. A backward pass of"
+        f" {1e3 * given.backward * step:.1f} ms.",
+        "",
+        "| way | ms after the pass | of CPUOffload's | ms in all | of CPUOffload's |",
+        "|---|---|---|---|---|",
+    ]
+    for way, (_, _, opt, times) in made.items():
+        left = statistics.median(after / other for (_, after), (_, other) in zip(times, base))
+        whole = statistics.median(sum(mine) / sum(other) for mine, other in zip(times, base))
+        after = statistics.median(after for _, after in times)
+        lines.append(
+            f"| {way} | {1e3 * after:.1f} | {left:.2f} |"
+            f" {1e3 * statistics.median(map(sum, times)):.1f} | {whole:.2f} |"
+        )
+        if getattr(opt, "redone_steps", 0):
+            raise RuntimeError(f"{way}: {opt.redone_steps} steps were made again")
+    return lines
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -336,6 +403,15 @@ def main():
     parser.add_argument(
         "--plan", action="store_true", help="peaks of memory beside what halfstep.plan() says"
     )
+    parser.add_argument(
+        "--overlap", action="store_true", help="what is left of a step after a backward pass"
+    )
+    parser.add_argument(
+        "--backward",
+        type=float,
+        default=1.0,
+        help="how long that pass is, in steps of CPUOffload",
+    )
     parser.add_argument("--profile", metavar="WAY", help="a row of the table: steps of it alone")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -343,6 +419,12 @@ def main():
         return memory(given, given.memory)
     if given.plan or given.profile:
         print("\n".join(against_the_plan(given) if given.plan else profile(given, given.profile)))
+        return 0
+    if given.overlap:
+        lines = overlapped(given)
+        print("\n".join(lines))
+        if given.out:
+            put(given.out, "overlap", lines)
         return 0
     bus = None if GPU else stand_in()
     x, made = batch(given), {}

@@ -114,6 +114,7 @@ def show_plan(given):
             release=given.release,
             memory=given.memory,
             offload=given.offload,
+            overlap=given.overlap or False,
             device_memory=given.device_memory,
         )
     )
@@ -203,6 +204,13 @@ def main(arguments=None):
         "--offload",
         action="store_true",
         help="states are in the process's memory, weights and gradients on a GPU",
+    )
+    one.add_argument(
+        "--overlap",
+        nargs="?",
+        const=True,
+        metavar="BYTES",
+        help="with --offload: parameters are stepped in advance, into at most so many bytes (8G)",
     )
     about = "check that every instruction set of this machine computes the expected bits"
     command("verify", verify, about)

@@ -107,6 +107,7 @@ class EngineCache:
 
     def forget(self):
         """Destroys the engine without saving its counters."""
+        self.placement.settle()
         if self.engine is not None:
             self.engine.destroy()
         self.engine = None
@@ -117,6 +118,16 @@ class EngineCache:
     def current(self, decides=True):
         """Returns the engine with the current hyper-parameters. Builds a new one if parameters,
         states or formats were changed."""
+        engine = self.fitting()
+        if engine is None:
+            return self.build(decides=decides)
+        if engine.asynchronous:
+            engine.use_streams()
+        return engine
+
+    def fitting(self):
+        """Returns the engine with the current hyper-parameters, or None if there is none or it does
+        not fit any more."""
         self.placement.settle()
         engine = self.engine
         if engine is not None:
@@ -128,10 +139,8 @@ class EngineCache:
                 or engine.formats != formats_of(self.groups.settings(), self.groups)
                 or not self._refresh(engine)
             ):
-                engine = None
-            elif engine.asynchronous:
-                engine.use_streams()
-        return self.build(decides=decides) if engine is None else engine
+                return None
+        return engine
 
     def stale(self, m):
         """Returns True if a state of a member was replaced, moved, or written by anybody but the
@@ -146,7 +155,9 @@ class EngineCache:
             or any(version(tensor) != m.versions[key] for key, tensor in m.numbers.items())
             or m.are_numbers_moved()
             or any(
-                state.get(key) is not tensor or local(tensor).data_ptr() != address
+                tensor() is None
+                or state.get(key) is not tensor()
+                or local(tensor()).data_ptr() != address
                 for key, tensor, address in m.bound
             )
         )

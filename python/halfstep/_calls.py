@@ -10,20 +10,23 @@ from ._layout import GRID
 # ---- Calls ---------------------------------------------------------------------------------------
 
 
-def all_tensors(weights, gradients, micro=False, statistics=None):
+def all_tensors(weights, gradients, micro=False, statistics=None, ahead=None):
     """Describes a step of all tensors, or a micro-step. `weights` and `gradients` are arrays of
-    pointers that must live as long as the call. `statistics` is an address."""
+    pointers, and `ahead` is an array of Ahead or None. All must live as long as the call.
+    `statistics` is an address."""
     return Call.new(
         kind=_abi.CALL_STEP,
         micro=micro,
         weights=None if weights is None or micro else addressof(weights),
         gradients=None if gradients is None else addressof(gradients),
         statistics=statistics,
+        ahead=None if ahead is None else addressof(ahead),
     )
 
 
-def one_tensor(tensor, weight=None, gradient=None, micro=False):
-    """Describes a step of one tensor by the addresses of its weight and gradient."""
+def one_tensor(tensor, weight=None, gradient=None, micro=False, ahead=None):
+    """Describes a step of one tensor by the addresses of its weight and gradient. `ahead`: a step
+    in advance, whose results go there."""
     pointers = (c_void_p * 2)(weight, gradient)
     place = addressof(pointers)
     call = Call.new(
@@ -32,8 +35,9 @@ def one_tensor(tensor, weight=None, gradient=None, micro=False):
         micro=micro,
         weights=None if micro else place,
         gradients=place + 8,
+        ahead=None if ahead is None else addressof(ahead),
     )
-    call.pointers = pointers  # keeps them alive as long as the call
+    call.pointers = pointers, ahead  # keeps them alive as long as the call
     return call
 
 

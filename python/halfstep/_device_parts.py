@@ -1,7 +1,6 @@
 """The handles of an engine, and the groups in them."""
 
 import ctypes
-from ctypes import c_void_p
 from operator import is_
 
 import torch
@@ -131,11 +130,14 @@ class DevicePart(Handle):
     def slice(self, pointers):
         """Returns the part of this handle in an array for all members, or None if there is no
         array."""
-        return (
-            None
-            if pointers is None
-            else (c_void_p * self.n).from_buffer(pointers, self.first * ctypes.sizeof(c_void_p))
-        )
+        if pointers is None:
+            return None
+        kind = type(pointers)._type_
+        return (kind * self.n).from_buffer(pointers, self.first * ctypes.sizeof(kind))
+
+    def results(self, ahead):
+        """Returns slice() of the results of steps in advance, which only the processor makes."""
+        return None if self.asynchronous else self.slice(ahead)
 
     def states(self, needed=True, written=True):
         """Returns a context in which the states are where the handle expects them. `written`: the

@@ -6,6 +6,7 @@ again from `state` and `param_groups`. This is how late first gradients, loaded 
 changed formats work.
 """
 
+import weakref
 from ctypes import c_void_p
 
 import torch
@@ -68,11 +69,11 @@ class Engine:
         self.guarded = {
             m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)
         }
-        plain = n and all(
+        self.may_be_plain = n and all(
             m.dense and m.address and not (m.offloaded or m.gathered or _sharding.is_dtensor(m.p))
             for m in self.members
         )
-        self.plain = Plain(self, state) if plain else None
+        self.plain = Plain(self, state) if self.may_be_plain else None
         self.ranks = _ranks.Ranks(settings, groups, self)
 
     # ---- Building --------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class Engine:
         m.step = state["step"]
         grids = (s.name + _layout.GRID for s in m.streams if s.grid)
         m.bound = tuple(
-            (key, state[key], local(state[key]).data_ptr())
+            (key, weakref.ref(state[key]), local(state[key]).data_ptr())
             for key in (*(s.key for s in streams), *grids)
         )
         m.numbers = {key: state[key] for key in _layout.numbers_of(m.rule, m.streams)}
@@ -221,6 +222,11 @@ class Engine:
                 _calls.change(part, _abi.RECORD_OPTIMIZER, **counts)
             self.told = told
 
+    def let_go(self):
+        """Keeps no state alive beside the optimizer, so that the memory of states that somebody
+        moves away is freed. The next step looks closer."""
+        self.plain, self.weights_are_plain = None, False
+
     def destroy(self):
         """Destroys the handles."""
         parts, self.parts, self.handle = self.parts, (), None
@@ -306,9 +312,10 @@ class Engine:
             ):
                 _devices.record([t for t in tensors if _devices.of(t) == part.device], part.device)
 
-    def step(self, micro=False):
-        """Makes a step of all members, or a micro-batch, from the arrays of pointers. Returns its
-        code and, if that is NONFINITE, the handle that knows why.
+    def step(self, micro=False, ahead=None):
+        """Makes a step of all members, or a micro-batch, from the arrays of pointers. `ahead` is an
+        array of Ahead, or None. Returns its code and, if that is NONFINITE, the handle that knows
+        why.
 
         Several handles are each waited for, so that there is one verdict and one norm for all of
         them.
@@ -319,10 +326,14 @@ class Engine:
                 self.gradients,
                 micro,
                 self.handle.options.get("scan", "scan") == "scan",
+                ahead,
             )
         with self.parts[0].states():
             if micro:
                 call = _calls.all_tensors(None, self.gradients, True)
+                return _calls.run(self.handle, call), self.handle
+            if ahead is not None:
+                call = _calls.all_tensors(self.weights, self.gradients, ahead=ahead)
                 return _calls.run(self.handle, call), self.handle
             return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
 

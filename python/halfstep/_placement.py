@@ -75,11 +75,22 @@ class Placement:
         own. They may still be on their way until arrive()."""
         raise NotImplementedError
 
+    def weight_here(self, m):
+        """Returns the weight of a member in CPU memory, in memory order, for reading."""
+        return _devices.to_cpu(stored(m.p))
+
     def arrive(self, members):
         """Waits for the copies that bring() has begun."""
 
     def put_back(self, members):
         """Copies the weights of members back to their own device."""
+
+    def gather_results(self, engine):
+        """Returns the results of steps in advance, an array of Ahead, or None if there are none."""
+        return None
+
+    def judge(self, engine, done):
+        """Notes what became of these results in a step. `done`: the step was not refused."""
 
     # ---- Steps -----------------------------------------------------------------------------------
 

@@ -257,23 +257,24 @@ class Ranks:
         for group in groups:
             group["d"] = self.estimates.get(number_of(group)) or group["d0"]
 
-    def _begin(self, gradients, micro):
+    def _begin(self, gradients, micro, ahead):
         """Returns the statistics of some gradients on this rank."""
         found = _devices.zeros(self.count, torch.int64)
         for part, (flags, sums) in zip(self.engine.parts, self.slices):
             own = torch.zeros(
                 HEAD + part.n + sums.stop - sums.start, dtype=torch.int64, device="cpu"
             )
-            some = part.slice(gradients)
-            _calls.begin(part, _calls.all_tensors(None, some, micro, own.data_ptr()))
+            some, results = part.slice(gradients), part.results(ahead)
+            _calls.begin(part, _calls.all_tensors(None, some, micro, own.data_ptr(), results))
             found[:HEAD] += own[:HEAD]
             found[flags] = own[HEAD : HEAD + part.n]
         return found
 
-    def step(self, weights, gradients, micro=False, whole=True):
+    def step(self, weights, gradients, micro=False, whole=True, ahead=None):
         """Makes a step of all members, or a micro-batch. Returns its code and the handle that knows
         why. The code is None if other ranks of the norm group refuse the step and this rank would
-        not. `whole`: a gradient that is not finite refuses the whole step."""
+        not. `whole`: a gradient that is not finite refuses the whole step. `ahead` is an array of
+        Ahead, or None."""
         self._gather_gradients(gradients)
         parts, total = self.engine.parts, _devices.zeros(self.count, torch.int64)
         # States arrive while gradients are scanned.
@@ -287,7 +288,7 @@ class Ranks:
                 some = (ctypes.c_void_p * self.n)()
                 for _, i in self._members(cls):
                     some[i] = gradients[i]
-            statistics = self._begin(some, micro)
+            statistics = self._begin(some, micro, ahead)
             if cls.groups:
                 self._share_flags(cls, statistics, gradients)
             total += statistics
@@ -307,8 +308,8 @@ class Ranks:
         def described(part, flags, sums):
             """Returns the statistics of one handle, and the call with them."""
             own = torch.cat([total[:HEAD], total[flags], total[sums]])
-            pointers = part.slice(weights), part.slice(gradients)
-            call = _calls.all_tensors(*pointers, micro, own.data_ptr())
+            pointers = part.slice(weights), part.slice(gradients), part.results(ahead)
+            call = _calls.all_tensors(*pointers[:2], micro, own.data_ptr(), pointers[2])
             call.pointers = pointers  # keeps them alive as long as the call
             return own, call
 

@@ -79,13 +79,16 @@ class Updates:
         self.placement.arrive([m for m, _ in back if isinstance(m, Member)])
         if engine.store is not None:
             engine.store.prepare(engine, self.accumulation.after(stepped, micro), ready.keep)
-        code, handle = engine.step(micro)
+        ahead = None if micro else self.placement.gather_results(engine)
+        code, handle = engine.step(micro, ahead)
         if engine.asynchronous:
             engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
             if self.cache.empty and code == _abi.OK:  # their steps are counted here
                 code, handle = engine.hear()
                 engine.tell(self.groups.param_groups)
         done = code == _abi.OK or self.groups.options.scan == "per-tensor"
+        if not micro:
+            self.placement.judge(engine, done)
         if done:
             self.accumulation.gathered(stepped if given is None else list(given), micro)
         if micro:

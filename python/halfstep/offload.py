@@ -1,4 +1,7 @@
-"""`CPUOffload`: weights on a GPU, states and steps in CPU memory."""
+"""`CPUOffload`: weights on a GPU, states and steps in CPU memory.
+
+This file is longer than 500 lines because a fifth of it is the manual of one class.
+"""
 
 import contextlib
 import queue
@@ -13,6 +16,7 @@ from . import _devices, _matrices, _sharding
 from ._abi import HalfstepError
 from ._handles import Handle
 from ._hosted import Hosted
+from ._overlap import Overlap, window
 from ._parameters import PLAIN, check_gradient, dense, follow_gradients
 from ._sharding import local, stored
 from ._watch import version
@@ -68,7 +72,7 @@ class _Offloaded(Streamed):
     beside the current one, one for each direction. Matrices of a rule with products are stepped on
     the GPU, with their states streamed."""
 
-    work = None
+    work = overlap = None
 
     def __init__(self, groups, names):
         super().__init__(groups, names)
@@ -83,14 +87,15 @@ class _Offloaded(Streamed):
         self.moving = False
 
     def hook(self):
-        """Copies gradients as they come, unless gradient release takes them."""
+        """Copies gradients as they come, and steps in advance by them, unless gradient release
+        takes them."""
         for handle in self.hooks:
             handle.remove()
         self.places = {p: _place(p) for p in self.groups.params()}
         self.hooks = follow_gradients(
             filter(self._is_offloaded, self.groups.params()),
             self,
-            lambda held, p: held.groups.options.gradient_release or held._copy_gradient(p),
+            lambda held, p: held.groups.options.gradient_release or held._came(p),
         )
 
     def _is_streamed(self, p):
@@ -121,6 +126,10 @@ class _Offloaded(Streamed):
         return _sharding.gradient_of(p, p.grad, self.names.given.get(p, "?"))
 
     @torch.no_grad()
+    def _came(self, p):
+        self._copy_gradient(p)
+        self.overlap.take(p)
+
     def _copy_gradient(self, p):
         if p.grad.layout != torch.strided:
             return  # step() refuses it by name
@@ -144,6 +153,7 @@ class _Offloaded(Streamed):
     def built(self, params):
         known = set(params)
         self.copies = {p: copy for p, copy in self.copies.items() if p in known}
+        self.overlap.keep(known)
 
     # ---- Copies ----------------------------------------------------------------------------------
 
@@ -181,8 +191,9 @@ class _Offloaded(Streamed):
         Gradients of further backward passes are then added here, in their dtype and in order, as on
         the GPU."""
         copy, here = self._copy_of(p), local(grad)
+        self.overlap.spoil(p)
         if copy.alone:
-            self._add(copy)
+            self.complete(copy)
             buffer = self._take_buffer(here)
             copy.more = buffer, self._fetch(buffer, here)
             return
@@ -191,7 +202,8 @@ class _Offloaded(Streamed):
         copy.down, copy.alone = self._fetch(copy.gradient, here), alone
         copy.given = None if alone else (weakref.ref(grad), _mark(grad))
 
-    def _add(self, copy):
+    def complete(self, copy):
+        """Adds a gradient that is still to be added to a copy."""
         if copy.more is not None:
             _devices.wait(copy.more[1])  # the first gradient came before it
             copy.gradient.add_(copy.more[0])
@@ -211,7 +223,7 @@ class _Offloaded(Streamed):
                 copy = self.copies[p]
         elif p.grad is not None or not kept_here:
             return p.grad
-        self._add(copy)
+        self.complete(copy)
         if went and copy.down is not None:
             _devices.wait(copy.down)  # arrive() waits for members of other devices only
         return copy.gradient
@@ -246,12 +258,21 @@ class _Offloaded(Streamed):
         if not copy.is_of(grad):
             grad = _sharding.gradient_of(p, grad, m.name)
         if copy.as_of is None or copy.as_of[0] is None or copy.as_of != _mark(p):
+            self.overlap.spoil(p)
             if not _fits(copy.weight, here):
                 copy.weight = _devices.pinned(here.shape, here.dtype)
             copy.as_of, copy.down = None, self._fetch(copy.weight, here)
         if not copy.is_of(grad):
             self._take(p, grad, False)
         return copy.weight, copy.gradient
+
+    def weight_here(self, m):
+        copy = self.copies.get(m.p)
+        if m.offloaded and copy is not None and copy.as_of == _mark(m.p):
+            return copy.weight
+        for side in self._ups():
+            side.lead()  # the weight may still be on its way to the GPU
+        return super().weight_here(m)
 
     def arrive(self, members):
         # Weights may still be on their way to the GPU, where nobody reads them before the copies
@@ -268,6 +289,7 @@ class _Offloaded(Streamed):
             for side in self._ups():
                 side.follow()
         for m in members:
+            self.overlap.swap(m.p)
             copy, here = self.copies[m.p], stored(m.p).detach()
             side = self._side(_devices.of(here), True)
             if _devices.is_plain(here):
@@ -275,6 +297,12 @@ class _Offloaded(Streamed):
             else:
                 here.copy_(copy.weight)
             copy.as_of = _mark(m.p)  # the weight is now the same here and there
+
+    def gather_results(self, engine):
+        return self.overlap.gather_results(engine)
+
+    def judge(self, engine, done):
+        self.overlap.judge(engine, done)
 
     def _ups(self):
         """Returns the streams that copy to GPUs."""
@@ -284,8 +312,12 @@ class _Offloaded(Streamed):
 
     @contextlib.contextmanager
     def stepping(self):
+        self.settle()
         with super().stepping():
-            yield
+            try:
+                yield
+            finally:
+                self.overlap.end()
         self.drop()
         self._lead()
 
@@ -327,22 +359,26 @@ class _Offloaded(Streamed):
     # ---- Steps while the backward pass goes on ---------------------------------------------------
 
     def _send(self, release, p, grad, micro):
-        """Sends p to a thread, which steps p as soon as its gradient is here."""
+        """Sends p to the thread, which steps p as soon as its gradient is here."""
         buffer = self._take_buffer(local(grad))
         down = self._fetch(buffer, local(grad))
+        self.send(self._carry_out, weakref.ref(release), p, buffer, down, micro)
+
+    def send(self, method, *arguments):
+        """Has a thread call a method, after all that were sent before, unless its object is
+        gone."""
         if self.thread is None:
             self.work = queue.SimpleQueue()
             self.thread = threading.Thread(
-                target=_run,
-                args=(weakref.ref(self), self.work),
-                name="halfstep-offload",
-                daemon=True,
+                target=_run, args=(self.work,), name="halfstep-offload", daemon=True
             )
             self.thread.start()
-        self.work.put((weakref.ref(release), p, buffer, down, micro))
+        self.work.put((weakref.WeakMethod(method), *arguments))
 
-    def carry_out(self, release, p, buffer, down, micro):
-        copy = self._copy_of(p)
+    def _carry_out(self, release, p, buffer, down, micro):
+        release, copy = release(), self._copy_of(p)
+        if release is None:
+            return
         copy.gradient, copy.down, copy.given, copy.alone = buffer, down, None, True
         if self.error is None:  # after an error, gradients stay until step() has raised it
             try:
@@ -379,7 +415,7 @@ class _Offloaded(Streamed):
             self.work.put(None)
 
 
-def _run(placement, work):
+def _run(work):
     while True:
         item = work.get()
         if item is None:
@@ -387,10 +423,10 @@ def _run(placement, work):
         if isinstance(item, threading.Event):
             item.set()
         else:
-            this, release = placement(), item[0]()
-            if this is not None and release is not None:
-                this.carry_out(release, *item[1:])
-            this = release = None
+            method = item[0]()
+            if method is not None:
+                method(*item[1:])
+            method = None
         item = None
 
 
@@ -421,6 +457,11 @@ class CPUOffload(Hosted):
     gradient_release    a thread steps each parameter as soon as its gradient is here, while the
                         backward pass goes on. Tensors are then checked singly, and clipped by the
                         norm of the round before or by their own: see prepare_gradient_release()
+    overlap             True: a thread steps each parameter in advance as soon as its gradient is
+                        here, into memory of its own. step() takes these results where nothing is
+                        clipped and nothing has changed, and makes the others again, with the same
+                        bits. A size ("8G"): the results take at most so many bytes, and parameters
+                        without room are stepped in step(). docs/python.md says more
     options             of the class: lr, betas, clip_norm ...
 
     Matrices of Muon are stepped on the GPU, because a processor is slow at their products. Their
@@ -442,7 +483,7 @@ class CPUOffload(Hosted):
     """
 
     _placement = _Offloaded
-    offload_gradients = Kept()
+    offload_gradients, overlap = Kept(), Kept(False)
 
     def __init__(
         self,
@@ -451,10 +492,21 @@ class CPUOffload(Hosted):
         *,
         offload_gradients: bool = False,
         minimal_size: int = 4096,
+        overlap: Union[bool, int, float, str] = False,
         **options: Any,
     ) -> None:
-        self.offload_gradients = bool(offload_gradients)
+        self.offload_gradients, self.overlap = bool(offload_gradients), window(overlap)
+        if self.overlap and options.get("store") is not None:
+            raise ValueError(
+                "halfstep: overlap= and store= do not go together, because results in advance are"
+                " put beside states in memory: leave one of them out"
+            )
         super().__init__(params, recipe, minimal_size=minimal_size, **options)
+
+    def _make_parts(self):
+        super()._make_parts()
+        parts = self._parts
+        parts.placement.overlap = Overlap(parts.groups, parts.placement, parts.cache, parts.gather)
 
     @property
     def _step_supports_amp_scaling(self):
@@ -478,10 +530,27 @@ class CPUOffload(Hosted):
         super().add_param_group(param_group)
         self._parts.placement.hook()
 
+    @property
+    def redone_steps(self) -> int:
+        """The number of steps in which a parameter was stepped again although it had been stepped
+        in advance (overlap=)."""
+        return self._parts.placement.overlap.redone
+
+    def prepare_gradient_release(self):
+        """See halfstep.Optimizer. Raises ValueError with overlap=, which is for step()."""
+        if self.overlap:
+            raise ValueError(
+                "halfstep: overlap= and gradient_release= do not go together, because gradient"
+                " release makes each step in the backward pass already: leave one of them out"
+            )
+        super().prepare_gradient_release()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients as torch's optimizers do, and forgets gradients that exist only here."""
+        """Clears gradients as torch's optimizers do, and forgets gradients that exist only here,
+        and results in advance."""
         self._parts.placement.settle()
         self._parts.placement.drop()
+        self._parts.placement.overlap.drop()
         super().zero_grad(set_to_none)
 
     def __setstate__(self, state):

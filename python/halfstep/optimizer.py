@@ -80,11 +80,13 @@ def _kept(name):
 
 
 def _state_as_it_is(optimizer):
-    """Returns the state of an optimizer after all submitted work is done, because callers read it:
-    trainers copy it to another device."""
+    """Returns the state of an optimizer after all submitted work is done, because callers read it.
+    Trainers move it to another device, and expect that its former memory is free then."""
     parts = optimizer._parts
     if not is_compiling():
         parts.cache.hear()
+        if parts.cache.engine is not None:
+            parts.cache.engine.let_go()
     return parts.groups.state
 
 
@@ -611,9 +613,16 @@ class Optimizer(torch.optim.Optimizer):
     def load_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Reads a file of save_safetensors(), or of halfstep_write_optimizer() in C. Parameters are
         matched by name. If the file holds weights too, they go into the parameters."""
-        state_dict, generator, weights = _files.load(self._parts, path)
-        self.load_state_dict(state_dict)
-        self.generator = generator
+        store = self._parts.cache.store
+        state_dict, generator, weights = _files.load(self._parts, path, store is not None)
+        for group in state_dict["param_groups"]:
+            group["generator"] = generator
+        if store is not None and store.takes(state_dict["state"]):
+            store.load(path, state_dict, self.load_state_dict)
+        else:
+            if store is not None:  # which has to be converted
+                state_dict["state"] = _files.load(self._parts, path)[0]["state"]
+            self.load_state_dict(state_dict)
         with torch.no_grad():
             for p, weight in weights:
                 _sharding.stored(p).copy_(weight)

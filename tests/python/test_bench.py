@@ -505,13 +505,26 @@ def test_offload_copies_as_much_as_it_says():
     pytest.importorskip("torchao")
     rows = table(run("offload.py --rounds 1 --layers 2 --width 96 --no-memory"), "ms a step")
     copied = {row[0]: (row[3], row[4]) for row in rows}
-    assert len(copied) == 8 and copied.pop("plain halfstep") == ("0.00", "0.00")
+    assert len(copied) == 9 and copied.pop("plain halfstep") == ("0.00", "0.00")
     assert all(
         pair == ("2.00", "2.00") for way, pair in copied.items() if way.startswith("CPUOffload")
     )  # torchao leaves small tensors out
     for way in ("StateStreaming", "StateStreaming, gradient_release"):
         assert len(set(copied[way])) == 1 and 2.0 < float(copied[way][0]) < 2.2  # states in int8
     assert all("0.00" not in pair for pair in copied.values())
+
+
+def test_offload_under_a_backward_pass():
+    pytest.importorskip("torchao")
+    lines = run("offload.py --overlap --rounds 3 --layers 2 --width 96")
+    rows = table(lines, "ms after the pass")
+    assert [row[0] for row in rows] == [
+        "CPUOffload",
+        "CPUOffload, overlap",
+        "torchao, torch.optim.AdamW",
+    ]
+    assert rows[0][2] == rows[0][4] == "1.00"
+    assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
 def test_offload_beside_the_plan_and_in_phases():

@@ -510,8 +510,12 @@ def test_an_error_in_the_thread_is_told_and_loses_nothing(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("who", ["the copy", "a hook before it", "a hook after it"])
-@pytest.mark.parametrize("give_up", [False, True], ids=["kept", "given up"])
-def test_a_gradient_hook_that_raises_loses_nothing(fake, monkeypatch, who, give_up):
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"offload_gradients": True}, {"overlap": True}],
+    ids=["kept", "given up", "in advance"],
+)
+def test_a_gradient_hook_that_raises_loses_nothing(fake, monkeypatch, who, how):
     """The caller of backward() gets the error, and nothing has changed. Going on with other
     gradients has the bits of a plain run without the error. Going on with the present gradients has
     those of a plain run with it."""
@@ -539,7 +543,7 @@ def test_a_gradient_hook_that_raises_loses_nothing(fake, monkeypatch, who, give_
         models[1].named_parameters(),
         halfstep.AdamW,
         minimal_size=1000,
-        offload_gradients=give_up,
+        **how,
         **options,
     )
     if who == "the copy":
@@ -761,9 +765,7 @@ def hosted_shards(rank, size, cls, rule, options):
 
     values = {name: v for name, v in start(torch.bfloat16, SHAPES).items() if v.dim()}
     params = {name: Parameter(put(v)) for name, v in values.items()}
-    opt = getattr(halfstep, cls)(
-        params.items(), rule + "/bf16-sr/int8", seed=5, clip_norm=0.5, **options
-    )
+    opt = getattr(halfstep, cls)(params.items(), rule + "/bf16-sr/int8", seed=5, **options)
     stays = cls != "CPUOffload" or rule == "muon"
     for step in range(1, 4):
         for name, g in gradients(values, step).items():
@@ -774,6 +776,9 @@ def hosted_shards(rank, size, cls, rule, options):
         opt.step()
     norm = opt.grad_norm
     made.synchronize()
+    if options.get("overlap"):  # clipped as the first steps are, or not at all
+        assert opt.redone_steps == (2 if options["clip_norm"] < 1 else 0)
+        assert len(opt._parts.placement.overlap.rooms) == len(params)
     whole = {n: tensor(p.to_local().clone(), p).full_tensor() for n, p in params.items()}
     states = opt.state[params["body.weight"]].values()
     places = {str(_devices.of(v.to_local())) for v in states if isinstance(v, DTensor)}
@@ -785,6 +790,8 @@ def hosted_shards(rank, size, cls, rule, options):
     "cls, rule, options",
     [
         ("CPUOffload", "adamw", {"offload_gradients": True}),
+        ("CPUOffload", "adamw", {"offload_gradients": True, "overlap": True}),
+        ("CPUOffload", "adamw", {"offload_gradients": True, "overlap": True, "clip_norm": 1e9}),
         ("CPUOffload", "muon", {"offload_gradients": True, "exact": True, "minimal_size": 500}),
         ("StateStreaming", "muon", {"minimal_size": 500, "exact": True}),
         # each of these is larger than a buffer
@@ -793,9 +800,10 @@ def hosted_shards(rank, size, cls, rule, options):
     ],
 )
 def test_shards(pool, cls, rule, options):
+    options = {"clip_norm": 0.5, **options}
     found = pool.run(2, hosted_shards, cls, rule, options)
     params = {n: Parameter(v) for n, v in start(torch.bfloat16, SHAPES).items() if v.dim()}
-    opt = class_of(rule)(params.items(), seed=5, clip_norm=0.5, states="int8")
+    opt = class_of(rule)(params.items(), seed=5, clip_norm=options["clip_norm"], states="int8")
     for step in range(1, 4):
         for name, g in gradients(params, step).items():
             params[name].grad = g

@@ -384,7 +384,7 @@ struct run {
     int64_t *statistics[GOLDEN_MAX_PARTS];
     char *states[GOLDEN_MAX_PARTS]; /* memory of the caller for the states, or NULL */
     int states_bound;
-    int (*place)(halfstep_optimizer *o);
+    const struct golden_layout *layout;
     const char *device;
     char *error;
     size_t error_bytes;
@@ -623,7 +623,7 @@ static int place_states(struct run *r, int part)
 {
     halfstep_optimizer *o = r->optimizer[part];
     uint64_t bytes;
-    if (r->place) return check(r, part, r->place(o), "place");
+    if (r->layout->place) return check(r, part, r->layout->place(o), "place");
     if (!r->states_bound) return check(r, part, halfstep_allocate_states(o), "halfstep_allocate_states");
     if (check(r, part, halfstep_state_bytes(o, &bytes), "halfstep_state_bytes")) return -1;
     r->states[part] = device_zeros(r, part, (int64_t)bytes + 64);
@@ -739,17 +739,18 @@ static int make_step(struct run *r, int step)
     for (int p = 0; p < r->parts; p++)
         if (set_step(r, p, step)) return -1;
     int expected = step == NONFINITE_STEP ? HALFSTEP_NONFINITE : HALFSTEP_OK, result;
+    halfstep_call call[GOLDEN_MAX_PARTS];
+    for (int p = 0; p < r->parts; p++) {
+        call[p] = (halfstep_call){.struct_size = sizeof call[p], .weights = r->weight[p], .gradients = gradients[p]};
+        if (r->layout->before) r->layout->before(r->optimizer[p], &call[p]);
+    }
     if (r->parts == 1) {
-        result = halfstep_step(r->optimizer[0], r->weight[0], gradients[0]);
+        result = halfstep_run(r->optimizer[0], &call[0]);
         if (!result && expected) result = halfstep_synchronize(r->optimizer[0]);
+        if (r->layout->after) r->layout->after(r->optimizer[0], &call[0]);
         return result == expected ? 0 : complain(r, "step %d: %s", step, halfstep_strerror(result));
     }
-    halfstep_call call[GOLDEN_MAX_PARTS];
-    for (int p = 0; p < r->parts; p++)
-        call[p] = (halfstep_call){.struct_size = sizeof call[p],
-                                  .weights = r->weight[p],
-                                  .gradients = gradients[p],
-                                  .statistics = r->statistics[p]};
+    for (int p = 0; p < r->parts; p++) call[p].statistics = r->statistics[p];
     int64_t n = halfstep_statistics_count(r->optimizer[0], call), sums = halfstep_norms_offset(r->optimizer[0], call);
     for (int p = 0; p < r->parts; p++) {
         if (check(r, p, halfstep_run_begin(r->optimizer[p], &call[p]), "halfstep_run_begin")) return -1;
@@ -764,6 +765,7 @@ static int make_step(struct run *r, int step)
         call[p].statistics = r->statistics[0];
         result = halfstep_run_finish(r->optimizer[p], &call[p]);
         if (!result && expected) result = halfstep_synchronize(r->optimizer[p]);
+        if (r->layout->after) r->layout->after(r->optimizer[p], &call[p]);
         if (result != expected) return complain(r, "step %d, part %d: %s", step, p, halfstep_strerror(result));
     }
     return 0;
@@ -985,7 +987,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     r->parts = layout->parts > 1 ? layout->parts : 1;
     r->by_columns = layout->by_columns;
     r->states_bound = layout->states_bound;
-    r->place = layout->place;
+    r->layout = layout;
     r->device = layout->device && strcmp(layout->device, "cpu") ? layout->device : NULL;
     char name[32];
     halfstep_rule_info rule = {.struct_size = sizeof rule};

@@ -38,6 +38,10 @@ struct golden_layout {
      * an error code. NULL: the states are in memory. */
     int (*place)(halfstep_optimizer *o);
     int (*end)(halfstep_optimizer *o);
+    /* before() may change the call of a step, and step tensors in advance. after() brings the new weights to where the
+     * call had them. NULL: plain steps. */
+    void (*before)(halfstep_optimizer *o, halfstep_call *call);
+    void (*after)(halfstep_optimizer *o, const halfstep_call *call);
 };
 
 enum { GOLDEN_MAX_PARTS = 4 };
