@@ -1,4 +1,7 @@
-"""`CPUOffload`: weights on a GPU, states and steps in CPU memory."""
+"""`CPUOffload`: weights on a GPU, states and steps in CPU memory.
+
+This file is longer than 500 lines because a fifth of it is the manual of one class.
+"""
 
 import contextlib
 import queue
