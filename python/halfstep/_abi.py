@@ -56,6 +56,7 @@ ROLE_SIGNED = 4
 ROLE_NONNEG = 8
 
 GEOMETRY_ROWS = 0
+GEOMETRY_TENSOR = 2
 GEOMETRY_PACKED = 3
 EXTENT_COLUMNS = 2
 
@@ -300,15 +301,8 @@ signatures = {
     "statistics_count": (c_int64, _handle, POINTER(Call)),
     "norms_offset": (c_int64, _handle, POINTER(Call)),
     "bind_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_void_p),
-    **dict.fromkeys(
-        ("read_bytes", "write_bytes"),
-        (c_int, _handle, c_int32, c_int32, c_int32, c_uint64, c_uint64, c_void_p),
-    ),
-    "flush": (c_int, _handle, _pointers),
     "bind_record": (c_int, _handle, c_int32, POINTER(RecordPlaces)),
     "bind_hyper": (c_int, _handle, c_int32, c_char_p, c_void_p),
-    "read_bytes": (c_int, _handle, c_int32, c_int32, c_int32, c_uint64, c_uint64, c_void_p),
-    "write_bytes": (c_int, _handle, c_int32, c_int32, c_int32, c_uint64, c_uint64, c_void_p),
     "abi": (c_int32,),
     "name_id": (c_uint64, c_char_p),
     "isa_count": (c_int32,),

@@ -155,7 +155,9 @@ class EngineCache:
             or any(version(tensor) != m.versions[key] for key, tensor in m.numbers.items())
             or m.are_numbers_moved()
             or any(
-                state.get(key) is not tensor or local(tensor).data_ptr() != address
+                tensor() is None
+                or state.get(key) is not tensor()
+                or local(tensor()).data_ptr() != address
                 for key, tensor, address in m.bound
             )
         )

@@ -1,7 +1,6 @@
 """The handles of an engine, and the groups in them."""
 
 import ctypes
-from ctypes import c_void_p
 from operator import is_
 
 import torch

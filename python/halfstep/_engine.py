@@ -6,6 +6,7 @@ again from `state` and `param_groups`. This is how late first gradients, loaded 
 changed formats work.
 """
 
+import weakref
 from ctypes import c_void_p
 
 import torch
@@ -68,11 +69,11 @@ class Engine:
         self.guarded = {
             m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)
         }
-        plain = n and all(
+        self.may_be_plain = n and all(
             m.dense and m.address and not (m.offloaded or m.gathered or _sharding.is_dtensor(m.p))
             for m in self.members
         )
-        self.plain = Plain(self, state) if plain else None
+        self.plain = Plain(self, state) if self.may_be_plain else None
         self.ranks = _ranks.Ranks(settings, groups, self)
 
     # ---- Building --------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class Engine:
         m.step = state["step"]
         grids = (s.name + _layout.GRID for s in m.streams if s.grid)
         m.bound = tuple(
-            (key, state[key], local(state[key]).data_ptr())
+            (key, weakref.ref(state[key]), local(state[key]).data_ptr())
             for key in (*(s.key for s in streams), *grids)
         )
         m.numbers = {key: state[key] for key in _layout.numbers_of(m.rule, m.streams)}
@@ -220,6 +221,11 @@ class Engine:
                 counts = {"skipped_steps": part.counted, "gradient_norm": told[1]}
                 _calls.change(part, _abi.RECORD_OPTIMIZER, **counts)
             self.told = told
+
+    def let_go(self):
+        """Keeps no state alive beside the optimizer, so that the memory of states that somebody
+        moves away is freed. The next step looks closer."""
+        self.plain, self.weights_are_plain = None, False
 
     def destroy(self):
         """Destroys the handles."""

@@ -6,6 +6,7 @@ import torch
 
 from . import _devices, _sharding
 from ._guards import guard
+from ._members import Plain
 from ._parameters import check_gradient
 from ._sharding import local, stored
 from ._watch import versions
@@ -116,6 +117,8 @@ class Gather:
                 return False
             engine.weights[i], engine.gradients[i] = found
             stepped.append(p)
+        if engine.plain is None and engine.may_be_plain and len(stepped) == len(engine.members):
+            engine.plain = Plain(engine, self.groups.state)
         return True
 
     def given(self, ready, given):

@@ -11,6 +11,7 @@ from ._handles import add_group, add_tensor
 from ._parameters import stored_dtype
 from ._sharding import local, stored
 from ._streams import lay_out
+from ._watch import version
 
 NOTHING = contextlib.nullcontext()
 
@@ -86,6 +87,7 @@ class Member:
     written     the values of these tensors; they are behind the library's counts until somebody
                 asks
     versions    the versions of these tensors and of `step`, as this package left them
+    bound       (key, weak reference, address) of each stream and grid that the handle knows
     places      (tensor, address) of the same, where the library writes them
     memory      what keeps that memory alive until the library knows another
     """
@@ -123,6 +125,11 @@ class Member:
     def are_numbers_moved(self):
         """Returns True if a number has got other memory, as by `.data`."""
         return any(tensor.data_ptr() != address for tensor, address in self.places)
+
+    def state_versions(self):
+        """Returns the versions of the streams and grids that the handle knows."""
+        held = [tensor() for _, tensor, _ in self.bound]
+        return [None if tensor is None else version(tensor) for tensor in held]
 
     @property
     def gathered(self):
@@ -176,11 +183,11 @@ class Plain:
         # The address of a number is compared only if its member has no other state, because
         # whatever moves states moves all of them.
         numbers = [
-            [m.step, *(tensor for key, tensor, _ in m.bound if key.endswith(_layout.GRID))]
+            [m.step, *(tensor() for key, tensor, _ in m.bound if key.endswith(_layout.GRID))]
             for m in members
         ]
         streams = [
-            [tensor for key, tensor, _ in m.bound if not key.endswith(_layout.GRID)]
+            [tensor() for key, tensor, _ in m.bound if not key.endswith(_layout.GRID)]
             for m in members
         ]
         self.tensors = [tensor for pair in zip(streams, numbers) for tensor in pair[0] or pair[1]]
@@ -198,7 +205,7 @@ class Plain:
             for key, tensor, _ in m.bound:
                 held = streams.setdefault(key, ([], []))
                 held[0].append(state)
-                held[1].append(tensor)
+                held[1].append(tensor())
         self.streams = [(key, *held) for key, held in streams.items()]
         #: guards: one for all weights and one for all gradients, made when a step has found nothing
         #: changed, or None; guarded: how often they were made

@@ -10,7 +10,6 @@ from . import _abi, _calls, _devices
 from ._abi import lib
 from ._gather import Gathered
 from ._options import bytes_of
-from ._watch import version
 
 #: so many steps in a row that are made again end the steps in advance for a while
 MOST_REDONE = 3
@@ -133,7 +132,7 @@ class Overlap:
 
     @staticmethod
     def _mark(m, copy):
-        return copy.weight, copy.gradient, [version(tensor) for _, tensor, _ in m.bound]
+        return copy.weight, copy.gradient, m.state_versions()
 
     def make(self, result, copy):
         """Makes a result, in the thread."""
@@ -171,7 +170,7 @@ class Overlap:
                 or copy is None
                 or copy.weight is not weight
                 or copy.gradient is not gradient
-                or [version(tensor) for _, tensor, _ in result.m.bound] != versions
+                or result.m.state_versions() != versions
             ):
                 self.spoiled = True
                 continue

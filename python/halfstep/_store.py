@@ -317,7 +317,7 @@ class Store:
         if self.closed:
             raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         path, options = os.fsencode(self.path), self.groups.options
-        weights = [_devices.to_cpu(stored(m.p)) for m in engine.members]
+        weights = [self.placement.weight_here(m) for m in engine.members]
         pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
         given = _abi.StoreOptions.new(
             without_weights=not options.store_weights, memory=options.store_memory or 0
@@ -432,7 +432,7 @@ class Store:
 
     def _bring_weight(self, m, keep):
         """Writes a weight into the file, or returns its address if the file keeps only hashes."""
-        weight = _devices.to_cpu(stored(m.p))
+        weight = self.placement.weight_here(m)
         keep.append(weight)
         self.versions[m.p] = version(m.p)
         if not self.groups.options.store_weights:
@@ -447,7 +447,7 @@ class Store:
         Returns None for other files."""
         if self.groups.options.store_weights:
             return None
-        weights = [_devices.to_cpu(stored(m.p)) for m in engine.members]
+        weights = [self.placement.weight_here(m) for m in engine.members]
         keep += weights
         return (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
 

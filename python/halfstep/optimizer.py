@@ -80,11 +80,13 @@ def _kept(name):
 
 
 def _state_as_it_is(optimizer):
-    """Returns the state of an optimizer after all submitted work is done, because callers read it:
-    trainers copy it to another device."""
+    """Returns the state of an optimizer after all submitted work is done, because callers read it.
+    Trainers move it to another device, and expect that its former memory is free then."""
     parts = optimizer._parts
     if not is_compiling():
         parts.cache.hear()
+        if parts.cache.engine is not None:
+            parts.cache.engine.let_go()
     return parts.groups.state
 
 

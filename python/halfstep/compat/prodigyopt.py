@@ -85,7 +85,10 @@ class Prodigy(Optimizer):
             )
         loss = super().step(closure)
         for groups in shared.values():
-            p = next((p for group in groups for p in group["params"] if self.state.get(p)), None)
+            p = next(
+                (p for group in groups for p in group["params"] if self._parts.groups.state.get(p)),
+                None,
+            )
             if p is not None:
                 told = {name: self.scalar(p, name) for name in _ESTIMATE}
                 for group in groups:
