@@ -232,7 +232,8 @@ HALFSTEP_API int halfstep_store_create(const char *path, halfstep_optimizer *opt
 /* Opens a file for an optimizer of the same tensors, in the same order, with the same recipes, seed and generator
  * (MISMATCH otherwise; the text has the first difference). Sets counters, scalars and grids; hyper-parameters stay as
  * they are here. Reads the weights into `weights` unless that is NULL. If the file keeps no weights, compares their hash
- * instead (MISMATCH). After a failure the optimizer has no states, its counters may be those of the file, and weights
+ * instead (MISMATCH). A note says that one of the two last records is damaged, as after a loss of power; the other one
+ * counts then. After a failure the optimizer has no states, its counters may be those of the file, and weights
  * may be partly read if the disk failed. */
 HALFSTEP_API int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *const *weights,
                                      const halfstep_store_options *options, halfstep_store **store, char *error,
@@ -262,7 +263,8 @@ typedef struct halfstep_store_info {
                                 halfstep_store_free_info() */
 } halfstep_store_info;
 
-/* Describes a file without an optimizer, also while a process steps with it. Errors: FORMAT for any other file. */
+/* Describes a file without an optimizer, also while a process steps with it. A note is as in
+ * halfstep_store_open(). Errors: FORMAT for any other file. */
 HALFSTEP_API int halfstep_store_get_info(const char *path, halfstep_store_info *info, char *error, size_t error_size);
 HALFSTEP_API void halfstep_store_free_info(halfstep_store_info *info);
 

@@ -23,6 +23,7 @@ part "$build/asan/tests/test_program_faults" --all
 part env HALFSTEP_BUILD="$build/asan" python3 tests/faults/sweep.py --every 4 --jobs "$(nproc)"
 part python3 tests/faults/durability.py --all
 part "$build/tests/test_kill_save" 1000
+part "$build/tests/test_store" 1000
 part "$build/tests/test_long_run" 1000000
 part bash tests/mpi_test.sh long
 if [ -e "$build/venv/halfstep.installed" ]; then

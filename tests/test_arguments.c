@@ -113,6 +113,8 @@ static void test_null_handle(void)
         REFUSED(halfstep_memory(NULL, &count, &count, &count, &count, &index));
         SIZED(halfstep_storage, storage);
         SIZED(halfstep_piece, piece);
+        REFUSED(halfstep_ahead_bytes(NULL, 0, &count));
+        CHECK(!halfstep_redone_steps(NULL), "steps of no handle");
         REFUSED(halfstep_bind_storage(NULL, &storage));
         CHECK(halfstep_piece_count(NULL) == 0, "pieces of no handle");
         REFUSED(halfstep_get_piece(NULL, 0, &piece));
@@ -243,6 +245,7 @@ static void test_null_pointers(void)
                   "statistics of no call");
         }
         EXPECT(halfstep_memory(o, NULL, NULL, NULL, NULL, NULL), OK);
+        REFUSED(halfstep_ahead_bytes(o, 0, NULL));
         SIZED(halfstep_storage, storage);
         REFUSED(halfstep_bind_storage(o, &storage)); /* without functions */
         REFUSED(halfstep_get_piece(o, 0, NULL));

@@ -100,7 +100,7 @@ static uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes)
 
 /* ---- The scenario ------------------------------------------------------------------------------------------------ */
 
-enum { TENSORS = 6, ROWS = 4, COLUMNS = 640, ELEMENTS = ROWS * COLUMNS, MAX_STREAMS = 64 };
+enum { TENSORS = 6, STORED = 2, ROWS = 4, COLUMNS = 640, ELEMENTS = ROWS * COLUMNS, MAX_STREAMS = 64 };
 static const char *const recipes[TENSORS] = {"adamw/bf16-kahan/int8",  "muon/bf16-sr",    "lamb/f32/dyn8",
                                              "schedulefree/bf16-ecc8", "lamb16/bf16/fp8", "adan/f16-ecc16/bf16-sr"};
 static float gradients[TENSORS][ELEMENTS];
@@ -116,9 +116,10 @@ struct model {
     } streams[MAX_STREAMS];
     size_t count;
 };
-static struct model first, second;
+static struct model first, second, third;
 
-static int build(struct model *model)
+/* stored: 1: the states will be in a file. */
+static int build(struct model *model, int stored)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 2, .seed = 7};
     int32_t group, index;
@@ -132,7 +133,7 @@ static int build(struct model *model)
         if (code) violated("fails again");
     }
     if (shared->violation[0]) goto done;
-    for (int i = 0; i < TENSORS; i++) {
+    for (int i = 0; i < (stored ? STORED : TENSORS); i++) {
         char name[16];
         snprintf(name, sizeof name, "tensor%d", i);
         TRY_ON(model, halfstep_add_group(model->optimizer, recipes[i], &group));
@@ -148,14 +149,14 @@ static int build(struct model *model)
         model->weight[i] = model->weights[i];
     }
     TRY_ON(model, halfstep_set_hyper(model->optimizer, ALL_GROUPS, "clip_norm", 1.0));
-    TRY_ON(model, halfstep_allocate_states(model->optimizer));
+    if (!stored) TRY_ON(model, halfstep_allocate_states(model->optimizer));
     for (int i = 0; i < TENSORS; i++) {
         snprintf(model->streams[i].name, sizeof model->streams[i].name, "tensor%d", i);
         model->streams[i].data = model->weights[i];
         model->streams[i].bytes = sizeof model->weights[i];
     }
     model->count = TENSORS;
-    for (int i = 0; i < TENSORS; i++)
+    for (int i = 0; i < TENSORS && !stored; i++)
         for (int slot = 0; slot < STATE + HALFSTEP_MAX_STATES; slot++) {
             SIZED(halfstep_slot_info, info);
             if (halfstep_get_slot_info(model->optimizer, i, slot, &info) || info.format < 0) continue;
@@ -391,6 +392,51 @@ done:
     return !shared->violation[0];
 }
 
+/* Steps with the states in a file, which is opened again after each failure of a step, and once without one. */
+static int keep_in_file(uint64_t *hash)
+{
+    const void *gradient[TENSORS];
+    char text[1024] = "", path[600], saved[620];
+    halfstep_store *store = NULL;
+    uint64_t steps = 0;
+    int opened = 0;
+    snprintf(path, sizeof path, "%s-states", directory);
+    snprintf(saved, sizeof saved, "%s-saved", directory);
+    for (int i = 0; i < TENSORS; i++) gradient[i] = gradients[i];
+    if (!build(&third, 1)) goto done;
+    TRY(text, halfstep_store_create(path, third.optimizer, third.weight, NULL, &store, text, sizeof text));
+    TRY(text, halfstep_store_set_value(store, "key", "value", text, sizeof text));
+    while (steps < 2) {
+        snprintf(shared->where, sizeof shared->where, "a step in a file");
+        int code = halfstep_step(third.optimizer, third.weight, gradient);
+        if (code && !judge_failure(code, halfstep_error_detail(third.optimizer))) goto done;
+        get_group_steps(third.optimizer, 0, &steps);
+        if (!code && opened) continue;
+        opened |= !code;
+        halfstep_store_close(store);
+        store = NULL;
+        halfstep_destroy(third.optimizer);
+        third.optimizer = NULL;
+        if (!build(&third, 1)) goto done;
+        TRY(text, halfstep_store_open(path, third.optimizer, third.weight, NULL, &store, text, sizeof text));
+        get_group_steps(third.optimizer, 0, &steps);
+        if (!opened && !code) violated("the file is at step %d", (int)steps);
+    }
+    TRY(text, halfstep_write_optimizer(saved, third.optimizer, third.weight, NULL, text, sizeof text));
+    SIZED(halfstep_store_info, info);
+    TRY(text, halfstep_store_get_info(path, &info, text, sizeof text));
+    if (info.steps != 2 && !strstr(text, "note: ")) violated("the file says that it is at step %d", (int)info.steps);
+    halfstep_store_free_info(&info);
+    *hash = hash_bytes(0, third.weights, sizeof third.weights);
+done:
+    halfstep_store_close(store);
+    inject_hold(1);
+    unlink(path);
+    unlink(saved);
+    inject_hold(0);
+    return !shared->violation[0];
+}
+
 static unsigned entries(const char *path, int *odd)
 {
     unsigned count = 0;
@@ -425,17 +471,20 @@ static uint64_t scenario(const char *fault)
     uint64_t blocks = inject_live_blocks();
     unsigned descriptors = entries("/proc/self/fd", NULL);
     inject_arm(fault);
-    if (!build(&first) || !train(&first, 2) || !save_judged(&first, 0, 1) || !train(&first, 1) ||
+    if (!build(&first, 0) || !train(&first, 2) || !save_judged(&first, 0, 1) || !train(&first, 1) ||
         !save_judged(&first, 1, 2))
         goto done;
     hash = hash_model(&first);
-    if (!build(&second) || !load(&second)) goto done;
+    if (!build(&second, 0) || !load(&second)) goto done;
     snprintf(shared->where, sizeof shared->where, "load");
     if (hash_model(&second) != hash) violated("what was loaded differs from what was saved");
     if (shared->violation[0] || !train(&first, 1) || !train(&second, 1) || !write_files()) goto done;
     snprintf(shared->where, sizeof shared->where, "the end");
     hash = hash_model(&first);
     if (hash_model(&second) != hash) violated("the loaded one goes on in another way");
+    uint64_t in_file = 0;
+    if (!shared->violation[0] && !keep_in_file(&in_file)) goto done;
+    hash = hash_bytes(hash, &in_file, sizeof in_file);
     if (reference && hash != reference) violated("other bits than without a fault");
     if (!shared->violation[0]) result = hash;
 done:
@@ -443,7 +492,8 @@ done:
     /* On failure, create must set NULL. A handle left behind would be destroyed twice. */
     halfstep_destroy(first.optimizer);
     halfstep_destroy(second.optimizer);
-    first.optimizer = second.optimizer = NULL;
+    halfstep_destroy(third.optimizer);
+    first.optimizer = second.optimizer = third.optimizer = NULL;
     if (!shared->violation[0]) {
         if (inject_live_blocks() != blocks)
             violated("%lld blocks are lost", (long long)(inject_live_blocks() - blocks));

@@ -1,13 +1,15 @@
 /* Tests states in storage with the latest table possible. It reads and writes only while it is waited for, and fills
  * memory with rubbish as soon as a read begins. So a step that works on a piece before it is there, or changes one
  * before it is written, gives other bits. The cases of tests/golden/hashes.txt must have their hashes. A run without
- * arguments takes a sixteenth of them; --short: a 61st; --all: all. Over 500 lines because all groups share one store and
- * one model.
+ * arguments takes a sixteenth of them; --short: a 61st; --all: all. Over 500 lines because all groups share one store
+ * and one model.
  * Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #define HALFSTEP_ADVANCED
+#include <pthread.h>
+
 #include "golden_case.h"
 #include "ref/fixture.h"
 
@@ -496,6 +498,50 @@ static void test_steps(void)
         }
 }
 
+/* Steps every second tensor of a model, from the first or the second on. */
+struct half {
+    struct model *m;
+    const void **gradients;
+    int first;
+};
+
+static void *step_half(void *argument)
+{
+    const struct half *h = argument;
+    for (int t = h->first; t < TENSORS; t += 2)
+        if (h->gradients[t]) MUST(step_tensor(h->m->o, t, h->m->weight[t], h->gradients[t]));
+    return NULL;
+}
+
+static void test_threads(void)
+{
+    TEST("single tensors are stepped from two threads at once") {
+        struct model m[2];
+        for (int i = 0; i < 2; i++) {
+            open_model(&m[i], &(struct setting){.recipe = "lamb/bf16-sr/int8", .threads = 1, .piece_bytes = 3000}, i);
+            for (int step = 0; step < 20; step++) {
+                const void *gradients[TENSORS];
+                pthread_t other;
+                fill_gradients(&m[i], step, gradients, 0);
+                struct half half[2] = {{&m[i], gradients, 0}, {&m[i], gradients, 1}};
+                if (pthread_create(&other, NULL, step_half, &half[1])) exit(1);
+                step_half(&half[0]);
+                pthread_join(other, NULL);
+                MUST(end_round(m[i].o));
+            }
+        }
+        check_equal(&m[0], &m[1], "two threads");
+        for (int i = 0; i < 2; i++) close_model(&m[i]);
+    }
+    TEST("states in storage are not stepped in advance") {
+        struct model m;
+        uint64_t bytes;
+        open_model(&m, &(struct setting){.recipe = "adamw", .threads = 1}, IN_STORAGE);
+        EXPECT_NAMED(m.o, halfstep_ahead_bytes(m.o, 0, &bytes), UNSUPPORTED, "in a storage");
+        close_model(&m);
+    }
+}
+
 /* ---- Failures ---------------------------------------------------------------------------------------------------- */
 
 /* What a caller keeps with the last flush: how many steps there were, and the records. */
@@ -793,6 +839,7 @@ int main(int argc, char **argv)
     test_init(argc, argv);
     test_golden();
     test_steps();
+    test_threads();
     test_failures();
     test_pieces();
     test_memory();

@@ -56,6 +56,7 @@ ROLE_SIGNED = 4
 ROLE_NONNEG = 8
 
 GEOMETRY_ROWS = 0
+GEOMETRY_TENSOR = 2
 GEOMETRY_PACKED = 3
 EXTENT_COLUMNS = 2
 
@@ -214,9 +215,19 @@ class RecordPlaces(_Sized):
     )
 
 
-class StoreOptions(_Sized):
-    """Of halfstep_io.h, as is StoreInfo."""
+class FileOptions(_Sized):
+    """Of halfstep_io.h, as are StoreOptions and StoreInfo."""
 
+    _fields_ = _fields(
+        (c_uint32, "settings"),
+        (c_void_p, "leave"),
+        (c_uint32, "subset reserved"),
+        (c_void_p, "shapes"),
+        (c_char_p, "optimizer_file model_file"),
+    )
+
+
+class StoreOptions(_Sized):
     _fields_ = _fields(
         (c_int32, "without_weights"),
         (c_uint64, "memory piece_bytes"),
@@ -290,11 +301,6 @@ signatures = {
     "statistics_count": (c_int64, _handle, POINTER(Call)),
     "norms_offset": (c_int64, _handle, POINTER(Call)),
     "bind_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_void_p),
-    **dict.fromkeys(
-        ("read_bytes", "write_bytes"),
-        (c_int, _handle, c_int32, c_int32, c_int32, c_uint64, c_uint64, c_void_p),
-    ),
-    "flush": (c_int, _handle, _pointers),
     "bind_record": (c_int, _handle, c_int32, POINTER(RecordPlaces)),
     "bind_hyper": (c_int, _handle, c_int32, c_char_p, c_void_p),
     "abi": (c_int32,),

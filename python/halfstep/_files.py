@@ -137,6 +137,9 @@ def save(parts, path):
 
     _refuse_parts(parts.groups)
     parts.saving.sync(decides=True)
+    if parts.cache.store is not None and not parts.cache.empty:
+        _replace(os.fspath(path), parts.store.save)
+        return
     tensors, metadata = _tensors(parts.groups, parts.names)
     _replace(os.fspath(path), lambda temporary: save_file(tensors, temporary, metadata))
 
@@ -252,9 +255,10 @@ def _named(ours, metadata, others, path):
     return {name: told[place] for name, place in zip(ours, found)}
 
 
-def load(parts, path):
+def load(parts, path, numbers=False):
     """Reads a file for the optimizer that has these parts. Returns the state dictionary, the
-    generator, and (parameter, weight) for each weight in the file."""
+    generator, and (parameter, weight) for each weight in the file. `numbers`: states have their
+    numbers only."""
     from safetensors import safe_open
 
     groups, names = parts.groups, parts.names
@@ -294,10 +298,11 @@ def load(parts, path):
                 source = metadata.get(f"group_of.{name}", source)
                 if name in weight_keys:
                     weights.append((p, _weight(file, path, name, p, laid, weight_keys[name])))
-                state = _state(file, path, metadata, name, laid, streams[name])
+                some = () if numbers else streams[name]
+                state = _state(file, path, metadata, name, laid, some)
                 if state is not None:
                     found["state"][places[p]] = state
-                elif p in groups.state or streams[name]:
+                elif streams[name] or p in groups.state and parts.cache.store is None:
                     raise ValueError(f"halfstep: {path} has no counters of parameter {name!r}")
             saved["group_steps"] = _parsed(metadata, f"group.{source}.steps", int, path, 0)
             saved["skipped_steps"] = _parsed(metadata, "skipped_steps", int, path, 0)

@@ -75,6 +75,10 @@ class Placement:
         own. They may still be on their way until arrive()."""
         raise NotImplementedError
 
+    def weight_here(self, m):
+        """Returns the weight of a member in CPU memory, in memory order, for reading."""
+        return _devices.to_cpu(stored(m.p))
+
     def arrive(self, members):
         """Waits for the copies that bring() has begun."""
 

@@ -11,7 +11,7 @@ import ctypes
 import json
 import os
 from collections.abc import MutableMapping
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from functools import lru_cache
 
 import torch
@@ -45,7 +45,10 @@ _SIGNATURES = {
     "store_close": (None, c_void_p),
     "store_get_info": (c_int, c_char_p, POINTER(_abi.StoreInfo), *_text),
     "store_free_info": (None, POINTER(_abi.StoreInfo)),
-    "write_optimizer": (c_int, c_char_p, c_void_p, c_void_p, c_void_p, *_text),
+    **dict.fromkeys(
+        ("write_optimizer", "read_optimizer"),
+        (c_int, c_char_p, c_void_p, c_void_p, POINTER(_abi.FileOptions), *_text),
+    ),
 }
 
 
@@ -87,11 +90,6 @@ def contents(path):
     finally:
         _io().halfstep_store_free_info(byref(info))
     return (info, *texts)
-
-
-def write_optimizer(path, handle):
-    """Writes the optimizer of a handle, with states wherever they are, to a safetensors file."""
-    _call("write_optimizer", os.fsencode(path), handle, None, None)
 
 
 class StoredState(MutableMapping, dict):
@@ -174,10 +172,11 @@ class Store:
     indices     the tensors of that handle, by parameter
     places      (group, position) of the parameters that the file holds, or None before it is made
     versions    the versions of weights as the file holds them, by parameter
+    held        True while what is loaded is not to be made durable yet
     """
 
     file = part = places = None
-    closed = False
+    closed = held = False
 
     def __init__(self, groups, names, placement, residuals, cache, accumulation, release):
         self.groups, self.names, self.placement = groups, names, placement
@@ -318,7 +317,7 @@ class Store:
         if self.closed:
             raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         path, options = os.fsencode(self.path), self.groups.options
-        weights = [_devices.to_cpu(stored(m.p)) for m in engine.members]
+        weights = [self.placement.weight_here(m) for m in engine.members]
         pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
         given = _abi.StoreOptions.new(
             without_weights=not options.store_weights, memory=options.store_memory or 0
@@ -433,7 +432,7 @@ class Store:
 
     def _bring_weight(self, m, keep):
         """Writes a weight into the file, or returns its address if the file keeps only hashes."""
-        weight = _devices.to_cpu(stored(m.p))
+        weight = self.placement.weight_here(m)
         keep.append(weight)
         self.versions[m.p] = version(m.p)
         if not self.groups.options.store_weights:
@@ -448,7 +447,7 @@ class Store:
         Returns None for other files."""
         if self.groups.options.store_weights:
             return None
-        weights = [_devices.to_cpu(stored(m.p)) for m in engine.members]
+        weights = [self.placement.weight_here(m) for m in engine.members]
         keep += weights
         return (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
 
@@ -458,12 +457,61 @@ class Store:
 
     def settle(self):
         """Brings the states of a loaded dictionary into the file, and makes them durable."""
-        if self.file is None:
+        if self.file is None or self.held:
             return
         engine, keep = self.cache.build(decides=False), []
         self.prepare(engine, self.accumulation.pending, keep, all=True)
         weights = self.round_weights(engine, keep)
         self.check(lib.halfstep_flush(self.part, weights), self.part)
+
+    def save(self, path):
+        """Writes the optimizer to a safetensors file, tensor by tensor."""
+        members = self.cache.current().members
+        sizes = [(c_uint64 * m.p.dim())(*m.p.shape) for m in members]
+        shapes = (c_void_p * len(sizes))(*map(ctypes.addressof, sizes))
+        options = _abi.FileOptions.new(shapes=ctypes.addressof(shapes))
+        _call("write_optimizer", os.fsencode(path), self.part, None, byref(options))
+
+    def takes(self, state):
+        """Returns True if a state dictionary has the recipes of the file's tensors."""
+        members = {p: self.names.recipe(g, i) for g, i, p in self.groups.members()}
+        params = self.groups.params()
+        return not self.cache.empty and all(
+            _layout.recipe_of(held, "") == members[params[place]] for place, held in state.items()
+        )
+
+    def load(self, path, state_dict, load):
+        """Reads a safetensors file, tensor by tensor. `state_dict` holds its numbers, and `load` is
+        load_state_dict() of the optimizer. After an error the optimizer is what its file holds."""
+        self.held = True
+        try:
+            load({**state_dict, "state": {}})
+            members = self.cache.build(decides=False).members
+            _call("read_optimizer", os.fsencode(path), self.part, None, None)
+            places = {p: i for i, p in enumerate(self.groups.params())}
+            for m in members:
+                held = state_dict["state"].get(places[m.p])
+                if held is not None:
+                    identity = _layout.take_number(held, "id", m.name)
+                    self.groups.state[m.p]["id"] = _layout.number(identity, "id")
+        except BaseException:
+            self._reopen(load)
+            raise
+        finally:
+            self.held = False
+        self.settle()
+
+    def _reopen(self, load=None):
+        """Makes the optimizer what the file holds. `load` is for the options of groups."""
+        for p in self.indices:
+            self.groups.state.pop(p, None)
+        self.cache.forget()
+        self.release.restart()
+        self.close()
+        self.closed = False
+        if load is not None:
+            self._load_groups(load)
+        self._build()
 
     def check(self, code, handle):
         """Raises the error of a call. If the file has failed, first makes the optimizer what the
@@ -472,14 +520,8 @@ class Store:
             check(code, handle)
             return
         text = (lib.halfstep_error_detail(handle) or b"").decode("utf-8", "replace")
-        for p in self.indices:
-            self.groups.state.pop(p, None)
-        self.cache.forget()
-        self.release.restart()
-        self.close()
-        self.closed = False
         try:
-            self._build()
+            self._reopen()
         except Exception as error:
             now = f"it could not be opened again ({error}), so make the optimizer anew from it"
         else:

@@ -266,6 +266,14 @@ class _Offloaded(Streamed):
             self._take(p, grad, False)
         return copy.weight, copy.gradient
 
+    def weight_here(self, m):
+        copy = self.copies.get(m.p)
+        if m.offloaded and copy is not None and copy.as_of == _mark(m.p):
+            return copy.weight
+        for side in self._ups():
+            side.lead()  # the weight may still be on its way to the GPU
+        return super().weight_here(m)
+
     def arrive(self, members):
         # Weights may still be on their way to the GPU, where nobody reads them before the copies
         # that follow.

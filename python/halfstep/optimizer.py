@@ -613,9 +613,16 @@ class Optimizer(torch.optim.Optimizer):
     def load_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Reads a file of save_safetensors(), or of halfstep_write_optimizer() in C. Parameters are
         matched by name. If the file holds weights too, they go into the parameters."""
-        state_dict, generator, weights = _files.load(self._parts, path)
-        self.load_state_dict(state_dict)
-        self.generator = generator
+        store = self._parts.cache.store
+        state_dict, generator, weights = _files.load(self._parts, path, store is not None)
+        for group in state_dict["param_groups"]:
+            group["generator"] = generator
+        if store is not None and store.takes(state_dict["state"]):
+            store.load(path, state_dict, self.load_state_dict)
+        else:
+            if store is not None:  # which has to be converted
+                state_dict["state"] = _files.load(self._parts, path)[0]["state"]
+            self.load_state_dict(state_dict)
         with torch.no_grad():
             for p, weight in weights:
                 _sharding.stored(p).copy_(weight)

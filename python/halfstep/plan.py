@@ -44,6 +44,9 @@ _BAR = 48
 #: bytes a second. _BUS: one way over a bus to and from pinned memory (PCI Express 5 with 16 lanes)
 #: _HOST: memory in a step of 16 cores; _DEVICE: memory of a GPU (H100)
 _BUS, _HOST, _DEVICE = 55e9, 170e9, 2.5e12
+#: of a file of states: what states are cut into, how many pieces are in memory, and what each is
+#: rounded up to
+_PIECE, _PIECES, _PAGE = 16 << 20, 3, 4096
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -74,6 +77,10 @@ class PlanRow:
     way: str = ""
     seconds: float | None = None
     hidden: bool = False
+    #: with store=: bytes that the file takes of the disk, and that a step reads and writes
+    disk: int = 0
+    read: int = 0
+    written: int = 0
     #: of `host`: the results of steps in advance (overlap=)
     ahead: int = 0
 
@@ -121,6 +128,9 @@ class Plan:
             columns["in all"] = lambda row: _size(row.total)
             if self.offload:
                 columns["host in all"] = lambda row: _size(row.host)
+            if any(row.disk for row in self.rows):
+                for field in ("disk", "read", "written"):
+                    columns[field] = lambda row, field=field: _size(getattr(row, field))
         if self.memory is not None:
             columns["fits"] = lambda row: "yes" if row.fits else "no"
         return list(columns), [[cell(row) for cell in columns.values()] for row in self.rows]
@@ -159,6 +169,11 @@ class Plan:
             ahead = max(row.ahead for row in self.rows)
             if ahead:
                 foot += f"\nResults of steps in advance are up to {_size(ahead)} of the host's."
+        if any(row.disk for row in self.rows):
+            foot += (
+                "\nExtras and states are in a file: its bytes of the disk, and what each step reads"
+                " and writes.\nStates in memory are the pieces that are on their way."
+            )
         if self.memory is not None:
             fitting = sum(bool(row.fits) for row in self.rows)
             text = f"{fitting} of {len(self.rows)} recipes fit into {_size(self.memory)}."
@@ -373,6 +388,7 @@ def plan(
     bus=_BUS,
     host=_HOST,
     device=_DEVICE,
+    store=False,
     overlap=False,
 ) -> Plan:
     """Returns a table of the memory that weights, gradients and optimizer states take under each
@@ -401,14 +417,18 @@ def plan(
     device_memory: bytes (or "24G") of a GPU. For each recipe finds the quickest way that fits, and
         the time that it takes. Ways are states on the GPU, `StateStreaming` and `CPUOffload`, with
         gradients kept, or released if that does not fit. For a single recipe lists all ways.
+    store: states are in a file (the option of that name). Rows say what it takes of the disk, and
+        what each step reads and writes. "states": without weights (store_weights=False).
     bus, host, device: bytes a second for these times: one way over the bus, of CPU memory, and of
         the GPU's memory.
     """
-    if device_memory is not None and (offload or release or memory is not None):
+    if device_memory is not None and (offload or release or store or memory is not None):
         raise ValueError(
-            "device_memory= compares all ways by itself: give it without offload=, release= and"
-            " memory="
+            "device_memory= compares all ways by itself: give it without offload=, release=, store="
+            " and memory="
         )
+    if store not in (False, True, "states"):
+        raise ValueError(f"unknown store={store!r}; known: False, True, 'states'")
     for name, speed in (("bus", bus), ("host", host), ("device", device)):
         if not _abi.is_real(speed) or not speed > 0:
             raise ValueError(
@@ -417,6 +437,11 @@ def plan(
     if offload not in (False, True, "gradients"):
         raise ValueError(f"unknown offload={offload!r}; known: False, True, 'gradients'")
     overlap = window(overlap)
+    if store and overlap:
+        raise ValueError(
+            f"store={store!r} and overlap={overlap!r} exclude each other: steps in advance need"
+            " states in memory"
+        )
     if overlap and (not offload or release):
         raise ValueError(
             f"overlap={overlap!r} is for CPUOffload without gradient release: give it with offload="
@@ -478,7 +503,18 @@ def plan(
         freed = release or offload == "gradients" and not streamed
         gradients = max(each, default=0) if freed else sum(each)
         host = copied = ahead = 0
-        if offload and streamed:
+        disk = read = written = 0
+        if store:
+            kept = [
+                (extra + state, weight * (store is True))
+                for weight, extra, state in map(sizes.get, counted)
+            ]
+            disk, read, written, pieces = _file(recipe, rule, kept)
+            if offload:
+                copied = weights + sum(each)
+                host, pieces = pieces + copied, 0
+            extras, states = 0, pieces
+        elif offload and streamed:
             host, copied = extras + states, 2 * (extras + states)
             extras, states = 0, min(BUFFERS * max(BUFFER_BYTES, largest), host)
         elif offload:
@@ -503,6 +539,9 @@ def plan(
                 None if limit is None else total <= limit,
                 host,
                 copied,
+                disk=disk,
+                read=read,
+                written=written,
                 ahead=ahead,
             )
         )
@@ -517,6 +556,23 @@ def plan(
         device_memory is not None,
         list(notes),
     )
+
+
+def _file(recipe, rule, tensors):
+    """Returns the bytes that a file of states takes of the disk, that a step reads and writes, and
+    that pieces take in memory. `tensors` has the bytes of states and weight of each tensor."""
+    whole = rule.matrix or any(  # tensors that are never cut
+        _abi.formats[name].geometry == _abi.GEOMETRY_TENSOR
+        for name in recipe.split("/")[2].split("+")
+    )
+    half = read = 0
+    largest = _PIECE
+    for states, weight in tensors:
+        half += -(-(states + weight) // _PAGE) * _PAGE
+        cut = states > _PIECE and not whole
+        read += states * (2 if rule.totals or rule.two_pass and cut else 1)
+        largest = max(largest, _PIECE * (states + weight) // states if cut else states + weight)
+    return 2 * half, read, sum(map(sum, tensors)), min(_PIECES * largest, half)
 
 
 def _preference(row):

@@ -1,5 +1,5 @@
 /* States in storage. A walk brings pieces into memory, has the step work on them there, and writes them back. While a
- * tensor's states are in memory, its slots have addresses such that the offsets of the whole tensor lead into the piece.
+ * piece is in memory, the slots of its tensor have addresses such that offsets in the whole tensor lead into the piece.
  * Over 500 lines because pieces, their memory and the walk have one set of invariants. */
 #include <stdlib.h>
 
@@ -95,9 +95,9 @@ static int64_t rows_of_multiple(const struct hstep_tensor *t, int64_t n)
     return n / a;
 }
 
-/* Returns the rows of a piece of a laid out tensor, or 0 if the tensor is one piece. A state in blocks of the flattened
- * tensor is cut where a block begins. If it is summed, it is cut where a tile of the sum begins (hstep_summed_of()). Cuts
- * at tiles also spare partial units, so they are preferred anyway. */
+/* Returns the rows of a piece of a laid out tensor, or 0 if the tensor is one piece. States in blocks of the flattened
+ * tensor are cut where a block begins, and with sums where a tile of the sum begins (hstep_summed_of()). Cuts at tiles
+ * also spare partial units, so they are preferred anyway. */
 static int64_t rows_per_piece(const struct hstep_tensor *t, uint64_t piece_bytes)
 {
     const int64_t tile = rows_of_multiple(t, HSTEP_TILE);

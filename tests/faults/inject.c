@@ -590,6 +590,18 @@ ssize_t DEFINED(write)(int fd, const void *data, size_t bytes)
     return put;
 }
 
+DECLARE_REAL(ssize_t, pwrite, (int fd, const void *data, size_t bytes, off_t offset))
+ssize_t DEFINED(pwrite)(int fd, const void *data, size_t bytes, off_t offset);
+ssize_t DEFINED(pwrite)(int fd, const void *data, size_t bytes, off_t offset)
+{
+    FIND_REAL(pwrite);
+    struct call call = strike(INJECT_pwrite, CALLER);
+    ssize_t put =
+        call.error && call.error != SHORT ? -1 : CALL_REAL(pwrite, (fd, data, shortened(&call, bytes), offset));
+    said(&call, NULL, NULL, fd, put);
+    return put;
+}
+
 /* Always closes, because Linux closes the descriptor even if close() fails. */
 DECLARE_REAL(int, close, (int fd))
 int DEFINED(close)(int fd);
@@ -687,6 +699,8 @@ int DEFINED(fclose)(FILE *file)
 /* With a 64-bit off_t these are the same functions. Other programs were compiled to call these names. */
 int open64(const char *path, int flags, ...) __attribute__((alias("open")));
 ssize_t pread64(int fd, void *data, size_t bytes, off_t offset) __attribute__((alias("pread")));
+ssize_t pwrite64(int fd, const void *data, size_t bytes, off_t offset) __attribute__((alias("pwrite")));
+int posix_fallocate64(int fd, off_t offset, off_t bytes) __attribute__((alias("posix_fallocate")));
 FILE *fopen64(const char *path, const char *mode) __attribute__((alias("fopen")));
 int ftruncate64(int fd, off_t bytes) __attribute__((alias("ftruncate")));
 #endif

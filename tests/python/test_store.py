@@ -19,6 +19,7 @@ from conftest import (
     rules,
     saved,
     set_gradients,
+    states,
     warnings_are,
     weights_of,
 )
@@ -82,10 +83,10 @@ def steps(both, first, last, skip=()):
             opt.zero_grad()
 
 
-def same(both):
+def same(both, compared=everything):
     (a, b), (c, d) = both
     assert weights_of(a) == weights_of(c)
-    assert everything(d) == everything(b)
+    assert compared(d) == compared(b)
 
 
 # ---- The bits of states in memory ----------------------------------------------------------------
@@ -109,7 +110,8 @@ def test_bits(path, cuts, rule, recipe):
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1, "clip": "delayed"}])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_gradient_release(path, options, keeps):
-    both = pair(path, recipe="ecc8-int8", store_weights=keeps, gradient_release=True, **options)
+    options["gradient_release"] = True
+    both = pair(path, recipe="ecc8-int8", store_weights=keeps, **options)
 
     def some(first, last):
         for params, opt in both:
@@ -122,9 +124,8 @@ def test_gradient_release(path, options, keeps):
     same(both)
     both[1][1].close_store()
     params = {n: Parameter(p.detach().clone()) for n, p in both[1][0].items()}
-    formats = RECIPES["ecc8-int8"][1]
-    opt = halfstep.AdamW(params.items(), store=path, gradient_release=True, **formats, **options)
-    both[1] = params, opt
+    options.update(RECIPES["ecc8-int8"][1])
+    both[1] = params, halfstep.AdamW(params.items(), store=path, **options)
     some(4, 6)
     same(both)
 
@@ -148,10 +149,11 @@ def test_micro_batches(path, again):
 
 @pytest.mark.parametrize("recipe", ["kahan", "ecc8-int8"])
 @pytest.mark.parametrize("keeps", [True, False])
-def test_weights_on_a_gpu(gpu, path, recipe, keeps):  # noqa: F811
+@pytest.mark.parametrize("release", [True, False])
+def test_weights_on_a_gpu(gpu, path, recipe, keeps, release):  # noqa: F811
     dtype, formats = RECIPES[recipe]
     values = start(dtype, SHAPES)
-    options = {**formats, "seed": 5, "clip_norm": 0.5}
+    options = {**formats, "seed": 5, "clip_norm": 0.5, "gradient_release": release}
     here = {name: Parameter(v.clone()) for name, v in values.items()}
     plain_one = halfstep.AdamW(here.items(), **options)
 
@@ -338,18 +340,92 @@ def test_state_dictionaries(path, tmp_path):
     same(both)
 
 
-def test_safetensors(path, tmp_path):
+@pytest.mark.parametrize("recipe", ["ecc8-int8", "bf16-sr"])
+def test_safetensors(path, tmp_path, recipe):
+    """Files of both are loaded by both. One of other formats is converted."""
     pytest.importorskip("safetensors.torch")
-    both = pair(path, recipe="ecc8-int8")
+    both, files = pair(path, recipe=recipe), [str(tmp_path / str(i)) for i in range(2)]
     steps(both, 1, 3)
-    both[1][1].save_safetensors(tmp_path / "file")
-    both[0][1].save_safetensors(tmp_path / "memory")
+    for (_, opt), file in zip(both, files):
+        opt.save_safetensors(file)
     steps(both, 3, 4)
     with warnings_are("ignore"):
-        both[0][1].load_safetensors(tmp_path / "file")
-        both[1][1].load_safetensors(tmp_path / "memory")
+        for (_, opt), file in zip(both, reversed(files)):
+            opt.load_safetensors(file)
         steps(both, 4, 6)
+        same(both, states)
+        for _, opt in both:
+            opt.load_safetensors(files[0])
+        same(both, states)
+        other = make(recipe="sr-int4")
+        steps([other], 1, 3)
+        other[1].save_safetensors(files[0])
+        for _, opt in both:
+            opt.load_safetensors(files[0])
+        steps(both, 6, 7)
+    same(both, states)
+    both[1] = resumed(both[1], recipe=recipe)
+    same(both, states)
+
+
+def test_a_safetensors_file_with_a_wrong_number(path, tmp_path):
+    """The optimizer is what its own file holds."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    both = pair(path, recipe="ecc8-int8")
+    steps(both, 1, 3)
+    file = str(tmp_path / "file")
+    both[1][1].save_safetensors(file)
+    steps(both, 3, 4)
+    with safetensors.safe_open(file, "pt") as content:
+        tensors = {key: content.get_tensor(key) for key in content.keys()}
+        metadata = content.metadata()
+    tensors["conv.weight/exp_avg_sq.scale"][3] = -1.0
+    safetensors.save_file(tensors, file, metadata)
+    with pytest.raises(RuntimeError, match="conv.weight"):
+        both[1][1].load_safetensors(file)
     same(both)
+    steps(both, 4, 5)
+    same(both)
+
+
+# ---- What a file takes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_plan(path, keeps):
+    """The two halves of the file are what plan() says; the rest are header and records."""
+    shapes = {"a": (256, 1024), "b": (512, 64)}
+    make(recipe="ecc8-int8", store=path, store_weights=keeps, shapes=shapes)
+    _, header, _ = _store.contents(path)
+    half = sum(-(-(states + weight) // 4096) * 4096 for *_, states, weight in header["pieces"])
+    (row,) = halfstep.plan(shapes, "adamw/bf16-ecc8/int8", store=True if keeps else "states").rows
+    assert row.disk == 2 * half < os.path.getsize(path)
+    assert row.read == sum(piece[3] for piece in header["pieces"])
+    assert row.written == row.read + keeps * row.weights
+    assert row.states == half  # less than three pieces
+    assert "disk" in str(halfstep.plan({"a": (40960, 4096)}, store=True))
+
+
+@pytest.mark.all
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the system counts no bytes")
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "prodigy"])
+def test_bytes_of_a_step(path, rule):
+    """Tensors that are cut, of a rule without sums, with sums over each, with sums over all."""
+
+    def moved():
+        with open("/proc/self/io") as file:
+            return [int(line.split()[1]) for line in file][:2]
+
+    shapes = {"a": (4096, 4096), "b": (4096, 4096)}
+    params, opt = make(rule, states="int8", store=path, shapes=shapes)
+    (row,) = halfstep.plan(shapes, f"{rule}/f32/int8", store=True).rows
+    set_gradients(params, 1)
+    for _ in range(2):
+        before = moved()
+        opt.step()
+        read, written = (b - a for a, b in zip(before, moved()))
+        assert row.read <= read < 1.005 * row.read
+        assert row.written <= written < 1.005 * row.written
 
 
 # ---- Errors --------------------------------------------------------------------------------------

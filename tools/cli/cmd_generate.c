@@ -159,6 +159,8 @@ static int generate_from_store(const struct generate *g)
         if (!weights) no_memory(error, sizeof error);
         else if (load_from_store(g->checkpoint, &shape, weights, error, sizeof error) == 0)
             status = write_text(g, &shape, weights, error, sizeof error);
+    } else if (!error[0]) {
+        snprintf(error, sizeof error, "%s cannot be read", g->checkpoint);
     }
     for (int i = 0; weights && i < tensors; i++) free((void *)weights[i].data);
     free(weights);

@@ -369,6 +369,7 @@ static int inspect_store(const char *path, const struct inspect *inspect)
     if (store_about_read(path, &about, error, sizeof error) != 0) status = failure("inspect", "%s", error);
     const char *saved = status ? NULL : store_pairs_find(&about.values, "trainer.json");
     char *copy = saved ? strdup(saved) : NULL;
+    if (saved && !copy) status = failure("inspect", "out of memory");
     /* Another program's has no options that could be listed here. */
     if (copy && trainer_file_take(copy, strlen(copy), path, &trainer, error, sizeof error) != HALFSTEP_OK)
         trainer_file_free(&trainer);

@@ -40,6 +40,9 @@ static const char lm_notes[] =
     "same. So do a terminal that closes (SIGHUP) and a closed pipe (SIGPIPE), unless they are ignored, as under\n"
     "nohup.\n"
     "\n"
+    "With --store FILE the states are in a file, of which memory has a few pieces. Each step makes itself durable,\n"
+    "so a kill loses no whole step. The file keeps the last losses; the whole curve is in --log.\n"
+    "\n"
     "Under mpirun the processes share the micro-steps, and the rows of the optimizer's states. The results have the\n"
     "bits of one process with --accumulator tree. Rank 0 writes progress, log, checkpoint and results; memory and\n"
     "threads in the results are those of rank 0. See docs/scale.md.\n"
@@ -49,6 +52,7 @@ static const char lm_notes[] =
     "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --steps 2000 --checkpoint run\n"
     "  halfstep train lm --data books/ more.txt.gz --checkpoint run\n"
     "  halfstep train lm --checkpoint run --resume --steps 4000\n"
+    "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --store run.states\n"
     "  mpirun -n 4 halfstep train lm --data book.txt --micro-steps 8 --checkpoint run\n";
 
 static const struct command lm_command = {
@@ -79,9 +83,10 @@ void print_held(const struct run_result *r)
     printf("memory held:\n");
     print_bytes_line("weights", r->weight_bytes, n);
     print_bytes_line("gradients", r->gradient_bytes, n);
-    print_bytes_line("states", r->state_bytes, n);
-    print_bytes_line("total", r->weight_bytes + r->gradient_bytes + r->state_bytes, n);
+    if (!r->stored) print_bytes_line("states", r->state_bytes, n);
+    print_bytes_line("total", run_held_bytes(r), n);
     if (r->peak_process_bytes) print_bytes_line("process", r->peak_process_bytes, n);
+    if (r->stored) print_bytes_line("in a file", r->state_bytes, n);
     if (r->fell_back)
         printf("  (%d tensors are too small for the block formats of the recipe and are stored without blocks)\n",
                r->fell_back);

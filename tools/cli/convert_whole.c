@@ -93,6 +93,7 @@ static int from_store(const char *from, const char *to, const char *target, int 
     } else {
         bad = save_files(&file, to, step, error, sizeof error) != 0;
     }
+    if (bad && !error[0]) snprintf(error, sizeof error, "%s cannot be read", from);
     int status = bad ? failure("convert", "%s", error) : print_result(to, target, file.optimizer, step, json);
     store_file_close(&file);
     return status;

@@ -321,6 +321,8 @@ int hstep_engine_publish(hstep_engine *e, hstep_error *error)
         free(e->temporary);
         e->temporary = NULL;
         code = hstep_sync_directory(folder, error);
+        /* A creation that failed leaves nothing behind. */
+        if (code) unlink(e->path);
     }
     free(folder);
     return code;

@@ -244,9 +244,8 @@ static int read_slot(const hstep_file *file, const hstep_layout *layout, uint64_
         return HALFSTEP_OK;
     }
     int code = hstep_read_at(file, begin, slot, sizeof *slot, error);
-    if (code == HALFSTEP_ERROR_IO) *damaged = 1;
-    if (code || !memcmp(slot, &none, sizeof none)) return code == HALFSTEP_ERROR_IO ? HALFSTEP_OK : code;
-    *damaged = 1;
+    *damaged = code || memcmp(slot, &none, sizeof none) != 0;
+    if (code || !*damaged) return code;
     if (memcmp(slot->magic, slot_magic, sizeof slot->magic) || slot->generation % 2 != place || !slot->generation ||
         slot->json_bytes > layout->slot_bytes - sizeof *slot)
         return HALFSTEP_OK;
@@ -257,7 +256,7 @@ static int read_slot(const hstep_file *file, const hstep_layout *layout, uint64_
     *damaged = code || slot_crc(*slot, read) != slot->crc64;
     if (*damaged) free(read);
     else *text = read;
-    return code == HALFSTEP_ERROR_IO ? HALFSTEP_OK : code;
+    return code;
 }
 
 int hstep_read_commit(const hstep_file *file, const hstep_layout *layout, hstep_commit *commit, char **copy,
@@ -269,11 +268,15 @@ int hstep_read_commit(const hstep_file *file, const hstep_layout *layout, hstep_
     const char *path = hstep_file_path(file);
     memset(commit, 0, sizeof *commit);
     int code = read_slot(file, layout, 0, &slot[0], &text[0], &damaged[0], error);
-    if (!code) code = read_slot(file, layout, 1, &slot[1], &text[1], &damaged[1], error);
+    /* A record that the disk does not give is a damaged one. */
+    if (!code || code == HALFSTEP_ERROR_IO) {
+        const int second = read_slot(file, layout, 1, &slot[1], &text[1], &damaged[1], error);
+        code = second && second != HALFSTEP_ERROR_IO ? second : code ? code : second;
+    }
     const int newest = text[1] && (!text[0] || slot[1].generation > slot[0].generation);
     commit->text = text[newest];
     free(text[!newest]);
-    if (code) return code;
+    if (code && (code != HALFSTEP_ERROR_IO || !commit->text)) return code;
     if (!commit->text)
         return hstep_fail(error, HALFSTEP_ERROR_FORMAT,
                           "%s: both of its records are damaged, so nothing says which step its states are of", path);

@@ -34,8 +34,9 @@ struct halfstep_store {
     uint64_t *weight_bytes;
     int32_t tensor_count;
     hstep_buffer record;
-    char *slot; /* aligned memory of slot_bytes */
-    int lost;   /* 1: something could not be written */
+    char *slot;    /* aligned memory of slot_bytes */
+    int fell_back; /* 1: opened with one damaged record */
+    int lost;      /* 1: something could not be written */
     char text[600];
 };
 
@@ -430,7 +431,7 @@ int halfstep_store_create(const char *path, halfstep_optimizer *optimizer, void 
     s->layout.piece_bytes = options.piece_bytes;
     if (s->layout.has_weights && !weights)
         code = hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT,
-                          "halfstep_store_create: weights are NULL; give them, or set without_weights");
+                          "halfstep_store_create: NULL weights; give them, or set without_weights");
     if (!code) code = describe_tensors(s, optimizer, &s->header, &error);
     if (!code) code = bind(s, optimizer, &error);
     if (!code) code = describe_pieces(s, &s->header, &error);
@@ -478,6 +479,7 @@ static int take_record(halfstep_store *s, const hstep_commit *record, hstep_erro
         return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its record has %llu hashes of weights instead of %llu",
                           s->path, ull(record->hash_count), ull(expected));
     s->generation = record->generation;
+    s->fell_back = record->fell_back;
     for (int64_t i = 0; i < s->piece_count; i++) {
         s->pieces[i].current = record->halves[i];
         s->pieces[i].sum = record->sums[i];
@@ -588,6 +590,16 @@ static int open_parts(halfstep_store *s, halfstep_optimizer *optimizer, const hs
     return code;
 }
 
+/* Says that the record that counts is the only sound one. */
+static void note_damage(const char *path, uint64_t generation, hstep_error *error)
+{
+    hstep_fail(
+        error, HALFSTEP_OK,
+        "note: one of the two records of %s is damaged, so the other one counts, number %llu. A step that was cut "
+        "short by a kill or a loss of power leaves that",
+        path, ull(generation));
+}
+
 int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *const *weights,
                         const halfstep_store_options *theirs, halfstep_store **store, char *text, size_t text_size)
 {
@@ -606,6 +618,7 @@ int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *c
     if (!code && weights)
         code = s->layout.has_weights ? read_weights(s, weights, &error) : check_hashes(s, weights, &error);
     if (code) return give_up(s, code);
+    if (s->fell_back) note_damage(path, s->generation, &error);
     *store = s;
     return HALFSTEP_OK;
 }
@@ -686,6 +699,7 @@ int halfstep_store_get_info(const char *path, halfstep_store_info *info, char *t
         ours.pieces = layout.pieces;
         ours.generation = record.generation;
         ours.steps = most_steps(&record.metadata);
+        if (record.fell_back) note_damage(path, record.generation, &error);
     }
     hstep_free_commit(&record);
     hstep_close(file);

@@ -36,7 +36,7 @@ static int hash_stream(const struct holding *holding, int32_t tensor, int32_t sl
     return bad ? -1 : 0;
 }
 
-uint64_t holding_hash(const struct holding *holding)
+int holding_hash(const struct holding *holding, uint64_t *hash)
 {
     uint64_t h = HASH_START;
     int bad = 0;
@@ -49,7 +49,8 @@ uint64_t holding_hash(const struct holding *holding)
             if (info.extra_bytes) bad |= hash_stream(holding, i, slot, 1, info.extra, info.extra_bytes, &h) != 0;
         }
     }
-    return bad ? 0 : hash_finish(h);
+    *hash = hash_finish(h);
+    return bad ? -1 : 0;
 }
 
 int checkpoint_open_quickly(halfstep_checkpoint **checkpoint, const char *path, char *error, size_t error_bytes)

@@ -51,9 +51,9 @@ int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, 
                              const void *codes, const struct first_weights *from, uint64_t *changed, char *error,
                              size_t error_bytes);
 
-/* Returns a hash of every weight and state bit, tensor after tensor: weight codes, their extra stream, then codes and
- * scales or extras of each state. 0 if the file that has the states cannot be read, or without memory. */
-uint64_t holding_hash(const struct holding *holding);
+/* Computes a hash of every weight and state bit, tensor after tensor: weight codes, their extra stream, then codes and
+ * scales or extras of each state. Returns 0, or -1 without a text if states in a file cannot be read. */
+int holding_hash(const struct holding *holding, uint64_t *hash);
 /* Points `slot`, the weight's, to its extra stream, if that is in a file. The caller frees `*copy`. Returns 0, or -1
  * without a text. */
 int holding_extra(const struct holding *holding, int32_t tensor, halfstep_slot_info *slot, void **copy);

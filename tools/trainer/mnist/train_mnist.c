@@ -377,7 +377,7 @@ static void fill_result(struct mnist_run *m)
     r->train_loss = history->n_points ? history->point[history->n_points - 1].train_loss : NAN;
     if (m->result->diverged) r->train_loss = r->val_loss = NAN;
     r->activation_bytes = cnn_activation_bytes(m->model);
-    r->state_hash = holding_hash(&run->holding);
+    holding_hash(&run->holding, &r->state_hash);
     r->weights_changed = weights_changed(m);
     m->result->batch = run->config->batch;
     m->result->epochs = m->epoch;

@@ -149,6 +149,7 @@ struct run_result {
     int ranks;             /* number of processes */
     int agreed;            /* all ranks know of the failure; if not, the other ranks still run */
     uint64_t job_received; /* bytes that all ranks together have received in steps */
+    int stored;            /* state_bytes are in a file, with the extra streams of weights */
     int tensors_skip;      /* skipped_steps counts tensors, not steps */
     double train_loss;     /* mean of the last (up to 20) steps, NaN without any */
     double val_loss;
@@ -175,6 +176,8 @@ struct run_result {
 int train_run(const struct run_config *config, const struct run_data *data, struct progress *progress,
               struct run_result *result, char *error, size_t error_bytes);
 
+/* Returns the bytes of weights, gradients and states that memory holds. */
+uint64_t run_held_bytes(const struct run_result *result);
 /* Builds a new document with the result. */
 void run_result_document(struct document *document, const struct run_result *result);
 void run_result_free(struct run_result *result);

@@ -319,8 +319,9 @@ int run_build(struct run *run)
     run->holding = (struct holding){&run->shape, run->optimizer, run->own_weights, run->tensors};
     uint64_t extras, states;
     halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &result->fell_back);
-    result->weight_bytes += extras;
-    result->state_bytes = states;
+    result->stored = c->store != NULL;
+    result->weight_bytes += result->stored ? 0 : extras;
+    result->state_bytes = states + (result->stored ? extras : 0);
     return build_model(run);
 }
 

@@ -86,7 +86,9 @@ static int fill_whole(struct run *run)
     struct holding whole;
     int status = ranks_collect(run, &whole);
     if (!status && run->rank == 0) {
-        run->result->state_hash = holding_hash(&whole);
+        if (holding_hash(&whole, &run->result->state_hash) != 0)
+            status =
+                run_fail(run, "%s: the states cannot be read, or there is not enough memory", run_place(run->config));
         run->result->weights_changed = weights_changed(run, &whole);
     }
     ranks_drop(run, &whole);
