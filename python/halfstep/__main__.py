@@ -115,6 +115,7 @@ def show_plan(given):
             memory=given.memory,
             offload=given.offload,
             overlap=given.overlap or False,
+            store=given.store,
             device_memory=given.device_memory,
         )
     )
@@ -211,6 +212,11 @@ def main(arguments=None):
         const=True,
         metavar="BYTES",
         help="with --offload: parameters are stepped in advance, into at most so many bytes (8G)",
+    )
+    one.add_argument(
+        "--store",
+        action="store_true",
+        help="states are in a file: what it takes of the disk, and of each step",
     )
     about = "check that every instruction set of this machine computes the expected bits"
     command("verify", verify, about)
