@@ -303,6 +303,7 @@ signatures = {
     "bind_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_void_p),
     "bind_record": (c_int, _handle, c_int32, POINTER(RecordPlaces)),
     "bind_hyper": (c_int, _handle, c_int32, c_char_p, c_void_p),
+    "flush": (c_int, _handle, _pointers),
     "read_bytes": (c_int, _handle, c_int32, c_int32, c_int32, c_uint64, c_uint64, c_void_p),
     "write_bytes": (c_int, _handle, c_int32, c_int32, c_int32, c_uint64, c_uint64, c_void_p),
     "abi": (c_int32,),
