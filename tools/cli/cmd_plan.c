@@ -65,27 +65,28 @@ struct forecast {
 
 /* ---- A file of states -------------------------------------------------------------------------------------------- */
 
-/* Returns how often a step reads a recipe's states: twice if sums over whole tensors come before their update. */
-static int reads_of(const char *recipe)
+enum { PAGE = 4096, PIECE = 16 << 20, IN_MEMORY = 3 }; /* bytes, and pieces */
+
+/* Returns 1 if the states of each tensor are one piece, however large: those of matrices, and those with one scale. */
+static int never_cut(const char *recipe)
 {
-    const halfstep_rule_info rule = rule_info(recipe_rule(recipe));
-    int sums = rule.two_pass || rule.totals > 0;
     struct recipe_parts parts;
     recipe_split(recipe, &parts);
+    int whole = rule_info(recipe_rule(recipe)).matrix;
     for (char *name = strtok(parts.states, "+"); name; name = strtok(NULL, "+"))
-        sums |= format_named(name).geometry == HALFSTEP_GEOMETRY_TENSOR;
-    return 1 + sums;
+        whole |= format_named(name).geometry == HALFSTEP_GEOMETRY_TENSOR;
+    return whole;
 }
 
-/* Adds a tensor to the file. `stored` bytes are read, and written with the weight. Memory holds three of the largest
- * pieces, or all. Rules of matrices have each tensor in one piece. */
+/* Adds a tensor to the file. `stored` bytes are read, and written with the weight. They are read twice for sums over
+ * all tensors, and for sums over a tensor of several pieces. Memory holds three of the largest pieces, or all. */
 static void add_stored(struct forecast *f, double stored, double weight)
 {
-    enum { PAGE = 4096, PIECE = 16 << 20, IN_MEMORY = 3 };
-    const double cut = rule_info(recipe_rule(f->recipe)).matrix || stored < PIECE ? 1 : stored / PIECE;
-    const double piece = (stored + weight) / cut;
+    const halfstep_rule_info rule = rule_info(recipe_rule(f->recipe));
+    const int cut = stored > PIECE && !never_cut(f->recipe);
+    const double piece = cut ? PIECE * (stored + weight) / stored : stored + weight;
     f->half += ceil((stored + weight) / PAGE) * PAGE;
-    f->read += stored * reads_of(f->recipe);
+    f->read += stored * (rule.totals || (rule.two_pass && cut) ? 2 : 1);
     f->written += stored + weight;
     f->largest = fmax(f->largest, fmax(piece, PIECE));
     f->buffers = fmin(IN_MEMORY * f->largest, f->half);
@@ -101,8 +102,7 @@ static double disk_seconds(const struct plan *plan, const struct forecast *f)
  * long it takes. */
 static double terabytes_a_day(const struct plan *plan, const struct forecast *f)
 {
-    const double disk = plan->bandwidth > 0 ? disk_seconds(plan, f) : 0;
-    const double step = plan->step_time > disk ? plan->step_time : disk;
+    const double step = fmax(plan->step_time, plan->bandwidth > 0 ? disk_seconds(plan, f) : 0);
     return step > 0 ? f->written / step * 86400 / 1e12 : NAN;
 }
 
@@ -145,7 +145,12 @@ static int add_params(const struct plan *plan, struct forecast *f, double gradie
     f->extras = (double)extra * scale;
     f->states = (double)states * scale;
     f->gradient_bytes = plan->params * gradient_bytes / (plan->release ? (double)plan->layers : 1);
-    if (plan->store) add_stored(f, f->extras + f->states, f->weights);
+    if (!plan->store) return 0;
+    add_stored(f, (double)(extra + states), (double)weight);
+    f->half *= scale;
+    f->read *= scale;
+    f->written *= scale;
+    f->buffers = fmin(IN_MEMORY * f->largest, f->half);
     return 0;
 }
 
@@ -280,20 +285,20 @@ static void print_stores(const struct plan *plan, const struct forecast *list, i
     for (int i = 0; i < n; i++) {
         const struct forecast *f = &list[i];
         char size[4][32];
-        size_text(2 * f->half, size[0]);
-        size_text(f->buffers, size[1]);
-        size_text(f->read, size[2]);
-        size_text(f->written, size[3]);
+        const double bytes[] = {2 * f->half, f->buffers, f->read, f->written};
+        for (int k = 0; k < 4; k++) size_text(bytes[k], size[k]);
         printf("%-*s  %10s %10s %11s %10s", width, f->recipe, size[0], size[1], size[2], size[3]);
         if (plan->bandwidth > 0) printf(" %9.3g", disk_seconds(plan, f));
         if (plan->bandwidth > 0 || plan->step_time > 0) printf(" %9.3g", terabytes_a_day(plan, f));
         printf("\n");
     }
-    printf("\nThe file holds all twice, weights too: the last whole step, and the one that is being written.\n");
     printf(
-        "Without weights in the file (Python: store_weights=False), their bytes are spared twice on the disk and once "
-        "in each step.\n");
-    printf("Rules with sums over whole tensors read their states twice a step.\n");
+        "\nThe file holds all twice, weights too: the last whole step, and the one that is being written. Its records\n"
+        "take a few MiB more. States in memory are the pieces that are on their way.\n");
+    printf("Without weights in the file (Python: store_weights=False), their bytes are spared twice on the disk and\n"
+           "once in each step.\n");
+    printf("Rules with sums over all tensors read the file twice a step, those with sums over a tensor its large "
+           "tensors.\n");
 }
 
 /* Prints a bar for each recipe, whose length is the memory of the recipe. A | marks the memory of --memory. */
@@ -303,11 +308,11 @@ static void print_bars(const struct plan *plan, const struct forecast *list, int
     const struct {
         const char *sign, *name;
         size_t bytes;
-    } parts[PARTS] = {{"█", "weights", offsetof(struct forecast, weights)},
-                      {"▓", "extras", plan->store ? 0 : offsetof(struct forecast, extras)},
-                      {"▒", "gradients", offsetof(struct forecast, gradient_bytes)},
-                      {"░", plan->store ? "pieces of states" : "states",
-                       plan->store ? offsetof(struct forecast, buffers) : offsetof(struct forecast, states)}};
+    } parts[PARTS] = {
+        {"█", "weights", offsetof(struct forecast, weights)},
+        {"▓", "extras", plan->store ? 0 : offsetof(struct forecast, extras)},
+        {"▒", "gradients", offsetof(struct forecast, gradient_bytes)},
+        {"░", "states", plan->store ? offsetof(struct forecast, buffers) : offsetof(struct forecast, states)}};
     int used[PARTS] = {0};
     char size[32];
     double longest = plan->memory ? (double)plan->memory : 1;
