@@ -376,7 +376,7 @@ def test_growth_of_the_peak(fake, tmp_path):
             file.write("5")  # the peak so far is forgotten
         before = status("VmRSS")
         opt = cls(params.items(), threads=2, **options)
-        for _ in range(2 if "overlap" in where else 1):  # the first step makes no results in advance
+        for _ in range(2 if "overlap" in where else 1):  # the first has no results in advance
             for p in params.values():
                 for hook in (p._post_accumulate_grad_hooks or {}).values():
                     hook(p)
