@@ -63,8 +63,7 @@ static const struct {
     {HASH, LM "--steps 2 --recipe adamw/bf16-kahan/int8 --store new.csv --json"},
     {HASH, LM "--steps 1 --init kept --recipe adamw/bf16-kahan --json"},
     {ALL, "generate --checkpoint kept --bytes 6 --threads 1"},
-    /* If one of the two records cannot be read, the other one counts. */
-    {NOTHING, "inspect kept --json"},
+    {ALL, "inspect kept --json"},
     {ALL, "convert kept new --to checkpoint"},
     {ALL, "convert kept new.csv --to optimizer"},
     {ALL, "convert kahan new.csv --to store --json"},

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import json
 import os
+import sys
 from collections.abc import MutableMapping
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from functools import lru_cache
@@ -150,6 +151,16 @@ class StoredState(MutableMapping, dict):
     def __copy__(self):
         return self.copy()
 
+    def __or__(self, other):
+        return {**self, **other}
+
+    def __ror__(self, other):
+        return {**other, **self}
+
+    def __ior__(self, other):
+        self.update(other)
+        return self
+
     def __deepcopy__(self, memo):
         return copy.deepcopy(self.copy(), memo)
 
@@ -171,7 +182,7 @@ class Store:
     part        the handle that is bound to it. It outlives its engine until the next is bound
     indices     the tensors of that handle, by parameter
     places      (group, position) of the parameters that the file holds, or None before it is made
-    versions    the versions of weights as the file holds them, by parameter
+    versions    _mark() of weights as the file holds them, by parameter
     held        True while what is loaded is not to be made durable yet
     """
 
@@ -189,8 +200,9 @@ class Store:
         """The path of the file, or None for states in memory."""
         return self.groups.options.store
 
-    def __del__(self):
-        self.close()
+    def __del__(self, exiting=sys.is_finalizing):
+        if not exiting():  # else modules may be gone already
+            self.close()
 
     def close(self):
         """Closes the file, for good unless `closed` is reset."""
@@ -339,7 +351,7 @@ class Store:
                         stored(m.p).copy_(weight)
             increment_versions([m.p for m in engine.members])
             self.groups.show_estimates()
-        self.versions = {m.p: version(m.p) for m in engine.members}
+        self.versions = {m.p: _mark(m.p) for m in engine.members}
 
     @staticmethod
     def _numbers(m):
@@ -417,7 +429,7 @@ class Store:
                 if not all and engine.gradients[i] is not None:
                     continue
                 engine.weights[i] = None
-                if version(m.p) != self.versions.get(m.p):
+                if _mark(m.p) != self.versions.get(m.p):
                     engine.weights[i] = self._bring_weight(m, keep)
         places = {p: i for i, p in enumerate(self.groups.params())}
         text = json.dumps(
@@ -434,7 +446,7 @@ class Store:
         """Writes a weight into the file, or returns its address if the file keeps only hashes."""
         weight = self.placement.weight_here(m)
         keep.append(weight)
-        self.versions[m.p] = version(m.p)
+        self.versions[m.p] = _mark(m.p)
         if not self.groups.options.store_weights:
             return weight.data_ptr()
         size = weight.numel() * weight.element_size()
@@ -453,7 +465,7 @@ class Store:
 
     def stepped(self, params):
         """Notes that a step wrote these weights, here and in the file."""
-        self.versions.update((p, version(p)) for p in params)
+        self.versions.update((p, _mark(p)) for p in params)
 
     def settle(self):
         """Brings the states of a loaded dictionary into the file, and makes them durable."""
@@ -538,6 +550,11 @@ class Store:
             f" after {self.path} and its disk; {now}",
             code,
         )
+
+
+def _mark(p):
+    """Returns a mark of a weight that changes when the weight is written or replaced."""
+    return version(p), stored(p).data_ptr()
 
 
 def _plain(group):

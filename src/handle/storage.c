@@ -418,9 +418,7 @@ static int begin_read(struct hstep_storage *st, struct piece *p, int whole)
     const uint64_t bytes = p->state_bytes + (whole || p->resident ? p->weight_bytes : 0);
     if (p->loaded || !bytes) return HALFSTEP_OK;
     p->loaded = p->resident;
-    const int error = st->table.read(st->table.host, p - st->pieces, p->place, bytes);
-    if (error) p->loaded = 0;
-    return error;
+    return st->table.read(st->table.host, p - st->pieces, p->place, bytes);
 }
 
 static int begin_write(struct hstep_storage *st, const struct piece *p)

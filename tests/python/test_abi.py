@@ -95,6 +95,17 @@ def test_signature(name):
     assert function.restype is expected, result
 
 
+def test_every_function_that_the_package_calls_has_a_signature():
+    # ctypes would pass an address as a C int.
+    package = Path(_abi.__file__).parent
+    called = {
+        name
+        for file in package.rglob("*.py")
+        for name in re.findall(r"\blib\.halfstep_(\w+)", file.read_text())
+    }
+    assert called and not called - set(_abi.signatures)
+
+
 def c_values(folder, expressions):
     """Returns integers that the compiler computes from expressions over the header."""
     program = folder / "values.c"

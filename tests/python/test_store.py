@@ -266,7 +266,15 @@ def test_state_of_a_parameter(path):
     assert "exp_avg.codes" in file and "exp_avg" not in file and file.get("nothing", 5) == 5
     assert float(file["step"]) == 2.0 and "in a file" in repr(file)
     for made in (
-        *(dict(file), {**file}, file.copy(), copy.copy(file), copy.deepcopy(file)),
+        *(
+            dict(file),
+            {**file},
+            file | {},
+            {} | file,
+            file.copy(),
+            copy.copy(file),
+            copy.deepcopy(file),
+        ),
         pickle.loads(pickle.dumps(file)),
         dict(file.items()),
     ):

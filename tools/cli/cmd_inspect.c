@@ -370,9 +370,10 @@ static int inspect_store(const char *path, const struct inspect *inspect)
     const char *saved = status ? NULL : store_pairs_find(&about.values, "trainer.json");
     char *copy = saved ? strdup(saved) : NULL;
     if (saved && !copy) status = failure("inspect", "out of memory");
+    int code = copy ? trainer_file_take(copy, strlen(copy), path, &trainer, error, sizeof error) : HALFSTEP_OK;
     /* Another program's has no options that could be listed here. */
-    if (copy && trainer_file_take(copy, strlen(copy), path, &trainer, error, sizeof error) != HALFSTEP_OK)
-        trainer_file_free(&trainer);
+    if (code == HALFSTEP_ERROR_FORMAT) trainer_file_free(&trainer);
+    else if (code != HALFSTEP_OK) status = failure("inspect", "%s", error);
     if (!status && inspect->json) {
         put_store(&document, path, &about, &trainer);
         status = document_print(&document);

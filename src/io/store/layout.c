@@ -267,16 +267,13 @@ int hstep_read_commit(const hstep_file *file, const hstep_layout *layout, hstep_
     int damaged[2] = {0, 0};
     const char *path = hstep_file_path(file);
     memset(commit, 0, sizeof *commit);
+    /* A record that the disk does not give may be sound, so it does not count as damaged. */
     int code = read_slot(file, layout, 0, &slot[0], &text[0], &damaged[0], error);
-    /* A record that the disk does not give is a damaged one. */
-    if (!code || code == HALFSTEP_ERROR_IO) {
-        const int second = read_slot(file, layout, 1, &slot[1], &text[1], &damaged[1], error);
-        code = second && second != HALFSTEP_ERROR_IO ? second : code ? code : second;
-    }
+    if (!code) code = read_slot(file, layout, 1, &slot[1], &text[1], &damaged[1], error);
     const int newest = text[1] && (!text[0] || slot[1].generation > slot[0].generation);
     commit->text = text[newest];
     free(text[!newest]);
-    if (code && (code != HALFSTEP_ERROR_IO || !commit->text)) return code;
+    if (code) return code;
     if (!commit->text)
         return hstep_fail(error, HALFSTEP_ERROR_FORMAT,
                           "%s: both of its records are damaged, so nothing says which step its states are of", path);
