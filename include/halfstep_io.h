@@ -216,8 +216,9 @@ typedef struct halfstep_store halfstep_store;
 /* Zero bytes are the defaults. */
 typedef struct halfstep_store_options {
     uint32_t struct_size;     /* sizeof(halfstep_store_options) */
-    int32_t without_weights;  /* of a new file. 1: it keeps no weights, only a hash of each, and can be opened with exactly
-                                 the weights of its last step only */
+    int32_t without_weights;  /* of a new file. 1: it keeps no weights, only a hash of each, and can be opened only with
+                                 the weights of its last step. After a micro-step, and after a ROUND whose call had no
+                                 weights, it does not know them, and takes any */
     uint64_t memory;          /* bytes that pieces may take in memory; 0: the least */
     uint64_t piece_bytes;     /* of a new file: larger states are cut by rows; 0: 16 MiB */
     int32_t buffered;         /* 1: through the page cache. 0: past it, where the file system can do that */

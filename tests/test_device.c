@@ -363,6 +363,8 @@ static void test_waits(void)
         halfstep_optimizer *o = new_optimizer(recipes[k], 0, 0);
         MUST(halfstep_set_hyper(o, ALL_GROUPS, "clip_norm", 1.0));
         ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = 64, .row_length = 64, .gradient = "f32");
+        SIZED(halfstep_storage, storage);
+        EXPECT_NAMED(o, halfstep_bind_storage(o, &storage), UNSUPPORTED, "in storage");
         MUST(halfstep_allocate_states(o));
         for (int step = 0; step < 3; step++) {
             long before = queue.waits;

@@ -246,11 +246,10 @@ static int open_run(run *r, const char *path)
 
 static const char *path_of(const char *name) { return path_in(scratch, name); }
 
-static void test_resume(void)
+static void test_resume(const char *path, const halfstep_store_options *options)
 {
     run r;
-    const char *path = path_of("resume");
-    WORKS(create(&r, path, NULL));
+    WORKS(create(&r, path, options));
     for (int i = 0; i < STEPS && !test_group_failed; i++) {
         CHECK(is_at(&r, (uint64_t)i), "other weights before step %d", i);
         CHECK(!step(&r), "step %d: %s", i, halfstep_error_detail(r.optimizer));
@@ -478,6 +477,14 @@ static void test_without_weights(void)
     memcpy(r.weights, expected[3], sizeof r.weights);
     WORKS(halfstep_store_open(path, r.optimizer, r.places, NULL, &r.store, TEXT));
     CHECK(!step(&r) && is_at(&r, 4), "other states");
+    end_run(&r);
+    /* After a micro-step, whose call has no weights, weights are not known. */
+    make_run(&r);
+    WORKS(halfstep_store_open(path, r.optimizer, NULL, NULL, &r.store, TEXT));
+    CHECK(!accumulate_states(r.optimizer, gradients_of(4)), "%s", halfstep_error_detail(r.optimizer));
+    end_run(&r);
+    make_run(&r);
+    WORKS(halfstep_store_open(path, r.optimizer, r.places, NULL, &r.store, TEXT));
     end_run(&r);
     WORKS(halfstep_store_get_info(path, &info, TEXT));
     CHECK(!info.has_weights && info.steps == 4, "wrong info");
@@ -792,7 +799,16 @@ int main(int argc, char **argv)
     if (kills) test_filter = "kills";
     make_scratch("store");
     make_expected();
-    TEST("a run that is closed and opened has the bits of one that goes on") test_resume();
+    TEST("a run that is closed and opened has the bits of one that goes on") {
+        SIZED(halfstep_store_info, info);
+        test_resume(path_of("resume"), NULL);
+        test_resume(path_of("cut"), &(halfstep_store_options){.struct_size = sizeof(halfstep_store_options),
+                                                              .piece_bytes = 2000,
+                                                              .buffered = 1});
+        WORKS(halfstep_store_get_info(path_of("cut"), &info, TEXT));
+        CHECK(info.pieces > TENSORS + 4, "only %llu pieces", ull(info.pieces));
+        halfstep_store_free_info(&info);
+    }
     TEST("what is of another optimizer, damaged or in use is refused") test_refusals();
     TEST("options that a store cannot have") test_options();
     TEST("values, and a description without an optimizer") test_values();

@@ -231,7 +231,7 @@ class Store:
         are there."""
         self.residuals.wrote(list(self.cache.build(decides=False).guarded))
 
-    def _refuse_options(self, compiled):
+    def _refuse_options(self, compiled=False):
         options = self.groups.options
         apart = "each rank would have a file, and they could be one step apart"
         for name, given, why in (
@@ -292,6 +292,7 @@ class Store:
         """Binds the file to the handle of a new engine. Puts a StoredState in place of every other
         state, and what such a state holds into the file. `state` and `meant` are as in Engine.
         Returns the parameters whose residual or error code was made here."""
+        self._refuse_options()
         if len(engine.parts) != 1 or engine.asynchronous:
             name, device = next(
                 (m.name, m.device) for m in engine.members if _devices.is_asynchronous(m.device)

@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import signal
+import tempfile
 
 import pytest
 import torch
@@ -41,7 +42,11 @@ except RuntimeError as reason:
 
 @pytest.fixture
 def path(tmp_path):
-    return str(tmp_path / "run.states")
+    """The path of a file, in memory where the system has such a place, because each step waits for
+    the disk."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield os.path.join(folder, "run.states")
 
 
 @pytest.fixture
@@ -294,6 +299,46 @@ def test_state_of_a_parameter(path):
     same(both)
 
 
+def test_what_others_change(path, cuts):
+    """States and options that change between steps, also while some pieces stay in memory."""
+    both = [make(recipe="ecc8-int8"), make(recipe="ecc8-int8", store=path, store_memory="36K")]
+
+    def change(act):
+        for params, opt in both:
+            act(opt, opt.state, params["bias"])
+
+    def count(opt, state, p):
+        state[p]["step"] = torch.tensor(7.0)
+
+    def replace(opt, state, p):
+        state[p] = dict(state[p])
+
+    def options(opt, state, p):
+        opt.clip_norm = 0.2
+        opt.param_groups[0].update(lr=0.1, betas=(0.8, 0.9), cautious=True)
+
+    steps(both, 1, 3)
+    for i, act in enumerate(
+        (
+            lambda opt, state, p: state.clear(),
+            replace,
+            count,
+            lambda opt, state, p: state[p]["step"].fill_(9.0),
+            lambda opt, state, p: state.pop(p),
+            options,
+        )
+    ):
+        change(act)
+        steps(both, i + 3, i + 4)
+        same(both)
+    change(lambda opt, state, p: opt.param_groups[0].update(states="bf16-sr"))
+    with pytest.raises(RuntimeError, match="body.weight.*bf16-sr here.*int8 in the file"):
+        steps(both[1:], 9, 10)
+    change(lambda opt, state, p: opt.param_groups[0].update(states="int8"))
+    steps(both, 9, 10)
+    same(both)
+
+
 def test_reading_and_writing_as_numbers(path):
     both = pair(path, recipe="ecc8-int8")
     steps(both, 1, 3)
@@ -486,23 +531,42 @@ def test_weights_that_are_not_those_of_the_file(path):
     assert opt.param_groups[0]["group_steps"] == 2
 
 
-def test_a_full_disk(path):
-    """Making fails at once. A step that fails leaves the last whole step, here and in the file."""
+@pytest.fixture
+def full():
+    """A function that lets files grow no further, or again. Puts back what was."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
-        refused("bytes", RuntimeError, store=path)
-        assert not os.path.exists(path)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        both = pair(path, recipe="kahan", clip_norm=0.5)
-        steps(both, 1, 3)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
-        with pytest.raises(RuntimeError, match="run.states.*are those of its last whole step"):
-            steps([both[1]], 3, 4)
-        same(both)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    yield lambda yes: resource.setrlimit(resource.RLIMIT_FSIZE, (65536 if yes else soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk(path, full):
+    """Making fails at once. A step that fails leaves the last whole step, here and in the file."""
+    full(True)
+    refused("bytes", RuntimeError, store=path)
+    assert not os.path.exists(path)
+    full(False)
+    both = pair(path, recipe="kahan", clip_norm=0.5)
+    steps(both, 1, 3)
+    full(True)
+    with pytest.raises(RuntimeError, match="run.states.*are those of its last whole step"):
+        steps(both[1:], 3, 4)
+    same(both)
+    full(False)
     steps(both, 3, 5)
     same(both)
     both[1] = resumed(both[1], recipe="kahan", clip_norm=0.5)
+    same(both)
+
+
+def test_a_full_disk_without_weights(path, full):
+    both = pair(path, recipe="kahan", store_weights=False)
+    steps(both, 1, 3)
+    full(True)
+    with pytest.raises(RuntimeError, match="keeps no weights, so load those of its last"):
+        steps(both[1:], 3, 4)
+    full(False)
+    params = {n: Parameter(p.detach().clone()) for n, p in both[0][0].items()}
+    both[1] = params, halfstep.AdamW(params.items(), store=path, **RECIPES["kahan"][1])
+    same(both)
+    steps(both, 3, 5)
     same(both)

@@ -15,6 +15,8 @@ typedef struct slot_bytes {
 static const char header_magic[16] = "halfstep states\n", slot_magic[8] = "commit\n";
 enum { VERSION = 1, FLAG_WEIGHTS = 1 };
 
+#define HASH_FACTOR UINT64_C(0x9e3779b97f4a7c15)
+
 /* The most bytes of a header or a record. */
 #define MOST_JSON ((uint64_t)256 << 20)
 
@@ -35,24 +37,32 @@ uint64_t hstep_half_begin(const hstep_layout *layout, int half)
 
 uint64_t hstep_layout_bytes(const hstep_layout *layout) { return hstep_half_begin(layout, 2); }
 
+enum { LANES = 8 };
+
+/* Puts one word into each lane. */
+static inline void mix(uint64_t lane[LANES], const char *words)
+{
+    for (int i = 0; i < LANES; i++) {
+        uint64_t word;
+        memcpy(&word, words + i * (int)sizeof word, sizeof word);
+        word = (lane[i] ^ word) * HASH_FACTOR;
+        lane[i] = word ^ word >> 29;
+    }
+}
+
 uint64_t hstep_hash(const void *data, uint64_t bytes, uint64_t seed)
 {
-    static const uint64_t odd = UINT64_C(0x9e3779b97f4a7c15);
-    uint64_t lane[4] = {bytes, seed, 2, 3}, words[4];
+    uint64_t lane[LANES] = {bytes, seed, 2, 3, 4, 5, 6, 7}, hash = 0;
     const char *next = data;
-    for (uint64_t left = bytes; left; next += sizeof words) {
-        const size_t n = left < sizeof words ? (size_t)left : sizeof words;
-        if (n < sizeof words) memset(words, 0, sizeof words);
-        memcpy(words, next, n);
-        for (int i = 0; i < 4; i++) {
-            const uint64_t mixed = (lane[i] ^ words[i]) * odd;
-            lane[i] = mixed ^ mixed >> 29;
-        }
-        left -= n;
+    uint64_t left = bytes;
+    for (; left >= sizeof lane; left -= sizeof lane, next += sizeof lane) mix(lane, next);
+    if (left) {
+        char rest[sizeof lane] = {0};
+        memcpy(rest, next, (size_t)left);
+        mix(lane, rest);
     }
-    uint64_t hash = 0;
-    for (int i = 0; i < 4; i++) {
-        hash = (hash ^ lane[i]) * odd;
+    for (int i = 0; i < LANES; i++) {
+        hash = (hash ^ lane[i]) * HASH_FACTOR;
         hash ^= hash >> 32;
     }
     return hash ? hash : 1;

@@ -33,7 +33,7 @@ void hstep_write_header(const hstep_layout *layout, const char *json, void *memo
 int hstep_read_header(const hstep_file *file, uint64_t file_bytes, hstep_layout *layout, char **json,
                       hstep_error *error);
 
-/* Hashes bytes in four lanes, so that it is as fast as memory. Guards against accidents only. Never returns 0. */
+/* Hashes bytes in eight lanes, so that it is as fast as memory. Guards against accidents only. Never returns 0. */
 uint64_t hstep_hash(const void *data, uint64_t bytes, uint64_t seed);
 
 /* The sum of a piece, modulo 2^64: over its runs of so many bytes, the last one shorter, the hash with the run's place

@@ -45,8 +45,11 @@ static hstep_error own_error(halfstep_store *s) { return (hstep_error){s->text, 
 
 /* ---- Hashes ------------------------------------------------------------------------------------------------------ */
 
+/* Hashes the weights. A weight that the call does not give, and that may have been stepped, is not known any more. */
 static void hash_weights(halfstep_store *s, void *const *weights)
 {
+    for (int64_t i = 0; i < s->piece_count; i++)
+        if (s->pieces[i].written) s->hashes[s->pieces[i].tensor] = 0;
     for (int32_t i = 0; weights && !s->layout.has_weights && i < s->tensor_count; i++)
         if (weights[i]) s->hashes[i] = hstep_hash(weights[i], s->weight_bytes[i], 0);
 }
