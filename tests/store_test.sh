@@ -22,7 +22,7 @@ same() { # WHAT FILE WANTED
 killed() { # OPTIONS...: kills a run until it is done; `kills` says how often
     local status
     kills=0
-    rm -f run.states
+    rm -f run.states run.states.start*
     while :; do
         "$halfstep" "${small[@]}" --store run.states "$@" >killed.json 2>err &
         # Waits for a tenth to half of the time of a whole run. The last run lives.
@@ -35,8 +35,6 @@ killed() { # OPTIONS...: kills a run until it is done; `kills` says how often
         [ $status != 0 ] || break
         if [ $status = 137 ]; then
             kills=$((kills + 1))
-        elif grep -q 'killed before its first step' err; then
-            rm run.states
         else
             fail "$*: exit $status after $kills kills: $(cat err)"
         fi

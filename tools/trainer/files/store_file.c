@@ -159,10 +159,7 @@ char *store_file_text(const char *path, const char *key, char *error, size_t err
     if (store_about_read(path, &about, error, error_bytes) == 0) {
         const char *text = store_pairs_find(&about.values, key);
         if (!text)
-            snprintf(error, error_bytes,
-                     "%s has no %s: another program made it, or train lm was killed before its first step; remove the "
-                     "file to begin anew, or choose another",
-                     path, key);
+            snprintf(error, error_bytes, "%s has no %s: another program made it; choose another file", path, key);
         else if (!(copy = strdup(text))) no_memory(error, error_bytes);
     }
     store_about_free(&about);

@@ -414,9 +414,11 @@ static int begin(struct run *run)
 {
     const struct run_config *c = run->config;
     if (c->resume) return run_resume(run);
-    if (c->store && run_store_create(run) != 0) return 1;
-    int status = run_initialize(run);
-    return status || !c->store ? status : run_store_begin(run);
+    int status = c->store ? run_store_create(run) : 0;
+    if (!status) status = run_initialize(run);
+    if (!status && c->store) status = run_store_begin(run);
+    if (status) run_store_abandon(run);
+    return status;
 }
 
 int run_agree(struct run *run, int status)

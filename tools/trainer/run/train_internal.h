@@ -148,6 +148,8 @@ int run_trainer_text(const struct run *run, int64_t step, struct text *text);
  * into it. run_store_open() takes all from an existing file. */
 int run_store_create(struct run *run);
 int run_store_begin(struct run *run);
+/* Removes a file that could not be begun. */
+void run_store_abandon(struct run *run);
 int run_store_open(struct run *run);
 /* Set what the file keeps of the run with the next step, whose point is `now`, or with the next micro-step. Do nothing
  * without a file. */

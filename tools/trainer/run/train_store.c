@@ -1,10 +1,14 @@
 /* Runs whose states are in a file (--store). The file is the checkpoint: each step makes itself durable there, with the
  * weights and with the texts that a checkpoint has in files of its own. They are set before the step. */
 #define HALFSTEP_ADVANCED
+#include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
 
 #include "halfstep_io.h"
 
@@ -79,11 +83,51 @@ int run_store_keep(struct run *run)
 
 /* ---- A new file -------------------------------------------------------------------------------------------------- */
 
-int run_store_create(struct run *run)
+/* A new file has this name until the first weights are in it, so that FILE is never a run that cannot go on. */
+static const char *start_name(struct run *run, struct text *name)
+{
+    text_add(name, "%s.start", run->config->store);
+    if (name->failed) run_fail(run, "out of memory");
+    return name->failed ? NULL : name->data;
+}
+
+/* Removes what a killed run has left, unless a run has it. */
+static void remove_left(const char *path)
+{
+    int fd = store_file_is(path) ? open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW) : -1;
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0) unlink(path);
+    if (fd >= 0) close(fd);
+}
+
+/* Makes a name in the folder of `path` durable. File systems that cannot sync folders say so by an error. */
+static int sync_folder(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    char *folder = slash ? strndup(path, slash == path ? 1 : (size_t)(slash - path)) : strdup(".");
+    int fd = folder ? open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+    int bad = fd < 0 || (fsync(fd) != 0 && errno != EINVAL && errno != ENOTSUP);
+    if (fd >= 0) close(fd);
+    free(folder);
+    return bad ? -1 : 0;
+}
+
+/* Gives the file its own name and opens it under that. */
+static int publish(struct run *run, const char *start)
+{
+    const char *path = run->config->store;
+    halfstep_store_close(run->store);
+    run->store = NULL;
+    if (link(start, path) != 0 || unlink(start) != 0 || sync_folder(path) != 0)
+        return run_fail(run, "cannot rename %s to %s: %s", start, path, strerror(errno));
+    return run_store_open(run);
+}
+
+static int create(struct run *run, const char *start)
 {
     struct text config = {0};
     char text[2048];
-    if (halfstep_store_create(run->config->store, run->optimizer, run->own_weights, NULL, &run->store, run->error,
+    remove_left(start);
+    if (halfstep_store_create(start, run->optimizer, run->own_weights, NULL, &run->store, run->error,
                               run->error_bytes) != HALFSTEP_OK)
         return 1;
     if (checkpoint_config_text(&run->holding, text, sizeof text) < 0) return run_fail(run, "config.json is too long");
@@ -91,15 +135,42 @@ int run_store_create(struct run *run)
     return set(run, config_key, &config);
 }
 
+int run_store_create(struct run *run)
+{
+    struct text name = {0};
+    const char *start = start_name(run, &name);
+    int status = start ? create(run, start) : 1;
+    text_free(&name);
+    return status;
+}
+
 int run_store_begin(struct run *run)
 {
+    struct text name = {0};
     for (int i = 0; i < run->tensors; i++) {
         const halfstep_slot_info weight = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         if (halfstep_write_bytes(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, 0, 0, weight.code_bytes,
                                  run->own_weights[i]) != HALFSTEP_OK)
             return run_fail_in(run, run->optimizer);
     }
-    return run_store_keep(run);
+    if (run_store_keep(run) != 0) return 1;
+    const char *start = start_name(run, &name);
+    int status = start ? publish(run, start) : 1;
+    text_free(&name);
+    return status;
+}
+
+void run_store_abandon(struct run *run)
+{
+    struct text name = {0};
+    char error[1];
+    if (!run->store) return;
+    halfstep_store_close(run->store);
+    run->store = NULL;
+    struct run silent = {.config = run->config, .error = error, .error_bytes = sizeof error};
+    const char *start = start_name(&silent, &name);
+    if (start) unlink(start);
+    text_free(&name);
 }
 
 /* ---- An existing file -------------------------------------------------------------------------------------------- */
@@ -147,6 +218,11 @@ static int take_micro_steps(struct run *run, const char *text)
 
 int run_store_open(struct run *run)
 {
+    struct text name = {0};
+    const char *start = start_name(run, &name);
+    if (start) remove_left(start); /* a kill may have left both names */
+    text_free(&name);
+    if (!start) return 1;
     if (halfstep_store_open(run->config->store, run->optimizer, run->own_weights, NULL, &run->store, run->error,
                             run->error_bytes) != HALFSTEP_OK)
         return 1;
