@@ -58,8 +58,8 @@ struct forecast {
     char recipe[RECIPE_BYTES];
     const char *gradients;
     double weights, extras, states, gradient_bytes, total; /* bytes */
-    /* With --store, which puts `buffers` into the total in place of extras and states. half: all pieces, once; largest: a
-     * piece; buffers: pieces in memory; read, written: in a step. */
+    /* With --store, which puts `buffers` into the total in place of extras and states. half: all pieces, once;
+     * largest: a piece; buffers: pieces in memory; read, written: in a step. */
     double half, largest, buffers, read, written;
 };
 

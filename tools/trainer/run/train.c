@@ -141,8 +141,8 @@ static int micro_step(struct run *run, double *loss)
     return status;
 }
 
-/* Steps, and sets the point's norm to that of the gradients that the step used. With --accumulator states it is the norm
- * of the last batch only. */
+/* Steps, and sets the point's norm to that of the gradients that the step used. With --accumulator states it is the
+ * norm of the last batch only. */
 static int finish_step(struct run *run, struct run_point *point)
 {
     const struct run_config *c = run->config;

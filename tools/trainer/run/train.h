@@ -194,14 +194,14 @@ void print_held(const struct run_result *result);
 /* Prints bytes as text. Unprintable bytes are escaped on a terminal and unchanged in a file or pipe. */
 void print_bytes(const uint8_t *bytes, size_t n);
 
-/* What train lm keeps in a file of states beside them: trainer.json and config.json as a checkpoint has them, the text of
- * history_write(), and the losses of the micro-steps that the states of an unfinished step have. */
+/* What train lm keeps in a file of states beside them: trainer.json and config.json as a checkpoint has them, the text
+ * of history_write(), and the losses of the micro-steps that the states of an unfinished step have. */
 #define STORE_TRAINER "trainer.json"
 #define STORE_CONFIG "config.json"
 #define STORE_HISTORY "history"
 #define STORE_MICRO_STEPS "micro_steps"
-/* Write and read the points that the mean loss needs, `now` last unless it is NULL, and the last validation. The rest of
- * the curve is in --log only. history_read() returns 0, or -1 for a damaged text or without memory. */
+/* Write and read the points that the mean loss needs, `now` last unless it is NULL, and the last validation. The rest
+ * of the curve is in --log only. history_read() returns 0, or -1 for a damaged text or without memory. */
 void history_write(const struct run_history *history, const struct run_point *now, struct text *text);
 int history_read(struct run_history *history, const char *text);
 
