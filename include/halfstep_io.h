@@ -198,9 +198,9 @@ HALFSTEP_API int halfstep_read_optimizer(const char *path, halfstep_optimizer *o
 /* ---- States in a file -------------------------------------------------------------------------------------------- */
 
 /* A file that keeps the states of an optimizer in place of memory, and is its checkpoint. Each step reads the states
- * from there, piece by piece, and writes the new ones beside them. The weights are in memory and are written too. When a
- * step returns, it is durable. A kill or a loss of power at any instant leaves the last whole step; so does a disk that
- * fails. A run that opens the file goes on with the bits of a run that never stopped.
+ * from there, piece by piece, and writes the new ones beside them. The weights are in memory and are written too. When
+ * a step returns, it is durable. A kill or a loss of power at any instant leaves the last whole step; so does a disk
+ * that fails. A run that opens the file goes on with the bits of a run that never stopped.
  *
  *   halfstep_store_create("run.states", optimizer, weights, NULL, &store, error, sizeof error);    a new run
  *   halfstep_store_open("run.states", optimizer, weights, NULL, &store, error, sizeof error);      an old one
@@ -232,10 +232,10 @@ HALFSTEP_API int halfstep_store_create(const char *path, halfstep_optimizer *opt
                                        size_t error_size);
 /* Opens a file for an optimizer of the same tensors, in the same order, with the same recipes, seed and generator
  * (MISMATCH otherwise; the text has the first difference). Sets counters, scalars and grids; hyper-parameters stay as
- * they are here. Reads the weights into `weights` unless that is NULL. If the file keeps no weights, compares their hash
- * instead (MISMATCH). A note says that one of the two last records is damaged, as after a loss of power; the other one
- * counts then. After a failure the optimizer has no states, its counters may be those of the file, and weights
- * may be partly read if the disk failed. */
+ * they are here. Reads the weights into `weights` unless that is NULL. If the file keeps no weights, compares their
+ * hash instead (MISMATCH). A note says that one of the two last records is damaged, as after a loss of power; the other
+ * one counts then. After a failure the optimizer has no states, its counters may be those of the file, and weights may
+ * be partly read if the disk failed. */
 HALFSTEP_API int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *const *weights,
                                      const halfstep_store_options *options, halfstep_store **store, char *error,
                                      size_t error_size);

@@ -1,6 +1,6 @@
-/* Tests files of states (halfstep_io.h, "States in a file"): resuming, refusals, kills, losses of power, disks that fail.
- * engine.c is compiled into this file, with calls that can fail and that remember what a loss of power would undo. Over
- * 500 lines because kills, losses and failures are judged by one run.
+/* Tests files of states (halfstep_io.h, "States in a file"): resuming, refusals, kills, losses of power, disks that
+ * fail. engine.c is compiled into this file, with calls that can fail and that remember what a loss of power would
+ * undo. Over 500 lines because kills, losses and failures are judged by one run.
  *
  *   test_store [--short | --all]     50 kills; with --all 150, and more losses of power
  *   test_store KILLS                 nothing but so many kills
@@ -366,7 +366,7 @@ static void test_refusals(void)
     FAILS(create(&r, path, NULL), IO, "exists already");
     end_run(&r);
     WORKS(open_run(&r, path));
-    FAILS(open_run(&other, path), IO, "in use by another process");
+    FAILS(open_run(&other, path), IO, "in use, by another process");
     end_run(&other);
     CHECK(!step(&r), "a step after the refusals");
     end_run(&r);

@@ -21,7 +21,7 @@ from . import _abi, _calls, _convert, _devices, _layout, _sharding
 from ._abi import check, invoke, lib
 from ._sharding import stored
 from ._streams import Stream
-from ._torch import increment_versions
+from ._torch import increment_versions, warn_once
 from ._watch import version
 
 #: errors of the library that come from a file
@@ -263,11 +263,29 @@ class Store:
                 for key, v in there.items()
             }
             packed.append({**there, "params": [next(numbers) for _ in group["params"]]})
+        self._tell_differences(groups)
         metadata = commit["metadata"]
         for group in packed:  # a file that the C library has made says so only here
             group.setdefault("seed", int(metadata["seed"]))
             group.setdefault("generator", metadata["generator"])
         load({"state": {}, "param_groups": packed})
+
+    def _tell_differences(self, groups):
+        """Warns of options that were given and that the file has otherwise."""
+        differ = sorted(
+            f"{key}={there[key]!r}, not {value!r}"
+            for group, there in zip(self.groups, groups)
+            for key, value in _plain(group).items()
+            if key in there
+            and key != "seed"  # which is drawn
+            and (there.get("initial_lr") if key == "lr" and "initial_lr" in there else there[key])
+            != (list(value) if isinstance(value, tuple) else value)
+        )
+        if differ:
+            warn_once(
+                f"halfstep: options are those of {self.path}: {'; '.join(differ)}. To change them,"
+                " set them in param_groups"
+            )
 
     @staticmethod
     def _kept(commit):

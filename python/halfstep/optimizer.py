@@ -239,6 +239,13 @@ class Optimizer(torch.optim.Optimizer):
         self.norm_group, self.flat, self.threads = norm_group, flat, threads
         self.compile = compile
         self.owners = owners
+        if store is None and (store_memory is not None or not store_weights):
+            raise ValueError(
+                "halfstep: store_memory= and store_weights= are for states in a file; give store=,"
+                " or leave them out"
+            )
+        if not isinstance(store, (str, bytes, os.PathLike, type(None))):
+            raise TypeError(f"halfstep: store={store!r} is not a path of a file")
         self.store = None if store is None else os.path.abspath(os.fsdecode(store))
         self.store_weights = bool(store_weights)
         self.store_memory = None if store_memory is None else bytes_of(store_memory, "store_memory")

@@ -1,4 +1,5 @@
-/* Handles and groups, and what callers may ask of devices. Arguments are checked here, so that a step has nothing left to refuse but gradients. */
+/* Handles and groups, and what callers may ask of devices. Arguments are checked here, so that a step has nothing left
+ * to refuse but gradients. */
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>

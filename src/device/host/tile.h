@@ -60,8 +60,8 @@ struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i);
 struct hstep_bytes {
     int64_t first, n;
 };
-/* Returns the bytes of a slot's codes, or of its extra stream, that belong to a chunk: up to those of the next chunk, or
- * to the end. */
+/* Returns the bytes of a slot's codes, or of its extra stream, that belong to a chunk: up to those of the next chunk,
+ * or to the end. */
 struct hstep_bytes hstep_chunk_bytes(const struct hstep_tensor *t, const struct hstep_chunk *c, int slot, int extra);
 /* Sets the addresses of whole units in the slots themselves. */
 void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places);

@@ -150,6 +150,12 @@ static void wait_all(hstep_engine *e)
     pthread_mutex_unlock(&e->lock);
 }
 
+int hstep_engine_is_deleted(const hstep_engine *e)
+{
+    struct stat status;
+    return !fstat(e->fd, &status) && !status.st_nlink;
+}
+
 int hstep_engine_wait(hstep_engine *e, int *lost, hstep_error *error)
 {
     if (getpid() == e->owner) wait_all(e);
@@ -225,7 +231,8 @@ static int lock_file(const hstep_engine *e, const char *name, hstep_error *error
     do result = flock(e->fd, LOCK_EX | LOCK_NB);
     while (result && errno == EINTR);
     if (result && errno == EWOULDBLOCK)
-        return hstep_fail(error, HALFSTEP_ERROR_IO, "%s is in use by another process; end that one first", e->path);
+        return hstep_fail(error, HALFSTEP_ERROR_IO,
+                          "%s is in use, by another process or by a store of this one; close that first", e->path);
     if (fstat(e->fd, &here)) return hstep_fail_system(error, "inspect", e->path);
     if (!S_ISREG(here.st_mode))
         return hstep_fail(error, HALFSTEP_ERROR_IO, "%s is %s, not a regular file", e->path,

@@ -2,8 +2,8 @@
  *
  * A piece has a place in each half. The last record says for each piece which half is current. A step writes to the
  * other halves, which the last record does not need. Then they are made durable, then a new record is written over the
- * older one of the two, and made durable. So at any instant one record is whole, and so is all that it refers to. Over 500 lines because
- * making, opening and writing must agree on what is current. */
+ * older one of the two, and made durable. So at any instant one record is whole, and so is all that it refers to. Over
+ * 500 lines because making, opening and writing must agree on what is current. */
 #include "base/structs.h"
 #include "io/numbers.h"
 #include "io/store/engine.h"
@@ -109,12 +109,21 @@ static int fail_lost(halfstep_store *s, int code, hstep_error *error)
     return hstep_fail(error, code, "%s; the file holds the step before: open it again to go on from there", why);
 }
 
+/* Returns 1 if a piece was written and is not current yet. A step that fails then must not go on with another handle,
+ * which would take these pieces for those of a whole step. */
+static int has_begun(const halfstep_store *s)
+{
+    for (int64_t i = 0; i < s->piece_count; i++)
+        if (s->pieces[i].written) return 1;
+    return 0;
+}
+
 static int wait_all(halfstep_store *s, hstep_error *error)
 {
     int lost = 0;
     int code = hstep_engine_wait(s->engine, &lost, error);
     s->round++;
-    return lost ? fail_lost(s, code, error) : code;
+    return lost || (code && has_begun(s)) ? fail_lost(s, code, error) : code;
 }
 
 /* Makes everything current that was written, with the optimizer's numbers. */
@@ -124,6 +133,8 @@ static int commit(halfstep_store *s, void *const *weights, hstep_error *error)
         return hstep_fail(error, HALFSTEP_ERROR_IO, "%s: an earlier step could not be written; open it again", s->path);
     hash_weights(s, weights);
     int code = wait_all(s, error);
+    if (!code && hstep_engine_is_deleted(s->engine))
+        code = fail_lost(s, hstep_fail(error, HALFSTEP_ERROR_IO, "%s was deleted while it was in use", s->path), error);
     if (!code) code = write_record(s, error);
     const uint64_t generation = s->generation + 1;
     const uint64_t bytes = code ? 0 : hstep_write_commit(&s->layout, generation, &s->record, s->slot);
