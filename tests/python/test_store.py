@@ -506,11 +506,33 @@ def test_refusals(path, tmp_path):
     refused("body.weight", RuntimeError, recipe="ecc8-int8", store=path, shapes={"other": (3, 5)})
     refused("compile=", store=path, compile=True)
     refused("not a size in bytes", store=path, store_memory="many")
+    refused("give store=", store_memory="8G")
+    refused("give store=", store_weights=False)
+    refused("store=3 is not a path", TypeError, store=3)
     with pytest.raises(ValueError, match="CPUOffload"):
         halfstep.StateStreaming(both[0][0].items(), halfstep.AdamW, store=path)
     other = tmp_path / "other"
     other.write_bytes(b"no file of states" * 1000)
     refused("other", RuntimeError, store=str(other))
+
+
+def test_options_that_differ_from_the_file(path):
+    both = pair(path, lr=1e-2)
+    steps(both, 1, 2)
+    with warnings_are("error"):
+        opt = resumed(both[1], lr=1e-2)[1]
+    opt.close_store()
+    with pytest.warns(UserWarning, match="lr=0.01, not 0.5"):
+        opt = make(store=path, lr=0.5)[1]
+    assert opt.param_groups[0]["lr"] == 1e-2
+
+
+def test_a_file_that_is_deleted(path):
+    both = pair(path)
+    steps(both, 1, 2)
+    os.remove(path)
+    with pytest.raises(halfstep.HalfstepError, match="was deleted while it was in use"):
+        steps(both, 2, 3)
 
 
 def test_a_parameter_that_was_frozen(path):
