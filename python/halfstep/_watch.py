@@ -275,7 +275,8 @@ class Watch:
         if _devices.of(held) != _devices.of(stored(p)):
             return True
         memory = held.untyped_storage().data_ptr()
-        return any(stored(q).untyped_storage().data_ptr() == memory for q in self.tensors)
+        others = (q for q in self.tensors if q is not p)
+        return any(stored(q).untyped_storage().data_ptr() == memory for q in others)
 
     def _sharing(self, i):
         """Returns the places of the weights in the same memory block as this one, because they may

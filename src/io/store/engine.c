@@ -21,6 +21,7 @@ typedef struct transfer {
 
 struct hstep_engine {
     int fd;
+    int nameless;           /* 1: the file had no name when it was opened */
     pid_t owner;            /* a child of it has no threads and must not write */
     char *path, *temporary; /* temporary: its name until it is published, then NULL */
     pthread_mutex_t lock;
@@ -153,7 +154,7 @@ static void wait_all(hstep_engine *e)
 int hstep_engine_is_deleted(const hstep_engine *e)
 {
     struct stat status;
-    return !fstat(e->fd, &status) && !status.st_nlink;
+    return !e->nameless && !fstat(e->fd, &status) && !status.st_nlink;
 }
 
 int hstep_engine_wait(hstep_engine *e, int *lost, hstep_error *error)
@@ -224,7 +225,7 @@ static int make_engine(hstep_engine **engine, const char *path, hstep_error *err
 }
 
 /* Locks the file that is open, and checks that `name` still leads to it. */
-static int lock_file(const hstep_engine *e, const char *name, hstep_error *error)
+static int lock_file(hstep_engine *e, const char *name, hstep_error *error)
 {
     struct stat here, there;
     int result;
@@ -239,6 +240,7 @@ static int lock_file(const hstep_engine *e, const char *name, hstep_error *error
                           S_ISDIR(here.st_mode) ? "a directory" : "a device or a pipe");
     if (stat(name, &there) || here.st_dev != there.st_dev || here.st_ino != there.st_ino)
         return hstep_fail(error, HALFSTEP_ERROR_IO, "another process is making or moving %s; try again", e->path);
+    e->nameless = !here.st_nlink;
     return HALFSTEP_OK;
 }
 

@@ -20,7 +20,7 @@ void hstep_engine_close(hstep_engine *engine);
  * there until then. Fails only in a process that did not open the file. */
 int hstep_engine_begin(hstep_engine *engine, int writes, uint64_t offset, void *memory, uint64_t bytes, uint64_t *sum,
                        hstep_error *error);
-/* Returns 1 if the file has no name any more. */
+/* Returns 1 if the file has lost its name since it was opened. */
 int hstep_engine_is_deleted(const hstep_engine *engine);
 /* Waits until all transfers have ended, and fails with the first failure among them. *lost is set to 1 if that was one
  * of writing. */
