@@ -64,9 +64,11 @@ def make(model, kind="Optimizer", way="step", folder=None, **options):
     options = {"lr": 1e-2, "states": "int8", "seed": 5, **where, **options}
     opt = cls(model.named_parameters(), gradient_release=way == "release", **options)
     if way == "step_param":
+        # Python frees no cycle through a hook of torch, and the GPU has little memory.
+        optimizer = weakref.ref(opt)
 
         def hook(p):
-            opt.step_param(p, opt.param_groups[0])
+            optimizer().step_param(p, optimizer().param_groups[0])
             p.grad = None
 
         for p in model.parameters():
