@@ -12,10 +12,7 @@ trap '' PIPE
 make_scratch
 mode=${1:-short} kills=${2:-}
 data=$source_dir/data/demo.txt
-if [ "$mode" = long ]; then
-    data=$(find /work/shared/data/text -type f 2>/dev/null | sort | head -1)
-    data=${HALFSTEP_TEXT:-${data:-$source_dir/data/demo.txt}}
-fi
+[ "$mode" != long ] || data=${HALFSTEP_TEXT:-$data}
 cp "$build_dir/halfstep" "$scratch/"
 cd "$scratch"
 program=$scratch/halfstep
