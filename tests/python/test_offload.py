@@ -153,6 +153,17 @@ def test_micro_batches_in_the_states(gpu, kind, release):
     same(gpu, both)
 
 
+def step_with_a_nan(gpu, both, name):
+    """Makes a step in which one number of a gradient is NaN."""
+    with warnings_are("ignore"):
+        for params, opt in both:
+            given = gradients(params, 7)
+            given[name].view(-1)[0] = float("nan")
+            backward(gpu, params, given)
+            opt.step()
+            opt.zero_grad()
+
+
 @kinds
 @pytest.mark.parametrize(
     "scan, name", [("scan", "a"), ("scan", "scale"), ("per-tensor", "a"), ("per-tensor", "e")]
@@ -162,13 +173,7 @@ def test_a_nan(gpu, kind, scan, name):
     through the buffers is not used later."""
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", kind=kind, clip_norm=1.0, scan=scan)
     run(gpu, both, 1, 3)
-    with warnings_are("ignore"):
-        for params, opt in both:
-            given = gradients(params, 7)
-            given[name].view(-1)[0] = float("nan")
-            backward(gpu, params, given)
-            opt.step()
-            opt.zero_grad()
+    step_with_a_nan(gpu, both, name)
     same(gpu, both)
     assert both[1][1].skipped_steps == 1
     for params, opt in both:

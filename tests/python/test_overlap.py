@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import FIRST_MOVEMENT, class_of, recipes, rules, warnings_are
 from test_cuda import fake, gpu, gradients, held  # noqa: F401
-from test_offload import SMALL, backward, pair, run, same
+from test_offload import SMALL, backward, pair, run, same, step_with_a_nan
 from torch.nn import Parameter
 
 import halfstep
@@ -268,13 +268,7 @@ def test_what_changes_before_the_step(gpu, change):
 def test_a_nan(gpu, scan, name, redone):
     both, used = overlapped(gpu, clip_norm=1e9, scan=scan)
     run(gpu, both, 1, 3)
-    with warnings_are("ignore"):
-        for params, opt in both:
-            given = gradients(params, 7)
-            given[name].view(-1)[0] = float("nan")
-            backward(gpu, params, given)
-            opt.step()
-            opt.zero_grad()
+    step_with_a_nan(gpu, both, name)
     same(gpu, both)
     assert both[1][1].skipped_steps == 1 and both[1][1].redone_steps == redone
     run(gpu, both, 3, 5)

@@ -244,6 +244,14 @@ static int lock_file(hstep_engine *e, const char *name, hstep_error *error)
     return HALFSTEP_OK;
 }
 
+/* Begins to serve transfers of the file, which is open and locked. Returns the engine. */
+static hstep_engine *begin_serving(hstep_engine *e, int buffered)
+{
+    if (!buffered) set_direct(e->fd, 1);
+    start_threads(e);
+    return e;
+}
+
 int hstep_engine_open(hstep_engine **engine, const char *path, int buffered, hstep_error *error)
 {
     hstep_engine *e;
@@ -256,9 +264,7 @@ int hstep_engine_open(hstep_engine **engine, const char *path, int buffered, hst
         destroy(e);
         return code;
     }
-    if (!buffered) set_direct(e->fd, 1);
-    start_threads(e);
-    *engine = e;
+    *engine = begin_serving(e, buffered);
     return HALFSTEP_OK;
 }
 
@@ -308,9 +314,7 @@ int hstep_engine_create(hstep_engine **engine, const char *path, uint64_t bytes,
         hstep_engine_close(e);
         return code;
     }
-    if (!buffered) set_direct(e->fd, 1);
-    start_threads(e);
-    *engine = e;
+    *engine = begin_serving(e, buffered);
     return HALFSTEP_OK;
 }
 
