@@ -36,5 +36,5 @@ for name; do
         status=1
     fi
 done
-[ $# != ${#all[@]} ] || python3 tests/trainers/table.py "$build/trainers" $write || status=1
+[ $# != ${#all[@]} ] || PYTHONPATH=tests/python:scripts "$build/venv/bin/python" tests/trainers/table.py "$build/trainers" $write || status=1
 exit $status

@@ -8,11 +8,7 @@ import os
 import sys
 
 from cells import COLUMNS
-
-sys.path.insert(
-    0, os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 2, "scripts")
-)
-from generate import ROOT, between  # noqa: E402
+from generate import ROOT, between
 
 PAGE = os.path.join("docs", "frameworks.md")
 
