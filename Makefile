@@ -23,6 +23,14 @@ test-all:
 check:
 	@bash scripts/test.sh check $(BUILD) $(JOBS)
 
+# Tests each trainer of docs/frameworks.md with its own packages, and holds the page's table to what they show. WRITE=--write writes
+# the table. Not part of test-all: the environments are gigabytes.
+test-trainers: build
+	@bash scripts/setup.sh test
+	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON
+	@bash tests/python_package.sh
+	@bash scripts/trainers.sh $(BUILD) $(WRITE)
+
 # Lays out the C sources, as .clang-format says, and Python, as pyproject.toml says; a test holds them to it.
 format:
 	@bash scripts/setup.sh test
@@ -84,4 +92,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo test test-all check format coverage bench golden generate budgets stats faults fuzz experiments install clean
+.PHONY: build demo test test-all test-trainers check format coverage bench golden generate budgets stats faults fuzz experiments install clean

@@ -14,6 +14,8 @@ import warnings
 
 import pytest
 import torch
+from cells import *  # noqa: F403
+from common import bits, plain, states  # noqa: F401
 from torch import nn
 
 import halfstep
@@ -105,31 +107,10 @@ def run(opt, params, first, last):
         opt.step()
 
 
-def bits(tensor):
-    """Returns the bytes of a tensor's elements in the order of its indices, whatever its layout."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return (
-        str(tensor.dtype),
-        tuple(tensor.shape),
-        flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"",
-    )
-
-
 def weights_of(params):
     """Returns the bits of the weights of a module, a dictionary or a list."""
     params = named(params)
     return [bits(p) for p in (params.values() if isinstance(params, dict) else params)]
-
-
-def plain(value):
-    """Returns a copy without identity: tensors become their bits."""
-    if isinstance(value, torch.Tensor):
-        return bits(value)
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return value
 
 
 def everything(opt, params=None):
@@ -137,11 +118,6 @@ def everything(opt, params=None):
     if params is None:
         params = [p for g in opt.param_groups for p in g["params"]]
     return weights_of(params), plain(opt.state_dict())
-
-
-def states(opt):
-    """Returns what steps change: state_dict()'s "state"."""
-    return plain(opt.state_dict()["state"])
 
 
 def streams(opt, p):

@@ -13,6 +13,7 @@ import os
 
 import pytest
 import torch
+from common import OPTIONS, Words, language_model, same, tiny
 from conftest import bits, randn, saved, states, warnings_are, weights_of
 from test_cuda import fake, gpu  # noqa: F401
 from torch import nn
@@ -25,19 +26,12 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("WANDB_DISABLED", "true")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-#: each of them a recipe with codes, scales, error codes and random bits
-OPTIONS = {"weights": "bf16-ecc8", "states": "int8", "seed": 5}
 
 
 @pytest.mark.all
 def test_all_trainers_are_there():
     for name in ("transformers", "accelerate", "lightning", "trl", "peft"):
         assert importlib.import_module(name).__version__
-
-
-def tiny(seed=0, dtype=torch.bfloat16):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)).to(dtype)
 
 
 def batch(step, dtype=torch.bfloat16):
@@ -66,43 +60,7 @@ def make(model, lr=1e-2, hosted=None, **options):
     )
 
 
-def same(one, other):
-    """Compares models and optimizers, or lists of them, bit for bit."""
-    (model, opt), (model2, opt2) = one, other
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert names and names == [name for name, p in model2.named_parameters() if p.requires_grad]
-    for name in names:
-        assert bits(model.get_parameter(name)) == bits(model2.get_parameter(name)), name
-    assert states(opt) and states(opt) == states(opt2)
-
-
 # ---- transformers, TRL and PEFT ------------------------------------------------------------------
-
-
-def language_model(seed=0):
-    import transformers
-
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        attn_implementation="eager",
-    )
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-
-
-class Words(torch.utils.data.Dataset):
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, i):
-        ids = torch.randint(64, (16,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "labels": ids.clone()}
 
 
 def arguments(folder, cls=None, **options):

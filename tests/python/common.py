@@ -1,0 +1,93 @@
+"""Small models and comparisons for the tests of trainers, which run in several environments."""
+
+import os
+import re
+
+import torch
+from torch import nn
+
+ROOT = os.environ.get("HALFSTEP_SOURCE") or os.path.join(
+    os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir
+)
+#: a recipe with codes, scales, error codes and random bits
+OPTIONS = {"weights": "bf16-ecc8", "states": "int8", "seed": 5}
+#: a recipe that computes what torch's own optimizer computes
+EXACT = {"weights": "f32", "states": "f32"}
+
+
+def blocks(title, language):
+    """Returns the code blocks of a language in a section of docs/frameworks.md."""
+    with open(os.path.join(ROOT, "docs", "frameworks.md"), encoding="utf-8") as file:
+        sections = re.split(r"^##+ ", file.read(), flags=re.M)
+    (section,) = (s for s in sections if s.splitlines()[0] == title)
+    return re.findall(rf"^```{language}\n(.*?)^```", section, flags=re.M | re.S)
+
+
+def tiny(seed=0, dtype=torch.bfloat16):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)).to(dtype)
+
+
+def language_model(seed=0, dtype=torch.bfloat16):
+    """Returns a Llama of transformers with 64 words and one layer."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+class Words(torch.utils.data.Dataset):
+    """48 sentences of 16 random words."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        ids = torch.randint(64, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def bits(tensor):
+    """Returns the bytes of a tensor's elements in the order of its indices, whatever its layout."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return (
+        str(tensor.dtype),
+        tuple(tensor.shape),
+        flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"",
+    )
+
+
+def plain(value):
+    """Returns a copy without identity: tensors become their bits."""
+    if isinstance(value, torch.Tensor):
+        return bits(value)
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+def states(opt):
+    """Returns what steps change: state_dict()'s "state"."""
+    return plain(opt.state_dict()["state"])
+
+
+def same(one, other):
+    """Compares models and optimizers, or lists of them, bit for bit."""
+    (model, opt), (model2, opt2) = one, other
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert names and names == [name for name, p in model2.named_parameters() if p.requires_grad]
+    for name in names:
+        assert bits(model.get_parameter(name)) == bits(model2.get_parameter(name)), name
+    assert states(opt) and states(opt) == states(opt2)

@@ -1,0 +1,1 @@
+from cells import *  # noqa: F403
