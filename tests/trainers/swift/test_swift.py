@@ -122,10 +122,10 @@ def sft(folder, *more, watch=False, optimizer="halfstep", optim_args=GIVEN, **op
         "use_hf": True,
         "use_cpu": True,
         "dataloader_num_workers": 0,
-        **options,
     }
     if optimizer:
         given.update(external_plugins="plugin.py", optimizer=optimizer, optim_args=optim_args)
+    given.update(options)
     argv = [part for name, value in given.items() for part in (f"--{name}", str(value))]
     trained = Kept([*argv, *more])
     trained.watch = watch
@@ -133,7 +133,7 @@ def sft(folder, *more, watch=False, optimizer="halfstep", optim_args=GIVEN, **op
     return trained
 
 
-def by_hand(trained, folder, **options):
+def by_hand(trained, **options):
     """Steps halfstep.AdamW with the gradients and rates of a trainer's steps."""
     model = transformers.AutoModelForCausalLM.from_pretrained("model", dtype="auto")
     names = dict(model.named_parameters())
@@ -152,7 +152,8 @@ def by_hand(trained, folder, **options):
 
 
 def whole_and_resumed(folder, **options):
-    """Trains a whole run, and one that goes on from the middle of it. Both end with the same bits."""
+    """Trains a whole run, and one that goes on from the middle of it. Both end with the same
+    bits."""
     whole = sft(folder / "whole", **options)
     resumed = sft(
         folder / "again", resume_from_checkpoint=folder / "whole" / "checkpoint-3", **options
@@ -198,7 +199,7 @@ def test_resume(tmp_path, tuner):
 def test_accumulation(tmp_path):
     parts = sft(tmp_path, gradient_accumulation_steps=2, watch=True, max_grad_norm=0)
     assert len(parts.losses) == 12 and len(parts.steps) == 6
-    same(parts.pair, by_hand(parts, tmp_path))
+    same(parts.pair, by_hand(parts))
     together = [
         sft(
             tmp_path,
@@ -220,7 +221,7 @@ def test_clipping_is_inside_the_step(tmp_path):
     assert trained.optimizer.clip_norm == 0.25 and trained.trainer.args.max_grad_norm == 0
     for gradients, _ in trained.steps:
         assert sum(g.float().square().sum() for g in gradients.values()).sqrt() > 0.25
-    same(trained.pair, by_hand(trained, tmp_path, clip_norm=0.25))
+    same(trained.pair, by_hand(trained, clip_norm=0.25))
 
 
 @pytest.mark.cell("ms-swift", "release")

@@ -4,7 +4,8 @@ echo "import halfstep.integrations.swift" > plugin.py
 swift sft --external_plugins plugin.py --optimizer halfstep --optim_args "states=int8" ...
 
 This file has a folder of its own, because swift puts the folder of a plugin on sys.path, and files
-beside it have the names of packages.
+beside it have the names of packages. Imports are absolute, because swift may load the file by its
+path.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ except ImportError as error:
         f"halfstep.integrations.swift needs {error.name}: pip install ms-swift"
     ) from error
 
-from ..transformers import factory
+from halfstep.integrations.transformers import factory
 
 __all__ = ["Optimizer", "ema", "options"]
 
@@ -63,7 +64,7 @@ class Optimizer(OptimizerCallback):
 
 def ema(args, trainer):
     """Returns the callback that averages weights; `ema_decay` of `--optim_args` is its decay."""
-    from ..transformers import EMACallback
+    from halfstep.integrations.transformers import EMACallback
 
     given = options(args.optim_args)
     return EMACallback(**({"decay": given["ema_decay"]} if "ema_decay" in given else {}))
