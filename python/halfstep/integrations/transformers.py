@@ -1,0 +1,80 @@
+"""An optimizer and averages of weights for transformers' `Trainer`, and for trainers built on it.
+
+from halfstep.integrations.transformers import EMACallback, factory
+trainer = Trainer(
+    model=model,
+    args=args,
+    optimizer_cls_and_kwargs=(factory, {"args": args, "states": "int8"}),
+    callbacks=[EMACallback(decay=0.999)],
+)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import plan
+from ..rules import class_and_options, classes
+
+try:
+    from accelerate import PartialState
+    from transformers import Trainer
+except ImportError as error:
+    raise ImportError(
+        f"halfstep.integrations.transformers needs {error.name}: pip install transformers"
+        " accelerate"
+    ) from error
+
+__all__ = ["factory"]
+
+
+def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
+    """Returns the optimizer of a model, with the groups that the `Trainer` makes for its own AdamW.
+    Stands for the class in `optimizer_cls_and_kwargs`. Gives the parameters their names, and prints
+    the plan of the memory.
+
+    model       the model. None: this function is returned, because trainers call what stands for
+                the class without arguments first
+    args        the TrainingArguments. They give learning_rate and weight_decay, and betas and eps
+                to Adam and AdamW. Their max_grad_norm becomes clip_norm, and is 0 from then on, so
+                that the trainer leaves clipping to the step
+    rule        a class of halfstep such as "Muon", or a recipe such as "adamw/bf16-sr/int8"
+    clip_norm   that of the optimizer. None: what `args` say, or no clipping
+    options     those of the optimizer. They take precedence over `args`
+    """
+    if model is None:
+        return factory
+    if args is None and "lr" not in options:
+        raise TypeError(
+            "halfstep: the factory has no learning rate; give it the TrainingArguments,"
+            ' optimizer_cls_and_kwargs=(factory, {"args": args, ...}), or give it lr='
+        )
+    cls, given = (classes[rule], {}) if rule in classes else class_and_options(rule)
+    if args is not None:
+        given.update(lr=args.learning_rate, weight_decay=args.weight_decay)
+        if cls.rule in ("adam", "adamw"):
+            given.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+        # Kept for another optimizer that is made with the same arguments.
+        args.halfstep_clip_norm = args.max_grad_norm or getattr(args, "halfstep_clip_norm", 0.0)
+        args.max_grad_norm = 0.0
+        clip_norm = args.halfstep_clip_norm if clip_norm is None else clip_norm
+    options = {**given, **options}
+    optimizer = cls(_groups(model), clip_norm=clip_norm or 0.0, **options)
+    if PartialState().is_main_process:
+        largest = max(optimizer._parts.groups.params(), key=torch.Tensor.numel)
+        table = str(plan(model, optimizer.recipe(largest), release=optimizer.gradient_release))
+        print("halfstep: " + "\n\n".join(table.split("\n\n")[:2]), flush=True)
+    return optimizer
+
+
+def _groups(model):
+    """Returns the groups of a model: the parameters that the trainer decays, and the rest."""
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    groups = [{"params": [], "param_names": []}, {"params": [], "param_names": []}]
+    groups[1]["weight_decay"] = 0.0
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            group = groups[name not in decayed]
+            group["params"].append(p)
+            group["param_names"].append(name)
+    return groups
