@@ -150,7 +150,7 @@ def by_hand(engine, **options):
     """Steps halfstep's optimizer with the gradients of a run. Returns the weights."""
     weights = [torch.nn.Parameter(p.clone()) for p in engine.start]
     options = {"weight_decay": 0.01, **OPTIONS, **options}
-    opt = halfstep.AdamW(weights, lr=1e-2, flat=True, **options)
+    opt = halfstep.AdamW(weights, lr=1e-2, **options)
     for grads, lr in engine.steps:
         opt.param_groups[0]["lr"] = lr
         for p, grad in zip(weights, grads):
