@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-__all__ = ["cell", "keep_cells", "pytest_configure", "pytest_sessionfinish"]
+__all__ = ["cell", "pytest_keep_cells", "pytest_configure", "pytest_sessionfinish"]
 
 COLUMNS = ("plain", "resume", "accumulate", "clip", "release", "EMA")
 #: (trainer, column) -> sentences in the order told, "failed" among them if a test failed
@@ -65,7 +65,7 @@ def pytest_configure(config):
 
 # Under a name of its own, because a conftest that imports it may have such a hook, too.
 @pytest.hookimpl(wrapper=True, specname="pytest_runtest_makereport")
-def keep_cells(item, call):
+def pytest_keep_cells(item, call):
     report = yield
     for key in _keys(item):
         if key[1] not in COLUMNS:
