@@ -10,8 +10,6 @@ import os
 
 import pytest
 
-__all__ = ["cell", "pytest_keep_cells", "pytest_configure", "pytest_sessionfinish"]
-
 COLUMNS = ("plain", "resume", "accumulate", "clip", "release", "EMA")
 #: (trainer, column) -> sentences in the order told, "failed" among them if a test failed
 _cells = {}
@@ -63,9 +61,8 @@ def pytest_configure(config):
     )
 
 
-# Under a name of its own, because a conftest that imports it may have such a hook, too.
-@pytest.hookimpl(wrapper=True, specname="pytest_runtest_makereport")
-def pytest_keep_cells(item, call):
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
     report = yield
     for key in _keys(item):
         if key[1] not in COLUMNS:
