@@ -84,8 +84,6 @@ def stub():
     described = {*defaults, *signatures.COMMON}
 
     def typed(name, default):
-        if name == "lr":
-            return "lr: Union[float, torch.Tensor]"
         return f"{name}: {kinds.get(name) or signatures.type_of(name, default)}"
 
     # Options of all classes are written once, as keywords.

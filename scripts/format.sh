@@ -3,7 +3,7 @@
 # from PATH. With --check only tells which are not laid out so, which lines of C have more than 120 columns, and what ruff finds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-sources() { find src include tools tests fuzz lab examples bench -name '*.[ch]' -o -name '*.def' -o -name '*.cpp' -o -name '*.cu'; }
+sources() { find src include tools tests fuzz lab examples bench -name '*.[ch]' -o -name '*.def' -o -name '*.[ch]pp' -o -name '*.cu'; }
 if [ "${1:-}" != --check ]; then
     sources | grep -v '\.def$' | xargs clang-format -i
     ruff check --no-cache --quiet --fix --select I .

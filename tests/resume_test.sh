@@ -1,6 +1,6 @@
 #!/bin/bash
 # Kills examples/resume.c at random instants and starts it again. It must end with the bits of a run that was never
-# stopped.
+# stopped. So must examples/train.cpp, by two compilers, and examples/halfstep.rs, each from a checkpoint of another.
 # resume_test.sh [SEED]: the same seed gives the same instants.
 . "$(dirname "$0")/lib.sh"
 need cc
@@ -62,3 +62,45 @@ if ./other run $steps >out.txt 2>err.txt; then fail "another optimizer took the 
 grep -q 'the recipe of tensor "hidden.weight" is lion/bf16-kahan/int8 here but adamw/bf16-kahan/int8 in run/' err.txt ||
     fail "another optimizer: $(cat err.txt)"
 echo "ok   another optimizer is refused by name"
+
+# The programs in C++ and Rust are one: each goes on from a checkpoint of the one before it.
+link=(-L"$build_dir" -lhalfstep_io -lhalfstep -Wl,-rpath,"$build_dir")
+programs=()
+for compiler in g++ clang++; do
+    command -v "$compiler" >/dev/null || { echo "left out: $compiler is not installed"; continue; }
+    "$compiler" -std=c++17 -O2 -ffp-contract=off -Wall -Wextra -Wpedantic -Werror -I"$source_dir/include" \
+        "$source_dir/examples/train.cpp" -o "train-$compiler" "${link[@]}" || fail "examples/train.cpp does not compile"
+    programs+=("train-$compiler")
+done
+if command -v rustc >/dev/null && rustc --version >/dev/null 2>&1; then
+    # Its structures have the sizes of C.
+    sed -nE 's/.*size_of::<.*== ([0-9]+).*(sizeof\(\w+\)).*/_Static_assert(\2 == \1, "\2");/p' "$source_dir/examples/halfstep.rs" >sizes.h
+    [ "$(wc -l <sizes.h)" = "$(grep -c 'repr(C)' "$source_dir/examples/halfstep.rs")" ] ||
+        fail "examples/halfstep.rs does not check the size of each structure"
+    printf '#include <halfstep_io.h>\n#include "sizes.h"\n' | cc -std=c11 -fsyntax-only -I"$source_dir/include" -I. -x c - ||
+        fail "a structure of examples/halfstep.rs has another size in C"
+    rustc --edition 2021 -O -D warnings "$source_dir/examples/halfstep.rs" -o train-rustc -L native="$build_dir" -l halfstep_io \
+        -l halfstep -C link-arg=-Wl,-rpath,"$build_dir" || fail "examples/halfstep.rs does not compile"
+    programs+=(train-rustc)
+else
+    echo "left out: rustc is not installed"
+fi
+[ ${#programs[@]} = 0 ] || "./${programs[0]}" "$source_dir/LICENSE" whole-run $((100 * ${#programs[@]})) >whole.txt ||
+    fail "${programs[0]} learned nothing: $(cat whole.txt)"
+steps=0
+for program in "${programs[@]}"; do
+    steps=$((steps + 100))
+    "./$program" "$source_dir/LICENSE" parts $steps >parts.txt || fail "$program learned nothing: $(cat parts.txt)"
+    for bad in "$source_dir/LICENSE" /dev/null; do
+        if "./$program" "$bad" missing/parts $steps 2>err.txt >/dev/null; then fail "$program: no error for $bad, missing/parts"; fi
+        grep -qE 'cannot create directory missing/parts|/dev/null: no text to learn' err.txt || fail "$program: $(cat err.txt)"
+    done
+done
+if [ $steps != 0 ]; then
+    for file in model optimizer; do
+        cmp whole-run/$file.safetensors parts/$file.safetensors || fail "parts by ${programs[*]} differ from a whole run"
+    done
+    same=$(cat parts.txt)
+    [ "$same" = "$(cat whole.txt)" ] || fail "$program: $same, uninterrupted $(cat whole.txt)"
+    echo "ok   ${programs[*]}, one after the other: $same"
+fi

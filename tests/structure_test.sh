@@ -20,7 +20,7 @@ judge() {
 # sources FOLDER...: prints the C files. having PATTERN FILE...: prints matching lines, also if there are no files.
 sources() {
     for folder; do
-        [ ! -d "$folder" ] || find "$folder" -name '*.[ch]'
+        [ ! -d "$folder" ] || find "$folder" -name '*.[ch]' -o -name '*.[ch]pp'
     done
 }
 having() { grep -nE -- "$@" /dev/null || true; }

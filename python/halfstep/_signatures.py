@@ -97,6 +97,7 @@ def options_of(rule, common):
 
 #: types that do not follow from the default
 _TYPES = {
+    "lr": "Union[float, torch.Tensor]",
     "adamw": "Optional[Mapping[str, Any]]",
     "adamw_names": "Optional[Sequence[str]]",
     "split": "Optional[Sequence[int]]",
@@ -105,7 +106,7 @@ _TYPES = {
 
 
 def type_of(name, default):
-    """Returns the type of an option of a rule, other than `lr`, as it stands in the stub."""
+    """Returns the type of an option of a rule, as it stands in the stub."""
     if name in _TYPES:
         return _TYPES[name]
     if isinstance(default, tuple):

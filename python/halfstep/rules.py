@@ -6,6 +6,7 @@ child of the class here that has its name after an underscore.
 """
 
 import inspect
+import typing
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from . import _abi, _assignment, _layout
 from ._options import Options, sequence
 from ._sharding import copy_of, is_packed, local, stored
-from ._signatures import COMMON, documentation, options_of
+from ._signatures import COMMON, documentation, options_of, type_of
 from ._torch import no_dynamo
 from ._watch import version
 from .optimizer import Optimizer, Params, split_pairs
@@ -342,15 +343,19 @@ def make_class(rule):
     positional, keywords = options_of(rule, common)
     options = {**positional, **keywords}
 
-    def parameter(name, kind, **default):
-        annotation = _COMMON[name].annotation if name in _COMMON else inspect.Parameter.empty
-        return inspect.Parameter(name, kind, annotation=annotation, **default)
+    def parameter(name, kind, default):
+        # Lightning's command line parses an option by its annotation.
+        if name in _COMMON:
+            return _COMMON[name].replace(kind=kind, default=default)
+        annotation = eval(type_of(name, default), vars(typing), {"torch": torch})
+        return inspect.Parameter(name, kind, annotation=annotation, default=default)
 
     signature = inspect.Signature(
         [
-            *(parameter(name, _POSITIONAL) for name in ("self", "params")),
-            *(parameter(name, _POSITIONAL, default=v) for name, v in positional.items()),
-            *(parameter(name, _KEYWORD, default=v) for name, v in keywords.items()),
+            inspect.Parameter("self", _POSITIONAL),
+            inspect.Parameter("params", _POSITIONAL, annotation=Params),
+            *(parameter(name, _POSITIONAL, v) for name, v in positional.items()),
+            *(parameter(name, _KEYWORD, v) for name, v in keywords.items()),
         ]
     )
     base = globals().get("_" + rule.label, Optimizer)

@@ -1,0 +1,151 @@
+"""An optimizer and averages of weights for transformers' `Trainer`, and for trainers built on it.
+
+from halfstep.integrations.transformers import EMACallback, factory
+trainer = Trainer(
+    model=model,
+    args=args,
+    optimizer_cls_and_kwargs=(factory, {"args": args, "states": "int8"}),
+    callbacks=[EMACallback(decay=0.999)],
+)
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from .. import plan
+from ..optimizer import unwrapped
+from ..rules import class_and_options, classes
+from ._averages import Averages
+
+try:
+    from accelerate import PartialState
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    raise ImportError(
+        f"halfstep.integrations.transformers needs {error.name}: pip install transformers"
+        " accelerate"
+    ) from error
+
+__all__ = ["EMACallback", "factory"]
+
+
+#: a checkpoint's file of averages
+_FILE = "halfstep_ema.pt"
+
+
+def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
+    """Returns the optimizer of a model, with the groups that the `Trainer` makes for its own AdamW.
+    Stands for the class in `optimizer_cls_and_kwargs`. Gives the parameters their names, and prints
+    the plan of the memory.
+
+    model       the model. None: this function is returned, because trainers call what stands for
+                the class without arguments first
+    args        the TrainingArguments. They give learning_rate and weight_decay, and betas and eps
+                to Adam and AdamW. Their max_grad_norm becomes clip_norm, and is 0 from then on, so
+                that the trainer leaves clipping to the step
+    rule        a class of halfstep such as "Muon", or a recipe such as "adamw/bf16-sr/int8"
+    clip_norm   that of the optimizer. None: what `args` say, or no clipping
+    options     those of the optimizer. They take precedence over `args`
+    """
+    if model is None:
+        return factory
+    if args is None and "lr" not in options:
+        raise TypeError(
+            "halfstep: the factory has no learning rate; give it the TrainingArguments,"
+            ' optimizer_cls_and_kwargs=(factory, {"args": args, ...}), or give it lr='
+        )
+    cls, given = (classes[rule], {}) if rule in classes else class_and_options(rule)
+    if args is not None:
+        given.update(lr=args.learning_rate, weight_decay=args.weight_decay)
+        if cls.rule in ("adam", "adamw"):
+            given.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+        # Kept for another optimizer that is made with the same arguments.
+        args.halfstep_clip_norm = args.max_grad_norm or getattr(args, "halfstep_clip_norm", 0.0)
+        args.max_grad_norm = 0.0
+        clip_norm = args.halfstep_clip_norm if clip_norm is None else clip_norm
+    options = {**given, **options}
+    optimizer = cls(_groups(model), clip_norm=clip_norm or 0.0, **options)
+    if PartialState().is_main_process:
+        largest = max(optimizer._parts.groups.params(), key=torch.Tensor.numel)
+        table = str(plan(model, optimizer.recipe(largest), release=optimizer.gradient_release))
+        print("halfstep: " + "\n\n".join(table.split("\n\n")[:2]), flush=True)
+    return optimizer
+
+
+def _groups(model):
+    """Returns the groups of a model: the parameters that the trainer decays, and the rest."""
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    groups = [{"params": [], "param_names": []}, {"params": [], "param_names": []}]
+    groups[1]["weight_decay"] = 0.0
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            group = groups[name not in decayed]
+            group["params"].append(p)
+            group["param_names"].append(name)
+    return groups
+
+
+class EMACallback(TrainerCallback, ExportableState):
+    """Averages the weights after each step, and evaluates the averages. Each checkpoint has them in
+    a file of its own, from which a resumed run goes on.
+
+    decay, options    those of halfstep.EMA, which is `ema` from the beginning of the training on.
+                      `with callback.ema.swapped(model): trainer.save_model(folder)` saves a model
+                      of averages
+    """
+
+    def __init__(self, decay=0.999, **options):
+        self.averages = Averages(decay, options)
+        self.folder = None
+
+    ema = property(lambda self: self.averages.ema)
+
+    def state(self):
+        """Returns what a checkpoint tells of this callback: where it lies."""
+        averages = self.averages
+        args = {"decay": averages.decay, **averages.options}
+        return {"args": args, "attributes": {"folder": self.folder}}
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        saved = None
+        if state.global_step:
+            told = state.stateful_callbacks.get(type(self).__name__) or {}
+            known = [
+                args.resume_from_checkpoint,
+                told.get("attributes", {}).get("folder") if isinstance(told, dict) else None,
+                self._folder(args, state),
+            ]
+            files = [os.path.join(path, _FILE) for path in known if isinstance(path, str)]
+            found = next(filter(os.path.exists, files), None)
+            if found is None:
+                raise FileNotFoundError(
+                    f"halfstep: no averages to resume from at {' or '.join(files)}; set"
+                    " args.resume_from_checkpoint to the checkpoint's folder, or leave EMACallback"
+                    " out"
+                )
+            saved = torch.load(found, map_location="cpu", weights_only=True)
+        self.averages.begin(model, unwrapped(optimizer), saved)
+        # The trainer calls these before it evaluates and before it trains.
+        inner = unwrapped(optimizer)
+        inner.eval, inner.train = self.averages.put_in, self.averages.take_out
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.averages.update()
+        self.folder = self._folder(args, state)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.averages.take_out()
+
+    on_predict = on_evaluate
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            torch.save(self.ema.state_dict(), os.path.join(self._folder(args, state), _FILE))
+
+    @staticmethod
+    def _folder(args, state):
+        return os.path.abspath(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))
