@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Dict, List
 
-import halfstep
+from ..rules import classes, optimizer
 
 try:
     from torchtitan.components import optimizer as titan
@@ -60,10 +60,7 @@ class OptimizersContainer(titan.OptimizersContainer):
 
     @staticmethod
     def _resolve_optimizer_factory(name):
-        found = getattr(halfstep, name, None)
-        if isinstance(found, type) and issubclass(found, halfstep.Optimizer) and found.rule:
-            return found
-        return partial(halfstep.optimizer, name)
+        return classes.get(name) or partial(optimizer, name)
 
     @staticmethod
     def _build_impl_kwargs(config):
