@@ -264,7 +264,7 @@ class EMA(torch.nn.Module):
         self._check_options()
         self._handle = _Handle()
         self._warned = False
-        _sharding.refuse(model.parameters(), "averages", _WHOLE)
+        _sharding.refuse(model.parameters(), "an EMA", _WHOLE)
         _sharding.refuse_packed(filter(_trains, model.parameters()), "EMA", _DECODED)
         self.module = deepcopy(model)
         if device is not None:
@@ -396,7 +396,7 @@ class EMA(torch.nn.Module):
         _check_shapes(repr(name), tensor, average)
         found = (states.get(tensor) for states in states_of_optimizers)
         extra = next(filter(None, found), {}).get("weight.extra")
-        _sharding.refuse((tensor,), "averages", _WHOLE)
+        _sharding.refuse((tensor,), "an EMA", _WHOLE)
         plain = _in_order(tensor, _devices.of(average))
         if extra is None:
             return plain, PLAIN[tensor.dtype], None
