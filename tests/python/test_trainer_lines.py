@@ -66,7 +66,8 @@ def test_overrides_of_verl():
     words = shlex.split(line.replace("\\\n", ""))
     optim = dict(re.findall(r"^optim\.(\w+)=(.*)", "\n".join(words), flags=re.M))
     options = tables(optim["override_optimizer_config"])
-    check(located(f"{optim['optimizer_impl']}.{optim['optimizer']}"), {**options, "lr": optim["lr"]})
+    cls = located(f"{optim['optimizer_impl']}.{optim['optimizer']}")
+    check(cls, {**options, "lr": optim["lr"]})
 
 
 def test_lines_of_swift():
