@@ -334,6 +334,13 @@ def read(parts, path):
     seed and generator of a file or folder, and its own groups and options. Returns also the saved
     names by parameter."""
     groups, names = parts.groups, parts.names
+    for p in groups.params():
+        if _sharding.is_dtensor(p) and p.device_mesh.size() > 1:
+            raise ValueError(
+                f"halfstep: the states of {path} cannot be loaded here, because the parameters are"
+                " DTensors of several ranks: resume with torch.distributed.checkpoint, or begin"
+                " on one rank, save, and go on from there"
+            )
     found = _read(path, parts)
     found = {**found, "state": dict(found["state"])}
     found = _foreign.translate(list(map(groups.row_of, groups)), found)
