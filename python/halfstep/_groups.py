@@ -7,6 +7,7 @@ import torch
 from . import _abi, _layout, _sharding
 from ._members import Settings
 from ._parameters import could_be_packed, is_packed_format
+from ._torch import warn_once
 
 #: keys of groups that are no options: those of torch, of its schedulers, and of this package
 _GROUP_KEYS = {
@@ -186,6 +187,24 @@ class Groups:
                         f"halfstep: weights={asked!r}, and no parameter has such weights: call"
                         f" halfstep.nn.quantize_(model, {asked!r}) before the optimizer is made"
                     )
+
+    def warn_of_idle_weights(self):
+        """Warns once if a format of weights is asked for and all parameters are in fp32, which it
+        leaves alone. Vectors by themselves give no warning: models keep norms in fp32."""
+        asked = {}
+        for group in self:
+            for p in filter(self.takes_part, group["params"]):
+                fmt = self.options.formats(group, p)[0]
+                if _sharding.is_packed(p) or p.dtype != torch.float32:
+                    return
+                asked.setdefault(p, fmt if p.dim() > 1 and fmt != "f32" else None)
+        idle = next(filter(None, asked.values()), None)
+        if idle:
+            warn_once(
+                f"weights={idle!r} has nothing to act on: all {len(asked)} parameters are float32,"
+                " as trainers keep them with bf16=True; load the model in bfloat16"
+                " (model.to(torch.bfloat16)), or leave weights= out"
+            )
 
     def check_keys(self, group):
         """Raises ValueError for a key that is nearly the name of an option. Other keys are kept, as

@@ -197,6 +197,8 @@ class Optimizer(torch.optim.Optimizer):
     gradient_release = Kept(False)
     store, store_weights, store_memory = map(Kept, (None, True, None))
     compile = False  # in pickles that lack it
+    #: True: `weights` comes from whoever makes the optimizer, not from the class
+    _weights_asked = True
     #: what options mean, and where parameters are stepped
     _options, _placement = Options, Placement
 
@@ -274,6 +276,8 @@ class Optimizer(torch.optim.Optimizer):
         self._parts.options.check(defaults)
         super().__init__(params, defaults)
         self._parts.groups.check_quantized()
+        if self._weights_asked:
+            self._parts.groups.warn_of_idle_weights()
         if fused:
             self._step_supports_amp_scaling = True
         resumed = self.store is not None and os.path.exists(self.store)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from common import EXACT, OPTIONS, Words, language_model, plain, same, tiny
-from conftest import bits
+from conftest import bits, warnings_are
 from test_trainers import (
     arguments,
     lightning_module,
@@ -214,6 +214,22 @@ def test_the_factory_takes_rules_and_says_what_is_missing(tmp_path, capsys):
         factory(model)
     with pytest.raises(halfstep.HalfstepError, match="unknown rule 'Lamp'"):
         factory(model, args, rule="Lamp")
+
+
+def test_a_nan_is_skipped_after_the_trainer_has_measured_the_norm(tmp_path):
+    """The trainer spreads it to all gradients, so that no parameter can be named."""
+    trainer = trainer_of("transformers", tmp_path, save_strategy="no")
+    calls = []
+
+    def spoil(grad):
+        calls.append(grad)
+        return grad * float("nan") if len(calls) == 2 else grad
+
+    trainer.model.model.norm.weight.register_hook(spoil)
+    with warnings_are("always") as said:
+        _, opt = trained(trainer)
+    assert opt.skipped_steps == 1 and opt.clip_norm == 1.0
+    assert any("all parameters are not finite" in str(w.message) for w in said)
 
 
 def test_averages_beside_schedule_free_are_refused(tmp_path):

@@ -117,6 +117,22 @@ def test_release(tmp_path):
         run(tmp_path, *release, "--trainer.accumulate_grad_batches=2")
 
 
+@pytest.mark.cell("Lightning CLI", "EMA")
+def test_ema(tmp_path):
+    """The callback has averages of its own and leaves the training alone."""
+    from halfstep.integrations.lightning import EMACallback
+
+    callback = f"--trainer.callbacks={EMACallback.__module__}.EMACallback"
+    found = run(tmp_path, *PLAIN, callback, "--trainer.callbacks.decay=0.9")
+    same(found, by_hand(6))
+    (callback,) = (c for c in found[0].trainer.callbacks if isinstance(c, EMACallback))
+    weights = list(found[0].parameters())
+    before = [bits(p) for p in weights]
+    with callback.ema.swapped(found[0]):
+        assert all(bits(p) != b for p, b in zip(weights, before))
+    same(found, by_hand(6))
+
+
 @pytest.mark.parametrize("cls", ["Muon", "ScheduleFree", "Adafactor", "CAME", "Prodigy"])
 def test_other_classes_have_options_with_types(tmp_path, cls):
     _, opt = run(tmp_path, *PLAIN, f"--optimizer=halfstep.{cls}", "--optimizer.weight_decay=0.1")

@@ -3,6 +3,8 @@ the learning rate, states that blocks cannot hold, and the reference of fully de
 last is what a refused gradient is reported as."""
 
 import copy
+import functools
+import warnings
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from conftest import weights_of
 from torch.nn import Parameter
 
 import halfstep
+import halfstep.compat.torchao
 from halfstep._placement import Placement
 
 
@@ -210,3 +213,36 @@ def test_a_finite_gradient_is_not_called_otherwise():
         with pytest.warns(RuntimeWarning, match="'w' is finite, but too large") as told:
             o.step()
         assert "not finite" not in str(told[0].message) and p.eq(1).all() and o.skipped_steps == 1
+
+
+def test_a_format_of_weights_that_acts_on_nothing_is_told_once():
+    """No warning comes where the format has a weight, where nobody asked, for norms by themselves,
+    and for copies and loaded states."""
+
+    def texts(params, cls=halfstep.AdamW, **options):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            opt = cls(params, lr=1e-3, **options)
+            copy.deepcopy(opt).load_state_dict(opt.state_dict())
+        return [str(w.message) for w in told if "nothing to act on" in str(w.message)]
+
+    def model(*dtypes, shape=(4, 3)):
+        return [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for dtype in dtypes]
+
+    full = model(*[torch.float32] * 7)
+    (text,) = texts(full, weights="bf16-ecc8")
+    assert text.startswith(
+        "halfstep: weights='bf16-ecc8' has nothing to act on: all 7 parameters are float32, as"
+        " trainers keep them with bf16=True; load the model in bfloat16"
+    )
+    assert not texts(full, weights="bf16-ecc8")
+    (text,) = texts([{"params": full, "weights": "bf16-sr"}])
+    assert "weights='bf16-sr'" in text and "all 7 " in text
+    offload = functools.partial(halfstep.CPUOffload, recipe="adamw")
+    assert len(texts(model(*[torch.float32] * 6), offload, weights="bf16-ecc8")) == 1
+    assert not texts(full)
+    assert not texts(full, weights="f32")
+    assert not texts(model(*[torch.float32] * 5, torch.bfloat16), weights="bf16-ecc8")
+    assert not texts(model(torch.float32, torch.float16), weights="bf16-ecc8")
+    assert not texts(model(*[torch.float32] * 3, shape=4), weights="bf16-ecc8")
+    assert not texts(full, halfstep.compat.torchao.AdamW8bit, bf16_stochastic_round=True)

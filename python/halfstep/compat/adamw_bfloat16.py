@@ -77,6 +77,7 @@ class AdamW_BF16(Optimizer):
     """
 
     rule = "adamw-delayed"
+    _weights_asked = False
     #: decay is collected until it exceeds this, then applied at once
     decay_threshold = Kept(5e-3)
 

@@ -47,6 +47,8 @@ __all__ = [
 class _LowBit(Optimizer):
     """Common base of the classes. `weights` and `states` may be set by group."""
 
+    _weights_asked = False
+
     #: the format of states; None for those that are not quantized
     _states = None
 

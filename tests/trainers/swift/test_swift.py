@@ -187,12 +187,22 @@ def test_yaml_of_the_documentation(tmp_path):
 
 
 @pytest.mark.cell("ms-swift", "resume")
-@pytest.mark.parametrize("tuner", ["full", "lora"])
-def test_resume(tmp_path, tuner):
-    """With LoRA no parameter goes without decay, so swift drops the empty group."""
-    whole = whole_and_resumed(tmp_path, tuner_type=tuner)
+@pytest.mark.parametrize(
+    "options, stored, groups",
+    [
+        ({"tuner_type": "full"}, torch.bfloat16, 2),
+        ({"tuner_type": "lora", "lora_dtype": "bfloat16"}, torch.bfloat16, 1),
+        ({"tuner_type": "lora"}, torch.float32, 1),
+    ],
+    ids=["full", "LoRA in BF16", "LoRA"],
+)
+def test_resume(tmp_path, options, stored, groups):
+    """With LoRA every parameter decays, so swift drops the empty group."""
+    whole = whole_and_resumed(tmp_path, **options)
+    assert len(whole.optimizer.param_groups) == groups
     assert whole.optimizer.param_groups[0]["group_steps"] == 6
-    assert len(whole.optimizer.param_groups) == {"full": 2, "lora": 1}[tuner]
+    trained = [p for p in whole.trainer.model.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {stored}
 
 
 @pytest.mark.cell("ms-swift", "accumulate")
