@@ -258,6 +258,42 @@ def test_table(tmp_path):
     assert found and found[1] == table(str(tmp_path))
 
 
+@pytest.mark.all
+def test_a_trainer_begins_with_the_option(tmp_path):
+    """transformers goes on from a folder of torchtitan, and gives the bits of a loop."""
+    import transformers
+
+    from halfstep.integrations.transformers import factory
+
+    model, opt, path = WRITES["torchtitan: `step-N`"](str(tmp_path / "titan"))
+    other = copy.deepcopy(model)
+    opt.param_groups[0]["weight_decay"] = 0.0
+    train(model, opt, range(3, 6))
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model, inputs, **_):
+            return (model(inputs["x"]) - 1).float().pow(2).mean()
+
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "hf"), max_steps=3, save_strategy="no", report_to=[],
+        use_cpu=True, disable_tqdm=True, remove_unused_columns=False, learning_rate=1e-2,
+        max_grad_norm=0.0, lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = Trainer(
+        model=other,
+        args=args,
+        train_dataset=[{"x": x} for step in range(3, 6) for x in batch(step)],
+        optimizer_cls_and_kwargs=(factory, {"args": args, "states_from": path, **OPTIONS}),
+    )
+    trainer.train()
+    found = trainer.optimizer.optimizer
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert bits(p) == bits(q) and plain(opt.state[p]) == plain(found.state[q])
+
+
 # ---- What is refused -----------------------------------------------------------------------------
 
 
