@@ -318,6 +318,14 @@ def _places(entries, ours, path):
         places = [stateless.get(short(name)) for name in mine]
         some = [i for i, entry in enumerate(entries) if entry.state]
         wanted = [i for i in wanted if places[i] is None and mine[i] not in frozen]
+        known = {short(mine[i]) for i in wanted}
+        ours_there = [i for i in some if short(theirs[i]) in known]
+        if len(ours_there) == len(wanted) < len(some):  # another optimizer has the rest
+            left = [theirs[i] for i in some if i not in set(ours_there)]
+            warn(
+                f"{path} also holds states of {_names.some(left)}, which are not of this optimizer"
+            )
+            some = ours_there
     found = _names.match([theirs[i] for i in some], [mine[i] for i in wanted], os.fspath(path))
     if found is None:
         raise ValueError(

@@ -398,6 +398,9 @@ def test_frozen_parameters_and_a_later_load(tmp_path):
     pairs = [*model.named_parameters(), *more.named_parameters()]
     other = halfstep.AdamW(pairs, states_from=tmp_path, **OPTIONS)
     assert all(plain(other.state[p]) == plain(opt.state[p]) for p in model.parameters())
+    with pytest.warns(UserWarning, match="also holds states of '0.weight'"):
+        part = halfstep.AdamW(list(model.named_parameters())[1:], states_from=tmp_path, **OPTIONS)
+    assert all(plain(part.state[p]) == plain(opt.state[p]) for p in list(model.parameters())[1:])
     again = halfstep.AdamW(pairs, **OPTIONS)
     other.load_state_dict(again.state_dict())
     assert not other.state
