@@ -318,6 +318,14 @@ def _places(entries, ours, path):
         places = [stateless.get(short(name)) for name in mine]
         some = [i for i, entry in enumerate(entries) if entry.state]
         wanted = [i for i in wanted if places[i] is None and mine[i] not in frozen]
+        known = {short(mine[i]) for i in wanted}
+        ours_there = [i for i in some if short(theirs[i]) in known]
+        if len(ours_there) == len(wanted) < len(some):  # another optimizer has the rest
+            left = [theirs[i] for i in some if i not in set(ours_there)]
+            warn(
+                f"{path} also holds states of {_names.some(left)}, which are not of this optimizer"
+            )
+            some = ours_there
     found = _names.match([theirs[i] for i in some], [mine[i] for i in wanted], os.fspath(path))
     if found is None:
         raise ValueError(
@@ -334,6 +342,13 @@ def read(parts, path):
     seed and generator of a file or folder, and its own groups and options. Returns also the saved
     names by parameter."""
     groups, names = parts.groups, parts.names
+    for p in groups.params():
+        if _sharding.is_dtensor(p) and p.device_mesh.size() > 1:
+            raise ValueError(
+                f"halfstep: the states of {path} cannot be loaded here, because the parameters are"
+                " DTensors of several ranks: resume with torch.distributed.checkpoint, or begin"
+                " on one rank, save, and go on from there"
+            )
     found = _read(path, parts)
     found = {**found, "state": dict(found["state"])}
     found = _foreign.translate(list(map(groups.row_of, groups)), found)

@@ -647,7 +647,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_states(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Takes the states, counters, seed and generator of a checkpoint that another trainer, or
-        this one, has written: a file or a folder (docs/checkpoints.md lists them). No code in it is
+        this one, has written: a file or a folder (docs/frameworks.md lists them). No code in it is
         run.
 
         Parameters are matched by name, whatever groups they were in. Without names, positions count

@@ -258,6 +258,42 @@ def test_table(tmp_path):
     assert found and found[1] == table(str(tmp_path))
 
 
+@pytest.mark.all
+def test_a_trainer_begins_with_the_option(tmp_path):
+    """transformers goes on from a folder of torchtitan, and gives the bits of a loop."""
+    import transformers
+
+    from halfstep.integrations.transformers import factory
+
+    model, opt, path = WRITES["torchtitan: `step-N`"](str(tmp_path / "titan"))
+    other = copy.deepcopy(model)
+    opt.param_groups[0]["weight_decay"] = 0.0
+    train(model, opt, range(3, 6))
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model, inputs, **_):
+            return (model(inputs["x"]) - 1).float().pow(2).mean()
+
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "hf"), max_steps=3, save_strategy="no", report_to=[],
+        use_cpu=True, disable_tqdm=True, remove_unused_columns=False, learning_rate=1e-2,
+        max_grad_norm=0.0, lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = Trainer(
+        model=other,
+        args=args,
+        train_dataset=[{"x": x} for step in range(3, 6) for x in batch(step)],
+        optimizer_cls_and_kwargs=(factory, {"args": args, "states_from": path, **OPTIONS}),
+    )
+    trainer.train()
+    found = trainer.optimizer.optimizer
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert bits(p) == bits(q) and plain(opt.state[p]) == plain(found.state[q])
+
+
 # ---- What is refused -----------------------------------------------------------------------------
 
 
@@ -319,6 +355,29 @@ def test_positions_count_without_names(tmp_path):
         halfstep.AdamW(groups, states_from=tmp_path, **OPTIONS)
 
 
+def test_several_ranks_are_refused(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _, opt = trained()
+    torch.save(opt.state_dict(), tmp_path / "optimizer.pt")
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = tiny()
+        fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+        other = halfstep.AdamW(model.named_parameters(), **OPTIONS)
+        with pytest.raises(ValueError, match="DTensors of several ranks"):
+            other.load_states(tmp_path)
+        held = copy.copy(opt.state_dict())
+        held["state"] = {0: {"exp_avg": next(model.parameters()).detach()}}
+        torch.save(held, tmp_path / "optim_world_size_2_rank_0.pt")
+        (tmp_path / "optimizer.pt").unlink()
+        refuses(tmp_path, "holds one rank's part of the states")
+    finally:
+        dist.destroy_process_group()
+
+
 def test_states_of_torch(tmp_path):
     """A checkpoint of torch's AdamW goes on, with its states in fp32 to the bit."""
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
@@ -339,6 +398,9 @@ def test_frozen_parameters_and_a_later_load(tmp_path):
     pairs = [*model.named_parameters(), *more.named_parameters()]
     other = halfstep.AdamW(pairs, states_from=tmp_path, **OPTIONS)
     assert all(plain(other.state[p]) == plain(opt.state[p]) for p in model.parameters())
+    with pytest.warns(UserWarning, match="also holds states of '0.weight'"):
+        part = halfstep.AdamW(list(model.named_parameters())[1:], states_from=tmp_path, **OPTIONS)
+    assert all(plain(part.state[p]) == plain(opt.state[p]) for p in list(model.parameters())[1:])
     again = halfstep.AdamW(pairs, **OPTIONS)
     other.load_state_dict(again.state_dict())
     assert not other.state
