@@ -35,10 +35,20 @@ def some(names, most=6):
     return ", ".join(map(repr, names[:most])) + more
 
 
+def _prefix(longer, shorter):
+    """Returns what all longer names begin with if the rest of them are the shorter names, such as
+    "base_model.model.", or None."""
+    for name in shorter:
+        prefix = longer[0][: -len(name)]
+        if longer[0].endswith("." + name) and {prefix + one for one in shorter} == set(longer):
+            return prefix
+    return None
+
+
 def match(theirs, ours, what="this state"):
     """Returns the place among `theirs` of each of our names, or None if no name is on both sides.
-    Names match without the parts that wrappers add. Raises ValueError if only some of them
-    match."""
+    Names match without the parts that wrappers add, and without a prefix that all names of one side
+    have. Raises ValueError if only some of them match."""
     for names in (theirs, ours):
         twice = sorted(name for name, times in Counter(names).items() if times > 1)
         if twice:
@@ -51,6 +61,9 @@ def match(theirs, ours, what="this state"):
         there, here = [short(name) for name in theirs], [short(name) for name in ours]
         if len(set(there)) < len(there) or len(set(here)) < len(here):
             continue  # two names of one side would become equal
+        if len(there) == len(here) > 0:
+            here = [(_prefix(there, here) or "") + name for name in here]
+            there = [(_prefix(here, there) or "") + name for name in there]
         places = {name: i for i, name in enumerate(there)}
         found = [places.get(name) for name in here]
         if None not in found and len(there) == len(here):

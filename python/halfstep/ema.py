@@ -7,6 +7,7 @@ here.
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from copy import deepcopy
 from ctypes import c_void_p
 
@@ -263,7 +264,7 @@ class EMA(torch.nn.Module):
         self._check_options()
         self._handle = _Handle()
         self._warned = False
-        _sharding.refuse(model.parameters(), "averages", _WHOLE)
+        _sharding.refuse(model.parameters(), "an EMA", _WHOLE)
         _sharding.refuse_packed(filter(_trains, model.parameters()), "EMA", _DECODED)
         self.module = deepcopy(model)
         if device is not None:
@@ -395,7 +396,7 @@ class EMA(torch.nn.Module):
         _check_shapes(repr(name), tensor, average)
         found = (states.get(tensor) for states in states_of_optimizers)
         extra = next(filter(None, found), {}).get("weight.extra")
-        _sharding.refuse((tensor,), "averages", _WHOLE)
+        _sharding.refuse((tensor,), "an EMA", _WHOLE)
         plain = _in_order(tensor, _devices.of(average))
         if extra is None:
             return plain, PLAIN[tensor.dtype], None
@@ -485,6 +486,30 @@ class EMA(torch.nn.Module):
         self.n_averaged += 1
         self.counters[0] += 1
         held.steps = (held.steps[0] + 1, held.steps[1] + 1)
+
+    @contextmanager
+    def swapped(self, model):
+        """Returns a context in which `model` has the averages, in its own dtypes and on its own
+        devices. Afterwards it has its own weights again.
+
+        The weights are neither copied nor written, so that an optimizer keeps the residuals and
+        error codes beside them. Do not step the optimizer inside, and do not save its state.
+        """
+        pairs = _paired(
+            "tensors to average",
+            self._tensors_of(model, self.use_buffers),
+            self._tensors_of(self.module, self.use_buffers),
+        )
+        for name, average, theirs in pairs:
+            _check_shapes(repr(name), theirs, average)
+        kept = [theirs.data for _, _, theirs in pairs]
+        try:
+            for _, average, theirs in pairs:
+                theirs.data = average.detach().to(theirs.device, theirs.dtype)
+            yield model
+        finally:
+            for (_, _, theirs), own in zip(pairs, kept):
+                theirs.data = own
 
     def _ready(self, members, formats):
         """Returns the C handle for these averages and for the formats of the weights that they

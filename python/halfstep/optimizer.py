@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
-from . import _abi, _files, _layout, _matrices, _sharding, _state, accumulate
+from . import _abi, _checkpoints, _files, _layout, _matrices, _sharding, _state, accumulate
 from ._handles import seed_of
 from ._options import Options, bytes_of, keep_plain
 from ._parameters import check_parameter, format_of
@@ -175,6 +175,9 @@ class Optimizer(torch.optim.Optimizer):
                     loads the weights of its last step first
     store_memory    bytes of memory for states on their way, such as "8G". What fits is only
                     written, not read. None: the least
+    states_from     the path of a trainer's checkpoint, from which load_states() takes the first
+                    states. A file of `store` that exists is resumed instead. The option is not
+                    saved
     compile         True: torch.compile(fullgraph=True) can trace step()
     fused           True: a GradScaler leaves unscaling to the step
     foreach         accepted and without effect: one call steps all parameters
@@ -227,6 +230,7 @@ class Optimizer(torch.optim.Optimizer):
         store: Optional[str] = None,
         store_weights: bool = True,
         store_memory: Any = None,
+        states_from: Optional[str] = None,
     ) -> None:
         if differentiable:
             raise ValueError(
@@ -276,8 +280,11 @@ class Optimizer(torch.optim.Optimizer):
             self._parts.groups.warn_of_idle_weights()
         if fused:
             self._step_supports_amp_scaling = True
+        resumed = self.store is not None and os.path.exists(self.store)
         if self.store is not None:
             self._parts.store.begin(self.load_state_dict, compile)
+        if states_from is not None and not resumed:
+            self.load_states(states_from)
         if gradient_release:
             self.prepare_gradient_release()
 
@@ -637,6 +644,20 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for p, weight in weights:
                 _sharding.stored(p).copy_(weight)
+
+    def load_states(self, path: Union[str, "os.PathLike[str]"]) -> None:
+        """Takes the states, counters, seed and generator of a checkpoint that another trainer, or
+        this one, has written: a file or a folder (docs/checkpoints.md lists them). No code in it is
+        run.
+
+        Parameters are matched by name, whatever groups they were in. Without names, positions count
+        if the groups have as many parameters. Options such as `lr` stay as they are. Residuals and
+        error codes belong to the weights of the checkpoint, so load those too."""
+        state_dict, renamed = _checkpoints.read(self._parts, path)
+        self.load_state_dict(state_dict)
+        for p, name in renamed.items():
+            if name is not None and not self._parts.groups.state.get(p):
+                self._parts.names.expect_name(p, name)
 
     def __getstate__(self):
         return self._parts.saving.pickled(self.__dict__)

@@ -10,8 +10,6 @@ import os
 
 import pytest
 
-__all__ = ["cell", "pytest_configure", "pytest_runtest_makereport", "pytest_sessionfinish"]
-
 COLUMNS = ("plain", "resume", "accumulate", "clip", "release", "EMA")
 #: (trainer, column) -> sentences in the order told, "failed" among them if a test failed
 _cells = {}

@@ -12,9 +12,9 @@ import pickle
 import shlex
 import warnings
 
+import cells
 import pytest
 import torch
-from cells import *  # noqa: F403
 from common import bits, plain, states  # noqa: F401
 from torch import nn
 
@@ -281,6 +281,10 @@ def caught():
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    config.pluginmanager.register(cells)
+
+
 def pytest_collection_modifyitems(items):
     """Chooses the cases that `make test` runs of a test with several parameters. Each value occurs
     at least once, combined with the values of the others in turn. The other cases of the product

@@ -667,3 +667,31 @@ def test_meta_device():
     ema = EMA(model)
     with pytest.raises(ValueError, match="'weight' is on meta"):
         ema.update_parameters(model)
+
+
+@pytest.mark.parametrize("weights", ["bf16-kahan", "bf16-ecc8"])
+@pytest.mark.parametrize("averages", ["bf16-kahan", "f32"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_swapped_averages_leave_residuals_where_they_are(weights, averages, mode):
+    """A run that evaluates its averages between steps has the bits of one that does not."""
+
+    def held(module):
+        return {name: bits(tensor) for name, tensor in EMA._tensors_of(module, True)}
+
+    def train(swaps):
+        model = net(torch.bfloat16)
+        opt = halfstep.AdamW(model.named_parameters(), lr=1e-3, weights=weights, seed=3)
+        ema = EMA(model, 0.5, averages, use_buffers=True, seed=4)
+        for step in range(4):
+            model(randn((4, 3, 8, 8), step).bfloat16()).float().pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+            ema.update_parameters(model, opt)
+            if swaps:
+                own, expected = held(model), held(copy.deepcopy(ema.module).bfloat16())
+                with mode(), ema.swapped(model):
+                    assert held(model) == expected and (step == 0) == (own == expected)
+                assert held(model) == own
+        return content(model), everything(opt)
+
+    assert train(True) == train(False)

@@ -114,11 +114,12 @@ def test_nothing_is_imported_late_but_what_needs_a_compiler():
 def test_only_what_stands_above_the_optimizer_imports_it():
     """Everything below takes plain data."""
     users = {name for name, others in IMPORTS.items() if "optimizer" in others}
-    assert {name for name in users if not name.startswith("compat.")} <= ABOVE
+    faces = ("compat.", "integrations.")
+    assert {name for name in users if not name.startswith(faces)} <= ABOVE
     below = imported_by("optimizer")
     assert {"_parts", "_cache", "_engine", "_abi"} <= below
     assert not below & {*ABOVE, "optimizer"}
-    assert not any(name.startswith("compat.") for name in below)
+    assert not any(name.startswith(faces) for name in below)
 
 
 def test_nothing_below_the_optimizer_is_given_one():

@@ -114,6 +114,8 @@ def whole_and_resumed(folder, make_trainer):
     return runs[0]
 
 
+@pytest.mark.cell("transformers", "plain")
+@pytest.mark.cell("transformers", "resume")
 @pytest.mark.parametrize("how", ["optimizers", "optimizer_cls_and_kwargs"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_transformers(tmp_path, how, accumulation):
@@ -178,6 +180,8 @@ def peft_model():
 
 
 @pytest.mark.all
+@pytest.mark.cell("PEFT", "plain")
+@pytest.mark.cell("PEFT", "resume")
 def test_peft(tmp_path):
     """Only adapters are trained; the frozen rest has no states. The trainer makes the optimizer,
     because its resuming replaces the adapters' parameters. An optimizer made earlier, torch's too,
@@ -212,6 +216,8 @@ def tokenizer(folder):
 
 
 @pytest.mark.all
+@pytest.mark.cell("TRL", "plain")
+@pytest.mark.cell("TRL", "resume")
 def test_trl(tmp_path):
     import datasets
     import trl
@@ -240,6 +246,8 @@ def test_trl(tmp_path):
 
 
 @pytest.mark.all
+@pytest.mark.cell("Accelerate", "plain")
+@pytest.mark.cell("Accelerate", "resume")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_accelerate(tmp_path, accumulation):
     import accelerate
@@ -324,6 +332,8 @@ def loader():
     )
 
 
+@pytest.mark.cell("Lightning", "plain")
+@pytest.mark.cell("Lightning", "resume")
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
 def test_lightning(tmp_path, automatic):
     import lightning
@@ -384,6 +394,8 @@ def same_there(gpu, one, other):
 
 
 @pytest.mark.all
+@pytest.mark.cell("Accelerate", "accumulate")
+@pytest.mark.cell("Accelerate", "clip")
 @hosted
 def test_accelerate_with_states_elsewhere(fake, tmp_path, hosted):
     """A whole run and a resumed one have the bits of a loop without Accelerate, with the states
@@ -432,6 +444,8 @@ def test_accelerate_with_states_elsewhere(fake, tmp_path, hosted):
 
 
 @pytest.mark.all
+@pytest.mark.cell("Lightning", "accumulate")
+@pytest.mark.cell("Lightning", "clip")
 @hosted
 def test_lightning_with_states_elsewhere(fake, tmp_path, hosted):
     """As for Accelerate."""

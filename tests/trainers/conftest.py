@@ -1,1 +1,5 @@
-from cells import *  # noqa: F403
+import cells
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(cells)

@@ -11,21 +11,30 @@ trainer = Trainer(
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from .. import plan
+from ..optimizer import unwrapped
 from ..rules import class_and_options, classes
+from ._averages import Averages
 
 try:
     from accelerate import PartialState
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise ImportError(
         f"halfstep.integrations.transformers needs {error.name}: pip install transformers"
         " accelerate"
     ) from error
 
-__all__ = ["factory"]
+__all__ = ["EMACallback", "factory"]
+
+
+#: a checkpoint's file of averages
+_FILE = "halfstep_ema.pt"
 
 
 def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
@@ -78,3 +87,65 @@ def _groups(model):
             group["params"].append(p)
             group["param_names"].append(name)
     return groups
+
+
+class EMACallback(TrainerCallback, ExportableState):
+    """Averages the weights after each step, and evaluates the averages. Each checkpoint has them in
+    a file of its own, from which a resumed run goes on.
+
+    decay, options    those of halfstep.EMA, which is `ema` from the beginning of the training on.
+                      `with callback.ema.swapped(model): trainer.save_model(folder)` saves a model
+                      of averages
+    """
+
+    def __init__(self, decay=0.999, **options):
+        self.averages = Averages(decay, options)
+        self.folder = None
+
+    ema = property(lambda self: self.averages.ema)
+
+    def state(self):
+        """Returns what a checkpoint tells of this callback: where it lies."""
+        averages = self.averages
+        args = {"decay": averages.decay, **averages.options}
+        return {"args": args, "attributes": {"folder": self.folder}}
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        saved = None
+        if state.global_step:
+            told = state.stateful_callbacks.get(type(self).__name__) or {}
+            known = [
+                args.resume_from_checkpoint,
+                told.get("attributes", {}).get("folder") if isinstance(told, dict) else None,
+                self._folder(args, state),
+            ]
+            files = [os.path.join(path, _FILE) for path in known if isinstance(path, str)]
+            found = next(filter(os.path.exists, files), None)
+            if found is None:
+                raise FileNotFoundError(
+                    f"halfstep: no averages to resume from at {' or '.join(files)}; set"
+                    " args.resume_from_checkpoint to the checkpoint's folder, or leave EMACallback"
+                    " out"
+                )
+            saved = torch.load(found, map_location="cpu", weights_only=True)
+        self.averages.begin(model, unwrapped(optimizer), saved)
+        # The trainer calls these before it evaluates and before it trains.
+        inner = unwrapped(optimizer)
+        inner.eval, inner.train = self.averages.put_in, self.averages.take_out
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.averages.update()
+        self.folder = self._folder(args, state)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.averages.take_out()
+
+    on_predict = on_evaluate
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            torch.save(self.ema.state_dict(), os.path.join(self._folder(args, state), _FILE))
+
+    @staticmethod
+    def _folder(args, state):
+        return os.path.abspath(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))

@@ -1,0 +1,382 @@
+"""Finds an optimizer's state in what trainers write, and makes it a state dictionary for an
+optimizer whose groups may be others.
+
+Nothing here runs code of a file. torch.load() is called with weights_only, and the index of a
+folder of torch.distributed.checkpoint may name the classes of such an index only.
+"""
+
+import io
+import os
+import pickle
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _files, _foreign, _layout, _names, _older, _sharding
+from ._torch import warn
+
+#: where trainers put an optimizer's state in the dictionary of a file
+_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
+#: names of files that hold an optimizer's state; the first pattern that fits anything counts
+_FILES = (
+    r"\.metadata",
+    r"optimizer(_0)?\.safetensors",
+    r"optimizer(_0)?\.(pt|bin)",
+    r"optim_world_size_\d+_rank_\d+\.pt",
+    r"recipe_state\.pt",
+    r".+\.ckpt",
+)
+#: names of folders that hold such a file
+_FOLDERS = r"optim|optimizer_\d+|recipe_state|actor"
+#: modules and classes that the index of torch.distributed.checkpoint names
+_INDEX = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+_KNOWN = (
+    "halfstep takes optimizer.pt, optimizer.bin, a .ckpt, recipe_state.pt, optim_world_size_*.pt, a"
+    " folder of torch.distributed.checkpoint, a file of save_safetensors(), or a folder with one of"
+    " them"
+)
+
+
+# ---- Files and folders ---------------------------------------------------------------------------
+
+
+def _found(folder):
+    """Returns the paths in a folder that hold an optimizer's state, of the first kind that is
+    there."""
+    names = sorted(os.listdir(folder))
+    for pattern in _FILES:
+        found = [os.path.join(folder, name) for name in names if re.fullmatch(pattern, name)]
+        if found:
+            return found
+    inner = [os.path.join(folder, name) for name in names if re.fullmatch(_FOLDERS, name)]
+    return [path for other in filter(os.path.isdir, inner) for path in _found(other)]
+
+
+def _only(path):
+    """Returns the one file that holds an optimizer's state in a file or folder."""
+    if not os.path.isdir(path):
+        return path
+    found = _found(path)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(
+            f"halfstep: {path} holds {len(found)} states of optimizers,"
+            f" {_names.some([os.path.relpath(one, path) for one in found])}: give the path of one;"
+            " the parts of several ranks cannot be put together"
+        )
+    raise ValueError(f"halfstep: {path} holds no state of an optimizer; {_KNOWN}")
+
+
+def _refused(path, error):
+    first = str(error).strip().partition("\n")[0]
+    return ValueError(f"halfstep: {path} cannot be read without running code of it: {first}")
+
+
+def _load(file, path):
+    """Reads a file of torch.save() that holds tensors and plain values only."""
+    try:
+        import torch.distributed.tensor  # noqa: F401  so that its classes are known as safe
+    except ImportError:  # a torch without torch.distributed writes none
+        pass
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _refused(path, error) from None
+
+
+class _Index(pickle.Unpickler):
+    """Reads the index of a folder of torch.distributed.checkpoint."""
+
+    def find_class(self, module, name):
+        if name in _INDEX.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of such an index")
+
+
+def _distributed(path):
+    """Reads what does not belong to the model from a folder of torch.distributed.checkpoint. Each
+    process reads all of it."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    class Reader(checkpoint.FileSystemReader):
+        def read_metadata(self, *args, **kwargs):
+            return index
+
+    class Planner(checkpoint.DefaultLoadPlanner):
+        def load_bytes(self, read_item, value):
+            plain[read_item.dest_index.fqn] = _load(value, path)
+
+    with open(path, "rb") as file:
+        try:
+            index = _Index(io.BytesIO(file.read())).load()
+        except (pickle.UnpicklingError, AttributeError, TypeError) as error:
+            raise _refused(path, error) from None
+    plain = {}
+    values = {
+        key: torch.empty(held.size, dtype=held.properties.dtype)
+        if isinstance(held, TensorStorageMetadata)
+        else None
+        for key, held in index.state_dict_metadata.items()
+        if re.match(r"(.+\.)?(state|param_groups)\b", key)
+    }
+    if values:
+        checkpoint.load(
+            values,
+            storage_reader=Reader(os.path.dirname(path)),
+            planner=Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
+    return {**values, **plain}
+
+
+# ---- State dictionaries --------------------------------------------------------------------------
+
+
+def _is_state(value):
+    return isinstance(value, dict) and "state" in value and "param_groups" in value
+
+
+def _unflattened(values):
+    """Returns the state dictionary in a flat one, or None if there is none. Keys of a flat one are
+    "state.NAME.KEY", and "param_groups.NAME.KEY" for each parameter or "param_groups" for all, with
+    a prefix before them."""
+    if not all(isinstance(key, str) for key in values):
+        return None
+    begins = {
+        found[1]
+        for found in (re.match(r"((?:.+\.)?)param_groups(\.|$)", key) for key in values)
+        if found
+    }
+    if len(begins) != 1:
+        return None
+    (begin,) = begins
+    groups = values.get(begin + "param_groups")
+    if groups is None:
+        start, end = begin + "param_groups.", ".lr"
+        groups = []
+        for key in values:
+            if key.startswith(start) and key.endswith(end):
+                name = key[len(start) : -len(end)]
+                own = f"{start}{name}."
+                group = {k[len(own) :]: v for k, v in values.items() if k.startswith(own)}
+                groups.append({**group, "params": [name], "param_names": [name]})
+    keys = {str(key): key for group in groups for key in group["params"]}
+    state, start = {}, begin + "state."
+    for key, value in values.items():
+        name, rest = key[len(start) :], []
+        if not key.startswith(start):
+            continue
+        while name not in keys and "." in name:
+            name, _, last = name.rpartition(".")
+            rest.insert(0, last)
+        if rest:
+            state.setdefault(keys.get(name, name), {})[".".join(rest)] = value
+    return {"state": state, "param_groups": groups}
+
+
+def _dictionary(held, path):
+    """Returns the state dictionary in what a file holds."""
+    if _is_state(held):
+        return held
+    if isinstance(held, dict):
+        for key in _KEYS:
+            inner = held.get(key)
+            if isinstance(inner, (list, tuple)) and len(inner) == 1:
+                inner = inner[0]
+            if _is_state(inner):
+                return inner
+            if isinstance(inner, dict) and inner and all(map(_is_state, inner.values())):
+                return _merged(inner)  # an optimizer for each parameter
+            if isinstance(inner, dict) and _unflattened(inner) is not None:
+                return _unflattened(inner)
+        found = _unflattened(held)
+        if found is not None:
+            return found
+    raise ValueError(f"halfstep: {path} holds no state of one optimizer; {_KNOWN}")
+
+
+def _merged(several):
+    """Returns one state dictionary for those of optimizers of one parameter each, by its name."""
+    found = {"state": {}, "param_groups": []}
+    for name, one in several.items():
+        for group in one["param_groups"]:
+            found["param_groups"].append({**group, "params": [name], "param_names": [name]})
+        for state in one["state"].values():
+            found["state"][name] = state
+    return found
+
+
+def _whole(value, path):
+    """Returns a tensor that a process alone held as a whole."""
+    if _sharding.is_dtensor(value):
+        if value.device_mesh.size() > 1:
+            raise ValueError(
+                f"halfstep: {path} holds one rank's part of the states: save them with"
+                " torch.distributed.checkpoint, whose folders are read as a whole"
+            )
+        return _sharding.local(value)
+    return value
+
+
+def _read(path, parts):
+    """Returns the state dictionary in a file or folder."""
+    path = _only(os.fspath(path))
+    if os.path.basename(path) == ".metadata":
+        return _dictionary(_distributed(path), os.path.dirname(path))
+    with open(path, "rb") as file:
+        begin = file.read(16)
+    if begin.startswith((b"PK", b"\x80")):
+        return _dictionary(_load(path, path), path)
+    if begin.startswith(b"halfstep states"):
+        raise ValueError(
+            f"halfstep: {path} is a file of store=, which one optimizer has as its own: make one"
+            " with store= and this file, and save its state_dict()"
+        )
+    found, generator, _ = _files.load(parts, path)
+    for group in found["param_groups"]:
+        group["generator"] = generator
+    return found
+
+
+# ---- States for an optimizer ---------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    """A parameter of a state dictionary: its name or None, its state or None, the hashes of its
+    weight or None, its key there, and its group."""
+
+    name: Any
+    state: Any
+    hashes: Any
+    key: Any
+    group: Any
+
+
+def _entries(found, path):
+    """Returns the parameters of a state dictionary in their order."""
+    groups, all_names = found["param_groups"], found.get("param_names")
+    hashes = found.get("weight_hashes") or {}
+    entries = []
+    for g, group in enumerate(groups):
+        names = group.get("param_names") or (all_names[g] if all_names else ())
+        for i, key in enumerate(group["params"]):
+            name = key if isinstance(key, str) else names[i] if i < len(names) else None
+            state = found["state"].get(key)
+            if isinstance(state, dict):
+                state = {k: _whole(value, path) for k, value in _older.flat(state).items()}
+            entries.append(_Entry(name, state or None, hashes.get(key), key, group))
+    return entries
+
+
+def _places(entries, ours, path):
+    """Returns the place among the entries of each of our parameters, or None for one without.
+    `ours` has (name or None, True if it is frozen) for each group and parameter."""
+    theirs, mine = [entry.name for entry in entries], [name for group in ours for name, _ in group]
+    if None in mine or None in theirs:
+        groups = Counter(id(entry.group) for entry in entries)
+        if [len(group) for group in ours] != list(groups.values()):
+            who = f"the parameters in {path}" if None in theirs else "this optimizer's parameters"
+            raise ValueError(
+                f"halfstep: {who} have no names, and the groups there have"
+                f" {list(groups.values())} parameters, here {[len(group) for group in ours]}: give"
+                " names (model.named_parameters(), or halfstep.name_parameters(model) before), or"
+                " make the groups as they were saved"
+            )
+        warn(
+            f"the states of {path} were taken by their positions, because"
+            f" {'it has no names' if None in theirs else 'the parameters here have no names'}"
+        )
+        return list(range(len(mine)))
+    some, wanted = list(range(len(theirs))), list(range(len(mine)))
+    places = [None] * len(mine)
+    if len(theirs) != len(mine):  # some are frozen on one side and not known on the other
+        short = _names.without_wrappers
+        frozen = {name for group in ours for name, frozen in group if frozen}
+        stateless = {short(entry.name): i for i, entry in enumerate(entries) if not entry.state}
+        places = [stateless.get(short(name)) for name in mine]
+        some = [i for i, entry in enumerate(entries) if entry.state]
+        wanted = [i for i in wanted if places[i] is None and mine[i] not in frozen]
+    found = _names.match([theirs[i] for i in some], [mine[i] for i in wanted], os.fspath(path))
+    if found is None:
+        raise ValueError(
+            f"halfstep: {path} holds states of {_names.some([theirs[i] for i in some])}, and this"
+            f" optimizer has {_names.some(mine)}: make it with the names of the file"
+        )
+    for i, place in zip(wanted, found):
+        places[i] = some[place]
+    return places
+
+
+def read(parts, path):
+    """Returns a state dictionary for the optimizer that has these parts, with the states, counters,
+    seed and generator of a file or folder, and its own groups and options. Returns also the saved
+    names by parameter."""
+    groups, names = parts.groups, parts.names
+    found = _read(path, parts)
+    found = {**found, "state": dict(found["state"])}
+    found = _foreign.translate(list(map(groups.row_of, groups)), found)
+    entries = _entries(found, path)
+    if not any(entry.state for entry in entries):
+        raise ValueError(f"halfstep: {path} holds no states: it was saved before the first step")
+    known = names.all()
+    ours = [
+        [(name, not p.requires_grad) for name, p in zip(own, group["params"])]
+        for own, group in zip(known, groups)
+    ]
+    places = iter(_places(entries, ours, path))
+    out = {"state": {}, "param_groups": [], "weight_hashes": {}, "pending": []}
+    renamed, number = {}, 0
+    for group in groups:
+        new, there = {**group, "params": []}, []
+        for p in group["params"]:
+            place = next(places)
+            if place is not None:
+                entry = entries[place]
+                there.append(entry.group)
+                renamed[p] = entry.name
+                if entry.state:
+                    out["state"][number] = entry.state
+                if entry.hashes is not None:
+                    out["weight_hashes"][number] = entry.hashes
+                if entry.key in found.get("pending", ()):
+                    out["pending"].append(number)
+            new["params"].append(number)
+            number += 1
+        new.update(_counted(group, there or [entries[0].group]))
+        out["param_groups"].append(new)
+    return out, renamed
+
+
+def _counted(own, theirs):
+    """Returns what a group takes of the saved groups that its parameters were in."""
+    first = theirs[0]
+    new = {key: max(group.get(key, 0) for group in theirs) for key in _layout.TOLD}
+    if "seed" in first:
+        new.update(seed=first["seed"], generator=first.get("generator", _layout.OLD_GENERATOR))
+    if "train_mode" in own:
+        new["train_mode"] = first.get("train_mode", True)
+    if not own.get("reference_lr"):
+        new.update({key: first[key] for key in ("first_lr", "reference_lr") if first.get(key)})
+    return new

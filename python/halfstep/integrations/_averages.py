@@ -1,0 +1,48 @@
+"""What the callbacks of trainers share: averages that take the place of a model's weights."""
+
+from __future__ import annotations
+
+from ..ema import EMA
+
+
+class Averages:
+    """Averages of the weights of a model in training, made when training begins.
+
+    ema    the halfstep.EMA, or None before
+    """
+
+    def __init__(self, decay, options):
+        self.decay, self.options = decay, options
+        self.ema = self.model = self.optimizer = self._context = None
+
+    def begin(self, model, optimizer, saved=None):
+        """Makes the averages unless they are there. `saved` is their state_dict() to go on with."""
+        for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+            if callable(getattr(type(one), "eval", None)):
+                raise ValueError(
+                    f"halfstep: {type(one).__name__} has averages of its own, which its eval() puts"
+                    " into the model: leave EMACallback out, or take another rule"
+                )
+        self.take_out()
+        self.model, self.optimizer = model, optimizer
+        if self.ema is None or saved is not None:
+            self.ema = EMA(model, self.decay, **self.options)
+        if saved is not None:
+            self.ema.load_state_dict(saved)
+
+    def update(self):
+        """Moves the averages towards the weights, after a step."""
+        self.take_out()
+        self.ema.update_parameters(self.model, self.optimizer)
+
+    def put_in(self):
+        """Puts the averages into the model, if there are some yet."""
+        if self._context is None and self.ema is not None and int(self.ema.n_averaged):
+            self._context = self.ema.swapped(self.model)
+            self._context.__enter__()
+
+    def take_out(self):
+        """Puts the model's own weights back."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(None, None, None)

@@ -1,0 +1,58 @@
+"""Every line and block of config in docs/frameworks.md names a class that exists, and only options
+of that class. Each is parsed as its trainer parses it; the trainers themselves are not needed."""
+
+import importlib
+import inspect
+import re
+import shlex
+import sys
+import types
+
+import pytest
+from common import blocks
+from kohya import TRAINERS, class_and_options, parse
+
+
+def located(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def check(cls, options):
+    assert options and options.keys() <= inspect.signature(cls).parameters.keys()
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_lines_of_options(trainer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "schedulefree", types.ModuleType("schedulefree"))
+    lines = blocks(trainer, "bash")
+    assert lines
+    for line in lines:
+        args = parse(line)
+        cls, options = class_and_options(trainer, args)
+        check(cls, {**options, "lr": args.learning_rate})
+
+
+def test_line_of_lightning():
+    (line,) = blocks("Lightning CLI", "bash")
+    given = dict(
+        re.findall(r"^--optimizer\.?([^=]*)=(.*)", word)[0] for word in shlex.split(line)[3:]
+    )
+    check(located(given.pop("")), given)
+
+
+@pytest.mark.parametrize("trainer, key", [("Hydra", "_target_"), ("torchtune", "_component_")])
+def test_blocks_of_yaml(trainer, key):
+    from omegaconf import OmegaConf
+
+    (block,) = blocks(trainer, "yaml")
+    options = OmegaConf.to_container(OmegaConf.create(block)).pop("optimizer")
+    check(located(options.pop(key)), options)
+    assert isinstance(options["lr"], float)
+
+
+def test_a_string_without_quotes_within_quotes_does_not_parse():
+    with pytest.raises(ValueError, match="malformed"):
+        class_and_options(
+            "sd-scripts", parse("--optimizer_type=halfstep.AdamW --optimizer_args states=int8")
+        )
