@@ -82,6 +82,11 @@ def test_lines_of_swift():
     assert table["optimizer"] == words[words.index("--optimizer") + 1]
 
 
+def test_block_of_axolotl():
+    options = tables(*blocks("axolotl", "yaml"))["halfstep"]
+    check(located("halfstep." + options.pop("rule")), options)
+
+
 def test_a_string_without_quotes_within_quotes_does_not_parse():
     with pytest.raises(ValueError, match="malformed"):
         class_and_options(
