@@ -26,8 +26,8 @@ __version__ = _abi.version()
 globals().update(_classes)
 #: torch's spelling
 RMSprop = _classes["RMSProp"]
-#: a second name, because trainers take every name that ends in "ScheduleFree" for another package's
-#: class (docs/frameworks.md)
+#: a second name, because sd-scripts wants the package schedulefree for each name that ends so
+#: (docs/frameworks.md)
 ScheduleFreeAdamW = _classes["ScheduleFree"]
 
 __all__ = [

@@ -191,18 +191,17 @@ class Groups:
     def warn_of_idle_weights(self):
         """Warns once if a format of weights is asked for and all parameters are in fp32, which it
         leaves alone. Vectors by themselves give no warning: models keep norms in fp32."""
-        asked = {}
-        for group in self:
-            for p in filter(self.takes_part, group["params"]):
-                fmt = self.options.formats(group, p)[0]
-                if _sharding.is_packed(p) or p.dtype != torch.float32:
-                    return
-                asked.setdefault(p, fmt if p.dim() > 1 and fmt != "f32" else None)
-        idle = next(filter(None, asked.values()), None)
-        if idle:
+        params = [p for p in self.params() if self.takes_part(p)]
+        asked = [
+            group["weights"]
+            for group in self
+            if group.get("weights") not in (None, "f32")
+            and any(p.dim() > 1 and self.takes_part(p) for p in group["params"])
+        ]
+        if asked and all(p.dtype == torch.float32 and not _sharding.is_packed(p) for p in params):
             warn_once(
-                f"weights={idle!r} has nothing to act on: all {len(asked)} parameters are float32,"
-                " as trainers keep them with bf16=True; load the model in bfloat16"
+                f"weights={asked[0]!r} has nothing to act on: all {len(params)} parameters are"
+                " float32, as trainers keep them with bf16=True; load the model in bfloat16"
                 " (model.to(torch.bfloat16)), or leave weights= out"
             )
 

@@ -81,11 +81,14 @@ def train(trainer, line, folder=None, save=None, resume=False, steps=6):
     optimizer = plain = cls(groups_of(net, args), lr=args.learning_rate, **options)
     net.to(dtype)
     swap = {mode: lambda: None for mode in ("train", "eval")}
+    schedule_free = args.optimizer_type.lower().endswith("schedulefree")
     if hasattr(optimizer, "train"):
         optimizer.train()
-        if trainer == "musubi-tuner" or args.optimizer_type.lower().endswith("schedulefree"):
+        if trainer == "musubi-tuner" or schedule_free:
             swap = {mode: getattr(optimizer, mode) for mode in swap}
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2)
+    # Under such a name the scheduler is one that does nothing.
+    factor = 1.0 if schedule_free else 0.5
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor, 2)
     net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
     first = 0
     if resume:

@@ -200,7 +200,7 @@ class AdamWFp8(_LowBitW):
     _states = "fp8"
 
 
-#: names for trainers that take every name ending in "8bit" for a class of bitsandbytes
+#: names for trainers that want the package bitsandbytes for each name that ends in "8bit"
 #: (docs/frameworks.md)
 AdamInt8, AdamWInt8 = Adam8bit, AdamW8bit
 

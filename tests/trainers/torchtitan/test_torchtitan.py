@@ -319,6 +319,9 @@ def test_gradient_release(tmp_path):
         for i in range(2)
     ]
     assert everything(runs[0]) == everything(runs[1])
+    clips = ours(gradient_release=True, clip_norm=0.125, clip="delayed")
+    clipped, _ = train(job(tmp_path / "clipped", clips))
+    assert weights(clipped.model_parts[0]) != weights(runs[0].model_parts[0])
     with pytest.raises(RuntimeError, match="gradient_release"):
         train(job(tmp_path / "both", ours(gradient_release=True), batch=2, global_batch_size=8))
 

@@ -1,0 +1,73 @@
+"""A plugin that gives axolotl's trainers an optimizer of halfstep. In the YAML file:
+
+plugins:
+  - halfstep.integrations.axolotl.Plugin
+halfstep:
+  weights: bf16-ecc8
+  states: int8
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Optional
+
+from .transformers import EMACallback, factory
+
+try:
+    from axolotl.integrations.base import BasePlugin
+    from pydantic import BaseModel, Field, field_validator
+except ImportError as error:
+    raise ImportError(
+        f"halfstep.integrations.axolotl needs {error.name}: pip install axolotl"
+    ) from error
+
+__all__ = ["Arguments", "Plugin"]
+
+#: keys of axolotl that give parameters rates of their own, which the factory does not
+_RATES = ("embedding_lr", "embedding_lr_scale", "loraplus_lr_ratio", "lr_groups")
+
+
+class Arguments(BaseModel):
+    """The keys that the plugin adds to axolotl's configuration."""
+
+    #: what `transformers.factory` takes: `rule`, `clip_norm` and the options of the optimizer; and
+    #: `ema`, the arguments of `transformers.EMACallback`
+    halfstep: Dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("halfstep", mode="before")
+    @classmethod
+    def _numbers(cls, options):
+        """Makes numbers of strings such as 1e-8, which YAML 1.1 does not read as a number."""
+        return {key: _number(value) for key, value in (options or {}).items()}
+
+
+def _number(value):
+    if isinstance(value, dict):
+        return {key: _number(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_number(part) for part in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+class Plugin(BasePlugin):
+    """Replaces the optimizer that `optimizer` names. axolotl never calls a plugin's
+    create_optimizer(), so the trainer is told instead."""
+
+    def get_input_args(self) -> Optional[str]:
+        return f"{__name__}.Arguments"
+
+    def post_trainer_create(self, cfg, trainer):
+        given = [key for key in _RATES if getattr(trainer.args, key, None) is not None]
+        if given:
+            raise ValueError(
+                f"halfstep: {given[0]} has no effect on halfstep's optimizer; remove"
+                f" {', '.join(given)} from the configuration, or remove the plugin"
+            )
+        options = {key: value for key, value in cfg.halfstep.items() if key != "ema"}
+        trainer.optimizer_cls_and_kwargs = (factory, options)
+
+    def add_callbacks_post_trainer(self, cfg, trainer):
+        return [EMACallback(**cfg.halfstep["ema"])] if cfg.halfstep.get("ema") else []
