@@ -230,14 +230,12 @@ def _merged(several):
 
 def _whole(value, path):
     """Returns a tensor that a process alone held as a whole."""
-    if _sharding.is_dtensor(value):
-        if value.device_mesh.size() > 1:
-            raise ValueError(
-                f"halfstep: {path} holds one rank's part of the states: save them with"
-                " torch.distributed.checkpoint, whose folders are read as a whole"
-            )
-        return _sharding.local(value)
-    return value
+    if _sharding.is_divided(value):
+        raise ValueError(
+            f"halfstep: {path} holds one rank's part of the states: save them with"
+            " torch.distributed.checkpoint, whose folders are read as a whole"
+        )
+    return _sharding.local(value)
 
 
 def _read(path, parts):
@@ -342,13 +340,12 @@ def read(parts, path):
     seed and generator of a file or folder, and its own groups and options. Returns also the saved
     names by parameter."""
     groups, names = parts.groups, parts.names
-    for p in groups.params():
-        if _sharding.is_dtensor(p) and p.device_mesh.size() > 1:
-            raise ValueError(
-                f"halfstep: the states of {path} cannot be loaded here, because the parameters are"
-                " DTensors of several ranks: resume with torch.distributed.checkpoint, or begin"
-                " on one rank, save, and go on from there"
-            )
+    if any(map(_sharding.is_divided, groups.params())):
+        raise ValueError(
+            f"halfstep: the states of {path} cannot be loaded here, because the parameters are"
+            " DTensors of several ranks: resume with torch.distributed.checkpoint, or begin on one"
+            " rank, save, and go on from there"
+        )
     found = _read(path, parts)
     found = {**found, "state": dict(found["state"])}
     found = _foreign.translate(list(map(groups.row_of, groups)), found)

@@ -123,9 +123,9 @@ def _replace(path, write):
     _sync(folder, os.O_RDONLY)
 
 
-def _refuse_parts(groups):
+def _refuse_parts(params):
     _sharding.refuse(
-        groups.params(),
+        params,
         "a safetensors file",
         "torch.distributed.checkpoint saves them, for any number of ranks",
     )
@@ -135,7 +135,7 @@ def save(parts, path):
     """Writes the optimizer that has these parts to a file."""
     from safetensors.torch import save_file
 
-    _refuse_parts(parts.groups)
+    _refuse_parts(parts.groups.params())
     parts.saving.sync(decides=True)
     if parts.cache.store is not None and not parts.cache.empty:
         _replace(os.fspath(path), parts.store.save)
@@ -262,7 +262,8 @@ def load(parts, path, numbers=False):
     from safetensors import safe_open
 
     groups, names = parts.groups, parts.names
-    _refuse_parts(groups)
+    # A DTensor of one rank is there as a whole.
+    _refuse_parts([p for p in groups.params() if _sharding.is_divided(p)])
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:

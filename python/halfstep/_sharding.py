@@ -31,6 +31,11 @@ def is_dtensor(tensor):
     return cls is not None and isinstance(tensor, cls)
 
 
+def is_divided(tensor):
+    """Returns True for a DTensor of several ranks."""
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1
+
+
 def local(tensor):
     """Returns the part of a tensor in this process."""
     if not is_dtensor(tensor):
