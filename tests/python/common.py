@@ -91,3 +91,19 @@ def same(one, other):
     for name in names:
         assert bits(model.get_parameter(name)) == bits(model2.get_parameter(name)), name
     assert states(opt) and states(opt) == states(opt2)
+
+
+def goes_on(model, opt, path):
+    """Checks that an optimizer which begins from a trainer's checkpoint has the states of `opt`,
+    whose run wrote it."""
+    import halfstep
+
+    def held(optimizer, p):
+        local = {k: getattr(v, "to_local", lambda v=v: v)() for k, v in optimizer.state[p].items()}
+        return plain(local)
+
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    other = halfstep.AdamW(named, states_from=str(path), **OPTIONS)
+    assert other.param_groups[0]["group_steps"] == opt.param_groups[0]["group_steps"] > 0
+    for name, p in named:
+        assert held(other, p) == held(opt, p) != {}, name

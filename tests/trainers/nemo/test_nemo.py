@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 import yaml
-from common import EXACT, OPTIONS, bits, blocks, same
+from common import EXACT, OPTIONS, bits, blocks, goes_on, same
 from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 
@@ -137,6 +137,8 @@ def test_a_run_resumes_bit_for_bit(train, tmp_path):
     again = train("again", optimizer=optimizer(), checkpoint=saved)
     assert len(whole.steps) == 6 and len(again.steps) == 3
     same((whole.model, whole.opt), (again.model, again.opt))
+    (last,) = (tmp_path / "run").glob("epoch_*_step_5")
+    goes_on(whole.model, whole.opt, last)
 
 
 @pytest.mark.cell("NeMo Automodel", "accumulate")

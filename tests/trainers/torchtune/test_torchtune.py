@@ -122,7 +122,14 @@ def test_plain(tmp_path):
 
 @pytest.mark.cell("torchtune", "resume")
 def test_resume(tmp_path):
-    same(result(run(tmp_path)), result(run(tmp_path, resume=True)))
+    whole = result(run(tmp_path))
+    same(whole, result(run(tmp_path, resume=True)))
+    begun = halfstep.AdamW(
+        whole[0].named_parameters(), states_from=str(tmp_path / "out"), **OPTIONS
+    )
+    assert begun.param_groups[0]["group_steps"] == 6 and all(
+        map(begun.state.get, whole[0].parameters())
+    )
 
 
 def by_hand(recipe, parts=1, clip=None, divided=True, **options):

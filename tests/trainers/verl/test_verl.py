@@ -11,7 +11,7 @@ import shlex
 
 import pytest
 import torch
-from common import EXACT, OPTIONS, bits, blocks, language_model
+from common import EXACT, OPTIONS, bits, blocks, goes_on, language_model
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -187,6 +187,7 @@ def test_a_run_resumes_bit_for_bit(make, tmp_path):
     whole, again = (make(*BF16, "optim.lr=1e-2", given(**OPTIONS)) for _ in range(2))
     train(whole, range(3))
     whole.save_checkpoint(str(tmp_path))
+    goes_on(whole.module, whole.optimizer, tmp_path)
     train(whole, range(3, 6))
     assert (tmp_path / "optim_world_size_1_rank_0.pt").exists()
     again.load_checkpoint(str(tmp_path), del_local_after_load=False)
