@@ -135,7 +135,7 @@ def _distributed(path):
             raise _refused(path, error) from None
     plain = {}
     values = {
-        key: torch.empty(held.size, dtype=held.properties.dtype)
+        key: torch.empty(held.size, dtype=held.properties.dtype, device="cpu")
         if isinstance(held, TensorStorageMetadata)
         else None
         for key, held in index.state_dict_metadata.items()
