@@ -91,6 +91,11 @@ def _refused(path, error):
     return ValueError(f"halfstep: {path} cannot be read without running code of it: {first}")
 
 
+def _damaged(path, error):
+    first = re.split(r"\.\s|\n", str(error).strip())[0]
+    return ValueError(f"halfstep: {path} is damaged or no checkpoint ({first}); {_KNOWN}")
+
+
 def _load(file, path):
     """Reads a file of torch.save() that holds tensors and plain values only."""
     try:
@@ -101,6 +106,8 @@ def _load(file, path):
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from None
+    except (RuntimeError, EOFError) as error:
+        raise _damaged(path, error) from None
 
 
 class _Index(pickle.Unpickler):
@@ -252,7 +259,12 @@ def _read(path, parts):
             f"halfstep: {path} is a file of store=, which one optimizer has as its own: make one"
             " with store= and this file, and save its state_dict()"
         )
-    found, generator, _ = _files.load(parts, path)
+    from safetensors import SafetensorError
+
+    try:
+        found, generator, _ = _files.load(parts, path)
+    except SafetensorError as error:
+        raise _damaged(path, error) from None
     for group in found["param_groups"]:
         group["generator"] = generator
     return found

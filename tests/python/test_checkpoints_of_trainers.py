@@ -310,6 +310,12 @@ def refuses(path, match, named="{}"):
     assert not opt.state
 
 
+@pytest.mark.parametrize("begin", [b"", b"PK\x03\x04", b"\x80\x02", b"junk"])
+def test_damaged_files_are_told(tmp_path, begin):
+    (tmp_path / "optimizer.pt").write_bytes(begin + bytes(64 if begin else 0))
+    refuses(tmp_path, "optimizer.pt (is damaged or no checkpoint|cannot be read without running)")
+
+
 def test_no_code_of_a_file_is_run(tmp_path):
     torch.save({"optimizer": Evil()}, tmp_path / "optimizer.pt")
     refuses(tmp_path, "cannot be read without running code of it")
