@@ -355,9 +355,9 @@ HALFSTEP_API int halfstep_run(halfstep_optimizer *optimizer, const halfstep_call
  * results. A STEP that is refused leaves the memory of the results undefined, apart from the weights. */
 
 /* Writes to *bytes how much memory halfstep_ahead.states needs. UNSUPPORTED for a tensor that cannot be stepped in
- * advance. That is one that needs sums over it (for its rule, for a cautious group, or for a state with one scale), is
- * stepped as matrices, or has vectors over rows and columns. It is every tensor of another device than the processor,
- * and every tensor whose states are in a storage. */
+ * advance: it is stepped as matrices, has vectors over rows and columns, or needs sums over itself. A rule, a cautious
+ * group or a state with one scale may need such sums. On other devices than the processor, and with states in a
+ * storage, no tensor can be. */
 HALFSTEP_API int halfstep_ahead_bytes(const halfstep_optimizer *optimizer, int32_t tensor, uint64_t *bytes);
 /* Returns how many steps made a tensor again although its result was at hand. */
 HALFSTEP_API uint64_t halfstep_redone_steps(const halfstep_optimizer *optimizer);

@@ -1,8 +1,8 @@
 """Finds an optimizer's state in what trainers write, and makes it a state dictionary for an
 optimizer whose groups may be others.
 
-Nothing here runs code of a file. torch.load() is called with weights_only, and the index of a
-folder of torch.distributed.checkpoint may name the classes of such an index only.
+Nothing here runs code of a file. torch.load() is called with weights_only. The index of a folder of
+torch.distributed.checkpoint may name the classes in _INDEX only.
 """
 
 import io
@@ -348,9 +348,9 @@ def _places(entries, ours, path):
 
 
 def read(parts, path):
-    """Returns a state dictionary for the optimizer that has these parts, with the states, counters,
-    seed and generator of a file or folder, and its own groups and options. Returns also the saved
-    names by parameter."""
+    """Returns a state dictionary for the optimizer that has these parts, and the saved names by
+    parameter. States, counters, seed and generator are those of a file or folder; groups and
+    options are the optimizer's own."""
     groups, names = parts.groups, parts.names
     if any(map(_sharding.is_divided, groups.params())):
         raise ValueError(

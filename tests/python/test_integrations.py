@@ -1,6 +1,6 @@
-"""Tests halfstep.integrations with the trainers of this environment: the factory and the averages
-of transformers' Trainer, also under TRL and PEFT, those of Lightning, and averages by hand under
-Accelerate."""
+"""Tests halfstep.integrations with the trainers of this environment: the factory of transformers'
+Trainer, also under TRL and PEFT, and averages. Accelerate has no callbacks, so its averages are
+made by hand."""
 
 import subprocess
 import sys

@@ -3,9 +3,9 @@
 echo "import halfstep.integrations.swift" > plugin.py
 swift sft --external_plugins plugin.py --optimizer halfstep --optim_args "states=int8" ...
 
-This file has a folder of its own, because swift puts the folder of a plugin on sys.path, and files
-beside it have the names of packages. Imports are absolute, because swift may load the file by its
-path.
+swift puts the folder of a plugin on sys.path. The modules of halfstep.integrations have the names
+of packages, so this file has a folder of its own. Imports are absolute, because swift may load the
+file by its path.
 """
 
 from __future__ import annotations
