@@ -31,6 +31,32 @@ test-trainers: build
 	@bash tests/python_package.sh
 	@bash scripts/trainers.sh $(BUILD) $(WRITE)
 
+# Makes in build/dist what a release has for the Python index: the sdist and a wheel for each row of packaging/platforms.csv. TAGS names
+# some of them.
+wheels: build
+	@bash scripts/setup.sh packages
+	@bash packaging/wheels.sh $(BUILD) $(TAGS)
+
+# Makes in build/dist the Debian packages and the source archive, installs them in a root of their own, and runs the recipes of
+# Homebrew and conda-forge as far as this machine can.
+packages: build
+	@bash scripts/setup.sh packages
+	@bash packaging/debian.sh $(BUILD)
+	@bash packaging/recipes.sh $(BUILD)
+
+# Makes all of it, makes the wheels twice, runs what can be run of each, and holds the table of docs/packaging.md to what was shown.
+# WRITE=--write writes the table.
+test-packages: wheels
+	@bash packaging/run.sh $(BUILD)
+	@bash packaging/same.sh $(BUILD)
+	@$(MAKE) --no-print-directory packages
+	@python3 packaging/results.py table $(BUILD)/packaging/results $(WRITE)
+
+# Trains with the wheel of this machine in a fresh environment for each of some versions of torch and Python, and resumes across them.
+# Downloads gigabytes.
+matrix: build
+	@bash scripts/matrix.sh $(BUILD) $(TORCH)
+
 # Lays out the C sources, as .clang-format says, and Python, as pyproject.toml says; a test holds them to it.
 format:
 	@bash scripts/setup.sh test
@@ -92,4 +118,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo test test-all test-trainers check format coverage bench golden generate budgets stats faults fuzz experiments install clean
+.PHONY: build demo test test-all test-trainers wheels packages test-packages matrix check format coverage bench golden generate budgets stats faults fuzz experiments install clean

@@ -18,7 +18,8 @@ HEAD = ("package", "built by", "run there", "result", "MB")
 
 
 def note(folder, name, **values):
-    """Notes values of a package. A value of `ran` is added to those before it; an empty value removes the key."""
+    """Notes values of a package. A value of `ran` is added to those before it. An empty value
+    removes the key."""
     file = pathlib.Path(folder) / f"{name}.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     for key, value in values.items():
@@ -57,7 +58,9 @@ def table(folder, write):
         PAGE.write_text(new)
     elif new != text:
         print(*rows(folder), sep="\n")
-        print(f"FAIL this is not the table of {PAGE.name}; `make test-packages WRITE=--write` writes it")
+        print(
+            f"FAIL this is not the table of {PAGE.name}; `make test-packages WRITE=--write` writes it"
+        )
         return False
     return True
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# setup.sh build|test|all|fuzz|stats: makes sure that what the build, `make test`, `make test-all`, fuzzing or the long statistics need
-# is installed. Installs what is missing if apt may be used (by root, or by sudo that asks for no password); otherwise names the
+# setup.sh build|test|all|packages|fuzz|stats: makes sure that what the build, `make test`, `make test-all`, wheels and packages, fuzzing or
+# the long statistics need is installed. Installs what is missing if apt may be used (by root, or by sudo that asks for no password); otherwise names the
 # packages in one line and exits 1.
 set -eu
 
@@ -42,7 +42,7 @@ want libjansson-dev header have_jansson
 want zlib1g-dev header have_zlib
 
 case ${1:-build} in
-test | all | fuzz)
+test | all | packages | fuzz)
     # The sanitizer builds are clang's, whose runtimes have its version in their packages' names.
     want clang program clang
     version=$(clang -dumpversion 2>/dev/null | cut -d. -f1)
@@ -54,7 +54,7 @@ test | all | fuzz)
 esac
 
 case ${1:-build} in
-test | all)
+test | all | packages)
     want g++ program g++
     want binutils program readelf
     want util-linux program setarch
@@ -75,6 +75,19 @@ if [ "${1:-build}" = all ]; then
         want qemu-user program qemu-aarch64
         want gcc-mingw-w64-x86-64 program x86_64-w64-mingw32-gcc
     fi
+fi
+
+if [ "${1:-build}" = packages ]; then
+    # Other systems, as far as they run here.
+    want wine64 test -e /usr/lib/wine/wine64
+    want musl test -e /lib/ld-musl-x86_64.so.1
+    want qemu-user program qemu-aarch64
+    want libc6-arm64-cross test -e /usr/aarch64-linux-gnu/lib/ld-linux-aarch64.so.1
+    want debhelper program dh
+    want fakeroot program fakeroot
+    want lintian program lintian
+    want mmdebstrap program mmdebstrap
+    want abigail-tools program abidiff
 fi
 
 if [ "${1:-build}" = stats ]; then
