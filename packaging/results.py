@@ -37,7 +37,7 @@ def note(folder, name, **values):
 
 
 def rows(folder, matrix):
-    """Returns the lines of one table, a package each: in the order of platforms.csv, then of names."""
+    """Returns the lines of one table. Wheels are in the order of platforms.csv, others by name."""
     with open(PLATFORMS, newline="") as file:
         order = [row["tag"] for row in csv.DictReader(file)]
     files = [
