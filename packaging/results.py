@@ -1,18 +1,21 @@
-"""What was shown of each package, for the table of docs/packaging.md.
+"""What was shown of each package, for the tables of docs/packaging.md.
 
     results.py set FOLDER NAME KEY=VALUE...   notes something of a package in FOLDER/NAME.json
-    results.py table FOLDER [--write]         holds the table to the notes, or writes it
+    results.py table FOLDER [--write]         holds the tables to the notes, or writes them
 
-Keys of a package: `package`, its name for readers; `built`, by what; `ran`, what was run there, where
-several scripts add something; `result`; `bytes`. A script clears what it is about to show again
-(`ran=`), so that nothing old is left where it fails.
+Keys of a package: `package`, its name for readers; `built`, by what; `ran`, what was run there, to
+which several scripts add; `result`; `bytes`. A script clears what it is about to show again
+(`ran=`), so that nothing old is left where it fails. Names `torch-...` are of the second table.
 """
 
+import csv
+import difflib
 import json
 import pathlib
 import re
 import sys
 
+PLATFORMS = pathlib.Path(__file__).parent / "platforms.csv"
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "packaging.md"
 HEAD = ("package", "built by", "run there", "result", "MB")
 
@@ -33,10 +36,15 @@ def note(folder, name, **values):
     file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
-def rows(folder):
-    """Returns the lines of the table, a package each, in the order of their file names."""
+def rows(folder, matrix):
+    """Returns the lines of one table. Wheels are in the order of platforms.csv, others by name."""
+    with open(PLATFORMS, newline="") as file:
+        order = [row["tag"] for row in csv.DictReader(file)]
+    files = [
+        f for f in pathlib.Path(folder).glob("*.json") if f.name.startswith("torch-") == matrix
+    ]
     lines = [f"| {' | '.join(HEAD)} |", "|---|---|---|---|---:|"]
-    for file in sorted(pathlib.Path(folder).glob("*.json")):
+    for file in sorted(files, key=lambda f: ((*order, f.stem).index(f.stem), f.stem)):
         found = json.loads(file.read_text())
         cells = (
             found["package"],
@@ -50,19 +58,23 @@ def rows(folder):
 
 
 def table(folder, write):
-    """Returns whether the table of the page is that of the notes, after writing it where asked."""
-    marks = r"(<!-- packages -->\n).*?(<!-- /packages -->)"
-    text = PAGE.read_text()
-    new = re.sub(marks, lambda m: m[1] + "\n".join(rows(folder)) + "\n" + m[2], text, flags=re.S)
-    if new != text and write:
+    """Returns whether the tables of the page are those of the notes, after writing them where
+    asked. A table without notes stays."""
+    text = new = PAGE.read_text()
+    for name in ("packages", "matrix"):
+        lines = rows(folder, name == "matrix")
+        if len(lines) > 2:
+            marks = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+            block = "\n".join(lines) + "\n"
+            new = re.sub(marks, lambda m, block=block: m[1] + block + m[2], new, flags=re.S)
+    if new == text:
+        return True
+    if write:
         PAGE.write_text(new)
-    elif new != text:
-        print(*rows(folder), sep="\n")
-        print(
-            f"FAIL this is not the table of {PAGE.name}; `make test-packages WRITE=--write` writes it"
-        )
-        return False
-    return True
+        return True
+    print(*difflib.unified_diff(text.splitlines(), new.splitlines(), lineterm="", n=0), sep="\n")
+    print("FAIL docs/packaging.md has other tables; `make test-packages WRITE=--write` writes them")
+    return False
 
 
 if __name__ == "__main__":
