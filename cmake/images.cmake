@@ -15,6 +15,7 @@
 #   sources SHA256 FILE...                      the files that the code was compiled from, and a hash of all of them
 #   image COMPUTE BYTES SHA256 FILE             a packed file: compute capability (0: PTX), size unpacked, its hash
 #
+#   cmake -D SORT=file.ptx -P images.cmake                                                     makes the same code the same bytes
 #   cmake -D FOLDER=folder -D "PACK=compute=file;..." [-D DEPFILE=file] [-D MADE_BY=tools] -P images.cmake   makes a folder
 #   cmake -D FOLDER=folder -D OUTPUT=file.c -P images.cmake                                    writes the table of a folder
 
@@ -48,6 +49,7 @@ function(halfstep_ptx output source)
   add_custom_command(OUTPUT ${output}
     COMMAND ${launcher} ${HALFSTEP_CLANG} ${options} -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
             -MD -MF ${output}.d -MT ${output} -S -o ${output} ${source}
+    COMMAND ${CMAKE_COMMAND} -D SORT=${output} -P ${images_script}
     DEPENDS ${source} ${file} DEPFILE ${output}.d)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
 endfunction()
@@ -202,7 +204,34 @@ function(halfstep_device_images result)
   set(${result} ${output} PARENT_SCOPE)
 endfunction()
 
-if(CMAKE_SCRIPT_MODE_FILE AND PACK)
+if(CMAKE_SCRIPT_MODE_FILE AND SORT)
+  # clang writes the texts that a table refers to in the order of their places in its memory. No text depends on another.
+  # All of them stand before the first function.
+  file(READ "${SORT}" code)
+  string(FIND "${code}" "\n{\n" end)
+  if(end GREATER 0)
+    string(SUBSTRING "${code}" 0 ${end} head)
+    string(SUBSTRING "${code}" ${end} -1 code)
+    string(REPLACE ";" "\r" head "${head}")
+    string(REPLACE "\n" ";" head "${head}")
+    set(lines "")
+    set(texts "")
+    foreach(line IN LISTS head)
+      if(line MATCHES "^\\.global \\.align 1 \\.b8 _\\$_str")
+        list(APPEND texts "${line}")
+      else()
+        list(SORT texts)
+        list(APPEND lines ${texts} "${line}")
+        set(texts "")
+      endif()
+    endforeach()
+    list(SORT texts)
+    list(APPEND lines ${texts})
+    string(REPLACE ";" "\n" head "${lines}")
+    string(REPLACE "\r" ";" head "${head}")
+    file(WRITE "${SORT}" "${head}${code}")
+  endif()
+elseif(CMAKE_SCRIPT_MODE_FILE AND PACK)
   get_filename_component(root "${CMAKE_CURRENT_LIST_DIR}" DIRECTORY)
   set(sources cmake/device_code.options)
   if(DEPFILE)
