@@ -22,12 +22,20 @@ LINKED = {
     # musl's loader takes both names for itself.
     "musl": r"libc\.(so|musl-(x86_64|aarch64)\.so\.1)",
     # Windows 10 and later have the C library; KERNEL32 has threads and files.
-    "windows": r"(?i)kernel32\.dll|api-ms-win-crt-[a-z]+-l1-1-0\.dll|api-ms-win-core-synch-l1-2-0\.dll",
+    "windows": r"(?i)(kernel32|api-ms-win-crt-[a-z]+-l1-1-0|api-ms-win-core-synch-l1-2-0)\.dll",
     "macos": r"/usr/lib/libSystem\.B\.dylib",
 }
 MACHINES = {
-    "x86_64": {lief.ELF.ARCH.X86_64, lief.PE.Header.MACHINE_TYPES.AMD64, lief.MachO.Header.CPU_TYPE.X86_64},
-    "aarch64": {lief.ELF.ARCH.AARCH64, lief.PE.Header.MACHINE_TYPES.ARM64, lief.MachO.Header.CPU_TYPE.ARM64},
+    "x86_64": {
+        lief.ELF.ARCH.X86_64,
+        lief.PE.Header.MACHINE_TYPES.AMD64,
+        lief.MachO.Header.CPU_TYPE.X86_64,
+    },
+    "aarch64": {
+        lief.ELF.ARCH.AARCH64,
+        lief.PE.Header.MACHINE_TYPES.ARM64,
+        lief.MachO.Header.CPU_TYPE.ARM64,
+    },
 }
 
 
@@ -55,8 +63,14 @@ def exports(binary):
     if isinstance(binary, lief.ELF.Binary):
         return {str(symbol.name) for symbol in binary.dynamic_symbols if symbol.exported}
     if isinstance(binary, lief.PE.Binary):
-        return {str(entry.name) for entry in binary.get_export().entries} if binary.has_exports else set()
-    return {str(symbol.name)[1:] for symbol in binary.exported_symbols}
+        return (
+            {str(entry.name) for entry in binary.get_export().entries}
+            if binary.has_exports
+            else set()
+        )
+    # zig's linker exports two addresses of the library's own beginning.
+    own = {"__dso_handle", "_mh_dylib_header"}
+    return {str(symbol.name)[1:] for symbol in binary.exported_symbols} - own
 
 
 def names(name, binary):
@@ -117,7 +131,9 @@ def pe(name, binary, data, system):
     yield from links(name, own, [entry.name for entry in binary.imports], system)
     wanted = ("DYNAMIC_BASE", "HIGH_ENTROPY_VA", "NX_COMPAT")
     for flag in wanted:
-        if not binary.optional_header.has(getattr(lief.PE.OptionalHeader.DLL_CHARACTERISTICS, flag)):
+        if not binary.optional_header.has(
+            getattr(lief.PE.OptionalHeader.DLL_CHARACTERISTICS, flag)
+        ):
             yield f"{name} lacks the flag {flag}; a DLL needs {', '.join(wanted)}"
     for entry in binary.debug:
         path = getattr(entry, "filename", "")
@@ -153,7 +169,10 @@ def signed(name, binary, data):
         return
     for slot in range(slots):
         pages = data[slot << page : min((slot + 1) << page, limit)]
-        if hashlib.sha256(pages).digest() != directory[hashes + 32 * slot : hashes + 32 * slot + 32]:
+        if (
+            hashlib.sha256(pages).digest()
+            != directory[hashes + 32 * slot : hashes + 32 * slot + 32]
+        ):
             yield f"{name} was changed after it was signed, at byte {slot << page}"
             return
 
@@ -161,12 +180,15 @@ def signed(name, binary, data):
 def macho(name, binary, data, system):
     """Checks a library for macOS."""
     # LIEF lists a library's own name among those that it links.
-    own = [str(c.name) for c in binary.commands if c.command == lief.MachO.LoadCommand.TYPE.ID_DYLIB]
+    own = [
+        str(c.name) for c in binary.commands if c.command == lief.MachO.LoadCommand.TYPE.ID_DYLIB
+    ]
     linked = [str(library.name) for library in binary.libraries if library.name not in own]
     yield from links(name, ", ".join(own), linked, system, "@rpath/")
     paths = {str(path.path) for path in binary.rpaths}
     if paths - ({"@loader_path"} if "halfstep_io" in name else set()):
-        yield f"{name} has the run path {', '.join(sorted(paths))}; only halfstep_io may have one, @loader_path"
+        found = ", ".join(sorted(paths))
+        yield f"{name} has the run path {found}; only halfstep_io may have one, @loader_path"
     least = binary.build_version and list(binary.build_version.minos)
     if least != LEAST_MACOS:
         yield f"{name} is for macOS {least}, not {LEAST_MACOS} and later"
@@ -189,7 +211,9 @@ def check(name, data, target):
     if binary is None:
         yield f"{name} is no library for {system}"
         return
-    machine = getattr(binary.header, {"linux": "machine_type", "windows": "machine"}.get(system, "cpu_type"))
+    machine = getattr(
+        binary.header, {"linux": "machine_type", "windows": "machine"}.get(system, "cpu_type")
+    )
     if machine not in MACHINES[processor]:
         yield f"{name} is for the processor {machine.name}, not {processor}"
     yield from CHECKS[system](name, binary, data, library if system == "linux" else system)

@@ -1,7 +1,7 @@
 """Breaks wheels in every way that packaging/check.py looks for, and demands that it refuses each.
 
-    broken_wheels.py --library FOLDER...   a small wheel of the native libraries in FOLDER
-    broken_wheels.py WHEEL...              wheels that packaging/check.py accepts
+broken_wheels.py --library FOLDER...   a small wheel of the native libraries in FOLDER
+broken_wheels.py WHEEL...              wheels that packaging/check.py accepts
 """
 
 import base64
@@ -122,7 +122,9 @@ def elf_segment(kind, **values):
         out = bytearray(data)
         for place, value in ((0, values.get("type")), (4, values.get("flags"))):
             if value is not None:
-                struct.pack_into("<I", out, at + index * found.header.program_header_size + place, value)
+                struct.pack_into(
+                    "<I", out, at + index * found.header.program_header_size + place, value
+                )
         return bytes(out)
 
     return change
@@ -167,38 +169,79 @@ def macho_command(wanted, place, value):
     return change
 
 
+def unexported(name):
+    """Returns a change of a library for macOS, which keeps its names in a tree: one name less."""
+
+    def change(data):
+        found = lief.MachO.parse(data).at(0)
+        assert found.unexport(name), f"{name} is not there"
+        with tempfile.NamedTemporaryFile() as file:
+            found.write(file.name)
+            return pathlib.Path(file.name).read_bytes()
+
+    return change
+
+
 LOST = ("halfstep_isa_count", "halfstep_isa_coumt")
 
 
 def library_breaks(system, machine):
     """Yields the ways to break the libraries of a system: library, change, what is said."""
-    core = {"linux": "libhalfstep.so", "macos": "libhalfstep.dylib", "windows": "halfstep.dll"}[system]
-    lost = instead(*(b"\0%s\0" % name.encode() for name in LOST))
+    core = {"linux": "libhalfstep.so", "macos": "libhalfstep.dylib", "windows": "halfstep.dll"}[
+        system
+    ]
+    lost = instead(*(f"\0{name}\0".encode() for name in LOST))
     yield core, lambda data: b"text", "is no library for"
-    if system != "macos":  # whose names are kept in a tree of their beginnings
+    if system == "macos":
+        yield core, unexported(f"_{LOST[0]}"), f"does not export {LOST[0]}, which _abi.py binds"
+    else:
         yield core, lost, f"does not export {LOST[0]}, which _abi.py binds"
         yield core, lost, f"exports {LOST[1]}, which abi.txt does not list"
     if system == "linux":
         stack, relro = lief.ELF.Segment.TYPE.GNU_STACK, lief.ELF.Segment.TYPE.GNU_RELRO
         yield core, instead(b"\0libc.so", b"\0libz.so"), "links libz.so"
-        yield core, instead(b"\0libhalfstep.so\0", b"\0libhalfstep.co\0"), "calls itself libhalfstep.co"
-        yield core.replace("step", "step_io"), instead(b"$ORIGIN\0", b"/opt/ab\0"), "has the run path '/opt/ab'"
+        yield (
+            core,
+            instead(b"\0libhalfstep.so\0", b"\0libhalfstep.co\0"),
+            "calls itself libhalfstep.co",
+        )
+        yield (
+            core.replace("step", "step_io"),
+            instead(b"$ORIGIN\0", b"/opt/ab\0"),
+            "has the run path '/opt/ab'",
+        )
         yield core, elf_segment(stack, flags=7), "makes the stack executable"
         yield core, elf_segment(relro, type=0), "no RELRO"
         yield core, elf_segment(relro, flags=7), "both writable and executable"
         yield core, first("<H", 18, 62 if machine == "aarch64" else 183), "is for the processor"
     elif system == "windows":
         yield core, instead(b"KERNEL32.dll", b"KERNEL33.dll"), "links KERNEL33.dll"
-        yield core, pe_field(4, "<H", 0x8664 if machine == "aarch64" else 0xAA64), "is for the processor"
+        yield (
+            core,
+            pe_field(4, "<H", 0x8664 if machine == "aarch64" else 0xAA64),
+            "is for the processor",
+        )
         for flag, name in ((0x40, "DYNAMIC_BASE"), (0x20, "HIGH_ENTROPY_VA"), (0x100, "NX_COMPAT")):
             yield core, pe_field(24 + 70, "<H", 0x160 & ~flag), f"lacks the flag {name}"
     else:
         yield core, instead(b"libSystem.B", b"libSystem.C"), "links /usr/lib/libSystem.C.dylib"
-        yield core, instead(b"@rpath/libhalfstep.d", b"@rpath/libhalfstep.c"), "calls itself @rpath/libhalfstep.c"
+        yield (
+            core,
+            instead(b"@rpath/libhalfstep.d", b"@rpath/libhalfstep.c"),
+            "calls itself @rpath/libhalfstep.c",
+        )
         yield core, macho_command(0x32, 12, 14 << 16), r"is for macOS \[14, 0, 0\]"
-        yield core, first("<I", 4, 0x01000007 if machine == "aarch64" else 0x0100000C), "is for the processor"
+        yield (
+            core,
+            first("<I", 4, 0x01000007 if machine == "aarch64" else 0x0100000C),
+            "is for the processor",
+        )
         if machine == "aarch64":
-            yield core, instead(b"docs/gpu.md", b"docs/gpu.nd"), "was changed after it was signed, at byte"
+            yield (
+                core,
+                instead(b"docs/gpu.md", b"docs/gpu.nd"),
+                "was changed after it was signed, at byte",
+            )
             yield core, macho_command(0x1D, 0, 0x1E), "is not signed"
 
 
@@ -232,24 +275,48 @@ def breaks(name, row, files):
     yield {"files": less}, name, "py.typed is in RECORD alone"
     yield {"files": {**files, "halfstep/more.py": b""}}, name, "more.py is not expected"
     yield {"files": without("halfstep/__init__.pyi")}, name, "__init__.pyi is not in the wheel"
-    yield {"files": changed("halfstep/_abi.py", lambda data: data + b"#")}, name, "_abi.py is not the file of this tree"
+    yield (
+        {"files": changed("halfstep/_abi.py", lambda data: data + b"#")},
+        name,
+        "_abi.py is not the file of this tree",
+    )
     yield {"files": without(core)}, name, f"{core} is not in the wheel"
-    yield {"files": without(f"{INFO}/licenses/LICENSE")}, name, "the licence LICENSE is not in the wheel"
+    yield (
+        {"files": without(f"{INFO}/licenses/LICENSE")},
+        name,
+        "the licence LICENSE is not in the wheel",
+    )
     for old, new, said in (
         (rb"Version: \d\.\d\.\d", b"Version: 9.9.9", "METADATA is of halfstep 9.9.9"),
         (rb"Version: \d\.\d\.\d", b"Version: new", "METADATA is not valid"),
         (rb"\nRequires-Python: .*", b"", "METADATA has no requires_python"),
         (rb"\nRequires-Dist: torch.*", b"", "METADATA does not require torch"),
         (rb"\nLicense-File: LICENSE(?=\n)", b"", "METADATA names no licence file LICENSE"),
-        (rb"\nSummary: .*", b"\nSummary: made in /root/secret", "names a folder of the build machine, /root/secret"),
+        (
+            rb"\nSummary: .*",
+            b"\nSummary: made in /root/secret",
+            "names a folder of the build machine, /root/secret",
+        ),
     ):
         yield {"files": changed(f"{INFO}/METADATA", line(old, new))}, name, said
-    yield {"files": changed(f"{INFO}/WHEEL", line(rb"Tag: (.*)", rb"Tag: \1_64"))}, name, "WHEEL has the tags"
+    yield (
+        {"files": changed(f"{INFO}/WHEEL", line(rb"Tag: (.*)", rb"Tag: \1_64"))},
+        name,
+        "WHEEL has the tags",
+    )
     yield {"files": changed(f"{INFO}/WHEEL", line(b"false", b"true"))}, name, "for one platform"
     yield {"files": without(sbom)}, name, "no list of components"
-    yield {"files": changed(sbom, lambda data: data[:-2])}, name, "is not a CycloneDX list of components"
+    yield (
+        {"files": changed(sbom, lambda data: data[:-2])},
+        name,
+        "is not a CycloneDX list of components",
+    )
     yield {"files": changed(sbom, line(b'"licenses"', b'"license"'))}, name, "has no licenses"
-    yield {"files": changed(sbom, line(b'"CycloneDX"', b'"Another"'))}, name, "is not a CycloneDX list of halfstep"
+    yield (
+        {"files": changed(sbom, line(b'"CycloneDX"', b'"Another"'))},
+        name,
+        "is not a CycloneDX list of halfstep",
+    )
     machine = "aarch64" if row["target"].startswith("aarch64") else "x86_64"
     for library, change, said in library_breaks(system, machine):
         yield {"files": changed(f"halfstep/{library}", change)}, name, said
@@ -274,7 +341,9 @@ def main():
         if sys.argv[1] == "--library":
             accepted = [native(pathlib.Path(folder)) for folder in sys.argv[2:]]
         for wheel in map(pathlib.Path, sys.argv[1:] if not accepted else ()):
-            row = check.platform_of(wheel.stem.split("-none-")[1], ROOT / "packaging" / "platforms.csv")
+            row = check.platform_of(
+                wheel.stem.split("-none-")[1], ROOT / "packaging" / "platforms.csv"
+            )
             with zipfile.ZipFile(wheel) as opened:
                 files = {entry: opened.read(entry) for entry in opened.namelist()}
             files.pop(f"{INFO}/RECORD")
@@ -290,7 +359,9 @@ def main():
             count = 0
             if "linux" in name:
                 # The same wheel under the name of an older system.
-                old = re.sub(r"(manylinux|musllinux)[^.]*", r"\1_1_0_" + platform.machine(), row["tag"])
+                old = re.sub(
+                    r"(manylinux|musllinux)[^.]*", r"\1_1_0_" + platform.machine(), row["tag"]
+                )
                 platforms.write_text(f"{','.join(row)}\n{line.replace(row['tag'], old)}\n")
                 arguments = {"files": {**files, f"{INFO}/WHEEL": files[f"{INFO}/WHEEL"]}}
                 refused(scratch, platforms, name.replace(row["tag"], old), arguments, "auditwheel")
