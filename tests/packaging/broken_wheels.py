@@ -99,7 +99,7 @@ def component(name, version):
     }
 
 
-# ---- Ways to break a file: each takes its bytes and returns others ---------------------------------
+# ---- Ways to break a file: each takes its bytes and returns others ------------------------------
 
 
 def instead(old, new):
