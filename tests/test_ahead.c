@@ -24,6 +24,15 @@ struct results {
     int code[MOST_TENSORS]; /* 0, or why there are no results */
 };
 
+/* Windows has other names for aligned memory, and free() does not take it. */
+#ifdef _WIN32
+#include <malloc.h>
+#define aligned_alloc(alignment, bytes) _aligned_malloc(bytes, alignment)
+#define free_aligned _aligned_free
+#else
+#define free_aligned free
+#endif
+
 static void *aligned(uint64_t bytes)
 {
     void *memory = aligned_alloc(64, (size_t)(bytes / 64 + 1) * 64);
@@ -47,8 +56,8 @@ static void open_results(struct results *r, halfstep_optimizer *o)
 static void free_results(struct results *r)
 {
     for (int i = 0; i < r->n; i++) {
-        free(r->place[i].weight);
-        free(r->place[i].states);
+        free_aligned(r->place[i].weight);
+        free_aligned(r->place[i].states);
     }
     r->n = 0;
 }
@@ -501,7 +510,7 @@ static void test_refusals(void)
             EXPECT(halfstep_run(o, &call), OK);
             EQUAL(weight[0], 0.0);
             CHECK(new_weight[0] != 0.0f, "no step");
-            free(states);
+            free_aligned(states);
             halfstep_destroy(o);
         }
     struct pair p;

@@ -13,7 +13,7 @@
 #include <unistd.h>
 #endif
 
-#include "decide/prepare.h"
+#include "fused.h"
 #include "test.h"
 /* Compiled in rather than linked. The test then needs the core library only, and runs where the program is not
  * built. */
@@ -114,7 +114,7 @@ int main(int argc, char **argv)
         if (!halfstep_isa_available(isa) || (THREADS_ONLY && !is_widest)) continue;
         for (int v = 0; v < variant_count; v++) {
             const struct variant *variant = &variants[v];
-            if (THREADS_ONLY && variant->threads == 1) continue;
+            if ((THREADS_ONLY && variant->threads == 1) || !use_fused(!variant->tiles)) continue;
             char name[128];
             snprintf(name, sizeof name, "%s: %s", halfstep_isa_name(isa), variant->name);
             TEST(name) {
@@ -123,7 +123,6 @@ int main(int argc, char **argv)
                                                .parts = variant->parts,
                                                .by_columns = variant->by_columns};
                 CHECK(halfstep_set_isa(halfstep_isa_name(isa)) == HALFSTEP_OK, "halfstep_set_isa");
-                hstep_use_fused = !variant->tiles;
                 int stride = BY_LENGTH(v ? 211 : 61, v ? 31 : is_widest ? 1 : 5, v ? 4 : 1);
                 for (int i = (v + isa * variant_count) % stride; i < n; i += stride)
                     check_golden(list, &cases[i], &layout);

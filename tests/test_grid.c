@@ -4,7 +4,7 @@
 #define HALFSTEP_ADVANCED
 #include <unistd.h>
 
-#include "decide/prepare.h"
+#include "fused.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
 
@@ -69,7 +69,7 @@ static void judge_decay(const char *format, double beta, int steps, int fused)
     struct one t;
     halfstep_slot_info v;
     static float before[N], after[N];
-    hstep_use_fused = fused;
+    if (!use_fused(fused)) return;
     open_grid(&t, "adamw", format, 0.999);
     some_steps(&t, 0, 40);
     one_hyper(&t, "beta2", beta);
@@ -115,7 +115,7 @@ static void judge_decay(const char *format, double beta, int steps, int fused)
     free(codes);
     free(scales);
     one_close(&t);
-    hstep_use_fused = 1;
+    use_fused(1);
 }
 
 static void test_decay(void)
