@@ -41,20 +41,30 @@ def zig_version():
     return run(ZIG / "zig", "version").strip()
 
 
-def linked(system):
-    """Returns what zig links in for a system: name, version, SPDX licence and the file of its text.
-    That is nothing but for Windows, where a DLL gets a part of its C library."""
-    if system != "windows":
-        return ()
-    mingw = (ZIG / "lib/libc/include/any-windows-any/_mingw_mac.h").read_text()
-    mingw = re.findall(r"define __MINGW64_VERSION_(?:MAJOR|MINOR|BUGFIX) (\d+)", mingw)
-    musl = (ZIG / "lib/libc/musl/src/internal/version.h").read_text().split('"')[1]
-    return (
-        ("mingw-w64", ".".join(mingw), "ZPL-2.1", ZIG / "lib/libc/mingw/COPYING"),
-        ("gdtoa", ".".join(mingw), "SMLNJ", HERE / "licences/gdtoa.txt"),
-        ("zig", zig_version(), "MIT", ZIG / "LICENSE"),
-        ("musl", musl, "MIT", ZIG / "lib/libc/musl/COPYRIGHT"),
-    )
+def linked(target, names):
+    """Returns what zig links in for a target: name, version, SPDX licence and the file of its text.
+    `names` are the functions that the libraries get from it. A DLL gets a part of its C library.
+    Systems of glibc before 2.33 have no stat(), which glibc's static part translates."""
+    if "-windows-" in target:
+        mingw = (ZIG / "lib/libc/include/any-windows-any/_mingw_mac.h").read_text()
+        mingw = ".".join(re.findall(r"MINGW64_VERSION_(?:MAJOR|MINOR|BUGFIX) (\d+)", mingw))
+        musl = (ZIG / "lib/libc/musl/src/internal/version.h").read_text().split('"')[1]
+        return (
+            ("mingw-w64", mingw, "ZPL-2.1", ZIG / "lib/libc/mingw/COPYING"),
+            ("gdtoa", mingw, "SMLNJ", HERE / "licences/gdtoa.txt"),
+            ("zig", zig_version(), "MIT", ZIG / "LICENSE"),
+            ("musl", musl, "MIT", ZIG / "lib/libc/musl/COPYRIGHT"),
+        )
+    glibc = {file.name.split("-")[0] for file in (ZIG / "lib/libc/glibc/io").glob("*stat*.c")}
+    unknown = [name for name in names if "-gnu." not in target or name not in glibc]
+    if unknown:
+        sys.exit(
+            f"FAIL {target}: {', '.join(unknown[:9])} come from libraries of zig; name these and their"
+            " licences in linked() of packaging/wheels.py"
+        )
+    version = target.split("-gnu.")[-1]
+    licence = "LGPL-2.1-or-later WITH GCC-exception-2.0"
+    return (("glibc", version, licence, HERE / "licences/glibc.txt"),) if names else ()
 
 
 def symbols(file):
@@ -90,13 +100,15 @@ def bill(version, target, parts, images):
     tools = [("zig", zig_version())]
     if images:
         made_by = re.search("^made by (.*)$", images.read_text(), re.M)[1]
-        tools += [tuple(tool.rsplit(" ", 1)) for tool in made_by.split(", ")]
+        tools += [
+            tuple(tool.rsplit(" ", 1)) for tool in made_by.replace(" version", "").split(", ")
+        ]
     own = {
         "bom-ref": "halfstep",
         "type": "library",
         "name": "halfstep",
         "version": version,
-        "licenses": [{"license": {"id": "Apache-2.0"}}],
+        "licenses": [{"expression": "Apache-2.0"}],
         "purl": f"pkg:pypi/halfstep@{version}",
         "properties": [{"name": "target", "value": target}],
     }
@@ -107,7 +119,7 @@ def bill(version, target, parts, images):
             "name": name,
             "version": version,
             "description": "part of the C library or the compiler's runtime, as zig brings them",
-            "licenses": [{"license": {"id": licence}}],
+            "licenses": [{"expression": licence}],
         }
         for name, version, licence, _ in parts
     ]
@@ -138,14 +150,7 @@ def main(work, tag, dist):
     with open(HERE / "platforms.csv", encoding="utf-8") as file:
         (row,) = (row for row in csv.DictReader(file) if row["tag"] == tag)
     target, folder = row["target"], work / "wheels" / tag
-    system = target.split("-")[1]
-    parts = linked(system)
-    found = linked_in(folder / "build")
-    if found and not parts:
-        sys.exit(
-            f"FAIL {tag}: {', '.join(found[:9])} come from libraries of zig; name these and their"
-            " licences in linked() of packaging/wheels.py"
-        )
+    parts = linked(target, linked_in(folder / "build"))
 
     (base,) = (work / "base").glob("*.whl")
     shutil.rmtree(folder / "wheel", ignore_errors=True)

@@ -41,20 +41,28 @@ mkdir "$tree/src/device/cuda/images"
 cp -p "$work"/images/* "$tree/src/device/cuda/images/"
 echo "ok   device images, $(sed -n 's/^made by //p' "$work/images/images.txt")"
 
-rm -f "$build"/dist/halfstep-*.tar.gz.new
 (cd "$tree" && quietly "$python" -c 'import sys, scikit_build_core.build as b; print(b.build_sdist(sys.argv[1]))' "$build/dist")
 sdist=$(tail -n 1 "$work/log")
 "$python" "$tree/packaging/results.py" set "$work/results" sdist package=sdist built="scikit-build-core" bytes="$(stat -c %s "$build/dist/$sdist")"
 echo "ok   $sdist"
 
+# What `pip install` passes to CMake.
+mapfile -t defines < <("$python" - "$tree/pyproject.toml" <<'P'
+import sys
+import tomllib
+
+with open(sys.argv[1], "rb") as file:
+    define = tomllib.load(file)["tool"]["scikit-build"]["cmake"]["define"]
+print(*(f"-D{name}={value}" for name, value in define.items()), sep="\n")
+P
+)
 # compile TAG TARGET DEVICE_CODE: compiles the libraries and installs them, as Python gets them, in a folder of the tag.
 compile() {
     local folder=$work/wheels/$1 device=OFF
     [ "$3" = no ] || device=ON
-    # A versioned name would be a link, which wheels cannot hold, and musl and macOS look for the name.
     quietly cmake -G Ninja -S "$tree" -B "$folder/build" -DCMAKE_TOOLCHAIN_FILE="$tree/cmake/zig.cmake" \
-        -DHALFSTEP_ZIG="$zig" -DHALFSTEP_ZIG_TARGET="$2" -DHALFSTEP_CUDA=$device -DHALFSTEP_WERROR=ON -DHALFSTEP_TOOLS=OFF \
-        -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON -DHALFSTEP_STUB="$work/__init__.pyi"
+        -DHALFSTEP_ZIG="$zig" -DHALFSTEP_ZIG_TARGET="$2" -DHALFSTEP_CUDA=$device -DHALFSTEP_WERROR=ON \
+        -DHALFSTEP_STUB="$work/__init__.pyi" "${defines[@]}"
     quietly cmake --build "$folder/build" --target halfstep_python
 }
 rows() { tail -n +2 "$tree/packaging/platforms.csv" | tr , ' '; }
