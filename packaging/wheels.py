@@ -44,7 +44,7 @@ def zig_version():
 def linked(target, names):
     """Returns what zig links in for a target: name, version, SPDX licence and the file of its text.
     `names` are the functions that the libraries get from it. A DLL gets a part of its C library.
-    Systems of glibc before 2.33 have no stat(), which glibc's static part translates."""
+    Some functions of glibc, such as stat() before 2.33, are in its static part only."""
     if "-windows-" in target:
         mingw = (ZIG / "lib/libc/include/any-windows-any/_mingw_mac.h").read_text()
         mingw = ".".join(re.findall(r"MINGW64_VERSION_(?:MAJOR|MINOR|BUGFIX) (\d+)", mingw))
@@ -55,7 +55,7 @@ def linked(target, names):
             ("zig", zig_version(), "MIT", ZIG / "LICENSE"),
             ("musl", musl, "MIT", ZIG / "lib/libc/musl/COPYRIGHT"),
         )
-    glibc = {file.name.split("-")[0] for file in (ZIG / "lib/libc/glibc/io").glob("*stat*.c")}
+    glibc = {re.split("[-.]", file.name)[0] for file in (ZIG / "lib/libc/glibc").rglob("*.c")}
     unknown = [name for name in names if "-gnu." not in target or name not in glibc]
     if unknown:
         sys.exit(
