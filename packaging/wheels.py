@@ -59,8 +59,8 @@ def linked(target, names):
     unknown = [name for name in names if "-gnu." not in target or name not in glibc]
     if unknown:
         sys.exit(
-            f"FAIL {target}: {', '.join(unknown[:9])} come from libraries of zig; name these and their"
-            " licences in linked() of packaging/wheels.py"
+            f"FAIL {target}: {', '.join(unknown[:9])} come from libraries of zig; name these and"
+            " their licences in linked() of packaging/wheels.py"
         )
     version = target.split("-gnu.")[-1]
     licence = "LGPL-2.1-or-later WITH GCC-exception-2.0"
@@ -182,7 +182,8 @@ def main(work, tag, dist):
     if size > LIMIT:
         sys.exit(f"FAIL {wheel.name} has {size} bytes, more than {LIMIT}")
     processor, system, *rest = re.split("[-.]", target, maxsplit=2)
-    name = f"{SYSTEMS[system]} {processor.replace('_', '-')} ({' '.join(rest).replace('gnu.', 'glibc ')})"
+    least = "10" if system == "windows" else rest[0].replace("gnu.", "glibc ")
+    name = f"{SYSTEMS[system]} {processor.replace('_', '-')} ({least})"
     note(
         work / "results",
         tag,
