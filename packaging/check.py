@@ -109,6 +109,9 @@ def components(files, info):
                 lacking = [key for key in ("name", "version", "licenses") if not part.get(key)]
                 if lacking:
                     yield f"{name}: the component {part.get('name')} has no {', '.join(lacking)}"
+            for part in parts[1:]:
+                if not any(file.startswith(f"{info}/licenses/{part['name']}/") for file in files):
+                    yield f"the licence of {part['name']}, which {name} lists, is not in the wheel"
             if parts[0].get("version") != version():
                 yield f"{name} is of halfstep {parts[0].get('version')}, not {version()}"
         except (ValueError, KeyError, TypeError, AttributeError) as error:

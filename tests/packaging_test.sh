@@ -1,8 +1,8 @@
 #!/bin/bash
-# Tests what packages are made and checked with: lists of Python packages have hashes, nothing is downloaded in another way or
-# at run time, and packaging/check.py refuses wheels that are broken. (make check leaves it out)
+# Tests what packages are made and checked with: lists of Python packages have hashes, nothing is downloaded in another way, and
+# packaging/check.py refuses wheels that are broken. (make check leaves it out)
 . "$(dirname "$0")/lib.sh"
-need git python3 nm
+need git python3
 cd "$source_dir"
 make_scratch
 
@@ -12,12 +12,14 @@ unpinned() {
         function finish() { if (name != "" && !hashes) print file ": " name " has no hash"; name = "" }
         FNR == 1 { finish(); file = FILENAME }
         /^ *(#|$)/ { next }
-        /^ +--hash=sha256:[0-9a-f]+( \\)?$/ && length($1) == 78 { hashes++; next }
-        { finish(); name = $1; hashes = 0 }
-        !/^[A-Za-z0-9][A-Za-z0-9._-]*(\[[a-z,]+\])?==[0-9][A-Za-z0-9.]*( ; .*)?( \\)?$/ { print file ": " $0 " is no version of a package" }
+        /^[^ ]/ {
+            finish(); name = $1; hashes = 0
+            if (name !~ /^[A-Za-z0-9][A-Za-z0-9._-]*(\[[a-z,]+\])?==[0-9][A-Za-z0-9.]*$/) print file ": " name " is no version of a package"
+        }
+        { for (i = 1; i <= NF; i++) hashes += $i ~ /^--hash=sha256:[0-9a-f]+$/ && length($i) == 78 }
         END { finish() }' "$@"
 }
-mapfile -t lists < <(git ls-files '*requirements*.txt' 'scripts/pins/*.txt')
+mapfile -t lists < <(git ls-files '*requirements*.txt' 'scripts/pins/*.txt' 'tests/matrix/*.txt')
 [ ${#lists[@]} -ge 8 ] || fail "found only the lists ${lists[*]}"
 found=$(unpinned "${lists[@]}")
 [ -z "$found" ] || fail "$found; scripts/pins.sh writes hashes"
@@ -45,6 +47,10 @@ downloads() {
 purpose='^(
 tests/packaging_test\.sh|   its own patterns
 scripts/pins\.sh|           hashes of what it fetches go into the lists
+packaging/try\.sh|          what a user of the index does, with the newest torch
+scripts/venv\.sh|            tested below
+bench/install\.py|           its measure
+packaging/conda/recipe\.yaml|  halfstep itself, without what it needs
 tests/python/test_(files_of_others|integrations)\.py|  error texts that say what to install
 )$'
 purpose=$(echo "$purpose" | sed 's/ .*//' | tr -d '\n' | sed 's/|)/)/')
@@ -58,15 +64,37 @@ for line in "curl -O x" "wget x" "git clone x" "pip install torch" "python -m pi
 done
 echo "ok   scripts fetch Python packages by these lists, and nothing else but Debian packages"
 
-found=$(git grep -nE '^ *(import|from) (urllib|http|socket|requests|ssl|ftplib|huggingface_hub|subprocess)\b' python || true)
-[ -z "$found" ] || fail "the Python package reaches a network, or another program: $found"
-found=
-for file in libhalfstep.so libhalfstep_io.so halfstep; do
-    [ ! -e "$build_dir/$file" ] || found="$found$(nm -D --undefined-only "$build_dir/$file" | awk '{ print $2 }' |
-        grep -E '^(socket|connect|getaddrinfo|system|popen|exec[lv].*|v?fork|posix_spawnp?)(@|$)' | sed "s/^/ $file: /" || true)"
-done
-[ -z "$found" ] || fail "the library or the program reaches a network, or another program: $found"
-echo "ok   nothing that is installed reaches a network, or starts another program"
+# venv.sh with a python3 that writes down what it is asked for, and whether a list has torch. Its pip offers torch in $OFFERED.
+mkdir -p "$scratch/bin"
+cat >"$scratch/bin/python3" <<'P'
+#!/bin/bash
+words=$*
+case "$words" in
+"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+*" index versions torch"*) echo "Available versions: $OFFERED" ;;
+*" -r "*) echo "${words##* install } $(grep -c '^torch==' "${*: -1}")" >>"$CALLS" ;;
+*) echo "${words##* install }" >>"$CALLS" ;;
+esac
+P
+chmod +x "$scratch/bin/python3"
+export CALLS=$scratch/calls
+torch=$(sed -nE 's/^torch==([0-9.]+).*/\1/p' tests/python/requirements.txt)
+hashed='--require-hashes --no-deps --no-build-isolation -r'
+# asked OFFERED LINE...: fails unless venv.sh asks pip for the lines, patterns, where pip offers these versions of torch.
+asked() {
+    rm -rf "$CALLS" "$scratch/venv"
+    OFFERED=$1 PATH=$scratch/bin:$PATH bash scripts/venv.sh "$scratch/venv" 2>"$scratch/log" || fail "venv.sh: $(cat "$scratch/log")"
+    [ "$(wc -l <"$CALLS")" = $(($# - 1)) ] && printf '^%s$\n' "${@:2}" | paste -d '\n' - "$CALLS" |
+        while read -r pattern && read -r line; do [[ "$line" =~ $pattern ]] || exit 1; done ||
+        fail "where pip offers torch $1, venv.sh asks for: $(cat "$CALLS")"
+}
+if [ "$(uname -s)" = Linux ]; then
+    asked "$torch+cpu, $torch" "$hashed .*/pins/build.txt 0" "$hashed .*/requirements.txt 1"
+    [ ! -s "$scratch/log" ] || fail "venv.sh says $(cat "$scratch/log")"
+    asked "$torch" "$hashed .*/pins/build.txt 0" "torch==$torch" "$hashed .* 0"
+    grep -q "no CPU build of torch $torch" "$scratch/log" || fail "venv.sh does not say that it installs a torch without a hash"
+    echo "ok   all is installed by hashes, but torch where pip offers only the index's CUDA build, which is said"
+fi
 
 python=$build_dir/venv/bin/python
 [ -x "$python" ] || skip "there is no environment of Python (ctest -R python_package says why)"

@@ -76,6 +76,7 @@ def native(folder):
         f"Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: false\nTag: py3-none-{tag}\n"
     ).encode()
     files[f"{INFO}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    files[f"{INFO}/licenses/another/LICENSE"] = b"Do as you like.\n"
     files[f"{INFO}/sboms/halfstep.cdx.json"] = json.dumps(
         {
             "bomFormat": "CycloneDX",
@@ -99,7 +100,7 @@ def component(name, version):
     }
 
 
-# ---- Ways to break a file: each takes its bytes and returns others ---------------------------------
+# ---- Ways to break a file: each takes its bytes and returns others ------------------------------
 
 
 def instead(old, new):
@@ -260,6 +261,11 @@ def breaks(name, row, files):
     def line(old, new):
         return lambda data: re.sub(old, new, data)
 
+    def with_component(data):
+        found = json.loads(data)
+        found["components"].append(component("more", "1"))
+        return json.dumps(found).encode()
+
     everywhere = {**files, f"{INFO}/RECORD": record(files)}
     yield {}, name.replace("py3", "cp311"), "the file name is not"
     yield {}, name.replace(check.version(), "9.9"), "the file name is of halfstep 9.9"
@@ -306,6 +312,7 @@ def breaks(name, row, files):
     )
     yield {"files": changed(f"{INFO}/WHEEL", line(b"false", b"true"))}, name, "for one platform"
     yield {"files": without(sbom)}, name, "no list of components"
+    yield {"files": changed(sbom, with_component)}, name, "the licence of more, which"
     yield (
         {"files": changed(sbom, lambda data: data[:-2])},
         name,
