@@ -17,7 +17,7 @@ unpinned() {
         !/^[A-Za-z0-9][A-Za-z0-9._-]*(\[[a-z,]+\])?==[0-9][A-Za-z0-9.]*( ; .*)?( \\)?$/ { print file ": " $0 " is no version of a package" }
         END { finish() }' "$@"
 }
-mapfile -t lists < <(git ls-files '*requirements*.txt' 'scripts/pins/*.txt')
+mapfile -t lists < <(git ls-files '*requirements*.txt' 'scripts/pins/*.txt' 'tests/matrix/*.txt')
 [ ${#lists[@]} -ge 8 ] || fail "found only the lists ${lists[*]}"
 found=$(unpinned "${lists[@]}")
 [ -z "$found" ] || fail "$found; scripts/pins.sh writes hashes"

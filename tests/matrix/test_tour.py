@@ -170,7 +170,7 @@ found = []
 
 
 def hook(event, args):
-    if event.startswith(("socket.", "urllib.", "http.")) or event in ("os.mkdir", "subprocess.Popen"):
+    if event.startswith(("socket.", "urllib.", "http.", "subprocess.", "os.mkdir")):
         found.append((event, *args))
     elif event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
         found.append((event, *args))
