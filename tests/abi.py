@@ -118,7 +118,7 @@ def program():
 
 def breaks(old, new):
     """Returns what of a list breaks programs that were built with an older one. Nothing does if the
-    number of the ABI has risen, because the libraries of two numbers have different names.
+    number of the ABI has risen, because such programs do not load this library.
 
     New lines break nothing, and a structure that begins with struct_size may grow. Its new members
     lie behind its old size, because padding may hold anything in older programs. A member called

@@ -14,7 +14,8 @@ python3 tests/abi.py --program >"$scratch/layout.c"
 cc -std=c11 -Wall -Wextra -Werror -Iinclude "$scratch/layout.c" -o "$scratch/layout" || fail "cc has another layout than clang"
 echo "ok   the headers have the $(wc -l <"$list") lines of $list: $("$scratch/layout")"
 
-# The version that git describes here is that of the release before this commit, also where this commit has a tag.
+# If this commit is a release, the one before it counts.
+[ ! -e .git ] || git rev-parse --quiet --verify HEAD >/dev/null || fail "git cannot read this checkout"
 tag=$(git describe --tags --abbrev=0 --match 'v[0-9]*' HEAD^ 2>/dev/null || true)
 if [ -z "$tag" ]; then
     echo "ok   no release to compare with"

@@ -43,6 +43,7 @@ downloads() {
 }
 # Files that fetch on purpose, each with its reason.
 purpose='^(
+packaging/try\.sh|         what the pip of a user does, with the newest torch
 tests/packaging_test\.sh|   its own patterns
 scripts/pins\.sh|           hashes of what it fetches go into the lists
 tests/python/test_(files_of_others|integrations)\.py|  error texts that say what to install
