@@ -1,8 +1,8 @@
 #!/bin/bash
 # debian.sh BUILD [--twice]: makes the Debian packages of packaging/debian in BUILD/dist, by the tools of this machine and for its
 # release of Debian. Holds them to lintian, and installs them in a root of their own, where packaging/debian/tests/installed uses them.
-# --twice builds them again elsewhere, which must give the same bytes. Device code is from packed images, if there are some in
-# src/device/cuda/images, or else PTX by clang.
+# --twice builds them again elsewhere, which must give the same bytes. Device code is from the packed images in the folder
+# HALFSTEP_CUDA_IMAGES, BUILD/packaging/images if not set. If there is no such folder, it is PTX by clang.
 set -eu
 cd "$(dirname "$0")/.."
 build=$(mkdir -p "$1/packaging" "$1/dist" && cd "$1" && pwd)
@@ -13,6 +13,9 @@ defined() { sed -n "s/^#define HALFSTEP_$1 *\([0-9]*\).*/\1/p" include/halfstep.
 version=$(defined VERSION_MAJOR).$(defined VERSION_MINOR).$(defined VERSION_PATCH)
 abi=$(defined ABI)
 maintainer="${DEBFULLNAME:-$(git log -1 --format=%an)} <${DEBEMAIL:-$(git log -1 --format=%ae)}>"
+release=$(. /etc/os-release && echo "${NAME%% *} ${VERSION_ID:-testing}")
+images=${HALFSTEP_CUDA_IMAGES:-$build/packaging/images}
+compiler="gcc $(gcc -dumpfullversion), debhelper $(dpkg-query -W -f '${Version}' debhelper)"
 date=$(git log -1 --format=%cD)
 
 # make_packages FOLDER: makes FOLDER/*.deb from the files of this tree.
@@ -21,7 +24,7 @@ make_packages() {
     rm -rf "$1"
     mkdir -p "$source/debian"
     git ls-files -z | tar --null --files-from=- -c | tar -x -C "$source"
-    [ ! -d src/device/cuda/images ] || cp -R src/device/cuda/images "$source/src/device/cuda/"
+    [ ! -e "$images" ] || cp -R "$images" "$source/src/device/cuda/images"
     cp -R packaging/debian/. "$source/debian"
     find "$source/debian" -type f -exec sed -i "s|@VERSION@|$version|;s|@ABI@|$abi|;s|@MAINTAINER@|$maintainer|;s|@DATE@|$date|" {} +
     for file in "$source"/debian/*ABI*; do
@@ -34,14 +37,16 @@ make_packages() {
     fi
 }
 
-
 # in_root COMMAND...: runs a command in $root, with processes and mounts of its own.
 in_root() {
-    unshare --mount --pid --fork --mount-proc="$root/proc" chroot "$root" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 \
-        DEBIAN_FRONTEND=noninteractive "$@"
+    # shellcheck disable=SC2016
+    unshare --mount --pid --fork sh -c 'mount -t proc proc "$0/proc" && mount --rbind /sys "$0/sys" && mount --rbind /dev "$0/dev" &&
+        exec chroot "$0" env -i ${http_proxy:+"http_proxy=$http_proxy"} PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 \
+        DEBIAN_FRONTEND=noninteractive "$@"' "$root" "$@"
 }
 
-# make_root: unpacks into $root a fresh Debian with what the tests of packages need, which is made once, from the sources of this machine's apt.
+# make_root: unpacks into $root a fresh Debian that has what the test of the packages needs. It is made once, from the sources of this
+# machine's apt.
 make_root() {
     local archive=$build/packaging/root.tar needs
     needs=$(sed -n 's/^Depends: @, //p' packaging/debian/tests/control | tr -d ' ')
@@ -79,9 +84,12 @@ older() {
     done
 }
 
+# show NAME KEY=VALUE...: notes something of the package NAME.
+show() { python3 packaging/results.py set "$build/packaging/results" "debian-$1" "${@:2}"; }
+
 made=$build/packaging/debian
 make_packages "$made"
-lintian --fail-on error,warning --suppress-tags initial-upload-closes-no-bugs "$made"/*.changes
+lintian --allow-root --fail-on error,warning "$made"/*.changes
 echo "ok   lintian"
 if [ "$twice" = --twice ]; then
     make_packages "$build/packaging/debian_again"
@@ -92,6 +100,10 @@ if [ "$twice" = --twice ]; then
 fi
 rm -f "$build"/dist/*.deb
 cp "$made"/*.deb "$build/dist/"
+for package in "$made"/*.deb; do
+    name=$(dpkg-deb -f "$package" Package)
+    show "$name" "package=$name, $release, $(dpkg-deb -f "$package" Architecture)" "built=$compiler" ran= result= bytes="$(stat -c %s "$package")"
+done
 
 [ "$(id -u)" = 0 ] || {
     echo "the packages are in $build/dist, but only root can install them in a root of their own; run this as root to test them" >&2
@@ -117,3 +129,11 @@ packages=$(cd "$made" && for package in *.deb; do echo "${package%%_*}"; done)
 in_root apt-get -y -q --autoremove purge $packages >"$scratch/log" 2>&1 || { cat "$scratch/log"; exit 1; }
 all_files | diff "$scratch/before" - || { echo "FAIL the removed packages left that, or took it with them"; exit 1; }
 echo "ok   removed without a trace"
+
+show "libhalfstep$abi" ran="golden hashes"
+show libhalfstep-dev ran="programs by pkg-config and find_package, shared and static"
+show halfstep ran="golden hashes, demo, manual page, completion by bash, zsh and fish"
+show halfstep-mpi ran="a training in two processes"
+for package in $packages; do
+    show "$package" ran="lintian; installed, upgraded and removed without a trace in a fresh $release" result=✓
+done
