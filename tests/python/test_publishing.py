@@ -179,8 +179,8 @@ def test_workflows_call_what_exists():
     "old, new, said",
     [
         ("make test-packages", "make tset-packages", "no target"),
-        ("packaging/abidiff.sh build", "packaging/abidif.sh build", "no script"),
-        ("packaging/abidiff.sh build", "packaging/abidiff.sh", "takes BUILD [TAG], not []"),
+        ("packaging/try.sh", "packaging/tyr.sh", "no script"),
+        ("try.sh dist", "try.sh dist dist dist", "takes DIST [PYTHON], not"),
         ("bash packaging/try.sh", "pip install torch && bash packaging/try.sh", "pip is neither"),
         ("needs: build", "needs: bulid", "no job"),
         ("contents: read", "contents: write", "more than read"),
