@@ -61,7 +61,7 @@ judge "files over 500 lines say why" "$lengths"
 isas=$(sed -nE 's/^ISA\( *([a-z0-9_]+).*/\1/p' src/vec/isas.def | grep -v '^scalar$' | paste -sd '|')
 [ -n "$isas" ] || fail "src/vec/isas.def has no rows"
 judge "instruction sets are listed in isas.def only" \
-    "$(having "\b($isas)\b" CMakeLists.txt cmake/*.cmake CMakePresets.json Makefile scripts/*)"
+    "$(having "\b($isas)\b" CMakeLists.txt cmake/*.cmake CMakePresets.json Makefile scripts/*.*)"
 
 exported() { nm -D --defined-only "$1" | awk '$2 != "A" { print $3 }' | sed 's/@.*//' | sort; }
 for library in libhalfstep libhalfstep_io; do
