@@ -24,7 +24,7 @@ make_packages() {
     rm -rf "$1"
     mkdir -p "$source/debian"
     git ls-files -z | tar --null --files-from=- -c | tar -x -C "$source"
-    [ ! -e "$images" ] || cp -R "$images" "$source/src/device/cuda/images"
+    [ ! -e "$images" ] || cp -RL "$images" "$source/src/device/cuda/images"
     cp -R packaging/debian/. "$source/debian"
     find "$source/debian" -type f -exec sed -i "s|@VERSION@|$version|;s|@ABI@|$abi|;s|@MAINTAINER@|$maintainer|;s|@DATE@|$date|" {} +
     for file in "$source"/debian/*ABI*; do

@@ -1,7 +1,7 @@
 #!/bin/bash
 # matrix.sh BUILD [--keep] [NAME...]: tries the wheel in BUILD/dist with other torches and Pythons. Each list of tests/matrix,
 # torch-VERSION-python-VERSION.txt, is an environment; NAME is one, or the first part of several ("torch-2.6"). An environment takes
-# up to 8 GB and is removed when it was tried, unless --keep. tests/matrix/pin.py writes a list for another torch.
+# up to 8 GB and is removed when it was tried, unless --keep. Makes the wheel if there is none.
 set -eu
 cd "$(dirname "$0")/.."
 build=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -26,8 +26,9 @@ for word in "${@:-torch-}"; do
 done
 [ $# != 0 ] || rm -rf "$folder/runs"
 
-wheel=$(find "$build/dist" -name "halfstep-*-py3-none-*linux*$(uname -m)*.whl" ! -name '*musl*' 2>/dev/null | sort | head -n 1)
-[ -n "$wheel" ] || { echo "no wheel for this machine in $build/dist; make one by: make wheels" >&2 && exit 2; }
+wheel_of() { find "$build/dist" -name "halfstep-*-py3-none-*linux*$(uname -m).whl" ! -name '*musl*' 2>/dev/null; }
+[ -n "$(wheel_of)" ] || bash packaging/wheels.sh "$build" "$(grep -oE "^manylinux[^,]*_$(uname -m)" packaging/platforms.csv)"
+wheel=$(wheel_of)
 
 # Prints the program of a Python version, looked for in pyenv's folder and in PATH.
 python_of() {

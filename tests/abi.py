@@ -2,10 +2,10 @@
 """Lists what programs that use the libraries rely on: constants, layouts of structures, types of
 functions. clang reads them from the headers. tests/golden/abi.txt is the list of this tree.
 
-    abi.py                 prints the list of the headers (needs clang)
-    abi.py --program       prints a C program that compiles where the headers have the list's layout
-    abi.py --since LIST    prints what of the list breaks programs that were built with an older
-                           LIST, and exits with 1 if anything does
+    abi.py                    prints the list of the headers (needs clang)
+    abi.py --program          prints a C program that compiles where headers have the list's layout
+    abi.py --since OLD [NEW]  prints what of a list, this tree's if not given, breaks programs that
+                              were built with an older one, and exits with 1 if anything does
 
 A line of the list is one of these. Offsets and sizes are in bytes.
 
@@ -118,14 +118,15 @@ def program():
 
 def breaks(old, new):
     """Returns what of a list breaks programs that were built with an older one. Nothing does if the
-    number of the ABI has risen, because the libraries of two numbers have different names.
+    number of the ABI has risen, because such programs do not load this library.
 
     New lines break nothing, and a structure that begins with struct_size may grow. Its new members
     lie behind its old size, because padding may hold anything in older programs. A member called
     reserved is 0 in them, so that a new member may take its place."""
     old, new = ([line.split(" ") for line in text.splitlines()] for text in (old, new))
-    if int(new[0][1]) > int(old[0][1]):
-        return []
+    before, number = int(old[0][1]), int(new[0][1])
+    if number != before:
+        return [] if number > before else [f"abi was {before} and is {number}"]
     known = {tuple(words[:2]): words for words in old}
     now = {tuple(words[:2]): words for words in new}
     reserved = {
@@ -155,12 +156,12 @@ def breaks(old, new):
 if __name__ == "__main__":
     if sys.argv[1:] == ["--program"]:
         print(program(), end="")
-    elif sys.argv[1:2] == ["--since"] and len(sys.argv) == 3:
-        older = pathlib.Path(sys.argv[2]).read_text(encoding="utf-8")
-        broken = breaks(older, LIST.read_text(encoding="utf-8"))
+    elif sys.argv[1:2] == ["--since"] and len(sys.argv) in (3, 4):
+        lists = [*sys.argv[2:], LIST][:2]
+        broken = breaks(*(pathlib.Path(file).read_text(encoding="utf-8") for file in lists))
         print("\n".join(broken), end="\n" if broken else "")
         sys.exit(1 if broken else 0)
     elif len(sys.argv) == 1:
         print(text(), end="")
     else:
-        sys.exit("abi.py: unknown arguments; write --program, --since LIST, or nothing")
+        sys.exit("abi.py: unknown arguments; write --program, --since OLD [NEW], or nothing")

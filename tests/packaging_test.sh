@@ -55,6 +55,7 @@ downloads() {
 }
 # Files that fetch on purpose, each with its reason.
 purpose='^(
+packaging/try\.sh|         what the pip of a user does, with the newest torch
 tests/packaging_test\.sh|   its own patterns
 (scripts/pins\.sh|tests/matrix/pin\.py)|  hashes of what they fetch go into lists
 packaging/try\.sh|          what a user of the index does, with the newest torch

@@ -137,7 +137,7 @@ needed() {
 needed=$(needed "$library")
 [ -z "$needed" ] || fail "the library in the wheel has $needed"
 needed=$(needed "${library/libhalfstep/libhalfstep_io}" | sort | paste -sd ' ')
-[[ "$needed" =~ ^'NEEDED libhalfstep.so.'[0-9]+' RUNPATH $ORIGIN'$ ]] || fail "halfstep_io in the wheel has $needed"
+[[ "$needed" =~ ^'NEEDED libhalfstep.so'(\.[0-9]+)?' RUNPATH $ORIGIN'$ ]] || fail "halfstep_io in the wheel has $needed"
 (cd "$scratch" && "$python" -I - "${target[@]:1}" <<'P'
 import sys
 

@@ -1,4 +1,4 @@
-"""Builds and tests the recipe for conda-forge by rattler-build on a machine that reaches no channel.
+"""Builds and tests the recipe for conda-forge by rattler-build, on a machine without a channel.
 
     build.py RECIPE CHANNEL PREFIX SITE
 
@@ -16,6 +16,7 @@ import sys
 import tempfile
 
 from rattler_build import Stage0Recipe, ToolConfiguration, VariantConfig, assemble_package
+from rattler_build.progress import SimpleProgressCallback
 
 SUBDIR = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}[platform.machine()]
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -23,7 +24,8 @@ VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 ACTIVATE = """
 export CC=gcc CFLAGS="{flags} -ftree-vectorize -fPIC -fstack-protector-strong -O2 -pipe"
 export CMAKE_PREFIX_PATH=$PREFIX
-export CMAKE_ARGS="-DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_LIBDIR=lib -DCMAKE_INSTALL_PREFIX=$PREFIX"
+export CMAKE_ARGS="-DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$PREFIX"
+export CMAKE_ARGS="$CMAKE_ARGS -DCMAKE_INSTALL_LIBDIR=lib"
 """
 
 
@@ -91,6 +93,7 @@ def main(recipe, channel, prefix, site):
         ToolConfiguration(test_strategy="native"),
         output_dir=channel,
         channels=[channel.as_uri()],
+        progress_callback=SimpleProgressCallback(),
     )
     for result in results:
         for package in result.packages:

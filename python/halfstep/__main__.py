@@ -21,6 +21,11 @@ _ROWS, _COLUMNS = 32768, 4096
 #: what run() returns on every machine
 EXPECTED = "04062bd627d69ff1"
 
+PROGRAM = (
+    "The program halfstep, which trains, compares and benchmarks without Python, is not in this"
+    " package: install the Debian package halfstep, or run 'make install' in a checkout."
+)
+
 
 def info(given):
     device = _abi.DeviceInfo.new()
@@ -181,8 +186,8 @@ def verify(given):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m halfstep", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser = argparse.ArgumentParser(prog="python -m halfstep", description=__doc__, epilog=PROGRAM)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def command(name, call, about):
         one = commands.add_parser(name, help=about)
@@ -223,6 +228,9 @@ def main(arguments=None):
     about = "check that every instruction set of this machine computes the expected bits"
     command("verify", verify, about)
     given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return given.call(given)
     except (ValueError, OSError) as error:

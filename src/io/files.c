@@ -20,7 +20,7 @@ struct hstep_file {
     char path[]; /* for error texts */
 };
 
-/* Returns the text of an error number. The GNU C library has a strerror_r of its own, which may leave the buffer alone. */
+/* Returns the text of an error number. The GNU C library has a strerror_r of its own. */
 static const char *error_text(int number, char *text, size_t size)
 {
 #ifdef __GLIBC__

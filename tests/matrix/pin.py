@@ -22,4 +22,4 @@ report = subprocess.run(
 print("# Written by tests/matrix/pin.py", *wanted)
 for item in json.loads(report.stdout)["install"]:
     about, digest = item["metadata"], item["download_info"]["archive_info"]["hash"]
-    print(f"{about['name']}=={about['version']} --hash={digest.replace('=', ':')}")
+    print(f"{about['name']}=={about['version']} \\\n    --hash={digest.replace('=', ':')}")

@@ -20,11 +20,6 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 MOST_METHODS = 45
 #: lines of a module that says nothing of its length
 MOST_LINES = 500
-#: modules of Python and of packages that reach a network
-NETWORK = {
-    "aiohttp", "asyncio", "ftplib", "http", "httpx", "huggingface_hub", "requests", "smtplib",
-    "socket", "socketserver", "ssl", "telnetlib", "urllib", "urllib3", "webbrowser", "xmlrpc",
-}  # fmt: skip
 #: what users and other packages see of the package, which may import Optimizer
 ABOVE = {
     "__init__", "__main__", "_hosted", "ema", "full_precision", "offload", "plan", "rules",
@@ -114,26 +109,6 @@ def test_nothing_is_imported_late_but_what_needs_a_compiler():
         for alias in node.names
     }
     assert late == {("optimizer", "_compile")}
-
-
-def network_modules(tree):
-    """Returns the modules that reach a network among those that a module imports anywhere."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {m for m in found if m.split(".")[0] in NETWORK or m.startswith("torch.hub")}
-
-
-def test_nothing_imports_the_network():
-    assert {name: found for name, tree in TREES.items() if (found := network_modules(tree))} == {}
-
-
-def test_an_import_of_the_network_would_be_found():
-    for text in ("import urllib.request", "from torch import hub", "def f():\n import socket as s"):
-        assert network_modules(ast.parse(text)), text
 
 
 def test_only_what_stands_above_the_optimizer_imports_it():
