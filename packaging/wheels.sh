@@ -90,4 +90,5 @@ while read -r tag target device; do
     wheels+=("$build"/dist/halfstep-*-py3-none-"$tag".whl)
 done < <(rows)
 [ "${#wheels[@]}" != 0 ] || fail "no such tag: $*; platforms.csv lists them"
-[ ! -e "$tree/packaging/check.py" ] || "$python" "$tree/packaging/check.py" --results "$work/results" "${wheels[@]}"
+"$python" "$tree/packaging/check.py" --results "$work/results" "${wheels[@]}"
+"$python" "$tree/tests/packaging/broken_wheels.py" "${wheels[@]}"
