@@ -48,6 +48,8 @@ packages: build
 # WRITE=--write writes the table.
 test-packages: wheels
 	@bash packaging/run.sh $(BUILD)
+	@bash packaging/sdist.sh $(BUILD)
+	@bash packaging/abidiff.sh $(BUILD)
 	@bash packaging/same.sh $(BUILD)
 	@$(MAKE) --no-print-directory packages
 	@python3 packaging/results.py table $(BUILD)/packaging/results $(WRITE)

@@ -1,14 +1,23 @@
 # Device code inside the library. clang compiles src/device/cuda/code/kernels.cu to PTX once, which drivers compile for
-# the GPU that is there. ptxas makes machine code of the PTX for each architecture beforehand. All of it becomes arrays
-# of bytes in place of src/device/cuda/driver/images.c, which has none. CMake packs them as xz files (driver/unpack.h).
-# nvcc's own front end (13.0) does not compile the source: it takes neither C11's _Static_assert nor a pragma that marks
-# all functions of a file as a device's.
+# the GPU that is there. ptxas makes machine code of the PTX for each architecture beforehand. CMake packs all of it as
+# xz files (driver/unpack.h) in a folder of images. The folder becomes arrays of bytes in place of
+# src/device/cuda/driver/images.c, which has none. nvcc's own front end (13.0) does not compile the source: it takes
+# neither C11's _Static_assert nor a pragma that marks all functions of a file as a device's.
 #
 # HALFSTEP_CUDA=AUTO makes what the machine has the tools for, and downloads nothing; builds with tests have none. ON
 # requires clang, and takes ptxas from the Python index. Either says in one line what was made by which tool.
 #
-#   cmake -D PACK=file -P images.cmake                                       writes file.xz
-#   cmake -D OUTPUT=file.c -D "IMAGES=compute=file;..." -P images.cmake      writes the table of packed files
+# HALFSTEP_CUDA_IMAGES names a folder of images to use instead of any tool. If it is not set, ON and AUTO look for
+# src/device/cuda/images, which an sdist brings; an empty value compiles in spite of it. The target
+# halfstep_device_images makes such a folder, BUILD/images. Its images.txt has lines of three kinds:
+#
+#   made by TOOLS                               for the reader
+#   sources SHA256 FILE...                      the files that the code was compiled from, and a hash of all of them
+#   image COMPUTE BYTES SHA256 FILE             a packed file: compute capability (0: PTX), size unpacked, its hash
+#
+#   cmake -D SORT=file.ptx -P images.cmake                                                     makes the same code the same bytes
+#   cmake -D FOLDER=folder -D "PACK=compute=file;..." [-D DEPFILE=file] [-D MADE_BY=tools] -P images.cmake   makes a folder
+#   cmake -D FOLDER=folder -D OUTPUT=file.c -P images.cmake                                    writes the table of a folder
 
 set(images_script ${CMAKE_CURRENT_LIST_FILE})
 
@@ -40,6 +49,7 @@ function(halfstep_ptx output source)
   add_custom_command(OUTPUT ${output}
     COMMAND ${launcher} ${HALFSTEP_CLANG} ${options} -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
             -MD -MF ${output}.d -MT ${output} -S -o ${output} ${source}
+    COMMAND ${CMAKE_COMMAND} -D SORT=${output} -P ${images_script}
     DEPENDS ${source} ${file} DEPFILE ${output}.d)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
 endfunction()
@@ -69,6 +79,62 @@ function(halfstep_find_ptxas)
   set(ptxas_version ${version} PARENT_SCOPE)
 endfunction()
 
+# Hashes files of a source tree, whose names are relative to it.
+function(halfstep_hash_sources result root)
+  set(hashes "")
+  foreach(name IN LISTS ARGN)
+    set(hash "missing")
+    if(EXISTS ${root}/${name})
+      file(SHA256 ${root}/${name} hash)
+    endif()
+    string(APPEND hashes "${hash} ${name}\n")
+  endforeach()
+  string(SHA256 hash "${hashes}")
+  set(${result} ${hash} PARENT_SCOPE)
+endfunction()
+
+# Reads images.txt of a folder: the lists images ("compute bytes hash file" each) and sources, sources_hash, made_by.
+macro(halfstep_read_images folder)
+  file(STRINGS ${folder}/images.txt images REGEX "^image ")
+  list(TRANSFORM images REPLACE "^image " "")
+  file(STRINGS ${folder}/images.txt sources REGEX "^sources ")
+  string(REPLACE " " ";" sources "${sources}")
+  list(POP_FRONT sources sources_hash sources_hash)
+  file(STRINGS ${folder}/images.txt made_by REGEX "^made by ")
+endmacro()
+
+# Takes the images of a folder. Fails if one is missing or damaged, or if they were made from other sources than those here.
+function(halfstep_check_images folder)
+  set(refused "Device code for GPUs: the images of ${folder} cannot be used")
+  set(instead "make them again (target halfstep_device_images of a build with -DHALFSTEP_CUDA=ON -DHALFSTEP_CUDA_IMAGES=), or leave device code out (-DHALFSTEP_CUDA=OFF)")
+  if(NOT EXISTS ${folder}/images.txt)
+    message(FATAL_ERROR "${refused}, because it has no images.txt; ${instead}")
+  endif()
+  halfstep_read_images(${folder})
+  halfstep_hash_sources(here ${PROJECT_SOURCE_DIR} ${sources})
+  if(NOT here STREQUAL sources_hash)
+    message(FATAL_ERROR "${refused}, because they were made from other sources of device code than those here; ${instead}")
+  endif()
+  set(files ${folder}/images.txt)
+  foreach(image IN LISTS images)
+    string(REPLACE " " ";" image "${image}")
+    list(GET image 2 hash)
+    list(GET image 3 name)
+    set(found "")
+    if(EXISTS ${folder}/${name})
+      file(SHA256 ${folder}/${name} found)
+    endif()
+    if(NOT found STREQUAL hash)
+      message(FATAL_ERROR "${refused}, because ${name} is missing or damaged; ${instead}")
+    endif()
+    list(APPEND files ${folder}/${name})
+  endforeach()
+  message(STATUS "Device code for GPUs: the images of ${folder}, ${made_by}")
+  # A change of either is noticed by the next build.
+  list(TRANSFORM sources PREPEND ${PROJECT_SOURCE_DIR}/)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${files} ${sources})
+endfunction()
+
 function(halfstep_device_images result)
   # GPUs of 8.6 and 8.9 run the code of 8.0.
   set(HALFSTEP_CUDA_ARCHITECTURES 120 100 90 80 CACHE STRING "Architectures that get machine code, newest first")
@@ -77,9 +143,21 @@ function(halfstep_device_images result)
   set(images "")
   set(files "")
   set(${result} ${PROJECT_SOURCE_DIR}/src/device/cuda/driver/images.c PARENT_SCOPE)
-  if(HALFSTEP_CUDA STREQUAL AUTO AND HALFSTEP_TESTS)
+  if(NOT HALFSTEP_CUDA)
+    return()
+  endif()
+  if(HALFSTEP_CUDA STREQUAL AUTO AND HALFSTEP_TESTS AND NOT HALFSTEP_CUDA_IMAGES)
     message(STATUS "Device code for GPUs: none, because this build has tests (-DHALFSTEP_CUDA=ON makes it)")
-  elseif(HALFSTEP_CUDA)
+    return()
+  endif()
+  set(folder "${HALFSTEP_CUDA_IMAGES}")
+  if(NOT DEFINED HALFSTEP_CUDA_IMAGES AND EXISTS ${PROJECT_SOURCE_DIR}/src/device/cuda/images/images.txt)
+    set(folder ${PROJECT_SOURCE_DIR}/src/device/cuda/images)
+  endif()
+  if(folder)
+    get_filename_component(folder "${folder}" ABSOLUTE BASE_DIR ${CMAKE_BINARY_DIR})
+    halfstep_check_images(${folder})
+  else()
     halfstep_find_clang()
     if(NOT HALFSTEP_CLANG)
       if(NOT HALFSTEP_CUDA STREQUAL AUTO)
@@ -89,6 +167,8 @@ function(halfstep_device_images result)
       return()
     endif()
     halfstep_find_ptxas()
+    execute_process(COMMAND ${HALFSTEP_CLANG} --version OUTPUT_VARIABLE text)
+    string(REGEX MATCH "clang version [0-9.]+" tools "${text}")
     set(by "Device code for GPUs: PTX by ${HALFSTEP_CLANG}")
     # Drivers of CUDA 12 do not load what ptxas 13 makes.
     set(machine_code FALSE)
@@ -96,50 +176,111 @@ function(halfstep_device_images result)
       message(STATUS "${by}; no machine code, because no ptxas of 12.8 or newer was found: drivers compile the PTX at the first use")
     elseif(ptxas_version VERSION_LESS 13 OR NOT HALFSTEP_CUDA STREQUAL AUTO)
       set(machine_code TRUE)
+      string(APPEND tools ", ptxas ${ptxas_version}")
       message(STATUS "${by}, machine code by ${ptxas} ${ptxas_version}")
     else()
       message(STATUS "${by}; no machine code, because drivers of CUDA 12 do not load that of ${ptxas} ${ptxas_version}: drivers compile the PTX at the first use (-DHALFSTEP_CUDA=ON fetches ptxas 12.9)")
     endif()
     set(ptx ${PROJECT_BINARY_DIR}/kernels.ptx)
     halfstep_ptx(${ptx} ${source})
-    add_custom_command(OUTPUT ${ptx}.xz COMMAND ${CMAKE_COMMAND} -D PACK=${ptx} -P ${images_script} DEPENDS ${ptx} ${images_script})
     if(machine_code)
       foreach(architecture IN LISTS HALFSTEP_CUDA_ARCHITECTURES)
         set(cubin ${PROJECT_BINARY_DIR}/kernels.sm_${architecture}.cubin)
-        add_custom_command(OUTPUT ${cubin}.xz BYPRODUCTS ${cubin}
-          COMMAND ${ptxas} -arch=sm_${architecture} --fmad=false -o ${cubin} ${ptx}
-          COMMAND ${CMAKE_COMMAND} -D PACK=${cubin} -P ${images_script}
-          DEPENDS ${ptx} ${images_script})
+        add_custom_command(OUTPUT ${cubin}
+          COMMAND ${ptxas} -arch=sm_${architecture} --fmad=false -o ${cubin} ${ptx} DEPENDS ${ptx})
         list(APPEND images ${architecture}=${cubin})
-        list(APPEND files ${cubin}.xz)
+        list(APPEND files ${cubin})
       endforeach()
     endif()
     list(APPEND images 0=${ptx})
-    list(APPEND files ${ptx}.xz)
-    add_custom_command(OUTPUT ${output} COMMAND ${CMAKE_COMMAND} -D OUTPUT=${output} -D "IMAGES=${images}" -P ${images_script}
-      DEPENDS ${files} ${images_script} VERBATIM)
-    set(${result} ${output} PARENT_SCOPE)
+    set(folder ${PROJECT_BINARY_DIR}/images)
+    add_custom_command(OUTPUT ${folder}/images.txt
+      COMMAND ${CMAKE_COMMAND} -D FOLDER=${folder} -D "PACK=${images}" -D DEPFILE=${ptx}.d -D "MADE_BY=${tools}" -P ${images_script}
+      DEPENDS ${ptx} ${files} ${images_script} VERBATIM)
+    add_custom_target(halfstep_device_images DEPENDS ${folder}/images.txt)
   endif()
+  add_custom_command(OUTPUT ${output} COMMAND ${CMAKE_COMMAND} -D FOLDER=${folder} -D OUTPUT=${output} -P ${images_script}
+    DEPENDS ${folder}/images.txt ${images_script} VERBATIM)
+  set(${result} ${output} PARENT_SCOPE)
 endfunction()
 
-if(CMAKE_SCRIPT_MODE_FILE AND PACK)
-  file(ARCHIVE_CREATE OUTPUT "${PACK}.xz" PATHS "${PACK}" FORMAT raw COMPRESSION XZ)
+if(CMAKE_SCRIPT_MODE_FILE AND SORT)
+  # clang writes the texts that a table refers to in the order of their places in its memory. No text depends on another.
+  # All of them stand before the first function.
+  file(READ "${SORT}" code)
+  string(FIND "${code}" "\n{\n" end)
+  if(end GREATER 0)
+    string(SUBSTRING "${code}" 0 ${end} head)
+    string(SUBSTRING "${code}" ${end} -1 code)
+    string(REPLACE ";" "\r" head "${head}")
+    string(REPLACE "\n" ";" head "${head}")
+    set(lines "")
+    set(texts "")
+    foreach(line IN LISTS head)
+      if(line MATCHES "^\\.global \\.align 1 \\.b8 _\\$_str")
+        list(APPEND texts "${line}")
+      else()
+        list(SORT texts)
+        list(APPEND lines ${texts} "${line}")
+        set(texts "")
+      endif()
+    endforeach()
+    list(SORT texts)
+    list(APPEND lines ${texts})
+    string(REPLACE ";" "\n" head "${lines}")
+    string(REPLACE "\r" ";" head "${head}")
+    file(WRITE "${SORT}" "${head}${code}")
+  endif()
+elseif(CMAKE_SCRIPT_MODE_FILE AND PACK)
+  get_filename_component(root "${CMAKE_CURRENT_LIST_DIR}" DIRECTORY)
+  set(sources cmake/device_code.options)
+  if(DEPFILE)
+    file(READ "${DEPFILE}" text)
+    string(REGEX REPLACE "\\.d$" ":" target "${DEPFILE}")
+    string(REPLACE "${target}" "" text "${text}")
+    string(REPLACE "\\\n" "" text "${text}")
+    separate_arguments(files UNIX_COMMAND "${text}")
+    foreach(file IN LISTS files)
+      file(RELATIVE_PATH file ${root} "${file}")
+      if(NOT file MATCHES "^\\.\\./") # the compiler's own headers
+        list(APPEND sources ${file})
+      endif()
+    endforeach()
+  endif()
+  list(REMOVE_DUPLICATES sources)
+  list(SORT sources)
+  halfstep_hash_sources(hash ${root} ${sources})
+  string(REPLACE ";" " " sources "${sources}")
+  set(text "made by ${MADE_BY}\nsources ${hash} ${sources}\n")
+  file(REMOVE_RECURSE "${FOLDER}")
+  file(MAKE_DIRECTORY "${FOLDER}")
+  foreach(image IN LISTS PACK)
+    string(REGEX MATCH "^([0-9]+)=(.*)$" image "${image}")
+    set(compute ${CMAKE_MATCH_1})
+    set(file "${CMAKE_MATCH_2}")
+    get_filename_component(name "${file}" NAME)
+    file(ARCHIVE_CREATE OUTPUT "${FOLDER}/${name}.xz" PATHS "${file}" FORMAT raw COMPRESSION XZ)
+    file(SIZE "${file}" bytes)
+    file(SHA256 "${FOLDER}/${name}.xz" hash)
+    string(APPEND text "image ${compute} ${bytes} ${hash} ${name}.xz\n")
+  endforeach()
+  file(WRITE "${FOLDER}/images.txt" "${text}")
 elseif(CMAKE_SCRIPT_MODE_FILE)
   set(arrays "")
   set(rows "")
   set(code "")
-  foreach(image IN LISTS IMAGES)
-    string(REGEX MATCH "^([0-9]+)=(.*)$" image "${image}")
+  halfstep_read_images("${FOLDER}")
+  foreach(image IN LISTS images)
+    string(REGEX MATCH "^([0-9]+) ([0-9]+) [^ ]+ (.*)$" image "${image}")
     set(compute ${CMAKE_MATCH_1})
-    set(file "${CMAKE_MATCH_2}")
+    set(bytes ${CMAKE_MATCH_2})
+    file(READ "${FOLDER}/${CMAKE_MATCH_3}" data HEX)
     if(compute)
       string(REGEX REPLACE "(.)$" ".\\1 " name ${compute})
     else()
       set(name "PTX ")
     endif()
     string(APPEND code "${name}")
-    file(SIZE "${file}" bytes)
-    file(READ "${file}.xz" data HEX)
     # A string, because compilers read it in a twentieth of the time of a list of numbers.
     string(REGEX REPLACE "(..)" "\\\\x\\1" data "${data}")
     string(APPEND arrays "static const unsigned char image_${compute}[] = \"${data}\";\n")

@@ -10,7 +10,7 @@ install(TARGETS ${installed} EXPORT halfstep
   RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(EXPORT halfstep NAMESPACE halfstep:: DESTINATION ${package_dir} FILE halfstep-targets.cmake)
 configure_package_config_file(cmake/halfstep-config.cmake.in halfstep-config.cmake INSTALL_DESTINATION ${package_dir})
-# Before 1.0 a minor version may change the API.
+# As docs/compatibility.md promises.
 if(PROJECT_VERSION_MAJOR EQUAL 0)
   set(compatibility SameMinorVersion)
 else()

@@ -5,11 +5,15 @@
 # cannot be loaded: the wheel goes without a stub unless HALFSTEP_STUB names one. A native build makes the same.
 function(halfstep_install_python library io)
   add_custom_target(halfstep_python) # what a wheel needs to be built
+  set(prefix ${CMAKE_SHARED_LIBRARY_PREFIX})
+  if(WIN32)
+    set(prefix "")
+  endif()
   install(FILES ${library} DESTINATION halfstep COMPONENT python EXCLUDE_FROM_ALL
-    RENAME ${CMAKE_SHARED_LIBRARY_PREFIX}halfstep${CMAKE_SHARED_LIBRARY_SUFFIX})
+    RENAME ${prefix}halfstep${CMAKE_SHARED_LIBRARY_SUFFIX})
   if(io)
     install(FILES ${io} DESTINATION halfstep COMPONENT python EXCLUDE_FROM_ALL OPTIONAL
-      RENAME ${CMAKE_SHARED_LIBRARY_PREFIX}halfstep_io${CMAKE_SHARED_LIBRARY_SUFFIX})
+      RENAME ${prefix}halfstep_io${CMAKE_SHARED_LIBRARY_SUFFIX})
   endif()
   set(stub "${HALFSTEP_STUB}")
   if(NOT stub)

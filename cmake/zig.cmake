@@ -34,6 +34,10 @@ set(CMAKE_RANLIB ${HALFSTEP_ZIG_TOOLS}/ranlib)
 # zig adds debug information and checks of undefined behaviour by itself, and would compile for this machine's processor.
 set(CMAKE_C_FLAGS_INIT "-g0 -fno-sanitize=undefined")
 set(CMAKE_CXX_FLAGS_INIT "-g0 -fno-sanitize=undefined")
+# Without symbols nobody asks for. zig would write a file of them beside each DLL.
+foreach(kind SHARED MODULE EXE)
+  set(CMAKE_${kind}_LINKER_FLAGS_INIT "-s")
+endforeach()
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
 set(CMAKE_FIND_ROOT_PATH /nothing)
 set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)

@@ -28,7 +28,7 @@ import tempfile
 from gpu_arithmetic import CLANG
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-NVDISASM = "nvidia-cuda-nvdisasm==13.5.37"
+NVDISASM = "scripts/pins/nvdisasm.txt"
 PLACES = 8  # elements of a lane (src/device/cuda/code/lane.h)
 COPY = 0.92  # of the data sheet's bandwidth
 #: architecture: (a GPU of it, multiprocessors, GHz, TB/s of its data sheet)
@@ -80,26 +80,13 @@ def run(*command):
 
 
 def tools(folder):
-    ptxas = run(
-        "bash", os.path.join(ROOT, "scripts", "ptxas.sh"), os.path.join(folder, "ptxas")
-    ).strip()
-    place = os.path.join(folder, "nvdisasm")
-    if not os.path.isdir(place):
-        run(
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            place,
-            NVDISASM,
-        )
+    scripts, place = os.path.join(ROOT, "scripts"), os.path.join(folder, "nvdisasm")
+    ptxas = run("bash", f"{scripts}/ptxas.sh", os.path.join(folder, "ptxas")).strip()
+    run("bash", f"{scripts}/venv.sh", place, NVDISASM)
     for base, _, names in os.walk(place):
         if "nvdisasm" in names:
             return ptxas, os.path.join(base, "nvdisasm")
-    sys.exit(f"gpu_instructions.py: {NVDISASM} holds no nvdisasm")
+    sys.exit(f"gpu_instructions.py: {NVDISASM} names a package without nvdisasm")
 
 
 def ptx_of(folder, rules, weight, gradient, states):

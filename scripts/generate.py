@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Keeps files up to date that follow from the library's table of rules: the hash that `python -m
 halfstep verify` expects, the list of rules in docs/choosing.md and of classes in docs/python.md.
-(cmake/stub.py makes the stub of the package with the wheel.)
+Also the list of the ABI, from the headers. (cmake/stub.py makes the stub of the package with the
+wheel.)
 
     generate.py            names the files that would change, and exits with 1 if there are any
     generate.py --write    writes them
@@ -26,6 +27,9 @@ def between(path, mark, text):
 
 def files():
     """The text of each file, by path."""
+    sys.path.append(os.path.join(ROOT, "tests"))
+    import abi
+
     from halfstep import __main__, _abi, rules
 
     main = os.path.join("python", "halfstep", "__main__.py")
@@ -35,6 +39,7 @@ def files():
         )
     return {
         main: verify,
+        os.path.join("tests", "golden", "abi.txt"): abi.text(),
         os.path.join("docs", "choosing.md"): between(
             os.path.join("docs", "choosing.md"),
             "rules",

@@ -16,7 +16,7 @@ failed=0
     failed=1
 # Takes every place. The tests above take some of them.
 "$folder/tests/test_program_faults" --all >>"$folder/ctest.log" 2>&1 || failed=1
-[ -x "$folder/gcovr/bin/gcovr" ] || { python3 -m venv "$folder/gcovr" && "$folder/gcovr/bin/pip" install -q gcovr==8.8; }
+bash scripts/venv.sh "$folder/gcovr" scripts/pins/gcovr.txt
 
 # report NAME METRIC TEXT FILTERS...: prints the table, and writes the list of missing places.
 report() {

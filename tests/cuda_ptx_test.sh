@@ -148,16 +148,14 @@ int main(int argc, char **argv)
 }
 C
 images="${images}0=$ptx"
-for image in ${images//;/ }; do
-    cmake -D "PACK=${image#*=}" -P cmake/images.cmake
-done
-cmake -D "OUTPUT=$scratch/images.c" -D "IMAGES=$images" -P cmake/images.cmake
+cmake -D "FOLDER=$scratch/images" -D "PACK=$images" -P cmake/images.cmake
+cmake -D "FOLDER=$scratch/images" -D "OUTPUT=$scratch/images.c" -P cmake/images.cmake
 cc -std=c11 -O2 -Isrc -o "$scratch/embedded" "$scratch/images.c" "$scratch/check.c" src/device/cuda/driver/unpack.c
 "$scratch/embedded" "$scratch"/unpacked || fail "an image cannot be unpacked"
 for image in ${images//;/ }; do
     cmp -s "${image#*=}" "$scratch/unpacked.${image%%=*}" || fail "the image for ${image%%=*} is not what was embedded"
     # A library has five, of about one size, beside 3 MB of its own, and may have 12 MB.
-    size=$(stat -c %s "${image#*=}.xz")
+    size=$(stat -c %s "$scratch/images/$(basename "${image#*=}").xz")
     [ "$size" -lt 1800000 ] || fail "the image for ${image%%=*} has $size bytes when it is packed"
     echo "ok   the image for ${image%%=*} is embedded in $size bytes, and unpacked (0: PTX)"
 done

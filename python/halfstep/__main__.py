@@ -2,6 +2,7 @@
 machine computes the same bits as all others."""
 
 import argparse
+import ctypes
 import hashlib
 import json
 import math
@@ -19,6 +20,11 @@ from .rules import classes
 _ROWS, _COLUMNS = 32768, 4096
 #: what run() returns on every machine
 EXPECTED = "04062bd627d69ff1"
+
+PROGRAM = (
+    "The program halfstep, which trains, compares and benchmarks without Python, is not in this"
+    " package: install the Debian package halfstep, or run 'make install' in a checkout."
+)
 
 
 def info(given):
@@ -155,7 +161,8 @@ def run():
             opt.state_dict()  # brings counts up to date
             for p in params.values():
                 for tensor in (p.detach(), *(value for _, value in sorted(opt.state[p].items()))):
-                    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                    tensor = tensor.contiguous()  # torch needs numpy for its bytes
+                    digest.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
     return digest.hexdigest()[:16]
 
 
@@ -179,8 +186,8 @@ def verify(given):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m halfstep", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser = argparse.ArgumentParser(prog="python -m halfstep", description=__doc__, epilog=PROGRAM)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def command(name, call, about):
         one = commands.add_parser(name, help=about)
@@ -221,6 +228,9 @@ def main(arguments=None):
     about = "check that every instruction set of this machine computes the expected bits"
     command("verify", verify, about)
     given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return given.call(given)
     except (ValueError, OSError) as error:

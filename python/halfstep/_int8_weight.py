@@ -217,6 +217,13 @@ def _autocast(input, weight, bias=None):
 # ---- Operators -----------------------------------------------------------------------------------
 
 
+def _aliased(func, args, kwargs, out):
+    """Returns the result of a view operator, which shares its weight's storage."""
+    if hasattr(torch, "_functionalize_unsafe_set"):
+        return return_and_correct_aliasing(func, args, kwargs, out)
+    return out  # an older torch would give it the strides of a contiguous tensor
+
+
 def _view(func, args, kwargs):
     """Returns views of a weight, whose strides torch works out on a tensor without memory. Values
     that are seen as another dtype are a copy."""
@@ -230,13 +237,13 @@ def _view(func, args, kwargs):
     if isinstance(views, torch.Tensor):
         if views.dtype != weight.dtype:
             return _plainly(func, args, kwargs)
-        return return_and_correct_aliasing(func, args, kwargs, like(weight, view=views))
+        return _aliased(func, args, kwargs, like(weight, view=views))
     views = type(views)(like(weight, view=view) for view in views)
-    return return_and_correct_aliasing(func, args, kwargs, views)
+    return _aliased(func, args, kwargs, views)
 
 
 def _detach(func, args, kwargs):
-    return return_and_correct_aliasing(func, args, kwargs, like(args[0]))
+    return _aliased(func, args, kwargs, like(args[0]))
 
 
 def _clone(func, args, kwargs):

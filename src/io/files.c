@@ -20,13 +20,23 @@ struct hstep_file {
     char path[]; /* for error texts */
 };
 
+/* Returns the text of an error number. The GNU C library has a strerror_r of its own. */
+static const char *error_text(int number, char *text, size_t size)
+{
+#ifdef __GLIBC__
+    return strerror_r(number, text, size);
+#else
+    return strerror_r(number, text, size) ? "unknown error" : text;
+#endif
+}
+
 int hstep_fail_system(hstep_error *error, const char *what, const char *path)
 {
     char text[256];
     int number = errno;
     error->not_found = number == ENOENT || number == ENOTDIR;
     return hstep_fail(error, number == ENOMEM ? HALFSTEP_ERROR_MEMORY : HALFSTEP_ERROR_IO, "cannot %s %s: %s", what,
-                      path, strerror_r(number, text, sizeof text));
+                      path, error_text(number, text, sizeof text));
 }
 
 static int open_retrying(const char *path, int flags, mode_t mode)

@@ -8,6 +8,7 @@
 
 #include "cli/commands.h"
 #include "common/args/args.h"
+#include "common/paths.h"
 #include "trainer/compare/compare.h"
 
 #define PATH_BYTES 4096
@@ -76,9 +77,7 @@ static int find_text(char *path, size_t path_bytes)
 {
     static const char *const places[] = {"../data/demo.txt", "../share/halfstep/demo.txt"};
     char program[PATH_BYTES];
-    ssize_t n = readlink("/proc/self/exe", program, sizeof program - 1);
-    if (n <= 0) return -1;
-    program[n] = 0;
+    if (paths_program(program, sizeof program) != 0) return -1;
     char *slash = strrchr(program, '/');
     if (!slash) return -1;
     slash[1] = 0;

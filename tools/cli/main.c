@@ -167,7 +167,8 @@ static const struct {
             "    found=(${(f)\"$(halfstep complete \"${(@)words[2,CURRENT]}\" 2>/dev/null)\"})\n"
             "    if (( $#found )); then compadd -- $found; else _files; fi\n"
             "}\n"
-            "compdef _halfstep halfstep\n"},
+            /* A file that zsh loads by the function's name is run in place of the first completion. */
+            "if [[ $funcstack[1] = _halfstep ]]; then _halfstep \"$@\"; else compdef _halfstep halfstep; fi\n"},
     {"fish", "complete -c halfstep -a '(halfstep complete (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)'\n"},
 };
 

@@ -5,6 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
+#ifdef __APPLE__
+#include <mach-o/dyld.h>
+#endif
 
 enum { PATH_BYTES = 4096 };
 
@@ -120,4 +124,17 @@ int paths_check(const struct named_path *inputs, int n_inputs, const struct name
         }
     }
     return 0;
+}
+
+int paths_program(char *path, size_t path_bytes)
+{
+#ifdef __APPLE__
+    uint32_t bytes = (uint32_t)path_bytes;
+    return _NSGetExecutablePath(path, &bytes);
+#else
+    ssize_t n = readlink("/proc/self/exe", path, path_bytes - 1);
+    if (n <= 0 || (size_t)n == path_bytes - 1) return -1;
+    path[n] = 0;
+    return 0;
+#endif
 }

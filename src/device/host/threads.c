@@ -47,14 +47,6 @@ static int os_processors(void)
     for (; process; process &= process - 1) count++;
     return count;
 }
-/* Not implemented: Windows spreads threads over nodes by itself. */
-static void os_read_nodes(struct hstep_nodes *nodes) { nodes->nodes = 0; }
-static void os_pin(os_thread thread, const struct hstep_nodes *nodes, int node)
-{
-    (void)thread;
-    (void)nodes;
-    (void)node;
-}
 
 #else
 
@@ -90,12 +82,19 @@ static int os_start(os_thread *thread, void *(*main)(void *), void *arg)
 }
 static int os_processors(void)
 {
+#ifdef __linux__
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-    /* The process may use more processors than a cpu_set_t can name. */
+#endif
+    /* The process may use more processors than a cpu_set_t can name, or the system does not say which. */
     long online = sysconf(_SC_NPROCESSORS_ONLN);
     return online > HSTEP_MAX_THREADS ? HSTEP_MAX_THREADS : (int)online;
 }
+
+#endif
+
+#ifdef __linux__
+
 static void os_read_nodes(struct hstep_nodes *nodes)
 {
     unsigned char allowed[HSTEP_MAX_PROCESSORS];
@@ -114,6 +113,17 @@ static void os_pin(os_thread thread, const struct hstep_nodes *nodes, int node)
     for (int i = 0; i < nodes->count; i++)
         if (nodes->node[i] == node) CPU_SET(nodes->processor[i], &set);
     pthread_setaffinity_np(thread, sizeof set, &set);
+}
+
+#else
+
+/* Not implemented: Windows and macOS spread threads over nodes by themselves. */
+static void os_read_nodes(struct hstep_nodes *nodes) { nodes->nodes = 0; }
+static void os_pin(os_thread thread, const struct hstep_nodes *nodes, int node)
+{
+    (void)thread;
+    (void)nodes;
+    (void)node;
 }
 
 #endif

@@ -12,7 +12,8 @@ typedef struct slot_bytes {
     uint64_t generation, json_bytes, crc64;
 } slot_bytes;
 
-static const char header_magic[16] = "halfstep states\n", slot_magic[8] = "commit\n";
+/* These texts are compared with as many bytes as a file has for them. */
+static const char header_magic[] = "halfstep states\n", slot_magic[8] = "commit\n";
 enum { VERSION = 1, FLAG_WEIGHTS = 1 };
 
 #define HASH_FACTOR UINT64_C(0x9e3779b97f4a7c15)

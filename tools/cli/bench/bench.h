@@ -3,7 +3,6 @@
 #ifndef HALFSTEP_BENCH_H
 #define HALFSTEP_BENCH_H
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -35,7 +34,7 @@ struct stream {
     struct block changed, gradient;
     size_t changed_bytes, gradient_bytes; /* of all parameters */
     struct variant variant;
-    pthread_barrier_t start;
+    int arrived; /* threads that are ready for the current pass */
     atomic_uint_least64_t sink;
 };
 

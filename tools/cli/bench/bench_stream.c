@@ -3,6 +3,7 @@
 #include "cli/bench/bench.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -111,24 +112,17 @@ static void stream_share(struct stream *s, int share)
     atomic_fetch_xor(&s->sink, x);
 }
 
-struct helper {
-    struct stream *s;
-    int share;
-    cpu_set_t cpus;
-};
+#ifdef __linux__
+typedef cpu_set_t processors;
 
-static void *help(void *argument)
-{
-    struct helper *h = argument;
-    /* Pinning may be forbidden. The stream is then only a little less steady. */
-    pthread_setaffinity_np(pthread_self(), sizeof h->cpus, &h->cpus);
-    pthread_barrier_wait(&h->s->start);
-    stream_share(h->s, h->share);
-    return NULL;
-}
+static int get_processors(processors *all) { return sched_getaffinity(0, sizeof *all, all); }
 
-/* Returns one of the processors that this process may use, a different one for each share as far as they suffice. */
-static cpu_set_t one_cpu(const cpu_set_t *all, int share)
+/* Lets the calling thread run on these processors only. This may be forbidden. The stream is then only a little less
+ * steady. */
+static void pin(const processors *set) { sched_setaffinity(0, sizeof *set, set); }
+
+/* Returns one of the processors, a different one for each share as far as they suffice. */
+static processors one_processor(const processors *all, int share)
 {
     cpu_set_t set;
     int n = CPU_COUNT(all), index = n ? share % n : 0;
@@ -137,32 +131,65 @@ static cpu_set_t one_cpu(const cpu_set_t *all, int share)
         if (CPU_ISSET(cpu, all) && index-- == 0) CPU_SET(cpu, &set);
     return set;
 }
+#else
+/* Nothing pins a thread on macOS. */
+typedef char processors;
+
+static int get_processors(processors *all) { return *all = 0; }
+static void pin(const processors *set) { (void)set; }
+static processors one_processor(const processors *all, int share) { return (void)share, *all; }
+#endif
+
+struct helper {
+    struct stream *s;
+    int share;
+    processors processor;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t complete = PTHREAD_COND_INITIALIZER;
+
+/* Waits until all threads of the pass have arrived, of whom this call announces some. macOS has no barriers. */
+static void arrive(struct stream *s, int threads)
+{
+    pthread_mutex_lock(&lock);
+    s->arrived += threads;
+    if (s->arrived == s->threads) pthread_cond_broadcast(&complete);
+    while (s->arrived < s->threads) pthread_cond_wait(&complete, &lock);
+    pthread_mutex_unlock(&lock);
+}
+
+static void *help(void *argument)
+{
+    struct helper *h = argument;
+    pin(&h->processor);
+    arrive(h->s, 1);
+    stream_share(h->s, h->share);
+    return NULL;
+}
 
 double stream_run(struct stream *s)
 {
     static struct helper helpers[MAX_THREADS];
     static pthread_t threads[MAX_THREADS];
-    cpu_set_t all;
-    if (sched_getaffinity(0, sizeof all, &all)) return -1;
-    if (pthread_barrier_init(&s->start, NULL, (unsigned)s->threads)) return -1;
-    cpu_set_t mine = one_cpu(&all, 0);
+    processors all;
+    if (get_processors(&all)) return -1;
+    processors mine = one_processor(&all, 0);
+    s->arrived = 0;
     int made = 1;
     for (; made < s->threads; made++) {
-        helpers[made] = (struct helper){s, made, one_cpu(&all, made)};
+        helpers[made] = (struct helper){s, made, one_processor(&all, made)};
         if (pthread_create(&threads[made], NULL, help, &helpers[made])) break;
     }
-    double seconds = -1;
-    if (made == s->threads) {
-        sched_setaffinity(0, sizeof mine, &mine);
-        pthread_barrier_wait(&s->start);
-        double start = bench_now();
-        stream_share(s, 0);
-        for (int i = 1; i < made; i++) pthread_join(threads[i], NULL);
-        seconds = bench_now() - start;
-        sched_setaffinity(0, sizeof all, &all);
-    }
-    pthread_barrier_destroy(&s->start);
-    return seconds;
+    pin(&mine);
+    /* Stands in for threads that could not be started, so that the others end. */
+    arrive(s, 1 + s->threads - made);
+    double start = bench_now();
+    stream_share(s, 0);
+    for (int i = 1; i < made; i++) pthread_join(threads[i], NULL);
+    double seconds = bench_now() - start;
+    pin(&all);
+    return made == s->threads ? seconds : -1;
 }
 
 double stream_bytes(const struct stream *s) { return (double)s->params * (2 * s->written + s->read_only); }

@@ -4,6 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#ifdef __APPLE__
+#include <sys/sysctl.h>
+#endif
 #include <unistd.h>
 
 #include "halfstep.h"
@@ -57,9 +60,12 @@ static void describe_configuration(struct compare *compare)
 
 static void processor_name(char *text, size_t text_bytes)
 {
-    char line[512];
     text[0] = 0;
+#ifdef __APPLE__
+    if (sysctlbyname("machdep.cpu.brand_string", text, &text_bytes, NULL, 0) != 0) text[0] = 0;
+#else
     FILE *file = fopen("/proc/cpuinfo", "r");
+    char line[512];
     if (!file) return;
     while (!text[0] && fgets(line, sizeof line, file)) {
         char *colon = strchr(line, ':');
@@ -68,6 +74,7 @@ static void processor_name(char *text, size_t text_bytes)
         snprintf(text, text_bytes, "%.*s", (int)strcspn(colon, "\n"), colon);
     }
     fclose(file);
+#endif
 }
 
 /* Adds a line to the description of the machine. */

@@ -12,10 +12,10 @@
 
 int store_file_is(const char *path)
 {
-    static const char magic[16] = "halfstep states\n";
-    char begin[sizeof magic];
+    static const char magic[] = "halfstep states\n";
+    char begin[sizeof magic - 1];
     FILE *file = fopen(path, "rb");
-    const int is = file && fread(begin, sizeof begin, 1, file) == 1 && memcmp(begin, magic, sizeof magic) == 0;
+    const int is = file && fread(begin, sizeof begin, 1, file) == 1 && memcmp(begin, magic, sizeof begin) == 0;
     if (file) fclose(file);
     return is;
 }

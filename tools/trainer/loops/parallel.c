@@ -1,9 +1,10 @@
 #include "trainer/loops/parallel.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+
+#include "halfstep.h"
 
 /* About 10 microseconds. The next phase of a step often comes sooner than a sleeping thread wakes. */
 enum { SPINS = 4000 };
@@ -69,18 +70,11 @@ static void announce(struct parallel *pool)
     pthread_mutex_unlock(&pool->lock);
 }
 
-static int processors(void)
-{
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) return CPU_COUNT(&set);
-    return 1;
-}
-
 struct parallel *parallel_create(int threads)
 {
     struct parallel *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
-    pool->threads = threads > 0 ? threads : processors();
+    pool->threads = threads > 0 ? threads : halfstep_default_threads();
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->done, NULL);

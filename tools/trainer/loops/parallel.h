@@ -7,7 +7,7 @@
 
 struct parallel;
 
-/* Starts the threads; 0: one thread per processor this process may use. Returns NULL if threads cannot be started. */
+/* Starts the threads; 0: halfstep_default_threads(). Returns NULL if threads cannot be started. */
 struct parallel *parallel_create(int threads);
 void parallel_destroy(struct parallel *pool);
 int parallel_threads(const struct parallel *pool);

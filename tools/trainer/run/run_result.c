@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "io/json.h"
@@ -62,15 +63,20 @@ int run_result_note(struct run_result *result, const char *note)
     return 1;
 }
 
-/* Reads VmHWM. getrusage() would include the memory of the parent before exec(). */
+/* Reads VmHWM. On Linux getrusage() would include the memory of the parent before exec(). */
 uint64_t process_peak_bytes(void)
 {
+#ifdef __APPLE__
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) == 0 ? (uint64_t)usage.ru_maxrss : 0;
+#else
     unsigned long long kib = 0;
     char line[128];
     FILE *file = fopen("/proc/self/status", "r");
     while (file && !kib && fgets(line, sizeof line, file)) sscanf(line, "VmHWM: %llu kB", &kib);
     if (file) fclose(file);
     return (uint64_t)kib * 1024;
+#endif
 }
 
 /* ---- Bytes as text ----------------------------------------------------------------------------------------------- */

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "common/hash.h"
+#include "common/paths.h"
 #include "trainer/ranks/train_ranks.h"
 
 enum { WORD = 256 };
@@ -92,9 +93,9 @@ static void hash_file(uint64_t *hash, const char *path)
 static void identify_build(struct identity *identity)
 {
     uint64_t hash = HASH_START;
-    char text[64];
+    char text[64], program[4096];
     Dl_info library;
-    hash_file(&hash, "/proc/self/exe");
+    if (paths_program(program, sizeof program) == 0) hash_file(&hash, program);
     if (dladdr((void *)(uintptr_t)halfstep_version, &library) && library.dli_fname) hash_file(&hash, library.dli_fname);
     int32_t version = halfstep_version();
     snprintf(text, sizeof text, "%d.%d.%d (%016llx)", version / 10000, version / 100 % 100, version % 100,
