@@ -1,6 +1,6 @@
-/* Loads a library of halfstep at run time, as Python does: load LIBRARY FUNCTIONS, where FUNCTIONS is a file with a name
- * a line. Fails if a function is missing, or if the library is not of the header that this was compiled with. Prints what
- * the library says of itself and of GPUs. */
+/* Loads libraries at run time, as Python does: load HALFSTEP FUNCTIONS [HALFSTEP_IO FUNCTIONS], where FUNCTIONS is a file
+ * with a name a line. Fails if a function is missing, if halfstep is not of the header that this was compiled with, or if
+ * halfstep_io uses another copy of it. Prints what the library says of itself and of GPUs. */
 #define HALFSTEP_ADVANCED
 #include <stdio.h>
 #include <string.h>
@@ -22,24 +22,44 @@ static const char *reason(void) { return dlerror(); }
 /* Declares a pointer to a function of the library, under the name without "halfstep_". */
 #define FUNCTION(name) __typeof__(halfstep_##name) *name = (__typeof__(halfstep_##name) *)find(library, "halfstep_" #name)
 
-int main(int argc, char **argv)
+/* Opens a library and finds the functions of a list in it. Returns NULL if that fails, after a sentence. */
+static void *open_with(const char *path, const char *list, int *functions)
 {
     char name[256];
-    int functions = 0, missing = 0;
-    FILE *list = argc == 3 ? fopen(argv[2], "r") : NULL;
-    void *library = argc == 3 ? load(argv[1]) : NULL;
-    if (!list || !library) {
-        printf("cannot open %s\n", argc != 3 ? "a library and a list; give both" : list ? reason() : argv[2]);
+    int found = 0, missing = 0;
+    FILE *names = fopen(list, "r");
+    void *library = load(path);
+    if (!names || !library) {
+        printf("cannot open %s\n", names ? reason() : list);
+        return NULL;
+    }
+    while (fscanf(names, "%255s", name) == 1) {
+        if (find(library, name)) {
+            found++;
+        } else {
+            missing++;
+            printf("%s has no function %s\n", path, name);
+        }
+    }
+    fclose(names);
+    *functions += found;
+    return found && !missing ? library : NULL;
+}
+
+int main(int argc, char **argv)
+{
+    int functions = 0;
+    if (argc != 3 && argc != 5) {
+        printf("give a library and a list of its functions, or two of each\n");
         return 1;
     }
-    while (fscanf(list, "%255s", name) == 1) {
-        functions++;
-        if (find(library, name)) continue;
-        missing++;
-        printf("no function %s\n", name);
+    void *library = open_with(argv[1], argv[2], &functions);
+    void *io = argc == 5 ? open_with(argv[3], argv[4], &functions) : library;
+    if (!library || !io) return 1;
+    if (find(io, "halfstep_abi") != find(library, "halfstep_abi")) {
+        printf("%s uses another library than %s\n", argv[3], argv[1]);
+        return 1;
     }
-    fclose(list);
-    if (!functions || missing) return 1;
     FUNCTION(abi);
     FUNCTION(version);
     FUNCTION(isa);

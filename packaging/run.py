@@ -112,12 +112,11 @@ class Wheel:
             return [], "natively"
         if musl and self.processor == MACHINE:
             loader = f"/lib/ld-musl-{MACHINE}.so.1"
-            return [loader, "--library-path", self.folder], "by musl's loader"
+            return [loader], "by musl's loader"
         if self.system == "linux" and self.processor == "aarch64" and not musl:
             self.defines = ["-DHSTEP_TEST_EMULATED=1"]
             root = "/usr/aarch64-linux-gnu"
-            words = ["qemu-aarch64", "-L", root, "-E", f"LD_LIBRARY_PATH={self.folder}"]
-            return words, "under " + " ".join(run(["qemu-aarch64", "--version"]).split()[::2][:2])
+            return ["qemu-aarch64", "-L", root], "under " + " ".join(run(["qemu-aarch64", "--version"]).split()[::2][:2])
         if self.system == "windows" and self.processor == MACHINE:
             return ["/usr/lib/wine/wine64"], "under " + run(
                 ["/usr/lib/wine/wine64", "--version"]
@@ -154,32 +153,42 @@ class Wheel:
         run([*words, "-o", program])
         return program
 
-    def start(self, program, *arguments):
-        """Returns the output of a program of this platform. Nothing where it cannot be run here."""
+    def start(self, program, *arguments, beside=True):
+        """Returns the output of a program of this platform, which finds the libraries by a variable
+        if they lie beside it. Nothing where it cannot be run here."""
         if self.prefix is None:
             return ""
         return run(
             [*self.prefix, program, *arguments],
             HALFSTEP_SOURCE=SOURCE,
-            LD_LIBRARY_PATH=self.folder,
+            **({"LD_LIBRARY_PATH": self.folder} if beside else {}),
             WINEPREFIX=self.build / "packaging" / "wine",
             WINEDEBUG="-all",
         )
 
     def load(self):
-        """Loads the library as Python does. Returns what it says of itself."""
+        """Loads the libraries as Python does, without the folder of `start`. Returns what they say
+        of themselves."""
         tree = ast.parse((self.package / "_abi.py").read_text())
-        names = next(
+        bound = next(
             [f"halfstep_{key.value}" for key in node.value.keys]
             for node in tree.body
             if isinstance(node, ast.Assign) and node.targets[0].id == "signatures"
         )
-        listed = self.folder / "functions.txt"
-        listed.write_text("\n".join(names))
+        lines = [line.split() for line in (SOURCE / "tests/golden/abi.txt").read_text().splitlines()]
+        of_io = [w[1] for w in lines if w[0] == "function" and w[2] == "libhalfstep_io"]
         program = self.compile(SOURCE / "packaging/load.c", "load", self.dynamic)
-        said = self.start(program, self.library, listed).strip()
+        if self.prefix is None:
+            return ""
+        words = [program]
+        pairs = [(self.library, bound), *([(self.io, of_io)] if self.has_io else [])]
+        for library, names in pairs:
+            listed = self.folder / f"{library.stem}.txt"
+            listed.write_text("\n".join(names))
+            words += [library, listed]
+        said = self.start(*words, beside=False).strip()
         driver = "nvcuda.dll" if self.system == "windows" else "libcuda.so.1"
-        if said and self.device_code and driver not in said and "NVIDIA" not in said:
+        if self.device_code and driver not in said and "NVIDIA" not in said:
             raise Failed(f"the library does not say that {driver} is missing: {said}")
         return said
 
