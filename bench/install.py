@@ -1,6 +1,6 @@
-"""Prints how many seconds pass from `pip install halfstep` to the first step, in an environment that
-has torch and not yet halfstep. What torch takes by itself is listed apart. Its first optimizer takes
-seconds, because it imports torch's compiler.
+"""Prints how many seconds pass from `pip install halfstep` to the first step, in an environment
+that has torch and not yet halfstep. What torch takes by itself is listed apart. Its first optimizer
+takes seconds, because it imports torch's compiler.
 
     install.py PYTHON FOLDER    the environment's Python, and the folder of the wheels
 """

@@ -12,8 +12,9 @@ fail() {
 set_note() { python3 "$source/packaging/results.py" set "$build/packaging/results" sdist "$@"; }
 bash "$source/scripts/venv.sh" "$build/packaging/venv" packaging/requirements.txt
 bash "$source/scripts/venv.sh" "$build/venv"
-sdist=$(echo "$build"/dist/halfstep-*.tar.gz)
-[ -s "$sdist" ] || fail "$build/dist holds no single sdist; make wheels makes one"
+mapfile -t sdists < <(find "$build/dist" -name 'halfstep-*[0-9].tar.gz')
+[ ${#sdists[@]} = 1 ] || fail "$build/dist holds ${#sdists[@]} sdists; make wheels makes one"
+sdist=${sdists[0]}
 set_note result= ran=
 
 # Nothing but these is in the path.
