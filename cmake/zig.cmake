@@ -31,6 +31,8 @@ set(CMAKE_C_COMPILER_TARGET ${HALFSTEP_ZIG_TARGET})
 set(CMAKE_CXX_COMPILER_TARGET ${HALFSTEP_ZIG_TARGET})
 set(CMAKE_AR ${HALFSTEP_ZIG_TOOLS}/ar)
 set(CMAKE_RANLIB ${HALFSTEP_ZIG_TOOLS}/ranlib)
+# CMake demands this one for macOS. zig has none, so an installation whose run paths have to change fails.
+set(CMAKE_INSTALL_NAME_TOOL ${HALFSTEP_ZIG_TOOLS}/install_name_tool)
 # zig adds debug information and checks of undefined behaviour by itself, and would compile for this machine's processor.
 set(CMAKE_C_FLAGS_INIT "-g0 -fno-sanitize=undefined")
 set(CMAKE_CXX_FLAGS_INIT "-g0 -fno-sanitize=undefined")
