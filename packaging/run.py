@@ -8,7 +8,8 @@ it, by programs that zig compiles for its platform.
   another system is stood in for.
 * Python installs the wheel of this machine by pip, steps, verifies, and keeps states in a file.
 
-Programs for systems that nothing here can stand in for are compiled and linked, and the note says so.
+Programs for systems that nothing here can stand in for are compiled and linked only, which the
+note says.
 """
 
 import ast
