@@ -90,15 +90,17 @@ note conda ran="its scripts and tests on Linux, oneDNN 3.2, torch; dependencies 
 
 # Compiles and links everything that the formula does there. Libraries of macOS are lists of names to a linker, so those of this machine
 # stand in for them.
-openmp=$(clang -print-file-name=libomp.so)
+resources=$(clang -print-resource-dir)
+openmp=$(cd "$resources/../.." && pwd)/libomp.so
 mkdir -p "$work/macos/lib"
 cp -R "$prefix/include" "$work/macos/"
-ln -s "$(clang -print-resource-dir)/include/omp.h" "$work/macos/include/"
+ln -s "$resources/include/omp.h" "$work/macos/include/"
 for library in "$prefix/lib/libdnnl.so" "$prefix/lib/libjansson.so" "$prefix/lib/libz.so" "$openmp"; do
+    [ -e "$library" ] || { echo "FAIL there is no $library"; exit 1; }
     {
         printf -- "--- !tapi-tbd\ntbd-version: 4\ntargets: [x86_64-macos, arm64-macos]\n"
         printf "install-name: '@rpath/%s'\nexports:\n  - targets: [x86_64-macos, arm64-macos]\n    symbols: [" "$(basename "$library" .so).dylib"
-        nm -D --defined-only "$library" | awk '$2 ~ /[TWDBR]/ && $3 !~ /[.$]/ { sub(/@.*/, "", $3); print "_" $3 }' | sort -u | paste -sd ,
+        nm -D --defined-only "$library" | awk '{ sub(/@.*/, "", $3) } $2 ~ /[TWDBR]/ && $3 ~ /^[A-Za-z0-9_]+$/ { print "_" $3 }' | sort -u | paste -sd ,
         echo "]"
     } >"$work/macos/lib/$(basename "$library" .so).tbd"
 done
