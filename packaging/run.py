@@ -8,8 +8,8 @@ it, by programs that zig compiles for its platform.
   another system is stood in for.
 * Python installs the wheel of this machine by pip, steps, verifies, and keeps states in a file.
 
-Systems that nothing here can stand in for have their programs compiled and linked, and the note says
-so.
+Programs for systems that nothing here can stand in for are compiled and linked only, which the
+note says.
 """
 
 import ast
@@ -38,6 +38,7 @@ FLAGS = [
 #: instruction sets of a processor, by which golden hashes are shared between processes
 ISAS = re.findall(r"^ISA\((\w+), *(\w+)", (SOURCE / "src/vec/isas.def").read_text(), re.M)
 MACHINE = platform.machine()
+WINE = "/usr/lib/wine/wine64"
 
 
 class Failed(Exception):
@@ -63,9 +64,9 @@ def run(command, **environment):
 
 
 def public_tests():
-    """Returns the sources of tests/ that need no more than the public interface, each with the files
-    that it includes. A program does if it includes no header of src/, and compiles in all sources
-    whose headers it includes."""
+    """Returns the sources of tests/ that need the public interface only, each with the files that
+    it includes. Such a program includes no header of src/, and compiles in every source whose
+    header it includes."""
     found = {}
     for source in sorted(SOURCE.glob("tests/test_*.c")):
         try:
@@ -98,7 +99,7 @@ class Wheel:
         self.library, self.io = (self.package / name.format(n) for n in ("halfstep", "halfstep_io"))
         self.has_io = self.io.exists()
         self.short, self.defines, self.links = ["--short"], [], []
-        # zig links musl's programs statically if nothing else is asked for, and they cannot load a library.
+        # zig links musl's programs statically if not asked, and those cannot load a library.
         self.dynamic = ["-ldl", "-dynamic"] if self.system == "linux" else []
         self.prefix, self.how = self.runner()
         self.prepare()
@@ -115,17 +116,15 @@ class Wheel:
             return [loader], "by musl's loader"
         if self.system == "linux" and self.processor == "aarch64" and not musl:
             self.defines = ["-DHSTEP_TEST_EMULATED=1"]
-            root = "/usr/aarch64-linux-gnu"
-            return ["qemu-aarch64", "-L", root], "under " + " ".join(run(["qemu-aarch64", "--version"]).split()[::2][:2])
+            words = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
+            return words, "under qemu " + run([*words, "--version"]).split()[2]
         if self.system == "windows" and self.processor == MACHINE:
-            return ["/usr/lib/wine/wine64"], "under " + run(
-                ["/usr/lib/wine/wine64", "--version"]
-            ).split()[0]
+            return [WINE], "under " + run([WINE, "--version"]).split()[0]
         return None, "not run"
 
     def prepare(self):
-        """Puts the libraries where programs find them: under their sonames beside them on Linux, the
-        DLL itself on Windows, with an import library of its exports."""
+        """Puts the libraries where programs find them. Linux: by their sonames beside the programs.
+        Windows: the DLL itself, with an import library of its exports."""
         libraries = [self.library, *([self.io] if self.has_io else [])]
         if self.system == "windows":
             shutil.copy(self.library, self.folder)
@@ -175,8 +174,8 @@ class Wheel:
             for node in tree.body
             if isinstance(node, ast.Assign) and node.targets[0].id == "signatures"
         )
-        lines = [line.split() for line in (SOURCE / "tests/golden/abi.txt").read_text().splitlines()]
-        of_io = [w[1] for w in lines if w[0] == "function" and w[2] == "libhalfstep_io"]
+        lines = (SOURCE / "tests/golden/abi.txt").read_text()
+        of_io = re.findall(r"^function (\w+) libhalfstep_io ", lines, re.M)
         program = self.compile(SOURCE / "packaging/load.c", "load", self.dynamic)
         if self.prefix is None:
             return ""
@@ -200,7 +199,7 @@ class Wheel:
         return self.start(self.compile(source, "structures", self.dynamic))
 
     def jobs(self, tests):
-        """Yields a name and a function for each thing to run. Those that take longest come first."""
+        """Yields a name and a function for each thing to run, the longest first."""
         golden = self.compile(SOURCE / "tests/test_golden.c", "test_golden", self.links)
         for isa, processor in ISAS:
             if processor in ("any", self.processor) and self.prefix is not None:
@@ -292,10 +291,8 @@ def main(build, *tags):
     for tag in tags:
         if tag not in rows:
             sys.exit(f"unknown tag '{tag}'; known: {', '.join(rows)}")
-    if shutil.which("/usr/lib/wine/wine64"):
-        # The folder of settings is made by one process, before many use it.
-        own = {"WINEPREFIX": build / "packaging" / "wine", "WINEDEBUG": "-all"}
-        run(["/usr/lib/wine/wine64", "wineboot", "--init"], **own)
+    # One process makes wine's folder of settings, before many use it.
+    run([WINE, "wineboot", "--init"], WINEPREFIX=build / "packaging" / "wine", WINEDEBUG="-all")
     tests, failed = public_tests(), 0
     print(f"{len(tests)} test programs use the public interface only", flush=True)
     for tag in tags or rows:
