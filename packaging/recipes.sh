@@ -108,7 +108,7 @@ done
 for target in $(sed -n 's/^macosx[^,]*,\([^,]*\),.*/\1/p' packaging/platforms.csv); do
     logged "$target" cmake -G Ninja -S . -B "$work/$target" -DCMAKE_TOOLCHAIN_FILE=cmake/zig.cmake -DHALFSTEP_ZIG_TARGET="$target" \
         -DHALFSTEP_ZIG="$(python3 -c 'import os, ziglang; print(os.path.dirname(ziglang.__file__))')/zig" -DHALFSTEP_WERROR=ON \
-        -DHALFSTEP_CUDA=OFF -DHALFSTEP_TOOLS=ON -DCMAKE_STAGING_PREFIX="$work/macos" -DCMAKE_PREFIX_PATH="$work/macos"
+        -DHALFSTEP_TOOLS=ON -DHALFSTEP_MPI=OFF -DCMAKE_STAGING_PREFIX="$work/macos" -DCMAKE_PREFIX_PATH="$work/macos"
     logged "$target" cmake --build "$work/$target" --target halfstep_cli
     echo "ok   the program compiles for $target"
 done
