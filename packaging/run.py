@@ -236,8 +236,8 @@ class Wheel:
         fresh = self.folder / "venv"
         run([self.build / "venv/bin/python", "-m", "venv", fresh])
         python = fresh / "bin/python"
-        pip = [python, "-m", "pip", "--disable-pip-version-check"]
-        run([*pip, "install", "--quiet", "--no-index", "--no-deps", self.file])
+        pip = [python, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet"]
+        run([*pip, "--disable-pip-version-check", self.file])
         find = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         own = pathlib.Path(run(find).strip())
         (own / "torch.pth").write_text(f"{self.build}/venv/{own.relative_to(fresh)}\n")
