@@ -26,7 +26,7 @@ for word in "${@:-torch-}"; do
 done
 [ $# != 0 ] || rm -rf "$folder/runs"
 
-wheel_of() { find "$build/dist" -name "halfstep-*-py3-none-*linux*$(uname -m).whl" ! -name '*musl*' 2>/dev/null; }
+wheel_of() { find "$build/dist/" -name "halfstep-*-py3-none-*linux*$(uname -m).whl" ! -name '*musl*' 2>/dev/null; }
 [ -n "$(wheel_of)" ] || bash packaging/wheels.sh "$build" "$(grep -oE "^manylinux[^,]*_$(uname -m)" packaging/platforms.csv)"
 wheel=$(wheel_of)
 

@@ -165,7 +165,7 @@ import sys
 
 import torch
 
-torch.optim.SGD([torch.ones(1)])  # torch makes a folder for its compiler with the first optimizer
+torch.optim.SGD([torch.ones(1)], lr=0.1)  # torch makes a folder for its compiler with the first optimizer
 found = []
 
 
