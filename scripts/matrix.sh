@@ -86,7 +86,7 @@ missing=()
 for name in "${names[@]}"; do
     echo "== $name"
     version=${name#torch-}
-    note "$name" package="torch ${version%%-*}, Python ${name##*-}" built="$(basename "$wheel" | cut -d- -f5 | cut -d. -f1)" ran= result=
+    note "$name" package="torch ${version%%-*}, Python ${name##*-}" built="wheel $(basename "$wheel" | cut -d- -f5 | cut -d. -f1)" ran= result=
     [ -e "$folder/$name/bin/python" ] || rm -rf "${folder:?}/$name"
     if reason=$(install "$name"); then
         tried=$((tried + 1))
