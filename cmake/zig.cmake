@@ -31,6 +31,8 @@ set(CMAKE_C_COMPILER_TARGET ${HALFSTEP_ZIG_TARGET})
 set(CMAKE_CXX_COMPILER_TARGET ${HALFSTEP_ZIG_TARGET})
 set(CMAKE_AR ${HALFSTEP_ZIG_TOOLS}/ar)
 set(CMAKE_RANLIB ${HALFSTEP_ZIG_TOOLS}/ranlib)
+# CMake wants a program that changes names in libraries for macOS. Those here are linked with the names that they keep.
+set(CMAKE_INSTALL_NAME_TOOL /nothing CACHE FILEPATH "No such program is needed")
 # zig adds debug information and checks of undefined behaviour by itself, and would compile for this machine's processor.
 set(CMAKE_C_FLAGS_INIT "-g0 -fno-sanitize=undefined")
 set(CMAKE_CXX_FLAGS_INIT "-g0 -fno-sanitize=undefined")

@@ -20,8 +20,8 @@ git -C "$source" rev-parse HEAD >/dev/null 2>&1 || fail "wheels are made of a ch
 bash "$source/scripts/venv.sh" "$work/venv" packaging/requirements.txt
 PATH=$work/venv/bin:$PATH
 python=$work/venv/bin/python
-# The date in all archives, and the place of what zig keeps.
-SOURCE_DATE_EPOCH=$(git -C "$source" log -1 --format=%ct)
+# The date in all archives, that of the last commit, and the place of what zig keeps.
+SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git -C "$source" log -1 --format=%ct)}
 export SOURCE_DATE_EPOCH ZIG_GLOBAL_CACHE_DIR="${ZIG_GLOBAL_CACHE_DIR:-$work/zig}"
 zig=$("$python" -c 'import os, ziglang; print(os.path.join(os.path.dirname(ziglang.__file__), "zig"))')
 
@@ -90,4 +90,5 @@ while read -r tag target device; do
     wheels+=("$build"/dist/halfstep-*-py3-none-"$tag".whl)
 done < <(rows)
 [ "${#wheels[@]}" != 0 ] || fail "no such tag: $*; platforms.csv lists them"
-[ ! -e "$tree/packaging/check.py" ] || "$python" "$tree/packaging/check.py" --results "$work/results" "${wheels[@]}"
+"$python" "$tree/packaging/check.py" --results "$work/results" "${wheels[@]}"
+"$python" "$tree/tests/packaging/broken_wheels.py" "${wheels[@]}"

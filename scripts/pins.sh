@@ -18,7 +18,10 @@ compile() { "$python" -m uv pip compile --quiet --no-header --generate-hashes --
 torch() {
     local version
     version=$(sed -nE 's/^torch==([0-9.]+)\+.*/\1/p' "$1")
-    [ -n "$version" ] || return 0
+    if [ -z "$version" ]; then
+        ! grep '^torch==' "$1" >/dev/null || { echo "pins.sh: pip offers no CPU build of torch; set PIP_FIND_LINKS to a folder or page that has it" >&2 && exit 1; }
+        return 0
+    fi
     [ -d "$scratch/torch" ] || "$python" -m pip download --quiet --no-deps -d "$scratch/torch" "torch==$version" 2>/dev/null
     {
         echo "torch==$version \\"

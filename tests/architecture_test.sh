@@ -29,7 +29,8 @@ def room_of(path):
     return path.split("/")[1] if path.startswith(("src/", "tools/")) else None
 
 
-files = sorted(f for f in glob.glob("src/**", recursive=True) + glob.glob("tools/**", recursive=True) if os.path.isfile(f))
+files = sorted(f for f in glob.glob("src/**", recursive=True) + glob.glob("tools/**", recursive=True)
+               if os.path.isfile(f) and not f.startswith("src/device/cuda/images/"))  # what packaging makes
 rooms = {room_of(f) for f in files}
 broken += [f"{room} is a folder that the order does not name" for room in rooms - set(order)]
 broken += [f"the order names {room}, which is no folder" for room in set(order) - rooms]

@@ -38,28 +38,37 @@ for list in "${lists[@]}"; do
 done
 echo "ok   every version in ${#lists[@]} lists of Python packages has hashes"
 
-# downloads FILE...: prints lines that fetch something, but for pip with hashes or without an index.
+# downloads FILE...: prints commands that fetch something, but for pip with hashes, without an index or without network. A file may
+# have a function pip of its own, of which the definition counts.
 downloads() {
-    grep -HnE '\b(curl|wget|git clone|urlopen|urlretrieve|requests\.get|FetchContent|ExternalProject|hf_hub_download|snapshot_download)\b|file\(DOWNLOAD|pip3?["'"'"', ]+(install|download)' "$@" |
-        grep -vE -- '--require-hashes|--no-index|^[^:]*:[0-9]+: *#' || true
+    awk '
+        FNR == 1 { own = command = "" }
+        /^ *(#|$)/ { next }
+        /^pip\(\)/ { own = 1 }
+        { command = command $0 }
+        sub(/\\$/, "", command) { next }
+        command ~ /(^|[^a-z_])(curl|wget|git clone .*(:\/\/|@)[^ ]*|urlopen|urlretrieve|requests\.get|FetchContent|ExternalProject|hf_hub_download|snapshot_download)([^a-z_]|$)|file\(DOWNLOAD/ { bad = 1 }
+        command ~ /-m pip |bin\/pip |-m["\047], *["\047]pip["\047]/ && command !~ /pip["\047, ]+(hash|freeze|list|check|index)/ { bad = 1 }
+        command ~ /(^|[^a-z_-])pip3? +(install|download|wheel) / && !own { bad = 1 }
+        bad && command !~ /--require-hashes|--no-index|unshare -rn/ { print FILENAME ":" FNR ": " command }
+        { bad = 0; command = "" }' "$@"
 }
 # Files that fetch on purpose, each with its reason.
 purpose='^(
 packaging/try\.sh|         what the pip of a user does, with the newest torch
 tests/packaging_test\.sh|   its own patterns
-scripts/pins\.sh|           hashes of what it fetches go into the lists
-packaging/try\.sh|          what a user of the index does, with the newest torch
+(scripts/pins\.sh|tests/matrix/pin\.py)|  hashes of what they fetch go into lists
 scripts/venv\.sh|            tested below
 bench/install\.py|           its measure
 packaging/conda/recipe\.yaml|  halfstep itself, without what it needs
-tests/python/test_(files_of_others|integrations)\.py|  error texts that say what to install
+tests/python/test_(files_of_others|integrations|publishing)\.py|  error texts that say what to install
 )$'
 purpose=$(echo "$purpose" | sed 's/ .*//' | tr -d '\n' | sed 's/|)/)/')
 mapfile -t scripts < <(git ls-files '*.sh' '*.cmake' '*CMakeLists.txt' Makefile '.ci/*' 'scripts/*.py' 'packaging/*' 'tests/*.py' 'lab/*.py' 'bench/*.py' '.github/*' |
     grep -vE "$purpose")
 found=$(downloads "${scripts[@]}")
 [ -z "$found" ] || fail "fetched without a hash: $found"
-for line in "curl -O x" "wget x" "git clone x" "pip install torch" "python -m pip download torch" "[python, '-m', 'pip', 'install', 'x']" "file(DOWNLOAD x y)"; do
+for line in "curl -O x" "wget x" "git clone https://example.org/x" "pip install torch" "python -m pip download torch" "[python, '-m', 'pip', 'install', 'x']" "file(DOWNLOAD x y)"; do
     echo "$line" >"$scratch/script"
     [ -n "$(downloads "$scratch/script")" ] || fail "'$line' is not noticed as a download"
 done
