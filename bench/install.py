@@ -17,7 +17,7 @@ import torch
 times.append(time.perf_counter())
 model = torch.nn.Linear(1024, 1024, dtype=torch.bfloat16)
 model(torch.ones(8, 1024, dtype=torch.bfloat16)).square().mean().backward()
-torch.optim.SGD(model.parameters())
+torch.optim.SGD(model.parameters(), lr=0.1)
 times.append(time.perf_counter())
 import halfstep
 times.append(time.perf_counter())

@@ -26,7 +26,7 @@ for word in "${@:-torch-}"; do
 done
 [ $# != 0 ] || rm -rf "$folder/runs"
 
-wheel_of() { find "$build/dist" -name "halfstep-*-py3-none-*linux*$(uname -m).whl" ! -name '*musl*' 2>/dev/null; }
+wheel_of() { find "$build/dist/" -name "halfstep-*-py3-none-*linux*$(uname -m).whl" ! -name '*musl*' 2>/dev/null; }
 [ -n "$(wheel_of)" ] || bash packaging/wheels.sh "$build" "$(grep -oE "^manylinux[^,]*_$(uname -m)" packaging/platforms.csv)"
 wheel=$(wheel_of)
 
@@ -86,7 +86,7 @@ missing=()
 for name in "${names[@]}"; do
     echo "== $name"
     version=${name#torch-}
-    note "$name" package="torch ${version%%-*}, Python ${name##*-}" built="$(basename "$wheel" | cut -d- -f5 | cut -d. -f1)" ran= result=
+    note "$name" package="torch ${version%%-*}, Python ${name##*-}" built="wheel $(basename "$wheel" | cut -d- -f5 | cut -d. -f1)" ran= result=
     [ -e "$folder/$name/bin/python" ] || rm -rf "${folder:?}/$name"
     if reason=$(install "$name"); then
         tried=$((tried + 1))

@@ -9,7 +9,7 @@ from typing import Optional
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils import _python_dispatch
 
 from . import _packed
 from ._packed import unpack
@@ -220,8 +220,8 @@ def _autocast(input, weight, bias=None):
 def _aliased(func, args, kwargs, out):
     """Returns the result of a view operator, which shares its weight's storage."""
     if hasattr(torch, "_functionalize_unsafe_set"):
-        return return_and_correct_aliasing(func, args, kwargs, out)
-    return out  # an older torch would give it the strides of a contiguous tensor
+        return _python_dispatch.return_and_correct_aliasing(func, args, kwargs, out)
+    return out  # torch 2.2 would give it the strides of a contiguous tensor, 2.1 has no function
 
 
 def _view(func, args, kwargs):

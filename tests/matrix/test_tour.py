@@ -165,7 +165,8 @@ import sys
 
 import torch
 
-torch.optim.SGD([torch.ones(1)])  # torch makes a folder for its compiler with the first optimizer
+# With the first optimizer torch makes a folder for its compiler.
+torch.optim.SGD([torch.ones(1)], lr=0.1)
 found = []
 
 
