@@ -55,9 +55,10 @@ test-packages: wheels
 	@python3 packaging/results.py table $(BUILD)/packaging/results $(WRITE)
 
 # Trains with the wheel of this machine in a fresh environment for each of some versions of torch and Python, and resumes across them.
-# Downloads gigabytes.
+# Downloads gigabytes. WRITE=--write as above.
 matrix: build
 	@bash scripts/matrix.sh $(BUILD) $(TORCH)
+	@python3 packaging/results.py table $(BUILD)/packaging/results $(WRITE)
 
 # Lays out the C sources, as .clang-format says, and Python, as pyproject.toml says; a test holds them to it.
 format:

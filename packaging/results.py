@@ -36,6 +36,11 @@ def note(folder, name, **values):
     file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
+def numbers(name):
+    """Returns a key that sorts names with numbers in them by the numbers."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
 def rows(folder, matrix):
     """Returns the lines of one table. Wheels are in the order of platforms.csv, others by name."""
     with open(PLATFORMS, newline="") as file:
@@ -44,7 +49,7 @@ def rows(folder, matrix):
         f for f in pathlib.Path(folder).glob("*.json") if f.name.startswith("torch-") == matrix
     ]
     lines = [f"| {' | '.join(HEAD)} |", "|---|---|---|---|---:|"]
-    for file in sorted(files, key=lambda f: ((*order, f.stem).index(f.stem), f.stem)):
+    for file in sorted(files, key=lambda f: ((*order, f.stem).index(f.stem), numbers(f.stem))):
         found = json.loads(file.read_text())
         cells = (
             found["package"],

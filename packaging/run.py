@@ -1,5 +1,5 @@
-"""Runs what can be run of wheels (packaging/run.sh calls this): of each wheel the very libraries in
-it, by programs that zig compiles for its platform.
+"""Runs what can be run of wheels (packaging/run.sh calls this). It takes the very libraries in each
+wheel. Programs that use them are compiled by zig for the wheel's platform.
 
 * packaging/load.c finds every function that the package binds, and hears what is said of GPUs.
 * Sizes and offsets of structures are those of tests/golden/abi.txt.

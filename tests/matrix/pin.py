@@ -1,5 +1,5 @@
-"""Prints the list of an environment of scripts/matrix.sh: what this Python's pip takes from the
-index for a torch and other packages, all pinned with hashes.
+"""Prints the list of an environment of scripts/matrix.sh. It has what this Python's pip takes from
+the index for a torch and other packages, all pinned with hashes.
 
     python3.9 tests/matrix/pin.py torch==2.6.0 pytest numpy safetensors \
         >tests/matrix/torch-2.6.0-python-3.9.txt
