@@ -98,7 +98,7 @@ if [ "$twice" = --twice ]; then
     done
     echo "ok   built twice, the same bytes"
 fi
-rm -f "$build"/dist/*.deb
+rm -f "$build"/dist/*.deb "$build"/packaging/results/debian-*.json
 cp "$made"/*.deb "$build/dist/"
 for package in "$made"/*.deb; do
     name=$(dpkg-deb -f "$package" Package)

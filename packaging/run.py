@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,18 +50,21 @@ def run(command, **environment):
     """Returns the output of a command. Raises Failed with it where the status is not 0."""
     # Nothing of the caller's may choose other libraries.
     own = {k: v for k, v in os.environ.items() if not k.startswith(("HALFSTEP_", "LD_"))}
-    done = subprocess.run(
-        [str(word) for word in command],
-        env={**own, **{k: str(v) for k, v in environment.items()}},
-        cwd=SOURCE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    # A file and no pipe: the services that wine starts would keep a pipe open.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        done = subprocess.run(
+            [str(word) for word in command],
+            env={**own, **{k: str(v) for k, v in environment.items()}},
+            cwd=SOURCE,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        output.seek(0)
+        said = output.read()
     if done.returncode:
-        raise Failed(f"{' '.join(map(str, command))}: status {done.returncode}\n{done.stdout}")
-    return done.stdout
+        raise Failed(f"{' '.join(map(str, command))}: status {done.returncode}\n{said}")
+    return said
 
 
 def public_tests():

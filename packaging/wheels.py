@@ -24,6 +24,8 @@ from results import note
 HERE = pathlib.Path(__file__).parent
 ZIG = pathlib.Path(ziglang.__file__).parent
 
+lief.logging.disable()
+
 #: symbols that linkers make
 MADE = {"_GLOBAL_OFFSET_TABLE_", "_DYNAMIC", "___dso_handle", "__dso_handle"}
 
