@@ -14,7 +14,7 @@ from ._watch import versions
 _Tensor = torch.Tensor
 # Called through map(), which costs half as much as a loop.
 _get_dtype, _get_shape, _get_device = (
-    getattr(torch._C.TensorBase, name).__get__ for name in ("dtype", "shape", "device")
+    getattr(_Tensor, name).__get__ for name in ("dtype", "shape", "device")
 )
 _numel, _is_contiguous, _is_neg, _data_ptr = (
     _Tensor.numel,

@@ -19,7 +19,7 @@ import torch
 from . import _devices, _sharding
 from ._sharding import is_dtensor, is_packed, local, stored
 
-_get = torch._C.TensorBase._version.__get__
+_get = torch.Tensor._version.__get__
 #: classes whose tensors count all writes themselves
 _WHOLE = {torch.Tensor, torch.nn.Parameter}
 
