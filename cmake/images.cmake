@@ -50,6 +50,8 @@ function(halfstep_ptx output source)
     COMMAND ${launcher} ${HALFSTEP_CLANG} ${options} -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
             -MD -MF ${output}.d -MT ${output} -S -o ${output} ${source}
     COMMAND ${CMAKE_COMMAND} -D SORT=${output} -P ${images_script}
+    # Ninja reads the depfile and removes it.
+    COMMAND ${CMAKE_COMMAND} -E copy ${output}.d ${output}.sources
     DEPENDS ${source} ${file} DEPFILE ${output}.d)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
 endfunction()
@@ -199,7 +201,7 @@ function(halfstep_device_images result)
     list(APPEND images 0=${ptx})
     set(folder ${PROJECT_BINARY_DIR}/images)
     add_custom_command(OUTPUT ${folder}/images.txt
-      COMMAND ${CMAKE_COMMAND} -D FOLDER=${folder} -D "PACK=${images}" -D DEPFILE=${ptx}.d -D "MADE_BY=${tools}" -P ${images_script}
+      COMMAND ${CMAKE_COMMAND} -D FOLDER=${folder} -D "PACK=${images}" -D DEPFILE=${ptx}.sources -D "MADE_BY=${tools}" -P ${images_script}
       DEPENDS ${ptx} ${files} ${images_script} VERBATIM)
     add_custom_target(halfstep_device_images DEPENDS ${folder}/images.txt)
   endif()
@@ -240,8 +242,7 @@ elseif(CMAKE_SCRIPT_MODE_FILE AND PACK)
   set(sources cmake/device_code.options)
   if(DEPFILE)
     file(READ "${DEPFILE}" text)
-    string(REGEX REPLACE "\\.d$" ":" target "${DEPFILE}")
-    string(REPLACE "${target}" "" text "${text}")
+    string(REGEX REPLACE "^[^:]*:" "" text "${text}")
     string(REPLACE "\\\n" "" text "${text}")
     separate_arguments(files UNIX_COMMAND "${text}")
     foreach(file IN LISTS files)

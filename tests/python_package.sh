@@ -61,8 +61,9 @@ if [ "$mode" = sdist ]; then
     rm -rf "$tree/src/device/cuda/images"
     if clang --print-targets 2>/dev/null | grep -q nvptx64; then
         code="PTX, of which drivers make code for every GPU of compute capability 8[.]0 or higher$"
-        images=$build_dir/wheel/images
-        { cmake -S "$source_dir" -B "$images" -DHALFSTEP_TOOLS=OFF -DHALFSTEP_CUDA=ON -DHALFSTEP_CUDA_IMAGES= -DHALFSTEP_PTXAS= &&
+        # By Ninja, which pip uses too.
+        images=$build_dir/wheel/device
+        { PATH=$build_dir/venv/bin:$PATH && cmake -G Ninja -S "$source_dir" -B "$images" -DHALFSTEP_TOOLS=OFF -DHALFSTEP_CUDA=ON -DHALFSTEP_CUDA_IMAGES= -DHALFSTEP_PTXAS= &&
             cmake --build "$images" --target halfstep_device_images; } >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "device images cannot be made"; }
         cp -r "$images/images" "$tree/src/device/cuda/images"
         cp "$source_dir/.gitignore" "$tree" # which names them
