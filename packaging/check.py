@@ -23,7 +23,7 @@ import zipfile
 import libraries
 from packaging.metadata import ExceptionGroup, Metadata
 from packaging.utils import parse_wheel_filename
-from results import note
+from results import PLATFORMS, note, platforms
 
 ROOT = pathlib.Path(__file__).parent.parent
 MOST_BYTES = 20_000_000
@@ -32,12 +32,6 @@ MACHINE = re.compile(
     rb"/(?:home|root|tmp|Users|work|build)/[\w.-]+|" + re.escape(str(ROOT).encode())
 )
 NO_DEVICE_CODE = b"none in this build"
-
-
-def platform_of(tag, file):
-    """Returns the row of a tag in the list of platforms, or None."""
-    with open(file, newline="") as lines:
-        return next((row for row in csv.DictReader(lines) if row["tag"] == tag), None)
 
 
 def version():
@@ -189,7 +183,7 @@ def audited(wheel, tag):
         yield f"auditwheel calls it consistent with {consistent}, the file name promises {tag}"
 
 
-def check(wheel, platforms):
+def check(wheel, listed):
     """Yields a sentence for each thing that is wrong with a wheel."""
     try:
         name, of, build, tags = parse_wheel_filename(wheel.name)
@@ -197,11 +191,11 @@ def check(wheel, platforms):
     except (ValueError, TypeError):
         yield "the file name is not halfstep-VERSION-py3-none-PLATFORM.whl"
         return
-    row = platform_of(tag, platforms)
+    row = platforms(listed).get(tag)
     if (name, str(of), build) != ("halfstep", version(), ()):
         yield f"the file name is of {name} {of}, not of halfstep {version()}"
     if row is None:
-        yield f"{tag} is no platform of {platforms}"
+        yield f"{tag} is no platform of {listed}"
         return
     if wheel.stat().st_size > MOST_BYTES:
         yield f"{wheel.stat().st_size / 1e6:.1f} MB are more than {MOST_BYTES / 1e6:.0f} MB"
@@ -221,7 +215,7 @@ def check(wheel, platforms):
             yield from libraries.check(each, data, row["target"])
     without = NO_DEVICE_CODE in files.get(f"halfstep/{names[0]}", b"")
     if without == (row["device_code"] == "yes"):
-        asked = f"{pathlib.Path(platforms).name} says device_code={row['device_code']}"
+        asked = f"{pathlib.Path(listed).name} says device_code={row['device_code']}"
         yield f"it has {'no ' * without}device code; {asked}"
     if "linux" in tag:
         yield from audited(wheel, tag)
@@ -229,7 +223,7 @@ def check(wheel, platforms):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--platforms", default=ROOT / "packaging" / "platforms.csv")
+    parser.add_argument("--platforms", default=PLATFORMS)
     parser.add_argument("--results")
     parser.add_argument("wheels", nargs="+", type=pathlib.Path, metavar="WHEEL")
     options = parser.parse_args()

@@ -9,9 +9,8 @@ build=$(mkdir -p "$1/packaging" "$1/dist" && cd "$1" && pwd)
 twice=${2:-}
 unset MAKEFLAGS MFLAGS MAKELEVEL
 bash scripts/setup.sh packages
-defined() { sed -n "s/^#define HALFSTEP_$1 *\([0-9]*\).*/\1/p" include/halfstep.h; }
-version=$(defined VERSION_MAJOR).$(defined VERSION_MINOR).$(defined VERSION_PATCH)
-abi=$(defined ABI)
+version=$(sed -n 's/^#define HALFSTEP_VERSION_[A-Z]* *//p' include/halfstep.h | paste -sd .)
+abi=$(sed -n 's/^#define HALFSTEP_ABI *//p' include/halfstep.h)
 maintainer="${DEBFULLNAME:-$(git log -1 --format=%an)} <${DEBEMAIL:-$(git log -1 --format=%ae)}>"
 release=$(. /etc/os-release && echo "${NAME%% *} ${VERSION_ID:-testing}")
 images=${HALFSTEP_CUDA_IMAGES:-$build/packaging/images}

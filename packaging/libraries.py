@@ -90,8 +90,8 @@ def names(name, binary):
 
 
 def links(name, own, found, system, folder=""):
-    """Checks that a library has its file name for its own, because musl's loader compares no
-    others, and that it links the system's and, for halfstep_io, the one beside it."""
+    """Checks that a library calls itself by its file name, because musl's loader compares nothing
+    else. It may link the system's libraries only, and halfstep_io the one beside it."""
     if own != folder + name:
         yield f"{name} calls itself {own or 'nothing'}, not {folder}{name}"
     pattern = LINKED[system]
@@ -152,8 +152,8 @@ def code_directory(data):
 
 
 def signed(name, binary, data):
-    """Checks that a signature covers the file's pages. macOS kills a process that loads a library
-    for arm64 without one, or with one of other bytes."""
+    """Checks that a signature covers the file's pages. macOS on arm64 kills a process that loads a
+    library with no signature, or with one of other bytes."""
     signature = binary.code_signature
     if signature is None:
         yield f"{name} is not signed, so macOS on arm64 does not load it"

@@ -29,7 +29,7 @@ mkdir -p "$prefix/include" "$prefix/lib"
 
 # ---- The archive -----------------------------------------------------------------------------------------------------
 
-version=$(sed -nE 's/^#define HALFSTEP_VERSION_(MAJOR|MINOR|PATCH) +//p' include/halfstep.h | paste -sd .)
+version=$(sed -n 's/^#define HALFSTEP_VERSION_[A-Z]* *//p' include/halfstep.h | paste -sd .)
 name=halfstep-$version
 archive=$build/dist/$name-source.tar.gz
 # The last commit, and the packed images of device code that wheels.sh has left, which no repository holds.

@@ -41,10 +41,15 @@ def numbers(name):
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
+def platforms(file=PLATFORMS):
+    """Returns the rows of platforms.csv, or of another such list, by tag."""
+    with open(file, newline="") as lines:
+        return {row["tag"]: row for row in csv.DictReader(lines)}
+
+
 def rows(folder, matrix):
     """Returns the lines of one table. Wheels are in the order of platforms.csv, others by name."""
-    with open(PLATFORMS, newline="") as file:
-        order = [row["tag"] for row in csv.DictReader(file)]
+    order = list(platforms())
     files = [
         f for f in pathlib.Path(folder).glob("*.json") if f.name.startswith("torch-") == matrix
     ]

@@ -12,8 +12,6 @@ Programs for systems that nothing here can stand in for are compiled and linked 
 note says.
 """
 
-import ast
-import csv
 import os
 import pathlib
 import platform
@@ -25,9 +23,10 @@ import tempfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
+import libraries
 import lief
 import ziglang
-from results import note
+from results import note, platforms
 
 SOURCE = pathlib.Path(__file__).parent.parent
 ZIG = pathlib.Path(ziglang.__file__).parent / "zig"
@@ -129,30 +128,29 @@ class Wheel:
     def prepare(self):
         """Puts the libraries where programs find them. Linux: by their sonames beside the programs.
         Windows: the DLL itself, with an import library of its exports."""
-        libraries = [self.library, *([self.io] if self.has_io else [])]
+        files = [self.library, *([self.io] if self.has_io else [])]
         if self.system == "windows":
             shutil.copy(self.library, self.folder)
-            parsed = lief.parse(self.library)  # its parts live no longer
-            exports = sorted(str(entry.name) for entry in parsed.get_export().entries)
+            exports = sorted(libraries.exports(lief.parse(self.library)))
             definition = self.folder / "halfstep.def"
             definition.write_text("\n".join([f"LIBRARY {self.library.name}", "EXPORTS", *exports]))
             machine = {"x86_64": "i386:x86-64", "aarch64": "arm64"}[self.processor]
             self.links = [self.folder / "halfstep.lib"]
             run([ZIG, "dlltool", "-m", machine, "-d", definition, "-l", self.links[0]])
             return
-        self.links = [*libraries, "-lm", "-lpthread", *self.dynamic]
+        self.links = [*files, "-lm", "-lpthread", *self.dynamic]
         if self.system == "linux":
-            for library in libraries:
+            for library in files:
                 parsed = lief.parse(library)
                 soname = str(parsed[lief.ELF.DynamicEntry.TAG.SONAME].name)
                 (self.folder / soname).symlink_to(library)
 
-    def compile(self, source, name, libraries=()):
+    def compile(self, source, name, links=()):
         """Returns a program of this platform from a source."""
         program = self.folder / (name + (".exe" if self.system == "windows" else ""))
         # Tests may ask more of the C library than the wheel does.
         target = self.target.split(".")[0] if self.system == "linux" else self.target
-        words = [ZIG, "cc", "-target", target, *FLAGS, *self.defines, source, *libraries]
+        words = [ZIG, "cc", "-target", target, *FLAGS, *self.defines, source, *links]
         run([*words, "-o", program])
         return program
 
@@ -172,14 +170,9 @@ class Wheel:
     def load(self):
         """Loads the libraries as Python does, without the folder of `start`. Returns what they say
         of themselves."""
-        tree = ast.parse((self.package / "_abi.py").read_text())
-        bound = next(
-            [f"halfstep_{key.value}" for key in node.value.keys]
-            for node in tree.body
-            if isinstance(node, ast.Assign) and node.targets[0].id == "signatures"
-        )
-        lines = (SOURCE / "tests/golden/abi.txt").read_text()
-        of_io = re.findall(r"^function (\w+) libhalfstep_io ", lines, re.M)
+        # check.py holds the wheel's modules to those of this tree.
+        bound = sorted(libraries.bound("_abi.py", "signatures"))
+        of_io = sorted(libraries.declared("libhalfstep_io"))
         program = self.compile(SOURCE / "packaging/load.c", "load", self.dynamic)
         if self.prefix is None:
             return ""
@@ -291,7 +284,7 @@ def show(wheel, tests):
 
 def main(build, *tags):
     build = pathlib.Path(build)
-    rows = {row["tag"]: row for row in csv.DictReader(open(SOURCE / "packaging/platforms.csv"))}
+    rows = platforms()
     for tag in tags:
         if tag not in rows:
             sys.exit(f"unknown tag '{tag}'; known: {', '.join(rows)}")

@@ -7,7 +7,6 @@ which `pip wheel` made. Libraries and stub are those of WORK/wheels/TAG/install.
 zig has linked in are added, and a bill of materials (SBOM, CycloneDX 1.6).
 """
 
-import csv
 import datetime
 import json
 import os
@@ -19,7 +18,7 @@ import sys
 
 import lief
 import ziglang
-from results import note
+from results import note, platforms
 
 HERE = pathlib.Path(__file__).parent
 ZIG = pathlib.Path(ziglang.__file__).parent
@@ -148,8 +147,7 @@ def bill(version, target, parts, images):
 
 
 def main(work, tag, dist):
-    with open(HERE / "platforms.csv", encoding="utf-8") as file:
-        (row,) = (row for row in csv.DictReader(file) if row["tag"] == tag)
+    row = platforms()[tag]
     target, folder = row["target"], work / "wheels" / tag
     parts = linked(target, linked_in(folder / "build"))
 

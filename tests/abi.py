@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Lists what programs that use the libraries rely on: constants, layouts of structures, types of
-functions. clang reads them from the headers. tests/golden/abi.txt is the list of this tree.
+"""Lists constants, layouts of structures and types of functions, on which programs rely that use
+the libraries. clang reads them from the headers. tests/golden/abi.txt is the list of this tree.
 
     abi.py                    prints the list of the headers (needs clang)
     abi.py --program          prints a C program that compiles where headers have the list's layout
