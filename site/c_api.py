@@ -80,7 +80,7 @@ def indented(block, anchors):
             rows[-1][1] += " " + line
         else:
             return ["", "```c", *block, "```", ""]
-    rows = [f"| `{names}` | {inline(text, anchors)} |" for names, text in rows]
+    rows = [f"| `{x.replace(', ', '`, `')}` | {inline(text, anchors)} |" for x, text in rows]
     return ["", "| | |", "|---|---|", *rows, ""]
 
 
