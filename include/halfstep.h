@@ -620,6 +620,7 @@ HALFSTEP_API int halfstep_synchronize(halfstep_optimizer *optimizer);
 /* Sets another stream of the same device for all later work. The new stream waits for what was submitted before, unless
  * it is being captured. Errors: ARGUMENT on the processor unless stream is NULL, DEVICE. */
 HALFSTEP_API int halfstep_set_stream(halfstep_optimizer *optimizer, void *stream);
+
 typedef struct halfstep_device_info {
     uint32_t struct_size;
     int32_t devices;         /* number that the driver shows */
