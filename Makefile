@@ -66,6 +66,12 @@ format:
 	@bash scripts/venv.sh $(BUILD)/venv
 	@PATH="$(abspath $(BUILD))/venv/bin:$$PATH" bash scripts/format.sh
 
+# Makes the site of the documents in build/site.
+docs: build
+	@bash scripts/setup.sh test
+	@bash scripts/venv.sh $(BUILD)/venv
+	@HALFSTEP_BUILD=$(abspath $(BUILD)) bash site/build.sh
+
 # Branches and lines that the tests reach, by folder, and those that they do not.
 coverage:
 	@bash scripts/setup.sh test
@@ -121,4 +127,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo test test-all test-trainers wheels packages test-packages matrix check format coverage bench golden generate budgets stats faults fuzz experiments install clean
+.PHONY: build demo docs test test-all test-trainers wheels packages test-packages matrix check format coverage bench golden generate budgets stats faults fuzz experiments install clean

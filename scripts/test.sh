@@ -52,5 +52,7 @@ if [ "$tier" != all ]; then
     echo "left to make test-all:"
     (cd "$build" && ctest -N -L all -FS python) | sed -nE 's/^ *Test +#[0-9]+: ([^ ]+)/\1/p' | paste -sd ' ' | fold -sw 110 | sed 's/^/  /'
 fi
+# A log of CI may be cut in its middle, so failures stand at its end once more.
+grep -aE '^(FAILED|ERROR) ' "$log" | sed 's/ - .*//' | sort -u | head -n 20
 echo "$passed passed, $failed failed"
 exit $status

@@ -16,4 +16,4 @@ unset HALFSTEP_LIBRARY PYTHONPATH
 export HALFSTEP_SOURCE=$source_dir HALFSTEP_BUILD=$build_dir
 export OMP_NUM_THREADS=1 PATH="$build_dir/venv/bin:$PATH"
 export TORCHINDUCTOR_CACHE_DIR="$build_dir/inductor" TORCH_EXTENSIONS_DIR="$build_dir/torch_extensions"
-exec "$build_dir/venv/bin/python" -m pytest -q -rs -p no:cacheprovider "$@"
+exec "$build_dir/venv/bin/python" -m pytest -q -rfEs -p no:cacheprovider "$@"
