@@ -364,7 +364,7 @@ def overlapped(given):
         f" {torch.__version__}, "
         + (torch.cuda.get_device_name() if GPU else "the CPU in the place of a GPU")
         + f", kernels of {halfstep._abi.lib.halfstep_isa().decode()}. A backward pass of"
-        f" {1e3 * given.backward * step:.1f} ms.",
+        f" {1e3 * given.backward * step:.1f} ms. `bench/offload.py --overlap` writes this table.",
         "",
         "| way | ms after the pass | of CPUOffload's | ms in all | of CPUOffload's |",
         "|---|---|---|---|---|",
@@ -449,7 +449,8 @@ def main():
         f"{n / 1e6:.1f} M parameters in BF16, batch {given.batch}, {platform.machine()},"
         f" {os.cpu_count()} cores, torch {torch.__version__}, "
         + (torch.cuda.get_device_name() if GPU else "the CPU in the place of a GPU")
-        + f", kernels of {halfstep._abi.lib.halfstep_isa().decode()}.",
+        + f", kernels of {halfstep._abi.lib.halfstep_isa().decode()}."
+        " `bench/offload.py` writes this table.",
         "",
         "| way | ms a step | of a plain step | bytes a parameter to the process (counted where the"
         " CPU stands in) | and back | peak of the process beside the model, bytes a parameter |"

@@ -388,6 +388,14 @@ TITLES = {
     "small": "Small tensors",
     "flat": "One flat tensor of their size",
 }
+RATIO = "See the ratio to torch's fused fp32 AdamW; below 1 is faster:"
+#: what to see in the table of each
+SENTENCES = {
+    "one": "Times are for all elements in one tensor. " + RATIO,
+    "model": "The tensors have the shapes of a model. " + RATIO,
+    "small": "Small tensors cost what a call costs. " + RATIO,
+    "flat": "The same elements in one tensor show what the small tensors cost:",
+}
 
 
 def print_report(report: Dict) -> None:
@@ -401,7 +409,7 @@ def print_report(report: Dict) -> None:
         shapes = report["shapes"][kind]
         print(
             f"\n## {TITLES[kind]}: {shapes['tensors']}, {shapes['elements'] / 1e6:.1f} M"
-            " parameters\n"
+            " parameters\n\n" + SENTENCES[kind] + "\n"
         )
         table = []
         for key, r in rows.items():
@@ -435,7 +443,7 @@ def print_report(report: Dict) -> None:
             f"{report['memory_elements'] / 1e6:.0f} M parameters, above weights and gradients."
         )
     if report["failures"]:
-        print("\n## Did not run\n")
+        print("\n## Did not run\n\nThe script names what it could not run, and why:\n")
         print(
             common.markdown(
                 ["optimizer", "where", "why"],
@@ -455,7 +463,7 @@ def print_report(report: Dict) -> None:
             f" {cost['bare_us']:.2f}, torch fused {cost['torch_fused_us']:.2f}."
         )
     if report["aims"]:
-        print("\n## Aims\n")
+        print("\n## Aims\n\nWhat we ask of our own steps. A figure below the wanted one misses:\n")
         print(
             common.markdown(
                 ["aim", "wanted", "measured", ""],

@@ -43,5 +43,5 @@ __all__ = [
     "HalfstepError",
     "RMSprop",
     "ScheduleFreeAdamW",
-    *_classes,
 ]
+__all__.extend(_classes)

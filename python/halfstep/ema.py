@@ -205,23 +205,23 @@ class EMA(torch.nn.Module):
     += (1 - decay) * (weight - average), in fp32. Rounded to BF16, such a change nearly always
     vanishes, so averages are rounded stochastically here or keep a residual.
 
-    decay       of the average, 0 to 1. May be changed between updates (`ema.decay = 0.9999`). As in
-                AveragedModel it is not part of the state
-    weights     how averages of BF16 parameters are stored: "bf16-sr" in 2 bytes, "bf16-ecc8" in 3,
-                "bf16-kahan" or "bf16-ecc16" in 4. float16 averages take the format of the same
-                kind, and float32 averages stay float32. "f32" makes all averages float32, and
-                `module` with them. For BF16 averages of a float32 model give a copy of it in BF16:
-                EMA(deepcopy(model).bfloat16()), then update_parameters(model)
-    device      of the copy, as in AveragedModel. All averages have to be on one device
-    use_buffers True: buffers are averaged like parameters; False: each update copies them from the
-                model
-    debias      True: the weights seen so far count by their age alone, so that the first has no
-                advantage
-    scan        "scan": weights are checked before each update, which reads them twice.
-                "known-finite": they are not checked, and an update takes no longer than torch's
-                lerp_. For models whose optimizer has just checked the gradients. May be changed
-                between updates, and is not part of the state
-    seed, generator, threads    of the random bits and of the work, as in Optimizer
+    decay        of the average, 0 to 1. May be changed between updates (`ema.decay = 0.9999`). As
+                 in AveragedModel it is not part of the state
+    weights      how averages of BF16 parameters are stored: "bf16-sr" in 2 bytes, "bf16-ecc8" in 3,
+                 "bf16-kahan" or "bf16-ecc16" in 4. float16 averages take the format of the same
+                 kind, and float32 averages stay float32. "f32" makes all averages float32, and
+                 `module` with them. For BF16 averages of a float32 model give a copy of it in BF16:
+                 EMA(deepcopy(model).bfloat16()), then update_parameters(model)
+    device       of the copy, as in AveragedModel. All averages have to be on one device
+    use_buffers  True: buffers are averaged like parameters; False: each update copies them from the
+                 model
+    debias       True: the weights seen so far count by their age alone, so that the first has no
+                 advantage
+    scan         "scan": weights are checked before each update, which reads them twice.
+                 "known-finite": they are not checked, and an update takes no longer than torch's
+                 lerp_. For models whose optimizer has just checked the gradients. May be changed
+                 between updates, and is not part of the state
+    seed, generator, threads  of the random bits and of the work, as in Optimizer
 
     Frozen parameters that cannot be averaged (whole numbers, fp8, float64, tensors of quantized
     classes) are copied at each update.

@@ -144,9 +144,9 @@ class Plan:
                 f"{self.parameters} parameters, {_size(self.memory)} on the GPU.",
                 (
                     f"{fitting} of {len(self.rows)} fit. Activations come on top. A step is what"
-                    " comes after the backward pass, or under it (<=); docs/choosing.md has\nthe"
-                    " formulas. Ways with gradient_release judge and clip tensors singly; the"
-                    f" others lose nothing.{code}"
+                    " comes after the backward pass, or under it (<=); docs/guides/offload.md\n"
+                    "has the formulas. Ways with gradient_release judge and clip tensors singly;"
+                    f" the others lose nothing.{code}"
                 ),
             )
         title = (
@@ -420,7 +420,7 @@ def plan(
     store: states are in a file (the option of that name). Rows say what it takes of the disk, and
         what each step reads and writes. "states": without weights (store_weights=False).
     bus, host, device: bytes a second for these times: one way over the bus, of CPU memory, and of
-        the GPU's memory.
+        the GPU's memory. Defaults: 55e9, 170e9 and 2.5e12.
     """
     if device_memory is not None and (offload or release or store or memory is not None):
         raise ValueError(
@@ -582,8 +582,8 @@ def _preference(row):
 
 
 def _ways(row, largest_gradient, largest_states, limit, bus, host, device, released):
-    """Returns the ways to train one recipe, which docs/choosing.md describes. `released`: the rule
-    can step one tensor at a time."""
+    """Returns the ways to train one recipe, which docs/guides/offload.md describes. `released`: the
+    rule can step one tensor at a time."""
     kept = row.extras + row.states
     buffers = min(BUFFERS * max(BUFFER_BYTES, largest_states), kept)
     touched = 2 * row.weights + row.gradients + 2 * kept

@@ -1,0 +1,103 @@
+"""Prepares the Python package for docs/reference/python-api.md: an extension of griffe, which reads
+the package's sources for mkdocstrings.
+
+The classes of rules exist only at run time. The extension therefore adds the stub of the wheel,
+which cmake/stub.py makes with the library of HALFSTEP_LIBRARY. It also makes Markdown of the tables
+of options and of the examples in docstrings, which are laid out for help().
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import griffe
+
+ROOT = Path(__file__).resolve().parent.parent
+#: the first line of an entry of a table: a name, then its meaning after two blanks or a colon
+_ENTRY = re.compile(r"^( *)([a-z]\w*(?:, [a-z]\w*)*)(?:  +|: )(?=\S)")
+
+
+def _cell(text):
+    """Returns a text for a cell of a Markdown table."""
+    text = re.sub(r"\s+", " ", text).replace("|", "\\|").replace("*", "\\*")
+    return re.sub(r'(?<!\w)"[\w.+-]+"(?!\w)', r"`\g<0>`", text)
+
+
+def _table(lines):
+    """Returns the Markdown table of lines of a docstring whose first one is an entry."""
+    rows, indent = [], len(_ENTRY.match(lines[0])[1])
+    for line in lines:
+        found = _ENTRY.match(line)
+        if found and len(found[1]) == indent:
+            rows.append([found[2], line[found.end() :]])
+        else:
+            rows[-1][1] += " " + line.strip()
+    return ["", "| name | meaning |", "|---|---|"] + [
+        f"| {', '.join(f'`{n}`' for n in names.split(', '))} | {_cell(text)} |"
+        for names, text in rows
+    ]
+
+
+def _row(item):
+    """Returns a row that names a class or function of a module and has its first paragraph."""
+    text = item.docstring.value if item.docstring else ""
+    return f"| `{item.name}` | {_cell(text.split(chr(10) * 2)[0])} |"
+
+
+def _block(lines):
+    """Returns a paragraph of a docstring as Markdown."""
+    if lines[0].startswith(">>> "):
+        return ["```python", *(line[4:] for line in lines), "```"]
+    if re.match(r"from halfstep\.|config\.|plugins:|echo ", lines[0]):
+        return ["    " + line for line in lines]
+    first = _ENTRY.match(lines[0])
+    rest = [line for line in lines if not _ENTRY.match(line)]
+    if first and all(line.startswith(first[1] + "    ") for line in rest):
+        return _table(lines)
+    return lines
+
+
+def markdown(docstring):
+    """Returns a docstring as Markdown, without the sentences about the length of a file."""
+    docstring = re.sub(r"(?m)^This file is longer than 500 lines[^.]*\.\n?", "", docstring)
+    docstring = re.sub(r"`?\bdocs/(\w+)\.md`?", r"[\1.md](../\1.md)", docstring)
+    out, block = [], []
+    for line in [*docstring.splitlines(), ""]:
+        if line.strip():
+            block.append(line)
+        elif block:
+            out += [*_block(block), ""]
+            block = []
+    return "\n".join(out)
+
+
+def stub():
+    """Returns the stub of the package, griffe's module."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "__init__.pyi")
+        program = [sys.executable, str(ROOT / "cmake/stub.py"), os.environ["HALFSTEP_LIBRARY"]]
+        subprocess.run([*program, str(path)], check=True)
+        return griffe.visit("halfstep", path, path.read_text(encoding="utf-8"))
+
+
+class Extension(griffe.Extension):
+    """Adds the stub and rewrites docstrings."""
+
+    def on_package(self, *, pkg, loader, **kwargs):
+        if pkg.path == "halfstep":
+            griffe.merge_stubs(pkg, stub())
+            self._rewrite(pkg)
+
+    def _rewrite(self, item):
+        """Rewrites the docstrings of an object and of what is defined in it."""
+        if item.docstring:
+            item.docstring.value = markdown(item.docstring.value)
+        for member in item.members.values():
+            if not member.is_alias:
+                self._rewrite(member)
+        if item.is_module and item.parent and item.parent.name in ("compat", "integrations"):
+            rows = [_row(item.members[name]) for name in item.exports or ()]
+            item.docstring.value += "\n".join(["", "| name | meaning |", "|---|---|", *rows])
