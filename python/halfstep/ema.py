@@ -217,10 +217,10 @@ class EMA(torch.nn.Module):
                  model
     debias       True: the weights seen so far count by their age alone, so that the first has no
                  advantage
-    scan         "scan": weights are checked before each update, which reads them twice. "known-
-                 finite": they are not checked, and an update takes no longer than torch's lerp_.
-                 For models whose optimizer has just checked the gradients. May be changed between
-                 updates, and is not part of the state
+    scan         "scan": weights are checked before each update, which reads them twice.
+                 "known-finite": they are not checked, and an update takes no longer than torch's
+                 lerp_. For models whose optimizer has just checked the gradients. May be changed
+                 between updates, and is not part of the state
     seed, generator, threads  of the random bits and of the work, as in Optimizer
 
     Frozen parameters that cannot be averaged (whole numbers, fp8, float64, tensors of quantized

@@ -461,7 +461,7 @@ class CPUOffload(Hosted):
                         here, into memory of its own. step() takes these results where nothing is
                         clipped and nothing has changed, and makes the others again, with the same
                         bits. A size ("8G"): the results take at most so many bytes, and parameters
-                        without room are stepped in step(). docs/python.md says more
+                        without room are stepped in step(). docs/guides/offload.md says more
     options             of the class: lr, betas, clip_norm ...
 
     Matrices of Muon are stepped on the GPU, because a processor is slow at their products. Their

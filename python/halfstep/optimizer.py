@@ -647,8 +647,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_states(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Takes the states, counters, seed and generator of a checkpoint that another trainer, or
-        this one, has written: a file or a folder (docs/frameworks.md lists them). No code in it is
-        run.
+        this one, has written: a file or a folder (docs/guides/resume.md lists them). No code in it
+        is run.
 
         Parameters are matched by name, whatever groups they were in. Without names, positions count
         if the groups have as many parameters. Options such as `lr` stay as they are. Residuals and
