@@ -40,6 +40,15 @@ COMPARISONS = {
 SUM, PRODUCT, SIGN, POWER, ATOM = range(5)
 
 
+#: decay mode -> what it makes of the gradient, the learning rate and the decay before the rule
+MODES = {
+    "l2": "g = g + weight_decay * w\ndecay = 0",
+    "decoupled": "decay = lr * weight_decay",
+    "fully-decoupled": "decay = lr / reference_lr * weight_decay",
+    "proximal": "lr = lr / (1 + lr * weight_decay)\ndecay = lr * weight_decay",
+}
+
+
 @dataclass(frozen=True)
 class Equations:
     """The convention's fields of one rule. `symbols`: the name in the equations -> the state or
@@ -231,6 +240,16 @@ def markdown(equations):
     """Returns Markdown that shows the equations: formulas, and items for branches and loops."""
     kept = {*equations.symbols}
     return "\n\n".join(_block(ast.parse(equations.text).body, kept))
+
+
+def inline(text):
+    """Returns Markdown that shows assignments in one line."""
+    rows = []
+    for node in ast.parse(text).body:
+        name = node.targets[0].id
+        arrow = r"\leftarrow" if _uses(node.value, name) else "="
+        rows.append(f"${name_of(name)} {arrow} {latex(node.value)}$")
+    return ", ".join(rows)
 
 
 def _block(body, kept):
