@@ -123,7 +123,7 @@ def plain(value):
     """Returns a number as a person writes it: 0.001, 1e-8, 3.4e38."""
     if value == 0 or 1e-4 <= abs(value) < 1e6:
         return f"{value:.6g}"
-    if abs(value) < 1e-4 and math.log2(abs(value)).is_integer() and value < 1e-36:
+    if 0 < value < 1e-4 and math.log2(value).is_integer():
         return f"2^{int(math.log2(value))}"
     mantissa, exponent = f"{value:.3e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
@@ -151,9 +151,7 @@ class Tensor:
 
     def slot(self, number):
         info = self.abi.SlotInfo.new()
-        self.abi.invoke(
-            self.abi.lib.halfstep_get_slot_info, self.handle, 0, number, byref(info)
-        )
+        self.abi.invoke(self.abi.lib.halfstep_get_slot_info, self.handle, 0, number, byref(info))
         return info
 
     def format(self, number):
@@ -211,9 +209,7 @@ def initial_of(hyper):
 
 
 def hyper_rows(hypers):
-    return [
-        (code(one.name), initial_of(one), range_of(one), one.title) for one in hypers
-    ]
+    return [(code(one.name), initial_of(one), range_of(one), one.title) for one in hypers]
 
 
 def hyper_table(hypers):
@@ -496,8 +492,6 @@ def pages(root):
     ]
     parts += [rule_section(library, root, r, headers[r.name]) for r in library.rules.values()]
     parts.append(
-        FORMATS.format(
-            weights=weight_formats_table(library), states=state_formats_table(library)
-        )
+        FORMATS.format(weights=weight_formats_table(library), states=state_formats_table(library))
     )
     return {PAGE: "\n\n".join(part.strip() for part in parts) + "\n"}
