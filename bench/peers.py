@@ -388,11 +388,12 @@ TITLES = {
     "small": "Small tensors",
     "flat": "One flat tensor of their size",
 }
+RATIO = "See the ratio to torch's fused fp32 AdamW; below 1 is faster:"
 #: what to see in the table of each
 SENTENCES = {
-    "one": "Times are for all elements in one tensor. See the ratio to torch's fused fp32 AdamW; below 1 is faster:",
-    "model": "The tensors have the shapes of a model. See the ratio to torch's fused fp32 AdamW; below 1 is faster:",
-    "small": "Small tensors cost what a call costs. See the ratio to torch's fused fp32 AdamW; below 1 is faster:",
+    "one": "Times are for all elements in one tensor. " + RATIO,
+    "model": "The tensors have the shapes of a model. " + RATIO,
+    "small": "Small tensors cost what a call costs. " + RATIO,
     "flat": "The same elements in one tensor show what the small tensors cost:",
 }
 
@@ -462,7 +463,7 @@ def print_report(report: Dict) -> None:
             f" {cost['bare_us']:.2f}, torch fused {cost['torch_fused_us']:.2f}."
         )
     if report["aims"]:
-        print("\n## Aims\n\nWhat we ask of our own steps. A figure below the wanted one misses it:\n")
+        print("\n## Aims\n\nWhat we ask of our own steps. A figure below the wanted one misses:\n")
         print(
             common.markdown(
                 ["aim", "wanted", "measured", ""],

@@ -192,7 +192,7 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
  *              This is a hyper-parameter, and a choice because its values have names
  *   ns_form    likewise: "standard", or "gram", which makes fewer products for matrices with one side over 1.5 times
  *              the other (docs/numerics.md 4)
- *   match_rms, normalize_rows   likewise (docs/choosing.md, Muon)
+ *   match_rms, normalize_rows   likewise (docs/guides/muon.md)
  * Per optimizer (group = HALFSTEP_ALL_GROUPS):
  *   scan       "scan": a pass over the gradients comes before the first write; a gradient that is not finite refuses
  *              the whole step. "per-tensor": refuses only the tensors with such gradients and steps the others; the
@@ -620,6 +620,7 @@ HALFSTEP_API int halfstep_synchronize(halfstep_optimizer *optimizer);
 /* Sets another stream of the same device for all later work. The new stream waits for what was submitted before, unless
  * it is being captured. Errors: ARGUMENT on the processor unless stream is NULL, DEVICE. */
 HALFSTEP_API int halfstep_set_stream(halfstep_optimizer *optimizer, void *stream);
+
 typedef struct halfstep_device_info {
     uint32_t struct_size;
     int32_t devices;         /* number that the driver shows */

@@ -8,7 +8,7 @@
  *   halfstep_save_options options = {sizeof options, .step = step};
  *   halfstep_begin_checkpoint(&save, "run", &options, error, sizeof error);
  *   halfstep_save_optimizer(save, optimizer, weights, NULL, error, sizeof error);
- *   halfstep_commit_checkpoint(save, error, sizeof error);          durable when this returns HALFSTEP_OK
+ *   halfstep_commit_checkpoint(save, error, sizeof error);          // durable if it returns HALFSTEP_OK
  *
  *   halfstep_open_checkpoint(&checkpoint, "run", NULL, error, sizeof error);
  *   halfstep_load_optimizer(checkpoint, optimizer, weights, NULL, error, sizeof error);
@@ -32,11 +32,11 @@
  * writes an empty string, or a line that begins with "note: " about something the caller should know. error may be NULL
  * with size 0. The library never prints, exits or aborts.
  *
- *   HALFSTEP_ERROR_FORMAT   the contents are corrupt: bad header, wrong size, wrong checksum, impossible values
- *   HALFSTEP_ERROR_MISMATCH the file is sound, but of another optimizer
- *   HALFSTEP_ERROR_IO       the operating system refused: no such file, disk full, permission, another process is
- *                           saving
- *   HALFSTEP_ERROR_NAME     the name is not known: unknown dtype, tensor, key; no checkpoint in that directory
+ *   HALFSTEP_ERROR_FORMAT    the contents are corrupt: bad header, wrong size, wrong checksum, impossible values
+ *   HALFSTEP_ERROR_MISMATCH  the file is sound, but of another optimizer
+ *   HALFSTEP_ERROR_IO        the operating system refused: no such file, disk full, permission, another process is
+ *                            saving
+ *   HALFSTEP_ERROR_NAME      the name is not known: unknown dtype, tensor, key; no checkpoint in that directory
  *
  * THREADS. Different handles may be used at the same time. The caller serialises calls on one handle, except that
  * halfstep_read_safetensor may run concurrently on one file.
@@ -202,8 +202,8 @@ HALFSTEP_API int halfstep_read_optimizer(const char *path, halfstep_optimizer *o
  * a step returns, it is durable. A kill or a loss of power at any instant leaves the last whole step; so does a disk
  * that fails. A run that opens the file goes on with the bits of a run that never stopped.
  *
- *   halfstep_store_create("run.states", optimizer, weights, NULL, &store, error, sizeof error);    a new run
- *   halfstep_store_open("run.states", optimizer, weights, NULL, &store, error, sizeof error);      an old one
+ *   halfstep_store_create("run.states", optimizer, weights, NULL, &store, error, sizeof error);  // a new run
+ *   halfstep_store_open("run.states", optimizer, weights, NULL, &store, error, sizeof error);    // an old one
  *   ... halfstep_step(optimizer, weights, gradients) ...
  *   halfstep_store_close(store);
  *   halfstep_destroy(optimizer);

@@ -301,7 +301,7 @@ def main(build, *tags):
         except Failed as error:
             failed += 1
             print(f"FAIL {tag}: {error}")
-    # The folder has a link to the root of the file system. A tool that walks the tree, as the making of an sdist does, would follow it.
+    # It has a link to the root of the file system, which a tool that walks the tree would follow.
     shutil.rmtree(build / "packaging" / "wine")
     print(f"{failed} failed")
     return failed != 0

@@ -9,6 +9,7 @@ export HALFSTEP_LIBRARY=${HALFSTEP_LIBRARY:-$build/libhalfstep.so} HALFSTEP_IO_L
 export HALFSTEP_PROGRAM=${HALFSTEP_PROGRAM:-$build/halfstep} PYTHONPATH=$root/python PYTHONDONTWRITEBYTECODE=1 PYTHONWARNINGS=ignore
 # The theme's makers print an advertisement of another program without this.
 export NO_MKDOCS_2_WARNING=1
+export PATH=$build/venv/bin:$PATH
 cd "$root"
-"$build/venv/bin/python" -m mkdocs build --quiet --strict --config-file site/mkdocs.yml --site-dir "$folder"
+"$build/venv/bin/python" -m mkdocs build --strict --config-file site/mkdocs.yml --site-dir "$folder"
 "$build/venv/bin/python" site/check.py "$folder"

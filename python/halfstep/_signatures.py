@@ -126,7 +126,7 @@ _TITLES = {
     "matrix": (
         'what a parameter of three or more dimensions is: "last-two", a stack of matrices of the'
         ' last two; "flatten", one matrix of dimension 0 by the rest; "auto", what the rule\'s'
-        " authors take it for (docs/python.md)"
+        " authors take it for (docs/guides/muon.md)"
     ),
     "heads": "number of equal blocks of rows that are matrices of their own (heads)",
     "split": "rows of the blocks that are matrices of their own, such as q, k and v in one weight",

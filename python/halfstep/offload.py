@@ -461,7 +461,7 @@ class CPUOffload(Hosted):
                         here, into memory of its own. step() takes these results where nothing is
                         clipped and nothing has changed, and makes the others again, with the same
                         bits. A size ("8G"): the results take at most so many bytes, and parameters
-                        without room are stepped in step(). docs/python.md says more
+                        without room are stepped in step(). docs/guides/offload.md says more
     options             of the class: lr, betas, clip_norm ...
 
     Matrices of Muon are stepped on the GPU, because a processor is slow at their products. Their
@@ -516,7 +516,7 @@ class CPUOffload(Hosted):
         if getattr(self, mode):
             raise RuntimeError(
                 f"halfstep: a GradScaler finds no gradients on the GPU where {mode}=True gives"
-                " them up"
+                " them up; train without one (BF16 needs none)"
             )
         self._parts.placement.doubt()
         return self.__dict__.get("_step_supports_amp_scaling", False)

@@ -251,7 +251,9 @@ class Optimizer(torch.optim.Optimizer):
                 " or leave them out"
             )
         if not isinstance(store, (str, bytes, os.PathLike, type(None))):
-            raise TypeError(f"halfstep: store={store!r} is not a path of a file")
+            raise TypeError(
+                f"halfstep: store={store!r} is not a path of a file; write store='run.states'"
+            )
         self.store = None if store is None else os.path.abspath(os.fsdecode(store))
         self.store_weights = bool(store_weights)
         self.store_memory = None if store_memory is None else bytes_of(store_memory, "store_memory")
@@ -647,8 +649,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_states(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Takes the states, counters, seed and generator of a checkpoint that another trainer, or
-        this one, has written: a file or a folder (docs/frameworks.md lists them). No code in it is
-        run.
+        this one, has written: a file or a folder (docs/guides/resume.md lists them). No code in it
+        is run.
 
         Parameters are matched by name, whatever groups they were in. Without names, positions count
         if the groups have as many parameters. Options such as `lr` stay as they are. Residuals and

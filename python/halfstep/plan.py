@@ -144,9 +144,9 @@ class Plan:
                 f"{self.parameters} parameters, {_size(self.memory)} on the GPU.",
                 (
                     f"{fitting} of {len(self.rows)} fit. Activations come on top. A step is what"
-                    " comes after the backward pass, or under it (<=); docs/choosing.md has\nthe"
-                    " formulas. Ways with gradient_release judge and clip tensors singly; the"
-                    f" others lose nothing.{code}"
+                    " comes after the backward pass, or under it (<=); docs/guides/offload.md\n"
+                    "has the formulas. Ways with gradient_release judge and clip tensors singly;"
+                    f" the others lose nothing.{code}"
                 ),
             )
         title = (
@@ -582,8 +582,8 @@ def _preference(row):
 
 
 def _ways(row, largest_gradient, largest_states, limit, bus, host, device, released):
-    """Returns the ways to train one recipe, which docs/choosing.md describes. `released`: the rule
-    can step one tensor at a time."""
+    """Returns the ways to train one recipe, which docs/guides/offload.md describes. `released`: the
+    rule can step one tensor at a time."""
     kept = row.extras + row.states
     buffers = min(BUFFERS * max(BUFFER_BYTES, largest_states), kept)
     touched = 2 * row.weights + row.gradients + 2 * kept

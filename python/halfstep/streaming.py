@@ -219,7 +219,7 @@ class StateStreaming(Hosted):
     It is an optimizer of the class of its recipe, with all options and the same bits. State
     dictionaries of both load into each other. In step() states pass through three buffers on the
     GPU. While some are stepped, the next come and the last go. A step therefore takes as long as
-    the bus takes for all states one way; docs/choosing.md says when CPUOffload takes longer.
+    the bus takes for all states one way; docs/guides/offload.md says when CPUOffload takes longer.
 
     recipe              a recipe, or a class of this package
     buffer              bytes of a buffer, by default 256 MiB. All states of one parameter are in it

@@ -19,7 +19,9 @@ def _letters(text):
 def normal(text):
     """Returns a message in the form in which two are compared: without quotes around holes, and
     with one hole for several in a row."""
-    text = re.sub(rf"[\"']({HOLE})[\"']", r"\1", " ".join(text.split()))
+    text = re.sub(rf"{HOLE}+", HOLE, " ".join(text.split()))
+    text = re.sub(rf"[\"']({HOLE})[\"']", r"\1", text)
+    text = re.sub(r"^halfstep_[a-z_]+(?=: )", HOLE, text)
     text = re.sub(rf"{HOLE}(?:[\s,x×/.:()]*{HOLE})+", HOLE, text)
     return _PREFIX.sub("", text).strip()
 
@@ -150,11 +152,13 @@ def of_package(folder):
 
 # ---- C -----------------------------------------------------------------------------------------
 
-# Functions that write an error text: their first string is the format.
+# Calls that write an error text: the first string after their first argument is the format.
 _C_CALLS = re.compile(
-    r"\b(hstep_fail|hstep_fail_system|hstep_cuda_fail|hstep_json_fail|fail_bits|fail_value|fail_lost"
-    r"|fail|run_fail|failure|complain|usage_error|refuse)\s*\("
+    r"\b(?:(?:hstep_fail|hstep_cuda_fail|fail|run_fail|failure|complain|usage_error|refuse)"
+    r"\s*\(|snprintf\((?=(?:m->)?error,)|fprintf\((?=stderr,))"
 )
+# A row of a table of errors, which holds a code and a text.
+_C_ROWS = re.compile(r'HALFSTEP_ERROR_[A-Z]+,\s*[01],\s*("[^}]*)}')
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _CONVERSION = re.compile(
     r"%[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?(?:hh|h|ll|l|z|j|t)?[diouxXeEfgGcsp]"
@@ -192,8 +196,11 @@ def _arguments(code, start):
 
 def _format(argument):
     """Returns the formats in an argument: one, or several after '?' and ':'."""
-    argument = re.sub(r'"\s*PRI[a-zA-Z0-9]+\s*"', "d", argument)
-    argument = re.sub(r'"\s*[A-Z][A-Z_]+\s*"', "%s", argument)
+    argument = re.sub(r'"\s*PRI[a-zA-Z0-9]+\s*"', "d", argument.strip())
+    argument = re.sub(r'"\s*PRI[a-zA-Z0-9]+$', 'd"', argument)
+    argument = re.sub(r'"\s*[A-Z][A-Z0-9_]+\s*"', "%s", argument)
+    argument = re.sub(r'"\s*[A-Z][A-Z0-9_]+$', '%s"', argument)
+    argument = re.sub(r'^[A-Z][A-Z0-9_]+\s*"', '"%s', argument)
     argument = re.sub(r'"\s+"', "", argument)
     texts = []
     for text in _LITERAL.findall(argument):
@@ -203,23 +210,35 @@ def _format(argument):
     return texts
 
 
+def _is_message(text):
+    """Returns True for a text of several words, or one with holes that has words of its own."""
+    return " " in text.strip() and text[:1] not in ",:;" and _letters(normal(text)) > 3
+
+
+def _formats(code):
+    """Yields (place in the code, format) of each error text in a C file."""
+    for row in _C_ROWS.finditer(code):
+        for text in _format(row[1]):
+            yield row.start(), text
+    for call in _C_CALLS.finditer(code):
+        if re.search(r"(?:int|void)\s+$", code[: call.start()][-12:]):
+            continue  # a definition
+        for argument in _arguments(code, call.end())[1:]:
+            texts = _format(argument)
+            found = [text for text in texts if _is_message(text)]
+            for text in found:
+                yield call.start(), text
+            if found or (texts and call[0].startswith("snprintf")):
+                break
+
+
 def of_c(root, folders):
     """Returns {message: [place]} of all errors that C files in some folders make."""
     found = {}
     for folder in folders:
         for path in sorted((root / folder).rglob("*.[ch]")):
             code = _code(path.read_text(encoding="utf-8"))
-            for call in _C_CALLS.finditer(code):
-                if re.search(r"(?:int|void|bool)\s+$", code[: call.start()][-12:]):
-                    continue
-                for argument in _arguments(code, call.end()):
-                    texts = [t for t in _format(argument) if " " in t or _letters(t) > 11]
-                    if texts:
-                        break
-                else:
-                    continue
-                line = code.count("\n", 0, call.start()) + 1
-                for text in texts:
-                    if normal(text) not in _FORWARDED:
-                        found.setdefault(text, []).append(f"{path.relative_to(root)}:{line}")
+            for at, text in _formats(code):
+                place = f"{path.relative_to(root)}:{code.count(chr(10), 0, at) + 1}"
+                found.setdefault(text, []).append(place)
     return found

@@ -1,6 +1,6 @@
 """Goes on in one trainer from the checkpoint of another, with the bits of a run that went on where
-it was. The table of docs/frameworks.md is what comes out; `python test_checkpoints_of_trainers.py`
-writes it.
+it was. The table of docs/guides/resume.md is what comes out; `python
+test_checkpoints_of_trainers.py` writes it.
 
 transformers, Accelerate, Lightning and torch.distributed.checkpoint write their checkpoints
 themselves. Those of torchtitan, NeMo Automodel, verl and torchtune are laid out here as they do.
@@ -20,6 +20,8 @@ from torch import nn
 import halfstep
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+#: the page that has the table
+PAGE = os.path.join(ROOT, "docs", "guides", "resume.md")
 #: how each trainer makes an optimizer: what it puts before names, and True for two groups
 MAKES = {
     "transformers": ("", True),
@@ -253,7 +255,7 @@ def table(folder):
 
 @pytest.mark.all
 def test_table(tmp_path):
-    with open(os.path.join(ROOT, "docs", "frameworks.md"), encoding="utf-8") as file:
+    with open(PAGE, encoding="utf-8") as file:
         found = re.search("<!-- checkpoints -->(.*?)<!-- end -->", file.read(), flags=re.S)
     assert found and found[1] == table(str(tmp_path))
 
@@ -419,6 +421,6 @@ if __name__ == "__main__":
     from generate import between
 
     with tempfile.TemporaryDirectory() as made:
-        text = between("docs/frameworks.md", "checkpoints", table(made))
-    with open(os.path.join(ROOT, "docs", "frameworks.md"), "w", encoding="utf-8") as page:
+        text = between("docs/guides/resume.md", "checkpoints", table(made))
+    with open(PAGE, "w", encoding="utf-8") as page:
         page.write(text)

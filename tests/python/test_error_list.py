@@ -55,6 +55,11 @@ def test_messages_of_the_package_have_rows():
     _compare(error_texts.of_package(SOURCE / "python" / "halfstep"), _rows("The Python package"))
 
 
+@pytest.mark.parametrize("heading, folder", [("The C library", "src"), ("The program", "tools")])
+def test_messages_in_c_have_rows(heading, folder):
+    _compare(error_texts.of_c(SOURCE, [folder]), _rows(heading))
+
+
 def test_every_raise_with_a_text_is_seen():
     """Raises that make an exception are calls whose text the collector finds."""
     found = error_texts.of_package(SOURCE / "python" / "halfstep")
@@ -109,6 +114,8 @@ def test_texts_are_collected_from_python(tmp_path, text, messages):
         ('return hstep_fail(o, CODE, "%s has %d (\\"x\\")", a, n);', ['… has … ("x")']),
         ('hstep_fail(o, f(",)"), n ? "one text" : "two texts");', ["one text", "two texts"]),
         ('hstep_fail(o, CODE, "%" PRId64 " of 5%% "\n "are wrong");', ["… of 5% are wrong"]),
+        ('{1, HALFSTEP_ERROR_DEVICE, 0,\n "a text of a table"},', ["a text of a table"]),
+        ('snprintf(error, n, "%s ends" END, a); snprintf(line, n, "not one");', ["… ends…"]),
         ('/* hstep_fail(o, "a comment"); */ int hstep_fail(int o, "of a definition")', []),
     ],
 )

@@ -26,8 +26,8 @@ def faults(text):
     """Returns what a reader of a page misses, a line for each table."""
     whole, found = "\n".join(re.findall(r"^# .*?(?=^## |\Z)", text, flags=re.M | re.S)), []
     for heading, above, section in tables(text):
-        near = [line for line in above[1:] if line.strip() and not line.startswith("<!--")][-1:]
-        if not near or near[0].startswith(("|", "```", "#", "<")):
+        near = [line for line in above[1:] if line.strip() and not line.startswith("<!--")]
+        if not near or near[-1].startswith(("|", "```", "#", "<")):
             found.append(f"{heading}: no sentence stands directly above a table")
         code = " ".join(re.findall(r"`[^`]+`|^```.*?^```", section + whole, flags=re.M | re.S))
         if not COMMAND.search(code):
@@ -42,7 +42,9 @@ def test_tables_have_a_sentence_and_a_command(page):
 
 
 def test_what_a_reader_misses_is_found():
-    good = "# Page\n\n## Part\n\nSee the second column. `python bench/x.py`\n\n| a |\n|---|\n| 1 |\n"
+    good = (
+        "# Page\n\n## Part\n\nSee the second column. `python bench/x.py`\n\n| a |\n|---|\n| 1 |\n"
+    )
     assert not faults(good)
     assert "no sentence" in faults(good + "\n| b |\n|---|\n| 2 |\n")[0]
     assert "no command" in faults(good.replace("`python bench/x.py`", "So it is."))[0]

@@ -247,7 +247,7 @@ def test_nothing_to_draw():
 
 
 def test_where_states_are():
-    """The formulas of docs/choosing.md, by hand."""
+    """The formulas of docs/guides/offload.md, by hand."""
     shapes = {f"m{i}": (1 << 15, 1 << 12) for i in range(8)}
     n = 8 << 27
     speeds = {"bus": 50e9, "host": 100e9, "device": 1e12}
