@@ -244,6 +244,8 @@ def test_checkpoint(page, monkeypatch, tmp_path):
         steps = state["param_groups"][0].get("step", 0) if page == "transformer-engine" else 0
         steps = steps or float(next(iter(state["state"].values())).get("step", 2))
         assert steps > 1 and optimizer.state[p]["step"] == steps
+        moments = [v for k, v in optimizer.state[p].items() if k.startswith(("exp_avg", "row_var"))]
+        assert any(value.float().any() for value in moments)
         train(script.names["model"], optimizer, 1)
         assert optimizer.state[p]["step"] == steps + 1 and optimizer.skipped_steps == 0
 
