@@ -151,8 +151,7 @@ class Group:
         out = ["".join(places), ""] if len(places) > 1 else []
         if self.names:
             out += ["### " + ", ".join(self.names), ""]
-        if self.code:
-            out += ["```c", *self.code, "```", ""]
+        out += ["```c", *self.code, "```", ""] if self.code else []
         out += text_of(self.comment, anchors) if self.comment else []
         used = sorted({name for code in self.code for name in re.findall(r"halfstep_\w+", code)})
         used = [f"[`{x}`](#{x})" for x in used if x in anchors - {*self.names, _HANDLE}]
