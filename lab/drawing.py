@@ -11,17 +11,17 @@ from html import escape
 
 WIDTH, MARGIN = 480, 14
 STYLE = """
-.back { fill: #ffffff } text { fill: #1f2328; stroke: #ffffff; stroke-width: 3px; paint-order: stroke }
+.back { fill: #ffffff }
+text { fill: #1f2328; stroke: #ffffff; stroke-width: 3px; paint-order: stroke }
 .small { fill: #59636e } .line { stroke: #d1d9e0 }
 .zero { stroke: #818b98; stroke-dasharray: 4 3 } path.path { fill: none; stroke-width: 2 }
 .good { fill: #0969da } .bad { fill: #cf222e } .fp32 { fill: #59636e } .mild { fill: #8250df }
-.path.good { stroke: #0969da } .path.bad { stroke: #cf222e } .path.fp32 { stroke: #818b98 }
-.path.mild { stroke: #8250df }
+.path.good { stroke: #0969da } .path.bad { stroke: #cf222e } .path.mild { stroke: #8250df }
 @media (prefers-color-scheme: dark) {
-.back { fill: #0d1117 } text { fill: #f0f6fc; stroke: #0d1117 } .small { fill: #9198a1 } .line { stroke: #3d444d }
-.zero { stroke: #9198a1 } .good { fill: #4493f8 } .bad { fill: #f85149 } .fp32 { fill: #9198a1 }
-.mild { fill: #ab7df8 } .path.good { stroke: #4493f8 } .path.bad { stroke: #f85149 }
-.path.fp32 { stroke: #9198a1 } .path.mild { stroke: #ab7df8 } }
+.back { fill: #0d1117 } text { fill: #f0f6fc; stroke: #0d1117 }
+.small { fill: #9198a1 } .line { stroke: #3d444d } .zero { stroke: #9198a1 }
+.good { fill: #4493f8 } .bad { fill: #f85149 } .fp32 { fill: #9198a1 } .mild { fill: #ab7df8 }
+.path.good { stroke: #4493f8 } .path.bad { stroke: #f85149 } .path.mild { stroke: #ab7df8 } }
 """
 
 
