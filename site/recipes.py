@@ -23,6 +23,7 @@ COMBINATIONS = (
     ("bf16-sr", "int8"),
     ("bf16-sr", "int4"),
 )
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 LARGEST = 3.4028234663852886e38  # of fp32
 
 INTRODUCTION = """\
@@ -124,7 +125,7 @@ def plain(value):
     if value == 0 or 1e-4 <= abs(value) < 1e6:
         return f"{value:.6g}"
     if 0 < value < 1e-4 and math.log2(value).is_integer():
-        return f"2^{int(math.log2(value))}"
+        return "2" + str(int(math.log2(value))).translate(RAISED)
     mantissa, exponent = f"{value:.3e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 
