@@ -86,20 +86,16 @@ def read(root, *path):
         return file.read()
 
 
-def tables(text):
-    """Returns the tables of some Markdown, each as a list of rows of cells without its rule."""
-    found = []
+def columns(text, *names):
+    """Returns some columns, by the words of its first row, of the first table of Markdown that has
+    them all."""
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
         rows = [[cell.strip(" *`") for cell in line.strip("|").split("|")]
                 for line in block.splitlines()]  # fmt: skip
-        found.append(rows[:1] + rows[2:])
-    return found
-
-
-def columns(table, *names):
-    """Returns some columns of a table, by the words of its first row."""
-    places = [table[0].index(name) for name in names]
-    return [[row[i] for i in places] for row in table[1:]]
+        if set(names) <= set(rows[0]):
+            places = [rows[0].index(name) for name in names]
+            return [[row[i] for i in places] for row in rows[2:]]
+    raise ValueError(f"no table has the columns {', '.join(names)}")
 
 
 def signed(cell):
@@ -112,7 +108,7 @@ def signed(cell):
 
 def loss_and_memory(root):
     section = read(root, "docs", "results.md").split("## E1", 1)[1]
-    rows = columns(tables(section)[0], "recipe", "difference to fp32", "B/param")
+    rows = columns(section, "recipe", "difference to fp32", "B/param")
     picture = Picture(
         "Loss above fp32 against bytes per parameter",
         ["nat/byte; 6.6 M parameters, learning rate 1e-5, three seeds"],
@@ -226,10 +222,10 @@ def speed_of_recipes(root):
 def wander(root):
     section = read(root, "docs", "results.md").split("### How far weights wander", 1)[1]
     formats = ("bf16-sr", "int8-ecc4", "int8-sr")
-    lengths, outliers = tables(section)[:2]
-    curves = {"": [row[1:] for row in columns(lengths, "learning rate", "steps", *formats)
-                   if row[0] == "1e-5"]}  # fmt: skip
-    for row in columns(outliers, outliers[0][0], "steps", *formats):
+    lengths = columns(section, "learning rate", "steps", *formats)
+    curves = {"": [row[1:] for row in lengths if row[0] == "1e-5"]}
+    larger = "the largest weight over the size of the others, at 1e-5"
+    for row in columns(section, larger, "steps", *formats):
         curves.setdefault(row[0], []).append(row[1:])
     picture = Picture(
         "How far rounding lets weights wander",
@@ -314,15 +310,15 @@ def trap(root, column):
     title, lines, (low, high, log, ticks) = TRAPS[column]
     sound = (0, 0) if column == "moved, %" else (0.95, 1.05)
     lines = [*lines, "Red: not as it should be." if sound[1] == 0 else "Red: more than 5 % off."]
-    peers, ours = tables(read(root, "bench", "traps.md"))[:2]
+    text = read(root, "bench", "traps.md")
     rows = [
         (name.removeprefix("adamw/").replace("bf16/bf16", "bf16/bf16, to nearest"), float(value))
-        for name, value in columns(ours, "ours", column)
+        for name, value in columns(text, "ours", column)
         if name != "adamw/f32/f32"
     ]
     groups = [("halfstep", rows)]
-    if column in peers[0]:
-        found = {name: float(value) for name, value in columns(peers, "optimizer", column)}
+    if column != "spikes":  # peers were run before this trap was there
+        found = {name: float(value) for name, value in columns(text, "optimizer", column)}
         groups.append(("other packages", [(short, found[name]) for name, short in PEERS.items()]))
     scale = Scale(low, high, 196, WIDTH - 66, log)
     ticks = [(value, f"{value:,}") for value in ticks]

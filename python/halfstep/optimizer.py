@@ -251,7 +251,9 @@ class Optimizer(torch.optim.Optimizer):
                 " or leave them out"
             )
         if not isinstance(store, (str, bytes, os.PathLike, type(None))):
-            raise TypeError(f"halfstep: store={store!r} is not a path of a file")
+            raise TypeError(
+                f"halfstep: store={store!r} is not a path of a file; write store='run.states'"
+            )
         self.store = None if store is None else os.path.abspath(os.fsdecode(store))
         self.store_weights = bool(store_weights)
         self.store_memory = None if store_memory is None else bytes_of(store_memory, "store_memory")
