@@ -1,11 +1,16 @@
 /* Copy this to src/rules/NAME.h and rename. Name it in src/rules/rules.def and rules.h (docs/adding.md).
  *
- * Say here what the rule is, which paper it is from, and how the equations are computed. This example is Signum
- * (Bernstein et al. 2018):
+ * Say here what the rule is. The four fields follow, as docs/adding.md describes them. The site shows them, and
+ * tests/python/test_equations.py runs the equations beside the library. This example is Signum.
  *
- *   m = b m + (1 - b) g        d = lr * sign(m) + decay * w
+ * Use: for signs of the momentum in place of its size.
+ * Source: Bernstein et al. 2018, arXiv:1802.04434
+ * Symbols: m momentum_buffer
+ * Equations:
+ *   m = momentum * m + (1 - momentum) * g
+ *   change = lr * sign(m) + decay * w
  *
- * It has one state, m, which is signed and starts at zero. */
+ * The state m is signed and starts at zero. */
 #ifndef HSTEP_SKELETON_RULE_H
 #define HSTEP_SKELETON_RULE_H
 

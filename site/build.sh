@@ -11,5 +11,5 @@ export HALFSTEP_PROGRAM=${HALFSTEP_PROGRAM:-$build/halfstep} PYTHONPATH=$root/py
 export NO_MKDOCS_2_WARNING=1
 export PATH=$build/venv/bin:$PATH
 cd "$root"
-"$build/venv/bin/python" -m mkdocs build --quiet --strict --config-file site/mkdocs.yml --site-dir "$folder"
+"$build/venv/bin/python" -m mkdocs build --strict --config-file site/mkdocs.yml --site-dir "$folder"
 "$build/venv/bin/python" site/check.py "$folder"

@@ -24,6 +24,7 @@ for name in ("traps", "peers", "trainer", "offload"):
 MADE = ("c_api", "program", "recipes")
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[^\n]*$", re.M | re.S)
 LINK = re.compile(r"(\]\(|\bsrc=\")([^)\s\"#:]+)(?=[#)\s\"])")
+NAME = re.compile(r"<code>([^<]{1,28})</code>")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 
 
@@ -77,10 +78,14 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(content, page, config, files):
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
+
     def mathml(match):
         display = "block" if match[1] == "div" else "inline"
         return latex2mathml.converter.convert(html.unescape(match[2]), display=display)
 
-    # A wide table scrolls inside itself, so that a phone's page keeps its width.
+    # Names stay on one line; longer code in a table breaks. A wide table scrolls in itself.
+    content = NAME.sub(r'<code class="name">\1</code>', content)
     content = content.replace("<table>", '<div class="table"><table>')
     return FORMULA.sub(mathml, content.replace("</table>", "</table></div>"))

@@ -1,20 +1,36 @@
-/* Adafactor (Shazeer and Stern 2018, algorithms 4 to 8). The second moment of a matrix is in two vectors. Updates are
- * clipped by their root mean square, and steps are relative to the weights. In the formulas, b2 = 1 - t^beta2_decay. By
- * default a = 0 and f = eps. If published is 1, a = eps and f = 0.
+/* Adafactor. The second moment of a matrix is in two vectors. Updates are clipped by their root mean square, and steps
+ * are relative to the weights.
  *
- *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + a), c likewise over rows, v = r c' / max(mean(r), f)
- *   the rest: v = b2 v + (1 - b2) (g^2 + a)
+ * Use: for training where only memory counts.
+ * Source: Shazeer & Stern 2018, arXiv:1804.04235, algorithms 4 to 8; published = 0: torch.optim.Adafactor
+ * Symbols: v variance, r row_var, c col_var, m exp_avg, U update_rms, W weight_rms
+ * Equations:
+ *   b = 1 - t**beta2_decay
+ *   x = g**2 + eps if published else g**2
+ *   f = 0 if published else eps
+ *   if matrix:
+ *       r = b * r + (1 - b) * row_mean(x)
+ *       c = b * c + (1 - b) * column_mean(x)
+ *       v = outer(r, c) / max(mean(r), f)
+ *   else:
+ *       v = b * v + (1 - b) * x
+ *   u = g / max(sqrt(v), f)
+ *   U = rms(u)
+ *   u = u / max(1, U / d) if d > 0 else u
+ *   L = min(lr, 1 / sqrt(t)) if relative_step else lr
+ *   L = min(L, 1e-6 * t) if relative_step and warmup_init else L
+ *   W = rms(w)
+ *   L = L * max(W, scale_eps) if scale_parameter else L
+ *   if published:
+ *       m = beta1 * m + (1 - beta1) * L * u
+ *       change = m + L / lr * decay * w
+ *   else:
+ *       m = beta1 * m + (1 - beta1) * u
+ *       change = L * m + decay * w
  *
- *   u = g / max(sqrt(v), f)          u = u / max(1, RMS(u) / d)
- *   L = lr; where relative_step is 1 min(lr, 1 / sqrt(t)), where warmup_init is 1 no more than 1e-6 t
- *   L = L max(scale_eps, RMS(w)) where scale_parameter is 1
- *
- *   m = b1 m + (1 - b1) u            change = L m + decay w
- *   published: m = b1 m + (1 - b1) L u, change = m + decay L / lr w
- *
- * The default form is torch.optim.Adafactor's; published is that of the paper and of transformers. RMS is the root mean
- * square over the tensor, kept as update_rms and weight_rms. If a square is 0, so is its quotient. A matrix has two
- * rows and two columns or more. In a stack of matrices each has vectors of its own. */
+ * The default form is torch.optim.Adafactor's; published is that of the paper and of transformers. rms is the root mean
+ * square over the tensor. If a square is 0, so is its quotient. A matrix has two rows and two columns or more. It does
+ * not store v. In a stack of matrices each has vectors of its own. */
 #ifndef HSTEP_ADAFACTOR_H
 #define HSTEP_ADAFACTOR_H
 

@@ -1,5 +1,8 @@
-/* Adam (Kingma & Ba 2015), with the arithmetic of adamw.h. Its decay is part of the gradient (l2) unless a group says
- * otherwise. */
+/* Adam, with the arithmetic of adamw.h. Its decay is part of the gradient (l2) unless a group says otherwise.
+ *
+ * Use: to go on with a run of torch.optim.Adam, whose decay is part of the gradient.
+ * Source: Kingma & Ba 2015, arXiv:1412.6980, algorithm 1
+ * Equations: adamw */
 #ifndef HSTEP_ADAM_H
 #define HSTEP_ADAM_H
 

@@ -1,10 +1,19 @@
-/* Adam (Kingma & Ba 2015, algorithm 1) and AdamW (Loshchilov & Hutter 2019, algorithm 2):
+/* AdamW.
  *
- *   m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
- *   d = lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
+ * Use: first, if nothing speaks for another rule.
+ * Source: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2; amsgrad: Reddi et al. 2018, arXiv:1904.09237,
+ *   algorithm 2
+ * Symbols: m exp_avg, v exp_avg_sq, x max_exp_avg_sq
+ * Equations:
+ *   m = beta1 * m + (1 - beta1) * g
+ *   v = beta2 * v + (1 - beta2) * g**2
+ *   x = max(x, v) if amsgrad else v
+ *   m_hat = m / (1 - beta1**t)
+ *   v_hat = x / (1 - beta2**t)
+ *   change = lr * m_hat / (sqrt(v_hat) + eps) + decay * w
  *
- * amsgrad (Reddi et al. 2018, algorithm 2) replaces v by the largest v so far. As in torch these are raw second
- * moments, so that the correction of the current step applies to the largest.
+ * amsgrad keeps the largest v so far. As in torch these are raw second moments, so that the correction of the current
+ * step applies to the largest.
  *
  * States start at zero. A zero denominator (eps = 0 and no gradient yet) gives no update. Decay is in the same
  * expression as the update, so that the format rounds their sum once. */

@@ -1,15 +1,25 @@
-/* Adan (Xie et al. 2022, algorithm 1), with betas as decay rates and debiased moments:
+/* Adan, with betas as decay rates and debiased moments.
  *
- *   e = g - previous (0 in the first update)       y = g + b2 e
- *   m = b1 m + (1 - b1) g      a = b2 a + (1 - b2) e      n = b3 n + (1 - b3) y^2      previous = g
- *   d = lr * (m / (1 - b1^t) + b2 a / (1 - b2^t)) / (sqrt(n) / sqrt(1 - b3^t) + eps) + decay * w
+ * Use: for Nesterov momentum with an adaptive step. It has four states.
+ * Source: Xie et al. 2022, arXiv:2208.06677, algorithm 1
+ * Symbols: m exp_avg, a exp_avg_diff, n exp_avg_sq, p previous
+ * Equations:
+ *   e = g - p if t > 1 else 0
+ *   y = g + beta2 * e
+ *   m = beta1 * m + (1 - beta1) * g
+ *   a = beta2 * a + (1 - beta2) * e
+ *   n = beta3 * n + (1 - beta3) * y**2
+ *   p = g
+ *   u = m / (1 - beta1**t) + beta2 * a / (1 - beta2**t)
+ *   n_hat = n / (1 - beta3**t)
+ *   change = lr * u / (sqrt(n_hat) + eps) + decay * w
  *
  * The paper's (w - lr u) / (1 + lr wd) is the decay mode "proximal", whose two factors arrive as lr and decay. The
  * fourth state is the gradient itself; optimi keeps its negative.
  *
- * Bounds for quantized moments. Let r = b2 / (1 + b2). Then g_j = (1 - r) sum of r^i y_(j-i) + r^j y_1. Averages of g
- * are therefore averages of y at all delays i, and n holds the squares of y. Cauchy-Schwarz, by which a delay costs
- * b3^(-i/2), gives
+ * Bounds for quantized moments. Let r = b2 / (1 + b2), with b for beta. Then g_j = (1 - r) sum of r^i y_(j-i) + r^j
+ * y_1. Averages of g are therefore averages of y at all delays i, and n holds the squares of y. Cauchy-Schwarz, by
+ * which a delay costs b3^(-i/2), gives
  *
  *   |average of g by b| <= A(b, t) sqrt(n) = (C(b, t) (1 - r) / (1 - q) + E(b, t)) sqrt(n)        q = r / sqrt(b3) < 1
  *

@@ -1,18 +1,27 @@
-/* AdEMAMix (Pagliardini et al. 2024, algorithm 1): Adam with a second, slow average of the gradients:
+/* AdEMAMix: Adam with a second, slow average of the gradients.
  *
- *   m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2      a = B a + (1 - B) g
- *   d = lr * (m / (1 - b1^t) + A a) / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
+ * Use: for runs that are long enough to average over thousands of steps.
+ * Source: Pagliardini et al. 2024, arXiv:2409.03137, algorithm 1
+ * Symbols: m exp_avg, v exp_avg_sq, a exp_avg_slow
+ * Equations:
+ *   A = alpha * min(1, t / alpha_warmup) if alpha_warmup > 0 else alpha
+ *   x = min(1, t / beta3_warmup) if beta3_warmup > 0 else 1
+ *   h = (1 - x) / ln(beta1) + x / ln(beta3)
+ *   B = min(exp(1 / h), beta3)
+ *   m = beta1 * m + (1 - beta1) * g
+ *   v = beta2 * v + (1 - beta2) * g**2
+ *   a = B * a + (1 - B) * g
+ *   u = m / (1 - beta1**t) + A * a
+ *   v_hat = v / (1 - beta2**t)
+ *   change = lr * u / (sqrt(v_hat) + eps) + decay * w
  *
- * a is not debiased: it starts at zero on purpose. A and B are alpha and b3. With alpha_warmup and beta3_warmup they
- * reach these values within so many updates. A rises in a straight line from 0. B's half-life rises in a straight line
- * from that of b1:
+ * a is not debiased: it starts at zero on purpose. With alpha_warmup, A rises in a straight line from 0. With
+ * beta3_warmup, the half-life of B rises in a straight line from that of beta1.
  *
- *   A = alpha t / alpha_warmup      B = exp(1 / ((1 - x) / ln b1 + x / ln b3)), at most b3      x = t / beta3_warmup
- *
- * Bounds for quantized moments are Adam's. The bound of a takes b3 and is doubled, because a meets its bound when
+ * Bounds for quantized moments are Adam's. The bound of a takes beta3 and is doubled, because a meets its bound when
  * gradients hardly change. A bound that is not doubled would then cut off half of the noise of stochastic rounding,
- * which lasts 1 / (1 - b3) updates. While B rises, a gradient may have entered a with up to 1 - b1 instead of 1 - b3.
- * The bound is larger by that factor if there is a beta3_warmup. */
+ * which lasts 1 / (1 - beta3) updates. While B rises, a gradient may have entered a with up to 1 - beta1 instead of 1 -
+ * beta3. The bound is larger by that factor if there is a beta3_warmup. */
 #ifndef HSTEP_ADEMAMIX_H
 #define HSTEP_ADEMAMIX_H
 

@@ -1,11 +1,20 @@
-/* ADOPT (Taniguchi et al. 2024, algorithm 2). Each gradient is divided by the root of the second moment before it, and
- * only then averaged. Any b2 then converges:
+/* ADOPT. Each gradient is divided by the root of the second moment before it, and only then averaged. Any beta2 then
+ * converges.
  *
- *   t = 1:  v = g^2, nothing else changes, not even by decay
- *   t > 1:  n = g / max(sqrt(v), eps)                          v of the update before
- *           n = max(min(n, c), -c), c = (t - 1)^clip_power     unless clipped is 0
- *           m = b1 m + (1 - b1) n        v = b2 v + (1 - b2) g^2
- *           d = lr * m + decay * w
+ * Use: for runs of AdamW whose result depends on beta2.
+ * Source: Taniguchi et al. 2024, arXiv:2411.02853, algorithm 2
+ * Symbols: m exp_avg, v exp_avg_sq
+ * Equations:
+ *   if t == 1:
+ *       v = g**2
+ *       change = 0
+ *   else:
+ *       n = g / max(sqrt(v), eps)
+ *       c = (t - 1)**clip_power
+ *       n = max(min(n, c), -c) if clipped else n
+ *       m = beta1 * m + (1 - beta1) * n
+ *       v = beta2 * v + (1 - beta2) * g**2
+ *       change = lr * m + decay * w
  *
  * t - 1 is the number of averaged gradients, as in the authors' code, whose clip_lambda is `step ** 0.25`. Without the
  * clip the bound is the largest float, so that a first gradient of almost zero makes no infinity. A zero denominator

@@ -1,17 +1,33 @@
-/* CAME (Luo et al. 2023, algorithm 2): Adafactor's second moment in two vectors, and a first moment of its quotients. A
- * second pair of vectors measures how far quotient and first moment are apart, so that uncertain elements move less:
+/* CAME: Adafactor's second moment in two vectors, and a first moment of its quotients. A second pair of vectors
+ * measures how far quotient and first moment are apart, so that uncertain elements move less.
  *
- *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + eps), c likewise over rows, v = r c' / mean(r)
- *   the rest: v = b2 v + (1 - b2) (g^2 + eps)
+ * Use: for the memory of Adafactor with a first moment, and shorter steps where updates disagree.
+ * Source: Luo et al. 2023, arXiv:2307.02047, algorithm 2
+ * Symbols: m exp_avg, v exp_avg_sq, r exp_avg_sq_row, c exp_avg_sq_col, p exp_avg_res_row, q exp_avg_res_col, y
+ *   update_rms
+ * Equations:
+ *   x = g**2 + eps
+ *   if matrix:
+ *       r = beta2 * r + (1 - beta2) * row_mean(x)
+ *       c = beta2 * c + (1 - beta2) * column_mean(x)
+ *       v = outer(r, c) / mean(r)
+ *   else:
+ *       v = beta2 * v + (1 - beta2) * x
+ *   u = g / sqrt(v)
+ *   y = rms(u)
+ *   u = u / max(1, y / clip_threshold) if clip_threshold > 0 else u
+ *   m = beta1 * m + (1 - beta1) * u
+ *   if matrix:
+ *       e = (u - m)**2 + instability_eps
+ *       p = beta3 * p + (1 - beta3) * row_mean(e)
+ *       q = beta3 * q + (1 - beta3) * column_mean(e)
+ *       z = outer(p, q) / mean(p)
+ *       change = lr * m / sqrt(z) + decay * w
+ *   else:
+ *       change = lr * m + decay * w
  *
- *   u = g / sqrt(v) / max(1, RMS(g / sqrt(v)) / clip_threshold)         m = b1 m + (1 - b1) u
- *
- *   matrices: p = b3 p + (1 - b3) mean over columns of ((u - m)^2 + instability_eps), q likewise over rows
- *             d = lr m / sqrt(p q' / mean(p)) + decay * w
- *   the rest: d = lr m + decay * w
- *
- * As in the authors' code, no moment is debiased. If a square is 0, so is its quotient. RMS is the root mean square
- * over the tensor, kept as update_rms. A matrix has two rows and two columns or more. In a stack of matrices each has
+ * As in the authors' code, no moment is debiased. If a square is 0, so is its quotient. rms is the root mean square
+ * over the tensor. A matrix has two rows and two columns or more. It does not store v. In a stack of matrices each has
  * vectors of its own. */
 #ifndef HSTEP_CAME_H
 #define HSTEP_CAME_H

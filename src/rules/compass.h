@@ -1,14 +1,21 @@
-/* Compass (torchastic): the gradient, amplified by its average, over the root of its own second moment:
+/* Compass: the gradient, amplified by its average, over the root of its own second moment.
  *
- *   m = b1 m + (1 - b1) g          g' = g + amplify m / (1 - b1^t)
- *   v = b2 v + (1 - b2) g'^2
- *   d = lr * g' / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
+ * Use: to go on with a run of torchastic's Compass.
+ * Source: the package torchastic
+ * Symbols: m exp_avg, v exp_avg_sq
+ * Equations:
+ *   c = 1 - beta1**t
+ *   m = beta1 * m + (1 - beta1) * g
+ *   y = g + amplify * m if published else g + amplify * m / c
+ *   v = beta2 * v + (1 - beta2) * y**2
+ *   v_hat = v / (1 - beta2**t)
+ *   u = lr * y / (sqrt(v_hat) + eps) + decay * w
+ *   change = u / c if published else u
  *
- * published = 1 is the form of the package: m is not debiased, and lr and decay are divided by 1 - b1^t. This makes the
- * first step a hundred times too long for b1 = 0.99.
+ * published = 1 is the form of the package. It makes the first step a hundred times too long for beta1 = 0.99.
  *
- * v always holds this step's g'^2. So |g'| / sqrt(v) <= 1 / sqrt(1 - b2) whatever quantization has done to the states,
- * and nothing is clamped. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
+ * v always holds this step's y^2. So |y| / sqrt(v) <= 1 / sqrt(1 - beta2) whatever quantization has done to the states,
+ * and nothing is clamped. Squares of y must stay in fp32: |g| < 2^62 / (1 + amplify). */
 #ifndef HSTEP_COMPASS_H
 #define HSTEP_COMPASS_H
 

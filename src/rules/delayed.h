@@ -1,12 +1,20 @@
-/* The rule of the adamw_bfloat16 package: AdamW with weight decay in lumps that BF16 can hold:
+/* The rule of the adamw_bfloat16 package: AdamW with weight decay in lumps that BF16 can hold.
  *
- *   a = a + lr wd                  c = a if a > threshold, else 0                a = a - c
- *   d = lr sqrt(1 - b2^t) * m / (sqrt(v) + eps) + c * w
+ * Use: to go on with a run of adamw_bfloat16. No other rule needs lumps, unless weights are bf16 or f16.
+ * Source: the package adamw_bfloat16
+ * Symbols: m exp_avg, v exp_avg_sq, a accumulated_decay
+ * Equations:
+ *   a = decay + threshold * start if t == 1 else decay + a
+ *   c = a if a > threshold else 0
+ *   a = a - c
+ *   m = beta1 * m + (1 - beta1) * g
+ *   v = beta2 * v + (1 - beta2) * g**2
+ *   change = lr * sqrt(1 - beta2**t) * m / (sqrt(v) + eps) + c * w
  *
- * m and v are Adam's moments. m is not debiased, so the first steps are shorter by 1 - b1^t. The package takes the lump
- * from the rounded weight after the step. Here it is part of the one change. The sum a is kept per tensor, in double.
- * It starts at threshold * U, so that tensors do not all decay in the same step. U in [0, 1) is a hash of the tensor's
- * id, the top 53 bits of splitmix64's finalizer. A hash makes runs repeatable and ranks agree. */
+ * m is not debiased, so the first steps are shorter by 1 - beta1^t. The package takes the lump from the rounded weight
+ * after the step. Here it is part of the one change. The sum a is kept per tensor, in double. Its start, from 0 to 1,
+ * is a hash of the tensor's id, the top 53 bits of splitmix64's finalizer. Tensors therefore do not all decay in the
+ * same step. A hash makes runs repeatable and ranks agree. */
 #ifndef HSTEP_DELAYED_H
 #define HSTEP_DELAYED_H
 

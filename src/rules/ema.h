@@ -1,6 +1,11 @@
-/* A running average of weights. The gradient slot holds the live weight g, and the weight slot is the average w:
+/* A running average of weights. The gradient slot holds the live weight g, and the weight slot is the average w.
  *
- *   d = lr f (w - g) + decay * w         f = 1 - beta, or (1 - beta) / (1 - beta^t) with debias; 1 in the first update
+ * Use: for an average of the weights, to evaluate or to publish.
+ * Source: Polyak & Juditsky 1992; torch.optim.swa_utils
+ * Equations:
+ *   b = (1 - beta) / (1 - beta**t) if debias else 1 - beta
+ *   f = 1 if t == 1 else b
+ *   change = lr * f * (w - g) + decay * w
  *
  * So the first update copies the live weight. debias makes the average that of all t weights so far. For beta near 1
  * this is their plain mean, until t nears 1 / (1 - beta). An average in BF16 must move by less than its last place. It

@@ -1,13 +1,23 @@
-/* LAMB (You et al. 2020, algorithm 2): Adam with decay, where each tensor's step is as long as a share of its weights:
+/* LAMB: Adam with decay, where each tensor's step is as long as a share of its weights.
  *
- *   u = m^ / (sqrt(v^) + eps) + lambda * w           m, v as in adamw.h; debias = 0: m and v themselves
- *   ratio = (min(|w|, max_weight_norm) / |u|)^trust_scale     1 where a norm is 0, and with adam = 1
- *   d = lr * ratio * u
+ * Use: for large batches. Each tensor's step is in proportion to its weights.
+ * Source: You et al. 2020, arXiv:1904.00962, algorithm 2; debias = 0 and max_weight_norm: the package LAMB16
+ * Symbols: m exp_avg, v exp_avg_sq, W weight_norm, U update_norm, r trust_ratio
+ * Equations:
+ *   m = beta1 * m + (1 - beta1) * g
+ *   v = beta2 * v + (1 - beta2) * g**2
+ *   m_hat = m / (1 - beta1**t) if debias else m
+ *   v_hat = v / (1 - beta2**t) if debias else v
+ *   u = m_hat / (sqrt(v_hat) + eps) + decay / lr * w
+ *   W = min(norm(w), max_weight_norm) if max_weight_norm > 0 else norm(w)
+ *   U = norm(u)
+ *   r = 1 if adam or W == 0 or U == 0 else (W / U)**trust_scale
+ *   change = lr * r * u
  *
- * |.| is the Euclidean norm of the whole tensor. lambda is the coefficient of the weight in the change over lr. All
- * decay modes but l2 therefore enter the ratio as weight decay does in the paper. The widespread implementation of the
- * LAMB16 package has max_weight_norm 10 and debias = 0; trust_scale is its exponent. The scalars are the norms that
- * entered the ratio, and the ratio. If lr times a ratio leaves fp32, it counts as 1e30. */
+ * Norms are Euclidean, of the whole tensor. All decay modes but l2 enter the ratio as weight decay does in the paper.
+ * The widespread implementation of the LAMB16 package has max_weight_norm 10 and debias = 0; trust_scale is its
+ * exponent. The scalars are the norms that entered the ratio, and the ratio. If lr times a ratio leaves fp32, it counts
+ * as 1e30. */
 #ifndef HSTEP_LAMB_H
 #define HSTEP_LAMB_H
 

@@ -1,14 +1,21 @@
 /* LAMB16, the LAMB of the package of that name, made for states of 8 bits. It has no bias correction. A trust ratio
- * with a small exponent takes the place of most of lr:
+ * with a small exponent takes the place of most of lr.
  *
- *   u = m / (sqrt(v) + eps) + lambda * w                        m, v as in adamw.h
- *   W = sqrt(sum(clamp(w^2, eps, 1))) / n     U = sqrt(sum(clamp(u^2, eps, 1))) / n
- *   ratio = clamp((W / U * 1e-3 / lr)^trust_scale, 0, 2)
- *   d = lr * ratio * u
+ * Use: to go on with a run of the package LAMB16.
+ * Source: the package LAMB16
+ * Symbols: m exp_avg, v exp_avg_sq, W weight_norm, U update_norm, r trust_ratio
+ * Equations:
+ *   m = beta1 * m + (1 - beta1) * g
+ *   v = beta2 * v + (1 - beta2) * g**2
+ *   u = m / (sqrt(v) + eps) + decay / lr * w
+ *   W = sqrt(sum(min(max(w**2, eps), 1))) / elements
+ *   U = sqrt(sum(min(max(u**2, eps), 1))) / elements
+ *   r = min((1e-3 * W / (lr * U))**trust_scale, 2)
+ *   change = lr * r * u
  *
- * So d grows with lr^(1 - trust_scale). The sums are over the whole tensor, and n is its number of elements. The
- * scalars are W, U and the ratio. Values are clamped before they are squared, between sqrt(eps) and 1. With eps = 0 a
- * norm can be 0; the ratio is then 1. At lr = 0 the ratio is 2, as in the package, and nothing moves.
+ * So the change grows with lr^(1 - trust_scale). The sums are over the whole tensor. Values are clamped before they are
+ * squared, between sqrt(eps) and 1. With eps = 0 a norm can be 0; the ratio is then 1. At lr = 0 the ratio is 2, as in
+ * the package, and nothing moves.
  *
  * The format of states scales them for 8 bits. As in every rule, states of blocks are clamped to the bound of adamw.h
  * before they are used, except those of fp8-lamb16. */

@@ -1,8 +1,12 @@
-/* Lion (Chen et al. 2023, algorithm 2):
+/* Lion. The sign uses the momentum before this gradient; sign(0) = 0.
  *
- *   d = lr * sign(b1 m + (1 - b1) g) + decay * w        m = b2 m + (1 - b2) g
- *
- * The sign uses the momentum before this gradient; sign(0) = 0. */
+ * Use: for half the states of AdamW. Its lr is smaller, because every element moves by lr.
+ * Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2
+ * Symbols: m exp_avg
+ * Equations:
+ *   u = sign(beta1 * m + (1 - beta1) * g)
+ *   m = beta2 * m + (1 - beta2) * g
+ *   change = lr * u + decay * w */
 #ifndef HSTEP_LION_H
 #define HSTEP_LION_H
 

@@ -1,11 +1,21 @@
-/* LPFAdamW (torchastic): AdamW on gradients to which their own low-passed version is added:
+/* LPFAdamW: AdamW on gradients to which their own low-passed version is added.
  *
- *   h = b1 h + (1 - b1) g          g' = g + amplify h / (1 - b1^t)
- *   m = b2 m + (1 - b2) g'         v = b3 v + (1 - b3) g'^2
- *   d = lr / (1 - b2^t) * m / (sqrt(v) / sqrt(1 - b3^t) + eps) + decay * w
+ * Use: to go on with a run of torchastic's LPFAdamW.
+ * Source: the package torchastic
+ * Symbols: h smoothing, m exp_avg, v exp_avg_sq
+ * Equations:
+ *   h = beta1 * h + (1 - beta1) * g
+ *   h_hat = h if published else h / (1 - beta1**t)
+ *   y = g + amplify * h_hat
+ *   m = beta2 * m + (1 - beta2) * y
+ *   v = beta3 * v + (1 - beta3) * y**2
+ *   m_hat = m / (1 - beta2**t)
+ *   v_hat = v / (1 - beta3**t)
+ *   c = decay / (1 - beta2**t) if published else decay
+ *   change = lr * m_hat / (sqrt(v_hat) + eps) + c * w
  *
- * published = 1 is the form of the package: h is not debiased, and the decay is divided by 1 - b2^t. This makes decay
- * ten times too strong in the first step. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
+ * published = 1 is the form of the package. Its decay is ten times too strong in the first step. Squares of y must stay
+ * in fp32: |g| < 2^62 / (1 + amplify). */
 #ifndef HSTEP_LPFADAMW_H
 #define HSTEP_LPFADAMW_H
 

@@ -1,14 +1,22 @@
-/* MARS-AdamW (Yuan et al. 2024, algorithm 2): AdamW on gradients that are corrected by their change:
+/* MARS-AdamW: AdamW on gradients that are corrected by their change.
  *
- *   c = g + gamma b1 / (1 - b1) (g - last)        last = g; 0 before the first update
- *   c = c max_norm / |c| where |c| > max_norm     |c| over the tensor; no bound where max_norm is 0
+ * Use: for pretraining with large noisy batches.
+ * Source: Yuan et al. 2024, arXiv:2411.10438, algorithm 2
+ * Symbols: m exp_avg, v exp_avg_sq, p last_grad, q gradient_norm
+ * Equations:
+ *   c = g + gamma * beta1 / (1 - beta1) * (g - p)
+ *   p = g
+ *   q = norm(c)
+ *   c = c * max_norm / q if 0 < max_norm < q else c
+ *   m = beta1 * m + (1 - beta1) * c
+ *   v = beta2 * v + (1 - beta2) * c**2
+ *   m_hat = m / (1 - beta1**t)
+ *   v_hat = v / (1 - beta2**t)
+ *   change = lr * m_hat / (sqrt(v_hat) + eps) + decay * w
  *
- *   m = b1 m + (1 - b1) c                         v = b2 v + (1 - b2) c^2
- *   d = lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
- *
- * In this form (MARS-approx) the last gradient is that of the last batch. The first c is larger than g, as in the
- * authors' code. That code steps vectors by AdamW with betas of .9 and .95. Here a group with gamma 0 and max_norm 0
- * does that. */
+ * In this form (MARS-approx) the last gradient p is that of the last batch, and 0 before the first update. The first c
+ * is larger than g, as in the authors' code. That code steps vectors by AdamW with betas of .9 and .95. Here a group
+ * with gamma 0 and max_norm 0 does that. The norm is over the tensor. */
 #ifndef HSTEP_MARS_H
 #define HSTEP_MARS_H
 

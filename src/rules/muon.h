@@ -1,24 +1,47 @@
-/* Muon (Jordan et al. 2024): a matrix takes a step of the same length in every direction that its momentum has:
+/* Muon: a matrix takes a step of the same length in every direction that its momentum has.
  *
- *   b = mu b + (1 - mu) g
- *   u = (1 - mu) g + mu b (Nesterov), b
- *   d = lr * adjust * O + decay * w           O: u by Newton-Schulz steps, nearly its orthogonal factor
- *                                             (transforms.def)
- *   adjust, by match_rms:
- *     original          sqrt(max(1, rows / columns))
- *     match_rms_adamw   0.2 sqrt(max(rows, columns))   Liu et al. 2025
- *     spectral_norm     sqrt(rows / columns)           microsoft/dion
- *     none              1
+ * Use: for the matrices of a network. Its authors leave embeddings and the output layer to AdamW.
+ * Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; match_rms_adamw: Liu et al.
+ *   2025, arXiv:2502.16982; normalize_rows: Li et al. 2025, "NorMuon", arXiv:2510.05491
+ * Symbols: b momentum_buffer, v exp_avg_sq, r second_momentum_buffer
+ * Equations:
+ *   if matrix:
+ *       b = momentum * b + (1 - momentum) * g
+ *       u = (1 - momentum) * g + momentum * b if nesterov else b
+ *       X = u / max(norm(u), ns_eps)
+ *       for p, q, s in coefficients:
+ *           G = X @ X.T
+ *           X = p * X + (q * G + s * G @ G) @ X
+ *       if normalize_rows != "off":
+ *           r = row_beta * r + (1 - row_beta) * row_mean(X**2)
+ *           Y = X / (sqrt(r) + 1e-10)
+ *           k = sqrt(min(rows, columns)) if normalize_rows == "full-norm" else norm(X)
+ *           X = k * Y / norm(Y)
+ *       if match_rms == "original":
+ *           a = sqrt(max(1, rows / columns))
+ *       elif match_rms == "match_rms_adamw":
+ *           a = 0.2 * sqrt(max(rows, columns))
+ *       elif match_rms == "spectral_norm":
+ *           a = sqrt(rows / columns)
+ *       else:
+ *           a = 1
+ *       change = lr * a * X + decay * w
+ *   else:
+ *       b = beta1 * b + (1 - beta1) * g
+ *       v = beta2 * v + (1 - beta2) * g**2
+ *       b_hat = b / (1 - beta1**t)
+ *       v_hat = v / (1 - beta2**t)
+ *       change = lr * b_hat / (sqrt(v_hat) + eps) + decay * w
  *
  * ns_coefficients is the row of coefficients.h. ns_form "gram" iterates on the Gram matrix of a long matrix
- * (device/host/matrix.c). normalize_rows makes the rows of O alike (decide/rows.h), as NorMuon does (Li et al. 2025).
- * "keep-norm" is the authors' code. "full-norm" with match_rms "match_rms_adamw" is the paper's algorithm, whose
- * updates have a root mean square of 0.2 lr.
+ * (device/host/matrix.c). normalize_rows makes the rows of X alike (decide/rows.h), as NorMuon does. "keep-norm" is the
+ * authors' code. "full-norm" with match_rms "match_rms_adamw" is the paper's algorithm, whose updates have a root mean
+ * square of 0.2 lr. match_rms "spectral_norm" is microsoft/dion's.
  *
- * torch.optim.Muon has this form. In its buffer gradients weigh 1 - mu, on which O does not depend. Its adjust_lr_fn is
- * "original" or "match_rms_adamw". torch runs the Newton-Schulz steps in BF16; here they are fp32. A matrix is a tensor
- * of at least two dimensions with more than one row and column. Any other tensor is stepped by AdamW with beta1, beta2
- * and eps. Its first moment takes the place of the momentum. */
+ * torch.optim.Muon has this form. In its buffer gradients weigh 1 - momentum, on which X does not depend. Its
+ * adjust_lr_fn is "original" or "match_rms_adamw". torch runs the Newton-Schulz steps in BF16; here they are fp32. A
+ * matrix is a tensor of at least two dimensions with more than one row and column. Any other tensor is stepped by AdamW
+ * with beta1, beta2 and eps. Its first moment takes the place of the momentum. */
 #ifndef HSTEP_MUON_H
 #define HSTEP_MUON_H
 

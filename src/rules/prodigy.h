@@ -1,18 +1,30 @@
-/* Prodigy (Mishchenko and Defazio 2023, algorithm 4): Adam whose learning rate D is estimated from how far the weights
- * have come. The estimate takes sums over all tensors of the optimizer whose groups have one d_group.
+/* Prodigy: Adam whose learning rate D is estimated from how far the weights have come. The estimate takes sums over all
+ * tensors of the optimizer whose groups have one d_group.
  *
- *   L = lr D B        B = sqrt(1 - b2^t) / (1 - b1^t) if debias is 1, else 1        b3 = sqrt(b2) if beta3 is 0
+ * Use: for a new model, if no learning rate is known. Leave lr at 1.
+ * Source: Mishchenko & Defazio 2023, arXiv:2306.06101, algorithm 4
+ * Symbols: m exp_avg, v exp_avg_sq, s s, x p0, D d, M d_max, N d_numerator
+ * Equations:
+ *   D = d0 if t == 1 else D
+ *   M = d0 if t == 1 else M
+ *   k = sqrt(1 - beta2**t) / (1 - beta1**t) if debias else 1
+ *   b = sqrt(beta2) if beta3 == 0 else beta3
+ *   L = lr * D * k
+ *   y = D if safeguard_warmup else L
+ *   c = D * k * decay
+ *   m = beta1 * m + (1 - beta1) * D * g
+ *   v = beta2 * v + (1 - beta2) * (D * g)**2
+ *   s = b * s + D / d0 * y * g
+ *   N = b * N + D / d0 * L * total(g * (x - w))
+ *   E = d_coef * N / total(abs(s))
+ *   F = max(D, E) if D == d0 else D
+ *   M = max(M, E)
+ *   D = min(M, growth_rate * F)
+ *   change = L * m / (sqrt(v) + D * eps) + c * w
  *
- *   m = b1 m + (1 - b1) D g        v = b2 v + (1 - b2) (D g)^2
- *   s = b3 s + D / d0 L g          (D / d0 D g where safeguard_warmup is 1)
- *   N = b3 N + sum of D / d0 L g (x0 - w)        E = d_coef N / sum of |s|
- *   d = L m / (sqrt(v) + D' eps) + D B decay * w
- *
- * x0 are the weights before a tensor's first step. D' is the D of the next step. It is the smaller of two numbers: the
- * largest of d0 and every E so far, and growth_rate times D. While D is d0, the second number has max(D, E) for D.
- *
- * As in the authors' code, all these tensors have one D, one bound of it (d_max, the first number) and one N. The first
- * of their groups gives b3, d0, d_coef, growth_rate and B, and t counts its steps.
+ * x is the weight before a tensor's first step, and D the estimate. Totals are over all these tensors. As in the
+ * authors' code, the tensors have one D, one bound M and one N. The first of their groups gives b, d0, d_coef,
+ * growth_rate and k, and t counts its steps.
  *
  * A tensor without a gradient leaves D to the others and uses their D when it moves again. If lr is 0, nothing of a
  * tensor changes or is summed. If all gradients are 0, D stays. If all s are 0, D stays and nothing moves. The sums

@@ -1,13 +1,23 @@
-/* RAdam (Liu et al. 2020, algorithm 2): Adam whose step is scaled by how well the second moment is known:
+/* RAdam: Adam whose step is scaled by how well t gradients tell the second moment.
  *
- *   rho = 2 / (1 - b2) - 1                       of all time
- *   rho_t = rho - 2 t b2^t / (1 - b2^t)          of t gradients
- *   rho_t > 5:  d = lr r m^ / (sqrt(v^) + eps) + decay * w,
- *               r^2 = (rho_t - 4)(rho_t - 2) rho / ((rho - 4)(rho - 2) rho_t)
- *   else:       d = lr m^ + decay * w
+ * Use: for Adam without a warm-up. Its first steps are those of momentum alone.
+ * Source: Liu et al. 2020, arXiv:1908.03265, algorithm 2
+ * Symbols: m exp_avg, v exp_avg_sq
+ * Equations:
+ *   m = beta1 * m + (1 - beta1) * g
+ *   v = beta2 * v + (1 - beta2) * g**2
+ *   m_hat = m / (1 - beta1**t)
+ *   v_hat = v / (1 - beta2**t)
+ *   rho = 2 / (1 - beta2) - 1
+ *   rho_t = rho - 2 * t * beta2**t / (1 - beta2**t)
+ *   if rho_t > 5:
+ *       r = sqrt((rho_t - 4) * (rho_t - 2) * rho / ((rho - 4) * (rho - 2) * rho_t))
+ *       change = lr * r * m_hat / (sqrt(v_hat) + eps) + decay * w
+ *   else:
+ *       change = lr * m_hat + decay * w
  *
- * The moments are Adam's, debiased. eps is added to the corrected root; torch.optim.RAdam adds it to the raw one. Up to
- * b2 = 2/3 no step is ever scaled. Dividing by 0 sqrt(v) + 1 is the second form, so the kernel is AdamW's. */
+ * eps is added to the corrected root; torch.optim.RAdam adds it to the raw one. Up to beta2 = 2/3 no step is ever
+ * scaled. Dividing by 0 sqrt(v) + 1 is the second form, so the kernel is AdamW's. */
 #ifndef HSTEP_RADAM_H
 #define HSTEP_RADAM_H
 

@@ -1,7 +1,23 @@
-/* Ranger (Wright 2019): RAdam with lookahead (Zhang et al. 2019, algorithm 1). RAdam's change d moves the fast weights.
- * After every k-th update of them
+/* Ranger: RAdam's change moves the fast weights. After every k-th update of them the slow weights follow (lookahead).
  *
- *   slow = slow + alpha (w - d - slow)           w = slow
+ * Use: for RAdam whose weights return to a slow average every k steps.
+ * Source: Wright 2019, "Ranger"; Zhang et al. 2019, "Lookahead", arXiv:1907.08610, algorithm 1
+ * Symbols: m exp_avg, v exp_avg_sq, s slow
+ * Equations:
+ *   m = beta1 * m + (1 - beta1) * g
+ *   v = beta2 * v + (1 - beta2) * g**2
+ *   m_hat = m / (1 - beta1**t)
+ *   v_hat = v / (1 - beta2**t)
+ *   rho = 2 / (1 - beta2) - 1
+ *   rho_t = rho - 2 * t * beta2**t / (1 - beta2**t)
+ *   if rho_t > 5:
+ *       r = sqrt((rho_t - 4) * (rho_t - 2) * rho / ((rho - 4) * (rho - 2) * rho_t))
+ *       change = lr * r * m_hat / (sqrt(v_hat) + eps) + decay * w
+ *   else:
+ *       change = lr * m_hat + decay * w
+ *   if t % k == 0:
+ *       s = s + alpha * (w - change - s)
+ *       change = w - s
  *
  * k counts updates of the weight, not micro-steps. The slow weights are a state in the weight's own format, with a
  * residual or error code of their own. One residual for both would lose most of a slow movement. The copy takes code

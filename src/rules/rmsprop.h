@@ -1,14 +1,20 @@
-/* RMSprop (Tieleman & Hinton 2012), as torch.optim.RMSprop defines its options:
+/* RMSprop, as torch.optim.RMSprop defines its options. debias is torchastic's.
  *
- *   v = a v + (1 - a) g^2          c = a c + (1 - a) g (centered)
- *   z = v - c^2 (centered), v (plain)
- *   b = momentum b + g / (sqrt(z) / q + eps)       q = sqrt(1 - a^t) (debias: torchastic's), 1 (torch's)
- *   d = lr * b + decay * w
+ * Use: to go on with a run of torch's or torchastic's RMSprop.
+ * Source: Tieleman & Hinton 2012, "Neural Networks for Machine Learning", lecture 6.5
+ * Symbols: v square_avg, b momentum_buffer, c grad_avg
+ * Equations:
+ *   v = alpha * v + (1 - alpha) * g**2
+ *   e = alpha * (1 - alpha) * (g - c)**2
+ *   c = alpha * c + (1 - alpha) * g
+ *   z = max(v - c**2, e) if centered else v
+ *   q = 1 - alpha**t if debias else 1
+ *   b = momentum * b + g / (sqrt(z / q) + eps)
+ *   change = lr * b + decay * w
  *
- * A centered z obeys z_t = a z_(t-1) + a (1 - a) (g - c_(t-1))^2, so it is never below the last term. That bound takes
- * the place of v - c^2 if the difference has cancelled, or if a quantized state made it too small or negative. In the
- * plain form the g^2 in v bounds the quotient, whatever quantization has done. States that hyper-parameters make
- * needless come in as 0. */
+ * A centered z obeys z_t = alpha z_(t-1) + e, so it is never below e. That bound takes the place of v - c^2 if the
+ * difference has cancelled, or if a quantized state made it too small or negative. In the plain form the g^2 in v
+ * bounds the quotient, whatever quantization has done. States that hyper-parameters make needless come in as 0. */
 #ifndef HSTEP_RMSPROP_H
 #define HSTEP_RMSPROP_H
 

@@ -1,12 +1,22 @@
-/* Schedule-free AdamW (Defazio et al. 2024), as the authors' package computes it with r = 0, but with sums per tensor
- * instead of per group. The weight slot is y, where gradients are taken. The state z is the sequence of plain steps, in
- * the weight's format. The average x is what to evaluate: x = y + (1 - 1 / b1) (z - y), for y = (1 - b1) z + b1 x.
+/* Schedule-free AdamW, as the authors' package computes it with r = 0, but with sums per tensor instead of per group.
  *
- *   v = b2 v + (1 - b2) g^2               u = lr * g / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * y
- *   c = lr_max^power / sum of lr_max^power over the updates so far       lr_max: the largest lr so far
- *   change of y = c (y - z) + (1 - b1 (1 - c)) u        change of z = u
+ * Use: for AdamW without a schedule. The model is evaluated at the average x.
+ * Source: Defazio et al. 2024, arXiv:2405.15682
+ * Symbols: v exp_avg_sq, z z, S weight_sum, L lr_max
+ * Equations:
+ *   L = max(L, lr)
+ *   S = S + L**weight_lr_power
+ *   c = L**weight_lr_power / S
+ *   v = beta2 * v + (1 - beta2) * g**2
+ *   v_hat = v / (1 - beta2**t)
+ *   u = lr * g / (sqrt(v_hat) + eps) + decay * w
+ *   change = c * (w - z) + (1 - beta1 * (1 - c)) * u
+ *   z = z - u
  *
- * The momentum is in y, so there is no first moment. This step's g^2 is always part of v. It bounds g / sqrt(v),
+ * The weight slot w is the paper's y, where gradients are taken. The state z is the sequence of plain steps, in the
+ * weight's format. The average x is what to evaluate: x = w + (1 - 1 / beta1) (z - w), for w = (1 - beta1) z + beta1 x.
+ *
+ * The momentum is in w, so there is no first moment. This step's g^2 is always part of v. It bounds g / sqrt(v),
  * whatever quantization has done to v. With lr = 0 nothing is updated: c is 0 and the sum stays. */
 #ifndef HSTEP_SCHEDULEFREE_H
 #define HSTEP_SCHEDULEFREE_H

@@ -1,8 +1,13 @@
-/* Stochastic gradient descent. The momentum is torch.optim.SGD's (Sutskever et al. 2013, without lr in the buffer):
+/* Stochastic gradient descent, with the momentum of torch.optim.SGD: lr is not in the buffer.
  *
- *   b = mu b + (1 - dampening) g     (first update: b = g)
- *   u = g + mu b (Nesterov), b (momentum), g (none)
- *   d = lr * u + decay * w
+ * Use: for the least memory. Without momentum it has no states.
+ * Source: Polyak 1964; Nesterov 1983; Sutskever et al. 2013, "On the importance of initialization and momentum in deep
+ *   learning"
+ * Symbols: b momentum_buffer
+ * Equations:
+ *   b = g if t == 1 or momentum == 0 else momentum * b + (1 - dampening) * g
+ *   u = g + momentum * b if nesterov else b
+ *   change = lr * u + decay * w
  *
  * Without momentum the buffer is g itself and is not stored. */
 #ifndef HSTEP_SGD_H

@@ -1,11 +1,20 @@
-/* StableAdamW (Wortsman et al. 2023, algorithm 2): AdamW whose lr is divided by rms, if that is above 1. This is the
- * root mean square, over the tensor, of the update that the newest gradient alone would make:
+/* StableAdamW: AdamW whose lr and decay are divided by q, if that is above 1. q is the root mean square, over the
+ * tensor, of the update that the newest gradient alone would make.
  *
- *   rms = sqrt(mean((g / max(sqrt(v) / sqrt(1 - b2^t), eps))^2))         v with this gradient, as in adamw.h
- *   d = lr / max(1, rms) / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay / max(1, rms) * w
+ * Use: for AdamW with shorter steps where a gradient is far larger than its second moment.
+ * Source: Wortsman et al. 2023, arXiv:2304.13013, algorithm 2
+ * Symbols: m exp_avg, v exp_avg_sq, q update_rms
+ * Equations:
+ *   m = beta1 * m + (1 - beta1) * g
+ *   v = beta2 * v + (1 - beta2) * g**2
+ *   m_hat = m / (1 - beta1**t)
+ *   v_hat = v / (1 - beta2**t)
+ *   q = rms(g / max(sqrt(v_hat), eps))
+ *   u = lr * m_hat / (sqrt(v_hat) + eps) + decay * w
+ *   change = u / max(1, q)
  *
- * The paper debiases by changing b1 and b2 with t, which is the same. Before the norm is known, the constants are those
- * of rms = 1. The mean is an exact sum, rounded once, so that no format of the weight makes it coarse. */
+ * The paper debiases by changing beta1 and beta2 with t, which is the same. Before the norm is known, the constants are
+ * those of q = 1. The mean is an exact sum, rounded once, so that no format of the weight makes it coarse. */
 #ifndef HSTEP_STABLEADAMW_H
 #define HSTEP_STABLEADAMW_H
 

@@ -26,6 +26,8 @@ HEADINGS = [
 PAGES = sorted(f[:-3] for f in os.listdir(FOLDER) if f.endswith(".md") and f != "index.md")
 #: pages whose package may be missing: on no index, or for machines with a GPU only
 NOT_INSTALLED = {"adamw-bfloat16", "lamb16", "transformer-engine"}
+#: a line that makes an optimizer, or prepares a model for one
+MAKES = re.compile(r"\b(params|matrices|param_groups_weight_decay|to_low_precision|cast_model)\b")
 #: packages that need a GPU in some lines, and how they say it
 NEEDS_GPU = {
     "flashoptim": "requires a CUDA device",
@@ -74,15 +76,29 @@ class Script:
 
     def __init__(self):
         self.names = {"torch": torch, "batch": torch.arange(48)}
+        self.params = "params = model.parameters()"
 
     def run(self, lines):
-        if any(line.startswith("optimizer =") for line in lines) or "model" not in self.names:
-            self.names.pop("optimizer", None)
-            self.names["model"] = fresh_model()
+        if lines[0].startswith("params ="):
+            self.params = lines[0]
+        if MAKES.search(lines[0]):
+            self.begin()
         for line in lines:
-            exec(compile(line, line, "exec"), self.names)
+            try:
+                made = eval(compile(line, line, "eval"), self.names)
+            except SyntaxError:
+                exec(compile(line, line, "exec"), self.names)
+            else:
+                if isinstance(made, torch.optim.Optimizer):
+                    self.names["optimizer"] = made
         if "optimizer" in self.names:
             train(self.names["model"], self.names["optimizer"])
+
+    def begin(self):
+        self.names.pop("optimizer", None)
+        model = self.names["model"] = fresh_model()
+        self.names["matrices"] = [model[1].weight]
+        exec(self.params, self.names)
 
 
 @contextlib.contextmanager
@@ -104,7 +120,7 @@ def test_headings(page):
 
 
 def test_index():
-    """The index has every page and every module, and the table has as many rows as both."""
+    """The index has every page and every module of halfstep.compat."""
     text = text_of("index")
     linked = re.findall(r"\]\(([a-z0-9-]+)\.md\)", text)
     assert sorted(linked) == PAGES
@@ -128,6 +144,26 @@ def test_new_lines(page, monkeypatch, tmp_path):
                 assert type(optimizer).__module__.startswith("halfstep"), lines
                 assert all(p.isfinite().all() for p in script.names["model"].parameters())
     assert len(made) >= 3
+
+
+def codes_in_the_text():
+    """Returns code outside of tables: calls in sentences, and blocks under the first heading."""
+    found = []
+    for page in PAGES:
+        found += re.findall(r"```python\n(.*?)```", section(page, HEADINGS[0]), re.S)
+        found += re.findall(r"`(halfstep\.\w+\(model[^`]+\))`", text_of(page).replace("\n", " "))
+    return found
+
+
+@pytest.mark.parametrize("code", codes_in_the_text())
+def test_code_in_the_text(code, monkeypatch, tmp_path):
+    script = Script()
+    script.names.update(halfstep=halfstep, recipe="adamw/bf16-ecc16/int8")
+    script.begin()
+    with surroundings(monkeypatch, tmp_path):
+        script.run([code])
+        if not re.search("plan|EMA|Accumulator", code):
+            assert script.names["optimizer"].state
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -234,24 +270,26 @@ def test_master_weights(monkeypatch, tmp_path):
                 assert torch.equal(found.view(torch.int32), wanted[i].view(torch.int32)), i
 
 
-@pytest.mark.parametrize("line", [row for row in rows("bitsandbytes") if "(model.par" in row[0][0]])
-def test_bitsandbytes_arithmetic(line):
-    """The page says that Adam, AdamW, Lion and AdEMAMix agree with 32-bit states. Their new lines
-    are run on float32 weights beside bitsandbytes' in 32 bits."""
+def same_arithmetic():
+    """Returns the rows of bitsandbytes' Adam, AdamW, Lion and AdEMAMix, with states in 32 bits."""
+    found = []
+    for (old, *_), (new, *_) in rows("bitsandbytes"):
+        if re.match(r"bnb\.optim\.(Adam|AdamW|Lion|AdEMAMix)(8bit)?\(", old):
+            old = re.sub("8bit|, optim_bits=8", "", old)
+            found.append((old, new.replace('"int8"', '"f32"')))
+    return found
+
+
+@pytest.mark.parametrize("old, new", same_arithmetic())
+def test_bitsandbytes_arithmetic(old, new):
+    """The page says that these agree up to rounding, on float32 weights and with 32-bit states."""
     bnb = pytest.importorskip("bitsandbytes")
-    (old,), (new,) = line
-    old, new = re.sub("8bit|, optim_bits=8", "", old), new.replace('"int8"', '"f32"')
-    if not re.search(r"bnb\.optim\.(Adam|AdamW|Lion|AdEMAMix)\(", old):
-        return
     ends = []
     for line in (old, new):
-        model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False))
-        model[0].weight.data = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
-        names = {"bnb": bnb, "halfstep": halfstep, "model": model}
-        exec(line, names)
+        weight = torch.nn.Parameter(torch.full((128, 64), 1.0))
+        optimizer = eval(line, {"bnb": bnb, "halfstep": halfstep, "params": [weight]})
         for step in range(5):
-            generator = torch.Generator().manual_seed(step)
-            model[0].weight.grad = torch.randn(128, 64, generator=generator)
-            names["optimizer"].step()
-        ends.append(model[0].weight.detach())
+            weight.grad = torch.randn(128, 64, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        ends.append(weight.detach())
     assert float((ends[0] - ends[1]).abs().max()) < 5e-6

@@ -3,7 +3,8 @@ run, and their output is compared with the page.
 
 On a page, a block of code with title="NAME" is a file of this name. In a block of type `console`,
 each line after "$ " is a command for bash; one that ends in a backslash goes on in the next line.
-The lines below a command are its output: numbers stand for any number, "..." for any lines.
+The lines below a command are its output: numbers and hashes stand for any, and "..." stands for
+anything in a line, or for any lines if it is a line.
 <!-- not run: REASON --> above a block leaves it out. Other blocks are for reading only."""
 
 import functools
@@ -23,8 +24,10 @@ PAGES = [
     for folder in ("start", "tutorials")
     for path in sorted((ROOT / "docs" / folder).glob("*.md"))
 ]
-#: a sequence of digits that does not belong to a word such as bf16
-NUMBER = re.compile(r"(?<![\w.])[-+]?(?<![A-Za-z_]-)\d[\d,]*(\.\d+)?([eE][-+]?\d+)?")
+#: a hash, or digits that do not belong to a word such as bf16
+NUMBER = re.compile(
+    r"\b[0-9a-f]{16}\b|(?<![\w.])[-+]?(?<![A-Za-z_]-)\d[\d,]*(\.\d+)?([eE][-+]?\d+)?"
+)
 #: longer than any command of a page
 SECONDS = 300
 
@@ -85,19 +88,24 @@ def blocks_of(text):
 
 
 def plain(line):
-    """Returns a line with # for its numbers and single blanks."""
+    """Returns a line with # for its numbers and hashes, and single blanks."""
     return " ".join(NUMBER.sub("#", line).split())
 
 
+def fits(wanted, given):
+    """Tells whether a line is that of a page, where "..." stands for anything."""
+    return re.fullmatch(".*".join(map(re.escape, wanted.split("..."))), given) is not None
+
+
 def agree(wanted, given):
-    """Tells whether lines of output are those of a page, which may have "..." for any lines."""
+    """Tells whether lines of output are those of a page."""
     wanted, given = ([w for w in map(plain, lines) if w] for lines in (wanted, given))
     places = {0}
     for line in wanted:
         if line == "...":
             places = set(range(min(places), len(given) + 1))
         else:
-            places = {i + 1 for i in places if i < len(given) and given[i] == line}
+            places = {i + 1 for i in places if i < len(given) and fits(line, given[i])}
         if not places:
             return False
     return len(given) in places
@@ -251,6 +259,10 @@ def test_a_page_with_a_mistake(right, wrong, words, tmp_path):
         ("loss 5.25", "loss   -0.1e-3", True),
         ("loss 5.25", "loss nan", False),
         ("12,345 of 2 (7%)", "1 of 44,000 (0.2%)", True),
+        ("hash 2b2c51eb6dcd964b", "hash 04062bd627d69ff1", True),
+        ("hash 2b2c51eb6dcd964b", "hash none", False),
+        ("ok: 5 (...)", "ok: 2939 (avx512 kernels, 2 threads)", True),
+        ("ok: 5 (...)", "ok: 5", False),
         ("adamw/bf16-sr/int8 6.13", "adamw/bf16-sr/int4 5.13", False),
         ("a\nb", "a\n\nb\n", True),
         ("a\nb", "b\na", False),
@@ -261,3 +273,14 @@ def test_a_page_with_a_mistake(right, wrong, words, tmp_path):
 )
 def test_lines_agree(wanted, given, same):
     assert agree(wanted.splitlines(), given.splitlines()) is same
+
+
+# ---- Single pages --------------------------------------------------------------------------------
+
+
+def test_first_c_program_is_that_of_the_header():
+    page = (ROOT / "docs" / "start" / "first-c-program.md").read_text(encoding="utf-8")
+    (program,) = (block[2] for block in blocks_of(page) if block[:2] == ("file", "first.c"))
+    header = (ROOT / "include" / "halfstep.h").read_text(encoding="utf-8")
+    comment = "".join(line[5:] + "\n" for line in header.splitlines()[:40])
+    assert program in comment
