@@ -40,6 +40,15 @@ COMPARISONS = {
 SUM, PRODUCT, SIGN, POWER, ATOM = range(5)
 
 
+#: decay mode -> what it makes of the gradient, the learning rate and the decay before the rule
+MODES = {
+    "l2": "g = g + weight_decay * w\ndecay = 0",
+    "decoupled": "decay = lr * weight_decay",
+    "fully-decoupled": "decay = lr / reference_lr * weight_decay",
+    "proximal": "lr = lr / (1 + lr * weight_decay)\ndecay = lr * weight_decay",
+}
+
+
 @dataclass(frozen=True)
 class Equations:
     """The convention's fields of one rule. `symbols`: the name in the equations -> the state or
@@ -128,7 +137,11 @@ def number(value):
 
 
 class _Writer(ast.NodeVisitor):
-    """Writes an expression in LaTeX. Each visit returns the text and how strongly it binds."""
+    """Writes an expression in LaTeX. Each visit returns the text and how strongly it binds. Inside
+    cases and arguments, where `depth` is above 0, quotients have a slash."""
+
+    def __init__(self, depth=0):
+        self.depth = depth
 
     def generic_visit(self, node):
         raise ValueError(f"an equation cannot have '{ast.unparse(node)}'")
@@ -151,6 +164,8 @@ class _Writer(ast.NodeVisitor):
 
     def visit_BinOp(self, node):
         left, right, kind = node.left, node.right, type(node.op)
+        if kind is ast.Div and self.depth:
+            return f"{self.within(left, PRODUCT)} / {self.within(right, POWER)}", PRODUCT
         if kind is ast.Div:
             return rf"\frac{{{latex(left)}}}{{{latex(right)}}}", PRODUCT
         if kind is ast.Pow:
@@ -159,14 +174,15 @@ class _Writer(ast.NodeVisitor):
             return rf"{self.within(left, PRODUCT)} \bmod {self.within(right, PRODUCT)}", SUM
         if kind in (ast.Add, ast.Sub):
             sign = "+" if kind is ast.Add else "-"
-            return f"{latex(left)} {sign} {self.within(right, PRODUCT)}", SUM
+            return f"{self.within(left, SUM)} {sign} {self.within(right, PRODUCT)}", SUM
         first, second = self.within(left, PRODUCT), self.within(right, SIGN)
-        point = r"\cdot" if second[0].isdigit() else r"\,"
+        words = first.endswith("}") and second.startswith(r"\mathrm")
+        point = r"\cdot" if words or second[0].isdigit() else r"\,"
         return rf"{first} {point} {second}", PRODUCT
 
     def visit_Call(self, node):
         name, arguments = node.func.id, node.args
-        inside = ", ".join(map(latex, arguments))
+        inside = ", ".join(latex(one, 1) for one in arguments)
         if name == "sqrt":
             return rf"\sqrt{{{inside}}}", ATOM
         if name == "abs":
@@ -178,7 +194,7 @@ class _Writer(ast.NodeVisitor):
             return rf"{left} \, {right}^{{\top}}", PRODUCT
         shown = rf"\{name}" if name in KNOWN else OWN[name]
         if len(arguments) == 1 and shown == r"\sum":
-            return rf"\sum {self.within(arguments[0], PRODUCT)}", PRODUCT
+            return rf"\sum {self.within(arguments[0], PRODUCT)}", SIGN
         return rf"{shown}\left({inside}\right)", ATOM
 
     def visit_Compare(self, node):
@@ -188,14 +204,14 @@ class _Writer(ast.NodeVisitor):
         return " ".join(parts), SUM
 
     def visit_IfExp(self, node):
-        rows = [rf"{latex(node.body)} & \text{{if }} {condition(node.test)}"]
-        rows.append(rf"{latex(node.orelse)} & \text{{otherwise}}")
+        rows = [rf"{latex(node.body, 1)} & \text{{if }} {condition(node.test)}"]
+        rows.append(rf"{latex(node.orelse, 1)} & \text{{otherwise}}")
         return r"\begin{cases}" + r" \\ ".join(rows) + r"\end{cases}", SUM
 
 
-def latex(node):
+def latex(node, depth=0):
     """Returns an expression in LaTeX."""
-    return _Writer().visit(node)[0]
+    return _Writer(depth).visit(node)[0]
 
 
 def condition(node):
@@ -233,6 +249,16 @@ def markdown(equations):
     return "\n\n".join(_block(ast.parse(equations.text).body, kept))
 
 
+def inline(text):
+    """Returns Markdown that shows assignments in one line."""
+    rows = []
+    for node in ast.parse(text).body:
+        name = node.targets[0].id
+        arrow = r"\leftarrow" if _uses(node.value, name) else "="
+        rows.append(f"${name_of(name)} {arrow} {latex(node.value, 1)}$")
+    return ", ".join(rows)
+
+
 def _block(body, kept):
     """Returns the paragraphs of a list of statements. Symbols in `kept` are written with an arrow,
     because their old value is replaced."""
@@ -241,7 +267,7 @@ def _block(body, kept):
     def display():
         if rows:
             inside = " \\\\\n".join(rows)
-            parts.append(f"$$\n\\begin{{aligned}}\n{inside}\n\\end{{aligned}}\n$$")
+            parts.append(f"$$\n\\begin{{align*}}\n{inside}\n\\end{{align*}}\n$$")
             rows.clear()
 
     def item(title, body):
@@ -288,7 +314,7 @@ def _cases(node):
             if len(body) != 1 or not isinstance(body[0], ast.Assign) or "matrix" in when:
                 return None
             names.add(body[0].targets[0].id)
-            rows.append(f"{latex(body[0].value)} & {when}")
+            rows.append(f"{latex(body[0].value, 1)} & {when}")
         node = follows
     return (names.pop(), r" \\ ".join(rows)) if len(names) == 1 else None
 

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Compiles and runs the program on the first page of halfstep.h. Checks that every rule and storage format of the tables
-# is where users look for it: the defaults in docs/differences.md, the formats in docs/choosing.md, their bytes in
-# docs/formats.md. (scripts/generate.py makes the lists of rules and classes.)
+# Compiles and runs the program on the first page of halfstep.h, and the blocks of docs/c.md. Checks that every rule and
+# storage format of the tables is where users look for it: the defaults in docs/differences.md, the formats in
+# docs/choosing.md, their bytes in docs/formats.md. (scripts/generate.py makes the lists of rules and classes.)
 . "$(dirname "$0")/lib.sh"
 cd "$source_dir"
 failures=0
@@ -39,6 +39,33 @@ cc -std=c11 -Wall -Wextra -Werror -Iinclude "$scratch/first.c" -o "$scratch/firs
 result=$(LD_LIBRARY_PATH="$build_dir" "$scratch/first") || fail "the program on the first page of halfstep.h ends with an error"
 awk -v w="$result" 'BEGIN { exit !(w > 0.5 && w < 1.2) }' || fail "the program on the first page of halfstep.h prints '$result', not a weight near 1"
 echo "ok   the program on the first page of halfstep.h: $result"
+
+# The blocks of C in docs/c.md save an optimizer and its weight, and load both.
+if [ -e "$build_dir/libhalfstep_io.so" ]; then
+    cat >"$scratch/saves.c" <<C
+#include <halfstep_io.h>
+#include <stdio.h>
+int main(void)
+{
+    static float w[4096];
+    void *weights[] = {w};
+    uint64_t step = 7;
+    halfstep_optimizer *opt;
+    int32_t index;
+    halfstep_tensor t = {sizeof t, .name = "w", .gradient = "f32", .ndim = 2, .rows = 64, .row_length = 64};
+    if (halfstep_create(NULL, &opt) || halfstep_add_group(opt, "adamw", &index)) return 2;
+    if (halfstep_add_tensor(opt, &t, &index) || halfstep_allocate_states(opt)) return 2;
+$(awk '/^```/ { inside = $0 == "```c"; if (inside) print "    w[5] = " (n++ ? 0 : 3) ";"; next } inside { print "    " $0 }' docs/c.md)
+    halfstep_destroy(opt);
+    return code || w[5] != 3;
+}
+C
+    cc -std=c11 -Wall -Wextra -Werror -Iinclude "$scratch/saves.c" -o "$scratch/saves" -L"$build_dir" -lhalfstep_io -lhalfstep ||
+        fail "the blocks of docs/c.md do not compile"
+    log=$(cd "$scratch" && LD_LIBRARY_PATH="$build_dir" ./saves 2>&1) || fail "the blocks of docs/c.md load nothing: $log"
+    [ -e "$scratch/run/checkpoint-7" ] || fail "the blocks of docs/c.md save no checkpoint"
+    echo "ok   the program in docs/c.md saves and loads"
+fi
 
 [ "$(wc -l <README.md)" -le 120 ] || fail "README.md has more than 120 lines: it is one screen"
 wide=$(LC_ALL=C.UTF-8 grep -nP '^.{121,}' README.md || true)

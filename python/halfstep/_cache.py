@@ -174,7 +174,10 @@ class EngineCache:
             engine = self.build({p: grad})
             m = engine.member(p)
             if m is None:
-                raise ValueError("halfstep: a parameter that this optimizer does not have")
+                raise ValueError(
+                    "halfstep: this tensor is no parameter of the optimizer; give one from its"
+                    " param_groups"
+                )
         if engine.asynchronous:
             engine.use_streams()
         return engine, m
@@ -186,7 +189,7 @@ class EngineCache:
         m = self.current(decides=False).member(p)
         if m is None or self.stale(m):
             if p not in self.groups.state:
-                raise ValueError("halfstep: this parameter has no states yet")
+                raise ValueError("halfstep: this parameter has no states yet; make a step first")
             m = self.build(decides=False).member(p)
         return m
 

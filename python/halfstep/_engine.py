@@ -376,7 +376,8 @@ class Engine:
         if tuple(p.shape) != m.shape or p.dtype != m.dtype:
             raise ValueError(
                 f"halfstep: parameter {m.name!r} was {m.dtype} of shape {m.shape} when its states"
-                f" were made and is {p.dtype} of shape {tuple(p.shape)} now"
+                f" were made and is {p.dtype} of shape {tuple(p.shape)} now;"
+                " convert the model before the optimizer is made"
             )
         m.strides, m.dense, m.address = held.stride(), _devices.is_plain(held), held.data_ptr()
         return True

@@ -271,7 +271,8 @@ def load(parts, path, numbers=False):
         rule = metadata.get("rule") or metadata.get("recipe", "").partition("/")[0]
         if sorted(rule.split(", ")) != sorted(_rules(groups).split(", ")):
             raise ValueError(
-                f"halfstep: {path} is of the rule {rule!r}, this optimizer of {_rules(groups)!r}"
+                f"halfstep: {path} is of the rule {rule!r}, this optimizer of {_rules(groups)!r};"
+                " make it with the rule of the file"
             )
         streams, weight_keys, weights = defaultdict(list), {}, []
         for key in file.keys():

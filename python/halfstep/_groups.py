@@ -96,7 +96,9 @@ class Groups:
         for group in self:
             if any(other is p for other in group["params"]):
                 return group
-        raise ValueError("halfstep: a parameter that this optimizer does not have")
+        raise ValueError(
+            "halfstep: this tensor is no parameter of the optimizer; give one from its param_groups"
+        )
 
     def row_for(self, p):
         """Returns the row of the rule that steps a parameter, as group_of() finds it."""

@@ -73,7 +73,9 @@ class Inspection:
         for g, i, other in self.groups.members():
             if other is p:
                 return self.names.recipe(g, i)
-        raise ValueError("halfstep: a parameter that this optimizer does not have")
+        raise ValueError(
+            "halfstep: this tensor is no parameter of the optimizer; give one from its param_groups"
+        )
 
     def scalar(self, p, name):
         """Returns a number that the rule keeps for a parameter."""

@@ -148,7 +148,9 @@ class Options:
         if betas is not None:
             betas, given = sequence(betas), betas
             if betas is None:
-                raise TypeError(f"halfstep: betas={given!r} is not a sequence of numbers")
+                raise TypeError(
+                    f"halfstep: betas={given!r} is not a sequence of numbers; write (0.9, 0.999)"
+                )
             wanted = sum(name in hypers for name in _abi.BETAS)
             if len(betas) != wanted:
                 raise ValueError(f"Invalid betas {tuple(betas)}: {rule} has {wanted}")
@@ -217,7 +219,9 @@ class Options:
             raise ValueError("Tensor lr must be 1-element")
         for name in ("weights", "states", "decay"):
             if not isinstance(group.get(name), (str, type(None))):
-                raise TypeError(f"halfstep: {name}={group[name]!r} is not the name of one")
+                raise TypeError(
+                    f"halfstep: {name}={group[name]!r} must be a name, or None for the default"
+                )
         for name, value in self.hypers(group).items():
             hyper = rule.hypers[name]
             above = value >= hyper.maximum if hyper.exclusive_maximum else value > hyper.maximum
@@ -246,7 +250,9 @@ class Options:
         _abi.recipe_full("/".join((rule.name, "f32", states)) if states else rule.name)
         _check_choices(**self.choices(group))
         if not _abi.is_real(self.clip_norm):
-            raise TypeError(f"halfstep: clip_norm={self.clip_norm!r} is not a number")
+            raise TypeError(
+                f"halfstep: clip_norm={self.clip_norm!r} is not a number; 0 switches clipping off"
+            )
         if not 0.0 <= self.clip_norm < float("inf"):
             raise ValueError(f"Invalid clip_norm value: {self.clip_norm}")
         if not _abi.is_count(self.threads, 0, 1024):

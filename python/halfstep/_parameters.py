@@ -34,7 +34,7 @@ def stored_dtype(fmt):
 def _refuse_class(tensor, what):
     raise TypeError(
         f"halfstep: {what} is a {type(tensor).__name__}, a kind of tensor that halfstep does not"
-        " know"
+        " know; give plain tensors, DTensors or weights of halfstep.nn.quantize_()"
     )
 
 
@@ -232,7 +232,7 @@ def check_gradient(p, grad, name):
     if grad.shape != p.shape:
         raise ValueError(
             f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter"
-            f" {tuple(p.shape)}"
+            f" {tuple(p.shape)}; call zero_grad() and run the backward pass again"
         )
     _devices.check_memory(grad, f"the gradient of {name!r}")
     return PLAIN[grad.dtype]

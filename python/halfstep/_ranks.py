@@ -173,7 +173,7 @@ class Ranks:
             if has not in (0, ranks):
                 raise RuntimeError(
                     f"halfstep: parameter {name!r} has a gradient on {has} of the"
-                    f" {ranks} ranks that it is divided over"
+                    f" {ranks} ranks that it is divided over; run the same layers on all ranks"
                 )
 
     def _gather_gradients(self, gradients):

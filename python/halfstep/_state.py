@@ -164,12 +164,13 @@ def _judge(key, name, values, role):
     least, most = torch.aminmax(values)  # NaN if there is one
     if not math.isfinite(least) or not math.isfinite(most):
         raise ValueError(
-            f"halfstep: state {key!r} of parameter {name!r} has values that are not finite"
+            f"halfstep: state {key!r} of parameter {name!r} has values that are not finite; take"
+            " an earlier checkpoint"
         )
     if role == _abi.ROLE_NONNEG and least < 0:
         raise ValueError(
             f"halfstep: state {key!r} of parameter {name!r} has negative values, which no update"
-            " leaves"
+            " leaves; take an earlier checkpoint"
         )
 
 

@@ -57,7 +57,10 @@ class Updates:
             if self.gather.all(ready) if given is None else self.gather.given(ready, given):
                 return ready
             self.cache.build(given and {p: grad for p, (_, grad) in given.items()})
-        raise RuntimeError("halfstep: parameters or states change while they are being stepped")
+        raise RuntimeError(
+            "halfstep: parameters or states change while they are being stepped; stop the hook or"
+            " thread that writes to them"
+        )
 
     def all(self, ready, scaler, given=None):
         """Updates all parameters that have gradients, or adds a micro-batch to their states."""

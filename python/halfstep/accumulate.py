@@ -223,13 +223,13 @@ class GradientAccumulator:
         if grad.shape != self._shapes[i]:
             raise ValueError(
                 f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}; it was "
-                f"{tuple(self._shapes[i])} when the accumulator was made"
+                f"{tuple(self._shapes[i])} when the accumulator was made; make a new one"
             )
         gradient_format, device = check_gradient(p, grad, name), self._devices[i]
         if _devices.of(grad) != device:
             raise ValueError(
                 f"halfstep: {name!r} is on {_devices.of(grad)}; it was on {device} when the"
-                " accumulator was made"
+                " accumulator was made; make a new one"
             )
         buffer = self._buffers[i]
         grad = dense(grad.detach())

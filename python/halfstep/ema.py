@@ -170,7 +170,7 @@ def _check_shapes(what, theirs, ours):
     if theirs.shape != ours.shape:
         raise ValueError(
             f"halfstep: {what} has shape {tuple(theirs.shape)} in the model and"
-            f" {tuple(ours.shape)} in the average"
+            f" {tuple(ours.shape)} in the average; make a new EMA"
         )
 
 
@@ -179,7 +179,9 @@ def _paired(what, theirs, ours):
     fewer of them."""
     theirs, ours = list(theirs), list(ours)
     if len(theirs) != len(ours):
-        raise ValueError(f"halfstep: the model has {len(theirs)} {what}, the EMA has {len(ours)}")
+        raise ValueError(
+            f"halfstep: the model has {len(theirs)} {what}, the EMA has {len(ours)}; make a new EMA"
+        )
     return [(name, a, b) for (name, a), (_, b) in zip(ours, theirs)]
 
 
@@ -362,7 +364,7 @@ class EMA(torch.nn.Module):
         if not len(averages) == len(formats) == len(ids):
             raise RuntimeError(
                 f"halfstep: the EMA was made for {len(formats)} tensors, its module has"
-                f" {len(averages)}"
+                f" {len(averages)}; make a new EMA"
             )
         return [
             (name, identity, _layout.FORMATS[number], tensor)

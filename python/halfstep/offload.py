@@ -516,7 +516,7 @@ class CPUOffload(Hosted):
         if getattr(self, mode):
             raise RuntimeError(
                 f"halfstep: a GradScaler finds no gradients on the GPU where {mode}=True gives"
-                " them up"
+                " them up; train without one (BF16 needs none)"
             )
         self._parts.placement.doubt()
         return self.__dict__.get("_step_supports_amp_scaling", False)

@@ -1,6 +1,6 @@
 /* Stochastic gradient descent, with the momentum of torch.optim.SGD: lr is not in the buffer.
  *
- * Use: for the least memory, if the learning rate of each layer is tuned.
+ * Use: for the least memory. Without momentum it has no states.
  * Source: Polyak 1964; Nesterov 1983; Sutskever et al. 2013, "On the importance of initialization and momentum in deep
  *   learning"
  * Symbols: b momentum_buffer

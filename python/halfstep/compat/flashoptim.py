@@ -215,7 +215,9 @@ class FlashOptimizer(Optimizer):
         for group in self.param_groups:
             if any(p is other for other in group["params"]):
                 return group
-        raise ValueError("halfstep: a parameter that this optimizer does not have")
+        raise ValueError(
+            "halfstep: this tensor is no parameter of the optimizer; give one from its param_groups"
+        )
 
     @property
     def _gradient_release(self) -> bool:
