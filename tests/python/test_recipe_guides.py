@@ -1,7 +1,11 @@
 """The code of the guides to memory and to low precision runs as it stands there."""
 
+import os
+import re
+
 import pytest
 import torch
+from common import ROOT
 from test_guides import code_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,3 +49,27 @@ def test_other_ways_of_7b_on_24gb(given, block):
         given["optimizer"].step()
         given["optimizer"].zero_grad()
     assert loss_of(given).item() < before
+
+
+def test_a_twin_sees_what_the_guide_says(capsys):
+    """The script of the guide prints the table of the guide, for each format of weights."""
+    path = os.path.join(ROOT, "docs", "guides", "low-precision.md")
+    with open(path, encoding="utf-8") as file:
+        rows = re.findall(r"^\| `(\S+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", file.read(), re.M)
+    assert [row[0] for row in rows] == ["bf16", "bf16-sr", "bf16-ecc8"]
+    script, spread = code_of("guides/low-precision.md")
+    for name, *numbers in rows:
+        given = {}
+        code = script.replace('weights="bf16-sr"', f'weights="{name}"')
+        exec(compile(code, "low-precision.md", "exec"), given)
+        assert list(given["twin"].report().values()) == pytest.approx(
+            list(map(float, numbers)), abs=0.01
+        )
+    exec(compile(spread, "low-precision.md", "exec"), given)
+    assert "2.weight 0.0" in capsys.readouterr().out
+    # Blocks with one large gradient are found.
+    p, optimizer = given["model"][2].weight, given["optimizer"]
+    v = torch.ones(p.shape)
+    v[:, 0] = 1e5
+    optimizer.write_state(p, "exp_avg_sq", v)
+    assert given["spread"](optimizer, p) == 1 / (p.shape[1] / 32)
