@@ -73,6 +73,10 @@ Choices have words for values, the default first:
 The table has the bytes a parameter that states take in large matrices, beside `bf16-sr` weights,
 with default options.
 
+The sections have the bytes of weights and gradients too. *Released* is their sum under
+[gradient release](../guides/release-and-accumulation.md#gradient-release), which keeps the gradient
+of one tensor at a time. That one is not counted.
+
 {bytes}
 """
 
@@ -273,6 +277,21 @@ def properties(rule):
         yield "It has an average to evaluate: `halfstep_read_average()`."
 
 
+def exceptions(abi, rule):
+    """Returns paragraphs: when states have other formats than the recipe says, and what recipes are
+    known to cost."""
+    precise = {}
+    for state in rule.states:
+        if state.precise_if:
+            precise.setdefault((state.precise_if, state.precise_format), []).append(state.name)
+    for (option, name), states in precise.items():
+        listed = " and ".join(map(code, states))
+        yield f"With `{option}`, {listed} are `{name}` where the recipe has blocks."
+    recipes = [f"{rule.name}/bf16-sr/{fmt.name}" for fmt in state_formats(abi)]
+    caveats = [(recipe, abi.recipe_caveat(recipe)) for recipe in recipes]
+    yield "\n".join(f"* `{recipe}`: {caveat}." for recipe, caveat in caveats if caveat)
+
+
 def linked(source):
     return re.sub(r"arXiv:([\d.]+\d)", r"[arXiv:\1](https://arxiv.org/abs/\1)", source)
 
@@ -311,6 +330,7 @@ def rule_section(abi, root, rule, header):
     if rule.states:
         states, options = states_table(abi, rule, read.symbols)
         parts.append(states)
+        parts += exceptions(abi, rule)
     parts.append("Bytes a parameter of a large matrix:")
     parts.append(bytes_table(abi, rule, options))
     return "\n\n".join(part for part in parts if part)
