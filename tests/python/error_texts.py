@@ -137,13 +137,16 @@ def of_package(folder):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         module = _Module(tree)
         for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and node.args):
+            if not isinstance(node, ast.Call) or not node.args:
                 continue
-            if not re.search(r"(Error|Exception|Warning)$", _called(node)):
+            if re.search(r"(Error|Exception)$", _called(node)):
+                texts = _texts(node.args[0], module)
+            elif _called(node) == "check":  # it raises the error of a code, with this detail
+                details = [one.value for one in node.keywords if one.arg == "detail"]
+                texts = [t for d in details for t in _texts(d, module) if _letters(t) >= _LETTERS]
+            else:
                 continue
-            if _called(node).endswith("Warning"):
-                continue
-            for text in _texts(node.args[0], module):
+            for text in texts:
                 if normal(text) not in _FORWARDED:
                     place = f"{path.relative_to(folder)}:{node.lineno}"
                     found.setdefault(text, []).append(place)
