@@ -1,8 +1,7 @@
 """Makes docs/reference/c-api.md from the comments and declarations of the public headers.
 
 A header has titles of sections, which are comments between dashes, and groups. A group is a comment
-and the declarations that follow it without a blank line or another comment between them. A comment
-before a blank line is a group without declarations.
+and the declarations that follow it without a blank line or another comment between them.
 """
 
 import re
@@ -35,11 +34,12 @@ _DECLARED = re.compile(r"\(\*(halfstep_\w+)\)\(|\b(halfstep_\w+)(?:\(|;)")
 #: a line of a table in a comment: names, and their meaning after two blanks
 _ENTRY = re.compile(r"([\w/.<>-]+(?:, [\w/.-]+)*)  +(?=\S)")
 _TOKEN = re.compile(
-    r"(?P<same>`[^`]*`|(?<![\w*])\*\w+\*(?!\w))|\bdocs/(?P<document>\w+\.md)"
+    r"(?P<same>`[^`]*`|(?<![\w*])\*\w+\*(?!\w))|\bdocs/(?P<document>[\w/-]+\.md)"
     r"|\b(?P<name>halfstep_\w+|HALFSTEP_\w+\b\*?)(?:\.\w+)*(?:\(\))?"
     r'|(?<!["/])\b(?P<error>[A-Z]{2,})\b(?!["/])'
     r"|(?P<short>(?<![\w*])\*[a-z]\w*|(?<!\w)_[a-z]\w+)|(?P<sign>[*<|])"
 )
+_HANDLE = "halfstep_optimizer"
 _SIGNS = {"*": "\\*", "<": "&lt;", "|": "\\|"}
 
 
@@ -49,7 +49,7 @@ def inline(text, anchors):
     def token(found):
         text, error = found[0], f"HALFSTEP_ERROR_{found['error']}"
         if found["document"]:
-            return f"[{found['document']}](../{found['document']})"
+            return f"[{found['document'].split('/')[-1]}](../{found['document']})"
         if found["name"]:
             return f"[`{text}`](#{found['name']})" if found["name"] in anchors else f"`{text}`"
         if error in anchors:
@@ -61,8 +61,7 @@ def inline(text, anchors):
 
 def lines_of(comment):
     """Returns the lines of a comment without its signs and the blank that follows them."""
-    first, *rest = comment.strip()[2:-2].rstrip(" *\n").split("\n")
-    return [first.strip(), *(re.sub(r"^ *(\* ?)?", "", line, count=1) for line in rest)]
+    return re.sub(r"\n *(\* ?)?", "\n", comment.strip()[2:-2].strip(" *\n")).split("\n")
 
 
 def indented(block, anchors):
@@ -81,7 +80,7 @@ def indented(block, anchors):
         else:
             return ["", "```c", *block, "```", ""]
     rows = [f"| `{x.replace(', ', '`, `')}` | {inline(text, anchors)} |" for x, text in rows]
-    return ["", "| | |", "|---|---|", *rows, ""]
+    return ["", "| name | meaning |", "|---|---|", *rows, ""]
 
 
 def text_of(comment, anchors):
@@ -148,21 +147,21 @@ class Group:
 
     def page(self, anchors):
         """Returns the group as Markdown."""
-        several = len(self.names) > 1
-        out = ["".join(f'<a id="{name}"></a>' for name in self.names), ""] if several else []
+        places = [f'<a id="{name}"></a>' for name in self.names]
+        out = ["".join(places), ""] if len(places) > 1 else []
         if self.names:
             out += ["### " + ", ".join(self.names), ""]
-        if self.code:
-            out += ["```c", *self.code, "```", ""]
+        out += ["```c", *self.code, "```", ""] if self.code else []
         out += text_of(self.comment, anchors) if self.comment else []
         used = sorted({name for code in self.code for name in re.findall(r"halfstep_\w+", code)})
-        used = [x for x in used if x in anchors - {*self.names, "halfstep_optimizer"}]
-        if used:
-            out += ["", "Types: " + ", ".join(f"[`{x}`](#{x})" for x in used), ""]
+        used = [f"[`{x}`](#{x})" for x in used if x in anchors - {*self.names, _HANDLE}]
+        out += ["", "Types: " + ", ".join(used), ""] if used else []
+        wide = any(text for _, _, text in self.constants)
         if self.constants:
-            out += ["", "| constant | value | meaning |", "|---|---|---|"]
+            out += ["", "| constant | value |" + " meaning |" * wide, "|---|---|" + "---|" * wide]
         for name, value, text in self.constants:
-            out.append(f'| <a id="{name}"></a>`{name}` | `{value}` | {inline(text, anchors)} |')
+            text = f" {inline(text, anchors)} |" * wide
+            out.append(f'| <a id="{name}"></a>`{name}` | `{value}` |{text}')
         for body in self.structures:
             out += members(body, anchors)
         return [*out, ""]

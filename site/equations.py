@@ -176,7 +176,8 @@ class _Writer(ast.NodeVisitor):
             sign = "+" if kind is ast.Add else "-"
             return f"{self.within(left, SUM)} {sign} {self.within(right, PRODUCT)}", SUM
         first, second = self.within(left, PRODUCT), self.within(right, SIGN)
-        point = r"\cdot" if second[0].isdigit() else r"\,"
+        words = first.endswith("}") and second.startswith(r"\mathrm")
+        point = r"\cdot" if words or second[0].isdigit() else r"\,"
         return rf"{first} {point} {second}", PRODUCT
 
     def visit_Call(self, node):
@@ -254,7 +255,7 @@ def inline(text):
     for node in ast.parse(text).body:
         name = node.targets[0].id
         arrow = r"\leftarrow" if _uses(node.value, name) else "="
-        rows.append(f"${name_of(name)} {arrow} {latex(node.value)}$")
+        rows.append(f"${name_of(name)} {arrow} {latex(node.value, 1)}$")
     return ", ".join(rows)
 
 

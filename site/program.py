@@ -31,8 +31,10 @@ def commands():
 
 
 def plain(text):
-    """Returns a text as Markdown that shows it as it is. What is in backticks stays code."""
-    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    """Returns a text as Markdown that shows it as it is. Options and what is in backticks are
+    code."""
+    text = re.sub(r"(?<![`\w-])--[a-z][a-z0-9-]*", r"`\g<0>`", " ".join(text.split()))
+    parts = re.split(r"(`[^`]*`)", text)
     parts[::2] = [re.sub(r"[*_<|\\[]", r"\\\g<0>", part) for part in parts[::2]]
     return "".join(parts)
 
@@ -54,7 +56,7 @@ def block_of(lines):
             rows[-1][1] += " " + line
         else:
             return [*title, "```", *(line[2:] for line in lines), "```", ""]
-    head = "| option | meaning |" if rows[0][0].startswith("--") else "| | |"
+    head = f"| {'option' if rows[0][0].startswith('--') else 'name'} | meaning |"
     rows = [f"| `{name}` | {plain(text)} |" for name, text in rows]
     return [*title, head, "|---|---|", *rows, ""]
 

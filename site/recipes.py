@@ -23,31 +23,37 @@ COMBINATIONS = (
     ("bf16-sr", "int8"),
     ("bf16-sr", "int4"),
 )
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 LARGEST = 3.4028234663852886e38  # of fp32
 
 INTRODUCTION = """\
 # Recipes: rules and formats
 
-This page is for researchers and engineers who ask what a recipe such as `adamw/bf16-sr/int8` computes and stores. It
-has the equations, hyper-parameters, states and bytes of every rule, and the range of every format. The library makes
-all numbers here, in version {version}. [Choose a recipe](../choosing.md) says which one to take.
+This page is for researchers and engineers who ask what a recipe such as `adamw/bf16-sr/int8`
+computes and stores. It has the equations, hyper-parameters, states and bytes of every rule, and
+the range of every format. The library makes all numbers here, in version {version}. [Choose a
+recipe](../choosing.md) says which one to take.
 
 ## How to read the equations
 
-A rule turns weight $w$ and gradient $g$ into a change $\\Delta$. The weight's format stores $w - \\Delta$
-([how](../numerics.md#what-the-weight-formats-do-with-the-change-d)).
+A rule turns weight $w$ and gradient $g$ into a change $\\Delta$. The weight's format stores $w -
+\\Delta$ ([how](../numerics.md#what-the-weight-formats-do-with-the-change-d)).
 
-* An arrow replaces a state. An equals sign names a number of this step. Lines are computed from the top down.
+* An arrow replaces a state. An equals sign names a number of this step. Lines are computed from
+  the top down.
 * $t$ counts the tensor's steps from 1. States are 0 at first, copies of weights excepted.
-* $g$ is the gradient after its scale, clipping and centralization ([order](../numerics.md#2-a-step)).
-* A quotient with denominator 0 is 0. Formats of blocks also [bound](../numerics.md#6-bounds-on-m-with-block-formats)
-  $m$.
-* rowmean and colmean are the means of each row and each column. rms is the root mean square of all elements.
+* $g$ is the gradient after its scale, clipping and centralization
+  ([order](../numerics.md#2-a-step)).
+* A quotient with denominator 0 is 0. Formats of blocks also
+  [bound](../numerics.md#6-bounds-on-m-with-block-formats) $m$.
+* rowmean and colmean are the means of each row and each column. rms is the root mean square of
+  all elements.
 
 Every step is in fp32. The tests run these equations in double precision beside the library
 ([test_equations.py](../../tests/python/test_equations.py)).
 
-$\\mathrm{{lr}}$ is the learning rate of the step, after the schedule. $\\mathrm{{decay}}$ follows from the decay mode:
+$\\mathrm{{lr}}$ is the learning rate of the step, after the schedule. $\\mathrm{{decay}}$ follows
+from the decay mode:
 
 {modes}
 
@@ -56,7 +62,8 @@ $\\mathrm{{lr}}$ is the learning rate of the step, after the schedule. $\\mathrm
 
 ## Hyper-parameters of every rule
 
-A rule's own hyper-parameters are in its section, with its default of `lr`, `weight_decay` and the decay mode.
+A rule's own hyper-parameters are in its section, with its default of `lr`, `weight_decay` and the
+decay mode.
 
 {hypers}
 
@@ -66,7 +73,8 @@ Choices have words for values, the default first:
 
 ## Bytes of states
 
-The table has the bytes a parameter that states take in large matrices, beside `bf16-sr` weights, with default options.
+The table has the bytes a parameter that states take in large matrices, beside `bf16-sr` weights,
+with default options.
 
 {bytes}
 """
@@ -74,8 +82,8 @@ The table has the bytes a parameter that states take in large matrices, beside `
 FORMATS = """\
 ## Formats
 
-The bytes of a format include its scales and error codes. [Formats byte by byte](../formats.md) has the layouts, and
-[Choose a recipe](../choosing.md#states) says how they differ in training.
+The bytes of a format include its scales and error codes. [Formats byte by byte](../formats.md)
+has the layouts, and [Choose a recipe](../choosing.md#states) says how they differ in training.
 
 ### Formats of weights
 
@@ -85,8 +93,9 @@ The bytes of a format include its scales and error codes. [Formats byte by byte]
 
 ### Formats of states
 
-*Smallest beside 1* is the smallest number that a format can store in a block whose largest number is 1. A format
-without blocks has no such limit. The range of `fp8-lamb16` follows from the norm of the whole tensor.
+*Smallest beside 1* is the smallest number that a format can store in a block whose largest number
+is 1. A format without blocks has no such limit. The range of `fp8-lamb16` follows from the norm
+of the whole tensor.
 
 {states}
 """
@@ -124,7 +133,7 @@ def plain(value):
     if value == 0 or 1e-4 <= abs(value) < 1e6:
         return f"{value:.6g}"
     if 0 < value < 1e-4 and math.log2(value).is_integer():
-        return f"2^{int(math.log2(value))}"
+        return "2" + str(int(math.log2(value))).translate(RAISED)
     mantissa, exponent = f"{value:.3e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 

@@ -164,13 +164,31 @@ def title_of(rule, name):
     return hyper.title + (f" ({', '.join(hyper.words)})" if hyper.words else "")
 
 
+def _interval(hyper):
+    """Returns the bounds of a number as words."""
+    if hyper.maximum > 1e6:
+        return f"at least {hyper.minimum:g}"
+    below = "below " if hyper.exclusive_maximum else ""
+    return f"{hyper.minimum:g} to {below}{hyper.maximum:.10g}"
+
+
+def bounds_of(rule, name):
+    """Returns the bounds of a rule's option in brackets, or "" if its values are no numbers."""
+    name = {("muon", "eps"): "ns_eps", ("muon", "adam_eps"): "eps"}.get((rule.name, name), name)
+    names = _abi.BETAS if name == "betas" else (name,) if (rule.name, name) not in _TITLES else ()
+    hypers = [rule.hypers[n] for n in names if n in rule.hypers]
+    found = [_interval(hyper) for hyper in hypers if not hyper.switch and not hyper.words]
+    return f" ({'; '.join(dict.fromkeys(found))})" if found else ""
+
+
 def about(rule, names):
-    """Returns a rule's title and the meanings of the options `names`, as lines of a docstring that
-    help() shows in 100 columns."""
+    """Returns a rule's title, and the meanings and bounds of the options `names`, as lines of a
+    docstring that help() shows in 100 columns."""
     lines, width = [rule.title + ".", ""], max(map(len, names)) + 6
     for name in names:
-        text = f"    {name}".ljust(width) + title_of(rule, name)
-        lines += textwrap.wrap(text, 96, subsequent_indent=" " * width)
+        text = f"    {name}".ljust(width) + title_of(rule, name) + bounds_of(rule, name)
+        indent = " " * width
+        lines += textwrap.wrap(text, 96, subsequent_indent=indent, break_on_hyphens=False)
     return lines
 
 

@@ -29,9 +29,12 @@ def name_parameters(module: torch.nn.Module, prefix: str = "") -> None:
     """Gives the parameters of `module` their names, which key their random bits and stand in
     messages.
 
-    Call it before the optimizer's first step; again after parameters were replaced, as sharding
-    does. Optimizers that are given `(name, tensor)` pairs (`model.named_parameters()`) need no such
-    call.
+    Call it before the optimizer's first step. Call it again after parameters were replaced, as
+    sharding does. Optimizers that are given `(name, tensor)` pairs (`model.named_parameters()`)
+    need no such call.
+
+    module  the model
+    prefix  put before each name, with a dot between
     """
     for name, p in module.named_parameters(prefix=prefix):
         p._halfstep_name = name
@@ -448,12 +451,16 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step_param(self, p, group=None):
         """Updates one parameter from its gradient, which stays. Trainers that step inside the
-        backward pass call this function. When the round is over, call step() or nothing."""
+        backward pass call this function. When the round is over, call step() or nothing.
+
+        p      the parameter
+        group  accepted without effect, because the parameter's own group counts
+        """
         self._opt_called = True  # which schedulers look for
         self._parts.release.step_param(p)
 
     def step_parameter(self, p, group=None, index=None):
-        """Calls step_param(). Some trainers use this name."""
+        """Calls step_param(). Some trainers use this name. `group` and `index` have no effect."""
         self.step_param(p, group)
 
     @staticmethod
@@ -524,7 +531,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def scalar(self, p: torch.Tensor, name: str) -> float:
         """Returns a number that the rule keeps for a parameter, such as lamb's "trust_ratio",
-        "weight_norm" or "update_norm"."""
+        "weight_norm" or "update_norm". Raises HalfstepError if the rule has no such number."""
         return self._parts.inspection.scalar(p, name)
 
     def recipe(self, p: torch.Tensor) -> str:
@@ -565,7 +572,8 @@ class Optimizer(torch.optim.Optimizer):
         self._parts.inspection.write_weight(p, values)
 
     def write_state(self, p: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Stores fp32 values as a state, rounded to nearest."""
+        """Stores fp32 values as a state, rounded to nearest. `values` has the parameter's shape.
+        Raises HalfstepError if a second moment is negative or not finite."""
         self._parts.inspection.write_state(p, name, values)
 
     # ---- Saving ----------------------------------------------------------------------------------

@@ -406,10 +406,19 @@ def class_and_options(recipe):
 
 
 def optimizer(recipe: str, params: Params, **options: Any) -> Optimizer:
-    """Makes an optimizer from its recipe, "rule/weights/states":
-    `halfstep.optimizer("adamw/bf16-sr/int8", model.named_parameters(), lr=1e-4)`. Parts of the
-    recipe may be left out. The weight format is for BF16 parameters. float16 parameters take the
-    format of the same kind, and float32 parameters stay float32."""
+    """Makes an optimizer from its recipe.
+
+        opt = halfstep.optimizer("adamw/bf16-sr/int8", model.named_parameters(), lr=1e-4)
+
+    recipe   "rule/weights/states". Parts at the end may be left out. The weight format is for BF16
+             parameters. float16 parameters take the format of the same kind, and float32
+             parameters stay float32
+    params   tensors, (name, tensor) pairs, or a dictionary for each group
+    options  of the rule's class: lr, betas, clip_norm ...
+
+    Returns an optimizer of the rule's class. Raises ValueError if the rule or a format is unknown,
+    or if a format does not fit its place.
+    """
     if not isinstance(recipe, str):
         other = " (the other way round)" if isinstance(params, str) else ""
         raise TypeError(

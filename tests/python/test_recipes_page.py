@@ -84,6 +84,6 @@ def test_ranges_are_those_of_the_formats():
     """Numbers that follow from the dtypes."""
     _, rows = rows_of(SECTIONS["Formats"], "format")
     ranges = {row[0]: (row[4], row[5]) for row in rows}
-    assert ranges["f32"] == ("3.403e38", "2^-149")
-    assert ranges["bf16"] == ("3.39e38", "2^-133")
-    assert ranges["f16"] == ("65504", "2^-24")
+    assert ranges["f32"] == ("3.403e38", "2⁻¹⁴⁹")
+    assert ranges["bf16"] == ("3.39e38", "2⁻¹³³")
+    assert ranges["f16"] == ("65504", "2⁻²⁴")

@@ -167,7 +167,7 @@ typedef struct halfstep_s {
         "int halfstep_b(void);",
         "```",
         "Does &lt;x> by `*y`, see [`halfstep_b()`](#halfstep_b).",
-        "| | |",
+        "| name | meaning |",
         "|---|---|",
         "| `lr` | a rate of x |",
         '**Errors**. [ARGUMENT](#HALFSTEP_ERROR_ARGUMENT), and "RANGE".',

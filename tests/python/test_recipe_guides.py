@@ -1,0 +1,75 @@
+"""The code of the guides to memory and to low precision runs as it stands there."""
+
+import os
+import re
+
+import pytest
+import torch
+from common import ROOT
+from test_guides import code_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+@pytest.fixture
+def given(tmp_path):
+    """Makes what the guide takes as given: the folder of a model, and batches of tokens."""
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    batches = [torch.randint(256, (1, 32)) for _ in range(3)]
+    return {"folder": str(tmp_path), "batches": batches, "model": model}
+
+
+def loss_of(given):
+    tokens = given["batches"][0]
+    return given["model"](input_ids=tokens, labels=tokens).loss
+
+
+def test_7b_on_24gb(given):
+    before = given["model"].model.layers[0].mlp.up_proj.weight.detach().clone()
+    code, *_ = code_of("guides/7b-on-24gb.md")
+    exec(compile(code, "7b-on-24gb.md", "exec"), given)
+    after = given["model"].model.layers[0].mlp.up_proj.weight
+    assert given["optimizer"].param_groups[0]["group_steps"] == 3
+    assert after.grad is None and not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_other_ways_of_7b_on_24gb(given, block):
+    import halfstep
+
+    code = code_of("guides/7b-on-24gb.md")[block]
+    exec(compile(code, "7b-on-24gb.md", "exec"), {**given, "halfstep": halfstep}, given)
+    before = loss_of(given).item()
+    for _ in range(20):
+        loss_of(given).backward()
+        given["optimizer"].step()
+        given["optimizer"].zero_grad()
+    assert loss_of(given).item() < before
+
+
+def test_a_twin_sees_what_the_guide_says(capsys):
+    """The script of the guide prints the table of the guide, for each format of weights."""
+    path = os.path.join(ROOT, "docs", "guides", "low-precision.md")
+    with open(path, encoding="utf-8") as file:
+        rows = re.findall(r"^\| `(\S+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", file.read(), re.M)
+    assert [row[0] for row in rows] == ["bf16", "bf16-sr", "bf16-ecc8"]
+    script, spread = code_of("guides/low-precision.md")
+    for name, *numbers in rows:
+        given = {}
+        code = script.replace('weights="bf16-sr"', f'weights="{name}"')
+        exec(compile(code, "low-precision.md", "exec"), given)
+        assert list(given["twin"].report().values()) == pytest.approx(
+            list(map(float, numbers)), abs=0.01
+        )
+    exec(compile(spread, "low-precision.md", "exec"), given)
+    assert "2.weight 0.0" in capsys.readouterr().out
+    # Blocks with one large gradient are found.
+    p, optimizer = given["model"][2].weight, given["optimizer"]
+    v = torch.ones(p.shape)
+    v[:, 0] = 1e5
+    optimizer.write_state(p, "exp_avg_sq", v)
+    assert given["spread"](optimizer, p) == 1 / (p.shape[1] / 32)
