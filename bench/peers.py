@@ -457,10 +457,10 @@ def print_report(report: Dict) -> None:
     cost = report["overhead"]
     if cost:
         print(
-            f"\nPer tensor and step above the C call ({cost['tensors']} tensors of one element, one"
-            f" thread's time): {cost['new_gradients_us']:.2f} µs with new gradients,"
-            f" {cost['same_gradients_us']:.2f} with the same ones; the call itself"
-            f" {cost['bare_us']:.2f}, torch fused {cost['torch_fused_us']:.2f}."
+            f"\nA tensor costs {cost['new_gradients_us']:.2f} µs a step above the C call with new"
+            f" gradients, and {cost['same_gradients_us']:.2f} with the same ones. The call itself"
+            f" costs {cost['bare_us']:.2f}, and torch's fused step {cost['torch_fused_us']:.2f}."
+            f" ({cost['tensors']} tensors of one element, one thread's time.)"
         )
     if report["aims"]:
         print("\n## Aims\n\nWhat we ask of our own steps. A figure below the wanted one misses:\n")

@@ -291,10 +291,9 @@ def test_finetune_moves_weights_as_the_page_says(outcome):
     output, _ = outcome("tutorials/finetune.md")
     gains = [float(a) - float(b) for a, b in re.findall(r"^loss (\S+) -> (\S+)$", output, re.M)]
     moved = [float(share) for share in re.findall(r"^(\S+) % of the weights", output, re.M)]
-    fp32, bf16, *recipes = gains
-    assert len(recipes) == 2 and all(abs(gain - fp32) < 0.1 * fp32 for gain in recipes)
-    assert bf16 < 0.5 * fp32
-    assert moved[1] < 25 and all(share > 60 for share in moved[2:])
+    fp32, bf16, ours = gains
+    assert abs(ours - fp32) < 0.1 * fp32 and bf16 < 0.5 * fp32
+    assert moved[0] > 99 and moved[1] < 25 and moved[2] > 60
     held = [float(b) for b in re.findall(r"^(\S+) bytes per parameter$", output, re.M)]
-    assert held == pytest.approx([16, 8, 6.15, 5.16], abs=0.03)
+    assert held == pytest.approx([16, 8, 6.15], abs=0.03)
     assert re.search(r"^(\d+) of \1 tensors have the same bits$", output, re.M)
