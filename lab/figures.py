@@ -78,7 +78,7 @@ TRAPS = {
     ),
 }
 WEIGHTS = ("bf16", "bf16-sr", "bf16-kahan", "bf16-ecc8", "int8-sr", "int8-ecc4")
-STEPS, RATE, SIDE = 4000, 1e-5, 32
+STEPS, SIDE = 4000, 32
 
 
 def read(root, *path):
@@ -113,8 +113,8 @@ def loss_and_memory(root):
         "Loss above fp32 against bytes per parameter",
         ["nat/byte; 6.6 M parameters, learning rate 1e-5, three seeds"],
     )
-    x, y = Scale(4, 17, 60, WIDTH - 20), Scale(-0.1, 1.2, 320, picture.top + 20)
-    picture.x_axis(x, [(n, n) for n in range(4, 17, 2)], 320, y.end,
+    x, y = Scale(4.5, 16.6, 60, WIDTH - 20), Scale(-0.1, 1.2, 320, picture.top + 20)
+    picture.x_axis(x, [(n, n) for n in range(6, 17, 2)], 320, y.end,
                    "bytes per parameter: weights, gradients, states")  # fmt: skip
     picture.y_axis(y, [(0.5, "+0.5"), (1, "+1.0")], 60, WIDTH - 20)
     picture.line(60, y(0), WIDTH - 20, y(0), "zero")
@@ -132,7 +132,7 @@ def loss_and_memory(root):
             picture.text(left + 12, top + 4, f"{names[0]}, to nearest")
             continue
         for i, name in enumerate(names):
-            shift = left + 4 + 15 * i
+            shift = left + 4 + 16 * i
             turn = f'font-size="12" transform="rotate(-60 {shift:.1f} {top - 9:.1f})"'
             picture.text(shift, top - 9, name, turn)
     return picture.svg(364)
@@ -267,7 +267,7 @@ def walk(name):
     if name.startswith("int8"):
         halfstep.nn.quantize_(layer, name)
     optimizer = halfstep.optimizer(
-        f"adamw/{name}/f32", layer.named_parameters(), lr=RATE, weight_decay=0.0, seed=0
+        f"adamw/{name}/f32", layer.named_parameters(), lr=1e-5, weight_decay=0.0, seed=0
     )
     weight, found = layer.weight, []
     weight.grad = torch.ones(SIDE, SIDE, dtype=weight.dtype)
@@ -282,12 +282,15 @@ def one_weight(root):
     exact = walk("f32")
     picture = Picture(
         "One weight in six formats",
-        [f"{STEPS:,} updates of {RATE:g} by AdamW. Dashed: fp32."],
+        [
+            f"{STEPS:,} updates of 1e-5 by AdamW. Dashed: fp32. Lines show what",
+            "the model computes with.",
+        ],
     )
     names = {"bf16": "bf16, to nearest"}
     frames, bottom = panels(picture, [names.get(name, name) for name in WEIGHTS], 2, 112)
     for (left, right, top, low), name in zip(frames, WEIGHTS):
-        x, y = Scale(0, STEPS, left, right), Scale(0.95, 1.01, low, top)
+        x, y = Scale(0, STEPS, left, right), Scale(0.94, 1.005, low, top)
         picture.x_axis(x, [(n, f"{n:,}") for n in (0, 2000, 4000)], low, top)
         picture.y_axis(y, [(0.96, "0.96"), (0.98, "0.98"), (1, "1")], left, right)
         picture.line(x(0), y(1), x(STEPS), y(exact[-1]), "zero")
@@ -326,7 +329,8 @@ def trap(root, column):
     def form(value):
         return f"{value:,.0f}" if value >= 90 or sound[1] == 0 else f"{value:.3f}"
 
-    return rows_of_marks(Picture(title, lines), groups, scale, ticks, form, sound, "")
+    axis = "per cent of the weights" if sound[1] == 0 else "times fp32 AdamW's"
+    return rows_of_marks(Picture(title, lines), groups, scale, ticks, form, sound, axis)
 
 
 # ---- All -----------------------------------------------------------------------------------------
