@@ -90,7 +90,7 @@ HALFSTEP_API int32_t halfstep_version(void);
 
 /* ---- Errors. Values are pinned and never reused. ----------------------------------------------------------------- */
 
-#define HALFSTEP_OK                  0
+#define HALFSTEP_OK                  0 /* success */
 #define HALFSTEP_ERROR_ARGUMENT    -10 /* NULL where a pointer is needed, a wrong struct_size, an index out of range */
 #define HALFSTEP_ERROR_NAME        -11 /* an unknown rule, format, hyper-parameter, choice, instruction set ... */
 #define HALFSTEP_ERROR_RANGE       -12 /* a number outside the bounds that the matching info function gives */
@@ -98,7 +98,7 @@ HALFSTEP_API int32_t halfstep_version(void);
 #define HALFSTEP_ERROR_DUPLICATE   -14 /* two tensors with one id */
 #define HALFSTEP_ERROR_ORDER       -15 /* a call at the wrong time: a step before states exist, a tensor after them */
 #define HALFSTEP_ERROR_UNSUPPORTED -20 /* a combination that has no meaning, e.g. a block format for a gradient */
-#define HALFSTEP_ERROR_MEMORY      -30
+#define HALFSTEP_ERROR_MEMORY      -30 /* the operating system gives no more memory */
 #define HALFSTEP_ERROR_DEVICE      -31 /* the device or its driver is missing, too old, unusable or has failed. After a
                                           failure that the driver calls lasting, every handle on the device refuses */
 #define HALFSTEP_ERROR_FORMAT      -40 /* halfstep_io: a corrupt file */
@@ -110,8 +110,8 @@ HALFSTEP_API int32_t halfstep_version(void);
 /* Returns a static text for a code, never NULL. */
 HALFSTEP_API const char *halfstep_strerror(int code);
 
-#define HALFSTEP_MAX_STATES  6
-#define HALFSTEP_MAX_SCALARS 4
+#define HALFSTEP_MAX_STATES  6 /* states of a rule */
+#define HALFSTEP_MAX_SCALARS 4 /* numbers that a rule keeps for each tensor */
 
 /* ---- Make an optimizer ------------------------------------------------------------------------------------------- */
 
@@ -146,7 +146,7 @@ HALFSTEP_API void halfstep_destroy(halfstep_optimizer *optimizer);
  * is valid until the thread's next call. */
 HALFSTEP_API const char *halfstep_error_detail(const halfstep_optimizer *optimizer);
 
-#define HALFSTEP_ALL_GROUPS (-1)
+#define HALFSTEP_ALL_GROUPS (-1) /* in place of a group: all of them, or the optimizer itself */
 
 /* Adds a group, which is a recipe with its hyper-parameters. Writes its index to *group. Errors: NAME and UNSUPPORTED
  * as in halfstep_recipe_full(), ORDER once the states exist. */
@@ -225,7 +225,7 @@ HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_
 #define HALFSTEP_MAX_SPLIT 16
 typedef struct halfstep_tensor {
     uint32_t struct_size;     /* sizeof(halfstep_tensor) */
-    int32_t group;
+    int32_t group;            /* its group, from halfstep_add_group() */
     const char *name;         /* copied; errors and files name the tensor by it */
     uint64_t id;              /* keys its random bits; 0: a hash of the name, the same on every rank */
     int32_t ndim;             /* dimensions of the original tensor, 0 for a scalar */
@@ -256,11 +256,11 @@ HALFSTEP_API int32_t halfstep_tensor_find(const halfstep_optimizer *optimizer, c
 #define HALFSTEP_SLOT_STATE    2 /* + index of the state */
 
 typedef struct halfstep_slot_info {
-    uint32_t struct_size;
+    uint32_t struct_size;      /* set by the caller: sizeof(halfstep_slot_info) */
     int32_t format;            /* row of halfstep_get_format_info(); -1: this slot stores nothing */
     const char *name;          /* "weight", "gradient", or the state's name, e.g. "exp_avg" */
     uint64_t code_bytes;       /* of the part held here */
-    uint64_t extra_bytes;
+    uint64_t extra_bytes;      /* likewise, of the extra stream */
     int64_t blocks_per_row;    /* of the part held here, for block formats of geometry ROWS */
     int32_t fell_back;         /* 1: rows are too short, or dimensions too few, for the block format of the recipe */
     int32_t grid;              /* 1: stored on a grid: halfstep_record.grid */
@@ -272,6 +272,7 @@ typedef struct halfstep_slot_info {
     int32_t reserved;
 } halfstep_slot_info;
 
+/* Describes a slot of a tensor: HALFSTEP_SLOT_*. The caller sets info->struct_size. Errors: ARGUMENT. */
 HALFSTEP_API int halfstep_get_slot_info(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot,
                                         halfstep_slot_info *info);
 
@@ -511,7 +512,7 @@ typedef struct halfstep_rule_info {
 } halfstep_rule_info;
 
 typedef struct halfstep_format_info {
-    uint32_t struct_size;
+    uint32_t struct_size;   /* set by the caller: sizeof(halfstep_format_info) */
     int32_t id;
     const char *name;
     const char *title;
@@ -529,7 +530,7 @@ typedef struct halfstep_format_info {
 } halfstep_format_info;
 
 typedef struct halfstep_hyper_info {
-    uint32_t struct_size;
+    uint32_t struct_size;   /* set by the caller: sizeof(halfstep_hyper_info) */
     const char *name;
     const char *title;      /* the title of a switch, which is 0 or 1, begins with "0:" or "1:" and the meaning of that
                                value */
@@ -622,7 +623,7 @@ HALFSTEP_API int halfstep_synchronize(halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_set_stream(halfstep_optimizer *optimizer, void *stream);
 
 typedef struct halfstep_device_info {
-    uint32_t struct_size;
+    uint32_t struct_size;    /* set by the caller: sizeof(halfstep_device_info) */
     int32_t devices;         /* number that the driver shows */
     int32_t driver;          /* newest CUDA version of the driver, 1000 * major + 10 * minor; 0: no driver */
     int32_t minimum_driver;  /* lowest value of `driver` that the library accepts */
@@ -747,7 +748,7 @@ typedef struct halfstep_storage {
  *
  * Steps go from the last piece to the first, with three buffers. While one piece is worked on, the next is read and the
  * one before is written. Pieces of small tensors that follow one another are taken together. Tensors without a gradient
- * and refused steps write nothing. Sums over a tensor that is cut read its pieces twice; rules with totals read all
+ * and refused steps write nothing. Sums over a tensor that is cut read its pieces twice. Rules with totals read all
  * pieces twice. flush is called at the end of every STEP that counts something, and of a ROUND, whose call may have
  * weights. Calls about single tensors wait for one another. The bits are those of states in memory.
  *

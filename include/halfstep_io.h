@@ -136,9 +136,9 @@ HALFSTEP_API const char *halfstep_checkpoint_value(const halfstep_checkpoint *ch
 
 /* ---- Optimizers -------------------------------------------------------------------------------------------------- */
 
-/* Save and load an optimizer with everything that its later steps depend on: states with their scales, residuals and
- * error codes, counters, ids, the rule's numbers for each tensor, steps of groups, hyper-parameters, choices, seed,
- * skipped steps and the last gradient norm. A run may save, end, build the same optimizer and load. It then goes on
+/* Save and load an optimizer with everything that its later steps depend on. That is states with their scales,
+ * residuals and error codes, and the records of halfstep_get_record(): counters, ids and the rule's numbers.
+ * Hyper-parameters and choices are saved too. A run may save, end, build the same optimizer and load. It then goes on
  * with the bits of a run that never stopped, if it saved between whole steps (in gradient release: between rounds).
  *
  * Weights belong to the caller. `weights` is the array that halfstep_step() takes. NULL leaves the weights to the
@@ -271,9 +271,9 @@ HALFSTEP_API void halfstep_store_free_info(halfstep_store_info *info);
 
 /* ---- Reading a safetensors file ---------------------------------------------------------------------------------- */
 
-/* An open file whose header has been checked in full: every tensor lies inside the file, no two overlap, every byte
- * belongs to a tensor, every shape agrees with its length. Limits: 2^20 tensors of at most 64 dimensions, 2^20 pairs of
- * metadata, and in all shapes together 2^20 sizes plus 4 for each tensor. */
+/* An open file whose header has been checked in full. Every tensor lies inside the file, and no two overlap. Every byte
+ * belongs to a tensor, and every shape agrees with its length. Limits: 2^20 tensors of at most 64 dimensions, 2^20
+ * pairs of metadata, and in all shapes together 2^20 sizes plus 4 for each tensor. */
 typedef struct halfstep_safetensors halfstep_safetensors;
 
 typedef struct halfstep_safetensor_info {

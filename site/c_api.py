@@ -6,7 +6,6 @@ and the declarations that follow it without a blank line or another comment betw
 
 import re
 
-HEADERS = ("halfstep.h", "halfstep_io.h")
 HEAD = """# C API
 
 For those who look up a function, a structure or a constant in C. This page is made from the
@@ -67,7 +66,7 @@ def lines_of(comment):
 def indented(block, anchors):
     """Returns the indented lines of a comment: a list, a table or code."""
     margin = min(len(line) - len(line.lstrip()) for line in block if line)
-    block = [line[margin:] for line in block]
+    block = "\n".join(line[margin:] for line in block).rstrip().split("\n")
     if block[0].startswith("- "):
         return ["", *block, ""]
     rows = []
@@ -88,8 +87,6 @@ def text_of(comment, anchors):
     out, block = [], []
 
     def close():
-        while block and not block[-1]:
-            block.pop()
         if block and block[0].startswith("  "):
             out.extend(indented(block, anchors))
         elif block:
@@ -142,7 +139,9 @@ class Group:
             self.structures.append(found["body"])
             self.names.append(found["structure"])
         else:
-            self.code.append(re.sub(r"HALFSTEP_API |(?<=\n) {13}", "", found["code"]))
+            code = " ".join(found["code"].replace("HALFSTEP_API ", "").split())
+            wide = len(code) > 84
+            self.code.append(re.sub(r"(\((?!\*)|,) ?", "\\1\n    ", code) if wide else code)
             self.names.append(next(filter(None, _DECLARED.search(found["code"]).groups())))
 
     def page(self, anchors):
@@ -188,12 +187,13 @@ def parse(text):
 
 def pages(root):
     """Returns the page by its path under docs."""
-    headers = {x: parse((root / "include" / x).read_text(encoding="utf-8")) for x in HEADERS}
+    paths = sorted((root / "include").iterdir())
+    headers = {path.name: parse(path.read_text(encoding="utf-8")) for path in paths}
     groups = [part for parts in headers.values() for part in parts if isinstance(part, Group)]
     anchors = {name for x in groups for name in (*x.names, *(c[0] for c in x.constants))}
     out = [HEAD]
     for name, parts in headers.items():
-        out += [f"## {name}", ""]
+        out.append(f"## {name}\n")
         for part in parts:
             out += [f"## {part}", ""] if isinstance(part, str) else part.page(anchors)
     return {"reference/c-api.md": re.sub(r"\n{3,}", "\n\n", "\n".join(out))}

@@ -160,9 +160,11 @@ _C_CALLS = re.compile(
     r"\b(?:(?:hstep_fail|hstep_cuda_fail|fail|run_fail|failure|complain|usage_error|refuse)"
     r"\s*\(|snprintf\((?=(?:m->)?error,)|fprintf\((?=stderr,))"
 )
-# A row of a table of errors, which holds a code and a text.
-_C_ROWS = re.compile(r'HALFSTEP_ERROR_[A-Z]+,\s*[01],\s*("[^}]*)}')
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
+# A row of a table of errors, which holds a code and a text, and the text that several rows share.
+_C_ROWS = re.compile(
+    rf"(?:HALFSTEP_ERROR_[A-Z]+,\s*[01],|char lost\[\] =)((?:\s*{_LITERAL.pattern})+)"
+)
 _CONVERSION = re.compile(
     r"%[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?(?:hh|h|ll|l|z|j|t)?[diouxXeEfgGcsp]"
 )

@@ -141,6 +141,9 @@ def test_codes_have_rows():
     codes = re.findall(r"^#define (HALFSTEP_(?:OK|NONFINITE|ERROR_[A-Z]+)) +(-?\d+)", header, re.M)
     cells = [(name, [c.strip() for c in rest.split("|")]) for name, rest in _rows("Error codes")]
     assert [(name, rest[0]) for name, rest in cells] == codes
+    for name, (number, when, *_) in cells:
+        text = _abi.lib.halfstep_strerror(int(number)).decode()
+        assert when.startswith(f"`{text}`: "), name
     for name, rest in cells[1:-1]:
         expected = _abi._error_classes.get(int(rest[0]), _abi.HalfstepError)
         assert rest[3] == f"`{expected.__name__}`", name

@@ -138,7 +138,8 @@ def test_markdown_of_a_header():
  */
 HALFSTEP_API int halfstep_a(const halfstep_s *s,
                             int *y); /* NULL */
-HALFSTEP_API int halfstep_b(void);
+HALFSTEP_API int halfstep_b(int long_name_of_an_argument, int longer_name_of_an_argument,
+                            int longest_name_of_an_argument);
 
 typedef struct halfstep_s {
     int a; /* the first,
@@ -162,9 +163,11 @@ typedef struct halfstep_s {
         '<a id="halfstep_a"></a><a id="halfstep_b"></a>',
         "### halfstep_a, halfstep_b",
         "```c",
-        "int halfstep_a(const halfstep_s *s,",
-        "               int *y); /* NULL */",
-        "int halfstep_b(void);",
+        "int halfstep_a(const halfstep_s *s, int *y); /* NULL */",
+        "int halfstep_b(",
+        "    int long_name_of_an_argument,",
+        "    int longer_name_of_an_argument,",
+        "    int longest_name_of_an_argument);",
         "```",
         "Does &lt;x> by `*y`, see [`halfstep_b()`](#halfstep_b).",
         "| name | meaning |",
