@@ -14,9 +14,8 @@ import pytest
 import halfstep
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "site"))
-os.environ.setdefault("HALFSTEP_PROGRAM", os.environ["HALFSTEP_BUILD"] + "/halfstep")
-os.environ.setdefault("HALFSTEP_LIBRARY", halfstep._abi.lib._name)
+PROGRAM = os.environ["HALFSTEP_BUILD"] + "/halfstep"
+sys.path.append(str(ROOT / "site"))
 
 import c_api  # noqa: E402
 import program  # noqa: E402
@@ -32,7 +31,9 @@ def package():
         search_paths=[str(ROOT / "python")],
         extensions=griffe.load_extensions(python_docs.Extension),
     )
-    loader.load("halfstep")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HALFSTEP_LIBRARY", halfstep._abi.lib._name)
+        loader.load("halfstep")
     loader.resolve_aliases(implicit=False, external=False)
     return loader.modules_collection
 
@@ -189,15 +190,16 @@ typedef struct halfstep_s {
 # ---- The program ---------------------------------------------------------------------------------
 
 
-def test_the_page_of_the_program_has_every_option():
+def test_the_page_of_the_program_has_every_option(monkeypatch):
+    monkeypatch.setenv("HALFSTEP_PROGRAM", PROGRAM)
     page = program.pages(ROOT)["reference/program.md"]
     sections = dict(zip(*[iter(re.split(r"^## halfstep (.*)$", page, flags=re.M)[1:])] * 2))
-    top = subprocess.run([os.environ["HALFSTEP_PROGRAM"], "--help"], stdout=subprocess.PIPE)
+    top = subprocess.run([PROGRAM, "--help"], stdout=subprocess.PIPE)
     commands = re.findall(r"^  ([a-z]+) +[a-z]", top.stdout.decode(), re.M)
     assert len(commands) > 10 and {*commands, "train lm", "compare mnist"} <= sections.keys()
     options = 0
     for command, text in sections.items():
-        words = [os.environ["HALFSTEP_PROGRAM"], *command.split(), "--help"]
+        words = [PROGRAM, *command.split(), "--help"]
         printed = subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout.decode()
         listed = re.findall(r"^  (--[a-z0-9-]+)", printed, re.M)
         missing = [x for x in listed if not re.search(rf"^\| `{x}[ `]", text, re.M)]

@@ -374,8 +374,8 @@ const struct command convert_command = {
     .notes = "The metadata " HALFSTEP_PACKED_KEY
              " of TO say which tensors are packed. docs/formats.md shows how numpy reads them.\n"
              "\n"
-             "--to checkpoint, --to optimizer and --to store move a whole optimizer with its weights, bit for bit: a\n"
-             "file of states (--store) becomes a checkpoint directory or one safetensors file, and a checkpoint of\n"
+             "--to checkpoint, --to optimizer and --to store move a whole optimizer with its weights, bit for bit. A\n"
+             "file of states (--store) becomes a checkpoint directory or one safetensors file. A checkpoint of\n"
              "train lm becomes a file of states. Weights pass through memory, states in small pieces.\n"
              "\n"
              "  halfstep convert model.safetensors small.safetensors --to int8-sr\n"

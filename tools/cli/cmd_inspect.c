@@ -415,9 +415,9 @@ const struct command inspect_command = {
     .name = "inspect",
     .usage = "FILE|DIR [options]",
     .summary =
-        "Lists the contents of a safetensors file, a checkpoint directory or a file of states (--store): tensors with "
-        "types, shapes and sizes, metadata, and the step and settings of the run. Verifies the checksums of a "
-        "checkpoint's files. A run may go on with a file of states meanwhile.",
+        "Lists the contents of a safetensors file, a checkpoint directory or a file of states (--store). These are "
+        "tensors with types, shapes and sizes, metadata, and the step and settings of the run. Verifies the checksums "
+        "of a checkpoint's files. A run may go on with a file of states meanwhile.",
     .notes = "  halfstep inspect run\n"
              "  halfstep inspect run/model.safetensors --json\n",
     .min_words = 1,

@@ -193,7 +193,7 @@ const struct command verify_command = {
     .name = "verify",
     .usage = "[options]",
     .summary =
-        "Steps a fixed problem under every rule, weight format, state format and gradient format, and checks that all "
+        "Steps a fixed problem under every rule, weight format, state format and gradient format. Checks that all "
         "weights and states have the bits that every machine has to compute.",
     .notes = "Exit status: 1 if the bits of any case differ. In the JSON a recipe has one hash for all its cases.\n"
              "\n"
