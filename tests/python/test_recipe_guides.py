@@ -73,3 +73,44 @@ def test_a_twin_sees_what_the_guide_says(capsys):
     v[:, 0] = 1e5
     optimizer.write_state(p, "exp_avg_sq", v)
     assert given["spread"](optimizer, p) == 1 / (p.shape[1] / 32)
+
+
+def rows_of(text):
+    """Returns the recipe of each row of the table of recipes, with its bytes without and with
+    release, by the row's anchor. Rows with several recipes or none are left out."""
+    row = r'^\| <a id="([^"]+)"></a>`([^`…]+)` \| [^|]*\| ([\d.]+) \| ([\d.]+) \|'
+    found = re.findall(row, text, re.M)
+    return {
+        anchor: (recipe if recipe.startswith("muon") else f"adamw/{recipe}", plain, released)
+        for anchor, recipe, plain, released in found
+    }
+
+
+def test_the_table_of_recipes_has_the_bytes_of_plan():
+    import halfstep
+
+    with open(os.path.join(ROOT, "docs", "choosing.md"), encoding="utf-8") as file:
+        text = file.read()
+    rows = rows_of(text)
+    assert len(rows) > 10
+    for recipe, *bytes_said in rows.values():
+        # Release leaves the gradient of one layer.
+        shapes = {f"{i}": (64, 4096) for i in range(10000)}
+        for release, said in zip((False, True), bytes_said):
+            (row,) = halfstep.plan(shapes, recipes=[recipe], release=release).rows
+            assert row.total / (10000 * 64 * 4096) == pytest.approx(float(said), abs=0.0051), recipe
+
+
+def test_the_questions_end_at_the_recipe_that_they_name():
+    """Each link of the tree leads to the row of the recipe that it names. The bytes beside it are
+    the row's."""
+    with open(os.path.join(ROOT, "docs", "choosing.md"), encoding="utf-8") as file:
+        text = file.read()
+    tree = text.split("## Follow the questions")[1].split("## In one table")[0]
+    ends = re.findall(r"\[`([^`]+)`\]\(#(row-[^)]+)\)([^|\n]*)\| *([\d.]+)? *", tree)
+    assert len(ends) > 12
+    for recipe, anchor, rest, total in ends:
+        named, plain, released = rows_of(text)[anchor]
+        assert named == recipe
+        if total not in ("2", "4", ""):  # states elsewhere
+            assert total == (released if "release" in rest else plain), recipe
