@@ -88,7 +88,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert built.returncode == 0, built.stdout + built.stderr
     assert "WARNING" not in built.stdout + built.stderr
     index = (tmp_path / "site/search/search_index.js").read_text(encoding="utf-8")
-    assert "HALFSTEP_E_" in index and "bf16-ecc8" in index
+    assert "HALFSTEP_ERROR_ARGUMENT" in index and "bf16-ecc8" in index
 
 
 @pytest.mark.all

@@ -30,6 +30,8 @@ NUMBER = re.compile(
 )
 #: longer than any command of a page
 SECONDS = 300
+#: now and then the threads of gloo, which torchrun's ranks use, end a finished process with this
+CRASH_OF_GLOO = "terminate called without an active exception"
 
 
 class Wrong(Exception):
@@ -111,6 +113,26 @@ def agree(wanted, given):
     return len(given) in places
 
 
+def run_command(command, folder, environment):
+    """Runs a command, and once more if gloo has crashed. Returns its status and all that it has
+    printed."""
+    for _ in range(2):
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            timeout=SECONDS,
+        )
+        if not (done.returncode and CRASH_OF_GLOO in done.stdout):
+            break
+    return done.returncode, done.stdout
+
+
 def run_page(text, folder, environment):
     """Does what a page says in a folder. Returns the output of all commands."""
     output = ""
@@ -123,23 +145,13 @@ def run_page(text, folder, environment):
             path.write_text(block[1], encoding="utf-8")
         elif kind == "command":
             command, lines = block
-            done = subprocess.run(
-                ["bash", "-c", command],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
-                timeout=SECONDS,
-            )
-            if done.returncode:
-                raise Wrong(f"$ {command}\nends with status {done.returncode}:\n{done.stdout}")
-            if any(map(str.strip, lines)) and not agree(lines, done.stdout.splitlines()):
+            status, printed = run_command(command, folder, environment)
+            if status:
+                raise Wrong(f"$ {command}\nends with status {status}:\n{printed}")
+            if any(map(str.strip, lines)) and not agree(lines, printed.splitlines()):
                 page = "\n".join(lines)
-                raise Wrong(f"$ {command}\nThe page says:\n{page}\nIt printed:\n{done.stdout}")
-            output += done.stdout
+                raise Wrong(f"$ {command}\nThe page says:\n{page}\nIt printed:\n{printed}")
+            output += printed
     return output
 
 
@@ -257,6 +269,15 @@ def test_a_page_with_a_mistake(right, wrong, words, tmp_path):
     assert right in PAGE
     with pytest.raises(Wrong, match=re.escape(words)):
         run_page(PAGE.replace(right, wrong), tmp_path / "page", os.environ)
+
+
+def test_a_crash_of_gloo_is_tried_once_more(tmp_path):
+    crash = f"echo run >>runs; echo {CRASH_OF_GLOO}; [ $(wc -l <runs) -ge {{}} ]"
+    output = run_page(f"```console\n$ {crash.format(2)}\n```\n", tmp_path, os.environ)
+    assert output == CRASH_OF_GLOO + "\n"
+    with pytest.raises(Wrong, match="ends with status 1"):
+        run_page(f"```console\n$ {crash.format(5)}\n```\n", tmp_path, os.environ)
+    assert (tmp_path / "runs").read_text() == 4 * "run\n"
 
 
 @pytest.mark.parametrize(
