@@ -33,13 +33,12 @@ def made_pages():
     sys.path.insert(0, str(ROOT / "site"))
     pages = {}
     for module in MADE:
-        if not (ROOT / "site" / f"{module}.py").exists():
-            continue
         pages.update(__import__(module).pages(ROOT))
     return pages
 
 
 def on_files(files, config):
+    """Adds pages and files that are not in docs/."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     for page, text in made_pages().items():
@@ -51,6 +50,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
+    """Turns links to files of the repository into links of the site, except in code."""
     sources = {page: source for source, page in PAGES.items()}
     source = sources.get(page.file.src_uri, "docs/" + page.file.src_uri)
 
@@ -78,10 +78,12 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(content, page, config, files):
+    """Turns formulas into MathML, and prepares tables for narrow windows."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
 
     def mathml(match):
+        """Returns a formula in MathML."""
         display = "block" if match[1] == "div" else "inline"
         return latex2mathml.converter.convert(html.unescape(match[2]), display=display)
 

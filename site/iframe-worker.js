@@ -22,7 +22,7 @@ if (location.protocol === "file:") {
       });
       document.body.append(frame);
     }
-    postMessage(data) { this.ready.then((frame) => frame.postMessage(data, "*")); }
+    postMessage(data) { this.ready.then((frame) => frame.dispatchEvent(new MessageEvent("message", { data }))); }
     terminate() {}
   };
 }
