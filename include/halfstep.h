@@ -88,7 +88,9 @@ extern "C" {
 /* Returns the version of the loaded library, as major * 10000 + minor * 100 + patch. */
 HALFSTEP_API int32_t halfstep_version(void);
 
-/* ---- Errors. Values are pinned and never reused. ----------------------------------------------------------------- */
+/* ---- Error codes ------------------------------------------------------------------------------------------------- */
+
+/* Values are pinned and never reused. */
 
 #define HALFSTEP_OK                  0 /* success */
 #define HALFSTEP_ERROR_ARGUMENT    -10 /* NULL where a pointer is needed, a wrong struct_size, an index out of range */
@@ -208,7 +210,7 @@ HALFSTEP_API const char *halfstep_get_choice(const halfstep_optimizer *optimizer
 /* Writes the lr that the group's next step will use, "lr" times the schedule's factor, to *lr. */
 HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_t group, double *lr);
 
-/* ---- Describe its tensors ---------------------------------------------------------------------------------------- */
+/* ---- Describe the tensors ---------------------------------------------------------------------------------------- */
 
 /* Describes a tensor and the part of it held here. A tensor is rows x row_length: dimension 0, and everything after it
  * flattened. A tensor of one dimension has n rows of length 1. From 4096 elements up, 1 row of length n is allowed too,

@@ -187,7 +187,7 @@ def parse(text):
 
 def pages(root):
     """Returns the page by its path under docs."""
-    paths = sorted((root / "include").iterdir())
+    paths = sorted((root / "include").glob("*.h"))
     headers = {path.name: parse(path.read_text(encoding="utf-8")) for path in paths}
     groups = [part for parts in headers.values() for part in parts if isinstance(part, Group)]
     anchors = {name for x in groups for name in (*x.names, *(c[0] for c in x.constants))}
