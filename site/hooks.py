@@ -87,7 +87,5 @@ def on_page_content(content, page, config, files):
         display = "block" if match[1] == "div" else "inline"
         return latex2mathml.converter.convert(html.unescape(match[2]), display=display)
 
-    # Names stay on one line; longer code in a table breaks. A wide table scrolls in itself.
-    content = NAME.sub(r'<code class="name">\1</code>', content)
-    content = content.replace("<table>", '<div class="table"><table>')
-    return FORMULA.sub(mathml, content.replace("</table>", "</table></div>"))
+    # Names stay on one line; longer code in a table breaks.
+    return FORMULA.sub(mathml, NAME.sub(r'<code class="name">\1</code>', content))
