@@ -12,8 +12,9 @@ LARGEST = 3.4028234663852886e38  # of fp32
 
 
 def abi(root):
-    """Returns the module python/halfstep/_abi.py, without torch."""
-    name = "halfstep_abi_of_site"
+    """Returns the module python/halfstep/_abi.py: that of the imported package, or else one made
+    without torch."""
+    name = "halfstep._abi"
     if name not in sys.modules:
         path = root / "python" / "halfstep" / "_abi.py"
         spec = importlib.util.spec_from_file_location(name, path)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from pymdownx.slugs import slugify
 
+import halfstep  # noqa: F401, whose library the pages are made from
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 QUESTION = re.compile(r"^\d+\. \[([^\]]+)\]\(([^)#]+)#([^)]+)\)$", re.M)
