@@ -80,6 +80,19 @@ def test_every_page_says_for_whom_it_is():
     assert not silent, silent
 
 
+def test_links_say_where_they_lead():
+    """The text of a link names the subject that it leads to, and not the file."""
+    silent = []
+    for path in DOCS.rglob("*.md"):
+        texts = re.findall(
+            r"\[([^\[\]]+)\]\([^)]+\)", FENCE.sub("", path.read_text(encoding="utf-8"))
+        )
+        silent += [
+            (path.name, t) for t in texts if t.endswith(".md") or t in ("here", "this", "guide")
+        ]
+    assert not silent, silent
+
+
 @pytest.mark.all
 def test_the_site_is_built_without_a_warning(tmp_path):
     built = subprocess.run(
