@@ -240,6 +240,11 @@ class Optimizer(torch.optim.Optimizer):
                 f"halfstep: {type(self).__name__} cannot be differentiated through:"
                 " differentiable=True"
             )
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"halfstep: params is a module, {type(params).__name__}; give its"
+                " named_parameters()"
+            )
         if fused and foreach:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         self.clip_norm, self.clip, self.scan = clip_norm, clip, scan

@@ -214,6 +214,7 @@ def test_errors_of_construction(rule):
             p,
         ),
         (ValueError, "optimizer got an empty parameter list", []),
+        (TypeError, "params is a module, Linear; give its named_parameters", torch.nn.Linear(3, 3)),
         (TypeError, "optimizer can only optimize Tensors", [3.0]),
         (
             ValueError,
