@@ -145,7 +145,7 @@ def test_everyone_ran_or_has_a_reason(report):
         "Small tensors",
         "One flat tensor",
         "## Aims",
-        "Per tensor and step",
+        "A tensor costs",
     ):
         assert title in report["text"]
     lines = [(row["shapes"], row["key"]) for row in report["csv"]]
