@@ -25,7 +25,7 @@ static void set_all(void (*handler)(int))
     memset(&action, 0, sizeof action);
     sigemptyset(&action.sa_mask);
     action.sa_handler = handler;
-    action.sa_flags = SA_RESTART;
+    action.sa_flags = SA_RESTART | SA_ONSTACK;
     for (int i = 0; i < REQUESTS; i++)
         if (!kept_ignored[i]) sigaction(requests[i], &action, NULL);
 }
@@ -39,6 +39,10 @@ void interrupt_install(void)
         int asked_for = requests[i] == SIGINT || requests[i] == SIGTERM;
         kept_ignored[i] = !asked_for && sigaction(requests[i], NULL, &before) == 0 && before.sa_handler == SIG_IGN;
     }
+    /* Machine code of oneDNN lets the stack pointer point into the heap, where the frame of a signal would overwrite what is
+     * there. The handler therefore has a stack of its own. Threads that compute block signals (parallel.c). */
+    static char stack[1 << 16];
+    sigaltstack(&(stack_t){.ss_sp = stack, .ss_size = sizeof stack}, NULL);
     installed = 1;
     set_all(note);
 }

@@ -1,6 +1,7 @@
 #include "trainer/loops/parallel.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -79,6 +80,12 @@ struct parallel *parallel_create(int threads)
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->done, NULL);
     pool->workers = calloc((size_t)pool->threads, sizeof *pool->workers);
+    /* Signals go to the thread that made the pool, whose handler has a stack of its own (interrupt.c). */
+    sigset_t signals, before;
+    sigemptyset(&signals);
+    const int blocked[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
+    for (int i = 0; i < (int)(sizeof blocked / sizeof *blocked); i++) sigaddset(&signals, blocked[i]);
+    pthread_sigmask(SIG_BLOCK, &signals, &before);
     for (int i = 1; pool->workers && i < pool->threads; i++) {
         struct worker *worker = &pool->workers[i];
         worker->pool = pool;
@@ -86,6 +93,7 @@ struct parallel *parallel_create(int threads)
         if (pthread_create(&worker->handle, NULL, work, worker)) break;
         pool->started++;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (!pool->workers || pool->started != pool->threads - 1) {
         parallel_destroy(pool);
         return NULL;
