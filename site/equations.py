@@ -234,13 +234,8 @@ def in_words(node):
         value = node.comparators[0].value
         if isinstance(value, str):
             no = "not " if isinstance(node.ops[0], ast.NotEq) else ""
-            return f"`{latex_free(node.left)}` is {no}`{value}`"
+            return f"`{ast.unparse(node.left)}` is {no}`{value}`"
     return f"${condition(node)}$"
-
-
-def latex_free(node):
-    """Returns an expression as the header has it."""
-    return ast.unparse(node)
 
 
 def markdown(equations):
@@ -294,7 +289,7 @@ def _block(body, kept):
                     rest = []
         elif isinstance(node, ast.For):
             names = ", ".join(f"${name_of(one.id)}$" for one in node.target.elts)
-            item(f"For each triple {names} of the `ns_{latex_free(node.iter)}`:", node.body)
+            item(f"For each triple {names} of the `ns_{ast.unparse(node.iter)}`:", node.body)
         else:
             raise ValueError(f"an equation cannot have '{ast.unparse(node)}'")
     display()

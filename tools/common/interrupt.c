@@ -1,6 +1,5 @@
 #include "common/interrupt.h"
 
-#include <signal.h>
 #include <string.h>
 
 #include "common/text.h"
@@ -40,11 +39,17 @@ void interrupt_install(void)
         kept_ignored[i] = !asked_for && sigaction(requests[i], NULL, &before) == 0 && before.sa_handler == SIG_IGN;
     }
     /* Machine code of oneDNN lets the stack pointer point into the heap, where the frame of a signal would overwrite what is
-     * there. The handler therefore has a stack of its own. Threads that compute block signals (parallel.c). */
+     * there. The handler therefore has a stack of its own. */
     static char stack[1 << 16];
     sigaltstack(&(stack_t){.ss_sp = stack, .ss_size = sizeof stack}, NULL);
     installed = 1;
     set_all(note);
+}
+
+void interrupt_signals(sigset_t *set)
+{
+    sigemptyset(set);
+    for (int i = 0; i < REQUESTS; i++) sigaddset(set, requests[i]);
 }
 
 int interrupt_pending(void) { return pending; }

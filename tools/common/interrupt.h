@@ -6,7 +6,12 @@
 #ifndef HALFSTEP_INTERRUPT_H
 #define HALFSTEP_INTERRUPT_H
 
+#include <signal.h>
+
 void interrupt_install(void);
+/* Sets `set` to the signals that become requests. Threads that compute block them, because only the thread that called
+ * interrupt_install() has a stack for the handler. */
+void interrupt_signals(sigset_t *set);
 /* Returns the first signal that has arrived, or 0. The exit status for it is 128 + the signal. */
 int interrupt_pending(void);
 /* From interrupt_pause() to interrupt_resume(), signals end the process at once. A signal that has been recorded ends

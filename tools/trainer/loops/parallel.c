@@ -1,10 +1,10 @@
 #include "trainer/loops/parallel.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "common/interrupt.h"
 #include "halfstep.h"
 
 /* About 10 microseconds. The next phase of a step often comes sooner than a sleeping thread wakes. */
@@ -80,11 +80,9 @@ struct parallel *parallel_create(int threads)
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->done, NULL);
     pool->workers = calloc((size_t)pool->threads, sizeof *pool->workers);
-    /* Signals go to the thread that made the pool, whose handler has a stack of its own (interrupt.c). */
+    /* Workers block the signals from their start on. */
     sigset_t signals, before;
-    sigemptyset(&signals);
-    const int blocked[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
-    for (int i = 0; i < (int)(sizeof blocked / sizeof *blocked); i++) sigaddset(&signals, blocked[i]);
+    interrupt_signals(&signals);
     pthread_sigmask(SIG_BLOCK, &signals, &before);
     for (int i = 1; pool->workers && i < pool->threads; i++) {
         struct worker *worker = &pool->workers[i];
