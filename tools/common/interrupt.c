@@ -38,8 +38,8 @@ void interrupt_install(void)
         int asked_for = requests[i] == SIGINT || requests[i] == SIGTERM;
         kept_ignored[i] = !asked_for && sigaction(requests[i], NULL, &before) == 0 && before.sa_handler == SIG_IGN;
     }
-    /* Machine code of oneDNN lets the stack pointer point into the heap, where the frame of a signal would overwrite what is
-     * there. The handler therefore has a stack of its own. */
+    /* Machine code of oneDNN lets the stack pointer point into the heap. The frame of a signal would overwrite what is
+     * there, so the handler has a stack of its own. */
     static char stack[1 << 16];
     sigaltstack(&(stack_t){.ss_sp = stack, .ss_size = sizeof stack}, NULL);
     installed = 1;
