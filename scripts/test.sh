@@ -2,8 +2,10 @@
 # test.sh check|test|all FOLDER JOBS: builds what the tests need in FOLDER and runs one tier of them: the short ones, those of
 # `make test`, or all. Prints the slowest, what was left to `make test-all`, and last "N passed, M failed", where each case of
 # pytest counts.
+# test.sh again FOLDER JOBS CTEST-ARGUMENTS...: builds nothing, and runs the tests of `make test` that make no build themselves.
 set -u
 tier=$1 build=$2 jobs=$3
+shift 3
 cd "$(dirname "$0")/.."
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -31,7 +33,9 @@ add() {
     passed=$((passed + ${1:-0} - ${2:-0}))
 }
 
-if bash scripts/setup.sh $([ "$tier" = all ] && echo all || echo test) &&
+if [ "$tier" = again ]; then
+    run -LE all -E '^(build_|python_package)' -FA . "$@"
+elif bash scripts/setup.sh $([ "$tier" = all ] && echo all || echo test) &&
     bash scripts/build.sh "$build" "$jobs" -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON; then
     case $tier in
     check) run -C check -LE 'long|all' ;;
@@ -48,7 +52,7 @@ fi
 echo
 echo "the slowest, in seconds:"
 sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: ([^ ]+) .* ([0-9.]+) sec.*/\2 \1/p' "$log" | sort -rn | head -n 10 | sed 's/^/  /'
-if [ "$tier" != all ]; then
+if [ "$tier" = check ] || [ "$tier" = test ]; then
     echo "left to make test-all:"
     (cd "$build" && ctest -N -L all -FS python) | sed -nE 's/^ *Test +#[0-9]+: ([^ ]+)/\1/p' | paste -sd ' ' | fold -sw 110 | sed 's/^/  /'
 fi

@@ -10,10 +10,14 @@ case "${1:-}" in
 all) set -- -n "$(nproc)" --max-worker-restart 0 -m all tests/python ;;
 esac
 
+# Files and tests run in their own order, or in a random one that a number chooses.
+order=(-p no:randomly)
+[ -z "${HALFSTEP_TEST_ORDER:-}" ] || order=(-p randomly --randomly-seed="$HALFSTEP_TEST_ORDER")
+
 # The installed package is tested, with its own library. Each process has one thread, because tests run side by side. The caches of
 # torch.compile and DeepSpeed stay in the build folder; both look for ninja on the path.
 unset HALFSTEP_LIBRARY PYTHONPATH
 export HALFSTEP_SOURCE=$source_dir HALFSTEP_BUILD=$build_dir
-export OMP_NUM_THREADS=1 PATH="$build_dir/venv/bin:$PATH"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$build_dir/venv/bin:$PATH"
 export TORCHINDUCTOR_CACHE_DIR="$build_dir/inductor" TORCH_EXTENSIONS_DIR="$build_dir/torch_extensions"
-exec "$build_dir/venv/bin/python" -m pytest -q -rfEs -p no:cacheprovider "$@"
+exec "$build_dir/venv/bin/python" -m pytest -q -rfEs -p no:cacheprovider "${order[@]}" "$@"
