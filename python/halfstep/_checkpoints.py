@@ -88,7 +88,10 @@ def _only(path):
 
 def _refused(path, error):
     first = str(error).strip().partition("\n")[0]
-    return ValueError(f"halfstep: {path} cannot be read without running code of it: {first}")
+    return ValueError(
+        f"halfstep: {path} cannot be read without running code of it ({first}); if you trust it,"
+        " read it by torch.load(weights_only=False) and give its state to load_state_dict()"
+    )
 
 
 def _damaged(path, error):

@@ -73,7 +73,10 @@ def _tensors(groups, names):
                 if isinstance(value, torch.Tensor) and key not in small:
                     key = f"{name}/{key[: -len('.codes')] if key.endswith('.codes') else key}"
                     if key in tensors:
-                        raise ValueError(f"halfstep: two parameters have the name {name!r}")
+                        raise ValueError(
+                            f"halfstep: two parameters have the name {name!r}; in a file each needs"
+                            " its own"
+                        )
                     tensors[key] = value.detach().contiguous()
     return tensors, metadata
 
@@ -267,7 +270,10 @@ def load(parts, path, numbers=False):
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
-            raise ValueError(f"halfstep: {path} holds no optimizer of halfstep")
+            raise ValueError(
+                f"halfstep: {path} holds no optimizer of halfstep; give a file that"
+                " save_safetensors() wrote"
+            )
         rule = metadata.get("rule") or metadata.get("recipe", "").partition("/")[0]
         if sorted(rule.split(", ")) != sorted(_rules(groups).split(", ")):
             raise ValueError(

@@ -112,7 +112,7 @@ class Loading:
         if not isinstance(self.hashes, dict):
             raise ValueError(
                 "halfstep: 'weight_hashes' of this state is not a dictionary of one tensor for each"
-                " parameter's number"
+                " parameter's number; delete it, and weights are not checked"
             )
         groups, self.renamed, self.positions = _names.align(self.names.all(), given["param_groups"])
         numbers = [key for group in groups for key in group["params"]]

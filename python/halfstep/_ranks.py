@@ -456,4 +456,5 @@ def _compare(told, groups, who):
             raise RuntimeError(
                 f"halfstep: ranks that {who} disagree about the {key}: "
                 + ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+                + "; make it the same on all"
             )

@@ -125,7 +125,7 @@ class Part:
             if placement.is_partial():
                 raise ValueError(
                     f"halfstep: parameter {name!r} is a sum over ranks ({placement}); only Shard"
-                    " and Replicate can be stepped"
+                    " and Replicate can be stepped: call redistribute() first"
                 )
         self.divided = any(
             not placement.is_replicate() and self.mesh.size(i) > 1
@@ -135,7 +135,8 @@ class Part:
         if tuple(shape) != self.shape:
             raise ValueError(
                 f"halfstep: parameter {name!r} of shape {self.global_shape} holds {self.shape} on"
-                f" this rank, where its placements {self.placements} say {tuple(shape)}"
+                f" this rank, where its placements {self.placements} say {tuple(shape)}; give"
+                " uneven shards their size by DTensor.from_local(shape=, stride=)"
             )
         self._cut(tuple(shape), tuple(offset), name)
 
@@ -424,12 +425,13 @@ def gradient_of(p, grad, name):
         if grad.shape == local(p).shape and not any(hasattr(x, "dim") for x in p.placements):
             return grad
         raise TypeError(
-            f"halfstep: the gradient of {name!r} is a plain tensor, the parameter a DTensor"
+            f"halfstep: the gradient of {name!r} is a plain tensor, the parameter a DTensor; make"
+            " it a DTensor with the parameter's mesh and placements"
         )
     if grad.device_mesh != p.device_mesh:
         raise ValueError(
             f"halfstep: the gradient of {name!r} lies on the mesh {grad.device_mesh}, the parameter"
-            f" on {p.device_mesh}"
+            f" on {p.device_mesh}; shard the model before the backward pass"
         )
     if tuple(grad.placements) != tuple(p.placements):
         grad = grad.redistribute(p.device_mesh, p.placements)

@@ -94,7 +94,9 @@ def _check_state(groups, rule, name, p, state, hypers, how):
             groups.state.pop(p)
             return
     elif state.get("step") is None:
-        raise ValueError(f"halfstep: parameter {name!r} has states and no 'step'")
+        raise ValueError(
+            f"halfstep: parameter {name!r} has states and no 'step'; add the number of its steps"
+        )
     steps = _layout.step_count(state, name, 1)
     counts = {key: _layout.take_number(state, key, name) for key in _layout.COUNTERS}
     if p.numel() == 0:
@@ -187,7 +189,8 @@ def _check_streams(codec, state, name, recipe, part):
             continue
         if s.name in state and s.name + ".codes" in state:
             raise ValueError(
-                f"halfstep: parameter {name!r} has both a state {s.name!r} and its codes"
+                f"halfstep: parameter {name!r} has both a state {s.name!r} and its codes; delete"
+                " one of them"
             )
         if s.key not in state:
             raise ValueError(

@@ -138,7 +138,7 @@ class GradientAccumulator:
             if dtype is not None and dtype != p.dtype and not hasattr(p, "grad_dtype"):
                 raise ValueError(
                     f"halfstep: this torch cannot give {name!r}, which is {p.dtype}, a gradient of"
-                    f" {dtype}"
+                    f" {dtype}; leave dtype= out, or take a torch with Tensor.grad_dtype"
                 )
         self.format, self.seed, self.missing, self.dtype = format, seed, missing, dtype
         self._buffer_dtype = stored_dtype(format)

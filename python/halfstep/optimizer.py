@@ -237,8 +237,8 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         if differentiable:
             raise ValueError(
-                f"halfstep: {type(self).__name__} cannot be differentiated through:"
-                " differentiable=True"
+                f"halfstep: {type(self).__name__} cannot be differentiated through; leave"
+                " differentiable=True out"
             )
         if isinstance(params, torch.nn.Module):
             raise TypeError(

@@ -195,7 +195,7 @@ class Streamed(HostedPlacement):
         if any(_devices.capturing(bus.device) for bus in self.buses):
             raise RuntimeError(
                 "halfstep: a step of StateStreaming cannot be captured into a CUDA graph,"
-                " because its states come from CPU memory"
+                " because its states come from CPU memory; call step() outside the capture"
             )
         try:
             yield

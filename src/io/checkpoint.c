@@ -842,7 +842,8 @@ static int find_newest(const char *dir, uint64_t *sequence, hstep_error *error)
     if (count && list[0].sequence > *sequence) *sequence = list[0].sequence;
     free_generations(list, count);
     if (*sequence >= INT64_MAX)
-        return hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: its sequence numbers are used up", dir);
+        return hstep_fail(error, HALFSTEP_ERROR_RANGE,
+                          "%s: its sequence numbers are used up; save into another directory", dir);
     return code;
 }
 
@@ -966,7 +967,9 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     manifest *m = made ? &made->manifest : NULL;
     if (!code && (m->current || (expected && m->sequence != expected)))
         code = hstep_fail(error, HALFSTEP_ERROR_FORMAT,
-                          "%s is not the checkpoint that its parent's " HSTEP_MANIFEST " names", directory);
+                          "%s is not the checkpoint that its parent's " HSTEP_MANIFEST
+                          " names; copy its parent again, with all that is in it",
+                          directory);
     for (size_t i = 0; !code && i < m->file_count; i++) {
         m->files[i].path = hstep_join_path(directory, m->files[i].name);
         code = m->files[i].path ? verify_file(&m->files[i], check_contents, piece, PIECE, error)

@@ -1,5 +1,5 @@
-"""The pages of reference that are made: the Python API from docstrings, the C API from the headers,
-the program from its --help. Nothing public is missing on them."""
+"""The pages of reference: the Python API made from docstrings, the C API from the headers, the
+program from its --help, and the error codes. Nothing public is missing on them."""
 
 import inspect
 import os
@@ -206,3 +206,22 @@ def test_the_page_of_the_program_has_every_option(monkeypatch):
         assert not missing, command
         options += len(listed)
     assert options > 200
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def test_the_page_of_errors_has_every_code():
+    """Each code has its number, its words and its Python exception, in the order of the header."""
+    header = (ROOT / "include/halfstep.h").read_text(encoding="utf-8")
+    codes = re.findall(r"^#define (HALFSTEP_(?:OK|NONFINITE|ERROR_[A-Z]+)) +(-?\d+)", header, re.M)
+    page = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(HALFSTEP_\w+)` \| (-?\d+) \| `([^`]+)`: .* \| ([^|]+) \|$", page, re.M
+    )
+    assert [row[:2] for row in rows] == codes
+    for name, number, words, exception in rows:
+        assert words == halfstep._abi.lib.halfstep_strerror(int(number)).decode(), name
+        if name not in ("HALFSTEP_OK", "HALFSTEP_NONFINITE"):  # step() raises for neither
+            expected = halfstep._abi._error_classes.get(int(number), halfstep.HalfstepError)
+            assert exception == f"`{expected.__name__}`", name

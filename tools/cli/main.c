@@ -269,7 +269,8 @@ int main(int argc, char **argv)
 {
     if (occupy_standard_streams() != 0) return 1;
     if (halfstep_abi() != HALFSTEP_ABI) {
-        fprintf(stderr, "halfstep: the library has ABI %d, this program needs %d\n", halfstep_abi(), HALFSTEP_ABI);
+        fprintf(stderr, "halfstep: the library has ABI %d, this program needs %d; install both from the same build\n",
+                halfstep_abi(), HALFSTEP_ABI);
         return 1;
     }
     if (halfstep_isa_warning()) return refuse_isa();

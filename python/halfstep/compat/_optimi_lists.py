@@ -324,7 +324,8 @@ def _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate, proxi
 def _count(step):
     if not isinstance(step, Tensor):
         raise TypeError(
-            f"halfstep: step is a {type(step).__name__}, not a tensor that can be counted up"
+            f"halfstep: step is a {type(step).__name__}, not a tensor that can be counted up; begin"
+            " with torch.tensor(0)"
         )
     return int(step.item()) + 1
 
@@ -706,7 +707,8 @@ def sgd(
     used, and a micro-step is refused, because it would drop the gradients."""
     if optimizer_accumulation and not momentum:
         raise ValueError(
-            "halfstep: sgd without momentum keeps no gradients, so a micro-step would lose them"
+            "halfstep: sgd without momentum keeps no gradients, so a micro-step would lose them;"
+            " give momentum="
         )
     hypers = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation)
     hypers.update(momentum=float(momentum), dampening=float(momentum) if dampening else 0.0)

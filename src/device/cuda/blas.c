@@ -96,7 +96,8 @@ void hstep_blas_close(struct hstep_blas *b)
 
 static int result_of(int status, const char *call)
 {
-    return status ? hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "%s: cuBLAS failed with status %d", call, status)
+    return status ? hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "%s: cuBLAS failed with status %d; start a new process",
+                                    call, status)
                   : HALFSTEP_OK;
 }
 

@@ -158,9 +158,7 @@ static int run(const struct hstep_call *call, int kernel, struct hstep_cuda_what
                   kernel >= HSTEP_CUDA_FUSED;
     int error = hstep_link_enter(l);
     if (error) return error;
-    if (l->incomplete && kernel != HSTEP_CUDA_scan)
-        error = hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "an earlier step was cut short");
-    else if (l->incomplete)
+    if (l->incomplete)
         error = hstep_cuda_fail(HALFSTEP_ERROR_DEVICE,
                                 "an earlier step was cut short, so weights and states do not belong together; load a "
                                 "checkpoint into a new handle");

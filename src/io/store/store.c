@@ -139,8 +139,8 @@ static int commit(halfstep_store *s, void *const *weights, hstep_error *error)
     const uint64_t generation = s->generation + 1;
     const uint64_t bytes = code ? 0 : hstep_write_commit(&s->layout, generation, &s->record, s->slot);
     if (!code && !bytes)
-        code = hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s has no room for a record of %llu bytes", s->path,
-                          ull(s->record.bytes));
+        code = hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s has no room for a record of %llu bytes; make another file",
+                          s->path, ull(s->record.bytes));
     if (code) return code;
     code = hstep_engine_sync(s->engine, error);
     if (!code)
