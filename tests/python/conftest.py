@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import os
 import pickle
 import shlex
@@ -220,6 +221,18 @@ def warnings_are(action):
     with warnings.catch_warnings(record=action == "always") as found:
         warnings.simplefilter(action)
         yield found
+
+
+def peak(act):
+    """Returns the most bytes that torch's allocator had handed out at once in a call, beyond those
+    before it. What the call returns still counts."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        kept = act()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    del kept
+    return max(itertools.accumulate(changes, initial=0))
 
 
 def network(dtype=torch.float32):

@@ -3,7 +3,6 @@ refusals."""
 
 import argparse
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import xml.etree.ElementTree
 
 import pytest
 import torch
+from conftest import peak
 
 import halfstep
 
@@ -117,16 +117,6 @@ class Nothing(torch.optim.SGD):
 
     def step(self, closure=None):
         pass
-
-
-def peak(act):
-    """Returns the most that torch's allocator has handed out in a call."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        act()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return max(itertools.accumulate(changes))
 
 
 @pytest.mark.parametrize("recipe", ["adamw/int8-ecc4/int8", "adamw/int8-sr/int4"])
