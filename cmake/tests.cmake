@@ -8,7 +8,6 @@
 #
 #   --short                              a program has a short run, for `make check` and for builds that run slowly
 #   --all                                a program has a further run, for `make test-all`
-#   Runs under sanitizers.               a program is part of the sanitizer build of `make test`, not of `make test-all`'s
 #   Not for an emulator.                 a program judges by statistics, which are the same on every instruction set
 #   (make check leaves it out.)          a script is long
 #   (make test-all runs it.)             a script belongs to the second tier
@@ -37,7 +36,6 @@ function(halfstep_test_program name source)
   if(CMAKE_CROSSCOMPILING AND statistics)
     return()
   endif()
-  file(STRINGS ${source} sanitized REGEX "Runs under sanitizers\\.")
   file(STRINGS ${source} includes REGEX "^#include +\"")
   set(libraries halfstep_static Threads::Threads)
   if(includes MATCHES "halfstep_io\\.h|io/")
@@ -65,13 +63,7 @@ function(halfstep_test_program name source)
   if(NOT name MATCHES "^test_")
     return()
   endif()
-  # Checks of addresses say little about arithmetic: its programs are built and run in the second tier.
   set(labels "")
-  if(HALFSTEP_SANITIZE MATCHES address AND NOT sanitized)
-    set(labels all)
-    set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL ON)
-    add_dependencies(second_tier ${name})
-  endif()
   file(STRINGS ${source} short REGEX "^(/\\*| \\*).*--short")
   file(STRINGS ${source} all REGEX "^(/\\*| \\*).*--all")
   if(short AND HALFSTEP_SHORT_TESTS)
@@ -160,7 +152,6 @@ if(UNIX)
   file(WRITE ${PROJECT_BINARY_DIR}/tests/fake_cuda/image "fake\n")
 endif()
 
-add_custom_target(second_tier)
 halfstep_compile_per_isa(test_vec_unit tests/test_vec_unit.c vec_unit_objects)
 file(GLOB programs CONFIGURE_DEPENDS tests/*.c)
 list(FILTER programs EXCLUDE REGEX "/(test_vec_unit|header_test_c|test_cuda_kernels)\\.c$")
@@ -347,20 +338,17 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
 
   # The same programs from other compilers, with sanitizers, and for the other processor: each a build of its own inside this one,
   # configured, built and run by one test. They are the longest tests, so they start first.
-  function(halfstep_other_build name labels needs)
+  function(halfstep_other_build name needs)
     add_test(NAME build_${name}
       COMMAND bash ${tests}/other_build.sh ${PROJECT_BINARY_DIR}/${name} "${needs}" -DHALFSTEP_TESTS=UNIT
               -DHALFSTEP_SHORT_TESTS=ON -DHALFSTEP_WERROR=${HALFSTEP_WERROR} ${ARGN})
-    halfstep_test_properties(build_${name} "${labels}" TIMEOUT 3600 COST 4000)
+    halfstep_test_properties(build_${name} "long;all" TIMEOUT 3600 COST 4000)
   endfunction()
-  halfstep_other_build(asan "long" clang --preset asan -DCMAKE_C_COMPILER=clang)
-  halfstep_other_build(tsan "long;all" clang --preset tsan -DCMAKE_C_COMPILER=clang)
-  halfstep_other_build(clang "long;all" clang -DCMAKE_C_COMPILER=clang -DHALFSTEP_TOOLS=OFF)
+  halfstep_other_build(asan clang --preset asan -DCMAKE_C_COMPILER=clang)
+  halfstep_other_build(tsan clang --preset tsan -DCMAKE_C_COMPILER=clang)
+  halfstep_other_build(clang clang -DCMAKE_C_COMPILER=clang -DHALFSTEP_TOOLS=OFF)
   if(NOT halfstep_processor STREQUAL aarch64)
-    halfstep_other_build(aarch64 "long;all" "aarch64-linux-gnu-gcc qemu-aarch64" -DHALFSTEP_TOOLS=OFF -DHALFSTEP_IO=OFF
+    halfstep_other_build(aarch64 "aarch64-linux-gnu-gcc qemu-aarch64" -DHALFSTEP_TOOLS=OFF -DHALFSTEP_IO=OFF
       -DCMAKE_TOOLCHAIN_FILE=${PROJECT_SOURCE_DIR}/cmake/aarch64-linux-gnu.cmake)
   endif()
-  # What the sanitizer build left to the second tier; it is in the same folder.
-  add_test(NAME build_asan_all COMMAND bash ${tests}/other_build.sh ${PROJECT_BINARY_DIR}/asan clang)
-  halfstep_test_properties(build_asan_all "long;all" TIMEOUT 3600 COST 4000)
 endif()

@@ -1,8 +1,7 @@
 /* Tests steps in advance. The cases of tests/golden/hashes.txt must have their hashes, whatever becomes of each result.
  * Also: which results stand, that nothing can be read of them before the step, threads, and what is refused. A run
  * without arguments takes a ninth of the cases; --short: a 61st; --all: all.
- * Over 500 lines because all groups share the memory of results.
- * Runs under sanitizers. */
+ * Over 500 lines because all groups share the memory of results. */
 #define HALFSTEP_ADVANCED
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,7 +1,6 @@
 /* Tests the public interface: every error that include/halfstep.h documents, sizes of structs, slots, and the promises
  * about halves of steps, threads, counters and memory. Over 500 lines because each promise is one short group. A run
- * without arguments resumes a fifth of the recipes; --short: a 37th; --all: all.
- * Runs under sanitizers. */
+ * without arguments resumes a fifth of the recipes; --short: a 37th; --all: all. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

@@ -1,7 +1,6 @@
 /* Tests arguments that no caller should pass: every pointer of every public function as NULL, and numbers beyond every
  * end. Shapes, parts and ids contradict each other. Nothing may crash, and the code must be the documented one. The
- * handle must go on as if nothing had been asked. Over 500 lines because each function has its own.
- * Runs under sanitizers. */
+ * handle must go on as if nothing had been asked. Over 500 lines because each function has its own. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

@@ -1,5 +1,5 @@
 /* Exact sums, deterministic mathematics, schedules and the thread pool. Over 500 lines, because each of the four is too
- * small for a test program of its own and brings its own slow reference. Runs under sanitizers. */
+ * small for a test program of its own and brings its own slow reference. */
 #define _GNU_SOURCE
 #include <float.h>
 #include <math.h>

@@ -4,8 +4,7 @@
  *
  *   test_compat                  The test. HALFSTEP_SOURCE is the source tree, else the working directory.
  *   test_compat --write FOLDER   Writes a checkpoint and its list, of all that no other folder has. FOLDER is the first
- *                                unused name, or an older folder whose bits are meant to change.
- * Runs under sanitizers. */
+ *                                unused name, or an older folder whose bits are meant to change. */
 #define HALFSTEP_ADVANCED
 #include <inttypes.h>
 #include <sys/stat.h>

@@ -2,8 +2,7 @@
  * touched except while it works, and it works only while it is waited for. So a handle that reads without a wait finds
  * nothing, and a pointer of the wrong side faults. Data that the handle submits and changes too early is read as
  * changed. The host does the work behind it, so every case of tests/golden/hashes.txt must have its hash. A run without
- * arguments takes a sixteenth of them; --short: a 61st; --all: all.
- * Runs under sanitizers. */
+ * arguments takes a sixteenth of them; --short: a 61st; --all: all. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

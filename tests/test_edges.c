@@ -1,7 +1,6 @@
 /* Tests limits of the core: sums of enormous length, parts of tensors, the caller's floating-point mode, callers of
  * other versions, and threads that fail. Also counters and moments that no update leaves behind. Over 500 lines because
- * each is a small world of its own. Only --all does what takes gigabytes of gradients.
- * Runs under sanitizers. */
+ * each is a small world of its own. Only --all does what takes gigabytes of gradients. */
 #define _GNU_SOURCE
 #define HALFSTEP_ADVANCED
 #include <fenv.h>

@@ -8,8 +8,7 @@
  * The scenario creates optimizers, steps them, saves, loads, goes on. The linker's --wrap puts faults/inject.c in, and
  * src/io is compiled in for that. A child process works through a list of faults. If it dies, its fault is reported and
  * another child goes on behind it. Leaks of blocks and descriptors are counted after each fault. Under AddressSanitizer
- * its leak checker also runs at the end of each child. Over 500 lines because the scenario is a life of its own.
- * Runs under sanitizers. */
+ * its leak checker also runs at the end of each child. Over 500 lines because the scenario is a life of its own. */
 #define HALFSTEP_ADVANCED
 #include <dirent.h>
 #include <errno.h>

@@ -2,8 +2,7 @@
  * each of its conditional states. All formats of weights, generators and instruction sets of this machine occur, and l2
  * decay and row means where a row takes them. A run without arguments takes a third of the weights' formats, --short a
  * fifth, --all all. Values are of every kind: numbers far apart, zeros of both signs and whole blocks of them,
- * subnormals, infinities, NaN. The largest numbers must not become infinite. NaN are equal whatever their payloads.
- * Runs under sanitizers. */
+ * subnormals, infinities, NaN. The largest numbers must not become infinite. NaN are equal whatever their payloads. */
 #define HALFSTEP_ADVANCED
 #include "decide/prepare.h"
 #include "handle/optimizer.h"

@@ -1,5 +1,4 @@
-/* Runs the fuzz target's corpus and seeded rounds as a test. --short runs fewer, --all four times as many.
- * Runs under sanitizers. */
+/* Runs the fuzz target's corpus and seeded rounds as a test. --short runs fewer, --all four times as many. */
 #include "halfstep_io.h"
 
 #include "../fuzz/fuzz_safetensors.c"

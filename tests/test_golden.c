@@ -1,8 +1,7 @@
 /* Checks the promised bits: every case of tests/golden/hashes.txt, on every instruction set of this machine, with every
  * way of sharing the work. All cases run on one thread of the widest instruction set. A fifth of them run on one thread
  * of each other set, and a 31st in each other variant. With --all, all cases run on one thread and a quarter in each
- * other variant. With --short, these are a 61st and a 211th. Reads the list from the source tree.
- * Runs under sanitizers. */
+ * other variant. With --short, these are a 61st and a 211th. Reads the list from the source tree. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

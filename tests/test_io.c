@@ -1,8 +1,7 @@
 /* Tests halfstep_io: what the safetensors reader refuses and costs, what the writer promises, and checkpoints beside
  * foreign files. System calls and allocations fail, and losses of power are simulated. The library's sources are
  * compiled into this file, with the calls that can fail replaced, so that every one of them fails here once. That is
- * why it is over 500 lines.
- * Runs under sanitizers. */
+ * why it is over 500 lines. */
 #define HALFSTEP_ADVANCED
 #include <dirent.h>
 #include <errno.h>

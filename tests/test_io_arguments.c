@@ -2,8 +2,7 @@
  * every public function is NULL once. Structures have odd sizes, and numbers are beyond every end. Manifests say
  * something wrong under a checksum that fits. Nothing may crash, the code must be the documented one, the sentence must
  * name the thing, and existing data must stay. Over 500 lines because each function and each member of a manifest has
- * its own.
- * Runs under sanitizers. */
+ * its own. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

@@ -1,5 +1,4 @@
-/* The JSON reader's kinds of value, and documents: what is read is what was there, and what is not JSON is refused.
- * Runs under sanitizers. */
+/* The JSON reader's kinds of value, and documents: what is read is what was there, and what is not JSON is refused. */
 #include <math.h>
 
 #include "common/document.h"

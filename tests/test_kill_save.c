@@ -4,8 +4,7 @@
  *   test_kill_save [--all | KILLS [SEED [DIRECTORY]]]     (200 kills; by itself 40)
  *
  * The same seed gives the same instants and sizes, but not the same scheduling. A failure may need some rounds to
- * recur.
- * Runs under sanitizers. */
+ * recur. */
 #define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <signal.h>

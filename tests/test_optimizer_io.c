@@ -2,8 +2,7 @@
  * that does not fit is refused with the reason, and nothing changes. The library's sources are compiled into this file,
  * so that its allocations and its reading can fail and its locale can be another one. A run without arguments takes a
  * third of the recipes; --short: a fifth; --all: all. Over 500 lines because each thing that a file may say wrong is a
- * row.
- * Runs under sanitizers. */
+ * row. */
 #define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <inttypes.h>

@@ -1,7 +1,6 @@
 /* Runs the program in this process and checks its answers to words, folders and checkpoints of every kind. A failure is
  * a status and one sentence that names what is wrong, and leaves no file behind. Over 500 lines because its tables are
- * most of it.
- * Runs under sanitizers. */
+ * most of it. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 #include <poll.h>

@@ -10,8 +10,7 @@
  *
  *   test_program_faults COMMAND FAULT     One fault (faults/inject.h) of the command of that number.
  *
- * A child process works through the faults of a command. If it dies, its fault is reported.
- * Runs under sanitizers. */
+ * A child process works through the faults of a command. If it dies, its fault is reported. */
 
 #include "common/args/args.h"
 #include "faults/inject.h"

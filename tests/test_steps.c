@@ -1,7 +1,6 @@
 /* Tests steps of more than one pass and states of more than one kind. These are optimizer accumulation, sums over
  * tensors, averages of weights, copies of weights as states, and blocks that do not follow rows. Over 500 lines because
- * each kind has a small reference of its own.
- * Runs under sanitizers. */
+ * each kind has a small reference of its own. */
 #define HALFSTEP_ADVANCED
 
 #include "ref/fixture.h"

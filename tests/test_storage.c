@@ -2,8 +2,7 @@
  * memory with rubbish as soon as a read begins. So a step that works on a piece before it is there, or changes one
  * before it is written, gives other bits. The cases of tests/golden/hashes.txt must have their hashes. A run without
  * arguments takes a sixteenth of them; --short: a 61st; --all: a fourth. Over 500 lines because all groups share one
- * store and one model.
- * Runs under sanitizers. */
+ * store and one model. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

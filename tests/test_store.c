@@ -3,8 +3,7 @@
  * undo. Over 500 lines because kills, losses and failures are judged by one run.
  *
  *   test_store [--short | --all]     50 kills; with --all 150, and more losses of power
- *   test_store KILLS                 nothing but so many kills
- * Runs under sanitizers. */
+ *   test_store KILLS                 nothing but so many kills */
 #define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <fcntl.h>

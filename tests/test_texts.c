@@ -1,5 +1,4 @@
-/* Tests several files and folders as one text: which files of a folder, in which order, and one line for all bad ones.
- * Runs under sanitizers. */
+/* Tests several files and folders as one text: which files of a folder, in which order, and one line for all bad ones. */
 #include <errno.h>
 #include <stdint.h>
 #include <sys/stat.h>

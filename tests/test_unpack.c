@@ -1,6 +1,5 @@
 /* Tests unpacking of xz files. Each kind of chunk is unpacked. A file that is damaged or of another length is refused,
- * and no byte outside is touched. (cuda_ptx_test unpacks what CMake has written.)
- * Runs under sanitizers. */
+ * and no byte outside is touched. (cuda_ptx_test unpacks what CMake has written.) */
 #include "device/cuda/driver/unpack.h"
 
 #include <stdint.h>
