@@ -19,6 +19,21 @@ test:
 test-all:
 	@bash scripts/test.sh all $(BUILD) $(JOBS)
 
+# Runs the tests of `make test` under other settings of the machine, one after the other, in about an hour and a half: `make
+# test-machines SETTINGS="user german"`, or all. An interrupted run goes on where it was. Prints the table of docs/reliability.md.
+SETTINGS ?=
+test-machines: build
+	@bash scripts/setup.sh machines
+	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
+	@! grep -q test_cuda_few $(BUILD)/CTestTestfile.cmake || cmake --build $(BUILD) --target test_cuda_few -- -s
+	@bash tests/python_package.sh
+	@python3 scripts/machines.py $(BUILD) $(JOBS) $(SETTINGS)
+
+# The test programs under AddressSanitizer and UndefinedBehaviorSanitizer. Part of test-all.
+sanitizers: build
+	@bash scripts/setup.sh test
+	@HALFSTEP_BUILD=$(abspath $(BUILD)) bash tests/other_build.sh $(abspath $(BUILD))/asan clang --preset asan -DCMAKE_C_COMPILER=clang
+
 # What to run after each change: programs and scripts that are short and the layout of sources, without the Python package and other builds.
 check:
 	@bash scripts/test.sh check $(BUILD) $(JOBS)
@@ -127,4 +142,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo docs test test-all test-trainers wheels packages test-packages matrix check format coverage bench golden generate budgets stats faults fuzz experiments install clean
+.PHONY: build demo docs test test-all test-machines sanitizers test-trainers wheels packages test-packages matrix check format coverage bench golden generate budgets stats faults fuzz experiments install clean

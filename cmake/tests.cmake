@@ -42,7 +42,7 @@ function(halfstep_test_program name source)
     if(NOT with_io)
       return()
     endif()
-    if(NOT ARGN MATCHES "src/io/")
+    if(NOT ARGN MATCHES "hstep_io")
       list(PREPEND libraries halfstep_io)
     endif()
   endif()
@@ -164,13 +164,12 @@ foreach(source IN LISTS programs)
     set(extra ${vec_unit_objects})
   elseif(name STREQUAL test_store)
     # The test compiles engine.c itself, with calls that fail.
-    set(extra ${io_sources})
-    list(FILTER extra EXCLUDE REGEX "/engine\\.c$")
+    set(extra "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/engine\\.c>")
   elseif(name MATCHES "faults")
     # The linker puts the injector before the C library only in what it links, so halfstep_io's sources come in too.
-    set(extra ${tests}/faults/inject.c ${io_sources})
-    if(name MATCHES "program")
-      list(FILTER extra EXCLUDE REGEX "/json\\.c$") # hstep_tools has it
+    set(extra ${tests}/faults/inject.c $<TARGET_OBJECTS:hstep_io>)
+    if(name MATCHES "program") # hstep_tools has json.c
+      set(extra ${tests}/faults/inject.c "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/json\\.c>")
     endif()
   endif()
   halfstep_test_program(${name} ${source} ${extra})
@@ -222,9 +221,8 @@ if(TARGET test_faults)
   endif()
   # The program with the injector inside, for tests/faults/sweep.py: AddressSanitizer must itself stand before the C library.
   if(with_tools AND HALFSTEP_SANITIZE MATCHES address)
-    set(wrapped_sources ${io_sources})
-    list(FILTER wrapped_sources EXCLUDE REGEX "/json\\.c$") # hstep_tools has it
-    add_executable(halfstep_faulty ${tool_main} ${tests}/faults/inject.c ${wrapped_sources})
+    add_executable(halfstep_faulty ${tool_main} ${tests}/faults/inject.c
+      "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/json\\.c>") # hstep_tools has json.c
     target_compile_definitions(halfstep_faulty PRIVATE HSTEP_FAULTS_ENVIRONMENT=1)
     target_include_directories(halfstep_faulty PRIVATE src tests/faults)
     target_link_libraries(halfstep_faulty PRIVATE hstep_tools halfstep_static)

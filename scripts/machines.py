@@ -3,12 +3,13 @@
 
     machines.py FOLDER JOBS [SETTING...]
 
-FOLDER holds the build. FOLDER/machines keeps a log and a result for each setting. A setting that has
-a result for this commit is not run again, so an interrupted run goes on where it was. Settings that
-are named are run in any case, and no others. Tests that make a build of another kind are left out.
+FOLDER holds the build. FOLDER/machines keeps a log and a result for each setting. A setting that
+has a result for this commit is not run again, so an interrupted run goes on where it was. Settings
+that are named are run in any case, and no others. Tests that make a build of another kind are left
+out.
 
-A probe looks for the effect of a setting first. Without an effect there is no run, and the table says
-so.
+A probe looks for the effect of a setting first. Without an effect there is no run, and the table
+says so.
 """
 
 import datetime
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NOBODY = "65534"
 
 ISA_OF_ONEDNN = (
-    "ONEDNN_VERBOSE=1 $BUILD/venv/bin/python -c 'import torch; a = torch.ones(64, 64).bfloat16(); a @ a'"
+    "ONEDNN_VERBOSE=1 $BUILD/venv/bin/python -c"
+    " 'import torch; a = torch.ones(64, 64).bfloat16(); a @ a'"
     " | sed -n 's/.*info,cpu,isa://p'"
 )
 ISA_OF_TORCH = (
@@ -82,7 +84,7 @@ SETTINGS = {
 SETLOCALE = """#include <locale.h>
 __attribute__((constructor)) static void begin(void) { setlocale(LC_ALL, ""); }
 """
-# $1 is the tree of the user. Without /dev/shm, and with all rights given up, it runs the rest of its arguments.
+# Gives up all rights, hides /dev/shm, and runs a command in the folder $1.
 AS_USER = f"""mount -t tmpfs -o mode=0,ro none /dev/shm || exit 1
 umask 077
 cd "$1" && shift
@@ -136,7 +138,10 @@ class Setting:
         # Another day than UTC's lies in the west before noon, and in the east afterwards.
         morning = datetime.datetime.now(datetime.timezone.utc).hour < 12
         self.environment.update(
-            LOCPATH=str(place), LC_ALL=full, LD_PRELOAD=str(library), TZ="W12" if morning else "E-13"
+            LOCPATH=str(place),
+            LC_ALL=full,
+            LD_PRELOAD=str(library),
+            TZ="W12" if morning else "E-13",
         )
 
     def _user(self):
@@ -157,7 +162,9 @@ class Setting:
 
     def _memory_8g(self):
         """Makes a control group, of version 2 or 1."""
-        groups = dict(line.split(":", 2)[1:] for line in open("/proc/self/cgroup", encoding="utf-8"))
+        groups = dict(
+            line.split(":", 2)[1:] for line in open("/proc/self/cgroup", encoding="utf-8")
+        )
         if "memory" in groups:
             root, own, file = "/sys/fs/cgroup/memory", groups["memory"], "memory.limit_in_bytes"
         else:
@@ -173,29 +180,45 @@ class Setting:
         """Returns what a process sees of the setting."""
         done = subprocess.run(
             [*self.before, "bash", "-c", self.probe],
-            env=self.environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            env=self.environment,
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+        )
         if done.returncode:
             raise NotHere(done.stderr.strip() or f"status {done.returncode}")
         return done.stdout
 
     def tests(self):
-        """Runs the tests with their output in the log. Returns the names of those that failed, and the last line."""
+        """Runs the tests with their output in the log. Returns the names of those that failed, and
+        the last line."""
         command = ["bash", "scripts/test.sh", "again", str(self.build), self.jobs]
         if self.name.startswith("order-"):
             command += ["-R", "^python$"]
         if self.name == "user":
-            build = f"bash scripts/build.sh build {self.jobs} -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON"
-            command = ["bash", "-c", f"{build} && bash tests/python_package.sh && exec {' '.join(command)}"]
+            build = (
+                f"bash scripts/build.sh build {self.jobs} -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON"
+            )
+            command = [
+                "bash",
+                "-c",
+                f"{build} && bash tests/python_package.sh && exec {' '.join(command)}",
+            ]
         log = self.folder / f"{self.name}.log"
         with open(log, "w", encoding="utf-8") as file:
             subprocess.run(
-                [*self.before, *command], env=self.environment, cwd=ROOT, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                [*self.before, *command],
+                env=self.environment,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         failed = {line.split()[1] for line in lines if re.match(r"(FAILED|ERROR) \S*::", line)}
-        failed |= set(re.findall(r"^\t *\d+ - (\S+) \((?!Skipped)", "\n".join(lines), re.M)) - {"python"}
+        failed |= set(re.findall(r"^\t *\d+ - (\S+) \((?!Skipped)", "\n".join(lines), re.M)) - {
+            "python"
+        }
         return sorted(failed), lines[-1] if lines else "no output"
 
     def end(self):
@@ -223,10 +246,10 @@ def result_of(name, build, folder, jobs):
 
 
 def processor():
-    names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
-    found = json.loads(output("bash", "-c", "lscpu -J"))["lscpu"]
-    facts = {row["field"].rstrip(":"): row["data"] for row in found}
-    return f"{names[0]}, family {facts['CPU family']}, model {facts['Model']}, {len(os.sched_getaffinity(0))} cores"
+    """Returns the name, family and model of the processor, and the number of cores."""
+    facts = dict(re.findall(r"^([^:]+?) *: *(.*)", output("lscpu"), re.M))
+    name = f"{facts['Model name']}, family {facts.get('CPU family')}, model {facts.get('Model')}"
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def main():

@@ -1,6 +1,6 @@
 #!/bin/bash
-# setup.sh build|test|all|packages|fuzz|stats: makes sure that what the build, `make test`, `make test-all`, wheels and packages, fuzzing or
-# the long statistics need is installed. Installs what is missing if apt may be used (by root, or by sudo that asks for no password); otherwise names the
+# setup.sh build|test|all|machines|packages|fuzz|stats: makes sure that what the build, `make test`, `make test-all`, `make test-machines`,
+# wheels and packages, fuzzing or the long statistics need is installed. Installs what is missing if apt may be used (by root, or by sudo that asks for no password); otherwise names the
 # packages in one line and exits 1.
 set -eu
 
@@ -42,7 +42,7 @@ want libjansson-dev header have_jansson
 want zlib1g-dev header have_zlib
 
 case ${1:-build} in
-test | all | packages | fuzz)
+test | all | machines | packages | fuzz)
     # The sanitizer builds are clang's, whose runtimes have its version in their packages' names.
     want clang program clang
     version=$(clang -dumpversion 2>/dev/null | cut -d. -f1)
@@ -54,7 +54,7 @@ test | all | packages | fuzz)
 esac
 
 case ${1:-build} in
-test | all | packages)
+test | all | machines | packages)
     want g++ program g++
     want binutils program readelf
     want util-linux program setarch
@@ -75,6 +75,11 @@ if [ "${1:-build}" = all ]; then
         want qemu-user program qemu-aarch64
         want gcc-mingw-w64-x86-64 program x86_64-w64-mingw32-gcc
     fi
+fi
+
+if [ "${1:-build}" = machines ]; then
+    want locales test -e /usr/share/i18n/locales/tr_TR
+    want util-linux program unshare
 fi
 
 if [ "${1:-build}" = packages ]; then
