@@ -25,7 +25,6 @@ SETTINGS ?=
 test-machines: build
 	@bash scripts/setup.sh machines
 	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
-	@! grep -q test_cuda_few $(BUILD)/CTestTestfile.cmake || cmake --build $(BUILD) --target test_cuda_few -- -s
 	@bash tests/python_package.sh
 	@python3 scripts/machines.py $(BUILD) $(JOBS) $(SETTINGS)
 

@@ -2,7 +2,7 @@
 # test.sh check|test|all FOLDER JOBS: builds what the tests need in FOLDER and runs one tier of them: the short ones, those of
 # `make test`, or all. Prints the slowest, what was left to `make test-all`, and last "N passed, M failed", where each case of
 # pytest counts.
-# test.sh again FOLDER JOBS CTEST-ARGUMENTS...: builds nothing, and runs the tests of `make test` that make no build themselves.
+# test.sh again FOLDER JOBS CTEST-ARGUMENTS...: builds nothing, and runs the tests of `make test` that need no build of another kind.
 set -u
 tier=$1 build=$2 jobs=$3
 shift 3
@@ -34,7 +34,7 @@ add() {
 }
 
 if [ "$tier" = again ]; then
-    run -LE all -E '^(build_|python_package)' -FA . "$@"
+    run -LE all -E '^(build_|test_cuda_few|python_package)' -FA . "$@"
 elif bash scripts/setup.sh $([ "$tier" = all ] && echo all || echo test) &&
     bash scripts/build.sh "$build" "$jobs" -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON; then
     case $tier in
