@@ -26,7 +26,7 @@ test-machines: build
 	@bash scripts/setup.sh machines
 	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
 	@bash tests/python_package.sh
-	@python3 scripts/machines.py $(BUILD) $(JOBS) $(SETTINGS)
+	@python3 tests/machines.py $(BUILD) $(JOBS) $(SETTINGS)
 
 # The test programs under AddressSanitizer and UndefinedBehaviorSanitizer. Part of test-all.
 sanitizers: build
