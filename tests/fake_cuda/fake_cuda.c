@@ -79,10 +79,24 @@ static struct block {
     int device;
 } blocks[MOST], pins[MOST];
 
-static void touchable(int yes)
+/* 1 while kernels may touch all blocks. */
+static int all_open;
+
+static void open_all(int yes)
 {
-    for (int d = 0; d < 2 && !control.open; d++)
+    for (int d = 0; d < 2 && !control.open && yes != all_open; d++)
         if (arena[d].used) mprotect(arena[d].base, arena[d].used, yes ? PROT_READ | PROT_WRITE : PROT_NONE);
+    all_open = yes;
+}
+
+/* Fills a page behind each block, so that kernels that write beyond the end are found out. */
+#define BEHIND 0x3c
+static size_t room_of(size_t bytes) { return (bytes + 4095) / 4096 * 4096 + 4096; }
+
+/* Opens or closes one block, which takes less time than all of them. */
+static void open_block(const struct block *b, int yes)
+{
+    if (b && !control.open && !all_open) mprotect(b->base, room_of(b->bytes), yes ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
 static struct block *find(struct block *in, const void *at)
@@ -148,9 +162,21 @@ static int run_until(struct stream *s, const struct event *event, long number);
 static void run(struct op *o)
 {
     void *parameters[] = {o->about, &o->what};
+    const struct block *to = find(blocks, o->to), *from = find(blocks, o->from);
+    if (o->kind == LAUNCH || o->kind == WORK) open_all(1);
     switch (o->kind) {
-    case COPY: memmove(o->to, o->owned ? o->owned : o->from, o->bytes); break;
-    case SET: memset(o->to, o->byte, o->bytes); break;
+    case COPY:
+        open_block(to, 1);
+        open_block(from, 1);
+        memmove(o->to, o->owned ? o->owned : o->from, o->bytes);
+        open_block(to, 0);
+        open_block(from, 0);
+        break;
+    case SET:
+        open_block(to, 1);
+        memset(o->to, o->byte, o->bytes);
+        open_block(to, 0);
+        break;
     case LAUNCH:
         control.kernels++;
         if (control.fault && !--control.fault) lost = 1;
@@ -170,8 +196,8 @@ static void run(struct op *o)
 static int run_until(struct stream *s, const struct event *event, long number)
 {
     static int inner; /* 1 while a stream runs another one that it waits for */
-    if (s->first && !inner++) touchable(1);
-    else if (!s->first) return lost ? ILLEGAL_ADDRESS : OK;
+    if (!s->first) return lost ? ILLEGAL_ADDRESS : OK;
+    inner++;
     while (s->first && !lost && !(event && event->done >= number)) {
         struct op *o = s->first;
         s->first = o->next;
@@ -180,7 +206,7 @@ static int run_until(struct stream *s, const struct event *event, long number)
         free(o->owned);
         free(o);
     }
-    if (!--inner) touchable(0);
+    if (!--inner) open_all(0);
     return lost ? ILLEGAL_ADDRESS : OK;
 }
 
@@ -388,16 +414,12 @@ EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *function, i
     return OK;
 }
 
-/* Fills a page behind each block, so that kernels that write beyond the end are found out. */
-#define BEHIND 0x3c
-static size_t room_of(size_t bytes) { return (bytes + 4095) / 4096 * 4096 + 4096; }
-
 static void check_behind(const struct block *b)
 {
-    touchable(1);
+    open_block(b, 1);
     for (size_t i = b->bytes; i < room_of(b->bytes); i++)
         if (b->base[i] != BEHIND) misuse("work has written beyond the end of an allocation");
-    touchable(0);
+    open_block(b, 0);
 }
 
 EXPORT int cuMemAlloc_v2(uint64_t *memory, size_t bytes)
@@ -419,10 +441,10 @@ EXPORT int cuMemAlloc_v2(uint64_t *memory, size_t bytes)
     if (control.bytes > control.most_bytes) control.most_bytes = control.bytes;
     *memory = (uint64_t)(uintptr_t)b->base;
     /* New memory has undefined contents. The page behind it must stay as it is. */
-    touchable(1);
+    open_block(b, 1);
     memset(b->base, 0xa5, bytes < 4096 ? bytes : 4096);
     memset(b->base + bytes, BEHIND, room - bytes);
-    touchable(0);
+    open_block(b, 0);
     return OK;
 }
 
@@ -437,10 +459,11 @@ EXPORT int cuMemFree_v2(uint64_t memory)
     check_behind(b);
     int d = b->device;
     control.bytes -= (long)b->bytes;
+    /* Pages without memory cost nothing when all are opened. */
+    madvise(b->base, room_of(b->bytes), MADV_DONTNEED);
     *b = (struct block){0};
     control.live--;
     if (--arena[d].live) return OK;
-    madvise(arena[d].base, arena[d].used, MADV_DONTNEED);
     if (!control.open) mprotect(arena[d].base, arena[d].used, PROT_NONE);
     arena[d].used = 0;
     return OK;
