@@ -6,10 +6,10 @@ import importlib.util
 import os
 import pkgutil
 import re
-import warnings
 
 import pytest
 import torch
+from conftest import warnings_are
 
 import halfstep
 import halfstep.compat
@@ -139,8 +139,7 @@ def surroundings(monkeypatch, tmp_path):
     """torchao's compiled steps take minutes; eager ones are the same. Files go to a folder."""
     monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda f: f))
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         yield
 
 
