@@ -9,7 +9,7 @@ import xml.etree.ElementTree
 
 import pytest
 import torch
-from conftest import RULES, SHAPES, class_of, streams, told
+from conftest import RULES, SHAPES, class_of, streams
 from test_cuda import fake, gpu  # noqa: F401
 from torch import nn
 
