@@ -162,6 +162,8 @@ def test_index():
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.told("step.. has nothing to do", page="flashoptim")
+@pytest.mark.told("zero_grad.. has nothing to do", page="flashoptim")
 def test_new_lines(page, monkeypatch, tmp_path):
     script, made = Script(), set()
     with surroundings(monkeypatch, tmp_path):
@@ -253,6 +255,7 @@ def saved_by(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.told("the loaded states are .* converted", page="torch-optimi")
 def test_checkpoint(page, monkeypatch, tmp_path):
     """Runs the lines that carry a checkpoint over, and makes a step after them."""
     if page not in NOT_INSTALLED:

@@ -694,6 +694,9 @@ def test_cast_model_hooks_and_ties():
 # ---- README --------------------------------------------------------------------------------------
 
 
+@pytest.mark.told("master_weight_bits=None")
+@pytest.mark.told("step.. has nothing to do")
+@pytest.mark.told("zero_grad.. has nothing to do")
 def test_readme_snippets_run_verbatim(tmp_path, monkeypatch):
     """Runs all blocks of the manual except DDP's. Only the device, the package and the parts left
     to the reader differ."""

@@ -173,7 +173,6 @@ def test_sums_are_dropped_by_zero_grad(format):
 
 
 @pytest.mark.parametrize("kind", ["release", "fused", "flashoptim", "optimi", "several losses"])
-@pytest.mark.told("master_weight_bits=None", kind="flashoptim")
 @pytest.mark.told("zero_grad.. has nothing to do", kind="flashoptim")
 @pytest.mark.told("step.. has nothing to do", kind="flashoptim")
 def test_a_gradscaler_is_refused_before_the_step(kind):
