@@ -1,4 +1,5 @@
-/* Tests several files and folders as one text: which files of a folder, in which order, and one line for all bad ones. */
+/* Tests several files and folders as one text: which files of a folder, in which order, and one line for all bad
+ * ones. */
 #include <errno.h>
 #include <stdint.h>
 #include <sys/stat.h>

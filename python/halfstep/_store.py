@@ -283,7 +283,7 @@ class Store:
         )
         if differ:
             warn_once(
-                f"halfstep: options are those of {self.path}: {'; '.join(differ)}. To change them,"
+                f"options are those of {self.path}: {'; '.join(differ)}. To change them,"
                 " set them in param_groups"
             )
 

@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import pickle
+import re
 import shlex
 import warnings
 
@@ -20,7 +21,7 @@ from common import bits, plain, states  # noqa: F401
 from torch import nn
 
 import halfstep
-from halfstep import _abi, _layout
+from halfstep import _abi, _layout, _torch
 
 #: the rules that step weights by gradients, in the order of the table
 RULES = [name for name, rule in _abi.rules.items() if not rule.raw_gradient]
@@ -62,11 +63,17 @@ TORCH_OPTIONS = [
     ("rmsprop", {"lr": 1e-3, "momentum": 0.5, "centered": True}),
 ]
 
+#: how the text of each warning of halfstep begins
+OURS = "halfstep: "
+
 #: two ways to copy anything
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda whole: pickle.loads(pickle.dumps(whole))}
 
 rules = pytest.mark.parametrize("rule", RULES)
 recipes = pytest.mark.parametrize("recipe", RECIPES)
+#: what Muon says of the states in 4 bits
+COARSE_TEXT = "muon: momentum_buffer in int4"
+COARSE = pytest.mark.told(COARSE_TEXT, rule="muon", recipe="sr-int4")
 
 
 def class_of(rule):
@@ -217,9 +224,11 @@ def train(model, opt, first, last):
 @contextlib.contextmanager
 def warnings_are(action):
     """Treats all warnings inside in one way: "ignore", "error", or "always", which collects them in
-    the list that it yields."""
+    the list that it yields. "ignore" is for warnings of other packages: halfstep's still count."""
     with warnings.catch_warnings(record=action == "always") as found:
         warnings.simplefilter(action)
+        if action == "ignore":
+            warnings.filterwarnings("always", OURS)
         yield found
 
 
@@ -233,6 +242,31 @@ def peak(act):
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     del kept
     return max(itertools.accumulate(changes, initial=0))
+
+
+@contextlib.contextmanager
+def no_other_warnings():
+    """Fails at its end if halfstep warned inside where nothing expected it, as pytest.warns() does.
+    Filters cannot hide these warnings. Those of other packages go on to pytest."""
+    _torch.warn_once.cache_clear()  # what a test is told does not depend on the tests before it
+    with warnings.catch_warnings(record=True) as found:
+        warnings.filterwarnings("always", OURS)
+        yield
+    package = os.path.dirname(halfstep.__file__) + os.sep
+    ours = []
+    for w in found:
+        if re.match(OURS, str(w.message)) or w.filename.startswith(package):
+            ours.append(f"{w.filename}:{w.lineno}: {w.category.__name__}: {w.message}")
+        else:
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+    if ours:
+        raise AssertionError("nothing expected these warnings:\n" + "\n".join(ours))
+
+
+def told(text, when=True):
+    """Expects a warning of halfstep with this text inside, if `when` holds."""
+    match = OURS + f".*{text}"
+    return pytest.warns(Warning, match=match) if when else contextlib.nullcontext()
 
 
 def network(dtype=torch.float32):
@@ -271,6 +305,18 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def only_expected_warnings(request):
+    """Fails a test for warnings of halfstep that it does not expect. A mark expects one, as told()
+    does, where the test's parameters have the values that the mark names."""
+    values = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    with no_other_warnings(), contextlib.ExitStack() as expected:
+        for mark in (*request.node.iter_markers("told"), COARSE.mark):
+            if mark.kwargs.items() <= values.items():
+                expected.enter_context(told(*mark.args))
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool():
     """A pool of up to four ranks of torch.distributed."""
@@ -278,7 +324,7 @@ def pool():
         pytest.skip("no gloo")
     from ranks import Pool
 
-    pool = Pool(4)
+    pool = Pool(4, no_other_warnings)
     yield pool
     pool.close()
 

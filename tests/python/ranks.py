@@ -5,6 +5,7 @@ The ranks are killed when all of them have answered. So no process ever destroys
 another, which now and then crashes a thread of gloo.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -23,7 +24,7 @@ import torch.distributed as dist
 _TIMEOUT = 480
 
 
-def _rank(rank, size, store, function, arguments, pipe):
+def _rank(rank, size, around, store, function, arguments, pipe):
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -33,14 +34,15 @@ def _rank(rank, size, store, function, arguments, pipe):
             world_size=size,
             timeout=timedelta(seconds=_TIMEOUT // 2),
         )
-        answer = True, function(rank, size, *arguments)
+        with around():
+            answer = True, function(rank, size, *arguments)
     except BaseException:
         answer = False, traceback.format_exc()
     pipe.send(answer)
     time.sleep(_TIMEOUT)
 
 
-def _serve(control, pipes):
+def _serve(control, pipes, around):
     """Forks the ranks of each run. Reports how a rank died in its place, and kills ranks when told
     to."""
     for module in (
@@ -58,7 +60,7 @@ def _serve(control, pipes):
             pid = os.fork()
             if not pid:
                 try:
-                    _rank(rank, size, *task, pipe)
+                    _rank(rank, size, around, *task, pipe)
                 finally:
                     os._exit(1)
             ranks[pid] = pipe
@@ -78,12 +80,13 @@ def _serve(control, pipes):
 
 
 class Pool:
-    """Up to `size` ranks."""
+    """Up to `size` ranks. `around` makes a context in which each rank runs its function."""
 
-    def __init__(self, size=4):
+    def __init__(self, size=4, around=contextlib.nullcontext):
         context = multiprocessing.get_context("fork")
         ours, theirs = zip(*(context.Pipe() for _ in range(size + 1)))
-        self.process = context.Process(target=_serve, args=(theirs[0], theirs[1:]), daemon=True)
+        task = theirs[0], theirs[1:], around
+        self.process = context.Process(target=_serve, args=task, daemon=True)
         self.process.start()
         for pipe in theirs:
             pipe.close()

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import bits, randn, weights_of
+from conftest import bits, randn, told, weights_of
 
 import halfstep
 
@@ -56,7 +56,8 @@ def test_a_checkpoint_of_the_c_trainer_goes_on(recipe, tmp_path):
     ]
     opt = halfstep.optimizer(recipe, groups)
     saved = os.path.join(run, "optimizer.safetensors")
-    opt.load_safetensors(saved)
+    with told("the loaded states are .* converted", "/int8-" in recipe):
+        opt.load_safetensors(saved)
     assert opt.seed == 9
     assert [g["lr"] for g in opt.param_groups] == [3e-4, 3e-4] and opt.param_groups[1][
         "weight_decay"

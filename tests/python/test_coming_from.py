@@ -6,10 +6,10 @@ import importlib.util
 import os
 import pkgutil
 import re
-import warnings
 
 import pytest
 import torch
+from conftest import warnings_are
 
 import halfstep
 import halfstep.compat
@@ -139,8 +139,7 @@ def surroundings(monkeypatch, tmp_path):
     """torchao's compiled steps take minutes; eager ones are the same. Files go to a folder."""
     monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda f: f))
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_are("ignore"):
         yield
 
 
@@ -163,6 +162,8 @@ def test_index():
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.told("step.. has nothing to do", page="flashoptim")
+@pytest.mark.told("zero_grad.. has nothing to do", page="flashoptim")
 def test_new_lines(page, monkeypatch, tmp_path):
     script, made = Script(), set()
     with surroundings(monkeypatch, tmp_path):
@@ -254,6 +255,7 @@ def saved_by(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.told("the loaded states are .* converted", page="torch-optimi")
 def test_checkpoint(page, monkeypatch, tmp_path):
     """Runs the lines that carry a checkpoint over, and makes a step after them."""
     if page not in NOT_INSTALLED:

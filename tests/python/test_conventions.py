@@ -462,6 +462,7 @@ def test_lists_edited_in_place_are_read():
 
 
 @rules
+@pytest.mark.told("muon: momentum_buffer in int4", rule="muon")
 def test_group_added_in_mid_run(rule):
     params, opt = make(rule, "sr-int4", lr=0.01)
     run(opt, params, 0, 3)

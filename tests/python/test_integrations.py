@@ -97,6 +97,7 @@ def gradients():
 
 
 @each("accumulate", "clip")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", kind="PEFT")
 def test_the_factory_steps_as_by_hand(tmp_path, kind):
     """The gradients are those of larger batches. The step clips them, and nobody before it."""
     from halfstep.integrations.transformers import factory
@@ -125,6 +126,7 @@ def test_the_factory_steps_as_by_hand(tmp_path, kind):
 
 
 @each("release")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", kind="PEFT")
 def test_released_gradients_give_the_same_bits(tmp_path, kind):
     runs = []
     for name in ("kept", "released"):
@@ -136,6 +138,7 @@ def test_released_gradients_give_the_same_bits(tmp_path, kind):
 
 
 @each("EMA")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", kind="PEFT")
 def test_averages_are_evaluated_saved_and_resumed(tmp_path, kind):
     import transformers
 
@@ -193,6 +196,7 @@ def test_the_factory_follows_torch(tmp_path, kind):
 
 
 @each("resume")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", kind="PEFT")
 def test_the_factory_resumes(tmp_path, kind):
     whole = trained(trainer_of(kind, tmp_path / "a"))
     resumed = trainer_of(kind, tmp_path / "b")

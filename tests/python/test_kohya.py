@@ -43,6 +43,7 @@ def by_hand(line, steps, clip=None, **options):
 
 
 @trainers("plain")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", trainer="sd-scripts")
 def test_plain(trainer):
     net, opt, logs, _ = train(trainer, LINE)
     before = network(torch.bfloat16)
@@ -52,6 +53,7 @@ def test_plain(trainer):
 
 
 @trainers("resume")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", trainer="sd-scripts")
 def test_resume(trainer, tmp_path):
     whole = train(trainer, LINE, tmp_path, save=3)
     again = train(trainer, LINE, tmp_path, save=3, resume=True)
@@ -59,6 +61,7 @@ def test_resume(trainer, tmp_path):
 
 
 @trainers("accumulate")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", trainer="sd-scripts")
 def test_accumulate(trainer):
     line = LINE + " --gradient_accumulation_steps=2 --max_grad_norm=0"
     found = train(trainer, line)
@@ -67,6 +70,7 @@ def test_accumulate(trainer):
 
 
 @trainers("clip")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", trainer="sd-scripts")
 def test_clip(trainer):
     found = train(trainer, LINE + ' "clip_norm=0.1" --max_grad_norm=0')
     same(found[:2], by_hand(LINE, [[i] for i in range(6)], clip_norm=0.1))
@@ -74,6 +78,7 @@ def test_clip(trainer):
 
 
 @trainers("release")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", trainer="sd-scripts")
 def test_release(trainer):
     line = LINE + ' "gradient_release=True" --max_grad_norm=0'
     same(train(trainer, line)[:2], by_hand(LINE, [[i] for i in range(6)]))
@@ -82,6 +87,7 @@ def test_release(trainer):
 
 
 @trainers("EMA")
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", trainer="sd-scripts")
 def test_ema(trainer, cell, tmp_path, monkeypatch):
     """There are no callbacks. ScheduleFree's averages are what is sampled and saved, and the
     weights that train come back, with their error codes."""
@@ -97,12 +103,14 @@ def test_ema(trainer, cell, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", trainer="sd-scripts")
 def test_prodigy_logs_its_estimate(trainer):
     line = LINE.replace("AdamW", "Prodigy").replace("1e-2", "1").replace("5e-3", "1")
     logs = train(trainer, line)[2]
     assert all(d > 0 for d in logs[-1]["d*lr"])
 
 
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on")
 def test_a_second_name_keeps_the_weights_that_train():
     """sd-scripts calls eval() for names in ScheduleFree only."""
     line = LINE.replace("halfstep.AdamW", "halfstep.ScheduleFreeAdamW")

@@ -38,6 +38,7 @@ def test_info(capsys):
     assert found["instruction_set"]
 
 
+@pytest.mark.told("muon: momentum_buffer in int4")
 def test_every_instruction_set_has_the_bits(capsys):
     before = _abi.lib.halfstep_isa()
     code, out, _ = said(capsys, "verify")
@@ -48,6 +49,7 @@ def test_every_instruction_set_has_the_bits(capsys):
     assert _abi.lib.halfstep_isa() == before
 
 
+@pytest.mark.told("muon: momentum_buffer in int4")
 def test_other_bits_are_a_failure(capsys, monkeypatch):
     monkeypatch.setattr(program, "_numbers", lambda shape, seed: torch.full(shape, 0.5 + seed))
     code, out, _ = said(capsys, "verify")

@@ -16,6 +16,7 @@ from conftest import (
     randn,
     run,
     set_gradients,
+    told,
     twins,
     warnings_are,
     weights_of,
@@ -24,7 +25,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _reducers
+from halfstep import _reducers, _torch
 
 RECIPE = {"weights": "bf16-ecc8", "states": "int8"}
 
@@ -91,7 +92,7 @@ def zero(rank, size, base, options, nan):
         if nan and step == 2:
             params["0.bias"].grad[0] = float("nan")
         before = weights_of(params)
-        with warnings_are("ignore"):
+        with told("is not finite", nan and step == 2):
             opt.step()
         moved.append(sum(a != b for a, b in zip(before, weights_of(params))))
     return weights_of(params), moved, opt.optim.skipped_steps, opt.optim.grad_norm
@@ -519,6 +520,16 @@ def test_a_rank_that_is_refused_for_another_warns_too(pool):
         assert "10 by now" in said[9][0]
 
 
+def warned(rank, size):
+    if rank:
+        _torch.warn("a text")
+
+
+def test_a_warning_that_a_rank_does_not_expect_fails_the_test(pool):
+    with pytest.raises(AssertionError, match="{1: .*UserWarning: halfstep: a text"):
+        pool.run(2, warned)
+
+
 def estimates(params, goals, ranks):
     """Minimises the distance of tensors from the goals of their ranks. The last rank's tensor has
     no gradient at first. Returns d after each step."""
@@ -538,7 +549,8 @@ def estimates(params, goals, ranks):
 def late_rank(rank, size):
     """Each rank has a tensor of its own. Returns d and the tensor."""
     p = Parameter(torch.zeros(16, 64))
-    return estimates([p], randn((size, 16, 64), 0), [rank]), p.detach()
+    with told("no parameter has had a gradient", rank == size - 1):
+        return estimates([p], randn((size, 16, 64), 0), [rank]), p.detach()
 
 
 def test_prodigy_has_one_estimate_in_a_norm_group_also_on_a_rank_that_comes_late(pool):

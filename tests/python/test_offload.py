@@ -168,6 +168,7 @@ def step_with_a_nan(gpu, both, name):
 @pytest.mark.parametrize(
     "scan, name", [("scan", "a"), ("scan", "scale"), ("per-tensor", "a"), ("per-tensor", "e")]
 )
+@pytest.mark.told("is not finite")
 def test_a_nan(gpu, kind, scan, name):
     """The step is refused as a whole and counted once, or the tensor is left alone. What then goes
     through the buffers is not used later."""
@@ -368,6 +369,7 @@ def test_without_hooks(gpu):
     same(gpu, both)
 
 
+@pytest.mark.told("'body.weight' was written")
 def test_what_others_write_into_weights_counts(gpu):
     both = pair(gpu, halfstep.AdamW, "kahan")
     run(gpu, both, 1, 3)
@@ -379,6 +381,7 @@ def test_what_others_write_into_weights_counts(gpu):
         same_steps(gpu, both, 3, 5)
 
 
+@pytest.mark.told("'body.weight' is not finite")
 def test_a_nan_during_the_backward_pass_leaves_its_tensor_alone(gpu):
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", gradient_release=True)
     run(gpu, both, 1, 3)

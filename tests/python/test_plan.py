@@ -48,6 +48,7 @@ def optimizer_of(recipe, shapes):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.told("muon: momentum_buffer in", rule="muon")
 def test_equal_to_what_an_optimizer_holds(rule):
     for shapes, weights, states in itertools.product(
         (SHAPES, BLOCKS), ("f32", "bf16-sr", "bf16-ecc8", "f16-kahan"), states_for(rule)

@@ -143,6 +143,7 @@ def test_the_mode_follows_what_is_loaded():
         opt.load_state_dict(bad)
 
 
+@pytest.mark.told("was written, but not by this optimizer")
 def test_weights_written_in_eval_are_averages_that_go_on():
     """Those of another checkpoint are not undone by train()."""
     params, opt = pair("kahan")

@@ -43,6 +43,7 @@ def train(rule="adamw", before=0, manual_seed=5, **options):
 
 
 @rules
+@pytest.mark.told("muon: momentum_buffer in int4", rule="muon")
 def test_the_same_unnamed_training_twice_in_a_process(rule):
     first = train(rule)
     assert train(rule) == first

@@ -57,6 +57,7 @@ def test_deepcopy_and_pickle_go_on_with_the_same_bits(rule, recipe):
 
 
 @rules
+@pytest.mark.told("muon: momentum_buffer in int4", rule="muon")
 def test_copies_before_the_first_step(rule):
     params, opt = make(rule, "sr-int4")
     for copied in COPIES.values():
@@ -83,6 +84,7 @@ def test_copies_keep_options_of_the_optimizer():
 
 
 @rules
+@pytest.mark.told("muon: momentum_buffer in int4", rule="muon")
 def test_repr(rule):
     params, opt = make(rule, "sr-int4")
     for text in (repr(opt), (run(opt, params, 0, 1), repr(opt))[1]):

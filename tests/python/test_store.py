@@ -21,6 +21,7 @@ from conftest import (
     saved,
     set_gradients,
     states,
+    told,
     warnings_are,
     weights_of,
 )
@@ -183,6 +184,8 @@ def test_weights_on_a_gpu(gpu, path, recipe, keeps, release):  # noqa: F811
     assert held(gpu, *both[1]) == held(gpu, *both[0])
 
 
+@pytest.mark.told("'bias' is not finite")
+@pytest.mark.told("was written, but not by this optimizer")
 def test_a_skipped_step_and_written_weights(path):
     """Weights without a gradient that somebody has written are in the file after the next step."""
     both = pair(path, recipe="kahan")
@@ -205,6 +208,7 @@ def test_a_skipped_step_and_written_weights(path):
 # ---- Goes on from the file -----------------------------------------------------------------------
 
 
+@pytest.mark.told("options are those of .*run.states")
 def test_a_killed_process(path):
     """The child makes steps and says so until it is killed."""
     reads, writes = os.pipe()
@@ -235,6 +239,7 @@ def test_a_killed_process(path):
     same([whole, (params, opt)])
 
 
+@pytest.mark.told("options are those of .*run.states")
 def test_a_schedule_goes_on(path):
     both, ends = pair(path, lr=1e-2), []
     for params, opt in both:
@@ -251,6 +256,7 @@ def test_a_schedule_goes_on(path):
     assert schedule.get_last_lr() == ends[0].get_last_lr() == [1e-2 * (1 / 4)]
 
 
+@pytest.mark.told("options are those of .*run.states")
 def test_prodigy_goes_on_with_its_estimate(path):
     both = pair(path, "prodigy", lr=1.0)
     for _ in range(6):
@@ -384,7 +390,7 @@ def test_state_dictionaries(path, tmp_path):
     # One of other formats is converted, here and there.
     other = make(recipe="bf16-sr", states="bf16-sr")
     steps([other], 1, 3)
-    with warnings_are("ignore"):
+    with told("the loaded states are .* converted"):
         for _, opt in both:
             opt.load_state_dict(other[1].state_dict())
         steps(both, 5, 6)
@@ -402,7 +408,7 @@ def test_safetensors(path, tmp_path, recipe):
     for (_, opt), file in zip(both, files):
         opt.save_safetensors(file)
     steps(both, 3, 4)
-    with warnings_are("ignore"):
+    with told("the loaded states are .* converted"):
         for (_, opt), file in zip(both, reversed(files)):
             opt.load_safetensors(file)
         steps(both, 4, 6)
@@ -421,6 +427,7 @@ def test_safetensors(path, tmp_path, recipe):
     same(both, states)
 
 
+@pytest.mark.told("options are those of .*run.states")
 def test_a_safetensors_file_with_a_wrong_number(path, tmp_path):
     """The optimizer is what its own file holds."""
     safetensors = pytest.importorskip("safetensors.torch")
@@ -489,6 +496,7 @@ def refused(match, error=ValueError, **options):
         make(**options)
 
 
+@pytest.mark.told("options are those of .*run.states")
 def test_refusals(path, tmp_path):
     both = pair(path, recipe="ecc8-int8")
     steps(both, 1, 2)

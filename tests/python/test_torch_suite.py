@@ -405,6 +405,7 @@ def test_can_load_older_state_dict(cls, options):
 
 
 @every
+@pytest.mark.told("none of the names in the state, such as 'weight'")
 def test_can_load_from_to_named_state_dict(cls, options):
     """Loads between named and unnamed optimizers in all four directions. The file's names win, else
     the present ones stay."""

@@ -115,6 +115,7 @@ def errors(tool, folder, package):
 
 
 @pytest.mark.skipif(not os.path.exists(GENERATE), reason="the sources are not here")
+@pytest.mark.told("muon: momentum_buffer in int4")
 def test_what_follows_from_the_table_of_rules_is_current():
     spec = importlib.util.spec_from_file_location("generate", GENERATE)
     generate = importlib.util.module_from_spec(spec)

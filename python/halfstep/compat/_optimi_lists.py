@@ -14,7 +14,6 @@ This file is longer than 500 lines because it has every signature of these funct
 
 import ctypes
 import math
-import warnings
 from collections import OrderedDict
 from typing import Any, List, Optional, Tuple, Union
 
@@ -289,11 +288,7 @@ def _step(
 
 def _refused(what, too_large=False):
     wrong = "2^62 or more, too large to be squared" if too_large else "not finite"
-    warnings.warn(
-        f"halfstep: {what} is {wrong}; the step was refused and changed nothing",
-        RuntimeWarning,
-        stacklevel=5,
-    )
+    _torch.warn(f"{what} is {wrong}; the step was refused and changed nothing", RuntimeWarning)
     return False
 
 

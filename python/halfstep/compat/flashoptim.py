@@ -27,7 +27,6 @@ get/set_fp32_model_state_dict().
 
 import math
 import os
-import warnings
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,9 +38,10 @@ from torch import Tensor, nn
 
 from .. import _abi, _convert, _devices, _layout, _release
 from .._options import Options
+from .._torch import warn
 from ..optimizer import Kept, Optimizer, unwrapped
 from ._arguments import arguments
-from .optimi import constructors, start_from_zeros
+from .optimi import start_from_zeros
 
 __all__ = [
     "FlashAdam",
@@ -135,11 +135,9 @@ class FlashOptimizer(Optimizer):
                 " which already have 32 bits; pass master_weight_bits=None"
             )
         if master_weight_bits is None and dtypes - {torch.float32}:
-            warnings.warn(
+            warn(
                 "master_weight_bits=None rounds 16-bit parameters to nearest, where small updates"
-                " vanish; master_weight_bits=24 keeps them",
-                UserWarning,
-                stacklevel=constructors(self, FlashOptimizer),
+                " vanish; master_weight_bits=24 keeps them"
             )
 
     # ---- What the options mean to the library ----------------------------------------------------
@@ -174,11 +172,9 @@ class FlashOptimizer(Optimizer):
         """Updates every parameter that has a gradient. While gradients are released it only warns,
         because nothing is left to do; the closure runs all the same."""
         if self._gradient_release:
-            warnings.warn(
+            warn(
                 "optimizer.step() has nothing to do while enable_gradient_release() is active: the"
-                " hooks step",
-                UserWarning,
-                stacklevel=2,
+                " hooks step"
             )
         loss = None
         if closure is not None:
@@ -203,11 +199,9 @@ class FlashOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients as torch's optimizers do. Only warns while gradients are released."""
         if self._gradient_release:
-            warnings.warn(
+            warn(
                 "optimizer.zero_grad() has nothing to do while enable_gradient_release() is active:"
-                " the hooks free the gradients",
-                UserWarning,
-                stacklevel=2,
+                " the hooks free the gradients"
             )
         super().zero_grad(set_to_none=set_to_none)
 

@@ -23,7 +23,6 @@ optimi's: debiased moments, and the negated previous gradient. See `adam`.
 This file is longer than 500 lines because it has every signature of the package.
 """
 
-import warnings
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Type, Union
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 
 from .. import _abi, _names, _parameters, _release
 from .._options import Options
+from .._torch import warn
 from ..optimizer import Optimizer, unwrapped
 from ._arguments import arguments
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
@@ -81,11 +81,9 @@ class OptimiOptimizer(Optimizer):
             if g["decouple_lr"] and g["weight_decay"] >= 1e-3
         ]
         if high:
-            warnings.warn(
+            warn(
                 f"weight_decay={max(high)} is high for decouple_lr=True: fully decoupled decay"
-                " takes this part of the weight at every step, not this times lr",
-                UserWarning,
-                stacklevel=constructors(self, OptimiOptimizer),
+                " takes this part of the weight at every step, not this times lr"
             )
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -157,13 +155,6 @@ class OptimiOptimizer(Optimizer):
                 },
             )
         super().load_state_dict(state_dict)
-
-
-def constructors(optimizer, base):
-    """Returns the stack level of the code that made an optimizer, for a warning in the constructor
-    of `base`."""
-    classes = type(optimizer).__mro__
-    return 2 + sum("__init__" in vars(c) for c in classes[: classes.index(base)])
 
 
 def start_from_zeros(groups, parameters, also):
@@ -500,7 +491,7 @@ def remove_gradient_release(model: nn.Module):
     """Reverses `prepare_for_gradient_release`, so that steps are ordinary again."""
     hooks = model.__dict__.pop("_gradient_release_hooks", None)
     if hooks is None:
-        warnings.warn("`model` has no gradient release hooks to remove", UserWarning, stacklevel=2)
+        warn("`model` has no gradient release hooks to remove")
         return
     for hook in hooks:
         hook.remove()
