@@ -44,6 +44,16 @@ def _no_interface(func, *_, **__):
     )
 
 
+def refuse_to_unwrap(weight):
+    """Raises RuntimeError where torch would make parameters of the bytes, and have them train."""
+    asking = sys._getframe(2).f_globals.get("__name__", "")
+    if weight.requires_grad and asking.endswith(".subclass_parametrization"):
+        raise RuntimeError(
+            "halfstep: run_decompositions() cannot take apart 8-bit weights that train; call"
+            " model.requires_grad_(False) before torch.export.export()"
+        )
+
+
 def _by_bytes_of(func, weight):
     """Asks the stored bytes: for their storage, in a type that says so, or for where it is."""
     return func(weight._stored)

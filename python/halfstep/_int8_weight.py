@@ -108,6 +108,7 @@ class Int8Weight(torch.Tensor):
         return _restore, (*parted(self), *_marks(self))
 
     def __tensor_flatten__(self):
+        _int8_memory.refuse_to_unwrap(self)
         return ["_stored"], (self.format, self.row_length, self.dtype, self.storage_offset())
 
     @classmethod

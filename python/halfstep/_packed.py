@@ -110,6 +110,8 @@ def store(packed, row_length, weights):
     if weights.dtype not in PLAIN:
         weights = weights.float()
     judged = _judging and type(packed) is torch.Tensor and not packed.is_meta
+    if judged and packed.is_cuda and torch.cuda.is_current_stream_capturing():
+        judged = False  # a graph that is being captured cannot wait for counts
     changed = lost = 0
     for part in _stretches(weights):
         old, new = packed[part], weights[part].to(packed.device)

@@ -15,6 +15,7 @@ from conftest import randn, warnings_are
 from torch import nn
 
 import halfstep
+from halfstep._torch import VERSION
 from halfstep.nn import (
     Int8Weight,
     pack,
@@ -175,6 +176,19 @@ def test_compiled_models_keep_no_decoded_weight(backend):
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-8)
     assert [t.dtype for t in kept if len(t) == 64].count(torch.uint8) == 1
     assert not any(t.shape in ((64, 100), (40, 64)) and t.dtype == torch.bfloat16 for t in kept)
+
+
+@pytest.mark.skipif(VERSION < (2, 8), reason="older torch has other ways to take weights apart")
+def test_exported_models():
+    """Those of weights that train say what to do first."""
+    model, plain = twins(network())
+    x = normal((5, 100), dtype=torch.bfloat16)
+    with warnings_are("ignore"), torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"call model.requires_grad_\(False\) before torch"):
+            torch.export.export(model, (x,)).run_decompositions()
+        model.requires_grad_(False)
+        exported = torch.export.export(model, (x,)).run_decompositions().module()
+        assert torch.equal(exported(x), plain(x))
 
 
 # ---- Memory --------------------------------------------------------------------------------------
