@@ -247,7 +247,7 @@ def _write(func, args, kwargs):
         _packed.store(packed, length, source.expand(weight.shape))
         return weight
     rows = unpack(packed, length, torch.float32)
-    values = strided(weight, rows)
+    values = rows if is_rows(weight) else strided(weight, rows)
 
     def exact(t):
         """Returns another operand, in fp32 if the weight's dtype could not hold the result."""
