@@ -1,40 +1,24 @@
-"""A tensor whose elements are 8-bit codes with scales, and the operators of torch on it.
+"""A tensor whose elements are 8-bit codes with scales.
 
-All views of a weight are views of the same bytes (_packed_views.py). An operator that is not named
-here runs on decoded values, which it alone keeps alive.
+All views of a weight are views of the same bytes (_packed_views.py). _int8_operators.py says what
+operators of torch do with it, and _int8_memory.py what functions do that ask for its memory.
 """
 
-import functools
 from typing import Optional
 
 import torch
-import torch.nn.functional as F
-from torch.utils import _python_dispatch
 
-from . import _packed
-from ._packed import unpack
-from ._packed_views import decoded, is_rows, like, rows_like, span, wrap
-from ._parameters import PLAIN, overlaps
-from ._torch import VERSION
-
-#: operators that write given values into a weight
-_WRITES = {
-    "copy_", "fill_", "index_copy_", "index_fill_", "index_put_", "masked_fill_", "normal_",
-    "uniform_", "zero_",
-}  # fmt: skip
-#: collectives that return the bytes of all ranks, and those that move bytes between tensors
-_GATHERS = {"_wrap_tensor_autograd", "all_gather_into_tensor", "wait_tensor"}
-_MOVES = {"_allgather_base_", "allgather_", "broadcast_", "recv_", "scatter_", "send"}
-
-aten = torch.ops.aten
+from . import _int8_memory, _packed
+from ._int8_operators import dispatch
+from ._packed_views import COMPUTE, Cast, parted, span, wrap
 
 
 class Int8Weight(torch.Tensor):
     """A matrix of weights, stored as 8-bit codes with a scale for each 32 elements of a row.
 
     It looks like a tensor of `dtype`, the dtype that layers compute in. What reads it gets decoded
-    values. Views are views of the same bytes. A write of given values (`copy_()`, `zero_()`,
-    `w[3] = x`) converts them to nearest. Arithmetic in place raises TypeError.
+    values. Views are views of the same bytes. A write (`copy_()`, `w[3] = x`, `w *= 0.5`) is
+    computed in fp32 and rounded to nearest. What asks for the memory of its elements is refused.
 
     format        its name, as optimizers take it
     row_length    elements of a row
@@ -61,10 +45,10 @@ class Int8Weight(torch.Tensor):
                 f"halfstep: packed weights of rows of {row_length} elements are a uint8 tensor of"
                 f" shape (rows, {width}), not {packed.dtype} of shape {tuple(packed.shape)}"
             )
-        if dtype not in PLAIN:
+        if dtype not in COMPUTE:
             raise ValueError(
                 f"halfstep: layers cannot compute in {dtype} from {format}; they can in"
-                f" {', '.join(map(str, PLAIN))}"
+                f" {', '.join(map(str, COMPUTE))}"
             )
         shape = packed.shape[0], row_length
         return wrap(cls, packed.contiguous(), format, row_length, dtype, shape, (row_length, 1), 0)
@@ -102,7 +86,7 @@ class Int8Weight(torch.Tensor):
     def dequantize(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """Returns the weights as an ordinary tensor, in this weight's dtype by default. float32
         holds them exactly. Gradients flow back."""
-        weight = self if dtype in (None, self.dtype) else _Cast.apply(self, dtype)
+        weight = self if dtype in (None, self.dtype) else Cast.apply(self, dtype)
         return torch.ops.aten.alias_copy(weight)
 
     def __repr__(self, *, tensor_contents=None):
@@ -116,14 +100,15 @@ class Int8Weight(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("halfstep: only weights that are leaves of the graph can be copied")
         if id(self) not in memo:
-            copied = memo[id(self)] = _restore(*_parted(self.detach().clone()), *_marks(self))
+            copied = memo[id(self)] = _restore(*parted(self.detach().clone()), *_marks(self))
             copied.grad = None if self.grad is None else self.grad.detach().clone()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
-        return _restore, (*_parted(self), *_marks(self))
+        return _restore, (*parted(self), *_marks(self))
 
     def __tensor_flatten__(self):
+        _int8_memory.refuse_to_unwrap(self)
         return ["_stored"], (self.format, self.row_length, self.dtype, self.storage_offset())
 
     @classmethod
@@ -133,16 +118,15 @@ class Int8Weight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is F.linear:
-            args, kwargs = _autocast(*args, **(kwargs or {})), {}
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            call = _int8_memory.calls.get(func)
+            return call(func, *args, **kwargs or {}) if call else func(*args, **kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         # Attributes of weights are read below, which torch would send to __torch_function__().
         with torch._C.DisableTorchFunctionSubclass():
-            return _dispatch(func, args, kwargs or {})
+            return dispatch(func, args, kwargs or {})
 
     def _stable_hash_for_caching(self):
         """Returns what a compiled graph depends on, for the cache of torch.compile."""
@@ -167,13 +151,6 @@ class Int8Weight(torch.Tensor):
         return None
 
 
-def _parted(weight):
-    """Returns what _restore() makes a weight of."""
-    offset = weight.storage_offset() - span(weight)[0] * weight.row_length
-    what = weight.packed, weight.format, weight.row_length, weight.dtype
-    return (*what, tuple(weight.shape), weight.stride(), offset)
-
-
 def _marks(weight):
     """Returns whether a weight is a parameter and trains, and the attributes that others set."""
     own = ("_stored", "format", "row_length", "_is_param")
@@ -188,256 +165,6 @@ def _restore(stored, *what):
     weight = torch.nn.Parameter(weight, trains) if is_parameter else weight.requires_grad_(trains)
     vars(weight).update(marks)
     return weight
-
-
-class _Cast(torch.autograd.Function):
-    """Returns the same bytes as a weight of another dtype."""
-
-    @staticmethod
-    def forward(ctx, weight, dtype):
-        ctx.dtype = weight.dtype
-        return like(weight, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.to(ctx.dtype), None
-
-
-def _autocast(input, weight, bias=None):
-    """Returns the arguments of a linear layer as autocast wants them. Autocast itself would keep a
-    copy of the weight."""
-    kind = input.device.type
-    if VERSION >= (2, 4) and isinstance(weight, Int8Weight) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        if dtype in PLAIN and dtype != weight.dtype:
-            weight = _Cast.apply(weight, dtype)
-    return input, weight, bias
-
-
-# ---- Operators -----------------------------------------------------------------------------------
-
-
-def _aliased(func, args, kwargs, out):
-    """Returns the result of a view operator, which shares its weight's storage."""
-    if hasattr(torch, "_functionalize_unsafe_set"):
-        return _python_dispatch.return_and_correct_aliasing(func, args, kwargs, out)
-    return out  # torch 2.2 would give it the strides of a contiguous tensor, 2.1 has no function
-
-
-def _view(func, args, kwargs):
-    """Returns views of a weight, whose strides torch works out on a tensor without memory. Values
-    that are seen as another dtype are a copy."""
-    weight = args[0]
-    if not isinstance(weight, Int8Weight):
-        return _plainly(func, args, kwargs)
-    size = len(weight._stored) * weight.row_length
-    shadow = torch.empty(size, dtype=weight.dtype, device="meta")
-    shadow = shadow.as_strided(weight.shape, weight.stride(), weight.storage_offset())
-    views = func(shadow, *args[1:], **kwargs)
-    if isinstance(views, torch.Tensor):
-        if views.dtype != weight.dtype:
-            return _plainly(func, args, kwargs)
-        return _aliased(func, args, kwargs, like(weight, view=views))
-    views = type(views)(like(weight, view=view) for view in views)
-    return _aliased(func, args, kwargs, views)
-
-
-def _detach(func, args, kwargs):
-    return _aliased(func, args, kwargs, like(args[0]))
-
-
-def _clone(func, args, kwargs):
-    """Returns a copy of the rows that a weight has, or of decoded values if their order changes."""
-    weight = args[0]
-    if not _keeps_order(weight, kwargs):
-        return _plainly(func, args, kwargs)
-    packed, *what = _parted(weight)
-    return wrap(type(weight), packed.clone(), *what)
-
-
-def _to(func, args, kwargs):
-    """Returns a copy on another device or with another dtype. It has all stored rows, because those
-    behind a shard are there so that each rank sends as much."""
-    weight, dtype = args[0], kwargs.pop("dtype", None) or args[0].dtype
-    if dtype not in PLAIN or not _keeps_order(weight, kwargs):
-        return func(decoded(weight, torch.float32), *args[1:], dtype=dtype, **kwargs)
-    kwargs.pop("memory_format", None)
-    return like(weight, func(weight._stored, *args[1:], **kwargs), dtype)
-
-
-def _keeps_order(weight, kwargs):
-    """Returns True if a copy can have the strides of a weight, which has whole rows."""
-    order = kwargs.get("memory_format") or torch.preserve_format
-    if order != torch.preserve_format and not weight.is_contiguous(memory_format=order):
-        return False
-    return weight.numel() == span(weight)[1] * weight.row_length and not overlaps(weight)
-
-
-def _empty(func, args, kwargs):
-    """Returns a weight of zeros for torch's empty_like() and new_zeros()."""
-    weight, size = args[0], args[1] if len(args) > 1 else args[0].shape
-    dtype = kwargs.pop("dtype", None) or weight.dtype
-    if len(size) != 2 or size[1] != weight.row_length or dtype not in PLAIN:
-        return _shape_only(func, args, {**kwargs, "dtype": dtype})
-    device = kwargs.get("device") or weight.device
-    stored = torch.zeros((size[0], weight._stored.shape[1]), dtype=torch.uint8, device=device)
-    return rows_like(weight, stored, dtype)
-
-
-def _write(func, args, kwargs):
-    """Writes values into a weight, or refuses."""
-    weight, name = args[0], func.overloadpacket.__name__
-    if not isinstance(weight, Int8Weight) or name not in _WRITES:
-        raise TypeError(
-            f"halfstep: {name} would change 8-bit weights in place, round each to nearest and lose"
-            " what is less than half a code. Step them with an optimizer of halfstep, or write"
-            " values that you computed: weight.copy_(values)"
-        )
-    packed, length = weight.packed, weight.row_length
-    source = args[1] if name == "copy_" else None
-    if isinstance(source, Int8Weight) and is_rows(source) and source.shape == weight.shape:
-        if is_rows(weight):
-            packed.copy_(source.packed, *args[2:], **kwargs)
-            return weight
-    if source is not None and is_rows(weight):
-        source = decoded(source, torch.float32) if isinstance(source, Int8Weight) else source
-        _packed.store(packed, length, source.expand(weight.shape))
-        return weight
-    rows = unpack(packed, length, torch.float32)
-    offset = weight.storage_offset() - span(weight)[0] * length
-    _plainly(func, (rows.as_strided(weight.shape, weight.stride(), offset), *args[1:]), kwargs)
-    _packed.store(packed, length, rows)
-    return weight
-
-
-def _embedding(func, args, kwargs):
-    """Looks rows up and decodes only those."""
-    weight, indices = args[0], args[1]
-    if not isinstance(weight, Int8Weight) or not is_rows(weight):
-        return _plainly(func, args, kwargs)
-    return unpack(weight.packed[indices], weight.row_length, weight.dtype)
-
-
-def _run(func, args, kwargs, change):
-    """Runs an operator on what a function makes of its weights."""
-
-    def changed(value):
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(changed, value))
-        return change(value) if isinstance(value, Int8Weight) else value
-
-    return func(*map(changed, args), **{name: changed(value) for name, value in kwargs.items()})
-
-
-def _plainly(func, args, kwargs):
-    """Runs an operator on decoded weights."""
-    dtype = args[0].dtype if func is aten.copy_.default and args[0].dtype in PLAIN else None
-    return _run(func, args, kwargs, functools.partial(decoded, dtype=dtype))
-
-
-def _shape_only(func, args, kwargs):
-    """Runs an operator that only asks for shape, strides, dtype and device of its first tensor."""
-    first = args[0]
-    held = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
-    return func(held, *args[1:], **kwargs)
-
-
-def _decode_copy(func, args, kwargs):
-    return decoded(args[0])
-
-
-def _collective(func, args, kwargs):
-    """Moves the bytes of whole rows between ranks, or refuses."""
-    name, weight = func.overloadpacket.__name__, args[0]
-    if name in _GATHERS and is_rows(weight):
-        return rows_like(weight, func(weight.packed, *args[1:], **kwargs))
-    if name in _MOVES:
-        return _run(func, args, kwargs, _bytes_of)
-    raise TypeError(
-        f"halfstep: {func} cannot take 8-bit weights; between ranks they can be sharded by rows"
-        " (fully_shard) or replicated (DistributedDataParallel)"
-    )
-
-
-def _bytes_of(weight):
-    if not is_rows(weight):
-        raise ValueError(
-            f"halfstep: a part of shape {tuple(weight.shape)} of 8-bit weights cannot be sent,"
-            f" because its rows are not whole ({weight.row_length} elements); send whole rows, or"
-            " weight.dequantize()"
-        )
-    return weight.packed
-
-
-def _split(func, args, kwargs):
-    """Returns a weight in parts of rows."""
-    weight, dim = args[0], (args[2] if len(args) > 2 else kwargs.get("dim", 0))
-    if weight.dim() != 2 or weight.stride(dim) < weight.row_length:
-        raise ValueError(
-            f"halfstep: 8-bit weights of shape {tuple(weight.shape)} cannot be split along"
-            f" dimension {dim}, because scales belong to {_packed.BLOCK} elements of a row: shard"
-            " along dimension 0, keep the weight in 16 or 32 bits (where= of quantize_()), or"
-            " split weight.dequantize()"
-        )
-    return _view(func, args, kwargs)
-
-
-def _pad(func, args, kwargs):
-    """Returns a weight with rows of zeros behind it, as DTensor makes shards equal."""
-    weight, pad, value = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("value", 0)
-    if len(pad) != 4 or any(pad[:3]) or pad[3] < 0 or value or not is_rows(weight):
-        return _plainly(func, args, kwargs)
-    return rows_like(weight, F.pad(weight.packed, pad))
-
-
-def _decompose(func, args, kwargs):
-    return func.decompose(*args, **kwargs)
-
-
-_HANDLERS = {
-    aten.alias.default: _detach,
-    aten.alias_copy.default: _decode_copy,
-    aten.clone.default: _clone,
-    aten.constant_pad_nd.default: _pad,
-    aten._to_copy.default: _to,
-    aten.detach.default: _detach,
-    aten.embedding.default: _embedding,
-    aten.empty_like.default: _empty,
-    aten.new_zeros.default: _empty,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
-}
-
-
-@functools.lru_cache(None)
-def _handler(func):
-    """Returns the function that runs an operator, and the names of arguments that it writes."""
-    name, key = func.overloadpacket.__name__, "CompositeImplicitAutograd"
-    arguments = func._schema.arguments
-    written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
-    if func in _HANDLERS:
-        return _HANDLERS[func], ()
-    if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-        return _collective, ()
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
-        return _decompose, ()
-    if written:
-        return _plainly, [(i, arguments[i].name) for i in written]
-    if any(a.alias_info for a in arguments[:1]):
-        return _view, ()
-    if name.endswith("_like") or name.startswith("new_"):
-        return _shape_only, ()
-    return _plainly, ()
-
-
-def _dispatch(func, args, kwargs):
-    """Runs an operator of torch that was given weights."""
-    handler, written = _handler(func)
-    for i, name in written:
-        value = args[i] if i < len(args) else kwargs.get(name)
-        if any(isinstance(x, Int8Weight) for x in (value if isinstance(value, list) else [value])):
-            return _write(func, args, kwargs)
-    return handler(func, args, kwargs)
 
 
 if hasattr(torch.serialization, "add_safe_globals"):

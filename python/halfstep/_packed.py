@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from . import _abi
 from ._parameters import PLAIN
+from ._torch import warn
 
 #: names of the formats that have these bytes
 FORMATS = [f.name for f in _abi.formats.values() if f.geometry == _abi.GEOMETRY_PACKED]
@@ -105,11 +106,42 @@ def pack(weights: torch.Tensor) -> torch.Tensor:
 
 def store(packed, row_length, weights):
     """Writes weights into packed rows. Blocks whose weights stay the same keep their bytes, because
-    new scales would round them again."""
+    new scales would round them again. Warns once if nearly all changes are rounded away."""
     if weights.dtype not in PLAIN:
         weights = weights.float()
+    judged = _judging and type(packed) is torch.Tensor and not packed.is_meta
+    if judged and packed.is_cuda and torch.cuda.is_current_stream_capturing():
+        judged = False  # a graph that is being captured cannot wait for counts
+    changed = lost = 0
     for part in _stretches(weights):
         old, new = packed[part], weights[part].to(packed.device)
-        same = (_blocks(unpack(old, row_length, new.dtype)) == _blocks(new)).all(-1, keepdim=True)
-        fresh = _by_block(_pack_rows(new))
+        before, new = _blocks(unpack(old, row_length, new.dtype)), _blocks(new)
+        kept = before == new
+        same = kept.all(-1, keepdim=True)
+        fresh = _by_block(_pack_rows(weights[part].to(packed.device)))
         old.copy_(torch.where(same, _by_block(old), fresh).flatten(-2))
+        if judged:
+            after = _blocks(unpack(old, row_length, torch.float32))
+            away = (after - new).abs() >= (before.float() - new).abs()
+            changed, lost = changed + (~kept).sum(), lost + (away & ~kept).sum()
+    if judged and len(weights):
+        _judge(int(changed), int(lost))
+
+
+#: False once store() has warned
+_judging = True
+
+
+def _judge(changed, lost):
+    """Warns if nearly all changes of a write were smaller than what rounding does to them."""
+    global _judging
+    if not changed or lost < 0.9 * changed:
+        return
+    _judging = False
+    warn(
+        f"{lost} of the {changed} changes that a write made to 8-bit weights were less than half a"
+        " code, and rounded away. Averages and loops of small changes stand still so: keep averages"
+        " by halfstep.EMA of a copy in 16 bits, and step weights with an optimizer of halfstep."
+        " Values that such weights were made from also differ by so little. This warning is given"
+        " once"
+    )

@@ -11,11 +11,21 @@ import torch.utils.checkpoint
 from torch.fx.experimental import proxy_tensor
 
 from ._packed import unpack
+from ._parameters import PLAIN
 
+#: dtypes that layers may compute in; a step takes those of PLAIN
+COMPUTE = (*PLAIN, torch.float64)
 #: says that a compiled graph makes something again, or None if this torch cannot be told so
 _AGAIN = getattr(getattr(torch.utils.checkpoint, "CheckpointPolicy", None), "MUST_RECOMPUTE", None)
 #: returns what records a graph, or None
 _recorder = getattr(proxy_tensor, "get_proxy_mode", lambda: None)
+#: makes torch's C++ code raise where it asks a wrapper for memory; None in torch 2.1
+_guard = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+
+
+def is_weight(value):
+    """Returns True for an Int8Weight."""
+    return isinstance(value, torch.Tensor) and hasattr(type(value), "packed")
 
 
 def wrap(cls, stored, format, row_length, dtype, size, stride, offset):
@@ -23,6 +33,8 @@ def wrap(cls, stored, format, row_length, dtype, size, stride, offset):
     weight = torch.Tensor._make_wrapper_subclass(
         cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=stored.device
     )
+    if _guard is not None:
+        _guard(weight)
     weight._stored, weight.format, weight.row_length = stored, format, row_length
     return weight
 
@@ -67,6 +79,19 @@ def is_rows(weight):
     )
 
 
+def parted(weight):
+    """Returns what wrap() makes a weight of, with no other rows than those of a view."""
+    offset = weight.storage_offset() - span(weight)[0] * weight.row_length
+    what = weight.packed, weight.format, weight.row_length, weight.dtype
+    return (*what, tuple(weight.shape), weight.stride(), offset)
+
+
+def strided(weight, rows):
+    """Returns a view of the decoded rows of a weight that has its shape and strides."""
+    offset = weight.storage_offset() - span(weight)[0] * weight.row_length
+    return rows.as_strided(weight.shape, weight.stride(), offset)
+
+
 def decoded(weight, dtype=None):
     """Returns the values of a weight, an ordinary tensor of its shape and strides."""
     dtype = dtype or weight.dtype
@@ -79,8 +104,7 @@ def decoded(weight, dtype=None):
         and rows.stride(0) == weight.stride(1)
     ):
         return rows.t()
-    offset = weight.storage_offset() - span(weight)[0] * weight.row_length
-    return rows.as_strided(weight.shape, weight.stride(), offset)
+    return strided(weight, rows)
 
 
 def _recomputed(function, packed, *args):
@@ -95,3 +119,16 @@ def _recomputed(function, packed, *args):
     for node in itertools.islice(reversed(nodes), len(nodes) - before):
         node.meta["recompute"] = _AGAIN
     return made
+
+
+class Cast(torch.autograd.Function):
+    """Returns the same bytes as a weight of another dtype."""
+
+    @staticmethod
+    def forward(ctx, weight, dtype):
+        ctx.dtype = weight.dtype
+        return like(weight, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype), None

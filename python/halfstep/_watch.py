@@ -272,6 +272,7 @@ class Watch:
         """Returns True if the former memory of a weight is used for other weights now, or lies on
         another device. Trainers that swap blocks or offload layers leave it so. It then proves
         nothing, and torch has counted no write to the weight."""
+        held = stored(held)
         if _devices.of(held) != _devices.of(stored(p)):
             return True
         memory = held.untyped_storage().data_ptr()
@@ -295,7 +296,7 @@ class Watch:
         self.versions[i] = version(p)
         place = _place(p)
         if self.places[i] != place:
-            self.places[i], note.held = place, stored(p).detach()
+            self.places[i], note.held = place, p.detach()
             self.blocks = self.token = None
         note.extra, note.extra_version = extra, None if extra is None else version(extra)
         note.compiled, note.copied = self.compiled, copied

@@ -16,7 +16,7 @@ import torch
 from ._int8_weight import Int8Weight
 from ._packed import BLOCK, check_format, pack, unpack
 from ._parameters import PLAIN
-from ._sharding import is_dtensor
+from ._sharding import is_dtensor, is_packed
 from ._torch import follow
 
 __all__ = ["Int8Weight", "pack", "packed_state_dict", "quantize_", "unpack", "unpacked_state_dict"]
@@ -132,6 +132,27 @@ def _send(wrapper, made, /, *_, **__):
 
 
 follow(torch.nn.parallel.DistributedDataParallel, "__init__", _send)
+
+
+#: torch's own optimizers, without those that others derive from them
+_OF_TORCH = {cls for cls in vars(torch.optim).values() if isinstance(cls, type)}
+
+
+def _refuse_optimizer(optimizer, _, /, *__, **___):
+    """Raises ValueError if an optimizer of torch was given 8-bit weights to step."""
+    if type(optimizer) in _OF_TORCH and any(
+        p.requires_grad and is_packed(p) for p in optimizer.param_groups[-1]["params"]
+    ):
+        optimizer.param_groups.pop()
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"halfstep: {name} of torch cannot step 8-bit weights, because changes of less than"
+            " half a code would be lost; use an optimizer of halfstep, such as halfstep.AdamW, or"
+            " freeze them (requires_grad_(False))"
+        )
+
+
+follow(torch.optim.Optimizer, "add_param_group", _refuse_optimizer)
 
 
 # ---- Files ---------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from conftest import peak, randn, warnings_are
 from torch import nn
 
 import halfstep
+from halfstep._torch import VERSION
 from halfstep.nn import (
     Int8Weight,
     pack,
@@ -177,6 +178,19 @@ def test_compiled_models_keep_no_decoded_weight(backend):
     assert not any(t.shape in ((64, 100), (40, 64)) and t.dtype == torch.bfloat16 for t in kept)
 
 
+@pytest.mark.skipif(VERSION < (2, 8), reason="older torch has other ways to take weights apart")
+def test_exported_models():
+    """Those of weights that train say what to do first."""
+    model, plain = twins(network())
+    x = normal((5, 100), dtype=torch.bfloat16)
+    with warnings_are("ignore"), torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"call model.requires_grad_\(False\) before torch"):
+            torch.export.export(model, (x,)).run_decompositions()
+        model.requires_grad_(False)
+        exported = torch.export.export(model, (x,)).run_decompositions().module()
+        assert torch.equal(exported(x), plain(x))
+
+
 # ---- Memory --------------------------------------------------------------------------------------
 
 
@@ -263,6 +277,29 @@ def test_copies(make):
     assert torch.equal(twin(torch.ones(100).bfloat16()), model(torch.ones(100).bfloat16()))
 
 
+@pytest.mark.parametrize("stager", ["BlockingAsyncStager", "StateDictStager"])
+def test_stagers_of_checkpoints_copy_the_bytes(stager):
+    """The copies are of the moment of the call, in nested dictionaries and in memory to share."""
+    name = "staging" if stager == "BlockingAsyncStager" else "_state_dict_stager"
+    module = pytest.importorskip(f"torch.distributed.checkpoint.{name}")
+    options = {"cache_staged_state_dict": False} if name == "staging" else {"share_memory": True}
+    stager = getattr(module, stager)(**options)
+    model = quantize_(network())
+    before, exact = packed_of(model), {k: v.clone() for k, v in model.state_dict().items()}
+    for _ in range(2):
+        copied = stager.stage({"model": model.state_dict(), "more": [model[0].weight.detach(), 3]})
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        assert copied["more"][1] == 3 and torch.equal(copied["more"][0].packed, before["0.weight"])
+        if name != "staging":
+            assert copied["model"]["0.weight"].is_shared()
+        model.load_state_dict(copied["model"])
+        assert all(torch.equal(model.state_dict()[k], v) for k, v in exact.items())
+        for k, bytes_ in before.items():
+            assert torch.equal(model.get_parameter(k).packed, bytes_)
+
+
 def test_state_dictionaries():
     model, plain = twins(network())
     other = quantize_(network(seed=1), "int8-sr")
@@ -344,7 +381,7 @@ def test_files_of_halfstep_convert(tmp_path):
 def test_devices_and_dtypes():
     model, plain = twins(network())
     before = packed_of(model)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         model.to(dtype), plain.to(dtype)
         for name, bytes_ in before.items():
             w = model.get_parameter(name)
@@ -353,9 +390,8 @@ def test_devices_and_dtypes():
     x = normal((5, 100), dtype=dtype)
     same(gradients(model, x), gradients(plain, x))
     w = model[0].weight.detach()
-    assert type(w.double()) is torch.Tensor and torch.equal(
-        w.double(), w.dequantize(torch.float32).double()
-    )
+    assert torch.equal(w.double(), w.dequantize(torch.float32).double())
+    assert type(w.to(torch.complex64)) is torch.Tensor
     copied = w.float()
     copied.zero_()
     assert w.count_nonzero()

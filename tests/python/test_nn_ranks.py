@@ -127,7 +127,13 @@ def saved(rank, size, folder):
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, value in single.state_dict().items():
         assert type(full[name]) is type(value) and torch.equal(full[name], value)
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    # Written while the weights change: the checkpoint is of the moment of the call.
+    future = dcp.async_save(get_model_state_dict(model), checkpoint_id=folder)
+    getattr(future, "staging_completion", future).result()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    getattr(future, "upload_completion", future).result()
 
 
 def loaded(rank, size, folder):

@@ -245,6 +245,32 @@ def test_writes_of_others_drop_error_codes(caught):
     assert torch.equal(opt.state[weight]["weight.extra"], wanted)
 
 
+MOVES = {
+    "casts": lambda m: m.float().bfloat16(),
+    "clones": lambda m: m._apply(lambda t: t.clone()),
+    "data": lambda m: [setattr(p, "data", p.data.clone()) for p in m.parameters()],
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_the_same_bytes_elsewhere_keep_error_codes(move, caught):
+    """A write before a move is still one of somebody else."""
+    pairs = [make_network("int8-ecc4", lr=1e-4) for _ in range(2)]
+    for step in range(3):
+        for model, opt in pairs:
+            train(model, opt, step, step + 1)
+        address = model[0].weight.packed.data_ptr()
+        MOVES[move](model)
+        assert model[0].weight.packed.data_ptr() != address
+    same(*pairs[0], model, opt)
+    assert not caught
+    with torch.no_grad():
+        model[0].weight[3] *= 2
+    MOVES[move](model)
+    opt.read_weight(model[0].weight)
+    assert ["was written" in str(w.message) for w in caught] == [True]
+
+
 @formats
 def test_average_and_trained_weights(format):
     model, opt = make_network(format, halfstep.ScheduleFree)
@@ -432,6 +458,9 @@ def sharded(rank, size, format, owners):
                 for name, g in gradients(wanted, step).items():
                     params[name].grad = g if params is wanted or owners else like(params[name], g)
                 opt.step()
+            if step == 1 and not owners:  # the same bytes elsewhere
+                for p in given.values():
+                    p.data = p.data.clone()
         for name, p in given.items():
             state, ours = (opt.state[q] for opt, q in zip(opts, (wanted[name], p)))
             pairs = [(_sharding.stored(wanted[name]), _sharding.stored(p))]
