@@ -225,7 +225,8 @@ def factored_group(rule, group):
             d=out.pop("clip_threshold"),
             beta1=group["beta1"] or 0.0,
             published=True,
-            lr=rule.hypers["lr"].initial if group["lr"] is None else group["lr"],
+            # With relative steps it is None, or the rate that AdafactorSchedule has reported.
+            lr=rule.hypers["lr"].initial if group["relative_step"] else group["lr"],
         )
     return out
 

@@ -285,7 +285,7 @@ class Options:
         first lr can be meant as one."""
         if self.choices(group)["decay"] != "fully-decoupled" or group.get("reference_lr"):
             return
-        first = group.setdefault("first_lr", float(group["lr"]))
+        first = group.setdefault("first_lr", self.hypers(group)["lr"])
         if first >= _LEAST_FIRST_LR * _abi.rules[self.rule_of(group)].hypers["lr"].initial:
             group["reference_lr"] = first
 
@@ -294,9 +294,9 @@ class Options:
         if self.choices(group)["decay"] != "fully-decoupled":
             return
         self.take_reference(group)
-        lr, decay, reference, first = (
-            float(group.get(key) or 0.0)
-            for key in ("lr", "weight_decay", "reference_lr", "first_lr")
+        lr = self.hypers(group)["lr"]
+        decay, reference, first = (
+            float(group.get(key) or 0.0) for key in ("weight_decay", "reference_lr", "first_lr")
         )
         if decay and (
             not reference or reference == first and lr > _MOST_ABOVE_FIRST_LR * reference
