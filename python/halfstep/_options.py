@@ -23,6 +23,8 @@ _FLAGS = {
 }
 #: those of them that say so beside any rule
 _FLAGS_OF_ALL = ("use_muon", "is_muon")
+#: words that no option of a group has for a value
+_BOOLEANS = ("true", "false", "yes", "no")
 #: keys by which they name the rule of a group
 _NAMES = ("algorithm", "optimizer")
 
@@ -213,6 +215,13 @@ class Options:
 
     def check(self, group):
         """Raises ValueError, in torch's words, for a value outside the library's bounds."""
+        _abi.check_flags(
+            **{
+                key: value
+                for key, value in group.items()
+                if key in _FLAGS or isinstance(value, str) and value.lower() in _BOOLEANS
+            }
+        )
         self._check_algorithm(group)
         rule = _abi.rules[self.rule_of(group)]
         if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:

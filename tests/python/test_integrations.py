@@ -2,8 +2,10 @@
 Trainer, also under TRL and PEFT, and averages. Accelerate has no callbacks, so its averages are
 made by hand."""
 
+import json
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -27,6 +29,20 @@ import halfstep
 pytestmark = [pytest.mark.all, pytest.mark.filterwarnings("ignore")]
 #: trainers that are transformers' Trainer or are made of it
 KINDS = ("transformers", "TRL", "PEFT")
+
+
+class _OfSwift:
+    def __init__(self, args, trainer):
+        self.args, self.trainer = args, trainer
+
+
+#: modules of trainers that are not installed here -> what the plugins take from them
+STAND_INS = {
+    **{name: {} for name in ("swift", "axolotl", "axolotl.integrations")},
+    "swift.callbacks": {"callbacks_map": {}},
+    "swift.optimizers": {"optimizers_map": {}, "OptimizerCallback": _OfSwift},
+    "axolotl.integrations.base": {"BasePlugin": object},
+}
 
 
 def each(*columns):
@@ -214,6 +230,60 @@ def test_the_factory_takes_rules_and_says_what_is_missing(tmp_path, capsys):
         factory(model)
     with pytest.raises(halfstep.HalfstepError, match="unknown rule 'Lamp'"):
         factory(model, args, rule="Lamp")
+
+
+def test_plugins_take_text(tmp_path, monkeypatch):
+    """ms-swift's and axolotl's modules have stand-ins here; tests/trainers has the packages."""
+    stand_ins = {name: types.ModuleType(name) for name in STAND_INS}
+    for name, module in stand_ins.items():
+        vars(module).update(STAND_INS[name])
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("swift", "axolotl"):
+        monkeypatch.delitem(sys.modules, f"halfstep.integrations.{name}", raising=False)
+    from halfstep.integrations import axolotl, swift
+
+    def by_swift(text):
+        args = arguments(tmp_path)
+        args.optim_args = text
+        return swift.Optimizer(args, None).create_optimizer(language_model())
+
+    def by_axolotl(options):
+        args = arguments(tmp_path)
+        trainer = types.SimpleNamespace(args=args)
+        axolotl.Plugin().post_trainer_create(axolotl.Arguments(halfstep=options), trainer)
+        make, told = trainer.optimizer_cls_and_kwargs
+        return make(language_model(), args, **told)
+
+    told = {"gradient_release": "false", "cautious": "True", "eps": "1e-7", "threads": "2"}
+    told.update(states="'int8'", betas="(0.9, 0.95)", clip_norm="None", rule="adamw/bf16-ecc8")
+    for opt in (
+        by_swift(",".join(f"{name}={text}" for name, text in told.items())),
+        by_swift(json.dumps(told)),
+        by_axolotl(told),
+    ):
+        group = opt.param_groups[0]
+        assert opt.gradient_release is False and group["cautious"] is True and opt.threads == 2
+        assert group["eps"] == 1e-7 and group["betas"] == (0.9, 0.95) and opt.clip_norm == 1.0
+        assert (group["weights"], group["states"]) == ("bf16-ecc8", "int8")
+    for plugin, given, words in (
+        (by_swift, "gradient_release=off", "gradient_release='off'.*write true or false"),
+        (by_swift, "{'states': 'int8'}", 'write {"states": "int8"}'),
+        (by_axolotl, {"gradient_release": "off"}, "gradient_release='off'.*write true or false"),
+        (by_axolotl, "int8", "'int8' stands under 'halfstep:'"),
+        (by_axolotl, [{"states": "int8"}], "stands under 'halfstep:'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plugin(given)
+    args = types.SimpleNamespace(optim_args="states=int8,ema_decay=0.5")
+    assert swift.ema(args, None).averages.decay == 0.5
+    averages = (
+        axolotl.Plugin()
+        .add_callbacks_post_trainer(
+            axolotl.Arguments(halfstep={"ema": {"decay": "5e-1", "debias": "false"}}), None
+        )[0]
+        .averages
+    )
+    assert averages.decay == 0.5 and averages.options == {"debias": False}
 
 
 def test_a_nan_is_skipped_after_the_trainer_has_measured_the_norm(tmp_path):

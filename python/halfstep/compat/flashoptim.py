@@ -108,6 +108,12 @@ class FlashOptimizer(Optimizer):
             raise ValueError(
                 f"unknown master_weight_bits={master_weight_bits}; known: None, 24, 32"
             )
+        _abi.check_flags(
+            quantize=quantize,
+            compress_state_dict=compress_state_dict,
+            check_numerics=check_numerics,
+            fused=fused,
+        )
         self._fused, self._compress_state_dict, self._check_numerics = (
             fused,
             compress_state_dict,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..ema import EMA
+from ._text import read
 
 
 class Averages:
@@ -12,7 +13,8 @@ class Averages:
     """
 
     def __init__(self, decay, options):
-        self.decay, self.options = decay, options
+        self.options = read(EMA, options)
+        self.decay = read(EMA, {"decay": decay})["decay"]
         self.ema = self.model = self.optimizer = self._context = None
 
     def begin(self, model, optimizer, saved=None):

@@ -12,6 +12,7 @@ trainer = Trainer(
 from __future__ import annotations
 
 import os
+from typing import Optional
 
 import torch
 
@@ -19,6 +20,7 @@ from .. import plan
 from ..optimizer import unwrapped
 from ..rules import class_and_options, classes
 from ._averages import Averages
+from ._text import read
 
 try:
     from accelerate import PartialState
@@ -37,7 +39,9 @@ __all__ = ["EMACallback", "factory"]
 _FILE = "halfstep_ema.pt"
 
 
-def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
+def factory(
+    model=None, args=None, *, rule: str = "AdamW", clip_norm: Optional[float] = None, **options
+):
     """Returns the optimizer of a model, with the groups that the `Trainer` makes for its own AdamW.
     Stands for the class in `optimizer_cls_and_kwargs`. Gives the parameters their names, and prints
     the plan of the memory.
@@ -49,7 +53,7 @@ def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
                 that the trainer leaves clipping to the step
     rule        a class of halfstep such as "Muon", or a recipe such as "adamw/bf16-sr/int8"
     clip_norm   that of the optimizer. None: what `args` say, or no clipping
-    options     those of the optimizer. They take precedence over `args`
+    options     those of the optimizer. They take precedence over `args`. All options may be text
     """
     if model is None:
         return factory
@@ -58,7 +62,8 @@ def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
             "halfstep: the factory has no learning rate; give it the TrainingArguments,"
             ' optimizer_cls_and_kwargs=(factory, {"args": args, ...}), or give it lr='
         )
-    cls, given = (classes[rule], {}) if rule in classes else class_and_options(rule)
+    rule, clip_norm = read(factory, {"rule": rule, "clip_norm": clip_norm}).values()
+    cls, given = class_of(rule)
     if args is not None:
         given.update(lr=args.learning_rate, weight_decay=args.weight_decay)
         if cls.rule in ("adam", "adamw"):
@@ -67,13 +72,18 @@ def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
         args.halfstep_clip_norm = args.max_grad_norm or getattr(args, "halfstep_clip_norm", 0.0)
         args.max_grad_norm = 0.0
         clip_norm = args.halfstep_clip_norm if clip_norm is None else clip_norm
-    options = {**given, **options}
+    options = {**given, **read(cls, options)}
     optimizer = cls(_groups(model), clip_norm=clip_norm or 0.0, **options)
     if PartialState().is_main_process:
         largest = max(optimizer._parts.groups.params(), key=torch.Tensor.numel)
         table = str(plan(model, optimizer.recipe(largest), release=optimizer.gradient_release))
         print("halfstep: " + "\n\n".join(table.split("\n\n")[:2]), flush=True)
     return optimizer
+
+
+def class_of(rule):
+    """Returns the class of a rule or recipe, and what the recipe says of its options."""
+    return (classes[rule], {}) if rule in classes else class_and_options(rule)
 
 
 def _groups(model):
