@@ -11,12 +11,15 @@ trainer = Trainer(
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from typing import Optional
 
 import torch
 
 from .. import plan
+from .._torch import warn
 from ..optimizer import unwrapped
 from ..rules import class_and_options, classes
 from ._averages import Averages
@@ -32,11 +35,13 @@ except ImportError as error:
         " accelerate"
     ) from error
 
-__all__ = ["EMACallback", "factory"]
+__all__ = ["EMACallback", "factory", "load_averages"]
 
 
 #: a checkpoint's file of averages
 _FILE = "halfstep_ema.pt"
+#: methods of the trainer that evaluate
+_EVALUATING = ("evaluate", "predict", "evaluation_loop", "prediction_loop")
 
 
 def factory(
@@ -99,13 +104,47 @@ def _groups(model):
     return groups
 
 
+@torch.no_grad()
+def load_averages(model, folder):
+    """Writes the averages in a checkpoint of EMACallback into a model, for good, and returns their
+    state_dict(). A checkpoint's score is that of its averages; its model is the weights that train.
+
+    model     the model, with the names of the one that was trained
+    folder    the checkpoint's folder
+    """
+    saved = torch.load(os.path.join(folder, _FILE), map_location="cpu", weights_only=True)
+    ours = [*model.named_parameters(), *model.named_buffers()]
+    ours = [(f"module.{name}", tensor) for name, tensor in ours if tensor.is_floating_point()]
+    found = [(tensor, saved[name]) for name, tensor in ours if name in saved]
+    missing = {f"module.{name}" for name, _ in model.named_parameters()} - saved.keys()
+    if missing or any(mine.shape != theirs.shape for mine, theirs in found):
+        raise ValueError(
+            f"halfstep: the averages in {folder} are those of another model; give the model that"
+            " was trained"
+        )
+    for mine, theirs in found:
+        mine.copy_(theirs)
+    return saved
+
+
+def _calling_trainer():
+    """Returns the Trainer that calls a callback, or None. Callbacks are told everything else."""
+    frame = sys._getframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
 class EMACallback(TrainerCallback, ExportableState):
     """Averages the weights after each step, and evaluates the averages. Each checkpoint has them in
-    a file of its own, from which a resumed run goes on.
+    a file of its own, from which a resumed run goes on. With load_best_model_at_end the model has
+    the averages of the best checkpoint in the end.
 
     decay, options    those of halfstep.EMA, which is `ema` from the beginning of the training on.
                       `with callback.ema.swapped(model): trainer.save_model(folder)` saves a model
-                      of averages
+                      of averages; `load_averages(model, folder)` loads those of a checkpoint
     """
 
     def __init__(self, decay=0.999, **options):
@@ -142,6 +181,24 @@ class EMACallback(TrainerCallback, ExportableState):
         # The trainer calls these before it evaluates and before it trains.
         inner = unwrapped(optimizer)
         inner.eval, inner.train = self.averages.put_in, self.averages.take_out
+        trainer = _calling_trainer()
+        for name in _EVALUATING:
+            if hasattr(trainer, name) and name not in vars(trainer):
+                setattr(trainer, name, self._guarded(getattr(trainer, name)))
+
+    def _guarded(self, evaluate):
+        """Returns a method of the trainer that takes the averages out of the model if it fails,
+        because callbacks do not hear of that."""
+
+        @functools.wraps(evaluate)
+        def call(*args, **kwargs):
+            try:
+                return evaluate(*args, **kwargs)
+            except BaseException:
+                self.averages.take_out()
+                raise
+
+        return call
 
     def on_step_end(self, args, state, control, **kwargs):
         self.averages.update()
@@ -152,8 +209,19 @@ class EMACallback(TrainerCallback, ExportableState):
 
     on_predict = on_evaluate
 
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        best = state.best_model_checkpoint
+        if best is not None and args.load_best_model_at_end:
+            self.ema.load_state_dict(load_averages(model, best))
+        elif best is not None:
+            warn(
+                f"the score of {best} is that of its averages, and its model is the weights that"
+                " train: load the averages into a model by"
+                " halfstep.integrations.transformers.load_averages(model, folder)"
+            )
+
     def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
+        if args.should_save:
             torch.save(self.ema.state_dict(), os.path.join(self._folder(args, state), _FILE))
 
     @staticmethod
