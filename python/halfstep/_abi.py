@@ -650,6 +650,16 @@ def is_count(value, least: int = 0, most: int = 2**63 - 1) -> bool:
     return is_real(value) and isinstance(value, int) and least <= value <= most
 
 
+def check_flags(**values) -> None:
+    """Raises TypeError for text in place of True or False, because Python takes "false" for
+    true."""
+    for name, value in values.items():
+        if isinstance(value, str):
+            raise TypeError(
+                f"halfstep: {name}={value!r} is text; write True or False, without quotes"
+            )
+
+
 def name_id(name: str) -> int:
     """Returns the id of a tensor with this name. The id keys the tensor's random bits."""
     return lib.halfstep_name_id(name.encode())

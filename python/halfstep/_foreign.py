@@ -165,6 +165,7 @@ def prodigyopt_group(group, defaults=None):
     if "use_bias_correction" in group:
         out["debias"] = group["use_bias_correction"]
     if "decouple" in group:
+        _abi.check_flags(decouple=group["decouple"])
         out["decay"] = "decoupled" if group["decouple"] else "l2"
     return out
 
@@ -225,7 +226,8 @@ def factored_group(rule, group):
             d=out.pop("clip_threshold"),
             beta1=group["beta1"] or 0.0,
             published=True,
-            lr=rule.hypers["lr"].initial if group["lr"] is None else group["lr"],
+            # With relative steps it is None, or the rate that AdafactorSchedule has reported.
+            lr=rule.hypers["lr"].initial if group["relative_step"] else group["lr"],
         )
     return out
 
@@ -258,6 +260,7 @@ def dion_group(group):
     """Returns the options of a group of microsoft/dion under the names here. Options that have such
     a name already stay."""
     out = {}
+    _abi.check_flags(**{key: group[key] for key in ("flatten", "cautious_wd") if key in group})
     for key, value in group.items():
         out.update(_DION_OPTIONS[key](value) if key in _DION_OPTIONS else {key: value})
     if "beta1" in out and "beta2" in out and "betas" not in out:

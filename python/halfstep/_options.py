@@ -23,6 +23,8 @@ _FLAGS = {
 }
 #: those of them that say so beside any rule
 _FLAGS_OF_ALL = ("use_muon", "is_muon")
+#: words that no option of a group has for a value
+_BOOLEANS = ("true", "false", "yes", "no")
 #: keys by which they name the rule of a group
 _NAMES = ("algorithm", "optimizer")
 
@@ -213,6 +215,13 @@ class Options:
 
     def check(self, group):
         """Raises ValueError, in torch's words, for a value outside the library's bounds."""
+        _abi.check_flags(
+            **{
+                key: value
+                for key, value in group.items()
+                if key in _FLAGS or isinstance(value, str) and value.lower() in _BOOLEANS
+            }
+        )
         self._check_algorithm(group)
         rule = _abi.rules[self.rule_of(group)]
         if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
@@ -285,7 +294,7 @@ class Options:
         first lr can be meant as one."""
         if self.choices(group)["decay"] != "fully-decoupled" or group.get("reference_lr"):
             return
-        first = group.setdefault("first_lr", float(group["lr"]))
+        first = group.setdefault("first_lr", self.hypers(group)["lr"])
         if first >= _LEAST_FIRST_LR * _abi.rules[self.rule_of(group)].hypers["lr"].initial:
             group["reference_lr"] = first
 
@@ -294,9 +303,9 @@ class Options:
         if self.choices(group)["decay"] != "fully-decoupled":
             return
         self.take_reference(group)
-        lr, decay, reference, first = (
-            float(group.get(key) or 0.0)
-            for key in ("lr", "weight_decay", "reference_lr", "first_lr")
+        lr = self.hypers(group)["lr"]
+        decay, reference, first = (
+            float(group.get(key) or 0.0) for key in ("weight_decay", "reference_lr", "first_lr")
         )
         if decay and (
             not reference or reference == first and lr > _MOST_ABOVE_FIRST_LR * reference

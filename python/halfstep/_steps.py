@@ -80,7 +80,8 @@ class Steps:
         steps. An lr of 0 alone does not count, because warmups begin with it.
         """
         if any(
-            isinstance(group["lr"], torch.Tensor)
+            group["lr"] is None  # Adafactor's relative steps
+            or isinstance(group["lr"], torch.Tensor)
             and group["lr"].device.type == "meta"
             or float(group["lr"])
             for group in self.groups

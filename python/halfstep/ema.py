@@ -10,6 +10,7 @@ import math
 from contextlib import contextmanager
 from copy import deepcopy
 from ctypes import c_void_p
+from typing import Any, Optional
 
 import torch
 
@@ -240,16 +241,16 @@ class EMA(torch.nn.Module):
     def __init__(
         self,
         model,
-        decay=0.999,
-        weights="bf16-sr",
-        device=None,
-        use_buffers=False,
+        decay: float = 0.999,
+        weights: str = "bf16-sr",
+        device: Any = None,
+        use_buffers: bool = False,
         *,
-        debias=False,
-        scan="scan",
-        seed=None,
-        generator=None,
-        threads=0,
+        debias: bool = False,
+        scan: str = "scan",
+        seed: Optional[int] = None,
+        generator: Optional[str] = None,
+        threads: int = 0,
     ):
         super().__init__()
         stores = [
@@ -316,6 +317,7 @@ class EMA(torch.nn.Module):
             raise ValueError(
                 f"Invalid decay value {self.decay} provided. Please provide a value in [0,1] range."
             )
+        _abi.check_flags(use_buffers=self.use_buffers, debias=self.debias)
         # "per-tensor" is not allowed, because an average of only some tensors of a model is
         # useless.
         if self.scan not in ("scan", "known-finite"):

@@ -12,7 +12,7 @@ from typing import Any, Type, Union
 
 import torch
 
-from . import _devices, _matrices, _sharding
+from . import _abi, _devices, _matrices, _sharding
 from ._abi import HalfstepError
 from ._handles import Handle
 from ._hosted import Hosted
@@ -495,7 +495,8 @@ class CPUOffload(Hosted):
         overlap: Union[bool, int, float, str] = False,
         **options: Any,
     ) -> None:
-        self.offload_gradients, self.overlap = bool(offload_gradients), window(overlap)
+        _abi.check_flags(offload_gradients=offload_gradients)
+        self.offload_gradients, self.overlap = offload_gradients, window(overlap)
         if self.overlap and options.get("store") is not None:
             raise ValueError(
                 "halfstep: overlap= and store= do not go together, because results in advance are"

@@ -245,6 +245,17 @@ class Optimizer(torch.optim.Optimizer):
                 f"halfstep: params is a module, {type(params).__name__}; give its"
                 " named_parameters()"
             )
+        _abi.check_flags(
+            gradient_release=gradient_release,
+            optimizer_accumulation=optimizer_accumulation,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            compile=compile,
+            store_weights=store_weights,
+            norm_group=norm_group,
+            owners=owners,
+        )
         if fused and foreach:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         self.clip_norm, self.clip, self.scan = clip_norm, clip, scan
@@ -263,7 +274,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"halfstep: store={store!r} is not a path of a file; write store='run.states'"
             )
         self.store = None if store is None else os.path.abspath(os.fsdecode(store))
-        self.store_weights = bool(store_weights)
+        self.store_weights = store_weights
         self.store_memory = None if store_memory is None else bytes_of(store_memory, "store_memory")
         if compile:
             self._register()

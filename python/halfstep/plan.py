@@ -427,6 +427,7 @@ def plan(
             "device_memory= compares all ways by itself: give it without offload=, release=, store="
             " and memory="
         )
+    _abi.check_flags(release=release)
     if store not in (False, True, "states"):
         raise ValueError(f"unknown store={store!r}; known: False, True, 'states'")
     for name, speed in (("bus", bus), ("host", host), ("device", device)):

@@ -2,8 +2,10 @@
 Trainer, also under TRL and PEFT, and averages. Accelerate has no callbacks, so its averages are
 made by hand."""
 
+import json
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -27,6 +29,20 @@ import halfstep
 pytestmark = [pytest.mark.all, pytest.mark.filterwarnings("ignore")]
 #: trainers that are transformers' Trainer or are made of it
 KINDS = ("transformers", "TRL", "PEFT")
+
+
+class _OfSwift:
+    def __init__(self, args, trainer):
+        self.args, self.trainer = args, trainer
+
+
+#: modules of trainers that are not installed here -> what the plugins take from them
+STAND_INS = {
+    **{name: {} for name in ("swift", "axolotl", "axolotl.integrations")},
+    "swift.callbacks": {"callbacks_map": {}},
+    "swift.optimizers": {"optimizers_map": {}, "OptimizerCallback": _OfSwift},
+    "axolotl.integrations.base": {"BasePlugin": object},
+}
 
 
 def each(*columns):
@@ -175,6 +191,57 @@ def test_averages_are_evaluated_saved_and_resumed(tmp_path, kind):
         lost.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
 
 
+@each("EMA")
+def test_the_best_are_the_averages(tmp_path, kind):
+    """The model that load_best_model_at_end leaves is the one that was scored. A failed evaluation
+    leaves the weights that train."""
+    import transformers
+
+    from halfstep.integrations.transformers import EMACallback, load_averages
+
+    def held(model):
+        return {n: bits(p) for n, p in model.named_parameters()}
+
+    class Look(transformers.TrainerCallback):
+        fails = True
+
+        def on_step_end(self, args, state, control, model=None, **kw):
+            self.trained = held(model)
+
+        def on_prediction_step(self, args, state, control, model=None, **kw):
+            assert state.global_step == 1 or held(model) != self.trained
+            if self.fails and state.global_step == 2:
+                raise RuntimeError("a metric")
+
+    every = dict.fromkeys(("eval_steps", "save_steps"), 1)
+    every.update(eval_strategy="steps", max_steps=3, learning_rate=3e-2, warmup_steps=0)
+    every["metric_for_best_model"] = "loss"
+    look, averages = Look(), EMACallback(0.5, weights="bf16-kahan")
+    trainer = trainer_of(
+        kind, tmp_path / "run", [averages, look], load_best_model_at_end=True, **every
+    )
+    with pytest.raises(RuntimeError, match="a metric"):
+        trainer.train()
+    assert held(trainer.model) == look.trained != held(averages.ema.module)
+    look.fails = False
+    fresh = trainer_of(kind, tmp_path / "run", [averages, look], **every)
+    with warnings_are("always") as said:
+        fresh.train()
+    assert any("load_averages(model, folder)" in str(w.message) for w in said)
+    assert held(fresh.model) == look.trained
+    scored = fresh.state.best_model_checkpoint
+    other = model_of(kind)
+    load_averages(other, scored)
+    assert held(other) not in (look.trained, held(model_of(kind)))
+    fresh.args.load_best_model_at_end = True
+    fresh.train()
+    load_averages(other, fresh.state.best_model_checkpoint)
+    assert held(fresh.model) == held(other) == held(averages.ema.module) != look.trained
+    assert fresh.evaluate()["eval_loss"] == pytest.approx(fresh.state.best_metric, rel=1e-5)
+    with pytest.raises(ValueError, match="another model"):
+        load_averages(torch.nn.Linear(2, 2), scored)
+
+
 @each("plain")
 def test_the_factory_follows_torch(tmp_path, kind):
     """The rate, its schedule, decay and clipping are those of the trainer's own AdamW."""
@@ -218,6 +285,60 @@ def test_the_factory_takes_rules_and_says_what_is_missing(tmp_path, capsys):
         factory(model)
     with pytest.raises(halfstep.HalfstepError, match="unknown rule 'Lamp'"):
         factory(model, args, rule="Lamp")
+
+
+def test_plugins_take_text(tmp_path, monkeypatch):
+    """ms-swift's and axolotl's modules have stand-ins here; tests/trainers has the packages."""
+    stand_ins = {name: types.ModuleType(name) for name in STAND_INS}
+    for name, module in stand_ins.items():
+        vars(module).update(STAND_INS[name])
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("swift", "axolotl"):
+        monkeypatch.delitem(sys.modules, f"halfstep.integrations.{name}", raising=False)
+    from halfstep.integrations import axolotl, swift
+
+    def by_swift(text):
+        args = arguments(tmp_path)
+        args.optim_args = text
+        return swift.Optimizer(args, None).create_optimizer(language_model())
+
+    def by_axolotl(options):
+        args = arguments(tmp_path)
+        trainer = types.SimpleNamespace(args=args)
+        axolotl.Plugin().post_trainer_create(axolotl.Arguments(halfstep=options), trainer)
+        make, told = trainer.optimizer_cls_and_kwargs
+        return make(language_model(), args, **told)
+
+    told = {"gradient_release": "false", "cautious": "True", "eps": "1e-7", "threads": "2"}
+    told.update(states="'int8'", betas="(0.9, 0.95)", clip_norm="None", rule="adamw/bf16-ecc8")
+    for opt in (
+        by_swift(",".join(f"{name}={text}" for name, text in told.items())),
+        by_swift(json.dumps(told)),
+        by_axolotl(told),
+    ):
+        group = opt.param_groups[0]
+        assert opt.gradient_release is False and group["cautious"] is True and opt.threads == 2
+        assert group["eps"] == 1e-7 and group["betas"] == (0.9, 0.95) and opt.clip_norm == 1.0
+        assert (group["weights"], group["states"]) == ("bf16-ecc8", "int8")
+    for plugin, given, words in (
+        (by_swift, "gradient_release=off", "gradient_release='off'.*write true or false"),
+        (by_swift, "{'states': 'int8'}", 'write {"states": "int8"}'),
+        (by_axolotl, {"gradient_release": "off"}, "gradient_release='off'.*write true or false"),
+        (by_axolotl, "int8", "'int8' stands under 'halfstep:'"),
+        (by_axolotl, [{"states": "int8"}], "stands under 'halfstep:'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plugin(given)
+    args = types.SimpleNamespace(optim_args="states=int8,ema_decay=0.5")
+    assert swift.ema(args, None).averages.decay == 0.5
+    averages = (
+        axolotl.Plugin()
+        .add_callbacks_post_trainer(
+            axolotl.Arguments(halfstep={"ema": {"decay": "5e-1", "debias": "false"}}), None
+        )[0]
+        .averages
+    )
+    assert averages.decay == 0.5 and averages.options == {"debias": False}
 
 
 def test_a_nan_is_skipped_after_the_trainer_has_measured_the_norm(tmp_path):
@@ -275,37 +396,67 @@ def test_lightning_releases(tmp_path):
 
 @pytest.mark.cell("Lightning", "EMA")
 def test_lightning_averages(tmp_path):
-    """Validation sees averages, also under accumulation. Weights and states are those of a run
-    without averages, and a resumed run has the bits of the whole one."""
+    """Validation sees averages, also under accumulation, and checkpoints save them as the module.
+    Weights and states are those of a run without averages, and a resumed run has the bits of the
+    whole one. A failed validation leaves the weights that train."""
     import lightning
 
     from halfstep.integrations.lightning import EMACallback
 
-    def fit(name, resume=None, averages=True):
+    def fit(name, resume=None, averages=True, fails=False):
         module, seen = lightning_module(True), []
-        module.validation_step = lambda batch, batch_idx: seen.append(bits(module.model[0].weight))
+
+        def validation_step(batch, batch_idx):
+            seen.append(bits(module.model[0].weight))
+            if fails and module.trainer.global_step > 1:
+                raise RuntimeError("a metric")
+
+        module.validation_step = validation_step
         ema = EMACallback(0.5, weights="bf16-kahan")
-        save = lightning.pytorch.callbacks.ModelCheckpoint(
-            tmp_path / name, every_n_train_steps=3, save_top_k=-1, filename="{step}"
-        )
+        saves = [
+            lightning.pytorch.callbacks.ModelCheckpoint(
+                tmp_path / name,
+                every_n_train_steps=6 if only else 3,
+                save_top_k=-1,
+                filename=("only-" if only else "") + "{step}",
+                save_weights_only=only,
+            )
+            for only in (False, True)
+        ]
         trainer = lightning_trainer(
             tmp_path,
-            callbacks=[ema, save] if averages else [],
+            callbacks=[ema, *saves] if averages else [],
             enable_checkpointing=averages,
             val_check_interval=2,
             num_sanity_val_steps=0,
             accumulate_grad_batches=2,
         )
-        trainer.fit(module, loader(), loader(), ckpt_path=resume)
+        if fails:
+            with pytest.raises(RuntimeError, match="a metric"):
+                trainer.fit(module, loader(), loader())
+            assert seen[-1] == bits(ema.ema.module.model[0].weight) != bits(module.model[0].weight)
+        else:
+            trainer.fit(module, loader(), loader(), ckpt_path=resume)
         return (module, trainer.optimizers[0]), ema.ema, seen
 
+    half = str(tmp_path / "a" / "step=3.ckpt")
     whole, ema, seen = fit("a")
     without, _, _ = fit("b", averages=False)
-    again, resumed, _ = fit("c", str(tmp_path / "a" / "step=3.ckpt"))
+    again, resumed, _ = fit("c", half)
+    fit("d", fails=True)
     same(whole, without)
     same(whole, again)
     assert plain(ema.state_dict()) == plain(resumed.state_dict()) and int(ema.n_averaged) == 6
     assert seen[-1] == bits(ema.module.model[0].weight) != bits(whole[0].model[0].weight)
+    saved = torch.load(half, weights_only=False)
+    average = bits(saved["callbacks"]["EMACallback"]["module.model.0.weight"])
+    assert bits(saved["state_dict"]["model.0.weight"]) == average != seen[-1]
+    assert bits(saved["halfstep_trained_weights"]["model.0.weight"]) != average
+    module, last = whole[0], seen[-1]
+    for name in ("step=3.ckpt", "step=6.ckpt", "step=3.ckpt", "only-step=6.ckpt"):
+        path = str(tmp_path / "a" / name)
+        module.trainer.validate(module, loader(), ckpt_path=path, weights_only=False, verbose=False)
+        assert seen[-1] == (average if "3" in name else last)
 
 
 @pytest.mark.cell("Accelerate", "release")

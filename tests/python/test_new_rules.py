@@ -232,11 +232,16 @@ def test_adafactor_is_torch_s(options):
     ids=["default", "decay", "momentum", "lr", "warmup", "eps"],
 )
 def test_adafactor_is_transformers_too(options):
+    """Also under AdafactorSchedule, which writes the rates that it reports into the groups."""
     theirs_of = pytest.importorskip("transformers.optimization").Adafactor
     from halfstep.compat.transformers import Adafactor
 
-    apart, moved, opt, _ = follow(Adafactor, options, theirs_of, options, FACTORED)
+    makers = scheduled(Adafactor), scheduled(theirs_of)
+    apart, moved, opt, peer = follow(makers[0], options, makers[1], options, FACTORED)
     assert moved > (1e-4 if "warmup_init" in options else 0.05) and apart < 1e-4 * moved
+    if hasattr(peer, "schedule"):
+        (rate,), (theirs,) = opt.schedule.get_last_lr(), peer.schedule.get_last_lr()
+        assert opt.param_groups[0]["lr"] == rate == pytest.approx(float(theirs), rel=1e-4)
     (group,) = opt.param_groups
     p = group["params"][0]
     assert opt._get_lr(group, opt.state[p]) == pytest.approx(
@@ -245,6 +250,42 @@ def test_adafactor_is_transformers_too(options):
             {"step": 40, "RMS": opt.scalar(p, "weight_rms")},
         )
     )
+
+
+def scheduled(cls):
+    """Returns a function that makes an optimizer of a class of transformers' Adafactor, with its
+    AdafactorSchedule where steps are relative. The schedule steps after each step."""
+
+    def make(params, **options):
+        from transformers.optimization import AdafactorSchedule
+
+        opt = cls(params, **options)
+        if options.get("relative_step", True):
+            opt.schedule = AdafactorSchedule(opt)
+            opt.register_step_post_hook(lambda *_: opt.schedule.step())
+        return opt
+
+    return make
+
+
+def test_relative_steps_have_no_rate_that_others_set():
+    """A first step that is skipped leaves the schedule's rate. Schedulers of torch are refused, and
+    a rate that DCP or a user sets has no effect."""
+    pytest.importorskip("transformers.optimization")
+    from halfstep.compat.transformers import Adafactor
+
+    weights = [Parameter(torch.ones(4, 4)) for _ in range(2)]
+    opt, other = scheduled(Adafactor)(weights[:1]), Adafactor(weights[1:])
+    assert other.param_groups[0]["lr"] is None
+    with pytest.raises(TypeError):
+        torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5)
+    for gradient in (float("nan"), 1.0, 2.0):
+        for p in weights:
+            p.grad = torch.full((4, 4), gradient)
+        opt.step()
+        other.step()
+        assert (opt.schedule.get_last_lr()[0] == 0.0) == (gradient != gradient)
+    assert opt.skipped_steps == 1 and torch.equal(*weights) and weights[0].max() < 1.0
 
 
 @pytest.mark.parametrize(
@@ -297,6 +338,7 @@ def other_adafactor(name):
 def test_states_of_factors_are_taken_over(name):
     theirs_of, cls, options, first = other_adafactor(name)
     ours, theirs = pair({**FACTORED, "row": (1, 40), "column": (40, 1)})
+    theirs_of = scheduled(theirs_of) if name == "transformers" else theirs_of
     peer = theirs_of(theirs.values(), **options)
     for step in range(10):
         gradients(ours, theirs, step)
@@ -306,6 +348,10 @@ def test_states_of_factors_are_taken_over(name):
     opt = cls(ours.items(), **first)
     opt.load_state_dict(peer.state_dict())
     assert opt.param_groups[0]["lr"] == options.get("lr", 1e-2)
+    if name == "transformers":
+        halves = halfstep.Adafactor(twins(ours).items())
+        halves.load_state_dict(peer.state_dict())
+        assert halves.param_groups[0]["lr"] == 1e-2  # and not the rate that was reported
     for step in range(10, 20):
         gradients(ours, theirs, step)
         opt.step()

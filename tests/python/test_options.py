@@ -1,9 +1,10 @@
 """Tests options that change what a rule keeps, or what a step depends on. They are one estimate of
 the learning rate, states that blocks cannot hold, and the reference of fully decoupled decay. The
-last is what a refused gradient is reported as."""
+last is what a refused gradient is reported as. Also options that are text."""
 
 import copy
 import functools
+import inspect
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 import halfstep
 import halfstep.compat.torchao
 from halfstep._placement import Placement
+from halfstep.rules import classes
 
 
 def _pull(parameters, goals, optimizer, idle=()):
@@ -246,3 +248,68 @@ def test_a_format_of_weights_that_acts_on_nothing_is_told_once():
     assert not texts(model(torch.float32, torch.float16), weights="bf16-ecc8")
     assert not texts(model(*[torch.float32] * 3, shape=4), weights="bf16-ecc8")
     assert not texts(full, halfstep.compat.torchao.AdamW8bit, bf16_stochastic_round=True)
+
+
+def test_text_of_trainers_is_read_by_the_types_of_options():
+    """Every default reads back from its text, and every boolean from its words."""
+    from halfstep.integrations._text import read
+
+    for target in (*classes.values(), halfstep.EMA):
+        for name, p in inspect.signature(target).parameters.items():
+            if p.default is p.empty:
+                continue
+            assert read(target, {name: str(p.default)}) == {name: p.default}, (target, name)
+            assert read(target, {name: p.default}) == {name: p.default}
+            if p.annotation in (bool, "bool"):
+                for word, value in (("false", False), ("True", True), ("0", False), ("1", True)):
+                    assert read(target, {name: word})[name] is value
+                with pytest.raises(ValueError, match=f"{name}='no'.*write true or false"):
+                    read(target, {name: "no"})
+    told = {
+        "betas": "0.9, 0.95", "seed": "1e3", "states": "'int8'", "clip_norm": "null",
+        "lr": "5e-5", "flat": "true", "norm_group": "False", "store_memory": "8G", "other": "1",
+        "adamw": "{'lr': '3e-4', 'amsgrad': 'false'}", "adamw_names": '["lm_head", "*embed*"]',
+        "ns_coefficients": "polar-express", "split": ["64", 32],
+    }  # fmt: skip
+    assert read(halfstep.Muon, told) == {
+        "betas": (0.9, 0.95), "seed": 1000, "states": "int8", "clip_norm": None,
+        "lr": 5e-5, "flat": True, "norm_group": False, "store_memory": "8G", "other": "1",
+        "adamw": {"lr": 3e-4, "amsgrad": False}, "adamw_names": ["lm_head", "*embed*"],
+        "ns_coefficients": "polar-express", "split": [64, 32],
+    }  # fmt: skip
+    for name, text in (("lr", "1/10"), ("betas", "0.9"), ("seed", "1.5"), ("adamw", "lr=1")):
+        with pytest.raises(ValueError, match=f"{name}='{text}' is not understood; write a "):
+            read(halfstep.Muon, {name: text})
+
+
+def test_text_in_place_of_a_boolean_is_refused():
+    """Python takes "false" for true."""
+    from halfstep.compat import dion, flashoptim, lamb16, muon, optimi, prodigyopt
+
+    weights = [Parameter(torch.zeros(2, 2))]
+    model = torch.nn.Linear(2, 2)
+    flags = (
+        *("gradient_release", "optimizer_accumulation", "store_weights", "compile", "fused"),
+        *("foreach", "capturable", "amsgrad", "cautious", "maximize", "norm_group", "owners"),
+    )
+    makes = [lambda name=name: halfstep.AdamW(weights, **{name: "false"}) for name in flags]
+    group = {"params": weights}
+    makes += [
+        lambda: halfstep.CPUOffload(weights, offload_gradients="false"),
+        lambda: halfstep.EMA(model, debias="false"),
+        lambda: halfstep.EMA(model, use_buffers="false"),
+        lambda: halfstep.plan(model, release="false"),
+        lambda: halfstep.Muon([{**group, "use_muon": "0"}]),
+        lambda: halfstep.Adam([{**group, "decoupled_weight_decay": "false"}]),
+        lambda: muon.MuonWithAuxAdam([{**group, "use_muon": "false"}]),
+        lambda: dion.Muon(weights, flatten="false"),
+        lambda: dion.Muon(weights, cautious_wd="false"),
+        lambda: flashoptim.FlashAdamW(weights, quantize="false"),
+        lambda: lamb16.Lamb(weights, adam="false"),
+        lambda: optimi.AdamW(weights, 1e-3, decouple_lr="false"),
+        lambda: optimi.AdamW(weights, 1e-3, kahan_sum="no"),
+        lambda: prodigyopt.Prodigy(weights, decouple="false"),
+    ]
+    for make in makes:
+        with pytest.raises(TypeError, match="is text; write True or False"):
+            make()

@@ -108,6 +108,12 @@ class FlashOptimizer(Optimizer):
             raise ValueError(
                 f"unknown master_weight_bits={master_weight_bits}; known: None, 24, 32"
             )
+        _abi.check_flags(
+            quantize=quantize,
+            compress_state_dict=compress_state_dict,
+            check_numerics=check_numerics,
+            fused=fused,
+        )
         self._fused, self._compress_state_dict, self._check_numerics = (
             fused,
             compress_state_dict,
@@ -192,6 +198,8 @@ class FlashOptimizer(Optimizer):
         """Updates one parameter from its gradient, if it has one."""
         if p.grad is None or not p.requires_grad:
             return
+        if self._hooked_elsewhere:
+            _release.check_not_scaled()
         if self._check_numerics:
             self._check_lr(p, self._group_of(p) if group is None else group)
         super().step_param(p, group)
@@ -213,9 +221,18 @@ class FlashOptimizer(Optimizer):
             "halfstep: this tensor is no parameter of the optimizer; give one from its param_groups"
         )
 
+    #: True while hooks of the package's own enable_gradient_release() step
+    _hooked_elsewhere = False
+
     @property
     def _gradient_release(self) -> bool:
-        return bool(self._parts.release.hooks)
+        return self._hooked_elsewhere or bool(self._parts.release.hooks)
+
+    @_gradient_release.setter
+    def _gradient_release(self, released: bool) -> None:
+        # The package's enable_gradient_release() and its handle set this.
+        self._hooked_elsewhere = bool(released)
+        _release.watch_scalers()
 
     def prepare_gradient_release(self):
         """Puts hooks on all parameters of this optimizer. `enable_gradient_release` takes a model's

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _abi
 from .._options import Options
 from ..optimizer import Kept, Optimizer, unwrapped
 from ._arguments import arguments
@@ -85,6 +86,7 @@ class Lamb(Optimizer):
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0, adam=False, **options
     ):
         _check(lr, betas, eps)
+        _abi.check_flags(adam=adam)
         self.adam = adam
         super().__init__(params, arguments(locals(), "adam"), **options)
 

@@ -21,8 +21,9 @@ class Adafactor(classes["Adafactor"]):
     """Adafactor as in the paper. The learning rate is given, or follows from the number of updates.
 
     A group may be given with transformers' names. It keeps halfstep's names `d` and `beta2_decay`.
-    `beta1` is 0 if there is no first moment. With relative_step, lr is the largest step: 1e-2,
-    which a scheduler may lower. A tensor of three or more dimensions has factors over the first
+    `beta1` is 0 if there is no first moment. With relative_step, `lr` of a group is None and has no
+    effect, as in transformers: AdafactorSchedule writes the rate there that it reports, and torch's
+    schedulers refuse None. A tensor of three or more dimensions has factors over the first
     dimension and over the rest.
 
     BF16 parameters are rounded stochastically (`weights="bf16-sr"`). Further `options` are those of
@@ -52,7 +53,7 @@ class Adafactor(classes["Adafactor"]):
         if lr is None and not relative_step:
             raise ValueError("`relative_step=False` requires `lr`")
         group = _foreign.factored_group(_abi.rules[self.rule], arguments(locals()))
-        super().__init__(params, **group, **options)
+        super().__init__(params, **{**group, "lr": lr}, **options)
 
     def add_param_group(self, param_group):
         """Adds a group as in torch. Its options may have transformers' names."""
@@ -61,15 +62,27 @@ class Adafactor(classes["Adafactor"]):
             param_group = {names.get(key, key): value for key, value in param_group.items()}
             if param_group.get("beta1", 0.0) is None:
                 param_group["beta1"] = 0.0
-            if param_group.get("lr", 0.0) is None:
-                param_group["lr"] = _abi.rules[self.rule].hypers["lr"].initial
         super().add_param_group(param_group)
 
+    class _options(classes["Adafactor"]._options):
+        def hypers(self, group):
+            if group.get("relative_step"):
+                group = {**group, "lr": _abi.rules[self.rule].hypers["lr"].initial}
+            return super().hypers(group)
+
+        def take_hyper(self, group, name, value):
+            if name != "lr" or not group.get("relative_step"):
+                super().take_hyper(group, name, value)
+
     def _get_lr(self, param_group, param_state):
-        """Returns the step size of a parameter, for AdafactorSchedule."""
-        step, lr = float(param_state["step"]), float(param_group["lr"])
+        """Returns the step size of a parameter, for AdafactorSchedule. A parameter that was not
+        stepped yet, because its gradients were not finite, has the rate that is in its group."""
+        step = float(param_state.get("step", 0))
+        if not step:
+            return param_group["lr"] or 0.0
+        lr = self._parts.options.hypers(param_group)["lr"]
         if param_group["relative_step"]:
-            lr = min(lr, 1e-6 * step if param_group["warmup_init"] else lr, 1.0 / math.sqrt(step))
+            lr = min(1e-6 * step if param_group["warmup_init"] else lr, 1.0 / math.sqrt(step))
         if not param_group["scale_parameter"]:
             return lr
         p = next(p for p in param_group["params"] if self.state.get(p) is param_state)

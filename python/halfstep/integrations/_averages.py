@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..ema import EMA
+from ._text import read
 
 
 class Averages:
@@ -12,11 +13,18 @@ class Averages:
     """
 
     def __init__(self, decay, options):
-        self.decay, self.options = decay, options
+        self.options = read(EMA, options)
+        self.decay = read(EMA, {"decay": decay})["decay"]
         self.ema = self.model = self.optimizer = self._context = None
 
+    @property
+    def are_in(self):
+        """True while the averages are in the model."""
+        return self._context is not None
+
     def begin(self, model, optimizer, saved=None):
-        """Makes the averages unless they are there. `saved` is their state_dict() to go on with."""
+        """Makes the averages of a model unless they are there. `saved` is their state_dict() to go
+        on with."""
         for one in optimizer if isinstance(optimizer, list) else [optimizer]:
             if callable(getattr(type(one), "eval", None)):
                 raise ValueError(
@@ -24,8 +32,9 @@ class Averages:
                     " into the model: leave EMACallback out, or take another rule"
                 )
         self.take_out()
+        known = self.ema is not None and self.model is model
         self.model, self.optimizer = model, optimizer
-        if self.ema is None or saved is not None:
+        if not known or saved is not None:
             self.ema = EMA(model, self.decay, **self.options)
         if saved is not None:
             self.ema.load_state_dict(saved)
@@ -37,7 +46,7 @@ class Averages:
 
     def put_in(self):
         """Puts the averages into the model, if there are some yet."""
-        if self._context is None and self.ema is not None and int(self.ema.n_averaged):
+        if not self.are_in and self.ema is not None and int(self.ema.n_averaged):
             self._context = self.ema.swapped(self.model)
             self._context.__enter__()
 

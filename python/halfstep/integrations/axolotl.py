@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Any, Dict, Optional
 
-from .transformers import EMACallback, factory
+from ._text import read
+from .transformers import EMACallback, class_of, factory
 
 try:
     from axolotl.integrations.base import BasePlugin
@@ -36,20 +37,16 @@ class Arguments(BaseModel):
 
     @field_validator("halfstep", mode="before")
     @classmethod
-    def _numbers(cls, options):
-        """Makes numbers of strings such as 1e-8, which YAML 1.1 does not read as a number."""
-        return {key: _number(value) for key, value in (options or {}).items()}
-
-
-def _number(value):
-    if isinstance(value, dict):
-        return {key: _number(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_number(part) for part in value]
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    def _read(cls, options):
+        """Reads text such as 1e-8, which YAML 1.1 does not take for a number."""
+        options = {} if options is None else options
+        if not isinstance(options, dict):
+            raise ValueError(
+                f"halfstep: {options!r} stands under 'halfstep:'; write options such as"
+                " 'states: int8' there"
+            )
+        optimizer = class_of(options.get("rule", "AdamW"))[0]
+        return read(optimizer, options)
 
 
 class Plugin(BasePlugin):

@@ -6,6 +6,10 @@ trainer = lightning.Trainer(..., callbacks=[EMACallback(decay=0.999)])
 
 from __future__ import annotations
 
+import functools
+
+import torch
+
 from ..optimizer import unwrapped
 from ._averages import Averages
 
@@ -21,14 +25,16 @@ except ImportError:
 
 __all__ = ["EMACallback"]
 
+#: key of a checkpoint: the weights that train
+_TRAINED = "halfstep_trained_weights"
+
 
 class EMACallback(Callback):
-    """Averages the weights after each step. Validation, test and prediction use the averages.
-    Checkpoints have them, and a resumed run goes on from there.
+    """Averages the weights after each step. Validation, test and prediction use the averages, so
+    checkpoints have the averages for their module. The weights that train are beside them, and a
+    run that is resumed with this callback goes on from there.
 
-    decay, options    those of halfstep.EMA, which is `ema` from the beginning of the training on.
-                      `with callback.ema.swapped(module): trainer.save_checkpoint(path)` saves a
-                      module of averages
+    decay, options    those of halfstep.EMA, which is `ema` from the beginning of the training on
     """
 
     def __init__(self, decay=0.999, **options):
@@ -46,6 +52,38 @@ class EMACallback(Callback):
     def on_train_start(self, trainer, pl_module):
         self.averages.begin(pl_module, [unwrapped(o) for o in trainer.optimizers], self._saved)
         self._saved, self._step = None, trainer.global_step
+        if "save_checkpoint" not in vars(trainer):
+            trainer.save_checkpoint = self._saving(trainer.save_checkpoint)
+
+    def _saving(self, save):
+        """Returns the trainer's save_checkpoint() for a model that has the averages if no callbacks
+        are asked (weights_only), else its own weights, because the optimizer's state is theirs."""
+
+        @functools.wraps(save)
+        def call(filepath, weights_only=None, *args, **kwargs):
+            averages, were_in = self.averages, self.averages.are_in
+            (averages.put_in if weights_only else averages.take_out)()
+            try:
+                return save(filepath, weights_only, *args, **kwargs)
+            finally:
+                (averages.put_in if were_in else averages.take_out)()
+
+        return call
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        if pl_module is not self.averages.model or not int(self.ema.n_averaged):
+            return
+        tensors = self.ema._tensors_of(pl_module, self.ema.use_buffers)
+        checkpoint[_TRAINED] = {name: tensor.detach() for name, tensor in tensors}
+        with self.ema.swapped(pl_module):
+            checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+
+    @torch.no_grad()
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        if trainer.state.fn == "fit" and _TRAINED in checkpoint:
+            tensors = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
+            for name, trained in checkpoint[_TRAINED].items():
+                tensors[name].copy_(trained)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step != self._step:  # not within accumulation
@@ -53,6 +91,16 @@ class EMACallback(Callback):
             self.averages.update()
 
     def on_validation_start(self, trainer, pl_module):
+        saved, loaded = self._saved, trainer.state.fn != "fit" and trainer.ckpt_path
+        if loaded:
+            self._saved = None
+        if pl_module is not self.averages.model:
+            return
+        if loaded and saved is None:
+            self.averages.model = None  # the averages are not those of the weights that were loaded
+            return
+        if loaded:
+            self.ema.load_state_dict(saved)
         self.averages.put_in()
 
     def on_validation_end(self, trainer, pl_module):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Dict, List
 
-from ..rules import classes, optimizer
+from ..rules import class_and_options, classes, optimizer
+from ._text import read
 
 try:
     from torchtitan.components import optimizer as titan
@@ -48,7 +49,10 @@ class OptimizersContainer(titan.OptimizersContainer):
             )
         names = {group.optimizer_name for group in config.param_groups}
         config.optimizer_factory_kwargs_by_name = {
-            name: {**config.options, **config.optimizer_factory_kwargs_by_name.get(name, {})}
+            name: read(
+                classes.get(name) or class_and_options(name)[0],
+                {**config.options, **config.optimizer_factory_kwargs_by_name.get(name, {})},
+            )
             for name in names
         }
         super().__init__(config, model_parts=model_parts)

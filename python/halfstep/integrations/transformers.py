@@ -11,14 +11,19 @@ trainer = Trainer(
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+from typing import Optional
 
 import torch
 
 from .. import plan
+from .._torch import warn
 from ..optimizer import unwrapped
 from ..rules import class_and_options, classes
 from ._averages import Averages
+from ._text import read
 
 try:
     from accelerate import PartialState
@@ -30,14 +35,18 @@ except ImportError as error:
         " accelerate"
     ) from error
 
-__all__ = ["EMACallback", "factory"]
+__all__ = ["EMACallback", "factory", "load_averages"]
 
 
 #: a checkpoint's file of averages
 _FILE = "halfstep_ema.pt"
+#: methods of the trainer that evaluate
+_EVALUATING = ("evaluate", "predict", "evaluation_loop", "prediction_loop")
 
 
-def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
+def factory(
+    model=None, args=None, *, rule: str = "AdamW", clip_norm: Optional[float] = None, **options
+):
     """Returns the optimizer of a model, with the groups that the `Trainer` makes for its own AdamW.
     Stands for the class in `optimizer_cls_and_kwargs`. Gives the parameters their names, and prints
     the plan of the memory.
@@ -49,7 +58,7 @@ def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
                 that the trainer leaves clipping to the step
     rule        a class of halfstep such as "Muon", or a recipe such as "adamw/bf16-sr/int8"
     clip_norm   that of the optimizer. None: what `args` say, or no clipping
-    options     those of the optimizer. They take precedence over `args`
+    options     those of the optimizer. They take precedence over `args`. All options may be text
     """
     if model is None:
         return factory
@@ -58,7 +67,8 @@ def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
             "halfstep: the factory has no learning rate; give it the TrainingArguments,"
             ' optimizer_cls_and_kwargs=(factory, {"args": args, ...}), or give it lr='
         )
-    cls, given = (classes[rule], {}) if rule in classes else class_and_options(rule)
+    rule, clip_norm = read(factory, {"rule": rule, "clip_norm": clip_norm}).values()
+    cls, given = class_of(rule)
     if args is not None:
         given.update(lr=args.learning_rate, weight_decay=args.weight_decay)
         if cls.rule in ("adam", "adamw"):
@@ -67,13 +77,18 @@ def factory(model=None, args=None, *, rule="AdamW", clip_norm=None, **options):
         args.halfstep_clip_norm = args.max_grad_norm or getattr(args, "halfstep_clip_norm", 0.0)
         args.max_grad_norm = 0.0
         clip_norm = args.halfstep_clip_norm if clip_norm is None else clip_norm
-    options = {**given, **options}
+    options = {**given, **read(cls, options)}
     optimizer = cls(_groups(model), clip_norm=clip_norm or 0.0, **options)
     if PartialState().is_main_process:
         largest = max(optimizer._parts.groups.params(), key=torch.Tensor.numel)
         table = str(plan(model, optimizer.recipe(largest), release=optimizer.gradient_release))
         print("halfstep: " + "\n\n".join(table.split("\n\n")[:2]), flush=True)
     return optimizer
+
+
+def class_of(rule):
+    """Returns the class of a rule or recipe, and what the recipe says of its options."""
+    return (classes[rule], {}) if rule in classes else class_and_options(rule)
 
 
 def _groups(model):
@@ -89,13 +104,47 @@ def _groups(model):
     return groups
 
 
+@torch.no_grad()
+def load_averages(model, folder):
+    """Writes the averages in a checkpoint of EMACallback into a model, for good, and returns their
+    state_dict(). A checkpoint's score is that of its averages; its model is the weights that train.
+
+    model     the model, with the names of the one that was trained
+    folder    the checkpoint's folder
+    """
+    saved = torch.load(os.path.join(folder, _FILE), map_location="cpu", weights_only=True)
+    ours = [*model.named_parameters(), *model.named_buffers()]
+    ours = [(f"module.{name}", tensor) for name, tensor in ours if tensor.is_floating_point()]
+    found = [(tensor, saved[name]) for name, tensor in ours if name in saved]
+    missing = {f"module.{name}" for name, _ in model.named_parameters()} - saved.keys()
+    if missing or any(mine.shape != theirs.shape for mine, theirs in found):
+        raise ValueError(
+            f"halfstep: the averages in {folder} are those of another model; give the model that"
+            " was trained"
+        )
+    for mine, theirs in found:
+        mine.copy_(theirs)
+    return saved
+
+
+def _calling_trainer():
+    """Returns the Trainer that calls a callback, or None. Callbacks are told everything else."""
+    frame = sys._getframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
 class EMACallback(TrainerCallback, ExportableState):
     """Averages the weights after each step, and evaluates the averages. Each checkpoint has them in
-    a file of its own, from which a resumed run goes on.
+    a file of its own, from which a resumed run goes on. With load_best_model_at_end the model has
+    the averages of the best checkpoint in the end.
 
     decay, options    those of halfstep.EMA, which is `ema` from the beginning of the training on.
                       `with callback.ema.swapped(model): trainer.save_model(folder)` saves a model
-                      of averages
+                      of averages; `load_averages(model, folder)` loads those of a checkpoint
     """
 
     def __init__(self, decay=0.999, **options):
@@ -132,6 +181,24 @@ class EMACallback(TrainerCallback, ExportableState):
         # The trainer calls these before it evaluates and before it trains.
         inner = unwrapped(optimizer)
         inner.eval, inner.train = self.averages.put_in, self.averages.take_out
+        trainer = _calling_trainer()
+        for name in _EVALUATING:
+            if hasattr(trainer, name) and name not in vars(trainer):
+                setattr(trainer, name, self._guarded(getattr(trainer, name)))
+
+    def _guarded(self, evaluate):
+        """Returns a method of the trainer that takes the averages out of the model if it fails,
+        because callbacks do not hear of that."""
+
+        @functools.wraps(evaluate)
+        def call(*args, **kwargs):
+            try:
+                return evaluate(*args, **kwargs)
+            except BaseException:
+                self.averages.take_out()
+                raise
+
+        return call
 
     def on_step_end(self, args, state, control, **kwargs):
         self.averages.update()
@@ -142,8 +209,19 @@ class EMACallback(TrainerCallback, ExportableState):
 
     on_predict = on_evaluate
 
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        best = state.best_model_checkpoint
+        if best is not None and args.load_best_model_at_end:
+            self.ema.load_state_dict(load_averages(model, best))
+        elif best is not None:
+            warn(
+                f"the score of {best} is that of its averages, and its model is the weights that"
+                " train: load the averages into a model by"
+                " halfstep.integrations.transformers.load_averages(model, folder)"
+            )
+
     def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
+        if args.should_save:
             torch.save(self.ema.state_dict(), os.path.join(self._folder(args, state), _FILE))
 
     @staticmethod

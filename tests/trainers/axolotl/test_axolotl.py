@@ -242,9 +242,8 @@ def test_rates_that_have_no_effect_are_refused(files, tmp_path):
         setup_model_and_trainer(cfg, data)
 
 
-def test_strings_that_are_numbers(files, tmp_path):
-    cfg, _ = loaded(
-        files, tmp_path / "run", {"eps": "1e-9", "states": "int8", "betas": [0.9, "5e-1"]}
-    )
+def test_strings_that_are_numbers_or_booleans(files, tmp_path):
+    told = {"eps": "1e-9", "states": "int8", "betas": [0.9, "5e-1"], "gradient_release": "false"}
+    cfg, _ = loaded(files, tmp_path / "run", told)
     assert cfg.halfstep["eps"] == 1e-9 and cfg.halfstep["betas"] == [0.9, 0.5]
-    assert cfg.halfstep["states"] == "int8"
+    assert cfg.halfstep["states"] == "int8" and cfg.halfstep["gradient_release"] is False

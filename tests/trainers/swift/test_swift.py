@@ -277,15 +277,16 @@ def test_options():
 
     assert options(None) == options("") == {}
     assert options("lr=1e-4, betas=(0.9,0.99),states=int8,rule=Muon,adamw={'lr':3e-4}") == {
-        "lr": 1e-4,
-        "betas": (0.9, 0.99),
+        "lr": "1e-4",
+        "betas": "(0.9,0.99)",
         "states": "int8",
         "rule": "Muon",
-        "adamw": {"lr": 3e-4},
+        "adamw": "{'lr':3e-4}",
     }
     assert options('{"states": "int8", "seed": 5}') == {"states": "int8", "seed": 5}
-    with pytest.raises(ValueError, match="'int8'.*name=value"):
-        options("int8")
+    for text, words in (("int8", "'int8'.*name=value"), ('{"seed": 5', "JSON object")):
+        with pytest.raises(ValueError, match=words):
+            options(text)
 
 
 def test_rates_of_parts_are_refused(tmp_path):

@@ -10,7 +10,6 @@ file by its path.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 
@@ -29,9 +28,15 @@ __all__ = ["Optimizer", "ema", "options"]
 
 def options(text):
     """Returns the options in the text of `--optim_args`: `states=int8,betas=(0.9,0.99)`, or a JSON
-    object, which is how swift passes on a mapping of its YAML file."""
+    object, which is how swift passes on a mapping of its YAML file. Values stay text."""
     if (text or "").lstrip().startswith("{"):
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"--optim_args={text!r} begins like a JSON object and is none ({error}); write"
+                ' {"states": "int8"} or states=int8'
+            ) from None
     found = {}
     for part in re.split(r",(?=\s*\w+\s*=)", text) if text else ():
         name, equals, value = map(str.strip, part.partition("="))
@@ -40,10 +45,7 @@ def options(text):
                 f"--optim_args has '{part}'; write options of halfstep as name=value, with commas"
                 " between them: states=int8,betas=(0.9,0.99)"
             )
-        try:
-            found[name] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            found[name] = value
+        found[name] = value
     return found
 
 
