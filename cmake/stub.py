@@ -103,7 +103,7 @@ def stub():
     out += [f"    {typed(name, default)}" for name, default in shared.items()]
     module = parse("rules.py")
     for label, (rule, positional, keywords) in classes.items():
-        parameters = ["self", "params: Params"]
+        parameters = ["self", f"params: {signatures.params_of(rule)}"]
         parameters += [f"{typed(*item)} = {item[1]!r}" for item in positional.items()]
         # A keyword of _Options may not be a parameter too. RMSprop of torch has some in its order.
         apart = not positional.keys() & shared.keys()

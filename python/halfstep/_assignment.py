@@ -1,7 +1,9 @@
 """Decides which parameters Muon steps, where AdamW steps the rest."""
 
 from fnmatch import fnmatchcase
+from glob import escape
 
+import torch
 from torch.nn.parameter import UninitializedTensorMixin
 
 from ._names import without_wrappers
@@ -9,6 +11,7 @@ from ._signatures import ADAMW_NAMES
 
 #: options of a group that mean something else to each rule
 _EACH_ITS_OWN = ("lr", "eps")
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def check_patterns(patterns):
@@ -21,6 +24,23 @@ def check_patterns(patterns):
             ' ["lm_head", "*embed*"]; () leaves every matrix to Muon'
         )
     return tuple(patterns)
+
+
+def patterns_of(model):
+    """Returns the default of adamw_names for a model: beside the usual names, those of its
+    embeddings and of the output layers that its modules tell, as transformers' models do."""
+    found = set()
+    for module in model.modules():
+        layers = [module] if isinstance(module, _EMBEDDINGS) else []
+        try:
+            layers.append(module.get_output_embeddings())
+        except (AttributeError, NotImplementedError):
+            pass
+        for layer in layers:
+            if isinstance(layer, torch.nn.Module):
+                found.update(map(id, layer.parameters()))
+    own = [escape(without_wrappers(n)) for n, p in model.named_parameters() if id(p) in found]
+    return (*ADAMW_NAMES, *own)
 
 
 def check_options(given, known):
@@ -40,27 +60,27 @@ def check_options(given, known):
     return {key: given[key] for key in given}
 
 
-def _is_matrix(p):
+def is_matrix(p):
     """Returns True if at least two dimensions of a parameter are larger than 1."""
     return not isinstance(p, UninitializedTensorMixin) and sum(n > 1 for n in p.shape) > 1
 
 
-def _is_listed(name, patterns):
+def is_listed(name, patterns):
     """Returns True if a pattern fits the name of a parameter, or a part of it between dots."""
     name = without_wrappers(name)
     return any(fnmatchcase(part, p) for part in (name, *name.split(".")) for p in patterns)
 
 
 def _is_for_muon(p, name, patterns):
-    if not _is_matrix(p):
+    if not is_matrix(p):
         return False
     if name is None and patterns:
         raise ValueError(
             "halfstep: Muon(adamw=...) has to know the names of matrices, because AdamW steps"
-            " embeddings and heads: give model.named_parameters(), or groups with use_muon, or"
-            " adamw_names=() if Muon is to step every matrix"
+            " embeddings and heads: give the model, its named_parameters(), or groups with"
+            " use_muon, or adamw_names=() if Muon is to step every matrix"
         )
-    return not (patterns and _is_listed(name, patterns))
+    return not (patterns and is_listed(name, patterns))
 
 
 def divide(group, name_of, patterns):

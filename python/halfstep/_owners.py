@@ -31,17 +31,17 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Team:
-    """The ranks that share parameters. `here` is the place of this rank among them."""
+    """The ranks that share parameters, which may lie on several meshes of these ranks. `here` is
+    the place of this rank among them."""
 
     def __init__(self, p, owners):
         dist = torch.distributed
-        self.mesh = p.device_mesh if _sharding.is_dtensor(p) else None
         self.groups = _sharding.sharing_groups(p, owners)
         self.ranks = [dist.get_rank()]
         if len(self.groups) == 1:
             self.ranks = dist.get_process_group_ranks(self.groups[0])
         elif self.groups:
-            self.ranks = sorted(self.mesh.mesh.flatten().tolist())
+            self.ranks = _sharding.holders_of(p, owners)
         self.here = self.ranks.index(dist.get_rank())
 
     @property
@@ -57,11 +57,12 @@ class Team:
             _groups[tuple(self.ranks)] = dist.group.WORLD, group
         return group
 
-    def boxes(self, shape, placements):
-        """Returns what each rank holds of a tensor of this shape, as slices. None: nothing."""
-        if self.mesh is None:
+    def boxes(self, mesh, shape, placements):
+        """Returns what each rank holds of a tensor of this shape, as slices. None: nothing. `mesh`
+        is that of its parameter, or None."""
+        if mesh is None:
             return (tuple(slice(0, n) for n in shape),) * len(self.ranks)
-        return _boxes(self.mesh, tuple(self.ranks), tuple(shape), tuple(placements))
+        return _boxes(mesh, tuple(self.ranks), tuple(shape), tuple(placements))
 
     def exchange(self, device, out, into):
         """Begins to send the tensors out[i] to rank i. Returns a function that waits, and fills the
@@ -253,9 +254,9 @@ class _Piece:
 
     place = None
 
-    def __init__(self, team, owner, key, shape, dtype, placements):
+    def __init__(self, team, owner, mesh, key, shape, dtype, placements):
         self.key, self.shape, self.dtype, self.owner = key, tuple(shape), dtype, owner
-        self.boxes = team.boxes(self.shape, placements)
+        self.boxes = team.boxes(mesh, self.shape, placements)
         self.box = self.boxes[team.here]
         holders = {}
         for rank, box in enumerate(self.boxes):
@@ -326,15 +327,14 @@ class Batch:
         """Takes members, and the optimizer's state, which holds their states."""
         self.state, size = state, 0
         for m in members:
-            owner, placements = self.owners[m.p], getattr(m.p, "placements", ())
+            where = self.team, self.owners[m.p], getattr(m.p, "device_mesh", None)
+            placements = getattr(m.p, "placements", ())
             gradient, held = stored_dtype(m.gradient), stored(m.p).dtype
             found = [
-                _Piece(self.team, owner, "", m.p.shape, gradient, placements),
-                _Piece(self.team, owner, "weight", stored_whole(m.p), held, placements),
+                _Piece(*where, "", m.p.shape, gradient, placements),
+                _Piece(*where, "weight", stored_whole(m.p), held, placements),
             ]
-            found += [
-                _Piece(self.team, owner, s.key, s.whole, s.dtype, s.placements) for s in m.streams
-            ]
+            found += [_Piece(*where, s.key, s.whole, s.dtype, s.placements) for s in m.streams]
             self.pieces[m] = {piece.key: piece for piece in found}
             for piece in found[1:] if self.owns(m.p) else ():
                 piece.place = size

@@ -3,7 +3,7 @@ agree on.
 
 The statistics of the ranks are added between the halves of a step. They are integers, so that any
 number of ranks in any order gives the sums of one process. Nothing is communicated for plain
-tensors, unless the optimizer was given a `norm_group`.
+tensors, unless there are DTensors beside them or the optimizer was given a `norm_group`.
 """
 
 import ctypes
@@ -15,71 +15,11 @@ import torch
 
 from . import _abi, _calls, _devices
 from ._abi import check, lib
-from ._matrices import how_of
-from ._sharding import (
-    group_of,
-    is_dtensor,
-    is_gathered,
-    is_sharded_buffer,
-    number_of,
-    sharing_groups,
-)
+from ._rank_classes import add_up, agree_on, classes_of, in_order, limbs_of, ranks_of, value_of
+from ._sharding import group_of, is_sharded_buffer, number_of
 
 #: number of the statistics before the flags of the tensors: the limbs of the sum of all squares
 HEAD = _calls.count_statistics(None, _calls.end_of_round())[0]
-
-
-class Class:
-    """The parameters of an optimizer that are divided over the same ranks, in the order of its
-    groups. `names` are those that the groups or the parameters know, or places."""
-
-    def __init__(self, groups):
-        self.groups, self.params, self.names = groups, [], []
-
-
-def classes_of(settings, groups):
-    """Returns the classes of all parameters, in an order that all ranks agree on. The first class
-    holds the parameters that are not divided. Those that one rank steps for others count as
-    divided."""
-    found, seen = {frozenset(): Class(())}, set()
-    for rule, group in zip(settings.rules, groups):
-        for i, p in enumerate(group["params"]):
-            if id(p) in seen:
-                continue
-            seen.add(id(p))
-            ranks = ()
-            if is_gathered(rule, p, how_of(group), settings.owners):
-                ranks = sharing_groups(p, settings.owners)
-            elif is_dtensor(p):
-                ranks = tuple(
-                    p.device_mesh.get_group(i)
-                    for i, x in enumerate(p.placements)
-                    if hasattr(x, "dim") and p.device_mesh.size(i) > 1
-                )
-            key = frozenset(tuple(torch.distributed.get_process_group_ranks(g)) for g in ranks)
-            cls = found.setdefault(key, Class(ranks))
-            known = group.get("param_names")
-            cls.names.append(known[i] if known else getattr(p, "_halfstep_name", len(cls.params)))
-            cls.params.append(p)
-    return list(found.values())
-
-
-def _device(group):
-    """Returns the device that tensors must be on for a process group to add them."""
-    devices = {d.type for d in group._device_types} if hasattr(group, "_device_types") else {"cpu"}
-    return "cpu" if "cpu" in devices or not devices else sorted(devices)[0]
-
-
-def add_up(numbers, groups, op=None):
-    """Adds int64 tensors over groups in place, one group after another. The sum is then over the
-    product of their ranks. `op` replaces the sum."""
-    dist = torch.distributed
-    for group in groups:
-        device = _device(group)
-        there = numbers if device == "cpu" else numbers.to(device)
-        dist.all_reduce(there, op=op or dist.ReduceOp.SUM, group=group)
-        if there is not numbers:
-            numbers.copy_(there)
 
 
 class Ranks:
@@ -95,6 +35,10 @@ class Ranks:
         self.divided = [c for c in self.classes if c.groups]
         group = group_of(settings.norm_group)
         self.norm_groups = () if group is None else (group,)
+        inside = set().union(*map(ranks_of, self.norm_groups))
+        shared = {ranks_of(g): g for cls in self.divided for g in cls.groups}
+        #: by their ranks: the groups that share parameters, unless the norm group has all of them
+        self.around = {ranks: g for ranks, g in shared.items() if not inside.issuperset(ranks)}
         self.engine = weakref.proxy(engine)
         self.index_of, self.members = engine.index_of, engine.members
         #: parameters that one rank steps for others, as keys
@@ -151,20 +95,50 @@ class Ranks:
         return [(row, self.index_of[p]) for row, p in enumerate(cls.params) if p in self.index_of]
 
     def _share_flags(self, cls, statistics, gradients):
-        """Adds limbs and flags over the ranks of a class. Fails if only some of the ranks have a
-        gradient of a parameter."""
+        """Adds limbs and flags over the ranks of a class. Returns True if one of the ranks has
+        parameters of other classes. Fails if only some of the ranks have a gradient of a
+        parameter."""
         members = self._members(cls)
         size = len(cls.params)
-        packed = _devices.zeros(HEAD + 2 * size, torch.int64)
+        packed = _devices.zeros(HEAD + 2 * size + 1, torch.int64)
         packed[:HEAD] = statistics[:HEAD]
+        packed[-1] = int(len(self.classes) > 1)
         for row, i in members:
             packed[HEAD + row] = statistics[HEAD + i]
             packed[HEAD + size + row] = int(bool(gradients[i]))
         add_up(packed, cls.groups)
-        self._check_counts(cls, packed[HEAD + size :])
+        self._check_counts(cls, packed[HEAD + size : -1])
         statistics[:HEAD] = packed[:HEAD]
         for row, i in members:
             statistics[HEAD + i] = packed[HEAD + row]
+        return bool(packed[-1])
+
+    def _counted(self, sums):
+        """Adds up what this rank counts of exact sums: those of all classes, but for a norm group
+        only of parameters that no earlier rank of the group counts. `sums` has a tensor for each
+        class."""
+        if self.norm_groups:
+            rank, ranks = torch.distributed.get_rank(), ranks_of(*self.norm_groups)
+            counted = [cls.is_counted_by(rank, ranks) for cls in self.classes]
+            sums = [own for own, here in zip(sums, counted) if here] or [torch.zeros_like(sums[0])]
+        return sum(sums)
+
+    def _agree(self, mixed, sums, whole, refuses=False):
+        """Gives ranks that share parameters and have others beside them the same sums. Returns True
+        if one of them refuses the step. `mixed` has the ranks of the groups where there are such
+        others. `sums` has a tensor of exact sums for each class, `whole` those of all."""
+        totals = [value_of(limbs) for limbs in whole]
+        for ranks, group in self.around.items():
+            if ranks in mixed:
+                others = [i for i, cls in enumerate(self.classes) if ranks not in cls.over]
+                names = [name for i in others for name in self.classes[i].not_on(ranks)]
+                beside = sum((sums[i] for i in others), torch.zeros_like(whole))
+                beside = [value_of(limbs) for limbs in beside]
+                refuses, totals = agree_on(group, refuses, names, beside, totals)
+        for limbs, total in zip(whole, totals):
+            if math.isfinite(total) and total != value_of(limbs):
+                limbs.copy_(limbs_of(total, HEAD))
+        return refuses
 
     def _check_counts(self, cls, counts):
         """Fails if only some of the ranks have a gradient of a parameter: `counts` of them."""
@@ -203,17 +177,24 @@ class Ranks:
                 for (at, many), piece in zip(found, packed.split([many for _, many in found])):
                     statistics[at : at + many] = piece
 
-    def _add_totals(self, statistics):
+    def _add_totals(self, statistics, mixed):
         """Adds up the rule's sums over all tensors of every handle and rank. The first member of
-        each handle and number receives the sums, as halfstep.h says of totals."""
-        sums = torch.zeros(len(self.numbers), self.totals * HEAD, dtype=torch.int64, device="cpu")
-        for i, row in enumerate(self.rows):
-            own = statistics[self.places[i][0] :][: self.totals * HEAD]
-            sums[row] += own
-            own.zero_()
-        add_up(sums, self.norm_groups)
+        each handle and number receives the sums, as halfstep.h says of totals. `mixed` is that of
+        _agree()."""
+        shape = len(self.numbers), self.totals * HEAD
+        sums = [torch.zeros(shape, dtype=torch.int64, device="cpu") for _ in self.classes]
+        for cls, of in zip(self.classes, sums):
+            for _, i in self._members(cls):
+                own = statistics[self.places[i][0] :][: self.totals * HEAD]
+                of[self.rows[i]] += own
+                own.zero_()
+        whole = self._counted(sums)
+        add_up(whole, self.norm_groups)
+        if mixed:
+            cells = [own.view(-1, HEAD) for own in (*sums, whole)]
+            self._agree(mixed, cells[:-1], cells[-1])
         for (_, row), i in self.firsts.items():
-            statistics[self.places[i][0] :][: self.totals * HEAD] = sums[row]
+            statistics[self.places[i][0] :][: self.totals * HEAD] = whole[row]
 
     def _scalars(self, i):
         m, rule = self.members[i], self.engine.rule
@@ -272,33 +253,36 @@ class Ranks:
 
     def step(self, weights, gradients, micro=False, whole=True, ahead=None):
         """Makes a step of all members, or a micro-batch. Returns its code and the handle that knows
-        why. The code is None if other ranks of the norm group refuse the step and this rank would
-        not. `whole`: a gradient that is not finite refuses the whole step. `ahead` is an array of
-        Ahead, or None."""
+        why. The code is None if other ranks refuse the step and this rank would not. `whole`: a
+        gradient that is not finite refuses the whole step. `ahead` is an array of Ahead, or
+        None."""
         self._gather_gradients(gradients)
         parts, total = self.engine.parts, _devices.zeros(self.count, torch.int64)
         # States arrive while gradients are scanned.
         for stage in [part.stage for part in parts if part.stage is not None][:2]:
             stage.begin()
+        squares, mixed = [], set()
         for cls in self.classes:
-            if not cls.params:
-                continue
             some = gradients
             if self.divided:
                 some = (ctypes.c_void_p * self.n)()
                 for _, i in self._members(cls):
                     some[i] = gradients[i]
             statistics = self._begin(some, micro, ahead)
-            if cls.groups:
-                self._share_flags(cls, statistics, gradients)
+            if cls.groups and self._share_flags(cls, statistics, gradients):
+                mixed |= cls.over
+            squares.append(statistics[:HEAD].view(1, HEAD))
             total += statistics
+        own = refuses = bool(total[HEAD : self.sums].any())
         if self.norm_groups:
-            packed = torch.cat([total[:HEAD], (total[HEAD : self.sums] != 0).sum().view(1)])
-            own = int(packed[HEAD])
+            packed = _devices.zeros(HEAD + 1, torch.int64)
+            packed[:HEAD], packed[HEAD] = self._counted(squares).view(-1), int(own)
             add_up(packed, self.norm_groups)
-            total[:HEAD] = packed[:HEAD]
-            if int(packed[HEAD]) and not own:
-                return None, parts[0]
+            total[:HEAD], refuses = packed[:HEAD], bool(packed[HEAD])
+        if mixed:
+            refuses = self._agree(mixed, squares, total[:HEAD].view(1, HEAD), refuses)
+        if whole and refuses and not own:
+            return None, parts[0]
         refusing = [bool(total[flags].any()) for flags, _ in self.slices]
         whole = whole and any(refusing)
         chosen = [(part, *where) for part, where in zip(parts, self.slices)]
@@ -324,7 +308,7 @@ class Ranks:
                 total[sums] = own[HEAD + part.n :]
             self._share_sums(total)
             if totals:
-                self._add_totals(total)
+                self._add_totals(total, mixed)
         code = _abi.OK, parts[0]
         for part, flags, sums in chosen:
             own, call = described(part, flags, sums)
@@ -359,7 +343,7 @@ class Ranks:
         return _calls.finish(handle, call)
 
     def end_round(self):
-        if len([c for c in self.classes if c.params]) > 1:
+        if len(self.classes) > 1:
             raise RuntimeError(
                 "halfstep: in release the norm of a round cannot be taken over parameters of"
                 ' several meshes; use clip="per-tensor", or one mesh for all'
@@ -370,19 +354,14 @@ class Ranks:
             _calls.begin(part, _calls.end_of_round(statistics.data_ptr()))
             total += statistics
         for cls in self.classes:
-            if cls.params:
-                add_up(total, cls.groups)
+            add_up(total, cls.groups)
+        total = self._counted([total])
         add_up(total, self.norm_groups)
         code = _abi.OK
         for part in self.engine.parts:
             given = _calls.finish(part, _calls.end_of_round(total.data_ptr()))
             code = code or given
         return code
-
-
-def in_order(bits):
-    """Maps the bits of doubles to integers in the order of the doubles, and back."""
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
 
 
 def everywhere(settings, groups, value):

@@ -50,6 +50,8 @@ class Residuals:
         by now."""
         if not self.watch:
             return
+        if token is None and not (only is not None and self.watch.is_left(only, self.of(only))):
+            self.watch.adopt({p: self.of(p) for p in self.groups.state})
         for p, rows in self.watch.strangers(self.of, only, self._copies, token, decides):
             if self.of(p) is None:
                 continue

@@ -343,6 +343,16 @@ def sharing_groups(p, owners):
     return [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
 
 
+def holders_of(p, owners):
+    """Returns the ranks that hold a parameter, or a part of it: those of its mesh, or of `owners`,
+    or this one."""
+    dist = torch.distributed
+    if is_dtensor(p):
+        return sorted(p.device_mesh.mesh.flatten().tolist())
+    group = group_of(owners)
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
 def part_of(p, name, flat=False, rule=None, how=_matrices.AUTO, owners=None):
     """Returns the Part of a parameter. Returns None if it is here as a whole, is stepped here and
     is not a flat buffer. `how` and `owners` are as is_gathered() takes them."""

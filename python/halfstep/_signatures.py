@@ -17,9 +17,15 @@ _SCHEDULE = (
     *("decay_start", "power"),
 )
 _INTEGERS = ("ns_steps", "k", "d_group")
-#: patterns for matrices that AdamW steps beside Muon: embeddings and heads. A pattern fits a whole
-#: name, or a part of it between dots
-ADAMW_NAMES = tuple("*embed* wte wpe lm_head head classifier score output.weight".split())
+#: patterns for matrices that AdamW steps beside Muon: embeddings and heads; biases, norms and
+#: decays, which are matrices in stacks of experts or models. A pattern fits a whole name, or a part
+#: of it between dots
+ADAMW_NAMES = tuple(
+    "*embed* emb emb_* *_emb wte wpe shared.weight *.shared.weight w.weight transformer.w.weight"
+    " *_tokens *lm_head head classifier score fc.weight output.weight output_layer proj_out.weight"
+    " *predictions.decoder.weight pred_layer to_logits qa_outputs"
+    " *bias* *norm.weight *norm?.weight *ln_?.weight *bn?.weight A_log".split()
+)
 #: rules that torch has too: the positional options of its class after `lr`, in order. It is fixed,
 #: so that a class is the same beside every torch.
 _ORDER = {
@@ -105,6 +111,11 @@ _TYPES = {
 }
 
 
+def params_of(rule):
+    """Returns the type of what a rule's class takes first, as it stands in the stub."""
+    return "Union[Params, torch.nn.Module]" if rule.name == "muon" else "Params"
+
+
 def type_of(name, default):
     """Returns the type of an option of a rule, as it stands in the stub."""
     if name in _TYPES:
@@ -133,7 +144,8 @@ _TITLES = {
     "adam_eps": "eps of the parameters that are no matrices, which AdamW steps",
     "adamw": (
         "options of AdamW, which then steps embeddings, heads and whatever is no matrix, in groups"
-        ' of its own: {"lr": 3e-4}'
+        ' of its own: {"lr": 3e-4}. `params` may be the model, whose modules then say which of its'
+        " weights are embeddings and heads"
     ),
     "adamw_names": (
         "with adamw: the matrices that AdamW steps, by patterns that fit a name or a part of it"

@@ -5,6 +5,7 @@ import torch
 from . import _abi, _devices, _empty, _ranks
 from ._gather import Gathered
 from ._members import Member
+from ._rank_classes import classes_of
 from ._sharding import local, stored
 from ._torch import increment_versions
 
@@ -103,7 +104,7 @@ class Updates:
 
     def _agree(self):
         settings, groups = self.groups.settings(), self.groups.param_groups
-        shared = {id(p) for c in _ranks.classes_of(settings, groups) if c.groups for p in c.params}
+        shared = {id(p) for c in classes_of(settings, groups) if c.groups for p in c.params}
         params = [member for member in self.groups.members() if id(member[2]) in shared]
         wanted, _ = self.placement.describe([(g, i, p, "f32") for g, i, p in params])
         _ranks.agree(settings, groups, wanted)
@@ -161,7 +162,7 @@ class Updates:
     def _finish(self, engine, code, back, stepped, handle):
         """Acts on the code of a call, and writes back weights that were worked on in copies.
         `handle` is the handle that was asked."""
-        if code is None:  # refused by another rank of the norm group
+        if code is None:  # refused by another rank
             self.refuse()
             self.refusals.tell(None, None)
             return

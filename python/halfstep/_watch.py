@@ -329,6 +329,40 @@ class Watch:
         self.notes[i].hashes, self.notes[i].brought = hashes, True
         self.notes[i].extra, self.notes[i].extra_version = extra, version(extra)
 
+    def is_left(self, p, extra):
+        """Returns True if this residual was left beside this weight, or loaded for it."""
+        note = self.notes[self.index[p]] if p in self.index else None
+        return note is not None and (note.extra is extra or note.brought)
+
+    def adopt(self, extras):
+        """Takes residuals that somebody has put beside other weights than those that left them, as
+        trainers do who make a parameter anew. The bits of those weights judge them. An unknown
+        weight may have a copy of a residual. `extras` holds all residuals by weight."""
+        found = []
+        for p, extra in extras.items():
+            if not isinstance(extra, torch.Tensor) or self.is_left(p, extra):
+                continue
+            for i, note in enumerate(self.notes):
+                copied = p not in self.index and self._is_copy(note, extra)
+                if note.extra is extra or copied and bool(local(extra).any()):
+                    found.append((p, extra, self._hashes_left(i)))
+                    break
+        for p, extra, hashes in found:
+            if hashes is None:  # no row has such a hash
+                hashes = torch.ones_like(row_hashes(p))
+            self.bring(p, extra, hashes)
+
+    def _hashes_left(self, i):
+        """Returns hashes of a weight as it was left, or None if nobody knows its bits any more."""
+        p, note = self.tensors[i], self.notes[i]
+        if note.hashes is not None:
+            return note.hashes
+        if version(p) == self.versions[i] and _place(p) == self.places[i]:
+            return row_hashes(p)
+        if note.held is not None and not is_packed(p) and version(note.held) == self.versions[i]:
+            return row_hashes(note.held)
+        return None
+
     def hashes_of(self, p):
         """Returns hashes of the weight that the residual of p belongs to, for a state dictionary.
         Returns None if nobody knows them. strangers() must have looked before. Our next write makes

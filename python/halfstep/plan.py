@@ -13,12 +13,14 @@ from typing import NamedTuple
 import torch
 
 from . import _abi, _layout, _names
+from ._assignment import is_listed, is_matrix, patterns_of
 from ._matrices import fields_of, has_products, lay, taken
 from ._options import bytes_of
 from ._overlap import window
 from ._parameters import PLAIN, beside, could_be_packed, is_packed_format, stored_dtype
 from ._release import check_release
 from ._sharding import is_packed, stored
+from ._signatures import ADAMW_NAMES
 from .streaming import BUFFER_BYTES, BUFFERS
 
 __all__ = ["Plan", "PlanRow", "plan"]
@@ -317,16 +319,21 @@ class _Counted(NamedTuple):
     own         its format, if it is of 8 bits already
     gradient    the format of its gradient, or None for that of the recipe
     quantized   True if a recipe with 8-bit weights means it
+    rest        True if AdamW steps it beside Muon
     """
 
     shape: tuple
     own: str | None = None
     gradient: str | None = None
     quantized: bool = True
+    rest: bool = False
 
-    def recipe(self, recipe):
-        """Returns the recipe that this tensor has in an optimizer of `recipe`."""
+    def recipe(self, recipe, adamw=False):
+        """Returns the recipe that this tensor has in an optimizer of `recipe`. `adamw` is that of
+        plan()."""
         rule, weights, states = recipe.split("/")
+        if adamw and self.rest and rule == "muon":
+            rule = "adamw"
         if self.own is not None:
             weights = self.own
         elif not self.quantized or not could_be_packed(self.shape, weights):
@@ -340,7 +347,8 @@ def _tensors(model_or_shapes):
     if not isinstance(model_or_shapes, torch.nn.Module):
         if hasattr(model_or_shapes, "items"):
             model_or_shapes = model_or_shapes.items()
-        return [(name, _Counted(_shape(name, given))) for name, given in model_or_shapes], 0
+        found = [(name, _Counted(_shape(name, given))) for name, given in model_or_shapes]
+        return _with_rest(found, ADAMW_NAMES), 0
     found, frozen, params = [], 0, dict(model_or_shapes.named_parameters())
     linear = {
         id(module.weight)
@@ -356,7 +364,35 @@ def _tensors(model_or_shapes):
             found.append((name, _Counted(_shape(name, p), p.format, PLAIN[p.dtype])))
         else:
             found.append((name, _Counted(_shape(name, p), quantized=id(p) in linear)))
-    return found, frozen
+    return _with_rest(found, patterns_of(model_or_shapes)), frozen
+
+
+def _with_rest(tensors, patterns):
+    """Returns (name, _Counted) pairs that know what AdamW steps beside Muon."""
+    return [
+        (name, one._replace(rest=not is_matrix(one) or is_listed(str(name), patterns)))
+        for name, one in tensors
+    ]
+
+
+def _by_rule(tensors, adamw):
+    """Returns lines that say what Muon steps, and AdamW with `adamw`. Matrices come first, because
+    only they can be where nobody expects them."""
+
+    def told(some):
+        some = sorted(some, key=lambda pair: not is_matrix(pair[1]))
+        size = sum(math.prod(one.shape) for _, one in some)
+        names = _names.some([str(name) for name, _ in some], 8)
+        return f"{len(some)} tensors of {size} elements" + (f": {names}" if some else "")
+
+    rest = [pair for pair in tensors if pair[1].rest]
+    if adamw:
+        own = [pair for pair in tensors if not pair[1].rest]
+        return [f"muon steps {told(own)}.", f"adamw steps {told(rest)}."]
+    listed = [pair for pair in rest if is_matrix(pair[1])]
+    if not listed:
+        return []
+    return [f"muon steps embeddings and heads too. With adamw=True AdamW does: {told(listed)}."]
 
 
 def _left(recipe, tensors):
@@ -390,6 +426,7 @@ def plan(
     device=_DEVICE,
     store=False,
     overlap=False,
+    adamw=False,
 ) -> Plan:
     """Returns a table of the memory that weights, gradients and optimizer states take under each
     of some recipes.
@@ -419,6 +456,8 @@ def plan(
         gradients kept, or released if that does not fit. For a single recipe lists all ways.
     store: states are in a file (the option of that name). Rows say what it takes of the disk, and
         what each step reads and writes. "states": without weights (store_weights=False).
+    adamw: True: AdamW steps embeddings, heads and whatever is no matrix beside Muon, as with the
+        option adamw= of halfstep.Muon. The last lines name what each of them steps.
     bus, host, device: bytes a second for these times: one way over the bus, of CPU memory, and of
         the GPU's memory. Defaults: 55e9, 170e9 and 2.5e12.
     """
@@ -473,16 +512,18 @@ def plan(
         if release:
             check_release(rule, rule.label)
         gradient = PLAIN[stored_dtype(beside(recipe.split("/")[1]))]
-        laid = {one: lay(rule.name, one.shape) for one in counted}
-        if text := taken(rule.name, laid.values()):
+        meant = {one: one.recipe(recipe, adamw) for one in counted}
+        laid = {one: lay(of.partition("/")[0], one.shape) for one, of in meant.items()}
+        if rule.name == "muon":
+            notes.update(dict.fromkeys(_by_rule(tensors, adamw), True))
+        own = [x for one, x in laid.items() if meant[one].startswith(f"{rule.name}/")]
+        if text := taken(rule.name, own):
             notes[f"{rule.name} takes {text}."] = True
         if text := _left(recipe, tensors):
             notes[text] = True
         sizes = {
             one: (
-                _abi.tensor_bytes(one.recipe(recipe), **fields_of(x))
-                if math.prod(one.shape)
-                else (0, 0, 0)
+                _abi.tensor_bytes(meant[one], **fields_of(x)) if math.prod(one.shape) else (0, 0, 0)
             )
             for one, x in laid.items()
         }

@@ -15,7 +15,7 @@ import torch
 from . import _abi, _assignment, _layout
 from ._options import Options, sequence
 from ._sharding import copy_of, is_packed, local, stored
-from ._signatures import COMMON, documentation, options_of, type_of
+from ._signatures import COMMON, documentation, options_of, params_of, type_of
 from ._torch import no_dynamo
 from ._watch import version
 from .optimizer import Optimizer, Params, split_pairs
@@ -66,6 +66,9 @@ class _Muon(Optimizer):
                 "eps": defaults["adam_eps"],
                 **_assignment.check_options(adamw, known),
             }
+            if isinstance(params, torch.nn.Module):
+                names = _assignment.patterns_of(params) if names is None else names
+                params = params.named_parameters()
             self._adamw_names = _assignment.check_patterns(names)
         elif names is not None:
             raise ValueError(
@@ -350,10 +353,11 @@ def make_class(rule):
         annotation = eval(type_of(name, default), vars(typing), {"torch": torch})
         return inspect.Parameter(name, kind, annotation=annotation, default=default)
 
+    taken = eval(params_of(rule), vars(typing), {"torch": torch, "Params": Params})
     signature = inspect.Signature(
         [
             inspect.Parameter("self", _POSITIONAL),
-            inspect.Parameter("params", _POSITIONAL, annotation=Params),
+            inspect.Parameter("params", _POSITIONAL, annotation=taken),
             *(parameter(name, _POSITIONAL, v) for name, v in positional.items()),
             *(parameter(name, _KEYWORD, v) for name, v in keywords.items()),
         ]

@@ -261,12 +261,14 @@ def laid_out(values, layout, size):
         return cut(
             values, mesh, lambda n, v: [Shard(0), Shard(1) if n == "body.weight" else Replicate()]
         )
-    params = {}  # a 2-D mesh, its parts and plain tensors in one list
+    params = {}  # a 2-D mesh, its parts, plain tensors, and another mesh of all ranks in one list
     for i, (name, value) in enumerate(values.items()):
-        if i % 3 == 2:
+        if i % 4 == 2:
             params[name] = Parameter(value)
-        elif i % 3:
+        elif i % 4 == 1:
             params.update(cut({name: value}, mesh["dp"], lambda n, v: [Shard(0)]))
+        elif i % 4:
+            params.update(cut({name: value}, mesh_of((size,)), rows))
         else:
             params.update(cut({name: value}, mesh, lambda n, v: [Shard(0), Replicate()]))
     return params

@@ -280,6 +280,12 @@ def test_the_factory_takes_rules_and_says_what_is_missing(tmp_path, capsys):
         assert type(opt) is cls and opt.clip_norm == 0.3
         assert opt.param_groups[0]["param_names"][0] == "model.embed_tokens.weight"
     assert capsys.readouterr().out.count("adamw/bf16-kahan/int4") == 1
+    opt = factory(torch.nn.ModuleDict({"words": torch.nn.Embedding(9, 64)}), args, rule="Muon")
+    assert opt.recipe(opt.param_groups[0]["params"][0]).startswith("muon")
+    told = {"words": torch.nn.Embedding(90, 64), "inner": torch.nn.Linear(64, 64)}
+    opt = factory(torch.nn.ModuleDict(told), args, rule="Muon", adamw={})
+    assert opt.recipe(told["words"].weight).startswith("adamw")
+    assert "\nmuon/f32/f32 " in capsys.readouterr().out
     assert factory(model, args, clip_norm=0.0, lr=0.5).param_groups[0]["lr"] == 0.5
     with pytest.raises(TypeError, match="no learning rate.*args="):
         factory(model)

@@ -1,5 +1,5 @@
 """Tests DDP, ZeroRedundancyOptimizer, FSDP1 and flat buffers. Their ranks hold whole parameters,
-different ones, or unknown parts of them."""
+different ones, or unknown parts of them; also beside shards that they share."""
 
 import contextlib
 import gc
@@ -560,3 +560,91 @@ def test_prodigy_has_one_estimate_in_a_norm_group_also_on_a_rank_that_comes_late
     found = pool.run(size, late_rank)
     assert found[0][0] == found[1][0] == told and found[2][0][25:] == told[25:]
     assert all(torch.equal(p, own) for p, (_, own) in zip(params, found)) and told[-1] > 0.01
+
+
+# ---- Parameters beside shards --------------------------------------------------------------------
+
+#: tensors that are cut over ranks by rows, or whole on all of them
+SHARED = {"cut": (24, 64), "whole": (8, 40)}
+
+
+def beside(rank, size, cls, options, own, spoil=None):
+    """Trains shards, and beside them a tensor of each rank's own, or copies of one. One process
+    has all of them. `spoil` changes rank 1's gradient of these in the last step. Returns bits,
+    norm, d, skipped steps, and what the last step said."""
+    from test_dtensors import cut, give_gradients, mesh_of, values_of, whole_bits
+    from torch.distributed.tensor import Replicate, Shard
+
+    values = values_of(SHARED, torch.bfloat16)
+    params = {name: Parameter(value) for name, value in values.items()}
+    if size > 1:
+        placements = {"cut": [Shard(0)], "whole": [Replicate()]}
+        params = cut(values, mesh_of((size,)), lambda name, _: placements[name])
+    else:
+        options = {**options, "norm_group": None}
+    for i in ((0, 1) if size == 1 else (rank,)) if own else (0,):
+        params[f"own{i}"] = Parameter(randn((16, 64), i).bfloat16())
+    opt = getattr(halfstep, cls)(params.items(), seed=0, states="int8", **options)
+    for step in range(3):
+        give_gradients(params, 0)
+        if spoil and step == 2 and rank == size - 1:
+            *_, last = params.values()
+            last.grad[0] = spoil(last.grad[0])
+        with warnings_are("ignore"):
+            said = outcome(opt.step)
+    bits_of = {name: whole_bits(p) for name, p in params.items()}
+    return bits_of, opt.grad_norm, opt.param_groups[0].get("d"), opt.skipped_steps, said
+
+
+def nan(row):
+    return row * float("nan")
+
+
+def noise(row):
+    return row * 1.004
+
+
+def larger(row):
+    return row * 2
+
+
+CLIP, SUMS, GROUP = {"lr": 0.02, "clip_norm": 0.5}, {"lr": 1.0, "d0": 1e-3}, {"norm_group": True}
+BESIDE = {
+    "own": ("AdamW", {**CLIP, **GROUP}, True),
+    "own, sums": ("Prodigy", {**SUMS, **GROUP}, True),
+    "own, a NaN": ("AdamW", {**CLIP, **GROUP}, True, nan),
+    "own, one tensor refused": ("AdamW", {**CLIP, **GROUP, "scan": "per-tensor"}, True, nan),
+    "copies": ("AdamW", CLIP, False),
+    "copies, sums": ("Prodigy", SUMS, False),
+    "copies, a NaN, nothing clipped": ("AdamW", {"lr": 0.02}, False, nan),
+    "copies, noise": ("AdamW", CLIP, False, noise),
+    "copies, another gradient": ("AdamW", CLIP, False, larger),
+    "own, not said": ("AdamW", CLIP, True),
+    "own, sums, not said": ("Prodigy", SUMS, True),
+}
+
+
+def all_beside(rank, size):
+    return [beside(rank, size, *case) for case in BESIDE.values()]
+
+
+def test_parameters_beside_shards_count_once(pool):
+    """One norm, one verdict and one set of sums: those of one process that has all of them. What
+    cannot be told apart is refused."""
+    pytest.importorskip("torch.distributed.tensor", reason="DTensors are public from torch 2.5 on")
+    found = pool.run(2, all_beside)
+    for i, (name, case) in enumerate(BESIDE.items()):
+        alone, norm, d, skipped, _ = beside(0, 1, *case)
+        both = [answers[i] for answers in found]
+        if "not said" in name or "another" in name:
+            for rank, (*_, said) in enumerate(both):
+                own = "own0" if "copies" in name else f"own{rank}"
+                assert f"({own!r})" in said and "give norm_group=" in said, name
+            continue
+        if "sums" in name:
+            assert d > 2 * SUMS["d0"]
+        for rank, (got, *told, _) in enumerate(both):
+            wrong = {key for key in got if got[key] != alone[key]}
+            assert wrong <= ({"own0"} if "noise" in name else set()), (name, rank)
+            assert told[:2] == [norm, d], (name, rank)
+            assert told[2] == (0 if "one tensor" in name and rank == 0 else skipped), (name, rank)

@@ -405,6 +405,18 @@ def where(opt):
         ("conv.weight", (8, 4, 3, 3), True),
         ("heads.0.query.weight", (8, 4), True),
         ("overhead.weight", (8, 4), True),
+        ("mlp.shared.up_proj.weight", (8, 4), True),
+        ("mlp.w.weight", (8, 4), True),
+        ("norm1.linear.weight", (8, 4), True),
+        ("ensemble.0.weight", (3, 8, 4), True),
+        ("led.shared.weight", (8, 4), False),
+        ("transformer.w.weight", (8, 4), False),
+        ("encoder.token_emb.weight", (8, 4), False),
+        ("block.0.SelfAttention.relative_attention_bias.weight", (8, 4), False),
+        ("mlp.experts.gate_up_proj_bias", (3, 8), False),
+        ("0.bias", (3, 8), False),
+        ("layers.0.post_norm.weight", (3, 8), False),
+        ("mixer.A_log", (8, 4), False),
         ("model.embed_tokens.weight", (8, 4), False),
         ("_orig_mod.tok_embeddings.weight", (8, 4), False),
         ("transformer.wte.weight", (8, 4), False),
@@ -422,6 +434,42 @@ def where(opt):
 def test_default_names(name, shape, muon):
     params = {name: nn.Parameter(torch.ones(shape)), "other": nn.Parameter(torch.ones(2, 2))}
     assert (name in where(halfstep.Muon(params.items(), adamw={}))) == muon
+
+
+class Told(nn.Module):
+    """A model whose modules tell what no name says."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 32), nn.EmbeddingBag(5, 32)
+        self.middle, self.out = nn.Linear(32, 32), nn.Linear(32, 9)
+
+    def get_output_embeddings(self):
+        return self.out
+
+
+class Wrapped(nn.Sequential):
+    def get_output_embeddings(self):
+        raise NotImplementedError
+
+
+def test_modules_of_a_model_tell():
+    model = Wrapped(Told())
+    for given in (model, nn.ModuleDict({"_orig_mod": model})):
+        assert [n.split(".")[-2] for n in where(halfstep.Muon(given, adamw={}))] == ["middle"]
+    assert len(where(halfstep.Muon(model, adamw={}, adamw_names=()))) == 4
+    assert len(where(halfstep.Muon(model.named_parameters(), adamw={}))) == 4
+    opt = halfstep.Muon(model.bfloat16(), adamw={}, states="int8")
+    told = halfstep.plan(model, "muon/bf16-sr/int8", adamw=True)
+    assert (told.rows[0].weights, told.rows[0].states) == tuple(
+        opt.memory()[key] for key in ("weights", "states")
+    )
+    assert "muon steps 1 tensors of 1024 elements: '0.middle.weight'." in str(told)
+    assert "adamw steps 5 tensors of 777 elements: '0.words.weight'," in str(told)
+    alone = str(halfstep.plan(model, "muon/bf16-sr/int8"))
+    assert "With adamw=True AdamW does: 3 tensors of 736 elements: '0.words.weight'" in alone
+    with pytest.raises(TypeError, match="params is a module"):
+        halfstep.Muon(model)
 
 
 def test_names_that_are_given():

@@ -614,6 +614,64 @@ def test_only_rows_that_changed_lose_theirs(weights):
         assert torch.equal(before[name], after[name])
 
 
+def made_anew(opt, place, weight, copied=False):
+    """Puts a new parameter in the place of one, which takes over its state, or a copy of it."""
+    params = opt.param_groups[0]["params"]
+    state, p = opt.state.pop(params[place]), nn.Parameter(weight)
+    opt.state[p] = copy.deepcopy(state) if copied else state
+    params[place] = p
+    return p
+
+
+@formats
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_parameter_made_anew_has_no_residual_of_the_old_one(weights, copied):
+    """It has one if it has the same bits. Both read_weight() and step() look."""
+    for read in (True, False):
+        model, opt = made(weights, 3)
+        old = model.tree["matrix"]
+        value, kept = opt.read_weight(old), opt.state[old]["weight.extra"].clone()
+        with warnings_are("error"):
+            same_bits = made_anew(opt, 0, old.detach().clone(), copied)
+            assert torch.equal(opt.read_weight(same_bits), value)
+        assert torch.equal(opt.state[same_bits]["weight.extra"], kept) and kept.any()
+        fresh = old.detach().clone()
+        fresh[2:] = 1e-3
+        p = made_anew(opt, 0, fresh, copied)
+        with warnings_are("always") as said:
+            if read:
+                assert torch.equal(opt.read_weight(p)[2:], fresh[2:].float())
+            else:
+                p.grad = torch.zeros_like(p)
+                opt.param_groups[0]["lr"] = 0.0
+                opt.step()
+        extra = opt.state[p]["weight.extra"]
+        assert not extra[2:].any() and torch.equal(extra[:2], kept[:2])
+        assert len(said) == 1 and "beside 22 of its 24 rows" in str(said[0].message)
+
+
+@formats
+def test_residuals_that_are_exchanged_go_with_their_weights(weights):
+    for whole in (True, False):
+        params = {
+            name: nn.Parameter(randn((24, 96), i).to(FORMATS[weights]))
+            for i, name in enumerate("ab")
+        }
+        opt = optimizer_of(params.items(), weights)
+        run(opt, params, 0, 3)
+        a, b = params.values()
+        values = [opt.read_weight(p) for p in (b, a)]
+        opt.state[a], opt.state[b] = opt.state[b], opt.state[a]
+        if whole:
+            a.data, b.data = b.data, a.data
+        opt.zero_grad()
+        with warnings_are("always") as said:
+            opt.step()
+            found = [opt.read_weight(p) for p in (a, b)]
+        wanted = values if whole else [a.float(), b.float()]
+        assert all(map(torch.equal, found, wanted)) and bool(said) != whole
+
+
 @formats
 @pytest.mark.parametrize("look", ["nothing", "state_dict", "read_state"])
 def test_a_pair_that_was_loaded_is_judged_by_its_bits(weights, look):

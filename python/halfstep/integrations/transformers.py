@@ -19,6 +19,7 @@ from typing import Optional
 import torch
 
 from .. import plan
+from .._assignment import patterns_of
 from .._torch import warn
 from ..optimizer import unwrapped
 from ..rules import class_and_options, classes
@@ -78,10 +79,16 @@ def factory(
         args.max_grad_norm = 0.0
         clip_norm = args.halfstep_clip_norm if clip_norm is None else clip_norm
     options = {**given, **read(cls, options)}
+    beside = cls.rule == "muon" and options.get("adamw") is not None
+    if beside and options.get("adamw_names") is None:
+        options["adamw_names"] = patterns_of(model)
     optimizer = cls(_groups(model), clip_norm=clip_norm or 0.0, **options)
     if PartialState().is_main_process:
-        largest = max(optimizer._parts.groups.params(), key=torch.Tensor.numel)
-        table = str(plan(model, optimizer.recipe(largest), release=optimizer.gradient_release))
+        groups = optimizer._parts.groups
+        own = [p for g, _, p in groups.members() if groups.row_of(groups[g]).name == cls.rule]
+        largest = max(own or groups.params(), key=torch.Tensor.numel)
+        release = optimizer.gradient_release
+        table = str(plan(model, optimizer.recipe(largest), release, adamw=beside))
         print("halfstep: " + "\n\n".join(table.split("\n\n")[:2]), flush=True)
     return optimizer
 
