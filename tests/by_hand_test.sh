@@ -11,6 +11,10 @@ echo "$line"
 cp -R "$source_dir/include" "$source_dir/src" "$scratch"
 cd "$scratch"
 bash -c "$line" || fail "that line"
+for option in -ffast-math -Ofast; do
+    ! bash -c "$line $option -fsyntax-only" 2>err || fail "that line with $option"
+    grep -q "halfstep needs IEEE's arithmetic" err || fail "that line with $option: $(head -n 3 err)"
+done
 library=$(ls ./*.so | head -1)
 cat >main.c <<'C'
 #include <halfstep.h>

@@ -89,12 +89,23 @@ C
         grep -vE '^(libc|libm|libpthread|libhalfstep|lib[atu][a-z]*san|libgcc_s|ld-linux.*)\.so|^ld-' || true)
     [ -z "$others" ] || fail "halfstep_io needs $others"
     echo "ok   halfstep_io needs nothing but the C library"
-    # Sets the variables to nothing, so that CMake does not look for these packages.
-    cmake -S "$source_dir" -B "$scratch/no_jansson" -DHALFSTEP_CUDA=OFF -DJANSSON_INCLUDE_DIR= -DJANSSON_LIBRARY= -DHALFSTEP_IO=ON \
+    # Sets the variables to nothing, so that CMake does not look for these packages. The flags are those of a careless packager.
+    CFLAGS="-ffast-math -funsafe-math-optimizations" LDFLAGS=-ffast-math \
+        cmake -S "$source_dir" -B "$scratch/no_jansson" -G "Unix Makefiles" -DCMAKE_C_FLAGS_RELEASE=-Ofast -DHALFSTEP_CUDA=OFF -DJANSSON_INCLUDE_DIR= -DJANSSON_LIBRARY= -DHALFSTEP_IO=ON \
         -DHALFSTEP_TOOLS=AUTO >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "configuring halfstep_io without jansson"; }
     [ -e "$scratch/no_jansson/halfstep_io.pc" ] || fail "no halfstep_io without jansson"
     grep -q 'HALFSTEP_TOOLS: not built, .*JANSSON' "$scratch/log" || fail "the program was not left out without jansson"
     echo "ok   halfstep_io is configured without jansson"
+    # What such flags would do shows in the compiler's macros, and in code that a link adds.
+    compile=$(sed -n 's/^ *"command": "\(.*\) -o [^ ]*decide\.c\.o -c .*",$/\1/p' "$scratch/no_jansson/compile_commands.json" | tr -d '\\')
+    link=$(tr ' ' '\n' <"$scratch/no_jansson/CMakeFiles/halfstep.dir/link.txt" | grep -E '^-(O|f)' | xargs)
+    [[ $compile == *-Ofast* && $link == *-Ofast* ]] || fail "the flags did not arrive: $compile; $link"
+    eval "$compile -dM -E '$source_dir/src/decide/decide.c'" >"$scratch/macros" || fail "the flags do not compile"
+    ! grep -E 'FAST_MATH__|ASSOCIATIVE_MATH__|FINITE_MATH_ONLY__ 1' "$scratch/macros" || fail "fast math is not undone: $compile"
+    echo 'int here;' >"$scratch/empty.c"
+    cc -shared -fPIC "$scratch/empty.c" $link -o "$scratch/empty.so" || fail "the flags do not link: $link"
+    ! nm "$scratch/empty.so" | grep fast_math || fail "a link sets the host's floating-point mode: $link"
+    echo "ok   -ffast-math and -Ofast are undone"
 fi
 
 soname=$(readelf -d "$library/libhalfstep.so" | sed -n 's/.*SONAME.*\[\(.*\)\]/\1/p')

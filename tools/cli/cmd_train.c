@@ -85,6 +85,7 @@ void print_held(const struct run_result *r)
     print_bytes_line("gradients", r->gradient_bytes, n);
     if (!r->stored) print_bytes_line("states", r->state_bytes, n);
     print_bytes_line("total", run_held_bytes(r), n);
+    printf("  %-10s %32.2f MiB\n", "data", (double)r->held_data_bytes / 0x1p20);
     if (r->peak_process_bytes) print_bytes_line("process", r->peak_process_bytes, n);
     if (r->stored) print_bytes_line("in a file", r->state_bytes, n);
     if (r->fell_back)
@@ -250,7 +251,7 @@ int train_mnist(int argc, char **argv)
     int status = read_options(&t, &mnist_command, mnist_options_init, argc - 1, argv + 1);
     if (status != ARGS_RUN) return status;
     if (mnist_config_check(&t.config, error, sizeof error) != 0) status = usage_error(mnist_command.name, "%s", error);
-    else status = run_mnist(&t.config, t.json);
+    else if ((status = dist_refuse(mnist_command.name)) == 0) status = run_mnist(&t.config, t.json);
     args_free(&t.args);
     return status;
 }
