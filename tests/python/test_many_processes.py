@@ -643,8 +643,8 @@ def test_parameters_beside_shards_count_once(pool):
             continue
         if "sums" in name:
             assert d > 2 * SUMS["d0"]
-        for rank, (got, *told, _) in enumerate(both):
+        for rank, (got, *stepped, _) in enumerate(both):
             wrong = {key for key in got if got[key] != alone[key]}
             assert wrong <= ({"own0"} if "noise" in name else set()), (name, rank)
-            assert told[:2] == [norm, d], (name, rank)
-            assert told[2] == (0 if "one tensor" in name and rank == 0 else skipped), (name, rank)
+            assert stepped[:2] == [norm, d], (name, rank)
+            assert stepped[2] == (0 if "one tensor" in name and rank == 0 else skipped), (name, rank)

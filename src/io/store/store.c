@@ -583,7 +583,8 @@ static int read_whole_piece(halfstep_store *s, piece *p, char *window, char *wei
 }
 
 /* Reads all pieces, and their weights unless `weights` is NULL. The pieces of a tensor follow each other as its rows
- * do. If the newest record is damaged, a step that was under way may have written over what the one before refers to. */
+ * do. If the newest record is damaged, a step that was under way may have written over what the one before refers
+ * to. */
 static int read_pieces(halfstep_store *s, void *const *weights, hstep_error *error)
 {
     char *window = aligned_alloc(HSTEP_PAGE, HSTEP_RUN);
