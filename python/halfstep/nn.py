@@ -119,19 +119,33 @@ def _place(weight):
     return has_memory and weight.data_ptr() or id(weight)
 
 
-def _send(wrapper, made, /, *_, **__):
-    """Makes DistributedDataParallel begin with rank 0's bytes on all ranks. It sends decoded
-    weights by itself, which other ranks round again."""
+def _send(wrapper, source):
+    """Makes all ranks of DistributedDataParallel have the bytes of one of its ranks."""
     group = wrapper.process_group
     if torch.distributed.get_world_size(group) > 1:
-        first = torch.distributed.get_global_rank(group, 0)
-        for weight in wrapper.module.parameters():
-            if isinstance(weight, Int8Weight):
-                torch.distributed.broadcast(weight.packed, first, group=group)
+        source = torch.distributed.get_global_rank(group, source)
+        for name, weight in wrapper.module.named_parameters():
+            if isinstance(weight, Int8Weight) and name not in wrapper.parameters_to_ignore:
+                torch.distributed.broadcast(weight.packed, source, group=group)
+
+
+# DistributedDataParallel sends decoded weights by itself, which other ranks round again: when it
+# begins, and at the end of join(), when the others get what the last rank has.
+
+
+def _begin(wrapper, made, /, *_, init_sync=True, **__):
+    if init_sync:
+        _send(wrapper, 0)
     return made
 
 
-follow(torch.nn.parallel.DistributedDataParallel, "__init__", _send)
+def _end_join(wrapper, made, /, *_, **__):
+    _send(wrapper, wrapper._authoritative_rank)
+    return made
+
+
+follow(torch.nn.parallel.DistributedDataParallel, "__init__", _begin)
+follow(torch.nn.parallel.DistributedDataParallel, "_sync_final_model", _end_join)
 
 
 # ---- Files ---------------------------------------------------------------------------------------
