@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 import torch
 
+from . import _savers
 from ._int8_weight import Int8Weight
 from ._packed import BLOCK, check_format, pack, unpack
 from ._parameters import PLAIN
@@ -67,6 +68,7 @@ def quantize_(
         for module in modules:
             module.weight = made
         del weight
+    _savers.prepare()
     return model
 
 
@@ -160,11 +162,7 @@ def packed_state_dict(model: torch.nn.Module) -> Tuple[Dict[str, torch.Tensor], 
     """
     tensors, packed = {}, {}
     for name, value in model.state_dict().items():
-        if is_dtensor(value):
-            raise ValueError(
-                f"halfstep: {name!r} is sharded; collect the state with get_model_state_dict() of"
-                " torch.distributed.checkpoint, or save it with torch.distributed.checkpoint"
-            )
+        _savers.refuse_shards(name, value)
         if isinstance(value, Int8Weight):
             packed[name] = {"format": value.format, "columns": value.row_length}
             value = value.packed

@@ -15,7 +15,7 @@ import os
 
 import torch
 
-from .. import plan
+from .. import _savers, plan
 from ..optimizer import unwrapped
 from ..rules import class_and_options, classes
 from ._averages import Averages
@@ -33,6 +33,7 @@ except ImportError as error:
 __all__ = ["EMACallback", "factory"]
 
 
+_savers.prepare()  # of models that were quantized before Trainer was imported
 #: a checkpoint's file of averages
 _FILE = "halfstep_ema.pt"
 
