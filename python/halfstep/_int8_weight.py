@@ -7,10 +7,12 @@ operators of torch do with it, and _int8_memory.py what functions do that ask fo
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 
 from . import _int8_memory, _packed
 from ._int8_operators import dispatch
-from ._packed_views import COMPUTE, Cast, parted, span, wrap
+from ._packed_views import COMPUTE, Cast, is_rows, parted, span, wrap
+from ._parameters import PLAIN
 
 
 class Int8Weight(torch.Tensor):
@@ -75,13 +77,36 @@ class Int8Weight(torch.Tensor):
     @data.setter
     def data(self, weight):
         if not isinstance(weight, Int8Weight):
-            raise TypeError(
-                f"halfstep: data of 8-bit weights cannot be a {type(weight).__name__}; write its"
-                " values with copy_(), or make a new Parameter"
-            )
+            weight = self._resized(weight)
         torch.Tensor.data.__set__(self, weight)
         self._stored, self.format = weight._stored, weight.format
         self.row_length = weight.row_length
+
+    def _resized(self, values):
+        """Returns an ordinary matrix of another number of rows as a weight of this kind. Blocks
+        whose values stay the same keep their bytes. Such a matrix comes from a resized embedding;
+        one of the same shape may be a view that somebody else goes on writing."""
+        rows, length = len(self.packed), self.row_length
+        fits = values.dim() == 2 and values.shape[1] == length and values.dtype in PLAIN
+        if not fits or len(values) == rows or not is_rows(self):
+            raise TypeError(
+                f"halfstep: data of 8-bit weights cannot be a {type(values).__name__} of shape"
+                f" {tuple(values.shape)}, because it would share no memory with them; write its"
+                " values with copy_(), make a new Parameter, or call quantize_() after what assigns"
+                " data"
+            )
+        packed = self.packed[: len(values)].to(values.device)
+        packed = F.pad(packed, (0, 0, 0, len(values) - len(packed))).clone()
+        _packed.store(packed, length, values.detach())
+        return type(self)(packed, self.format, length, self.dtype)
+
+    @property
+    def _fsdp_flattened(self):
+        """Refuses FSDP1, which asks for this before it copies decoded values into its buffers."""
+        raise TypeError(
+            "halfstep: FullyShardedDataParallel would keep decoded copies of 8-bit weights and"
+            " train those; shard the model by fully_shard() instead"
+        )
 
     def dequantize(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """Returns the weights as an ordinary tensor, in this weight's dtype by default. float32

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 import torch
 
+from . import _savers
 from ._int8_weight import Int8Weight
 from ._packed import BLOCK, check_format, pack, unpack
 from ._parameters import PLAIN
@@ -67,6 +68,7 @@ def quantize_(
         for module in modules:
             module.weight = made
         del weight
+    _savers.prepare()
     return model
 
 
@@ -119,19 +121,33 @@ def _place(weight):
     return has_memory and weight.data_ptr() or id(weight)
 
 
-def _send(wrapper, made, /, *_, **__):
-    """Makes DistributedDataParallel begin with rank 0's bytes on all ranks. It sends decoded
-    weights by itself, which other ranks round again."""
+def _send(wrapper, source):
+    """Makes all ranks of DistributedDataParallel have the bytes of one of its ranks."""
     group = wrapper.process_group
     if torch.distributed.get_world_size(group) > 1:
-        first = torch.distributed.get_global_rank(group, 0)
-        for weight in wrapper.module.parameters():
-            if isinstance(weight, Int8Weight):
-                torch.distributed.broadcast(weight.packed, first, group=group)
+        source = torch.distributed.get_global_rank(group, source)
+        for name, weight in wrapper.module.named_parameters():
+            if isinstance(weight, Int8Weight) and name not in wrapper.parameters_to_ignore:
+                torch.distributed.broadcast(weight.packed, source, group=group)
+
+
+# DistributedDataParallel sends decoded weights by itself, which other ranks round again: when it
+# begins, and at the end of join(), when the others get what the last rank has.
+
+
+def _begin(wrapper, made, /, *_, init_sync=True, **__):
+    if init_sync:
+        _send(wrapper, 0)
     return made
 
 
-follow(torch.nn.parallel.DistributedDataParallel, "__init__", _send)
+def _end_join(wrapper, made, /, *_, **__):
+    _send(wrapper, wrapper._authoritative_rank)
+    return made
+
+
+follow(torch.nn.parallel.DistributedDataParallel, "__init__", _begin)
+follow(torch.nn.parallel.DistributedDataParallel, "_sync_final_model", _end_join)
 
 
 #: torch's own optimizers, without those that others derive from them
@@ -167,11 +183,7 @@ def packed_state_dict(model: torch.nn.Module) -> Tuple[Dict[str, torch.Tensor], 
     """
     tensors, packed = {}, {}
     for name, value in model.state_dict().items():
-        if is_dtensor(value):
-            raise ValueError(
-                f"halfstep: {name!r} is sharded; collect the state with get_model_state_dict() of"
-                " torch.distributed.checkpoint, or save it with torch.distributed.checkpoint"
-            )
+        _savers.refuse_shards(name, value)
         if isinstance(value, Int8Weight):
             packed[name] = {"format": value.format, "columns": value.row_length}
             value = value.packed

@@ -401,8 +401,19 @@ def test_data_of_a_parameter():
     w.data = weight(seed=1, dtype=torch.float16, format="int8-sr")
     assert w.dtype == torch.float16 and w.format == "int8-sr" and w.requires_grad
     assert torch.equal(w.packed, weight(seed=1, format="int8-sr").packed)
-    with pytest.raises(TypeError, match=r"cannot be a Tensor; write its values with copy_\(\)"):
-        w.data = torch.zeros(40, 100)
+    before = w.packed.clone()
+    for other in ((40, 100), (50, 99), (0,)):
+        with pytest.raises(TypeError, match=r"be a Tensor of shape .* with copy_\(\)"):
+            w.data = torch.zeros(other)
+    # A resized embedding is a matrix with more or fewer rows.
+    for rows in (50, 24, 40):
+        values = normal((rows, 100), 2, torch.float16)
+        values[:24] = w.dequantize()[:24]
+        w.data = values
+        assert type(w) is Int8Weight and w.shape == (rows, 100) and w.requires_grad
+        assert torch.equal(w.packed[:24], before[:24])
+        assert torch.equal(w.packed[24:], pack(values[24:]))
+        assert torch.equal(w.dequantize()[:24], values[:24])
     assert repr(w) == (
         "Int8Weight(int8-sr, shape=(40, 100), dtype=torch.float16, device='cpu',"
         " requires_grad=True)"

@@ -372,6 +372,164 @@ def test_averages_beside_schedule_free_are_refused(tmp_path):
         trainer.train()
 
 
+# ---- 8-bit weights -------------------------------------------------------------------------------
+
+
+def linear(module, name):
+    return isinstance(module, torch.nn.Linear) and "lora" not in name
+
+
+def stored(model):
+    """Returns the bits of all weights, as they are stored."""
+    return {n: bits(getattr(p, "packed", p)) for n, p in model.named_parameters()}
+
+
+class Small(torch.nn.Module):
+    """A model that has no save_pretrained()."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.embed, self.head = whole.model.embed_tokens, whole.lm_head
+
+    def forward(self, input_ids, labels, **_):
+        found = self.head(self.embed(input_ids)).float().flatten(0, 1)
+        return {"loss": torch.nn.functional.cross_entropy(found, labels.flatten())}
+
+
+@pytest.mark.parametrize("kind", ["transformers", "TRL", "small", "without factory"])
+def test_8_bit_models_are_saved_and_resumed(tmp_path, kind):
+    """Their files have decoded weights. Resumed runs, and the model that is loaded as the best,
+    have the bytes of the checkpoint."""
+    import safetensors.torch
+    import transformers
+
+    seen = {}
+
+    class Look(transformers.TrainerCallback):
+        def on_save(self, args, state, control, model=None, **kw):
+            seen[state.global_step] = stored(model)
+
+    def trainer(name, **options):
+        name = tmp_path / name
+        made = trainer_of(kind if kind == "TRL" else "transformers", name, [Look()], **options)
+        if kind == "small":
+            made.model = made.model_wrapped = Small(made.model)
+        if kind == "without factory":
+            made.optimizer_cls_and_kwargs = halfstep.AdamW, {"lr": 1e-2, **OPTIONS}
+        halfstep.nn.quantize_(made.model, "int8-ecc4", where=linear)
+        return made
+
+    evaluated = {"eval_strategy": "steps", "eval_steps": 3}
+    whole = trainer("a")
+    runs = [trained(whole)]
+    assert stored(whole.model) == seen[6] != seen[3]
+    with warnings_are("always") as said:
+        runs.append(trained(trainer("b"), str(tmp_path / "a" / "checkpoint-3")))
+    assert not [w for w in said if "halfstep" in str(w.message)]
+    same(*runs)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    chosen = trainer("c", **evaluated, **best, greater_is_better=True)
+    trained(chosen)
+    assert chosen.state.best_global_step == 3 and stored(chosen.model) == seen[3]
+    with pytest.raises(ValueError, match="save_only_model=True.* round 8-bit weights again"):
+        trained(trainer("d", **evaluated, **best, save_only_model=True))
+    assert not (tmp_path / "d" / "checkpoint-3").exists()
+    folder = tmp_path / "a" / "checkpoint-6"
+    read = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, p in whole.model.named_parameters():
+        value = getattr(p, "dequantize", lambda p=p: p)().detach()
+        assert torch.equal(read[name], value), name
+    if kind != "small":
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        assert all(torch.equal(p, read[name]) for name, p in model.named_parameters())
+
+
+def test_bytes_of_other_weights_stay_away(tmp_path):
+    """A state is loaded beside weights that it was not saved with."""
+
+    def made(seed):
+        trainer = trainer_of("transformers", tmp_path)
+        trainer.model = halfstep.nn.quantize_(language_model(seed))
+        return trainer.model, trainer.create_optimizer()
+
+    (_, opt), (other, second) = made(0), made(1)
+    before = stored(other)
+    with warnings_are("always") as said:
+        second.load_state_dict(opt.state_dict())
+    assert stored(other) == before and "belong to other weights" in str(said[0].message)
+    with warnings_are("error"):
+        opt.load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_8_bit_models_are_written_and_resized(tmp_path, tied):
+    """Without a trainer, and with both names of a tied weight."""
+    import safetensors.torch
+    import transformers
+
+    model = language_model()
+    model.config.tie_word_embeddings = tied
+    model.tie_weights()
+    halfstep.nn.quantize_(model, where=lambda module, name: True)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    expected = {
+        n: v.dequantize() if hasattr(v, "packed") else v for n, v in model.state_dict().items()
+    }
+    for name, given in (("asked", None), ("given", model.state_dict())):
+        model.save_pretrained(tmp_path / name, state_dict=given)
+        read = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
+        assert expected.keys() - read.keys() == ({"lm_head.weight"} if tied else set())
+        assert all(torch.equal(value, expected[name]) for name, value in read.items())
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        assert all(map(torch.equal, load(tmp_path / name).parameters(), model.parameters()))
+    assert all(hasattr(v, "packed") for n, v in model.state_dict().items() if "proj" in n)
+    old = model.model.embed_tokens.weight.packed.clone()
+    for words in (96, 48):
+        model.resize_token_embeddings(words)
+        weight = model.model.embed_tokens.weight
+        assert weight.shape == (words, 64) and torch.equal(weight.packed[:48], old[:48])
+        assert model.lm_head.weight.shape == (words, 64)
+        assert (model.lm_head.weight is weight) == tied
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_adapters_beside_8_bit_weights(tmp_path, safe):
+    """Adapters are saved alone. Merged weights stay 8-bit and are rounded to nearest, or none is
+    written."""
+    import peft
+
+    def adapted(model):
+        names = ["q_proj", "down_proj"]
+        config = peft.LoraConfig(r=4, target_modules=names, modules_to_save=["lm_head"])
+        torch.manual_seed(1)
+        made = peft.get_peft_model(model, config)
+        for name, p in made.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.02, generator=torch.Generator().manual_seed(2))
+        made.save_pretrained(tmp_path)
+        made.load_adapter(tmp_path, "again")
+        return made
+
+    model, plain = halfstep.nn.quantize_(language_model(), where=linear), language_model()
+    plain.load_state_dict(model.state_dict())
+    before = stored(model)
+    expected = adapted(plain).merge_and_unload(safe_merge=safe)
+    model = adapted(model)
+    try:
+        model = model.merge_and_unload(safe_merge=safe)
+    except TypeError as error:
+        assert "8-bit weights" in str(error)
+        after = stored(model.base_model.model)
+        assert all(
+            before[n.replace(".base_layer", "")] == b for n, b in after.items() if "proj.b" in n
+        )
+        return
+    for (name, p), q in zip(model.named_parameters(), expected.parameters()):
+        assert hasattr(p, "packed") == ("proj" in name), name
+        off = ((p.dequantize() if hasattr(p, "packed") else p) - q).abs()
+        assert (off <= q.abs().amax(-1, True) / 200).all(), name
+
+
 def test_importing_the_package_imports_no_trainer():
     code = (
         "import sys, halfstep.integrations;"
@@ -463,6 +621,45 @@ def test_lightning_averages(tmp_path):
         path = str(tmp_path / "a" / name)
         module.trainer.validate(module, loader(), ckpt_path=path, weights_only=False, verbose=False)
         assert seen[-1] == (average if "3" in name else last)
+
+
+@pytest.mark.parametrize("kind", ["Lightning", "Accelerate"])
+def test_8_bit_models_of_other_trainers(tmp_path, kind):
+    """Lightning pickles weights, and Accelerate is told to."""
+
+    def lightning(name, resume=None):
+        from lightning.pytorch.callbacks import ModelCheckpoint
+
+        module = halfstep.nn.quantize_(lightning_module(True))
+        save = ModelCheckpoint(
+            tmp_path / "a", every_n_train_steps=3, save_top_k=-1, filename="{step}"
+        )
+        trainer = lightning_trainer(tmp_path, callbacks=[save], enable_checkpointing=True)
+        trainer.fit(module, loader(), ckpt_path=resume and tmp_path / "a" / "step=3.ckpt")
+        return module, trainer.optimizers[0]
+
+    def accelerate(name, resume=None):
+        import accelerate
+
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = halfstep.nn.quantize_(tiny(int(bool(resume))))
+        opt = make(model)
+        model, wrapped = accelerator.prepare(model, opt)
+        if resume:
+            accelerator.load_state(str(tmp_path / "a"))
+        for step in range(2 if resume else 0, 4):
+            accelerator.backward(loss_of(model, step))
+            wrapped.step()
+            wrapped.zero_grad()
+            if step == 1 and not resume:
+                halfstep._torch.warn_once.cache_clear()
+                with warnings_are("always") as said:
+                    accelerator.save_state(str(tmp_path / "a"))
+                assert "8-bit weights as pytorch_model.bin" in str(said[0].message)
+        return model, opt
+
+    run = lightning if kind == "Lightning" else accelerate
+    same(run("a"), run("b", True))
 
 
 @pytest.mark.cell("Accelerate", "release")

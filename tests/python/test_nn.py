@@ -360,6 +360,27 @@ def test_safetensors_files(tmp_path):
     assert unpacked_state_dict(tensors, None).keys() == tensors.keys()
 
 
+def test_savers_of_others_get_decoded_weights(tmp_path):
+    """huggingface_hub's stands for those of test_integrations.py."""
+    hub = pytest.importorskip("huggingface_hub")
+    from safetensors.torch import load_file
+
+    class Saved(nn.Module, hub.PyTorchModelHubMixin):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Embedding(40, 64), nn.Linear(64, 40, bias=False)
+            self.b.weight = self.a.weight
+
+    model = quantize_(Saved().bfloat16(), where=lambda module, name: True)
+    model.save_pretrained(tmp_path)
+    read = load_file(tmp_path / "model.safetensors")
+    assert len(read) == 1 and torch.equal(*read.values(), model.a.weight)
+    assert isinstance(model.state_dict()["b.weight"], Int8Weight)
+    back = Saved.from_pretrained(tmp_path)
+    assert back.a.weight is back.b.weight
+    assert torch.equal(back.a.weight, model.a.weight.dequantize().float())
+
+
 def test_files_of_halfstep_convert(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     from safetensors import safe_open

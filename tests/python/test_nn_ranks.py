@@ -2,14 +2,17 @@
 collectives."""
 
 import copy
+import inspect
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import bits
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import halfstep
 from halfstep.nn import Int8Weight, quantize_
 
 pytest.importorskip("torch.distributed.fsdp", reason="fully_shard is public from torch 2.6 on")
@@ -23,6 +26,11 @@ def network(seed=0, dtype=torch.bfloat16, rows=33):
 
 def batch(rank=0, dtype=torch.bfloat16):
     return torch.randn(4, 100, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def stored(model):
+    """Returns the bits of all weights, as they are stored."""
+    return [bits(getattr(p, "packed", p)) for p in model.parameters()]
 
 
 def whole(tensor):
@@ -172,6 +180,26 @@ def replicated(rank, size):
     for p, q in zip(model.parameters(), first.parameters()):
         assert type(p.grad) is torch.Tensor
         torch.testing.assert_close(p.grad, q.grad / size, rtol=2**-6, atol=2**-5)
+    # At its end, join() sends what the rank with the most batches has.
+    opt = halfstep.AdamW(wrapped.named_parameters(), lr=1e-2, weights="int8-ecc4", seed=1)
+    with wrapped.join():
+        for step in range(1 + rank):
+            wrapped(batch(step)).float().square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+            last = stored(model)
+    end = stored(model)
+    # What it is told not to send stays as it is.
+    kept = quantize_(network(seed=rank))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(kept, ["0.weight"])
+    wrapped = DistributedDataParallel(kept)
+    assert torch.equal(kept[0].weight.packed, quantize_(network(seed=rank))[0].weight.packed)
+    assert torch.equal(kept[2].weight.packed, quantize_(network(seed=0))[2].weight.packed)
+    if "init_sync" in inspect.signature(DistributedDataParallel).parameters:
+        kept = quantize_(network(seed=rank))
+        DistributedDataParallel(kept, init_sync=False)
+        assert torch.equal(kept[2].weight.packed, quantize_(network(seed=rank))[2].weight.packed)
+    return last, end
 
 
 def refused(call):
@@ -184,6 +212,7 @@ def refused(call):
 
 def collectives(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -206,7 +235,14 @@ def collectives(rank, size):
     whole_rows(torch.ones(2, 64)).sum().backward()
     assert type(whole_rows[0].weight.grad.to_local()) is torch.Tensor
     by_columns = quantize_(nn.Sequential(nn.Linear(96, 34)))
+    before = stored(model)
+    older = [
+        refused(lambda o=o: FullyShardedDataParallel(model, use_orig_params=o, device_id="cpu"))
+        for o in (False, True)
+    ]
+    assert stored(model) == before
     return (
+        older,
         refused(lambda: dist.all_reduce(model[0].weight.data)),
         refused(lambda: parallelize_module(by_columns, mesh, {"0": RowwiseParallel()})),
         refused(lambda: quantize_(shard(network()))),
@@ -241,12 +277,16 @@ def test_distributed_checkpoints(pool):
         pool.run(3, loaded, folder)
 
 
-def test_replicas_begin_with_the_bytes_of_rank_0(pool):
-    pool.run(2, replicated)
+def test_replicas_begin_and_end_with_the_bytes_of_one_rank(pool):
+    answers = pool.run(2, replicated)
+    last = answers[-1][0]
+    assert last != answers[0][0]
+    assert [end for _, end in answers] == [last, last]
 
 
 def test_what_ranks_may_do_with_a_weight(pool):
-    for summed, columns, late in pool.run(2, collectives):
+    for older, summed, columns, late in pool.run(2, collectives):
+        assert all("shard the model by fully_shard() instead" in text for text in older)
         assert "allreduce_" in summed and "sharded by rows" in summed
         assert "(34, 96) cannot be split along dimension 1" in columns
         assert "'0.weight' cannot be quantized: it is a DTensor; quantize the model bef" in late

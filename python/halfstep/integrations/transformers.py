@@ -18,7 +18,7 @@ from typing import Optional
 
 import torch
 
-from .. import plan
+from .. import _savers, plan
 from .._assignment import patterns_of
 from .._torch import warn
 from ..optimizer import unwrapped
@@ -39,6 +39,7 @@ except ImportError as error:
 __all__ = ["EMACallback", "factory", "load_averages"]
 
 
+_savers.prepare()  # of models that were quantized before Trainer was imported
 #: a checkpoint's file of averages
 _FILE = "halfstep_ema.pt"
 #: methods of the trainer that evaluate
