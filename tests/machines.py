@@ -34,7 +34,7 @@ ISA_OF_TORCH = (
 )
 ISA = """$BUILD/halfstep info --json | sed -n 's/^ *"isa": "\\(.*\\)",$/\\1/p'"""
 THREADS = """$BUILD/halfstep info --json | grep '"threads"'"""
-USER = "id -u; umask; ls /dev/shm 2>&1 | head -n 1; echo $TMPDIR; ls -d $HOME 2>&1"
+USER = "id -u; umask; ls /dev/shm 2>&1 | head -n 1; echo $TMPDIR; ls -d $HOME 2>&1 || true"
 COMMA_AND_DAY = """$BUILD/venv/bin/python -c 'import datetime, locale
 print(locale.localeconv()["decimal_point"], datetime.datetime.now().strftime("on the %d"))'"""
 LIMIT = """free -b | sed -n 's/Mem: *\\([0-9]*\\).*/\\1/p'; cat ${LIMIT:-/dev/null}"""

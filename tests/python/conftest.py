@@ -21,7 +21,7 @@ from common import bits, plain, states  # noqa: F401
 from torch import nn
 
 import halfstep
-from halfstep import _abi, _layout, _torch
+from halfstep import _abi, _layout, _packed, _torch
 
 #: the rules that step weights by gradients, in the order of the table
 RULES = [name for name, rule in _abi.rules.items() if not rule.raw_gradient]
@@ -248,7 +248,9 @@ def peak(act):
 def no_other_warnings():
     """Fails at its end if halfstep warned inside where nothing expected it, as pytest.warns() does.
     Filters cannot hide these warnings. Those of other packages go on to pytest."""
-    _torch.warn_once.cache_clear()  # what a test is told does not depend on the tests before it
+    # What a test is told does not depend on the tests before it.
+    _torch.warn_once.cache_clear()
+    _packed._judging = True
     with warnings.catch_warnings(record=True) as found:
         warnings.filterwarnings("always", OURS)
         yield
