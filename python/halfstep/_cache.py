@@ -8,7 +8,7 @@ from ._abi import NONFINITE
 from ._device_parts import formats_of
 from ._engine import Engine
 from ._parameters import PLAIN, check_parameter
-from ._sharding import local
+from ._sharding import local, stored
 from ._store import StoredState
 from ._watch import version
 
@@ -56,6 +56,8 @@ class EngineCache:
                 and p not in also
                 and not (self.groups.options.gradient_release and p.requires_grad)
             ):
+                if p.requires_grad and _devices.of(stored(p)).type == "meta":
+                    self._refuse_meta(self.names.of(g, i))
                 continue
             name = self.names.of(g, i)
             check_parameter(p, name)
@@ -76,6 +78,16 @@ class EngineCache:
         self.engine = engine
         self.placement.built(flat)
         return engine
+
+    @staticmethod
+    def _refuse_meta(name):
+        """Raises ValueError for a parameter that trains and never has a gradient."""
+        raise ValueError(
+            f"halfstep: parameter {name!r} is on meta and never has a gradient, because the model"
+            " computes with other tensors, which to_empty(), load_state_dict(assign=True) or hooks"
+            " such as those of Accelerate's cpu_offload() have put there. Make the optimizer"
+            " afterwards, of the parameters that the model has then"
+        )
 
     def _refresh(self, engine):
         """Gives the engine the current options. Returns False if one of them cannot change once

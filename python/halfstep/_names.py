@@ -224,9 +224,9 @@ class Names:
         self.given = names
         self.roster = [[names.get(p) for p in group["params"]] for group in groups]
         for group, own in zip(groups, self.roster):
-            if not own or None in own:
+            if None in own:
                 group.pop("param_names", None)
-            elif group.get("param_names") != own:
+            elif group.get("param_names", []) != own:
                 group["param_names"] = list(own)
 
     def give(self, group):

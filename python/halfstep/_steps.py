@@ -2,7 +2,7 @@
 
 import torch
 
-from . import _devices, _empty, _ranks, _sharding
+from . import _empty, _ranks, _sharding
 from ._torch import warn
 from ._updates import Scaler
 
@@ -54,15 +54,8 @@ class Steps:
                     p.grad = None
 
     def _doubt_parameters(self):
-        """Raises ValueError or warns if no parameter ever has a gradient, because the model then
-        computes with other tensors. The first such call may be one that a scheduler asks for."""
-        for g, i, p in self.groups.members():
-            if p.requires_grad and _devices.of(_sharding.stored(p)).type == "meta":
-                raise ValueError(
-                    f"halfstep: parameter {self.names.of(g, i)!r} is on meta and never has a"
-                    " gradient. Hooks such as those of Accelerate's cpu_offload() compute with"
-                    " other tensors; make the optimizer for parameters of a model without them"
-                )
+        """Warns if no parameter ever has a gradient, because the model then computes with other
+        tensors. The first such call may be one that a scheduler asks for."""
         self._idle += 1
         if self._idle == 2:
             warn(

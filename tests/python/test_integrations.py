@@ -2,6 +2,7 @@
 Trainer, also under TRL and PEFT, and averages. Accelerate has no callbacks, so its averages are
 made by hand."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -287,6 +288,19 @@ def test_the_factory_takes_rules_and_says_what_is_missing(tmp_path, capsys):
     assert opt.recipe(told["words"].weight).startswith("adamw")
     assert "\nmuon/f32/f32 " in capsys.readouterr().out
     assert factory(model, args, clip_norm=0.0, lr=0.5).param_groups[0]["lr"] == 0.5
+    copied = dataclasses.replace(args)
+    with pytest.raises(ValueError, match="copied from others, whose max_grad_norm"):
+        factory(model, copied)
+    for norm in (0, 0.7, 0.0, None):
+        args.max_grad_norm = norm
+        assert factory(model, args).clip_norm == factory(model, args).clip_norm == (norm or 0.0)
+    for kinds in (lambda p: p.dim() < 2, lambda p: False):
+        for p in model.parameters():
+            p.requires_grad_(kinds(p))
+        if any(p.requires_grad for p in model.parameters()):
+            assert [len(g["params"]) > 0 for g in factory(model, args).param_groups] == [0, 1]
+    with pytest.raises(ValueError, match="no parameter of the model trains"):
+        factory(model, args)
     with pytest.raises(TypeError, match="no learning rate.*args="):
         factory(model)
     with pytest.raises(halfstep.HalfstepError, match="unknown rule 'Lamp'"):

@@ -647,4 +647,7 @@ def test_parameters_beside_shards_count_once(pool):
             wrong = {key for key in got if got[key] != alone[key]}
             assert wrong <= ({"own0"} if "noise" in name else set()), (name, rank)
             assert stepped[:2] == [norm, d], (name, rank)
-            assert stepped[2] == (0 if "one tensor" in name and rank == 0 else skipped), (name, rank)
+            assert stepped[2] == (0 if "one tensor" in name and rank == 0 else skipped), (
+                name,
+                rank,
+            )

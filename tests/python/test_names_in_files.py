@@ -347,3 +347,32 @@ def test_safetensors_files_go_by_names(tmp_path):
         with pytest.raises(ValueError, match=text):
             wrong.load_safetensors(tmp_path / "file")
         assert not wrong.state
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_named_group_may_be_empty(place):
+    """Trainers make groups for weights that decay and for others, of which a model may have none
+    that train. Steps, states and later groups are those of an optimizer without it."""
+    params, others = tensors(), tensors()
+    later = params.pop("c"), others.pop("c")
+    full = {"params": list(params.values()), "param_names": list(params)}
+    groups = [full, full]
+    groups[place] = {"params": [], "param_names": []}
+    opt, plain_opt = halfstep.AdamW(groups), halfstep.AdamW(others.items())
+    for one, p in zip((opt, plain_opt), later):
+        one.add_param_group({"params": [p], "param_names": ["c"]})
+    params["c"], others["c"] = later
+    for one, some in ((opt, params), (plain_opt, others)):
+        run(one, some, 0, 2)
+    assert weights_of(params) == weights_of(others) and states(opt) == states(plain_opt)
+    fresh = twins(params)
+    again = halfstep.AdamW(
+        [
+            {**group, "params": [fresh[name] for name in group["param_names"]]}
+            for group in opt.state_dict()["param_groups"]
+        ]
+    )
+    again.load_state_dict(saved(opt.state_dict()))
+    run(again, fresh, 2, 3)
+    run(opt, params, 2, 3)
+    assert weights_of(fresh) == weights_of(params)

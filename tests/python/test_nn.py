@@ -425,6 +425,13 @@ def test_devices_and_dtypes():
     with torch.device("meta"):
         bare = quantize_(network())
     assert bare[0].weight.packed.shape == (64, 4 * 34)
+    # to_empty() keeps 8-bit weights and makes other parameters anew.
+    opt = halfstep.AdamW(bare.named_parameters(), lr=1e-2)
+    bare.to_empty(device="cpu")
+    bare[0].weight.grad, before = torch.ones(64, 100, dtype=dtype), bare[0].weight.packed.clone()
+    with pytest.raises(ValueError, match="'0.bias' is on meta and never has a gradient"):
+        opt.step()
+    assert torch.equal(bare[0].weight.packed, before)
 
 
 # ---- Models --------------------------------------------------------------------------------------

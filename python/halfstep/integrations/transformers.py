@@ -12,6 +12,7 @@ trainer = Trainer(
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from typing import Optional
@@ -56,8 +57,8 @@ def factory(
     model       the model. None: this function is returned, because trainers call what stands for
                 the class without arguments first
     args        the TrainingArguments. They give learning_rate and weight_decay, and betas and eps
-                to Adam and AdamW. Their max_grad_norm becomes clip_norm, and is 0 from then on, so
-                that the trainer leaves clipping to the step
+                to Adam and AdamW. Their max_grad_norm becomes clip_norm, and is -0.0 from then on,
+                so that the trainer leaves clipping to the step
     rule        a class of halfstep such as "Muon", or a recipe such as "adamw/bf16-sr/int8"
     clip_norm   that of the optimizer. None: what `args` say, or no clipping
     options     those of the optimizer. They take precedence over `args`. All options may be text
@@ -75,11 +76,14 @@ def factory(
         given.update(lr=args.learning_rate, weight_decay=args.weight_decay)
         if cls.rule in ("adam", "adamw"):
             given.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-        # Kept for another optimizer that is made with the same arguments.
-        args.halfstep_clip_norm = args.max_grad_norm or getattr(args, "halfstep_clip_norm", 0.0)
-        args.max_grad_norm = 0.0
-        clip_norm = args.halfstep_clip_norm if clip_norm is None else clip_norm
+        norm = _take_norm(args)
+        clip_norm = norm if clip_norm is None else clip_norm
     options = {**given, **read(cls, options)}
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "halfstep: no parameter of the model trains; set requires_grad of some before the"
+            " trainer is made"
+        )
     beside = cls.rule == "muon" and options.get("adamw") is not None
     if beside and options.get("adamw_names") is None:
         options["adamw_names"] = patterns_of(model)
@@ -97,6 +101,23 @@ def factory(
 def class_of(rule):
     """Returns the class of a rule or recipe, and what the recipe says of its options."""
     return (classes[rule], {}) if rule in classes else class_and_options(rule)
+
+
+def _take_norm(args):
+    """Returns the norm to clip by that TrainingArguments say. Puts -0.0 in its place, which the
+    trainer takes for 0, and which tells another optimizer of the same arguments that they said
+    `halfstep_clip_norm`. A 0 that somebody writes there later is +0.0."""
+    norm = args.max_grad_norm
+    if norm == 0 and math.copysign(1.0, norm) < 0:
+        norm = getattr(args, "halfstep_clip_norm", None)
+        if norm is None:
+            raise ValueError(
+                "halfstep: these TrainingArguments are copied from others, whose max_grad_norm an"
+                " optimizer has taken over; set max_grad_norm of the copy"
+            )
+    if norm:
+        args.halfstep_clip_norm, args.max_grad_norm = norm, -0.0
+    return norm or 0.0
 
 
 def _groups(model):
