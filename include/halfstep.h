@@ -128,7 +128,7 @@ typedef void (*halfstep_run_tasks)(void *host, halfstep_task task, void *argumen
 
 typedef struct halfstep_options {
     uint32_t struct_size;      /* sizeof(halfstep_options) */
-    int32_t threads;           /* 0: halfstep_default_threads() at each step; else 1 .. 1024 */
+    int32_t threads;           /* 0: halfstep_default_threads(), asked once; else 1 .. 1024 */
     uint64_t seed;             /* of the random bits */
     halfstep_run_tasks run;    /* NULL: the library's own pool */
     void *host;                /* first argument of run */
@@ -136,9 +136,10 @@ typedef struct halfstep_options {
     void *stream;              /* of the device, a CUstream (cudaStream_t); NULL: its default stream */
 } halfstep_options;
 
-/* Makes an optimizer without groups or tensors. options may be NULL. After an error *optimizer is NULL. Errors: NAME
- * for an unknown device, ARGUMENT for a stream without a device, RANGE, MEMORY. DEVICE if the device cannot be used;
- * halfstep_error_detail(NULL) then says why. */
+/* Makes an optimizer without groups or tensors. options may be NULL. After an error *optimizer is NULL. Reads the
+ * environment variables of the library; no step does. Errors: NAME for an unknown device, or for a variable HALFSTEP_*
+ * with a value that is not known, ARGUMENT for a stream without a device, RANGE, MEMORY. DEVICE if the device cannot be
+ * used; halfstep_error_detail(NULL) then says why. */
 HALFSTEP_API int halfstep_create(const halfstep_options *options, halfstep_optimizer **optimizer);
 /* Frees everything that the library allocated for an optimizer. NULL is allowed. */
 HALFSTEP_API void halfstep_destroy(halfstep_optimizer *optimizer);
@@ -580,10 +581,13 @@ HALFSTEP_API int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor
  * */
 
 /* Returns the number of threads that "threads = 0" means now: HALFSTEP_THREADS, else OMP_NUM_THREADS, else the number
- * of processors this process may use. If these belong to several NUMA nodes (Linux), each of the library's own threads
- * stays on one node. The threads are placed in the order of their shares of a step. halfstep_allocate_states() then has
- * each thread touch its share's states first. HALFSTEP_PIN=0 leaves threads alone. HALFSTEP_PIN=1 pins them also if
- * there is only one node. The caller's thread is never moved. */
+ * of processors this process may use, at most the quota of its container. A variable that is 0 or malformed counts as
+ * not set.
+ *
+ * If the processors belong to several NUMA nodes (Linux), each of the library's own threads stays on one node. The
+ * threads are placed in the order of their shares of a step. halfstep_allocate_states() then has each thread touch its
+ * share's states first. HALFSTEP_PIN=0 leaves threads alone. HALFSTEP_PIN=1 pins them also if there is only one node.
+ * The caller's thread is never moved. */
 HALFSTEP_API int32_t halfstep_default_threads(void);
 /* Sets options.threads from the next step on. Errors: RANGE. */
 HALFSTEP_API int halfstep_set_threads(halfstep_optimizer *optimizer, int32_t threads);
@@ -827,8 +831,8 @@ HALFSTEP_API const char *halfstep_isa_name(int32_t index);
 HALFSTEP_API int32_t halfstep_isa_available(int32_t index);
 /* Chooses the instruction set of optimizers created afterwards. NULL returns to the default. Errors: NAME. */
 HALFSTEP_API int halfstep_set_isa(const char *name);
-/* Returns a one-line static text if HALFSTEP_ISA names an instruction set that is unknown or cannot run here, and is
- * therefore ignored. Otherwise returns NULL. */
+/* Returns a sentence if HALFSTEP_ISA names an instruction set that is unknown or cannot run here, which
+ * halfstep_create() refuses. Otherwise returns NULL. The text is valid until the thread's next call. */
 HALFSTEP_API const char *halfstep_isa_warning(void);
 /* Writes the features of the processor that matter here into text[size], separated by spaces. */
 HALFSTEP_API void halfstep_cpu_features(char *text, size_t size);

@@ -76,11 +76,13 @@ expect 1 'no checkpoint in nowhere' train lm --data "$data" --checkpoint nowhere
 expect 1 'no checkpoint in nowhere' generate --checkpoint nowhere
 expect 1 'nowhere' inspect nowhere
 expect 1 'data/demo.txt' inspect "$data"
-# Every command refuses kernels that do not exist. It does not fall back to the choice of the library.
-for isa in avx9 SCALAR scalar,avx2; do
-    HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa, .* available: .*scalar" \
-        train lm --data "$data" --log log.csv --checkpoint run
-    HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa" info
+# Every command refuses a malformed variable.
+for setting in ISA=avx9 ISA=SCALAR ISA=scalar,avx2 THREADS=3x THREADS=1025 PIN=2 DEVICE_CHECK=no MPI=yes; do
+    says="HALFSTEP_${setting%%=*} is '${setting#*=}'; known: "
+    export "HALFSTEP_$setting"
+    expect 1 "$says" train lm --data "$data" --log log.csv --checkpoint run
+    expect 1 "$says" info
+    unset "HALFSTEP_${setting%%=*}"
 done
 [ "$(ls)" = $'err\nout' ] || fail "failed commands left files behind: $(ls)"
 ok "usage errors: one line, the right exit status, nothing left behind"

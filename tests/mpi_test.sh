@@ -137,6 +137,27 @@ refused $got "$(tail -1 bad.err)" -n 3 $run --recipe sgd/f32 --lr 1e6 --steps 60
 [ "$got" = 1 ] && grep -q "20 steps in a row" bad.err || { cat bad.err; fail "weights did not explode"; }
 echo "ok   ranks with other options, data or builds, and what several cannot do, are named at the start"
 
+# started STATUS TEXT VARIABLE=VALUE...: the program has these variables of a launcher, which is none of this MPI.
+started() {
+    local got=0
+    env "${@:3}" timeout 240 ${command:-$run} >started.out 2>started.err || got=$?
+    [ "$got" = "$1" ] && { [ -z "$2" ] || grep -qF -- "$2" started.err; } || { cat started.err; fail "${*:3}: expected status $1 and \"$2\", got $got"; }
+}
+started 1 "PMI_SIZE is 3, but MPI finds one process" PMI_RANK=0 PMI_SIZE=3
+started 1 "PMIX_RANK is 2, but MPI finds one process" PMIX_RANK=2
+started 1 "SLURM_STEP_NUM_TASKS is 2, but MPI finds" SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2
+started 1 "SLURM_PROCID is 1, but MPI finds one process" SLURM_PROCID=1 SLURM_NTASKS=2
+for command in "$program train mnist --epochs 1" "$program compare lm --data $data --recipes adamw/f32"; do
+    started 1 "PMI_SIZE is 3, and this command runs in one process" PMI_RANK=0 PMI_SIZE=3
+done
+# Each by itself, a batch script, a shell of salloc, and srun of one task.
+command="$run --steps 1"
+started 0 "" HALFSTEP_MPI=0 PMI_RANK=1 PMI_SIZE=3
+started 0 "" SLURM_PROCID=0 SLURM_NTASKS=8
+started 0 "" SLURM_NTASKS=8
+started 0 "" SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1
+echo "ok   processes of the launcher of another MPI do not each train the run"
+
 # ---- Signals and deaths ---------------------------------------------------------------------------------------------------------------
 
 lasting="--data $data --recipe adamw/bf16-sr/int8 --micro-steps 6 $small --val-every 0"

@@ -175,7 +175,7 @@ static void unknown_word(void)
 {
     setenv("HALFSTEP_DEVICE_CHECK", "maybe", 1);
     const int error = use("adamw/bf16-sr/int8", NULL);
-    CHECK(error == HALFSTEP_ERROR_DEVICE && strstr(halfstep_error_detail(NULL), "known: always, once, never"), "%d %s",
+    CHECK(error == HALFSTEP_ERROR_NAME && strstr(halfstep_error_detail(NULL), "known: always, once, never"), "%d %s",
           error, halfstep_error_detail(NULL));
 }
 

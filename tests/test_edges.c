@@ -864,23 +864,71 @@ static void test_threads(void)
 
 /* ---- Accumulation, and the choice of the instruction set --------------------------------------------------------- */
 
+#if defined(__linux__)
+static int readings;
+
+/* Takes the place of the C library's function. */
+char *getenv(const char *name)
+{
+    const size_t length = strlen(name);
+    readings++;
+    for (char **entry = environ; entry && *entry; entry++)
+        if (!strncmp(*entry, name, length) && (*entry)[length] == '=') return *entry + length + 1;
+    return NULL;
+}
+#endif
+
 static void test_choice(void)
 {
 #if defined(__linux__)
-    TEST("HALFSTEP_ISA that cannot be followed is told") {
-        const char *const values[] = {"nonsense", "", "scalar"};
-        for (int i = 0; i < 3; i++) {
-            /* The choice is made once in a process. */
+    TEST("a malformed variable is refused when an optimizer is made") {
+        static const char numbers[] = "known: whole numbers from 0 to 1024", bits[] = "known: 0, 1";
+        static const struct {
+            const char *name, *value, *known; /* known: what the error lists, or NULL for a good value */
+        } cases[] = {{"HALFSTEP_ISA", "nonsense", "known: scalar"},
+                     {"HALFSTEP_ISA", "", NULL},
+                     {"HALFSTEP_ISA", "scalar", NULL},
+                     {"HALFSTEP_THREADS", "3x", numbers},
+                     {"HALFSTEP_THREADS", "-2", numbers},
+                     {"HALFSTEP_THREADS", "1025", numbers},
+                     {"HALFSTEP_THREADS", " 1024 ", NULL},
+                     {"HALFSTEP_PIN", "yes", bits},
+                     {"HALFSTEP_PIN", "0,", bits},
+                     {"HALFSTEP_PIN", "1", NULL},
+                     {"HALFSTEP_DEVICE_CHECK", "maybe", "known: always, once, never"}};
+        for (size_t i = 0; i < COUNT(cases); i++) {
+            /* The choice of an instruction set is made once in a process. */
             fflush(stdout);
             pid_t child = fork();
             if (!child) {
-                setenv("HALFSTEP_ISA", values[i], 1);
-                const char *warning = halfstep_isa_warning();
-                test_leave(i ? warning != NULL : !warning || !strstr(warning, "HALFSTEP_ISA") || !halfstep_isa());
+                halfstep_optimizer *o;
+                char begin[64];
+                const char *known = cases[i].known;
+                setenv(cases[i].name, cases[i].value, 1);
+                const int error = halfstep_create(NULL, &o);
+                if (!known) test_leave(error != HALFSTEP_OK);
+                snprintf(begin, sizeof begin, "%s is '%s'; ", cases[i].name, cases[i].value);
+                const char *text = halfstep_error_detail(NULL);
+                int wrong = error != HALFSTEP_ERROR_NAME || strncmp(text, begin, strlen(begin)) || !strstr(text, known);
+                unsetenv(cases[i].name);
+                test_leave(wrong || halfstep_create(NULL, &o) != HALFSTEP_OK);
             }
             int status = test_child_status(child);
-            CHECK(status == 0, "HALFSTEP_ISA='%s': status %d", values[i], status);
+            CHECK(status == 0, "%s='%s': status %d", cases[i].name, cases[i].value, status);
         }
+    }
+    TEST("a step reads no environment variable") {
+        float weight[64] = {0}, gradient[64] = {0};
+        void *weights[1] = {weight};
+        const void *gradients[1] = {gradient};
+        halfstep_optimizer *o = new_optimizer("adamw/f32", 0, 0);
+        ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = 1, .row_length = 64, .gradient = "f32");
+        MUST(halfstep_allocate_states(o));
+        readings = 0;
+        MUST(halfstep_step(o, weights, gradients));
+        MUST(halfstep_step(o, weights, gradients));
+        EQUAL(readings, 0);
+        halfstep_destroy(o);
     }
 #endif
 }

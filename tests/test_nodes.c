@@ -9,6 +9,8 @@ int main(void) { return 0; }
 #include <time.h>
 #include <unistd.h>
 
+#include "base/process/environment.h"
+#include "base/process/limits.h"
 #include "device/host/host.h"
 #include "device/host/nodes.h"
 #include "device/host/threads.h"
@@ -24,7 +26,7 @@ static void put(const char *name, const char *text)
 {
     char path[512];
     snprintf(path, sizeof path, "%s/%s", folder, name);
-    for (char *slash = strchr(path + strlen(folder) + 1, '/'); slash; slash = NULL) {
+    for (char *slash = strchr(path + strlen(folder) + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
         *slash = '\0';
         mkdir(path, 0700);
         *slash = '/';
@@ -121,10 +123,11 @@ static void test_folder(void)
     }
     TEST("who is pinned") {
         struct hstep_nodes none = {.nodes = 0}, one = {.nodes = 1}, two = {.nodes = 2};
-        CHECK(!hstep_is_pinned(&none, NULL) && !hstep_is_pinned(&one, NULL) && hstep_is_pinned(&two, NULL), "by nodes");
-        CHECK(!hstep_is_pinned(&none, "1") && hstep_is_pinned(&one, "1") && hstep_is_pinned(&two, "1"), "told to");
-        CHECK(!hstep_is_pinned(&one, "0") && !hstep_is_pinned(&two, "0"), "told not to");
-        CHECK(!hstep_is_pinned(&one, "yes") && hstep_is_pinned(&two, "yes"), "told nothing that is known");
+        const int unset = HSTEP_NOT_SET;
+        CHECK(!hstep_is_pinned(&none, unset) && !hstep_is_pinned(&one, unset) && hstep_is_pinned(&two, unset),
+              "by nodes");
+        CHECK(!hstep_is_pinned(&none, 1) && hstep_is_pinned(&one, 1) && hstep_is_pinned(&two, 1), "told to");
+        CHECK(!hstep_is_pinned(&one, 0) && !hstep_is_pinned(&two, 0), "told not to");
     }
 }
 
@@ -155,6 +158,8 @@ static void look(void *arg, int64_t i)
 static struct seen run_two(void)
 {
     struct seen s = {.worker = 0};
+    char text[128];
+    hstep_read_environment(text, sizeof text);
     hstep_pool_shutdown();
     hstep_run_tasks(2, look, &s, 2);
     return s;
@@ -188,6 +193,29 @@ static void test_pool(void)
         CHECK(!s.worker || (s.processors == 1 && s.on[1]), "HALFSTEP_PIN=1: on %d processors", (int)s.processors);
         unsetenv("HALFSTEP_PIN");
         hstep_pool_shutdown();
+    }
+}
+
+/* ---- Limits of a container ---- */
+
+static void test_limits(void)
+{
+    TEST("the least limit of a group and of those above it counts") {
+        CHECK(isinf(hstep_processor_quota(folder)) && isinf(hstep_memory_limit(folder)), "limits without groups");
+        put("proc/self/cgroup", "3:memory:/not/here\n2:cpuacct,cpu:/a/b\n1:name=systemd:/\n0::/c/d\n");
+        put("sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us", "-1\n");
+        put("sys/fs/cgroup/cpu/a/b/cpu.cfs_period_us", "100000\n");
+        put("sys/fs/cgroup/c/d/cpu.max", "max 100000\n");
+        put("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+        CHECK(isinf(hstep_processor_quota(folder)), "a quota where there is none");
+        put("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "250000\n");
+        put("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
+        EQUAL(hstep_processor_quota(folder), 2.5);
+        put("sys/fs/cgroup/c/cpu.max", "50000 100000\n");
+        EQUAL(hstep_processor_quota(folder), 0.5);
+        EQUAL(hstep_memory_limit(folder), 9223372036854771712.0);
+        put("sys/fs/cgroup/c/memory.max", "4096\n");
+        EQUAL(hstep_memory_limit(folder), 4096.0);
     }
 }
 
@@ -268,6 +296,7 @@ int main(int argc, char **argv)
     test_lists();
     test_folder();
     test_pool();
+    test_limits();
     test_touch();
     hstep_pool_shutdown();
     remove_tree(folder);

@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 import torch
 
 from . import _abi, _checkpoints, _files, _layout, _matrices, _sharding, _state, accumulate
-from ._handles import seed_of
+from ._handles import Handle, seed_of
 from ._options import Options, bytes_of, keep_plain
 from ._parameters import check_parameter, format_of
 from ._parts import Parts
@@ -284,6 +284,7 @@ class Optimizer(torch.optim.Optimizer):
         }
         keep_plain(defaults)
         self._parts.options.check(defaults)
+        Handle(threads, 0).close()  # refuses malformed environment variables, before the first step
         super().__init__(params, defaults)
         self._parts.groups.check_quantized()
         if self._weights_asked:

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/process/environment.h"
 #include "base/lock.h"
 #include "base/schedule.h"
 #include "base/structs.h"
@@ -27,6 +28,14 @@ int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimize
     return hstep_create(given, 0, optimizer);
 }
 
+/* Reads our environment variables. Fails with NAME if one is malformed. */
+static int check_environment(const halfstep_optimizer *o)
+{
+    char text[HSTEP_DETAIL_BYTES];
+    const char *wrong = hstep_read_environment(text, sizeof text) ? text : hstep_isa_warning();
+    return wrong ? hstep_fail(o, HALFSTEP_ERROR_NAME, "%s", wrong) : HALFSTEP_OK;
+}
+
 int hstep_create(const halfstep_options *given, int checking, halfstep_optimizer **optimizer)
 {
     static atomic_uint_least64_t serial;
@@ -45,7 +54,7 @@ int hstep_create(const halfstep_options *given, int checking, halfstep_optimizer
     snprintf(o->ordinal, sizeof o->ordinal, "%s", rest);
     o->checking = checking;
     o->context.kernels = hstep_isa_in_use();
-    o->context.threads = options.threads;
+    o->context.threads = options.threads ? options.threads : halfstep_default_threads();
     o->seed = options.seed;
     o->context.run = options.run;
     o->context.host = options.host;
@@ -60,7 +69,8 @@ int hstep_create(const halfstep_options *given, int checking, halfstep_optimizer
     atomic_init(&o->results, NULL);
     /* The caller of a failed call gets no handle. As long as the serial is 0, halfstep_error_detail(NULL) finds the
      * text. */
-    int error = device->open ? hstep_why(o, device->open(&o->context, rest, options.stream)) : HALFSTEP_OK;
+    int error = check_environment(o);
+    if (!error && device->open) error = hstep_why(o, device->open(&o->context, rest, options.stream));
     if (!error) error = hstep_why(o, hstep_first_plan(o));
     if (!error) error = hstep_why(o, hstep_open_sync(o));
     if (!error && device->trusted && !checking) error = hstep_check_device(o, -1);
@@ -78,7 +88,7 @@ int halfstep_set_threads(halfstep_optimizer *o, int32_t threads)
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     if (threads < 0 || threads > 1024)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "threads = %d is not in [0, 1024]", (int)threads);
-    o->context.threads = threads;
+    o->context.threads = threads ? threads : halfstep_default_threads();
     return HALFSTEP_OK;
 }
 

@@ -4,10 +4,12 @@
 #include "kernels/dispatch.h"
 
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/api.h"
+#include "base/process/environment.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -168,16 +170,12 @@ struct row {
     const char *name;
     const struct hstep_kernels *kernels;
     int (*runs)(void);
-    const char *unavailable;
 };
-
-#define NOT_FOLLOWED "; using the fastest instruction set that runs here"
 
 static const struct row rows[] = {
 #define ROW_0(name) NULL, NULL
 #define ROW_1(name) &hstep_kernels_##name, hstep_cpu_##name
-#define ISA(name, processor, flags) \
-    {#name, PASTE(ROW_, COMPILED(name))(name), "HALFSTEP_ISA=" #name " cannot run here" NOT_FOLLOWED},
+#define ISA(name, processor, flags) {#name, PASTE(ROW_, COMPILED(name))(name)},
 #include "vec/isas.def"
 #undef ISA
 };
@@ -213,40 +211,37 @@ int hstep_isa_available(int isa)
 
 const struct hstep_kernels *hstep_isa_kernels(int isa) { return hstep_isa_available(isa) ? rows[isa].kernels : NULL; }
 
-/* Returns the best row + 1, plus 256 times the reason why HALFSTEP_ISA was not followed. The reason is 0 for none, row
- * + 1 for a row that is not available, ROWS + 1 for an unknown name. The first thread to finish decides for the
- * process. */
-static unsigned choice(void)
+/* Returns the row that HALFSTEP_ISA names, or the last available row if it names none. Writes a sentence to text if the
+ * variable cannot be followed, else "". The first thread that finds no fault in it decides for the process. */
+static int choose(char *text, size_t size)
 {
-    static _Atomic unsigned decided;
-    unsigned known = atomic_load_explicit(&decided, memory_order_relaxed);
-    if (known) return known;
-    int best = 0;
-    for (int i = 0; i < ROWS; i++)
-        if (hstep_isa_available(i)) best = i;
-    unsigned reason = 0;
-    const char *wanted = getenv("HALFSTEP_ISA");
-    if (wanted && *wanted) {
-        int isa = hstep_isa_find(wanted);
-        if (hstep_isa_available(isa)) best = isa;
-        else reason = (unsigned)(isa < 0 ? ROWS : isa) + 1;
+    static atomic_int decided; /* row + 1 */
+    int known = atomic_load_explicit(&decided, memory_order_relaxed), row[ROWS], n = 0;
+    char names[32 * sizeof rows / sizeof *rows] = "";
+    *text = 0;
+    if (known) return known - 1;
+    for (int i = 0; i < ROWS; i++) {
+        if (!hstep_isa_available(i)) continue;
+        snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", n ? ", " : "", rows[i].name);
+        row[n++] = i;
     }
-    unsigned found = (unsigned)best + 1 + 256 * reason;
-    return atomic_compare_exchange_strong(&decided, &known, found) ? found : known;
+    const struct hstep_variable variable = {"HALFSTEP_ISA", names, 0};
+    const int found = hstep_read_variable(&variable, text, size), best = row[found < 0 ? n - 1 : found];
+    if (found == HSTEP_MALFORMED) return best;
+    return atomic_compare_exchange_strong(&decided, &known, best + 1) ? best : known - 1;
 }
 
-int hstep_isa_best(void) { return (int)(choice() % 256) - 1; }
+int hstep_isa_best(void)
+{
+    char text[256];
+    return choose(text, sizeof text);
+}
 
 const char *hstep_isa_warning(void)
 {
-    unsigned reason = choice() / 256;
-    if (!reason) return NULL;
-    return reason <= (unsigned)ROWS ? rows[reason - 1].unavailable
-                                    : "HALFSTEP_ISA is set to an unknown instruction set; known:"
-#define ISA(name, processor, flags) " " #name
-#include "vec/isas.def"
-#undef ISA
-               NOT_FOLLOWED;
+    static _Thread_local char text[256];
+    choose(text, sizeof text);
+    return *text ? text : NULL;
 }
 
 /* ---- What the process has chosen ---- */

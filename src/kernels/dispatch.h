@@ -19,12 +19,12 @@ int hstep_isa_available(int isa);
 /* Returns NULL unless the row is available. */
 const struct hstep_kernels *hstep_isa_kernels(int isa);
 
-/* Returns the row that HALFSTEP_ISA names, if it is available, otherwise the last available row. The first call
- * decides. */
+/* Returns the row that HALFSTEP_ISA names, if it is available, otherwise the last available row. The first call that
+ * finds no fault in the variable decides. */
 int hstep_isa_best(void);
 /* Returns the kernels of the row that halfstep_set_isa() has chosen, or of the best row if it has chosen none. */
 const struct hstep_kernels *hstep_isa_in_use(void);
-/* Returns one line if HALFSTEP_ISA is set but cannot be followed, else NULL. */
+/* Returns a sentence if HALFSTEP_ISA is set but cannot be followed, else NULL. The thread's next call overwrites it. */
 const char *hstep_isa_warning(void);
 
 /* hstep_fp_enter() gives the calling thread IEEE's default environment: rounding to nearest even, subnormals kept, no

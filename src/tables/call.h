@@ -11,8 +11,8 @@
 /* How a handle's work is run. */
 struct hstep_context {
     const struct hstep_kernels *kernels; /* of the chosen instruction set */
-    int threads;                         /* 0: hstep_default_threads() */
-    halfstep_run_tasks run;              /* the caller's own threads, or NULL */
+    int threads;
+    halfstep_run_tasks run; /* the caller's own threads, or NULL */
     void *host;
     struct hstep_link *link; /* made by open(), or NULL */
     /* The chunks that a pass is restricted to, because only their states are in memory. end_chunk 0: it is not. Only

@@ -459,6 +459,12 @@ def test_unknown_options(rule, options):
         assert plain(opt.state_dict()) == before and len(opt.param_groups) == 1
 
 
+def test_malformed_variables(monkeypatch):
+    monkeypatch.setenv("HALFSTEP_PIN", "yes")
+    with pytest.raises(ValueError, match="HALFSTEP_PIN is 'yes'; known: 0, 1"):
+        halfstep.AdamW([Parameter(torch.ones(4))])
+
+
 def test_formats_for_another_dtype():
     """BF16 cannot be stored as fp32; fp32 stays as it is whatever is asked for."""
     p = Parameter(torch.ones(4, 64, dtype=torch.bfloat16))

@@ -250,7 +250,7 @@ int train_mnist(int argc, char **argv)
     int status = read_options(&t, &mnist_command, mnist_options_init, argc - 1, argv + 1);
     if (status != ARGS_RUN) return status;
     if (mnist_config_check(&t.config, error, sizeof error) != 0) status = usage_error(mnist_command.name, "%s", error);
-    else status = run_mnist(&t.config, t.json);
+    else if ((status = dist_refuse(mnist_command.name)) == 0) status = run_mnist(&t.config, t.json);
     args_free(&t.args);
     return status;
 }

@@ -11,6 +11,7 @@
 #include "cli/commands.h"
 #include "common/args/args.h"
 #include "trainer/compare/compare.h"
+#include "trainer/ranks/dist.h"
 
 static const struct command completion_command, man_command;
 static int compare_kind(int argc, char **argv);
@@ -247,22 +248,20 @@ static int occupy_standard_streams(void)
     return 0;
 }
 
-/* Refuses a HALFSTEP_ISA that cannot be used. The library itself falls back to the best kernels, but then a user would
- * measure or check the wrong ones. */
-static int refuse_isa(void)
+/* Refuses malformed environment variables of ours before anything is done. The library refuses its own when it makes an
+ * optimizer. Returns 0 or the exit status. */
+static int refuse_environment(void)
 {
-    const char *asked = getenv("HALFSTEP_ISA"), *separator = "";
-    char shown[400];
-    plain_text(shown, sizeof shown, asked ? asked : "");
-    fprintf(stderr,
-            "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; available: ", shown);
-    for (int32_t i = 0; i < halfstep_isa_count(); i++) {
-        if (!halfstep_isa_available(i)) continue;
-        fprintf(stderr, "%s%s", separator, halfstep_isa_name(i));
-        separator = ", ";
-    }
-    fprintf(stderr, "\n");
-    return 2;
+    halfstep_optimizer *optimizer;
+    char error[400] = "", shown[400];
+    if (halfstep_create(NULL, &optimizer) == HALFSTEP_ERROR_NAME)
+        snprintf(error, sizeof error, "%s", halfstep_error_detail(NULL));
+    else dist_asked(error, sizeof error);
+    halfstep_destroy(optimizer);
+    if (!error[0]) return 0;
+    plain_text(shown, sizeof shown, error);
+    fprintf(stderr, "halfstep: %s\n", shown);
+    return 1;
 }
 
 int main(int argc, char **argv)
@@ -272,7 +271,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "halfstep: the library has ABI %d, this program needs %d\n", halfstep_abi(), HALFSTEP_ABI);
         return 1;
     }
-    if (halfstep_isa_warning()) return refuse_isa();
+    if (refuse_environment()) return 1;
     if (argc < 2) {
         print_help(stderr);
         return 2;

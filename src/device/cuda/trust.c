@@ -20,18 +20,15 @@
 #define process_id() (int)getpid()
 #endif
 
-enum policy { ALWAYS, ONCE, NEVER };
+#include "base/process/environment.h"
 
-static int find_policy(enum policy *policy)
+/* In the order of the variable's words. */
+enum { ALWAYS, ONCE, NEVER };
+
+static int find_policy(void)
 {
-    static const char *const names[] = {"always", "once", "never"};
-    const char *value = getenv("HALFSTEP_DEVICE_CHECK");
-    *policy = ONCE;
-    if (!value || !*value) return HALFSTEP_OK;
-    for (*policy = ALWAYS; *policy <= NEVER; ++*policy)
-        if (!strcmp(value, names[*policy])) return HALFSTEP_OK;
-    return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "HALFSTEP_DEVICE_CHECK is '%.40s'; known: always, once, never",
-                           value);
+    const int policy = hstep_setting(HSTEP_SET_DEVICE_CHECK);
+    return policy == HSTEP_NOT_SET ? ONCE : policy;
 }
 
 /* Kernels that are not fused are trusted together, under the name of the first. */
@@ -105,17 +102,15 @@ static void write_file(struct hstep_gpu *g)
 
 int hstep_cuda_trusted(struct hstep_gpu *g, int fused)
 {
-    enum policy policy;
-    const int kernel = kernel_of(fused), error = find_policy(&policy);
-    if (error || policy == NEVER) return error ? error : 1;
+    const int kernel = kernel_of(fused), policy = find_policy();
+    if (policy == NEVER) return 1;
     if (policy == ONCE && !atomic_load(&g->trusted[kernel])) read_file(g);
     return atomic_load(&g->trusted[kernel]);
 }
 
 void hstep_cuda_trust(struct hstep_gpu *g, int fused)
 {
-    enum policy policy;
-    const int in_a_file = !find_policy(&policy) && policy == ONCE;
+    const int in_a_file = find_policy() == ONCE;
     if (in_a_file) read_file(g); /* what other processes have added */
     atomic_store(&g->trusted[kernel_of(fused)], 1);
     if (in_a_file) write_file(g);

@@ -7,8 +7,7 @@
 
 #include "device/cuda/gpu.h"
 
-/* Returns 1 if a fused kernel may be used, or with -1 all others; 0 if it must be checked. Returns DEVICE with a text
- * if HALFSTEP_DEVICE_CHECK has an unknown value. */
+/* Returns 1 if a fused kernel may be used, or with -1 all others; 0 if it must be checked. */
 int hstep_cuda_trusted(struct hstep_gpu *g, int fused);
 /* Remembers that a fused kernel, or with -1 all others, gave the right bits. Where no file can be written, only this
  * process remembers it. */

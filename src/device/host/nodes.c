@@ -3,7 +3,6 @@
 #include "device/host/nodes.h"
 
 #include <stdio.h>
-#include <string.h>
 
 #ifndef _WIN32
 #include <fcntl.h>
@@ -106,10 +105,8 @@ int hstep_node_of_thread(const struct hstep_nodes *nodes, int t, int threads)
     return nodes->node[(long long)t * nodes->count / threads];
 }
 
-int hstep_is_pinned(const struct hstep_nodes *nodes, const char *variable)
+int hstep_is_pinned(const struct hstep_nodes *nodes, int setting)
 {
     if (nodes->nodes < 1) return 0;
-    if (variable && !strcmp(variable, "0")) return 0;
-    if (variable && !strcmp(variable, "1")) return 1;
-    return nodes->nodes > 1;
+    return setting < 0 ? nodes->nodes > 1 : setting;
 }

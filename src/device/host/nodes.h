@@ -25,8 +25,8 @@ void hstep_read_nodes(const char *folder, const unsigned char *allowed, struct h
  * neighbours stay together. */
 int hstep_node_of_thread(const struct hstep_nodes *nodes, int t, int threads);
 
-/* Returns 1 if threads are pinned to NUMA nodes. `variable`, the value of HALFSTEP_PIN, decides if it is 0 or 1.
+/* Returns 1 if threads are pinned to NUMA nodes. `setting`, which HALFSTEP_PIN sets, decides if it is 0 or 1.
  * Otherwise threads are pinned on machines with more than one node. Without known nodes they never are. */
-int hstep_is_pinned(const struct hstep_nodes *nodes, const char *variable);
+int hstep_is_pinned(const struct hstep_nodes *nodes, int setting);
 
 #endif

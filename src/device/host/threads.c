@@ -8,6 +8,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "base/process/environment.h"
+#include "base/process/limits.h"
 #include "base/lock.h"
 #include "device/host/host.h"
 #include "device/host/nodes.h"
@@ -82,13 +84,16 @@ static int os_start(os_thread *thread, void *(*main)(void *), void *arg)
 }
 static int os_processors(void)
 {
+    /* The process may use more processors than a cpu_set_t can name, or the system does not say which. */
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    const double quota = hstep_processor_quota("");
 #ifdef __linux__
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+    if (sched_getaffinity(0, sizeof set, &set) == 0) processors = CPU_COUNT(&set);
 #endif
-    /* The process may use more processors than a cpu_set_t can name, or the system does not say which. */
-    long online = sysconf(_SC_NPROCESSORS_ONLN);
-    return online > HSTEP_MAX_THREADS ? HSTEP_MAX_THREADS : (int)online;
+    /* Rounded up, because a thread on a part of a processor still does a part of the work. */
+    if (quota < (double)processors) processors = (long)quota + (quota > (double)(long)quota);
+    return processors > HSTEP_MAX_THREADS ? HSTEP_MAX_THREADS : (int)processors;
 }
 
 #endif
@@ -305,7 +310,7 @@ static void pin_workers(void)
     int threads = pool.started + 1;
     if (pool.pinned < 0 || pool.pinned == threads) return;
     if (!pool.pinned) os_read_nodes(&pool.nodes);
-    pool.pinned = hstep_is_pinned(&pool.nodes, getenv("HALFSTEP_PIN")) ? threads : -1;
+    pool.pinned = hstep_is_pinned(&pool.nodes, hstep_setting(HSTEP_SET_PIN)) ? threads : -1;
     for (int t = 1; t < pool.pinned; t++)
         os_pin(pool.thread[t - 1], &pool.nodes, hstep_node_of_thread(&pool.nodes, t, threads));
 }
@@ -389,25 +394,14 @@ void hstep_pool_shutdown(void)
 __attribute__((destructor)) static void at_unload(void) { hstep_pool_shutdown(); }
 #endif
 
-/* Returns the number that `text` begins with. Blanks may follow it, and then the end of the text or `stop`. Returns 0
- * if the text is malformed. */
-static int parse_threads(const char *text, char stop)
-{
-    int64_t value = 0;
-    if (!text) return 0;
-    while (*text == ' ' || *text == '\t') text++;
-    for (; *text >= '0' && *text <= '9'; text++)
-        if (value <= HSTEP_MAX_THREADS) value = value * 10 + (*text - '0');
-    while (*text == ' ' || *text == '\t') text++;
-    if (*text != '\0' && *text != stop) return 0;
-    return value > HSTEP_MAX_THREADS ? HSTEP_MAX_THREADS : (int)value;
-}
-
 int hstep_default_threads(void)
 {
-    int threads = parse_threads(getenv("HALFSTEP_THREADS"), '\0');
-    if (threads == 0) threads = parse_threads(getenv("OMP_NUM_THREADS"), ',');
-    if (threads == 0) threads = os_processors();
+    char text[128];
+    hstep_read_environment(text, sizeof text);
+    int threads = hstep_setting(HSTEP_SET_THREADS);
+    const char *others = threads > 0 ? NULL : getenv("OMP_NUM_THREADS");
+    if (others) threads = hstep_parse_number(others, HSTEP_MAX_THREADS, ',');
+    if (threads <= 0) threads = os_processors();
     return threads > HSTEP_MAX_THREADS ? HSTEP_MAX_THREADS : threads > 0 ? threads : 1;
 }
 
@@ -416,7 +410,7 @@ int32_t halfstep_default_threads(void) { return hstep_default_threads(); }
 void hstep_run(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n)
 {
     if (c->run) c->run(c->host, task, argument, n);
-    else run_tasks(c->threads ? c->threads : hstep_default_threads(), task, argument, n, 0);
+    else run_tasks(c->threads, task, argument, n, 0);
 }
 
 struct backward_run {
@@ -435,5 +429,5 @@ void hstep_run_backwards(const struct hstep_context *c, halfstep_task task, void
 {
     struct backward_run r = {task, argument, n};
     if (c->run) c->run(c->host, backward_task, &r, n);
-    else run_tasks(c->threads ? c->threads : hstep_default_threads(), task, argument, n, 1);
+    else run_tasks(c->threads, task, argument, n, 1);
 }

@@ -17,14 +17,15 @@
  *
  * On machines with several NUMA nodes the threads of the pool are pinned to nodes in the order of their shares. Equal
  * runs then touch the same memory from the same node. HALFSTEP_PIN=0 turns this off, and HALFSTEP_PIN=1 turns it on
- * everywhere. */
+ * everywhere. It is read when an optimizer is created. */
 void hstep_run_tasks(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n);
 /* Does the same, but every thread goes through its share from the end to the begin. It then first meets the data that
  * an earlier run has left in its caches. */
 void hstep_run_tasks_backwards(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n);
 
 /* Returns HALFSTEP_THREADS, else the first number of OMP_NUM_THREADS, else the number of processors that this process
- * may use. The result is at most HSTEP_MAX_THREADS. A malformed variable counts as not set. */
+ * may use. A container's quota of processors counts, rounded up. The result is at most HSTEP_MAX_THREADS. A variable
+ * that is 0 or malformed counts as not set. */
 int hstep_default_threads(void);
 
 /* Ends the threads. The next run starts new ones. Is called when the library is unloaded or the process exits. Does

@@ -11,19 +11,22 @@
 
 #include "halfstep.h"
 
+#include "base/process/limits.h"
+
 #include "common/args/args.h"
 #include "common/args/recipes.h"
 
 static double available_bytes(void)
 {
+    const double limit = hstep_memory_limit("");
     double kilobytes = 0;
     char line[256];
     FILE *f = fopen("/proc/meminfo", "r");
     while (f && fgets(line, sizeof line, f))
         if (sscanf(line, "MemAvailable: %lf kB", &kilobytes) == 1) break;
     if (f) fclose(f);
-    if (kilobytes > 0) return kilobytes * 1024;
-    return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE) / 2;
+    if (kilobytes > 0) return fmin(kilobytes * 1024, limit);
+    return fmin((double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE), limit) / 2;
 }
 
 static int compare_doubles(const void *a, const void *b)

@@ -11,6 +11,7 @@
 #include "common/interrupt.h"
 #include "trainer/compare/compare_internal.h"
 #include "trainer/files/checkpoint.h"
+#include "trainer/ranks/dist.h"
 
 enum { RATE_BYTES = 320 };
 
@@ -452,7 +453,8 @@ int compare_run(const struct compare_kind *kind, const struct comparison *compar
     make_options(compare);
     int status = args_parse(&compare->args, &command, compare->groups, 2, argc, argv);
     if (status == ARGS_RUN) {
-        status = prepare(compare);
+        status = dist_refuse(comparison->command);
+        if (status == 0) status = prepare(compare);
         /* Until now there was nothing to save, so a signal ended the program. */
         if (status == 0) interrupt_install();
         if (status == 0) status = train_all(compare);

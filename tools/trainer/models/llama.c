@@ -13,6 +13,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/process/limits.h"
+
 #include "common/text.h"
 #include "trainer/loops/rows.h"
 
@@ -153,11 +155,11 @@ struct lm *lm_create(const struct lm_config *config, const struct lm_options *op
     }
     struct arena arena = {NULL, 0};
     layout(m, &arena);
-    double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    double machine = fmin((double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE), hstep_memory_limit(""));
     m->arena = arena.used < machine ? aligned_alloc(64, (size_t)arena.used) : NULL;
     if (!m->arena) {
         snprintf(error, error_bytes,
-                 "a batch of %d x %d of this model needs %.3g GiB of activations; the machine has %.3g", o->batch,
+                 "a batch of %d x %d of this model needs %.3g GiB of activations; this process may have %.3g", o->batch,
                  c.context, arena.used * 0x1p-30, machine * 0x1p-30);
         goto failed;
     }

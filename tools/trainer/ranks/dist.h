@@ -40,12 +40,16 @@ struct dist {
     void (*end_job)(int status);
 };
 
-/* True if a launcher (mpirun, srun) has started this process as one of a job. HALFSTEP_MPI in the environment decides
- * if it is set: 0 is false, anything else true. */
+/* Returns HALFSTEP_MPI, 0 or 1. Returns a number below 0 if it is not set, and HSTEP_MALFORMED with an error text if it
+ * has another value. */
+int dist_asked(char *error, size_t error_bytes);
+/* True if a launcher (mpirun, srun) has started this process as one of a job. HALFSTEP_MPI decides if it is set. */
 int dist_launched(void);
-/* Returns the rank in the launcher's environment, or -1 without one. Works before dist_open(). */
-int dist_launched_rank(void);
-/* Loads libhalfstep_mpi and joins the job. Returns NULL with an error text on failure. */
+/* For commands that run in one process: fails if a launcher has started several, unless HALFSTEP_MPI is 0. Returns 0 or
+ * the exit status. */
+int dist_refuse(const char *command);
+/* Loads libhalfstep_mpi and joins the job. Returns NULL with an error text on failure, also if the launcher says that
+ * there are other processes and MPI does not find them. */
 struct dist *dist_open(char *error, size_t error_bytes);
 
 #endif

@@ -1,10 +1,13 @@
 #define HALFSTEP_ADVANCED
 #include "trainer/ranks/train_ranks.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+#include "base/process/limits.h"
 
 #include "common/interrupt.h"
 
@@ -19,10 +22,12 @@ int ranks_threads(const struct run_config *config)
     int threads = halfstep_default_threads();
     const char *asked = getenv("HALFSTEP_THREADS"), *asked_of_all = getenv("OMP_NUM_THREADS");
     if (!config->dist || (asked && *asked) || (asked_of_all && *asked_of_all)) return threads;
-    /* If a launcher has bound each process to processors of its own, the library's default is a share already. */
-    long share = sysconf(_SC_NPROCESSORS_ONLN) / config->dist->local_ranks;
+    /* If a launcher has bound each process to processors of its own, the library's default is a share already. A
+     * container's quota is for all of them. */
+    const double all = fmin((double)sysconf(_SC_NPROCESSORS_ONLN), ceil(hstep_processor_quota("")));
+    int share = (int)all / config->dist->local_ranks;
     if (share < 1) share = 1;
-    return threads < share ? threads : (int)share;
+    return threads < share ? threads : share;
 }
 
 int ranks_check(struct run *run)
