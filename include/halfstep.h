@@ -746,6 +746,8 @@ typedef struct halfstep_storage {
      * are those of the call; NULL in micro-steps, and where the caller gave none. */
     int (*flush)(void *host, void *const *weights);
     const char *(*why)(void *host); /* returns the text of the last error; may be NULL */
+    int (*begin)(void *host);       /* called before a step, a round or a flush. An error refuses that call, and the
+                                       storage counts as whole. May be NULL */
 } halfstep_storage;
 
 /* Binds the states to a storage, in place of halfstep_bind_states(). The storage must hold a value for every piece by

@@ -209,7 +209,8 @@ HALFSTEP_API int halfstep_read_optimizer(const char *path, halfstep_optimizer *o
  *   halfstep_destroy(optimizer);
  *
  * Both take the place of halfstep_allocate_states(). The file takes twice the bytes of states and weights, and all of
- * them are reserved at creation. One process uses it at a time. A child after fork() cannot step the optimizer.
+ * them are reserved at creation. One process uses it at a time. A child after fork() cannot step the optimizer. Once
+ * the file is deleted, steps are refused with nothing changed (ORDER), and its states can still be read.
  * docs/checkpoints.md has the layout. */
 typedef struct halfstep_store halfstep_store;
 
@@ -233,7 +234,8 @@ HALFSTEP_API int halfstep_store_create(const char *path, halfstep_optimizer *opt
 /* Opens a file for an optimizer of the same tensors, in the same order, with the same recipes, seed and generator
  * (MISMATCH otherwise; the text has the first difference). Sets counters, scalars and grids; hyper-parameters stay as
  * they are here. Reads the weights into `weights` unless that is NULL. If the file keeps no weights, compares their
- * hash instead (MISMATCH). A note says that one of the two last records is damaged, as after a loss of power; the other
+ * hash instead (MISMATCH). Reads all states and compares them with their sums, as steps do with what they read (FORMAT
+ * if bytes have changed). A note says that one of the two last records is damaged, as after a loss of power; the other
  * one counts then. After a failure the optimizer has no states, its counters may be those of the file, and weights may
  * be partly read if the disk failed. */
 HALFSTEP_API int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *const *weights,

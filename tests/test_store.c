@@ -168,10 +168,13 @@ static const void *const *gradients_of(uint64_t step)
     return places;
 }
 
+static halfstep_options made_with; /* `run` and `host` of the next run */
+
 /* Makes an optimizer and the weights that it begins with. */
 static void make_run(run *r)
 {
-    const halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 5};
+    const halfstep_options options = {
+        .struct_size = sizeof options, .threads = 1, .seed = 5, .run = made_with.run, .host = made_with.host};
     memset(r, 0, sizeof *r);
     if (halfstep_create(&options, &r->optimizer)) exit(1);
     for (int t = 0; t < TENSORS; t++) {
@@ -605,20 +608,97 @@ static void test_bad_page(void)
     const char *path = path_of("page");
     make_file(path, 3, NULL);
     const hstep_layout layout = layout_of(path, &record);
+    WORKS(open_run(&r, path));
+    CHECK(is_at(&r, 3), "other weights");
     fault.bad_page = hstep_half_begin(&layout, record.halves[0]);
     hstep_free_commit(&record);
-    for (int i = 0; i < 2; i++) {
-        WORKS(open_run(&r, path));
-        CHECK(is_at(&r, 3), "other weights");
-        EQUAL(step(&r), IO);
-        snprintf(message, sizeof message, "%s", halfstep_error_detail(r.optimizer));
-        SAYS("cannot read");
-        SAYS("page: Input/output error");
-        EQUAL(step(&r), ORDER);
-        end_run(&r);
-    }
+    EQUAL(step(&r), IO);
+    snprintf(message, sizeof message, "%s", halfstep_error_detail(r.optimizer));
+    SAYS("cannot read");
+    SAYS("page: Input/output error");
+    EQUAL(step(&r), ORDER);
+    end_run(&r);
+    FAILS(open_run(&r, path), IO, "page: Input/output error");
+    end_run(&r);
     fault.bad_page = UINT64_MAX;
     go_on(path, 3, 3);
+}
+
+/* Changes a byte of each piece in turn: in its states, then in its weight, which is in a page that a step reads. The
+ * next step fails, and so does opening. */
+static void test_changed_bytes(void)
+{
+    run r;
+    hstep_commit record;
+    const halfstep_store_options options = {.struct_size = sizeof options, .piece_bytes = 2000};
+    const char *path = path_of("changed");
+    uint64_t begin = 0;
+    int refused = 0;
+    make_file(path, 3, &options);
+    const hstep_layout layout = layout_of(path, &record);
+    for (uint64_t i = 0; i < layout.pieces && !test_group_failed; i++) {
+        SIZED(halfstep_piece, piece);
+        WORKS(open_run(&r, path));
+        EQUAL(halfstep_get_piece(r.optimizer, (int64_t)i, &piece), OK);
+        end_run(&r);
+        const uint64_t at = hstep_half_begin(&layout, record.halves[i]) + begin,
+                       places[] = {at + piece.state_bytes / 2, at + piece.state_bytes};
+        begin += hstep_whole_pages(piece.state_bytes + piece.weight_bytes);
+        for (int k = 0; k < 2 && piece.state_bytes; k++) {
+            WORKS(open_run(&r, path));
+            change_byte(path, places[k]);
+            EQUAL(step(&r), FORMAT);
+            snprintf(message, sizeof message, "%s", halfstep_error_detail(r.optimizer));
+            SAYS("have another sum");
+            EQUAL(step(&r), ORDER);
+            end_run(&r);
+            FAILS(open_run(&r, path), FORMAT, "have another sum");
+            end_run(&r);
+            change_byte(path, places[k]);
+            refused++;
+        }
+    }
+    hstep_free_commit(&record);
+    CHECK(refused > 2 * TENSORS, "only %d places", refused);
+    go_on(path, 3, 3);
+}
+
+static void unlink_and_run(void *path, halfstep_task task, void *argument, int64_t n)
+{
+    unlink(path);
+    for (int64_t i = 0; i < n; i++) task(argument, i);
+}
+
+/* The file is cut or deleted between two steps, or within one. */
+static void test_lost_file(void)
+{
+    run r;
+    char bytes[4];
+    const char *path = path_of("lost");
+    for (int way = 0; way < 3; way++) {
+        unlink(path);
+        made_with = (halfstep_options){.run = way == 2 ? unlink_and_run : NULL, .host = (void *)(uintptr_t)path};
+        WORKS(create(&r, path, NULL));
+        made_with = (halfstep_options){0};
+        if (way < 2) CHECK(!step(&r), "%s", halfstep_error_detail(r.optimizer));
+        if (way == 0) CHECK(!truncate(path, 4096), "truncate");
+        if (way == 1) unlink(path);
+        for (int i = 0; i < 2 && way < 2; i++) {
+            EQUAL(i ? halfstep_flush(r.optimizer, NULL) : step(&r), ORDER);
+            snprintf(message, sizeof message, "%s", halfstep_error_detail(r.optimizer));
+            SAYS(way ? "lost was deleted while it was in use" : "lost has 4096 bytes instead of");
+            SAYS("this call has changed nothing");
+            CHECK(is_at(&r, 1) && steps_of(&r) == 1, "other weights or counters");
+        }
+        if (way == 1) EQUAL(halfstep_read_bytes(r.optimizer, 0, HALFSTEP_SLOT_STATE, 0, 0, sizeof bytes, bytes), OK);
+        if (way == 2) {
+            EQUAL(step(&r), ORDER);
+            snprintf(message, sizeof message, "%s", halfstep_error_detail(r.optimizer));
+            SAYS("the weights are those after the step");
+            CHECK(is_at(&r, 1) && steps_of(&r) == 0, "other weights or counters");
+        }
+        end_run(&r);
+    }
 }
 
 /* ---- Losses of power --------------------------------------------------------------------------------------------- */
@@ -817,6 +897,8 @@ int main(int argc, char **argv)
     TEST("to safetensors and back") test_safetensors();
     TEST("every call fails once") test_errors();
     TEST("an unreadable page is one clear error") test_bad_page();
+    TEST("bytes that have changed are noticed") test_changed_bytes();
+    TEST("a file that is cut or deleted") test_lost_file();
     TEST("a loss of power leaves a whole step") test_power();
     TEST_UNLESS_EMULATED("the child of a fork") test_fork();
     TEST_UNLESS_EMULATED("kills") test_kills(kills ? kills : BY_LENGTH(10, 50, 150));

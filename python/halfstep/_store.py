@@ -554,7 +554,10 @@ class Store:
         try:
             self._reopen()
         except Exception as error:
-            now = f"it could not be opened again ({error}), so make the optimizer anew from it"
+            now = (
+                f"it could not be opened again ({error}), and weights may be stepped in part, so"
+                " load weights and states from a copy of the file or another checkpoint"
+            )
         else:
             now = (
                 "states and weights are those of its last whole step, and step() goes on from there"

@@ -229,6 +229,8 @@ halfstep_piece hstep_describe(const struct hstep_tensor *t, int tensor, int64_t 
 int hstep_walk(const struct hstep_request *s, int sums_only);
 /* Fails with ORDER if the storage has failed since it was bound. Succeeds without storage. */
 int hstep_check_storage(const halfstep_optimizer *o);
+/* Fails like hstep_check_storage(), or if the storage refuses a step. Nothing has changed then. */
+int hstep_begin_storage(const halfstep_optimizer *o);
 /* Keeps the counters as they are, for hstep_commit(). Does nothing without storage. */
 void hstep_keep_counts(halfstep_optimizer *o);
 /* Flushes the storage, if there is one. After a failure puts the counters back. */

@@ -191,7 +191,7 @@ static int check_memory(const struct hstep_request *s)
 
 int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
-    int error = hstep_check_storage(s->o);
+    int error = hstep_begin_storage(s->o);
     if (error || (error = check_bound(s)) || (error = check_accumulates(s)) || (error = check_single(s)) ||
         (part != HSTEP_PART_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
         (part == HSTEP_PART_FINISH && (error = check_norms(s))) ||

@@ -463,7 +463,7 @@ static int begin_round(halfstep_optimizer *o, int64_t *statistics)
 
 static int run_round(halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)
 {
-    int error = hstep_check_storage(o);
+    int error = hstep_begin_storage(o);
     if (error) return error;
     if (part == HSTEP_PART_BEGIN) return begin_round(o, call->statistics);
     if (part == HSTEP_PART_NORMS) return HALFSTEP_OK;

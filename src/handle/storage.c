@@ -363,14 +363,31 @@ int hstep_check_storage(const halfstep_optimizer *o)
                       "the storage of the states has failed; bind it again, and restore weights and records from it");
 }
 
-/* Fails with the code and the text of the storage. Waits for all that is under way. changed: 1 if a step or a write may
- * be half done. */
+/* Fails with the code and the text of the storage. */
+static int fail_by_storage(const halfstep_optimizer *o, int code)
+{
+    const halfstep_storage *table = &o->storage->table;
+    const char *why = table->why ? table->why(table->host) : NULL;
+    if (code > 0 || code == HALFSTEP_NONFINITE) code = HALFSTEP_ERROR_IO;
+    return hstep_fail(o, code, "%s", why && *why ? why : "the storage of the states has failed");
+}
+
+int hstep_begin_storage(const halfstep_optimizer *o)
+{
+    struct hstep_storage *st = o->storage;
+    int error = hstep_check_storage(o);
+    if (error || !st || !st->table.begin) return error;
+    hstep_lock(&st->lock);
+    if ((error = st->table.begin(st->table.host))) error = fail_by_storage(o, error);
+    hstep_unlock(&st->lock);
+    return error;
+}
+
+/* Fails like fail_by_storage(). Waits for all that is under way. changed: 1 if a step or a write may be half done. */
 static int fail(const halfstep_optimizer *o, int code, int changed)
 {
     struct hstep_storage *st = o->storage;
-    const char *why = st->table.why ? st->table.why(st->table.host) : NULL;
-    if (code > 0 || code == HALFSTEP_NONFINITE) code = HALFSTEP_ERROR_IO;
-    code = hstep_fail(o, code, "%s", why && *why ? why : "the storage of the states has failed");
+    code = fail_by_storage(o, code);
     st->table.wait(st->table.host);
     st->held = -1;
     st->dirty = 0;
@@ -648,7 +665,7 @@ int hstep_commit(halfstep_optimizer *o, void *const *weights)
 int halfstep_flush(halfstep_optimizer *o, void *const *weights)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    const int error = hstep_check_storage(o);
+    const int error = hstep_begin_storage(o);
     if (error) return error;
     hstep_keep_counts(o);
     return hstep_commit(o, weights);

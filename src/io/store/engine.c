@@ -15,9 +15,11 @@ enum { THREADS = 4, TRANSFERS = 64 };
 typedef struct transfer {
     char *memory; /* NULL: this place is free */
     uint64_t offset, bytes, taken, ended;
-    uint64_t *sum;
+    hstep_sums *sums, found; /* sums: NULL for a transfer without them */
     int writes;
 } transfer;
+
+enum { ENDED = -1, CHANGED = -2 };
 
 struct hstep_engine {
     int fd;
@@ -29,7 +31,7 @@ struct hstep_engine {
     pthread_t threads[THREADS];
     int thread_count, is_ending;
     int busy, next;             /* transfers under way; the one that the next run is taken from */
-    int failed, failed_writing; /* the first failure: its errno, or -1 for an end of file */
+    int failed, failed_writing; /* the first failure: its errno, or one of the numbers below */
     uint64_t failed_at;
     transfer transfers[TRANSFERS];
 };
@@ -48,7 +50,7 @@ static void set_direct(int fd, int direct)
 #endif
 }
 
-/* Makes one run of a transfer. Returns 0, an errno, or -1 if the file ends before. */
+/* Makes one run of a transfer. Returns 0, an errno, or ENDED if the file ends before. */
 static int move(hstep_engine *e, int writes, uint64_t offset, char *memory, size_t bytes)
 {
     int refused = 0;
@@ -58,7 +60,7 @@ static int move(hstep_engine *e, int writes, uint64_t offset, char *memory, size
         /* A file system may take O_DIRECT, but not such a transfer. */
         const int is_refused = n < 0 && errno == EINVAL && !refused++;
         if (n < 0 && !is_refused) return errno;
-        if (n == 0) return writes ? EIO : -1;
+        if (n == 0) return writes ? EIO : ENDED;
         /* What follows a transfer that was cut short need not be aligned. */
         if (is_refused || n % HSTEP_PAGE) set_direct(e->fd, 0);
         if (is_refused) continue;
@@ -66,6 +68,17 @@ static int move(hstep_engine *e, int writes, uint64_t offset, char *memory, size
         offset += (uint64_t)n;
         bytes -= (size_t)n;
     }
+    return 0;
+}
+
+/* Adds up the sums of a transfer that was made. Returns CHANGED if what was read is not what was written. */
+static int compare_sums(transfer *t)
+{
+    if (!t->sums) return 0;
+    if (!t->writes)
+        return t->found.all != (t->bytes == t->sums->head_bytes ? t->sums->head : t->sums->all) ? CHANGED : 0;
+    t->sums->all += t->found.all;
+    t->sums->head += t->found.head;
     return 0;
 }
 
@@ -84,20 +97,23 @@ static int move_one(hstep_engine *e)
     const size_t bytes = left < HSTEP_RUN ? (size_t)left : HSTEP_RUN;
     t->taken += bytes;
     int problem = 0;
-    uint64_t hash = 0;
+    hstep_sums run = {.head_bytes = t->sums && t->writes ? t->sums->head_bytes : 0};
     if (!e->failed) {
         pthread_mutex_unlock(&e->lock);
-        if (t->sum) hash = hstep_hash(t->memory + at, bytes, at);
+        if (t->sums && t->writes) hstep_add_run(&run, t->memory + at, at, bytes);
         problem = move(e, t->writes, t->offset + at, t->memory + at, bytes);
+        if (t->sums && !t->writes && !problem) hstep_add_run(&run, t->memory + at, at, bytes);
         pthread_mutex_lock(&e->lock);
     }
+    t->ended += bytes;
+    t->found.all += run.all;
+    t->found.head += run.head;
+    if (!problem && !e->failed && t->ended == t->bytes) problem = compare_sums(t);
     if (problem && !e->failed) {
         e->failed = problem;
         e->failed_writing = t->writes;
-        e->failed_at = t->offset + at;
+        e->failed_at = t->offset + (problem == CHANGED ? 0 : at);
     }
-    t->ended += bytes;
-    if (t->sum) *t->sum += hash;
     if (t->ended == t->bytes) {
         t->memory = NULL;
         e->busy--;
@@ -123,7 +139,7 @@ static void start_threads(hstep_engine *e)
         e->thread_count++;
 }
 
-int hstep_engine_begin(hstep_engine *e, int writes, uint64_t offset, void *memory, uint64_t bytes, uint64_t *sum,
+int hstep_engine_begin(hstep_engine *e, int writes, uint64_t offset, void *memory, uint64_t bytes, hstep_sums *sums,
                        hstep_error *error)
 {
     if (getpid() != e->owner)
@@ -136,7 +152,7 @@ int hstep_engine_begin(hstep_engine *e, int writes, uint64_t offset, void *memor
         if (!move_one(e)) pthread_cond_wait(&e->end, &e->lock);
     transfer *t = e->transfers;
     while (t->memory) t++;
-    *t = (transfer){.memory = memory, .offset = offset, .bytes = bytes, .sum = sum, .writes = writes};
+    *t = (transfer){.memory = memory, .offset = offset, .bytes = bytes, .sums = sums, .writes = writes};
     e->busy++;
     pthread_cond_broadcast(&e->work);
     pthread_mutex_unlock(&e->lock);
@@ -151,10 +167,17 @@ static void wait_all(hstep_engine *e)
     pthread_mutex_unlock(&e->lock);
 }
 
-int hstep_engine_is_deleted(const hstep_engine *e)
+int hstep_engine_check(const hstep_engine *e, uint64_t bytes, hstep_error *error)
 {
     struct stat status;
-    return !e->nameless && !fstat(e->fd, &status) && !status.st_nlink;
+    if (fstat(e->fd, &status)) return HALFSTEP_OK; /* transfers will tell */
+    if (!e->nameless && !status.st_nlink)
+        return hstep_fail(error, HALFSTEP_ERROR_ORDER, "%s was deleted while it was in use", e->path);
+    if ((uint64_t)status.st_size != bytes)
+        return hstep_fail(error, HALFSTEP_ERROR_ORDER,
+                          "%s has %llu bytes instead of %llu: it was changed while it was in use", e->path,
+                          ull((uint64_t)status.st_size), ull(bytes));
+    return HALFSTEP_OK;
 }
 
 int hstep_engine_wait(hstep_engine *e, int *lost, hstep_error *error)
@@ -164,7 +187,11 @@ int hstep_engine_wait(hstep_engine *e, int *lost, hstep_error *error)
     if (!problem) return HALFSTEP_OK;
     e->failed = 0;
     *lost |= e->failed_writing;
-    if (problem < 0)
+    if (problem == CHANGED)
+        return hstep_fail(error, HALFSTEP_ERROR_FORMAT,
+                          "%s does not give back what was written from byte %llu on: the bytes have another sum",
+                          e->path, ull(e->failed_at));
+    if (problem == ENDED)
         return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s ends before byte %llu; it was cut short", e->path,
                           ull(e->failed_at));
     errno = problem;

@@ -16,12 +16,13 @@ int hstep_engine_open(hstep_engine **engine, const char *path, int buffered, hst
 /* Waits for all transfers and closes the file. Removes it if it was not published. NULL is allowed. */
 void hstep_engine_close(hstep_engine *engine);
 
-/* Begins to read or write. The memory must stay until hstep_engine_wait(). With `sum`, adds the sum of what is written
- * there until then. Fails only in a process that did not open the file. */
-int hstep_engine_begin(hstep_engine *engine, int writes, uint64_t offset, void *memory, uint64_t bytes, uint64_t *sum,
-                       hstep_error *error);
-/* Returns 1 if the file has lost its name since it was opened. */
-int hstep_engine_is_deleted(const hstep_engine *engine);
+/* Begins to read or write. The memory must stay until hstep_engine_wait(). With `sums`, which stay too, adds up there
+ * what is written, or compares with them what is read: a piece or its head. Fails only in a process that did not open
+ * the file. */
+int hstep_engine_begin(hstep_engine *engine, int writes, uint64_t offset, void *memory, uint64_t bytes,
+                       hstep_sums *sums, hstep_error *error);
+/* Fails with ORDER if the file has lost its name since it was opened, or does not have so many bytes any more. */
+int hstep_engine_check(const hstep_engine *engine, uint64_t bytes, hstep_error *error);
 /* Waits until all transfers have ended, and fails with the first failure among them. *lost is set to 1 if that was one
  * of writing. */
 int hstep_engine_wait(hstep_engine *engine, int *lost, hstep_error *error);

@@ -69,6 +69,14 @@ uint64_t hstep_hash(const void *data, uint64_t bytes, uint64_t seed)
     return hash ? hash : 1;
 }
 
+void hstep_add_run(hstep_sums *sums, const void *run, uint64_t at, uint64_t bytes)
+{
+    const uint64_t hash = hstep_hash(run, bytes, at);
+    sums->all += hash;
+    if (at + bytes <= sums->head_bytes) sums->head += hash;
+    else if (at < sums->head_bytes) sums->head += hstep_hash(run, sums->head_bytes - at, at);
+}
+
 /* ---- The header -------------------------------------------------------------------------------------------------- */
 
 static uint64_t header_crc(header_bytes header, const char *json)

@@ -11,7 +11,7 @@
 typedef struct piece {
     uint64_t offset, bytes; /* within a half; bytes that are used */
     uint64_t state_bytes;   /* where the weight begins */
-    uint64_t sum, new_sum;  /* of the current half, and of the other one if it is newer */
+    hstep_sums sums[2];     /* of each half; the head is what a step reads */
     int32_t tensor;
     unsigned char current; /* half of the last record */
     unsigned char written; /* 1: the other half is newer */
@@ -92,7 +92,7 @@ static int write_record(halfstep_store *s, hstep_error *error)
     }
     hstep_append_text(record, "\", \"sums\": \"");
     for (int64_t i = 0; i < s->piece_count; i++)
-        put_number(record, s->pieces[i].written ? s->pieces[i].new_sum : s->pieces[i].sum);
+        put_number(record, s->pieces[i].sums[s->pieces[i].current ^ s->pieces[i].written].all);
     if (!s->layout.has_weights) hstep_append_text(record, "\", \"hashes\": \"");
     for (int32_t i = 0; i < s->tensor_count && !s->layout.has_weights; i++) put_number(record, s->hashes[i]);
     hstep_append_text(record, "\"}");
@@ -106,7 +106,17 @@ static int fail_lost(halfstep_store *s, int code, hstep_error *error)
     char why[sizeof s->text];
     snprintf(why, sizeof why, "%.450s", error->size ? error->text : "");
     s->lost = 1;
-    return hstep_fail(error, code, "%s; the file holds the step before: open it again to go on from there", why);
+    return hstep_fail(error, code, "%s%s", why,
+                      code == HALFSTEP_ERROR_IO ? "; the file holds the step before: open it again to go on from there"
+                      : code == HALFSTEP_ERROR_ORDER
+                          ? "; the weights are those after the step, and no file holds its states"
+                          : "");
+}
+
+/* Fails with ORDER if the file is not there any more as it was made. */
+static int check_file(const halfstep_store *s, hstep_error *error)
+{
+    return hstep_engine_check(s->engine, hstep_layout_bytes(&s->layout), error);
 }
 
 /* Returns 1 if a piece was written and is not current yet. A step that fails then must not go on with another handle,
@@ -133,8 +143,7 @@ static int commit(halfstep_store *s, void *const *weights, hstep_error *error)
         return hstep_fail(error, HALFSTEP_ERROR_IO, "%s: an earlier step could not be written; open it again", s->path);
     hash_weights(s, weights);
     int code = wait_all(s, error);
-    if (!code && hstep_engine_is_deleted(s->engine))
-        code = fail_lost(s, hstep_fail(error, HALFSTEP_ERROR_IO, "%s was deleted while it was in use", s->path), error);
+    if (!code && (code = check_file(s, error))) fail_lost(s, code, error);
     if (!code) code = write_record(s, error);
     const uint64_t generation = s->generation + 1;
     const uint64_t bytes = code ? 0 : hstep_write_commit(&s->layout, generation, &s->record, s->slot);
@@ -154,11 +163,13 @@ static int commit(halfstep_store *s, void *const *weights, hstep_error *error)
         piece *p = &s->pieces[i];
         if (!p->written) continue;
         p->current = !p->current;
-        p->sum = p->new_sum;
         p->written = 0;
     }
     return HALFSTEP_OK;
 }
+
+/* Returns the sums of a piece of which nothing was added yet. */
+static hstep_sums empty_sums(const piece *p) { return (hstep_sums){.head_bytes = hstep_whole_pages(p->state_bytes)}; }
 
 /* ---- The table --------------------------------------------------------------------------------------------------- */
 
@@ -175,12 +186,24 @@ static int move(halfstep_store *s, int writes, int64_t index, void *memory, uint
                           (long long)index);
     if (writes) {
         p->written = 1;
-        p->new_sum = 0;
+        p->sums[!p->current] = empty_sums(p);
         p->round = s->round;
     }
     const int half = p->current ^ p->written;
     return hstep_engine_begin(s->engine, writes, hstep_half_begin(&s->layout, half) + p->offset, memory,
-                              hstep_whole_pages(bytes), writes ? &p->new_sum : NULL, &error);
+                              hstep_whole_pages(bytes), &p->sums[half], &error);
+}
+
+/* Fails with ORDER before a step if the file was deleted or cut since the last one. */
+static int begin_step(void *host)
+{
+    halfstep_store *s = host;
+    char why[sizeof s->text];
+    hstep_error error = own_error(s);
+    const int code = s->lost ? HALFSTEP_OK : check_file(s, &error);
+    if (!code) return code;
+    snprintf(why, sizeof why, "%.450s", s->text);
+    return hstep_fail(&error, code, "%s; this call has changed nothing: save weights and states elsewhere", why);
 }
 
 static int read_piece(void *host, int64_t index, void *memory, uint64_t bytes)
@@ -230,7 +253,8 @@ static int bind(halfstep_store *s, halfstep_optimizer *optimizer, hstep_error *e
                                       .write = write_piece,
                                       .wait = wait_pieces,
                                       .flush = flush_pieces,
-                                      .why = why};
+                                      .why = why,
+                                      .begin = begin_step};
     const int code = halfstep_bind_storage(optimizer, &storage);
     if (code) return fail_optimizer(s, optimizer, code, error);
     s->optimizer = optimizer;
@@ -496,7 +520,7 @@ static int take_record(halfstep_store *s, const hstep_commit *record, hstep_erro
     s->fell_back = record->fell_back;
     for (int64_t i = 0; i < s->piece_count; i++) {
         s->pieces[i].current = record->halves[i];
-        s->pieces[i].sum = record->sums[i];
+        s->pieces[i].sums[record->halves[i]].all = record->sums[i];
     }
     for (uint64_t i = 0; i < expected; i++) s->hashes[i] = record->hashes[i];
     for (size_t i = 0; i < record->values.count && !code; i++)
@@ -526,53 +550,54 @@ static int read_window(halfstep_store *s, uint64_t offset, char *window, uint64_
     return code ? code : hstep_engine_wait(s->engine, &lost, error);
 }
 
-/* Compares all pieces with their sums. If the newest record is damaged, a step that was under way may have written over
- * what the one before refers to. */
-static int check_pieces(halfstep_store *s, hstep_error *error)
+/* Copies the part of a window that is the weight. The window begins at byte `at` of the piece, and its tensor has `done`
+ * bytes of weights before the piece. */
+static void copy_weight(const piece *p, const char *window, uint64_t at, uint64_t bytes, char *weight, uint64_t done)
 {
-    char *window = aligned_alloc(HSTEP_PAGE, HSTEP_RUN);
-    int code = window ? HALFSTEP_OK : hstep_fail_memory(error);
-    for (int64_t i = 0; i < s->piece_count && !code; i++) {
-        const piece *p = &s->pieces[i];
-        const uint64_t begin = hstep_half_begin(&s->layout, p->current) + p->offset, end = hstep_whole_pages(p->bytes);
-        uint64_t sum = 0;
-        for (uint64_t at = 0, bytes; at < end && !code; at += bytes) {
-            bytes = end - at < HSTEP_RUN ? end - at : HSTEP_RUN;
-            code = read_window(s, begin + at, window, bytes, error);
-            sum += code ? 0 : hstep_hash(window, bytes, at);
-        }
-        if (!code && sum != p->sum)
-            code = hstep_fail(error, HALFSTEP_ERROR_FORMAT,
-                              "%s: one of its records is damaged, and the states of the other are not whole any more",
-                              s->path);
-    }
-    free(window);
-    return code;
+    const uint64_t first = at < p->state_bytes ? p->state_bytes : at,
+                   end = at + bytes < p->bytes ? at + bytes : p->bytes;
+    if (first < end) memcpy(weight + done + (first - p->state_bytes), window + (first - at), (size_t)(end - first));
 }
 
-/* Reads the weights of the pieces, which follow each other as the rows of a tensor do. */
-static int read_weights(halfstep_store *s, void *const *weights, hstep_error *error)
+/* Reads a piece and compares it with its sum, and copies the part that is the weight unless `weight` is NULL. */
+static int read_whole_piece(halfstep_store *s, piece *p, char *window, char *weight, uint64_t done, hstep_error *error)
+{
+    const uint64_t begin = hstep_half_begin(&s->layout, p->current) + p->offset, end = hstep_whole_pages(p->bytes);
+    hstep_sums sums = empty_sums(p);
+    for (uint64_t at = 0, bytes; at < end; at += bytes) {
+        bytes = end - at < HSTEP_RUN ? end - at : HSTEP_RUN;
+        const int code = read_window(s, begin + at, window, bytes, error);
+        if (code) return code;
+        hstep_add_run(&sums, window, at, bytes);
+        if (weight) copy_weight(p, window, at, bytes, weight, done);
+    }
+    if (sums.all != p->sums[p->current].all)
+        return hstep_fail(error, HALFSTEP_ERROR_FORMAT,
+                          s->fell_back
+                              ? "%s: one of its records is damaged, and the states of the other are not whole any more"
+                              : "%s does not give back what was written: its bytes %llu to %llu have another sum; use "
+                                "a copy of the file or another checkpoint",
+                          s->path, ull(begin), ull(begin + end));
+    p->sums[p->current] = sums;
+    return HALFSTEP_OK;
+}
+
+/* Reads all pieces, and their weights unless `weights` is NULL. The pieces of a tensor follow each other as its rows
+ * do. If the newest record is damaged, a step that was under way may have written over what the one before refers to. */
+static int read_pieces(halfstep_store *s, void *const *weights, hstep_error *error)
 {
     char *window = aligned_alloc(HSTEP_PAGE, HSTEP_RUN);
     int code = window ? HALFSTEP_OK : hstep_fail_memory(error);
     uint64_t done = 0;
     for (int64_t i = 0; i < s->piece_count && !code; i++) {
-        const piece *p = &s->pieces[i];
-        const uint64_t half = hstep_half_begin(&s->layout, p->current) + p->offset;
+        piece *p = &s->pieces[i];
+        char *weight = weights ? weights[p->tensor] : NULL;
         if (!i || p->tensor != p[-1].tensor) done = 0;
-        for (uint64_t at = p->state_bytes; at < p->bytes && !code;) {
-            const uint64_t first = at / HSTEP_PAGE * HSTEP_PAGE, end = hstep_whole_pages(p->bytes),
-                           bytes = end - first < HSTEP_RUN ? end - first : HSTEP_RUN;
-            const uint64_t last = first + bytes < p->bytes ? first + bytes : p->bytes;
-            code = read_window(s, half + first, window, bytes, error);
-            if (!code && !weights[p->tensor])
-                code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: the weight of tensor %d is NULL", s->path,
-                                  p->tensor);
-            if (code) break;
-            memcpy((char *)weights[p->tensor] + done, window + (at - first), (size_t)(last - at));
-            done += last - at;
-            at = last;
-        }
+        if (weights && !weight && p->bytes > p->state_bytes)
+            code =
+                hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: the weight of tensor %d is NULL", s->path, p->tensor);
+        else code = read_whole_piece(s, p, window, weight, done, error);
+        done += p->bytes - p->state_bytes;
     }
     free(window);
     return code;
@@ -597,7 +622,6 @@ static int open_parts(halfstep_store *s, halfstep_optimizer *optimizer, const hs
                   layout.json_bytes != s->layout.json_bytes))
         code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its header is damaged", s->path);
     if (!code) code = take_record(s, &record, error);
-    if (!code && record.fell_back) code = check_pieces(s, error);
     if (!code) code = make_slot(s, error);
     hstep_free_commit(&record);
     free(here);
@@ -629,8 +653,8 @@ int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *c
     if (!code) code = hstep_open_file(&file, path, &bytes, &error);
     if (!code) code = open_parts(s, optimizer, file, bytes, &error);
     hstep_close(file);
-    if (!code && weights)
-        code = s->layout.has_weights ? read_weights(s, weights, &error) : check_hashes(s, weights, &error);
+    if (!code && weights && !s->layout.has_weights) code = check_hashes(s, weights, &error);
+    if (!code) code = read_pieces(s, s->layout.has_weights ? weights : NULL, &error);
     if (code) return give_up(s, code);
     if (s->fell_back) note_damage(path, s->generation, &error);
     *store = s;
