@@ -957,6 +957,31 @@ static void test_load(void)
     packed[n - 6] ^= 1;
     memcpy(packed + n, "rubbish", 7);
     expect_refusal(write_file("rubbish-after", packed, n + 7), "corrupt");
+    static const struct {
+        const char *bytes, *name;
+        size_t n;
+    } others[] = {{"BZh91AY&SY\1", "is bzip2 data", 11},
+                  {"\xFD"
+                   "7zXZ\0\0",
+                   "is xz data", 7},
+                  {"\x28\xB5\x2F\xFD\1", "is zstd data", 5},
+                  {"\x5D\x2A\x4D\x18\1", "is zstd or lz4 data", 5},
+                  {"PK\3\4\1", "is a zip archive", 5},
+                  {"PAR1PAR1", "is Parquet data", 8},
+                  {"\xFF\xFF\xFF\xFF\x70\0\0\0\x10\0\0\0\0\0\x0A\0", "is Arrow data", 16},
+                  {"\xFE\xFF\0x", "is UTF-16 text", 4}};
+    for (size_t i = 0; i < COUNT(others); i++) {
+        expect_refusal(write_file("other", others[i].bytes, others[i].n), others[i].name);
+        /* What gzip holds is judged, too. */
+        expect_refusal(write_file("inside.gz", packed, pack(packed, 100, others[i].bytes, others[i].n)),
+                       others[i].name);
+        memset(zeros, 'a', 2);
+        memcpy(zeros + 2, others[i].bytes, others[i].n);
+        expect_load("not at its place", zeros, 2 + others[i].n, zeros, 2 + others[i].n);
+    }
+    memset(zeros, 'a', 300);
+    memcpy(zeros + 257, "ustar", 5);
+    expect_refusal(write_file("tar", zeros, 300), "is a tar archive");
     expect_refusal(write_file("empty", "", 0), "empty");
     expect_refusal(write_file("empty.gz", packed, pack(packed, 100, "", 0)), "empty");
     snprintf(path, sizeof path, "%s/missing", scratch);

@@ -435,8 +435,8 @@ static void test_resume(void)
 
 /* ---- Packed weights ---------------------------------------------------------------------------------------------- */
 
-/* Writes two rows of 40 weights, one of them NaN, and a packed tensor of the same shape that the metadata describe. */
-static void make_packed(const char *path, const char *list)
+/* Writes two rows of 40 weights, one of them NaN, and a tensor of 68 bytes in a row. */
+static void make_tensors(const char *path, const char *list, const char *name, const char *dtype)
 {
     static float plain[2][40] = {{0.5f, -1.0f}, {0.25f}};
     static const uint8_t packed[2][68];
@@ -446,12 +446,15 @@ static void make_packed(const char *path, const char *list)
     plain[1][33] = (float)NAN;
     demand(!halfstep_create_safetensors_writer(&writer), "no writer");
     demand(!halfstep_declare_safetensor(writer, "plain", "F32", 2, shape, plain, error, sizeof error), error);
-    demand(!halfstep_declare_safetensor(writer, "packed", "U8", 2, packed_shape, packed, error, sizeof error), error);
+    demand(!halfstep_declare_safetensor(writer, name, dtype, 2, packed_shape, packed, error, sizeof error), error);
     if (list)
         demand(!halfstep_declare_safetensors_metadata(writer, HALFSTEP_PACKED_KEY, list, error, sizeof error), error);
     demand(!halfstep_write_safetensors(writer, path, NULL, NULL, error, sizeof error), error);
     halfstep_destroy_safetensors_writer(writer);
 }
+
+/* Does the same with a packed tensor of the same shape that the metadata describe. */
+static void make_packed(const char *path, const char *list) { make_tensors(path, list, "packed", "U8"); }
 
 static void test_convert(void)
 {
@@ -488,6 +491,23 @@ static void test_convert(void)
         make_packed("wrong", lists[i].list);
         refuse(1, lists[i].says, "convert wrong new --to bf16");
     }
+    /* Weights of other quantizers, by their tensors or by the config.json. */
+    static const struct {
+        const char *name, *dtype, *says;
+    } others[] = {
+        {"weight", "F8_E4M3", "weight is of a model in FP8, whose scales are no weights"},
+        {"a.weight_scale_inv", "U8", "a.weight_scale_inv is of a model in FP8"},
+        {"a.qweight", "U8", "a.qweight is of a model in AWQ or GPTQ"},
+        {"a.weight.absmax", "U8", "a.weight.absmax is of a model in bitsandbytes"},
+    };
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        make_tensors("others", NULL, others[i].name, others[i].dtype);
+        refuse(1, others[i].says, "convert others new --to bf16");
+    }
+    forge("base", "forged", "config.json", "{",
+          "{\"quantization_config\": {\"bits\": [4], \"quant_method\": \"gptq\", \"a\": {}},");
+    refuse(1, "config.json: the weights are quantized by gptq", "convert forged new --to int8-sr");
+    remove_tree("forged");
     accept("halfstep.nn = {", "inspect wrong");
     accept("  2 x 68, int8-ecc4 of 40 columns\n", "inspect listed");
     accept("\"columns\": 40", "inspect listed --json");

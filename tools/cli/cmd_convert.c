@@ -9,6 +9,8 @@
 #include "halfstep.h"
 #include "halfstep_io.h"
 
+#include "io/json.h"
+
 #include "cli/commands.h"
 #include "common/args/args.h"
 #include "common/args/recipes.h"
@@ -16,6 +18,7 @@
 #include "trainer/files/model_files.h"
 #include "trainer/files/packed_list.h"
 #include "trainer/files/store_file.h"
+#include "trainer/files/trainer_file.h"
 #include "trainer/loops/rows.h"
 
 struct convert {
@@ -94,6 +97,69 @@ static void judge(const struct work *w, struct job *job, unsigned char *used)
     job->copies = !job->converts || (job->packed ? is_packed(&w->target) : !strcmp(info->dtype, w->target.code_dtype));
     if (job->copies && !job->packed) job->converts = 0;
     if (job->packed && !strcmp(job->packed->format, w->target.name)) job->converts = 0;
+}
+
+/* ---- Models of other quantizers ---------------------------------------------------------------------------------- */
+
+/* Returns whose tensor this is, or NULL. */
+static const char *quantizer_of(const halfstep_safetensor_info *info)
+{
+    static const struct {
+        const char *end, *quantizer;
+    } names[] = {{".qweight", "AWQ or GPTQ"},
+                 {".qzeros", "AWQ or GPTQ"},
+                 {".weight_scale", "FP8"},
+                 {".weight_scale_inv", "FP8"},
+                 {".weight_packed", "compressed-tensors"},
+                 {".SCB", "bitsandbytes"},
+                 {".absmax", "bitsandbytes"}};
+    const size_t length = strlen(info->name);
+    for (int i = 0; i < COUNT_OF(names); i++) {
+        const size_t n = strlen(names[i].end);
+        if (length > n && strcmp(info->name + length - n, names[i].end) == 0) return names[i].quantizer;
+    }
+    return strncmp(info->dtype, "F8_", 3) == 0 ? "FP8" : NULL;
+}
+
+/* Copies the method that config.json says the weights are quantized by, or leaves "". */
+static void read_method(const char *config, char *method, size_t method_bytes)
+{
+    char error[256];
+    const char *key, *text = "a method that it does not name";
+    size_t bytes = 0;
+    char *contents = config[0] ? text_file_read(config, &bytes, error, sizeof error) : NULL;
+    hstep_json json = {contents, bytes, 0, NULL};
+    for (size_t n = 0; contents && hstep_json_member(&json, &n, &key);) {
+        if (strcmp(key, "quantization_config") != 0 || hstep_json_peek(&json) != '{') {
+            if (!hstep_json_skip(&json)) break;
+            continue;
+        }
+        for (size_t k = 0; hstep_json_member(&json, &k, &key);)
+            if (strcmp(key, "quant_method") != 0 || hstep_json_peek(&json) != '"') hstep_json_skip(&json);
+            else hstep_json_string(&json, &text);
+        snprintf(method, method_bytes, "%s", text);
+    }
+    free(contents);
+}
+
+/* Fails for a model whose weights another quantizer has stored, because its scales would be taken for weights. */
+static int refuse_quantized(struct work *w)
+{
+    static const char advice[] = "convert the model that it was made of";
+    char method[64] = "";
+    for (uint64_t i = 0; i < w->jobs; i++) {
+        const struct job *job = &w->job[i];
+        const char *quantizer = job->packed ? NULL : quantizer_of(&job->info);
+        if (!quantizer) continue;
+        snprintf(w->error, sizeof w->error, "%s: %s is of a model in %s, whose scales are no weights; %s",
+                 job->part->path, job->info.name, quantizer, advice);
+        return -1;
+    }
+    read_method(w->files.config, method, sizeof method);
+    if (!method[0]) return 0;
+    snprintf(w->error, sizeof w->error, "%.700s: the weights are quantized by %s, whose scales are no weights; %s",
+             w->files.config, method, advice);
+    return -1;
 }
 
 static int open_jobs(struct work *w, const char *path)
@@ -350,7 +416,8 @@ static int convert(struct args *args, void *options)
     if (store_file_is(from))
         return failure("convert", "%s is a file of states; first make a checkpoint of it, by --to checkpoint", from);
     w.target = format_named(w.options->to);
-    int bad = open_jobs(&w, from) != 0 || judge_all(&w, from) != 0 || write_file(&w, to) != 0;
+    int bad =
+        open_jobs(&w, from) != 0 || refuse_quantized(&w) != 0 || judge_all(&w, from) != 0 || write_file(&w, to) != 0;
     int status = bad ? failure("convert", "%s", w.error) : print_result(&w, to);
     for (size_t i = 0; w.lists && i < w.model.parts; i++) packed_list_free(&w.lists[i]);
     free(w.lists);

@@ -85,6 +85,7 @@ void print_held(const struct run_result *r)
     print_bytes_line("gradients", r->gradient_bytes, n);
     if (!r->stored) print_bytes_line("states", r->state_bytes, n);
     print_bytes_line("total", run_held_bytes(r), n);
+    printf("  %-10s %32.2f MiB\n", "data", (double)r->held_data_bytes / 0x1p20);
     if (r->peak_process_bytes) print_bytes_line("process", r->peak_process_bytes, n);
     if (r->stored) print_bytes_line("in a file", r->state_bytes, n);
     if (r->fell_back)

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <zlib.h>
 
+#include "common/text.h"
 #include "trainer/loops/rows.h"
 
 /* Makes room for at least one more byte: for `hint` of them, or for a quarter of the old capacity if that is more. */
@@ -94,6 +95,46 @@ static int unpack(const char *path, const struct data_file *packed, struct data_
     return -1;
 }
 
+/* Files whose bytes are not the text in them, by bytes that they have at a place. zlib reads gzip; each of the others
+ * would need a library. */
+static const struct kind {
+    size_t at;
+    const char *magic;
+    int bytes;
+    const char *name, *advice;
+} kinds[] = {
+    {4, "1AY&SY", 6, "bzip2 data", "unpack it first: bzip2 -d"},
+    {0, "\xFD\x37zXZ", 5, "xz data", "unpack it first: xz -d"},
+    {0, "\x28\xB5\x2F\xFD", 4, "zstd data", "unpack it first: zstd -d"},
+    {1, "\x2A\x4D\x18", 3, "zstd or lz4 data", "unpack it first: zstd -d, or lz4 -d"},
+    {0, "\x04\x22\x4D\x18", 4, "lz4 data", "unpack it first: lz4 -d"},
+    {0, "\x1F\x9D", 2, "compress data", "unpack it first: uncompress"},
+    {0, "PK\x03\x04", 4, "a zip archive", "unpack it first: unzip"},
+    {0, "7z\xBC\xAF\x27\x1C", 6, "a 7z archive", "unpack it first: 7z x"},
+    {0, "Rar!\x1A", 5, "a rar archive", "unpack it first: unrar x"},
+    {257, "ustar", 5, "a tar archive", "unpack it first: tar -xf"},
+    {0, "PAR1", 4, "Parquet data", "write its texts to a file first"},
+    {0, "ARROW1\0", 7, "Arrow data", "write its texts to a file first"},
+    {8, "\x10\0\0\0\0\0\x0A\0", 8, "Arrow data", "write its texts to a file first"},
+    {0, "\x89HDF", 4, "HDF5 data", "write its texts to a file first"},
+    {0, "\x93NUMPY", 6, "a NumPy array", "write its texts to a file first"},
+    {0, "SQLite format 3", 15, "an SQLite database", "write its texts to a file first"},
+    {0, "%PDF-", 5, "a PDF document", "write its text to a file first: pdftotext"},
+    {0, "\xFF\xFE", 2, "UTF-16 text", "convert it first: iconv -f UTF-16 -t UTF-8"},
+    {0, "\xFE\xFF", 2, "UTF-16 text", "convert it first: iconv -f UTF-16 -t UTF-8"},
+};
+
+/* Fails for bytes that are no text, but hold one. */
+static int refuse_kind(const char *path, const uint8_t *bytes, size_t n, char *error, size_t error_bytes)
+{
+    for (const struct kind *k = kinds; k < kinds + COUNT_OF(kinds); k++) {
+        if (n < k->at + (size_t)k->bytes || memcmp(bytes + k->at, k->magic, (size_t)k->bytes) != 0) continue;
+        snprintf(error, error_bytes, "%s: is %s, whose bytes are not its text; %s", path, k->name, k->advice);
+        return -1;
+    }
+    return 0;
+}
+
 int data_append(const char *path, struct data_file *out, size_t *capacity, char *error, size_t error_bytes)
 {
     size_t before = out->n;
@@ -116,6 +157,7 @@ int data_append(const char *path, struct data_file *out, size_t *capacity, char 
         }
         data_free(&packed);
     }
+    if (!status) status = refuse_kind(path, out->bytes + before, out->n - before, error, error_bytes);
     if (status) out->n = before;
     return status;
 }

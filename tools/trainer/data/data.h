@@ -18,7 +18,8 @@ struct data_part {
 };
 
 /* Reads a file, and unpacks it if it is gzip, with all its members. Returns 0, or -1 with an error text that names the
- * file; then out is empty. An empty file is an error. */
+ * file; then out is empty. An empty file is an error, and so are other compressed files, archives and files of tables,
+ * which the text names. */
 int data_load(const char *path, struct data_file *out, char *error, size_t error_bytes);
 void data_free(struct data_file *file);
 /* Does the same, and appends to what out holds. `*capacity` is the number of allocated bytes. On failure out keeps its

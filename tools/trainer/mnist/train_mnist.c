@@ -377,6 +377,10 @@ static void fill_result(struct mnist_run *m)
     r->train_loss = history->n_points ? history->point[history->n_points - 1].train_loss : NAN;
     if (m->result->diverged) r->train_loss = r->val_loss = NAN;
     r->activation_bytes = cnn_activation_bytes(m->model);
+    for (int i = 0; i < 2; i++) {
+        const struct image_set *set = i ? &m->data->test : &m->data->train;
+        r->held_data_bytes += (uint64_t)set->n * (uint64_t)(set->side * set->side + 1);
+    }
     holding_hash(&run->holding, &r->state_hash);
     r->weights_changed = weights_changed(m);
     m->result->batch = run->config->batch;

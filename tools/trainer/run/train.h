@@ -158,6 +158,7 @@ struct run_result {
     uint64_t weight_bytes, gradient_bytes, state_bytes; /* allocated; gradients include their accumulators */
     uint64_t peak_gradient_bytes, activation_bytes;
     uint64_t data_files, data_bytes; /* number and size of the files of --data (train lm) */
+    uint64_t held_data_bytes;        /* of all data, which are in memory */
     uint64_t peak_process_bytes;     /* peak memory of the process; 0: unknown, or several runs shared the process */
     int32_t fell_back;               /* tensors too small for the block format of the recipe */
     double weights_changed;          /* fraction of the weights whose stored bits differ from the start, NaN: unknown */

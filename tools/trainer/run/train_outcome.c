@@ -77,6 +77,7 @@ static void fill_result(struct run *run)
     r->ranks = run->ranks;
     r->data_files = run->data->files;
     r->data_bytes = run->data->data_file.n;
+    r->held_data_bytes = run->data->data_file.n + run->data->val_file.n;
 }
 
 /* Fills in the numbers that need the whole optimizer on rank 0: the hash of the states and the share of changed
