@@ -296,6 +296,12 @@ resume --steps 9 --quiet >out
 [ "$(cut -d, -f1 log.csv | paste -sd,)" = step,1,2,3,4,5,6,7,8,9 ] || fail "log after resuming: $(cat log.csv)"
 [ "$(sort -u log.csv | wc -l)" = 10 ] || fail "the log has a line twice"
 grep -q '^7,1,1' log.csv && fail "a row of the lost steps stayed in the log"
+mkdir elsewhere
+cd elsewhere
+expect 1 'the log of this run, log.csv, is not here: resume in the folder' train lm --checkpoint ../run --resume --steps 12
+cd ..
+rm elsewhere/out elsewhere/err
+rmdir elsewhere || fail "a resume that is refused left something behind"
 rm -rf cosine
 lm --steps 6 --quiet --checkpoint cosine --schedule cosine >out
 expect 1 'the cosine schedule of the steps already made depends on it' train lm --checkpoint cosine --resume --steps 9

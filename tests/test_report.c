@@ -204,6 +204,9 @@ int main(int argc, char **argv)
         text_add_csv(&text, "a,\"b\"\nc");
         CHECK(text.data && strcmp(text.data, "\"a,\"\"b\"\"\nc\"") == 0, "%s", text.data);
         text_free(&text);
+        text_add_html(&text, "caf\xe9 <\xc3\xa9>");
+        CHECK(text.data && strcmp(text.data, "caf\xef\xbf\xbd &lt;\xc3\xa9&gt;") == 0, "%s", text.data);
+        text_free(&text);
         text_add_shell(&text, "it's >1");
         CHECK(text.data && strcmp(text.data, "'it'\\''s >1'") == 0, "%s", text.data);
         text_free(&text);

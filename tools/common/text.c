@@ -45,17 +45,41 @@ static void add_char(struct text *text, char c)
     text->data[text->n] = 0;
 }
 
+size_t text_utf8_length(const void *bytes, size_t n)
+{
+    uint32_t number;
+    return hstep_utf8(bytes, n, &number);
+}
+
+static void add_bytes(struct text *text, const char *bytes, size_t n)
+{
+    if (!reserve(text, n)) return;
+    memcpy(text->data + text->n, bytes, n);
+    text->n += n;
+    text->data[text->n] = 0;
+}
+
+/* Appends one UTF-8 character, or U+FFFD for a byte that begins none. Returns how many of the bytes that took. */
+static size_t add_character(struct text *text, const char *bytes, size_t n)
+{
+    size_t length = text_utf8_length(bytes, n);
+    if (length) add_bytes(text, bytes, length);
+    else add_bytes(text, "\xef\xbf\xbd", 3);
+    return length ? length : 1;
+}
+
 void text_add_html(struct text *text, const char *string)
 {
-    for (; *string; string++) {
-        switch (*string) {
-        case '&': text_add(text, "&amp;"); break;
-        case '<': text_add(text, "&lt;"); break;
-        case '>': text_add(text, "&gt;"); break;
-        case '"': text_add(text, "&quot;"); break;
-        case '\'': text_add(text, "&#39;"); break;
-        default: add_char(text, *string);
-        }
+    const size_t n = strlen(string);
+    for (size_t i = 0; i < n;) {
+        const char *name = string[i] == '&'    ? "&amp;"
+                           : string[i] == '<'  ? "&lt;"
+                           : string[i] == '>'  ? "&gt;"
+                           : string[i] == '"'  ? "&quot;"
+                           : string[i] == '\'' ? "&#39;"
+                                               : NULL;
+        if (name) text_add(text, "%s", name);
+        i += name ? 1 : add_character(text, string + i, n - i);
     }
 }
 
@@ -93,12 +117,6 @@ void text_add_shell(struct text *text, const char *string)
         else add_char(text, *string);
     }
     add_char(text, '\'');
-}
-
-size_t text_utf8_length(const void *bytes, size_t n)
-{
-    uint32_t number;
-    return hstep_utf8(bytes, n, &number);
 }
 
 /* Writes the character at *string into `shown` as a terminal may show it. Moves *string past it. Returns how many
@@ -149,23 +167,6 @@ int plain_print(FILE *out, const char *string)
         fputs(shown, out);
     }
     return characters;
-}
-
-static void add_bytes(struct text *text, const char *bytes, size_t n)
-{
-    if (!reserve(text, n)) return;
-    memcpy(text->data + text->n, bytes, n);
-    text->n += n;
-    text->data[text->n] = 0;
-}
-
-/* Appends one UTF-8 character, or U+FFFD for a byte that begins none. Returns how many of the bytes that took. */
-static size_t add_character(struct text *text, const char *bytes, size_t n)
-{
-    size_t length = text_utf8_length(bytes, n);
-    if (length) add_bytes(text, bytes, length);
-    else add_bytes(text, "\xef\xbf\xbd", 3);
-    return length ? length : 1;
 }
 
 void text_add_utf8(struct text *text, const void *bytes, size_t n)

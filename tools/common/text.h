@@ -19,7 +19,8 @@ __attribute__((format(printf, 2, 3))) void text_add(struct text *text, const cha
 const char *text_string(const struct text *text);
 /* Marks text as failed if `part`, from which it was made, has failed. */
 void text_join_failure(struct text *text, const struct text *part);
-/* Appends a string as HTML or SVG text, which may stand in a quoted attribute. */
+/* Appends a string as HTML or SVG text, which may stand in a quoted attribute. Each byte that is not UTF-8 becomes
+ * U+FFFD. */
 void text_add_html(struct text *text, const char *string);
 /* Does the same between two pieces of HTML. */
 void text_add_between(struct text *text, const char *before, const char *string, const char *after);

@@ -44,16 +44,21 @@ static inline int hstep_has_word(const char *list, const char *word)
  * stands for "/". A container may see its group as the topmost one, under a path that it cannot see. */
 static inline double hstep_find_limit(const char *root, const struct hstep_limit *limit)
 {
-    char path[4096], line[4096], folder[64];
+    char path[4096], text[8192], folder[64];
     double least = INFINITY;
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
     FILE *list = fopen(path, "r");
+    const size_t bytes = list ? fread(text, 1, sizeof text - 1, list) : 0;
+    if (list) fclose(list);
+    text[bytes] = 0;
     /* A line is number:controllers:group. Version 2 has no controllers. */
-    while (list && fgets(line, sizeof line, list)) {
+    for (char *line = text, *next; *line; line = next) {
+        const size_t length = strcspn(line, "\n");
+        next = line + length + (line[length] == '\n');
+        line[length] = 0;
         char *controllers = strchr(line, ':'), *group = controllers ? strchr(controllers + 1, ':') : NULL;
         if (!group) continue;
         *group++ = 0;
-        group[strcspn(group, "\n")] = 0;
         const int is_new = !*++controllers;
         if (!is_new && !hstep_has_word(controllers, limit->controller)) continue;
         snprintf(folder, sizeof folder, "/%s", is_new ? "" : limit->controller);
@@ -64,7 +69,6 @@ static inline double hstep_find_limit(const char *root, const struct hstep_limit
             if (value < least) least = value;
         }
     }
-    if (list) fclose(list);
     return least;
 }
 

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "halfstep.h"
 #include "halfstep_io.h"
@@ -294,6 +295,17 @@ static int split_generation(struct args *args, struct run_config *config, const 
     return config->checkpoint ? 0 : 1;
 }
 
+/* Fails if the log that the checkpoint names by a relative path is not here, where a second one would begin. */
+static int check_log(const struct args *args, const struct run_config *config, char *error, size_t error_bytes)
+{
+    const int writes = !config->dist || config->dist->rank == 0;
+    if (!config->log || !writes || args_given(args, "log") || access(config->log, F_OK) == 0) return 0;
+    snprintf(error, error_bytes,
+             "the log of this run, %s, is not here: resume in the folder where the run was started, or give --log FILE",
+             config->log);
+    return 1;
+}
+
 static int restore(struct args *args, const struct option_group *groups, int n_groups, struct run_config *config,
                    char *error, size_t error_bytes)
 {
@@ -304,6 +316,7 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
         int bad = run_store_read(config->store, &trainer, error, error_bytes) != HALFSTEP_OK;
         config->resume_from = config->store;
         if (!bad) bad = restore_options(args, groups, n_groups, config, &trainer, error, error_bytes);
+        if (!bad) bad = check_log(args, config, error, error_bytes);
         trainer_file_free(&trainer);
         return bad ? 1 : run_shape_resumed(config, error, error_bytes);
     }
@@ -318,6 +331,7 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
     }
     halfstep_close_checkpoint(checkpoint);
     if (!status) status = restore_options(args, groups, n_groups, config, &trainer, error, error_bytes);
+    if (!status) status = check_log(args, config, error, error_bytes);
     trainer_file_free(&trainer);
     return status ? status : run_shape_resumed(config, error, error_bytes);
 }
