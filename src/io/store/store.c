@@ -550,8 +550,8 @@ static int read_window(halfstep_store *s, uint64_t offset, char *window, uint64_
     return code ? code : hstep_engine_wait(s->engine, &lost, error);
 }
 
-/* Copies the part of a window that is the weight. The window begins at byte `at` of the piece, and its tensor has `done`
- * bytes of weights before the piece. */
+/* Copies the part of a window that is the weight. The window begins at byte `at` of the piece, and its tensor has
+ * `done` bytes of weights before the piece. */
 static void copy_weight(const piece *p, const char *window, uint64_t at, uint64_t bytes, char *weight, uint64_t done)
 {
     const uint64_t first = at < p->state_bytes ? p->state_bytes : at,
