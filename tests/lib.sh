@@ -4,6 +4,8 @@ source_dir=${HALFSTEP_SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
 build_dir=${HALFSTEP_BUILD:-$source_dir/build}
 # A make that runs this script must not pass its job server to the builds in here.
 unset MAKEFLAGS MFLAGS MAKELEVEL
+# awk, sort and sed count and sort as in the C locale, whatever the user's. The program asks for no locale.
+export LC_ALL=C
 script_words="$0${*:+ $*}"
 
 fail() {

@@ -65,8 +65,8 @@ SETTINGS = {
         {"HOME": "/nonexistent"},
         USER,
     ),
-    "turkish": ("tr_TR.UTF-8 by `setlocale()`, another day", {}, COMMA_AND_DAY),
-    "german": ("de_DE.UTF-8 by `setlocale()`, another day", {}, COMMA_AND_DAY),
+    "turkish": ("tr_TR.UTF-8, in Python by `setlocale()`; another day", {}, COMMA_AND_DAY),
+    "german": ("de_DE.UTF-8, in Python by `setlocale()`; another day", {}, COMMA_AND_DAY),
     "order-1": (
         "Python tests in random order, seed 1",
         {"HALFSTEP_TEST_ORDER": "1"},
@@ -80,9 +80,16 @@ SETTINGS = {
     "memory-8g": ("8 GiB of memory in all", {}, LIMIT),
 }
 
-# Makes the calls of a program that sets its locale, in every process.
-SETLOCALE = """#include <locale.h>
-__attribute__((constructor)) static void begin(void) { setlocale(LC_ALL, ""); }
+# Sets the locale of Python when it starts, as a program around the package may. halfstep's own
+# program asks for none.
+SETLOCALE = """#define _GNU_SOURCE
+#include <errno.h>
+#include <locale.h>
+#include <string.h>
+__attribute__((constructor)) static void begin(void)
+{
+    if (!strncmp(program_invocation_short_name, "python", 6)) setlocale(LC_ALL, "");
+}
 """
 # Gives up all rights, hides /dev/shm, and runs a command in the folder $1.
 AS_USER = f"""mount -t tmpfs -o mode=0,ro none /dev/shm || exit 1

@@ -2,7 +2,9 @@
 # run_python.sh [all | ARGUMENT...]: runs the Python tests with pytest, one process a core, in the environment of tests/python_package.sh.
 # Without an argument it runs what `make test` runs. `all` runs the rest, which is marked "all" and left to `make test-all`.
 # Other arguments go to pytest: run_python.sh tests/python/test_ema.py, or run_python.sh tests/python/test_ema.py::test_copies.
+user_locale=${LC_ALL-}
 . "$(dirname "$0")/lib.sh"
+if [ -n "$user_locale" ]; then export LC_ALL=$user_locale; else unset LC_ALL; fi
 [ -e "$build_dir/venv/halfstep.installed" ] || skip "the Python package is not installed (ctest -R python_package says why)"
 cd "$source_dir"
 case "${1:-}" in

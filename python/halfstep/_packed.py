@@ -7,7 +7,7 @@ torch.compile can fuse them.
 import torch
 import torch.nn.functional as F
 
-from . import _abi
+from . import _abi, _devices
 from ._parameters import PLAIN
 from ._torch import warn
 
@@ -110,7 +110,7 @@ def store(packed, row_length, weights):
     if weights.dtype not in PLAIN:
         weights = weights.float()
     judged = _judging and type(packed) is torch.Tensor and not packed.is_meta
-    if judged and packed.is_cuda and torch.cuda.is_current_stream_capturing():
+    if judged and packed.is_cuda and _devices.capturing(packed.device):
         judged = False  # a graph that is being captured cannot wait for counts
     changed = lost = 0
     for part in _stretches(weights):

@@ -149,7 +149,8 @@ _TITLES = {
     ),
     "adamw_names": (
         "with adamw: the matrices that AdamW steps, by patterns that fit a name or a part of it"
-        f" between dots. None: {', '.join(ADAMW_NAMES)}"
+        " between dots. None: usual names of embeddings, heads, biases and norms, such as"
+        f" {', '.join(ADAMW_NAMES[:6])}; repr() of the optimizer shows whom AdamW steps"
     ),
     "adjust_lr_fn": (
         'what an update is scaled by: None or "original", sqrt(max(1, rows / columns)), as in'

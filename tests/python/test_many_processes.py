@@ -590,7 +590,7 @@ def beside(rank, size, cls, options, own, spoil=None):
         if spoil and step == 2 and rank == size - 1:
             *_, last = params.values()
             last.grad[0] = spoil(last.grad[0])
-        with warnings_are("ignore"):
+        with warnings_are("always"):  # skipped steps are counted below
             said = outcome(opt.step)
     bits_of = {name: whole_bits(p) for name, p in params.items()}
     return bits_of, opt.grad_norm, opt.param_groups[0].get("d"), opt.skipped_steps, said

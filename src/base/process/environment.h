@@ -1,6 +1,6 @@
-/* Reads our environment variables, for the library and the program. getenv() is not safe beside a thread of the host that
- * sets variables. So the library reads them when an optimizer is created or a default is asked for, and never in a
- * step. */
+/* Reads our environment variables, for the library and the program. getenv() is not safe beside a thread of the host
+ * that sets variables. So the library reads them when an optimizer is created or a default is asked for, and never in
+ * a step. */
 #ifndef HSTEP_ENVIRONMENT_H
 #define HSTEP_ENVIRONMENT_H
 
