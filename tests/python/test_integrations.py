@@ -508,8 +508,7 @@ def test_8_bit_models_are_written_and_resized(tmp_path, tied):
 
 @pytest.mark.parametrize("safe", [False, True])
 def test_adapters_beside_8_bit_weights(tmp_path, safe):
-    """Adapters are saved alone. Merged weights stay 8-bit and are rounded to nearest, or none is
-    written."""
+    """Adapters are saved alone. Merged weights stay 8-bit and are rounded to nearest."""
     import peft
 
     def adapted(model):
@@ -526,22 +525,13 @@ def test_adapters_beside_8_bit_weights(tmp_path, safe):
 
     model, plain = halfstep.nn.quantize_(language_model(), where=linear), language_model()
     plain.load_state_dict(model.state_dict())
-    before = stored(model)
     expected = adapted(plain).merge_and_unload(safe_merge=safe)
-    model = adapted(model)
-    try:
-        model = model.merge_and_unload(safe_merge=safe)
-    except TypeError as error:
-        assert "8-bit weights" in str(error)
-        after = stored(model.base_model.model)
-        assert all(
-            before[n.replace(".base_layer", "")] == b for n, b in after.items() if "proj.b" in n
-        )
-        return
+    model = adapted(model).merge_and_unload(safe_merge=safe)
     for (name, p), q in zip(model.named_parameters(), expected.parameters()):
         assert hasattr(p, "packed") == ("proj" in name), name
         off = ((p.dequantize() if hasattr(p, "packed") else p) - q).abs()
-        assert (off <= q.abs().amax(-1, True) / 200).all(), name
+        # Half a code is at most 1/202 of a block's largest value, and BF16 rounds both by 2^-9.
+        assert (off <= q.abs().amax(-1, True) / 110).all(), name
 
 
 def test_importing_the_package_imports_no_trainer():
