@@ -530,8 +530,9 @@ def test_adapters_beside_8_bit_weights(tmp_path, safe):
     for (name, p), q in zip(model.named_parameters(), expected.parameters()):
         assert hasattr(p, "packed") == ("proj" in name), name
         off = ((p.dequantize() if hasattr(p, "packed") else p) - q).abs()
-        # Half a code is at most 1/202 of a block's largest value, and BF16 rounds both by 2^-9.
-        assert (off <= q.abs().amax(-1, True) / 110).all(), name
+        # Half a code is at most 1/202 of a block's largest value. BF16 rounds by 2^-9: the plain
+        # weight, its sum with the adapter, and what is decoded here.
+        assert (off <= q.abs().amax(-1, True) * (1 / 202 + 3 / 512)).all(), name
 
 
 def test_importing_the_package_imports_no_trainer():
