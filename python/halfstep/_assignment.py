@@ -27,8 +27,8 @@ def check_patterns(patterns):
 
 
 def patterns_of(model):
-    """Returns the default of adamw_names for a model: beside the usual names, those of its
-    embeddings and of the output layers that its modules tell, as transformers' models do."""
+    """Returns the default of adamw_names for a model. It has the usual names, those of the model's
+    embeddings, and those of the output layers that its modules tell, as transformers' models do."""
     found = set()
     for module in model.modules():
         layers = [module] if isinstance(module, _EMBEDDINGS) else []

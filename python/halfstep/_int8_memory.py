@@ -1,6 +1,6 @@
-"""Functions of torch that ask 8-bit weights for the memory of their elements, which they do not
-have: some are served with the stored bytes, others are refused. Functions beneath torch's
-dispatcher are here; _int8_operators.py has operators.
+"""Functions of torch that ask a tensor for the memory of its elements. 8-bit weights have no such
+memory. Some of these functions get the stored bytes, and the others are refused. Functions beneath
+torch's dispatcher are here; _int8_operators.py has operators.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """A tensor whose elements are 8-bit codes with scales.
 
-All views of a weight are views of the same bytes (_packed_views.py). _int8_operators.py says what
-operators of torch do with it, and _int8_memory.py what functions do that ask for its memory.
+All views of a weight are views of the same bytes (_packed_views.py). _int8_operators.py says
+what operators of torch do with it. _int8_memory.py has the functions that ask for its memory.
 """
 
 from typing import Optional
