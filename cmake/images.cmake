@@ -34,13 +34,13 @@ function(halfstep_find_clang)
 endfunction()
 
 # Makes PTX of a source: what drivers compile, and tests translate. It is for the least compute capability. ccache keeps
-# it, because clang takes a minute.
+# it, because clang takes a minute. With a base directory of the user's, ccache would write relative paths into the depfile.
 function(halfstep_ptx output source)
   find_program(HALFSTEP_CCACHE ccache DOC "Keeps what clang has compiled")
   mark_as_advanced(HALFSTEP_CCACHE)
   set(launcher "")
   if(HALFSTEP_CCACHE)
-    set(launcher ${HALFSTEP_CCACHE})
+    set(launcher ${CMAKE_COMMAND} -E env CCACHE_BASEDIR= ${HALFSTEP_CCACHE})
   endif()
   set(file ${PROJECT_SOURCE_DIR}/cmake/device_code.options)
   file(STRINGS ${file} options)

@@ -359,6 +359,8 @@ def test_figures_of_matrices_are_quotients(name):
     assert found == pytest.approx(2, rel=0.01)
 
 
+@pytest.mark.told("is not finite")
+@pytest.mark.told("momentum_buffer in int6")
 def test_matrices_stand_still_as_they_should():
     """Without a gradient that is not 0, and with a NaN in one matrix of a stack."""
     for recipe in ("muon/f32/f32", "muon/bf16-sr/int8", "muon/bf16-sr/int6"):
@@ -398,7 +400,7 @@ def test_resume_tells_what_is_missing(tmp_path):
     }
 
 
-@pytest.mark.filterwarnings("ignore:halfstep. the gradient of parameter")
+@pytest.mark.told("is not finite")
 def test_nan_is_counted():
     found = traps.nan(traps.REFERENCE, False)
     assert found["poisoned"] == 1 and found["moved"] > 8000

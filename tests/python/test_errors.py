@@ -16,6 +16,7 @@ from conftest import (
     same,
     set_gradients,
     states,
+    told,
     weights_of,
 )
 from torch import nn
@@ -263,7 +264,6 @@ def test_shape_that_changes_in_mid_run(shape):
     ],
     ids=["rows", "columns", "reshaped", "dtype", "flat", "nothing", "overlapping"],
 )
-@pytest.mark.told("was written, but not by this optimizer", release=True)
 def test_shape_that_changes_at_the_same_address(view, release):
     """The library would write beyond the end, or in the wrong places."""
     memory = torch.ones(24, 96, dtype=torch.bfloat16)
@@ -275,10 +275,11 @@ def test_shape_that_changes_at_the_same_address(view, release):
     p.grad = None
     p.data = view(memory)
     p.grad = torch.full_like(p, 0.5)
-    if release:
-        opt.prepare_gradient_release()
-    with pytest.raises(ANY, match="body.weight"):
-        opt.step_param(p) if release else opt.step()
+    with told("was written, but not by this optimizer", release and 0 not in p.stride()):
+        if release:
+            opt.prepare_gradient_release()
+        with pytest.raises(ANY, match="body.weight"):
+            opt.step_param(p) if release else opt.step()
     assert bits(memory) == before
 
 

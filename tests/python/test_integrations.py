@@ -192,6 +192,7 @@ def test_averages_are_evaluated_saved_and_resumed(tmp_path, kind):
         lost.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
 
 
+@pytest.mark.told("weights='bf16-ecc8' has nothing to act on", kind="PEFT")
 @each("EMA")
 def test_the_best_are_the_averages(tmp_path, kind):
     """The model that load_best_model_at_end leaves is the one that was scored. A failed evaluation

@@ -10,7 +10,7 @@ import copy
 
 import pytest
 import torch
-from conftest import FIRST_MOVEMENT, RULES, TORCH, class_of, saved, warnings_are
+from conftest import COARSE_TEXT, FIRST_MOVEMENT, RULES, TORCH, class_of, saved, warnings_are
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -55,8 +55,14 @@ def inputs(rule):
 
 
 def pairs():
+    coarse = pytest.mark.told(COARSE_TEXT)
     return [
-        pytest.param(class_of(rule), options, id=f"{rule}|{desc.replace(' ', '_')}")
+        pytest.param(
+            class_of(rule),
+            options,
+            id=f"{rule}|{desc.replace(' ', '_')}",
+            marks=[coarse] if rule == "muon" and options.get("states") == "int4" else [],
+        )
         for rule in RULES
         for options, desc in inputs(rule)
     ]
