@@ -79,7 +79,6 @@ fi
 
 if [ "${1:-build}" = machines ]; then
     want locales test -e /usr/share/i18n/locales/tr_TR
-    want util-linux program unshare
 fi
 
 if [ "${1:-build}" = packages ]; then

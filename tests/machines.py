@@ -163,7 +163,7 @@ class Setting:
         (tree / "build/venv/halfstep.installed").unlink()
         run("chown", "-R", f"{NOBODY}:{NOBODY}", str(tree))
         self.before = ["unshare", "-m", "bash", "-c", AS_USER, "_", str(tree)]
-        self.environment.update(TMPDIR=str(scratch), BUILD=str(tree / "build"), HALFSTEP_LIMIT="")
+        self.environment.update(TMPDIR=str(scratch), BUILD=str(tree / "build"))
         self.environment.pop("XDG_CACHE_HOME", None)
         self.build = tree / "build"
 

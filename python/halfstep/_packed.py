@@ -114,11 +114,11 @@ def store(packed, row_length, weights):
         judged = False  # a graph that is being captured cannot wait for counts
     changed = lost = 0
     for part in _stretches(weights):
-        old, new = packed[part], weights[part].to(packed.device)
-        before, new = _blocks(unpack(old, row_length, new.dtype)), _blocks(new)
+        old, given = packed[part], weights[part].to(packed.device)
+        before, new = _blocks(unpack(old, row_length, given.dtype)), _blocks(given)
         kept = before == new
         same = kept.all(-1, keepdim=True)
-        fresh = _by_block(_pack_rows(weights[part].to(packed.device)))
+        fresh = _by_block(_pack_rows(given))
         old.copy_(torch.where(same, _by_block(old), fresh).flatten(-2))
         if judged:
             after = _blocks(unpack(old, row_length, torch.float32))

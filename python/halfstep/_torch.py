@@ -58,6 +58,13 @@ def warn_once(text):
     warn(text + ". This warning is given once")
 
 
+def unwrapped(wrapper):
+    """Returns the optimizer of torch inside of wrappers that keep it as `.optimizer`, as those of
+    Accelerate and Lightning do. Returns an optimizer without a wrapper as it is."""
+    inner = getattr(wrapper, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else wrapper
+
+
 def follow(cls, name, then):
     """Makes each call of a method of one of torch's classes go on with then(object, result,
     *arguments). The caller gets the result of `then`. Does nothing if `then` follows the method

@@ -10,7 +10,7 @@ import torch
 
 from . import _packed
 from ._int8_weight import Int8Weight
-from ._torch import follow, warn
+from ._torch import follow, unwrapped, warn
 
 #: their key in a state dictionary
 _KEY = "packed_weights"
@@ -22,12 +22,6 @@ def follow_trainer(cls):
     follow(cls, "_load_best_model", _after_best)
 
 
-def _optimizer(trainer):
-    """Returns the optimizer of a trainer, without Accelerate's wrapper."""
-    inner = getattr(trainer.optimizer, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else trainer.optimizer
-
-
 def _weights(optimizer):
     """Returns the 8-bit weights of an optimizer, by their place among its parameters."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -35,7 +29,7 @@ def _weights(optimizer):
 
 
 def _keep(trainer, made, /, *_, **__):
-    optimizer, args = _optimizer(trainer), trainer.args
+    optimizer, args = unwrapped(trainer.optimizer), trainer.args
     if _weights(optimizer) and _add not in optimizer._optimizer_state_dict_post_hooks.values():
         if args.load_best_model_at_end and args.save_only_model:
             raise ValueError(
@@ -58,7 +52,7 @@ def _take(optimizer, state):
 
 
 def _after_best(trainer, made, /, *_, **__):
-    held = _weights(_optimizer(trainer))
+    held = _weights(unwrapped(trainer.optimizer))
     path = os.path.join(trainer.state.best_model_checkpoint, "optimizer.pt")
     if held:
         saved = {}

@@ -17,7 +17,7 @@ from ._parameters import check_parameter, format_of
 from ._parts import Parts
 from ._placement import Placement
 from ._release import check_release
-from ._torch import VERSION, is_compiling, no_dynamo, warn_once
+from ._torch import VERSION, is_compiling, no_dynamo, unwrapped, warn_once
 
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
@@ -38,13 +38,6 @@ def name_parameters(module: torch.nn.Module, prefix: str = "") -> None:
     """
     for name, p in module.named_parameters(prefix=prefix):
         p._halfstep_name = name
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """Returns the optimizer inside of wrappers that keep it as `.optimizer`, as those of Accelerate
-    and Lightning do."""
-    inner = getattr(optimizer, "optimizer", None)
-    return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def several(optimizer: Any) -> List["Optimizer"]:
