@@ -114,6 +114,44 @@ no_address_space() {
     [ $refusals -gt 5 ] || bad "only $refusals limits were too low"
 } 2>/dev/null
 
+# ---- Odd file systems ----
+
+# Modes, links and syncs of folders are polish. Without them everything is saved, and only the links get a note.
+without_polish() {
+    polished() { timeout 240 env FAULT_POLISH=1 LD_PRELOAD="$scratch/faults.so" "$halfstep" "$@" 2>err; }
+    mkdir run report
+    polished "${small[@]}" --steps 6 --checkpoint run --checkpoint-every 2 --log log.csv >out || bad "train: $(cat err)"
+    ! grep -v '^note: the checkpoint is saved, but .*cannot make a link' err || bad "train says this"
+    polished train lm --resume --quiet --checkpoint run --steps 8 >out || bad "resume: $(cat err)"
+    [ "$(step_of run)" = 8 ] || bad "step $(step_of run)"
+    for _ in 1 2; do
+        polished compare lm "${small[@]:2}" --steps 1 --recipes adamw/f32,adamw/bf16 --out report --checkpoint report/runs >out ||
+            bad "compare: $(cat err)"
+        rm -r report/runs
+    done
+    polished convert run model.safetensors --to f32 >out || bad "convert: $(cat err)"
+    polished convert run run.states --to store >out || bad "convert to a file of states: $(cat err)"
+    polished convert run.states again --to checkpoint >out || bad "convert from a file of states: $(cat err)"
+}
+
+# An output that is a link is written where it leads to. A folder is not made through a link, which is said.
+links_as_outputs() {
+    mkdir far
+    for name in model.safetensors log.csv; do ln -s far/$name $name; done
+    ln -s far/later later
+    ln -s nowhere/file astray
+    lm --steps 2 --checkpoint run --log log.csv >out || bad "$(cat err)"
+    "$halfstep" convert run model.safetensors --to f32 >out 2>err || bad "convert: $(cat err)"
+    for name in model.safetensors log.csv; do [ -L $name ] && [ -s far/$name ] || bad "$name does not lie behind its link"; done
+    refused 1 'later: it is a link to far/later, which does not exist' "${small[@]}" --steps 2 --checkpoint later
+    refused 1 'later: it is a link to far/later, which does not exist' \
+        compare lm "${small[@]:2}" --steps 1 --recipes adamw/f32,adamw/bf16 --out later
+    refused 1 'astray: it is a link to nowhere/file, which does not exist' convert run astray --to f32
+    refused 1 'astray: it is a link to nowhere/file, which does not exist' "${small[@]}" --steps 2 --log astray
+    refused 1 'later: it is a link to far/later, which does not exist' convert run later --to store
+    [ "$(ls far)" = "$(printf 'log.csv\nmodel.safetensors')" ] || bad "left: $(ls far)"
+}
+
 # ---- Two runs ----
 
 one_run_in_a_directory() {
