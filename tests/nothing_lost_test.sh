@@ -152,6 +152,25 @@ links_as_outputs() {
     [ "$(ls far)" = "$(printf 'log.csv\nmodel.safetensors')" ] || bad "left: $(ls far)"
 }
 
+# A limit of file sizes is an error like a full disk: a sentence, the files as they were, and nothing left over.
+limit_of_file_sizes() {
+    limited() {
+        local got=0
+        (ulimit -c 0 && ulimit -f 8 && exec timeout 240 "$halfstep" "$@") >out 2>err </dev/null || got=$?
+        [ $got = 1 ] || bad "$*: exit $got: $(head -c 300 err)"
+        [ "$(grep -cv '^warning: ' err)" = 1 ] && grep -q '^halfstep: .*File too large$' err || bad "$*: $(head -c 300 err)"
+        find . -mindepth 1 | sort | diff - ../limit_before || bad "$*: left something behind"
+    }
+    "$halfstep" "${small[@]}" --width 32 --steps 3 --checkpoint run >out 2>err || bad "$(cat err)"
+    touch out err
+    find . -mindepth 1 | sort >../limit_before
+    limited train lm --resume --quiet --checkpoint run --steps 4
+    [ "$(step_of run)" = 3 ] || bad "step $(step_of run)"
+    limited "${small[@]}" --width 32 --steps 4 --checkpoint other --checkpoint-every 2
+    limited convert run model.safetensors --to f32
+    limited convert run run.states --to store
+}
+
 # ---- Two runs ----
 
 one_run_in_a_directory() {
@@ -331,15 +350,20 @@ start() {
     wait_for '[ -e log.csv ] && [ $(wc -l <log.csv) -gt 3 ]'
 }
 
-a_closed_terminal_saves() {
-    start "$halfstep"
-    # The signal comes from the kernel, and once more from the shell.
-    kill -HUP $first
-    kill -HUP $first 2>/dev/null || true
-    got=0
-    wait $first || got=$?
-    [ $got = 129 ] || bad "exit $got: $(tail -1 err1)"
-    grep -q 'saved in run' err1 && "$halfstep" inspect run >out || bad "not saved: $(tail -1 err1)"
+# A terminal that closes, and batch systems, send these. The kernel repeats SIGXCPU each second, and a batch system may
+# add SIGTERM. Neither ends a save.
+signals_that_warn_save() {
+    for signal in HUP:129 USR1:138 USR2:140 XCPU:152; do
+        rm -rf run log.csv
+        start "$halfstep"
+        kill -${signal%:*} $first
+        kill -${signal%:*} $first 2>/dev/null || true
+        [ $signal != USR1:138 ] || kill -TERM $first 2>/dev/null || true
+        got=0
+        wait $first || got=$?
+        [ $got = ${signal#*:} ] || bad "$signal: exit $got: $(tail -1 err1)"
+        grep -q 'saved in run' err1 && "$halfstep" inspect run >out || bad "$signal: not saved: $(tail -1 err1)"
+    done
 }
 
 nohup_outlives_the_terminal() {
