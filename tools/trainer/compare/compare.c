@@ -243,14 +243,13 @@ static int has_saved(const char *checkpoint)
     return code != HALFSTEP_ERROR_NAME;
 }
 
-/* Sets the run's own log and checkpoint, and creates the folder above the checkpoint. */
+/* Sets the run's own log and checkpoint. */
 static int set_paths(struct compare *compare, const struct report_run *run, struct run_config *config,
                      struct run_paths *paths, char *error, size_t error_bytes)
 {
     if (compare_name_paths(compare, run, paths) != 0) return no_memory(error, error_bytes);
     if (config->log) config->log = paths->log;
     if (!config->checkpoint) return 0;
-    if (compare_make_folder(config->checkpoint, error, error_bytes) != 0) return 1;
     config->checkpoint = paths->checkpoint;
     if (config->resume) config->resume = has_saved(config->checkpoint);
     return 0;
@@ -272,6 +271,31 @@ static void announce(struct compare *compare, struct progress *progress, int at,
     text_free(&line);
 }
 
+/* Keeps why a run failed, for the report, and says so if there are others. */
+static void keep_failure(struct compare *compare, struct progress *progress, struct report_run *run, const char *error)
+{
+    run->error = args_keep(&compare->args, error);
+    if (!run->error) run->error = "out of memory";
+    if (compare->report.runs > 1)
+        progress_note(progress, "warning: %s failed: %s", compare->report.entry[run->entry].name, error);
+}
+
+/* Says how many runs have failed, and why the first one has. Returns 1, or 0 if none has. */
+static int tell_failures(const struct compare *compare)
+{
+    const struct report *report = &compare->report;
+    const struct report_run *first = NULL;
+    int failed = 0;
+    for (int i = report->runs - 1; i >= 0; i--) {
+        if (!report->run[i].error) continue;
+        first = &report->run[i];
+        failed++;
+    }
+    if (!failed) return 0;
+    return failure(compare->comparison->command, "%d of %d runs failed; %s: %s", failed, report->runs,
+                   report->entry[first->entry].name, first->error);
+}
+
 static int train_all(struct compare *compare)
 {
     struct report *report = &compare->report;
@@ -291,18 +315,21 @@ static int train_all(struct compare *compare)
             progress_label(&progress, report->entry[run->entry].name);
             status = compare->kind->train(compare, &config, &progress, run, error, sizeof error);
         }
-        if (status != 0) {
-            failure(command, "%s: %s", report->entry[run->entry].name, error);
+        const char *name = report->entry[run->entry].name;
+        if (status == 1 && run->done) progress_note(&progress, "%s: diverged: %s", name, error);
+        else if (status == 1) keep_failure(compare, &progress, run, error);
+        else if (status != 0) {
+            failure(command, "%s: %s", name, error);
             if (report_done(report))
                 failure(command, "%d of %d runs are in %s/report.html", report_done(report), report->runs,
                         compare->options.out);
             return status;
         }
         /* A later write may succeed, so a failed one only warns. */
-        if (i + 1 < report->runs && compare_write_report(compare, error, sizeof error) != 0)
+        if (i + 1 < report->runs && report_done(report) && compare_write_report(compare, error, sizeof error) != 0)
             progress_note(&progress, "warning: %s; the comparison goes on", error);
     }
-    return 0;
+    return report_done(report) ? 0 : tell_failures(compare);
 }
 
 static int plan_runs(struct compare *compare)
@@ -351,6 +378,8 @@ static int prepare(struct compare *compare)
     if (compare->kind->load(compare, error, sizeof error) != 0) return failure(command, "%s", error);
     if (compare_make_folder(compare->options.out, error, sizeof error) != 0)
         return failure(command, "--out: %s", error);
+    if (compare->base.checkpoint && compare_make_folder(compare->base.checkpoint, error, sizeof error) != 0)
+        return failure(command, "--checkpoint: %s", error);
     return compare_describe(compare) == 0 ? 0 : failure(command, "out of memory");
 }
 
@@ -402,9 +431,14 @@ static int conclude(struct compare *compare)
     }
     fflush(stdout);
     if (bad) status = 1;
+    if (!status) status = tell_failures(compare);
     for (int i = 0; i < report->checks; i++) {
         struct text line = {0};
-        if (report->check[i].passed) continue;
+        const int entry = report->check[i].entry;
+        /* A recipe that failed met nothing, and has been told. */
+        if (report->check[i].passed || report_error(report, entry) ||
+            report_error(report, report_reference(report, entry)))
+            continue;
         report_check_text(report, &report->check[i], &line);
         status = failure(command, "expectation not met: %s", text_string(&line));
         text_free(&line);
