@@ -24,7 +24,7 @@ struct compare_options {
 struct compare;
 
 /* A line of --help. */
-#define COMPARE_GOES_ON \
+#define COMPARE_GOES_ON                                                                                              \
     "A run that diverges is reported as such. If one fails, such as for lack of memory, the others go on, and the\n" \
     "status is 1.\n"
 

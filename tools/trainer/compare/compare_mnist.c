@@ -9,9 +9,8 @@ static const char notes[] =
     "Every recipe gets the same first weights, images and order. A learning rate that suits one recipe may not suit\n"
     "another: R@LR gives a recipe its own, R@LR/LR/LR one for each size of --batch; recipes without one take --lr. "
     "Runs are\n"
-    "made one after the other, all recipes with one seed before the next seed; the report is rewritten after each.\n"
-    COMPARE_GOES_ON
-    "\n"
+    "made one after the other, all recipes with one seed before the next seed; the report is rewritten after "
+    "each.\n" COMPARE_GOES_ON "\n"
     "  halfstep compare mnist --data mnist --recipes adam/f32@1e-3,lamb/f32@0.01,lamb16@0.01 --batch 128,1024 --seeds "
     "3\n";
 
