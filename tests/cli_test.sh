@@ -34,7 +34,7 @@ expect 2 'unknown command foo' foo
 expect 2 'unknown option --foo \(see halfstep train lm --help\)' train lm --foo
 expect 2 'did you mean --width' train lm --data "$data" --widht 3
 expect 2 '--steps needs a value' train lm --data "$data" --steps
-expect 2 '"abc" is not a number' train lm --data "$data" --steps abc
+expect 2 '"abc" is not a whole number' train lm --data "$data" --steps abc
 expect 2 'whole number' train lm --data "$data" --steps 1.5
 expect 2 'at least 0' train lm --data "$data" --steps=-1
 expect 2 '--data FILE is missing' train lm

@@ -119,6 +119,20 @@ no_address_space() {
     [ $refusals -gt 5 ] || bad "only $refusals limits were too low"
 } 2>/dev/null
 
+# The sentence names the limit that the activations meet, whether they alone are more or the process has some already.
+the_limit_of_memory_is_named() {
+    local got needs kilobytes=200000
+    for _ in 1 2; do
+        got=0
+        (ulimit -v $kilobytes && exec "$halfstep" "${small[@]}" --width 64 --context 512 --batch 256 --steps 2) >out 2>err || got=$?
+        [ $got = 1 ] && [ "$(wc -l <err)" = 1 ] || bad "ulimit -v $kilobytes: exit $got: $(head -c 300 err)"
+        needs=$(sed -nE 's/.* needs ([0-9.]+) GiB of activations; .*/\1/p' err)
+        awk -v a="$(sed -nE 's/.* may have ([0-9.]+) GiB in all \(ulimit -v\); choose a smaller batch .*/\1/p' err)" \
+            -v b=$kilobytes 'BEGIN { b /= 1048576; exit !(a > 0.99 * b && a < 1.01 * b) }' || bad "$kilobytes: $(cat err)"
+        kilobytes=$(awk -v n="$needs" 'BEGIN { printf "%d", n * 1048576 * 1.005 }')
+    done
+}
+
 # ---- Odd file systems ----
 
 # Modes, links and syncs of folders are polish. Without them everything is saved, and only the links get a note.

@@ -76,7 +76,9 @@ static void test_words(void)
         {2, "--width is 70000; it must be at most 65536", LM "--width 70000"},
         {2, "--final-lr is 1.5; it must be at most 1", LM "--final-lr 1.5"},
         {2, "--steps is 1e300; it must be a whole number", LM "--steps 1e300"},
-        {2, "--lr: \"1e999\" is not a number", LM "--lr 1e999"},
+        {2, "--lr: \"1e999\" is not a number (such as 7e9, 7B or 0.001)", LM "--lr 1e999"},
+        {2, "--params: \"7bn\" is not a number (such as 7e9, 7B or 0.001)", "plan --params 7bn"},
+        {2, "--steps: \"many\" is not a whole number (such as 2000 or 2k)", LM "--steps many"},
         {2, "--lr: \"1e306k\" is not a number", LM "--lr 1e306k"},
         {2, "--lr: \"+x\" is not a number", LM "--lr +x"},
         {2, "--memory: \"much\" is not a number of bytes (such as 24G)", "plan --params 1e6 --memory much"},
@@ -89,7 +91,7 @@ static void test_words(void)
         {2, "--hyper is beta1; it must be NAME=VALUE", LM "--hyper beta1"},
         {2, "--hyper is =1; it must be NAME=VALUE", LM "--hyper =1"},
         {2, "--hyper is beta1=; it must be NAME=VALUE", LM "--hyper beta1="},
-        {2, "--hyper: \"x\" is not a number", LM "--hyper beta1=x"},
+        {2, "--hyper: \"x\" is not a number (such as 0.9 or 1e-3)", LM "--hyper beta1=x"},
         {2, "--beta1: \"x\" is not a number", LM "--beta1 x"},
         {2, "--hyper momentum: adamw has no such hyper-parameter", LM "--hyper momentum=0.5"},
         {2, "unknown option --val_evry, did you mean --val-every?", LM "--val_evry 2"},
@@ -247,6 +249,8 @@ static void test_path_lists(void)
 
 static void test_plan(void)
 {
+    accept("7000000000 parameters", "plan --params 7b");
+    accept("7000000000 parameters", "plan --params 7B");
     accept("0 of ", "plan --params 1e6 --memory 1K");
     CHECK(strstr(printed, "; --release may help") && strstr(printed, "  no\n"), "%s", printed);
     accept("The smallest lacks ", "plan --params 1e6 --memory 1K --release");
@@ -319,7 +323,7 @@ static void test_forged(void)
         {"trainer.json", "\"options\": {", "\"options\": { \"lr\": \"1\",", "an option twice", go_on},
         {"trainer.json", "\"options\": {", "\"options\": {}, \"other\": {", " in forged", go_on},
         {"trainer.json", "\"gradients\": ", "\"gradient\": ", "trainer.json has no value for --gradients", go_on},
-        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json: --steps: \"x\" is not a number",
+        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json: --steps: \"x\" is not a whole number",
          RESUME "forged"},
         {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json has no value for --steps", go_on},
         {"trainer.json", "\"steps\": \"2\"", "\"other\": \"2\"", "trainer.json has no value for --steps", go_on},
@@ -796,12 +800,23 @@ static void test_terminal(void)
     seen = on_terminal(40, "xterm", "", 0);
     CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5\033[0m"), "cut to 39 columns: %s",
           seen);
+    /* No line is wider than the terminal, less the column in which a cursor may wrap. */
+    for (int columns = 1; columns < 30; columns++) {
+        int wide = 0, lines = 0;
+        seen = on_terminal(columns, "xterm", "1", 0);
+        for (const char *at = seen; (at = strstr(at, "\r\033[K")); lines++) {
+            at += 4;
+            const int width = (int)strcspn(at, "\r\033");
+            if (strncmp(at, "a note", 6) && width > wide) wide = width;
+        }
+        CHECK(lines > 3 && wide == columns - 1, "%d columns: %d lines, the widest has %d", columns, lines, wide);
+    }
     seen = on_terminal(0, "xterm", "1", 0);
     CHECK(strstr(seen, "\r\033[Klabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") &&
               !strstr(seen, "\033[36m"),
           "no colour, no size: %s", seen);
-    for (int i = 0; i < 2; i++) {
-        seen = on_terminal(120, i ? "dumb" : NULL, NULL, 0);
+    for (int i = 0; i < 3; i++) {
+        seen = on_terminal(120, i == 2 ? "" : i ? "dumb" : NULL, NULL, 0);
         CHECK(!strchr(seen, '\033') &&
                   strstr(seen, "label  step 98/100  loss 1.2500  val 2.5000  extra words  ETA 0:0"),
               "TERM=dumb: %s", seen);
