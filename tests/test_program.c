@@ -948,6 +948,7 @@ static void test_others_refused(void)
         if (i % 8) continue;
         refuse(1, table[i].says, from_folder);
         refuse(1, table[i].says, "plan --checkpoint other");
+        refuse(1, table[i].says, "generate --checkpoint other");
     }
     static const char *const window[] = {"\"model_type\": \"mistral\"", "\"sliding_window\": 3",
                                          "\"num_key_value_heads\": 2"},
@@ -975,6 +976,10 @@ static void test_others_refused(void)
     unlink("other/config.json");
     refuse(2, "--heads is missing: --init other/model.safetensors has no config.json beside it", from_file);
     refuse(1, "plan: other: there is neither a checkpoint nor a config.json", "plan --checkpoint other");
+    refuse(1, "generate: other has no config.json beside it, which says how many heads the model has; put it there, or",
+           "generate --checkpoint other");
+    refuse(1, "other is a model in 1 file, not a checkpoint; inspect a file, such as other/model.safetensors",
+           "inspect other");
     refuse(1, "plan: short: there is neither a checkpoint nor", "plan --checkpoint short");
     demand(!mkdir("other/config.json", 0777), "no folder");
     refuse(1, "other/config.json: is not a regular file", from_file);
@@ -999,6 +1004,16 @@ static void test_others_taken(void)
                              *const odd[] = {"\"sinks\": 3", "\"also\\u001b[31m\": [1]", "\"nothing\": null",
                                              "\"off\": false"};
     static char text[4000];
+    /* The same weights give the same text, from wherever they are read. */
+    static const char *const places[] = {"base", "other", "other/model.safetensors"};
+    make_other(NULL, 0);
+    for (int i = 0; i < 3; i++) {
+        char speak[200];
+        snprintf(speak, sizeof speak, "generate --checkpoint %s --bytes 40 --threads 1", places[i]);
+        accept("", speak);
+        if (i) EQUAL_TEXT(printed, text);
+        else snprintf(text, sizeof text, "%.3000s", printed);
+    }
     make_other(scaled, 8);
     remove_tree("taken");
     char line[600], hash[64] = "";
@@ -1023,6 +1038,8 @@ static void test_others_taken(void)
     remove_tree("taken");
     make_other(odd, 4);
     accept("note: other/config.json: unknown members are ignored: sinks, also\\x1b[31m\n", from_file);
+    accept("note: other/config.json: unknown members are ignored: sinks, also\\x1b[31m\n",
+           "generate --checkpoint other --bytes 1 --threads 1");
     unlink("other/config.json");
     snprintf(line, sizeof line, "%s --width 8 --depth 1 --heads 2 --context 4", from_file);
     accept("has no config.json beside it: assuming 2 heads, rms_norm_eps 1e-05 and rope_theta 10000", line);
@@ -1105,7 +1122,7 @@ static void test_others_tensors(void)
                                             error, sizeof error),
            error);
     demand(!halfstep_write_safetensors(whole, "other/model.safetensors", NULL, NULL, error, sizeof error), error);
-    /* generate reads checkpoints only. */
+    /* In a checkpoint, too. */
     demand(!rename("other/model.safetensors", "more.safetensors"), "no rename");
     forge_with("base", "forged", "model.safetensors", "more.safetensors");
     refuse(1, "2 tensors are no part of a Llama", "generate --checkpoint forged --bytes 2 --threads 1");
@@ -1123,6 +1140,12 @@ static void test_others_tensors(void)
     accept("5144 parameters", from_folder);
     accept("5144 parameters", "train lm --data text --batch 2 --eval-batches 1 --threads 1 --steps 0 --quiet --init "
                               "other/model.safetensors.index.json");
+    accept("", "generate --checkpoint other --bytes 2 --threads 1");
+    accept("", "generate --checkpoint other/model.safetensors.index.json --bytes 2 --threads 1");
+    refuse(1, "; the whole model is other/model.safetensors.index.json", "generate --checkpoint other/a");
+    refuse(1, "other is a model in 2 files, not a checkpoint; inspect a file, such as other/a", "inspect other");
+    refuse(1, "is a model in 2 files, not a checkpoint; inspect a file, such as other/a",
+           "inspect other/model.safetensors.index.json");
     put_weights("other/a", "F32", "F32");
     put_weights("other/b", "F32", "F32");
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {

@@ -271,8 +271,15 @@ int model_tensors_find(const struct model_tensors *tensors, const struct lm_tens
         return model_tensor_fits((*part)->path, tensor->name, info, tensor,
                                  packed ? lm_row_bytes(LM_PACKED, tensor->row_length) : 0, error, error_bytes);
     }
-    snprintf(error, error_bytes, "%s: there is no tensor %s; `halfstep inspect FILE` lists the tensors of a file",
-             tensors->path, tensor->name);
+    char whole[MODEL_PATH_BYTES], folder[MODEL_PATH_BYTES];
+    folder_of(tensors->path, folder);
+    /* One of several files of a model was named. */
+    if (!is_index(tensors->path) && join(whole, folder, index_name) == 0 && exists(whole))
+        snprintf(error, error_bytes, "%.400s: there is no tensor %s; the whole model is %.400s", tensors->path,
+                 tensor->name, whole);
+    else
+        snprintf(error, error_bytes, "%s: there is no tensor %s; `halfstep inspect FILE` lists the tensors of a file",
+                 tensors->path, tensor->name);
     return -1;
 }
 
