@@ -121,6 +121,8 @@ static void test_words(void)
         {2, "--checkpoint-every needs --checkpoint DIR", LM "--checkpoint-every 2"},
         {2, "give the size of the model by one of", "plan --params 1e6 --width 8"},
         {2, "multiple of 3 heads", "plan --width 8 --heads 3"},
+        {2, "--recipes: ema follows weights that another optimizer trains", "plan --params 1e6 --recipes sgd/f32,ema"},
+        {2, "--rule: ema follows weights that another optimizer trains", "plan --params 1e6 --rule ema"},
         {1, "nowhere", "plan --checkpoint nowhere"},
         {2, "train: the model is missing; known: lm, mnist", "train"},
         {2, "unknown model 'rnn'; known: lm, mnist", "train rnn"},
