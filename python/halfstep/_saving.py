@@ -93,7 +93,7 @@ class Saving:
     def plain(self):
         """Returns the state as torch's own optimizer of the same rule saves it."""
         self.sync()
-        return _state.plain(self.groups, self.inspection.read_state)
+        return _state.plain(self.groups, self.inspection.reader())
 
     # ---- Pickles ---------------------------------------------------------------------------------
 
