@@ -2,8 +2,11 @@
 bit is lost."""
 
 import copy
+import io
+import pickle
 import re
 import sys
+import weakref
 
 import pytest
 import torch
@@ -55,6 +58,24 @@ def test_deepcopy_and_pickle_go_on_with_the_same_bits(rule, recipe):
     run(opt, params, 3, 5)
     for ps, o in copies:
         same(opt, o, params, ps)
+
+
+@recipes
+def test_tensors_outlive_their_pickle(recipe):
+    """A process that is being spawned opens their memory after the pickle was written."""
+    params, opt = make("adamw", recipe)
+    run(opt, params, 0, 2)
+    seen = []
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value):
+            if not isinstance(value, torch.Tensor):
+                return NotImplemented
+            seen.append(weakref.ref(value))
+            return torch.Tensor, ()
+
+    Pickler(io.BytesIO()).dump(opt)
+    assert len(seen) > 4 * len(params) and all(tensor() is not None for tensor in seen)
 
 
 @rules
