@@ -159,15 +159,15 @@ class Setting:
 
     def _user(self):
         """Builds the committed tree once more, as a user who may write nowhere else."""
-        tree = Path("/var/tmp/halfstep-user")
-        run("rm", "-rf", str(tree))
+        place = Path("/var/tmp/halfstep-user")
+        run("rm", "-rf", str(place))
+        tree, scratch = place / "tree", place / "tmp ä"
+        scratch.mkdir(parents=True)
         run("git", "clone", "-q", ".", str(tree))
-        scratch = tree / "tmp ä"
-        scratch.mkdir()
         (tree / "build").mkdir()
         run("cp", "-a", str(self.build / "venv"), str(tree / "build/venv"))
         (tree / "build/venv/halfstep.installed").unlink()
-        run("chown", "-R", f"{NOBODY}:{NOBODY}", str(tree))
+        run("chown", "-R", f"{NOBODY}:{NOBODY}", str(place))
         python = (self.build / "venv/bin/python").resolve().parents[1]
         closed = [place for place in python.parents if not place.stat().st_mode & stat.S_IXOTH]
         inside = [str(python), str(closed[-1]) if closed else ""]
